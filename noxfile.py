@@ -1,8 +1,7 @@
 """The nox sessions: every command that a developer or the CI needs. `nox -l` lists them.
 
 A session installs the packages that it needs into `.nox/`, and installs them again only if its requirements have
-changed. The package `automation/` does that work. README.md lists the exit codes that have a meaning; nox exits with
-them.
+changed. The package `automation/` has the code of these steps. README.md lists the exit codes with which nox ends.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import nox
 
-# nox loads this file by its path, from any folder.
+# nox loads this file by its path, from any folder, so the folder of the package `automation` must be added.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from automation import builds, long_run, release, system_packages
@@ -54,14 +53,14 @@ ALL_CASES = ("suites", "--ignore=suites/meta")
 TYPES_REQUIREMENTS = ("mypy==2.4.1",)
 # Another version of mutmut has other operators, and would create other mutants from the same seed.
 MUTANTS_REQUIREMENTS = ("mutmut==3.8.1",)
-# The records of the sample report. The folder may also have a facts.json (the output of `gdrkit facts --json`).
+# The folder with the records of the sample report. It may also have a facts.json (the output of `gdrkit facts --json`).
 SAMPLE_RECORDS = Path("reports", "baselines", "h200-1")
 
 
 @nox.session(default=False)
 def qualify(session: nox.Session) -> None:
     """Qualify this machine and write the report. Without hardware, run the cases on the software twins."""
-    run_bin = builds.prepare_run(twins=True)
+    run_bin = builds.prepare_run(with_twins=True)
     arguments = list(session.posargs)
     hardware_by_api = find_hardware()
     if any(hardware_by_api.values()):
@@ -75,12 +74,13 @@ def qualify(session: nox.Session) -> None:
 @nox.session
 def suites(session: nox.Session) -> None:
     """Run the suites on the software twins. Arguments select cases: nox -s suites -- suites/rdma -k write."""
-    run_bin = builds.prepare_run(twins=True)
+    run_bin = builds.prepare_run(with_twins=True)
     system_packages.install_fuse()
     system_packages.install_mpi()
     system_packages.install_filesystem_tools()
     system_packages.install_strace()
-    # The throughput cases also run, with small sizes. Their numbers mean nothing on twins, but errors are found early.
+    # The throughput cases also run, with small sizes. Their results mean nothing on twins, but the runs find errors
+    # early.
     if not session.posargs:
         run_suites(session, run_bin, list_suite_parts(), *make_twin_command(run_bin), measures_coverage=True)
     else:
@@ -90,8 +90,10 @@ def suites(session: nox.Session) -> None:
 
 @nox.session
 def meta(session: nox.Session) -> None:
-    """Check the project: levels, seams, banned words, libraries that `import gdrkit` opens, exit codes, the wheel."""
-    run_bin = builds.prepare_run(twins=True)
+    """Check the rules of the project: levels of imports, seams (docs/layout.md), banned words, the libraries that
+    `import gdrkit` opens, exit codes, the wheel.
+    """
+    run_bin = builds.prepare_run(with_twins=True)
     builds.build_wheel()
     ensure_environment("mutants", python=find_interpreter()[0], requirements=MUTANTS_REQUIREMENTS)
     if not session.posargs:
@@ -104,8 +106,8 @@ def meta(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and format with ruff and clang-format, and the C++ code of the product with clang-tidy; `-- --fix`
-    corrects what the first two can correct.
+    """Check style and format with ruff and clang-format, and the C++ code of the product with clang-tidy. With
+    `-- --fix`, ruff and clang-format correct what they can.
     """
     tools = ensure_environment("lint", python=find_interpreter()[0], requirements=LINT_REQUIREMENTS)
     system_packages.install_packages(system_packages.find_missing_build_packages(find_interpreter()[0]))
@@ -114,8 +116,8 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check the types of all Python here with mypy --strict."""
-    run_bin = builds.prepare_run(twins=False, native_parts=False)
+    """Check the types of all Python code of the project with mypy --strict."""
+    run_bin = builds.prepare_run(with_twins=False, with_native_parts=False)
     tools = ensure_environment("types", python=find_interpreter()[0], requirements=TYPES_REQUIREMENTS)
     command = [str(tools / "mypy"), "--python-executable", str(run_bin / "python"), *session.posargs]
     fail_unless_zero(session, [call(command)])
@@ -135,21 +137,21 @@ def native(session: nox.Session) -> None:
 @nox.session(default=False)
 def long(session: nox.Session) -> None:
     """Run the slow checks: the native tests with the thread sanitizer, the suites with ten seeds, the state machines,
-    fuzzers and kill campaigns with large numbers, and a build of the wheels that reuses no earlier build.
+    fuzzers and kill campaigns with more repetitions, and a build of the wheels that finds missing includes.
     """
-    run_bin = builds.prepare_run(twins=True)
+    run_bin = builds.prepare_run(with_twins=True)
     system_packages.install_fuse()
     system_packages.install_filesystem_tools()
     exit_codes = [builds.check_native(tree, "tsan") for tree in (builds.TWINS, builds.NATIVE)]
-    # The wheels are built without the precompiled header, and each file alone. A file that lacks an include then fails
-    # to compile.
+    # These wheels are built without the precompiled header and without unity builds, so that a file that lacks an
+    # include fails to compile.
     wheel = [str(run_bin / "pip"), "wheel", "--quiet", "--no-deps", "-C", "cmake.define.GDRKIT_PRECOMPILE=OFF"]
     wheel += ["-C", "cmake.define.CMAKE_UNITY_BUILD=OFF"]
     exit_codes += [call([*wheel, "-w", str(ROOT / "build" / "alone"), str(tree)]) for tree in (ROOT, builds.TWINS)]
     for seed in long_run.SEEDS:
         command = [*make_pytest_command(run_bin), *ALL_CASES, "-q", *session.posargs]
         exit_codes.append(call([*make_twin_command(run_bin, "--seed", str(seed)), *command]))
-    # These cases take minutes, so faulthandler gets a longer time after which it reports a hang.
+    # These cases take minutes, so faulthandler must report a hang only after a longer time.
     command = [
         *make_pytest_command(run_bin),
         *long_run.CASES,
@@ -158,16 +160,16 @@ def long(session: nox.Session) -> None:
         "faulthandler_timeout=1800",
         *session.posargs,
     ]
-    exit_codes.append(call([*make_twin_command(run_bin), *command], environ=long_run.NUMBERS))
+    exit_codes.append(call([*make_twin_command(run_bin), *command], environ=long_run.VARIABLES))
     fail_unless_zero(session, exit_codes)
 
 
 @nox.session
 def review(session: nox.Session) -> None:
-    """Show that the cases of the GDR review can fail: insert each defect, check that a case fails, write
-    docs/findings.md.
+    """Show that the cases of the GDR review (docs/findings.md) can fail: insert each known defect, check that a case
+    fails, and write the results into docs/findings.md.
     """
-    run_bin = builds.prepare_run(twins=True)
+    run_bin = builds.prepare_run(with_twins=True)
     libraries = builds.build_defects(run_bin)
     program = [str(run_bin / "python"), "-m", "meta.defects.run", "--libraries", str(libraries)]
     command = [*make_twin_command(run_bin), *program, *session.posargs]
@@ -177,10 +179,10 @@ def review(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def mutants(session: nox.Session) -> None:
-    """Change a copy of the product in one place at a time, and run the cases on each change. The exit code is 0 if
-    cases fail for nine of ten changes. Options: -- [--module wire] [--count 20] [--jobs 2] [--records FILE].
+    """Change a copy of the product in one place at a time, and run the cases on each change. The exit code is 0 only if
+    cases fail for at least nine of ten changes. Options: -- [--module wire] [--count 20] [--jobs 2] [--records FILE].
     """
-    run_bin = builds.prepare_run(twins=True)
+    run_bin = builds.prepare_run(with_twins=True)
     system_packages.install_filesystem_tools()
     mutmut_python = (
         ensure_environment("mutants", python=find_interpreter()[0], requirements=MUTANTS_REQUIREMENTS) / "python"
@@ -201,9 +203,10 @@ def mutants(session: nox.Session) -> None:
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Measure the overhead of gdrkit, next to other software in the same run. -- --records FILE keeps the numbers."""
-    run_bin = builds.prepare_run(twins=True)
+    run_bin = builds.prepare_run(with_twins=True)
     programs = builds.build_bench_programs()
-    # The default of 4 GiB would take more than nine minutes on the twins, without a further result.
+    # With the default file size of 4 GiB, the storage benchmarks would take more than nine minutes on the twins, and
+    # would prove nothing more.
     os.environ.setdefault("GDRKIT_BENCH_STORAGE_MIB", "64")
     command = [
         *make_twin_command(run_bin),
@@ -228,7 +231,7 @@ def hardware(session: nox.Session) -> None:
         print_line("nothing can be proven on this machine. `nox -s suites` runs the same cases on the software twins.")
         sys.exit(NOTHING_PROVEN)
     print_line("hardware: " + ", ".join(itertools.chain(*hardware_by_api.values())))
-    run_bin = builds.prepare_run(twins=bool(missing_apis))
+    run_bin = builds.prepare_run(with_twins=bool(missing_apis))
     for name, session_plan in plan_sessions(run_bin).items():
         print_line(f"nox -s {name}: {'runs' if session_plan['fits'] else 'does not run'}: {session_plan['why']}")
         if session_plan["fits"]:
@@ -237,9 +240,9 @@ def hardware(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def direct(session: nox.Session) -> None:
-    """Run the suites on the hardware of this machine, and on software twins of the missing hardware."""
+    """Run the suites on the hardware of this machine, with software twins in place of the missing hardware."""
     missing_apis = [api for api, devices in find_hardware().items() if not devices]
-    run_bin = builds.prepare_run(twins=bool(missing_apis))
+    run_bin = builds.prepare_run(with_twins=bool(missing_apis))
     system_packages.install_fuse()
     system_packages.install_filesystem_tools()
     launcher = make_twin_command(run_bin, "--apis", ",".join(missing_apis)) if missing_apis else []
@@ -250,35 +253,35 @@ def direct(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def lab(session: nox.Session) -> None:
-    """Run the RDMA suites on a real kernel's RDMA stack, and compare the results with the twins. The suites
-    use the RDMA devices of this machine or its module rdma_rxe or, without both, a virtual machine.
+    """Run the RDMA suites on the RDMA stack of a real kernel, and compare the results with the results on the twins.
+    The suites use the RDMA devices of this machine or its module rdma_rxe or, without both, a virtual machine.
     """
     # depmod and other programs are in /sbin, which the PATH of ordinary users does not have on Debian.
     os.environ["PATH"] = make_path_with_sbin()
     has_rdma_here = bool(find_hardware()["verbs"]) or may_load_rxe()
     location_options = ["--here"] if has_rdma_here else [f"--tools={builds.ensure_lab_tools()}"]
     system_packages.install_perftest()
-    run_bin = builds.prepare_run(twins=True)
+    run_bin = builds.prepare_run(with_twins=True)
     exit_unless_zero(call([str(run_bin / "python"), "-m", "hardware.lab", *location_options, *session.posargs]))
 
 
 @nox.session(default=False)
 def peers(session: nox.Session) -> None:
     """Run stock RDMA programs of Debian and PyPI on the software twins, as their users run them, and print which work:
-    -- [--only TEXT] [--records FILE]. With --lab they run on a real kernel's Soft-RoCE too. -- cuda runs programs with
-    GPU memory, whose packages take six gigabytes.
+    -- [--only TEXT] [--records FILE]. With --lab, the programs also run on the Soft-RoCE of a real kernel. -- cuda runs
+    programs with GPU memory, whose packages take six gigabytes.
     """
     os.environ["PATH"] = make_path_with_sbin()
     if session.posargs[:1] == ["cuda"]:
         python = prepare_cuda_peers()
-        run_bin = builds.prepare_run(twins=True)
+        run_bin = builds.prepare_run(with_twins=True)
         program = [str(run_bin / "python"), "-m", "hardware.peers", "--cuda", "--python", str(python)]
         exit_unless_zero(call([*program, *session.posargs[1:]]))
         return
-    python, tests = prepare_peers(with_libraries="--lab" in session.posargs)
+    python, tests_folder = prepare_peers(with_libraries="--lab" in session.posargs)
     lab_options = [f"--tools={builds.ensure_lab_tools()}"] if "--lab" in session.posargs else []
-    run_bin = builds.prepare_run(twins=True)
-    program = [str(run_bin / "python"), "-m", "hardware.peers", "--python", str(python), "--tests", str(tests)]
+    run_bin = builds.prepare_run(with_twins=True)
+    program = [str(run_bin / "python"), "-m", "hardware.peers", "--python", str(python), "--tests", str(tests_folder)]
     exit_unless_zero(call([*program, *lab_options, *session.posargs]))
 
 
@@ -301,17 +304,17 @@ def bundle(session: nox.Session) -> None:
 @nox.session(default=False)
 def wheels(session: nox.Session) -> None:
     """Build the release into build/dist: source distributions, and wheels of gdrkit, of the twins and of pyverbs with
-    their debug symbols; qualify from them in empty environments, and run the native tests for aarch64 in QEMU. Option:
-    -- --arch x86_64 builds for one kind of processor.
+    their debug symbols. Then run `gdrkit qualify --software` from these wheels in empty environments, and the native
+    tests for aarch64 in QEMU. With -- --arch x86_64, build and test for one kind of processor only.
     """
-    option, *names = session.posargs or ["--arch", *release.ARCHITECTURES]
-    if option != "--arch" or not names or not set(names) <= release.ARCHITECTURES.keys():
+    option, *architecture_names = session.posargs or ["--arch", *release.ARCHITECTURES]
+    if option != "--arch" or not architecture_names or not set(architecture_names) <= release.ARCHITECTURES.keys():
         print_line(f"usage: nox -s wheels -- [--arch {'|'.join(release.ARCHITECTURES)}]")
         sys.exit(WRONG_USAGE)
-    release_wheels = release.build_release(names)
+    release_wheels = release.build_release(architecture_names)
     release.print_table(release_wheels)
-    exit_codes = release.check_wheels() if "x86_64" in names else []
-    exit_codes += release.check_native_in_emulator() if "aarch64" in names else []
+    exit_codes = release.check_wheels() if "x86_64" in architecture_names else []
+    exit_codes += release.check_native_in_emulator() if "aarch64" in architecture_names else []
     fail_unless_zero(session, exit_codes)
 
 
@@ -329,9 +332,9 @@ def pages(session: nox.Session) -> None:
     """Check the report page in headless Chromium at two widths, light and dark, with axe-core. The screenshots are in
     reports/runs/pages.
     """
-    axe = builds.ensure_axe()
-    run_bin = builds.prepare_run(twins=False)
-    environ = {"GDRKIT_AXE": str(axe), "GDRKIT_PICTURES": str(ROOT / "reports" / "runs" / "pages")}
+    axe_path = builds.ensure_axe()
+    run_bin = builds.prepare_run(with_twins=False)
+    environ = {"GDRKIT_AXE": str(axe_path), "GDRKIT_PICTURES": str(ROOT / "reports" / "runs" / "pages")}
     environ |= builds.ensure_playwright()
     command = [*make_pytest_command(run_bin), "suites/report/test_in_browser.py", *session.posargs]
     exit_with_pytest_code(session, call(command, environ=environ))
@@ -342,7 +345,7 @@ def sample(session: nox.Session) -> None:
     """Create docs/sample-report/index.html and the pictures of the README again, from the records of a real machine in
     reports/baselines.
     """
-    run_bin = builds.prepare_run(twins=False)
+    run_bin = builds.prepare_run(with_twins=False)
     report_folder, page = ROOT / "build" / "sample-report", ROOT / "docs" / "sample-report" / "index.html"
     command = [str(run_bin / "gdrkit"), "report", str(ROOT / SAMPLE_RECORDS), "--output", str(report_folder)]
     exit_unless_zero(call([*command, *session.posargs]))
@@ -357,7 +360,7 @@ def docs(session: nox.Session) -> None:
     """Build the documentation site into build/docs/html, where a warning is an error, and run the examples and the code
     of the documents on the software twins.
     """
-    run_bin = builds.prepare_run(twins=True)
+    run_bin = builds.prepare_run(with_twins=True)
     builds.build_wheel()
     names = ("documents", "examples", "reference", "sharing_doc", "snippets", "wheel")
     cases_of_documents = [f"suites/meta/test_{name}.py" for name in names]

@@ -1,6 +1,6 @@
 """Builds of the native parts, the software twins, the wheels and the benchmark programs, for the nox sessions.
 
-A software twin is a drop-in library that emulates hardware. Every build uses the folder of its CMake preset below
+A software twin is a drop-in library that emulates hardware. All builds of a CMake preset use one folder below
 `build/`. A session therefore reuses what another session has compiled.
 """
 
@@ -57,6 +57,7 @@ __all__ = [
 NATIVE = ROOT / "native"
 TWINS = NATIVE / "twins"
 BUILD_REQUIREMENTS = ("cmake>=3.25,<4", "ninja>=1.11", "scikit-build-core>=1.0,<2", "nanobind>=2.4,<4")
+# virtme-ng has the program vng, which boots a kernel in a virtual machine.
 LAB_REQUIREMENTS = ("virtme-ng==1.42",)
 PYVERBS_REQUIREMENT = "pyverbs==59.0"
 RUN_REQUIREMENTS = (
@@ -64,13 +65,13 @@ RUN_REQUIREMENTS = (
     # The cases validate records and reports with jsonschema.
     "jsonschema>=4.20",
     "coverage>=7.6",
-    # atheris guides the fuzzing of parsers. PyPI has wheels of it only for the Pythons and machines of this marker.
+    # atheris guides the fuzzing of parsers. PyPI has its wheels only for these Pythons and machines.
     "atheris>=2.3; python_version < '3.14' and platform_machine == 'x86_64'",
 )
-# These packages are installed without their dependencies, which are two gigabytes of CUDA libraries. The suites do not
-# use them.
+# These packages are installed without their other dependencies: two gigabytes of CUDA libraries, which the suites do
+# not use.
 KVIKIO_REQUIREMENTS = ("kvikio-cu13==26.10.*", "libkvikio-cu13==26.10.*", "rapids-logger==0.3.*", "packaging")
-# The accessibility rules differ between versions.
+# axe-core checks the accessibility of the report page. Its version is fixed, because the rules differ between versions.
 AXE_PACKAGE = "axe-core@4.14.1"
 # Playwright controls the Chromium of this machine. The versions of the two programs need not match.
 PLAYWRIGHT_REQUIREMENTS = ("playwright==1.65.2",)
@@ -78,22 +79,23 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BENCH_PROGRAMS = ("usrbio_path_bench", "usrbio_ring_bench")
 
 
-def prepare_run(*, twins: bool, native_parts: bool = True) -> Path:
+def prepare_run(*, with_twins: bool, with_native_parts: bool = True) -> Path:
     """Create the environment that runs the suites, and return its bin folder.
 
-    The environment has gdrkit as an editable installation of this tree, and the dependencies of gdrkit. With `twins`,
-    it also has the software twins. With `native_parts`, the native parts of the product are built into this tree.
+    The environment has gdrkit as an editable installation of this tree, and the dependencies of gdrkit. If
+    `with_twins` is true, it also has the software twins. If `with_native_parts` is true, the native parts of the
+    product are built into this tree.
     """
-    python, build_pyverbs = find_interpreter()
-    packages = find_missing_build_packages(python) if twins or native_parts or build_pyverbs else []
-    if build_pyverbs:
+    python, needs_pyverbs_build = find_interpreter()
+    packages = find_missing_build_packages(python) if with_twins or with_native_parts or needs_pyverbs_build else []
+    if needs_pyverbs_build:
         packages += find_missing_pyverbs_packages()
     elif not has_pyverbs():
         packages.append("python3-pyverbs")
     install_packages(packages)
     requirements = (
         *RUN_REQUIREMENTS,
-        *((PYVERBS_REQUIREMENT,) if build_pyverbs else ()),
+        *((PYVERBS_REQUIREMENT,) if needs_pyverbs_build else ()),
         "-e",
         f"{ROOT}[qualify,cuda13,cufile,fuse,monitor,mpi]",
     )
@@ -104,9 +106,9 @@ def prepare_run(*, twins: bool, native_parts: bool = True) -> Path:
         input_files=[ROOT / "pyproject.toml"],
         optional_requirements=KVIKIO_REQUIREMENTS,
     )
-    if twins:
+    if with_twins:
         _install_twins(run_bin)
-    if native_parts:
+    if with_native_parts:
         _install_native()
     return run_bin
 
@@ -117,18 +119,18 @@ def ensure_build_tools() -> Path:
 
 
 def ensure_lab_tools() -> Path:
-    """Install the programs that start the virtual machine of the lab, and return the folder of vng."""
-    missing_packages = [package for name, package in LAB_PROGRAMS.items() if not shutil.which(name)]
+    """Install the programs that start the virtual machine of hardware/lab, and return the folder of vng."""
+    missing_packages = [package for program, package in LAB_PROGRAMS.items() if not shutil.which(program)]
     install_packages(missing_packages)
     return ensure_environment("lab", python=find_interpreter()[0], requirements=LAB_REQUIREMENTS)
 
 
 def ensure_playwright() -> dict[str, str]:
-    """Install a browser and Playwright if they are missing. Return variables with which Python imports Playwright."""
+    """Install a browser and Playwright if they are missing. Return variables with which Python finds Playwright."""
     if not any(map(shutil.which, BROWSERS)):
         install_packages(["chromium"])
-    environment = ensure_environment("playwright", python=find_interpreter()[0], requirements=PLAYWRIGHT_REQUIREMENTS)
-    return prepend_to_pythonpath(next(environment.parent.glob("lib/python*/site-packages")))
+    bin_folder = ensure_environment("playwright", python=find_interpreter()[0], requirements=PLAYWRIGHT_REQUIREMENTS)
+    return prepend_to_pythonpath(next(bin_folder.parent.glob("lib/python*/site-packages")))
 
 
 def ensure_axe() -> Path:
@@ -149,15 +151,15 @@ def ensure_axe() -> Path:
 
 
 def ensure_pyverbs_wheel(tools: Path, *, tag: str) -> Path:
-    """Build the wheel of pyverbs for the Python of `tools`, and return its path.
+    """Build the wheel of pyverbs for the Python in the folder `tools`, and return the path of the wheel.
 
-    The wheel is built only once for each `tag` of Python, because the build takes minutes and does not depend on this
-    tree.
+    The wheel is built only once for each `tag`, such as cp311, because the build takes minutes and does not depend on
+    this tree.
     """
     folder = ROOT / "build" / "pyverbs" / tag
     if not list(folder.glob("pyverbs-*.whl")):
         pip_wheel = [str(tools / "pip"), "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder)]
-        # The variables limit the versions of the build tools that pip installs.
+        # BUILD_CONSTRAINTS limits the versions of the build tools that pip installs.
         run_or_exit([*pip_wheel, PYVERBS_REQUIREMENT], environ=BUILD_CONSTRAINTS)
     (wheel,) = folder.glob("pyverbs-*.whl")
     return wheel
@@ -166,9 +168,9 @@ def ensure_pyverbs_wheel(tools: Path, *, tag: str) -> Path:
 def build_bench_programs() -> Path:
     """Build the native benchmark programs, and return their folder."""
     tools = ensure_build_tools()
-    configure, build = _make_preset_commands(tools, "release", with_tests=True)
+    configure_command, build_command = _make_preset_commands(tools, "release", with_tests=True)
     with lock_environments():
-        for step in (configure, [*build, "--target", *BENCH_PROGRAMS]):
+        for step in (configure_command, [*build_command, "--target", *BENCH_PROGRAMS]):
             run_or_exit([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools), folder=NATIVE)
     return ROOT / "build" / "native" / "release" / "usrbio" / "tests"
 
@@ -186,7 +188,7 @@ def build_wheel() -> None:
 
 
 def build_defects(run_bin: Path) -> Path:
-    """Build client libraries with one deliberate defect each, for the session `review`, and return their folder.
+    """Build usrbio client libraries with one deliberate defect each, for the session `review`. Return their folder.
 
     `run_bin` is the bin folder of the environment that runs the suites.
     """
@@ -198,8 +200,8 @@ def build_defects(run_bin: Path) -> Path:
         ["cmake", "--build", str(build_folder)],
     )
     with lock_environments():
-        patch = [str(run_bin / "python"), "-m", "meta.defects.native", str(build_folder / "patched")]
-        run_or_exit(patch, environ=prepend_to_pythonpath(ROOT / "suites"))
+        patch_command = [str(run_bin / "python"), "-m", "meta.defects.native", str(build_folder / "patched")]
+        run_or_exit(patch_command, environ=prepend_to_pythonpath(ROOT / "suites"))
         for step in steps:
             run_or_exit([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools))
     return build_folder
@@ -208,15 +210,15 @@ def build_defects(run_bin: Path) -> Path:
 def check_native(tree: Path, preset: str) -> int:
     """Configure, build and test one CMake preset of a native project. Return 0, or the exit code of the failed step."""
     tools = ensure_build_tools()
-    configure, build = _make_preset_commands(tools, preset, with_tests=True)
+    configure_command, build_command = _make_preset_commands(tools, preset, with_tests=True)
     if tree == NATIVE:
         # The product's native tests load the twins that were built with the same preset.
-        twins = ROOT / "build" / "twins" / preset / "lib"
-        configure += [f"-DGDRKIT_CUDA={twins / 'cuda'}", f"-DGDRKIT_VERBS={twins / 'ibverbs'}"]
-    for step in (configure, build, ["ctest", "--preset", preset]):
-        code = call([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools), folder=tree)
-        if code:
-            return code
+        twins_lib = ROOT / "build" / "twins" / preset / "lib"
+        configure_command += [f"-DGDRKIT_CUDA={twins_lib / 'cuda'}", f"-DGDRKIT_VERBS={twins_lib / 'ibverbs'}"]
+    for step in (configure_command, build_command, ["ctest", "--preset", preset]):
+        exit_code = call([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools), folder=tree)
+        if exit_code:
+            return exit_code
     return 0
 
 
@@ -251,8 +253,8 @@ def _install_native() -> None:
     ]
     expected_digest = compute_digest([python, str(python_version(python)), *BUILD_REQUIREMENTS], sources)
     tools = ensure_build_tools()
-    # The modules are installed into this tree. A new environment does not need them again, so this file is in the build
-    # folder and not in the environment.
+    # The modules are installed into this tree, not into an environment. So the digest file is in the build folder: a
+    # new environment needs no new modules.
     digest_file = ROOT / "build" / "native" / "installed-from"
     with lock_environments():
         if digest_file.exists() and digest_file.read_text() == expected_digest:
@@ -274,6 +276,7 @@ def _list_source_files(tree: Path) -> list[Path]:
 def _make_preset_commands(tools: Path, preset: str, *, with_tests: bool) -> list[list[str]]:
     """Return the commands that configure and build one CMake preset."""
     options = [f"-DBUILD_TESTING={'ON' if with_tests else 'OFF'}", f"-DPython_EXECUTABLE={tools / 'python'}"]
-    # --no-warn-unused-cli: the twins have no Python modules, so CMake would warn about the unused Python_EXECUTABLE.
+    # The twins have no Python modules. Without --no-warn-unused-cli, CMake would warn about the unused
+    # Python_EXECUTABLE.
     configure_command = ["cmake", "--preset", preset, *options, "--no-warn-unused-cli"]
     return [configure_command, ["cmake", "--build", "--preset", preset]]

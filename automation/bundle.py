@@ -1,7 +1,7 @@
 """Creation of the bundle: a folder with all files that a GPU machine needs to run the test cases of gdrkit.
 
-The machine needs no package registry. `nox -s bundle` creates the folder. On the GPU machine, the folder's `gpu.py`
-(hardware/gpu/run.py) installs the wheels and runs the cases that its table PARTS lists.
+The machine needs no package registry. `nox -s bundle` creates the folder. On the GPU machine, the folder's `gpu.py`,
+a copy of hardware/gpu/run.py, installs the wheels and runs the cases that its table PARTS lists.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 __all__ = ["fill_bundle"]
 
-# Size limit of a copy to the GPU machine.
+# The largest bundle that can be copied to the GPU machine.
 BUNDLE_BYTES_MAX = 64 << 20
-# Loaders of model files, with which gdrkit is compared. Their wheels are small.
+# Loaders of model files, with which gdrkit is compared. Their wheels are small enough for the bundle.
 MODEL_LOADERS = ("safetensors", "fastsafetensors", "runai-model-streamer", "instanttensor")
+# The copy of the sources, and the builds, which the next bundle reuses.
 BUNDLE_CACHE = ROOT / "build" / "bundle-parts"
 
 
@@ -46,15 +47,15 @@ def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
     their dependencies. It also gets `gpu.py` and the benchmark programs. The wheels of kvikio, numpy and the loaders of
     model files come from the package registry or from the folder `extras`, and are left out if neither has them.
     """
-    interpreter = shutil.which(python if "/" in python else f"python{python}")
-    if interpreter is None or python_version(interpreter) < (3, 11):
+    python_program = shutil.which(python if "/" in python else f"python{python}")
+    if python_program is None or python_version(python_program) < (3, 11):
         exit_setup_missing(f"--python must name an installed Python, 3.11 or newer, not {python}")
-    # A program on the PATH may be a shim that chooses the interpreter by the current folder. The interpreter that it
-    # starts prints its own path.
-    executable = get_output([interpreter, "-c", "import sys; print(sys.executable)"])
-    install_packages([*find_missing_build_packages(executable), *find_missing_pyverbs_packages()])
-    tools = ensure_environment("bundle", python=executable, requirements=BUILD_REQUIREMENTS)
-    tag = "cp" + "".join(map(str, python_version(executable)))
+    # A program on the PATH may be a shim that chooses the interpreter by the current folder. So the interpreter itself
+    # is asked for its path.
+    interpreter_path = get_output([python_program, "-c", "import sys; print(sys.executable)"])
+    install_packages([*find_missing_build_packages(interpreter_path), *find_missing_pyverbs_packages()])
+    tools = ensure_environment("bundle", python=interpreter_path, requirements=BUILD_REQUIREMENTS)
+    tag = "cp" + "".join(map(str, python_version(interpreter_path)))
     with lock_environments():
         shutil.rmtree(output, ignore_errors=True)
         # The commit is read now, when the sources are copied. During the build, the tree may get another commit.
@@ -65,8 +66,10 @@ def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
     _collect_programs(output)
     (output / "bundle.json").write_text(json.dumps({"commit": commit, "python": tag}) + "\n")
     size_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    version = ".".join(map(str, python_version(executable)))
-    print_line(f"{output}: {size_bytes / (1 << 20):.1f} MiB for Python {version}; run gpu.py there")
+    version = ".".join(map(str, python_version(interpreter_path)))
+    print_line(
+        f"{output}: {size_bytes / (1 << 20):.1f} MiB for Python {version}; copy it to the GPU machine, and run gpu.py"
+    )
     if size_bytes > BUNDLE_BYTES_MAX:
         exit_setup_missing(f"The bundle is larger than {BUNDLE_BYTES_MAX >> 20} MiB.")
 
@@ -82,14 +85,14 @@ def _collect_wheels(tools: Path, *, tag: str, output: Path) -> None:
     """Build the wheels of gdrkit, of the twins and of pyverbs, and download the wheels of their dependencies."""
     wheels, cache = output / "wheels", BUNDLE_CACHE
     pip_wheel = [str(tools / "pip"), "wheel", "--quiet", "--no-deps"]
-    pyverbs = ensure_pyverbs_wheel(tools, tag=tag)
+    pyverbs_wheel = ensure_pyverbs_wheel(tools, tag=tag)
     sources = BUNDLE_CACHE / "tree"
     for source, build_folder in ((sources / "native" / "twins", "twins"), (sources, f"native-{tag}")):
         options = ["--no-build-isolation", "--wheel-dir", str(wheels), "-C", f"build-dir={cache / build_folder}"]
-        # Debug symbols are removed, because they exceed the size limit. Build ids remain, because they are in a section
-        # that is loaded with the library. The records name each library by its build id.
+        # Debug symbols are removed, because the bundle would exceed its size limit with them. Build ids remain, because
+        # they are in a section that is loaded with the library. The records name each library by its build id.
         run_or_exit([*pip_wheel, *options, "-C", "install.strip=true", str(source)], environ=prepend_to_path(tools))
-    link_options = ["--find-links", str(wheels), "--find-links", str(pyverbs.parent)]
+    link_options = ["--find-links", str(wheels), "--find-links", str(pyverbs_wheel.parent)]
     _download(tools, "--dest", str(wheels), *link_options, "gdrkit[qualify]", "gdrkit-twins", PYVERBS_REQUIREMENT)
 
 
@@ -109,10 +112,10 @@ def _collect_extras(tools: Path, *, output: Path, extras: Path | None) -> None:
 
 
 def _collect_programs(output: Path) -> None:
-    programs = build_bench_programs()
+    programs_folder = build_bench_programs()
     (output / "bench").mkdir()
     for program in BENCH_PROGRAMS:
-        shutil.copy(programs / program, output / "bench" / program)
+        shutil.copy(programs_folder / program, output / "bench" / program)
         run_or_exit(["strip", str(output / "bench" / program)])
     (output / "lib").mkdir()
     library = next(iter(re.findall(r"librdmacm\.so\.1 .*=> (\S+)", get_output(["/sbin/ldconfig", "-p"]))), None)

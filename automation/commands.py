@@ -35,8 +35,9 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# Exit codes of nox.
 WRONG_USAGE, SETUP_MISSING, NOTHING_PROVEN = 2, 3, 4
-# A set-up command is never silent for longer than this, in seconds.
+# While a set-up command runs, a progress line is printed at this interval, in seconds.
 _PROGRESS_PERIOD_S = 4.5
 # The time that a command has to end after Ctrl-C, in seconds.
 _INTERRUPT_TIMEOUT_S = 10.0
@@ -65,8 +66,8 @@ def call(
 ) -> int:
     """Print the first `printed_words_max` words of a command, run it and return its exit code.
 
-    With `progress_period_s`, this function prints in each period how long the command has been running. This is meant
-    for a command that prints nothing itself.
+    The command runs in `folder`, with the variables of nox and of `environ`. With `progress_period_s`, this function
+    prints in each period how long the command has been running. This is meant for a command that prints nothing itself.
     """
     shown_command = [os.path.relpath(word, ROOT) if word.startswith(f"{ROOT}/") else word for word in command]
     print_line(
@@ -113,7 +114,7 @@ def prepend_to_pythonpath(folder: Path) -> dict[str, str]:
 
 
 def exit_unless_zero(code: int) -> None:
-    """Exit from nox with `code` unless it is 0. If a session only failed, nox would exit with code 1."""
+    """Exit from nox with `code` unless it is 0. After a failure of the session, nox itself would exit with code 1."""
     if code:
         sys.exit(code)
 

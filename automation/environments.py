@@ -1,4 +1,4 @@
-"""Creation of the virtual environments in `.nox/`. An environment is created again only if its requirements change."""
+"""Creation of the virtual environments in `.nox/`. An environment is created again only if its inputs change."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["BUILD_CONSTRAINTS", "ENVIRONMENTS", "compute_digest", "ensure_environment", "lock_environments"]
 
 ENVIRONMENTS = ROOT / ".nox"
-# The constraints limit Cython, because pyverbs 59.0 does not build with later releases. pip 25.3 reads
-# PIP_BUILD_CONSTRAINT, and an older pip reads PIP_CONSTRAINT.
+# The constraints limit Cython, because pyverbs 59.0 does not build with later releases. pip since 25.3
+# reads PIP_BUILD_CONSTRAINT, and an older pip reads PIP_CONSTRAINT.
 BUILD_CONSTRAINTS = dict.fromkeys(
     ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), str(ROOT / ".ci" / "build-constraints.txt")
 )
@@ -33,11 +33,12 @@ def ensure_environment(
     input_files: Iterable[Path] = (),
     optional_requirements: Sequence[str] = (),
 ) -> Path:
-    """Create the virtual environment `name`, unless it exists with the same requirements. Return its bin folder.
+    """Create the virtual environment `name`, unless it exists and is up to date. Return its bin folder.
 
-    The environment is also created again if one of the `input_files` has changed. The requirements in
-    `optional_requirements` are installed without their dependencies. If pip cannot install them, for example because no
-    wheel fits this machine, the environment is used without them, and the next call tries to install them again.
+    The environment is created again if the interpreter, a requirement or one of the `input_files` has changed. The
+    requirements in `optional_requirements` are installed without their dependencies. If pip cannot install them, for
+    example because no wheel fits this machine, the environment is used without them, and the next call tries to install
+    them again.
     """
     folder = ENVIRONMENTS / name
     digest_file, optional_digest_file = folder / "made-from", folder / "made-from-optional"

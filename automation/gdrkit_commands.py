@@ -37,7 +37,8 @@ __all__ = [
 
 _COVERAGE_FILE = ROOT / "build" / "coverage" / "data"
 _COVERAGE_OPTIONS = (f"--rcfile={ROOT / 'pyproject.toml'}", f"--data-file={_COVERAGE_FILE}")
-# The cases of these suites run in two processes. Otherwise the session would wait for the last suite alone.
+# Each of these suites runs in two processes, with half of its files each. A single process would still
+# run when all other suites have ended.
 _HALVED_SUITES = ("usrbio", "qualify")
 _SLOWEST_SUITES_FIRST = (*_HALVED_SUITES, "gds", "inventory", "storage", "property", "report", "gaudi")
 
@@ -45,7 +46,7 @@ _SLOWEST_SUITES_FIRST = (*_HALVED_SUITES, "gds", "inventory", "storage", "proper
 def plan_sessions(run_bin: Path) -> dict[str, dict[str, Any]]:
     """Return, for each nox session that tests hardware, what `gdrkit plan --json` prints about it.
 
-    The entry of a session has its arguments, and says whether the session fits this machine and why.
+    The entry of a session has the arguments of the session, and says whether the session fits this machine and why.
     """
     plan = get_output([str(run_bin / "gdrkit"), "plan", "--json"])
     if not plan:
@@ -63,14 +64,14 @@ def make_pytest_command(run_bin: Path) -> list[str]:
     return [str(run_bin / "python"), "-m", "pytest", "-c", str(ROOT / "suites" / "pytest.ini")]
 
 
-def add_default_cases(arguments: Sequence[str], *default: str) -> list[str]:
-    """Return `arguments` for pytest. If the arguments name no cases, the `default` cases stand before them.
+def add_default_cases(arguments: Sequence[str], *default_cases: str) -> list[str]:
+    """Return the arguments for pytest: `arguments`, preceded by the `default_cases` if `arguments` names no cases.
 
     An argument names cases if it is a path below suites/ or hardware/. ``--ignore=suites/meta`` and the path of a
     records file do not name cases.
     """
     top_folders = {Path(os.path.relpath(ROOT / argument, ROOT)).parts[:1] for argument in arguments}
-    return [*(() if top_folders & {("suites",), ("hardware",)} else default), *arguments]
+    return [*(() if top_folders & {("suites",), ("hardware",)} else default_cases), *arguments]
 
 
 def run_suites(
@@ -85,10 +86,10 @@ def run_suites(
     If the setup of a part is missing (code 3) or pytest refuses an option (code 4), nox ends with 3 or 2. If a part
     failed for another reason, the session fails, and nox continues with the next session.
 
-    A session with arguments does not call this function: it runs a single process with these arguments. With
-    `measures_coverage` the function prints which share of the statements of gdrkit the pytest processes executed. The
-    coverage does not include child processes such as agents and servers, because measuring changes their time and
-    memory.
+    `launcher` has the words of the command that starts each process, such as `gdrkit run`. A session with arguments
+    runs a single process with them and does not call this function. With `measures_coverage`, the function prints which
+    share of the statements of gdrkit the pytest processes executed. The coverage does not include child processes such
+    as agents and servers, because measuring changes their time and memory.
     """
     python, *module_and_options = make_pytest_command(run_bin)
     if measures_coverage:
@@ -116,7 +117,7 @@ def _print_coverage(run_bin: Path) -> None:
     executed_percent = get_output(report_command).strip()
     print_line(f"the suites executed {executed_percent} % of the statements of gdrkit, not counting child processes")
     data_file = os.path.relpath(_COVERAGE_FILE, ROOT)
-    print_line(f"the details: {os.path.relpath(run_bin, ROOT)}/coverage report --data-file={data_file}")
+    print_line(f"for details, run {os.path.relpath(run_bin, ROOT)}/coverage report --data-file={data_file}")
 
 
 def list_suite_parts() -> dict[str, list[Path]]:

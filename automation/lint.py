@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LINT_REQUIREMENTS", "check_cpp", "check_style"]
 
-# The rules of these programs differ between versions.
+# The versions are fixed, because the rules of these programs differ between versions.
 LINT_REQUIREMENTS = ("ruff==0.17.5", "clang-format==14.0.6", "clang-tidy==20.1.0")
+# Folders below native/ whose sources clang-tidy checks.
 _CPP_FOLDERS = ("engine", "storage", "usrbio/agent", "usrbio/client", "usrbio/ring", "verbs")
 _CPP_OPTIONS = (
     "-std=c++20",
@@ -23,13 +24,14 @@ _CPP_OPTIONS = (
     f"-I{NATIVE / 'usrbio' / 'include'}",
     "-DHF3FS_ENABLE_GDR",
     '-DGDRKIT_VERSION=""',
-    # Clang evaluates the constant initializer of the table of all file descriptors element by element.
+    # Clang evaluates the constant initializer of the table of all file descriptors element by element, which takes more
+    # steps than its default limit.
     "-fconstexpr-steps=2000000000",
 )
 
 
 def check_style(tools: Path, *, fix: bool) -> list[int]:
-    """Run ruff, clang-format and `bash -n`, and return their exit codes. With `fix`, they correct the files."""
+    """Run ruff, clang-format and `bash -n`, and return their exit codes. With `fix`, they correct what they can."""
     folders, suffixes = (NATIVE, ROOT / "suites"), ("cpp", "hpp", "h")
     sources = sorted(str(path) for folder in folders for suffix in suffixes for path in folder.rglob(f"*.{suffix}"))
     clang_format = ["-i"] if fix else ["--dry-run", "--Werror", "--ferror-limit=1"]
@@ -45,12 +47,12 @@ def check_style(tools: Path, *, fix: bool) -> list[int]:
 def check_cpp(tools: Path) -> list[int]:
     """Run clang-tidy on the C++ code of the product, with the checks of `.clang-tidy`, and return its exit codes.
 
-    A generated file includes all sources of a folder. clang-tidy spends most of its time on the headers of the standard
-    library, so this takes a fifth of the time that separate files take.
+    For each folder, clang-tidy checks one generated file, which includes all sources of the folder. clang-tidy spends
+    most of its time on the headers of the standard library, so one file takes a fifth of the time of separate files.
     """
     parts = []
     for name in _CPP_FOLDERS:
-        # The modules for Python include nanobind, which takes longer than all other sources together.
+        # module.cpp is not checked: it includes nanobind, which takes longer than all other sources together.
         sources = sorted(path for path in (NATIVE / name).glob("*.cpp") if path.name != "module.cpp")
         unit_file = ROOT / "build" / "lint" / f"{name.replace('/', '_')}.cpp"
         unit_file.parent.mkdir(parents=True, exist_ok=True)

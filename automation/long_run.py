@@ -1,12 +1,13 @@
-"""The seeds, the settings and the cases of the nox session `long`, which runs the suites for hours."""
+"""The seeds, the environment variables and the cases of the nox session `long`, which runs the suites for hours."""
 
 from __future__ import annotations
 
-__all__ = ["CASES", "NUMBERS", "SEEDS"]
+__all__ = ["CASES", "SEEDS", "VARIABLES"]
 
+# Seeds of the software twins. The suites run once with each of them.
 SEEDS = range(1, 11)
-# Environment variables for the cases, with larger numbers than the defaults.
-NUMBERS = {
+# Environment variables that make CASES run longer: their numbers are larger than the defaults.
+VARIABLES = {
     "GDRKIT_EXAMPLES": "2000",
     "GDRKIT_FUZZ_S": "300",
     "GDRKIT_KILLS": "500",

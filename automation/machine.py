@@ -39,6 +39,7 @@ def find_hardware() -> dict[str, list[str]]:
         # The device may be unplugged after the listing; its files then no longer exist.
         with contextlib.suppress(OSError):
             vendor, pci_class = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+            # The vendor 0x10de is NVIDIA, and 0x1da3 is Habana. The class 0x03 is "display controller".
             if vendor == "0x10de" and pci_class.startswith("0x03"):
                 gpus.append(f"NVIDIA GPU {device.name}")
             elif vendor == "0x1da3":
@@ -47,13 +48,13 @@ def find_hardware() -> dict[str, list[str]]:
 
 
 def may_load_rxe() -> bool:
-    """Return whether this user is root, and the module rdma_rxe and its tools are installed. Do not load the module."""
+    """Return whether rdma_rxe could be loaded: this user is root, and the module and its tools are installed."""
     has_tools = all(map(shutil.which, ("modprobe", "ip", "rdma")))
     return os.geteuid() == 0 and has_tools and subprocess.call(["modprobe", "-nq", "rdma_rxe"]) == 0
 
 
 def make_path_with_sbin() -> str:
-    """Return PATH with /usr/sbin and /sbin appended: Debian leaves them out of the PATH of ordinary users."""
+    """Return PATH with /usr/sbin and /sbin appended, because Debian omits them from the PATH of ordinary users."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 

@@ -1,4 +1,4 @@
-"""Preparation of the session `peers`: packages of Debian and PyPI, and the tests of rdma-core that fit pyverbs."""
+"""Preparation of the session `peers`: packages of Debian and PyPI, and the tests of rdma-core for pyverbs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from automation.system_packages import find_missing_build_packages, find_missing
 
 __all__ = ["prepare_cuda_peers", "prepare_peers"]
 
-# The Debian packages whose programs the session runs. The key is a program that shows whether its package is installed.
+# The Debian packages whose programs the session runs. Each key is a program that shows whether its package is
+# installed.
 _DEBIAN_PROGRAMS = {
     "ibv_rc_pingpong": "ibverbs-utils",
     "ib_write_bw": "perftest",
@@ -26,7 +27,8 @@ _PYPI_REQUIREMENTS = ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy"
 _NIXL_REQUIREMENTS = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 # PyTorch depends on NVIDIA's packages of the CUDA runtime and of cuFile. All these packages take six gigabytes.
 _CUDA_REQUIREMENTS = ("torch==2.9.1", "numpy", "packaging", "cuda-pathfinder")
-# These packages would bring other versions of NVIDIA's libraries than PyTorch needs.
+# These packages are installed without their dependencies, which are other versions of NVIDIA's libraries than PyTorch
+# needs.
 _CUDA_REQUIREMENTS_WITHOUT_DEPENDENCIES = (
     "cuda-bindings==12.9.*",
     "cupy-cuda12x==14.2.*",
@@ -38,69 +40,72 @@ _CUDA_REQUIREMENTS_WITHOUT_DEPENDENCIES = (
 )
 # The folders of rdma-core and of its tests in the source distribution of pyverbs.
 _RDMA_CORE = Path("rdma-core")
-_TESTS = _RDMA_CORE / "tests"
+_RDMA_CORE_TESTS = _RDMA_CORE / "tests"
 # The libraries that pyverbs needs on Soft-RoCE.
 _LIBRARIES = ("libibverbs.so", "librdmacm.so", "libmlx5.so", "libefa.so")
-_PROVIDER = f"librxe-rdmav{PYVERBS_REQUIREMENT.partition('==')[2].partition('.')[0]}.so"
+# The provider library of Soft-RoCE.
+_PROVIDER_LIBRARY = f"librxe-rdmav{PYVERBS_REQUIREMENT.partition('==')[2].partition('.')[0]}.so"
 
 
 def prepare_peers(*, with_libraries: bool) -> tuple[Path, Path]:
-    """Install the programs. Return the interpreter that has the packages of PyPI, and the folder of the tests.
+    """Install the programs of the session. Return the interpreter that has the packages of PyPI, and the tests' folder.
 
-    With `with_libraries`, rdma-core's libraries of this version are built beside the tests (get_library_folder in
-    hardware/peers/rdma_core.py).
+    With `with_libraries`, the libraries of the rdma-core that pyverbs contains are built beside the tests.
+    get_library_folder in hardware/peers/rdma_core.py returns their folder.
     """
     python = find_interpreter()[0]
     missing_packages = [package for program, package in _DEBIAN_PROGRAMS.items() if not shutil.which(program)]
     install_packages([*missing_packages, *find_missing_build_packages(python), *find_missing_pyverbs_packages()])
-    environment = ensure_environment(
+    bin_folder = ensure_environment(
         "peers", python=python, requirements=_PYPI_REQUIREMENTS, optional_requirements=_NIXL_REQUIREMENTS
     )
-    tests = environment.parent / "rdma-core-tests"
-    libraries = tests.with_name("rdma-core") if with_libraries else None
-    if not tests.exists() or (libraries and not (libraries / "lib" / _PROVIDER).exists()):
-        _install_pyverbs(environment, tests, libraries)
-    return environment / "python", tests
+    tests_folder = bin_folder.parent / "rdma-core-tests"
+    libraries_folder = tests_folder.with_name("rdma-core") if with_libraries else None
+    if not tests_folder.exists() or (libraries_folder and not (libraries_folder / "lib" / _PROVIDER_LIBRARY).exists()):
+        _install_pyverbs(bin_folder, tests_folder, libraries_folder)
+    return bin_folder / "python", tests_folder
 
 
 def prepare_cuda_peers() -> Path:
-    """Install the programs with GPU memory. Return the interpreter that has their packages."""
+    """Install the Python packages that use GPU memory. Return the interpreter that has them."""
     python = find_interpreter()[0]
     install_packages([*find_missing_build_packages(python), *find_missing_pyverbs_packages()])
-    environment = ensure_environment(
+    bin_folder = ensure_environment(
         "peers-cuda",
         python=python,
         requirements=(*_CUDA_REQUIREMENTS, PYVERBS_REQUIREMENT),
         optional_requirements=_CUDA_REQUIREMENTS_WITHOUT_DEPENDENCIES,
     )
-    return environment / "python"
+    return bin_folder / "python"
 
 
-def _install_pyverbs(environment: Path, tests: Path, libraries: Path | None) -> None:
-    """Build and install pyverbs, and keep the tests of its source distribution. Build its libraries in `libraries`.
+def _install_pyverbs(bin_folder: Path, tests_folder: Path, libraries_folder: Path | None) -> None:
+    """Build and install pyverbs, and copy the tests of its source distribution to `tests_folder`.
+
+    If `libraries_folder` is given, build rdma-core's libraries in that folder.
 
     pip has no command that downloads a source distribution without building it, so the build folder is kept until the
     tests are copied.
     """
     build_folder = ENVIRONMENTS / "peers-build"
     tools = ensure_build_tools()
-    pip_install = [str(environment / "pip"), "install", "--quiet", "--no-clean", "--no-cache-dir", "--force-reinstall"]
+    pip_install = [str(bin_folder / "pip"), "install", "--quiet", "--no-clean", "--no-cache-dir", "--force-reinstall"]
     with lock_environments():
         shutil.rmtree(build_folder, ignore_errors=True)
         build_folder.mkdir()
         environ = {**BUILD_CONSTRAINTS, "TMPDIR": str(build_folder)}
         run_or_exit([*pip_install, "--no-binary", "pyverbs", PYVERBS_REQUIREMENT], environ=environ)
-        source = next(path for path in build_folder.glob("pip-*/*") if (path / _TESTS).is_dir())
-        shutil.copytree(source / _TESTS, tests, dirs_exist_ok=True)
-        if libraries is not None:
-            _build_libraries(source / _RDMA_CORE, libraries, tools)
+        source = next(path for path in build_folder.glob("pip-*/*") if (path / _RDMA_CORE_TESTS).is_dir())
+        shutil.copytree(source / _RDMA_CORE_TESTS, tests_folder, dirs_exist_ok=True)
+        if libraries_folder is not None:
+            _build_libraries(source / _RDMA_CORE, libraries_folder, tools)
         shutil.rmtree(build_folder)
 
 
 def _build_libraries(source: Path, folder: Path, tools: Path) -> None:
-    """Build rdma-core's libraries in `folder`/lib. The libraries search their providers there (IN_PLACE)."""
+    """Build rdma-core's libraries in `folder`/lib. With IN_PLACE, the libraries search for providers there."""
     environ = prepend_to_path(tools)
     options = ("-GNinja", "-DCMAKE_BUILD_TYPE=Release", "-DIN_PLACE=1", "-DNO_PYVERBS=1", "-DNO_MAN_PAGES=1")
     run_or_exit([str(tools / "cmake"), *options, "-S", str(source), "-B", str(folder)], environ=environ)
-    targets = [f"lib/{name}" for name in (*_LIBRARIES, _PROVIDER)]
+    targets = [f"lib/{name}" for name in (*_LIBRARIES, _PROVIDER_LIBRARY)]
     run_or_exit([str(tools / "ninja"), "-C", str(folder), *targets], environ=environ)

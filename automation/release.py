@@ -2,7 +2,7 @@
 
 The wheels are built from the source distributions. Their platform tag is at most manylinux_2_34, which RHEL 9 and Rocky
 Linux 9 accept. Each wheel that this machine can run is installed into an empty environment, and qualified there on the
-twins.
+software twins (libraries that emulate the hardware).
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ __all__ = [
 
 DIST = ROOT / "build" / "dist"
 WHEEL_BYTES_MAX = 6_000_000
-_WORK = ROOT / "build" / "release"
-_SOURCES = _WORK / "sources"
+_WORK_FOLDER = ROOT / "build" / "release"
+_SOURCES_FOLDER = _WORK_FOLDER / "sources"
+# The wheels may need at most glibc 2.34.
 _GLIBC_MINOR_MAX = 34
 _REQUIREMENTS = (
     *BUILD_REQUIREMENTS,
@@ -56,15 +57,16 @@ _REQUIREMENTS = (
 # Python 3.11 builds the wheels for 3.11, and 3.12 builds the wheels with the stable ABI of 3.12 and later. Python 3.11
 # and 3.13 run the wheels.
 _BUILD_PYTHONS, _RUN_PYTHONS = ((3, 11), (3, 12)), ((3, 11), (3, 13))
-# Libraries that are not copied into the wheels: they belong to the RDMA stack of the machine, or have a twin in the
-# wheel.
+# Libraries that are not copied into the wheels: they belong to the RDMA stack of the machine, or the wheel of the twins
+# has a twin of them.
 _EXCLUDED_LIBRARIES = (
     *("libibverbs.so.1", "librdmacm.so.1", "libnl-3.so.200", "libnl-route-3.so.200"),
     *("libefa.so.1", "libhns.so.1", "libmana.so.1", "libmlx5.so.1"),
 )
 _ELF_MAGIC = b"\x7fELF"
-# The rule by which the kernel recognizes programs for aarch64: magic and mask of the ELF header (binfmt_misc.rst). With
-# the flag F, the kernel opens the emulator at once, so that the rule is valid in every mount namespace.
+# The rule by which the kernel recognizes programs for aarch64: magic and mask of the ELF header, and the path of the
+# emulator (binfmt_misc.rst). With the flag F, the kernel opens the emulator at once, so that the rule is valid in every
+# mount namespace.
 _BINFMT = Path("/proc/sys/fs/binfmt_misc")
 _BINFMT_RULE = (
     r":gdrkit-aarch64:M::\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00"
@@ -75,11 +77,12 @@ _TESTS_NOT_EMULATED = {
     "ibverbs.grants": "QEMU's user mode lacks process_vm_readv(2)",
     "usrbio.client": "for an unknown ioctl(2), QEMU's user mode returns ENOSYS and not the error of the kernel",
     "usrbio.client_io": "QEMU 7.2 aborts in the child of a fork(2) of a process with threads",
-    "usrbio.gpu_share": "the start time in QEMU's /proc/self/stat can differ from the kernel's, so owners seem ended",
-    # Two threads that store and then load from each other read two zeros in 6 % of 300,000 rounds, and in none on x86.
+    "usrbio.gpu_share": "the start time in QEMU's /proc/self/stat can differ from the kernel's: live owners seem dead",
+    # If each of two threads stores 1 to its variable and then loads the other variable, both load 0 in 6 % of 300,000
+    # rounds in QEMU, and never on x86 hardware.
     "usrbio.ring": "QEMU 7.2 lets a sequentially consistent load overtake a store, so a wake-up can be lost",
 }
-# The programs of the cross build, and the package of each. Only Debian and Ubuntu package a C library for them.
+# The programs of the cross build, and the package of each. Only Debian and Ubuntu have a C library for this compiler.
 _CROSS_PROGRAMS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user"}
 
 
@@ -107,7 +110,7 @@ ARCHITECTURES = {
     "aarch64": Architecture("aarch64", "aarch64-linux-gnu-", NATIVE / "aarch64-linux-gnu.cmake"),
 }
 # The headers and the library of libibverbs for the cross build; see native/aarch64-linux-gnu.cmake.
-_CROSS_FOLDER = _WORK / "cross"
+_CROSS_FOLDER = _WORK_FOLDER / "cross"
 
 
 @dataclass(frozen=True)
@@ -123,37 +126,41 @@ def build_release(architectures: Sequence[str]) -> list[Wheel]:
 
     The wheels of pyverbs are built too, because pip cannot build pyverbs without a limit on the version of Cython.
     """
-    pythons = {version: _find_python(version) for version in sorted({*_BUILD_PYTHONS, *_RUN_PYTHONS})}
+    python_by_version = {version: _find_python(version) for version in sorted({*_BUILD_PYTHONS, *_RUN_PYTHONS})}
     is_cross_build = any(ARCHITECTURES[name].toolchain for name in architectures)
     missing_packages = [
         package for program, package in _CROSS_PROGRAMS.items() if is_cross_build and not shutil.which(program)
     ]
     install_packages(
-        [*find_missing_build_packages(pythons[3, 11]), *find_missing_pyverbs_packages(), *missing_packages]
+        [*find_missing_build_packages(python_by_version[3, 11]), *find_missing_pyverbs_packages(), *missing_packages]
     )
-    tools = {
-        version: ensure_environment(f"wheels-3.{version[1]}", python=pythons[version], requirements=_REQUIREMENTS)
-        for version in pythons
+    tools_by_version = {
+        version: ensure_environment(
+            f"wheels-3.{version[1]}", python=python_by_version[version], requirements=_REQUIREMENTS
+        )
+        for version in python_by_version
     }
     with lock_environments():
-        for folder in (DIST, _WORK):
+        for folder in (DIST, _WORK_FOLDER):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         product_sources, twin_sources, _ = (
-            _make_sdist(tools[3, 12], tree) for tree in (ROOT, TWINS, ROOT / "deploy" / "hf3fs")
+            _make_sdist(tools_by_version[3, 12], tree) for tree in (ROOT, TWINS, ROOT / "deploy" / "hf3fs")
         )
         wheels = []
         for architecture in (ARCHITECTURES[name] for name in architectures):
             if architecture.toolchain:
                 shutil.copytree("/usr/include/infiniband", _CROSS_FOLDER / "include" / "infiniband")
-            wheels.append(_build_wheel(tools[3, 12], twin_sources, architecture))
+            wheels.append(_build_wheel(tools_by_version[3, 12], twin_sources, architecture))
             if architecture.toolchain:
                 _extract_libibverbs(wheels[-1].path)
-            wheels += [_build_wheel(tools[version], product_sources, architecture) for version in _BUILD_PYTHONS]
+            wheels += [
+                _build_wheel(tools_by_version[version], product_sources, architecture) for version in _BUILD_PYTHONS
+            ]
         if "x86_64" in architectures:
             for version in _RUN_PYTHONS:
-                wheel = ensure_pyverbs_wheel(tools[version], tag=f"cp3{version[1]}")
-                wheels.append(_finish_wheel(tools[version], wheel, ARCHITECTURES["x86_64"]))
+                wheel = ensure_pyverbs_wheel(tools_by_version[version], tag=f"cp3{version[1]}")
+                wheels.append(_finish_wheel(tools_by_version[version], wheel, ARCHITECTURES["x86_64"]))
     return wheels
 
 
@@ -172,9 +179,9 @@ def print_table(wheels: Sequence[Wheel]) -> None:
 
 
 def check_wheels() -> list[int]:
-    """Install the wheels of this machine into empty environments, and qualify there on the twins.
+    """Install the wheels for this machine into empty environments, and run ``gdrkit qualify --software`` there.
 
-    Return the exit codes of ``gdrkit qualify --software``.
+    Return the exit codes of these runs.
     """
     exit_codes = []
     for version in _RUN_PYTHONS:
@@ -182,7 +189,7 @@ def check_wheels() -> list[int]:
             environment = Path(folder, "venv")
             run_or_exit([_find_python(version), "-m", "venv", str(environment)])
             pip_install = [str(environment / "bin" / "pip"), "install", "--quiet"]
-            run_or_exit([*pip_install, *_read_requirements(version)])
+            run_or_exit([*pip_install, *_list_requirements(version)])
             command = [str(environment / "bin" / "gdrkit"), "qualify", "--software"]
             exit_codes.append(call([*command, "--output", str(Path(folder, "report"))], folder=Path(folder)))
             print_line(
@@ -194,6 +201,7 @@ def check_wheels() -> list[int]:
 def check_native_in_emulator() -> list[int]:
     """Build the native code for aarch64 and run its tests in QEMU's user mode. Return the exit codes of ctest."""
     tools, exit_codes = ensure_environment("build", python=_find_python((3, 11)), requirements=BUILD_REQUIREMENTS), []
+    # With 100, the twins delay every completion at random, so that the tests see more orders of events.
     environ = {**prepend_to_path(tools), "GDRKIT_CROSS": str(_CROSS_FOLDER), "GDRKIT_TWINS_LATE_SHARE": "100"}
     environ["QEMU_LD_PREFIX"] = "/usr/aarch64-linux-gnu"
     for name, reason in _TESTS_NOT_EMULATED.items():
@@ -254,19 +262,22 @@ def _register_emulator() -> Iterator[None]:
         yield
     finally:
         if own_rule.exists():
-            own_rule.write_text("-1")
+            own_rule.write_text("-1")  # This removes the rule.
 
 
 def _find_python(version: tuple[int, int]) -> str:
     """Return the path of an interpreter of this version, from PATH or from pyenv. Exit from nox if there is none."""
     name = f"python{version[0]}.{version[1]}"
-    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv"), "versions").expanduser()
-    candidates = [shutil.which(name), *sorted(map(str, pyenv.glob(f"{version[0]}.{version[1]}.*/bin/python3")))]
+    pyenv_versions = Path(os.environ.get("PYENV_ROOT", "~/.pyenv"), "versions").expanduser()
+    candidates = [
+        shutil.which(name),
+        *sorted(map(str, pyenv_versions.glob(f"{version[0]}.{version[1]}.*/bin/python3"))),
+    ]
     # A program on PATH may be a shim of pyenv that fails for this version, so each candidate is started.
     matching_pythons = (path for path in candidates if path is not None and python_version(path) == version)
     python = next(matching_pythons, None)
     if python is None:
-        exit_setup_missing(f"{name} is needed to build or run the wheels. Install it, or install it by pyenv.")
+        exit_setup_missing(f"{name} is needed to build or run the wheels. Install it as a package or by pyenv.")
     return get_output([python, "-c", "import sys; print(sys.executable)"])
 
 
@@ -275,9 +286,9 @@ def _make_sdist(tools: Path, tree: Path) -> Path:
 
     The folders are arranged as in the repository, so that a compiler cache finds the results of other builds.
     """
-    folder = _SOURCES / tree.relative_to(ROOT)
+    folder = _SOURCES_FOLDER / tree.relative_to(ROOT)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=_WORK) as output:
+    with tempfile.TemporaryDirectory(dir=_WORK_FOLDER) as output:
         run_or_exit([str(tools / "python"), "-m", "build", "--sdist", "--no-isolation", "--outdir", output, str(tree)])
         (archive,) = Path(output).glob("*.tar.gz")
         run_or_exit(["tar", "-xzf", str(archive), "-C", str(folder), "--strip-components=1"])
@@ -290,9 +301,9 @@ def _build_wheel(tools: Path, sources: Path, architecture: Architecture) -> Whee
     version = python_version(str(tools / "python"))
     name = f"{architecture.name}-3.{version[1]}"
     options = [
-        f"build-dir={_SOURCES / 'build' / ('native' if sources == _SOURCES else 'twins') / name}",
+        f"build-dir={_SOURCES_FOLDER / 'build' / ('native' if sources == _SOURCES_FOLDER else 'twins') / name}",
         f"cmake.define.CMAKE_PROJECT_INCLUDE={NATIVE / 'portable.cmake'}",
-        # The sources of the twins alone have no precompiled header.
+        # The precompiled header is a file of native/, which the source distribution of the twins does not have.
         "cmake.define.CMAKE_DISABLE_PRECOMPILE_HEADERS=ON",
     ]
     environ = prepend_to_path(tools)
@@ -302,7 +313,7 @@ def _build_wheel(tools: Path, sources: Path, architecture: Architecture) -> Whee
         suffix = f".cpython-3{version[1]}-{architecture.name}-linux-gnu.so"
         environ |= {"_PYTHON_HOST_PLATFORM": f"linux-{architecture.name}", "SETUPTOOLS_EXT_SUFFIX": suffix}
         environ["GDRKIT_CROSS"] = str(_CROSS_FOLDER)
-    with tempfile.TemporaryDirectory(dir=_WORK) as output:
+    with tempfile.TemporaryDirectory(dir=_WORK_FOLDER) as output:
         build_command = [
             str(tools / "python"),
             "-m",
@@ -320,12 +331,12 @@ def _build_wheel(tools: Path, sources: Path, architecture: Architecture) -> Whee
 
 def _finish_wheel(tools: Path, wheel: Path, architecture: Architecture) -> Wheel:
     """Move the debug symbols of a wheel into an archive, check and set its platform tag, and put it into DIST."""
-    with tempfile.TemporaryDirectory(dir=_WORK) as name:
-        folder = Path(name)
-        run_or_exit([str(tools / "python"), "-m", "wheel", "unpack", "--dest", name, str(wheel)])
+    with tempfile.TemporaryDirectory(dir=_WORK_FOLDER) as folder_name:
+        folder = Path(folder_name)
+        run_or_exit([str(tools / "python"), "-m", "wheel", "unpack", "--dest", folder_name, str(wheel)])
         (unpacked_folder,) = folder.iterdir()
         debug_folder = split_debug(unpacked_folder, folder / "debug", architecture)
-        run_or_exit([str(tools / "python"), "-m", "wheel", "pack", "--dest-dir", name, str(unpacked_folder)])
+        run_or_exit([str(tools / "python"), "-m", "wheel", "pack", "--dest-dir", folder_name, str(unpacked_folder)])
         (stripped_wheel,) = folder.glob("*.whl")
         exclude_options = [f"--exclude={library}" for library in _EXCLUDED_LIBRARIES]
         # auditwheel accepts a given tag only for the machine on which it runs. With `auto`, it determines the tag.
@@ -347,9 +358,10 @@ def _finish_wheel(tools: Path, wheel: Path, architecture: Architecture) -> Wheel
 
 
 def split_debug(unpacked_folder: Path, debug_folder: Path, architecture: Architecture) -> Path | None:
-    """Strip the libraries and programs below a folder. Return the folder of their symbols, by build id, or None.
+    """Strip the libraries and programs below a folder. Return the folder of their symbols, or None if there are none.
 
-    A debugger finds the symbols if the folder is below its debug-file-directory. The build ids remain in the libraries.
+    The path of each file of symbols is the build id of its library. A debugger finds the symbols if the folder is below
+    its debug-file-directory. The build ids remain in the libraries.
     """
     for path in (path for path in sorted(unpacked_folder.rglob("*")) if path.is_file()):
         with path.open("rb") as file:
@@ -369,19 +381,19 @@ def split_debug(unpacked_folder: Path, debug_folder: Path, architecture: Archite
     return debug_folder if debug_folder.exists() else None
 
 
-def _extract_libibverbs(twins: Path) -> None:
+def _extract_libibverbs(twins_wheel: Path) -> None:
     """Extract libibverbs from the wheel of the twins, because a product for another processor is linked with it."""
     library = _CROSS_FOLDER / "lib" / "libibverbs.so"
     library.parent.mkdir(parents=True)
-    with zipfile.ZipFile(twins) as wheel:
+    with zipfile.ZipFile(twins_wheel) as wheel:
         library.write_bytes(wheel.read("gdrkit_twins/lib/ibverbs/libibverbs.so.1"))
 
 
-def _read_requirements(version: tuple[int, int]) -> list[str]:
-    """Return the arguments of ``pip install`` for the wheels that this Python runs. No package index has gdrkit."""
+def _list_requirements(version: tuple[int, int]) -> list[str]:
+    """Return the arguments of ``pip install`` that name the wheels for this Python by their paths."""
     tag = f"cp3{version[1]}-cp3{version[1]}" if version < (3, 12) else "cp312-abi3"
-    (product,) = DIST.glob(f"gdrkit-*-{tag}-*_x86_64.whl")
-    wheels = DIST.glob("gdrkit_twins-*_x86_64.whl")
+    (product_wheel,) = DIST.glob(f"gdrkit-*-{tag}-*_x86_64.whl")
+    twins_wheels = DIST.glob("gdrkit_twins-*_x86_64.whl")
     uses_system_pyverbs = has_pyverbs() and version == python_version(SYSTEM_PYTHON)
-    pyverbs = () if uses_system_pyverbs else DIST.glob(f"pyverbs-*-cp3{version[1]}-*.whl")
-    return [f"gdrkit[qualify] @ {product.as_uri()}", *map(str, (*wheels, *pyverbs))]
+    pyverbs_wheels = () if uses_system_pyverbs else DIST.glob(f"pyverbs-*-cp3{version[1]}-*.whl")
+    return [f"gdrkit[qualify] @ {product_wheel.as_uri()}", *map(str, (*twins_wheels, *pyverbs_wheels))]

@@ -44,7 +44,8 @@ class _RunningCommand:
 def choose_job_count() -> int:
     """Return how many commands run at the same time: two for each processor, and at most eight.
 
-    A suite uses a third of a processor, because its cases mostly wait for other processes and for time limits.
+    On average, a suite uses a third of a processor, because its cases mostly wait for other processes and for time
+    limits.
     """
     return min(2 * (os.cpu_count() or 1), _JOBS_MAX)
 
@@ -56,7 +57,7 @@ def call_side_by_side(parts: Sequence[Part], *, jobs: int) -> dict[str, int]:
     """
     waiting_parts, running_commands, exit_codes = list(parts), list[_RunningCommand](), dict[str, int]()
     print_line(f"{len(parts)} parts, {jobs} at a time")
-    last_line_s = time.monotonic()
+    last_print_time_s = time.monotonic()
     try:
         while waiting_parts or running_commands:
             while waiting_parts and len(running_commands) < jobs:
@@ -67,9 +68,9 @@ def call_side_by_side(parts: Sequence[Part], *, jobs: int) -> dict[str, int]:
                 exit_codes[command.part.name] = command.process.returncode
                 _print_output(command, position=f"{len(exit_codes)} of {len(parts)}")
             if ended_commands:
-                last_line_s = time.monotonic()
-            elif time.monotonic() - last_line_s >= _PROGRESS_PERIOD_S:
-                last_line_s = time.monotonic()
+                last_print_time_s = time.monotonic()
+            elif time.monotonic() - last_print_time_s >= _PROGRESS_PERIOD_S:
+                last_print_time_s = time.monotonic()
                 names = [f"{command.part.name} ({command.elapsed_s:.0f} s)" for command in running_commands]
                 print_line("running: " + ", ".join(names))
             else:

@@ -41,7 +41,7 @@ __all__ = [
 
 # The programs that create the file systems that the cases mount, and the package of each.
 MKFS_PROGRAMS = {"mkfs.ext4": "e2fsprogs", "mkfs.xfs": "xfsprogs"}
-# The programs that the lab runs, and the package that has each.
+# The programs that hardware/lab runs, and the package of each.
 LAB_PROGRAMS = {
     "qemu-system-x86_64": "qemu-system-x86",
     "busybox": "busybox-static",
@@ -53,8 +53,9 @@ RDMA_OR_GPU_PACKAGE = re.compile(r"ibverbs|rdma|ibumad|mlx|mlnx|ofed|doca|nvidia
 DISTRIBUTORS = re.compile(r"debian|ubuntu|red ?hat|rocky|alma|centos|fedora|oracle america", re.IGNORECASE)
 # The repositories of the distributions, as dnf names them.
 DNF_RELEASE_REPOSITORY = re.compile(r"baseos|appstream|crb|extras|epel|rhel-|ol\d+_|fedora|updates")
-# A fresh machine often runs apt-get in the background after its first start. dnf waits by default.
-_LOCK_WAIT = ("-o", "DPkg::Lock::Timeout=600")
+# After its first start, a machine often runs apt-get in the background, so apt-get waits up to 600 s for the lock of
+# the package database. dnf waits by default.
+_LOCK_WAIT_OPTIONS = ("-o", "DPkg::Lock::Timeout=600")
 _DNF_COLUMNS = 6  # Name, architecture, version, repository, and a size of two words.
 
 
@@ -86,8 +87,10 @@ def find_missing_build_packages(python: str) -> list[str]:
     missing_packages = [] if shutil.which("c++") else ["g++"]
     if not Path("/usr/include/infiniband/verbs.h").exists():
         missing_packages.append("libibverbs-dev")
-    headers = Path(get_output([python, "-c", "import sysconfig; print(sysconfig.get_path('include'))"]), "Python.h")
-    if headers.exists():
+    python_header = Path(
+        get_output([python, "-c", "import sysconfig; print(sysconfig.get_path('include'))"]), "Python.h"
+    )
+    if python_header.exists():
         return missing_packages
     # python3-dev has headers only for the system's Python.
     is_system_python = python_version(python) == python_version(SYSTEM_PYTHON)
@@ -98,8 +101,10 @@ def find_missing_build_packages(python: str) -> list[str]:
 def find_missing_pyverbs_packages() -> list[str]:
     """Return the missing packages that a build of pyverbs needs in addition to the packages of the native build."""
     missing_packages = [] if shutil.which("pkg-config") else ["pkgconf"]
-    headers = {"libnl-3-dev": "netlink/netlink.h", "libnl-route-3-dev": "netlink/route/link.h"}
-    return missing_packages + [name for name, file in headers.items() if not Path("/usr/include/libnl3", file).exists()]
+    header_by_package = {"libnl-3-dev": "netlink/netlink.h", "libnl-route-3-dev": "netlink/route/link.h"}
+    return missing_packages + [
+        name for name, file in header_by_package.items() if not Path("/usr/include/libnl3", file).exists()
+    ]
 
 
 def install_packages(packages: Sequence[str], *, os_release: Path = OS_RELEASE) -> None:
@@ -136,7 +141,7 @@ def install_packages(packages: Sequence[str], *, os_release: Path = OS_RELEASE) 
     if changes is None:
         exit_setup_missing(f"{manager} cannot install these packages; this line shows why:  " + " ".join(command))
     _check_changes(manager, changes)
-    quiet_options = ["-qq", "-o", "Dpkg::Use-Pty=0", *_LOCK_WAIT] if manager == "apt-get" else ["-q"]
+    quiet_options = ["-qq", "-o", "Dpkg::Use-Pty=0", *_LOCK_WAIT_OPTIONS] if manager == "apt-get" else ["-q"]
     if call([*command, *quiet_options], environ={"DEBIAN_FRONTEND": "noninteractive"}) != 0:
         exit_setup_missing(f"{manager} failed; its output is above.")
 
@@ -197,10 +202,10 @@ def list_apt_changes(output: str) -> list[Change]:
     changes = []
     for row in output.splitlines():
         if row.startswith("Inst "):
-            name, (words_before, _, new_version) = row.split()[1], row.partition("(")
-            replaces = "[" in words_before
-            is_of_release = re.search(r" (Debian|Debian-Security|Ubuntu):", new_version) is not None
-            is_update = is_of_release and not RDMA_OR_GPU_PACKAGE.search(name)
+            name, (row_before_version, _, new_version) = row.split()[1], row.partition("(")
+            replaces = "[" in row_before_version
+            is_from_distribution = re.search(r" (Debian|Debian-Security|Ubuntu):", new_version) is not None
+            is_update = is_from_distribution and not RDMA_OR_GPU_PACKAGE.search(name)
             changes.append(Change(name, replaces, not replaces or is_update, row.removeprefix("Inst ")))
     return changes
 

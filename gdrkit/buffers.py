@@ -1,8 +1,8 @@
 """Interfaces of device memory that exporters and importers share.
 
-CUDA and Gaudi *export* a :class:`DmabufRange`, and verbs *imports* one; only ``registration`` knows both.
-:class:`DeviceBuffer` is the interface of device memory for all higher packages, whichever exporter made it.
-:class:`MemoryResource` is the base of the classes that implement it.
+``gdrkit.cuda`` and ``gdrkit.gaudi`` *export* device memory as a :class:`DmabufRange`, and ``gdrkit.verbs`` *imports*
+it. Only ``gdrkit.registration`` uses both sides. All higher packages use the memory of every exporter through
+:class:`DeviceBuffer`. :class:`MemoryResource` is the base of the classes that implement this interface.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ __all__ = [
 ]
 
 
+# The lowest number for a duplicate of a descriptor: 0 to 2 are the standard streams, even if they are closed.
+_FD_MIN = 3
+
+
 class MemoryKind(enum.Enum):
     """The type of memory: the device that it is in, and the call that allocated it.
 
@@ -60,13 +64,14 @@ class DmabufRange(Closeable):
     Parameters
     ----------
     fd : int
-        An open dma-buf. The range owns it from now on, also if the constructor raises.
+        A descriptor of a dma-buf. The range owns it from now on, even if the constructor raises.
     offset_bytes : int
         Offset of the range in the dma-buf.
     length_bytes : int
         Size of the range, above 0.
     address : int
-        The device address of the first byte. Peers use it to name this byte (iova).
+        The iova of the first byte: the address by which RDMA requests of peers name this byte. For memory of a
+        device, it is the device address.
     """
 
     __slots__ = ("_fd", "_handle", "address", "length_bytes", "offset_bytes")
@@ -89,7 +94,7 @@ class DmabufRange(Closeable):
     def from_fd(cls, fd: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Self:
         """Return a range of a dma-buf of any exporter, such as ROCm, Level Zero or a driver of an FPGA.
 
-        Peers name the first byte of the dma-buf by the address 64 KiB, and the others by the addresses after it.
+        In RDMA requests of peers, the first byte of the dma-buf has the address (iova) 64 KiB.
 
         Parameters
         ----------
@@ -110,9 +115,9 @@ class DmabufRange(Closeable):
         size_bytes = _query_size(fd)
         length_bytes = size_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=size_bytes)
-        # A NIC requires the same offset in a page for the address and for the bytes in the dma-buf.
+        # ibv_reg_dmabuf_mr requires that the iova and the offset in the dma-buf have the same offset in a page.
         address = GPU_RDMA_PAGE_BYTES + offset_bytes
-        duplicate_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        duplicate_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FD_MIN)
         return cls(duplicate_fd, offset_bytes=offset_bytes, length_bytes=length_bytes, address=address)
 
     @property
@@ -121,8 +126,8 @@ class DmabufRange(Closeable):
 
         The kernel gives each dma-buf an inode of its own since Linux 5.3.
         """
-        status = os.fstat(self.fd)
-        return status.st_dev, status.st_ino
+        stat_result = os.fstat(self.fd)
+        return stat_result.st_dev, stat_result.st_ino
 
     @property
     def size_bytes(self) -> int:
@@ -144,7 +149,7 @@ class DmabufRange(Closeable):
 
     def dup(self) -> DmabufRange:
         """Return a second range over the same bytes, with a duplicate of the descriptor (close-on-exec)."""
-        fd = fcntl.fcntl(self.fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        fd = fcntl.fcntl(self.fd, fcntl.F_DUPFD_CLOEXEC, _FD_MIN)
         return DmabufRange(fd, offset_bytes=self.offset_bytes, length_bytes=self.length_bytes, address=self.address)
 
     def take(self) -> int:
@@ -222,7 +227,8 @@ class DeviceBuffer(RegistrableMemory, Protocol):
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
         """Return (address, length_bytes, buffer id) of every allocation that contains a part of this memory, in order.
 
-        A driver may reuse an address, but never a buffer id. A new buffer id at an address means a new allocation.
+        The buffer id is the driver's number of an allocation. A driver may reuse an address, but never a buffer id. So
+        a new buffer id at an address means a new allocation.
         """
 
     def make_existence_check(self, key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
@@ -237,7 +243,7 @@ class DeviceBuffer(RegistrableMemory, Protocol):
 
     @property
     def owned(self) -> bool:
-        """Whether :meth:`close` frees the memory. If not, other code frees it, without notice."""
+        """Whether :meth:`close` frees the memory. If not, other code may free it without informing gdrkit."""
 
     def close(self) -> None:
         """Run the actions of :meth:`before_release`, then free the memory if it is owned."""
@@ -290,7 +296,7 @@ class MemoryResource(Resource):
 
     @property
     def owned(self) -> bool:
-        """Whether :meth:`close` frees the memory. If not, other code frees it, without notice."""
+        """Whether :meth:`close` frees the memory. If not, other code may free it without informing gdrkit."""
         return True
 
     def current(self) -> AbstractContextManager[None]:
@@ -301,7 +307,7 @@ class MemoryResource(Resource):
         return contextlib.nullcontext()
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
-        """Copy bytes to the host and return them. A length of None means up to the end."""
+        """Copy bytes to the host and return them. A length of None means up to the end of the memory."""
         data = bytearray(self._resolve_length(offset_bytes, length_bytes))
         self.read_into(data, offset_bytes=offset_bytes)
         return bytes(data)
@@ -326,7 +332,8 @@ class MemoryResource(Resource):
         Raises
         ------
         ClosedResource
-            The memory was freed, or another thread or the call that a signal handler interrupts is freeing it.
+            The memory was freed; or a :meth:`close` is running, in another thread or in the code that the calling
+            signal handler interrupted.
         """
         self._check_open()
         if self._is_closing:
@@ -339,8 +346,8 @@ class MemoryResource(Resource):
         Raises
         ------
         Exception
-            An action failed. The error of the first failed action is raised, and the errors of the other actions are
-            its notes. The memory is *not* freed then, because a NIC may still access it. The next close tries again.
+            An action failed. The error of the first failed action is raised, with the errors of other actions as its
+            notes. The memory is *not* freed then, because a NIC may still access it. The next close tries again.
         """
         if self._is_closed:
             return

@@ -1,5 +1,4 @@
-"""Waits with a time limit for the end of child processes and threads. Each wait reports the children and threads that
-did not end.
+"""Functions that wait with a time limit for the end of child processes and threads, and report which did not end.
 
 SIGKILL does not end a process that waits inside the kernel (state D), such as for a driver or disk that hangs. A wait
 for a process that is stopped by a debugger does not return either. Every wait for a child therefore has a limit.
@@ -27,23 +26,25 @@ __all__ = ["KILL_TIMEOUT_S", "SpawnedChild", "join_threads", "kill_child"]
 
 # Longest wait for the end of a killed child, in seconds.
 KILL_TIMEOUT_S = 5.0
-# Killed children that had not ended within the limit. Each later call of kill_child collects the ended children.
+# Killed children that did not end within the limit. Each later call of kill_child reaps the children that have ended
+# since.
 _abandoned_children: list[subprocess.Popen[bytes] | SpawnedChild] = []
-# Longest pause between two queries of a child, in seconds.
-_QUERY_PAUSE_S = 0.05
+# Longest pause between two calls of SpawnedChild.poll() while waiting, in seconds.
+_POLL_PAUSE_S_MAX = 0.05
 
 
 class SpawnedChild:
-    """A child process in its own session. The parent never loses the child, even if a signal handler raises an error.
+    """A child process in its own session, whose process id and status survive an exception from a signal handler.
 
-    ``Popen()`` loses the child if the exception comes right after the fork. Here, one call of C starts the child and
-    stores its process id, and one call of C reaps the child and stores its status. No handler runs inside these calls.
+    ``Popen()`` loses the child if such an exception comes right after the fork. Here, ``list.extend(map(...))`` starts
+    the child and stores its process id, and a second such call reaps the child and stores its status. Python runs no
+    signal handler inside such a call, because the whole call is C code.
     """
 
     def __init__(self) -> None:
-        # The process id, when the child has started.
+        # Holds the process id once the child was started.
         self._started_pids: list[int] = []
-        # The process id and the wait status, when the child was reaped.
+        # Holds (process id, wait status) once the child was reaped.
         self._reaped_statuses: list[tuple[int, int]] = []
 
     @property
@@ -61,23 +62,24 @@ class SpawnedChild:
     ) -> None:
         """Start the child. It inherits no descriptors, and its output goes to two files."""
         output_flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        actions = [
+        file_actions = [
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, output_path, output_flags, 0o600),
             (os.POSIX_SPAWN_OPEN, 2, error_output_path, output_flags, 0o600),
             *((os.POSIX_SPAWN_CLOSE, fd) for fd in map(int, os.listdir("/proc/self/fd")) if fd not in (0, 1, 2)),  # noqa: PTH208
         ]
-        spawn = functools.partial(os.posix_spawn, file_actions=actions, setsid=True)
+        spawn = functools.partial(os.posix_spawn, file_actions=file_actions, setsid=True)
         self._started_pids.extend(map(spawn, command[:1], [command], [environ]))
 
     def poll(self) -> int | None:
         """Reap the child if it has ended. Return :attr:`returncode`."""
         if not self._reaped_statuses:
             try:
+                # While the child runs, waitpid returns the process id 0, which the filter drops.
                 self._reaped_statuses.extend(
                     filter(operator.itemgetter(0), map(os.waitpid, self._started_pids, (os.WNOHANG,)))
                 )
-            except ChildProcessError:  # If the program ignores SIGCHLD, the kernel keeps no status.
+            except ChildProcessError:  # If this process ignores SIGCHLD, the kernel keeps no status. Assume 0.
                 self._reaped_statuses.append((self.pid, 0))
         return self.returncode
 
@@ -94,27 +96,27 @@ class SpawnedChild:
             if time.monotonic() >= deadline_s:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _QUERY_PAUSE_S)
+            pause_s = min(2 * pause_s, _POLL_PAUSE_S_MAX)
         return status
 
     def kill(self) -> None:
-        """Kill the process group of the child. Do nothing if the child was reaped, because its number may be reused."""
+        """Kill the process group of the child, unless the child was reaped: another process may have its id then."""
         if not self._reaped_statuses:
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self) -> str:
-        """Kill the session, unless the child was not started or was reaped. Return the text of :func:`kill_child`."""
+        """Kill the child if it was started and not reaped yet. Return the text of :func:`kill_child`, or ""."""
         return kill_child(self, leads_group=False) if self._started_pids and not self._reaped_statuses else ""
 
 
 def kill_child(
     child: subprocess.Popen[bytes] | SpawnedChild, *, leads_group: bool = True, timeout_s: float = KILL_TIMEOUT_S
 ) -> str:
-    """Kill a child and wait until it has ended, or abandon it.
+    """Kill a child and wait until it has ended, at most `timeout_s`. A later call reaps a child that did not end.
 
     Parameters
     ----------
-    child : Popen
+    child : Popen or SpawnedChild
         The child. If it has ended already, its process group is killed nevertheless.
     leads_group : bool
         Whether the child leads a process group (``process_group=0``, ``start_new_session=True``). The whole group is
@@ -168,7 +170,7 @@ def join_threads(threads: Iterable[threading.Thread], *, timeout_s: float) -> No
 
 
 def _read_process_state(pid: int) -> str:
-    """Return the state of a process in /proc/PID/stat, such as D (waits in the kernel) or Z (ended, not collected)."""
+    """Return the state of a process in /proc/PID/stat, such as D (waits in the kernel) or Z (ended, not reaped)."""
     try:
         stat_line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

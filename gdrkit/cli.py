@@ -34,7 +34,7 @@ _EXIT_INTERRUPTED = 130
 # The shortest --budget of `gdrkit check`, in seconds: an idle machine needs about half of it to start the cases.
 _BUDGET_S_MIN = 10.0
 # The list of exit codes in the help texts of `gdrkit qualify` and `gdrkit check`.
-_EXIT_CODES = "\n".join(f"  {int(code)} {code.meaning}" for code in ExitCode)
+_EXIT_CODES_TEXT = "\n".join(f"  {int(code)} {code.meaning}" for code in ExitCode)
 
 
 class _CommandGroup(click.Group):
@@ -81,7 +81,7 @@ def cli() -> None:
         "  gdrkit qualify --software                    run all cases on software twins\n"
         "  gdrkit qualify -k registration --out /tmp/r  run some cases\n"
         "  mpirun -n 2 --host a,b gdrkit qualify --mpi  measure between two hosts\n\n"
-        f"\b\nExit codes:\n{_EXIT_CODES}\n\n"
+        f"\b\nExit codes:\n{_EXIT_CODES_TEXT}\n\n"
         "On a machine without a GPU the exit code is never 0, so `gdrkit qualify && admit_node` does not admit it."
     )
 )
@@ -134,9 +134,9 @@ def qualify(
     as_json: bool,
     mpi: str | None,
 ) -> int:
-    """Test which transfers are direct here, and write a report.
+    """Test which transfers are direct on this machine, and write a report.
 
-    The command examines the host, selects the cases that fit, runs them between separate processes, and writes
+    The command examines the host, selects the cases that fit, runs them in separate processes, and writes
     records.jsonl, junit.xml, summary.md and index.html.
 
     An API runs on its hardware if this machine has that hardware, and otherwise on its software twin. A result on a
@@ -171,16 +171,16 @@ def qualify(
     if as_json:
         from gdrkit.serialization import to_json_data
 
-        contents = read_contents(report_folder.path)
+        report_contents = read_contents(report_folder.path)
         routes = [
             {"name": status.name, "state": status.state.value, "cause": status.cause}
-            for status in route_statuses(contents.facts, contents.records)
+            for status in route_statuses(report_contents.facts, report_contents.records)
         ]
         result = {"run": to_json_data(run), "routes": routes, "folder": str(report_folder.path)}
         click.echo(json.dumps(result, indent=2))
         return run.exit_code
-    contents = read_contents(report_folder.path)
-    for line in describe_failures(contents.facts, contents.records):
+    report_contents = read_contents(report_folder.path)
+    for line in describe_failures(report_contents.facts, report_contents.records):
         click.echo(escape_controls(line))
     click.echo(escape_controls(run.verdict))
     for line in (*run.causes, *(f"To do: {line}" for line in run.to_do)):
@@ -194,7 +194,7 @@ def qualify(
         "\b\nExamples:\n"
         "  gdrkit check                          checks a node in at most 60 s\n"
         "  gdrkit check --budget 20 || exit 1    in a Slurm prolog\n\n"
-        f"\b\nExit codes:\n{_EXIT_CODES}\n\n"
+        f"\b\nExit codes:\n{_EXIT_CODES_TEXT}\n\n"
         "If the time does not suffice, for example because a driver hangs, the exit code is 1."
     )
 )
@@ -214,8 +214,8 @@ def qualify(
 def check(budget_s: float, software: bool, profile: str | None) -> int:
     """Check the routes that the profile requires, and print one line.
 
-    The command moves bytes between each GPU and each NIC and checks them. It writes no report. A workload manager can
-    run it before each job; `gdrkit qualify` runs all cases.
+    The command moves bytes between each GPU and each NIC, and compares them. It writes no report. A workload manager
+    can run it before each job; `gdrkit qualify` runs all cases.
     """
     from gdrkit.qualify import Options
     from gdrkit.qualify import check as run_check
@@ -278,7 +278,7 @@ def check(budget_s: float, software: bool, profile: str | None) -> int:
     "report_file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write as JSON which twins COMMAND used, with the processes, objects and bytes.",
+    help="Write a JSON file about the twins that COMMAND used: the processes, and their objects and bytes.",
 )
 @click.argument("command", nargs=-1, required=True)
 def run_command(
@@ -295,8 +295,9 @@ def run_command(
     """Run a program on software twins of its libraries.
 
     A software twin is a drop-in library that emulates the hardware. The program is not changed: variables of the
-    dynamic loader make it use the twins. Signals reach the program, and gdrkit returns its exit code. At its end,
-    one line for each API says which processes used the twin. docs/twins.md lists programs that were tested.
+    dynamic loader make it use the twins. Signals reach the program, and gdrkit returns its exit code. When the program
+    has ended, gdrkit prints one line for each API: which processes used the twin. docs/twins.md lists programs that
+    were tested.
     """
     from gdrkit import host, launch
     from gdrkit.twin_run import run_on_twins
@@ -309,8 +310,8 @@ def run_command(
     warning = launch.describe_unused_hardware(launch_options, host.HostTree())
     if warning:
         click.echo(f"gdrkit: {warning}", err=True)
-    required = frozenset[Api]() if require is None else launch.parse_apis(require)
-    run_on_twins(launch_options, command, required=required, quiet=quiet, report_file=report_file)
+    required_apis = frozenset[Api]() if require is None else launch.parse_apis(require)
+    run_on_twins(launch_options, command, required=required_apis, quiet=quiet, report_file=report_file)
 
 
 @cli.command(epilog="\b\nExamples:\n  gdrkit plan\n  gdrkit plan --profile h200-1 --json")
@@ -318,9 +319,9 @@ def run_command(
 @click.option("--profile", metavar="NAME", help="The profile, as for `gdrkit qualify --profile`.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(software: bool, profile: str | None, as_json: bool) -> int:
-    """List the cases that qualify would run on this machine.
+    """List the cases that `gdrkit qualify` would run on this machine.
 
-    For the cases that it would not run, the command prints the reasons.
+    For each other case, the command prints why it would not run.
     """
     from gdrkit.qualify import Options, plan_only
     from gdrkit.qualify.progress import LineProgress
@@ -385,7 +386,7 @@ def _run_and_report(command: Callable[[], object]) -> int:
 
 
 def _find_exit_code(error: GdrkitError) -> int:
-    # `gdrkit run` failed to start COMMAND.
+    # `gdrkit run` starts COMMAND by execvp.
     if isinstance(error, ApiError) and error.operation == "execvp":
         return _EXIT_NOT_FOUND if error.errno == errno.ENOENT else _EXIT_NOT_EXECUTABLE
     is_fault_plan_error = isinstance(error, ApiError) and error.operation == "read fault plan"

@@ -37,7 +37,8 @@ _direct_option = click.option(
     type=click.Choice(["preferred", "required", "never"]),
     default="preferred",
     show_default=True,
-    help="Whether the bytes go between disk and device without host memory. `required` fails if that is not proven.",
+    help="Whether the bytes go between disk and device without host memory. With `required`, the command fails if "
+    "this cannot be proven.",
 )
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
@@ -189,9 +190,9 @@ def storage(
     ):
         points_so_far: list[BenchmarkPoint] = []
 
-        def on_point(point: BenchmarkPoint, total: int) -> None:
+        def on_point(point: BenchmarkPoint, point_count: int) -> None:
             points_so_far.append(point)
-            update_progress(len(points_so_far), total)
+            update_progress(len(points_so_far), point_count)
 
         points = speed.measure(plan, on_point=on_point)
     substrate_by_api = _find_cuda_substrates()
@@ -236,7 +237,9 @@ def _make_caveat(substrate_by_api: dict[str, str]) -> str:
     from gdrkit.report.substrate import Substrate, describe
 
     substrate_texts = [
-        f"{api}: {describe(Substrate(value))}" for api, value in substrate_by_api.items() if value != "hardware"
+        f"{api}: {describe(Substrate(substrate_name))}"
+        for api, substrate_name in substrate_by_api.items()
+        if substrate_name != "hardware"
     ]
     return f"{', '.join(substrate_texts)}; the rates do not describe this machine" if substrate_texts else ""
 
@@ -304,7 +307,7 @@ def _cancel_on_interrupt() -> Iterator[None]:
 
     def interrupt(signal_number: int, _frame: object) -> None:
         received_signals.append(signal_number)
-        # A second signal would interrupt the clean-up.
+        # A second signal is ignored, because it would interrupt the clean-up.
         signal.signal(signal_number, signal.SIG_IGN)
         raise KeyboardInterrupt
 

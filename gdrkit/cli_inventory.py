@@ -47,15 +47,16 @@ _replay_option = click.option(
 def facts(as_json: bool, no_apis: bool, save: Path | None, replay: Path | None) -> int:
     """List the devices, drivers and libraries of this machine.
 
-    The command reads sysfs, procfs and the cache of the dynamic loader. This needs no driver. Then the command queries
-    CUDA, verbs, NVML and memory registration in child processes.
+    The command reads sysfs, procfs and the cache of the dynamic loader. These reads need no driver. Then the command
+    queries CUDA, verbs, NVML and memory registration in child processes.
     """
     from gdrkit import inventory
     from gdrkit.report.describe import describe_facts
 
     machine = _choose_machine(replay, query_apis=not no_apis, record=save is not None)
     if save is not None:
-        # A capture contains only the files that were read. These calls read the files of the rules and of the topology.
+        # A capture contains only the files that this process has read. These two calls read the files that
+        # `gdrkit doctor --replay` and `gdrkit topology --replay` need.
         inventory.diagnose(machine)
         inventory.topology(machine)
         inventory.write_capture(save, machine.capture())
@@ -97,13 +98,15 @@ def topology(as_json: bool, replay: Path | None) -> int:
 @click.option("--json", "as_json", is_flag=True, help="Print the diagnosis as JSON.")
 @click.option("--read-only", is_flag=True, help="Run no rule that allocates or registers memory or transfers bytes.")
 @click.option("-v", "--verbose", is_flag=True, help="Print what each rule read.")
-@click.option("--any", "any_result", is_flag=True, help="Exit with 0 also if a cause was found or there is no device.")
+@click.option(
+    "--any", "ignores_result", is_flag=True, help="Exit with 0 even if a cause was found or there is no device."
+)
 @_replay_option
-def doctor(as_json: bool, read_only: bool, verbose: bool, any_result: bool, replay: Path | None) -> int:
-    """Find the reasons why transfers are not direct here.
+def doctor(as_json: bool, read_only: bool, verbose: bool, ignores_result: bool, replay: Path | None) -> int:
+    """Find the reasons why transfers are not direct on this machine.
 
     Each rule checks one known cause, and says what to do about it. A few rules register a little memory and transfer
-    bytes in loopback, in a child process with a time limit; --read-only leaves these out.
+    bytes in loopback, in a child process with a time limit; --read-only omits these rules.
     """
     from gdrkit import inventory
     from gdrkit.verdict import Verdict
@@ -116,7 +119,7 @@ def doctor(as_json: bool, read_only: bool, verbose: bool, any_result: bool, repl
         from gdrkit.report.doctor import describe_diagnosis
 
         click.echo(describe_diagnosis(diagnosis, verbose=verbose))
-    if any_result:
+    if ignores_result:
         return 0
     if not machine.has_gpu_or_nic:
         return int(ExitCode.NOTHING_PROVEN)
@@ -128,7 +131,7 @@ def doctor(as_json: bool, read_only: bool, verbose: bool, any_result: bool, repl
         "\b\nExamples:\n  gdrkit reach\n  gdrkit reach --json\n  gdrkit reach --balance 10\n\n"
         "\b\nExit codes:\n"
         "  0 every NIC reaches every GPU\n"
-        "  1 a NIC does not reach a GPU, and gdrkit does not use it for this GPU, or --balance found a slow NIC\n"
+        "  1 a NIC does not reach a GPU (gdrkit does not use it for this GPU), or --balance found a slow NIC\n"
         "  2 wrong usage\n"
         "  3 a library is missing\n"
         "  4 there is no GPU, or no NIC with an active port"
@@ -141,13 +144,15 @@ def doctor(as_json: bool, read_only: bool, verbose: bool, any_result: bool, repl
     type=click.FloatRange(0, 3600),
     default=0.0,
     metavar="SECONDS",
-    help="Then transfer between all GPUs and all NICs at once, and show the share of each NIC.",
+    help="After these measurements, transfer between all GPUs and all NICs at once for this time, and show the share "
+    "of each NIC.",
 )
 def reach(as_json: bool, balance_s: float) -> int:
     """Measure which NICs reach which GPUs, and store the results for programs that choose NICs.
 
-    For each GPU and each pair of NICs, a page of the GPU is registered, written and read through the NICs. Every byte
-    and the counters of both ports are compared. The path is "loopback" if both ends are one NIC, and "wire" otherwise.
+    For each GPU and each pair of NICs, the command registers a page of GPU memory, and writes and reads it through the
+    NICs. It checks every byte and the counters of both ports. The path of a result is "loopback" if both ends are the
+    same NIC, and "wire" otherwise.
     """
     from gdrkit.inventory.reach import measure_machine
     from gdrkit.report.reach import describe_reach, reach_as_json
@@ -161,10 +166,10 @@ def reach(as_json: bool, balance_s: float) -> int:
     click.echo(format_results(results, balance, caveat=caveat), nl=not as_json)
     if not results:
         return int(ExitCode.NOTHING_PROVEN)
-    pairs = {(result.gpu_uuid, result.nic) for result in results}
+    measured_pairs = {(result.gpu_uuid, result.nic) for result in results}
     reached_pairs = {(result.gpu_uuid, result.nic) for result in results if result.moved}
     is_slow = balance is not None and bool(balance.slow_nics)
-    return int(ExitCode.PROVEN if reached_pairs == pairs and not is_slow else ExitCode.FAILED)
+    return int(ExitCode.PROVEN if reached_pairs == measured_pairs and not is_slow else ExitCode.FAILED)
 
 
 @click.command(epilog="\b\nExamples:\n  gdrkit explain\n  gdrkit explain acs-redirect")
@@ -186,7 +191,7 @@ def explain(code: str | None, as_json: bool) -> int:
 def _choose_machine(
     replay: Path | None, *, query_apis: bool = True, record: bool = False, run_experiments: bool = True
 ) -> Machine:
-    """Return the machine of the file `replay`, or this machine if there is no such file."""
+    """Return the machine that the file `replay` describes, or this machine if `replay` is None."""
     from gdrkit import inventory
 
     if replay is not None:

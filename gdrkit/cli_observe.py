@@ -1,5 +1,5 @@
 # ruff: noqa: FBT001, PLR0917 - click calls commands by the names of their options.
-"""The commands ``gdrkit observe``, which says which path the bytes of any program took, and ``gdrkit monitor``.
+"""The commands ``gdrkit observe``, which reports the path of the bytes of any program, and ``gdrkit monitor``.
 
 :mod:`gdrkit.cli` adds them to its command line, and turns their errors into messages and exit codes.
 """
@@ -41,7 +41,7 @@ __all__ = ["COMMANDS"]
     metavar="N",
     help="With --pid: stop after N seconds. Default: when the process ends, or at Ctrl-C.",
 )
-@click.option("--logs", is_flag=True, help="Switch on the lines in which NCCL and UCX name their transports.")
+@click.option("--logs", is_flag=True, help="Switch on the log lines in which NCCL and UCX name their transports.")
 @click.option("--json", "as_json", is_flag=True, help="Print the observation as JSON to standard output.")
 @click.option(
     "--report",
@@ -70,8 +70,8 @@ def observe(
     """Say which path the bytes of a program took: NIC, NVLink, nvidia-fs, host memory or TCP.
 
     The program is not changed. The command reads what the kernel, the drivers and the counters of the devices show
-    about it, gives one verdict per route, and lists what could not be seen and why. For a COMMAND, the verdicts are
-    printed to standard error when it has ended.
+    about it, gives one verdict per route, and lists what could not be observed, and why. For a COMMAND, the verdicts
+    are printed to standard error when it has ended.
     """
     from gdrkit.observe import describe_observation, observe_process, render_page, run_observed
     from gdrkit.twin_run import exit_like
@@ -85,11 +85,11 @@ def observe(
     if process_id is not None and logs:
         message = "--logs needs a command: a running process has read its environment already"
         raise UsageError(message)
-    status = None
+    wait_status = None
     if process_id is not None:
         observation = observe_process(process_id, duration_s=duration_s)
     else:
-        observation, status = run_observed(command, with_logs=logs)
+        observation, wait_status = run_observed(command, with_logs=logs)
     if report_file is not None:
         report_file.write_text(observation.to_json(), encoding="utf-8")
     if html_file is not None:
@@ -97,11 +97,11 @@ def observe(
     if as_json:
         click.echo(observation.to_json(), nl=False)
     else:
-        prefix = "" if status is None else "gdrkit: "
+        prefix = "" if wait_status is None else "gdrkit: "
         for line in describe_observation(observation).splitlines():
-            click.echo(prefix + line, err=status is not None)
-    if status is not None:
-        exit_like(status)
+            click.echo(prefix + line, err=wait_status is not None)
+    if wait_status is not None:
+        exit_like(wait_status)
     return 0
 
 

@@ -35,7 +35,7 @@ __all__ = ["COMMANDS"]
 def report(path: Path, output: Path | None, *, fleet: bool) -> int:
     """Write the report of a run again, from its records.
 
-    PATH is the folder of a run or a file of records. The run may have been killed. A file of records requires --output.
+    PATH is the folder of a run, even of a killed run, or a file of records. A file of records requires --output.
     The files of a report are index.html, summary.md, report.json, junit.xml and metrics.prom. With --fleet they are
     index.html, fleet.json and metrics.prom.
     """

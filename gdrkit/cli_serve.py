@@ -31,14 +31,14 @@ _metrics_option = click.option(
 
 
 def _make_exporter(
-    process_type: str, metrics: str | None
+    process_type: str, metrics_address: str | None
 ) -> Callable[[Callable[[], dict[str, int]]], AbstractContextManager[object]]:
     """Return the function that exports the counters of the command. Without --metrics, that function does nothing."""
-    if metrics is None:
+    if metrics_address is None:
         return contextlib.nullcontext
     from gdrkit.monitor import export_statistics, parse_address
 
-    return partial(export_statistics, process_type, parse_address(metrics))
+    return partial(export_statistics, process_type, parse_address(metrics_address))
 
 
 @click.command(
@@ -93,10 +93,12 @@ def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: in
     "--store",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Serve the files of this folder. Without --fuse, it must be MOUNT.",
+    help="Serve the files of this folder. Without --fuse, DIR must be the folder MOUNT.",
 )
 @click.option("--server", metavar="HOST:PORT", help="Serve the files of this storage server by a FUSE mount.")
-@click.option("--token-file", type=click.Path(path_type=Path), metavar="FILE", help="The token of that server.")
+@click.option(
+    "--token-file", type=click.Path(path_type=Path), metavar="FILE", help="A file with the token of --server."
+)
 @click.option("--fuse", is_flag=True, help="With --store: make a FUSE mount on MOUNT, which must be an empty folder.")
 @click.option(
     "--spin-us",
@@ -112,7 +114,7 @@ def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: in
     default=60_000,
     show_default=True,
     metavar="MS",
-    help="If the storage server returns no result for this many milliseconds, its pending operations fail.",
+    help="If the storage server returns no result for this many milliseconds, the operations that wait for it fail.",
 )
 @_metrics_option
 @click.option(
@@ -147,11 +149,11 @@ def agent(
     local_reads: bool,
     as_json: bool,
 ) -> int:
-    """Serve the hf3fs interface below MOUNT, until SIGTERM or SIGINT.
+    """Serve USRBIO, the hf3fs interface of 3FS, below MOUNT, until SIGTERM or SIGINT.
 
-    The agent registers the memory of applications with every active NIC. A storage server moves the bytes. With
-    --server it is the given server; with --store the agent starts a server, and reads cached bytes into host memory
-    itself. The agent prints a line as soon as applications can connect.
+    The agent registers the memory of applications with every active NIC. A storage server moves the bytes: the server
+    of --server, or with --store a server that the agent starts. With --store, the agent itself reads cached bytes into
+    host memory. The agent prints a line as soon as applications can connect.
     """
     from gdrkit.host import raise_open_files_limit
     from gdrkit.usrbio.agent._agent_loop import limit_arenas
@@ -165,6 +167,7 @@ def agent(
         raise UsageError(message)
     user_memory_quota_bytes = None if user_memory_mib is None else user_memory_mib * MIB
     export = _make_exporter("agent", metrics)
+    # These calls come before the agent starts threads, which inherit the blocked signals.
     block_signals()
     limit_arenas()
     raise_open_files_limit()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["tiers"]
 
-_P = ParamSpec("_P")
+_Parameters = ParamSpec("_Parameters")
 
 
 @click.group(
@@ -46,7 +46,7 @@ def tiers() -> None:
     """
 
 
-def _add_tier_options(command: Callable[_P, int]) -> Callable[..., int]:
+def _add_tier_options(command: Callable[_Parameters, int]) -> Callable[..., int]:
     """Add the options --config, --tier, --catalogue and --json to a command.
 
     The command gets one Configuration in place of the first three options.
@@ -155,8 +155,8 @@ def migrate(
 @click.option(
     "--watch",
     type=click.Choice(["preferred", "required", "never"]),
-    help="Whether to count a file as used also when another program opens it, which needs root: preferred (if "
-    "possible), required (fail if not possible) or never. Default: preferred.",
+    help="Whether a file also counts as used when another program opens it. Detecting this needs root. preferred: if "
+    "possible; required: fail if not possible; never. Default: preferred.",
 )
 @_add_tier_options
 def run(
@@ -215,7 +215,9 @@ def unpin(configuration: Configuration, names: tuple[str, ...], dry_run: bool, a
     return 0
 
 
-@tiers.command(epilog="\b\nExit codes:\n  0 catalogue and disks agree, also after --repair\n  1 they do not agree")
+@tiers.command(
+    epilog="\b\nExit codes:\n  0 the catalogue and the disks agree, or --repair made them agree\n  1 they do not agree"
+)
 @click.option("--repair", is_flag=True, help="Correct the catalogue, and complete or undo interrupted migrations.")
 @click.option("--dry-run", is_flag=True, help="Override --repair: change nothing.")
 @_add_tier_options

@@ -47,7 +47,11 @@ __all__ = [
 
 
 class Api(enum.Enum):
-    """The foreign interface that reported an error."""
+    """The foreign interface that reported an error.
+
+    ``USRBIO`` is the user-space I/O of 3FS, ``STORAGE`` a storage server, and ``TWINS`` the software twins. ``NONE``:
+    gdrkit itself reports the error.
+    """
 
     VERBS = "verbs"
     CUDA = "cuda"
@@ -70,7 +74,7 @@ class Reason(enum.Enum):
 
     #: A library, a Python package or a program that the call needs is not installed.
     LIBRARY_MISSING = "library_missing"
-    #: The library is installed, and cannot be loaded.
+    #: The library is installed, but cannot be loaded.
     LIBRARY_DAMAGED = "library_damaged"
     #: The installed version of the library lacks a function, or has another interface.
     LIBRARY_WRONG_ABI = "library_wrong_abi"
@@ -127,8 +131,8 @@ class Reason(enum.Enum):
 def errno_name(errno_value: int | None) -> str:
     """Return the name of an errno, such as ``EOPNOTSUPP`` for 95.
 
-    The name of 524, an error number that only the kernel defines, is ``ENOTSUPP``. A value without a name gives
-    ``errno 12345``.
+    The name of 524, an error number that only the kernel defines, is ``ENOTSUPP``. For a value without a name, such as
+    12345, the function returns ``errno 12345``.
     """
     if errno_value is None:
         return "no errno"
@@ -150,7 +154,8 @@ def _describe_status(status: int | None, status_name: str, errno_value: int | No
 _OS_ERROR_FIELDS = ("errno", "strerror", "filename")
 # The fields of the error classes below that are read-only mappings.
 _MAPPING_FIELDS = frozenset({"arguments", "handles"})
-# Attribute of a class made by _find_os_error_class. It refers to the ApiError class from which that class is derived.
+# Name of an attribute of the classes that _find_os_error_class makes. Its value is the ApiError class from which the
+# class is derived.
 _DECLARED_CLASS_FIELD = "_declared_class"
 # The arguments of _restore_error are the class of an error, its args, its attributes, and its fields of OSError.
 _ErrorFields = tuple[type["GdrkitError"], tuple[Any, ...], dict[str, Any], dict[str, Any]]
@@ -181,16 +186,16 @@ class GdrkitError(Exception):
         Each raise of an error object adds stack frames to its traceback, and the frames keep all local variables of
         their functions alive. So code that stores an error stores a clone, and raises another clone each time.
         """
-        cloned_error = cast("Self", _restore_error(*self._describe_fields()))
+        cloned_error = cast("Self", _restore_error(*self._pack_fields()))
         if hasattr(self, "__notes__"):
             cloned_error.__notes__ = list(self.__notes__)
         return cloned_error
 
     def __reduce__(self) -> tuple[object, ...]:
         """Support pickle and copy. ``Exception.__reduce__`` would pass only `args` to the constructor."""
-        return _restore_error, self._describe_fields()
+        return _restore_error, self._pack_fields()
 
-    def _describe_fields(self) -> _ErrorFields:
+    def _pack_fields(self) -> _ErrorFields:
         cls = type(self)
         # An OSError keeps its own fields outside of __dict__. A read-only mapping cannot be pickled, but a dict can.
         os_error_fields = {name: getattr(self, name) for name in _OS_ERROR_FIELDS} if isinstance(self, OSError) else {}
@@ -204,8 +209,8 @@ class GdrkitError(Exception):
 class ApiError(GdrkitError):
     """A call of a foreign interface (:class:`Api`) failed.
 
-    An error of the kernel (``Api.KERNEL``) with an errno is also an OSError, with ``strerror`` and ``filename``. It has
-    the subclass that Python uses for this errno, such as FileNotFoundError for ENOENT.
+    An error of the kernel (``Api.KERNEL``) with an errno is also an OSError, with ``strerror`` and ``filename``. It is
+    an instance of the subclass that Python uses for this errno, such as FileNotFoundError for ENOENT.
 
     Attributes
     ----------
@@ -221,6 +226,8 @@ class ApiError(GdrkitError):
         The status if it is an errno, else None. gdrkit never derives an errno from another status.
     arguments : mapping
         The arguments of the call. A key contains the unit of its value, such as ``length_bytes``.
+    detail : str
+        Further text about the failure, which ends the message; empty if there is none.
     """
 
     def __new__(cls, **fields: Any) -> Self:  # noqa: ANN401 - see __init__.
@@ -252,9 +259,9 @@ class ApiError(GdrkitError):
         call_text = f"{operation}({', '.join(f'{key}={value!r}' for key, value in self.arguments.items())})"
         # A detail that only repeats the text of the errno is not printed.
         has_detail = detail and (errno is None or detail != os.strerror(errno))
-        suffix = f": {detail}" if has_detail else ""
+        detail_suffix = f": {detail}" if has_detail else ""
         super().__init__(
-            f"{api.value}: {call_text} failed: {_describe_status(status, status_name, errno)}{suffix}",
+            f"{api.value}: {call_text} failed: {_describe_status(status, status_name, errno)}{detail_suffix}",
             reason=reason,
             what_to_do=what_to_do,
         )

@@ -14,8 +14,9 @@ The first line of a plan is ``gdrkit-faults 1``. Each further line is one rule, 
     wc.rdma_read       call=*     status=12  nic=twin2
 
 A rule is for a *point*: an API function, or a named step inside a twin, such as the completion of a work request
-(``wc.rdma_write``). This parser knows only the prefixes of functions. A twin reports an unknown function when the
-process makes its first call to the twin.
+(``wc.rdma_write``). The first rule above makes the second call of ``ibv_reg_dmabuf_mr`` fail with EOPNOTSUPP. This
+parser checks only the prefix of a function name, such as ``ibv_``. A twin reports an unknown function when the process
+makes its first call to the twin.
 """
 
 from __future__ import annotations
@@ -64,28 +65,28 @@ _ERRNO_NAMES = frozenset(
         "ECONNREFUSED",
     ]
 )
-# Completions of work requests. A work request can fail before its bytes are transferred, or after the transfer
-# (".landed").
+# The points at which a work request completes. A rule for "wc.NAME" makes the work request fail before its bytes are
+# transferred; a rule for "wc.NAME.landed" makes it fail after the transfer.
 _COMPLETION_FAULT_POINTS = tuple(
     f"wc.{name}{suffix}" for name in ("send", "rdma_write", "rdma_read") for suffix in ("", ".landed")
 )
 # Points whose calls belong to a NIC, so that a rule can name the NIC.
 _NIC_FAULT_POINTS = frozenset(
-    ["ibv_reg_mr", "ibv_reg_dmabuf_mr", *(name for name in _COMPLETION_FAULT_POINTS if ".rdma_" in name)]
+    ["ibv_reg_mr", "ibv_reg_dmabuf_mr", *(point for point in _COMPLETION_FAULT_POINTS if ".rdma_" in point)]
 )
-# Transfers of a cuFile batch or stream, which can fail after the cuFile call has returned.
+# The points at which a transfer of a cuFile batch or of a CUDA stream completes, after its cuFile call has returned.
 _CUFILE_IO_FAULT_POINTS = ("cufile.batch_io", "cufile.async_io")
 _ROUTE_FAULT_POINT = "cufile.route"
-# The lowest status that a rule can set, for each point where it is not 1. An asynchronous cuFile transfer can complete
-# with 0 bytes moved.
+# The lowest status that a rule can set, for each point where it is not 1. With status 0 for "cufile.async_io", a
+# transfer of a CUDA stream completes with 0 bytes moved.
 _STATUS_MIN_BY_POINT = {"cufile.async_io": 0}
-# The first route has the code 1, the second 2, and so on.
+# The values of route=. The first route has the code 1, the second 2, and so on.
 _ROUTE_NAMES = ("p2p", "nvfs", "posix")
-# The kernel's MAX_ERRNO. It is also the largest status of every function outside cuFile.
+# The kernel's MAX_ERRNO. A plan uses it also as the limit of status= for all functions outside cuFile.
 _ERRNO_MAX = 4095
-# The largest CUfileOpError is larger than every errno.
+# The largest CUfileOpError, which is the limit of status= for the functions of cuFile.
 _CUFILE_STATUS_MAX = 5050
-_CALL_MAX = (1 << 64) - 1
+_CALL_MAX = (1 << 64) - 1  # The twins count calls in 64 bits.
 # An errno of the kernel that user space receives but errno.h does not define.
 _ERRNO_ENOTSUPP = 524
 _DELAY_US_MAX = 10_000_000
@@ -124,15 +125,15 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FaultRule, ...]:
     Raises
     ------
     ApiError
-        With MALFORMED and EINVAL: a line is malformed. Its number is the argument ``line`` of the error. With another
-        reason: the file cannot be read, and the error has the errno of the system call.
+        MALFORMED, EINVAL: a line is malformed; ``arguments["line"]`` of the error is its number. BAD_ARGUMENT: the file
+        cannot be read; the error has the errno of the system call.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8", "backslashreplace")
     except OSError as error:
         errno_value = error.errno or errno.EIO
         raise _make_error(
-            errno_value, str(path), line=0, detail="the file cannot be read", reason=Reason.BAD_ARGUMENT
+            errno_value, str(path), line_number=0, detail="the file cannot be read", reason=Reason.BAD_ARGUMENT
         ) from error
     return parse_plan(text, name=str(path))
 
@@ -156,45 +157,54 @@ def parse_plan(text: str, *, name: str = "plan") -> tuple[FaultRule, ...]:
     return tuple(rules)
 
 
-def _parse_rule(words: list[str], name: str, line_number: int) -> FaultRule:
+def _parse_rule(words: list[str], plan_name: str, line_number: int) -> FaultRule:
     point_name = words[0]
-    key = _find_code_key(point_name)
-    if key is None:
-        apis = (
+    code_key = _find_code_key(point_name)
+    if code_key is None:
+        apis_text = (
             "verbs (ibv_), librdmacm (rdma_), CUDA (cu), cuFile (cuFile) or hl-thunk (hlthunk_), "
             "or a point of a twin (wc., cufile.)"
         )
-        raise _make_malformed_error(name, line_number, f"'{point_name}' is not a function of {apis}")
-    values: dict[str, Any] = {}
+        raise _make_malformed_error(plan_name, line_number, f"'{point_name}' is not a function of {apis_text}")
+    parsed_values: dict[str, Any] = {}
     for word in words[1:]:
-        word_key, separator, text = word.partition("=")
-        allowed_keys = {"call", key, "delay_us", "hold", "stop", *(["nic"] if point_name in _NIC_FAULT_POINTS else [])}
-        if not separator or word_key in values or word_key not in allowed_keys:
-            raise _make_malformed_error(name, line_number, f"'{word}' is not expected here")
+        word_key, separator, value_text = word.partition("=")
+        allowed_keys = {
+            "call",
+            code_key,
+            "delay_us",
+            "hold",
+            "stop",
+            *(["nic"] if point_name in _NIC_FAULT_POINTS else []),
+        }
+        if not separator or word_key in parsed_values or word_key not in allowed_keys:
+            raise _make_malformed_error(plan_name, line_number, f"'{word}' is not expected here")
         if word_key == "status":
-            minimum, maximum = _find_status_limits(point_name)
-            values[word_key] = _parse_bounded(text, minimum=minimum, maximum=maximum)
+            minimum, maximum = _find_status_range(point_name)
+            parsed_values[word_key] = _parse_number_in_range(value_text, minimum=minimum, maximum=maximum)
             expected_form = f"a number from {minimum} to {maximum} after status="
         else:
             parse_value, expected_form = _PARSER_AND_FORM_BY_KEY[word_key]
-            values[word_key] = parse_value(text)
-        if values[word_key] is None:
-            raise _make_malformed_error(name, line_number, f"'{word}': expected {expected_form}")
-    if "call" not in values or not values.keys() - {"call", "nic"}:
+            parsed_values[word_key] = parse_value(value_text)
+        if parsed_values[word_key] is None:
+            raise _make_malformed_error(plan_name, line_number, f"'{word}': expected {expected_form}")
+    if "call" not in parsed_values or not parsed_values.keys() - {"call", "nic"}:
         raise _make_malformed_error(
-            name, line_number, f"expected '{point_name} call=... {key}=..., delay_us=..., hold=... or stop=...'"
+            plan_name,
+            line_number,
+            f"expected '{point_name} call=... {code_key}=..., delay_us=..., hold=... or stop=...'",
         )
-    first_call, last_call = values["call"]
+    first_call, last_call = parsed_values["call"]
     return FaultRule(
         point=point_name,
         first_call=first_call,
         last_call=last_call,
-        key=key,
-        code=values.get(key),
-        delay_us=values.get("delay_us", 0),
-        hold=values.get("hold", ""),
-        stop=values.get("stop", ""),
-        nic=values.get("nic", ""),
+        key=code_key,
+        code=parsed_values.get(code_key),
+        delay_us=parsed_values.get("delay_us", 0),
+        hold=parsed_values.get("hold", ""),
+        stop=parsed_values.get("stop", ""),
+        nic=parsed_values.get("nic", ""),
     )
 
 
@@ -212,7 +222,7 @@ def _find_code_key(point: str) -> str | None:
     return "status" if point.startswith("cu") else None
 
 
-def _find_status_limits(point: str) -> tuple[int, int]:
+def _find_status_range(point: str) -> tuple[int, int]:
     """Return the smallest and the largest status that a plan can set for the function or point."""
     return _STATUS_MIN_BY_POINT.get(point, 1), _CUFILE_STATUS_MAX if point.startswith(
         ("cuFile", "cufile.")
@@ -222,9 +232,9 @@ def _find_status_limits(point: str) -> tuple[int, int]:
 def _parse_calls(text: str) -> tuple[int, int | None] | None:
     if text == "*":
         return 1, None
-    begin, dash, end = text.partition("-")
-    first_call = _parse_number(begin)
-    last_call = _parse_number(end) if dash else first_call
+    first_text, dash, last_text = text.partition("-")
+    first_call = _parse_number(first_text)
+    last_call = _parse_number(last_text) if dash else first_call
     if first_call is None or last_call is None or not 1 <= first_call <= last_call <= _CALL_MAX:
         return None
     return first_call, last_call
@@ -234,10 +244,10 @@ def _parse_errno(text: str) -> int | None:
     if text in _ERRNO_NAMES:
         # ENOTSUPP is internal to the kernel and not in errno.h.
         return _ERRNO_ENOTSUPP if text == "ENOTSUPP" else int(getattr(errno, text))
-    return _parse_bounded(text, maximum=_ERRNO_MAX)
+    return _parse_number_in_range(text, maximum=_ERRNO_MAX)
 
 
-def _parse_bounded(text: str, *, maximum: int, minimum: int = 1) -> int | None:
+def _parse_number_in_range(text: str, *, maximum: int, minimum: int = 1) -> int | None:
     number = _parse_number(text)
     return number if number is not None and minimum <= number <= maximum else None
 
@@ -272,13 +282,13 @@ _PARSER_AND_FORM_BY_KEY: dict[str, tuple[Callable[[str], object], str]] = {
 }
 
 
-def _make_malformed_error(name: str, line: int, detail: str) -> ApiError:
-    return _make_error(errno.EINVAL, name, line=line, detail=detail, reason=Reason.MALFORMED)
+def _make_malformed_error(plan_name: str, line_number: int, detail: str) -> ApiError:
+    return _make_error(errno.EINVAL, plan_name, line_number=line_number, detail=detail, reason=Reason.MALFORMED)
 
 
-def _make_error(errno_value: int, name: str, *, line: int, detail: str, reason: Reason) -> ApiError:
-    """Return the error of a plan. A `line` of 0 means the whole file."""
-    advice = f"fix line {line} of the plan" if line else "name a file that can be read"
+def _make_error(errno_value: int, plan_name: str, *, line_number: int, detail: str, reason: Reason) -> ApiError:
+    """Return the error about a line of a plan. With a `line_number` of 0, the error is about the whole file."""
+    advice = f"fix line {line_number} of the plan" if line_number else "name a file that can be read"
     effects_text = "errno=E|status=S|route=R|delay_us=N|hold=FILE|stop=FILE|nic=NAME"
     return ApiError(
         api=Api.TWINS,
@@ -286,7 +296,7 @@ def _make_error(errno_value: int, name: str, *, line: int, detail: str, reason: 
         status=errno_value,
         status_name=errno_name(errno_value),
         errno=errno_value,
-        arguments={"path": name, "line": line} if line else {"path": name},
+        arguments={"path": plan_name, "line": line_number} if line_number else {"path": plan_name},
         reason=reason,
         what_to_do=f"{advice}; a rule is 'FUNCTION call=N|N-M|* {effects_text}'",
         detail=detail,

@@ -1,8 +1,8 @@
 """Notification of objects in a forked child process, and a lock that is usable there.
 
 A fork copies each lock in its current state, but only the thread that called fork. If another thread held the lock, no
-thread of the child can release it, and the child would wait forever. An object that is registered here is therefore
-notified in the child before any other Python code runs.
+thread of the child can release it, and the child would wait forever. So :func:`register` accepts objects that repair
+themselves in the child: they are notified there before any other Python code runs.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ def register(instance: ForkAware) -> None:
 class ForkSafeLock:
     """A lock that is free in a forked child.
 
-    It may protect only data that is consistent after every statement that runs with the lock held.
+    Another thread may fork between any two statements that run with the lock held. So the data that the lock protects
+    must be consistent after each of these statements.
 
     Parameters
     ----------
     reentrant : bool
-        Whether the thread that holds the lock may acquire it again: in a signal handler or a finalizer.
+        Whether the thread that holds the lock may acquire it again, for example in a signal handler or a finalizer.
     """
 
     __slots__ = ("__weakref__", "_lock", "_make_lock")
@@ -59,7 +60,7 @@ class ForkSafeLock:
         self._lock = self._make_lock()
 
     def locked(self) -> bool:
-        """Return whether another thread holds the lock now."""
+        """Return whether the lock is held now; for a reentrant lock, whether another thread holds it."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
             return False
@@ -74,8 +75,9 @@ class ForkSafeLock:
         ) -> None: ...
 
     else:
-        # A `with` block calls the methods of the inner lock, which are functions of C. In a method of Python, an
-        # interrupt could come after the lock was acquired and before the block begins. The lock would stay held.
+        # A `with` block directly calls the methods of the inner lock, which are C functions. In a Python method, a
+        # KeyboardInterrupt could be raised after the lock was acquired and before the block begins. Then nothing would
+        # release the lock.
         __enter__ = property(operator.attrgetter("_lock.__enter__"))
         __exit__ = property(operator.attrgetter("_lock.__exit__"))
 

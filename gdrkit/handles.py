@@ -1,10 +1,10 @@
-"""Base classes of objects that must be closed, a count of the open ones, and the order in which they are released.
+"""Base classes of objects that must be closed, a count of the open objects, and stacks of release actions.
 
 Every object that holds a resource of a driver or of the kernel is counted here by its kind, so that a test can check
 that no object is left open.
 
 An object that is garbage-collected without being closed does not free its resource. A NIC may still access the memory
-of such a resource, and freed memory may already belong to other code. A leak does less harm than that.
+of such a resource, and after a free, this memory could belong to other code. A leak does less harm than that.
 """
 
 from __future__ import annotations

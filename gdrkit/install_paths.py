@@ -17,7 +17,8 @@ from pathlib import Path
 __all__ = ["InstallPaths", "install_paths"]
 
 _GIT_TIMEOUT_S = 10
-# Matches a folder of the system. It has the same name on other machines, so reports may contain it.
+# This pattern matches a folder of the system. Such a folder has the same name on other machines, so reports may
+# contain it.
 _SYSTEM_FOLDER = re.compile(r"/(usr|lib\w*)(/|$)")
 
 
@@ -62,26 +63,26 @@ class InstallPaths:
         return self.root / "reports" / "runs" if self.is_checkout else Path.cwd() / "gdrkit-report"
 
     def portable(self, text: str) -> str:
-        """Return `text` with machine-specific folders replaced by names that mean the same on other machines.
+        """Return `text` with machine-specific folders replaced by placeholders that mean the same on other machines.
 
-        The path of this checkout is removed. ``{python}`` stands for the virtual environment of this Python, ``{site}``
-        for another folder of ``sys.path``, ``{library_path}`` for a folder of LD_LIBRARY_PATH, and ``{home}`` for the
-        home folder of the user. System folders are not replaced.
+        The path of this checkout is removed. ``{python}`` stands for the virtual environment of this Python,
+        ``{library_path}`` for another folder of LD_LIBRARY_PATH, ``{site}`` for another folder of ``sys.path``, and
+        ``{home}`` for the home folder of the user. System folders are not replaced.
         """
-        name_by_folder = {str(self.root): ""} if self.is_checkout else {}
-        name_by_folder.setdefault(sys.prefix, "{python}/")
-        for name, folders in {
+        placeholder_by_folder = {str(self.root): ""} if self.is_checkout else {}
+        placeholder_by_folder.setdefault(sys.prefix, "{python}/")
+        for placeholder, folders in {
             "{library_path}/": os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep),
             "{site}/": sys.path,
             "{home}/": [os.path.expanduser("~")],  # noqa: PTH111 - Path.home() raises if the user has no home folder.
         }.items():
             for folder in folders:
-                name_by_folder.setdefault(folder.rstrip("/"), name)
+                placeholder_by_folder.setdefault(folder.rstrip("/"), placeholder)
         # Folders can be nested: the folder of the software twins (libraries that emulate the hardware) is inside the
         # environment of this Python. The entries are in the order of the docstring, and the first match is used.
-        for folder, name in name_by_folder.items():
+        for folder, placeholder in placeholder_by_folder.items():
             if folder.startswith("/") and not _SYSTEM_FOLDER.match(folder):
-                text = text.replace(f"{folder}/", name)
+                text = text.replace(f"{folder}/", placeholder)
         return text
 
     def commit(self) -> str | None:
@@ -107,11 +108,11 @@ class InstallPaths:
 @cache
 def install_paths() -> InstallPaths:
     """Return the folders of this installation."""
-    package = Path(__file__).resolve().parent
-    checkout = package.parent
-    if (checkout / "pyproject.toml").is_file() and (checkout / "suites").is_dir():
-        return InstallPaths(root=checkout, is_checkout=True)
-    return InstallPaths(root=package / "_data", is_checkout=False)
+    package_folder = Path(__file__).resolve().parent
+    parent_folder = package_folder.parent
+    if (parent_folder / "pyproject.toml").is_file() and (parent_folder / "suites").is_dir():
+        return InstallPaths(root=parent_folder, is_checkout=True)
+    return InstallPaths(root=package_folder / "_data", is_checkout=False)
 
 
 def _run_git(root: Path, *arguments: str) -> str | None:

@@ -1,9 +1,9 @@
-"""Start of child processes on software twins or on the libraries of the system.
+"""Environments for child processes that run on software twins or on the libraries of the system.
 
-A software twin is a drop-in library that emulates the hardware. This is the only module that knows where the twins are.
-It finds them in the installed package ``gdrkit_twins`` and makes the environment of the child:
+A software twin is a drop-in library that emulates the hardware. Only this module knows where the twins are. It finds
+them in the installed package ``gdrkit_twins`` and sets these variables in the environment of the child:
 
-- LD_LIBRARY_PATH begins with their folders.
+- LD_LIBRARY_PATH begins with the folders of the twins.
 - LD_AUDIT names a library that makes the loader open a twin if a program opens the real library by its path or RPATH.
 - LD_PRELOAD names a library by which the program finds the devices of the verbs twin in /sys and /dev.
 
@@ -64,13 +64,14 @@ _TWINS_FOLDER_VARIABLE = "GDRKIT_TWINS_LIB"
 # This variable names the runtime library of a sanitizer, which is then added to LD_PRELOAD.
 _TWINS_PRELOAD_VARIABLE = "GDRKIT_TWINS_PRELOAD"
 _SEED_MAX = (1 << 64) - 1
-# The folder of the twins that has these files, which native/twins/loader builds.
+# The folder below lib/ that has the three files below, which native/twins/loader builds.
 _LOADER_FOLDER = "loader"
 _AUDIT_LIBRARY, _DEVICES_LIBRARY = "libgdrkit-twins-audit.so", "libgdrkit-twins-devices.so"
 _DEVICE_WRITER = "gdrkit-twins-devices"
-# Variables of the twins: the paths of the twins for the audit library, the folder of the domain's state, and the file
-# in which the twins record what the processes of a run do.
-_LIBRARIES_VARIABLE, _STATE_VARIABLE = "GDRKIT_TWINS_LIBRARIES", "GDRKIT_TWINS_STATE"
+# Environment variables of the twins. The first has the paths of the twins, for the audit library. The second names the
+# folder with the state of the domain (see Launch). The third names the file in which the twins record what the
+# processes of a run do.
+_LIBRARIES_VARIABLE, _DOMAIN_STATE_VARIABLE = "GDRKIT_TWINS_LIBRARIES", "GDRKIT_TWINS_STATE"
 USAGE_VARIABLE = "GDRKIT_TWINS_RUN"
 # The stem of a library is its name without its version and without the hash that auditwheel adds. get_stem in
 # native/twins/loader/audit.cpp has the same rule.
@@ -96,7 +97,8 @@ class Launch:
     twin_apis : frozenset of Api
         The APIs that run on twins. All others run on the libraries of the system.
     seed : int or None
-        The seed of the twins' keys, queue pair numbers and delays. None means a random seed.
+        The seed of the twins' keys, queue pair numbers and delays. None means the seed in the environment
+        (GDRKIT_TWINS_SEED), or else a random seed.
     faults : Path or None
         A fault plan for the twins: a file that says which calls fail, and how.
     domain : str or None
@@ -104,7 +106,8 @@ class Launch:
         one machine. A domain in the environment takes precedence. If both are missing, the child gets the default
         domain, which all processes of this user share.
     isolated : bool
-        Use a random domain that no other process has, whatever the environment says. `domain` must then be None.
+        Whether to use a random domain that no other process has, whatever the environment says. If so, `domain` must be
+        None.
     """
 
     twin_apis: frozenset[Api] = frozenset()
@@ -162,13 +165,13 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
     # The options are checked first, so that a wrong option causes the same error on a machine without twins.
     _check_options(launch)
     child_environment = dict(os.environ if base is None else base)
-    folders = [_require_twin_folder(api) for api in sorted(launch.twin_apis, key=lambda api: api.value)]
-    _prepend_paths(child_environment, "LD_LIBRARY_PATH", folders)
+    twin_folders = [_require_twin_folder(api) for api in sorted(launch.twin_apis, key=lambda api: api.value)]
+    _prepend_paths(child_environment, "LD_LIBRARY_PATH", twin_folders)
     audit_library = _find_loader_file(_AUDIT_LIBRARY) if launch.twin_apis else None
     _prepend_paths(child_environment, "LD_AUDIT", [] if audit_library is None else [audit_library])
     child_environment.pop(_LIBRARIES_VARIABLE, None)
-    _prepend_paths(child_environment, "LD_PRELOAD", [])
-    state = child_environment.pop(_STATE_VARIABLE, None)
+    _prepend_paths(child_environment, "LD_PRELOAD", [])  # This only removes the libraries of the twins.
+    domain_folder = child_environment.pop(_DOMAIN_STATE_VARIABLE, None)
     if not launch.twin_apis:
         child_environment.pop(USAGE_VARIABLE, None)
         return child_environment
@@ -189,8 +192,8 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
             name for name in child_environment.get("LD_PRELOAD", "").split(":") if name and name != sanitizer_library
         ]
         child_environment["LD_PRELOAD"] = ":".join([sanitizer_library, *other_libraries])
-    if state is not None and not launch.isolated:
-        _preload_devices_library(child_environment, launch, state)
+    if domain_folder is not None and not launch.isolated:
+        _preload_devices_library(child_environment, launch, domain_folder)
     return child_environment
 
 
@@ -235,10 +238,12 @@ def device_writer() -> Path | None:
 
 
 def api_of_library(path: str) -> Api | None:
-    """Return the API that a library of this name implements, or None: VERBS for ``/usr/lib/libibverbs.so.1``."""
+    """Return the API that a library with this file name implements, or None, e.g. VERBS for ``libibverbs.so.1``."""
     stem = _find_stem(path)
-    folders = {api: folder for api in _TWIN_FILE_BY_API if (folder := _find_twin_folder(api)) is not None}
-    return next((api for api, folder in folders.items() if stem in map(_find_stem, _list_libraries(folder))), None)
+    folder_by_api = {api: folder for api in _TWIN_FILE_BY_API if (folder := _find_twin_folder(api)) is not None}
+    return next(
+        (api for api, folder in folder_by_api.items() if stem in map(_find_stem, _list_libraries(folder))), None
+    )
 
 
 def is_twin(path: str) -> bool:
@@ -253,7 +258,7 @@ def present_hardware(tree: HostTree) -> dict[Api, str]:
     """
     hardware_by_api: dict[Api, str] = {}
     # In a child of `gdrkit run`, sysfs shows only the devices of the verbs twin, which are not hardware.
-    is_child_on_twins = tree.is_this_host and _STATE_VARIABLE in os.environ
+    is_child_on_twins = tree.is_this_host and _DOMAIN_STATE_VARIABLE in os.environ
     nics = [] if is_child_on_twins else [device.name for device in rdma_devices(tree)]
     if nics:
         hardware_by_api[Api.VERBS] = "RDMA devices " + ", ".join(nics)
@@ -274,12 +279,12 @@ def present_hardware(tree: HostTree) -> dict[Api, str]:
 
 def describe_unused_hardware(launch: Launch, tree: HostTree) -> str | None:
     """Return one line that names the hardware that the child will not use because of its twins, or None."""
-    sentences = [
+    descriptions = [
         f"{api.value} runs on its software twin and does not use {hardware}"
         for api, hardware in sorted(present_hardware(tree).items(), key=lambda pair: pair[0].value)
         if api in launch.twin_apis
     ]
-    return "; ".join(sentences) or None
+    return "; ".join(descriptions) or None
 
 
 def twin_control() -> TwinControl:
@@ -300,21 +305,21 @@ def twin_control() -> TwinControl:
 
 def _find_twin_folder(api: Api) -> Path | None:
     """Return the folder of the twin of `api`, or None if the twin is not installed."""
-    folder, file = _TWIN_FILE_BY_API[api]
+    folder_name, file_name = _TWIN_FILE_BY_API[api]
     for root in _list_twin_roots():
-        if (root / folder / file).is_file():
-            return root / folder
+        if (root / folder_name / file_name).is_file():
+            return root / folder_name
     return None
 
 
 def _list_twin_roots() -> list[Path]:
     """Return the folders that contain the folders of the twins."""
-    override = os.environ.get(_TWINS_FOLDER_VARIABLE)
-    if override:
-        return [Path(override).resolve()]
+    replacing_folder = os.environ.get(_TWINS_FOLDER_VARIABLE)
+    if replacing_folder:
+        return [Path(replacing_folder).resolve()]
     spec = importlib.util.find_spec(_TWINS_PACKAGE)
-    locations = spec.submodule_search_locations if spec is not None else None
-    return [Path(location) / "lib" for location in locations or ()]
+    package_folders = spec.submodule_search_locations if spec is not None else None
+    return [Path(package_folder) / "lib" for package_folder in package_folders or ()]
 
 
 def _require_twin_folder(api: Api) -> Path:
@@ -339,11 +344,14 @@ def _make_twins_missing_error(library: str, detail: str) -> SetupMissing:
     )
 
 
-def _preload_devices_library(child_environment: dict[str, str], launch: Launch, state: str) -> None:
-    """Let the child see the devices of the verbs twin, if it uses that twin. The library is the last in LD_PRELOAD."""
+def _preload_devices_library(child_environment: dict[str, str], launch: Launch, domain_folder: str) -> None:
+    """Let the child see the devices of the verbs twin, if it uses that twin.
+
+    The function appends the library for this to LD_PRELOAD.
+    """
     devices_library = _find_loader_file(_DEVICES_LIBRARY)
     if Api.VERBS in launch.twin_apis and devices_library is not None:
-        child_environment[_STATE_VARIABLE] = state
+        child_environment[_DOMAIN_STATE_VARIABLE] = domain_folder
         other_libraries = filter(None, [child_environment.get("LD_PRELOAD")])
         child_environment["LD_PRELOAD"] = ":".join([*other_libraries, str(devices_library)])
 

@@ -4,7 +4,7 @@ The dynamic loader reports failures only as text. This module turns that text, a
 :class:`SetupMissing` error, whose ``errno`` is ENOENT (not found), ENOEXEC (damaged), ELIBBAD (another ABI) or EACCES
 (not readable). A library is checked before the loader opens it, because the loader crashes with SIGBUS on a truncated
 file.
-The packages of the foreign APIs (:mod:`gdrkit.cuda`, :mod:`gdrkit.verbs`, ...) use this module.
+The packages that wrap libraries of other projects (:mod:`gdrkit.cuda`, :mod:`gdrkit.verbs`, ...) use this module.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ _SYSTEM_FOLDERS = (
     "/usr/lib",
 )
 
-# Elf64_Ehdr without e_ident, and Elf64_Phdr (elf.h).
+# The structures Elf64_Ehdr without its first field e_ident, and Elf64_Phdr (elf.h).
 _ELF_HEADER = struct.Struct("<HHIQQQIHHHHHH")
 _PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
 _IDENT_BYTES = 16
-_PT_LOAD = 1
+_PT_LOAD = 1  # The type of a segment that is mapped into memory.
 
 
 def setup_missing(
@@ -106,7 +106,7 @@ def setup_missing(
         (error_number for message_part, error_number in _ERRNO_BY_MESSAGE_PART if message_part in lowercase_text), None
     )
     error_number = default_errno if known_errno is None else known_errno
-    advice = {
+    advice_by_errno = {
         errno.EACCES: "make the file readable for this user",
         errno.ENOEXEC: "the file is damaged: install its package again",
         errno.ELIBBAD: "the versions of the library and of its bindings differ: install versions that belong together",
@@ -118,7 +118,7 @@ def setup_missing(
         status_name=errno_name(error_number),
         errno=error_number,
         reason=_REASON_BY_ERRNO.get(error_number, Reason.OTHER),
-        what_to_do=what_to_do if known_errno is None and what_to_do else advice.get(error_number, what_to_do),
+        what_to_do=what_to_do if known_errno is None and what_to_do else advice_by_errno.get(error_number, what_to_do),
         detail=text,
     )
 
@@ -157,7 +157,7 @@ def check_library(soname: str, *, operation: str) -> None:
     Raises
     ------
     SetupMissing
-        ENOEXEC: the file is not an ELF file, or it is truncated. ELIBBAD: it has another class or byte order. EACCES:
+        ENOEXEC: the file is not an ELF file, or it is truncated. ELIBBAD: it is not a 64-bit little-endian one. EACCES:
         it cannot be read. If no file is found, the function returns, because the loader searches more paths.
     """
     path = find_library(soname)
@@ -201,9 +201,9 @@ def import_package(name: str, *, extension: str, folder: str, what_to_do: str) -
     if spec is None or spec.loader is None or not spec.submodule_search_locations:
         text = f"No module named {name!r}"
         raise setup_missing(operation=operation, text=text, what_to_do=what_to_do, default_errno=errno.ENOENT)
-    package = Path(spec.submodule_search_locations[0])
-    if not any((package / f"{extension}{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
-        text = f"{package} was built for another Python than {sys.executable} ({EXTENSION_SUFFIXES[0]})"
+    package_folder = Path(spec.submodule_search_locations[0])
+    if not any((package_folder / f"{extension}{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
+        text = f"{package_folder} was built for another Python than {sys.executable} ({EXTENSION_SUFFIXES[0]})"
         advice = f"use the Python that it was built for, or: {what_to_do}"
         raise setup_missing(operation=operation, text=text, what_to_do=advice, default_errno=errno.ELIBBAD)
     if name not in sys.modules:
@@ -227,11 +227,14 @@ def import_native(name: str, *, what_to_do: str = _BUILD_NATIVE) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        package, _, module = name.rpartition(".")
-        folder = Path(importlib.import_module(package).__path__[0])
-        files = sorted(path.name for path in folder.glob(f"{module}.*.so"))
-        error_number = errno.ELIBBAD if files else errno.ENOENT
-        text = f"{', '.join(files)} was built for another Python than {sys.executable}" if files else str(error)
+        package_name, _, module_name = name.rpartition(".")
+        folder = Path(importlib.import_module(package_name).__path__[0])
+        # The module was not found, so these files have the suffix of another interpreter.
+        file_names = sorted(path.name for path in folder.glob(f"{module_name}.*.so"))
+        error_number = errno.ELIBBAD if file_names else errno.ENOENT
+        text = (
+            f"{', '.join(file_names)} was built for another Python than {sys.executable}" if file_names else str(error)
+        )
         raise setup_missing(
             operation=operation, text=text, what_to_do=what_to_do, default_errno=error_number
         ) from error
@@ -260,7 +263,8 @@ class LazyModule:
 
     def __getattr__(self, attribute: str) -> object:
         """Import the module, and return one of its attributes."""
-        # The modules copy, pickle and inspect read special names of every object. Do not import the native module then.
+        # The modules copy, pickle and inspect read special names of every object. These reads do not import the native
+        # module.
         if attribute.startswith("__"):
             raise AttributeError(name=attribute, obj=self)
         value: object = getattr(import_native(self._name, what_to_do=self._what_to_do), attribute)
@@ -283,23 +287,24 @@ def preserve_root_logger() -> Iterator[None]:
 
 
 def _find_fault(path: Path) -> tuple[int, str] | None:
-    """Return the errno and the cause if an ELF file is damaged or has another class or byte order, else None."""
+    """Return the errno and the cause if an ELF file is damaged, or not a 64-bit little-endian one, else None."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         elf_ident = file.read(_IDENT_BYTES)
         elf_header = file.read(_ELF_HEADER.size)
         if elf_ident[:4] != b"\x7fELF" or len(elf_header) < _ELF_HEADER.size:
             return errno.ENOEXEC, f"not an ELF file ({size_bytes} bytes)"
-        if elf_ident[4:6] != b"\x02\x01":
+        if elf_ident[4:6] != b"\x02\x01":  # ELFCLASS64, ELFDATA2LSB
             return errno.ELIBBAD, "not a 64-bit little-endian ELF file"
-        fields = _ELF_HEADER.unpack(elf_header)
-        table_offset, entry_bytes, entry_count = fields[4], fields[8], fields[9]
+        header_fields = _ELF_HEADER.unpack(elf_header)
+        # The fields e_phoff, e_phentsize and e_phnum.
+        table_offset, entry_bytes, entry_count = header_fields[4], header_fields[8], header_fields[9]
         file.seek(table_offset)
-        table = file.read(entry_bytes * entry_count)
-    if entry_bytes != _PROGRAM_HEADER.size or len(table) < entry_bytes * entry_count:
+        program_table = file.read(entry_bytes * entry_count)
+    if entry_bytes != _PROGRAM_HEADER.size or len(program_table) < entry_bytes * entry_count:
         return errno.ENOEXEC, "its program headers are cut off or malformed"
-    for header in _PROGRAM_HEADER.iter_unpack(table):
-        segment_type, _flags, offset, _vaddr, _paddr, file_bytes, _memory_bytes, _align = header
+    for program_header in _PROGRAM_HEADER.iter_unpack(program_table):
+        segment_type, _flags, offset, _vaddr, _paddr, file_bytes, _memory_bytes, _align = program_header
         if segment_type == _PT_LOAD and offset + file_bytes > size_bytes:
             return errno.ENOEXEC, f"it is cut off: {size_bytes} bytes of at least {offset + file_bytes}"
     return None
@@ -307,11 +312,12 @@ def _find_fault(path: Path) -> tuple[int, str] | None:
 
 def _read_loader_path() -> list[str]:
     """Return the folders of LD_LIBRARY_PATH as they were at the start of this process."""
-    name = b"LD_LIBRARY_PATH="
+    prefix = b"LD_LIBRARY_PATH="
     try:
-        environment = Path("/proc/self/environ").read_bytes().split(b"\0")
+        entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     except PermissionError:
-        # The process has changed its user, so that the file belongs to root. The variable may have changed too.
-        environment = [name + os.environb.get(name[:-1], b"")]
-    value = next((entry[len(name) :] for entry in environment if entry.startswith(name)), b"")
-    return [os.fsdecode(folder) for folder in value.replace(b";", b":").split(b":")]
+        # The process has changed its user, so that the file belongs to root. The present value is used instead,
+        # although the process may have changed it.
+        entries = [prefix + os.environb.get(prefix[:-1], b"")]
+    search_path = next((entry[len(prefix) :] for entry in entries if entry.startswith(prefix)), b"")
+    return [os.fsdecode(folder) for folder in search_path.replace(b";", b":").split(b":")]

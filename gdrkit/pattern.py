@@ -1,9 +1,9 @@
 """Test payloads in which every byte depends on its position and on a seed.
 
-A payload of one repeated byte cannot show a shifted, swapped or half-written transfer. Here the bytes at
-``offset_bytes`` of the stream of a seed are always the same. A range of the stream can therefore be generated and
-checked without the bytes before it. Each block of the stream is the SHAKE-128 of the seed and the block number.
-The standard library computes this at several hundred MB/s, without numpy.
+A payload of one repeated byte cannot show a shifted, swapped or half-written transfer. Here each seed defines an
+endless stream of bytes. Any range of the stream can be generated and checked without the bytes before it, because each
+block of the stream is the SHAKE-128 hash of the seed and the block number. The standard library computes the hash at
+several hundred MB/s, without numpy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gdrkit.errors import DataMismatch, UsageError
 __all__ = ["check", "find_mismatch", "payload"]
 
 _BLOCK_BYTES = 1 << 20
-# Number of bytes, from the first wrong byte on, that an error contains.
+# Number of expected and of actual bytes that an error shows, from the first wrong byte on.
 _EXCERPT_BYTES = 16
 
 
@@ -44,11 +44,11 @@ def payload(length_bytes: int, *, seed: int, offset_bytes: int = 0) -> bytes:
         raise UsageError(message)
     block_number, skipped_bytes = divmod(offset_bytes, _BLOCK_BYTES)
     blocks = []
-    missing_bytes = skipped_bytes + length_bytes
-    while missing_bytes > 0:
+    remaining_bytes = skipped_bytes + length_bytes
+    while remaining_bytes > 0:
         # The last block is generated only up to the needed length, so that small payloads are cheap.
-        blocks.append(_make_block(seed, block_number, min(missing_bytes, _BLOCK_BYTES)))
-        missing_bytes -= _BLOCK_BYTES
+        blocks.append(_make_block(seed, block_number, min(remaining_bytes, _BLOCK_BYTES)))
+        remaining_bytes -= _BLOCK_BYTES
         block_number += 1
     return b"".join(blocks)[skipped_bytes:]
 
@@ -62,7 +62,7 @@ def find_mismatch(expected: bytes | bytearray | memoryview, actual: bytes | byte
     expected_view, actual_view = memoryview(expected), memoryview(actual)
     if expected_view[:common_bytes] == actual_view[:common_bytes]:
         return None if len(expected) == len(actual) else common_bytes
-    # Binary search. All bytes before equal_end are equal, and one between equal_end and mismatch_end differs.
+    # Binary search. All bytes before equal_end are equal, and at least one byte in [equal_end, mismatch_end) differs.
     equal_end, mismatch_end = 0, common_bytes
     while mismatch_end - equal_end > 1:
         middle = (equal_end + mismatch_end) // 2
@@ -79,15 +79,16 @@ def check(actual: bytes | bytearray | memoryview, *, seed: int, offset_bytes: in
     Raises
     ------
     DataMismatch
-        A byte differs. The error has the offset of the first wrong byte, and up to 16 bytes from there on.
+        A byte differs. The error contains the offset of the first wrong byte, and up to 16 expected and actual bytes
+        from this offset on.
     """
     expected = payload(len(actual), seed=seed, offset_bytes=offset_bytes)
-    mismatch = find_mismatch(expected, actual)
-    if mismatch is not None:
+    mismatch_offset = find_mismatch(expected, actual)
+    if mismatch_offset is not None:
         raise DataMismatch(
-            first_offset_bytes=mismatch,
-            expected=expected[mismatch : mismatch + _EXCERPT_BYTES],
-            actual=bytes(actual[mismatch : mismatch + _EXCERPT_BYTES]),
+            first_offset_bytes=mismatch_offset,
+            expected=expected[mismatch_offset : mismatch_offset + _EXCERPT_BYTES],
+            actual=bytes(actual[mismatch_offset : mismatch_offset + _EXCERPT_BYTES]),
             length_bytes=len(actual),
         )
 

@@ -27,7 +27,7 @@ DNF_NAMES = {
     "librdmacm1": "librdmacm",
     "openmpi-bin": "openmpi",
     "pkgconf": "pkgconf-pkg-config",
-    # The python3 of RHEL 9 is 3.9.
+    # The package python3 of RHEL 9 is Python 3.9, and gdrkit needs 3.11.
     "python3": "python3.12",
     "qemu-system-x86": "qemu-kvm",
     "rdmacm-utils": "librdmacm-utils",
@@ -36,17 +36,18 @@ DNF_NAMES = {
 _DNF_DISTRIBUTIONS = frozenset({"almalinux", "centos", "fedora", "ol", "rhel", "rocky"})
 _PYTHON_HEADERS = re.compile(r"(python3(?:\.\d+)?)-dev")
 _OS_ID_FIELD = re.compile(r"""^(ID|ID_LIKE)=["']?([^"'\n]*)""", re.MULTILINE)
+# A requirement of an extra in the metadata of a package, such as `mpi4py>=4; extra == "mpi"`.
 _EXTRA_REQUIREMENT = re.compile(r"""^(.*?)\s*;.*\bextra\s*==\s*["']([\w-]+)["']""")
 
 
 def package_manager(os_release: Path = OS_RELEASE) -> str:
     """Return ``dnf`` on RHEL, Rocky Linux and other distributions of that family, and ``apt-get`` elsewhere."""
     try:
-        text = os_release.read_text(encoding="utf-8", errors="replace")
+        os_release_text = os_release.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "apt-get"
-    names = {name for _, value in _OS_ID_FIELD.findall(text) for name in value.split()}
-    return "dnf" if names & _DNF_DISTRIBUTIONS else "apt-get"
+    distribution_ids = {name for _, value in _OS_ID_FIELD.findall(os_release_text) for name in value.split()}
+    return "dnf" if distribution_ids & _DNF_DISTRIBUTIONS else "apt-get"
 
 
 def package_names(*debian_names: str, manager: str) -> tuple[str, ...]:
@@ -54,11 +55,11 @@ def package_names(*debian_names: str, manager: str) -> tuple[str, ...]:
     if manager != "dnf":
         return tuple(dict.fromkeys(debian_names))
     package_lists = (DNF_NAMES.get(name, _PYTHON_HEADERS.sub(r"\1-devel", name)) for name in debian_names)
-    return tuple(dict.fromkeys(name for text in package_lists for name in text.split()))
+    return tuple(dict.fromkeys(name for package_list in package_lists for name in package_list.split()))
 
 
 def system_install(*debian_names: str, os_release: Path = OS_RELEASE) -> str:
-    """Return the command that installs these packages of Debian, or this machine's equivalent packages."""
+    """Return the command that installs these Debian packages, by the names that this machine's distribution uses."""
     manager = package_manager(os_release)
     return f"{manager} install {' '.join(package_names(*debian_names, manager=manager))}"
 
@@ -68,7 +69,7 @@ def pip_install(extra: str) -> str:
 
     gdrkit itself is on no package index, so the command names the packages that the extra requires.
     """
-    from importlib import metadata  # Importing it takes longer than the rest of this module.
+    from importlib import metadata  # This import takes longer than the import of this module.
 
     try:
         requirements = metadata.requires("gdrkit") or ()

@@ -1,8 +1,8 @@
 """Strict conversion of frozen dataclasses to and from JSON, for records, wire messages and saved files.
 
 A missing field without a default, an unknown field or a value of a wrong type raises a :class:`UsageError` that names
-it. The supported types are dataclasses, enums, tuples of one type, mappings with string keys, optional values, unions
-of scalars and the JSON scalars.
+the field. The supported types are dataclasses, enums, tuples of one type, mappings with string keys, optional values,
+unions of scalars and the JSON scalars.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def canonical(value: object) -> str:
 
 def digest(value: object) -> str:
     """Return the SHA-256 of the canonical JSON text of a value, as ``sha256:`` and 64 hexadecimal digits."""
-    # A value may contain a file name that is not UTF-8. Python represents such bytes as surrogates.
+    # A value may contain a file name that is not UTF-8. Python represents its bytes as surrogates, which
+    # "surrogatepass" encodes.
     return "sha256:" + hashlib.sha256(canonical(value).encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -129,14 +130,14 @@ def _read_value(expected_type: Any, value: object, where: str) -> object:  # noq
         items = _check_type(value, list, where)
         return tuple(_read_value(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(items))
     if origin in (dict, Mapping):
-        pairs = _check_type(value, dict, where)
-        return {key: _read_value(arguments[1], item, f"{where}.{key}") for key, item in pairs.items()}
+        members = _check_type(value, dict, where)
+        return {key: _read_value(arguments[1], item, f"{where}.{key}") for key, item in members.items()}
     if isinstance(expected_type, type) and issubclass(expected_type, enum.Enum):
         try:
             return expected_type(value)
         except ValueError as error:
-            values = ", ".join(str(member.value) for member in expected_type)
-            raise _make_malformed_error(where, f"one of {values}", value) from error
+            allowed_values = ", ".join(str(member.value) for member in expected_type)
+            raise _make_malformed_error(where, f"one of {allowed_values}", value) from error
     if dataclasses.is_dataclass(expected_type):
         return _read_dataclass(expected_type, _check_type(value, dict, where), where)
     if expected_type is float and isinstance(value, int | float) and not isinstance(value, bool):
@@ -166,20 +167,20 @@ def _read_union(arguments: tuple[Any, ...], value: object, where: str) -> object
     raise _make_malformed_error(where, " or ".join(member_type.__name__ for member_type in member_types), value)
 
 
-def _read_dataclass(expected_type: Any, pairs: dict[str, object], where: str) -> object:  # noqa: ANN401 - a dataclass at run time.
+def _read_dataclass(expected_type: Any, members: dict[str, object], where: str) -> object:  # noqa: ANN401 - a dataclass at run time.
     fields, type_by_field = _list_fields_and_types(expected_type)
-    unknown_names = pairs.keys() - fields.keys()
+    unknown_names = members.keys() - fields.keys()
     if unknown_names:
         raise _make_malformed_error(where, "only the fields " + ", ".join(fields), ", ".join(sorted(unknown_names)))
-    values = {}
+    field_values = {}
     for name, field in fields.items():
-        if name in pairs:
-            values[name] = _read_value(type_by_field[name], pairs[name], f"{where}.{name}")
+        if name in members:
+            field_values[name] = _read_value(type_by_field[name], members[name], f"{where}.{name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            path = f"{where}.{name}"
-            message = f"{path}: the field is missing"
+            field_path = f"{where}.{name}"
+            message = f"{field_path}: the field is missing"
             raise UsageError(message, reason=Reason.MALFORMED)
-    return expected_type(**values)
+    return expected_type(**field_values)
 
 
 @functools.cache
@@ -192,7 +193,7 @@ def _list_fields_and_types(expected_type: Any) -> tuple[dict[str, dataclasses.Fi
 
 
 def _check_type(value: object, expected_type: Any, where: str) -> Any:  # noqa: ANN401 - the type is known only at run time.
-    # In Python a bool is an int. In JSON true is not a number.
+    # In Python a bool is an int, but in JSON true is not a number. So only the type bool accepts a bool.
     if not isinstance(value, expected_type) or (isinstance(value, bool) and expected_type is not bool):
         raise _make_malformed_error(where, expected_type.__name__, value)
     return value

@@ -1,8 +1,8 @@
-"""Text for a terminal or a report: counts with their nouns, and untrusted text, which is escaped.
+"""Formatting of text for terminals and reports: counts with their nouns, and escapes for untrusted text.
 
 Untrusted text, such as a host name or a message of a library, may contain any character. Control characters can move
 the cursor of a terminal or change its colours. Characters that set the direction of writing can make one word look like
-another. The functions here replace both by visible escapes.
+another. :func:`escape_controls`, and the functions that use it, replace both kinds of characters by visible escapes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import unicodedata
 
 __all__ = ["escape_controls", "format_count", "markdown_cell", "shorten_identifier", "single_line"]
 
-_UNESCAPED = frozenset("\n\t")
-# The Unicode categories of controls, formats (which set the direction of writing) and surrogates, and of the two line
-# separators that are not controls.
+_UNESCAPED_CHARACTERS = frozenset("\n\t")
+# The Unicode categories of controls (Cc), formats (Cf, which include the direction characters), surrogates (Cs), line
+# separators (Zl) and paragraph separators (Zp).
 _ESCAPED_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
@@ -34,12 +34,12 @@ def format_count(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def single_line(text: str) -> str:
-    """Return the text as one line, with all white space as single blanks and control characters as escapes."""
+    """Return the text as one line: each run of white space becomes one blank, and control characters become escapes."""
     return escape_controls(" ".join(text.split()))
 
 
 def markdown_cell(text: object) -> str:
-    """Return the text escaped for one cell of a Markdown table: line breaks, bars, backquotes and HTML tags."""
+    """Return the text as one cell of a Markdown table: one line, with bars, backquotes and HTML tags escaped."""
     line = single_line(str(text))
     for character, escape in (("&", "&amp;"), ("|", "\\|"), ("`", "&#96;")):
         line = line.replace(character, escape)
@@ -48,15 +48,15 @@ def markdown_cell(text: object) -> str:
 
 
 def _escape(character: str) -> str:
-    if character in _UNESCAPED or unicodedata.category(character) not in _ESCAPED_CATEGORIES:
+    if character in _UNESCAPED_CHARACTERS or unicodedata.category(character) not in _ESCAPED_CATEGORIES:
         return character
     code_point = ord(character)
     if code_point > 0xFFFF:  # noqa: PLR2004 - the largest number with four hexadecimal digits.
         return f"\\U{code_point:08x}"
-    return f"\\x{code_point:02x}" if code_point <= 0xFF else f"\\u{code_point:04x}"  # noqa: PLR2004 - two digits.
+    return f"\\x{code_point:02x}" if code_point <= 0xFF else f"\\u{code_point:04x}"  # noqa: PLR2004 - the largest number with two.
 
 
 def shorten_identifier(identifier: str) -> str:
-    """Return the first 12 digits of a digest or commit, followed by its suffix, such as ``-dirty``."""
+    """Return the first 12 digits of a digest (without ``sha256:``) or commit, and its suffix, such as ``-dirty``."""
     digits, dash, suffix = identifier.removeprefix("sha256:").partition("-")
     return digits[:12] + dash + suffix

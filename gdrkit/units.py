@@ -47,14 +47,14 @@ def format_bytes(length_bytes: int) -> str:
 
     The text is exact, because test cases use sizes that differ by one byte from a multiple of a unit.
     """
-    for unit_bytes, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+    for unit_bytes, unit_name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         unit_count, remainder_bytes = divmod(length_bytes, unit_bytes)
         if unit_count and not remainder_bytes:
-            return f"{unit_count} {name}"
+            return f"{unit_count} {unit_name}"
         if unit_count and unit_bytes - remainder_bytes < _NEAR_BYTES:
-            return f"{unit_count + 1} {name} - {unit_bytes - remainder_bytes} B"
+            return f"{unit_count + 1} {unit_name} - {unit_bytes - remainder_bytes} B"
         if unit_count and remainder_bytes < KIB:
-            return f"{unit_count} {name} + {remainder_bytes} B"
+            return f"{unit_count} {unit_name} + {remainder_bytes} B"
     return f"{length_bytes} B"
 
 
@@ -62,7 +62,8 @@ def rounded_bytes(length_bytes: int) -> str:
     """Return a size in decimal units with three digits, such as ``1.34 GB``."""
     value = float(length_bytes)
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(value) < 1000:  # noqa: PLR2004 - the next unit.
+        # 999.5 and more have four digits when they are rounded.
+        if abs(value) < 999.5:  # noqa: PLR2004 - the next unit.
             return f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.4g} TB"

@@ -10,13 +10,13 @@ import enum
 
 __all__ = ["NOISE_PERCENT", "RouteOutcome", "Verdict"]
 
-# A smaller relative difference of two measurements is noise, in percent. gdrkit.report.noise uses a larger limit if the
-# rounds of a measurement differ more from each other.
+# Two measurements that differ by less than this percentage differ only by noise. gdrkit.report.noise uses a larger
+# limit if the rounds of a measurement differ more from each other.
 NOISE_PERCENT = 5.0
 
 
 class Verdict(enum.Enum):
-    """The result of a test case or of a rule.
+    """The result of a test case or of a rule of the doctor.
 
     NOT_RUN: the machine lacks something that the case needs. UNPROVEN: the data is correct, but no evidence shows that
     the bytes took the required path.

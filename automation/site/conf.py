@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Sphinx loads this file by its path.
+# Sphinx loads this file by its path, so the root of the repository is not in sys.path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gdrkit
@@ -17,7 +17,8 @@ root_doc = "README"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
 
-# A link to a heading that does not exist is a warning, and the session makes each warning an error.
+# Make link targets for headings down to level 4. Sphinx warns about a link without a target, and `nox -s docs` makes
+# each warning an error.
 myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
@@ -30,7 +31,8 @@ napoleon_google_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 
-# Sphinx warns about a name that several packages have. A docstring means the class or attribute of its own package.
+# Some names exist in several packages, and Sphinx warns that a reference to such a name is ambiguous. Each docstring
+# refers to its own package, so this warning is of no use.
 suppress_warnings = ["ref.python"]
 
 html_theme = "furo"
@@ -38,7 +40,7 @@ html_title = f"gdrkit {release}"
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
-# Code in the documents is plain text if it does not name its language.
+# A block of code that does not name its language is shown as plain text.
 highlight_language = "text"
-# Options begin with two hyphens, which would become a dash.
+# With smart quotes, the two hyphens of an option, such as --help, would become a dash.
 smartquotes = False

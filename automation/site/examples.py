@@ -1,4 +1,4 @@
-"""The programs that show how each public name of gdrkit is used.
+"""Functions that find the programs that show how each public name of gdrkit is used.
 
 A program shows a name if it uses the name, or calls a function or method that returns objects of the named class.
 """
@@ -35,27 +35,29 @@ def map_names_to_programs(programs: dict[str, list[str]]) -> dict[str, list[str]
     objects: dict[int, Any] = {}
     for module_name, module in list_public_modules().items():
         for name in module.__all__:
-            value = getattr(module, name)
-            objects[id(value)] = value
-            names_by_object.setdefault(id(value), []).append(f"{module_name}.{name}")
+            public_object = getattr(module, name)
+            objects[id(public_object)] = public_object
+            names_by_object.setdefault(id(public_object), []).append(f"{module_name}.{name}")
     producers = {
-        object_id: set(_find_producers(value)) for object_id, value in objects.items() if inspect.isclass(value)
+        object_id: set(_find_producers(public_object))
+        for object_id, public_object in objects.items()
+        if inspect.isclass(public_object)
     }
     programs_by_object: dict[int, set[str]] = {object_id: set() for object_id in objects}
     for path, sources in programs.items():
-        all_names = {name for source in sources for name in find_used_names(source)}
-        referenced_names = {name.rpartition(".")[2] for name in all_names} | {
+        used_names = {name for source in sources for name in find_used_names(source)}
+        referenced_names = {name.rpartition(".")[2] for name in used_names} | {
             name for source in sources for name in _find_attributes(source)
         }
-        packages = {".".join(name.split(".")[:2]) for name in all_names}
+        packages = {".".join(name.split(".")[:2]) for name in used_names}
         # The package of a called method is not known, so each package that the program uses is assumed.
         possible_calls = {(package, name) for package in packages for name in referenced_names}
         for object_id, names in names_by_object.items():
-            if all_names & set(names) or possible_calls & producers.get(object_id, set()):
+            if used_names & set(names) or possible_calls & producers.get(object_id, set()):
                 programs_by_object[object_id].add(path)
     # A program that shows a class also shows its bases.
-    for object_id, value in objects.items():
-        for base in value.__mro__[1:] if inspect.isclass(value) else ():
+    for object_id, public_object in objects.items():
+        for base in public_object.__mro__[1:] if inspect.isclass(public_object) else ():
             if id(base) in programs_by_object:
                 programs_by_object[id(base)] |= programs_by_object[object_id]
     return {
@@ -68,16 +70,16 @@ def _find_attributes(source: str) -> set[str]:
 
 
 def _find_producers(produced_class: type) -> Iterator[tuple[str, str]]:
-    """Yield the functions and methods that return objects of the class: the package, and the name."""
+    """Yield the package and the name of each function and method that returns objects of the class."""
     package = ".".join(produced_class.__module__.split(".")[:2])
-    word = re.compile(rf"\b{produced_class.__name__}\b")
+    class_name_pattern = re.compile(rf"\b{produced_class.__name__}\b")
     for module_name, module in list_public_modules().items():
         if not f"{module_name}.".startswith(f"{package}."):
             continue
         for name in module.__all__:
-            item = getattr(module, name)
-            members = vars(item).items() if inspect.isclass(item) else [(name, item)]
+            public_object = getattr(module, name)
+            members = vars(public_object).items() if inspect.isclass(public_object) else [(name, public_object)]
             for member_name, member in members:
                 function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-                if word.search(str(getattr(function, "__annotations__", {}).get("return", ""))):
+                if class_name_pattern.search(str(getattr(function, "__annotations__", {}).get("return", ""))):
                     yield package, member_name

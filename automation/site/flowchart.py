@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 __all__ = ["Flowchart", "draw", "parse"]
 
-# Sizes in units of the SVG, which are CSS pixels if the page has room for 760 of them.
+# Sizes in units of the SVG. A unit is a CSS pixel if the page is at least 760 pixels wide.
 _WIDTH, _ROW_HEIGHT, _BOX_HEIGHT, _BOX_WIDTH = 760, 92, 30, 104
 _SUBGRAPH = re.compile(r'subgraph \w+\["(?P<title>[^"]+)"\](?P<nodes>.*?)\bend\b', re.DOTALL)
 _EDGE = re.compile(r"(\w+) --> (\w+)")
@@ -45,13 +45,13 @@ def parse(text: str) -> Flowchart:
     Raises
     ------
     ValueError
-        The text has an arrow of an unknown node, or no nodes.
+        The text has an arrow from or to an unknown node, or it has no rows.
     """
     rows = {match["title"]: tuple(match["nodes"].split()) for match in _SUBGRAPH.finditer(text)}
     edges = tuple((start, end) for start, end in _EDGE.findall(text))
     unknown_names = {name for edge in edges for name in edge} - {name for names in rows.values() for name in names}
     if not rows or unknown_names:
-        message = f"the flowchart has no row, or arrows of nodes that are in no row: {sorted(unknown_names)}"
+        message = f"the flowchart has no row, or its arrows have nodes that are in no row: {sorted(unknown_names)}"
         raise ValueError(message)
     return Flowchart(rows=rows, edges=edges)
 
@@ -65,6 +65,7 @@ def draw(chart: Flowchart) -> str:
         shapes.append(f'<rect class="row" x="1" y="{top}" width="{_WIDTH - 2}" height="{_ROW_HEIGHT - 26}" rx="6"/>')
         shapes.append(f'<text class="title" x="10" y="{top + 14}">{html.escape(title)}</text>')
         for index, name in enumerate(names):
+            # y is the baseline of the text. The middle of the box is 5 units above it.
             x, y = _WIDTH * (index + 0.5) / len(names), top + 40
             centers[name] = (x, y)
             left = x - _BOX_WIDTH / 2

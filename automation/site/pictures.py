@@ -16,6 +16,7 @@ def main() -> None:
     """Write report.png, the first screen of the page, and topology.png, the section with the topology."""
     browser_program, page_path, folder = sys.argv[1:]
     with sync_playwright() as playwright:
+        # Chromium does not start as root with its sandbox.
         browser = playwright.chromium.launch(executable_path=browser_program, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": _WIDTH_PX, "height": _HEIGHT_PX}, color_scheme="light")
         page.goto(Path(page_path).resolve().as_uri())

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 API_FOLDER = "docs/reference/api"
-# These modules are inside packages, and guides import from them.
+# Modules inside packages that the reference also describes, because guides import from them.
 _FURTHER_MODULES = (
     "gdrkit.cufile.parameters",
     "gdrkit.harness.needs.cuda",
@@ -47,7 +47,7 @@ _REASON = re.compile(r'^    #: (?P<meaning>.+)\n    [A-Z_]+ = "(?P<value>\w+)"$'
 
 @functools.cache
 def list_public_modules() -> dict[str, ModuleType]:
-    """Return the modules with public names: packages, modules beside packages, and modules that guides import from.
+    """Return the modules with public names: packages, modules directly in gdrkit, and modules that guides import from.
 
     The modules of the command line are left out, because people use their commands and not their functions.
     """
@@ -60,10 +60,10 @@ def list_public_modules() -> dict[str, ModuleType]:
     return {name: module for name, module in sorted(modules.items()) if module.__all__}
 
 
-def make_api_pages(examples: dict[str, list[str]]) -> dict[str, str]:
+def make_api_pages(links_by_name: dict[str, list[str]]) -> dict[str, str]:
     """Return the Markdown of the reference of the Python interface by the path of each page.
 
-    `examples` has, for the full name of an object, links to programs that use it.
+    `links_by_name` has, for the full name of an object, links to programs that use it.
     """
     pages, page_by_object = {}, dict[int, str]()
     modules = list_public_modules()
@@ -79,14 +79,14 @@ def make_api_pages(examples: dict[str, list[str]]) -> dict[str, str]:
             else:
                 page_by_object[id(value)] = full_name
                 parts.append(_make_directive(*_make_object_directive(full_name, value)))
-            links = examples.get(full_name, [])
+            links = links_by_name.get(full_name, [])
             if links:
                 parts.append(f"Used in {', '.join(links)}.\n")
         pages[f"{API_FOLDER}/{module_name}.md"] = "\n".join(parts)
-    listing = "\n".join(f"{name}" for name in modules)
+    toctree_entries = "\n".join(f"{name}" for name in modules)
     rows = [f"| [{name}]({name}.md) | {_take_first_paragraph(module)} |" for name, module in modules.items()]
     table = "\n".join(["| module | contents |", "|---|---|", *rows])
-    toctree = f"```{{toctree}}\n:hidden:\n\n{listing}\n```\n"
+    toctree = f"```{{toctree}}\n:hidden:\n\n{toctree_entries}\n```\n"
     names_count = sum(len(module.__all__) for module in modules.values())
     introduction = (
         f"The reference has {names_count} public names in {len(modules)} modules: all names in their `__all__`."
@@ -96,10 +96,11 @@ def make_api_pages(examples: dict[str, list[str]]) -> dict[str, str]:
 
 
 def _make_object_directive(full_name: str, public_object: object) -> tuple[str, ...]:
+    """Return the name, the argument and the options of the Sphinx directive that documents an object."""
     if inspect.isclass(public_object):
         is_enum = issubclass(public_object, enum.Enum)
         return ("autoclass", full_name, "members", "show-inheritance", *(["undoc-members"] if is_enum else []))
-    # autodoc would describe a constant by the docstring of its type.
+    # A constant gets the directive py:data, because autodoc would describe it by the docstring of its type.
     return (
         ("autofunction", full_name)
         if callable(public_object)
@@ -141,7 +142,7 @@ def _make_context(command: click.Command, name: str, *, parent: click.Context | 
 
 def make_commands_page() -> str:
     """Return the page of all commands. ``--help`` prints the same texts."""
-    # cli.py has no public name except `main`, which runs the program.
+    # The group is not a public name of gdrkit.cli, so it is read from the imported module.
     group: click.Group = importlib.import_module("gdrkit.cli").cli
     parts = ["# Commands\n", "This page has the help text of every command: `gdrkit COMMAND --help` prints the same.\n"]
     for name, help_text in list_commands(group, _make_context(group, "gdrkit")):
@@ -158,8 +159,8 @@ def read_reason_meanings() -> dict[errors.Reason, str]:
 
 def make_errors_page() -> str:
     """Return the page of exceptions, reasons and exit codes."""
-    error_classes = [getattr(errors, name) for name in errors.__all__]
-    classes = [value for value in error_classes if inspect.isclass(value) and issubclass(value, errors.GdrkitError)]
+    public_objects = [getattr(errors, name) for name in errors.__all__]
+    classes = [value for value in public_objects if inspect.isclass(value) and issubclass(value, errors.GdrkitError)]
     parts = [
         "# Errors and exit codes\n",
         (
@@ -174,7 +175,7 @@ def make_errors_page() -> str:
         (
             "The other commands end with the same codes: 0 if they did what was asked, 2 for wrong usage, 3 if set-up "
             "is missing, 1 for any other error. `gdrkit run` ends with the exit code of its command, or with one of "
-            "those that [its help text](commands.md) lists.\n"
+            "the codes that [its help text](commands.md) lists.\n"
         ),
         "## Exceptions\n",
         "| class | base | when | exit code |\n|---|---|---|---|",

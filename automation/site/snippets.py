@@ -1,4 +1,4 @@
-"""The code in the documents: every block, every program, and the public names of gdrkit that a program uses."""
+"""Functions that find the code blocks in the documents, the example programs, and the names of gdrkit that they use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
-# The guides are these documents and all in docs/ except findings.md, which `nox -s review` writes.
+# The guides are these documents and all documents in docs/ except findings.md, which `nox -s review` writes.
 GUIDES = ("README.md", "CONTRIBUTING.md")
 _FENCE = re.compile(r"^```(?P<language>\w*)$")
 
@@ -55,7 +55,7 @@ class Snippet:
 
 
 def list_guides() -> list[Path]:
-    """Return the documents whose code is checked."""
+    """Return the documents whose code the cases of suites/meta check."""
     documents = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "findings.md"]
     return [*(ROOT / name for name in GUIDES), *documents]
 
@@ -71,17 +71,17 @@ def find_snippets(path: Path) -> Iterator[Snippet]:
     lines = path.read_text().splitlines()
     line_index = 0
     while line_index < len(lines):
-        start, fence = line_index, _FENCE.match(lines[line_index])
+        start_index, fence = line_index, _FENCE.match(lines[line_index])
         line_index += 1
         if fence:
-            end = lines.index("```", line_index)
-            yield Snippet(document, start + 2, fence["language"], "\n".join(lines[line_index:end]) + "\n")
-            line_index = end + 1
-        elif lines[start].startswith("    ") and start > 0 and not lines[start - 1].strip():
+            end_index = lines.index("```", line_index)
+            yield Snippet(document, start_index + 2, fence["language"], "\n".join(lines[line_index:end_index]) + "\n")
+            line_index = end_index + 1
+        elif lines[start_index].startswith("    ") and start_index > 0 and not lines[start_index - 1].strip():
             while line_index < len(lines) and (lines[line_index].startswith("    ") or not lines[line_index].strip()):
                 line_index += 1
-            block = "\n".join(line.removeprefix("    ") for line in lines[start:line_index]).strip("\n")
-            yield Snippet(document, start + 1, "", block + "\n")
+            block = "\n".join(line.removeprefix("    ") for line in lines[start_index:line_index]).strip("\n")
+            yield Snippet(document, start_index + 1, "", block + "\n")
 
 
 def find_used_names(source: str) -> set[str]:

@@ -30,13 +30,13 @@ _START_DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "README.md")
 _FLOWCHART = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _EXAMPLES_PAGE = "docs/examples/README.md"
-# Generated pages in the contents list, below the section of docs/README.md with this title.
+# The contents list of the site has these generated pages at the beginning of this section of docs/README.md.
 _REFERENCE_SECTION = "Reference"
 _REFERENCE_PAGES = [f"{API_FOLDER}/README.md", "docs/reference/commands.md", "docs/reference/errors.md"]
 
 
 def stage(folder: Path) -> int:
-    """Fill the folder, and return the number of its pages."""
+    """Fill `folder`, and return the number of its pages."""
     shutil.rmtree(folder, ignore_errors=True)
     pages = {path.relative_to(ROOT).as_posix(): path.read_text() for path in _find_linked_documents()}
     pages = {name: _FLOWCHART.sub(_draw_picture, page_text) for name, page_text in pages.items()}
@@ -48,25 +48,29 @@ def stage(folder: Path) -> int:
         is_in_navigation = (
             name in listed_documents or name == "README.md" or name.startswith(("docs/reference/", "docs/examples/"))
         )
-        # Sphinx warns about a page that no list of contents has, unless the page says that this is intended.
+        # Sphinx warns about a page that is in no contents list, unless the page is marked as an orphan.
         path.write_text(page_text if is_in_navigation else f"---\norphan: true\n---\n{page_text}")
         for link_target in _find_link_targets(ROOT / name, page_text):
             if link_target.is_file() and link_target.suffix != ".md":
                 copied_file = folder / link_target.relative_to(ROOT)
                 copied_file.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(link_target, copied_file)
-    contents = [_make_toctree(caption, names) for caption, names in read_navigation().items()]
+    toctrees = [_make_toctree(caption, names) for caption, names in read_navigation().items()]
     start_page = folder / "README.md"
-    start_page.write_text("\n".join([start_page.read_text(), *contents]))
+    start_page.write_text("\n".join([start_page.read_text(), *toctrees]))
     return len(pages)
 
 
 def read_navigation() -> dict[str, list[str]]:
     """Return the pages in the contents list of the site by section: the links of docs/README.md, and the reference."""
-    text = (ROOT / "docs" / "README.md").read_text()
-    sections = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    pages = {title: re.findall(r"^- \[[^\]]+\]\(([^)#]+\.md)\)", body, re.MULTILINE) for title, body in sections}
-    contents = {title: [os.path.normpath(f"docs/{link}") for link in links] for title, links in pages.items()}
+    docs_readme = (ROOT / "docs" / "README.md").read_text()
+    sections = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", docs_readme, re.MULTILINE | re.DOTALL)
+    links_by_section = {
+        title: re.findall(r"^- \[[^\]]+\]\(([^)#]+\.md)\)", body, re.MULTILINE) for title, body in sections
+    }
+    contents = {
+        title: [os.path.normpath(f"docs/{link}") for link in links] for title, links in links_by_section.items()
+    }
     contents[_REFERENCE_SECTION][:0] = _REFERENCE_PAGES
     return contents
 
@@ -81,7 +85,7 @@ def check_external_links() -> list[str]:
 
 
 def find_dead_links() -> list[str]:
-    """Return a line for each link of the documents to a file that does not exist. Sphinx also checks the headings."""
+    """Return a line for each link of the documents to a file that does not exist. The headings are left to Sphinx."""
     return [
         f"{path.relative_to(ROOT)}: {link}"
         for path in _find_linked_documents()
@@ -108,7 +112,7 @@ def _make_toctree(caption: str, names: list[str]) -> str:
 
 
 def _find_linked_documents() -> list[Path]:
-    """Return the documents that can be reached from the start by links."""
+    """Return the start documents, the guides, and the documents that they link to, directly or indirectly."""
     linked_documents: dict[Path, None] = {}
     unread_documents = [*_START_DOCUMENTS, *list_guides()]
     while unread_documents:

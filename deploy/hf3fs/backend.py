@@ -32,13 +32,13 @@ def build_wheel(
     wheel_directory: str, config_settings: dict[str, str] | None = None, metadata_directory: str | None = None
 ) -> str:
     """Build the wheel. See PEP 517."""
-    _refuse_beside_3fs()
+    _raise_if_3fs_is_installed()
     return str(build_meta.build_wheel(wheel_directory, config_settings, metadata_directory))
 
 
-def _refuse_beside_3fs() -> None:
+def _raise_if_3fs_is_installed() -> None:
     """Raise RuntimeError if the package of 3FS is installed in this environment."""
-    # pip builds with a path of its own, but sysconfig names the folders of the environment.
+    # pip runs this backend with a sys.path of its own. sysconfig still names the folders of the environment.
     folders = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
     context = DistributionFinder.Context(name=_REAL_DISTRIBUTION, path=folders)
     for distribution in MetadataPathFinder.find_distributions(context):

@@ -13,12 +13,12 @@ with cuda.Device(0) as device:
     print(device.name, device.pci_bus_id, device.memory_info().total_bytes // MIB, "MiB")
     print("exports dma-bufs:", bool(device.attribute(cuda.DeviceAttribute.DMA_BUF_SUPPORTED)))
 
-    # Memory of cuMemAlloc. A copy is complete when the call returns.
+    # allocate() uses cuMemAlloc. A copy is complete when the call returns.
     with device.allocate(MIB) as memory:
         memory.write(b"hello", offset_bytes=100)
         assert memory.read(offset_bytes=100, length_bytes=5) == b"hello"
         assert cuda.memory_kind(memory.address) is MemoryKind.CUDA
-        # A dma-buf of the memory, for a NIC or for another process.
+        # A NIC or another process can use the memory by its dma-buf.
         with memory.export_dmabuf() as dmabuf:
             assert dmabuf.length_bytes >= MIB
         # Memory that other code allocated is borrowed: gdrkit never frees it.
@@ -29,15 +29,15 @@ with cuda.Device(0) as device:
         description.release()
         with cuda.wrap(memory, device=device) as wrapped:
             assert (wrapped.address, wrapped.length_bytes) == (description.address, description.length_bytes)
-        # A handle for another process. The process that exports the handle cannot open it.
+        # An IPC handle is for another process. CUDA refuses to open it in the process that exported it.
         handle = cuda.export_handle(memory)
         try:
             with cuda.open_handle(device, handle):
                 print("device of the handle:", cuda.device_of_handle(handle))
         except GdrkitError as error:
-            print("in its own process the handle is refused:", error)
+            print("the exporting process cannot open the handle:", error)
 
-    # Memory of cuMemCreate, in chunks of the granularity of the device.
+    # VmmMemory uses cuMemCreate and cuMemMap. By default, it is a single chunk.
     with cuda.VmmMemory.create(device, 2 * cuda.granularity_bytes(device)) as memory:
         print("VMM memory with", memory.chunk_count, "chunk(s)")
 
@@ -58,7 +58,7 @@ with cuda.Device(0) as device:
         end.synchronize()
         assert end.elapsed_ms(begin) >= 0
         assert target.read(length_bytes=4) == b"\x5a" * 4
-        # A stream of another library is known by its handle only.
+        # For a stream of another library, gdrkit needs only its handle. wait_for() waits for all work of the stream.
         with device.current():
             cuda.wait_for(stream.handle)
 

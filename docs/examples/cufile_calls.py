@@ -1,4 +1,7 @@
-"""Every kind of cuFile call, with the proof of the route. The argument is a folder on a disk; tmpfs is refused."""
+"""Every kind of cuFile call, and proof of the route that the bytes took.
+
+The optional argument is a folder on a disk, because cuFile refuses tmpfs.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,13 @@ tree = host.HostTree()
 print("libcufile", *cufile.library_version(), "- the driver opens:", bool(cufile.probe().version))
 print("nvidia-fs:", cufile.read_nvidia_fs(tree) or "not loaded")
 
-# Settings for the driver, before it opens. They override cufile.json.
-print("batches of", parameters.size(parameters.Size.IO_BATCHSIZE), parameters.limits(parameters.Size.IO_BATCHSIZE))
+# These parameters are set before the driver opens, and override cufile.json.
+print(
+    "requests in a batch:",
+    parameters.size(parameters.Size.IO_BATCHSIZE),
+    parameters.limits(parameters.Size.IO_BATCHSIZE),
+)
+# Some versions of libcufile discard this value when the driver opens.
 if parameters.keeps_staged_size(parameters.Size.IO_BATCHSIZE, version=cufile.probe().version):
     parameters.set_size(parameters.Size.IO_BATCHSIZE, 64)
 parameters.set_flag(parameters.Flag.ALLOW_COMPAT_MODE, parameters.flag(parameters.Flag.ALLOW_COMPAT_MODE))
@@ -29,7 +37,7 @@ with tempfile.NamedTemporaryFile(dir=folder) as file:
     file.write(os.urandom(MIB))
     file.flush()
     fd = os.open(file.name, os.O_RDWR | os.O_DIRECT)
-    # Obstacles to the direct path that are known before any transfer.
+    # obstacles() lists what prevents the direct path, before any transfer.
     for obstacle in cufile.obstacles(tree, fd):
         print(f"{obstacle.cause.value}: {obstacle.text}. To do: {obstacle.what_to_do}")
     with cuda.Device(0) as device, device.allocate(MIB) as memory, cufile.Driver() as driver:
@@ -42,7 +50,7 @@ with tempfile.NamedTemporaryFile(dir=folder) as file:
             print(cufile.failed_registration_proof(tree, fd, error).why)
             sys.exit()
         with handle:
-            # The route of synchronous calls, with and without registered memory.
+            # The monitor observes the route of synchronous calls, with and without registered memory.
             with monitor.watch(fd):
                 assert handle.read(memory) == MIB
                 with cufile.RegisteredBuffer(driver, memory):
@@ -56,9 +64,9 @@ with tempfile.NamedTemporaryFile(dir=folder) as file:
             snapshot_before = driver.statistics.snapshot()
             handle.read(memory)
             proof = cufile.proof_from_counters(delta=driver.statistics.snapshot().since(snapshot_before))
-            print("counted:", proof.state.value, proof.route.value)
+            print("route by the counters:", proof.state.value, proof.route.value)
 
-            # Registrations that are kept until the memory is freed.
+            # The cache keeps the registration until the memory is freed.
             cache = cufile.BufferCache(driver)
             with cache.lease(memory):
                 handle.read(memory, length_bytes=4096, offset_bytes=8192)

@@ -1,4 +1,4 @@
-"""Check the needs of tests against the facts about this machine, outside a run of pytest."""
+"""Check what tests need of a machine against the facts about this machine, outside a run of pytest."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ for need in (
 ):
     print(f"{need.name}: {need.check(facts) or 'met'}", *sorted(apis(need)))
 
-# The mark that @needs puts on a test.
+# In a test file, @needs(...) puts this pytest mark on a test.
 assert needs(host.module("json")).mark.args == (host.module("json"),)
 print("udev knows the disk of this folder:", bool(cufile.find_udev_entry(Path.cwd())))

@@ -12,7 +12,7 @@ from gdrkit.verdict import Verdict
 facts = inventory.probe(query_apis=False)
 print(facts.kernel.release, len(facts.rdma_devices), "RDMA devices", facts.digest[:15])
 
-# The doctor. Without experiments it only reads.
+# The doctor finds problems of the machine. With run_experiments=False, it only reads.
 machine = inventory.this_machine(query_apis=False, record=True, run_experiments=False, facts=facts)
 diagnosis = inventory.diagnose(machine)
 for finding in diagnosis.of(Verdict.FAIL):
@@ -26,7 +26,7 @@ limit = inventory.path_limit(topology, facts, [place.name for place in topology.
 print("limit of the links:", limit.gb_per_s if limit else "unknown")
 assert inventory.device_limit(facts, devices=[], nics=[]) is None
 
-# A capture, which another machine examines by the same rules.
+# A capture contains the facts about this machine. Another machine can diagnose it by the same rules.
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "machine.json.gz"
     inventory.write_capture(path, machine.capture())
@@ -35,7 +35,7 @@ with tempfile.TemporaryDirectory() as folder:
     machine_of_capture = inventory.captured_machine(capture)
     same_diagnosis = inventory.diagnose(machine_of_capture)
     assert [finding.code for finding in same_diagnosis.findings] == [finding.code for finding in diagnosis.findings]
-    # The recorded reads can be read again, like files on a disk.
+    # CapturedFiles returns the recorded content of each file that was read on this machine.
     files = inventory.CapturedFiles(capture.answers)
     recorder = inventory.Recorder(files)
     assert recorder.read("/proc/sys/kernel/osrelease").strip().decode() == facts.kernel.release
@@ -44,6 +44,6 @@ with tempfile.TemporaryDirectory() as folder:
 profile = inventory.choose_profile(inventory.load_profiles(), facts, {})
 print("profile:", profile.name)
 assert inventory.load_profile(profile.name) == profile
-# The links that another kind of machine must have, compared with this machine.
+# Print which links of a DGX H100 this machine lacks.
 for sentence in inventory.link_shortfalls(inventory.load_profile("dgx-h100").links, facts):
     print(sentence)

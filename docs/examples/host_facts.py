@@ -9,7 +9,7 @@ from pathlib import Path
 from gdrkit import host
 from gdrkit.errors import SetupMissing
 
-# The tree is this machine, or a folder with files of another machine.
+# A HostTree reads the files of this machine, or a copy of the files of another machine.
 tree = host.HostTree()
 print(host.host_identity(tree).name, host.kernel_facts(tree).release, host.nvidia_driver_version(tree))
 print("DMI:", host.dmi_strings(tree))
@@ -17,16 +17,17 @@ print("virtual machine:", host.virtual_machine(tree), "- container:", host.conta
 
 devices = host.pci_devices(tree)
 for device in devices:
-    kinds = [test.__name__ for test in (host.is_gpu, host.is_nic, host.is_nvme, host.is_bridge) if test(device)]
+    passed_tests = [test.__name__ for test in (host.is_gpu, host.is_nic, host.is_nvme, host.is_bridge) if test(device)]
     config_space = host.config_space(tree, device.address)
     print(
         device.address,
-        kinds,
+        passed_tests,
         host.pci_path(tree, device.address),
         config_space.max_read_request_bytes if config_space else None,
     )
 if len(devices) > 1:
     print("distance:", host.pci_distance(tree, devices[0].address, devices[1].address).name)
+# Without root, the kernel shows only the header of a configuration space, which has 64 bytes.
 header = host.parse_config_space(bytes(64))
 assert not header.is_whole
 print(len(host.nvidia_gpus(tree)), "NVIDIA GPUs,", len(host.habana_accelerators(tree)), "Gaudi,", end=" ")
@@ -48,24 +49,24 @@ print(mount.kind, host.block_device(tree, mount.device))
 with tempfile.TemporaryFile() as file:
     print("file system of the temporary folder:", host.file_system_type(file.fileno()))
 
-# The dynamic loader would find these libraries here.
+# These calls return the paths at which the dynamic loader would find the libraries.
 print(host.find_library(tree, "libc.so.6"), host.find_libraries(tree, ["libcuda.so.1"]))
 assert "libc.so.6" in host.cached_libraries(tree) or host.find_library(tree, "libc.so.6")
 
-# A process is identified by more than its number, because the kernel reuses the numbers.
+# A process identity has more than the pid, because the kernel reuses pids.
 own_identity = host.this_process(tree)
 assert host.process_identity(os.getpid(), tree) == own_identity
 assert host.is_running(own_identity, tree)
 print("waited for a processor:", host.starved_s(os.getpid(), tree), "s")
 
-# Create a folder that only this user can use. Then rename a file, which fails if the new name exists.
-with tempfile.TemporaryDirectory() as name:
-    with host.PrivateFolder.below(Path(name) / "private") as private:
+# Create a folder that only this user can use. rename_new() renames a file, and fails if the new name exists.
+with tempfile.TemporaryDirectory() as parent_folder:
+    with host.PrivateFolder.below(Path(parent_folder) / "private") as private:
         private.write_text("token", "secret\n")
         assert private.read_text("token") == "secret\n"
-    (Path(name) / "old").write_text("")
-    folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY)
-    host.rename_new("old", "new", folder=folder, new_folder=folder)
-    os.close(folder)
-    # Files of a copied tree instead of this machine.
-    assert host.HostTree.of(host.DiskFiles(name)).exists("/new")
+    (Path(parent_folder) / "old").write_text("")
+    folder_fd = os.open(parent_folder, os.O_RDONLY | os.O_DIRECTORY)
+    host.rename_new("old", "new", folder=folder_fd, new_folder=folder_fd)
+    os.close(folder_fd)
+    # This tree has the folder as its root, so "/new" is the renamed file.
+    assert host.HostTree.of(host.DiskFiles(parent_folder)).exists("/new")

@@ -17,7 +17,7 @@ with BufferPool(host.HostAllocator(), nics, buffer_bytes=4096, count=2) as pool,
     buffer.write(b"pooled")
     assert buffer.read(length_bytes=6) == b"pooled"
 
-# A mapped file, such as memory that another process shares by memfd_create(2).
+# MappedFile maps a file into memory, for example a memfd (memfd_create(2)) that another process shares.
 descriptor = os.memfd_create("shared")
 os.truncate(descriptor, 8192)
 with host.MappedFile(descriptor, length_bytes=8192) as mapped:

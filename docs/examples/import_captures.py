@@ -1,4 +1,4 @@
-"""Examine a machine by files of other tools: lspci, NCCL's topology, a copied folder."""
+"""Examine a machine from files: the output of lspci, a topology file of NCCL, a copy of /proc and /sys."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NCCL = b"""\
 </system>
 """
 
-with TemporaryDirectory() as name:
-    folder = Path(name)
+with TemporaryDirectory() as folder_name:
+    folder = Path(folder_name)
     (folder / "proc" / "sys" / "kernel").mkdir(parents=True)
     (folder / "proc" / "sys" / "kernel" / "osrelease").write_text("6.1.0\n")
     (folder / "sys").mkdir()

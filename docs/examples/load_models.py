@@ -10,8 +10,10 @@ from gdrkit import cuda, gds, safetensors
 
 ROWS, COLUMNS = 64, 128
 
-with tempfile.TemporaryDirectory() as name:
-    folder = Path(name)
+with tempfile.TemporaryDirectory() as folder_name:
+    folder = Path(folder_name)
+    # A safetensors file has the length of its header (8 bytes), the header (JSON) and the data. A BF16 value has 2
+    # bytes.
     weights = os.urandom(ROWS * COLUMNS * 2)
     for index in range(2):
         header = b'{"w%d":{"dtype":"BF16","shape":[%d,%d],"data_offsets":[0,%d]}}' % (
@@ -23,38 +25,38 @@ with tempfile.TemporaryDirectory() as name:
         (folder / f"{index}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + weights)
     paths = [folder / "0.safetensors", folder / "1.safetensors"]
 
-    # The tensors of torch, or of framework="dlpack" for every other library.
+    # framework="dlpack" works without torch. Its tensors can be passed to every library that supports DLPack.
     tensors: safetensors.LoadedTensors = safetensors.load_files(paths, "cuda:0", framework="dlpack")
     tensor: safetensors.ModelTensor = tensors["w1"]
     assert tensor.read() == weights
     print(tensors.report.bytes, "bytes by", tensors.report.route.value)
 
-    # The rows that the first of two ranks needs. The other bytes are not read.
+    # `select` returns the rows to read: here those that the first of two ranks needs.
     first_half = safetensors.load_file(
         paths[0], "cuda:0", framework="dlpack", select=lambda _name, shape: slice(shape[0] // 2)
     )
     assert first_half["w0"].read() == weights[: len(weights) // 2]
 
-    # One tensor of an open file, and columns of this tensor.
+    # get_slice() gives access to one tensor of an open file. Here its first column is read.
     with safetensors.safe_open(paths[0], framework="dlpack", device="cuda:0") as file:
         tensor_slice: safetensors.TensorSlice = file.get_slice("w0")
         print(file.keys(), tensor_slice.get_shape(), tensor_slice.get_dtype(), tensor_slice[:, :1].shape)
 
-    # Two devices with peer access read half of the bytes each.
+    # Each of two devices with peer access reads half of the bytes from the files, and copies the rest from its peer.
     if cuda.device_count() > 1:
         tensors_by_device = safetensors.load_files(paths, ["cuda:0", "cuda:1"], framework="dlpack")
         print(
-            [loaded["w0"].device_index for loaded in tensors_by_device],
+            [device_tensors["w0"].device_index for device_tensors in tensors_by_device],
             tensors_by_device[0].report.peer_bytes,
             "bytes from the peer",
         )
 
-    # A load that was started is a future, and the end of its block cancels it.
+    # start_load_files() returns a future. At the end of the block, a load that still runs is cancelled.
     with safetensors.start_load_files(paths, "cpu", framework="dlpack") as load:
         load.cancel()
         print(load.bytes_moved, "of", load.length_bytes, "bytes")
 
-    # save_file() writes GPU memory to a file, which gets its name when all its bytes are written.
+    # save_file() writes GPU memory to a file. The file gets its name only when all its bytes are written.
     safetensors.save_file(tensors, folder / "saved.safetensors", {"origin": "example"}, framework="dlpack")
     saved_tensors = safetensors.load_file(folder / "saved.safetensors", framework="dlpack")
     assert saved_tensors["w0"].read() == weights

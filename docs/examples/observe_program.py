@@ -8,6 +8,7 @@ import sys
 
 from gdrkit import evidence, host, observe
 
+# A program that sends 100,000 bytes to itself by TCP.
 SENDER = """
 import socket, time
 listener = socket.create_server(("127.0.0.1", 0))
@@ -20,8 +21,8 @@ while received < 100_000:
 time.sleep(0.5)
 """
 
-observation, status = observe.run_observed([sys.executable, "-c", SENDER])
-assert os.waitstatus_to_exitcode(status) == 0
+observation, wait_status = observe.run_observed([sys.executable, "-c", SENDER])
+assert os.waitstatus_to_exitcode(wait_status) == 0
 print(observe.describe_observation(observation))
 assert observation.route("tcp") is not None
 assert observe.Observation.from_json(observation.to_json()) == observation
@@ -29,7 +30,7 @@ assert observe.derive_routes(observation).routes == observation.routes
 page = observe.render_page(observation)
 print(len(page), "characters of HTML;", [process.program for process in observation.processes])
 
-# A process that already runs. Its earlier transfers do not count.
+# Observe a process that already runs. Transfers before this call do not count.
 with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
     child_observation = observe.observe_process(child.pid, duration_s=0.2)
     print(host.descendants(host.HostTree(), child.pid))
@@ -38,16 +39,18 @@ with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as 
     child.kill()
 print(child_observation.routes[0].route, child_observation.routes[0].outcome.value)
 
-# The parts of an observation: an observer that the program samples, counters of GPUs, and the kernel's RDMA objects.
+# An observation combines sources that can be used alone: samples of processes and ports, GPU traffic counters, TCP
+# sockets, and the RDMA objects of the kernel.
 with observe.Observer() as observer:
     observer.sample(os.getpid())
     print([port.has_grown for port in observer.finish(["this program"], None).ports])
 with host.GpuTrafficCounter() as counter:
     counter.start()
     print(counter.failure or counter.traffic())
+# A 32-bit counter that wraps: from 0xFFFFFF00 to 0x100 it grows by 0x200.
 wrapping_counter = host.WrappingCounter()
-for value, now_s in ((0xFFFF_FF00, 0.00), (0x100, 0.02)):
-    wrapping_counter.add(value, now_s)
+for counter_value, now_s in ((0xFFFF_FF00, 0.00), (0x100, 0.02)):
+    wrapping_counter.add(counter_value, now_s)
 assert wrapping_counter.growth == 0x200
 print(len(evidence.tcp_sockets()), "TCP sockets")
 try:

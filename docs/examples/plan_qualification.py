@@ -1,4 +1,4 @@
-"""Plan a qualification and decide about a machine, from Python."""
+"""Plan a qualification, and derive the verdict about a machine from records."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ options = qualify.Options(uses_only_twins=True)
 plan = qualify.plan_only(options, LineProgress(sys.stderr))
 print("the plan has", ", ".join(plan))
 
-# Which nox sessions fit, by the hardware that is present and the twins that are installed.
+# List which nox sessions can run with the hardware and the twins of this machine.
 sessions = qualify.fitting_sessions(launch.present_hardware(host.HostTree()), launch.twins_available())
 print({name: entry["fits"] for name, entry in sessions.items()})
 
-# Without any record, nothing is proven.
+# decide() derives the verdict from records. Without any record, nothing is proven.
 facts = inventory.probe(query_apis=False)
 outcome = qualify.decide(facts, inventory.load_profile("any"), [], software_asked=False)
 print(outcome.verdict, int(outcome.code))
 assert outcome.code is not qualify.ExitCode.PROVEN
 
-# The gate checks only the required routes, in a limited time, and prints one line.
+# A quick check, for example before a job starts: it tests the required routes within `budget_s`, and `line` is its
+# one-line summary.
 if "--check" in sys.argv:
     result = qualify.check(options, budget_s=60)
     print(result.line)

@@ -8,7 +8,7 @@ from pathlib import Path
 from gdrkit import cuda, evidence, host
 
 tree = host.HostTree()
-cuda.device_count()  # loads libcuda
+cuda.device_count()  # This call loads libcuda.
 for library in evidence.libraries(tree):
     if library.soname and library.soname.startswith("libcuda"):
         print(library.soname, library.build_id, [note.owner for note in library.notes])
@@ -21,4 +21,4 @@ assert evidence.parse_elf(Path(sys.executable).read_bytes(), name="python") == e
 print(len(evidence.descriptors()), "descriptors,", len(evidence.device_nodes()), "open devices")
 print("counters:", host.port_counters(tree))
 print("kernel log:", evidence.kernel_log(tree, records_max=10).unreadable or "readable")
-print("missing evidence of RDMA:", evidence.kernel_evidence().rdma_missing)
+print("reasons why RDMA evidence is missing:", evidence.kernel_evidence().rdma_missing)

@@ -6,18 +6,18 @@ import mmap
 
 from gdrkit import pattern, verbs
 
-LENGTH = 65536
+LENGTH_BYTES = 65536
 
 for info in verbs.list_nics():
     print(info.name, info.driver, [(port.number, port.state.name, port.link_layer.name) for port in info.ports])
 
 nics = verbs.open_active_nics(count_max=1)
-with nics[0] as nic, mmap.mmap(-1, LENGTH) as target, nic.register_host(target) as region:
+with nics[0] as nic, mmap.mmap(-1, LENGTH_BYTES) as target, nic.register_host(target) as region:
     print(nic.name, "registers dma-bufs:", nic.supports_dmabuf())
 
     # Two queue pairs of one NIC. Two processes would send their endpoints to each other.
     with (
-        nic.register_host(bytearray(pattern.payload(LENGTH, seed=1))) as source,
+        nic.register_host(bytearray(pattern.payload(LENGTH_BYTES, seed=1))) as source,
         verbs.CompletionQueue(nic, depth=16, events=False) as completion_queue,
         nic.queue_pair(completion_queue) as sender,
         nic.queue_pair(completion_queue) as receiver,
@@ -35,25 +35,24 @@ with nics[0] as nic, mmap.mmap(-1, LENGTH) as target, nic.register_host(target) 
         assert receiver.wait_received(timeout_ms=10_000).expect().immediate == 42
         sender.wait(timeout_ms=10_000).expect()
 
-        # A wrong key is refused by the other side.
+        # The NIC of the other side refuses a wrong key.
         remote = region.remote()
         wrong_range = verbs.RemoteRange(address=remote.address, rkey=remote.rkey ^ 0xFFFF, length_bytes=16)
         sender.post_write(source, wrong_range, work_id=10, length_bytes=16)
-        print("a wrong key gives", sender.wait(timeout_ms=10_000).status.header_name)
+        print("the status with a wrong key is", sender.wait(timeout_ms=10_000).status.header_name)
 
-    # The native initiator posts without holding Python's lock. The initiator measures its transfers, which move real
-    # bytes.
+    # The initiator posts transfers from native code, without the GIL, and measures them.
     with (
-        verbs.Initiator(nic.name, memory_bytes=LENGTH) as initiator,
+        verbs.Initiator(nic.name, memory_bytes=LENGTH_BYTES) as initiator,
         nic.completion_queue() as completion_queue,
         nic.queue_pair(completion_queue) as responder,
     ):
         (endpoint,) = initiator.endpoints()
         initiator.connect([responder.endpoint()])
         responder.connect(endpoint)
-        initiator.write(pattern.payload(LENGTH, seed=2))
-        burst = initiator.run(verbs.Direction.WRITE, region.remote(), length_bytes=LENGTH, operations=4, depth=2)
-        assert burst.moved_bytes == 4 * LENGTH
+        initiator.write(pattern.payload(LENGTH_BYTES, seed=2))
+        burst = initiator.run(verbs.Direction.WRITE, region.remote(), length_bytes=LENGTH_BYTES, operations=4, depth=2)
+        assert burst.moved_bytes == 4 * LENGTH_BYTES
         pattern.check(target[:], seed=2)
         latencies = initiator.run_singly(verbs.Direction.READ, region.remote(), length_bytes=8, operations=3)
         assert len(latencies.times_ns) == 3

@@ -14,10 +14,10 @@ from gdrkit.registration import (
 )
 
 tree = host.HostTree()
-print("results are kept in", host.state_folder())
+print("results are stored in", host.state_folder())
 nics = verbs.open_active_nics()
 with cuda.Device(0) as device:
-    # Each result has the state of the route, and the growth of the counters of both ports.
+    # Each result has the state of the route, and how much the counters of both ports grew.
     for result in measure_reach(device, [(nic, nic) for nic in nics], tree=tree):
         print(result.nic, "moved" if result.moved else "moved nothing", result.state.value, result.reason)
     results = measure_devices([device], [(nic, nic) for nic in nics], tree=tree, counters_timeout_s=0.0)
@@ -27,9 +27,9 @@ with cuda.Device(0) as device:
     table = ReachTable(tree)
     assert all(result.moved for result in table.measured(device, nics))
 
-    # A connected pair of queue pairs moves bytes. The counters are read before and after.
-    name = nics[0].name
-    counters_before = host.read_port(tree, name, 1)
+    # ConnectedPair connects two queue pairs and moves bytes. The port counters are read before and after.
+    nic_name = nics[0].name
+    counters_before = host.read_port(tree, nic_name, 1)
     with (
         device.allocate(4096) as memory,
         register(memory, nics) as registration,
@@ -38,8 +38,8 @@ with cuda.Device(0) as device:
         pair.fill(seed=7)
         pair.write(registration.remote(nics[0])).expect()
         pair.read(registration.remote(nics[0])).expect()
-    growth = host.port_growth(counters_before, host.read_port(tree, name, 1))
-    print("counted:", growth.sent_bytes, "bytes;", unproven_reason(results[0].path, 8192, growth) or "all of them")
+    growth = host.port_growth(counters_before, host.read_port(tree, nic_name, 1))
+    print("port counted", growth.sent_bytes, "bytes:", unproven_reason(results[0].path, 8192, growth) or "proven")
     print(len(host.port_counters(tree)), "ports")
 
     # All NICs and GPUs at the same time: does each NIC carry its share?

@@ -12,8 +12,8 @@ from gdrkit import cuda, gds
 
 MIB = 1 << 20
 
-with tempfile.TemporaryDirectory() as name, cuda.Device(0) as device, device.allocate(MIB) as memory:
-    folder = Path(name)
+with tempfile.TemporaryDirectory() as folder_name, cuda.Device(0) as device, device.allocate(MIB) as memory:
+    folder = Path(folder_name)
     for index in range(4):
         (folder / f"part{index}").write_bytes(os.urandom(MIB // 4))
 
@@ -38,13 +38,13 @@ with tempfile.TemporaryDirectory() as name, cuda.Device(0) as device, device.all
     # In a coroutine, each transfer is awaited. If the coroutine is cancelled, the transfer is too.
     async def read_both() -> None:
         """Read two ranges at the same time."""
-        async with gds.AsyncFile(folder / "part0", direct="never") as first:
-            halves = [first.read_into(memory, file_offset_bytes=begin, length_bytes=512) for begin in (0, 512)]
+        async with gds.AsyncFile(folder / "part0", direct="never") as file:
+            halves = [file.read_into(memory, file_offset_bytes=begin, length_bytes=512) for begin in (0, 512)]
             assert [half.bytes for half in await asyncio.gather(*halves)] == [512, 512]
 
     asyncio.run(read_both())
 
-    # A failed transfer says how many bytes of each range arrived.
+    # The error of a failed transfer says how many bytes of each range arrived.
     with gds.File(folder / "part2", direct="never") as file:
         try:
             file.read_into(memory, length_bytes=MIB)
@@ -66,7 +66,7 @@ with tempfile.TemporaryDirectory() as name, cuda.Device(0) as device, device.all
     # All transfers of host memory share one engine.
     assert gds.engine_for(gds.HOST) is gds.engine_for(gds.HOST)
 
-    # This engine has other settings, for example for a comparison.
+    # A program can create an engine with other settings, for example for a comparison.
     gds.Engine(gds.EngineOptions(workers_count=1, buffers_count=2)).close()
 gds.close_driver()
 gds.close_engines()

@@ -27,7 +27,7 @@ with GdrManager() as manager:
 nics = verbs.open_active_nics()
 with cuda.Device(0) as device:
     with device.allocate(MIB) as memory:
-        # One registration with all NICs. If no route works, the error has the cause for each route.
+        # register() registers the memory with all NICs. If no route works, the error has the cause for each route.
         with register(memory, nics) as registration:
             print("registered by", registration.route.value, "with", [nic.name for nic in registration.nics])
 
@@ -40,11 +40,11 @@ with cuda.Device(0) as device:
             statistics = cache.statistics()
             assert (statistics.registrations, statistics.hits) == (1, 1)
 
-        # Memory of any exporter, by its dma-buf.
+        # Memory of any exporter can be registered by its dma-buf.
         with DmabufMemory(memory.export_dmabuf()) as dmabuf_memory, register(dmabuf_memory, nics) as registration:
             print("a dma-buf of", dmabuf_memory.length_bytes, "bytes is registered by", registration.route.value)
 
-    # Buffers that are registered before they are needed, and memory that is kept for later use.
+    # BufferPool registers its buffers in advance. MemoryPool keeps freed memory for later allocations.
     with BufferPool(device, nics, buffer_bytes=65536, count=4) as pool, pool.allocate(timeout_ms=1000) as buffer:
         buffer.write(b"ready")
         assert buffer.read(length_bytes=5) == b"ready"

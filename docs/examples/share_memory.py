@@ -12,13 +12,13 @@ from gdrkit.registration import ShareKind, device_of, export_memory, gdr_handle,
 
 
 def run_owner() -> None:
-    """Allocate memory, send it by two methods, and wait for the bytes of the other process."""
+    """Allocate memory, send three handles of it, and wait until the other process has written into it."""
     own_socket, peer_socket = socket.socketpair()
     command = [sys.executable, __file__, str(peer_socket.fileno())]
     with own_socket, cuda.Device(0) as device, device.allocate(1 << 20) as memory:
         with subprocess.Popen(command, pass_fds=[peer_socket.fileno()]) as child:
             peer_socket.close()
-            # The 80-byte handle is for programs that support only the first GDR interface of hf3fs.
+            # The first handle (80 bytes) is for programs that support only the first GDR interface of hf3fs.
             own_socket.sendall(gdr_handle.export_gdr(memory))
             for kind in (ShareKind.IPC, ShareKind.DMABUF):
                 with export_memory(memory, kind=kind, offset_bytes=4096, length_bytes=65536) as message:
@@ -34,9 +34,9 @@ def run_importer(descriptor: int) -> None:
     """Receive the memory: write into it by its address, and register its dma-buf with a NIC."""
     host.die_with_parent(os.getppid())
     with socket.socket(fileno=descriptor) as connection:
-        data = connection.recv(80, socket.MSG_WAITALL)
-        assert gdr_handle.GdrHandle.parse(data).length_bytes == 1 << 20
-        with cuda.Device(0) as device, gdr_handle.import_gdr(device, data) as shared:
+        handle_bytes = connection.recv(gdr_handle.GDR_HANDLE_BYTES, socket.MSG_WAITALL)
+        assert gdr_handle.GdrHandle.parse(handle_bytes).length_bytes == 1 << 20
+        with cuda.Device(0) as device, gdr_handle.import_gdr(device, handle_bytes) as shared:
             shared.write(b"gdr")
         with (
             receive(connection, timeout_ms=10_000) as message,

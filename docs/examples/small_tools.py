@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -26,7 +28,7 @@ from gdrkit import (
     units,
 )
 
-# Payloads whose every byte depends on its position and the seed.
+# Each byte of a payload depends on its position and the seed.
 data = pattern.payload(4096, seed=7)
 pattern.check(data, seed=7)
 assert pattern.find_mismatch(data, data[:100] + b"\0" + data[101:]) == 100
@@ -43,15 +45,15 @@ try:
     buffers.check_range(offset_bytes=10, length_bytes=10, size_bytes=15)
 except errors.UsageError as error:
     print(error, "->", exit_code.ExitCode.of(error).name)
-print(errors.errno_name(95))
+print(errors.errno_name(errno.EOPNOTSUPP))
 
-# A dma-buf of any exporter. The range owns a duplicate of the descriptor.
+# A DmabufRange is a range of a dma-buf, and owns a duplicate of its descriptor. Here a memfd replaces the dma-buf.
 memfd = os.memfd_create("exporter")
 os.truncate(memfd, 8192)
 with buffers.DmabufRange.from_fd(memfd, offset_bytes=4096) as dmabuf:
     assert dmabuf.length_bytes == 4096
 
-# Descriptors over a socket: close-on-exec, and an error if the message was truncated.
+# receive() takes descriptors from a socket. They are close-on-exec, and a truncated message is an error.
 own_socket, peer_socket = socket.socketpair()
 with own_socket, peer_socket:
     socket.send_fds(own_socket, [b"x"], [memfd])
@@ -61,7 +63,7 @@ with own_socket, peer_socket:
 os.close(memfd)
 
 
-# An object that holds a resource, and is counted until it is closed.
+# Each Resource is counted in handles.live() until it is closed.
 class ExampleResource(handles.Resource):
     """A resource whose release prints a line."""
 
@@ -75,6 +77,7 @@ class ExampleResource(handles.Resource):
 with ExampleResource():
     assert handles.live()["example"] == 1
 assert "example" not in handles.live()
+# A Handle alone adds an object of another class to this count.
 handle = handles.Handle("counted")
 handle.release()
 stack = handles.ReleaseStack()
@@ -83,9 +86,10 @@ stack.push(lambda: print("released first"))
 stack.run()
 
 
-# A lock and an object that a forked child does not inherit in a broken state.
+# A fork may copy a lock while another thread holds it. A ForkSafeLock is free in the child, and each registered object
+# can reset itself there.
 class Counter:
-    """A count that a forked child begins again."""
+    """A counter that is 0 again in a forked child."""
 
     def __init__(self) -> None:
         self.count = 1
@@ -93,7 +97,7 @@ class Counter:
         forks.register(self)
 
     def after_fork_in_child(self) -> None:
-        """Begin the count again in the child."""
+        """Reset the counter in the child."""
         self.count = 0
 
 
@@ -136,7 +140,7 @@ except errors.SetupMissing as error:
 engine = loader.LazyModule("gdrkit.gds._engine")
 print("imported at its first use:", loader.import_native("gdrkit.gds._engine").__name__, engine)
 missing_error = loader.setup_missing(
-    operation="dlopen", text="libx: not found", what_to_do="install x", default_errno=2
+    operation="dlopen", text="libx: not found", what_to_do="install x", default_errno=errno.ENOENT
 )
 assert isinstance(missing_error, errors.SetupMissing)
 paths = install_paths.install_paths()
@@ -152,7 +156,7 @@ children.kill_child(child)
 spawned_child = children.SpawnedChild()
 spawned_child.start(["/bin/sleep", "60"], os.environ, output_path=os.devnull, error_output_path=os.devnull)
 assert not spawned_child.end()
-assert spawned_child.returncode == -9
+assert spawned_child.returncode == -signal.SIGKILL
 thread = threading.Thread(target=lambda: None)
 thread.start()
 children.join_threads([thread], timeout_s=5)

@@ -1,4 +1,4 @@
-"""Start a program on software twins (libraries that emulate the hardware), with a plan of faults."""
+"""Start a program on software twins (libraries that emulate the hardware), which inject the faults of a plan."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ with tempfile.TemporaryDirectory() as store:
     command = [sys.executable, "-m", "gdrkit", "serve", "--store", store]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        # The line has the form: files at ADDRESS by NICS.
+        # The server prints "files at ADDRESS by NICS".
         address = server.stdout.readline().partition(" at ")[2].partition(" by ")[0]
         try:
             with (

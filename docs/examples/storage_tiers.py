@@ -13,7 +13,8 @@ with tempfile.TemporaryDirectory() as parent_folder:
         folder.mkdir()
     configuration = configure(tiers=[f"{tier}={folder}" for tier, folder in folders.items()], environ={})
     with TierManager(configuration) as tiers:
-        tiers.write_from("run-7/weights", b"a hundred accesses make a file hot")
+        tiers.write_from("run-7/weights", b"weights of a model")
+        # A hundred reads make the file hot, so auto_tier() moves it to the faster tier.
         for _ in range(100):
             with tiers.open("run-7/weights") as file:
                 assert file.read_into(bytearray(9)).bytes == 9

@@ -22,7 +22,7 @@ KIB = 1024
 
 @contextlib.contextmanager
 def run_agent(folder: str) -> Iterator[None]:
-    """Serve a folder by an agent in plain mode."""
+    """Run an agent in plain mode, which means that the mount is the folder with the files."""
     command = [sys.executable, "-m", "gdrkit", "agent", folder, "--store", folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -47,6 +47,7 @@ with tempfile.TemporaryDirectory() as mount, run_agent(mount):
         usrbio.make_ioring(mount, 8, for_read=True, priority=usrbio.IorPriority.HIGH) as read_ring,
         usrbio.make_ioring(mount, 8, for_read=False) as write_ring,
     ):
+        # The arguments of prepare() are the memory, whether it is filled from the file, the file, and the offset in it.
         (completion,) = (
             read_ring.prepare(iov[0:4096], True, fd, 16).submit().wait(min_results=1, timeout=timedelta(seconds=10))
         )
@@ -58,7 +59,8 @@ with tempfile.TemporaryDirectory() as mount, run_agent(mount):
         with usrbio.open_iovec(mount, iov.id, length_bytes=64 * KIB) as same_iov:
             assert bytes(memoryview(same_iov)[:4]) == b"0123"
 
-    # Memory of Python's module shared_memory, as in the binding of 3FS. read_file() reads a whole file in one call.
+    # make_iovec() accepts multiprocessing.shared_memory, like the Python binding of 3FS. read_file() reads a whole file
+    # in one call.
     shared_buffer = shared_memory.SharedMemory(create=True, size=64 * KIB)
     try:
         usrbio.make_iovec(shared_buffer, mount).close()  # type: ignore[arg-type]
@@ -86,17 +88,17 @@ with tempfile.TemporaryDirectory() as mount, run_agent(mount):
     usrbio.trim_gpu_pool()
     with usrbio.GpuSharedBuffer.create(mount, length_bytes=64 * KIB) as buffer:
         buffer.memory.write(b"shared")
-        buffer.synchronize(after_transfer=False)
+        buffer.synchronize(after_transfer=False)  # This call makes the write visible to NICs.
         handle = buffer.export()
         # Another process passes the handle to import_gpu_iovec, or the id to open_gpu_iovec.
         try:
             usrbio.import_gpu_iovec(mount, handle).close()
         except usrbio.UsrbioError as error:
-            print("in the process of the owner:", error)
+            print("the owner cannot import its own handle:", error)
         try:
             usrbio.open_gpu_iovec(mount, buffer.iovec.id, length_bytes=64 * KIB).close()
         except usrbio.UsrbioError as error:
-            print("in the process of the owner:", error)
+            print("the owner cannot open its own memory by id:", error)
 
     usrbio.hardlink(path, Path(mount) / "link")
     usrbio.punch_hole(fd, [0], [4096])

@@ -40,5 +40,5 @@ print("routes of this machine:", [status.name for status in report.route_statuse
 print(report.substrate_of(evidence.libraries(), facts))
 assert report.weakest([report.Substrate.HARDWARE, report.Substrate.TWIN]) is report.Substrate.TWIN
 
-# The files that a run writes into its folder.
+# A run writes these files into its folder.
 print([path.name for path in report.RunFolder("reports/runs/example").files])

@@ -24,11 +24,13 @@ CUDA = 2  # kDLCUDA
 CUDA_HOST = 3  # kDLCUDAHost
 CUDA_MANAGED = 13  # kDLCUDAManaged
 
-# Type code (kDLUInt), bits and lanes of bytes.
+# The DLDataType of bytes: type code (kDLUInt), bits of an element, lanes (elements of a vector type).
 BYTE_ELEMENT = (1, 8, 1)
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 
 
+# The layouts of DLTensor, DLManagedTensor and DLManagedTensorVersioned. The fields device_type and device_id are the
+# DLDevice, and the fields code, bits and lanes are the DLDataType.
 class _Tensor(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -81,7 +83,7 @@ _CAPSULE_NAMES = {name: ctypes.create_string_buffer(name) for name in _STRUCTURE
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """The tensor of a consumed capsule. The consumer calls ``release`` once when it no longer uses the tensor."""
+    """The tensor of a consumed capsule. The consumer must call ``release`` when it no longer uses the tensor."""
 
     address: int
     device_type: int
@@ -101,21 +103,24 @@ def consume(capsule: Any) -> Tensor:
     UsageError
         MALFORMED: `capsule` is not a DLPack capsule, was consumed before, or has an unknown version.
     """
-    name = next((name for name in _STRUCTURES if _is_valid_capsule(capsule, name)), None)
-    if name is None:
+    capsule_name = next(
+        (capsule_name for capsule_name in _STRUCTURES if _is_valid_capsule(capsule, capsule_name)), None
+    )
+    if capsule_name is None:
         message = f"{type(capsule).__name__} is not a DLPack capsule, or the capsule was consumed before"
         raise UsageError(message, reason=Reason.MALFORMED)
-    address = _get_capsule_pointer(capsule, name)
-    managed_tensor = _STRUCTURES[name].from_address(address)
-    if name == b"dltensor_versioned" and managed_tensor.major != 1:
+    address = _get_capsule_pointer(capsule, capsule_name)
+    managed_tensor = _STRUCTURES[capsule_name].from_address(address)
+    if capsule_name == b"dltensor_versioned" and managed_tensor.major != 1:
         # The capsule is not consumed. It still belongs to its producer, whose destructor deletes it.
         message = f"the version of DLPack must be 1, not {managed_tensor.major}.{managed_tensor.minor}"
         raise UsageError(message, reason=Reason.MALFORMED)
-    _rename_capsule(capsule, _CONSUMED_NAMES[name])
+    _rename_capsule(capsule, _CONSUMED_NAMES[capsule_name])
     tensor, dimension_count = managed_tensor.tensor, managed_tensor.tensor.ndim
     release_calls = itertools.count()
 
     def release() -> None:
+        # next() is atomic, so only the first call of several threads calls the deleter.
         if next(release_calls) == 0 and managed_tensor.deleter:
             _AddressCallback(managed_tensor.deleter)(address)
 
@@ -126,13 +131,13 @@ def consume(capsule: Any) -> Tensor:
         shape=tuple(tensor.shape[:dimension_count]),
         strides=tuple(tensor.strides[:dimension_count]) if tensor.strides else None,
         item_bits=tensor.bits * tensor.lanes,
-        read_only=bool(name == b"dltensor_versioned" and managed_tensor.flags & _READ_ONLY),
+        read_only=bool(capsule_name == b"dltensor_versioned" and managed_tensor.flags & _READ_ONLY),
         release=release,
     )
 
 
-# The exported tensors by the address of their structure. Each has the structure, its shape, and the function to call
-# when the consumer releases the tensor.
+# The exported tensors by the address of their structure: the structure, its shape, and the function to call when the
+# consumer releases the tensor. The entry keeps the structure and the shape alive until then.
 _exported_tensors: dict[int, tuple[Any, Any, Callable[[], None]]] = {}
 
 
@@ -142,15 +147,15 @@ def _delete_export(address: int) -> None:
 
 
 def _destroy_capsule(capsule: int) -> None:
-    # The capsule is being destroyed, so it is passed as a bare address and not as an object. A consumed capsule has
-    # another name and is skipped.
+    # An object in destruction must not get new references. So this function gets the address of the capsule, and calls
+    # the C API with addresses. A consumed capsule has another name, so nothing is deleted for it.
     is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _python_api))
-    pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+    get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
         ("PyCapsule_GetPointer", _python_api)
     )
-    for name in _STRUCTURES:
-        if is_valid(capsule, name):
-            _delete_export(pointer(capsule, name))
+    for capsule_name in _STRUCTURES:
+        if is_valid(capsule, capsule_name):
+            _delete_export(get_pointer(capsule, capsule_name))
 
 
 # Callbacks for C code. They live as long as this module.
@@ -183,8 +188,8 @@ def export(
     element : tuple of int
         Type code, bits and lanes of an element.
     """
-    name = b"dltensor_versioned" if is_versioned else b"dltensor"
-    managed_tensor = _STRUCTURES[name]()
+    capsule_name = b"dltensor_versioned" if is_versioned else b"dltensor"
+    managed_tensor = _STRUCTURES[capsule_name]()
     shape_array = (ctypes.c_int64 * len(shape))(*shape)
     shape_pointer = ctypes.cast(shape_array, ctypes.POINTER(ctypes.c_int64))
     managed_tensor.tensor = _Tensor(address, *device, len(shape), *element, shape_pointer, None, 0)
@@ -195,6 +200,6 @@ def export(
     _exported_tensors[structure_address] = (managed_tensor, shape_array, on_release)
     return _new_capsule(
         structure_address,
-        ctypes.cast(_CAPSULE_NAMES[name], ctypes.c_char_p),
+        ctypes.cast(_CAPSULE_NAMES[capsule_name], ctypes.c_char_p),
         ctypes.cast(_CAPSULE_DESTRUCTOR, ctypes.c_void_p),
     )

@@ -1,8 +1,8 @@
 """Calls of the CUDA driver API, by ``cuda.bindings`` and, where the bindings lack something, by ctypes.
 
 No other file of gdrkit imports ``cuda.bindings.driver``. libcuda is opened by the first call. Almost every call uses
-:func:`call`, which turns a CUresult into an exception with the operation, the number, its name and the arguments.
-Untyped values of the bindings do not leave this package. Source: the CUDA driver API reference.
+:func:`call`, which turns a CUresult other than success into an exception with the operation, the number, its name and
+the arguments. Untyped values of the bindings do not leave this package. Source: the CUDA driver API reference.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = [
 ]
 
 _SONAME = "libcuda.so.1"
-_DLOPEN = f"dlopen {_SONAME}"
-_IMPORT = "import cuda.bindings.driver"
+_DLOPEN_OPERATION = f"dlopen {_SONAME}"
+_IMPORT_OPERATION = "import cuda.bindings.driver"
 _DRIVER_ADVICE = "install the NVIDIA driver, or put the folder of a libcuda.so.1 on LD_LIBRARY_PATH"
 _DEVICE_FOLDER = Path("/dev")
 # The function cuPointerGetAttribute of the bindings and the attribute BUFFER_ID. Empty before the first use.
@@ -58,17 +58,17 @@ def _load_bindings() -> Any:
     """Return cuda.bindings.driver after checking that it can use libcuda."""
     # The bindings report every fault of libcuda as "not found". So this function opens the library first, to get the
     # real error. Afterwards the bindings get the same library by its SONAME.
-    loader.check_library(_SONAME, operation=_DLOPEN)
+    loader.check_library(_SONAME, operation=_DLOPEN_OPERATION)
     try:
         library = ctypes.CDLL(_SONAME)
     except OSError as error:
         raise loader.setup_missing(
-            operation=_DLOPEN, text=str(error), what_to_do=_DRIVER_ADVICE, default_errno=errno.ENOEXEC
+            operation=_DLOPEN_OPERATION, text=str(error), what_to_do=_DRIVER_ADVICE, default_errno=errno.ENOEXEC
         ) from error
     # cuda-bindings 13 looks up all other functions with cuGetProcAddress_v2, which libcuda has since CUDA 12.0.
     if not hasattr(library, "cuGetProcAddress_v2"):
         raise loader.setup_missing(
-            operation=_DLOPEN,
+            operation=_DLOPEN_OPERATION,
             text=f"{loader.find_library(_SONAME) or _SONAME}: undefined symbol: cuGetProcAddress_v2",
             what_to_do="",
             default_errno=errno.ELIBBAD,
@@ -77,7 +77,7 @@ def _load_bindings() -> Any:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise loader.setup_missing(
-            operation=_IMPORT,
+            operation=_IMPORT_OPERATION,
             text=str(error),
             what_to_do="pip install 'cuda-bindings>=13,<14'",
             default_errno=errno.ENOENT,
@@ -110,7 +110,7 @@ def initialize() -> None:
         reason, advice = Reason.NO_DEVICE, "check that nvidia-smi lists a GPU"
     elif status == _results.INVALID_VALUE:
         # cuInit(0) has no argument that could be wrong. So the library refused its configuration, such as a variable of
-        # the twin, and wrote the reason to stderr.
+        # the software twin, and wrote the reason to stderr.
         reason, advice = Reason.MALFORMED, "read the error that the library wrote to stderr, and correct what it names"
     elif status in {_results.OPERATING_SYSTEM, _results.UNKNOWN}:
         advice = "check that the kernel module nvidia is loaded and that /dev/nvidiactl exists"
@@ -166,11 +166,11 @@ def _load_buffer_id_query() -> None:
 
 
 def buffer_id(address: int) -> int:
-    """Return the BUFFER_ID of cuPointerGetAttribute. The call needs no current context (tested on an H200)."""
+    """Return the driver's id of the allocation at `address`. No current context is needed (tested on an H200)."""
     if not _buffer_id_query:
         _load_buffer_id_query()
     function, attribute = _buffer_id_query
-    result, value = function(attribute, address)
+    result, current_id = function(attribute, address)
     if int(result):
         raise _results.error_of(
             operation="cuPointerGetAttribute",
@@ -178,29 +178,29 @@ def buffer_id(address: int) -> int:
             status_name=_find_result_name(result),
             arguments={"attribute": attribute.name, "ptr": address},
         )
-    return int(value)
+    return int(current_id)
 
 
 def make_existence_check(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
-    """Return a function that checks whether all chunks of an allocation key still exist.
+    """Return a function that checks whether all allocations of `key` still exist.
 
-    The returned function returns True if the address of each chunk still has the buffer id of the key. It runs at every
-    hit of the region cache, so it avoids all overhead. For that, each address is converted to the type of the bindings
-    once, here, and not in each call. If cuPointerGetAttribute fails, the bindings return None in place of the id. None
-    is not equal to any id.
+    `key` has (address, length_bytes, buffer id) of each allocation. The returned function returns True if each address
+    still has its buffer id. It runs at every hit of the region cache, so it must be fast: each address is converted to
+    the type of the bindings only once, here. If cuPointerGetAttribute fails, the bindings return None in place of the
+    id, and None is not equal to any id.
     """
     if not _buffer_id_query:
         _load_buffer_id_query()
     function, attribute = _buffer_id_query
-    chunks = [
+    allocations = [
         (_load_bindings().CUdeviceptr(base_address), expected_id) for base_address, _length_bytes, expected_id in key
     ]
-    if len(chunks) == 1:
-        ((chunk_address, only_expected_id),) = chunks
-        return lambda: function(attribute, chunk_address)[1] == only_expected_id
+    if len(allocations) == 1:
+        ((allocation_address, only_expected_id),) = allocations
+        return lambda: function(attribute, allocation_address)[1] == only_expected_id
 
     def is_present() -> bool:
-        for address, expected_id in chunks:  # noqa: SIM110 - a generator costs as much as the call.
+        for address, expected_id in allocations:  # noqa: SIM110 - all() with a generator would double the time.
             if function(attribute, address)[1] != expected_id:
                 return False
         return True
@@ -244,17 +244,17 @@ def new_structure(name: str, /, **fields: Any) -> object:
     instance = getattr(_load_bindings(), name)()
     for field, value in fields.items():
         *outer_names, inner_name = field.split("__")
-        patched_object = instance
+        inner_structure = instance
         for outer_name in outer_names:
-            patched_object = getattr(patched_object, outer_name)
-        setattr(patched_object, inner_name, value)
+            inner_structure = getattr(inner_structure, outer_name)
+        setattr(inner_structure, inner_name, value)
     return instance
 
 
 @contextlib.contextmanager
-def push_context(handle: int) -> Iterator[None]:
-    """Make the context of `handle` current, and restore the previous one afterwards."""
-    call("cuCtxPushCurrent", ctx=handle)
+def push_context(context_handle: int) -> Iterator[None]:
+    """Make the context of `context_handle` current, and restore the previous one afterwards."""
+    call("cuCtxPushCurrent", ctx=context_handle)
     try:
         yield
     finally:
@@ -262,7 +262,7 @@ def push_context(handle: int) -> Iterator[None]:
 
 
 def uninitialized_bytes(length_bytes: int) -> bytes:
-    """Return new bytes with undefined content, for a copy to fill.
+    """Return a new bytes object with undefined content, into which the caller copies data at once.
 
     The C API allows the creator of a bytes object to write to it until other code sees it. This saves time for large
     sizes such as 64 MiB: ``bytes(n)`` would clear the memory first, and ``bytes(bytearray)`` would copy it afterwards.
@@ -275,9 +275,9 @@ def uninitialized_bytes(length_bytes: int) -> bytes:
 
 
 def array_at(address: int, length_bytes: int) -> Any:
-    """Return a ctypes array of the host bytes at an address, for views. It does not own the bytes.
+    """Return a ctypes array of the host bytes at an address, to make memory views of. It does not own the bytes.
 
-    A weak reference to the array shows whether a view still exists, because each view keeps the array alive.
+    Each view keeps the array alive. So a weak reference to the array shows whether a view still exists.
     """
     return (ctypes.c_ubyte * length_bytes).from_address(address)
 
@@ -292,7 +292,7 @@ def ipc_handle_bytes(address: int) -> bytes:
 
 
 def ipc_handle_from_bytes(data: bytes) -> object:
-    """Return a CUipcMemHandle made of these 64 bytes."""
+    """Return a CUipcMemHandle made of the 64 bytes in `data`."""
     handle = _load_bindings().CUipcMemHandle()
     ctypes.memmove(handle.getPtr(), data, _IPC_HANDLE_BYTES)
     return handle
@@ -310,7 +310,7 @@ def _make_missing_function_error(operation: str, error: RuntimeError) -> SetupMi
 
 
 def _find_permission_error() -> OSError | None:
-    """Return the error of opening a device node that exists and that this user may not open, or None."""
+    """Return the error of opening an NVIDIA device node that this user may not open, or None if there is none."""
     for path in sorted(_DEVICE_FOLDER.glob("nvidia*")):
         if not path.is_char_device():
             continue

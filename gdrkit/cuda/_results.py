@@ -54,7 +54,7 @@ _REASONS_AND_ADVICE: dict[int, tuple[Reason, str]] = {
 }
 
 # If this function returns NOT_SUPPORTED, the driver or the device cannot export dma-bufs at all.
-_DMABUF_EXPORT = "cuMemGetHandleForAddressRange"
+_DMABUF_EXPORT_FUNCTION = "cuMemGetHandleForAddressRange"
 _DMABUF_EXPORT_ADVICE = (
     "load the open NVIDIA kernel modules (CUDA 11.7 or newer, Linux 5.12 or newer), or use nvidia-peermem"
 )
@@ -65,7 +65,7 @@ def error_of(
 ) -> ApiError:
     """Return the exception for a CUresult that is not success: Unsupported for NOT_SUPPORTED, otherwise ApiError."""
     reason, what_to_do = _REASONS_AND_ADVICE.get(status, (Reason.OTHER, ""))
-    if operation == _DMABUF_EXPORT and status == NOT_SUPPORTED:
+    if operation == _DMABUF_EXPORT_FUNCTION and status == NOT_SUPPORTED:
         reason, what_to_do = Reason.DMABUF_EXPORT_UNSUPPORTED, _DMABUF_EXPORT_ADVICE
     error_class = Unsupported if status == NOT_SUPPORTED else ApiError
     return error_class(

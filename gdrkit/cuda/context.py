@@ -1,7 +1,7 @@
 """The primary context of a CUDA device.
 
 gdrkit shares the primary context of each device with all other code of the process (the CUDA runtime, PyTorch, ...).
-After each call, gdrkit makes the context current that was current before the call.
+Each call of gdrkit makes this context current for its duration, and then restores the previous one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceAttribute", "MemoryInfo", "PrimaryContext"]
 
+# Sizes of the buffers for the name and for the PCI address of a device.
 _NAME_BYTES = 256
 _PCI_BUS_ID_BYTES = 32
 _FLUSH_CURRENT_CONTEXT = 0  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
@@ -64,9 +65,9 @@ class MemoryInfo:
 class PrimaryContext(Closeable):
     """A CUDA device and its primary context; the base of :class:`~gdrkit.cuda.Device`.
 
-    Reading its properties needs no context. The primary context is retained at the first use that needs one.
-    :meth:`close` releases it after it has closed all memory, streams and events of this object, in the reverse order of
-    their creation.
+    The properties of the device can be read without the context. The first method that needs the context retains it
+    (cuDevicePrimaryCtxRetain). :meth:`close` first closes all memory, streams and events of this object, in the reverse
+    order of their creation, and then releases the context.
 
     Parameters
     ----------
@@ -77,9 +78,10 @@ class PrimaryContext(Closeable):
     def __init__(self, index: int) -> None:
         self.index = index
         self._cu_device = _driver.call_int("cuDeviceGet", ordinal=index)
-        # The CUcontext of the primary context once it is retained, and its handle for :func:`gdrkit.handles.live`.
-        # Calls that retain the context at the same time each add an item, and all but the first remove their item.
-        # There is no lock, because an interrupted thread, or a thread at the time of a fork, could hold it.
+        # The pair of the CUcontext and its handle for :func:`gdrkit.handles.live`. The list is empty until the first
+        # call of _retain(). If several calls retain the context at the same time, each adds an item, and all but the
+        # first remove theirs. A lock is not safe here: a signal handler would wait for the thread that it interrupted,
+        # and a forked child for a thread of its parent.
         self._retained_contexts: list[tuple[int, Handle]] = []
         self._release_actions = ReleaseStack()
         self._is_closed = False
@@ -117,7 +119,7 @@ class PrimaryContext(Closeable):
             yield
 
     def context_handle(self) -> int:
-        """Return the driver's handle of the primary context."""
+        """Return the driver's handle of the primary context (``CUcontext``)."""
         return self._retain()
 
     @property
@@ -131,7 +133,9 @@ class PrimaryContext(Closeable):
             _driver.call("cuCtxSynchronize")
 
     def flush_remote_writes(self) -> None:
-        """Make all earlier writes of NICs visible to the work of this device (cuFlushGPUDirectRDMAWrites, scope owner).
+        """Make all earlier writes of NICs visible to the work of this device.
+
+        The method calls cuFlushGPUDirectRDMAWrites with the scope TO_OWNER.
 
         Raises
         ------
@@ -164,8 +168,8 @@ class PrimaryContext(Closeable):
         Raises
         ------
         ApiError
-            Some objects could not be closed (the error of the first one). The device stays open and can be closed
-            again.
+            An object of this device could not be closed; if several fail, this is the first error. The device stays
+            open, and close() can be called again.
         """
         if self._is_closed:
             return
@@ -177,6 +181,7 @@ class PrimaryContext(Closeable):
         self._is_closed = True
 
     def _retain(self) -> int:
+        """Return the CUcontext of the primary context. The first call retains it."""
         if self._is_closed:
             resource = f"CUDA device {self.index}"
             raise ClosedResource(resource)
@@ -186,17 +191,17 @@ class PrimaryContext(Closeable):
     def _retain_first(self) -> int:
         handle = Handle("cuda.primary_context")
         try:
-            retained_context = _driver.call_int("cuDevicePrimaryCtxRetain", dev=self._cu_device), handle
+            context_and_handle = _driver.call_int("cuDevicePrimaryCtxRetain", dev=self._cu_device), handle
         except BaseException:
             handle.release()
             raise
-        self._retained_contexts.append(retained_context)
-        if self._retained_contexts[0] is not retained_context:
+        self._retained_contexts.append(context_and_handle)
+        if self._retained_contexts[0] is not context_and_handle:
             # Another thread or a signal handler has retained the context meanwhile.
-            self._retained_contexts.remove(retained_context)
+            self._retained_contexts.remove(context_and_handle)
             handle.release()
             _driver.call("cuDevicePrimaryCtxRelease", dev=self._cu_device)
-        return retained_context[0]
+        return context_and_handle[0]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.index}{', closed' if self._is_closed else ''})"

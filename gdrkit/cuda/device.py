@@ -1,4 +1,4 @@
-"""CUDA devices: their number, and one device with the memory, streams and events that are made from it."""
+"""CUDA devices: the count of them, and the class Device, which allocates memory and creates streams and events."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def device_count() -> int:
 
 
 def driver_version() -> tuple[int, int]:
-    """Return the CUDA version that the driver supports, such as ``(13, 0)``. The driver package has another version."""
-    version = _driver.call_int("cuDriverGetVersion")
+    """Return the CUDA version that the driver supports, such as ``(13, 0)``. It is not the driver's own version."""
+    version = _driver.call_int("cuDriverGetVersion")  # 1000 * major + 10 * minor
     return version // 1000, version % 1000 // 10
 
 

@@ -1,7 +1,8 @@
-"""Wrapping of device memory of other libraries (torch, cupy, numba, ...), by the two protocols that they share.
+"""Exchange of device memory with other libraries (torch, cupy, numba, ...) by the CUDA Array Interface or DLPack.
 
-The wrapper never frees the memory: the array owns it, and the wrapper keeps the array alive. Only contiguous arrays can
-be wrapped, because a NIC does not support strides. Sources: "CUDA Array Interface (Version 3)" of numba, and DLPack.
+`wrap` makes a buffer of an array of another library. It never frees the memory: the array owns it, and the buffer keeps
+the array alive. Only contiguous arrays can be wrapped, because a NIC does not support strides. `export_tensor` makes a
+DLPack capsule for another library. Sources: "CUDA Array Interface (Version 3)" of numba, and DLPack.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["ForeignArray", "describe", "dlpack_device", "export_tensor", "wrap"]
 
 _INTERFACE_VERSIONS = (2, 3)
-_TYPESTR = re.compile(r"[<>|=][a-zA-Z](\d+)")  # Byte order, type, and size in bytes, such as <f4.
-_LEGACY_DEFAULT_STREAM = 1  # CU_STREAM_LEGACY, which is also its number in DLPack.
+_TYPESTR_PATTERN = re.compile(r"[<>|=][a-zA-Z](\d+)")  # Byte order, type, and size in bytes, such as <f4.
+_LEGACY_DEFAULT_STREAM = 1  # CU_STREAM_LEGACY. DLPack uses the same number for this stream.
 
 
 @runtime_checkable
-class _HasInterface(Protocol):
+class _HasCudaArrayInterface(Protocol):
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
@@ -54,9 +55,9 @@ class ForeignArray:
     read_only : bool
         Whether the array must not be written to.
     stream : int or None
-        The stream on which work on the array may be pending. None: there is no stream to wait for.
+        Handle of the CUDA stream on which work on the array may be pending. None: there is no stream to wait for.
     release : callable
-        Function that tells the producer that the array is no longer used. It must be called once.
+        Function that tells the producer that the array is no longer used. It must be called exactly once.
     """
 
     address: int
@@ -69,16 +70,17 @@ class ForeignArray:
 def wrap(array: object, *, device: PrimaryContext, read_only: bool = False) -> BorrowedMemory:
     """Wrap an array of another library as device memory, without a copy.
 
-    This function waits for the stream that the array names. The wrapper keeps the array alive until it is closed.
+    If the array names a stream, this function waits until the work that is queued there is complete. The wrapper keeps
+    the array alive until the wrapper is closed.
 
     Parameters
     ----------
     array : object
         An object with ``__cuda_array_interface__`` (version 2 or 3) or ``__dlpack__``.
     device : PrimaryContext
-        The device that has the array.
+        The device whose memory contains the array.
     read_only : bool
-        Whether the caller promises that nothing writes to the array. Without this promise a read-only array is refused.
+        True accepts a read-only array too: the caller promises that nothing writes to it.
 
     Raises
     ------
@@ -105,7 +107,7 @@ def wrap(array: object, *, device: PrimaryContext, read_only: bool = False) -> B
 
 
 def dlpack_device(device_index: int | None) -> tuple[int, int]:
-    """Return DLPack's type and index of a device; of the host if `device_index` is None."""
+    """Return a device as DLPack's pair (type, index). A `device_index` of None means the host."""
     return (_dlpack.CPU, 0) if device_index is None else (_dlpack.CUDA, device_index)
 
 
@@ -150,7 +152,7 @@ def describe(array: object) -> ForeignArray:
 
     ``__cuda_array_interface__`` is preferred, because it names a stream. Otherwise ``__dlpack__`` is used.
     """
-    if isinstance(array, _HasInterface):
+    if isinstance(array, _HasCudaArrayInterface):
         return _parse_interface(array.__cuda_array_interface__)
     if isinstance(array, _HasDlpack):
         return _parse_dlpack(array)
@@ -159,23 +161,25 @@ def describe(array: object) -> ForeignArray:
 
 
 def _release_array(foreign_array: ForeignArray, _array: object) -> None:
-    # The memory stores the call of this function until the memory is closed. The stored call has a reference to the
-    # array, which keeps the array alive.
+    # `wrap` registers this call as a release action of the memory. Until the memory is closed, the reference to the
+    # array in that action keeps the array alive.
     foreign_array.release()
 
 
 def _release_owner(_owner: object) -> None:
-    # A partial of this function has the capsule's only reference to the owner. The partial is dropped after this call.
+    # The capsule keeps `_owner` alive only by the functools.partial that `export_tensor` makes of this function.
+    # `_dlpack` deletes the partial after this call, so there is nothing else to do.
     return
 
 
 def _parse_interface(interface: dict[str, Any]) -> ForeignArray:
+    # `data` is the pair (address, is_read_only).
     version, data, shape, typestr = (interface.get(name) for name in ("version", "data", "shape", "typestr"))
     if version not in _INTERFACE_VERSIONS:
         raise _make_malformed_error("version", version)
     if not (isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], int) and isinstance(data[1], bool)):  # noqa: PLR2004
         raise _make_malformed_error("data", data)
-    typestr_match = _TYPESTR.fullmatch(typestr) if isinstance(typestr, str) else None
+    typestr_match = _TYPESTR_PATTERN.fullmatch(typestr) if isinstance(typestr, str) else None
     if typestr_match is None:
         raise _make_malformed_error("typestr", typestr)
     if interface.get("mask") is not None:
@@ -183,7 +187,8 @@ def _parse_interface(interface: dict[str, Any]) -> ForeignArray:
         raise UsageError(message)
     stream = interface.get("stream")
     if stream is not None and (not isinstance(stream, int) or stream <= 0):
-        raise _make_malformed_error("stream", stream)  # 0 is forbidden, because it could mean two different streams.
+        # The interface forbids 0, because it could mean the legacy or the per-thread default stream.
+        raise _make_malformed_error("stream", stream)
     length_bytes = _count_contiguous_bytes(
         shape, interface.get("strides"), item_bytes=int(typestr_match[1]), has_byte_strides=True
     )

@@ -1,8 +1,8 @@
 """CUDA IPC: access to memory of cuMemAlloc from another process of the same machine.
 
 Imported memory cannot be exported as a dma-buf (CUDA_ERROR_INVALID_VALUE on an H200). Only the process that allocated
-the memory can register it by dma-buf, or pass the descriptor to another process. Source: "IPC" of the CUDA driver API
-reference.
+the memory can export one, in order to register it or to pass its descriptor to another process. Source: "IPC" of the
+CUDA driver API reference.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ def open_handle(device: PrimaryContext, handle: bytes, *, length_bytes: int | No
         MALFORMED: the handle does not have 64 bytes. BAD_ARGUMENT: the allocation is smaller than `length_bytes`.
         NO_DEVICE: another device has the memory.
     """
-    _check_length(handle)
+    _check_handle_length(handle)
     cleanup_stack = ReleaseStack()
     with device.current():
-        address = _open(handle)
+        address = _open_in_current_context(handle)
         cleanup_stack.push(lambda: _driver.call("cuIpcCloseMemHandle", dptr=address))
         try:
             _check_device(address, device)
             used_bytes = _resolve_length(address, length_bytes)
-            # SYNC_MEMOPS that the owner has set does not apply in this process.
+            # The owner has set SYNC_MEMOPS only for its own process, so this process sets it too.
             pointer.synchronize_copies(address)
         except BaseException as error:
             cleanup_stack.run_after(error)
@@ -83,27 +83,27 @@ def open_handle(device: PrimaryContext, handle: bytes, *, length_bytes: int | No
 def device_of_handle(handle: bytes) -> int:
     """Return the index, in this process, of the device that has the memory of an IPC handle.
 
-    The driver knows the device. A device number from the owner has no meaning here, because CUDA_VISIBLE_DEVICES gives
-    the devices other numbers in each process.
+    The function opens the handle, and asks the driver for the device. A device index from the owner would not help,
+    because CUDA_VISIBLE_DEVICES can give the devices other indices in each process.
 
     Raises
     ------
     ApiError
         The driver opens the handle on none of the devices. For the causes, see :func:`open_handle`.
     UsageError
-        MALFORMED: the handle does not have 64 bytes.
+        MALFORMED: the handle does not have 64 bytes. NO_DEVICE: this process has no CUDA device.
     SetupMissing
         CUDA is not available in this process.
     """
-    _check_length(handle)
-    count = _driver.call_int("cuDeviceGetCount")
-    for index in range(count):
+    _check_handle_length(handle)
+    device_count = _driver.call_int("cuDeviceGetCount")
+    for index in range(device_count):
         with PrimaryContext(index) as device, device.current():
             try:
-                address = _open(handle)
+                address = _open_in_current_context(handle)
             except ApiError:
-                if index < count - 1:
-                    continue  # The driver opens a handle only on devices that can access the memory.
+                if index < device_count - 1:
+                    continue  # Another device may open it: the driver requires one that can access the memory.
                 raise
             try:
                 return pointer.device_index(address)
@@ -113,13 +113,13 @@ def device_of_handle(handle: bytes) -> int:
     raise UsageError(message, reason=Reason.NO_DEVICE)
 
 
-def _check_length(handle: bytes) -> None:
+def _check_handle_length(handle: bytes) -> None:
     if len(handle) != HANDLE_BYTES:
         message = f"an IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}"
         raise UsageError(message, reason=Reason.MALFORMED)
 
 
-def _open(handle: bytes) -> int:
+def _open_in_current_context(handle: bytes) -> int:
     """Open a handle in the current context, and return the address of the memory."""
     return _driver.call_int(
         "cuIpcOpenMemHandle", handle=_driver.ipc_handle_from_bytes(handle), Flags=_LAZY_ENABLE_PEER_ACCESS

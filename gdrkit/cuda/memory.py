@@ -44,7 +44,7 @@ class CudaMemory(MemoryResource):
         return self.device.current()
 
     def buffer_id(self) -> int:
-        """Return the driver's buffer id of the allocation at the first byte."""
+        """Return the driver's buffer id of the allocation at the first byte. A later allocation has another id."""
         self._check_open()
         with self.device.current():
             return pointer.buffer_id(self.address)
@@ -63,7 +63,7 @@ class CudaMemory(MemoryResource):
     make_existence_check = staticmethod(pointer.make_existence_check)
 
     def allocation(self) -> BorrowedMemory:
-        """Return the chunks of :meth:`allocation_key` as one memory, from the first byte of the first to the last byte.
+        """Return a memory object that covers all chunks of :meth:`allocation_key`.
 
         Registering the returned memory registers every byte of these chunks. Closing it frees nothing.
         """
@@ -73,7 +73,7 @@ class CudaMemory(MemoryResource):
         return BorrowedMemory(self.device, kind=self.kind, address=base_address, length_bytes=length_bytes)
 
     def export_dmabuf(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> DmabufRange:
-        """Export this memory, or a part of it, as a new dma-buf. The caller closes it.
+        """Export this memory, or a part of it, as a new dma-buf. The caller must close the result.
 
         The driver exports whole host pages, so the range is widened to pages. ``offset_bytes`` of the result is the
         offset of the requested bytes in the dma-buf.
@@ -134,7 +134,10 @@ class CudaMemory(MemoryResource):
             _driver.call("cuMemcpyHtoD", dstDevice=address, srcHost=view, ByteCount=view.nbytes)
 
     def fill(self, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
-        """Set every byte of the range to `byte` (0 to 255), and wait until this is done. None means up to the end."""
+        """Set every byte of the range to `byte` (0 to 255), and wait until this is done.
+
+        A length of None means up to the end.
+        """
         self._check_open()
         length_bytes = self._resolve_length(offset_bytes, length_bytes)
         if not 0 <= byte <= 0xFF:  # noqa: PLR2004 - the largest byte.
@@ -170,7 +173,7 @@ class CudaMemory(MemoryResource):
     def __dlpack__(
         self,
         *,
-        stream: int | None = None,  # The methods of this class leave no work on any stream.
+        stream: int | None = None,  # It is ignored: the methods of this class leave no work on any stream.
         max_version: tuple[int, int] | None = None,
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
@@ -196,6 +199,8 @@ class CudaMemory(MemoryResource):
         )
 
     def _refuse_while_exported(self) -> None:
+        # close() runs this release action, and so fails, until the consumer releases the tensor and thus removes the
+        # action.
         message = "a consumer of DLPack still uses the memory"
         raise UsageError(message, reason=Reason.BUSY, what_to_do="delete the tensors that were made from it")
 

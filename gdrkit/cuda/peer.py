@@ -1,6 +1,7 @@
 """Direct access of one device to the memory of another.
 
-Without peer access the driver stages a copy between two devices through the host, and the copy still succeeds.
+Without peer access the driver stages a copy between two devices through the host. The copy still succeeds, so success
+does not prove that it was direct.
 """
 
 from __future__ import annotations

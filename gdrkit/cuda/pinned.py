@@ -1,6 +1,7 @@
 """Pinned host memory: pages that copy engines access without the driver's staging buffers.
 
-cuMemHostAlloc allocates the memory for every context of the process (PORTABLE).
+The flag CU_MEMHOSTALLOC_PORTABLE makes the memory pinned for every context of the process, not only for the context
+that allocates it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PinnedMemory(Resource):
         self.length_bytes = length_bytes
         with device.current():
             self._address = _driver.call_int("cuMemHostAlloc", bytesize=length_bytes, Flags=_PORTABLE)
-        # The ctypes array under all views. The reference is dead when no view exists.
+        # A weak reference to the ctypes array on which all views are based. It is dead when no view exists.
         self._view_base: weakref.ref[Any] | None = None
         super().__init__("cuda.pinned", name="pinned memory", on_close=device.on_close, size_bytes=length_bytes)
 

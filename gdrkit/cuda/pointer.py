@@ -1,6 +1,6 @@
-"""Queries of the driver about a device address, whichever library allocated the memory.
+"""Queries to the CUDA driver about a device address, whichever library allocated the memory.
 
-Source: ``cuPointerGetAttribute`` of the CUDA driver API. The numbers are values of ``CUpointer_attribute``.
+Source: ``cuPointerGetAttribute`` of the CUDA driver API.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ make_existence_check = _driver.make_existence_check
 
 
 class _Attribute(enum.IntEnum):
+    """Values of ``CUpointer_attribute``."""
+
     MEMORY_TYPE = 2
     SYNC_MEMOPS = 6
     IS_MANAGED = 8
@@ -58,20 +60,21 @@ def memory_kind(address: int) -> MemoryKind:
     neither managed, pooled nor VMM memory, and cannot be exported by CUDA IPC.
     """
     try:
-        memory_type = _query(_Attribute.MEMORY_TYPE, address)
+        memory_type = _query_attribute(_Attribute.MEMORY_TYPE, address)
     except ApiError as error:
         if error.status == _results.INVALID_VALUE:
             return MemoryKind.HOST
         raise
-    if _query(_Attribute.IS_MANAGED, address):
+    if _query_attribute(_Attribute.IS_MANAGED, address):
         return MemoryKind.CUDA_MANAGED
     if memory_type == _MEMORY_TYPE_HOST:
         return MemoryKind.HOST
-    if _query(_Attribute.MEMPOOL_HANDLE, address):
+    if _query_attribute(_Attribute.MEMPOOL_HANDLE, address):
         return MemoryKind.CUDA_POOL
     if _is_vmm(address):
         return MemoryKind.CUDA_VMM
-    return MemoryKind.CUDA if _query(_Attribute.IS_LEGACY_CUDA_IPC_CAPABLE, address) else MemoryKind.CUDA_IMPORTED
+    can_export_ipc = _query_attribute(_Attribute.IS_LEGACY_CUDA_IPC_CAPABLE, address)
+    return MemoryKind.CUDA if can_export_ipc else MemoryKind.CUDA_IMPORTED
 
 
 def buffer_id(address: int) -> int:
@@ -83,8 +86,8 @@ def buffer_id(address: int) -> int:
 
 
 def device_index(address: int) -> int:
-    """Return the number of the device that has the memory at `address`."""
-    return _query(_Attribute.DEVICE_ORDINAL, address)
+    """Return the index of the device that has the memory at `address`."""
+    return _query_attribute(_Attribute.DEVICE_ORDINAL, address)
 
 
 def address_range(address: int) -> AddressRange:
@@ -125,8 +128,8 @@ def synchronize_copies(address: int) -> None:
     """Make each synchronous copy of this memory return only when it is complete. The device's context must be current.
 
     Without this setting, a cuMemcpy of device memory may return early, and a NIC would read old data. VMM memory does
-    not support the attribute SYNC_MEMOPS (error 801 on an H200). For VMM memory, this function sets the flag of the
-    context, which has the same effect on all memory of the context.
+    not support the attribute SYNC_MEMOPS (CUDA_ERROR_NOT_SUPPORTED on an H200). For VMM memory, this function sets the
+    context's flag CU_CTX_SYNC_MEMOPS, which has the same effect on all memory of the context.
     """
     attribute = _driver.enum_member("CUpointer_attribute", _Attribute.SYNC_MEMOPS)
     try:
@@ -137,12 +140,13 @@ def synchronize_copies(address: int) -> None:
             _driver.call("cuCtxSetFlags", flags=flags | _CTX_SYNC_MEMOPS)
 
 
-def _query(attribute: _Attribute, address: int) -> int:
+def _query_attribute(attribute: _Attribute, address: int) -> int:
     member = _driver.enum_member("CUpointer_attribute", attribute)
     return _driver.call_int("cuPointerGetAttribute", attribute=member, ptr=address)
 
 
 def _is_vmm(address: int) -> bool:
+    # Only VMM memory has an allocation handle.
     try:
         handle = _driver.call_int("cuMemRetainAllocationHandle", addr=address)
     except ApiError as error:

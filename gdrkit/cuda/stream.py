@@ -1,7 +1,7 @@
 """Streams and events: asynchronous work of a device.
 
-Most methods are one driver call. A stream keeps the host buffers that it reads or fills alive until it was
-synchronized.
+Most methods are one driver call. A stream keeps the host buffers that it reads or fills alive until
+:meth:`Stream.synchronize`.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ if TYPE_CHECKING:
 __all__ = ["Event", "Stream", "wait_for"]
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit ordering with the default stream
-_EVENT_DEFAULT = 0
+_EVENT_DEFAULT = 0  # CU_EVENT_DEFAULT
 
 
 class _StreamOrEvent(Resource):
     """Base of streams and events."""
 
     _type_name = ""
+    # Name of the driver function that destroys the object, and of its parameter for the handle.
     _destroy_operation = ""
     _destroy_argument = ""
 
-    def __init__(self, device: PrimaryContext, handle: int) -> None:
+    def __init__(self, device: PrimaryContext, driver_handle: int) -> None:
         self.device = device
-        self._driver_handle = handle
+        self._driver_handle = driver_handle
         super().__init__(f"cuda.{self._type_name}", name=f"CUDA {self._type_name}", on_close=device.on_close)
 
     @property
     def handle(self) -> int:
-        """The driver's handle."""
+        """The driver's handle (``CUstream`` or ``CUevent``)."""
         self._check_open()
         return self._driver_handle
 

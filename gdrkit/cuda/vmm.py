@@ -31,7 +31,7 @@ _ACCESS_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 
 def granularity_bytes(device: PrimaryContext) -> int:
-    """Return the granularity in bytes. The size of a chunk must be a multiple of it (2 MiB on an H200)."""
+    """Return the allocation granularity in bytes (2 MiB on an H200). Chunk sizes must be multiples of it."""
     option = _driver.enum_member("CUmemAllocationGranularity_flags", _GRANULARITY_MINIMUM)
     with device.current():
         return _driver.call_int("cuMemGetAllocationGranularity", prop=_make_properties(device), option=option)
@@ -47,7 +47,7 @@ class VmmMemory(CudaMemory):
     def __init__(
         self, device: PrimaryContext, *, chunk_bytes: int, chunk_creators: Sequence[Callable[[], int]]
     ) -> None:
-        """Map one chunk for each of `chunk_creators`, which create or import a chunk and return its handle.
+        """Map one chunk for each of `chunk_creators`. Each of them creates or imports a chunk and returns its handle.
 
         Callers use :meth:`create` and :meth:`import_shareable` instead.
         """
@@ -65,7 +65,7 @@ class VmmMemory(CudaMemory):
 
     @classmethod
     def create(cls, device: PrimaryContext, length_bytes: int, *, chunk_bytes: int | None = None) -> Self:
-        """Allocate memory.
+        """Allocate device memory in one or more chunks, and map them.
 
         Parameters
         ----------
@@ -88,12 +88,12 @@ class VmmMemory(CudaMemory):
         if length_bytes <= 0 or (chunk_bytes is not None and chunk_bytes <= 0):
             message = f"length_bytes and chunk_bytes must be above 0, not {length_bytes} and {chunk_bytes}"
             raise UsageError(message)
-        rounded_bytes = align_up(chunk_bytes or length_bytes, alignment_bytes=granularity_bytes(device))
+        rounded_chunk_bytes = align_up(chunk_bytes or length_bytes, alignment_bytes=granularity_bytes(device))
         create_chunk = functools.partial(
-            _driver.call_int, "cuMemCreate", size=rounded_bytes, prop=_make_properties(device), flags=0
+            _driver.call_int, "cuMemCreate", size=rounded_chunk_bytes, prop=_make_properties(device), flags=0
         )
-        chunk_count = -(-length_bytes // rounded_bytes)  # The quotient is rounded up.
-        return cls(device, chunk_bytes=rounded_bytes, chunk_creators=[create_chunk] * chunk_count)
+        chunk_count = -(-length_bytes // rounded_chunk_bytes)  # The quotient is rounded up.
+        return cls(device, chunk_bytes=rounded_chunk_bytes, chunk_creators=[create_chunk] * chunk_count)
 
     @classmethod
     def import_shareable(cls, device: PrimaryContext, fds: Sequence[int], *, chunk_bytes: int) -> Self:
@@ -104,8 +104,8 @@ class VmmMemory(CudaMemory):
         device : PrimaryContext
             The device that has the chunks.
         fds : sequence of int
-            The descriptors of :meth:`export_shareable` in that process, in order. The caller can close them
-            afterwards.
+            The descriptors of :meth:`export_shareable` in that process, in order. The caller can close them after
+            this call.
         chunk_bytes : int
             Size of each chunk in bytes, as the owner states it. The driver does not report it.
         """
@@ -144,27 +144,27 @@ class VmmMemory(CudaMemory):
     ) -> int:
         """Reserve the address range, map the chunks into it and return its first address.
 
-        The undo of every completed step is added to `_undo_actions`.
+        After each step, the method pushes the action that undoes the step to `_undo_actions`.
         """
         base_address = _driver.call_int("cuMemAddressReserve", size=length_bytes, alignment=0, addr=0, flags=0)
         self._undo_actions.push(
             functools.partial(_driver.call, "cuMemAddressFree", ptr=base_address, size=length_bytes)
         )
-        for index, create_chunk in enumerate(chunk_creators):
-            chunk_address = base_address + index * self.chunk_bytes
-            handle = create_chunk()
-            self._chunk_handles.append(handle)
-            self._undo_actions.push(functools.partial(_driver.call, "cuMemRelease", handle=handle))
-            _driver.call("cuMemMap", ptr=chunk_address, size=self.chunk_bytes, offset=0, handle=handle, flags=0)
+        for chunk_index, create_chunk in enumerate(chunk_creators):
+            chunk_address = base_address + chunk_index * self.chunk_bytes
+            chunk_handle = create_chunk()
+            self._chunk_handles.append(chunk_handle)
+            self._undo_actions.push(functools.partial(_driver.call, "cuMemRelease", handle=chunk_handle))
+            _driver.call("cuMemMap", ptr=chunk_address, size=self.chunk_bytes, offset=0, handle=chunk_handle, flags=0)
             self._undo_actions.push(
                 functools.partial(_driver.call, "cuMemUnmap", ptr=chunk_address, size=self.chunk_bytes)
             )
-        flags = _driver.enum_member("CUmemAccess_flags", _ACCESS_READ_WRITE)
-        location = _driver.enum_member("CUmemLocationType", _LOCATION_DEVICE)
-        access = _driver.new_structure(
-            "CUmemAccessDesc", location__type=location, location__id=device.index, flags=flags
+        access_flags = _driver.enum_member("CUmemAccess_flags", _ACCESS_READ_WRITE)
+        location_type = _driver.enum_member("CUmemLocationType", _LOCATION_DEVICE)
+        access_descriptor = _driver.new_structure(
+            "CUmemAccessDesc", location__type=location_type, location__id=device.index, flags=access_flags
         )
-        _driver.call("cuMemSetAccess", ptr=base_address, size=length_bytes, desc=[access], count=1)
+        _driver.call("cuMemSetAccess", ptr=base_address, size=length_bytes, desc=[access_descriptor], count=1)
         pointer.synchronize_copies(base_address)
         return base_address
 

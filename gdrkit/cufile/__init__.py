@@ -1,6 +1,6 @@
 """Transfers between files and device memory by NVIDIA cuFile (GPUDirect Storage), with proof of their route.
 
-The import of this package loads no library; the first call of a function does. Only ``_cufile.py`` imports
+Importing this package loads no library; the first call of a function loads libcufile. Only ``_cufile.py`` imports
 ``cuda.bindings.cufile``, and only ``_kvikio.py`` imports kvikio.
 
 Example::

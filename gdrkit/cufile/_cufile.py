@@ -3,7 +3,7 @@
 The first call loads libcuda and then libcufile, because libcufile (1.20) loads without libcuda but then does not work.
 The bindings 13.5.0 lose errors of reads and writes: they return a negative CUfileOpError as a count, and raise a
 ValueError for an errno. This module converts both to exceptions with the error number. Memory that libcufile fills
-after a call has returned is allocated by ctypes. Source: ``cufile.h``.
+after a call has returned is allocated by ctypes, so that its address does not change. Source: ``cufile.h``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _BINDINGS_MODULE = "cuda.bindings.cufile"
 _OPAQUE_FD = 1  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
 _BATCH_MODE = 1  # CUFILE_BATCH
 _TEXT_BYTES_MAX = 4096  # Size of the buffer for a text parameter.
-_STATISTICS_FUNCTIONS = {1: "get_stats_l1", 2: "get_stats_l2", 3: "get_stats_l3"}
+_STATISTICS_FUNCTION_BY_LEVEL = {1: "get_stats_l1", 2: "get_stats_l2", 3: "get_stats_l3"}
 _INSTALL_ADVICE = (
     "install libcufile (of the CUDA toolkit, or pip install nvidia-cufile), or put its folder on LD_LIBRARY_PATH"
 )
@@ -87,6 +87,7 @@ def load() -> Any:
             what_to_do=pip_install("cufile"),
             default_errno=errno.ENOENT,
         ) from error
+    # The import of the bindings succeeds even without libcufile. This call shows whether they can use it.
     try:
         bindings.get_version()
     except RuntimeError as error:
@@ -96,8 +97,11 @@ def load() -> Any:
     return bindings
 
 
-def call(operation: str, function: str, /, **arguments: Any) -> Any:
-    """Call `function` of the bindings and return its result. `arguments` have the names and the order of the header.
+def call(operation: str, function_name: str, /, **arguments: Any) -> Any:
+    """Call a function of the bindings and return its result.
+
+    `operation` is the name of the function in ``cufile.h``, for errors. `arguments` have the names and the order of the
+    header.
 
     Raises
     ------
@@ -106,28 +110,28 @@ def call(operation: str, function: str, /, **arguments: Any) -> Any:
     SetupMissing
         The library cannot be used, or does not have the function.
     """
-    return _call(operation, function, arguments, error_arguments=arguments)
+    return _call(operation, function_name, arguments, error_arguments=arguments)
 
 
 def _call(
     operation: str,
-    function: str,
+    function_name: str,
     arguments: dict[str, Any],
     *,
     error_arguments: dict[str, Any],
-    results: list[Any] | None = None,
+    result_list: list[Any] | None = None,
 ) -> Any:
-    """Call `function` of the bindings and return its result. An error shows `error_arguments` instead of `arguments`.
+    """Call a function of the bindings and return its result. An error shows `error_arguments` instead of `arguments`.
 
-    If `results` is given, the result is appended to this list and not returned. No signal handler runs between the call
-    and the append, so that an interrupt cannot lose the result.
+    If `result_list` is given, the result is appended to this list and not returned. No signal handler runs between the
+    call and the append, so that an interrupt cannot lose the result.
     """
     bindings = load()
     try:
-        if results is not None:
-            results.extend(itertools.starmap(getattr(bindings, function), [tuple(arguments.values())]))
+        if result_list is not None:
+            result_list.extend(itertools.starmap(getattr(bindings, function_name), [tuple(arguments.values())]))
             return None
-        return getattr(bindings, function)(*arguments.values())
+        return getattr(bindings, function_name)(*arguments.values())
     except bindings.cuFileError as error:
         raise _results.error_of(
             operation=operation,
@@ -139,27 +143,27 @@ def _call(
         raise _make_wrong_abi_error(operation, error) from error
 
 
-def transfer(operation: str, function: str, /, **arguments: Any) -> int:
+def transfer(operation: str, function_name: str, /, **arguments: Any) -> int:
     """Call a read or write function of the bindings and return the number of bytes moved.
 
     Raises
     ------
     ApiError
-        The file system failed (``errno``), or libcufile did (a CUfileOpError as status).
+        The file system failed (``errno`` is set), or libcufile failed (``status`` is a CUfileOpError).
     """
     bindings = load()
     try:
-        moved_bytes = int(getattr(bindings, function)(*arguments.values()))
+        moved_bytes = int(getattr(bindings, function_name)(*arguments.values()))
     except bindings.cuFileError as error:
         raise _results.make_errno_error(
             operation=operation, error_number=int(error.status), arguments=_make_printable(arguments)
         ) from error
     except ValueError as error:
-        match = _ERRNO_PATTERN.match(str(error))
-        if match is None:
+        errno_match = _ERRNO_PATTERN.match(str(error))
+        if errno_match is None:
             raise
         raise _results.make_errno_error(
-            operation=operation, error_number=int(match[1]), arguments=_make_printable(arguments)
+            operation=operation, error_number=int(errno_match[1]), arguments=_make_printable(arguments)
         ) from error
     except (AttributeError, RuntimeError) as error:
         raise _make_wrong_abi_error(operation, error) from error
@@ -181,7 +185,10 @@ def format_version() -> str:
 
 
 def use_count() -> int:
-    """Call cuFileUseCount by ctypes and return its result. The bindings misread the result as an error status."""
+    """Return the use count of the driver in this process (cuFileUseCount).
+
+    The function is called by ctypes, because the bindings misread the result as an error status.
+    """
     load()
     function = ctypes.CDLL(_CUFILE_SONAME).cuFileUseCount
     function.restype = ctypes.c_long
@@ -189,9 +196,9 @@ def use_count() -> int:
 
 
 def register_file(fd: int, handles: list[int]) -> None:
-    """Register a descriptor by cuFileHandleRegister and append its CUfileHandle_t to a list."""
+    """Register a descriptor by cuFileHandleRegister and append its CUfileHandle_t to `handles`."""
     descriptor_struct = load().Descr()
-    # The constructor does not set the memory to zero, and libcufile would use the random contents.
+    # The constructor does not clear the 24 bytes of CUfileDescr_t, and libcufile would use the random contents.
     ctypes.memset(descriptor_struct.ptr, 0, ctypes.sizeof(ctypes.c_uint64) * 3)
     descriptor_struct.type = _OPAQUE_FD
     descriptor_struct.handle.fd = fd
@@ -200,20 +207,22 @@ def register_file(fd: int, handles: list[int]) -> None:
         "handle_register",
         {"descr": descriptor_struct.ptr},
         error_arguments={"fd": fd},
-        results=handles,
+        result_list=handles,
     )
 
 
-def make_io_vectors(parts: Sequence[tuple[int, int]]) -> Any:
-    """Return an array of CUfileIOVec_t with these addresses and lengths."""
-    vectors = load().IOVec(len(parts))
-    for index, (address, length_bytes) in enumerate(parts):
+def make_io_vectors(memory_ranges: Sequence[tuple[int, int]]) -> Any:
+    """Return an array of CUfileIOVec_t, one for each pair (address, length in bytes) of `memory_ranges`."""
+    vectors = load().IOVec(len(memory_ranges))
+    for index, (address, length_bytes) in enumerate(memory_ranges):
         vectors[index].base_ = address
         vectors[index].len = length_bytes
     return vectors
 
 
 class _IoParameters(ctypes.Structure):
+    """The structure CUfileIOParams_t."""
+
     _fields_ = (
         ("mode", ctypes.c_int),
         ("address", ctypes.c_void_p),
@@ -227,16 +236,21 @@ class _IoParameters(ctypes.Structure):
 
 
 class _IoEvent(ctypes.Structure):
+    """The structure CUfileIOEvents_t."""
+
     _fields_ = (("cookie", ctypes.c_void_p), ("status", ctypes.c_int), ("result", ctypes.c_ssize_t))
 
 
 def make_io_parameters(requests: Sequence[tuple[int, int, int, int, int, int, int]]) -> Any:
-    """Return CUfileIOParams_t of (file, opcode, address, file offset, buffer offset, length, cookie) tuples."""
+    """Return an array of CUfileIOParams_t.
+
+    A request is (CUfileHandle_t, opcode, address, file offset, buffer offset, length, cookie); sizes are in bytes.
+    """
     parameters = (_IoParameters * len(requests))()
-    for entry, (file, opcode, address, file_offset, buffer_offset, length_bytes, cookie) in zip(
+    for entry, (file_handle, opcode, address, file_offset, buffer_offset, length_bytes, cookie) in zip(
         parameters, requests, strict=True
     ):
-        entry.mode, entry.file, entry.opcode, entry.cookie = _BATCH_MODE, file, opcode, cookie
+        entry.mode, entry.file, entry.opcode, entry.cookie = _BATCH_MODE, file_handle, opcode, cookie
         entry.address, entry.length_bytes = address, length_bytes
         entry.file_offset, entry.buffer_offset = file_offset, buffer_offset
     return parameters
@@ -247,32 +261,35 @@ class _Timespec(ctypes.Structure):
 
 
 def fetch_batch_events(
-    batch: int, *, count_min: int, count_max: int, timeout_s: float | None
+    batch_id: int, *, count_min: int, count_max: int, timeout_s: float | None
 ) -> list[tuple[int, int, int]]:
-    """Call cuFileBatchIOGetStatus and return (cookie, status, result) of each event."""
+    """Call cuFileBatchIOGetStatus and return (cookie, status, result) of each event.
+
+    The call waits for `count_min` events, at most `timeout_s` seconds, or without limit if it is None.
+    """
     events = (_IoEvent * count_max)()
-    count = ctypes.c_uint(count_max)
+    event_count = ctypes.c_uint(count_max)
     timeout = _Timespec()
     if timeout_s is not None:
         timeout.seconds, timeout.nanoseconds = int(timeout_s), int(timeout_s % 1 * 1e9)
     call(
         "cuFileBatchIOGetStatus",
         "batch_io_get_status",
-        batch_idp=batch,
+        batch_idp=batch_id,
         min_nr=count_min,
-        nr=ctypes.addressof(count),
+        nr=ctypes.addressof(event_count),
         iocbp=ctypes.addressof(events),
         timeout=0 if timeout_s is None else ctypes.addressof(timeout),
     )
-    return [(int(event.cookie or 0), int(event.status), int(event.result)) for event in events[: count.value]]
+    return [(int(event.cookie or 0), int(event.status), int(event.result)) for event in events[: event_count.value]]
 
 
-def submit_batch(batch: int, parameters: Any) -> None:
+def submit_batch(batch_id: int, parameters: Any) -> None:
     """Submit the array of :func:`make_io_parameters` by cuFileBatchIOSubmit."""
     call(
         "cuFileBatchIOSubmit",
         "batch_io_submit",
-        batch_idp=batch,
+        batch_idp=batch_id,
         nr=len(parameters),
         iocbp=ctypes.addressof(parameters),
         flags=0,
@@ -309,7 +326,7 @@ def statistics(level: int) -> bytes:
     if library_version() < _layout.STATISTICS_VERSION_MIN:
         raise _results.make_missing_function_error(operation, version=format_version(), since="1.15")
     buffer = ctypes.create_string_buffer(_layout.BUFFER_BYTES)
-    call(operation, _STATISTICS_FUNCTIONS[level], stats=ctypes.addressof(buffer))
+    call(operation, _STATISTICS_FUNCTION_BY_LEVEL[level], stats=ctypes.addressof(buffer))
     return buffer.raw
 
 
@@ -332,9 +349,9 @@ def properties() -> tuple[int, ...]:
             ("max_batch_timeout_ms", ctypes.c_uint),
         )
 
-    values = Properties()
-    call("cuFileDriverGetProperties", "driver_get_properties", props=ctypes.addressof(values))
-    return tuple(int(getattr(values, name)) for name, _ in Properties._fields_)
+    filled_structure = Properties()
+    call("cuFileDriverGetProperties", "driver_get_properties", props=ctypes.addressof(filled_structure))
+    return tuple(int(getattr(filled_structure, name)) for name, _ in Properties._fields_)
 
 
 def get_string_parameter(parameter: int) -> str:
@@ -348,17 +365,20 @@ def set_string_parameter(parameter: int, text: str) -> None:
     call("cuFileSetParameterString", "set_parameter_string", param=parameter, desc_str=ctypes.addressof(buffer))
 
 
-def get_slab_arrays(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Call cuFileGetParameterPosixPoolSlabArray and return the sizes in KiB and the counts."""
-    sizes, counts = (ctypes.c_size_t * count)(), (ctypes.c_size_t * count)()
+def get_slab_arrays(slab_count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the buffer size in KiB and the number of buffers of each slab of the POSIX pool.
+
+    The function calls cuFileGetParameterPosixPoolSlabArray.
+    """
+    sizes_kib, counts = (ctypes.c_size_t * slab_count)(), (ctypes.c_size_t * slab_count)()
     call(
         "cuFileGetParameterPosixPoolSlabArray",
         "get_parameter_posix_pool_slab_array",
-        size_values=ctypes.addressof(sizes),
+        size_values=ctypes.addressof(sizes_kib),
         count_values=ctypes.addressof(counts),
-        len=count,
+        len=slab_count,
     )
-    return tuple(sizes), tuple(counts)
+    return tuple(sizes_kib), tuple(counts)
 
 
 def set_slab_arrays(sizes_kib: Sequence[int], counts: Sequence[int]) -> None:
@@ -386,7 +406,7 @@ def _load_library(soname: str, advice: str) -> None:
 
 
 def _make_wrong_abi_error(operation: str, error: Exception) -> SetupMissing:
-    """Return the exception for a function that libcufile does not have (the bindings raise a RuntimeError)."""
+    """Return the exception for a function that libcufile (RuntimeError) or the bindings (AttributeError) lack."""
     return loader.setup_missing(
         api=Api.CUFILE,
         operation=operation,

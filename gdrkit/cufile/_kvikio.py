@@ -38,7 +38,7 @@ __all__ = ["KvikioFile", "KvikioSettings", "KvikioTransfer", "apply_settings", "
 _INSTALL_ADVICE = "pip install --no-deps kvikio-cu13 libkvikio-cu13 rapids-logger, and numpy and packaging"
 _COMPAT_MODES = frozenset({"on", "off", "auto"})
 # A CUfileOpError number in the text of a kvikio exception.
-_CUFILE_STATUS = re.compile(r"\b(5\d{3})\b")
+_CUFILE_STATUS_PATTERN = re.compile(r"\b(5\d{3})\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class KvikioSettings:
 
 
 @functools.cache
-def _load() -> Any:
-    """Load libcuda and libcufile in the order that works, and return the module kvikio."""
+def _load_kvikio() -> Any:
+    """Load libcuda, then libcufile (see ``_cufile.py``), and return the module kvikio."""
     _cufile.load()
     try:
         importlib.import_module("kvikio.defaults")
@@ -82,26 +82,30 @@ def _load() -> Any:
 
 def kvikio_version() -> str:
     """Return the version of the kvikio package."""
-    return str(_load().__version__)
+    return str(_load_kvikio().__version__)
 
 
 def prefers_compat_mode() -> bool:
     """Return whether kvikio by default copies through host memory on this machine instead of using cuFile."""
-    _load()
+    _load_kvikio()
     return bool(importlib.import_module("kvikio.defaults").is_compat_mode_preferred())
 
 
 @contextlib.contextmanager
 def apply_settings(settings: KvikioSettings) -> Iterator[None]:
     """Apply the settings during the block. They apply to all threads of the process."""
-    kvikio = _load()
-    mode = getattr(kvikio.CompatMode, settings.compat_mode.upper())
-    values = {"num_threads": settings.thread_count, "task_size": settings.task_bytes, "compat_mode": mode}
-    with kvikio.defaults.set(values):
+    kvikio = _load_kvikio()
+    compat_mode = getattr(kvikio.CompatMode, settings.compat_mode.upper())
+    kvikio_settings = {
+        "num_threads": settings.thread_count,
+        "task_size": settings.task_bytes,
+        "compat_mode": compat_mode,
+    }
+    with kvikio.defaults.set(kvikio_settings):
         yield
 
 
-class _Array:
+class _DeviceArray:
     """A byte array at an address, with the interface that kvikio requires for device memory."""
 
     def __init__(self, address: int, length_bytes: int) -> None:
@@ -117,11 +121,11 @@ class _Array:
 class KvikioTransfer:
     """A transfer that the threads of kvikio execute."""
 
-    def __init__(self, future: Any, operation: str, memory_owners: object) -> None:
+    def __init__(self, future: Any, operation: str, kept_objects: object) -> None:
         self._future = future
         self._operation = operation
         # These references keep the memory and the file alive until the transfer is over.
-        self._memory_owners = memory_owners
+        self._kept_objects = kept_objects
 
     def bytes(self) -> int:
         """Wait for the transfer and return the number of bytes moved.
@@ -151,7 +155,7 @@ class KvikioFile:
     """
 
     def __init__(self, path: str | Path, mode: str = "r") -> None:
-        kvikio = _load()
+        kvikio = _load_kvikio()
         if mode not in {"r", "w", "r+"}:
             message = f"mode must be one of 'r', 'w', 'r+', not {mode!r}"
             raise UsageError(message)
@@ -164,15 +168,15 @@ class KvikioFile:
         self, memory: Memory, *, file_offset_bytes: int = 0, offset_bytes: int = 0, length_bytes: int | None = None
     ) -> KvikioTransfer:
         """Start a read into device memory; see :meth:`gdrkit.cufile.FileHandle.read`."""
-        transfer = BufferRange(memory, offset_bytes, length_bytes).at(file_offset_bytes)
-        return self._start("kvikio.pread", self._open_file().pread, transfer)
+        transfer_range = BufferRange(memory, offset_bytes, length_bytes).at(file_offset_bytes)
+        return self._start_transfer("kvikio.pread", self._require_open_file().pread, transfer_range)
 
     def write(
         self, memory: Memory, *, file_offset_bytes: int = 0, offset_bytes: int = 0, length_bytes: int | None = None
     ) -> KvikioTransfer:
         """Start a write from device memory; see :meth:`read`."""
-        transfer = BufferRange(memory, offset_bytes, length_bytes).at(file_offset_bytes)
-        return self._start("kvikio.pwrite", self._open_file().pwrite, transfer)
+        transfer_range = BufferRange(memory, offset_bytes, length_bytes).at(file_offset_bytes)
+        return self._start_transfer("kvikio.pwrite", self._require_open_file().pwrite, transfer_range)
 
     def close(self) -> None:
         """Close the file; a second close does nothing."""
@@ -182,12 +186,16 @@ class KvikioFile:
         self._is_closed = True
         self._handle.release()
 
-    def _start(self, operation: str, function: Callable[..., Any], transfer: TransferRange) -> KvikioTransfer:
-        array = _Array(transfer.address + transfer.offset_bytes, transfer.length_bytes)
-        future = _call(operation, lambda: function(array, transfer.length_bytes, transfer.file_offset_bytes))
-        return KvikioTransfer(future, operation, (array, transfer.memory, self))
+    def _start_transfer(
+        self, operation: str, function: Callable[..., Any], transfer_range: TransferRange
+    ) -> KvikioTransfer:
+        array = _DeviceArray(transfer_range.address + transfer_range.offset_bytes, transfer_range.length_bytes)
+        future = _call(
+            operation, lambda: function(array, transfer_range.length_bytes, transfer_range.file_offset_bytes)
+        )
+        return KvikioTransfer(future, operation, (array, transfer_range.memory, self))
 
-    def _open_file(self) -> Any:
+    def _require_open_file(self) -> Any:
         if self._is_closed:
             resource = "the kvikio file"
             raise ClosedResource(resource)
@@ -216,9 +224,10 @@ def _call(operation: str, function: Callable[[], Any]) -> Any:
 def _parse_error_text(operation: str, text: str) -> ApiError:
     """Return the exception for a RuntimeError of kvikio.
 
-    kvikio has no error numbers. The text of its exception contains the numbers of cuFile, and the names of some errnos.
+    Such an exception has no error number, but its text contains the number of a CUfileOpError, or for some errnos the
+    name, such as EBADF.
     """
-    statuses = map(int, _CUFILE_STATUS.findall(text))
+    statuses = map(int, _CUFILE_STATUS_PATTERN.findall(text))
     status = next((candidate for candidate in statuses if candidate in _results.NAMES), None)
     if status is not None:
         return _results.error_of(operation=operation, status=status, arguments={"text": text})

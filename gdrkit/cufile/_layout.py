@@ -25,7 +25,8 @@ __all__ = [
     "unpack_histograms",
 ]
 
-# The first version with a feature, in the form of cuFileGetVersion: 1000 x major + 10 x minor.
+# Each constant is the first version of libcufile with a feature, in the form of cuFileGetVersion: 1000 x major + 10 x
+# minor.
 STATISTICS_VERSION_MIN = 1150
 VECTORS_VERSION_MIN = 1190
 # cuFile 1.15 discards some sizes that were set before the driver opens (see parameters.py), and 1.18 keeps them. The
@@ -35,7 +36,7 @@ STAGED_SIZES_VERSION_MIN = 1180
 BUFFER_BYTES = 8192
 
 # Names of the counters in the order of the header. The first level has three groups: reads and writes, batches, and
-# vectors. Each group begins with pairs of counters (successes and errors), and single counters follow.
+# vectored reads and writes. Each group has pairs of counters (successes and errors), and then single counters.
 _READ_WRITE_PAIRS = (
     "read_ops",
     "write_ops",
@@ -110,7 +111,8 @@ AVERAGES: Mapping[str, tuple[str, str]] = {
     "readv_lat_avg_us": ("readv_lat_sum_us", "readv_ops"),
     "writev_lat_avg_us": ("writev_lat_sum_us", "writev_ops"),
 }
-# The counters of one GPU in the third level.
+# The second level has two histograms of 32 counters each: of read sizes, then of write sizes. The third level has the
+# number of GPUs, and then for each GPU its UUID and these counters.
 _GPU_COUNTER_NAMES = (
     "read_bytes",
     "read_bw_bytes_per_sec",
@@ -153,11 +155,11 @@ def _list_basic_names(version: int) -> Iterator[str]:
     groups = [(_READ_WRITE_PAIRS, _READ_WRITE_SINGLES), (_BATCH_PAIRS, _BATCH_SINGLES)]
     if version >= VECTORS_VERSION_MIN:
         groups.append((_VECTOR_PAIRS, _VECTOR_SINGLES))
-    for pairs, singles in groups:
-        for pair in pairs:
-            yield pair
-            yield f"{pair}_err"
-        yield from singles
+    for pair_names, single_names in groups:
+        for pair_name in pair_names:
+            yield pair_name
+            yield f"{pair_name}_err"
+        yield from single_names
 
 
 def unpack_basic_counters(buffer: bytes, *, version: int) -> Mapping[str, int]:
@@ -171,22 +173,22 @@ def unpack_basic_counters(buffer: bytes, *, version: int) -> Mapping[str, int]:
 
 def unpack_histograms(buffer: bytes, *, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the histograms of read sizes and of write sizes, from the second level."""
-    begin = _count_basic_bytes(version)
-    counts = struct.unpack_from(f"<{2 * _HISTOGRAM_COUNTERS}Q", buffer, begin)
+    offset = _count_basic_bytes(version)
+    counts = struct.unpack_from(f"<{2 * _HISTOGRAM_COUNTERS}Q", buffer, offset)
     return counts[:_HISTOGRAM_COUNTERS], counts[_HISTOGRAM_COUNTERS:]
 
 
 def unpack_gpu_counters(buffer: bytes, *, version: int) -> Iterator[tuple[bytes, Mapping[str, int]]]:
     """Yield the UUID and the counters of each GPU, from the third level."""
-    begin = _count_basic_bytes(version) + 2 * _HISTOGRAM_COUNTERS * _COUNTER_BYTES
-    (gpus_count,) = struct.unpack_from("<I", buffer, begin)
-    begin += 8  # The number of GPUs has 4 bytes, and 4 bytes of padding follow.
-    layout = struct.Struct(f"<{_UUID_BYTES}s{len(_GPU_COUNTER_NAMES)}Q")
-    for index in range(min(gpus_count, _GPUS_MAX)):
-        uuid, *values = layout.unpack_from(buffer, begin + index * layout.size)
-        yield uuid, dict(zip(_GPU_COUNTER_NAMES, values, strict=True))
+    offset = _count_basic_bytes(version) + 2 * _HISTOGRAM_COUNTERS * _COUNTER_BYTES
+    (gpu_count,) = struct.unpack_from("<I", buffer, offset)
+    offset += 8  # The number of GPUs has 4 bytes, and 4 bytes of padding follow.
+    gpu_entry = struct.Struct(f"<{_UUID_BYTES}s{len(_GPU_COUNTER_NAMES)}Q")
+    for gpu_index in range(min(gpu_count, _GPUS_MAX)):
+        uuid, *counter_values = gpu_entry.unpack_from(buffer, offset + gpu_index * gpu_entry.size)
+        yield uuid, dict(zip(_GPU_COUNTER_NAMES, counter_values, strict=True))
 
 
 def _count_basic_bytes(version: int) -> int:
-    """Return the size of the first level."""
+    """Return the size of the first level in bytes."""
     return len(tuple(_list_basic_names(version))) * _COUNTER_BYTES

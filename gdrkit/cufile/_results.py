@@ -97,8 +97,8 @@ NAMES: Mapping[int, str] = {
 
 _CUDA_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _CONTEXT_ADVICE = "make a CUDA context current in the calling thread"
-# For DRIVER_NOT_INITIALIZED of cuFileDriverOpen. cuFile 1.15 and 1.20 return it if there is no direct path and compat
-# mode is not allowed.
+# Advice if cuFileDriverOpen fails with DRIVER_NOT_INITIALIZED. In cuFile 1.15 and 1.20, this means that there is no
+# direct path and that compat mode is not allowed.
 _DIRECT_PATH_ADVICE = "load nvidia-fs or set up PCI P2PDMA, or allow compat mode (allow_compat_mode in cufile.json)"
 _UDEV_ADVICE = (
     "check whether the file is on tmpfs or udev's database is missing; gdrkit.cufile.obstacles reports the cause"
@@ -106,34 +106,36 @@ _UDEV_ADVICE = (
 
 _REASON_AND_ADVICE_BY_STATUS: dict[int, tuple[Reason, str]] = {
     DRIVER_NOT_INITIALIZED: (Reason.CLOSED, "open the driver first"),
-    5006: (Reason.BUSY, "wait until the driver is closed"),
+    5006: (Reason.BUSY, "wait until the driver is closed"),  # DRIVER_CLOSING
     PLATFORM_NOT_SUPPORTED: (Reason.NOT_SUPPORTED, ""),
     IO_NOT_SUPPORTED: (Reason.NOT_SUPPORTED, "allow compat mode, or put the file where a direct path exists"),
-    5009: (Reason.NOT_SUPPORTED, ""),
+    5009: (Reason.NOT_SUPPORTED, ""),  # DEVICE_NOT_SUPPORTED
     CUDA_DRIVER_ERROR: (Reason.OTHER, "see the CUresult (cu_err) for the error of the CUDA driver"),
-    5012: (Reason.NOT_DEVICE_MEMORY, ""),
+    5012: (Reason.NOT_DEVICE_MEMORY, ""),  # CUDA_POINTER_INVALID
     CUDA_MEMORY_TYPE_INVALID: (Reason.NOT_DEVICE_MEMORY, ""),
-    5014: (Reason.BAD_ARGUMENT, "stay inside the allocation"),
-    5016: (Reason.OUT_OF_MEMORY, "raise max_device_pinned_mem_size_kb, or register less"),
-    5017: (Reason.BAD_ARGUMENT, "stay inside the registered buffer"),
+    5014: (Reason.BAD_ARGUMENT, "stay inside the allocation"),  # CUDA_POINTER_RANGE_ERROR
+    5016: (Reason.OUT_OF_MEMORY, "raise max_device_pinned_mem_size_kb, or register less"),  # INVALID_MAPPING_SIZE
+    5017: (Reason.BAD_ARGUMENT, "stay inside the registered buffer"),  # INVALID_MAPPING_RANGE
     INVALID_FILE_TYPE: (Reason.BAD_ARGUMENT, "only regular files can be registered"),
     INVALID_FILE_OPEN_FLAG: (Reason.BAD_ARGUMENT, "open the file with O_DIRECT"),
     DIO_NOT_SET: (Reason.BAD_ARGUMENT, "open the file with O_DIRECT"),
     INVALID_VALUE: (Reason.BAD_ARGUMENT, ""),
-    5023: (Reason.BUSY, "deregister the memory first; it is already registered"),
-    5024: (Reason.BAD_ARGUMENT, "register the memory first"),
+    5023: (Reason.BUSY, "deregister the memory first; it is already registered"),  # MEMORY_ALREADY_REGISTERED
+    5024: (Reason.BAD_ARGUMENT, "register the memory first"),  # MEMORY_NOT_REGISTERED
     PERMISSION_DENIED: (Reason.NO_PERMISSION, ""),
-    5026: (Reason.BUSY, "set the parameter while the driver is closed"),
+    5026: (Reason.BUSY, "set the parameter while the driver is closed"),  # DRIVER_ALREADY_OPEN
     HANDLE_NOT_REGISTERED: (Reason.NOT_SUPPORTED, _UDEV_ADVICE),
-    5028: (Reason.BUSY, "use the existing handle; this descriptor is already registered"),
-    5029: (Reason.NO_DEVICE, ""),
+    5028: (Reason.BUSY, "use the existing handle; this descriptor is already registered"),  # HANDLE_ALREADY_REGISTERED
+    5029: (Reason.NO_DEVICE, ""),  # DEVICE_NOT_FOUND
+    # NVFS_SETUP_ERROR
     5033: (Reason.LIBRARY_MISSING, "load libcuda.so.1 first, and nvidia-fs if direct transfers need it"),
-    5034: (Reason.NOT_SUPPORTED, "enable direct transfers for this file in cufile.json"),
-    5036: (Reason.OUT_OF_MEMORY, "register less, or free device memory"),
-    5037: (Reason.BUSY, "fetch the results of the submitted transfers first"),
+    5034: (Reason.NOT_SUPPORTED, "enable direct transfers for this file in cufile.json"),  # IO_DISABLED
+    5036: (Reason.OUT_OF_MEMORY, "register less, or free device memory"),  # GPU_MEMORY_PINNING_FAILED
+    5037: (Reason.BUSY, "fetch the results of the submitted transfers first"),  # BATCH_FULL
     ASYNC_NOT_SUPPORTED: (Reason.NOT_SUPPORTED, ""),
-    5043: (Reason.OUT_OF_MEMORY, ""),
+    5043: (Reason.OUT_OF_MEMORY, ""),  # NOMEM_ERROR
 }
+# 5009 is DEVICE_NOT_SUPPORTED.
 _UNSUPPORTED_STATUSES = frozenset({PLATFORM_NOT_SUPPORTED, IO_NOT_SUPPORTED, 5009, ASYNC_NOT_SUPPORTED})
 
 _REASON_BY_ERRNO = {
@@ -148,7 +150,7 @@ _REASON_BY_ERRNO = {
 def error_of(
     *, operation: str, status: int, cuda_status: int | None = None, arguments: Mapping[str, object]
 ) -> ApiError:
-    """Return the exception for a CUfileOpError: ``Unsupported`` if the call can never work on this machine.
+    """Return the exception for a CUfileOpError. It is ``Unsupported`` if the call can never work on this machine.
 
     `cuda_status` is the CUresult of the error. The exception has it among its arguments, as ``cu_err``.
     """

@@ -97,7 +97,7 @@ class IoBatch:
     driver : Driver
         The open driver. If the batch is still open when the driver closes, the driver destroys the batch.
     capacity : int
-        Largest number of transfers whose results the caller has not fetched by :meth:`status`.
+        Largest number of outstanding transfers: the transfers whose results were not fetched by :meth:`status`.
 
     Raises
     ------
@@ -126,7 +126,7 @@ class IoBatch:
         return len(self._requests)
 
     def submit(self, requests: Sequence[BatchRequest]) -> None:
-        """Submit all of these transfers. If this raises, none is submitted.
+        """Submit the transfers. If the method raises an exception, it has submitted none of them.
 
         Raises
         ------
@@ -154,7 +154,7 @@ class IoBatch:
         Parameters
         ----------
         count_min : int
-            Number of results to wait for.
+            Smallest number of results to wait for. All results that are ready are returned.
         timeout_s : float or None
             Longest time to wait, in seconds. None: wait without limit until there are `count_min` results.
 
@@ -174,10 +174,10 @@ class IoBatch:
             raise UsageError(message)
         if not self._requests:
             return []
-        results = _cufile.fetch_batch_events(
+        raw_events = _cufile.fetch_batch_events(
             self._batch_id, count_min=count_min, count_max=max(self.capacity, 1), timeout_s=timeout_s
         )
-        events = [_parse_event(self._requests.pop(cookie), status, result) for cookie, status, result in results]
+        events = [_parse_event(self._requests.pop(cookie), status, result) for cookie, status, result in raw_events]
         if not self._requests:
             self._submitted_arrays.clear()
         return events
@@ -217,25 +217,28 @@ class IoBatch:
 
 def _pack_parameters(cookie: int, request: BatchRequest) -> tuple[int, int, int, int, int, int, int]:
     """Return the fields of CUfileIOParams_t; see :func:`gdrkit.cufile._cufile.make_io_parameters`."""
-    transfer = request.part.at(request.file_offset_bytes)
+    transfer_range = request.part.at(request.file_offset_bytes)
     return (
         request.handle.number,
         int(request.opcode),
-        transfer.address,
-        transfer.file_offset_bytes,
-        transfer.offset_bytes,
-        transfer.length_bytes,
+        transfer_range.address,
+        transfer_range.file_offset_bytes,
+        transfer_range.offset_bytes,
+        transfer_range.length_bytes,
         cookie,
     )
 
 
 def _parse_event(request: BatchRequest, status: int, result: int) -> BatchEvent:
-    state = BatchStatus(status)
+    # `result` is a number of bytes, a negative errno or a negative CUfileOpError.
+    final_status = BatchStatus(status)
     operation = f"batch {request.opcode.name.lower()}"
     arguments = {"file_offset": request.file_offset_bytes}
     error: ApiError | None = None
     if result < 0:
         error = _results.make_result_error(operation=operation, result=result, arguments=arguments)
-    elif state not in {BatchStatus.COMPLETE, BatchStatus.CANCELED}:
-        error = _results.make_batch_status_error(operation=operation, status_name=state.name, arguments=arguments)
-    return BatchEvent(request, state, 0 if error is not None else result, error)
+    elif final_status not in {BatchStatus.COMPLETE, BatchStatus.CANCELED}:
+        error = _results.make_batch_status_error(
+            operation=operation, status_name=final_status.name, arguments=arguments
+        )
+    return BatchEvent(request, final_status, 0 if error is not None else result, error)

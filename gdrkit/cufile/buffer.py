@@ -33,7 +33,7 @@ __all__ = [
     "find_registration",
 ]
 
-# The open registrations of this process, by the address of their first byte. libcufile has the same ones.
+# The open registrations of this process, by the address of their first byte; a copy of the table of libcufile.
 _registrations: dict[int, RegisteredBuffer] = {}
 # The largest value of off_t and ssize_t.
 _OFFSET_MAX = (1 << 63) - 1
@@ -102,7 +102,7 @@ class TransferRange(NamedTuple):
 
 
 def checked_length(memory: Memory, *, offset_bytes: int, length_bytes: int | None) -> int:
-    """Return the length of a part of the memory. `length_bytes` None means up to the end of the memory.
+    """Return the size of a part of the memory, in bytes. If `length_bytes` is None, it ends where the memory ends.
 
     Raises
     ------
@@ -114,11 +114,11 @@ def checked_length(memory: Memory, *, offset_bytes: int, length_bytes: int | Non
     if memory.closed:
         resource = "the memory"
         raise ClosedResource(resource)
-    length = memory.length_bytes - offset_bytes if length_bytes is None else length_bytes
-    if offset_bytes < 0 or length < 0 or offset_bytes + length > memory.length_bytes:
-        message = f"{length} bytes at offset {offset_bytes} are not inside memory of {memory.length_bytes} bytes"
+    part_bytes = memory.length_bytes - offset_bytes if length_bytes is None else length_bytes
+    if offset_bytes < 0 or part_bytes < 0 or offset_bytes + part_bytes > memory.length_bytes:
+        message = f"{part_bytes} bytes at offset {offset_bytes} are not inside memory of {memory.length_bytes} bytes"
         raise UsageError(message)
-    return length
+    return part_bytes
 
 
 class RegisteredBuffer:
@@ -145,7 +145,7 @@ class RegisteredBuffer:
         # The stream that got the newest asynchronous transfer of this memory.
         self._last_stream: CudaStream | None = None
         self._is_queueing_transfer = False
-        # A signal handler may call use_stream() while its thread has the lock.
+        # The lock is reentrant, because a signal handler may call use_stream() while its thread has the lock.
         self._lock = forks.ForkSafeLock(reentrant=True)
         with memory.current():
             _cufile.call(
@@ -164,7 +164,7 @@ class RegisteredBuffer:
 
     @contextlib.contextmanager
     def use_stream(self, stream: CudaStream, operation: str) -> Iterator[None]:
-        """Allow one stream at a time to transfer this memory. The block queues a transfer on `stream`.
+        """Check that no other stream still transfers this memory. The block queues a transfer on `stream`.
 
         In compat mode, libcufile 1.15 mixes up the bytes of several streams with one registration. The route of a
         transfer is not known before it ends, so several streams may be used only if compat mode is not allowed.
@@ -176,7 +176,7 @@ class RegisteredBuffer:
             such a block.
         """
         # The lock is held during the block, because a query of the stream shows no work until the transfer is queued.
-        # Another thread would use the memory on its own stream meanwhile.
+        # Without the lock, another thread could use the memory on its own stream before that.
         with self._lock:
             if self._is_queueing_transfer:
                 message = f"{operation} cannot use memory for which the interrupted call is queueing a transfer"
@@ -191,6 +191,7 @@ class RegisteredBuffer:
 
     def _check_stream(self, stream: CudaStream, operation: str) -> None:
         busy_stream = self._last_stream
+        # Bytes cannot be mixed up if the last stream was destroyed, is the same stream, or has done its work.
         if busy_stream is not None and (
             busy_stream.closed or busy_stream.handle == stream.handle or busy_stream.query()
         ):
@@ -211,7 +212,7 @@ class RegisteredBuffer:
         """Deregister the memory; a second close does nothing."""
         if self._is_closed:
             return
-        self._is_closed = True  # Before the call, so that a signal handler does not deregister the memory, too.
+        self._is_closed = True  # Set before the call, so that a signal handler does not deregister the memory again.
         try:
             with self.memory.current():
                 _cufile.call("cuFileBufDeregister", "buf_deregister", bufPtr_base=self._address)
@@ -239,9 +240,9 @@ def find_registration(address: int) -> RegisteredBuffer | None:
 class BufferCache:
     """A cache of registrations with cuFile, for later transfers. The methods are thread-safe.
 
-    An :class:`OwnedMemory` stays registered until its owner frees it, because the owner calls the cache before that.
-    Other memory is registered only while a transfer uses it, because freed memory that is still pinned would be lost
-    until the process ends.
+    An :class:`OwnedMemory` stays registered until its owner frees it: an action of ``before_release`` deregisters it in
+    time. Other memory is registered only while a transfer uses it, because memory that is freed while it is pinned
+    would be lost until the process ends.
 
     Parameters
     ----------
@@ -251,7 +252,7 @@ class BufferCache:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        # A signal handler may lease or free memory while its thread has the lock.
+        # The lock is reentrant, because a signal handler may lease or free memory while its thread has the lock.
         self._lock = forks.ForkSafeLock(reentrant=True)
         # The registrations by the address of their first byte.
         self._entries: dict[int, _CacheEntry] = {}
@@ -268,7 +269,7 @@ class BufferCache:
 
     @contextlib.contextmanager
     def lease(self, memory: Memory) -> Iterator[bool]:
-        """Keep memory registered during a block. The value of the block is whether the memory is registered.
+        """Keep memory registered during a block, if possible. The context manager yields whether it is registered.
 
         cuFile may refuse the memory, for example if too much memory is pinned. The cache then deregisters the memory
         that no transfer uses, and tries once more. Transfers of memory that is not registered work as well, through
@@ -290,7 +291,7 @@ class BufferCache:
         self._entries.clear()
 
     def _lease_registered(self, memory: Memory) -> _CacheEntry | None:
-        """Return the entry of registered memory with one more lease, or None."""
+        """Add a lease to the entry of the memory and return it. Return None if not all of the memory is registered."""
         entry = self._entries.get(memory.address)
         if entry is None:
             return None
@@ -301,16 +302,16 @@ class BufferCache:
         return None
 
     def _register(self, memory: Memory) -> _CacheEntry | None:
-        """Register the memory and return its entry with one lease, or None."""
+        """Register the memory and return its entry with one lease. Return None if it cannot be registered now."""
         if memory.closed or memory in self._refused_memories:
             return None
         # The entry exists before the registration, so that a signal handler neither registers nor frees the memory.
         entry = _CacheEntry(memory, lease_count=1)
-        existing = self._entries.setdefault(memory.address, entry)
-        if existing is not entry:
-            if existing.buffer is None or not existing.buffer.closed:
+        existing_entry = self._entries.setdefault(memory.address, entry)
+        if existing_entry is not entry:
+            if existing_entry.buffer is None or not existing_entry.buffer.closed:
                 return None  # cuFile accepts no second registration of an address.
-            self._entries[memory.address] = entry  # The driver has deregistered the memory when it was closed.
+            self._entries[memory.address] = entry  # The existing registration was closed together with the driver.
         try:
             if isinstance(memory, OwnedMemory) and memory.owned:
                 entry.stays_registered = True
@@ -324,6 +325,7 @@ class BufferCache:
         except BaseException as error:
             self._entries.pop(memory.address, None)
             entry.remove_release_callback()
+            # An ApiError or ClosedResource is not raised, because transfers work without the registration.
             if not isinstance(error, ApiError | ClosedResource):
                 raise
             if isinstance(error, ApiError):
@@ -346,7 +348,7 @@ class BufferCache:
             self._deregister(entry)
 
     def _deregister_unused(self) -> int:
-        """Deregister all memory that no transfer uses, and return how many registrations that were."""
+        """Deregister all memory that no transfer uses, and return the number of these registrations."""
         unused_entries = [entry for entry in tuple(self._entries.values()) if entry.lease_count == 0]
         for entry in unused_entries:
             self._deregister(entry)
@@ -386,7 +388,7 @@ class _CacheEntry:
 
 
 def _allows_compat_mode() -> bool:
-    """Return whether libcufile may copy through host memory. A version without this parameter may.
+    """Return whether libcufile may copy through host memory. Return True if libcufile does not have this parameter.
 
     The properties of the driver have the same flag, but their query makes transfers on streams fail
     (:meth:`gdrkit.cufile.Driver.properties`).

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Driver", "Properties", "library_version"]
 
-_COMPAT_BIT = 1 << 1  # CU_FILE_ALLOW_COMPAT_MODE
+_ALLOW_COMPAT_BIT = 1 << 1  # CU_FILE_ALLOW_COMPAT_MODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Properties:
     @property
     def allows_compat(self) -> bool:
         """Whether the library may copy through host memory if there is no direct path."""
-        return bool(self.control_flags & _COMPAT_BIT)
+        return bool(self.control_flags & _ALLOW_COMPAT_BIT)
 
 
 def library_version() -> tuple[int, int]:
@@ -57,7 +57,7 @@ def library_version() -> tuple[int, int]:
     Raises
     ------
     SetupMissing
-        There is no usable libcufile or no libcuda.
+        libcufile or libcuda is missing or cannot be used.
     """
     version = _cufile.library_version()
     return version // 1000, version % 1000 // 10
@@ -69,9 +69,9 @@ class Driver:
     Parameters
     ----------
     timeout_s : float or None
-        Longest time for a child process, in seconds. The child opens the driver first, because the open may hang (see
-        :mod:`gdrkit.cufile.probe`). None: start no child. Use None only if another process kills this process when it
-        hangs.
+        Before this process opens the driver, a child process tries it, because the open may hang (see
+        :mod:`gdrkit.cufile.probe`). `timeout_s` is the longest time for the child, in seconds. None: start no child.
+        Use None only if another process kills this process when it hangs.
 
     Raises
     ------
@@ -86,7 +86,7 @@ class Driver:
             probe.require(timeout_s=timeout_s)
         _cufile.load()
         _cufile.call("cuFileDriverOpen", "driver_open")
-        self._open_objects = ReleaseStack()
+        self._close_actions = ReleaseStack()
         self._handle = Handle("cufile.driver")
         self._is_closed = False
         self.statistics = Statistics()
@@ -99,7 +99,7 @@ class Driver:
     def properties(self) -> Properties:
         """Return the properties of the library and of nvidia-fs.
 
-        Call this while no transfer is in progress on a stream: with libcufile 1.15 on an H200 in compat mode, such
+        Call this only while no transfer is in progress on a stream: with libcufile 1.15 on an H200 in compat mode, such
         transfers end with EIO during the call. The call also sets ``parameters.Flag.FORCE_COMPAT_MODE`` to false.
         """
         self.check_open()
@@ -112,13 +112,13 @@ class Driver:
         return _cufile.use_count()
 
     def bar_size_kib(self, device_index: int) -> int:
-        """Return the BAR size of a GPU in KiB (cuFile 1.15)."""
+        """Return the BAR size of a GPU in KiB (cuFile 1.15 and newer)."""
         self.check_open()
         return int(_cufile.call("cuFileGetBARSizeInKB", "get_bar_size_in_kb", gpuIndex=device_index))
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Register `close` to be called before the driver is closed, and return a function that cancels this."""
-        return self._open_objects.push(close)
+        """Register `close` to be called before the driver is closed, and return a function that cancels the call."""
+        return self._close_actions.push(close)
 
     def check_open(self) -> None:
         """Raise :class:`~gdrkit.errors.ClosedResource` if the driver is closed."""
@@ -136,7 +136,7 @@ class Driver:
         """
         if self._is_closed:
             return
-        self._open_objects.run()
+        self._close_actions.run()
         _cufile.call("cuFileDriverClose", "driver_close")
         self._is_closed = True
         self._handle.release()

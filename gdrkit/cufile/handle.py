@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from gdrkit.cufile import _cufile, _layout, _results
 from gdrkit.cufile.buffer import BufferRange, find_registration
 from gdrkit.cufile.stream import PendingTransfer
-from gdrkit.errors import ClosedResource, Reason, UsageError
+from gdrkit.errors import ClosedResource, GdrkitError, Reason, UsageError
 from gdrkit.handles import Handle
 from gdrkit.text import format_count
 
@@ -37,7 +37,7 @@ class FileHandle:
         Descriptor of an open regular file. The caller owns the descriptor, and must close it after this object. Direct
         transfers require a descriptor with O_DIRECT.
     keep : object
-        The owner of the descriptor. It stays alive as long as the file is registered, also if this object is dropped.
+        The owner of the descriptor. It stays alive as long as the file is registered.
 
     Raises
     ------
@@ -55,10 +55,11 @@ class FileHandle:
         self.fd = fd
         self._descriptor_owner = keep
         self._native_handles: list[int] = []  # The CUfileHandle_t of the file, or empty before the registration.
-        # A stream reads and writes the arguments of its transfers after the call, so they must be kept alive.
-        self._pending: set[PendingTransfer] = set()
+        # These objects contain the arguments of asynchronous transfers. They are kept alive here, because the stream
+        # reads and writes the arguments after the call has returned.
+        self._pending_transfers: set[PendingTransfer] = set()
         self._is_closed = False
-        self._handle = Handle("cufile.file")
+        self._live_handle = Handle("cufile.file")
         self._remove_close_callback = driver.on_close(self.close)
         try:
             _cufile.register_file(fd, self._native_handles)
@@ -96,7 +97,7 @@ class FileHandle:
         Raises
         ------
         ApiError
-            The file system failed (``errno``), or cuFile did (a CUfileOpError as status).
+            The file system failed (``errno`` is set), or cuFile failed (``status`` is a CUfileOpError).
         UsageError
             An offset or a length is negative or too large, or the part is not inside the memory.
         """
@@ -110,11 +111,11 @@ class FileHandle:
         return self._transfer("cuFileWrite", "write", part, file_offset_bytes)
 
     def readv(self, parts: Sequence[BufferRange], *, file_offset_bytes: int = 0) -> int:
-        """Read a contiguous range of the file into several parts of memory (cuFile 1.19); see :meth:`read`."""
+        """Read a contiguous range of the file into several parts of memory (cuFile 1.19 or newer); see :meth:`read`."""
         return self._transfer_vectors("cuFileReadv", "readv", parts, file_offset_bytes)
 
     def writev(self, parts: Sequence[BufferRange], *, file_offset_bytes: int = 0) -> int:
-        """Write several parts of memory to a contiguous range (cuFile 1.19); see :meth:`readv`."""
+        """Write several parts of memory to a contiguous range of the file (cuFile 1.19 or newer); see :meth:`readv`."""
         return self._transfer_vectors("cuFileWritev", "writev", parts, file_offset_bytes)
 
     def read_async(
@@ -129,16 +130,16 @@ class FileHandle:
         """Queue a read on a CUDA stream; see :meth:`read`.
 
         All unfinished transfers of one registration of memory must be on the same stream, because libcufile 1.15 in
-        compat mode mixes up the bytes of several streams.
+        compat mode mixes up the bytes of transfers on different streams.
 
         Raises
         ------
         UsageError
-            ``BUSY``: the memory is registered, and another stream has not finished its work with it. A driver that does
-            not allow compat mode has no such limit.
+            ``BUSY``: the memory is registered, and another stream has not finished its work with it. This error is
+            raised only if the driver allows compat mode.
         """
         part = BufferRange(memory, offset_bytes, length_bytes)
-        return self._queue("cuFileReadAsync", "read_async", stream, part, file_offset_bytes)
+        return self._queue_transfer("cuFileReadAsync", "read_async", stream, part, file_offset_bytes)
 
     def write_async(
         self,
@@ -151,7 +152,7 @@ class FileHandle:
     ) -> PendingTransfer:
         """Queue a write on a CUDA stream; see :meth:`read_async`."""
         part = BufferRange(memory, offset_bytes, length_bytes)
-        return self._queue("cuFileWriteAsync", "write_async", stream, part, file_offset_bytes)
+        return self._queue_transfer("cuFileWriteAsync", "write_async", stream, part, file_offset_bytes)
 
     def close(self) -> None:
         """Deregister the file; a second close does nothing.
@@ -159,15 +160,15 @@ class FileHandle:
         Raises
         ------
         UsageError
-            ``BUSY``: a transfer of a stream is not complete.
+            ``BUSY``: a transfer that was queued on a stream is not complete.
         """
         if self._is_closed:
             return
-        unfinished_count = sum(not pending.done for pending in self._pending)
+        unfinished_count = sum(not transfer.done for transfer in self._pending_transfers)
         if unfinished_count:
             message = f"the file has {format_count(unfinished_count, 'pending transfer')} in streams"
             raise UsageError(message, reason=Reason.BUSY, what_to_do="synchronize the streams first")
-        self._pending.clear()
+        self._pending_transfers.clear()
         deregister = _cufile.load().handle_deregister
         # cuFileHandleDeregister reports no error. No signal handler runs between the next two statements, so that an
         # interrupt neither leaves the file registered nor deregisters it twice.
@@ -176,19 +177,19 @@ class FileHandle:
             deregister(native_handle)
         self._descriptor_owner = None
         self._remove_close_callback()
-        self._handle.release()
+        self._live_handle.release()
 
     def _transfer(self, operation: str, function_name: str, part: BufferRange, file_offset_bytes: int) -> int:
-        transfer = part.at(file_offset_bytes)
-        with transfer.memory.current():
+        transfer_range = part.at(file_offset_bytes)
+        with transfer_range.memory.current():
             return _cufile.transfer(
                 operation,
                 function_name,
                 fh=self.number,
-                bufPtr_base=transfer.address,
-                size=transfer.length_bytes,
-                file_offset=transfer.file_offset_bytes,
-                bufPtr_offset=transfer.offset_bytes,
+                bufPtr_base=transfer_range.address,
+                size=transfer_range.length_bytes,
+                file_offset=transfer_range.file_offset_bytes,
+                bufPtr_offset=transfer_range.offset_bytes,
             )
 
     def _transfer_vectors(
@@ -199,37 +200,45 @@ class FileHandle:
         if not parts:
             message = "parts must have at least one part of memory"
             raise UsageError(message)
-        transfers = [part.at(file_offset_bytes) for part in parts]
+        # Only the memory ranges of these objects are used: all but the first have a wrong file offset.
+        transfer_ranges = [part.at(file_offset_bytes) for part in parts]
         vectors = _cufile.make_io_vectors(
-            [(transfer.address + transfer.offset_bytes, transfer.length_bytes) for transfer in transfers]
+            [(part_range.address + part_range.offset_bytes, part_range.length_bytes) for part_range in transfer_ranges]
         )
-        with transfers[0].memory.current():
+        with transfer_ranges[0].memory.current():
             return _cufile.transfer(
                 operation, function_name, fh=self.number, iov=vectors, file_offset=file_offset_bytes, flags=0
             )
 
-    def _queue(
+    def _queue_transfer(
         self, operation: str, function_name: str, stream: CudaStream, part: BufferRange, file_offset_bytes: int
     ) -> PendingTransfer:
-        transfer = part.at(file_offset_bytes)
-        if find_registration(transfer.address) is None:
+        transfer_range = part.at(file_offset_bytes)
+        if find_registration(transfer_range.address) is None:
             # cuFile documents an offset in the buffer for registered memory only. For other memory, libcufile 1.15
             # fails with EIO in compat mode.
-            transfer = transfer._replace(address=transfer.address + transfer.offset_bytes, offset_bytes=0)
-        registration = find_registration(transfer.address)
-        pending = PendingTransfer(operation, stream, transfer, on_end=self._pending.discard)
+            transfer_range = transfer_range._replace(
+                address=transfer_range.address + transfer_range.offset_bytes, offset_bytes=0
+            )
+        registration = find_registration(transfer_range.address)
+        pending_transfer = PendingTransfer(operation, stream, transfer_range, on_end=self._pending_transfers.discard)
         with contextlib.nullcontext() if registration is None else registration.use_stream(stream, operation):
-            # The transfer is added before the call, because the stream may execute it at once.
-            self._pending.add(pending)
+            # The transfer is added before the call, because the stream may use its arguments at once.
+            self._pending_transfers.add(pending_transfer)
             try:
                 with stream.current():
                     _cufile.call(
-                        operation, function_name, fh=self.number, **pending.call_arguments(), stream=stream.handle
+                        operation,
+                        function_name,
+                        fh=self.number,
+                        **pending_transfer.call_arguments(),
+                        stream=stream.handle,
                     )
-            except BaseException:
-                self._pending.discard(pending)
+            except GdrkitError:
+                self._pending_transfers.discard(pending_transfer)
                 raise
-        return pending
+            # After another exception, such as an interrupt, the stream may use the arguments, so the transfer stays.
+        return pending_transfer
 
     def __enter__(self) -> Self:
         return self

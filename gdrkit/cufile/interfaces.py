@@ -44,14 +44,14 @@ class OwnedMemory(Memory, Protocol):
 
     @property
     def owned(self) -> bool:
-        """Whether closing the memory frees it. If not, other code frees it, without notice."""
+        """Whether closing the memory frees it. If not, other code may free it without informing gdrkit."""
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
         """Register `action` to run before the memory is freed, and return a function that removes it."""
 
 
 class CudaStream(Protocol):
-    """The interface of a CUDA stream. The streams of gdrkit.cuda have it."""
+    """The interface of a CUDA stream. The streams of gdrkit.cuda implement it."""
 
     @property
     def handle(self) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["NvidiaFs", "Tree", "read_nvidia_fs"]
 
 _PROC_FOLDER = "/proc/driver/nvidia-fs"
-_COUNTER = re.compile(r"([A-Za-z][\w()%/-]*)=(\d+)")
+_COUNTER_PATTERN = re.compile(r"([A-Za-z][\w()%/-]*)=(\d+)")
 _MIB_BYTES = 1 << 20
 
 
@@ -41,7 +41,7 @@ class NvidiaFs:
     process_count : int
         Number of processes that use nvidia-fs now.
     counters : mapping
-        Counters by line and name, such as ``Reads.ok`` and ``Writes.err``.
+        Counters by their line in the file and their name, such as ``Reads.ok`` and ``Writes.err``.
     modules : tuple of str
         Storage drivers that nvidia-fs supports, e.g. ``nvme``.
     """
@@ -62,21 +62,22 @@ class NvidiaFs:
 
 def read_nvidia_fs(tree: Tree) -> NvidiaFs | None:
     """Read and return the counters. Return None if nvidia-fs is not loaded."""
-    text = tree.text(f"{_PROC_FOLDER}/stats")
-    if text is None:
+    stats_text = tree.text(f"{_PROC_FOLDER}/stats")
+    if stats_text is None:
         return None
     counters: dict[str, int] = {}
     process_count = 0
-    for line in text.splitlines():
-        title, _, values = line.partition(":")
+    for line in stats_text.splitlines():
+        # A line is "Reads : n=5 ok=5 err=0 readMiB=1", for example.
+        title, _, counters_text = line.partition(":")
         line_name = title.strip()
         if line_name == "Active Process":
-            process_count = int(values) if values.strip().isdecimal() else 0
-        counters |= {f"{line_name}.{key}": int(value) for key, value in _COUNTER.findall(values)}
-    modules = tree.text(f"{_PROC_FOLDER}/modules") or ""
+            process_count = int(counters_text) if counters_text.strip().isdecimal() else 0
+        counters |= {f"{line_name}.{key}": int(value) for key, value in _COUNTER_PATTERN.findall(counters_text)}
+    modules_text = tree.text(f"{_PROC_FOLDER}/modules") or ""
     return NvidiaFs(
-        counting="IO stats: Enabled" in text,
+        counting="IO stats: Enabled" in stats_text,
         process_count=process_count,
         counters=counters,
-        modules=tuple(sorted({word for line in modules.splitlines() for word in line.split()[:1]})),
+        modules=tuple(sorted({name for line in modules_text.splitlines() for name in line.split()[:1]})),
     )

@@ -20,10 +20,10 @@ __all__ = ["Cause", "Obstacle", "file_storage", "obstacles", "request_obstacles"
 
 _UDEV_FOLDER = "/run/udev/data"
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-# File systems that hide the device with the data.
+# File systems that hide the device that stores their data.
 _LAYERED_FILE_SYSTEMS = frozenset({"overlay", "fuse", "9p"})
 _DIRECT_ALIGNMENT_BYTES = 4096
-# The file systems on block devices that libcufile supports. It finds their devices in udev's database.
+# libcufile supports these file systems on block devices, and finds the device of a file in udev's database.
 _BLOCK_FILE_SYSTEMS = frozenset({"ext4", "xfs"})
 
 
@@ -87,8 +87,8 @@ def file_storage(tree: Tree, fd: int) -> FileStorage:
     OSError
         The descriptor is not open.
     """
-    device = os.fstat(fd).st_dev
-    major, minor = os.major(device), os.minor(device)
+    device_number = os.fstat(fd).st_dev
+    major, minor = os.major(device_number), os.minor(device_number)
     return FileStorage(major, minor, _find_file_system(tree, f"{major}:{minor}"))
 
 

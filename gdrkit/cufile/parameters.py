@@ -1,7 +1,7 @@
 """The parameters of libcufile: functions that set and return them.
 
 Parameters can be set only while the driver is closed. The values are staged: they take effect when the driver opens.
-While the driver is closed, the functions return the staged value, which the driver may discard when it opens.
+While the driver is closed, a query returns the staged value, which the driver may discard when it opens.
 The numbers are taken from ``cufile.h`` 1.20. A library that does not know a parameter returns CU_FILE_INVALID_VALUE.
 """
 
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Size(enum.IntEnum):
-    """Numeric parameters (``CUFileSizeTConfigParameter_t``). Their names end with the unit."""
+    """Numeric parameters (``CUFileSizeTConfigParameter_t``). A name ends with the unit of the value, if it has one."""
 
     PROFILE_STATS = 0
     MAX_IO_QUEUE_DEPTH = 1
@@ -74,7 +74,7 @@ class Text(enum.IntEnum):
     LOG_DIR = 2
 
 
-# The parameters that cuFileDriverGetProperties reports. Older versions of libcufile discard their staged values.
+# The parameters that cuFileDriverGetProperties reports. libcufile 1.15 discards their staged values.
 _DRIVER_PROPERTIES = frozenset(
     {
         Size.MAX_DIRECT_IO_SIZE_KB,

@@ -27,7 +27,7 @@ __all__ = ["TIMEOUT_S", "ProbeResult", "main", "probe", "require"]
 TIMEOUT_S = 30.0
 _OPERATION = "cuFileDriverOpen in a child process"
 _QUOTED_OUTPUT_CHARACTERS_MAX = 400
-_OUTPUT_NAME, _ERROR_OUTPUT_NAME = "output", "error_output"
+_OUTPUT_FILE_NAME, _ERROR_OUTPUT_FILE_NAME = "output", "error_output"
 _PROC_MODULES = Path("/proc/modules")
 _NO_MODULES_ADVICE = "use a kernel with loadable modules: without /proc/modules, libcufile loops forever"
 
@@ -58,15 +58,16 @@ def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
         ``TIMEOUT``: the child did not end in time and was killed. Otherwise the error that the child reported.
     """
     with tempfile.TemporaryDirectory(prefix="gdrkit-cufile-") as folder:
-        status = _run_child(folder, timeout_s)
+        exit_status = _run_child(folder, timeout_s)
         output, error_output = (
-            (Path(folder) / name).read_text("utf-8", "backslashreplace") for name in (_OUTPUT_NAME, _ERROR_OUTPUT_NAME)
+            (Path(folder) / name).read_text("utf-8", "backslashreplace")
+            for name in (_OUTPUT_FILE_NAME, _ERROR_OUTPUT_FILE_NAME)
         )
     lines = output.splitlines()
-    result = json.loads(lines[-1]) if status == 0 and lines else None
+    result = json.loads(lines[-1]) if exit_status == 0 and lines else None
     if result is None:
         error_text = error_output.strip()[-_QUOTED_OUTPUT_CHARACTERS_MAX:]
-        detail = _describe_exit(status) + (f"; it printed: {error_text}" if error_text else "")
+        detail = _describe_exit(exit_status) + (f"; it printed: {error_text}" if error_text else "")
         raise _make_probe_error(detail, Reason.OTHER)
     if "failure" in result:
         raise _make_child_error(result["failure"])
@@ -74,9 +75,9 @@ def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
 
 
 def require(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
-    """Return the result of :func:`probe`. A success is cached.
+    """Return the result of :func:`probe`.
 
-    Once the driver has opened in a child process, it also opens in this process.
+    A success is cached: once the driver has opened in a child process, the open does not hang in this process either.
 
     Raises
     ------
@@ -122,8 +123,8 @@ def main() -> int:
 def _run_child(folder: str, timeout_s: float) -> int:
     """Run the child with its output in files of the folder, and return its exit status.
 
-    The child is in its own session, so Ctrl-C in the terminal does not reach it. Ctrl-C raises an exception in this
-    function, which then ends the child.
+    The child is in its own session, so Ctrl-C in the terminal does not reach it. Ctrl-C raises KeyboardInterrupt in
+    this function, and the function then ends the child.
     """
     child = SpawnedChild()
     try:
@@ -131,8 +132,8 @@ def _run_child(folder: str, timeout_s: float) -> int:
             [sys.executable, "-m", __name__],
             # Without this variable, libcufile writes its log into the current folder.
             {"CUFILE_LOGFILE_PATH": f"{folder}/cufile.log", **os.environ},
-            output_path=f"{folder}/{_OUTPUT_NAME}",
-            error_output_path=f"{folder}/{_ERROR_OUTPUT_NAME}",
+            output_path=f"{folder}/{_OUTPUT_FILE_NAME}",
+            error_output_path=f"{folder}/{_ERROR_OUTPUT_FILE_NAME}",
         )
         return child.wait(timeout_s)
     except subprocess.TimeoutExpired as error:

@@ -38,7 +38,7 @@ __all__ = [
 
 
 _NVFS_COUNTERS = ("Reads.ok", "Writes.ok")
-_UNEXPLAINED = Obstacle(
+_UNEXPLAINED_OBSTACLE = Obstacle(
     Cause.UNEXPLAINED,
     "libcufile copied through host memory, and gdrkit found no cause",
     "read the log of libcufile (CUFILE_LOGFILE_PATH)",
@@ -160,22 +160,24 @@ class RouteMonitor:
         """
         # Reset the proof, because an exception in the block must not leave the proof of earlier transfers.
         self.proof = Proof(Route.UNKNOWN, RouteState.UNPROVEN)
-        before, error_before = self._read_statistics()
+        statistics_before, error_before = self._read_statistics()
         nvfs_before = read_nvidia_fs(self._tree)
         yield self
-        after, error_after = self._read_statistics()
-        delta = None if before is None or after is None else after.since(before)
+        statistics_after, error_after = self._read_statistics()
+        delta = (
+            None if statistics_before is None or statistics_after is None else statistics_after.since(statistics_before)
+        )
         nvfs = (nvfs_before, read_nvidia_fs(self._tree))
         statistics_error = error_before or error_after
         self.proof = proof_from_counters(delta=delta, nvfs=nvfs, causes=request, statistics_error=statistics_error)
         if self.proof.state is not RouteState.PROVEN:
-            # Only a missing proof needs the causes. The search for them reads several files, which takes longer than a
-            # short transfer.
+            # The causes are searched only if there is no proof, because the search reads several files, which takes
+            # longer than a short transfer.
             causes = (*request, *obstacles(self._tree, fd, compat_forced=_is_compat_forced()))
             self.proof = proof_from_counters(delta=delta, nvfs=nvfs, causes=causes, statistics_error=statistics_error)
 
     def _read_statistics(self) -> tuple[StatisticsSnapshot | None, str]:
-        """Return the statistics of libcufile, or None and the error."""
+        """Return the statistics of libcufile and an empty text, or None and the text of the error."""
         try:
             return self._driver.statistics.snapshot(), ""
         except ApiError as error:
@@ -202,16 +204,22 @@ def proof_from_counters(
     statistics_error : str
         The error if libcufile returned no statistics.
     """
-    counts = _count_transfers_by_route(delta) if delta is not None else {}
-    direct_counts = {route: counts.get(route, 0) for route in (Route.P2P, Route.NVFS)}
+    counts_by_route = _count_transfers_by_route(delta) if delta is not None else {}
+    direct_counts = {route: counts_by_route.get(route, 0) for route in (Route.P2P, Route.NVFS)}
     increases = _select_transfer_counters(delta)
-    if counts.get(Route.POSIX):
-        return Proof(Route.POSIX, RouteState.FELL_BACK, "cufile statistics", increases, causes or (_UNEXPLAINED,))
+    if counts_by_route.get(Route.POSIX):
+        return Proof(
+            Route.POSIX, RouteState.FELL_BACK, "cufile statistics", increases, causes or (_UNEXPLAINED_OBSTACLE,)
+        )
     if uncounted_count := _count_transfers_without_route(delta):
-        text = f"libcufile does not count the route of {format_count(uncounted_count, 'transfer')}"
+        cause_text = f"libcufile does not count the route of {format_count(uncounted_count, 'transfer')}"
         advice = "use FileHandle.read and write instead of batches and vectors, because libcufile counts their routes"
         return Proof(
-            Route.UNKNOWN, RouteState.UNPROVEN, "", increases, (Obstacle(Cause.NOT_COUNTED, text, advice), *causes)
+            Route.UNKNOWN,
+            RouteState.UNPROVEN,
+            "",
+            increases,
+            (Obstacle(Cause.NOT_COUNTED, cause_text, advice), *causes),
         )
     if any(direct_counts.values()):
         route = max(direct_counts, key=lambda candidate: direct_counts[candidate])
@@ -220,9 +228,9 @@ def proof_from_counters(
     if before is not None and after is not None and _is_nvfs_proven(before, after):
         nvfs_increases = {name: after.increase(before, name) for name in _NVFS_COUNTERS}
         return Proof(Route.NVFS, RouteState.PROVEN, "nvidia-fs counters", nvfs_increases)
-    text = statistics_error or "no counter of libcufile or nvidia-fs has increased"
+    cause_text = statistics_error or "no counter of libcufile or nvidia-fs has increased"
     advice = "start the statistics at level 3 (Driver.statistics.start), with cuFile 1.15 or newer"
-    return Proof(Route.UNKNOWN, RouteState.UNPROVEN, "", increases, (Obstacle(Cause.NOT_COUNTED, text, advice),))
+    return Proof(Route.UNKNOWN, RouteState.UNPROVEN, "", increases, (Obstacle(Cause.NOT_COUNTED, cause_text, advice),))
 
 
 def failed_registration_proof(tree: Tree, fd: int, error: ApiError) -> Proof:
@@ -235,20 +243,20 @@ def failed_registration_proof(tree: Tree, fd: int, error: ApiError) -> Proof:
 
 def _count_transfers_by_route(delta: StatisticsSnapshot) -> dict[Route, int]:
     """Return the number of transfers on each route that libcufile counts."""
-    counts = {
+    counts_by_route = {
         route: delta.total(f"n_{route.value}_reads") + delta.total(f"n_{route.value}_writes")
         for route in (Route.P2P, Route.NVFS, Route.POSIX)
     }
-    # libcufile counts batches in the first level, and some versions count them in the third level, too. The larger
-    # POSIX count is returned, so that a batch through host memory is visible even beside direct reads.
+    # libcufile counts batches in the first level of its statistics, and some versions count them in the third level,
+    # too. The larger POSIX count is returned, so that a batch through host memory is visible even beside direct reads.
     batch_counts = {
         Route.P2P: delta.basic.get("batch_p2p_submit_ops", 0),
         Route.NVFS: delta.basic.get("batch_nvfs_submit_ops", 0),
         Route.POSIX: delta.basic.get("batch_posix_enqueued_ops", 0),
     }
-    if not any(counts.values()):
+    if not any(counts_by_route.values()):
         return batch_counts
-    return counts | {Route.POSIX: max(counts[Route.POSIX], batch_counts[Route.POSIX])}
+    return counts_by_route | {Route.POSIX: max(counts_by_route[Route.POSIX], batch_counts[Route.POSIX])}
 
 
 def _count_transfers_without_route(delta: StatisticsSnapshot | None) -> int:
@@ -259,19 +267,19 @@ def _count_transfers_without_route(delta: StatisticsSnapshot | None) -> int:
     """
     if delta is None:
         return 0
-    counted_batches = sum(delta.basic.get(f"batch_{route}_submit_ops", 0) for route in ("p2p", "nvfs"))
-    return max(0, delta.basic.get("batch_total_submit_ops", 0) - counted_batches)
+    transfers_with_route = sum(delta.basic.get(f"batch_{route}_submit_ops", 0) for route in ("p2p", "nvfs"))
+    return max(0, delta.basic.get("batch_total_submit_ops", 0) - transfers_with_route)
 
 
 def _select_transfer_counters(delta: StatisticsSnapshot | None) -> dict[str, int]:
     """Return the increases of the counters of transfers (totals over all GPUs) and of batches."""
     if delta is None:
         return {}
-    names = sorted({name for gpu in delta.gpus for name in gpu.counters if name.startswith("n_")})
+    gpu_counter_names = sorted({name for gpu in delta.gpus for name in gpu.counters if name.startswith("n_")})
     batch_counters = {
         name: value for name, value in delta.basic.items() if name.startswith("batch_") and "_ops" in name
     }
-    return {name: delta.total(name) for name in names} | batch_counters
+    return {name: delta.total(name) for name in gpu_counter_names} | batch_counters
 
 
 def _is_nvfs_proven(before: NvidiaFs, after: NvidiaFs) -> bool:

@@ -1,7 +1,7 @@
 """The statistics of libcufile (cuFile 1.15 and newer): counters of the whole process, in three levels.
 
 For each GPU, the third level counts the transfers that went peer to peer, through nvidia-fs, or through host memory
-(POSIX). libcufile reports the route of transfers nowhere else.
+(POSIX). Only batches have counters of their routes in the first level, too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["GpuCounters", "Level", "Statistics", "StatisticsSnapshot"]
 
 # Names of rates, which libcufile derives from counters.
-_RATE_NAME = re.compile(r"_bw(_|$)|_per_sec$|_utilization$")
+_RATE_NAME_PATTERN = re.compile(r"_bw(_|$)|_per_sec$|_utilization$")
 # Values about the last batch are not counters.
 _LAST_BATCH_PREFIX = "last_batch_"
 
 
 class Level(enum.IntEnum):
-    """The level of statistics."""
+    """The level of statistics. ``SIZES`` adds histograms of the sizes, and ``PER_GPU`` the counters of each GPU."""
 
     OFF = 0
     BASIC = 1
@@ -80,8 +80,8 @@ class StatisticsSnapshot:
         gpus_before = {gpu.uuid: gpu.counters for gpu in before.gpus}
         return StatisticsSnapshot(
             basic=_compute_increases(self.basic, before.basic),
-            read_sizes=_subtract(self.read_sizes, before.read_sizes),
-            write_sizes=_subtract(self.write_sizes, before.write_sizes),
+            read_sizes=_subtract_histograms(self.read_sizes, before.read_sizes),
+            write_sizes=_subtract_histograms(self.write_sizes, before.write_sizes),
             gpus=tuple(
                 GpuCounters(gpu.uuid, increases)
                 for gpu in self.gpus
@@ -161,13 +161,13 @@ class Statistics:
             )
 
 
-def _compute_increases(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+def _compute_increases(counters_now: Mapping[str, int], counters_before: Mapping[str, int]) -> dict[str, int]:
     """Return the increase of each counter that has changed; see :meth:`StatisticsSnapshot.since`."""
     increases: dict[str, int] = {}
-    for name, value in now.items():
-        if value == before.get(name, 0) or _RATE_NAME.search(name):
+    for name, value in counters_now.items():
+        if value == counters_before.get(name, 0) or _RATE_NAME_PATTERN.search(name):
             continue
-        increases[name] = value if name.startswith(_LAST_BATCH_PREFIX) else value - before.get(name, 0)
+        increases[name] = value if name.startswith(_LAST_BATCH_PREFIX) else value - counters_before.get(name, 0)
     for average_name, (sum_name, count_name) in _layout.AVERAGES.items():
         increases.pop(average_name, None)
         if increases.get(count_name, 0) > 0:
@@ -175,7 +175,7 @@ def _compute_increases(now: Mapping[str, int], before: Mapping[str, int]) -> dic
     return increases
 
 
-def _subtract(now: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+def _subtract_histograms(now: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
     return (
         tuple(count_now - count_before for count_now, count_before in zip(now, before, strict=True)) if before else now
     )

@@ -21,7 +21,11 @@ __all__ = ["PendingTransfer", "RegisteredStream", "StreamFlags"]
 
 
 class StreamFlags(enum.IntFlag):
-    """The arguments that do not change after a transfer is queued (``CU_FILE_STREAM_*``)."""
+    """Promises about the transfers on a stream (``CU_FILE_STREAM_*``), which cuFile can use to prepare them.
+
+    The first three promise that an argument does not change after the transfer is queued. ``PAGE_ALIGNED`` promises
+    that the length and both offsets are multiples of 4096.
+    """
 
     NOTHING = 0
     BUFFER_OFFSET = 1
@@ -41,29 +45,29 @@ class PendingTransfer:
         self,
         operation: str,
         stream: CudaStream,
-        transfer: TransferRange,
+        transfer_range: TransferRange,
         *,
         on_end: Callable[[PendingTransfer], None],
     ) -> None:
         self._operation = operation
         self._stream: CudaStream | None = stream
-        self._transfer = transfer
+        self._transfer_range = transfer_range
         self._end_callback = on_end
         self._arguments = _cufile.AsyncArguments(
-            length_bytes=transfer.length_bytes,
-            file_offset=transfer.file_offset_bytes,
-            buffer_offset=transfer.offset_bytes,
+            length_bytes=transfer_range.length_bytes,
+            file_offset=transfer_range.file_offset_bytes,
+            buffer_offset=transfer_range.offset_bytes,
         )
 
     def call_arguments(self) -> dict[str, int]:
-        """Return the arguments of the call after the file and before the stream, in the order of ``cufile.h``."""
-        length, file_offset, buffer_offset, result = self._arguments.addresses()
+        """Return the arguments that cuFileReadAsync and cuFileWriteAsync take between the file and the stream."""
+        length_address, file_offset_address, buffer_offset_address, result_address = self._arguments.addresses()
         return {
-            "bufPtr_base": self._transfer.address,
-            "size_p": length,
-            "file_offset_p": file_offset,
-            "bufPtr_offset_p": buffer_offset,
-            "bytes_p": result,
+            "bufPtr_base": self._transfer_range.address,
+            "size_p": length_address,
+            "file_offset_p": file_offset_address,
+            "bufPtr_offset_p": buffer_offset_address,
+            "bytes_p": result_address,
         }
 
     @property
@@ -86,7 +90,7 @@ class PendingTransfer:
         UsageError
             ``BUSY``: the transfer is not done; synchronize the stream first.
         ApiError
-            The transfer failed: in the file system (``errno``), or in cuFile (a CUfileOpError as status).
+            The file system failed (``errno`` is set), or cuFile failed (``status`` is a CUfileOpError).
         """
         if not self.done:
             message = f"{self._operation} is not done"
@@ -94,7 +98,10 @@ class PendingTransfer:
         self._end_callback(self)
         result = self._arguments.result
         if result < 0:
-            arguments = {"size": self._transfer.length_bytes, "file_offset": self._transfer.file_offset_bytes}
+            arguments = {
+                "size": self._transfer_range.length_bytes,
+                "file_offset": self._transfer_range.file_offset_bytes,
+            }
             raise _results.make_result_error(operation=self._operation, result=result, arguments=arguments)
         return result
 
@@ -109,7 +116,7 @@ class RegisteredStream:
     stream : int
         The CUDA driver's handle of the stream. This object must be closed before the stream is destroyed.
     flags : StreamFlags
-        Arguments that do not change after a transfer is queued.
+        Promises about the transfers on the stream.
 
     Raises
     ------

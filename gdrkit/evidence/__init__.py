@@ -1,6 +1,7 @@
-"""Readers of evidence: libraries, file descriptors, kernel device interfaces, kernel log.
+"""Readers of evidence about the hardware and software below an API: libraries, descriptors, kernel devices, kernel log.
 
-This package only reports observations. :mod:`gdrkit.report.substrate` derives from them on which substrate an API ran.
+This package only reports observations. :mod:`gdrkit.report.substrate` derives from them on which substrate an API ran:
+on hardware, on software of the kernel, or on a software twin.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["HeldDmabuf", "descriptors", "device_nodes", "held_dmabufs"]
 
-# The target of a descriptor of a dma-buf is "/dmabuf:" and the name that its exporter or user gave it.
+# The link /proc/PID/fd/N of a dma-buf points to "/dmabuf:" and the name that the exporter or a user gave the dma-buf.
 _DMABUF_PREFIX = "/dmabuf:"
-_FDINFO_FIELD = re.compile(r"^(?P<name>size|exp_name|ino):\s*(?P<value>\S+)\s*$", re.MULTILINE)
+_FDINFO_FIELD_PATTERN = re.compile(r"^(?P<name>size|exp_name|ino):\s*(?P<value>\S+)\s*$", re.MULTILINE)
 _DEVICE_PREFIXES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
 
 
@@ -41,7 +41,7 @@ class HeldDmabuf:
 
 
 def descriptors(process: str = "self") -> dict[int, str]:
-    """Return the target of every open descriptor by its number, e.g. ``{3: "socket:[4711]"}``.
+    """Return the target of the link in /proc of every open descriptor by its number, e.g. ``{3: "socket:[4711]"}``.
 
     `process` is a process ID or ``self``. The result for ``self`` does not contain the descriptor that this function
     opens to list the others.
@@ -53,9 +53,9 @@ def descriptors(process: str = "self") -> dict[int, str]:
     """
     targets = {}
     folder = f"/proc/{process}/fd"
-    for name in os.listdir(folder):  # noqa: PTH208 - a Path for each entry has no benefit.
+    for fd_text in os.listdir(folder):  # noqa: PTH208 - a Path for each entry has no benefit.
         try:
-            targets[int(name)] = os.readlink(f"{folder}/{name}")  # noqa: PTH115
+            targets[int(fd_text)] = os.readlink(f"{folder}/{fd_text}")  # noqa: PTH115
         except FileNotFoundError:
             # The descriptor was closed meanwhile: os.listdir() closed its descriptor, or another thread closed one.
             continue
@@ -75,15 +75,15 @@ def held_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple
         The result of :func:`descriptors` for the process.
     """
     dmabuf_by_inode = {}
-    for number, target in targets.items():
+    for fd, target in targets.items():
         if not target.startswith(_DMABUF_PREFIX):
             continue
-        # The descriptor may have been closed meanwhile. The text is then None.
-        values = dict(_FDINFO_FIELD.findall(tree.text(f"/proc/{process}/fdinfo/{number}") or ""))
-        if values.get("size", "").isdecimal() and "exp_name" in values:
-            inode = int(values["ino"]) if values.get("ino", "").isdecimal() else 0
-            # Without an inode number, two descriptors of one dma-buf cannot be told from two dma-bufs.
-            dmabuf_by_inode[inode or -number] = HeldDmabuf(inode, values["exp_name"], int(values["size"]))
+        # If the descriptor was closed meanwhile, the text is None.
+        fdinfo = dict(_FDINFO_FIELD_PATTERN.findall(tree.text(f"/proc/{process}/fdinfo/{fd}") or ""))
+        if fdinfo.get("size", "").isdecimal() and "exp_name" in fdinfo:
+            inode = int(fdinfo["ino"]) if fdinfo.get("ino", "").isdecimal() else 0
+            # Without an inode number, each descriptor counts as a dma-buf of its own: its key is -fd.
+            dmabuf_by_inode[inode or -fd] = HeldDmabuf(inode, fdinfo["exp_name"], int(fdinfo["size"]))
     return tuple(dmabuf_by_inode.values())
 
 
@@ -92,15 +92,16 @@ def device_nodes() -> tuple[DeviceNode, ...]:
 
     A library can access a device only through such a descriptor.
     """
-    nodes = {}
-    for descriptor, path in descriptors().items():
+    node_by_number = {}
+    for fd, path in descriptors().items():
         if not path.startswith(_DEVICE_PREFIXES):
             continue
         try:
-            status = os.fstat(descriptor)
+            stat_result = os.fstat(fd)
         except OSError:
             # Another thread has closed the descriptor meanwhile.
             continue
-        if stat.S_ISCHR(status.st_mode):
-            nodes[status.st_rdev] = DeviceNode(path, os.major(status.st_rdev), os.minor(status.st_rdev))
-    return tuple(nodes[device_number] for device_number in sorted(nodes))
+        if stat.S_ISCHR(stat_result.st_mode):
+            device_number = stat_result.st_rdev
+            node_by_number[device_number] = DeviceNode(path, os.major(device_number), os.minor(device_number))
+    return tuple(node_by_number[device_number] for device_number in sorted(node_by_number))

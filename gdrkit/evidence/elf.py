@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ElfFile", "ElfNote", "parse_elf", "read_elf"]
 
-_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
-_PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
-_NOTE_HEADER = struct.Struct("<III")
-_DYNAMIC_ENTRY = struct.Struct("<qQ")
+_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")  # Elf64_Ehdr
+_PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")  # Elf64_Phdr
+_NOTE_HEADER = struct.Struct("<III")  # Elf64_Nhdr: size of the name, size of the descriptor, type
+_DYNAMIC_ENTRY = struct.Struct("<qQ")  # Elf64_Dyn: tag, value
 
 _PT_LOAD, _PT_DYNAMIC, _PT_NOTE = 1, 2, 4
 _DT_NULL, _DT_STRTAB, _DT_STRSZ, _DT_SONAME = 0, 5, 10, 14
@@ -64,7 +64,7 @@ class ElfFile:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A segment from the table of program headers: its place in the file, and its address when the file is loaded."""
+    """A segment from the table of program headers: its range in the file, and its address when the file is loaded."""
 
     segment_type: int
     offset: int
@@ -84,9 +84,9 @@ def read_elf(path: str | os.PathLike[str]) -> ElfFile:
     """
     try:
         with Path(path).open("rb") as file:
-            descriptor = file.fileno()
-            size_bytes = os.fstat(descriptor).st_size
-            return _parse(lambda offset, length: os.pread(descriptor, length, offset), size_bytes, str(path))
+            fd = file.fileno()
+            size_bytes = os.fstat(fd).st_size
+            return _parse_file(lambda offset, length: os.pread(fd, length, offset), size_bytes, str(path))
     except OSError as error:
         reason_by_error = {PermissionError: Reason.NO_PERMISSION, FileNotFoundError: Reason.LIBRARY_MISSING}
         raise ApiError(
@@ -108,10 +108,12 @@ def parse_elf(data: bytes, *, name: str = "bytes") -> ElfFile:
     ApiError
         ``LIBRARY_DAMAGED``: `data` is not such a file, or an offset in it points outside of it.
     """
-    return _parse(lambda offset, length: data[offset : offset + length], len(data), name)
+    return _parse_file(lambda offset, length: data[offset : offset + length], len(data), name)
 
 
-def _parse(pread: Callable[[int, int], bytes], size_bytes: int, name: str) -> ElfFile:
+def _parse_file(pread: Callable[[int, int], bytes], size_bytes: int, name: str) -> ElfFile:
+    """Parse a file of `size_bytes` bytes. `pread(offset, length)` returns its bytes. `name` is used in errors."""
+
     def read(offset: int, length_bytes: int, description: str) -> bytes:
         if offset + length_bytes > size_bytes:
             raise _make_damaged_error(
@@ -125,8 +127,8 @@ def _parse(pread: Callable[[int, int], bytes], size_bytes: int, name: str) -> El
     segments = tuple(_read_segments(read, name))
     for segment in segments:
         if segment.segment_type == _PT_LOAD and segment.offset + segment.length_bytes > size_bytes:
-            end = segment.offset + segment.length_bytes
-            raise _make_damaged_error(name, f"a loaded segment ends at byte {end} of a file of {size_bytes}")
+            segment_end = segment.offset + segment.length_bytes
+            raise _make_damaged_error(name, f"a loaded segment ends at byte {segment_end} of a file of {size_bytes}")
     notes = tuple(_read_notes(read, segments, name))
     build_id = next((note.content for note in notes if (note.owner, note.kind) == ("GNU", _NT_GNU_BUILD_ID)), None)
     return ElfFile(soname=_read_soname(read, segments, name), build_id=build_id, notes=notes)
@@ -135,15 +137,16 @@ def _parse(pread: Callable[[int, int], bytes], size_bytes: int, name: str) -> El
 def _read_segments(read: Callable[[int, int, str], bytes], name: str) -> Iterator[_Segment]:
     header = _HEADER.unpack(read(0, _HEADER.size, "the ELF header"))
     # The fields e_ident, e_phoff, e_phentsize and e_phnum.
-    magic_and_class, table_offset, entry_bytes, count = header[0], header[5], header[9], header[10]
-    if magic_and_class[:4] != b"\x7fELF":
+    e_ident, table_offset, entry_bytes, header_count = header[0], header[5], header[9], header[10]
+    if e_ident[:4] != b"\x7fELF":
         raise _make_damaged_error(name, "it does not begin with the ELF magic")
-    if magic_and_class[4:7] != b"\x02\x01\x01":
-        raise _make_damaged_error(name, "not ELF64, little-endian, version 1")
-    if entry_bytes != _PROGRAM_HEADER.size or count == 0:
-        raise _make_damaged_error(name, f"{count} program headers of {entry_bytes} bytes")
-    table = read(table_offset, entry_bytes * count, "the table of program headers")
-    for header_fields in _PROGRAM_HEADER.iter_unpack(table):
+    if e_ident[4:7] != b"\x02\x01\x01":  # ELFCLASS64, ELFDATA2LSB, EV_CURRENT
+        raise _make_damaged_error(name, "it is not an ELF64 file in little-endian order, version 1")
+    if entry_bytes != _PROGRAM_HEADER.size or header_count == 0:
+        detail = f"it has {header_count} program headers of {entry_bytes} bytes, not at least one of 56 bytes"
+        raise _make_damaged_error(name, detail)
+    header_table = read(table_offset, entry_bytes * header_count, "the table of program headers")
+    for header_fields in _PROGRAM_HEADER.iter_unpack(header_table):
         segment_type, _flags, offset, address, _physical_address, length_bytes, _memory_bytes, alignment_bytes = (
             header_fields
         )
@@ -155,7 +158,7 @@ def _read_notes(read: Callable[[int, int, str], bytes], segments: tuple[_Segment
         if segment.segment_type != _PT_NOTE:
             continue
         if segment.length_bytes > _NOTES_BYTES_MAX:
-            raise _make_damaged_error(name, f"a note segment of {segment.length_bytes} bytes")
+            raise _make_damaged_error(name, f"a note segment has {segment.length_bytes} bytes, which is too much")
         data = read(segment.offset, segment.length_bytes, "a note segment")
         for owner, kind, content in _parse_notes(data, segment, name):
             yield ElfNote(owner=owner, kind=kind, content=_describe_content(owner, content))
@@ -163,43 +166,49 @@ def _read_notes(read: Callable[[int, int, str], bytes], segments: tuple[_Segment
 
 def _parse_notes(data: bytes, segment: _Segment, name: str) -> Iterator[tuple[str, int, bytes]]:
     # The gABI pads ELF64 notes to 8 bytes. Linkers pad to 4, except in a segment with alignment 8 (GNU properties).
-    padding = 8 if segment.alignment_bytes == 8 else 4  # noqa: PLR2004 - see the comment above.
+    alignment_bytes = 8 if segment.alignment_bytes == 8 else 4  # noqa: PLR2004 - see the comment above.
     offset = 0
     while offset + _NOTE_HEADER.size <= len(data):
         owner_bytes, content_bytes, kind = _NOTE_HEADER.unpack_from(data, offset)
         owner_offset = offset + _NOTE_HEADER.size
-        content_offset = _align_up(owner_offset + owner_bytes, padding)
+        content_offset = _align_up(owner_offset + owner_bytes, alignment_bytes)
         if content_offset + content_bytes > len(data):
             raise _make_damaged_error(
                 name, f"a note of {owner_bytes} + {content_bytes} bytes does not fit into its segment"
             )
         owner = data[owner_offset : owner_offset + owner_bytes].rstrip(b"\0").decode("ascii", "backslashreplace")
         yield owner, kind, data[content_offset : content_offset + content_bytes]
-        offset = _align_up(content_offset + content_bytes, padding)
+        offset = _align_up(content_offset + content_bytes, alignment_bytes)
 
 
 def _read_soname(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ...], name: str) -> str | None:
+    """Return the SONAME, or None if the file has none.
+
+    The dynamic section has the address of the string table (DT_STRTAB), and the offset of the SONAME in the table.
+    """
     dynamic_segment = next((segment for segment in segments if segment.segment_type == _PT_DYNAMIC), None)
     if dynamic_segment is None:
         return None
     if dynamic_segment.length_bytes > _DYNAMIC_BYTES_MAX:
-        raise _make_damaged_error(name, f"a dynamic section of {dynamic_segment.length_bytes} bytes")
+        raise _make_damaged_error(
+            name, f"the dynamic section has {dynamic_segment.length_bytes} bytes, which is too much"
+        )
     data = read(dynamic_segment.offset, dynamic_segment.length_bytes, "the dynamic section")
-    entries: dict[int, int] = {}
+    dynamic_entries: dict[int, int] = {}  # Values by their tags.
     for tag, value in _DYNAMIC_ENTRY.iter_unpack(data[: len(data) // _DYNAMIC_ENTRY.size * _DYNAMIC_ENTRY.size]):
         if tag == _DT_NULL:
             break
-        entries.setdefault(tag, value)
-    if _DT_SONAME not in entries:
+        dynamic_entries.setdefault(tag, value)
+    if _DT_SONAME not in dynamic_entries:
         return None
-    if _DT_STRTAB not in entries or entries[_DT_SONAME] >= entries.get(_DT_STRSZ, 0):
+    if _DT_STRTAB not in dynamic_entries or dynamic_entries[_DT_SONAME] >= dynamic_entries.get(_DT_STRSZ, 0):
         raise _make_damaged_error(name, "the SONAME lies outside of the string table")
-    begin = _find_file_offset(segments, entries[_DT_STRTAB], name) + entries[_DT_SONAME]
-    length_bytes = min(entries[_DT_STRSZ] - entries[_DT_SONAME], _NAME_BYTES_MAX)
-    text, terminator, _rest = read(begin, length_bytes, "the string table").partition(b"\0")
+    soname_offset = _find_file_offset(segments, dynamic_entries[_DT_STRTAB], name) + dynamic_entries[_DT_SONAME]
+    soname_bytes_max = min(dynamic_entries[_DT_STRSZ] - dynamic_entries[_DT_SONAME], _NAME_BYTES_MAX)
+    soname, terminator, _rest = read(soname_offset, soname_bytes_max, "the string table").partition(b"\0")
     if not terminator:
         raise _make_damaged_error(name, "the SONAME has no end")
-    return text.decode("utf-8", "backslashreplace")
+    return soname.decode("utf-8", "backslashreplace")
 
 
 def _find_file_offset(segments: tuple[_Segment, ...], address: int, name: str) -> int:
@@ -218,8 +227,8 @@ def _describe_content(owner: str, content: bytes) -> str:
     return content.hex()
 
 
-def _align_up(value: int, padding: int) -> int:
-    return (value + padding - 1) // padding * padding
+def _align_up(offset: int, alignment_bytes: int) -> int:
+    return (offset + alignment_bytes - 1) // alignment_bytes * alignment_bytes
 
 
 def _make_damaged_error(name: str, detail: str) -> ApiError:

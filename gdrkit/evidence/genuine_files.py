@@ -53,39 +53,41 @@ def read_majors() -> dict[int, set[str]]:
     """Return the names of character device drivers by major number, from /proc/devices."""
     with open_checked("/proc/devices", os.O_RDONLY, magic=PROC_MAGIC) as descriptor:
         text = os.read(descriptor, _FILE_BYTES_MAX).decode("utf-8", "backslashreplace")
-    majors: dict[int, set[str]] = {}
+    drivers_by_major: dict[int, set[str]] = {}
     for line in text.partition("Block devices:")[0].splitlines():
         major, _, name = line.strip().partition(" ")
         if major.isdecimal() and name:
-            majors.setdefault(int(major), set()).add(name)
-    return majors
+            drivers_by_major.setdefault(int(major), set()).add(name)
+    return drivers_by_major
 
 
 @contextlib.contextmanager
-def open_node(path: str, majors: dict[int, set[str]], driver_names: frozenset[str]) -> Iterator[tuple[int, DeviceNode]]:
+def open_node(
+    path: str, drivers_by_major: dict[int, set[str]], driver_names: frozenset[str]
+) -> Iterator[tuple[int, DeviceNode]]:
     """Open a character device, and check that /proc/devices lists its major number for one of `driver_names`.
 
-    `majors` is the result of :func:`read_majors`.
+    `drivers_by_major` is the result of :func:`read_majors`.
     """
     with open_checked(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY) as descriptor:
-        yield descriptor, _read_device_node(path, os.fstat(descriptor), majors, driver_names)
+        yield descriptor, _read_device_node(path, os.fstat(descriptor), drivers_by_major, driver_names)
 
 
-def stat_node(path: str, majors: dict[int, set[str]], driver_names: frozenset[str]) -> DeviceNode:
+def stat_node(path: str, drivers_by_major: dict[int, set[str]], driver_names: frozenset[str]) -> DeviceNode:
     """Return the character device at `path`, checked like in :func:`open_node`. The device itself is not opened."""
     with open_checked(path, os.O_PATH) as descriptor:
-        return _read_device_node(path, os.fstat(descriptor), majors, driver_names)
+        return _read_device_node(path, os.fstat(descriptor), drivers_by_major, driver_names)
 
 
 def _read_device_node(
-    path: str, status: os.stat_result, majors: dict[int, set[str]], driver_names: frozenset[str]
+    path: str, stat_result: os.stat_result, drivers_by_major: dict[int, set[str]], driver_names: frozenset[str]
 ) -> DeviceNode:
-    """Return the device that `status` describes, if it is a character device of one of the drivers `driver_names`."""
-    if not stat.S_ISCHR(status.st_mode):
+    """Return the device that `stat_result` describes, if it is a character device of one of `driver_names`."""
+    if not stat.S_ISCHR(stat_result.st_mode):
         message = f"{path} is not a character device"
         raise MissingEvidence(message)
-    node = DeviceNode(path=path, major=os.major(status.st_rdev), minor=os.minor(status.st_rdev))
-    if not majors.get(node.major, set()) & driver_names:
+    node = DeviceNode(path=path, major=os.major(stat_result.st_rdev), minor=os.minor(stat_result.st_rdev))
+    if not drivers_by_major.get(node.major, set()) & driver_names:
         message = f"{path} has major number {node.major}, which /proc/devices does not list for {min(driver_names)}"
         raise MissingEvidence(message)
     return node
@@ -105,21 +107,21 @@ def open_checked(path: str, flags: int, *, magic: int | None = None) -> Iterator
         os.close(descriptor)
 
 
-def read_at(folder: int, name: str, path: str, *, magic: int) -> str:
-    """Read the small file `name` in the folder of the open descriptor `folder`, and check its file system.
+def read_at(folder_fd: int, name: str, folder_path: str, *, magic: int) -> str:
+    """Read the small file `name` in the folder of the open descriptor `folder_fd`, and check its file system.
 
-    The check of the folder is not sufficient, because a mount can cover a single file. `path` is the path of the
-    folder, for errors.
+    The check of the folder is not sufficient, because a mount can cover a single file. `folder_path` is only used in
+    errors.
     """
     try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
     except OSError as error:
-        raise MissingEvidence(failure_text(f"open {path}/{name}", error)) from error
+        raise MissingEvidence(failure_text(f"open {folder_path}/{name}", error)) from error
     try:
-        _check_file_system(descriptor, f"{path}/{name}", magic)
+        _check_file_system(descriptor, f"{folder_path}/{name}", magic)
         return os.read(descriptor, _FILE_BYTES_MAX).decode("utf-8", "backslashreplace").strip()
     except OSError as error:
-        raise MissingEvidence(failure_text(f"read {path}/{name}", error)) from error
+        raise MissingEvidence(failure_text(f"read {folder_path}/{name}", error)) from error
     finally:
         os.close(descriptor)
 

@@ -41,22 +41,25 @@ if TYPE_CHECKING:
 
 __all__ = ["SOFTWARE_DRIVERS", "GpuEvidence", "KernelEvidence", "RdmaEvidence", "kernel_evidence"]
 
-_PCI_FUNCTION = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_PCI_FUNCTION_PATTERN = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 _NVIDIA_VENDOR_ID = 0x10DE
 _NVIDIA_CHARDEV_DRIVERS = frozenset({"nvidia", "nvidia-frontend", "nvidiactl"})
 _NVIDIA_CARDS_MAX = 32
-# nv_ioctl_card_info_t, nv_ioctl_rm_api_version_t and the numbers of their ioctls.
+# nv_ioctl_card_info_t: valid, domain, bus, slot, function, vendor id, device id, gpu_id, interrupt_line, reg_address,
+# reg_size, fb_address, fb_size, minor_number, dev_name.
 _CARD_INFO = struct.Struct("=B3xIBBBxHHIH2xQQQQI10s2x")
-_CARD_MINOR_INDEX = 13
+_CARD_MINOR_INDEX = 13  # The index of minor_number among the unpacked fields.
+# nv_ioctl_rm_api_version_t: command, reply, version.
 _RM_VERSION = struct.Struct("=II64s")
+# NV_RM_API_VERSION_CMD_QUERY and NV_RM_API_VERSION_REPLY_RECOGNIZED.
 _RM_VERSION_QUERY, _RM_VERSION_RECOGNIZED = ord("2"), 1
-_CARD_INFO_IOCTL, _RM_VERSION_IOCTL = 200, 210
+_CARD_INFO_IOCTL, _RM_VERSION_IOCTL = 200, 210  # NV_ESC_CARD_INFO, NV_ESC_CHECK_VERSION_STR
 
 _UVERBS_CHARDEV_DRIVER = "infiniband_verbs"
 # Fields of struct ib_uverbs_ioctl_hdr: length, object_id, method_id, num_attrs, reserved1, driver_id, reserved2.
 _UVERBS_HEADER = struct.Struct("=HHHHQII")
-_RDMA_VERBS_IOCTL = 0xC0181B01
+_RDMA_VERBS_IOCTL = 0xC0181B01  # _IOWR(0x1b, 1, struct ib_uverbs_ioctl_hdr)
 # No uverbs object type has this number, so the kernel refuses each request and changes nothing. The errno of the
 # refusal shows whether the request had the id of the driver (see _read_uverbs_driver).
 _UNKNOWN_OBJECT_TYPE = 0x0FFF
@@ -166,12 +169,12 @@ class KernelEvidence:
 def kernel_evidence() -> KernelEvidence:
     """Query the kernel of this machine. Missing evidence becomes a sentence in the result; no error is raised."""
     try:
-        majors = read_majors()
+        drivers_by_major = read_majors()
     except MissingEvidence as error:
         return KernelEvidence(nvidia_missing=(str(error),), rdma_missing=(str(error),))
-    version, control, gpus, nvidia_missing = _query_nvidia(majors)
+    version, control, gpus, nvidia_missing = _query_nvidia(drivers_by_major)
     try:
-        rdma = tuple(_collect_rdma_evidence(device, majors) for device in rdma_netlink_devices())
+        rdma = tuple(_collect_rdma_evidence(device, drivers_by_major) for device in rdma_netlink_devices())
         rdma_missing: tuple[str, ...] = ()
     except OSError as error:
         rdma, rdma_missing = (), (failure_text("the list of RDMA devices over netlink", error),)
@@ -186,11 +189,11 @@ def kernel_evidence() -> KernelEvidence:
 
 
 def _query_nvidia(
-    majors: dict[int, set[str]],
+    drivers_by_major: dict[int, set[str]],
 ) -> tuple[str | None, DeviceNode | None, tuple[GpuEvidence, ...], tuple[str, ...]]:
     """Query the NVIDIA driver. Return its version, control device and GPUs, and a sentence for each disagreement."""
     try:
-        with open_node("/dev/nvidiactl", majors, _NVIDIA_CHARDEV_DRIVERS) as (descriptor, control):
+        with open_node("/dev/nvidiactl", drivers_by_major, _NVIDIA_CHARDEV_DRIVERS) as (descriptor, control):
             card_table = _ioctl(
                 descriptor, "NV_ESC_CARD_INFO", _CARD_INFO_IOCTL, bytes(_CARD_INFO.size * _NVIDIA_CARDS_MAX)
             )
@@ -199,8 +202,8 @@ def _query_nvidia(
     except MissingEvidence as error:
         return None, None, (), (str(error),)
     missing_evidence = []
-    _command, is_recognized, text = _RM_VERSION.unpack(reply)
-    version = text.partition(b"\0")[0].decode("ascii", "backslashreplace")
+    _command, is_recognized, version_bytes = _RM_VERSION.unpack(reply)
+    version = version_bytes.partition(b"\0")[0].decode("ascii", "backslashreplace")
     if is_recognized != _RM_VERSION_RECOGNIZED or not version:
         missing_evidence.append("the NVIDIA driver does not report its version by ioctl (NV_ESC_CHECK_VERSION_STR)")
     # A container runtime mounts a copy of /proc/driver/nvidia/version, so the file system type of that file proves
@@ -211,51 +214,53 @@ def _query_nvidia(
             f"/proc/driver/nvidia/version contains {procfs_version or 'no version'}, "
             f"but the NVIDIA driver reports {version}"
         )
-    # The first field says whether the entry describes a card.
-    gpus = tuple(_collect_gpu_evidence(card, majors) for card in _CARD_INFO.iter_unpack(card_table) if card[0])
+    # The first field, `valid`, is 0 if the entry describes no card.
+    gpus = tuple(
+        _collect_gpu_evidence(card, drivers_by_major) for card in _CARD_INFO.iter_unpack(card_table) if card[0]
+    )
     if not gpus:
         missing_evidence.append("the NVIDIA driver lists no GPU by ioctl (NV_ESC_CARD_INFO)")
     return version or None, control, gpus, tuple(missing_evidence)
 
 
-def _collect_gpu_evidence(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvidence:
+def _collect_gpu_evidence(card: tuple[int, ...], drivers_by_major: dict[int, set[str]]) -> GpuEvidence:
     _valid, domain, bus, slot, function, vendor_id, device_id = card[:7]
     minor = card[_CARD_MINOR_INDEX]
-    address = f"{domain:04x}:{bus:02x}:{slot:02x}.{function:x}"
+    pci_address = f"{domain:04x}:{bus:02x}:{slot:02x}.{function:x}"
     missing_evidence = []
     node: DeviceNode | None = None
     try:
         # The device node is examined with O_PATH and not opened, because opening it would wake the GPU.
-        node = stat_node(f"/dev/nvidia{minor}", majors, _NVIDIA_CHARDEV_DRIVERS)
+        node = stat_node(f"/dev/nvidia{minor}", drivers_by_major, _NVIDIA_CHARDEV_DRIVERS)
         if node.minor != minor:
             missing_evidence.append(
                 f"{node.path} is device {node.major}:{node.minor}, but the NVIDIA driver reports minor {minor}"
             )
     except MissingEvidence as error:
         missing_evidence.append(str(error))
-    driver, pci_missing = _read_pci_driver(address, vendor_id=vendor_id, device_id=device_id)
+    driver, pci_missing = _read_pci_driver(pci_address, vendor_id=vendor_id, device_id=device_id)
     missing_evidence += pci_missing
     if vendor_id != _NVIDIA_VENDOR_ID:
-        missing_evidence.append(f"PCI function {address} is of vendor {vendor_id:#06x}, not NVIDIA")
+        missing_evidence.append(f"PCI function {pci_address} is of vendor {vendor_id:#06x}, not NVIDIA")
     if driver is not None and driver != "nvidia":
-        missing_evidence.append(f"PCI function {address} has driver {driver}, not nvidia")
-    return GpuEvidence(pci_address=address, pci_driver=driver, node=node, missing=tuple(missing_evidence))
+        missing_evidence.append(f"PCI function {pci_address} has driver {driver}, not nvidia")
+    return GpuEvidence(pci_address=pci_address, pci_driver=driver, node=node, missing=tuple(missing_evidence))
 
 
-def _collect_rdma_evidence(device: NetlinkDevice, majors: dict[int, set[str]]) -> RdmaEvidence:
+def _collect_rdma_evidence(device: NetlinkDevice, drivers_by_major: dict[int, set[str]]) -> RdmaEvidence:
     missing_evidence = []
     node: DeviceNode | None = None
     driver_id = device.driver_id
     try:
-        node, driver_id = _find_uverbs_node(device, majors)
+        node, driver_id = _find_uverbs_node(device, drivers_by_major)
     except MissingEvidence as error:
         missing_evidence.append(str(error))
     driver = None if driver_id is None else _RDMA_DRIVER_NAMES.get(driver_id, f"driver {driver_id}")
-    address, pci_driver = None, None
+    pci_address, pci_driver = None, None
     if driver not in SOFTWARE_DRIVERS:
         try:
-            address = _read_rdma_pci_address(device)
-            pci_driver, pci_missing = _read_pci_driver(address)
+            pci_address = _read_rdma_pci_address(device)
+            pci_driver, pci_missing = _read_pci_driver(pci_address)
             missing_evidence += pci_missing
         except MissingEvidence as error:
             missing_evidence.append(str(error))
@@ -264,19 +269,19 @@ def _collect_rdma_evidence(device: NetlinkDevice, majors: dict[int, set[str]]) -
         node_guid=device.node_guid,
         driver=driver,
         node=node,
-        pci_address=address,
+        pci_address=pci_address,
         pci_driver=pci_driver,
         missing=tuple(missing_evidence),
     )
 
 
-def _find_uverbs_node(device: NetlinkDevice, majors: dict[int, set[str]]) -> tuple[DeviceNode, int]:
+def _find_uverbs_node(device: NetlinkDevice, drivers_by_major: dict[int, set[str]]) -> tuple[DeviceNode, int]:
     """Return the character device of an RDMA device, and the id of the driver that responds on it."""
     if device.uverbs_name is None or device.uverbs_number is None:
-        message = "the kernel reports no uverbs device over netlink (Linux 5.3 and newer do)"
+        message = "the kernel reports no uverbs device over netlink (Linux 5.3 and newer report it)"
         raise MissingEvidence(message)
     path = f"/dev/infiniband/{device.uverbs_name}"
-    with open_node(path, majors, frozenset({_UVERBS_CHARDEV_DRIVER})) as (descriptor, node):
+    with open_node(path, drivers_by_major, frozenset({_UVERBS_CHARDEV_DRIVER})) as (descriptor, node):
         if (node.major, node.minor) != device.uverbs_number:
             major, minor = device.uverbs_number
             message = f"{path} is device {node.major}:{node.minor}, but the kernel reports {major}:{minor} over netlink"
@@ -310,7 +315,7 @@ def _read_uverbs_driver(descriptor: int) -> int:
 def _read_rdma_pci_address(device: NetlinkDevice) -> str:
     """Return the address of the PCI function of an RDMA device according to sysfs.
 
-    The path of the device in sysfs contains also the bridges above the function. The function is the last one.
+    The path of the device in sysfs also contains the PCI bridges above the function, which is the last in the path.
     """
     folder = f"/sys/class/infiniband/{device.name}"
     with open_checked(folder, os.O_PATH | os.O_DIRECTORY, magic=SYSFS_MAGIC) as descriptor:
@@ -318,11 +323,11 @@ def _read_rdma_pci_address(device: NetlinkDevice) -> str:
         if guid != device.node_guid:
             message = f"{folder}/node_guid contains {guid}, but the kernel reports {device.node_guid} over netlink"
             raise MissingEvidence(message)
-    functions = _PCI_FUNCTION.findall(os.path.realpath(f"{folder}/device"))
-    if not functions:
+    pci_addresses = _PCI_FUNCTION_PATTERN.findall(os.path.realpath(f"{folder}/device"))
+    if not pci_addresses:
         message = f"{folder}/device is not a PCI function"
         raise MissingEvidence(message)
-    return str(functions[-1])
+    return str(pci_addresses[-1])
 
 
 def _read_pci_driver(
@@ -336,10 +341,12 @@ def _read_pci_driver(
     missing_evidence = []
     try:
         with open_checked(folder, os.O_PATH | os.O_DIRECTORY, magic=SYSFS_MAGIC) as descriptor:
-            for name, expected in (("vendor", vendor_id), ("device", device_id)):
-                text = read_at(descriptor, name, folder, magic=SYSFS_MAGIC)
-                if expected is not None and text != f"{expected:#06x}":
-                    missing_evidence.append(f"{folder}/{name} contains {text}, but the driver reports {expected:#06x}")
+            for file_name, expected_id in (("vendor", vendor_id), ("device", device_id)):
+                id_text = read_at(descriptor, file_name, folder, magic=SYSFS_MAGIC)
+                if expected_id is not None and id_text != f"{expected_id:#06x}":
+                    missing_evidence.append(
+                        f"{folder}/{file_name} contains {id_text}, but the driver reports {expected_id:#06x}"
+                    )
             try:
                 return os.path.basename(os.readlink("driver", dir_fd=descriptor)), missing_evidence  # noqa: PTH119
             except OSError as error:

@@ -1,7 +1,7 @@
 """Reader of the kernel log, as far as this process may read it.
 
-Containers and ``kernel.dmesg_restrict`` can forbid reading. The result then has the reason, so that it differs from the
-result for an empty log.
+Containers and ``kernel.dmesg_restrict`` can forbid reading. The result then contains the reason, so that it differs
+from the result for an empty log.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class KernelLog:
     Attributes
     ----------
     lines : tuple of str
-        Messages that name a GPU, a NIC, the IOMMU, PCIe errors or refused memory, oldest first.
+        Messages about GPUs, NICs, the IOMMU, PCIe errors or hot-plugged memory, oldest first.
     unreadable : str or None
         The reason why the log, or a part of it, could not be read.
     """

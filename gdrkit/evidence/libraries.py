@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadedLibrary", "describe_library", "libraries"]
 
 # The fields of a line: address range, permissions, offset, device, inode, path (proc(5)).
-_MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (?P<permissions>\S{4}) \S+ \S+ (?P<inode>\d+)\s+(?P<path>/.*)$")
+_MAPPING_PATTERN = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (?P<permissions>\S{4}) \S+ \S+ (?P<inode>\d+)\s+(?P<path>/.*)$")
 _DELETED_SUFFIX = " (deleted)"
 
 
@@ -72,10 +72,10 @@ def describe_library(path: str) -> LoadedLibrary:
     if path.endswith(_DELETED_SUFFIX):
         return _make_unread_library(path, "the file was deleted since it was loaded")
     try:
-        status = os.stat(path)  # noqa: PTH116 - Path would normalise the path from the kernel.
+        stat_result = os.stat(path)  # noqa: PTH116 - Path would normalise the path from the kernel.
     except OSError as error:
         return _make_unread_library(path, f"stat: {error.strerror}")
-    return _read_library(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return _read_library(path, stat_result.st_dev, stat_result.st_ino, stat_result.st_size, stat_result.st_mtime_ns)
 
 
 @lru_cache(maxsize=1024)
@@ -93,8 +93,8 @@ def _make_unread_library(path: str, error: str) -> LoadedLibrary:
     return LoadedLibrary(path=path, soname=None, build_id=None, notes=(), error=error)
 
 
-def _list_executable_paths(text: str) -> Iterator[str]:
-    for line in text.splitlines():
-        mapping = _MAPPING.match(line)
+def _list_executable_paths(maps_text: str) -> Iterator[str]:
+    for line in maps_text.splitlines():
+        mapping = _MAPPING_PATTERN.match(line)
         if mapping and "x" in mapping["permissions"] and mapping["inode"] != "0":
             yield mapping["path"]

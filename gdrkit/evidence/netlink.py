@@ -32,8 +32,9 @@ __all__ = [
 _NETLINK_SOCK_DIAG, _NETLINK_RDMA = 4, 20
 _NLMSG_ERROR, _NLMSG_DONE = 2, 3
 _NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_DUMP = 0x1, 0x4, 0x300
-# The message type is (RDMA_NL_NLDEV << 10) + command.
+# The message type is (RDMA_NL_NLDEV << 10) + command. The commands are members of enum rdma_nldev_command.
 _DEVICE_GET, _QUEUE_PAIR_GET, _REGION_GET, _CHARDEV_GET = ((5 << 10) + command for command in (1, 10, 13, 15))
+# Attribute types (enum rdma_nldev_attr).
 _DEV_INDEX, _DEV_NAME, _NODE_GUID = 1, 2, 6
 _CHARDEV_TYPE, _CHARDEV_NAME, _CHARDEV_NUMBER, _UVERBS_DRIVER_ID = 69, 70, 72, 73
 _PORT_INDEX, _LOCAL_QP_NUMBER, _REMOTE_QP_NUMBER, _QP_TYPE, _QP_STATE, _OWNER_PROCESS_ID = 3, 21, 22, 26, 27, 28
@@ -55,15 +56,16 @@ _QP_TYPE_NAMES = {
 _QP_STATE_NAMES = ("RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR")
 # struct inet_diag_req_v2: family, protocol, extensions, padding, states, and a socket of 48 bytes that a dump ignores.
 _SOCKET_REQUEST = struct.Struct("=BBBBI48x")
+# SOCK_DIAG_BY_FAMILY, INET_DIAG_INFO, and one bit for each TCP state.
 _SOCKETS_GET, _TCP_INFO, _ALL_STATES = 20, 2, 0xFFFF_FFFF
 # struct inet_diag_msg: family, state, timer, retransmits, ports in network byte order, addresses, ..., inode.
 _SOCKET_REPLY = struct.Struct("=BBBB2s2s16s16s28xI")
 # The offsets of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info (Linux 4.1 and newer).
 _TCP_BYTE_COUNTERS = struct.Struct("=120xQQ")
-_ATTRIBUTE_TYPE_MASK = 0x3FFF
-_MESSAGE_HEADER = struct.Struct("=IHHII")
-_ATTRIBUTE_HEADER = struct.Struct("=HH")
-_ERROR_CODE = struct.Struct("=i")
+_ATTRIBUTE_TYPE_MASK = 0x3FFF  # NLA_TYPE_MASK: an attribute type without its two flags
+_MESSAGE_HEADER = struct.Struct("=IHHII")  # struct nlmsghdr: length, type, flags, sequence number, port
+_ATTRIBUTE_HEADER = struct.Struct("=HH")  # struct nlattr: length, type
+_ERROR_CODE = struct.Struct("=i")  # The first field of struct nlmsgerr: a negative errno, or 0 for an acknowledgement
 _TIMEOUT_S = 5.0
 _DATAGRAM_BYTES = 1 << 16
 _MESSAGES_MAX = 4096
@@ -100,12 +102,13 @@ def rdma_netlink_devices() -> tuple[NetlinkDevice, ...]:
     Raises
     ------
     OSError
-        EPROTONOSUPPORT: the RDMA subsystem of the kernel is not loaded. EBADMSG: a reply is malformed. Other errors are
-        errors of socket(7).
+        EPROTONOSUPPORT: the RDMA subsystem of the kernel is not loaded. EBADMSG: a reply is malformed. EOVERFLOW: the
+        reply has more datagrams than gdrkit reads. Other errors are errors of socket(7).
     """
     with _open_netlink(_NETLINK_RDMA) as netlink:
-        attributes_by_reply = [_parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", is_dump=True)]
-        return tuple(_query_device(netlink, device_attributes) for device_attributes in attributes_by_reply)
+        # The list receives all replies before the next request is sent on this socket.
+        devices = [_parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", is_dump=True)]
+        return tuple(_query_device(netlink, device_attributes) for device_attributes in devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ class RdmaQueuePair:
     port : int or None
         Port number; None before the queue pair has one.
     number, remote_number : int or None
-        Number of the queue pair, and number of the queue pair to which it is connected (None if there is none).
+        Number of the queue pair, and number of the queue pair to which it is connected (None if it is not connected).
     type, state : str
         Names as in rdma-tool, e.g. ``RC`` and ``RTS``.
     process_id : int or None
@@ -197,7 +200,7 @@ def rdma_queue_pairs() -> tuple[RdmaQueuePair, ...]:
             state=_find_state_name(_read_required_integer(entry, _QP_STATE)),
             process_id=_read_integer(entry, _OWNER_PROCESS_ID),
         )
-        for device, entry in _parse_resources(_QUEUE_PAIR_GET, _QUEUE_PAIR_TABLE, _QUEUE_PAIR_ENTRY)
+        for device, entry in _query_resources(_QUEUE_PAIR_GET, _QUEUE_PAIR_TABLE, _QUEUE_PAIR_ENTRY)
     )
 
 
@@ -216,7 +219,7 @@ def rdma_regions() -> tuple[RdmaRegion, ...]:
             length_bytes=_read_required_integer(entry, _REGION_LENGTH),
             process_id=_read_integer(entry, _OWNER_PROCESS_ID),
         )
-        for device, entry in _parse_resources(_REGION_GET, _REGION_TABLE, _REGION_ENTRY)
+        for device, entry in _query_resources(_REGION_GET, _REGION_TABLE, _REGION_ENTRY)
     )
 
 
@@ -226,7 +229,8 @@ def tcp_sockets() -> tuple[TcpSocket, ...]:
     Raises
     ------
     OSError
-        EBADMSG: a reply is malformed. Other errors are errors of socket(7).
+        EBADMSG: a reply is malformed. EOVERFLOW: the reply has more datagrams than gdrkit reads. Other errors are
+        errors of socket(7).
     """
     sockets = []
     with _open_netlink(_NETLINK_SOCK_DIAG) as netlink:
@@ -234,8 +238,8 @@ def tcp_sockets() -> tuple[TcpSocket, ...]:
             extensions = 1 << (_TCP_INFO - 1)
             request = _SOCKET_REQUEST.pack(family, socket.IPPROTO_TCP, extensions, 0, _ALL_STATES)
             for reply in _request(netlink, _SOCKETS_GET, request, is_dump=True):
-                data = _take_payload(reply, 0, _SOCKET_REPLY.size, 0)
-                *_, source, destination, inode = _SOCKET_REPLY.unpack(data)
+                message = _take_payload(reply, 0, _SOCKET_REPLY.size, 0)
+                *_, source, destination, inode = _SOCKET_REPLY.unpack(message)
                 tcp_info = _parse_attributes(reply[_SOCKET_REPLY.size :]).get(_TCP_INFO, b"")
                 # A listening or closed socket has moved nothing, and a kernel before 4.1 does not count bytes.
                 if inode and len(tcp_info) >= _TCP_BYTE_COUNTERS.size:
@@ -244,7 +248,7 @@ def tcp_sockets() -> tuple[TcpSocket, ...]:
     return tuple(sockets)
 
 
-def _parse_resources(command: int, table_type: int, entry_type: int) -> Iterator[tuple[str, dict[int, bytes]]]:
+def _query_resources(command: int, table_type: int, entry_type: int) -> Iterator[tuple[str, dict[int, bytes]]]:
     """Yield the device name and the attributes of each object that a dump of `command` reports."""
     with _open_netlink(_NETLINK_RDMA) as netlink:
         devices = [_parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", is_dump=True)]
@@ -260,7 +264,7 @@ def _parse_resources(command: int, table_type: int, entry_type: int) -> Iterator
 def _read_required_integer(attributes: dict[int, bytes], attribute_type: int) -> int:
     value = _read_integer(attributes, attribute_type)
     if value is None:
-        raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG), "NETLINK_RDMA")
+        raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG), "netlink")
     return value
 
 
@@ -276,13 +280,13 @@ def _open_netlink(protocol: int) -> socket.socket:
 
 
 def _query_device(netlink: socket.socket, device_attributes: dict[int, bytes]) -> NetlinkDevice:
-    index = device_attributes.get(_DEV_INDEX, b"")
+    device_index = device_attributes.get(_DEV_INDEX, b"")
     guid_digits = f"{_read_integer(device_attributes, _NODE_GUID) or 0:016x}"
     device_without_chardev = NetlinkDevice(
         name=_decode_text(device_attributes.get(_DEV_NAME, b"")),
         node_guid=":".join(guid_digits[start : start + 4] for start in range(0, 16, 4)),
     )
-    request = _pack_attribute(_DEV_INDEX, index) + _pack_attribute(_CHARDEV_TYPE, b"uverbs\0")
+    request = _pack_attribute(_DEV_INDEX, device_index) + _pack_attribute(_CHARDEV_TYPE, b"uverbs\0")
     try:
         replies = list(_request(netlink, _CHARDEV_GET, request, is_dump=False))
     except OSError:
@@ -301,33 +305,39 @@ def _query_device(netlink: socket.socket, device_attributes: dict[int, bytes]) -
 
 
 def _request(netlink: socket.socket, command: int, attributes: bytes, *, is_dump: bool) -> Iterator[bytes]:
-    """Send one request and yield the payload of each reply until the last one."""
+    """Send one request and yield the payload of each reply until the last one.
+
+    If there are more than _MESSAGES_MAX datagrams, the function raises EOVERFLOW instead of ending with incomplete
+    replies.
+    """
     flags = _NLM_F_REQUEST | (_NLM_F_DUMP if is_dump else _NLM_F_ACK)
+    # The command is also the sequence number, which is not used: each reply is received before the next request.
     netlink.sendto(
         _MESSAGE_HEADER.pack(_MESSAGE_HEADER.size + len(attributes), command, flags, command, 0) + attributes, (0, 0)
     )
     for _ in range(_MESSAGES_MAX):
-        data, (sender, _groups) = netlink.recvfrom(_DATAGRAM_BYTES)
-        if sender != 0:
-            continue  # Another process can also send to this socket. The kernel has port 0.
+        data, (sender_port, _groups) = netlink.recvfrom(_DATAGRAM_BYTES)
+        if sender_port != 0:
+            continue  # The datagram is from another process: only the kernel has port 0.
         for message_type, payload in _split_messages(data):
             if message_type == _NLMSG_DONE:
                 return
             if message_type == _NLMSG_ERROR:
                 error_number = -_ERROR_CODE.unpack(_take_payload(payload, 0, _ERROR_CODE.size, 0))[0]
                 if error_number:
-                    raise OSError(error_number, os.strerror(error_number), "NETLINK_RDMA")
+                    raise OSError(error_number, os.strerror(error_number), "netlink")
                 return
             if message_type == command:
                 yield payload
+    raise OSError(errno.EOVERFLOW, os.strerror(errno.EOVERFLOW), "netlink")
 
 
 def _split_messages(data: bytes) -> Iterator[tuple[int, bytes]]:
     offset = 0
     while offset + _MESSAGE_HEADER.size <= len(data):
-        length, message_type, _flags, _sequence, _port = _MESSAGE_HEADER.unpack_from(data, offset)
-        yield message_type, _take_payload(data, offset, length, _MESSAGE_HEADER.size)
-        offset += (length + 3) & ~3
+        length_bytes, message_type, _flags, _sequence, _port = _MESSAGE_HEADER.unpack_from(data, offset)
+        yield message_type, _take_payload(data, offset, length_bytes, _MESSAGE_HEADER.size)
+        offset += (length_bytes + 3) & ~3  # The next message is aligned to 4 bytes.
 
 
 def _parse_attributes(data: bytes) -> dict[int, bytes]:
@@ -337,21 +347,24 @@ def _parse_attributes(data: bytes) -> dict[int, bytes]:
 def _list_attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
     offset = 0
     while offset + _ATTRIBUTE_HEADER.size <= len(data):
-        length, attribute_type = _ATTRIBUTE_HEADER.unpack_from(data, offset)
-        yield attribute_type & _ATTRIBUTE_TYPE_MASK, _take_payload(data, offset, length, _ATTRIBUTE_HEADER.size)
-        offset += (length + 3) & ~3
+        length_bytes, attribute_type = _ATTRIBUTE_HEADER.unpack_from(data, offset)
+        yield attribute_type & _ATTRIBUTE_TYPE_MASK, _take_payload(data, offset, length_bytes, _ATTRIBUTE_HEADER.size)
+        offset += (length_bytes + 3) & ~3  # The next attribute is aligned to 4 bytes.
 
 
-def _take_payload(data: bytes, offset: int, length: int, header_bytes: int) -> bytes:
-    """Return the payload of a message or an attribute whose header begins at `offset`. A wrong length is EBADMSG."""
-    if not header_bytes <= length <= len(data) - offset:
-        raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG), "NETLINK_RDMA")
-    return data[offset + header_bytes : offset + length]
+def _take_payload(data: bytes, offset: int, length_bytes: int, header_bytes: int) -> bytes:
+    """Return the payload of a message or an attribute whose header begins at `offset`.
+
+    `length_bytes` includes the header. A wrong length raises an OSError with EBADMSG.
+    """
+    if not header_bytes <= length_bytes <= len(data) - offset:
+        raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG), "netlink")
+    return data[offset + header_bytes : offset + length_bytes]
 
 
 def _pack_attribute(attribute_type: int, value: bytes) -> bytes:
-    length = _ATTRIBUTE_HEADER.size + len(value)
-    return _ATTRIBUTE_HEADER.pack(length, attribute_type) + value + bytes(-length % 4)
+    length_bytes = _ATTRIBUTE_HEADER.size + len(value)
+    return _ATTRIBUTE_HEADER.pack(length_bytes, attribute_type) + value + bytes(-length_bytes % 4)
 
 
 def _read_integer(attributes: dict[int, bytes], attribute_type: int) -> int | None:

@@ -1,6 +1,6 @@
-"""Gaudi devices and their memory, through hl-thunk.
+"""Intel Gaudi devices and their memory, through hl-thunk, the user library of the habanalabs driver.
 
-An import of this package does not open the library; the first call does. Only ``_hlthunk.py`` uses the library.
+An import of this package does not load the library; the first call does. Only ``_hlthunk.py`` uses the library.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ __all__ = ["Copies"]
 # Size of the staging buffer, and largest size of one copy by the device.
 _STAGING_BYTES = MIB
 _PACKET = struct.Struct("<IIQQ")  # struct packet_lin_dma: tsize, ctl, src_addr, dst_addr
-_LINEAR_DMA = 9 << 24  # PACKET_LIN_DMA, in bits 24 to 28 of ctl
+_LINEAR_DMA = 9 << 24  # The opcode PACKET_LIN_DMA, in bits 24 to 28 of ctl.
 _MESSAGE_BARRIER = 1 << 31  # The bit msg_barrier of ctl.
 _GAUDI1_REQUIRED_BITS = (1 << 3) | (1 << 30)  # The bits lin and reg_barrier of ctl, which only Gaudi 1 requires.
 # Timeout of one call of hlthunk_wait_for_cs, which is repeated until the timeout of the copy.
@@ -48,8 +48,8 @@ class Copies:
     Attributes
     ----------
     lost : bool
-        Whether the device failed a copy. The driver then resets the device and frees all its memory and mappings. So
-        gdrkit need not unmap or free anything, and the driver would refuse such a call.
+        Whether the device failed a copy. The driver then resets the device, and frees all its memory and mappings.
+        After that, gdrkit must not unmap or free anything, because the driver would refuse the call.
     """
 
     def __init__(self, fd: int, *, is_gaudi1: bool) -> None:
@@ -61,31 +61,31 @@ class Copies:
         self._staging_address = 0
         self._mapped_command_buffer: mmap.mmap | None = None
         # The handle of the command buffer on Gaudi 1, or its device address on later devices.
-        self._command_buffer_handle = 0
+        self._command_buffer_reference = 0
         # Sequence number of a copy that may not be complete; 0 if there is none.
         self._pending_sequence = 0
         self.lost = False
 
     def write(self, address: int, view: memoryview) -> None:
-        """Copy from the host to the device. The copy is complete on return."""
+        """Copy `view` to the device memory at `address`. The copy is complete on return."""
         with self._lock:
-            staging_buffer = self._allocate_staging_buffer()
-            for begin in range(0, view.nbytes, _STAGING_BYTES):
-                chunk = view[begin : begin + _STAGING_BYTES]
+            staging_buffer = self._get_staging_buffer()
+            for offset_bytes in range(0, view.nbytes, _STAGING_BYTES):
+                chunk = view[offset_bytes : offset_bytes + _STAGING_BYTES]
                 staging_buffer[: chunk.nbytes] = bytes(chunk)
-                self._copy(_hlthunk.DMA_DOWN_QUEUE, self._staging_address, address + begin, chunk.nbytes)
+                self._copy(_hlthunk.DMA_DOWN_QUEUE, self._staging_address, address + offset_bytes, chunk.nbytes)
 
     def read_into(self, address: int, view: memoryview) -> None:
-        """Copy from the device to the host. The copy is complete on return."""
+        """Fill `view` from the device memory at `address`. The copy is complete on return."""
         with self._lock:
-            staging_buffer = self._allocate_staging_buffer()
-            for begin in range(0, view.nbytes, _STAGING_BYTES):
-                length_bytes = min(_STAGING_BYTES, view.nbytes - begin)
-                self._copy(_hlthunk.DMA_UP_QUEUE, address + begin, self._staging_address, length_bytes)
-                view[begin : begin + length_bytes] = staging_buffer[:length_bytes]
+            staging_buffer = self._get_staging_buffer()
+            for offset_bytes in range(0, view.nbytes, _STAGING_BYTES):
+                length_bytes = min(_STAGING_BYTES, view.nbytes - offset_bytes)
+                self._copy(_hlthunk.DMA_UP_QUEUE, address + offset_bytes, self._staging_address, length_bytes)
+                view[offset_bytes : offset_bytes + length_bytes] = staging_buffer[:length_bytes]
 
     def wait_for_pending_copy(self) -> None:
-        """Wait until a copy that timed out is complete. Its memory must not be unmapped earlier.
+        """If a copy has timed out, wait until the device completes it. Its memory must not be unmapped earlier.
 
         Raises
         ------
@@ -103,7 +103,7 @@ class Copies:
             self._release_stack.run()
             self._staging_buffer = self._mapped_command_buffer = None
 
-    def _allocate_staging_buffer(self) -> mmap.mmap:
+    def _get_staging_buffer(self) -> mmap.mmap:
         """Return the staging buffer. The first call allocates the buffers."""
         if self._staging_buffer is None:
             try:
@@ -132,29 +132,30 @@ class Copies:
             lambda: self._call_unless_reset("hlthunk_memory_unmap", device_virt_addr=staging_address)
         )
         if self._is_gaudi1:
-            self._command_buffer_handle = _hlthunk.request_command_buffer(self._fd, HOST_PAGE_BYTES)
-            handle = self._command_buffer_handle
+            self._command_buffer_reference = _hlthunk.request_command_buffer(self._fd, HOST_PAGE_BYTES)
+            handle = self._command_buffer_reference
             self._release_stack.push(
                 lambda: self._call_unless_reset("hlthunk_destroy_command_buffer", cb_handle=handle)
             )
             self._mapped_command_buffer = mmap.mmap(self._fd, HOST_PAGE_BYTES, offset=handle)
             self._release_stack.push(self._mapped_command_buffer.close)
         else:
-            self._command_buffer_handle = self._staging_address + _STAGING_BYTES
+            self._command_buffer_reference = self._staging_address + _STAGING_BYTES
         return staging_buffer
 
-    def _copy(self, queue: int, source: int, destination: int, length_bytes: int) -> None:
+    def _copy(self, queue_index: int, source_address: int, destination_address: int, length_bytes: int) -> None:
         control = _LINEAR_DMA | _MESSAGE_BARRIER | (_GAUDI1_REQUIRED_BITS if self._is_gaudi1 else 0)
-        packet = _PACKET.pack(length_bytes, control, source, destination)
+        packet = _PACKET.pack(length_bytes, control, source_address, destination_address)
+        # Only Gaudi 1 has a mapped command buffer. On later devices, the command buffer follows the staging bytes.
         if self._mapped_command_buffer is not None:
             self._mapped_command_buffer[: len(packet)] = packet
         elif self._staging_buffer is not None:
             self._staging_buffer[_STAGING_BYTES : _STAGING_BYTES + len(packet)] = packet
         sequence = _hlthunk.submit(
             self._fd,
-            buffer=self._command_buffer_handle,
+            command_buffer=self._command_buffer_reference,
             length_bytes=len(packet),
-            queue=queue,
+            queue_index=queue_index,
             is_mapped=not self._is_gaudi1,
         )
         self._pending_sequence = sequence
@@ -177,6 +178,6 @@ class Copies:
         self._pending_sequence = 0
 
     def _call_unless_reset(self, operation: str, **arguments: int) -> None:
-        """Call a function that unmaps or frees, unless the driver has already done that in a reset."""
+        """Call a function that unmaps or frees, unless the driver has already freed everything in a reset."""
         if not self.lost:
             _hlthunk.call(operation, fd=self._fd, **arguments)

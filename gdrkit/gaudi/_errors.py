@@ -22,7 +22,10 @@ _UNMAP, _FREE = "hlthunk_memory_unmap", "hlthunk_device_memory_free"
 _UNSUPPORTED_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
 _REASON_AND_ADVICE: dict[int, tuple[Reason, str]] = {
-    errno.EPERM: (Reason.NO_PERMISSION, "the memory belongs to another context, or importing needs PCI peer-to-peer"),
+    errno.EPERM: (
+        Reason.NO_PERMISSION,
+        "the memory belongs to another context, or the importing device has no PCI peer-to-peer path to this device",
+    ),
     errno.ENOENT: (Reason.NO_DEVICE, "check that /dev/accel has a device and that the habanalabs driver is loaded"),
     errno.ENODEV: (Reason.NO_DEVICE, "the device was removed, or this process did not open it"),
     errno.EACCES: (Reason.NO_PERMISSION, "give this user read and write permission for /dev/accel/accel*"),
@@ -57,6 +60,7 @@ def error_of(*, operation: str, error_number: int, arguments: Mapping[str, objec
     if operation in EXPORT_FUNCTIONS and error_number in _UNSUPPORTED_ERRNOS:
         reason = Reason.DMABUF_EXPORT_UNSUPPORTED
         what_to_do = "use a habanalabs driver and a kernel (5.12 or newer) that export dma-bufs"
+    # The usual cause is a dma-buf of the memory that is still alive.
     if operation == _UNMAP and error_number == errno.EINVAL:
         reason = Reason.BUSY
     error_type = Unsupported if error_number in _UNSUPPORTED_ERRNOS else ApiError

@@ -1,14 +1,14 @@
 """Calls of the hl-thunk library, by ctypes. No other file uses the library.
 
-The library is opened at the first call. Every call uses :func:`call`, which turns a failure into an exception with the
-operation, the errno and the arguments. A function reports a failure as -errno. A function that returns an address or a
-handle reports a failure as 0, with errno set.
+The library is opened at the first call. :func:`call` turns a failure into an exception with the operation, the errno
+and the arguments. Most functions report a failure as -errno. ``hlthunk_open`` and ``hlthunk_close`` report it as -1,
+and functions that return an address or a handle as 0, each with errno set.
 
 Source: ``hlthunk.h`` of hl-thunk-open, 2023-05. Newer versions have the same functions for memory and dma-bufs.
 
 ``hlthunk_device_memory_alloc`` has two signatures under one name: until 2021 ``(fd, size, contiguous, shared)``, since
-2022-06 ``(fd, size, page_size, contiguous, shared)``. The second one was added together with
-``hlthunk_get_dev_memalloc_page_orders``, so a library that exports that function has the second signature. With
+2022-06 ``(fd, size, page_size, contiguous, shared)``. The second signature was added together
+with ``hlthunk_get_dev_memalloc_page_orders``, so a library that exports this function has the second signature. With
 any other library, gdrkit refuses to allocate, because a call with the wrong signature would silently allocate other
 memory than requested.
 """
@@ -50,7 +50,8 @@ _DLOPEN_OPERATION = f"dlopen {_SONAMES[0]}"
 _INSTALL_ADVICE = (
     "install habanalabs-thunk, or put the folder of a libhl-thunk.so (often /usr/lib/habanalabs) on LD_LIBRARY_PATH"
 )
-_NEWER_FUNCTION = "hlthunk_get_dev_memalloc_page_orders"
+# If the library exports this function, hlthunk_device_memory_alloc has the argument page_size.
+_PAGE_ORDERS = "hlthunk_get_dev_memalloc_page_orders"
 _ALLOCATE = "hlthunk_device_memory_alloc"
 
 DONT_CARE = 4  # HLTHUNK_DEVICE_DONT_CARE
@@ -59,10 +60,13 @@ _BUS_ID_BYTES = 13  # "0000:33:00.0" and its NUL
 
 DMA_DOWN_QUEUE = 0  # GAUDI_QUEUE_ID_DMA_0_0, GAUDI2_QUEUE_ID_PDMA_0_0: host to device
 DMA_UP_QUEUE = 4  # GAUDI_QUEUE_ID_DMA_1_0, GAUDI2_QUEUE_ID_PDMA_1_0: device to host
-_USER_BUFFER = 1  # HL_CS_CHUNK_FLAGS_USER_ALLOC_CB
-_CHUNK = struct.Struct("<QIIII40x")  # struct hl_cs_chunk
-_SUBMISSION_IN = struct.Struct("<QQIIII")  # struct hlthunk_cs_in and its padding
-_SUBMISSION_OUT = struct.Struct("<QIHH")  # struct hlthunk_cs_out and its padding
+_USER_BUFFER_FLAG = 1  # HL_CS_CHUNK_FLAGS_USER_ALLOC_CB: the program has allocated the command buffer.
+# struct hl_cs_chunk: command buffer, queue index, length of the commands, flags, collective engine id, padding.
+_CHUNK = struct.Struct("<QIIII40x")
+# struct hlthunk_cs_in: addresses of the restore and execute chunks, their two counts, flags, padding.
+_SUBMISSION_IN = struct.Struct("<QQIIII")
+# struct hlthunk_cs_out: sequence number, status, count of the sync object, padding.
+_SUBMISSION_OUT = struct.Struct("<QIHH")
 
 _WAIT_BUSY = 1  # HL_WAIT_CS_STATUS_BUSY
 _WAIT_COMPLETED = 0  # HL_WAIT_CS_STATUS_COMPLETED
@@ -111,7 +115,7 @@ _VALUE_FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class HardwareInfo(NamedTuple):
-    """The used fields of ``struct hlthunk_hw_ip_info``, by which the driver describes a device."""
+    """The used fields of ``struct hlthunk_hw_ip_info``, by which the driver describes a device. Sizes are in bytes."""
 
     dram_base_address: int
     dram_size: int
@@ -173,7 +177,7 @@ def require_page_size() -> None:
     SetupMissing
         ELIBBAD, LIBRARY_WRONG_ABI: the signature is unknown.
     """
-    if not _has_function(_NEWER_FUNCTION):
+    if not _has_function(_PAGE_ORDERS):
         raise SetupMissing(
             api=Api.HLTHUNK,
             operation=_ALLOCATE,
@@ -182,12 +186,12 @@ def require_page_size() -> None:
             errno=errno.ELIBBAD,
             reason=Reason.LIBRARY_WRONG_ABI,
             what_to_do="install an hl-thunk of 2022-06 (with support of Gaudi2) or newer",
-            detail=f"the library does not export {_NEWER_FUNCTION}, so the arguments of this function are unknown",
+            detail=f"the library does not export {_PAGE_ORDERS}, so the arguments of this function are unknown",
         )
 
 
 def call(operation: str, /, **arguments: Any) -> int:
-    """Call a function with `arguments`, in the order of the header and with its names. Return its result.
+    """Call the function `operation` and return its result. `arguments` has the names and the order of the header.
 
     Raises
     ------
@@ -200,6 +204,7 @@ def call(operation: str, /, **arguments: Any) -> int:
 
 
 def _call(operation: str, arguments: Mapping[str, Any], *, error_arguments: Mapping[str, object]) -> int:
+    """Call a function. If it fails, the exception contains `error_arguments`, which has no pointers to buffers."""
     function = _find_function(operation)
     ctypes.set_errno(0)
     result = int(function(*arguments.values()))
@@ -219,11 +224,11 @@ def close(fd: int) -> None:
 
 
 def device_count() -> int:
-    """Return the number of devices. If the library has no function for that, try to open each device number."""
+    """Return the number of devices. An older library has no count, so the control devices are counted."""
     if _has_function("hlthunk_get_device_count"):
         return call("hlthunk_get_device_count", device_name=DONT_CARE)
-    function = _find_function("hlthunk_open_control")
-    opened_fds = [fd for fd in (int(function(minor, None)) for minor in range(_MINOR_COUNT_MAX)) if fd >= 0]
+    open_control = _find_function("hlthunk_open_control")
+    opened_fds = [fd for fd in (int(open_control(minor, None)) for minor in range(_MINOR_COUNT_MAX)) if fd >= 0]
     for fd in opened_fds:
         close(fd)
     return len(opened_fds)
@@ -242,27 +247,36 @@ def hardware_info(fd: int) -> HardwareInfo:
     buffer = ctypes.create_string_buffer(_INFO_BYTES)
     _call("hlthunk_get_hw_ip_info", {"fd": fd, "hw_ip": buffer}, error_arguments={"fd": fd})
     fields: dict[str, Any] = {
-        name: struct.unpack_from(code, buffer, offset)[0] for name, (offset, code) in _INFO_FIELDS.items()
+        name: struct.unpack_from(field_format, buffer, offset_bytes)[0]
+        for name, (offset_bytes, field_format) in _INFO_FIELDS.items()
     }
     fields["card_name"] = fields["card_name"].split(b"\0", 1)[0].decode("ascii", "backslashreplace")
     return HardwareInfo(**fields)
 
 
-def submit(fd: int, *, buffer: int, length_bytes: int, queue: int, is_mapped: bool) -> int:
-    """Submit one command buffer with hlthunk_command_submission. Return its sequence number.
+def submit(fd: int, *, command_buffer: int, length_bytes: int, queue_index: int, is_mapped: bool) -> int:
+    """Submit one command buffer with hlthunk_command_submission. Return the sequence number of the submission.
 
     Parameters
     ----------
-    buffer : int
+    command_buffer : int
         The handle of the command buffer, or its device address if `is_mapped`.
+    length_bytes : int
+        Size of the commands in the buffer.
+    queue_index : int
+        Index of the queue of the device, such as `DMA_DOWN_QUEUE`.
+    is_mapped : bool
+        Whether the buffer is memory of this process that is mapped to the device. Otherwise the driver allocated it.
     """
-    chunk = ctypes.create_string_buffer(_CHUNK.pack(buffer, queue, length_bytes, _USER_BUFFER if is_mapped else 0, 0))
+    chunk = ctypes.create_string_buffer(
+        _CHUNK.pack(command_buffer, queue_index, length_bytes, _USER_BUFFER_FLAG if is_mapped else 0, 0)
+    )
     submission = ctypes.create_string_buffer(_SUBMISSION_IN.pack(0, ctypes.addressof(chunk), 0, 1, 0, 0))
     output = ctypes.create_string_buffer(_SUBMISSION_OUT.size)
-    error_arguments = {"fd": fd, "cb": buffer, "queue_index": queue, "cb_size": length_bytes}
+    error_arguments = {"fd": fd, "cb": command_buffer, "queue_index": queue_index, "cb_size": length_bytes}
     _call("hlthunk_command_submission", {"fd": fd, "in": submission, "out": output}, error_arguments=error_arguments)
     sequence, status, _sync_count, _pad = _SUBMISSION_OUT.unpack(output.raw[: _SUBMISSION_OUT.size])
-    if status:
+    if status:  # HL_CS_STATUS_SUCCESS is 0.
         raise error_of(
             operation="hlthunk_command_submission",
             error_number=errno.EIO,
@@ -278,7 +292,8 @@ def wait(fd: int, sequence: int, *, timeout_us: int) -> bool:
     Raises
     ------
     ApiError
-        EIO: the submission was aborted, and the device is being reset.
+        EIO: the submission was aborted, and the device is being reset. ETIMEDOUT: the driver gave up the submission
+        (HL_WAIT_CS_STATUS_TIMEDOUT).
     """
     status = ctypes.c_uint32()
     arguments = {"fd": fd, "seq": sequence, "timeout_us": timeout_us, "status": ctypes.byref(status)}

@@ -29,8 +29,9 @@ class FirstFit:
         self._alignment_bytes = alignment_bytes
         self._lock = threading.Lock()
         first_address = align_up(base_address, alignment_bytes=alignment_bytes)
-        end = base_address + length_bytes
-        self._free_ranges: list[tuple[int, int]] = [(first_address, end)] if first_address < end else []
+        end_address = base_address + length_bytes
+        # Begin and end addresses of the free parts, in ascending order.
+        self._free_ranges: list[tuple[int, int]] = [(first_address, end_address)] if first_address < end_address else []
 
     def allocate(self, length_bytes: int) -> int | None:
         """Allocate the lowest free part that is large enough. Return its address, or None if there is no such part."""
@@ -46,9 +47,9 @@ class FirstFit:
 
     def free(self, address: int, length_bytes: int) -> None:
         """Free a part, and join it with its free neighbours."""
-        end = address + align_up(length_bytes, alignment_bytes=self._alignment_bytes)
+        end_address = address + align_up(length_bytes, alignment_bytes=self._alignment_bytes)
         with self._lock:
-            insort(self._free_ranges, (address, end))
+            insort(self._free_ranges, (address, end_address))
             joined_ranges: list[tuple[int, int]] = []
             for begin, range_end in self._free_ranges:
                 if joined_ranges and joined_ranges[-1][1] == begin:
@@ -58,7 +59,7 @@ class FirstFit:
             self._free_ranges = joined_ranges
 
     @property
-    def largest_bytes(self) -> int:
+    def largest_free_bytes(self) -> int:
         """Size of the largest free part in bytes."""
         with self._lock:
             return max((end - begin for begin, end in self._free_ranges), default=0)

@@ -1,4 +1,4 @@
-"""The base of an open Gaudi device: its descriptor, copies to and from it, and the memory that has an address on it.
+"""The base class of an open Gaudi device: its descriptor, its copies, and the memory with a device address.
 
 The kernel allows one program at a time to open a device.
 """
@@ -30,10 +30,12 @@ class MappedRange:
 
     Attributes
     ----------
+    base : int
+        Device address of the first byte.
     export : callable or None
-        A function that exports the whole memory as a dma-buf. Its arguments are the offset and the length of a part of
-        the memory, in bytes. The returned DmabufRange describes where this part is in the dma-buf. None if the memory
-        cannot be exported.
+        A function that exports the whole memory as a dma-buf, or None if the memory cannot be exported. Its arguments
+        are the offset and the length of a part of the memory, in bytes. The returned DmabufRange describes where this
+        part is in the dma-buf.
     """
 
     kind: MemoryKind
@@ -93,16 +95,18 @@ class GaudiContext(Closeable):
         return max(self._hardware_info.default_page_size or self._hardware_info.dram_page_size, HOST_PAGE_BYTES)
 
     def mapping_alignment_bytes(self, alignment_bytes_max: int) -> int:
-        """Return a power of two, at most `alignment_bytes_max`, that divides the default page of device memory.
+        """Return the largest power of two that divides the default page of device memory.
 
+        The result is at most `alignment_bytes_max`.
         The page of a Gaudi 2 is not a power of two, because the device has six stacks of memory.
         """
+        # x & -x is the largest power of two that divides x.
         return min(self.page_bytes & -self.page_bytes, alignment_bytes_max)
 
     @property
     def copies(self) -> Copies:
         """The copies between the memory of this device and the host."""
-        _ = self.fd
+        _ = self.fd  # This raises ClosedResource if the device was closed.
         return self._copies
 
     @property
@@ -112,7 +116,7 @@ class GaudiContext(Closeable):
 
     @property
     def physical_allocator(self) -> FirstFit:
-        """The allocator of the physical memory of a Gaudi 1, whose driver allocates none."""
+        """The allocator of the physical memory of a Gaudi 1, whose driver does not allocate memory."""
         if self._physical_allocator is None:
             base_address, length_bytes = self._hardware_info.dram_base_address, self._hardware_info.dram_size
             self._physical_allocator = FirstFit(base_address, length_bytes, alignment_bytes=HOST_PAGE_BYTES)
@@ -123,11 +127,11 @@ class GaudiContext(Closeable):
         return self._release_actions.push(close)
 
     def mapped_ranges(self) -> tuple[MappedRange, ...]:
-        """Return all memory that :meth:`query` can find."""
+        """Return the memory that gdrkit itself has allocated or mapped on this device, for :meth:`Device.query`."""
         return tuple(self._mapped_ranges.copy().values())
 
     def add_mapped_range(self, mapped_range: MappedRange) -> Callable[[], None]:
-        """Add memory that :meth:`query` can find. Return a function that removes it."""
+        """Add memory to :meth:`mapped_ranges`. Return a function that removes it."""
         self._mapped_ranges[mapped_range.base] = mapped_range
 
         def remove() -> None:
@@ -138,7 +142,7 @@ class GaudiContext(Closeable):
     def close(self) -> None:
         """Close the objects that were created from this device, newest first, and then the device.
 
-        A second close does nothing. An open dma-buf in any process keeps the device busy until it is closed.
+        A second close does nothing. The device stays busy while any process has a dma-buf of its memory open.
 
         Raises
         ------

@@ -35,7 +35,7 @@ class Device(GaudiContext):
     ApiError
         EBUSY: another program has the device open. EINVAL: no device has that PCI address.
     UsageError
-        NO_DEVICE: no device has this number or module id. BAD_ARGUMENT: none, or more than one, of the three is given.
+        NO_DEVICE: no device has this number or module id. BAD_ARGUMENT: not exactly one of the parameters is given.
     Unsupported
         The device is not a Gaudi.
     SetupMissing

@@ -20,7 +20,7 @@ _BOARD_BITS = 0x1F
 
 
 class Generation(enum.Enum):
-    """The generation of the ASIC. The PCI device ids are values of ``enum hl_pci_ids``."""
+    """The generation of the ASIC."""
 
     GAUDI = "gaudi"
     GAUDI2 = "gaudi2"
@@ -29,7 +29,7 @@ class Generation(enum.Enum):
 
     @classmethod
     def of(cls, pci_device_id: int) -> Generation:
-        """Return the generation of a PCI device id. An unknown id above the known ones is `LATER`."""
+        """Return the generation of a PCI device id. It is `LATER` for an unknown id above the first id of Gaudi 2."""
         if pci_device_id < _GAUDI2_ID:
             return cls.GAUDI
         return {_GAUDI2_ID: cls.GAUDI2, _GAUDI3_ID: cls.GAUDI3}.get(pci_device_id & ~_BOARD_BITS, cls.LATER)
@@ -54,7 +54,7 @@ class DeviceInfo:
     pci_bus_id : str
         The PCI address, such as ``0000:33:00.0``.
     module_id : int
-        The position on the board (OCP).
+        Position of the module on its OCP board.
     pci_device_id : int
         The PCI device id, which identifies the ASIC.
     card_name : str
@@ -91,7 +91,7 @@ def device_count() -> int:
 
 
 def list_devices() -> tuple[DeviceInfo, ...]:
-    """Return all devices, also if another program has them open. They are queried through their control devices."""
+    """Return all devices, also those that another program has open, because the query uses their control devices."""
     return tuple(_query_device(number) for number in range(device_count()))
 
 
@@ -112,7 +112,7 @@ def _query_device(number: int) -> DeviceInfo:
 
 
 def bus_id_of(number: int | None, module_id: int | None) -> str:
-    """Return the PCI address of the device with a number or a module id.
+    """Return the PCI address of the device with this number or this module id. The other argument is None.
 
     Raises
     ------

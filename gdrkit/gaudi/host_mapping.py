@@ -1,4 +1,4 @@
-"""Host memory that is mapped to a device.
+"""Host memory that is mapped to a Gaudi device, so that the device can access it.
 
 The mapping has a device address, but the kernel exports no dma-buf of host memory. To let a NIC access the memory,
 register the memory by its host address.
@@ -35,7 +35,7 @@ class HostMapping(Resource):
     Raises
     ------
     ApiError
-        EFAULT: a part of the buffer is not mapped and writable. ENOMEM: there is no free device address.
+        EFAULT: a part of the buffer is not mapped, or not writable. ENOMEM: there is no free device address.
     UsageError
         The buffer is empty, read-only or not contiguous.
     """
@@ -68,7 +68,7 @@ class HostMapping(Resource):
         Raises
         ------
         Unsupported
-            DMABUF_EXPORT_UNSUPPORTED, always and without a call. The driver would return EINVAL, which does not explain
+            DMABUF_EXPORT_UNSUPPORTED. The driver is not called, because it would return EINVAL, which does not explain
             the cause.
         """
         raise Unsupported(

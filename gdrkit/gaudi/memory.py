@@ -1,4 +1,4 @@
-"""Device memory of Gaudi.
+"""Device memory of Gaudi: its allocation, its copies to and from the host, and its export as a dma-buf.
 
 :class:`GaudiMemory` is the base class. :class:`DeviceMemory` owns its allocation. :class:`BorrowedMemory` is a view of
 a whole allocation that another object owns. This module numbers the allocations, so that an allocation can be
@@ -32,11 +32,11 @@ _EXPORT_FLAGS = os.O_RDWR | os.O_CLOEXEC  # The library accepts only these flags
 
 _lock = ForkSafeLock()
 _allocation_numbers = itertools.count(1)
-_live_allocations: dict[int, Allocation] = {}
+_live_allocations: dict[int, Allocation] = {}  # The allocations that exist, by their number.
 
 
 def _make_existence_check(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
-    """Return a function that returns whether the allocations in the key of :meth:`allocation_key` still exist."""
+    """Return a function that checks whether all allocations of `key`, a result of :meth:`allocation_key`, exist."""
     return lambda: all(
         allocation_number in _live_allocations
         and _live_allocations[allocation_number].key == ((base_address, length_bytes, allocation_number),)
@@ -45,7 +45,7 @@ def _make_existence_check(key: tuple[tuple[int, int, int], ...]) -> Callable[[],
 
 
 class Allocation:
-    """A contiguous allocation of device memory that is mapped.
+    """A contiguous allocation of device memory, which is mapped to a device address.
 
     On Gaudi 1 the driver neither allocates nor maps memory. There, an allocation is a range of physical memory that
     gdrkit has reserved.
@@ -73,15 +73,15 @@ class Allocation:
         _ = device.fd  # This raises an error if the device is closed. On Gaudi 1 no other call checks that.
         self._release_steps = ReleaseStack()
         self.address = self._allocate_and_map() if device.generation.maps_memory else self._allocate_physical()
-        allocation_number = next(_allocation_numbers)
-        self.key = ((self.address, self.length_bytes, allocation_number),)
+        self._number = next(_allocation_numbers)
+        self.key = ((self.address, self.length_bytes, self._number),)  # See GaudiMemory.allocation_key.
         with _lock:
-            _live_allocations[allocation_number] = self
+            _live_allocations[self._number] = self
 
     @property
     def is_allocated(self) -> bool:
         """Whether the memory is still allocated."""
-        return self.key[0][2] in _live_allocations
+        return self._number in _live_allocations
 
     def export(self, *, offset_bytes: int, length_bytes: int) -> int:
         """Export whole pages of the allocation as a new dma-buf. Return the descriptor. The caller closes it."""
@@ -108,13 +108,13 @@ class Allocation:
         Raises
         ------
         ApiError
-            EINVAL, BUSY: a dma-buf of the memory, or a region made from one, still exists. ETIMEDOUT: a copy is not
-            complete. The memory stays mapped, and close can be called again.
+            EINVAL with the reason BUSY: a dma-buf of the memory, or a region made from one, still exists. ETIMEDOUT: a
+            copy is not complete. The memory stays mapped, and close can be called again.
         """
         self.device.copies.wait_for_pending_copy()
         self._release_steps.run()
         with _lock:
-            _live_allocations.pop(self.key[0][2], None)
+            _live_allocations.pop(self._number, None)
 
     def _allocate_and_map(self) -> int:
         _hlthunk.require_page_size()
@@ -144,14 +144,14 @@ class Allocation:
                 operation="physical memory",
                 error_number=errno.ENOMEM,
                 arguments={"size": length_bytes},
-                detail=f"the largest free part has {allocator.largest_bytes} bytes",
+                detail=f"the largest free part has {allocator.largest_free_bytes} bytes",
             )
         self._release_steps.push(lambda: allocator.free(address, length_bytes))
         return address
 
 
 class _UnmapAndFree:
-    """A call that unmaps and frees memory. After a failure, the next call continues at the step that failed."""
+    """A callable that unmaps and frees memory. After a failure, the next call continues at the step that failed."""
 
     def __init__(self, device: GaudiContext, handle: int) -> None:
         self._device = device
@@ -160,7 +160,7 @@ class _UnmapAndFree:
 
     def __call__(self) -> None:
         if self._device.lost:
-            return
+            return  # The driver frees the memory in the reset.
         fd = self._device.fd
         if self.address:
             _hlthunk.call("hlthunk_memory_unmap", fd=fd, device_virt_addr=self.address)
@@ -232,8 +232,8 @@ class GaudiMemory(MemoryResource):
         if length_bytes == 0:
             message = "length_bytes must be at least 1, not 0"
             raise UsageError(message)
-        begin = self._offset_bytes + offset_bytes
-        return self._export(begin, length_bytes)
+        begin_offset = self._offset_bytes + offset_bytes
+        return self._export(begin_offset, length_bytes)
 
     def close(self) -> None:
         """Run the actions of :meth:`before_release`, then free the memory if this object owns it.
@@ -246,8 +246,8 @@ class GaudiMemory(MemoryResource):
             An action failed. The error of the first failed action is raised, with the other errors as notes. The memory
             is *not* freed, and close can be called again.
         ApiError
-            EINVAL, BUSY: a dma-buf of the memory still exists. The memory stays allocated, and close can be called
-            again.
+            EINVAL with the reason BUSY: a dma-buf of the memory still exists. The memory stays allocated, and close
+            can be called again.
         """
         super().close()
 
@@ -257,13 +257,15 @@ class GaudiMemory(MemoryResource):
     def _copy_from_host(self, address: int, view: memoryview) -> None:
         self.device.copies.write(address, view)
 
-    def _export(self, begin: int, length_bytes: int) -> DmabufRange:
-        """Export a part of the allocation as a dma-buf."""
-        first_page_offset = align_down(begin, alignment_bytes=HOST_PAGE_BYTES)
-        end_offset = align_up(begin + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
+    def _export(self, begin_offset: int, length_bytes: int) -> DmabufRange:
+        """Export the pages of a part of the allocation as a new dma-buf. The part begins at `begin_offset`."""
+        first_page_offset = align_down(begin_offset, alignment_bytes=HOST_PAGE_BYTES)
+        end_offset = align_up(begin_offset + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
         fd = self._allocation.export(offset_bytes=first_page_offset, length_bytes=end_offset - first_page_offset)
-        address = self._allocation.address + begin
-        return DmabufRange(fd, offset_bytes=begin - first_page_offset, length_bytes=length_bytes, address=address)
+        address = self._allocation.address + begin_offset
+        return DmabufRange(
+            fd, offset_bytes=begin_offset - first_page_offset, length_bytes=length_bytes, address=address
+        )
 
     def _check_open(self) -> None:
         super()._check_open()
@@ -299,13 +301,16 @@ class DeviceMemory(GaudiMemory):
         self._allocation.close()
         self._remove_mapped_range()
 
-    def _export_from_allocation(self, begin: int, length_bytes: int) -> DmabufRange:
+    def _export_from_allocation(self, begin_offset: int, length_bytes: int) -> DmabufRange:
+        """Export the whole allocation as a new dma-buf, and return the part of it that begins at `begin_offset`."""
         fd = self._allocation.export(offset_bytes=0, length_bytes=self._allocation.length_bytes)
-        return DmabufRange(fd, offset_bytes=begin, length_bytes=length_bytes, address=self.address + begin)
+        return DmabufRange(
+            fd, offset_bytes=begin_offset, length_bytes=length_bytes, address=self.address + begin_offset
+        )
 
 
 class BorrowedMemory(GaudiMemory):
-    """A view of a whole allocation that another object owns. :meth:`close` runs the actions and frees nothing."""
+    """A view of a whole allocation that another object owns. :meth:`close` does not free the memory."""
 
     def __init__(self, allocation: Allocation, *, export: Callable[[int, int], DmabufRange]) -> None:
         super().__init__(allocation, offset_bytes=0, length_bytes=allocation.length_bytes)
@@ -319,5 +324,5 @@ class BorrowedMemory(GaudiMemory):
     def _release(self) -> None:
         return
 
-    def _export(self, begin: int, length_bytes: int) -> DmabufRange:
-        return self._export_by_owner(begin, length_bytes)
+    def _export(self, begin_offset: int, length_bytes: int) -> DmabufRange:
+        return self._export_by_owner(begin_offset, length_bytes)

@@ -1,7 +1,8 @@
 """A pool of device memory with one dma-buf.
 
 The driver exports whole pages of an allocation, and each export has a cost. So a pool is exported once. Each part of
-the pool is exported as a duplicate of that descriptor, with an offset. UCX does the same with the memory of SynapseAI.
+the pool is exported as a duplicate of the pool's descriptor, with an offset. UCX does the same with memory of
+SynapseAI, the software of Intel for Gaudi.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class DmabufPool(Resource):
                 arguments={"length_bytes": length_bytes},
                 reason=Reason.OUT_OF_MEMORY,
                 what_to_do="close parts of the pool, or make a larger one",
-                detail=f"the largest free part has {self._allocator.largest_bytes} bytes",
+                detail=f"the largest free part has {self._allocator.largest_free_bytes} bytes",
             )
         return PoolMemory(self, offset_bytes=address - self.address, length_bytes=length_bytes)
 
@@ -107,9 +108,9 @@ class DmabufPool(Resource):
                 self._pool_dmabuf = DmabufRange(
                     fd, offset_bytes=0, length_bytes=self.length_bytes, address=self.address
                 )
-            with self._pool_dmabuf.dup() as copy:
+            with self._pool_dmabuf.dup() as duplicate:
                 return DmabufRange(
-                    copy.take(),
+                    duplicate.take(),
                     offset_bytes=offset_bytes,
                     length_bytes=length_bytes,
                     address=self.address + offset_bytes,
@@ -129,8 +130,8 @@ class DmabufPool(Resource):
         Raises
         ------
         ApiError
-            EINVAL, BUSY: a duplicate of the dma-buf, or a region made from one, still exists. Close can be
-            called again.
+            EINVAL with the reason BUSY: a duplicate of the dma-buf, or a region made from one, still exists. Close can
+            be called again.
         """
         super().close()
 
@@ -143,8 +144,8 @@ class DmabufPool(Resource):
         self.allocation.close()
         self._remove_mapped_range()
 
-    def _export_range(self, begin: int, length_bytes: int) -> DmabufRange:
-        return self.export(offset_bytes=begin, length_bytes=length_bytes)
+    def _export_range(self, begin_offset: int, length_bytes: int) -> DmabufRange:
+        return self.export(offset_bytes=begin_offset, length_bytes=length_bytes)
 
     def __repr__(self) -> str:
         return f"DmabufPool({'closed' if self._is_closed else f'{self.address:#x}'}, length_bytes={self.length_bytes})"
@@ -163,5 +164,5 @@ class PoolMemory(GaudiMemory):
         self._pool.free_part(self.address, self.length_bytes)
         self._cancel_pool_close()
 
-    def _export(self, begin: int, length_bytes: int) -> DmabufRange:
-        return self._pool.export(offset_bytes=begin, length_bytes=length_bytes)
+    def _export(self, begin_offset: int, length_bytes: int) -> DmabufRange:
+        return self._pool.export(offset_bytes=begin_offset, length_bytes=length_bytes)

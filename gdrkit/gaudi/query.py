@@ -1,8 +1,8 @@
 """Query of the memory at a device address: type, device, base, length and dma-buf, like UCX's ``mem_query``.
 
 hl-thunk has no call for such a query. gdrkit knows the memory that it allocated or mapped itself. Other code of the
-process may have allocated memory by the same descriptor of the device. To find such memory, gdrkit tries exports: the
-driver exports only ranges inside a mapping, and only by the exact address at which the mapping begins.
+process may have allocated memory with the same descriptor of the device. To find such memory, gdrkit tries to export
+ranges: the driver exports a range only if it is inside a mapping and the call names the first address of the mapping.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class AddressInfo(Closeable):
 def query(device: GaudiContext, address: int, *, length_bytes: int = 1) -> AddressInfo:
     """Return the memory at ``[address, address + length_bytes)``.
 
-    Memory that other code allocated is found under three conditions. It was allocated and mapped by the same descriptor
-    of the device (:attr:`Device.fd`). The device is not a first-generation Gaudi. The range begins in the first 16 GiB
-    of its mapping. The search exports pages for a moment, during which the driver refuses to unmap the memory.
+    Memory that other code allocated is found under three conditions. It was allocated and mapped with the same
+    descriptor of the device (:attr:`Device.fd`). The device is not a first-generation Gaudi. The range begins in the
+    first 16 GiB of its mapping. The search exports pages for a moment, during which the driver refuses to unmap the
+    memory.
 
     Raises
     ------
@@ -100,13 +101,14 @@ def _query_driver(device: GaudiContext, address: int, length_bytes: int) -> Addr
     """Return memory that other code allocated, or None if the driver exports no mapping that contains the range."""
     alignment_bytes = device.mapping_alignment_bytes(_MAPPING_ALIGNMENT_BYTES)
     first_base = align_down(address, alignment_bytes=alignment_bytes)
-    last_base = max(first_base - _ATTEMPTS_MAX * alignment_bytes, 0)
-    for base_address in range(first_base, last_base, -alignment_bytes):
+    lowest_base = max(first_base - _ATTEMPTS_MAX * alignment_bytes, 0)  # This address is not tried.
+    # Try every address at which the mapping may begin, downwards from the address nearest to the range.
+    for base_address in range(first_base, lowest_base, -alignment_bytes):
         offset_bytes = align_down(address - base_address, alignment_bytes=HOST_PAGE_BYTES)
-        end_bytes = align_up(address - base_address + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
-        if _is_exported(device, base_address, offset_bytes, end_bytes - offset_bytes):
+        end_offset = align_up(address - base_address + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
+        if _can_export(device, base_address, offset_bytes, end_offset - offset_bytes):
             size_bytes = _count_mapping_bytes(
-                device, base_address, align_up(end_bytes, alignment_bytes=alignment_bytes), alignment_bytes
+                device, base_address, align_up(end_offset, alignment_bytes=alignment_bytes), alignment_bytes
             )
             dmabuf = DmabufRange(
                 _export(device, base_address, 0, size_bytes),
@@ -120,32 +122,34 @@ def _query_driver(device: GaudiContext, address: int, length_bytes: int) -> Addr
     return None
 
 
-def _count_mapping_bytes(device: GaudiContext, base_address: int, minimum_bytes: int, unit_bytes: int) -> int:
-    """Return the size of the mapping at `base_address`: a multiple of `unit_bytes`, at least `minimum_bytes`."""
+def _count_mapping_bytes(device: GaudiContext, base_address: int, known_bytes: int, unit_bytes: int) -> int:
+    """Return the size of the mapping at `base_address`: a multiple of `unit_bytes`, at least `known_bytes`."""
 
-    def has_page_before(end_bytes: int) -> bool:
-        return _is_exported(device, base_address, end_bytes - HOST_PAGE_BYTES, HOST_PAGE_BYTES)
+    def has_page_before(end_offset: int) -> bool:
+        """Return whether the mapping contains the page that ends at this offset."""
+        return _can_export(device, base_address, end_offset - HOST_PAGE_BYTES, HOST_PAGE_BYTES)
 
+    # Double the step until it leads beyond the end of the mapping, then search the end by bisection.
     step_bytes = unit_bytes
-    while has_page_before(minimum_bytes + step_bytes):
-        minimum_bytes, step_bytes = minimum_bytes + step_bytes, 2 * step_bytes
-    # The mapping ends at or after `minimum_bytes`, and before `minimum_bytes + step_bytes`.
+    while has_page_before(known_bytes + step_bytes):
+        known_bytes, step_bytes = known_bytes + step_bytes, 2 * step_bytes
+    # The mapping ends at or after `known_bytes`, and before `known_bytes + step_bytes`.
     while step_bytes > unit_bytes:
         step_bytes //= 2
-        if has_page_before(minimum_bytes + step_bytes):
-            minimum_bytes += step_bytes
-    return minimum_bytes
+        if has_page_before(known_bytes + step_bytes):
+            known_bytes += step_bytes
+    return known_bytes
 
 
-def _is_exported(device: GaudiContext, base_address: int, offset_bytes: int, length_bytes: int) -> bool:
+def _can_export(device: GaudiContext, base_address: int, offset_bytes: int, length_bytes: int) -> bool:
     """Return whether `base_address` is the address of a mapping that contains this range of whole host pages."""
     try:
-        descriptor = _export(device, base_address, offset_bytes, length_bytes)
+        fd = _export(device, base_address, offset_bytes, length_bytes)
     except ApiError as error:
         if error.errno == errno.EINVAL:
             return False
         raise
-    os.close(descriptor)
+    os.close(fd)
     return True
 
 

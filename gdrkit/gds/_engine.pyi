@@ -79,7 +79,10 @@ class OpenFile:
     def size_bytes(self) -> int:
         """Return the size of the file. Raise FileClosed if the file is closed."""
 
-    def direct(self) -> bool: ...
+    def direct(self) -> bool:
+        """
+        Return whether the file system supports O_DIRECT for the file; see direct_open_errno.
+        """
 
     @property
     def direct_open_errno(self) -> int: ...
@@ -99,12 +102,16 @@ class CompletionQueue:
 
     def __init__(self, *, has_event: bool) -> None: ...
 
-    def take(self) -> list[int]: ...
+    def take(self) -> list[int]:
+        """Remove the tokens from the queue and return them."""
 
-    def fileno(self) -> int: ...
+    def fileno(self) -> int:
+        """
+        Return an eventfd that is readable while the queue has tokens, or -1 without `has_event`.
+        """
 
 class Completion:
-    """The end of a job that Python code runs itself."""
+    """A flag that is set when a job that Python code runs itself is over."""
 
     def __init__(self) -> None: ...
 
@@ -141,13 +148,13 @@ class Job:
         """
 
 class Engine:
-    """Threads and pinned memory on one NUMA node."""
+    """A copy engine: threads and pinned memory on one NUMA node."""
 
     def __init__(self, *, node: int, workers_count: int, buffers_count: int, chunk_bytes: int, first_chunk_bytes: int, coalesced_bytes: int, coalesced_count: int, slice_bytes: int, polls_device: bool, direct_readers_count: int, direct_read_bytes: int, direct_writers_count: int, direct_write_bytes: int, buffered_writers_count: int) -> None: ...
 
     def submit(self, write: bool, access: int, device: int, files: list, extents: object, flags: int, durable: bool, transfer: object) -> Job:
         """
-        Queue a job and return it. Store it in the `job` of the transfer, and the transfer in `in_progress`.
+        Queue a job and return it. Store it in the attribute `job` of the transfer, and the transfer in `in_progress`.
         """
 
     def transfer_small(self, write: bool, file: OpenFile, offset: int, address: int, length: int, device: int) -> tuple: ...

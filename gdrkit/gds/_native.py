@@ -1,7 +1,7 @@
 """Access to the native copy engine, and conversion of its errors to the errors of gdrkit.
 
-The native module ``_engine`` (``native/engine``) is imported at the first use. It loads libcuda when a device is first
-used, so transfers of host memory need no libcuda.
+The native module ``_engine`` (``native/engine``) is imported at the first use. The module loads libcuda when a device
+is first used, so transfers of host memory need no libcuda.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Failure = tuple[str, str, int, str]
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-_CUDA_OUT_OF_MEMORY = 2
+_CUDA_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 # CUDA_ERROR_NO_DEVICE and CUDA_ERROR_INVALID_DEVICE.
-_CUDA_NO_DEVICE = frozenset({100, 101})
+_CUDA_NO_DEVICE_STATUSES = frozenset({100, 101})
 _REASONS = {
     errno.ENOENT: Reason.BAD_ARGUMENT,
     errno.EISDIR: Reason.BAD_ARGUMENT,
@@ -51,7 +51,7 @@ _ADVICE = {
     errno.EIO: "see the kernel log: a disk or the server of a network file system failed",
     errno.EISDIR: "name a file, not a folder",
     errno.ENOENT: "check the path",
-    errno.EDEADLK: "close the file after the signal handler or the finalizer that interrupted a use of the file",
+    errno.EDEADLK: "do not close the file in a signal handler or a finalizer that can interrupt a use of the file",
 }
 
 
@@ -90,42 +90,42 @@ def api_error(
     detail : str
         Further text for the error message.
     """
-    api, operation, number, name = failure
+    api, operation, status, status_name = failure
     if api == "kernel":
         # The engine loads libcuda with dlopen. ENOSYS: the library lacks a function that the engine needs.
-        is_driver_missing = operation == "dlopen" or number == errno.ENOSYS
+        is_driver_missing = operation == "dlopen" or status == errno.ENOSYS
         return (SetupMissing if is_driver_missing else error_class)(
             api=Api.LOADER if is_driver_missing else Api.KERNEL,
             operation="dlopen libcuda.so.1" if operation == "dlopen" else operation,
-            status=number,
-            status_name=errno_name(number),
-            errno=number,
+            status=status,
+            status_name=errno_name(status),
+            errno=status,
             arguments=arguments,
-            reason=Reason.LIBRARY_MISSING if is_driver_missing else reason_of(number),
-            what_to_do="install the NVIDIA driver" if is_driver_missing else _ADVICE.get(number, ""),
+            reason=Reason.LIBRARY_MISSING if is_driver_missing else reason_of(status),
+            what_to_do="install the NVIDIA driver" if is_driver_missing else _ADVICE.get(status, ""),
             detail=detail,
         )
     if api == "cufile":
         return error_class(
             api=Api.CUFILE,
             operation=operation,
-            status=number,
-            status_name=name,
+            status=status,
+            status_name=status_name,
             arguments=arguments,
             reason=Reason.IO_ERROR,
             what_to_do="see cufile.log, or open the file with direct='never'",
             detail=detail,
         )
     reason, advice = Reason.OTHER, ""
-    if number == _CUDA_OUT_OF_MEMORY:
+    if status == _CUDA_OUT_OF_MEMORY:
         reason, advice = Reason.OUT_OF_MEMORY, "free device memory, or allow more pinned memory (RLIMIT_MEMLOCK)"
-    elif number in _CUDA_NO_DEVICE:
+    elif status in _CUDA_NO_DEVICE_STATUSES:
         reason, advice = Reason.NO_DEVICE, "check that nvidia-smi lists the GPU"
     return error_class(
         api=Api.CUDA,
         operation=operation,
-        status=number,
-        status_name=name,
+        status=status,
+        status_name=status_name,
         arguments=arguments,
         reason=reason,
         what_to_do=advice,

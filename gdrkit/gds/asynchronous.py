@@ -29,7 +29,7 @@ class AsyncFile:
     Attributes
     ----------
     file : File
-        The file, for everything that needs no wait.
+        The file, for calls that do not wait for a transfer.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Descriptions of the memory that callers provide for transfers: host memory or memory of a CUDA device.
 
-Each call describes its memory once, and the description keeps the memory alive. If the owner of the memory has queued
-work for it on a CUDA stream, gdrkit waits for that work before the first byte moves.
+Each transfer describes its memory once, and the description keeps the memory alive. If the owner of the memory has
+queued work for it on a CUDA stream, gdrkit waits for that work before the first byte moves.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TransferBuffer(NamedTuple):
 
 
 def describe_buffer(buffer: object, *, writable: bool) -> TransferBuffer:
-    """Return the description of memory that a caller provides. The caller of this function must release it.
+    """Describe memory that a caller of gdrkit provides. When the transfer is over, ``release`` must be called.
 
     Parameters
     ----------
@@ -67,10 +67,10 @@ def describe_buffer(buffer: object, *, writable: bool) -> TransferBuffer:
     Raises
     ------
     UsageError
-        The object is not memory, not contiguous, or read-only. NOT_DEVICE_MEMORY: some bytes of the object are not
-        allocated memory of a device.
+        The object is not memory, not contiguous, or read-only with `writable`. NOT_DEVICE_MEMORY: some bytes of the
+        object are not allocated memory of a device.
     ClosedResource
-        The memory of gdrkit was closed.
+        The buffer is memory of :mod:`gdrkit.cuda` that was closed.
     """
     # isinstance() of an abstract base class would take longer than the rest of this function.
     if CudaMemory in type(buffer).__mro__:
@@ -106,9 +106,9 @@ def _describe_array(array: object, *, writable: bool) -> TransferBuffer:
             message = "the array is read-only"
             raise UsageError(message)  # noqa: TRY301 - the memory is released below.
         try:
-            index = pointer.device_index(address)
-            with cuda.Device(index) as device, device.current():
-                pointer.allocation_key(address, length_bytes)
+            device_index = pointer.device_index(address)
+            with cuda.Device(device_index) as device, device.current():
+                pointer.allocation_key(address, length_bytes)  # This raises an error if the memory is too short.
                 if description.stream is not None:
                     cuda.wait_for(description.stream)
         except ApiError as error:
@@ -117,4 +117,4 @@ def _describe_array(array: object, *, writable: bool) -> TransferBuffer:
     except BaseException:
         description.release()
         raise
-    return TransferBuffer(address, length_bytes, index, array, description.release)
+    return TransferBuffer(address, length_bytes, device_index, array, description.release)

@@ -1,7 +1,8 @@
 """Copies of files through device or host memory.
 
-While one chunk is written, the next chunk is read. Holes stay holes. The new file gets its name when it is complete.
-Until then, other programs find the old file or no file, and a copy that fails leaves no file.
+While one chunk is written, the next chunk is read. Holes of the source stay holes in the copy. The new file gets its
+name when it is complete. Until then, other programs find the old file or no file, and a copy that fails leaves no
+file.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ _RANGES_MAX = 1024
 # Bytes per read(2) of a file whose size is unknown.
 _READ_BYTES = MIB
 _UNKNOWN_SIZE_REASON = "the kernel does not report the size of the file, so it was read by read(2) to its end"
-# Bytes that are compared at a time.
+# Number of bytes that are compared at a time.
 _COMPARE_BYTES = 16 * MIB
 # Number of bytes that the error shows at the first difference.
-_ERROR_BYTES = 16
+_EXCERPT_BYTES = 16
 
 
 @dataclass(slots=True)
@@ -119,8 +120,8 @@ def copy_file(
     Parameters
     ----------
     source : path
-        A regular file. The copy has the size that the file has when the copy begins. A file whose size the kernel does
-        not report (procfs, sysfs) is read to its end.
+        A regular file. The new file gets the size that the source has when the call begins. A file whose size the
+        kernel does not report (procfs, sysfs) is read to its end.
     destination : path
         The new file, or the folder for it. A regular file of that name is replaced; a symbolic link is followed. The
         permission bits equal the bits that cp would set: see :func:`~gdrkit.gds.new_file.new_file`.
@@ -151,16 +152,16 @@ def copy_file(
     if chunk_bytes < 1:
         message = f"chunk_bytes must be at least 1, not {chunk_bytes}"
         raise UsageError(message)
-    path = Path(destination)
-    path = path / Path(source).name if path.is_dir() else path
+    destination_path = Path(destination)
+    destination_path = destination_path / Path(source).name if destination_path.is_dir() else destination_path
     start_s = time.monotonic()
-    result = CopyResult(os.fspath(source), str(path))
+    result = CopyResult(os.fspath(source), str(destination_path))
     with contextlib.ExitStack() as stack:
         source_file = stack.enter_context(File(source, access=access, direct=direct))
         source_status = os.fstat(source_file.fileno())
-        target = stack.enter_context(open_destination(path))
+        target = stack.enter_context(open_destination(destination_path))
         if target.is_same_file(source_status):
-            message = f"{source} and {path} are the same file"
+            message = f"{source} and {destination_path} are the same file"
             raise UsageError(message)
         with new_file(target, source_mode=source_status.st_mode, access=access, direct=direct, durable=durable) as copy:
             compare_s = 0.0
@@ -169,11 +170,11 @@ def copy_file(
             else:
                 result.bytes = source_status.st_size
                 buffer_bytes = min(chunk_bytes, max(result.bytes, 1))
-                with chunk_buffers(device_index, buffer_bytes, _CHUNK_COUNT) as chunks:
-                    _copy_ranges(source_file, copy, chunks, result, on_progress)
+                with chunk_buffers(device_index, buffer_bytes, _CHUNK_COUNT) as buffers:
+                    _copy_ranges(source_file, copy, buffers, result, on_progress)
                 if check:
                     compare_start_s = time.monotonic()
-                    _compare(source_file.fileno(), copy.fileno(), length_bytes=result.bytes)
+                    _compare_files(source_file.fileno(), copy.fileno(), length_bytes=result.bytes)
                     compare_s = time.monotonic() - compare_start_s
             result.is_checked = check
     result.duration_s = time.monotonic() - start_s - compare_s
@@ -190,26 +191,27 @@ def _is_size_unknown(file: File, source_status: os.stat_result) -> bool:
         if source_status.st_size:
             return False  # The copy will fail at this byte too, and its error reports how many bytes were read before.
         raise os_error("read", file.path, error) from error
+    # The size is wrong if a file of size 0 has a byte, or if a file of another size does not have its last byte.
     return has_last_byte == (source_status.st_size == 0)
 
 
 def _copy_to_end(
     source_file: File, copy: File, result: CopyResult, on_progress: Callable[[int, int], None] | None, *, check: bool
 ) -> None:
-    """Copy a file whose size is unknown. Compare each chunk at once, because a second read may return other bytes."""
-    memory = bytearray(_READ_BYTES)
+    """Copy a file whose size is unknown. With `check`, compare each chunk at once: a second read may differ."""
+    chunk = bytearray(_READ_BYTES)
     result.read.why_not_direct = _UNKNOWN_SIZE_REASON
     while True:
         try:
-            read_bytes = os.readv(source_file.fileno(), [memory])
+            read_bytes = os.readv(source_file.fileno(), [chunk])
         except OSError as error:
             raise os_error("read", source_file.path, error) from error
         if read_bytes == 0:
             break
         offset_bytes = result.bytes
-        result.write.add(copy.write_from(memory, file_offset_bytes=offset_bytes, length_bytes=read_bytes))
+        result.write.add(copy.write_from(chunk, file_offset_bytes=offset_bytes, length_bytes=read_bytes))
         if check:
-            _check_same(memory[:read_bytes], os.pread(copy.fileno(), read_bytes, offset_bytes), offset_bytes)
+            _check_same_bytes(chunk[:read_bytes], os.pread(copy.fileno(), read_bytes, offset_bytes), offset_bytes)
         result.bytes += read_bytes
         if on_progress is not None:
             on_progress(result.bytes, result.bytes)
@@ -218,27 +220,34 @@ def _copy_to_end(
 
 
 def _copy_ranges(
-    source_file: File, copy: File, chunks: list[Any], result: CopyResult, on_progress: Callable[[int, int], None] | None
+    source_file: File,
+    copy: File,
+    buffers: list[Any],
+    result: CopyResult,
+    on_progress: Callable[[int, int], None] | None,
 ) -> None:
     """Copy the data ranges of a file. While one chunk of memory is written, the next one is filled."""
-    pending_writes: list[Transfer | None] = [None] * len(chunks)
-    chunk_bytes = len(chunks[0]) if isinstance(chunks[0], bytearray) else chunks[0].length_bytes
+    pending_writes: list[Transfer | None] = [None] * len(buffers)
+    chunk_bytes = len(buffers[0]) if isinstance(buffers[0], bytearray) else buffers[0].length_bytes
 
-    def make_progress_callback(offset: int) -> Callable[[int, int], None] | None:
-        return None if on_progress is None else lambda done, _total: on_progress(offset + done, result.bytes)
+    def make_progress_callback(offset_bytes: int) -> Callable[[int, int], None] | None:
+        if on_progress is None:
+            return None
+        return lambda done_bytes, _total: on_progress(offset_bytes + done_bytes, result.bytes)
 
     data_bytes = end_offset = 0
     for batch_index, ranges in enumerate(
         _split_into_batches(data_ranges(source_file.fileno(), result.bytes), chunk_bytes)
     ):
-        index = batch_index % len(chunks)
-        if (previous_write := pending_writes[index]) is not None:
+        buffer_index = batch_index % len(buffers)
+        if (previous_write := pending_writes[buffer_index]) is not None:
             result.write.add(previous_write.result())
-        read = source_file.start_readv(chunks[index], ranges)
-        result.read.add(read.result(on_progress=make_progress_callback(ranges[0][0])))
-        pending_writes[index] = copy.start_writev(chunks[index], ranges)
+        read_transfer = source_file.start_readv(buffers[buffer_index], ranges)
+        result.read.add(read_transfer.result(on_progress=make_progress_callback(ranges[0][0])))
+        pending_writes[buffer_index] = copy.start_writev(buffers[buffer_index], ranges)
         data_bytes += sum(file_range[1] for file_range in ranges)
-        end_offset = sum(ranges[-1][:2])
+        last_offset, last_length = ranges[-1][:2]
+        end_offset = last_offset + last_length
     for write in pending_writes:
         if write is not None:
             # With a callback, the wait runs Python code many times per second, so that Ctrl-C takes effect.
@@ -254,10 +263,10 @@ def _copy_ranges(
             on_progress(result.bytes, result.bytes)
 
 
-def _split_into_batches(ranges: Iterator[tuple[int, int]], length_bytes: int) -> Iterator[list[Range]]:
-    """Split ranges (begin, end) of a file into batches: lists of (offset, length) that fit into `length_bytes`."""
+def _split_into_batches(ranges: Iterator[tuple[int, int]], batch_bytes: int) -> Iterator[list[Range]]:
+    """Split ranges (begin, end) of a file into batches: lists of (offset, length), together at most `batch_bytes`."""
     batch: list[Range] = []
-    free_bytes = length_bytes
+    free_bytes = batch_bytes
     for begin, end in ranges:
         offset = begin
         while offset < end:
@@ -266,7 +275,7 @@ def _split_into_batches(ranges: Iterator[tuple[int, int]], length_bytes: int) ->
             offset, free_bytes = offset + range_bytes, free_bytes - range_bytes
             if free_bytes == 0 or len(batch) == _RANGES_MAX:
                 yield batch
-                batch, free_bytes = [], length_bytes
+                batch, free_bytes = [], batch_bytes
     if batch:
         yield batch
 
@@ -282,18 +291,20 @@ def chunk_buffers(device_index: int, length_bytes: int, count: int) -> Iterator[
         yield [stack.enter_context(device.allocate(length_bytes)) for _ in range(count)]
 
 
-def _compare(source_fd: int, copy_fd: int, *, length_bytes: int) -> None:
+def _compare_files(source_fd: int, copy_fd: int, *, length_bytes: int) -> None:
     for offset in range(0, length_bytes, _COMPARE_BYTES):
         compared_bytes = min(_COMPARE_BYTES, length_bytes - offset)
-        _check_same(os.pread(source_fd, compared_bytes, offset), os.pread(copy_fd, compared_bytes, offset), offset)
+        _check_same_bytes(
+            os.pread(source_fd, compared_bytes, offset), os.pread(copy_fd, compared_bytes, offset), offset
+        )
 
 
-def _check_same(expected: bytes | bytearray, actual: bytes, offset_bytes: int) -> None:
-    mismatch = pattern.find_mismatch(expected, actual)
-    if mismatch is not None:
-        excerpt = slice(mismatch, mismatch + _ERROR_BYTES)
+def _check_same_bytes(expected: bytes | bytearray, actual: bytes, offset_bytes: int) -> None:
+    mismatch_index = pattern.find_mismatch(expected, actual)
+    if mismatch_index is not None:
+        excerpt = slice(mismatch_index, mismatch_index + _EXCERPT_BYTES)
         raise DataMismatch(
-            first_offset_bytes=offset_bytes + mismatch,
+            first_offset_bytes=offset_bytes + mismatch_index,
             expected=bytes(expected[excerpt]),
             actual=actual[excerpt],
             length_bytes=len(expected),

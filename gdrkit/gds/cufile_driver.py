@@ -1,8 +1,8 @@
 """The open cuFile driver that the files of a process share, with its threads, its registered memory and its queue.
 
-libcufile counts the routes of transfers for the whole process. To prove the route of a transfer, nothing else may run
-between the two readings of the counters. One thread therefore takes the transfers from a queue. It takes all waiting
-transfers of the same file and direction together, and several worker threads transfer their parts.
+libcufile counts the routes of transfers for the whole process. To prove the route of a transfer, no other transfer may
+run between the two readings of the counters. One thread therefore takes the transfers from a queue. It takes all
+waiting transfers of the same file and direction together, and several worker threads transfer their parts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CufileOptions:
 
 
 class JobRunner(Protocol):
-    """An object that runs transfers of one file: a :class:`gdrkit.gds.cufile_path.CufilePath`."""
+    """An object that runs transfers of one file, such as a :class:`gdrkit.gds.cufile_path.CufilePath`."""
 
     def execute(self, jobs: Sequence[CufileJob]) -> None:
         """Run the jobs together, and store the results in them."""
@@ -86,12 +86,14 @@ class SharedDriver:
         self.buffers = cufile.BufferCache(self.driver)
         self.batch_entries = min(self.options.batch_entries_max, self.driver.properties().max_batch_io)
         self.workers = futures.ThreadPoolExecutor(self.options.workers_count, thread_name_prefix="gdrkit-cufile-io")
-        # The jobs that callers have submitted (None ends the thread), and the jobs that the thread has not run yet.
+        # The queue of the jobs that callers submit (None ends the thread), and the jobs that the thread has taken from
+        # it and not run yet.
         self._submitted_jobs: queue.SimpleQueue[tuple[JobRunner, CufileJob] | None] = queue.SimpleQueue()
         self._taken_jobs: deque[tuple[JobRunner, CufileJob]] = deque()
         # An interrupted Thread.join() would count the thread as ended, so close() waits for this native object.
         self._thread_completion = native.Completion()
-        # Python waits for threads that are not daemons before it calls close_driver(), which ends this thread.
+        # The thread is a daemon, because Python waits for all other threads before it calls close_driver(), which ends
+        # this thread.
         self._thread = threading.Thread(target=self._run_jobs, name="gdrkit-cufile", daemon=True)
         self._thread.start()
         forks.register(self)
@@ -114,16 +116,16 @@ class SharedDriver:
         self, jobs: Sequence[CufileJob], device_index: int, leases: contextlib.ExitStack
     ) -> RegisteredRanges:
         """Register the memory of the jobs until `leases` is closed, and return the registered ranges."""
-        registered = RegisteredRanges()
+        registered_ranges = RegisteredRanges()
         for job in jobs:
-            if job.memory is None or registered.contains(job.memory.address, job.memory.length_bytes):
+            if job.memory is None or registered_ranges.contains(job.memory.address, job.memory.length_bytes):
                 continue
             memory = job.memory.keep
             if not isinstance(memory, cuda.CudaMemory):
                 memory = _ForeignMemory(leases.enter_context(cuda.Device(device_index)), job.memory)
             if leases.enter_context(self.buffers.lease(memory)):
-                registered.add(memory.address, memory.length_bytes)
-        return registered
+                registered_ranges.add(memory.address, memory.length_bytes)
+        return registered_ranges
 
     def after_fork_in_child(self) -> None:
         """Forget this driver in the child, which then opens another one. The threads exist only in the parent."""
@@ -132,7 +134,7 @@ class SharedDriver:
                 drivers.remove(self)
 
     def _run_jobs(self) -> None:
-        """Run the jobs of the queue until :meth:`close`. This is the thread of the queue."""
+        """Run the jobs of the queue until :meth:`close`. The thread of the queue runs this method."""
         is_closing = False
         try:
             while not is_closing or self._taken_jobs:
@@ -194,7 +196,10 @@ class RegisteredRanges:
         return any(memory.contains(address, length_bytes) for memory in self._ranges)
 
     def find(self, part: CufilePart) -> tuple[_MemoryRange, int]:
-        """Return the registered memory that contains a part, else the part itself, and the offset of the part in it."""
+        """Return the registered memory that contains a part, and the offset of the part in it.
+
+        If no registered memory contains the part, return the part itself and 0.
+        """
         for memory in self._ranges:
             if memory.contains(part.address, part.length_bytes):
                 return memory, part.address - memory.address
@@ -203,7 +208,7 @@ class RegisteredRanges:
 
 @dataclass(frozen=True, slots=True)
 class _MemoryRange:
-    """Device memory of a running job, as a :class:`gdrkit.cufile.Memory`."""
+    """Device memory of a running job, with the interface :class:`gdrkit.cufile.Memory`."""
 
     address: int
     length_bytes: int
@@ -219,7 +224,7 @@ class _MemoryRange:
 
 
 class _ForeignMemory:
-    """Memory of another library, which may free it after the transfer without notice."""
+    """Memory of another library. The library may free it after the transfer without informing gdrkit."""
 
     def __init__(self, device: cuda.Device, buffer: TransferBuffer) -> None:
         self._device = device
@@ -236,13 +241,14 @@ class _ForeignMemory:
 _shared_drivers: list[SharedDriver] = []
 # The drivers that close_driver() has taken out of use and not closed yet.
 _retired_drivers: list[SharedDriver] = []
-# A signal handler may search for a direct path while its thread opens or closes the driver.
-_lock = forks.ForkSafeLock(reentrant=True)
+# The lock is reentrant, because a signal handler may search for a direct path while its thread opens or closes the
+# driver.
+_drivers_lock = forks.ForkSafeLock(reentrant=True)
 
 
 def shared_driver() -> SharedDriver:
     """Return the shared driver of this process. Open it if it is not open."""
-    with _lock:
+    with _drivers_lock:
         if not _shared_drivers:
             driver = SharedDriver()
             if _shared_drivers:  # A signal handler has opened one meanwhile.
@@ -257,7 +263,7 @@ def close_driver() -> None:
 
     If Ctrl-C ends the wait for the transfers in the queue, the next call waits again.
     """
-    with _lock:
+    with _drivers_lock:
         _retired_drivers.extend(_shared_drivers)
         _shared_drivers.clear()
         for driver in tuple(_retired_drivers):

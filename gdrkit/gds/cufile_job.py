@@ -60,7 +60,7 @@ class CufilePart(NamedTuple):
 
 
 class CufileJob:
-    """A transfer by cuFile; a :class:`gdrkit.gds.transfer.TransferJob`. Its methods are thread-safe.
+    """A transfer by cuFile, with the interface of :class:`gdrkit.gds.transfer.TransferJob`. It is thread-safe.
 
     Attributes
     ----------
@@ -93,13 +93,13 @@ class CufileJob:
         # For each joined range: its offset in the file, its device address, and its length.
         self._joined_ranges: list[tuple[int, int, int]] = []
         self._join_ranges(extents)
-        # A signal handler may cancel the job while its thread has the lock.
+        # The lock is reentrant, because a signal handler may cancel the job while its thread has the lock.
         self._lock = threading.RLock()
         # The joined range of the next part, and the offset of the part in it.
-        self._range_index = self._offset_bytes = 0
-        # For each joined range, the offset and the length of each part that arrived.
+        self._next_range_index = self._next_offset_bytes = 0
+        # For each joined range: the numbers of bytes that arrived, by the offset in the range at which they begin.
         self._arrived_parts: list[dict[int, int]] = [{} for _ in self._joined_ranges]
-        self._failed_part: dict[str, int] = {}
+        self._failed_part: dict[str, int] = {}  # Arguments of the error that name the failed part.
         self._why_failed = ""
         self._is_cancelled = False
         self._start_s = time.monotonic()
@@ -125,13 +125,13 @@ class CufileJob:
         return max((length for _, _, length in self._joined_ranges), default=0)
 
     def count_parts(self, part_bytes: int) -> int:
-        """Return the number of parts of at most `part_bytes`."""
+        """Return how many parts of at most `part_bytes` the ranges are divided into."""
         return sum(-(-length // part_bytes) for _, _, length in self._joined_ranges)
 
-    def choose_part_bytes(self, workers_count: int, largest_bytes: int) -> int:
-        """Return the size of parts that keeps all workers busy: at most `largest_bytes`, in steps of 1 MiB."""
+    def choose_part_bytes(self, workers_count: int, part_bytes_max: int) -> int:
+        """Return the size of parts that gives each worker two parts: a multiple of 1 MiB, at most `part_bytes_max`."""
         share_bytes = sum(length for _, _, length in self._joined_ranges) // (2 * workers_count)
-        return max(MIB, min(largest_bytes, share_bytes // MIB * MIB))
+        return max(MIB, min(part_bytes_max, share_bytes // MIB * MIB))
 
     def wait(self, timeout_us: int) -> bool:
         """Wait at most `timeout_us`, or without limit if it is negative. Return whether the transfer is over."""
@@ -177,9 +177,9 @@ class CufileJob:
         arrived_bytes = []
         for range_index, offset, length in self._requested_ranges:
             begins, ends = intervals[range_index]
-            position = bisect.bisect_right(begins, offset) - 1
-            end = ends[position] if position >= 0 else offset
-            arrived_bytes.append(min(length, max(0, end - offset)))
+            interval_index = bisect.bisect_right(begins, offset) - 1
+            interval_end = ends[interval_index] if interval_index >= 0 else offset
+            arrived_bytes.append(min(length, max(0, interval_end - offset)))
         return arrived_bytes
 
     @property
@@ -195,23 +195,27 @@ class CufileJob:
         with self._lock:
             if self.is_stopped or not self._has_parts_left():
                 return None
-            file_offset, address, length = self._joined_ranges[self._range_index]
-            done_bytes = self._offset_bytes
+            file_offset, address, length = self._joined_ranges[self._next_range_index]
+            taken_bytes = self._next_offset_bytes
             part = CufilePart(
-                self._range_index, file_offset + done_bytes, address + done_bytes, min(part_bytes, length - done_bytes)
+                self._next_range_index,
+                file_offset + taken_bytes,
+                address + taken_bytes,
+                min(part_bytes, length - taken_bytes),
             )
-            self._offset_bytes += part.length_bytes
+            self._next_offset_bytes += part.length_bytes
             return part
 
     def complete(self, part: CufilePart, moved_bytes: int) -> None:
-        """Add the number of bytes of a part that arrived. 0 means the end of the file, so the range ends there."""
+        """Store how many bytes of a part arrived. 0 means that the file ends there, and so does the range."""
         with self._lock:
             self.moved_bytes += moved_bytes
-            index = part.range_index
-            if moved_bytes == 0 and index == self._range_index:
-                self._offset_bytes = self._joined_ranges[index][2]
+            range_index = part.range_index
+            if moved_bytes == 0 and range_index == self._next_range_index:
+                self._next_offset_bytes = self._joined_ranges[range_index][2]
             if moved_bytes:
-                self._arrived_parts[index][part.file_offset_bytes - self._joined_ranges[index][0]] = moved_bytes
+                offset_bytes = part.file_offset_bytes - self._joined_ranges[range_index][0]
+                self._arrived_parts[range_index][offset_bytes] = moved_bytes
 
     def fail(self, error: ApiError, part: CufilePart | None = None) -> None:
         """Store an error and the part that failed, unless an earlier error is stored."""
@@ -246,16 +250,16 @@ class CufileJob:
 
     def _find_requested_index(self, part: CufilePart) -> int:
         """Return the index of the requested range that contains the first byte of a part."""
-        position = (part.range_index, part.file_offset_bytes - self._joined_ranges[part.range_index][0])
+        part_position = (part.range_index, part.file_offset_bytes - self._joined_ranges[part.range_index][0])
         beginnings = [(range_index, offset) for range_index, offset, _ in self._requested_ranges]
-        return bisect.bisect_right(beginnings, position) - 1
+        return bisect.bisect_right(beginnings, part_position) - 1
 
     def _has_parts_left(self) -> bool:
-        """Go to the next range that has a part that was not started. Return whether there is one."""
-        while self._range_index < len(self._joined_ranges):
-            if self._offset_bytes < self._joined_ranges[self._range_index][2]:
+        """Return whether a part was not started yet. Skip the ranges whose parts were all started."""
+        while self._next_range_index < len(self._joined_ranges):
+            if self._next_offset_bytes < self._joined_ranges[self._next_range_index][2]:
                 return True
-            self._range_index, self._offset_bytes = self._range_index + 1, 0
+            self._next_range_index, self._next_offset_bytes = self._next_range_index + 1, 0
         return False
 
 
@@ -270,7 +274,7 @@ class PartSource:
 
     def __init__(self, jobs: Sequence[CufileJob], part_bytes: int) -> None:
         self._lock = threading.Lock()
-        self._jobs = deque(jobs)
+        self._remaining_jobs = deque(jobs)
         self._all_jobs = tuple(jobs)
         self._part_bytes = part_bytes
         self.parts_count = sum(job.count_parts(part_bytes) for job in jobs)
@@ -278,17 +282,17 @@ class PartSource:
     def take(self) -> tuple[CufileJob, CufilePart] | None:
         """Return the next part and its job, or None if all parts were taken."""
         with self._lock:
-            while self._jobs:
-                part = self._jobs[0].take(self._part_bytes)
+            while self._remaining_jobs:
+                part = self._remaining_jobs[0].take(self._part_bytes)
                 if part is not None:
-                    return self._jobs[0], part
-                self._jobs.popleft()
+                    return self._remaining_jobs[0], part
+                self._remaining_jobs.popleft()
             return None
 
     def stop(self) -> None:
         """Give no more parts."""
         with self._lock:
-            self._jobs.clear()
+            self._remaining_jobs.clear()
 
     def fail(self, error: ApiError) -> None:
         """Store an error in every job."""
@@ -310,6 +314,7 @@ def _join_parts(parts: Mapping[int, int]) -> tuple[list[int], list[int]]:
 
 
 def _make_failure(error: ApiError) -> Failure:
+    """Return the error in the form in which the native engine reports failures."""
     if error.errno is not None:
         return "kernel", error.operation, error.errno, error.status_name
     return error.api.value, error.operation, error.status or 0, error.status_name

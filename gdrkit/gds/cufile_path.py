@@ -3,9 +3,10 @@
 A file takes this path only if the counters showed that a first read (the probe) was direct. The counters are read again
 for each transfer, and its result reports the route that they showed.
 
-Large ranges are divided into parts, which several threads transfer by one call each. Many small ranges are one batch
-(cuFileBatchIO), if a batch of reads was counted as direct, too. Calls on CUDA streams are not used: libcufile executes
-them one after another on a thread per stream, so they are no faster than the calls of several threads.
+Large ranges are divided into parts. Several threads transfer the parts, each by one call. Many small ranges are
+transferred as one batch (cuFileBatchIO), if the counters showed that a test batch of reads was direct, too. Calls on
+CUDA streams are not used: libcufile executes them one after another on a thread per stream, so they are no faster than
+the calls of several threads.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = ["CufilePath", "probe_cufile"]
 # Size of the first block, which the probe reads, in bytes.
 _BLOCK_BYTES = 4096
 # Number of reads in the batch that finds out whether libcufile counts the routes of batches.
-_PROBE_READS = 2
+_PROBE_READ_COUNT = 2
 # Longest wait for results of a batch before the thread checks whether its transfers were cancelled, in seconds.
 _BATCH_POLL_S = 0.1
 
@@ -56,7 +57,7 @@ def probe_cufile(fd: int, device_index: int) -> DirectPathResult:
         Index of the CUDA device.
     """
     try:
-        file = open_file(f"/proc/self/fd/{fd}", _access_mode(fd) | os.O_DIRECT)
+        file = open_file(f"/proc/self/fd/{fd}", _read_access_mode(fd) | os.O_DIRECT)
     except OSError as error:
         return DirectPathResult(None, f"the file system does not support O_DIRECT ({error.strerror})")
     obstacles = [obstacle.text for obstacle in cufile.obstacles(HostTree(), file.fileno()) if obstacle.refuses]
@@ -110,11 +111,11 @@ class CufilePath:
         self._driver = driver
         self._options = options or driver.options
         self._device_index = device_index
-        # If this object is dropped without close(), the descriptor stays open as long as it is registered: otherwise
-        # another file would get the same number.
-        self._file = cufile.FileHandle(driver.driver, file.fileno(), keep=file)
+        # `keep` keeps the descriptor open as long as it is registered, even if this object is dropped without close().
+        # Otherwise another file could get the same number.
+        self._file_handle = cufile.FileHandle(driver.driver, file.fileno(), keep=file)
         self._fd = file.fileno()
-        self._open_file = file
+        self._native_file = file
         # The reason why a transfer after the probe was not direct; empty as long as all transfers were direct.
         self._why_fell_back = ""
         # Whether libcufile counts the routes of batches of this file; None before the first batch.
@@ -122,18 +123,20 @@ class CufilePath:
 
     def read_first_block(self) -> CufileJob:
         """Read the first block into device memory, to find out its route, and return the finished job."""
-        probe = CufileJob(write=False, extents=[0, 0, 0, _BLOCK_BYTES])
+        # This job only makes the thread of the queue call the runner. The runner allocates memory, and runs the job
+        # that reads the block.
+        trigger_job = CufileJob(write=False, extents=[0, 0, 0, _BLOCK_BYTES])
         runner = _FirstRead(self, self._device_index)
-        self._driver.submit(runner, probe)
-        probe.wait(-1)
-        probe.progress()  # This raises the error of the runner.
+        self._driver.submit(runner, trigger_job)
+        trigger_job.wait(-1)
+        trigger_job.progress()  # This raises the error of the runner.
         return runner.job
 
     def why_not(self, extents: Sequence[int]) -> str:
         """Return why these ranges cannot be transferred directly; empty if they can."""
         if self._why_fell_back:
             return self._why_fell_back
-        # The lowest set bit is the common alignment of all offsets, addresses and lengths.
+        # The lowest set bit of `alignment_bits` is the common alignment of all offsets, addresses and lengths.
         alignment_bits = 0
         for offset, address, length in zip(extents[1::4], extents[2::4], extents[3::4], strict=True):
             alignment_bits |= offset | address | length
@@ -155,18 +158,18 @@ class CufilePath:
 
     def close(self) -> None:
         """Deregister the file from cuFile and close its descriptor. An interrupt can leave the file open."""
-        self._file.close()
-        call(self._open_file.close)
+        self._file_handle.close()
+        call(self._native_file.close)
 
     def execute(self, jobs: Sequence[CufileJob]) -> None:
         """Run jobs of one direction, and store the route that the counters showed. The thread of the queue calls this.
 
-        This method runs every transfer of :mod:`gdrkit.gds` by cuFile, blocking or not, with one range or with many.
+        Every transfer that :mod:`gdrkit.gds` makes by cuFile runs here, blocking or not, with one range or with many.
         """
         uses_batch = self._should_use_batch(jobs)
         monitor = cufile.RouteMonitor(self._driver.driver, self._driver.host_tree)
         with contextlib.ExitStack() as leases:
-            part_source = PartSource(jobs, self._part_bytes(jobs))
+            part_source = PartSource(jobs, self._choose_part_bytes(jobs))
             try:
                 registered_ranges = RegisteredRanges()
                 if self._options.registers_memory:
@@ -186,7 +189,7 @@ class CufilePath:
         if monitor.proof.state is not cufile.RouteState.PROVEN and any(job.moved_bytes for job in jobs):
             self._why_fell_back = f"cuFile: {monitor.proof.why}"
 
-    def _part_bytes(self, jobs: Sequence[CufileJob]) -> int:
+    def _choose_part_bytes(self, jobs: Sequence[CufileJob]) -> int:
         """Return the size of the parts of these jobs, in bytes."""
         if len(jobs) > 1:
             return self._options.part_bytes_max
@@ -209,12 +212,13 @@ class CufilePath:
         try:
             with (
                 cuda.Device(self._device_index) as device,
-                device.allocate(_PROBE_READS * _BLOCK_BYTES) as memory,
+                device.allocate(_PROBE_READ_COUNT * _BLOCK_BYTES) as memory,
                 monitor.watch(self._fd),
             ):
+                # The four numbers of a range are: file index, offset in the file, device address, length.
                 extents = [
                     number
-                    for index in range(_PROBE_READS)
+                    for index in range(_PROBE_READ_COUNT)
                     for number in (0, 0, memory.address + index * _BLOCK_BYTES, _BLOCK_BYTES)
                 ]
                 job = CufileJob(write=False, extents=extents)
@@ -226,11 +230,11 @@ class CufilePath:
     def _run_calls(self, part_source: PartSource, registered_ranges: RegisteredRanges) -> None:
         """Transfer all parts by single calls of several threads, one of which is this thread."""
         helper_count = min(self._options.workers_count, part_source.parts_count) - 1
-        # If no thread can be started, submit() raises RuntimeError, but the call stays in the queue of the pool. So the
-        # calls get futures of this method, which it can then cancel.
+        # If no thread can be started, submit() raises RuntimeError and returns no future, but the call stays in the
+        # queue of the pool. So this method creates the futures itself, and can cancel them.
         helper_futures: list[futures.Future[None]] = [futures.Future() for _ in range(helper_count)]
         try:
-            with contextlib.suppress(RuntimeError):  # Fewer threads transfer the parts.
+            with contextlib.suppress(RuntimeError):  # Then fewer threads transfer the parts.
                 for helper_future in helper_futures:
                     self._driver.workers.submit(self._run_helper, helper_future, part_source, registered_ranges)
             self._run_worker(part_source, registered_ranges)
@@ -268,14 +272,14 @@ class CufilePath:
 
     def _run_part(self, job: CufileJob, part: CufilePart, registered_ranges: RegisteredRanges) -> None:
         """Transfer one part. If a call transfers fewer bytes, further calls transfer the rest."""
-        transfer = self._file.write if job.write else self._file.read
+        transfer_function = self._file_handle.write if job.write else self._file_handle.read
         try:
             while part.length_bytes and not job.is_stopped:
-                memory, offset = registered_ranges.find(part)
-                moved_bytes = transfer(
+                memory, memory_offset = registered_ranges.find(part)
+                moved_bytes = transfer_function(
                     memory,
                     file_offset_bytes=part.file_offset_bytes,
-                    offset_bytes=offset,
+                    offset_bytes=memory_offset,
                     length_bytes=part.length_bytes,
                 )
                 job.complete(part, moved_bytes)
@@ -292,7 +296,7 @@ class CufilePath:
             device.current(),
             cufile.IoBatch(self._driver.driver, self._driver.batch_entries) as batch,
         ):
-            transfers = _BatchTransfers(batch, self._file, registered_ranges)
+            transfers = _BatchTransfers(batch, self._file_handle, registered_ranges)
             while transfers.fill(part_source):
                 transfers.collect()
 
@@ -309,7 +313,10 @@ class CufilePath:
 
 
 class _FirstRead:
-    """The read of the first block of a file. Its memory is freed after the read, also if an interrupt ends the wait."""
+    """The read of the first block of a file, which the thread of the queue runs.
+
+    That thread frees the memory after the read, even if an interrupt has ended the wait of the caller.
+    """
 
     job: CufileJob
 
@@ -329,39 +336,39 @@ class _BatchTransfers:
 
     def __init__(self, batch: cufile.IoBatch, file: cufile.FileHandle, registered_ranges: RegisteredRanges) -> None:
         self._batch = batch
-        self._file = file
-        self._registered = registered_ranges
+        self._file_handle = file
+        self._registered_ranges = registered_ranges
         self._remainders: deque[tuple[CufileJob, CufilePart]] = deque()
         # The submitted transfers by the id() of their requests.
-        self._submitted: dict[int, tuple[cufile.BatchRequest, CufileJob, CufilePart]] = {}
+        self._submitted_transfers: dict[int, tuple[cufile.BatchRequest, CufileJob, CufilePart]] = {}
         self._is_cancelled = False
 
     def fill(self, part_source: PartSource) -> bool:
         """Submit as many parts as the batch has room for. Return whether transfers are in progress."""
         requests = []
         for job, part in self._next_parts(part_source):
-            memory, offset = self._registered.find(part)
+            memory, memory_offset = self._registered_ranges.find(part)
             opcode = cufile.Opcode.WRITE if job.write else cufile.Opcode.READ
-            buffer_range = cufile.BufferRange(memory, offset, part.length_bytes)
-            request = cufile.BatchRequest(opcode, self._file, buffer_range, part.file_offset_bytes)
-            self._submitted[id(request)] = request, job, part
+            buffer_range = cufile.BufferRange(memory, memory_offset, part.length_bytes)
+            request = cufile.BatchRequest(opcode, self._file_handle, buffer_range, part.file_offset_bytes)
+            self._submitted_transfers[id(request)] = request, job, part
             requests.append(request)
         if requests:
             try:
                 self._batch.submit(requests)
             except ApiError as error:
                 for request in requests:
-                    _, job, part = self._submitted.pop(id(request))
+                    _, job, part = self._submitted_transfers.pop(id(request))
                     job.fail(error, part)
-        return bool(self._submitted)
+        return bool(self._submitted_transfers)
 
     def collect(self) -> None:
-        """Wait for results, and store them in their jobs."""
-        if not self._is_cancelled and all(job.is_stopped for _, job, _ in self._submitted.values()):
+        """Wait for results, and store them in their jobs. If all jobs have stopped, cancel the batch first."""
+        if not self._is_cancelled and all(job.is_stopped for _, job, _ in self._submitted_transfers.values()):
             self._is_cancelled = True
             self._batch.cancel()
         for event in self._batch.status(count_min=1, timeout_s=_BATCH_POLL_S):
-            _, job, part = self._submitted.pop(id(event.request))
+            _, job, part = self._submitted_transfers.pop(id(event.request))
             if event.error is not None:
                 job.fail(event.error, part)
                 continue
@@ -370,7 +377,7 @@ class _BatchTransfers:
                 self._remainders.append((job, part.without_first(event.bytes)))
 
     def _next_parts(self, part_source: PartSource) -> Iterator[tuple[CufileJob, CufilePart]]:
-        while len(self._submitted) < self._batch.capacity:
+        while len(self._submitted_transfers) < self._batch.capacity:
             job_and_part = self._remainders.popleft() if self._remainders else part_source.take()
             if job_and_part is None:
                 return
@@ -378,5 +385,5 @@ class _BatchTransfers:
                 yield job_and_part
 
 
-def _access_mode(fd: int) -> int:
+def _read_access_mode(fd: int) -> int:
     return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE

@@ -55,9 +55,9 @@ class DirectPath(Protocol):
         extents : sequence of int
             Four numbers for each range: 0, offset in the file, device address, length in bytes.
         durable : bool
-            A write is complete when the disk has the data.
+            Whether a write is complete only when the disk has the data.
         memory : TransferBuffer
-            The memory that has the device addresses.
+            The memory that contains the device addresses of the ranges.
         transfer : Transfer
             The transfer that gets the job.
         """
@@ -116,25 +116,26 @@ class FileDirectPaths:
 
     Parameters
     ----------
-    use : str
-        Whether a direct path is ``preferred``, ``required`` or ``never`` used.
+    direct : str
+        Use of direct paths: ``preferred``, ``required`` or ``never``; see :class:`~gdrkit.gds.File`.
     """
 
-    def __init__(self, use: str) -> None:
-        self._use = use
+    def __init__(self, direct: str) -> None:
+        self._direct = direct
         self._results: dict[int, DirectPathResult] = {}  # By device index.
-        # A signal handler may start a transfer of the file while its thread has the lock.
+        # The lock is reentrant, because a signal handler may start a transfer of the file while its thread holds the
+        # lock.
         self._probe_lock = threading.RLock()
 
     def reason_for_engine(self, memory: TransferBuffer) -> str | None:
-        """Return why the copy engine transfers this memory without a new probe and without a warning.
+        """Return why the copy engine has to transfer this memory, or None if :meth:`find` must be called first.
 
-        None: a direct path must be searched or used. An empty text: the caller wants no direct path.
+        The reason is empty if the caller wants no direct path, or if the memory is host memory, which has none.
         """
-        if self._use == "never" or (memory.device_index == HOST and self._use == "preferred"):
+        if self._direct == "never" or (memory.device_index == HOST and self._direct == "preferred"):
             return ""
         result = self._results.get(memory.device_index)
-        return result.why if result is not None and result.path is None and self._use == "preferred" else None
+        return result.why if result is not None and result.path is None and self._direct == "preferred" else None
 
     def find(self, fd: int, memory: TransferBuffer, extents: Sequence[int]) -> tuple[DirectPath | None, str]:
         """Return the direct path for one transfer, or None and the reason.
@@ -144,7 +145,7 @@ class FileDirectPaths:
         if memory.is_host:
             return None, "the memory is host memory"
         if memory.device_index not in self._results:
-            forks.register(self)  # Before the first probe, a forked child has nothing to abandon.
+            forks.register(self)  # A child that is forked before the first probe has nothing to abandon.
         with self._probe_lock:
             result = self._results.get(memory.device_index)
             if result is None:

@@ -107,13 +107,13 @@ class EngineOptions:
         return min(self.workers_count, max(len(os.sched_getaffinity(0)), 2))
 
 
-# Settings for host memory. Many threads copy, because the processors move all bytes. Small first chunks have no
-# advantage, because no device waits for data.
+# The settings for host memory: many threads, because the processors move all bytes, and no small first chunks, because
+# no device waits for data.
 HOST_OPTIONS = EngineOptions(workers_count=16, buffers_count=1, chunk_bytes=8 * MIB, first_chunk_bytes=8 * MIB)
 
 
 class Engine:
-    """Threads and pinned memory on one NUMA node.
+    """A copy engine: threads and pinned memory on one NUMA node.
 
     Parameters
     ----------
@@ -160,9 +160,9 @@ class Engine:
         flags : int
             Flags with which open(2) opens the paths.
         durable : bool
-            A write is complete when the disk has the data (fdatasync).
+            Whether a write is complete only when the disk has the data (fdatasync).
         transfer : Transfer or None
-            The transfer that gets the job, in the same moment in which the job is queued.
+            The transfer that gets the job. No interrupt comes between queueing the job and storing it in the transfer.
         """
         try:
             job: TransferJob = self._engine.submit(
@@ -195,7 +195,8 @@ class Engine:
 
         Meanwhile, the engine refuses further jobs. If Ctrl-C ends the wait, the engine stays open.
         """
-        # close() returns False in a child that a signal handler has forked. The child has its own native engine.
+        # In a child that a signal handler has forked during the call, the native close() returns False, and
+        # self._engine is now the engine of the child.
         while not self._engine.close():
             pass
         self._is_closed = True
@@ -212,13 +213,15 @@ class Engine:
             self._engine = native.Engine(**self._settings)
 
 
-# Engines by device index. Even devices on one NUMA node have separate engines: the threads that fill one link are too
-# few for two links, and the staging memory of an engine with more threads does not fit into their processor caches.
+# Engines by device index. Even devices on one NUMA node have separate engines: the threads of one engine fill only one
+# PCIe link, and with more threads the staging memory would not fit into the caches of the processors.
 _engines: dict[int, Engine] = {}
-# Engines that close_engines() has taken out of use. They are here until they are closed, also after an interrupt.
+# Engines that close_engines() has taken out of use. They stay here until they are closed, even if an interrupt ends
+# close_engines().
 _retired_engines: dict[Engine, None] = {}
-# A signal handler may start a transfer, or close the engines, while its thread has the lock.
-_lock = forks.ForkSafeLock(reentrant=True)
+# The lock is reentrant, because a signal handler may start a transfer, or close the engines, while its thread holds
+# the lock.
+_engines_lock = forks.ForkSafeLock(reentrant=True)
 
 
 def engine_for(device_index: int) -> Engine:
@@ -229,7 +232,7 @@ def engine_for(device_index: int) -> Engine:
     engine = _engines.get(device_index)
     if engine is not None:
         return engine
-    with _lock:
+    with _engines_lock:
         while True:
             engine = _engines.get(device_index) or _add_if_first(device_index, _create_engine(device_index))
             if not engine.closed:
@@ -257,7 +260,7 @@ def close_engines() -> None:
 
     If Ctrl-C ends the wait, the next call waits again.
     """
-    with _lock:
+    with _engines_lock:
         _retired_engines.update(dict.fromkeys(_engines.values()))
         _engines.clear()
     for engine in tuple(_retired_engines):
@@ -278,7 +281,8 @@ def _close_at_exit() -> None:
     for transfer in tuple(native.in_progress.values()):
         transfer.discard()
     if threading.active_count() > 1:
-        # At its end, the interpreter stops daemon threads for ever, and never frees the objects that they use.
+        # When the interpreter ends, it stops daemon threads and never frees the objects that they use. The native
+        # module must not report these objects as leaks.
         native.ignore_leaks()
 
 

@@ -1,4 +1,4 @@
-"""Let asyncio coroutines await the jobs (asynchronous transfers) of gdrkit.gds.
+"""Support of asyncio: coroutines can await the jobs (asynchronous transfers) of gdrkit.gds.
 
 One descriptor wakes an event loop for all jobs, so that no thread waits for them.
 """
@@ -34,11 +34,11 @@ class LoopWaits:
         self._futures: dict[int, asyncio.Future[None]] = {}
 
     def wait_for(self, notify: Callable[[Any, int], None]) -> asyncio.Future[None]:
-        """Return a future that completes when a job ends, or earlier, so that the caller checks the job again.
+        """Return a future that completes when a job ends. It may complete earlier: the caller must check the job.
 
         `notify` is the method of the job that puts a token into a queue when the job ends.
         """
-        # An interrupt between two of these steps must not leave a future that nothing completes.
+        # The future is stored last. If an interrupt comes earlier, the dict has no future that would never complete.
         loop = asyncio.get_running_loop()
         token, future = next(self._tokens), loop.create_future()
         notify(self._queue, token)

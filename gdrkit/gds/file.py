@@ -40,8 +40,8 @@ class File:
         ``r`` to read, ``r+`` to read and write, ``w`` to write and truncate or create, ``x`` to create a new file only.
     access : str
         I/O path of the copy engine. ``automatic`` reads cached ranges and ranges below 256 KiB through the page cache,
-        and other ranges with O_DIRECT. ``buffered`` always uses the page cache. ``direct`` reads with O_DIRECT. It also
-        writes with O_DIRECT, except ranges below 256 KiB and partial blocks.
+        and other ranges with O_DIRECT. It writes through the page cache. ``buffered`` always uses the page cache.
+        ``direct`` reads with O_DIRECT. It also writes with O_DIRECT, except ranges below 256 KiB and partial blocks.
     direct : str
         Use of a direct path, which moves bytes between disk and device without host memory. ``preferred`` uses a direct
         path if one is proven for the file. ``required`` makes calls fail if none is. ``never`` uses the copy engine.
@@ -135,7 +135,7 @@ class File:
 
     def cached_share(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> float:
         """Return the share of a range that is in the page cache, from 0 to 1."""
-        self.fileno()
+        self.fileno()  # This raises ClosedResource if the file is closed.
         length_bytes = max(self.size_bytes - offset_bytes, 0) if length_bytes is None else length_bytes
         check_range("range", offset_bytes, length_bytes)
         if length_bytes == 0:
@@ -281,8 +281,8 @@ class File:
         Raises
         ------
         ApiError
-            EDEADLK: the call is part of a signal handler or of a finalizer, and this thread uses the file in the call
-            that it interrupted. Another error is an error of close(2); the file is closed nevertheless.
+            EDEADLK: a signal handler or a finalizer calls this method, and the code that it interrupted uses the file.
+            Any other error is an error of close(2); the file is closed nevertheless.
         """
         self._descriptor.close(self._end_transfers)
 
@@ -292,14 +292,14 @@ class File:
 
     def _end_transfers(self) -> None:
         for transfer in transfers_of(self):
-            transfer.exception()
+            transfer.exception()  # This waits until the transfer is over.
         self._direct_paths.close()
 
     def _start_ranges(self, buffer: object, ranges: Iterable[Range], *, write: bool) -> Transfer:
         memory = describe_buffer(buffer, writable=not write)
         transfer = Transfer(memory, (self,), direct_required=self.direct == "required")
         try:
-            self._start(transfer, memory, make_extents(memory, ranges), write=write)
+            self._start_transfer(transfer, memory, make_extents(memory, ranges), write=write)
         except BaseException:
             transfer.discard()
             raise
@@ -323,28 +323,28 @@ class File:
             if length_bytes is None and not write:
                 range_bytes = min(range_bytes, max(self.size_bytes - file_offset_bytes, 0))
             extents = [0, file_offset_bytes, memory.address + buffer_offset_bytes, range_bytes]
-            self._start(transfer, memory, extents, write=write, durable=durable)
+            self._start_transfer(transfer, memory, extents, write=write, durable=durable)
         except BaseException:
             transfer.discard()
             raise
         return transfer
 
-    def _start(
+    def _start_transfer(
         self, transfer: Transfer, memory: TransferBuffer, extents: list[int], *, write: bool, durable: bool = False
     ) -> None:
-        """Start a transfer on a direct path or by the engine. Only short transfers (_move_short) do not begin here."""
+        """Start a transfer on a direct path or by the engine. Only short transfers (_move_short) start elsewhere."""
         if write and not self.writable:
             raise self._make_mode_error()
         transfer.extents = extents
-        why = self._direct_paths.reason_for_engine(memory)
-        if why is None:
+        why_not_direct = self._direct_paths.reason_for_engine(memory)
+        if why_not_direct is None:
             with self.in_use():
-                path, why = self._direct_paths.find(self.fileno(), memory, extents)
-                if path is not None:
-                    path.submit(write=write, extents=extents, durable=durable, memory=memory, transfer=transfer)
+                direct_path, why_not_direct = self._direct_paths.find(self.fileno(), memory, extents)
+                if direct_path is not None:
+                    direct_path.submit(write=write, extents=extents, durable=durable, memory=memory, transfer=transfer)
                     return
-            report_fallback(why, self.path, required=self.direct == "required")
-        transfer.why_not_direct = why
+            report_fallback(why_not_direct, self.path, required=self.direct == "required")
+        transfer.why_not_direct = why_not_direct
         try:
             engine_for(memory.device_index).submit(
                 write=write,
@@ -369,7 +369,7 @@ class File:
     ) -> TransferResult | None:
         """Move a short range through the page cache on the calling thread, which has a lower latency than a worker.
 
-        Return None if the range is not short, or may take a direct path. Otherwise release the memory.
+        Return None if the range is not short, or may take a direct path. In all other cases the memory was released.
         """
         start_s = time.monotonic()
         try:

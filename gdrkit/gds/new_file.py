@@ -30,7 +30,7 @@ __all__ = ["Destination", "new_file", "open_destination"]
 # Errors of open(2) for O_TMPFILE if the file system, or an old kernel, does not support it.
 _NO_TMPFILE_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS})
 # Permission bits.
-_ALL_BITS = 0o777
+_PERMISSION_BITS = 0o777
 _OWNER_READ_WRITE_BITS = 0o600
 _GROUP_BITS = 0o070
 _FILE_TYPES = {
@@ -86,8 +86,8 @@ def open_destination(path: Path) -> Iterator[Destination]:
     except OSError as error:
         raise os_error("open", str(path.parent), error) from error
     try:
-        fd = folder.fileno()
-        yield Destination(str(path), fd, path.name, _stat_regular(fd, path.name, str(path)))
+        folder_fd = folder.fileno()
+        yield Destination(str(path), folder_fd, path.name, _stat_regular(folder_fd, path.name, str(path)))
     finally:
         folder.close()
 
@@ -98,10 +98,10 @@ def new_file(
 ) -> Iterator[File]:
     """Create a file, give it its name when the block ends without an error, and remove it otherwise.
 
-    If the file replaces no other file, it gets the permission bits of the source, less the bits of the umask. Otherwise
-    only its owner can open it during the block. At the end of the block, it gets the permission bits of the replaced
-    file and, if this process may change owners, the owner of that file. Set-user-id, set-group-id and sticky bits are
-    never copied.
+    If the file replaces no other file, it gets the permission bits of the source without the bits of the umask. If it
+    replaces a file, only its owner can open it during the block. At the end of the block, it then gets the permission
+    bits of the replaced file and, if this process may change owners, the owner of that file. Set-user-id, set-group-id
+    and sticky bits are never copied.
 
     Parameters
     ----------
@@ -119,14 +119,14 @@ def new_file(
     ApiError
         The kernel does not create, sync or name the file.
     """
-    source_bits = source_mode & _ALL_BITS
+    source_bits = source_mode & _PERMISSION_BITS
     mode_bits = source_bits | _OWNER_READ_WRITE_BITS if destination.old_status is None else _OWNER_READ_WRITE_BITS
     # The temporary name is chosen before the file exists, so that the cleanup can remove the file after an interrupt.
     temporary_name = f".gdrkit-{uuid.uuid4().hex}.part"
     with contextlib.ExitStack() as stack:
         stack.callback(_remove_temporary_name, destination.folder_fd, temporary_name)
-        folder_fd = _open_to_sync(destination, stack) if durable else None
-        native_file, has_temporary_name = _create(destination, temporary_name, mode_bits)
+        sync_folder_fd = _open_to_sync(destination, stack) if durable else None
+        native_file, has_temporary_name = _create_file(destination, temporary_name, mode_bits)
         file = stack.enter_context(
             File.from_native(native_file, path=destination.path, writable=True, access=access, direct=direct)
         )
@@ -137,8 +137,8 @@ def new_file(
             if durable:
                 os.fsync(fd)
             _set_final_name(fd, destination, temporary_name, has_temporary_name=has_temporary_name)
-            if folder_fd is not None:
-                os.fsync(folder_fd)
+            if sync_folder_fd is not None:
+                os.fsync(sync_folder_fd)
         except ApiError:
             raise
         except OSError as error:
@@ -152,16 +152,16 @@ def _follow_link(path: Path) -> Path:
     try:
         # open(2) follows the link, so that the kernel can refuse a link that another user has created in /tmp
         # (fs.protected_symlinks).
-        link = open_file(str(path), os.O_PATH)
+        target_file = open_file(str(path), os.O_PATH)
     except FileNotFoundError as error:
         message = f"{path} is a symbolic link to {path.readlink()}, which does not exist"
         raise UsageError(message, what_to_do="remove the link, or name its destination") from error
     except OSError as error:
         raise os_error("open", str(path), error) from error
     try:
-        return Path(f"/proc/self/fd/{link.fileno()}").readlink()
+        return Path(f"/proc/self/fd/{target_file.fileno()}").readlink()
     finally:
-        link.close()
+        target_file.close()
 
 
 def _stat_regular(folder_fd: int, name: str, path: str) -> os.stat_result | None:
@@ -180,26 +180,26 @@ def _stat_regular(folder_fd: int, name: str, path: str) -> os.stat_result | None
 
 
 def _open_to_sync(destination: Destination, stack: contextlib.ExitStack) -> int:
-    """Open the folder for fsync(2). Without read permission this fails before anything is copied."""
+    """Open the folder for fsync(2), which needs read permission. Without it, this call fails before the copy begins."""
     try:
-        folder = open_file(".", os.O_RDONLY | os.O_DIRECTORY, folder=destination.folder_fd)
+        folder = open_file(".", os.O_RDONLY | os.O_DIRECTORY, folder_fd=destination.folder_fd)
     except OSError as error:
         raise os_error("open", str(Path(destination.path).parent), error) from error
     stack.callback(folder.close)
     return int(folder.fileno())
 
 
-def _create(destination: Destination, temporary_name: str, mode_bits: int) -> tuple[Any, bool]:
+def _create_file(destination: Destination, temporary_name: str, mode_bits: int) -> tuple[Any, bool]:
     """Create an empty file. Return it as a file of the native engine, and whether it has the temporary name."""
     flags = os.O_RDWR
     try:
         try:
-            return open_file(".", flags | os.O_TMPFILE, mode_bits, folder=destination.folder_fd), False
+            return open_file(".", flags | os.O_TMPFILE, mode_bits, folder_fd=destination.folder_fd), False
         except OSError as error:
             if error.errno not in _NO_TMPFILE_ERRNOS:
                 raise
         flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        return open_file(temporary_name, flags, mode_bits, folder=destination.folder_fd), True
+        return open_file(temporary_name, flags, mode_bits, folder_fd=destination.folder_fd), True
     except OSError as error:
         raise os_error("create", destination.path, error) from error
 
@@ -211,7 +211,7 @@ def _set_permissions(fd: int, old_status: os.stat_result | None, source_bits: in
         # The kernel has applied the umask. Remove the owner bits that only the copy needed.
         mode_bits = current_bits & ~(_OWNER_READ_WRITE_BITS & ~source_bits)
     else:
-        mode_bits = old_status.st_mode & _ALL_BITS
+        mode_bits = old_status.st_mode & _PERMISSION_BITS
         if (file_status.st_uid, file_status.st_gid) != (old_status.st_uid, old_status.st_gid) and not _set_owner(
             fd, old_status
         ):
@@ -222,7 +222,7 @@ def _set_permissions(fd: int, old_status: os.stat_result | None, source_bits: in
 
 def _set_owner(fd: int, old_status: os.stat_result) -> bool:
     """Set the owner and the group of the old file, or only the group. Return whether the group was set."""
-    for user_id in (old_status.st_uid, -1):
+    for user_id in (old_status.st_uid, -1):  # -1 keeps the owner.
         try:
             os.fchown(fd, user_id, old_status.st_gid)
         except PermissionError:
@@ -237,12 +237,13 @@ def _set_final_name(fd: int, destination: Destination, temporary_name: str, *, h
     if not has_temporary_name:
         fd_path = f"/proc/self/fd/{fd}"
         if destination.old_status is None:
+            # If another process has created a file of this name meanwhile, that file is replaced below.
             with contextlib.suppress(FileExistsError):
                 os.link(fd_path, name, dst_dir_fd=folder_fd)
                 return
         # linkat(2) does not replace an existing file, but rename(2) does, and it needs a name to rename.
         os.link(fd_path, temporary_name, dst_dir_fd=folder_fd)
-    _stat_regular(folder_fd, name, destination.path)
+    _stat_regular(folder_fd, name, destination.path)  # Do not replace a device or FIFO that got the name meanwhile.
     os.rename(temporary_name, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
 
 

@@ -33,6 +33,7 @@ Direct = Literal["preferred", "required", "never"]
 
 # AT_FDCWD of openat(2).
 _CURRENT_FOLDER = -100
+# Flags of open(2) for each mode of File.
 OPEN_FLAGS = {
     "r": os.O_RDONLY,
     "r+": os.O_RDWR,
@@ -91,7 +92,7 @@ class OpenDescriptor:
         try:
             # A child that a signal handler has forked meanwhile has another native file, which is still open.
             while not self.closed:
-                # At its end, the interpreter stops the other threads, so their uses of the file never end.
+                # While the interpreter ends, do not wait: it has stopped the other threads, so their uses never end.
                 self.native.close(end_transfers, not sys.is_finalizing())
         except native.EngineError as error:
             raise api_error(error.args, arguments={"path": self.path}) from error
@@ -106,9 +107,9 @@ class OpenDescriptor:
 
 def check_choices(access: str, direct: str) -> None:
     """Raise :class:`~gdrkit.errors.UsageError` unless both arguments have allowed values."""
-    for name, value, choices in (("access", access, get_args(Access)), ("direct", direct, get_args(Direct))):
+    for argument_name, value, choices in (("access", access, get_args(Access)), ("direct", direct, get_args(Direct))):
         if value not in choices:
-            message = f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}"
+            message = f"{argument_name} must be one of {', '.join(map(repr, choices))}, not {value!r}"
             raise UsageError(message)
 
 
@@ -117,14 +118,15 @@ def open_file(
     flags: int,
     mode: int = 0,
     *,
-    folder: int = _CURRENT_FOLDER,
+    folder_fd: int = _CURRENT_FOLDER,
 ) -> Any:  # noqa: ANN401 - native object.
-    """Open any file as a file of the native engine, whose destructor closes it, so that no interrupt leaves it open.
+    """Open any file, and return it as a file of the native engine. Raise OSError if the kernel does not open it.
 
-    The path is relative to the descriptor `folder`. Raise OSError if the kernel does not open the file.
+    The destructor of the native file closes the descriptor, so that no interrupt leaves it open. A relative path begins
+    at the folder of `folder_fd`.
     """
     try:
-        return native.OpenFile.open(os.fsencode(path), flags, mode, folder)
+        return native.OpenFile.open(os.fsencode(path), flags, mode, folder_fd)
     except native.EngineError as error:
         error_number = error.args[2]
         raise OSError(error_number, os.strerror(error_number), path) from None
@@ -136,7 +138,7 @@ def open_regular(path: str, flags: int) -> Any:  # noqa: ANN401 - native object.
     Raises
     ------
     ApiError
-        The kernel does not open the file, or it is a folder (EISDIR).
+        The kernel does not open the file, or the path is a folder (EISDIR).
     UsageError
         The path is a pipe, a device or a socket.
     """
@@ -145,10 +147,10 @@ def open_regular(path: str, flags: int) -> Any:  # noqa: ANN401 - native object.
         file = open_file(path, flags | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise os_error("open", path, error) from error
-    mode = os.fstat(file.fileno()).st_mode
-    if stat.S_ISREG(mode):
+    file_mode = os.fstat(file.fileno()).st_mode
+    if stat.S_ISREG(file_mode):
         return file
-    if stat.S_ISDIR(mode):
+    if stat.S_ISDIR(file_mode):
         raise os_error("open", path, OSError(errno.EISDIR, os.strerror(errno.EISDIR)))
     message = f"{path} is not a regular file"
     raise UsageError(message)

@@ -26,7 +26,10 @@ _OFFSET_MAX = (1 << 63) - 1
 
 
 def check_range(range_name: str, offset_bytes: int, length_bytes: int) -> None:
-    """Raise :class:`~gdrkit.errors.UsageError` unless offset and length are valid for a file."""
+    """Raise :class:`~gdrkit.errors.UsageError` unless the range is valid for a file.
+
+    `range_name` names the range in the error.
+    """
     if offset_bytes < 0 or length_bytes < 0 or offset_bytes + length_bytes > _OFFSET_MAX:
         message = f"a {range_name} must be inside 0 to 2**63 - 1, not {length_bytes} bytes at offset {offset_bytes}"
         raise UsageError(message)
@@ -56,16 +59,17 @@ def make_extents(buffer: TransferBuffer, ranges: Iterable[Range]) -> list[int]:
         A range is not valid for a file, or not inside the memory.
     """
     extents: list[int] = []
-    address, length_max = buffer.address, buffer.length_bytes
-    next_offset = 0
+    address, memory_bytes = buffer.address, buffer.length_bytes
+    next_buffer_offset = 0
     for file_range in ranges:
         file_offset, length = file_range[0], file_range[1]
-        buffer_offset = file_range[2] if len(file_range) > 2 else next_offset  # noqa: PLR2004 - see Range.
-        next_offset = buffer_offset + length
-        # The functions raise the errors. They are only called for invalid ranges, because a call may have thousands.
+        buffer_offset = file_range[2] if len(file_range) > 2 else next_buffer_offset  # noqa: PLR2004 - see Range.
+        next_buffer_offset = buffer_offset + length
+        # The two functions below raise the errors. They are called only for invalid ranges, because two calls for each
+        # of thousands of ranges would take too long.
         if file_offset < 0 or length < 0 or file_offset + length > _OFFSET_MAX:
             check_range("file range", file_offset, length)
-        if buffer_offset < 0 or next_offset > length_max:
+        if buffer_offset < 0 or next_buffer_offset > memory_bytes:
             resolve_length_bytes(buffer, buffer_offset, length)
         extents += (0, file_offset, address + buffer_offset, length)
     return extents

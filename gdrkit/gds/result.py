@@ -75,8 +75,8 @@ class TransferFailed(ApiError):
     transferred: TransferResult
 
     @classmethod
-    def _find_builtin_class(cls, number: int) -> type[OSError]:
-        return OSError if number == errno.ETIMEDOUT else super()._find_builtin_class(number)
+    def _find_builtin_class(cls, errno_value: int) -> type[OSError]:
+        return OSError if errno_value == errno.ETIMEDOUT else super()._find_builtin_class(errno_value)
 
 
 def error_without_failed_call(
@@ -95,7 +95,7 @@ def error_without_failed_call(
 
 
 def short_transfer_error(failure: Failure | None, arguments: dict[str, object], result: TransferResult) -> ApiError:
-    """Return the error of a short transfer that failed, or that reached the end of the file (`failure` is None)."""
+    """Return the error of a transfer of a short range: `failure`, or the end of the file if `failure` is None."""
     arguments = {**arguments, "transferred_bytes": result.bytes}
     if failure is None:
         error: ApiError = error_without_failed_call(arguments, "the file ends before the last requested byte")

@@ -86,7 +86,7 @@ class BenchmarkPoint:
     size_bytes : int
         Size of a transfer, in bytes.
     rate_gb_per_s : float
-        Bytes divided by the time of all transfers, in 10**9 bytes per second; 0.0 if nothing could be measured.
+        Bytes divided by the time of all transfers, in 10**9 bytes per second.
     operations_per_s : float
         Transfers per second.
     latency_us : float
@@ -131,11 +131,11 @@ def measure(
     """
     points: list[BenchmarkPoint] = []
     try:
-        folder = TemporaryDirectory(prefix="gdrkit-bench-", dir=plan.folder)
+        temporary_folder = TemporaryDirectory(prefix="gdrkit-bench-", dir=plan.folder)
     except OSError as error:
         raise os_error("mkdtemp", str(plan.folder), error) from error
-    with folder as name:
-        path = Path(name) / "read"
+    with temporary_folder as folder_path:
+        path = Path(folder_path) / "read"
         _create_file(path, plan.file_bytes)
         kinds_and_sizes = plan.points()
         for kind, size_bytes in kinds_and_sizes:
@@ -150,7 +150,7 @@ def _measure_point(plan: BenchmarkPlan, path: Path, kind: str, size_bytes: int) 
             with File(path, direct=plan.direct) as file:
                 is_cold = kind == "cold read"
                 note = _drop_from_cache(file) if is_cold else _load_into_cache(file)
-                offsets = _random_offsets(plan.file_bytes, size_bytes, is_once=is_cold)
+                offsets = _make_random_offsets(plan.file_bytes, size_bytes, uses_each_once=is_cold)
                 durations_s, routes, cpu_s = _time_transfers(
                     lambda offset: file.read_into(memory, file_offset_bytes=offset), offsets, seconds=plan.seconds
                 )
@@ -159,7 +159,7 @@ def _measure_point(plan: BenchmarkPlan, path: Path, kind: str, size_bytes: int) 
             destination = path.with_name("written")
             with File(destination, "w", direct=plan.direct) as file:
                 offsets = itertools.cycle(
-                    range(0, _transfers_per_file(plan.file_bytes, size_bytes) * size_bytes, size_bytes)
+                    range(0, _count_transfers_per_file(plan.file_bytes, size_bytes) * size_bytes, size_bytes)
                 )
                 durations_s, routes, cpu_s = _time_transfers(
                     lambda offset: file.write_from(memory, file_offset_bytes=offset, durable=durable),
@@ -193,7 +193,7 @@ def _time_transfers(
     """
     durations_s: list[float] = []
     routes: set[str] = set()
-    cpu_before_s, start_s = _cpu_time_s(), time.monotonic()
+    cpu_before_s, start_s = _read_cpu_time_s(), time.monotonic()
     for offset in offsets:
         transfer_start_s = time.monotonic()
         result = transfer(offset)
@@ -201,23 +201,23 @@ def _time_transfers(
         routes.add(result.route.value)
         if time.monotonic() - start_s >= seconds:
             break
-    return durations_s, routes, _cpu_time_s() - cpu_before_s
+    return durations_s, routes, _read_cpu_time_s() - cpu_before_s
 
 
-def _transfers_per_file(file_bytes: int, size_bytes: int) -> int:
+def _count_transfers_per_file(file_bytes: int, size_bytes: int) -> int:
     return max(file_bytes // size_bytes, 1)
 
 
-def _random_offsets(file_bytes: int, size_bytes: int, *, is_once: bool) -> Iterable[int]:
-    """Return random offsets of reads: each offset once if `is_once` is true, else an endless sequence.
+def _make_random_offsets(file_bytes: int, size_bytes: int, *, uses_each_once: bool) -> Iterable[int]:
+    """Return random offsets of reads: each offset once if `uses_each_once` is true, else an endless sequence.
 
     The order is random, because otherwise the kernel would read ahead. Each run has the same order.
     """
-    count = _transfers_per_file(file_bytes, size_bytes)
+    offsets_count = _count_transfers_per_file(file_bytes, size_bytes)
     generator = random.Random(size_bytes)  # noqa: S311 - not used for secrets.
-    if is_once:
-        return generator.sample(range(0, count * size_bytes, size_bytes), count)
-    return (generator.randrange(count) * size_bytes for _ in itertools.count())
+    if uses_each_once:
+        return generator.sample(range(0, offsets_count * size_bytes, size_bytes), offsets_count)
+    return (generator.randrange(offsets_count) * size_bytes for _ in itertools.count())
 
 
 def _create_file(path: Path, length_bytes: int) -> None:
@@ -236,19 +236,27 @@ def _drop_from_cache(file: File) -> str:
     """Drop the file from the page cache. Return a note if that was not possible."""
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-    share = file.cached_share()
-    return "" if share <= _SHARE_TOLERANCE else f"{share:.0%} of the file could not be dropped from the page cache"
+    cached_share = file.cached_share()
+    return (
+        ""
+        if cached_share <= _SHARE_TOLERANCE
+        else f"{cached_share:.0%} of the file could not be dropped from the page cache"
+    )
 
 
 def _load_into_cache(file: File) -> str:
     """Load the file into the page cache. Return a note if a part of it does not stay there."""
     for offset in range(0, file.size_bytes, _FILL_BYTES):
         os.pread(file.fileno(), _FILL_BYTES, offset)
-    share = file.cached_share()
-    return "" if share >= 1 - _SHARE_TOLERANCE else f"{1 - share:.0%} of the file does not stay in the page cache"
+    cached_share = file.cached_share()
+    return (
+        ""
+        if cached_share >= 1 - _SHARE_TOLERANCE
+        else f"{1 - cached_share:.0%} of the file does not stay in the page cache"
+    )
 
 
-def _cpu_time_s() -> float:
+def _read_cpu_time_s() -> float:
     """Return the processor time of this process so far, in seconds."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime

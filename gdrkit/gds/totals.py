@@ -18,23 +18,23 @@ class RouteTotals(NamedTuple):
     moved_bytes: int
 
 
-_lock = forks.ForkSafeLock(reentrant=True)
+_cufile_totals_lock = forks.ForkSafeLock(reentrant=True)
 # For each route, the number and the bytes of the transfers by cuFile. The native engine counts its own.
-_totals: dict[Route, list[int]] = {}
+_cufile_totals: dict[Route, list[int]] = {}
 
 
 def count_transfer(route: Route, moved_bytes: int) -> None:
-    """Add a transfer by cuFile that is over, also one that failed after a part of its bytes."""
-    with _lock:
-        totals = _totals.setdefault(route, [0, 0])
+    """Add a transfer by cuFile that is over, even if it failed after a part of its bytes."""
+    with _cufile_totals_lock:
+        totals = _cufile_totals.setdefault(route, [0, 0])
         totals[0] += 1
         totals[1] += moved_bytes
 
 
 def transfer_totals() -> dict[Route, RouteTotals]:
     """Return the totals of this process for each route that a transfer took."""
-    with _lock:
-        totals_by_route = {route: RouteTotals(*totals) for route, totals in _totals.items()}
+    with _cufile_totals_lock:
+        totals_by_route = {route: RouteTotals(*totals) for route, totals in _cufile_totals.items()}
     # If the native module is not loaded, the engine has transferred nothing, so this function does not load it.
     engine = sys.modules.get("gdrkit.gds._engine")
     if engine is not None and engine.totals()[0]:

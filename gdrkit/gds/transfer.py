@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Transfer", "TransferJob", "transfers_of"]
 
 # Interval of progress reports, in seconds.
-_PROGRESS_S = 0.05
+_PROGRESS_INTERVAL_S = 0.05
 # Longer timeouts count as no limit: a hundred years, in seconds.
 _TIMEOUT_S_MAX = 100 * 365 * 86400.0
 
@@ -67,7 +67,7 @@ class TransferJob(Protocol):
         """
 
     def arrived(self) -> Sequence[int]:
-        """Return how many bytes of each range arrived. It is valid when the job is over."""
+        """Return how many bytes of each range arrived. The result is valid when the job is over."""
 
 
 # `native.in_progress` has all transfers in progress, by their tokens. It keeps them alive, because their memory must
@@ -108,8 +108,8 @@ class Transfer:
     """A transfer in progress, as a future.
 
     The methods of :class:`gdrkit.gds.File` and :func:`gdrkit.gds.read_files` create it before they submit its job. If
-    an interrupt ends such a call before the job is queued, the memory is free again. Afterwards the memory stays in use
-    until the job ends.
+    an interrupt ends such a call before the job is queued, the call releases the memory. Otherwise the memory stays in
+    use until the job ends.
 
     Attributes
     ----------
@@ -233,30 +233,30 @@ class Transfer:
 
         If the coroutine is cancelled, the transfer is cancelled, and CancelledError is raised when it is over.
         """
-        cancelled: asyncio.CancelledError | None = None
+        cancelled_error: asyncio.CancelledError | None = None
         while not self.job.wait(0):
             try:
                 yield from loop_waits().wait_for(self.job.notify)
             except asyncio.CancelledError as error:
-                cancelled = error
+                cancelled_error = error
                 self.job.cancel()
             except ApiError:  # There is no descriptor for the event loop.
                 self._cancel_and_wait()
                 raise
-        if cancelled is not None:
+        if cancelled_error is not None:
             self._finish()
-            raise cancelled
+            raise cancelled_error
         return self.result()
 
     def _wait(self, timeout_s: float | None) -> None:
-        if not self.job.wait(_timeout_us(timeout_s)):
+        if not self.job.wait(_to_timeout_us(timeout_s)):
             raise self._make_timeout_error()
 
     def _wait_with_progress(self, timeout_s: float | None, on_progress: Callable[[int, int], None]) -> None:
-        deadline_s = None if _timeout_us(timeout_s) < 0 else time.monotonic() + (timeout_s or 0)
+        deadline_s = None if _to_timeout_us(timeout_s) < 0 else time.monotonic() + (timeout_s or 0)
         is_late = False
         try:
-            while not is_late and not self.job.wait(int(_PROGRESS_S * 1e6)):
+            while not is_late and not self.job.wait(int(_PROGRESS_INTERVAL_S * 1e6)):
                 on_progress(self.bytes_moved, self.length_bytes)
                 is_late = deadline_s is not None and time.monotonic() >= deadline_s and not self.job.wait(0)
             if not is_late:
@@ -314,15 +314,17 @@ class Transfer:
     def _make_error(self, progress: dict[str, Any], result: TransferResult) -> GdrkitError | None:
         """Return the error of a transfer that is over, or None if it succeeded."""
         failure: Failure | None = progress["failure"]
-        lengths = tuple(self.extents[3::_NUMBERS_PER_EXTENT])
-        is_complete = failure is None and not progress["cancelled"] and result.range_bytes == lengths
+        requested_bytes = tuple(self.extents[3::_NUMBERS_PER_EXTENT])
+        is_complete = failure is None and not progress["cancelled"] and result.range_bytes == requested_bytes
         if is_complete and not (self._direct_required and result.bytes and result.route not in DIRECT_ROUTES):
             return None
-        failed_index: int | None = progress.get("failed_extent") if failure is not None else None
+        failed_range_index: int | None = progress.get("failed_extent") if failure is not None else None
         if failure is None and not progress["cancelled"] and not is_complete:
-            failed_index = next(index for index, count in enumerate(result.range_bytes) if count != lengths[index])
+            failed_range_index = next(
+                index for index, count in enumerate(result.range_bytes) if count != requested_bytes[index]
+            )
         arguments = {
-            **self._make_error_arguments(failed_index),
+            **self._make_error_arguments(failed_range_index),
             "transferred_bytes": result.bytes,
             **progress.get("failed_part", {}),
         }
@@ -340,22 +342,24 @@ class Transfer:
             error.transferred = result
         return error
 
-    def _make_error_arguments(self, failed_index: int | None) -> dict[str, object]:
-        """Return arguments of the call for errors. The arguments name the range of this index, or the only range."""
+    def _make_error_arguments(self, failed_range_index: int | None) -> dict[str, object]:
+        """Return the arguments that an error shows. They name the range `failed_range_index`, or the only range."""
         arguments: dict[str, object] = {"device_index": self._device_index, "length_bytes": self.length_bytes}
-        if failed_index is None and len(self.extents) == _NUMBERS_PER_EXTENT:
-            failed_index = 0
+        if failed_range_index is None and len(self.extents) == _NUMBERS_PER_EXTENT:
+            failed_range_index = 0
         if len(self.files) > 1:
             arguments["files_count"] = len(self.files)
-        if len(self.files) == 1 or failed_index is not None:
-            file = self.files[0 if failed_index is None else self.extents[_NUMBERS_PER_EXTENT * failed_index]]
+        if len(self.files) == 1 or failed_range_index is not None:
+            file = self.files[
+                0 if failed_range_index is None else self.extents[_NUMBERS_PER_EXTENT * failed_range_index]
+            ]
             arguments["path"] = str(getattr(file, "path", file))
-        if failed_index is not None:
-            arguments["file_offset_bytes"] = self.extents[_NUMBERS_PER_EXTENT * failed_index + 1]
+        if failed_range_index is not None:
+            arguments["file_offset_bytes"] = self.extents[_NUMBERS_PER_EXTENT * failed_range_index + 1]
         return arguments
 
 
-def _timeout_us(timeout_s: float | None) -> int:
+def _to_timeout_us(timeout_s: float | None) -> int:
     """Return the timeout in microseconds; -1 for no limit."""
     if timeout_s is None or timeout_s > _TIMEOUT_S_MAX:
         return -1

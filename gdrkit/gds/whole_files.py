@@ -97,7 +97,8 @@ def transfer_ranges(
     extents : array of int
         Four numbers for each range: index in `files`, offset in the file, address, length in bytes.
     memory : TransferBuffer
-        A description with the device of all ranges, and the object that keeps their memory until the transfer ends.
+        Its `device_index` is the device of all ranges. Its `keep` keeps their memory alive until the transfer ends. Its
+        address and length are not used.
     write : bool
         True: write from memory into the files. False: read from the files into memory.
 
@@ -123,6 +124,7 @@ def transfer_ranges(
         )
     except native.FileClosed as error:
         transfer.discard()
+        # The argument of FileClosed is the index of the closed file.
         raise ClosedResource(files[error.args[0]].path) from None
     except BaseException:
         transfer.discard()

@@ -60,7 +60,7 @@ class Case:
     baseline : OpenObjects or None
         The objects that were open before the case.
     failures : list of CaseReason
-        The failures of the phases of the case.
+        The failures of the case, each in one phase (setup, call, teardown).
     nics : list of str
         The NICs that the fixtures have opened.
     peers : list

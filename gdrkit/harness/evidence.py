@@ -1,4 +1,4 @@
-"""The object by which a case writes values, measurements and routes into its record (the fixture ``evidence``)."""
+"""The object through which a case adds values, measurements and routes to its record (the fixture ``evidence``)."""
 
 from __future__ import annotations
 
@@ -118,22 +118,22 @@ class Evidence:
     def claim_hardware(self, *apis: Api) -> None:
         """Record that the case claims something about the hardware of these APIs.
 
-        If one of these APIs did not run on hardware, the verdict becomes ``unproven``, and the reason is the substrate.
+        If one of these APIs did not run on hardware, the verdict becomes ``unproven``, with the substrate as reason.
         """
         self.hardware_apis = apis
 
     def route(
         self, *, device: _Device | int, nic: _Nic | str, method: enum.Enum | str, reach: Reach | None = None
     ) -> None:
-        """Record the route that the data of this case took. The report uses it only if the case passes.
+        """Record the route that the data of this case took. The report uses the route only if the case passes.
 
         `method` is the method of registration (:class:`~gdrkit.registration.RegistrationRoute`). `reach` is the
-        measurement with port counters. Without it, the case does not prove the route.
+        measurement with port counters. Without `reach`, the case does not prove the route.
         """
         claim = _make_claim(device, nic, method, None)
         if reach is not None:
-            unproven = None if reach.state is RouteOutcome.PROVEN else reach.reason or reach.state.value
-            claim = replace(claim, path=reach.path.value, peer_nic=reach.peer_nic, unproven=unproven)
+            why_unproven = None if reach.state is RouteOutcome.PROVEN else reach.reason or reach.state.value
+            claim = replace(claim, path=reach.path.value, peer_nic=reach.peer_nic, unproven=why_unproven)
         self.routes.append(claim)
 
     def fell_back(self, cause: str, *, device: _Device | int, nic: _Nic | str, method: enum.Enum | str) -> None:

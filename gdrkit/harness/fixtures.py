@@ -43,7 +43,7 @@ __all__ = [
 class PeerPool:
     """A pool of peer processes. Each peer serves one case after another, and is reset after each case.
 
-    Peers are reused, because a new one is slow: it starts an interpreter and imports pyverbs.
+    Peers are reused, because a new peer takes long to start: it starts an interpreter and imports pyverbs.
     """
 
     def __init__(self) -> None:
@@ -205,6 +205,7 @@ def _open_nics(request: pytest.FixtureRequest, *, count_max: int | None) -> Iter
 
 
 def _require_need(request: pytest.FixtureRequest, api: str) -> None:
+    """Raise :class:`~gdrkit.errors.UsageError` unless the case declares a need of `api`, such as ``cuda.device``."""
     if not any(need.name.startswith(f"{api}.") for need in _find_case(request).needs):
         message = f"{request.node.nodeid} uses the fixture {request.fixturename} and declares no need of {api}"
         raise UsageError(message, what_to_do=f"add @needs({api}.{'nic' if api == 'verbs' else 'device'}()) to the case")

@@ -34,8 +34,9 @@ __all__ = ["start_harness"]
 
 # Key of the list of all cases that pytest has processed, including cases that did not run because of an unmet need.
 _CASES_KEY: pytest.StashKey[list[Case]] = pytest.StashKey()
+# Key of the case that pytest runs now. It is None between two cases.
 _RUNNING_CASE_KEY: pytest.StashKey[Case | None] = pytest.StashKey()
-# Key of the flag that the collection is complete.
+# Key of a flag that is set when the collection is complete.
 _IS_COLLECTED_KEY: pytest.StashKey[bool] = pytest.StashKey()
 
 # User properties of a pytest report. They say why the harness reported the case as "skipped".
@@ -45,7 +46,7 @@ _FIXTURE_NAMES = frozenset(name for name in fixtures.__all__ if name.islower())
 
 
 def start_harness(config: pytest.Config, *, strict: bool) -> None:
-    """Create the session, and register these hooks and the fixtures with pytest.
+    """Create the session of the harness, and register these hooks and the fixtures with pytest.
 
     Parameters
     ----------
@@ -56,9 +57,9 @@ def start_harness(config: pytest.Config, *, strict: bool) -> None:
         declare a need or use a fixture of the harness.
     """
     if strict:
-        # With this variable, the software twins (libraries that emulate the hardware) delay every completion at random.
-        # By default they delay a small share. So a case that relies on an order that hardware does not promise fails
-        # soon. Peer processes inherit the variable.
+        # The software twins (libraries that emulate the hardware) delay this percentage of the completions by a random
+        # time; their default is small. If all are delayed, a case that relies on an order that hardware does not
+        # promise fails soon. Peer processes inherit the variable.
         os.environ.setdefault("GDRKIT_TWINS_LATE_SHARE", "100")
     try:
         config.stash[SESSION_KEY] = Session(config, strict=strict)
@@ -76,18 +77,18 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
-    """Select the cases of ``--cases``, and mark the collection as complete."""
+    """Keep only the cases whose ids are in the file of ``--cases``, and mark the collection as complete."""
     yield
-    path = config.stash[SESSION_KEY].cases
-    if path is not None:
-        selected_ids = set(path.read_text(encoding="utf-8").splitlines())
+    cases_path = config.stash[SESSION_KEY].cases_path
+    if cases_path is not None:
+        selected_ids = set(cases_path.read_text(encoding="utf-8").splitlines())
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in selected_ids])
         items[:] = [item for item in items if item.nodeid in selected_ids]
     config.stash[_IS_COLLECTED_KEY] = True
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Check the substrate (hardware or twins) and the needs, write the plan, and start a peer process."""
+    """Check the substrate (hardware or twins) and needs, write the file of ``--plan``, and start a peer if needed."""
     harness_session = session.config.stash[SESSION_KEY]
     # After an interrupt, pytest also calls this hook. The collection is incomplete then.
     if not session.config.stash.get(_IS_COLLECTED_KEY, False):
@@ -98,7 +99,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     try:
         if harness_session.required_substrates:
             harness_session.check_substrate()
-        if any(case.needs for case in cases) or harness_session.plan or harness_session.records:
+        if any(case.needs for case in cases) or harness_session.plan_path or harness_session.records_path:
             # Load the profile and the facts now, so that an error in them is reported once and not for each case.
             _ = harness_session.profile
             for case in cases:
@@ -106,8 +107,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     except GdrkitError as error:
         raise pytest.UsageError(str(error)) from error
     # No plan is written if a file could not be collected, because the plan would lack the cases of that file.
-    if harness_session.plan is not None and not session.testsfailed:
-        _write_plan(harness_session.plan, harness_session.profile.name, cases)
+    if harness_session.plan_path is not None and not session.testsfailed:
+        _write_plan(harness_session.plan_path, harness_session.profile.name, cases)
     pool = session.config.stash[POOL_KEY] = PeerPool()
     if not session.config.option.collectonly and any(_uses_peer(case) for case in cases if case.is_runnable):
         pool.start()
@@ -136,7 +137,7 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Create the state of a case, and append its record after the tear-down."""
+    """Create the state of a case. After its tear-down, append its record to the file of ``--records``."""
     harness_session, planned_case = item.config.stash[SESSION_KEY], item.stash.get(CASE_KEY, None)
     if planned_case is None:
         return (yield)
@@ -146,8 +147,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     item.config.stash[_RUNNING_CASE_KEY] = case
     result = yield
     item.config.stash[_RUNNING_CASE_KEY] = None
-    if harness_session.records is not None:
-        append_record(harness_session.records, case.make_record(harness_session))
+    if harness_session.records_path is not None:
+        append_record(harness_session.records_path, case.make_record(harness_session))
     return result
 
 
@@ -182,10 +183,10 @@ def pytest_fixture_setup(
     if case is None or case.baseline is None:
         return (yield)
     pool = request.config.stash[POOL_KEY]
-    before = leaks.open_objects(harness_descriptors=pool.descriptors())
+    objects_before = leaks.open_objects(harness_descriptors=pool.descriptors())
     result = yield
-    after = leaks.open_objects(harness_descriptors=pool.descriptors())
-    case.baseline = leaks.extend_baseline(case.baseline, before, after)
+    objects_after = leaks.open_objects(harness_descriptors=pool.descriptors())
+    case.baseline = leaks.extend_baseline(case.baseline, objects_before, objects_after)
     return result
 
 
@@ -193,25 +194,25 @@ def pytest_fixture_setup(
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn every skip that does not come from the harness into a failure, and record failures."""
+    """Turn every skip that does not come from the harness into a failure, and record failures in the case."""
     case = item.stash.get(CASE_KEY, None)
     if case is None:
         return (yield)
-    is_refused = _skip_expected_refusal(case, call)
+    is_expected_refusal = _skip_expected_refusal(case, call)
     report = yield
-    if is_refused:
+    if is_expected_refusal:
         report.user_properties.append(_REFUSED_PROPERTY)
     elif report.outcome == "skipped" or hasattr(report, "wasxfail"):
         if not case.is_runnable and call.when == "setup":
             report.user_properties.append(_NOT_RUN_PROPERTY)
             return report
-        cause = "is marked as an expected failure" if hasattr(report, "wasxfail") else "skipped itself"
+        misuse = "is marked as an expected failure" if hasattr(report, "wasxfail") else "skipped itself"
         report.outcome = "failed"
-        report.longrepr = f"{item.nodeid} {cause}; a case must declare its requirements by @needs"
+        report.longrepr = f"{item.nodeid} {misuse}; a case must declare its requirements by @needs"
         if hasattr(report, "wasxfail"):
             del report.wasxfail
         if not case.failures:
-            case.record_failure("call", f"the case {cause}", str(report.longrepr))
+            case.record_failure("call", f"the case {misuse}", str(report.longrepr))
     elif case.refusal is not None and not case.refused and call.when != "teardown":
         _report_missing_refusal(case, call, report)
     elif report.outcome == "failed":
@@ -225,7 +226,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Return the names of the outcomes that pytest does not have: not run, refused as expected, unproven."""
+    """Return category, letter and word of an outcome that pytest lacks: not run, refused as expected, or unproven."""
     if report.outcome == "skipped" and _REFUSED_PROPERTY in report.user_properties:
         return "refused as expected", "r", "REFUSED"
     if report.outcome == "skipped" and _NOT_RUN_PROPERTY in report.user_properties:
@@ -240,21 +241,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
     Without this list, a run in which most cases did not run would look complete.
     """
-    counts: dict[tuple[str, str, bool], int] = {}
+    # The key is the name of the need, the text of the reason, and whether the profile foresees it.
+    case_counts: dict[tuple[str, str, bool], int] = {}
     unproven_reasons: list[tuple[str, str]] = []
     for case in config.stash.get(_CASES_KEY, []):
         if case.verdict is Verdict.NOT_RUN and not case.refused:
             for reason in case.unmet:
                 key = (reason.need or "", reason.text, reason.foreseen is True)
-                counts[key] = counts.get(key, 0) + 1
+                case_counts[key] = case_counts.get(key, 0) + 1
         elif case.verdict is Verdict.UNPROVEN:
             unproven_reasons += [(case.item.nodeid, reason.text) for reason in case.evidence.missing]
-    if counts:
+    if case_counts:
         terminalreporter.section("needs that are not met", sep="-")
-        for (need, text, foreseen), count in sorted(counts.items()):
-            is_failure = not foreseen and config.stash[SESSION_KEY].fails_unforeseen
-            profile = config.stash[SESSION_KEY].profile.name if is_failure else ""
-            suffix = f"  NOT FORESEEN by profile {profile}: the run fails" if is_failure else ""
+        for (need, text, is_foreseen), count in sorted(case_counts.items()):
+            is_failure = not is_foreseen and config.stash[SESSION_KEY].fails_unforeseen
+            profile_name = config.stash[SESSION_KEY].profile.name if is_failure else ""
+            suffix = f"  NOT FORESEEN by profile {profile_name}: the run fails" if is_failure else ""
             terminalreporter.write_line(f"{count:4d} x {need}: {text}{suffix}", red=is_failure)
     if unproven_reasons:
         terminalreporter.section("not proven", sep="-")
@@ -263,7 +265,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _skip_expected_refusal(case: Case, call: pytest.CallInfo[None]) -> bool:
-    """Replace the error of this phase by a skip and record it, if the profile expects this refusal.
+    """If the error of this phase is the refusal that the profile expects, record it and replace the error by a skip.
 
     Return whether the error was replaced.
     """
@@ -286,8 +288,8 @@ def _report_missing_refusal(case: Case, call: pytest.CallInfo[None], report: pyt
     A refusal that did not occur in the set-up may still occur in the body of the case.
     """
     if report.outcome == "failed" or call.when == "call":
-        actual = "nothing was refused" if call.excinfo is None else _describe_error(call.excinfo.value)
-        text = f"one RegistrationFailed by {refusal.describe(case.refusal or ())} was expected: {actual}"
+        actual_text = "nothing was refused" if call.excinfo is None else _describe_error(call.excinfo.value)
+        text = f"expected one RegistrationFailed by {refusal.describe(case.refusal or ())}: {actual_text}"
         details = f"{text}\n\n{report.longreprtext}".strip()
         report.outcome = "failed"
         report.longrepr = details
@@ -300,9 +302,10 @@ def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _write_plan(path: Path, profile: str, cases: Sequence[Case]) -> None:
-    text = json.dumps({"profile": profile, "cases": [_make_plan_data(case) for case in cases]}, indent=2) + "\n"
-    # The complete file is renamed, so that the process that waits for it never reads an incomplete file.
+def _write_plan(path: Path, profile_name: str, cases: Sequence[Case]) -> None:
+    text = json.dumps({"profile": profile_name, "cases": [_make_plan_data(case) for case in cases]}, indent=2) + "\n"
+    # Another process may wait for the plan. The file gets its name when it is complete, so that an incomplete plan is
+    # never read.
     temporary_path = path.with_suffix(".new")
     temporary_path.write_text(text, encoding="utf-8")
     temporary_path.replace(path)
@@ -340,5 +343,6 @@ def _has_unforeseen_absence(config: pytest.Config) -> bool:
 
 
 def _find_running_case(request: pytest.FixtureRequest) -> Case | None:
-    # The request of a fixture of module or session scope does not refer to the case.
+    # The request of a fixture of module or session scope does not refer to the case, so pytest_runtest_protocol stores
+    # the running case in the configuration.
     return request.config.stash.get(_RUNNING_CASE_KEY, None)

@@ -10,13 +10,14 @@ the first case.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit import evidence, handles, launch
-from gdrkit.errors import LeakDetected
+from gdrkit import evidence, handles, host, launch
+from gdrkit.errors import LeakDetected, SetupMissing
 from gdrkit.report.substrate import is_twin
 from gdrkit.units import HOST_PAGE_BYTES
 
@@ -60,10 +61,10 @@ def open_objects(*, harness_descriptors: Collection[int] = ()) -> OpenObjects:
     ledgers = ledger_handles()
     return OpenObjects(
         descriptors={
-            number: target
-            for number, target in evidence.descriptors().items()
+            descriptor: target
+            for descriptor, target in evidence.descriptors().items()
             # pytest replaces standard input, output and error while it captures output.
-            if number > _STANDARD_ERROR and number not in harness_descriptors
+            if descriptor > _STANDARD_ERROR and descriptor not in harness_descriptors
         },
         handles=handles.live(),
         ledgers=ledgers,
@@ -72,35 +73,39 @@ def open_objects(*, harness_descriptors: Collection[int] = ()) -> OpenObjects:
 
 def ledger_handles() -> dict[str, int]:
     """Return the counts of open handles in all loaded twins by type, e.g. ``{"verbs twin: ibv_mr": 1}``."""
-    handle_counts: dict[str, int] = {}
+    counts_by_type: dict[str, int] = {}
     for api in sorted(
         {_find_api_of_library(library.path) for library in evidence.libraries() if is_twin(library)} - {""}
     ):
         ledger = launch.twin_control().ledger(api) or {}
-        counts = ledger.get("handles")
-        if isinstance(counts, dict):
-            handle_counts |= {f"{api} twin: {type_name}": int(count) for type_name, count in counts.items()}
-    return handle_counts
+        ledger_counts = ledger.get("handles")
+        if isinstance(ledger_counts, dict):
+            counts_by_type |= {f"{api} twin: {type_name}": int(count) for type_name, count in ledger_counts.items()}
+    return counts_by_type
 
 
 def count_new(before: OpenObjects, after: OpenObjects) -> dict[str, int]:
     """Return, for each type, how many more objects are open in `after` than in `before`."""
     # If the target of a descriptor number has changed, the descriptor was closed and its number was reused. It counts
     # as one closed and one new object.
-    new_targets = [target for number, target in after.descriptors.items() if before.descriptors.get(number) != target]
-    closed_targets = [
-        target for number, target in before.descriptors.items() if after.descriptors.get(number) != target
+    new_targets = [
+        target for descriptor, target in after.descriptors.items() if before.descriptors.get(descriptor) != target
     ]
-    descriptors = Counter(_classify_target(target) for target in new_targets)
-    descriptors.subtract(_classify_target(target) for target in closed_targets)
-    growth = {f"descriptor of {type_name}": count for type_name, count in descriptors.items() if count > 0}
+    closed_targets = [
+        target for descriptor, target in before.descriptors.items() if after.descriptors.get(descriptor) != target
+    ]
+    descriptor_growth = Counter(_classify_target(target) for target in new_targets)
+    descriptor_growth.subtract(_classify_target(target) for target in closed_targets)
+    growth_by_type = {
+        f"descriptor of {type_name}": count for type_name, count in descriptor_growth.items() if count > 0
+    }
     for old_counts, new_counts in ((before.handles, after.handles), (before.ledgers, after.ledgers)):
-        growth |= {
-            name: count - old_counts.get(name, 0)
-            for name, count in new_counts.items()
-            if count > old_counts.get(name, 0)
+        growth_by_type |= {
+            type_name: count - old_counts.get(type_name, 0)
+            for type_name, count in new_counts.items()
+            if count > old_counts.get(type_name, 0)
         }
-    return growth
+    return growth_by_type
 
 
 def check(before: OpenObjects, *, harness_descriptors: Callable[[], Collection[int]]) -> None:
@@ -120,17 +125,20 @@ def check(before: OpenObjects, *, harness_descriptors: Callable[[], Collection[i
 
 
 def start_apis(apis: Collection[str]) -> None:
-    """Use each API once. Its library then starts its threads and opens the objects that it keeps open."""
+    """Use each API once, so that its library starts its threads and opens the objects that it keeps open."""
     if "cuda" in apis:
         from gdrkit import cuda
 
-        for index in range(cuda.device_count()):
-            with cuda.Device(index) as device, device.allocate(HOST_PAGE_BYTES) as memory:
+        for device_index in range(cuda.device_count()):
+            with cuda.Device(device_index) as device, device.allocate(HOST_PAGE_BYTES) as memory:
                 # The first export and the first IPC handle may start helper threads or open descriptors.
                 if device.attribute(cuda.DeviceAttribute.DMA_BUF_SUPPORTED):
                     memory.export_dmabuf().close()
                 if device.attribute(cuda.DeviceAttribute.UNIFIED_ADDRESSING):
                     cuda.export_handle(memory)
+        # NVML keeps an eventfd that its first nvmlInit opens.
+        with contextlib.suppress(SetupMissing):
+            host.nvml_facts()
     if "gaudi" in apis:
         from gdrkit import gaudi
 
@@ -150,7 +158,8 @@ def _find_api_of_library(path: str) -> str:
 
 
 def _classify_target(target: str) -> str:
-    # A target such as "socket:[4711]" or "/memfd:gdrkit-gpu:0123 (deleted)" contains a number, which is left out.
+    # A target such as "socket:[4711]" or "/memfd:gdrkit-gpu:0123 (deleted)" contains a number. The number is left
+    # out, so that all such targets count as one type.
     target_name = target.partition(":[")[0]
     return ":".join(target_name.split(":")[:2]) if target_name.startswith("/memfd:") else target_name
 
@@ -164,9 +173,9 @@ def extend_baseline(baseline: OpenObjects, before: OpenObjects, after: OpenObjec
         descriptors={
             **baseline.descriptors,
             **{
-                number: target
-                for number, target in after.descriptors.items()
-                if before.descriptors.get(number) != target
+                descriptor: target
+                for descriptor, target in after.descriptors.items()
+                if before.descriptors.get(descriptor) != target
             },
         },
         handles=_add_growth(baseline.handles, before.handles, after.handles),
@@ -175,5 +184,5 @@ def extend_baseline(baseline: OpenObjects, before: OpenObjects, after: OpenObjec
 
 
 def _add_growth(baseline: dict[str, int], before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    names = baseline.keys() | after.keys()
-    return {name: baseline.get(name, 0) + max(0, after.get(name, 0) - before.get(name, 0)) for name in names}
+    type_names = baseline.keys() | after.keys()
+    return {name: baseline.get(name, 0) + max(0, after.get(name, 0) - before.get(name, 0)) for name in type_names}

@@ -30,7 +30,7 @@ __all__ = ["PeerConnection", "PeerObject"]
 _READY_TIMEOUT_S = 60.0
 _REQUEST_TIMEOUT_S = 30.0
 _EXIT_TIMEOUT_S = 10.0
-# The part of the output of a peer that an error quotes.
+# An error quotes the last bytes of the output of a peer, at most this many.
 _OUTPUT_TAIL_BYTES = 2000
 
 
@@ -113,7 +113,7 @@ class PeerConnection:
             raise self._make_error(cause, Reason.TIMEOUT) from error
 
     def kill(self) -> None:
-        """Kill the peer and wait for its end. The peer cannot close its objects then; the kernel does.
+        """Kill the peer and wait for its end. The kernel, and not the peer, then closes the objects of the peer.
 
         Raises
         ------
@@ -144,7 +144,7 @@ class PeerConnection:
         """
         reply = self.request("reset")
         if reply["leaked"]:
-            raise LeakDetected({f"{self.name}: {name}": count for name, count in reply["leaked"].items()})
+            raise LeakDetected({f"{self.name}: {type_name}": count for type_name, count in reply["leaked"].items()})
         return from_json_data(tuple[LoadedLibrary, ...], reply["libraries"])
 
     def close(self) -> None:
@@ -230,10 +230,10 @@ class PeerConnection:
         """Return the error for a peer that has ended or closed its socket."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_TIMEOUT_S)
-        code = self._process.poll()
-        cause = "closed its socket" if code is None else f"exited with code {code}"
-        if code is not None and code < 0:
-            cause = f"was ended by {signal.Signals(-code).name}"
+        exit_code = self._process.poll()
+        cause = "closed its socket" if exit_code is None else f"exited with code {exit_code}"
+        if exit_code is not None and exit_code < 0:
+            cause = f"was ended by {signal.Signals(-exit_code).name}"
         return self._make_error(f"{cause} during {operation}", Reason.PEER_GONE)
 
     def _make_error(self, cause: str, reason: Reason) -> BrokenResource:
@@ -258,12 +258,12 @@ class PeerConnection:
 
 
 class PeerObject:
-    """A proxy, in the process of the case, for an object in the peer. ``number`` is the handle number of the object."""
+    """A proxy, in the process of the case, for an object in the peer. `handle_number` identifies it there."""
 
     def __init__(self, peer: PeerConnection, reply: dict[str, Any]) -> None:
         self.peer = peer
-        self.number: int = reply["handle"]
+        self.handle_number: int = reply["handle"]
 
     def close(self) -> None:
         """Close the object in the peer."""
-        self.peer.request("close", number=self.number)
+        self.peer.request("close", number=self.handle_number)

@@ -18,8 +18,8 @@ __all__ = ["operations"]
 def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
     """Return the CUDA operations on the objects of this process, by name."""
     cuda_operations = _CudaOperations(objects)
-    names = "device allocate open_ipc export_ipc import_vmm contents check write"
-    return {name: getattr(cuda_operations, name) for name in names.split()}
+    operation_names = "device allocate open_ipc export_ipc import_vmm contents check write"
+    return {name: getattr(cuda_operations, name) for name in operation_names.split()}
 
 
 class _CudaOperations:

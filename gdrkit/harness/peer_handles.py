@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PeerBuffer", "PeerNic", "PeerQueuePair", "PeerRegion", "ReadResult"]
 
-_ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
+_READ_WRITE_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 _COMPLETION_TIMEOUT_MS = 10_000.0
 # The peer waits for a completion, and the case waits this much longer for the reply of the peer.
 _REPLY_MARGIN_S = 20.0
@@ -37,24 +37,28 @@ class PeerRegion(PeerObject):
 
     def __init__(self, peer: PeerConnection, reply: dict[str, Any]) -> None:
         super().__init__(peer, reply)
-        self._remote = RemoteRange.from_dict(reply["remote"])
+        self._remote_range = RemoteRange.from_dict(reply["remote"])
 
     def remote(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
         """Return the address and key of a part of the region. A `length_bytes` of None means up to the end."""
-        length_bytes = self._remote.length_bytes - offset_bytes if length_bytes is None else length_bytes
-        return self._remote.part(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        length_bytes = self._remote_range.length_bytes - offset_bytes if length_bytes is None else length_bytes
+        return self._remote_range.part(offset_bytes=offset_bytes, length_bytes=length_bytes)
 
 
 class PeerBuffer(PeerRegion):
-    """Registered host memory of a peer."""
+    """Registered host memory of a peer.
+
+    In its methods, `stream_offset_bytes` is the offset of the first byte in the pattern of `seed`; see
+    :mod:`gdrkit.pattern`.
+    """
 
     def fill(
         self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
     ) -> None:
-        """Write bytes of the pattern of `seed` (see :mod:`gdrkit.pattern`) into the buffer."""
+        """Write bytes of the pattern of `seed` into the buffer."""
         self.peer.request(
             "verbs.fill",
-            buffer=self.number,
+            buffer=self.handle_number,
             seed=seed,
             offset_bytes=offset_bytes,
             length_bytes=self._resolve_length(offset_bytes, length_bytes),
@@ -73,7 +77,7 @@ class PeerBuffer(PeerRegion):
         """
         digest: str = self.peer.request(
             "verbs.check",
-            buffer=self.number,
+            buffer=self.handle_number,
             seed=seed,
             offset_bytes=offset_bytes,
             length_bytes=self._resolve_length(offset_bytes, length_bytes),
@@ -86,12 +90,12 @@ class PeerBuffer(PeerRegion):
         length_bytes = self._resolve_length(offset_bytes, length_bytes)
         return bytes.fromhex(
             self.peer.request(
-                "verbs.contents", buffer=self.number, offset_bytes=offset_bytes, length_bytes=length_bytes
+                "verbs.contents", buffer=self.handle_number, offset_bytes=offset_bytes, length_bytes=length_bytes
             )
         )
 
     def _resolve_length(self, offset_bytes: int, length_bytes: int | None) -> int:
-        return self._remote.length_bytes - offset_bytes if length_bytes is None else length_bytes
+        return self._remote_range.length_bytes - offset_bytes if length_bytes is None else length_bytes
 
 
 class PeerNic(PeerObject):
@@ -102,21 +106,21 @@ class PeerNic(PeerObject):
         self.name: str = reply["name"]
         self.gid: str = reply["gid"]
 
-    def buffer(self, length_bytes: int, *, seed: int | None = None, access: Access = _ALL_ACCESS) -> PeerBuffer:
+    def buffer(self, length_bytes: int, *, seed: int | None = None, access: Access = _READ_WRITE_ACCESS) -> PeerBuffer:
         """Register new host memory that contains the pattern of `seed`, or zeros if `seed` is None."""
-        reply = self.peer.request("verbs.buffer", nic=self.number, length_bytes=length_bytes, access=int(access))
+        reply = self.peer.request("verbs.buffer", nic=self.handle_number, length_bytes=length_bytes, access=int(access))
         buffer = PeerBuffer(self.peer, reply)
         if seed is not None:
             buffer.fill(seed=seed)
         return buffer
 
     def register_dmabuf(
-        self, fd: int, *, offset_bytes: int, length_bytes: int, address: int, access: Access = _ALL_ACCESS
+        self, fd: int, *, offset_bytes: int, length_bytes: int, address: int, access: Access = _READ_WRITE_ACCESS
     ) -> PeerRegion:
         """Make the peer register a dma-buf of this process. The peer gets a duplicate of the descriptor."""
         reply = self.peer.request(
             "verbs.dmabuf_region",
-            nic=self.number,
+            nic=self.handle_number,
             offset_bytes=offset_bytes,
             length_bytes=length_bytes,
             address=address,
@@ -126,12 +130,12 @@ class PeerNic(PeerObject):
         return PeerRegion(self.peer, reply)
 
     def queue_pair(self, *, depth: int | None = None, **limits: int) -> PeerQueuePair:
-        """Create a queue pair, and a completion queue of `depth` entries for it.
+        """Create a queue pair, and a completion queue of `depth` entries (256 if None) for it.
 
         The limits have the same meaning as in :meth:`gdrkit.verbs.Nic.queue_pair`.
         """
         return PeerQueuePair(
-            self.peer, self.peer.request("verbs.queue_pair", nic=self.number, depth=depth, limits=limits)
+            self.peer, self.peer.request("verbs.queue_pair", nic=self.handle_number, depth=depth, limits=limits)
         )
 
 
@@ -144,7 +148,7 @@ class PeerQueuePair(PeerObject):
 
     def connect(self, remote: Endpoint, **options: int) -> None:
         """Connect the queue pair to `remote`. For the options see :meth:`gdrkit.verbs.QueuePair.connect`."""
-        self.peer.request("verbs.connect", queue_pair=self.number, endpoint=remote.to_dict(), options=options)
+        self.peer.request("verbs.connect", queue_pair=self.handle_number, endpoint=remote.to_dict(), options=options)
 
     def join(self, local: QueuePair, **options: int) -> None:
         """Connect the queue pair and a queue pair of this process to each other."""
@@ -173,7 +177,7 @@ class PeerQueuePair(PeerObject):
         length_bytes : int or None
             Number of bytes; None for the length of `remote`.
         local_offset_bytes : int
-            Offset of the bytes in the buffer of the peer.
+            Offset of the bytes in the temporary buffer.
         immediate : int or None
             The 32-bit immediate value of the request, or None.
         timeout_ms : float
@@ -250,11 +254,12 @@ class PeerQueuePair(PeerObject):
     def receive(self, buffer: PeerBuffer | None, *, work_id: int = 0, **part: int) -> None:
         """Post a receive buffer. A `buffer` of None receives only an immediate value.
 
-        :meth:`wait_received` returns the completion.
+        `part` selects the bytes of the buffer, as in :meth:`gdrkit.verbs.QueuePair.post_receive`. :meth:`wait_received`
+        returns the completion.
         """
-        number = None if buffer is None else buffer.number
+        buffer_number = None if buffer is None else buffer.handle_number
         options = {"work_id": work_id, **part}
-        self.peer.request("verbs.post_receive", queue_pair=self.number, buffer=number, options=options)
+        self.peer.request("verbs.post_receive", queue_pair=self.handle_number, buffer=buffer_number, options=options)
 
     def post_write(self, buffer: PeerBuffer, remote: RemoteRange, *, work_id: int, **options: Any) -> None:
         """Post a WRITE and do not wait; for the options see :meth:`gdrkit.verbs.QueuePair.post_write`."""
@@ -279,14 +284,16 @@ class PeerQueuePair(PeerObject):
     @property
     def state(self) -> str:
         """State of the queue pair, e.g. ``RTS``."""
-        state: str = self.peer.request("verbs.state", queue_pair=self.number)
+        state: str = self.peer.request("verbs.state", queue_pair=self.handle_number)
         return state
 
     def _post(
         self, operation: str, buffer: PeerBuffer, work_id: int, options: dict[str, Any], **arguments: Any
     ) -> None:
         options = {**options, "work_id": work_id}
-        self.peer.request(operation, queue_pair=self.number, buffer=buffer.number, options=options, **arguments)
+        self.peer.request(
+            operation, queue_pair=self.handle_number, buffer=buffer.handle_number, options=options, **arguments
+        )
 
     def _request_completion(self, operation: str, timeout_ms: float, **arguments: Any) -> Completion:
         return _parse_completion(self._request(operation, timeout_ms, **arguments))
@@ -295,7 +302,7 @@ class PeerQueuePair(PeerObject):
         return self.peer.request(
             operation,
             request_timeout_s=timeout_ms / 1000 + _REPLY_MARGIN_S,
-            queue_pair=self.number,
+            queue_pair=self.handle_number,
             timeout_ms=timeout_ms,
             **arguments,
         )

@@ -20,23 +20,31 @@ class PeerDevice(PeerObject):
 
     def allocate(self, length_bytes: int) -> PeerMemory:
         """Allocate memory by cuMemAlloc."""
-        return PeerMemory(self.peer, self.peer.request("cuda.allocate", device=self.number, length_bytes=length_bytes))
+        return PeerMemory(
+            self.peer, self.peer.request("cuda.allocate", device=self.handle_number, length_bytes=length_bytes)
+        )
 
     def open_ipc(self, handle: bytes, *, length_bytes: int | None = None) -> PeerMemory:
         """Open the memory of another process by its IPC handle."""
-        reply = self.peer.request("cuda.open_ipc", device=self.number, handle=handle.hex(), length_bytes=length_bytes)
+        reply = self.peer.request(
+            "cuda.open_ipc", device=self.handle_number, handle=handle.hex(), length_bytes=length_bytes
+        )
         return PeerMemory(self.peer, reply)
 
     def import_vmm(self, descriptors: Sequence[int], *, chunk_bytes: int) -> PeerMemory:
         """Import chunks of VMM memory by their descriptors, which the peer receives by SCM_RIGHTS."""
         reply = self.peer.request(
-            "cuda.import_vmm", device=self.number, chunk_bytes=chunk_bytes, descriptors=list(descriptors)
+            "cuda.import_vmm", device=self.handle_number, chunk_bytes=chunk_bytes, descriptors=list(descriptors)
         )
         return PeerMemory(self.peer, reply)
 
 
 class PeerMemory(PeerObject):
-    """Device memory of a peer."""
+    """Device memory of a peer.
+
+    In its methods, `stream_offset_bytes` is the offset of the first byte in the pattern of `seed`; see
+    :mod:`gdrkit.pattern`.
+    """
 
     def __init__(self, peer: PeerConnection, reply: dict[str, Any]) -> None:
         super().__init__(peer, reply)
@@ -45,7 +53,7 @@ class PeerMemory(PeerObject):
 
     def export_ipc(self) -> bytes:
         """Return the IPC handle of the memory."""
-        return bytes.fromhex(self.peer.request("cuda.export_ipc", memory=self.number))
+        return bytes.fromhex(self.peer.request("cuda.export_ipc", memory=self.handle_number))
 
     def contents(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
         """Return the bytes of the memory, read by the peer."""
@@ -53,7 +61,7 @@ class PeerMemory(PeerObject):
             "offset_bytes": offset_bytes,
             "length_bytes": self._resolve_length(offset_bytes, length_bytes),
         }
-        return bytes.fromhex(self.peer.request("cuda.contents", memory=self.number, **arguments))
+        return bytes.fromhex(self.peer.request("cuda.contents", memory=self.handle_number, **arguments))
 
     def check(
         self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
@@ -79,7 +87,7 @@ class PeerMemory(PeerObject):
     ) -> Any:
         return self.peer.request(
             operation,
-            memory=self.number,
+            memory=self.handle_number,
             seed=seed,
             offset_bytes=offset_bytes,
             length_bytes=self._resolve_length(offset_bytes, length_bytes),

@@ -28,7 +28,7 @@ class ObjectTable:
         Raises
         ------
         UsageError
-            No object has this number, or it is of another type.
+            No object has this number, or the object is of another type.
         """
         peer_object = self._objects_by_number.get(number)
         if number not in self._objects_by_number or not isinstance(peer_object, object_type):

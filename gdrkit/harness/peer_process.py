@@ -74,6 +74,7 @@ class _RequestServer:
             "modules": lambda: sorted({name.partition(".")[0] for name in sys.modules}),
             "reset": self._reset,
         }
+        # An operation with a dot in its name, such as verbs.write, belongs to a group, which is a module.
         self._unloaded_groups = {"verbs", "cuda", "share"}
 
     def execute(self, request: dict[str, Any]) -> Any:  # noqa: ANN401 - each operation has its own result.
@@ -107,6 +108,7 @@ class _RequestServer:
 
     def _reset(self) -> dict[str, Any]:
         self._objects.close_all()
+        # The descriptors are left out: only open objects of gdrkit and open handles of the twins count as leaks here.
         no_open_objects = OpenObjects(descriptors={}, handles={}, ledgers={})
         open_objects = OpenObjects(descriptors={}, handles=handles.live(), ledgers=ledger_handles())
         return {

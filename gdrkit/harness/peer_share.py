@@ -1,6 +1,7 @@
 """The operations by which a peer process shares device memory with the process of the test case.
 
 They send and receive handle messages (:mod:`gdrkit.registration.handle_message`) through a socket that the case passes.
+``export_gdr`` and ``import_gdr`` pass the handle in the reply and in the request instead.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _RECEIVE_TIMEOUT_MS = 10_000.0
 def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
     """Return the sharing operations on the objects of this process, by name."""
     share_operations = _ShareOperations(objects)
-    names = "export import_memory register_dmabuf export_gdr import_gdr"
-    return {name: getattr(share_operations, name) for name in names.split()}
+    operation_names = "export import_memory register_dmabuf export_gdr import_gdr"
+    return {name: getattr(share_operations, name) for name in operation_names.split()}
 
 
 class _ShareOperations:
@@ -40,10 +41,10 @@ class _ShareOperations:
     def export(
         self, memory: int, kind: int, offset_bytes: int, length_bytes: int | None, descriptors: list[int]
     ) -> None:
-        source = self._objects.get(memory, cuda.CudaMemory)
+        source_memory = self._objects.get(memory, cuda.CudaMemory)
         with (
             share.export_memory(
-                source, kind=ShareKind(kind), offset_bytes=offset_bytes, length_bytes=length_bytes
+                source_memory, kind=ShareKind(kind), offset_bytes=offset_bytes, length_bytes=length_bytes
             ) as message,
             _duplicate_socket(descriptors) as connection,
         ):
@@ -77,6 +78,6 @@ class _ShareOperations:
 
 @contextlib.contextmanager
 def _duplicate_socket(descriptors: list[int]) -> Iterator[socket.socket]:
-    """Return a duplicate of the socket that the case passed. The caller closes the received descriptor itself."""
+    """Yield a duplicate of the socket of the case, because the request server closes the received descriptor."""
     with socket.socket(fileno=os.dup(descriptors[0])) as connection:
         yield connection

@@ -84,7 +84,7 @@ def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
 class _VerbsOperations:
     """The operations that a request can name. A request passes the arguments by name.
 
-    `nic`, `buffer` and `queue_pair` are handles: numbers of objects in the object table. `stream_offset_bytes` is the
+    `nic`, `buffer` and `queue_pair` are handle numbers in the object table. `stream_offset_bytes` is the
     offset of the first byte in the pattern of `seed`; see :mod:`gdrkit.pattern`.
     """
 
@@ -95,9 +95,9 @@ class _VerbsOperations:
         active_nics = [nic_info for nic_info in verbs.list_nics() if nic_info.active]
         selected_nic = next((nic_info for nic_info in active_nics if name in (None, nic_info.name)), None)
         if selected_nic is None:
-            names = ", ".join(nic_info.name for nic_info in active_nics) or "none"
+            active_nic_names = ", ".join(nic_info.name for nic_info in active_nics) or "none"
             subject = "no NIC" if name is None else f"no NIC called {name!r}"
-            message = f"{subject} has an active port; the NICs with an active port are: {names}"
+            message = f"{subject} has an active port; the NICs with an active port are: {active_nic_names}"
             raise UsageError(message, reason=Reason.NO_DEVICE)
         nic = verbs.Nic.open(selected_nic.name, port=port or selected_nic.active_port or 1, gid_index=gid_index)
         return {"handle": self._objects.add(nic), "name": nic.name, "gid": nic.gid}
@@ -109,11 +109,14 @@ class _VerbsOperations:
     def dmabuf_region(
         self, nic: int, *, offset_bytes: int, length_bytes: int, address: int, access: int, descriptors: list[int]
     ) -> dict[str, Any]:
-        source = DmabufRange(descriptors[0], offset_bytes=offset_bytes, length_bytes=length_bytes, address=address)
+        dmabuf_range = DmabufRange(
+            descriptors[0], offset_bytes=offset_bytes, length_bytes=length_bytes, address=address
+        )
         try:
-            region = self._get_nic(nic).register_dmabuf(source, access=verbs.Access(access))
+            region = self._get_nic(nic).register_dmabuf(dmabuf_range, access=verbs.Access(access))
         finally:
-            source.take()  # Otherwise `source` would close the descriptor, which the caller of this operation closes.
+            # Otherwise `dmabuf_range` would close the descriptor, which the caller of this operation closes.
+            dmabuf_range.take()
         return {"handle": self._objects.add(region), "remote": region.remote().to_dict()}
 
     def fill(self, buffer: int, **arguments: int) -> None:
@@ -248,16 +251,16 @@ class _VerbsOperations:
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=len(data))
         return bytes(memoryview(data)[offset_bytes : offset_bytes + length_bytes])
 
-    def _get_nic(self, handle: int) -> verbs.Nic:
-        nic: verbs.Nic = self._objects.get(handle, verbs.Nic)
+    def _get_nic(self, handle_number: int) -> verbs.Nic:
+        nic: verbs.Nic = self._objects.get(handle_number, verbs.Nic)
         return nic
 
-    def _get_pair(self, handle: int) -> _QueuePairWithQueue:
-        pair: _QueuePairWithQueue = self._objects.get(handle, _QueuePairWithQueue)
+    def _get_pair(self, handle_number: int) -> _QueuePairWithQueue:
+        pair: _QueuePairWithQueue = self._objects.get(handle_number, _QueuePairWithQueue)
         return pair
 
-    def _get_buffer(self, handle: int) -> _Buffer:
-        buffer: _Buffer = self._objects.get(handle, _Buffer)
+    def _get_buffer(self, handle_number: int) -> _Buffer:
+        buffer: _Buffer = self._objects.get(handle_number, _Buffer)
         return buffer
 
 

@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
+# Each option has a placeholder of its value and a help text.
 _OPTIONS = {
     "--substrate": (
         "SUBSTRATE",
         "fail unless the APIs run on this substrate: software, hardware, or e.g. verbs=twin,cuda=hardware",
     ),
     "--profile": ("NAME", "the profile of this machine (hardware/profiles); by default the profile that fits best"),
-    "--records": ("FILE", "append one JSON record per case"),
+    "--records": ("FILE", "append one JSON record per case to this file"),
     "--facts": ("FILE", "read the facts of this machine from this file and do not query the APIs"),
-    "--plan": ("FILE", "write the collected cases with their unmet needs"),
+    "--plan": ("FILE", "write the collected cases with their unmet needs to this file"),
     "--command": ("TEXT", "the command line that the records contain; by default the command line of pytest"),
     "--cases": ("FILE", "run only the cases whose ids are in this file, one per line"),
 }
@@ -33,8 +34,8 @@ _OPTIONS = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of the harness."""
     group = parser.getgroup("gdrkit")
-    for name, (metavar, text) in _OPTIONS.items():
-        group.addoption(name, dest="gdrkit_" + name[2:], metavar=metavar, default=None, help=text)
+    for name, (metavar, help_text) in _OPTIONS.items():
+        group.addoption(name, dest="gdrkit_" + name[2:], metavar=metavar, default=None, help=help_text)
     group.addoption(
         "--seed",
         dest="gdrkit_seed",

@@ -45,7 +45,7 @@ class ObservedRefusal:
 def matching_refusals(
     error: BaseException | None, expected_causes: Sequence[RefusalCause]
 ) -> tuple[ObservedRefusal, ...]:
-    """Return the refusal of each device in `error` if all equal the expected one, else an empty tuple."""
+    """Return the refusal of each device in `error` if each has the expected causes, else an empty tuple."""
     if type(error) is not RegistrationFailed:
         return ()
     refusals = tuple(_list_device_refusals(error))

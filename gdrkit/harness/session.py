@@ -42,14 +42,16 @@ class Session:
         Whether the harness handles every case of the run, not only the cases that use the harness.
     fails_unforeseen : bool
         Whether the run fails if a case has an unmet need that the profile does not foresee.
-    records, plan, cases : Path or None
+    records_path, plan_path, cases_path : Path or None
         The files of ``--records``, ``--plan`` and ``--cases``.
     required_substrates : mapping
         The substrates that ``--substrate`` requires, by API.
     seed : int
-        The seed of the run.
+        The seed of the run: ``--seed``, else the environment variable GDRKIT_TWINS_SEED, else a random number.
     command : str
-        The command line for the records.
+        The command line that the records contain.
+    version : str
+        The version of gdrkit.
     """
 
     def __init__(self, config: pytest.Config, *, strict: bool = True) -> None:
@@ -58,9 +60,9 @@ class Session:
         # In another project without --gdrkit-profile, nothing says which hardware to expect. So an unmet need does not
         # fail the run.
         self.fails_unforeseen = strict or config.getoption("gdrkit_profile", None) is not None
-        self.records = _parse_path(config, "records")
-        self.plan = _parse_path(config, "plan")
-        self.cases = _parse_path(config, "cases")
+        self.records_path = _parse_path(config, "records")
+        self.plan_path = _parse_path(config, "plan")
+        self.cases_path = _parse_path(config, "cases")
         self.required_substrates = parse_substrate(config.getoption("gdrkit_substrate", None))
         self.seed: int = config.getoption("gdrkit_seed", None)
         if self.seed is None:
@@ -91,13 +93,13 @@ class Session:
             No profile fits, or the named profile does not fit.
         """
         substrates = {api: substrate.value for api, substrate in self.substrate.items()}
-        name = self._config.getoption("gdrkit_profile", None)
-        if name is None:
+        profile_name = self._config.getoption("gdrkit_profile", None)
+        if profile_name is None:
             return choose_profile(load_profiles(), self.facts, substrates)
-        profile = load_profile(name)
+        profile = load_profile(profile_name)
         misfits = profile.misfits(self.facts, substrates)
         if misfits:
-            message = f"profile {name} does not describe this machine: " + "; ".join(misfits)
+            message = f"profile {profile_name} does not describe this machine: " + "; ".join(misfits)
             raise UsageError(message, what_to_do="select another profile, or omit --profile")
         return profile
 
@@ -120,10 +122,10 @@ class Session:
             An API runs on another substrate.
         """
         for api, required_substrate in sorted(self.required_substrates.items()):
-            actual = self.substrate.get(api)
+            actual_substrate = self.substrate.get(api)
             # An API without facts has no substrate. The cases that need it do not run, and their records say why.
-            if actual is not None and actual is not required_substrate:
-                message = f"{api} must run on {required_substrate.value}, but runs on {actual.value}"
+            if actual_substrate is not None and actual_substrate is not required_substrate:
+                message = f"{api} must run on {required_substrate.value}, but runs on {actual_substrate.value}"
                 command = f"gdrkit run --software -- {Path(sys.executable).name} -m {self.command}"
                 advice = (
                     f"start it by: {command}" if required_substrate is Substrate.TWIN else "start it without gdrkit run"
@@ -135,9 +137,9 @@ class Session:
         leaks.start_apis(apis - self._started_apis)
         self._started_apis |= apis
 
-    def case_seed(self, case: str) -> int:
+    def case_seed(self, case_id: str) -> int:
         """Return the seed of a case. It depends only on the seed of the run and on the id of the case."""
-        digest = hashlib.sha256(f"{self.seed}:{case}".encode()).digest()
+        digest = hashlib.sha256(f"{self.seed}:{case_id}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
 
@@ -169,6 +171,6 @@ def parse_substrate(text: str | None) -> Mapping[str, Substrate]:
     return substrates
 
 
-def _parse_path(config: pytest.Config, name: str) -> Path | None:
-    value = config.getoption(f"gdrkit_{name}", None)
-    return None if value is None else Path(value).absolute()
+def _parse_path(config: pytest.Config, option_name: str) -> Path | None:
+    path_text = config.getoption(f"gdrkit_{option_name}", None)
+    return None if path_text is None else Path(path_text).absolute()

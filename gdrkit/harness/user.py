@@ -13,6 +13,7 @@ __all__: list[str] = []
 
 _STRICT_PLUGIN = "gdrkit.harness.plugin"
 _NEEDS_MARK = "needs"
+# Each option has a placeholder of its value and a help text.
 _OPTIONS = {
     "--gdrkit-substrate": (
         "SUBSTRATE",
@@ -22,22 +23,25 @@ _OPTIONS = {
         "NAME",
         "fail if a case does not run for a reason that this profile of a machine does not foresee",
     ),
-    "--gdrkit-records": ("FILE", "append one JSON record for each case that the plugin handles"),
+    "--gdrkit-records": ("FILE", "append to this file one JSON record for each case that the plugin handles"),
     "--gdrkit-facts": ("FILE", "read the facts of this machine from this file and do not query the APIs"),
 }
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Add the options. They begin with ``--gdrkit``, because pytest loads this plugin wherever gdrkit is installed."""
+    """Add the options. They begin with ``--gdrkit``, so that they collide with no option of another plugin.
+
+    pytest loads this plugin wherever gdrkit is installed.
+    """
     parser.addini(
         "gdrkit", "whether cases may declare needs of gdrkit and use its fixtures", type="bool", default=False
     )
     if pluginmanager.has_plugin(_STRICT_PLUGIN):
-        return
+        return  # The strict plugin adds its own options.
     group = parser.getgroup("gdrkit")
     group.addoption("--gdrkit", action="store_true", help="let cases declare needs of gdrkit and use its fixtures")
-    for name, (metavar, text) in _OPTIONS.items():
-        group.addoption(name, dest=name[2:].replace("-", "_"), metavar=metavar, default=None, help=text)
+    for name, (metavar, help_text) in _OPTIONS.items():
+        group.addoption(name, dest=name[2:].replace("-", "_"), metavar=metavar, default=None, help=help_text)
     group.addoption(
         "--gdrkit-seed",
         dest="gdrkit_seed",

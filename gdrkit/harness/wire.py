@@ -1,7 +1,8 @@
 """The protocol between a test case and its peer processes: JSON lines and file descriptors over a socket pair.
 
 A request has the keys ``id``, ``op``, ``arguments`` and ``descriptors`` (the count of descriptors that are sent with
-it). A reply has ``id`` and either ``result`` or ``error``. If an operation raises an error of gdrkit in the peer, the
+it). A reply has ``id`` and either ``result`` or ``error``. The first message of a peer has ``ready`` and ``process``,
+its process id. If an operation raises an error of gdrkit in the peer, the
 case gets an error of the same class with the same fields.
 """
 
@@ -63,7 +64,9 @@ class Channel:
         TimeoutError
             No complete message arrived in time.
         UsageError
-            ``MALFORMED``: the data is not a message, or too many descriptors arrived at once.
+            ``MALFORMED``: the message is not a JSON object, or too many descriptors arrived at once.
+        ValueError
+            The message is not JSON.
         """
         self._socket.settimeout(timeout_s)
         while True:
@@ -136,7 +139,7 @@ def error_to_json_data(error: GdrkitError) -> dict[str, Any]:
 
 
 def error_from_json_data(data: dict[str, Any]) -> GdrkitError:
-    """Return the error that `data` describes. It is a plain :class:`GdrkitError` if the class is not known here."""
+    """Return the error that `data` describes: a plain :class:`GdrkitError` if this module does not know its class."""
     error = _parse_error(data)
     for note in data["notes"]:
         error.add_note(note)
@@ -144,9 +147,9 @@ def error_from_json_data(data: dict[str, Any]) -> GdrkitError:
 
 
 def _parse_error(data: dict[str, Any]) -> GdrkitError:
-    name, reason = data["kind"], Reason(data["reason"])
-    if name in _API_ERROR_CLASSES:
-        return _API_ERROR_CLASSES[name](
+    class_name, reason = data["kind"], Reason(data["reason"])
+    if class_name in _API_ERROR_CLASSES:
+        return _API_ERROR_CLASSES[class_name](
             api=Api(data["api"]),
             operation=data["operation"],
             status=data["status"],
@@ -157,21 +160,24 @@ def _parse_error(data: dict[str, Any]) -> GdrkitError:
             what_to_do=data["what_to_do"],
             detail=data["detail"],
         )
-    if name == DataMismatch.__name__:
+    if class_name == DataMismatch.__name__:
         return DataMismatch(
             first_offset_bytes=data["first_offset_bytes"],
             expected=bytes.fromhex(data["expected"]),
             actual=bytes.fromhex(data["actual"]),
             length_bytes=data["length_bytes"],
         )
-    if name == RegistrationFailed.__name__:
+    if class_name == RegistrationFailed.__name__:
         causes = tuple(error_from_json_data(cause) for cause in data["causes"])
         # The message ends with the texts of the causes. They are removed, because the constructor appends them again.
         message = data["message"].partition(": [1] ")[0]
         return RegistrationFailed(message, causes=causes, reason=reason, what_to_do=data["what_to_do"])
-    if name == ClosedResource.__name__:
+    if class_name == ClosedResource.__name__:
+        # The constructor appends the suffix again.
         return ClosedResource(data["message"].removesuffix(" is closed"))
-    return _MESSAGE_ERROR_CLASSES.get(name, GdrkitError)(data["message"], reason=reason, what_to_do=data["what_to_do"])
+    return _MESSAGE_ERROR_CLASSES.get(class_name, GdrkitError)(
+        data["message"], reason=reason, what_to_do=data["what_to_do"]
+    )
 
 
 def _make_json_argument(value: object) -> object:

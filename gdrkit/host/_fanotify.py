@@ -18,14 +18,15 @@ from gdrkit.handles import Closeable, Handle
 
 __all__ = ["OpenReports", "OpenedFile", "open_by_handle"]
 
-# linux/fanotify.h.
+# These constants are from linux/fanotify.h.
 _FAN_CLOEXEC, _FAN_NONBLOCK, _FAN_REPORT_DIR_FID, _FAN_REPORT_NAME = 0x1, 0x2, 0x400, 0x800
 _FAN_MARK_ADD, _FAN_MARK_FILESYSTEM = 0x1, 0x100
 _FAN_OPEN, _FAN_Q_OVERFLOW = 0x20, 0x4000
 _INFO_TYPE_DFID_NAME = 2
 # struct fanotify_event_metadata: event_len, vers, reserved, metadata_len, mask, fd, pid.
 _EVENT_METADATA = struct.Struct("=IBBHQii")
-# struct fanotify_event_info_fid: info_type, pad, len, fsid, and the first fields of struct file_handle: bytes, type.
+# struct fanotify_event_info_fid: info_type, pad, len, fsid, and the beginning of its struct file_handle: handle_bytes,
+# handle_type.
 _EVENT_INFO = struct.Struct("=BBHQIi")
 _FILE_HANDLE = struct.Struct("=Ii")
 _READ_BYTES = 1 << 16
@@ -94,7 +95,7 @@ class OpenReports(Closeable):
         _raise_on_error(result, "fanotify_mark")
 
     def read(self) -> list[OpenedFile]:
-        """Return the reports that the queue has now. The call does not wait."""
+        """Return the first reports of the queue (at most 64 KiB of event data), or an empty list, without waiting."""
         try:
             data = os.read(self._descriptor, _READ_BYTES)
         except BlockingIOError:
@@ -128,7 +129,8 @@ def open_by_handle(handle: bytes, *, mount_descriptor: int) -> int:
     handle : bytes
         :attr:`OpenedFile.folder`.
     mount_descriptor : int
-        Descriptor of a file or folder on the same file system. The path in the result is the path of its mount.
+        Descriptor of a file or folder on the same file system. In /proc/self/fd, the path of the opened folder begins
+        with the mount point through which this descriptor was opened.
 
     Raises
     ------
@@ -144,6 +146,7 @@ def _parse_event_info(data: bytes, offset: int, process_id: int) -> OpenedFile |
     info_type, _, info_bytes, file_system, handle_bytes, _ = _EVENT_INFO.unpack_from(data, offset)
     if info_type != _INFO_TYPE_DFID_NAME:
         return None
+    # The handle of the folder begins with the last two fields of _EVENT_INFO. The name of the file is behind it.
     handle_offset = offset + _EVENT_INFO.size - _FILE_HANDLE.size
     name_offset = offset + _EVENT_INFO.size + handle_bytes
     name = data[name_offset : offset + info_bytes].partition(b"\0")[0]
@@ -151,6 +154,7 @@ def _parse_event_info(data: bytes, offset: int, process_id: int) -> OpenedFile |
 
 
 def _raise_on_error(result: int, function_name: str) -> int:
+    """Return `result`, or raise the error in errno if it is negative. The error has the function name as `filename`."""
     if result < 0:
         error_number = ctypes.get_errno()
         raise OSError(error_number, os.strerror(error_number), function_name)

@@ -29,6 +29,7 @@ __all__ = [
     "watch_removed_names",
 ]
 
+# The constants in this block are from the Linux headers that the comments name.
 # linux/fs.h.
 _RENAME_NOREPLACE = 1
 # linux/prctl.h.
@@ -36,7 +37,8 @@ _PR_SET_PDEATHSIG = 1
 # linux/capability.h. Version 3 has two words, and each has an effective, a permitted and an inheritable set.
 _CAPABILITY_VERSION = 0x20080522
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH, _CAP_FSETID, _CAP_SYS_RESOURCE = 1, 2, 4, 24
-# asm/unistd.h: setgroups(2). The function of the C library changes the groups of all threads.
+# asm/unistd.h: the number of setgroups(2). The system call changes only the calling thread, but the function of the C
+# library changes all threads.
 _SYS_SETGROUPS = {"x86_64": 116, "aarch64": 159}
 # linux/sched.h.
 _CLONE_FS = 0x200
@@ -44,7 +46,7 @@ _CLONE_FS = 0x200
 _IN_MOVED_FROM, _IN_DELETE, _IN_Q_OVERFLOW = 0x40, 0x200, 0x4000
 # The first fields of struct inotify_event: wd, mask, cookie, len. The name has `len` bytes and is padded with zeros.
 _INOTIFY_EVENT = struct.Struct("=iIII")
-_INOTIFY_BYTES = 1 << 16
+_INOTIFY_READ_BYTES = 1 << 16
 
 
 def address_of(mapping: mmap.mmap) -> int:
@@ -52,16 +54,16 @@ def address_of(mapping: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
-def die_with_parent(parent: int) -> None:
+def die_with_parent(parent_process_id: int) -> None:
     """Ask the kernel to kill this process when the thread that started it ends (prctl(2), PR_SET_PDEATHSIG).
 
     Parameters
     ----------
-    parent : int
+    parent_process_id : int
         ID of the parent process. If the parent has already ended, this function kills the calling process.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    if os.getppid() != parent:
+    if os.getppid() != parent_process_id:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -92,7 +94,7 @@ def allow_set_group_id() -> None:
 
 
 def _change_effective_capabilities(*, add: int = 0, remove: int = 0) -> int:
-    """Change the effective capabilities of this thread, and return the result for the capabilities 0 to 31."""
+    """Change the effective capabilities of this thread, and return the new set. Bit N of a set is capability N."""
     library = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     # The effective, permitted and inheritable set of the capabilities 0 to 31, then of the capabilities 32 to 63.
@@ -134,7 +136,7 @@ def acting_as(uid: int, gid: int, groups: Sequence[int]) -> Iterator[None]:
 def _read_file_ids() -> tuple[int, int]:
     """Return the user and the group with whose rights this thread uses files."""
     library = ctypes.CDLL(None)
-    # A call with an invalid number changes nothing and returns the current number.
+    # A call with an invalid ID (all ones) changes nothing and returns the current ID.
     current_ids = [set_id(ctypes.c_uint32(0xFFFFFFFF)) & 0xFFFFFFFF for set_id in (library.setfsuid, library.setfsgid)]
     return current_ids[0], current_ids[1]
 
@@ -191,8 +193,8 @@ def file_system_type(descriptor: int) -> int:
 def rename_new(name: str, new_name: str, *, folder: int, new_folder: int) -> None:
     """Rename a file, and refuse to replace an existing one: renameat2(2) with RENAME_NOREPLACE.
 
-    On a file system that does not support the flag (EINVAL), the function links the new name and unlinks the old one.
-    link(2) also refuses to replace an existing file.
+    If the kernel (ENOSYS) or the file system (EINVAL) does not support this, the function links the new name and
+    unlinks the old one. link(2) also refuses to replace an existing file.
 
     Parameters
     ----------
@@ -224,7 +226,7 @@ def _load_renameat2() -> Any:
     return function
 
 
-def watch_removed_names(folder: int) -> int:
+def watch_removed_names(folder_fd: int) -> int:
     """Return a descriptor that reports the names that are removed from a folder from now on: inotify(7).
 
     The descriptor is readable when :func:`read_removed_names` has names to return. The caller closes it.
@@ -236,7 +238,7 @@ def watch_removed_names(folder: int) -> int:
     """
     library = ctypes.CDLL(None, use_errno=True)
     descriptor = library.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-    path = os.fsencode(f"/proc/self/fd/{folder}")
+    path = os.fsencode(f"/proc/self/fd/{folder_fd}")
     if descriptor < 0 or library.inotify_add_watch(descriptor, path, _IN_DELETE | _IN_MOVED_FROM) < 0:
         error_number = ctypes.get_errno()
         if descriptor >= 0:
@@ -246,18 +248,22 @@ def watch_removed_names(folder: int) -> int:
 
 
 def read_removed_names(descriptor: int) -> list[str] | None:
-    """Return the names that were removed since the last call, or None if the kernel has dropped some of them."""
+    """Return the next removed names (at most 64 KiB of event data), or None if the kernel has dropped some names.
+
+    `descriptor` is the result of :func:`watch_removed_names`. The list is empty if no name was removed since the last
+    call.
+    """
     try:
-        data = os.read(descriptor, _INOTIFY_BYTES)
+        data = os.read(descriptor, _INOTIFY_READ_BYTES)
     except BlockingIOError:
         return []
-    names = []
+    removed_names = []
     offset = 0
     while offset < len(data):
         _watch, mask, _cookie, name_bytes = _INOTIFY_EVENT.unpack_from(data, offset)
         offset += _INOTIFY_EVENT.size
         if mask & _IN_Q_OVERFLOW:
             return None
-        names.append(os.fsdecode(data[offset : offset + name_bytes].rstrip(b"\0")))
+        removed_names.append(os.fsdecode(data[offset : offset + name_bytes].rstrip(b"\0")))
         offset += name_bytes
-    return names
+    return removed_names

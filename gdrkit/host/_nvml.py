@@ -1,6 +1,6 @@
 """Calls of NVML through ``pynvml`` (nvidia-ml-py), with its errors converted to errors of gdrkit.
 
-Only this file uses pynvml. Its calls are queries, which change no setting.
+Only this file uses pynvml. gdrkit calls only the functions of NVML that query and change no setting.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def initialized() -> Iterator[None]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        # pynvml reports every failure of dlopen(3) as a missing library. The error of the loader is the context.
+        # pynvml reports every failure of dlopen(3) as a missing library. The error of the loader is the
+        # ``__context__`` of its error.
         if isinstance(error.__context__, OSError):
             raise loader.setup_missing(
                 operation=_LOAD_OPERATION,
@@ -74,19 +75,19 @@ def initialized() -> Iterator[None]:
         call("nvmlShutdown")
 
 
-def call(name: str, *arguments: Any) -> Any:
+def call(function_name: str, *arguments: Any) -> Any:
     """Call a function of NVML by its name and return its result; a failure is an :class:`ApiError`."""
     pynvml = _load_pynvml()
     try:
-        return getattr(pynvml, name)(*arguments)
+        return getattr(pynvml, function_name)(*arguments)
     except pynvml.NVMLError as error:
-        raise _make_error(ApiError, name, int(error.value)) from error
+        raise _make_error(ApiError, function_name, int(error.value)) from error
 
 
-def call_if_supported(name: str, *arguments: Any) -> Any | None:
+def call_if_supported(function_name: str, *arguments: Any) -> Any | None:
     """Call a function of NVML by its name, and return None if the device or the library does not support it."""
     try:
-        return call(name, *arguments)
+        return call(function_name, *arguments)
     except ApiError as error:
         if error.reason is Reason.NOT_SUPPORTED:
             return None
@@ -94,7 +95,7 @@ def call_if_supported(name: str, *arguments: Any) -> Any | None:
 
 
 def pci_bus_id(handle: Any) -> str:
-    """Return the PCI address as sysfs writes it, ``0000:1b:00.0``. NVML writes the domain with eight digits."""
+    """Return the PCI address of a GPU as in sysfs, ``0000:1b:00.0``. NVML writes the domain with eight digits."""
     pci_info = call("nvmlDeviceGetPciInfo_v3", handle)
     return f"{pci_info.domain:04x}:{pci_info.bus:02x}:{pci_info.device:02x}.0"
 
@@ -103,6 +104,7 @@ def _make_error(error_type: type[ApiError], operation: str, status: int) -> ApiE
     matching_names = (
         name for name, value in vars(_load_pynvml()).items() if name.startswith("NVML_ERROR_") and value == status
     )
+    # An unknown status gets the name of the type of all statuses.
     status_name = next(matching_names, "nvmlReturn_t")
     return error_type(
         api=Api.NVML,

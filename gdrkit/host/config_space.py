@@ -1,4 +1,4 @@
-"""Parser of the PCI config space of a function, which is the file ``config`` of the function in sysfs.
+"""Parser of the config space of a PCI function, which is the file ``config`` of the function in sysfs.
 
 Every user may read the header, which is the first 64 bytes. The capabilities come after it, and only a process with
 CAP_SYS_ADMIN can read them. The offsets and bits here are taken from linux/pci_regs.h.
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 __all__ = ["HEADER_BYTES", "AcsControl", "ConfigSpace", "config_space", "parse_config_space"]
 
 HEADER_BYTES = 64
-_STATUS_OFFSET, _STATUS_HAS_CAPABILITIES = 0x06, 0x10
-_FIRST_CAPABILITY_OFFSET = 0x34
-_STANDARD_END, _EXTENDED_BEGIN = 0x100, 0x100
-_PCIE_ID = 0x10
-_ACS_ID, _ATS_ID = 0x000D, 0x000F
+_STATUS_OFFSET, _STATUS_HAS_CAPABILITIES = 0x06, 0x10  # PCI_STATUS, PCI_STATUS_CAP_LIST
+_FIRST_CAPABILITY_OFFSET = 0x34  # PCI_CAPABILITY_LIST
+# The standard capabilities are in the first 256 bytes (PCI_CFG_SPACE_SIZE), and the extended capabilities after them.
+_STANDARD_END_OFFSET, _EXTENDED_BEGIN_OFFSET = 0x100, 0x100
+_PCIE_CAPABILITY_ID = 0x10  # PCI_CAP_ID_EXP
+_ACS_CAPABILITY_ID, _ATS_CAPABILITY_ID = 0x000D, 0x000F  # PCI_EXT_CAP_ID_ACS, PCI_EXT_CAP_ID_ATS
 _CONTROL_OFFSET = 6  # Offset of the control word in the ACS and in the ATS capability.
-_ACS_REDIRECT_BITS = 0x04 | 0x08 | 0x10
-_ATS_ENABLE = 0x8000
-_DEVICE_CONTROL_OFFSET = 8
-_RELAXED_ORDERING = 0x10
+_ACS_REDIRECT_BITS = 0x04 | 0x08 | 0x10  # PCI_ACS_RR, PCI_ACS_CR, PCI_ACS_UF
+_ATS_ENABLE = 0x8000  # PCI_ATS_CTRL_ENABLE
+_DEVICE_CONTROL_OFFSET = 8  # PCI_EXP_DEVCTL
+_RELAXED_ORDERING = 0x10  # PCI_EXP_DEVCTL_RELAX_EN
 _SMALLEST_READ_REQUEST_BYTES = 128
 # A header with one of these values ends the list of extended capabilities: 0 if the list is empty, all ones if the
 # device does not respond.
@@ -51,8 +52,9 @@ class AcsControl:
         return bool(self.value & _ACS_REDIRECT_BITS)
 
     def __str__(self) -> str:
-        bits = {"SrcValid": 0x01, "ReqRedir": 0x04, "CmpltRedir": 0x08, "UpstreamFwd": 0x10}
-        return " ".join(f"{name}{'+' if self.value & bit else '-'}" for name, bit in bits.items())
+        # lspci prints the bits by these names.
+        bit_by_name = {"SrcValid": 0x01, "ReqRedir": 0x04, "CmpltRedir": 0x08, "UpstreamFwd": 0x10}
+        return " ".join(f"{name}{'+' if self.value & bit else '-'}" for name, bit in bit_by_name.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +112,19 @@ def parse_config_space(data: bytes, *, name: str = "config space") -> ConfigSpac
         raise _make_malformed_error(name, f"{len(data)} bytes; a header has {HEADER_BYTES}")
     standard_capabilities = dict(_list_standard_capabilities(data, name))
     extended_capabilities = dict(_list_extended_capabilities(data, name))
-    pcie_offset = standard_capabilities.get(_PCIE_ID)
+    pcie_offset = standard_capabilities.get(_PCIE_CAPABILITY_ID)
     device_control = None if pcie_offset is None else _read_word(data, pcie_offset + _DEVICE_CONTROL_OFFSET)
-    acs, ats = (
+    acs_control, ats_control = (
         _read_word(data, offset + _CONTROL_OFFSET)
         if (offset := extended_capabilities.get(capability_id)) is not None
         else None
-        for capability_id in (_ACS_ID, _ATS_ID)
+        for capability_id in (_ACS_CAPABILITY_ID, _ATS_CAPABILITY_ID)
     )
+    # Bits 12 to 14 of the device control word contain N for a maximum read request of 128 << N bytes.
     return ConfigSpace(
         length_bytes=len(data),
-        acs=None if acs is None else AcsControl(acs),
-        ats_enabled=None if ats is None else bool(ats & _ATS_ENABLE),
+        acs=None if acs_control is None else AcsControl(acs_control),
+        ats_enabled=None if ats_control is None else bool(ats_control & _ATS_ENABLE),
         max_read_request_bytes=None
         if device_control is None
         else _SMALLEST_READ_REQUEST_BYTES << (device_control >> 12 & 7),
@@ -133,12 +136,14 @@ def _list_standard_capabilities(data: bytes, name: str) -> Iterator[tuple[int, i
     """Yield the id and the offset of each capability in the first 256 bytes."""
     if len(data) <= HEADER_BYTES or not (_read_word(data, _STATUS_OFFSET) or 0) & _STATUS_HAS_CAPABILITIES:
         return
+    # A capability begins with its id and the offset of the next capability. The lowest two bits of an offset are
+    # reserved.
     visited_offsets: set[int] = set()
     offset = data[_FIRST_CAPABILITY_OFFSET] & ~3
     while offset:
         if offset in visited_offsets:
             raise _make_malformed_error(name, f"the list of capabilities loops at {offset:#x}")
-        if not HEADER_BYTES <= offset < min(len(data), _STANDARD_END) - 1:
+        if not HEADER_BYTES <= offset < min(len(data), _STANDARD_END_OFFSET) - 1:
             raise _make_malformed_error(
                 name, f"the list of capabilities leads to {offset:#x}, outside the {len(data)} bytes"
             )
@@ -148,15 +153,15 @@ def _list_standard_capabilities(data: bytes, name: str) -> Iterator[tuple[int, i
 
 
 def _list_extended_capabilities(data: bytes, name: str) -> Iterator[tuple[int, int]]:
-    """Yield the id and the offset of each extended capability, which are after the first 256 bytes."""
-    if len(data) <= _EXTENDED_BEGIN:
+    """Yield the id and the offset of each capability after the first 256 bytes (an extended capability)."""
+    if len(data) <= _EXTENDED_BEGIN_OFFSET:
         return
     visited_offsets: set[int] = set()
-    offset = _EXTENDED_BEGIN
+    offset = _EXTENDED_BEGIN_OFFSET
     while offset:
         if offset in visited_offsets:
             raise _make_malformed_error(name, f"the list of extended capabilities loops at {offset:#x}")
-        if not _EXTENDED_BEGIN <= offset <= len(data) - 4:
+        if not _EXTENDED_BEGIN_OFFSET <= offset <= len(data) - 4:
             raise _make_malformed_error(
                 name, f"the list of extended capabilities leads to {offset:#x}, outside the {len(data)} bytes"
             )
@@ -164,11 +169,13 @@ def _list_extended_capabilities(data: bytes, name: str) -> Iterator[tuple[int, i
         (header,) = struct.unpack_from("<I", data, offset)
         if header in _LIST_END_HEADERS:
             return
+        # The header has the id in bits 0 to 15, and the offset of the next capability in bits 20 to 31.
         yield header & 0xFFFF, offset
         offset = header >> 20 & ~3
 
 
 def _read_word(data: bytes, offset: int) -> int | None:
+    """Return the 16-bit word at `offset`, or None if it is not completely in `data`."""
     return struct.unpack_from("<H", data, offset)[0] if offset + 2 <= len(data) else None
 
 

@@ -20,11 +20,11 @@ _CGROUP_WORDS = ("docker", "kubepods", "containerd", "lxc", "libpod", "slurm")
 def container_hints(tree: HostTree) -> tuple[str, ...]:
     """Return hints of a container, such as ``docker (/.dockerenv)``; an empty tuple if there is none."""
     hints = [f"{name} ({path})" for path, name in _CONTAINER_NAME_BY_FILE.items() if tree.exists(path)]
-    manager = tree.text("/run/systemd/container")
-    if manager:
-        hints.append(f"{manager} (/run/systemd/container)")
-    cgroup = tree.text("/proc/1/cgroup") or ""
-    hints += [f"{word} (/proc/1/cgroup)" for word in _CGROUP_WORDS if word in cgroup]
+    container_manager = tree.text("/run/systemd/container")
+    if container_manager:
+        hints.append(f"{container_manager} (/run/systemd/container)")
+    cgroup_text = tree.text("/proc/1/cgroup") or ""
+    hints += [f"{word} (/proc/1/cgroup)" for word in _CGROUP_WORDS if word in cgroup_text]
     return tuple(hints)
 
 
@@ -33,6 +33,6 @@ def virtual_machine(tree: HostTree) -> str | None:
     for line in tree.lines("/proc/cpuinfo", ("flags",))[:1]:
         if "hypervisor" in line.split():
             return "the cpu flag hypervisor (/proc/cpuinfo)"
-    product = tree.text("/sys/class/dmi/id/product_name") or ""
-    matching_word = next((word for word in _VIRTUAL_PRODUCTS if word in product), None)
-    return f"{product} (/sys/class/dmi/id/product_name)" if matching_word else None
+    product_name = tree.text("/sys/class/dmi/id/product_name") or ""
+    matching_word = next((word for word in _VIRTUAL_PRODUCTS if word in product_name), None)
+    return f"{product_name} (/sys/class/dmi/id/product_name)" if matching_word else None

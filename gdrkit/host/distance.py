@@ -32,8 +32,9 @@ def pci_path(tree: HostTree, address: str) -> tuple[str, ...]:
     The result is empty if there is no such device.
     """
     path_parts = tree.link_parts(f"{_PCI_DEVICES_FOLDER}/{address}") if address else ()
-    start = next((index for index, part in enumerate(path_parts) if part.startswith("pci") and ":" in part), None)
-    return () if start is None else path_parts[start:]
+    # The host bridge is the part of the path with a name such as pci0000:16.
+    start_index = next((index for index, part in enumerate(path_parts) if part.startswith("pci") and ":" in part), None)
+    return () if start_index is None else path_parts[start_index:]
 
 
 def pci_distance(tree: HostTree, first_address: str, second_address: str) -> Distance:
@@ -44,7 +45,7 @@ def pci_distance(tree: HostTree, first_address: str, second_address: str) -> Dis
     shared_count = _count_shared_parts(first_path, second_path)
     if shared_count == 0:
         numa_nodes = {_read_numa_node(tree, first_address), _read_numa_node(tree, second_address)}
-        # On a host with one NUMA node, numa_node of every device is -1.
+        # On a host with one NUMA node, numa_node of every device is -1, so the set has one number.
         return Distance.NODE if len(numa_nodes) == 1 else Distance.SYS
     if shared_count == 1:
         return Distance.PHB

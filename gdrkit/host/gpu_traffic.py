@@ -25,7 +25,7 @@ _PCIE_SENT, _PCIE_RECEIVED = 197, 198
 _NVLINK_SENT, _NVLINK_RECEIVED = 138, 139
 _KIB = 1 << 10
 _WRAP_BYTES = 1 << 32
-_PERIOD_S = 0.02
+_READ_PERIOD_S = 0.02
 # A link of PCIe 5.0 with 16 lanes moves at most 63 GB/s, so it needs longer than this for 2**32 bytes.
 _LATE_AFTER_S = 0.065
 _UNSIGNED_LONG_TYPES = (2, 3)  # nvmlValueType_t: unsigned long, unsigned long long.
@@ -38,9 +38,9 @@ class WrappingCounter:
     Attributes
     ----------
     growth : int
-        By how much the counter grew since the first value.
+        Increase of the counter since the first value.
     late_count : int
-        How often the time between two values was so long that the counter may have wrapped more than once.
+        Number of times that the counter may have wrapped more than once, because two values were too far apart in time.
     """
 
     growth: int = 0
@@ -72,8 +72,8 @@ class GpuTraffic:
     nvlink_received_bytes, nvlink_sent_bytes : int or None
         Payload bytes that the GPU received and sent over all NVLinks.
     late_count : int
-        How often the PCIe counters may have wrapped more than once between two readings. If it is not 0, the PCIe bytes
-        are lower bounds.
+        Number of times that the PCIe counters may have wrapped more than once between two readings. If it is not 0, the
+        PCIe bytes are lower bounds.
     process_ids : tuple of int
         Processes that NVML listed as users of the GPU, in the PID namespace of the driver.
     """
@@ -90,18 +90,18 @@ class GpuTraffic:
 
 @dataclass(slots=True)
 class _Gpu:
-    handle: Any
+    handle: Any  # The nvmlDevice_t of the GPU.
     pci_bus_id: str
     minor: int
-    received_counter: WrappingCounter = field(default_factory=WrappingCounter)
-    sent_counter: WrappingCounter = field(default_factory=WrappingCounter)
+    pcie_received_counter: WrappingCounter = field(default_factory=WrappingCounter)
+    pcie_sent_counter: WrappingCounter = field(default_factory=WrappingCounter)
     has_pcie_counters: bool = False
     nvlink_kib_at_start: tuple[int, int] | None = None
     process_ids: set[int] = field(default_factory=set)
 
 
 class GpuTrafficCounter:
-    """Counter of the traffic of all GPUs while its context is open.
+    """Counter of the traffic of all GPUs while its context is open. Call :meth:`start` once, then :meth:`traffic`.
 
     If NVML cannot be used, there are no GPUs, and :attr:`failure` has the error.
 
@@ -114,14 +114,14 @@ class GpuTrafficCounter:
     def __init__(self) -> None:
         self.failure: GdrkitError | None = None
         self._gpus: list[_Gpu] = []
-        self._nvml = _nvml.initialized()
+        self._nvml_context = _nvml.initialized()
         self._is_open = False
         self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         try:
-            self._nvml.__enter__()
+            self._nvml_context.__enter__()
             self._is_open = True
             for index in range(_nvml.call("nvmlDeviceGetCount")):
                 handle = _nvml.call("nvmlDeviceGetHandleByIndex", index)
@@ -142,22 +142,22 @@ class GpuTrafficCounter:
         if self._thread is not None:
             self._thread.join()
         if self._is_open:
-            self._nvml.__exit__(None, None, None)
+            self._nvml_context.__exit__(None, None, None)
 
     def start(self) -> None:
-        """Start the thread if a GPU has PCIe counters. A process that forks must call this after the fork."""
+        """Start the thread if a GPU has PCIe counters. If this process forks, it must call this after the fork."""
         if self._thread is None and any(gpu.has_pcie_counters for gpu in self._gpus):
             self._thread = threading.Thread(target=self._run, name="gdrkit-gpu-traffic", daemon=True)
             self._thread.start()
 
     def read_processes(self) -> None:
-        """Add the processes that use each GPU now."""
+        """Query the processes that use each GPU now, and add them to :attr:`GpuTraffic.process_ids`."""
         for gpu in self._gpus:
             processes = _nvml.call_if_supported("nvmlDeviceGetComputeRunningProcesses", gpu.handle) or ()
             gpu.process_ids.update(int(process.pid) for process in processes)
 
     def traffic(self) -> tuple[GpuTraffic, ...]:
-        """Return the growth of all counters until now."""
+        """Stop the thread, and return the growth of all counters since the context was entered."""
         if self._thread is not None:
             self._stop_event.set()
             self._thread.join()
@@ -166,7 +166,7 @@ class GpuTrafficCounter:
         return tuple(map(_make_traffic, self._gpus))
 
     def _run(self) -> None:
-        while not self._stop_event.wait(_PERIOD_S):
+        while not self._stop_event.wait(_READ_PERIOD_S):
             self._read_pcie()
 
     def _read_pcie(self) -> None:
@@ -176,26 +176,26 @@ class GpuTrafficCounter:
                 continue
             now_s = time.monotonic()
             gpu.has_pcie_counters = True
-            gpu.sent_counter.add(sent_bytes, now_s)
-            gpu.received_counter.add(received_bytes, now_s)
+            gpu.pcie_sent_counter.add(sent_bytes, now_s)
+            gpu.pcie_received_counter.add(received_bytes, now_s)
 
 
 def _make_traffic(gpu: _Gpu) -> GpuTraffic:
     nvlink_kib_at_end = _read_nvlinks(gpu.handle)
-    sent_bytes = received_bytes = None
+    nvlink_sent_bytes = nvlink_received_bytes = None
     if gpu.nvlink_kib_at_start is not None and nvlink_kib_at_end is not None:
-        sent_bytes, received_bytes = (
+        nvlink_sent_bytes, nvlink_received_bytes = (
             (last_kib - first_kib) * _KIB
             for first_kib, last_kib in zip(gpu.nvlink_kib_at_start, nvlink_kib_at_end, strict=True)
         )
     return GpuTraffic(
         pci_bus_id=gpu.pci_bus_id,
         minor=gpu.minor,
-        pcie_received_bytes=gpu.received_counter.growth if gpu.has_pcie_counters else None,
-        pcie_sent_bytes=gpu.sent_counter.growth if gpu.has_pcie_counters else None,
-        nvlink_received_bytes=received_bytes,
-        nvlink_sent_bytes=sent_bytes,
-        late_count=max(gpu.received_counter.late_count, gpu.sent_counter.late_count),
+        pcie_received_bytes=gpu.pcie_received_counter.growth if gpu.has_pcie_counters else None,
+        pcie_sent_bytes=gpu.pcie_sent_counter.growth if gpu.has_pcie_counters else None,
+        nvlink_received_bytes=nvlink_received_bytes,
+        nvlink_sent_bytes=nvlink_sent_bytes,
+        late_count=max(gpu.pcie_received_counter.late_count, gpu.pcie_sent_counter.late_count),
         process_ids=tuple(sorted(gpu.process_ids)),
     )
 
@@ -203,17 +203,20 @@ def _make_traffic(gpu: _Gpu) -> GpuTraffic:
 def _read_nvlinks(handle: object) -> tuple[int, int] | None:
     """Return the KiB that all NVLinks of a GPU sent and received, or None if the GPU has no NVLink counters."""
     link_numbers = range(_nvml.NVLINKS_MAX)
-    values = _read_fields(
+    kib_values = _read_fields(
         handle, [(field_id, link) for field_id in (_NVLINK_SENT, _NVLINK_RECEIVED) for link in link_numbers]
     )
-    sent_kib, received_kib = values[: len(link_numbers)], values[len(link_numbers) :]
-    if all(value is None for value in values):
+    sent_kib, received_kib = kib_values[: len(link_numbers)], kib_values[len(link_numbers) :]
+    if all(value is None for value in kib_values):
         return None
     return sum(value or 0 for value in sent_kib), sum(value or 0 for value in received_kib)
 
 
 def _read_fields(handle: object, fields: list[tuple[int, int]]) -> list[int | None]:
-    """Return the values of fields, each a pair of identifier and scope. A value that NVML does not have is None."""
+    """Return the values of `fields`, which are pairs of a field identifier and a scope. A missing value is None.
+
+    The scope of an NVLink field is the number of the link. For other fields it is 0.
+    """
     values = _nvml.call_if_supported("nvmlDeviceGetFieldValues", handle, fields)
     if values is None:
         return [None] * len(fields)

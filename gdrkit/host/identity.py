@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DMI_NAMES", "HostIdentity", "dmi_strings", "host_identity"]
 
-# The strings of DMI that every user may read and that tell the model of a machine or the cloud that it is in. OCI
+# DMI strings that every user may read. They name the model of the machine or the cloud provider: Oracle's cloud (OCI)
 # writes its name into the asset tag of the chassis.
 DMI_NAMES = ("sys_vendor", "product_name", "chassis_asset_tag")
 
@@ -24,7 +24,7 @@ _DIGEST_DIGITS = 16
 
 @dataclass(frozen=True, slots=True)
 class HostIdentity:
-    """A host's name, and a digest that differs between hosts of the same name.
+    """A host's name, and a digest of its machine ID, which distinguishes hosts of the same name.
 
     Attributes
     ----------

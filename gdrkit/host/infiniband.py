@@ -32,7 +32,7 @@ class PortFacts:
     link_layer : str or None
         ``InfiniBand`` or ``Ethernet``.
     lid : int or None
-        Local identifier on InfiniBand, from 1. 0 without a subnet manager, and on Ethernet.
+        Local identifier on InfiniBand, from 1. It is 0 if no subnet manager has assigned one, and on Ethernet.
     """
 
     number: int
@@ -62,9 +62,9 @@ class RdmaDevice:
     firmware : str or None
         Firmware version.
     pci_address : str or None
-        Address of the PCI function; None for a software device.
+        Address of the PCI function; None if sysfs shows no bus device.
     numa_node : int or None
-        The nearest NUMA node.
+        The nearest NUMA node; None if it is unknown.
     ports : tuple of PortFacts
         The ports, by number.
     """
@@ -87,7 +87,7 @@ def rdma_devices(tree: HostTree) -> tuple[RdmaDevice, ...]:
 def _read_device(tree: HostTree, name: str) -> RdmaDevice:
     folder = f"{_RDMA_DEVICES_FOLDER}/{name}"
     has_device = tree.exists(f"{folder}/device")
-    port_numbers = sorted(int(entry) for entry in tree.names(f"{folder}/ports") if entry.isdecimal())
+    port_numbers = sorted(int(port_name) for port_name in tree.names(f"{folder}/ports") if port_name.isdecimal())
     numa_node = tree.number(f"{folder}/device/numa_node")
     return RdmaDevice(
         name=name,

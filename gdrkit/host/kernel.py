@@ -59,12 +59,14 @@ class KernelFacts:
 
 def kernel_facts(tree: HostTree) -> KernelFacts:
     """Read the facts about the kernel of `tree`."""
-    words = (tree.text("/proc/cmdline") or "").split()
+    kernel_arguments = (tree.text("/proc/cmdline") or "").split()
     loaded_modules = set(tree.names("/sys/module"))
     return KernelFacts(
         release=tree.text("/proc/sys/kernel/osrelease"),
         distribution=_read_distribution(tree.text("/etc/os-release") or ""),
-        iommu_arguments=tuple(word for word in words if word.startswith(_IOMMU_ARGUMENT_PREFIXES)),
+        iommu_arguments=tuple(
+            argument for argument in kernel_arguments if argument.startswith(_IOMMU_ARGUMENT_PREFIXES)
+        ),
         iommu_group_count=len(tree.names("/sys/kernel/iommu_groups")),
         modules=tuple(name for name in _MODULE_NAMES if name in loaded_modules),
     )
@@ -72,14 +74,14 @@ def kernel_facts(tree: HostTree) -> KernelFacts:
 
 def nvidia_driver_version(tree: HostTree) -> str | None:
     """Return the version of the loaded NVIDIA kernel driver, e.g. ``580.159.04``, or None if it is not loaded."""
-    text = tree.text("/proc/driver/nvidia/version") or ""
-    line = next((line for line in text.splitlines() if line.startswith("NVRM version:")), "")
-    match = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", line)
-    return match.group() if match else None
+    version_text = tree.text("/proc/driver/nvidia/version") or ""
+    line = next((line for line in version_text.splitlines() if line.startswith("NVRM version:")), "")
+    version_match = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", line)
+    return version_match.group() if version_match else None
 
 
-def _read_distribution(text: str) -> str | None:
-    for line in text.splitlines():
+def _read_distribution(os_release_text: str) -> str | None:
+    for line in os_release_text.splitlines():
         name, _, value = line.partition("=")
         if name == "PRETTY_NAME":
             return value.strip().strip("\"'") or None

@@ -40,9 +40,9 @@ class Limits:
     memlock_known : bool
         Whether the limit could be read.
     open_files : int or None
-        Soft RLIMIT_NOFILE.
+        Soft RLIMIT_NOFILE; None if it is unlimited or unknown.
     capabilities : tuple of str
-        The effective capabilities of the process, as far as pinning, raw devices, users or namespaces depend on them.
+        The effective capabilities of the process on which pinning, raw devices, users or namespaces depend.
     """
 
     memlock_bytes: int | None
@@ -52,14 +52,14 @@ class Limits:
 
 
 def process_limits(tree: HostTree, *, process: str = "self") -> Limits:
-    """Read the limits of a process, which is a process ID or ``self``."""
-    text = tree.text(f"/proc/{process}/limits") or ""
-    locked_memory = _read_soft_limit(text, "Max locked memory")
-    open_files = _read_soft_limit(text, "Max open files")
+    """Read the limits of `process`, a process ID or ``self``."""
+    limits_text = tree.text(f"/proc/{process}/limits") or ""
+    memlock_text = _read_soft_limit(limits_text, "Max locked memory")
+    open_files_text = _read_soft_limit(limits_text, "Max open files")
     return Limits(
-        memlock_bytes=int(locked_memory) if locked_memory is not None and locked_memory.isdecimal() else None,
-        memlock_known=locked_memory is not None,
-        open_files=int(open_files) if open_files is not None and open_files.isdecimal() else None,
+        memlock_bytes=int(memlock_text) if memlock_text is not None and memlock_text.isdecimal() else None,
+        memlock_known=memlock_text is not None,
+        open_files=int(open_files_text) if open_files_text is not None and open_files_text.isdecimal() else None,
         capabilities=_read_capabilities(tree.text(f"/proc/{process}/status") or ""),
     )
 
@@ -68,7 +68,7 @@ def raise_open_files_limit() -> None:
     """Raise the soft limit of open files of this process to its hard limit, or to 2**20 if that is less.
 
     The usual soft limit is 1024, for programs that call select(2). A server has one descriptor for each open file of a
-    client.
+    client, so it needs more.
     """
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     new_soft_limit = _OPEN_FILES_MAX if hard_limit == resource.RLIM_INFINITY else min(hard_limit, _OPEN_FILES_MAX)
@@ -76,12 +76,13 @@ def raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (new_soft_limit, hard_limit))
 
 
-def _read_soft_limit(text: str, name: str) -> str | None:
-    match = re.search(rf"^{re.escape(name)}\s+(\d+|unlimited)\s", text, re.MULTILINE)
+def _read_soft_limit(limits_text: str, limit_name: str) -> str | None:
+    """Return the digits of the limit, ``unlimited``, or None if the text does not have the limit."""
+    match = re.search(rf"^{re.escape(limit_name)}\s+(\d+|unlimited)\s", limits_text, re.MULTILINE)
     return match.group(1) if match else None
 
 
-def _read_capabilities(status: str) -> tuple[str, ...]:
-    match = re.search(r"^CapEff:\s*([0-9a-fA-F]+)\s*$", status, re.MULTILINE)
-    bits = int(match.group(1), 16) if match else 0
-    return tuple(name for bit, name in _CAPABILITY_NAME_BY_BIT.items() if bits >> bit & 1)
+def _read_capabilities(status_text: str) -> tuple[str, ...]:
+    match = re.search(r"^CapEff:\s*([0-9a-fA-F]+)\s*$", status_text, re.MULTILINE)
+    capability_bits = int(match.group(1), 16) if match else 0
+    return tuple(name for bit, name in _CAPABILITY_NAME_BY_BIT.items() if capability_bits >> bit & 1)

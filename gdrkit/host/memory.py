@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BorrowedHostMemory", "HostAllocator", "HostBuffer", "HostMemory", "MappedFile"]
 
-# A signal handler or a finalizer may allocate or free memory while its thread has the lock.
+# The lock protects _live_mappings and the borrower counts. It is reentrant, because a signal handler or a finalizer may
+# allocate or free memory while its thread has it.
 _lock = ForkSafeLock(reentrant=True)
 _mapping_numbers = itertools.count(1)
 # Address and length of every mapping that still exists, by its number. A process never uses a number twice.
@@ -30,8 +31,10 @@ _live_mappings: dict[int, tuple[int, int]] = {}
 
 
 def _make_existence_check(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
-    """Return a function without parameters. It returns whether every mapping in `key` still exists."""
-    return lambda: all(_live_mappings.get(number) == (address, length_bytes) for address, length_bytes, number in key)
+    """Return a function that checks whether every mapping in `key` still exists."""
+    return lambda: all(
+        _live_mappings.get(mapping_number) == (address, length_bytes) for address, length_bytes, mapping_number in key
+    )
 
 
 class HostBuffer(MemoryResource):
@@ -203,15 +206,15 @@ class _Mapping:
             raise UsageError(message, reason=reason) from error
         self.pages.madvise(mmap.MADV_DONTFORK)
         self.address = address_of(self.pages)
-        self._number = next(_mapping_numbers)
-        self.key = ((self.address, self.length_bytes, self._number),)
+        self._mapping_number = next(_mapping_numbers)
+        self.key = ((self.address, self.length_bytes, self._mapping_number),)
         self._borrower_count = 0
         with _lock:
-            _live_mappings[self._number] = (self.address, self.length_bytes)
+            _live_mappings[self._mapping_number] = (self.address, self.length_bytes)
 
     def borrow(self) -> None:
         with _lock:
-            if self._number not in _live_mappings:
+            if self._mapping_number not in _live_mappings:
                 resource = f"host memory at {self.address:#x}"
                 raise ClosedResource(resource)
             self._borrower_count += 1
@@ -226,5 +229,5 @@ class _Mapping:
                 message = f"host memory at {self.address:#x} has {self._borrower_count} open borrowers"
                 raise UsageError(message, reason=Reason.BUSY, what_to_do="close the borrowed memory first")
             # From here on, a signal handler cannot borrow the mapping.
-            _live_mappings.pop(self._number, None)
+            _live_mappings.pop(self._mapping_number, None)
             self.pages.close()

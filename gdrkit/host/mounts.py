@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockDevice", "Mount", "block_device", "mount_of", "mounts"]
 
+# Six fields, a dash and three fields are the shortest line.
 _FIELDS_MIN = 10
 
 
@@ -48,13 +49,13 @@ class BlockDevice:
     number : str
         ``major:minor``.
     name : str
-        Name of the whole disk, e.g. ``nvme0n1`` also for a partition of it.
+        Name of the disk, e.g. ``nvme0n1``. For a partition, it is the name of the disk that contains it.
     mapper : str or None
         UUID of a device-mapper device, e.g. ``LVM-...``.
     raid_level : str or None
         RAID level of an md device, e.g. ``raid0``.
     has_integrity : bool
-        Whether the device keeps integrity metadata with each block.
+        Whether the device can store integrity metadata with each block.
     """
 
     number: str
@@ -71,7 +72,7 @@ def mounts(tree: HostTree) -> tuple[Mount, ...]:
 
 
 def mount_of(table: tuple[Mount, ...], path: str) -> Mount | None:
-    """Return the mount on which `path` lies, or None if the table has none, as for the root in a chroot.
+    """Return the mount on which `path` lies, or None if no mount in the table contains it, e.g. in a chroot.
 
     `path` must be absolute and contain no symbolic links.
     """
@@ -79,7 +80,8 @@ def mount_of(table: tuple[Mount, ...], path: str) -> Mount | None:
     def contains(mount: Mount) -> bool:
         return path == mount.mount_point or path.startswith(mount.mount_point.rstrip("/") + "/")
 
-    # If two mounts have the same mount point, the later one hides the earlier one.
+    # If two mounts have the same mount point, the later one hides the earlier one. The table is reversed, because max()
+    # returns the first of several longest mount points.
     return max(
         (mount for mount in reversed(table) if contains(mount)), key=lambda mount: len(mount.mount_point), default=None
     )

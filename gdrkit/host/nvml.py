@@ -26,13 +26,14 @@ class GpuHealth:
     Attributes
     ----------
     serial, vbios, gsp_firmware : str or None
-        Serial number of the board, and the versions of its VBIOS and of the firmware of its GSP.
+        Serial number of the board, and the versions of its VBIOS and of the firmware of its GPU system processor
+        (GSP).
     is_ecc_enabled : bool or None
         Whether ECC is on.
     corrected_errors, uncorrected_errors : int or None
         Memory errors since the driver was loaded.
     is_remapping_pending, has_remapping_failed : bool or None
-        Whether a row of memory waits for a reset of the GPU to be replaced, and whether a replacement failed.
+        Whether the next reset of the GPU will replace a defective row of memory, and whether such a replacement failed.
     active_nvlinks : int
         Number of NVLinks that are active.
     """
@@ -59,7 +60,7 @@ class GpuLink:
     link_generation, link_generation_max, link_width, link_width_max : int or None
         PCIe generation and lanes of the link now, and the most that both GPU and slot support.
     replay_count : int or None
-        Number of transfers that the link repeated.
+        Number of PCIe packets that the link sent again after an error.
     bar1_bytes, bar1_free_bytes : int or None
         Size and free part of BAR1, through which a NIC or an NVMe controller accesses GPU memory.
     common_ancestor : mapping
@@ -100,8 +101,8 @@ def nvml_facts() -> NvmlFacts:
         NVML failed a query that every GPU supports.
     """
     with _nvml.initialized():
-        count = _nvml.call("nvmlDeviceGetCount")
-        handles = [_nvml.call("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
+        gpu_count = _nvml.call("nvmlDeviceGetCount")
+        handles = [_nvml.call("nvmlDeviceGetHandleByIndex", index) for index in range(gpu_count)]
         handle_by_address = {_nvml.pci_bus_id(handle): handle for handle in handles}
         gpus = tuple(_query_gpu_link(address, handle_by_address) for address in handle_by_address)
         return NvmlFacts(driver_version=_nvml.call("nvmlSystemGetDriverVersion"), gpus=gpus)
@@ -124,14 +125,16 @@ def _query_gpu_link(address: str, handle_by_address: dict[str, Any]) -> GpuLink:
         replay_count=_nvml.call_if_supported("nvmlDeviceGetPcieReplayCounter", handle),
         bar1_bytes=None if bar1 is None else int(bar1.bar1Total),
         bar1_free_bytes=None if bar1 is None else int(bar1.bar1Free),
-        common_ancestor={address: int(level) for address, level in ancestor_levels.items() if level is not None},
+        common_ancestor={
+            other_address: int(level) for other_address, level in ancestor_levels.items() if level is not None
+        },
         health=_query_gpu_health(handle),
     )
 
 
 def _query_gpu_health(handle: object) -> GpuHealth:
     ecc_modes = _nvml.call_if_supported("nvmlDeviceGetEccMode", handle)
-    # Corrected and uncorrected rows, whether a replacement is pending, and whether one failed.
+    # A tuple: the numbers of corrected and of uncorrected rows, whether a replacement is pending, whether one failed.
     remapped_rows = _nvml.call_if_supported("nvmlDeviceGetRemappedRows", handle)
     return GpuHealth(
         serial=_nvml.call_if_supported("nvmlDeviceGetSerial", handle),

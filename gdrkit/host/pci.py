@@ -23,7 +23,8 @@ _PCI_DEVICES_FOLDER = "/sys/bus/pci/devices"
 _VENDOR_NVIDIA = 0x10DE
 _VENDOR_MELLANOX = 0x15B3
 _VENDOR_HABANA = 0x1DA3
-_CLASS_DISPLAY = 0x03
+# A base class, and then numbers with base class and subclass (linux/pci_ids.h).
+_BASE_CLASS_DISPLAY = 0x03
 _CLASS_NVME, _CLASS_ETHERNET, _CLASS_INFINIBAND, _CLASS_3D, _CLASS_BRIDGE = 0x0108, 0x0200, 0x0207, 0x0302, 0x0604
 
 
@@ -69,8 +70,9 @@ def pci_devices(tree: HostTree) -> tuple[PciDevice, ...]:
     devices = []
     for address in tree.names(_PCI_DEVICES_FOLDER):
         folder = f"{_PCI_DEVICES_FOLDER}/{address}"
-        ids = [tree.number(f"{folder}/{name}", base=16) for name in ("vendor", "device", "class")]
-        vendor_id, device_id, class_code = ids
+        vendor_id, device_id, class_code = (
+            tree.number(f"{folder}/{file_name}", base=16) for file_name in ("vendor", "device", "class")
+        )
         if vendor_id is None or device_id is None or class_code is None:
             continue
         numa_node = tree.number(f"{folder}/numa_node")
@@ -97,19 +99,19 @@ def nvidia_gpus(tree: HostTree) -> tuple[PciDevice, ...]:
     return tuple(
         device
         for device in pci_devices(tree)
-        if device.vendor_id == _VENDOR_NVIDIA and device.class_code >> 16 == _CLASS_DISPLAY
+        if device.vendor_id == _VENDOR_NVIDIA and device.class_code >> 16 == _BASE_CLASS_DISPLAY
     )
 
 
 def is_gpu(device: PciDevice) -> bool:
     """Return whether the device is a compute GPU: an NVIDIA display controller, or any 3D controller."""
     return (
-        device.vendor_id == _VENDOR_NVIDIA and device.class_code >> 16 == _CLASS_DISPLAY
+        device.vendor_id == _VENDOR_NVIDIA and device.class_code >> 16 == _BASE_CLASS_DISPLAY
     ) or device.class_code >> 8 == _CLASS_3D
 
 
 def is_nic(device: PciDevice) -> bool:
-    """Return whether class and vendor belong to a NIC that may support RDMA.
+    """Return whether the device is an InfiniBand or a Mellanox Ethernet controller, which may support RDMA.
 
     :func:`gdrkit.host.rdma_devices` has the NICs whose driver supports RDMA.
     """

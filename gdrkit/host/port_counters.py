@@ -33,7 +33,7 @@ class PortCounters:
 
 @dataclass(frozen=True, slots=True)
 class PortGrowth:
-    """By how many bytes the counters of one port grew. A number is None if the driver does not count these bytes."""
+    """The increase of the byte counters of one port. A number is None if the driver does not count these bytes."""
 
     sent_bytes: int | None
     received_bytes: int | None
@@ -50,7 +50,7 @@ def port_counters(tree: HostTree) -> tuple[PortCounters, ...]:
 
 
 def port_growth(before: PortCounters, after: PortCounters) -> PortGrowth:
-    """Return by how many bytes the counters of a port grew."""
+    """Return the increase of the byte counters of a port between two moments."""
     return PortGrowth(
         sent_bytes=_compute_difference(before.sent_bytes, after.sent_bytes),
         received_bytes=_compute_difference(before.received_bytes, after.received_bytes),
@@ -63,17 +63,24 @@ def _compute_difference(before: int | None, after: int | None) -> int | None:
 
 def read_port(tree: HostTree, device: str, port: int) -> PortCounters:
     """Read the counters of one port of one RDMA device. The counters of a port that is not in sysfs are None."""
-    folder = f"{_RDMA_DEVICES_FOLDER}/{device}/ports/{port}/counters"
+    counters_folder = f"{_RDMA_DEVICES_FOLDER}/{device}/ports/{port}/counters"
     # The rxe driver counts packets in hw_counters only.
-    hw_folder = f"{_RDMA_DEVICES_FOLDER}/{device}/ports/{port}/hw_counters"
-    sent_words, received_words = tree.number(f"{folder}/port_xmit_data"), tree.number(f"{folder}/port_rcv_data")
+    hw_counters_folder = f"{_RDMA_DEVICES_FOLDER}/{device}/ports/{port}/hw_counters"
+    sent_words, received_words = (
+        tree.number(f"{counters_folder}/port_xmit_data"),
+        tree.number(f"{counters_folder}/port_rcv_data"),
+    )
     return PortCounters(
         device=device,
         port=port,
         sent_bytes=None if sent_words is None else sent_words * _WORD_BYTES,
         received_bytes=None if received_words is None else received_words * _WORD_BYTES,
-        sent_packets=_parse_first_number(tree, f"{folder}/port_xmit_packets", f"{hw_folder}/sent_pkts"),
-        received_packets=_parse_first_number(tree, f"{folder}/port_rcv_packets", f"{hw_folder}/rcvd_pkts"),
+        sent_packets=_parse_first_number(
+            tree, f"{counters_folder}/port_xmit_packets", f"{hw_counters_folder}/sent_pkts"
+        ),
+        received_packets=_parse_first_number(
+            tree, f"{counters_folder}/port_rcv_packets", f"{hw_counters_folder}/rcvd_pkts"
+        ),
     )
 
 

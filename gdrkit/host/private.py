@@ -1,6 +1,6 @@
 """Folders and files that only this user may change, for locks, tokens and records.
 
-The parent of such a folder may be a folder to which other users can write, for example /tmp. Another user could then
+Such a folder may be in a folder to which other users can write, for example /tmp. Another user could then
 put a false folder or a symbolic link in its place. :class:`PrivateFolder` therefore opens each file relative to the
 descriptor of its folder and follows no symbolic link. It checks owner and mode of the open descriptor.
 """
@@ -69,11 +69,11 @@ class PrivateFolder:
         """
         if parent_fd is not None:
             return cls(_open_folder(parent_fd, path.name, path, create=create), path)
-        opened_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened_parent_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            return cls(_open_folder(opened_fd, path.name, path, create=create), path)
+            return cls(_open_folder(opened_parent_fd, path.name, path, create=create), path)
         finally:
-            os.close(opened_fd)
+            os.close(opened_parent_fd)
 
     def folder(self, name: str) -> PrivateFolder:
         """Open the private folder `name` in this folder, and make it if it is missing. Errors: see :meth:`below`."""
@@ -121,7 +121,7 @@ class PrivateFolder:
         return fd
 
     def read_text(self, name: str) -> str:
-        """Return the ASCII text of the file `name`.
+        """Return the ASCII text of the file `name`, at most its first 64 KiB.
 
         Raises
         ------
@@ -180,9 +180,9 @@ def _open_folder(parent_fd: int, name: str, path: Path, *, create: bool) -> int:
     except OSError as error:
         raise _make_open_error(error, path, parent_fd=parent_fd) from error
     try:
-        status = os.fstat(fd)
-        _check_folder(status, path)
-        if status.st_mode & _ACCESS_BY_OTHERS:
+        stat_result = os.fstat(fd)
+        _check_folder(stat_result, path)
+        if stat_result.st_mode & _ACCESS_BY_OTHERS:
             # Other users could read the folder but not write to it, so every file in it belongs to this user.
             os.fchmod(fd, _FOLDER_MODE)
     except BaseException:
@@ -202,41 +202,42 @@ def _check_parent(parent_fd: int, path: Path) -> None:
         )
 
 
-def _check_folder(status: os.stat_result, path: Path) -> None:
-    _check_owner(status, path)
-    if status.st_mode & _WRITE_BY_OTHERS:
+def _check_folder(stat_result: os.stat_result, path: Path) -> None:
+    _check_owner(stat_result, path)
+    if stat_result.st_mode & _WRITE_BY_OTHERS:
         raise _make_not_private_error(
             path,
-            f"its mode is {stat.S_IMODE(status.st_mode):04o}, so that other users may have put something into it",
+            f"its mode is {stat.S_IMODE(stat_result.st_mode):04o}, so that other users may have put something into it",
             f"check the files in {path}, then run chmod 700 {path}, or remove the folder",
         )
 
 
-def _check_file(status: os.stat_result, path: Path) -> None:
-    if not stat.S_ISREG(status.st_mode):
+def _check_file(stat_result: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(stat_result.st_mode):
         raise _make_not_private_error(path, "it is not a regular file", f"remove {path}")
-    _check_owner(status, path)
-    if status.st_mode & _ACCESS_BY_OTHERS:
+    _check_owner(stat_result, path)
+    if stat_result.st_mode & _ACCESS_BY_OTHERS:
         raise _make_not_private_error(
             path,
-            f"its mode is {stat.S_IMODE(status.st_mode):04o}, so that other users may have read or written it",
+            f"its mode is {stat.S_IMODE(stat_result.st_mode):04o}, so that other users may have read or written it",
             f"remove {path}, so that gdrkit makes a new file; or chmod 600 {path} if no other user has had access",
         )
 
 
-def _check_owner(status: os.stat_result, path: Path) -> None:
-    if status.st_uid != os.geteuid():
+def _check_owner(stat_result: os.stat_result, path: Path) -> None:
+    if stat_result.st_uid != os.geteuid():
         raise _make_not_private_error(
             path,
-            f"it belongs to user {status.st_uid}, and this process is user {os.geteuid()}",
-            f"run this as user {status.st_uid}, or remove {path} if that user should not have made it",
+            f"it belongs to user {stat_result.st_uid}, and this process is user {os.geteuid()}",
+            f"run this as user {stat_result.st_uid}, or remove {path} if that user should not have made it",
         )
 
 
 def _make_open_error(error: OSError, path: Path, *, parent_fd: int | None = None) -> SetupMissing | OSError:
     """Return the error to raise for a failed open.
 
-    ELOOP, ENOTDIR and ENXIO mean that another user may have put a file there. They become SetupMissing.
+    ELOOP (a symbolic link), ENOTDIR (not a folder) and ENXIO (a FIFO or a socket) mean that another user may have put a
+    file there. They become SetupMissing. `parent_fd` is given if the path should be a folder.
     """
     error_number = error.errno
     if error_number == errno.ENOTDIR and parent_fd is not None:

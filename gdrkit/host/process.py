@@ -95,7 +95,7 @@ def is_running(identity: ProcessIdentity, tree: HostTree | None = None) -> bool 
 
 
 def descendants(tree: HostTree, process_id: int, *, marker: bytes | None = None) -> dict[int, str]:
-    """Return the names of the programs of a process and of its descendants, by process ID.
+    """Return the names of the programs of a process and of its descendants, by process ID, without the calling process.
 
     Parameters
     ----------
@@ -107,32 +107,38 @@ def descendants(tree: HostTree, process_id: int, *, marker: bytes | None = None)
         An entry of the environment, such as ``NAME=value``. A process with this entry counts as a descendant, so that a
         daemon that has left the tree is found.
     """
-    programs: dict[int, str] = {}
-    # Parents come before their children in this order, because the kernel assigns process IDs in increasing order. It
-    # starts again at low numbers after the largest one. A child with such a number is found only by the marker.
-    for name in sorted(filter(str.isdecimal, tree.names("/proc")), key=int):
-        text = tree.text(f"/proc/{name}/stat") or ""
-        program, _, remaining_fields = text.partition("(")[2].rpartition(")")
-        fields = remaining_fields.split()
-        if not fields or int(name) == os.getpid():
+    program_by_process_id: dict[int, str] = {}
+    # Parents come before their children in this order, because the kernel assigns process IDs in increasing order.
+    # After the largest ID, the kernel starts again at low numbers. A child with such a number is found only by the
+    # marker.
+    for process_id_text in sorted(filter(str.isdecimal, tree.names("/proc")), key=int):
+        stat_line = tree.text(f"/proc/{process_id_text}/stat") or ""
+        program, _, remaining_fields = stat_line.partition("(")[2].rpartition(")")
+        stat_fields = remaining_fields.split()
+        if not stat_fields or int(process_id_text) == os.getpid():
             continue
-        is_member = int(name) == process_id or int(fields[_PARENT_FIELD - _FIRST_FIELD_AFTER_NAME]) in programs
-        if is_member or (marker is not None and marker in (tree.data(f"/proc/{name}/environ") or b"").split(b"\0")):
-            programs[int(name)] = program
-    return programs
+        is_in_tree = (
+            int(process_id_text) == process_id
+            or int(stat_fields[_PARENT_FIELD - _FIRST_FIELD_AFTER_NAME]) in program_by_process_id
+        )
+        if is_in_tree or (
+            marker is not None and marker in (tree.data(f"/proc/{process_id_text}/environ") or b"").split(b"\0")
+        ):
+            program_by_process_id[int(process_id_text)] = program
+    return program_by_process_id
 
 
 def starved_s(process_id: int, tree: HostTree | None = None) -> float:
-    """Return how long a thread of the process was ready to run and had no processor, in seconds.
+    """Return how long the threads of a process were ready to run but had no processor, in seconds.
 
-    The result is the time of the thread that waited longest, without waits that have not ended. It is 0 if the process
-    does not exist, or if the kernel does not count such waits.
+    The result is the total of the thread that waited longest. It does not include a wait that has not ended. It is 0 if
+    the process does not exist, or if the kernel does not count such waits.
     """
     tree = HostTree() if tree is None else tree
     folder = f"/proc/{process_id}/task"
-    texts = (tree.text(f"{folder}/{thread}/schedstat") for thread in tree.names(folder))
+    schedstat_texts = (tree.text(f"{folder}/{thread}/schedstat") for thread in tree.names(folder))
     # The fields of schedstat: time on a processor (ns), time in the queue of a processor (ns), number of time slices.
-    thread_fields = [text.split() for text in texts if text]
+    thread_fields = [text.split() for text in schedstat_texts if text]
     return max(
         (int(fields[1]) * 1e-9 for fields in thread_fields if len(fields) > 1 and fields[1].isdecimal()), default=0.0
     )
@@ -150,24 +156,26 @@ def _check_by_signal(process_id: int) -> bool | None:
 
 
 def _read_boot_id(tree: HostTree) -> bytes:
-    text = tree.text("/proc/sys/kernel/random/boot_id") or ""
+    boot_id_text = tree.text("/proc/sys/kernel/random/boot_id") or ""
     try:
-        return uuid.UUID(text).bytes
+        return uuid.UUID(boot_id_text).bytes
     except ValueError:
         return bytes(BOOT_ID_BYTES)
 
 
 def _read_namespace(tree: HostTree) -> int:
     match = re.fullmatch(r"pid:\[(\d+)\]", tree.link_name("/proc/self/ns/pid") or "")
+    # The kernel stores the inode number of a namespace in 32 bits.
     return int(match[1]) & 0xFFFF_FFFF if match else 0
 
 
 def _read_start_time_and_state(tree: HostTree, process: str) -> tuple[int | None, str]:
-    text = tree.text(f"/proc/{process}/stat")
-    if text is None:
+    """Return start time (clock ticks) and state of `process`, a process ID or ``self``; (None, "") on failure."""
+    stat_line = tree.text(f"/proc/{process}/stat")
+    if stat_line is None:
         return None, ""
     # The name of the program may contain blanks and parentheses. The last parenthesis of the line ends the name.
-    fields = text.rpartition(")")[2].split()
+    fields = stat_line.rpartition(")")[2].split()
     if len(fields) <= _START_TIME_FIELD - _FIRST_FIELD_AFTER_NAME:
         return None, ""
     return int(fields[_START_TIME_FIELD - _FIRST_FIELD_AFTER_NAME]), fields[0]

@@ -1,4 +1,4 @@
-"""Facts about a machine and its APIs, as frozen values, and the doctor that examines them.
+"""Facts about a machine and its APIs, as frozen dataclasses, and the doctor: rules that examine them.
 
 ``probe`` reads the files of the host and queries each API in a child process, so that a damaged library can crash only
 the child. ``diagnose`` applies rules to this machine or to a captured machine. Each rule looks for one cause of

@@ -2,7 +2,7 @@
 
 The module runs as ``python -m gdrkit.inventory.api_query API DESCRIPTOR`` in a child process of ``probe``. It
 initialises CUDA, opens NICs and allocates a little memory, which must not happen in a process that only collects facts.
-A fact is what an API returned for a call with real arguments. It is never derived from a version or a name.
+A fact is the result of an actual call of the API. It is never derived from a version or a name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "query_cuda", "query_registration", "query_verbs"]
 
-_ATTRIBUTE_NAMES = (
+# The CUDA device attributes in the facts, without the prefix CU_DEVICE_ATTRIBUTE_.
+_CUDA_ATTRIBUTE_NAMES = (
     "COMPUTE_CAPABILITY_MAJOR",
     "COMPUTE_CAPABILITY_MINOR",
     "DMA_BUF_SUPPORTED",
@@ -63,7 +64,7 @@ def query_cuda() -> CudaFacts:
     from gdrkit import cuda
 
     major, minor = cuda.driver_version()
-    devices = tuple(_collect_device_facts(cuda.Device(index)) for index in range(cuda.device_count()))
+    devices = tuple(_collect_device_facts(cuda.Device(device_index)) for device_index in range(cuda.device_count()))
     return CudaFacts(
         driver_version=f"{major}.{minor}",
         devices=devices,
@@ -82,6 +83,7 @@ def query_verbs() -> VerbsFacts:
     """
     from gdrkit import verbs
 
+    # The keys are the character devices that this process has open while a NIC is open.
     nodes: dict[evidence.DeviceNode, None] = {}
     nics = tuple(_collect_nic_facts(nic_info, nodes) for nic_info in verbs.list_nics())
     return VerbsFacts(nics=nics, libraries=identifying_libraries(evidence.libraries()), nodes=tuple(nodes))
@@ -99,11 +101,11 @@ def query_registration() -> tuple[RouteFacts, ...]:
 
     routes: list[RouteFacts] = []
     port_by_nic = {nic_info.name: nic_info.active_port or 1 for nic_info in verbs.list_nics()}
-    for index in range(cuda.device_count()):
-        with cuda.Device(index) as device, device.allocate(_PROBE_MEMORY_BYTES) as memory:
-            for name, port in port_by_nic.items():
-                with verbs.Nic.open(name, port=port) as nic:
-                    routes += _try_routes(device, memory, nic, name)
+    for device_index in range(cuda.device_count()):
+        with cuda.Device(device_index) as device, device.allocate(_PROBE_MEMORY_BYTES) as memory:
+            for nic_name, port in port_by_nic.items():
+                with verbs.Nic.open(nic_name, port=port) as nic:
+                    routes += _try_routes(device, memory, nic, nic_name)
     return tuple(routes)
 
 
@@ -117,22 +119,22 @@ def main(arguments: list[str] | None = None) -> int:
     UsageError
         There is no API of that name.
     """
-    name, descriptor = sys.argv[1:] if arguments is None else arguments
-    queries: dict[str, Callable[[], object]] = {
+    api_name, descriptor = sys.argv[1:] if arguments is None else arguments
+    query_by_api: dict[str, Callable[[], object]] = {
         "cuda": query_cuda,
         "verbs": query_verbs,
         "registration": query_registration,
         "nvml": host.nvml_facts,
         "hlthunk": lambda: query_gaudi(lambda: identifying_libraries(evidence.libraries())),
     }
-    if name not in queries:
-        message = f"the API must be one of {', '.join(queries)}, not {name!r}"
+    if api_name not in query_by_api:
+        message = f"the API must be one of {', '.join(query_by_api)}, not {api_name!r}"
         raise UsageError(message)
     result: dict[str, serialization.Json]
     try:
-        result = {"facts": serialization.to_json_data(queries[name]())}
+        result = {"facts": serialization.to_json_data(query_by_api[api_name]())}
     except GdrkitError as error:
-        result = {"failure": serialization.to_json_data(ApiFailure.of(error, api=name, operation="query"))}
+        result = {"failure": serialization.to_json_data(ApiFailure.of(error, api=api_name, operation="query"))}
     with os.fdopen(int(descriptor), "w", encoding="utf-8") as file:
         json.dump(result, file)
     return 0
@@ -152,9 +154,9 @@ def _collect_device_facts(device: Device) -> CudaDeviceFacts:
 
 
 def _query_supported_attributes(device: Device, enumeration: type) -> Iterator[tuple[str, int]]:
-    for name in _ATTRIBUTE_NAMES:
+    for attribute_name in _CUDA_ATTRIBUTE_NAMES:
         try:
-            yield name, device.attribute(getattr(enumeration, name))
+            yield attribute_name, device.attribute(getattr(enumeration, attribute_name))
         except ApiError as error:
             # A driver may be older than the attribute and not know it. Such an attribute is left out of the facts. Any
             # other error is a failure of the API.
@@ -166,13 +168,13 @@ def _collect_nic_facts(nic_info: NicInfo, nodes: dict[evidence.DeviceNode, None]
     """Open one NIC and query it. Add to `nodes` the character devices that this process has open at that time."""
     from gdrkit import verbs
 
-    dmabuf: bool | None = None
+    supports_dmabuf: bool | None = None
     failure: ApiFailure | None = None
     try:
         if nic_info.error is not None:
             raise nic_info.error.clone()
         with verbs.Nic.open(nic_info.name, port=nic_info.active_port or 1) as nic:
-            dmabuf = nic.supports_dmabuf()
+            supports_dmabuf = nic.supports_dmabuf()
             nodes |= dict.fromkeys(evidence.device_nodes())
     except GdrkitError as error:
         failure = ApiFailure.of(error, api="verbs", operation="open")
@@ -181,12 +183,12 @@ def _collect_nic_facts(nic_info: NicInfo, nodes: dict[evidence.DeviceNode, None]
         driver=nic_info.driver,
         node_guid=nic_info.node_guid,
         active_ports=tuple(port.number for port in nic_info.ports if port.active),
-        dmabuf=dmabuf,
+        dmabuf=supports_dmabuf,
         failure=failure,
     )
 
 
-def _try_routes(device: Device, memory: object, nic: Nic, name: str) -> Iterator[RouteFacts]:
+def _try_routes(device: Device, memory: object, nic: Nic, nic_name: str) -> Iterator[RouteFacts]:
     from gdrkit import registration
 
     for route in registration.RegistrationRoute.methods_for(MemoryKind.CUDA):
@@ -196,7 +198,7 @@ def _try_routes(device: Device, memory: object, nic: Nic, name: str) -> Iterator
         except GdrkitError as error:
             failure = _make_registration_failure(error, f"register by {route.value}")
         yield RouteFacts(
-            device_index=device.index, nic=name, way=route.value, possible=failure is None, failure=failure
+            device_index=device.index, nic=nic_name, way=route.value, possible=failure is None, failure=failure
         )
 
 
@@ -206,8 +208,8 @@ def _make_registration_failure(error: GdrkitError, operation: str) -> ApiFailure
     cause = error.causes[-1] if isinstance(error, RegistrationFailed) and error.causes else error
     failure = ApiFailure.of(cause, api="registration", operation=operation)
     if isinstance(cause, ApiError):
-        status_number = "" if cause.status is None else f" ({cause.status})"
-        failure = replace(failure, message=f"{cause.operation} failed: {cause.status_name}{status_number}")
+        status_suffix = "" if cause.status is None else f" ({cause.status})"
+        failure = replace(failure, message=f"{cause.operation} failed: {cause.status_name}{status_suffix}")
     return failure
 
 

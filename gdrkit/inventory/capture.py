@@ -1,4 +1,4 @@
-"""Captures of machines: everything that was read of a machine, and a file interface that replays it.
+"""Captures of machines: everything that was read from a machine, and a file interface that replays it.
 
 A capture holds the results of reads and not files. It is never unpacked, so the paths in a hostile capture cannot
 overwrite files of this machine. A path that did not exist on the captured machine fails with ENOENT. A path that was
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["FUNCTIONS_MAX", "SCHEMA_VERSION", "Capture", "CapturedFiles", "RecordedReads", "Recorder"]
 
 SCHEMA_VERSION = 1
-# Limit of PCI functions in a capture. A large host has 517 functions, and SR-IOV can add some thousands.
+# A capture has at most this many PCI functions. A large host has 517 functions, and SR-IOV can add some thousands.
 FUNCTIONS_MAX = 4096
 _FOLLOWED_LINKS_MAX, _PATH_BYTES_MAX = 40, 4096  # The kernel's limits MAXSYMLINKS and PATH_MAX.
 _PCI_DEVICES_FOLDER = "/sys/bus/pci/devices"
@@ -72,6 +72,8 @@ class Capture:
 
     Attributes
     ----------
+    schema_version : int
+        Version of the format of captures.
     origin : str
         Source of the capture, for people: ``gdrkit 0.1.0 facts --save``, ``lspci -vvv``.
     answers : RecordedReads
@@ -101,7 +103,7 @@ class Capture:
         ------
         UsageError
             ``MALFORMED``: the capture has another version, a path that is not absolute and normalized or is too long,
-            an invalid name or type of read, too many PCI functions, or contents that are not base64.
+            an invalid file name, an unknown type of read, too many PCI functions, or contents that are not base64.
         """
         if self.schema_version != SCHEMA_VERSION:
             _raise_malformed(f"expected schema_version {SCHEMA_VERSION}, found {self.schema_version}")
@@ -110,12 +112,13 @@ class Capture:
             _raise_malformed(f"{', '.join(sorted(unknown_types))} is not a type of read")
         if len(self.answers.folders.get(_PCI_DEVICES_FOLDER, ())) > FUNCTIONS_MAX:
             _raise_malformed(f"{_PCI_DEVICES_FOLDER} has more than {FUNCTIONS_MAX} PCI functions")
+        # The keys of every table are paths, except that a key of `lines` is a path and words, joined by "|".
         tables = [getattr(self.answers, table.name) for table in fields(self.answers) if table.name != "refused"]
-        for path in {path for table in (*tables, *self.answers.refused.values()) for path in table}:
-            file = path.partition("|")[0] if path in self.answers.lines else path
-            if not file.startswith("/") or file != posixpath.normpath(file) or "\0" in file:
-                _raise_malformed(f"{path[:80]!r} is not an absolute and normalized path")
-            _check_length(file)
+        for key in {key for table in (*tables, *self.answers.refused.values()) for key in table}:
+            path = key.partition("|")[0] if key in self.answers.lines else key
+            if not path.startswith("/") or path != posixpath.normpath(path) or "\0" in path:
+                _raise_malformed(f"{key[:80]!r} is not an absolute and normalized path")
+            _check_length(path)
         for target in self.answers.links.values():
             _check_length(target)
         for names in self.answers.folders.values():
@@ -150,45 +153,46 @@ class CapturedFiles:
         self.reads = self._reads = reads
         self._existing_paths = frozenset(reads.present)
         # These are sets, because each lookup of a file tests whether its name is in the folder.
-        self._names_in_folder = {path: frozenset(names) for path, names in reads.folders.items()}
+        self._names_by_folder = {path: frozenset(names) for path, names in reads.folders.items()}
         # The links in the path of a folder are resolved once, because most reads are of files in the same few folders.
-        self._resolved_folder = functools.lru_cache(maxsize=1024)(lambda folder: self._follow_links(f"{folder}/."))
+        # _follow_links() does not follow the last part of a path, so the last part is a dot here.
+        self._resolve_folder = functools.lru_cache(maxsize=1024)(lambda folder: self._follow_links(f"{folder}/."))
 
-    def read(self, name: str) -> bytes:
+    def read(self, host_path: str) -> bytes:
         """Return the bytes of a file."""
-        path = self._find_recorded_path("read", name, self._reads.texts, self._reads.binaries)
+        path = self._find_recorded_path("read", host_path, self._reads.texts, self._reads.binaries)
         text = self._reads.texts.get(path)
         return base64.b64decode(self._reads.binaries[path]) if text is None else text.encode()
 
-    def lines(self, name: str, words: Sequence[str]) -> list[str]:
+    def lines(self, host_path: str, words: Sequence[str]) -> list[str]:
         """Return the lines that contain one of `words`: the recorded result, else a search in the recorded file."""
-        recorded_lines = self._reads.lines.get("|".join((name, *words)))
+        recorded_lines = self._reads.lines.get("|".join((host_path, *words)))
         if recorded_lines is not None:
             return list(recorded_lines)
-        self._raise_recorded("lines", name)
-        text = self.read(name).decode("utf-8", "backslashreplace")
+        self._raise_recorded_error("lines", host_path)
+        text = self.read(host_path).decode("utf-8", "backslashreplace")
         return [line for line in text.splitlines() if any(word in line for word in words)]
 
-    def list(self, name: str) -> list[str]:
+    def list(self, host_path: str) -> list[str]:
         """Return the names in a folder."""
-        return list(self._reads.folders[self._find_recorded_path("list", name, self._reads.folders)])
+        return list(self._reads.folders[self._find_recorded_path("list", host_path, self._reads.folders)])
 
-    def link(self, name: str) -> str:
+    def link(self, host_path: str) -> str:
         """Return the target of a symbolic link. A file that is not a link fails with EINVAL."""
         try:
-            return self._reads.links[self._find_recorded_path("link", name, self._reads.links)]
+            return self._reads.links[self._find_recorded_path("link", host_path, self._reads.links)]
         except FileNotFoundError:
-            if self._exists(name):
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), name) from None
+            if self._exists(host_path):
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), host_path) from None
             raise
 
-    def check_exists(self, name: str) -> None:
+    def check_exists(self, host_path: str) -> None:
         """Fail with ENOENT if the path did not exist on the machine."""
-        self._raise_recorded("look", name)
-        if not self._exists(name):
-            raise self._make_absence_error(name)
+        self._raise_recorded_error("look", host_path)
+        if not self._exists(host_path):
+            raise self._make_absence_error(host_path)
 
-    def _exists(self, name: str) -> bool:
+    def _exists(self, host_path: str) -> bool:
         tables = (
             self._reads.texts,
             self._reads.binaries,
@@ -196,49 +200,52 @@ class CapturedFiles:
             self._reads.links,
             self._existing_paths,
         )
-        if any(path in table for path in dict.fromkeys((name, self._resolve_links(name))) for table in tables):
+        if any(
+            path in table for path in dict.fromkeys((host_path, self._resolve_links(host_path))) for table in tables
+        ):
             return True
-        folder, _, last_part = self._resolve_links(name).rpartition("/")
-        return last_part in self._names_in_folder.get(folder or "/", ())
+        folder, _, last_part = self._resolve_links(host_path).rpartition("/")
+        return last_part in self._names_by_folder.get(folder or "/", ())
 
     def _find_recorded_path(
-        self, read_type: str, name: str, *tables: dict[str, str] | dict[str, tuple[str, ...]]
+        self, read_type: str, host_path: str, *tables: dict[str, str] | dict[str, tuple[str, ...]]
     ) -> str:
-        """Return the path under which a table has the file, or raise the recorded error."""
-        # A result that was recorded under `name` itself is preferred, because there the captured machine followed the
-        # links.
-        self._raise_recorded(read_type, name)
-        for path in dict.fromkeys((name, self._resolve_links(name))):
-            self._raise_recorded(read_type, path)
+        """Return the path under which one of `tables` has the result, or raise the recorded error."""
+        # A result that was recorded under `host_path` itself is preferred, because the captured machine itself followed
+        # the links in that path.
+        self._raise_recorded_error(read_type, host_path)
+        for path in dict.fromkeys((host_path, self._resolve_links(host_path))):
+            self._raise_recorded_error(read_type, path)
             if any(path in table for table in tables):
                 return path
-        raise self._make_absence_error(name)
+        raise self._make_absence_error(host_path)
 
-    def _raise_recorded(self, read_type: str, name: str) -> None:
+    def _raise_recorded_error(self, read_type: str, host_path: str) -> None:
         """Raise the error with which this read failed on the captured machine, if it failed."""
-        error_number = self._reads.refused.get(read_type, {}).get(name)
+        error_number = self._reads.refused.get(read_type, {}).get(host_path)
         if error_number is not None:
-            raise OSError(error_number, os.strerror(error_number), name)
+            raise OSError(error_number, os.strerror(error_number), host_path)
 
-    def _make_absence_error(self, name: str) -> OSError:
-        """Return ENOENT if a captured folder shows that the path did not exist, and otherwise ENODATA."""
-        path_parts = self._resolve_links(name).strip("/").split("/")
+    def _make_absence_error(self, host_path: str) -> OSError:
+        """Return an ENOENT error if a captured folder does not list the path, and otherwise an ENODATA error."""
+        path_parts = self._resolve_links(host_path).strip("/").split("/")
         for depth, part in enumerate(path_parts):
             folder = "/" + "/".join(path_parts[:depth])
-            if folder in self._names_in_folder and part not in self._names_in_folder[folder]:
-                return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-        return OSError(errno.ENODATA, os.strerror(errno.ENODATA), name)
+            if folder in self._names_by_folder and part not in self._names_by_folder[folder]:
+                return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), host_path)
+        return OSError(errno.ENODATA, os.strerror(errno.ENODATA), host_path)
 
-    def _resolve_links(self, name: str) -> str:
-        """Return `name` with the symbolic links of this capture resolved. The last part of `name` is not followed."""
-        folder, _, last_part = name.rpartition("/")
+    def _resolve_links(self, host_path: str) -> str:
+        """Return `host_path` with the symbolic links of this capture resolved in all parts but the last."""
+        folder, _, last_part = host_path.rpartition("/")
         if not folder or last_part in ("", ".", ".."):
-            return self._follow_links(name)
-        return posixpath.join(self._resolved_folder(folder), last_part)
+            return self._follow_links(host_path)
+        return posixpath.join(self._resolve_folder(folder), last_part)
 
-    def _follow_links(self, name: str) -> str:
-        """Return `name` with the symbolic links of this capture resolved in all parts but the last."""
-        path, remaining_parts, remaining_links = "/", [part for part in name.split("/") if part], _FOLLOWED_LINKS_MAX
+    def _follow_links(self, host_path: str) -> str:
+        """Resolve the links as :meth:`_resolve_links`, without its cache of resolved folders."""
+        path, remaining_parts = "/", [part for part in host_path.split("/") if part]
+        remaining_link_count = _FOLLOWED_LINKS_MAX
         while remaining_parts:
             part = remaining_parts.pop(0)
             if part in (".", ".."):
@@ -249,9 +256,9 @@ class CapturedFiles:
             if target is None:
                 path = candidate
                 continue
-            remaining_links -= 1
-            if remaining_links < 0:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
+            remaining_link_count -= 1
+            if remaining_link_count < 0:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), host_path)
             path = "/" if target.startswith("/") else path
             remaining_parts = [part for part in target.split("/") if part] + remaining_parts
         return path
@@ -279,54 +286,54 @@ class Recorder:
             refused={read_type: dict(paths) for read_type, paths in recorded_reads.refused.items()},
         )
 
-    def read(self, name: str) -> bytes:
+    def read(self, host_path: str) -> bytes:
         """See :class:`gdrkit.host.Files`."""
         try:
-            data = self._files.read(name)
+            data = self._files.read(host_path)
         except OSError as error:
-            raise self._record_error("read", name, error) from error
+            raise self._record_error("read", host_path, error) from error
         try:
-            self._reads.texts[name] = data.decode("utf-8")
+            self._reads.texts[host_path] = data.decode("utf-8")
         except UnicodeDecodeError:
-            self._reads.binaries[name] = base64.b64encode(data).decode()
+            self._reads.binaries[host_path] = base64.b64encode(data).decode()
         return data
 
-    def lines(self, name: str, words: Sequence[str]) -> list[str]:
+    def lines(self, host_path: str, words: Sequence[str]) -> list[str]:
         """See :class:`gdrkit.host.Files`."""
         try:
-            lines = self._files.lines(name, words)
+            lines = self._files.lines(host_path, words)
         except OSError as error:
-            raise self._record_error("lines", name, error) from error
-        self._reads.lines["|".join((name, *words))] = tuple(lines)
+            raise self._record_error("lines", host_path, error) from error
+        self._reads.lines["|".join((host_path, *words))] = tuple(lines)
         return lines
 
-    def list(self, name: str) -> list[str]:
+    def list(self, host_path: str) -> list[str]:
         """See :class:`gdrkit.host.Files`."""
         try:
-            names = self._files.list(name)
+            names = self._files.list(host_path)
         except OSError as error:
-            raise self._record_error("list", name, error) from error
-        self._reads.folders[name] = tuple(names)
+            raise self._record_error("list", host_path, error) from error
+        self._reads.folders[host_path] = tuple(names)
         return names
 
-    def link(self, name: str) -> str:
+    def link(self, host_path: str) -> str:
         """See :class:`gdrkit.host.Files`."""
         try:
-            target = self._files.link(name)
+            target = self._files.link(host_path)
         except OSError as error:
-            raise self._record_error("link", name, error) from error
-        self._reads.links[name] = target
+            raise self._record_error("link", host_path, error) from error
+        self._reads.links[host_path] = target
         return target
 
-    def check_exists(self, name: str) -> None:
+    def check_exists(self, host_path: str) -> None:
         """See :class:`gdrkit.host.Files`."""
         try:
-            self._files.check_exists(name)
+            self._files.check_exists(host_path)
         except OSError as error:
-            raise self._record_error("look", name, error) from error
-        self._existing_paths[name] = None
+            raise self._record_error("look", host_path, error) from error
+        self._existing_paths[host_path] = None
 
-    def _record_error(self, read_type: str, name: str, error: OSError) -> OSError:
+    def _record_error(self, read_type: str, host_path: str, error: OSError) -> OSError:
         error_number = error.errno or errno.EIO
-        self._reads.refused.setdefault(read_type, {})[name] = error_number
-        return OSError(error_number, os.strerror(error_number), name)
+        self._reads.refused.setdefault(read_type, {})[host_path] = error_number
+        return OSError(error_number, os.strerror(error_number), host_path)

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["parse_capture", "read_capture", "write_capture"]
 
 # With these limits, importing and replaying a file takes at most 256 MiB of memory. Python stores a text of n bytes in
-# up to 4n bytes (one character outside of the BMP suffices), and has two copies of it during parsing. It stores a JSON
-# value in up to 200 bytes. The capture of a host with 517 PCI functions has 3 MiB and 12,000 tokens.
+# up to 4n bytes (one character above U+FFFF suffices), and has two copies of it during parsing. It stores a JSON
+# value in up to 200 bytes. Real captures are far below the limits: for a host with 517 PCI functions, 3 MiB and 12,000
+# tokens.
 _FILE_BYTES_MAX = 16 << 20
 _TOKENS_MAX = 300_000
 _DEPTH_MAX = 64
@@ -35,12 +36,12 @@ def write_capture(path: str | os.PathLike[str], capture: Capture) -> None:
     """Write `capture` as JSON to `path`, compressed if the name ends in ``.gz``."""
     import gzip
 
-    file = Path(path)
+    file_path = Path(path)
     data = (json.dumps(serialization.to_json_data(capture), indent=1, ensure_ascii=False) + "\n").encode(
         "utf-8", "backslashreplace"
     )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(gzip.compress(data, mtime=0) if file.suffix == ".gz" else data)
+    file_path.parent.mkdir(parents=True, exist_ok=True)
+    file_path.write_bytes(gzip.compress(data, mtime=0) if file_path.suffix == ".gz" else data)
 
 
 def read_capture(path: str | os.PathLike[str]) -> Capture:
@@ -89,7 +90,7 @@ def parse_capture(data: bytes, *, name: str = "capture") -> Capture:
 
 
 def _decompress(data: bytes, name: str) -> bytes:
-    decompressor = zlib.decompressobj(wbits=31)
+    decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # 16: with the header of gzip
     try:
         decompressed_data = decompressor.decompress(data, _FILE_BYTES_MAX)
     except zlib.error as error:
@@ -111,15 +112,15 @@ def _parse_json(data: bytes, name: str) -> Capture:
         message = f"{name}: not JSON: {error}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
     _check_size(text, name)
-    value = serialization.parse_json(text, where=name)
-    _check_text(value, name)
-    return serialization.from_json_data(Capture, value, where="capture")
+    json_value = serialization.parse_json(text, where=name)
+    _check_strings(json_value, name)
+    return serialization.from_json_data(Capture, json_value, where="capture")
 
 
 def _check_size(text: str, name: str) -> None:
-    """Refuse a JSON text whose values would take too much memory, before it is parsed."""
+    """Raise an error if the values of a JSON text would take too much memory. This is checked before parsing."""
     depth = 0
-    for count, match in enumerate(_TOKEN.finditer(text)):
+    for token_index, match in enumerate(_TOKEN.finditer(text)):
         symbol = match[0]
         if symbol in "[{":
             depth += 1
@@ -127,7 +128,7 @@ def _check_size(text: str, name: str) -> None:
             depth -= 1
         problem = (
             f"more than {_TOKENS_MAX} values"
-            if count >= _TOKENS_MAX
+            if token_index >= _TOKENS_MAX
             else f"values nested more than {_DEPTH_MAX} deep"
             if depth > _DEPTH_MAX
             else f"not JSON: the string at character {match.start()} has no end"
@@ -139,8 +140,8 @@ def _check_size(text: str, name: str) -> None:
             raise UsageError(message, reason=Reason.MALFORMED)
 
 
-def _check_text(value: serialization.Json, name: str) -> None:
-    """Refuse strings with a lone surrogate, which JSON can contain and UTF-8 cannot."""
+def _check_strings(value: serialization.Json, name: str) -> None:
+    """Raise an error if a string in `value` has a lone surrogate, which JSON can contain and UTF-8 cannot."""
     pending_values: list[serialization.Json] = [value]
     while pending_values:
         item = pending_values.pop()

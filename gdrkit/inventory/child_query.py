@@ -24,16 +24,24 @@ if TYPE_CHECKING:
 __all__ = ["ChildQuery"]
 
 _OUTPUT_CHARACTERS_MAX = 400
-# Time in which the child waits for a processor is added to its time limit, up to this sum.
+# The time in which a child was ready to run and had no processor is added to its time limit, up to this value.
 _STARVED_MAX_S = 100.0
 
 
 class ChildQuery:
-    """A query by a child process ``python -m MODULE NAME ... DESCRIPTOR`` that writes its result to the descriptor."""
+    """A query by a child process ``python -m MODULE NAME DESCRIPTOR``, which writes its result to the descriptor.
+
+    Parameters
+    ----------
+    command : list of str
+        The module, and the name of the API or of the experiment.
+    environment : mapping
+        Environment variables of the child.
+    """
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         self._command = command
-        self._api = command[-1]
+        self._query_name = command[-1]
         # The child writes into files instead of pipes. It could block in a write to a pipe, because this process does
         # not read before the child ends, and processes that the child has started could keep a pipe open. The result
         # and the output have separate files, because libraries may print text.
@@ -56,9 +64,10 @@ class ChildQuery:
             raise
 
     def result(self, timeout_s: float) -> tuple[Any, ApiFailure | None]:
-        """Wait for the child, kill its process group, and return the facts as JSON data, and the failure.
+        """Wait for the child, kill its process group, and return its facts (parsed JSON) and its failure.
 
-        A child that fails may have facts too.
+        Each is None if there is none. A query can return both: the facts that it found before it failed, and the
+        failure.
 
         Parameters
         ----------
@@ -105,13 +114,14 @@ class ChildQuery:
     def _make_failure(self, reason: Reason, message: str, output: bytes) -> ApiFailure:
         last_output = output.decode("utf-8", "backslashreplace").strip()[-_OUTPUT_CHARACTERS_MAX:]
         return ApiFailure(
-            api=self._api,
+            api=self._query_name,
             operation="query in a child process",
             status=self._child.returncode,
             status_name="",
             errno=None,
             reason=reason,
-            message=f"{self._api}: {message}" + (f"; it printed: {last_output}" if last_output else ""),
+            message=f"{self._query_name}: {message}" + (f"; it printed: {last_output}" if last_output else ""),
+            # The argument 1 is the descriptor of the standard output, to which the query then writes its result.
             what_to_do=f"run the query alone to see the cause: {sys.executable} -m {' '.join(self._command)} 1",
         )
 

@@ -36,7 +36,7 @@ class Diagnosis:
     findings : tuple of Finding
         One finding for each rule, in the order of the rules.
     unreadable : tuple of Unreadable
-        Every file that a rule could not read.
+        Every file that could not be read, by a rule or when the facts were collected.
     privileges : tuple of str
         One sentence for each missing privilege: what cannot be read without the privilege, and the rules that need it.
     """
@@ -71,8 +71,8 @@ class Diagnosis:
 def diagnose(machine: Machine, *, rules: Iterable[Rule] = RULES) -> Diagnosis:
     """Apply `rules` to `machine` and return the diagnosis."""
     findings = tuple(rule.apply(machine) for rule in rules)
-    unreadable = {unreadable_file.path: unreadable_file for unreadable_file in machine.facts.unreadable}
-    unreadable |= {
+    unreadable_by_path = {unreadable_file.path: unreadable_file for unreadable_file in machine.facts.unreadable}
+    unreadable_by_path |= {
         unreadable_file.path: unreadable_file for finding in findings for unreadable_file in finding.unreadable
     }
     return Diagnosis(
@@ -80,7 +80,7 @@ def diagnose(machine: Machine, *, rules: Iterable[Rule] = RULES) -> Diagnosis:
         facts_digest=machine.facts.digest,
         missing=tuple(_list_missing(machine)),
         findings=findings,
-        unreadable=tuple(unreadable.values()),
+        unreadable=tuple(unreadable_by_path.values()),
         privileges=tuple(_list_missing_privileges(machine)),
     )
 
@@ -89,13 +89,13 @@ def _list_missing_privileges(machine: Machine) -> Iterator[str]:
     def list_rules_that_need(capability: str) -> str:
         return ", ".join(rule.code for rule in RULES if capability in rule.privilege)
 
-    # `facts.python` is empty for an imported capture. Such a capture has only files. The privileges of the process that
-    # read them are unknown.
+    # `facts.python` is empty for an imported capture, which has only files. The privileges of the
+    # process that read these files are unknown, so nothing is reported.
     if machine.facts.python and "CAP_SYS_ADMIN" not in machine.facts.limits.capabilities:
         yield f"PCI config space beyond 64 bytes needs CAP_SYS_ADMIN ({list_rules_that_need('CAP_SYS_ADMIN')})"
-    gpu_processes = machine.observe(GPU_PROCESSES)
-    if gpu_processes and NOT_READABLE in gpu_processes.seen:
-        yield f"{gpu_processes.seen[NOT_READABLE]} ({list_rules_that_need('CAP_SYS_PTRACE')})"
+    observation = machine.observe(GPU_PROCESSES)
+    if observation and NOT_READABLE in observation.seen:
+        yield f"{observation.seen[NOT_READABLE]} ({list_rules_that_need('CAP_SYS_PTRACE')})"
     if machine.kernel_log.unreadable:
         yield f"the kernel log: {machine.kernel_log.unreadable} ({list_rules_that_need('CAP_SYSLOG')})"
 
@@ -117,7 +117,7 @@ def _list_missing(machine: Machine) -> Iterator[str]:
     ):
         yield "no NVIDIA driver"
     has_nic = bool(facts.rdma_devices or (facts.verbs and facts.verbs.nics))
-    # This folder exists as soon as the first RDMA driver is loaded, and may be empty.
+    # This folder exists as soon as the first RDMA driver is loaded. It is empty if no device was found.
     rdma_folder = "/sys/class/infiniband"
     if not has_nic and not tree.names(rdma_folder) and not _is_folder_unknown(tree, rdma_folder):
         yield "no RDMA device"

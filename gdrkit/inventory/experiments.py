@@ -2,7 +2,7 @@
 
 The module runs as ``python -m gdrkit.inventory.experiments NAME DESCRIPTOR`` in a child process with a time limit. An
 experiment allocates a little memory, registers it, transfers bytes over each NIC in loopback, and releases everything.
-It returns one text for each of its steps, which says what was observed. The rules of the doctor decide what that means.
+For each of its steps, it returns a text that says what was observed. The rules of the doctor decide what that means.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["EXPERIMENTS", "main"]
 _TRANSFER_BYTES = 64 * KIB
 _COPY_BYTES = 64 * MIB
 _FLUSH_ROUNDS = 50
-# Number of copies before the link speeds are read. Meanwhile an idle GPU raises the speed of its link.
+# Number of copies before the link speeds are read. During these copies, an idle GPU raises the speed of its link.
 _WARM_UP_COPIES = 20
 # Seed of the patterns that are transferred. Any value would do.
 _PATTERN_SEED = 0x6D6F76
@@ -45,27 +45,27 @@ _PCI_DEVICES = "/sys/bus/pci/devices"
 
 
 def _try_p2p() -> dict[str, str]:
-    """Write to and read from the memory of each CUDA device by each active NIC, and return the result of each."""
+    """Write to and read from the memory of each CUDA device by RDMA over each active NIC, and return each result."""
     from gdrkit import cuda, registration
 
     observations: dict[str, str] = {}
     for nic_name, port in _list_active_nics():
-        for index in range(cuda.device_count()):
+        for device_index in range(cuda.device_count()):
             with ExitStack() as stack:
-                nic, device = _open_nic_and_device(stack, nic_name, port, index)
+                nic, device = _open_nic_and_device(stack, nic_name, port, device_index)
                 memory = stack.enter_context(device.allocate(_TRANSFER_BYTES))
                 registered_memory = stack.enter_context(registration.register(memory, [nic]))
                 loopback = stack.enter_context(registration.ConnectedPair(nic, length_bytes=_TRANSFER_BYTES))
-                name = f"GPU {index} and {nic_name}"
+                pair_text = f"GPU {device_index} and {nic_name}"
                 loopback.fill(_PATTERN_SEED)
                 status = loopback.write(registered_memory.remote(nic)).status.name
-                observations[f"RDMA WRITE into {name}"] = _describe_transfer(status, memory.read(), _PATTERN_SEED)
+                observations[f"RDMA WRITE into {pair_text}"] = _describe_transfer(status, memory.read(), _PATTERN_SEED)
                 if status != "SUCCESS":
                     # The queue pair is in the error state, so the read needs a new queue pair.
                     loopback = stack.enter_context(registration.ConnectedPair(nic, length_bytes=_TRANSFER_BYTES))
                 memory.write(pattern.payload(_TRANSFER_BYTES, seed=_PATTERN_SEED + 1))
                 status = loopback.read(registered_memory.remote(nic)).status.name
-                observations[f"RDMA READ from {name}"] = _describe_transfer(
+                observations[f"RDMA READ from {pair_text}"] = _describe_transfer(
                     status, bytes(loopback.data), _PATTERN_SEED + 1
                 )
     return observations
@@ -83,9 +83,9 @@ def _describe_transfer(status: str, data: bytes, seed: int) -> str:
 
 
 def _try_stale_key() -> dict[str, str]:
-    """Write with the rkey of freed memory, and return whether the write changed the next allocation at that address.
+    """Write by RDMA with the rkey of freed memory, and report whether this changed memory that was allocated later.
 
-    The result also says whether that allocation has another buffer id of the driver than the freed memory.
+    The result also says whether the new memory has the address and the buffer id of the freed memory.
     """
     from gdrkit import cuda, registration
 
@@ -98,11 +98,11 @@ def _try_stale_key() -> dict[str, str]:
         view = stack.enter_context(cuda.borrow(device, freed_memory.address, length_bytes=freed_memory.length_bytes))
         registered_memory: Registration = stack.enter_context(registration.register(view, [nic]))
         remote = registered_memory.remote(nic, length_bytes=_TRANSFER_BYTES)
-        old_buffer_id, address = freed_memory.buffer_id(), freed_memory.address
+        old_buffer_id, old_address = freed_memory.buffer_id(), freed_memory.address
         freed_memory.close()
         new_memory = stack.enter_context(device.allocate(2 * MIB))
         new_memory.fill(0x5A)
-        is_same_address = new_memory.address == address
+        is_same_address = new_memory.address == old_address
         new_buffer_id = new_memory.buffer_id()
         loopback = stack.enter_context(registration.ConnectedPair(nic, length_bytes=_TRANSFER_BYTES))
         loopback.fill(_PATTERN_SEED)
@@ -120,21 +120,21 @@ def _try_stale_key() -> dict[str, str]:
 
 
 def _try_flush() -> dict[str, str]:
-    """Count how often a copy by a device does not see the bytes that a NIC wrote, after completion and flush."""
+    """Count how often a copy from device memory returns old bytes after a completed RDMA WRITE and a flush."""
     from gdrkit import cuda, registration
 
     observations: dict[str, str] = {}
     nics = _list_active_nics()
-    for index in range(cuda.device_count()):
+    for device_index in range(cuda.device_count()):
         with ExitStack() as stack:
-            nic, device = _open_nic_and_device(stack, *nics[0], index)
+            nic, device = _open_nic_and_device(stack, *nics[0], device_index)
             ordering = registration.Ordering.of(device)
             memory, copied_data = stack.enter_context(device.allocate(_TRANSFER_BYTES)), bytearray(_TRANSFER_BYTES)
             registered_memory = stack.enter_context(registration.register(memory, [nic]))
             loopback = stack.enter_context(registration.ConnectedPair(nic, length_bytes=_TRANSFER_BYTES))
             stream = stack.enter_context(device.stream())
-            observations[f"writes of NICs are visible to GPU {index}"] = (
-                "without a flush" if not ordering.needs_flush else "after one"
+            observations[f"writes of NICs are visible to GPU {device_index}"] = (
+                "without a flush" if not ordering.needs_flush else "after a flush"
             )
             stale_count = 0
             for round_index in range(_FLUSH_ROUNDS):
@@ -146,17 +146,17 @@ def _try_flush() -> dict[str, str]:
                 stream.read_into(memory, copied_data)
                 stream.synchronize()
                 stale_count += copied_data != loopback.data
-            observations[f"old data on GPU {index} in {_FLUSH_ROUNDS} rounds"] = str(stale_count)
+            observations[f"old data on GPU {device_index} in {_FLUSH_ROUNDS} rounds"] = str(stale_count)
     return observations
 
 
 def _read_links_under_load() -> dict[str, str]:
-    """Return the trained speed of each PCIe link above each CUDA device while copies to the device run."""
+    """Return the current speed of each PCIe link above each CUDA device while copies to the device run."""
     from gdrkit import cuda, host
 
     tree, observations = host.HostTree(), {}
-    for index in range(cuda.device_count()):
-        with cuda.Device(index) as device, device.allocate(_COPY_BYTES) as memory:
+    for device_index in range(cuda.device_count()):
+        with cuda.Device(device_index) as device, device.allocate(_COPY_BYTES) as memory:
             stop_copying = threading.Event()
             data = bytes(_COPY_BYTES)
 
@@ -169,9 +169,10 @@ def _read_links_under_load() -> dict[str, str]:
 
             for _ in range(_WARM_UP_COPIES):
                 memory.write(data)
-            worker = threading.Thread(target=copy_until_stopped, name=f"copies to GPU {index}", daemon=True)
+            worker = threading.Thread(target=copy_until_stopped, name=f"copies to GPU {device_index}", daemon=True)
             worker.start()
             try:
+                # The first part of the path is the host bridge, which has no link above it.
                 for function_address in host.pci_path(tree, device.pci_bus_id.lower())[1:]:
                     observations[function_address] = (
                         tree.text(f"{_PCI_DEVICES}/{function_address}/current_link_speed") or "unknown"
@@ -208,13 +209,13 @@ def _fill_bounce_buffer_pool() -> dict[str, str]:
         path.write_bytes(pattern.payload(_TRANSFER_BYTES, seed=_PATTERN_SEED))
         data_file = stack.enter_context(path.open("rb"))
         file_handle = stack.enter_context(cufile.FileHandle(driver, data_file.fileno()))
-        count = driver.properties().max_batch_io
-        batch = stack.enter_context(cufile.IoBatch(driver, count))
-        batch.submit([cufile.BatchRequest(cufile.Opcode.READ, file_handle, cufile.BufferRange(memory))] * count)
-        status_counts = Counter(event.status.name for event in batch.status(count_min=count))
+        read_count = driver.properties().max_batch_io
+        batch = stack.enter_context(cufile.IoBatch(driver, read_count))
+        batch.submit([cufile.BatchRequest(cufile.Opcode.READ, file_handle, cufile.BufferRange(memory))] * read_count)
+        status_counts = Counter(event.status.name for event in batch.status(count_min=read_count))
     return {
-        f"{count} reads of {_TRANSFER_BYTES} bytes in one batch": ", ".join(
-            f"{result_count} {name}" for name, result_count in status_counts.items()
+        f"{read_count} reads of {_TRANSFER_BYTES} bytes in one batch": ", ".join(
+            f"{result_count} {status_name}" for status_name, result_count in status_counts.items()
         )
     }
 
@@ -229,20 +230,20 @@ def _list_active_nics() -> list[tuple[str, int]]:
     return nics
 
 
-def _open_nic_and_device(stack: ExitStack, nic_name: str, port: int, index: int) -> tuple[Nic, Device]:
+def _open_nic_and_device(stack: ExitStack, nic_name: str, port: int, device_index: int) -> tuple[Nic, Device]:
     from gdrkit import cuda, verbs
 
     nic = stack.enter_context(verbs.Nic.open(nic_name, port=port))
-    return nic, stack.enter_context(cuda.Device(index))
+    return nic, stack.enter_context(cuda.Device(device_index))
 
 
 def _identify_descriptor_0() -> tuple[int, int] | None:
     """Return the device and inode number of the file of descriptor 0, or None if the descriptor is closed."""
     try:
-        status = os.fstat(0)
+        file_status = os.fstat(0)
     except OSError:
         return None
-    return status.st_dev, status.st_ino
+    return file_status.st_dev, file_status.st_ino
 
 
 EXPERIMENTS: dict[str, Callable[[], dict[str, str]]] = {
@@ -256,7 +257,7 @@ EXPERIMENTS: dict[str, Callable[[], dict[str, str]]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run an experiment and write the result or the failure as one JSON object.
+    """Run an experiment, and write its observations and its failure, if any, as one JSON object.
 
     The arguments are ``NAME DESCRIPTOR``: the name of the experiment, and the descriptor to write to.
 
@@ -269,6 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in EXPERIMENTS:
         message = f"the experiment must be one of {', '.join(EXPERIMENTS)}, not {name!r}"
         raise UsageError(message)
+    # cuFileDriverOpen can close descriptor 0 (the rule cufile-descriptor-0).
     file_id_before = _identify_descriptor_0()
     observations: dict[str, str] = {}
     failure: ApiFailure | None = None

@@ -93,7 +93,13 @@ class ApiFailure:
 
 @dataclass(frozen=True, slots=True)
 class CudaDeviceFacts:
-    """One device as the CUDA driver reports it."""
+    """One device as the CUDA driver reports it.
+
+    Attributes
+    ----------
+    attributes : mapping
+        Values of device attributes, by their names without CU_DEVICE_ATTRIBUTE_.
+    """
 
     index: int
     name: str
@@ -108,7 +114,7 @@ class CudaDeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class CudaFacts:
-    """The devices that the CUDA driver reported, the libraries loaded for the query, and their open device nodes."""
+    """The devices that the CUDA driver reported, and the libraries and device nodes that the query opened."""
 
     driver_version: str
     devices: tuple[CudaDeviceFacts, ...]
@@ -138,7 +144,7 @@ class NicFacts:
 
 @dataclass(frozen=True, slots=True)
 class VerbsFacts:
-    """The devices that verbs reported, the libraries loaded for the query, and their open device nodes."""
+    """The devices that verbs reported, and the libraries and device nodes that the query opened."""
 
     nics: tuple[NicFacts, ...]
     libraries: tuple[LoadedLibrary, ...]
@@ -147,7 +153,13 @@ class VerbsFacts:
 
 @dataclass(frozen=True, slots=True)
 class RouteFacts:
-    """Whether a NIC can register the memory of a device by one route, as tried with a small allocation."""
+    """Whether a NIC can register the memory of a CUDA device by one route, as tried with a small allocation.
+
+    Attributes
+    ----------
+    way : str
+        The route: ``dmabuf`` or ``peer_memory``.
+    """
 
     device_index: int
     nic: str
@@ -158,7 +170,10 @@ class RouteFacts:
 
 @dataclass(frozen=True, slots=True)
 class LibraryFacts:
-    """The library that the loader would open for `soname`; ``path`` is None if it would not find one."""
+    """The library that the loader would open for `soname`; ``path`` is None if it would not find one.
+
+    ``error`` is the reason why the file could not be examined.
+    """
 
     soname: str
     path: str | None
@@ -221,6 +236,9 @@ class Facts:
 
     Attributes
     ----------
+    machine, python : str
+        Processor architecture of the machine, and implementation and version of Python; empty for a captured machine
+        whose facts were read from its files.
     gpus : tuple of PciDevice
         NVIDIA GPUs on the PCI bus, with or without a driver.
     rdma_devices : tuple of RdmaDevice
@@ -233,7 +251,10 @@ class Facts:
     accelerators : tuple of PciDevice
         Accelerators of Habana Labs on the PCI bus, with or without a driver.
     gaudi : facts or None
-        Result of the query of hl-thunk. The machine is queried if it has this library or a device of Habana Labs.
+        Result of the query; None if there was no query or it failed (``gaudi_failure``). gdrkit queries the library if
+        the machine has it, or an accelerator of this vendor.
+    container : tuple of str
+        The evidence that the process runs in a container; empty if there is none.
     unreadable : tuple of Unreadable
         Files that exist and could not be read.
     virtual_machine : str or None
@@ -251,7 +272,7 @@ class Facts:
     evidence : KernelEvidence or None
         Reports of the kernel about devices by ioctl and netlink; None if the kernel was not queried, as for a capture.
     dmi : mapping
-        Vendor, product and asset tag that the firmware states, by their names in sysfs (``product_name``).
+        Vendor, product and asset tag that the firmware states, by their names in sysfs, e.g. ``product_name``.
     """
 
     schema_version: int

@@ -1,6 +1,6 @@
 """Facts about Gaudi devices, and the query for them.
 
-Only this module of the package uses :mod:`gdrkit.gaudi`.
+Only this module of gdrkit.inventory uses :mod:`gdrkit.gaudi`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GaudiDeviceFacts", "GaudiFacts", "may_have_gaudi", "query_gaudi"]
 
-_SONAMES = ("libhl-thunk.so", "libhlthunk.so")
+_HLTHUNK_SONAMES = ("libhl-thunk.so", "libhlthunk.so")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,15 @@ class GaudiFacts:
 
 def may_have_gaudi(tree: host.HostTree, sonames: Collection[str]) -> bool:
     """Return whether an hl-thunk library is among the installed `sonames`, or a Habana Labs device on the PCI bus."""
-    return any(soname in sonames for soname in _SONAMES) or bool(host.habana_accelerators(tree))
+    return any(soname in sonames for soname in _HLTHUNK_SONAMES) or bool(host.habana_accelerators(tree))
 
 
-def query_gaudi(libraries: Callable[[], tuple[LoadedLibrary, ...]]) -> GaudiFacts:
-    """Query the devices of hl-thunk without opening one for work.
+def query_gaudi(list_libraries: Callable[[], tuple[LoadedLibrary, ...]]) -> GaudiFacts:
+    """Query the devices of hl-thunk through their control devices, which also works while programs use the devices.
 
     Parameters
     ----------
-    libraries : callable
+    list_libraries : callable
         Function that returns the libraries that this process has loaded. It is called after the query, which loads
         hl-thunk.
 
@@ -73,4 +73,4 @@ def query_gaudi(libraries: Callable[[], tuple[LoadedLibrary, ...]]) -> GaudiFact
         )
         for device_info in gaudi.list_devices()
     )
-    return GaudiFacts(devices=devices, libraries=libraries())
+    return GaudiFacts(devices=devices, libraries=list_libraries())

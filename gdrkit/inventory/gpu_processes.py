@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GPU_PROCESSES", "NOT_READABLE", "GpuProcess", "observe_gpu_processes"]
 
-# The name of the observation, and its step that says which processes could not be read.
+# The name of the observation, and the name of its step that says how many processes could not be read.
 GPU_PROCESSES = "gpu_processes"
 NOT_READABLE = "not readable"
 _GPU_CHOICE_VARIABLES = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES")
@@ -41,19 +41,20 @@ class GpuProcess:
     Attributes
     ----------
     user_id : int or None
-        The effective user.
+        ID of the effective user.
     pid_namespace, ipc_namespace : int or None
-        Inode numbers of its namespaces.
+        Inode numbers of the namespaces of the process.
     gpus : tuple of str
         The open device nodes, e.g. ``nvidia0``.
     has_contexts : bool
-        Whether nvidia-uvm is open, as in every process with a CUDA context. Programs that only monitor GPUs lack it.
+        Whether nvidia-uvm is open, as in every process with a CUDA context. Programs that only monitor GPUs do not open
+        it.
     descriptors_count, descriptors_max : int and int or None
-        Number of open descriptors, and the soft limit.
+        Number of open descriptors, and the soft limit of this number.
     dmabufs_count, dmabuf_bytes : int
-        The dma-bufs that it holds, and their size in bytes.
+        Number of dma-bufs that the process holds, and the sum of their sizes in bytes.
     environment : mapping
-        The variables that choose and order GPUs, and those that identify its job.
+        The variables that choose and order GPUs, and the variables of schedulers and of the rendezvous.
     """
 
     process_id: int
@@ -71,7 +72,7 @@ class GpuProcess:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse the text of a step of the observation.
+        """Parse the JSON text of a process, as in a step of the observation.
 
         Raises
         ------
@@ -87,22 +88,22 @@ class GpuProcess:
 
     @property
     def title(self) -> str:
-        """The process ID and the program, as texts name the process. A process chooses its name freely."""
+        """The name of the process in texts: its ID, and the program name, which a process can choose freely."""
         return f"pid {self.process_id} ({single_line(self.program)})"
 
     @property
     def job(self) -> tuple[tuple[str, str], ...]:
-        """The variables that identify its job; empty if no scheduler has set any."""
+        """Names and values of the variables that identify the job of the process; empty if no scheduler has set any."""
         return tuple((name, self.environment[name]) for name in _JOB_VARIABLES if name in self.environment)
 
     @property
     def rendezvous(self) -> tuple[str, ...]:
-        """The address and the port where the processes of its job meet; empty if none is set."""
+        """The address and the port at which the processes of the job meet; empty if neither is set."""
         return tuple(self.environment[name] for name in _RENDEZVOUS_VARIABLES if name in self.environment)
 
 
 def observe_gpu_processes(*, folder: str = "/dev") -> Observation:
-    """Read every process of this PID namespace, except this one, and return those that have a GPU open.
+    """Observe every process of this PID namespace that has a GPU open, except the calling process.
 
     Parameters
     ----------
@@ -110,44 +111,49 @@ def observe_gpu_processes(*, folder: str = "/dev") -> Observation:
         The folder of the device nodes.
     """
     tree, text_by_step, count_by_errno = host.HostTree(), {}, dict[str, int]()
-    for name in sorted(filter(str.isdecimal, tree.names("/proc")), key=int):
+    for pid in sorted(filter(str.isdecimal, tree.names("/proc")), key=int):
         try:
-            targets = evidence.descriptors(name)
+            target_by_descriptor = evidence.descriptors(pid)
         except (FileNotFoundError, ProcessLookupError):
             continue  # The process has ended.
         except OSError as error:
             count_by_errno[errno_name(error.errno)] = count_by_errno.get(errno_name(error.errno), 0) + 1
             continue
-        nodes = {target.removeprefix(f"{folder}/") for target in targets.values() if target.startswith(f"{folder}/")}
+        nodes = {
+            target.removeprefix(f"{folder}/")
+            for target in target_by_descriptor.values()
+            if target.startswith(f"{folder}/")
+        }
         gpus = sorted(node for node in nodes if _GPU_NODE.fullmatch(node))
-        if (gpus or "nvidia-uvm" in nodes) and int(name) != os.getpid():
-            process = _read_gpu_process(tree, name, targets, gpus, has_contexts="nvidia-uvm" in nodes)
+        if (gpus or "nvidia-uvm" in nodes) and int(pid) != os.getpid():
+            process = _read_gpu_process(tree, pid, target_by_descriptor, gpus, has_contexts="nvidia-uvm" in nodes)
             text_by_step[process.title] = json.dumps(serialization.to_json_data(process))
     if count_by_errno:
-        count = sum(count_by_errno.values())
+        unreadable_count = sum(count_by_errno.values())
         text_by_step[NOT_READABLE] = (
-            f"whether {count} other processes use a GPU ({', '.join(count_by_errno)}): this needs CAP_SYS_PTRACE"
+            f"whether {unreadable_count} other processes use a GPU ({', '.join(count_by_errno)}): "
+            "this needs CAP_SYS_PTRACE"
         )
     return Observation(GPU_PROCESSES, seen=text_by_step)
 
 
 def _read_gpu_process(
-    tree: host.HostTree, name: str, targets: dict[int, str], gpus: Iterable[str], *, has_contexts: bool
+    tree: host.HostTree, pid: str, target_by_descriptor: dict[int, str], gpus: Iterable[str], *, has_contexts: bool
 ) -> GpuProcess:
-    user_match = re.search(r"^Uid:\s+\d+\s+(\d+)", tree.text(f"/proc/{name}/status") or "", re.MULTILINE)
-    environ_text = (tree.data(f"/proc/{name}/environ") or b"").decode("utf-8", "backslashreplace")
+    user_match = re.search(r"^Uid:\s+\d+\s+(\d+)", tree.text(f"/proc/{pid}/status") or "", re.MULTILINE)
+    environ_text = (tree.data(f"/proc/{pid}/environ") or b"").decode("utf-8", "backslashreplace")
     variables = dict(entry.partition("=")[::2] for entry in environ_text.split("\0") if "=" in entry)
-    dmabufs = evidence.held_dmabufs(tree, name, targets)
+    dmabufs = evidence.held_dmabufs(tree, pid, target_by_descriptor)
     return GpuProcess(
-        process_id=int(name),
-        program=(tree.text(f"/proc/{name}/comm") or "").strip(),
+        process_id=int(pid),
+        program=(tree.text(f"/proc/{pid}/comm") or "").strip(),
         user_id=int(user_match[1]) if user_match else None,
-        pid_namespace=_read_namespace(tree, name, "pid"),
-        ipc_namespace=_read_namespace(tree, name, "ipc"),
+        pid_namespace=_read_namespace(tree, pid, "pid"),
+        ipc_namespace=_read_namespace(tree, pid, "ipc"),
         gpus=tuple(gpus),
         has_contexts=has_contexts,
-        descriptors_count=len(targets),
-        descriptors_max=host.process_limits(tree, process=name).open_files,
+        descriptors_count=len(target_by_descriptor),
+        descriptors_max=host.process_limits(tree, process=pid).open_files,
         dmabufs_count=len(dmabufs),
         dmabuf_bytes=sum(dmabuf.size_bytes for dmabuf in dmabufs),
         environment={
@@ -158,6 +164,6 @@ def _read_gpu_process(
     )
 
 
-def _read_namespace(tree: host.HostTree, name: str, namespace_type: str) -> int | None:
-    match = re.fullmatch(rf"{namespace_type}:\[(\d+)\]", tree.link_name(f"/proc/{name}/ns/{namespace_type}") or "")
+def _read_namespace(tree: host.HostTree, pid: str, namespace_type: str) -> int | None:
+    match = re.fullmatch(rf"{namespace_type}:\[(\d+)\]", tree.link_name(f"/proc/{pid}/ns/{namespace_type}") or "")
     return int(match[1]) if match else None

@@ -36,7 +36,7 @@ class Limit:
     gb_per_s : float
         Rate in one direction, in 10**9 bytes per second.
     why : str
-        Name of the link or port, with its trained speed and width or its rate.
+        Name of the link or port, with the speed and width of the link or the rate of the port.
     """
 
     gb_per_s: float
@@ -88,9 +88,10 @@ def _find_slowest(*all_limits: Limit | None) -> Limit | None:
 
 
 def _find_best_link(address: str, facts: Facts) -> str:
-    """Return the fastest link that a GPU and its slot support together, as NVML reports it; empty if it is unknown.
+    """Return speed and width of the fastest link that a GPU and its slot support together; empty if they are unknown.
 
-    The trained speed is not used, because an idle GPU trains its link for a lower speed than a busy one.
+    NVML reports these values. The trained speed is not used, because an idle GPU trains its link for a lower speed than
+    a busy one.
     """
     for gpu in facts.nvml.gpus if facts.nvml else ():
         speed = PCIE_SPEEDS_GT_PER_S.get(gpu.link_generation_max or 0)
@@ -99,13 +100,13 @@ def _find_best_link(address: str, facts: Facts) -> str:
     return ""
 
 
-def _compute_link_limit(name: str, link: str) -> Limit | None:
-    match = _LINK_TEXT.fullmatch(link)
+def _compute_link_limit(name: str, link_text: str) -> Limit | None:
+    match = _LINK_TEXT.fullmatch(link_text)
     if match is None:
         return None
     speed, width = float(match[1]), int(match[2])
     efficiency = 236 / 256 if speed >= _FLIT_GT_PER_S else 128 / 130 if speed >= _LONG_CODE_GT_PER_S else 8 / 10
-    return Limit(gb_per_s=speed * width * efficiency / 8, why=f"the link of {name}, {link}")
+    return Limit(gb_per_s=speed * width * efficiency / 8, why=f"the link of {name}, {link_text}")
 
 
 def _compute_port_limits(facts: Facts, names: Collection[str]) -> Iterator[Limit]:

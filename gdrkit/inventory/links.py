@@ -1,6 +1,7 @@
 """Comparison of the links of a machine with the links that its profile expects: PCIe, NVLink and the ports of the NICs.
 
-A link that trained below its expected speed still works, so no case fails because of it. All functions here are pure.
+A link that trained below its expected speed still works, so no case fails because of it; only this comparison shows it.
+All functions here are pure.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class ExpectedLink:
     at_least : float
         Smallest accepted value.
     count : int
-        Number of GPUs or ports that must have this value. Other NICs of the machine may be slower.
+        Number of GPUs or ports that must have at least this value. Other NICs of the machine may be slower.
     source : str
         Measurement or publication of the value and the count.
     """
@@ -50,18 +51,18 @@ def link_shortfalls(links: Iterable[ExpectedLink], facts: Facts) -> tuple[str, .
 
     A quantity that is unknown for every device is not compared, for example NVLinks without NVML.
     """
-    texts = []
+    shortfall_texts = []
     for link in links:
         values = [(name, value) for name, value in LINK_QUANTITIES[link.quantity](facts) if value is not None]
-        slower_devices = [f"{name} has {value:g}" for name, value in values if value < link.at_least]
-        sufficient_count = len(values) - len(slower_devices)
+        too_small_texts = [f"{name} has {value:g}" for name, value in values if value < link.at_least]
+        sufficient_count = len(values) - len(too_small_texts)
         if values and sufficient_count < link.count:
-            slower_text = f" ({_join_shortened(slower_devices)})" if slower_devices else ""
-            texts.append(
-                f"{link.quantity}: {sufficient_count} of {link.count} have {link.at_least:g}{slower_text}; "
+            too_small_text = f" ({_join_shortened(too_small_texts)})" if too_small_texts else ""
+            shortfall_texts.append(
+                f"{link.quantity}: {sufficient_count} of {link.count} have {link.at_least:g}{too_small_text}; "
                 f"source: {link.source}"
             )
-    return tuple(texts)
+    return tuple(shortfall_texts)
 
 
 def _join_shortened(texts: Sequence[str]) -> str:
@@ -70,12 +71,13 @@ def _join_shortened(texts: Sequence[str]) -> str:
 
 
 def _list_pcie_generations(facts: Facts) -> list[tuple[str, float | None]]:
-    # The largest generation that both ends support is compared, because an idle GPU trains its link for a lower speed.
+    # The current generation is not compared, because an idle GPU trains its link for a lower speed. NVML has the
+    # largest generation that both ends support, sysfs only the largest generation of the GPU.
     if facts.nvml is not None:
         return [(gpu.pci_bus_id, gpu.link_generation_max) for gpu in facts.nvml.gpus]
-    generations = {speed: generation for generation, speed in PCIE_SPEEDS_GT_PER_S.items()}
+    generation_by_speed = {speed: generation for generation, speed in PCIE_SPEEDS_GT_PER_S.items()}
     return [
-        (gpu.address, generations.get(_parse_first_number(gpu.link_speed_max or gpu.link_speed) or 0.0))
+        (gpu.address, generation_by_speed.get(_parse_first_number(gpu.link_speed_max or gpu.link_speed) or 0.0))
         for gpu in facts.gpus
     ]
 
@@ -92,6 +94,7 @@ def _list_nvlinks(facts: Facts) -> list[tuple[str, float | None]]:
 
 
 def _list_port_rates(facts: Facts) -> list[tuple[str, float | None]]:
+    # A port that is not active does not meet any expectation, so it has the rate 0 here.
     return [
         (f"{device.name} port {port.number}", _parse_first_number(port.rate) if port.state == "ACTIVE" else 0.0)
         for device in facts.rdma_devices
@@ -104,7 +107,7 @@ def _parse_first_number(text: str | None) -> float | None:
     return float(match[0]) if match else None
 
 
-# The functions that return the value of each device, or None if it is unknown.
+# For each quantity, the function that returns the name and the value of each GPU or port. An unknown value is None.
 LINK_QUANTITIES: dict[str, Callable[[Facts], list[tuple[str, float | None]]]] = {
     "gpu_nvlinks": _list_nvlinks,
     "gpu_pcie_generation": _list_pcie_generations,

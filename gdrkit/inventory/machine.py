@@ -1,6 +1,6 @@
 """A machine as the rules of the doctor examine it: its files, its facts and the results of experiments.
 
-The machine is this one or a captured one. A rule treats both alike.
+The machine is either the host of this process, or a captured machine. Rules treat both alike.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Machine:
     Attributes
     ----------
     files : Files
-        Access to its files: the disk or a capture.
+        Access to the files of the machine, on the disk or in a capture.
     facts : Facts
         Facts about its hardware, its software and its APIs.
     kernel_log : KernelLog
@@ -58,7 +58,8 @@ class Machine:
     may_run_experiments : bool
         Whether experiments may run. On a captured machine they may not, and only their captured results exist.
     is_environment_known : bool
-        Whether the environment variables are known.
+        False for a capture without facts, such as an imported one, because nothing recorded the environment of that
+        machine.
     timeout_s : float
         Time limit of an experiment, in seconds.
     """
@@ -97,7 +98,8 @@ class Machine:
     def observe(self, name: str) -> Observation | None:
         """Return the result of the experiment `name`, or None if there is no result and experiments may not run.
 
-        The first call runs the experiment, in a child process with a time limit.
+        The first call runs the experiment, in a child process with a time limit. The name ``gpu_processes`` gives the
+        processes that use a GPU, which were read before.
         """
         from gdrkit.inventory.experiments import EXPERIMENTS
 
@@ -106,8 +108,9 @@ class Machine:
             parent_folder = _TEMPORARY_FOLDER if os.access(_TEMPORARY_FOLDER, os.W_OK) else None
             with tempfile.TemporaryDirectory(prefix="gdrkit-experiment-", dir=parent_folder) as folder:
                 # Without this variable libcufile would write its log into the current folder.
-                log_path = {"CUFILE_LOGFILE_PATH": f"{folder}/cufile.log"}
-                query = ChildQuery(["gdrkit.inventory.experiments", name], {**log_path, **os.environ, "TMPDIR": folder})
+                cufile_variables = {"CUFILE_LOGFILE_PATH": f"{folder}/cufile.log"}
+                environment = {**cufile_variables, **os.environ, "TMPDIR": folder}
+                query = ChildQuery(["gdrkit.inventory.experiments", name], environment)
                 observations_by_step, failure = query.result(self.timeout_s)
             self.observations[name] = Observation(name=name, seen=observations_by_step or {}, failure=failure)
         return self.observations.get(name)
@@ -158,7 +161,7 @@ def this_machine(
         facts=probe(tree, query_apis=query_apis) if facts is None else facts,
         kernel_log=evidence.kernel_log(host.HostTree()),
         environment=environment,
-        # Reading every process takes time. It is not needed without this node, because then no process has a GPU open.
+        # Reading every process takes time. Without /dev/nvidiactl no process has a GPU open, so none is read.
         observations={GPU_PROCESSES: observe_gpu_processes()} if Path("/dev/nvidiactl").exists() else {},
         may_run_experiments=run_experiments,
     )
@@ -185,10 +188,10 @@ def captured_machine(capture: Capture) -> Machine:
         is_environment_known=capture.facts is not None,
         observations={observation.name: observation for observation in capture.observations},
     )
-    device_count = sum(
+    pci_device_count = sum(
         host.is_gpu(function) or host.is_nic(function) or host.is_nvme(function) for function in machine.functions
     )
-    device_count = max(device_count, len(facts.rdma_devices), len(facts.nvme), len(facts.gpus))
+    device_count = max(pci_device_count, len(facts.rdma_devices), len(facts.nvme), len(facts.gpus))
     if device_count > _DEVICES_MAX:
         message = f"capture: at most {_DEVICES_MAX} GPUs, NICs and NVMe controllers are supported, not {device_count}"
         raise UsageError(message, reason=Reason.MALFORMED)

@@ -1,4 +1,4 @@
-"""The result of an experiment on a machine (:mod:`gdrkit.inventory.experiments`)."""
+"""The result of an experiment on a machine (:mod:`gdrkit.inventory.experiments`), or of reading its processes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DESCRIPTOR_0 = "descriptor 0"
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The result of one experiment, or the reason why there is none.
+    """The result of one experiment, or the reason why there is none. It is also used for the processes with a GPU.
 
     Attributes
     ----------
     name : str
-        Name of the experiment.
+        Name of the experiment, or ``gpu_processes``.
     seen : mapping
-        For each step of the experiment, a text that says what was observed.
+        For each step of the experiment, or for each process, a text that says what was observed.
     failure : ApiFailure or None
         The call that failed. Its reason is ``timeout`` if the child process did not end in time.
     """

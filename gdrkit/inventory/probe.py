@@ -60,12 +60,13 @@ def probe(
     tree : HostTree or None
         The files of the host; None means this host.
     environment : mapping or None
-        Environment of the child processes that query the APIs. The facts are valid only for processes with this
-        environment. None means the environment of this process.
+        Environment of the child processes that query the APIs. It also selects the libraries (LD_LIBRARY_PATH) and the
+        cufile.json. The facts are valid only for processes with this environment. None means the environment of this
+        process.
     query_apis : bool
         Whether to start the child processes that query the APIs.
     timeout_s : float
-        Time limit of each query, in seconds. A driver that hangs becomes a failure with reason ``timeout``.
+        Time limit of each query, in seconds. If a driver hangs, the facts have a failure with reason ``timeout``.
     """
     tree = host.HostTree() if tree is None else tree
     child_environment = dict(os.environ if environment is None else environment)
@@ -86,7 +87,7 @@ def _read_files(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
     is_on_disk = not isinstance(tree.files, CapturedFiles)
     return Facts(
         schema_version=SCHEMA_VERSION,
-        # The files of a captured machine do not contain the values of these two fields.
+        # The files of a captured machine do not contain the architecture and the version of Python.
         machine=os.uname().machine if is_on_disk else "",
         python=f"{platform.python_implementation()} {platform.python_version()}" if is_on_disk else "",
         kernel=host.kernel_facts(tree),
@@ -109,6 +110,7 @@ def _read_files(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
         dmi=host.dmi_strings(tree),
         config=_collect_config_facts(tree),
         nvme=host.nvme_controllers(tree),
+        # Mounts with the major number 0 have no block device.
         mounts=tuple(mount for mount in host.mounts(tree) if not mount.device.startswith("0:")),
         cufile=_collect_cufile_facts(tree, environment),
         nvml=None,
@@ -128,6 +130,8 @@ def _is_this_host(tree: host.HostTree) -> bool:
 
 @dataclass
 class _ApiResults:
+    """The results of all queries. The fields are fields of :class:`Facts` with the same names."""
+
     cuda: CudaFacts | None = None
     cuda_failure: ApiFailure | None = None
     verbs: VerbsFacts | None = None
@@ -148,7 +152,7 @@ class _ApiQueries:
         self._queries: dict[str, ChildQuery] = {}
 
     def start(self, *apis: str) -> None:
-        """Start a child for each API. They run at the same time, because a child mostly waits for a driver."""
+        """Start a child for each API. The children run at the same time, because each mostly waits for a driver."""
         self._queries |= {api: ChildQuery(["gdrkit.inventory.api_query", api], self._environment) for api in apis}
 
     def results(self, timeout_s: float) -> _ApiResults:
@@ -209,11 +213,13 @@ def _collect_config_facts(tree: host.HostTree) -> tuple[ConfigFacts, ...]:
 
 def _collect_cufile_facts(tree: host.HostTree, environment: Mapping[str, str]) -> CufileFacts:
     version = tree.text("/proc/driver/nvidia-fs/version") if tree.exists("/proc/driver/nvidia-fs") else None
-    modules = tree.text("/proc/driver/nvidia-fs/modules") if version else None
+    modules_text = tree.text("/proc/driver/nvidia-fs/modules") if version else None
     return CufileFacts(
         config_path=cufile_json.config_path(tree, environment),
         nvidia_fs_version=version,
-        nvidia_fs_modules=tuple(line.split(":")[0].strip() for line in (modules or "").splitlines() if line.strip()),
+        nvidia_fs_modules=tuple(
+            line.split(":")[0].strip() for line in (modules_text or "").splitlines() if line.strip()
+        ),
     )
 
 
@@ -224,8 +230,9 @@ def _collect_library_facts(tree: host.HostTree, search_path: str) -> Iterator[Li
         elif not isinstance(tree.files, host.DiskFiles | Recorder):
             yield LibraryFacts(soname=soname, path=path, build_id=None, error="it is not in the capture")
         else:
-            file = host.HostTree().path(path) if isinstance(tree.files, Recorder) else tree.path(path)
-            library = evidence.describe_library(str(file))
+            # A recorder reads the files of this host.
+            disk_path = host.HostTree().path(path) if isinstance(tree.files, Recorder) else tree.path(path)
+            library = evidence.describe_library(str(disk_path))
             yield LibraryFacts(soname=soname, path=path, build_id=library.build_id, error=library.error)
 
 

@@ -92,7 +92,7 @@ class RequiredRoute:
     Attributes
     ----------
     device : str
-        Pattern of the device number.
+        Pattern of the index of the CUDA device.
     nic : str
         Pattern of the NIC name.
     way : str
@@ -123,7 +123,7 @@ class ExpectedNumber:
         Used instead of `value`: the expected percentage of the rate of the slowest link of the path. The number is
         checked only if the rate of this link is known.
     tolerance_percent : float
-        Percentage by which a number may be worse.
+        Percentage by which a measured number may be worse than expected.
     better : str
         ``more`` if a larger number is better, as for a rate; ``less`` if a smaller number is better, as for a time.
     """
@@ -144,13 +144,13 @@ class Match:
     Attributes
     ----------
     gpu_count, nic_count : int or None
-        Number of GPUs and of NICs that the APIs report.
+        Number of devices that CUDA reports, and number of NICs that verbs reports.
     gpu_name : str or None
         Pattern that the names of all GPUs must match. The machine must have at least one GPU.
     gaudi : str or None
         Pattern that the generations of all Gaudi devices must match. The machine must have at least one.
     dmi : mapping
-        Patterns of the strings in :attr:`Facts.dmi`, by their name, e.g. ``product_name``.
+        Patterns of the firmware's strings in :attr:`Facts.dmi`, by their name, e.g. ``product_name``.
     """
 
     gpu_count: int | None = None
@@ -219,30 +219,32 @@ class Profile:
         return next((entry.causes for entry in self.refused if fnmatchcase(need, entry.need)), None)
 
     def misfits(self, facts: Facts, substrate: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the reasons why this profile does not fit a machine with these facts and this substrate.
+        """Return the reasons why this profile does not fit a machine with these facts and these substrates (by API).
 
         The result is empty if the profile fits.
         """
         reasons = []
         for api, allowed_substrates in sorted(self.substrate.items()):
-            actual = substrate.get(api, "none")
-            if actual not in allowed_substrates:
-                reasons.append(f"{api} runs on {actual}, not on {' or '.join(allowed_substrates)}")
+            actual_substrate = substrate.get(api, "none")
+            if actual_substrate not in allowed_substrates:
+                reasons.append(f"{api} runs on {actual_substrate}, not on {' or '.join(allowed_substrates)}")
         devices = facts.cuda.devices if facts.cuda else ()
         nics = facts.verbs.nics if facts.verbs else ()
         if self.match.gpu_count is not None and len(devices) != self.match.gpu_count:
             reasons.append(f"{len(devices)} CUDA devices, not {self.match.gpu_count}")
         if self.match.nic_count is not None and len(nics) != self.match.nic_count:
             reasons.append(f"{len(nics)} NICs, not {self.match.nic_count}")
-        pattern = self.match.gpu_name
-        if pattern is not None and not (devices and all(fnmatchcase(device.name, pattern) for device in devices)):
-            reasons.append(f"not every CUDA device is a {pattern}")
-        generations = [device.generation for device in facts.gaudi.devices] if facts.gaudi else []
-        pattern = self.match.gaudi
-        if pattern is not None and not (
-            generations and all(fnmatchcase(generation, pattern) for generation in generations)
+        gpu_pattern = self.match.gpu_name
+        if gpu_pattern is not None and not (
+            devices and all(fnmatchcase(device.name, gpu_pattern) for device in devices)
         ):
-            reasons.append(f"there is no {pattern}, or not every Gaudi is one")
+            reasons.append(f"not every CUDA device is a {gpu_pattern}")
+        generations = [device.generation for device in facts.gaudi.devices] if facts.gaudi else []
+        generation_pattern = self.match.gaudi
+        if generation_pattern is not None and not (
+            generations and all(fnmatchcase(generation, generation_pattern) for generation in generations)
+        ):
+            reasons.append(f"there is no {generation_pattern}, or not every Gaudi is one")
         reasons += [
             f"{name} of DMI is {facts.dmi.get(name, 'unknown')}, not {pattern}"
             for name, pattern in self.match.dmi.items()
@@ -263,7 +265,7 @@ def load_profile(name: str, *, folder: Path | None = None) -> Profile:
 
 
 def _load_profile(name: str, folder: Path, extended_by: tuple[str, ...]) -> Profile:
-    """Read the profile `name`, which the profiles in `extended_by` extend."""
+    """Read the profile `name`. Each profile in `extended_by` extends the next one, and the last one extends `name`."""
     import tomllib
 
     path = folder / f"{name}.toml"
@@ -304,6 +306,8 @@ def load_profiles(*, folder: Path | None = None) -> tuple[Profile, ...]:
 def choose_profile(profiles: Sequence[Profile], facts: Facts, substrate: Mapping[str, str]) -> Profile:
     """Return the profile that fits the machine and has the most conditions.
 
+    Of profiles with equally many conditions, the one that names substrates for more APIs is returned.
+
     Raises
     ------
     UsageError
@@ -317,15 +321,18 @@ def choose_profile(profiles: Sequence[Profile], facts: Facts, substrate: Mapping
 
 
 def _check_profile(profile: Profile) -> None:
+    """Raise an error that lists everything that is wrong in a profile."""
     problems = []
     if profile.schema_version != SCHEMA_VERSION:
         problems.append(f"schema_version must be {SCHEMA_VERSION}, not {profile.schema_version}")
-    unknown_names = {name for names in profile.substrate.values() for name in names} - {
+    unknown_substrates = {name for names in profile.substrate.values() for name in names} - {
         "hardware",
         "kernel_software",
         "twin",
     }
-    problems += [f"substrate must be hardware, kernel_software or twin, not {name!r}" for name in sorted(unknown_names)]
+    problems += [
+        f"substrate must be hardware, kernel_software or twin, not {name!r}" for name in sorted(unknown_substrates)
+    ]
     problems += [
         f"enough must be 'each' or 'device', not {route.enough!r}"
         for route in profile.routes
@@ -348,14 +355,14 @@ def _check_profile(profile: Profile) -> None:
 
 def _find_number_problem(entry: ExpectedNumber) -> str:
     """Return what is wrong with an expected number, or an empty text."""
-    name = f"expected {entry.number} of {entry.case}"
+    entry_title = f"expected {entry.number} of {entry.case}"
     if (entry.value is None) == (entry.limit_percent is None):
-        return f"{name} needs either value or limit_percent"
+        return f"{entry_title} needs either value or limit_percent"
     if not 0 <= entry.tolerance_percent < 100 or (entry.value or entry.limit_percent or 0) <= 0:  # noqa: PLR2004 - percent.
-        return f"{name} has a number that is out of range"
+        return f"{entry_title} has a number that is out of range"
     if entry.better not in {"more", "less"}:
-        return f"{name}: better must be 'more' or 'less', not {entry.better!r}"
-    return "" if entry.source else f"{name} has no source"
+        return f"{entry_title}: better must be 'more' or 'less', not {entry.better!r}"
+    return "" if entry.source else f"{entry_title} has no source"
 
 
 def _find_link_problem(link: ExpectedLink) -> str:

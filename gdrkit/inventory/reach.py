@@ -1,4 +1,7 @@
-"""The measurement of all GPUs and NICs of this machine. The choice of NICs (gdrkit.registration) uses its results."""
+"""The measurement of how each GPU of this machine is reached through each NIC.
+
+gdrkit.registration chooses NICs by the results.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ __all__ = ["measure_machine"]
 
 
 def measure_machine(*, balance_s: float = 0) -> tuple[tuple[Reach, ...], Balance | None]:
-    """Measure every GPU with every pair of NICs. Store and return the results, which are empty without a GPU or a NIC.
+    """Measure transfers between the memory of every GPU and every pair of NICs, and store and return the results.
+
+    A pair may also be one NIC in loopback. There are no results without a GPU or a NIC.
 
     If `balance_s` is above 0, also measure how many bytes each NIC carries when all NICs transfer for `balance_s`
     seconds.

@@ -27,7 +27,7 @@ class TopologyDevice:
     Attributes
     ----------
     name : str
-        ``GPU0``, ``mlx5_0``, ``nvme0``; the PCI address if the device has no name.
+        Name of the device, e.g. ``GPU0``, ``mlx5_0``, ``nvme0``, or its PCI address if it has no name.
     kind : str
         ``gpu``, ``nic`` or ``nvme``.
     address : str
@@ -37,7 +37,7 @@ class TopologyDevice:
     path : tuple of str
         The host bridge and the bridges above the device, from the top.
     link : str
-        The PCIe link as trained; empty if it is unknown.
+        Speed and width of the trained PCIe link, e.g. ``32.0 GT/s PCIe x16``; empty if they are unknown.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Topology:
     places : tuple of TopologyDevice
         GPUs, then NICs, then NVMe controllers.
     distances : mapping
-        Distance (``PIX`` to ``SYS``) by the names of two devices. It contains each pair in both orders.
+        Distance (``PIX`` to ``SYS``) by the names of two devices. The mapping contains each pair in both orders.
     bridges : mapping
         Description of each bridge above a device (root ports and ports of switches), by address.
     virtual_machine : str or None
@@ -101,7 +101,9 @@ def topology(machine: Machine) -> Topology:
     devices = tuple(_list_devices(machine, tree))
     addresses = {device.address for device in devices}
     function_by_address = {function.address: function for function in machine.functions}
-    bridges = dict.fromkeys(address for device in devices for address in device.path[1:] if address not in addresses)
+    bridge_addresses = dict.fromkeys(
+        address for device in devices for address in device.path[1:] if address not in addresses
+    )
     return Topology(
         schema_version=SCHEMA_VERSION,
         places=devices,
@@ -115,7 +117,7 @@ def topology(machine: Machine) -> Topology:
         },
         bridges={
             address: _describe_bridge(function_by_address[address])
-            for address in bridges
+            for address in bridge_addresses
             if address in function_by_address
         },
         virtual_machine=machine.facts.virtual_machine,
@@ -125,8 +127,8 @@ def topology(machine: Machine) -> Topology:
 
 def _read_numa_cpus(tree: host.HostTree, devices: Iterable[TopologyDevice]) -> dict[str, str]:
     numa_nodes = sorted({device.numa_node for device in devices if device.numa_node is not None})
-    cpu_lists = {str(node): tree.text(f"/sys/devices/system/node/node{node}/cpulist") for node in numa_nodes}
-    return {node: cpus for node, cpus in cpu_lists.items() if cpus}
+    cpu_list_by_node = {str(node): tree.text(f"/sys/devices/system/node/node{node}/cpulist") for node in numa_nodes}
+    return {node: cpu_list for node, cpu_list in cpu_list_by_node.items() if cpu_list}
 
 
 def _list_devices(machine: Machine, tree: host.HostTree) -> list[TopologyDevice]:
@@ -139,10 +141,12 @@ def _list_devices(machine: Machine, tree: host.HostTree) -> list[TopologyDevice]
         devices.append(_make_device(tree, f"GPU{cuda_index_by_address.get(gpu.address, gpu_index)}", "gpu", gpu))
     function_by_address = {function.address: function for function in machine.functions}
     addresses_with_driver: set[str] = set()
-    for nic in machine.facts.rdma_devices:
-        if nic.pci_address in function_by_address:
-            devices.append(_make_device(tree, nic.name, "nic", function_by_address[nic.pci_address]))
-            addresses_with_driver.add(nic.pci_address)
+    for rdma_device in machine.facts.rdma_devices:
+        if rdma_device.pci_address in function_by_address:
+            function = function_by_address[rdma_device.pci_address]
+            devices.append(_make_device(tree, rdma_device.name, "nic", function))
+            addresses_with_driver.add(rdma_device.pci_address)
+    # These NICs have no RDMA device, because no driver is loaded for them.
     devices += [
         _make_device(tree, function.address, "nic", function)
         for function in machine.functions
@@ -160,6 +164,7 @@ def _list_devices(machine: Machine, tree: host.HostTree) -> list[TopologyDevice]
 
 
 def _make_device(tree: host.HostTree, name: str, kind: str, function: PciDevice) -> TopologyDevice:
+    # The kernel reports a speed that it cannot determine as a text that begins with "Unknown".
     speed, width = function.link_speed, function.link_width
     is_known = speed is not None and speed[:1].isdigit()
     return TopologyDevice(

@@ -1,7 +1,7 @@
-"""Metrics for Prometheus: the RDMA regions and dma-bufs of all processes of a machine, and the work of gdrkit in one.
+"""Metrics for Prometheus: RDMA objects and dma-bufs of all processes of a machine, and the work of gdrkit in a process.
 
-`gdrkit monitor` serves the metrics of the machine. A program that uses gdrkit serves its own with
-:func:`serve_metrics`; the agent and the storage server do so with `--metrics`.
+`gdrkit monitor` serves the metrics of the machine. A program that uses gdrkit serves its own metrics
+with :func:`serve_metrics`; the agent and the storage server do so with `--metrics`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The only file that imports prometheus_client, which formats metrics and serves them over HTTP."""
+"""The HTTP server of the metrics. Only this file imports prometheus_client, which formats and serves them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ __all__ = ["start_server"]
 
 
 def start_server(host: str, port: int, metrics: Callable[[], Iterable[Metric]]) -> tuple[WSGIServer, Thread]:
-    """Serve the metrics at /metrics by a thread, and return the HTTP server and the thread.
+    """Serve the metrics at /metrics in a new thread, and return the HTTP server and the thread.
+
+    `metrics` is called for each request.
 
     Raises
     ------
@@ -31,8 +33,8 @@ def start_server(host: str, port: int, metrics: Callable[[], Iterable[Metric]]) 
         The address cannot be used.
     """
     try:
-        library = importlib.import_module("prometheus_client")
-        core = importlib.import_module("prometheus_client.core")
+        client_module = importlib.import_module("prometheus_client")
+        core_module = importlib.import_module("prometheus_client.core")
     except ImportError as error:
         raise loader.setup_missing(
             operation="import prometheus_client",
@@ -53,20 +55,20 @@ def start_server(host: str, port: int, metrics: Callable[[], Iterable[Metric]]) 
         def collect() -> Iterator[object]:
             """Yield the metrics as objects of prometheus_client."""
             for metric in metrics():
-                family_type = core.CounterMetricFamily if metric.is_counter else core.GaugeMetricFamily
-                names = [name for name, _ in next(iter(metric.values), ())]
-                family = family_type(metric.name, metric.help, labels=names)
+                family_type = core_module.CounterMetricFamily if metric.is_counter else core_module.GaugeMetricFamily
+                label_names = [name for name, _ in next(iter(metric.values), ())]
+                family = family_type(metric.name, metric.help, labels=label_names)
                 for labels, value in metric.values.items():
-                    family.add_metric([label for _, label in labels], value)
+                    family.add_metric([label_value for _, label_value in labels], value)
                 yield family
 
-    registry = library.CollectorRegistry()
+    registry = client_module.CollectorRegistry()
     registry.register(Collector())
     # The threads of the server inherit the signal mask and so receive no signals. If one of them received a signal for
     # which another thread waits by sigwait(), the default action would end the process.
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        server, thread = library.start_http_server(port, host, registry)
+        server, thread = client_module.start_http_server(port, host, registry)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
     return server, thread

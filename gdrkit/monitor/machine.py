@@ -1,7 +1,7 @@
 """Metrics of the machine: RDMA objects and dma-bufs of every process, BAR1, counters of NICs and of nvidia-fs.
 
-The values are read when Prometheus asks for them. If the kernel refuses a value, the metric has no value instead of
-zero, and ``gdrkit_not_read`` counts the refusal. The first refusal of each source and cause is also logged.
+The values are read when Prometheus asks for them. If a value cannot be read, the metric has no value instead of
+zero, and ``gdrkit_not_read`` counts the failure. The first failure of each source and cause is also logged.
 
 A process may run on software twins (libraries that emulate the hardware). Its objects are then in the record of the
 twins, because the kernel does not know them.
@@ -35,8 +35,8 @@ __all__ = ["MachineReader", "machine_metrics"]
 _DEVICE_NODE_PREFIXES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
 _KIB = 1024
 _log = logging.getLogger(__name__)
-# The sources that were already logged as not read, with their causes.
-_logged_errors: set[tuple[tuple[str, str], ...]] = set()
+# The labels of gdrkit_not_read (source and cause) that were already logged.
+_logged_failures: set[tuple[tuple[str, str], ...]] = set()
 # Value of the labels for the device and for the type of an object that exists only in a software twin.
 _TWIN_LABEL = "twin"
 
@@ -47,7 +47,7 @@ class MachineReader:
     Parameters
     ----------
     interval_s : float
-        Seconds for which a reading is returned again. 0 reads the machine for each call.
+        Seconds for which :meth:`read` returns the same values again. With 0, each call reads the machine.
     """
 
     def __init__(self, *, interval_s: float) -> None:
@@ -72,7 +72,8 @@ def machine_metrics(tree: HostTree | None = None) -> tuple[Metric, ...]:
     Parameters
     ----------
     tree : HostTree or None
-        The files of the machine; None for this one. Queue pairs, regions and BAR1 are always read from this machine.
+        The files of the machine; None means this machine. Queue pairs, regions and BAR1 are always read from this
+        machine.
     """
     tree = HostTree() if tree is None else tree
     not_read_metric = Metric(
@@ -89,13 +90,13 @@ def machine_metrics(tree: HostTree | None = None) -> tuple[Metric, ...]:
         not_read_metric,
     )
     for labels in not_read_metric.values:
-        if labels not in _logged_errors:
-            _logged_errors.add(labels)
+        if labels not in _logged_failures:
+            _logged_failures.add(labels)
             _log.warning("not read: %s", ", ".join(text for _, text in labels))
     return metrics
 
 
-def _find_owner(tree: HostTree, process_id: int | None) -> dict[str, object]:
+def _make_owner_labels(tree: HostTree, process_id: int | None) -> dict[str, object]:
     if process_id is None:
         return {"pid": "", "program": "kernel"}
     return {"pid": process_id, "program": (tree.text(f"/proc/{process_id}/comm") or "").strip()}
@@ -111,7 +112,8 @@ def _make_rdma_metrics(
         "gdrkit_rdma_regions", "Registered memory regions, from RDMA netlink, or from the record of a software twin."
     )
     region_bytes_metric = Metric(
-        "gdrkit_rdma_region_bytes", "Bytes of the registered memory regions, from the same source."
+        "gdrkit_rdma_region_bytes",
+        "Bytes of the memory regions, from RDMA netlink, or from the record of a software twin.",
     )
     # A machine without an RDMA device has no such objects, and then the kernel may lack RDMA netlink.
     if not tree.names("/sys/class/infiniband"):
@@ -124,9 +126,11 @@ def _make_rdma_metrics(
             not_read_metric.add({"source": "rdma_netlink", "cause": error.strerror}, 1)
         else:
             for pair in queue_pairs:
-                pairs_metric.add({"device": pair.device, "type": pair.type, **_find_owner(tree, pair.process_id)}, 1)
+                pairs_metric.add(
+                    {"device": pair.device, "type": pair.type, **_make_owner_labels(tree, pair.process_id)}, 1
+                )
             for region in kernel_regions:
-                labels = {"device": region.device, **_find_owner(tree, region.process_id)}
+                labels = {"device": region.device, **_make_owner_labels(tree, region.process_id)}
                 regions_metric.add(labels, 1)
                 region_bytes_metric.add(labels, region.length_bytes)
     _add_twin_objects(twin_uses, pairs_metric, regions_metric, region_bytes_metric)
@@ -144,39 +148,43 @@ def _make_process_metrics(
         "gdrkit_descriptors", "Open descriptors of a process that has a GPU, a NIC or a dma-buf open."
     )
     limits_metric = Metric(
-        "gdrkit_descriptors_limit", "Soft limit of open descriptors (RLIMIT_NOFILE) of such a process."
+        "gdrkit_descriptors_limit", "Soft limit of open descriptors (RLIMIT_NOFILE) of a process in gdrkit_descriptors."
     )
-    pinned_metric = Metric("gdrkit_pinned_bytes", "Memory that RDMA and drivers pinned for such a process (VmPin).")
-    for name in filter(str.isdecimal, tree.names("/proc")):
+    pinned_metric = Metric(
+        "gdrkit_pinned_bytes", "Memory that RDMA and drivers pinned for a process in gdrkit_descriptors (VmPin)."
+    )
+    for pid in filter(str.isdecimal, tree.names("/proc")):
         try:
-            targets = evidence.descriptors(name)
+            target_by_descriptor = evidence.descriptors(pid)
         except (FileNotFoundError, ProcessLookupError):
             continue
         except OSError as error:
             not_read_metric.add({"source": "descriptors_of_processes", "cause": error.strerror}, 1)
             continue
-        held_dmabufs = evidence.held_dmabufs(tree, name, targets)
-        if int(name) in twin_uses:
-            held_dmabufs += twin_dmabufs(tree, name, targets)
-        if not held_dmabufs and not any(target.startswith(_DEVICE_NODE_PREFIXES) for target in targets.values()):
+        held_dmabufs = evidence.held_dmabufs(tree, pid, target_by_descriptor)
+        if int(pid) in twin_uses:
+            held_dmabufs += twin_dmabufs(tree, pid, target_by_descriptor)
+        if not held_dmabufs and not any(
+            target.startswith(_DEVICE_NODE_PREFIXES) for target in target_by_descriptor.values()
+        ):
             continue
-        owner = _find_owner(tree, int(name))
+        owner_labels = _make_owner_labels(tree, int(pid))
         for dmabuf in held_dmabufs:
-            labels = {**owner, "exporter": dmabuf.exporter}
+            labels = {**owner_labels, "exporter": dmabuf.exporter}
             dmabufs_metric.add(labels, 1)
             dmabuf_bytes_metric.add(labels, dmabuf.size_bytes)
-        descriptors_metric.add(owner, len(targets))
-        limit = _read_field(tree.text(f"/proc/{name}/limits"), "Max open files", word_index=3)
-        if limit is not None:
-            limits_metric.add(owner, limit)
-        pinned_kib = _read_field(tree.text(f"/proc/{name}/status"), "VmPin:", word_index=1)
+        descriptors_metric.add(owner_labels, len(target_by_descriptor))
+        open_files_limit = _read_field(tree.text(f"/proc/{pid}/limits"), "Max open files", word_index=3)
+        if open_files_limit is not None:
+            limits_metric.add(owner_labels, open_files_limit)
+        pinned_kib = _read_field(tree.text(f"/proc/{pid}/status"), "VmPin:", word_index=1)
         if pinned_kib is not None:
-            pinned_metric.add(owner, pinned_kib * _KIB)
+            pinned_metric.add(owner_labels, pinned_kib * _KIB)
     return (dmabufs_metric, dmabuf_bytes_metric, descriptors_metric, limits_metric, pinned_metric)
 
 
 def _read_field(text: str | None, line_start: str, *, word_index: int) -> int | None:
-    """Return the number at `word_index` of the words of the line that begins with `line_start`, or None."""
+    """Return the number that is the word `word_index` (from 0) of the line that begins with `line_start`, or None."""
     for line in (text or "").splitlines():
         words = line.split()
         if line.startswith(line_start) and len(words) > word_index and words[word_index].isdecimal():
@@ -203,7 +211,7 @@ def _make_bar1_metrics(not_read_metric: Metric) -> tuple[Metric, ...]:
 
 
 def _make_port_metrics(tree: HostTree, not_read_metric: Metric) -> tuple[Metric, ...]:
-    metrics = {
+    metric_by_counter = {
         name: Metric(f"gdrkit_port_{name}", f"{text} by an RDMA port, from sysfs.", is_counter=True)
         for name, text in (
             ("sent_bytes", "Bytes sent"),
@@ -213,14 +221,14 @@ def _make_port_metrics(tree: HostTree, not_read_metric: Metric) -> tuple[Metric,
         )
     }
     for counters in host.port_counters(tree):
-        for name, metric in metrics.items():
+        for name, metric in metric_by_counter.items():
             value = getattr(counters, name)
             if value is not None:
                 metric.add({"device": counters.device, "port": counters.port}, value)
             else:
                 cause = f"the driver of {counters.device} does not count {name.replace('_', ' ')}"
                 not_read_metric.add({"source": "port_counters", "cause": cause}, 1)
-    return tuple(metrics.values())
+    return tuple(metric_by_counter.values())
 
 
 def _make_nvidia_fs_metrics(tree: HostTree, not_read_metric: Metric) -> tuple[Metric, ...]:
@@ -237,27 +245,32 @@ def _make_nvidia_fs_metrics(tree: HostTree, not_read_metric: Metric) -> tuple[Me
 
 
 def _read_twin_uses(tree: HostTree, not_read_metric: Metric) -> dict[int, list[ProcessUse]]:
-    """Return what each running process below a `gdrkit run` did and has on software twins (drop-in libraries)."""
+    """Return the use of software twins by each running process that `gdrkit run` has started directly or indirectly."""
     uses_by_process: dict[int, list[ProcessUse]] = {}
     uses_by_record_path: dict[str, list[ProcessUse]] = {}
-    marker = f"{launch.USAGE_VARIABLE}=".encode()
-    for name in filter(str.isdecimal, tree.names("/proc")):
-        environ_data = tree.data(f"/proc/{name}/environ") or b""
-        path = next(
-            (os.fsdecode(entry[len(marker) :]) for entry in environ_data.split(b"\0") if entry.startswith(marker)), None
+    variable_prefix = f"{launch.USAGE_VARIABLE}=".encode()
+    for pid in filter(str.isdecimal, tree.names("/proc")):
+        environ_data = tree.data(f"/proc/{pid}/environ") or b""
+        record_path = next(
+            (
+                os.fsdecode(entry[len(variable_prefix) :])
+                for entry in environ_data.split(b"\0")
+                if entry.startswith(variable_prefix)
+            ),
+            None,
         )
-        if path is None:
+        if record_path is None:
             continue
-        if path not in uses_by_record_path:
+        if record_path not in uses_by_record_path:
             try:
-                uses_by_record_path[path] = read_usage(Path(path))
+                uses_by_record_path[record_path] = read_usage(Path(record_path))
             except OSError as error:
-                uses_by_record_path[path] = []
+                uses_by_record_path[record_path] = []
                 not_read_metric.add({"source": "twins", "cause": error.strerror}, 1)
-        # If several slots have the same process ID and API, the last one belongs to the program that runs now.
-        last_uses = {use.api: use for use in uses_by_record_path[path] if use.process_id == int(name)}
-        if last_uses:
-            uses_by_process[int(name)] = list(last_uses.values())
+        # If several entries have the same process ID and API, the last one belongs to the program that runs now.
+        last_use_by_api = {use.api: use for use in uses_by_record_path[record_path] if use.process_id == int(pid)}
+        if last_use_by_api:
+            uses_by_process[int(pid)] = list(last_use_by_api.values())
     return uses_by_process
 
 
@@ -271,10 +284,10 @@ def _add_twin_objects(
     for process_id, uses_of_process in uses_by_process.items():
         for use in uses_of_process:
             if use.api is Api.VERBS:
-                owner = {"pid": process_id, "program": use.program}
-                pairs_metric.add({"device": _TWIN_LABEL, "type": _TWIN_LABEL, **owner}, use.queue_pairs_count)
-                regions_metric.add({"device": _TWIN_LABEL, **owner}, use.regions_count)
-                region_bytes_metric.add({"device": _TWIN_LABEL, **owner}, use.region_bytes)
+                owner_labels = {"pid": process_id, "program": use.program}
+                pairs_metric.add({"device": _TWIN_LABEL, "type": _TWIN_LABEL, **owner_labels}, use.queue_pairs_count)
+                regions_metric.add({"device": _TWIN_LABEL, **owner_labels}, use.regions_count)
+                region_bytes_metric.add({"device": _TWIN_LABEL, **owner_labels}, use.region_bytes)
 
 
 def _make_twin_metrics(uses_by_process: dict[int, list[ProcessUse]]) -> tuple[Metric, ...]:

@@ -18,7 +18,8 @@ class Metric:
     Attributes
     ----------
     name : str
-        Name without the suffix ``_total``, which the library adds to counters. It ends in the unit.
+        Name of the metric, which ends in the unit. prometheus_client adds the suffix ``_total`` to the names of
+        counters.
     help : str
         One sentence about the quantity and its source.
     is_counter : bool
@@ -33,6 +34,6 @@ class Metric:
     values: dict[tuple[tuple[str, str], ...], float] = field(default_factory=dict)
 
     def add(self, labels: Mapping[str, object], value: float) -> None:
-        """Add `value` to the value with these labels."""
-        key = tuple((name, str(label)) for name, label in labels.items())
-        self.values[key] = self.values.get(key, 0) + value
+        """Add `value` to the value of these labels, which is 0 at first."""
+        label_pairs = tuple((name, str(label)) for name, label in labels.items())
+        self.values[label_pairs] = self.values.get(label_pairs, 0) + value

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GAUGES", "process_metrics", "watch"]
 
-# The numbers of statistics that describe the present. All other numbers count events, so they only grow.
+# Names of the statistics that describe the present state. All other statistics count events, so they only grow.
 GAUGES = frozenset(
     {
         *("leases", "in_flight", "not_deregistered", "regions", "registered_bytes", "waiting"),  # CacheStatistics
@@ -29,9 +29,10 @@ GAUGES = frozenset(
         "clients",  # Agent.statistics()
     }
 )
-# Registrations, dma-bufs that are held open, and pinned memory.
+# The kinds of open objects that have a size: registrations, dma-bufs that are held open, and pinned memory.
 _SIZED_KINDS = ("verbs.region", "dmabuf_range", "cuda.pinned", "gaudi.host_mapping")
 _lock = threading.Lock()
+# Kind, name and statistics of each watched object, by the id of the function that returns its statistics.
 _watched_objects: dict[int, tuple[str, str, Callable[[], Statistics]]] = {}
 
 
@@ -42,53 +43,55 @@ def watch(kind: str, statistics: Callable[[], Statistics], *, name: str = "") ->
     Parameters
     ----------
     kind : str
-        Kind of the object, part of the names: ``cache`` gives ``gdrkit_cache_hits_total{name="..."}``.
+        Kind of the object. It is a part of the metric names: ``cache`` gives ``gdrkit_cache_hits_total{name="..."}``.
     statistics : callable
-        Returns the numbers, such as ``cache.statistics``. The thread of the metrics server calls it.
+        Function that returns the numbers, such as ``cache.statistics``. The thread of the metrics server calls it.
     name : str
         Name of the object, to tell objects of one kind apart.
     """
-    key = id(statistics)
+    watch_id = id(statistics)
     with _lock:
-        _watched_objects[key] = kind, name, statistics
+        _watched_objects[watch_id] = kind, name, statistics
     try:
         yield
     finally:
         with _lock:
-            del _watched_objects[key]
+            del _watched_objects[watch_id]
 
 
 def process_metrics() -> tuple[Metric, ...]:
     """Return the metrics of the watched objects, of all open objects, and of file transfers by route."""
-    metrics: dict[str, Metric] = {}
+    metric_by_name: dict[str, Metric] = {}
     # The lock delays the end of `watch` while the statistics of its object are read, so that the object stays open.
     with _lock:
         for kind, name, statistics in _watched_objects.values():
             for field, value in _read_numbers(statistics).items():
                 metric_name = f"gdrkit_{kind}_{field}"
                 help_text = f"Number {field!r} of the statistics of each {kind}."
-                metric = metrics.setdefault(metric_name, Metric(metric_name, help_text, is_counter=field not in GAUGES))
+                metric = metric_by_name.setdefault(
+                    metric_name, Metric(metric_name, help_text, is_counter=field not in GAUGES)
+                )
                 metric.add({"name": name}, value)
-    counts = Metric("gdrkit_transfers", "Finished file transfers of gdrkit.gds.", is_counter=True)
+    transfers_metric = Metric("gdrkit_transfers", "Finished file transfers of gdrkit.gds.", is_counter=True)
     moved_metric = Metric(
         "gdrkit_transferred_bytes", "Bytes of finished file transfers of gdrkit.gds.", is_counter=True
     )
     for route, totals in gds.transfer_totals().items():
-        counts.add({"route": route.value}, totals.transfers_count)
+        transfers_metric.add({"route": route.value}, totals.transfers_count)
         moved_metric.add({"route": route.value}, totals.moved_bytes)
-    return (*metrics.values(), counts, moved_metric, *_make_object_metrics())
+    return (*metric_by_name.values(), transfers_metric, moved_metric, *_make_object_metrics())
 
 
 def _make_object_metrics() -> tuple[Metric, ...]:
-    """Return the open objects of this process. Kinds with a size are listed also if no object is open."""
-    objects = Metric("gdrkit_open_objects", "Open objects of gdrkit by kind.")
-    sizes = Metric("gdrkit_open_object_bytes", "Bytes of the open objects by kind, for kinds that have a size.")
+    """Return the open objects of this process. Kinds with a size are listed even if no object is open."""
+    objects_metric = Metric("gdrkit_open_objects", "Open objects of gdrkit by kind.")
+    sizes_metric = Metric("gdrkit_open_object_bytes", "Bytes of the open objects by kind, for kinds that have a size.")
     counts, sizes_bytes = handles.live(), handles.live_bytes()
     for kind in sorted({*counts, *_SIZED_KINDS}):
-        objects.add({"kind": kind}, counts.get(kind, 0))
+        objects_metric.add({"kind": kind}, counts.get(kind, 0))
     for kind in _SIZED_KINDS:
-        sizes.add({"kind": kind}, sizes_bytes.get(kind, 0))
-    return (objects, sizes)
+        sizes_metric.add({"kind": kind}, sizes_bytes.get(kind, 0))
+    return (objects_metric, sizes_metric)
 
 
 def _read_numbers(statistics: Callable[[], Statistics]) -> Mapping[str, int]:

@@ -41,7 +41,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class MetricsServer(Closeable):
-    """An HTTP server of metrics, which runs in a thread until the context closes.
+    """An HTTP server of metrics, which runs in a thread until :meth:`close` or the end of the ``with`` block.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ def serve_metrics(host: str, port: int, *, metrics: Callable[[], Iterable[Metric
     SetupMissing
         prometheus_client is not installed.
     ApiError
-        EADDRINUSE: another process listens there. EADDRNOTAVAIL: the host has no such address.
+        EADDRINUSE: another process listens at this address. EADDRNOTAVAIL: the host has no such address.
     """
     try:
         return MetricsServer(*_prometheus.start_server(host, port, metrics))
@@ -92,7 +92,7 @@ def serve_metrics(host: str, port: int, *, metrics: Callable[[], Iterable[Metric
 def export_statistics(kind: str, address: tuple[str, int], statistics: Callable[[], dict[str, int]]) -> Iterator[None]:
     """Serve the metrics of this process while the context is open, with these statistics of an agent or a server.
 
-    The address of the metrics is printed to standard error.
+    `address` is the host and the port of the metrics. Their URL is written to standard error.
     """
     with watch(kind, statistics), serve_metrics(*address) as server:
         sys.stderr.write(f"gdrkit: metrics at {server.address}\n")

@@ -1,4 +1,4 @@
-"""NCCL with memory of gdrkit: communicators, registered memory, memory of NCCL, and evidence that NCCL uses them.
+"""NCCL with memory of gdrkit: communicators, registration, memory that NCCL allocates, and evidence from NCCL's log.
 
 The import of this package loads no library; the first call of a function does. Only ``_nccl.py`` calls libnccl.
 
@@ -49,12 +49,12 @@ __all__ = [
 
 
 def library_version() -> tuple[int, int, int]:
-    """Return the version of NCCL: ``(2, 28, 9)``.
+    """Return the version of NCCL as three numbers, e.g. ``(2, 28, 9)``.
 
     Raises
     ------
     SetupMissing
         NCCL is missing.
     """
-    number = version_number()
+    number = version_number()  # NCCL returns 22809 for version 2.28.9.
     return number // 10_000, number // 100 % 100, number % 100

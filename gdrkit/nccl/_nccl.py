@@ -1,8 +1,8 @@
 """The calls of libnccl through ctypes. Only this file opens the library.
 
-If the process has already loaded a libnccl (torch brings one), this library is used. Otherwise, the dynamic loader
-searches for it, and then this module looks into the Python package nvidia-nccl. NCCL reads its environment variables at
-its first call.
+If the process has already loaded a libnccl (torch loads one), the calls go to that library. Otherwise, the dynamic
+loader searches for libnccl.so.2; if there is none, this module opens the one of the Python package nvidia-nccl. NCCL
+reads its environment variables at its first call.
 
 Source: ``nccl.h`` of NCCL 2.28 and 2.32.
 """
@@ -45,9 +45,9 @@ _LOAD_OPERATION = f"dlopen {_NCCL_SONAME}"
 _INSTALL_ADVICE = (
     "install NCCL (pip install nvidia-nccl-cu13, or the package libnccl2), or put its folder on LD_LIBRARY_PATH"
 )
-# NCCL_UNIQUE_ID_BYTES
+# Size of an ncclUniqueId (NCCL_UNIQUE_ID_BYTES).
 UNIQUE_ID_BYTES = 128
-# ncclResult_t
+# Names of the values of ncclResult_t, from 0.
 STATUS_NAMES = (
     "ncclSuccess",
     "ncclUnhandledCudaError",
@@ -70,12 +70,12 @@ _LOG_ADVICE = "set NCCL_DEBUG=INFO and read the log of NCCL"
 
 
 class UniqueId(ctypes.Structure):
-    """ncclUniqueId: the identity of a communicator, by which its ranks find each other. It is passed by value."""
+    """ncclUniqueId: the identity of a communicator, by which its ranks find each other. NCCL takes it by value."""
 
     _fields_ = (("internal", ctypes.c_uint8 * UNIQUE_ID_BYTES),)
 
 
-# Argument types of the functions. Without the types, ctypes would truncate addresses to 32 bits.
+# Argument types of the functions of NCCL. Without them, ctypes would truncate addresses to 32 bits.
 FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "ncclGetVersion": (POINTER(c_int),),
     "ncclGetUniqueId": (POINTER(UniqueId),),
@@ -100,23 +100,23 @@ _VERSION_MIN_BY_FUNCTION = {
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Open the library and return it.
+    """Open libnccl and return it. Later calls return the same library.
 
     Raises
     ------
     SetupMissing
-        The library is missing, damaged or of another machine.
+        The library is missing, damaged or built for another processor.
     """
     loader.check_library(_NCCL_SONAME, operation=_LOAD_OPERATION)
     try:
         return ctypes.CDLL(_NCCL_SONAME)
     except OSError as error:
-        not_found_error = loader.setup_missing(
+        loader_error = loader.setup_missing(
             operation=_LOAD_OPERATION, text=str(error), what_to_do=_INSTALL_ADVICE, default_errno=errno.ENOENT
         )
         folder = package_folder()
-        if not_found_error.errno != errno.ENOENT or folder is None:
-            raise not_found_error from error
+        if loader_error.errno != errno.ENOENT or folder is None:
+            raise loader_error from error
     path = folder / "lib" / _NCCL_SONAME
     try:
         return ctypes.CDLL(str(path))
@@ -127,7 +127,7 @@ def load() -> ctypes.CDLL:
 
 
 def package_folder() -> Path | None:
-    """Return the folder of the Python package nvidia-nccl, or None. It contains the library and its header."""
+    """Return the folder of the Python package nvidia-nccl, or None if it is not installed or has no libnccl."""
     try:
         package = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
@@ -137,14 +137,14 @@ def package_folder() -> Path | None:
 
 
 def version_number() -> int:
-    """Return the version of the library as NCCL writes it: 22809 for 2.28.9."""
+    """Return the version of the library in the form of NCCL_VERSION_CODE: 22809 for 2.28.9."""
     version = c_int()
     call("ncclGetVersion", ctypes.byref(version))
     return version.value
 
 
 def unique_id() -> bytes:
-    """Call ncclGetUniqueId and return the identity."""
+    """Call ncclGetUniqueId and return the bytes of the new ncclUniqueId."""
     identity = UniqueId()
     call("ncclGetUniqueId", ctypes.byref(identity))
     return bytes(identity)
@@ -166,7 +166,7 @@ def create_communicator(*, rank: int, ranks_count: int, identity: bytes) -> int:
 
 
 def get_async_status(communicator: int) -> int:
-    """Call ncclCommGetAsyncError and return the ncclResult_t of the operations so far."""
+    """Call ncclCommGetAsyncError and return the error of an earlier operation, an ncclResult_t; 0 without one."""
     status = c_int()
     call("ncclCommGetAsyncError", communicator, ctypes.byref(status))
     return status.value
@@ -181,14 +181,14 @@ def register(communicator: int, address: int, length_bytes: int) -> int:
 
 
 def allocate(length_bytes: int) -> int:
-    """Call ncclMemAlloc for the current device and return the address."""
+    """Call ncclMemAlloc for the current CUDA device and return the address of the memory."""
     address = c_void_p()
     call("ncclMemAlloc", ctypes.byref(address), length_bytes, size=length_bytes)
     return address.value or 0
 
 
 def call(name: str, /, *arguments: object, **error_arguments: object) -> None:
-    """Call a function of NCCL.
+    """Call a function of NCCL, and raise an error unless it returns ncclSuccess.
 
     Parameters
     ----------
@@ -197,7 +197,7 @@ def call(name: str, /, *arguments: object, **error_arguments: object) -> None:
     *arguments : object
         Its arguments.
     **error_arguments : object
-        Names and values of the arguments that an error contains.
+        Names and values of the arguments that the error names, if the call fails.
 
     Raises
     ------
@@ -227,9 +227,12 @@ def call(name: str, /, *arguments: object, **error_arguments: object) -> None:
 
 
 def error_of(name: str, status: int, error_arguments: Mapping[str, object]) -> ApiError:
-    """Return the exception for an ncclResult_t. Its ``detail`` is the last message of NCCL."""
-    last_error = load().ncclGetLastError
-    last_error.argtypes, last_error.restype = (c_void_p,), ctypes.c_char_p
+    """Return the exception for the call `name` that failed with `status`, an ncclResult_t.
+
+    The ``detail`` of the exception is the last error message of NCCL.
+    """
+    get_last_error = load().ncclGetLastError
+    get_last_error.argtypes, get_last_error.restype = (c_void_p,), ctypes.c_char_p
     status_name = STATUS_NAMES[status] if 0 <= status < len(STATUS_NAMES) else f"ncclResult_t {status}"
     return ApiError(
         api=Api.NCCL,
@@ -239,5 +242,5 @@ def error_of(name: str, status: int, error_arguments: Mapping[str, object]) -> A
         arguments=error_arguments,
         reason=_REASON_BY_STATUS_NAME.get(status_name, Reason.OTHER),
         what_to_do=_LOG_ADVICE,
-        detail=(last_error(None) or b"").decode(errors="replace").strip(),
+        detail=(get_last_error(None) or b"").decode(errors="replace").strip(),
     )

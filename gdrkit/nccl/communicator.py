@@ -1,7 +1,8 @@
 """Communicators of NCCL, and memory that is registered with them.
 
-Each rank should be a process of its own. A thread with the communicators of several devices must put every collective
-call, and the destruction of the communicators, into NCCL groups, because a call outside of a group never returns.
+A communicator connects ranks, each with one GPU. Each rank should be a process of its own. A thread that has the
+communicators of several ranks must put every collective call, and the destruction of the communicators, into NCCL
+groups (ncclGroupStart), because a call outside of a group waits for the other ranks and never returns.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = [
 
 
 class DataType(enum.IntEnum):
-    """Types of elements (``ncclDataType_t``)."""
+    """Types of the elements that a reduction combines (``ncclDataType_t``)."""
 
     INT8 = 0
     UINT8 = 1
@@ -53,7 +54,7 @@ _ELEMENT_BYTES = dict(zip(DataType, (1, 1, 4, 4, 8, 8, 2, 4, 8, 2), strict=True)
 
 
 class ReduceOperation(enum.IntEnum):
-    """Operations of a reduction (``ncclRedOp_t``)."""
+    """Operations by which a reduction combines the elements of the ranks (``ncclRedOp_t``)."""
 
     SUM = 0
     PRODUCT = 1
@@ -76,6 +77,8 @@ class ReducibleMemory(Protocol):
 
 @runtime_checkable
 class _NotifyingMemory(Protocol):
+    """Memory of gdrkit: :meth:`before_release` registers an action that is called before the memory is freed."""
+
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]: ...
 
 
@@ -88,22 +91,22 @@ class DeviceStream(Protocol):
 
 
 def create_unique_id() -> bytes:
-    """Return the identity of a new communicator. One rank creates it and sends it to the others.
+    """Return the identity of a new communicator. One rank calls this function and sends the result to the others.
 
-    NCCL starts a thread in this process, by which the ranks connect to each other.
+    NCCL starts a thread in the calling process. The ranks find each other through this thread.
     """
     return _nccl.unique_id()
 
 
 class Communicator(Resource):
-    """A communicator of this process for one device; a context manager.
+    """The communicator of one rank, on one device of this process; a context manager.
 
-    The constructor and :meth:`close` return when all ranks have called them.
+    The constructor waits until all ranks have called it, and so does :meth:`close`.
 
     Parameters
     ----------
     device : PrimaryContext
-        The device of this rank. Two ranks must not use the same device.
+        The GPU of this rank. Two ranks must not use the same GPU.
     rank : int
         Number of this rank, 0 to ``ranks_count - 1``.
     ranks_count : int
@@ -133,14 +136,16 @@ class Communicator(Resource):
         self.ranks_count = ranks_count
         self._registrations = ReleaseStack()
         with device.current():
-            self._communicator = _nccl.create_communicator(rank=rank, ranks_count=ranks_count, identity=unique_id)
+            self._communicator_handle = _nccl.create_communicator(
+                rank=rank, ranks_count=ranks_count, identity=unique_id
+            )
         super().__init__("nccl.communicator", name="communicator", on_close=device.on_close)
 
     @property
     def handle(self) -> int:
         """The ncclComm_t of the communicator; 0 after :meth:`abort`."""
         self._check_open()
-        return self._communicator
+        return self._communicator_handle
 
     def register(self, memory: ReducibleMemory) -> NcclRegistration:
         """Register memory, so that NCCL need not copy through its own buffers. See :class:`NcclRegistration`."""
@@ -163,7 +168,7 @@ class Communicator(Resource):
         source, target : ReducibleMemory
             Memory of this rank. They may be the same.
         stream : DeviceStream
-            A stream of the device.
+            A stream of the communicator's device.
         data_type : DataType
             Type of the elements.
         operation : ReduceOperation
@@ -174,7 +179,7 @@ class Communicator(Resource):
         Raises
         ------
         UsageError
-            The length is not a multiple of the size of an element, or the source or the target is smaller.
+            The length is not a multiple of the size of an element, or is above the size of the source or the target.
         ApiError
             NCCL failed.
         """
@@ -199,12 +204,12 @@ class Communicator(Resource):
             )
 
     def check(self) -> None:
-        """Raise the error of an operation that failed after its call, for example because another rank ended.
+        """Raise the error of an operation that failed after its call had returned, e.g. because another rank ended.
 
         Raises
         ------
         ApiError
-            An operation failed. :meth:`abort` then releases the communicator without the other ranks.
+            An operation failed. Call :meth:`abort`, because :meth:`close` would wait for the other ranks.
         """
         with self.device.current():
             status = _nccl.get_async_status(self.handle)
@@ -212,40 +217,41 @@ class Communicator(Resource):
             raise _nccl.error_of("ncclCommGetAsyncError", status, {"rank": self.rank})
 
     def abort(self) -> None:
-        """Stop all operations and release the communicator, without the other ranks."""
+        """Stop all operations and release the communicator without waiting for the other ranks."""
         if self.closed:
             return
         with self.device.current():
             _nccl.call("ncclCommAbort", self.handle)
-        # NCCL has released the registrations together with the communicator.
-        self._communicator = 0
+        # The handle 0 tells _release() and the registrations that NCCL has already released the communicator with them.
+        self._communicator_handle = 0
         self.close()
 
     def _release(self) -> None:
         self._registrations.run()
-        if self._communicator:
+        if self._communicator_handle:
             with self.device.current():
-                _nccl.call("ncclCommDestroy", self._communicator, rank=self.rank)
+                _nccl.call("ncclCommDestroy", self._communicator_handle, rank=self.rank)
 
     def add_registration(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Register `close` to be called before the communicator is destroyed. Return a function that cancels this."""
+        """Call `close` before the communicator is destroyed. Return a function that removes `close` again."""
         return self._registrations.push(close)
 
 
 class NcclRegistration(Resource):
     """Memory that is registered with a communicator (ncclCommRegister); a context manager.
 
-    NCCL decides for each operation whether it uses the registration. :class:`gdrkit.nccl.NcclLog` shows the decision.
+    NCCL decides for each operation whether it uses the registration, and reports this only in its log, which
+    :class:`gdrkit.nccl.NcclLog` reads.
 
-    The memory must be deregistered before it is freed. Closing memory of gdrkit does that.
+    The memory must be deregistered before it is freed. When memory of gdrkit is closed, it closes its registrations.
 
     Parameters
     ----------
     communicator : Communicator
-        The communicator. It deregisters the memory before it is destroyed.
+        The communicator. When it is closed, it first closes the registration.
     memory : ReducibleMemory
-        The memory. NCCL needs memory of cuMemCreate, such as :class:`~gdrkit.cuda.VmmMemory` and
-        :class:`~gdrkit.nccl.NcclMemory`, to use it between the GPUs of a host.
+        The memory. Between the GPUs of a host, NCCL uses only registrations of memory that cuMemCreate allocated, such
+        as :class:`~gdrkit.cuda.VmmMemory` and :class:`~gdrkit.nccl.NcclMemory`.
 
     Raises
     ------
@@ -278,7 +284,7 @@ class NcclRegistration(Resource):
             self._remove_release_callback = memory.before_release(self.close)
 
     def _release(self) -> None:
-        # An aborted communicator has no handle, because NCCL has released it with all registrations.
+        # After abort(), the handle is 0: NCCL has released the communicator with all registrations.
         if communicator_handle := self.communicator.handle:
             with self.communicator.device.current():
                 _nccl.call("ncclCommDeregister", communicator_handle, self.handle)

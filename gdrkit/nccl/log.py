@@ -1,7 +1,7 @@
-"""Evidence from the log of NCCL: which registered memory it used, and by which network the ranks are connected.
+"""Evidence from the log of NCCL: which registered memory NCCL used, and by which network the ranks are connected.
 
-NCCL has no function that tells whether an operation used a registration. Its log does, if NCCL_DEBUG is INFO and
-NCCL_DEBUG_SUBSYS contains REG and NET. The lines have the format of NCCL 2.28 and 2.32.
+NCCL has no function that tells whether an operation used a registration. Only its log tells this, if NCCL_DEBUG is
+INFO and NCCL_DEBUG_SUBSYS contains REG and NET. The lines have the format of NCCL 2.28 and 2.32.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ _NETWORK_LINE = re.compile(r"\bUsing network (?P<name>\S+)")
 
 
 def log_environment(path: Path) -> dict[str, str]:
-    """Return the environment variables with which NCCL writes the log that :meth:`NcclLog.read` reads.
+    """Return the environment variables that make NCCL write to `path` the log that :meth:`NcclLog.read` reads.
 
-    NCCL reads them at its first call, so they must be set before that, or in the environment of a child process.
+    NCCL reads the variables at its first call. Set them earlier, or in the environment of a child process.
     """
     return {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,REG", "NCCL_DEBUG_FILE": str(path)}
 
 
 @dataclass(frozen=True)
 class NcclLog:
-    """The lines that one process wrote into its log.
+    """The evidence in the log of one process.
 
     Attributes
     ----------
     network : str
         Name of the network plug-in that NCCL chose: ``IB``, ``Socket`` or the name of an external plug-in; empty if the
-        log does not say so. Ranks of one host may be connected without it.
+        log does not name it. Ranks of one host may be connected without the plug-in.
     channels : mapping
-        Number of channels by their transport, such as ``P2P/CUMEM`` or ``NET/IB/0/GDRDMA``.
+        Number of channels by transport, such as ``P2P/CUMEM`` or ``NET/IB/0/GDRDMA``.
     uses : tuple
-        (transport, device address) of each use of registered memory. Transports are ``IPC`` for other GPUs of the host,
-        ``NET``, ``NVLS`` and ``COLLNET``.
+        One pair (transport, device address) for each use of registered memory. Transports are ``IPC`` for other GPUs
+        of the host, ``NET``, ``NVLS`` and ``COLLNET``.
     """
 
     network: str
@@ -66,7 +66,7 @@ class NcclLog:
 
     @classmethod
     def parse(cls, text: str) -> NcclLog:
-        """Return what the text of a log shows. Unknown lines are ignored."""
+        """Extract the evidence from the text of a log. Unknown lines are ignored."""
         network, channels, uses = "", Counter[str](), []
         for line in text.splitlines():
             if match := _NETWORK_LINE.search(line):
@@ -78,10 +78,10 @@ class NcclLog:
         return cls(network, dict(channels), tuple(uses))
 
     def uses_of(self, memory: ReducibleMemory) -> frozenset[str]:
-        """Return the transports that used a registration of this memory or of a part of it; empty if none did."""
+        """Return the transports that used a registration of `memory` or of a part of it; empty if none did."""
         return self.uses_of_range(memory.address, memory.length_bytes)
 
     def uses_of_range(self, address: int, length_bytes: int) -> frozenset[str]:
-        """Return the transports that used a registration in a range of device addresses of the process."""
+        """Return the transports that used a registration in the device addresses [address, address + length_bytes)."""
         end = address + length_bytes
         return frozenset(transport for transport, used_address in self.uses if address <= used_address < end)

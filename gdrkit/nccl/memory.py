@@ -1,7 +1,7 @@
 """Device memory of ncclMemAlloc, which NCCL can always register with a communicator.
 
-NCCL allocates it by cuMemCreate where the driver supports that. It is then memory like :class:`gdrkit.cuda.VmmMemory`:
-it has a dma-buf, and NICs can register it. The opposite works as well: NCCL registers memory that gdrkit allocated by
+If the driver supports cuMemCreate, ncclMemAlloc uses it. The memory is then like :class:`gdrkit.cuda.VmmMemory`:
+it has a dma-buf, and NICs can register it. Conversely, NCCL can also register memory that gdrkit allocated by
 cuMemCreate.
 """
 
@@ -28,7 +28,7 @@ class NcclMemory(CudaMemory):
     device : PrimaryContext
         The device to allocate on.
     length_bytes : int
-        Size in bytes, above 0. NCCL rounds it up.
+        Size in bytes, above 0. NCCL may allocate more.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""``gdrkit observe``: which path the bytes of any program took, as far as another process can see it.
+"""``gdrkit observe``: the path that the bytes of a program took, as far as another process can see the path.
 
 An :class:`Observer` collects evidence about a process and its descendants: libraries, RDMA queue pairs and memory
-regions, dma-bufs, sockets, files, and the counters of NICs, GPUs and nvidia-fs. :func:`derive_routes` makes one verdict
-per route from it. The program is not changed and needs no library of gdrkit.
+regions, dma-bufs, sockets, files, and the counters of NICs, GPUs and nvidia-fs. From this evidence,
+:func:`derive_routes` makes one verdict per route. The program is not changed and needs no library of gdrkit.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ __all__ = ["describe_observation", "render_page"]
 
 
 def describe_observation(observation: Observation) -> str:
-    """Return the verdicts with their evidence, the libraries, and what could not be seen, as lines of text."""
+    """Return as text: verdicts with their evidence, libraries, dma-bufs, and the facts that could not be observed."""
     return escape_controls("\n".join(_describe_lines(observation)))
 
 
@@ -39,7 +39,7 @@ def _describe_lines(observation: Observation) -> Iterator[str]:
         for sentence in route.evidence:
             yield f"  {sentence}"
     for process in observation.processes:
-        yield from _describe_held_objects(process)
+        yield from _list_libraries_and_dmabufs(process)
     for sentence in observation.not_seen:
         yield f"not seen: {sentence}"
 
@@ -49,7 +49,7 @@ def _describe_verdict(route: ObservedRoute) -> str:
     return f"{route.route}: {route.outcome.value.replace('_', ' ')}{moved_text}"
 
 
-def _describe_held_objects(process: ObservedProcess) -> Iterator[str]:
+def _list_libraries_and_dmabufs(process: ObservedProcess) -> Iterator[str]:
     owner = f"{process.program} (pid {process.process_id})"
     for library in process.libraries:
         twin_text = " (software twin)" if library.is_twin else ""

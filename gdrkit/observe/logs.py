@@ -21,11 +21,12 @@ _TRANSPORT_LINE = re.compile(
     r"\b(?:Channel \d+/\d+ : .* via (?P<channel>\S+)|Using network (?P<network>\S+)"
     r"|ep_cfg\[\d+\]: (?P<lanes>\w+\([^)]*\)))"
 )
-_FILE_BYTES_MAX = 4 << 20
+# count_transport_lines() reads at most the first 4 MiB of a log.
+_READ_BYTES_MAX = 4 << 20
 
 
 def make_log_environment(folder: Path) -> dict[str, str]:
-    """Return the environment variables that make NCCL and UCX write their transports to files in `folder`."""
+    """Return the environment variables that make NCCL and UCX write logs with their transports into `folder`."""
     return {
         **log_environment(folder / "nccl.%p.log"),
         "UCX_LOG_LEVEL": "info",
@@ -34,7 +35,7 @@ def make_log_environment(folder: Path) -> dict[str, str]:
 
 
 def find_log_files(environment: Mapping[str, str], process_id: int, working_folder: str) -> list[Path]:
-    """Return the log files that a process with this environment writes."""
+    """Return the paths of the log files that NCCL and UCX write in the process with this ID, environment and folder."""
     return [
         Path(working_folder, environment[name].replace("%p", str(process_id)).replace("%h", socket.gethostname()))
         for name in VARIABLES
@@ -43,19 +44,19 @@ def find_log_files(environment: Mapping[str, str], process_id: int, working_fold
 
 
 def count_transport_lines(path: Path) -> dict[str, int]:
-    """Return the transports that the lines of a log name, with the number of lines; empty if there is no such file."""
+    """Return how many lines of a log name each transport; empty if the log cannot be read."""
     try:
         with path.open("rb") as file:
-            text = file.read(_FILE_BYTES_MAX).decode("utf-8", "backslashreplace")
+            text = file.read(_READ_BYTES_MAX).decode("utf-8", "backslashreplace")
     except OSError:
         return {}
-    count_by_line: dict[str, int] = {}
+    line_count_by_transport: dict[str, int] = {}
     for match in _TRANSPORT_LINE.finditer(text):
         if match["channel"]:
-            line = f"NCCL: channels via {match['channel']}"
+            transport_text = f"NCCL: channels via {match['channel']}"
         elif match["network"]:
-            line = f"NCCL: network {match['network']}"
+            transport_text = f"NCCL: network {match['network']}"
         else:
-            line = f"UCX: {match['lanes']}"
-        count_by_line[line] = count_by_line.get(line, 0) + 1
-    return count_by_line
+            transport_text = f"UCX: {match['lanes']}"
+        line_count_by_transport[transport_text] = line_count_by_transport.get(transport_text, 0) + 1
+    return line_count_by_transport

@@ -40,7 +40,7 @@ class ObservedLibrary:
 
 @dataclass(frozen=True, slots=True)
 class ObservedProcess:
-    """What one process had while it was observed. Objects that lived only between two samples are missing.
+    """The evidence about one process. Objects that existed only between two samples are missing.
 
     Attributes
     ----------
@@ -49,23 +49,23 @@ class ObservedProcess:
     program : str
         Name of the program, as in /proc/<pid>/stat.
     libraries : tuple of ObservedLibrary
-        The libraries that it had mapped.
+        The libraries that the process had mapped.
     queue_pairs, regions : tuple
         RDMA objects that the kernel attributes to the process.
     dmabufs : tuple of HeldDmabuf
-        dma-bufs of which it had a descriptor open.
+        The dma-bufs of which the process had a descriptor open.
     nodes : tuple of str
-        Device nodes that it had open, such as ``/dev/nvidia0``.
+        Device nodes that the process had open, such as ``/dev/nvidia0``.
     read_bytes, written_bytes : int or None
-        Bytes of its read and write calls on files, pipes and terminals. None if they could not be read.
+        Bytes that its read and write calls moved, on files, pipes and terminals. None if /proc/<pid>/io was unreadable.
     storage_read_bytes : int or None
         Bytes that were fetched from a storage device for the process.
     mapped_file_bytes : int
-        Total size of the parts of data files that it had mapped.
+        Total size of the mappings of data files that the process had.
     loopback_sent_bytes, remote_sent_bytes, loopback_received_bytes, remote_received_bytes : int
-        Payload of its TCP sockets, to this machine and to others.
+        Bytes of payload that its TCP sockets sent and received: loopback with this machine, remote with others.
     twin_objects, twin_bytes : mapping
-        By API, the objects that it created and the bytes that it moved on software twins.
+        By API, the number of objects that the process created on software twins, and the bytes that it moved.
     """
 
     process_id: int
@@ -89,7 +89,7 @@ class ObservedProcess:
 
 @dataclass(frozen=True, slots=True)
 class PortTraffic:
-    """By how much the counters of an RDMA port grew. A counter that the driver lacks, or that went back, is None."""
+    """The increase of the counters of an RDMA port. None: the driver lacks the counter, or it wrapped or saturated."""
 
     device: str
     port: int
@@ -113,13 +113,13 @@ class ObservedRoute:
     route : str
         ``rdma``, ``tcp``, ``nvlink``, ``p2p``, ``nvfs``, ``posix``, ``engine`` or ``unknown``.
     outcome : RouteOutcome
-        PROVEN: the bytes took the route. FELL_BACK: the program can use the route, and its bytes took another one.
+        PROVEN: the bytes took the route. FELL_BACK: the program can use the route, but its bytes took another one.
     moved_bytes : int or None
         Bytes that took the route, as the evidence counts them; None if nothing counts them.
     evidence : tuple of str
         One sentence for each observation.
     cause : str or None
-        Why the outcome is not PROVEN.
+        The reason why the outcome is not PROVEN.
     """
 
     route: str
@@ -131,12 +131,12 @@ class ObservedRoute:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Everything that was seen of a process and its descendants.
+    """The evidence about a process and its descendants, and the verdicts about their routes.
 
     Attributes
     ----------
     command : tuple of str
-        The observed command, or the program and ID of an observed process.
+        The command that was run, or the program name and "pid <ID>" of a process that ran already.
     duration_s : float
         Duration of the observation.
     exit_code : int or None
@@ -148,15 +148,15 @@ class Observation:
     gpus : tuple of GpuTraffic
         The GPUs of the machine. Their counters include all processes.
     nvidia_fs : mapping or None
-        By how much the counters of nvidia-fs grew; None if it is not loaded.
+        Increase of the counters of nvidia-fs that grew; None if it is not loaded.
     other_queue_pairs : tuple of RdmaQueuePair
-        Queue pairs of other processes and of the kernel on the same devices.
+        Queue pairs of other processes and of the kernel on this machine.
     log : tuple of str
-        Lines of NCCL and UCX that name their transports.
+        The transports that the logs of NCCL and UCX name, each with its number of lines.
     routes : tuple of ObservedRoute
         The verdicts.
     not_seen : tuple of str
-        What could not be observed, each with the reason.
+        The facts that could not be observed, each with the reason.
     """
 
     schema_version: int

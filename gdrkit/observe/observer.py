@@ -33,22 +33,24 @@ _Object = TypeVar("_Object")
 
 __all__ = ["Observer", "observe_process", "port_traffic", "run_observed"]
 
-# Interval between two reads of the environments of all processes.
+# Interval between two searches for the marker in the environments of all processes.
 _MARKER_SCAN_INTERVAL_S = 0.5
-_SATURATED_COUNT = 0xFFFF_FFFF  # Value at which the counters of a port stand still.
+_SATURATED_COUNT = 0xFFFF_FFFF  # A port counter of 32 bits stops at this value and does not wrap.
 
 
 class Observer:
     """Observer of one process and its descendants.
 
-    The counters of the machine are read when the context opens, and :meth:`finish` returns how much they grew.
+    The counters of the machine are read when the context opens. Then :meth:`sample` must be called repeatedly, and
+    :meth:`finish` returns the evidence of all samples and the increase of the counters.
 
     Parameters
     ----------
     marker : bytes or None
-        An entry of the environment by which a process counts as a descendant, although its parent has ended.
+        An entry "NAME=value" of the environment. A process that has it counts as a descendant, even if its parent has
+        ended.
     is_attached : bool
-        Whether the process ran before the observation, so that what it did earlier is subtracted.
+        Whether the process ran before the observation. Its counts at the first sample are then subtracted.
     """
 
     def __init__(self, *, marker: bytes | None = None, is_attached: bool = False) -> None:
@@ -63,13 +65,13 @@ class Observer:
         self._gpu_counter = host.GpuTrafficCounter()
         self._start_s = time.monotonic()
         self._next_marker_scan_s = 0.0
-        self._ports: tuple[PortCounters, ...] = ()
-        self._nvidia_fs: NvidiaFs | None = None
+        self._ports_at_start: tuple[PortCounters, ...] = ()
+        self._nvidia_fs_at_start: NvidiaFs | None = None
 
     def __enter__(self) -> Self:
         self._gpu_counter.__enter__()
-        self._ports = host.port_counters(self._tree)
-        self._nvidia_fs = read_nvidia_fs(self._tree)
+        self._ports_at_start = host.port_counters(self._tree)
+        self._nvidia_fs_at_start = read_nvidia_fs(self._tree)
         self._start_s = time.monotonic()
         return self
 
@@ -79,7 +81,7 @@ class Observer:
         self._gpu_counter.__exit__(error_class, error, traceback)
 
     def sample(self, process_id: int) -> None:
-        """Add what the process and its descendants have at this moment."""
+        """Add the evidence that the process and its descendants show at this moment."""
         now_s = time.monotonic()
         marker = None
         # The search for the marker reads the environment of every process of the machine. It takes long, so not every
@@ -94,21 +96,21 @@ class Observer:
         sockets = self._query("TCP sockets", evidence.tcp_sockets)
         socket_by_inode = {tcp_socket.inode: tcp_socket for tcp_socket in sockets}
         for member_id in program_by_process_id:
-            for gap in self._processes[member_id].sample(self._tree, socket_by_inode, now_s):
-                self._add_gap(gap)
+            for sentence in self._processes[member_id].sample(self._tree, socket_by_inode, now_s):
+                self._add_not_seen(sentence)
         self._sample_rdma()
         self._sample_twins()
         self._gpu_counter.read_processes()
 
     def finish(self, command: Sequence[str], exit_code: int | None) -> Observation:
-        """Return the result, with a verdict for each route."""
+        """Return the observation: the evidence of all samples, the growth of the counters, and a verdict per route."""
         duration_s = time.monotonic() - self._start_s
         gpus = self._gpu_counter.traffic()
         ports = tuple(self._compute_port_traffic())
         nvidia_fs = self._compute_nvidia_fs_growth()
-        processes = tuple(self._describe_process(self._processes[number]) for number in sorted(self._processes))
-        self._add_gaps(processes)
-        log = self._find_transports()
+        processes = tuple(self._describe_process(self._processes[process_id]) for process_id in sorted(self._processes))
+        self._add_unobservable_facts(processes)
+        log = self._describe_logged_transports()
         observation = Observation(
             schema_version=SCHEMA_VERSION,
             command=tuple(command),
@@ -125,29 +127,33 @@ class Observer:
         )
         return derive_routes(observation)
 
-    def _query(self, name: str, query: Callable[[], tuple[_Object, ...]]) -> tuple[_Object, ...]:
+    def _query(self, subject: str, query: Callable[[], tuple[_Object, ...]]) -> tuple[_Object, ...]:
         try:
             return query()
         except OSError as error:
             advice = "; the RDMA subsystem of the kernel is not loaded" if error.errno == errno.EPROTONOSUPPORT else ""
-            self._add_gap(f"{name}: netlink: {describe_errno(error)}{advice}")
+            self._add_not_seen(f"{subject}: netlink: {describe_errno(error)}{advice}")
             return ()
 
-    def _add_gap(self, sentence: str) -> None:
-        # A dict keeps the order, and the same gap of many samples is listed once.
+    def _add_not_seen(self, sentence: str) -> None:
+        # A dict keeps the order, and the same sentence of many samples is listed once.
         self._not_seen[sentence] = None
 
     def _sample_rdma(self) -> None:
         queue_pairs: Iterable[RdmaQueuePair] = self._query("RDMA queue pairs and regions", evidence.rdma_queue_pairs)
         for pair in queue_pairs:
-            key = (pair.device, pair.number)
+            pair_key = (pair.device, pair.number)
             process = self._processes.get(pair.process_id or 0)
             if process is None:
-                self._other_queue_pairs[key] = pair
-            # A connected state is kept, because queue pairs enter the error state at the end.
-            elif key not in process.queue_pairs or pair.state == "RTS" or process.queue_pairs[key].state != "RTS":
-                process.queue_pairs[key] = pair
-        if not self._processes or not self._ports:
+                self._other_queue_pairs[pair_key] = pair
+            # Keep the state RTS (connected) if a pair was ever seen in it: a pair enters the error state at its end.
+            elif (
+                pair_key not in process.queue_pairs
+                or pair.state == "RTS"
+                or process.queue_pairs[pair_key].state != "RTS"
+            ):
+                process.queue_pairs[pair_key] = pair
+        if not self._processes or not self._ports_at_start:
             return
         regions: Iterable[RdmaRegion] = self._query("RDMA queue pairs and regions", evidence.rdma_regions)
         for region in regions:
@@ -177,52 +183,55 @@ class Observer:
         return process.describe(twin_objects=twin_objects, twin_bytes=twin_bytes)
 
     def _compute_port_traffic(self) -> Iterable[PortTraffic]:
-        for before in self._ports:
-            traffic, gaps = port_traffic(before, host.read_port(self._tree, before.device, before.port))
-            for gap in gaps:
-                self._add_gap(gap)
+        for before in self._ports_at_start:
+            traffic, not_seen_sentences = port_traffic(before, host.read_port(self._tree, before.device, before.port))
+            for sentence in not_seen_sentences:
+                self._add_not_seen(sentence)
             yield traffic
 
     def _compute_nvidia_fs_growth(self) -> dict[str, int] | None:
-        after = read_nvidia_fs(self._tree)
-        if after is None or self._nvidia_fs is None:
+        nvidia_fs = read_nvidia_fs(self._tree)
+        if nvidia_fs is None or self._nvidia_fs_at_start is None:
             return None
-        if not after.counting:
-            self._add_gap(
+        if not nvidia_fs.counting:
+            self._add_not_seen(
                 "bytes of nvidia-fs: it does not count; echo 1 > /sys/module/nvidia_fs/parameters/rw_stats_enabled"
             )
-        growth = {name: after.increase(self._nvidia_fs, name) for name in after.counters}
-        return {name: value for name, value in growth.items() if value > 0}
+        increase_by_counter = {name: nvidia_fs.increase(self._nvidia_fs_at_start, name) for name in nvidia_fs.counters}
+        return {name: increase for name, increase in increase_by_counter.items() if increase > 0}
 
-    def _find_transports(self) -> tuple[str, ...]:
-        count_by_line: dict[str, int] = {}
+    def _describe_logged_transports(self) -> tuple[str, ...]:
+        line_count_by_transport: dict[str, int] = {}
         for path in sorted({path for process in self._processes.values() for path in process.log_paths}):
-            for line, count in logs.count_transport_lines(path).items():
-                count_by_line[line] = count_by_line.get(line, 0) + count
-        return tuple(f"{line} ({format_count(count, 'line')})" for line, count in sorted(count_by_line.items()))
+            for transport_text, count in logs.count_transport_lines(path).items():
+                line_count_by_transport[transport_text] = line_count_by_transport.get(transport_text, 0) + count
+        return tuple(
+            f"{transport_text} ({format_count(count, 'line')})"
+            for transport_text, count in sorted(line_count_by_transport.items())
+        )
 
-    def _add_gaps(self, processes: tuple[ObservedProcess, ...]) -> None:
-        """Add what no tool can see from outside, as far as it concerns these processes."""
+    def _add_unobservable_facts(self, processes: tuple[ObservedProcess, ...]) -> None:
+        """Add the facts that another process cannot observe, each only if it concerns one of `processes`."""
         library_names = {library.name for process in processes for library in process.libraries}
-        log_names = {path.name for process in self._processes.values() for path in process.log_paths}
+        has_log_files = any(process.log_paths for process in self._processes.values())
         if self._gpu_counter.failure is not None and any(
             "/dev/nvidia" in node for process in processes for node in process.nodes
         ):
-            self._add_gap(f"traffic of GPUs: {self._gpu_counter.failure}")
+            self._add_not_seen(f"traffic of GPUs: {self._gpu_counter.failure}")
         if any(process.regions for process in processes):
-            self._add_gap(
+            self._add_not_seen(
                 "whether a memory region is of a dma-buf or of an address: the kernel does not report it; the dma-bufs "
                 "that the process holds are listed"
             )
         if "cufile" in library_names:
-            self._add_gap(
+            self._add_not_seen(
                 "statistics of cuFile: they are in the process; gds_stats shows them if cufile.json has cufile_stats"
             )
-        for name, title in (("nccl", "NCCL"), ("ucx", "UCX")):
-            if name in library_names and not log_names:
-                self._add_gap(f"log of {title}: it is not written to a file; --logs switches it on")
+        for name, library_title in (("nccl", "NCCL"), ("ucx", "UCX")):
+            if name in library_names and not has_log_files:
+                self._add_not_seen(f"log of {library_title}: it is not written to a file; --logs switches it on")
         if not processes:
-            self._add_gap("every process: the command ended before the first sample, after 20 ms")
+            self._add_not_seen("any process: the command ended before the first sample, 20 ms after its start")
 
 
 def observe_process(process_id: int, *, duration_s: float | None = None) -> Observation:
@@ -231,9 +240,9 @@ def observe_process(process_id: int, *, duration_s: float | None = None) -> Obse
     Raises
     ------
     ApiError
-        ESRCH: there is no such process. EACCES: it belongs to another user.
+        ESRCH: there is no such process. EACCES: the process belongs to another user.
     UsageError
-        The process is this one.
+        `process_id` is the calling process.
     """
     if process_id == os.getpid():
         message = f"--pid {process_id} is gdrkit itself"
@@ -267,7 +276,7 @@ def run_observed(command: Sequence[str], *, with_logs: bool = False) -> tuple[Ob
     command : sequence of str
         The program and its arguments.
     with_logs : bool
-        Make NCCL and UCX write the lines that name their transports. They then write no other log.
+        Make NCCL and UCX write logs that name their transports, in place of the logs that the environment asks for.
 
     Raises
     ------
@@ -276,35 +285,38 @@ def run_observed(command: Sequence[str], *, with_logs: bool = False) -> tuple[Ob
     """
     marker = f"GDRKIT_OBSERVATION={os.getpid()}.{secrets.token_hex(8)}"
     name, _, value = marker.partition("=")
-    # The observer starts NVML, and NVML starts a thread.
+    # Block the signals before the observer starts NVML, so that the thread which NVML starts inherits the mask.
     command_mask = block_signals()
     with tempfile.TemporaryDirectory(prefix="gdrkit-observe-") as folder, Observer(marker=marker.encode()) as observer:
         environment = {**os.environ, name: value, **(logs.make_log_environment(Path(folder)) if with_logs else {})}
-        status = supervise(command, environment, observer.sample, signal_mask=command_mask, interval_s_max=SAMPLE_S)
-        return observer.finish(command, os.waitstatus_to_exitcode(status)), status
+        wait_status = supervise(
+            command, environment, observer.sample, signal_mask=command_mask, interval_s_max=SAMPLE_S
+        )
+        return observer.finish(command, os.waitstatus_to_exitcode(wait_status)), wait_status
 
 
 def port_traffic(before: PortCounters, after: PortCounters) -> tuple[PortTraffic, tuple[str, ...]]:
     """Return the growth of each counter of a port, and one sentence for each counter whose growth is unknown."""
-    port, gaps = f"{before.device} port {before.port}", []
-    growths: dict[str, int | None] = {}
+    port, not_seen = f"{before.device} port {before.port}", []
+    growth_by_counter: dict[str, int | None] = {}
     for name in ("sent_bytes", "received_bytes", "sent_packets", "received_packets"):
         first_count, last_count = getattr(before, name), getattr(after, name)
-        growths[name] = None
+        growth_by_counter[name] = None
         if first_count is None or last_count is None:
             continue
         title = f"{name.replace('_', ' ')} of {port}"
         if last_count < first_count:
-            gaps.append(
+            not_seen.append(
                 f"{title}: the counter went back from {first_count} to {last_count}, so it wrapped or was reset"
             )
+        # The hardware counts the data in words of four bytes.
         elif first_count == last_count and last_count // (4 if name.endswith("bytes") else 1) == _SATURATED_COUNT:
-            gaps.append(f"{title}: the counter stands still at its largest value; reset it with perfquery -R")
+            not_seen.append(f"{title}: the counter stands still at its largest value; reset it with perfquery -R")
         else:
-            growths[name] = last_count - first_count
+            growth_by_counter[name] = last_count - first_count
     if before.sent_bytes is None and before.sent_packets is None:
-        gaps.append(f"traffic of {port}: its driver has no counters in sysfs")
-    return PortTraffic(before.device, before.port, **growths), tuple(gaps)
+        not_seen.append(f"traffic of {port}: its driver has no counters in sysfs")
+    return PortTraffic(before.device, before.port, **growth_by_counter), tuple(not_seen)
 
 
 def _make_process_error(process_id: int, error_number: int, reason: Reason, what_to_do: str) -> ApiError:

@@ -4,7 +4,8 @@ A counter of a NIC, a GPU or nvidia-fs includes every process of the machine. So
 observed processes only if no other process could have moved the bytes. Otherwise the route is unproven, and its cause
 names the other processes.
 
-A process may run on software twins (libraries that emulate the hardware). The twins count the bytes of each process.
+A process may run on software twins (libraries that emulate the hardware). The twins count the bytes of each process,
+so their counts include no other process.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ __all__ = ["derive_routes"]
 _MANAGEMENT_TYPES = frozenset({"SMI", "GSI"})
 # Libraries that use RDMA where it is possible, and otherwise TCP.
 _CHOOSING_LIBRARIES = frozenset({"nccl", "ucx", "libfabric", "nixl"})
-# Fewer bytes are only the messages that set up connections, not the data of a program.
+# Below this payload, TCP carried only the messages that set up connections, not the data of a program.
 _TCP_BYTES_MIN = 64 << 10
-# Fewer bytes may be the code and the settings of a program. More bytes are counted as the transfer of a file to a GPU.
+# Below this count, the bytes of files may be the code and the settings of a program. From it on, they are taken for a
+# transfer of files to a GPU.
 _FILE_BYTES_MIN = 16 << 20
-# Limits of the PCIe bytes divided by the bytes of a file. Headers add about 8 % at 256 bytes per packet, and a program
-# also moves other bytes.
+# The files reached the GPU if the bytes that it received over PCIe, divided by the bytes of the files, are within these
+# limits. PCIe headers add about 8 % at 256 bytes per packet, and a program also moves other bytes.
 _PCIE_RATIO_MIN, _PCIE_RATIO_MAX = 0.98, 1.25
 
 
@@ -56,9 +58,10 @@ def _list_library_names(observation: Observation) -> set[str]:
 
 
 def _decide_rdma_route(observation: Observation) -> ObservedRoute | None:
-    # NCCL and others also hold dma-bufs to share memory between GPUs, so only a queue pair shows that RDMA was set up.
+    # Only a queue pair shows that RDMA was set up. A dma-buf does not: for example, NCCL also uses dma-bufs to share
+    # memory between GPUs.
     if _has_queue_pair(observation):
-        return _decide_rdma_route_by_counters(observation, list(_describe_queue_pairs(observation)))
+        return _decide_rdma_route_by_counters(observation, list(_describe_rdma_objects(observation)))
     library_names = _list_library_names(observation)
     choosing_libraries = library_names & _CHOOSING_LIBRARIES
     tcp_bytes = observation.tcp_bytes
@@ -81,19 +84,21 @@ def _has_queue_pair(observation: Observation) -> bool:
     )
 
 
-def _describe_queue_pairs(observation: Observation) -> Iterator[str]:
+def _describe_rdma_objects(observation: Observation) -> Iterator[str]:
     for process in observation.processes:
-        counts_by_device: dict[tuple[str, str], int] = {}
+        count_by_device_and_type: dict[tuple[str, str], int] = {}
         for pair in process.queue_pairs:
             if pair.type not in _MANAGEMENT_TYPES:
-                counts_by_device[pair.device, pair.type] = counts_by_device.get((pair.device, pair.type), 0) + 1
-        for (device, pair_type), count in counts_by_device.items():
+                count_by_device_and_type[pair.device, pair.type] = (
+                    count_by_device_and_type.get((pair.device, pair.type), 0) + 1
+                )
+        for (device, pair_type), count in count_by_device_and_type.items():
             pairs_text = format_count(count, "queue pair")
             yield f"{process.program} (pid {process.process_id}): {pairs_text} {pair_type} on {device}"
-        twin_count = process.twin_objects.get("verbs", 0)
-        if twin_count:
+        twin_pair_count = process.twin_objects.get("verbs", 0)
+        if twin_pair_count:
             moved_text = rounded_bytes(process.twin_bytes.get("verbs", 0))
-            pairs_text = format_count(twin_count, "queue pair")
+            pairs_text = format_count(twin_pair_count, "queue pair")
             yield (
                 f"{process.program} (pid {process.process_id}): {pairs_text} on the software twin, "
                 f"which moved {moved_text}"
@@ -125,10 +130,10 @@ def _decide_rdma_route_by_counters(observation: Observation, evidence: list[str]
                 )
             evidence.append(f"{port.device} port {port.port}: {'; '.join(counter_texts)}")
     port_bytes = [
-        counted_bytes_of_port
+        port_counter_bytes
         for port in ports
-        for counted_bytes_of_port in (port.sent_bytes, port.received_bytes)
-        if counted_bytes_of_port is not None
+        for port_counter_bytes in (port.sent_bytes, port.received_bytes)
+        if port_counter_bytes is not None
     ]
     moved_bytes = twin_bytes or (max(port_bytes) if port_bytes else None)
     evidence += observation.log
@@ -139,7 +144,7 @@ def _decide_rdma_route_by_counters(observation: Observation, evidence: list[str]
             for pair in observation.other_queue_pairs
             if pair.device in devices
             and pair.type not in _MANAGEMENT_TYPES
-            # A queue pair that is connected to an observed one moves only bytes of the observed processes.
+            # A queue pair whose remote end is an observed queue pair moves only bytes of the observed processes.
             and (pair.device, pair.remote_number) not in own_pairs
         }
     )
@@ -185,7 +190,8 @@ def _find_used_gpus(observation: Observation) -> list[GpuTraffic]:
 
 def _find_other_gpu_processes(observation: Observation, gpus: list[GpuTraffic]) -> list[str]:
     own_process_ids = {process.process_id for process in observation.processes}
-    # In a container, NVML lists process IDs of another namespace. Then none of the observed processes is among them.
+    # In a container, NVML may list the process IDs of the host. If none of the observed processes is among them, the
+    # other IDs cannot be told apart either, and the result is empty.
     gpu_process_ids = {process_id for gpu in gpus for process_id in gpu.process_ids}
     return (
         [f"pid {process_id}" for process_id in sorted(gpu_process_ids - own_process_ids)]
@@ -213,7 +219,7 @@ def _decide_nvlink_route(observation: Observation) -> ObservedRoute | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _FileByteCounts:
-    """Bytes of files that the processes read, and bytes that their GPUs received."""
+    """Bytes of files that the processes read or mapped, and bytes that their GPUs received over PCIe."""
 
     read_bytes: int
     storage_bytes: int
@@ -228,22 +234,22 @@ class _FileByteCounts:
 
 
 def _decide_file_route(observation: Observation) -> ObservedRoute | None:
-    """Return the verdict about files that the processes read into GPU memory."""
+    """Return the verdict about the files that the processes read into GPU memory; None if they read no large files."""
     gpus = _find_used_gpus(observation)
     processes = observation.processes
     pcie_counts = [gpu.pcie_received_bytes for gpu in gpus if gpu.pcie_received_bytes is not None]
-    # The counts of a process include the counts of its ended children, so a sum would count them twice.
-    file_bytes = _FileByteCounts(
+    # The kernel adds the counts of an ended child to its parent, so a sum over the processes would count them twice.
+    byte_counts = _FileByteCounts(
         read_bytes=max((process.read_bytes or 0 for process in processes), default=0),
         storage_bytes=max((process.storage_read_bytes or 0 for process in processes), default=0),
         mapped_bytes=max((process.mapped_file_bytes for process in processes), default=0),
         nvidia_fs_bytes=(observation.nvidia_fs or {}).get("Reads.readMiB", 0) << 20,
         pcie_bytes=sum(pcie_counts) if pcie_counts else None,
     )
-    if not gpus or max(file_bytes.counted_bytes, file_bytes.mapped_bytes) < _FILE_BYTES_MIN:
+    if not gpus or max(byte_counts.counted_bytes, byte_counts.mapped_bytes) < _FILE_BYTES_MIN:
         return None
     read_text, storage_text, mapped_text = map(
-        rounded_bytes, (file_bytes.read_bytes, file_bytes.storage_bytes, file_bytes.mapped_bytes)
+        rounded_bytes, (byte_counts.read_bytes, byte_counts.storage_bytes, byte_counts.mapped_bytes)
     )
     evidence = [
         f"{read_text} by read calls, {storage_text} of them from a storage device; {mapped_text} of data files mapped"
@@ -251,35 +257,36 @@ def _decide_file_route(observation: Observation) -> ObservedRoute | None:
     for gpu in gpus:
         received_text = rounded_bytes(gpu.pcie_received_bytes or 0)
         evidence.append(f"GPU {gpu.minor} ({gpu.pci_bus_id}): {received_text} received over PCIe, with headers")
-    if file_bytes.nvidia_fs_bytes:
-        evidence.append(f"nvidia-fs read {rounded_bytes(file_bytes.nvidia_fs_bytes)} directly into GPU memory")
+    if byte_counts.nvidia_fs_bytes:
+        evidence.append(f"nvidia-fs read {rounded_bytes(byte_counts.nvidia_fs_bytes)} directly into GPU memory")
     library_names = _list_library_names(observation)
     route, cause = _decide_host_route(library_names), None
-    if file_bytes.nvidia_fs_bytes >= file_bytes.counted_bytes / 2:
+    if byte_counts.nvidia_fs_bytes >= byte_counts.counted_bytes / 2:
         route = "nvfs"
-    elif "cufile" in library_names and file_bytes.storage_bytes >= file_bytes.read_bytes / 2:
+    elif "cufile" in library_names and byte_counts.storage_bytes >= byte_counts.read_bytes / 2:
         # cuFile reads peer to peer only from the storage device. Bytes from the page cache came through host memory.
         route, cause = "unknown", "cuFile may have read peer to peer, which only its own statistics show"
     other_process_texts = _find_other_gpu_processes(observation, gpus)
-    cause = cause or _describe_pcie_gap(file_bytes, is_late=any(gpu.late_count for gpu in gpus))
+    cause = cause or _explain_unproven_pcie(byte_counts, is_late=any(gpu.late_count for gpu in gpus))
     cause = cause or (
         f"the counters of the GPUs also include {', '.join(other_process_texts)}" if other_process_texts else None
     )
     outcome = RouteOutcome.PROVEN if cause is None else RouteOutcome.UNPROVEN
-    return ObservedRoute(route, outcome, file_bytes.counted_bytes, tuple(evidence), cause)
+    return ObservedRoute(route, outcome, byte_counts.counted_bytes, tuple(evidence), cause)
 
 
-def _describe_pcie_gap(file_bytes: _FileByteCounts, *, is_late: bool) -> str | None:
-    """Return why the bytes over PCIe do not show that the GPUs received the files, or None if they do."""
-    if file_bytes.pcie_bytes is None:
+def _explain_unproven_pcie(byte_counts: _FileByteCounts, *, is_late: bool) -> str | None:
+    """Return why the PCIe counters do not show that the GPUs received the files, or None if they show it."""
+    if byte_counts.pcie_bytes is None:
         return "the GPU has no counter of its PCIe traffic"
     if is_late:
         return "the PCIe counters were read too late, and may have wrapped more than once"
-    if file_bytes.counted_bytes < _FILE_BYTES_MIN:
+    if byte_counts.counted_bytes < _FILE_BYTES_MIN:
         return (
-            f"the files were mapped, and nothing counts which of the {rounded_bytes(file_bytes.mapped_bytes)} were used"
+            f"the files were mapped, and nothing counts which of the {rounded_bytes(byte_counts.mapped_bytes)} "
+            "were used"
         )
-    ratio = file_bytes.pcie_bytes / file_bytes.counted_bytes
+    ratio = byte_counts.pcie_bytes / byte_counts.counted_bytes
     if not _PCIE_RATIO_MIN <= ratio <= _PCIE_RATIO_MAX:
         limits = f"{_PCIE_RATIO_MIN} to {_PCIE_RATIO_MAX}"
         return f"PCIe received {ratio:.2f} times the bytes of the files, not {limits} times"

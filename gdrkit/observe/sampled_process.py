@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["SAMPLE_S", "SampledProcess", "describe_errno"]
 
+# Interval between two samples.
 SAMPLE_S = 0.05
-# Memory maps are long, and change rarely after the start. They are read at intervals that double up to this limit.
+# The memory map of a process is long, and changes rarely after the start. So the intervals between two reads of it
+# double up to this limit.
 _MAPS_INTERVAL_S_MAX = 2.0
 
 # Names of libraries that move bytes or choose a path, by the beginning of the file name.
@@ -43,14 +45,15 @@ _LIBRARY_NAME_BY_PREFIX = {
     "libkvikio": "kvikio",
     "libtorch_cuda": "torch",
 }
-# The native engines of gdrkit are modules of Python, so their names say little without the folder.
+# The native engines of gdrkit are extension modules of Python with equal file names, so the folder identifies them.
 _ENGINE_NAME_BY_PATH_PART = {"/gdrkit/gds/_engine": "gdrkit.gds", "/gdrkit/storage/_engine": "gdrkit.storage"}
 # The fields of a line of /proc/<pid>/maps: addresses, permissions, offset, device, inode, path (proc(5)).
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ [1-9]\d*\s+(/.*)$", re.MULTILINE)
 _DEVICE_NODE_PREFIXES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
 _SOCKET_TARGET = re.compile(r"^socket:\[(\d+)\]$")
-# A file of which a process has mapped fewer bytes is not counted.
+# A data file counts only if the process has mapped at least this many bytes of it.
 _MAPPED_FILE_BYTES_MIN = 1 << 20
+# Fields of /proc/<pid>/io (proc(5)): bytes of read calls, bytes of write calls, bytes fetched from a storage device.
 _IO_FIELDS = ("rchar", "wchar", "read_bytes")
 
 
@@ -65,19 +68,19 @@ class SampledProcess:
     program : str
         Name of the program at the last sample.
     is_attached : bool
-        Whether the process ran before the observation, so that what it did before the first sample is subtracted.
+        Whether the process ran before the observation. Its counts at the first sample are then subtracted.
     queue_pairs : dict
         The queue pairs of the process, by device and number. The observer adds them.
     regions : dict
         The memory regions of the process, by device, number and length. The observer adds them.
     dmabufs : dict
-        The dma-bufs of which the process had a descriptor open, by inode.
+        The dma-bufs of which the process had a descriptor open, by inode, or by a hash of the fields without inode.
     device_nodes : set of str
         Device nodes that the process had open.
     log_paths : set of Path
-        The log files of NCCL and UCX that its environment names.
+        The log files of NCCL and UCX that the environment of the process names.
     usage_file : Path or None
-        The file in which the twins of the process record what they do.
+        The file in which the software twins of the process count their objects and bytes.
     """
 
     process_id: int
@@ -96,57 +99,60 @@ class SampledProcess:
     _io_counters_at_start: dict[str, int] = field(default_factory=dict, init=False)
     _mapped_file_bytes: dict[str, int] = field(default_factory=dict, init=False)
     _is_new: bool = field(default=True, init=False)
-    _next_maps_s: float = field(default=0.0, init=False)
+    _next_maps_sample_s: float = field(default=0.0, init=False)
     _maps_interval_s: float = field(default=SAMPLE_S, init=False)
 
-    def sample(self, tree: HostTree, sockets: Mapping[int, TcpSocket], now_s: float) -> Iterator[str]:
-        """Add what the process has at this moment. Yield a sentence for each kind of evidence that cannot be seen.
+    def sample(self, tree: HostTree, socket_by_inode: Mapping[int, TcpSocket], now_s: float) -> Iterator[str]:
+        """Add the evidence that the process shows now. Yield a sentence for each kind of evidence that cannot be seen.
 
         Parameters
         ----------
         tree : HostTree
             The files of this machine.
-        sockets : mapping
-            The TCP sockets of this network namespace, by inode.
+        socket_by_inode : mapping
+            The TCP sockets of this network namespace.
         now_s : float
             The time, as time.monotonic() returns it.
         """
-        name = str(self.process_id)
+        pid_text = str(self.process_id)
         is_start_sample, self._is_new = self._is_new and self.is_attached, False
         self._sample_io(tree, is_start_sample=is_start_sample)
         try:
-            targets = evidence.descriptors(name)
+            target_by_descriptor = evidence.descriptors(pid_text)
         except FileNotFoundError:
             return  # The process has ended.
         except OSError as error:
-            if (tree.text(f"/proc/{name}/stat") or "Z").rpartition(")")[2].split()[:1] == ["Z"]:
-                return  # The process has ended, and its parent does not know that yet.
-            text = f"pid {name} ({self.program}): {describe_errno(error)}"
-            yield f"libraries, descriptors and sockets of {text}; CAP_SYS_PTRACE is needed to see them"
+            if (tree.text(f"/proc/{pid_text}/stat") or "Z").rpartition(")")[2].split()[:1] == ["Z"]:
+                return  # A zombie: the process has ended, and its parent has not waited for it yet.
+            failure_text = f"pid {pid_text} ({self.program}): {describe_errno(error)}"
+            yield f"libraries, descriptors and sockets of {failure_text}; CAP_SYS_PTRACE is needed to see them"
             return
-        self.device_nodes |= {target for target in targets.values() if target.startswith(_DEVICE_NODE_PREFIXES)}
-        for dmabuf in evidence.held_dmabufs(tree, name, targets):
-            # Without an inode, equal dma-bufs are taken for one, so that not every sample adds the same dma-buf again.
+        self.device_nodes |= {
+            target for target in target_by_descriptor.values() if target.startswith(_DEVICE_NODE_PREFIXES)
+        }
+        for dmabuf in evidence.held_dmabufs(tree, pid_text, target_by_descriptor):
+            # Without an inode, the other fields identify a dma-buf, so that the next sample does not add it again. Two
+            # dma-bufs with equal fields then count once.
             self.dmabufs[dmabuf.inode or hash(dmabuf)] = dmabuf
-        for target in targets.values():
+        for target in target_by_descriptor.values():
             match = _SOCKET_TARGET.match(target)
-            if match and (tcp_socket := sockets.get(int(match[1]))) is not None:
+            if match and (tcp_socket := socket_by_inode.get(int(match[1]))) is not None:
                 self._sockets[tcp_socket.inode] = tcp_socket
                 if is_start_sample:
                     self._sockets_at_start[tcp_socket.inode] = tcp_socket
-        if now_s >= self._next_maps_s:
+        if now_s >= self._next_maps_sample_s:
             self._maps_interval_s = min(2 * self._maps_interval_s, _MAPS_INTERVAL_S_MAX)
-            self._next_maps_s = now_s + self._maps_interval_s
+            self._next_maps_sample_s = now_s + self._maps_interval_s
             self._sample_maps(tree)
             self._sample_environment(tree)
             own_network_namespace, network_namespace = (
-                tree.link_name(f"/proc/{folder}/ns/net") for folder in ("self", name)
+                tree.link_name(f"/proc/{folder}/ns/net") for folder in ("self", pid_text)
             )
             if network_namespace is not None and network_namespace != own_network_namespace:
-                yield f"TCP sockets of pid {name} ({self.program}): it has another network namespace"
+                yield f"TCP sockets of pid {pid_text} ({self.program}): it has another network namespace"
 
     def describe(self, *, twin_objects: dict[str, int], twin_bytes: dict[str, int]) -> ObservedProcess:
-        """Return the evidence of all samples, with what the twins of the process recorded."""
+        """Return the evidence of all samples, with the counts that the twins of the process recorded."""
         io_counters = {key: value - self._io_counters_at_start.get(key, 0) for key, value in self._io_counters.items()}
         return ObservedProcess(
             process_id=self.process_id,
@@ -169,9 +175,9 @@ class SampledProcess:
         )
 
     def _sample_io(self, tree: HostTree, *, is_start_sample: bool) -> None:
-        text = tree.text(f"/proc/{self.process_id}/io")
-        values = dict(line.split(": ") for line in (text or "").splitlines() if ": " in line)
-        io_counters = {key: int(values[key]) for key in _IO_FIELDS if values.get(key, "").isdecimal()}
+        io_text = tree.text(f"/proc/{self.process_id}/io")
+        io_fields = dict(line.split(": ") for line in (io_text or "").splitlines() if ": " in line)
+        io_counters = {key: int(io_fields[key]) for key in _IO_FIELDS if io_fields.get(key, "").isdecimal()}
         if io_counters:
             self._io_counters = io_counters
             if is_start_sample:
@@ -193,7 +199,7 @@ class SampledProcess:
                 self._mapped_file_bytes[path] = max(size_bytes, self._mapped_file_bytes.get(path, 0))
 
     def _sample_environment(self, tree: HostTree) -> None:
-        """Add the log files and the record of the twins that the environment of the process names."""
+        """Add the log files and the usage file of the twins, which the environment of the process names."""
         folder = f"/proc/{self.process_id}"
         environ_text = (tree.data(f"{folder}/environ") or b"").decode("utf-8", "backslashreplace")
         environment = dict(entry.partition("=")[::2] for entry in environ_text.split("\0") if "=" in entry)
@@ -203,7 +209,7 @@ class SampledProcess:
             self.usage_file = Path(environment[launch.USAGE_VARIABLE])
 
     def _sum_tcp_bytes(self, *, is_sent: bool, is_loopback: bool) -> int:
-        """Return the payload of the TCP sockets of the process since its first sample."""
+        """Return the bytes of payload of the TCP sockets; for an attached process, only since the first sample."""
 
         def count_bytes(tcp_socket: TcpSocket) -> int:
             return tcp_socket.sent_bytes if is_sent else tcp_socket.received_bytes

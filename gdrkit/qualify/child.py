@@ -1,7 +1,7 @@
 """Runner of the pytest processes that collect and run the cases of a qualification.
 
-A case may end its process, for example by SIGSEGV in a library, or hang in a library. The runner then writes the record
-of that case itself, and starts another process for the remaining cases.
+A case may end its process, for example by SIGSEGV in a library, or hang in a library. The runner then writes the failed
+record of that case itself, and starts another pytest process for the remaining cases.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CommonFields", "SuiteRunner"]
 
+# Interval between two reads of the plan and the records of a running child.
 _POLL_INTERVAL_S = 0.1
 # A child that writes no record for this time is killed.
 _STALL_TIMEOUT_S = 180.0
@@ -44,7 +45,7 @@ _PYTEST_USAGE_ERROR = 4
 class CommonFields:
     """The fields that are the same in all records of a run.
 
-    The runner needs them to write the record of a case whose process ended before it wrote the record.
+    The runner needs them for the record of a case whose process ended before the process could write the record.
     """
 
     facts_digest: str
@@ -60,7 +61,7 @@ class SuiteRunner:
     Parameters
     ----------
     folder : RunFolder
-        The folder with the facts, into which the children write the plan and the records.
+        The folder of the run. It contains the facts, and the children write the plan and the records into it.
     environment : mapping
         Environment of the children, which decides whether they load the real libraries or the software twins (libraries
         that emulate the hardware).
@@ -100,14 +101,14 @@ class SuiteRunner:
         self.kill_failures: list[str] = []
 
     def plan(self) -> CasePlan:
-        """Collect the cases without running them.
+        """Collect the cases, without running them, and return the plan.
 
         Raises
         ------
         UsageError
-            pytest rejects the options, or the profile does not fit.
+            pytest rejects the options, or the profile does not fit this machine.
         GdrkitError
-            A file of the suites cannot be collected; the log contains the reason.
+            pytest cannot collect a file of the suites; its log contains the reason.
         """
         reader = _OutputReader(self._folder, lambda _plan: None, lambda _record: None)
         child_exit = self._run_child(["--collect-only", "-q", f"--plan={self._folder.plan}"], reader)
@@ -118,12 +119,12 @@ class SuiteRunner:
     def run(
         self, common_fields: CommonFields, on_plan: Callable[[CasePlan], None], on_record: Callable[[Record], None]
     ) -> CasePlan:
-        """Collect and run the cases. All run in one child process, unless a case ends that process.
+        """Collect and run the cases, and return the plan. All cases run in one child process, unless a case ends it.
 
         Parameters
         ----------
         common_fields : CommonFields
-            The fields of the record of a case that ended its process.
+            The fields for the record of a case that ended or stalled its process.
         on_plan : callable
             Called once with the plan, before the first call of `on_record`.
         on_record : callable
@@ -135,7 +136,7 @@ class SuiteRunner:
             See :meth:`plan`.
         """
         reader = _OutputReader(self._folder, on_plan, on_record)
-        remaining_file = self._folder.path / "cases.txt"
+        remaining_cases_path = self._folder.path / "cases.txt"
         records_option = f"--records={self._folder.records}"
         child_exit = self._run_child([records_option, f"--plan={self._folder.plan}"], reader)
         plan = reader.plan
@@ -152,9 +153,9 @@ class SuiteRunner:
             append_record(self._folder.records, record)
             reader.read()
             if remaining_cases:
-                remaining_file.write_text("\n".join(remaining_cases) + "\n", encoding="utf-8")
-                child_exit = self._run_child([records_option, f"--cases={remaining_file}"], reader)
-        remaining_file.unlink(missing_ok=True)
+                remaining_cases_path.write_text("\n".join(remaining_cases) + "\n", encoding="utf-8")
+                child_exit = self._run_child([records_option, f"--cases={remaining_cases_path}"], reader)
+        remaining_cases_path.unlink(missing_ok=True)
         return plan
 
     def _run_child(self, options: list[str], reader: _OutputReader) -> _ChildExit:
@@ -181,11 +182,11 @@ class SuiteRunner:
                 self.kill_failures.append(kill_failure)
 
     def _make_collection_error(self, child_exit: _ChildExit) -> GdrkitError:
-        text = self._read_log_tail()
+        log_tail = self._read_log_tail()
         if child_exit.code == _PYTEST_USAGE_ERROR:
-            errors = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR: ")]
-            return UsageError(" ".join(errors) or text)
-        message = f"the suites cannot be collected ({child_exit}):\n{text}"
+            error_texts = [line.removeprefix("ERROR: ") for line in log_tail.splitlines() if line.startswith("ERROR: ")]
+            return UsageError(" ".join(error_texts) or log_tail)
+        message = f"the suites cannot be collected ({child_exit}):\n{log_tail}"
         return GdrkitError(message, what_to_do=f"read {self._log_path}")
 
     def _read_log_tail(self) -> str:
@@ -193,7 +194,7 @@ class SuiteRunner:
 
 
 class _OutputReader:
-    """A reader of the plan and the records while a child process writes them.
+    """A reader of the plan and the records that a child process writes. It passes them to `on_plan` and `on_record`.
 
     Attributes
     ----------
@@ -214,7 +215,7 @@ class _OutputReader:
         self.recorded_cases: set[str] = set()
 
     def read(self) -> bool:
-        """Read what the child has written since the last call, and return whether there was anything new."""
+        """Read the plan and the records that the child wrote since the last call. Return whether there were any."""
         has_new_output = False
         if self.plan is None and self._folder.plan.exists():
             self.plan = read_plan(self._folder.plan)
@@ -237,7 +238,7 @@ class _OutputReader:
 
 @dataclass(frozen=True, slots=True)
 class _ChildExit:
-    """The end of a child process. ``str()`` returns a text about it for an error message.
+    """The exit status of a child process. ``str()`` returns a clause for error messages, such as "its process ...".
 
     Attributes
     ----------
@@ -263,7 +264,7 @@ class _ChildExit:
 
 
 def _watch(child: subprocess.Popen[bytes], reader: _OutputReader) -> _ChildExit:
-    """Read the output of a child until the child ends. Kill the child if it writes no record for too long."""
+    """Read the plan and the records of a child until the child ends. Kill the child if it writes none for too long."""
     last_output_s = time.monotonic()
     code: int | None = None
     while code is None:

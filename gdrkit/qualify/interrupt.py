@@ -1,4 +1,4 @@
-"""Handling of SIGTERM, SIGHUP and SIGINT during a qualification, so that its child processes end with it.
+"""Handling of SIGTERM, SIGHUP and SIGINT during a qualification, so that a signal also ends its child processes.
 
 By default, Python raises an exception for SIGINT only. The other signals would end this process without any clean-up.
 """
@@ -28,22 +28,22 @@ def exit_on_signals() -> Iterator[None]:
     is_main_thread = threading.current_thread() is threading.main_thread()
     handled_signals = (signal.SIGTERM, signal.SIGHUP) if is_main_thread else ()
     changed_signals = [number for number in handled_signals if signal.getsignal(number) is signal.SIG_DFL]
-    for number in changed_signals:
-        signal.signal(number, _exit_with_signal)
+    for signal_number in changed_signals:
+        signal.signal(signal_number, _exit_with_signal)
     try:
         yield
     finally:
-        for number in changed_signals:
-            signal.signal(number, signal.SIG_DFL)
+        for signal_number in changed_signals:
+            signal.signal(signal_number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def interruptible_children() -> Iterator[None]:
     """Let child processes that are started in this context react to SIGINT, even if this process ignores it.
 
-    A shell starts background processes with SIGINT ignored. A child process would inherit this. If SIGINT has a handler
-    instead, the child gets the default action. So this context manager installs an empty handler for SIGINT if it is
-    ignored. It has an effect only in the main thread.
+    A shell may start a background process with SIGINT ignored, and its child processes inherit this. If SIGINT has a
+    handler instead, exec resets it to the default action in the child. So if SIGINT is ignored, this context manager
+    installs an empty handler. It has an effect only in the main thread.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Outcome", "decide"]
 
-# If an API failed for one of these reasons, an administrator can repair it. Missing hardware cannot be repaired.
+# If a query of an API failed for one of these reasons, an administrator can repair the set-up. Other reasons, such as
+# missing hardware, cannot be repaired.
 _REPAIRABLE_REASONS = frozenset(
     {
         Reason.LIBRARY_MISSING,
@@ -49,7 +50,7 @@ class Outcome:
     code : ExitCode
         The exit code of the command.
     verdict : str
-        One sentence.
+        The result of the run, as one sentence without a full stop.
     causes : tuple of str
         The most important causes of the verdict, at most five.
     to_do : tuple of str
@@ -77,11 +78,11 @@ def decide(
     software_asked : bool
         Whether the user requested to run all cases on software twins (``--software``).
     is_part : bool
-        Whether the user selected some of the cases. Then one case that ran is enough. Otherwise the profile states how
-        many cases must have run.
+        Whether the user selected only a part of the cases. Then at least one case must have run. Otherwise the profile
+        states how many cases must have run.
     """
     statuses = route_statuses(facts, records)
-    required = () if software_asked else unmet_requirements(profile, statuses)
+    unproven_required_routes = () if software_asked else unmet_requirements(profile, statuses)
     failed_outcome = _decide_on_failures(profile, records, statuses, software_asked=software_asked)
     if failed_outcome is not None:
         return failed_outcome
@@ -92,11 +93,11 @@ def decide(
             verdict="The set-up of this machine is not complete",
             causes=tuple(dict.fromkeys(failure.message for failure in set_up_failures)),
             to_do=tuple(dict.fromkeys(failure.what_to_do for failure in set_up_failures if failure.what_to_do)),
-            required=required,
+            required=unproven_required_routes,
         )
     incomplete_outcome = _decide_on_missing_cases(profile, records, is_part=is_part)
     if incomplete_outcome is not None and not incomplete_outcome.causes:
-        # Cases that need a failed API do not run, so the failure of the API is the cause.
+        # Too few cases ran. The cases that need an API do not run if it failed, so the error of the API is the cause.
         incomplete_outcome = replace(
             incomplete_outcome,
             causes=tuple(dict.fromkeys(failure.message for failure in facts.failures))[:_CAUSES_MAX],
@@ -104,10 +105,14 @@ def decide(
         )
     if incomplete_outcome is None and software_asked:
         return Outcome(code=ExitCode.PROVEN, verdict="The code passed on software twins")
-    return incomplete_outcome or _decide_on_links(facts, profile, required) or _decide_on_hardware(statuses, required)
+    return (
+        incomplete_outcome
+        or _decide_on_links(facts, profile, unproven_required_routes)
+        or _decide_on_hardware(statuses, unproven_required_routes)
+    )
 
 
-def _decide_on_links(facts: Facts, profile: Profile, required: tuple[str, ...]) -> Outcome | None:
+def _decide_on_links(facts: Facts, profile: Profile, unproven_required_routes: tuple[str, ...]) -> Outcome | None:
     """Return a failed outcome if the machine lacks a link that the profile expects, else None."""
     shortfalls = link_shortfalls(profile.links, facts)
     if not shortfalls:
@@ -117,26 +122,26 @@ def _decide_on_links(facts: Facts, profile: Profile, required: tuple[str, ...]) 
         verdict=f"The links differ from the links in profile {profile.name}",
         causes=shortfalls[:_CAUSES_MAX],
         to_do=("look for the slow or missing link with nvidia-smi nvlink -s, lspci -vv (LnkSta) and ibstat",),
-        required=required,
+        required=unproven_required_routes,
     )
 
 
-def _decide_on_hardware(statuses: Sequence[RouteStatus], required: tuple[str, ...]) -> Outcome:
-    proven_routes = [status for status in statuses if status.state is RouteOutcome.PROVEN]
-    if not proven_routes:
+def _decide_on_hardware(statuses: Sequence[RouteStatus], unproven_required_routes: tuple[str, ...]) -> Outcome:
+    proven_statuses = [status for status in statuses if status.state is RouteOutcome.PROVEN]
+    if not proven_statuses:
         return Outcome(
             code=ExitCode.NOTHING_PROVEN,
             verdict="Nothing was proven on hardware",
             causes=_list_unproven_causes(statuses),
-            to_do=("run it where a GPU and an RDMA NIC are, or add --software to qualify the code alone",),
-            required=required,
+            to_do=("run it on a machine with a GPU and an RDMA NIC, or add --software to qualify the code alone",),
+            required=unproven_required_routes,
         )
-    if required:
+    if unproven_required_routes:
         return Outcome(
             code=ExitCode.FAILED,
-            verdict=f"{format_count(len(required), 'required route')} not proven",
-            causes=required[:_CAUSES_MAX],
-            required=required,
+            verdict=f"{format_count(len(unproven_required_routes), 'required route')} not proven",
+            causes=unproven_required_routes[:_CAUSES_MAX],
+            required=unproven_required_routes,
         )
     return Outcome(code=ExitCode.PROVEN, verdict="Every required route is proven on hardware")
 
@@ -145,7 +150,7 @@ def _decide_on_failures(
     profile: Profile, records: Sequence[Record], statuses: Sequence[RouteStatus], *, software_asked: bool
 ) -> Outcome | None:
     failed_records = [record for record in records if record.verdict is Verdict.FAIL]
-    fallbacks = [
+    fallback_statuses = [
         status
         for status in statuses
         if status.state is RouteOutcome.FELL_BACK and (software_asked or is_required(profile, status))
@@ -157,11 +162,11 @@ def _decide_on_failures(
             verdict=f"{len(failed_records)} of {format_count(ran_count, 'case')} failed",
             causes=tuple(_describe_first_reason(record) for record in failed_records[:_CAUSES_MAX]),
         )
-    if fallbacks:
+    if fallback_statuses:
         return Outcome(
             code=ExitCode.FAILED,
             verdict="A route fell back where direct was required",
-            causes=tuple(f"{status.name}: {status.cause}" for status in fallbacks[:_CAUSES_MAX]),
+            causes=tuple(f"{status.name}: {status.cause}" for status in fallback_statuses[:_CAUSES_MAX]),
         )
     return None
 
@@ -192,14 +197,14 @@ def _decide_on_missing_cases(profile: Profile, records: Sequence[Record], *, is_
 def _list_unproven_causes(statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
     if not statuses:
         return ("there is no pair of a device and a NIC",)
-    names_by_cause: dict[str, list[str]] = {}
+    route_names_by_cause: dict[str, list[str]] = {}
     for status in statuses:
-        names_by_cause.setdefault(status.cause, []).append(status.name)
-    texts = [
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {cause}"
-        for cause, names in names_by_cause.items()
+        route_names_by_cause.setdefault(status.cause, []).append(status.name)
+    cause_texts = [
+        f"{route_names[0]}{f' and {len(route_names) - 1} more' if len(route_names) > 1 else ''}: {cause}"
+        for cause, route_names in route_names_by_cause.items()
     ]
-    return tuple(texts[:_CAUSES_MAX])
+    return tuple(cause_texts[:_CAUSES_MAX])
 
 
 def _describe_first_reason(record: Record) -> str:

@@ -31,14 +31,14 @@ class PlannedCase:
     case : str
         Id of the case.
     title : str
-        First line of its docstring.
+        First line of the docstring of the case.
     needs : tuple of str
-        Names of all its needs.
+        Names of all needs of the case.
     unmet : tuple of CaseReason
-        The needs that are not met, each with the reason.
+        The needs that this machine does not meet, each with the reason.
     refused : bool
-        Whether the case runs although a need is not met. The profile then states the error with which the case must
-        fail.
+        Whether the case runs although a need is not met, because the profile states the error with which the case must
+        fail on this machine.
     """
 
     case: str
@@ -90,12 +90,12 @@ def fitting_sessions(hardware: Mapping[Api, str], twins: frozenset[Api]) -> dict
     Returns
     -------
     mapping
-        For each session: ``fits`` (whether it can run), ``why`` (the reason), ``arguments`` (of the session), and
-        ``hardware`` (whether it tests the hardware of the machine). ``nox -s hardware`` selects by the last one.
+        For each session: ``fits`` (whether it can run), ``why`` (the reason), ``arguments`` (for the session), and
+        ``hardware`` (whether it tests the hardware of the machine; ``nox -s hardware`` runs only such sessions).
     """
     hardware_text = "; ".join(text for _, text in sorted(hardware.items(), key=lambda pair: pair[0].value))
     nic_text = hardware.get(Api.VERBS, "")
-    twin_fields = {"fits": bool(twins), "why": "the twins are installed" if twins else "the twins are not installed"}
+    suites_fields = {"fits": bool(twins), "why": "the twins are installed" if twins else "the twins are not installed"}
     return {
         "qualify": {
             "fits": bool(hardware or twins),
@@ -115,5 +115,5 @@ def fitting_sessions(hardware: Mapping[Api, str], twins: frozenset[Api]) -> dict
             "arguments": [],
             "why": nic_text or "no RDMA device here; nox -s lab runs it in a virtual machine",
         },
-        "suites": {**twin_fields, "hardware": False, "arguments": []},
+        "suites": {**suites_fields, "hardware": False, "arguments": []},
     }

@@ -1,6 +1,6 @@
 """Display of the progress of a qualification: implementations of :class:`gdrkit.qualify.run.Progress`.
 
-On a terminal, the progress is a bar with the name of the running case. In a file or pipe, it is one line per case.
+On a terminal, a bar shows the progress and the name of the running case. In a file or pipe, each case gets a line.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["LineProgress", "TerminalProgress", "make_progress"]
 
 _VERDICT_STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.UNPROVEN: "yellow", Verdict.NOT_RUN: "dim"}
-# The command must print a line at least every five seconds. The thread checks twice in this time, because another line
-# may have been printed just after the last check.
-_SILENCE_MAX_S = 2.4
+# The command must print a line at least every five seconds. The thread checks more than twice in this time, because the
+# last line may have been printed just after a check.
+_CHECK_PERIOD_S = 2.4
 _JOIN_TIMEOUT_S = 5.0
 _VERDICT_NAMES = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.UNPROVEN: "unproven", Verdict.NOT_RUN: "not run"}
 
@@ -34,17 +34,17 @@ _VERDICT_NAMES = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.UNPROVEN: 
 class LineProgress:
     """Progress as lines of text, for a log.
 
-    If no line was printed for a few seconds, a thread prints what runs and for how long.
+    If no line was printed for a few seconds, a thread prints which case runs and since how many seconds.
 
     Parameters
     ----------
     stream : TextIO
         Where the lines are printed.
     period_s : float
-        Longest time without a line, in seconds.
+        Time between two checks for silence, in seconds. A silence lasts at most twice as long.
     """
 
-    def __init__(self, stream: TextIO, *, period_s: float = _SILENCE_MAX_S) -> None:
+    def __init__(self, stream: TextIO, *, period_s: float = _CHECK_PERIOD_S) -> None:
         self._stream = stream
         self._case_names: tuple[str, ...] = ()
         self._completed_count = 0
@@ -74,11 +74,11 @@ class LineProgress:
         self.print_line(f"profile {plan.profile}, {format_count(len(self._case_names), 'case')}")
 
     def show_record(self, record: Record) -> None:
-        """Print a line for a case, and one for each of its reasons."""
+        """Print a line for a completed case, and a line for each reason of its verdict."""
         self._completed_count += 1
-        position, verdict = f"{self._completed_count}/{len(self._case_names)}", _VERDICT_NAMES[record.verdict]
+        count_text, verdict_name = f"{self._completed_count}/{len(self._case_names)}", _VERDICT_NAMES[record.verdict]
         self._begin_next_case()
-        self.print_line(f"[{position}] {verdict:8} {record.case} ({record.duration_ms:.0f} ms)")
+        self.print_line(f"[{count_text}] {verdict_name:8} {record.case} ({record.duration_ms:.0f} ms)")
         for reason in record.reasons:
             self.print_line(f"    {reason.need + ': ' if reason.need else ''}{reason.text}")
 
@@ -88,8 +88,8 @@ class LineProgress:
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def _begin_next_case(self) -> None:
-        is_last = self._completed_count >= len(self._case_names)
-        self._running_text = "ending the cases" if is_last else self._case_names[self._completed_count]
+        has_completed_all = self._completed_count >= len(self._case_names)
+        self._running_text = "ending the cases" if has_completed_all else self._case_names[self._completed_count]
         self._running_since_s = time.monotonic()
 
     def _report_silence(self, period_s: float) -> None:
@@ -106,7 +106,7 @@ class TerminalProgress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar: Bar | None = None
-        self._task: TaskID | None = None
+        self._task_id: TaskID | None = None
         self._remaining_cases: list[str] = []
 
     def print_line(self, line: str) -> None:
@@ -132,25 +132,25 @@ class TerminalProgress:
             console=self._console,
             transient=True,
         )
-        self._task = self._bar.add_task(self._find_running_case(), total=len(self._remaining_cases))
+        self._task_id = self._bar.add_task(self._find_running_case(), total=len(self._remaining_cases))
         self._bar.start()
 
     def show_record(self, record: Record) -> None:
-        """Print a case that has completed, and advance the bar."""
+        """Print a line for a completed case above the bar, and advance the bar."""
         from rich.text import Text
 
         line = Text()
         line.append(f"{_VERDICT_NAMES[record.verdict]:9}", style=_VERDICT_STYLES[record.verdict])
         line.append(record.case)
         line.append(f"  {record.duration_ms:.0f} ms", style="dim")
-        # With soft_wrap, the terminal wraps a long line instead of rich, so that the user can copy it as one line.
+        # With soft_wrap, the terminal and not rich wraps a long line, so that the user can copy it as one line.
         self._console.print(line, soft_wrap=True)
         for reason in record.reasons:
             text = f"         {reason.need + ': ' if reason.need else ''}{reason.text}"
             self._console.print(Text(text, style="dim"), soft_wrap=True)
-        if self._bar is not None and self._task is not None:
+        if self._bar is not None and self._task_id is not None:
             self._remaining_cases = [name for name in self._remaining_cases if name != record.case]
-            self._bar.update(self._task, advance=1, description=self._find_running_case())
+            self._bar.update(self._task_id, advance=1, description=self._find_running_case())
 
     def close(self) -> None:
         """Remove the progress bar."""

@@ -94,7 +94,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class _PreparedRun:
-    """The results of the steps before the cases are collected."""
+    """The results of the steps that precede the collection of the cases. `substrate` has the substrate of each API."""
 
     folder: RunFolder
     facts: Facts
@@ -120,9 +120,9 @@ def qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
 
 
 def plan_only(options: Options, progress: Progress) -> dict[str, object]:
-    """Return the plan of a run and the nox sessions that fit this machine, without running a case.
+    """Return the plan of a run and, for each nox session, whether it can run on this machine. Run no case.
 
-    If the options name no output folder, the files of the plan are written to a temporary folder.
+    Without an output folder in `options`, the files of the plan are written to a temporary folder.
     """
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="gdrkit-plan-") as folder:
         options_with_output = replace(options, output=options.output or Path(folder))
@@ -140,7 +140,7 @@ def plan_only(options: Options, progress: Progress) -> dict[str, object]:
 
 
 def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
-    """Run the cases and write run.json, without a report; see :func:`qualify`."""
+    """Do the steps of :func:`qualify` except the report: run the cases, write run.json, and return run and folder."""
     started, clock_start_s = dt.datetime.now(dt.UTC), time.monotonic()
     prepared_run = _prepare_run(options, progress, started)
     commit, identity = install_paths().commit(), host_identity(HostTree())
@@ -173,7 +173,8 @@ def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         is_interrupted=True,
         selection=_describe_selection(options),
     )
-    # run.json says "interrupted" until the outcome replaces it. So a report can be made even if this process is killed.
+    # run.json says "interrupted" until the finished run replaces it. So `gdrkit report` can report the completed cases
+    # even if this process is killed.
     prepared_run.folder.write_run(unfinished_run)
     try:
         plan = prepared_run.runner.run(common_fields, progress.begin_cases, progress.show_record)
@@ -212,8 +213,10 @@ def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
 
 def _describe_selection(options: Options) -> str:
     """Return the options that select a part of the cases, quoted for a shell."""
-    values = {"-k": options.select, "--suites": options.suites}
-    return shlex.join(word for name, value in values.items() if value is not None for word in (name, str(value)))
+    value_by_option = {"-k": options.select, "--suites": options.suites}
+    return shlex.join(
+        word for name, value in value_by_option.items() if value is not None for word in (name, str(value))
+    )
 
 
 def _prepare_run(options: Options, progress: Progress, started: dt.datetime) -> _PreparedRun:
@@ -225,7 +228,7 @@ def _prepare_run(options: Options, progress: Progress, started: dt.datetime) -> 
     launch_options = launch.Launch(twin_apis=twin_apis, seed=seed, isolated=True)
     environment = launch.environment(launch_options)
     if options.profile is not None:
-        load_profile(options.profile)  # Report an unknown name now, because the probe below is slow.
+        load_profile(options.profile)  # Raise the error for an unknown name now, because the probe below is slow.
     folder = RunFolder(options.output or install_paths().runs / started.strftime("%Y%m%dT%H%M%SZ"))
     folder.make_empty()
     facts = probe(environment=environment, timeout_s=options.query_timeout_s)
@@ -237,13 +240,13 @@ def _prepare_run(options: Options, progress: Progress, started: dt.datetime) -> 
     for line in (banner(substrates), launch.describe_unused_hardware(launch_options, tree)):
         if line:
             progress.print_line(line)
-    arguments = [f"--seed={seed}", f"--command={options.command}"]
+    pytest_options = [f"--seed={seed}", f"--command={options.command}"]
     if options.profile is not None:
-        arguments.append(f"--profile={options.profile}")
+        pytest_options.append(f"--profile={options.profile}")
     if options.select is not None:
-        arguments += ["-k", options.select]
+        pytest_options += ["-k", options.select]
     runner = SuiteRunner(
-        folder, environment, arguments, suites=options.suites, clean_up_timeout_s=options.clean_up_timeout_s
+        folder, environment, pytest_options, suites=options.suites, clean_up_timeout_s=options.clean_up_timeout_s
     )
     return _PreparedRun(folder, facts, substrates, seed, runner)
 

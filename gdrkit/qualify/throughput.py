@@ -1,7 +1,7 @@
-"""Comparison of measured numbers with the speeds that the profile expects and with the limits of the PCIe links.
+"""Comparison of measured numbers with the values that the profile expects and with the limits of the PCIe links.
 
-The module performs no I/O. The caller passes only numbers that were measured on hardware, because no speed is expected
-of a software twin (a library that emulates the hardware).
+The module performs no I/O. The caller passes only numbers that were measured on hardware, because the speed of a
+software twin (a library that emulates the hardware) says nothing about the machine.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class NumberCheck:
 def ran_on_hardware(apis: Iterable[str], substrate: Mapping[str, Substrate]) -> bool:
     """Return whether all of `apis` ran on hardware. The result is False if `apis` is empty.
 
-    Only then a number that was measured with these APIs describes the machine.
+    A number that was measured with these APIs describes the machine only if all of them ran on hardware.
     """
     api_names = tuple(apis)
     return bool(api_names) and all(substrate.get(api) is Substrate.HARDWARE for api in api_names)
@@ -74,7 +74,7 @@ def check_numbers(
     profile : Profile
         The profile of the machine.
     limits : mapping
-        The limits of the links, by the name of the rate without ``_gb_per_s_median``. A rate may have no limit.
+        The limits of the links. The key is the name of a rate without ``_gb_per_s_median``. A rate may have no limit.
     """
     checks = []
     for name, measured_value in numbers.items():
@@ -93,17 +93,18 @@ def _check_expected(
     expected: ExpectedNumber, name: str, measured_value: float, limit: Limit | None
 ) -> list[NumberCheck]:
     if expected.value is not None:
-        value, origin = expected.value, expected.source
+        expected_value, origin = expected.value, expected.source
     elif limit is not None:
-        value = limit.gb_per_s * (expected.limit_percent or 0.0) / 100
+        expected_value = limit.gb_per_s * (expected.limit_percent or 0.0) / 100
         origin = f"{expected.limit_percent:g} % of {limit.gb_per_s:.4g}, {limit.why}; {expected.source}"
     else:
-        return []  # A percentage of the limit is expected, but the limit is unknown.
-    tolerance = expected.tolerance_percent / 100
+        return []  # The profile expects a percentage of the limit, but the limit is unknown.
+    tolerance_ratio = expected.tolerance_percent / 100
     is_maximum = expected.better == "less"
-    bound_value = value * (1 + tolerance if is_maximum else 1 - tolerance)
+    bound_value = expected_value * (1 + tolerance_ratio if is_maximum else 1 - tolerance_ratio)
     text = (
-        f"{name} is {measured_value:.4g}; expected {value:.4g}, tolerance {expected.tolerance_percent:g} % ({origin})"
+        f"{name} is {measured_value:.4g}; "
+        f"expected {expected_value:.4g}, tolerance {expected.tolerance_percent:g} % ({origin})"
     )
     return [_make_check(name, measured_value, bound_value, text, is_maximum=is_maximum)]
 

@@ -1,4 +1,4 @@
-"""Comparison of two runs (``gdrkit compare``): the numbers, verdicts and routes that became worse.
+"""Comparison of two runs (``gdrkit compare``): the numbers, verdicts and routes that became worse or better.
 
 A number is compared only if both runs measured it on the same substrate: on hardware, on software in the kernel, or on
 a software twin (a library that emulates the hardware below an API). For numbers of software, the result has only the
@@ -22,7 +22,7 @@ from gdrkit.text import escape_controls, format_count
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from gdrkit.report.contents import Contents
+    from gdrkit.report.contents import RunContents
     from gdrkit.report.routes import FileStatus, RouteStatus
 
 __all__ = ["Change", "Comparison", "compare", "describe_comparison"]
@@ -31,13 +31,18 @@ SCHEMA_VERSION = 1
 
 # A case that did not run is ranked above a failed one, because it did not show a defect.
 _VERDICTS_BEST_FIRST = (Verdict.PASS, Verdict.UNPROVEN, Verdict.NOT_RUN, Verdict.FAIL)
-_STATES_BEST_FIRST = (RouteOutcome.PROVEN, RouteOutcome.UNPROVEN, RouteOutcome.NOT_POSSIBLE, RouteOutcome.FELL_BACK)
+_ROUTE_OUTCOMES_BEST_FIRST = (
+    RouteOutcome.PROVEN,
+    RouteOutcome.UNPROVEN,
+    RouteOutcome.NOT_POSSIBLE,
+    RouteOutcome.FELL_BACK,
+)
 _LINES_PER_OUTCOME_MAX = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One number, verdict or route that both runs have, and how it changed.
+    """The change of one number, verdict or route from the first run to the second.
 
     Attributes
     ----------
@@ -46,10 +51,12 @@ class Change:
     name : str
         For a number, the case and the name of the number. For a verdict, the case. For a route, its name.
     outcome : str
-        ``worse``, ``better``, ``same`` (within the noise), ``changed`` (neither more nor less of this number is
-        better), ``gone`` (only the first run has it) or ``not_comparable``.
+        ``worse``, ``better``, ``same`` (within the noise), ``changed`` (by more than the noise, but neither a higher
+        nor a lower value is better), ``gone`` (only the first run has this verdict or this proven route) or
+        ``not_comparable``.
     before, after : str
-        The values of both runs as text.
+        The values of both runs as text. For ``not_comparable`` they name the substrates, for numbers of software they
+        are empty, and for ``gone``, `after` is empty.
     change_percent, band_percent : float or None
         The relative change of a number, and the largest relative change that counts as noise.
     origins : tuple of str
@@ -68,7 +75,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The result of the comparison of two runs."""
+    """The result of the comparison of two runs. A change of at most ``noise_percent`` always counts as noise."""
 
     schema_version: int
     noise_percent: float
@@ -81,22 +88,22 @@ class Comparison:
         return any(change.outcome in ("worse", "gone") for change in self.changes)
 
     def to_json(self) -> str:
-        """Return indented JSON. It is ASCII, because names from other machines may contain control characters."""
+        """Return indented JSON in ASCII. Other characters are escaped: names may contain Unicode control characters."""
         data = serialization.to_json_data(self)
         document = dict(data) if isinstance(data, dict) else {}
         document["is_worse"] = self.is_worse
         return json.dumps(document, indent=2) + "\n"
 
 
-def compare(before: Contents, after: Contents, *, noise_percent: float) -> Comparison:
+def compare(before: RunContents, after: RunContents, *, noise_percent: float) -> Comparison:
     """Compare two runs.
 
     Parameters
     ----------
-    before, after : Contents
+    before, after : RunContents
         The earlier and the later run.
     noise_percent : float
-        A change of a number by at most this many percent is noise, even if the rounds of the number differ less.
+        A change of a number by at most this many percent is noise, even if the rounds of a run differ by less.
     """
     earlier_records, later_records = _group_by_case(before), _group_by_case(after)
     changes = [
@@ -124,26 +131,27 @@ def describe_comparison(comparison: Comparison) -> str:
             lines += [f"  {escape_controls(_describe_change(change))}" for change in changes[:_LINES_PER_OUTCOME_MAX]]
             if len(changes) > _LINES_PER_OUTCOME_MAX:
                 lines.append(f"  and {len(changes) - _LINES_PER_OUTCOME_MAX} more: --json lists all")
-    numbers = [change for change in comparison.changes if change.kind == "number"]
-    unchanged_count = sum(change.outcome == "same" for change in numbers)
+    number_changes = [change for change in comparison.changes if change.kind == "number"]
+    unchanged_count = sum(change.outcome == "same" for change in number_changes)
     noise_text = f"{comparison.noise_percent:g} %"
     lines.append(
-        f"{unchanged_count} of {format_count(len(numbers), 'number')} changed by no more than the noise "
-        f"(at least {noise_text})"
+        f"{unchanged_count} of {format_count(len(number_changes), 'number')} changed by no more than the noise "
+        f"(the noise of a number is at least {noise_text})"
     )
     lines.append("something became worse" if comparison.is_worse else "nothing became worse")
     return "\n".join(lines)
 
 
 def _describe_change(change: Change) -> str:
-    percent = (
+    percent_text = (
         "" if change.change_percent is None else f" {change.change_percent:+.1f} % (noise {change.band_percent:.1f} %)"
     )
-    values = f" {change.before} -> {change.after}" if change.before or change.after else ""
-    return f"{change.name}:{values}{percent}" + (f"  [{', '.join(change.origins)}]" if change.origins else "")
+    values_text = f" {change.before} -> {change.after}" if change.before or change.after else ""
+    return f"{change.name}:{values_text}{percent_text}" + (f"  [{', '.join(change.origins)}]" if change.origins else "")
 
 
-def _group_by_case(contents: Contents) -> dict[str, list[tuple[Record, str]]]:
+def _group_by_case(contents: RunContents) -> dict[str, list[tuple[Record, str]]]:
+    """Return the records of each case, each with its file and line."""
     records_by_case: dict[str, list[tuple[Record, str]]] = {}
     for record, origin in zip(contents.records, contents.origins, strict=True):
         records_by_case.setdefault(record.case, []).append((record, origin))
@@ -154,18 +162,22 @@ def _compare_verdicts(
     earlier_records: dict[str, list[tuple[Record, str]]], later_records: dict[str, list[tuple[Record, str]]]
 ) -> Iterator[Change]:
     for case, records_before in earlier_records.items():
-        before = _find_worst_verdict(record.verdict for record, _ in records_before)
+        verdict_before = _find_worst_verdict(record.verdict for record, _ in records_before)
         origins = tuple(origin for _, origin in records_before)
         if case not in later_records:
             # A case that did not run before has no result that could be gone.
-            if before is not Verdict.NOT_RUN:
-                yield Change("verdict", case, "gone", before.value, "", origins=origins)
+            if verdict_before is not Verdict.NOT_RUN:
+                yield Change("verdict", case, "gone", verdict_before.value, "", origins=origins)
             continue
-        after = _find_worst_verdict(record.verdict for record, _ in later_records[case])
-        if before is not after:
-            outcome = "worse" if _VERDICTS_BEST_FIRST.index(after) > _VERDICTS_BEST_FIRST.index(before) else "better"
+        verdict_after = _find_worst_verdict(record.verdict for record, _ in later_records[case])
+        if verdict_before is not verdict_after:
+            outcome = (
+                "worse"
+                if _VERDICTS_BEST_FIRST.index(verdict_after) > _VERDICTS_BEST_FIRST.index(verdict_before)
+                else "better"
+            )
             origins += tuple(origin for _, origin in later_records[case])
-            yield Change("verdict", case, outcome, before.value, after.value, origins=origins)
+            yield Change("verdict", case, outcome, verdict_before.value, verdict_after.value, origins=origins)
 
 
 def _find_worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
@@ -181,8 +193,8 @@ def _compare_numbers(
         before, after = earlier_records[case], later_records[case]
         names = dict.fromkeys(name for record, _ in before for name in record.numbers)
         for name in names:
-            number = split_number(name)
-            if number.statistic not in ("", "median") or number.is_bound or _is_metadata(name):
+            name_parts = split_number(name)
+            if name_parts.statistic not in ("", "median") or name_parts.is_bound or _is_metadata(name):
                 continue
             if any(name in record.numbers for record, _ in after):
                 yield _compare_number(case, name, before, after, noise_percent)
@@ -203,9 +215,10 @@ def _compare_number(
     change_name = f"{case} {name}"
     origins = tuple(origin for _, origin in (*before, *after))
     substrates = [{_describe_substrates(record) for record, _ in records_of_run} for records_of_run in (before, after)]
+    # Several records of a case in one run may be from different substrates. Then no common number exists.
     if substrates[0] != substrates[1] or len(substrates[0]) > 1:
         substrate_texts = [
-            " and ".join(sorted(" ".join(apis) or "nothing" for apis in substrates_of_run))
+            " and ".join(sorted(" ".join(api_texts) or "nothing" for api_texts in substrates_of_run))
             for substrates_of_run in substrates
         ]
         return Change(
@@ -216,14 +229,16 @@ def _compare_number(
             f"on {substrate_texts[1]}",
             origins=origins,
         )
-    earlier, later = (
+    earlier_sample, later_sample = (
         make_sample(name, [record.numbers for record, _ in records_of_run]) for records_of_run in (before, after)
     )
-    change = compare_samples(name, earlier, later, noise_percent=noise_percent)
+    change = compare_samples(name, earlier_sample, later_sample, noise_percent=noise_percent)
     is_hardware = all(describes_hardware(record) for record, _ in (*before, *after))
-    values = [format_number(sample.value) for sample in (earlier, later)] if is_hardware else ["", ""]
+    value_texts = (
+        [format_number(sample.value) for sample in (earlier_sample, later_sample)] if is_hardware else ["", ""]
+    )
     percent, band_percent = round(change.change_percent, 3), round(change.band_percent, 3)
-    return Change("number", change_name, change.outcome, values[0], values[1], percent, band_percent, origins)
+    return Change("number", change_name, change.outcome, value_texts[0], value_texts[1], percent, band_percent, origins)
 
 
 def _describe_substrates(record: Record) -> tuple[str, ...]:
@@ -231,8 +246,8 @@ def _describe_substrates(record: Record) -> tuple[str, ...]:
     return tuple(f"{api}={record.substrate.get(api, 'unknown')}" for api in sorted(apis))
 
 
-def _compare_routes(before: Contents, after: Contents) -> Iterator[Change]:
-    def list_states_by_name(contents: Contents) -> dict[str, RouteOutcome]:
+def _compare_routes(before: RunContents, after: RunContents) -> Iterator[Change]:
+    def list_states_by_name(contents: RunContents) -> dict[str, RouteOutcome]:
         statuses: list[RouteStatus | FileStatus] = [*route_statuses(contents.facts, contents.records)]
         statuses += file_statuses(contents.facts, contents.records)
         return {status.name: status.state for status in statuses}
@@ -244,13 +259,12 @@ def _compare_routes(before: Contents, after: Contents) -> Iterator[Change]:
             if earlier_state is RouteOutcome.PROVEN:
                 yield Change("route", name, "gone", earlier_state.value, "")
         elif later_state is not earlier_state:
-            outcome = (
-                "worse" if _STATES_BEST_FIRST.index(later_state) > _STATES_BEST_FIRST.index(earlier_state) else "better"
-            )
+            earlier_rank, later_rank = map(_ROUTE_OUTCOMES_BEST_FIRST.index, (earlier_state, later_state))
+            outcome = "worse" if later_rank > earlier_rank else "better"
             yield Change("route", name, outcome, earlier_state.value, later_state.value)
 
 
-def _identify_machine(contents: Contents) -> tuple[str | None, str, tuple[str, ...]]:
+def _identify_machine(contents: RunContents) -> tuple[str | None, str, tuple[str, ...]]:
     devices = contents.facts.cuda.devices if contents.facts.cuda else ()
     run = contents.run
     return run.host_id, run.profile, tuple(device.name for device in devices)

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["Contents", "read_contents", "unknown_facts"]
+__all__ = ["RunContents", "read_contents", "unknown_facts"]
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class RunContents:
     """A run, its facts and its records.
 
     Attributes
@@ -60,7 +60,7 @@ class Contents:
     diagnosis: Diagnosis | None = None
 
 
-def read_contents(path: Path) -> Contents:
+def read_contents(path: Path) -> RunContents:
     """Read the folder of a run, a records file, or a folder of records files and possibly facts.json.
 
     Raises
@@ -78,8 +78,8 @@ def read_contents(path: Path) -> Contents:
         raise make_file_error("read", path, error) from error
 
 
-def _add_topology_and_diagnosis(contents: Contents, folder: RunFolder) -> Contents:
-    """Add the topology and the diagnosis, if the folder has them. gdrkit 0.1.0 did not write them."""
+def _add_topology_and_diagnosis(contents: RunContents, folder: RunFolder) -> RunContents:
+    """Add the topology and the diagnosis, if the folder has them. The runs of gdrkit 0.1.0 do not have them."""
     topology = diagnosis = None
     if is_file(folder.topology):
         topology = Topology.from_json(read_bytes(folder.topology), where=str(folder.topology))
@@ -88,14 +88,14 @@ def _add_topology_and_diagnosis(contents: Contents, folder: RunFolder) -> Conten
     return replace(contents, topology=topology, diagnosis=diagnosis)
 
 
-def _read_run_or_records(path: Path) -> Contents:
+def _read_run_or_records(path: Path) -> RunContents:
     folder = RunFolder(path)
     if is_file(folder.run):
         run = folder.read_run()
         if run.is_interrupted:
             return _read_unfinished_run(folder, run)
         records, origins, _ = _read_record_files([folder.records] if is_file(folder.records) else [])
-        return Contents(run, _read_facts(folder), records, origins)
+        return RunContents(run, _read_facts(folder), records, origins)
     if is_file(folder.facts) and (is_file(folder.records) or is_file(folder.plan)):
         return _read_unfinished_run(folder)
     files = [path] if is_file(path) else sorted(path.glob("*.jsonl"))
@@ -108,8 +108,8 @@ def _read_run_or_records(path: Path) -> Contents:
         raise UsageError(message, reason=Reason.MALFORMED)
     run = _derive_run(records, verdict=_describe_counts(records), causes=())
     if is_file(folder.facts):
-        return Contents(run, _read_facts(folder), records, origins)
-    return Contents(run, unknown_facts(), records, origins, has_facts=False)
+        return RunContents(run, _read_facts(folder), records, origins)
+    return RunContents(run, unknown_facts(), records, origins, has_facts=False)
 
 
 def unknown_facts() -> Facts:
@@ -136,7 +136,7 @@ def unknown_facts() -> Facts:
     )
 
 
-def _read_unfinished_run(folder: RunFolder, initial_run: Run | None = None) -> Contents:
+def _read_unfinished_run(folder: RunFolder, initial_run: Run | None = None) -> RunContents:
     """Read the folder of a run that did not end.
 
     `initial_run` is the run.json that was written when the run began, or None if the file does not exist.
@@ -145,13 +145,13 @@ def _read_unfinished_run(folder: RunFolder, initial_run: Run | None = None) -> C
     records, origins, is_last_line_cut_off = _read_record_files(
         [folder.records] if is_file(folder.records) else [], may_last_line_be_cut_off=True
     )
-    causes = list(initial_run.causes) if initial_run else ["its process ended before it could write run.json"]
+    causes = list(initial_run.causes) if initial_run else ["the process of the run ended before it wrote run.json"]
     profile, planned_cases = _read_planned_cases(folder)
     recorded_cases = {record.case for record in records}
     missing_cases = [case for case in planned_cases if case not in recorded_cases]
     if missing_cases:
-        counts = f"no record of {len(missing_cases)} of {format_count(len(planned_cases), 'case')}"
-        causes.append(f"{counts}; the first of them is {missing_cases[0]}")
+        counts_text = f"no record of {len(missing_cases)} of {format_count(len(planned_cases), 'case')}"
+        causes.append(f"{counts_text}; the first of them is {missing_cases[0]}")
     if is_last_line_cut_off:
         causes.append(f"the last line of {folder.records.name} is cut off and was ignored")
     run = initial_run or _derive_run(records, verdict="The run did not end", causes=(), facts=facts)
@@ -164,7 +164,7 @@ def _read_unfinished_run(folder: RunFolder, initial_run: Run | None = None) -> C
         to_do=run.to_do or ("run it again",),
         is_interrupted=True,
     )
-    return Contents(run, facts, records, origins)
+    return RunContents(run, facts, records, origins)
 
 
 def _read_record_files(
@@ -180,6 +180,7 @@ def _read_record_files(
     for file in files:
         lines = read_record_lines(file)
         if may_last_line_be_cut_off:
+            # The last item is the text after the last line end, so it is empty if no line is cut off.
             is_last_line_cut_off = bool(lines.pop().strip())
         for line_number, line in enumerate(lines, start=1):
             if line.strip():
@@ -230,7 +231,7 @@ def _derive_run(records: Sequence[Record], *, verdict: str, causes: tuple[str, .
         seed=first_record.seed if first_record else 0,
         commit=first_record.commit if first_record else None,
         version=first_record.version if first_record else gdrkit.__version__,
-        exit_code=1 if has_failure else 4,
+        exit_code=int(ExitCode.FAILED if has_failure else ExitCode.NOTHING_PROVEN),
         verdict=verdict,
         causes=causes,
         to_do=("run it again",) if causes else (),

@@ -54,9 +54,9 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
 def _make_verbs_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield from _make_api_rows("verbs", facts, facts.verbs_failure)
     for nic in facts.verbs.nics if facts.verbs else ():
-        ports = f"active ports {', '.join(map(str, nic.active_ports)) or 'none'}"
+        ports_text = f"active ports {', '.join(map(str, nic.active_ports)) or 'none'}"
         dmabuf_text = nic.failure.message if nic.failure else f"dma-buf regions: {'yes' if nic.dmabuf else 'no'}"
-        yield f"  {nic.name}", f"{ports}; {dmabuf_text}"
+        yield f"  {nic.name}", f"{ports_text}; {dmabuf_text}"
 
 
 def _make_cuda_rows(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -113,9 +113,9 @@ def _make_evidence_rows(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _describe_evidence(pci_driver: str | None, node: DeviceNode | None, missing: Iterable[str]) -> str:
-    device = "no device node" if node is None else f"{node.path} ({node.major}:{node.minor})"
-    driver = f"bound to {pci_driver}" if pci_driver else "no PCI driver"
-    return "; ".join((device, driver, *missing))
+    node_text = "no device node" if node is None else f"{node.path} ({node.major}:{node.minor})"
+    driver_text = f"bound to {pci_driver}" if pci_driver else "no PCI driver"
+    return "; ".join((node_text, driver_text, *missing))
 
 
 def _align(rows: list[tuple[str, str]]) -> str:
@@ -136,9 +136,11 @@ def make_headline_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     rate_by_nic = {
         device.name: next((port.rate for port in device.ports if port.rate), "") for device in facts.rdma_devices
     }
-    names = list(rate_by_nic) or [nic.name for nic in (facts.verbs.nics if facts.verbs else ())]
-    listed_nics = [f"{name} ({rate})" if (rate := rate_by_nic.get(name)) else name for name in names[:_NICS_NAMED_MAX]]
-    unlisted_nics = [f"{len(names) - _NICS_NAMED_MAX} more"] if len(names) > _NICS_NAMED_MAX else []
+    nic_names = list(rate_by_nic) or [nic.name for nic in (facts.verbs.nics if facts.verbs else ())]
+    listed_nics = [
+        f"{name} ({rate})" if (rate := rate_by_nic.get(name)) else name for name in nic_names[:_NICS_NAMED_MAX]
+    ]
+    unlisted_nics = [f"{len(nic_names) - _NICS_NAMED_MAX} more"] if len(nic_names) > _NICS_NAMED_MAX else []
     yield "NICs", ", ".join([*listed_nics, *unlisted_nics]) or "none"
     cuda_text = f", CUDA {facts.cuda.driver_version}" if facts.cuda else ""
     yield "NVIDIA driver", (facts.nvidia_driver_version or "not loaded") + cuda_text
@@ -175,15 +177,19 @@ def make_host_rows(facts: Facts) -> list[tuple[str, str]]:
 
 
 def _describe_library(library: LibraryFacts) -> str:
-    """Return the path of a library, and the first digits of its build ID or why it has none."""
+    """Return the path of a library and the first digits of its build ID, or the reason why it has none."""
     identity = library.error or shorten_identifier(library.build_id or "no build id")
     return f"{install_paths().portable(library.path or '')} ({identity})"
 
 
 def _describe_iommu(facts: Facts) -> str:
     group_count = facts.kernel.iommu_group_count
-    words = " ".join(facts.kernel.iommu_arguments)
-    return f"{group_count} groups" + (f"; {words}" if words else "") if group_count else words or "no groups"
+    kernel_arguments = " ".join(facts.kernel.iommu_arguments)
+    return (
+        f"{group_count} groups" + (f"; {kernel_arguments}" if kernel_arguments else "")
+        if group_count
+        else kernel_arguments or "no groups"
+    )
 
 
 def _describe_gpus(facts: Facts) -> str:
@@ -193,8 +199,10 @@ def _describe_gpus(facts: Facts) -> str:
 
 
 def _describe_rdma_devices(facts: Facts) -> str:
-    devices = []
+    device_texts = []
     for device in facts.rdma_devices:
-        ports = ", ".join(f"port {port.number} {port.state or '?'} {port.rate or ''}".strip() for port in device.ports)
-        devices.append(f"{device.name} ({device.driver or 'unknown driver'}; {ports or 'no port'})")
-    return ", ".join(devices) or "none"
+        ports_text = ", ".join(
+            f"port {port.number} {port.state or '?'} {port.rate or ''}".strip() for port in device.ports
+        )
+        device_texts.append(f"{device.name} ({device.driver or 'unknown driver'}; {ports_text or 'no port'})")
+    return ", ".join(device_texts) or "none"

@@ -62,7 +62,7 @@ def describe_diagnosis(diagnosis: Diagnosis, *, verbose: bool = False) -> str:
 
 def _describe_unreadable(diagnosis: Diagnosis) -> list[str]:
     # When the doctor examines the capture of another machine, ENODATA means that the capture does not have the file.
-    # Any other errno says why the kernel of that machine or of this one refused to read the file.
+    # Any other errno says why the kernel of the examined machine refused to read the file.
     unreadable_files = [
         unreadable_file for unreadable_file in diagnosis.unreadable if unreadable_file.errno != errno.ENODATA
     ]
@@ -106,12 +106,12 @@ def list_rules(rules: Sequence[Rule]) -> str:
 
 
 def rules_as_json(rules: Rule | Sequence[Rule]) -> str:
-    """Return one rule as an indented JSON object, or several as a list of such objects."""
-    values = _list_rule_values(rules) if isinstance(rules, Rule) else [_list_rule_values(rule) for rule in rules]
-    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    """Return one rule as an indented JSON object, or several rules as a list of such objects."""
+    fields = _make_rule_fields(rules) if isinstance(rules, Rule) else [_make_rule_fields(rule) for rule in rules]
+    return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
 
 
-def _list_rule_values(rule: Rule) -> dict[str, str | bool]:
+def _make_rule_fields(rule: Rule) -> dict[str, str | bool]:
     """Return the fields of a rule. ``acts`` says whether the rule makes an experiment on the machine."""
     texts = {name: getattr(rule, name) for name in ("code", "title", "why", "remedy", "reads", "privilege", "source")}
     return {**texts, "acts": bool(rule.experiment)}
@@ -128,7 +128,7 @@ def rules_document(rules: Sequence[Rule]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _wrap(text: str, indent: str) -> list[str]:
+def _wrap(text: str, continuation_indent: str) -> list[str]:
     return textwrap.wrap(
-        text, width=_LINE_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        text, width=_LINE_WIDTH, subsequent_indent=continuation_indent, break_long_words=False, break_on_hyphens=False
     ) or [text]

@@ -14,7 +14,7 @@ from gdrkit.report.sweep import describes_hardware, split_number
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from gdrkit.report.contents import Contents
+    from gdrkit.report.contents import RunContents
     from gdrkit.report.routes import FileStatus, RouteStatus
     from gdrkit.report.view import View
     from gdrkit.serialization import Json
@@ -24,7 +24,7 @@ __all__ = ["SCHEMA_VERSION", "render_document"]
 SCHEMA_VERSION = 1
 
 
-def render_document(contents: Contents, view: View) -> str:
+def render_document(contents: RunContents, view: View) -> str:
     """Return the contents of report.json as indented JSON."""
     run = contents.run
     verdicts = [record.verdict for record in contents.records]
@@ -98,9 +98,9 @@ def _list_origins(cases: Iterable[str], origins: Mapping[str, str]) -> list[Json
     return [origins[case] for case in cases if case in origins]
 
 
-def _list_measurements(contents: Contents) -> Iterator[Json]:
+def _list_measurements(contents: RunContents) -> Iterator[Json]:
     """Yield the numbers that were measured on hardware. Numbers of software twins are only in the records."""
     for record, origin in zip(contents.records, contents.origins, strict=True):
         for name, value in record.numbers.items() if describes_hardware(record) else ():
-            number = split_number(name)
-            yield {"case": record.case, "name": name, "value": value, "unit": number.unit, "records": [origin]}
+            unit = split_number(name).unit
+            yield {"case": record.case, "name": name, "value": value, "unit": unit, "records": [origin]}

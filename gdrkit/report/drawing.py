@@ -22,6 +22,7 @@ __all__ = ["Box", "Drawing", "DrawnDevice", "Link", "Node", "drawn_devices", "ma
 
 WIDTH = 380
 _BOX_WIDTH, _BOX_HEIGHT, _ROW_HEIGHT = 122.0, 30.0, 37.0
+# Left edges of the boxes of GPUs, and of the boxes of other devices.
 _LEFT_X, _RIGHT_X = 10.0, 248.0
 _HEADER_HEIGHT, _NODE_GAP = 24.0, 10.0
 _NAME_CHARACTERS_MAX, _DETAIL_CHARACTERS_MAX = 16, 21
@@ -84,7 +85,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """The layout of the whole drawing. ``description`` is for readers who cannot see it."""
+    """The layout of the whole drawing. ``description`` is a text for readers who cannot see the drawing."""
 
     nodes: tuple[Node, ...]
     boxes: tuple[Box, ...]
@@ -142,35 +143,38 @@ def select_drawn_state(states: Iterable[RouteOutcome]) -> RouteOutcome:
 
 
 def _list_gpus(facts: Facts, routes: Iterable[RouteStatus]) -> list[DrawnDevice]:
-    pci_functions = {gpu.address.lower(): gpu for gpu in facts.gpus}
+    pci_function_by_address = {gpu.address.lower(): gpu for gpu in facts.gpus}
     gpus: list[DrawnDevice] = []
     indices = set()
     for device in facts.cuda.devices if facts.cuda else ():
-        pci_function = pci_functions.pop(device.pci_bus_id.lower(), None)
-        link = _describe_link_width(pci_function.link_speed, pci_function.link_width) if pci_function else ""
-        node = pci_function.numa_node if pci_function else None
-        gpus.append(DrawnDevice(f"GPU {device.index}", "gpu", f"{device.pci_bus_id} {link}".strip(), node))
+        pci_function = pci_function_by_address.pop(device.pci_bus_id.lower(), None)
+        link_text = _describe_link_width(pci_function.link_speed, pci_function.link_width) if pci_function else ""
+        numa_node = pci_function.numa_node if pci_function else None
+        gpus.append(DrawnDevice(f"GPU {device.index}", "gpu", f"{device.pci_bus_id} {link_text}".strip(), numa_node))
         indices.add(device.index)
+    # Without facts from CUDA, the routes show which GPUs the run used.
     if facts.cuda is None:
         device_indices = sorted({route.device_index for route in routes})
         gpus += [DrawnDevice(f"GPU {device_index}", "gpu", "", None) for device_index in device_indices]
+    # These GPUs are on PCI, but CUDA does not list them.
     gpus += [
-        DrawnDevice("GPU", "gpu", address, pci_function.numa_node) for address, pci_function in pci_functions.items()
+        DrawnDevice("GPU", "gpu", address, pci_function.numa_node)
+        for address, pci_function in pci_function_by_address.items()
     ]
     return gpus
 
 
 def _list_nics(facts: Facts, routes: Iterable[RouteStatus]) -> list[DrawnDevice]:
-    nics = {}
+    nic_by_name = {}
     for device in facts.rdma_devices:
         rates = [port.rate for port in device.ports if port.rate]
         rate = (rates[0] or "").partition(" (")[0] if rates else ""
         detail = rate or device.pci_address or device.driver or ""
-        nics[device.name] = DrawnDevice(device.name, "nic", detail, device.numa_node)
+        nic_by_name[device.name] = DrawnDevice(device.name, "nic", detail, device.numa_node)
     verbs_names = [nic.name for nic in facts.verbs.nics] if facts.verbs else []
     for name in (*verbs_names, *(route.nic for route in routes)):
-        nics.setdefault(name, DrawnDevice(name, "nic", "", None))
-    return list(nics.values())
+        nic_by_name.setdefault(name, DrawnDevice(name, "nic", "", None))
+    return list(nic_by_name.values())
 
 
 def _list_controllers(facts: Facts) -> list[DrawnDevice]:
@@ -200,11 +204,12 @@ def _draw_links(boxes: Sequence[Box], routes: Sequence[RouteStatus]) -> tuple[Li
 
 
 def _describe_link_width(speed: str | None, width: str | None) -> str:
+    """Return the width as text (``x16``). The text is empty if sysfs does not show a speed in numbers."""
     return f"x{width}" if speed and width and speed[:1].isdigit() else ""
 
 
-def _truncate(text: str, characters: int) -> str:
-    return text if len(text) <= characters else text[: characters - 1] + "\N{HORIZONTAL ELLIPSIS}"
+def _truncate(text: str, characters_max: int) -> str:
+    return text if len(text) <= characters_max else text[: characters_max - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def _describe_counts(devices: Sequence[DrawnDevice], node_count: int) -> str:

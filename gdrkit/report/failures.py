@@ -1,7 +1,7 @@
 """The list of failures in the report of a run, each with its cause and a remedy.
 
 The text of a gdrkit error is a cause, optionally followed by ". To do: " and a remedy. If the error has no remedy, the
-failure gets a general one.
+failure gets a general remedy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Failure", "describe_failures", "failures", "split_remedy"]
 
 _REMEDY_MARK = ". To do: "
-_REMEDY_FOR_UNFORESEEN_ABSENCE = "install what is missing, or add the absence to the profile (foreseen)"
+_REMEDY_FOR_UNFORESEEN_ABSENCE = "install what is missing, or declare in the profile that its absence is foreseen"
 # The rule of the doctor whose remedy fits a cause without a remedy. The first pattern that occurs in the cause applies.
 _RULE_BY_CAUSE = (
     (re.compile(r"ID_FS_USAGE|udev"), "udev-database"),
@@ -36,7 +36,7 @@ _RULE_BY_CAUSE = (
 )
 _REMEDY_FOR_FALLBACK = "remove the cause and run the case again, because its transfers were not direct"
 _REMEDY_FOR_UNKNOWN_CAUSE = (
-    "read its traceback in the report, then run it alone: gdrkit qualify -k {name} --seed {seed}"
+    "read the traceback of the case in the report, then run the case alone: gdrkit qualify -k {name} --seed {seed}"
 )
 
 

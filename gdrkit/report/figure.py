@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["Curve", "Mark", "SweepPlot", "Tick", "format_number", "format_three_digits", "make_plot"]
 
 WIDTH, HEIGHT = 380, 220
+# Coordinates of the edges of the area between the axes.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 370.0, 12.0, 186.0
 # The axis of values has about this many steps.
 _AXIS_STEPS = 4
 _SIZE_LABELS_MAX = 6
-# Styles of curves. They differ in colour and in dash pattern, so that they can be told apart without colours.
+# Number of styles of curves. The styles differ in colour and in dash pattern, for readers who cannot see the colours.
 _STYLE_COUNT = 6
 _THOUSANDS_GROUPED_FROM = 10_000
 
@@ -49,7 +50,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A curve. ``points`` is the attribute of an SVG polyline. A bound is a limit that was not measured."""
+    """A curve. ``points`` is the attribute of an SVG polyline, ``style`` the number of a style.
+
+    ``is_bound`` is true for a limit that was computed, not measured.
+    """
 
     name: str
     points: str
@@ -62,7 +66,8 @@ class Curve:
 class SweepPlot:
     """The layout of one plot, and a table with the same values.
 
-    ``x_axis`` says what the horizontal axis shows: ``size`` or ``depth``. Each of ``rows`` has a size or depth, and for
+    ``x_axis`` says what the horizontal axis shows: ``size`` or ``depth``. ``sizes`` and ``values`` are the ticks of the
+    two axes. Each of ``rows`` has a size or depth, and for
     each curve the value and the case that measured it.
     """
 
@@ -138,10 +143,10 @@ def format_three_digits(value: float) -> str:
     return format_number(float(f"{value:.3g}"))
 
 
-def _make_row(size_bytes: int, lines: Sequence[SweepLine]) -> tuple[tuple[str, str], ...]:
+def _make_row(size_or_depth: int, lines: Sequence[SweepLine]) -> tuple[tuple[str, str], ...]:
     cells = []
     for line in lines:
-        point = next((point for point in line.points if point.size_or_depth == size_bytes), None)
+        point = next((point for point in line.points if point.size_or_depth == size_or_depth), None)
         cells.append(("", "") if point is None else (format_number(point.value), point.case))
     return tuple(cells)
 

@@ -1,4 +1,4 @@
-"""One report about many hosts (``gdrkit report --fleet``): the qualified hosts, the slow ones, and the differing ones.
+"""One report about many hosts (``gdrkit report --fleet``): which hosts are qualified, are slow, or differ from most.
 
 Each host is a folder with the files of a run. The fleet report is in the parent folder, and links to the reports of the
 hosts. If a folder cannot be read, its row in the report has the error, and the command fails after writing the report.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from gdrkit.errors import GdrkitError, UsageError
-from gdrkit.report.contents import Contents, read_contents
+from gdrkit.report.contents import RunContents, read_contents
 from gdrkit.report.figure import format_number
 from gdrkit.report.measurements import case_title, number_words
 from gdrkit.report.metrics import render_metrics
@@ -41,13 +41,16 @@ SCHEMA_VERSION = 1
 # With fewer hosts, there is no majority and no useful median.
 _HOSTS_MIN = 3
 _NOT_READABLE = "not readable"
-# These fields of a host have the same names and values in fleet.json.
+# Fields of the class Host that fleet.json contains under the same names.
 _DOCUMENT_FIELDS = ("name", "folder", "error", "exit_code", "state", "verdict", "profile", "started")
 
 
 @dataclass(frozen=True, slots=True)
 class SlowNumber:
-    """A number of one host that is worse than the median of all hosts, with the difference in percent."""
+    """A number of one host that is worse than the median of all hosts, with the difference in percent.
+
+    ``name`` has the case and the name of the number, ``title`` is the same for readers.
+    """
 
     name: str
     title: str
@@ -68,7 +71,7 @@ class Host:
     folder : str
         Path relative to the folder of the fleet report.
     error : str
-        Why the run of the host could not be read. If it is set, all fields below are empty.
+        Why the run of the host could not be read. Then ``state`` is ``not readable``, and the fields below are empty.
     exit_code : int or None
         Exit code of the run.
     state : str
@@ -106,8 +109,8 @@ class Host:
 class Fleet:
     """The contents of the fleet report.
 
-    ``tally`` has the number of hosts in each state, ``problems`` a line for each unreadable folder and each duplicate
-    host name, and ``index`` the path of the page.
+    ``tally`` has the number of hosts in each state. ``problems`` has a line for each unreadable folder and each
+    duplicate host name. ``index`` is the path of index.html.
     """
 
     hosts: tuple[Host, ...]
@@ -118,8 +121,10 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class _HostRun:
+    """The run of one host. The keys of ``samples`` have the case and the name of the number."""
+
     folder: str
-    contents: Contents
+    contents: RunContents
     view: View
     samples: Mapping[tuple[str, str], Sample]
 
@@ -155,7 +160,7 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
             display_name_by_folder[host_run.folder],
             majority_traits=majority_traits,
             median_sample_by_number=median_sample_by_number,
-            path=path,
+            fleet_folder=path,
             output_folder=output_folder,
         )
         for host_run in latest_runs
@@ -203,7 +208,8 @@ def _rank_urgency(host: Host) -> int:
 def _make_natural_sort_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key by which node10 comes after node9."""
     parts = re.split(r"([0-9]+)", name)
-    # Numbers are compared by their length first, since a name may contain more digits than int() accepts.
+    # Numbers are compared by their length first, since a name may contain more digits than int() accepts. The split
+    # puts the numbers at the odd indices, and text at the even indices.
     stripped_parts = [part.lstrip("0") for part in parts]
     return [
         (len(stripped_parts[index]), stripped_parts[index]) if index % 2 else (-1, part)
@@ -221,17 +227,17 @@ def _is_run_folder(entry: Path) -> bool:
         return True
 
 
-def _read_runs(run_folders: Sequence[Path], path: Path) -> tuple[list[_HostRun], list[tuple[str, str]]]:
+def _read_runs(run_folders: Sequence[Path], fleet_folder: Path) -> tuple[list[_HostRun], list[tuple[str, str]]]:
     host_runs: list[_HostRun] = []
     unreadable_folders: list[tuple[str, str]] = []
     for entry in run_folders:
-        name = entry.relative_to(path).as_posix()
+        folder = entry.relative_to(fleet_folder).as_posix()
         try:
             contents = read_contents(entry)
         except GdrkitError as error:
-            unreadable_folders.append((name, str(error)))
+            unreadable_folders.append((folder, str(error)))
         else:
-            host_runs.append(_HostRun(name, contents, make_view(contents), _make_samples(contents)))
+            host_runs.append(_HostRun(folder, contents, make_view(contents), _make_samples(contents)))
     return host_runs, unreadable_folders
 
 
@@ -247,7 +253,7 @@ def _select_latest(host_runs: Sequence[_HostRun]) -> tuple[list[_HostRun], tuple
     return latest_runs, tuple(sorted(older_folders))
 
 
-def _is_same_host(first: Contents, second: Contents) -> bool:
+def _is_same_host(first: RunContents, second: RunContents) -> bool:
     """Return whether two runs are from the same machine, according to host name, device serials and host id."""
     if not first.run.host or first.run.host != second.run.host:
         return False
@@ -258,7 +264,8 @@ def _is_same_host(first: Contents, second: Contents) -> bool:
     return first.run.host_id is not None and first.run.host_id == second.run.host_id
 
 
-def _list_device_serials(contents: Contents) -> set[str]:
+def _list_device_serials(contents: RunContents) -> set[str]:
+    """Return the GUIDs and UUIDs of hardware. Emulated devices may have the same on several machines."""
     guids = {device.node_guid for device in contents.facts.rdma_devices if device.has_device and device.node_guid}
     is_hardware = contents.run.substrate.get("cuda") == "hardware"
     return guids | {
@@ -282,9 +289,9 @@ def _choose_display_names(latest_runs: Sequence[_HostRun]) -> tuple[dict[str, st
     return display_name_by_folder, problems
 
 
-def _collect_traits(contents: Contents) -> dict[str, str]:
+def _collect_traits(contents: RunContents) -> dict[str, str]:
     facts = contents.facts
-    firmware = sorted({device.firmware for device in facts.rdma_devices if device.firmware})
+    firmware_versions = sorted({device.firmware for device in facts.rdma_devices if device.firmware})
     devices = facts.cuda.devices if facts.cuda else ()
     return {
         "gdrkit": contents.run.version,
@@ -295,7 +302,7 @@ def _collect_traits(contents: Contents) -> dict[str, str]:
         )
         or "none",
         "RDMA devices": str(len(facts.rdma_devices)),
-        "NIC firmware": ", ".join(firmware) or "none",
+        "NIC firmware": ", ".join(firmware_versions) or "none",
         "profile": contents.run.profile,
     }
 
@@ -312,23 +319,27 @@ def _find_majority_traits(latest_runs: Sequence[_HostRun]) -> dict[str, str]:
     return {trait: value for trait, (value, count) in top_value_by_trait.items() if count * 2 > len(latest_runs)}
 
 
-def _make_samples(contents: Contents) -> dict[tuple[str, str], Sample]:
+def _make_samples(contents: RunContents) -> dict[tuple[str, str], Sample]:
     """Return, by case and name, the sample of every measured number that can be better or worse."""
     numbers_by_name: dict[tuple[str, str], list[Mapping[str, float]]] = {}
     for record in contents.records:
         for name in record.numbers if describes_hardware(record) else ():
-            number = split_number(name)
-            if number.better and not number.is_bound and number.statistic in ("", "median"):
+            name_parts = split_number(name)
+            if name_parts.better and not name_parts.is_bound and name_parts.statistic in ("", "median"):
                 numbers_by_name.setdefault((record.case, name), []).append(record.numbers)
     return {(case, name): make_sample(name, numbers) for (case, name), numbers in numbers_by_name.items()}
 
 
 def _compute_median_samples(latest_runs: Sequence[_HostRun]) -> dict[tuple[str, str], Sample]:
-    samples_by_name: dict[tuple[str, str], list[Sample]] = {}
+    samples_by_number: dict[tuple[str, str], list[Sample]] = {}
     for host_run in latest_runs:
-        for number, sample in host_run.samples.items():
-            samples_by_name.setdefault(number, []).append(sample)
-    return {number: median_sample(samples) for number, samples in samples_by_name.items() if len(samples) >= _HOSTS_MIN}
+        for case_and_name, sample in host_run.samples.items():
+            samples_by_number.setdefault(case_and_name, []).append(sample)
+    return {
+        case_and_name: median_sample(samples)
+        for case_and_name, samples in samples_by_number.items()
+        if len(samples) >= _HOSTS_MIN
+    }
 
 
 def _make_host(
@@ -337,7 +348,7 @@ def _make_host(
     *,
     majority_traits: Mapping[str, str],
     median_sample_by_number: Mapping[tuple[str, str], Sample],
-    path: Path,
+    fleet_folder: Path,
     output_folder: Path,
 ) -> Host:
     contents, view = host_run.contents, host_run.view
@@ -346,8 +357,8 @@ def _make_host(
     route_state_counts = Counter(status.state for status in view.routes) + Counter(
         status.state for status in view.files
     )
-    folder = os.path.relpath(path / host_run.folder, output_folder)
-    has_page = (path / host_run.folder / "index.html").is_file()
+    folder = os.path.relpath(fleet_folder / host_run.folder, output_folder)
+    has_page = (fleet_folder / host_run.folder / "index.html").is_file()
     return Host(
         name=name,
         folder=folder,
@@ -375,14 +386,14 @@ def _list_slow_numbers(
     host_run: _HostRun, median_sample_by_number: Mapping[tuple[str, str], Sample]
 ) -> Iterator[SlowNumber]:
     for (case, name), sample in host_run.samples.items():
-        median = median_sample_by_number.get((case, name))
+        median_of_hosts = median_sample_by_number.get((case, name))
         # The percentage of the difference from a median of 0 is undefined.
-        if median is not None and median.value:
-            change = compare_samples(name, median, sample)
+        if median_of_hosts is not None and median_of_hosts.value:
+            change = compare_samples(name, median_of_hosts, sample)
             if change.outcome == "worse":
                 title = " ".join(filter(None, (case_title(case), *number_words(case, name))))
-                values = format_number(sample.value), format_number(median.value), split_number(name).unit_words
-                yield SlowNumber(f"{case} {name}", title, *values, round(change.change_percent, 1))
+                texts = format_number(sample.value), format_number(median_of_hosts.value), split_number(name).unit_words
+                yield SlowNumber(f"{case} {name}", title, *texts, round(change.change_percent, 1))
 
 
 def _make_document(fleet: Fleet, older_folders: Sequence[str]) -> dict[str, Json]:
@@ -412,8 +423,9 @@ def _merge_metrics(latest_runs: Sequence[_HostRun], display_name_by_folder: Mapp
     for host_run in latest_runs:
         text = render_metrics(host_run.contents, host_run.view, host=display_name_by_folder[host_run.folder])
         for line in text.splitlines(keepends=True):
-            name = line.split(" ")[2] if line.startswith("#") else line.partition("{")[0]
-            lines = lines_by_metric.setdefault(name, [])
+            # The third word of a comment line ("# HELP" or "# TYPE") is the name of the metric.
+            metric_name = line.split(" ")[2] if line.startswith("#") else line.partition("{")[0]
+            lines = lines_by_metric.setdefault(metric_name, [])
             if not (line.startswith("#") and line in lines):
                 lines.append(line)
     return "".join(line for lines in lines_by_metric.values() for line in lines)

@@ -30,15 +30,15 @@ def render_junit(run: Run, records: Sequence[Record]) -> bytes:
     failed_count = sum(record.is_failure for record in records)
     skipped_count = sum(record.verdict is Verdict.NOT_RUN and not record.is_failure for record in records)
     counts = {"tests": str(len(records)), "failures": str(failed_count), "errors": "0", "skipped": str(skipped_count)}
-    seconds = f"{sum(record.duration_ms for record in records) / 1000:.3f}"
-    root = ET.Element("testsuites", {"name": "gdrkit qualify", **counts, "time": seconds})
+    seconds_text = f"{sum(record.duration_ms for record in records) / 1000:.3f}"
+    root = ET.Element("testsuites", {"name": "gdrkit qualify", **counts, "time": seconds_text})
     suite = ET.SubElement(
         root,
         "testsuite",
-        {"name": _clean_text(run.profile), "timestamp": run.started.rstrip("Z"), **counts, "time": seconds},
+        {"name": _clean_text(run.profile), "timestamp": run.started.rstrip("Z"), **counts, "time": seconds_text},
     )
     properties = ET.SubElement(suite, "properties")
-    values = {
+    property_values = {
         "verdict": run.verdict,
         "state": run.state.value,
         "banner": run.banner,
@@ -46,9 +46,9 @@ def render_junit(run: Run, records: Sequence[Record]) -> bytes:
         "commit": run.commit or "unknown",
     }
     if run.host:
-        values["host"] = run.host
-    values |= {f"substrate.{api}": substrate for api, substrate in run.substrate.items()}
-    for name, value in values.items():
+        property_values["host"] = run.host
+    property_values |= {f"substrate.{api}": substrate for api, substrate in run.substrate.items()}
+    for name, value in property_values.items():
         ET.SubElement(properties, "property", {"name": name, "value": _clean_text(value)})
     for record in records:
         _add_case(suite, record)
@@ -64,21 +64,21 @@ def _add_case(suite: ET.Element, record: Record) -> None:
         "name": _clean_text(name or file),
         "time": f"{record.duration_ms / 1000:.3f}",
     }
-    case = ET.SubElement(suite, "testcase", attributes)
-    properties = ET.SubElement(case, "properties")
+    case_element = ET.SubElement(suite, "testcase", attributes)
+    properties = ET.SubElement(case_element, "properties")
     ET.SubElement(properties, "property", {"name": "verdict", "value": record.verdict.value})
     if record.is_expected_refusal:
         ET.SubElement(properties, "property", {"name": "refused", "value": "as expected"})
     for api, substrate in sorted(record.substrate.items()):
         ET.SubElement(properties, "property", {"name": f"substrate.{api}", "value": substrate})
-    text = _clean_text("; ".join(reason.text for reason in record.reasons))
+    reasons_text = _clean_text("; ".join(reason.text for reason in record.reasons))
     if record.is_failure:
-        failure = ET.SubElement(case, "failure", {"message": text, "type": record.verdict.value})
+        failure = ET.SubElement(case_element, "failure", {"message": reasons_text, "type": record.verdict.value})
         failure.text = _clean_text(str(record.evidence.get("traceback", "")))
     elif record.verdict is Verdict.NOT_RUN:
-        ET.SubElement(case, "skipped", {"message": text})
+        ET.SubElement(case_element, "skipped", {"message": reasons_text})
     elif record.verdict is Verdict.UNPROVEN:
-        ET.SubElement(properties, "property", {"name": "unproven", "value": text})
+        ET.SubElement(properties, "property", {"name": "unproven", "value": reasons_text})
 
 
 def _clean_text(text: str) -> str:

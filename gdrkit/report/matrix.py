@@ -1,8 +1,8 @@
 """The three matrices of the report page: the states of the paths of each GPU, the balance of the NICs, and distances.
 
-The first matrix shows for each GPU, like ``gdscheck -p``, the NICs and mounts that it reaches directly, and the cause
-if it does not reach one. The second matrix shows the bytes of each NIC while all GPUs and all NICs transferred at the
-same time. The third matrix has the distances between devices, like ``nvidia-smi topo -m``.
+The first matrix shows for each GPU, like ``gdscheck -p``, the NICs and mounts that it reaches directly. For each other
+NIC and mount, it shows the cause. The second matrix shows the bytes of each NIC while all GPUs and all NICs transferred
+at the same time. The third matrix has the distances between devices, like ``nvidia-smi topo -m``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _DISTANCE_TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class PathColumn:
-    """A NIC or a mount. ``kind`` is ``NIC`` or ``mount``."""
+    """A column of the path matrix: a NIC or a mount. ``kind`` is ``NIC`` or ``mount``."""
 
     name: str
     kind: str
@@ -73,7 +73,7 @@ class PathCell:
     cause : int
         Number of the cause in :attr:`PathMatrix.causes`, from 1. It is 0 if the path is proven.
     case : str
-        A case that tested the path. Empty if no case did.
+        A case that tested the path. Empty if no case tested the path.
     """
 
     state: str
@@ -94,7 +94,8 @@ class PathCause:
 class PathMatrix:
     """The state of the paths of a host: a row for each GPU, and a column for each NIC and each mount.
 
-    A cell is None if the pair has no path that was tested or attempted.
+    Each of ``rows`` has the name of a GPU, its model, and its cells. A cell is None if the pair has no path that was
+    tested or attempted.
     """
 
     columns: tuple[PathColumn, ...]
@@ -129,13 +130,13 @@ class BalanceMatrix:
     totals : tuple
         For each quantity of a whole NIC: its name, and its value for each NIC as a text.
     slow_nics : frozenset of str
-        Names of the NICs that carried less than 70 % of the share of their link.
+        Names of the NICs that carried less than 70 % of the share that is expected from the rate of their link.
     caption : str
         The duration of the measurement and the source of the shares.
     caveat : str
         Why the numbers say nothing about hardware. Empty if all APIs ran on hardware.
     case : str
-        The case that measured them.
+        The case that measured the bytes.
     """
 
     nics: tuple[str, ...]
@@ -152,7 +153,8 @@ class DistanceMatrix:
     """The distances between the devices of a host, with the NUMA node and the PCIe link of each device.
 
     Each of ``rows`` has the name of a device, its distance to each device of ``names`` (empty for itself), its NUMA
-    node, the CPUs of that node, and its PCIe link. ``legend`` explains the distances that occur.
+    node, the CPUs of that node, and its PCIe link. ``legend`` explains the distances that occur. ``caveat`` is a
+    warning for a virtual machine, else empty.
     """
 
     names: tuple[str, ...]
@@ -163,29 +165,36 @@ class DistanceMatrix:
 
 def path_matrix(facts: Facts, routes: Sequence[RouteStatus], files: Sequence[FileStatus]) -> PathMatrix | None:
     """Return the matrix of all paths of a host, or None if it has no pair of a GPU and a NIC or mount."""
-    statuses: dict[tuple[int, PathColumn], list[RouteStatus | FileStatus]] = {}
+    statuses_by_pair: dict[tuple[int, PathColumn], list[RouteStatus | FileStatus]] = {}
     for route in routes:
-        statuses.setdefault((route.device_index, PathColumn(route.nic, "NIC")), []).append(route)
+        statuses_by_pair.setdefault((route.device_index, PathColumn(route.nic, "NIC")), []).append(route)
     for file in files:
-        statuses.setdefault((file.device_index, PathColumn(file.mount, "mount")), []).append(file)
-    if not statuses:
+        statuses_by_pair.setdefault((file.device_index, PathColumn(file.mount, "mount")), []).append(file)
+    if not statuses_by_pair:
         return None
-    columns = tuple(sorted({column for _, column in statuses}, key=lambda column: (column.kind != "NIC", column.name)))
+    columns = tuple(
+        sorted({column for _, column in statuses_by_pair}, key=lambda column: (column.kind != "NIC", column.name))
+    )
     model_by_index = {device.index: device.name for device in facts.cuda.devices} if facts.cuda else {}
-    pair_counts: dict[str, int] = {}
+    pair_count_by_cause: dict[str, int] = {}
     rows = []
-    for device_index in sorted({index for index, _ in statuses}):
+    for device_index in sorted({index for index, _ in statuses_by_pair}):
         cells: list[PathCell | None] = []
         for column in columns:
-            pair_statuses = statuses.get((device_index, column))
-            cells.append(None if pair_statuses is None else _make_cell(pair_statuses, pair_counts))
+            pair_statuses = statuses_by_pair.get((device_index, column))
+            cells.append(None if pair_statuses is None else _make_cell(pair_statuses, pair_count_by_cause))
         rows.append((f"GPU {device_index}", model_by_index.get(device_index, ""), tuple(cells)))
-    causes = tuple(PathCause(number, text, count) for number, (text, count) in enumerate(pair_counts.items(), start=1))
+    causes = tuple(
+        PathCause(number, text, count) for number, (text, count) in enumerate(pair_count_by_cause.items(), start=1)
+    )
     return PathMatrix(columns, tuple(rows), causes)
 
 
-def _make_cell(statuses: Sequence[RouteStatus | FileStatus], pair_counts: dict[str, int]) -> PathCell:
-    """Return the cell of a pair, and count its cause in `pair_counts`, whose order gives the numbers of the causes."""
+def _make_cell(statuses: Sequence[RouteStatus | FileStatus], pair_count_by_cause: dict[str, int]) -> PathCell:
+    """Return the cell of a pair, and count its cause in `pair_count_by_cause`.
+
+    The number of a cause is its position in this mapping.
+    """
     state = select_drawn_state(status.state for status in statuses)
     status = next(status for status in statuses if status.state is state)
     case = status.fallback_case or next(iter(status.cases), "")
@@ -194,9 +203,9 @@ def _make_cell(statuses: Sequence[RouteStatus | FileStatus], pair_counts: dict[s
         # All failed cases share one cause without their names. The cell has a link to its case.
         case, cause = cause.removeprefix(FAILED_CASE_PREFIX), "a case of this path failed"
     if cause:
-        pair_counts[cause] = pair_counts.get(cause, 0) + 1
-    number = list(pair_counts).index(cause) + 1 if cause else 0
-    return PathCell(state.value, number, case)
+        pair_count_by_cause[cause] = pair_count_by_cause.get(cause, 0) + 1
+    cause_number = list(pair_count_by_cause).index(cause) + 1 if cause else 0
+    return PathCell(state.value, cause_number, case)
 
 
 def balance_matrix(facts: Facts, records: Iterable[Record], topology: Topology | None) -> BalanceMatrix | None:
@@ -233,7 +242,9 @@ def balance_matrix(facts: Facts, records: Iterable[Record], topology: Topology |
         ("Share of the links", tuple(f"{load.expected_percent:.1f} %" for load in loads)),
         ("Link", tuple(f"{load.link_gbit_per_s:g} Gbit/s" if load.link_gbit_per_s else "unknown" for load in loads)),
     )
-    source = "port counters" if balance.is_counted else "initiators, because a port has no byte counters"
+    source = (
+        "port counters" if balance.is_counted else "initiators, because a port has no byte counters or counted nothing"
+    )
     return BalanceMatrix(
         nics=tuple(load.nic for load in loads),
         rows=rows,
@@ -248,19 +259,19 @@ def balance_matrix(facts: Facts, records: Iterable[Record], topology: Topology |
 
 
 def _read_balance(record: Record) -> Balance | None:
-    """Return the balance in the evidence of a record. The evidence of another version may have another form."""
+    """Return the balance in the evidence of a record, or None if it has none in the form of this version of gdrkit."""
     try:
         return serialization.from_json_data(Balance, record.evidence[_BALANCE_KEY])
     except (KeyError, UsageError):
         return None
 
 
-def _format_byte_count(length_bytes: int | None) -> str:
-    if length_bytes is None:
+def _format_byte_count(byte_count: int | None) -> str:
+    if byte_count is None:
         return "no counter"
 
-    is_large = length_bytes >= _GIGABYTE
-    return f"{format_three_digits(length_bytes / (_GIGABYTE if is_large else _MEGABYTE))} {'GB' if is_large else 'MB'}"
+    is_large = byte_count >= _GIGABYTE
+    return f"{format_three_digits(byte_count / (_GIGABYTE if is_large else _MEGABYTE))} {'GB' if is_large else 'MB'}"
 
 
 def distance_matrix(topology: Topology | None) -> DistanceMatrix | None:
@@ -280,7 +291,7 @@ def distance_matrix(topology: Topology | None) -> DistanceMatrix | None:
     )
     caveat = ""
     if topology.virtual_machine:
-        caveat = f"This is a virtual machine ({topology.virtual_machine}): the tree may differ from the hardware."
+        caveat = f"This is a virtual machine ({topology.virtual_machine}): its PCI tree may differ from the hardware."
     return DistanceMatrix(names, rows, tuple(_make_legend(rows)), caveat)
 
 

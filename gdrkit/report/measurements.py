@@ -91,6 +91,8 @@ _FIELD_SPELLINGS = re.compile(r"\b(?:cpu|dram|gpu|iops|nic|numa|o direct|rdma)\b
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
+    """A measured value that a row may show. ``size_or_depth`` is in words, such as ``at depth 16``."""
+
     value: float
     size_or_depth: str
     name: str
@@ -106,10 +108,10 @@ def measurements(records: Iterable[Record], facts: Facts) -> tuple[Measurement, 
     best_candidates: dict[tuple[str, str, str], _Candidate] = {}
     for record in records:
         for group, quantity, candidate in _list_candidates(record) if describes_hardware(record) else ():
-            number = split_number(candidate.name)
-            best_candidate = best_candidates.get((group, quantity, number.unit))
-            if best_candidate is None or (candidate.value - best_candidate.value) * number.better > 0:
-                best_candidates[group, quantity, number.unit] = candidate
+            name_parts = split_number(candidate.name)
+            best_candidate = best_candidates.get((group, quantity, name_parts.unit))
+            if best_candidate is None or (candidate.value - best_candidate.value) * name_parts.better > 0:
+                best_candidates[group, quantity, name_parts.unit] = candidate
     rows = [
         _make_measurement(group, quantity, candidate, facts)
         for (group, quantity, _), candidate in best_candidates.items()
@@ -118,7 +120,7 @@ def measurements(records: Iterable[Record], facts: Facts) -> tuple[Measurement, 
     for row in rows:
         key = (_rank_by_bounds(row), row.group)
         share_by_group[key] = max(share_by_group.get(key, 0.0), _find_used_share(row))
-    # The sort is stable: groups of equal share remain in the order of the records.
+    # The sort is stable: groups with the same share remain in the order of the records.
     sorted_groups = sorted(share_by_group, key=lambda key: (key[0], -share_by_group[key]))
     position_by_group = {key: index for index, key in enumerate(sorted_groups)}
     return tuple(
@@ -138,8 +140,8 @@ def _find_used_share(row: Measurement) -> float:
 def _list_candidates(record: Record) -> Iterator[tuple[str, str, _Candidate]]:
     """Yield each number of a record that a row can show, with the group and the quantity of that row."""
     for name, value in record.numbers.items():
-        number = split_number(name)
-        if number.statistic not in ("", "median", "p50") or not number.better or number.is_bound:
+        name_parts = split_number(name)
+        if name_parts.statistic not in ("", "median", "p50") or not name_parts.better or name_parts.is_bound:
             continue
         quantity, size_or_depth = number_words(record.case, name)
         yield case_title(record.case), quantity, _Candidate(value, size_or_depth, name, record)
@@ -175,6 +177,7 @@ def _make_measurement(group: str, quantity: str, candidate: _Candidate, facts: F
 
 def _list_bounds(candidate: _Candidate, facts: Facts) -> Iterator[Bound]:
     """Yield the bounds with which the case compared the number, or else the limit of the links in the facts."""
+    # The evidence "judged" is the list of the comparisons of a number with a bound.
     checks = candidate.record.evidence.get("judged")
     has_checks = False
     for check in checks if isinstance(checks, list) else ():
@@ -183,6 +186,8 @@ def _list_bounds(candidate: _Candidate, facts: Facts) -> Iterator[Bound]:
         bound, text = check.get("bound"), check.get("text")
         if isinstance(bound, int | float) and not isinstance(bound, bool) and isinstance(text, str):
             has_checks, is_met = True, check.get("verdict") != "fail"
+            # A check does not name its relation. A value above a bound that is met shows that the bound is a lower
+            # bound.
             relation = "at least" if (bound <= candidate.value) is is_met else "at most"
             source = text.partition("; ")[2] or text
             yield _make_bound(relation, bound, source, candidate.value, is_met=is_met)
@@ -193,7 +198,7 @@ def _list_bounds(candidate: _Candidate, facts: Facts) -> Iterator[Bound]:
 
 
 def case_title(case: str) -> str:
-    """Return the function of a case as words, without its parameters: ``Pinned copy``."""
+    """Return the name of the test function of a case as words, without the parameters: ``Pinned copy``."""
     text = readable(case.rpartition("::")[2].partition("[")[0].removeprefix("test_"))
     return text[:1].upper() + text[1:]
 

@@ -17,14 +17,14 @@ from gdrkit.text import single_line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from gdrkit.report.contents import Contents
+    from gdrkit.report.contents import RunContents
     from gdrkit.report.routes import FileStatus, RouteStatus
     from gdrkit.report.view import View
 
 __all__ = ["render_metrics"]
 
 
-def render_metrics(contents: Contents, view: View, *, host: str | None = None) -> str:
+def render_metrics(contents: RunContents, view: View, *, host: str | None = None) -> str:
     """Return the contents of metrics.prom.
 
     A state has one gauge for each possible value. The gauge of the present value is 1, and the others are 0. If several
@@ -33,7 +33,7 @@ def render_metrics(contents: Contents, view: View, *, host: str | None = None) -
     return "".join(_list_families(contents, view, contents.run.host if host is None else host))
 
 
-def _list_families(contents: Contents, view: View, host: str) -> Iterator[str]:
+def _list_families(contents: RunContents, view: View, host: str) -> Iterator[str]:
     run = contents.run
     labels = {"host": host, "profile": run.profile}
     started_s = dt.datetime.fromisoformat(run.started).timestamp()
@@ -43,9 +43,11 @@ def _list_families(contents: Contents, view: View, host: str) -> Iterator[str]:
         "Exit code of gdrkit qualify. gdrkit_state tells whether the host is qualified.",
         [(labels, run.exit_code)],
     )
-    states = [({**labels, "state": state.value}, float(state is run.state)) for state in RunState]
+    state_samples = [({**labels, "state": state.value}, float(state is run.state)) for state in RunState]
     yield _format_family(
-        "state", "Result of the run for the host. Only qualified means proven, complete and on hardware.", states
+        "state",
+        "Result of the run for the host. Only the state qualified means proven, complete and on hardware.",
+        state_samples,
     )
     yield _format_family("started_seconds", "Start of the qualification, in seconds since 1970.", [(labels, started_s)])
     yield _format_family("duration_seconds", "Duration of the qualification in seconds.", [(labels, run.duration_s)])
@@ -84,13 +86,13 @@ def _make_state_samples(
 ) -> Iterator[tuple[dict[str, str], float]]:
     for status in statuses:
         nic = getattr(status, "nic", None)
-        destination = {"mount": getattr(status, "mount", "")} if nic is None else {"nic": nic}
-        route = {**labels, "device": str(status.device_index), **destination, "way": status.method}
+        destination_labels = {"mount": getattr(status, "mount", "")} if nic is None else {"nic": nic}
+        route_labels = {**labels, "device": str(status.device_index), **destination_labels, "way": status.method}
         for state in RouteOutcome:
-            yield {**route, "state": state.value}, float(status.state is state)
+            yield {**route_labels, "state": state.value}, float(status.state is state)
 
 
-def _make_number_samples(labels: dict[str, str], contents: Contents) -> Iterator[tuple[dict[str, str], float]]:
+def _make_number_samples(labels: dict[str, str], contents: RunContents) -> Iterator[tuple[dict[str, str], float]]:
     written_series: set[tuple[str, str]] = set()
     for record in contents.records:
         for name, value in record.numbers.items() if describes_hardware(record) else ():

@@ -26,6 +26,7 @@ _BAND_STANDARD_ERRORS = 3.0
 # times the standard error of a mean.
 _QUARTILE_DISTANCE = 1.349
 _MEDIAN_ERROR_FACTOR = 1.2533
+# One round, or one record, shows no spread.
 _ROUNDS_MIN = 2
 # Largest percentage in a result. A division by a small number gives more, up to infinity, which JSON cannot represent.
 _PERCENT_MAX = 1e9
@@ -67,7 +68,7 @@ class NumberChange:
 
 
 def compare_samples(name: str, before: Sample, after: Sample, *, noise_percent: float = NOISE_PERCENT) -> NumberChange:
-    """Compare a number before and after a change. `name` shows by its unit whether more or less is better.
+    """Compare a number before and after a change. The unit in its name shows whether more or less is better.
 
     A change up to `noise_percent` always counts as noise.
     """
@@ -75,13 +76,13 @@ def compare_samples(name: str, before: Sample, after: Sample, *, noise_percent: 
     band_percent = max(
         noise_percent, _clamp_percent(_BAND_STANDARD_ERRORS * math.hypot(before.error_percent, after.error_percent))
     )
-    better = split_number(name).better
+    better_sign = split_number(name).better
     if abs(change_percent) <= band_percent:
         outcome = "same"
-    elif not better:
+    elif not better_sign:
         outcome = "changed"
     else:
-        outcome = "better" if change_percent * better > 0 else "worse"
+        outcome = "better" if change_percent * better_sign > 0 else "worse"
     return NumberChange(outcome, change_percent, band_percent)
 
 
@@ -103,16 +104,16 @@ def make_sample(name: str, numbers: Sequence[Mapping[str, float]]) -> Sample:
     numbers_with_name = [record_numbers for record_numbers in numbers if name in record_numbers]
     values = [record_numbers[name] for record_numbers in numbers_with_name]
     value = statistics.median(values)
-    rounds_error = statistics.median(
+    rounds_error_percent = statistics.median(
         _compute_standard_error(name, record_numbers) for record_numbers in numbers_with_name
     )
     if len(values) < _ROUNDS_MIN or value == 0:
-        return Sample(value, rounds_error)
+        return Sample(value, rounds_error_percent)
     try:
         scatter_percent = statistics.stdev(values) / abs(value) * 100 * _MEDIAN_ERROR_FACTOR / math.sqrt(len(values))
     except OverflowError:
         scatter_percent = math.inf
-    return Sample(value, max(scatter_percent, rounds_error / math.sqrt(len(values))))
+    return Sample(value, max(scatter_percent, rounds_error_percent / math.sqrt(len(values))))
 
 
 def _compute_change_percent(before: float, after: float) -> float:
@@ -132,9 +133,9 @@ def _compute_standard_error(name: str, numbers: Mapping[str, float]) -> float:
     For ``rate_gb_per_s_median`` these are ``rate_spread_percent``, the distance between the quartiles, and
     ``rounds_count``.
     """
-    number = split_number(name)
-    spread = numbers.get("_".join(filter(None, (number.base, "spread_percent"))))
+    name_parts = split_number(name)
+    spread_percent = numbers.get("_".join(filter(None, (name_parts.base, "spread_percent"))))
     round_count = numbers.get("rounds_count", 1.0)
-    if spread is None or round_count < _ROUNDS_MIN:
+    if spread_percent is None or round_count < _ROUNDS_MIN:
         return 0.0
-    return _MEDIAN_ERROR_FACTOR * spread / _QUARTILE_DISTANCE / math.sqrt(round_count)
+    return _MEDIAN_ERROR_FACTOR * spread_percent / _QUARTILE_DISTANCE / math.sqrt(round_count)

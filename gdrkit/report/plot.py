@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Line", "Plot", "check_name", "draw", "write_plot"]
 
 _WIDTH, _HEIGHT = 960, 480
+# Widths of the margins around the axes. The right margin has the names of the lines.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 200, 76, 56
 _COLOURS = ("#2f6fd0", "#1f8a5b", "#c2571a", "#7a4fb5", "#8a6d00")
 _STEPS_MAX = 6
@@ -58,11 +59,11 @@ def draw(plot: Plot) -> str:
     Raises
     ------
     UsageError
-        There is nothing to draw.
+        No line has a point.
     """
     sizes = sorted({size for line in plot.lines for size, _ in line.points})
     if not sizes:
-        message = "there is nothing to draw"
+        message = "the plot cannot be drawn, because no line has a point"
         raise UsageError(message)
     axis_end = max(value for line in plot.lines for _, value in line.points) or 1.0
     axis_step = _choose_axis_step(axis_end)
@@ -150,5 +151,5 @@ def _choose_axis_step(highest: float) -> float:
 
 
 def _draw_text(x: float, y: float, text: str, css_class: str = "", *, anchor: str = "start") -> str:
-    style = f' class="{css_class}"' if css_class else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{html.escape(text)}</text>'
+    class_attribute = f' class="{css_class}"' if css_class else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{class_attribute}>{html.escape(text)}</text>'

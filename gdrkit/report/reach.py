@@ -37,9 +37,9 @@ def describe_reach(results: Sequence[Reach], balance: Balance | None = None, *, 
 
 
 def describe_balance(balance: Balance) -> str:
-    """Return a matrix of the moved bytes by GPU and NIC, and a table of what each NIC carried."""
-    names = [load.nic for load in balance.loads]
-    matrix = [
+    """Return a matrix of the moved bytes by GPU and NIC, and a table of the shares of the NICs."""
+    nic_names = [load.nic for load in balance.loads]
+    matrix_rows = [
         (gpu, *(f"{moved_bytes / 1e6:.0f}" for moved_bytes in row))
         for gpu, row in zip(balance.gpus, balance.matrix, strict=True)
     ]
@@ -48,7 +48,7 @@ def describe_balance(balance: Balance) -> str:
         if balance.is_counted
         else "from the bytes that the initiators moved, because a port has no byte counters or counted nothing"
     )
-    loads = [
+    load_rows = [
         (
             load.nic,
             f"{load.link_gbit_per_s:g}" if load.link_gbit_per_s else "unknown",
@@ -60,11 +60,11 @@ def describe_balance(balance: Balance) -> str:
     ]
     return "\n".join(
         [
-            f"all GPUs and all NICs at the same time, for {balance.duration_s:.1f} s: moved MB",
-            *_format_table([("GPU", *names), *matrix]),
+            f"MB that all GPUs and all NICs moved at the same time, in {balance.duration_s:.1f} s",
+            *_format_table([("GPU", *nic_names), *matrix_rows]),
             "",
             f"share of each NIC in all bytes, {source}",
-            *_format_table([("NIC", "link Gbit/s", "share %", "expected %", ""), *loads]),
+            *_format_table([("NIC", "link Gbit/s", "share %", "expected %", ""), *load_rows]),
         ]
     )
 

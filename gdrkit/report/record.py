@@ -41,7 +41,7 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 
-# ``evidence`` has this key if the case ran without its need and failed with the error that the profile expects.
+# ``evidence`` has this key if the case ran with an unmet need and failed with the error that the profile expects.
 REFUSED = "refused"
 
 
@@ -52,7 +52,7 @@ class CaseReason:
     Attributes
     ----------
     text : str
-        One sentence.
+        The reason in one sentence.
     need : str or None
         The name of the unmet need if the verdict is ``not_run``.
     foreseen : bool or None
@@ -129,7 +129,7 @@ class ClaimedRoute:
     unproven : str or None
         Why the port counters do not prove that the bytes took this route; see :attr:`gdrkit.registration.Reach.reason`.
         ``counters_not_read``: the case did not read the counters. None: the counters of both ends grew by at least the
-        bytes.
+        transferred bytes.
     """
 
     device_index: int
@@ -182,7 +182,7 @@ class Record:
     substrate : mapping
         The substrate of each loaded API: the weakest one among the processes of the case.
     libraries : tuple of SeenLibrary
-        The libraries that were loaded in those processes.
+        The libraries that were loaded in the processes of the case.
     seed : int
         The seed of the run. The same seed gives the same payloads, keys and delays.
     evidence : mapping
@@ -231,7 +231,7 @@ class Record:
 
     @property
     def is_expected_refusal(self) -> bool:
-        """Whether the case ran without its need and failed with exactly the error that the profile expects.
+        """Whether the case ran with an unmet need and failed with exactly the error that the profile expects.
 
         ``evidence`` then has the causes of the error.
         """
@@ -241,7 +241,7 @@ class Record:
     def is_failure(self) -> bool:
         """Whether the case makes the run fail.
 
-        It does if the case failed, or if it did not run for a reason that the profile does not foresee.
+        A case makes the run fail if the case failed, or did not run for a reason that the profile does not foresee.
         """
         if self.verdict is Verdict.NOT_RUN:
             return any(reason.foreseen is not True for reason in self.reasons) or not self.reasons
@@ -287,7 +287,9 @@ def read_record_lines(path: str | os.PathLike[str]) -> list[bytes]:
 
 def parse_records(lines: Iterable[str | bytes], *, name: str = "records") -> tuple[Record, ...]:
     """Parse the lines of a records file; see :func:`read_records`."""
-    return tuple(parse_record(line, f"{name}:{number}") for number, line in enumerate(lines, start=1) if line.strip())
+    return tuple(
+        parse_record(line, f"{name}:{line_number}") for line_number, line in enumerate(lines, start=1) if line.strip()
+    )
 
 
 def parse_record(line: str | bytes, where: str) -> Record:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.errors import UsageError
 from gdrkit.install_paths import install_paths
-from gdrkit.report.contents import Contents, read_contents
+from gdrkit.report.contents import RunContents, read_contents
 from gdrkit.report.document import render_document
 from gdrkit.report.junit import render_junit
 from gdrkit.report.metrics import render_metrics
@@ -94,7 +94,7 @@ def render_markdown(run: Run, facts: Facts, records: Sequence[Record]) -> str:
 
 def _make_view_of_records(run: Run, facts: Facts, records: Sequence[Record]) -> object:
     origins = tuple(f"records.jsonl:{number}" for number in range(1, len(records) + 1))
-    return make_view(Contents(run, facts, tuple(records), origins))
+    return make_view(RunContents(run, facts, tuple(records), origins))
 
 
 @cache
@@ -109,7 +109,7 @@ def make_template_environment(*, escaped: bool) -> Environment:
     def finalize(value: object) -> object:
         return escape_controls(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
-    templates = Environment(
+    environment = Environment(
         loader=FileSystemLoader(install_paths().templates),
         autoescape=escaped,  # noqa: S701 - Markdown is escaped by text.markdown_cell.
         undefined=StrictUndefined,
@@ -119,12 +119,12 @@ def make_template_environment(*, escaped: bool) -> Environment:
         finalize=finalize,
     )
     script = (install_paths().templates / "search.js").read_text(encoding="utf-8")
-    templates.globals["script"] = Markup(script)  # noqa: S704 - our own script.
-    templates.globals["script_digest"] = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    templates.filters["cell"] = markdown_cell
-    templates.filters["seconds"] = _format_duration
-    templates.filters["short"] = shorten_identifier
-    return templates
+    environment.globals["script"] = Markup(script)  # noqa: S704 - our own script.
+    environment.globals["script_digest"] = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment.filters["cell"] = markdown_cell
+    environment.filters["seconds"] = _format_duration
+    environment.filters["short"] = shorten_identifier
+    return environment
 
 
 def _format_duration(duration_ms: float) -> str:

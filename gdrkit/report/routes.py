@@ -1,7 +1,7 @@
 """The state of each route between GPUs and NICs, and between GPUs and files, derived from the records of a run.
 
 A route is ``proven`` under three conditions. A case that tested the route passed. Every API that the route needs ran on
-hardware. The counters grew by at least the transferred bytes; on a route with a NIC, the counters of both ports did. A
+hardware. The counters grew by at least the transferred bytes; on a route with a NIC, this is true of both ports. A
 route in any other state has a cause.
 """
 
@@ -46,7 +46,7 @@ _COUNTER_CAUSES = {
     COUNTERS_NOT_READ: "no case compared the port counters with the bytes (counters_not_read)",
     "counters_missing": "a port has no byte counters (counters_missing)",
     "loopback_not_counted": "the bytes stayed inside one NIC, which does not count them (loopback_not_counted)",
-    "counters_did_not_grow": "the counters of the two ports do not have all of the bytes (counters_did_not_grow)",
+    "counters_did_not_grow": "a port counter grew by less than the transferred bytes (counters_did_not_grow)",
 }
 _METHOD_NAMES = {"dmabuf": "dma-buf", "peer_memory": "peer memory"}
 
@@ -64,14 +64,14 @@ class RouteStatus:
     state : RouteOutcome
         The state of the route.
     cause : str
-        Why the route is not proven. Empty if it is.
+        Why the route is not proven. Empty if the route is proven.
     cases : tuple of str
         The cases that tested the route.
     fallback_case : str
         The first case whose bytes took another route. Empty if there is none.
     path : str
-        ``wire`` if the bytes of a passed case went from one NIC to another, ``loopback`` if they only went through this
-        one, empty if no passed case recorded a path.
+        ``wire`` if the bytes of a passed case went from one NIC to another, ``loopback`` if they stayed inside this
+        NIC, empty if no passed case recorded a path.
     """
 
     device_index: int
@@ -117,14 +117,14 @@ def route_name(device_index: int, nic: str, method: str) -> str:
 
 def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus, ...]:
     """Return the state of every route from a GPU to a NIC in the facts or records, sorted by GPU and NIC."""
-    claims: dict[tuple[int, str, str], list[tuple[Record, ClaimedRoute]]] = {}
+    claims_by_route: dict[tuple[int, str, str], list[tuple[Record, ClaimedRoute]]] = {}
     for record in records:
         for route in record.routes:
-            claims.setdefault((route.device_index, route.nic, route.way), []).append((record, route))
+            claims_by_route.setdefault((route.device_index, route.nic, route.way), []).append((record, route))
     attempt_by_route = {(route.device_index, route.nic, route.way): route for route in facts.routes}
     statuses = []
-    for key in sorted(attempt_by_route.keys() | claims.keys()):
-        route_claims = claims.get(key, [])
+    for key in sorted(attempt_by_route.keys() | claims_by_route.keys()):
+        route_claims = claims_by_route.get(key, [])
         state, cause = _decide_state_and_cause(route_claims)
         attempt = attempt_by_route.get(key)
         if not route_claims and attempt is not None and not attempt.possible:
@@ -150,15 +150,15 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
     A pair of GPU and mount has one status for each route that a case observed, or a single status without a route name
     if no case tested the pair.
     """
-    claims: dict[tuple[int, str], list[tuple[Record, ClaimedFile]]] = {}
+    claims_by_pair: dict[tuple[int, str], list[tuple[Record, ClaimedFile]]] = {}
     for record in records:
         for file in record.files:
-            claims.setdefault((file.device_index, file.mount), []).append((record, file))
-    devices = [device.index for device in facts.cuda.devices] if facts.cuda else []
-    possible_pairs = {(index, mount) for index in devices for mount in _find_shortest_mounts(facts)}
+            claims_by_pair.setdefault((file.device_index, file.mount), []).append((record, file))
+    device_indices = [device.index for device in facts.cuda.devices] if facts.cuda else []
+    possible_pairs = {(index, mount) for index in device_indices for mount in _find_shortest_mounts(facts)}
     statuses = []
-    for device_index, mount in sorted(possible_pairs | claims.keys()):
-        pair_claims = claims.get((device_index, mount), [])
+    for device_index, mount in sorted(possible_pairs | claims_by_pair.keys()):
+        pair_claims = claims_by_pair.get((device_index, mount), [])
         routes = sorted(
             {file.way for _, file in pair_claims}, key=lambda route: (route not in _DIRECT_FILE_ROUTES, route)
         ) or [""]
@@ -184,7 +184,7 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
 
 
 def _find_shortest_mounts(facts: Facts) -> list[str]:
-    """Return the mount points of the file systems on block devices, for each file system the shortest one."""
+    """Return the shortest mount point of each file system on a block device."""
     shortest_by_device: dict[str, str] = {}
     for mount in facts.mounts:
         previous = shortest_by_device.get(mount.device)
@@ -209,6 +209,7 @@ def unmet_requirements(profile: Profile, statuses: Sequence[RouteStatus]) -> tup
                 if status.state is not RouteOutcome.PROVEN
             ]
         else:
+            # One proven route to each device is enough.
             unmet_texts += _list_devices_without_proven_route(matching_statuses)
     return tuple(unmet_texts)
 
@@ -232,8 +233,8 @@ def _decide_state_and_cause(
 ) -> tuple[RouteOutcome, str]:
     """Return the state of a route and its cause.
 
-    `claims` has the records of all cases that tested the route. A fallback or a failure in one of them counts more than
-    a pass in another.
+    `claims` has the records of all cases that tested the route. A fallback or a failure in one of them outweighs a pass
+    in another.
     """
     for record, route in claims:
         if route.fell_back is not None:
@@ -245,7 +246,7 @@ def _decide_state_and_cause(
     if "" in causes:
         return RouteOutcome.PROVEN, ""
     if causes:
-        # A cause that the counters showed tells the user more than the cause that they were not read.
+        # A cause that the counters showed tells the user more than the cause that no case read the counters.
         return RouteOutcome.UNPROVEN, min(causes, key=lambda cause: cause == _COUNTER_CAUSES[COUNTERS_NOT_READ])
     for record, _ in claims:
         if record.reasons:
@@ -259,7 +260,7 @@ def _find_fallback_case(claims: Iterable[tuple[Record, ClaimedRoute | ClaimedFil
 
 
 def _find_path(claims: Iterable[tuple[Record, ClaimedRoute]]) -> str:
-    """Return ``wire`` if a passed case used two NICs, ``loopback`` if all used a single NIC, or an empty string."""
+    """Return ``wire`` if a passed case used two NICs, ``loopback`` if all used a single NIC, else an empty string."""
     paths = {route.path for record, route in claims if record.verdict is Verdict.PASS}
     return next((path for path in ("wire", "loopback") if path in paths), "")
 

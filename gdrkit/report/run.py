@@ -134,19 +134,19 @@ class Run:
 
     @property
     def banner(self) -> str:
-        """See :func:`banner`."""
+        """The heading of a report of the run; see :func:`banner`."""
         return banner(self.substrate)
 
 
 def banner(substrate: Mapping[str, str]) -> str:
     """Return the heading of a report, which names the APIs that ran on a software twin. It is empty if none did."""
-    twins = sorted(api for api, name in substrate.items() if name == "twin")
-    if twins and len(twins) == len(substrate):
+    twin_apis = sorted(api for api, name in substrate.items() if name == "twin")
+    if twin_apis and len(twin_apis) == len(substrate):
         return "software twins: this proves the code, not this machine"
-    if twins:
-        real_apis = " and ".join(sorted(api for api in substrate if api not in twins))
+    if twin_apis:
+        real_apis = " and ".join(sorted(api for api in substrate if api not in twin_apis))
         return (
-            f"{' and '.join(twins)} ran on software twins and {real_apis} on the libraries of this machine: "
+            f"{' and '.join(twin_apis)} ran on software twins and {real_apis} on the libraries of this machine: "
             "this run proves no direct route of this machine"
         )
     return ""
@@ -180,8 +180,8 @@ class RunFolder:
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that a run writes."""
-        data = (self.facts, self.topology, self.diagnosis, self.plan, self.run, self.records)
-        return (*data, self.report, self.junit, self.summary, self.metrics, self.index)
+        data_files = (self.facts, self.topology, self.diagnosis, self.plan, self.run, self.records)
+        return (*data_files, self.report, self.junit, self.summary, self.metrics, self.index)
 
     def make_empty(self) -> None:
         """Create the folder if it does not exist, and remove the files of an earlier run.
@@ -296,7 +296,7 @@ def make_file_error(operation: str, path: Path, error: OSError) -> SetupMissing:
         errno=errno_value,
         arguments={"path": str(path)},
         reason=Reason.NO_PERMISSION if isinstance(error, PermissionError) else Reason.OTHER,
-        what_to_do="run the command as a user who can read it"
+        what_to_do="run the command as a user who can read this path"
         if operation == "read"
         else "name a folder that can be written: --output",
         detail=error.strerror or "",

@@ -2,16 +2,16 @@
 
 Only this module derives substrates, from the loaded libraries and from what the kernel reports about devices. A library
 with an ELF note of owner ``GDRKIT`` is a software twin (a drop-in library that emulates hardware). For another library
-the substrate is ``hardware`` only if all of this holds (:mod:`gdrkit.evidence.kernel_devices` collects it):
+the substrate is ``hardware`` only with this evidence, which :mod:`gdrkit.evidence.kernel_devices` collects:
 
 - sysfs has the PCI device and its driver;
 - the character device exists;
-- the replies of the kernel over netlink and by ioctl agree with them;
+- the replies of the kernel over netlink and by ioctl agree with sysfs and with the character device;
 - the process that had loaded the library had the character device open.
 
 This evidence comes from the kernel, so neither a library nor a mounted file can imitate it. A NIC whose driver is
-software in the kernel, such as rxe, has ``kernel_software``. Otherwise the substrate is ``unknown``, and the test case
-proves nothing.
+software in the kernel, such as rxe, has the substrate ``kernel_software``. Otherwise the substrate is ``unknown``, and
+the test case proves nothing.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ _TEXTS = {
 
 
 class _Library(Protocol):
+    """A loaded library, with the fields from which its substrate is derived."""
+
     @property
     def path(self) -> str: ...
     @property
@@ -150,9 +152,9 @@ def _find_api(library: _Library) -> str | None:
     if library.soname is not None:
         return _API_BY_SONAME.get(library.soname)
     # A damaged file has no SONAME, but it was loaded under its file name.
-    name = library.path.rpartition("/")[2]
+    file_name = library.path.rpartition("/")[2]
     return (
-        next((api for prefix, api in _API_BY_FILE_PREFIX.items() if name.startswith(prefix)), None)
+        next((api for prefix, api in _API_BY_FILE_PREFIX.items() if file_name.startswith(prefix)), None)
         if library.error
         else None
     )
@@ -183,10 +185,12 @@ def _find_real_library_substrate(
 def _find_verbs_substrate(
     evidence: KernelEvidence, facts: Facts, nics: Collection[str], open_device_numbers: Collection[tuple[int, int]]
 ) -> Substrate:
-    devices = {device.name: device for device in evidence.rdma}
-    nic_names = nics or [nic.name for nic in facts.verbs.nics] if facts.verbs else nics or list(devices)
+    evidence_by_name = {device.name: device for device in evidence.rdma}
+    nic_names = nics or [nic.name for nic in facts.verbs.nics] if facts.verbs else nics or list(evidence_by_name)
     return weakest(
-        _find_nic_substrate(devices[name], open_device_numbers) if name in devices else Substrate.UNKNOWN
+        _find_nic_substrate(evidence_by_name[name], open_device_numbers)
+        if name in evidence_by_name
+        else Substrate.UNKNOWN
         for name in nic_names
     )
 
@@ -202,13 +206,13 @@ def _find_nic_substrate(device: RdmaEvidence, open_device_numbers: Collection[tu
 def _find_cuda_substrate(
     evidence: KernelEvidence, facts: Facts, open_device_numbers: Collection[tuple[int, int]]
 ) -> Substrate:
-    proven_gpus = {gpu.pci_address for gpu in evidence.gpus if not gpu.missing}
+    proven_addresses = {gpu.pci_address for gpu in evidence.gpus if not gpu.missing}
     # In a container, the driver also lists GPUs that the container cannot use. Evidence is required only for the GPUs
     # that CUDA lists.
-    used_gpus = {device.pci_bus_id.lower() for device in facts.cuda.devices} if facts.cuda else proven_gpus
+    used_addresses = {device.pci_bus_id.lower() for device in facts.cuda.devices} if facts.cuda else proven_addresses
     nodes = [evidence.nvidia_control, *(gpu.node for gpu in evidence.gpus)]
     is_open = any((node.major, node.minor) in open_device_numbers for node in nodes if node is not None)
-    is_proven = bool(proven_gpus) and used_gpus <= proven_gpus and not evidence.nvidia_missing
+    is_proven = bool(proven_addresses) and used_addresses <= proven_addresses and not evidence.nvidia_missing
     return Substrate.HARDWARE if is_proven and is_open else Substrate.UNKNOWN
 
 

@@ -1,8 +1,8 @@
 """Sweeps: series of measurements over transfer sizes or queue depths, which the report shows as plots.
 
 A case may have a size as parameter, such as ``[host_to_device-16MiB]``. Its numbers are points at that size, and the
-other parameters select the line. A number with a depth in its name, such as ``depth_16_gb_per_s_median``, is a point at
-that depth. Only numbers that were measured on hardware are used.
+other parameters name the line. A number with a queue depth in its name, such as ``depth_16_gb_per_s_median``, is a
+point at that depth. Only numbers that were measured on hardware are used.
 
 This module also parses the names of numbers, for all other modules of the package (:func:`split_number`).
 """
@@ -38,10 +38,11 @@ __all__ = [
 
 # Sizes and depths begin at 1, because their axis is logarithmic. At most 12 digits are accepted, so that no number in a
 # malformed record is too large for a plot.
-_SIZE_PARAMETER = re.compile(r"^([1-9]\d{0,11})(B|KiB|MiB|GiB)$")
-_UNIT_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_STATISTIC_SUFFIX = re.compile(r"_(p\d+|min|max|mean|median)$")
-# The first unit with which a name ends applies, so ``gb_per_s`` must be before ``s``.
+_SIZE_PARAMETER_PATTERN = re.compile(r"^([1-9]\d{0,11})(B|KiB|MiB|GiB)$")
+_BYTES_BY_SIZE_UNIT = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_STATISTIC_SUFFIX_PATTERN = re.compile(r"_(p\d+|min|max|mean|median)$")
+# Each unit as suffix of a name and as text. split_number() takes the first suffix with which a name ends, so
+# ``gb_per_s`` must be before ``s``.
 _UNITS = (
     ("gbit_per_s", "Gbit/s"),
     ("gib_per_s", "GiB/s"),
@@ -65,10 +66,10 @@ _UNITS = (
 _MORE_IS_BETTER = frozenset({"gbit_per_s", "gib_per_s", "gb_per_s", "bytes_per_s", "per_s"})
 _LESS_IS_BETTER = frozenset({"s_per_gib", "ns", "us", "ms", "s"})
 # Matches the name of a bound, which is not a measurement: a limit of the hardware, or an expectation of a profile.
-_BOUND_NAME = re.compile(r"(^|_)(limit|expected|expectation|threshold)(_|$)")
-# A line with fewer points is not drawn.
+_BOUND_NAME_PATTERN = re.compile(r"(^|_)(limit|expected|expectation|threshold)(_|$)")
+# A plot is drawn only if one of its lines has this number of points.
 _POINTS_MIN = 2
-_DEPTH_SUFFIX = re.compile(r"(?:^|_)depth_([1-9]\d{0,11})$")
+_DEPTH_SUFFIX_PATTERN = re.compile(r"(?:^|_)depth_([1-9]\d{0,11})$")
 # A value outside of this range cannot be a measurement. In a plot it would make all other values look equal.
 _VALUE_MIN, _VALUE_MAX = 1e-100, 1e100
 _LINK_LIMIT_NAME = "limit of the link"
@@ -95,7 +96,7 @@ class Number:
     @property
     def is_bound(self) -> bool:
         """Whether the number is a limit or an expectation, not a measurement."""
-        return _BOUND_NAME.search(self.base) is not None
+        return _BOUND_NAME_PATTERN.search(self.base) is not None
 
     @property
     def better(self) -> int:
@@ -140,7 +141,7 @@ class Sweep:
 
 def split_number(name: str) -> Number:
     """Return the parts of the name of a number."""
-    match = _STATISTIC_SUFFIX.search(name)
+    match = _STATISTIC_SUFFIX_PATTERN.search(name)
     base_name, statistic = (name[: match.start()], match[1]) if match else (name, "")
     for unit, _ in _UNITS:
         if base_name == unit or base_name.endswith(f"_{unit}"):
@@ -160,17 +161,17 @@ def measured_apis(record: Record) -> tuple[str, ...]:
 
 
 def describes_hardware(record: Record) -> bool:
-    """Return whether every API that the numbers of a record measure ran on hardware."""
+    """Return whether the case passed or is unproven, and every API that its numbers measure ran on hardware."""
     apis = measured_apis(record)
     substrates = [record.substrate.get(api, Substrate.UNKNOWN.value) for api in apis]
-    is_hardware = bool(substrates) and all(name == Substrate.HARDWARE.value for name in substrates)
+    is_hardware = bool(substrates) and all(substrate == Substrate.HARDWARE.value for substrate in substrates)
     return is_hardware and record.verdict in (Verdict.PASS, Verdict.UNPROVEN)
 
 
 def sweeps(records: Iterable[Record], facts: Facts) -> tuple[Sweep, ...]:
-    """Return the plots of a run: for each test function with sizes or depths, one plot per unit of its numbers.
+    """Return the plots of a run: for each test function with sizes or depths, one plot per unit and axis.
 
-    The plot of a rate also has a line for the limit of the links, if `facts` have it.
+    The plot of a rate also has a line for the limit of the links, if `facts` contain this limit.
     """
     points_by_plot: dict[tuple[str, str, str], dict[tuple[str, bool], list[SweepPoint]]] = {}
     for record in records:
@@ -182,48 +183,52 @@ def sweeps(records: Iterable[Record], facts: Facts) -> tuple[Sweep, ...]:
                 point
             )
     return tuple(
-        Sweep(function_name, dict(_UNITS)[unit], x_axis, _make_lines(lines))
-        for (function_name, unit, x_axis), lines in points_by_plot.items()
-        if any(len(points) >= _POINTS_MIN for points in lines.values())
+        Sweep(function_name, dict(_UNITS)[unit], x_axis, _make_lines(points_by_line))
+        for (function_name, unit, x_axis), points_by_line in points_by_plot.items()
+        if any(len(points) >= _POINTS_MIN for points in points_by_line.values())
     )
 
 
 def _make_points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, bool, SweepPoint]]:
-    """Yield every point of a record as (axis, unit, name of the line, whether it is a bound, point)."""
+    """Yield every point of a record as (axis, unit, name of the line, whether the line is a bound, point)."""
     size_bytes, other_parameters = parse_parameters(record.case)
-    limit = link_limit(record, facts)
-    for name, value in record.numbers.items():
-        number = split_number(name)
-        if number.statistic not in ("", "median") or not number.better or not _is_drawable(value):
+    link_rate_limit = link_limit(record, facts)
+    for number_name, value in record.numbers.items():
+        name_parts = split_number(number_name)
+        if name_parts.statistic not in ("", "median") or not name_parts.better or not _is_drawable(value):
             continue
-        base, depth = parse_depth(number.base)
+        base, depth = parse_depth(name_parts.base)
         size_or_depth = depth or size_bytes
         if size_or_depth is None:
             continue
         x_axis = "depth" if depth else "size"
-        # The unit already shows that the number is a rate.
+        # The name of a line omits ``rate``, because the unit shows that the number is a rate.
         line_name = (
             " ".join(filter(None, (*other_parameters, "" if base == "rate" else base))).replace("_", " ")
-            or number.unit_words
+            or name_parts.unit_words
         )
-        range_ends = [record.numbers.get(f"{name.removesuffix('_median')}_{end}") for end in ("min", "max")]
-        lowest, highest = (end if end is not None and _is_drawable(end) else None for end in range_ends)
+        range_ends = [
+            record.numbers.get(f"{number_name.removesuffix('_median')}_{statistic}") for statistic in ("min", "max")
+        ]
+        lowest, highest = (
+            range_end if range_end is not None and _is_drawable(range_end) else None for range_end in range_ends
+        )
         yield (
             x_axis,
-            number.unit,
+            name_parts.unit,
             line_name,
-            number.is_bound,
+            name_parts.is_bound,
             SweepPoint(size_or_depth, value, lowest, highest, record.case),
         )
-        for bound_name, bound in _list_case_bounds(record, name, value):
-            yield x_axis, number.unit, bound_name, True, SweepPoint(size_or_depth, bound, None, None, record.case)
-        if number.unit == "gb_per_s" and limit is not None:
+        for bound_name, bound in _list_case_bounds(record, number_name, value):
+            yield x_axis, name_parts.unit, bound_name, True, SweepPoint(size_or_depth, bound, None, None, record.case)
+        if name_parts.unit == "gb_per_s" and link_rate_limit is not None:
             yield (
                 x_axis,
-                number.unit,
+                name_parts.unit,
                 _LINK_LIMIT_NAME,
                 True,
-                SweepPoint(size_or_depth, limit.gb_per_s, None, None, record.case),
+                SweepPoint(size_or_depth, link_rate_limit.gb_per_s, None, None, record.case),
             )
 
 
@@ -232,16 +237,18 @@ def _is_drawable(value: float) -> bool:
     return value == 0 or _VALUE_MIN <= value <= _VALUE_MAX
 
 
-def _list_case_bounds(record: Record, name: str, value: float) -> Iterator[tuple[str, float]]:
-    """Yield the name and value of each bound with which the case compared the number `name`."""
+def _list_case_bounds(record: Record, number_name: str, value: float) -> Iterator[tuple[str, float]]:
+    """Yield the name and value of each bound with which the case compared the number `number_name`."""
     checks = record.evidence.get("judged")
     for check in checks if isinstance(checks, list) else ():
-        bound = check.get("bound") if isinstance(check, dict) and check.get("number") == name else None
+        bound = check.get("bound") if isinstance(check, dict) and check.get("number") == number_name else None
         if isinstance(bound, int | float) and not isinstance(bound, bool) and _is_drawable(bound):
+            # The case did not fail, so a bound below the value is a minimum.
             yield ("at least" if bound <= value else "at most"), float(bound)
 
 
-def _make_lines(lines: dict[tuple[str, bool], list[SweepPoint]]) -> tuple[SweepLine, ...]:
+def _make_lines(points_by_line: dict[tuple[str, bool], list[SweepPoint]]) -> tuple[SweepLine, ...]:
+    """Return the lines of a plot: the measured lines, and then the bounds. One point is drawn per size or depth."""
     all_lines = [
         SweepLine(
             line_name,
@@ -250,7 +257,7 @@ def _make_lines(lines: dict[tuple[str, bool], list[SweepPoint]]) -> tuple[SweepL
             ),
             is_bound,
         )
-        for (line_name, is_bound), points in lines.items()
+        for (line_name, is_bound), points in points_by_line.items()
     ]
     measured_lines = [line for line in all_lines if not line.is_bound]
     bound_line_by_values: dict[tuple[tuple[int, float], ...], SweepLine] = {}
@@ -267,7 +274,7 @@ def _make_lines(lines: dict[tuple[str, bool], list[SweepPoint]]) -> tuple[SweepL
 
 def parse_depth(base: str) -> tuple[str, int | None]:
     """Split a quantity such as ``read_depth_16`` into the quantity without the depth, and the depth, or None."""
-    match = _DEPTH_SUFFIX.search(base)
+    match = _DEPTH_SUFFIX_PATTERN.search(base)
     return (base[: match.start()], int(match[1])) if match else (base, None)
 
 
@@ -277,9 +284,9 @@ def parse_parameters(case: str) -> tuple[int | None, tuple[str, ...]]:
     size_bytes: int | None = None
     other_parameters: list[str] = []
     for parameter in parameters.removesuffix("]").split("-") if parameters else ():
-        size = _SIZE_PARAMETER.match(parameter)
-        if size and size_bytes is None:
-            size_bytes = int(size[1]) * _UNIT_BYTES[size[2]]
+        size_match = _SIZE_PARAMETER_PATTERN.match(parameter)
+        if size_match and size_bytes is None:
+            size_bytes = int(size_match[1]) * _BYTES_BY_SIZE_UNIT[size_match[2]]
         else:
             other_parameters.append(parameter)
     return size_bytes, tuple(other_parameters)

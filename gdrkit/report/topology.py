@@ -59,9 +59,11 @@ def _make_tree(topology: Topology) -> Tree:
 
 
 def _describe_branch(path: tuple[str, ...], topology: Topology) -> str:
+    """Return the text of the NUMA node, host bridge or PCIe bridge at the end of `path`."""
     last_part = path[-1]
     if len(path) == 1:
         return last_part
+    # Host bridges have names such as pci0000:00. PCIe bridges have PCI addresses.
     return (
         f"host bridge {last_part}"
         if last_part.startswith("pci")
@@ -98,6 +100,6 @@ def _describe_distances(topology: Topology) -> list[str]:
 
 
 def _describe_group(names: list[str], distance: Distance) -> str:
-    # More than four distant devices are only counted, because users rarely need their names. The JSON output has them.
+    # Many distant devices are only counted, because users rarely need their names. The JSON output has the names.
     is_named = distance < Distance.NODE or len(names) <= _DISTANT_NAMES_MAX
     return ", ".join(names) if is_named else f"{len(names)} others"

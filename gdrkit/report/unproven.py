@@ -1,7 +1,8 @@
 """Groups of cases that did not run or that ran on software, with the hardware that they need to prove something.
 
-A need is what a case requires of the machine. The profile of the machine can list a need as foreseen: it may be unmet
-there. Software is a software twin (a library that emulates the hardware) or a software device of the kernel.
+A need is what a case requires of the machine. The profile of the machine can list needs that may be unmet on this
+machine; such needs are foreseen. Software is a software twin (a library that emulates the hardware) or a software
+device of the kernel.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _HARDWARE_BY_NEED = (
     ("software(*)", "nothing: the case is about the software twin itself; add --software"),
     ("host.*", "no hardware: this host must be set up for it"),
 )
-# The hardware that each API needs to prove something.
+# The hardware on which the cases of an API prove something.
 _HARDWARE_BY_API = {
     "verbs": "an RDMA NIC with an active port",
     "cuda": "an NVIDIA GPU with its driver",
@@ -53,13 +54,13 @@ class UnprovenCases:
     what : str
         Name of the unmet need, or of the API that did not run on hardware.
     reason : str
-        The reason.
+        Why the cases proved nothing.
     needed : str
         The hardware that the cases need to prove something.
     ran : bool
         Whether the cases ran.
     foreseen : bool
-        Whether the profile lists the absence as foreseen. True for cases that ran.
+        Whether the profile lists the need as one that may be unmet. True for cases that ran.
     cases : tuple of str
         The ids of the cases.
     """
@@ -85,8 +86,8 @@ _NO_RATE_MEASURED = UnprovenCases(
 def unproven_cases(records: Sequence[Record]) -> tuple[UnprovenCases, ...]:
     """Return the groups of cases that proved nothing about hardware.
 
-    The first groups are the cases that did not run, unforeseen absences before foreseen ones. Then follow the cases
-    that ran on software.
+    The first groups are the cases that did not run: first those with an unforeseen unmet need, then those with a
+    foreseen one. The cases that ran on software follow.
     """
     cases_not_run: dict[tuple[bool, str, str], list[str]] = {}
     cases_on_software: dict[tuple[str, str], list[str]] = {}
@@ -98,8 +99,8 @@ def unproven_cases(records: Sequence[Record]) -> tuple[UnprovenCases, ...]:
                 )
         # An earlier case may have loaded other APIs into the same process, so only the APIs that the case needs count.
         for api in measured_apis(record):
-            if (name := record.substrate.get(api, "")) in _SOFTWARE_TEXTS:
-                cases_on_software.setdefault((api, name), []).append(record.case)
+            if (substrate := record.substrate.get(api, "")) in _SOFTWARE_TEXTS:
+                cases_on_software.setdefault((api, substrate), []).append(record.case)
     groups = [
         UnprovenCases(need, text, needed_hardware(need), ran=False, foreseen=foreseen, cases=tuple(cases))
         for (foreseen, need, text), cases in sorted(cases_not_run.items())
@@ -107,13 +108,13 @@ def unproven_cases(records: Sequence[Record]) -> tuple[UnprovenCases, ...]:
     groups += [
         UnprovenCases(
             api,
-            f"ran {_SOFTWARE_TEXTS[name].format(api)}, which proves nothing about hardware",
+            f"ran {_SOFTWARE_TEXTS[substrate].format(api)}, which proves nothing about hardware",
             _HARDWARE_BY_API.get(api, f"hardware of {api}"),
             ran=True,
             foreseen=True,
             cases=tuple(cases),
         )
-        for (api, name), cases in sorted(cases_on_software.items())
+        for (api, substrate), cases in sorted(cases_on_software.items())
     ]
     if not any(_measures_hardware(record) for record in records):
         groups.append(_NO_RATE_MEASURED)
@@ -121,6 +122,7 @@ def unproven_cases(records: Sequence[Record]) -> tuple[UnprovenCases, ...]:
 
 
 def _measures_hardware(record: Record) -> bool:
+    """Return whether a record has a rate or a time that was measured on hardware."""
     return describes_hardware(record) and any(split_number(name).better for name in record.numbers)
 
 

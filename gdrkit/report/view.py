@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from gdrkit.evidence import LoadedLibrary
     from gdrkit.inventory import ApiFailure, Diagnosis, Facts
-    from gdrkit.report.contents import Contents
+    from gdrkit.report.contents import RunContents
     from gdrkit.report.drawing import Drawing
     from gdrkit.report.failures import Failure
     from gdrkit.report.figure import SweepPlot
@@ -47,7 +47,10 @@ _KEYS_SHOWN_SEPARATELY = ("traceback",)
 
 @dataclass(frozen=True, slots=True)
 class ApiView:
-    """The substrate of an API (what it ran on), as identifier and as text, and path and build id of each library."""
+    """The substrate of an API (what it ran on), as identifier and as text, and the path and build id of each library.
+
+    ``failure`` is the reason why the facts about the API could not be collected, or None.
+    """
 
     api: str
     substrate: str
@@ -76,7 +79,7 @@ class CaseView:
 
 @dataclass(frozen=True, slots=True)
 class SuiteView:
-    """The cases of one folder, by file, and the number of its cases by verdict as in :func:`_count_verdicts`."""
+    """The cases of one folder, by file, and the result of :func:`_count_verdicts` for these cases."""
 
     folder: str
     files: tuple[tuple[str, tuple[CaseView, ...]], ...]
@@ -116,7 +119,7 @@ class View:
     origins: Mapping[str, str]
 
 
-def make_view(contents: Contents) -> View:
+def make_view(contents: RunContents) -> View:
     """Derive the view from the contents of a run."""
     run, facts, records = contents.run, contents.facts, contents.records
     cases: list[CaseView] = []
@@ -125,6 +128,7 @@ def make_view(contents: Contents) -> View:
         library_set = library_sets.setdefault(record.libraries, len(library_sets) + 1) if record.libraries else 0
         cases.append(_make_case_view(record, f"r{record_index}", origin, library_set))
     routes, files = route_statuses(facts, records), file_statuses(facts, records)
+    # Several records can have the same case. The links lead to the first of them.
     anchors: dict[str, str] = {}
     origins: dict[str, str] = {}
     for case in cases:
@@ -193,22 +197,22 @@ def _count_verdicts(records: Sequence[Record], anchors: Mapping[str, str]) -> tu
 
 
 def _make_api_view(api: str, run: Run, facts: Facts, records: Sequence[Record]) -> ApiView:
-    # If the facts have no substrate of the API, such as for cuFile, it is the weakest substrate of all cases.
+    # If run.json has no substrate for the API, such as for cuFile, the report shows the weakest substrate of all cases.
     case_substrates = [Substrate(record.substrate[api]) for record in records if api in record.substrate]
-    name = run.substrate.get(api) or (weakest(case_substrates).value if case_substrates else None)
-    file_name_prefixes = {"verbs": "libibverbs.", "cuda": "libcuda.", "cufile": "libcufile.", "hlthunk": "libhl"}
+    substrate = run.substrate.get(api) or (weakest(case_substrates).value if case_substrates else None)
+    file_name_prefix_by_api = {"verbs": "libibverbs.", "cuda": "libcuda.", "cufile": "libcufile.", "hlthunk": "libhl"}
     api_libraries: dict[tuple[str, str], None] = {}
     libraries: list[LoadedLibrary | SeenLibrary] = [*facts.api_libraries(api)]
     libraries += [library for record in records for library in record.libraries]
     for library in libraries:
-        if (library.soname or library.path.rpartition("/")[2]).startswith(file_name_prefixes[api]):
+        if (library.soname or library.path.rpartition("/")[2]).startswith(file_name_prefix_by_api[api]):
             api_libraries[
                 install_paths().portable(library.path), library.build_id or library.error or "no build id"
             ] = None
     return ApiView(
         api=api,
-        substrate=name or "none",
-        substrate_text=describe(Substrate(name)) if name else "not available",
+        substrate=substrate or "none",
+        substrate_text=describe(Substrate(substrate)) if substrate else "not available",
         libraries=tuple(api_libraries),
         failure={"verbs": facts.verbs_failure, "cuda": facts.cuda_failure, "hlthunk": facts.gaudi_failure}.get(api),
     )
@@ -247,14 +251,14 @@ def _format_numbers(numbers: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     ``rate_gb_per_s_median`` with its minimum and maximum gives ``rate`` and ``12.3 GB/s (11.9 to 12.6)``.
     """
     for name, value in numbers.items():
-        number = split_number(name)
-        base_name = name.removesuffix(f"_{number.statistic}")
-        if number.statistic in ("min", "max") and f"{base_name}_median" in numbers:
+        name_parts = split_number(name)
+        base_name = name.removesuffix(f"_{name_parts.statistic}")
+        if name_parts.statistic in ("min", "max") and f"{base_name}_median" in numbers:
             continue
         lowest, highest = numbers.get(f"{base_name}_min"), numbers.get(f"{base_name}_max")
-        is_median = number.statistic == "median"
-        words = " ".join(filter(None, (number.base, "" if is_median else number.statistic))).replace("_", " ")
-        text = f"{format_number(value)} {number.unit_words}".strip()
+        is_median = name_parts.statistic == "median"
+        words = " ".join(filter(None, (name_parts.base, "" if is_median else name_parts.statistic))).replace("_", " ")
+        text = f"{format_number(value)} {name_parts.unit_words}".strip()
         if is_median and lowest is not None and highest is not None:
             text += f" ({format_number(lowest)} to {format_number(highest)})"
-        yield words or number.unit, text
+        yield words or name_parts.unit, text

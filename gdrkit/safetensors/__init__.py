@@ -1,4 +1,4 @@
-"""Model files in the safetensors format, between disks and the memory of GPUs, by the copy engine of :mod:`gdrkit.gds`.
+"""Loading and saving of model files in the safetensors format, by the copy engine of :mod:`gdrkit.gds`.
 
 Start with :func:`load_file`. ``docs/models.md`` is the guide. ``_torch.py`` is the only file that imports torch.
 """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["TorchMaker", "find_functions_to_replace", "has_torch"]
 
 _BYTE_BITS = 8
-_CUDA_OUT_OF_MEMORY = 2
+_CUDA_ERROR_OUT_OF_MEMORY = 2
 # The types that have several elements per byte.
 _PACKED_TYPES = tuple(name for name, element_type in ELEMENT_TYPES.items() if element_type.bits < _BYTE_BITS)
 
@@ -62,11 +62,14 @@ class TorchMaker:
 
     def __init__(self) -> None:
         self._torch = _import("torch", what_to_do="pip install torch, or pass framework='dlpack'")
-        self._dtype_by_name = {
-            name: getattr(self._torch, element_type.torch_name, None) for name, element_type in ELEMENT_TYPES.items()
+        self._torch_type_by_dtype = {
+            dtype: getattr(self._torch, element_type.torch_name, None) for dtype, element_type in ELEMENT_TYPES.items()
         }
-        # torch represents the 6-bit types by bytes. They are left out here, because tensors of bytes are saved as U8.
-        self._name_by_dtype = {dtype: name for name, dtype in self._dtype_by_name.items() if not name.startswith("F6_")}
+        # torch represents the 6-bit types by bytes. This table omits these types, because tensors of bytes are saved as
+        # U8.
+        self._dtype_by_torch_type = {
+            torch_type: dtype for dtype, torch_type in self._torch_type_by_dtype.items() if not dtype.startswith("F6_")
+        }
 
     def find_device_index(self, device: Any) -> int:
         """Return the index of a device that torch knows: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, 1 or a torch.device."""
@@ -85,31 +88,34 @@ class TorchMaker:
     def allocate(self, device_index: int, length_bytes: int) -> Any:
         """Return new memory as a tensor of bytes. Call :meth:`wait_for_allocations` before other code writes to it."""
         torch = self._torch
-        # Every type must divide the size, so that the memory can be viewed as a tensor of that type.
+        # The size is a multiple of 8 bytes, the size of the largest elements, so that the memory can be viewed as a
+        # tensor of any type.
         size_bytes = max(-(-length_bytes // 8) * 8, 8)
         if device_index == HOST:
             return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
         return self._make_empty_tensors(device_index, [(size_bytes, torch.uint8)])[0]
 
-    def _make_empty_tensors(self, device_index: int, sizes_and_types: Iterable[tuple[Any, Any]]) -> list[Any]:
-        """Return a new tensor for each pair of sizes and type."""
+    def _make_empty_tensors(self, device_index: int, shapes_and_types: Iterable[tuple[Any, Any]]) -> list[Any]:
+        """Return a new tensor for each pair of shape and type."""
         # The device is passed as an object, because torch would parse its name for each tensor.
         device = self._torch.device("cpu") if device_index == HOST else self._torch.device("cuda", device_index)
         empty, empty_like = self._torch.empty, self._torch.empty_like
-        # torch makes a tensor like another one faster than from a shape, a type and a device.
+        # empty_like() is faster than empty() with a shape, a type and a device, so only the first tensor of each shape
+        # and type is made by empty().
         first_tensors: dict[tuple[Any, Any], Any] = {}
         tensors: list[Any] = []
         try:
-            for size_and_type, equal_entries in itertools.groupby(sizes_and_types):
-                count = len(list(equal_entries))
-                if size_and_type not in first_tensors:
-                    first_tensors[size_and_type] = empty(size_and_type[0], dtype=size_and_type[1], device=device)
-                    tensors.append(first_tensors[size_and_type])
-                    count -= 1
-                tensors += map(empty_like, [first_tensors[size_and_type]] * count)
+            for shape_and_type, equal_entries in itertools.groupby(shapes_and_types):
+                tensor_count = len(list(equal_entries))
+                if shape_and_type not in first_tensors:
+                    first_tensors[shape_and_type] = empty(shape_and_type[0], dtype=shape_and_type[1], device=device)
+                    tensors.append(first_tensors[shape_and_type])
+                    tensor_count -= 1
+                tensors += map(empty_like, [first_tensors[shape_and_type]] * tensor_count)
         except self._torch.cuda.OutOfMemoryError as error:
-            del tensors, first_tensors  # The traceback of the error has this frame, which must not keep the memory.
-            failure = ("cuda", "torch.empty", _CUDA_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY")
+            # The traceback of the error keeps this frame, and the frame would keep the memory.
+            del tensors, first_tensors
+            failure = ("cuda", "torch.empty", _CUDA_ERROR_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY")
             detail = str(error).partition("\n")[0]
             raise api_error(failure, arguments={"device_index": device_index}, detail=detail) from error
         return tensors
@@ -117,7 +123,8 @@ class TorchMaker:
     def wait_for_allocations(self, device_index: int) -> None:
         """Wait until no queued kernel uses the memory that was allocated.
 
-        The allocator of torch returns memory that such kernels still use, because it relies on the order of the stream.
+        The allocator of torch may return memory that queued kernels still use, because kernels of the same stream that
+        use the new memory run later.
         """
         if device_index != HOST:
             self._torch.cuda.current_stream(device_index).synchronize()
@@ -129,68 +136,84 @@ class TorchMaker:
     def make_tensors(self, buffer: Any, placements: list[Placement]) -> list[Any]:
         """Return the tensors of a file whose bytes are in `buffer`.
 
-        Tensors of one type that follow each other and differ in the first dimension only are made by one call of torch.
+        A run of tensors of one type that follow each other and differ only in the first dimension is made by one call
+        of torch.
         """
-        views = {name: buffer.view(dtype) for name, dtype in self._list_dtypes(placements).items()}
+        views = {dtype: buffer.view(torch_type) for dtype, torch_type in self._find_torch_types(placements).items()}
         tensors: list[Any] = []
         first_dimensions: list[int] = []
-        run_type, run_begin, run_end = None, 0, -1
+        run_type_and_shape, run_begin, run_end = None, 0, -1
         for _name, dtype, shape, offset_bytes, length_bytes in placements:
             sizes = _compute_packed_shape(dtype, shape, length_bytes) if dtype in _PACKED_TYPES else shape
-            if not (sizes and length_bytes and offset_bytes == run_end and (dtype, sizes[1:]) == run_type):
-                self._add_run(tensors, views, run_type, run_begin, first_dimensions)
-                run_type, run_begin, first_dimensions = (dtype, sizes[1:]), offset_bytes, []
+            if not (sizes and length_bytes and offset_bytes == run_end and (dtype, sizes[1:]) == run_type_and_shape):
+                self._add_run(tensors, views, run_type_and_shape, run_begin, first_dimensions)
+                run_type_and_shape, run_begin, first_dimensions = (dtype, sizes[1:]), offset_bytes, []
             if not (sizes and length_bytes):
                 view = views[dtype]
                 tensors.append(view.as_strided(sizes, _compute_strides(sizes), offset_bytes // view.element_size()))
-                run_end = -1
+                run_end = -1  # No tensor continues the run.
                 continue
             first_dimensions.append(sizes[0])
             run_end = offset_bytes + length_bytes
-        self._add_run(tensors, views, run_type, run_begin, first_dimensions)
+        self._add_run(tensors, views, run_type_and_shape, run_begin, first_dimensions)
         return tensors
 
-    def _add_run(self, tensors: list[Any], views: dict[str, Any], run_type: Any, begin: int, sizes: list[int]) -> None:
-        """Append tensors of one type that follow each other in the memory. `sizes` are their first dimensions."""
-        if not sizes:
+    def _add_run(
+        self,
+        tensors: list[Any],
+        views: dict[str, Any],
+        run_type_and_shape: Any,
+        begin_bytes: int,
+        first_dimensions: list[int],
+    ) -> None:
+        """Append the tensors of a run, which begins at the offset `begin_bytes` of the memory, to `tensors`.
+
+        `run_type_and_shape` has the data type and the shape without the first dimension.
+        """
+        if not first_dimensions:
             return
-        view, shape = views[run_type[0]], (sum(sizes), *run_type[1])
-        joined_tensor = view.as_strided(shape, _compute_strides(shape), begin // view.element_size())
-        # unsafe_split_with_sizes differs from split in one respect: the parts may be changed in place also by autograd.
+        view, shape = views[run_type_and_shape[0]], (sum(first_dimensions), *run_type_and_shape[1])
+        joined_tensor = view.as_strided(shape, _compute_strides(shape), begin_bytes // view.element_size())
+        # Unlike split, unsafe_split_with_sizes returns parts that may be changed in place also under autograd.
         tensors.extend(
-            [joined_tensor] if len(sizes) == 1 else self._torch.unsafe_split_with_sizes(joined_tensor, sizes)
+            [joined_tensor]
+            if len(first_dimensions) == 1
+            else self._torch.unsafe_split_with_sizes(joined_tensor, first_dimensions)
         )
 
     def allocate_separate_tensors(self, device_index: int, placements: list[Placement]) -> tuple[list[Any], list[int]]:
         """Return tensors with memory of their own, and the address of each."""
-        dtypes = self._list_dtypes(placements)
+        torch_types = self._find_torch_types(placements)
         tensors = self._make_empty_tensors(
             device_index,
             (
-                (_compute_packed_shape(dtype, shape, length_bytes) if dtype in _PACKED_TYPES else shape, dtypes[dtype])
+                (
+                    _compute_packed_shape(dtype, shape, length_bytes) if dtype in _PACKED_TYPES else shape,
+                    torch_types[dtype],
+                )
                 for _name, dtype, shape, _offset_bytes, length_bytes in placements
             ),
         )
         return tensors, list(map(self._torch.Tensor.data_ptr, tensors))
 
-    def _list_dtypes(self, placements: list[Placement]) -> dict[str, Any]:
+    def _find_torch_types(self, placements: list[Placement]) -> dict[str, Any]:
         """Return the type in torch for each data type of the placements."""
-        names = {placement.dtype for placement in placements}
-        types_without_torch = sorted(name for name in names if self._dtype_by_name[name] is None)
+        dtypes = {placement.dtype for placement in placements}
+        types_without_torch = sorted(dtype for dtype in dtypes if self._torch_type_by_dtype[dtype] is None)
         if types_without_torch:
             message = f"torch {self._torch.__version__} has no type for {', '.join(types_without_torch)}"
             raise UsageError(message, what_to_do="update torch, or leave these tensors out by `select`")
-        return {name: self._dtype_by_name[name] for name in names}
+        return {dtype: self._torch_type_by_dtype[dtype] for dtype in dtypes}
 
     def describe_tensor(self, name: str, tensor: Any) -> tuple[str, tuple[int, ...], TransferBuffer]:
-        """Return the data type, the shape and the memory of a tensor to save, after its queued work is complete.
+        """Wait for the queued work on a tensor to save, and return its data type, its shape and its memory.
 
         Raises
         ------
         UsageError
             The format has no such type, or the tensor is not contiguous.
         """
-        dtype = self._name_by_dtype.get(tensor.dtype)
+        dtype = self._dtype_by_torch_type.get(tensor.dtype)
         if dtype is None or not tensor.is_contiguous():
             cause = "is not contiguous" if dtype else f"has the type {tensor.dtype}, which the format lacks"
             message = f"tensor {name!r} {cause}"
@@ -198,16 +221,17 @@ class TorchMaker:
         if tensor.is_cuda:
             self._torch.cuda.current_stream(tensor.device).synchronize()
         shape = tuple(tensor.shape)
-        index = tensor.device.index if tensor.is_cuda else HOST
+        device_index = tensor.device.index if tensor.is_cuda else HOST
         length_bytes = tensor.numel() * tensor.element_size()
-        memory = TransferBuffer(tensor.data_ptr(), length_bytes, index, tensor)
+        memory = TransferBuffer(tensor.data_ptr(), length_bytes, device_index, tensor)
+        # An element of torch's float4_e2m1fn_x2 is a pair of F4 elements.
         return dtype, (*shape[:-1], shape[-1] * 2) if dtype == "F4" else shape, memory
 
 
 def _compute_packed_shape(dtype: str, shape: tuple[int, ...], length_bytes: int) -> tuple[int, ...]:
     """Return the shape in bytes of a tensor with several elements in a byte.
 
-    If the last dimension does not fill whole bytes, the tensor has one dimension.
+    If the last dimension does not fill whole bytes, or if `shape` is empty, the result has one dimension.
     """
     last_bytes, extra_bits = divmod(shape[-1] * ELEMENT_TYPES[dtype].bits, 8) if shape else (0, 1)
     return (length_bytes,) if extra_bits else (*shape[:-1], last_bytes)
@@ -232,7 +256,7 @@ def find_functions_to_replace() -> dict[str, Any]:
     SetupMissing
         safetensors is not installed.
     """
-    library, safetensors_torch = (
+    safetensors, safetensors_torch = (
         _import(name, what_to_do="pip install safetensors") for name in ("safetensors", "safetensors.torch")
     )
-    return {"safe_open": library.safe_open, "load_file": safetensors_torch.load_file}
+    return {"safe_open": safetensors.safe_open, "load_file": safetensors_torch.load_file}

@@ -37,10 +37,12 @@ _NUMBERS_PER_READ = 3
 _TORCH_NAMES = frozenset({"pt", "torch", "pytorch"})
 # The time of a smaller load is mostly latency, so it tells nothing about rates.
 _RATE_MIN_BYTES = 16 * MIB
-# The part of a file whose residency in the page cache is queried, and the share from which the file counts as cached.
+# Only this number of bytes at the beginning of a file is queried for residency in the page cache.
 _CACHE_QUERY_BYTES = 128 * MIB
+# A file counts as cached if at least this share of the queried bytes is in the page cache.
 _CACHED_SHARE_MIN = 0.5
-# Rates of the last reads and of the last copies of several devices, by their indices, in bytes per second.
+# Rates of the last load of each set of device indices, in bytes per second: of the reads from files, and of the copies
+# between the devices.
 _read_rates: dict[frozenset[int], float] = {}
 _copy_rates: dict[frozenset[int], float] = {}
 
@@ -101,20 +103,23 @@ def create_maker(framework: str | None) -> TorchMaker | DlpackMaker:
 
 
 class DeviceLoad:
-    """The memory, the tensors and the transfer of one device."""
+    """The memory, the tensors and the transfer of one device.
+
+    With `own_memory`, each tensor has memory of its own. Else the tensors of a file share one buffer.
+    """
 
     def __init__(self, maker: TorchMaker | DlpackMaker, device_index: int, *, own_memory: bool) -> None:
         self.maker, self.device_index, self.own_memory = maker, device_index, own_memory
         self.buffers: list[Any] = []
         self.tensors: LoadedTensors = LoadedTensors()
         self.transfer: Transfer | None = None
-        # The placements of each file whose tensors share a memory.
+        # For each file whose tensors share one memory: their placements.
         self.placements: list[list[Placement]] = []
         # For each file, three numbers for each read: offset in the file, address, length.
         self.reads: list[array[int]] = []
 
     def place(self, layout: Layout) -> None:
-        """Allocate the memory of one file."""
+        """Allocate the memory of one file, and add the reads that fill this memory."""
         if self.own_memory:
             self.reads.append(self._place_each(layout))
             return
@@ -127,12 +132,13 @@ class DeviceLoad:
         self.reads.append(reads)
 
     def _place_each(self, layout: Layout) -> array[int]:
-        """Allocate memory for each tensor."""
+        """Allocate memory for each tensor, and return the reads that fill this memory."""
         tensors, addresses = self.maker.allocate_separate_tensors(self.device_index, layout.placements)
         self.buffers.append(tensors)
-        self._add(tensors, layout.placements)
+        self._add_tensors(tensors, layout.placements)
         placements = layout.placements
         if len(layout.reads) == _NUMBERS_PER_READ:
+            # The tensors follow each other in the file, so each needs one read.
             addressed_placements = [
                 (address, placement)
                 for address, placement in zip(addresses, placements, strict=True)
@@ -143,36 +149,40 @@ class DeviceLoad:
                 [address for address, _placement in addressed_placements],
                 [placement.length_bytes for _address, placement in addressed_placements],
             )
-        reads, index = array("Q"), 0
-        for file_offset, offset, length in zip(layout.reads[0::3], layout.reads[1::3], layout.reads[2::3], strict=True):
-            end = offset + length
-            while index < len(placements) and placements[index].offset_bytes < end:
-                placement = placements[index]
-                first_byte = max(placement.offset_bytes, offset)
-                end_byte = min(placement.offset_bytes + placement.length_bytes, end)
-                if first_byte < end_byte:
-                    address = addresses[index] + first_byte - placement.offset_bytes
-                    reads.extend((file_offset + first_byte - offset, address, end_byte - first_byte))
-                if placement.offset_bytes + placement.length_bytes > end:
+        # Each read of the layout is divided at the ends of the tensors.
+        reads, placement_index = array("Q"), 0
+        for file_offset, read_begin, length in zip(
+            layout.reads[0::3], layout.reads[1::3], layout.reads[2::3], strict=True
+        ):
+            read_end = read_begin + length
+            while placement_index < len(placements) and placements[placement_index].offset_bytes < read_end:
+                placement = placements[placement_index]
+                part_begin = max(placement.offset_bytes, read_begin)
+                part_end = min(placement.offset_bytes + placement.length_bytes, read_end)
+                if part_begin < part_end:
+                    address = addresses[placement_index] + part_begin - placement.offset_bytes
+                    reads.extend((file_offset + part_begin - read_begin, address, part_end - part_begin))
+                if placement.offset_bytes + placement.length_bytes > read_end:
                     break
-                index += 1
+                placement_index += 1
         return reads
 
     def make_tensors(self) -> None:
-        """Make the tensors that share a memory, while their bytes arrive."""
+        """Make the tensors of each buffer, while their bytes arrive."""
         for buffer, placements in zip(self.buffers, self.placements, strict=False):
-            self._add(self.maker.make_tensors(buffer, placements), placements)
+            self._add_tensors(self.maker.make_tensors(buffer, placements), placements)
 
-    def _add(self, tensors: Sequence[Any], placements: Sequence[Placement]) -> None:
+    def _add_tensors(self, tensors: Sequence[Any], placements: Sequence[Placement]) -> None:
         self.tensors.update(zip([placement.name for placement in placements], tensors, strict=True))
 
     def drop(self) -> None:
-        """Drop the memory and the tensors. The frames in the traceback of an error may still have this object."""
+        """Drop the memory and the tensors, because the traceback of an error may keep this object alive."""
         self.buffers.clear()
         self.tensors.clear()
 
     def start(self, files: Sequence[File], share_index: int, shares_count: int) -> None:
         """Start the transfer of one of several shares of every file."""
+        # Four numbers for each read: index of the file, offset in the file, address, length.
         extents, total_bytes = array("Q"), 0
         for file_index, reads in enumerate(self.reads):
             share = reads if shares_count == 1 else find_share(reads, share_index, shares_count)
@@ -196,10 +206,11 @@ def remember_rates(loads: Sequence[DeviceLoad], report: LoadReport, *, copy_dura
 
 
 def are_shares_faster(files: Sequence[File], indices: Sequence[int], access: Access) -> bool:
-    """Return whether it takes less time to read each byte once and to copy it than to read it once per device.
+    """Return whether a load by shares takes less time than a load in which each device reads all bytes.
 
-    In a load by shares, each of n devices reads 1/n of the bytes, and copies them to the other devices. The rates of
-    the last loads decide. A disk is slower than every link, so bytes outside the page cache are read once.
+    In a load by shares, each of n devices reads 1/n of the bytes, and copies them to the other devices. Shares are
+    faster if the last copies between these devices were at least as fast as the last reads. They are also faster if
+    the bytes come from a disk and not from the page cache, because a disk is slower than every link.
     """
     if HOST in indices:
         return False
@@ -207,8 +218,9 @@ def are_shares_faster(files: Sequence[File], indices: Sequence[int], access: Acc
         devices = [stack.enter_context(cuda.Device(index)) for index in indices]
         if not all(cuda.can_access_peer(device, peer) for device in devices for peer in devices if device is not peer):
             return False
-    key = frozenset(indices)
-    if _copy_rates.get(key, math.inf) >= _read_rates.get(key, 0.0):
+    index_set = frozenset(indices)
+    # Without a rate of an earlier load, shares count as faster.
+    if _copy_rates.get(index_set, math.inf) >= _read_rates.get(index_set, 0.0):
         return True
     return access == "direct" or any(
         file.cached_share(length_bytes=min(file.size_bytes, _CACHE_QUERY_BYTES)) < _CACHED_SHARE_MIN for file in files
@@ -225,13 +237,13 @@ def copy_to_peers(loads: Sequence[DeviceLoad]) -> int:
                 if device is not peer and cuda.can_access_peer(device, peer):
                     stack.enter_context(cuda.peer_access(device, peer))
         streams = [stack.enter_context(device.stream()) for device in devices]
-        for index, (load, device) in enumerate(zip(loads, devices, strict=True)):
+        for share_index, (load, device) in enumerate(zip(loads, devices, strict=True)):
             for peer_load, peer in zip(loads, devices, strict=True):
                 if peer_load is not load:
-                    for from_address, to_address, length in _list_copies(load, peer_load, index, len(loads)):
+                    for from_address, to_address, length in _list_copies(load, peer_load, share_index, len(loads)):
                         source, target = _borrow(device, from_address, length), _borrow(peer, to_address, length)
                         with source, target:
-                            streams[index].copy(source, target)
+                            streams[share_index].copy(source, target)
                         copied_bytes += length
         for stream in streams:
             stream.synchronize()
@@ -243,10 +255,10 @@ def _list_copies(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the addresses and the length of each copy of a share to another device.
 
-    Reads of a file that follow each other in both memories are one copy.
+    Reads of a file that follow each other in the memories of both devices are joined to one copy.
     """
     for reads in zip(load.reads, peer_load.reads, strict=True):
-        from_share, to_share = (find_share(part, share_index, shares_count) for part in reads)
+        from_share, to_share = (find_share(device_reads, share_index, shares_count) for device_reads in reads)
         from_begin = to_begin = joined_bytes = 0
         for from_address, to_address, length in zip(from_share[1::3], to_share[1::3], from_share[2::3], strict=True):
             if joined_bytes and (from_address, to_address) == (from_begin + joined_bytes, to_begin + joined_bytes):
@@ -260,5 +272,5 @@ def _list_copies(
 
 
 def _borrow(device: cuda.Device, address: int, length_bytes: int) -> cuda.BorrowedMemory:
-    """Return the memory as an object of gdrkit. Unlike borrow(), this function changes no attribute of the memory."""
+    """Return the memory as an object of gdrkit. Unlike cuda.borrow(), this function does not set SYNC_MEMOPS on it."""
     return cuda.BorrowedMemory(device, kind=MemoryKind.CUDA, address=address, length_bytes=length_bytes)

@@ -38,18 +38,19 @@ __all__ = [
 
 # The largest header that safetensors accepts.
 HEADER_BYTES_MAX = 100_000_000
-_HEADER_SIZE = struct.Struct("<Q")
+_SIZE_FIELD = struct.Struct("<Q")
 _METADATA_KEY = "__metadata__"
 _ENTRY_FIELDS = {"dtype", "shape", "data_offsets"}
-# An entry in the form that safetensors writes, without blanks, and the beginning of a header in this form.
 _NUMBER = "(?:0|[1-9][0-9]{0,18})"
+# Matches the entry of one tensor in the form that safetensors writes: without blanks.
 _COMPACT_ENTRY = re.compile(
     r'("([^"\\\x00-\x1f]*)":{"dtype":"([A-Z0-9_]+)",'
     rf'"shape":\[((?:{_NUMBER}(?:,{_NUMBER})*)?)\],"data_offsets":\[({_NUMBER}),({_NUMBER})\]}}(?:,|}}\Z))'
 )
+# Matches the beginning of a header in this form: the brace, and the metadata if there are any.
 _COMPACT_BEGIN = re.compile(r'{(?:"__metadata__":({[^{}\\]*}),)?')
 _INTEGER_MAX = (1 << 63) - 1
-# torch has no tensors with more dimensions.
+# torch supports at most this number of dimensions.
 _DIMENSIONS_MAX = 64
 
 
@@ -63,7 +64,7 @@ class ElementType(NamedTuple):
     dlpack_code : int
         The code of the type in DLPack (``DLDataTypeCode``).
     torch_name : str
-        The name of the type in torch. torch has no types of 6 bits, so their tensors have the type of bytes.
+        The name of the type in torch. torch has no types of 6 bits, so their tensors in torch are tensors of bytes.
     """
 
     bits: int
@@ -71,7 +72,7 @@ class ElementType(NamedTuple):
     torch_name: str
 
 
-# Name, bits, code and name in torch, in the order in which safetensors sorts the types for a new file.
+# Name, bits, DLPack code and name in torch, in the order in which safetensors sorts the types for a new file.
 _TYPES = """
 BOOL 8 6 bool
 F4 4 17 float4_e2m1fn_x2
@@ -147,8 +148,8 @@ class Header(NamedTuple):
 def pause_collector() -> Iterator[None]:
     """Pause Python's collector of reference cycles during the block, unless it is off anyway.
 
-    A header of 20,000 tensors becomes 100,000 objects without a cycle. They would start many collections, which take
-    most of the time.
+    A header of 20,000 tensors becomes 100,000 objects without a cycle. Without the pause, they start many collections,
+    which take most of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -170,16 +171,16 @@ def read_header(file: File) -> Header:
         The kernel cannot read the file.
     """
     path, file_bytes = file.path, file.size_bytes
-    if file_bytes < _HEADER_SIZE.size:
+    if file_bytes < _SIZE_FIELD.size:
         raise _make_malformed_error(path, f"the file has {file_bytes} bytes; the size of the header alone needs 8")
-    (header_bytes,) = _HEADER_SIZE.unpack(_read(file, 0, _HEADER_SIZE.size))
+    (header_bytes,) = _SIZE_FIELD.unpack(_read(file, 0, _SIZE_FIELD.size))
     if header_bytes > HEADER_BYTES_MAX:
         raise _make_malformed_error(path, f"the header may have at most {HEADER_BYTES_MAX} bytes, not {header_bytes}")
-    data_bytes = file_bytes - _HEADER_SIZE.size - header_bytes
+    data_bytes = file_bytes - _SIZE_FIELD.size - header_bytes
     if data_bytes < 0:
         message = f"the header should have {header_bytes} bytes, but the file has only {file_bytes}"
         raise _make_malformed_error(path, message)
-    return parse_header(_read(file, _HEADER_SIZE.size, header_bytes), data_bytes=data_bytes, path=path)
+    return parse_header(_read(file, _SIZE_FIELD.size, header_bytes), data_bytes=data_bytes, path=path)
 
 
 def parse_header(text: bytes, *, data_bytes: int, path: str) -> Header:
@@ -200,15 +201,17 @@ def parse_header(text: bytes, *, data_bytes: int, path: str) -> Header:
         MALFORMED: see :func:`read_header`.
     """
     tensors, metadata = _parse_compact(text) or _parse_any(text, path)
+    # The entries may be in another order than the bytes. They are then sorted, and checked for holes and overlaps.
+    # entry[2] is the begin of a tensor, and entry[3] its end.
     end_offsets = [entry[3] for entry in tensors.values()]
     if [entry[2] for entry in tensors.values()] != [0, *end_offsets][:-1]:
         tensors = dict(sorted(tensors.items(), key=lambda item: item[1][2:]))
         _check_positions(tensors, path)
-    data_offset = max(end_offsets, default=0)
-    if data_offset != data_bytes:
-        message = f"the tensors have {data_offset} bytes, but {data_bytes} bytes follow the header"
+    tensors_end = max(end_offsets, default=0)
+    if tensors_end != data_bytes:
+        message = f"the tensors have {tensors_end} bytes, but {data_bytes} bytes follow the header"
         raise _make_malformed_error(path, message)
-    return Header(tensors, metadata, _HEADER_SIZE.size + len(text), data_bytes)
+    return Header(tensors, metadata, _SIZE_FIELD.size + len(text), data_bytes)
 
 
 def pack_header(tensors: Iterable[tuple[str, TensorEntry]], metadata: Mapping[str, str] | None) -> bytes:
@@ -233,14 +236,14 @@ def pack_header(tensors: Iterable[tuple[str, TensorEntry]], metadata: Mapping[st
     if len(text) > HEADER_BYTES_MAX:
         message = f"the header may have at most {HEADER_BYTES_MAX} bytes, not {len(text)}"
         raise UsageError(message, what_to_do="save the tensors in several files")
-    return _HEADER_SIZE.pack(len(text)) + text
+    return _SIZE_FIELD.pack(len(text)) + text
 
 
 def _parse_compact(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str] | None] | None:
     """Return the entries and the metadata of a header that has the form in which safetensors writes it.
 
     For every other text, and for every error, return None: :func:`_parse_any` then parses it or finds the cause. This
-    function takes half as long, because it does not create an object for each JSON value.
+    function takes half as long as :func:`_parse_any`, because it does not create an object for each JSON value.
     """
     try:
         header_text = text.decode().rstrip(" ")
@@ -251,21 +254,21 @@ def _parse_compact(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str] 
         if begin_match[1]:
             _check_metadata(metadata, "")
         tensors: dict[str, TensorEntry] = {}
-        shapes: dict[str, tuple[tuple[int, ...], int]] = {}
+        shapes_and_element_counts: dict[str, tuple[tuple[int, ...], int]] = {}
         entry_matches = _COMPACT_ENTRY.findall(header_text, begin_match.end())
         matched_length = begin_match.end()
         for entry_text, name, dtype, sizes_text, begin_text, end_text in entry_matches:
-            if sizes_text not in shapes:
+            if sizes_text not in shapes_and_element_counts:
                 shape = tuple(map(int, sizes_text.split(","))) if sizes_text else ()
                 if len(shape) > _DIMENSIONS_MAX or max(shape, default=0) > _INTEGER_MAX:
                     return None
-                shapes[sizes_text] = shape, math.prod(shape)
-            shape, count = shapes[sizes_text]
-            offset, end = int(begin_text), int(end_text)
-            if (end - offset) * 8 != count * _BITS_BY_DTYPE[dtype]:
+                shapes_and_element_counts[sizes_text] = shape, math.prod(shape)
+            shape, element_count = shapes_and_element_counts[sizes_text]
+            begin, end = int(begin_text), int(end_text)
+            if (end - begin) * 8 != element_count * _BITS_BY_DTYPE[dtype]:
                 return None
-            # This is faster than the call of TensorEntry.
-            tensors[name] = tuple.__new__(TensorEntry, (dtype, shape, offset, end))
+            # tuple.__new__ is faster than a call of TensorEntry.
+            tensors[name] = tuple.__new__(TensorEntry, (dtype, shape, begin, end))
             matched_length += len(entry_text)
     except (ValueError, KeyError, RecursionError, UsageError):
         return None
@@ -300,7 +303,7 @@ def _parse_json(text: bytes, path: str) -> dict[str, Any]:
             header_text, object_pairs_hook=_make_unique_dict, parse_float=_refuse_number, parse_constant=_refuse_number
         )
         if "\\u" in header_text:
-            # JSON can name one half of a surrogate pair, which no UTF-8 text can contain.
+            # JSON can name one half of a surrogate pair. encode() refuses it, because no UTF-8 text can contain it.
             json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         # UnicodeError and JSONDecodeError are ValueErrors.
@@ -336,15 +339,15 @@ def _check_metadata(metadata: object, path: str) -> None:
 
 def _check_positions(tensors: Mapping[str, TensorEntry], path: str) -> None:
     """Require that each tensor begins where the one before it ends."""
-    data_offset = 0
+    previous_end = 0
     for name, entry in tensors.items():
-        if entry.begin != data_offset:
-            relation = "overlap" if entry.begin < data_offset else "leave a hole after"
+        if entry.begin != previous_end:
+            relation = "overlap" if entry.begin < previous_end else "leave a hole after"
             message = (
-                f"the bytes of tensor {name!r} begin at {entry.begin} and {relation} those that end at {data_offset}"
+                f"the bytes of tensor {name!r} begin at {entry.begin} and {relation} those that end at {previous_end}"
             )
             raise _make_malformed_error(path, message)
-        data_offset = entry.end
+        previous_end = entry.end
 
 
 def _parse_entry(value: Any) -> TensorEntry:  # noqa: ANN401 - any JSON value.

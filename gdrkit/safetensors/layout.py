@@ -39,14 +39,14 @@ EVERYTHING = ...
 # tensors begin at a multiple of their element size, so that one read still fills many scalars.
 _ALIGNED_MIN_BYTES = 256
 _ALIGNMENT_BYTES = 16
-# This is faster than the call of Placement.
+# _new_tuple(Placement, values) is faster than a call of Placement.
 _new_tuple = tuple.__new__
 # A part of a tensor: its shape, the offset of each contiguous run from the end of the header, and the size of each run.
 _Part = tuple[tuple[int, ...], Sequence[int], int]
 
 
 class Placement(NamedTuple):
-    """The place of a tensor, or of a part of one, in the memory of a file.
+    """The place of a tensor, or of a part of a tensor, in the memory that holds the tensors of one file.
 
     Attributes
     ----------
@@ -106,39 +106,43 @@ def make_layout(header: Header, select: Select | None = None, *, names: Iterable
         whole_data = (header.data_offset_bytes, 0, header.data_bytes)
         return Layout(placements, array("Q", whole_data if header.data_bytes else ()), header.data_bytes)
     placements, reads = [], array("Q")
-    memory_end = file_end = read_length = run_bytes = 0
-    runs: Sequence[int]
-    read_begin, read_offset = header.data_offset_bytes, 0
+    memory_end = read_file_end = read_length = run_bytes = 0
+    run_offsets: Sequence[int]
+    read_file_offset, read_memory_offset = header.data_offset_bytes, 0
     entries = header.tensors.items() if names is None else [(name, header.tensors[name]) for name in names]
     for name, entry in entries:
         dtype, shape, begin, end = entry
-        runs, length = (begin,), end - begin
+        run_offsets, length = (begin,), end - begin
         if select is not None:
             part = _make_part(name, entry, select(name, shape))
             if part is None:
                 continue
-            shape, runs, run_bytes = part
-            length = run_bytes * len(runs)
-            begin = runs[0] if runs else begin
+            shape, run_offsets, run_bytes = part
+            length = run_bytes * len(run_offsets)
+            begin = run_offsets[0] if run_offsets else begin
         alignment = _ALIGNMENT_BYTES if length >= _ALIGNED_MIN_BYTES else -(-ELEMENT_TYPES[dtype].bits // 8)
         offset = memory_end + -memory_end % alignment
         placements.append(_new_tuple(Placement, (name, dtype, shape, offset, length)))
         memory_end = offset + length
-        if len(runs) <= 1 and begin == file_end and offset == read_offset + read_length:
+        # A tensor that follows the last read in the file and in the memory extends this read.
+        if len(run_offsets) <= 1 and begin == read_file_end and offset == read_memory_offset + read_length:
             read_length += length
-            file_end += length
+            read_file_end += length
             continue
         if read_length:
-            reads.extend((read_begin, read_offset, read_length))
-        read_length, read_offset, file_end = 0, memory_end, -1
-        if len(runs) <= 1:
-            read_begin, read_offset, read_length = header.data_offset_bytes + begin, offset, length
-            file_end = begin + length
+            reads.extend((read_file_offset, read_memory_offset, read_length))
+        # With a read end of -1, the next tensor does not extend a read.
+        read_length, read_memory_offset, read_file_end = 0, memory_end, -1
+        if len(run_offsets) <= 1:
+            read_file_offset, read_memory_offset, read_length = header.data_offset_bytes + begin, offset, length
+            read_file_end = begin + length
         else:
-            starts = [header.data_offset_bytes + run for run in runs]
-            reads.extend(interleave_columns(starts, range(offset, memory_end, run_bytes), [run_bytes] * len(starts)))
+            file_offsets = [header.data_offset_bytes + run_offset for run_offset in run_offsets]
+            reads.extend(
+                interleave_columns(file_offsets, range(offset, memory_end, run_bytes), [run_bytes] * len(run_offsets))
+            )
     if read_length:
-        reads.extend((read_begin, read_offset, read_length))
+        reads.extend((read_file_offset, read_memory_offset, read_length))
     return Layout(placements, reads, memory_end)
 
 
@@ -164,27 +168,28 @@ def _make_part(name: str, entry: TensorEntry, index: TensorIndex) -> _Part | Non
         return entry.shape, (entry.begin,), entry.end - entry.begin
     sizes = entry.shape
     items = _expand_index(name, sizes, index) if isinstance(index, tuple) or not sizes else (index,)
-    # Each run has `count` units that follow each other. A unit is the part of the tensor at one position of the
-    # dimensions so far. The starts of the runs are in bits, from the begin of the tensor. The dimensions that the index
-    # omits stay complete.
-    starts, count, unit_bits = [0], 1, (entry.end - entry.begin) * 8
-    shape = []
+    # The loop narrows the selection dimension by dimension, from the outermost. The selection so far consists of runs,
+    # whose `starts` are in bits from the begin of the tensor. Each run has `unit_count` units that follow each other. A
+    # unit has one position in the dimensions so far, and all positions in the inner dimensions. Dimensions that the
+    # index omits stay complete.
+    starts, unit_count, unit_bits = [0], 1, (entry.end - entry.begin) * 8
+    selected_sizes = []
     for size, item in zip(sizes, items, strict=False):
         if isinstance(item, slice):
             begin, end = _find_slice_range(name, size, item)
-            shape.append(end - begin)
+            selected_sizes.append(end - begin)
         else:
             begin = _find_position(name, size, item)
             end = begin + 1
-        outer_bits, unit_bits = unit_bits, unit_bits // size if size else 0
+        outer_unit_bits, unit_bits = unit_bits, unit_bits // size if size else 0
         if end - begin == size:
-            count *= size
+            unit_count *= size
             continue
         first_bit = begin * unit_bits
-        starts = [start + first_bit + unit * outer_bits for start in starts for unit in range(count)]
-        count = end - begin
-    shape_of_part = (*shape, *sizes[len(items) :])
-    run_bits = count * unit_bits
+        starts = [start + first_bit + unit * outer_unit_bits for start in starts for unit in range(unit_count)]
+        unit_count = end - begin
+    shape_of_part = (*selected_sizes, *sizes[len(items) :])
+    run_bits = unit_count * unit_bits
     if not run_bits or not starts:
         return shape_of_part, (), 0
     if run_bits % 8 or (unit_bits % 8 and any(start % 8 for start in starts)):
@@ -233,10 +238,13 @@ def find_share(reads: array[int], share_index: int, shares_count: int) -> array[
     total_bytes = sum(reads[2::3])
     begin = total_bytes * share_index // shares_count
     end = total_bytes * (share_index + 1) // shares_count
+    # `position` is the number of bytes of the reads so far.
     share, position = array("Q"), 0
     for file_offset, memory_offset, length in zip(reads[0::3], reads[1::3], reads[2::3], strict=True):
-        first, last = max(begin, position), min(end, position + length)
-        if first < last:
-            share.extend((file_offset + first - position, memory_offset + first - position, last - first))
+        part_begin, part_end = max(begin, position), min(end, position + length)
+        if part_begin < part_end:
+            share.extend(
+                (file_offset + part_begin - position, memory_offset + part_begin - position, part_end - part_begin)
+            )
         position += length
     return share

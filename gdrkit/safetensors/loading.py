@@ -1,7 +1,7 @@
 """Loading of model files into the memory of one device or of several.
 
-All files of one device are one transfer of the copy engine. Several devices with peer access read each byte once: each
-reads its share of every file, and copies it to the others.
+One transfer of the copy engine loads all files of one device. Several devices with peer access can read each byte only
+once: each device reads its share of every file, and copies it to the others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelLoad", "StrPath", "load_file", "load_files", "start_load_files"]
 
 # Interval at which result() reports progress, in seconds.
-_PROGRESS_S = 0.05
+_PROGRESS_INTERVAL_S = 0.05
 StrPath = str | os.PathLike[str]
 
 
@@ -47,11 +47,18 @@ class ModelLoad:
     """
 
     def __init__(
-        self, files: list[File], headers: list[Header], devices: list[DeviceLoad], *, shares_count: int, is_list: bool
+        self,
+        files: list[File],
+        headers: list[Header],
+        device_loads: list[DeviceLoad],
+        *,
+        shares_count: int,
+        is_list: bool,
     ) -> None:
-        self._files, self._headers, self._device_loads = files, headers, devices
+        self._files, self._headers, self._device_loads = files, headers, device_loads
         self._shares_count, self._is_list = shares_count, is_list
-        # A signal handler may call result() or close() while its thread has the lock.
+        # The lock is reentrant, because a signal handler may call result() or close() while the interrupted thread has
+        # it.
         self._lock = ForkSafeLock(reentrant=True)
         self._loaded_tensors: list[LoadedTensors] | None = None
         self._is_abandoned = False
@@ -71,7 +78,7 @@ class ModelLoad:
         return all(transfer.done() for transfer in self._list_transfers())
 
     def cancel(self) -> None:
-        """Start no further chunks. :meth:`result` then raises an error (CANCELLED), unless all had been started."""
+        """Start no further chunks. Unless all chunks had started, :meth:`result` then raises an error (CANCELLED)."""
         for transfer in self._list_transfers():
             transfer.cancel()
 
@@ -94,11 +101,11 @@ class ModelLoad:
             See :meth:`gdrkit.gds.Transfer.result`. The error names the file. The memory is freed.
         """
         with self._lock:
-            devices = self._device_loads  # A result() in a signal handler clears the member.
+            device_loads = self._device_loads  # A call of result() in a signal handler clears self._device_loads.
             if self._loaded_tensors is None:
                 self._require_open()
                 try:
-                    self._loaded_tensors = self._finish(devices, on_progress)
+                    self._loaded_tensors = self._finish(device_loads, on_progress)
                     self._require_open()  # A signal handler may have called close() meanwhile.
                 except BaseException:
                     self._abandon()
@@ -121,13 +128,19 @@ class ModelLoad:
     def _list_transfers(self) -> list[Transfer]:
         return [load.transfer for load in self._device_loads if load.transfer is not None]
 
-    def _finish(self, devices: list[DeviceLoad], on_progress: Callable[[int, int], None] | None) -> list[LoadedTensors]:
-        """Wait for the transfers of the devices, and return the tensors. A signal handler gets the same tensors."""
-        _make_tensors(devices)
-        transfers = [load.transfer for load in devices if load.transfer is not None]
+    def _finish(
+        self, device_loads: list[DeviceLoad], on_progress: Callable[[int, int], None] | None
+    ) -> list[LoadedTensors]:
+        """Wait for the transfers of the devices, and return the tensors.
+
+        A call of :meth:`result` in a signal handler meanwhile returns the same tensors, because both calls take them
+        from the same `device_loads`.
+        """
+        _make_tensors(device_loads)
+        transfers = [load.transfer for load in device_loads if load.transfer is not None]
         if on_progress is not None:
             total_bytes = self.length_bytes
-            while not all(transfer.job.wait(int(_PROGRESS_S * 1e6)) for transfer in transfers):
+            while not all(transfer.job.wait(int(_PROGRESS_INTERVAL_S * 1e6)) for transfer in transfers):
                 on_progress(self.bytes_moved, total_bytes)
             on_progress(self.bytes_moved, total_bytes)
         results = [transfer.result() for transfer in transfers]
@@ -136,19 +149,20 @@ class ModelLoad:
             route=results[0].route,
             bytes=sum(result.bytes for result in results),
             direct_io_bytes=sum(result.direct_io_bytes for result in results),
-            peer_bytes=copy_to_peers(devices) if self._shares_count > 1 else 0,
+            peer_bytes=copy_to_peers(device_loads) if self._shares_count > 1 else 0,
             duration_s=max(result.duration_s for result in results),
         )
-        remember_rates(devices, report, copy_duration_s=time.monotonic() - copy_start_s)
+        remember_rates(device_loads, report, copy_duration_s=time.monotonic() - copy_start_s)
         for file in self._files:
             file.close()
-        tensors_of_devices = [load.tensors for load in devices]
+        tensors_of_devices = [load.tensors for load in device_loads]
         for tensors in tensors_of_devices:
             tensors.report, tensors.metadata = report, [header.metadata for header in self._headers]
         return tensors_of_devices
 
     def _require_open(self) -> None:
         if self._is_abandoned:
+            # result() has stored the tensors if a signal handler called close() in the meantime.
             self._loaded_tensors = None
             name = "the load"
             raise ClosedResource(name)
@@ -211,12 +225,14 @@ def start_load_files(
         The kernel does not open a file, or a device has too little memory.
     """
     maker = create_maker(framework)
-    indices = [maker.find_device_index(name) for name in (device if isinstance(device, list | tuple) else [device])]
-    if not indices or len(set(indices)) != len(indices):
+    device_indices = [
+        maker.find_device_index(name) for name in (device if isinstance(device, list | tuple) else [device])
+    ]
+    if not device_indices or len(set(device_indices)) != len(device_indices):
         message = f"device must name at least one device, and none twice, not {device!r}"
         raise UsageError(message)
-    selections = _expand_selections(select, len(indices), share=share)
-    devices = [DeviceLoad(maker, index, own_memory=own_memory) for index in indices]
+    selections = _expand_selections(select, len(device_indices), share=share)
+    device_loads = [DeviceLoad(maker, device_index, own_memory=own_memory) for device_index in device_indices]
     with contextlib.ExitStack() as open_resources:
         files = [open_resources.enter_context(File(path, access=access, direct="never")) for path in paths]
         if not files:
@@ -225,21 +241,21 @@ def start_load_files(
         with pause_collector():
             headers = [read_header(file) for file in files]
             _check_names(files, headers)
-        may_share = len(indices) > 1 and not isinstance(select, list | tuple)
-        is_shared = may_share and (are_shares_faster(files, indices, access) if share is None else share)
-        open_resources.pop_all()
-    shares_count = len(indices) if is_shared else 1
-    load = ModelLoad(files, headers, devices, shares_count=shares_count, is_list=isinstance(device, list | tuple))
+        may_share = len(device_indices) > 1 and not isinstance(select, list | tuple)
+        is_shared = may_share and (are_shares_faster(files, device_indices, access) if share is None else share)
+        open_resources.pop_all()  # From here on, the ModelLoad closes the files.
+    shares_count = len(device_indices) if is_shared else 1
+    load = ModelLoad(files, headers, device_loads, shares_count=shares_count, is_list=isinstance(device, list | tuple))
     try:
         layouts: list[Layout] = []
-        for index, (device_load, selection) in enumerate(zip(devices, selections, strict=True)):
+        for device_position, (device_load, selection) in enumerate(zip(device_loads, selections, strict=True)):
             # The transfer of one device runs while the layouts of the next one are computed.
             with pause_collector():
-                if index == 0 or selection is not selections[index - 1]:
+                if device_position == 0 or selection is not selections[device_position - 1]:
                     layouts = [make_layout(header, selection) for header in headers]
                 for layout in layouts:
                     device_load.place(layout)
-            device_load.start(files, index if is_shared else 0, shares_count)
+            device_load.start(files, device_position if is_shared else 0, shares_count)
     except BaseException:
         load.close()
         raise
@@ -261,9 +277,9 @@ def _expand_selections(
     return list(select)
 
 
-def _make_tensors(devices: list[DeviceLoad]) -> None:
+def _make_tensors(device_loads: list[DeviceLoad]) -> None:
     with pause_collector():
-        for device_load in devices:
+        for device_load in device_loads:
             device_load.make_tensors()
 
 
@@ -291,9 +307,9 @@ def load_file(
 def _check_names(files: Sequence[File], headers: Sequence[Header]) -> None:
     if len(files) == 1:
         return
-    first_file_of_name: dict[str, int] = {}
-    for index, (file, header) in enumerate(zip(files, headers, strict=True)):
+    first_file_index_by_name: dict[str, int] = {}
+    for file_index, (file, header) in enumerate(zip(files, headers, strict=True)):
         for name in header.tensors:
-            if first_file_of_name.setdefault(name, index) != index:
-                message = f"tensor {name!r} is in {files[first_file_of_name[name]].path} and in {file.path}"
+            if first_file_index_by_name.setdefault(name, file_index) != file_index:
+                message = f"tensor {name!r} is in {files[first_file_index_by_name[name]].path} and in {file.path}"
                 raise UsageError(message, what_to_do="load these files one at a time")

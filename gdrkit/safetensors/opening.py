@@ -1,4 +1,4 @@
-"""Access to single tensors and slices of a model file: :class:`safe_open`, with the signature of safetensors."""
+"""Access to single tensors and slices of a model file: :class:`safe_open`, which replaces the class of safetensors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class safe_open:  # noqa: N801 - the name in safetensors.
         self._maker = create_maker(framework)
         self._device_index = self._maker.find_device_index(device)
         self._whole_file = whole_file
-        # A signal handler may load a tensor while its thread has the lock.
+        # The lock is reentrant, because a signal handler may load a tensor while the interrupted thread has it.
         self._lock = ForkSafeLock(reentrant=True)
         self._loaded_tensors: LoadedTensors | None = None
         self._file = File(filename, direct="never")
@@ -95,7 +95,7 @@ class safe_open:  # noqa: N801 - the name in safetensors.
             return self._loaded_tensors
 
     def get_slice(self, name: str) -> TensorSlice:
-        """Return an object whose index, as in ``file.get_slice(name)[:, 2:4]``, loads a part of a tensor."""
+        """Return an object that loads a part of a tensor when it is indexed, as in ``file.get_slice(name)[:, 2:4]``."""
         return TensorSlice(self, name, self._find_entry(name))
 
     def close(self) -> None:
@@ -118,15 +118,15 @@ class safe_open:  # noqa: N801 - the name in safetensors.
         return tensor
 
     def _load(self, layout: Layout) -> LoadedTensors:
-        device = DeviceLoad(self._maker, self._device_index, own_memory=False)
-        # This file stays open, so the load has no file to close.
-        with ModelLoad([], [self._header], [device], shares_count=1, is_list=False) as load:
+        device_load = DeviceLoad(self._maker, self._device_index, own_memory=False)
+        # safe_open keeps its file open, so the load gets no file to close.
+        with ModelLoad([], [self._header], [device_load], shares_count=1, is_list=False) as load:
             with pause_collector():
-                device.place(layout)
-                device.start([self._file], 0, 1)
-                device.make_tensors()
-            # The traceback of an error has this frame, which must not keep the memory.
-            del device
+                device_load.place(layout)
+                device_load.start([self._file], share_index=0, shares_count=1)
+                device_load.make_tensors()
+            # The traceback of an error keeps this frame, and the frame would keep the memory.
+            del device_load
             loaded_tensors: LoadedTensors = load.result()
         return loaded_tensors
 
@@ -138,7 +138,7 @@ class safe_open:  # noqa: N801 - the name in safetensors.
 
 
 class TensorSlice:
-    """A tensor of an open file. Its index loads a part: numbers, slices without a step, and ``...``."""
+    """A tensor of an open file. It is indexed by numbers, slices without a step, and ``...``, to load a part."""
 
     def __init__(self, file: safe_open, name: str, entry: TensorEntry) -> None:
         self._file, self._name, self._entry = file, name, entry
@@ -157,4 +157,4 @@ class TensorSlice:
             message = "an index may contain only integers, slices and ..., not None"
             raise UsageError(message)
         is_everything = index in ((), (EVERYTHING,)) if isinstance(index, tuple) else index is EVERYTHING
-        return self._file._load_part(self._name, EVERYTHING if is_everything else index)  # noqa: SLF001 - one interface.
+        return self._file._load_part(self._name, EVERYTHING if is_everything else index)  # noqa: SLF001 - both classes are one interface.

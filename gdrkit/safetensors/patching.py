@@ -1,4 +1,4 @@
-"""Replacement of the functions by which other programs load model files, such as transformers."""
+"""Replacement of the functions by which other programs, such as transformers, load model files."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def patch(device: Any = None) -> Iterator[None]:  # noqa: ANN401 - every form in which torch names a device.
-    """Let all modules that load by safetensors load by gdrkit inside the block.
+    """Make all modules that load files by safetensors use gdrkit inside the block.
 
     ``safe_open`` and ``load_file`` of safetensors are replaced in every module that has imported them, such as
-    ``transformers.modeling_utils``, and are restored at the end. This affects all threads.
+    ``transformers.modeling_utils``, and are restored at the end. The replacement affects all threads.
 
     Parameters
     ----------
     device : str, int, torch.device or None
         The device that gets the tensors, whatever device the caller names. transformers opens its files for the CPU and
-        moves each tensor afterwards; with the device of the model here, the tensors arrive there at once. None: the
-        device that the caller names.
+        moves each tensor afterwards. If `device` is the device of the model, the tensors are loaded there directly.
+        None: the device that the caller names.
 
     Raises
     ------
@@ -62,6 +62,7 @@ def _make_opener(device: Any) -> type[safe_open]:  # noqa: ANN401 - see patch.
     class PatchedOpen(safe_open):
         """:class:`safe_open` for one device, which loads a file at the first access to a whole tensor."""
 
+        # A caller may pass the device by position or as the keyword `device`. The name `device` belongs to patch().
         def __init__(self, filename: Any, framework: str = "pt", named_device: Any = "cpu", **options: Any) -> None:  # noqa: ANN401
             device_name = options.pop("device", named_device)
             super().__init__(filename, framework, device_name if device is None else device, whole_file=True, **options)
@@ -72,7 +73,7 @@ def _make_opener(device: Any) -> type[safe_open]:  # noqa: ANN401 - see patch.
 def _make_loader(device: Any) -> Any:  # noqa: ANN401 - see patch.
     @functools.wraps(load_file)
     def load(filename: Any, named_device: Any = "cpu", **options: Any) -> Any:  # noqa: ANN401
-        options.pop("backend", None)
+        options.pop("backend", None)  # gdrkit has no choice of backends.
         device_name = options.pop("device", named_device)
         return load_file(filename, device_name if device is None else device, framework="pt", **options)
 
@@ -80,7 +81,9 @@ def _make_loader(device: Any) -> Any:  # noqa: ANN401 - see patch.
 
 
 def _replace(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Replace objects in the namespaces of all imported modules. A module may have given them other names."""
+    """Replace objects in the namespaces of all imported modules. A module may
+    have imported them under other names, so the objects are recognized by their identity.
+    """
     name_by_id = {id(value): name for name, value in old.items()}
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", {})

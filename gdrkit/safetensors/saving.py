@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["save_file"]
 
 _POSITION_BY_DTYPE = {name: position for position, name in enumerate(ELEMENT_TYPES)}
-_NEW_FILE_BITS = 0o666
+_NEW_FILE_MODE = 0o666
 
 
 def save_file(
@@ -57,25 +57,27 @@ def save_file(
     """
     maker = create_maker(framework)
     descriptions = [(name, *maker.describe_tensor(name, tensor)) for name, tensor in tensors.items()]
+    # Items are (name, data type, shape, memory). As in safetensors, large element types come first.
     descriptions.sort(key=lambda item: (-_POSITION_BY_DTYPE[item[1]], item[0]))
-    entries, data_offset = [], 0
+    entries, data_end = [], 0
     for name, dtype, shape, memory in descriptions:
-        entries.append((name, TensorEntry(dtype, shape, data_offset, data_offset + memory.length_bytes)))
-        data_offset += memory.length_bytes
+        entries.append((name, TensorEntry(dtype, shape, data_end, data_end + memory.length_bytes)))
+        data_end += memory.length_bytes
     header = pack_header(entries, metadata)
     with contextlib.ExitStack() as stack:
         destination = stack.enter_context(open_destination(Path(filename)))
         file = stack.enter_context(
-            new_file(destination, source_mode=_NEW_FILE_BITS, access="automatic", direct="never", durable=durable)
+            new_file(destination, source_mode=_NEW_FILE_MODE, access="automatic", direct="never", durable=durable)
         )
         file.write_from(header)
         extents_by_device: dict[int, tuple[array[int], list[TransferBuffer]]] = {}
         for (_name, entry), (*_rest, memory) in zip(entries, descriptions, strict=True):
             extents, buffers = extents_by_device.setdefault(memory.device_index, (array("Q"), []))
+            # Index of the file, offset in the file, address, length.
             extents.extend((0, len(header) + entry.begin, memory.address, memory.length_bytes))
             buffers.append(memory)
         transfers = [
-            transfer_ranges([file], extents, TransferBuffer(0, data_offset, device_index, buffers), write=True)
+            transfer_ranges([file], extents, TransferBuffer(0, data_end, device_index, buffers), write=True)
             for device_index, (extents, buffers) in extents_by_device.items()
         ]
         for transfer in transfers:

@@ -67,7 +67,7 @@ class TensorBuffer:
         return self._memory[offset_bytes : offset_bytes + length_bytes]
 
     def __del__(self) -> None:
-        # The memory of the host is freed with its object.
+        # Host memory is freed together with its mmap object.
         if isinstance(self._memory, cuda.DeviceMemory):
             self._memory.close()
         if self._device is not None:

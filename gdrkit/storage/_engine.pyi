@@ -19,14 +19,14 @@ def rename(from_folder: int, name: bytes, to_folder: int, new_name: bytes, *, ex
 
 class Store:
     """
-    The files of a store and their checksums. The caller owns the descriptor of the folder.
+    The files of a store and their checksums. The caller keeps `sums_folder` open and closes it.
     """
 
     def __init__(self, sums_folder: int, chunk_bytes: int, *, generation: int = -1) -> None: ...
 
     def adopt(self, fd: int, *, read: bool, write: bool) -> OpenFile:
         """
-        Open the file of a descriptor. The object owns the descriptor, even if this raises.
+        Return an OpenFile that owns the descriptor. If this function raises, it closes the descriptor.
         """
 
     def remove_sums(self, inode: int) -> None: ...
@@ -53,7 +53,7 @@ class OpenFile:
 
 class Fabric:
     """
-    Open RDMA devices. An empty list of names opens every device with an active port.
+    The open RDMA devices of a server. An empty list of names opens every device with an active port.
     """
 
     def __init__(self, names: Sequence[str]) -> None: ...
@@ -81,7 +81,7 @@ class Session:
 
     def start(self, data_fd: int) -> None:
         """
-        Serve a data connection. The object owns the descriptor, even if this raises.
+        Start the thread that serves the data connection. The session owns the descriptor, even if this raises.
         """
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Addresses of storage servers. Their text is ``HOST:PORT``, ``[IPV6]:PORT`` or ``unix:PATH``."""
+"""Addresses of storage servers, written as ``HOST:PORT``, ``[IPV6]:PORT`` or ``unix:PATH``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ServerAddress"]
 # Largest number of connections that the kernel completes before the server accepts them.
 _BACKLOG = 512
 _DEFER_ACCEPT_S = 10
-_HOST_AND_PORT = re.compile(r"(?:\[(?P<ipv6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^:\[\]]+)):(?P<port>\d{1,5})")
+_HOST_AND_PORT_PATTERN = re.compile(r"(?:\[(?P<ipv6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^:\[\]]+)):(?P<port>\d{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ServerAddress:
         """
         if text.startswith("unix:") and len(text) > len("unix:"):
             return cls(path=Path(text.removeprefix("unix:")))
-        match = _HOST_AND_PORT.fullmatch(text)
+        match = _HOST_AND_PORT_PATTERN.fullmatch(text)
         if match is None or int(match["port"]) > 65535:  # noqa: PLR2004 - a port has 16 bits.
             message = f"the address must be HOST:PORT or unix:PATH, not {text!r}"
             raise UsageError(message, reason=Reason.MALFORMED)
@@ -58,17 +58,18 @@ class ServerAddress:
         if self.path is None:
             family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
             listener = socket.create_server((self.host, self.port), family=family, backlog=_BACKLOG)
-            # accept() returns a TCP connection when its first bytes have arrived, or after this time without any.
+            # accept() returns a TCP connection when its first bytes have arrived, or after _DEFER_ACCEPT_S without
+            # bytes.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _DEFER_ACCEPT_S)
             return listener
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with _shorten_name(self.path) as name:
-                self._remove_stale_socket(name)
+            with _make_short_path(self.path) as short_path:
+                self._remove_stale_socket(short_path)
                 # bind() gives the socket file the mode of the socket's descriptor, so no other user can ever connect.
                 # A umask would have the same effect, but it applies to all threads of the process.
                 os.fchmod(listener.fileno(), 0o600)
-                listener.bind(name)
+                listener.bind(short_path)
             listener.listen(_BACKLOG)
         except BaseException:
             listener.close()
@@ -84,25 +85,25 @@ class ServerAddress:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_s)
         try:
-            with _shorten_name(self.path) as name:
-                connection.connect(name)
+            with _make_short_path(self.path) as short_path:
+                connection.connect(short_path)
         except BaseException:
             connection.close()
             raise
         return connection
 
     @staticmethod
-    def _remove_stale_socket(name: str) -> None:
-        """Remove the socket file of a dead server. If a server listens on the file, it stays, and bind() fails."""
+    def _remove_stale_socket(path: str) -> None:
+        """Remove the socket file of a dead server. If a server listens there, the file stays, and bind() fails."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(FileNotFoundError):
             try:
-                probe.connect(name)
+                probe.connect(path)
             except ConnectionRefusedError:
-                Path(name).unlink()
+                Path(path).unlink()
 
 
 @contextlib.contextmanager
-def _shorten_name(path: Path) -> Iterator[str]:
+def _make_short_path(path: Path) -> Iterator[str]:
     """Yield another path of the socket, through /proc, that fits into the 108 bytes of a unix socket address."""
     folder_fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

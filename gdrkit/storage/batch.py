@@ -48,7 +48,7 @@ class Batch:
     opcode : IoOpcode
         Direction of all operations.
     operations : list of Operation
-        The operations in the order of the requests, without their tags.
+        The operations in the order of the requests. :class:`~gdrkit.storage.transfers.Transfers` sets their tags.
     """
 
     def __init__(self, opcode: IoOpcode, limits: SessionLimits, *, forbid_holes: bool, checksum: bool) -> None:
@@ -69,13 +69,13 @@ class Batch:
         offset_bytes = request.offset_bytes
         for subrange in subranges:
             flags, checksum = self._choose_flags(subrange)
-            queue_pair, nic = next(queue_pairs)
+            queue_pair_index, nic = next(queue_pairs)
             sub_request = IORequest(request.file, offset_bytes, subrange)
-            self.operations.append(self._make_operation(sub_request, queue_pair, nic, flags, checksum))
+            self.operations.append(self._make_operation(sub_request, queue_pair_index, nic, flags, checksum))
             offset_bytes += subrange.length_bytes
 
     def join(self, results: list[Result]) -> list[StorageResult]:
-        """Return the result of each request, from the results of the operations in their order.
+        """Return the result of each request. `results` has the results of the operations, in the order of `operations`.
 
         Raises
         ------
@@ -115,10 +115,11 @@ class Batch:
         return flags | OperationFlag.CHECKSUM_GIVEN, subrange.checksum(length_bytes=subrange.length_bytes)
 
     def _make_operation(
-        self, sub_request: IORequest, queue_pair: int, nic: Nic, flags: OperationFlag, checksum: int
+        self, sub_request: IORequest, queue_pair_index: int, nic: Nic, flags: OperationFlag, checksum: int
     ) -> Operation:
         """Return the operation that transfers one subrange."""
         length_bytes = sub_request.buffer.length_bytes
+        # File offsets are signed numbers of 64 bits.
         check_range(offset_bytes=sub_request.offset_bytes, length_bytes=length_bytes, size_bytes=1 << 63)
         remote_range = sub_request.buffer.remote(nic)
         return Operation(
@@ -128,7 +129,7 @@ class Batch:
             length=length_bytes,
             remote_address=remote_range.address,
             rkey=remote_range.rkey,
-            queue_pair=queue_pair,
+            queue_pair=queue_pair_index,
             opcode=self.opcode,
             flags=flags,
             checksum=checksum,
@@ -157,7 +158,7 @@ class Batch:
                 checksums.append(result.checksum)
                 if self.opcode is IoOpcode.READ and not subrange.is_device_memory:
                     _verify_checksum(subrange, result)
-            # A read is short at the end of the file. The later subranges are after the end of the file.
+            # A read is short at the end of the file. Later subranges begin after this end, so they add no bytes.
             length_bytes += result.result if is_complete else 0
             is_complete = is_complete and result.result == subrange.length_bytes
         return StorageResult(length_bytes, tuple(checksums), hole_bytes)

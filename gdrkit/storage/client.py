@@ -60,7 +60,7 @@ class StorageClient:
     timeout_ms : float
         Longest time without a reply of the server, in milliseconds.
     placement : Placement or None
-        The choice of the NICs for device memory. With None, this machine's choice.
+        The object that chooses the NICs for device memory. None: create one for this machine.
 
     Raises
     ------
@@ -94,7 +94,7 @@ class StorageClient:
             # The caches of registered device memory, each by the NICs with which it registers.
             self._caches: dict[tuple[verbs.Nic, ...], RegionCache] = {}
             self._close_actions.push(self._close_caches)
-            self._orderings: dict[int, Ordering] = {}  # By the number of the GPU.
+            self._orderings: dict[int, Ordering] = {}  # The ordering of each GPU, by its index.
             self._session = self._begin_session(token)
             self._close_actions.push(self._session.close)
             self._transfers = Transfers(self._session.data, outstanding_max=self._session.limits.outstanding_max)
@@ -282,12 +282,12 @@ class StorageClient:
         return nics
 
     def _begin_session(self, token: str | None) -> StorageSession:
-        name = f"gdrkit {gdrkit.__version__}"
+        client_name = f"gdrkit {gdrkit.__version__}"
         try:
             return StorageSession(
                 lambda: self._address.connect(self._timeout_s),
                 self.nics,
-                client=name,
+                client=client_name,
                 token=token,
                 timeout_ms=self._timeout_s * 1000,
             )
@@ -305,8 +305,8 @@ class StorageClient:
                 results = self._transfers.run(batch.operations, timeout_s=self._timeout_s)
             except BaseException:
                 self._forget_reach(requests)
-                # The server may have transfers in progress. Once the queue pairs are in the error state, none of them
-                # can arrive.
+                # The server may have transfers in progress. Once the queue pairs are in the error state, none of these
+                # transfers can arrive.
                 self._session.fail_queue_pairs()
                 raise
             if any(result.result == -errno.EREMOTEIO for result in results):
@@ -316,7 +316,7 @@ class StorageClient:
             return batch.join(results)
 
     def _find_cache(self, memory: DeviceBuffer) -> RegionCache:
-        """Return the cache whose NICs reach the memory now."""
+        """Return the cache that registers with the NICs that reach the memory now."""
         with self._lock:
             self._check_open()
             nics = self.nics
@@ -340,7 +340,7 @@ class StorageClient:
             yield self._queue_pair_index_by_nic[nic], nic
 
     def _forget_reach(self, requests: Sequence[IORequest]) -> None:
-        """Forget the reach of the GPUs of a failed transfer, so that the next registration measures it again."""
+        """Forget which NICs reach the GPUs of a failed transfer, so that the next registration measures this again."""
         for device in _list_devices(requests):
             # An error here must not replace the error of the transfer.
             with contextlib.suppress(GdrkitError):

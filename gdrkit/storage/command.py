@@ -1,4 +1,4 @@
-"""The implementation of `gdrkit serve`."""
+"""The command `gdrkit serve`, which runs a storage server until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ def serve(
 ) -> int:
     """Serve a store until SIGTERM or SIGINT, and return the exit code.
 
-    `export` is called with the function that returns the counters. Its context is open while the server runs. For
+    The server listens on the address `listen`, or on the default socket of the store if it is None. `export` is called
+    with a function that returns the counters. The context that `export` returns is open while the server runs. For
     `sums_generation`, see :class:`~gdrkit.storage.store.FileStore`.
     """
     logging.basicConfig(level=logging.INFO, format="gdrkit serve: %(message)s", stream=sys.stderr)
     raise_open_files_limit()
-    # The agent of root writes for other users. Their writes must not have these rights of root.
+    # A server of root also executes the requests of other users, which an agent sends. Their writes must obey quotas,
+    # and must clear the set-user-ID bits of files, so the server gives up the capabilities that would prevent this.
     drop_write_capabilities()
     # sigwait() below receives the signals. Threads that start from here on inherit the mask and never get them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})

@@ -28,9 +28,9 @@ class ControlConnection:
     def __init__(self, connected_socket: socket.socket) -> None:
         self._socket = connected_socket
         self._is_unix = connected_socket.family == socket.AF_UNIX
-        # The frame that is being received: its header, or None while the header is incomplete, and the bytes of the
-        # header or of the payload that have arrived.
+        # The header of the frame that is being received, or None while the header is incomplete.
         self._header: Header | None = None
+        # The part of the header that has arrived. After the header, the part of the payload that has arrived.
         self._arrived_bytes = bytearray()
         # Descriptors that arrived with the last frame (SCM_RIGHTS). The caller removes the descriptors that it keeps.
         self.descriptors: list[int] = []
@@ -50,9 +50,10 @@ class ControlConnection:
 
     def send(self, frame_type: FrameType, payload: bytes, *, sequence: int, descriptors: Sequence[int] = ()) -> None:
         """Send one frame, with descriptors of this process (SCM_RIGHTS). Raises OSError if the peer is gone."""
-        data = pack_control(frame_type, payload, sequence=sequence)
-        sent_bytes = socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
-        self._socket.sendall(data[sent_bytes:])
+        frame_bytes = pack_control(frame_type, payload, sequence=sequence)
+        # A descriptor travels with the first bytes of the frame. send_fds() may send a part of the frame.
+        sent_bytes = socket.send_fds(self._socket, [frame_bytes], list(descriptors)) if descriptors else 0
+        self._socket.sendall(frame_bytes[sent_bytes:])
 
     def receive(self, frame_type: FrameType) -> tuple[bytes, int] | None:
         """Return payload and sequence of the next frame, or None if the peer ended the connection before the frame.
@@ -79,8 +80,8 @@ class ControlConnection:
         Raises
         ------
         UsageError, BrokenResource
-            See :meth:`receive`. This method raises BrokenResource also if the peer ended the connection before the
-            frame.
+            See :meth:`receive`. Unlike :meth:`receive`, this method also raises BrokenResource if the peer ended the
+            connection before the frame.
         """
         try:
             frame = self._read_frame(frame_type)

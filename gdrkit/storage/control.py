@@ -33,8 +33,10 @@ __all__ = [
 PATH_CHARACTERS_MAX = 4096
 # Largest number of ranges of one punch_hole.
 RANGES_MAX = 1024
-# Largest number of groups of a user, as in Linux, and largest number of a user or a group.
-_GROUPS_MAX, _ID_MAX = 65536, (1 << 32) - 2
+# Largest number of groups of a user, as in Linux (NGROUPS_MAX).
+_GROUPS_MAX = 65536
+# Largest uid and gid. The number above it means "unchanged" in chown(2).
+_ID_MAX = (1 << 32) - 2
 # The largest number in a message.
 _NUMBER_MAX = (1 << 63) - 1
 
@@ -89,10 +91,10 @@ REQUESTS: Mapping[str, type[Request]] = {
     "user": messages.SetUser,
     "statistics": messages.ReadStatistics,
 }
-_OPERATION_NAMES = {kind: name for name, kind in REQUESTS.items()}
+_OPERATION_NAME_BY_TYPE = {request_type: name for name, request_type in REQUESTS.items()}
 _TIME_FIELDS = frozenset({"access_time_ns", "modification_time_ns", "change_time_ns"})
-# Largest numbers of characters of these fields. Other texts have at most PATH_CHARACTERS_MAX.
-_CHARACTERS_MAX: Mapping[str, int] = {
+# Largest numbers of characters of the fields with these names. Other texts have at most PATH_CHARACTERS_MAX.
+_CHARACTERS_MAX_BY_FIELD: Mapping[str, int] = {
     "client": 256,
     "server": 256,
     "session": 64,
@@ -106,7 +108,7 @@ _Reply = TypeVar("_Reply")
 
 def operation_of(request: Request) -> str:
     """Return the name of a request's operation, as in the table of :mod:`gdrkit.storage.messages`."""
-    return _OPERATION_NAMES[type(request)]
+    return _OPERATION_NAME_BY_TYPE[type(request)]
 
 
 def pack_request(request: Request) -> bytes:
@@ -115,7 +117,7 @@ def pack_request(request: Request) -> bytes:
     if not isinstance(fields, dict):
         message = f"not a request: {request!r}"
         raise UsageError(message)
-    return _pack({"op": _OPERATION_NAMES[type(request)], **fields})
+    return _pack({"op": _OPERATION_NAME_BY_TYPE[type(request)], **fields})
 
 
 def parse_request(payload: bytes) -> Request:
@@ -167,7 +169,7 @@ def parse_reply(payload: bytes, reply_type: type[_Reply]) -> _Reply | messages.E
 
 def storage_error(operation: str, error_number: int, *, detail: str = "", **arguments: object) -> ApiError:
     """Return the exception for an errno of the storage service."""
-    reasons = {
+    reason_by_errno = {
         errno.EREMOTEIO: Reason.PEER_GONE,
         errno.EACCES: Reason.NO_PERMISSION,
         errno.EPERM: Reason.NO_PERMISSION,
@@ -182,7 +184,7 @@ def storage_error(operation: str, error_number: int, *, detail: str = "", **argu
         status_name=errno_name(error_number),
         errno=error_number,
         arguments=arguments,
-        reason=reasons.get(error_number, Reason.OTHER),
+        reason=reason_by_errno.get(error_number, Reason.OTHER),
         detail=detail,
     )
 
@@ -224,32 +226,32 @@ def _refuse_constant(constant: str) -> Json:
     raise ValueError(message)
 
 
-def _check_values(value: object, where: str, *, name: str = "") -> None:
+def _check_values(value: object, where: str, *, field_name: str = "") -> None:
     """Check that numbers have at most 63 bits, only times of files are negative, and texts are within their limits.
 
-    `where` names the value in errors, and `name` is the name of its field.
+    `where` names the value in errors, and `field_name` is the name of its field.
     """
     if isinstance(value, dict):
         for key, item in value.items():
-            _check_values(item, f"{where}.{key[:40]}", name=key)
+            _check_values(item, f"{where}.{key[:40]}", field_name=key)
     elif isinstance(value, list):
         for item in value:
-            _check_values(item, where, name=name)
+            _check_values(item, where, field_name=field_name)
     elif isinstance(value, str):
-        if len(value) > _CHARACTERS_MAX.get(name, PATH_CHARACTERS_MAX) or "\0" in value:
+        if len(value) > _CHARACTERS_MAX_BY_FIELD.get(field_name, PATH_CHARACTERS_MAX) or "\0" in value:
             message = f"{where}: a text of {len(value)} characters is too long, or contains a zero character"
             raise UsageError(message, reason=Reason.MALFORMED)
-        # A token is only compared, never used as a name.
-        if name != "token" and not _is_name(value):
+        # A token is only compared, never used as a file name.
+        if field_name != "token" and not _can_be_file_name(value):
             message = f"{where}: a lone surrogate must stand for a byte (U+DC80 to U+DCFF), as in os.fsdecode()"
             raise UsageError(message)
-    elif isinstance(value, int) and not (-_NUMBER_MAX if name in _TIME_FIELDS else 0) <= value <= _NUMBER_MAX:
-        # stat(2) has inodes of 64 bits, but no file system of Linux uses the highest bit.
+    elif isinstance(value, int) and not (-_NUMBER_MAX if field_name in _TIME_FIELDS else 0) <= value <= _NUMBER_MAX:
+        # The limit of 63 bits is also enough for inode numbers: no file system of Linux uses bit 64 of st_ino.
         message = f"{where}: {str(value)[:40]} is out of range"
         raise UsageError(message, reason=Reason.MALFORMED)
 
 
-def _is_name(text: str) -> bool:
+def _can_be_file_name(text: str) -> bool:
     """Return whether a text can be a file name. JSON may contain lone surrogates that do not stand for bytes."""
     try:
         text.encode("utf-8", "surrogateescape")

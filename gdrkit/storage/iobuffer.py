@@ -1,7 +1,7 @@
 """Host or device memory that the storage server may read and write.
 
-The CPU never touches device memory: this module offers no view of the bytes, the device zeroes the holes of files, and
-the server computes the checksums. A subrange of a buffer is an :class:`IOBuffer` too.
+The CPU never touches device memory: this module offers no view of device memory, the device zeroes the holes of files,
+and the server computes the checksums. A subrange of a buffer is an :class:`IOBuffer` too.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class IOBuffer:
 
     @classmethod
     def of_host(cls, buffer: bytearray | mmap.mmap | memoryview, nics: Sequence[Nic]) -> Self:
-        """Register a writable host buffer with each of `nics`, which may be empty."""
+        """Register writable host memory with each of `nics`, which may be empty, and return its buffer."""
         registration = _SharedRegistration()
         try:
             for nic in nics:
@@ -101,7 +101,7 @@ class IOBuffer:
         length_bytes: int | None = None,
         after_close: Callable[[], None] | None = None,
     ) -> Self:
-        """Lease a registration of device memory with all NICs of the cache.
+        """Return a buffer in device memory, with a lease of its registration with all NICs of the cache.
 
         Parameters
         ----------
@@ -126,7 +126,10 @@ class IOBuffer:
 
     @classmethod
     def of_pool(cls, pooled_memory: PooledMemory, cache: RegionCache) -> Self:
-        """Lease a registration of pooled memory. The memory returns to the pool after the lease or an error here."""
+        """Return a buffer in pooled memory.
+
+        When the buffer is closed, or if this method raises, the memory returns to the pool.
+        """
         try:
             return cls.of_device(
                 pooled_memory.memory, cache, length_bytes=pooled_memory.length_bytes, after_close=pooled_memory.close

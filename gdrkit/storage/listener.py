@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["ConnectionRefused", "Listener"]
 
 _LOG = logging.getLogger("gdrkit.storage")
-_CREDENTIALS = struct.Struct("3i")
+_CREDENTIALS_STRUCT = struct.Struct("3i")  # struct ucred: process, user, group.
 # Time from accept() until all bytes of the first request have arrived.
 _REQUEST_TIMEOUT_S = 10.0
 # Largest numbers of waiting connections of one address, and of all addresses. The first is the largest number of
@@ -104,6 +104,7 @@ class Listener:
         self._socket = listening_socket
         self._socket.settimeout(0)
         self._admit = admit
+        # These dictionaries are used as ordered sets: the oldest connection is the first key.
         self._waiting_connections: dict[_WaitingConnection, None] = {}
         self._connections_by_address: dict[str, dict[_WaitingConnection, None]] = {}
         self._refusal_log = _RefusalLog()
@@ -113,7 +114,7 @@ class Listener:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
 
     def stop(self) -> None:
-        """Make :meth:`run` return. It is thread-safe."""
+        """Make :meth:`run` return. Any thread may call this method."""
         os.write(self._wake_writer, b"x")
 
     def close(self) -> None:
@@ -130,7 +131,8 @@ class Listener:
     def run(self) -> None:
         """Accept connections, and call `admit` for each when its first request has arrived."""
         while True:
-            ready = {key.fileobj: key.data for key, _ in self._selector.select(self._timeout_s())}
+            # The data of a key is the waiting connection. It is None for the listening socket and the wake pipe.
+            ready = {key.fileobj: key.data for key, _ in self._selector.select(self._compute_timeout_s())}
             if self._wake_reader in ready:
                 return
             for waiting_connection in filter(None, ready.values()):
@@ -140,15 +142,15 @@ class Listener:
                 self._accept()
             self._refusal_log.write()
 
-    def _timeout_s(self) -> float | None:
+    def _compute_timeout_s(self) -> float | None:
         """Return the time until the next deadline or log line, or None if there is neither."""
         oldest_connection = next(iter(self._waiting_connections), None)
         times_s = [
             oldest_connection.deadline_s if oldest_connection is not None else None,
             self._refusal_log.next_line_at_s(),
         ]
-        next_s = min((time_s for time_s in times_s if time_s is not None), default=None)
-        return None if next_s is None else max(0.0, next_s - time.monotonic())
+        next_time_s = min((time_s for time_s in times_s if time_s is not None), default=None)
+        return None if next_time_s is None else max(0.0, next_time_s - time.monotonic())
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_MAX):
@@ -166,10 +168,10 @@ class Listener:
             self._add_waiting(connected_socket, address)
 
     def _add_waiting(self, connected_socket: socket.socket, address: object) -> None:
-        """Add a new connection to the waiting connections, unless its peer is another user."""
+        """Add a new connection to the waiting connections, unless it comes from another user through a unix socket."""
         if connected_socket.family == socket.AF_UNIX:
-            credentials = connected_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            _process, user, _group = _CREDENTIALS.unpack(credentials)
+            credentials = connected_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS_STRUCT.size)
+            _process, user, _group = _CREDENTIALS_STRUCT.unpack(credentials)
             if user not in {0, os.geteuid()}:
                 self._refusal_log.add("from another user", f"user {user}")
                 connected_socket.close()

@@ -4,11 +4,11 @@ A session proceeds as follows:
 
 1. The client opens a *control connection* (TCP, or a unix socket of mode 0600 whose peer must be this user or root) and
    sends :class:`StorageHello` with the endpoints of its queue pairs (``lanes``). The :class:`HelloReply` contains the
-   secret of the session, the endpoints of the server's queue pairs in the same order, and the limits. At that time the
-   server's queue pairs are ready. The client connects its queue pairs to them, and permits ``limits.reads_max``
-   concurrent RDMA READs of the server.
-2. The client opens a *data connection* to the same address and sends :class:`Attach` with the secret. After that reply,
-   this connection carries only io requests and io replies (:mod:`gdrkit.storage.wire`).
+   secret of the session, the endpoints of the server's queue pairs in the same order, and the limits. The server sends
+   this reply when its queue pairs are ready. The client connects its own queue pairs to them, and permits
+   ``limits.reads_max`` concurrent RDMA READs of the server.
+2. The client opens a *data connection* to the same address and sends :class:`Attach` with the secret. After the reply,
+   the data connection carries only io requests and io replies (:mod:`gdrkit.storage.wire`).
 3. All other requests use the control connection. The client may send further requests before a reply. Replies have the
    order of the requests, and repeat the sequence number in the header of the request's frame.
 
@@ -108,7 +108,7 @@ class StorageHello:
 
     `token`: content of ``.gdrkit/token`` (required over TCP). `lanes`: one :class:`~gdrkit.verbs.Endpoint` as a mapping
     per queue pair, 1 to 16. `replaces`: the secret of a session that the client gave up. The server ends that session
-    before this one begins, so that none of its requests is executed after a request of this one.
+    before the new one begins, so that no request of the old session is executed after a request of the new session.
     """
 
     version: int
@@ -146,7 +146,11 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True)
 class HelloReply:
-    """The session begins. `session`: the secret for :class:`Attach`, 64 hex digits. `lanes`: the server's endpoints."""
+    """The session begins.
+
+    `session`: the secret for :class:`Attach`, 64 hex digits. `lanes`: the server's endpoints. `chunk_bytes`: number of
+    bytes of a file that one checksum covers.
+    """
 
     version: int
     server: str
@@ -165,7 +169,7 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Open a regular file with flags as of open(2). `mode`: permission bits of a new file."""
+    """Open a regular file with flags as in open(2). `mode`: permission bits of a new file."""
 
     path: str
     read: bool = True
@@ -180,7 +184,8 @@ class Open:
 class Adopt:
     """Open the file of the store to which a descriptor refers.
 
-    The descriptor comes with this frame (SCM_RIGHTS). It must itself permit the requested reads and writes.
+    The descriptor comes with this frame (SCM_RIGHTS). Its access mode must permit the requested reads
+    and writes.
     """
 
     read: bool = True
@@ -387,7 +392,7 @@ class Chown:
 
 @dataclass(frozen=True, slots=True)
 class SetUser:
-    """Execute the later requests of this session that name a path with the rights of this user.
+    """With the rights of this user, execute the later requests of this session that name a path.
 
     The kernel of the server checks the rights, and new files belong to the user and to `gid`. New files get the
     permission bits of the request, and the umask of the server has no effect. Requests with a handle need no rights. A

@@ -1,4 +1,4 @@
-"""The control requests of a session, and its open files."""
+"""The handler that executes the control requests of a session, and that holds the open files of the session."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RequestHandler:
         self._store = store
         self._native_session = native_session
         self._handles_max = handles_max
-        self._files: dict[int, Any] = {}
+        self._file_by_handle: dict[int, Any] = {}
         self._last_handle = 0
         self._lock = threading.Lock()
         self._is_ended = False
@@ -87,9 +87,9 @@ class RequestHandler:
             return self._execute(request, descriptors)
 
     def end(self) -> None:
-        """End the transfers and requests of this session. It is thread-safe.
+        """End the transfers and requests of this session. Any thread may call this method.
 
-        When it returns, no transfer is in progress and no request is being executed.
+        When the method returns, no transfer is in progress and no request is being executed.
         """
         with self._lock:
             self._is_ended = True
@@ -98,7 +98,7 @@ class RequestHandler:
     def close(self) -> None:
         """End the session and close its files."""
         self.end()
-        self._files.clear()
+        self._file_by_handle.clear()
         # The handlers refer to this object. This reference cycle would keep the native session and its descriptors
         # until the garbage collector runs.
         self._handlers.clear()
@@ -116,17 +116,17 @@ class RequestHandler:
 
     def _add_file(self, file: Any) -> messages.OpenReply:  # noqa: ANN401 - native object.
         """Give an open file the next handle, and return the reply for it."""
-        if len(self._files) >= self._handles_max:
+        if len(self._file_by_handle) >= self._handles_max:
             raise OSError(errno.EMFILE, f"a session has at most {self._handles_max} open files")
         self._last_handle += 1
-        self._files[self._last_handle] = file
+        self._file_by_handle[self._last_handle] = file
         self._native_session.add_file(self._last_handle, file)
         return messages.OpenReply(handle=self._last_handle, stat=file_stat(os.fstat(file.fd)))
 
     def _find_file(self, handle: int) -> Any:  # noqa: ANN401 - native object.
         """Return the file of a handle."""
         try:
-            return self._files[handle]
+            return self._file_by_handle[handle]
         except KeyError as error:
             raise OSError(errno.EBADF, f"handle {handle} is not open") from error
 
@@ -148,7 +148,7 @@ class RequestHandler:
 
     def _close(self, request: messages.Close) -> None:
         self._find_file(request.handle)
-        del self._files[request.handle]
+        del self._file_by_handle[request.handle]
         self._native_session.remove_file(request.handle)
 
     def _stat(self, request: messages.Stat) -> messages.FileStat:

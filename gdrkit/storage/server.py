@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 __all__ = ["StorageServer"]
 
 _LOG = logging.getLogger("gdrkit.storage")
-_SEND_TIMEOUT_S = 30.0
+# Longest time without progress in a frame that has begun.
+_FRAME_TIMEOUT_S = 30.0
+# Longest time for which close() waits for the threads, unless its caller passes another.
 _END_TIMEOUT_S = 60.0
 # The limits of a server. The last three apply to each session, and the reply to hello reports them.
 CONNECTIONS_MAX = 256
@@ -74,7 +76,7 @@ class StorageServer:
         self._fabric = engine.Fabric(list(nic_names))
         self._lock = threading.Lock()
         self._sessions: dict[str, RequestHandler] = {}
-        self._threads: dict[threading.Thread, ControlConnection] = {}
+        self._connection_by_thread: dict[threading.Thread, ControlConnection] = {}
         self._is_closing = False
         listening_socket = address.listen()
         self.address = address
@@ -97,8 +99,8 @@ class StorageServer:
         Raises
         ------
         BrokenResource
-            ``TIMEOUT``: a session still waits for the file system after `timeout_s`. It uses the store, which must stay
-            open. Another close waits again.
+            ``TIMEOUT``: a session still waits for the file system after `timeout_s`. The session still
+            uses the store, so the store must stay open. A further call of this method waits again.
         """
         with self._lock:
             if self._is_closing:
@@ -119,13 +121,13 @@ class StorageServer:
         self._listener.stop()
         join_threads([self._listener_thread], timeout_s=timeout_s)
         with self._lock:
-            threads = dict(self._threads)
-        for connection in threads.values():
+            connection_by_thread = dict(self._connection_by_thread)
+        for connection in connection_by_thread.values():
             connection.shut_down()
-        join_threads(threads, timeout_s=timeout_s)
+        join_threads(connection_by_thread, timeout_s=timeout_s)
 
     def _admit(self, connection: ControlConnection, payload: bytes, sequence: int) -> None:
-        """Check the first request of a connection, and start a thread for it if the request is valid."""
+        """Check the first request of a connection. If the request is valid, start a thread for the connection."""
         try:
             request = parse_request(payload)
         except UsageError as error:
@@ -148,16 +150,16 @@ class StorageServer:
             target=self._run_thread, args=(connection, run_connection), name="gdrkit-session", daemon=True
         )
         with self._lock:
-            if len(self._threads) >= CONNECTIONS_MAX:
+            if len(self._connection_by_thread) >= CONNECTIONS_MAX:
                 message = f"the server already has {CONNECTIONS_MAX} connections, its limit"
                 raise ConnectionRefused(message)
-            self._threads[thread] = connection
-        connection.set_timeout(_SEND_TIMEOUT_S)
+            self._connection_by_thread[thread] = connection
+        connection.set_timeout(_FRAME_TIMEOUT_S)
         try:
             thread.start()
         except RuntimeError as error:
             with self._lock:
-                del self._threads[thread]
+                del self._connection_by_thread[thread]
             message = "the server cannot start a thread"
             raise ConnectionRefused(message) from error
 
@@ -170,13 +172,13 @@ class StorageServer:
         finally:
             connection.close()
             with self._lock:
-                self._threads.pop(threading.current_thread(), None)
+                self._connection_by_thread.pop(threading.current_thread(), None)
 
     def _check_hello(self, connection: ControlConnection, sequence: int, hello: messages.StorageHello) -> None:
         """Refuse a hello with another protocol version or a wrong token."""
         if hello.version != messages.PROTOCOL_VERSION:
-            text = f"the protocol version must be {messages.PROTOCOL_VERSION}, not {hello.version}"
-            self._refuse(connection, sequence, errno.EPROTONOSUPPORT, text)
+            message = f"the protocol version must be {messages.PROTOCOL_VERSION}, not {hello.version}"
+            self._refuse(connection, sequence, errno.EPROTONOSUPPORT, message)
         # The comparison takes constant time, so that its duration reveals nothing about the token.
         token = (hello.token or "").encode("utf-8", "surrogatepass")
         if not connection.is_unix and not hmac.compare_digest(token, self._store.token.encode()):
@@ -256,9 +258,9 @@ class StorageServer:
             handler.close()
 
     def _end_replaced_session(self, secret: str | None) -> None:
-        """End the session that a client gave up. Its thread removes it from the sessions.
+        """End the session that a client gave up. The thread of that session removes it from `_sessions`.
 
-        The session may only have been slow. It must not execute a request after the new session has begun.
+        The old session may only have been slow. It must not execute a request after the new session has begun.
         """
         with self._lock:
             replaced_session = self._sessions.get(secret or "")

@@ -1,6 +1,6 @@
 """A session with a storage server: a control connection, a data connection and one queue pair per NIC.
 
-:class:`~gdrkit.storage.client.StorageClient` and the agent of :mod:`gdrkit.usrbio` use it.
+:class:`~gdrkit.storage.client.StorageClient` and the agent of :mod:`gdrkit.usrbio` use :class:`StorageSession`.
 
 The server is the initiator of all transfers. The client posts no work requests. Its queue pairs only admit the RDMA
 WRITEs and RDMA READs of the server.
@@ -149,6 +149,7 @@ class StorageSession:
         return connection
 
     def _create_queue_pair(self, nic: Nic) -> QueuePair:
+        # The client posts no work requests, so the smallest queues are enough.
         completion_queue = nic.completion_queue(depth=1)
         self._close_actions.push(completion_queue.close)
         queue_pair = nic.queue_pair(completion_queue, sends_max=1, receives_max=1)

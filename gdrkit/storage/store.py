@@ -42,8 +42,8 @@ _FORMAT_VERSION = 1
 _DEFAULT_CHUNK_BYTES = 4096
 # Largest size of the JSON of the entries of one list reply. The other fields of the reply need less than 1024 bytes.
 _ENTRIES_BYTES_MAX = CONTROL_BYTES_MAX - 1024
-# Size of the JSON of one entry without its name: the names of the fields, and two numbers.
-_ENTRY_BYTES = 80
+# Largest size of the JSON of one entry without its name: the names of the fields, and two numbers.
+_ENTRY_BYTES_WITHOUT_NAME = 80
 # Permission bits that a client may set for a file, and for a folder in a session with a user. In a folder, the
 # set-group-ID and sticky bits decide who may use its files.
 _MODE_MASK, _FOLDER_MODE_MASK = 0o777, 0o3777
@@ -108,7 +108,7 @@ class FileStore:
                 errno.EPERM,
                 f"only a server that runs as root can act as other users; this one runs as user {os.geteuid()}",
             )
-        with _act_as(user):
+        with _act_as(user):  # _act_as() raises if this process cannot take the rights of the user.
             pass
         if self._user is None:
             separate_umask()
@@ -117,24 +117,25 @@ class FileStore:
     def open(self, path: str, *, flags: int, mode: int = 0) -> Any:  # noqa: ANN401 - native object.
         """Open a regular file with the flags of open(2), and return the object of the engine (``_engine.OpenFile``)."""
         _check_visible(path)
-        write = flags & os.O_ACCMODE != os.O_RDONLY
+        is_for_writing = flags & os.O_ACCMODE != os.O_RDONLY
         # A file for writing is opened for reading too: a write of a part of a chunk reads the rest of the chunk,
-        # because the checksum covers the whole chunk. With O_NONBLOCK, the open of a FIFO fails at once and does not
-        # block.
-        access = os.O_RDWR if write else os.O_RDONLY
-        opened_access = access if self._user is None else flags & os.O_ACCMODE
+        # because the checksum covers the whole chunk. With O_NONBLOCK, the open of a FIFO does not block, and adopt()
+        # refuses the FIFO.
+        needed_access = os.O_RDWR if is_for_writing else os.O_RDONLY
+        first_open_access = needed_access if self._user is None else flags & os.O_ACCMODE
         with self._act_as_user():
             descriptor = self._open_beneath(
-                path, opened_access | (flags & (os.O_CREAT | os.O_EXCL)) | os.O_NONBLOCK, mode & _MODE_MASK
+                path, first_open_access | (flags & (os.O_CREAT | os.O_EXCL)) | os.O_NONBLOCK, mode & _MODE_MASK
             )
-        if opened_access != access:
-            # The user may write to the file. The server itself also reads it.
+        if first_open_access != needed_access:
+            # The file was opened for writing only, with the rights of the user. The server also reads it, so it opens
+            # the file again with its own rights.
             try:
-                reopened_fd = os.open(f"/proc/self/fd/{descriptor}", access | os.O_NONBLOCK | os.O_CLOEXEC)
+                reopened_fd = os.open(f"/proc/self/fd/{descriptor}", needed_access | os.O_NONBLOCK | os.O_CLOEXEC)
             finally:
                 os.close(descriptor)
             descriptor = reopened_fd
-        file = self.native.adopt(descriptor, read=flags & os.O_ACCMODE != os.O_WRONLY, write=write)
+        file = self.native.adopt(descriptor, read=flags & os.O_ACCMODE != os.O_WRONLY, write=is_for_writing)
         if flags & os.O_TRUNC:
             file.truncate(0)
         return file
@@ -161,9 +162,10 @@ class FileStore:
         if is_on_other_device or relative_path.startswith("../") or first_name in _HIDDEN_NAMES:
             raise OSError(errno.EXDEV, "the file of the descriptor is not in this store")
         # The file is opened again, because flags such as O_APPEND belong to the client's descriptor. If a client has a
-        # lease on the file (F_SETLEASE), an open without O_NONBLOCK waits up to 45 s, and with it all other requests.
-        access = os.O_RDWR if write else os.O_RDONLY
-        reopened_fd = os.open(f"/proc/self/fd/{descriptor}", access | os.O_NONBLOCK | os.O_CLOEXEC)
+        # lease on the file (F_SETLEASE), an open without O_NONBLOCK waits up to 45 s, and the requests after it wait
+        # too.
+        needed_access = os.O_RDWR if write else os.O_RDONLY
+        reopened_fd = os.open(f"/proc/self/fd/{descriptor}", needed_access | os.O_NONBLOCK | os.O_CLOEXEC)
         return self.native.adopt(reopened_fd, read=read, write=write)
 
     def stat(self, path: str) -> FileStat:
@@ -174,11 +176,11 @@ class FileStore:
             return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
 
     def list(self, path: str, after: str | None) -> ListReply:
-        """Return the names of a folder that fit into one reply."""
+        """Return the names of a folder that are greater than `after`, as many as fit into one reply."""
         _check_visible(path)
         with self._act_as_user():
             folder_fd = self._open_beneath(path, os.O_RDONLY | os.O_DIRECTORY)
-        # The server reads the types of the entries. The user may have no right to do so.
+        # The types of the entries are read with the rights of the server, because the user may have no right to do so.
         with _close_after(folder_fd) as folder:
             with os.scandir(folder) as entries:
                 entry_by_name = {os.fsencode(entry.name): entry for entry in entries}
@@ -189,7 +191,7 @@ class FileStore:
             for name in names:
                 entry = entry_by_name[name]
                 # A character of a name takes up to 12 bytes in JSON, as two escapes.
-                bytes_left -= _ENTRY_BYTES + len(json.dumps(entry.name))
+                bytes_left -= _ENTRY_BYTES_WITHOUT_NAME + len(json.dumps(entry.name))
                 if bytes_left < 0:
                     break
                 with contextlib.suppress(FileNotFoundError):  # The entry was removed after scandir().
@@ -226,7 +228,7 @@ class FileStore:
                     replaced_status = os.stat(new_name, dir_fd=new_folder, follow_symlinks=False)
             moved_status = os.stat(name, dir_fd=folder, follow_symlinks=False)
             engine.rename(folder, name, new_folder, new_name, exclusive=exclusive, exchange=exchange)
-        # rename(2) does nothing if both are names of one file.
+        # rename(2) does nothing if both paths are names of one file.
         if replaced_status is not None and replaced_status.st_ino != moved_status.st_ino:
             self._remove_sums(replaced_status)
 
@@ -248,14 +250,17 @@ class FileStore:
             return os.fsdecode(os.readlink(name, dir_fd=folder))
 
     def chmod(self, path: str, mode: int) -> FileStat:
-        """Change the permission bits within 0777, or 03777 of a folder for a user. A symbolic link fails with ELOOP."""
+        """Change the permission bits. A symbolic link fails with ELOOP.
+
+        The bits in 0777 can be changed, and for a folder in a session with a user, the bits in 03777.
+        """
         _check_visible(path)
-        with self._open_path(path, os.O_PATH) as file:
-            # fchmod does not accept an O_PATH descriptor, and a file without read permission can only be opened with
-            # O_PATH.
-            mask = self._folder_mode_mask if stat.S_ISDIR(os.fstat(file).st_mode) else _MODE_MASK
-            Path(f"/proc/self/fd/{file}").chmod(mode & mask)
-            return file_stat(os.fstat(file))
+        with self._open_path(path, os.O_PATH) as path_fd:
+            # A file without read permission can only be opened with O_PATH, and fchmod does not accept an O_PATH
+            # descriptor. So this call uses the path of the descriptor in /proc.
+            mask = self._folder_mode_mask if stat.S_ISDIR(os.fstat(path_fd).st_mode) else _MODE_MASK
+            Path(f"/proc/self/fd/{path_fd}").chmod(mode & mask)
+            return file_stat(os.fstat(path_fd))
 
     def chown(self, path: str, uid: int | None, gid: int | None) -> FileStat:
         """Change the user and the group, with the rights of the user of this thread."""
@@ -325,12 +330,14 @@ class FileStore:
         return contextlib.nullcontext() if user is None else _act_as(user)
 
     def _open_to_change_times(self, path: str, user: SetUser) -> Any:  # noqa: ANN401 - native object.
-        """Open a file whose times a user may change: it is the user's, or the user may write to it."""
+        """Open a file if the user may change its times, because the user owns the file or may write to it."""
         _check_visible(path)
         with self._open_path(path, os.O_PATH) as path_fd:
             if user.uid not in {0, os.fstat(path_fd).st_uid}:
+                # This open fails if the user may not write to the file.
                 os.close(os.open(f"/proc/self/fd/{path_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
             duplicate_fd = os.dup(path_fd)
+        # This open uses the rights of the server, because the user may have no right to read the file.
         with _close_after(duplicate_fd):
             reopened_fd = os.open(f"/proc/self/fd/{duplicate_fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         return self.native.adopt(reopened_fd, read=True, write=False)
@@ -356,7 +363,7 @@ class FileStore:
             yield folder, os.fsencode(name)
 
     def _remove_sums(self, status: os.stat_result) -> None:
-        """Remove the checksums of a file whose last name was removed."""
+        """Remove the checksums of a file if its last name was removed. `status` was read before the removal."""
         if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
             self.native.remove_sums(status.st_ino)
 
@@ -406,8 +413,8 @@ class FileStore:
 def _act_as(user: SetUser) -> Iterator[None]:
     """Use paths with the rights of a user until the block ends, and change files without CAP_FSETID afterwards.
 
-    In the block, root may set the set-group-ID bit of any folder. Outside of it, a truncation or a hole clears the
-    set-user-ID bit of a file, as if the user had made it.
+    In the block, root may set the set-group-ID bit of any folder. Outside of the block, a truncation or a hole
+    clears the set-user-ID bit of a file, as after a call by the user.
     """
     allow_set_group_id()
     try:

@@ -84,9 +84,9 @@ class Transfers:
         """Return the next io request, and add its operations to `index_by_tag`."""
         operations = []
         while unsent_operations and len(index_by_tag) < self._outstanding_max:
-            index, operation = unsent_operations.popleft()
+            operation_index, operation = unsent_operations.popleft()
             tag = next(self._tags)
-            index_by_tag[tag] = index
+            index_by_tag[tag] = operation_index
             operations.append(_add_tag(operation, tag))
         return pack_operations(operations, sequence=next(self._sequence))
 
@@ -142,6 +142,7 @@ class Transfers:
 
 
 def _add_tag(operation: Operation, tag: int) -> Operation:
+    """Return a copy of an operation with this tag."""
     return Operation(
         tag=tag,
         handle=operation.handle,

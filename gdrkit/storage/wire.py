@@ -65,15 +65,20 @@ OPERATIONS_MAX = 1024
 # Largest number of holes that one operation reports. Further holes arrive as zeros.
 HOLES_MAX = 4096
 
-_HEADER = struct.Struct("<IHHIIQI")
-_CHECKSUM = struct.Struct("<I")
-_OPERATION = struct.Struct("<QQQQQIHBBIIQ")
-_RESULT = struct.Struct("<QqIIII")
-_HOLE = struct.Struct("<QQ")
-HEADER_BYTES = _HEADER.size + _CHECKSUM.size
+# Magic, version, type, length, count, sequence, CRC32C of the payload.
+_HEADER_STRUCT = struct.Struct("<IHHIIQI")
+# CRC32C of the header.
+_CHECKSUM_STRUCT = struct.Struct("<I")
+# Tag, handle, file offset, length, remote address; rkey, queue pair, opcode, flags; checksum, two reserved numbers.
+_OPERATION_STRUCT = struct.Struct("<QQQQQIHBBIIQ")
+# Tag, result, checksum, flags, number of hole extents, a reserved number.
+_RESULT_STRUCT = struct.Struct("<QqIIII")
+# Offset, length.
+_HOLE_STRUCT = struct.Struct("<QQ")
+HEADER_BYTES = _HEADER_STRUCT.size + _CHECKSUM_STRUCT.size
 # Largest payload of an io reply: the size of 1024 results with 64 hole extents each. A single result may have up to
 # HOLES_MAX extents. If the results do not fit into one reply, the server sends several replies.
-_REPLY_BYTES_MAX = OPERATIONS_MAX * (_RESULT.size + 64 * _HOLE.size)
+_REPLY_BYTES_MAX = OPERATIONS_MAX * (_RESULT_STRUCT.size + 64 * _HOLE_STRUCT.size)
 
 
 class FrameType(enum.IntEnum):
@@ -204,7 +209,7 @@ def pack_operations(operations: Sequence[Operation], *, sequence: int) -> bytes:
         raise UsageError(message)
     try:
         packed_entries = [
-            _OPERATION.pack(
+            _OPERATION_STRUCT.pack(
                 operation.tag,
                 operation.handle,
                 operation.file_offset,
@@ -232,10 +237,10 @@ def pack_results(results: Sequence[Result]) -> bytes:
         message = f"a frame must have 1 to {OPERATIONS_MAX} results, not {len(results)}"
         raise UsageError(message)
     packed_entries = [
-        _RESULT.pack(result.tag, result.result, result.checksum, result.flags, len(result.holes), 0)
+        _RESULT_STRUCT.pack(result.tag, result.result, result.checksum, result.flags, len(result.holes), 0)
         for result in results
     ]
-    packed_entries += [_HOLE.pack(hole.offset, hole.length) for result in results for hole in result.holes]
+    packed_entries += [_HOLE_STRUCT.pack(hole.offset, hole.length) for result in results for hole in result.holes]
     return _pack_frame(FrameType.IO_REPLY, b"".join(packed_entries), count=len(results), sequence=0)
 
 
@@ -243,10 +248,10 @@ def parse_header(data: bytes) -> Header:
     """Check and parse the 32 bytes at the start of a frame."""
     if len(data) != HEADER_BYTES:
         _refuse(f"a header must have {HEADER_BYTES} bytes, not {len(data)}")
-    (checksum,) = _CHECKSUM.unpack_from(data, _HEADER.size)
-    if checksum != crc32c(data[: _HEADER.size]):
+    (checksum,) = _CHECKSUM_STRUCT.unpack_from(data, _HEADER_STRUCT.size)
+    if checksum != crc32c(data[: _HEADER_STRUCT.size]):
         _refuse("the checksum of the header is wrong")
-    magic, version, type_number, length, count, sequence, payload_crc32c = _HEADER.unpack_from(data)
+    magic, version, type_number, length, count, sequence, payload_crc32c = _HEADER_STRUCT.unpack_from(data)
     if magic != MAGIC:
         _refuse(f"the magic must be {MAGIC:#x}, not {magic:#x}")
     if version != VERSION:
@@ -274,7 +279,7 @@ def parse_operations(header: Header, payload: bytes) -> tuple[Operation, ...]:
     if header.type is not FrameType.IO_REQUEST:
         _refuse(f"{header.type.name} has no operations")
     check_payload(header, payload)
-    return tuple(_parse_operation(fields) for fields in _OPERATION.iter_unpack(payload))
+    return tuple(_parse_operation(fields) for fields in _OPERATION_STRUCT.iter_unpack(payload))
 
 
 def parse_results(header: Header, payload: bytes) -> tuple[Result, ...]:
@@ -282,15 +287,17 @@ def parse_results(header: Header, payload: bytes) -> tuple[Result, ...]:
     if header.type is not FrameType.IO_REPLY:
         _refuse(f"{header.type.name} has no results")
     check_payload(header, payload)
-    results_bytes = header.count * _RESULT.size
-    rows = list(_RESULT.iter_unpack(payload[:results_bytes]))
-    if (len(payload) - results_bytes) != sum(hole_count for *_, hole_count, _reserved in rows) * _HOLE.size:
+    results_bytes = header.count * _RESULT_STRUCT.size
+    result_rows = list(_RESULT_STRUCT.iter_unpack(payload[:results_bytes]))
+    if (len(payload) - results_bytes) != sum(
+        hole_count for *_, hole_count, _reserved in result_rows
+    ) * _HOLE_STRUCT.size:
         _refuse("the number of hole extents differs from the number in the results")
     extents = [
-        HoleExtent(offset=offset, length=length) for offset, length in _HOLE.iter_unpack(payload[results_bytes:])
+        HoleExtent(offset=offset, length=length) for offset, length in _HOLE_STRUCT.iter_unpack(payload[results_bytes:])
     ]
     results, extent_index = [], 0
-    for tag, result, checksum, flags, hole_count, reserved in rows:
+    for tag, result, checksum, flags, hole_count, reserved in result_rows:
         if flags & ~int(ResultFlag.CHECKSUM_VALID) or reserved or hole_count > HOLES_MAX:
             _refuse(f"a result cannot have flags {flags:#x}, {hole_count} holes, reserved {reserved:#x}")
         extents_of_result = tuple(extents[extent_index : extent_index + hole_count])
@@ -320,7 +327,8 @@ def _parse_operation(fields: tuple[int, ...]) -> Operation:
     except ValueError as error:
         message = f"frame: unknown opcode {opcode_number}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
-    # The flags are compared as plain numbers, because the complement of an IntFlag contains only known flags.
+    # The flags are compared as plain numbers, because the complement of an IntFlag contains only known
+    # flags, so unknown flags would be accepted.
     if flags & ~int(_READ_FLAGS if opcode is IoOpcode.READ else _WRITE_FLAGS):
         _refuse(f"a {opcode.name} cannot have flags {flags:#x}")
     if reserved0 or reserved1 or (checksum and not flags & OperationFlag.CHECKSUM_GIVEN):
@@ -346,14 +354,14 @@ def _is_valid_header(frame_type: FrameType, length: int, count: int, sequence: i
     if not 0 < count <= OPERATIONS_MAX:
         return False
     if frame_type is FrameType.IO_REQUEST:
-        return length == count * _OPERATION.size
-    holes_bytes = length - count * _RESULT.size
-    return sequence == 0 and holes_bytes >= 0 and holes_bytes % _HOLE.size == 0 and length <= _REPLY_BYTES_MAX
+        return length == count * _OPERATION_STRUCT.size
+    holes_bytes = length - count * _RESULT_STRUCT.size
+    return sequence == 0 and holes_bytes >= 0 and holes_bytes % _HOLE_STRUCT.size == 0 and length <= _REPLY_BYTES_MAX
 
 
 def _pack_frame(frame_type: FrameType, payload: bytes, *, count: int, sequence: int) -> bytes:
-    header = _HEADER.pack(MAGIC, VERSION, frame_type, len(payload), count, sequence, crc32c(payload))
-    return header + _CHECKSUM.pack(crc32c(header)) + payload
+    header = _HEADER_STRUCT.pack(MAGIC, VERSION, frame_type, len(payload), count, sequence, crc32c(payload))
+    return header + _CHECKSUM_STRUCT.pack(crc32c(header)) + payload
 
 
 def _refuse(problem: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Storage tiers: files by logical names, each in the tier that fits its use, migrated without loss of data.
+"""Storage tiers: files have logical names, and gdrkit moves each file to the tier that fits its use, without data loss.
 
 Start with ``TierManager(configure())``. ``docs/tiers.md`` is the guide.
 """

@@ -1,6 +1,6 @@
 """Connections and transactions of SQLite, for the catalogue of the tiers.
 
-Only this file imports sqlite3. It converts errors of SQLite to :class:`ApiError` with the result code of SQLite.
+Only this file imports sqlite3. It converts errors of SQLite to :class:`ApiError`, with their result codes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "connect", "convert_sqlite_errors", "is_damaged", "transaction"]
 
-# Primary result codes of SQLite.
+# Primary result codes of SQLite: SQLITE_BUSY, SQLITE_LOCKED, SQLITE_READONLY, SQLITE_IOERR, SQLITE_CORRUPT,
+# SQLITE_FULL, SQLITE_CANTOPEN and SQLITE_NOTADB.
 _BUSY, _LOCKED, _READ_ONLY, _IO, _CORRUPT, _FULL, _CANNOT_OPEN, _NO_DATABASE = 5, 6, 8, 10, 11, 13, 14, 26
 # The low byte of an extended result code is the primary result code (sqlite3.h).
 _PRIMARY_CODE_MASK = 0xFF
@@ -35,8 +36,8 @@ _REASON_BY_CODE = {
 _ADVICE_BY_REASON = {
     Reason.BUSY: "another process has locked the catalogue: stop that process, or try again later",
     Reason.NO_PERMISSION: "give this user write permission for the folder of the catalogue",
-    Reason.IO_ERROR: "check the device of the catalogue; gdrkit tiers check --repair rebuilds it from the tiers",
-    Reason.MALFORMED: "gdrkit tiers check --repair rebuilds it from the tiers",
+    Reason.IO_ERROR: "check the device of the catalogue; gdrkit tiers check --repair rebuilds the catalogue",
+    Reason.MALFORMED: "rebuild the catalogue from the tiers: gdrkit tiers check --repair",
     Reason.NO_SPACE: "free space on the file system of the catalogue, or configure another folder for it",
 }
 # Memory for cached pages of one connection.
@@ -53,7 +54,7 @@ def connect(path: Path, *, timeout_ms: int, sorts_on_disk: bool = False) -> Conn
     timeout_ms : int
         Longest time to wait for locks of other connections, in milliseconds.
     sorts_on_disk : bool
-        Whether SQLite keeps temporary tables and sorts in files instead of memory.
+        Whether SQLite stores temporary tables and the intermediate data of sorts in files instead of memory.
 
     Raises
     ------
@@ -69,7 +70,8 @@ def connect(path: Path, *, timeout_ms: int, sorts_on_disk: bool = False) -> Conn
             connection.execute("PRAGMA synchronous=FULL")
             # A negative number is a size in KiB; a positive one would be a number of pages.
             connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
-            # In mapped memory, an I/O error of the disk would be a SIGBUS instead of a result code.
+            # The database is not mapped into memory, because an I/O error would then be a SIGBUS instead of a result
+            # code.
             connection.execute("PRAGMA mmap_size=0")
             if sorts_on_disk:
                 connection.execute("PRAGMA temp_store=FILE")
@@ -99,12 +101,12 @@ def convert_sqlite_errors(operation: str, **arguments: object) -> Iterator[None]
     try:
         yield
     except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorcode", None)
-        reason = _REASON_BY_CODE.get((code or 0) & _PRIMARY_CODE_MASK, Reason.OTHER)
+        result_code = getattr(error, "sqlite_errorcode", None)
+        reason = _REASON_BY_CODE.get((result_code or 0) & _PRIMARY_CODE_MASK, Reason.OTHER)
         raise ApiError(
             api=Api.SQLITE,
             operation=operation,
-            status=code,
+            status=result_code,
             status_name=getattr(error, "sqlite_errorname", None) or type(error).__name__,
             arguments=arguments,
             reason=reason,

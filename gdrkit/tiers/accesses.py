@@ -2,7 +2,7 @@
 
 A read of a file must not wait for the catalogue, and must not fail if the catalogue fails. So accesses are counted in
 memory and written to the catalogue in batches. If a process is killed, the counts that it has not written are lost.
-Files then have a little less heat, but no data is lost.
+The heat of the files (their number of accesses, weighted by age) is then slightly too low, but no data is lost.
 
 While a process counts its accesses, it holds a shared lock (flock) on the file ``users`` in the folder of the
 catalogue. ``gdrkit tiers run`` counts the opens of all other programs. It finds the processes with this lock in
@@ -42,34 +42,37 @@ class AccessCounter:
     catalogue : Catalogue
         The catalogue that the counts are written to.
     record_file : callable
-        Function that adds to the catalogue a file that another program has created. Its argument is the name of the
-        file. It raises :class:`ApiError` if no tier has the file.
+        Function that is called with the name of a file that the catalogue does not have, and adds the file. It raises
+        :class:`ApiError` if no tier has the file.
     """
 
     def __init__(self, catalogue: Catalogue, *, record_file: Callable[[str], None]) -> None:
         self._catalogue = catalogue
         self._record_file = record_file
         with convert_os_errors("open catalogue", folder=str(catalogue.folder)):
-            self._lock_fd = os.open(catalogue.folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock_fd, fcntl.LOCK_SH)
+            self._users_fd = os.open(catalogue.folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._users_fd, fcntl.LOCK_SH)
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._access_count = 0
+        self._count_by_name: Counter[str] = Counter()
+        self._unwritten_access_count = 0
         self._flush_threshold = _FLUSH_THRESHOLD
 
     def count(self, name: str, accesses: int = 1) -> None:
         """Count accesses to a file."""
         with self._lock:
-            self._counts[name] += accesses
-            self._access_count += accesses
-            is_flush_due = self._access_count >= self._flush_threshold
+            self._count_by_name[name] += accesses
+            self._unwritten_access_count += accesses
+            is_flush_due = self._unwritten_access_count >= self._flush_threshold
         if is_flush_due:
             self.flush()
 
     def flush(self) -> None:
-        """Write the counts to the catalogue. If another process has locked the catalogue, the counts stay in memory."""
+        """Write the counts to the catalogue.
+
+        If another process has locked the catalogue, the counts stay in memory. After any other error, they are dropped.
+        """
         with self._lock:
-            counts, self._counts, self._access_count = self._counts, Counter(), 0
+            counts, self._count_by_name, self._unwritten_access_count = self._count_by_name, Counter(), 0
         if not counts:
             return
         try:
@@ -80,7 +83,7 @@ class AccessCounter:
             _log.warning("the accesses of %d files are not in the catalogue yet: %s", len(counts), error)
             if error.reason is Reason.BUSY:
                 with self._lock:
-                    self._counts.update(counts)
+                    self._count_by_name.update(counts)
                     # Readers must not wait for the lock at every access, so the next attempt comes later.
                     self._flush_threshold *= 2
         else:
@@ -88,24 +91,27 @@ class AccessCounter:
 
     def find_counting_process_ids(self) -> frozenset[int]:
         """Return the IDs of the processes that count their own accesses to these tiers, including this process."""
-        inode, own_id = os.fstat(self._lock_fd).st_ino, str(os.getpid())
-        locks_fields = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
-        # The fields are: number, type, ADVISORY, READ or WRITE, process ID, MAJOR:MINOR:INODE. A waiting process has
-        # an arrow in place of the type.
-        held_locks = [(fields[4], fields[5]) for fields in locks_fields if fields[1] == "FLOCK"]
-        # The device in /proc/locks is not always the st_dev of the file, so the line of this process's own lock gives
-        # the device.
-        own_files = {file for holder_id, file in held_locks if holder_id == own_id and file.endswith(f":{inode}")}
-        return frozenset(int(holder_id) for holder_id, file in held_locks if file in own_files)
+        inode, own_process_id = os.fstat(self._users_fd).st_ino, str(os.getpid())
+        fields_by_line = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+        # The fields are: number, type, ADVISORY, READ or WRITE, process ID, MAJOR:MINOR:INODE. The line of a process
+        # that still waits for the lock has an arrow (->) in place of the type.
+        held_locks = [(fields[4], fields[5]) for fields in fields_by_line if fields[1] == "FLOCK"]
+        # MAJOR:MINOR is not always the st_dev of the file, so this method takes it from the line of its own lock.
+        users_file_ids = {
+            locked_file_id
+            for holder_id, locked_file_id in held_locks
+            if holder_id == own_process_id and locked_file_id.endswith(f":{inode}")
+        }
+        return frozenset(int(holder_id) for holder_id, locked_file_id in held_locks if locked_file_id in users_file_ids)
 
     def close(self) -> None:
         """Release the lock of this process. A second close does nothing."""
-        descriptor, self._lock_fd = self._lock_fd, -1
+        descriptor, self._users_fd = self._users_fd, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def _try_record_file(self, name: str) -> bool:
-        """Add a file that another program has created to the catalogue. Return whether a tier has the file."""
+        """Add a file that is not in the catalogue yet. Return whether a tier has the file."""
         try:
             self._record_file(name)
         except ApiError as error:

@@ -1,7 +1,8 @@
 """A background run moves files between tiers as the policy requires, one pass after another, until it is stopped.
 
-If the run is stopped, or quiet hours begin, the migration in progress is undone. If the copy already has the name of
-the file, the migration is completed instead, which takes a few system calls.
+If the run is stopped, or quiet hours (periods without migrations) begin, the migration in progress is undone. If the
+copy has already been renamed to the name of the file, the migration is completed instead, which takes only a few system
+calls.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BackgroundRun", "RunOutput"]
 
-# If the run is stopped before one of these phases, the migration is undone. Only the copied bytes are lost.
+# If the run is stopped before one of these phases, the migration is undone, and the file must be copied again later.
 _UNDOABLE_PHASES = frozenset({Phase.RECORD, Phase.COPY, Phase.ATTRIBUTES, Phase.SYNC, Phase.VERIFY, Phase.RENAME})
 
 
@@ -53,13 +54,17 @@ class RunOutput:
     def __init__(self, stream: TextIO, *, as_json: bool) -> None:
         self._stream, self._as_json = stream, as_json
 
-    def report_ready(self, watched: Sequence[str], unwatched: Mapping[str, str]) -> None:
-        """Report the begin of the run, the tiers whose opens are counted, and why the opens in other tiers are not."""
-        texts = [f"opens by other programs are counted in {', '.join(watched)}"] if watched else []
-        for reason in dict.fromkeys(unwatched.values()):
-            names = ", ".join(tier for tier, reason_of_tier in unwatched.items() if reason_of_tier == reason)
+    def report_ready(self, watched_tiers: Sequence[str], reason_by_unwatched_tier: Mapping[str, str]) -> None:
+        """Report that the run has begun, with the tiers in which opens are counted.
+
+        `reason_by_unwatched_tier` has the other tiers, each with the reason why its opens are not counted.
+        """
+        texts = [f"opens by other programs are counted in {', '.join(watched_tiers)}"] if watched_tiers else []
+        for reason in dict.fromkeys(reason_by_unwatched_tier.values()):
+            names = ", ".join(tier for tier, tier_reason in reason_by_unwatched_tier.items() if tier_reason == reason)
             texts.append(f"not counted in {names}: {reason}")
-        self._print("ready", f"ready: {'; '.join(texts)}", watched=watched, unwatched=unwatched, pid=os.getpid())
+        text = f"ready: {'; '.join(texts)}"
+        self._print("ready", text, watched=watched_tiers, unwatched=reason_by_unwatched_tier, pid=os.getpid())
 
     def report_finding(self, finding: TierFinding) -> None:
         """Report a difference between catalogue and disks that an administrator has to resolve."""
@@ -85,7 +90,7 @@ class RunOutput:
         self._print("lost", text, count=count)
 
     def report_end(self, *, is_complete: bool) -> None:
-        """Report the end of the run, and whether it left an incomplete migration to the recovery."""
+        """Report the end of the run, and whether it left no migration that a recovery must complete or undo."""
         text = (
             "ended" if is_complete else "ended during a migration; the next gdrkit tiers command completes or undoes it"
         )
@@ -99,20 +104,20 @@ class RunOutput:
 
 
 class _Interrupted(Exception):
-    """The run was stopped, or quiet hours have begun."""
+    """An exception that ends a pass: the run was stopped, or quiet hours have begun."""
 
 
 class BackgroundRun:
-    """Moves of files by policy in the background.
+    """A loop that moves files between the tiers as the policy requires, until it is stopped.
 
     Parameters
     ----------
     manager : TierManager
         The tiers, with the settings of the run in ``configuration.run``.
     stop : threading.Event
-        The event that ends the run. All waits of the run are calls of its method ``wait``.
+        The run ends when this event is set. All waits of the run use the event's method ``wait``, so they end at once.
     output : RunOutput
-        The output.
+        The object that prints the events of the run.
     clock : callable
         Function that returns the seconds since 1970, for the quiet hours.
     observe : callable or None
@@ -142,7 +147,7 @@ class BackgroundRun:
         ------
         ApiError
             ``BUSY``: another run moves the files of these tiers. ``NO_PERMISSION`` and others: the opens by other
-            programs cannot be counted, and the settings require that.
+            programs cannot be counted, but ``watch`` is ``required``.
         """
         with ExitStack() as stack:
             stack.callback(os.close, self._take_lock())
@@ -150,7 +155,7 @@ class BackgroundRun:
             if watcher is not None:
                 stack.enter_context(watcher)
             while not self._stop.is_set():
-                quiet_s = self._settings.quiet_s(self._clock())
+                quiet_s = self._settings.remaining_quiet_s(self._clock())
                 if not quiet_s:
                     self._run_pass(watcher)
                 self._stop.wait(min(quiet_s, self._settings.interval_s) if quiet_s else self._settings.interval_s)
@@ -170,7 +175,9 @@ class BackgroundRun:
                     self._output.report_finding(finding)
             self._reported_findings = findings
             self._output.report_pass(
-                self._manager.migrate(observe=self._observe_and_check, moved=self._output.report_move, pace=self._pace)
+                self._manager.migrate(
+                    observe=self._observe_or_interrupt, moved=self._output.report_move, pace=self._pace
+                )
             )
         except _Interrupted:
             return
@@ -178,25 +185,26 @@ class BackgroundRun:
             # The catalogue may be locked or damaged, or a disk may have failed. The next pass may succeed.
             self._output.report_failed_pass(error)
 
-    def _observe_and_check(self, phase: Phase, name: str, offset_bytes: int) -> None:
+    def _observe_or_interrupt(self, phase: Phase, name: str, offset_bytes: int) -> None:
+        """Report the phase. Raise an exception if the run must stop and the migration can still be undone."""
         if self._observe is not None:
             self._observe(phase, name, offset_bytes)
-        if phase in _UNDOABLE_PHASES and (self._stop.is_set() or self._settings.quiet_s(self._clock())):
+        if phase in _UNDOABLE_PHASES and (self._stop.is_set() or self._settings.remaining_quiet_s(self._clock())):
             raise _Interrupted
 
     def _start_watcher(self) -> OpenWatcher | None:
         """Return a watcher of the opens by other programs, or None if these opens are not counted."""
-        names = [tier.name for tier in self._manager.status() if not tier.absent]
+        tier_names = [tier.name for tier in self._manager.status() if not tier.absent]
         if self._settings.watch == "never":
-            self._output.report_ready((), dict.fromkeys(names, "not requested"))
+            self._output.report_ready((), dict.fromkeys(tier_names, "not requested"))
             return None
         try:
             with convert_os_errors("watch opens"):
-                watcher = OpenWatcher([self._manager.folder(name) for name in names], self._manager.accesses)
+                watcher = OpenWatcher([self._manager.folder(name) for name in tier_names], self._manager.accesses)
         except ApiError as error:
             if self._settings.watch == "required":
                 raise
-            self._output.report_ready((), dict.fromkeys(names, str(error)))
+            self._output.report_ready((), dict.fromkeys(tier_names, str(error)))
             return None
         if self._settings.watch == "required" and watcher.unwatched:
             watcher.close()

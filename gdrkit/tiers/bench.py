@@ -75,7 +75,7 @@ class Speed:
 
 
 def measure(folder: TierFolder, *, length_bytes: int = DEFAULT_LENGTH_BYTES) -> Speed:
-    """Write and read a file in a tier, and return the rates.
+    """Write and read a file in a tier, and return the rates, the latencies and the route.
 
     Parameters
     ----------
@@ -93,17 +93,18 @@ def measure(folder: TierFolder, *, length_bytes: int = DEFAULT_LENGTH_BYTES) -> 
     """
     chunk_count = max(1, length_bytes // _CHUNK_BYTES)
     with convert_os_errors("bench", tier=folder.name):
-        buffered_fd, direct_fd = _open_unnamed(folder)
+        buffered_fd, direct_fd = _open_unnamed_file(folder)
         try:
             memory = mmap.mmap(-1, _CHUNK_BYTES)
             memory[:] = pattern.payload(_CHUNK_BYTES, seed=_SEED)
             write_s = _measure_write_s(direct_fd, memory, chunk_count)
+            # The kernel is advised to drop the file from the page cache before each measurement of reads.
             os.posix_fadvise(buffered_fd, 0, 0, os.POSIX_FADV_DONTNEED)
             read_s = _measure_read_s(direct_fd, chunk_count)
             os.posix_fadvise(buffered_fd, 0, 0, os.POSIX_FADV_DONTNEED)
             latencies_us = _measure_latencies_us(direct_fd, chunk_count * _CHUNK_BYTES)
             os.posix_fadvise(buffered_fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            device_rate, route = _measure_device_read(f"/proc/self/fd/{buffered_fd}", chunk_count)
+            device_read_gb_per_s, route = _measure_device_read(f"/proc/self/fd/{buffered_fd}", chunk_count)
         finally:
             for descriptor in {buffered_fd, direct_fd}:
                 os.close(descriptor)
@@ -116,28 +117,28 @@ def measure(folder: TierFolder, *, length_bytes: int = DEFAULT_LENGTH_BYTES) -> 
         read_gb_per_s=file_bytes / read_s / 1e9,
         latency_us_median=statistics.median(latencies_us),
         latency_us_p99=statistics.quantiles(latencies_us, n=100)[-1],
-        device_read_gb_per_s=device_rate,
+        device_read_gb_per_s=device_read_gb_per_s,
         route=route,
     )
 
 
-def _open_unnamed(folder: TierFolder) -> tuple[int, int]:
+def _open_unnamed_file(folder: TierFolder) -> tuple[int, int]:
     """Create an unnamed file. Return a descriptor for buffered access and one with O_DIRECT.
 
     If the file system does not support O_DIRECT, both are the same descriptor.
     """
-    name, incoming_folder = f"bench-{uuid.uuid4().hex}", folder.own_folder("incoming")
+    name, incoming_fd = f"bench-{uuid.uuid4().hex}", folder.own_folder_fd("incoming")
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    buffered_fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=incoming_folder)
+    buffered_fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=incoming_fd)
     try:
-        direct_fd = os.open(name, flags | os.O_DIRECT, dir_fd=incoming_folder)
+        direct_fd = os.open(name, flags | os.O_DIRECT, dir_fd=incoming_fd)
     except OSError as error:
         if error.errno != errno.EINVAL:
             os.close(buffered_fd)
             raise
         direct_fd = buffered_fd
     finally:
-        os.unlink(name, dir_fd=incoming_folder)
+        os.unlink(name, dir_fd=incoming_fd)
     return buffered_fd, direct_fd
 
 
@@ -151,20 +152,22 @@ def _measure_write_s(descriptor: int, memory: mmap.mmap, chunk_count: int) -> fl
 
 
 def _measure_read_s(descriptor: int, chunk_count: int) -> float:
-    # One buffer per thread.
+    # Each thread has its own buffer.
     buffers = [mmap.mmap(-1, _CHUNK_BYTES) for _ in range(min(_READ_THREAD_COUNT, chunk_count))]
 
-    def read(first_chunk: int) -> None:
-        for chunk_index in range(first_chunk, chunk_count, len(buffers)):
-            read_bytes = os.preadv(descriptor, [buffers[first_chunk]], chunk_index * _CHUNK_BYTES)
+    def read(thread_index: int) -> None:
+        for chunk_index in range(thread_index, chunk_count, len(buffers)):
+            read_bytes = os.preadv(descriptor, [buffers[thread_index]], chunk_index * _CHUNK_BYTES)
             if read_bytes != _CHUNK_BYTES:
+                # The read was short, so there is no byte at this offset to compare.
                 raise DataMismatch(first_offset_bytes=read_bytes, expected=b"", actual=b"", length_bytes=_CHUNK_BYTES)
 
     with ThreadPoolExecutor(len(buffers)) as threads:
         start_s = time.perf_counter()
-        for future in [threads.submit(read, first_chunk) for first_chunk in range(len(buffers))]:
+        for future in [threads.submit(read, thread_index) for thread_index in range(len(buffers))]:
             future.result()
         duration_s = time.perf_counter() - start_s
+    # All chunks of the file have the same bytes, so the chunk that was read last into each buffer is compared.
     for memory in buffers:
         pattern.check(memoryview(memory), seed=_SEED)
     return duration_s
@@ -182,7 +185,7 @@ def _measure_latencies_us(descriptor: int, length_bytes: int) -> list[float]:
 
 
 def _measure_device_read(path: str, chunk_count: int) -> tuple[float | None, TierRoute]:
-    """Read the file into the first device. Return the rate in GB/s and the worst route of its chunks."""
+    """Read the file into memory of CUDA device 0. Return the rate in GB/s and the worst route of the chunks."""
     try:
         device_count = cuda.device_count()
     except SetupMissing as error:
@@ -192,9 +195,10 @@ def _measure_device_read(path: str, chunk_count: int) -> tuple[float | None, Tie
     length_bytes = chunk_count * _CHUNK_BYTES
     with cuda.Device(0) as device, device.allocate(_CHUNK_BYTES) as memory, File(path) as file:
         with warnings.catch_warnings():
-            # The table of results reports the fallback.
+            # The result has the route, so a warning about a fallback is not needed.
             warnings.simplefilter("ignore", FallbackWarning)
-            # This first read probes for a direct path, and makes the engine pin its memory.
+            # The first read is not measured, because it also probes for a direct path and pins the engine's host
+            # memory.
             file.read_into(memory, length_bytes=_CHUNK_BYTES)
             start_s = time.perf_counter()
             results = [

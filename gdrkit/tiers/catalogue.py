@@ -27,7 +27,7 @@ __all__ = ["Catalogue", "Entry", "TierTotals"]
 
 # Bytes per block of st_blocks; see stat(2).
 _STAT_BLOCK_BYTES = 512
-_COLUMNS = "name, tier, size_bytes, allocated_bytes, links, score, accesses, pinned"
+_ENTRY_COLUMNS = "name, tier, size_bytes, allocated_bytes, links, score, accesses, pinned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +122,17 @@ class Catalogue(Database):
     def find(self, name: str) -> Entry | None:
         """Return the entry of a file, or None if the catalogue has none."""
         with self.locked_connection("find file", name=printable(name)) as connection:
-            row = connection.execute(f"SELECT {_COLUMNS} FROM files WHERE name = ?", (_encode_name(name),)).fetchone()  # noqa: S608 - constant columns.
+            row = connection.execute(
+                f"SELECT {_ENTRY_COLUMNS} FROM files WHERE name = ?",  # noqa: S608 - constant columns.
+                (_encode_name(name),),
+            ).fetchone()
         return None if row is None else Entry.from_row(row)
 
     def totals(self) -> dict[str, TierTotals]:
-        """Return the totals of each tier that has had a file, or in which a migration has reserved space."""
+        """Return the totals of each tier that has or had a file, or in which a migration has reserved space."""
         with self.locked_connection("read totals") as connection:
+            # Each inner SELECT has at most one row per tier, with 0 in the columns of the other SELECT. So max() joins
+            # the two rows of a tier.
             rows = connection.execute(
                 "SELECT tier, max(files), max(size_bytes), max(allocated_bytes), max(coming) FROM ("
                 "SELECT tier, files, size_bytes, allocated_bytes, 0 AS coming FROM totals UNION ALL "
@@ -142,14 +147,15 @@ class Catalogue(Database):
         return {os.fsdecode(row[0]): row[1] for row in rows}
 
     def put(self, entry: Entry) -> None:
-        """Write the entry of a file. An older entry of the file is replaced completely."""
+        """Write the entry of a file. Unlike :meth:`record_file`, replace all columns of an existing entry."""
         placeholders = ", ".join("?" * 8)
-        values = (_encode_name(entry.name), *(getattr(entry, column) for column in _COLUMNS.split(", ")[1:]))
+        values = (_encode_name(entry.name), *(getattr(entry, column) for column in _ENTRY_COLUMNS.split(", ")[1:]))
         with self.write_transaction("write entry", name=printable(entry.name)) as connection:
-            # INSERT OR REPLACE would delete the old row without the trigger that updates the totals.
+            # INSERT OR REPLACE would delete the old row without firing the trigger `file_went`, so the totals would be
+            # wrong.
             connection.execute(
-                f"INSERT INTO files ({_COLUMNS}) VALUES ({placeholders}) ON CONFLICT (name) DO UPDATE SET "  # noqa: S608 - constant columns.
-                + ", ".join(f"{column} = excluded.{column}" for column in _COLUMNS.split(", ")[1:]),
+                f"INSERT INTO files ({_ENTRY_COLUMNS}) VALUES ({placeholders}) ON CONFLICT (name) DO UPDATE SET "  # noqa: S608 - constant columns.
+                + ", ".join(f"{column} = excluded.{column}" for column in _ENTRY_COLUMNS.split(", ")[1:]),
                 values,
             )
 
@@ -177,13 +183,16 @@ class Catalogue(Database):
             connection.execute("DELETE FROM files WHERE name = ?", (_encode_name(name),))
 
     def pin(self, name: str, tier: str | None) -> bool:
-        """Pin a file to a tier, or unpin it (None). Return whether the catalogue has the file."""
+        """Pin a file to a tier, or unpin it if `tier` is None. Return whether the catalogue has the file."""
         with self.write_transaction("pin", name=printable(name)) as connection:
             cursor = connection.execute("UPDATE files SET pinned = ? WHERE name = ?", (tier, _encode_name(name)))
             return bool(cursor.rowcount)
 
     def add_accesses(self, counts: Mapping[str, int]) -> list[str]:
-        """Add accesses to files. Return the names that the catalogue does not have."""
+        """Add accesses to files. Return the names that the catalogue does not have.
+
+        `counts` has the number of accesses to each file, by name of the file.
+        """
         unknown_names = []
         with self.write_transaction("count accesses") as connection:
             now_half_lives = self.read_clock(connection, store=True)
@@ -204,8 +213,8 @@ class Catalogue(Database):
         Parameters
         ----------
         move : tuple
-            Id of the migration, name of the file, source tier, destination tier, and the space that the file takes, in
-            bytes.
+            ID of the migration, name of the file, source tier, destination tier, and the space in bytes that the file
+            takes on its disk.
         limit_bytes : int
             Space that gdrkit may use in the destination in total, in bytes.
 
@@ -214,7 +223,7 @@ class Catalogue(Database):
         ApiError
             ``NO_SPACE``: the destination does not have enough space.
         """
-        identifier, name, source, destination, allocated_bytes = move
+        move_id, name, source, destination, allocated_bytes = move
         with self.write_transaction("reserve space", name=printable(name)) as connection:
             totals = self.totals().get(destination, TierTotals())
             if totals.allocated_bytes + totals.coming_bytes + allocated_bytes > limit_bytes:
@@ -232,16 +241,16 @@ class Catalogue(Database):
                     reason=Reason.NO_SPACE,
                     what_to_do="free space in that tier, or configure a larger capacity for it",
                 )
-            row = (identifier, _encode_name(name), source, destination, allocated_bytes)
+            row = (move_id, _encode_name(name), source, destination, allocated_bytes)
             connection.execute("INSERT INTO moves VALUES (?, ?, ?, ?, ?)", row)
 
-    def release_reservation(self, identifier: str) -> None:
+    def release_reservation(self, move_id: str) -> None:
         """Remove the reservation of a migration that has ended."""
-        with self.write_transaction("release reservation", id=identifier) as connection:
-            connection.execute("DELETE FROM moves WHERE id = ?", (identifier,))
+        with self.write_transaction("release reservation", id=move_id) as connection:
+            connection.execute("DELETE FROM moves WHERE id = ?", (move_id,))
 
     def reserved_move_ids(self) -> list[str]:
-        """Return the ids of the migrations that have a reservation."""
+        """Return the IDs of the migrations that have a reservation."""
         with self.locked_connection("read moves") as connection:
             return [row[0] for row in connection.execute("SELECT id FROM moves ORDER BY id")]
 
@@ -258,7 +267,7 @@ class Catalogue(Database):
             connection.execute("INSERT OR REPLACE INTO routes VALUES (?, ?, ?, ?, ?)", row)
 
     def identities(self) -> dict[str, str]:
-        """Return the identity that each tier's folder had when it was last opened, by name of the tier."""
+        """Return the identity that each tier's folder had when gdrkit last used it, by name of the tier."""
         with self.locked_connection("read identities") as connection:
             return dict(connection.execute("SELECT tier, identity FROM tiers").fetchall())
 

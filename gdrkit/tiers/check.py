@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from gdrkit.tiers.configuration import Configuration
     from gdrkit.tiers.folder import TierFolder
 
-__all__ = ["compare", "fill_catalogue", "find_kept_files"]
+__all__ = ["compare_with_disks", "fill_catalogue", "find_kept_files"]
 
 # Number of rows that are inserted at a time.
 _BATCH_ROWS = 1000
-_CREATE_TABLE = """
+_CREATE_ON_DISK_TABLE = """
 CREATE TEMP TABLE on_disk (
     name BLOB NOT NULL, tier TEXT NOT NULL, size_bytes INTEGER NOT NULL, links INTEGER NOT NULL,
     PRIMARY KEY (name, tier)
@@ -62,25 +62,27 @@ def find_kept_files(folders: Mapping[str, TierFolder]) -> Iterator[TierFinding]:
     """Yield a finding for each file that a recovery moved to the ``kept`` folder."""
     for folder in folders.values():
         for name in folder.list_own_folder("kept"):
-            text = f"it may be the only copy of its data; see {folder.directory}/.gdrkit-tiers/kept"
+            text = f"this file may be the only copy of its data; see {folder.directory}/.gdrkit-tiers/kept"
             yield TierFinding(FindingKind.KEPT, f"kept/{name}", folder.name, text)
 
 
-def compare(catalogue: Catalogue, folders: Mapping[str, TierFolder], *, repair: bool) -> Iterator[TierFinding]:
-    """Yield the differences between catalogue and disks; with `repair`, also update the catalogue.
+def compare_with_disks(
+    catalogue: Catalogue, folders: Mapping[str, TierFolder], *, repair: bool
+) -> Iterator[TierFinding]:
+    """Yield the differences between catalogue and disks; with `repair`, also correct the catalogue.
 
-    Files are never changed.
+    The files on the disks are never changed.
     """
     connection = catalogue.new_connection()
     try:
         with convert_sqlite_errors("check"):
-            connection.execute(_CREATE_TABLE)
+            connection.execute(_CREATE_ON_DISK_TABLE)
         for folder in folders.values():
             yield from _insert_regular_files(folder, connection)
         with convert_sqlite_errors("check"):
-            names = _find_differing_names(connection)
-        for name in names:
-            yield from _compare_file(os.fsdecode(name), catalogue, folders, repair=repair)
+            encoded_names = _find_differing_names(connection)
+        for encoded_name in encoded_names:
+            yield from _compare_file(os.fsdecode(encoded_name), catalogue, folders, repair=repair)
     finally:
         connection.close()
 
@@ -108,7 +110,7 @@ def _insert_rows(connection: Connection, rows: list[tuple[bytes, str, int, int]]
 
 
 def _find_differing_names(connection: Connection) -> list[bytes]:
-    """Return the names with a possible difference, each once."""
+    """Return the encoded names of the files whose entry is wrong or missing, or that are in several tiers."""
     rows = connection.execute(
         "SELECT name FROM files WHERE NOT EXISTS (SELECT 1 FROM on_disk WHERE on_disk.name = files.name "
         "AND on_disk.tier = files.tier AND on_disk.size_bytes = files.size_bytes AND on_disk.links = files.links) "
@@ -123,28 +125,28 @@ def _compare_file(
 ) -> Iterator[TierFinding]:
     """Compare the entry of one file with the current state of the disks, and yield the differences."""
     entry = catalogue.find(name)
-    copies = {
+    status_by_tier = {
         tier: file_status
         for tier, folder in folders.items()
         if (file_status := _stat_regular_file(folder, name)) is not None
     }
-    if len(copies) > 1 and not _is_migration_in_progress(folders):
-        reported_tier = entry.tier if entry is not None and entry.tier in copies else next(iter(copies))
-        other_tiers = ", ".join(tier for tier in copies if tier != reported_tier)
+    if len(status_by_tier) > 1 and not _is_migration_in_progress(folders):
+        reported_tier = entry.tier if entry is not None and entry.tier in status_by_tier else next(iter(status_by_tier))
+        other_tiers = ", ".join(tier for tier in status_by_tier if tier != reported_tier)
         yield TierFinding(FindingKind.TWICE, name, reported_tier, f"also in {other_tiers}")
     if entry is None:
-        if copies:
-            tier, file_status = next(iter(copies.items()))
+        if status_by_tier:
+            tier, file_status = next(iter(status_by_tier.items()))
             yield TierFinding(FindingKind.UNKNOWN, name, tier, "the catalogue did not have the file", mended=repair)
             _record_file(catalogue, name, tier, file_status, repair=repair)
-    elif not copies:
+    elif not status_by_tier:
         yield _handle_missing_file(entry, catalogue, folders, repair=repair)
-    elif entry.tier not in copies:
-        tier, file_status = next(iter(copies.items()))
+    elif entry.tier not in status_by_tier:
+        tier, file_status = next(iter(status_by_tier.items()))
         yield TierFinding(FindingKind.ELSEWHERE, name, tier, f"the catalogue had it in {entry.tier}", mended=repair)
         _record_file(catalogue, name, tier, file_status, repair=repair)
-    elif (copies[entry.tier].st_size, copies[entry.tier].st_nlink) != (entry.size_bytes, entry.links):
-        file_status = copies[entry.tier]
+    elif (status_by_tier[entry.tier].st_size, status_by_tier[entry.tier].st_nlink) != (entry.size_bytes, entry.links):
+        file_status = status_by_tier[entry.tier]
         text = (
             f"the file has {file_status.st_size} bytes and {file_status.st_nlink} hard links; "
             f"the catalogue had {entry.size_bytes} bytes and {entry.links} hard links"
@@ -176,5 +178,5 @@ def _stat_regular_file(folder: TierFolder, name: str) -> os.stat_result | None:
 
 
 def _is_migration_in_progress(folders: Mapping[str, TierFolder]) -> bool:
-    """Return whether a migration is in progress, during which a file may briefly have its name in two tiers."""
+    """Return whether a migration is in progress, during which two tiers may briefly have a file of the same name."""
     return any(list_recorded_ids(folder) for folder in folders.values())

@@ -2,7 +2,7 @@
 
 The default tiers come from a requirements document, the "GDS integration update": /nvme for files with 100 accesses or
 more, /ssd for 10 to 99, /hdd for fewer. That document also states the speed of each tier. gdrkit uses these speeds only
-in the output of ``gdrkit tiers bench``, beside the measured ones.
+in the output of ``gdrkit tiers bench``, beside the measured speeds.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DefaultTier:
     rate_gb_per_s, latency_us : float
         Stated rate in 10**9 bytes per second, and stated latency in microseconds.
     direct : bool
-        Whether the update states a direct path to device memory.
+        Whether the document states a direct path to device memory.
     """
 
     directory: str
@@ -110,7 +110,8 @@ class Configuration:
     half_life_s : float
         Half-life of an access, in seconds: an access of this age counts half.
     hysteresis : float
-        Fraction of `accesses_min` that a file in a tier may lose before it leaves the tier, from 0 to less than 1.
+        Fraction by which the heat of a file may fall below `accesses_min` of its tier before the file leaves the tier,
+        from 0 to less than 1.
     headroom : float
         Fraction of a tier that stays free, from 0 to less than 1.
     landing : str
@@ -123,7 +124,7 @@ class Configuration:
     Raises
     ------
     UsageError
-        A value is invalid. The message names it.
+        A value is invalid. The message names the parameter.
     """
 
     tiers: tuple[Tier, ...]
@@ -160,7 +161,7 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class _TierSettings:
-    """The settings of one tier, as the TOML file or an argument states them."""
+    """The settings of one tier as the user wrote them, in the TOML file or in an argument."""
 
     name: str
     directory: str
@@ -194,7 +195,7 @@ class _TomlFile:
 
 @dataclass(frozen=True, slots=True)
 class _FileSettings:
-    """The settings of a TOML file, with absolute paths. `parameters` are fields of :class:`Configuration`."""
+    """The settings of a TOML file, with absolute paths. `parameters` are keyword arguments for Configuration."""
 
     tiers: tuple[_TierSettings, ...] = ()
     catalogue: str | None = None
@@ -215,23 +216,25 @@ def configure(
     file : Path or None
         A TOML file. None: the file that ``GDRKIT_TIERS_CONFIG`` names, if it is set.
     tiers : sequence of str
-        ``NAME=DIRECTORY[,capacity=SIZE][,accesses_min=N]``, fastest first. Empty: the value of ``GDRKIT_TIERS``, where
-        tiers are separated by blanks or ``;``.
+        A text ``NAME=DIRECTORY[,capacity=SIZE][,accesses_min=N]`` for each tier, fastest first. Empty: the value of
+        ``GDRKIT_TIERS``, where tiers are separated by blanks or ``;``, else the tiers of the TOML file, else
+        `DEFAULT_TIERS`.
     catalogue : Path or None
-        Folder of the catalogue. None: the value of ``GDRKIT_TIERS_CATALOGUE``.
+        Folder of the catalogue. None: the value of ``GDRKIT_TIERS_CATALOGUE``, else the folder in the TOML file, else a
+        folder in the fastest tier.
     environ : mapping
         The environment variables.
 
     Raises
     ------
     UsageError
-        A setting is invalid. The message names it.
+        A setting is invalid. The message names the setting.
     """
     path = file or (Path(environ[_CONFIG_VARIABLE]) if environ.get(_CONFIG_VARIABLE) else None)
     settings = _read_file(path) if path else _FileSettings()
     tier_texts = tiers or re.split(r"[;\s]+", environ.get(_TIERS_VARIABLE, "").strip())
-    tiers_of_caller = tuple(_parse_tier(text) for text in tier_texts if text)
-    configured_tiers = _apply_defaults(tiers_of_caller or settings.tiers)
+    overriding_tiers = tuple(_parse_tier(text) for text in tier_texts if text)
+    configured_tiers = _apply_defaults(overriding_tiers or settings.tiers)
     folder = (
         catalogue
         or environ.get(_CATALOGUE_VARIABLE)
@@ -250,23 +253,23 @@ def override_run(
     quiet_hours: Sequence[str] | None = None,
     watch: str | None = None,
 ) -> RunSettings:
-    """Return the settings with the values that are not None.
+    """Return `settings` with the given values. A value of None changes nothing.
 
     Parameters
     ----------
     settings : RunSettings
-        The settings that give all other values.
+        The settings to change.
     interval_s, watch
         See :class:`~gdrkit.tiers.schedule.RunSettings`.
     rate : str, int or None
         Size that may be copied per second, such as ``200 MiB``.
     quiet_hours : sequence of str or None
-        Times of day, such as ``08:00-18:30``.
+        Periods of the day, such as ``08:00-18:30``.
 
     Raises
     ------
     UsageError
-        A value is invalid. The message names it.
+        A value is invalid. The message names the parameter.
     """
     changes: dict[str, Any] = {"interval_s": interval_s, "watch": watch}
     changes["rate_bytes_per_s"] = None if rate is None else parse_size(rate)
@@ -283,11 +286,11 @@ def parse_size(text: str | int) -> int:
         The text is not a size.
     """
     match = _SIZE_PATTERN.fullmatch(str(text).strip())
-    unit = _UNIT_BYTES.get(match[2].upper()) if match else None
-    if match is None or unit is None:
-        message = f"a size must be a number with a unit, such as 900GiB, 1.5TB or 4096, not {str(text)[:40]!r}"
+    unit_bytes = _UNIT_BYTES.get(match[2].upper()) if match else None
+    if match is None or unit_bytes is None:
+        message = f"a size must be a number, with or without a unit (900GiB, 1.5TB, 4096), not {str(text)[:40]!r}"
         raise UsageError(message)
-    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    return int(float(match[1]) * unit_bytes) if "." in match[1] else int(match[1]) * unit_bytes
 
 
 def _read_file(path: Path) -> _FileSettings:
@@ -300,8 +303,8 @@ def _read_file(path: Path) -> _FileSettings:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         message = f"{path} is not valid TOML: {error}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
-    keys = ("half_life_s", "hysteresis", "headroom", "landing", "timeout_ms")
-    parameters = {key: getattr(contents, key) for key in keys if getattr(contents, key) is not None}
+    names = ("half_life_s", "hysteresis", "headroom", "landing", "timeout_ms")
+    parameters = {name: getattr(contents, name) for name in names if getattr(contents, name) is not None}
     run = contents.run
     parameters["run"] = override_run(
         RunSettings(), interval_s=run.interval_s, rate=run.rate_per_s, quiet_hours=run.quiet_hours, watch=run.watch
@@ -315,29 +318,29 @@ def _read_file(path: Path) -> _FileSettings:
 
 def _parse_tier(text: str) -> _TierSettings:
     """Return the settings of one tier, from a text NAME=DIRECTORY[,capacity=SIZE][,accesses_min=N]."""
-    name, equals_sign, value = text.partition("=")
-    directory, *options = value.split(",")
-    values = dict(option.partition("=")[::2] for option in options)
-    unknown_options = values.keys() - {"capacity", "accesses_min"}
+    name, equals_sign, directory_and_options = text.partition("=")
+    directory, *option_texts = directory_and_options.split(",")
+    options = dict(option_text.partition("=")[::2] for option_text in option_texts)
+    unknown_options = options.keys() - {"capacity", "accesses_min"}
     if unknown_options:
-        names = ", ".join(sorted(unknown_options))
-        message = f"the options of a tier must be capacity or accesses_min, not {names} ({text!r})"
+        option_names = ", ".join(sorted(unknown_options))
+        message = f"the options of a tier must be capacity or accesses_min, not {option_names} ({text!r})"
         raise UsageError(message)
     if not equals_sign or not directory:
         message = f"a tier must be NAME=DIRECTORY[,capacity=SIZE][,accesses_min=N], not {text!r}"
         raise UsageError(message)
-    accesses_min = values.get("accesses_min")
+    accesses_min = options.get("accesses_min")
     if accesses_min is not None and not accesses_min.isdecimal():
         message = f"accesses_min must be a number of accesses, not {accesses_min!r} ({text!r})"
         raise UsageError(message)
-    return _TierSettings(name, directory, None if accesses_min is None else int(accesses_min), values.get("capacity"))
+    return _TierSettings(name, directory, None if accesses_min is None else int(accesses_min), options.get("capacity"))
 
 
 def _apply_defaults(tiers: tuple[_TierSettings, ...]) -> tuple[Tier, ...]:
     """Return the configured tiers, or the default tiers if none is configured, with the defaults for missing values."""
     settings = tiers or tuple(_TierSettings(name, default.directory) for name, default in DEFAULT_TIERS.items())
     accesses_min_by_position = [default.accesses_min for default in DEFAULT_TIERS.values()]
-    result = []
+    configured_tiers = []
     for position, tier in enumerate(settings):
         accesses_min = tier.accesses_min
         if accesses_min is None:
@@ -351,8 +354,8 @@ def _apply_defaults(tiers: tuple[_TierSettings, ...]) -> tuple[Tier, ...]:
                 message = f"tier {tier.name!r} must have accesses_min, because it has no default"
                 raise UsageError(message, what_to_do="add accesses_min, e.g. 100 for the hottest files")
         capacity_bytes = None if tier.capacity is None else parse_size(tier.capacity)
-        result.append(Tier(tier.name, Path(tier.directory), accesses_min, capacity_bytes))
-    return tuple(result)
+        configured_tiers.append(Tier(tier.name, Path(tier.directory), accesses_min, capacity_bytes))
+    return tuple(configured_tiers)
 
 
 def _check_configuration(configuration: Configuration) -> None:
@@ -363,7 +366,7 @@ def _check_configuration(configuration: Configuration) -> None:
         message = f"the names of tiers must differ and consist of letters, digits, '.', '-' and '_', not {names}"
         raise UsageError(message)
     if thresholds != sorted(thresholds, reverse=True) or thresholds[-1] != 0:
-        message = f"accesses_min must decrease from tier to tier and be 0 for the last tier, not {thresholds}"
+        message = f"accesses_min must not increase from tier to tier, and must be 0 for the last tier, not {thresholds}"
         raise UsageError(message)
     folders = [tier.directory.resolve() for tier in configuration.tiers]
     if any(first == second or first in second.parents for first, second in itertools.permutations(folders, 2)):

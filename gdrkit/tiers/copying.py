@@ -69,13 +69,13 @@ def copy_data(
     os.ftruncate(copy_fd, size_bytes)
     digest = hashlib.blake2b()
     memory = _allocate_buffer()
-    for begin, length in _list_chunks(source_fd, size_bytes, chunk_bytes):
-        on_chunk(begin, length)
+    for offset, length in _list_chunks(source_fd, size_bytes, chunk_bytes):
+        on_chunk(offset, length)
         chunk = memory[:length]
-        _read(source_fd, chunk, begin)
-        digest.update(b"%d:" % begin)
+        _read(source_fd, chunk, offset)
+        digest.update(b"%d:" % offset)
         digest.update(chunk)
-        _write(copy_fd, chunk, begin)
+        _write(copy_fd, chunk, offset)
     on_chunk(size_bytes, 0)
     return digest.digest()
 
@@ -90,10 +90,9 @@ def compute_copy_digest(
 ) -> bytes:
     """Read a synced copy and return its digest.
 
-    The kernel is advised to drop the copy from the page cache, so that the bytes come from the disk.
-
-    The digest covers the same chunks as in :func:`copy_data`, which also describes the parameters. Where the source has
-    a hole, the copy must have zeros.
+    The kernel is advised to drop the copy from the page cache, so that the bytes come from the disk. The digest covers
+    the same chunks as the digest of :func:`copy_data`, so the two are equal if the copy is correct. Where the source
+    has a hole, the copy must have zeros. For the parameters see :func:`copy_data`.
 
     Raises
     ------
@@ -102,17 +101,17 @@ def compute_copy_digest(
     """
     os.posix_fadvise(copy_fd, 0, 0, os.POSIX_FADV_DONTNEED)
     digest = hashlib.blake2b()
-    end = 0
+    previous_end = 0
     memory = _allocate_buffer()
-    for begin, length in _list_chunks(source_fd, size_bytes, chunk_bytes):
-        on_chunk(begin, length)
-        _check_zero(copy_fd, end, begin, memory)
-        end = begin + length
+    for offset, length in _list_chunks(source_fd, size_bytes, chunk_bytes):
+        on_chunk(offset, length)
+        _check_zero(copy_fd, previous_end, offset, memory)
+        previous_end = offset + length
         chunk = memory[:length]
-        _read(copy_fd, chunk, begin)
-        digest.update(b"%d:" % begin)
+        _read(copy_fd, chunk, offset)
+        digest.update(b"%d:" % offset)
         digest.update(chunk)
-    _check_zero(copy_fd, end, size_bytes, memory)
+    _check_zero(copy_fd, previous_end, size_bytes, memory)
     return digest.digest()
 
 
@@ -129,13 +128,13 @@ def find_first_difference(
     For the parameters see :func:`copy_data`.
     """
     source_memory, copy_memory = _allocate_buffer(), _allocate_buffer()
-    for begin, length in _list_chunks(source_fd, size_bytes, chunk_bytes):
-        on_chunk(begin, length)
-        _read(source_fd, source_memory[:length], begin)
-        _read(copy_fd, copy_memory[:length], begin)
-        mismatch = pattern.find_mismatch(source_memory[:length], copy_memory[:length])
-        if mismatch is not None:
-            return begin + mismatch
+    for offset, length in _list_chunks(source_fd, size_bytes, chunk_bytes):
+        on_chunk(offset, length)
+        _read(source_fd, source_memory[:length], offset)
+        _read(copy_fd, copy_memory[:length], offset)
+        mismatch_offset = pattern.find_mismatch(source_memory[:length], copy_memory[:length])
+        if mismatch_offset is not None:
+            return offset + mismatch_offset
     return None
 
 
@@ -152,13 +151,13 @@ def copy_attributes(source_fd: int, copy_fd: int, source_status: os.stat_result)
         os.fchown(copy_fd, source_status.st_uid, source_status.st_gid)
     # The mode must be set after the owner, because a change of owner clears set-user-id bits and capabilities.
     os.fchmod(copy_fd, stat.S_IMODE(source_status.st_mode))
-    for name in _list_copied_attributes(source_fd):
+    for name in _list_attributes_to_copy(source_fd):
         os.setxattr(copy_fd, name, os.getxattr(source_fd, name))
     os.utime(copy_fd, ns=(source_status.st_atime_ns, source_status.st_mtime_ns))
 
 
 def preserve_access_time(descriptor: int) -> None:
-    """Set O_NOATIME, so that reads do not change the access time, if this user owns the file."""
+    """Set O_NOATIME, so that reads do not change the access time. Do nothing if this user may not set it."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_NOATIME)
     except PermissionError:
@@ -172,7 +171,7 @@ def _list_chunks(source_fd: int, size_bytes: int, chunk_bytes: int) -> Iterator[
             yield offset, min(chunk_bytes, end - offset)
 
 
-def _list_copied_attributes(descriptor: int) -> list[str]:
+def _list_attributes_to_copy(descriptor: int) -> list[str]:
     try:
         return [name for name in os.listxattr(descriptor) if name not in _LOCATION_ATTRIBUTES]
     except OSError as error:
@@ -182,17 +181,17 @@ def _list_copied_attributes(descriptor: int) -> list[str]:
 
 
 def _allocate_buffer() -> memoryview:
-    """Return a page-aligned buffer, for file systems that copy whole pages by reference."""
+    """Return a page-aligned buffer, because some file systems pass on whole pages without copying them."""
     return memoryview(mmap.mmap(-1, CHUNK_BYTES))
 
 
 def _read(descriptor: int, chunk: memoryview, offset: int) -> None:
     read_bytes = 0
     while read_bytes < len(chunk):
-        count = os.preadv(descriptor, [chunk[read_bytes:]], offset + read_bytes)
-        if count == 0:
+        new_bytes = os.preadv(descriptor, [chunk[read_bytes:]], offset + read_bytes)
+        if new_bytes == 0:
             raise busy_error("read", "the file became shorter", offset_bytes=offset + read_bytes)
-        read_bytes += count
+        read_bytes += new_bytes
 
 
 def _write(descriptor: int, chunk: memoryview, offset: int) -> None:
@@ -202,13 +201,13 @@ def _write(descriptor: int, chunk: memoryview, offset: int) -> None:
 
 
 def _check_zero(descriptor: int, begin: int, end: int, memory: memoryview) -> None:
-    """Raise an error (EIO) if the range contains a byte that is not zero."""
+    """Raise an error (EIO) if a byte from `begin` to `end` is not zero. `memory` is the buffer for the reads."""
     offset = begin
     while offset < end:
         try:
             offset = os.lseek(descriptor, offset, os.SEEK_DATA)
         except OSError as seek_error:
-            # ENXIO: no data follows. EINVAL: the file system does not support SEEK_DATA.
+            # ENXIO: no data follows. EINVAL: the file system does not support SEEK_DATA, so every byte is read.
             if seek_error.errno == errno.ENXIO:
                 return
             if seek_error.errno != errno.EINVAL:

@@ -2,7 +2,7 @@
 
 The database is the file ``catalogue-N.sqlite`` with the largest N. A process that has an older file open switches to
 the newest one at its next call. A damaged file is never renamed or removed: another process may have it open, and
-SQLite finds the log of a database by the name of the database.
+SQLite finds the write-ahead log of a database by the name of the database.
 
 The clock is the host's clock without backward steps. If an administrator sets the host's clock back, the clock of the
 catalogue continues from its latest value. Otherwise, all accesses would seem more recent, so the heat of all files (the
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Database"]
 
-_FILE_NAME = re.compile(r"catalogue-(\d{6})\.sqlite")
-# Interval between two attempts to get the lock, in seconds.
+_FILE_NAME_PATTERN = re.compile(r"catalogue-(\d{6})\.sqlite")
+# Interval between two attempts to lock the folder, in seconds.
 _LOCK_INTERVAL_S = 0.02
-# Shortest time to wait for another process that rebuilds the catalogue, in seconds.
+# Least time to wait for another process that rebuilds the catalogue, in seconds, even if the configured timeout is
+# shorter.
 _REBUILD_TIMEOUT_S_MIN = 60.0
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,11 @@ class Database(ABC):
         Longest time to wait for locks of other processes, in milliseconds.
     clock : callable
         Function that returns the seconds since 1970.
+
+    Attributes
+    ----------
+    was_rebuilt : bool
+        Whether this object has created a database from the files on disk.
 
     Raises
     ------
@@ -91,7 +97,7 @@ class Database(ABC):
 
     @abstractmethod
     def fill(self) -> None:
-        """Fill a new, empty database with the files on disk, in one transaction."""
+        """Fill a new, empty database with the files on disk. The caller has begun a transaction."""
 
     @property
     def path(self) -> Path:
@@ -99,7 +105,7 @@ class Database(ABC):
         return self._make_path(self._file_number)
 
     def new_connection(self) -> Connection:
-        """Return a separate connection to the same database, which sorts on disk. The caller closes it."""
+        """Return a separate connection, which sorts on disk, to the same database. The caller closes the connection."""
         with self.locked_connection("connect"):
             return connect(self.path, timeout_ms=self._timeout_ms, sorts_on_disk=True)
 
@@ -140,7 +146,7 @@ class Database(ABC):
     def locked_connection(self, operation: str, **arguments: object) -> Iterator[Connection]:
         """Yield the connection, which no other thread can use during the block.
 
-        Errors of SQLite are raised as :class:`ApiError`. `operation` and `arguments` describe the call in them.
+        Errors of SQLite are raised as :class:`ApiError`, which shows `operation` and `arguments`.
         """
         with self._lock:
             if self._file_number < 0:
@@ -172,10 +178,10 @@ class Database(ABC):
             connection = connect(path, timeout_ms=self._timeout_ms)
             try:
                 with convert_sqlite_errors("open catalogue", catalogue=str(path)):
-                    row = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
-                    if row != (FORMAT_VERSION,):
+                    format_row = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
+                    if format_row != (FORMAT_VERSION,):
                         return False
-                    connection.execute(CREATE_ROUTES)
+                    connection.execute(CREATE_ROUTES)  # Older catalogues do not have this table.
                     self._set_half_life(connection)
             except BaseException:
                 connection.close()
@@ -241,20 +247,21 @@ class Database(ABC):
             connection.execute("UPDATE meta SET value = ? WHERE key = 'half_life_s'", (self._half_life_s,))
             return
         with transaction(connection):
+            # A score is log2(heat) plus the time in half-lives. The heat stays, so only the second term changes.
             now_s = self.read_clock(connection, store=True) * self._half_life_s
             score_shift = now_s / self._half_life_s - now_s / old_half_life_s
             connection.execute("UPDATE files SET score = score + ?", (score_shift,))
             connection.execute("UPDATE meta SET value = ? WHERE key = 'half_life_s'", (self._half_life_s,))
 
     def read_clock(self, connection: Connection, *, store: bool) -> float:
-        """Return the time since 1970 in half-lives. With `store`, also write the clock to the database.
+        """Return the time since 1970 in half-lives.
 
-        With `store`, the caller must have begun a transaction.
+        With `store`, also write the clock to the database. The caller must then have begun a transaction.
         """
         rows = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('wall_s', 'offset_s')").fetchall())
-        wall_s, last_s, offset_s = self._clock(), float(rows["wall_s"]), float(rows["offset_s"])
-        # If the host's clock was set back, continue from its latest value.
-        offset_s += max(0.0, last_s - wall_s)
+        wall_s, stored_wall_s, offset_s = self._clock(), float(rows["wall_s"]), float(rows["offset_s"])
+        # If the host's clock was set back, the clock of the catalogue continues from the stored time.
+        offset_s += max(0.0, stored_wall_s - wall_s)
         if store:
             connection.execute("UPDATE meta SET value = ? WHERE key = 'wall_s'", (wall_s,))
             connection.execute("UPDATE meta SET value = ? WHERE key = 'offset_s'", (offset_s,))
@@ -283,7 +290,9 @@ class Database(ABC):
 
     def _list_file_numbers(self) -> list[int]:
         """Return the numbers of the databases in the folder, in ascending order."""
-        return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _FILE_NAME.fullmatch(path.name)))
+        return sorted(
+            int(match[1]) for path in self.folder.iterdir() if (match := _FILE_NAME_PATTERN.fullmatch(path.name))
+        )
 
     def _make_path(self, file_number: int) -> Path:
         return self.folder / (f"catalogue-{file_number:06}.sqlite" if file_number else "catalogue.new")

@@ -26,7 +26,7 @@ class FindingKind(enum.Enum):
     CHANGED = "changed"
     """The size of the file, or the number of its hard links, differs from the catalogue."""
     TWICE = "twice"
-    """Two tiers have a file of that name. gdrkit uses the file in the tier that the catalogue states."""
+    """Two tiers have a file of this name. gdrkit uses the file in the tier that the catalogue states."""
     FOREIGN = "foreign"
     """The name belongs to a symbolic link, a device or another special file. gdrkit does not touch it."""
     KEPT = "kept"
@@ -42,9 +42,10 @@ class TierFinding:
     kind : FindingKind
         Type of the finding.
     name, tier : str
-        Name of the file and of its tier. For a finding about the catalogue: its path and an empty string.
+        Name of the file and of its tier. A finding about the catalogue has the path of the catalogue and an empty
+        string.
     text : str
-        Details, for people.
+        Details in words, for the administrator.
     mended : bool
         Whether the command has repaired the difference.
     """

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-__all__ = ["FOLDERS", "TierFolder"]
+__all__ = ["OWN_SUBFOLDERS", "TierFolder"]
 
 # The folders in ``.gdrkit-tiers``.
-FOLDERS = ("incoming", "moves", "retired", "kept")
+OWN_SUBFOLDERS = ("incoming", "moves", "retired", "kept")
 _OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Number of bytes of ``tier.json`` that are read.
+# Largest number of bytes of ``tier.json`` that are read.
 _IDENTITY_BYTES_MAX = 4096
 # Mode of gdrkit's own folders.
 _PRIVATE_MODE = 0o700
@@ -60,7 +60,7 @@ class TierFolder:
         The identity in ``tier.json``. None: the file does not exist, or this user cannot read it. The constructor does
         not create the file, because the folder may be the mount point of a file system that is not mounted; see
         :meth:`claim`.
-    root : int
+    root_fd : int
         Descriptor of the folder.
 
     Raises
@@ -78,7 +78,7 @@ class TierFolder:
         self._own_folder_fds: dict[str, int] = {}
         self._is_closed = False
         with convert_os_errors("open tier", tier=name, directory=str(directory)):
-            self.root = self._close_later(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            self.root_fd = self._close_later(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         try:
             with convert_os_errors("open tier", tier=name, directory=str(directory)):
                 self.identity = self._read_identity()
@@ -87,8 +87,8 @@ class TierFolder:
             raise
         self._handle = Handle("tiers.folder")
 
-    def own_folder(self, folder: str = "") -> int:
-        """Return a descriptor of the ``.gdrkit-tiers`` folder, or of a folder in it. Create the folder if needed.
+    def own_folder_fd(self, subfolder: str = "") -> int:
+        """Return a descriptor of the ``.gdrkit-tiers`` folder or of a subfolder in it. Create a missing folder.
 
         This object closes the descriptor in :meth:`close`.
 
@@ -97,16 +97,16 @@ class TierFolder:
         OSError
             The folder cannot be created: EROFS, ENOSPC ...
         """
-        if folder not in self._own_folder_fds:
-            parent_fd = self.own_folder() if folder else self.root
+        if subfolder not in self._own_folder_fds:
+            parent_fd = self.own_folder_fd() if subfolder else self.root_fd
             with contextlib.suppress(FileExistsError):
-                os.mkdir(folder or OWN_FOLDER, _PRIVATE_MODE, dir_fd=parent_fd)
-        return self._find_own_folder(folder)
+                os.mkdir(subfolder or OWN_FOLDER, _PRIVATE_MODE, dir_fd=parent_fd)
+        return self._open_own_folder(subfolder)
 
-    def find_own_folder(self, folder: str = "") -> int | None:
-        """Return the descriptor of :meth:`own_folder`, or None if the folder does not exist or cannot be opened."""
+    def find_own_folder_fd(self, subfolder: str = "") -> int | None:
+        """Return the descriptor of :meth:`own_folder_fd`, or None if the folder does not exist or cannot be opened."""
         try:
-            return self._find_own_folder(folder)
+            return self._open_own_folder(subfolder)
         except OSError as error:
             if error.errno in {errno.EROFS, errno.EACCES, errno.ENOENT}:
                 return None
@@ -116,13 +116,13 @@ class TierFolder:
     def is_claimed(self) -> bool:
         """Whether the ``.gdrkit-tiers`` folder exists, even if this user cannot open it."""
         try:
-            os.stat(OWN_FOLDER, dir_fd=self.root, follow_symlinks=False)
+            os.stat(OWN_FOLDER, dir_fd=self.root_fd, follow_symlinks=False)
         except FileNotFoundError:
             return False
         return True
 
     def claim(self) -> None:
-        """Give a folder without an identity the identity of this tier. A folder that is not writable is left unchanged.
+        """Create gdrkit's own folders, and the identity if there is none. A read-only folder is left unchanged.
 
         Raises
         ------
@@ -133,51 +133,53 @@ class TierFolder:
         """
         with convert_os_errors("open tier", tier=self.name, directory=str(self.directory)):
             try:
-                own_folder_fd = self.own_folder()
-                # All folders are created now, because a full file system still accepts entries in existing folders.
-                for subfolder in FOLDERS:
-                    self.own_folder(subfolder)
+                own_folder_fd = self.own_folder_fd()
+                # All folders are created now: on a full file system, no folder can be created, but an existing one gets
+                # new entries.
+                for subfolder in OWN_SUBFOLDERS:
+                    self.own_folder_fd(subfolder)
                 if self.identity is None:
                     document = {"tier": self.name, "identity": uuid.uuid4().hex}
                     _write_once(own_folder_fd, "tier.json", json.dumps(document) + "\n")
-                    os.fsync(self.root)
+                    os.fsync(self.root_fd)
             except OSError as error:
                 if error.errno not in {errno.EROFS, errno.EACCES}:
                     raise
                 return
             self.identity = self._read_identity()
 
-    def list_own_folder(self, folder: str) -> list[str]:
+    def list_own_folder(self, subfolder: str) -> list[str]:
         """Return the names in one of gdrkit's own folders. The list is empty if the folder does not exist."""
-        descriptor = self.find_own_folder(folder)
+        descriptor = self.find_own_folder_fd(subfolder)
         return [] if descriptor is None else sorted(os.listdir(descriptor))  # noqa: PTH208 - pathlib has no descriptors.
 
     @contextlib.contextmanager
     def open_parent(self, name: str, *, create_like: TierFolder | None = None) -> Iterator[tuple[int, str]]:
-        """Open the folder of a file. Yield its descriptor and the last part of the name.
+        """Open the folder of a file. Yield the descriptor of the folder, and the last part of the file's name.
 
         Parameters
         ----------
         name : str
             Name of a file.
         create_like : TierFolder or None
-            If given, missing folders are created. They get the modes and owners of the same folders in this tier.
+            If given, missing folders are created, with the modes and owners that the same folders have in
+            `create_like`.
 
         Raises
         ------
         OSError
             ENOENT: the folder does not exist. ELOOP or ENOTDIR: a part is a symbolic link.
         """
-        *folders, base_name = name.split("/")
+        *folder_names, base_name = name.split("/")
         with contextlib.ExitStack() as stack:
-            parent_fd, model_fd = self.root, create_like.root if create_like else None
-            for part in folders:
+            parent_fd, model_fd = self.root_fd, create_like.root_fd if create_like else None
+            for folder_name in folder_names:
                 if create_like is not None:
-                    model_fd = None if model_fd is None else _open_folder(model_fd, part)
+                    model_fd = None if model_fd is None else _try_open_folder(model_fd, folder_name)
                     if model_fd is not None:
                         stack.callback(os.close, model_fd)
-                    _create_folder(parent_fd, part, model_fd)
-                parent_fd = os.open(part, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
+                    _create_folder(parent_fd, folder_name, model_fd)
+                parent_fd = os.open(folder_name, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
                 stack.callback(os.close, parent_fd)
             yield parent_fd, base_name
 
@@ -196,9 +198,9 @@ class TierFolder:
             # The type is checked before the file is opened, because open of a FIFO would block.
             path_fd = os.open(base_name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
         try:
-            mode = os.fstat(path_fd).st_mode
-            if not stat.S_ISREG(mode):
-                raise OSError(errno.ELOOP if stat.S_ISLNK(mode) else errno.EISDIR, "not a regular file")
+            file_mode = os.fstat(path_fd).st_mode
+            if not stat.S_ISREG(file_mode):
+                raise OSError(errno.ELOOP if stat.S_ISLNK(file_mode) else errno.EISDIR, "not a regular file")
             # If a migration holds a lease on the file, an open for writing blocks here. The migration detects that the
             # lease is being broken, fails, and releases the lease.
             return os.open(f"/proc/self/fd/{path_fd}", flags & ~os.O_NOFOLLOW)
@@ -216,8 +218,8 @@ class TierFolder:
             raise
 
     def free_bytes(self) -> int:
-        """Return the free space of the file system that ordinary users may fill, in bytes."""
-        file_system_status = os.fstatvfs(self.root)
+        """Return the space in bytes that users other than root can still fill on the file system."""
+        file_system_status = os.fstatvfs(self.root_fd)
         return file_system_status.f_bavail * file_system_status.f_frsize
 
     @contextlib.contextmanager
@@ -230,11 +232,11 @@ class TierFolder:
         Yields
         ------
         bool
-            Whether this process has the lock. A call for the exclusive lock does not wait; it yields False if the lock
-            is held.
+            Whether this process has the lock. A call for the exclusive lock does not wait, but yields False if another
+            process has the lock.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock_fd = os.open("lock", flags, 0o600, dir_fd=self.own_folder())
+        lock_fd = os.open("lock", flags, 0o600, dir_fd=self.own_folder_fd())
         try:
             try:
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
@@ -246,7 +248,9 @@ class TierFolder:
             os.close(lock_fd)
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield every file of the user, regular or not. Symbolic links are not followed, and folders are not yielded.
+        """Yield every file of the tier, regular or not, except those in gdrkit's own folder and in ``lost+found``.
+
+        Symbolic links are yielded, but not followed. Folders are not yielded.
 
         Yields
         ------
@@ -256,9 +260,9 @@ class TierFolder:
         reserved_names = {OWN_FOLDER, LOST_AND_FOUND}
         pending_folders = [""]
         while pending_folders:
-            prefix = pending_folders.pop()
+            folder_name = pending_folders.pop()
             try:
-                folder_fd = self._open_folder(prefix)
+                folder_fd = self._open_folder(folder_name)
             except (FileNotFoundError, NotADirectoryError):
                 continue  # Another process has just removed the folder.
             try:
@@ -269,9 +273,9 @@ class TierFolder:
             finally:
                 os.close(folder_fd)
             for base_name, file_status in children:
-                name = f"{prefix}/{base_name}" if prefix else base_name
+                name = f"{folder_name}/{base_name}" if folder_name else base_name
                 if stat.S_ISDIR(file_status.st_mode):
-                    if prefix or base_name not in reserved_names:
+                    if folder_name or base_name not in reserved_names:
                         pending_folders.append(name)
                 else:
                     yield name, file_status
@@ -285,20 +289,20 @@ class TierFolder:
 
     def _open_folder(self, name: str) -> int:
         if not name:
-            return os.open(".", _OPEN_FOLDER_FLAGS, dir_fd=self.root)
+            return os.open(".", _OPEN_FOLDER_FLAGS, dir_fd=self.root_fd)
         with self.open_parent(name) as (parent_fd, base_name):
             return os.open(base_name, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
 
-    def _find_own_folder(self, folder: str) -> int:
-        if folder not in self._own_folder_fds:
-            parent_fd = self._find_own_folder("") if folder else self.root
-            descriptor = os.open(folder or OWN_FOLDER, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
-            self._own_folder_fds[folder] = self._close_later(descriptor)
-        return self._own_folder_fds[folder]
+    def _open_own_folder(self, subfolder: str) -> int:
+        if subfolder not in self._own_folder_fds:
+            parent_fd = self._open_own_folder("") if subfolder else self.root_fd
+            descriptor = os.open(subfolder or OWN_FOLDER, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
+            self._own_folder_fds[subfolder] = self._close_later(descriptor)
+        return self._own_folder_fds[subfolder]
 
     def _read_identity(self) -> str | None:
         """Return the identity of the tier, or None if the folder does not state it or this user cannot read it."""
-        own_folder_fd = self.find_own_folder()
+        own_folder_fd = self.find_own_folder_fd()
         try:
             document = None if own_folder_fd is None else _read_tier_json(own_folder_fd)
         except PermissionError:
@@ -311,7 +315,7 @@ class TierFolder:
         return str(document.get("identity"))
 
     def _close_later(self, descriptor: int) -> int:
-        """Return the descriptor, after registering it for :meth:`close`."""
+        """Register the descriptor, so that :meth:`close` closes it, and return it."""
         self._descriptors.push(lambda: os.close(descriptor))
         return descriptor
 
@@ -325,14 +329,14 @@ class TierFolder:
 
 
 def _skip_removed_entries(entries: Iterator[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries that still exist. The lstat(2) result of each is cached in the entry by this check."""
+    """Yield the entries that still exist. The check also stores the lstat(2) result in the entry, for later calls."""
     for entry in entries:
         with contextlib.suppress(FileNotFoundError):
             entry.stat(follow_symlinks=False)
             yield entry
 
 
-def _open_folder(parent_fd: int, name: str) -> int | None:
+def _try_open_folder(parent_fd: int, name: str) -> int | None:
     try:
         return os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
     except OSError:
@@ -341,17 +345,17 @@ def _open_folder(parent_fd: int, name: str) -> int | None:
 
 def _create_folder(parent_fd: int, name: str, model_fd: int | None) -> None:
     """Create a folder with the mode and owner of `model_fd`, and sync it. An existing folder is left unchanged."""
-    file_status = os.fstat(model_fd) if model_fd is not None else None
+    model_status = os.fstat(model_fd) if model_fd is not None else None
     try:
-        os.mkdir(name, 0o700 if file_status else 0o777, dir_fd=parent_fd)
+        os.mkdir(name, 0o700 if model_status else 0o777, dir_fd=parent_fd)
     except FileExistsError:
         return
-    if file_status is not None:
+    if model_status is not None:
         folder_fd = os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
         try:
             if os.geteuid() == 0:
-                os.fchown(folder_fd, file_status.st_uid, file_status.st_gid)
-            os.fchmod(folder_fd, stat.S_IMODE(file_status.st_mode))
+                os.fchown(folder_fd, model_status.st_uid, model_status.st_gid)
+            os.fchmod(folder_fd, stat.S_IMODE(model_status.st_mode))
         finally:
             os.close(folder_fd)
     os.fsync(parent_fd)
@@ -368,7 +372,9 @@ def _read_tier_json(own_folder_fd: int) -> dict[str, object] | None:
         document = json.loads(text)
     except ValueError as error:
         message = f"{OWN_FOLDER}/tier.json is not valid JSON"
-        raise UsageError(message, reason=Reason.MALFORMED, what_to_do="remove it; gdrkit writes a new one") from error
+        raise UsageError(
+            message, reason=Reason.MALFORMED, what_to_do="remove this file; gdrkit writes a new one"
+        ) from error
     return document if isinstance(document, dict) else {}
 
 
@@ -384,8 +390,8 @@ def _write_once(folder_fd: int, name: str, text: str) -> None:
         with contextlib.suppress(FileExistsError):
             os.link(temporary_name, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
     except PermissionError:
-        # The file system has no hard links, so the last writer wins. All processes read the file after they wrote it,
-        # so all use the identity of the last writer.
+        # The file system has no hard links, so a later writer replaces the file. Each process reads the file after it
+        # wrote it, so it uses the identity of a later writer that was faster.
         os.rename(temporary_name, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
     else:
         os.unlink(temporary_name, dir_fd=folder_fd)

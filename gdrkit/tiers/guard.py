@@ -82,8 +82,8 @@ class Guard:
 
     def _take_lease(self) -> bool:
         """Take a read lease on the file. Return False if leases are not possible here (see `_NO_LEASE_ERRNOS`)."""
-        # The kernel sends SIGURG when a program opens the file for writing. Processes ignore that signal by default;
-        # check() polls the lease instead.
+        # With F_SETSIG, the kernel sends SIGURG when a program opens the file for writing, and processes ignore SIGURG
+        # by default. (SIGIO, which the kernel sends without F_SETSIG, would end the process.) check() polls the lease.
         try:
             fcntl.fcntl(self.descriptor, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)

@@ -17,7 +17,7 @@ __all__ = ["NEVER_ACCESSED", "add_accesses_to_score", "heat", "least_score", "sc
 
 # The score of a file without accesses.
 NEVER_ACCESSED = -math.inf
-# A double has 53 significant bits: if a term is more than 2**60 times another one, their sum is the larger term.
+# A double has 53 significant bits. If the heat is above 2**60, the addition of a few accesses would not change it.
 _PRECISION_BITS = 60.0
 # Largest exponent for which `heat` computes a power of two. 2.0**1024 would overflow.
 _EXPONENT_MAX = 1000.0
@@ -42,7 +42,7 @@ def add_accesses_to_score(score: float, *, accesses: int, at_half_lives: float) 
 
 
 def least_score(accesses_min: int, *, at_half_lives: float, share: float = 1.0) -> float:
-    """Return the least score with which a file's heat reaches `accesses_min` times `share` at the time `at_half_lives`.
+    """Return the least score of a file whose heat is at least `accesses_min` times `share` at the time `at_half_lives`.
 
     The first accesses of a file have already lost a little weight when the last one happens. Therefore half an access
     is subtracted: with `accesses_min` 100, a file gets this score at its 100th access.

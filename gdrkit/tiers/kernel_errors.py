@@ -31,7 +31,7 @@ _REASON_BY_ERRNO = {
     errno.EOPNOTSUPP: Reason.NOT_SUPPORTED,
 }
 _ADVICE_BY_ERRNO = {
-    errno.ENOSPC: "free space in that tier: gdrkit tiers migrate, or a smaller capacity in its configuration",
+    errno.ENOSPC: "free space in that tier: run gdrkit tiers migrate, or configure a smaller capacity for it",
     errno.EDQUOT: "free space in that tier, or request a larger quota",
     errno.EACCES: "give this user read and write permission for the tier",
     errno.EPERM: "give this user the permission, or run as root",
@@ -40,8 +40,8 @@ _ADVICE_BY_ERRNO = {
     errno.ELOOP: "a name in a tier must not contain a symbolic link",
     errno.ENOTDIR: "a part of the name is a file, not a folder",
     errno.EISDIR: "name a file, not a folder",
-    errno.ENOENT: "gdrkit tiers check compares the catalogue with the tiers",
-    errno.EEXIST: "gdrkit tiers check lists the files that are in two tiers",
+    errno.ENOENT: "run gdrkit tiers check, which compares the catalogue with the tiers",
+    errno.EEXIST: "run gdrkit tiers check, which lists the files that are in two tiers",
 }
 
 
@@ -82,6 +82,6 @@ def convert_os_errors(operation: str, **arguments: object) -> Iterator[None]:
     try:
         yield
     except ApiError:
-        raise
+        raise  # An ApiError of the kernel is an OSError too, but needs no conversion.
     except OSError as error:
         raise kernel_error(error, operation, **arguments) from error

@@ -1,7 +1,7 @@
 """Search for a file in all tiers, while it may be migrating.
 
 The tier that the catalogue names is tried first, then all others, because the catalogue may be wrong. A migration
-creates the new name before it removes the old one, so the file has its name in at least one tier at any time.
+creates the name in the new tier before it removes the name from the old tier, so at least one tier has it at any time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["open_for_reading", "open_for_writing"]
 
-# A search misses an existing file if a migration meanwhile moves the file to a tier that was already searched. Each
-# further miss needs another migration, and a migration takes longer than all of these searches together. After
-# this number of misses, the file is treated as missing.
+# Number of searches without a result after which a file counts as missing. One search can miss an existing file, if a
+# migration meanwhile moves the file to a tier that was already searched. The next search can miss it only after another
+# migration, and a migration takes longer than all of these searches together.
 _SEARCHES_MAX = 16
 _NOT_FOUND_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR})
 
@@ -96,7 +96,7 @@ def _find_entry(name: str, catalogue: Catalogue) -> Entry | None:
         return None  # The catalogue is damaged or locked. The disks are searched instead.
 
 
-def _order_search(entry: Entry | None, folders: Mapping[str, TierFolder]) -> list[TierFolder]:
+def _list_in_search_order(entry: Entry | None, folders: Mapping[str, TierFolder]) -> list[TierFolder]:
     first_folders = [folders[entry.tier]] if entry is not None and entry.tier in folders else []
     return [*first_folders, *(folder for folder in folders.values() if folder not in first_folders)]
 
@@ -108,7 +108,7 @@ def _search_and_open(
     entry = None
     for _ in range(_SEARCHES_MAX):
         entry = _find_entry(name, catalogue)
-        tier_and_fd = _open_first(name, _order_search(entry, folders), flags)
+        tier_and_fd = _open_first(name, _list_in_search_order(entry, folders), flags)
         if tier_and_fd is not None:
             return entry, tier_and_fd
     return entry, None
@@ -126,7 +126,7 @@ def _open_first(name: str, tiers: Sequence[TierFolder], flags: int) -> tuple[Tie
 
 
 def _record_file(name: str, tier_and_fd: tuple[TierFolder, int], catalogue: Catalogue) -> None:
-    """Add a file that another program created to the catalogue. If the catalogue fails, the next open tries again."""
+    """Add a file that the catalogue does not have. If the catalogue fails, the next open of the file tries again."""
     tier, descriptor = tier_and_fd
     try:
         catalogue.record_file(name, tier.name, os.fstat(descriptor))
@@ -138,7 +138,7 @@ def _record_file(name: str, tier_and_fd: tuple[TierFolder, int], catalogue: Cata
 def _create_file(
     name: str, landing_tiers: Sequence[TierFolder], folders: Mapping[str, TierFolder], catalogue: Catalogue
 ) -> tuple[TierFolder, int] | None:
-    """Create a file in the first of these tiers. Return None if any tier already has a file of this name.
+    """Create a file in the first landing tier. Return None if any tier already has a file of this name.
 
     The write transaction of the catalogue excludes other processes that create files.
     """

@@ -1,7 +1,7 @@
-"""The tier manager: files by logical names, each in the tier that fits its use.
+"""The tier manager, which opens files by logical names and moves each file to the tier that fits its use.
 
 One manager serves a set of tiers. Several managers, in one or more processes, may use the same tiers and the same
-catalogue. When a manager is created, it recovers migrations of processes that died.
+catalogue. When a manager is created, it completes or undoes the migrations of processes that died.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gdrkit.errors import Api, ApiError, ClosedResource, DataMismatch, UsageErro
 from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.tiers.accesses import AccessCounter
 from gdrkit.tiers.catalogue import Catalogue, TierTotals
-from gdrkit.tiers.check import compare, fill_catalogue, find_kept_files
+from gdrkit.tiers.check import compare_with_disks, fill_catalogue, find_kept_files
 from gdrkit.tiers.finding import FindingKind, TierFinding
 from gdrkit.tiers.guard import lock_exclusive
 from gdrkit.tiers.kernel_errors import busy_error, convert_os_errors
@@ -109,8 +109,8 @@ class TierManager:
         name : str
             Relative name, without ``.`` and ``..``.
         mode : str
-            ``r`` to read, ``r+`` to read and write an existing file, ``a+`` to also create it. A file that is open for
-            writing is not migrated.
+            ``r`` to read, ``r+`` to read and write an existing file, ``a+`` to read and write a file that is created if
+            it does not exist. A file that is open for writing is not migrated.
 
         Raises
         ------
@@ -161,7 +161,7 @@ class TierManager:
         self.accesses.flush()
         entry = self.catalogue.find(name)
         if entry is None:
-            # The file may have been created outside gdrkit. Opening it adds it to the catalogue.
+            # The file may have been created outside gdrkit. The call adds such a file to the catalogue.
             with convert_os_errors("find", name=printable(name)):
                 _, descriptor = open_for_reading(name, self._tiers.folders, self.catalogue)
             os.close(descriptor)
@@ -243,15 +243,15 @@ class TierManager:
     def auto_tier(self, name: str, *, observe: Observer | None = None) -> str:
         """Move one file to the tier that its heat or its pin requires, and return the name of its tier.
 
-        If that tier is full, a pinned file stays where it is, and any other file gets the next slower tier with space.
-        Unlike :meth:`migrate`, this method moves no colder files away to make space.
+        If the required tier is full, a pinned file stays where it is, and any other file gets the next slower tier with
+        space. Unlike :meth:`migrate`, this method moves no colder files away to make space.
 
         Raises
         ------
         ApiError
             The file does not exist (ENOENT), or it was not moved; see :meth:`move`.
         """
-        entry, now = self.find(name), self.catalogue.now_half_lives()
+        entry, now_half_lives = self.find(name), self.catalogue.now_half_lives()
         totals = self.catalogue.totals()
         remaining_limits = [
             replace(tier, limit_bytes=tier.limit_bytes - total.allocated_bytes - total.coming_bytes + own_bytes)
@@ -260,8 +260,17 @@ class TierManager:
             # The space of the file in its current tier counts as free, so that the file can stay in a full tier.
             for own_bytes in (entry.allocated_bytes if tier.name == entry.tier else 0,)
         ]
-        row = FileRow(0, entry.tier, entry.allocated_bytes, entry.score, entry.pinned, entry.links)
-        for decision in decide([row], remaining_limits, now_half_lives=now, hysteresis=self.configuration.hysteresis):
+        row = FileRow(
+            id=0,  # The ID is not used here.
+            tier=entry.tier,
+            allocated_bytes=entry.allocated_bytes,
+            score=entry.score,
+            pinned=entry.pinned,
+            links=entry.links,
+        )
+        for decision in decide(
+            [row], remaining_limits, now_half_lives=now_half_lives, hysteresis=self.configuration.hysteresis
+        ):
             self.move(name, decision.destination, observe=observe)
             return decision.destination
         return entry.tier
@@ -290,7 +299,8 @@ class TierManager:
         observe : callable or None
             Called at each phase of each file; see :meth:`move`.
         moved : callable or None
-            Called after each file with its planned move and the reason why the file was not moved (empty if it was).
+            Called after each file with its planned move and the reason why the file was not moved (empty if it was
+            moved).
         pace : Pace or None
             The rate limit of the copies; see :meth:`move`.
         """
@@ -378,13 +388,13 @@ class TierManager:
             findings += self._recover()
         else:
             findings += find_interrupted_migrations(self._tiers.folders)
-        findings += compare(self.catalogue, self._tiers.folders, repair=repair)
+        findings += compare_with_disks(self.catalogue, self._tiers.folders, repair=repair)
         if any(finding.kind is FindingKind.MISSING and finding.mended for finding in findings):
             self._store_pins()
         return [*findings, *find_kept_files(self._tiers.folders)]
 
     def folder(self, tier: str) -> TierFolder:
-        """Return the folder of a tier, for a benchmark.
+        """Return the folder of a tier.
 
         Raises
         ------
@@ -395,7 +405,7 @@ class TierManager:
         return self._tiers.folder(self.configuration.tier(tier).name)
 
     def close(self) -> None:
-        """Write the last access counts to the catalogue and close everything. A second close does nothing."""
+        """Write the last access counts to the catalogue, and close it and the tiers. A second close does nothing."""
         if not self._is_closed:
             self._is_closed = True
             self.accesses.flush()
@@ -425,13 +435,14 @@ class TierManager:
                 os.close(descriptor)
 
     def _set_pin(self, name: str, tier: str | None) -> None:
+        # The call raises an error if no tier has the file, and adds an existing file to the catalogue.
         self.find(name)
         with self.catalogue.write_transaction("pin"):
             self.catalogue.pin(name, tier)
             self._store_pins()
 
     def _store_pins(self) -> None:
-        """Write all pins of the catalogue to the disk. Pins of removed files are gone, so a new file inherits none."""
+        """Write all pins of the catalogue to the disk. The catalogue has no pins of removed files."""
         with self.catalogue.write_transaction("pin"):
             write_pins(self._tiers.fastest, self.catalogue.pins())
 

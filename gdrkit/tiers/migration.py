@@ -1,15 +1,15 @@
 """Migration of one file to another tier, without loss of data at any point of interruption.
 
-The disks decide where a file is. The catalogue is updated last.
+The disks decide where a file is, so the catalogue is updated only after step 5. The words in italics are the phases.
 
 1. *record*: an empty copy and a record of the migration are created in the destination's own folder, and synced.
 2. *copy*, *attributes*, *sync*: the copy gets all data and attributes, and is synced to the disk.
-3. *verify*: the copy is read back and compared with the data that was read.
+3. *verify*: the copy is read back, and its digest is compared with the digest of the data that was copied.
 4. *rename*: the copy gets the name of the file in the destination. The step fails if another file has that name there.
-   *folder*: the folder is synced.
+   *folder*: the folder of the copy is synced.
 5. *retire*: the old file is renamed into the ``retired`` folder. **At this moment the copy becomes the file.** If the
    process dies earlier, a recovery removes the copy. If the process dies later, a recovery removes the old file.
-   *retired*: the folders are synced.
+   *retired*: the ``retired`` folder and the folder that had the old file are synced.
 6. *catalogue*: the catalogue gets the new tier.
 7. *remove*: the old file is removed. *forget*: the record is removed.
 
@@ -53,7 +53,7 @@ __all__ = ["Observer", "Phase", "migrate_file"]
 
 
 class Phase(enum.Enum):
-    """The next step of a migration."""
+    """The step of a migration that begins, or DONE after the last step."""
 
     RECORD = "record"
     COPY = "copy"
@@ -72,7 +72,8 @@ class Phase(enum.Enum):
 
 if TYPE_CHECKING:
     # A function that is called with the phase, the name of the file and the progress in bytes: before each phase, and
-    # before each chunk that is copied or read back. If the function raises an exception, the migration is undone.
+    # before each chunk that is copied or read back. If the function raises an exception before the old file is removed,
+    # the migration is undone.
     Observer = Callable[[Phase, str, int], None]
 
 
@@ -149,7 +150,7 @@ class _Migration:
     def __init__(
         self,
         name: str,
-        folders: tuple[TierFolder, TierFolder],
+        source_and_destination: tuple[TierFolder, TierFolder],
         catalogue: Catalogue,
         observe: Observer,
         guard: Guard,
@@ -158,7 +159,7 @@ class _Migration:
     ) -> None:
         self.id = uuid.uuid4().hex
         self._name = name
-        self._source, self._destination = folders
+        self._source, self._destination = source_and_destination
         self._catalogue = catalogue
         self._observe = observe
         self._source_fd, self._guard = guard.descriptor, guard
@@ -172,7 +173,7 @@ class _Migration:
 
     def run(self) -> None:
         self._run_step(Phase.RECORD, self._create_copy)
-        digest = copy_data(
+        source_digest = copy_data(
             self._source_fd,
             self._copy_fd,
             size_bytes=self._size_bytes,
@@ -190,7 +191,7 @@ class _Migration:
             on_chunk=self._make_chunk_observer(Phase.VERIFY),
             chunk_bytes=self._chunk_bytes,
         )
-        if copy_digest != digest:
+        if copy_digest != source_digest:
             raise self._make_mismatch_error()
         self._run_step(Phase.RENAME, self._rename_copy)
         self._run_step(Phase.FOLDER, self._sync_destination)
@@ -227,6 +228,7 @@ class _Migration:
         return self._guard.initial_status.st_size
 
     def _run_step(self, phase: Phase, action: Callable[[], None]) -> None:
+        # The step RECORD is the only one before the copy. After the copy, the progress is the size of the file.
         self._observe(phase, self._name, self._size_bytes if self._completed_steps else 0)
         action()
         self._completed_steps.append(phase)
@@ -255,9 +257,9 @@ class _Migration:
         with self._destination.hold_lock(exclusive=False):
             # O_NOATIME: the verification must not change the access time.
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOATIME
-            self._copy_fd = os.open(self.id, flags, 0o600, dir_fd=self._destination.own_folder("incoming"))
-            # Once the copy has its name, a program may open it through gdrkit. The lock makes such a call wait for the
-            # end of the migration.
+            self._copy_fd = os.open(self.id, flags, 0o600, dir_fd=self._destination.own_folder_fd("incoming"))
+            # Once the copy has its name, another process may open it for writing through gdrkit. The lock makes that
+            # open wait for the end of the migration.
             fcntl.flock(self._copy_fd, fcntl.LOCK_EX)
             self._record = MoveRecord.create(
                 self._destination,
@@ -272,7 +274,7 @@ class _Migration:
         """Give the copy the name of the file in the destination."""
         self._guard.check()
         with self._destination.open_parent(self._name, create_like=self._source) as (parent_fd, base_name):
-            rename_new(self.id, base_name, folder=self._destination.own_folder("incoming"), new_folder=parent_fd)
+            rename_new(self.id, base_name, folder=self._destination.own_folder_fd("incoming"), new_folder=parent_fd)
 
     def _sync_destination(self) -> None:
         with self._destination.open_parent(self._name) as (parent_fd, _):
@@ -280,7 +282,7 @@ class _Migration:
 
     def _retire_source(self) -> None:
         """Rename the old file into the ``retired`` folder. From that moment the copy is the file."""
-        retired_fd = self._source.own_folder("retired")
+        retired_fd = self._source.own_folder_fd("retired")
         self._check_copy()
         with self._source.open_parent(self._name) as (parent_fd, base_name):
             self._guard.check()
@@ -302,7 +304,7 @@ class _Migration:
             raise kernel_error(error, "migrate", name=printable(self._name), tier=self._destination.name)
 
     def _sync_source(self) -> None:
-        os.fsync(self._source.own_folder("retired"))
+        os.fsync(self._source.own_folder_fd("retired"))
         with self._source.open_parent(self._name) as (parent_fd, _):
             os.fsync(parent_fd)
 
@@ -314,7 +316,7 @@ class _Migration:
         # This is the last check of both files before one of them is removed.
         self._check_copy()
         self._guard.check()
-        retired_fd = self._source.own_folder("retired")
+        retired_fd = self._source.own_folder_fd("retired")
         os.unlink(self.id, dir_fd=retired_fd)
         # The folder is synced before the record is removed: a recovery keeps a retired file without a record, because
         # it may be the only copy.
@@ -326,7 +328,7 @@ class _Migration:
         self._catalogue.release_reservation(self.id)
 
     def undo(self, error: BaseException) -> None:
-        """Undo the completed steps, newest first. If that fails, a later recovery undoes the steps of the record."""
+        """Undo the completed steps, newest first. If that fails, a later recovery undoes the rest."""
         if Phase.REMOVE in self._completed_steps:
             error.add_note(
                 f"{printable(self._name)!r} was moved to {self._destination.name}, although a later step failed"
@@ -354,9 +356,9 @@ class _Migration:
 
     def _restore_name(self) -> None:
         with self._source.open_parent(self._name) as (parent_fd, base_name):
-            rename_new(self.id, base_name, folder=self._source.own_folder("retired"), new_folder=parent_fd)
+            rename_new(self.id, base_name, folder=self._source.own_folder_fd("retired"), new_folder=parent_fd)
             os.fsync(parent_fd)
-        os.fsync(self._source.own_folder("retired"))
+        os.fsync(self._source.own_folder_fd("retired"))
 
     def _remove_copy_name(self) -> None:
         """Remove the name of the copy in the destination."""
@@ -371,7 +373,7 @@ class _Migration:
         if self._record is not None:
             self._record.remove()
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.id, dir_fd=self._destination.own_folder("incoming"))
+            os.unlink(self.id, dir_fd=self._destination.own_folder_fd("incoming"))
 
     def close(self) -> None:
         """Close the descriptors and locks of the copy and the record."""

@@ -1,4 +1,4 @@
-"""Names of files in tiers: relative paths, which are the same in every tier.
+"""Names of files in tiers. A name is a path relative to the folder of the tier, and is the same in every tier.
 
 A name must not lead out of a tier, or into gdrkit's own folder in it. Symbolic links in a name are refused when the
 file is opened (:mod:`gdrkit.tiers.folder`).

@@ -1,8 +1,9 @@
 """Counts of the files that other programs open by their paths, from reports of the kernel (fanotify).
 
-The kernel reports each open on the file systems of the tiers. A report names a folder by its handle. The watcher opens
-the handle to find the path of the folder, and so the logical name of the file. It ignores files outside the tiers, and
-opens by processes that count their own accesses (:mod:`gdrkit.tiers.accesses`), so that no access counts twice.
+The kernel reports each open on the file systems of the tiers. A report has the handle of a folder and the name of the
+file in it. The watcher opens the handle to find the path of the folder, and so the logical name of the file. It ignores
+files outside the tiers. It also ignores opens by processes that count their own accesses
+(:mod:`gdrkit.tiers.accesses`), so that no access counts twice.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenWatcher"]
 
-# Largest number of folders whose paths are kept.
-_FOLDERS_MAX = 1 << 16
-# Time in which the kernel must report an open of this process, in seconds.
+# Largest number of folders whose paths are cached.
+_CACHED_FOLDERS_MAX = 1 << 16
+# Time in which the kernel must report an open by this process, in seconds. Otherwise the tier counts as unwatched.
 _REPORT_TIMEOUT_S = 5.0
 # Largest number of reads of the kernel's queue of reports after close() was called. On a busy file system, the queue
 # may never become empty.
 _LAST_READS_MAX = 64
-_RESERVED = frozenset({OWN_FOLDER, LOST_AND_FOUND})
+_RESERVED_FOLDERS = frozenset({OWN_FOLDER, LOST_AND_FOUND})
+# Errors after which the watcher counts no opens in a tier instead of failing: the file system does not support the
+# reports, or this user may not open ``tier.json``.
 _UNSUPPORTED_ERRNOS = frozenset({errno.ENODEV, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EACCES})
 
 
@@ -67,9 +70,10 @@ class OpenWatcher(Closeable):
     def __init__(self, folders: Sequence[TierFolder], accesses: AccessCounter) -> None:
         self._accesses = accesses
         self._reports = OpenReports()
-        # Logical name of each known folder by its handle: empty for the folder of a tier, None outside all tiers.
-        self._names_by_handle: dict[tuple[int, bytes], str | None] = {}
-        self._folders_by_file_system: dict[int, list[TierFolder]] = {}
+        # The path of each known folder relative to its tier, by file system and file handle. The path is empty for the
+        # folder of the tier itself, and None for a folder outside all tiers.
+        self._paths_by_handle: dict[tuple[int, bytes], str | None] = {}
+        self._tiers_by_file_system_id: dict[int, list[TierFolder]] = {}
         self.unwatched: dict[str, str] = {}
         self._wake_fd = -1
         try:
@@ -81,8 +85,8 @@ class OpenWatcher(Closeable):
             self._reports.close()
             raise
         self._handle = Handle("tiers.opens")
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gdrkit-opens")
-        self._counting_future = self._thread.submit(self._count_until_woken)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="gdrkit-opens")
+        self._counting_future = self._executor.submit(self._count_until_woken)
 
     @property
     def lost_count(self) -> int:
@@ -90,8 +94,11 @@ class OpenWatcher(Closeable):
         return self._reports.overflow_count
 
     def refresh(self) -> None:
-        """Forget the names of all folders, because some may have been renamed. Raise an error of the thread."""
-        self._names_by_handle.clear()
+        """Forget the paths of all folders, because some may have been renamed.
+
+        If the counting thread has ended with an error, raise that error.
+        """
+        self._paths_by_handle.clear()
         if self._counting_future.done():
             self._counting_future.result()
 
@@ -100,7 +107,7 @@ class OpenWatcher(Closeable):
         if self._wake_fd < 0:
             return
         os.eventfd_write(self._wake_fd, 1)
-        self._thread.shutdown()
+        self._executor.shutdown()
         os.close(self._wake_fd)
         self._wake_fd = -1
         self._reports.close()
@@ -109,9 +116,9 @@ class OpenWatcher(Closeable):
     def _watch_tier(self, folder: TierFolder) -> None:
         """Watch the file system of a tier, and check that the kernel reports an open there."""
         try:
-            self._reports.add_file_system(folder.root)
-            file_system = os.fstatvfs(folder.root).f_fsid
-            self._folders_by_file_system.setdefault(file_system, []).append(folder)
+            self._reports.add_file_system(folder.root_fd)
+            file_system_id = os.fstatvfs(folder.root_fd).f_fsid
+            self._tiers_by_file_system_id.setdefault(file_system_id, []).append(folder)
             if not self._is_open_reported(folder):
                 self.unwatched[folder.name] = "the kernel did not report an open"
         except OSError as error:
@@ -123,7 +130,7 @@ class OpenWatcher(Closeable):
 
     def _is_open_reported(self, folder: TierFolder) -> bool:
         """Open a file in ``.gdrkit-tiers``, and return whether the kernel reports this open with the file's name."""
-        own_folder_fd = folder.find_own_folder()
+        own_folder_fd = folder.find_own_folder_fd()
         if own_folder_fd is None:
             return False
         os.close(os.open("tier.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own_folder_fd))
@@ -132,11 +139,11 @@ class OpenWatcher(Closeable):
         deadline_s = time.monotonic() + _REPORT_TIMEOUT_S
         while (remaining_s := deadline_s - time.monotonic()) > 0:
             poller.poll(remaining_s * 1000)
-            files = self._reports.read()
-            self._count(files)
-            for file in files:
-                is_opened_here = (file.process_id, file.name) == (os.getpid(), b"tier.json")
-                if is_opened_here and self._find_name_in(folder, file.folder) == OWN_FOLDER:
+            opened_files = self._reports.read()
+            self._count_opens(opened_files)
+            for file in opened_files:
+                is_own_open = (file.process_id, file.name) == (os.getpid(), b"tier.json")
+                if is_own_open and self._find_path_in_tier(folder, file.folder) == OWN_FOLDER:
                     return True
         return False
 
@@ -145,48 +152,49 @@ class OpenWatcher(Closeable):
         for descriptor in (self._reports.fileno(), self._wake_fd):
             poller.register(descriptor, select.POLLIN)
         while self._wake_fd not in dict(poller.poll()):
-            self._count(self._reports.read())
+            self._count_opens(self._reports.read())
         for _ in range(_LAST_READS_MAX):
-            if not (files := self._reports.read()):
+            if not (opened_files := self._reports.read()):
                 return
-            self._count(files)
+            self._count_opens(opened_files)
 
-    def _count(self, files: Iterable[OpenedFile]) -> None:
+    def _count_opens(self, opened_files: Iterable[OpenedFile]) -> None:
         counts: Counter[tuple[str, int]] = Counter()
-        for file in files:
+        for file in opened_files:
             if (name := self._find_logical_name(file)) is not None:
                 counts[name, file.process_id] += 1
         if not counts:
             return
-        counting_ids = self._accesses.find_counting_process_ids()
+        counting_process_ids = self._accesses.find_counting_process_ids()
         for (name, process_id), count in counts.items():
-            if process_id not in counting_ids:
+            if process_id not in counting_process_ids:
                 self._accesses.count(name, count)
 
     def _find_logical_name(self, file: OpenedFile) -> str | None:
         """Return the logical name of a file, or None if it is not a file of a tier."""
-        key = (file.file_system, file.folder)
+        folder_key = (file.file_system, file.folder)
         try:
-            folder_name = self._names_by_handle[key]
+            folder_path = self._paths_by_handle[folder_key]
         except KeyError:
-            if len(self._names_by_handle) >= _FOLDERS_MAX:
-                self._names_by_handle.clear()
-            folder_name = self._names_by_handle[key] = self._find_folder_name(*key)
-        if folder_name is None:
+            if len(self._paths_by_handle) >= _CACHED_FOLDERS_MAX:
+                self._paths_by_handle.clear()
+            folder_path = self._paths_by_handle[folder_key] = self._find_folder_path(*folder_key)
+        if folder_path is None:
             return None
         base_name = os.fsdecode(file.name)
-        name = f"{folder_name}/{base_name}" if folder_name else base_name
-        return None if name.partition("/")[0] in _RESERVED else name
+        name = f"{folder_path}/{base_name}" if folder_path else base_name
+        return None if name.partition("/")[0] in _RESERVED_FOLDERS else name
 
-    def _find_folder_name(self, file_system: int, handle: bytes) -> str | None:
+    def _find_folder_path(self, file_system_id: int, handle: bytes) -> str | None:
         """Return the path of a folder relative to its tier, or None if it is not in a tier."""
-        names = (self._find_name_in(folder, handle) for folder in self._folders_by_file_system.get(file_system, ()))
-        return next((name for name in names if name is not None), None)
+        tiers = self._tiers_by_file_system_id.get(file_system_id, ())
+        paths = (self._find_path_in_tier(tier, handle) for tier in tiers)
+        return next((path for path in paths if path is not None), None)
 
-    def _find_name_in(self, folder: TierFolder, handle: bytes) -> str | None:
+    def _find_path_in_tier(self, folder: TierFolder, handle: bytes) -> str | None:
         """Return the path of a folder relative to this tier, or None if it is not in this tier."""
         try:
-            descriptor = open_by_handle(handle, mount_descriptor=folder.root)
+            descriptor = open_by_handle(handle, mount_descriptor=folder.root_fd)
         except OSError as error:
             if error.errno == errno.ESTALE:
                 return None  # The folder was removed.
@@ -195,8 +203,8 @@ class OpenWatcher(Closeable):
             path = PurePosixPath(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115 - a link of procfs.
         finally:
             os.close(descriptor)
-        root = os.readlink(f"/proc/self/fd/{folder.root}")  # noqa: PTH115 - a link of procfs.
-        if not path.is_relative_to(root):
+        tier_path = os.readlink(f"/proc/self/fd/{folder.root_fd}")  # noqa: PTH115 - a link of procfs.
+        if not path.is_relative_to(tier_path):
             return None
-        name = str(path.relative_to(root))
-        return "" if name == "." else name
+        relative_path = str(path.relative_to(tier_path))
+        return "" if relative_path == "." else relative_path

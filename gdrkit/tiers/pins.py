@@ -24,7 +24,7 @@ _FILE_NAME = "pins.json"
 
 def read_pins(folder: TierFolder) -> dict[str, str]:
     """Return the tier of each pinned file. The result is empty if there are no pins, or if they cannot be read."""
-    own_folder_fd = folder.find_own_folder()
+    own_folder_fd = folder.find_own_folder_fd()
     if own_folder_fd is None:
         return {}
     try:
@@ -42,7 +42,7 @@ def read_pins(folder: TierFolder) -> dict[str, str]:
 def write_pins(folder: TierFolder, pins: Mapping[str, str]) -> None:
     """Replace all pins, and sync them to the disk. The caller must exclude other processes that write pins."""
     with convert_os_errors("write pins", tier=folder.name):
-        own_folder_fd = folder.own_folder()
+        own_folder_fd = folder.own_folder_fd()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(_FILE_NAME + ".new", flags, 0o600, dir_fd=own_folder_fd), "w", encoding="ascii") as file:
             json.dump(pins, file, sort_keys=True)

@@ -54,7 +54,7 @@ class MigrationPlan:
     Parameters
     ----------
     catalogue : Catalogue
-        The catalogue, whose files are read once.
+        The catalogue, whose table of files is read once.
     tiers : sequence of TierLimits
         The tiers with their limits, fastest first.
     hysteresis : float
@@ -78,8 +78,8 @@ class MigrationPlan:
         self._group_numbers = range(2 * len(tiers))
         try:
             with convert_sqlite_errors("plan"):
-                for group in self._group_numbers:
-                    self._connection.execute(f"CREATE TEMP TABLE plan_{group} (file, destination, why)")
+                for group_number in self._group_numbers:
+                    self._connection.execute(f"CREATE TEMP TABLE plan_{group_number} (file, destination, why)")
                 decisions = decide(
                     self._list_file_rows(tiers), tiers, now_half_lives=now_half_lives, hysteresis=hysteresis
                 )
@@ -94,20 +94,20 @@ class MigrationPlan:
 
         Moves to the slowest tier come first, because they make space in the next faster tier, to which files move next.
         """
-        for group in self._group_numbers:
+        for group_number in self._group_numbers:
             last_row_id = 0
             # The rows are read in batches. With a single query, a run of several hours would hold a read snapshot, and
             # the write-ahead log of the catalogue would grow.
-            while rows := self._read_batch(group, last_row_id):
+            while rows := self._read_batch(group_number, last_row_id):
                 last_row_id = rows[-1][0]
                 for _, name, source, destination, allocated_bytes, why in rows:
                     yield PlannedMove(os.fsdecode(name), source, destination, allocated_bytes, MoveReason(why))
 
-    def _read_batch(self, group: int, last_row_id: int) -> list[Any]:
+    def _read_batch(self, group_number: int, last_row_id: int) -> list[Any]:
         with convert_sqlite_errors("plan"):
             return self._connection.execute(
                 "SELECT plan.rowid, name, tier, plan.destination, allocated_bytes, why "  # noqa: S608 - the number comes from this module.
-                f"FROM plan_{group} AS plan JOIN files ON files.id = plan.file "
+                f"FROM plan_{group_number} AS plan JOIN files ON files.id = plan.file "
                 "WHERE plan.rowid > ? ORDER BY plan.rowid LIMIT ?",
                 (last_row_id, _BATCH_ROWS),
             ).fetchall()
@@ -120,8 +120,8 @@ class MigrationPlan:
             )
             self.allocated_bytes += decision.allocated_bytes
         self.count += len(batch)
-        for group, rows in rows_by_group.items():
-            self._connection.executemany(f"INSERT INTO plan_{group} VALUES (?, ?, ?)", rows)  # noqa: S608 - the number comes from this module.
+        for group_number, rows in rows_by_group.items():
+            self._connection.executemany(f"INSERT INTO plan_{group_number} VALUES (?, ?, ?)", rows)  # noqa: S608 - the number comes from this module.
 
     def close(self) -> None:
         """Close the connection, which drops the tables."""
@@ -133,7 +133,8 @@ class MigrationPlan:
         return tier_count - 1 - destination_index if decision.tiers_down > 0 else tier_count + destination_index
 
     def _list_file_rows(self, tiers: Sequence[TierLimits]) -> Iterator[FileRow]:
-        # If two files are equally hot, the one in the faster tier stays there.
+        # FileRow requires the order by links, pin and score. If two files are equally hot, the one in the faster tier
+        # comes first, so that it stays there.
         tier_order_sql = " ".join(f"WHEN ? THEN {index}" for index in range(len(tiers)))
         rows = self._connection.execute(
             "SELECT id, tier, allocated_bytes, score, pinned, links FROM files ORDER BY "  # noqa: S608 - the numbers come from this module.

@@ -1,8 +1,8 @@
 """The policy, which decides which file belongs in which tier.
 
-The policy first places the files that may not move, then the pinned files, then all others from the hottest to the
-coldest. Each of the others gets the tier of its heat, or the next slower tier that has space. The policy makes one pass
-over sorted rows, so even a million files need little memory. It does no I/O.
+The policy first places the files that may not move (because they have several hard links), then the pinned files, then
+all others from the hottest to the coldest. Each of the others gets the tier of its heat, or the next slower tier that
+has space. The policy makes one pass over sorted rows, so even a million files need little memory. It does no I/O.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FileRow(NamedTuple):
     Attributes
     ----------
     id : int
-        Id of the file in the catalogue.
+        ID of the file in the catalogue.
     tier : str
         Tier of the file.
     allocated_bytes : int
@@ -75,7 +75,7 @@ class FileRow(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A file that should move, by `tiers_down` steps to a slower tier (if negative, to a faster one)."""
+    """A file that should move to another tier, which is `tiers_down` places slower (faster, if it is negative)."""
 
     id: int
     allocated_bytes: int
@@ -98,7 +98,8 @@ def decide(
     now_half_lives : float
         Current time in half-lives since 1970.
     hysteresis : float
-        Fraction of `accesses_min` that a file in a tier may lose before it leaves the tier, from 0 to less than 1.
+        Fraction by which the heat of a file may fall below `accesses_min` of its tier before the file leaves the tier,
+        from 0 to less than 1.
 
     Yields
     ------
@@ -106,6 +107,8 @@ def decide(
         Moves in the order of the rows. Files that stay are omitted.
     """
     index_by_tier = {tier.name: index for index, tier in enumerate(tiers)}
+    # Free space by tier index. The tiers begin as empty: each file, also one that stays, takes its space when it is
+    # placed.
     free_bytes = [tier.limit_bytes for tier in tiers]
     # For each tier, the least score with which a file may enter it, and the least with which a file may stay in it.
     entry_scores = [least_score(tier.accesses_min, at_half_lives=now_half_lives) for tier in tiers]
@@ -113,7 +116,7 @@ def decide(
     for row in rows:
         current_index = index_by_tier.get(row.tier)
         if current_index is None:
-            continue  # The tier is no longer configured; `check` reports it.
+            continue  # The tier is no longer configured; ``gdrkit tiers check`` reports its files.
         if row.links > 1:
             # The other hard links would keep the old bytes, so the file stays.
             free_bytes[current_index] -= row.allocated_bytes
@@ -136,7 +139,10 @@ def decide(
 def _find_pinned_tier(
     row: FileRow, current_index: int, index_by_tier: Mapping[str, int], free_bytes: Sequence[int]
 ) -> int:
-    """Return the index of the tier to which the file is pinned, or of its current tier if the pinned one is full."""
+    """Return the index of the tier to which the file is pinned, or of its current tier if it cannot move there.
+
+    The file cannot move if the other tier is full or not configured.
+    """
     pinned_index = index_by_tier.get(row.pinned or "", current_index)
     return pinned_index if free_bytes[pinned_index] >= row.allocated_bytes else current_index
 

@@ -59,17 +59,17 @@ class MoveRecord:
     ----------
     folder : TierFolder
         Folder of the destination tier.
-    identifier : str
-        Id of the migration.
+    move_id : str
+        ID of the migration.
     descriptor : int
         Descriptor of the record file. It is closed with the record.
     move : RecordedMove or None
-        Contents of the record. None: the record is incomplete, so the migration had not started.
+        Contents of the record. None: the record is incomplete, so the migration has not copied anything yet.
     """
 
-    def __init__(self, folder: TierFolder, identifier: str, descriptor: int, move: RecordedMove | None) -> None:
+    def __init__(self, folder: TierFolder, move_id: str, descriptor: int, move: RecordedMove | None) -> None:
         self.folder = folder
-        self.id = identifier
+        self.id = move_id
         self.move = move
         self._descriptor = descriptor
 
@@ -77,7 +77,7 @@ class MoveRecord:
     def create(
         cls,
         folder: TierFolder,
-        identifier: str,
+        move_id: str,
         *,
         name: str,
         source: str,
@@ -86,17 +86,17 @@ class MoveRecord:
     ) -> MoveRecord:
         """Create a record that this process has locked, sync it to the disk and return it."""
         move = RecordedMove(name, source, file_status.st_ino, file_status.st_size, file_status.st_mtime_ns, copy_inode)
-        moves_fd = folder.own_folder("moves")
+        moves_fd = folder.own_folder_fd("moves")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(identifier + _SUFFIX, flags, 0o600, dir_fd=moves_fd)
-        record = cls(folder, identifier, descriptor, move)
+        descriptor = os.open(move_id + _SUFFIX, flags, 0o600, dir_fd=moves_fd)
+        record = cls(folder, move_id, descriptor, move)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             # json.dumps escapes all characters that are not ASCII.
             _write(descriptor, json.dumps(to_json_data(move)).encode("ascii"))
             os.fsync(descriptor)
             os.fsync(moves_fd)
-            os.fsync(folder.own_folder("incoming"))
+            os.fsync(folder.own_folder_fd("incoming"))
         except BaseException:
             record.remove()
             record.close()
@@ -105,7 +105,7 @@ class MoveRecord:
 
     def remove(self) -> None:
         """Remove the record of a migration that has ended."""
-        moves_fd = self.folder.own_folder("moves")
+        moves_fd = self.folder.own_folder_fd("moves")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.id + _SUFFIX, dir_fd=moves_fd)
         os.fsync(moves_fd)
@@ -118,7 +118,7 @@ class MoveRecord:
 
 
 def list_recorded_ids(folder: TierFolder) -> set[str]:
-    """Return the ids of the migrations into this tier that have a record, in progress or interrupted."""
+    """Return the IDs of the migrations into this tier that have a record. They are in progress or interrupted."""
     return {name.removesuffix(_SUFFIX) for name in folder.list_own_folder("moves")}
 
 
@@ -127,7 +127,7 @@ def lock_dead_records(folder: TierFolder) -> list[MoveRecord]:
     records = []
     for name in folder.list_own_folder("moves"):
         try:
-            descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.own_folder("moves"))
+            descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.own_folder_fd("moves"))
         except FileNotFoundError:
             continue  # The migration has just ended.
         try:
@@ -138,11 +138,11 @@ def lock_dead_records(folder: TierFolder) -> list[MoveRecord]:
         except BlockingIOError:
             os.close(descriptor)
             continue
-        records.append(MoveRecord(folder, name.removesuffix(_SUFFIX), descriptor, _read(descriptor)))
+        records.append(MoveRecord(folder, name.removesuffix(_SUFFIX), descriptor, _read_move(descriptor)))
     return records
 
 
-def _read(descriptor: int) -> RecordedMove | None:
+def _read_move(descriptor: int) -> RecordedMove | None:
     try:
         return from_json_data(RecordedMove, json.loads(os.pread(descriptor, _RECORD_BYTES_MAX, 0)))
     except (ValueError, UsageError):

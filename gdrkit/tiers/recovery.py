@@ -62,8 +62,8 @@ def recover(folders: Mapping[str, TierFolder], catalogue: Catalogue) -> list[Tie
     for tier, names in retired_names.items():
         with convert_os_errors("recover", tier=tier):
             findings += _keep_unrecorded_files(folders[tier], set(names) - recorded_move_ids)
-    for identifier in set(catalogue.reserved_move_ids()) - recorded_move_ids:
-        catalogue.release_reservation(identifier)
+    for move_id in set(catalogue.reserved_move_ids()) - recorded_move_ids:
+        catalogue.release_reservation(move_id)
     return findings
 
 
@@ -79,7 +79,7 @@ def _recover_into(folder: TierFolder, folders: Mapping[str, TierFolder], catalog
         # that died between the two.
         for copy_id in set(folder.list_own_folder("incoming")) - list_recorded_ids(folder):
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(copy_id, dir_fd=folder.own_folder("incoming"))
+                os.unlink(copy_id, dir_fd=folder.own_folder_fd("incoming"))
     for record in records:
         try:
             yield from _complete_or_undo(record, folders, catalogue)
@@ -100,7 +100,7 @@ def _complete_or_undo(
             return
         yield from _InterruptedMove(record, move, source).complete_or_undo(catalogue)
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(record.id, dir_fd=destination.own_folder("incoming"))
+        os.unlink(record.id, dir_fd=destination.own_folder_fd("incoming"))
     record.remove()
     catalogue.release_reservation(record.id)
 
@@ -123,7 +123,7 @@ class _InterruptedMove:
         self._move = move
         self._source, self._destination = source, record.folder
         self._named_status = source.stat(move.name)
-        self._retired_status = _stat_at(source.own_folder("retired"), record.id)
+        self._retired_status = _stat_at(source.own_folder_fd("retired"), record.id)
         file_status = self._destination.stat(move.name)
         self._copy_status = file_status if file_status is not None and file_status.st_ino == move.copy_inode else None
 
@@ -131,24 +131,27 @@ class _InterruptedMove:
         """Complete or undo the migration, and yield the findings for the administrator."""
         name = self._move.name
         if self._retired_status is None and self._named_status is not None:
+            # The file was not retired yet, so the migration is undone.
             yield from self._discard_copy()
             catalogue.record_file(name, self._source.name, self._named_status)
-        elif self._retired_status is not None and self._is_retired_valid():
+        elif self._retired_status is not None and self._must_restore_name():
+            # The retired file has the newest or the only data, so the migration is undone.
             yield from self._discard_copy()
             self._restore_name()
             catalogue.record_file(name, self._source.name, self._retired_status)
             text = "the file had changed during its migration; it is back in its tier"
             yield TierFinding(FindingKind.INTERRUPTED, name, self._source.name, text, mended=True)
         else:
+            # The copy has become the file, so the migration is completed.
             if self._retired_status is not None:
                 yield from self._discard_retired()
             if self._copy_status is not None:
                 catalogue.record_file(name, self._destination.name, self._copy_status)
 
-    def _is_retired_valid(self) -> bool:
-        """Return whether the retired file must get its name back.
+    def _must_restore_name(self) -> bool:
+        """Return whether the retired file must get its name back, because it has the newest or the only data.
 
-        This is the case if only the retired file was written during the migration, or if the copy does not exist.
+        Either only the retired file was written during the migration, or the copy does not exist.
         """
         if self._named_status is not None or self._retired_status is None:
             return False
@@ -170,7 +173,7 @@ class _InterruptedMove:
 
     def _discard_retired(self) -> Iterator[TierFinding]:
         """Remove the retired file, or keep it if another program has written to it or the copy is gone."""
-        retired_fd = self._source.own_folder("retired")
+        retired_fd = self._source.own_folder_fd("retired")
         if (
             self._retired_status is not None
             and self._move.is_unchanged(self._retired_status)
@@ -178,12 +181,12 @@ class _InterruptedMove:
         ):
             os.unlink(self._id, dir_fd=retired_fd)
         else:
-            text = "another program wrote to the file and to its copy; gdrkit kept the old file"
+            text = "another program wrote to the old file or replaced the new one; gdrkit kept the old file"
             yield self._move_to_kept(retired_fd, self._id, self._source, text)
         os.fsync(retired_fd)
 
     def _restore_name(self) -> None:
-        retired_fd = self._source.own_folder("retired")
+        retired_fd = self._source.own_folder_fd("retired")
         with self._source.open_parent(self._move.name, create_like=self._destination) as (parent_fd, base_name):
             rename_new(self._id, base_name, folder=retired_fd, new_folder=parent_fd)
             os.fsync(parent_fd)
@@ -191,7 +194,7 @@ class _InterruptedMove:
 
     def _move_to_kept(self, parent_fd: int, base_name: str, tier: TierFolder, problem: str) -> TierFinding:
         """Move a file to the ``kept`` folder of its tier, and return the finding."""
-        rename_new(base_name, self._id, folder=parent_fd, new_folder=tier.own_folder("kept"))
+        rename_new(base_name, self._id, folder=parent_fd, new_folder=tier.own_folder_fd("kept"))
         return TierFinding(FindingKind.KEPT, self._move.name, tier.name, f"{problem}, as kept/{self._id}")
 
 
@@ -199,7 +202,7 @@ def _keep_unrecorded_files(folder: TierFolder, names: set[str]) -> Iterator[Tier
     """Move retired files whose record is gone to the ``kept`` folder. Each may be the only copy of its data."""
     for name in names:
         try:
-            rename_new(name, name, folder=folder.own_folder("retired"), new_folder=folder.own_folder("kept"))
+            rename_new(name, name, folder=folder.own_folder_fd("retired"), new_folder=folder.own_folder_fd("kept"))
         except FileNotFoundError:
             continue  # The migration has just ended.
         text = "the name and the tier of this file are unknown, because the record of its migration is gone"

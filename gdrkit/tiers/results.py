@@ -60,7 +60,7 @@ class RefusedMove:
     reason : Reason
         Type of the error.
     text : str
-        The error, for people.
+        The message of the error.
     """
 
     name: str

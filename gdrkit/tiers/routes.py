@@ -46,7 +46,7 @@ _WORST_FIRST = (RouteState.FELL_BACK, RouteState.UNPROVEN, RouteState.PROVEN)
 def observed_route(result: TransferResult) -> TierRoute | None:
     """Return the route that a transfer showed.
 
-    Return None if the transfer used host memory, or if the caller did not want a direct route.
+    Return None if the transfer moved no bytes or used host memory, or if the caller did not want a direct route.
     """
     if not result.bytes:
         return None

@@ -1,6 +1,6 @@
 """The commands ``gdrkit tiers migrate`` and ``gdrkit tiers run``, and their output.
 
-``migrate`` has a progress bar on a terminal, and lines of progress elsewhere. ``run`` has lines, which may be JSON.
+``migrate`` shows a progress bar on a terminal, and prints lines elsewhere. ``run`` prints lines of text or of JSON.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = ["migrate_by_policy", "migrate_named", "print_plan", "run_until_signalled"]
 
-# Longest time that a background run may take to end after a signal, in seconds. After that time, the process ends at
-# once, in the middle of the run.
+# Longest time that a background run may take to end after a signal, in seconds. After that time, the process ends
+# without waiting for the run.
 _STOP_TIMEOUT_S = 1.5
-_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
+_STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 
 
 class _ProgressOutput:
@@ -54,22 +54,22 @@ class _ProgressOutput:
     def __init__(self, stream: TextIO, progress_bar: Progress | None) -> None:
         self._stream = stream
         self._bar = progress_bar
-        self._task = progress_bar.add_task("", total=0) if progress_bar is not None else None
+        self._bar_task_id = progress_bar.add_task("", total=0) if progress_bar is not None else None
         self._moved_bytes = 0
 
     def begin(self, count: int, total_bytes: int) -> None:
-        """Print how many files and bytes will be moved."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, total=total_bytes)
+        """Print how many files and bytes will be moved, or set the length of the progress bar."""
+        if self._bar is not None and self._bar_task_id is not None:
+            self._bar.update(self._bar_task_id, total=total_bytes)
         else:
             self._print(f"{format_count(count, 'file')}, {format_size(total_bytes)} to move")
 
     def observe(self, phase: Phase, name: str, offset_bytes: int) -> None:
         """Update the progress bar for one migration; see :class:`~gdrkit.tiers.migration.Phase`."""
-        if self._bar is not None and self._task is not None:
+        if self._bar is not None and self._bar_task_id is not None:
             copied_bytes = offset_bytes if phase is Phase.COPY else 0
             text = f"{phase.value} {printable(name)}"
-            self._bar.update(self._task, completed=self._moved_bytes + copied_bytes, description=text)
+            self._bar.update(self._bar_task_id, completed=self._moved_bytes + copied_bytes, description=text)
 
     def report_outcome(self, move: PlannedMove, why_not_moved: str) -> None:
         """Print that a file was moved, or why it was not; `why_not_moved` is empty if the file was moved."""
@@ -90,18 +90,18 @@ def run_until_signalled(configuration: Configuration, *, as_json: bool, stream: 
             BackgroundRun(manager, stop=stop_event, output=output).run()
 
     # sigwait() below receives the signals. Threads that start from here on inherit the mask and never get them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gdrkit-run") as executor:
         run_future = executor.submit(run_in_background)
-        # If the run ends with an error, sigwait() receives this signal.
+        # If the run ends by itself, because of an error, this signal ends sigwait().
         run_future.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
-        signal.sigwait(_SIGNALS)
+        signal.sigwait(_STOP_SIGNALS)
         stop_event.set()
         try:
             run_future.result(_STOP_TIMEOUT_S)
         except concurrent.futures.TimeoutError:
             # A system call takes long, for example fsync on a slow device, or a scan of a million files. The process
-            # ends like after SIGKILL, and a recovery completes or undoes the migration.
+            # ends as after SIGKILL, and a later recovery completes or undoes the migration.
             try:
                 output.report_end(is_complete=False)
             finally:
@@ -163,12 +163,12 @@ def _print_moves(moves: list[PlannedMove], considered_count: int, *, as_json: bo
 
 def _plan_named_moves(manager: TierManager, names: Sequence[str], destination: str) -> list[PlannedMove]:
     """Return the moves of the named files that are not in the destination yet."""
-    tier = manager.configuration.tier(destination).name
+    tier_name = manager.configuration.tier(destination).name
     entries = map(manager.find, names)
     return [
-        PlannedMove(entry.name, entry.tier, tier, entry.allocated_bytes, MoveReason.PINNED)
+        PlannedMove(entry.name, entry.tier, tier_name, entry.allocated_bytes, MoveReason.PINNED)
         for entry in entries
-        if entry.tier != tier
+        if entry.tier != tier_name
     ]
 
 

@@ -32,7 +32,7 @@ _CHUNK_BYTES_MIN = 4 * KIB
 
 @dataclass(frozen=True, slots=True)
 class QuietHours:
-    """A time of day during which no file is moved, in the local time of the host.
+    """A period of each day in which no file is moved, in the local time of the host.
 
     Attributes
     ----------
@@ -81,14 +81,14 @@ class RunSettings:
     rate_bytes_per_s : int or None
         Largest rate at which files are copied, in bytes per second. None: no limit.
     quiet_hours : tuple of QuietHours
-        Times of day at which no file is moved.
+        Periods of each day in which no file is moved.
     watch : str
         Whether opens by other programs are counted: ``preferred`` (if possible), ``required`` or ``never``.
 
     Raises
     ------
     UsageError
-        A value is invalid. The message names it.
+        A value is invalid. The message names the parameter.
     """
 
     interval_s: float = 600.0
@@ -107,7 +107,7 @@ class RunSettings:
             message = f"watch must be one of {', '.join(map(repr, WATCH_MODES))}, not {self.watch!r}"
             raise UsageError(message)
 
-    def quiet_s(self, time_s: float) -> float:
+    def remaining_quiet_s(self, time_s: float) -> float:
         """Return the time from `time_s` (seconds since 1970) to the end of the quiet hours, in seconds, or 0."""
         return max((hours.remaining_s(time_s) for hours in self.quiet_hours), default=0.0)
 
@@ -115,7 +115,7 @@ class RunSettings:
 class Pace:
     """The rate limit of the copies of a background run.
 
-    A chunk is *paid* after the time that a copy of its bytes takes at the limit. The next chunk is copied
+    A chunk counts as *paid* when the time has passed that its bytes take at the rate limit. The next chunk is copied
     when all earlier chunks are paid. Idle time is not saved up, so there are no bursts.
 
     Parameters
@@ -133,8 +133,8 @@ class Pace:
     chunk_bytes : int
         Length of one read and one write. It is chosen so that the pause after a chunk is short.
     unsynced_bytes_max : int
-        Size of the part of a copy that may be in memory only. So the device has the same rate limit as the copy, and
-        the sync at the end of the copy is short.
+        Largest number of bytes of a copy that may be only in memory. Because of this limit, the device writes at the
+        rate of the copy, and the sync at the end of the copy is short.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Pace:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rate_bytes_per_s, self._wait, self._clock = rate_bytes_per_s, wait, clock
-        # The time from which all chunks so far are paid.
+        # The time, by `clock`, at which all chunks so far are paid.
         self._paid_at_s = -math.inf
         self.unsynced_bytes_max = 32 * MIB
         self.chunk_bytes = CHUNK_BYTES

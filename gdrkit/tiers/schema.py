@@ -1,5 +1,8 @@
 """The SQL schema of the catalogue.
 
+The table ``meta`` has the format, the half-life of the scores, and the clock: ``wall_s`` is the host's clock at the
+last write, and ``offset_s`` is added to it, so that the clock never goes back.
+
 Triggers update the totals of a tier, so that a query of the totals need not read a million rows. The triggers do not
 use INSERT OR IGNORE, because the conflict clause of the statement that fires a trigger overrides the clause of the
 trigger.

@@ -63,13 +63,13 @@ def describe_outcome(move: PlannedMove, why_not_moved: str) -> str:
 
 
 def format_size(size_bytes: int) -> str:
-    """Return a size as three digits and a unit."""
-    value = float(size_bytes)
+    """Return a size with a unit, rounded to three digits, or to an integer from 1000 to 1023."""
+    size_in_unit = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:  # noqa: PLR2004 - the step between the units.
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
+        if size_in_unit < 1024:  # noqa: PLR2004 - the step between the units.
+            return f"{size_in_unit:.0f} {unit}" if size_in_unit >= 100 else f"{size_in_unit:.3g} {unit}"  # noqa: PLR2004
+        size_in_unit /= 1024
+    return f"{size_in_unit:.4g} TiB"
 
 
 def make_status_table(tiers: Sequence[TierStatus]) -> Table:
@@ -77,6 +77,7 @@ def make_status_table(tiers: Sequence[TierStatus]) -> Table:
     table = _make_table(
         "tier", "directory", "for files with", "files", "used", "may use", "free on disk", "coming", "direct route"
     )
+    # A tier is for the files that are not hot enough for the next faster tier. The fastest tier has no upper bound.
     upper_bounds = [None, *(tier.accesses_min for tier in tiers)]
     for tier, upper_bound in zip(tiers, upper_bounds, strict=False):
         if tier.absent:

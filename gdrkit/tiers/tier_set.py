@@ -33,7 +33,7 @@ class TierSet:
     folders : dict
         Folders of the available tiers by name, fastest first.
     absent : dict
-        The reason why each other tier is unavailable, by name.
+        The reasons why the other tiers are unavailable, by name of the tier.
 
     Raises
     ------
@@ -81,19 +81,22 @@ class TierSet:
         return self.folders[name]
 
     def exclude_unknown_folders(self, catalogue: Catalogue) -> None:
-        """Exclude the folders that are not the ones in the catalogue, and claim all others.
+        """Exclude the folders whose identity contradicts the catalogue, and :meth:`~TierFolder.claim` all others.
 
         A folder whose identity differs from the catalogue is excluded if it has no ``.gdrkit-tiers`` folder, or if it
-        has an identity and the catalogue has files of its tier. It is the mount point of a file system that is not
-        mounted, or another disk. gdrkit writes nothing into it, and does not report the files of its tier as missing.
+        has an identity and the catalogue has files of its tier. Such a folder is the mount point of a file system that
+        is not mounted, or it is on another disk. gdrkit writes nothing into it, and does not report the files of its
+        tier as missing.
         """
         identities, totals = catalogue.identities(), catalogue.totals()
         for name, folder in tuple(self.folders.items()):
             if name in identities and folder.identity != identities[name]:
-                is_new = not folder.is_claimed
-                if is_new or (folder.identity is not None and totals.get(name, TierTotals()).files):
+                is_unclaimed = not folder.is_claimed
+                if is_unclaimed or (folder.identity is not None and totals.get(name, TierTotals()).files):
                     cause = f"{folder.directory} is not the folder in the catalogue; is its file system mounted?"
-                    advice = f" If you recreated the folder: mkdir {folder.directory / OWN_FOLDER}" if is_new else ""
+                    advice = (
+                        f" If you recreated the folder: mkdir {folder.directory / OWN_FOLDER}" if is_unclaimed else ""
+                    )
                     self.absent[name] = cause + advice
                     del self.folders[name]
                     continue
@@ -117,10 +120,15 @@ class TierSet:
         full_names = [
             name for name in ordered_names if _count_used_bytes(name, totals) >= self.limit_bytes(name, totals)
         ]
+        # The sort is stable, and False (not full) comes before True.
         return [self.folders[name] for name in sorted(ordered_names, key=full_names.__contains__)]
 
     def limit_bytes(self, name: str, totals: Mapping[str, TierTotals]) -> int:
-        """Return the space that a tier may use, in bytes: its capacity or its file system's size, less the headroom."""
+        """Return the space that a tier may use, in bytes.
+
+        This is the capacity of the tier, but at most the size of its files plus the free space of the file system, less
+        the headroom.
+        """
         tier, folder = self._configuration.tier(name), self.folders.get(name)
         if folder is None:
             return 0

@@ -53,7 +53,7 @@ class TieredFile:
         self.writable = writable
         self._catalogue = catalogue
         self._descriptor = descriptor
-        self._gds_files: dict[str, File] = {}
+        self._gds_file_by_direct: dict[str, File] = {}
         self._gds_files_lock = threading.Lock()
         self._recorded_route: TierRoute | None = None  # The route that was last written to the catalogue.
         self._handle = Handle("tiers.file")
@@ -114,7 +114,7 @@ class TieredFile:
         buffer_offset_bytes: int = 0,
         direct: Direct = "preferred",
     ) -> TransferResult:
-        """Write device or host memory into a range; see :meth:`read_into` and :meth:`sync`."""
+        """Write device or host memory into a range of the file; see :meth:`read_into` and :meth:`sync`."""
         result = self._open_gds_file(direct).write_from(
             buffer,
             file_offset_bytes=file_offset_bytes,
@@ -139,15 +139,15 @@ class TieredFile:
             if self.writable:
                 stack.callback(self._record_size, descriptor)
             # These objects have opened the file again, so each closes a descriptor of its own.
-            for file in self._gds_files.values():
+            for file in self._gds_file_by_direct.values():
                 stack.callback(file.close)
 
     def _open_gds_file(self, direct: Direct) -> File:
         """Return the :class:`gdrkit.gds.File` for this file, opened by its descriptor's path."""
         with self._gds_files_lock:
-            if direct not in self._gds_files:
-                self._gds_files[direct] = File(self.path, "r+" if self.writable else "r", direct=direct)
-            return self._gds_files[direct]
+            if direct not in self._gds_file_by_direct:
+                self._gds_file_by_direct[direct] = File(self.path, "r+" if self.writable else "r", direct=direct)
+            return self._gds_file_by_direct[direct]
 
     def _record_route(self, result: TransferResult) -> None:
         """Write the route between the tier and device memory to the catalogue if it has changed."""

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EXIT_NOT_USED", "run_on_twins"]
 
-# The exit code of a command that ended with 0 and did not use a required API. A shell uses the codes from 126 on.
+# The exit code of ``gdrkit run`` if the command ended with 0 but did not use a required API. The codes from 126 on have
+# a meaning in shells, so this is the largest free code.
 EXIT_NOT_USED = 125
 
 
@@ -50,9 +51,9 @@ def run_on_twins(
     required : frozenset of Api
         If the command ends with exit code 0 and has not used all of these APIs, the exit code is 125.
     quiet : bool
-        Print no report.
+        Whether to omit the printed report.
     report_file : Path or None
-        Write the report as JSON to this file, also if `quiet` is set.
+        File to which the report is written as JSON, also if `quiet` is set.
 
     Raises
     ------
@@ -68,60 +69,59 @@ def run_on_twins(
             message, what_to_do="write it after --, for example: gdrkit run --software -- python my_program.py"
         )
     if required - options.twin_apis:
-        names = ", ".join(sorted(api.value for api in required - options.twin_apis))
-        message = f"a required API must run on a twin, which --apis excludes: {names}"
+        api_names = ", ".join(sorted(api.value for api in required - options.twin_apis))
+        message = f"--require must name APIs that run on twins (--apis), not {api_names}"
         raise UsageError(message)
     environment = launch.environment(options)
-    with _open_shared_state(options, environment) as folder:
+    with _open_shared_state(options, environment) as state_folder:
         usage_file = None
-        if folder is not None:
-            usage_file = folder / f"run.{os.getpid()}.{secrets.token_hex(4)}"
+        if state_folder is not None:
+            usage_file = state_folder / f"run.{os.getpid()}.{secrets.token_hex(4)}"
             create_usage_file(usage_file)
-            environment = launch.with_state(environment, options, state=folder, usage_file=usage_file)
+            environment = launch.with_state(environment, options, state=state_folder, usage_file=usage_file)
         libraries = LoadedLibraries(options.twin_apis, str(usage_file))
         try:
-            status = supervise(command, environment, libraries.observe)
+            wait_status = supervise(command, environment, libraries.observe)
             uses = [] if usage_file is None else read_usage(usage_file)
             runtimes = [] if usage_file is None else read_runtimes(usage_file)
         finally:
-            # Another run may still use the folder.
+            # Only the file is removed, because another run may still use the folder.
             if usage_file is not None:
                 usage_file.unlink(missing_ok=True)
-    lines = [] if quiet else report_lines(options.twin_apis, uses, sorted(libraries.real), runtimes)
-    missing = required - list_used_apis(uses)
-    if missing and status == 0:
-        names = ", ".join(sorted(api.value for api in missing))
-        lines.append(f"the command ended with 0, but it did not use {names}, which --require names")
-        status = EXIT_NOT_USED << 8
+    lines = [] if quiet else report_lines(options.twin_apis, uses, sorted(libraries.real_libraries), runtimes)
+    unused_apis = required - list_used_apis(uses)
+    if unused_apis and wait_status == 0:
+        api_names = ", ".join(sorted(api.value for api in unused_apis))
+        lines.append(f"the command ended with 0, but it did not use {api_names}, which --require names")
+        wait_status = EXIT_NOT_USED << 8  # The wait status of a process that exited with this code.
     if report_file is not None:
-        exit_code = os.waitstatus_to_exitcode(status)
-        document = report_document(uses, sorted(libraries.real), runtimes, exit_code=exit_code)
+        exit_code = os.waitstatus_to_exitcode(wait_status)
+        document = report_document(uses, sorted(libraries.real_libraries), runtimes, exit_code=exit_code)
         report_file.write_text(json.dumps(document, indent=2) + "\n")
     for line in lines:
         print(f"gdrkit: {escape_controls(line)}", file=sys.stderr)  # noqa: T201 - this is the output of the command.
-    exit_like(status)
+    exit_like(wait_status)
 
 
 @contextlib.contextmanager
 def _open_shared_state(options: launch.Launch, environment: dict[str, str]) -> Iterator[Path | None]:
     """Create or join the state of the domain, with the device files of the verbs twin.
 
-    Programs can run on the twins without them. So a failure is only printed as one line, and the value of the block is
-    None.
+    Programs can run on the twins without this state. So a failure is only printed as one line, and None is yielded.
     """
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(enter_domain(environment))
+            state_folder = stack.enter_context(enter_domain(environment))
         except OSError as error:
             _warn(f"no report and no device files in /sys and /dev, because the state cannot be stored: {error}")
             yield None
             return
-        program = launch.device_writer()
-        if Api.VERBS in options.twin_apis and program is not None:
-            reason = write_devices(folder, program, environment)
+        writer_program = launch.device_writer()
+        if Api.VERBS in options.twin_apis and writer_program is not None:
+            reason = write_devices(state_folder, writer_program, environment)
             if reason is not None:
                 _warn(f"programs do not see the devices in /sys and /dev: {reason}")
-        yield folder
+        yield state_folder
 
 
 def _warn(line: str) -> None:

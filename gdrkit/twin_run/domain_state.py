@@ -1,6 +1,6 @@
 """Folder with the state of a domain: the device files that programs see, and the port counters.
 
-All processes ``gdrkit run`` of one user with the same domain share the folder, because a domain is like one machine.
+All processes of ``gdrkit run`` of one user with the same domain share the folder, because a domain is like one machine.
 Each of them holds a shared lock on the folder while its command runs. The last one removes the folder. After a SIGKILL
 of ``gdrkit run`` the folder remains, and the next ``gdrkit run`` of the user removes it, because no process holds its
 lock.
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["enter_domain", "write_devices"]
 
-# 16 devices with 32 bytes each: native/twins/loader/tree_files.hpp.
+# Size of the file with the port counters of 16 devices, 32 bytes each, as in native/twins/loader/tree_files.hpp.
 _COUNTERS_FILE_BYTES = 512
-_COUNTED_DEVICES = ("GDRKIT_TWINS_NICS", "GDRKIT_TWINS_GPUS")
+_DEVICE_COUNT_VARIABLES = ("GDRKIT_TWINS_NICS", "GDRKIT_TWINS_GPUS")
 _COMMAND_ONLY_VARIABLES = frozenset({"GDRKIT_TWINS_FAULTS", "GDRKIT_TWINS_RUN", "LD_PRELOAD", "LD_AUDIT"})
 _WRITE_TIMEOUT_S = 30
 
@@ -66,13 +66,13 @@ def write_devices(folder: Path, program: Path, environment: Mapping[str, str]) -
     tree = folder / "tree"
     if tree.is_dir():
         return None
-    # Fault plans and the record of uses are for the command.
-    variables = {name: value for name, value in environment.items() if name not in _COMMAND_ONLY_VARIABLES}
+    # Fault plans and the record of uses are for the command, so `program` does not get their variables.
+    program_environment = {name: value for name, value in environment.items() if name not in _COMMAND_ONLY_VARIABLES}
     new_tree = folder / f"tree.{os.getpid()}"
     try:
         result = subprocess.run(
             [str(program), str(new_tree)],
-            env=variables,
+            env=program_environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -93,10 +93,11 @@ def write_devices(folder: Path, program: Path, environment: Mapping[str, str]) -
 
 
 def _make_domain_key(environment: Mapping[str, str]) -> str:
-    # Programs with different numbers of devices cannot share a tree. The twins refuse a malformed value.
-    counts = ["".join(filter(str.isalnum, environment.get(name, "2")))[:8] for name in _COUNTED_DEVICES]
+    # The key has the numbers of devices, because programs with different numbers cannot share a tree. The twins check
+    # the values, so malformed ones need no error here.
+    device_counts = ["".join(filter(str.isalnum, environment.get(name, "2")))[:8] for name in _DEVICE_COUNT_VARIABLES]
     domain = environment.get("GDRKIT_TWINS_DOMAIN", "default").replace("/", "_")[:32]
-    return "-".join([domain, *counts])
+    return "-".join([domain, *device_counts])
 
 
 def _open_user_folder() -> Path:
@@ -106,8 +107,8 @@ def _open_user_folder() -> Path:
     folder = parent_folder / f"gdrkit-twins-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+    folder_status = folder.lstat()
+    if not stat.S_ISDIR(folder_status.st_mode) or folder_status.st_uid != os.getuid():
         message = f"{folder} is not a folder of this user"
         raise PermissionError(message)
     return folder

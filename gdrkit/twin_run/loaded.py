@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadedLibraries", "RealLibrary"]
 
+# A line of /proc/PID/maps about an executable mapping of a shared library. The group is the path of the library.
 _EXECUTABLE_MAPPING = re.compile(r"^\S+ ..x. \S+ \S+ \S+\s+(/.*\.so.*)$", re.MULTILINE)
 
 
@@ -41,17 +42,17 @@ class LoadedLibraries:
     twin_apis : frozenset of Api
         The APIs that the run has twins of.
     usage_file : str
-        The value of the environment variable by which a process of the run is recognized.
+        Path of the usage file. The environment of each process of the run has this path, which identifies the process.
     """
 
     twin_apis: frozenset[Api]
     usage_file: str
-    real: set[RealLibrary] = field(default_factory=set)
+    real_libraries: set[RealLibrary] = field(default_factory=set)
     _api_by_path: dict[str, Api | None] = field(default_factory=dict)
     _tree: HostTree = field(default_factory=HostTree)
 
     def observe(self, command_process_id: int) -> None:
-        """Examine the command with this process ID, its descendants, and all processes with its environment."""
+        """Examine the command with this process ID, its descendants, and all other processes of the run."""
         marker = f"{launch.USAGE_VARIABLE}={self.usage_file}".encode()
         for process_id, program in descendants(self._tree, command_process_id, marker=marker).items():
             self._observe_process(process_id, program)
@@ -61,7 +62,7 @@ class LoadedLibraries:
         for path in dict.fromkeys(_EXECUTABLE_MAPPING.findall(maps_text)):
             api = self._find_replaced_api(path)
             if api is not None:
-                self.real.add(RealLibrary(api.value, path, program, process_id))
+                self.real_libraries.add(RealLibrary(api.value, path, program, process_id))
 
     def _find_replaced_api(self, path: str) -> Api | None:
         """Return the API whose twin should have been loaded instead of this library, or None."""

@@ -27,7 +27,8 @@ _OBJECT_NOUNS_BY_API = {
     Api.CUFILE: ("registered file", "registered files", "no registered file"),
     Api.HLTHUNK: ("opened device", "opened devices", "no opened device"),
 }
-_PROGRAMS_MAX, _PROCESSES_MAX = 4, 4
+# Largest number of programs in a line, and of process IDs of one program.
+_PROGRAMS_MAX, _PROCESS_IDS_MAX = 4, 4
 
 
 def list_used_apis(uses: Iterable[ProcessUse]) -> frozenset[Api]:
@@ -61,8 +62,8 @@ def report_lines(
             [(use.program, use.process_id) for use in runtime_uses if use.library == runtime_library]
         )
         lines.append(f"{Api.CUDA.value}: twin of {runtime_library} opened by {programs_text}")
-    libraries = dict.fromkeys((library.api, library.path) for library in real_libraries)
-    for api_name, path in libraries:
+    apis_and_paths = dict.fromkeys((library.api, library.path) for library in real_libraries)
+    for api_name, path in apis_and_paths:
         loads = [library for library in real_libraries if library.path == path]
         programs_text = _describe_programs([(load.program, load.process_id) for load in loads])
         lines.append(f"{api_name}: {path}, not the twin, was loaded by {programs_text}")
@@ -78,7 +79,7 @@ def report_document(
     *,
     exit_code: int,
 ) -> dict[str, object]:
-    """Return the content of the lines as values for JSON: the processes of each API, their objects and bytes."""
+    """Return the report as values for JSON: for each API its processes, with their objects and bytes."""
     apis: dict[str, object] = {}
     for api in sorted({use.api for use in uses}, key=lambda api: api.value):
         uses_of_api = [use for use in uses if use.api is api]
@@ -124,8 +125,8 @@ def _describe_programs(processes: Sequence[tuple[str, int]]) -> str:
         ids_by_program.setdefault(program, []).append(process_id)
     texts = []
     for program, process_ids in list(ids_by_program.items())[:_PROGRAMS_MAX]:
-        ids_text = ", ".join(map(str, process_ids[:_PROCESSES_MAX]))
-        unlisted_count = len(process_ids) - _PROCESSES_MAX
+        ids_text = ", ".join(map(str, process_ids[:_PROCESS_IDS_MAX]))
+        unlisted_count = len(process_ids) - _PROCESS_IDS_MAX
         texts.append(f"{program} (pid {ids_text}{f' and {unlisted_count} more' if unlisted_count > 0 else ''})")
     unlisted_count = len(ids_by_program) - _PROGRAMS_MAX
     return ", ".join(texts) + (f" and {format_count(unlisted_count, 'more program')}" if unlisted_count > 0 else "")

@@ -31,14 +31,14 @@ _SI_KERNEL = 0x80
 # If one of these signals stops the command, the terminal has stopped the whole job, of which this process is a part.
 _TERMINAL_STOP_SIGNALS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 _OBSERVE_FIRST_INTERVAL_S, _OBSERVE_INTERVAL_S_MAX = 0.02, 2.0
-_EXEC_FAILED = 127
+_EXEC_FAILED_EXIT_CODE = 127
 
 
 def block_signals() -> set[signal.Signals | int]:
     """Block all signals in this thread and in the threads that it creates later. Return the previous mask.
 
-    The kernel may give a signal of the process to any thread that does not block it. A thread with the old mask would
-    discard SIGCHLD, and SIGTERM in it would end this process, although :func:`supervise` waits for both.
+    The kernel may give a signal of the process to any thread that does not block it. In a thread with the old mask,
+    SIGCHLD would be discarded and SIGTERM would end this process. Then :func:`supervise` would not receive the signal.
     """
     return set(signal.pthread_sigmask(signal.SIG_SETMASK, _BLOCKED_SIGNALS))
 
@@ -51,7 +51,7 @@ def supervise(
     signal_mask: set[signal.Signals | int] | None = None,
     interval_s_max: float = _OBSERVE_INTERVAL_S_MAX,
 ) -> int:
-    """Run a command and return its wait status, as os.waitpid does. The signals stay blocked.
+    """Run a command and return its wait status, as os.waitpid does. All signals stay blocked in this thread.
 
     Parameters
     ----------
@@ -64,7 +64,8 @@ def supervise(
         `interval_s_max`, and once when a child has ended, before this process reads its status.
     signal_mask : set of Signals, optional
         The signal mask of the command. A process that has threads calls :func:`block_signals` before it creates them,
-        and passes the mask that this function returned. Without it, the command gets the mask of this thread.
+        and passes the mask that this function returned. If it is None, the command gets the current mask of this
+        thread.
     interval_s_max : float
         The longest interval between two calls of `observe`, in seconds.
 
@@ -119,7 +120,7 @@ def _execute(
     except OSError as error:
         os.write(error_descriptor, str(error.errno).encode())
     finally:
-        os._exit(_EXEC_FAILED)
+        os._exit(_EXEC_FAILED_EXIT_CODE)
 
 
 def _wait_and_observe(child_id: int, observe: Callable[[int], None], interval_s_max: float) -> int:
@@ -135,7 +136,7 @@ def _wait_and_observe(child_id: int, observe: Callable[[int], None], interval_s_
             if signal_info is None:
                 interval_s = min(2 * interval_s, interval_s_max)
                 next_observation_s = time.monotonic() + interval_s
-        elif signal_info.si_code != _SI_KERNEL:
+        elif signal_info.si_code != _SI_KERNEL:  # The terminal sends its signals to the command too.
             # The command may have ended meanwhile.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child_id, signal_info.si_signo)
@@ -164,5 +165,6 @@ def exit_like(status: int) -> NoReturn:
         if signal_number != signal.SIGKILL:
             signal.signal(signal_number, signal.SIG_DFL)
         os.kill(os.getpid(), signal_number)
+        # The signal was blocked, so it is pending. It ends this process as soon as all signals are unblocked.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os._exit(os.waitstatus_to_exitcode(status))

@@ -1,8 +1,8 @@
 """The file in which the processes of one ``gdrkit run`` count their use of the software twins.
 
 A software twin is a library that emulates the hardware. Every twin of the run maps the file
-(``native/twins/model/usage.cpp``) and adds to its counts while it works, so the counts of a killed process are not
-lost. The file has a header and one slot per process and API.
+(``native/twins/model/usage.cpp``) and updates the counts in it while it works, so the counts of a killed process are
+not lost. The file has a header and one slot per process and API.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessUse", "RuntimeUse", "create_usage_file", "read_runtimes", "read_usage", "twin_dmabufs"]
 
-# The layout of native/twins/model/usage.hpp.
+# The layout of native/twins/model/usage.cpp. The header has: magic number, bytes per slot, number of slots. A slot has:
+# state, API number, process ID, an unused number; objects, moved bytes; program name; queue pairs, regions, bytes of
+# regions.
 _HEADER = struct.Struct("<8sII48x")
 _SLOT = struct.Struct("<IIIIQQ64sqqq")
 _MAGIC = b"GDRKRUN1"
@@ -33,7 +35,7 @@ _SLOT_COUNT = 4096
 _STATE_READY = 2
 # A dma-buf of the twins is a descriptor of one of these memfds that is open for writing only (model/dmabuf.cpp).
 _DMABUF_MEMFDS = ("/memfd:gdrkit-gpu:", "/memfd:gdrkit-dmabuf:")
-_OPEN_FLAGS = re.compile(r"^flags:\s*([0-7]+)$", re.MULTILINE)
+_FLAGS_LINE = re.compile(r"^flags:\s*([0-7]+)$", re.MULTILINE)
 _TWIN_EXPORTER = "gdrkit-twin"
 _API_BY_NUMBER = {1: Api.VERBS, 2: Api.CUDA, 3: Api.CUFILE, 4: Api.HLTHUNK}
 # The twins of the CUDA runtime have slots of their own. The counts are in the slot of the CUDA twin below them.
@@ -90,23 +92,25 @@ def create_usage_file(path: Path) -> None:
 def read_usage(path: Path) -> list[ProcessUse]:
     """Return the slots in use, in the order in which the processes opened the twins.
 
-    Every process of the run can write into the file, so slots with impossible values are left out.
+    The slots of the CUDA runtime are left out; see :func:`read_runtimes`. Slots with an unknown API number are left out
+    too, because every process of the run can write into the file.
     """
     uses = []
-    for api, process_id, program, objects_count, moved_bytes, *open_counts in _find_ready_slots(path):
-        if api in _API_BY_NUMBER:
-            # A forked child that destroyed objects of its parent has negative numbers.
-            valid_counts = (max(count, 0) for count in open_counts)
-            uses.append(ProcessUse(_API_BY_NUMBER[api], process_id, program, objects_count, moved_bytes, *valid_counts))
+    for api_number, process_id, program, objects_count, moved_bytes, *current_counts in _find_ready_slots(path):
+        if api_number in _API_BY_NUMBER:
+            # A forked child that destroyed objects of its parent has negative counts, which become 0.
+            nonnegative_counts = (max(count, 0) for count in current_counts)
+            api = _API_BY_NUMBER[api_number]
+            uses.append(ProcessUse(api, process_id, program, objects_count, moved_bytes, *nonnegative_counts))
     return uses
 
 
 def read_runtimes(path: Path) -> list[RuntimeUse]:
-    """Return the processes that opened a twin of the CUDA runtime, in the order in which they did."""
+    """Return the processes that opened a twin of the CUDA runtime, in the order in which they opened it."""
     return [
-        RuntimeUse(_RUNTIME_BY_NUMBER[api], process_id, program)
-        for api, process_id, program, *_ in _find_ready_slots(path)
-        if api in _RUNTIME_BY_NUMBER
+        RuntimeUse(_RUNTIME_BY_NUMBER[api_number], process_id, program)
+        for api_number, process_id, program, *_ in _find_ready_slots(path)
+        if api_number in _RUNTIME_BY_NUMBER
     ]
 
 
@@ -118,26 +122,26 @@ def _find_ready_slots(path: Path) -> Iterator[tuple[int, int, str, int, int, int
     data = path.read_bytes()
     if len(data) != _HEADER.size + _SLOT.size * _SLOT_COUNT or not data.startswith(_MAGIC):
         return
-    for state, api, process_id, _, objects_count, moved_bytes, program, *open_counts in _SLOT.iter_unpack(
-        data[_HEADER.size :]
-    ):
+    slots = _SLOT.iter_unpack(data[_HEADER.size :])
+    for state, api_number, process_id, _, objects_count, moved_bytes, program_bytes, *current_counts in slots:
         if state == _STATE_READY:
-            name = program.partition(b"\0")[0].decode("utf-8", "backslashreplace")
-            yield api, process_id, name, objects_count, moved_bytes, *open_counts
+            program_name = program_bytes.partition(b"\0")[0].decode("utf-8", "backslashreplace")
+            yield api_number, process_id, program_name, objects_count, moved_bytes, *current_counts
 
 
 def twin_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple[HeldDmabuf, ...]:
     """Return the dma-bufs of the twins among the open descriptors of a process.
 
-    Each descriptor is one dma-buf, because two dma-bufs of one allocation of a twin are the same file. The arguments
-    are those of :func:`gdrkit.evidence.held_dmabufs`, which returns the dma-bufs of the kernel.
+    Each descriptor counts as one dma-buf. Inodes do not tell dma-bufs apart, because all dma-bufs of one allocation of
+    a twin are the same file. For the arguments see :func:`gdrkit.evidence.held_dmabufs`, which returns the dma-bufs of
+    the kernel.
     """
     dmabufs = []
     for descriptor, target in targets.items():
         if target.startswith(_DMABUF_MEMFDS):
-            flags_match = _OPEN_FLAGS.search(tree.text(f"/proc/{process}/fdinfo/{descriptor}") or "")
+            flags_match = _FLAGS_LINE.search(tree.text(f"/proc/{process}/fdinfo/{descriptor}") or "")
             with contextlib.suppress(OSError):  # The descriptor may have been closed meanwhile.
-                status = tree.path(f"/proc/{process}/fd/{descriptor}").stat()
+                file_status = tree.path(f"/proc/{process}/fd/{descriptor}").stat()
                 if flags_match is not None and int(flags_match[1], 8) & os.O_ACCMODE == os.O_WRONLY:
-                    dmabufs.append(HeldDmabuf(status.st_ino, _TWIN_EXPORTER, status.st_size))
+                    dmabufs.append(HeldDmabuf(file_status.st_ino, _TWIN_EXPORTER, file_status.st_size))
     return tuple(dmabufs)

@@ -69,7 +69,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # These are native classes. Their module opens the client library, which importing this package must not do.
+    # These are native classes. native() opens the client library, which the import of this package must not do.
     if name in {"iovec", "ioring"}:
         return getattr(native(), name)
     message = f"module {__name__!r} has no attribute {name!r}"

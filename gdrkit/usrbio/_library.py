@@ -25,9 +25,10 @@ LIBRARY_VARIABLE = "GDRKIT_USRBIO_LIBRARY"
 
 _GDRKIT_LIBRARY = Path(__file__).resolve().parent / "lib" / "libhf3fs_api_shared.so"
 _lock = threading.Lock()
+# The native module, once it has opened the library. The list is empty before.
 _opened_modules: list[NativeModule] = []
 
-_REASONS = {
+_REASON_BY_ERRNO = {
     errno.EINVAL: Reason.BAD_ARGUMENT,
     errno.EBADF: Reason.BAD_DESCRIPTOR,
     errno.EACCES: Reason.NO_PERMISSION,
@@ -41,15 +42,15 @@ _REASONS = {
     errno.EPROTO: Reason.MALFORMED,
 }
 
-# Advice for an errno of one function. Other functions use the advice in _ADVICE_BY_ERRNO.
-_ADVICE: dict[tuple[str, int], str] = {
+# Advice for an errno of one function. All other pairs of function and errno use _ADVICE_BY_ERRNO.
+_ADVICE_BY_FUNCTION_AND_ERRNO: dict[tuple[str, int], str] = {
     ("hf3fs_prep_io", errno.EAGAIN): "the ring is full: submit, and wait for results",
     ("hf3fs_prep_io", errno.EBADF): "register the descriptor first: register_fd(fd)",
     ("hf3fs_prep_io", errno.EACCES): "open the file for reading if the ring reads, for writing if it writes",
     ("hf3fs_prep_io", errno.EINVAL): "use at least 1 byte inside one block of an iovec, and a ring of this direction",
     ("hf3fs_reg_fd", errno.EBADF): "open the file below the mount point of 3FS or of a running agent",
     ("hf3fs_reg_fd", errno.EINVAL): "deregister the descriptor before you register it again",
-    ("hf3fs_iordestroy", errno.ETIMEDOUT): "find out why the agent does not answer; the memory is never released",
+    ("hf3fs_iordestroy", errno.ETIMEDOUT): "find out why the agent hangs; the memory of the I/Os is never released",
     ("hf3fs_wait_for_ios", errno.EPROTO): "destroy the ring: the agent completed an operation that was not prepared",
 }
 _ADVICE_BY_ERRNO = {
@@ -123,7 +124,7 @@ def _open_library(module: Any, path: Path) -> None:
 
 def _make_call_error(operation: str, error_number: int, arguments: dict[str, object]) -> ApiError:
     """Return the error of a function of the client library that failed with this errno."""
-    what_to_do = _ADVICE.get((operation, error_number)) or _ADVICE_BY_ERRNO.get(error_number, "")
+    what_to_do = _ADVICE_BY_FUNCTION_AND_ERRNO.get((operation, error_number)) or _ADVICE_BY_ERRNO.get(error_number, "")
     error_type = UsrbioUnsupported if error_number == errno.EOPNOTSUPP else UsrbioError
     return error_type(
         api=Api.USRBIO,
@@ -132,7 +133,7 @@ def _make_call_error(operation: str, error_number: int, arguments: dict[str, obj
         status_name=errno_name(error_number),
         errno=error_number,
         arguments=arguments,
-        reason=_REASONS.get(error_number, Reason.OTHER),
+        reason=_REASON_BY_ERRNO.get(error_number, Reason.OTHER),
         what_to_do=what_to_do,
         detail=os.strerror(error_number),
     )
@@ -148,12 +149,13 @@ def _make_missing_function_error(operation: str) -> ApiError:
         errno=None,
         reason=Reason.NOT_SUPPORTED,
         what_to_do=f"use a client library with this function; unset {LIBRARY_VARIABLE} to use gdrkit's own",
-        detail=f"{library_path()} does not have it",
+        detail=f"{library_path()} does not have the function",
     )
 
 
 def _make_misuse_error(message: str, reason: str) -> GdrkitError:
     """Return the error of a wrong use of a native object, such as a call after its close."""
-    if reason == Reason.CLOSED.value:
-        return ClosedResource(message.removeprefix("the ").partition(" is ")[0])
+    name, is_found, _ = message.removeprefix("the ").partition(" is ")
+    if reason == Reason.CLOSED.value and is_found:
+        return ClosedResource(name)
     return UsageError(message, reason=Reason(reason))

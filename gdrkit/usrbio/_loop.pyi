@@ -1,4 +1,4 @@
-"""The agent's loop: rings, data frames, completions."""
+"""The agent's loop, which executes the operations of the rings of applications."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ class Loop:
 
     def connect(self, socket: int, *, queue_pair_nics: Sequence[int], generation: int) -> None:
         """
-        Close the socket at the end of the connection, and also if the call fails.
+        Send operations over a socket. The loop owns it, and closes it even if this call fails.
         """
 
     def disconnect(self) -> bool: ...

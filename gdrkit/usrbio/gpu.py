@@ -68,12 +68,13 @@ def make_gpu_iovec(
     device : int
         Number of the GPU.
     block_size : int
-        See :func:`gdrkit.usrbio.make_iovec`. The ``hf3fs_iov*_device`` functions of the C interface accept only 0.
+        See :func:`gdrkit.usrbio.make_iovec`. In the C interface, the ``hf3fs_iov*_gpu`` functions accept this number,
+        and the ``hf3fs_iov*_device`` functions accept only 0.
 
     Returns
     -------
     iovec
-        A context manager, for the operations of rings.
+        The iovec, which is a context manager.
 
     Raises
     ------
@@ -88,7 +89,7 @@ def make_gpu_iovec(
             raise TypeError(message)
         return _count_as_open(native().create_gpu_iovec(hf3fs_mount_point, length_bytes, block_size, device))
     if isinstance(memory, DeviceBuffer):
-        iovec = _wrap(hf3fs_mount_point, memory, block_size=block_size, device=device, owner=memory)
+        iovec = _wrap_memory(hf3fs_mount_point, memory, block_size=block_size, device=device, owner=memory)
         cancel_close = memory.before_release(iovec.close)
         return _count_as_open(iovec, cancel_close)
     on_close = ReleaseStack()
@@ -97,7 +98,7 @@ def make_gpu_iovec(
         on_close.push(cuda_device.close)
         borrowed_memory = cuda.wrap(memory, device=cuda_device)
         on_close.push(borrowed_memory.close)
-        iovec = _wrap(hf3fs_mount_point, borrowed_memory, block_size=block_size, device=device, owner=memory)
+        iovec = _wrap_memory(hf3fs_mount_point, borrowed_memory, block_size=block_size, device=device, owner=memory)
     except BaseException as error:
         on_close.run_after(error)
         raise
@@ -109,8 +110,9 @@ def open_gpu_iovec(
 ) -> Iovec:
     """Return the iovec of device memory that another process published with the id `identity`.
 
-    `length_bytes`, `device` and `block_size` must equal the values in the published link. Closing the iovec does not
-    end the publication.
+    `length_bytes` must equal the published size. `device` is the number of the GPU with the memory in this process.
+    The link of device memory has no block size, so `block_size` limits only operations that use the returned iovec.
+    Closing the iovec does not end the publication.
 
     Raises
     ------
@@ -121,7 +123,7 @@ def open_gpu_iovec(
 
 
 def import_gpu_iovec(hf3fs_mount_point: str, handle: bytes) -> Iovec:
-    """Return the iovec of device memory of another process, from the 80 bytes of its ``iovec.export_gpu()``.
+    """Return the iovec of device memory of another process, from the 80 bytes that its ``Iovec.export_gpu()`` returned.
 
     Raises
     ------
@@ -134,9 +136,10 @@ def import_gpu_iovec(hf3fs_mount_point: str, handle: bytes) -> Iovec:
 
 
 class GpuSharedBuffer:
-    """Device memory of two processes: the owner exports it, the importer imports it, and both do I/O on it.
+    """Device memory of two processes: the owner exports the memory, the importer imports it, and both do I/O on it.
 
-    The owner must outlive the importers. While an operation on the memory is outstanding, no process may access it.
+    The owner must outlive the importers. While an operation on the memory is outstanding, no process may access the
+    memory.
 
     Attributes
     ----------
@@ -186,7 +189,7 @@ class GpuSharedBuffer:
         return self.iovec.export_gpu()
 
     def synchronize(self, *, after_transfer: bool) -> None:
-        """Make writes of the device visible to NICs, or after a transfer, writes of NICs visible to the device."""
+        """Make writes of the device visible to NICs, or writes of NICs to the device (`after_transfer`)."""
         self.iovec.sync_gpu(_AFTER_TRANSFER if after_transfer else _BEFORE_TRANSFER)
 
     @property
@@ -210,7 +213,7 @@ class GpuSharedBuffer:
         }
 
     def close(self) -> None:
-        """Close the iovec, which frees memory that this process owns. A second close does nothing."""
+        """Close the iovec, which frees memory that this process owns. A second call does nothing."""
         if self._iovec is None:
             return
         if self._memory is not None:
@@ -232,14 +235,14 @@ class GpuSharedBuffer:
         self.close()
 
 
-def _wrap(mount: str, memory: DeviceBuffer, *, block_size: int, device: int, owner: object) -> Iovec:
+def _wrap_memory(mount: str, memory: DeviceBuffer, *, block_size: int, device: int, owner: object) -> Iovec:
     return native().wrap_gpu_iovec(
         memory.address, memory.length_bytes, str(uuid.uuid4()), mount, block_size, device, owner
     )
 
 
 def _count_as_open(iovec: Iovec, on_close: Callable[[], None] | None = None) -> Iovec:
-    """Count the iovec as an open object until it is closed, call `on_close` then, and return the iovec."""
+    """Return `iovec`, and count it as an open object. When it is closed, `on_close` is called and the count ends."""
     handle = Handle("usrbio.gpu_iovec")
 
     def release() -> None:

@@ -1,7 +1,7 @@
 """The pool of device memory of the client library: its statistics and limits.
 
-`make_gpu_iovec` without memory takes memory from the pool, and closing the iovec returns it, so that allocation and
-registration are paid once. ``hf3fs_usrbio_gdr.h`` describes which memory is used again.
+`make_gpu_iovec` without `memory` takes memory from the pool, and closing the iovec returns the memory to the pool. So
+the memory need not be allocated and registered again. ``hf3fs_usrbio_gdr.h`` describes which memory is used again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class GpuPoolStatistics:
     Attributes
     ----------
     idle_bytes_max : int
-        Limit of idle bytes. 0: there is no pool.
+        Limit of `idle_bytes`. 0: there is no pool.
     idle_blocks, idle_bytes : int
         Allocations that no iovec uses, and their bytes.
     in_use_blocks, in_use_bytes : int
         Allocations that iovecs use, and their bytes.
     hits, misses : int
-        Number of iovecs that got idle memory, and number of iovecs for which the pool had no idle memory.
+        Number of new iovecs that got idle memory, and number of new iovecs for which the pool had no idle memory.
     trimmed_blocks : int
         Number of idle allocations that were freed.
     refused_blocks : int
@@ -63,7 +63,7 @@ def limit_gpu_pool(*, idle_bytes_max: int, idle_ms_max: int = 10_000) -> None:
     Parameters
     ----------
     idle_bytes_max : int
-        Limit of the bytes of the process that no iovec uses. 0: no pool.
+        Limit of the bytes in the pool that no iovec uses. 0: there is no pool.
     idle_ms_max : int
         Time after which idle memory is freed, in milliseconds.
 
@@ -72,10 +72,13 @@ def limit_gpu_pool(*, idle_bytes_max: int, idle_ms_max: int = 10_000) -> None:
     Unsupported
         See :func:`gpu_pool_statistics`.
     UsageError
-        A limit is negative or above 2^31 ms.
+        A limit is negative, or `idle_ms_max` is 2^31 or more.
     """
     if idle_bytes_max < 0 or not 0 <= idle_ms_max < 2**31:
-        message = f"limits must not be negative, and the time below 2^31 ms, not {idle_bytes_max} and {idle_ms_max}"
+        message = (
+            "idle_bytes_max and idle_ms_max must not be negative, and idle_ms_max must be less than 2^31, "
+            f"not {idle_bytes_max} and {idle_ms_max}"
+        )
         raise UsageError(message)
     native().limit_gpu_pool(idle_bytes_max, idle_ms_max)
 

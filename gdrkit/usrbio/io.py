@@ -2,7 +2,7 @@
 
 An :func:`iovec <make_iovec>` is published memory, and a :func:`ring <make_ioring>` is a queue of reads or of writes. An
 operation moves the bytes of an iovec or of a slice of it. A ring keeps references to the iovecs of its outstanding
-operations, so their memory is not freed while the agent uses it. ``gdrkit.usrbio.gpu`` has iovecs of device memory.
+operations, so their memory is not freed while the agent uses it. ``gdrkit.usrbio.gpu`` makes iovecs of device memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-# Longest block of read_file() whose memory may stay mapped for later iovecs.
+# The memory of a longer block of read_file() is freed at once, and not kept for later iovecs.
 _READ_FILE_IDLE_BYTES_MAX = 32 * MIB
 
 
@@ -102,7 +102,7 @@ def deregister_fd(fd: int) -> None:
 def force_fsync(fd: int) -> int:
     """Update the length of a file after writes by rings, so that the next ``stat`` reports it. Return 0.
 
-    Without the ioctl of 3FS (in the plain mode of an agent) this calls fsync.
+    If the mount point does not support the ioctl of 3FS (an agent in plain mode), this function calls fsync.
 
     Raises
     ------
@@ -120,7 +120,7 @@ def force_fsync(fd: int) -> int:
 
 
 def hardlink(target: str | os.PathLike[str], link_name: str | os.PathLike[str]) -> None:
-    """Create a hard link. 3FS does not support link(2) and has an ioctl for it.
+    """Create a hard link, also on 3FS, which has an ioctl in place of link(2).
 
     Raises
     ------
@@ -192,15 +192,16 @@ def make_iovec(shm: SharedBlock, hf3fs_mount_point: str, block_size: int = 0, nu
     """
     module = native()
     identity = str(uuid.uuid4())
-    suffix = f".b{block_size}" if block_size > 0 else ""
-    link = Path(hf3fs_mount_point, "3fs-virt", "iovs", f"{identity}{suffix}")
-    link.symlink_to(os.path.normpath(f"/dev/shm/{shm.name}"))  # noqa: S108 - the agent opens this path.
+    # The agent and 3FS read the block size from the name of the link.
+    block_size_suffix = f".b{block_size}" if block_size > 0 else ""
+    link_path = Path(hf3fs_mount_point, "3fs-virt", "iovs", f"{identity}{block_size_suffix}")
+    link_path.symlink_to(os.path.normpath(f"/dev/shm/{shm.name}"))  # noqa: S108 - the agent opens this path.
     try:
         iovec = module.iovec(shm.buf, identity, hf3fs_mount_point, block_size, numa)
     except BaseException:
-        link.unlink(missing_ok=True)
+        link_path.unlink(missing_ok=True)
         raise
-    _count_as_open(iovec, lambda: link.unlink(missing_ok=True))
+    _count_as_open(iovec, lambda: link_path.unlink(missing_ok=True))
     return iovec
 
 
@@ -273,7 +274,8 @@ def make_ioring(  # noqa: PLR0917 - the signature that programs for 3FS call by 
     numa : int
         NUMA node to which the memory of the ring is bound. -1 means no binding.
     flags : int
-        1: reads return uncommitted data. 2: a read of a hole fails with ENODATA.
+        1 (HF3FS_IOR_ALLOW_READ_UNCOMMITTED): reads return uncommitted data. 2 (HF3FS_IOR_FORBID_READ_HOLES): a read of
+        a hole fails with ENODATA.
 
     Returns
     -------
@@ -305,7 +307,7 @@ def read_file(  # noqa: PLR0917 - the signature of 3FS.
     fn : path
         Path of the file.
     hf3fs_mount_point : str or None
-        Mount point that contains the file. With None, it is found from the path.
+        Mount point that contains the file. With None, :func:`extract_mount_point` finds it.
     block_size : int
         Largest size of one read, in bytes.
     off : int
@@ -349,7 +351,7 @@ def read_file(  # noqa: PLR0917 - the signature of 3FS.
 
 
 def _limit_idle_memory() -> None:
-    """Free the memory of a large block, because the program may not read another file."""
+    """Free the idle memory of a large block at once, not only after 3 s. The program may not read another file."""
     with suppress(UsrbioUnsupported):
         trim_host_pool(idle_bytes_max=_READ_FILE_IDLE_BYTES_MAX)
 
@@ -380,7 +382,7 @@ def _read_blocks(
 
 
 def _count_as_open(iovec: Iovec, unpublish: Callable[[], None]) -> None:
-    """Count the iovec as an open object until it is closed, and call `unpublish` then."""
+    """Count the iovec as an open object until it is closed. When it is closed, call `unpublish`."""
     handle = Handle("usrbio.iovec")
 
     def release() -> None:

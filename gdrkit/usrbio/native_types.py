@@ -1,7 +1,7 @@
 """The types of the objects that the native module creates: iovecs and rings."""
 
-# The functions of the native module are documented where Python programs call them. Their parameters have the order of
-# the C interface.
+# The functions of NativeModule have no docstrings, because their Python wrappers document them. Their parameters have
+# the order of the C interface.
 # ruff: noqa: D102, PLR0917
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Iovec(Protocol):
         """Make writes of the device visible to NICs (`direction` 0), or writes of NICs visible to the device (1)."""
 
     def before_close(self, action: Callable[[], None]) -> None:
-        """Call `action` before the memory is released. An iovec can have only one such action."""
+        """Register the function that close() calls before it releases the memory. It replaces an earlier `action`."""
 
     def close(self) -> None:
         """Release the memory. A second close does nothing."""
@@ -115,13 +115,15 @@ class Ioring(Protocol):
         """Whether the ring was destroyed."""
 
     def prepare(self, iov: Iovec, read: bool, fd: int, off: int, userdata: object = None) -> Self:  # noqa: FBT001
-        """Add an operation with all bytes of `iov`, at the byte `off` of the file. The agent may start it at once.
+        """Add an operation that moves all bytes of `iov` from or to the file, beginning at its offset `off`.
+
+        The agent may start the operation at once.
 
         Raises
         ------
         UsrbioError
             EAGAIN: the ring is full. EBADF: the file is not registered. EACCES: the file was not opened for this
-            operation. EINVAL: the range crosses a block, or the ring has the other direction.
+            operation. EINVAL: the range crosses the end of a block, or `read` is not the direction of the ring.
         """
 
     def submit(self) -> Self:
@@ -134,9 +136,9 @@ class Ioring(Protocol):
         ----------
         max_results, min_results : int
             Highest and lowest number of operations in the result. If the timeout expires, the result has fewer than
-            `min_results`. A `max_results` below 1 or below `min_results` is raised to the larger of these two numbers.
+            `min_results`. A `max_results` below 1 or below `min_results` is raised to the larger of these two.
         timeout : timedelta or None
-            Limit of the wait. None means no limit.
+            Longest wait. None means no limit.
         """
 
     def destroy(self, *, timeout: timedelta | None = ...) -> None:

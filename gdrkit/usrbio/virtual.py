@@ -1,6 +1,7 @@
 """The ioctl requests of 3FS and the name of its virtual folder.
 
-A request has the layout of ``_IOC`` of Linux: direction, size, type (``h``) and number.
+A request number has the layout of ``_IOC`` of Linux: direction (2 bits), size of the argument (14 bits), type (8 bits,
+``h``) and number (8 bits).
 """
 
 from __future__ import annotations
@@ -29,15 +30,19 @@ __all__ = [
     "VIRTUAL_FOLDER",
 ]
 
+# Result of GET_MAGIC, by which programs recognize a mount of 3FS.
 MAGIC = 0x8F3F5FFF
+# Result of GET_IOCTL_VERSION.
 IOCTL_VERSION = 1
+# Folder in the mount point, in which programs publish iovecs and rings by symbolic links.
 VIRTUAL_FOLDER = "3fs-virt"
 MOUNT_NAME_BYTES = 32
 # Largest number of ranges of one PUNCH_HOLE.
 PUNCH_HOLE_MAX = 1000
 _NAME_MAX = 255
 
-# The struct of HARDLINK: ino_t folder, char name[NAME_MAX]. Its size is a multiple of 8.
+# A 0Q at the end of a format pads the size to a multiple of 8, as a C compiler does.
+# The struct of HARDLINK: ino_t folder, char name[NAME_MAX].
 HARDLINK_ARGUMENT = struct.Struct(f"@Q{_NAME_MAX}s0Q")
 # The struct of PUNCH_HOLE: int n, size_t flags, size_t start[1000], size_t end[1000].
 PUNCH_HOLE_ARGUMENT = struct.Struct(f"@iQ{PUNCH_HOLE_MAX}Q{PUNCH_HOLE_MAX}Q")
@@ -47,7 +52,7 @@ MOVE_ARGUMENT = struct.Struct(f"@Q{_NAME_MAX + 1}sQ{_NAME_MAX + 1}s?0Q")
 # The struct of REMOVE: uint64_t folder, char name[NAME_MAX + 1], bool recursive.
 REMOVE_ARGUMENT = struct.Struct(f"@Q{_NAME_MAX + 1}s?0Q")
 
-# Directions of _IOC: the argument is written to, or read from, the file system.
+# Directions of _IOC, as seen from the program: it writes the argument to the file system, or reads it from there.
 _WRITE, _READ = 1, 2
 
 

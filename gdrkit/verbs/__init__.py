@@ -1,7 +1,7 @@
 """RDMA through libibverbs: devices, memory regions, completion queues and reliable connections.
 
-Importing this package imports neither pyverbs nor a library; the first call does. ``_pyverbs.py`` is the only file that
-uses pyverbs.
+Importing this package loads neither pyverbs nor libibverbs; the first call of a function does. ``_pyverbs.py`` is the
+only file that uses pyverbs.
 """
 
 from __future__ import annotations

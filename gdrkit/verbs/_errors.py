@@ -1,7 +1,7 @@
 """Mapping of the errnos of libibverbs to exceptions, reasons and advice.
 
-The only other input is RLIMIT_MEMLOCK, which explains an ENOMEM. Source of the errnos: ``drivers/infiniband/core`` and
-``libibverbs`` (manual pages ibv_reg_mr, ibv_open_device).
+Besides the errno and the failed call, the mapping uses only RLIMIT_MEMLOCK, which can explain an ENOMEM. Sources of the
+errnos: ``drivers/infiniband/core`` of Linux, and ``libibverbs`` (manual pages ibv_reg_mr, ibv_open_device).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ OPEN_DEVICE = "ibv_open_device"
 REG_MR = "ibv_reg_mr"
 REG_DMABUF_MR = "ibv_reg_dmabuf_mr"
 
-# ibv_reg_mr of a device address. This name distinguishes it from ibv_reg_mr of host memory, because here EFAULT means
-# that no kernel driver knows the address.
+# ibv_reg_mr of a device address. This name distinguishes it from ibv_reg_mr of host memory, because EFAULT for
+# a device address means that no kernel driver knows the address.
 REG_ADDRESS = "ibv_reg_mr(device address)"
 
 _ENOTSUPP = 524  # ENOTSUPP is internal to the kernel. NVIDIA's dma-buf returns it if the NIC cannot access the GPU.
 
-_DMABUF_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.EPROTONOSUPPORT, _ENOTSUPP})
+_DMABUF_UNSUPPORTED_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.EPROTONOSUPPORT, _ENOTSUPP})
 
 _REASONS = {
     errno.EINVAL: Reason.BAD_ARGUMENT,
@@ -88,7 +88,7 @@ def _classify(operation: str, error_number: int | None, pinned_bytes: int) -> tu
     error_class: type[ApiError] = ApiError
     reason = Reason.OTHER if error_number is None else _REASONS.get(error_number, Reason.OTHER)
     what_to_do = ""
-    if operation == REG_DMABUF_MR and error_number in _DMABUF_UNSUPPORTED:
+    if operation == REG_DMABUF_MR and error_number in _DMABUF_UNSUPPORTED_ERRNOS:
         error_class, reason = Unsupported, Reason.DMABUF_REGION_UNSUPPORTED
         what_to_do = "use a NIC whose kernel driver imports dma-bufs (mlx5: Linux 5.12), or load nvidia-peermem"
     elif operation == REG_ADDRESS and error_number == errno.EFAULT:
@@ -107,7 +107,7 @@ def _classify(operation: str, error_number: int | None, pinned_bytes: int) -> tu
         what_to_do = "read the error that the library wrote to stderr, and correct what it names"
     elif error_number == errno.ENOMEM and _is_memlock_below(pinned_bytes):
         error_class, reason = SetupMissing, Reason.MEMLOCK_TOO_LOW
-        limit_bytes, _hard_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        limit_bytes, _hard_limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         what_to_do = (
             f"raise RLIMIT_MEMLOCK (ulimit -l, or LimitMEMLOCK= of the service): it is {format_bytes(limit_bytes)}, "
             f"and this region alone pins {format_bytes(pinned_bytes)}"
@@ -118,5 +118,5 @@ def _classify(operation: str, error_number: int | None, pinned_bytes: int) -> tu
 
 
 def _is_memlock_below(pinned_bytes: int) -> bool:
-    limit_bytes, _hard_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit_bytes, _hard_limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return pinned_bytes > 0 and limit_bytes != resource.RLIM_INFINITY and limit_bytes < pinned_bytes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Initiator:
-    """Queue pairs and their local memory. The methods run without the GIL."""
+    """Queue pairs and their local memory. connect(), run() and run_singly() release the GIL."""
 
     def __init__(self, device: str, *, memory_bytes: int, queue_pairs: int, depth_max: int) -> None: ...
 
@@ -23,7 +23,7 @@ class Initiator:
 
     def memory(self) -> memoryview:
         """
-        Return a view of the memory. Delete the view before this object, because it does not keep the memory alive.
+        Return a view of the memory. Delete the view before this object, because the view does not own the memory.
         """
 
     def run(self, *, to_peer: bool, remote_address: int, remote_key: int, length_bytes: int, slots: int, operations: int, depth: int, list_length: int, time_limit_s: float) -> dict: ...

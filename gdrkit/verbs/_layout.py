@@ -1,10 +1,10 @@
 """Search for the ibv_pd pointer inside the protection domain objects of pyverbs before 59.
 
 In those versions ``PD.pd`` treats an ``ibv_pd *`` as a Python object, and reading it crashes the interpreter. The
-object contains the pointer, at an offset that depends on the build. This module searches the object for it. A candidate
-is accepted only if the memory that it points to agrees with everything that pyverbs reports about the domain. If no
-candidate or more than one is accepted, the result is None. Memory is read through /proc/self/mem, because the kernel
-then reports an unmapped address as an error instead of a fault.
+``PD`` object contains the pointer, at an offset that depends on the build. This module searches the object for the
+pointer. A candidate is accepted only if the memory that it points to agrees with everything that pyverbs reports about
+the domain. If no candidate or more than one is accepted, the result is None. Memory is read through /proc/self/mem,
+because the kernel then reports an unmapped address as an error instead of a fault.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 __all__ = ["find_domain_pointer"]
 
-_WORD = struct.Struct("@P")
+_POINTER_WORD = struct.Struct("@P")
 # The beginning of struct ibv_pd: a pointer to its context, then its handle.
 _DOMAIN_START = struct.Struct("@PI")
 # The beginning of struct ibv_context: the device, a table of 32 operations, then cmd_fd (verbs.h; part of the ABI).
@@ -25,7 +25,8 @@ _COMMAND_FD = struct.Struct("@i")
 
 
 def find_domain_pointer(domain: Any, context: Any) -> int | None:
-    """Return the ``ibv_pd *`` in a ``PD`` that was made from `context`, or None if it is not certain."""
+    """Return the ``ibv_pd *`` in a ``PD`` that was made from `context`, or None if no single candidate is accepted."""
+    # The `Context` object contains its ibv_context pointer. It is one of these words.
     context_words, handle, command_fd = set(_read_words(context)), int(domain.handle), int(context.cmd_fd)
     try:
         memory_fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
@@ -47,8 +48,8 @@ def find_domain_pointer(domain: Any, context: Any) -> int | None:
 
 def _read_words(instance: Any) -> list[int]:
     """Return the pointer-sized words of a Python object."""
-    size_bytes = type(instance).__basicsize__ // _WORD.size * _WORD.size
-    return [word for (word,) in _WORD.iter_unpack(ctypes.string_at(id(instance), size_bytes))]
+    size_bytes = type(instance).__basicsize__ // _POINTER_WORD.size * _POINTER_WORD.size
+    return [word for (word,) in _POINTER_WORD.iter_unpack(ctypes.string_at(id(instance), size_bytes))]
 
 
 def _read_memory(memory_fd: int, address: int, layout: struct.Struct) -> tuple[Any, ...] | None:

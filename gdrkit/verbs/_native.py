@@ -28,7 +28,7 @@ def raise_as_verbs_error(*, pinned_bytes: int = 0, **arguments: object) -> Itera
     try:
         yield
     except OSError as error:
-        # The text is "<verb>" or "<verb> (<detail>)".
+        # The native module sets the text of its errors to "<verb>" or "<verb> (<detail>)".
         operation, _, detail = str(error.strerror).partition(" (")
         raise _errors.error_of(
             operation=operation,

@@ -1,8 +1,8 @@
 """Calls of libibverbs, by ``pyverbs`` and, where pyverbs lacks a call, by ctypes. No other file uses pyverbs.
 
-Nothing is imported until the first call. The module supports unmodified pyverbs from 44 (Debian 12) to 59 (PyPI) and
+The first call loads pyverbs and libibverbs. The module supports unmodified pyverbs from 44 (Debian 12) to 59 (PyPI) and
 newer. All differences between these versions are handled here. pyverbs holds the GIL in every call, so no call of this
-module may block. Untyped values of pyverbs do not leave this package.
+module may block; :func:`take_event` states the only exception. Untyped values of pyverbs do not leave this package.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ __all__ = [
     "take_event",
 ]
 
-_LIBRARY = "libibverbs.so.1"
-_IMPORT = "import pyverbs"
-_SYSTEM_PACKAGES = "/usr/lib/python3/dist-packages"
-_MODULES = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp", "wr")
+_LIBRARY_SONAME = "libibverbs.so.1"
+_IMPORT_OPERATION = "import pyverbs"
+_SYSTEM_PACKAGES_FOLDER = "/usr/lib/python3/dist-packages"
+_MODULE_NAMES = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp", "wr")
 
 _QPT_RC = 2  # IBV_QPT_RC
 _QP_STATE = 1  # IBV_QP_STATE
@@ -63,7 +63,7 @@ _WC_WITH_IMM = 1 << 1  # IBV_WC_WITH_IMM
 _NO_ERRNO = -1  # The error_code of a PyverbsError if pyverbs did not keep the errno.
 
 # pyverbs 44 refuses a request without a scatter/gather element. An empty element has the same meaning.
-_EMPTY_ELEMENT = ((0, 0, 0),)
+_EMPTY_ELEMENTS = ((0, 0, 0),)
 
 
 class _OpenObjects:
@@ -104,18 +104,20 @@ def _make_install_advice() -> str:
 @functools.cache
 def _import_modules() -> Any:
     """Import pyverbs. Return a namespace of its modules, or the SetupMissing error if the import failed."""
-    for soname in (_LIBRARY, "librdmacm.so.1"):
+    for soname in (_LIBRARY_SONAME, "librdmacm.so.1"):
         loader.check_library(soname, operation=f"dlopen {soname}")
     try:
-        loader.import_package("pyverbs", extension="device", folder=_SYSTEM_PACKAGES, what_to_do=_make_install_advice())
+        loader.import_package(
+            "pyverbs", extension="device", folder=_SYSTEM_PACKAGES_FOLDER, what_to_do=_make_install_advice()
+        )
         with loader.preserve_root_logger():
-            return SimpleNamespace(**{name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES})
+            return SimpleNamespace(**{name: importlib.import_module(f"pyverbs.{name}") for name in _MODULE_NAMES})
     except ImportError as error:
         # This failure is cached, because importing a half-imported pyverbs again would fail with another error, which
         # hides the first one. The ImportError itself is not kept, because its traceback would keep the variables of all
         # callers alive.
         return loader.setup_missing(
-            operation=_IMPORT, text=str(error), what_to_do=_make_install_advice(), default_errno=errno.ENOENT
+            operation=_IMPORT_OPERATION, text=str(error), what_to_do=_make_install_advice(), default_errno=errno.ENOENT
         )
 
 
@@ -124,7 +126,7 @@ def exposes_domain_pointers() -> bool:
     """Return whether ``PD.pd`` is an address (pyverbs 59 and newer).
 
     In older versions, reading ``PD.pd`` crashes the interpreter, so this function must not read it. pyverbs has no
-    version number either. But the release that fixed ``PD.pd`` also removed the module ``pyverbs.enums``.
+    version number, but the release that fixed ``PD.pd`` also removed the module ``pyverbs.enums``.
     """
     _load_modules()
     return importlib.util.find_spec("pyverbs.enums") is None
@@ -141,17 +143,21 @@ def domain_pointer(domain: object) -> int | None:
 def call(
     operation: str,
     function: Callable[..., Any],
-    *values: Any,
+    *function_arguments: Any,
     arguments: Mapping[str, object] | None = None,
     pinned_bytes: int = 0,
 ) -> Any:
-    """Call a function of pyverbs, and raise its exceptions as errors of gdrkit, with the errno if pyverbs kept it."""
+    """Call a function of pyverbs, and raise its exceptions as errors of gdrkit, with the errno if pyverbs kept it.
+
+    The function is called with `function_arguments`. `arguments` are only shown in the error; `pinned_bytes` is
+    explained at :func:`error_of`.
+    """
     try:
-        return function(*values)
+        return function(*function_arguments)
     except _load_modules().pyverbs_error.PyverbsError as error:
-        code = getattr(error, "error_code", _NO_ERRNO)
+        error_code = getattr(error, "error_code", _NO_ERRNO)
         # Some functions of pyverbs negate the errno.
-        error_number = None if code in {_NO_ERRNO, 0} else abs(code)
+        error_number = None if error_code in {_NO_ERRNO, 0} else abs(error_code)
         detail = "" if error_number is not None else str(error)
         if operation in {_errors.DEVICE_LIST, _errors.OPEN_DEVICE} and error_number is None:
             error_number, description = _read_device_list_errno()
@@ -165,13 +171,13 @@ def call(
         ) from error
 
 
-def _create(operation: str, function: Callable[..., Any], *values: Any, **error_fields: Any) -> Any:
+def _create(operation: str, function: Callable[..., Any], *function_arguments: Any, **error_fields: Any) -> Any:
     """Call a function that creates an object, and keep the object alive until `close`, even if the caller drops it.
 
     The destructors of pyverbs would release such objects in any order, at the latest when the interpreter ends. At that
     point pyverbs 44 releases a dma-buf region twice.
     """
-    instance = call(operation, function, *values, **error_fields)
+    instance = call(operation, function, *function_arguments, **error_fields)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(instance))
     _open_objects.ids.add(id(instance))
     return instance
@@ -193,7 +199,7 @@ def close(operation: str, instance: Any) -> None:
 def _load_library() -> ctypes.CDLL:
     """Return the libibverbs that pyverbs has loaded."""
     _load_modules()
-    library = ctypes.CDLL(_LIBRARY, use_errno=True)
+    library = ctypes.CDLL(_LIBRARY_SONAME, use_errno=True)
     pointer, uint64 = ctypes.c_void_p, ctypes.c_uint64
     library.ibv_get_device_list.restype = pointer
     library.ibv_get_device_list.argtypes = (ctypes.POINTER(ctypes.c_int),)
@@ -209,13 +215,13 @@ def _load_library() -> ctypes.CDLL:
 
 
 def _read_device_list_errno() -> tuple[int | None, str]:
-    """Return the errno of a new call of ibv_get_device_list, or None if the call succeeds, and the text for the error.
+    """Call ibv_get_device_list again, because pyverbs does not keep the errno of its own call.
 
-    pyverbs does not keep the errno of the first call.
+    Return the errno, or None if the new call succeeds, and a text about this for the error message.
     """
-    library, count = _load_library(), ctypes.c_int()
+    library, device_count = _load_library(), ctypes.c_int()
     ctypes.set_errno(0)
-    devices, error_number = library.ibv_get_device_list(ctypes.byref(count)), ctypes.get_errno()
+    devices, error_number = library.ibv_get_device_list(ctypes.byref(device_count)), ctypes.get_errno()
     if devices:
         library.ibv_free_device_list(devices)
         return None, "a second call succeeded"
@@ -235,12 +241,12 @@ def open_device(name: str) -> object:
 
 def query_ports(context: Any) -> list[PortAttributes]:
     """Return the result of ibv_query_port for every port that ibv_query_device reports, port 1 first."""
-    count = call("ibv_query_device", context.query_device).phys_port_cnt
+    port_count = call("ibv_query_device", context.query_device).phys_port_cnt
     field_names = ("state", "active_mtu", "lid", "link_layer", "gid_tbl_len")
-    ports = [
-        call("ibv_query_port", context.query_port, number, arguments={"port": number}) for number in range(1, count + 1)
+    attributes_by_port = [
+        call("ibv_query_port", context.query_port, port, arguments={"port": port}) for port in range(1, port_count + 1)
     ]
-    return [PortAttributes(*(getattr(port, name) for name in field_names)) for port in ports]
+    return [PortAttributes(*(getattr(attributes, name) for name in field_names)) for attributes in attributes_by_port]
 
 
 def query_gids(context: Any, entries_max: int) -> list[GidEntry]:
@@ -276,7 +282,7 @@ assert (_IbvMr.length.offset, _IbvMr.lkey.offset, _IbvMr.rkey.offset) == (24, 36
 
 
 def host_address(view: memoryview) -> tuple[object, int]:
-    """Return an export of a writable host buffer, which prevents its move or resize, and the address of the buffer."""
+    """Return an object that keeps a writable host buffer from being moved or resized, and the address of the buffer."""
     buffer_export = (ctypes.c_char * view.nbytes).from_buffer(view)
     return buffer_export, ctypes.addressof(buffer_export)
 
@@ -304,7 +310,7 @@ def register_dmabuf(
     """Register a dma-buf with ibv_reg_dmabuf_mr.
 
     The region has the given `iova` if the pointer of the domain is known. Otherwise its iova is the offset in the
-    dma-buf, because ``DmaBufMR`` of every version of pyverbs forces that.
+    dma-buf, because ``DmaBufMR`` of every version of pyverbs forces this value.
 
     ``DmaBufMR`` also holds the GIL. The call by ctypes releases the GIL, so that other threads can run: pinning a
     large range takes long.
@@ -325,7 +331,7 @@ def register_dmabuf(
 def _make_region(
     operation: str, region_pointer: Any, *, iova: int, arguments: Mapping[str, object], pinned_bytes: int = 0
 ) -> NativeRegion:
-    """Return the region that a ctypes call registered, or raise the error of its errno if it returned NULL."""
+    """Return the region that ctypes registered. If the call returned NULL, raise the error for the current errno."""
     error_number = ctypes.get_errno()
     if not region_pointer:
         raise _errors.error_of(
@@ -336,7 +342,7 @@ def _make_region(
 
     def deregister() -> None:
         if id(region_pointer) not in _open_objects.ids:
-            return
+            return  # The region is deregistered, or belongs to the parent of this forked process.
         error_number = _load_library().ibv_dereg_mr(region_pointer)
         if error_number:
             raise _errors.error_of(operation="ibv_dereg_mr", error_number=error_number, arguments={"lkey": lkey})
@@ -346,9 +352,10 @@ def _make_region(
 
 
 def probe_dmabuf(domain: Any, *, length_bytes: int, access: int) -> ApiError | None:
-    """Return None if dma-buf registration is supported, or the error.
+    """Return None if dma-buf registration is supported, else the error.
 
-    The probe registers a descriptor that is not open. EBADF means that everything else was accepted.
+    The probe registers a descriptor that is not open. EBADF means that libibverbs, the driver and the kernel
+    accepted everything else.
     """
     try:
         region = register_dmabuf(domain, fd=-1, offset_bytes=0, length_bytes=length_bytes, iova=0, access=access)
@@ -364,7 +371,7 @@ def create_channel(context: Any) -> object:
 
 
 def event_fd(channel: Any) -> int | None:
-    """Return the descriptor of a completion channel, for select. None if pyverbs does not expose it (before 59)."""
+    """Return the descriptor of a completion channel, for poll(2). None if pyverbs does not expose it (before 59)."""
     return int(channel.fd) if hasattr(type(channel), "fd") else None
 
 
@@ -407,7 +414,10 @@ def take_event(channel: Any, queue: Any) -> None:
 def create_queue_pair(
     domain: Any, *, send_queue: Any, receive_queue: Any, limits: Mapping[str, int]
 ) -> tuple[object, int]:
-    """Create a reliable connected queue pair with ibv_create_qp. Return the pair and its number."""
+    """Create a reliable connected queue pair with ibv_create_qp. Return the queue pair and its number.
+
+    `limits` has the fields of ibv_qp_cap.
+    """
     module = _load_modules().qp
     attributes = module.QPInitAttr(
         qp_type=_QPT_RC, scq=send_queue, rcq=receive_queue, cap=module.QPCap(**limits), sq_sig_all=0
@@ -417,15 +427,19 @@ def create_queue_pair(
 
 
 def modify(pair: Any, *, mask: int, address: Mapping[str, Any] | None = None, **attributes: int) -> None:
-    """Call ibv_modify_qp with attributes named as in ibv_qp_attr. `address` has the fields of ibv_ah_attr."""
+    """Call ibv_modify_qp with attributes named as in ibv_qp_attr.
+
+    `address` has the fields of ibv_ah_attr and of its ibv_global_route.
+    """
     qp_attr = _load_modules().qp.QPAttr()
-    for name, value in attributes.items():
-        setattr(qp_attr, name, value)
+    for attribute_name, attribute_value in attributes.items():
+        setattr(qp_attr, attribute_name, attribute_value)
     if address is not None:
-        module, fields = _load_modules().addr, dict(address)
+        addr, fields = _load_modules().addr, dict(address)
+        # pyverbs expects the fields of ibv_global_route in an object of their own.
         gid, sgid_index, hop_limit = fields.pop("gid"), fields.pop("sgid_index"), fields.pop("hop_limit")
-        route = module.GlobalRoute(dgid=module.GID(gid), sgid_index=sgid_index, hop_limit=hop_limit)
-        qp_attr.ah_attr = module.AHAttr(gr=route, **fields)
+        route = addr.GlobalRoute(dgid=addr.GID(gid), sgid_index=sgid_index, hop_limit=hop_limit)
+        qp_attr.ah_attr = addr.AHAttr(gr=route, **fields)
     call("ibv_modify_qp", pair.modify, qp_attr, mask, arguments={"mask": mask, **attributes, **(address or {})})
 
 
@@ -445,7 +459,7 @@ def post_send(
     immediate: int,
 ) -> None:
     """Post one send request with ibv_post_send. Elements are (address, length, lkey), `remote` is (rkey, address)."""
-    sges = [_load_modules().wr.SGE(*element) for element in elements or _EMPTY_ELEMENT]
+    sges = [_load_modules().wr.SGE(*element) for element in elements or _EMPTY_ELEMENTS]
     request = _load_modules().wr.SendWR(
         wr_id=work_id,
         opcode=opcode,
@@ -464,7 +478,7 @@ def post_send(
 
 def post_receive(pair: Any, *, work_id: int, elements: Sequence[tuple[int, int, int]]) -> None:
     """Post one receive request with ibv_post_recv."""
-    sges = [_load_modules().wr.SGE(*element) for element in elements or _EMPTY_ELEMENT]
+    sges = [_load_modules().wr.SGE(*element) for element in elements or _EMPTY_ELEMENTS]
     request = _load_modules().wr.RecvWR(wr_id=work_id, num_sge=len(sges), sg=sges)
     try:
         call("ibv_post_recv", pair.post_recv, request, arguments={"elements": len(elements)})

@@ -48,7 +48,7 @@ class NativeRegion:
 
 
 class WorkCompletion(NamedTuple):
-    """The fields of ibv_wc that gdrkit uses. The immediate is in host byte order, or None if there is none."""
+    """The fields of ibv_wc that gdrkit uses. The immediate is in host byte order, or None if the request had none."""
 
     work_id: int
     status: int

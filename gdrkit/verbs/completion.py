@@ -1,8 +1,8 @@
 """Completion queues, and waiting for completions without blocking other threads.
 
-pyverbs holds the GIL in every call, so no call of libibverbs may sleep. A queue is polled with short pauses until a
-deadline. pyverbs 59 and newer expose the descriptor of the completion channel; there, waiting for an event uses
-``select``.
+pyverbs holds the GIL in every call, so a call of libibverbs that sleeps would stop all threads. So
+:meth:`CompletionQueue.wait` polls the queue until a deadline, with short pauses in which other threads run. pyverbs 59
+and newer expose the descriptor of the completion channel, so that poll(2) can wait for an event without the GIL.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["WORK_ID_MAX", "Completion", "CompletionQueue"]
 
-# A completion has the 64-bit id of its request. The completion of a failed request has nothing else that identifies the
-# operation. So gdrkit stores the type of the request in the upper bits of the id, and callers use the lower bits.
+# A completion has the 64-bit id of its request. In the completion of a failed request, the opcode is undefined. So
+# gdrkit stores the type of the request in the upper 8 bits of the id, and callers use the lower 56 bits.
 _WORK_ID_BITS = 56
 WORK_ID_MAX = (1 << _WORK_ID_BITS) - 1
 _REQUEST_TYPES = ("unknown", "rdma_write", "rdma_read", "send", "recv")
@@ -141,7 +141,7 @@ class CompletionQueue(Resource):
 
     @property
     def event_fd(self) -> int | None:
-        """The descriptor of the completion channel. None without events, and with pyverbs before 59, which hides it."""
+        """The descriptor of the completion channel. None without events, or if pyverbs is older than 59."""
         return None if self._channel is None else _pyverbs.event_fd(self._channel)
 
     def poll(self, count: int = _POLL_MAX) -> list[Completion]:
@@ -154,7 +154,7 @@ class CompletionQueue(Resource):
         return completions
 
     def wait(self, timeout_ms: float, *, qp_number: int | None = None) -> Completion:
-        """Return the next completion, of one queue pair or of any.
+        """Wait for the next completion of one queue pair, or of any queue pair, and return it.
 
         Parameters
         ----------
@@ -185,8 +185,7 @@ class CompletionQueue(Resource):
                     reason=Reason.TIMEOUT,
                 )
             if now_s >= spin_end_s:
-                # Other threads run during the pause. The pause doubles up to a limit, so that a long wait
-                # costs little.
+                # Other threads run during the pause. The pause doubles up to a limit, so that a long wait costs little.
                 select.select((), (), (), min(pause_s, deadline_s - now_s))
                 pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
@@ -198,9 +197,9 @@ class CompletionQueue(Resource):
     def take_event(self, timeout_ms: float) -> None:
         """Wait for one event and acknowledge it. The caller polls afterwards.
 
-        pyverbs before 59 hides the descriptor. With such a pyverbs, libibverbs itself waits, without a limit and while
-        the GIL is held. In that case, call this method only if an event is certain: a notification was requested, and a
-        completion that came later was polled.
+        pyverbs before 59 hides the descriptor. With such a pyverbs, libibverbs itself waits, without a limit, while
+        this thread holds the GIL. In that case, call this method only if an event is certain: a notification was
+        requested, and a completion that came later was polled.
 
         Raises
         ------
@@ -275,8 +274,8 @@ def _parse_completion(entry: WorkCompletion) -> Completion:
 
 
 def _is_readable(fd: int, timeout_ms: float) -> bool:
-    """Wait until a descriptor is readable, and return False after the timeout."""
-    # select(2) fails for descriptors from 1024 on.
+    """Wait until a descriptor is readable. Return False if the timeout expires first."""
+    # The function uses poll(2), because select(2) fails for descriptors from 1024 on.
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     return bool(poller.poll(timeout_ms))

@@ -18,8 +18,9 @@ __all__ = ["NicContext"]
 class NicContext(Closeable):
     """An open RDMA device with one port and one protection domain; the base of :class:`~gdrkit.verbs.Nic`.
 
-    Regions, completion queues and queue pairs belong to it. :meth:`close` closes the open ones, in the
-    reverse order of their creation. A queue pair is created after its completion queues, so it is closed before them.
+    Regions, completion queues and queue pairs belong to the device. :meth:`close` closes those that are still open, in
+    the reverse order of their creation. A queue pair is created after its completion queues, so it is closed before
+    them.
 
     Attributes
     ----------
@@ -72,7 +73,7 @@ class NicContext(Closeable):
         return self._domain
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Register `close` to be called before the device is closed. Return a function that cancels the call."""
+        """Register `close`, which runs before the device is closed. Return a function that removes it again."""
         self._check_open()
         return self._release_actions.push(close)
 
@@ -84,8 +85,8 @@ class NicContext(Closeable):
         Raises
         ------
         ApiError
-            Some objects could not be closed. The error of the first one is raised, with the other errors as notes.
-            Another close tries again.
+            Some objects could not be closed. The error of the first one is raised, with the other errors as notes. The
+            caller may call this method again, to close these objects.
         """
         if self._is_closed:
             return

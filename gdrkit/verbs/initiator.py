@@ -93,15 +93,15 @@ class Initiator:
     SetupMissing
         The native parts of gdrkit were not built, or libibverbs is missing.
     UsageError
-        A number is out of range.
+        An argument is out of range.
     """
 
     def __init__(self, nic_name: str, *, memory_bytes: int, queue_pairs: int = 1, depth_max: int = 128) -> None:
-        limits = {"memory_bytes": 2**40, "queue_pairs": 1024, "depth_max": 16384}
-        for name, largest in limits.items():
+        maximums = {"memory_bytes": 2**40, "queue_pairs": 1024, "depth_max": 16384}
+        for name, maximum in maximums.items():
             value = {"memory_bytes": memory_bytes, "queue_pairs": queue_pairs, "depth_max": depth_max}[name]
-            if not 1 <= value <= largest:
-                message = f"{name} must be from 1 to {largest}, not {value}"
+            if not 1 <= value <= maximum:
+                message = f"{name} must be from 1 to {maximum}, not {value}"
                 raise UsageError(message)
         self.nic_name = nic_name
         self.memory_bytes = memory_bytes
@@ -134,7 +134,7 @@ class Initiator:
         Raises
         ------
         ApiError
-            ibv_modify_qp failed, or the number of peers is not the number of queue pairs (EINVAL).
+            ibv_modify_qp failed, or `peers` has more or fewer endpoints than there are queue pairs (EINVAL).
         """
         peer_fields = [peer.to_dict() for peer in peers]
         with _native.raise_as_verbs_error(peers=len(peers), reads_max=reads_max):
@@ -172,7 +172,8 @@ class Initiator:
         direction : Direction
             WRITE writes to the memory of the peer, READ reads from it.
         remote : RemoteRange
-            The slots of the peer, without gaps. Slot n of this side is transferred to or from slot n of the peer.
+            The memory of the peer, which is divided into slots like the local memory. Slot n of this side is
+            transferred to or from slot n of the peer.
         length_bytes, operations : int
             Size of each operation in bytes, and number of operations.
         depth : int
@@ -186,9 +187,9 @@ class Initiator:
         ------
         ApiError
             An operation failed; the error has its completion status, and the queue pairs are in the error state.
-            TIMEOUT: there was no completion in time. EINVAL: `depth` or `list_length` is not possible.
+            TIMEOUT: there was no completion in time. EINVAL: `depth` or `list_length` is too large.
         UsageError
-            A number is out of range.
+            An argument is out of range.
         """
         for name, value in (("depth", depth), ("list_length", list_length)):
             if not 1 <= value < 2**32:
@@ -241,6 +242,7 @@ class Initiator:
         operations: int,
         **depth_options: int,
     ) -> dict[str, Any]:
+        """Call a method of the native initiator. Return its result, or raise an error if an operation failed."""
         options = {"length_bytes": length_bytes, "operations": operations, **depth_options}
         options["slots"] = self._count_slots(remote, length_bytes, operations)
         native = self._require_native()
@@ -256,6 +258,7 @@ class Initiator:
         return result
 
     def _count_slots(self, remote: RemoteRange, length_bytes: int, operations: int) -> int:
+        """Return how many slots fit into the memory of both sides. Check that the arguments are in range."""
         available_bytes = min(remote.length_bytes, self.memory_bytes)
         length_bytes_max = min(_LENGTH_BYTES_MAX, available_bytes)
         if not 1 <= length_bytes <= length_bytes_max:
@@ -264,9 +267,11 @@ class Initiator:
         if not 1 <= operations < 2**48:
             message = f"operations must be from 1 to {2**48 - 1}, not {operations}"
             raise UsageError(message)
+        # The native code counts slots with 32 bits.
         return min(available_bytes // length_bytes, 2**32 - 1)
 
     def _check_result(self, result: dict[str, Any], direction: Direction, time_limit_s: float) -> None:
+        """Raise an ApiError if an operation failed or did not complete in time."""
         completed_operations = result["done"]
         if result["timed_out"]:
             raise ApiError(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Nic", "open_active_nics"]
 
-_ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
+_READ_WRITE_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 
 
 class Nic(NicContext):
@@ -75,25 +75,29 @@ class Nic(NicContext):
         return cls(name, port=port, gid_index=gid_index)
 
     def supports_dmabuf(self) -> bool:
-        """Return whether device, driver and kernel can import dma-bufs at all; see :meth:`dmabuf_error`."""
+        """Return whether the device, its driver and the kernel can register dma-bufs; see :meth:`dmabuf_error`."""
         return self.dmabuf_error() is None
 
     def dmabuf_error(self) -> ApiError | None:
-        """Return the error of importing dma-bufs, as a new object at each call, or None if the import is supported.
+        """Return None if the device can register dma-bufs, else the error, as a new object at each call.
 
-        The probe registers a descriptor that is not open. EBADF means that the import is supported, because only the
-        descriptor was wrong. The results "supported" and "not supported" are cached. Any other failure (ENOMEM, ...)
-        may be temporary, so the next call repeats the probe.
+        The probe tries to register a descriptor that is not open. EBADF means that dma-bufs are supported, because only
+        the descriptor was wrong. The results "supported" and "not supported" are cached. Any other failure (ENOMEM,
+        ...) may be temporary, so the next call repeats the probe.
         """
         if not self._is_dmabuf_probed:
-            refusal = _pyverbs.probe_dmabuf(self.domain, length_bytes=HOST_PAGE_BYTES, access=int(_ALL_ACCESS))
-            if refusal is not None and not isinstance(refusal, Unsupported):
-                return refusal
-            self._dmabuf_error = None if refusal is None else refusal.clone()
+            probe_error = _pyverbs.probe_dmabuf(
+                self.domain, length_bytes=HOST_PAGE_BYTES, access=int(_READ_WRITE_ACCESS)
+            )
+            if probe_error is not None and not isinstance(probe_error, Unsupported):
+                return probe_error
+            self._dmabuf_error = None if probe_error is None else probe_error.clone()
             self._is_dmabuf_probed = True
         return None if self._dmabuf_error is None else self._dmabuf_error.clone()
 
-    def register_host(self, buffer: bytearray | mmap.mmap | memoryview, *, access: Access = _ALL_ACCESS) -> Region:
+    def register_host(
+        self, buffer: bytearray | mmap.mmap | memoryview, *, access: Access = _READ_WRITE_ACCESS
+    ) -> Region:
         """Register a writable host buffer. The buffer cannot be resized or closed before the region is closed.
 
         Raises
@@ -111,12 +115,12 @@ class Nic(NicContext):
             raise UsageError(message)
         view = view.cast("B")
         buffer_export, address = _pyverbs.host_address(view)
-        native = _pyverbs.register_address(
+        native_region = _pyverbs.register_address(
             self.domain, address=address, length_bytes=view.nbytes, access=int(access), is_device=False
         )
-        return Region(self, native, length_bytes=view.nbytes, memory=view, buffer_export=buffer_export)
+        return Region(self, native_region, length_bytes=view.nbytes, memory=view, buffer_export=buffer_export)
 
-    def register_pages(self, address: int, *, length_bytes: int, access: Access = _ALL_ACCESS) -> Region:
+    def register_pages(self, address: int, *, length_bytes: int, access: Access = _READ_WRITE_ACCESS) -> Region:
         """Register host memory by its address. The owner must keep the memory mapped until the region is closed.
 
         Raises
@@ -129,13 +133,15 @@ class Nic(NicContext):
         if address <= 0 or length_bytes <= 0:
             message = f"address and length_bytes must be above 0, not {address:#x} and {length_bytes}"
             raise UsageError(message)
-        native = _pyverbs.register_address(
+        native_region = _pyverbs.register_address(
             self.domain, address=address, length_bytes=length_bytes, access=int(access), is_device=False
         )
-        return Region(self, native, length_bytes=length_bytes, memory=None, buffer_export=None)
+        return Region(self, native_region, length_bytes=length_bytes, memory=None, buffer_export=None)
 
-    def register_address(self, address: int, *, length_bytes: int, access: Access = _ALL_ACCESS) -> Region:
-        """Register device memory by its address (peer memory). The owner must keep the memory allocated.
+    def register_address(self, address: int, *, length_bytes: int, access: Access = _READ_WRITE_ACCESS) -> Region:
+        """Register device memory by its address (peer memory).
+
+        The owner must keep the memory allocated until the region is closed.
 
         Raises
         ------
@@ -147,12 +153,12 @@ class Nic(NicContext):
         if address <= 0 or length_bytes <= 0:
             message = f"address and length_bytes must be above 0, not {address:#x} and {length_bytes}"
             raise UsageError(message)
-        native = _pyverbs.register_address(
+        native_region = _pyverbs.register_address(
             self.domain, address=address, length_bytes=length_bytes, access=int(access), is_device=True
         )
-        return Region(self, native, length_bytes=length_bytes, memory=None, buffer_export=None)
+        return Region(self, native_region, length_bytes=length_bytes, memory=None, buffer_export=None)
 
-    def register_dmabuf(self, source: DmabufRange, *, access: Access = _ALL_ACCESS) -> Region:
+    def register_dmabuf(self, source: DmabufRange, *, access: Access = _READ_WRITE_ACCESS) -> Region:
         """Register a range of a dma-buf.
 
         Parameters
@@ -165,12 +171,13 @@ class Nic(NicContext):
         Raises
         ------
         Unsupported
-            EOPNOTSUPP, EPROTONOSUPPORT, 524 (DMABUF_REGION_UNSUPPORTED): the driver, the kernel or the topology does
-            not support it.
+            EOPNOTSUPP, EPROTONOSUPPORT or ENOTSUPP (524), with the reason DMABUF_REGION_UNSUPPORTED: the driver, the
+            kernel or the topology does not support the registration.
         ApiError
-            EBADF: the descriptor is not open. EINVAL: it is not a dma-buf, or the range is not inside it.
+            EBADF: the descriptor is not open. EINVAL: the descriptor is not a dma-buf, or the range is not inside the
+            dma-buf.
         """
-        native = _pyverbs.register_dmabuf(
+        native_region = _pyverbs.register_dmabuf(
             self.domain,
             fd=source.fd,
             offset_bytes=source.offset_bytes,
@@ -178,7 +185,7 @@ class Nic(NicContext):
             iova=source.address,
             access=int(access),
         )
-        return Region(self, native, length_bytes=source.length_bytes, memory=None, buffer_export=None)
+        return Region(self, native_region, length_bytes=source.length_bytes, memory=None, buffer_export=None)
 
     def completion_queue(self, *, depth: int = 256, events: bool = False) -> CompletionQueue:
         """Create a completion queue for at least `depth` completions, with a completion channel if `events` is true."""
@@ -196,7 +203,9 @@ class Nic(NicContext):
     ) -> QueuePair:
         """Create a reliable connected queue pair.
 
-        Without a `receive_queue`, `send_queue` gets the completions of both sends and receives.
+        Without a `receive_queue`, `send_queue` gets the completions of both sends and receives. `sends_max` and
+        `receives_max` are the largest numbers of outstanding requests, and `elements_max` is the largest number of
+        scatter/gather elements of one request.
         """
         return QueuePair(
             self,
@@ -215,8 +224,8 @@ def open_active_nics(names: Sequence[str] | None = None, *, count_max: int | Non
     Parameters
     ----------
     names : sequence of str or None
-        Names of the devices to open. A device without an active port is opened at port 1. With None, all devices that
-        have an active port, in the order of :func:`list_nics`.
+        Names of the devices to open. A device without an active port is opened at port 1. None: all devices that have
+        an active port are opened, in the order of :func:`list_nics`.
     count_max : int or None
         Open only the first devices, at most this number. With None, there is no limit.
 

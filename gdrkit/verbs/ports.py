@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NicInfo", "PortInfo", "choose_gid", "list_nics", "query_ports"]
 
-_SYSFS = Path("/sys/class/infiniband")
+_SYSFS_FOLDER = Path("/sys/class/infiniband")
 
 _ROCE_V2 = 2  # IBV_GID_TYPE_ROCE_V2
 _IPV4_MAPPED_PREFIX = "0000:0000:0000:0000:0000:ffff:"
@@ -101,7 +101,7 @@ def query_ports(context: object) -> tuple[PortInfo, ...]:
 
 
 def choose_gid(context: object, ports: tuple[PortInfo, ...], port: PortInfo, gid_index: int | None) -> tuple[int, str]:
-    """Return the index and the GID that a port uses; :meth:`Nic.open` has the order of preference.
+    """Return the index and the text of the GID that a port uses; :meth:`Nic.open` explains the order of preference.
 
     Raises
     ------
@@ -116,7 +116,7 @@ def choose_gid(context: object, ports: tuple[PortInfo, ...], port: PortInfo, gid
         raise UsageError(message)
 
     def rank_gid(entry: GidEntry) -> tuple[bool, bool, bool, int]:
-        # False sorts before True.
+        # False sorts before True, so the preferred GID comes first.
         is_link_local = entry.gid.startswith(_LINK_LOCAL_PREFIX)
         return entry.gid_type != _ROCE_V2, not entry.gid.startswith(_IPV4_MAPPED_PREFIX), is_link_local, entry.gid_index
 
@@ -141,16 +141,16 @@ def _query_device(entry: DeviceEntry) -> NicInfo:
     return NicInfo(
         name=entry.name,
         node_guid=":".join(guid[start : start + 4] for start in range(0, 16, 4)),
-        driver=_read_driver_name(_SYSFS / entry.name),
+        driver=_read_driver_name(_SYSFS_FOLDER / entry.name),
         ports=ports,
         error=failure,
     )
 
 
-def _read_driver_name(folder: Path) -> str | None:
+def _read_driver_name(device_folder: Path) -> str | None:
     # rxe reports the device of its network interface as its own device. Only rxe has the file `parent`, which names
     # that interface.
-    if (folder / "parent").exists():
+    if (device_folder / "parent").exists():
         return "rxe"
-    driver = folder / "device" / "driver"
-    return driver.resolve().name if driver.exists() else None
+    driver_link = device_folder / "device" / "driver"
+    return driver_link.resolve().name if driver_link.exists() else None

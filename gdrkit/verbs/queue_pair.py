@@ -1,7 +1,7 @@
 """Reliable connected queue pairs.
 
-Sources: ibv_create_qp(3), ibv_modify_qp(3), ibv_post_send(3), and the state machine of the InfiniBand specification
-(RESET, INIT, RTR, RTS).
+Sources: ibv_create_qp(3), ibv_modify_qp(3), ibv_post_send(3), and the states of the InfiniBand specification (RESET,
+INIT, RTR: ready to receive, RTS: ready to send).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _AttributeMask(enum.IntFlag):
     ACCESS_FLAGS = 1 << 3
     PKEY_INDEX = 1 << 4
     PORT = 1 << 5
-    AV = 1 << 7
+    AV = 1 << 7  # The address vector.
     PATH_MTU = 1 << 8
     TIMEOUT = 1 << 9
     RETRY_CNT = 1 << 10
@@ -98,7 +98,7 @@ class QueuePair(Resource):
                 "max_inline_data": inline_bytes_max,
             },
         )
-        self._psn = secrets.randbits(24)
+        self._psn = secrets.randbits(24)  # The packet sequence number of the first packet.
         super().__init__("verbs.queue_pair", name="queue pair", on_close=nic.on_close)
 
     @property
@@ -139,11 +139,11 @@ class QueuePair(Resource):
         timeout_exponent : int
             The NIC sends a packet again if it was not acknowledged after 4.096 us * 2**exponent (14: 67 ms). 0: never.
         retry_count : int
-            Number of these retries, 0 to 7. If the last retry fails, the request ends with RETRY_EXC_ERR. With 7, rxe
-            retries for ever.
+            Largest number of these retries, 0 to 7. If the last retry fails, the request ends with RETRY_EXC_ERR. With
+            7, rxe retries for ever.
         rnr_retry_count : int
-            Number of retries of a send if the other side has no receive posted, 0 to 6. With 7, the NIC retries for
-            ever, which hides a missing receive.
+            Largest number of retries of a send if the other side has no receive posted (RNR: receiver not ready), 0 to
+            6. With 7, the NIC retries for ever, which hides a missing receive.
         rnr_timer_code : int
             Code of the pause that the other side must make before such a retry (12: 0.64 ms; table in
             ibv_modify_qp(3)).
@@ -287,9 +287,10 @@ class QueuePair(Resource):
         inline: bool = False,
         solicited: bool = False,
     ) -> None:
-        """Post a SEND of local bytes into the next receive of the other side. A length of None means up to the end.
+        """Post a SEND of local bytes into the next receive of the other side.
 
-        With `solicited`, the request asks for an event on the other side.
+        A length of None means up to the end of the region. With `solicited`, the receive also triggers an event if the
+        other side requested a notification with `solicited_only`.
         """
         opcode = _SendOpcode.SEND if immediate is None else _SendOpcode.SEND_WITH_IMM
         flags = _make_send_flags(signaled=signaled, inline=inline) | (
@@ -320,7 +321,10 @@ class QueuePair(Resource):
         return self.send_queue.wait(timeout_ms, qp_number=self.number)
 
     def wait_received(self, timeout_ms: float) -> Completion:
-        """Return the next completion of the receive queue for this queue pair. Both queues may be the same."""
+        """Return the next completion of the receive queue for this queue pair.
+
+        If the send queue is also the receive queue, this method does the same as :meth:`wait`.
+        """
         return self.receive_queue.wait(timeout_ms, qp_number=self.number)
 
     def close(self) -> None:
@@ -331,6 +335,7 @@ class QueuePair(Resource):
         _pyverbs.close("ibv_destroy_qp", self._pair)
 
     def _make_address(self, remote: Endpoint) -> dict[str, int | str]:
+        """Return the fields of ``ibv_ah_attr`` that address the other side."""
         port = self.nic.port
         # RoCE has no LIDs and is addressed by the GID. InfiniBand is addressed by the LID within a subnet.
         is_global = port.link_layer is LinkLayer.ETHERNET or not remote.lid
@@ -370,9 +375,10 @@ class QueuePair(Resource):
         flags: _SendFlag,
         immediate: int | None,
     ) -> None:
+        """Check the length and the immediate of a send request, and post the request."""
         total_bytes = sum(element.length_bytes for element in elements)
         if total_bytes > _MESSAGE_BYTES_MAX or (remote is not None and total_bytes > remote.length_bytes):
-            limit_bytes = _MESSAGE_BYTES_MAX if remote is None else remote.length_bytes
+            limit_bytes = _MESSAGE_BYTES_MAX if remote is None else min(_MESSAGE_BYTES_MAX, remote.length_bytes)
             message = f"the request has {total_bytes} bytes, more than the limit of {limit_bytes} bytes"
             raise UsageError(message)
         if immediate is not None and not 0 <= immediate < 1 << 32:

@@ -41,8 +41,8 @@ class Region(Resource):
     memory : memoryview or None
         The bytes of a host buffer. None for dma-bufs and for memory that was registered by its address.
 
-    The constructor's `buffer_export` is an export of a host buffer by Python's buffer protocol, else None. While the
-    export exists, the owner cannot move or resize the buffer.
+    The constructor's `buffer_export` is an object that exports a host buffer by Python's buffer protocol, or None for
+    other memory. While this object exists, the owner of the buffer cannot move or resize it.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Region(Resource):
         return ScatterGatherElement(self.address + offset_bytes, length_bytes, self.lkey)
 
     def remote(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
-        """Return the address and the key of a part of the region, for peers. A length of None means up to the end."""
+        """Return the address, rkey and length of a part of the region. A length of None means up to the end."""
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         return RemoteRange(address=self.remote_address + offset_bytes, rkey=self.rkey, length_bytes=length_bytes)

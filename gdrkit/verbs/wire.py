@@ -36,12 +36,12 @@ class _PeerValue:
         """
         if not isinstance(data, Mapping):
             cls._refuse(f"must be an object, not {type(data).__name__}")
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        missing_keys = [name for name in names if name not in data]
-        unknown_keys = sorted(str(name) for name in data if name not in names)
+        field_names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        missing_keys = [name for name in field_names if name not in data]
+        unknown_keys = sorted(str(name) for name in data if name not in field_names)
         if missing_keys or unknown_keys:
             cls._refuse(f"lacks {missing_keys}, has unknown {unknown_keys}")
-        return cls(**{name: data[name] for name in names})
+        return cls(**{name: data[name] for name in field_names})
 
     def to_dict(self) -> dict[str, int | str]:
         """Return the fields as a dict for JSON."""
@@ -52,24 +52,25 @@ class _PeerValue:
         message = f"{cls.__name__} {problem}"
         raise UsageError(message, reason=Reason.MALFORMED)
 
-    def _check_integers(self, **largest_values: int) -> None:
-        for name, largest in largest_values.items():
+    def _check_integers(self, **maximums: int) -> None:
+        """Check that each named field is an int from 0 to the given maximum."""
+        for name, maximum in maximums.items():
             value = getattr(self, name)
             # In Python a bool is an int, but on the wire it is not a number.
-            if type(value) is not int or not 0 <= value <= largest:
-                self._refuse(f"has {name} {value!r}, which is not a number from 0 to {largest}")
+            if type(value) is not int or not 0 <= value <= maximum:
+                self._refuse(f"has {name} {value!r}, which is not a number from 0 to {maximum}")
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteRange(_PeerValue):
-    """A range of a peer's memory that its region allows this side to access.
+    """A range of a peer's memory that a region of the peer allows this side to access.
 
     Parameters
     ----------
     address : int
-        The address of the first byte for the peer's NIC. It must be the value that the peer's region reports.
+        The address of the first byte, as :attr:`Region.remote_address` of the peer's region reports it.
     rkey : int
-        The key of its region.
+        The rkey of the peer's region.
     length_bytes : int
         Size of the range in bytes.
 

@@ -1,1 +1,1 @@
-"""Program that runs the cases on a machine that has GPUs and no package registry."""
+"""Program that runs the cases on a machine that has GPUs but cannot reach a package registry."""

@@ -1,15 +1,15 @@
 """Run the cases on the GPUs of this machine, from a folder that `nox -s bundle` created.
 
-    python3 FOLDER/gpu.py [--out DIR] [--tar FILE] [PART ...]
+    python3 FOLDER/gpu.py [--out OUT] [--tar FILE] [PART ...]
 
-This program uses only the standard library and pip. The folder contains all other packages. Packages that this Python
-lacks are installed into a temporary folder, which is removed at the end.
+FOLDER contains this file as gpu.py. The program uses only the standard library and pip; FOLDER contains all other
+packages. Packages that this Python lacks are installed into a temporary folder, which is removed at the end.
 
-A part is a group of cases. Its records are written to OUT/PROFILE/PART.jsonl and its output to OUT/logs/PART.log. A
-part that exceeds its time limit is killed, and the next part begins. The facts about the machine, its topology and the
-result of the doctor are written to facts.json, topology.json and doctor.json next to the records, for
-`gdrkit report OUT/PROFILE`. If there is no RDMA device, verbs runs on its software twin (a drop-in library that
-emulates the hardware), and every record says so.
+A part is a group of cases. Its records are written to OUT/PROFILE/PART.jsonl, where PROFILE is the profile of this
+machine, and its output to OUT/logs/PART.log. A part that exceeds its time limit is killed, and the next part begins.
+The facts about the machine, its topology and the result of the doctor are written to facts.json, topology.json and
+doctor.json next to the records, where `gdrkit report OUT/PROFILE` reads them. If there is no RDMA device, verbs runs on
+its software twin (a drop-in library that emulates the hardware), and every record says so.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from pathlib import Path
 
 __all__ = ["PARTS", "Part", "main", "pack", "run_limited"]
 
-BUNDLE = Path(__file__).resolve().parent
+BUNDLE_FOLDER = Path(__file__).resolve().parent
+# The packages that the cases need.
 PACKAGES = ("gdrkit[qualify]", "gdrkit-twins", "pyverbs")
 
 
@@ -47,7 +48,8 @@ class Part:
     limit_s : float
         Time limit, in seconds.
     is_measuring : bool
-        Whether the cases are measurements. They have time limits of their own, and their numbers are printed at once.
+        Whether the cases are measurements. They have time limits of their own, and pytest prints their numbers
+        at once.
     is_optional : bool
         Whether the part runs only if the command line names it.
     """
@@ -97,18 +99,20 @@ PARTS: dict[str, Part] = {
     "model-files": Part(("suites/models",), limit_s=240),
     "models": Part(("suites/bench/test_model_speed.py",), limit_s=590, is_measuring=True, is_optional=True),
 }
-# The commands that describe the machine. The key is the name of the file for the output, in the folder of the profile.
-DOCUMENTS = {
+# The arguments of the gdrkit commands that describe the machine, by the name of the file that gets the output.
+DESCRIBING_COMMANDS = {
     "facts.json": ("facts", "--json"),
     "topology.json": ("topology", "--json"),
     "doctor.json": ("doctor", "--json", "--read-only", "--any"),
 }
-# A multicast object that its owner does not release can make the GPUs of a host unusable, also for other users.
+# These variables turn off multicast in NCCL, torch and NVSHMEM. A multicast object that its owner does not release can
+# make the GPUs of a host unusable, also for other users.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 EXIT_FAILED, EXIT_SETUP_MISSING = 1, 3
 # After SIGABRT, a part must print its stacks within this time, in seconds.
 ABORT_TIMEOUT_S = 5.0
-LOG_LINES, FAILED_LOG_LINES = 12, 60
+# Number of log lines that are printed after a part that passed, and after one that failed.
+LOG_LINE_COUNT, FAILED_LOG_LINE_COUNT = 12, 60
 
 
 class SetupError(Exception):
@@ -116,16 +120,20 @@ class SetupError(Exception):
 
 
 def main() -> int:
-    """Return the exit code: 0 if every case that ran passed, 1 if a case failed, 3 if the cases could not start."""
+    """Run the cases. The exit code is 0 if every case that ran passed, 1 if a case failed, 3 if none could start."""
     default_parts = [name for name, part in PARTS.items() if not part.is_optional]
     parser = argparse.ArgumentParser(prog="gpu.py", description=main.__doc__)
-    parser.add_argument("--bundle", type=Path, default=BUNDLE, help="the folder that `nox -s bundle` made")
+    parser.add_argument("--bundle", type=Path, default=BUNDLE_FOLDER, help="the folder that `nox -s bundle` made")
     parser.add_argument("--extras", type=Path, help="a folder of more wheels; default: extras in the bundle")
     parser.add_argument("--out", type=Path, default=Path("reports", "baselines"), help="folder for the records")
     parser.add_argument("--tar", type=Path, help="archive of OUT, replaced after each part")
     parser.add_argument("--limit-s", type=float, help="time limit of each part, instead of its default")
     parser.add_argument("--cases", metavar="EXPRESSION", help="run only the cases that match, as with pytest -k")
-    parser.add_argument("--disk", type=Path, help="folder for the files of sweep and storage: 16 GB, not a tmpfs")
+    parser.add_argument(
+        "--disk",
+        type=Path,
+        help="folder for the files of the parts sweep and storage; it needs 16 GB and must not be a tmpfs",
+    )
     parser.add_argument("--software", action="store_true", help="use no hardware: every API runs on its software twin")
     optional_parts = " ".join(PARTS.keys() - default_parts)
     parser.add_argument(
@@ -156,94 +164,115 @@ def main() -> int:
 
 def _install(bundle: Path, site_folder: Path) -> Path:
     """Install the packages that this Python lacks, and return their folder. A dry run of pip lists these packages."""
-    wheels = bundle / "wheels"
-    if not any(wheels.glob("gdrkit-*.whl")):
-        message = f"{wheels} has no wheel of gdrkit: run nox -s bundle to create the folder"
+    wheels_folder = bundle / "wheels"
+    if not any(wheels_folder.glob("gdrkit-*.whl")):
+        message = f"{wheels_folder} has no wheel of gdrkit: run nox -s bundle to create the folder"
         raise SetupError(message)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check"]
+    pip_command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check"]
     report_file = site_folder.with_suffix(".json")
-    dry_run = [*pip, "--find-links", str(wheels), "--dry-run", "--report", str(report_file), *PACKAGES]
-    if subprocess.call(dry_run) != 0:
-        message = f"the wheels in {wheels} cannot be installed for Python {sys.version.split()[0]} at {sys.executable}"
+    dry_run_command = [
+        *pip_command,
+        "--find-links",
+        str(wheels_folder),
+        "--dry-run",
+        "--report",
+        str(report_file),
+        *PACKAGES,
+    ]
+    if subprocess.call(dry_run_command) != 0:
+        message = (
+            f"the wheels in {wheels_folder} cannot be installed for Python {sys.version.split()[0]} at {sys.executable}"
+        )
         raise SetupError(message)
     missing_packages = json.loads(report_file.read_text())["install"]
     urls = [package["download_info"]["url"] for package in missing_packages]
-    files = [str(wheels / url.rpartition("/")[2].replace("%2B", "+")) for url in urls]
-    versions = ", ".join(
+    # In a URL, pip writes the plus sign of a local version as %2B.
+    wheel_files = [str(wheels_folder / url.rpartition("/")[2].replace("%2B", "+")) for url in urls]
+    versions_text = ", ".join(
         f"{package['metadata']['name']} {package['metadata']['version']}" for package in missing_packages
     )
-    _print_line(f"gpu: installing {versions}")
-    if subprocess.call([*pip, "--no-deps", "--no-compile", "--target", str(site_folder), *files]) != 0:
+    _print_line(f"gpu: installing {versions_text}")
+    if subprocess.call([*pip_command, "--no-deps", "--no-compile", "--target", str(site_folder), *wheel_files]) != 0:
         message = "pip could not install the packages"
         raise SetupError(message)
     return site_folder
 
 
-def _install_extras(extras: Path, site_folder: Path) -> None:
-    """Install every wheel in `extras` without its dependencies. If this fails, continue without the wheels."""
-    wheels = sorted(map(str, extras.glob("*.whl")))
+def _install_extras(extras_folder: Path, site_folder: Path) -> None:
+    """Install every wheel in a folder without its dependencies. If this fails, continue without the wheels."""
+    wheels = sorted(map(str, extras_folder.glob("*.whl")))
     if not wheels:
-        _print_line(f"gpu: no wheels in {extras}: cases that need additional packages will not run")
+        _print_line(f"gpu: no wheels in {extras_folder}: cases that need additional packages will not run")
         return
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check"]
-    if subprocess.call([*pip, "--no-deps", "--no-compile", "--target", str(site_folder), *wheels]) != 0:
+    pip_command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check"]
+    if subprocess.call([*pip_command, "--no-deps", "--no-compile", "--target", str(site_folder), *wheels]) != 0:
         _print_line("gpu: pip could not install the additional packages: cases that need them will not run")
     else:
         _print_line("gpu: additional packages: " + ", ".join(Path(wheel).name.partition("-")[0] for wheel in wheels))
 
 
-def _make_environment(options: argparse.Namespace, site_folder: Path, folder: Path) -> dict[str, str]:
+def _make_environment(options: argparse.Namespace, site_folder: Path, temporary_folder: Path) -> dict[str, str]:
     bundle = options.bundle.resolve()
-    metadata = json.loads((bundle / "bundle.json").read_text())
-    paths = {
+    bundle_metadata = json.loads((bundle / "bundle.json").read_text())
+    folders_by_variable = {
         "PYTHONPATH": [str(site_folder)],
         "LD_LIBRARY_PATH": [str(bundle / "lib"), str(site_folder / "gdrkit" / "usrbio" / "lib")],
     }
     path_variables = {
-        name: os.pathsep.join([*folders, *filter(None, [os.environ.get(name)])]) for name, folders in paths.items()
+        name: os.pathsep.join([*folders, *filter(None, [os.environ.get(name)])])
+        for name, folders in folders_by_variable.items()
     }
-    settings = {"GDRKIT_COMMIT": metadata["commit"], "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    settings["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
+    settings = {"GDRKIT_COMMIT": bundle_metadata["commit"], "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    settings["HYPOTHESIS_STORAGE_DIRECTORY"] = str(temporary_folder / "hypothesis")
     if (bundle / "bench").is_dir():
         settings["GDRKIT_BENCH_PROGRAMS"] = str(bundle / "bench")
     if options.disk:
         settings["GDRKIT_BENCH_STORAGE_FOLDER"] = str(options.disk.resolve())
     if options.software:
-        # The default of 4 GiB would take minutes on the twins, without a further result.
+        # The default of 4 GiB would take minutes on the twins, and prove nothing more.
         settings["GDRKIT_BENCH_STORAGE_MIB"] = os.environ.get("GDRKIT_BENCH_STORAGE_MIB", "64")
     return {**os.environ, **path_variables, **settings, **NO_MULTICAST}
 
 
-def _run_parts(options: argparse.Namespace, site_folder: Path, folder: Path) -> int:
-    environment = _make_environment(options, site_folder, folder)
+def _run_parts(options: argparse.Namespace, site_folder: Path, temporary_folder: Path) -> int:
+    environment = _make_environment(options, site_folder, temporary_folder)
     data_folder = site_folder / "gdrkit" / "_data"
-    launch_command, substrate = _make_launch_command(is_software=options.software)
-    name_by_path = {site_folder: "{site}", options.bundle.resolve(): "{bundle}"}
+    launch_command, substrate_option = _make_launch_command(is_software=options.software)
+    placeholder_by_path = {site_folder: "{site}", options.bundle.resolve(): "{bundle}"}
     description_by_file = {
-        name: _describe_machine(command, launch_command, environment, folder, name_by_path)
-        for name, command in DOCUMENTS.items()
+        name: _describe_machine(command, launch_command, environment, temporary_folder, placeholder_by_path)
+        for name, command in DESCRIBING_COMMANDS.items()
     }
     log_folder = options.out / "logs"
     log_folder.mkdir(parents=True, exist_ok=True)
     exit_codes = []
-    for name in options.parts:
-        part = PARTS[name]
+    for part_name in options.parts:
+        part = PARTS[part_name]
         existing_cases = [str(data_folder / case) for case in part.cases if (data_folder / case).exists()]
         if not existing_cases:
-            _print_line(f"gpu: {name}: this version has no such cases")
+            _print_line(f"gpu: {part_name}: the installed gdrkit has none of these cases")
             continue
-        records_file = folder / f"{name}.jsonl"
+        records_file = temporary_folder / f"{part_name}.jsonl"
         command = [*launch_command, sys.executable, "-m", "pytest", "-c", str(data_folder / "suites" / "pytest.ini")]
-        command += [f"--rootdir={data_folder / part.root}", "-q", "-rfE", "--tb=short", "--substrate", substrate]
-        command += ["--records", str(records_file), "--command", f"gpu.py {name}", *part.options(), *existing_cases]
+        command += [f"--rootdir={data_folder / part.root}", "-q", "-rfE", "--tb=short", "--substrate", substrate_option]
+        command += [
+            "--records",
+            str(records_file),
+            "--command",
+            f"gpu.py {part_name}",
+            *part.options(),
+            *existing_cases,
+        ]
         if options.cases:
             command += ["-k", options.cases]
         start_s = time.monotonic()
-        _print_line(f"\ngpu: {name}")
-        log_file = log_folder / f"{name}.log"
-        exit_codes.append(run_limited(command, environment, folder, log_file, options.limit_s or part.limit_s))
-        _print_log_end(log_file, FAILED_LOG_LINES if exit_codes[-1] else LOG_LINES)
-        _print_line(f"gpu: {name}: exit {exit_codes[-1]} after {time.monotonic() - start_s:.0f} s")
+        _print_line(f"\ngpu: {part_name}")
+        log_file = log_folder / f"{part_name}.log"
+        exit_codes.append(
+            run_limited(command, environment, temporary_folder, log_file, options.limit_s or part.limit_s)
+        )
+        _print_log_end(log_file, FAILED_LOG_LINE_COUNT if exit_codes[-1] else LOG_LINE_COUNT)
+        _print_line(f"gpu: {part_name}: exit {exit_codes[-1]} after {time.monotonic() - start_s:.0f} s")
         profile_folder = _move_records(records_file, options.out)
         if profile_folder:
             for file_name, json_text in description_by_file.items():
@@ -255,7 +284,7 @@ def _run_parts(options: argparse.Namespace, site_folder: Path, folder: Path) -> 
 
 
 def _make_launch_command(*, is_software: bool) -> tuple[list[str], str]:
-    """Return the first words of each command, and the value of the option --substrate."""
+    """Return the launcher that precedes each command (empty: none), and the value of the option --substrate."""
     run_command = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated"]
     if is_software:
         _print_line("gpu: every API runs on its software twin")
@@ -272,28 +301,31 @@ def _describe_machine(
     launch_command: list[str],
     environment: dict[str, str],
     folder: Path,
-    name_by_path: dict[Path, str],
+    placeholder_by_path: dict[Path, str],
 ) -> str:
-    """Return the JSON that a command of gdrkit prints, with a name in place of each path in `name_by_path`."""
+    """Return the JSON that a command of gdrkit prints, with each path in `placeholder_by_path` replaced.
+
+    Return an empty text if the command failed.
+    """
     command = [*launch_command, sys.executable, "-m", "gdrkit", *arguments]
     completed = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
     if completed.returncode:
         _print_line(f"gpu: gdrkit {' '.join(arguments)} ended with exit code {completed.returncode}")
         return ""
     json_text = completed.stdout
-    for path, name in name_by_path.items():
-        json_text = json_text.replace(f"{path}/", f"{name}/")
+    for path, placeholder in placeholder_by_path.items():
+        json_text = json_text.replace(f"{path}/", f"{placeholder}/")
     return json_text
 
 
 def run_limited(command: list[str], environment: dict[str, str], folder: Path, log_file: Path, limit_s: float) -> int:
-    """Run a command, write its output to the log, and return its exit code.
+    """Run a command in `folder`, write its output to the log, and return its exit code.
 
     A command that exceeds `limit_s` seconds is killed. The exit code is then the negative number of the signal.
     """
     with log_file.open("wb") as output:
-        # The command runs in another folder, because Python imports first from the current one, and a checkout there
-        # would have no native modules.
+        # Python imports first from the current folder. If that folder were a checkout of gdrkit, its native modules
+        # would be missing, so the command runs in `folder`.
         process = subprocess.Popen(
             command, env=environment, cwd=folder, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -330,7 +362,10 @@ def pack(output_folder: Path, archive: Path) -> None:
 
 
 def _move_records(records_file: Path, output_folder: Path) -> Path | None:
-    """Move the records to the folder of their profile, print a summary, and return that folder."""
+    """Move the records to the folder of their profile, print a summary, and return that folder.
+
+    Return None if there is no records file.
+    """
     if not records_file.exists():
         _print_line("gpu: no record was written")
         return None

@@ -1,6 +1,7 @@
 """The lab runs the RDMA suites on a real kernel's RDMA stack, and compares each case with its result on the twins.
 
-`python -m hardware.lab --help` lists its options. `nox -s lab` installs the programs that it needs, and runs it.
+`python -m hardware.lab --help` lists its options. `nox -s lab` installs the programs that the lab needs, and runs the
+lab.
 """
 
 from __future__ import annotations

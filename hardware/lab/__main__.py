@@ -35,7 +35,7 @@ EXIT_FAILED, EXIT_SETUP_MISSING = 1, 3
 
 
 def main() -> int:
-    """Return the exit code: 0 if all cases passed and agree, 3 if the lab cannot run, 1 in all other cases."""
+    """Run the lab. The exit code is 0 if both runs passed with matching results, 3 if the lab cannot run, else 1."""
     options = _parse_options()
     os.environ.setdefault("GDRKIT_EXAMPLES", EXAMPLE_COUNT)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -43,6 +43,7 @@ def main() -> int:
     for path in records_files.values():
         path.unlink(missing_ok=True)
     cases = options.cases
+    # If no argument names a file or folder of this project, all arguments are options for the default cases.
     if not any((PROJECT_ROOT / case.partition("::")[0]).exists() for case in cases):
         cases = [*cases, *DEFAULT_CASES]
     try:
@@ -70,7 +71,10 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=build_folder / "run", help="folder for the records")
     parser.add_argument("--here", action="store_true", help="use the RDMA devices of this kernel, no virtual machine")
     parser.add_argument(
-        "--agreeing-min", type=int, default=AGREEING_CASES_MIN, help="smallest number of cases that must agree"
+        "--agreeing-min",
+        type=int,
+        default=AGREEING_CASES_MIN,
+        help="minimum number of cases that must pass in both runs",
     )
     parser.add_argument("cases", nargs="*", help=f"cases or options of pytest; default: {' '.join(DEFAULT_CASES)}")
     options, pytest_options = parser.parse_known_args()
@@ -79,19 +83,22 @@ def _parse_options() -> argparse.Namespace:
     return options
 
 
-def _make_pytest_command(records: Path, cases: list[str], launch_options: list[str], options: list[str]) -> list[str]:
+def _make_pytest_command(
+    records_file: Path, cases: list[str], launch_options: list[str], pytest_options: list[str]
+) -> list[str]:
     run_command = [sys.executable, "-m", "gdrkit", "run", *launch_options, "--"] if launch_options else []
-    return [*run_command, sys.executable, "-m", "pytest", "-q", f"--records={records}", *options, *cases]
+    return [*run_command, sys.executable, "-m", "pytest", "-q", f"--records={records_file}", *pytest_options, *cases]
 
 
-def _run_in_guest(machine: Machine, records: Path, cases: list[str], options: argparse.Namespace) -> int:
-    harness_options = ["--profile=lab", "--substrate=verbs=kernel_software,cuda=twin"]
-    command = _make_pytest_command(records, cases, ["--software", "--isolated", "--apis", "cuda"], harness_options)
+def _run_in_guest(machine: Machine, records_file: Path, cases: list[str], options: argparse.Namespace) -> int:
+    """Run the cases in the virtual machine, and return the exit code of pytest."""
+    pytest_options = ["--profile=lab", "--substrate=verbs=kernel_software,cuda=twin"]
+    command = _make_pytest_command(records_file, cases, ["--software", "--isolated", "--apis", "cuda"], pytest_options)
     inherited_variables = ("PYTHONPATH", "GDRKIT_TWINS_LIB", "GDRKIT_EXAMPLES")
     environ = {name: os.environ[name] for name in inherited_variables if name in os.environ}
     # The root file system of the guest is read-only, so Hypothesis gets another folder for its database.
     environ |= {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(options.output / "hypothesis")}
-    # The commit is determined here, because git would be too slow in the guest.
+    # The commit is determined on the host, because git would be too slow in the guest.
     commit = install_paths().commit()
     environ |= {} if commit is None else {"GDRKIT_COMMIT": commit}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environ.items()]
@@ -102,16 +109,20 @@ def _run_in_guest(machine: Machine, records: Path, cases: list[str], options: ar
     return machine.run(script, output=options.output, limits=Limits(boot_s=options.boot_limit_s, run_s=options.limit_s))
 
 
-def _run_here(records: Path, cases: list[str], options: argparse.Namespace) -> int:
+def _run_here(records_file: Path, cases: list[str], options: argparse.Namespace) -> int:
+    """Run the cases on this kernel, and return the exit code of pytest."""
     has_nic = any(Path("/sys/class/infiniband").glob("*"))
     has_cuda = Path("/proc/driver/nvidia/version").exists()
     launch_options = [] if has_cuda else ["--software", "--isolated", "--apis", "cuda"]
     profile_options = [] if has_nic or has_cuda else ["--profile=lab"]
-    command = _make_pytest_command(records, cases, launch_options, profile_options)
-    prefix = [] if has_nic else ["bash", str(Path(__file__).with_name("rxe.sh"))]
+    command = _make_pytest_command(records_file, cases, launch_options, profile_options)
+    # rxe.sh creates two rxe devices, runs the command that follows, and removes the devices.
+    setup_command = [] if has_nic else ["bash", str(Path(__file__).with_name("rxe.sh"))]
     _print_line("lab: the RDMA devices of this machine" if has_nic else "lab: rxe devices of this machine's kernel")
     try:
-        return subprocess.run([*prefix, *command], cwd=PROJECT_ROOT, timeout=options.limit_s, check=False).returncode
+        return subprocess.run(
+            [*setup_command, *command], cwd=PROJECT_ROOT, timeout=options.limit_s, check=False
+        ).returncode
     except subprocess.TimeoutExpired as error:
         message = f"the cases did not end within {options.limit_s:g} s, and were killed"
         raise LabError(message) from error

@@ -6,4 +6,4 @@ __all__ = ["LabError"]
 
 
 class LabError(Exception):
-    """The lab cannot run, and ends with exit code 3. The text is one sentence with cause and remedy."""
+    """The lab cannot run, and ends with exit code 3. The text of the error names the cause and the remedy."""

@@ -1,4 +1,4 @@
-"""Download of the distribution's kernel for the virtual machine. It is unpacked to a folder and never installed."""
+"""Download of the distribution's kernel for the virtual machine. The kernel is unpacked, but never installed."""
 
 from __future__ import annotations
 
@@ -28,55 +28,58 @@ MODULE_FOLDERS = (
 )
 
 
-def find_kernel_image(cache: Path, *, backports: bool = False) -> Path:
-    """Return the path of a kernel image, whose modules are also below `cache`. apt downloads both if they are missing.
+def find_kernel_image(cache_folder: Path, *, backports: bool = False) -> Path:
+    """Return the path of a kernel image. If the image or its modules are missing in `cache_folder`, apt downloads them.
 
     The kernel belongs to this release of the distribution or, with `backports`, is the newest of its backports. The
-    package lists of the backports are kept below `cache`; the configuration of apt does not change.
+    package lists of the backports are kept in `cache_folder`; the configuration of apt does not change.
 
     Raises
     ------
     LabError
         apt is missing, it has no kernel package, or the kernel has no module rdma_rxe.
     """
-    stamp_file, module_list = cache / "ready", "\n".join(MODULE_FOLDERS)
-    # A folder that an earlier version of this program has filled may lack modules.
+    stamp_file, module_list = cache_folder / "ready", "\n".join(MODULE_FOLDERS)
+    # An earlier version of this program may have filled the folder with fewer modules. So the stamp has their list.
     if not stamp_file.exists() or stamp_file.read_text() != module_list:
-        shutil.rmtree(cache, ignore_errors=True)
-        cache.mkdir(parents=True)
-        packages = _download(cache, _choose_backports_options(cache) if backports else [])
-        for package in packages:
-            _unpack(package, cache)
-            package.unlink()
-        version = _find_image(cache).name.partition("-")[2]
-        _run_command(["depmod", "-b", str(cache), version])
-        if not any(cache.glob(f"lib/modules/{version}/kernel/drivers/infiniband/sw/rxe/rdma_rxe.ko*")):
-            message = f"kernel {version} of this distribution has no module rdma_rxe: use a machine with an RDMA device"
+        shutil.rmtree(cache_folder, ignore_errors=True)
+        cache_folder.mkdir(parents=True)
+        package_files = _download(cache_folder, _choose_backports_options(cache_folder) if backports else [])
+        for package_file in package_files:
+            _unpack(package_file, cache_folder)
+            package_file.unlink()
+        kernel_version = _find_image(cache_folder).name.partition("-")[2]
+        _run_command(["depmod", "-b", str(cache_folder), kernel_version])
+        if not any(cache_folder.glob(f"lib/modules/{kernel_version}/kernel/drivers/infiniband/sw/rxe/rdma_rxe.ko*")):
+            message = (
+                f"kernel {kernel_version} of this distribution has no module rdma_rxe: "
+                "use a machine with an RDMA device"
+            )
             raise LabError(message)
         stamp_file.write_text(module_list)
-    return _find_image(cache)
+    return _find_image(cache_folder)
 
 
-def _find_image(cache: Path) -> Path:
-    images = sorted(cache.glob("boot/vmlinuz-*"))
+def _find_image(cache_folder: Path) -> Path:
+    images = sorted(cache_folder.glob("boot/vmlinuz-*"))
     if not images:
-        message = f"the kernel package has no boot/vmlinuz-*: remove {cache} and try again"
+        message = f"the kernel package has no boot/vmlinuz-*: remove {cache_folder} and try again"
         raise LabError(message)
     return images[-1]
 
 
-def _choose_backports_options(cache: Path) -> list[str]:
+def _choose_backports_options(cache_folder: Path) -> list[str]:
     """Download the package lists of this release's backports. Return options with which apt uses only these lists."""
     release = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
     command = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME)", "Created-By: Packages"]
-    rows = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
-    addresses = [row.partition(" ")[0] for row in rows if row.partition(" ")[2] == release]
-    if not addresses:
-        message = f"apt has no archive of the release {release!r}, so it has no backports: omit --backports"
+    archive_lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
+    archive_urls = [line.partition(" ")[0] for line in archive_lines if line.partition(" ")[2] == release]
+    if not archive_urls:
+        message = f"apt has no archive of the release {release!r}, so there are no backports: omit --backports"
         raise LabError(message)
-    source_list, lists_folder = cache / "backports.list", cache / "lists"
+    source_list, lists_folder = cache_folder / "backports.list", cache_folder / "lists"
     (lists_folder / "partial").mkdir(parents=True)
-    source_list.write_text(f"deb {addresses[0]} {release}-backports main\n")
+    source_list.write_text(f"deb {archive_urls[0]} {release}-backports main\n")
     options = [
         f"-oDir::Etc::sourcelist={source_list}",
         "-oDir::Etc::sourceparts=-",
@@ -86,34 +89,36 @@ def _choose_backports_options(cache: Path) -> list[str]:
     return options
 
 
-def _download(cache: Path, options: Sequence[str]) -> list[Path]:
+def _download(cache_folder: Path, options: Sequence[str]) -> list[Path]:
     if not shutil.which("apt-get") or not shutil.which("apt-cache"):
-        message = f"apt is missing, so no kernel package can be downloaded: copy boot/ and lib/ of a kernel to {cache}"
+        message = (
+            f"apt is missing, so no kernel package can be downloaded: copy boot/ and lib/ of a kernel to {cache_folder}"
+        )
         raise LabError(message)
-    names = _list_package_names(options) or (_update_package_lists() and _list_package_names(options))
-    if not names:
+    package_names = _list_package_names(options) or (_update_package_lists() and _list_package_names(options))
+    if not package_names:
         message = f"apt has no kernel package ({' or '.join(_META_PACKAGES)}): run apt-get update, then try again"
         raise LabError(message)
-    print("downloading " + " ".join(names), flush=True)  # noqa: T201 - the output of a command.
-    _run_command(["apt-get", *options, "download", "-q", *names], folder=cache)
-    packages = sorted(cache.glob("*.deb"))
-    if not packages:
+    print("downloading " + " ".join(package_names), flush=True)  # noqa: T201 - the output of a command.
+    _run_command(["apt-get", *options, "download", "-q", *package_names], folder=cache_folder)
+    package_files = sorted(cache_folder.glob("*.deb"))
+    if not package_files:
         message = "apt-get download wrote no kernel package: run apt-get update, then try again"
         raise LabError(message)
-    return packages
+    return package_files
 
 
 def _list_package_names(options: Sequence[str]) -> list[str]:
     """Return the names of the packages of the newest kernel. The list is empty if apt does not know them."""
-    for package in _META_PACKAGES:
-        command = ["apt-cache", *options, "depends", package]
+    for meta_package in _META_PACKAGES:
+        command = ["apt-cache", *options, "depends", meta_package]
         output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
         dependencies = [line.split()[-1] for line in output.splitlines() if line.strip().startswith("Depends:")]
         names = [name for name in dependencies if _VERSIONED_PACKAGE.match(name)]
-        if names and package == "linux-image-generic":
+        if names and meta_package == "linux-image-generic":
             # Ubuntu has the modules in a separate package, on which the image depends.
-            version = names[0].removeprefix("linux-modules-extra-").removeprefix("linux-image-")
-            names.append(f"linux-modules-{version}")
+            kernel_version = names[0].removeprefix("linux-modules-extra-").removeprefix("linux-image-")
+            names.append(f"linux-modules-{kernel_version}")
         if names:
             return names
     return []
@@ -123,21 +128,21 @@ def _update_package_lists() -> bool:
     return subprocess.run(["apt-get", "update", "-q"], capture_output=True, check=False).returncode == 0
 
 
-def _unpack(package: Path, cache: Path) -> None:
-    archive = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE, check=False)
-    if archive.returncode:
-        message = f"{package.name} is not a Debian package: remove {cache} and try again"
+def _unpack(package_file: Path, cache_folder: Path) -> None:
+    dpkg_result = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(package_file)], stdout=subprocess.PIPE, check=False)
+    if dpkg_result.returncode:
+        message = f"{package_file.name} is not a Debian package: remove {cache_folder} and try again"
         raise LabError(message)
-    patterns = ["./boot/vmlinuz-*", "*/modules.*", *(f"*/kernel/{module}*" for module in MODULE_FOLDERS)]
-    completed = subprocess.run(
-        ["tar", "-x", "-C", str(cache), "--wildcards", "--no-same-owner", *patterns],
-        input=archive.stdout,
+    patterns = ["./boot/vmlinuz-*", "*/modules.*", *(f"*/kernel/{module_folder}*" for module_folder in MODULE_FOLDERS)]
+    tar_result = subprocess.run(
+        ["tar", "-x", "-C", str(cache_folder), "--wildcards", "--no-same-owner", *patterns],
+        input=dpkg_result.stdout,
         stderr=subprocess.PIPE,
         check=False,
     )
     # tar exits with 2 if a pattern matches no file of this package, which is expected.
-    if completed.returncode not in {0, 2}:
-        message = f"{package.name} cannot be unpacked: {completed.stderr.decode(errors='replace').strip()[-200:]}"
+    if tar_result.returncode not in {0, 2}:
+        message = f"{package_file.name} cannot be unpacked: {tar_result.stderr.decode(errors='replace').strip()[-200:]}"
         raise LabError(message)
 
 
@@ -150,6 +155,8 @@ def _run_command(command: Sequence[str], *, folder: Path | None = None) -> None:
         message = f"{command_start} failed: {error.strerror}"
         raise LabError(message) from error
     if completed.returncode:
-        lines = (completed.stderr or completed.stdout).strip().splitlines() or [f"exit code {completed.returncode}"]
-        message = f"{command_start} failed: {lines[-1]}"
+        output_lines = (completed.stderr or completed.stdout).strip().splitlines() or [
+            f"exit code {completed.returncode}"
+        ]
+        message = f"{command_start} failed: {output_lines[-1]}"
         raise LabError(message)

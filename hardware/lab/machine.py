@@ -24,11 +24,12 @@ from hardware.lab.errors import LabError
 __all__ = ["Limits", "Machine", "can_virtualize", "check_programs"]
 
 _PROGRAMS = ("qemu-system-x86_64", "busybox", "modprobe", "ip", "rdma")
+# The Debian packages that contain these programs.
 _PACKAGES = "qemu-system-x86 busybox-static kmod iproute2"
-_FOLDER = Path(__file__).resolve().parent
+_LAB_FOLDER = Path(__file__).resolve().parent
 _KVM_GET_API_VERSION = 0xAE00
 _KVM_API_VERSION = 12
-_CACHED_FILES_DEVICE = (
+_CACHED_FILES_OPTIONS = (
     "-fsdev local,id=lab,path=/,security_model=none,readonly=on,multidevs=remap "
     "-device virtio-9p-pci,fsdev=lab,mount_tag=lab"
 )
@@ -66,7 +67,7 @@ class Machine:
     cached_folders: tuple[str, ...] = ()
 
     def run(self, script: Path, *, output: Path, limits: Limits) -> int:
-        """Boot, run the script with two rxe devices, shut down, and return the exit code of the script.
+        """Boot the machine, run the script with two rxe devices, shut down, and return the exit code of the script.
 
         Parameters
         ----------
@@ -78,8 +79,9 @@ class Machine:
         Raises
         ------
         LabError
-            The machine did not boot in time, did not end in time, or ended without a result.
+            The machine did not boot in time, did not end in time, or ended without the exit code of the script.
         """
+        # guest.sh creates `booted` when the kernel has booted, and writes the exit code of the script to `code`.
         for name in ("booted", "code"):
             (output / name).unlink(missing_ok=True)
         process = self._start(script, output)
@@ -100,19 +102,21 @@ class Machine:
         return int(code_text)
 
     def _start(self, script: Path, output: Path) -> subprocess.Popen[bytes]:
-        path = f"{self.tools}{os.pathsep}{os.environ['PATH']}"
-        guest_command = shlex.join(["bash", str(_FOLDER / "guest.sh"), str(output), str(script), *self.cached_folders])
+        search_path = f"{self.tools}{os.pathsep}{os.environ['PATH']}"
+        guest_command = shlex.join(
+            ["bash", str(_LAB_FOLDER / "guest.sh"), str(output), str(script), *self.cached_folders]
+        )
         command = [str(self.tools / "vng"), "--run", str(self.image), *([] if self.use_kvm else ["--disable-kvm"])]
         # 9p is used, because virtiofs needs a daemon that some distributions do not have.
         command += ["--force-9p", "--cpus", "2", "--memory", "2G", "--rwdir", str(output), "--exec", guest_command]
         # The files of the host are exported a second time, so that guest.sh can mount them with a cache. This needs a
         # PCI device, which the machine type microvm does not support.
-        command += ["--disable-microvm", f"--qemu-opts={_CACHED_FILES_DEVICE}"]
+        command += ["--disable-microvm", f"--qemu-opts={_CACHED_FILES_OPTIONS}"]
         # vng runs in a new session, so that vng, QEMU and all other child processes can be killed together.
         return subprocess.Popen(
             command,
             cwd=output,
-            env={**os.environ, "PATH": path},
+            env={**os.environ, "PATH": search_path},
             stdin=subprocess.DEVNULL,
             # virtme-ng opens its standard output a second time. If standard output were a file, virtme-ng would
             # truncate it.
@@ -122,11 +126,11 @@ class Machine:
         )
 
     @staticmethod
-    def _wait(process: subprocess.Popen[bytes], file: Path | None, failure_text: str, limit_s: float) -> None:
-        """Wait until `file` exists or the process ends. After `limit_s`, raise an error with `failure_text`."""
-        end_s = time.monotonic() + limit_s
-        while time.monotonic() < end_s:
-            if file is not None and file.exists():
+    def _wait(process: subprocess.Popen[bytes], awaited_file: Path | None, failure_text: str, limit_s: float) -> None:
+        """Wait until `awaited_file` exists or the process ends. After `limit_s`, raise an error with `failure_text`."""
+        deadline_s = time.monotonic() + limit_s
+        while time.monotonic() < deadline_s:
+            if awaited_file is not None and awaited_file.exists():
                 return
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_PERIOD_S)

@@ -29,7 +29,7 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_machine(options: argparse.Namespace) -> Machine:
-    """Return the virtual machine that the options describe, after the download of its kernel.
+    """Return the virtual machine that the options describe. If its kernel is missing, download the kernel.
 
     Raises
     ------
@@ -38,12 +38,12 @@ def configure_machine(options: argparse.Namespace) -> Machine:
     """
     use_kvm = not options.tcg and can_virtualize(cpuinfo=options.cpuinfo, device=options.kvm)
     check_programs(options.tools)
-    libraries = [Path("/usr/lib/python3"), *Path("/usr/lib").glob("*-linux-gnu")]
-    folders = [_PROJECT_ROOT, Path(sys.prefix), Path(sysconfig.get_path("stdlib")), *libraries]
+    library_folders = [Path("/usr/lib/python3"), *Path("/usr/lib").glob("*-linux-gnu")]
+    folders = [_PROJECT_ROOT, Path(sys.prefix), Path(sysconfig.get_path("stdlib")), *library_folders]
     cached_folders = tuple(str(folder) for folder in folders if folder.is_dir())
-    cache = options.cache or _BUILD_FOLDER / ("kernel-backports" if options.backports else "kernel")
+    cache_folder = options.cache or _BUILD_FOLDER / ("kernel-backports" if options.backports else "kernel")
     return Machine(
-        image=find_kernel_image(cache.resolve(), backports=options.backports),
+        image=find_kernel_image(cache_folder.resolve(), backports=options.backports),
         tools=options.tools,
         use_kvm=use_kvm,
         cached_folders=cached_folders,

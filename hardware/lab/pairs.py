@@ -1,8 +1,9 @@
 """Comparison of two runs of the same cases: one on the software twins, one on a kernel's RDMA stack.
 
-A case about device memory passes on the twin, and must be refused by the kernel with the error that the profile states.
-Any other case that ran in both runs must pass in both. Unproven counts as passed here. If the outcomes differ, either
-the twin or the kernel violates the man page, or the case requires more than the man page states.
+A case about device memory passes on the twin, and the kernel must refuse the memory with the error that the profile
+states. Any other case that ran in both runs must pass in both. The verdict unproven counts as passed here. If the
+outcomes differ, either the twin or the kernel violates the man page, or the case requires more than the man page
+states.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["REFUSED", "Pair", "compare", "find_missing_refusals", "find_wrong_substrates", "format_table"]
 
 _NO_RECORD = "absent"
-# The data of a case is right in both verdicts. A case that claims something about hardware is unproven on a twin.
+# With both verdicts, the data of the case is right. A case that claims something about hardware is unproven on a twin.
 _RIGHT_VERDICTS = frozenset({Verdict.PASS.value, Verdict.UNPROVEN.value})
 # An outcome that exists only in this comparison: the record of the case is not_run and has the error that the profile
 # requires.
@@ -38,7 +39,7 @@ class Pair:
 
     @property
     def ran_on_both(self) -> bool:
-        """Whether the case ran in both runs."""
+        """Whether neither record is ``not_run``. A case without a record counts as run, so that it differs."""
         return Verdict.NOT_RUN.value not in {self.twin, self.kernel}
 
     @property
@@ -57,19 +58,26 @@ class Pair:
         return self.ran_on_both and not self.agrees and not self.refused
 
 
-def compare(twin: Path, kernel: Path) -> tuple[Pair, ...]:
-    """Return the cases of two records files, in the order of the first file."""
-    verdicts = {
-        path: {record.case: _decide_outcome(record) for record in read_records(path)} for path in (twin, kernel)
+def compare(twin_file: Path, kernel_file: Path) -> tuple[Pair, ...]:
+    """Return each case of two records files with its outcomes.
+
+    The cases of the first file come first, in its order.
+    """
+    outcomes_by_file = {
+        path: {record.case: _decide_outcome(record) for record in read_records(path)}
+        for path in (twin_file, kernel_file)
     }
-    cases = dict.fromkeys((*verdicts[twin], *verdicts[kernel]))
+    cases = dict.fromkeys((*outcomes_by_file[twin_file], *outcomes_by_file[kernel_file]))
     return tuple(
-        Pair(case, verdicts[twin].get(case, _NO_RECORD), verdicts[kernel].get(case, _NO_RECORD)) for case in cases
+        Pair(
+            case, outcomes_by_file[twin_file].get(case, _NO_RECORD), outcomes_by_file[kernel_file].get(case, _NO_RECORD)
+        )
+        for case in cases
     )
 
 
 def find_missing_refusals(records: Iterable[Record], profile: Profile) -> tuple[str, ...]:
-    """Return a sentence for each case that did not run, although the profile requires that it runs and is refused."""
+    """Return a sentence for each case that did not run, although the profile requires its refusal by the kernel."""
     return tuple(
         f"{record.case} had to be refused but did not run"
         for record in records

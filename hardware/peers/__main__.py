@@ -39,10 +39,10 @@ EXIT_FAILED, EXIT_SETUP_MISSING = 1, 3
 
 
 def main() -> int:
-    """Return the exit code.
+    """Run the programs.
 
-    It is 0 if every program passed, 1 if a program failed or passed only on the kernel (--lab), and 3 if the lab cannot
-    run.
+    The exit code is 0 if every program passed, 1 if a program failed or passed only on the kernel (--lab), and 3 if
+    the lab cannot run.
     """
     options = _parse_options()
     if options.records is None:
@@ -67,16 +67,17 @@ def main() -> int:
 
 def _compare_speed(options: argparse.Namespace) -> int:
     """Measure the speed of the twin, write one record, and return the exit code."""
+    # The load average of the last minute.
     begin_s, load_before = time.monotonic(), os.getloadavg()[0]
     try:
-        values = measure_speed(_choose_device(options), _print_line)
+        values_by_figure = measure_speed(_choose_device(options), _print_line)
     except ProgramFailedError as error:
         _print_line(f"peers: {error}")
         return EXIT_FAILED
     load = (load_before, os.getloadavg()[0])
-    record = make_speed_record(values, load=load, duration_s=time.monotonic() - begin_s)
+    record = make_speed_record(values_by_figure, load=load, duration_s=time.monotonic() - begin_s)
     append_record(options.records, record)
-    for name, number in make_speed_numbers(values).items():
+    for name, number in make_speed_numbers(values_by_figure).items():
         _print_line(f"{name} {number:.3f}")
     _print_line("".join(reason.text for reason in record.reasons) or "every goal is reached")
     return 0 if record.verdict is Verdict.PASS else EXIT_FAILED
@@ -91,18 +92,19 @@ def _compare_with_gpu(options: argparse.Namespace) -> int:
     numbers = {"counted_count": float(len(joined_results.counted)), "passed_count": float(joined_results.passed_count)}
     numbers |= {
         "passed_percent": joined_results.share_percent,
+        # Number of cases that pass on the twin but fail on the GPU. The twin is "kinder" there.
         "kinder_count": float(len(joined_results.cases_passing_only_on_twin)),
     }
-    # A record has no paths of this machine.
-    environment = str(Path(options.python).parents[1])
-    not_passed = {
-        case: failure_text.replace(str(options.tests.resolve()), "TESTS").replace(environment, "ENVIRONMENT")
-        for case, failure_text in joined_results.texts.items()
+    # A record must not contain paths of this machine, so words replace them.
+    environment_folder = str(Path(options.python).parents[1])
+    failure_text_by_case = {
+        case: failure_text.replace(str(options.tests.resolve()), "TESTS").replace(environment_folder, "ENVIRONMENT")
+        for case, failure_text in joined_results.failure_texts.items()
     }
     evidence: dict[str, object] = {
         "gpu": dict(joined_results.gpu),
         "twin": dict(joined_results.twin),
-        "not_passed": not_passed,
+        "not_passed": failure_text_by_case,
     }
     record = make_record(
         "cuda-python's tests",
@@ -161,24 +163,28 @@ def _run_programs(options: argparse.Namespace) -> int:
     return failures_count
 
 
-def _report_differences(differences: Sequence[Difference], kernel: str) -> int:
+def _report_differences(differences: Sequence[Difference], kernel_version: str) -> int:
     """Print the differences between the twin and a kernel, and return how many are defects of the twin."""
     defects = [difference for difference in differences if difference.is_defect_of_twin]
     for difference in differences:
         source = f" ({difference.source})" if difference.source else ""
-        outcomes = f"{difference.twin} on the twin, {difference.kernel} on Soft-RoCE of {kernel}"
+        outcomes = f"{difference.twin} on the twin, {difference.kernel} on Soft-RoCE of {kernel_version}"
         _print_line(f"peers: {difference.name}: {outcomes}{source}")
-    _print_line(f"peers: {len(differences)} differ from Soft-RoCE of {kernel}; the twin lacks {len(defects)} of them")
+    _print_line(
+        f"peers: {len(differences)} differ from Soft-RoCE of {kernel_version}; {len(defects)} are defects of the twin"
+    )
     return len(defects)
 
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hardware.peers", description=main.__doc__)
     parser.add_argument("--python", default="", help="interpreter of an environment with nixl, mooncake and pyverbs")
-    parser.add_argument("--tests", type=Path, help="folder of rdma-core's tests, in the version of that pyverbs")
+    parser.add_argument("--tests", type=Path, help="folder of rdma-core's tests, of the same version as pyverbs")
     parser.add_argument("--cuda", action="store_true", help="run only the programs with GPU memory")
     parser.add_argument(
-        "--gpu-results", type=Path, help="only run cuda-python's tests (--tests), and compare with this file of a GPU"
+        "--gpu-results",
+        type=Path,
+        help="run only cuda-python's tests (in --tests), and compare with the results of a GPU in this file",
     )
     parser.add_argument("--only", default="", help="run only the programs whose name contains this text")
     parser.add_argument("--records", type=Path, help="write one record for each program to this file")
@@ -188,17 +194,19 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--gid-index", type=int, default=1, help="index of the device's RoCE GID (default: %(default)s)"
     )
-    parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="limit of a program (default: %(default)s)")
+    parser.add_argument(
+        "--timeout-s", type=float, default=TIMEOUT_S, help="time limit of each program (default: %(default)s)"
+    )
     parser.add_argument("--debian-only", action="store_true", help="do not run the programs of PyPI")
     parser.add_argument(
-        "--speed", action="store_true", help="only measure the speed of the twin, beside TCP and memcpy"
+        "--speed", action="store_true", help="only measure the speed of the twin, and compare it with TCP and memcpy"
     )
     parser.add_argument(
-        "--lab", action="store_true", help="then run the programs on Soft-RoCE of a kernel, and compare"
+        "--lab", action="store_true", help="afterwards run the programs on Soft-RoCE of a kernel, and compare"
     )
     add_machine_options(parser)
-    # A guest without KVM is emulated. A program in this guest has a longer limit (_GUEST_TIMEOUT_S in lab.py). The time
-    # of all programs in a guest with KVM was never measured.
+    # All programs together have one hour, because a guest without KVM is emulated and slow. (The limit of a single
+    # program there is _GUEST_TIMEOUT_S in lab.py.) The time in a guest with KVM was never measured.
     parser.set_defaults(limit_s=3600.0)
     return parser.parse_args()
 
@@ -206,11 +214,12 @@ def _parse_options() -> argparse.Namespace:
 def _run_rdma_core(
     options: argparse.Namespace, device_under_test: DeviceUnderTest, substrate: str
 ) -> tuple[Record, tuple[str, str, str, str, str]]:
+    """Run rdma-core's tests. Return their record and their row of the table."""
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gdrkit-peers-") as folder:
         results = run_tests(options.python, options.tests, device_under_test, Path(folder))
     wrong_outcomes = {
-        test: text for test, text in results.outcomes.items() if text.startswith(("fail", "error", "started"))
+        test: outcome for test, outcome in results.outcomes.items() if outcome.startswith(("fail", "error", "started"))
     }
     failure = (
         ""
@@ -228,9 +237,9 @@ def _run_rdma_core(
         substrate=substrate,
         duration_s=time.monotonic() - begin_s,
     )
-    result = f"{results.count('pass')} pass, {results.count('skip')} skipped, {len(wrong_outcomes)} fail"
+    result_text = f"{results.count('pass')} pass, {results.count('skip')} skipped, {len(wrong_outcomes)} fail"
     version = query_pypi_version(options.python, "pyverbs")
-    return record, ("rdma-core's tests", version, _format_byte_count(results.moved_bytes), "by the tests", result)
+    return record, ("rdma-core's tests", version, _format_byte_count(results.moved_bytes), "by the tests", result_text)
 
 
 def _format_byte_count(moved_bytes: int | None) -> str:

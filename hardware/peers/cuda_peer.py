@@ -1,7 +1,9 @@
-"""One use of GPU memory by a stock Python package: ``cuda_peer.py CASE FOLDER``.
+"""One use of GPU memory by a stock Python package: ``cuda_peer.py CASE``.
 
-The program runs in an environment that has the packages and not gdrkit. It checks all data itself, launches no kernel,
-and prints one line at its end.
+CASE is the name of a function below, such as torch_copies. The function gets the imported package, and a second
+argument if one follows after a colon, as in kvikio_files:off. The program runs in an environment that has the packages
+and not gdrkit. It checks all data itself, and prints one line at its end. Only torch_kernel launches a kernel, which a
+twin must refuse.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import numpy as np
 
 LENGTH_BYTES = (4 << 20) + 1000
 _TIMEOUT_S, _PAUSE_S = 40.0, 0.002
+# Indices of the device that is copied from, and of the device that is copied to.
 _DEVICE_PAIRS = ((0, 1), (1, 0))
 
 
@@ -23,7 +26,7 @@ def _make_pattern(seed: int = 0) -> Any:  # noqa: ANN401 - numpy does not name t
     return np.random.default_rng(seed).integers(0, 256, LENGTH_BYTES, dtype=np.uint8)
 
 
-def _check(actual: Any, expected: Any, subject: str) -> None:  # noqa: ANN401 - as in _make_pattern().
+def _check_bytes(actual: Any, expected: Any, subject: str) -> None:  # noqa: ANN401 - as in _make_pattern().
     if not np.array_equal(actual, expected):
         sys.exit(f"{subject}: {int(np.count_nonzero(actual != expected))} bytes are wrong")
 
@@ -37,23 +40,23 @@ def torch_copies(torch: Any) -> str:  # noqa: ANN401 - the package is imported b
         # Tensors are not filled on the device, because torch fills them by a kernel.
         target = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device=f"cuda:{target_index}")
         target.copy_(source)
-        _check(target.clone().cpu().numpy(), _make_pattern(), f"device {source_index} to {target_index}")
-        # Rows of two different widths are copied as a matrix.
+        _check_bytes(target.clone().cpu().numpy(), _make_pattern(), f"device {source_index} to {target_index}")
+        # The first bytes are also copied as a matrix.
         rows = torch.empty((64, 4096), dtype=torch.uint8, device=f"cuda:{target_index}")
         rows.copy_(source[: 64 * 4096].view(64, 4096))
-        _check(rows.cpu().numpy().ravel(), _make_pattern()[: 64 * 4096], "rows")
+        _check_bytes(rows.cpu().numpy().ravel(), _make_pattern()[: 64 * 4096], "rows")
     return f"{torch.cuda.device_count()} devices"
 
 
 def torch_pinned(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
-    """Copy from and to pinned memory without waiting, and then wait."""
+    """Copy from and to pinned memory with non-blocking copies, and then wait for both."""
     source = torch.from_numpy(_make_pattern()).pin_memory()
     target = torch.empty(LENGTH_BYTES, dtype=torch.uint8, pin_memory=True)
     memory = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device="cuda")
     memory.copy_(source, non_blocking=True)
     target.copy_(memory, non_blocking=True)
     torch.cuda.synchronize()
-    _check(target.numpy(), _make_pattern(), "pinned memory")
+    _check_bytes(target.numpy(), _make_pattern(), "pinned memory")
     if not (source.is_pinned() and target.is_pinned()):
         sys.exit("the memory is not pinned")
     return "pinned"
@@ -62,7 +65,7 @@ def torch_pinned(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
 def torch_streams(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
     """Order two streams by an event, and measure the time between two events."""
     first_stream, second_stream = torch.cuda.Stream(), torch.cuda.Stream()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     memory = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device="cuda")
     source, zeros = torch.from_numpy(_make_pattern()).pin_memory(), torch.from_numpy(0 * _make_pattern()).pin_memory()
     target = torch.empty(LENGTH_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -70,54 +73,54 @@ def torch_streams(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
         target.zero_()
         with torch.cuda.stream(first_stream):
             memory.copy_(zeros, non_blocking=True)
-            begin.record()
+            begin_event.record()
             memory.copy_(source, non_blocking=True)
-            end.record()
-        second_stream.wait_event(end)
+            end_event.record()
+        second_stream.wait_event(end_event)
         with torch.cuda.stream(second_stream):
             target.copy_(memory, non_blocking=True)
         second_stream.synchronize()
-        _check(target.numpy(), _make_pattern(), "the second stream")
-    if not end.query() or begin.elapsed_time(end) < 0:
+        _check_bytes(target.numpy(), _make_pattern(), "the second stream")
+    if not end_event.query() or begin_event.elapsed_time(end_event) < 0:
         sys.exit("the events are wrong")
     return "two streams"
 
 
-def _change_shared(queue: Any, is_changed_queue: Any) -> None:  # noqa: ANN401 - queues of torch.multiprocessing.
+def _change_shared_tensor(tensor_queue: Any, reply_queue: Any) -> None:  # noqa: ANN401 - queues of torch.multiprocessing.
     torch = importlib.import_module("torch")
-    tensor = queue.get()
-    _check(tensor.cpu().numpy(), _make_pattern(), "the tensor in the second process")
+    tensor = tensor_queue.get()
+    _check_bytes(tensor.cpu().numpy(), _make_pattern(), "the tensor in the second process")
     tensor.copy_(torch.from_numpy(_make_pattern(1)))
     torch.cuda.synchronize()
     del tensor
-    is_changed_queue.put("changed")
+    reply_queue.put("changed")
 
 
 def torch_shared(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
     """Pass a tensor to a second process, which checks and changes it."""
     context = importlib.import_module("torch.multiprocessing").get_context("spawn")
-    queue, is_changed_queue = context.Queue(), context.Queue()
-    process = context.Process(target=_change_shared, args=(queue, is_changed_queue), daemon=True)
+    tensor_queue, reply_queue = context.Queue(), context.Queue()
+    process = context.Process(target=_change_shared_tensor, args=(tensor_queue, reply_queue), daemon=True)
     process.start()
-    # The tensor begins inside an allocation. The processes share the storage of the tensor.
+    # The tensor begins inside an allocation. torch shares the whole allocation with the other process.
     storage = torch.empty(LENGTH_BYTES + 4096, dtype=torch.uint8, device="cuda")
     tensor = storage[4096:]
     tensor.copy_(torch.from_numpy(_make_pattern()))
-    queue.put(tensor)
-    is_changed_queue.get(timeout=40)
+    tensor_queue.put(tensor)
+    reply_queue.get(timeout=40)
     process.join(20)
-    _check(tensor.cpu().numpy(), _make_pattern(1), "the tensor that the second process changed")
+    _check_bytes(tensor.cpu().numpy(), _make_pattern(1), "the tensor that the second process changed")
     return f"shared, exit code {process.exitcode}"
 
 
 def torch_expandable(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
-    """Let a segment grow, and keep the data that is in it."""
+    """Allocate tensors of growing size, and check that one expandable segment contains all of them with their data."""
     tensors = []
     for index in range(12):
         tensors.append(torch.empty(LENGTH_BYTES * (index + 1), dtype=torch.uint8, device="cuda"))
         tensors[-1][:LENGTH_BYTES].copy_(torch.from_numpy(_make_pattern(index)))
     for index, tensor in enumerate(tensors):
-        _check(tensor[:LENGTH_BYTES].cpu().numpy(), _make_pattern(index), f"tensor {index}")
+        _check_bytes(tensor[:LENGTH_BYTES].cpu().numpy(), _make_pattern(index), f"tensor {index}")
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment.get("is_expandable")]
     if len(segments) != 1:
         sys.exit(f"{len(segments)} expandable segments, not one")
@@ -140,11 +143,12 @@ def torch_kernel(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
 
 
 def kvikio_files(kvikio: Any, mode: str) -> str:  # noqa: ANN401 - as torch_copies().
-    """Write GPU memory to a file and read it back, by single, concurrent, raw and offset calls."""
+    """Write GPU memory to a file and read it back by pread, raw_read, and read with an offset and into host memory."""
     importlib.import_module("kvikio.defaults")
     kvikio.defaults.set("compat_mode", kvikio.CompatMode[mode.upper()])
     driver = _Driver()
     path = Path("kvikio-data")
+    # pread splits a transfer into tasks of this size, which threads run at the same time.
     for task_size in (1 << 20, 4 << 20):
         kvikio.defaults.set("task_size", task_size)
         source, target = driver.allocate(LENGTH_BYTES), driver.allocate(LENGTH_BYTES)
@@ -153,26 +157,29 @@ def kvikio_files(kvikio: Any, mode: str) -> str:  # noqa: ANN401 - as torch_copi
         with kvikio.CuFile(path, "w") as file:
             if file.write(source) != LENGTH_BYTES:
                 sys.exit("only a part was written")
-        _check(np.fromfile(path, dtype=np.uint8), _make_pattern(), "the file")
+        _check_bytes(np.fromfile(path, dtype=np.uint8), _make_pattern(), "the file")
         with kvikio.CuFile(path, "r") as file:
             if file.pread(target).get() != LENGTH_BYTES:
                 sys.exit("only a part was read")
-            _check(driver.read(target), _make_pattern(), "pread")
+            _check_bytes(driver.read(target), _make_pattern(), "pread")
             driver.write(target, 0 * _make_pattern())
             if file.raw_read(target, file_offset=0) != LENGTH_BYTES:
                 sys.exit("raw_read read only a part")
-            _check(driver.read(target), _make_pattern(), "raw_read")
+            _check_bytes(driver.read(target), _make_pattern(), "raw_read")
             page = driver.allocate(4096)
             file.read(page, file_offset=8192)
-            _check(driver.read(page), _make_pattern()[8192 : 8192 + 4096], "a range")
+            _check_bytes(driver.read(page), _make_pattern()[8192 : 8192 + 4096], "a range")
             host_array = np.zeros(LENGTH_BYTES, dtype=np.uint8)
             file.read(host_array)
-            _check(host_array, _make_pattern(), "host memory")
+            _check_bytes(host_array, _make_pattern(), "host memory")
     return f"compat_mode {mode}"
 
 
 def nixl_files(nixl: Any, backend: str) -> str:  # noqa: ANN401 - as torch_copies().
-    """Write GPU memory to a file by a storage backend of NIXL, and read it back. POSIX takes only host memory."""
+    """Write GPU memory to a file by a storage backend of NIXL, and read it back.
+
+    The backend POSIX takes only host memory, so it writes a copy of the GPU memory.
+    """
     driver = _Driver()
     memory = driver.allocate(LENGTH_BYTES)
     driver.write(memory, _make_pattern())
@@ -181,11 +188,14 @@ def nixl_files(nixl: Any, backend: str) -> str:  # noqa: ANN401 - as torch_copie
     host_array = driver.read(memory)
     address, memory_type = (host_array.ctypes.data, "DRAM") if backend == "POSIX" else (memory.address, "VRAM")
     with Path("nixl-data").open("w+b") as file:
+        # A region is (address or offset, length, device or file descriptor).
         regions = {memory_type: (address, LENGTH_BYTES, 0), "FILE": (0, LENGTH_BYTES, file.fileno())}
-        registrations = [agent.register_memory([(*region, "")], name) for name, region in regions.items()]
-        memories, files = (agent.get_xfer_descs([region], name) for name, region in regions.items())
+        registrations = [agent.register_memory([(*region, "")], region_type) for region_type, region in regions.items()]
+        memory_ranges, file_ranges = (
+            agent.get_xfer_descs([region], region_type) for region_type, region in regions.items()
+        )
         for operation in ("WRITE", "READ"):
-            handle = agent.initialize_xfer(operation, memories, files, "files")
+            handle = agent.initialize_xfer(operation, memory_ranges, file_ranges, "files")
             state = agent.transfer(handle)
             deadline_s = time.monotonic() + _TIMEOUT_S
             while state != "DONE":
@@ -195,17 +205,17 @@ def nixl_files(nixl: Any, backend: str) -> str:  # noqa: ANN401 - as torch_copie
                 state = agent.check_xfer_state(handle)
             agent.release_xfer_handle(handle)
             if operation == "WRITE":
-                _check(np.fromfile("nixl-data", dtype=np.uint8), _make_pattern(), "the file")
+                _check_bytes(np.fromfile("nixl-data", dtype=np.uint8), _make_pattern(), "the file")
                 driver.write(memory, 0 * _make_pattern())
                 host_array[:] = 0
-        _check(host_array if memory_type == "DRAM" else driver.read(memory), _make_pattern(), "the memory")
+        _check_bytes(host_array if memory_type == "DRAM" else driver.read(memory), _make_pattern(), "the memory")
         for registration in registrations:
             agent.deregister_memory(registration)
     return f"backend {backend}, {memory_type}"
 
 
-class _Memory:
-    """GPU memory with the interface that kvikio takes."""
+class _GpuMemory:
+    """GPU memory, with ``__cuda_array_interface__`` so that kvikio accepts it."""
 
     def __init__(self, address: int, length_bytes: int) -> None:
         self.address, self.length_bytes = address, length_bytes
@@ -219,7 +229,7 @@ class _Memory:
 
 
 class _Driver:
-    """The CUDA driver, by cuda.bindings."""
+    """The CUDA driver in cuda.bindings, with methods that allocate and copy GPU memory."""
 
     def __init__(self) -> None:
         self._driver: Any = importlib.import_module("cuda.bindings.driver")
@@ -232,23 +242,23 @@ class _Driver:
             sys.exit(f"{name} failed: {error!r}")
         return results[0] if results else None
 
-    def allocate(self, length_bytes: int) -> _Memory:
-        """Return memory of this size."""
-        return _Memory(int(self._call("cuMemAlloc", length_bytes)), length_bytes)
+    def allocate(self, length_bytes: int) -> _GpuMemory:
+        """Return new GPU memory of this size."""
+        return _GpuMemory(int(self._call("cuMemAlloc", length_bytes)), length_bytes)
 
-    def write(self, memory: _Memory, content: Any) -> None:  # noqa: ANN401 - as in _make_pattern().
-        """Replace the content."""
+    def write(self, memory: _GpuMemory, content: Any) -> None:  # noqa: ANN401 - as in _make_pattern().
+        """Replace the content of the GPU memory."""
         self._call("cuMemcpyHtoD", memory.address, content.ctypes.data, memory.length_bytes)
 
-    def read(self, memory: _Memory) -> Any:  # noqa: ANN401 - as in _make_pattern().
-        """Return the content."""
+    def read(self, memory: _GpuMemory) -> Any:  # noqa: ANN401 - as in _make_pattern().
+        """Return a copy of the content of the GPU memory."""
         content = np.empty(memory.length_bytes, dtype=np.uint8)
         self._call("cuMemcpyDtoH", content.ctypes.data, memory.address, memory.length_bytes)
         return content
 
 
 def cupy_refusal(cupy: Any) -> str:  # noqa: ANN401 - as torch_copies().
-    """Allocate memory by cupy, whose CUDA runtime is a static library."""
+    """Count the devices by cupy, which contains the CUDA runtime as a static library. A twin refuses such a runtime."""
     try:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -257,7 +267,7 @@ def cupy_refusal(cupy: Any) -> str:  # noqa: ANN401 - as torch_copies().
 
 
 def bindings_refusal(runtime: Any) -> str:  # noqa: ANN401 - as torch_copies().
-    """Count the devices by cuda.bindings.runtime, whose CUDA runtime is a static library."""
+    """Count the devices by cuda.bindings.runtime, which also contains the CUDA runtime as a static library."""
     error = runtime.cudaGetDeviceCount()[0]
     if not int(error):
         sys.exit("the static CUDA runtime was not refused")
@@ -265,9 +275,10 @@ def bindings_refusal(runtime: Any) -> str:  # noqa: ANN401 - as torch_copies().
 
 
 def main() -> None:
-    """Run one case."""
+    """Run the case that the command line names."""
     name, _, argument = sys.argv[1].partition(":")
     function = globals()[name]
+    # The name of a function begins with the name of the package that it uses.
     package = {"bindings": "cuda.bindings.runtime"}.get(name.partition("_")[0], name.partition("_")[0])
     result = function(importlib.import_module(package), *filter(None, [argument]))
     print(f"{name}: right ({result})")  # noqa: T201 - the output of a program.

@@ -10,8 +10,8 @@ __all__ = ["list_cuda_programs"]
 
 _FOLDER = Path(__file__).parent
 _MIB = 1 << 20
-# By default, UCX asks the kernel for a route to the GID of the peer, which does not exist for a twin. The mode `all`
-# turns this check off. UCX_PROTO_INFO makes UCX print which transport moves the bytes of an operation.
+# By default, UCX asks the kernel whether it has a route to the GID of the peer. The kernel has no route to a twin, so
+# the mode `all` turns this check off. UCX_PROTO_INFO makes UCX print which transport moves the bytes of an operation.
 _VERBS_SETTINGS = (
     "UCX_TLS=rc_verbs,ud_verbs:aux,cuda_copy,self",
     "UCX_IB_ROCE_REACHABILITY_MODE=all",
@@ -19,8 +19,9 @@ _VERBS_SETTINGS = (
 )
 _IPC_SETTINGS = ("UCX_TLS=cuda_ipc,cuda_copy,tcp", "UCX_PROTO_INFO=y")
 _COPY_SETTINGS = ("UCX_TLS=cuda_copy,tcp,self", "UCX_PROTO_INFO=y")
-_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-# The line that refuses a static CUDA runtime is printed exactly once.
+_EXPANDABLE_SETTING = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+# The twin prints the line that refuses a static CUDA runtime exactly once. The expression does not match if there are
+# two such lines.
 _REFUSED_RUNTIME = (
     r"(?s)\A(?!.*as a static library.*as a static library).*contains the CUDA runtime as a static library"
 )
@@ -49,16 +50,16 @@ def _list_torch_programs(python: str) -> list[StockProgram]:
             "torch",
             _make_command(python, case, *settings),
             data_check=CHECKED_BY_PROGRAM,
-            moved_bytes_min=moved_mib * _MIB,
+            moved_bytes_min=moved_mib_min * _MIB,
             apis=("cuda",),
             output=f"^{case}: right",
         )
-        for subject, case, moved_mib, settings in (
+        for subject, case, moved_mib_min, settings in (
             ("copies on two devices, both ways", "torch_copies", 32, ()),
             ("pinned memory", "torch_pinned", 8, ()),
             ("streams and events", "torch_streams", 240, ()),
             ("a storage shared by two processes", "torch_shared", 16, ()),
-            ("expandable segments", "torch_expandable", 96, (_EXPANDABLE,)),
+            ("expandable segments", "torch_expandable", 96, (_EXPANDABLE_SETTING,)),
         )
     ]
     # The program imports gdrkit from this tree.
@@ -112,7 +113,7 @@ def _list_nixl_programs(python: str) -> list[StockProgram]:
             ("POSIX", "host", ("cuda",)),
         )
     ]
-    for transport, settings, apis, moved_mib in (
+    for transport, settings, apis, moved_mib_min in (
         ("rc_verbs", _VERBS_SETTINGS, ("verbs", "cuda"), 2),
         # The two transfers move 2 MiB. The processes also fill and read their GPU memory five times, by 1 MiB each.
         ("cuda_ipc", _IPC_SETTINGS, ("cuda",), 7),
@@ -128,7 +129,7 @@ def _list_nixl_programs(python: str) -> list[StockProgram]:
                 client,
                 server,
                 data_check=CHECKED_BY_PROGRAM,
-                moved_bytes_min=moved_mib * _MIB,
+                moved_bytes_min=moved_mib_min * _MIB,
                 apis=apis,
                 output=rf"zero-copy +\| {transport}/",
             )
@@ -137,7 +138,10 @@ def _list_nixl_programs(python: str) -> list[StockProgram]:
 
 
 def _list_ucx_programs(python: str) -> list[StockProgram]:
-    """Return the runs of the wheel of UCX. Its program finds its own libraries only by LD_LIBRARY_PATH."""
+    """Return the runs of ucx_perftest from the wheel of UCX.
+
+    This ucx_perftest finds its libraries only by LD_LIBRARY_PATH.
+    """
     ucx_folder = next(Path(python).parents[1].glob("lib/python*/site-packages/libucx"), Path("libucx"))
     programs = []
     for transport, settings, output in (

@@ -1,7 +1,7 @@
 """cuda-python's own tests on the CUDA twin, joined case by case with their results on a GPU.
 
-cuda_python_child.py makes both files of results. A case counts if it passes on the GPU and needs neither kernels, nor a
-compiler, nor the CUDA runtime that is linked statically into cuda.bindings.runtime.
+cuda_python_child.py makes the file of results of each machine. A case counts if it passes on the GPU and needs neither
+kernels, nor a compiler, nor the CUDA runtime that is linked statically into cuda.bindings.runtime.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["CudaPythonJoin", "format_share_table", "join_results", "run_cuda_pyt
 
 TIMEOUT_S = 1200.0
 SHARE_MIN_PERCENT = 95.0
-_CHILD = Path(__file__).with_name("cuda_python_child.py")
+_CHILD_SCRIPT = Path(__file__).with_name("cuda_python_child.py")
 _PASS, _FAIL = "pass", "fail"
-# These texts of a failure on the twin say that the case needs a compiler, or the static CUDA runtime.
-_EXCLUDING_TEXT = re.compile(r"is hidden, so that no case compiles|cudaErrorNotSupported")
+# A failure on the twin with one of these texts means that the case needs a compiler, or the static CUDA runtime.
+_EXCLUDING_TEXT_PATTERN = re.compile(r"is hidden, so that no case compiles|cudaErrorNotSupported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +36,26 @@ class CudaPythonJoin:
     Attributes
     ----------
     gpu, twin : mapping
-        The versions of the packages, the device, and the version of the driver.
+        For each of the two machines, the versions of the packages and of the driver, and the device.
     outcomes : mapping
-        For each case on either machine, the first words of its outcomes: on the GPU, and on the twin.
+        For each case, its outcome on the GPU and on the twin: ``pass``, ``fail``, ``skip``, ``crash``,
+        ``not collected`` or ``absent``.
     counted : frozenset of str
         The cases that count.
-    texts : mapping
-        For each case that counts and does not pass on the twin, its outcome there.
+    failure_texts : mapping
+        For each case that counts and does not pass on the twin, its outcome on the twin.
     """
 
     gpu: Mapping[str, str]
     twin: Mapping[str, str]
     outcomes: Mapping[str, tuple[str, str]]
     counted: frozenset[str]
-    texts: Mapping[str, str] = field(default_factory=dict)
+    failure_texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def passed_count(self) -> int:
         """Number of the cases that count and pass on the twin."""
-        return len(self.counted) - len(self.texts)
+        return len(self.counted) - len(self.failure_texts)
 
     @property
     def share_percent(self) -> float:
@@ -80,9 +81,9 @@ class CudaPythonJoin:
 
 
 def run_cuda_python(python: str, tests: Path, device_under_test: DeviceUnderTest, results_file: Path) -> None:
-    """Run the tests in the folder `tests` on the twin, and write their results."""
-    command = [*device_under_test.launcher, "--", python, str(_CHILD), str(tests), str(results_file)]
-    # With one visible GPU, the same cases run as on a machine with one GPU.
+    """Run the tests in the folder `tests` on the twin, and write their results to `results_file`."""
+    command = [*device_under_test.launcher, "--", python, str(_CHILD_SCRIPT), str(tests), str(results_file)]
+    # The twin has several GPUs. With one visible GPU, it runs the same cases as a machine with one GPU.
     subprocess.run(["env", "CUDA_VISIBLE_DEVICES=0", *command], check=True, timeout=TIMEOUT_S)
 
 
@@ -93,28 +94,28 @@ def join_results(gpu_file: Path, twin_file: Path) -> CudaPythonJoin:
     absent_result: dict[str, Any] = {"outcome": "absent", "needs": []}
     outcomes: dict[str, tuple[str, str]] = {}
     counted: set[str] = set()
-    texts: dict[str, str] = {}
+    failure_texts: dict[str, str] = {}
     for case in [*gpu_results, *(case for case in twin_results if case not in gpu_results)]:
         gpu_result, twin_result = gpu_results.get(case, absent_result), twin_results.get(case, absent_result)
-        case_outcomes = (_take_first_word(gpu_result), _take_first_word(twin_result))
-        outcomes[case] = case_outcomes
+        gpu_outcome, twin_outcome = _strip_reason(gpu_result), _strip_reason(twin_result)
+        outcomes[case] = (gpu_outcome, twin_outcome)
         needs = {*gpu_result["needs"], *twin_result["needs"]}
-        if case_outcomes[0] != _PASS or needs or _EXCLUDING_TEXT.search(twin_result["outcome"]):
+        if gpu_outcome != _PASS or needs or _EXCLUDING_TEXT_PATTERN.search(twin_result["outcome"]):
             continue
         counted.add(case)
-        if case_outcomes[1] != _PASS:
-            texts[case] = " ".join(twin_result["outcome"].split())
-    return CudaPythonJoin(gpu_machine, twin_machine, outcomes, frozenset(counted), texts)
+        if twin_outcome != _PASS:
+            failure_texts[case] = " ".join(twin_result["outcome"].split())
+    return CudaPythonJoin(gpu_machine, twin_machine, outcomes, frozenset(counted), failure_texts)
 
 
 def format_share_table(join: CudaPythonJoin) -> str:
     """Return a table in Markdown: for each module of tests, the cases that count and how many pass on the twin."""
-    totals = Counter(_find_module(case) for case in join.counted)
-    failure_count_by_module = Counter(_find_module(case) for case in join.texts)
+    count_by_module = Counter(_get_module_name(case) for case in join.counted)
+    failure_count_by_module = Counter(_get_module_name(case) for case in join.failure_texts)
     rows = ["| module of tests | passes on the GPU, counted | of these, passes on the twin |", "|---|---|---|"]
     rows += [
         f"| `{module}` | {count} | {count - failure_count_by_module[module]} |"
-        for module, count in sorted(totals.items())
+        for module, count in sorted(count_by_module.items())
     ]
     rows.append(f"| all | {len(join.counted)} | {join.passed_count} ({join.share_percent:.1f} %) |")
     return "\n".join(rows)
@@ -125,9 +126,9 @@ def _read_results(path: Path) -> tuple[dict[str, str], dict[str, dict[str, Any]]
     return first_line["machine"], {line["test"]: line for line in lines}
 
 
-def _take_first_word(result: Mapping[str, Any]) -> str:
+def _strip_reason(result: Mapping[str, Any]) -> str:
     return str(result["outcome"]).partition(":")[0]
 
 
-def _find_module(case: str) -> str:
+def _get_module_name(case: str) -> str:
     return case.partition("::")[0].replace("/tests/", "/")

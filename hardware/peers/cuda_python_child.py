@@ -5,7 +5,7 @@ FOLDER has the folders ``cuda_core/tests``, ``cuda_bindings/tests``, ``cuda_bind
 it also runs on a GPU machine without this project. Each module of tests runs in a process of its own.
 
 The first line of RESULTS describes the machine. Each further line is the JSON of a case: its outcome, and what it needs
-according to its source. The compilers (nvrtc, nvvm, nvJitLink, nvFatbin) are hidden, so that a case that compiles ends
+according to its source. The compilers (nvrtc, nvvm, nvJitLink, nvFatbin) are hidden, so that a case that compiles fails
 in the same way on each machine. A case that did not end has the outcome ``crash``.
 """
 
@@ -34,12 +34,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Environment variables of a child process: the file to which it appends its results, and FOLDER.
-_RESULTS, _FOLDER = "GDRKIT_CUDA_PYTHON_RESULTS", "GDRKIT_CUDA_PYTHON_FOLDER"
+_RESULTS_VARIABLE, _FOLDER_VARIABLE = "GDRKIT_CUDA_PYTHON_RESULTS", "GDRKIT_CUDA_PYTHON_FOLDER"
+# _STARTS_MAX: the maximum number of processes for a module. After a crash, a new process runs the other cases.
 _CASE_LIMIT_S, _MODULE_LIMIT_S, _STARTS_MAX = 30.0, 300.0, 12
 # These folders need a compiler for C, packages that the samples use, or a device without a twin.
 _EXCLUDED_FOLDERS = {"cython", "example_tests", "cudla", "legacy_api"}
-_COMPILERS = ("nvrtc", "nvvm", "nvJitLink", "nvfatbin")
+_COMPILER_LIBRARIES = ("nvrtc", "nvvm", "nvJitLink", "nvfatbin")
+# The needs of a case.
 _KERNELS, _STATIC_RUNTIME = "kernels", "static runtime"
+# Names in the source of a case that needs kernels or a compiler.
 _KERNEL_WORDS = re.compile(
     r"cuLaunch|cuModule(Load|Get)|cuLibrary(Load|Get)|cuKernel|cuFunc|cuLink|cuOccupancy|AddKernelNode|LaunchKernel"
     r"|\blaunch\b|\bKernel\b|\bLaunchConfig\b|\bnvrtc\b|\bnvvm\b|\bnvjitlink\b|\bnvfatbin\b|\bProgram\b|\bLinker\b"
@@ -55,25 +58,25 @@ class _Recorder:
 
     def __init__(self, results_file: Path) -> None:
         self._results = results_file
-        self._ended_tests = {line["test"] for line in _read_lines(results_file)}
+        self._started_tests = {line["test"] for line in _read_json_lines(results_file)}
         self._outcomes: dict[str, str] = {}
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:  # noqa: ANN401 - pytest's type.
         """Leave out the cases that an earlier process of this module has started."""
-        ended_items = [item for item in items if item.nodeid in self._ended_tests]
-        items[:] = [item for item in items if item.nodeid not in self._ended_tests]
-        config.hook.pytest_deselected(items=ended_items)
+        started_items = [item for item in items if item.nodeid in self._started_tests]
+        items[:] = [item for item in items if item.nodeid not in self._started_tests]
+        config.hook.pytest_deselected(items=started_items)
 
     def pytest_runtest_protocol(self, item: Any) -> None:  # noqa: ANN401 - pytest's type.
-        """Write that a case has started, and what its source needs."""
+        """Write what a case needs according to its source. The outcome is ``crash`` until the case has ended."""
         self._write({"test": item.nodeid, "outcome": "crash", "needs": _find_needs(item)})
 
     def pytest_runtest_logreport(self, report: Any) -> None:  # noqa: ANN401 - pytest's type.
         """Write the outcome of a case after its teardown."""
         if report.failed:
-            crash = getattr(report.longrepr, "reprcrash", None)
-            text = crash.message if crash else str(report.longrepr)
-            self._outcomes.setdefault(report.nodeid, f"fail: {report.when}: {text[-600:]}")
+            failure_location = getattr(report.longrepr, "reprcrash", None)
+            failure_text = failure_location.message if failure_location else str(report.longrepr)
+            self._outcomes.setdefault(report.nodeid, f"fail: {report.when}: {failure_text[-600:]}")
         elif report.skipped:
             reason = getattr(report, "wasxfail", None) or report.longrepr[2]
             self._outcomes.setdefault(report.nodeid, f"skip: {reason}")
@@ -87,7 +90,7 @@ class _Recorder:
 
 def pytest_configure(config: Any) -> None:  # noqa: ANN401 - pytest's type.
     """Register the recorder. pytest loads this module with its option -p."""
-    config.pluginmanager.register(_Recorder(Path(os.environ[_RESULTS])))
+    config.pluginmanager.register(_Recorder(Path(os.environ[_RESULTS_VARIABLE])))
 
 
 def _hide_compilers() -> None:
@@ -97,7 +100,7 @@ def _hide_compilers() -> None:
 
     @functools.wraps(load_library)
     def load_unless_hidden(name: str) -> Any:  # noqa: ANN401 - the type of pathfinder.
-        if name in _COMPILERS:
+        if name in _COMPILER_LIBRARIES:
             message = f"{name} is hidden, so that no case compiles"
             raise pathfinder.DynamicLibNotFoundError(message)
         return load_library(name)
@@ -108,20 +111,25 @@ def _hide_compilers() -> None:
 def _add_test_helpers() -> None:
     """Let the tests import cuda.bindings._test_helpers, which newer wheels do not contain."""
     bindings = importlib.import_module("cuda.bindings")
-    bindings.__path__.append(str(Path(os.environ[_FOLDER], "cuda_bindings", "cuda", "bindings")))
+    bindings.__path__.append(str(Path(os.environ[_FOLDER_VARIABLE], "cuda_bindings", "cuda", "bindings")))
 
 
 def _find_needs(item: Any) -> list[str]:  # noqa: ANN401 - pytest's type.
-    """Return the needs of a case, by the sources of the case, its fixtures and the test functions that they call."""
+    """Return the needs of a case, from the source of the case, of its fixtures and of the functions that these call."""
     definitions = item._fixtureinfo.name2fixturedefs  # noqa: SLF001 - pytest has no public list of the fixtures.
-    fixtures = [overriding[-1].func for overriding in definitions.values()]
+    fixtures = [overriding_definitions[-1].func for overriding_definitions in definitions.values()]
     needs = set()
     for function in _find_called_functions([item.obj, *fixtures]):
         names = set(_list_names(function.__code__))
-        values = [function.__globals__.get(name) for name in names]
-        modules = {str(getattr(value, "__module__", getattr(value, "__name__", ""))) for value in values}
-        modules |= {value.__name__ for value in values if isinstance(value, types.ModuleType)}
-        if "cuda.bindings.runtime" in modules:
+        named_objects = [function.__globals__.get(name) for name in names]
+        module_names = {
+            str(getattr(named_object, "__module__", getattr(named_object, "__name__", "")))
+            for named_object in named_objects
+        }
+        module_names |= {
+            named_object.__name__ for named_object in named_objects if isinstance(named_object, types.ModuleType)
+        }
+        if "cuda.bindings.runtime" in module_names:
             needs.add(_STATIC_RUNTIME)
         if _DEVICE_SYNC.search(inspect.getsource(function)):
             needs.add(_STATIC_RUNTIME)
@@ -131,28 +139,30 @@ def _find_needs(item: Any) -> list[str]:  # noqa: ANN401 - pytest's type.
 
 
 def _find_called_functions(functions: list[Any]) -> Iterator[types.FunctionType]:
-    """Yield the functions, and the functions and methods of the tests' own modules that they refer to."""
+    """Yield the functions, and all functions and methods that they refer to, if the tests folder defines them."""
     seen_functions: set[types.FunctionType] = set()
     unvisited_objects = list(functions)
     while unvisited_objects:
-        value = unvisited_objects.pop()
-        value = inspect.unwrap(value) if callable(value) else value
-        value = getattr(value, "__func__", value)
-        if isinstance(value, type):
-            unvisited_objects += [entry for entry in vars(value).values() if isinstance(entry, types.FunctionType)]
+        visited_object = unvisited_objects.pop()
+        visited_object = inspect.unwrap(visited_object) if callable(visited_object) else visited_object
+        visited_object = getattr(visited_object, "__func__", visited_object)
+        if isinstance(visited_object, type):
+            unvisited_objects += [
+                entry for entry in vars(visited_object).values() if isinstance(entry, types.FunctionType)
+            ]
         elif (
-            isinstance(value, types.FunctionType)
-            and value not in seen_functions
-            and _is_in_tests_folder(value.__code__.co_filename)
+            isinstance(visited_object, types.FunctionType)
+            and visited_object not in seen_functions
+            and _is_in_tests_folder(visited_object.__code__.co_filename)
         ):
-            seen_functions.add(value)
-            yield value
-            named_objects = (value.__globals__.get(name) for name in _list_names(value.__code__))
+            seen_functions.add(visited_object)
+            yield visited_object
+            named_objects = (visited_object.__globals__.get(name) for name in _list_names(visited_object.__code__))
             unvisited_objects += [entry for entry in named_objects if isinstance(entry, types.FunctionType | type)]
 
 
 def _is_in_tests_folder(file_name: str) -> bool:
-    return file_name.startswith(os.environ[_FOLDER])
+    return file_name.startswith(os.environ[_FOLDER_VARIABLE])
 
 
 def _list_names(code: types.CodeType) -> Iterator[str]:
@@ -163,12 +173,15 @@ def _list_names(code: types.CodeType) -> Iterator[str]:
             yield from _list_names(constant)
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def run_module(folder: Path, module: Path, results_file: Path) -> list[dict[str, Any]]:
-    """Run the cases of a module, and return their results. If a case ends the process, start another process."""
+    """Run the cases of a module, and return their results.
+
+    If a case ends the process, start another process for the remaining cases.
+    """
     command = [
         sys.executable,
         "-m",
@@ -181,11 +194,11 @@ def run_module(folder: Path, module: Path, results_file: Path) -> list[dict[str,
     ]
     command += ["-p", Path(__file__).stem, "-p", "no:randomly", "-p", "no:cacheprovider", "-q", "--tb=line"]
     command += ["--benchmark-disable", f"--timeout={_CASE_LIMIT_S}", "--timeout-method=thread", str(module)]
-    environ = {**os.environ, _RESULTS: str(results_file), _FOLDER: str(folder)}
+    environ = {**os.environ, _RESULTS_VARIABLE: str(results_file), _FOLDER_VARIABLE: str(folder)}
     environ["PYTHONPATH"] = str(Path(__file__).resolve().parent)
     output = ""
     for _ in range(_STARTS_MAX):
-        line_count_before = len(_read_lines(results_file))
+        line_count_before = len(_read_json_lines(results_file))
         with results_file.with_suffix(".log").open("w+") as log:
             process = subprocess.Popen(
                 command,
@@ -197,33 +210,34 @@ def run_module(folder: Path, module: Path, results_file: Path) -> list[dict[str,
             )
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_MODULE_LIMIT_S)
-            # Some cases start processes that do not end with them.
+            # Some cases start processes that do not end with the cases.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             exit_code = process.wait()
             log.seek(0)
             output = log.read()
-        # After a timeout, the exit code is 1 as after a failure, but the last case has not ended.
-        lines = _read_lines(results_file)
-        has_ended = 0 <= exit_code <= 5 and not (lines and lines[-1]["outcome"] == "crash")  # noqa: PLR2004 - pytest's codes.
-        if has_ended or len(lines) == line_count_before:
+        # If a case exceeds its time limit, the exit code is 1, as after a failure. But then the last case has no
+        # outcome.
+        results = _read_json_lines(results_file)
+        has_ended = 0 <= exit_code <= 5 and not (results and results[-1]["outcome"] == "crash")  # noqa: PLR2004 - pytest's codes.
+        if has_ended or len(results) == line_count_before:
             break
     outcomes: dict[str, dict[str, Any]] = {}
-    for line in _read_lines(results_file):
+    for line in _read_json_lines(results_file):
         outcomes.setdefault(line["test"], {}).update(line)
-    name = str(module.relative_to(folder))
-    not_collected = {"test": name, "outcome": f"not collected: {output[-600:]}", "needs": []}
+    module_name = str(module.relative_to(folder))
+    not_collected = {"test": module_name, "outcome": f"not collected: {output[-600:]}", "needs": []}
     return list(outcomes.values()) or [not_collected]
 
 
 def _describe_machine() -> dict[str, str]:
-    """Return the versions of the packages, and the name and number of the devices and the version of the driver."""
+    """Return the versions of the packages and of the driver, and the name and number of the devices."""
     driver: Any = importlib.import_module("cuda.bindings.driver")
     driver.cuInit(0)
-    name = driver.cuDeviceGetName(64, driver.cuDeviceGet(0)[1])[1].partition(b"\0")[0].decode()
+    device_name = driver.cuDeviceGetName(64, driver.cuDeviceGet(0)[1])[1].partition(b"\0")[0].decode()
     versions = {package: metadata.version(package) for package in ("cuda-core", "cuda-bindings", "cuda-pathfinder")}
-    count, version = driver.cuDeviceGetCount()[1], driver.cuDriverGetVersion()[1]
-    return {**versions, "device": name, "devices": str(count), "driver": str(version)}
+    device_count, driver_version = driver.cuDeviceGetCount()[1], driver.cuDriverGetVersion()[1]
+    return {**versions, "device": device_name, "devices": str(device_count), "driver": str(driver_version)}
 
 
 def main() -> int:
@@ -231,7 +245,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("results", type=Path)
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="modules at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="number of modules that run at a time"
+    )
     parser.add_argument("--only", default="", help="run only the modules whose path contains this text")
     options = parser.parse_args()
     folder, results_file = options.folder.resolve(), options.results.resolve()
@@ -262,7 +278,7 @@ def main() -> int:
     return 0
 
 
-if _RESULTS in os.environ:
+if _RESULTS_VARIABLE in os.environ:
     _hide_compilers()
     _add_test_helpers()
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ __all__ = ["Difference", "compare", "run_in_guest"]
 
 _PROJECT_ROOT = Path(__file__).resolve().parents[2]
 # hardware/lab/rxe.sh makes this device and gives its network interface this address. GID 1 is made from the address.
-_GUEST_DEVICE = ("--device", "rxe0", "--address", "10.9.0.1", "--gid-index", "1")
-# The guest is emulated where KVM is missing, so a program gets more time there.
+_GUEST_DEVICE_OPTIONS = ("--device", "rxe0", "--address", "10.9.0.1", "--gid-index", "1")
+# Without KVM, the guest is emulated and slow, so each program gets more time in the guest.
 _GUEST_TIMEOUT_S = 180.0
 _PASS = Verdict.PASS.value
-# The features that the twin lacks although Soft-RoCE has them: the beginnings of the names of the tests, and the
-# source of the decision.
-_ABSENT_FEATURES = {
+# Reasons why the twin lacks some features of Soft-RoCE. A key has the beginnings of the names of the tests that need
+# the feature.
+_ABSENCE_REASONS = {
     (
         "tests.test_qpex.QpExTestCase.test_qp_ex_rc_atomic_write",
         "tests.test_qpex.QpExTestCase.test_qp_ex_rc_flush",
@@ -58,13 +58,13 @@ class Difference:
 
     @property
     def source(self) -> str:
-        """Why the twin does not have the feature that the test needs, or an empty string."""
-        sources = (source for prefixes, source in _ABSENT_FEATURES.items() if self.name.startswith(prefixes))
+        """The reason why the twin lacks the feature that the test needs, or an empty string."""
+        sources = (source for prefixes, source in _ABSENCE_REASONS.items() if self.name.startswith(prefixes))
         return next(sources, "") if self.twin.startswith("skip") else ""
 
     @property
     def is_defect_of_twin(self) -> bool:
-        """Whether the kernel can do what the twin cannot, and no source says why."""
+        """Whether the kernel passes, the twin does not, and `source` gives no reason."""
         return self.kernel == _PASS and not self.source
 
 
@@ -78,9 +78,9 @@ def run_in_guest(options: argparse.Namespace, output: Path) -> Path:
     """
     machine = configure_machine(options)
     output.mkdir(parents=True, exist_ok=True)
-    records = output / f"{machine.image.name.partition('-')[2]}.jsonl"
-    records.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "hardware.peers", "--here", *_GUEST_DEVICE, "--records", str(records)]
+    records_file = output / f"{machine.image.name.partition('-')[2]}.jsonl"
+    records_file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "hardware.peers", "--here", *_GUEST_DEVICE_OPTIONS, "--records", str(records_file)]
     command += ["--timeout-s", str(_GUEST_TIMEOUT_S), "--only", options.only, "--debian-only"]
     if options.tests is not None:
         command += ["--python", options.python, "--tests", str(options.tests)]
@@ -88,13 +88,15 @@ def run_in_guest(options: argparse.Namespace, output: Path) -> Path:
     commit = install_paths().commit()
     environ |= {} if commit is None else {"GDRKIT_COMMIT": commit}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environ.items()]
-    script = output / "peers.sh"
-    script.write_text("\n".join([*exports, f"cd {shlex.quote(str(_PROJECT_ROOT))}", f"exec {shlex.join(command)}", ""]))
-    machine.run(script, output=output, limits=Limits(boot_s=options.boot_limit_s, run_s=options.limit_s))
-    return records
+    script_file = output / "peers.sh"
+    script_file.write_text(
+        "\n".join([*exports, f"cd {shlex.quote(str(_PROJECT_ROOT))}", f"exec {shlex.join(command)}", ""])
+    )
+    machine.run(script_file, output=output, limits=Limits(boot_s=options.boot_limit_s, run_s=options.limit_s))
+    return records_file
 
 
-def compare(twin: Path, kernel: Path) -> list[Difference]:
+def compare(twin_file: Path, kernel_file: Path) -> list[Difference]:
     """Return every program and every test of rdma-core that passes in only one of two records files.
 
     The twin's records determine the order. Programs and tests that are missing in a file are left out.
@@ -102,12 +104,14 @@ def compare(twin: Path, kernel: Path) -> list[Difference]:
     Raises
     ------
     LabError
-        Tests of rdma-core ran on the twin, and none on the kernel.
+        Tests of rdma-core ran on the twin, but no test ran on the kernel.
     """
-    twin_records, kernel_records = list(read_records(twin)), list(read_records(kernel))
-    if any(map(_list_tests, twin_records)) and not any(map(_list_tests, kernel_records)):
+    twin_records, kernel_records = list(read_records(twin_file)), list(read_records(kernel_file))
+    if any(map(_get_test_outcomes, twin_records)) and not any(map(_get_test_outcomes, kernel_records)):
         outputs = [str(record.evidence["output"]) for record in kernel_records if "output" in record.evidence]
-        message = f"rdma-core's tests did not run on the kernel of {kernel.name}: {''.join(outputs) or 'no record'}"
+        message = (
+            f"rdma-core's tests did not run on the kernel of {kernel_file.name}: {''.join(outputs) or 'no record'}"
+        )
         raise LabError(message)
     twin_outcomes, kernel_outcomes = _parse_outcomes(twin_records), _parse_outcomes(kernel_records)
     common_names = [name for name in twin_outcomes if name in kernel_outcomes]
@@ -118,14 +122,15 @@ def compare(twin: Path, kernel: Path) -> list[Difference]:
 def _parse_outcomes(records: Iterable[Record]) -> dict[str, str]:
     outcomes: dict[str, str] = {}
     for record in records:
-        if tests := _list_tests(record):
-            outcomes |= tests
+        if test_outcomes := _get_test_outcomes(record):
+            outcomes |= test_outcomes
         else:
-            reasons = "; ".join(reason.text for reason in record.reasons)
-            outcomes[record.case.removeprefix("peers::")] = _PASS if record.verdict is Verdict.PASS else reasons
+            reasons_text = "; ".join(reason.text for reason in record.reasons)
+            outcomes[record.case.removeprefix("peers::")] = _PASS if record.verdict is Verdict.PASS else reasons_text
     return outcomes
 
 
-def _list_tests(record: Record) -> dict[str, str]:
+def _get_test_outcomes(record: Record) -> dict[str, str]:
+    """Return the outcome of each test of rdma-core in a record. The result is empty for any other program."""
     tests = record.evidence.get("tests")
     return {str(name): str(outcome) for name, outcome in tests.items()} if isinstance(tests, dict) else {}

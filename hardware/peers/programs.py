@@ -22,7 +22,7 @@ __all__ = [
 # The program compares the received bytes with the sent ones.
 CHECKED_BY_PROGRAM = "by the program"
 # The program does not check the received bytes. The counters of the software twin (the library that emulates the
-# hardware) only show their number.
+# hardware) show only how many bytes moved.
 CHECKED_BY_COUNTERS = "number of bytes"
 # The program moves no bytes.
 NOTHING_MOVED = "no data"
@@ -57,7 +57,7 @@ class StockProgram:
         Length of the file ``{folder}/source``, which is written before the start. The program must copy it to
         ``{folder}/copy``. 0: there is no file.
     timeout_s : float
-        Time limit of a program that needs more time than the limit of all programs; 0 for any other program.
+        Time limit in seconds, if this program needs more time than the common limit; else 0.
     expected_unused_api : str
         An API that the program does not use. On twins, `gdrkit run --require` with this API must then end with 125,
         its exit code for a required API that was not used. Empty: the programs must end with 0.
@@ -93,13 +93,13 @@ def _list_ibverbs_programs() -> list[StockProgram]:
         StockProgram("ibv_devices", package, ("ibv_devices",), data_check=NOTHING_MOVED, output="{device}"),
         StockProgram("ibv_devinfo -v", package, ("ibv_devinfo", "-v"), data_check=NOTHING_MOVED, output="PORT_ACTIVE"),
     ]
-    option_lists: dict[str, tuple[str, ...]] = {
+    option_texts_by_program: dict[str, tuple[str, ...]] = {
         "ibv_rc_pingpong": ("", "-e", "-s 65536 -m 4096", "-r 16 -l 1", "-N", "-t"),
         "ibv_uc_pingpong": ("", "-e", "-s 65536"),
         "ibv_ud_pingpong": ("", "-e", "-s 1024"),
         "ibv_srq_pingpong": ("", "-e", "-q 4"),
     }
-    for program, option_texts in option_lists.items():
+    for program, option_texts in option_texts_by_program.items():
         for option_text in option_texts:
             # A datagram is at most as long as the path MTU, so ibv_ud_pingpong shortens its default of 2,048 bytes.
             length_bytes = 65536 if "65536" in option_text else 1024 if "ud" in program else 4096
@@ -123,11 +123,12 @@ def _list_ibverbs_programs() -> list[StockProgram]:
                     (*command, "{address}"),
                     command,
                     data_check=CHECKED_BY_PROGRAM,
+                    # Each side sends 100 messages (-n).
                     moved_bytes_min=2 * 100 * length_bytes,
                     output=r"bytes in .* seconds",
                 )
             )
-    # ibv_xsrq_pingpong has no option that checks the data.
+    # ibv_xsrq_pingpong has no option that checks the data. By default, each side sends 5 messages of 4,096 bytes.
     for option_text in ("", "-e"):
         command = ("ibv_xsrq_pingpong", "-d", "{device}", "-g", "{gid}", "-p", "{port}", *option_text.split())
         name = " ".join(filter(None, ("ibv_xsrq_pingpong -g 1", option_text)))
@@ -136,21 +137,21 @@ def _list_ibverbs_programs() -> list[StockProgram]:
 
 
 def _list_perftest_programs() -> list[StockProgram]:
-    """Return every test of perftest, once for each type of connection and for some other options."""
+    """Return every test of perftest, once with each type of connection, and once with each of some other options."""
     # The types of connection that each test supports.
-    connections = {"write": ("RC", "UC", "XRC"), "read": ("RC", "XRC"), "send": ("RC", "UC", "UD", "XRC")}
-    connections["atomic"] = ("RC", "XRC")
+    connections_by_test = {"write": ("RC", "UC", "XRC"), "read": ("RC", "XRC"), "send": ("RC", "UC", "UD", "XRC")}
+    connections_by_test["atomic"] = ("RC", "XRC")
     programs = []
-    for test, types in connections.items():
+    for test, connections in connections_by_test.items():
         for quantity in ("bw", "lat"):
             program = f"ib_{test}_{quantity}"
-            option_texts = [f"-c {connection}" for connection in types]
+            option_texts = [f"-c {connection}" for connection in connections]
             option_texts += ["--use_old_post_send", "-R"]
             if test == "send":
                 option_texts += ["--use-srq", "-c UD -R"]
             if quantity == "bw":
-                # After an event of a receive, ib_send_lat -e polls for its own send. So only ib_send_bw runs with
-                # -e.
+                # ib_send_lat is not run with -e. After an event, it expects the completion of its send, and fails if
+                # the event is for a receive.
                 option_texts += ["-e"] if test == "send" else []
                 option_texts += ["-q 8 -b", "-l 16"]
                 option_texts += [] if test == "atomic" else ["-a -n 20"]
@@ -163,7 +164,7 @@ def _list_perftest_programs() -> list[StockProgram]:
 
 def _make_perftest_program(program: str, option_text: str) -> StockProgram:
     # perftest requests one completion for 100 requests, or for 16 with -l 16. The number of iterations must be a
-    # multiple of this number. Otherwise perftest 4.5 waits for ever if its queue pairs (-q) do not keep pace.
+    # multiple of this number. Otherwise perftest 4.5 waits for ever if its queue pairs (-q) are not equally fast.
     operation_count = 20 if "-n 20" in option_text else 512 if "-l 16" in option_text else 500
     length_bytes = 8 if "atomic" in program or "-s 8" in option_text else 1024
     options = option_text.split()
@@ -247,7 +248,7 @@ def _list_rdmacm_programs() -> list[StockProgram]:
             command = (program, "-p", "{port}", "-S", "65536", "-C", "50", "-T", mode, "-T", "v")
             name = f"{program} -T {mode} -T v"
             programs.append(make_pair(name, (*command, *server_option), command, CHECKED_BY_PROGRAM, 2 * 50 * 65536))
-    # Without -S and -C, rstream measures the latency by 222,200 transfers, each after the end of the one before. On two
+    # Without -S and -C, rstream measures the latency by 222,200 transfers, each after the previous one ended. On two
     # processors that other programs use too, each transfer takes up to a millisecond.
     all_sizes_program = make_pair("rstream", ("rstream", "-p", "{port}", *server_option), ("rstream", "-p", "{port}"))
     programs.append(dataclasses.replace(all_sizes_program, timeout_s=300.0))
@@ -299,7 +300,7 @@ def _list_ucx_programs() -> list[StockProgram]:
                     moved_bytes_min=operation_count * 8,
                 )
             )
-    # UCX connects the queue pairs of rc_verbs by datagrams.
+    # UCX sets up the connections of rc_verbs by datagrams, for which it needs ud_verbs as auxiliary transport (aux).
     for transport in ("rc_verbs,ud_verbs:aux", "ud_verbs"):
         for test in ("tag_lat", "tag_bw", "ucp_put_bw", "ucp_get", "ucp_am_bw", "stream_bw"):
             settings = ("env", f"UCX_TLS={transport},self", "UCX_NET_DEVICES={device}:1")
@@ -313,7 +314,8 @@ def _list_ucx_programs() -> list[StockProgram]:
                     moved_bytes_min=operation_count * 4096,
                 )
             )
-    # A program that falls back to TCP works, but nothing moves over the twin.
+    # If a program falls back to TCP, it succeeds, but no bytes move over the twin. `gdrkit run --require verbs` must
+    # report this.
     command = ("env", "UCX_TLS=tcp,self", "ucx_perftest", "-p", "{port}")
     name = "UCX_TLS=tcp ucx_perftest -t tag_lat with --require verbs ends with 125"
     client = (*command, "-t", "tag_lat", "-n", str(operation_count), "-w", "100", "-s", "4096", "{address}")

@@ -1,9 +1,9 @@
 """One side of a transfer of 1 MiB by a Python package: ``python_peer.py PACKAGE target|initiator FOLDER``.
 
-PACKAGE is nixl, nixl-gpu (NIXL with the memory of a GPU) or mooncake.
-The target registers a buffer with a pattern and writes its address to FOLDER. The initiator reads the buffer, compares
-it with the pattern, writes the inverted bytes back and tells the target, which compares them. This program runs in an
-environment that has the packages and not gdrkit.
+PACKAGE is nixl, nixl-gpu (NIXL with the memory of a GPU) or mooncake. The target registers a buffer with a pattern and
+writes the address of the buffer to FOLDER. The initiator reads the buffer, compares the bytes with the pattern, and
+writes the inverted bytes back. It then creates the file FOLDER/written, and the target checks the inverted bytes. This
+program runs in an environment that has the packages and not gdrkit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 class HostBuffer:
     """A buffer in host memory."""
 
-    nixl_type = "DRAM"
+    nixl_type = "DRAM"  # The type of the memory for NIXL.
 
     def __init__(self) -> None:
         self._array = np.zeros(LENGTH_BYTES, dtype=np.uint8)
@@ -62,9 +62,13 @@ class GpuBuffer:
         self._copy(content.ctypes.data, self.address, _DEVICE_TO_HOST)
         return content
 
-    def _copy(self, destination: int, source: int, copy_kind: int) -> None:
+    def _copy(self, destination_address: int, source_address: int, copy_kind: int) -> None:
         length = ctypes.c_size_t(LENGTH_BYTES)
-        self._check(self._runtime.cudaMemcpy(ctypes.c_void_p(destination), ctypes.c_void_p(source), length, copy_kind))
+        self._check(
+            self._runtime.cudaMemcpy(
+                ctypes.c_void_p(destination_address), ctypes.c_void_p(source_address), length, copy_kind
+            )
+        )
 
     def _check(self, error: int) -> None:
         if error:
@@ -78,26 +82,27 @@ class Nixl:
         from nixl._api import nixl_agent, nixl_agent_config
 
         self._agent = nixl_agent(role, nixl_agent_config(backends=["UCX"]))
+        # A region is (address, length, device, metadata). A transfer descriptor has no metadata.
         region = (buffer.address, LENGTH_BYTES, 0, "")
         self._registration = self._agent.register_memory([region], buffer.nixl_type)
         self._descriptors = self._agent.get_xfer_descs([region[:3]], buffer.nixl_type)
-        self._remote: Any = None
+        self._remote_agent: Any = None
         self._remote_descriptors: Any = None
 
     def publish(self, folder: Path) -> None:
         """Write the data with which the initiator connects."""
-        _publish(folder / "descriptors", self._agent.get_serialized_descs(self._descriptors))
-        _publish(folder / "metadata", self._agent.get_agent_metadata())
+        _write_atomically(folder / "descriptors", self._agent.get_serialized_descs(self._descriptors))
+        _write_atomically(folder / "metadata", self._agent.get_agent_metadata())
 
     def connect(self, folder: Path) -> None:
         """Read the data that the target has published."""
-        self._remote = self._agent.add_remote_agent(_wait_for(folder / "metadata"))
-        self._remote_descriptors = self._agent.deserialize_descs(_wait_for(folder / "descriptors"))
+        self._remote_agent = self._agent.add_remote_agent(_wait_and_read(folder / "metadata"))
+        self._remote_descriptors = self._agent.deserialize_descs(_wait_and_read(folder / "descriptors"))
 
     def transfer(self, operation: str) -> None:
         """Move the whole buffer; `operation` is READ or WRITE."""
         agent = self._agent
-        handle = agent.initialize_xfer(operation, self._descriptors, self._remote_descriptors, self._remote)
+        handle = agent.initialize_xfer(operation, self._descriptors, self._remote_descriptors, self._remote_agent)
         state = agent.transfer(handle)
         deadline_s = time.monotonic() + _TIMEOUT_S
         while state != "DONE":
@@ -120,8 +125,8 @@ class Mooncake:
 
         self._engine = TransferEngine()
         self._address = buffer.address
-        self._name, self._remote_address = "", 0
-        # With P2PHANDSHAKE the engines exchange their metadata over TCP and need no server.
+        self._remote_segment, self._remote_address = "", 0
+        # With P2PHANDSHAKE the engines exchange their metadata over TCP and need no metadata server.
         if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "rdma", "") != 0:
             sys.exit("TransferEngine.initialize failed")
         if self._engine.register_memory(self._address, LENGTH_BYTES) != 0:
@@ -129,18 +134,18 @@ class Mooncake:
 
     def publish(self, folder: Path) -> None:
         """Write the data with which the initiator connects."""
-        _publish(folder / "segment", f"127.0.0.1:{self._engine.get_rpc_port()} {self._address}".encode())
+        _write_atomically(folder / "segment", f"127.0.0.1:{self._engine.get_rpc_port()} {self._address}".encode())
 
     def connect(self, folder: Path) -> None:
         """Read the data that the target has published."""
-        self._name, address = _wait_for(folder / "segment").decode().split()
+        self._remote_segment, address = _wait_and_read(folder / "segment").decode().split()
         self._remote_address = int(address)
 
     def transfer(self, operation: str) -> None:
         """Move the whole buffer; `operation` is READ or WRITE."""
         engine = self._engine
         function = engine.transfer_sync_read if operation == "READ" else engine.transfer_sync_write
-        if function(self._name, self._address, self._remote_address, LENGTH_BYTES) != 0:
+        if function(self._remote_segment, self._address, self._remote_address, LENGTH_BYTES) != 0:
             sys.exit(f"{operation} failed")
 
     def close(self) -> None:
@@ -152,7 +157,7 @@ def _make_pattern() -> Any:  # noqa: ANN401 - as HostBuffer.write().
     return np.arange(LENGTH_BYTES, dtype=np.uint64).astype(np.uint8)
 
 
-def _wait_for(path: Path) -> bytes:
+def _wait_and_read(path: Path) -> bytes:
     deadline_s = time.monotonic() + _TIMEOUT_S
     while not path.exists():
         if time.monotonic() > deadline_s:
@@ -161,22 +166,22 @@ def _wait_for(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _publish(path: Path, content: bytes) -> None:
-    """Write the file so that a reader never sees a part of it."""
+def _write_atomically(path: Path, content: bytes) -> None:
+    """Write the file so that a reader never sees an incomplete file."""
     temporary_file = path.with_suffix(".part")
     temporary_file.write_bytes(content)
     temporary_file.rename(path)
 
 
 def main() -> None:
-    """Run one side."""
+    """Run the side of the transfer that the command line names."""
     package, role, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     buffer = GpuBuffer() if package == "nixl-gpu" else HostBuffer()
     buffer.write(_make_pattern() if role == "target" else 0 * _make_pattern())
     endpoint = Mooncake(role, buffer) if package == "mooncake" else Nixl(role, buffer)
     if role == "target":
         endpoint.publish(folder)
-        _wait_for(folder / "written")
+        _wait_and_read(folder / "written")
         if not np.array_equal(buffer.read(), 255 - _make_pattern()):
             sys.exit("the written bytes are wrong")
     else:
@@ -186,7 +191,7 @@ def main() -> None:
             sys.exit("the read bytes are wrong")
         buffer.write(255 - _make_pattern())
         endpoint.transfer("WRITE")
-        _publish(folder / "written", b"1")
+        _write_atomically(folder / "written", b"1")
     endpoint.close()
     print(f"{role}: data verified")  # noqa: T201 - the output of a program.
 

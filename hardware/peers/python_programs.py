@@ -9,9 +9,10 @@ from hardware.peers.programs import CHECKED_BY_PROGRAM, StockProgram
 __all__ = ["list_python_programs"]
 
 # One read and one write of 1 MiB.
-_MOVED_BYTES = 2 << 20
-# UCX_TLS forbids shared memory, by which UCX would move bytes on one host. With the mode `all`, the UCX
-# in NIXL's wheel does not ask the kernel for a route to the GID of the peer, which does not exist.
+_MOVED_BYTES_MIN = 2 << 20
+# UCX_TLS excludes shared memory. Otherwise, UCX would move bytes between two processes of one host by shared memory. By
+# default, UCX asks the kernel whether it has a route to the GID of the peer. The kernel has no route to a twin, so the
+# mode `all` turns this check off.
 _NIXL_SETTINGS = ("env", "UCX_TLS=rc_verbs,ud_verbs:aux,self", "UCX_IB_ROCE_REACHABILITY_MODE=all")
 
 
@@ -25,6 +26,6 @@ def list_python_programs(python: str) -> list[StockProgram]:
     ):
         client, server = ((*settings, python, script, argument, role, "{folder}") for role in ("initiator", "target"))
         programs.append(
-            StockProgram(name, package, client, server, data_check=CHECKED_BY_PROGRAM, moved_bytes_min=_MOVED_BYTES)
+            StockProgram(name, package, client, server, data_check=CHECKED_BY_PROGRAM, moved_bytes_min=_MOVED_BYTES_MIN)
         )
     return programs

@@ -1,7 +1,7 @@
 """Runs of rdma-core's own tests on the verbs twin. The source distribution of pyverbs on PyPI contains the tests.
 
-The tests have exactly the version of the pyverbs that is installed in the environment. They run in one process, and
-each ends as passed, skipped (with the reason that the test gives), failed or in error.
+The tests must have the same version as the pyverbs that is installed in the environment. All tests run in one process.
+The outcome of a test is pass, skip (with the reason that the test gives), fail or error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["RdmaCoreResults", "get_library_folder", "run_tests", "unpack_tests"]
 
 TIMEOUT_S = 900.0
-_CHILD = Path(__file__).with_name("rdma_core_child.py")
+_CHILD_SCRIPT = Path(__file__).with_name("rdma_core_child.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RdmaCoreResults:
     outcomes : mapping
         For each test, ``pass``, ``fail``, ``error`` or ``skip: `` and the reason.
     moved_bytes : int or None
-        Number of bytes that the twin moved. None if nothing counts them.
+        Number of bytes that the twin moved. None without a twin, because only the twin counts them.
     output : str
         The end of what the tests printed.
     """
@@ -63,7 +63,7 @@ def unpack_tests(archive: Path, folder: Path) -> Path:
 
 
 def get_library_folder(tests: Path) -> Path:
-    """Return the folder of rdma-core's libraries of the version of the tests. ``nox -s peers -- --lab`` builds them.
+    """Return the folder for rdma-core's libraries, which ``nox -s peers -- --lab`` builds in the version of the tests.
 
     pyverbs needs these libraries where no twin replaces them, because it cannot load an older libibverbs, such as the
     library of the distribution.
@@ -79,16 +79,16 @@ def run_tests(python: str, tests: Path, device_under_test: DeviceUnderTest, fold
     """
     results_file, report_file = folder / "results.jsonl", folder / "rdma-core.json"
     environ = dict(os.environ)
-    libraries = get_library_folder(tests)
-    if not device_under_test.launcher and libraries.exists():
-        environ["LD_LIBRARY_PATH"] = str(libraries)
+    libraries_folder = get_library_folder(tests)
+    if not device_under_test.launcher and libraries_folder.exists():
+        environ["LD_LIBRARY_PATH"] = str(libraries_folder)
     if device_under_test.launcher:
         environ["PATH"] = f"{_make_link_program(folder, device_under_test.device)}{os.pathsep}{environ['PATH']}"
     launcher = (*device_under_test.launcher, f"--report={report_file}", "--") if device_under_test.launcher else ()
     command = [
         *launcher,
         python,
-        str(_CHILD),
+        str(_CHILD_SCRIPT),
         str(tests),
         str(results_file),
         device_under_test.device,
@@ -117,11 +117,11 @@ def run_tests(python: str, tests: Path, device_under_test: DeviceUnderTest, fold
 
 
 def _make_link_program(folder: Path, device: str) -> Path:
-    """Write a program `rdma` that answers ``rdma link show -j`` for the twin, and return its folder.
+    """Write a program `rdma` that prints what ``rdma link show -j`` would print for the twin, and return its folder.
 
-    The tests ask iproute2's program of that name for the network interface of the device. That program asks the kernel
-    by netlink, and the kernel does not know the twins. A twin is reached by the addresses of this machine, such as the
-    address of lo.
+    The tests call the `rdma` of iproute2 to find the network interface of the device. That program asks the kernel by
+    netlink, and the kernel does not know the twins. A twin is reached by the addresses of this machine, so this program
+    prints the interface lo.
     """
     programs_folder = folder / "bin"
     programs_folder.mkdir()

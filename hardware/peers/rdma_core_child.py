@@ -17,7 +17,7 @@ import unittest
 from pathlib import Path
 from typing import Any, TextIO
 
-# Modules about the devices of one vendor.
+# Modules of tests for the devices of one vendor. These tests are not run.
 VENDOR_MODULES = ("test_mlx5", "test_efa", "test_hns", "test_mana", "test_irdma")
 
 
@@ -66,7 +66,7 @@ class _AbsentProviderFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """A finder and loader of empty modules in place of the modules of ``pyverbs.providers``.
 
     The common code of the tests imports ``pyverbs.providers``, which is linked to the provider libraries of the same
-    version of rdma-core. The distribution has another version of them.
+    version of rdma-core. The distribution has another version of these libraries, so the import would fail.
     """
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:  # noqa: ARG002
@@ -84,21 +84,28 @@ def main() -> int:
     """Run all tests and return 0, whatever their outcomes are."""
     tests, results_file, device, gid_index = sys.argv[1:]
     sys.path.insert(0, tests)
-    arguments: Any = importlib.import_module("args_parser").parser
-    arguments.args = {"dev": device, "port": 1, "gid": int(gid_index), "gpu": 0, "gtt": False, "list_tests": False}
-    arguments.args |= {"pci_dev": None, "verbosity": None}
+    test_arguments: Any = importlib.import_module("args_parser").parser
+    test_arguments.args = {
+        "dev": device,
+        "port": 1,
+        "gid": int(gid_index),
+        "gpu": 0,
+        "gtt": False,
+        "list_tests": False,
+    }
+    test_arguments.args |= {"pci_dev": None, "verbosity": None}
     sys.meta_path.insert(0, _AbsentProviderFinder())
-    # The package's own __init__ imports every module, also those about the devices of one vendor, which need the
-    # provider library of the vendor.
+    # The __init__ of the package `tests` imports every module. The modules for the devices of one vendor need the
+    # provider library of the vendor, so an empty package replaces `tests`.
     package = types.ModuleType("tests")
     package.__path__ = [tests]
     sys.modules["tests"] = package
-    names = [path.stem for path in sorted(Path(tests).glob("test_*.py")) if not path.stem.startswith(VENDOR_MODULES)]
+    modules = [path.stem for path in sorted(Path(tests).glob("test_*.py")) if not path.stem.startswith(VENDOR_MODULES)]
     suite = unittest.TestSuite()
     with Path(results_file).open("w", encoding="utf-8") as file:
         recorder = _Recorder(file)
-        for name in names:
-            suite.addTests(unittest.defaultTestLoader.loadTestsFromModule(importlib.import_module(f"tests.{name}")))
+        for module in modules:
+            suite.addTests(unittest.defaultTestLoader.loadTestsFromModule(importlib.import_module(f"tests.{module}")))
         suite.run(recorder)
     return 0
 

@@ -24,7 +24,7 @@ _COMMAND = "nox -s peers"
 
 
 def make_program_record(program: StockProgram, outcome: ProgramOutcome, *, version: str, substrate: str) -> Record:
-    """Return the record of a run. `substrate` of verbs is ``twin`` or ``kernel_software``."""
+    """Return the record of a run. `substrate` is what was below the APIs: ``twin`` or ``kernel_software``."""
     evidence: dict[str, object] = {
         "program": program.name,
         "package": program.package,
@@ -56,7 +56,7 @@ def make_record(
     duration_s: float,
     apis: Sequence[str] = ("verbs",),
 ) -> Record:
-    """Return a record of the case ``peers::name``, which uses `apis`. It passed if `failure` is empty."""
+    """Return a record of the case ``peers::name``, which uses `apis`. The case passed if `failure` is empty."""
     if failure:
         # The format of records allows numbers only in a case that passed.
         evidence = {**evidence, "numbers": dict(numbers)}
@@ -97,12 +97,12 @@ def query_debian_version(package: str) -> str:
 @functools.cache
 def query_pypi_version(python: str, distribution: str) -> str:
     """Return the version of a distribution in the environment of the interpreter `python`, or an empty string."""
-    program = f"from importlib import metadata; print(metadata.version({distribution!r}))"
-    return subprocess.run([python, "-c", program], capture_output=True, text=True, check=False).stdout.strip()
+    python_code = f"from importlib import metadata; print(metadata.version({distribution!r}))"
+    return subprocess.run([python, "-c", python_code], capture_output=True, text=True, check=False).stdout.strip()
 
 
 def format_table(rows: Sequence[tuple[str, str, str, str, str]]) -> str:
-    """Return a table with the columns program, version, over the twin, data, result."""
+    """Return a table of programs with their version, the bytes over the twin, the check of the data and the result."""
     header = ("program", "version", "bytes over the twin", "data checked", "result")
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]

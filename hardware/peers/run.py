@@ -35,11 +35,12 @@ __all__ = ["DeviceUnderTest", "ProgramOutcome", "run_program"]
 _PROJECT_ROOT = Path(__file__).resolve().parents[2]
 # A program that has not ended after this time is killed.
 TIMEOUT_S = 60.0
-# If a server listens on another port, or on no port, its client starts after this time.
+# A client starts when its server listens on the port, or after this time. Some servers listen on another port or none.
 _SERVER_START_S = 2.0
-# If a client fails while its server runs, it is started again for up to this time: the server may not listen yet.
+# If a client fails while its server runs, it is started again for up to this time, because the server may not listen
+# yet.
 _RETRY_S = 15.0
-_PAUSE_S = 0.1
+_POLL_PAUSE_S = 0.1
 _END_TIMEOUT_S = 10.0
 # Each line that `gdrkit run` prints starts with this text.
 _LAUNCHER_PREFIX = "gdrkit: "
@@ -87,14 +88,14 @@ class ProgramOutcome:
     failure : str
         One sentence that says what is wrong, or an empty string.
     moved_bytes : int or None
-        Number of bytes that the twins of all processes moved. None if nothing counts them.
+        Number of bytes that the twins of all processes moved. None without twins, because only twins count them.
     duration_s : float
         Time from the start of the first process to the end of the last.
     command : str
         The command line of the client.
     outputs : mapping
-        The last lines that each process printed; empty if the run passed. The key ``first`` is the server, and ``last``
-        is the client. For a program that runs alone, the key is ``first``.
+        The last lines that each process printed, or an empty mapping if the run passed. The key is ``first`` for the
+        server and ``last`` for the client, or ``first`` for a program that runs alone.
     client_output : str
         All that the client printed.
     """
@@ -110,7 +111,8 @@ class ProgramOutcome:
 class _Process:
     """A process of a run, in a session of its own, with its output in a file.
 
-    If this process is killed, the kernel kills the child. `gdrkit run` then ends its program in the same way.
+    If this Python program is killed, the kernel kills the process of the run. If that process is `gdrkit run`, the
+    kernel kills its program in the same way.
     """
 
     def __init__(self, role: str, command: Sequence[str], device_under_test: DeviceUnderTest, folder: Path) -> None:
@@ -148,7 +150,8 @@ class _Process:
             self.popen.wait(max(0.0, deadline_s - time.monotonic()))
         return not self.is_running()
 
-    def end(self) -> None:
+    def terminate(self) -> None:
+        """Terminate the process and its children. Kill them if the process does not end in time."""
         for signal_number, timeout_s in ((signal.SIGTERM, _END_TIMEOUT_S), (signal.SIGKILL, _END_TIMEOUT_S)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.popen.pid, signal_number)
@@ -167,7 +170,7 @@ def run_program(program: StockProgram, device_under_test: DeviceUnderTest) -> Pr
             "port": str(_find_free_port()),
             "folder": folder_name,
         }
-        source_content = _make_source(folder, program.sent_file_bytes)
+        source_content = _write_source_file(folder, program.sent_file_bytes)
         begin_s = time.monotonic()
         processes, failure = _run_processes(program, device_under_test, folder, placeholders)
         duration_s = time.monotonic() - begin_s
@@ -184,11 +187,11 @@ def run_program(program: StockProgram, device_under_test: DeviceUnderTest) -> Pr
             failure = "the copied file differs from its source"
         if not failure and moved_bytes is not None and moved_bytes < program.moved_bytes_min:
             failure = f"{moved_bytes} bytes moved over the twin, at least {program.moved_bytes_min} were expected"
-        # The record names no folder of this machine.
-        shown_placeholders = {**placeholders, "folder": "FOLDER"}
-        command = shlex.join(_remove_root_path(word.format_map(shown_placeholders)) for word in program.client)
+        # The record must not contain folders of this machine, so words replace them.
+        record_placeholders = {**placeholders, "folder": "FOLDER"}
+        command = shlex.join(_remove_root_path(word.format_map(record_placeholders)) for word in program.client)
         outputs = {
-            name: _read_last_lines(process.output) for name, process in zip(("first", "last"), processes, strict=False)
+            name: _get_last_lines(process.output) for name, process in zip(("first", "last"), processes, strict=False)
         }
         return ProgramOutcome(failure, moved_bytes, duration_s, command, outputs if failure else {}, client.output)
 
@@ -225,36 +228,40 @@ def _run_processes(
                 or time.monotonic() > retry_until_s
             ):
                 break
-            time.sleep(_PAUSE_S)
+            time.sleep(_POLL_PAUSE_S)
         if client.popen.returncode != expected_exit_code:
             return [*servers, client], f"the client {client.describe_end()}"
         if servers and not servers[0].wait_until(min(deadline_s, time.monotonic() + _END_TIMEOUT_S)):
             # Some servers, such as the servers of rcopy and rdma_xserver, serve further clients until this program ends
             # them.
-            servers[0].end()
+            servers[0].terminate()
         elif servers and servers[0].popen.returncode != expected_exit_code:
             return [*servers, client], f"the server {servers[0].describe_end()}"
         return [*servers, client], ""
     finally:
         for process in (*servers, *([client] if client is not None else [])):
-            process.end()
+            process.terminate()
 
 
 def _await_listener(server: _Process, port: int) -> None:
+    """Wait until a program listens on the port, at most _SERVER_START_S."""
     deadline_s = time.monotonic() + _SERVER_START_S
     while server.is_running() and time.monotonic() < deadline_s and not _is_listening(port):
-        time.sleep(_PAUSE_S / 4)
+        time.sleep(_POLL_PAUSE_S / 4)
 
 
 def _is_listening(port: int) -> bool:
-    """Return whether a program listens on the port. The server would take a test connection for its client.
+    """Return whether a program listens on the port, without a connection, which the server would take for its client.
 
-    The kernel lists the listeners of TCP, and the sockets on which the twin of librdmacm listens.
+    The function reads the kernel's lists of TCP and Unix sockets. The twin of librdmacm listens on Unix sockets.
     """
+    # Columns of /proc/net/tcp: number, local address and port, remote address and port, state.
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         rows = [line.split() for line in table.read_text().splitlines()[1:]] if table.exists() else []
         if any(row[1].endswith(f":{port:04X}") and row[3] == _LISTEN_STATE for row in rows):
             return True
+    # The name of such a Unix socket ends in: GID, a letter for the port space with the port in hex, hash of the
+    # address.
     return re.search(rf"@gdrkit-twins/\S*/cm\.\S*\.[a-z]{port:04x}\.", Path("/proc/net/unix").read_text()) is not None
 
 
@@ -268,7 +275,7 @@ def _remove_root_path(word: str) -> str:
     return word.replace(f"{_PROJECT_ROOT}/", "").replace(str(_PROJECT_ROOT), ".")
 
 
-def _make_source(folder: Path, length_bytes: int) -> bytes:
+def _write_source_file(folder: Path, length_bytes: int) -> bytes:
     content = os.urandom(length_bytes)
     if length_bytes:
         (folder / "source").write_bytes(content)
@@ -279,5 +286,5 @@ def _read_if_present(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
-def _read_last_lines(text: str, count: int = 12) -> str:
+def _get_last_lines(text: str, count: int = 12) -> str:
     return "\n".join(text.strip().splitlines()[-count:])

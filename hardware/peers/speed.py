@@ -1,7 +1,7 @@
 """`python -m hardware.peers --speed`: the speed of the verbs twin, of TCP and of a memory copy, in one run.
 
-Every figure is measured once in each turn, so that other load on the machine affects all figures. The ratios divide
-medians of the turns.
+Every figure is measured once in each turn, so that other load on the machine affects all figures. A ratio is the
+quotient of the medians of two figures.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["ProgramFailedError", "make_speed_numbers", "make_speed_record", "mea
 TURNS_COUNT = 5
 _LARGE_BYTES = 1 << 20
 _MIB_PER_GB = 1e9 / (1 << 20)
-_COPY_TIME_S = 0.5
+_COPY_DURATION_S = 0.5
 # perftest prints t_min, t_max and t_typical after the number of bytes and of iterations.
 _PERFTEST_TYPICAL_US = r"^\s*8\s+\d+\s+[\d.]+\s+[\d.]+\s+([\d.]+)"
-# With --report_gbits: the peak and the average, in Gb/s.
+# With --report_gbits, perftest prints the peak and the average bandwidth, in Gb/s.
 _PERFTEST_AVERAGE_GBITPS = rf"^\s*{_LARGE_BYTES}\s+\d+\s+[\d.]+\s+([\d.]+)"
 # ucx_perftest prints the median, average and overall time, then the average and overall bandwidth in MiB/s.
 _UCX_MEDIAN_US = r"^Final:\s+\d+\s+([\d.]+)"
@@ -89,14 +89,16 @@ def measure_speed(device_under_test: DeviceUnderTest, print_line: Callable[[str]
     ProgramFailedError
         A program did not print its figure.
     """
-    without_twins = dataclasses.replace(device_under_test, launcher=())
+    device_without_twins = dataclasses.replace(device_under_test, launcher=())
     put_options = ("-t", "ucp_put_bw", "-s", str(_LARGE_BYTES), "-n", "2000")
     # rc_v is rc_verbs, with ud_verbs to set up connections.
-    verbs = ("UCX_TLS=rc_v,self", "UCX_NET_DEVICES={device}:1")
-    tcp = ("UCX_TLS=tcp,self", "UCX_NET_DEVICES=lo")
+    verbs_settings = ("UCX_TLS=rc_v,self", "UCX_NET_DEVICES={device}:1")
+    tcp_settings = ("UCX_TLS=tcp,self", "UCX_NET_DEVICES=lo")
     figures: dict[str, Callable[[], float]] = {
         "ucx_tcp_tag_lat_us": lambda: _run_and_parse(
-            _make_ucx_program(tcp, "-t", "tag_lat", "-s", "8", "-n", "20000"), without_twins, _UCX_MEDIAN_US
+            _make_ucx_program(tcp_settings, "-t", "tag_lat", "-s", "8", "-n", "20000"),
+            device_without_twins,
+            _UCX_MEDIAN_US,
         ),
         "ib_write_lat_us": lambda: _run_and_parse(
             _make_perftest_program("ib_write_lat", "-s", "8", "-n", "20000"), device_under_test, _PERFTEST_TYPICAL_US
@@ -105,10 +107,12 @@ def measure_speed(device_under_test: DeviceUnderTest, print_line: Callable[[str]
         "ib_write_bw_gbps": lambda: _measure_bandwidth_gbps("ib_write_bw", device_under_test),
         "ib_read_bw_gbps": lambda: _measure_bandwidth_gbps("ib_read_bw", device_under_test),
         "ucx_tcp_put_bw_gbps": lambda: (
-            _run_and_parse(_make_ucx_program(tcp, *put_options), without_twins, _UCX_OVERALL_MIBPS) / _MIB_PER_GB
+            _run_and_parse(_make_ucx_program(tcp_settings, *put_options), device_without_twins, _UCX_OVERALL_MIBPS)
+            / _MIB_PER_GB
         ),
         "ucx_verbs_put_bw_gbps": lambda: (
-            _run_and_parse(_make_ucx_program(verbs, *put_options), device_under_test, _UCX_OVERALL_MIBPS) / _MIB_PER_GB
+            _run_and_parse(_make_ucx_program(verbs_settings, *put_options), device_under_test, _UCX_OVERALL_MIBPS)
+            / _MIB_PER_GB
         ),
     }
     values_by_figure: dict[str, list[float]] = {name: [] for name in figures}
@@ -140,14 +144,17 @@ def make_speed_numbers(values_by_figure: Mapping[str, list[float]]) -> dict[str,
 def make_speed_record(
     values_by_figure: Mapping[str, list[float]], *, load: tuple[float, float], duration_s: float
 ) -> Record:
-    """Return the record of a run. It passed if every goal is reached. `load` is the load before and after the run."""
+    """Return the record of a run. The run passed if every goal is reached.
+
+    `load` is the load average of the last minute before and after the run.
+    """
     numbers = make_speed_numbers(values_by_figure)
-    missed_limits = [
+    missed_goals = [
         f"{goal} does not hold: {numbers[goal.name]:.2f}" for goal in _GOALS if not goal.is_reached(numbers[goal.name])
     ]
     return make_record(
         "speed",
-        failure="; ".join(missed_limits),
+        failure="; ".join(missed_goals),
         evidence={
             "turns": dict(values_by_figure),
             "load_1min": list(load),
@@ -167,6 +174,7 @@ def _make_perftest_program(program: str, *options: str) -> StockProgram:
 
 def _measure_bandwidth_gbps(program: str, device_under_test: DeviceUnderTest) -> float:
     bandwidth_program = _make_perftest_program(program, "-s", str(_LARGE_BYTES), "-n", "5000", "--report_gbits")
+    # perftest prints 10^9 bits per second. The figure is in 10^9 bytes per second.
     return _run_and_parse(bandwidth_program, device_under_test, _PERFTEST_AVERAGE_GBITPS) / 8
 
 
@@ -190,7 +198,7 @@ def _measure_memcpy_gbps() -> float:
     source, destination = (ctypes.create_string_buffer(_LARGE_BYTES) for _ in range(2))
     copies_count = 0
     begin_s = time.perf_counter()
-    while (elapsed_s := time.perf_counter() - begin_s) < _COPY_TIME_S:
+    while (elapsed_s := time.perf_counter() - begin_s) < _COPY_DURATION_S:
         ctypes.memmove(destination, source, _LARGE_BYTES)
         copies_count += 1
     return copies_count * _LARGE_BYTES / elapsed_s / 1e9

@@ -1,4 +1,4 @@
-"""Send a file from one process's tensor to another's by RDMA: ``torch_rdma.py [--length-bytes N]``.
+"""Send a file between the CUDA tensors of two processes by RDMA: ``torch_rdma.py [--length-bytes N]``.
 
 The first process reads the file into a CUDA tensor of torch with gdrkit.gds. The second process registers its own CUDA
 tensor with a NIC. The first process writes its tensor into the tensor of the second process by RDMA, and the second
@@ -28,8 +28,13 @@ _TIMEOUT_MS = 30_000
 
 
 def receive(connection: Connection, path: str, length_bytes: int) -> None:
-    """Offer a tensor to the sender, wait for its write, and send the number of wrong bytes."""
+    """Offer a tensor to the sender, wait until the sender has written it, and check it.
+
+    Messages over the pipe: this endpoint and the range of the tensor; the endpoint of the sender; "connected";
+    "written" (by the sender); the route of the registration and the number of wrong bytes.
+    """
     tensor = torch.empty(length_bytes, dtype=torch.uint8, device=f"cuda:{_DEVICE}")
+    # The fill value is copied from host memory, because torch fills device memory by a kernel, which a twin cannot run.
     tensor.copy_(torch.full((length_bytes,), 0xA5, dtype=torch.uint8))
     torch.cuda.synchronize()
     with (
@@ -43,13 +48,13 @@ def receive(connection: Connection, path: str, length_bytes: int) -> None:
         connection.send((queue_pair.endpoint(), registration.remote(nic)))
         queue_pair.connect(connection.recv())
         connection.send("connected")
-        connection.recv()
+        connection.recv()  # "written"
         expected_tensor = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
         connection.send((registration.route.value, int((tensor.cpu() != expected_tensor).sum())))
 
 
 def send(path: Path, length_bytes: int) -> None:
-    """Read the file into a tensor, write it into the other process' tensor, and print the result."""
+    """Read the file into a tensor, write it into the tensor of the receiver, and print the result."""
     context = multiprocessing.get_context("spawn")
     connection, child_connection = context.Pipe()
     receiver = context.Process(target=receive, args=(child_connection, str(path), length_bytes), daemon=True)
@@ -69,19 +74,19 @@ def send(path: Path, length_bytes: int) -> None:
         endpoint, remote_range = connection.recv()
         queue_pair.connect(endpoint)
         connection.send(queue_pair.endpoint())
-        connection.recv()
+        connection.recv()  # "connected"
         queue_pair.post_write(registration.region(nic), remote_range, work_id=1)
         queue_pair.wait(timeout_ms=_TIMEOUT_MS).expect(verbs.Status.SUCCESS)
         connection.send("written")
-        route, wrong_count = connection.recv()
+        route, wrong_byte_count = connection.recv()
     receiver.join()
     gds.close_engines()
-    if transfer.bytes != length_bytes or wrong_count:
-        message = f"{transfer.bytes} of {length_bytes} bytes were read, and {wrong_count} bytes arrived wrong"
+    if transfer.bytes != length_bytes or wrong_byte_count:
+        message = f"{transfer.bytes} of {length_bytes} bytes were read, and {wrong_byte_count} bytes arrived wrong"
         raise SystemExit(message)
-    name = torch.cuda.get_device_name(_DEVICE)
+    device_name = torch.cuda.get_device_name(_DEVICE)
     print(  # noqa: T201 - the output of a program.
-        f"{name}: {length_bytes} bytes: file -> tensor by {transfer.route.value}, "
+        f"{device_name}: {length_bytes} bytes: file -> tensor by {transfer.route.value}, "
         f"tensor -> tensor by RDMA ({route}): right"
     )
 

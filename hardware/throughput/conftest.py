@@ -1,4 +1,4 @@
-"""Fixtures and hooks of the throughput measurements. Rates that were measured on a software twin are not printed."""
+"""Fixtures and hooks of the throughput measurements. pytest prints no rates; the records of the cases have them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def meter(request: pytest.FixtureRequest, evidence: Evidence) -> Meter:
-    """The Meter of this case, which measures and records rates. A case uses it once."""
+    """The Meter of this case, which measures and records rates. A case calls `measure` at most once."""
     return Meter(request, evidence)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """After a case has passed its data checks, fail it if a rate is lower than the profile of this machine allows."""
+    """After a case has passed its data checks, fail it if a number from hardware is worse than the profile expects."""
     result = yield
     check_expected_numbers(item)
     return result
@@ -31,12 +31,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_group_stats() -> list[object]:
-    """Suppress the table of pytest-benchmark, which would show numbers of a twin as if they were of the machine."""
+    """Suppress the table of pytest-benchmark, which does not show whether a software twin was measured."""
     return []
 
 
 @pytest.fixture
 def memory_kind(request: pytest.FixtureRequest, nic: Nic) -> RdmaMemoryKind:
-    """Return the memory kind of the parameter; see ``support.memory_kinds.MEMORY_KINDS``."""
+    """Return the memory kind for the parameter: a registration route of device memory, or None for host memory."""
     device = None if request.param is None else request.getfixturevalue("device")
     return RdmaMemoryKind(nic=nic, device=device, route=request.param)

@@ -102,6 +102,8 @@ def test_cached_files_into_all_devices(
             files.append(stack.enter_context(gds.File(path, access="buffered", direct="never")))
             memories.append(stack.enter_context(device.allocate(length_bytes)))
         copies = make_pinned_copies(devices, length_bytes, stack)
+        # `one` reads all files into one GPU, `all` reads each file into another GPU. `pinned` and `host_read` measure
+        # the two steps of `all`: the copies to the GPUs, and the copies out of the page cache.
         methods = {
             "one": lambda: read_all(files, memories[:1] * len(files)),
             "all": lambda: read_all(files, memories),
@@ -116,14 +118,14 @@ def test_cached_files_into_all_devices(
             pattern.check(memory.read(), seed=seed + index)
     evidence["numa_nodes"] = read_numa_nodes(devices)
     if rates:
-        limit = min("pinned", "host_read", key=lambda name: rates[name].median)
-        evidence["limit"] = limit
+        limiting_method = min("pinned", "host_read", key=lambda name: rates[name].median)
+        evidence["limit"] = limiting_method
         evidence.number("all_over_one_ratio", rates["all"].median / rates["one"].median)
-        evidence.number("all_over_limit_ratio", rates["all"].median / rates[limit].median)
+        evidence.number("all_over_limit_ratio", rates["all"].median / rates[limiting_method].median)
 
 
 def make_pinned_copies(devices: Sequence[Device], length_bytes: int, stack: contextlib.ExitStack) -> list[PinnedCopy]:
-    """Return a copy of `length_bytes` for each device. The end of the stack frees the memory."""
+    """Return a PinnedCopy of `length_bytes` for each device. The memory is freed when `stack` closes."""
     return [
         PinnedCopy(
             stack.enter_context(device.allocate(length_bytes)),
@@ -135,36 +137,39 @@ def make_pinned_copies(devices: Sequence[Device], length_bytes: int, stack: cont
 
 
 def make_copy_methods(copies: Sequence[PinnedCopy], *, is_write: bool) -> dict[str, Callable[[], object]]:
-    """Return two methods that move the same number of bytes: ``one`` device alone, and ``all`` devices at once."""
+    """Return the methods ``one`` (one device) and ``all`` (all devices at once), which move equally many bytes."""
 
-    def copy_with(used_copies: Sequence[PinnedCopy]) -> None:
+    def run_copies(used_copies: Sequence[PinnedCopy]) -> None:
         for _ in range(len(copies) // len(used_copies)):
             for copy in used_copies:
                 copy.start(is_write=is_write)
         for copy in used_copies:
             copy.stream.synchronize()
 
-    return {"one": lambda: copy_with(copies[:1]), "all": lambda: copy_with(copies)}
+    return {"one": lambda: run_copies(copies[:1]), "all": lambda: run_copies(copies)}
 
 
 def read_all(files: Sequence[gds.File], memories: Sequence[CudaMemory]) -> None:
-    """Read each file into the memory with the same index, all at the same time."""
+    """Read all files at the same time, each into the memory with the same index."""
     for transfer in [file.start_read_into(memory) for file, memory in zip(files, memories, strict=True)]:
         transfer.result()
 
 
 def make_host_reader(files: Sequence[gds.File], stack: contextlib.ExitStack) -> Callable[[], object]:
-    """Return a method that copies the files out of the page cache, in as many threads as the copy engines may have."""
+    """Return a method that copies the files out of the page cache into host memory.
+
+    The method uses as many threads as the copy engines have workers, but at most one for each processor.
+    """
     threads_count = min(HOST_THREADS_PER_DEVICE_MAX * len(files), len(os.sched_getaffinity(0)))
     pool = stack.enter_context(ThreadPoolExecutor(threads_count))
-    parts = []
+    file_parts = []
     for file in files:
         fd = os.open(file.path, os.O_RDONLY)
         stack.callback(os.close, fd)
-        parts += [(fd, offset) for offset in range(0, file.size_bytes, HOST_BUFFER_BYTES)]
+        file_parts += [(fd, offset) for offset in range(0, file.size_bytes, HOST_BUFFER_BYTES)]
 
-    def read_parts(first: int, buffer: mmap.mmap) -> None:
-        for fd, offset in parts[first::threads_count]:
+    def read_parts(thread_index: int, buffer: mmap.mmap) -> None:
+        for fd, offset in file_parts[thread_index::threads_count]:
             os.preadv(fd, [buffer], offset)
 
     buffers = [stack.enter_context(mmap.mmap(-1, HOST_BUFFER_BYTES)) for _ in range(threads_count)]
@@ -177,5 +182,5 @@ def make_host_reader(files: Sequence[gds.File], stack: contextlib.ExitStack) -> 
 
 def read_numa_nodes(devices: Sequence[Device]) -> dict[str, int | None]:
     """Return the NUMA node of each device, or None if the firmware does not state it."""
-    nodes = {pci.address: pci.numa_node for pci in host.pci_devices(host.HostTree())}
-    return {f"GPU{device.index}": nodes.get(device.pci_bus_id) for device in devices}
+    numa_nodes = {pci.address: pci.numa_node for pci in host.pci_devices(host.HostTree())}
+    return {f"GPU{device.index}": numa_nodes.get(device.pci_bus_id) for device in devices}

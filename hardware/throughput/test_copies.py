@@ -1,6 +1,7 @@
-"""Throughput of copies by the CUDA driver: host and device, within a device, between devices, from imported memory.
+"""Throughput of CUDA copies: between host and device, in a device, between devices, and from imported memory.
 
-Host memory is pinned. Every case checks the bytes of its last round.
+Imported memory belongs to a peer process, which exports it with CUDA IPC. Host memory is pinned. Every case checks the
+bytes of its last round.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SIZES = [pytest.param(size * MIB, id=f"{size}MiB") for size in (1, 16, 256)]
 @pytest.mark.parametrize("direction", ["host_to_device", "device_to_host"])
 def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, length_bytes: int) -> None:
     length_bytes = meter.choose_length(length_bytes)
-    repeats = meter.count_transfers_per_round(length_bytes)
+    repeat_count = meter.count_transfers_per_round(length_bytes)
     data = pattern.payload(length_bytes, seed=seed)
     is_write = direction == "host_to_device"
     meter.record_path(f"GPU{device.index}")
@@ -44,21 +45,22 @@ def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, le
             memory.write(data)
 
         def copy_all() -> None:
-            for _ in range(repeats):
+            for _ in range(repeat_count):
                 if is_write:
                     stream.write(memory, pinned_memory.view())
                 else:
                     stream.read_into(memory, pinned_memory.view())
             stream.synchronize()
 
-        meter.measure(copy_all, moved_bytes=length_bytes * repeats)
+        meter.measure(copy_all, moved_bytes=length_bytes * repeat_count)
         pattern.check(memory.read() if is_write else bytes(pinned_memory.view()), seed=seed)
 
 
 @needs(cuda.device())
 def test_copy_within_a_device(meter: Meter, device: Device, seed: int) -> None:
     length_bytes = meter.choose_length(256 * MIB)
-    repeats = meter.count_transfers_per_round(length_bytes // 16)
+    # A copy within a device is so fast that a round needs more of them.
+    repeat_count = meter.count_transfers_per_round(length_bytes // 16)
     with (
         device.allocate(length_bytes) as source,
         device.allocate(length_bytes) as destination,
@@ -67,11 +69,11 @@ def test_copy_within_a_device(meter: Meter, device: Device, seed: int) -> None:
         source.write(pattern.payload(length_bytes, seed=seed))
 
         def copy_all() -> None:
-            for _ in range(repeats):
+            for _ in range(repeat_count):
                 stream.copy(source, destination)
             stream.synchronize()
 
-        meter.measure(copy_all, moved_bytes=length_bytes * repeats)
+        meter.measure(copy_all, moved_bytes=length_bytes * repeat_count)
         pattern.check(destination.read(), seed=seed)
 
 
@@ -81,7 +83,7 @@ def test_peer_copy_beside_a_copy_through_the_host(
 ) -> None:
     first_device, second_device = devices[:2]
     assert can_access_peer(first_device, second_device)
-    length_bytes, repeats = meter.choose_length(256 * MIB), 4
+    length_bytes, repeat_count = meter.choose_length(256 * MIB), 4
     with (
         first_device.allocate(length_bytes) as source,
         second_device.allocate(length_bytes) as destination,
@@ -92,12 +94,12 @@ def test_peer_copy_beside_a_copy_through_the_host(
     ):
 
         def copy_directly() -> None:
-            for _ in range(repeats):
+            for _ in range(repeat_count):
                 first_stream.copy(source, destination)
             first_stream.synchronize()
 
         def copy_by_host() -> None:
-            for _ in range(repeats):
+            for _ in range(repeat_count):
                 first_stream.read_into(source, pinned_memory.view())
                 first_stream.synchronize()
                 second_stream.write(destination, pinned_memory.view())
@@ -109,7 +111,7 @@ def test_peer_copy_beside_a_copy_through_the_host(
             copy()
             pattern.check(destination.read(), seed=seed)
         rates = meter.measure_methods(
-            {"direct": copy_directly, "by_host": copy_by_host}, moved_bytes=length_bytes * repeats
+            {"direct": copy_directly, "by_host": copy_by_host}, moved_bytes=length_bytes * repeat_count
         )
         pattern.check(destination.read(), seed=seed)
     if rates:
@@ -119,7 +121,7 @@ def test_peer_copy_beside_a_copy_through_the_host(
 @needs(cuda.device(), cuda.ipc)
 def test_copy_from_imported_memory(meter: Meter, device: Device, peer: Peer, seed: int) -> None:
     length_bytes = meter.choose_length(256 * MIB)
-    repeats = meter.count_transfers_per_round(length_bytes // 16)
+    repeat_count = meter.count_transfers_per_round(length_bytes // 16)
     peer_memory = peer.device().allocate(length_bytes)
     peer_memory.write(seed=seed)
     with (
@@ -129,11 +131,11 @@ def test_copy_from_imported_memory(meter: Meter, device: Device, peer: Peer, see
     ):
 
         def copy_all() -> None:
-            for _ in range(repeats):
+            for _ in range(repeat_count):
                 stream.copy(imported_memory, destination)
             stream.synchronize()
 
-        meter.measure(copy_all, moved_bytes=length_bytes * repeats)
+        meter.measure(copy_all, moved_bytes=length_bytes * repeat_count)
         pattern.check(destination.read(), seed=seed)
 
 
@@ -141,7 +143,8 @@ def test_copy_from_imported_memory(meter: Meter, device: Device, peer: Peer, see
 def test_peer_copy_from_imported_memory(meter: Meter, devices: tuple[Device, ...], peer: Peer, seed: int) -> None:
     first_device, second_device = devices[:2]
     length_bytes = meter.choose_length(256 * MIB)
-    repeats = meter.count_transfers_per_round(length_bytes // 4)
+    # A copy over NVLink is so fast that a round needs more of them.
+    repeat_count = meter.count_transfers_per_round(length_bytes // 4)
     peer_memory = peer.device(1).allocate(length_bytes)
     peer_memory.write(seed=seed)
     with (
@@ -152,9 +155,9 @@ def test_peer_copy_from_imported_memory(meter: Meter, devices: tuple[Device, ...
     ):
 
         def copy_all() -> None:
-            for _ in range(repeats):
+            for _ in range(repeat_count):
                 stream.copy(imported_memory, destination)
             stream.synchronize()
 
-        meter.measure(copy_all, moved_bytes=length_bytes * repeats)
+        meter.measure(copy_all, moved_bytes=length_bytes * repeat_count)
         pattern.check(destination.read(), seed=seed)

@@ -1,8 +1,8 @@
 """Throughput of file transfers to and from device memory by chunk size, with a check of every byte.
 
-The cases compare three methods: a direct transfer where it is proven, gdrkit's copy engine, and pread followed by a
-copy, as in a program without gdrkit. A cached file is in the page cache of the kernel. A cold file is removed from the
-page cache before each round. ``suites/bench`` also compares with kvikio.
+The cases compare three methods: gdrkit's copy engine, pread or pwrite with a CUDA copy, as in a program without gdrkit,
+and, if a first read was direct, a direct transfer. A cached file is in the page cache of the kernel. A cold file is
+removed from the page cache before each round. ``suites/bench`` also compares with kvikio.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
 FILE_BYTES = 256 * MIB
+# In the cases below, the parameter length_bytes is the size of a chunk.
 CACHED_CHUNK_BYTES = [pytest.param(size * KIB, id=f"{size}KiB") for size in (64, 1024, 16384, 262144)]
 COLD_CHUNK_BYTES = [pytest.param(size * KIB, id=f"{size}KiB") for size in (1024, 262144)]
 

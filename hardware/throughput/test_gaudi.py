@@ -1,8 +1,8 @@
 """Throughput of RDMA into and out of Gaudi memory: directly by a dma-buf, and by copies through host memory.
 
-Programs without dma-bufs copy: the NIC accesses host memory, and the device copies between host memory and its own.
-Both methods take turns in one run and move the same bytes. Every case checks the bytes after the last round of each
-method.
+Programs without dma-bufs copy: the NIC accesses host memory, and the device copies between host memory and device
+memory. Both methods take turns in one run and move the same bytes. Every case checks the bytes after the last round of
+each method.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_direct_beside_copies(
     meter: Meter, gaudi: Device, nic: Nic, seed: int, evidence: Evidence, direction: Direction, length_bytes: int
 ) -> None:
     length_bytes = meter.choose_length(length_bytes)
-    repeats = meter.count_transfers_per_round(length_bytes)
+    repeat_count = meter.count_transfers_per_round(length_bytes)
     data, is_write = pattern.payload(length_bytes, seed=seed), direction is Direction.WRITE
     staging = bytearray(length_bytes)
     with (
@@ -77,11 +77,11 @@ def test_direct_beside_copies(
             )
 
         def transfer_directly() -> None:
-            for _ in range(repeats):
+            for _ in range(repeat_count):
                 run_initiator(memory)
 
         def transfer_by_copies() -> None:
-            for _ in range(repeats):
+            for _ in range(repeat_count):
                 if is_write:
                     run_initiator(staging)
                     memory.write(staging)
@@ -92,7 +92,7 @@ def test_direct_beside_copies(
         methods = {"direct": transfer_directly, "copies": transfer_by_copies}
         rates = meter.measure_methods(
             methods,
-            moved_bytes=length_bytes * repeats,
+            moved_bytes=length_bytes * repeat_count,
             check=lambda: check_and_clear_target(memory, initiator, direction, staging, seed),
         )
     evidence["registration_route"] = registration.route.value
@@ -104,18 +104,18 @@ def test_direct_beside_copies(
 @pytest.mark.parametrize("length_bytes", SIZES)
 def test_copy_by_the_device(meter: Meter, gaudi: Device, seed: int, direction: str, length_bytes: int) -> None:
     length_bytes = meter.choose_length(length_bytes)
-    repeats = meter.count_transfers_per_round(length_bytes)
+    repeat_count = meter.count_transfers_per_round(length_bytes)
     buffer = bytearray(pattern.payload(length_bytes, seed=seed))
     with gaudi.allocate(length_bytes) as memory:
         memory.write(buffer)
 
         def copy_all() -> None:
-            for _ in range(repeats):
+            for _ in range(repeat_count):
                 if direction == "host_to_device":
                     memory.write(buffer)
                 else:
                     memory.read_into(buffer)
 
-        meter.measure(copy_all, moved_bytes=length_bytes * repeats)
+        meter.measure(copy_all, moved_bytes=length_bytes * repeat_count)
         pattern.check(memory.read(), seed=seed)
         pattern.check(bytes(buffer), seed=seed)

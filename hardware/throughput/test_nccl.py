@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
     from gdrkit.harness.evidence import Evidence
 
-# The ranks must not use a NIC.
+# NCCL must not use a NIC, because the cases measure the links between the GPUs.
 NCCL_ENVIRONMENT = {"NCCL_IB_DISABLE": "1"}
-# NCCL uses the CUDA runtime, which the CUDA twin does not support.
+# Mark of the cases that start ranks. Each rank also registers its buffers with a NIC. NCCL uses the CUDA runtime, which
+# the CUDA twin does not support.
 NEEDS_RANKS = needs(
     cuda.device(count_min=2),
     cuda.vmm,
@@ -78,7 +79,11 @@ def measure_all_reduce(
     length_bytes: int,
     environ: dict[str, str],
 ) -> None:
-    """Run the ranks, and record the bus bandwidth with each pair of buffers."""
+    """Run the ranks, and record the bus bandwidth of the all-reduces.
+
+    Without the option ``--registered``, a rank has one pair of buffers, ``plain``. With the option, a rank also has the
+    pair ``registered``, whose buffers are registered with NCCL.
+    """
     size_options = ["--length-bytes", str(length_bytes), "--rounds", str(meter.run_count)]
     results = run_all_reduces(folder, ranks_count, *size_options, *options, environ=environ)
     evidence["nccl"] = {
@@ -92,11 +97,15 @@ def measure_all_reduce(
     # determines the time of a round.
     carried_bytes = int(length_bytes * 2 * (ranks_count - 1) / ranks_count)
     rates = {}
-    for name in results[0]["times_s"]:
-        times_s = [max(rank_times) for rank_times in zip(*(result["times_s"][name] for result in results), strict=True)]
-        cpu_s = sum(sum(result["cpu_s"][name][WARM_UP_ROUNDS:]) for result in results)
-        record_name = "bus" if name == "plain" else f"{name}_bus"
-        rates[name] = meter.record(record_name, Rates.from_times(carried_bytes, times_s[WARM_UP_ROUNDS:], cpu_s=cpu_s))
+    for pair_name in results[0]["times_s"]:
+        times_s = [
+            max(rank_times) for rank_times in zip(*(result["times_s"][pair_name] for result in results), strict=True)
+        ]
+        cpu_s = sum(sum(result["cpu_s"][pair_name][WARM_UP_ROUNDS:]) for result in results)
+        record_name = "bus" if pair_name == "plain" else f"{pair_name}_bus"
+        rates[pair_name] = meter.record(
+            record_name, Rates.from_times(carried_bytes, times_s[WARM_UP_ROUNDS:], cpu_s=cpu_s)
+        )
     if "registered" in rates:
         evidence.number("registered_over_plain_ratio", rates["registered"].median / rates["plain"].median)
 
@@ -106,7 +115,7 @@ def measure_all_reduce(
 def test_registered_memory_is_used(
     devices: tuple[Device, ...], evidence: Evidence, seed: int, tmp_path: Path, memory: str
 ) -> None:
-    """NCCL logs each use of registered memory. It logs none of the memory that is not registered."""
+    """NCCL logs each use of registered memory, and no use of memory that is not registered."""
     length_bytes = 64 * MIB
     # Each rank has a log of its own.
     environ = {**NCCL_ENVIRONMENT, **nccl.log_environment(tmp_path)}
@@ -114,9 +123,10 @@ def test_registered_memory_is_used(
     results = run_all_reduces(tmp_path, len(devices), *options, "--registered", environ=environ)
     for rank, result in enumerate(results):
         log = read_rank_log(tmp_path, rank)
+        # The names of the transports that used each buffer of a pair.
         uses = {
-            name: [sorted(log.uses_of_range(address, length_bytes)) for address in addresses]
-            for name, addresses in result["addresses"].items()
+            pair_name: [sorted(log.uses_of_range(address, length_bytes)) for address in addresses]
+            for pair_name, addresses in result["addresses"].items()
         }
         evidence[f"rank{rank}"] = {"uses": uses, "channels": log.channels}
         assert any("IPC" in transports for transports in uses["registered"])

@@ -65,6 +65,7 @@ def test_by_size(
     length_bytes: int,
 ) -> None:
     memory_bytes = meter.choose_length(MEMORY_BYTES, small_bytes=2 * length_bytes)
+    # count_transfers_per_round() returns at most 256, which would be too few short operations.
     operations = (
         meter.count_transfers_per_round(length_bytes)
         if length_bytes > 64 * KIB
@@ -75,12 +76,12 @@ def test_by_size(
         connect_initiator(nic, memory_bytes=memory_bytes) as initiator,
     ):
         fill_source(memory, initiator, direction, memory_bytes, seed)
-        remote = memory.remote()
+        remote_range = memory.remote()
 
         def transfer() -> None:
             initiator.run(
                 direction,
-                remote,
+                remote_range,
                 length_bytes=length_bytes,
                 operations=operations,
                 depth=QUEUE_DEPTH,
@@ -102,10 +103,10 @@ def test_by_depth(meter: Meter, nic: Nic, memory_kind: RdmaMemoryKind, seed: int
         connect_initiator(nic, memory_bytes=memory_bytes) as initiator,
     ):
         fill_source(memory, initiator, direction, memory_bytes, seed)
-        remote = memory.remote()
+        remote_range = memory.remote()
 
         def run_burst(depth: int) -> None:
-            initiator.run(direction, remote, length_bytes=length_bytes, operations=operations, depth=depth)
+            initiator.run(direction, remote_range, length_bytes=length_bytes, operations=operations, depth=depth)
 
         bursts = {f"depth_{depth}": lambda depth=depth: run_burst(depth) for depth in DEPTHS}
         meter.measure_methods(bursts, moved_bytes=length_bytes * operations)
@@ -123,14 +124,15 @@ def test_latency(
         connect_initiator(nic, memory_bytes=4 * KIB) as initiator,
     ):
         fill_source(memory, initiator, direction, 4 * KIB, seed)
-        remote = memory.remote()
-        initiator.run(direction, remote, length_bytes=length_bytes, operations=operations)
-        latencies = initiator.run_singly(direction, remote, length_bytes=length_bytes, operations=operations)
+        remote_range = memory.remote()
+        # The operations of this first call are not measured.
+        initiator.run(direction, remote_range, length_bytes=length_bytes, operations=operations)
+        latencies = initiator.run_singly(direction, remote_range, length_bytes=length_bytes, operations=operations)
         check_target(memory, initiator, direction, min(4 * KIB, operations * length_bytes), seed)
     if meter.is_on:
         sorted_times_ns = sorted(latencies.times_ns)
-        for name, quantile in (("p50", 0.50), ("p99", 0.99)):
-            evidence.number(f"latency_us_{name}", sorted_times_ns[int(len(sorted_times_ns) * quantile)] / 1e3)
+        for quantile_name, quantile in (("p50", 0.50), ("p99", 0.99)):
+            evidence.number(f"latency_us_{quantile_name}", sorted_times_ns[int(len(sorted_times_ns) * quantile)] / 1e3)
         evidence.number("latency_us_min", sorted_times_ns[0] / 1e3)
         meter.record_apis()
 
@@ -154,17 +156,18 @@ def test_every_pair_of_gpu_and_nic(
     medians: dict[tuple[Distance, Direction], list[float]] = {}
     for device in devices:
         for nic in nics:
-            name = f"gpu{device.index}_{nic.name}"
+            pair_name = f"gpu{device.index}_{nic.name}"
             distance = placement.distance(device.pci_bus_id, nic.name)
-            evidence[name] = distance.name
+            evidence[pair_name] = distance.name
             for direction in Direction:
                 rates = measure_pair(meter, device, nic, route, direction, (length_bytes, operations, seed))
                 if rates is not None:
-                    meter.record_path(f"GPU{device.index}", nic.name, name=f"{name}_{direction.value}")
-                    meter.record(f"{name}_{direction.value}", rates)
+                    meter.record_path(f"GPU{device.index}", nic.name, name=f"{pair_name}_{direction.value}")
+                    meter.record(f"{pair_name}_{direction.value}", rates)
                     medians.setdefault((distance, direction), []).append(rates.median)
             evidence.route(device=device, nic=nic, method=route)
     for direction in Direction:
+        # PIX: the path crosses at most one PCIe switch. SYS: it crosses the link between NUMA nodes.
         rates_behind_one_switch, rates_across_sockets = (
             medians.get((Distance.PIX, direction)),
             medians.get((Distance.SYS, direction)),
@@ -182,19 +185,23 @@ def measure_pair(
     direction: Direction,
     sizes_and_seed: tuple[int, int, int],
 ) -> Rates | None:
+    """Return the rates between the NIC and the memory of the device, or None if the meter is off.
+
+    `sizes_and_seed` has the length of an operation in bytes, the number of operations in a round, and the seed.
+    """
     length_bytes, operations, seed = sizes_and_seed
     memory_bytes = 8 * length_bytes
     with (
         register_device_memory(device, nic, route, length_bytes=memory_bytes) as (memory, registration),
         connect_initiator(nic, memory_bytes=memory_bytes) as initiator,
     ):
-        remote, data = registration.remote(nic), pattern.payload(memory_bytes, seed=seed)
+        remote_range, data = registration.remote(nic), pattern.payload(memory_bytes, seed=seed)
         if direction is Direction.WRITE:
             initiator.write(data)
         else:
             memory.write(data)
         rates = meter.measure_unrecorded(
-            lambda: initiator.run(direction, remote, length_bytes=length_bytes, operations=operations, depth=8),
+            lambda: initiator.run(direction, remote_range, length_bytes=length_bytes, operations=operations, depth=8),
             moved_bytes=length_bytes * operations,
         )
         pattern.check(memory.read() if direction is Direction.WRITE else initiator.read(), seed=seed)
@@ -216,15 +223,15 @@ def test_direct_write_beside_a_copy_through_the_host(
         nic.register_host(pinned_memory.view(), access=Access.LOCAL_WRITE | Access.REMOTE_WRITE) as region,
     ):
         initiator.write(pattern.payload(length_bytes, seed=seed))
-        direct_target, staging_target = registration.remote(nic), region.remote()
+        device_range, pinned_range = registration.remote(nic), region.remote()
 
         def write_directly() -> None:
             for _ in range(operations):
-                initiator.run(Direction.WRITE, direct_target, length_bytes=length_bytes, operations=1)
+                initiator.run(Direction.WRITE, device_range, length_bytes=length_bytes, operations=1)
 
         def write_by_host() -> None:
             for _ in range(operations):
-                initiator.run(Direction.WRITE, staging_target, length_bytes=length_bytes, operations=1)
+                initiator.run(Direction.WRITE, pinned_range, length_bytes=length_bytes, operations=1)
                 stream.write(memory, pinned_memory.view())
                 stream.synchronize()
 
@@ -242,7 +249,7 @@ def test_direct_write_beside_a_copy_through_the_host(
 
 @DMABUF
 def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence) -> None:
-    """Record the ratio of the rates at aligned and odd addresses. Multiples of 256 bytes should be faster."""
+    """Record the ratio of the rates at aligned and odd addresses. Aligned transfers should be faster."""
     length_bytes, operations = 64 * KIB, meter.choose_count(512, small_count=8)
     offsets = {"aligned_4096": 4096, "aligned_256": 4096 + 256, "aligned_64": 4096 + 64, "odd": 4096 + 255}
     with (
@@ -252,14 +259,16 @@ def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, se
         initiator.write(pattern.payload(length_bytes, seed=seed))
 
         def run_burst(offset_bytes: int) -> None:
-            remote = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
-            initiator.run(Direction.WRITE, remote, length_bytes=length_bytes, operations=operations, depth=16)
+            remote_range = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
+            initiator.run(Direction.WRITE, remote_range, length_bytes=length_bytes, operations=operations, depth=16)
 
         for offset_bytes in offsets.values():
             memory.fill(0)
             run_burst(offset_bytes)
             pattern.check(memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes), seed=seed)
-        bursts = {name: lambda offset=offset: run_burst(offset) for name, offset in offsets.items()}
+        bursts = {
+            name: lambda offset_bytes=offset_bytes: run_burst(offset_bytes) for name, offset_bytes in offsets.items()
+        }
         memory.fill(0)
         rates = meter.measure_methods(bursts, moved_bytes=length_bytes * operations)
         # Only the bytes of the last burst are checked. The other bursts write the same bytes at other offsets.

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from gdrkit.harness.evidence import Evidence
 
-# Environment variable with the folder of the native benchmark programs. Only `nox -s bench` builds them and sets it.
+# Environment variable with the folder of the native benchmark programs. Only `nox -s bench` builds these
+# programs and sets this variable. Other runs do not collect the two files that need the programs.
 PROGRAMS_VARIABLE = "GDRKIT_BENCH_PROGRAMS"
 collect_ignore = [] if PROGRAMS_VARIABLE in os.environ else ["test_path_speed.py", "test_ring_speed.py"]
 _SUMMARY_LINES = pytest.StashKey[list[str]]()

@@ -24,10 +24,10 @@ class CallTimes:
 def measure_interleaved(
     calls: Mapping[str, Callable[[], object]], *, rounds_count: int, calls_count: int
 ) -> dict[str, CallTimes]:
-    """Measure several calls. Each round makes each call `calls_count` times, one after the other.
+    """Measure several calls. In each round, every call is repeated `calls_count` times before the next call follows.
 
-    Every second round has the reverse order, because a call affects the next one: on a busy machine, the kernel prefers
-    a thread that has slept, and interrupts a thread that has not.
+    Every second round has the reverse order, because a call affects the next call: on a busy machine, the scheduler
+    prefers a thread that has slept, so a call after a call that sleeps is interrupted less often.
 
     A load that lasts longer than a round slows all calls. A shorter load affects a few rounds, but not the medians. The
     times include the Python loop around the calls, which is the same for every call.

@@ -1,6 +1,6 @@
 """Loaders of model files, with which `gdrkit.safetensors` is compared. Each loader has its fastest documented settings.
 
-A loader is a function that loads the files into GPU memory and returns the tensors of torch by their names.
+A loader is a function that loads the files into GPU memory and returns torch tensors by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _THREADS_COUNT = 16
 
 
 def list_loaders() -> dict[str, Callable[[Sequence[Path]], dict[str, Any]]]:
-    """Return the loaders that are installed, by the names of their packages. gdrkit is first."""
+    """Return two loaders of gdrkit, then one loader of each other package that is installed, by name."""
     other_loaders: dict[str, Callable[[Sequence[Path]], dict[str, Any]]] = {
         "safetensors": _load_by_safetensors,
         "fastsafetensors": _load_by_fastsafetensors,
@@ -45,6 +45,7 @@ def _load_by_gdrkit(paths: Sequence[Path]) -> safetensors.LoadedTensors:
 
 
 def _load_by_gdrkit_per_tensor(paths: Sequence[Path]) -> safetensors.LoadedTensors:
+    """Load each tensor into memory of its own. By default, the tensors of a file share one memory."""
     tensors: safetensors.LoadedTensors = safetensors.load_files(paths, _DEVICE, own_memory=True)
     return tensors
 
@@ -72,7 +73,7 @@ def _load_by_fastsafetensors(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 class _TensorsWithOwner(dict[str, Any]):
-    """Tensors, and the object of another library that owns their memory."""
+    """Tensors by name, with the object of another library that owns their memory."""
 
     def __init__(self, owner: Any, tensors: dict[str, Any]) -> None:  # noqa: ANN401 - an object of another library.
         super().__init__(tensors)

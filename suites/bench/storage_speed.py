@@ -31,7 +31,7 @@ __all__ = [
     "DeviceRange",
     "Kvikio",
     "Series",
-    "TransferTime",
+    "TransferMeasurement",
     "allocate_host_memory",
     "check_all_bytes",
     "create_random_file",
@@ -56,7 +56,7 @@ def log_progress(line: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferTime:
+class TransferMeasurement:
     """The rate of one transfer, and the processor time of this process during the transfer."""
 
     rate_gb_per_s: float
@@ -65,36 +65,36 @@ class TransferTime:
 
 @dataclass(slots=True)
 class Series:
-    """The measurements of one transfer, which was repeated."""
+    """All measurements of one repeated transfer."""
 
     name: str
-    times: list[TransferTime] = field(default_factory=list)
+    measurements: list[TransferMeasurement] = field(default_factory=list)
 
     @property
     def rate_gb_per_s(self) -> float:
         """Median rate."""
-        return statistics.median(transfer.rate_gb_per_s for transfer in self.times)
+        return statistics.median(measurement.rate_gb_per_s for measurement in self.measurements)
 
     @property
     def cpu_s_per_gib(self) -> float:
         """Median processor time."""
-        return statistics.median(transfer.cpu_s_per_gib for transfer in self.times)
+        return statistics.median(measurement.cpu_s_per_gib for measurement in self.measurements)
 
     @property
     def spread(self) -> float:
         """Difference between the highest and the lowest rate, as a share of the median."""
-        rates = [transfer.rate_gb_per_s for transfer in self.times]
+        rates = [measurement.rate_gb_per_s for measurement in self.measurements]
         return (max(rates) - min(rates)) / self.rate_gb_per_s
 
     def __str__(self) -> str:
-        rates = " ".join(f"{transfer.rate_gb_per_s:.2f}" for transfer in self.times)
+        rates = " ".join(f"{measurement.rate_gb_per_s:.2f}" for measurement in self.measurements)
         return (
             f"{self.name}: {self.rate_gb_per_s:.2f} GB/s ({rates}; spread {self.spread:.1%}), "
             f"{self.cpu_s_per_gib:.3f} CPU s/GiB"
         )
 
 
-def measure(transfer: Callable[[], object], length_bytes: int) -> TransferTime:
+def measure(transfer: Callable[[], object], length_bytes: int) -> TransferMeasurement:
     """Measure one transfer of `length_bytes`."""
     usage_before = resource.getrusage(resource.RUSAGE_SELF)
     begin_s = time.perf_counter()
@@ -102,7 +102,7 @@ def measure(transfer: Callable[[], object], length_bytes: int) -> TransferTime:
     duration_s = time.perf_counter() - begin_s
     usage_after = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = usage_after.ru_utime - usage_before.ru_utime + usage_after.ru_stime - usage_before.ru_stime
-    return TransferTime(length_bytes / duration_s / 1e9, cpu_s / (length_bytes / GIB))
+    return TransferMeasurement(length_bytes / duration_s / 1e9, cpu_s / (length_bytes / GIB))
 
 
 def measure_in_turn(
@@ -116,7 +116,7 @@ def measure_in_turn(
 ) -> dict[str, Series]:
     """Measure several transfers in turn. Every second round measures them in reverse order.
 
-    An attempt consists of all rounds. If the spread of a series exceeds `spread_max`, another attempt follows. All
+    An attempt consists of all rounds. The results of all
     attempts are printed. The return value is the attempt with the smallest spread.
 
     Parameters
@@ -130,7 +130,7 @@ def measure_in_turn(
     prepare : callable, optional
         Function that is called before each transfer, outside of the measured time.
     spread_max : float
-        Maximum spread of an attempt that is not repeated.
+        Largest spread that is accepted. After an attempt with a larger spread, another attempt follows.
     attempts_count : int
         Maximum number of attempts.
     """
@@ -142,7 +142,7 @@ def measure_in_turn(
             for name in names:
                 if prepare is not None:
                     prepare()
-                series_by_name[name].times.append(measure(transfers[name], length_bytes))
+                series_by_name[name].measurements.append(measure(transfers[name], length_bytes))
         for transfer_series in series_by_name.values():
             log_progress(f"  {transfer_series}")
         attempts.append(series_by_name)
@@ -160,17 +160,17 @@ def find_fastest(
     candidates: Mapping[str, Callable[[], object]],
     length_bytes: int,
     *,
-    repeats: int,
+    repeats_count: int,
     prepare: Callable[[], object] | None = None,
 ) -> str:
-    """Return the name of the candidate with the highest rate. Each candidate transfers `repeats` times.
+    """Return the name of the candidate with the highest rate. Each candidate makes `repeats_count` transfers.
 
     A candidate with less than half of the highest rate so far is not repeated.
     """
     fastest_name, highest_rate = "", 0.0
     for name, transfer in candidates.items():
         rate = 0.0
-        for _ in range(repeats):
+        for _ in range(repeats_count):
             if prepare is not None:
                 prepare()
             rate = max(rate, measure(transfer, length_bytes).rate_gb_per_s)
@@ -197,10 +197,10 @@ class DeviceRange:
 
 
 class Kvikio:
-    """kvikio without cuFile, as on a machine without GPUDirect Storage.
+    """The library kvikio, set up to work without cuFile, as on a machine without GPUDirect Storage.
 
-    kvikio.defaults has the settings. If the number of threads changes, kvikio creates a new thread pool. The
-    end of `stack` closes the files that stay open.
+    The settings of kvikio are global, so each transfer applies its settings first. kvikio creates a new thread pool for
+    a new number of threads. make_reader() keeps its file open until `stack` closes it.
     """
 
     def __init__(self, stack: ExitStack) -> None:
@@ -214,7 +214,7 @@ class Kvikio:
         self._module.defaults.set({"compat_mode": kvikio.CompatMode.ON})
 
     def apply_settings(self, **settings: object) -> None:
-        """Apply the settings whose value differs from the current value."""
+        """Apply only the settings whose value changes, to keep the thread pool if possible."""
         changed_settings = {name: value for name, value in settings.items() if self._settings.get(name) != value}
         if changed_settings:
             self._module.defaults.set(changed_settings)
@@ -254,7 +254,7 @@ class Kvikio:
         return read
 
     def make_writer(self, path: Path, memory: object, *, sync: bool, **settings: object) -> Callable[[], None]:
-        """Return a function that writes the memory to a new file."""
+        """Return a function that writes the memory to a new file, and calls fdatasync if `sync` is True."""
 
         def write() -> None:
             self.apply_settings(**settings)
@@ -296,7 +296,7 @@ def split_file(path: Path, folder: Path, part_bytes: int) -> list[Path]:
 
 
 def allocate_host_memory(stack: ExitStack, length_bytes: int) -> mmap.mmap:
-    """Allocate host memory in huge pages, and write to every page, so that the kernel allocates all of them."""
+    """Allocate host memory in huge pages, and write to every page, so that the kernel allocates all pages now."""
     memory = stack.enter_context(mmap.mmap(-1, length_bytes))
     memory.madvise(mmap.MADV_HUGEPAGE)
     memory[:] = bytes(length_bytes)
@@ -308,12 +308,12 @@ def check_all_bytes(memory: CudaMemory | mmap.mmap, path: Path, *, length_bytes:
     with path.open("rb") as file:
 
         def check(offset: int) -> None:
-            count = min(_CHECK_CHUNK_BYTES, length_bytes - offset)
+            chunk_bytes = min(_CHECK_CHUNK_BYTES, length_bytes - offset)
             if isinstance(memory, mmap.mmap):
-                contents = memory[offset : offset + count]
+                contents = memory[offset : offset + chunk_bytes]
             else:
-                contents = memory.read(offset_bytes=offset, length_bytes=count)
-            assert contents == os.pread(file.fileno(), count, offset), offset
+                contents = memory.read(offset_bytes=offset, length_bytes=chunk_bytes)
+            assert contents == os.pread(file.fileno(), chunk_bytes, offset), offset
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(check, range(0, length_bytes, _CHECK_CHUNK_BYTES)))
@@ -352,8 +352,8 @@ def make_direct_reader(
                     offset = next(offsets, None)
                 if offset is None:
                     return
-                count = min(part_bytes, size_bytes - offset)
-                assert os.preadv(fd, [memoryview(buffer)[:count]], offset) == count
+                requested_bytes = min(part_bytes, size_bytes - offset)
+                assert os.preadv(fd, [memoryview(buffer)[:requested_bytes]], offset) == requested_bytes
 
         threads = [threading.Thread(target=read_parts, args=(buffer,)) for buffer in buffers]
         for thread in threads:
@@ -373,9 +373,9 @@ def make_pinned_copier(
     """
     from cuda.bindings import driver
 
-    def get_value(result: tuple[Any, ...]) -> Any:  # noqa: ANN401 - the bindings have no types.
-        assert result[0] == driver.CUresult.CUDA_SUCCESS, result[0]
-        return result[1] if len(result) > 1 else None
+    def get_value(code_and_value: tuple[Any, ...]) -> Any:  # noqa: ANN401 - the bindings have no types.
+        assert code_and_value[0] == driver.CUresult.CUDA_SUCCESS, code_and_value[0]
+        return code_and_value[1] if len(code_and_value) > 1 else None
 
     chunk_bytes = min(256 * MIB, length_bytes)
     with device.current():
@@ -385,8 +385,8 @@ def make_pinned_copier(
     def copy() -> None:
         with device.current():
             for offset in range(0, length_bytes, chunk_bytes):
-                count = min(chunk_bytes, length_bytes - offset)
-                get_value(driver.cuMemcpyHtoDAsync(memory.address + offset, host_address, count, stream))
+                copied_bytes = min(chunk_bytes, length_bytes - offset)
+                get_value(driver.cuMemcpyHtoDAsync(memory.address + offset, host_address, copied_bytes, stream))
             get_value(driver.cuStreamSynchronize(stream))
 
     def free() -> None:

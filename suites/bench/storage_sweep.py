@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Sweep", "SweepRow", "format_table"]
 
+# Values for some fields of EngineOptions. The other fields keep their defaults.
 Options = dict[str, int]
 
 DEFAULT: Options = {}
 # The settings to measure for each kind of transfer.
 CACHED_READS: list[Options] = [
     DEFAULT,
-    # This value equals the default of `chunk_bytes`, so that no copies are coalesced: each thread fills its copies
-    # alone.
+    # This value equals the default of `chunk_bytes`. It turns coalesced copies off: each thread fills its copies alone.
     {"coalesced_bytes": 4 * MIB},
     {"coalesced_bytes": 4 * MIB, "chunk_bytes": 2 * MIB, "buffers_count": 3},
     *(
@@ -76,8 +76,8 @@ DURABLE_WRITES: list[Options] = [
         for workers, size_mib in ((1, 16), (1, 64), (2, 8), (3, 16), (4, 16))
     ),
 ]
-# The last settings use less staging memory, which needs less of the processor caches. In a virtual machine, they may be
-# faster than the other settings, because the program of the host that implements the disk may use the same caches.
+# The last settings use less staging memory, so they occupy less of the processor caches. This can be faster in a
+# virtual machine, because the process of the host that emulates the disk may use the same caches.
 COLD_READS: list[Options] = [
     DEFAULT,
     *(
@@ -93,7 +93,7 @@ COLD_READS: list[Options] = [
         )
     ),
 ]
-# Number of threads and size of each read, in MiB, of the readers that only read with O_DIRECT.
+# Pairs for readers that read with O_DIRECT and copy nothing: the number of threads, and the size of each read in MiB.
 RAW_READERS = ((1, 4), (1, 16), (2, 4), (2, 8), (4, 4), (4, 16))
 # Time limit of each kind of transfer, in seconds. The creation of the file is not included.
 TIME_LIMITS_S = {"cached read": 24.0, "host read": 8.0, "write": 8.0, "durable write": 14.0, "cold read": 48.0}
@@ -120,7 +120,7 @@ class SweepRow:
 
     def __str__(self) -> str:
         if not self.rates_gb_per_s:
-            return f"{self.kind:14} {'-':>7} {'-':>7} {'-':>7} {'-':>6}  {self.setting} (not measured: no time)"
+            return f"{self.kind:14} {'-':>7} {'-':>7} {'-':>7} {'-':>6}  {self.setting} (not measured: time limit)"
         cpu_s = statistics.median(self.cpu_s_per_gib)
         rates = (
             f"{self.rate_gb_per_s:7.2f} {max(self.rates_gb_per_s):7.2f} {min(self.rates_gb_per_s):7.2f} {cpu_s:6.3f}"
@@ -245,7 +245,7 @@ class Sweep:
             Function that is called before each transfer.
         peers : Mapping of str to callable
             Functions that move the same number of bytes without the engine, by name. The device memory is not cleared
-            before them.
+            before their transfers.
         base_options : EngineOptions, optional
             Options of every engine; None for the defaults.
         clears_memory : bool
@@ -254,7 +254,7 @@ class Sweep:
         is_short = self.time_factor == 0
         peers = dict(peers or {})
         with contextlib.ExitStack() as stack:
-            # The engines come before the peers, because the time may not suffice for all.
+            # The engines come before the peers, because the time may not suffice for all transfers.
             transfers: dict[str, Callable[[], object]] = {}
             for options in list(settings)[: 2 if is_short else None]:
                 engine = Engine(replace(base_options or EngineOptions(), **options))  # type: ignore[arg-type]
@@ -290,7 +290,7 @@ class Sweep:
         self._transfer(engine, self.written_file, flags, length_bytes, access="direct", durable=True)
 
     def _measure_host_reads(self, length_bytes: int) -> None:
-        """Measure reads into host memory. Their engines have the default options for host memory."""
+        """Measure reads into host memory, by engines with HOST_OPTIONS and the settings to compare."""
         with contextlib.ExitStack() as stack:
             memory = native.HostMemory(allocate_host_memory(stack, length_bytes), writable=True)
             stack.callback(memory.release)

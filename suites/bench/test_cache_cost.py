@@ -1,9 +1,9 @@
 """Time of a cache hit, compared with one cuPointerGetAttribute call.
 
-A cache hit is a lease for which the region cache finds a registration. Its time includes the close of the lease. A hit
-queries the buffer id once by cuPointerGetAttribute, and should take at most 4 times as long as this query. With 10,000
-regions, it should take at most 1.5 times as long as with 10 regions. The case records the ratios of the medians, and
-asserts only that each call is a hit.
+A cache hit is a lease for which the region cache finds a registration. The measured time includes the close of
+the lease. A hit queries the buffer id once by cuPointerGetAttribute, and should take at most 4 times as long as this
+query. With 10,000 regions, a hit should take at most 1.5 times as long as with 10 regions. The case records the ratios
+of the medians, and asserts only that each call is a hit.
 
 All calls are measured in turn 300 times, so that the load of the machine affects all of them. Run this with
 --benchmark-enable.
@@ -56,8 +56,8 @@ def test_cache_hit_beside_a_pointer_query(
         }
         caches = {}
         for count in REGION_COUNTS:
-            # Register 10,000 regions by address, because a dma-buf region of the verbs twin (a library that emulates
-            # NICs) keeps a descriptor open.
+            # Register the regions by address (peer memory), because each dma-buf region of the verbs twin (a library
+            # that emulates NICs) would keep a file descriptor open.
             cache = RegionCache([nic], route=RegistrationRoute.PEER_MEMORY, regions_max=count)
             caches[count] = stack.enter_context(cache)
             for memory in memories[:count]:
@@ -66,7 +66,8 @@ def test_cache_hit_beside_a_pointer_query(
         # Borrowed memory, such as a tensor, lies in a registered allocation. The cache finds the region by address.
         borrowed_memory = cuda.borrow(device, memories[5000].address + 4 * KIB, length_bytes=4 * KIB)
         measured_calls["borrowed_hit_10000"] = _make_cache_hit(caches[10_000], stack.enter_context(borrowed_memory))
-        # After the first hit, the internal state of each cache no longer changes.
+        # Make each call once before the measurement. The first hit changes the internal state of a cache, later hits
+        # do not.
         for call in measured_calls.values():
             call()
         calls_before, statistics_before = (

@@ -1,9 +1,9 @@
 r"""Rates of file reads by cuFile in compat mode: several threads, and one thread as in earlier versions of gdrkit.gds.
 
 Without nvidia-fs, libcufile reads into host memory and copies from there (compat mode). gdrkit.gds does not use such
-reads, because its copy engine is faster. This benchmark shows what threads, the size of a call and registered memory
-gain on a machine that has no direct path. Every method reads the same bytes, which are checked, and the counters of
-libcufile are the evidence that it made the reads. A run takes some minutes and 4 GiB of disk:
+reads, because its copy engine is faster. This benchmark shows how threads, the size of a call and registered
+memory change the rate on a machine that has no direct path. Every method reads the same bytes, which are checked. The
+counters of libcufile prove that libcufile made the reads. A run takes some minutes and 4 GiB of disk:
 
     pytest -c suites/pytest.ini suites/bench/test_cufile_speed.py --benchmark-enable -s \
         -o faulthandler_timeout=500 --records FILE
@@ -46,12 +46,12 @@ pytestmark = [needs(needs_device(), cufile_needs.driver, cufile_needs.udev_prese
 
 # Size of the calls of earlier versions of gdrkit.gds, which made one call after the other, into unregistered memory.
 EARLIER_CALL_BYTES = 64 * MIB
-SMALL_BYTES = 64 * KIB
-# Workers, and size of a call in MiB.
+SMALL_RANGE_BYTES = 64 * KIB
+# Pairs: the number of workers, and the size of a call in MiB.
 SETTINGS = ((4, 4), (8, 1), (8, 4), (8, 16), (12, 8), (16, 2), (16, 4), (16, 8), (16, 16), (24, 8))
 # The methods that read into memory that is not registered.
 UNREGISTERED_METHODS = ("one_thread", "path_not_registered")
-FLAGS = {"cached": 0, "o_direct": os.O_DIRECT}
+OPEN_FLAGS = {"cached": 0, "o_direct": os.O_DIRECT}
 
 
 class CufileBench:
@@ -59,12 +59,12 @@ class CufileBench:
 
     make_one_thread_reader(), make_path_reader() and make_stream_reader() return a function that reads the file once
     into one of two memories. `memory` is registered with cuFile at the first transfer by the cuFile path of gdrkit.gds.
-    `plain_memory` is never registered.
+    `unregistered_memory` is never registered.
     """
 
     def __init__(self, file: Path, device: Device, stack: contextlib.ExitStack, *, length_bytes: int) -> None:
         self.file, self.device, self.stack, self.length_bytes = file, device, stack, length_bytes
-        self.memory, self.plain_memory = (stack.enter_context(device.allocate(length_bytes)) for _ in range(2))
+        self.memory, self.unregistered_memory = (stack.enter_context(device.allocate(length_bytes)) for _ in range(2))
         self.driver = SharedDriver(CufileOptions(workers_count=max(workers for workers, _ in SETTINGS)))
         stack.callback(self.driver.close)
         self.monitor = cufile.RouteMonitor(self.driver.driver, self.driver.host_tree)
@@ -83,7 +83,7 @@ class CufileBench:
             for offset in range(0, self.length_bytes, call_bytes):
                 length = min(call_bytes, self.length_bytes - offset)
                 moved_bytes = handle.read(
-                    self.plain_memory, file_offset_bytes=offset, offset_bytes=offset, length_bytes=length
+                    self.unregistered_memory, file_offset_bytes=offset, offset_bytes=offset, length_bytes=length
                 )
                 assert moved_bytes == length
 
@@ -92,18 +92,18 @@ class CufileBench:
     def make_path_reader(
         self, flags: int, options: CufileOptions, range_bytes: int | None = None
     ) -> Callable[[], None]:
-        """Return a function that reads by the cuFile path of gdrkit.gds, as ranges of `range_bytes`."""
+        """Return a function that reads by the cuFile path of gdrkit.gds, as ranges of `range_bytes` or as one range."""
         file = native.OpenFile(os.open(self.file, os.O_RDONLY | flags))
-        path = CufilePath(self.driver, file, self.device.index, options)
-        self.stack.callback(path.close)
-        memory = self.memory if options.registers_memory else self.plain_memory
+        cufile_path = CufilePath(self.driver, file, self.device.index, options)
+        self.stack.callback(cufile_path.close)
+        memory = self.memory if options.registers_memory else self.unregistered_memory
         extents: list[int] = []
         for offset in range(0, self.length_bytes, range_bytes or self.length_bytes):
             length = min(range_bytes or self.length_bytes, self.length_bytes - offset)
             extents += (0, offset, memory.address + offset, length)
 
         def read() -> None:
-            job = path.submit(write=False, extents=extents, memory=describe_buffer(memory, writable=True))
+            job = cufile_path.submit(write=False, extents=extents, memory=describe_buffer(memory, writable=True))
             job.wait(-1)
             assert (job.failure, job.moved_bytes) == (None, self.length_bytes)
 
@@ -112,7 +112,7 @@ class CufileBench:
     def make_stream_reader(self, flags: int, part_bytes: int) -> Callable[[], None]:
         """Return a function that reads by asynchronous calls on one stream, into registered memory.
 
-        With more streams, cuFile 1.15 in compat mode reads wrong bytes into memory of one registration.
+        With several streams that read into the same registered memory, cuFile 1.15 in compat mode reads wrong bytes.
         """
         handle = self.stack.enter_context(cufile.FileHandle(self.driver.driver, self.open(flags)))
         stream = self.stack.enter_context(self.device.stream())
@@ -148,7 +148,10 @@ def is_measured(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def start_libcufile() -> None:
-    """Transfer once. libcufile then opens the descriptors that it keeps until the process ends."""
+    """Transfer once, so that libcufile opens the descriptors that it keeps until the process ends.
+
+    The leak check does not count descriptors that a fixture of module scope opens.
+    """
     with (
         tempfile.TemporaryDirectory(dir=DISK) as folder,
         udev.provide_entry(Path(folder)),
@@ -164,7 +167,7 @@ def start_libcufile() -> None:
 
 @pytest.fixture
 def bench(start_libcufile: None, device: Device, *, is_measured: bool) -> Iterator[CufileBench]:
-    """Yield the benchmark with a file of random bytes on a disk that udev's database has."""
+    """Yield the benchmark with a file of random bytes. libcufile needs an entry for the disk in udev's database."""
     length_bytes = int(os.environ.get("GDRKIT_BENCH_STORAGE_MIB", "4096" if is_measured else "8")) * MIB
     parent = os.environ.get("GDRKIT_BENCH_STORAGE_FOLDER", DISK)
     folder = Path(tempfile.mkdtemp(prefix="gdrkit-cufile-speed-", dir=parent))
@@ -177,10 +180,10 @@ def bench(start_libcufile: None, device: Device, *, is_measured: bool) -> Iterat
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("access", FLAGS)
+@pytest.mark.parametrize("access", OPEN_FLAGS)
 def test_threads_beside_one_thread(bench: CufileBench, evidence: Evidence, access: str, *, is_measured: bool) -> None:
     """Read the file as one range: from the page cache, or with O_DIRECT from the disk."""
-    flags = FLAGS[access]
+    flags = OPEN_FLAGS[access]
     settings = SETTINGS if is_measured else ((2, 1),)
     candidates: dict[str, Callable[[], None]] = {
         f"{workers} threads, {part_mib} MiB": bench.make_path_reader(
@@ -189,7 +192,7 @@ def test_threads_beside_one_thread(bench: CufileBench, evidence: Evidence, acces
         for workers, part_mib in settings
     }
     candidates["default"] = bench.make_path_reader(flags, CufileOptions())
-    fastest_name = find_fastest(candidates, bench.length_bytes, repeats=2 if is_measured else 1)
+    fastest_name = find_fastest(candidates, bench.length_bytes, repeats_count=2 if is_measured else 1)
     evidence["fastest"] = fastest_name
     methods = {
         "one_thread": bench.make_one_thread_reader(flags, EARLIER_CALL_BYTES),
@@ -202,10 +205,10 @@ def test_threads_beside_one_thread(bench: CufileBench, evidence: Evidence, acces
 
 
 def test_many_small_ranges_beside_one_thread(bench: CufileBench, evidence: Evidence, *, is_measured: bool) -> None:
-    """Read cached ranges of 64 KiB. No batch is used, because the counters of libcufile show no direct route for it."""
+    """Read cached ranges of 64 KiB. No batch is used, because in compat mode its reads are not direct."""
     methods = {
-        "one_thread": bench.make_one_thread_reader(0, SMALL_BYTES),
-        "path": bench.make_path_reader(0, CufileOptions(), SMALL_BYTES),
+        "one_thread": bench.make_one_thread_reader(0, SMALL_RANGE_BYTES),
+        "path": bench.make_path_reader(0, CufileOptions(), SMALL_RANGE_BYTES),
     }
     # Fewer rounds, because one thread needs several seconds for the 65,536 calls.
     measure_and_record(bench, evidence, methods, rounds_count=3 if is_measured else 1, attempts_count=1)
@@ -220,7 +223,7 @@ def measure_and_record(
     attempts_count: int = 2,
 ) -> None:
     """Check the bytes and the counters of each method, measure the methods in turn, and record the rates."""
-    memories = {name: bench.plain_memory if name in UNREGISTERED_METHODS else bench.memory for name in methods}
+    memories = {name: bench.unregistered_memory if name in UNREGISTERED_METHODS else bench.memory for name in methods}
     counters = {}
     for name, read in methods.items():
         # If the bytes are wrong, the record of the failed case names the method.

@@ -30,7 +30,7 @@ POLICIES = {os.SCHED_OTHER: "other", os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr", o
 def measure_doctor(
     benchmark: BenchmarkFixture, evidence: Evidence, command: list[str], environ: dict[str, str]
 ) -> None:
-    """Measure a command that runs the doctor. Each run must end with an exit code of the doctor."""
+    """Measure a command that runs the doctor. Each run must exit with a code of the doctor and print its summary."""
     policy = os.sched_getscheduler(0)
     evidence["scheduling"] = POLICIES.get(policy, str(policy))
     evidence.number("load_1min_count", os.getloadavg()[0])

@@ -1,9 +1,10 @@
 """Time to create and destroy a GPU iov with the pool of the client library, compared with the time without the pool.
 
-With the pool, the library reuses the allocation and its exports, and the agent reuses the registration. With a limit of
-0, there is no pool, so the time of each iov includes allocation, export and registration. The goal on an H200 is that
-an iov of 1 MiB takes at most a fifth of the time without the pool. The goal is not asserted. The two paths are measured
-in turn. Run this with --benchmark-enable.
+A GPU iov is GPU memory that a USRBIO client shares with the agent. With the pool, the library reuses the allocation and
+its exports, and the agent reuses the registration. With a limit of 0, there is no pool, so the time of each iov
+includes allocation, export and registration. The goal on an H200 is that an iov of 1 MiB takes at most a fifth of the
+time without the pool. The goal is not asserted. Calls with and without the pool are measured in turn. Run this with
+--benchmark-enable.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SIZES_MIB = (1, 64)
 
 
 def make_create_and_destroy(mount: Path, length_bytes: int, pool_bytes: int) -> Callable[[], None]:
-    """Return a function that creates and destroys one iov, with this limit of the pool."""
+    """Return a function that creates and destroys one iov, after it sets the limit of the pool."""
 
     def create_and_destroy() -> None:
         usrbio.limit_gpu_pool(idle_bytes_max=pool_bytes, idle_ms_max=600_000)
@@ -58,26 +59,26 @@ def test_create_and_destroy_of_a_gpu_iov(
         ratios: list[float] = []
         # The calls without the pool set its limit to 0, which frees the idle memory. Therefore each round begins with a
         # call that fills the pool again and is not measured.
-        times: dict[str, list[float]] = {"pool": [], "no_pool": []}
+        times_us: dict[str, list[float]] = {"pool": [], "no_pool": []}
         for _ in range(rounds_count):
             statistics_before = usrbio.gpu_pool_statistics()
             create_with_pool()
             for name, call in (("pool", create_with_pool), ("no_pool", create_without_pool)):
                 call_times = measure_interleaved({name: call}, rounds_count=1, calls_count=calls_count)
-                times[name].append(call_times[name].median_ns / 1e3)
+                times_us[name].append(call_times[name].median_ns / 1e3)
             assert usrbio.gpu_pool_statistics().hits - statistics_before.hits == calls_count
-            ratios.append(times["no_pool"][-1] / times["pool"][-1])
+            ratios.append(times_us["no_pool"][-1] / times_us["pool"][-1])
         usrbio.limit_gpu_pool(idle_bytes_max=POOL_BYTES)
         usrbio.trim_gpu_pool()
     if is_measured:
-        medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
-        for name, median in medians.items():
-            evidence.number(f"create_destroy_{name}_us", median)
-        ratio = medians["no_pool"] / medians["pool"]
+        medians_us = {name: sorted(values)[len(values) // 2] for name, values in times_us.items()}
+        for name, median_us in medians_us.items():
+            evidence.number(f"create_destroy_{name}_us", median_us)
+        ratio = medians_us["no_pool"] / medians_us["pool"]
         evidence.number("no_pool_to_pool_ratio", ratio)
         evidence.number("no_pool_to_pool_ratio_min", min(ratios))
         evidence.number("no_pool_to_pool_ratio_max", max(ratios))
         summary.append(
-            f"create and destroy a GPU iov of {size_mib} MiB: {medians['pool']:.0f} us with the pool, "
-            f"{medians['no_pool']:.0f} us without: {ratio:.1f} x (goal on an H200: {GOAL_RATIO:.0f} x)"
+            f"create and destroy a GPU iov of {size_mib} MiB: {medians_us['pool']:.0f} us with the pool, "
+            f"{medians_us['no_pool']:.0f} us without: {ratio:.1f} x (goal on an H200: {GOAL_RATIO:.0f} x)"
         )

@@ -1,10 +1,12 @@
-"""Time to create and destroy an iov in host memory.
+"""Time to create and destroy an iov in host memory (memory that a USRBIO client shares with the agent).
 
 Most of the time of the first large iov goes into its pages: the client allocates them, and the agent pins them. The
 next iov of the same size reuses this memory, which the library clears (docs/usrbio.md). With the environment variable
 GDRKIT_USRBIO_HOST_POOL_BYTES=0, every iov gets new memory. A program that uses iovs has a ring, which keeps the
-connection to the agent. The case "alone" has no ring, so that each iov makes a connection. The goals on an idle machine
-are 2 ms for 64 KiB, and 20 ms for 64 MiB. They are not asserted. Run this with --benchmark-enable.
+connection to the agent open. In the measurement "alone", there is no ring, so each iov opens a connection.
+
+The goals on an idle machine are 2 ms for 64 KiB, and 20 ms for 64 MiB. They are not asserted. Run this with
+--benchmark-enable.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-SIZES = {"64k": 64 * KIB, "1m": MIB, "64m": 64 * MIB}
+SIZES_BYTES = {"64k": 64 * KIB, "1m": MIB, "64m": 64 * MIB}
 
 
 def test_create_and_destroy_of_a_host_iov(
@@ -44,11 +46,11 @@ def test_create_and_destroy_of_a_host_iov(
         calls_without_ring = {"64k_alone": make_create_and_destroy(64 * KIB)}
         times_by_name = measure_interleaved(calls_without_ring, rounds_count=rounds_count, calls_count=calls_count)
         with usrbio.make_ioring(str(tmp_path), 8):
-            calls = {name: make_create_and_destroy(length_bytes) for name, length_bytes in SIZES.items()}
+            calls = {name: make_create_and_destroy(length_bytes) for name, length_bytes in SIZES_BYTES.items()}
             times_by_name |= measure_interleaved(calls, rounds_count=rounds_count, calls_count=calls_count)
         usrbio.trim_host_pool()
         assert agent.terminate() == 0, agent.error_output
-        assert agent.statistics["registrations"] >= len(SIZES) + 1
+        assert agent.statistics["registrations"] >= len(SIZES_BYTES) + 1
     if is_measured:
         time_texts = []
         for name, times in times_by_name.items():

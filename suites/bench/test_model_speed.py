@@ -1,4 +1,4 @@
-r"""Rates of model files into GPU memory: gdrkit.safetensors beside the loaders that are installed.
+r"""Rates at which gdrkit.safetensors and the other installed loaders load model files into GPU memory.
 
 The bytes that each loader returns are checked once. Then all loaders are measured in turn. A run takes 25 minutes, and
 26 GB of disk:
@@ -46,11 +46,11 @@ pytestmark = [
 
 ROUNDS_COUNT = 5
 _CHUNK_BYTES = 16 * MIB
-# This loader does not know the format, so it is not compared as a loader of tensors.
+# kvikio reads whole files and does not parse the format, so the numbers `best_loader` do not include it.
 _LOADERS_WITHOUT_FORMAT = frozenset({"kvikio"})
 _LOADERS_OF_GDRKIT = ("gdrkit", "gdrkit_per_tensor")
 # Shapes of a layer with about 218 million parameters, as in models with 8 billion.
-_LAYER = (
+_LAYER_SHAPES = (
     (4096, 4096),
     (1024, 4096),
     (1024, 4096),
@@ -105,36 +105,36 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def create_model(path: Path, shapes: Sequence[tuple[int, ...]]) -> int:
-    """Write a file with tensors of BF16 of these shapes and with random bytes. Return the size of its tensors."""
-    entries, data_offset = [], 0
+    """Write a file with BF16 tensors of these shapes and with random bytes. Return the size of the tensors in bytes."""
+    entries, data_bytes = [], 0
     for index, shape in enumerate(shapes):
-        length_bytes = 2
+        length_bytes = 2  # Size of a BF16 element.
         for size in shape:
             length_bytes *= size
         name = f"{path.stem}.layers.{index}.weight"
-        entries.append((name, safetensors.TensorEntry("BF16", shape, data_offset, data_offset + length_bytes)))
-        data_offset += length_bytes
+        entries.append((name, safetensors.TensorEntry("BF16", shape, data_bytes, data_bytes + length_bytes)))
+        data_bytes += length_bytes
     header = pack_header(entries, {"format": "pt"})
     with path.open("wb") as file:
         file.write(header)
-        file.truncate(len(header) + data_offset)
+        file.truncate(len(header) + data_bytes)
         file.flush()
 
         def fill(offset: int) -> None:
-            data = os.urandom(min(_CHUNK_BYTES, data_offset - offset))
+            data = os.urandom(min(_CHUNK_BYTES, data_bytes - offset))
             os.pwrite(file.fileno(), data, len(header) + offset)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(fill, range(0, data_offset, _CHUNK_BYTES)))
+            list(pool.map(fill, range(0, data_bytes, _CHUNK_BYTES)))
         os.fsync(file.fileno())
-    return data_offset
+    return data_bytes
 
 
 def check_tensors(tensors: Mapping[str, Any], paths: Sequence[Path]) -> None:
     """Require that the tensors have the bytes of the files."""
     import torch
 
-    names: set[str] = set()
+    checked_names: set[str] = set()
     for path in paths:
         with gds.File(path, direct="never") as file:
             header = read_header(file)
@@ -144,8 +144,8 @@ def check_tensors(tensors: Mapping[str, Any], paths: Sequence[Path]) -> None:
             actual = tensors[name].contiguous().view(-1).view(torch.uint8)
             assert tuple(tensors[name].shape) == entry.shape, name
             assert torch.equal(actual, data[entry.begin : entry.end].to(actual.device)), name
-            names.add(name)
-    assert names == set(tensors)
+            checked_names.add(name)
+    assert checked_names == set(tensors)
 
 
 def check_and_measure(
@@ -186,7 +186,7 @@ def check_and_measure(
 
 
 def record(evidence: Evidence, prefix: str, series: Mapping[str, Series]) -> None:
-    """Record the rate and the processor time of each loader, and the best of the loaders except gdrkit."""
+    """Record the rate and the processor time of each loader, and the fastest loader of another package."""
     for name, loader_series in series.items():
         evidence.number(f"{prefix}_{name}_gb_per_s", loader_series.rate_gb_per_s)
         evidence.number(f"{prefix}_{name}_cpu_s_per_gib", loader_series.cpu_s_per_gib)
@@ -195,20 +195,20 @@ def record(evidence: Evidence, prefix: str, series: Mapping[str, Series]) -> Non
         fastest_loader = max(other_series, key=lambda name: other_series[name].rate_gb_per_s)
         evidence[f"{prefix}_best_other"] = fastest_loader
         evidence.number(f"{prefix}_best_other_gb_per_s", other_series[fastest_loader].rate_gb_per_s)
-        rates_of_loaders = [
+        rates_of_parsing_loaders = [
             loader_series.rate_gb_per_s
             for name, loader_series in other_series.items()
             if name not in _LOADERS_WITHOUT_FORMAT
         ]
-        if rates_of_loaders:
-            evidence.number(f"{prefix}_best_loader_gb_per_s", max(rates_of_loaders))
+        if rates_of_parsing_loaders:
+            evidence.number(f"{prefix}_best_loader_gb_per_s", max(rates_of_parsing_loaders))
 
 
 def test_files_of_a_model_beside_other_loaders(
     device: Device, folder: Path, evidence: Evidence, *, is_measured: bool
 ) -> None:
     """Load four files of 2 GiB, cached and cold."""
-    shapes = (_LAYER * 5)[:-2] if is_measured else ((64, 64), (64,))
+    shapes = (_LAYER_SHAPES * 5)[:-2] if is_measured else ((64, 64), (64,))
     paths = [folder / f"model-{index}.safetensors" for index in range(4)]
     length_bytes = sum(create_model(path, shapes) for path in paths)
     rounds_count = ROUNDS_COUNT if is_measured else 1
@@ -246,7 +246,7 @@ def test_one_large_file_beside_other_loaders(
     device: Device, folder: Path, evidence: Evidence, *, is_measured: bool, state: str
 ) -> None:
     """Load 16 GB with 291 tensors."""
-    shapes = (*(_LAYER * 32), (128256, 4096), (128256, 4096), (4096,)) if is_measured else ((64, 64), (64,))
+    shapes = (*(_LAYER_SHAPES * 32), (128256, 4096), (128256, 4096), (4096,)) if is_measured else ((64, 64), (64,))
     path = folder / "large.safetensors"
     length_bytes = create_model(path, shapes)
     log_progress(f"{len(shapes)} tensors, {length_bytes / 1e9:.1f} GB, {state}")
@@ -275,21 +275,21 @@ def test_small_tensors_beside_other_loaders(
         for name, rate in tensors_per_s.items():
             evidence.number(f"{prefix}_{name}_per_s", rate)
             evidence.number(f"{prefix}_{name}_cpu_s_per_gib", series[name].cpu_s_per_gib)
-        rates_of_loaders = [
+        rates_of_other_loaders = [
             rate for name, rate in tensors_per_s.items() if name not in {*_LOADERS_OF_GDRKIT, *_LOADERS_WITHOUT_FORMAT}
         ]
-        if rates_of_loaders:
-            evidence.number(f"{prefix}_best_other_per_s", max(rates_of_loaders))
+        if rates_of_other_loaders:
+            evidence.number(f"{prefix}_best_other_per_s", max(rates_of_other_loaders))
 
 
 @needs(cuda_needs.device(count_min=2))
 def test_two_devices_beside_one(
     devices: tuple[Device, ...], folder: Path, evidence: Evidence, *, is_measured: bool
 ) -> None:
-    """Load a half on each of two devices, and everything on both, from the page cache."""
+    """Load one half of each tensor on each of two devices, and all tensors on both devices, from the page cache."""
     import torch
 
-    shapes = (_LAYER * 5)[:-2] if is_measured else ((64, 64), (64,))
+    shapes = (_LAYER_SHAPES * 5)[:-2] if is_measured else ((64, 64), (64,))
     paths = [folder / f"model-{index}.safetensors" for index in range(4)]
     length_bytes = sum(create_model(path, shapes) for path in paths)
 
@@ -313,7 +313,7 @@ def test_two_devices_beside_one(
     del tensors, first_halves, second_halves, joined_tensors
     torch.cuda.empty_cache()
     series = measure_in_turn(transfers, length_bytes, rounds_count=ROUNDS_COUNT if is_measured else 1, attempts_count=1)
-    for name, loader_series in series.items():
-        # The bytes that arrive on all devices together.
+    for name, transfer_series in series.items():
+        # The rate counts the bytes that arrive on both devices.
         copies_count = 2 if name.startswith("both") else 1
-        evidence.number(f"two_devices_{name}_gb_per_s", copies_count * loader_series.rate_gb_per_s)
+        evidence.number(f"two_devices_{name}_gb_per_s", copies_count * transfer_series.rate_gb_per_s)

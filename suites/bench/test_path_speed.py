@@ -5,14 +5,15 @@ reads have at least half of the rate of `pread` in one thread. The goals are not
 busy.
 
 The record also has two more measurements. One is the processor time of an operation, which depends less on the load of
-the machine. The other is the rate of a bare copy: a program with two threads that make only the memory copies of the
-path. The bare copy is not an upper bound, because in some runs it was slower than the path.
+the machine. The other is the rate of a bare copy: a program with two threads that make the same memory copies as
+the path, and nothing else. The bare copy is not an upper bound, because in some runs it was slower than the path.
 
 All processes share two cores, even if the machine has more. In one case, the scheduler of the kernel places the
 threads. In the other case, the session thread of the server has a core for itself, because it has as much work as all
 other threads together. `nox -s bench` builds the measuring program, ``usrbio_path_bench``.
 
-Only the case beside io_uring measures the reads that the agent executes itself.
+In the case beside io_uring, the agent may execute reads itself. In the case beside the kernel, the agent sends all
+reads to the server (--no-local-reads).
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ MEASUREMENTS = {
     "4 KiB": ("path_small", "io_uring", "bare_small", 0.25),
     "1 MiB": ("path_large", "pread", "bare_large", 0.5),
 }
-# The goals of reads by usrbio on two idle cores, as a share of the rate of io_uring, by size and depth.
+# The goals of reads by usrbio on two idle cores, as a share of the rate of io_uring, by the size of a read
+# in bytes and the number of reads in flight.
 IO_URING_GOALS = {
     (4 * KIB, 1): 0.3,
     (4 * KIB, 8): 0.45,
@@ -103,7 +105,7 @@ def isolate_session(agent: AgentProcess, cores: list[int]) -> None:
     os.sched_setaffinity(0, {cores[0]})
     for process_id in (agent.process.pid, agent.server_process_id()):
         for task in Path(f"/proc/{process_id}/task").iterdir():
-            # A thread may end between the two calls.
+            # A thread may end after iterdir() has listed it.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 name = (task / "comm").read_text().strip()
                 os.sched_setaffinity(int(task.name), {cores[-1] if name == "gdrkit-session" else cores[0]})
@@ -128,11 +130,11 @@ def compute_operations_per_s(measurement: dict[str, Any]) -> float:
     return float(measurement["operations"] / measurement["passed_s"])
 
 
-def compute_median_share(measurements: list[dict[str, Any]], peers: list[dict[str, Any]]) -> float:
+def compute_median_share(measurements: list[dict[str, Any]], peer_measurements: list[dict[str, Any]]) -> float:
     """Return the median of the ratios of all rounds. The two rates of a ratio were measured in the same round."""
     return statistics.median(
         compute_operations_per_s(measurement) / compute_operations_per_s(peer)
-        for measurement, peer in zip(measurements, peers, strict=True)
+        for measurement, peer in zip(measurements, peer_measurements, strict=True)
     )
 
 
@@ -221,7 +223,10 @@ def test_reads_beside_io_uring(
     evidence: Evidence,
     summary: list[str],
 ) -> None:
-    """usrbio and io_uring take turns. Both keep the same number of reads in flight; each wait is for half of them."""
+    """Measure usrbio and io_uring in turn. Both keep the same number of reads in flight; each wait is for half of them.
+
+    A file of the kind "plain" has no checksums. With "fuse", the client opens such a file on a FUSE mount of the agent.
+    """
     for name, value in TWIN_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     evidence["environment"] = TWIN_ENVIRONMENT
@@ -231,16 +236,16 @@ def test_reads_beside_io_uring(
     mount.mkdir()
     if file_kind != "checksums":
         (store / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
-    options = ("--fuse", "--store", str(store)) if file_kind == "fuse" else ()
-    with restrict_to_two_cores() as cores, AgentProcess(mount if options else store, *options) as agent:
+    agent_options = ("--fuse", "--store", str(store)) if file_kind == "fuse" else ()
+    with restrict_to_two_cores() as cores, AgentProcess(mount if agent_options else store, *agent_options) as agent:
         evidence["cores"] = len(cores)
         if file_kind == "checksums":
             create_file(store, seed)
         points = ",".join(f"{length_bytes}:{depth}" for length_bytes, depth in IO_URING_GOALS)
-        peer = ("--peer-file", str(store / "file"))
-        pair = ("--cores", f"{cores[0]},{cores[-1]}") if len(cores) > 1 else ()
-        options = (*pair, *peer, "--rounds", "5", "--ms", "400")
-        measurements = measure(agent, agent.mount / "file", "--points", points, *options)
+        peer_option = ("--peer-file", str(store / "file"))
+        cores_option = ("--cores", f"{cores[0]},{cores[-1]}") if len(cores) > 1 else ()
+        program_options = (*cores_option, *peer_option, "--rounds", "5", "--ms", "400")
+        measurements = measure(agent, agent.mount / "file", "--points", points, *program_options)
     assert agent.statistics["failed"] == 0
     if round_trips_ns := [1e9 / compute_operations_per_s(trips) for trips in measurements.get("round_trip", [])]:
         evidence.number("processor_round_trip_ns_min", min(round_trips_ns))

@@ -1,8 +1,9 @@
 """Processor time of a usrbio ring operation in the client, compared with two other operations.
 
-One is a NOP of io_uring, the other is a bare loop that only posts and waits for the same semaphores. The goals on idle
-cores are: at most twice the time of the NOP if the agent polls for up to 50 us before it sleeps, and at most 1.2 times
-the time of the bare loop if the agent sleeps at once. The goals are not asserted, because the machine may be busy.
+The first is a NOP of io_uring. The second is a bare loop that only posts the same semaphores and waits for them. The
+goals on idle cores are: at most twice the time of the NOP if the agent polls for up to 50 us before it sleeps, and at
+most 1.2 times the time of the bare loop if the agent sleeps at once. The goals are not asserted, because the machine
+may be busy.
 
 `nox -s bench` builds the measuring program, ``usrbio_ring_bench``, which measures all operations in turn.
 """
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
 ROUNDS, BATCHES = 15, 20000
-# Names in the output of the measuring program, and the names of the numbers in the record.
+# Names of the numbers in the record, by the names in the output of the measuring program.
 RECORD_NAMES = {
     "usrbio, agent spins up to 50 us, 3 batches in flight": "spinning",
     "usrbio, agent spins up to 50 us, 1 batch in flight": "spinning_one_batch",

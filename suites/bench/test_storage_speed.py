@@ -65,19 +65,20 @@ class Bench:
         self.folder, self.device, self.memory, self.evidence = folder, device, memory, evidence
         self.length_bytes = memory.length_bytes
         self.rounds_count = 5 if is_measured else 1
-        self.repeats = 2 if is_measured else 1
+        self.repeats_count = 2 if is_measured else 1
         self.threads_counts = (8, 16, 32) if is_measured else (2,)
         self.file = folder / "file"
         self.stack = contextlib.ExitStack()
         self.kvikio = Kvikio(self.stack)
 
     def list_kvikio_settings(
-        self, direction: str, *, direct: tuple[bool, ...], threads_max: int = 32
+        self, direction: str, *, auto_direct_values: tuple[bool, ...], threads_max: int = 32
     ) -> dict[str, dict[str, object]]:
         """Return the settings of kvikio to compare, by a name for each. `direction` is ``read`` or ``write``.
 
-        Some settings are omitted because they were much slower in one measurement: 32 threads with tasks of 4 MiB,
-        direct reads of cached files, 32 threads for the disk, and buffered writes.
+        `auto_direct_values` has the values of kvikio's setting auto_direct_io to try. The function and its callers omit
+        settings that were much slower in one measurement: 32 threads with tasks of 4 MiB, direct reads of cached files,
+        32 threads for the disk, and buffered writes.
         """
         return {
             f"kvikio {threads} threads, {task_mib} MiB, {'auto direct' if auto_direct else 'buffered'}": {
@@ -85,7 +86,7 @@ class Bench:
                 "task_size": task_mib * MIB,
                 f"auto_direct_io_{direction}": auto_direct,
             }
-            for auto_direct in direct
+            for auto_direct in auto_direct_values
             for threads in self.threads_counts
             for task_mib in (4, 16)
             if threads <= threads_max and (threads, task_mib) != (32, 4)
@@ -149,13 +150,13 @@ def test_host_file_reads_beside_kvikio(bench: Bench) -> None:
 def measure_cached_reads(bench: Bench, file: gds.File) -> str:
     """Measure cached reads by gdrkit and kvikio, and pinned copies. Return the fastest setting of kvikio."""
     log_progress("cached reads: fastest setting of kvikio")
-    settings = bench.list_kvikio_settings("read", direct=(False,))
+    settings = bench.list_kvikio_settings("read", auto_direct_values=(False,))
     candidates = {
         name: bench.kvikio.make_reader(bench.file, bench.memory, **setting) for name, setting in settings.items()
     }
     with bench.device.current():
         bench.check_reader(next(iter(candidates.values())))
-        fastest_name = find_fastest(candidates, bench.length_bytes, repeats=bench.repeats + 1)
+        fastest_name = find_fastest(candidates, bench.length_bytes, repeats_count=bench.repeats_count + 1)
         bench.evidence["cached_read_kvikio_best"] = fastest_name
         bench.check_reader(candidates[fastest_name])
         bench.check_reader(lambda: file.read_into(bench.memory))
@@ -182,9 +183,9 @@ def measure_host_reads(bench: Bench, file: gds.File) -> None:
     """Measure cached reads into host memory."""
     log_progress("cached reads into host memory")
     memory = allocate_host_memory(bench.stack, bench.length_bytes)
-    settings = bench.list_kvikio_settings("read", direct=(False,))
+    settings = bench.list_kvikio_settings("read", auto_direct_values=(False,))
     candidates = {name: bench.kvikio.make_reader(bench.file, memory, **setting) for name, setting in settings.items()}
-    fastest_name = find_fastest(candidates, bench.length_bytes, repeats=bench.repeats)
+    fastest_name = find_fastest(candidates, bench.length_bytes, repeats_count=bench.repeats_count)
     readers = {"gdrkit": lambda: file.read_into(memory), "kvikio": candidates[fastest_name]}
     series = measure_in_turn(readers, bench.length_bytes, rounds_count=bench.rounds_count)
     bench.record_rate("host_read_gdrkit", series["gdrkit"])
@@ -197,12 +198,12 @@ def measure_host_reads(bench: Bench, file: gds.File) -> None:
 def measure_small_reads(bench: Bench, file: gds.File) -> None:
     """Measure reads of 4 KiB at random offsets of the file into consecutive memory."""
     log_progress("4 KiB random cached reads")
-    count = min(bench.length_bytes // PAGE_BYTES, 32768 if bench.rounds_count > 1 else 512)
+    reads_count = min(bench.length_bytes // PAGE_BYTES, 32768 if bench.rounds_count > 1 else 512)
     rng = random.Random(1)
-    offsets = [rng.randrange(bench.length_bytes // PAGE_BYTES) * PAGE_BYTES for _ in range(count)]
+    offsets = [rng.randrange(bench.length_bytes // PAGE_BYTES) * PAGE_BYTES for _ in range(reads_count)]
     ranges = [(offset, PAGE_BYTES) for offset in offsets]
     candidates = make_kvikio_small_readers(bench, offsets)
-    fastest_name = find_fastest(candidates, count * PAGE_BYTES, repeats=bench.repeats)
+    fastest_name = find_fastest(candidates, reads_count * PAGE_BYTES, repeats_count=bench.repeats_count)
     bench.evidence["random_4k_kvikio_best"] = fastest_name
 
     def read_one_by_one() -> None:
@@ -218,13 +219,13 @@ def measure_small_reads(bench: Bench, file: gds.File) -> None:
         read()
         with bench.file.open("rb") as posix_file:
             expected_bytes = b"".join(os.pread(posix_file.fileno(), PAGE_BYTES, offset) for offset in offsets)
-        assert bench.memory.read(length_bytes=count * PAGE_BYTES) == expected_bytes
+        assert bench.memory.read(length_bytes=reads_count * PAGE_BYTES) == expected_bytes
     for name, readers, attempts_count in (
         ("random_4k", parallel_readers, 3),
         ("one_4k_at_a_time", sequential_readers, 1),
     ):
         series = measure_in_turn(
-            readers, count * PAGE_BYTES, rounds_count=bench.rounds_count, attempts_count=attempts_count
+            readers, reads_count * PAGE_BYTES, rounds_count=bench.rounds_count, attempts_count=attempts_count
         )
         bench.record(f"{name}_gdrkit_ops_per_s", series["gdrkit"].rate_gb_per_s * 1e9 / PAGE_BYTES)
         bench.record(f"{name}_kvikio_ops_per_s", series["kvikio"].rate_gb_per_s * 1e9 / PAGE_BYTES)
@@ -282,7 +283,7 @@ def measure_many_files(bench: Bench, file: gds.File, kvikio_setting: str) -> Non
             return gds.read_files(paths, bench.memory, lengths).result()
 
         bench.check_reader(read)
-        setting = bench.list_kvikio_settings("read", direct=(False,))[kvikio_setting]
+        setting = bench.list_kvikio_settings("read", auto_direct_values=(False,))[kvikio_setting]
         kvikio_read = bench.kvikio.make_files_reader(paths, bench.memory, **setting)
         readers: dict[str, Callable[[], Any]] = {"gdrkit": read, "one file": lambda: file.read_into(bench.memory)}
         with bench.device.current():
@@ -306,7 +307,7 @@ def measure_cold_reads(bench: Bench, file: gds.File) -> None:
     def drop_file() -> None:
         drop_cache(bench.file)
 
-    # Number of threads and size of each read, in MiB.
+    # Pairs: the number of threads, and the size of each read in MiB.
     threads_and_sizes = [(threads, part_mib) for part_mib in (4, 16) for threads in (2, 4, 8)]
     raw_readers: dict[str, Callable[[], object]] = {
         f"raw O_DIRECT, {threads} x {part_mib} MiB": make_direct_reader(
@@ -314,13 +315,13 @@ def measure_cold_reads(bench: Bench, file: gds.File) -> None:
         )
         for threads, part_mib in threads_and_sizes
     }
-    fastest_raw_reader = find_fastest(raw_readers, bench.length_bytes, repeats=1, prepare=drop_file)
-    settings = bench.list_kvikio_settings("read", direct=(True,), threads_max=16)
+    fastest_raw_reader = find_fastest(raw_readers, bench.length_bytes, repeats_count=1, prepare=drop_file)
+    settings = bench.list_kvikio_settings("read", auto_direct_values=(True,), threads_max=16)
     kvikio_readers = {
         name: bench.kvikio.make_reader(bench.file, bench.memory, **setting) for name, setting in settings.items()
     }
     with bench.device.current():
-        fastest_name = find_fastest(kvikio_readers, bench.length_bytes, repeats=1, prepare=drop_file)
+        fastest_name = find_fastest(kvikio_readers, bench.length_bytes, repeats_count=1, prepare=drop_file)
         bench.evidence["cold_read_best"] = [fastest_raw_reader, fastest_name]
         drop_file()
         bench.check_reader(lambda: file.read_into(bench.memory))
@@ -355,24 +356,24 @@ def measure_writes(bench: Bench) -> None:
     for sync in (False, True):
         kind = "write_fsync" if sync else "write"
         log_progress(f"device to file, {'with' if sync else 'without'} fsync: fastest setting of kvikio")
-        settings = bench.list_kvikio_settings("write", direct=(True,), threads_max=16)
+        settings = bench.list_kvikio_settings("write", auto_direct_values=(True,), threads_max=16)
         peers = {
             name: bench.kvikio.make_writer(written_file, bench.memory, sync=sync, **setting)
             for name, setting in settings.items()
         }
         with bench.device.current():
-            fastest_name = find_fastest(peers, bench.length_bytes, repeats=1, prepare=remove_written_file)
+            fastest_name = find_fastest(peers, bench.length_bytes, repeats_count=1, prepare=remove_written_file)
             bench.evidence[f"{kind}_kvikio_best"] = fastest_name
-            all_writes: dict[str, Callable[[], object]] = {
+            writers: dict[str, Callable[[], object]] = {
                 "gdrkit": partial(write, sync=sync),
                 "kvikio": peers[fastest_name],
             }
-            for transfer in all_writes.values():
+            for transfer in writers.values():
                 remove_written_file()
                 transfer()
                 check_all_bytes(bench.memory, written_file, length_bytes=bench.length_bytes)
             series = measure_in_turn(
-                all_writes,
+                writers,
                 bench.length_bytes,
                 rounds_count=bench.rounds_count,
                 prepare=remove_written_file,

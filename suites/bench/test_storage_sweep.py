@@ -42,7 +42,8 @@ def test_copy_engine_settings_in_one_table(
         create_random_file(source, length_bytes)
         with device.allocate(length_bytes) as memory:
             rows = Sweep(source, device, memory, time_factor=float(is_measured)).run()
-            # The last transfer read the first half of the file.
+            # The last engine read the first half of the file. The readers without an engine do not write to this
+            # memory.
             check_all_bytes(memory, source, length_bytes=length_bytes // 2)
     finally:
         shutil.rmtree(folder)

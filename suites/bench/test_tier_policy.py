@@ -25,19 +25,20 @@ if TYPE_CHECKING:
 
 FILE_COUNTS = (10_000, 100_000, 1_000_000)
 ROUNDS = 3
-# The load of a busy machine may change a ratio of medians by this factor.
+# Tolerance for a ratio of medians, which the load of a busy machine changes.
 LOAD_FACTOR = 1.25
-# Maximum difference of the peak memory. SQLite caches pages of two files, the catalogue and the plan (cache_size).
+# Maximum difference between the peak memories for the most and for the fewest files. SQLite caches pages of two files,
+# the catalogue and the plan (cache_size).
 MEMORY_MIB_MAX = 16
 
 
-def measure_plan(folder: Path, count: int, rounds: int) -> dict[str, Any]:
+def measure_plan(folder: Path, files_count: int, rounds_count: int) -> dict[str, Any]:
     """Return the median times of a plan for this number of files, and the peak memory of its process."""
     folder.mkdir()
-    command = module_command("bench.tier_plan", folder, count, rounds)
+    command = module_command("bench.tier_plan", folder, files_count, rounds_count)
     completed = subprocess.run(command, env=suites_environ(), check=True, capture_output=True, text=True)
     result: dict[str, Any] = json.loads(completed.stdout)
-    assert 0 < result["moves"] < count
+    assert 0 < result["moves"] < files_count
     return result | {name: statistics.median(result[name]) for name in ("seconds", "processor_s")}
 
 
@@ -58,7 +59,7 @@ def test_policy_for_many_files(
         line = f"{result['seconds']:.3f} s ({result['processor_s']:.3f} s of a processor), {result['moves']} moves"
         summary.append(f"policy, {count:>9} files: {line}, {result['peak_mib']:.0f} MiB")
     for small_count, large_count in pairwise(FILE_COUNTS):
-        # The processor time depends less on the load of the machine.
+        # The load of the machine affects the processor time less than the elapsed time.
         ratio = results[large_count]["processor_s"] / results[small_count]["processor_s"]
         evidence.number(f"time_{large_count}_over_{small_count}_files_ratio", ratio)
         assert ratio <= LOAD_FACTOR * (large_count * math.log(large_count)) / (small_count * math.log(small_count))

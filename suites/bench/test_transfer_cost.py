@@ -1,8 +1,8 @@
 """Time of short transfers between files and host memory, beside kvikio and beside the system calls themselves.
 
 All calls are measured in turn, so that the load of the machine affects all of them. kvikio runs without cuFile
-(compatibility mode). One case measures how long the start of a transfer takes, as the processor time of the calling
-thread: other threads move the bytes. Another case compares awaited reads with pread(2) in threads of the event loop.
+(compatibility mode). One case measures only the start of a transfer, as processor time of the calling thread,
+because other threads move the bytes. Another case compares awaited reads with pread(2) in threads of the event loop.
 Run this with --benchmark-enable; GDRKIT_BENCH_STORAGE_FOLDER sets the folder of the file.
 """
 
@@ -47,7 +47,7 @@ def stack() -> Iterator[contextlib.ExitStack]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Iterator[Path]:
-    """Yield a file of random bytes in the page cache."""
+    """Yield the path of a file of random bytes, which is in the page cache."""
     path = Path(os.environ.get("GDRKIT_BENCH_STORAGE_FOLDER", tmp_path)) / "transfer_cost"
     create_random_file(path, FILE_BYTES)
     path.read_bytes()
@@ -61,13 +61,13 @@ def rounds_count(request: pytest.FixtureRequest) -> int:
 
 
 def record_times(evidence: Evidence, name: str, times: Mapping[str, CallTimes]) -> None:
-    for caller, call_times in times.items():
-        evidence.number(f"{name}_{caller}_us", call_times.median_ns / 1e3)
-        evidence.number(f"{name}_{caller}_min_us", call_times.minimum_ns / 1e3)
+    for method, call_times in times.items():
+        evidence.number(f"{name}_{method}_us", call_times.median_ns / 1e3)
+        evidence.number(f"{name}_{method}_min_us", call_times.minimum_ns / 1e3)
 
 
 def make_cyclic_call(call: Callable[[int], object], *, length_bytes: int) -> Callable[[], object]:
-    """Return a function that calls `call` with the next offset in the file, and begins again at its end."""
+    """Return a function that calls `call` with the next offset, and begins again at the end of the file."""
     offset = 0
 
     def call_next() -> None:
@@ -107,6 +107,7 @@ def test_one_4k_read_at_a_time_beside_kvikio(
         assert memory[:] == file_bytes
     calls = {name: make_cyclic_call(read, length_bytes=PAGE_BYTES) for name, read in read_functions.items()}
     record_times(evidence, "read_4k", measure_interleaved(calls, rounds_count=rounds_count, calls_count=READS_COUNT))
+    # `stack` cannot close the memory while views of it exist.
     arrays.clear()
     pages.clear()
 
@@ -170,6 +171,7 @@ def test_start_of_a_transfer_beside_kvikio(
     for name, times in times_us.items():
         evidence.number(f"start_{name}_cpu_us", statistics.median(times))
         evidence.number(f"start_{name}_cpu_min_us", min(times))
+    # `stack` cannot close the memory while views of it exist.
     arrays.clear()
     pages.clear()
 
@@ -197,13 +199,13 @@ def test_thousand_awaited_reads_beside_threads(
     async def measure() -> dict[str, list[float]]:
         times_us: dict[str, list[float]] = {"gdrkit": [], "threads": []}
         async with gds.AsyncFile(path, direct="never") as file:
-            reads: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+            read_functions: list[tuple[str, Callable[[], Awaitable[None]]]] = [
                 ("gdrkit", partial(read_gdrkit, file)),
                 ("threads", partial(read_in_threads, file.file.fileno())),
             ]
             for _ in range(rounds_count):
-                reads.reverse()
-                for name, read in reads:
+                read_functions.reverse()
+                for name, read in read_functions:
                     memory[:] = bytes(FILE_BYTES)
                     begin_s = time.perf_counter()
                     await read()

@@ -29,13 +29,14 @@ __all__ = ["main"]
 _SIZES_BYTES = (4096, 1 << 20, 1 << 30)
 
 
-def _generate_rows(count: int, now_half_lives: float) -> Iterator[tuple[object, ...]]:
+def _generate_rows(files_count: int, now_half_lives: float) -> Iterator[tuple[object, ...]]:
     """Yield rows of the catalogue: files of several sizes in all tiers, most of them rarely used.
 
-    One file in a hundred is pinned to a tier, and one file in a hundred has two hard links.
+    `now_half_lives` is the current time in half-lives of the heat. One file in a hundred is pinned to a tier, and one
+    file in a hundred has two hard links.
     """
-    rng = random.Random(count)
-    for file_number in range(count):
+    rng = random.Random(files_count)
+    for file_number in range(files_count):
         score = score_from_heat(rng.paretovariate(0.5), at_half_lives=now_half_lives - rng.uniform(0, 8))
         size_bytes, percent = rng.choice(_SIZES_BYTES), rng.randrange(100)
         pinned_tier = rng.choice(TIER_NAMES) if percent == 0 else None
@@ -50,11 +51,11 @@ def _get_peak_mib() -> float:
 
 def main() -> None:
     """Fill a catalogue, plan several times, and print the times, the number of moves, and the peak memory."""
-    folder, count, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, files_count, rounds_count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     with TierManager(make_configuration(folder)) as manager:
         columns = "name, tier, size_bytes, allocated_bytes, links, score, accesses, pinned"
         with manager.catalogue.write_transaction("fill") as connection:
-            rows = _generate_rows(count, manager.catalogue.now_half_lives())
+            rows = _generate_rows(files_count, manager.catalogue.now_half_lives())
             connection.executemany(f"INSERT INTO files ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)  # noqa: S608
         # The capacities of the tiers: a tenth of all bytes, almost a third, and twice all bytes.
         total_bytes = sum(totals.allocated_bytes for totals in manager.catalogue.totals().values())
@@ -63,12 +64,12 @@ def main() -> None:
             for name, accesses_min, share in zip(TIER_NAMES, (100, 10, 0), (0.1, 0.3, 2), strict=True)
         ]
         wall_s, processor_s, moves_count = [], [], 0
-        for _ in range(rounds):
+        for _ in range(rounds_count):
             begin_s, processor_begin_s = time.perf_counter(), time.process_time()
             with MigrationPlan(manager.catalogue, limits, hysteresis=0.1) as plan:
                 wall_s.append(time.perf_counter() - begin_s)
                 processor_s.append(time.process_time() - processor_begin_s)
-                assert plan.considered == count
+                assert plan.considered == files_count
                 moves_count = plan.count
     measurements = {"seconds": wall_s, "processor_s": processor_s, "moves": moves_count, "peak_mib": _get_peak_mib()}
     print(json.dumps(measurements))  # noqa: T201

@@ -1,4 +1,4 @@
-"""Waits for the end of children and threads are bounded, and name the child or thread that did not end."""
+"""Waits for the end of children and threads are bounded. An error names the child or thread that did not end."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_kill_of_a_child_ends_its_process_group() -> None:
 def test_child_that_outlives_sigkill_is_abandoned(*, leads_group: bool) -> None:
     child = subprocess.Popen(["sleep", "100"], process_group=0 if leads_group else None)
     with trace_process(child.pid):
-        # On a busy machine, SIGKILL may take longer to end the process than `kill_child` waits. So the case sends it
-        # first.
+        # On a busy machine, SIGKILL may take longer to end the process than `kill_child` waits. So the case sends
+        # SIGKILL first.
         os.kill(child.pid, signal.SIGKILL)
         wait_until(lambda: has_ended(child.pid), "the child has the state Z")
         started_s = time.monotonic()

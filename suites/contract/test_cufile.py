@@ -1,4 +1,4 @@
-"""Error numbers and layouts of libcufile match the bindings, and a damaged library causes one error that names it."""
+"""Error numbers and layouts in gdrkit match the Python bindings of libcufile. A damaged libcufile causes one error."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def test_every_cufile_error_number_has_its_name() -> None:
 
 
 def test_statistics_layout_is_that_of_the_bindings() -> None:
-    # Each word contains its index, so that a field at a wrong offset has a wrong value.
+    # Each word of 8 bytes contains its index, so that a counter that is read from a wrong offset has a wrong value.
     layout = _cufile.load().stats_level3_dtype
     version = _get_layout_version()
     counter_words = b"".join(index.to_bytes(8, "little") for index in range(layout.itemsize // 8))
     basic_layout = layout["detailed"]["basic"]
-    for name, value in _layout.unpack_basic_counters(counter_words, version=version).items():
+    for name, word_index in _layout.unpack_basic_counters(counter_words, version=version).items():
         # A pair of counters has the successes in the first word and the errors in the second.
         offset_in_pair = 8 if name.endswith("_err") else 0
-        assert value * 8 == basic_layout.fields[name.removesuffix("_err")][1] + offset_in_pair, name
+        assert word_index * 8 == basic_layout.fields[name.removesuffix("_err")][1] + offset_in_pair, name
     read_sizes, write_sizes = _layout.unpack_histograms(counter_words, version=version)
     detailed = layout["detailed"].fields
     assert (read_sizes[0] * 8, write_sizes[0] * 8) == (
@@ -57,8 +57,8 @@ def test_statistics_layout_is_that_of_the_bindings() -> None:
     gpu_offset, gpu_fields = layout.fields["per_gpu_stats"][1], layout["per_gpu_stats"].base.fields
     _uuid, counters = next(iter(_layout.unpack_gpu_counters(counter_words, version=version)))
     assert len(counters) == len(gpu_fields) - 1
-    for name, value in counters.items():
-        assert value * 8 == gpu_offset + gpu_fields[name][1], name
+    for name, word_index in counters.items():
+        assert word_index * 8 == gpu_offset + gpu_fields[name][1], name
 
 
 def _get_layout_version() -> int:

@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 pytestmark = needs(cuda_needs.device())
 
 INVALID_VALUE, INVALID_CONTEXT, NOT_SUPPORTED = 1, 201, 801  # CUresult values
+PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
 # The CUDA twin (a library that emulates the driver and its GPUs), the kernel and the NVIDIA driver refuse mmap(2) of a
-# dma-buf with these errnos.
+# dma-buf with one of these errnos. 524 is ENOTSUPP, an errno of the kernel without a name in the errno module.
 MMAP_ERRNOS = {errno.EACCES, errno.EINVAL, 524}
 
-ACCESS_PROGRAM = """
+# This program accesses device memory by the CPU. The access must end the program.
+CPU_ACCESS_PROGRAM = """
 import ctypes, sys
 from gdrkit import cuda
 with cuda.Device(0) as device, device.allocate(65536) as memory:
@@ -52,7 +54,7 @@ with cuda.Device(0) as device, device.allocate(65536) as memory:
 )
 def test_cpu_memcpy_on_device_memory_faults(access: str, evidence: Evidence) -> None:
     child = subprocess.run(
-        [sys.executable, "-c", ACCESS_PROGRAM.format(access=access)],
+        [sys.executable, "-c", CPU_ACCESS_PROGRAM.format(access=access)],
         capture_output=True,
         text=True,
         check=False,
@@ -83,17 +85,17 @@ def test_interior_range_is_exported_in_pages_with_its_offset(device: Device) -> 
 
 @needs(cuda_needs.dmabuf_export)
 @pytest.mark.parametrize(
-    ("address_offset", "length_bytes", "flags", "status"),
+    ("address_offset", "length_bytes", "flags", "expected_status"),
     [
         pytest.param(0, 64 * KIB, 0, 0, id="whole"),
         pytest.param(4 * KIB, 4 * KIB, 0, 0, id="page-in-the-middle"),
         pytest.param(1, 4 * KIB, 0, INVALID_VALUE, id="odd-address"),
         pytest.param(0, 4 * KIB + 1, 0, INVALID_VALUE, id="odd-length"),
-        pytest.param(0, 64 * KIB, 1, NOT_SUPPORTED, id="pcie-mapping"),
+        pytest.param(0, 64 * KIB, PCIE_MAPPING, NOT_SUPPORTED, id="pcie-mapping"),
     ],
 )
 def test_dmabuf_export_status_matches_the_measured_table(
-    device: Device, address_offset: int, length_bytes: int, flags: int, status: int
+    device: Device, address_offset: int, length_bytes: int, flags: int, expected_status: int
 ) -> None:
     with device.allocate(64 * KIB) as memory:
         actual_status, fd = export_raw_dmabuf(
@@ -101,12 +103,13 @@ def test_dmabuf_export_status_matches_the_measured_table(
         )
         if fd >= 0:
             os.close(fd)
-    assert actual_status == status
+    assert actual_status == expected_status
 
 
 @needs(cuda_needs.vmm, cuda_needs.dmabuf_export)
 def test_vmm_memory_has_a_buffer_id_per_chunk_and_one_dmabuf(device: Device) -> None:
     with VmmMemory.create(device, 4 * MIB, chunk_bytes=2 * MIB) as memory:
+        # The key has a tuple for each chunk: address, length and buffer id.
         (first_chunk, second_chunk) = memory.allocation_key()
         assert (first_chunk[0], second_chunk[0]) == (memory.address, memory.address + 2 * MIB)
         assert first_chunk[2] != second_chunk[2]
@@ -140,13 +143,13 @@ def test_freed_memory_stays_allocated_until_its_dmabuf_is_closed(device: Device)
 
 
 def test_host_memory_is_refused_as_device_memory(device: Device) -> None:
-    with mmap.mmap(-1, 64 * KIB) as host:
+    with mmap.mmap(-1, 64 * KIB) as host_memory:
         import ctypes
 
-        address = ctypes.addressof(view := ctypes.c_char.from_buffer(host))
+        address = ctypes.addressof(view := ctypes.c_char.from_buffer(host_memory))
         with pytest.raises((UsageError, ApiError)) as error_info:
             cuda.borrow(device, address, length_bytes=64 * KIB)
-        del view
+        del view  # The mapping cannot be closed while a view of it exists.
     assert error_info.value.reason in {Reason.NOT_DEVICE_MEMORY, Reason.BAD_ARGUMENT}
 
 

@@ -1,4 +1,6 @@
-"""DmabufRange owns a dma-buf descriptor, which can be closed, taken or duplicated. A dropped range closes it.
+"""DmabufRange owns a dma-buf descriptor, which can be closed, taken or duplicated.
+
+A range that is garbage-collected closes its descriptor and causes a warning.
 
 The cases use descriptors of /dev/null, because a DmabufRange makes no call that needs a real dma-buf.
 """

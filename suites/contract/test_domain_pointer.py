@@ -1,4 +1,7 @@
-"""The ``ibv_pd *`` of a protection domain of pyverbs is either known for certain or reported as unknown."""
+"""The ``ibv_pd *`` of a protection domain of pyverbs is either known for certain or reported as unknown.
+
+Reading the pointer crashes pyverbs before 59, so gdrkit searches the domain object for it (gdrkit/verbs/_layout.py).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ pytestmark = needs(verbs.nic())
 def test_domain_pointer_is_known_and_registers_regions(nic: Nic) -> None:
     pointer = _pyverbs.domain_pointer(nic.domain)
     assert pointer
-    # The library uses the pointer as the domain: with a wrong address it would crash or return EINVAL.
+    # libibverbs gets the pointer as the protection domain. With a wrong pointer, the call would crash or return EINVAL.
     with nic.register_host(bytearray(KIB)) as region:
         assert region.rkey
 
@@ -39,5 +42,5 @@ def test_dmabuf_region_has_the_device_address(device: Device, nic: Nic) -> None:
 def test_domain_pointer_of_another_context_is_not_accepted(nics: tuple[Nic, ...]) -> None:
     nic, other_nic = nics[:2]
     assert _layout.find_domain_pointer(nic.domain, nic.context) == _pyverbs.domain_pointer(nic.domain)
-    # The domain belongs to the context of the first NIC, so no candidate pointer can be confirmed.
+    # The domain belongs to the context of the first NIC. With the context of another NIC, the search finds nothing.
     assert _layout.find_domain_pointer(nic.domain, other_nic.context) is None

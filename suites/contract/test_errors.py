@@ -1,4 +1,4 @@
-"""The exception classes: errors have numeric codes, and keep their arguments, advice and causes."""
+"""Errors of gdrkit have numeric codes, and keep their arguments, advice and causes when they are copied."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def test_errno_is_none_if_the_api_returned_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error_number", "name"),
+    ("error_number", "expected_name"),
     [(errno.EOPNOTSUPP, "EOPNOTSUPP"), (524, "ENOTSUPP"), (None, "no errno"), (99999, "errno 99999")],
 )
-def test_every_errno_has_a_name(error_number: int | None, name: str) -> None:
-    assert errors.errno_name(error_number) == name
+def test_every_errno_has_a_name(error_number: int | None, expected_name: str) -> None:
+    assert errors.errno_name(error_number) == expected_name
 
 
 def test_kinds_of_failure_have_separate_classes() -> None:
@@ -128,7 +128,7 @@ class _SystemError(ApiError, OSError):
 
 
 def _make_kernel_error(error_number: int, error_class: type[ApiError] = ApiError, **fields: Any) -> ApiError:  # noqa: ANN401
-    """Return an error of open(2). `fields` replaces some of its fields."""
+    """Return an error of open(2). `fields` replaces some of the default fields."""
     default_fields: dict[str, Any] = {
         "api": Api.KERNEL,
         "operation": "open",
@@ -239,6 +239,7 @@ def test_cloned_error_has_all_fields_and_no_traceback(error: errors.GdrkitError)
     assert clone is not error
     assert (str(clone), clone.args, clone.__notes__) == (str(error), error.args, ["a note"])
     assert clone.__notes__ is not error.__notes__
+    # The causes and the notes of a clone are copies, which the other assertions compare.
     clone_fields, original_fields = (
         vars(clone) | {"causes": (), "__notes__": []},
         vars(error) | {"causes": (), "__notes__": []},

@@ -1,4 +1,4 @@
-"""Open handles are counted, and release actions run in reverse order before their owner is released."""
+"""gdrkit.handles counts open handles, and ReleaseStack runs release actions once and in reverse order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_live_counts_only_open_objects_by_kind() -> None:
 
 
 def test_dropped_object_warns_and_stays_counted() -> None:
-    # A child runs the program, because the object would stay counted in this process.
+    # A child process runs the program, because the dropped object stays counted until its process ends.
     program = """
 import gc
 from gdrkit import handles
@@ -48,7 +48,7 @@ from gdrkit.registration.handle_message import HandleMessage
 
 warnings.simplefilter("ignore")
 open_handles = [handles.Handle(f"case.{number}") for number in range(5000)]
-data = ShareHandle(
+packed_handle = ShareHandle(
     kind=ShareKind.DMABUF,
     allocation_bytes=4096,
     offset_bytes=0,
@@ -59,16 +59,17 @@ data = ShareHandle(
     owner=this_process(),
 ).pack()
 gc.disable()
-for allocations in range(40):
-    # In each pass of this loop, the collector runs one allocation later than in the pass before, inside live().
-    for owner in (
+for extra_allocations in range(40):
+    # Each pass drops objects whose finalizers release handles. Their collection starts in live(), one allocation later
+    # in each pass.
+    for descriptor_owner in (
         DmabufRange(os.dup(0), offset_bytes=0, length_bytes=1, address=0),
-        HandleMessage(data, [os.dup(0)]),
+        HandleMessage(packed_handle, [os.dup(0)]),
     ):
-        cycle = [owner]
+        cycle = [descriptor_owner]
         cycle.append(cycle)
-    del owner, cycle
-    gc.set_threshold(gc.get_count()[0] + allocations)
+    del descriptor_owner, cycle
+    gc.set_threshold(gc.get_count()[0] + extra_allocations)
     gc.enable()
     handles.live()
     gc.disable()
@@ -104,7 +105,8 @@ def test_handles_of_many_threads_are_counted() -> None:
 
 
 def test_live_works_in_a_child_forked_during_live() -> None:
-    # The child has no thread that could release a lock of live(), so live() must not wait for a lock.
+    # The forked child has only the thread that called fork. If live() took a lock that another thread held at the fork,
+    # the child would wait for ever.
     program = """
 import os, signal, threading
 from gdrkit import handles
@@ -119,12 +121,12 @@ def call_live():
 thread = threading.Thread(target=call_live, daemon=True)
 thread.start()
 for _ in range(20):
-    child = os.fork()
-    if not child:
+    child_pid = os.fork()
+    if not child_pid:
         signal.alarm(10)
         handles.Handle("case.child").release()
         os._exit(0 if len(handles.live()) == 20000 else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert os.waitpid(child_pid, 0)[1] == 0
 stop_event.set()
 thread.join()
 for handle in open_handles:
@@ -170,13 +172,13 @@ def test_failed_action_is_raised_after_the_others_and_retried() -> None:
     pending_errors = [ValueError("one"), KeyError("two")]
     stack = ReleaseStack()
 
-    def fail(name: str) -> None:
+    def raise_pending_error(name: str) -> None:
         call_order.append(name)
         if pending_errors:
             raise pending_errors.pop(0)
 
     for name in ("a", "b"):
-        stack.push(lambda name=name: fail(name))  # type: ignore[misc]
+        stack.push(lambda name=name: raise_pending_error(name))  # type: ignore[misc]
     stack.push(lambda: call_order.append("c"))
     with pytest.raises(ValueError, match="one") as error_info:
         stack.run()

@@ -1,8 +1,8 @@
-"""A library that is missing, damaged or of another ABI causes a SetupMissing with its name. Imports open no library.
+"""A library that is missing, damaged or of another ABI causes a SetupMissing that names the library.
 
-The cases load libraries in child processes, because a process reads LD_LIBRARY_PATH once and keeps libraries open.
-_call_twice() empties LD_AUDIT. Otherwise, the library in it would load a twin (a library that emulates the hardware
-below an API) instead of the damaged library.
+Imports of gdrkit open no library. The cases load libraries in child processes, because a process reads LD_LIBRARY_PATH
+once and keeps libraries open. _call_twice() empties LD_AUDIT, which may name the audit library of the software twins.
+That library would load a twin (a library that emulates the hardware below an API) in place of the damaged library.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _assert_same_error_twice(
 @pytest.mark.parametrize(("call", "soname"), CALLS)
 @pytest.mark.parametrize("size_bytes", [0, 3, 40, 5000])
 def test_truncated_library_is_reported_as_damaged(call: str, soname: str, size_bytes: int, tmp_path: Path) -> None:
-    elf_bytes = Path(sys.executable).resolve().read_bytes()  # Any valid ELF file.
+    elf_bytes = Path(sys.executable).resolve().read_bytes()  # Any valid ELF file would do.
     (tmp_path / soname).write_bytes(elf_bytes[:size_bytes])
     errors_of_calls = _call_twice(call, tmp_path)
     _assert_same_error_twice(
@@ -103,7 +103,7 @@ def test_loader_message_is_mapped_to_an_errno(message: str, expected_errno: int,
 @pytest.mark.parametrize(("call", "soname"), CALLS)
 def test_32_bit_library_is_reported_as_wrong_abi(call: str, soname: str, tmp_path: Path) -> None:
     elf_bytes = bytearray(Path(sys.executable).resolve().read_bytes()[:8192])
-    elf_bytes[4] = 1  # EI_CLASS: ELFCLASS32
+    elf_bytes[4] = 1  # Byte 4 is EI_CLASS, and 1 is ELFCLASS32.
     (tmp_path / soname).write_bytes(elf_bytes)
     errors_of_calls = _call_twice(call, tmp_path)
     _assert_same_error_twice(
@@ -142,19 +142,20 @@ def test_failed_import_of_pyverbs_is_a_new_error_each_time(tmp_path: Path) -> No
     package = tmp_path / "pyverbs"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('cannot be imported')")
+    # gdrkit.loader imports pyverbs only if the package has an extension module for this Python.
     (package / f"device{EXTENSION_SUFFIXES[0]}").touch()
     program = """
 import traceback
 from gdrkit import verbs
 from gdrkit.errors import SetupMissing
-lengths, texts = [], []
+traceback_lengths, error_texts = [], []
 for _ in range(5):
     try:
         verbs.list_nics()
     except SetupMissing as error:
-        lengths.append(len(traceback.extract_tb(error.__traceback__)))
-        texts.append(str(error))
-print(len(set(lengths)), len(set(texts)), "cannot be imported" in texts[-1])
+        traceback_lengths.append(len(traceback.extract_tb(error.__traceback__)))
+        error_texts.append(str(error))
+print(len(set(traceback_lengths)), len(set(error_texts)), "cannot be imported" in error_texts[-1])
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     child = subprocess.run(

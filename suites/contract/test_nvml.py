@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 pytestmark = needs(cuda_needs.device())
 
-# CUdevice_attribute
+# These are values of CUdevice_attribute.
 _PCI_BUS_ID, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 33, 75, 76
-_NAME_BYTES = 96
-_P2P_READ = 0  # A value of nvmlGpuP2PCapsIndex_t. The constant of pynvml is unusable, because it is a tuple.
+# Lengths of the buffers for the results of cuDeviceGetPCIBusId and cuDeviceGetName.
+_BUS_ID_BUFFER_BYTES, _NAME_BUFFER_BYTES = 32, 96
+# This is NVML_P2P_CAPS_INDEX_READ of nvmlGpuP2PCapsIndex_t. The constant of pynvml is unusable: it is a tuple.
+_P2P_READ = 0
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +42,12 @@ def nvml() -> Iterator[None]:
     pynvml.nvmlShutdown()
 
 
-def call_driver(name: str, *arguments: Any) -> Any:  # noqa: ANN401 - any result of the driver.
+def call_driver(function_name: str, *arguments: Any) -> Any:  # noqa: ANN401 - any result of the driver.
     """Call a function of the CUDA driver, and return its result."""
     from cuda.bindings import driver
 
-    status, *results = getattr(driver, name)(*arguments)
-    assert int(status) == 0, (name, status)
+    status, *results = getattr(driver, function_name)(*arguments)
+    assert int(status) == 0, (function_name, status)
     return results[0] if len(results) == 1 else results
 
 
@@ -59,7 +61,7 @@ def test_nvml_and_cuda_agree_about_every_device(device: Device) -> None:
     assert pynvml.nvmlSystemGetCudaDriverVersion_v2() == call_driver("cuDriverGetVersion")
     for device_index in range(call_driver("cuDeviceGetCount")):
         handle = pynvml.nvmlDeviceGetHandleByPciBusId(
-            call_driver("cuDeviceGetPCIBusId", 32, device_index).partition(b"\0")[0].decode()
+            call_driver("cuDeviceGetPCIBusId", _BUS_ID_BUFFER_BYTES, device_index).partition(b"\0")[0].decode()
         )
         uuid_digits = call_driver("cuDeviceGetUuid", device_index).bytes.hex()
         uuid = "GPU-" + "-".join(
@@ -68,12 +70,12 @@ def test_nvml_and_cuda_agree_about_every_device(device: Device) -> None:
         assert pynvml.nvmlDeviceGetUUID(handle) == uuid
         handle_by_uuid = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         assert pynvml.nvmlDeviceGetIndex(handle_by_uuid) == pynvml.nvmlDeviceGetIndex(handle)
-        name = call_driver("cuDeviceGetName", _NAME_BYTES, device_index).partition(b"\0")[0].decode()
-        assert pynvml.nvmlDeviceGetName(handle) == name
+        device_name = call_driver("cuDeviceGetName", _NAME_BUFFER_BYTES, device_index).partition(b"\0")[0].decode()
+        assert pynvml.nvmlDeviceGetName(handle) == device_name
         capability = [get_attribute(device_index, attribute) for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR)]
         assert list(pynvml.nvmlDeviceGetCudaComputeCapability(handle)) == capability
         assert pynvml.nvmlDeviceGetPciInfo(handle).bus == get_attribute(device_index, _PCI_BUS_ID)
-        # NVML also counts memory that the driver reserves.
+        # The total of NVML includes memory that the driver reserves. The total of CUDA excludes it.
         assert pynvml.nvmlDeviceGetMemoryInfo(handle).total >= call_driver("cuDeviceTotalMem", device_index)
 
 
@@ -91,9 +93,9 @@ def test_nvml_twin_lists_this_process_and_its_memory(device: Device) -> None:
 @needs(software(Api.CUDA))
 def test_nvml_twin_has_no_links_and_no_counters(device: Device) -> None:
     handle, peer_handle = (pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(2))
-    for name in ("nvmlDeviceGetNvLinkState", "nvmlDeviceGetTemperature"):
+    for function_name in ("nvmlDeviceGetNvLinkState", "nvmlDeviceGetTemperature"):
         with pytest.raises(pynvml.NVMLError_NotSupported):
-            getattr(pynvml, name)(handle, 0)
+            getattr(pynvml, function_name)(handle, 0)  # 0 is the first link, or the sensor NVML_TEMPERATURE_GPU.
     assert pynvml.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_TX_BYTES) == 0
     (field,) = pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES])
     assert field.nvmlReturn == pynvml.NVML_ERROR_NOT_SUPPORTED

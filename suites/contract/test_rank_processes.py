@@ -19,13 +19,17 @@ DEADLINE_S = 60.0
 
 
 def make_rank_command(program: str) -> list[str]:
-    """Return the command of a rank that runs `program` and prints its stack when it is terminated."""
+    """Return the command of a rank that runs `program`. When SIGABRT ends the rank, it prints its stack."""
     return [sys.executable, "-X", "faulthandler", "-c", program]
 
 
 def test_rank_sees_all_devices_with_its_own_first() -> None:
-    assert [visible_devices({}, rank=rank, ranks=3) for rank in range(3)] == [list("012"), list("120"), list("201")]
-    assert visible_devices({"CUDA_VISIBLE_DEVICES": "5,GPU-7"}, rank=1, ranks=2) == ["GPU-7", "5"]
+    assert [visible_devices({}, rank=rank, rank_count=3) for rank in range(3)] == [
+        list("012"),
+        list("120"),
+        list("201"),
+    ]
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "5,GPU-7"}, rank=1, rank_count=2) == ["GPU-7", "5"]
 
 
 def test_first_line_of_rank_0_is_passed_to_the_others(tmp_path: Path) -> None:
@@ -51,8 +55,9 @@ def test_failed_rank_ends_the_others_with_their_stacks(tmp_path: Path) -> None:
         run_ranks([waiting_command, failing_command], folder=tmp_path, environ=os.environ, deadline_s=DEADLINE_S)
     message = str(error_info.value)
     assert "--- rank 1: exit 1\nno device for " in message
-    # The stack of rank 0 shows the line that it was executing.
+    # The stack of rank 0 names the line that rank 0 was executing.
     assert re.search(r'--- rank 0: was killed\nFatal Python error: Aborted[\s\S]*<string>", line 1', message)
+    # Rank 0 printed its process ID. Rank 1 received this line, and added it to its error.
     pid_match = re.search(r"no device for (\d+)", message)
     assert pid_match is not None
     with pytest.raises(ProcessLookupError):
@@ -60,19 +65,16 @@ def test_failed_rank_ends_the_others_with_their_stacks(tmp_path: Path) -> None:
 
 
 def test_children_of_a_rank_end_with_it(tmp_path: Path) -> None:
-    """The child of rank 0 ignores SIGABRT and holds a FIFO open.
-
-    The end of file of the FIFO shows that the child has ended.
-    """
+    """The child of rank 0 ignores SIGABRT and holds a FIFO open. End of file on the FIFO shows the end of the child."""
     os.mkfifo(tmp_path / "alive")
     alive_fd = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     child_program = "import os, signal, sys; signal.signal(signal.SIGABRT, signal.SIG_IGN)"
     child_program += (
-        f"; held = os.open({str(tmp_path / 'alive')!r}, os.O_WRONLY); print('it lives', flush=True); signal.pause()"
+        f"; fifo_fd = os.open({str(tmp_path / 'alive')!r}, os.O_WRONLY); print('it lives', flush=True); signal.pause()"
     )
     command_with_child = make_rank_command(
-        "import subprocess, sys; started = subprocess.Popen([sys.executable, '-c', "
-        f"{child_program!r}], stdout=subprocess.PIPE); print(started.stdout.readline(), flush=True); sys.stdin.read()"
+        "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', "
+        f"{child_program!r}], stdout=subprocess.PIPE); print(child.stdout.readline(), flush=True); sys.stdin.read()"
     )
     failing_command = make_rank_command("import sys; sys.exit(sys.stdin.readline())")
     try:

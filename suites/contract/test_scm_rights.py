@@ -1,4 +1,4 @@
-"""Descriptors from a socket (SCM_RIGHTS): too many are refused, each is close-on-exec, and errors leave none open."""
+"""File descriptors received by SCM_RIGHTS are close-on-exec, too many are refused, and an error leaves none open."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from gdrkit.registration.handle import ShareKind
 from gdrkit.storage.connection import ControlConnection
 from gdrkit.storage.wire import FrameType, pack_control
 
-EXAMPLES = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
+EXAMPLE_COUNT = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
 
 
 @contextlib.contextmanager
-def receive_by_module(connection: socket.socket) -> Iterator[Sequence[int]]:
+def receive_directly(connection: socket.socket) -> Iterator[Sequence[int]]:
     _data, descriptors = scm_rights.receive(connection, length_bytes=4096, descriptors_max=4)
     yield descriptors
     scm_rights.close_all(descriptors)
@@ -62,9 +62,10 @@ def receive_by_handle_message(connection: socket.socket) -> Iterator[Sequence[in
 
 FRAME = pack_control(FrameType.CONTROL_REQUEST, b"{}", sequence=1)
 HANDLE_MESSAGE = make_handle(kind=ShareKind.DMABUF, ipc=bytes(64), address=4096, descriptor_count=1).pack()
-# Each entry has a receiver, a valid message with one descriptor, and the smallest refused number of descriptors.
+# Each entry has a receiver, a message that is valid with one descriptor, and the smallest number of descriptors that
+# the receiver refuses.
 RECEIVERS: list[Any] = [
-    pytest.param(receive_by_module, b"text", 5, id="module"),
+    pytest.param(receive_directly, b"text", 5, id="module"),
     pytest.param(receive_by_frame, FRAME, 5, id="storage"),
     pytest.param(receive_by_channel, json.dumps({"descriptors": 1}).encode() + b"\n", 17, id="peer"),
     pytest.param(receive_by_handle_message, HANDLE_MESSAGE, 2, id="handle_message"),
@@ -73,18 +74,18 @@ Receiver = Callable[[socket.socket], AbstractContextManager[Sequence[int]]]
 
 
 @contextlib.contextmanager
-def make_socket_with_message(message_bytes: bytes, count: int) -> Iterator[socket.socket]:
-    """Yield a socket that has a message with `count` descriptors to receive. Its other end is closed."""
+def make_socket_with_message(message_bytes: bytes, descriptor_count: int) -> Iterator[socket.socket]:
+    """Yield a socket that can receive one message with `descriptor_count` descriptors. The sender is closed."""
     receiving_socket, sending_socket = socket.socketpair()
     with receiving_socket:
         with sending_socket, tempfile.TemporaryFile() as file:
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * count))]
-            sending_socket.sendmsg([message_bytes], ancillary if count else [])
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * descriptor_count))]
+            sending_socket.sendmsg([message_bytes], ancillary if descriptor_count else [])
         yield receiving_socket
 
 
 def assert_refused(receive: Receiver, connection: socket.socket) -> UsageError:
-    """Receive a message, which must raise UsageError(MALFORMED) and leave no descriptor open."""
+    """Check that the receiver raises UsageError(MALFORMED) and leaves no descriptor open. Return the error."""
     descriptors_before = list_open_descriptors()
     with pytest.raises(UsageError) as error_info, receive(connection):
         pass
@@ -95,7 +96,7 @@ def assert_refused(receive: Receiver, connection: socket.socket) -> UsageError:
 
 @pytest.mark.parametrize(("receive", "message_bytes", "refused_count"), RECEIVERS)
 def test_received_descriptor_is_close_on_exec(receive: Receiver, message_bytes: bytes, refused_count: int) -> None:
-    # A program that this process starts must not inherit the descriptors of the storage service and of peers.
+    # A program that this process starts must not inherit descriptors from the storage service or from peers.
     assert refused_count > 1
     with make_socket_with_message(message_bytes, 1) as connection, receive(connection) as descriptors:
         assert [os.get_inheritable(descriptor) for descriptor in descriptors] == [False]
@@ -105,8 +106,9 @@ def test_received_descriptor_is_close_on_exec(receive: Receiver, message_bytes: 
 def test_too_many_descriptors_are_refused_and_closed(
     receive: Receiver, message_bytes: bytes, refused_count: int
 ) -> None:
-    for count in (refused_count, refused_count + 1, 253):
-        with make_socket_with_message(message_bytes, count) as connection:
+    # SCM_MAX_FD is 253: Linux sends no message with more descriptors.
+    for descriptor_count in (refused_count, refused_count + 1, 253):
+        with make_socket_with_message(message_bytes, descriptor_count) as connection:
             assert_refused(receive, connection)
 
 
@@ -114,12 +116,11 @@ def test_too_many_descriptors_are_refused_and_closed(
 def test_dropped_descriptors_are_refused_and_the_rest_closed(
     receive: Receiver, message_bytes: bytes, refused_count: int
 ) -> None:
-    # The kernel drops the second descriptor and sets MSG_CTRUNC.
     assert refused_count > 1
     with make_socket_with_message(message_bytes, 2) as connection:
         lowest_free_fd = os.dup(0)
         os.close(lowest_free_fd)
-        # The limit of open files allows one of the two descriptors.
+        # The limit of open files allows one of the two descriptors. The kernel drops the second and sets MSG_CTRUNC.
         with limit_open_files(lowest_free_fd + 1), pytest.raises(UsageError) as error_info, receive(connection):
             pass
         assert error_info.value.reason is Reason.MALFORMED
@@ -131,7 +132,7 @@ def test_dropped_descriptors_are_refused_and_the_rest_closed(
 
 
 def test_message_without_descriptors_has_none() -> None:
-    with make_socket_with_message(b"text", 0) as connection, receive_by_module(connection) as descriptors:
+    with make_socket_with_message(b"text", 0) as connection, receive_directly(connection) as descriptors:
         assert not descriptors
     with make_socket_with_message(FRAME, 0) as connection, receive_by_frame(connection) as descriptors:
         assert not descriptors
@@ -164,7 +165,7 @@ def test_message_that_is_too_long_is_refused() -> None:
         assert list_open_descriptors() == descriptors_before
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLE_COUNT, deadline=None)
 @given(
     messages=st.lists(st.tuples(st.binary(min_size=1, max_size=40), st.integers(0, 8)), max_size=6),
     length_bytes=st.integers(1, 50),

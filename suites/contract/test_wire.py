@@ -1,4 +1,4 @@
-"""Endpoints and remote ranges that peers send are parsed strictly: malformed objects raise UsageError(MALFORMED)."""
+"""Endpoints and remote memory ranges from peers are parsed strictly: a malformed one raises UsageError(MALFORMED)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from gdrkit.errors import Reason, UsageError
 from gdrkit.verbs import Endpoint, RemoteRange
 
-RANGE = {"address": 0x7F0000001001, "rkey": 0xFFFFFFFF, "length_bytes": 4095}
-ENDPOINT = {
+RANGE_FIELDS = {"address": 0x7F0000001001, "rkey": 0xFFFFFFFF, "length_bytes": 4095}
+ENDPOINT_FIELDS = {
     "qp_number": 0xABCDEF,
     "psn": 0,
     "gid": "0000:0000:0000:0000:0000:ffff:0a09:0001",
@@ -19,7 +19,7 @@ ENDPOINT = {
 }
 
 
-@pytest.mark.parametrize(("value_class", "valid_fields"), [(RemoteRange, RANGE), (Endpoint, ENDPOINT)])
+@pytest.mark.parametrize(("value_class", "valid_fields"), [(RemoteRange, RANGE_FIELDS), (Endpoint, ENDPOINT_FIELDS)])
 def test_wire_value_round_trips_through_json(
     value_class: type[RemoteRange | Endpoint], valid_fields: dict[str, int | str]
 ) -> None:
@@ -28,7 +28,7 @@ def test_wire_value_round_trips_through_json(
     assert value.to_dict() == valid_fields
 
 
-@pytest.mark.parametrize(("value_class", "valid_fields"), [(RemoteRange, RANGE), (Endpoint, ENDPOINT)])
+@pytest.mark.parametrize(("value_class", "valid_fields"), [(RemoteRange, RANGE_FIELDS), (Endpoint, ENDPOINT_FIELDS)])
 @pytest.mark.parametrize("invalid_value", [None, [], "text", 7, {}])
 def test_wrong_json_object_is_malformed(
     value_class: type[RemoteRange | Endpoint], valid_fields: dict[str, int | str], invalid_value: object
@@ -40,7 +40,7 @@ def test_wrong_json_object_is_malformed(
 
 
 @pytest.mark.parametrize(
-    "invalid_value",
+    "invalid_field",
     [
         {"address": -1},
         {"address": 1 << 64},
@@ -53,12 +53,12 @@ def test_wrong_json_object_is_malformed(
         {"length_bytes": (1 << 63) + 1},
     ],
 )
-def test_remote_range_out_of_limits_is_malformed(invalid_value: dict[str, object]) -> None:
-    _assert_malformed(RemoteRange, RANGE | invalid_value)
+def test_remote_range_out_of_limits_is_malformed(invalid_field: dict[str, object]) -> None:
+    _assert_malformed(RemoteRange, RANGE_FIELDS | invalid_field)
 
 
 @pytest.mark.parametrize(
-    "invalid_value",
+    "invalid_field",
     [
         {"qp_number": 1 << 24},
         {"psn": -1},
@@ -72,15 +72,15 @@ def test_remote_range_out_of_limits_is_malformed(invalid_value: dict[str, object
         {"gid": "fe80:0000:0000:0000:0000:0000:0000:0001\n"},
     ],
 )
-def test_endpoint_out_of_limits_is_malformed(invalid_value: dict[str, object]) -> None:
-    _assert_malformed(Endpoint, ENDPOINT | invalid_value)
+def test_endpoint_out_of_limits_is_malformed(invalid_field: dict[str, object]) -> None:
+    _assert_malformed(Endpoint, ENDPOINT_FIELDS | invalid_field)
 
 
 @pytest.mark.parametrize(
     ("value_class", "valid_fields", "limits"),
     [
-        (RemoteRange, RANGE, {"address": (1 << 64) - 1, "rkey": (1 << 32) - 1, "length_bytes": 1 << 63}),
-        (Endpoint, ENDPOINT, {"qp_number": (1 << 24) - 1, "psn": (1 << 24) - 1, "lid": (1 << 16) - 1}),
+        (RemoteRange, RANGE_FIELDS, {"address": (1 << 64) - 1, "rkey": (1 << 32) - 1, "length_bytes": 1 << 63}),
+        (Endpoint, ENDPOINT_FIELDS, {"qp_number": (1 << 24) - 1, "psn": (1 << 24) - 1, "lid": (1 << 16) - 1}),
     ],
 )
 def test_numbers_are_allowed_up_to_their_limits(
@@ -95,19 +95,19 @@ def test_numbers_are_allowed_up_to_their_limits(
 
 @pytest.mark.parametrize("mtu_bytes", [256, 512, 1024, 2048, 4096])
 def test_mtu_is_one_of_the_five_of_infiniband(mtu_bytes: int) -> None:
-    assert Endpoint.from_dict(ENDPOINT | {"mtu_bytes": mtu_bytes}).mtu_bytes == mtu_bytes
+    assert Endpoint.from_dict(ENDPOINT_FIELDS | {"mtu_bytes": mtu_bytes}).mtu_bytes == mtu_bytes
     for invalid_value in (mtu_bytes - 1, mtu_bytes + 1, 2 * mtu_bytes + 1, 8192, 128, float(mtu_bytes)):
-        _assert_malformed(Endpoint, ENDPOINT | {"mtu_bytes": invalid_value})
+        _assert_malformed(Endpoint, ENDPOINT_FIELDS | {"mtu_bytes": invalid_value})
 
 
 def test_refusal_names_the_missing_and_the_unknown_keys() -> None:
-    invalid_value = {key: value for key, value in RANGE.items() if key != "rkey"} | {"b": 1, "a": 2}
+    invalid_fields = {key: value for key, value in RANGE_FIELDS.items() if key != "rkey"} | {"b": 1, "a": 2}
     with pytest.raises(UsageError, match=r"RemoteRange lacks \['rkey'\], has unknown \['a', 'b'\]"):
-        RemoteRange.from_dict(invalid_value)
+        RemoteRange.from_dict(invalid_fields)
 
 
 def test_part_of_a_remote_range_stays_inside() -> None:
-    whole_range = RemoteRange.from_dict(RANGE)
+    whole_range = RemoteRange.from_dict(RANGE_FIELDS)
     part_range = whole_range.part(offset_bytes=4000, length_bytes=95)
     assert (part_range.address, part_range.rkey, part_range.length_bytes) == (
         whole_range.address + 4000,

@@ -1,8 +1,8 @@
 """A program that interrupts cufile.probe() at every point, for test_probe.py.
 
-``python -m cufile.interrupt_sweep`` prints ``POINTS points`` if no interrupt left a child process. Otherwise it prints
-the point of the interrupt that left one. The probe has a short timeout, so that it kills its child. The interrupts also
-hit this kill.
+``python -m cufile.interrupt_sweep`` prints ``POINTS points`` if no interrupt left a child process. Otherwise, it prints
+the point at which the interrupt left a child process. The timeout of the probe is so short that the probe kills its
+child. Some of the interrupts therefore hit the code that kills the child.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gdrkit.errors import SetupMissing
 
 __all__ = ["main"]
 
-_TIMEOUT_S = 0.01
+_PROBE_TIMEOUT_S = 0.01
 
 
 def _has_children() -> bool:
@@ -34,11 +34,11 @@ def _has_children() -> bool:
     return True
 
 
-def _sweep() -> str:
+def _interrupt_each_point() -> str:
     for point in itertools.count(1):
         interrupter = Interrupter(point, str(Path(gdrkit.__file__).parent), subprocess.__file__)
         with contextlib.suppress(SetupMissing):
-            interrupter.call(lambda: cufile.probe(timeout_s=_TIMEOUT_S))
+            interrupter.call(lambda: cufile.probe(timeout_s=_PROBE_TIMEOUT_S))
         if _has_children():
             return f"point {point}, {interrupter.interrupted_at}: the child was left behind"
         if not interrupter.interrupted_at:
@@ -48,8 +48,8 @@ def _sweep() -> str:
 
 def main() -> None:
     """Run the sweep."""
-    sys.unraisablehook = lambda _: None  # An interrupt in a finalizer is lost, as any exception there.
-    sys.stdout.write(f"{_sweep()}\n")
+    sys.unraisablehook = lambda _: None  # Python reports an interrupt in a finalizer to this hook, and continues.
+    sys.stdout.write(f"{_interrupt_each_point()}\n")
 
 
 if __name__ == "__main__":

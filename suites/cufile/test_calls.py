@@ -1,4 +1,4 @@
-"""Each cuFile call transfers the right bytes, and the statistics of libcufile (level 3: per GPU) count its route.
+"""Each cuFile call transfers the right bytes, and its reported route agrees with the statistics of libcufile.
 
 The scenarios that these cases run are functions in ``support/cufile_child.py``.
 """
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs(cuda.device(), cufile.driver, cufile.udev_present)
 
+# Each entry has a call and the number of bytes that the call transfers.
 CALLS = [
     pytest.param("read", MIB, id="read"),
     pytest.param("read_registered", MIB, id="read_registered"),
@@ -35,12 +36,13 @@ CALLS = [
     pytest.param("batch_read", MIB, id="batch_read"),
     pytest.param("batch_write", MIB, id="batch_write"),
 ]
-ALL_CALLS = [str(param.values[0]) for param in CALLS]
-# Route, state and evidence of the proof of a call that copied through host memory.
+CALL_NAMES = [str(param.values[0]) for param in CALLS]
+# The proof of a call that copied through host memory has this route, state and evidence.
 HOST_COPY_PROOF = ("posix", "fell_back", "cufile statistics")
-# For batches and vectors, libcufile 1.15 and 1.20 count how the transfers were submitted, but not their route.
+# libcufile 1.15 and 1.20 do not count the route of batches and vectors. They count how the transfers were submitted.
 UNCOUNTED_PROOFS = dict.fromkeys(("readv", "writev", "batch_read", "batch_write"), ("unknown", "unproven", ""))
-DIRECT_COUNTERS = {f"n_{route}_{direction}" for route in ("p2p", "nvfs") for direction in ("reads", "writes")} | {
+# These are the names of the counters of the direct routes.
+DIRECT_ROUTE_COUNTERS = {f"n_{route}_{direction}" for route in ("p2p", "nvfs") for direction in ("reads", "writes")} | {
     f"batch_{route}_submit_ops" for route in ("p2p", "nvfs")
 }
 
@@ -49,9 +51,11 @@ DIRECT_COUNTERS = {f"n_{route}_{direction}" for route in ("p2p", "nvfs") for dir
 def test_call_moves_its_bytes_and_its_route_is_counted(
     scenarios: ScenarioRunner, evidence: Evidence, call: str, length_bytes: int
 ) -> None:
-    """Without nvidia-fs, each call copies through host memory. The bytes are right, and no direct counter moves."""
-    names = [name for name in ALL_CALLS if scenarios.has_vectors or not name.endswith("v")]
-    result = scenarios.run_once("every_call", calls=names)["calls"][names.index(call)]
+    """Without nvidia-fs, each call copies through host memory. The bytes are right, and no counter of a direct route
+    increases.
+    """
+    supported_calls = [name for name in CALL_NAMES if scenarios.has_vectors or not name.endswith("v")]
+    result = scenarios.run_once("every_call", calls=supported_calls)["calls"][supported_calls.index(call)]
     evidence["call"] = result
     assert "failure" not in result
     assert result["bytes"] == length_bytes
@@ -59,12 +63,15 @@ def test_call_moves_its_bytes_and_its_route_is_counted(
     proof = result["proof"]
     assert (proof["route"], proof["state"], proof["evidence"]) == UNCOUNTED_PROOFS.get(call, HOST_COPY_PROOF)
     assert "no_nvidia_fs" in proof["causes"]
-    assert not DIRECT_COUNTERS & proof["moved"].keys()
+    assert not DIRECT_ROUTE_COUNTERS & proof["moved"].keys()
 
 
 @needs(software(Api.CUFILE))
 def test_async_write_that_moved_nothing_returns_0(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    """libcufile 1.15 in compat mode was observed to complete a write with result 0 and an unchanged file."""
+    """libcufile 1.15 in compat mode was observed to complete a write with result 0 and an unchanged file.
+
+    The scenario repeats such a write, and counts it in ``empty_write_count``.
+    """
     result = scenarios.with_faults(tmp_path, "cufile.async_io call=1 status=0").run("every_call", calls=["write_async"])
     (write_result,) = result["calls"]
     assert (write_result["empty_write_count"], write_result["bytes"], write_result["is_expected"]) == (1, MIB, True)
@@ -72,8 +79,8 @@ def test_async_write_that_moved_nothing_returns_0(scenarios: ScenarioRunner, tmp
 
 @needs(cufile.vectors)
 def test_vectors_have_separate_counters(scenarios: ScenarioRunner) -> None:
-    results = scenarios.run_once("every_call", calls=ALL_CALLS)["calls"]
-    moved_counters = {name: results[ALL_CALLS.index(name)]["proof"]["moved"] for name in ("read", "readv")}
+    results = scenarios.run_once("every_call", calls=CALL_NAMES)["calls"]
+    moved_counters = {name: results[CALL_NAMES.index(name)]["proof"]["moved"] for name in ("read", "readv")}
     assert moved_counters["read"]["n_posix_reads"] == 1
     assert "n_posix_reads" not in moved_counters["readv"]
     assert moved_counters["readv"]["batch_total_submit_ops"] == 2
@@ -90,6 +97,7 @@ def test_parameters_are_staged_while_the_driver_is_closed(scenarios: ScenarioRun
     evidence["parameters"] = result
     assert result["batch_limits"][0] == 1
     assert result["negative"]["failure"]["kind"] == "UsageError"
+    # 5026 is CU_FILE_DRIVER_ALREADY_OPEN. The status is None if gdrkit refuses the call before it reaches libcufile.
     assert result["set_open"]["failure"]["status"] in {5026, None}
     assert result["use_count"] == 1
 
@@ -99,15 +107,15 @@ def test_staged_size_is_used_by_the_open_driver(scenarios: ScenarioRunner, evide
     result = scenarios.run_once("staged_parameters")
     evidence["parameters"] = result
     assert result["batch_staged"] == result["batch_open"] == 32
-    assert result["set_open"]["failure"]["status"] == 5026
+    assert result["set_open"]["failure"]["status"] == 5026  # CU_FILE_DRIVER_ALREADY_OPEN
 
 
 def test_calls_without_a_cuda_context_fail(scenarios: ScenarioRunner, evidence: Evidence) -> None:
     """Calls with memory and streams of gdrkit do not fail, because gdrkit makes their CUDA context current."""
     result = scenarios.run("without_context")
     evidence["answers"] = result
+    # 5011 is CU_FILE_CUDA_DRIVER_ERROR, and 201 is CUDA_ERROR_INVALID_CONTEXT.
     assert result["register"]["failure"]["status"] == 5011
-    # 201 is CUDA_ERROR_INVALID_CONTEXT.
     assert "cu_err=201" in result["register"]["failure"]["message"]
     assert result["read_async"]["failure"]["errno"] == errno.ENOMEM
     assert all("context" in result[call]["failure"]["message"] for call in ("register", "read_async"))
@@ -117,9 +125,9 @@ def test_calls_without_a_cuda_context_fail(scenarios: ScenarioRunner, evidence: 
 
 @needs(software(Api.CUFILE))
 def test_async_transfer_is_not_done_before_its_execution(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    """A result of 0 does not show the end of a transfer, because libcufile writes this result already at the call.
+    """libcufile writes the result 0 during the call already. So a result of 0 does not mean that the transfer ended.
 
-    If gdrkit closed the file then, libcufile would read the file after the close.
+    If gdrkit closed the file at that time, libcufile would read the file after the close.
     """
     result = scenarios.with_faults(tmp_path, "cufile.async_io call=1 delay_us=3000000").run("pending_read")
     assert not result["done"]
@@ -135,7 +143,7 @@ SLOW_READS = "cufile.async_io call=* delay_us=200000"
 def test_streams_with_one_memory_read_right_bytes(
     scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, *, is_registered: bool
 ) -> None:
-    """libcufile 1.15 in compat mode was observed to mix up the bytes of several streams with one registration."""
+    """libcufile 1.15 in compat mode was observed to mix up the bytes of several streams that use one registration."""
     result = scenarios.with_faults(tmp_path, SLOW_READS).run("several_streams", is_registered=is_registered)
     evidence["answer"] = result
     assert result["bytes"] == [MIB // 4] * 4
@@ -156,7 +164,7 @@ def test_second_stream_of_a_registration_is_refused(scenarios: ScenarioRunner, t
 
 @needs(software(Api.CUFILE))
 def test_streams_without_compat_mode_are_not_refused(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    """If compat mode is not allowed, every transfer is direct or fails, so that no bytes can be mixed up."""
+    """If compat mode is not allowed, every transfer is direct or fails. So no bytes can be mixed up."""
     direct_scenarios = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p", SLOW_READS)
     result = direct_scenarios.run("several_streams", is_registered=True, flags={"ALLOW_COMPAT_MODE": False})
     assert (result["refusals"], result["is_expected"]) == ([], True)

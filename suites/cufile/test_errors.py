@@ -1,4 +1,4 @@
-"""Errors of cuFile keep their error numbers, and the driver and the file stay usable after invalid arguments.
+"""Errors of gdrkit have the error numbers of cuFile. After invalid arguments, the driver and the file stay usable.
 
 The scenarios that these cases run are functions in ``support/cufile_child.py``.
 """
@@ -28,8 +28,8 @@ def test_invalid_arguments_are_typed_errors(scenarios: ScenarioRunner, evidence:
     results = scenarios.run_once("bad_input")
     evidence["answers"] = results
     error_types = {name: result["failure"]["kind"] for name, result in results.items() if "failure" in result}
-    usage_errors = ["negative_offset", "overflowing_offset", "negative_length", "beyond_memory", "no_batch"]
-    assert {error_types[name] for name in usage_errors} == {"UsageError"}
+    usage_error_calls = ["negative_offset", "overflowing_offset", "negative_length", "beyond_memory", "no_batch"]
+    assert {error_types[name] for name in usage_error_calls} == {"UsageError"}
     assert {error_types[name] for name in ("closed_handle", "closed_driver")} == {"ClosedResource"}
     refused_calls = [
         "directory",
@@ -40,7 +40,7 @@ def test_invalid_arguments_are_typed_errors(scenarios: ScenarioRunner, evidence:
         "parameter_while_open",
     ]
     for name in refused_calls:
-        # Error codes of cuFile itself begin after 5000.
+        # The error codes of cuFile itself are greater than CUFILEOP_BASE_ERR (5000).
         failure = results[name]["failure"]
         assert (failure["api"], 5000 < failure["status"] < 5100, failure["errno"]) == ("cufile", True, None), name
     assert results["still_works"] == {"value": [1 << 20, True]}
@@ -56,14 +56,14 @@ def test_end_of_file_is_a_short_count(scenarios: ScenarioRunner, evidence: Evide
 
 @NEEDS_TWIN
 def test_stream_that_does_not_exist_is_refused(scenarios: ScenarioRunner, evidence: Evidence) -> None:
-    """The case runs only on the cuFile twin, because libcufile uses an invalid stream handle without a check."""
+    """The case needs the cuFile twin (a library that emulates libcufile): libcufile does not check a stream handle."""
     evidence["answer"] = result = scenarios.run("bad_input", twin=True)["no_stream"]
     assert result["failure"]["operation"] == "cuFileStreamRegister"
 
 
 @NEEDS_TWIN
 def test_statistics_do_not_start_at_level_off(scenarios: ScenarioRunner, evidence: Evidence) -> None:
-    """The case runs only on the cuFile twin, because libcufile 1.15 accepts level 0 and returns success."""
+    """The case needs the cuFile twin, because libcufile 1.15 accepts level 0 (off) and returns success."""
     evidence["answer"] = result = scenarios.run_once("bad_input")["level"]
     assert result["failure"]["operation"] == "cuFileStatsStart"
 
@@ -75,8 +75,9 @@ def test_write_to_a_read_only_file_fails(scenarios: ScenarioRunner, evidence: Ev
     assert result["failure"]["status"] is not None
 
 
-# Each entry: a rule of the fault plan, the call that the rule makes fail, and the operation and errno of the expected
-# error. The calls are made in this order.
+# Each entry has a rule of the fault plan, the call that the rule makes fail, and the operation and errno of the
+# expected error. The scenario makes the calls in this order. Status 5010 is CU_FILE_NVFS_DRIVER_ERROR, and a status
+# below 5000 is an errno.
 FAULTS = [
     ("cuFileRead call=1 status=5", "read", "cuFileRead", errno.EIO),
     ("cuFileRead call=2 status=5010", "read", "cuFileRead", None),
@@ -109,7 +110,7 @@ def test_error_keeps_its_number(
 
 @NEEDS_TWIN
 def test_stalled_batch_times_out_and_can_be_canceled(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    # 10 s is the longest delay of a fault plan. Only the cancellation can end the transfer earlier.
+    # 10 s is the longest delay that a fault plan allows. Only the cancellation can end the transfer earlier.
     result = scenarios.with_faults(tmp_path, "cufile.batch_io call=2 delay_us=10000000").run("batch_stall")
     assert result == {
         "first": ["COMPLETE"],

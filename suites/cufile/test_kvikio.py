@@ -1,4 +1,4 @@
-"""Transfers by kvikio, without cupy: every byte is right, and the bytes took the reported route."""
+"""kvikio, used without cupy, transfers every byte correctly, and gdrkit reports the route of the transfer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_kvikio_moves_every_byte(scenarios: ScenarioRunner, evidence: Evidence, 
     evidence["kvikio"] = results
     result = results[mode]
     assert (result["read"], result["is_expected"], result["write"], result["written"]) == (MIB, True, MIB, True)
-    # Route and state of the proof. In mode `auto`, it depends on the machine whether kvikio uses libcufile.
+    # The proof has this route and state. Mode `auto` is missing, because its use of libcufile depends on the machine.
     expected_proofs = {"on": ("unknown", "unproven"), "off": ("posix", "fell_back")}
     if mode in expected_proofs:
         assert (result["proof"]["route"], result["proof"]["state"]) == expected_proofs[mode]
@@ -41,6 +41,6 @@ def test_missing_file_keeps_its_errno(scenarios: ScenarioRunner, evidence: Evide
 
 @needs(software(Api.CUFILE))
 def test_kvikio_with_a_direct_cufile_is_proven(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    faulty_scenarios = scenarios.with_faults(tmp_path, "cufile.route call=* route=nvfs")
-    proof = faulty_scenarios.run("by_kvikio", modes=["off"])["off"]["proof"]
+    direct_scenarios = scenarios.with_faults(tmp_path, "cufile.route call=* route=nvfs")
+    proof = direct_scenarios.run("by_kvikio", modes=["off"])["off"]["proof"]
     assert (proof["route"], proof["state"]) == ("nvfs", "proven")

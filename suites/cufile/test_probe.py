@@ -5,6 +5,7 @@ A libcufile that crashes or hangs therefore affects only the child process.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -69,13 +70,18 @@ def test_slow_open_ends_in_a_timeout(tmp_path: Path) -> None:
 @NEEDS_TWIN
 def test_missing_libcuda_is_an_error_before_libcufile_loads() -> None:
     environ = environment(Launch(twin_apis=frozenset({Api.CUFILE})))
-    assert open_driver_in_child(environ) == ["dlopen libcuda.so.1", 2, 2, Reason.LIBRARY_MISSING.value]
+    assert open_driver_in_child(environ) == [
+        "dlopen libcuda.so.1",
+        errno.ENOENT,
+        errno.ENOENT,
+        Reason.LIBRARY_MISSING.value,
+    ]
 
 
 @NEEDS_TWIN
 def test_missing_libcufile_is_named_in_the_error() -> None:
     environ = environment(Launch(twin_apis=frozenset({Api.CUDA})))
-    assert open_driver_in_child(environ)[:2] == ["dlopen libcufile.so.0", 2]
+    assert open_driver_in_child(environ)[:2] == ["dlopen libcufile.so.0", errno.ENOENT]
 
 
 @NEEDS_TWIN
@@ -111,18 +117,19 @@ def test_interrupted_probe_leaves_no_child() -> None:
     run_sweep("cufile.interrupt_sweep", points_min=51)
 
 
-@pytest.mark.parametrize("leaves_the_group", [False, True])
+@pytest.mark.parametrize("leaves_process_group", [False, True])
 def test_probe_does_not_wait_for_a_grandchild(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, leaves_the_group: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, leaves_process_group: bool
 ) -> None:
-    # A grandchild inherits the output pipe of the child and keeps it open, so the probe must not wait for the end of
-    # the pipe after it has killed the child.
+    # The child of the probe imports this sitecustomize, which starts a grandchild. The grandchild inherits the output
+    # pipe of the child and keeps it open. So the probe must not wait for the end of the pipe after it has killed the
+    # child.
     (tmp_path / "sitecustomize.py").write_text(
         f"""
 import os, signal, sys
 if "gdrkit.cufile.probe" in sys.orig_argv:
     if os.fork() == 0:
-        {"os.setsid()" if leaves_the_group else "pass"}
+        {"os.setsid()" if leaves_process_group else "pass"}
         signal.alarm(40)
     signal.pause()
 """

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def make_snapshot(basic: dict[str, int] | None = None, **counters: int) -> StatisticsSnapshot:
+def make_snapshot(basic_counters: dict[str, int] | None = None, **gpu_counters: int) -> StatisticsSnapshot:
     """Return statistics of libcufile with these basic counters, and these counters of one GPU."""
-    return StatisticsSnapshot(basic or {}, gpus=(GpuCounters("GPU-0", counters),) if counters else ())
+    gpus = (GpuCounters("GPU-0", gpu_counters),) if gpu_counters else ()
+    return StatisticsSnapshot(basic_counters or {}, gpus=gpus)
 
 
 @pytest.mark.parametrize(
@@ -46,16 +47,16 @@ def test_route_follows_from_the_counters(delta: StatisticsSnapshot | None, route
 
 @pytest.mark.parametrize(("version", "is_staged"), [(1150, False), (1180, True), (1200, True)])
 def test_sizes_that_cufile_1_15_discards_are_not_staged(version: int, is_staged: bool) -> None:  # noqa: FBT001
-    """libcufile 1.15 ignored a batch size of 32 that was set before the driver opened.
+    """libcufile 1.15 was observed to ignore a batch size of 32 that was set before the driver opened.
 
-    libcufile used 128, or the value 16 of cufile.json.
+    The open driver used 16 if cufile.json set this size, and 128 otherwise.
     """
     assert parameters.keeps_staged_size(parameters.Size.IO_BATCHSIZE, version=version) is is_staged
     assert parameters.keeps_staged_size(parameters.Size.MAX_IO_THREADS, version=version)
 
 
 def test_averages_of_a_difference_are_those_of_its_operations() -> None:
-    """After two reads of 100 us and three of 700 us, the average of the last three is 700 us, not 460 us - 100 us."""
+    """After two reads of 100 us and three of 700 us, the difference has the average 700 us, not 460 us - 100 us."""
     snapshot_before = make_snapshot(
         {"read_ops": 2, "read_lat_sum_us": 200, "read_lat_avg_us": 100, "write_lat_avg_us": 9}
     )
@@ -67,19 +68,19 @@ def test_averages_of_a_difference_are_those_of_its_operations() -> None:
         "read_lat_sum_us": 2100,
         "read_lat_avg_us": 700,
     }
-    # Two operations of 9 us each: the average of the difference equals the average before.
+    # With two operations of 9 us each, the average of the difference equals the average before.
     one_write = make_snapshot({"write_ops": 1, "write_lat_sum_us": 9, "write_lat_avg_us": 9})
     two_writes = make_snapshot({"write_ops": 2, "write_lat_sum_us": 18, "write_lat_avg_us": 9})
     assert two_writes.since(one_write).basic == {"write_ops": 1, "write_lat_sum_us": 9, "write_lat_avg_us": 9}
 
 
 def test_difference_has_no_rates_and_the_last_batch() -> None:
-    rates = {"read_bw_bytes_per_sec": 5, "read_ops_per_sec": 5, "batch_read_bw_bytes": 5}
+    rate_counters = {"read_bw_bytes_per_sec": 5, "read_ops_per_sec": 5, "batch_read_bw_bytes": 5}
     snapshot_before = make_snapshot(
-        {**rates, "read_bytes": 10, "last_batch_read_bytes": 30}, read_utilization=1, n_p2p_reads=1
+        {**rate_counters, "read_bytes": 10, "last_batch_read_bytes": 30}, read_utilization=1, n_p2p_reads=1
     )
     snapshot_after = make_snapshot(
-        {**dict.fromkeys(rates, 3), "read_bytes": 14, "last_batch_read_bytes": 20},
+        {**dict.fromkeys(rate_counters, 3), "read_bytes": 14, "last_batch_read_bytes": 20},
         read_utilization=3,
         read_bw_bytes_per_sec=3,
         n_p2p_reads=2,
@@ -93,8 +94,8 @@ def test_obstacles_are_found_below_a_root(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     with (tmp_path / "file").open("rb") as file:
         fd = file.fileno()
-        tree = host.HostTree(tmp_path / "root")
-        causes_without_nvidia_fs = [obstacle.cause for obstacle in cufile.obstacles(tree, fd, compat_forced=True)]
+        host_tree = host.HostTree(tmp_path / "root")
+        causes_without_nvidia_fs = [obstacle.cause for obstacle in cufile.obstacles(host_tree, fd, compat_forced=True)]
         assert causes_without_nvidia_fs == [
             Cause.NO_UDEV_DATABASE,
             Cause.COMPAT_FORCED,
@@ -104,5 +105,5 @@ def test_obstacles_are_found_below_a_root(tmp_path: Path) -> None:
         folder = tmp_path / "root" / "proc" / "driver" / "nvidia-fs"
         folder.mkdir(parents=True)
         (folder / "modules").write_text("")
-        causes_with_nvidia_fs = [obstacle.cause for obstacle in cufile.obstacles(tree, fd)]
+        causes_with_nvidia_fs = [obstacle.cause for obstacle in cufile.obstacles(host_tree, fd)]
         assert causes_with_nvidia_fs == [Cause.NO_UDEV_DATABASE, Cause.NO_STORAGE_MODULE, Cause.NOT_O_DIRECT]

@@ -49,7 +49,7 @@ def test_missing_udev_database_is_a_cause(scenarios: ScenarioRunner, evidence: E
     with udev.remove_entry(scenarios.path.parent):
         result = scenarios.run_with_udev_unchanged("one_read")
     evidence["read"] = result
-    assert result["failure"]["status"] == 5027
+    assert result["failure"]["status"] == 5027  # CU_FILE_HANDLE_NOT_REGISTERED
     assert result["proof"]["state"] == "not_possible"
     assert result["proof"]["causes"][0] == "no_udev_database"
 
@@ -62,16 +62,17 @@ def test_tmpfs_is_a_cause(scenarios: ScenarioRunner, evidence: Evidence) -> None
         result = scenarios.run_with_udev_unchanged("one_read", direct=_allows_o_direct(scenarios.path))
     evidence["read"] = result
     assert result["proof"]["causes"][0] == "tmpfs"
-    # cuFile 1.18 and newer register the file, and copy through host memory.
+    # cuFile 1.18 and newer register the file, and copy through host memory. Older versions refuse the file with
+    # CU_FILE_HANDLE_NOT_REGISTERED (5027).
     status = result.get("failure", {}).get("status")
     assert (result["proof"]["state"], status) in {("not_possible", 5027), ("fell_back", None)}
 
 
-@pytest.mark.parametrize("setting", ["variable", "parameter"])
+@pytest.mark.parametrize("forced_by", ["variable", "parameter"])
 @needs(cufile.udev_present)
-def test_forced_compat_mode_is_a_cause(scenarios: ScenarioRunner, evidence: Evidence, setting: str) -> None:
-    flags = {"FORCE_COMPAT_MODE": True} if setting == "parameter" else {}
-    forced_scenarios = scenarios.with_environ(CUFILE_FORCE_COMPAT_MODE="true") if setting == "variable" else scenarios
+def test_forced_compat_mode_is_a_cause(scenarios: ScenarioRunner, evidence: Evidence, forced_by: str) -> None:
+    flags = {"FORCE_COMPAT_MODE": True} if forced_by == "parameter" else {}
+    forced_scenarios = scenarios.with_environ(CUFILE_FORCE_COMPAT_MODE="true") if forced_by == "variable" else scenarios
     result = forced_scenarios.run("one_read", flags=flags)
     evidence["read"] = result
     assert result["is_expected"]
@@ -91,6 +92,7 @@ def test_file_without_o_direct_is_a_cause(scenarios: ScenarioRunner, evidence: E
 @pytest.mark.parametrize("level", [0, 1, 2])
 @needs(cufile.udev_present)
 def test_uncounted_transfer_is_unproven(scenarios: ScenarioRunner, evidence: Evidence, level: int) -> None:
+    """Only level 3 of the statistics of libcufile counts the route of a transfer."""
     result = scenarios.run("one_read", level=level)
     evidence["read"] = result
     assert result["is_expected"]
@@ -148,6 +150,7 @@ def test_failed_statistics_are_unproven(scenarios: ScenarioRunner, tmp_path: Pat
 def test_driver_without_compat_mode_does_not_open(scenarios: ScenarioRunner, evidence: Evidence) -> None:
     failure = scenarios.run("driver_opens", flags={"ALLOW_COMPAT_MODE": False})["failure"]
     evidence["failure"] = failure
+    # 5001 is CU_FILE_DRIVER_NOT_INITIALIZED.
     assert (failure["operation"], failure["status"]) == ("cuFileDriverOpen", 5001)
     assert "allow compat mode" in failure["message"]
 
@@ -160,7 +163,7 @@ def test_read_without_compat_mode_does_not_fall_back(
     result = faulty_scenarios.run("one_read", flags={"ALLOW_COMPAT_MODE": False})
     evidence["read"] = result
     assert result["failure"]["kind"] == "Unsupported"
-    assert result["failure"]["status"] == 5008
+    assert result["failure"]["status"] == 5008  # CU_FILE_IO_NOT_SUPPORTED
 
 
 def _allows_o_direct(path: Path) -> bool:

@@ -23,7 +23,7 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A write of `length_bytes` bytes of the pattern of `seed` at `offset_bytes`."""
+    """A write of `length_bytes` bytes at `offset_bytes` of the file. The data is the pattern with this seed."""
 
     offset_bytes: int
     length_bytes: int
@@ -35,10 +35,10 @@ class Write:
         return pattern.payload(self.length_bytes, seed=self.seed)
 
     def list_boundaries(self) -> list[int]:
-        """Return the offsets that divide the write into ranges. Each range is written completely or not at all."""
+        """Return the offsets that divide the write into ranges that are each written completely or not at all."""
         end = self.offset_bytes + self.length_bytes
-        pages = range(self.offset_bytes // _PAGE_BYTES * _PAGE_BYTES + _PAGE_BYTES, end, _PAGE_BYTES)
-        return sorted({self.offset_bytes, end, *pages, *range(self.offset_bytes, end, SEGMENT_BYTES)})
+        page_offsets = range(self.offset_bytes // _PAGE_BYTES * _PAGE_BYTES + _PAGE_BYTES, end, _PAGE_BYTES)
+        return sorted({self.offset_bytes, end, *page_offsets, *range(self.offset_bytes, end, SEGMENT_BYTES)})
 
     def to_tuple(self) -> tuple[int, int, int]:
         """Return offset, length and seed, for a command of the client."""
@@ -72,7 +72,7 @@ class FileModel:
         self.acknowledged_count += 1
 
     def check_and_adopt(self, actual: bytes) -> None:
-        """Check the actual contents of the file after all writes have ended, and continue with these contents."""
+        """Check the actual contents of the file after all writes have ended. Expect these contents from now on."""
         assert len(actual) == len(self.contents), f"the file has {len(actual)} bytes instead of {len(self.contents)}"
         expected_contents = bytearray(self.contents)
         for write in self._in_progress:
@@ -83,8 +83,9 @@ class FileModel:
                     bytes(self.contents[begin:end]),
                     data[begin - write.offset_bytes : end - write.offset_bytes],
                 }, (
-                    f"bytes {begin} to {end} of {write} are neither old nor new, with the writes {self._in_progress}: "
-                    f"{actual_range[:16].hex()} ..., {len(actual_range) - actual_range.count(0)} bytes are not 0"
+                    f"bytes {begin} to {end} of {write} are neither the old nor the new data: "
+                    f"{actual_range[:16].hex()} ..., {len(actual_range) - actual_range.count(0)} bytes are not 0; "
+                    f"writes in progress: {self._in_progress}"
                 )
                 expected_contents[begin:end] = actual_range
         mismatch = pattern.find_mismatch(expected_contents, actual)

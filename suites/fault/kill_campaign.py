@@ -1,4 +1,4 @@
-"""Kill campaign for usrbio: it kills clients, agents and storage servers of one mount.
+"""Kill campaign for usrbio (the user-space I/O of 3FS): it kills clients, agents and storage servers of one mount.
 
 After each kill, the campaign makes three checks. The operations of the other processes have the expected results, the
 killed process has left no resources, and no acknowledged write is lost. :mod:`fault.kill_phases` brings the processes
@@ -18,7 +18,7 @@ from fault.file_model import FileModel
 from fault.kill_phases import ENTER_PHASE, KILL_POINTS, LOCAL_KILL_POINTS, Processes
 from fault.usrbio_client import UsrbioClient, list_published_links, list_shared_memory
 from support.kill_campaign import KillCampaign
-from support.processes import HungError, is_gone, open_files, wait_until
+from support.processes import HungError, is_gone, list_open_paths, wait_until
 from support.raw_usrbio import AgentProcess
 
 from gdrkit import pattern
@@ -37,7 +37,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared mem
 
 
 class AgentCampaign(KillCampaign[tuple[str, str]]):
-    """A kill campaign at one mount. Use it as a context manager.
+    """A kill campaign for the processes of one mount. Use it as a context manager.
 
     A kill point is a pair: the process to kill (the victim: client, agent or server), and the name of the phase in
     which it is killed, such as ``transfer``. :data:`fault.kill_phases.KILL_POINTS` lists all of them.
@@ -50,12 +50,12 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
     mount : Path
         Empty folder for the mount.
     traps : Traps
-        Traps that stop a process in a named call of a software twin. The environment of this process must contain their
-        fault plan.
+        Traps that stop a process in a named call of a software twin. GDRKIT_TWINS_FAULTS must name their fault plan.
     rng : Random
         Source of all random decisions.
     local_reads : bool
-        Whether the agent itself reads cached bytes. Then there is no phase in which the server transfers a read.
+        Whether the agent reads cached bytes itself. If so, the campaign has no phase in which the server transfers a
+        read.
 
     Attributes
     ----------
@@ -72,16 +72,16 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         self.acknowledged_count = 0
         self._mount = mount
         self._traps = traps
-        self._file, self._bystander_file = mount / "data", mount / "other"
+        self._file_path, self._bystander_file_path = mount / "data", mount / "other"
         contents = pattern.payload(_FILE_BYTES, seed=rng.randrange(1 << 63))
-        self._file.write_bytes(contents)
-        self._bystander_file.write_bytes(bytes(MIB))
+        self._file_path.write_bytes(contents)
+        self._bystander_file_path.write_bytes(bytes(MIB))
         self._model = FileModel(contents)
         self._processes: Processes | None = None
         self._clients: list[UsrbioClient] = []
 
     def kill(self, kill_point: tuple[str, str]) -> None:
-        """Bring the processes into the phase, kill the victim, and check everything that must hold afterwards."""
+        """Bring the processes into the phase, kill the victim, and make the checks after the kill."""
         victim, phase = kill_point
         processes = self._processes = self._make_processes()
         lengths = [processes.choose_length() for _ in range(self._rng.randint(1, 3))]
@@ -90,19 +90,19 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         if phase == "session":
             self._enter_session(processes)
         else:
-            ENTER_PHASE[phase](processes, self._file)
-        memory_names = list_shared_memory(processes.client.process.pid)
+            ENTER_PHASE[phase](processes, self._file_path)
+        shared_memory_names = list_shared_memory(processes.client.process.pid)
         self._kill_victim(victim, processes)
         self.kills_by_memory[self._memory_kind] += 1
         match victim:
             case "client":
-                self._check_without_client(processes, memory_names)
+                self._check_without_client(processes, shared_memory_names)
             case "server":
                 self._check_without_server(processes)
             case _:
-                self._check_without_agent(processes, phase, memory_names)
+                self._check_without_agent(processes, phase, shared_memory_names)
         # A new client reads the whole file through the agent.
-        self._client = self._open_client(self._file, self._choose_memory_kind())
+        self._client = self._open_client(self._file_path, self._choose_memory_kind())
         copy_path = self._mount.parent / "copy"
         results = self._client.call("save", into=str(copy_path))
         assert isinstance(results, list)
@@ -127,7 +127,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         os.kill(old_server_process_id, signal.SIGKILL)
 
         def list_new_servers() -> list[int]:
-            return [child for child in self._agent.child_process_ids() if child != old_server_process_id]
+            return [pid for pid in self._agent.child_process_ids() if pid != old_server_process_id]
 
         wait_until(lambda: bool(list_new_servers()), "the agent starts another server")
         (processes.server_process_id,) = list_new_servers()
@@ -146,12 +146,12 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         for process_id in tuple(processes.stopped_process_ids):
             processes.resume(process_id)
 
-    def _check_without_client(self, processes: Processes, memory_names: set[str]) -> None:
+    def _check_without_client(self, processes: Processes, shared_memory_names: set[str]) -> None:
         """Check that the killed client has left nothing, and that the bystander continues."""
         # The client is already dead. This call waits for the process and closes its pipes.
         processes.client.kill()
         self._write_and_verify(self._bystander)
-        self._check_nothing_left(memory_names)
+        self._check_nothing_left(shared_memory_names)
 
     def _check_without_server(self, processes: Processes) -> None:
         """Check that the pending operations fail or are complete, and that both clients continue with a new server."""
@@ -163,12 +163,12 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         for client in (self._bystander, processes.client):
             # The agent starts a new server, and both clients continue with their files, memory and rings.
             wait_until(lambda client=client: self._is_served(client), "the new server works")  # type: ignore[misc]
-        memory_names = list_shared_memory(processes.client.process.pid)
+        shared_memory_names = list_shared_memory(processes.client.process.pid)
         self._close_client(processes.client)
-        self._check_nothing_left(memory_names)
+        self._check_nothing_left(shared_memory_names)
 
-    def _check_without_agent(self, processes: Processes, phase: str, memory_names: set[str]) -> None:
-        """Check that the operations of both clients fail, and that a new agent removes what the killed one left."""
+    def _check_without_agent(self, processes: Processes, phase: str, shared_memory_names: set[str]) -> None:
+        """Check that the operations of both clients fail, and that a new agent removes what the killed agent left."""
         if phase in {"publish", "register"}:
             assert processes.client.read_reply().get("errno") == errno.EREMOTEIO
         elif phase == "unpublish":
@@ -181,7 +181,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
             assert (phase == "completed") == any(result > 0 for result in results), (phase, results)
         if processes.pending_read_bytes:
             assert processes.collect_read() == -errno.EREMOTEIO
-        memory_names |= list_shared_memory(processes.client.process.pid) | list_shared_memory(
+        shared_memory_names |= list_shared_memory(processes.client.process.pid) | list_shared_memory(
             self._bystander.process.pid
         )
         self._bystander.start("write_and_verify", offset=0, length=_VERIFIED_WRITE_BYTES, seed=1)
@@ -191,31 +191,34 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         wait_until(lambda: is_gone(processes.server_process_id), "the server of the dead agent has ended")
         self._agent.kill()
         self._start_agent()
-        names = {path.name for path in (self._mount / "3fs-virt").iterdir()}
-        assert names <= {"agent.lock", "agent.sock", "iovs", "publications", "server.lock", "server.sock"}, names
-        assert not memory_names & _list_shared_memory()
+        entry_names = {path.name for path in (self._mount / "3fs-virt").iterdir()}
+        permanent_names = {"agent.lock", "agent.sock", "iovs", "publications", "server.lock", "server.sock"}
+        assert entry_names <= permanent_names, entry_names
+        assert not shared_memory_names & _list_all_shared_memory()
 
-    def _check_nothing_left(self, memory_names: set[str]) -> None:
-        """Wait until the agent has released an ended client: its links, its shared memory, and the open files."""
+    def _check_nothing_left(self, shared_memory_names: set[str]) -> None:
+        """Wait until the agent has released the links, the shared memory and the open files of an ended client."""
         wait_until(
             lambda: list_published_links(self._mount) == self._bystander.link_names, "the links of the client are gone"
         )
-        wait_until(lambda: not memory_names & _list_shared_memory(), "the shared memory of the client is gone")
+        wait_until(
+            lambda: not shared_memory_names & _list_all_shared_memory(), "the shared memory of the client is gone"
+        )
         agent_process_id = self._agent.process.pid
         wait_until(
-            lambda: not any(name in file for file in open_files(agent_process_id) for name in memory_names),
+            lambda: not any(name in path for path in list_open_paths(agent_process_id) for name in shared_memory_names),
             "the agent has released the memory of the client",
         )
         self._use_both_queue_pairs()
         try:
             wait_until(
-                lambda: len(open_files(agent_process_id)) == self._open_files_count,
+                lambda: len(list_open_paths(agent_process_id)) == self._open_files_count,
                 "the agent has as many open files as at its start",
             )
         except HungError as error:
             error.add_note(
                 f"{self._open_files_count} open files at the start of the agent, "
-                f"now {sorted(open_files(agent_process_id))}"
+                f"now {sorted(list_open_paths(agent_process_id))}"
             )
             raise
 
@@ -227,13 +230,13 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
     def _use_both_queue_pairs(self) -> None:
         """Write and read with both queue pairs, because the agent opens files at the first use of each queue pair."""
         if self._local_reads:
-            # The reads below use no queue pair. A large write makes the next operation use the other queue pair.
+            # The reads below use no queue pair. After a write of 1 MiB, the agent changes to the other queue pair.
             for _ in range(2):
                 self._bystander.call("write", operations=[(0, MIB, 0)])
                 assert self._bystander.call("wait", for_read=False, count=1) == [[0, MIB]]
         for _ in range(2):
-            # Operations use the queue pairs in turn. A round has three operations, so the next round begins with the
-            # other queue pair.
+            # The agent changes the queue pair after 256 KiB. The last read of a round exceeds this length, so the next
+            # round uses the other queue pair.
             self._write_and_verify(self._bystander)
             self._bystander.call("read", operations=[(0, MIB, 0)])
             assert self._bystander.call("wait", for_read=True, count=1) == [[0, MIB]]
@@ -243,7 +246,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         if client is self._bystander:
             client.start("write_and_verify", offset=0, length=_VERIFIED_WRITE_BYTES, seed=2)
         else:
-            # The file of this client has a model, so the client only reads.
+            # A write would change the file, whose contents the model tracks. So this client only reads.
             client.start("save", into=os.devnull)
         reply = client.read_reply()
         assert reply.get("errno") in {None, errno.EREMOTEIO}, reply
@@ -254,8 +257,8 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         self._memory_kind = self._rng.choice(sorted(self.kills_by_memory))
         return self._memory_kind
 
-    def _open_client(self, file: Path, memory_kind: str) -> UsrbioClient:
-        client = UsrbioClient(self._mount, file, memory_kind)
+    def _open_client(self, file_path: Path, memory_kind: str) -> UsrbioClient:
+        client = UsrbioClient(self._mount, file_path, memory_kind)
         self._clients.append(client)
         client.open()
         return client
@@ -267,16 +270,16 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
     def _start_agent(self) -> None:
         self._agent = AgentProcess(self._mount, "--local-reads" if self._local_reads else "--no-local-reads")
         assert list_published_links(self._mount) == set()
-        self._bystander = self._open_client(self._bystander_file, "host")
+        self._bystander = self._open_client(self._bystander_file_path, "host")
         # The first client with device memory makes the agent open files that stay open. Therefore such a client runs
         # before the open files are counted.
-        self._close_client(self._open_client(self._bystander_file, "device"))
+        self._close_client(self._open_client(self._bystander_file_path, "device"))
         self._use_both_queue_pairs()
-        self._open_files_count = len(open_files(self._agent.process.pid))
+        self._open_files_count = len(list_open_paths(self._agent.process.pid))
 
     def __enter__(self) -> Self:
         self._start_agent()
-        self._client = self._open_client(self._file, self._choose_memory_kind())
+        self._client = self._open_client(self._file_path, self._choose_memory_kind())
         return self
 
     def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
@@ -296,5 +299,6 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         error.add_note(f"errors of the agent: {self._agent.error_output}")
 
 
-def _list_shared_memory() -> set[str]:
+def _list_all_shared_memory() -> set[str]:
+    """Return the names of the shared memory of all processes."""
     return {path.name for path in _SHARED_MEMORY.iterdir()}

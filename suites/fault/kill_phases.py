@@ -1,8 +1,9 @@
 """The phases in which the kill campaign kills a client, the agent or its storage server.
 
 Each function in :data:`ENTER_PHASE` brings the processes into the phase that its docstring describes, and returns when
-they are in it. A trap (:mod:`fault.traps`) that stops a process in a certain call shows the phase, or the shared memory
-of the ring, or the contents of the file. After the kill, the campaign resumes the other stopped processes.
+they are in it. The functions recognize a phase by a trap (:mod:`fault.traps`), which stops a process in a certain call,
+by the shared memory of the ring, or by the contents of the file. After the kill, the campaign resumes the other stopped
+processes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ENTER_PHASE", "KILL_POINTS", "LOCAL_KILL_POINTS", "TRAPPED_CALLS", "Processes"]
 
-# Name of the trap for each call or event in the fault plan of the verbs twin (a library that emulates NICs).
+# Name of the trap for each call or event in the fault plan of the verbs twin (a library that emulates NICs). The server
+# transfers data by RDMA. The event "wc.OPCODE" comes before a request transfers data, "wc.OPCODE.landed" afterwards.
 TRAPPED_CALLS = {
     "ibv_reg_mr": "register",
     "ibv_reg_dmabuf_mr": "register",
@@ -35,6 +37,7 @@ TRAPPED_CALLS = {
     "wc.rdma_read.landed": "landed",
     "ibv_poll_cq": "poll",
 }
+# Largest number of attempts to reach the phase "written", and of polls in one attempt.
 _ATTEMPTS_MAX = 200
 
 
@@ -107,10 +110,11 @@ class Processes:
     def submit_writes(self, *lengths: int) -> list[Write]:
         """Have the client submit writes of these lengths, at random offsets of the file and without overlaps."""
         unwritten_bytes = len(self.model.contents) - sum(lengths)
-        gaps = sorted(self.rng.randrange(unwritten_bytes + 1) for _ in lengths)
+        # Number of unwritten bytes of the file before each write.
+        unwritten_counts = sorted(self.rng.randrange(unwritten_bytes + 1) for _ in lengths)
         written_bytes, writes = 0, []
-        for gap, length_bytes in zip(gaps, lengths, strict=True):
-            writes.append(Write(gap + written_bytes, length_bytes, self.rng.randrange(1 << 63)))
+        for unwritten_count, length_bytes in zip(unwritten_counts, lengths, strict=True):
+            writes.append(Write(unwritten_count + written_bytes, length_bytes, self.rng.randrange(1 << 63)))
             written_bytes += length_bytes
         self.model.submit(writes)
         self.client.call("write", operations=[write.to_tuple() for write in writes])
@@ -125,7 +129,7 @@ class Processes:
         results = reply["result"]
         assert isinstance(results, list)
         assert len(results) == len(self.pending_writes), (
-            f"only {results} of {len(self.pending_writes)} results before the timeout"
+            f"only {len(results)} of {len(self.pending_writes)} results arrived before the timeout: {results}"
         )
         for index, result in results:
             write = self.pending_writes[index]
@@ -152,22 +156,22 @@ class Processes:
         return self.rng.randrange(1, SEGMENT_BYTES + 1)
 
 
-def enter_publish(processes: Processes, _file: Path) -> None:
-    """The agent has received a request to publish memory, and has not registered it. The client waits for the reply."""
+def enter_publish(processes: Processes, _file_path: Path) -> None:
+    """The agent has a request to publish memory, and is about to register it. The client waits for the reply."""
     processes.traps.arm("register")
     processes.client.start("publish")
     processes.wait_for_trap("register", processes.agent_process_id)
 
 
-def enter_register(processes: Processes, file: Path) -> None:
+def enter_register(processes: Processes, file_path: Path) -> None:
     """The agent has registered published memory with the first NIC, and not yet with the second NIC."""
-    enter_publish(processes, file)
+    enter_publish(processes, file_path)
     processes.traps.arm("register")
     processes.resume(processes.agent_process_id)
     processes.wait_for_trap("register", processes.agent_process_id)
 
 
-def enter_unpublish(processes: Processes, _file: Path) -> None:
+def enter_unpublish(processes: Processes, _file_path: Path) -> None:
     """The agent deregisters memory. The client waits for the reply."""
     processes.client.call("publish")
     processes.traps.arm("deregister")
@@ -175,7 +179,7 @@ def enter_unpublish(processes: Processes, _file: Path) -> None:
     processes.wait_for_trap("deregister", processes.agent_process_id)
 
 
-def enter_submitted(processes: Processes, _file: Path) -> None:
+def enter_submitted(processes: Processes, _file_path: Path) -> None:
     """The ring has submissions, and the agent is stopped before it reads them."""
     processes.stop(processes.agent_process_id)
     processes.submit_writes(*(processes.choose_length() for _ in range(processes.rng.randint(1, 8))))
@@ -184,7 +188,7 @@ def enter_submitted(processes: Processes, _file: Path) -> None:
     ring.close()
 
 
-def enter_transfer(processes: Processes, _file: Path) -> None:
+def enter_transfer(processes: Processes, _file_path: Path) -> None:
     """The server has transferred the first segment of a write, and not yet the second segment."""
     processes.traps.arm("transfer")
     processes.submit_writes(SEGMENT_BYTES + processes.choose_length())
@@ -194,7 +198,7 @@ def enter_transfer(processes: Processes, _file: Path) -> None:
     processes.wait_for_trap("transfer", processes.server_process_id)
 
 
-def enter_reading(processes: Processes, _file: Path) -> None:
+def enter_reading(processes: Processes, _file_path: Path) -> None:
     """The server has transferred the first segment of a read, and not yet the second segment."""
     processes.traps.arm("deliver")
     processes.submit_read(SEGMENT_BYTES + processes.choose_length())
@@ -204,7 +208,7 @@ def enter_reading(processes: Processes, _file: Path) -> None:
     processes.wait_for_trap("deliver", processes.server_process_id)
 
 
-def enter_replied(processes: Processes, file: Path) -> None:
+def enter_replied(processes: Processes, file_path: Path) -> None:
     """The server has written the data and replied, and the agent is stopped before it reads the reply."""
     processes.traps.arm("landed")
     (write,) = processes.submit_writes(processes.choose_length())
@@ -212,7 +216,7 @@ def enter_replied(processes: Processes, file: Path) -> None:
     processes.stop(processes.agent_process_id)
     processes.resume(processes.server_process_id)
     wait_until(
-        lambda: _has_write(file, write) and is_idle(processes.server_process_id),
+        lambda: _has_write(file_path, write) and is_idle(processes.server_process_id),
         "the server has written the data, and waits for the next frame",
     )
     ring = processes.client.map_ring(processes.agent_process_id, for_read=False)
@@ -220,7 +224,7 @@ def enter_replied(processes: Processes, file: Path) -> None:
     ring.close()
 
 
-def enter_completed(processes: Processes, _file: Path) -> None:
+def enter_completed(processes: Processes, _file_path: Path) -> None:
     """The ring has completions, and the client has not taken them."""
     processes.submit_writes(*(processes.choose_length() for _ in range(processes.rng.randint(1, 4))))
     ring = processes.client.map_ring(processes.agent_process_id, for_read=False)
@@ -228,13 +232,13 @@ def enter_completed(processes: Processes, _file: Path) -> None:
     ring.close()
 
 
-def enter_written(processes: Processes, file: Path) -> None:
+def enter_written(processes: Processes, file_path: Path) -> None:
     """The server has written the data of a first operation, and polls for a second operation before it replies.
 
-    The session has two queue pairs, and operations use them in turn. If the first operation uses queue pair 0, the
-    server polls queue pair 1 before its reply, and the trap stops it there. If the first operation uses queue pair 1,
-    the server replies at once, and the attempt has failed. Every second attempt therefore submits one additional
-    write beforehand, so that the first operation uses the other queue pair.
+    The session has two queue pairs. If the first operation uses queue pair 0, the server polls queue pair 1 before its
+    reply, and the trap stops the server there. If the first operation uses queue pair 1, the server replies at once,
+    and the attempt has failed. The agent changes the queue pair after 256 KiB, so the attempts use the queue pairs in
+    turn. Every second attempt also submits one small write beforehand.
     """
     for attempt in range(_ATTEMPTS_MAX):
         if attempt % 2:
@@ -243,7 +247,7 @@ def enter_written(processes: Processes, file: Path) -> None:
         processes.traps.arm("landed")
         first_write, _second = processes.submit_writes(processes.choose_length(), 6 * SEGMENT_BYTES)
         processes.wait_for_trap("landed", processes.server_process_id)
-        if _is_stopped_before_reply(processes, file, first_write):
+        if _is_stopped_before_reply(processes, file_path, first_write):
             return
         if processes.server_process_id in processes.stopped_process_ids:
             processes.resume(processes.server_process_id)
@@ -252,7 +256,7 @@ def enter_written(processes: Processes, file: Path) -> None:
     raise HungError(message)
 
 
-def _is_stopped_before_reply(processes: Processes, file: Path, first_write: Write) -> bool:
+def _is_stopped_before_reply(processes: Processes, file_path: Path, first_write: Write) -> bool:
     """Resume the server until it has written `first_write`. Return whether it is stopped before its reply."""
     ring = processes.client.map_ring(processes.agent_process_id, for_read=False)
     try:
@@ -262,7 +266,7 @@ def _is_stopped_before_reply(processes: Processes, file: Path, first_write: Writ
             # If one poll returned all completions, the server does not poll again, and the ring has the completions.
             if not processes.is_trapped_before(lambda: ring.has_completions, "poll", processes.server_process_id):
                 return False
-            if _has_write(file, first_write):
+            if _has_write(file_path, first_write):
                 wait_until(lambda: is_idle(processes.agent_process_id), "the agent has processed all replies")
                 return not ring.has_completions
         return False
@@ -289,12 +293,14 @@ ENTER_PHASE: dict[str, Callable[[Processes, Path], None]] = {
     "replied": enter_replied,
     "completed": enter_completed,
 }
-# Every kill point: a pair of the victim and the phase in which it is killed. In the phase "session", a new server,
-# started after a kill, registers its memory.
+# Each kill point is a pair of the victim and the phase in which it is killed. In the phase "session", a new server
+# registers the memory of its first session. The agent has started this server, because the campaign killed the old
+# server.
 KILL_POINTS = (
     *(("client", phase) for phase in ENTER_PHASE if phase != "written"),
     *(("agent", phase) for phase in ENTER_PHASE),
     *(("server", phase) for phase in ("session", "transfer", "reading", "written", "replied", "completed")),
 )
-# The kill points of an agent that itself reads cached bytes, so that the server has no phase "reading".
+# The kill points if the agent reads cached bytes itself. The server then transfers no reads, so the phase
+# "reading" does not exist.
 LOCAL_KILL_POINTS = tuple(kill_point for kill_point in KILL_POINTS if kill_point[1] != "reading")

@@ -1,7 +1,7 @@
 """An unusable environment (permissions, limits, a failing driver) raises an error with operation, errno and advice.
 
-Each case makes a call in a child process, because limits and fault plans belong to a process. The cases of missing,
-truncated and incompatible libraries are in suites/contract/test_loading.py.
+Each case makes a call in a child process, because limits and fault plans apply to a whole process. The cases of
+missing, truncated and incompatible libraries are in suites/contract/test_loading.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gdrkit.harness.needs import cuda, needs, software, verbs
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Program that makes a call, and prints the fields of its error.
+# This program makes a call, and prints the fields of its error as JSON.
 CHILD_PROGRAM = """
 import json
 from gdrkit import cuda, verbs
@@ -41,8 +41,8 @@ def make_call_and_get_error(call: str, *, command_prefix: tuple[str, ...] = (), 
     command = [*command_prefix, sys.executable, "-c", CHILD_PROGRAM.format(call=call)]
     child = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, check=False, timeout=60)
     assert child.stdout.count("\n") == 1, child.stdout + child.stderr
-    fields: list[object] = json.loads(child.stdout)
-    return fields
+    error_fields: list[object] = json.loads(child.stdout)
+    return error_fields
 
 
 def write_plan(folder: Path, plan_text: str) -> str:
@@ -55,7 +55,7 @@ def write_plan(folder: Path, plan_text: str) -> str:
 @needs(verbs.nic(), software(Api.VERBS))
 @pytest.mark.parametrize("expected_errno", [errno.EACCES, errno.EPERM])
 def test_missing_rdma_permission_names_the_files(tmp_path: Path, expected_errno: int) -> None:
-    # list_nics() calls ibv_open_device to list the ports, and ignores the error. Nic.open() calls it again.
+    # list_nics() calls ibv_open_device to list the ports, and ignores its error. Nic.open() reports the error.
     plan_path = write_plan(tmp_path, f"gdrkit-faults 1\nibv_open_device call=* errno={expected_errno}\n")
     error_type, api, operation, error_number, reason, what_to_do = make_call_and_get_error(
         OPEN_NIC, GDRKIT_TWINS_FAULTS=plan_path
@@ -65,6 +65,7 @@ def test_missing_rdma_permission_names_the_files(tmp_path: Path, expected_errno:
     assert "/dev/infiniband" in str(what_to_do)
 
 
+# 100 is CUDA_ERROR_NO_DEVICE, 304 is CUDA_ERROR_OPERATING_SYSTEM, and 999 is CUDA_ERROR_UNKNOWN.
 @needs(cuda.device(), software(Api.CUDA))
 @pytest.mark.parametrize(("status", "reason"), [(100, Reason.NO_DEVICE), (304, Reason.OTHER), (999, Reason.OTHER)])
 def test_cuda_init_failure_has_advice(tmp_path: Path, status: int, reason: Reason) -> None:

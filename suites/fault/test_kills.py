@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from gdrkit.harness.evidence import Evidence
 
-KILLS_COUNT = int(os.environ.get("GDRKIT_KILLS", "20"))
+REQUESTED_KILL_COUNT = int(os.environ.get("GDRKIT_KILLS", "20"))
 
 
 @needs(verbs.nic(count_min=2), software(Api.VERBS), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
-@pytest.mark.timeout(120 + 20 * KILLS_COUNT)
+@pytest.mark.timeout(120 + 20 * REQUESTED_KILL_COUNT)
 @pytest.mark.parametrize("local_reads", [False, True], ids=["reads by the server", "reads by the agent"])
 def test_kill_of_any_process_in_any_phase_loses_nothing(
     tmp_path: Path,
@@ -46,23 +46,23 @@ def test_kill_of_any_process_in_any_phase_loses_nothing(
     mount = tmp_path / "mount"
     mount.mkdir()
     traps = Traps(tmp_path / "traps", TRAPPED_CALLS)
-    monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(traps.plan))
-    # Without the pool of GPU memory, the agent deregisters each iov when the client unpublishes it. This deregistration
-    # is a phase of the campaign.
+    monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(traps.plan_path))
+    # Without the pool of GPU memory, the agent deregisters each iov (published memory) when the client unpublishes it.
+    # This deregistration is a phase of the campaign.
     monkeypatch.setenv("GDRKIT_USRBIO_GPU_POOL_BYTES", "0")
-    pairs_count = len(LOCAL_KILL_POINTS if local_reads else KILL_POINTS)
-    kills_per_pair = math.ceil(KILLS_COUNT / pairs_count)
+    pair_count = len(LOCAL_KILL_POINTS if local_reads else KILL_POINTS)
+    kills_per_pair = math.ceil(REQUESTED_KILL_COUNT / pair_count)
     with AgentCampaign(mount, traps, rng, local_reads=local_reads) as campaign:
-        campaign.run(kills_per_pair * pairs_count)
-    counts = {f"{victim} in {phase}": count for (victim, phase), count in campaign.kill_counts.items()}
-    evidence["hits"] = counts
+        campaign.run(kills_per_pair * pair_count)
+    kill_counts = {f"{victim} in {phase}": count for (victim, phase), count in campaign.kill_counts.items()}
+    evidence["hits"] = kill_counts
     evidence["kinds"] = campaign.kills_by_memory
     evidence["acknowledged_writes"] = campaign.acknowledged_count
     with capsys.disabled():
         print()  # noqa: T201 - the run shows the counts.
-        for name, count in counts.items():
-            print(f"  {name:<22}{count:>5}")  # noqa: T201
-        kill_count = sum(counts.values())
+        for kill_point, count in kill_counts.items():
+            print(f"  {kill_point:<22}{count:>5}")  # noqa: T201
+        kill_count = sum(kill_counts.values())
         writes_count, kills_by_memory = campaign.acknowledged_count, campaign.kills_by_memory
         print(f"  {'kills':<22}{kill_count:>5}, {writes_count} acknowledged writes, {kills_by_memory}")  # noqa: T201
-    assert min(counts.values()) == kills_per_pair
+    assert min(kill_counts.values()) == kills_per_pair

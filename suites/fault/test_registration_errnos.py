@@ -1,4 +1,4 @@
-"""Each verbs call of a registration fails with each errno. gdrkit raises the documented error and leaves nothing open.
+"""If a verbs call of a registration fails, gdrkit raises the documented error for the errno and leaves nothing open.
 
 Afterwards, the next attempt succeeds. docs/registration.md shows the table MEANINGS.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = [DMABUF, needs(software(Api.VERBS), verbs.nic(count_min=2), verbs.peer_memory)]
 
-# An errno of the kernel that the C library does not define.
+# The kernel returns this errno. The C library does not define it.
 ENOTSUPP = 524
 ERRNOS = (
     errno.EOPNOTSUPP,
@@ -38,7 +38,7 @@ ERRNOS = (
     errno.EPERM,
 )
 
-# Exception and reason of each errno. Unsupported means that the route does not exist.
+# Exception and reason that gdrkit raises for each errno. Unsupported means that the registration route does not exist.
 _DEFAULT_MEANINGS = {
     errno.EOPNOTSUPP: (Unsupported, Reason.NOT_SUPPORTED),
     errno.EPROTONOSUPPORT: (Unsupported, Reason.NOT_SUPPORTED),
@@ -50,7 +50,7 @@ _DEFAULT_MEANINGS = {
     errno.EPERM: (ApiError, Reason.NO_PERMISSION),
 }
 _NO_DMABUF = (Unsupported, Reason.DMABUF_REGION_UNSUPPORTED)
-# Exception and reason of each errno for each verbs call.
+# Exception and reason that gdrkit raises for each verbs call and errno.
 MEANINGS = {
     "ibv_reg_dmabuf_mr": _DEFAULT_MEANINGS
     | {errno.EOPNOTSUPP: _NO_DMABUF, errno.EPROTONOSUPPORT: _NO_DMABUF, ENOTSUPP: _NO_DMABUF},
@@ -59,7 +59,7 @@ MEANINGS = {
     "ibv_alloc_pd": _DEFAULT_MEANINGS,
     "ibv_open_device": _DEFAULT_MEANINGS | {errno.EPERM: (SetupMissing, Reason.NO_PERMISSION)},
 }
-ROUTES = {"ibv_reg_dmabuf_mr": RegistrationRoute.DMABUF, "ibv_reg_mr": RegistrationRoute.PEER_MEMORY}
+ROUTE_BY_CALL = {"ibv_reg_dmabuf_mr": RegistrationRoute.DMABUF, "ibv_reg_mr": RegistrationRoute.PEER_MEMORY}
 
 each_errno = pytest.mark.parametrize("error_number", ERRNOS, ids=errno_name)
 
@@ -75,12 +75,12 @@ def check_error(error: BaseException, operation: str, error_number: int) -> None
 
 @each_errno
 @pytest.mark.parametrize("call_number", [1, 2], ids=["first-nic", "second-nic"])
-@pytest.mark.parametrize("operation", ROUTES)
+@pytest.mark.parametrize("operation", ROUTE_BY_CALL)
 def test_failed_registration_leaves_nothing(
     device: Device, nics: tuple[Nic, ...], operation: str, call_number: int, error_number: int
 ) -> None:
     assert all(nic.supports_dmabuf() for nic in nics)
-    route = ROUTES[operation]
+    route = ROUTE_BY_CALL[operation]
     with device.allocate(64 * KIB) as memory, RegionCache(nics, route=route) as cache:
         handles_before = handles.live()
         with (
@@ -179,13 +179,13 @@ def test_failed_open_of_a_nic_leaves_nothing(nic: Nic, operation: str, error_num
     Nic.open(nic.name).close()
 
 
+# CUDA_ERROR_INVALID_VALUE, _OUT_OF_MEMORY, _INVALID_CONTEXT, _NOT_SUPPORTED and _UNKNOWN have these values.
 @needs(software(Api.CUDA))
 @pytest.mark.parametrize("status", [1, 2, 201, 801, 999])
 def test_failed_export_differs_from_unsupported_export(device: Device, nics: tuple[Nic, ...], status: int) -> None:
     with device.allocate(64 * KIB) as memory, RegionCache(nics) as cache:
         with inject_faults(Api.CUDA, f"cuMemGetHandleForAddressRange call=1 status={status}"):
-            # CUDA_ERROR_NOT_SUPPORTED.
-            if status == 801:
+            if status == 801:  # CUDA_ERROR_NOT_SUPPORTED
                 with cache.lease(memory) as lease:
                     assert lease.route is RegistrationRoute.PEER_MEMORY
             else:

@@ -24,22 +24,22 @@ class Traps:
     Parameters
     ----------
     folder : Path
-        Folder to create, for the fault plan and the files.
-    calls : Mapping of str to str
+        Folder that the constructor creates for the fault plan and the files of the traps.
+    trap_by_call : Mapping of str to str
         Name of the trap for each call of the plan.
 
     Attributes
     ----------
-    plan : Path
-        The fault plan, for the environment variable GDRKIT_TWINS_FAULTS.
+    plan_path : Path
+        Path of the fault plan, for the environment variable GDRKIT_TWINS_FAULTS.
     """
 
-    def __init__(self, folder: Path, calls: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, trap_by_call: Mapping[str, str]) -> None:
         self._folder = folder
         folder.mkdir()
-        self.plan = folder / "plan"
-        rules = [f"{call} call=* stop={folder / trap}" for call, trap in calls.items()]
-        self.plan.write_text("\n".join(["gdrkit-faults 1", *rules, ""]))
+        self.plan_path = folder / "plan"
+        rules = [f"{call} call=* stop={folder / trap}" for call, trap in trap_by_call.items()]
+        self.plan_path.write_text("\n".join(["gdrkit-faults 1", *rules, ""]))
 
     def arm(self, trap: str) -> None:
         """Arm the trap: it stops the next process that makes one of its calls."""
@@ -62,7 +62,7 @@ class Traps:
         return bool(files) and is_stopped(process_id)
 
     def wait_for(self, trap: str, process_id: int, *, timeout_s: float = WAIT_S) -> None:
-        """Wait until the trap has stopped this process, and remove its file."""
+        """Wait until the trap has stopped this process, and remove the file of the trap."""
         wait_until(
             lambda: self.has_caught(trap, process_id), f"process {process_id} in trap {trap}", timeout_s=timeout_s
         )

@@ -1,4 +1,4 @@
-"""A usrbio application in a child process that a case controls step by step and may kill.
+"""An application of usrbio (user-space I/O) in a child process that a case controls step by step and may kill.
 
 A case uses :class:`UsrbioClient`, which runs ``python -m fault.usrbio_client MOUNT FILE KIND``. KIND is the kind of
 memory that the program uses: ``host`` or ``device``. The program reads commands as JSON, one per line. For each
@@ -36,16 +36,16 @@ _RING_ENTRIES = 64
 
 
 class UsrbioClient(LineChild):
-    """The parent's side: a child process with an application, and methods that send commands to it.
+    """The child process with the application, and the methods by which its parent sends it commands.
 
     Attributes
     ----------
     link_names : set of str
-        Names of the links that :meth:`open` published.
+        Names of the symbolic links by which :meth:`open` published memory.
     """
 
-    def __init__(self, mount: Path, file: Path, memory_kind: str) -> None:
-        super().__init__("fault.usrbio_client", mount, file, memory_kind)
+    def __init__(self, mount: Path, file_path: Path, memory_kind: str) -> None:
+        super().__init__("fault.usrbio_client", mount, file_path, memory_kind)
         self.link_names: set[str] = set()
         self._mount = mount
 
@@ -72,9 +72,10 @@ class UsrbioClient(LineChild):
         return reply["result"]
 
     def map_ring(self, agent_process_id: int, *, for_read: bool) -> RingMemory:
-        """Map a ring of this client, through the descriptor of the ring that the agent has open."""
-        (name,) = (link for link in self.link_names if f".{'r' if for_read else 'w'}0" in link)
-        return RingMemory(agent_process_id, f"hf3fs-iov-{name.partition('.')[0]}")
+        """Map the ring of this client for reads or for writes, by the descriptor that the agent has open."""
+        # The name of a ring's link ends with ".r" or ".w" (reads or writes) and the I/O depth, which is 0 here.
+        (link_name,) = (name for name in self.link_names if f".{'r' if for_read else 'w'}0" in name)
+        return RingMemory(agent_process_id, f"hf3fs-iov-{link_name.partition('.')[0]}")
 
     def close(self) -> None:
         """Let the client release everything and end."""
@@ -84,15 +85,18 @@ class UsrbioClient(LineChild):
 
 
 class RingMemory:
-    """A read-only mapping of a ring. It stays valid after the client and the agent have ended."""
+    """A read-only mapping of a ring. It stays valid after the client and the agent have ended.
 
-    def __init__(self, agent_process_id: int, name: str) -> None:
-        path = next(
+    A ring begins with four 32-bit indices: submission head, submission tail, completion head, completion tail.
+    """
+
+    def __init__(self, agent_process_id: int, shared_memory_name: str) -> None:
+        descriptor_path = next(
             link
             for link in Path(f"/proc/{agent_process_id}/fd").iterdir()
-            if _read_link(link).startswith(f"{_SHARED_MEMORY}/{name}")
+            if _read_link(link).startswith(f"{_SHARED_MEMORY}/{shared_memory_name}")
         )
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(descriptor_path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._memory = mmap.mmap(descriptor, 4096, prot=mmap.PROT_READ)
         finally:
@@ -116,15 +120,15 @@ class RingMemory:
 
 
 def list_published_links(mount: Path) -> set[str]:
-    """Return the names of the links that clients have published in a mount."""
+    """Return the names of the symbolic links by which clients have published memory in a mount."""
     names = {path.name for path in (mount / "3fs-virt" / "iovs").iterdir()}
     return {name for name in names if not name.startswith("submit-ios")}
 
 
 def list_shared_memory(process_id: int) -> set[str]:
     """Return the names of the shared memory of usrbio that a process has mapped."""
-    maps = Path(f"/proc/{process_id}/maps").read_text().splitlines()
-    paths = (line.split(maxsplit=5)[5] for line in maps if f"{_SHARED_MEMORY}/hf3fs-iov-" in line)
+    map_lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    paths = (line.split(maxsplit=5)[5] for line in map_lines if f"{_SHARED_MEMORY}/hf3fs-iov-" in line)
     return {path.removeprefix(f"{_SHARED_MEMORY}/").removesuffix(" (deleted)") for path in paths}
 
 
@@ -139,9 +143,9 @@ def _read_link(link: Path) -> str:
 class _Application:
     """The application in the child process. Its public methods are the commands."""
 
-    def __init__(self, mount: str, file: str, memory_kind: str) -> None:
+    def __init__(self, mount: str, file_path: str, memory_kind: str) -> None:
         self._mount = mount
-        self._file = file
+        self._file_path = file_path
         self._device: cuda.Device | None = cuda.Device(0) if memory_kind == "device" else None
         self._memory: cuda.DeviceMemory | None = None
         self._stack = contextlib.ExitStack()
@@ -150,7 +154,7 @@ class _Application:
 
     def open(self) -> None:
         """Open the file, the memory, and a ring for each direction."""
-        self._fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
+        self._fd = os.open(self._file_path, os.O_RDWR | os.O_CLOEXEC)
         self._stack.callback(os.close, self._fd)
         usrbio.register_fd(self._fd)
         self._stack.callback(usrbio.deregister_fd, self._fd)
@@ -164,7 +168,7 @@ class _Application:
             self._rings[for_read] = self._stack.enter_context(ring)
 
     def publish(self) -> None:
-        """Publish another iov."""
+        """Publish another iov (memory for transfers)."""
         if self._device is not None:
             self._published_iovs.append(usrbio.make_gpu_iovec(self._mount, length_bytes=1 << 20))
         else:
@@ -175,20 +179,20 @@ class _Application:
         self._published_iovs.pop().close()
 
     def write(self, operations: list[tuple[int, int, int]]) -> None:
-        """Submit writes of (offset, length, seed) from consecutive memory."""
-        ring, position = self._rings[False], 0
+        """Submit a write for each (file offset, length, seed), from consecutive parts of the iov."""
+        ring, iov_offset = self._rings[False], 0
         for index, (offset, length, seed) in enumerate(operations):
-            self._write_memory(position, pattern.payload(length, seed=seed))
-            ring.prepare(self._iov[position : position + length], False, self._fd, offset, index)  # noqa: FBT003
-            position += length
+            self._write_memory(iov_offset, pattern.payload(length, seed=seed))
+            ring.prepare(self._iov[iov_offset : iov_offset + length], False, self._fd, offset, index)  # noqa: FBT003
+            iov_offset += length
         ring.submit()
 
     def read(self, operations: list[tuple[int, int, int]]) -> None:
-        """Submit reads of (offset, length, unused) into consecutive memory."""
-        ring, position = self._rings[True], 0
+        """Submit a read for each (file offset, length, unused), into consecutive parts of the iov."""
+        ring, iov_offset = self._rings[True], 0
         for index, (offset, length, _seed) in enumerate(operations):
-            ring.prepare(self._iov[position : position + length], True, self._fd, offset, index)  # noqa: FBT003
-            position += length
+            ring.prepare(self._iov[iov_offset : iov_offset + length], True, self._fd, offset, index)  # noqa: FBT003
+            iov_offset += length
         ring.submit()
 
     def wait(self, *, for_read: bool, count: int) -> list[tuple[int, int]]:
@@ -241,8 +245,8 @@ class _Application:
             return bytes(memory[:length_bytes])
 
     @staticmethod
-    def _require_length(length_bytes: int, results: list[tuple[int, int]]) -> None:
-        ((_, result),) = results
+    def _require_length(length_bytes: int, completions: list[tuple[int, int]]) -> None:
+        ((_, result),) = completions
         if result != length_bytes:
             raise OSError(-result if result < 0 else 0, f"the result is {result} instead of {length_bytes} bytes")
 

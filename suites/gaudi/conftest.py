@@ -1,4 +1,4 @@
-"""Fixtures of the cases about Gaudi."""
+"""Fixtures of the cases about Gaudi, an accelerator of Intel, and its library hl-thunk."""
 
 from __future__ import annotations
 

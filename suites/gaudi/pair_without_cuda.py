@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _list_file_names(libraries: Iterable[evidence.LoadedLibrary]) -> list[str]:
-    return sorted({os.path.basename(library.path) for library in libraries})  # noqa: PTH119 - the path may have a suffix of the kernel.
+    return sorted({os.path.basename(library.path) for library in libraries})  # noqa: PTH119 - the kernel may add a suffix to the path.
 
 
 if __name__ == "__main__":

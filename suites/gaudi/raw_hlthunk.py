@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 
 __all__ = ["EXPORT_FLAGS", "RawDevice", "get_errno"]
 
+# The export functions accept only these flags.
 EXPORT_FLAGS = os.O_RDWR | os.O_CLOEXEC
 _ANY_DEVICE = 4  # HLTHUNK_DEVICE_DONT_CARE
-# Functions that return a 64-bit handle or address; all others return an int.
-_FUNCTIONS_OF_64_BITS = ("hlthunk_device_memory_alloc", "hlthunk_device_memory_map", "hlthunk_host_memory_map")
+# These functions return a 64-bit handle or address. All other functions return an int.
+_FUNCTIONS_WITH_64_BIT_RESULT = ("hlthunk_device_memory_alloc", "hlthunk_device_memory_map", "hlthunk_host_memory_map")
 
 
 def _load_library() -> ctypes.CDLL:
@@ -30,28 +31,31 @@ def _load_library() -> ctypes.CDLL:
 def get_errno(result: int) -> int:
     """Return the errno of a failed call, or 0 if the call succeeded.
 
-    A failed function returns a negative errno. A failed function that returns a handle or an address returns 0, and
-    sets the errno variable.
+    Most functions return a negative errno if they fail. A function that returns a handle or an address returns 0
+    instead, and sets the errno variable.
     """
     return -result if result < 0 else ctypes.get_errno() if result == 0 else 0
 
 
 class RawDevice:
-    """A device of hl-thunk: the device of the descriptor `fd`, or else the first free device.
+    """A device of hl-thunk: the device of the open descriptor `fd`, or the first free device if `fd` is None.
 
     Its methods do not check arguments. The caller frees the memory that it allocates.
     """
 
     def __init__(self, fd: int | None = None) -> None:
         self._library = _load_library()
-        self._is_owner = fd is None
+        self._closes_fd = fd is None
         self.fd = self.call("hlthunk_open", _ANY_DEVICE, None) if fd is None else fd
         assert self.fd >= 0
 
     def call(self, function_name: str, *arguments: object) -> int:
-        """Call a function. Integers are passed as 64 bits; an int parameter of the function uses the lower half."""
+        """Call a function and return its result.
+
+        Integers are passed as 64 bits. An int parameter of the function uses the lower half.
+        """
         function = getattr(self._library, function_name)
-        function.restype = ctypes.c_uint64 if function_name in _FUNCTIONS_OF_64_BITS else ctypes.c_int
+        function.restype = ctypes.c_uint64 if function_name in _FUNCTIONS_WITH_64_BIT_RESULT else ctypes.c_int
         ctypes.set_errno(0)
         c_arguments = [
             ctypes.c_uint64(argument) if isinstance(argument, int) and argument >= 0 else argument
@@ -60,8 +64,9 @@ class RawDevice:
         return int(function(*c_arguments))
 
     def allocate(self, length_bytes: int, *, page_bytes: int = 0) -> int:
-        """Allocate memory; return its handle, or 0."""
-        return self.call("hlthunk_device_memory_alloc", self.fd, length_bytes, page_bytes, 1, 0)
+        """Allocate contiguous memory; return its handle, or 0 after a failure."""
+        contiguous, shared = 1, 0
+        return self.call("hlthunk_device_memory_alloc", self.fd, length_bytes, page_bytes, contiguous, shared)
 
     def allocate_mapped(self, length_bytes: int) -> tuple[int, int]:
         """Allocate and map memory; return its handle and its address."""
@@ -72,8 +77,9 @@ class RawDevice:
         return handle, address
 
     def map(self, handle: int) -> int:
-        """Map memory; return its address, or 0."""
-        return self.call("hlthunk_device_memory_map", self.fd, handle, 0)
+        """Map memory at any address; return its address, or 0 after a failure."""
+        hint_address = 0
+        return self.call("hlthunk_device_memory_map", self.fd, handle, hint_address)
 
     def unmap(self, address: int) -> int:
         """Unmap memory; return 0 or a negative errno."""
@@ -93,18 +99,19 @@ class RawDevice:
         )
 
     def export_physical(self, address: int, size_bytes: int) -> int:
-        """Export memory of the first Gaudi by its physical address; return a descriptor or a negative errno."""
+        """Export memory of a Gaudi 1 by its physical address; return a descriptor or a negative errno."""
         return self.call("hlthunk_device_memory_export_dmabuf_fd", self.fd, address, size_bytes, EXPORT_FLAGS)
 
     def map_host(self, buffer: bytearray) -> int:
-        """Map a host buffer, which must keep its size; return its address on the device, or 0."""
+        """Map a host buffer, which must keep its size; return its address on the device, or 0 after a failure."""
+        hint_address = 0
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        return self.call("hlthunk_host_memory_map", self.fd, address, 0, len(buffer))
+        return self.call("hlthunk_host_memory_map", self.fd, address, hint_address, len(buffer))
 
     def close(self) -> None:
         """Close the device."""
         fd, self.fd = self.fd, -1
-        if fd >= 0 and self._is_owner:
+        if fd >= 0 and self._closes_fd:
             assert self.call("hlthunk_close", fd) == 0
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
 """Calls of hl-thunk exactly as two documents on Gaudi and InfiniBand describe them. Most of these calls are wrong.
 
-Each case makes a documented call with the signature of the real header ``hlthunk.h``, and shows what it returns.
+Each case makes a documented call with the signature of the real header ``hlthunk.h``, and checks what the call returns.
 docs/gaudi.md compares the calls in the documents with the header and with gdrkit.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gdrkit.gaudi import Device
 
 SIZE_BYTES = 64 * KIB
-# Value of an out-parameter that the call must not change.
+# An out-parameter has this value before a call that must not change it.
 FD_NOT_SET = -77
 
 needs_mapped_memory = needs(gaudi_needs.device(), gaudi_needs.mapped_memory)
@@ -56,8 +56,8 @@ def test_documented_export_with_three_arguments_is_refused(raw_device: RawDevice
     """Call ``hlthunk_device_mapped_memory_export_dmabuf_fd(addr, size, &fd)``, without device, offset and flags."""
     handle, address = raw_device.allocate_mapped(SIZE_BYTES)
     fd = ctypes.c_int(FD_NOT_SET)
-    name = "hlthunk_device_mapped_memory_export_dmabuf_fd"
-    result = raw_device.call(name, address, SIZE_BYTES, ctypes.addressof(fd), 0, 0)
+    function_name = "hlthunk_device_mapped_memory_export_dmabuf_fd"
+    result = raw_device.call(function_name, address, SIZE_BYTES, ctypes.addressof(fd), 0, 0)
     assert get_errno(result) == errno.EINVAL
     assert fd.value == FD_NOT_SET
     assert (raw_device.unmap(address), raw_device.free(handle)) == (0, 0)
@@ -86,18 +86,19 @@ def test_documented_export_with_five_arguments_succeeds(raw_device: RawDevice) -
 def test_documented_export_of_address_0_is_refused(raw_device: RawDevice) -> None:
     """Call both export functions with address 0.
 
-    A test in the document replaces both functions by functions that return the constants 42 and 43 as descriptors.
+    A test in the document passes only because it replaces both functions by functions that return the constants 42 and
+    43 as descriptors.
     """
-    for name in ("hlthunk_device_memory_export_dmabuf_fd", "hlthunk_device_mapped_memory_export_dmabuf_fd"):
-        assert get_errno(raw_device.call(name, raw_device.fd, 0, SIZE_BYTES, 0, EXPORT_FLAGS)) == errno.EINVAL
+    for function_name in ("hlthunk_device_memory_export_dmabuf_fd", "hlthunk_device_mapped_memory_export_dmabuf_fd"):
+        assert get_errno(raw_device.call(function_name, raw_device.fd, 0, SIZE_BYTES, 0, EXPORT_FLAGS)) == errno.EINVAL
 
 
-@pytest.mark.parametrize("name", ["hlthunk_host_memory_unmap", "hlthunk_import_dmabuf"])
+@pytest.mark.parametrize("function_name", ["hlthunk_host_memory_unmap", "hlthunk_import_dmabuf"])
 @needs(gaudi_needs.device())
-def test_documented_function_does_not_exist(raw_device: RawDevice, name: str) -> None:
-    """Look up documented functions. hl-thunk has one unmap for both types of mappings, and no import."""
-    with pytest.raises(AttributeError, match=name):
-        raw_device.call(name, raw_device.fd, 0)
+def test_documented_function_does_not_exist(raw_device: RawDevice, function_name: str) -> None:
+    """Look up documented functions. hl-thunk has one unmap function for all mappings, and no import function."""
+    with pytest.raises(AttributeError, match=function_name):
+        raw_device.call(function_name, raw_device.fd, 0)
 
 
 @needs(gaudi_needs.device())

@@ -1,4 +1,4 @@
-"""The cases of this folder also pass on the first Gaudi and on Gaudi 3. By default, the hl-thunk twin emulates Gaudi 2.
+"""The cases of this folder also pass on Gaudi 1 and on Gaudi 3. By default, the hl-thunk twin emulates Gaudi 2.
 
 GDRKIT_TWINS_GAUDI selects the generation, and must be set before a process starts.
 """
@@ -16,8 +16,8 @@ import pytest
 from gdrkit.harness.needs import needs, software
 
 GAUDI_SUITE = Path(__file__).parent
-# This file would run itself. test_without_cuda.py already runs on all generations. The other files are slow, or do not
-# depend on the generation.
+# The child process does not run these files. This file would run itself. test_without_cuda.py already runs on all
+# generations. The other files are slow, or do not depend on the generation.
 IGNORED_FILES = (
     Path(__file__).name,
     "test_without_cuda.py",
@@ -30,7 +30,7 @@ IGNORED_FILES = (
 
 @needs(software("hlthunk"))
 @pytest.mark.timeout(600)
-# A generation, and the least number of cases that must pass on it.
+# Each entry has a generation and the number of cases that must pass on it at least.
 @pytest.mark.parametrize(("generation", "passed_min"), [("gaudi", 38), ("gaudi3", 66)])
 def test_cases_pass_on_generation(generation: str, passed_min: int) -> None:
     ignore_options = [f"--ignore={GAUDI_SUITE / name}" for name in IGNORED_FILES]

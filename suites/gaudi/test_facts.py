@@ -26,14 +26,15 @@ COUNT_PROGRAM = "from gdrkit import gaudi; print(gaudi.device_count())"
 
 
 def create_host_with_gaudi2(root: Path, driver: str | None) -> HostTree:
-    """Create and return the sysfs files of a host with one Gaudi 2, bound to `driver` or to no driver."""
-    folder = root / PCI_DEVICE_FOLDER
-    folder.mkdir(parents=True)
+    """Create the sysfs files of a host with a Gaudi 2 that is bound to `driver` or to no driver. Return the host."""
+    device_folder = root / PCI_DEVICE_FOLDER
+    device_folder.mkdir(parents=True)
+    # 0x1da3 is Habana Labs, 0x1020 is Gaudi 2, and 0x120000 is the class of processing accelerators.
     for name, value in (("vendor", "0x1da3"), ("device", "0x1020"), ("class", "0x120000")):
-        (folder / name).write_text(f"{value}\n")
+        (device_folder / name).write_text(f"{value}\n")
     if driver is not None:
         (root / "drivers" / driver).mkdir(parents=True)
-        (folder / "driver").symlink_to(root / "drivers" / driver)
+        (device_folder / "driver").symlink_to(root / "drivers" / driver)
     return HostTree(root)
 
 
@@ -67,7 +68,8 @@ def test_facts_without_hardware_open_no_library(tmp_path: Path) -> None:
 
 def test_gaudi_without_hl_thunk_is_a_failure_with_advice(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in {"LD_LIBRARY_PATH", "LD_AUDIT"}}
-    # Unlike the other cases, this case queries the libraries. Without these variables, the loader finds no hl-thunk.
+    # Unlike the other cases, this case queries the libraries. Without LD_LIBRARY_PATH and LD_AUDIT, the loader finds no
+    # hl-thunk.
     file_facts = probe(create_host_with_gaudi2(tmp_path, None), environment=environment)
     assert len(file_facts.accelerators) == 1
     assert file_facts.gaudi_failure is not None
@@ -79,7 +81,7 @@ def test_gaudi_without_hl_thunk_is_a_failure_with_advice(tmp_path: Path) -> None
 @pytest.mark.parametrize("driver", ["habanalabs", None])
 @needs(gaudi.device())
 def test_gaudi_seen_only_in_files_is_unknown(facts: Facts, tmp_path: Path, driver: str | None) -> None:
-    """The substrate is unknown: the sysfs files may be a copy, and no library confirms the device."""
+    """The substrate is unknown: the sysfs files may be a copy, and gdrkit cannot check any evidence of a real Gaudi."""
     file_facts = probe(create_host_with_gaudi2(tmp_path, driver), query_apis=False)
     assert facts.gaudi is not None
     # Without the ELF notes of the twin, this record looks like the record of a real library.

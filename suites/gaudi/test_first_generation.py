@@ -32,8 +32,8 @@ def test_gaudi1_allocation_has_no_handle(raw_device: RawDevice) -> None:
     assert raw_device.free(0) == 0
 
 
-def test_export_takes_the_physical_address(raw_device: RawDevice, gaudi_base: int) -> None:
-    fd = raw_device.export_physical(gaudi_base, 64 * KIB)
+def test_export_takes_the_physical_address(raw_device: RawDevice, user_memory_base: int) -> None:
+    fd = raw_device.export_physical(user_memory_base, 64 * KIB)
     assert fd >= 0
     assert os.lseek(fd, 0, os.SEEK_END) == 64 * KIB
     os.close(fd)
@@ -45,21 +45,21 @@ def test_export_takes_the_physical_address(raw_device: RawDevice, gaudi_base: in
     ids=["below", "odd address", "nothing", "odd size", "above", "too long"],
 )
 def test_export_needs_whole_pages_of_user_memory(
-    raw_device: RawDevice, gaudi_base: int, displacement_bytes: int, size_bytes: int
+    raw_device: RawDevice, user_memory_base: int, displacement_bytes: int, size_bytes: int
 ) -> None:
-    assert get_errno(raw_device.export_physical(gaudi_base + displacement_bytes, size_bytes)) == errno.EINVAL
+    assert get_errno(raw_device.export_physical(user_memory_base + displacement_bytes, size_bytes)) == errno.EINVAL
 
 
-def test_export_with_offset_is_refused_on_gaudi1(raw_device: RawDevice, gaudi_base: int) -> None:
-    assert get_errno(raw_device.export(gaudi_base, PAGE_BYTES, offset_bytes=PAGE_BYTES)) == errno.EINVAL
-    fd = raw_device.export(gaudi_base, PAGE_BYTES)
+def test_export_with_offset_is_refused_on_gaudi1(raw_device: RawDevice, user_memory_base: int) -> None:
+    assert get_errno(raw_device.export(user_memory_base, PAGE_BYTES, offset_bytes=PAGE_BYTES)) == errno.EINVAL
+    fd = raw_device.export(user_memory_base, PAGE_BYTES)
     assert fd >= 0
     os.close(fd)
 
 
 def test_gaudi1_memory_is_allocated_by_gdrkit(gaudi: Device) -> None:
     with gaudi.allocate(5000) as first_memory, gaudi.allocate(100) as second_memory:
-        assert first_memory.address + 8192 == second_memory.address
+        assert first_memory.address + 2 * PAGE_BYTES == second_memory.address
         first_memory.write(b"one" * 1000)
         second_memory.write(b"other" * 20)
         assert first_memory.read(length_bytes=3000) == b"one" * 1000
@@ -80,8 +80,9 @@ def test_gaudi1_memory_is_exported_by_physical_address(gaudi: Device) -> None:
 
 
 @pytest.fixture
-def gaudi_base() -> int:
+def user_memory_base() -> int:
     """Return the lowest physical address of the memory that programs may use."""
-    # A Gaudi 1 has 32 GiB of memory, which begin at this physical address. Programs may use the upper part.
+    # A Gaudi 1 has 32 GiB of memory from this physical address on. Programs may use the upper part, and list_devices()
+    # reports its length.
     memory_base = 0x20000000
     return memory_base + 32 * GIB - list_devices()[0].memory_bytes

@@ -24,7 +24,7 @@ pytestmark = needs(gaudi_needs.device(), verbs.nic(), verbs.dmabuf_region)
 # The largest size is left out. gdrkit copies through a staging buffer of 1 MiB, so the largest size would only take
 # longer.
 LENGTHS_AND_OFFSETS = ALL_LENGTHS_AND_OFFSETS[:-1]
-# Size of the memory after the written range, which must stay unchanged.
+# The memory after the written range has this size, and must stay unchanged.
 MARGIN_BYTES = 4096
 
 

@@ -29,7 +29,7 @@ pytestmark = needs(gaudi_needs.device(), gaudi_needs.mapped_memory)
 
 @pytest.fixture
 def foreign_device(gaudi: Device) -> Iterator[RawDevice]:
-    """Yield calls of hl-thunk as another library of this process makes them, through the same device descriptor."""
+    """Yield a device that calls hl-thunk as another library of this process does, with the same device descriptor."""
     with RawDevice(gaudi.fd) as raw_device:
         yield raw_device
 

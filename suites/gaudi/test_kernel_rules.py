@@ -25,7 +25,7 @@ pytestmark = needs(gaudi.device(), gaudi.mapped_memory)
 
 PAGE_BYTES = 4 * KIB
 SIZE_BYTES = 64 * KIB
-# An offset for which offset + size exceeds 64 bits.
+# With this offset, offset + size exceeds 64 bits.
 OVERFLOWING_OFFSET = (1 << 64) - PAGE_BYTES
 
 
@@ -100,10 +100,10 @@ def test_export_range_must_end_inside_the_mapping(raw_device: RawDevice, allocat
 
 def test_unmap_of_exported_memory_is_refused(raw_device: RawDevice, allocation: MappedAllocation) -> None:
     fd = raw_device.export(allocation.address, PAGE_BYTES)
-    duplicate = os.dup(fd)
+    duplicate_fd = os.dup(fd)
     os.close(fd)
     assert get_errno(raw_device.unmap(allocation.address)) == errno.EINVAL
-    os.close(duplicate)
+    os.close(duplicate_fd)
 
 
 def test_free_of_mapped_memory_is_refused(raw_device: RawDevice, allocation: MappedAllocation) -> None:

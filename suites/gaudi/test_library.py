@@ -20,8 +20,8 @@ from gdrkit.harness.needs import host, needs
 if TYPE_CHECKING:
     from pathlib import Path
 
-# A program that evaluates an expression, and prints the value or the fields of the error as JSON.
-EVALUATE_EXPRESSION = """
+# This program evaluates an expression, and prints the value or the fields of the error as JSON.
+EVALUATE_PROGRAM = """
 import json
 from gdrkit import gaudi
 from gdrkit.errors import ApiError
@@ -33,9 +33,9 @@ except ApiError as error:
 """
 ALLOCATE_EXPRESSION = "gaudi.Device(pci_bus_id='0000:33:00.0').allocate(4096)"
 
-# The source of a minimal hl-thunk with one device. With -DOLD, the library has the allocation function of 2021, which
-# has no page size. A call of this function crashes. gdrkit recognizes the new signature by a newer function, which this
-# library does not export.
+# This is the source of a minimal hl-thunk with one device. With -DOLD, the library has the allocation function of 2021,
+# which has no page size. A call of this function crashes. gdrkit recognizes the new signature by a newer function,
+# which this library does not export.
 LIBRARY_SOURCE = """
 #include <stdint.h>
 #include <stdbool.h>
@@ -49,6 +49,7 @@ int hlthunk_get_pci_bus_id_from_fd(int fd, char *id, int length) {
     return 0;
 }
 int hlthunk_get_hw_ip_info(int fd, void *info) {
+    // hlthunk_hw_ip_info has 336 bytes, device_id at 32 and module_id at 188. 0x1020 is the device_id of Gaudi 2.
     uint32_t device = 0x1020, module = 5;
     (void)fd; memset(info, 0, 336);
     memcpy((char *)info + 32, &device, 4); memcpy((char *)info + 188, &module, 4);
@@ -62,22 +63,23 @@ uint64_t hlthunk_device_memory_alloc(int fd, uint64_t size, bool contiguous, boo
 """
 
 
-def run_program(expression: str, folder: Path) -> dict[str, object]:
+def evaluate_in_child(expression: str, folder: Path) -> dict[str, object]:
+    """Evaluate the expression in a child process that loads libraries from `folder`. Return the printed object."""
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "LD_AUDIT": ""}
-    command = [sys.executable, "-c", EVALUATE_EXPRESSION.format(expression=expression)]
+    command = [sys.executable, "-c", EVALUATE_PROGRAM.format(expression=expression)]
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
     result: dict[str, object] = json.loads(completed.stdout)
     return result
 
 
-def build_library(folder: Path, name: str, *compiler_options: str) -> None:
+def build_library(folder: Path, file_name: str, *compiler_options: str) -> None:
     (folder / "thunk.c").write_text(LIBRARY_SOURCE)
-    command = ["cc", "-shared", "-fPIC", "-o", str(folder / name), *compiler_options, str(folder / "thunk.c")]
+    command = ["cc", "-shared", "-fPIC", "-o", str(folder / file_name), *compiler_options, str(folder / "thunk.c")]
     subprocess.run(command, check=True, capture_output=True)
 
 
 def test_missing_library_is_one_error_with_advice(tmp_path: Path) -> None:
-    error = run_program("gaudi.device_count()", tmp_path)
+    error = evaluate_in_child("gaudi.device_count()", tmp_path)
     assert (error["kind"], error["errno"]) == ("SetupMissing", errno.ENOENT)
     assert error["reason"] == Reason.LIBRARY_MISSING.value
     assert "habanalabs" in str(error["to_do"])
@@ -86,7 +88,7 @@ def test_missing_library_is_one_error_with_advice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["libhl-thunk.so", "libhlthunk.so"])
 def test_damaged_library_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x7fELF\x02\x01\x01" + b"\0" * 30)
-    error = run_program("gaudi.device_count()", tmp_path)
+    error = evaluate_in_child("gaudi.device_count()", tmp_path)
     assert (error["kind"], error["reason"]) == ("SetupMissing", Reason.LIBRARY_DAMAGED.value)
     assert name in str(error["operation"])
 
@@ -95,14 +97,14 @@ def test_damaged_library_is_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["libhl-thunk.so", "libhlthunk.so"])
 def test_both_library_names_are_found(tmp_path: Path, name: str) -> None:
     build_library(tmp_path, name)
-    assert run_program("gaudi.list_devices()[0].module_id", tmp_path) == {"answer": 5}
+    assert evaluate_in_child("gaudi.list_devices()[0].module_id", tmp_path) == {"answer": 5}
 
 
 @needs(host.compiler)
 @pytest.mark.parametrize("compiler_options", [["-DOLD"], []], ids=["the form of 2021", "no allocation at all"])
 def test_allocation_of_unknown_signature_is_never_called(tmp_path: Path, compiler_options: list[str]) -> None:
     build_library(tmp_path, "libhl-thunk.so", *compiler_options)
-    error = run_program(ALLOCATE_EXPRESSION, tmp_path)
+    error = evaluate_in_child(ALLOCATE_EXPRESSION, tmp_path)
     assert (error["kind"], error["operation"]) == ("SetupMissing", "hlthunk_device_memory_alloc")
     assert (error["errno"], error["reason"]) == (errno.ELIBBAD, Reason.LIBRARY_WRONG_ABI.value)
     assert "2022-06" in str(error["to_do"])
@@ -111,4 +113,4 @@ def test_allocation_of_unknown_signature_is_never_called(tmp_path: Path, compile
 @needs(host.compiler)
 def test_library_without_count_is_probed_by_device_number(tmp_path: Path) -> None:
     build_library(tmp_path, "libhl-thunk.so", "-Dhlthunk_get_device_count=hlthunk_something_else")
-    assert run_program("gaudi.device_count()", tmp_path) == {"answer": 1}
+    assert evaluate_in_child("gaudi.device_count()", tmp_path) == {"answer": 1}

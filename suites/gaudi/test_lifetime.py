@@ -1,6 +1,6 @@
 """Lifetime of an exported dma-buf: it exists until its last descriptor is closed and its last importer has ended.
 
-The descriptors and importers may be in any process.
+An importer is, for example, a memory region of a NIC. The descriptors and importers may be in any process.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def test_memory_cannot_be_freed_while_registered_by_a_peer(gaudi: Device, peer: 
 def test_memory_cannot_be_freed_while_a_descriptor_is_open(gaudi: Device) -> None:
     memory = gaudi.allocate(SIZE_BYTES)
     dmabuf = memory.export_dmabuf()
-    duplicate = dmabuf.dup()
+    duplicate_dmabuf = dmabuf.dup()
     dmabuf.close()
     assert_close_is_refused(memory)
-    duplicate.close()
+    duplicate_dmabuf.close()
     memory.close()
 
 

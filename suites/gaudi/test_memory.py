@@ -40,13 +40,13 @@ NEEDS_GAUDI_AND_NIC = needs(gaudi_needs.device(), verbs.nic(), verbs.dmabuf_regi
 @NEEDS_GAUDI
 def test_device_opens_by_number_bus_id_and_module() -> None:
     for device_info in list_devices():
-        selections: list[dict[str, Any]] = [
+        all_open_arguments: list[dict[str, Any]] = [
             {"number": device_info.number},
             {"pci_bus_id": device_info.pci_bus_id},
             {"module_id": device_info.module_id},
         ]
-        for selection in selections:
-            with Device(**selection) as device:
+        for open_arguments in all_open_arguments:
+            with Device(**open_arguments) as device:
                 assert (device.pci_bus_id, device.module_id) == (device_info.pci_bus_id, device_info.module_id)
                 assert device.generation is device_info.generation
 
@@ -59,9 +59,9 @@ def test_open_of_a_missing_device_is_refused() -> None:
     with pytest.raises(UsageError) as error_info:
         Device(module_id=4711)
     assert error_info.value.reason is Reason.NO_DEVICE
-    with pytest.raises(ApiError) as second_error:
+    with pytest.raises(ApiError) as second_error_info:
         Device(pci_bus_id="ffff:ff:1f.7")
-    assert second_error.value.errno == errno.EINVAL
+    assert second_error_info.value.errno == errno.EINVAL
     with pytest.raises(UsageError):
         Device(0, module_id=0)
 
@@ -115,30 +115,33 @@ def test_device_close_closes_its_objects() -> None:
 
 
 @needs(gaudi_needs.device(), gaudi_needs.mapped_memory, software("hlthunk"))
-@pytest.mark.parametrize("function", ["hlthunk_memory_unmap", "hlthunk_device_memory_free"])
-def test_failed_release_continues_at_the_failed_step(gaudi: Device, function: str) -> None:
+@pytest.mark.parametrize("function_name", ["hlthunk_memory_unmap", "hlthunk_device_memory_free"])
+def test_failed_release_continues_at_the_failed_step(gaudi: Device, function_name: str) -> None:
     memory = gaudi.allocate(100)
-    with inject_faults(Api.HLTHUNK, f"{function} call=1 errno=EBUSY"), pytest.raises(ApiError) as error_info:
+    with inject_faults(Api.HLTHUNK, f"{function_name} call=1 errno=EBUSY"), pytest.raises(ApiError) as error_info:
         memory.close()
-    assert (error_info.value.operation, error_info.value.errno) == (function, errno.EBUSY)
+    assert (error_info.value.operation, error_info.value.errno) == (function_name, errno.EBUSY)
     memory.close()
 
 
 @needs(gaudi_needs.device(), gaudi_needs.mapped_memory, software("hlthunk"))
 @pytest.mark.parametrize(
-    ("function", "status_name", "reason"),
+    ("function_name", "status_name", "reason"),
     [
         ("hlthunk_device_memory_alloc", "ENOMEM", Reason.OUT_OF_MEMORY),
         ("hlthunk_device_memory_map", "ENOMEM", Reason.OUT_OF_MEMORY),
         ("hlthunk_device_memory_alloc", "EBUSY", Reason.BUSY),
     ],
 )
-def test_failed_allocation_leaves_nothing(gaudi: Device, function: str, status_name: str, reason: Reason) -> None:
-    with inject_faults(Api.HLTHUNK, f"{function} call=1 errno={status_name}"), pytest.raises(ApiError) as error_info:
+def test_failed_allocation_leaves_nothing(gaudi: Device, function_name: str, status_name: str, reason: Reason) -> None:
+    with (
+        inject_faults(Api.HLTHUNK, f"{function_name} call=1 errno={status_name}"),
+        pytest.raises(ApiError) as error_info,
+    ):
         gaudi.allocate(100)
     assert (error_info.value.api, error_info.value.operation, error_info.value.reason) == (
         Api.HLTHUNK,
-        function,
+        function_name,
         reason,
     )
     assert error_info.value.status_name == status_name
@@ -154,9 +157,9 @@ def test_refused_copy_is_an_error(gaudi: Device) -> None:
 
 @needs(gaudi_needs.device(), software("hlthunk"))
 def test_memory_stays_mapped_during_a_timed_out_copy(gaudi: Device) -> None:
-    # A timeout in the caller does not stop the copy. If gdrkit unmapped the memory, the device would access unmapped
-    # memory. The case repeats the copy, because the software twin (a library that emulates the hardware) may
-    # complete the copy before the close.
+    # A timeout in the caller does not stop the copy of the device. If gdrkit unmapped the memory, the device would
+    # access unmapped memory. The case repeats the copy, because the software twin (a library that emulates the
+    # hardware) may complete the copy before the close.
     for _ in range(50):
         with (
             gaudi.allocate(100) as memory,
@@ -173,14 +176,14 @@ def test_memory_stays_mapped_during_a_timed_out_copy(gaudi: Device) -> None:
 def test_lost_device_can_be_closed_with_its_memory() -> None:
     with Device(0) as device:
         memory, pool, mapping = device.allocate(100), device.pool(MIB), device.map_host(bytearray(100))
-        # A copy to an unmapped address is a page fault of the device. The driver resets the device, and this context
-        # becomes unusable.
+        # A copy to an unmapped address is a page fault of the device. The driver resets the device, and the open
+        # device becomes unusable.
         with pytest.raises(ApiError) as error_info:
             device.copies.write(memory.address + (1 << 40), memoryview(b"nowhere"))
         assert error_info.value.errno == errno.EIO
-        with pytest.raises(ApiError) as second_error:
+        with pytest.raises(ApiError) as second_error_info:
             device.allocate(100)
-        assert second_error.value.errno == errno.EBUSY
+        assert second_error_info.value.errno == errno.EBUSY
         mapping.close()
     assert memory.closed
     assert pool.closed
@@ -204,11 +207,11 @@ def test_cache_registers_an_allocation_once(gaudi: Device, nic: Nic) -> None:
 @NEEDS_GAUDI
 def test_reused_address_has_another_allocation_key(gaudi: Device) -> None:
     with gaudi.allocate(64 * KIB) as old_memory:
-        key, is_present = old_memory.allocation_key(), old_memory.make_existence_check(old_memory.allocation_key())
+        old_key, is_present = old_memory.allocation_key(), old_memory.make_existence_check(old_memory.allocation_key())
         assert is_present()
     with gaudi.allocate(64 * KIB) as new_memory:
         assert new_memory.address == old_memory.address
-        assert new_memory.allocation_key() != key
+        assert new_memory.allocation_key() != old_key
         assert not is_present()
 
 
@@ -245,6 +248,7 @@ def test_pool_is_exported_as_one_dmabuf(gaudi: Device) -> None:
     ):
         assert os.fstat(first_dmabuf.fd).st_ino == os.fstat(second_dmabuf.fd).st_ino
         assert first_dmabuf.fd != second_dmabuf.fd
+        # The pool rounds the 5000 bytes of the first part up to 8192.
         assert (first_dmabuf.offset_bytes, second_dmabuf.offset_bytes) == (0, 8192 + 7)
         assert second_dmabuf.address - second_dmabuf.offset_bytes == pool.address
         assert os.lseek(second_dmabuf.fd, 0, os.SEEK_END) == pool.length_bytes
@@ -270,16 +274,17 @@ def test_peer_writes_into_a_part_of_a_pool(gaudi: Device, nic: Nic, peer: Peer, 
         with register(memory, [nic]) as registration, connect_peer_queue_pair(nic, peer) as peer_pair:
             peer_pair.write(registration.remote(nic), seed=seed).expect(Status.SUCCESS)
             # The region covers only the part, although the dma-buf covers the whole pool.
-            address_before_region = dataclasses.replace(
+            range_before_region = dataclasses.replace(
                 registration.remote(nic), address=previous_part.address, length_bytes=1
             )
-            assert peer_pair.write(address_before_region, seed=seed).status is Status.REM_ACCESS_ERR
+            assert peer_pair.write(range_before_region, seed=seed).status is Status.REM_ACCESS_ERR
         pattern.check(memory.read(), seed=seed)
         assert previous_part.read() == b"\x5a" * 5000
 
 
 @NEEDS_GAUDI
 def test_address_query_returns_the_fields_of_ucx(gaudi: Device) -> None:
+    """UCX queries memory for the same fields: kind, device, base address, length, dma-buf and its offset."""
     with gaudi.allocate(100_000) as memory, gaudi.pool(MIB) as pool, gaudi.map_host(bytearray(9000)) as mapping:
         with gaudi.query(memory.address + 4097, length_bytes=10) as query_result:
             assert (query_result.kind, query_result.device, query_result.base) == (
@@ -336,7 +341,7 @@ def test_peer_registers_a_part_by_its_descriptor(gaudi: Device, nic: Nic, peer: 
         nic.register_host(bytearray(pattern.payload(8 * KIB, seed=seed))) as host_region,
     ):
         memory.write(bytes(256 * KIB))
-        # The peer has no Gaudi, and no valid pointer to the memory.
+        # The peer has no Gaudi and no valid pointer to the memory. The descriptor is enough.
         with memory.export_dmabuf(offset_bytes=4097, length_bytes=9 * KIB) as part:
             region = peer.nic.register_dmabuf(
                 part.fd, offset_bytes=part.offset_bytes, length_bytes=part.length_bytes, address=part.address

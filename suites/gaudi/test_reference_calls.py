@@ -1,4 +1,4 @@
-"""gdrkit calls hl-thunk and verbs like perftest: the same functions, in the same order, with the same arguments.
+"""gdrkit calls the functions of hl-thunk and verbs in the same order and with the same arguments as perftest.
 
 The calls of perftest are in suites/vectors/gaudi_calls.txt. A name such as ``$handle`` in that file is a variable.
 """
@@ -28,21 +28,23 @@ def list_reference_calls() -> list[Call]:
 @needs(gaudi.device(), gaudi.mapped_memory, verbs.nic(), verbs.dmabuf_region, software("hlthunk"), software("verbs"))
 def test_call_order_and_arguments_match_perftest(nic: Nic) -> None:
     expected_calls = list_reference_calls()
-    names = {call.name for call in expected_calls}
-    assert nic.supports_dmabuf()  # This probe makes calls of its own, so it must run first.
+    function_names = {call.name for call in expected_calls}
+    assert nic.supports_dmabuf()  # The probe also calls functions of verbs, so it must run first.
     with (
         Device(pci_bus_id=list_devices()[0].pci_bus_id) as device,
         device.allocate(1048000) as memory,
         register(memory, [nic]),
     ):
         pass
-    calls = read_calls(*names)
+    calls = read_calls(*function_names)
+    # Earlier cases may have made the same calls. The compared calls begin with the last call of the first function.
     first_index = max(index for index, call in enumerate(calls) if call.name == expected_calls[0].name)
     assert find_difference(expected_calls, calls[first_index:]) is None
 
 
 def test_missing_swapped_or_changed_call_is_detected() -> None:
     expected_calls = list_reference_calls()
+    # In these calls, the name of each variable is also its value.
     calls_with_names = [
         dataclasses.replace(
             call,
@@ -54,6 +56,6 @@ def test_missing_swapped_or_changed_call_is_detected() -> None:
     assert find_difference(expected_calls, calls_with_names) is None
     assert find_difference(expected_calls, calls_with_names[:-1]) is not None
     assert find_difference(expected_calls, [*calls_with_names[1::-1], *calls_with_names[2:]]) is not None
-    # A document describes this wrong call, with the handle as the address.
+    # A document describes this wrong call, which passes the handle as the address (see test_documents.py).
     wrong_call = dataclasses.replace(calls_with_names[3], arguments={**calls_with_names[3].arguments, "addr": "handle"})
     assert find_difference(expected_calls, [*calls_with_names[:3], wrong_call, *calls_with_names[4:]]) is not None

@@ -35,8 +35,8 @@ ACCESS_BYTES = 4 * KIB
 class Importer:
     """Writes to regions of this process and reads from them through a NIC, one request at a time.
 
-    It uses two connected queue pairs of this process. More queue pairs would not be faster, because pyverbs holds the
-    GIL in its calls.
+    An importer uses two connected queue pairs of this process. More queue pairs would not be faster, because pyverbs
+    holds the GIL in its calls.
     """
 
     def __init__(self, nic: Nic, requester: QueuePair, host_region: Region) -> None:
@@ -76,8 +76,8 @@ def importer(nic: Nic) -> Iterator[Importer]:
         yield Importer(nic, requester, host_region)
 
 
-def run_threads(count: int, run_thread: Callable[[int], None]) -> None:
-    """Run `run_thread` in `count` threads, and raise the first failure."""
+def run_threads(thread_count: int, run_thread: Callable[[int], None]) -> None:
+    """Run `run_thread` in `thread_count` threads, and raise the first failure."""
     failures: list[BaseException] = []
 
     def run_and_store_failure(thread_index: int) -> None:
@@ -88,11 +88,11 @@ def run_threads(count: int, run_thread: Callable[[int], None]) -> None:
             raise
 
     with contextlib.ExitStack() as stack:
-        # The default hook would print each exception, although run_threads() raises the first one.
+        # The default hook would print each exception.
         previous_hook, threading.excepthook = threading.excepthook, lambda _: None
         stack.callback(setattr, threading, "excepthook", previous_hook)
         threads = [
-            threading.Thread(target=run_and_store_failure, args=(thread_index,)) for thread_index in range(count)
+            threading.Thread(target=run_and_store_failure, args=(thread_index,)) for thread_index in range(thread_count)
         ]
         for thread in threads:
             thread.start()
@@ -103,34 +103,38 @@ def run_threads(count: int, run_thread: Callable[[int], None]) -> None:
 
 
 def write_and_read_back(
-    importer: Importer, memory: GaudiMemory, *, seed: int, iterations: int, offsets: Iterator[int]
+    importer: Importer, memory: GaudiMemory, *, seed: int, iteration_count: int, offsets: Iterator[int]
 ) -> None:
-    """Run the steps of one thread at these offsets. No other thread uses these bytes of the memory."""
+    """Run the steps of one thread. No other thread may access the memory at these offsets."""
     with memory.export_dmabuf() as dmabuf:
         region = importer.nic.register_dmabuf(dmabuf)
     with region:
-        for iteration in range(iterations):
+        for iteration in range(iteration_count):
             offset_bytes = next(offsets)
-            data_of_nic, data_of_device = (
+            nic_data, device_data = (
                 pattern.payload(ACCESS_BYTES, seed=seed + 2 * iteration + direction) for direction in (0, 1)
             )
-            importer.write(region, data_of_nic, offset_bytes=offset_bytes)
-            assert memory.read(offset_bytes=offset_bytes, length_bytes=ACCESS_BYTES) == data_of_nic
-            memory.write(data_of_device, offset_bytes=offset_bytes)
-            assert importer.read(region, offset_bytes=offset_bytes, length_bytes=ACCESS_BYTES) == data_of_device
+            importer.write(region, nic_data, offset_bytes=offset_bytes)
+            assert memory.read(offset_bytes=offset_bytes, length_bytes=ACCESS_BYTES) == nic_data
+            memory.write(device_data, offset_bytes=offset_bytes)
+            assert importer.read(region, offset_bytes=offset_bytes, length_bytes=ACCESS_BYTES) == device_data
 
 
 def generate_offsets(seed: int, *, begin: int, end: int) -> Iterator[int]:
     """Yield random offsets, including odd numbers."""
-    generator = random.Random(seed)
+    rng = random.Random(seed)
     while True:
-        yield generator.randrange(begin, end - ACCESS_BYTES)
+        yield rng.randrange(begin, end - ACCESS_BYTES)
 
 
 def test_one_thread(gaudi: Device, importer: Importer, seed: int) -> None:
     with gaudi.allocate(ALLOCATION_BYTES) as memory:
         write_and_read_back(
-            importer, memory, seed=seed, iterations=1, offsets=generate_offsets(seed, begin=0, end=ALLOCATION_BYTES)
+            importer,
+            memory,
+            seed=seed,
+            iteration_count=1,
+            offsets=generate_offsets(seed, begin=0, end=ALLOCATION_BYTES),
         )
 
 
@@ -138,15 +142,15 @@ def test_fifteen_threads_with_separate_memory(gaudi: Device, importer: Importer,
     def run_thread(thread_index: int) -> None:
         offsets = generate_offsets(seed + thread_index, begin=0, end=ALLOCATION_BYTES)
         with gaudi.allocate(ALLOCATION_BYTES) as memory:
-            write_and_read_back(importer, memory, seed=seed + 1000 * thread_index, iterations=10, offsets=offsets)
+            write_and_read_back(importer, memory, seed=seed + 1000 * thread_index, iteration_count=10, offsets=offsets)
 
     run_threads(15, run_thread)
 
 
 def test_thirty_threads_with_shared_memory(gaudi: Device, importer: Importer, seed: int) -> None:
-    """Give each thread a thirtieth of the memory, so that its data can be compared.
+    """Give each thread a thirtieth of the memory, so that the thread can compare its data.
 
-    In the case of hl-thunk, all threads write to the whole memory, and nothing is compared.
+    In the corresponding test of hl-thunk, all threads write to the whole memory, and nothing is compared.
     """
     part_bytes = ALLOCATION_BYTES // 30
 
@@ -155,6 +159,6 @@ def test_thirty_threads_with_shared_memory(gaudi: Device, importer: Importer, se
         def run_thread(thread_index: int) -> None:
             begin = thread_index * part_bytes
             offsets = generate_offsets(seed + thread_index, begin=begin, end=begin + part_bytes)
-            write_and_read_back(importer, memory, seed=seed + 1000 * thread_index, iterations=20, offsets=offsets)
+            write_and_read_back(importer, memory, seed=seed + 1000 * thread_index, iteration_count=20, offsets=offsets)
 
         run_threads(30, run_thread)

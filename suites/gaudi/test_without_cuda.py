@@ -17,9 +17,10 @@ GENERATIONS = [
 ]
 
 
-def run_pair(**environment: str) -> dict[str, Any]:
+def run_pair(**variables: str) -> dict[str, Any]:
+    """Run pair_without_cuda.py with additional environment variables, and return the object that it prints."""
     command = module_command("gaudi.pair_without_cuda")
-    environ = suites_environ() | environment
+    environ = suites_environ() | variables
     completed = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
     assert completed.returncode == 0, completed.stderr
     report: dict[str, Any] = json.loads(completed.stdout)
@@ -29,7 +30,7 @@ def run_pair(**environment: str) -> dict[str, Any]:
 def assert_no_cuda(report: dict[str, Any]) -> None:
     gaudi_libraries, peer_libraries = report["libraries"]
     assert any(name.startswith(("libhl-thunk", "libhlthunk")) for name in gaudi_libraries)
-    # The peer has an address and a key. It opens no Gaudi device and loads no hl-thunk.
+    # The peer needs only an address and an rkey. It opens no Gaudi device and loads no hl-thunk.
     assert not any(name.startswith("libhl") for name in peer_libraries)
     assert not [name for name in (*gaudi_libraries, *peer_libraries) if name.startswith(("libcuda", "libnvidia"))]
     assert "libcuda" not in str(report["mapped"])

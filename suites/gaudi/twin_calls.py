@@ -32,8 +32,8 @@ def parse_call(line: str) -> Call:
     return Call(name, dict(argument_text.split("=", 1) for argument_text in argument_texts), result.strip() or None)
 
 
-def read_calls(*names: str) -> list[Call]:
-    """Return the calls of these functions so far, to both twins, in the order of time."""
+def read_calls(*function_names: str) -> list[Call]:
+    """Return the calls of these functions to both twins so far, ordered by time."""
     lines: list[tuple[int, str]] = []
     for api in ("verbs", "hlthunk"):
         ledger = launch.twin_control().ledger(api) or {}
@@ -41,23 +41,26 @@ def read_calls(*names: str) -> list[Call]:
             time_ns, _, call_text = line.partition(" ")
             lines.append((int(time_ns), call_text))
     calls = (parse_call(call_text) for _time_ns, call_text in sorted(lines))
-    return [call for call in calls if call.name in names]
+    return [call for call in calls if call.name in function_names]
 
 
 def find_difference(expected_calls: Iterable[Call], actual_calls: Iterable[Call]) -> str | None:
     """Return the first difference of two sequences of calls as a sentence, or None if they agree.
 
-    A value ``$name`` in an expected call is a variable. It gets its value at its first use.
+    A value ``$name`` in an expected call is a variable. The variable gets the actual value at its first use, and each
+    later use must have the same value.
     """
     variables: dict[str, str] = {}
     expected_calls, actual_calls = list(expected_calls), list(actual_calls)
     if [call.name for call in expected_calls] != [call.name for call in actual_calls]:
-        return f"the calls were {[call.name for call in actual_calls]}"
+        return f"the calls are {[call.name for call in actual_calls]}, not {[call.name for call in expected_calls]}"
     for expected_call, call in zip(expected_calls, actual_calls, strict=True):
-        values = [(expected_call.arguments[name], call.arguments.get(name), name) for name in expected_call.arguments]
+        comparisons = [
+            (expected_call.arguments[name], call.arguments.get(name), name) for name in expected_call.arguments
+        ]
         if expected_call.result is not None:
-            values.append((expected_call.result, call.result, "the result"))
-        for expected_value, value, name in values:
+            comparisons.append((expected_call.result, call.result, "the result"))
+        for expected_value, value, name in comparisons:
             is_variable = bool(expected_value) and expected_value.startswith("$")
             assigned_value = variables.setdefault(expected_value, value or "") if is_variable else expected_value
             if value is None or _parse_number(value) != _parse_number(assigned_value or ""):

@@ -1,6 +1,7 @@
-"""A program that makes many and large direct transfers with `gdrkit.gds`, for test_cufile_path.py.
+"""A program that makes many small and some large direct transfers with `gdrkit.gds`, for test_cufile_path.py.
 
-It runs in a separate process. :mod:`support.cufile_child` describes the JSON objects that it reads and writes.
+The program runs in a separate process. :mod:`support.cufile_child` describes the JSON objects that the program reads
+and writes.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ __all__ = ["FILE_BYTES", "RANGE_BYTES", "SCENARIOS", "main"]
 
 FILE_BYTES = 8 * MIB
 RANGE_BYTES = 4 * KIB
-_RANGES_COUNT = 256
+_RANGE_COUNT = 256
 
 
 class _Setup:
-    """An open file of known bytes, which requires the direct path, and device memory of the same size."""
+    """An open file of known bytes, whose transfers must be direct, and device memory of the same size."""
 
     def __init__(self, arguments: dict[str, Any], device: cuda.Device, memory: cuda.DeviceMemory) -> None:
         self.path, self.seed = Path(arguments["path"]), int(arguments["seed"])
@@ -46,15 +47,18 @@ class _Setup:
 
     def make_shuffled_ranges(self) -> list[tuple[int, int]]:
         """Return ranges of the file in random order. Gaps between the ranges prevent gdrkit from joining them."""
-        offsets = random.Random(self.seed).sample(range(0, FILE_BYTES, 2 * RANGE_BYTES), _RANGES_COUNT)
+        offsets = random.Random(self.seed).sample(range(0, FILE_BYTES, 2 * RANGE_BYTES), _RANGE_COUNT)
         return [(offset, RANGE_BYTES) for offset in offsets]
 
-    def find_wrong_ranges(self, ranges: list[tuple[int, int]], parts: tuple[int, ...]) -> list[int]:
-        """Return the indexes of the ranges with wrong bytes. `parts` has the number of arrived bytes of each range."""
+    def find_wrong_ranges(self, ranges: list[tuple[int, int]], range_bytes: tuple[int, ...]) -> list[int]:
+        """Return the indexes of the ranges with wrong bytes.
+
+        `range_bytes` has the number of bytes of each range that have arrived in memory.
+        """
         contents = self.memory.read()
         return [
             index
-            for index, ((offset, _), arrived_bytes) in enumerate(zip(ranges, parts, strict=True))
+            for index, ((offset, _), arrived_bytes) in enumerate(zip(ranges, range_bytes, strict=True))
             if contents[index * RANGE_BYTES :][:arrived_bytes] != self.data[offset : offset + arrived_bytes]
         ]
 
@@ -95,7 +99,7 @@ def _describe_outcome(call: Callable[[], gds.TransferResult]) -> dict[str, Any]:
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds. The parent process has a time limit for this process."""
+    """Wait until the condition holds. The parent process ends this process after a time limit."""
     event = threading.Event()
     while not condition():
         event.wait(0.01)
@@ -152,14 +156,14 @@ def transfer_many_ranges(arguments: dict[str, Any]) -> dict[str, Any]:
 def read_adjacent_ranges(arguments: dict[str, Any]) -> dict[str, Any]:
     """Read many small ranges that follow each other in the file and in memory."""
     with _open_setup(arguments) as setup:
-        ranges = [(offset, RANGE_BYTES) for offset in range(0, _RANGES_COUNT * RANGE_BYTES, RANGE_BYTES)]
+        ranges = [(offset, RANGE_BYTES) for offset in range(0, _RANGE_COUNT * RANGE_BYTES, RANGE_BYTES)]
         result: dict[str, Any] = {"read": _describe_outcome(lambda: setup.file.readv(setup.memory, ranges))}
         result["wrong"] = setup.find_wrong_ranges(ranges, result["read"]["parts"])
         return result
 
 
 def start_many_reads(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Start many small reads while a read is delayed, so that they run together."""
+    """Start many small reads while a read is delayed. After the delay, the small reads run together."""
     with _open_setup(arguments) as setup:
         ranges = setup.make_shuffled_ranges()[:32]
         delayed_transfer = setup.file.start_read_into(setup.memory, length_bytes=RANGE_BYTES)
@@ -172,11 +176,11 @@ def start_many_reads(arguments: dict[str, Any]) -> dict[str, Any]:
         ]
         delayed_outcome = _describe_outcome(delayed_transfer.result)
         outcomes = [_describe_outcome(transfer.result) for transfer in transfers]
-        parts = tuple(outcome["bytes"] for outcome in outcomes)
+        range_bytes = tuple(outcome["bytes"] for outcome in outcomes)
         return {
             "delayed": delayed_outcome,
             "outcomes": outcomes,
-            "wrong": setup.find_wrong_ranges(ranges, parts),
+            "wrong": setup.find_wrong_ranges(ranges, range_bytes),
             "offsets": [offset for offset, _ in ranges],
         }
 
@@ -191,21 +195,21 @@ def cancel_transfer(arguments: dict[str, Any]) -> dict[str, Any]:
         is_cancelled = transfer.cancel()
         outcome = _describe_outcome(transfer.result)
         duration_s = time.monotonic() - started_s
-        parts = outcome["parts"] if arguments["is_small"] else ()
-        wrong = setup.find_wrong_ranges(ranges, parts) if arguments["is_small"] else []
-        again = _describe_outcome(lambda: setup.file.read_into(setup.memory, length_bytes=RANGE_BYTES))
+        range_bytes = outcome["parts"] if arguments["is_small"] else ()
+        wrong_indexes = setup.find_wrong_ranges(ranges, range_bytes) if arguments["is_small"] else []
+        second_outcome = _describe_outcome(lambda: setup.file.read_into(setup.memory, length_bytes=RANGE_BYTES))
     return {
         "cancel": is_cancelled,
         "outcome": outcome,
         "cancel_s": duration_s,
-        "wrong": wrong,
-        "again": again,
+        "wrong": wrong_indexes,
+        "again": second_outcome,
         "ranges_count": len(ranges),
     }
 
 
 def free_memory_early(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Free memory while a transfer that the fault plan delays uses it, and again when the transfer is over."""
+    """Free memory during its use by a transfer that the fault plan delays, and free it again after the transfer."""
     with cuda.Device(0) as device, gds.File(arguments["path"], direct="required") as file:
         memory = device.allocate(FILE_BYTES)
         transfer = file.start_read_into(memory)
@@ -242,7 +246,7 @@ def drop_open_files(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_without_new_threads(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Read a large range while no further thread can be started. The pool has one thread from an earlier read."""
+    """Read a large range while no thread can be started. The worker pool has only the thread of an earlier read."""
     with _open_setup(arguments) as setup:
         setup.file.read_into(setup.memory, length_bytes=2 * MIB)
         threading.stack_size(1 << 46)  # No address space has room for such a stack.
@@ -259,8 +263,8 @@ def raise_in_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     is_armed = False
 
     def raise_in_read(frame: FrameType, _event: str, _argument: object) -> None:
-        is_read = frame.f_code is cufile.FileHandle.read.__code__
-        if is_armed and is_read and threading.current_thread().name == "gdrkit-cufile":
+        is_read_call = frame.f_code is cufile.FileHandle.read.__code__
+        if is_armed and is_read_call and threading.current_thread().name == "gdrkit-cufile":
             raise MemoryError
 
     threading.settrace(raise_in_read)  # This function traces the threads that start from now on.
@@ -268,14 +272,14 @@ def raise_in_worker(arguments: dict[str, Any]) -> dict[str, Any]:
         setup.file.read_into(setup.memory, length_bytes=RANGE_BYTES)
         is_armed = True
         transfer = setup.file.start_read_into(setup.memory)
-        error = ""
+        error_class = ""
         try:
             transfer.result()
         except MemoryError as memory_error:
-            error = type(memory_error).__name__
+            error_class = type(memory_error).__name__
         setup.memory.fill(0)
         shared_driver().workers.shutdown()  # This waits for calls that still run.
-        return {"error": error, "is_clear": not any(setup.memory.read()), "in_progress": len(native.in_progress)}
+        return {"error": error_class, "is_clear": not any(setup.memory.read()), "in_progress": len(native.in_progress)}
 
 
 SCENARIOS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

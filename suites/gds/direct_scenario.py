@@ -1,6 +1,7 @@
 """A program that makes direct transfers with `gdrkit.gds`, for test_direct.py.
 
-It runs in a separate process. :mod:`support.cufile_child` describes the JSON objects that it reads and writes.
+The program runs in a separate process. :mod:`support.cufile_child` describes the JSON objects that the program reads
+and writes.
 """
 
 from __future__ import annotations

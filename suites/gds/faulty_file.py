@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FaultyFile"]
 
-_TIMEOUT_S = 90.0
+_GATE_TIMEOUT_S = 90.0
 _DATA_PATH = "/data"
 
 
@@ -67,7 +67,7 @@ class _Operations:
         self._data = bytearray(data)
         self._size_bytes = len(data)
         self._end_offset = len(data)
-        self._failing_offset = len(data) + 1
+        self._failing_offset = len(data) + 1  # No byte of the file has this offset.
         self._gated_range = (0, 0)
         self._are_opens_gated = False
         self._gate_open_event = threading.Event()
@@ -122,7 +122,7 @@ class _Operations:
     def _wait_at_gate(self) -> None:
         if self._waiting_report_lock.acquire(blocking=False):
             _print_line("waiting")
-        self._gate_open_event.wait(_TIMEOUT_S)
+        self._gate_open_event.wait(_GATE_TIMEOUT_S)
 
     def _find_transfer_end(self, offset: int, length_bytes: int) -> int:
         """Return the offset at which a read or a write ends, or raise EIO if its first byte fails."""

@@ -1,10 +1,11 @@
 """A program that runs signal handlers at every point of one call of gdrkit.gds, for test_signal_handlers.py.
 
 ``python -m gds.handler_sweep CALL PATH [DIRECT]`` runs each of :data:`HANDLERS` at each point of a call of
-:data:`CALLS`, and prints ``POINTS points`` if every call and every handler has ended. The engines are created anew in
-each call. After the call, the file is closed or can be read, no transfer is in progress, and the memory can be freed.
+:data:`CALLS`, and prints ``POINTS points`` if every call and every handler has ended. The engines are created anew for
+each call. After each call, the program checks that the file is closed or can be read, that no transfer is in progress,
+and that the memory can be freed.
 With DIRECT, the memory is device memory, and DIRECT is the argument ``direct`` of the file. If DIRECT is ``required``,
-transfers take longer. Therefore only the first two handlers run then, at every fifth point.
+transfers take longer. So only the first two handlers run, and only at every fifth point.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class _CallObjects:
         self.memory, self.handler_memory = memories
         self.file = gds.File(path, direct=direct)  # type: ignore[arg-type]
         self.transfer: gds.Transfer | None = None
-        self.error: GdrkitError | None = None
+        self.handler_error: GdrkitError | None = None
 
-    def start(self) -> gds.Transfer:
+    def start_read(self) -> gds.Transfer:
         self.transfer = self.file.start_read_into(self.memory)
         return self.transfer
 
@@ -54,11 +55,11 @@ class _CallObjects:
         if self.transfer is not None:
             self.transfer.cancel()
 
-    def handle(self, handler: Callable[[_CallObjects], object]) -> None:
+    def run_handler(self, handler: Callable[[_CallObjects], object]) -> None:
         try:
             handler(self)
         except GdrkitError as error:
-            self.error = error
+            self.handler_error = error
 
 
 def _use_file(objects: _CallObjects) -> None:
@@ -67,13 +68,13 @@ def _use_file(objects: _CallObjects) -> None:
 
 
 def _close_engines(objects: _CallObjects) -> None:
-    objects.start()
+    objects.start_read()
     gds.close_engines()
 
 
 CALLS: dict[str, Callable[[_CallObjects], object]] = {
     "read_into": lambda objects: objects.file.read_into(objects.memory),
-    "result": lambda objects: objects.start().result(),
+    "result": lambda objects: objects.start_read().result(),
     "use": _use_file,
     "close": lambda objects: objects.file.close(),
     "close_engines": _close_engines,
@@ -89,15 +90,15 @@ HANDLERS: dict[str, Callable[[_CallObjects], object]] = {
 def _run_handler_at(
     objects: _CallObjects, call: Callable[[_CallObjects], object], handler: Callable[[_CallObjects], object], point: int
 ) -> str:
-    """Run the handler at a point of the call. Return the source line, or "" if the call has fewer points."""
-    interrupter = Interrupter(point, str(Path(gdrkit.__file__).parent), handler=lambda: objects.handle(handler))
+    """Run the handler at a point of the call. Return the line of the point, or "" if the call has fewer points."""
+    interrupter = Interrupter(point, str(Path(gdrkit.__file__).parent), handler=lambda: objects.run_handler(handler))
     try:
         interrupter.call(lambda: call(objects))
     except GdrkitError as error:
         if error.reason not in _ALLOWED_REASONS:
             raise
-    if objects.error is not None and objects.error.reason not in _ALLOWED_REASONS:
-        raise objects.error
+    if objects.handler_error is not None and objects.handler_error.reason not in _ALLOWED_REASONS:
+        raise objects.handler_error
     if not objects.file.closed:
         assert objects.file.read_into(objects.memory).bytes == LENGTH_BYTES, interrupter.interrupted_at
     objects.transfer = None
@@ -106,7 +107,7 @@ def _run_handler_at(
     return interrupter.interrupted_at
 
 
-def _sweep(
+def _run_handler_at_each_point(
     call: Callable[[_CallObjects], object], handler: Callable[[_CallObjects], object], path: Path, direct: str
 ) -> int:
     """Run the handler at each point of the call. Return the number of points."""
@@ -127,10 +128,10 @@ def _sweep(
 def main() -> None:
     """Sweep the call that the arguments name, with each handler."""
     call, path, direct = CALLS[sys.argv[1]], Path(sys.argv[2]), "".join(sys.argv[3:])
-    warnings.simplefilter("error")  # An object that is not closed causes a warning.
+    warnings.simplefilter("error")  # An object that is never closed causes a warning, which then is an error.
     handlers = tuple(HANDLERS.values())[: 2 if direct == "required" else None]
-    points_count = sum(_sweep(call, handler, path, direct) for handler in handlers)
-    sys.stdout.write(f"{points_count} points\n")
+    point_count = sum(_run_handler_at_each_point(call, handler, path, direct) for handler in handlers)
+    sys.stdout.write(f"{point_count} points\n")
 
 
 if __name__ == "__main__":

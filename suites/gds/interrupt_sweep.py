@@ -40,7 +40,7 @@ _CLOSE_TIMEOUT_S = 20.0
 
 
 class _CallObjects:
-    """The objects of one interrupted call: its memory, its file, and what the call has opened itself."""
+    """The objects of one interrupted call: the memory, and the files that were opened before or by the call."""
 
     def __init__(self, path: Path, *, direct: str = "never") -> None:
         self.path = path
@@ -56,7 +56,9 @@ class _CallObjects:
 
     def transfer_ranges(self) -> gds.Transfer:
         buffer = gds.describe_buffer(self.memory, writable=True)
-        return gds.transfer_ranges(self.files, array("Q", [0, 0, buffer.address, LENGTH_BYTES]), buffer)
+        # One range: index of the file, offset in the file, address in memory, and length.
+        extents = array("Q", [0, 0, buffer.address, LENGTH_BYTES])
+        return gds.transfer_ranges(self.files, extents, buffer)
 
 
 async def _await_read(objects: _CallObjects) -> None:
@@ -105,7 +107,7 @@ def _close_in_time(file: gds.File) -> bool:
     return not thread.is_alive()
 
 
-def _is_exported(memory: bytearray) -> bool:
+def _is_in_use(memory: bytearray) -> bool:
     """Return whether a transfer still uses the memory."""
     try:
         memory.append(0)
@@ -119,8 +121,8 @@ def _count_open_descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def _interrupt(scenario: str, objects: _CallObjects, point: int, open_gate: Callable[[], None]) -> tuple[str, str]:
-    """Interrupt the call of a scenario at one point. Return the source line of the point, and the failed check."""
+def _interrupt_at(scenario: str, objects: _CallObjects, point: int, open_gate: Callable[[], None]) -> tuple[str, str]:
+    """Interrupt the call of a scenario at one point. Return the line of the point, and the failed check or ""."""
     call, needs_file = SCENARIOS[scenario]
     if needs_file:
         file = objects.open()
@@ -129,7 +131,7 @@ def _interrupt(scenario: str, objects: _CallObjects, point: int, open_gate: Call
     library_folders = [str(Path(os.__file__).parent)] if scenario in _LIBRARY_SCENARIOS else []
     interrupter = Interrupter(point, str(Path(gdrkit.__file__).parent), *library_folders)
     error = interrupter.call(lambda: call(objects))
-    was_exported = _is_exported(objects.memory)
+    was_in_use = _is_in_use(objects.memory)
     bytes_before = bytes(objects.memory)
     open_gate()
     for file in objects.files:
@@ -140,33 +142,33 @@ def _interrupt(scenario: str, objects: _CallObjects, point: int, open_gate: Call
     if native.in_progress:
         return interrupter.interrupted_at, f"still in progress: {native.in_progress}"
     gds.close_engines()  # This waits for every job of the engine.
-    if not was_exported and bytes(objects.memory) != bytes_before:
+    if not was_in_use and bytes(objects.memory) != bytes_before:
         return interrupter.interrupted_at, "bytes arrived in memory that was released"
     del error
     gc.collect()
-    if _is_exported(objects.memory):
+    if _is_in_use(objects.memory):
         return interrupter.interrupted_at, "the memory is still in use"
     return interrupter.interrupted_at, ""
 
 
-def _sweep(scenario: str, path: Path, faulty_file: FaultyFile | None, device_memory: object) -> str:
-    descriptors_count = -1
+def _interrupt_each_point(scenario: str, path: Path, faulty_file: FaultyFile | None, device_memory: object) -> str:
+    descriptor_count = -1
     # The probe of a direct path has hundreds of points and takes long. Therefore only every fifth point is interrupted.
     for point in itertools.count(1, 5 if scenario == "direct_first" else 1):
         objects = _CallObjects(path, direct="required" if scenario.startswith("direct") else "never")
         objects.device_memory = device_memory
         if faulty_file is not None:
             faulty_file.send(f"gate 0 {LENGTH_BYTES}")
-        source_line, failed_check = _interrupt(
+        source_line, failed_check = _interrupt_at(
             scenario, objects, point, lambda: None if faulty_file is None else faulty_file.send("open")
         )
         del objects
         gc.collect()
-        descriptors_before, descriptors_count = descriptors_count, _count_open_descriptors()
+        descriptor_count_before, descriptor_count = descriptor_count, _count_open_descriptors()
         # A file stays open as long as it is registered with cuFile, even if an interrupt came during its probe.
         may_keep_files = scenario == "direct_first"
-        if not failed_check and point > 1 and descriptors_count > descriptors_before and not may_keep_files:
-            failed_check = f"{descriptors_count} descriptors are open, not {descriptors_before}"
+        if not failed_check and point > 1 and descriptor_count > descriptor_count_before and not may_keep_files:
+            failed_check = f"{descriptor_count} descriptors are open, not {descriptor_count_before}"
         if failed_check:
             return f"point {point}, {source_line}: {failed_check}"
         if not source_line:
@@ -175,7 +177,11 @@ def _sweep(scenario: str, path: Path, faulty_file: FaultyFile | None, device_mem
 
 
 def _block_first_read(faulty_file: FaultyFile) -> None:
-    """Block a read before the sweep, because the report of the first blocked read may come between any two replies."""
+    """Block a read before the sweep.
+
+    The process of the file prints ``waiting`` only for the first read that blocks. During the sweep, that line could
+    come between any two replies.
+    """
     faulty_file.send(f"gate 0 {LENGTH_BYTES}")
     with gds.File(faulty_file.path, direct="never") as file:
         transfer = file.start_read_into(bytearray(LENGTH_BYTES))
@@ -187,7 +193,7 @@ def _block_first_read(faulty_file: FaultyFile) -> None:
 def main() -> None:
     """Sweep the scenario that the arguments name."""
     scenario, path = sys.argv[1], Path(sys.argv[2])
-    warnings.simplefilter("ignore")  # Objects that an interrupt dropped report that they were never closed.
+    warnings.simplefilter("ignore")  # Objects that an interrupt dropped cause warnings, because nothing closed them.
     sys.unraisablehook = lambda _: None  # Python prints an interrupt in a finalizer, and continues.
     with contextlib.ExitStack() as stack:
         faulty_file = None
@@ -199,7 +205,7 @@ def main() -> None:
         if scenario.startswith("direct"):
             device_memory = stack.enter_context(stack.enter_context(cuda.Device(0)).allocate(LENGTH_BYTES))
             shared_driver()  # The first open of the driver starts a child process, which must not be interrupted.
-        sys.stdout.write(f"{_sweep(scenario, path, faulty_file, device_memory)}\n")
+        sys.stdout.write(f"{_interrupt_each_point(scenario, path, faulty_file, device_memory)}\n")
         sys.stdout.flush()
     os._exit(0)  # A thread that waits for ever in close() must not keep the program alive.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
 
 ON_HOST_AND_DEVICE = pytest.mark.parametrize("memory_kind", HOST_AND_DEVICE, indirect=True)
-READS_COUNT = 1000
+READ_COUNT = 1000
 
 
 @ON_HOST_AND_DEVICE
@@ -33,7 +33,7 @@ def test_awaited_transfers_move_the_bytes(
 ) -> None:
     data = pattern.payload(2 * MIB + 3, seed=seed)
 
-    async def move() -> None:
+    async def write_and_read() -> None:
         async with gds.AsyncFile(tmp_path / "file", "w", direct="never") as file:
             assert (await file.write_from(memory.buffer, durable=True)).bytes == len(data)
             assert (await file.writev(memory.buffer, [(len(data), 5, 1)])).range_bytes == (5,)
@@ -49,7 +49,7 @@ def test_awaited_transfers_move_the_bytes(
 
     with allocate_memory(memory_kind, len(data), owner_device) as memory:
         memory.write(data)
-        asyncio.run(move())
+        asyncio.run(write_and_read())
 
 
 def test_awaited_transfer_raises_the_error_of_the_transfer(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_awaited_transfer_raises_the_error_of_the_transfer(tmp_path: Path) -> No
 def test_thousand_reads_at_once_leave_nothing_open(
     tmp_path: Path, seed: int, memory_kind: str, owner_device: Device | None, *, cancels_half: bool
 ) -> None:
-    data = pattern.payload(READS_COUNT * 4 * KIB, seed=seed)
+    data = pattern.payload(READ_COUNT * 4 * KIB, seed=seed)
     (tmp_path / "file").write_bytes(data)
 
     async def read() -> list[object]:
@@ -84,7 +84,7 @@ def test_thousand_reads_at_once_leave_nothing_open(
                 )
                 for offset in range(0, len(data), 4 * KIB)
             ]
-            await asyncio.wait(tasks, timeout=0)
+            await asyncio.wait(tasks, timeout=0)  # Each task starts its read.
             for task in tasks[1::2] if cancels_half else ():
                 task.cancel()
             return list(await asyncio.gather(*tasks, return_exceptions=True))
@@ -99,7 +99,7 @@ def test_thousand_reads_at_once_leave_nothing_open(
             else:
                 assert isinstance(result, asyncio.CancelledError)
                 assert index % 2 == 1
-    assert len(results) == READS_COUNT
+    assert len(results) == READ_COUNT
     assert cancels_half == any(isinstance(result, asyncio.CancelledError) for result in results)
 
 
@@ -120,12 +120,12 @@ def test_awaited_transfers_need_no_thread_of_the_loop(tmp_path: Path, seed: int)
         file.close()
         assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncio")]
 
-    descriptors_count = len(list(Path("/proc/self/fd").iterdir()))
+    descriptor_count_before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(2):
         asyncio.run(read())
         assert memory == data
     gds.close_engines()
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors_count
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptor_count_before
 
 
 def test_await_without_a_descriptor_left_names_the_errno(tmp_path: Path) -> None:
@@ -155,10 +155,10 @@ def test_cancelled_coroutine_ends_after_its_transfer(tmp_path: Path) -> None:
         async with gds.AsyncFile(tmp_path / "file", direct="never") as file:
             transfer = file.file.start_read_into(memory)
 
-            async def wait() -> gds.TransferResult:
+            async def await_transfer() -> gds.TransferResult:
                 return await transfer
 
-            task = asyncio.create_task(wait())
+            task = asyncio.create_task(await_transfer())
             await asyncio.wait([task], timeout=0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -171,7 +171,10 @@ def test_cancelled_coroutine_ends_after_its_transfer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line_number", range(1, 4))
 def test_error_of_a_signal_handler_loses_no_end(tmp_path: Path, line_number: int) -> None:
-    """A signal handler raises an exception while the event loop collects the completed jobs."""
+    """A signal handler raises an exception while the event loop collects the completed jobs.
+
+    A trace function takes the place of the handler. It raises the exception at a line of the method that collects.
+    """
     (tmp_path / "data").write_bytes(bytes(4 * KIB))
     lines_left = line_number
 

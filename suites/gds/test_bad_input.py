@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from gdrkit.cuda import Device
 
+# allocate_memory() fills memory with this byte.
+FILL_BYTE = 0xA5
 EVERY_MEMORY_KIND = pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 FILE_BYTES = 3 * MIB + 5
 
@@ -102,7 +104,7 @@ def test_empty_file_has_no_bytes(tmp_path: Path, memory_kind: str, owner_device:
                 file.read_into(memory.buffer, length_bytes=length_bytes)
             assert error_info.value.reason is Reason.END_OF_FILE
             assert error_info.value.transferred.bytes == 0
-        assert set(memory.read_all()) == {0xA5}
+        assert set(memory.read_all()) == {FILL_BYTE}
 
 
 @EVERY_MEMORY_KIND
@@ -117,7 +119,7 @@ def test_offset_after_the_end_reads_nothing(
                 file.read_into(memory.buffer, file_offset_bytes=file_offset_bytes, length_bytes=length_bytes)
             assert error_info.value.reason is Reason.END_OF_FILE
             assert error_info.value.transferred.range_bytes == (0,)
-        assert set(memory.read_all()) == {0xA5}
+        assert set(memory.read_all()) == {FILL_BYTE}
 
 
 @EVERY_MEMORY_KIND
@@ -134,12 +136,13 @@ def test_short_file_is_end_of_file(
         assert error_info.value.arguments["transferred_bytes"] == length_bytes
         assert error_info.value.transferred.range_bytes == (length_bytes,)
         pattern.check(memory.read_all()[:length_bytes], seed=seed)
-        assert set(memory.read_all()[length_bytes:]) == {0xA5}
+        assert set(memory.read_all()[length_bytes:]) == {FILL_BYTE}
         with pytest.raises(gds.TransferFailed) as error_info:
             file.readv(memory.buffer, [(0, 10), (length_bytes - 3, 10), (length_bytes, 10), (1, 10)])
         assert error_info.value.transferred.range_bytes == (10, 3, 0, 10)
 
 
+# The first kind is host memory, the third kind is device memory that the file gets by DLPack.
 @pytest.mark.parametrize("memory_kind", [MEMORY_KINDS[0], MEMORY_KINDS[2]], indirect=True)
 @pytest.mark.parametrize(
     "invalid_options",
@@ -171,7 +174,7 @@ def test_invalid_sizes_are_refused(
         for transfer_ranges in (file.readv, file.writev):
             with pytest.raises(UsageError):
                 transfer_ranges(memory.buffer, [(0, 1), (file_offset_bytes, length_bytes or MIB, buffer_offset_bytes)])
-        assert set(memory.read_all()) == {0xA5}
+        assert set(memory.read_all()) == {FILL_BYTE}
         assert file.size_bytes == FILE_BYTES
         # The memory is unchanged and can still be used.
         assert file.read_into(memory.buffer).bytes == MIB
@@ -206,14 +209,15 @@ def test_invalid_memory_is_refused(file: gds.File) -> None:
 @needs(cuda.device())
 def test_array_that_overstates_its_size_is_refused(file: gds.File, device: Device) -> None:
     with device.allocate(64 * KIB) as memory:
-        array = CudaArrayBuffer(memory)
-        array.__cuda_array_interface__ = {**memory.__cuda_array_interface__, "shape": (1 << 40,)}
+        cuda_array = CudaArrayBuffer(memory)
+        cuda_array.__cuda_array_interface__ = {**memory.__cuda_array_interface__, "shape": (1 << 40,)}
         with pytest.raises(UsageError) as error_info:
-            file.read_into(array)
+            file.read_into(cuda_array)
         assert error_info.value.reason is Reason.NOT_DEVICE_MEMORY
-        array.__cuda_array_interface__ = {**memory.__cuda_array_interface__, "data": (memory.address, True)}
+        # True means that the array is read-only.
+        cuda_array.__cuda_array_interface__ = {**memory.__cuda_array_interface__, "data": (memory.address, True)}
         with pytest.raises(UsageError):
-            file.read_into(array)
+            file.read_into(cuda_array)
     with pytest.raises(ClosedResource):
         file.read_into(memory)
 
@@ -270,21 +274,21 @@ def test_closed_engine_is_created_again(file: gds.File, seed: int) -> None:
     assert (error_info.value.errno, error_info.value.reason) == (errno.ESHUTDOWN, Reason.CLOSED)
 
 
-# Calls of the engine for which the CUDA driver allocates memory: it pins memory, creates a stream or an event, or
-# copies.
+# For these calls of the engine, the CUDA driver allocates memory. The calls pin memory, create a stream or an event, or
+# copy.
 CALLS_THAT_ALLOCATE = ["cuMemHostRegister_v2", "cuStreamCreate", "cuEventCreate", "cuMemcpyHtoDAsync_v2"]
 
 
 @needs(cuda.device(), software("cuda"))
-@pytest.mark.parametrize("function", CALLS_THAT_ALLOCATE)
+@pytest.mark.parametrize("function_name", CALLS_THAT_ALLOCATE)
 @pytest.mark.parametrize("length_bytes", [100 * KIB, FILE_BYTES])
 def test_device_out_of_memory_is_an_error(
-    file: gds.File, seed: int, device: Device, function: str, length_bytes: int
+    file: gds.File, seed: int, device: Device, function_name: str, length_bytes: int
 ) -> None:
     with device.allocate(FILE_BYTES) as memory:
-        memory.fill(0xA5)
-        with inject_faults(Api.CUDA, f"{function} call=* status=2"):  # CUDA_ERROR_OUT_OF_MEMORY
-            if function == "cuEventCreate" and length_bytes == 100 * KIB:
+        memory.fill(FILL_BYTE)
+        with inject_faults(Api.CUDA, f"{function_name} call=* status=2"):  # CUDA_ERROR_OUT_OF_MEMORY
+            if function_name == "cuEventCreate" and length_bytes == 100 * KIB:
                 # A short transfer needs no event.
                 assert file.read_into(memory, length_bytes=length_bytes).bytes == length_bytes
             else:
@@ -301,14 +305,14 @@ def test_device_out_of_memory_is_an_error(
 
 def test_repeated_result_raises_new_errors(file: gds.File) -> None:
     transfer = file.start_read_into(bytearray(FILE_BYTES), file_offset_bytes=FILE_BYTES, length_bytes=1)
-    lengths = set()
+    traceback_lengths = set()
     for _ in range(3):
         with pytest.raises(gds.TransferFailed) as error_info:
             transfer.result()
         assert error_info.value.transferred.range_bytes == (0,)
-        lengths.add(len(error_info.traceback))
+        traceback_lengths.add(len(error_info.traceback))
     # If one error object were raised repeatedly, it would collect the frames of all callers and keep their variables.
-    assert len(lengths) == 1
+    assert len(traceback_lengths) == 1
     error = transfer.exception()
     assert error is not None
     assert (error.reason, error.__traceback__) == (Reason.END_OF_FILE, None)
@@ -322,7 +326,9 @@ def test_timeouts_that_are_no_positive_number(file: gds.File) -> None:
             transfer.result(float("nan"), on_progress=on_progress)
         assert transfer.result(float("inf"), on_progress=on_progress).bytes == FILE_BYTES
         assert transfer.result(1e300, on_progress=on_progress).bytes == FILE_BYTES
-        assert transfer.result(-1.0, on_progress=on_progress).bytes == FILE_BYTES  # The transfer is over.
+        assert (
+            transfer.result(-1.0, on_progress=on_progress).bytes == FILE_BYTES
+        )  # The transfer is over, so there is nothing to wait for.
 
 
 @needs(host.fuse)
@@ -367,6 +373,7 @@ def test_changed_list_of_paths_does_not_change_the_error(tmp_path: Path) -> None
 def test_changed_list_of_files_is_still_waited_for(file: gds.File) -> None:
     memory = bytearray(FILE_BYTES)
     buffer, files = gds.describe_buffer(memory, writable=True), [file]
+    # One range: index of the file, offset in the file, address in memory, and length.
     extents = array("Q", [0, 0, buffer.address, FILE_BYTES])
     transfer = gds.transfer_ranges(files, extents, buffer)
     files.clear()

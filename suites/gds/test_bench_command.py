@@ -19,7 +19,7 @@ from gdrkit.units import KIB, MIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Prefix of the names of SVG elements in ElementTree.
+# ElementTree puts this prefix before the name of each SVG element.
 SVG_NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
@@ -50,12 +50,13 @@ def test_bench_measures_every_point_and_leaves_no_file(tmp_path: Path, options: 
         assert point["operations_per_s"] * point["size_bytes"] == pytest.approx(point["rate_gb_per_s"] * 1e9)
     assert output["substrate"].get("cuda") in ({None} if options else {"twin", "hardware"})
     assert list_file_names(folder) == []
-    plot = (tmp_path / "plot.html").read_text()
+    plot_html = (tmp_path / "plot.html").read_text()
     for kind in KINDS:
-        assert f">{kind}<" in plot
-    # The plot refers to no other file. If the rates were measured on twins, the plot says so.
-    assert "http" not in plot.replace("http://www.w3.org/2000/svg", "")
-    assert ("the rates do not describe this machine" in plot) == (output["substrate"].get("cuda") == "twin")
+        assert f">{kind}<" in plot_html
+    # The plot refers to no other file. If the rates were measured on twins (libraries that emulate the
+    # hardware), the plot says so.
+    assert "http" not in plot_html.replace("http://www.w3.org/2000/svg", "")
+    assert ("the rates do not describe this machine" in plot_html) == (output["substrate"].get("cuda") == "twin")
 
 
 @needs(cuda.device())
@@ -98,9 +99,10 @@ def test_plot_has_each_point_at_its_height(tmp_path: Path) -> None:
         "fast, 4 KiB: 4",
         "fast, 1 MiB: 8",
     ]
-    # A circle with twice the rate is twice as high above the axis. SVG coordinates grow downwards.
+    # A circle with twice the rate is twice as high above the axis. The y coordinates of SVG grow downwards.
     y_values = list(y_by_title.values())
     assert y_values == sorted(y_values, reverse=True)
+    # The first two rates are 1 and 2. So the first circle is halfway between the axis and the second circle.
     axis_y = 2 * y_values[0] - y_values[1]
     assert [round((axis_y - y) / (axis_y - y_values[0]), 3) for y in y_values] == [1, 2, 4, 8]
     write_plot(tmp_path / "plot.svg", plot)

@@ -43,17 +43,17 @@ def count_copies(options: EngineOptions, path: Path, memory: CudaMemory) -> int:
     engine = Engine(options)
     file = native.OpenFile(os.open(path, os.O_RDONLY))
     try:
-        count_before = ledger.read_call_counts(Api.CUDA).get("cuMemcpyHtoDAsync_v2", 0)
+        copy_count_before = ledger.read_call_counts(Api.CUDA).get("cuMemcpyHtoDAsync_v2", 0)
         job = engine.submit(
             write=False,
             device_index=0,
             files=[file],
-            extents=[0, 0, memory.address, LENGTH_BYTES],
+            extents=[0, 0, memory.address, LENGTH_BYTES],  # File index, file offset, device address, length.
             access="buffered",
         )
-        job.wait(-1)
+        job.wait(-1)  # -1 means no timeout.
         assert job.progress()["bytes"] == LENGTH_BYTES
-        return ledger.read_call_counts(Api.CUDA)["cuMemcpyHtoDAsync_v2"] - count_before
+        return ledger.read_call_counts(Api.CUDA)["cuMemcpyHtoDAsync_v2"] - copy_count_before
     finally:
         file.close()
         engine.close()

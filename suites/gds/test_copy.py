@@ -1,4 +1,4 @@
-"""Copies by ``gdrkit copy`` and ``gds.copy_file``: the bytes, the name and the output. A failed copy leaves no file."""
+"""Copies by ``gdrkit copy`` and ``gds.copy_file``: their bytes, names and output. A copy that fails changes no file."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def test_copy_equals_its_source(tmp_path: Path, seed: int, device_index: int, si
     # The duration does not include the comparison.
     assert 0 < result.duration_s < time.monotonic() - start_s
     assert result.read.routes == result.write.routes == ({"engine": size_bytes} if size_bytes else {})
+    # The copy of an empty file reports no progress.
     assert not progress or progress[-1] == (size_bytes, size_bytes)
     assert progress == sorted(progress)
     # If the destination is a folder, the copy has the name of the source.
@@ -76,14 +77,17 @@ def test_refused_copy_changes_nothing(tmp_path: Path) -> None:
     for destination in ("file", "link", "."):
         with pytest.raises(UsageError):
             gds.copy_file(tmp_path / "file", tmp_path / destination, device_index=gds.HOST)
-    for source, destination, expected_errno, path in (
+    for source, destination, expected_errno, failed_name in (
         ("missing", "new", errno.ENOENT, "missing"),
         (".", "new", errno.EISDIR, "."),
         ("file", "none/new", errno.ENOENT, "none"),
     ):
         with pytest.raises(ApiError) as error_info:
             gds.copy_file(tmp_path / source, tmp_path / destination, device_index=gds.HOST)
-        assert (error_info.value.errno, error_info.value.arguments["path"]) == (expected_errno, str(tmp_path / path))
+        assert (error_info.value.errno, error_info.value.arguments["path"]) == (
+            expected_errno,
+            str(tmp_path / failed_name),
+        )
     assert list_file_names(tmp_path) == ["file", "link"]
     assert (tmp_path / "file").read_bytes() == b"1234"
 
@@ -99,6 +103,7 @@ def test_failed_copy_leaves_the_old_file(tmp_path: Path, seed: int, device_index
         with pytest.raises(gds.TransferFailed) as error_info:
             gds.copy_file(faulty_file.path, copy, device_index=device_index, chunk_bytes=MIB, direct="never")
         assert error_info.value.errno == errno.EIO
+        # The error is about one chunk, which begins at 3 MiB and of which 5 bytes arrived.
         assert error_info.value.transferred.bytes == 5
     assert copy.read_bytes() == b"old"
     assert list_file_names(tmp_path) == ["copy", "mount"]
@@ -128,7 +133,7 @@ def test_copy_command_reports_the_routes(tmp_path: Path, seed: int) -> None:
     assert copy.read_bytes() == source.read_bytes()
     assert (output["bytes"], output["is_checked"], output["destination"]) == (2 * MIB, True, str(copy))
     for totals in (output["read"], output["write"]):
-        # The bytes went directly, or through the engine. In the second case, the output states the reason.
+        # If the copy engine moved the bytes, the output has the reason why they took no direct path.
         assert sum(totals["routes"].values()) == 2 * MIB
         assert bool(totals["why_not_direct"]) == ("engine" in totals["routes"])
     assert output["substrate"]["cuda"] in {"twin", "hardware"}

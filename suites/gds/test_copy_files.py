@@ -1,4 +1,4 @@
-"""Copies by gdrkit and the file system: modes, owners, special files, holes, names, durability and signals.
+"""Effects of a copy by gdrkit on the file system: modes, owners, special files, holes, names, durability and signals.
 
 Version 0.1.0 had these defects. Each defect has a case:
 
@@ -61,7 +61,7 @@ def make_copy_command(*arguments: str | Path) -> list[str]:
 
 @pytest.fixture
 def mount_without_tmpfile(tmp_path: Path) -> Iterator[FaultyMount]:
-    """Yield a mount of a file system that does not support O_TMPFILE, like NFS."""
+    """Yield a mount of a file system that, like NFS, does not support O_TMPFILE."""
     with FaultyMount(tmp_path / "fuse") as mount:
         with pytest.raises(OSError, match="not supported"):
             os.open(mount.mount, os.O_TMPFILE | os.O_RDWR)
@@ -74,14 +74,15 @@ def test_mode_of_a_copy_is_that_of_cp(tmp_path: Path, mode: int, umask: int) -> 
     source = tmp_path / "source"
     source.write_bytes(b"#!/bin/sh\n")
     source.chmod(mode)
-    for tool in (["cp"], make_copy_command()[:-1]):
-        folder = tmp_path / Path(tool[0]).name
+    # make_copy_command() ends with the option --host, which comes after the paths here.
+    for tool_command in (["cp"], make_copy_command()[:-1]):
+        folder = tmp_path / Path(tool_command[0]).name
         folder.mkdir()
         (folder / "old").write_bytes(b"")
         (folder / "old").chmod(0o640)
         for name in ("new", "old"):
-            memory_options = ["--host"] if len(tool) > 1 else []
-            subprocess.run([*tool, str(source), str(folder / name), *memory_options], check=True, umask=umask)
+            memory_options = ["--host"] if len(tool_command) > 1 else []
+            subprocess.run([*tool_command, str(source), str(folder / name), *memory_options], check=True, umask=umask)
     modes = [
         [stat.S_IMODE((folder / name).stat().st_mode) for name in ("new", "old")]
         for folder in (tmp_path / "cp", tmp_path / Path(sys.executable).name)
@@ -96,8 +97,8 @@ def test_copy_of_a_setuid_program_is_not_setuid(tmp_path: Path) -> None:
     os.chown(source, UNPRIVILEGED_UID, UNPRIVILEGED_UID)
     source.chmod(0o6755)
     copy_file(source, tmp_path / "copy")
-    status = (tmp_path / "copy").stat()
-    assert (stat.S_IMODE(status.st_mode), status.st_uid) == (0o755, os.geteuid())
+    file_status = (tmp_path / "copy").stat()
+    assert (stat.S_IMODE(file_status.st_mode), file_status.st_uid) == (0o755, os.geteuid())
 
 
 @needs(host.capability("CAP_SETUID"))
@@ -107,8 +108,8 @@ def test_replaced_file_keeps_its_owner(tmp_path: Path) -> None:
     old.touch(mode=0o640)
     os.chown(old, 1234, 5678)
     copy_file(tmp_path / "source", old)
-    status = old.stat()
-    assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (1234, 5678, 0o640)
+    file_status = old.stat()
+    assert (file_status.st_uid, file_status.st_gid, stat.S_IMODE(file_status.st_mode)) == (1234, 5678, 0o640)
 
 
 @needs(host.capability("CAP_SETUID"))
@@ -123,6 +124,8 @@ become_unprivileged()
 folder = Path(sys.argv[1])
 gds.copy_file(folder / "source", folder / "old", device_index=gds.HOST)
 """
+    # This user cannot give the copy the group of the old file. So the copy must not give the group bits of the old file
+    # to another group.
     with folder_for_all_users() as folder:
         folder.chmod(0o777)
         (folder / "source").write_bytes(b"1234")
@@ -130,8 +133,8 @@ gds.copy_file(folder / "source", folder / "old", device_index=gds.HOST)
         (folder / "old").chmod(0o664)
         os.chown(folder / "old", 1234, 5678)
         process = run_program(program, str(folder))
-        status = (folder / "old").stat()
-        assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (UNPRIVILEGED_UID, 0o604), process.stderr
+        file_status = (folder / "old").stat()
+        assert (file_status.st_uid, stat.S_IMODE(file_status.st_mode)) == (UNPRIVILEGED_UID, 0o604), process.stderr
 
 
 def test_partial_copy_has_no_name(tmp_path: Path) -> None:
@@ -140,25 +143,27 @@ def test_partial_copy_has_no_name(tmp_path: Path) -> None:
     source.chmod(0o600)
     names_during_copy: list[list[str]] = []
     copy_file(
-        source, tmp_path / "copy", on_progress=lambda _done, _whole: names_during_copy.append(list_file_names(tmp_path))
+        source,
+        tmp_path / "copy",
+        on_progress=lambda _done_bytes, _total_bytes: names_during_copy.append(list_file_names(tmp_path)),
     )
     assert names_during_copy
     assert all(names == ["source"] for names in names_during_copy)
 
 
 @needs(host.fuse)
-@pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.parametrize("has_old_copy", [False, True])
 def test_partial_copy_is_private_without_tmpfile(
-    tmp_path: Path, mount_without_tmpfile: FaultyMount, *, is_replaced: bool
+    tmp_path: Path, mount_without_tmpfile: FaultyMount, *, has_old_copy: bool
 ) -> None:
     source, folder = tmp_path / "source", mount_without_tmpfile.mount
     source.write_bytes(bytes(MIB))
-    source.chmod(0o644 if is_replaced else 0o600)
-    if is_replaced:
+    source.chmod(0o644 if has_old_copy else 0o600)
+    if has_old_copy:
         (folder / "copy").touch(mode=0o600)
     modes: list[int] = []
 
-    def record_modes(_done: int, _whole: int) -> None:
+    def record_modes(_done_bytes: int, _total_bytes: int) -> None:
         modes.extend(stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir())
 
     copy_file(source, folder / "copy", on_progress=record_modes)
@@ -227,10 +232,10 @@ def test_file_of_one_byte_that_is_a_hole_stays_one(tmp_path: Path) -> None:
 
 
 def test_holes_of_a_sparse_file_stay_holes(tmp_path: Path, seed: int) -> None:
-    source, data_range = tmp_path / "source", pattern.payload(64 * KIB, seed=seed)
+    source, range_data = tmp_path / "source", pattern.payload(64 * KIB, seed=seed)
     with source.open("wb") as file:
         for offset in (4 * MIB, 5 * MIB, 40 * MIB):
-            os.pwrite(file.fileno(), data_range, offset)
+            os.pwrite(file.fileno(), range_data, offset)
         os.ftruncate(file.fileno(), 100 * MIB + 1)
     progress: list[tuple[int, int]] = []
     result = copy_file(
@@ -239,7 +244,8 @@ def test_holes_of_a_sparse_file_stay_holes(tmp_path: Path, seed: int) -> None:
         check=True,
         on_progress=lambda done_bytes, total_bytes: progress.append((done_bytes, total_bytes)),
     )
-    assert (tmp_path / "copy").stat().st_blocks * 512 <= 2 * 3 * len(data_range)
+    # The file system may allocate up to twice the bytes of the three data ranges.
+    assert (tmp_path / "copy").stat().st_blocks * 512 <= 2 * 3 * len(range_data)
     assert (tmp_path / "copy").read_bytes() == source.read_bytes()
     assert (result.bytes, result.hole_bytes) == (100 * MIB + 1, 100 * MIB + 1 - sum(result.read.routes.values()))
     assert progress == sorted(progress)
@@ -263,19 +269,19 @@ def test_longest_name_can_be_copied_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file_system", FILE_SYSTEMS)
-@pytest.mark.parametrize("is_replaced", [False, True])
-def test_synced_copy_survives_a_power_loss(tmp_path: Path, seed: int, file_system: str, *, is_replaced: bool) -> None:
+@pytest.mark.parametrize("has_old_copy", [False, True])
+def test_synced_copy_survives_a_power_loss(tmp_path: Path, seed: int, file_system: str, *, has_old_copy: bool) -> None:
     data = pattern.payload(300 * KIB + 5, seed=seed)
     source = tmp_path / "source"
     source.write_bytes(data)
     with mount_new_file_system(file_system, tmp_path / "disk") as disk:
-        if is_replaced:
+        if has_old_copy:
             (disk / "copy").write_bytes(b"old")
         subprocess.run(["sync"], check=True)
         subprocess.run([*make_copy_command(source, disk / "copy"), "--sync"], check=True)
-        with mount_image_copy(file_system, disk, tmp_path / "disk-after-cut") as disk_after_cut:
-            assert (disk_after_cut / "copy").read_bytes() == data
-            assert stat.S_IMODE((disk_after_cut / "copy").stat().st_mode) == 0o644
+        with mount_image_copy(file_system, disk, tmp_path / "disk-after-power-loss") as disk_after_power_loss:
+            assert (disk_after_power_loss / "copy").read_bytes() == data
+            assert stat.S_IMODE((disk_after_power_loss / "copy").stat().st_mode) == 0o644
 
 
 @needs(host.fuse)
@@ -311,7 +317,8 @@ def test_signal_leaves_no_partial_copy(
             folder = stack.enter_context(FaultyMount(tmp_path / "fuse")).mount
         faulty_file = stack.enter_context(FaultyFile(tmp_path / "mount", length_bytes=4 * MIB, seed=seed))
         faulty_file.send(f"gate {2 * MIB} {4 * MIB}")
-        # A child inherits ignored signals, and a shell ignores SIGINT for background processes.
+        # A child inherits ignored signals, and a shell starts background processes with SIGINT ignored. So this process
+        # sets the default action before it starts the child.
         stack.callback(signal.signal, signal_number, signal.signal(signal_number, signal.SIG_DFL))
         process = stack.enter_context(
             subprocess.Popen(make_copy_command(faulty_file.path, folder / "copy"), stderr=subprocess.PIPE, text=True)

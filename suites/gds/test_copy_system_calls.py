@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-# The value -1 as the owner or group of fchown(2). It leaves the owner or group unchanged.
-NO_ID = 0xFFFF_FFFF
+# The argument -1 of fchown(2) as an unsigned number of 32 bits. It leaves the owner or the group unchanged.
+UNCHANGED_ID = 0xFFFF_FFFF
 
 
 @pytest.fixture
@@ -30,61 +30,61 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "source").write_bytes(bytes(64 * KIB))
     (tmp_path / "source").chmod(0o644)
     (tmp_path / "folder").mkdir()
-    # The threads of the engine exist longer than a copy. So they are created here, and not by the thread whose system
-    # calls the case observes.
+    # The case observes the system calls of one thread and of the threads that it creates. The threads of the engine are
+    # created here, so that they are not observed.
     gds.engine_for(gds.HOST)
     return tmp_path / "folder"
 
 
 def run_copy(
-    destination: Path, calls: str, reply: Callable[[SystemCall], int | None], *, durable: bool = False
+    destination: Path, call_names: str, reply: Callable[[SystemCall], int | None], *, durable: bool = False
 ) -> None:
-    """Copy the file ``source`` to `destination`. `reply` determines the results of the system calls in `calls`."""
+    """Copy the file ``source`` to `destination`. `reply` determines the results of the system calls in `call_names`."""
     source = destination.parent.parent / "source"
     run_observed(
         lambda: gds.copy_file(source, destination, device_index=gds.HOST, direct="never", durable=durable),
-        *calls.split(),
+        *call_names.split(),
         reply=reply,
     )
 
 
-@pytest.mark.parametrize(("is_replaced", "naming_calls"), [(False, ["linkat"]), (True, ["linkat", "renameat"])])
+@pytest.mark.parametrize(("has_old_copy", "naming_calls"), [(False, ["linkat"]), (True, ["linkat", "renameat"])])
 @pytest.mark.parametrize("durable", [False, True])
 def test_durable_copy_syncs_data_then_name(
-    folder: Path, naming_calls: list[str], *, is_replaced: bool, durable: bool
+    folder: Path, naming_calls: list[str], *, has_old_copy: bool, durable: bool
 ) -> None:
-    if is_replaced:
+    if has_old_copy:
         (folder / "copy").write_bytes(b"old")
-    calls: list[str] = []
+    call_names: list[str] = []
 
     def record(call: SystemCall) -> None:
-        is_of_folder = call.name == "fsync" and call.path == str(folder)
-        calls.append("fsync of the folder" if is_of_folder else call.name)
+        is_folder_fsync = call.name == "fsync" and call.path == str(folder)
+        call_names.append("fsync of the folder" if is_folder_fsync else call.name)
 
     run_copy(folder / "copy", "fsync linkat renameat", record, durable=durable)
-    assert calls == (["fsync", *naming_calls, "fsync of the folder"] if durable else naming_calls)
+    assert call_names == (["fsync", *naming_calls, "fsync of the folder"] if durable else naming_calls)
 
 
 @needs(host.capability("CAP_SETUID"))
 @pytest.mark.parametrize(
-    ("refused_owners", "group", "mode"), [([], 5678, 0o664), ([1234], 5678, 0o664), ([1234, NO_ID], None, 0o604)]
+    ("refused_owners", "group", "mode"), [([], 5678, 0o664), ([1234], 5678, 0o664), ([1234, UNCHANGED_ID], None, 0o604)]
 )
 def test_replaced_file_keeps_its_group(folder: Path, refused_owners: list[int], group: int | None, mode: int) -> None:
     copy = folder / "copy"
     copy.touch()
     os.chown(copy, 1234, 5678)
     copy.chmod(0o664)
-    calls: list[tuple[int, ...]] = []
+    requested_ids: list[tuple[int, ...]] = []
 
     def refuse(call: SystemCall) -> int | None:
-        calls.append(call.arguments[1:3])
+        requested_ids.append(call.arguments[1:3])
         return -errno.EPERM if call.arguments[1] in refused_owners else None
 
     run_copy(copy, "fchown", refuse)
-    assert calls == ([(1234, 5678), (NO_ID, 5678)] if refused_owners else [(1234, 5678)])
-    status = copy.stat()
-    assert status.st_gid == (os.getegid() if group is None else group)
-    assert stat.S_IMODE(status.st_mode) == mode
+    assert requested_ids == ([(1234, 5678), (UNCHANGED_ID, 5678)] if refused_owners else [(1234, 5678)])
+    file_status = copy.stat()
+    assert file_status.st_gid == (os.getegid() if group is None else group)
+    assert stat.S_IMODE(file_status.st_mode) == mode
 
 
 @pytest.mark.parametrize("error_number", [errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS])
@@ -97,9 +97,9 @@ def test_file_system_without_tmpfile_gets_a_hidden_name(folder: Path, error_numb
         return -error_number if call.name == "openat" and call.arguments[2] & os.O_TMPFILE == os.O_TMPFILE else None
 
     run_copy(folder / "copy", "openat renameat", refuse)
-    ((name,),) = listings
-    assert name.startswith(".gdrkit-")
-    assert name.endswith(".part")
+    ((temporary_name,),) = listings
+    assert temporary_name.startswith(".gdrkit-")
+    assert temporary_name.endswith(".part")
     assert [path.name for path in folder.iterdir()] == ["copy"]
     assert (folder / "copy").read_bytes() == bytes(64 * KIB)
 
@@ -132,15 +132,15 @@ def test_failed_call_leaves_the_old_file(folder: Path, call_name: str, error_num
 
 
 def test_name_that_appears_during_a_copy_is_replaced(folder: Path) -> None:
-    calls: list[str] = []
+    call_names: list[str] = []
 
     def create_file(call: SystemCall) -> None:
-        if not calls:
+        if not call_names:
             (folder / "copy").write_bytes(b"of another program")
-        calls.append(call.name)
+        call_names.append(call.name)
 
     run_copy(folder / "copy", "linkat renameat", create_file)
-    assert calls == ["linkat", "linkat", "renameat"]
+    assert call_names == ["linkat", "linkat", "renameat"]
     assert [path.name for path in folder.iterdir()] == ["copy"]
     assert (folder / "copy").read_bytes() == bytes(64 * KIB)
 
@@ -169,15 +169,16 @@ def test_hole_without_data_is_copied_unread(folder: Path) -> None:
     source = folder.parent / "source"
     os.truncate(source, 0)
     os.truncate(source, MIB)
-    # The only read is a read of the last byte. It checks that the file has the size that stat(2) reports.
-    reads: list[int] = []
+    # The copy reads only the last byte, to check that the file has the size that stat(2) reports. It does not need that
+    # byte, so it succeeds although the read fails.
+    read_offsets: list[int] = []
 
     def fail(call: SystemCall) -> int:
-        reads.append(call.arguments[3])
+        read_offsets.append(call.arguments[3])
         return -errno.EIO
 
     run_copy(folder / "copy", "pread64", fail)
-    assert reads == [MIB - 1]
+    assert read_offsets == [MIB - 1]
     assert (folder / "copy").read_bytes() == bytes(MIB)
 
 
@@ -187,10 +188,11 @@ def test_bytes_pass_through_the_first_device_by_default(folder: Path) -> None:
     with cuda.Device(0) as device:
         free_bytes_before = device.memory_info().free_bytes
 
-        def observe(_done: int, _whole: int) -> None:
+        def observe(_done_bytes: int, _total_bytes: int) -> None:
             free_bytes.append(device.memory_info().free_bytes)
 
         (folder.parent / "source").write_bytes(bytes(8 * MIB))
         gds.copy_file(folder.parent / "source", folder / "copy", direct="never", on_progress=observe)
+        # The copy allocates two chunks, each as large as the file.
         assert min(free_bytes) <= free_bytes_before - 2 * 8 * MIB
         assert (folder / "copy").read_bytes() == bytes(8 * MIB)

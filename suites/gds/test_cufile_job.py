@@ -1,4 +1,4 @@
-"""A job of cuFile knows which bytes of each range arrived. Its parts may have any size and arrive in any order."""
+"""A CufileJob counts the bytes of each range that arrived, also if its parts have any size and arrive in any order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ PART_BYTES = 8
 
 
 def make_random_extents(generator: random.Random) -> list[int]:
-    """Return random extents. Some of them follow the previous extent both in the file and in memory."""
+    """Return random extents: for each range the file index 0, the offset in the file, the address and the length.
+
+    Some ranges follow the previous range both in the file and in memory.
+    """
     extents: list[int] = []
     offset_bytes, address = 0, ADDRESS
     for _ in range(generator.randrange(1, 12)):
@@ -51,12 +54,12 @@ def test_arrived_bytes_end_at_the_first_gap(case_seed: int) -> None:
     extents = make_random_extents(generator)
     job = CufileJob(write=False, extents=extents)
     parts = take_all(job)
-    offsets = {part.address: part.file_offset_bytes for part in parts}
+    file_offsets = {part.address: part.file_offset_bytes for part in parts}
     for file_offset_bytes, address, length_bytes in zip(extents[1::4], extents[2::4], extents[3::4], strict=True):
         # Each byte of each range is in exactly one part, at the right offset of the file.
         for index in range(length_bytes):
             (part,) = (part for part in parts if part.address <= address + index < part.address + part.length_bytes)
-            assert offsets[part.address] - part.address == file_offset_bytes - address
+            assert file_offsets[part.address] - part.address == file_offset_bytes - address
     generator.shuffle(parts)
     moved_addresses: set[int] = set()
     for part in parts:
@@ -79,8 +82,8 @@ def test_failed_part_is_in_the_named_range(case_seed: int) -> None:
     part = generator.choice(take_all(job))
     job.fail(ApiError(api=Api.CUFILE, operation="cuFileRead", status=5, status_name="EIO", errno=5), part)
     failed_part = job.progress()["failed_part"]
-    index = failed_part["failed_range_index"]
-    file_offset_bytes, length_bytes = extents[4 * index + 1], extents[4 * index + 3]
+    failed_index = failed_part["failed_range_index"]
+    file_offset_bytes, length_bytes = extents[4 * failed_index + 1], extents[4 * failed_index + 3]
     assert file_offset_bytes <= part.file_offset_bytes < file_offset_bytes + length_bytes
     assert (failed_part["failed_offset_bytes"], failed_part["failed_length_bytes"]) == (
         part.file_offset_bytes,
@@ -107,7 +110,7 @@ def test_end_of_the_file_ends_its_range_only() -> None:
     job = CufileJob(write=False, extents=[0, 0, ADDRESS, 4 * PART_BYTES, 0, 4096, ADDRESS + 4096, PART_BYTES])
     first_part = job.take(PART_BYTES)
     assert first_part is not None
-    job.complete(first_part, 0)
+    job.complete(first_part, 0)  # A read of 0 bytes means the end of the file.
     second_part = job.take(PART_BYTES)
     assert second_part is not None
     assert second_part.file_offset_bytes == 4096

@@ -1,7 +1,7 @@
 """Large and many small transfers by cuFile: threads, batches, registered memory, errors in the middle, cancellation.
 
-The fault plan (a file that tells a twin which calls must fail) selects the route. :mod:`gds.cufile_path_scenarios` has
-the scenarios. A twin is a library that emulates the hardware below an API.
+A twin is a library that emulates the hardware below an API. A fault plan is a file that tells the twin which calls must
+fail or take longer, and which route each transfer takes. :mod:`gds.cufile_path_scenarios` has the scenarios.
 """
 
 from __future__ import annotations
@@ -58,23 +58,26 @@ def test_large_transfer_uses_registered_memory(
     for call in ("read", "again", "foreign", "write"):
         assert (report[call]["bytes"], report[call]["route"]) == (FILE_BYTES, route), call
         direction = "writes" if call == "write" else "reads"
-        # Each part is 1 MiB, because all workers share the file.
+        # The workers share the 8 MiB in parts of 1 MiB.
         assert report[call]["counters"] == {f"n_{route}_{direction}": 8, f"n_total_{direction}": 8}, call
     assert report["is_expected"]
     assert report["foreign_is_expected"]
     assert report["is_written"]
-    # Memory of gdrkit stays registered until it is freed. Memory of another library is registered for its transfer.
+    # Memory that gdrkit allocated stays registered until it is freed. Memory of another library is registered only
+    # during the transfer.
     assert report["registered_bytes"] == report["registered_bytes_after_foreign"] == FILE_BYTES
     assert report["registered_bytes_at_end"] == 0
     assert report["registrations"] == {"buf_register_ops": 2, "buf_deregister_ops": 2}
 
 
 def test_parts_of_a_large_read_run_at_the_same_time(scenarios: ScenarioRunner, tmp_path: Path) -> None:
+    # Call 1 reads the first block as a probe. Calls 2 to 9 read the 8 parts.
     delay_s = 1.0
     report = scenarios.with_faults(
         tmp_path, "cufile.route call=* route=p2p", f"cuFileRead call=2-9 delay_us={delay_s * 1e6:.0f}"
     ).run("transfer_whole_file")
     assert report["is_expected"]
+    # Parts that run one after another would take 8 delays.
     assert report["read_s"] < 8 * delay_s - 1
 
 
@@ -101,7 +104,7 @@ def test_adjacent_ranges_are_joined(scenarios: ScenarioRunner, tmp_path: Path) -
 
 
 def test_batches_without_counted_route_are_not_used(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    # Calls 2 and 3 are the reads of the batch that finds out whether batches are counted.
+    # Calls 2 and 3 are the reads of the probe batch. They show no direct route, so gdrkit uses no batches.
     rules = ("cufile.route call=1 route=p2p", "cufile.route call=2-3 route=posix", "cufile.route call=* route=p2p")
     report = scenarios.with_faults(tmp_path, *rules).run("transfer_many_ranges")
     for call in ("read", "again"):
@@ -147,7 +150,7 @@ def test_error_in_a_batch_names_its_range_and_loses_nothing(
 
 
 def test_refused_batch_names_its_range(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    rules = ("cufile.route call=* route=p2p", "cuFileBatchIOSubmit call=2 status=5035")
+    rules = ("cufile.route call=* route=p2p", "cuFileBatchIOSubmit call=2 status=5035")  # batch submit failed
     report = scenarios.with_faults(tmp_path, *rules).run("transfer_many_ranges")
     assert (report["read"]["operation"], report["read"]["status"]) == ("cuFileBatchIOSubmit", 5035)
     assert report["read"]["arguments"]["failed_offset_bytes"] == report["offsets"][0]
@@ -157,7 +160,7 @@ def test_refused_batch_names_its_range(scenarios: ScenarioRunner, tmp_path: Path
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_error_of_one_transfer_is_not_that_of_others(scenarios: ScenarioRunner, tmp_path: Path, route: str) -> None:
-    """Transfers that were started one by one run as one batch, and one of them fails."""
+    """Transfers that wait for a delayed read run as one batch later, and the sixth of them fails."""
     rules = (
         f"cufile.route call=* route={route}",
         f"cuFileRead call={PROBE_READS + 1} delay_us=2000000",
@@ -195,6 +198,7 @@ def test_cancelled_transfer_ends_early(
         "cancel_transfer", is_small=is_small
     )
     evidence["answer"] = report
+    # If all calls of the large read have started, cancel() returns False.
     if report["cancel"]:
         assert report["outcome"]["reason"] == "cancelled"
         assert report["outcome"]["bytes"] < (report["ranges_count"] * RANGE_BYTES if is_small else FILE_BYTES)
@@ -213,10 +217,10 @@ def test_memory_of_a_running_transfer_cannot_be_freed(scenarios: ScenarioRunner,
     assert report["registered_bytes"] == 0
 
 
-@pytest.mark.parametrize("calls", ["1", "*"], ids=["once", "always"])
-def test_refused_registration_fails_no_transfer(scenarios: ScenarioRunner, tmp_path: Path, calls: str) -> None:
-    """CU_FILE_INVALID_MAPPING_SIZE (5016) is the error when too much memory is pinned."""
-    rules = ("cufile.route call=* route=nvfs", f"cuFileBufRegister call={calls} status=5016")
+@pytest.mark.parametrize("failing_calls", ["1", "*"], ids=["once", "always"])
+def test_refused_registration_fails_no_transfer(scenarios: ScenarioRunner, tmp_path: Path, failing_calls: str) -> None:
+    """cuFileBufRegister fails with CU_FILE_INVALID_MAPPING_SIZE (5016) if too much memory is pinned."""
+    rules = ("cufile.route call=* route=nvfs", f"cuFileBufRegister call={failing_calls} status=5016")
     report = scenarios.with_faults(tmp_path, *rules).run("transfer_whole_file")
     assert report["is_expected"]
     assert report["foreign_is_expected"]
@@ -225,20 +229,20 @@ def test_refused_registration_fails_no_transfer(scenarios: ScenarioRunner, tmp_p
 
 
 def test_file_that_was_dropped_does_not_block_others(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    """In an older version, the next file had the number of a descriptor that was still registered with cuFile."""
+    """In an older version, a dropped file stayed registered and blocked the next one with its descriptor number."""
     report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p").run("drop_open_files")
     assert [outcome["bytes"] for outcome in report["outcomes"]] == 5 * [RANGE_BYTES]
 
 
 def test_read_needs_no_new_thread(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    """In an older version, the read failed, and calls that had started wrote to its memory afterwards."""
+    """In an older version, a read that could not start a thread failed, and its calls wrote to the memory later."""
     report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p").run("read_without_new_threads")
     assert report["read"]["bytes"] == FILE_BYTES
     assert report["is_expected"]
 
 
 def test_error_in_a_part_ends_all_calls_first(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    """In an older version, a call of cuFile wrote to the memory after the transfer was over."""
+    """In an older version, a call of cuFile wrote to the memory after the transfer had ended with the error."""
     rules = ("cufile.route call=* route=p2p", "cuFileRead call=3-12 delay_us=500000")
     report = scenarios.with_faults(tmp_path, *rules).run("raise_in_worker")
     assert report == {"error": "MemoryError", "is_clear": True, "in_progress": 0}

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from gdrkit.inventory import Facts
 
 pytestmark = needs(cuda.device(), cufile.driver)
-# Direct transfers between GPU and disk need the software twin (a library that emulates the hardware), whose fault plan
-# selects the route.
+# Cases with direct transfers between GPU and disk need the software twin (a library that emulates the hardware), whose
+# fault plan selects the route.
 NEEDS_CUFILE_TWIN = needs(software(Api.CUFILE), cufile.udev_present)
-# Name that the runner passes to direct_scenario.py, which has only one scenario.
+# The runner passes this name to direct_scenario.py, which has only one scenario and ignores the name.
 SCENARIO = "there_and_back"
 
 
@@ -60,7 +60,8 @@ def test_proven_direct_path_is_used(
     for call in ("read", "readv", "write", "future"):
         assert report[call] == {"bytes": MIB, "route": route, "why": ""}, call
     if direct == "preferred":
-        # A direct transfer has whole blocks of the disk. The engine transfers other ranges, and the result says why.
+        # A direct transfer must consist of whole blocks. The engine transfers any other range, and the result has the
+        # reason.
         assert report["odd"]["route"] == "engine"
         assert "multiple of 4096" in report["odd"]["why"]
         assert has_expected_bytes(report)
@@ -109,7 +110,7 @@ def test_unproven_direct_path_is_not_used(scenarios: ScenarioRunner, tmp_path: P
 def test_lost_direct_path_is_reported_by_that_transfer(
     scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, direct: str
 ) -> None:
-    """Only the first block takes the direct route. That transfer and all later ones report the lost route."""
+    """Only the probe of the first block takes the direct route. The first transfer and all later ones report that."""
     faulty_scenarios = scenarios.with_faults(
         tmp_path, "cufile.route call=1 route=nvfs", "cufile.route call=* route=posix"
     )
@@ -128,7 +129,8 @@ def test_lost_direct_path_is_reported_by_that_transfer(
 
 @NEEDS_CUFILE_TWIN
 def test_route_is_unknown_if_counting_stops(scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence) -> None:
-    # The counters are read before and after each transfer. The first two reads belong to the probe.
+    # gdrkit reads the counters before and after each transfer. The first two reads belong to the probe, and the next
+    # two reads, which fail, to the first transfer.
     faulty_scenarios = scenarios.with_faults(
         tmp_path, "cufile.route call=* route=p2p", "cuFileGetStatsL3 call=3-4 status=5022"
     )
@@ -144,7 +146,7 @@ def test_route_is_unknown_if_counting_stops(scenarios: ScenarioRunner, tmp_path:
         ("cuFileRead call=2 status=5", "kernel", 5, 5),
         ("cuFileRead call=2 status=5010", "cufile", 5010, None),
     ],
-    ids=["EIO", "internal-error"],
+    ids=["EIO", "CU_FILE_NVFS_DRIVER_ERROR"],
 )
 @NEEDS_CUFILE_TWIN
 def test_failed_direct_transfer_keeps_its_number(

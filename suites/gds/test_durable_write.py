@@ -1,4 +1,4 @@
-"""A durable write calls fdatasync once, after all bytes, and reports its error."""
+"""A durable write calls fdatasync once, after all bytes. If fdatasync fails, the write fails."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def write_with_new_engine(path: Path, *, durable: bool) -> None:
 @pytest.mark.parametrize("durable", [False, True])
 def test_durable_write_syncs_the_file_after_its_bytes(tmp_path: Path, durable: bool) -> None:  # noqa: FBT001
     path = tmp_path / "file"
-    contents: list[bytes] = []
+    contents_at_sync: list[bytes] = []
 
     def record(call: SystemCall) -> None:
         assert call.path == str(path)
-        contents.append(path.read_bytes())
+        contents_at_sync.append(path.read_bytes())
 
     run_observed(lambda: write_with_new_engine(path, durable=durable), "fdatasync", reply=record)
-    assert contents == ([DATA] if durable else [])
+    assert contents_at_sync == ([DATA] if durable else [])
     assert path.read_bytes() == DATA
 
 

@@ -29,19 +29,19 @@ pytestmark = needs(cuda.device())
 @pytest.fixture
 def path(tmp_path: Path, seed: int) -> Iterator[Path]:
     """Yield the path of a file of 8 MiB."""
-    file = tmp_path / "file"
-    file.write_bytes(pattern.payload(8 * MIB, seed=seed))
+    data_path = tmp_path / "file"
+    data_path.write_bytes(pattern.payload(8 * MIB, seed=seed))
     with contextlib.ExitStack() as stack:
         if find_udev_entry(tmp_path) is None:
             # A test run in parallel may write an entry into the database of udev for a short time, which would change
-            # the cause of the fallback.
+            # the cause of the fallback. remove_entry() holds a lock against that.
             stack.enter_context(udev.remove_entry(tmp_path))
-        yield file
+        yield data_path
 
 
 @pytest.fixture(autouse=True)
 def forget_reported_causes() -> Iterator[None]:
-    """Forget which causes a warning has reported, so that each case gets its warning."""
+    """Forget the causes that a warning has reported, so that each case gets the warnings again."""
     direct.forget_warnings()
     yield
     direct.forget_warnings()
@@ -51,22 +51,21 @@ def test_fallback_warns_once_and_reads_by_o_direct(path: Path, seed: int, device
     with device.allocate(8 * MIB) as memory:
         with gds.File(path) as file:
             drop_from_cache(path)
-            share_in_cache = file.cached_share()
+            cached_share = file.cached_share()
             with pytest.warns(gds.FallbackWarning) as caught_warnings:
                 result = file.read_into(memory)
             assert len(caught_warnings) == 1
             assert result.route is gds.Route.ENGINE
             assert result.why_not_direct
             assert result.why_not_direct in str(caught_warnings[0].message)
-            # A file system in memory stays cached. If a part is cached, the number of direct bytes is not predictable.
-            direct_bytes_min, direct_bytes_max = {0.0: (8 * MIB, 8 * MIB), 1.0: (0, 0)}.get(
-                share_in_cache, (0, 8 * MIB)
-            )
+            # A file on tmpfs stays in the cache (share 1.0). If only a part of the file is cached, the number of direct
+            # bytes is not predictable.
+            direct_bytes_min, direct_bytes_max = {0.0: (8 * MIB, 8 * MIB), 1.0: (0, 0)}.get(cached_share, (0, 8 * MIB))
             assert direct_bytes_min <= result.direct_io_bytes <= direct_bytes_max
             pattern.check(memory.read(), seed=seed)
         with gds.File(path) as file, warnings.catch_warnings():
             warnings.simplefilter("error")
-            # There is one warning per cause. Every result has the cause.
+            # A second warning for the same cause would be an error here. Every result has the cause.
             for length_bytes in (4 * KIB, 8 * MIB):
                 assert file.read_into(memory, length_bytes=length_bytes).why_not_direct == result.why_not_direct
 

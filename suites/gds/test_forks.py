@@ -14,7 +14,8 @@ from gdrkit.harness.needs import host, needs
 if TYPE_CHECKING:
     from pathlib import Path
 
-# A program that forks while a read is blocked (gds.faulty_file). The child runs the code of the case, and must end.
+# A program that forks while a read is blocked (gds.faulty_file). The child runs one of CASES in place of the line
+# CASE, and must end.
 BLOCKED_READ_PROGRAM = """
 import asyncio, os, sys, threading, time
 from pathlib import Path
@@ -24,10 +25,10 @@ from gdrkit.errors import UsageError
 mount, other_path = Path(sys.argv[1]) / "mount", Path(sys.argv[1]) / "other"
 mount.mkdir()
 other_path.write_bytes(b"data")
-length = 4096
+length_bytes = 4096
 def run_in_child():
-    child = os.fork()
-    if child == 0:
+    child_pid = os.fork()
+    if child_pid == 0:
         try:
             yield
         except BaseException:
@@ -37,18 +38,18 @@ def run_in_child():
         os._exit(0)
     deadline_s = time.monotonic() + 20
     while True:
-        ended_pid, status = os.waitpid(child, os.WNOHANG)
+        ended_pid, status = os.waitpid(child_pid, os.WNOHANG)
         if ended_pid:
             break
         if time.monotonic() > deadline_s:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
+            os.kill(child_pid, 9)
+            os.waitpid(child_pid, 0)
             sys.exit("the child does not end")
     if status:
         sys.exit(f"the child ended with {os.waitstatus_to_exitcode(status)}")
-with FaultyFile(mount, length_bytes=length, seed=1) as faulty_file:
-    faulty_file.send(f"gate 0 {length}")
-    file, memory = gds.File(faulty_file.path, direct="never"), bytearray(length)
+with FaultyFile(mount, length_bytes=length_bytes, seed=1) as faulty_file:
+    faulty_file.send(f"gate 0 {length_bytes}")
+    file, memory = gds.File(faulty_file.path, direct="never"), bytearray(length_bytes)
     transfer = file.start_read_into(memory)
     faulty_file.expect_line("waiting")
     waiting_thread = threading.Thread(target=transfer.result)
@@ -56,7 +57,7 @@ with FaultyFile(mount, length_bytes=length, seed=1) as faulty_file:
     CASE
     faulty_file.send("open")
     waiting_thread.join()
-    assert transfer.result().bytes == length
+    assert transfer.result().bytes == length_bytes
     file.close()
 print("done")
 """
@@ -78,7 +79,7 @@ CASES = {
     for _ in run_in_child():
         with gds.File(other_path, direct="never") as other, other.in_use() as native_file:
             buffer = gds.describe_buffer(bytearray(4), writable=True)
-            extents = [0, 0, buffer.address, 4]
+            extents = [0, 0, buffer.address, 4]  # index of the file, offset in the file, address, length
             job = engine.submit(write=False, device_index=gds.HOST, files=[native_file], extents=extents)
             assert job.wait(10_000_000)
         engine.close()
@@ -94,15 +95,15 @@ CASES = {
             raise AssertionError
     """,
 }
-# A program whose child uses a file that the parent had closed.
+# A program whose child uses a file that the parent had closed before the fork.
 CLOSED_PROGRAM = """
 import os, sys
 from gdrkit import gds
 from gdrkit.errors import ClosedResource
 file = gds.File(sys.argv[1], direct="never")
 file.close()
-child = os.fork()
-if child == 0:
+child_pid = os.fork()
+if child_pid == 0:
     try:
         assert file.closed
         file.start_read_into(bytearray(4), length_bytes=4)
@@ -110,14 +111,14 @@ if child == 0:
         os._exit(0)
     finally:
         os._exit(1)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child_pid, 0)[1]))
 """
 # A program whose signal handler forks during close(), which waits for a use by another thread.
 HANDLER_PROGRAM = """
 import os, signal, sys, threading, time
 from gdrkit import gds
 file = gds.File(sys.argv[1], direct="never")
-begun_event, end_event, children, parent = threading.Event(), threading.Event(), [], os.getpid()
+begun_event, end_event, child_pids, parent_pid = threading.Event(), threading.Event(), [], os.getpid()
 def use():
     with file.in_use():
         begun_event.set()
@@ -126,26 +127,26 @@ thread = threading.Thread(target=use)
 thread.start()
 begun_event.wait()
 def handle(*_):
-    children.append(os.fork())
-    if os.getpid() == parent:
+    child_pids.append(os.fork())
+    if os.getpid() == parent_pid:
         end_event.set()
 signal.signal(signal.SIGALRM, handle)
 signal.setitimer(signal.ITIMER_REAL, 0.1)
 file.close()
 assert file.closed
-if os.getpid() != parent:
+if os.getpid() != parent_pid:
     os._exit(0)
 thread.join()
 deadline_s = time.monotonic() + 20
 while True:
-    ended_pid, status = os.waitpid(children[0], os.WNOHANG)
+    ended_pid, status = os.waitpid(child_pids[0], os.WNOHANG)
     if ended_pid:
         sys.exit(os.waitstatus_to_exitcode(status))
     if time.monotonic() > deadline_s:
-        os.kill(children[0], 9)
+        os.kill(child_pids[0], 9)
         sys.exit("the child does not end")
 """
-# A program whose child drops the completion queue of its parent while the queue has the end of a job.
+# A program whose child deletes its copy of a completion queue, which still has the notification about a job that ended.
 EVENT_PROGRAM = """
 import os
 from gdrkit.gds._native import native
@@ -153,11 +154,11 @@ queue = native.CompletionQueue(has_event=True)
 job = native.Completion()
 job.notify(queue, 1)
 job.end()
-child = os.fork()
-if child == 0:
+child_pid = os.fork()
+if child_pid == 0:
     del queue
     os._exit(0)
-os.waitpid(child, 0)
+os.waitpid(child_pid, 0)
 import select
 poll = select.poll()
 poll.register(queue.fileno(), select.POLLIN)
@@ -179,9 +180,9 @@ def run_program(program: str, *arguments: object) -> None:
 
 
 @needs(host.fuse)
-@pytest.mark.parametrize("case", CASES)
-def test_child_of_a_process_with_a_running_transfer(tmp_path: Path, case: str) -> None:
-    run_program(BLOCKED_READ_PROGRAM.replace("    CASE\n", CASES[case].strip(" ")), tmp_path)
+@pytest.mark.parametrize("case_name", CASES)
+def test_child_of_a_process_with_a_running_transfer(tmp_path: Path, case_name: str) -> None:
+    run_program(BLOCKED_READ_PROGRAM.replace("    CASE\n", CASES[case_name].strip(" ")), tmp_path)
 
 
 def test_child_leaves_the_event_of_its_parent() -> None:

@@ -1,4 +1,4 @@
-"""An interrupt at any point of a call leaves no memory in use, no transfer in progress, and a file that closes."""
+"""An interrupt at any point of a call leaves no memory in use and no transfer in progress. The file can be closed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from gdrkit.units import KIB
 if TYPE_CHECKING:
     from types import FrameType
 
-# In these scenarios, reads are blocked until the call was interrupted. So a job that the call had queued still runs.
+# In these scenarios, reads are blocked until the call was interrupted. So a job that the call had queued still
+# runs after the interrupt.
 BLOCKED_SCENARIOS = ("read_files", "start_read_into", "start_readv", "transfer_ranges")
 DIRECT_SCENARIOS = ("direct", "direct_close", "direct_first", "direct_result")
 # A program whose daemon threads read files while the interpreter ends.
@@ -47,7 +48,8 @@ for _ in range(8):
 start_barrier.wait()
 threading.Event().wait(0.05)
 """
-# The beginning of programs with an object that the interpreter drops after it has begun to end the daemon threads.
+# The beginning of programs with an object that the interpreter drops after it has begun to end the daemon threads. At
+# that time, the globals of the program are gone, so methods keep what they need in default arguments.
 LATE_PROGRAM = """
 import os, sys, threading, time, types
 from gdrkit import gds
@@ -63,7 +65,7 @@ def start_daemons(target):
     start_barrier.wait()
     threading.Event().wait(0.05)
 """
-# An object closes a file that daemon threads read.
+# When the interpreter drops an object, the object closes a file that daemon threads read.
 LATE_CLOSE_PROGRAM = f"""{LATE_PROGRAM}
 class Closer:
     def __del__(self, spin=spin, write=os.write):
@@ -81,23 +83,23 @@ start_daemons(read)
 holder.closer = closer
 del closer, file, read
 """
-# An object and a daemon thread close the same file, while another daemon thread uses it.
+# The dropped object and a daemon thread close the same file, while another daemon thread uses the file.
 TWO_CLOSES_PROGRAM = f"""{LATE_PROGRAM}
 class Closer:
     def __del__(self, spin=spin, write=os.write):
         spin(0.3)
         self.file.close()
         write(1, b"closed")
-closer, steps = Closer(), iter(range(4))
+closer, thread_indexes = Closer(), iter(range(4))
 closer.file = file = gds.File(path, direct="never")
 def use_or_close(file=file):
-    step = next(steps)
-    if step == 0:
+    thread_index = next(thread_indexes)
+    if thread_index == 0:
         with file.in_use():
             start_barrier.wait()
             threading.Event().wait()
     start_barrier.wait()
-    if step == 1:
+    if thread_index == 1:
         file.close()
 start_daemons(use_or_close)
 holder.closer = closer
@@ -118,7 +120,8 @@ def close():
 start_daemons(close)
 holder.slow_object = SlowObject()
 """
-# A program that drops a future. nanobind writes to standard error if objects exist at the end of the interpreter.
+# A program that drops a future. nanobind writes to standard error if an object of a native class outlives the
+# interpreter.
 DROPPED_FUTURE_PROGRAM = """
 import sys
 from gdrkit import gds
@@ -134,11 +137,11 @@ from gds.faulty_file import FaultyFile
 from gdrkit import gds
 mount = Path(sys.argv[1]) / "mount"
 mount.mkdir()
-length = 64 << 20
-with FaultyFile(mount, length_bytes=length, seed=1) as faulty_file:
+length_bytes = 64 << 20
+with FaultyFile(mount, length_bytes=length_bytes, seed=1) as faulty_file:
     with gds.File(faulty_file.path, access="direct", direct="never") as file:
         faulty_file.send("gate-opens")
-        transfer = file.start_read_into(bytearray(length))
+        transfer = file.start_read_into(bytearray(length_bytes))
         faulty_file.expect_line("waiting")
         begun_event = threading.Event()
         def query():
@@ -150,10 +153,11 @@ with FaultyFile(mount, length_bytes=length, seed=1) as faulty_file:
         thread.start()
         begun_event.wait()
         thread.join(0.2)
+        # If a call held the GIL, this thread could continue only after the time limit of the gate.
         assert time.monotonic() - started_s < 30
         faulty_file.send("open")
         thread.join()
-        assert transfer.result().bytes == length
+        assert transfer.result().bytes == length_bytes
 print("done")
 """
 
@@ -186,31 +190,31 @@ def test_ctrl_c_ends_the_wait_for_a_transfer(tmp_path: Path, seed: int, call: st
             transfer = file.start_read_into(bytearray(4 * KIB))
             faulty_file.expect_line("waiting")
             main_thread = threading.get_ident()
-            over_event = threading.Event()
+            handled_event = threading.Event()
 
             def handle(signal_number: int, frame: FrameType | None) -> None:
                 # A second signal may arrive before the case has handled the first signal. The second signal must
                 # interrupt nothing.
-                if not over_event.is_set():
-                    over_event.set()
+                if not handled_event.is_set():
+                    handled_event.set()
                     signal.default_int_handler(signal_number, frame)
 
             def interrupt() -> None:
-                while not over_event.wait(0.1):
+                while not handled_event.wait(0.1):
                     signal.pthread_kill(main_thread, signal.SIGINT)
 
             # If the signal does not interrupt the call, the gate opens after 10 s, and the case fails.
             gate_timer = threading.Timer(10.0, faulty_file.send, ["open"])
-            thread = threading.Thread(target=interrupt)
+            interrupting_thread = threading.Thread(target=interrupt)
             previous_handler = signal.signal(signal.SIGINT, handle)
             gate_timer.start()
-            thread.start()
+            interrupting_thread.start()
             try:
                 with pytest.raises(KeyboardInterrupt):
                     file.close() if call == "close" else transfer.result()
             finally:
-                over_event.set()
-                thread.join()
+                handled_event.set()
+                interrupting_thread.join()
                 signal.signal(signal.SIGINT, previous_handler)
             assert gate_timer.is_alive()
             gate_timer.cancel()
@@ -249,7 +253,7 @@ def test_program_ends_in_order(tmp_path: Path, program: str, expected_output: st
 
 @needs(host.fuse)
 def test_progress_does_not_stop_the_interpreter(tmp_path: Path) -> None:
-    """In an older version, a call held the GIL and waited for a worker, which waited for a server in this process."""
+    """In an older version, a call held the GIL and waited for a worker, which waited for another Python thread."""
     completed = run_python("-c", PROGRESS_PROGRAM, tmp_path)
     assert (completed.returncode, completed.stdout) == (0, "done\n"), completed.stderr
 

@@ -1,4 +1,4 @@
-"""A file on the disk of the temporary files is read into each device. The report shows the routes in a table."""
+"""A file in /var/tmp is read into each device. The report shows the route for each device in a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_file_is_read_into_every_device_with_its_route(
         path = Path(folder).resolve() / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))
         mount = mount_of(mounts(HostTree()), str(path))
-        # In a chroot, /proc/self/mounts has no line for the root.
+        # In a chroot, /proc/self/mounts may have no line for the root folder, so there is no mount.
         mount_point = mount.mount_point if mount else "/"
         for device in devices:
             with device.allocate(MIB) as memory, warnings.catch_warnings():

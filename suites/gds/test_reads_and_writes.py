@@ -117,7 +117,7 @@ def test_write_stores_the_bytes_of_the_memory(
             assert (result.bytes, result.range_bytes) == (length_bytes, (length_bytes,))
             expected_bytes[file_offset_bytes : file_offset_bytes + length_bytes] = data[buffer_offset_bytes:]
             assert path.read_bytes() == expected_bytes
-            seed += 1
+            seed += 1  # The next write has other bytes.
         file.sync()
 
 
@@ -202,15 +202,16 @@ def test_many_ranges_are_one_transfer(tmp_path: Path, seed: int, memory_kind: st
             result = file.readv(memory.buffer, ranges)
         assert result.range_bytes == tuple(length_bytes for _, length_bytes in ranges)
         assert memory.read_all() == expected_bytes
-        # The same ranges of the memory are written into a new file, with gaps between them.
+        # The same ranges of the memory are written into a new file, with gaps of 5 bytes between them. A write range is
+        # (offset in the file, length, offset in the buffer).
         with gds.File(tmp_path / "copy", "w", direct="never") as file:
-            writes, buffer_offset_bytes = [], 0
+            write_ranges, buffer_offset_bytes = [], 0
             for index, (_, length_bytes) in enumerate(ranges):
-                writes.append((buffer_offset_bytes + 5 * index, length_bytes, buffer_offset_bytes))
+                write_ranges.append((buffer_offset_bytes + 5 * index, length_bytes, buffer_offset_bytes))
                 buffer_offset_bytes += length_bytes
-            assert file.writev(memory.buffer, writes).bytes == len(expected_bytes)
+            assert file.writev(memory.buffer, write_ranges).bytes == len(expected_bytes)
         written_bytes = (tmp_path / "copy").read_bytes()
-        for offset_bytes, length_bytes, buffer_offset_bytes in writes:
+        for offset_bytes, length_bytes, buffer_offset_bytes in write_ranges:
             assert (
                 written_bytes[offset_bytes : offset_bytes + length_bytes]
                 == expected_bytes[buffer_offset_bytes : buffer_offset_bytes + length_bytes]
@@ -324,17 +325,17 @@ FORKING_PROGRAM = """
 import os, sys
 from gdrkit import gds
 
-def check():
+def read_and_compare():
     memory = bytearray(1 << 20)
     with gds.File(sys.argv[1]) as file:
         file.read_into(memory)
     assert memory == open(sys.argv[1], "rb").read()
 
-check()
-child = os.fork()
-check()
+read_and_compare()
+child_pid = os.fork()
+read_and_compare()
 gds.close_engines()
-sys.exit(os.waitpid(child, 0)[1] if child else 0)
+sys.exit(os.waitpid(child_pid, 0)[1] if child_pid else 0)
 """
 
 

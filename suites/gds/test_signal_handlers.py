@@ -15,7 +15,8 @@ from gdrkit.errors import Api
 from gdrkit.harness.needs import cuda, cufile, host, needs, software
 from gdrkit.harness.needs.cufile import DISK
 
-# A signal handler that acts only inside `function` (its name and its module), because a signal may come too early.
+# handle_inside() installs a signal handler. A signal may come too early, so the handler calls `act` only if it
+# interrupts the function with the name and the module in `function`.
 HANDLE_INSIDE = """
 import signal
 def handle_inside(function, act):
@@ -28,8 +29,8 @@ def handle_inside(function, act):
     signal.signal(signal.SIGALRM, handle)
     signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
 """
-# A program whose signal handler closes the file that the main thread closes. The first close waits, because another
-# thread uses the file.
+# A program whose signal handler closes the file that the main thread is closing. The close in the main thread waits,
+# because another thread uses the file.
 NESTED_CLOSE_PROGRAM = f"""{HANDLE_INSIDE}
 import errno, faulthandler, sys, threading
 from gdrkit import gds
@@ -46,7 +47,7 @@ thread.start()
 begun_event.wait()
 def close():
     try:
-        with file.in_use():  # The native close has not begun yet.
+        with file.in_use():  # The native close has not begun yet: try again later.
             signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
         return
     except ClosedResource:
@@ -77,7 +78,7 @@ file, memory = gds.File(faulty_file.path, direct="never"), bytearray(4096)
 def start(engine):
     with file.in_use() as native_file:
         buffer = gds.describe_buffer(memory, writable=True)
-        extents = [0, 0, buffer.address, 4096]
+        extents = [0, 0, buffer.address, 4096]  # index of the file, offset in the file, address, length
         return engine.submit(write=False, device_index=gds.HOST, files=[native_file], extents=extents)
 def interrupt():
     raise KeyboardInterrupt
@@ -101,7 +102,8 @@ file.close()
 faulty_file.__exit__()
 print("done")
 """
-# Ctrl-C ends the wait of close_engines(). Later transfers use another engine, and the next call closes both.
+# Ctrl-C ends the wait of close_engines(). Later transfers use another engine, and the next call of
+# close_engines() closes both engines.
 ENGINES_PROGRAM = f"""{BLOCKED_PROGRAM}
 from gdrkit.handles import live
 transfer = file.start_read_into(memory)
@@ -123,23 +125,23 @@ print("done")
 """
 # A signal handler forks while close_engines() waits. The child closes its copy of the engine at once.
 FORK_PROGRAM = f"""{BLOCKED_PROGRAM}
-parent, children = os.getpid(), []
+parent_pid, child_pids = os.getpid(), []
 def fork():
-    children.append(os.fork())
-    if os.getpid() == parent:
+    child_pids.append(os.fork())
+    if os.getpid() == parent_pid:
         faulty_file.send("open")
 transfer = file.start_read_into(memory)
 faulty_file.expect_line("waiting")
 handle_inside(inside_close, fork)
 gds.close_engines()
-if os.getpid() != parent:
+if os.getpid() != parent_pid:
     os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 7 and transfer.done()
+assert os.waitstatus_to_exitcode(os.waitpid(child_pids[0], 0)[1]) == 7 and transfer.done()
 file.close()
 faulty_file.__exit__()
 print("done")
 """
-# Ctrl-C ends a program that waits at its end for a transfer.
+# Ctrl-C ends a program that waits for a transfer when the interpreter exits.
 EXIT_PROGRAM = f"""{BLOCKED_PROGRAM}
 transfer = file.start_read_into(memory)
 faulty_file.expect_line("waiting")

@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 THREAD_COUNT = 8
 # The transfers of all threads fit into the queue of an engine.
 STARTS_PER_THREAD = 30
-# A program that forks while one of its threads holds a lock of gdrkit.gds, during a slow call of the CUDA driver.
+# A program that forks while one of its threads holds a lock of gdrkit.gds, during a slow call of the CUDA driver
+# or of cuFile.
 FORKING_PROGRAM = """
 import os, sys, threading, time, warnings
 from gdrkit import gds
 from gdrkit.gds import cufile_driver, engine
 warnings.simplefilter("ignore")
-lock = {"engine": engine, "cufile": cufile_driver}[sys.argv[1]]._lock
+lock = {"engine": engine._engines_lock, "cufile": cufile_driver._drivers_lock}[sys.argv[1]]
 open_resource, close_resource = {
     "engine": (lambda: gds.engine_for(0), gds.close_engines),
     "cufile": (cufile_driver.shared_driver, gds.close_driver),
@@ -46,18 +47,18 @@ thread = threading.Thread(target=open_resource)
 thread.start()
 while not lock.locked():
     assert thread.is_alive()
-child = os.fork()
-if child == 0:
+child_pid = os.fork()
+if child_pid == 0:
     close_resource()
     os._exit(7)
 deadline_s = time.monotonic() + 30
 while True:
-    ended_pid, status = os.waitpid(child, os.WNOHANG)
+    ended_pid, status = os.waitpid(child_pid, os.WNOHANG)
     if ended_pid:
         break
     if time.monotonic() > deadline_s:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
+        os.kill(child_pid, 9)
+        os.waitpid(child_pid, 0)
         sys.exit("the child waits for a lock that none of its threads will release")
 thread.join()
 close_resource()
@@ -84,7 +85,7 @@ print(second_buffer)
 """
 
 
-def is_refused(file: gds.File) -> bool:
+def refuses_transfers(file: gds.File) -> bool:
     """Return whether the file refuses a new transfer, as it does after close() has begun."""
     try:
         file.start_read_into(bytearray(0))
@@ -94,7 +95,7 @@ def is_refused(file: gds.File) -> bool:
 
 
 def start_interrupted_read(file: gds.File, buffer: bytearray) -> None:
-    """Start a read. After the engine has its job, a KeyboardInterrupt ends the call."""
+    """Start a read. When the engine has accepted the job, a KeyboardInterrupt ends the call."""
 
     def interrupt(frame: FrameType, event: str, _argument: object) -> None:
         if event == "return" and frame.f_code is gds.Engine.submit.__code__:
@@ -140,11 +141,11 @@ def test_close_waits_for_a_read_and_refuses_new_ones(tmp_path: Path, seed: int) 
     ):
         faulty_file.send(f"gate 0 {4 * KIB}")
         file, buffer = gds.File(faulty_file.path), bytearray(4 * KIB)
-        # The thread itself executes this short read, so the file does not record it as a transfer.
+        # The calling thread executes this short read without the engine, so the file does not record it as a transfer.
         read_future = pool.submit(file.read_into, buffer)
         faulty_file.expect_line("waiting")
         close_future = pool.submit(file.close)
-        wait_until(lambda: is_refused(file), "close to begin")
+        wait_until(lambda: refuses_transfers(file), "close to begin")
         assert not close_future.done()
         faulty_file.send("open")
         assert read_future.result(60).bytes == len(buffer)
@@ -204,6 +205,7 @@ def test_dropped_futures_are_settled_by_later_transfers(tmp_path: Path) -> None:
         transfers = [file.start_read_into(buffer) for buffer in buffers]
         while not all(transfer.done() for transfer in transfers):
             pass
+        # The case does not call result() of these transfers. Later transfers must release their buffers.
         for _ in range(len(buffers)):
             file.start_read_into(bytearray(1)).result()
         for buffer in buffers:
@@ -220,6 +222,7 @@ def test_dropped_future_counts_and_lasts_until_its_last_byte(tmp_path: Path) -> 
         wait_until(transfer.done, "the transfer to end")
         end_s = time.monotonic()
         assert gds.transfer_totals()[gds.Route.ENGINE] == (count_before + 1, bytes_before + 64 * KIB)
+        # The duration must end with the last byte, not with the call of result().
         wait_until(lambda: time.monotonic() > end_s + 0.02, "some time after the end")
         assert 0 < transfer.result().duration_s <= end_s - start_s
         assert gds.transfer_totals()[gds.Route.ENGINE].transfers_count == count_before + 1
@@ -243,6 +246,7 @@ def test_interrupted_start_keeps_the_memory_of_its_job(tmp_path: Path, seed: int
         assert buffer == pattern.payload(4 * KIB, seed=seed)  # The close of the file waited for the job.
     with gds.File(tmp_path / "other") as file:
         file.start_read_into(bytearray(4)).result()
+    # After a later transfer, the memory is no longer in use.
     buffer.append(0)
 
 
@@ -274,9 +278,9 @@ def test_finalizer_of_a_buffer_may_start_a_transfer(tmp_path: Path) -> None:
 @needs(cuda.device(), software("cuda"), software("cufile"))
 @pytest.mark.parametrize("module", ["engine", "cufile"])
 def test_fork_during_an_open_leaves_no_lock_held(tmp_path: Path, module: str) -> None:
-    call = {"engine": "cuDevicePrimaryCtxRetain", "cufile": "cuFileDriverOpen"}[module]
+    delayed_call = {"engine": "cuDevicePrimaryCtxRetain", "cufile": "cuFileDriverOpen"}[module]
     plan = tmp_path / "plan"
-    plan.write_text(f"gdrkit-faults 1\n{call} call=1 delay_us=3000000\n")
+    plan.write_text(f"gdrkit-faults 1\n{delayed_call} call=1 delay_us=3000000\n")
     completed = subprocess.run(
         [sys.executable, "-c", FORKING_PROGRAM, module],
         env={**os.environ, "GDRKIT_TWINS_FAULTS": str(plan)},

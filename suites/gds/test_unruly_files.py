@@ -61,9 +61,9 @@ def test_unreadable_byte_is_eio_after_the_bytes_before_it(
         assert error_info.value.transferred.bytes == BAD_OFFSET
         pattern.check(memory.read_all()[:BAD_OFFSET], seed=seed)
         # The file and the threads of the engine can still be used.
-        offset = (BAD_OFFSET + 1) // MIB * MIB + MIB
-        assert file.read_into(memory.buffer, file_offset_bytes=offset, length_bytes=MIB).bytes == MIB
-        pattern.check(memory.read_all()[:MIB], seed=seed, offset_bytes=offset)
+        next_mib_offset = (BAD_OFFSET + 1) // MIB * MIB + MIB
+        assert file.read_into(memory.buffer, file_offset_bytes=next_mib_offset, length_bytes=MIB).bytes == MIB
+        pattern.check(memory.read_all()[:MIB], seed=seed, offset_bytes=next_mib_offset)
 
 
 @needs(host.fuse)
@@ -79,7 +79,7 @@ def test_bytes_after_a_gap_are_not_counted(
     ):
         transfer = file.start_read_into(memory.buffer)
         faulty_file.expect_line("waiting")
-        # Other threads continue to read. Their bytes are after the byte that will never arrive.
+        # One thread is blocked at the bad byte. Meanwhile other threads read the bytes after it.
         wait_until(lambda: transfer.bytes_moved > BAD_OFFSET, "bytes after the gap", timeout_s=60)
         faulty_file.send("open")
         with pytest.raises(gds.TransferFailed) as error_info:

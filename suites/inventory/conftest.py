@@ -12,5 +12,5 @@ __all__ = ["captures"]
 
 @pytest.fixture
 def captures() -> Path:
-    """Return the folder with the captures of real machines. A case with this fixture must need ``host.captures``."""
+    """Return the folder with the captures of real machines. Cases that use it must have the need ``host.captures``."""
     return Path(os.environ["GDRKIT_CAPTURES"])

@@ -1,7 +1,7 @@
 """Fuzz targets of the capture importers: ``python -m inventory.fuzz_importers nccl|lspci|folder|capture --seconds 10``.
 
-An importer may refuse an input with its documented error. For every input that it accepts, the facts, the topology and
-the doctor must work.
+An importer may refuse an input with its documented error (UsageError, Reason.MALFORMED). For every input that an
+importer accepts, the facts, the topology and the diagnosis must be computed without an error.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ _LSPCI_OUTPUT = b"""0000:00:01.0 PCI bridge [0604]: Intel Corporation Device 352
 02:00.0 Infiniband controller: Mellanox Technologies MT2910 [15b3:1021]
 \tCapabilities: <access denied>
 """
-# A copied folder of sysfs. A line has the path of a file, a blank and its contents, or the path of a link and @target.
+# A copied folder of sysfs. Each line has a path, a blank, and the contents of the file or, for a link, @ and the
+# target.
 _COPIED_TREE = b"""mlx5_0/ports/1/state 4: ACTIVE
 mlx5_0/ports/1/phys_state 5: LinkUp
 mlx5_0/ports/1/rate 400 Gb/sec (4X NDR)
@@ -117,8 +118,8 @@ def _import_folder(data: bytes) -> Capture:
 def _write_tree(root: Path, data: bytes) -> None:
     (root / "mlx5_0" / "ports").mkdir(parents=True)
     for line in data.split(b"\n")[:40]:
-        name, _, content = line.partition(b" ")
-        parts = [part for part in name.split(b"/") if part not in (b"", b".", b"..")][:12]
+        relative_path, _, content = line.partition(b" ")
+        parts = [part for part in relative_path.split(b"/") if part not in (b"", b".", b"..")][:12]
         if not parts or any(len(part) > 200 or b"\0" in part for part in parts):
             continue
         path = os.path.join(os.fsencode(root), *parts)  # noqa: PTH118 - names of bytes.

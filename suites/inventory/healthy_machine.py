@@ -44,15 +44,16 @@ __all__ = [
     "make_machine",
 ]
 
+# PCI addresses. PORTS has, for each device, the downstream port of the switch.
 GPU, NIC, NVME = "0000:03:00.0", "0000:04:00.0", "0000:05:00.0"
 ROOT_PORT, SWITCH = "0000:00:01.0", "0000:01:00.0"
 PORTS = {GPU: "0000:02:00.0", NIC: "0000:02:01.0", NVME: "0000:02:02.0"}
 SWITCH_PORT = PORTS[GPU]
-# ACS control word: source validation, request redirect, completion redirect, upstream forwarding.
+# An ACS control word with the bits source validation, request redirect, completion redirect, upstream forwarding.
 ACS_REDIRECT = 0x1D
 
 _SWITCH_PATH = f"pci0000:00/{ROOT_PORT}/{SWITCH}"
-# Each PCI address has its path below /sys/devices, vendor, device, class, driver and link width.
+# Each PCI function, by its address: path below /sys/devices, vendor, device, class, driver and link width.
 _PCI_FUNCTIONS = {
     ROOT_PORT: (f"pci0000:00/{ROOT_PORT}", 0x8086, 0x352A, 0x060400, "pcieport", 16),
     SWITCH: (_SWITCH_PATH, 0x1000, 0xC030, 0x060400, "pcieport", 16),
@@ -78,7 +79,10 @@ _CUFILE_JSON = """{
 
 
 def make_config_space(*, acs: int | None = None, ats: bool | None = None, read_request_bytes: int = 4096) -> bytes:
-    """Return a configuration space of 4 KiB with the PCIe capability, and with ACS and ATS unless they are None."""
+    """Return a configuration space of 4 KiB with the PCIe capability.
+
+    It also has the capability ACS with the control word `acs`, and ATS in the state `ats`, unless they are None.
+    """
     data = bytearray(4096)
     # The status register announces a list of capabilities: power management at 0x40, and PCIe at 0x60.
     struct.pack_into("<H", data, 0x06, 0x10)
@@ -86,7 +90,9 @@ def make_config_space(*, acs: int | None = None, ats: bool | None = None, read_r
     data[0x60] = 0x10
     # The device control register: the maximum read request size, and relaxed ordering.
     struct.pack_into("<H", data, 0x68, (read_request_bytes.bit_length() - 8) << 12 | 0x10)
-    # As on real devices, the first extended capability is error reporting.
+    # As on real devices, the first extended capability is error reporting (ID 1). ACS (ID 0x0D) is at 0x150, and ATS
+    # (ID 0x0F) at 0x160. A header has the ID, the version (from bit 16) and the offset of the next capability (from bit
+    # 20). Then ACS and ATS have a capability register and a control register.
     next_offset = 0x150 if acs is not None else 0x160 if ats is not None else 0
     struct.pack_into("<I", data, 0x100, 0x0001 | 2 << 16 | next_offset << 20)
     if acs is not None:
@@ -117,8 +123,8 @@ def _make_function_files() -> dict[str, str | bytes]:
     return files
 
 
-_PORT_FOLDER = "/sys/class/infiniband/mlx5_0/ports/1"
-# Two TiB of memory, in 4 KiB pages. Linux writes no start_pfn of a zone without memory, such as the zone Device.
+_NIC_PORT_FOLDER = "/sys/class/infiniband/mlx5_0/ports/1"
+# The host has 2 TiB of memory in pages of 4 KiB. Linux writes no start_pfn for a zone without memory, here Device.
 _ZONEINFO = (
     "Node 0, zone   Normal\n        spanned  535822336\n        present  535822336\n  start_pfn:           1048576\n"
     "Node 0, zone   Device\n        spanned  0\n        present  0\n"
@@ -129,16 +135,16 @@ HEALTHY_FILES: dict[str, str | bytes] = {
     "/sys/class/infiniband/mlx5_0/hca_type": "MT4129\n",
     "/sys/class/infiniband/mlx5_0/fw_ver": "28.41.1000\n",
     "/sys/class/infiniband/mlx5_0/node_guid": "b83f:d203:00a1:7c52\n",
-    f"{_PORT_FOLDER}/state": "4: ACTIVE\n",
-    f"{_PORT_FOLDER}/phys_state": "5: LinkUp\n",
-    f"{_PORT_FOLDER}/rate": "400 Gb/sec (4X NDR)\n",
-    f"{_PORT_FOLDER}/link_layer": "Ethernet\n",
-    f"{_PORT_FOLDER}/counters/link_downed": "0\n",
-    f"{_PORT_FOLDER}/gids/0": "fe80:0000:0000:0000:ba3f:d2ff:fea1:7c52\n",
-    f"{_PORT_FOLDER}/gids/1": "0000:0000:0000:0000:0000:ffff:0a09:0001\n",
-    f"{_PORT_FOLDER}/gids/2": "0000:0000:0000:0000:0000:0000:0000:0000\n",
-    f"{_PORT_FOLDER}/gid_attrs/types/0": "IB/RoCE v1\n",
-    f"{_PORT_FOLDER}/gid_attrs/types/1": "RoCE v2\n",
+    f"{_NIC_PORT_FOLDER}/state": "4: ACTIVE\n",
+    f"{_NIC_PORT_FOLDER}/phys_state": "5: LinkUp\n",
+    f"{_NIC_PORT_FOLDER}/rate": "400 Gb/sec (4X NDR)\n",
+    f"{_NIC_PORT_FOLDER}/link_layer": "Ethernet\n",
+    f"{_NIC_PORT_FOLDER}/counters/link_downed": "0\n",
+    f"{_NIC_PORT_FOLDER}/gids/0": "fe80:0000:0000:0000:ba3f:d2ff:fea1:7c52\n",
+    f"{_NIC_PORT_FOLDER}/gids/1": "0000:0000:0000:0000:0000:ffff:0a09:0001\n",
+    f"{_NIC_PORT_FOLDER}/gids/2": "0000:0000:0000:0000:0000:0000:0000:0000\n",
+    f"{_NIC_PORT_FOLDER}/gid_attrs/types/0": "IB/RoCE v1\n",
+    f"{_NIC_PORT_FOLDER}/gid_attrs/types/1": "RoCE v2\n",
     f"/sys/devices/{_PCI_FUNCTIONS[NIC][0]}/net/eth0/mtu": "9000\n",
     "/sys/class/net/eth0/mtu": "9000\n",
     "/sys/class/nvme/nvme0/transport": "pcie\n",
@@ -219,20 +225,20 @@ _CUDA_ATTRIBUTES = {
 
 
 def _write_files(root: Path, files: Mapping[str, str | bytes | None], links: Mapping[str, str | None]) -> None:
-    for name, content in files.items():
+    for absolute_path, content in files.items():
         if content is not None:
-            path = root / name.lstrip("/")
+            path = root / absolute_path.lstrip("/")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    for name, target in links.items():
+    for absolute_path, target in links.items():
         if target is not None:
-            path = root / name.lstrip("/")
+            path = root / absolute_path.lstrip("/")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.symlink_to(target)
 
 
 def make_gpu_processes(*changes: Mapping[str, Any], unreadable: str = "") -> dict[str, Observation]:
-    """Return the observation of the processes of one job: one process for each mapping of changed fields.
+    """Return the observation of the processes of one job. Each mapping makes a process with these fields changed.
 
     `unreadable` states what could not be read, and is empty if everything was read.
     """
@@ -270,7 +276,7 @@ def make_machine(
     observations: Mapping[str, Observation] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Machine:
-    """Write the files of the host with changes, and return it as a :class:`Machine`.
+    """Write the files of the host to `root`, with changes, and return the host as a :class:`Machine`.
 
     Parameters
     ----------
@@ -279,7 +285,7 @@ def make_machine(
     files, links : mapping, optional
         Other contents of files and other targets of links, by path. None removes the file or the link.
     attributes : mapping, optional
-        Other attributes of the CUDA device.
+        Other attributes of the CUDA device, by name without the prefix ``CU_DEVICE_ATTRIBUTE_``.
     dmabuf : bool
         Whether the NIC supports dma-buf regions.
     working_routes : tuple of str
@@ -291,7 +297,7 @@ def make_machine(
     observations : mapping, optional
         Results of experiments, by name.
     facts : mapping, optional
-        Other values of fields of the facts.
+        Other values for fields of the facts, by field name.
     """
     _write_files(root, {**HEALTHY_FILES, **(files or {})}, {**LINKS, **(links or {})})
     facts_of_files = probe(HostTree(root), environment=environment or {}, query_apis=False)

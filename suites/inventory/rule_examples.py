@@ -1,4 +1,4 @@
-"""Changes of the healthy host by which each rule of the doctor fails, and changes with which a rule still passes.
+"""Changes of the healthy host that make each rule of the doctor fail, and changes after which a rule still passes.
 
 Rules that need an experiment on devices are tested in test_experiments.py.
 """
@@ -40,9 +40,9 @@ _SWITCH_PATH = "pci0000:00/0000:00:01.0/0000:01:00.0"
 _GPU_FOLDER = f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/{GPU}"
 _NIC_FOLDER = f"/sys/devices/{_SWITCH_PATH}/0000:02:01.0/{NIC}"
 HCA_FOLDER = "/sys/class/infiniband/mlx5_0"
-_PORT_FOLDER = f"{HCA_FOLDER}/ports/1"
+_NIC_PORT_FOLDER = f"{HCA_FOLDER}/ports/1"
 NO_RDMA_FILES: dict[str, str | None] = {
-    name: None for name in HEALTHY_FILES if name.startswith("/sys/class/infiniband/")
+    path: None for path in HEALTHY_FILES if path.startswith("/sys/class/infiniband/")
 }
 PEER_MEMORY_CLIENT_FILE = "/sys/kernel/mm/memory_peers/nv_mem/version"
 NO_PEER_MEMORY_FILES: dict[str, str | None] = {
@@ -52,17 +52,19 @@ NO_PEER_MEMORY_FILES: dict[str, str | None] = {
 _NO_NVIDIA_FS_FILES: dict[str, str | None] = {
     f"/proc/driver/nvidia-fs/{name}": None for name in ("version", "modules", "stats", "devcount")
 }
-# BAR1 of the GPU begins at 42 TiB.
-_HIGH_BAR1 = (
+# Contents of the file `resource` of the GPU. BAR1 begins at 42 TiB.
+_HIGH_BAR1_RESOURCE = (
     "0x00000000b8000000 0x00000000b8ffffff 0x0000000000040200\n"
     "0x00002a0000000000 0x00002a3fffffffff 0x000000000014220c\n"
 )
 _REFUSED_RANGE = "range=0x2a0000000000-0x2a3fffffffff, maximum=0xbffffffffff"
 _VIRTUAL_MACHINE_FILES = {"/proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu vme hypervisor\n"}
 _SLOW_LINK_FILES = {f"{_GPU_FOLDER}/current_link_speed": "2.5 GT/s PCIe\n"}
+# The numbers are the link generation and its maximum, the link width and its maximum, and the replay count.
 _SMALL_BAR1 = GpuLink(GPU, 5, 5, 16, 16, 0, bar1_bytes=256 * MIB, bar1_free_bytes=200 * MIB, common_ancestor={})
 _FULL_BAR1 = GpuLink(GPU, 5, 5, 16, 16, 0, bar1_bytes=256 * GIB, bar1_free_bytes=MIB, common_ancestor={})
 JOB_VARIABLES = {"SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "0,1"}
+# The process has CAP_SYS_PTRACE.
 PTRACE_CAPABILITY = {"/proc/self/status": "CapEff:\t0000000000080000\n"}
 EXPANDABLE_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
@@ -72,7 +74,7 @@ def _make_mountinfo(file_system: str, options: str = "rw") -> dict[str, str]:
 
 
 def make_failed_driver_open(reason: Reason, status: int | None = None) -> dict[str, Observation]:
-    """Return the observation of cuFileDriverOpen with an error."""
+    """Return the observation that cuFileDriverOpen failed, for example with 5004 (CU_FILE_DRIVER_VERSION_MISMATCH)."""
     failure = ApiFailure(
         api="cufile",
         operation="cuFileDriverOpen",
@@ -101,7 +103,8 @@ def _make_link_with_errors(*, corrected: int = 0, uncorrected: int = 0, is_remap
     return GpuLink(GPU, 5, 5, 16, 16, 0, 256 * GIB, 255 * GIB, common_ancestor={}, health=health)
 
 
-# The arguments of inventory.healthy_machine.make_machine, by the code of the rule and the name of the example.
+# The arguments of inventory.healthy_machine.make_machine, by the code of the rule and the name of the example. Each
+# rule fails on the machine of its examples.
 FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("no-registration-route", "every route refused"): {"working_routes": (), "files": NO_PEER_MEMORY_FILES},
     ("peermem-symbols", "refused by the kernel"): {
@@ -200,10 +203,10 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "facts": {"nvml": NvmlFacts("580.159.04", (_make_link_with_errors(is_remapping_pending=True),))}
     },
     ("port-down", "no cable"): {
-        "files": {f"{_PORT_FOLDER}/state": "1: DOWN\n", f"{_PORT_FOLDER}/phys_state": "3: Disabled\n"}
+        "files": {f"{_NIC_PORT_FOLDER}/state": "1: DOWN\n", f"{_NIC_PORT_FOLDER}/phys_state": "3: Disabled\n"}
     },
     ("small-mtu", "1500"): {"files": {"/sys/class/net/eth0/mtu": "1500\n"}},
-    ("no-roce-gid", "RoCE v1 alone"): {"files": {f"{_PORT_FOLDER}/gid_attrs/types/1": "IB/RoCE v1\n"}},
+    ("no-roce-gid", "RoCE v1 alone"): {"files": {f"{_NIC_PORT_FOLDER}/gid_attrs/types/1": "IB/RoCE v1\n"}},
     ("memlock-low", "8 MiB"): {
         "files": {"/proc/self/limits": "Max locked memory         8388608              8388608              bytes\n"}
     },
@@ -230,7 +233,7 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "files": _NO_NVIDIA_FS_FILES | {"/sys/module/nvme_core/parameters/multipath": "Y\n"},
     },
     ("kaslr-p2pdma", "in the kernel log"): {
-        "files": _NO_NVIDIA_FS_FILES | {f"{_GPU_FOLDER}/resource": _HIGH_BAR1},
+        "files": _NO_NVIDIA_FS_FILES | {f"{_GPU_FOLDER}/resource": _HIGH_BAR1_RESOURCE},
         "kernel_log_lines": (f"Hotplugged memory exceeds maximum addressable address, {_REFUSED_RANGE}",),
     },
     ("cufile-descriptor-0", "nodes are missing"): {"files": {"/dev/nvidia-fs0": None}},
@@ -265,6 +268,7 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("driver-open", "hangs"): {"observations": make_failed_driver_open(Reason.TIMEOUT)},
 }
 
+# Arguments of the same form. The rule passes on the machine of the example.
 PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("no-registration-route", "peer memory alone"): {"working_routes": ("peer_memory",), "dmabuf": False},
     ("peermem-refused", "dma-buf instead"): {"working_routes": ("dmabuf",)},
@@ -311,7 +315,7 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("memlock-low", "the capability"): {
         "files": {
             "/proc/self/limits": "Max locked memory         65536                65536                bytes\n",
-            "/proc/self/status": "CapEff:\t0000000000004000\n",
+            "/proc/self/status": "CapEff:\t0000000000004000\n",  # CAP_IPC_LOCK
         }
     },
     ("cuda-ipc-refused", "one GPU for each rank"): {
@@ -341,27 +345,27 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("nvidia-fs-absent", "P2PDMA instead"): {"files": _NO_NVIDIA_FS_FILES},
     ("p2pdma-off", "nvidia-fs instead"): {"files": {"/sys/module/nvme_core/parameters/multipath": "Y\n"}},
     ("kaslr-p2pdma", "KASLR is off"): {
-        "files": {f"{_GPU_FOLDER}/resource": _HIGH_BAR1, "/proc/cmdline": "root=/dev/nvme0n1p1 nokaslr\n"}
+        "files": {f"{_GPU_FOLDER}/resource": _HIGH_BAR1_RESOURCE, "/proc/cmdline": "root=/dev/nvme0n1p1 nokaslr\n"}
     },
     ("kaslr-p2pdma", "Linux 6.15"): {
-        "files": {f"{_GPU_FOLDER}/resource": _HIGH_BAR1, "/proc/sys/kernel/osrelease": "6.15.0-1-generic\n"}
+        "files": {f"{_GPU_FOLDER}/resource": _HIGH_BAR1_RESOURCE, "/proc/sys/kernel/osrelease": "6.15.0-1-generic\n"}
     },
     ("kaslr-p2pdma", "a large padding"): {
         "files": _NO_NVIDIA_FS_FILES
         | {
-            f"{_GPU_FOLDER}/resource": _HIGH_BAR1,
+            f"{_GPU_FOLDER}/resource": _HIGH_BAR1_RESOURCE,
             "/boot/config-6.8.0-60-generic": (
                 "CONFIG_RANDOMIZE_MEMORY=y\nCONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=0x29\n"
             ),
         }
     },
-    ("kaslr-p2pdma", "nvidia-fs instead"): {"files": {f"{_GPU_FOLDER}/resource": _HIGH_BAR1}},
-    ("kaslr-p2pdma", "P2PDMA has mapped it"): {
+    ("kaslr-p2pdma", "nvidia-fs instead"): {"files": {f"{_GPU_FOLDER}/resource": _HIGH_BAR1_RESOURCE}},
+    ("kaslr-p2pdma", "P2PDMA has mapped BAR1"): {
         "files": _NO_NVIDIA_FS_FILES
-        | {f"{_GPU_FOLDER}/resource": _HIGH_BAR1, f"{_GPU_FOLDER}/p2pmem/size": "274877906944\n"}
+        | {f"{_GPU_FOLDER}/resource": _HIGH_BAR1_RESOURCE, f"{_GPU_FOLDER}/p2pmem/size": "274877906944\n"}
     },
     ("cufile-descriptor-0", "nvidia-fs is not loaded"): {"files": _NO_NVIDIA_FS_FILES | {"/dev/nvidia-fs0": None}},
-    ("cufile-descriptor-0", "it is still open"): {
+    ("cufile-descriptor-0", "descriptor 0 is still open"): {
         "files": {"/dev/nvidia-fs0": None},
         "observations": make_failed_driver_open(Reason.OTHER, 5001),
     },

@@ -26,6 +26,8 @@ def make_config_space_with(offset: int, value: int, struct_format: str = "<I") -
     return bytes(data)
 
 
+# A valid config space has capabilities at 0x40 and 0x60, with the offset of the next capability in the second byte
+# (0x41 and 0x61). It has extended capabilities at 0x100, 0x150 and 0x160, with the offset of the next one from bit 20.
 HOSTILE_CONFIG_SPACES = {
     "too short": (b"\0" * 63, "a header has 64"),
     "empty": (b"", "a header has 64"),
@@ -41,10 +43,10 @@ HOSTILE_CONFIG_SPACES = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE_CONFIG_SPACES)
-def test_hostile_config_space_is_one_clear_error(name: str) -> None:
-    data, message = HOSTILE_CONFIG_SPACES[name]
-    with pytest.raises(ApiError, match=message) as error_info:
+@pytest.mark.parametrize("example_name", HOSTILE_CONFIG_SPACES)
+def test_hostile_config_space_is_one_clear_error(example_name: str) -> None:
+    data, error_text = HOSTILE_CONFIG_SPACES[example_name]
+    with pytest.raises(ApiError, match=error_text) as error_info:
         parse_config_space(data, name=NIC)
     assert error_info.value.reason is Reason.MALFORMED
     assert NIC in str(error_info.value)
@@ -85,19 +87,19 @@ def test_rule_with_hostile_config_space_is_unproven(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00\x01" * 20, b"\0", b"9" * 5000, "४".encode(), b"0x", b"-"])
 def test_files_with_wrong_contents_raise_no_error(tmp_path: Path, content: bytes) -> None:
     files = {
-        name: content for name in HEALTHY_FILES if not name.startswith("/proc/self") and not name.endswith("/class")
+        path: content for path in HEALTHY_FILES if not path.startswith("/proc/self") and not path.endswith("/class")
     }
-    healthy_host = make_machine(tmp_path, files=files)
-    diagnosis = diagnose(healthy_host)
-    topology(healthy_host)
+    faulty_host = make_machine(tmp_path, files=files)
+    diagnosis = diagnose(faulty_host)
+    topology(faulty_host)
     assert len(diagnosis.findings) == len(RULES)
 
 
 def test_file_without_a_number_is_reported_as_unreadable(tmp_path: Path) -> None:
-    device = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
-    device.mkdir(parents=True)
+    device_folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
+    device_folder.mkdir(parents=True)
     for name, content in (("vendor", "0x10de"), ("device", "0x2335"), ("class", "garbage")):
-        (device / name).write_text(content)
+        (device_folder / name).write_text(content)
     tree = HostTree(tmp_path)
     assert pci_devices(tree) == ()
     assert [(unreadable_file.path, unreadable_file.errno) for unreadable_file in tree.unreadable] == [
@@ -121,10 +123,10 @@ def test_mounts_are_read_with_escapes_and_without_bad_lines(tmp_path: Path) -> N
         ("/data", "xfs"),
         ("/data", "ext4"),
     ]
-    for path, device in {"/data/a": "8:3", "/database": "259:1", "/my data": "8:1"}.items():
+    for path, device_number in {"/data/a": "8:3", "/database": "259:1", "/my data": "8:1"}.items():
         mount = mount_of(all_mounts, path)
         assert mount is not None
-        assert mount.device == device
+        assert mount.device == device_number
 
 
 def test_partition_has_its_disk(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-# A hostile capture may add this much to the peak memory of the same command on an empty capture.
+# A hostile capture may add at most this much to the peak memory of the same command on an empty capture.
 GROWTH_MAX_BYTES = 256 << 20
 # Limit of the processor time of a command. Elapsed time would depend on the load of the machine.
 CPU_TIME_MAX_S = 30
@@ -40,7 +40,7 @@ except SystemExit as exit_error:
 
 
 def measure_command(*arguments: str) -> tuple[int, int, str]:
-    """Run a command and return its peak memory in bytes, its exit code and its standard error."""
+    """Run a command, check its processor time, and return its peak memory in bytes, its exit code and its messages."""
     command = [sys.executable, "-c", PROGRAM, *arguments]
     process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     *messages, last_line = process.stderr.splitlines()
@@ -95,15 +95,15 @@ def make_lspci_output(count: int, line: str) -> bytes:
     return ("01:00.0 3D controller: NVIDIA Corporation Device 2330\n" + f"{line}\n" * count).encode()
 
 
-def make_topology_with_bridges(depth: int, leaves: int) -> bytes:
-    """Return a topology XML with `leaves` functions below a chain of `depth` bridges."""
-    bridge_elements = b"".join(b'<pci busid="0000:%02x:00.0" class="0x060400">' % bus for bus in range(depth))
-    content = b"".join(b'<pci busid="%04x:ff:%02x.0"/>' % divmod(index, 256) for index in range(leaves))
-    return make_topology_xml(bridge_elements + content + b"</pci>" * depth)
+def make_topology_with_bridges(bridges_count: int, leaves_count: int) -> bytes:
+    """Return a topology XML with `leaves_count` functions below a chain of `bridges_count` bridges."""
+    bridge_elements = b"".join(b'<pci busid="0000:%02x:00.0" class="0x060400">' % bus for bus in range(bridges_count))
+    content = b"".join(b'<pci busid="%04x:ff:%02x.0"/>' % divmod(index, 256) for index in range(leaves_count))
+    return make_topology_xml(bridge_elements + content + b"</pci>" * bridges_count)
 
 
 HOSTILE_CAPTURES: dict[str, Callable[[], bytes]] = {
-    "a million lists": lambda: gzip.compress(make_capture_with_list(b"[]", 80_000_000 // 3), 1),
+    "millions of lists": lambda: gzip.compress(make_capture_with_list(b"[]", 80_000_000 // 3), 1),
     "as many lists as allowed": lambda: make_capture_with_list(b"[]", 149_000),
     "objects": lambda: make_capture_with_list(b'{"a":1}', 2_000_000),
     "strings": lambda: make_capture_with_list(b'"ab"', 3_000_000),
@@ -122,14 +122,20 @@ HOSTILE_CAPTURES: dict[str, Callable[[], bytes]] = {
     "as many GPUs as allowed": lambda: make_capture_with_functions(512),
     "functions that are not GPUs": lambda: make_capture_with_functions(4000, class_code="0x010000"),
     "mounts": lambda: make_capture_with_reads(
-        texts={"/proc/self/mountinfo": "".join(f"{n} 1 8:{n} / /m{n} rw - ext4 /dev/sda rw\n" for n in range(200_000))}
+        texts={
+            "/proc/self/mountinfo": "".join(
+                f"{index} 1 8:{index} / /m{index} rw - ext4 /dev/sda rw\n" for index in range(200_000)
+            )
+        }
     ),
     "RDMA devices": lambda: make_capture_with_reads(
-        folders={"/sys/class/infiniband": [f"mlx5_{n}" for n in range(150_000)]}
+        folders={"/sys/class/infiniband": [f"mlx5_{index}" for index in range(150_000)]}
     ),
     "elements": lambda: make_topology_xml(b"<a/>" * 1_900_000),
     "nested elements": lambda: make_topology_xml(b"<a>" * 190_000 + b"</a>" * 9000),
-    "attributes": lambda: make_topology_xml(b"<pci " + b" ".join(b'a%06x=""' % n for n in range(700_000)) + b"/>"),
+    "attributes": lambda: make_topology_xml(
+        b"<pci " + b" ".join(b'a%06x=""' % index for index in range(700_000)) + b"/>"
+    ),
     "XML in EBCDIC": lambda: (
         b'<?xml version="1.0" encoding="cp037"?>' + make_topology_xml(b"<a/>" * 1_900_000).decode().encode("cp037")
     ),
@@ -143,7 +149,8 @@ HOSTILE_CAPTURES: dict[str, Callable[[], bytes]] = {
 }
 
 
-# Captures that gdrkit accepts. Further commands replay them. All commands refuse the other captures in the same way.
+# Captures that gdrkit accepts. The cases run all commands on them. Every command refuses the other captures in the same
+# way, so the cases run only one command on them.
 ACCEPTED_CAPTURES = (
     "as many GPUs as allowed",
     "functions that are not GPUs",
@@ -152,17 +159,17 @@ ACCEPTED_CAPTURES = (
     "wide text",
 )
 CASES = [
-    *((name, "doctor") for name in HOSTILE_CAPTURES),
-    *((name, command) for name in ACCEPTED_CAPTURES for command in ("topology", "facts")),
+    *((capture_name, "doctor") for capture_name in HOSTILE_CAPTURES),
+    *((capture_name, command) for capture_name in ACCEPTED_CAPTURES for command in ("topology", "facts")),
 ]
 
 
-@pytest.mark.parametrize(("name", "command"), CASES)
-def test_hostile_capture_has_bounded_cost(tmp_path: Path, name: str, command: str) -> None:
+@pytest.mark.parametrize(("capture_name", "command"), CASES)
+def test_hostile_capture_has_bounded_cost(tmp_path: Path, capture_name: str, command: str) -> None:
     baseline_bytes = measure_baseline_peak(command)
-    file = tmp_path / "capture"
-    file.write_bytes(HOSTILE_CAPTURES[name]())
-    peak_bytes, exit_code, messages = measure_command(command, "--replay", str(file))
+    capture_path = tmp_path / "capture"
+    capture_path.write_bytes(HOSTILE_CAPTURES[capture_name]())
+    peak_bytes, exit_code, messages = measure_command(command, "--replay", str(capture_path))
     assert peak_bytes - baseline_bytes <= GROWTH_MAX_BYTES, f"{(peak_bytes - baseline_bytes) >> 20} MiB"
     # A command that refuses a capture exits with code 2 and prints one line.
     assert len(messages.splitlines()) == (1 if exit_code == 2 else 0), messages[:1000]

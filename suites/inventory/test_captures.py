@@ -41,12 +41,12 @@ def make_recorded_machine(root: Path) -> Machine:
     return replace(healthy_host, files=Recorder(DiskFiles(root)))
 
 
-@pytest.mark.parametrize("name", ["capture.json", "capture.json.gz"])
-def test_checks_of_a_capture_equal_those_of_the_machine(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("file_name", ["capture.json", "capture.json.gz"])
+def test_checks_of_a_capture_equal_those_of_the_machine(tmp_path: Path, file_name: str) -> None:
     healthy_host = make_recorded_machine(tmp_path / "host")
     diagnosis, pci_topology = diagnose(healthy_host), topology(healthy_host)
-    write_capture(tmp_path / name, healthy_host.capture())
-    replayed_machine = captured_machine(read_capture(tmp_path / name))
+    write_capture(tmp_path / file_name, healthy_host.capture())
+    replayed_machine = captured_machine(read_capture(tmp_path / file_name))
     assert diagnose(replayed_machine) == diagnosis
     assert topology(replayed_machine) == pci_topology
     assert replayed_machine.facts == healthy_host.facts
@@ -59,12 +59,12 @@ def test_facts_are_saved_and_replayed_by_commands(tmp_path: Path, capsys: pytest
         assert exit_info.value.code in (0, 1, 4)
         return capsys.readouterr().out
 
-    file = str(tmp_path / "machine.json.gz")
-    facts = json.loads(run("facts", "--no-apis", "--save", file, "--json"))
-    assert json.loads(run("facts", "--replay", file, "--json")) == facts
-    doctor = json.loads(run("doctor", "--replay", file, "--json"))
+    capture_path = str(tmp_path / "machine.json.gz")
+    facts = json.loads(run("facts", "--no-apis", "--save", capture_path, "--json"))
+    assert json.loads(run("facts", "--replay", capture_path, "--json")) == facts
+    doctor = json.loads(run("doctor", "--replay", capture_path, "--json"))
     assert len(doctor["findings"]) == len(RULES)
-    assert "places" in json.loads(run("topology", "--replay", file, "--json"))
+    assert "places" in json.loads(run("topology", "--replay", capture_path, "--json"))
 
 
 def test_unread_path_differs_from_absent_path(tmp_path: Path) -> None:
@@ -79,14 +79,16 @@ def test_unread_path_differs_from_absent_path(tmp_path: Path) -> None:
         None,
         0,
     )
+    # The names in /sys were read, so the capture shows that /sys/module does not exist.
     assert replayed_tree.text("/sys/module") is None
     assert not replayed_tree.unreadable
+    # The capture shows nothing about this path.
     assert replayed_tree.text("/etc/os-release") is None
     assert [unreadable_file.errno for unreadable_file in replayed_tree.unreadable] == [errno.ENODATA]
 
 
 def test_read_error_is_captured(tmp_path: Path) -> None:
-    (tmp_path / "file").mkdir()
+    (tmp_path / "file").mkdir()  # A folder cannot be read as a file.
     recorder = Recorder(DiskFiles(tmp_path))
     assert HostTree.of(recorder).text("/file") is None
     replayed_tree = HostTree.of(CapturedFiles(recorder.reads))
@@ -129,9 +131,9 @@ HOSTILE_READS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE_READS)
-def test_hostile_capture_is_one_clear_error(name: str) -> None:
-    data = {"schema_version": 1, "origin": "a case", "answers": HOSTILE_READS[name]}
+@pytest.mark.parametrize("example_name", HOSTILE_READS)
+def test_hostile_capture_is_one_clear_error(example_name: str) -> None:
+    data = {"schema_version": 1, "origin": "a case", "answers": HOSTILE_READS[example_name]}
     with pytest.raises(UsageError, match=r"^capture") as error_info:
         parse_capture(json.dumps(data).encode())
     assert error_info.value.reason is Reason.MALFORMED
@@ -149,10 +151,10 @@ MALFORMED_FILES = {
 }
 
 
-@pytest.mark.parametrize("name", MALFORMED_FILES)
-def test_malformed_file_is_one_clear_error(name: str) -> None:
+@pytest.mark.parametrize("example_name", MALFORMED_FILES)
+def test_malformed_file_is_one_clear_error(example_name: str) -> None:
     with pytest.raises(UsageError) as error_info:
-        parse_capture(MALFORMED_FILES[name], name="file")
+        parse_capture(MALFORMED_FILES[example_name], name="file")
     assert error_info.value.reason is Reason.MALFORMED
 
 

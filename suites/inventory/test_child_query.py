@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # Maximum duration of a query with a timeout of 1 s. The kill of the child takes up to 5 s, and 9 s are a reserve for a
 # busy machine.
 DURATION_MAX_S = 15.0
+# The reply to the first message of the kernel (FUSE_INIT): struct fuse_out_header (length, error, ID of the request)
+# and struct fuse_init_out, which begins with the version of the protocol.
 _INIT_REPLY = struct.Struct("=IiQ IIIIHHIIHHI28x")
 
 
@@ -42,6 +44,8 @@ def is_gone(process_id: int) -> bool:
     return state in "ZX"
 
 
+# A program whose child process inherits standard output and writes nothing. ChildQuery appends an argument, the
+# descriptor of the file for the result.
 PROGRAM_WITH_GRANDCHILD = """
     import os, subprocess, sys, time
     grandchild = subprocess.Popen(["sleep", "25"])
@@ -65,8 +69,8 @@ def test_grandchild_with_stdout_does_not_delay_the_result(tmp_path: Path, last_s
         assert facts == 5
     else:
         assert failure.reason is (Reason.TIMEOUT if "sleep" in last_statement else Reason.OTHER)
-    process_id = int((tmp_path / "pid").read_text())
-    while not is_gone(process_id):
+    grandchild_pid = int((tmp_path / "pid").read_text())
+    while not is_gone(grandchild_pid):
         assert time.monotonic() - start_s < DURATION_MAX_S
         os.sched_yield()
 
@@ -99,15 +103,16 @@ def mount_silent_file_system(folder: Path) -> Iterator[threading.Event]:
     request_event = threading.Event()
 
     def serve() -> None:
+        # A request begins with its length, its opcode and its ID.
         request_id = struct.unpack_from("=8xQ", os.read(descriptor, 1 << 17))[0]
-        size = _INIT_REPLY.size
-        os.write(descriptor, _INIT_REPLY.pack(size, 0, request_id, 7, 31, 0, 0, 0, 0, 4096, 1, 0, 0, 0))
-        # This request gets no reply. From now on, the process that made it waits uninterruptibly.
+        reply_bytes = _INIT_REPLY.size
+        os.write(descriptor, _INIT_REPLY.pack(reply_bytes, 0, request_id, 7, 31, 0, 0, 0, 0, 4096, 1, 0, 0, 0))
+        # The next request gets no reply. From now on, the process that made the request waits uninterruptibly.
         os.read(descriptor, 1 << 17)
         request_event.set()
 
-    server = threading.Thread(target=serve, daemon=True)
-    server.start()
+    server_thread = threading.Thread(target=serve, daemon=True)
+    server_thread.start()
     try:
         yield request_event
     finally:
@@ -131,7 +136,7 @@ def test_child_in_state_d_is_abandoned_and_reported(tmp_path: Path) -> None:
     assert duration_s < DURATION_MAX_S
 
 
-EXPERIMENT = """
+EXPERIMENT_PROGRAM = """
     import os, sys
     from gdrkit.errors import UsageError
     from gdrkit.inventory import experiments
@@ -148,6 +153,6 @@ EXPERIMENT = """
 def test_experiment_that_closes_descriptor_0_is_seen(
     tmp_path: Path, statement: str, ending: str, expected_text: str | None
 ) -> None:
-    query = start_query(tmp_path, EXPERIMENT.format(statement=statement, ending=ending), "planted")
+    query = start_query(tmp_path, EXPERIMENT_PROGRAM.format(statement=statement, ending=ending), "planted")
     observed, failure = query.result(60.0)
     assert (observed.get("descriptor 0"), failure is not None) == (expected_text, "raise" in ending)

@@ -51,6 +51,7 @@ def test_doctor_leaves_no_file_in_the_current_folder(tmp_path: Path) -> None:
     diagnosis = json.loads(process.stdout)
     failed_findings = [finding for finding in diagnosis["findings"] if finding["verdict"] == "fail"]
     missing_text = " ".join(diagnosis["missing"])
+    # The exit code 4 means that the machine has neither a GPU nor an RDMA device.
     assert process.returncode == (4 if "GPU" in missing_text and "RDMA" in missing_text else int(bool(failed_findings)))
     assert list(tmp_path.iterdir()) == []
 
@@ -75,15 +76,15 @@ def test_json_and_text_have_the_same_findings(tmp_path: Path) -> None:
 
 
 def test_exit_code_is_1_if_a_cause_is_present(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, changes, expected_exit_code in (
+    for host_name, changes, expected_exit_code in (
         ("correct", {}, 0),
         ("failing", FAILING_EXAMPLES["acs-redirect", "a port of the switch"], 1),
     ):
-        healthy_host = make_machine(tmp_path / name, **changes)
-        healthy_host = replace(healthy_host, files=Recorder(healthy_host.files))
-        diagnose(healthy_host)
-        write_capture(tmp_path / f"{name}.json", healthy_host.capture())
-        replay_arguments = ("doctor", "--replay", str(tmp_path / f"{name}.json"))
+        synthetic_host = make_machine(tmp_path / host_name, **changes)
+        synthetic_host = replace(synthetic_host, files=Recorder(synthetic_host.files))
+        diagnose(synthetic_host)
+        write_capture(tmp_path / f"{host_name}.json", synthetic_host.capture())
+        replay_arguments = ("doctor", "--replay", str(tmp_path / f"{host_name}.json"))
         assert run_gdrkit(capsys, *replay_arguments)[0] == expected_exit_code
         assert run_gdrkit(capsys, *replay_arguments, "--any")[0] == 0
     assert run_gdrkit(capsys, "doctor", "--replay", "/no/such/file")[0] == 2
@@ -122,7 +123,7 @@ def test_explain_lists_and_describes_every_rule(capsys: pytest.CaptureFixture[st
 
 def test_document_contains_every_rule() -> None:
     document = Path(__file__).resolve().parents[2] / "docs" / "doctor.md"
-    if document.is_file():  # The wheel has the suites and no documents.
+    if document.is_file():  # The wheel contains the suites, but no documents.
         assert rules_document(RULES) in document.read_text()
 
 
@@ -134,30 +135,33 @@ def test_topology_text_has_devices_and_distances(tmp_path: Path) -> None:
 
 
 def test_remedy_of_a_missing_udev_database_works(tmp_path: Path) -> None:
-    healthy_host = make_machine(tmp_path, **FAILING_EXAMPLES["udev-database", "none"])
+    faulty_host = make_machine(tmp_path, **FAILING_EXAMPLES["udev-database", "none"])
     rule = rule_of("udev-database")
-    assert rule.apply(healthy_host).verdict is Verdict.FAIL
+    assert rule.apply(faulty_host).verdict is Verdict.FAIL
     # The remedy names a file and lines. The case writes these lines into that file.
     lines = re.findall(r"E:ID_FS_\w+=\w+", rule.remedy)
     (tmp_path / "run/udev/data").mkdir(parents=True)
     (tmp_path / "run/udev/data/b259:1").write_text("\n".join(lines) + "\n")
-    assert rule.apply(healthy_host).verdict is Verdict.PASS
+    assert rule.apply(faulty_host).verdict is Verdict.PASS
 
 
-@pytest.mark.parametrize("name", ["forced", "few slabs"])
-def test_remedy_in_cufile_json_works(tmp_path: Path, name: str) -> None:
-    rule_code = next(rule_code for rule_code, variant in FAILING_EXAMPLES if variant == name)
-    healthy_host, rule = make_machine(tmp_path, **FAILING_EXAMPLES[rule_code, name]), rule_of(rule_code)
-    assert rule.apply(healthy_host).verdict is Verdict.FAIL
+@pytest.mark.parametrize("example_name", ["forced", "few slabs"])
+def test_remedy_in_cufile_json_works(tmp_path: Path, example_name: str) -> None:
+    rule_code = next(rule_code for rule_code, failing_name in FAILING_EXAMPLES if failing_name == example_name)
+    faulty_host, rule = make_machine(tmp_path, **FAILING_EXAMPLES[rule_code, example_name]), rule_of(rule_code)
+    assert rule.apply(faulty_host).verdict is Verdict.FAIL
+    # These settings follow the remedies of both rules.
     settings = {
         "force_compat_mode": False,
         "allow_compat_mode": False,
         "io_batchsize": 16,
         "posix_pool_slab_count": [16],
     }
-    assert all(key in rule.remedy for key in (["force_compat_mode"] if name == "forced" else ["posix_pool_slab_count"]))
+    assert all(
+        key in rule.remedy for key in (["force_compat_mode"] if example_name == "forced" else ["posix_pool_slab_count"])
+    )
     (tmp_path / "etc/cufile.json").write_text(json.dumps({"properties": settings}))
-    assert rule.apply(healthy_host).verdict is Verdict.PASS
+    assert rule.apply(faulty_host).verdict is Verdict.PASS
 
 
 @needs(host.capability("CAP_SETUID"), host.capability("CAP_IPC_LOCK"))

@@ -37,7 +37,10 @@ def make_elf(*, soname: bytes = b"libexample.so.1", notes: bytes = b"") -> bytes
     strings_offset = dynamic_offset + 4 * 16
     total_bytes = strings_offset + len(strings)
     identification = b"\x7fELF\x02\x01\x01" + b"\0" * 9
+    # Type ET_DYN, machine EM_X86_64, the program headers at offset 64, and 3 program headers of 56 bytes.
     header = struct.pack("<16sHHIQQQIHHHHHH", identification, 3, 62, 1, 0, 64, 0, 0, 64, 56, 3, 0, 0, 0)
+    # A program header has type, flags, offset, addresses, sizes and alignment. The types are PT_LOAD (1), PT_NOTE (4)
+    # and PT_DYNAMIC (2).
     segments = b"".join(
         struct.pack("<IIQQQQQQ", segment_type, 4, offset, offset, offset, size_bytes, size_bytes, 4)
         for segment_type, offset, size_bytes in (
@@ -46,19 +49,21 @@ def make_elf(*, soname: bytes = b"libexample.so.1", notes: bytes = b"") -> bytes
             (2, dynamic_offset, 64),
         )
     )
+    # The dynamic section has DT_STRTAB (5), DT_STRSZ (10), DT_SONAME (14, an offset in the strings) and DT_NULL (0).
     entries = ((5, strings_offset), (10, len(strings)), (14, 1), (0, 0))
     dynamic_section = b"".join(struct.pack("<qQ", tag, value) for tag, value in entries)
     return header + segments + notes + dynamic_section + strings
 
 
+# The notes are the build ID (type 3 of the owner GNU), and a note as the twins have it.
 COMPLETE_ELF = make_elf(notes=pack_note(b"GNU", 3, bytes(range(20))) + pack_note(b"GDRKIT", 1, b"verbs twin\0"))
 
 
 def test_elf_file_has_soname_build_id_and_notes() -> None:
-    file = evidence.parse_elf(COMPLETE_ELF)
-    assert file.soname == "libexample.so.1"
-    assert file.build_id == bytes(range(20)).hex()
-    assert file.notes[1] == evidence.ElfNote(owner="GDRKIT", kind=1, content="verbs twin")
+    elf_file = evidence.parse_elf(COMPLETE_ELF)
+    assert elf_file.soname == "libexample.so.1"
+    assert elf_file.build_id == bytes(range(20)).hex()
+    assert elf_file.notes[1] == evidence.ElfNote(owner="GDRKIT", kind=1, content="verbs twin")
 
 
 def test_truncated_elf_file_is_refused_at_every_length() -> None:
@@ -88,20 +93,22 @@ def test_damaged_elf_file_is_parsed_or_refused(changes: list[tuple[int, int]]) -
 
 
 def test_packet_counters_are_read_from_either_folder(tmp_path: Path) -> None:
-    port = tmp_path / "sys/class/infiniband/rxe0/ports/1"
+    port_folder = tmp_path / "sys/class/infiniband/rxe0/ports/1"
     for name, value in {"hw_counters/sent_pkts": 7, "hw_counters/rcvd_pkts": 8}.items():
-        (port / name).parent.mkdir(parents=True, exist_ok=True)
-        (port / name).write_text(f"{value}\n")
+        (port_folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (port_folder / name).write_text(f"{value}\n")
     (rxe,) = host.port_counters(host.HostTree(tmp_path))
     assert (rxe.sent_packets, rxe.received_packets, rxe.sent_bytes) == (7, 8, None)
-    (port / "counters").mkdir()
-    (port / "counters/port_xmit_packets").write_text("9\n")
+    # A counter in the folder `counters` has priority.
+    (port_folder / "counters").mkdir()
+    (port_folder / "counters/port_xmit_packets").write_text("9\n")
     (rxe_with_counters,) = host.port_counters(host.HostTree(tmp_path))
     assert (rxe_with_counters.sent_packets, rxe_with_counters.received_packets) == (9, 8)
 
 
 def test_libraries_of_this_process_are_those_of_its_map() -> None:
     libraries = {library.path: library for library in evidence.libraries()}
+    # These are the files with an executable mapping.
     mapped_paths = set(re.findall(r"^\S+ ..x. \S+ \S+ \d+ +(/.*)$", Path("/proc/self/maps").read_text(), re.MULTILINE))
     assert set(libraries) == mapped_paths
     (libc,) = [library for library in libraries.values() if library.soname == "libc.so.6"]
@@ -163,7 +170,6 @@ def test_unreadable_kernel_log_differs_from_an_empty_one(tmp_path: Path) -> None
 
 def test_kernel_log_has_lines_that_name_devices(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
-    # A read of the real device returns one record. A read of this file returns all records, and only the first record
-    # counts.
+    # A read of the real device returns one record. This file has one record: its text, and a line with a property.
     (tmp_path / "dev" / "kmsg").write_text("4,100,5000,-;NVRM: Xid (PCI:0000:1b:00): 31, MMU Fault\n SUBSYSTEM=pci\n")
     assert evidence.kernel_log(host.HostTree(tmp_path)).lines == ("NVRM: Xid (PCI:0000:1b:00): 31, MMU Fault",)

@@ -39,7 +39,7 @@ def test_facts_cannot_be_changed(empty_facts: Facts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "value", "error_text"),
     [
         ("schema_version", 2, "schema_version"),
         ("gpus", [{"address": "0000:1b:00.0"}], "facts.gpus[0]"),
@@ -49,10 +49,12 @@ def test_facts_cannot_be_changed(empty_facts: Facts) -> None:
         ("surprise", 1, "surprise"),
     ],
 )
-def test_error_of_malformed_facts_names_the_field(empty_facts: Facts, field: str, value: object, message: str) -> None:
+def test_error_of_malformed_facts_names_the_field(
+    empty_facts: Facts, field: str, value: object, error_text: str
+) -> None:
     data = json.loads(empty_facts.to_json())
     data[field] = value
-    with pytest.raises(UsageError, match=message.replace("[", r"\[").replace("]", r"\]")) as error_info:
+    with pytest.raises(UsageError, match=error_text.replace("[", r"\[").replace("]", r"\]")) as error_info:
         Facts.from_json(json.dumps(data))
     assert error_info.value.reason is Reason.MALFORMED
 
@@ -119,6 +121,7 @@ def test_profile_with_most_conditions_is_chosen(tmp_path: Path, empty_facts: Fac
     write_profile(tmp_path, "none", "[match]\ngpu_count = 0\nnic_count = 0")
     write_profile(tmp_path, "large", "[match]\ngpu_count = 8")
     profiles = load_profiles(folder=tmp_path)
+    # The profiles are sorted by name: any, large, none, twins.
     assert choose_profile(profiles, empty_facts, {}).name == "none"
     assert choose_profile(profiles[:1] + profiles[3:], empty_facts, {"cuda": "twin"}).name == "twins"
     with pytest.raises(UsageError):
@@ -160,7 +163,7 @@ def test_error_of_a_nic_keeps_no_frames() -> None:
     failure = ApiError(api=Api.VERBS, operation="ibv_open_device", status=13, status_name="EACCES", errno=13)
     nic_info = NicInfo(name="mlx5_0", node_guid="", driver=None, ports=(), error=failure)
     for _ in range(2):
-        facts = api_query._collect_nic_facts(nic_info, {})  # noqa: SLF001 - a NIC that cannot be opened needs a machine that has one.
+        facts = api_query._collect_nic_facts(nic_info, {})  # noqa: SLF001 - else a NIC that cannot be opened is needed.
         assert facts.failure is not None
         assert facts.failure.errno == 13
     assert failure.__traceback__ is None

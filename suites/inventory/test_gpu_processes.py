@@ -31,17 +31,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-NODES = ("nvidiactl", "nvidia-uvm", "nvidia0")
-OTHER_USER = "65534"
-# A program that holds files open until its standard input ends. Its arguments are the user id and the files.
-HOLD_FILES = """
+NODE_NAMES = ("nvidiactl", "nvidia-uvm", "nvidia0")
+OTHER_USER_ID = "65534"
+# A program that holds files open until its standard input ends. Its arguments are the user ID to which it
+# changes, and the paths of the files.
+HOLD_FILES_PROGRAM = """
 import os, sys
 files = [open(name) for name in sys.argv[2:]]
 os.setuid(int(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.read()
 """
-OBSERVE_AS_ANOTHER_USER = """
+OBSERVE_AS_OTHER_USER_PROGRAM = """
 import json, sys
 from gdrkit import serialization
 from gdrkit.inventory.gpu_processes import observe_gpu_processes
@@ -55,14 +56,18 @@ print(json.dumps(serialization.to_json_data(observe_gpu_processes(folder=sys.arg
 def folder() -> Iterator[Path]:
     """Yield a folder with files that have the names of device nodes."""
     with folder_for_all_users() as path:
-        for name in NODES:
+        for name in NODE_NAMES:
             (path / name).touch()
         yield path
 
 
 @contextlib.contextmanager
 def hold_nodes(
-    folder: Path, *options: str, user: str = "0", nodes: tuple[str, ...] = NODES, program_text: str = HOLD_FILES
+    folder: Path,
+    *options: str,
+    user: str = "0",
+    nodes: tuple[str, ...] = NODE_NAMES,
+    program_text: str = HOLD_FILES_PROGRAM,
 ) -> Iterator[None]:
     """Run a process of a job that holds the nodes open until the block ends. `options` are options of unshare(1)."""
     prefix = ["unshare", *options] if options else []
@@ -77,7 +82,7 @@ def hold_nodes(
 
 def parse_processes(observation: Observation) -> list[GpuProcess]:
     """Return the processes of an observation."""
-    return [GpuProcess.parse(text) for step, text in observation.seen.items() if step != NOT_READABLE]
+    return [GpuProcess.parse(text) for title, text in observation.seen.items() if title != NOT_READABLE]
 
 
 def count_refused_processes(observation: Observation) -> int:
@@ -91,7 +96,7 @@ def test_process_has_its_user_limits_and_variables(folder: Path) -> None:
         (process,) = parse_processes(observe_gpu_processes(folder=str(folder)))
     assert (process.user_id, process.gpus, process.has_contexts) == (os.geteuid(), ("nvidia0",), True)
     assert process.pid_namespace == os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - no Path is at hand.
-    assert process.descriptors_count >= len(NODES) + 3
+    assert process.descriptors_count >= len(NODE_NAMES) + 3
     assert process.environment == {"CUDA_VISIBLE_DEVICES": "0", "SLURM_JOB_ID": "17"}
 
 
@@ -108,7 +113,7 @@ def test_process_without_contexts_is_a_monitor(folder: Path) -> None:
         ((), "0", Verdict.PASS, "no two of one job"),
         (("--pid", "--fork"), "0", Verdict.FAIL, "another PID namespace"),
         (("--ipc",), "0", Verdict.UNPROVEN, "another IPC namespace"),
-        ((), OTHER_USER, Verdict.UNPROVEN, "another user"),
+        ((), OTHER_USER_ID, Verdict.UNPROVEN, "another user"),
     ],
 )
 def test_real_processes_cannot_share_by_cuda_ipc(
@@ -124,7 +129,7 @@ def test_real_processes_cannot_share_by_cuda_ipc(
 @needs(host.capability("CAP_SETUID"), host.capability("CAP_SYS_PTRACE"))
 def test_unprivileged_reader_names_what_root_sees(folder: Path, tmp_path: Path) -> None:
     with hold_nodes(folder), hold_nodes(folder):
-        completed = run_program(OBSERVE_AS_ANOTHER_USER, str(folder))
+        completed = run_program(OBSERVE_AS_OTHER_USER_PROGRAM, str(folder))
         privileged_observation = observe_gpu_processes(folder=str(folder))
     assert completed.returncode == 0, completed.stderr
     unprivileged_observation = serialization.from_json_data(Observation, json.loads(completed.stdout))
@@ -148,7 +153,7 @@ OTHER_NAMESPACE = {"pid_namespace": 4026532801}
 @pytest.mark.parametrize(
     ("first_change", "second_change", "verdict"),
     [
-        # These are two unrelated users, and a service of root beside a user.
+        # No two processes belong to one job: they have no job ID, or different job IDs.
         ({"environment": {}}, {"environment": {}, "user_id": 1001}, Verdict.NOT_RUN),
         ({"environment": {}}, {"environment": {}, **OTHER_NAMESPACE}, Verdict.NOT_RUN),
         (
@@ -156,7 +161,8 @@ OTHER_NAMESPACE = {"pid_namespace": 4026532801}
             {"environment": JOB_VARIABLES | {"SLURM_JOB_ID": "18"}, **OTHER_NAMESPACE},
             Verdict.NOT_RUN,
         ),
-        # Two containers may both have the default address of torchrun.
+        # Two containers may both have the default address of torchrun, so an equal address does not show that they run
+        # one job.
         ({"environment": RENDEZVOUS}, {"environment": RENDEZVOUS, **OTHER_NAMESPACE}, Verdict.UNPROVEN),
         (
             {"environment": JOB_VARIABLES},
@@ -181,13 +187,13 @@ def test_only_pid_namespaces_of_one_job_are_a_cause(
 
 
 def test_imex_channel_leaves_pid_namespaces_undecided(tmp_path: Path) -> None:
-    """UCX and PyTorch use fabric handles if there is a channel (openucx/ucx #11514)."""
+    """If there is an IMEX channel, UCX and PyTorch use fabric handles instead of CUDA IPC (openucx/ucx #11514)."""
     files = {"/dev/nvidia-caps-imex-channels/channel0": ""}
     observed_machine = make_machine(tmp_path, files=files, observations=make_gpu_processes({}, OTHER_NAMESPACE))
     assert rule_of("cuda-ipc-refused").apply(observed_machine).verdict is Verdict.UNPROVEN
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("variable_name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 @pytest.mark.parametrize(
     ("changes", "files", "verdict"),
     [
@@ -199,9 +205,9 @@ def test_imex_channel_leaves_pid_namespaces_undecided(tmp_path: Path) -> None:
     ],
 )
 def test_expandable_segments_need_ptrace_in_a_job(
-    tmp_path: Path, name: str, changes: tuple[dict[str, Any], ...], files: dict[str, str], verdict: Verdict
+    tmp_path: Path, variable_name: str, changes: tuple[dict[str, Any], ...], files: dict[str, str], verdict: Verdict
 ) -> None:
-    environment = {name: "expandable_segments:True"}
+    environment = {variable_name: "expandable_segments:True"}
     observed_machine = make_machine(
         tmp_path, environment=environment, files=files, observations=make_gpu_processes(*changes)
     )
@@ -231,7 +237,7 @@ def test_container_says_that_it_sees_no_process_outside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", ["\x1b]0;x\x07", "\x9b2J", "a\nb", "\u202ex"])
 def test_name_of_a_process_cannot_control_a_terminal(tmp_path: Path, program: str) -> None:
-    """A process of any user chooses its name by PR_SET_NAME, and root reads it."""
+    """Each user can choose the names of their processes (PR_SET_NAME), and root reads these names."""
     observations = make_gpu_processes({}, {"program": program, **OTHER_NAMESPACE})
     # The other texts of a capture can contain such characters too.
     observations[GPU_PROCESSES].seen[NOT_READABLE] = program
@@ -245,7 +251,7 @@ def test_name_of_a_process_cannot_control_a_terminal(tmp_path: Path, program: st
 
 @needs(host.capability("CAP_SYS_PTRACE"))
 def test_name_set_by_a_process_is_escaped(folder: Path) -> None:
-    program_text = HOLD_FILES.replace(
+    program_text = HOLD_FILES_PROGRAM.replace(
         "import os, sys", "import os, sys; open('/proc/self/comm', 'w').write('\\x1b[2Jx')"
     )
     with hold_nodes(folder, user=str(os.geteuid()), program_text=program_text):

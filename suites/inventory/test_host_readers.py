@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-LIMITS = """\
+LIMITS_TEMPLATE = """\
 Limit                     Soft Limit           Hard Limit           Units
 Max open files            1024                 524288               files
 Max locked memory         {memlock:20} unlimited            bytes
@@ -28,7 +28,7 @@ Max address space         unlimited            unlimited            bytes
 
 
 def write_tree(root: Path, files: Mapping[str, str], links: Mapping[str, str] | None = None) -> host.HostTree:
-    """Write files and symbolic links below `root`, by their paths, and return a tree that reads them."""
+    """Write files (contents by path) and links (targets by path) below `root`, and return a tree that reads them."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,8 +149,10 @@ def test_kernel_facts_have_release_iommu_and_modules(tmp_path: Path) -> None:
 def test_limit_of_locked_memory_is_read(
     tmp_path: Path, memlock: str, *, is_known: bool, limit_bytes: int | None
 ) -> None:
-    status = "Name:\tpython\nCapEff:\t0000000000004000\n"
-    tree = write_tree(tmp_path, {"proc/self/limits": LIMITS.format(memlock=memlock), "proc/self/status": status})
+    status_text = "Name:\tpython\nCapEff:\t0000000000004000\n"
+    tree = write_tree(
+        tmp_path, {"proc/self/limits": LIMITS_TEMPLATE.format(memlock=memlock), "proc/self/status": status_text}
+    )
     limits = host.process_limits(tree)
     assert (limits.memlock_known, limits.memlock_bytes, limits.open_files) == (is_known, limit_bytes, 1024)
     assert limits.capabilities == ("CAP_IPC_LOCK",)
@@ -180,12 +182,15 @@ def test_empty_tree_has_no_devices_and_no_errors(tmp_path: Path) -> None:
 def make_loader_cache(entries: list[tuple[str, str]]) -> bytes:
     """Return an /etc/ld.so.cache with these names and paths (glibc, sysdeps/generic/dl-cache.h)."""
     strings_offset = 48 + 24 * len(entries)
+    # An entry has flags (0x303: a library for x86-64), the offsets of name and path, osversion and hwcap.
     strings, table = b"", b""
     for name, path in entries:
         name_offset = strings_offset + len(strings)
         strings += name.encode() + b"\0"
         table += struct.pack("<iIIIQ", 0x303, name_offset, strings_offset + len(strings), 0, 0)
         strings += path.encode() + b"\0"
+    # The header has the magic, the number of entries, the size of the strings, flags (2: little endian) and unused
+    # fields.
     header = struct.pack("<20sIIB3xI3I", b"glibc-ld.so.cache1.1", len(entries), len(strings), 2, 0, 0, 0, 0)
     return header + table + strings
 
@@ -212,14 +217,14 @@ def test_truncated_loader_cache_gives_only_complete_entries(tmp_path: Path) -> N
 
 def test_overridden_hardware_is_named(tmp_path: Path) -> None:
     tree = write_tree(tmp_path, {"dev/nvidiactl": "", "sys/class/infiniband/mlx5_0/node_guid": "1\n"})
-    line = launch.describe_unused_hardware(launch.Launch(twin_apis=launch.APIS_WITH_TWINS), tree)
-    assert line is not None
-    assert "verbs" in line
-    assert "mlx5_0" in line
-    assert "an NVIDIA driver" in line
-    cuda_only_line = launch.describe_unused_hardware(launch.Launch(twin_apis=frozenset({Api.CUDA})), tree)
-    assert cuda_only_line is not None
-    assert "mlx5_0" not in cuda_only_line
+    description = launch.describe_unused_hardware(launch.Launch(twin_apis=launch.APIS_WITH_TWINS), tree)
+    assert description is not None
+    assert "verbs" in description
+    assert "mlx5_0" in description
+    assert "an NVIDIA driver" in description
+    cuda_only_description = launch.describe_unused_hardware(launch.Launch(twin_apis=frozenset({Api.CUDA})), tree)
+    assert cuda_only_description is not None
+    assert "mlx5_0" not in cuda_only_description
     assert launch.describe_unused_hardware(launch.Launch(), tree) is None
 
 
@@ -241,7 +246,7 @@ def test_files_of_this_host_are_readable() -> None:
 
 @needs(needs_host.capability("CAP_SETUID"))
 def test_library_is_found_after_a_change_of_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has changed its user cannot read its own /proc/self/environ."""
+    """The search must not need /proc/self/environ, which a process cannot read after a change of its user."""
     program = """
 from gdrkit import loader
 from support.other_user import become_unprivileged

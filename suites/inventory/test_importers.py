@@ -1,6 +1,6 @@
 """Importers of NCCL topologies, of lspci output and of copied sysfs trees, with small inputs and with real captures.
 
-The folder of the real captures is the value of GDRKIT_CAPTURES.
+The environment variable GDRKIT_CAPTURES has the path of the folder with the real captures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NEEDS_CAPTURES = needs(host.captures)
-FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "1"))
+FUZZ_DURATION_S = float(os.environ.get("GDRKIT_FUZZ_S", "1"))
 
 # Below the first CPU, switch 1a has a GPU and a NIC, and switch 1b has a GPU. Below the second CPU, a GPU is below two
 # switches.
@@ -119,13 +119,13 @@ def test_lspci_output_has_functions_bridges_and_registers() -> None:
 
 
 def test_copied_tree_has_ports_and_follows_no_outer_link(tmp_path: Path) -> None:
-    port = tmp_path / "copy" / "mlx5_0" / "ports" / "1"
-    port.mkdir(parents=True)
-    (port / "state").write_text("4: ACTIVE")
-    (port / "rate").write_text("400 Gb/sec (4X NDR)")
+    port_folder = tmp_path / "copy" / "mlx5_0" / "ports" / "1"
+    port_folder.mkdir(parents=True)
+    (port_folder / "state").write_text("4: ACTIVE")
+    (port_folder / "rate").write_text("400 Gb/sec (4X NDR)")
     (tmp_path / "secret").write_text("secret")
-    (port / "phys_state").symlink_to(tmp_path / "secret")
-    (port / "link_layer").symlink_to("../../../../secret")
+    (port_folder / "phys_state").symlink_to(tmp_path / "secret")
+    (port_folder / "link_layer").symlink_to("../../../../secret")
     machine = captured_machine(read_capture(tmp_path / "copy"))
     (device,) = machine.facts.rdma_devices
     (port_facts,) = device.ports
@@ -168,17 +168,17 @@ BAD_LSPCI_OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_TOPOLOGIES)
-def test_bad_topology_is_one_clear_error(name: str) -> None:
+@pytest.mark.parametrize("example_name", BAD_TOPOLOGIES)
+def test_bad_topology_is_one_clear_error(example_name: str) -> None:
     with pytest.raises(UsageError, match="NCCL topology: ") as error_info:
-        parse_capture(BAD_TOPOLOGIES[name])
+        parse_capture(BAD_TOPOLOGIES[example_name])
     assert error_info.value.reason is Reason.MALFORMED
 
 
-@pytest.mark.parametrize("name", BAD_LSPCI_OUTPUTS)
-def test_bad_lspci_output_is_one_clear_error(name: str) -> None:
+@pytest.mark.parametrize("example_name", BAD_LSPCI_OUTPUTS)
+def test_bad_lspci_output_is_one_clear_error(example_name: str) -> None:
     with pytest.raises(UsageError, match="lspci: ") as error_info:
-        parse_capture(BAD_LSPCI_OUTPUTS[name].encode())
+        parse_capture(BAD_LSPCI_OUTPUTS[example_name].encode())
     assert error_info.value.reason is Reason.MALFORMED
 
 
@@ -197,13 +197,15 @@ def test_h100_topology_has_the_expected_distances(captures: Path) -> None:
     pci_topology = topology(captured_machine(read_capture(captures / "oci-hpc" / "H100-topology.xml")))
     # In this file each GPU shares a switch with one dual-port NIC, and each CPU has four such pairs.
     nic_index_pairs = ["0 1", "3 4", "5 6", "7 8", "9 10", "12 13", "14 15", "16 17"]
-    nics = [[f"mlx5_{index}" for index in pair.split()] for pair in nic_index_pairs]
-    names = [device.name for device in pci_topology.places if device.kind == "gpu"]
-    assert names == [f"GPU{index}" for index in range(8)]
-    assert {device.name for device in pci_topology.places if device.kind == "nic"} == set(itertools.chain(*nics))
-    for gpu, nic_index in itertools.product(range(8), range(8)):
-        expected_distance = "PIX" if gpu == nic_index else "PHB" if gpu // 4 == nic_index // 4 else "SYS"
-        assert {pci_topology.distance(f"GPU{gpu}", name).name for name in nics[nic_index]} == {expected_distance}
+    nic_names = [[f"mlx5_{index}" for index in pair.split()] for pair in nic_index_pairs]
+    gpu_names = [device.name for device in pci_topology.places if device.kind == "gpu"]
+    assert gpu_names == [f"GPU{index}" for index in range(8)]
+    assert {device.name for device in pci_topology.places if device.kind == "nic"} == set(itertools.chain(*nic_names))
+    for gpu_index, nic_index in itertools.product(range(8), range(8)):
+        expected_distance = "PIX" if gpu_index == nic_index else "PHB" if gpu_index // 4 == nic_index // 4 else "SYS"
+        assert {pci_topology.distance(f"GPU{gpu_index}", name).name for name in nic_names[nic_index]} == {
+            expected_distance
+        }
 
 
 @NEEDS_CAPTURES
@@ -231,6 +233,7 @@ def test_hgx_host_has_no_acs_redirect_between_gpu_and_nic(
         for function in machine.functions
         if redirecting_addresses & set(pci_path(tree, function.address)[:-1])
     }
+    # These functions are bridges (class 0x0680), neither GPUs nor NICs.
     assert addresses_below == {f"0000:8{index}:00.0" for index in (3, 4, 5, 6)}
     assert {function.class_code >> 8 for function in machine.functions if function.address in addresses_below} == {
         0x0680
@@ -256,15 +259,15 @@ def test_infiniband_tree_has_ports_and_rates(captures: Path) -> None:
     assert "mlx5_1 was down 255 times" in finding.text
 
 
-@pytest.mark.timeout(FUZZ_S + 120)
+@pytest.mark.timeout(FUZZ_DURATION_S + 120)
 @pytest.mark.parametrize("importer", ["nccl", "lspci", "folder"])
 def test_fuzzer_finds_no_defect(importer: str) -> None:
-    run_fuzzer("inventory.fuzz_importers", importer, seconds=FUZZ_S)
+    run_fuzzer("inventory.fuzz_importers", importer, seconds=FUZZ_DURATION_S)
 
 
 @NEEDS_CAPTURES
 @pytest.mark.parametrize(
-    "name",
+    "capture_name",
     [
         "gpud/sys-class-infiniband-h100.0",
         "gpud/lspci-vvv-hgx-h100.txt.gz",
@@ -272,8 +275,8 @@ def test_fuzzer_finds_no_defect(importer: str) -> None:
         "azhpc-images/ndv5-topo.xml",
     ],
 )
-def test_real_machine_has_no_cause_of_age_or_processes(captures: Path, name: str) -> None:
-    machine = captured_machine(read_capture(captures / name))
+def test_real_machine_has_no_cause_of_age_or_processes(captures: Path, capture_name: str) -> None:
+    machine = captured_machine(read_capture(captures / capture_name))
     codes = ("peermem-refused", "gpu-too-old", "nic-too-old", "kaslr-p2pdma", "cufile-descriptor-0")
     verdicts = {rule_of(code).apply(machine).verdict for code in (*codes, "cuda-ipc-refused", "descriptors-low")}
     assert verdicts <= {Verdict.PASS, Verdict.NOT_RUN}
@@ -281,7 +284,7 @@ def test_real_machine_has_no_cause_of_age_or_processes(captures: Path, name: str
 
 @NEEDS_CAPTURES
 @pytest.mark.parametrize(
-    ("pattern", "content", "verdict"),
+    ("path_pattern", "content", "verdict"),
     [
         ("mlx5_4/fw_ver", "28.41.1000", Verdict.PASS),
         ("*/hca_type", "MT4103", Verdict.FAIL),
@@ -290,16 +293,16 @@ def test_real_machine_has_no_cause_of_age_or_processes(captures: Path, name: str
     ],
 )
 def test_old_nic_in_a_real_tree_is_found(
-    captures: Path, tmp_path: Path, pattern: str, content: str, verdict: Verdict
+    captures: Path, tmp_path: Path, path_pattern: str, content: str, verdict: Verdict
 ) -> None:
-    devices = tmp_path / "sys" / "class" / "infiniband"
-    shutil.copytree(captures / "gpud" / "sys-class-infiniband-h100.0", devices)
-    for path in devices.glob(pattern):
+    devices_folder = tmp_path / "sys" / "class" / "infiniband"
+    shutil.copytree(captures / "gpud" / "sys-class-infiniband-h100.0", devices_folder)
+    for path in devices_folder.glob(path_pattern):
         path.write_text(content)
     # The captured folder has no PCI functions, and the rule needs a GPU.
-    gpu = tmp_path / "sys" / "bus" / "pci" / "devices" / "0000:19:00.0"
-    gpu.mkdir(parents=True)
+    gpu_folder = tmp_path / "sys" / "bus" / "pci" / "devices" / "0000:19:00.0"
+    gpu_folder.mkdir(parents=True)
     for name, text in {"vendor": "0x10de\n", "device": "0x2330\n", "class": "0x030200\n"}.items():
-        (gpu / name).write_text(text)
+        (gpu_folder / name).write_text(text)
     finding = rule_of("nic-too-old").apply(captured_machine(read_capture(tmp_path)))
     assert (finding.verdict, "mlx5_4" in finding.text) == (verdict, verdict is not Verdict.PASS)

@@ -21,12 +21,13 @@ FACTS = make_host_facts(gpu_count=1, nic_count=1)
 
 
 def compute_gpu_limit(facts: Facts) -> float | None:
+    """Return the limit of GPU 0 in GB/s, or None if it is unknown."""
     limit = device_limit(facts, devices={0}, nics=())
     return None if limit is None else round(limit.gb_per_s, 2)
 
 
 @pytest.mark.parametrize(
-    ("speed", "width", "rate"),
+    ("speed", "width", "limit_gb_per_s"),
     [
         ("64.0 GT/s PCIe", "16", 118.0),
         ("32.0 GT/s PCIe", "16", 63.02),
@@ -40,10 +41,12 @@ def compute_gpu_limit(facts: Facts) -> float | None:
         ("32.0 GT/s PCIe", "9" * 5000, None),
     ],
 )
-def test_limit_of_a_link_follows_from_speed_and_width(speed: str | None, width: str | None, rate: float | None) -> None:
+def test_limit_of_a_link_follows_from_speed_and_width(
+    speed: str | None, width: str | None, limit_gb_per_s: float | None
+) -> None:
     (gpu,) = FACTS.gpus
     gpu_with_link = dataclasses.replace(gpu, link_speed=speed, link_width=width)
-    assert compute_gpu_limit(dataclasses.replace(FACTS, gpus=(gpu_with_link,))) == rate
+    assert compute_gpu_limit(dataclasses.replace(FACTS, gpus=(gpu_with_link,))) == limit_gb_per_s
 
 
 def test_limit_of_a_path_is_its_slowest_link() -> None:
@@ -64,13 +67,13 @@ def test_port_that_is_down_is_not_a_limit() -> None:
 
 
 def test_limit_of_an_idle_gpu_is_its_maximum_link(tmp_path: Path) -> None:
-    (speed_path,) = (name for name in HEALTHY_FILES if name.endswith(f"/{GPU}/current_link_speed"))
+    (speed_path,) = (path for path in HEALTHY_FILES if path.endswith(f"/{GPU}/current_link_speed"))
     idle_machine = make_machine(tmp_path, files={speed_path: "2.5 GT/s PCIe\n"})
     assert compute_gpu_limit(idle_machine.facts) == 63.02
     limit = path_limit(topology(idle_machine), idle_machine.facts, ["GPU0"])
     assert limit is not None
     assert round(limit.gb_per_s, 2) == 63.02
-    # If NVML does not report the maximum, the trained speed is the limit.
+    # If NVML does not report the maximum, the speed at which the link runs now is the limit.
     facts = idle_machine.facts
     assert facts.nvml is not None
     (link,) = facts.nvml.gpus

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PUBLIC_PROFILES = ["aws-p5", "azure-ndv5", "dgx-h100", "dgx-h200", "gb200", "hgx-h100", "hgx-h200", "oci-h100"]
-HARDWARE = {"cuda": "hardware", "verbs": "hardware"}
+HARDWARE_SUBSTRATE = {"cuda": "hardware", "verbs": "hardware"}
 GPU_COUNT = 8
 
 
 def make_gpu_link(index: int, *, nvlinks: int = 18, lanes: int = 16) -> GpuLink:
     health = GpuHealth(None, None, None, None, None, None, None, None, active_nvlinks=nvlinks)
+    # The link of this idle GPU runs with generation 1 of 5.
     return GpuLink(f"0000:{index:02x}:00.0", 1, 5, lanes, 16, 0, None, None, {}, health)
 
 
@@ -71,7 +72,7 @@ def replace_gpu(facts: Facts, gpu: GpuLink) -> Facts:
 
 
 def test_dgx_is_recognized_and_has_its_links(dgx_facts: Facts) -> None:
-    profile = choose_profile(load_profiles(), dgx_facts, HARDWARE)
+    profile = choose_profile(load_profiles(), dgx_facts, HARDWARE_SUBSTRATE)
     assert profile.name == "dgx-h100"
     assert {link.quantity for link in profile.links} == {
         "gpu_nvlinks",
@@ -84,9 +85,9 @@ def test_dgx_is_recognized_and_has_its_links(dgx_facts: Facts) -> None:
 
 def test_degraded_gpu_links_are_named(dgx_facts: Facts) -> None:
     degraded_facts = replace_gpu(replace_gpu(dgx_facts, make_gpu_link(3, nvlinks=17)), make_gpu_link(5, lanes=8))
-    nvlinks, lanes = link_shortfalls(load_profile("hgx-h100").links, degraded_facts)
-    assert nvlinks.startswith("gpu_nvlinks: 7 of 8 have 18 (0000:03:00.0 has 17); source: https://")
-    assert lanes.startswith("gpu_pcie_lanes: 7 of 8 have 16 (0000:05:00.0 has 8); source: https://")
+    nvlinks_shortfall, lanes_shortfall = link_shortfalls(load_profile("hgx-h100").links, degraded_facts)
+    assert nvlinks_shortfall.startswith("gpu_nvlinks: 7 of 8 have 18 (0000:03:00.0 has 17); source: https://")
+    assert lanes_shortfall.startswith("gpu_pcie_lanes: 7 of 8 have 16 (0000:05:00.0 has 8); source: https://")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_unknown_links_are_not_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dmi", "name"),
+    ("dmi", "profile_name"),
     [
         ({"sys_vendor": "Dell Inc.", "product_name": "PowerEdge XE9680"}, "hgx-h100"),
         ({"sys_vendor": "Amazon EC2", "product_name": "p5.48xlarge"}, "aws-p5"),
@@ -120,8 +121,8 @@ def test_unknown_links_are_not_compared(tmp_path: Path) -> None:
         ({"chassis_asset_tag": "OracleCloud.com"}, "oci-h100"),
     ],
 )
-def test_profile_is_chosen_by_the_firmware_strings(dgx_facts: Facts, dmi: dict[str, str], name: str) -> None:
-    assert choose_profile(load_profiles(), replace(dgx_facts, dmi=dmi), HARDWARE).name == name
+def test_profile_is_chosen_by_the_firmware_strings(dgx_facts: Facts, dmi: dict[str, str], profile_name: str) -> None:
+    assert choose_profile(load_profiles(), replace(dgx_facts, dmi=dmi), HARDWARE_SUBSTRATE).name == profile_name
 
 
 def test_firmware_strings_are_read_from_sysfs(tmp_path: Path) -> None:
@@ -132,9 +133,9 @@ def test_firmware_strings_are_read_from_sysfs(tmp_path: Path) -> None:
     assert probe(HostTree(tmp_path), query_apis=False).dmi == {"product_name": "DGXH100"}
 
 
-@pytest.mark.parametrize("name", PUBLIC_PROFILES)
-def test_every_number_of_a_public_profile_has_a_url(name: str) -> None:
-    profile, inherited_numbers = load_profile(name), load_profile("any").expected
+@pytest.mark.parametrize("profile_name", PUBLIC_PROFILES)
+def test_every_number_of_a_public_profile_has_a_url(profile_name: str) -> None:
+    profile, inherited_numbers = load_profile(profile_name), load_profile("any").expected
     own_numbers = [number for number in profile.expected if number not in inherited_numbers]
     assert profile.links
     assert own_numbers
@@ -149,7 +150,7 @@ def test_topology_of_oci_has_the_links_of_its_profile(captures: Path) -> None:
     assert len(facts.gpus) == GPU_COUNT
     assert len(links) == 2
     assert link_shortfalls(links, facts) == ()
-    # If the machine has one GPU less, or the profile expects a faster link, the check reports shortfalls.
+    # If the machine has one GPU fewer, or the profile expects a faster link, the check reports shortfalls.
     assert len(link_shortfalls(links, replace(facts, gpus=facts.gpus[1:]))) == 2
     assert len(link_shortfalls([replace(links[0], at_least=6)], facts)) == 1
 
@@ -163,27 +164,28 @@ def test_infiniband_tree_has_the_ports_of_an_hgx(captures: Path) -> None:
 
 
 PROFILE_START = "schema_version = 1\nabout = 'a machine'\n"
-LINK = "[[links]]\nquantity = '{}'\nat_least = {}\ncount = {}\nsource = '{}'\n"
+LINK_TEMPLATE = "[[links]]\nquantity = '{}'\nat_least = {}\ncount = {}\nsource = '{}'\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "error_pattern"),
+    ("profile_text", "error_pattern"),
     [
-        (LINK.format("gpu_fans", 1, 1, "x"), "quantity must be one of gpu_nvlinks, .*, not 'gpu_fans'"),
-        (LINK.format("gpu_nvlinks", 0, 1, "x"), "out of range"),
-        (LINK.format("gpu_nvlinks", 1, 0, "x"), "out of range"),
-        (LINK.format("gpu_nvlinks", 1, 1, ""), "no source"),
+        (LINK_TEMPLATE.format("gpu_fans", 1, 1, "x"), "quantity must be one of gpu_nvlinks, .*, not 'gpu_fans'"),
+        (LINK_TEMPLATE.format("gpu_nvlinks", 0, 1, "x"), "out of range"),
+        (LINK_TEMPLATE.format("gpu_nvlinks", 1, 0, "x"), "out of range"),
+        (LINK_TEMPLATE.format("gpu_nvlinks", 1, 1, ""), "no source"),
         ("[match.dmi]\nserial = '1'", "match.dmi must be one of sys_vendor, .*, not 'serial'"),
         ("extends = 'a'", "extends must not lead back to 'a'"),
         ("extends = 'b'", "extends must not lead back to 'a'"),
         ("extends = 'c'", "the profile must be one of a, b, not 'c'"),
     ],
 )
-def test_malformed_links_and_extends_are_refused(tmp_path: Path, text: str, error_pattern: str) -> None:
-    (tmp_path / "a.toml").write_text(PROFILE_START + text)
+def test_malformed_links_and_extends_are_refused(tmp_path: Path, profile_text: str, error_pattern: str) -> None:
+    (tmp_path / "a.toml").write_text(PROFILE_START + profile_text)
     (tmp_path / "b.toml").write_text(PROFILE_START + "extends = 'a'")
     with pytest.raises(UsageError, match=error_pattern) as error_info:
         load_profile("a", folder=tmp_path)
+    # A profile that does not exist is not malformed.
     assert error_info.value.reason is Reason.MALFORMED or "'c'" in error_pattern
 
 
@@ -192,15 +194,15 @@ def test_extended_profile_adds_to_the_entries_of_its_base(tmp_path: Path) -> Non
     (tmp_path / "base.toml").write_text(
         PROFILE_START
         + "[match]\ngpu_count = 8\n[[routes]]\nenough = 'device'\n"
-        + LINK.format("gpu_nvlinks", 18, 8, "x")
+        + LINK_TEMPLATE.format("gpu_nvlinks", 18, 8, "x")
     )
     (tmp_path / "own.toml").write_text(
         PROFILE_START
         + "extends = 'base'\n[[foreseen]]\nneed = 'a'\nreason = 'b'\n"
-        + LINK.format("nic_gbit_per_s", 9, 1, "y")
+        + LINK_TEMPLATE.format("nic_gbit_per_s", 9, 1, "y")
     )
     profile = load_profile("own", folder=tmp_path)
     assert profile.links == (base_link, ExpectedLink("nic_gbit_per_s", 9, 1, "y"))
     assert (len(profile.routes), len(profile.foreseen)) == (1, 1)
-    # Conditions belong to one machine, so they are not inherited.
+    # The conditions in [match] belong to one kind of machine, so they are not inherited.
     assert profile.match.gpu_count is None

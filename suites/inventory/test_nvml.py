@@ -45,6 +45,7 @@ def find_libm() -> Path:
     return next(Path(path) for path in paths if "/libm.so" in path or "/libm-" in path)
 
 
+# A path in the place of the content stands for the content of that file.
 @pytest.mark.parametrize(
     ("content", "status_name", "errno_number", "reason"),
     [

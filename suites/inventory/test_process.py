@@ -1,4 +1,4 @@
-"""Detection whether the owner process of a handle still runs, with synthetic procfs files and with real processes."""
+"""Detection whether the owner process of a handle runs or waits for a CPU, with synthetic and with real processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BOOT_ID = uuid.UUID("11111111-2222-3333-4444-555555555555")
 OWNER = ProcessIdentity(boot_id=BOOT_ID.bytes, process_id=77, namespace=4026531836, started_ticks=1234)
 # The program name contains parentheses and spaces. A parser that splits the line at spaces would misread it.
-STAT = "77 (a) b (c) {state} 1 77 77 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 {start_ticks} 1000 10"
+STAT_TEMPLATE = "77 (a) b (c) {state} 1 77 77 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 {start_ticks} 1000 10"
 
 
 def write_proc(
@@ -45,14 +45,14 @@ def test_process_is_identified_by_id_and_start_time(
     is_owner_running: bool,  # noqa: FBT001
 ) -> None:
     assert (
-        is_running(OWNER, write_proc(tmp_path, stat=STAT.format(state=state, start_ticks=start_ticks)))
+        is_running(OWNER, write_proc(tmp_path, stat=STAT_TEMPLATE.format(state=state, start_ticks=start_ticks)))
         is is_owner_running
     )
 
 
 def test_process_of_an_earlier_boot_is_not_running(tmp_path: Path) -> None:
     tree_after_reboot = write_proc(
-        tmp_path, boot_id=str(uuid.UUID(int=1)), stat=STAT.format(state="S", start_ticks=1234)
+        tmp_path, boot_id=str(uuid.UUID(int=1)), stat=STAT_TEMPLATE.format(state="S", start_ticks=1234)
     )
     assert is_running(OWNER, tree_after_reboot) is False
 
@@ -60,14 +60,16 @@ def test_process_of_an_earlier_boot_is_not_running(tmp_path: Path) -> None:
 def test_process_in_another_container_is_unknown(tmp_path: Path) -> None:
     tree_of_container = write_proc(tmp_path, namespace=4026531999)
     assert is_running(OWNER, tree_of_container) is None
+    # 0 means that the owner could not read its namespace.
     assert is_running(replace(OWNER, namespace=0), tree_of_container) is None
 
 
 def test_real_process_is_running_until_it_ends() -> None:
     assert is_running(this_process()) is True
     program = (
-        "from gdrkit.host import this_process; i = this_process();"
-        "print(i.boot_id.hex(), i.process_id, i.namespace, i.started_ticks, flush=True); input()"
+        "from gdrkit.host import this_process; process = this_process();"
+        "print(process.boot_id.hex(), process.process_id, process.namespace, process.started_ticks, flush=True)\n"
+        "input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -84,6 +86,7 @@ def test_real_process_is_running_until_it_ends() -> None:
 
 
 def test_starvation_is_that_of_the_longest_waiting_thread(tmp_path: Path) -> None:
+    # The second number in schedstat is the time for which the thread waited for a CPU, in nanoseconds.
     for thread_id, schedstat in {
         "77": "5000 1500000000 9\n",
         "78": "0 2500000000 1\n",

@@ -71,7 +71,7 @@ def test_rule_fails_on_a_variant(tmp_path: Path, rule_code: str, example_name: s
 
 
 def test_smallest_pool_of_bounce_buffers_counts(tmp_path: Path) -> None:
-    """With these defaults, cuFile 1.15 waited for ever in a batch of 65 reads of 64 KiB."""
+    """With these settings, cuFile 1.15 waited for ever in a batch of 65 reads of 64 KiB."""
     cufile_json = '{"properties": {"io_batchsize": 128, "posix_pool_slab_count": [128, 64, 64]}}'
     finding = apply_rule(tmp_path, "pool-starved", {"files": {"/etc/cufile.json": cufile_json}})
     assert (finding.verdict, "64 bounce buffers of one size" in finding.text) == (Verdict.UNPROVEN, True)
@@ -85,7 +85,7 @@ def test_missing_proc_modules_is_named(tmp_path: Path) -> None:
 
 
 def test_bar1_beyond_the_direct_map_is_undecided(tmp_path: Path) -> None:
-    """Commit 7ffb791423c7 was backported, so the version of Linux does not show whether a kernel has it."""
+    """The fix (Linux commit 7ffb791423c7) was backported, so the version does not show whether a kernel has the fix."""
     changes = PASSING_EXAMPLES["kaslr-p2pdma", "a large padding"]["files"] | {
         "/boot/config-6.8.0-60-generic": "CONFIG_RANDOMIZE_MEMORY=y\nCONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=0x28\n"
     }
@@ -99,10 +99,10 @@ def test_configuration_of_the_kernel_is_decompressed_in_part(tmp_path: Path) -> 
     kernel_config = b"CONFIG_RANDOMIZE_MEMORY=y\nCONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=0x28\n" + bytes(64 * MIB)
     changes = {"/boot/config-6.8.0-60-generic": None, "/proc/config.gz": gzip.compress(kernel_config)}
     files = PASSING_EXAMPLES["kaslr-p2pdma", "a large padding"]["files"] | changes
-    correct_host = make_machine(tmp_path, files=files)
+    changed_host = make_machine(tmp_path, files=files)
     tracemalloc.start()
     try:
-        finding = rule_of("kaslr-p2pdma").apply(correct_host)
+        finding = rule_of("kaslr-p2pdma").apply(changed_host)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -111,8 +111,8 @@ def test_configuration_of_the_kernel_is_decompressed_in_part(tmp_path: Path) -> 
 
 
 def test_p2pmem_folder_without_memory_proves_no_mapping(tmp_path: Path) -> None:
-    """Linux creates the folder before the mapping, and keeps it if the mapping fails (pci_p2pdma_add_resource)."""
-    changes = PASSING_EXAMPLES["kaslr-p2pdma", "P2PDMA has mapped it"]
+    """Linux creates p2pmem before it maps the memory, and keeps p2pmem if that fails (pci_p2pdma_add_resource)."""
+    changes = PASSING_EXAMPLES["kaslr-p2pdma", "P2PDMA has mapped BAR1"]
     files = {name: "0\n" if name.endswith("/p2pmem/size") else text for name, text in changes["files"].items()}
     finding = apply_rule(tmp_path, "kaslr-p2pdma", {"files": files})
     assert finding.verdict is Verdict.UNPROVEN, finding.text
@@ -123,12 +123,14 @@ def test_call_that_never_returned_shows_no_descriptor_0(tmp_path: Path) -> None:
     assert apply_rule(tmp_path, "cufile-descriptor-0", changes).verdict is Verdict.FAIL
 
 
-@pytest.mark.parametrize("name", ["memory_peers/amdkfd/version", "holders/ib_uverbs", "none"])
-def test_peermem_that_nothing_lists_is_undecided(tmp_path: Path, name: str) -> None:
-    """A module that was built without peer memory is never loaded, because its nv_mem_client_init() returns EINVAL."""
-    path = {"memory_peers/amdkfd/version": "/sys/kernel/mm", "holders/ib_uverbs": "/sys/module/ib_core"}.get(name)
+@pytest.mark.parametrize("relative_path", ["memory_peers/amdkfd/version", "holders/ib_uverbs", "none"])
+def test_peermem_that_nothing_lists_is_undecided(tmp_path: Path, relative_path: str) -> None:
+    """A loaded module has support for peer memory, because without it, nv_mem_client_init() returns EINVAL."""
+    parent_folder = {"memory_peers/amdkfd/version": "/sys/kernel/mm", "holders/ib_uverbs": "/sys/module/ib_core"}.get(
+        relative_path
+    )
     changes = {
-        "files": {PEER_MEMORY_CLIENT_FILE: None} | ({f"{path}/{name}": ""} if path else {}),
+        "files": {PEER_MEMORY_CLIENT_FILE: None} | ({f"{parent_folder}/{relative_path}": ""} if parent_folder else {}),
         "facts": {"routes": ()},
     }
     finding = apply_rule(tmp_path, "peermem-refused", changes)
@@ -137,7 +139,7 @@ def test_peermem_that_nothing_lists_is_undecided(tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize("facts", [{}, {"routes": ()}])
 def test_old_firmware_alone_is_undecided(tmp_path: Path, facts: dict[str, Any]) -> None:
-    """Old firmware and a module that is not loaded have the same effect, but different remedies."""
+    """Old firmware and an unloaded nvidia_peermem have the same effect, but different remedies."""
     changes = {"files": NO_PEER_MEMORY_FILES | {f"{HCA_FOLDER}/fw_ver": "28.34.1002\n"}, "working_routes": ()}
     finding = apply_rule(tmp_path, "nic-too-old", changes | {"facts": facts})
     assert (finding.verdict, "28.34.1002" in finding.text) == (Verdict.UNPROVEN, True), finding.text
@@ -188,10 +190,10 @@ def test_every_rule_has_a_passing_and_a_failing_tree(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(("rule_code", "example_name"), FAILING_EXAMPLES)
 def test_cause_is_found_on_a_replayed_capture(tmp_path: Path, rule_code: str, example_name: str) -> None:
-    correct_host = make_machine(tmp_path / "host", **FAILING_EXAMPLES[rule_code, example_name])
-    correct_host = replace(correct_host, files=Recorder(correct_host.files))
-    finding = rule_of(rule_code).apply(correct_host)
-    write_capture(tmp_path / "capture.json", correct_host.capture())
+    faulty_host = make_machine(tmp_path / "host", **FAILING_EXAMPLES[rule_code, example_name])
+    faulty_host = replace(faulty_host, files=Recorder(faulty_host.files))
+    finding = rule_of(rule_code).apply(faulty_host)
+    write_capture(tmp_path / "capture.json", faulty_host.capture())
     replayed_machine = captured_machine(read_capture(tmp_path / "capture.json"))
     assert (finding.verdict, rule_of(rule_code).apply(replayed_machine)) == (Verdict.FAIL, finding)
 
@@ -228,12 +230,12 @@ def test_machine_without_devices_has_no_cause(tmp_path: Path) -> None:
 def test_unreadable_files_are_reported_and_not_judged(tmp_path: Path) -> None:
     root = tmp_path / "host"
     healthy_host = make_machine(root)
-    for port in ("0000:02:00.0", "0000:02:01.0", "0000:02:02.0"):
+    for port_address in ("0000:02:00.0", "0000:02:01.0", "0000:02:02.0"):
         # An ordinary user can read only the header.
-        config = root / f"sys/bus/pci/devices/{port}/config"
+        config = root / f"sys/bus/pci/devices/{port_address}/config"
         config.write_bytes(config.read_bytes()[:64])
     (root / "run/udev/data/b259:1").unlink()
-    (root / "run/udev/data/b259:1").mkdir()
+    (root / "run/udev/data/b259:1").mkdir()  # A folder cannot be read as a file.
     finding = rule_of("acs-redirect").apply(healthy_host)
     assert finding.verdict is Verdict.NOT_RUN
     assert "cannot be read" in finding.text

@@ -36,7 +36,7 @@ NIC_CAUSES = {
     "stale-key",
     "missing-flush",
 }
-# The doctor reports each missing part by one of these texts. Then the path does not exist.
+# The doctor reports a missing part by one of these texts if, and only if, the path does not exist or is empty.
 PATH_OF_MISSING_PART = {
     "no NVIDIA driver": "/proc/driver/nvidia/version",
     "no RDMA device": "/sys/class/infiniband",
@@ -57,7 +57,7 @@ print(json.dumps([json.loads(result.to_json()) for result in results]))
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[tuple[dict[str, Any], ...]]:
-    """Return facts, topology and diagnosis of this machine, with its real libraries."""
+    """Yield facts, topology and diagnosis of this machine, which its real libraries report."""
     environment = launch.environment(launch.Launch(twin_apis=frozenset()))
     command = [sys.executable, "-c", EXAMINE_MACHINE]
     with udev.lock_entries():
@@ -81,7 +81,7 @@ def _hide_mount_points(text: str) -> str:
 
 def is_present(path: str) -> bool:
     """Return whether a file exists, or a folder exists and is not empty."""
-    # This process may see the devices of the twins in sysfs. The machine is examined without twins.
+    # This process may see the devices of the twins in sysfs, so a process without twins lists the folder.
     environment = launch.environment(launch.Launch(twin_apis=frozenset()))
     listing = subprocess.run(["ls", "-A", path], env=environment, capture_output=True, check=False)
     return bool(listing.stdout)
@@ -104,8 +104,8 @@ def test_facts_agree_with_the_driver(results: tuple[dict[str, Any], ...], eviden
 def test_topology_has_every_gpu(results: tuple[dict[str, Any], ...], evidence: Evidence) -> None:
     facts, topology, _ = results
     evidence["topology"] = topology
-    gpus = [place["address"] for place in topology["places"] if place["kind"] == "gpu"]
-    assert {gpu["address"] for gpu in facts["gpus"]} <= set(gpus)
+    gpu_addresses = [place["address"] for place in topology["places"] if place["kind"] == "gpu"]
+    assert {gpu["address"] for gpu in facts["gpus"]} <= set(gpu_addresses)
     assert all(
         len(distances_of_device) == len(topology["places"]) - 1
         for distances_of_device in topology["distances"].values()

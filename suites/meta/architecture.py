@@ -16,7 +16,7 @@ __all__ = ["DOCUMENT", "render"]
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "architecture.md"
-# The picture omits packages below this level, because nearly all others use them.
+# The picture omits packages below this level, because nearly all other packages use them.
 LOWEST_DRAWN_LEVEL = 2
 
 _HEAD = """\
@@ -37,7 +37,7 @@ _TAIL = """\
   both sides.
 - **Native code** lies below single packages: `native/verbs` (posting work requests), `native/engine` (the copy engine),
   `native/storage` (chunks and checksums of the storage service) and `native/usrbio` (the hf3fs client library and the
-  agent's loop). One seam imports each of them.
+  agent's loop). Each of them has a seam, the only file that imports it.
 - **The twins** (`native/twins`) are shared libraries with the SONAMEs of the real ones, below all packages. No package
   can tell them from hardware except `launch`, which finds them, and `report.substrate`, which reports what was loaded.
 

@@ -1,6 +1,7 @@
 """Checks of the project's rules in a source tree, one public function for each rule of rules.py.
 
-Each function yields one line for every violation in the tree at ``root``. It parses the sources and never imports them.
+Each function yields one line for every violation in the tree at ``root``. The functions read the sources and never
+import them.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ SUBSTRATE_FILE = "gdrkit/report/substrate.py"
 # Only this file may receive file descriptors.
 RECEIVER_FILE = "gdrkit/scm_rights.py"
 
+# find_unfinished_work() searches the files with these suffixes.
 _SEARCHED_SUFFIXES = (
     ".py",
     ".cpp",
@@ -66,7 +68,7 @@ _SEARCHED_SUFFIXES = (
     ".cmake",
     ".html",
 )
-# The words are written in two parts, so that this file does not violate the rule.
+# The words in this pattern are written in two parts, so that this file does not violate the rule.
 _UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 
 # Paths below these folders exist only on one machine, or for one user.
@@ -76,14 +78,14 @@ _MACHINE_PATHS = re.compile(r"(?<![\w}./-])/(?:work|opt|home|root|Users)/[^\s\"'
 def _parse_modules(root: Path, *sources: str) -> Iterator[tuple[str, ast.Module]]:
     """Yield path and syntax tree of every Python file in these files and folders."""
     for source in sources:
-        start = root / source
-        for path in sorted(start.rglob("*.py")) if start.is_dir() else [start]:
+        source_path = root / source
+        for path in sorted(source_path.rglob("*.py")) if source_path.is_dir() else [source_path]:
             if path.is_file():
                 yield path.relative_to(root).as_posix(), ast.parse(path.read_text(), filename=str(path))
 
 
 def _find_imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and full dotted name of every import, also inside functions and by importlib."""
+    """Yield line number and full dotted name of every import, also of imports inside functions and by importlib."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -118,18 +120,18 @@ def _get_package(path: str) -> str:
 
 
 def _get_level(package: str) -> int | None:
-    """Return the level of a package in levels.py, or None if it has none."""
+    """Return the level of a package, or None if levels.py does not list the package."""
     return next((level for level, packages in enumerate(IMPORT_LEVELS) if package in packages), None)
 
 
 def find_cross_package_imports(root: Path) -> Iterator[tuple[str, str, str]]:
     """Yield location, importing package and imported package of every import between two packages."""
     for path, tree in _parse_modules(root, "gdrkit"):
-        for line, name in _find_imports(tree):
+        for line_number, name in _find_imports(tree):
             top_level, _, submodule = name.partition(".")
             imported = submodule.partition(".")[0]
             if top_level == "gdrkit" and imported and imported not in {_get_package(path), "__version__"}:
-                yield f"{path}:{line}", _get_package(path), imported
+                yield f"{path}:{line_number}", _get_package(path), imported
 
 
 def find_packages_without_level(root: Path) -> Iterator[str]:
@@ -140,7 +142,7 @@ def find_packages_without_level(root: Path) -> Iterator[str]:
 
 
 def find_upward_imports(root: Path) -> Iterator[str]:
-    """Yield the imports of packages of a higher level."""
+    """Yield the imports in which the imported package has a higher level, or one package has no level."""
     for location, package, imported in find_cross_package_imports(root):
         level, imported_level = _get_level(package), _get_level(imported)
         if level is None or imported_level is None or imported_level > level:
@@ -163,6 +165,7 @@ def _find_imported_modules(root: Path) -> dict[str, set[str]]:
     imports_by_module: dict[str, set[str]] = {}
     for module, tree in trees.items():
         package = module.split(".")[:2]
+        # The name of `from module import function` is module.function. In that case, the module counts.
         names = {
             name if name in trees or name in SEAMS else name.rpartition(".")[0] for _line, name in _find_imports(tree)
         }
@@ -199,14 +202,14 @@ def find_import_circles(root: Path) -> Iterator[str]:
 
 
 def find_imports_outside_seams(root: Path) -> Iterator[str]:
-    """Yield the imports of foreign libraries in files that levels.py does not permit."""
+    """Yield the imports of foreign libraries in files in which levels.py does not permit these imports."""
     for path, tree in _parse_modules(root, "gdrkit"):
-        for line, name in _find_imports(tree):
+        for line_number, name in _find_imports(tree):
             allowed_files = next(
                 (files for module, files in SEAMS.items() if f"{name}.".startswith(f"{module}.")), None
             )
             if allowed_files is not None and path not in allowed_files:
-                yield f"{path}:{line} names {name}; only {', '.join(sorted(allowed_files))} may"
+                yield f"{path}:{line_number} names {name}; only {', '.join(sorted(allowed_files))} may"
 
 
 def find_stand_in_words(root: Path) -> Iterator[str]:
@@ -214,8 +217,10 @@ def find_stand_in_words(root: Path) -> Iterator[str]:
     for path in sorted((root / "gdrkit").rglob("*.py")):
         relative_path = path.relative_to(root).as_posix()
         if relative_path != SUBSTRATE_FILE:
-            for number, line in enumerate(path.read_text().splitlines(), start=1):
-                yield from (f"{relative_path}:{number} contains {word[0]}" for word in _STAND_IN_WORDS.finditer(line))
+            for line_number, line in enumerate(path.read_text().splitlines(), start=1):
+                yield from (
+                    f"{relative_path}:{line_number} contains {word[0]}" for word in _STAND_IN_WORDS.finditer(line)
+                )
 
 
 def find_replaced_functions(root: Path) -> Iterator[str]:
@@ -223,9 +228,9 @@ def find_replaced_functions(root: Path) -> Iterator[str]:
     for path, tree in _parse_modules(root, "suites", "gdrkit"):
         if path.startswith("suites/meta/defects/"):
             continue
-        for line, name in _find_imports(tree):
+        for line_number, name in _find_imports(tree):
             if name.startswith(("unittest.mock", "mock.", "pytest_mock")) or name == "mock":
-                yield f"{path}:{line} imports {name}"
+                yield f"{path}:{line_number} imports {name}"
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and _get_dotted_name(node.func).endswith(
                 ("monkeypatch.setattr", "mocker.patch")
@@ -242,9 +247,9 @@ def find_skips_outside_harness(root: Path) -> Iterator[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and _get_dotted_name(node) in banned_names:
                 yield f"{path}:{node.lineno} has {_get_dotted_name(node)}"
-        for line, name in _find_imports(tree):
+        for line_number, name in _find_imports(tree):
             if name in {"pytest.skip", "pytest.importorskip", "unittest.skip", "unittest.skipIf"}:
-                yield f"{path}:{line} imports {name}"
+                yield f"{path}:{line_number} imports {name}"
 
 
 def _raises_or_exits(node: ast.AST) -> bool:
@@ -258,13 +263,15 @@ def find_swallowed_errors(root: Path) -> Iterator[str]:
     for path, tree in _parse_modules(root, "gdrkit", "suites", "native", "automation", "noxfile.py"):
         for node in ast.walk(tree) if path not in CATCH_ALL_FILES else ():
             if isinstance(node, ast.ExceptHandler):
-                types = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-                catches_all = any(caught is None or _get_dotted_name(caught) in catch_all_types for caught in types)
+                caught_types = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+                catches_all = any(
+                    caught is None or _get_dotted_name(caught) in catch_all_types for caught in caught_types
+                )
                 if catches_all and not any(map(_raises_or_exits, ast.walk(node))):
                     yield f"{path}:{node.lineno} catches every exception and raises none"
             elif isinstance(node, ast.Call) and _get_function_name(node) == "suppress":
-                suppressed = catch_all_types & set(map(_get_dotted_name, node.args))
-                yield from (f"{path}:{node.lineno} suppresses {name}" for name in suppressed)
+                suppressed_types = catch_all_types & set(map(_get_dotted_name, node.args))
+                yield from (f"{path}:{node.lineno} suppresses {name}" for name in suppressed_types)
 
 
 # Methods that can wait for a lock or for another thread.
@@ -288,19 +295,20 @@ def _find_functions(tree: ast.Module) -> dict[str, list[ast.AST]]:
 
 def _find_finalizers(tree: ast.Module) -> Iterator[str]:
     """Yield the names of functions that the garbage collector calls: ``__del__``, and callbacks of weak references."""
-    callback_arguments = {"finalize": 1, "proxy": 1, "ref": 1}
+    callback_indexes = {"finalize": 1, "proxy": 1, "ref": 1}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "__del__":
             yield node.name
         elif isinstance(node, ast.Call) and _get_dotted_name(node.func).rpartition(".")[0] in {"", "weakref"}:
-            index = callback_arguments.get(_get_function_name(node))
-            if index is not None and len(node.args) > index:
-                yield _get_dotted_name(node.args[index]).rpartition(".")[2]
+            callback_index = callback_indexes.get(_get_function_name(node))
+            if callback_index is not None and len(node.args) > callback_index:
+                yield _get_dotted_name(node.args[callback_index]).rpartition(".")[2]
 
 
 def _takes_lock(node: ast.AST) -> bool:
     """Return whether the node is a ``with`` statement on a lock, or a call that can wait for one."""
     if isinstance(node, ast.With):
+        # Some condition variables have a name that ends with _changed.
         names = [_get_dotted_name(item.context_expr).rpartition(".")[2] for item in node.items]
         return any(re.search(r"lock|condition|_changed", name, re.IGNORECASE) for name in names)
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _LOCKING_METHODS
@@ -310,11 +318,11 @@ def _find_callable_functions(tree: ast.Module, trees: Mapping[str, ast.Module]) 
     """Return the functions of a module and of the modules of gdrkit that it imports, by name."""
     functions = _find_functions(tree)
     for _line, name in _find_imports(tree):
-        parts = name.split(".")
-        paths = ("/".join(parts[:end]) + ".py" for end in range(2, len(parts) + 1))
+        name_parts = name.split(".")
+        paths = ("/".join(name_parts[:end]) + ".py" for end in range(2, len(name_parts) + 1))
         for imported_tree in (trees[path] for path in paths if path in trees):
-            for function, nodes in _find_functions(imported_tree).items():
-                functions.setdefault(function, []).extend(nodes)
+            for function_name, nodes in _find_functions(imported_tree).items():
+                functions.setdefault(function_name, []).extend(nodes)
     return functions
 
 
@@ -324,13 +332,14 @@ def find_locked_finalizers(root: Path) -> Iterator[str]:
     for path, tree in trees.items():
         functions, unvisited, visited = _find_callable_functions(tree, trees), list(_find_finalizers(tree)), set[str]()
         while unvisited:
-            name = unvisited.pop()
-            definitions = () if name in visited else functions.get(name, ())
+            function_name = unvisited.pop()
+            definitions = () if function_name in visited else functions.get(function_name, ())
             nodes = [node for definition in definitions for node in ast.walk(definition)]
-            visited.add(name)
+            visited.add(function_name)
             unvisited += (_get_function_name(node) for node in nodes if isinstance(node, ast.Call))
             yield from (
-                f"{path}: a finalizer calls {name}(), which waits for a lock" for _ in filter(_takes_lock, nodes)
+                f"{path}: a finalizer calls {function_name}(), which waits for a lock"
+                for _ in filter(_takes_lock, nodes)
             )
 
 
@@ -370,15 +379,15 @@ def find_unfinished_work(root: Path) -> Iterator[str]:
     # These folders are left out, because other cases fill and remove them at the same time.
     generated_folders = {"build", "runs"}
     paths = []
-    for folder, subfolders, names in os.walk(root):
+    for folder, subfolders, file_names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in generated_folders and not name.startswith(".")]
-        paths += [Path(folder, name) for name in names if not name.startswith(".")]
+        paths += [Path(folder, name) for name in file_names if not name.startswith(".")]
     for path in sorted(paths):
         relative_path = path.relative_to(root).as_posix()
         if path.suffix not in _SEARCHED_SUFFIXES:
             continue
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
-            yield from (f"{relative_path}:{number} contains {word[0]}" for word in _UNFINISHED.finditer(line))
+        for line_number, line in enumerate(path.read_text().splitlines(), start=1):
+            yield from (f"{relative_path}:{line_number} contains {word[0]}" for word in _UNFINISHED.finditer(line))
 
 
 def find_machine_paths(root: Path) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Checks of the language: replaced words, openings without a subject, pronouns for a noun, long names of cases.
+"""Checks of wording: replaced words, comments without a subject, "that of" in place of a noun, long test names.
 
-Readers search for the terms of RDMA, CUDA and storage. GONE_WORDS maps words that only this project used to these
-terms.
+Readers search for the terms of RDMA, CUDA and storage. GONE_WORDS lists words that earlier versions of this project
+used in their place.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ CHECKED_PATHS: tuple[str, ...] = (
     "suites",
 )
 
-# Each word with the terms that replace it.
+# The value of each word is the term, or the terms, that replace it.
 GONE_WORDS: dict[str, str] = {
     "doorway": "listener",
     "doorways": "listeners",
@@ -118,12 +118,13 @@ _GONE_PHRASES = {
     re.compile(r"\bmemory nodes?\b", re.IGNORECASE): "NUMA node",
     re.compile(r"\blets? go of\b", re.IGNORECASE): "release",
 }
+# The parts of an identifier are words, too: RegionCache has the words Region and Cache.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-# The build installs copies of files of native/usrbio here.
+# The build installs copies of files of native/usrbio in these folders, so the checks skip them.
 _INSTALLED_FOLDERS = ("gdrkit/usrbio/examples/", "gdrkit/usrbio/include/")
 _CHECKED_SUFFIXES = (".c", ".cpp", ".h", ".hpp", ".md", ".py", ".sh", ".toml", ".yml")
 _COMMENT = re.compile(r"^\s*(#|//|\"\"\")")
-_HEADLESS = re.compile(r"^\s*(?:#|//|\"\"\")\s*(?:Who|What|Whoever|Of|Where|By which|For who)\b(?P<rest>.*)$")
+_HEADLESS_OPENING = re.compile(r"^\s*(?:#|//|\"\"\")\s*(?:Who|What|Whoever|Of|Where|By which|For who)\b(?P<rest>.*)$")
 _CHAINED_PRONOUN = re.compile(r"\b(?:that|those|the ones?) of\b", re.IGNORECASE)
 _TEST_NAME = re.compile(r"^\s*(?:async )?def (test_\w+)\(")
 TEST_NAME_MAX = 60
@@ -148,30 +149,30 @@ def find_headless_openings(root: Path) -> Iterator[str]:
     for location, line in _read_lines(root):
         file = location.rpartition(":")[0]
         is_continuation = file == previous_file and bool(_COMMENT.match(previous_line)) and '"""' not in line
-        opening = _HEADLESS.match(line)
+        opening = _HEADLESS_OPENING.match(line)
         if opening and not is_continuation and "?" not in opening["rest"] and not file.endswith(".md"):
             yield f"{location} begins without a subject: {line.strip()}"
         previous_line, previous_file = line, file
 
 
 def find_chained_pronouns(root: Path) -> Iterator[str]:
-    """Yield one line for each "that of" and "those of" outside of guides and items."""
+    """Yield one line for each "that of", "those of" or "the one of", except in Markdown files and suites/meta/items."""
     for location, line in _read_lines(root):
-        pronoun = _CHAINED_PRONOUN.search(line)
-        if pronoun and ".md:" not in location and not location.startswith("suites/meta/items/"):
-            yield f"{location} contains {pronoun[0]!r}; repeat the noun: {line.strip()}"
+        match = _CHAINED_PRONOUN.search(line)
+        if match and ".md:" not in location and not location.startswith("suites/meta/items/"):
+            yield f"{location} contains {match[0]!r}; repeat the noun: {line.strip()}"
 
 
 def find_long_test_names(root: Path) -> Iterator[str]:
     """Yield one line for each case whose name is longer than TEST_NAME_MAX characters."""
     for location, line in _read_lines(root):
-        name = _TEST_NAME.match(line)
-        if name and len(name[1]) > TEST_NAME_MAX:
-            yield f"{location} has a name of {len(name[1])} characters, at most {TEST_NAME_MAX}: {name[1]}"
+        match = _TEST_NAME.match(line)
+        if match and len(match[1]) > TEST_NAME_MAX:
+            yield f"{location}: the name {match[1]} has {len(match[1])} characters, and may have {TEST_NAME_MAX}"
 
 
 def _read_lines(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield location and text of every line of the checked parts, except for this file, which contains the words."""
+    """Yield the location ``PATH:LINE`` and the text of every line, except in this file, which lists the words."""
     for checked_path in CHECKED_PATHS:
         file_or_folder = root / checked_path
         for path in sorted(file_or_folder.rglob("*")) if file_or_folder.is_dir() else [file_or_folder]:

@@ -1,4 +1,4 @@
-"""Tables for the rules of the project: levels of packages, exceptions, and the files that import a foreign library."""
+"""Tables for the import rules of gdrkit: levels of packages, exceptions, and the importers of foreign modules."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ IMPORT_CIRCLES: frozenset[frozenset[str]] = frozenset(
     }
 )
 
-# For each foreign module, and each native module of the project: the files that may import it. A foreign module has no
-# types, so one file, the seam of the module, wraps it. ctypes can open any library, so only these files may use it.
+# The files that may import each foreign module, and each native module of the project. A foreign module has no types,
+# so one file, the seam of the module, wraps it. ctypes can open any library, so only the listed files may use it.
 SEAMS: Mapping[str, frozenset[str]] = {
     "pyverbs": frozenset({"gdrkit/verbs/_pyverbs.py"}),
-    # This entry stands before `cuda`, because the first entry that matches decides.
+    # `cuda` matches this module, too. The first matching entry decides, so this entry stands first.
     "cuda.bindings.cufile": frozenset({"gdrkit/cufile/_cufile.py"}),
     "cuda": frozenset({"gdrkit/cuda/_driver.py"}),
     "kvikio": frozenset({"gdrkit/cufile/_kvikio.py"}),

@@ -55,7 +55,7 @@ RULES = (
     ),
     Rule(
         name="packages of one level do not import each other",
-        why="CUDA exports a DmabufRange and verbs imports one; only registration knows both.",
+        why="For example, cuda exports a DmabufRange and verbs imports it; only registration imports both packages.",
         find_violations=checks.find_imports_within_level,
         must_fail={"gdrkit/verbs/region.py": "from gdrkit.cuda import memory\n"},
         must_pass={"gdrkit/verbs/region.py": "from gdrkit.verbs import nic\nfrom gdrkit.buffers import DmabufRange\n"},
@@ -84,14 +84,14 @@ RULES = (
         must_pass={"gdrkit/units.py": ""},
     ),
     Rule(
-        name="only its seam names a foreign library",
-        why="Only that file depends on the version of the library, and only there its types and errors appear.",
+        name="a foreign library is imported only by its seam",
+        why="The seam is the one file that wraps the library. Only this file depends on its version, types and errors.",
         find_violations=checks.find_imports_outside_seams,
         must_fail={"gdrkit/inventory/probe.py": "import importlib\nimportlib.import_module('pyverbs.device')\n"},
         must_pass={"gdrkit/verbs/_pyverbs.py": "import ctypes\nimport pyverbs.device\n"},
     ),
     Rule(
-        name="the product has no code for stand-ins",
+        name="gdrkit has no code for stand-ins (mocks, fakes, stubs)",
         why="Twins and hardware use one code path. With a branch for twins, the cases would test only that branch.",
         find_violations=checks.find_stand_in_words,
         must_fail={"gdrkit/verbs/nic.py": "is_simulated = False\n"},
@@ -109,7 +109,7 @@ RULES = (
     ),
     Rule(
         name="only the harness skips cases",
-        why="A case declares its needs by @needs before its body, and the harness reports each unmet one. A skip in "
+        why="A case declares its needs with @needs above its body, and the harness reports each unmet need. A skip in "
         "the body hides the reason.",
         find_violations=checks.find_skips_outside_harness,
         must_fail={"suites/rdma/test_a.py": "import pytest\n@pytest.mark.skipif(True, reason='')\ndef test(): ...\n"},
@@ -183,7 +183,8 @@ RULES = (
     ),
     Rule(
         name="replaced words are not used again",
-        why="Readers search for the terms of rdma-core, CUDA and the manuals. Half of them are not native speakers.",
+        why="Readers search for the terms of rdma-core, CUDA and the manuals, and half of the readers are not native "
+        "speakers.",
         find_violations=language.find_gone_words,
         must_fail={"automation/a.py": "# The hou" + "se is cleaned.\n"},
         must_pass={"automation/a.py": "# The project is checked by the CI; there is room for two more.\n"},

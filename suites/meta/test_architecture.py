@@ -1,4 +1,4 @@
-"""docs/architecture.md is up to date: its picture shows the imports between packages."""
+"""docs/architecture.md is up to date: its picture shows the imports between the packages of gdrkit."""
 
 from __future__ import annotations
 

@@ -17,13 +17,15 @@ from automation.side_by_side import Part, call_side_by_side
 from gdrkit import remedies
 
 ROOT = Path(__file__).resolve().parents[2]
-# Lines that `apt-get --simulate install` prints: a new package, an update, and replacements from other archives.
+# Lines that `apt-get --simulate install` prints: a new package, an update from the archive of the distribution, the
+# replacement of a package of a vendor, and an update from the archive of a third party.
 APT_ADDITION = "Inst xfsprogs (6.1.0-1 Debian:12.4/stable [amd64])"
 APT_UPDATE = "Inst libc6 [2.36-9] (2.36-10 Debian:12.4/stable [amd64])"
 APT_VENDOR_REPLACEMENT = "Inst libibverbs1 [2307mlnx47-1] (44.0-2 Debian:12.4/stable [amd64])"
 APT_THIRD_PARTY_UPDATE = "Inst libc6 [2.36-9] (2.40-1 example.com:stable [amd64])"
-# The transaction that `dnf install --assumeno` prints.
-DNF_OUTPUT = """\
+# Transactions that `dnf install --assumeno` prints: one with changes that the project refuses (of the packages
+# mlnx-tools, libibverbs, kernel-headers and openmpi), and one with only allowed changes.
+DNF_REFUSED_TRANSACTION = """\
 Last metadata expiration check: 0:00:01 ago.
 Dependencies resolved.
 ================================================================================
@@ -47,7 +49,7 @@ Transaction Summary
 ================================================================================
 Install  3 Packages
 """
-DNF_ADDITION = """\
+DNF_ALLOWED_TRANSACTION = """\
 Installing:
  xfsprogs                x86_64    6.4.0-4.el9           baseos           1.0 M
 Upgrading:
@@ -64,7 +66,7 @@ def write_program(folder: Path, name: str, script: str) -> None:
 
 
 def run_install(folder: Path, distribution: str = "debian") -> subprocess.CompletedProcess[str]:
-    """Install a package and a compiler in a process whose PATH is `folder` alone, as on this distribution."""
+    """Run the installation of a package and a compiler with PATH set to `folder`, on a machine of this distribution."""
     (folder / "os-release").write_text(f'NAME="A Linux"\nID="{distribution}"\n')
     arguments = f"['xfsprogs', 'g++'], os_release=pathlib.Path({str(folder / 'os-release')!r})"
     program = f"import pathlib; from automation import system_packages; system_packages.install_packages({arguments})"
@@ -74,10 +76,16 @@ def run_install(folder: Path, distribution: str = "debian") -> subprocess.Comple
 
 
 def test_failed_optional_packages_are_named_and_tried_again(tmp_path: Path) -> None:
-    words = [sys.executable, str(machine.python_version(sys.executable)), "first==1", "second==2", "third==3"]
+    digest_arguments = [
+        sys.executable,
+        str(machine.python_version(sys.executable)),
+        "first==1",
+        "second==2",
+        "third==3",
+    ]
     (tmp_path / "run" / "bin").mkdir(parents=True)
     # The environment exists, but pip could not install the two optional packages.
-    (tmp_path / "run" / "made-from").write_text(environments.compute_digest(words, []))
+    (tmp_path / "run" / "made-from").write_text(environments.compute_digest(digest_arguments, []))
     write_program(tmp_path / "run" / "bin", "pip", f'echo "$@" >> {tmp_path}/calls; test -e {tmp_path}/network')
     program = f"""
 import pathlib, sys
@@ -92,6 +100,7 @@ environments.ensure_environment(
     output = subprocess.check_output(command, env=environ, text=True)
     assert "Continuing without second==2, third==3" in output
     (tmp_path / "network").touch()
+    # The first of these runs installs the packages, so the second run has nothing to install.
     for _ in range(2):
         assert "Continuing" not in subprocess.check_output(command, env=environ, text=True)
     assert (tmp_path / "calls").read_text() == "install --quiet --no-deps second==2 third==3\n" * 2
@@ -113,15 +122,15 @@ def test_apt_may_update_within_the_release_only(row: str, *, replaces: bool, is_
 
 
 def test_dnf_may_update_within_the_release_only() -> None:
-    changes = {change.package: change for change in system_packages.list_dnf_changes(DNF_OUTPUT)}
+    changes = {change.package: change for change in system_packages.list_dnf_changes(DNF_REFUSED_TRANSACTION)}
     assert [name for name, change in changes.items() if not change.replaces] == [
         "xfsprogs",
         "python3.12-a-module-with-a-long-name",
         "inih",
     ]
     assert changes["glibc"].replaces
-    forbidden = [name for name, change in changes.items() if not change.is_allowed]
-    assert forbidden == ["mlnx-tools.noarch", "libibverbs", "kernel-headers", "openmpi"]
+    forbidden_packages = [name for name, change in changes.items() if not change.is_allowed]
+    assert forbidden_packages == ["mlnx-tools.noarch", "libibverbs", "kernel-headers", "openmpi"]
     assert changes["libibverbs"].text == "upgrading: libibverbs x86_64 51.0-1.el9_5 baseos"
 
 
@@ -154,33 +163,37 @@ def test_apt_waits_for_the_lock_of_another_apt(tmp_path: Path) -> None:
         tmp_path, "apt-get", f'case "$*" in *" -s") echo "{APT_ADDITION}";; *) echo "$*" >{calls_file};; esac'
     )
     result = run_install(tmp_path)
-    # Other users get the command and install nothing.
+    # For users other than root, the program prints the command and installs nothing.
     assert result.returncode == (0 if os.geteuid() == 0 else 3), result.stdout
     assert os.geteuid() != 0 or "DPkg::Lock::Timeout=600" in calls_file.read_text()
 
 
 @pytest.mark.parametrize(
-    ("distribution", "text"),
+    ("distribution", "expected_text"),
     [
         ("debian", "apt-get is not installed."),
         ("rocky", "dnf is not installed."),
         ("arch", "apt-get is not installed."),
     ],
 )
-def test_machine_without_manager_is_told_what_to_install(tmp_path: Path, distribution: str, text: str) -> None:
+def test_machine_without_manager_is_told_what_to_install(tmp_path: Path, distribution: str, expected_text: str) -> None:
     # The query reports that the RDMA libraries of the machine come from the distribution.
-    query = "rpm" if distribution == "rocky" else "dpkg-query"
-    write_program(tmp_path, query, "echo libibverbs 51.0-1 Rocky, Debian")
+    query_program = "rpm" if distribution == "rocky" else "dpkg-query"
+    write_program(tmp_path, query_program, "echo libibverbs 51.0-1 Rocky, Debian")
     result = run_install(tmp_path, distribution)
     assert result.returncode == 3
-    assert text in result.stdout
+    assert expected_text in result.stdout
     assert result.stdout.strip().endswith("xfsprogs gcc-c++" if distribution == "rocky" else "xfsprogs g++")
 
 
 @pytest.mark.parametrize(("update", "exit_code"), [("glibc", 0), ("libibverbs", 3)])
 def test_dnf_installs_what_its_dry_run_announced(tmp_path: Path, update: str, exit_code: int) -> None:
     calls_file = tmp_path / "called"
-    rows = DNF_OUTPUT.replace("\n", "\\n") if update == "libibverbs" else DNF_ADDITION.replace("\n", "\\n")
+    rows = (
+        DNF_REFUSED_TRANSACTION.replace("\n", "\\n")
+        if update == "libibverbs"
+        else DNF_ALLOWED_TRANSACTION.replace("\n", "\\n")
+    )
     write_program(tmp_path, "rpm", "echo libibverbs 51.0-1 Rocky Enterprise Software Foundation")
     write_program(
         tmp_path, "dnf", f'case "$*" in *--assumeno*) printf \'{rows}\'; exit 1;; *) echo "$*" >{calls_file};; esac'
@@ -254,14 +267,17 @@ def make_shell_part(name: str, script: str) -> Part:
 
 
 def test_side_by_side_keeps_output_and_exit_codes(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    # Each of the two commands waits for a file that the other command creates. They end only if they run at the same
-    # time.
-    wait = "until [ -e {0}/{2} ]; do :; done; echo {1}; echo {1}; exit {3}"
-    commands = [
-        make_shell_part(name, f"echo {name}; touch {tmp_path}/{name}; " + wait.format(tmp_path, name, other_name, code))
-        for name, other_name, code in (("first", "second", 0), ("second", "first", 3))
+    # Each of the two commands waits for a file that the other command creates. Both end only if they run at the
+    # same time.
+    wait_for_other = "until [ -e {0}/{2} ]; do :; done; echo {1}; echo {1}; exit {3}"
+    parts = [
+        make_shell_part(
+            name,
+            f"echo {name}; touch {tmp_path}/{name}; " + wait_for_other.format(tmp_path, name, other_name, exit_code),
+        )
+        for name, other_name, exit_code in (("first", "second", 0), ("second", "first", 3))
     ]
-    assert call_side_by_side(commands, jobs=2) == {"first": 0, "second": 3}
+    assert call_side_by_side(parts, jobs=2) == {"first": 0, "second": 3}
     output = capfd.readouterr().out
     assert "first\nfirst\nfirst\n" in output
     assert "second\nsecond\nsecond\n" in output

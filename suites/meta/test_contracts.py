@@ -1,7 +1,8 @@
 """The software twins export the functions that the installed client libraries import.
 
-native/twins/contracts/ lists the functions of each twin. A case fails if a new version of a client needs more
-functions. A software twin is a library that emulates the hardware below an API.
+native/twins/contracts/ lists the functions of each twin in NAME.symbols and NAME.conventions. A convention is the way
+in which a function reports an error. A case fails if a new version of a client needs more functions. A software twin is
+a library that emulates the hardware below an API.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import subprocess
 from pathlib import Path
 
 CONTRACTS = Path(__file__).resolve().parents[2] / "native" / "twins" / "contracts"
-# Debian and Ubuntu put the packages of their own Python here.
+# The Python packages of Debian and Ubuntu are in this folder.
 SYSTEM_PACKAGES = Path("/usr/lib/python3/dist-packages")
-# An undefined symbol in `readelf --dyn-syms`: ... UND ibv_open_device@IBVERBS_1.1 (3)
-IMPORTED = re.compile(r" UND (\w+@IBVERBS_\w+(?:\.\d+)*)")
+# `readelf --dyn-syms` prints an imported symbol as: ... UND ibv_open_device@IBVERBS_1.1 (3)
+IMPORTED_VERBS_SYMBOL = re.compile(r" UND (\w+@IBVERBS_\w+(?:\.\d+)*)")
 # cuda-bindings passes these names to cuGetProcAddress_v2. They are C strings in its module.
 CUDA_NAME = re.compile(rb"(?<=\0)cu[A-Z]\w+(?=\0)")
 CUFILE_NAME = re.compile(rb"(?<=\0)cuFile[A-Z]\w+(?=\0)")
@@ -30,12 +31,15 @@ def read_contract_symbols(name: str) -> set[str]:
 
 
 def read_private_verbs_symbols() -> set[str]:
-    """Return the private entries of libibverbs under each of their version numbers."""
+    """Return the private symbols of libibverbs, each with every version number of the row `numbers`.
+
+    A # in a name stands for the number.
+    """
     lines = (CONTRACTS / "ibverbs_private.conventions").read_text().splitlines()
     rows = [line.split() for line in lines if line and not line.startswith("#")]
-    numbers = next(row[1:] for row in rows if row[0] == "numbers")
+    version_numbers = next(row[1:] for row in rows if row[0] == "numbers")
     names = [row[0] for row in rows if row[0] != "numbers"]
-    return {f"{name.replace('#', number)}@IBVERBS_PRIVATE_{number}" for name in names for number in numbers}
+    return {f"{name.replace('#', number)}@IBVERBS_PRIVATE_{number}" for name in names for number in version_numbers}
 
 
 def find_verbs_clients() -> list[Path]:
@@ -50,7 +54,9 @@ def test_verbs_twin_exports_the_imports_of_its_clients() -> None:
     clients = find_verbs_clients()
     assert clients
     command = ["readelf", "--wide", "--dyn-syms", *map(str, clients)]
-    imported_names = set(IMPORTED.findall(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    imported_names = set(
+        IMPORTED_VERBS_SYMBOL.findall(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    )
     assert len(imported_names) > 50
     assert imported_names - read_contract_symbols("ibverbs.symbols") - read_private_verbs_symbols() == set()
 
@@ -69,6 +75,7 @@ HLTHUNK_NAME = re.compile(r'^    "(hlthunk_\w+)": \(', re.MULTILINE)
 
 
 def test_hlthunk_twin_exports_the_functions_of_the_seam() -> None:
+    # The file has the names of the last two functions in constants, which HLTHUNK_NAME does not match.
     seam = (CONTRACTS.parents[2] / "gdrkit" / "gaudi" / "_hlthunk.py").read_text()
     requested_names = {
         *HLTHUNK_NAME.findall(seam),

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # SCRIPT_START is the start of every script. In docs/usrbio.md, $D is the folder with the header and the library.
 # START_AGENT and START_SERVER start a service in the background, and wait for its first line. TERMINATE_SERVICE ends
-# the service, and its exit code becomes the exit code of the script.
+# the service. The exit code of the service becomes the exit code of the script.
 SCRIPT_START = """
 set -e
 python() { "$PYTHON" "$@"; }
@@ -35,7 +35,7 @@ TERMINATE_SERVICE = "kill $!; wait $!\n"
 
 def read_blocks(document: str, language: str) -> list[str]:
     """Return the code blocks of a document in this language."""
-    all_blocks = BLOCK.findall((PROJECT_ROOT / "docs" / document).read_text())
+    all_blocks = CODE_BLOCK.findall((PROJECT_ROOT / "docs" / document).read_text())
     return [code for block_language, code in all_blocks if block_language == language]
 
 
@@ -56,20 +56,20 @@ def run_on_twins(script: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("block_index", "output"), [(0, "0 4096\n"), (1, "65536 b'0123456789abcdef'\n")], ids=["host", "device"]
+    ("block_index", "expected_output"), [(0, "0 4096\n"), (1, "65536 b'0123456789abcdef'\n")], ids=["host", "device"]
 )
-def test_python_programs_of_usrbio_run(tmp_path: Path, block_index: int, output: str) -> None:
+def test_python_programs_of_usrbio_run(tmp_path: Path, block_index: int, expected_output: str) -> None:
     (tmp_path / "program.py").write_text(read_blocks("usrbio.md", "python")[block_index])
     (tmp_path / "data").write_bytes(b"0123456789abcdef" * 65536)
     script = f"mv data store\n{START_AGENT}python program.py store store/data\n{TERMINATE_SERVICE}"
-    assert output in run_on_twins(script, tmp_path)
+    assert expected_output in run_on_twins(script, tmp_path)
 
 
 def test_c_program_of_usrbio_copies_a_file(tmp_path: Path) -> None:
     (source,) = read_blocks("usrbio.md", "c")
     (tmp_path / "copy.c").write_text(source)
-    document = (PROJECT_ROOT / "docs" / "usrbio.md").read_text()
-    (compile_line,) = re.findall(r"^    (cc copy\.c .*)$", document, re.MULTILINE)
+    document_text = (PROJECT_ROOT / "docs" / "usrbio.md").read_text()
+    (compile_line,) = re.findall(r"^    (cc copy\.c .*)$", document_text, re.MULTILINE)
     create_data = "head -c 3000001 /dev/urandom > store/data\n"
     copy_data = "./copy store store/data store/copy\ncmp store/data store/copy\n"
     assert "3000001 bytes" in run_on_twins(
@@ -80,6 +80,7 @@ def test_c_program_of_usrbio_copies_a_file(tmp_path: Path) -> None:
 def test_storage_program_prints_the_documented_output(tmp_path: Path) -> None:
     (program,) = read_blocks("storage.md", "python")
     (tmp_path / "store.py").write_text(program)
+    # The first line of the server is: gdrkit serve: DIR at HOST:PORT by NICS
     run_client = 'line=${line##* at }\npython store.py "${line%% by *}" store/.gdrkit/token\n'
     assert is_in_document(run_on_twins(f"{START_SERVER}{run_client}{TERMINATE_SERVICE}", tmp_path), "storage.md")
 
@@ -99,7 +100,7 @@ def run_in_two_shells(document: str, service: str, client: str, folder: Path) ->
     (prefix,) = re.findall(r"put\s+`([^`]+ --)`\s+before\s+each\s+command", document_text)
     for command in (service, client):
         assert re.search(rf"(^    |`){re.escape(command)}( {{2}}|`|$)", document_text, re.MULTILINE), command
-    # The document names one fixed port. The case uses a free one.
+    # The commands of the document have a fixed port, which is replaced by a free port.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
     service_command, client_command = (
@@ -170,13 +171,13 @@ def test_cufile_program_prints_why_it_was_not_direct(tmp_path: Path) -> None:
 
 
 def test_tiers_program_prints_the_documented_output(tmp_path: Path) -> None:
-    document = (PROJECT_ROOT / "docs" / "tiers.md").read_text()
+    document_text = (PROJECT_ROOT / "docs" / "tiers.md").read_text()
     (program,) = read_blocks("tiers.md", "python")
     (tmp_path / "program.py").write_text(program)
-    (line,) = re.findall(r"^`(python program\.py .*?)`", document, re.MULTILINE)
+    (command_line,) = re.findall(r"^`(python program\.py .*?)`", document_text, re.MULTILINE)
     for name in ("fast", "medium", "slow"):
         (tmp_path / name).mkdir()
-    assert is_in_document(run_on_twins(f"{line}\n", tmp_path), "tiers.md")
+    assert is_in_document(run_on_twins(f"{command_line}\n", tmp_path), "tiers.md")
 
 
 def test_tiers_configuration_is_valid(tmp_path: Path) -> None:

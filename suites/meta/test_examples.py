@@ -16,7 +16,7 @@ from automation.site.snippets import list_example_files
 if TYPE_CHECKING:
     from pathlib import Path
 
-# An example collects all cases of the suites, which takes minutes on a busy machine.
+# One of the examples collects all cases of the suites, which takes minutes on a busy machine.
 pytestmark = pytest.mark.timeout(240)
 
 

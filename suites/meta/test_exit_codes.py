@@ -1,4 +1,4 @@
-"""A nox session ends with the exit code of the command that it runs, although nox itself ends with 1."""
+"""A nox session ends with the exit code of the command that it runs. By itself, nox ends with 1 after every failure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 CODE_ROW = re.compile(r"^\| (\d) \| (.+) \|$", re.MULTILINE)
 
 
-def run_nox(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+def run_nox(*arguments: str, search_path: str | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "nox", "-f", str(PROJECT_ROOT / "noxfile.py"), *arguments]
-    environ = {**os.environ, "PATH": path or os.environ["PATH"]}
+    environ = {**os.environ, "PATH": search_path or os.environ["PATH"]}
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=100)
 
 
@@ -48,7 +48,7 @@ def test_selection_without_cases_is_2() -> None:
 
 
 def test_missing_tools_beside_a_vendor_stack_are_3(vendor_machine_path: str) -> None:
-    result = run_nox("-s", "native", path=vendor_machine_path)
+    result = run_nox("-s", "native", search_path=vendor_machine_path)
     assert result.returncode == 3
     assert "ofed_info" in result.stdout
     assert "g++" in result.stdout

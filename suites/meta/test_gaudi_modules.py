@@ -1,4 +1,4 @@
-"""Only a few modules of the product mention Gaudi, because support of a device must not change the other modules.
+"""Only a few modules of gdrkit mention Gaudi, because support for a device must not change the other modules.
 
 docs/add-a-device.md has the same list.
 """
@@ -24,24 +24,24 @@ ALLOWED_MENTIONS = {
     "launch.py": (4, "the twin, and the hardware that it emulates"),
     "registration/policy.py": (2, "the registration routes of Gaudi memory: dma-buf alone"),
     "inventory/gaudi.py": (99, "the facts about Gaudi devices, and their query"),
-    "inventory/facts.py": (12, "the fields for these facts"),
+    "inventory/facts.py": (12, "the fields for the facts about Gaudi devices"),
     "inventory/api_query.py": (3, "the child process that queries the devices"),
     "inventory/probe.py": (14, "the decision whether to query the devices"),
     "inventory/profile.py": (7, "the profiles of machines with Gaudi"),
-    "report/describe.py": (8, "these facts as text"),
+    "report/describe.py": (8, "the facts about Gaudi devices as text"),
     "report/substrate.py": (7, "whether Gaudi was hardware or a twin"),
     "report/view.py": (6, "the API in a report"),
     "report/unproven.py": (2, "the name of the hardware that a case needs"),
     "harness/needs/gaudi.py": (99, "the needs of cases with Gaudi"),
-    "harness/needs/__init__.py": (3, "these needs, and the API behind them"),
-    "harness/fixtures.py": (7, "the fixture of suites"),
+    "harness/needs/__init__.py": (3, "the name of the module with the needs of Gaudi, and the API that they query"),
+    "harness/fixtures.py": (7, "the pytest fixture that opens a Gaudi device"),
     "harness/leaks.py": (4, "the first use of a device, before leaks are counted"),
     "faultplan.py": (2, "functions that a fault plan may name"),
-    "twin_run/report.py": (1, "the use of hl-thunk in a run on twins"),
+    "twin_run/report.py": (1, "whether a run on twins used hl-thunk"),
     "twin_run/usage.py": (2, "the number of hl-thunk in the record of a run"),
     "harness/session.py": (1, "the substrate of hl-thunk in a run"),
-    "monitor/process.py": (1, "the kind of its mappings of host memory, which are pinned"),
-    "observe/sampled_process.py": (1, "the file name of its library, among those that move bytes"),
+    "monitor/process.py": (1, "the kind of the host memory that is mapped for Gaudi, which is pinned"),
+    "observe/sampled_process.py": (1, "the file name of hl-thunk, in the list of libraries that move bytes"),
 }
 # These modules handle memory of any device and must not depend on its vendor.
 VENDOR_INDEPENDENT = (

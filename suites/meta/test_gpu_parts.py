@@ -32,7 +32,7 @@ def test_part_has_its_cases_and_is_in_the_readme(name: str) -> None:
 def test_every_benchmark_of_a_gpu_belongs_to_a_part() -> None:
     cases_of_parts = {case for part in run.PARTS.values() for case in part.cases}
     benchmarks = {str(path.relative_to(PROJECT_ROOT)) for path in (PROJECT_ROOT / "suites" / "bench").glob("test_*.py")}
-    # The results of these cases are recorded on a machine without hardware.
+    # These benchmarks need no GPU: their results are recorded on a machine without hardware.
     assert benchmarks - cases_of_parts == {
         f"suites/bench/{name}.py" for name in ("test_doctor_cost", "test_iov_cost", "test_tier_policy")
     }
@@ -55,6 +55,7 @@ def test_output_and_exit_code_of_a_part_are_kept(tmp_path: Path) -> None:
 
 def test_part_that_hangs_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import threading; threading.Event().wait()"]
+    # run_limited sends SIGABRT, and then SIGKILL if the process has not ended.
     assert run.run_limited(command, dict(os.environ), tmp_path, tmp_path / "log", 1.0) in {
         -signal.SIGABRT,
         -signal.SIGKILL,

@@ -26,6 +26,7 @@ atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=sys.stderr))
 from gdrkit.cli import main
 main(sys.argv[1:])
 """
+# Prefixes of the file names of libraries that `import gdrkit` must not load.
 FOREIGN_LIBRARIES = ("libcuda", "libibverbs", "librdmacm", "libcufile", "libhl-thunk", "libnvidia", "gdrkit")
 FOREIGN_MODULES = {"ctypes", "cuda", "cupy", "kvikio", "numpy", "pyverbs"}
 # Every command may import these modules: the modules of the command line, and the modules of the two lowest levels.
@@ -57,7 +58,7 @@ def test_short_command_imports_only_light_packages(command_name: str) -> None:
         [sys.executable, "-c", RUN_COMMAND, command_name], check=True, capture_output=True, text=True
     )
     assert "gdrkit" in result.stdout
-    interpreter = subprocess.run(
+    bare_interpreter = subprocess.run(
         [sys.executable, "-c", "import json, sys; print(json.dumps(sorted(sys.modules)))"],
         check=True,
         capture_output=True,
@@ -66,5 +67,5 @@ def test_short_command_imports_only_light_packages(command_name: str) -> None:
     modules = json.loads(result.stderr.splitlines()[-1])
     assert {name.split(".")[1] for name in modules if name.startswith("gdrkit.")} <= LIGHT_MODULES
     # Modules that the environment imports at every start of Python do not count for this command.
-    added_modules = {name.partition(".")[0] for name in set(modules) - set(json.loads(interpreter.stdout))}
+    added_modules = {name.partition(".")[0] for name in set(modules) - set(json.loads(bare_interpreter.stdout))}
     assert added_modules - set(sys.stdlib_module_names) <= LIGHT_PACKAGES

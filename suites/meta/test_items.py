@@ -1,4 +1,4 @@
-"""Every item of the first documents names code and cases that exist, and docs/findings.md shows every item."""
+"""Every item of the documents from which gdrkit began names existing code and cases, and is in docs/findings.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from meta.defects.document import DOCUMENT
-from meta.items.document import BAR
+from meta.items.document import ESCAPED_BAR
 from meta.items.item import DOCUMENTS, Document, Item, State, find_problems, read_document
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ def test_findings_show_every_item() -> None:
     items = [(document.number, item) for document in DOCUMENTS for item in document.items]
     for row, (number, item) in zip(rows, items, strict=True):
         row_number, text, state, _code, _cases = row.removeprefix("| ").removesuffix(" |").split(" | ")
-        assert (row_number, text.replace(BAR, "|"), state.partition(":")[0]) == (number, item.text, item.state)
+        assert (row_number, text.replace(ESCAPED_BAR, "|"), state.partition(":")[0]) == (number, item.text, item.state)
 
 
 def find_problems_of(tmp_path: Path, *items: Item) -> list[str]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     RunLab = Callable[..., subprocess.CompletedProcess[str]]
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
+# The lab calls these programs.
 PROGRAMS = ("qemu-system-x86_64", "busybox", "modprobe", "ip", "rdma", "vng")
 SOME_CASES = "suites/contract/rdma/test_bounds.py"
 
@@ -42,14 +43,14 @@ def write_script(path: Path, text: str) -> None:
 @pytest.fixture
 def lab_folder(tmp_path: Path) -> Path:
     """A folder `bin` in which every program of the lab does nothing and succeeds, and a kernel in `kernel`."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
+    program_folder = tmp_path / "bin"
+    program_folder.mkdir()
     for name in PROGRAMS:
-        write_script(programs / name, "exit 0")
+        write_script(program_folder / name, "exit 0")
     for name in ("bash", "sh", "sleep", "env", "git", "dirname"):
         program = shutil.which(name)
         if program:
-            (programs / name).symlink_to(program)
+            (program_folder / name).symlink_to(program)
     (tmp_path / "kernel" / "boot").mkdir(parents=True)
     (tmp_path / "kernel" / "boot" / "vmlinuz-1").touch()
     (tmp_path / "kernel" / "ready").write_text("\n".join(MODULE_FOLDERS))
@@ -88,6 +89,7 @@ def get_sentence(result: subprocess.CompletedProcess[str]) -> str:
     """Return the one sentence that the lab printed."""
     assert result.returncode == 3, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
+    # The lab also prints whether its virtual machine uses KVM.
     (line,) = [
         line for line in result.stdout.splitlines() if line.startswith("lab: ") and "virtual machine by" not in line
     ]
@@ -146,15 +148,15 @@ def test_guest_that_does_not_boot_is_reported(lab_folder: Path, run_lab: RunLab)
 
 
 @pytest.mark.parametrize(
-    "guest",
+    "guest_script",
     [
         # SIGTERM is ignored by a child of the guest, or by the guest itself.
         pytest.param('trap "" TERM; sleep 1000 & : >booted; wait', id="child"),
         pytest.param('trap "" TERM; : >booted; while :; do sleep 1; done', id="guest"),
     ],
 )
-def test_guest_that_hangs_is_killed_with_its_children(lab_folder: Path, guest: str) -> None:
-    write_script(lab_folder / "bin" / "vng", guest)
+def test_guest_that_hangs_is_killed_with_its_children(lab_folder: Path, guest_script: str) -> None:
+    write_script(lab_folder / "bin" / "vng", guest_script)
     machine = Machine(image=lab_folder / "kernel" / "boot" / "vmlinuz-1", tools=lab_folder / "bin", use_kvm=False)
     start_s = time.monotonic()
     with pytest.raises(LabError, match="did not end within 1 s"):
@@ -169,6 +171,7 @@ def test_guest_without_result_is_reported(lab_folder: Path, run_lab: RunLab) -> 
 
 
 def test_pair_agrees_only_if_it_passes_on_both() -> None:
+    # The arguments of Pair are a case, its outcome on the twin, and its outcome on the kernel.
     pairs = [
         Pair("a", "pass", "pass"),
         Pair("b", "pass", "fail"),

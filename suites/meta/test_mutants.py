@@ -1,4 +1,4 @@
-"""The mutation runner: its sample, its patches, and the failures that count as a kill."""
+"""The mutation runner: its sample, its patches, and the failures of cases that kill a mutant."""
 
 from __future__ import annotations
 

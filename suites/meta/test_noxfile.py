@@ -10,7 +10,7 @@ import pytest
 from automation.commands import ROOT
 from automation.gdrkit_commands import add_default_cases
 
-SESSIONS = pytest.mark.parametrize("session", ["bench", "direct", "suites"])
+EACH_SESSION = pytest.mark.parametrize("session", ["bench", "direct", "suites"])
 DEFAULT_CASES = ["suites", "--ignore=suites/meta"]
 # The value of an option does not name cases, even if it is an existing folder.
 OPTIONS = ["-k", "readmes", "--ignore", "docs"]
@@ -29,9 +29,9 @@ NAMED_CASES = [
 ]
 
 
-@pytest.mark.parametrize("named", NAMED_CASES)
-def test_named_cases_replace_the_default(named: str) -> None:
-    for arguments in ([named], [*OPTIONS, named], [named, *OPTIONS]):
+@pytest.mark.parametrize("named_case", NAMED_CASES)
+def test_named_cases_replace_the_default(named_case: str) -> None:
+    for arguments in ([named_case], [*OPTIONS, named_case], [named_case, *OPTIONS]):
         assert add_default_cases(arguments, *DEFAULT_CASES) == arguments
 
 
@@ -40,12 +40,12 @@ def run_collection(session: str, *arguments: str) -> int:
     return subprocess.run([*command, "--collect-only", "-q", *arguments], capture_output=True, check=False).returncode
 
 
-@SESSIONS
+@EACH_SESSION
 def test_options_alone_do_not_select_meta(session: str) -> None:
-    # No default case has this name. Only a case of suites/meta has it.
+    # `-k readmes` matches only cases of suites/meta, which are not default cases, so no case is selected.
     assert run_collection(session, *OPTIONS) == 2
 
 
-@SESSIONS
+@EACH_SESSION
 def test_options_apply_to_named_cases(session: str) -> None:
     assert run_collection(session, *OPTIONS, "suites/meta/test_readmes.py") == 0

@@ -29,12 +29,13 @@ from hardware.peers.rdma_core import RdmaCoreResults
 from hardware.peers.run import DeviceUnderTest, run_program
 from hardware.peers.speed import make_speed_record
 
+# The arguments are an RDMA device, an IP address that reaches it, and the index of its RoCE GID.
 DEVICE_WITHOUT_TWINS = DeviceUnderTest("rxe0", "127.0.0.1", 1, timeout_s=20)
 DEVICE_ON_TWINS = DeviceUnderTest(
     "twin0", "127.0.0.1", 1, (sys.executable, "-m", "gdrkit", "run", "--software"), timeout_s=60
 )
 
-# Each program writes its process ID to a file, and sleeps.
+# The client and the server write their process IDs to files, and sleep.
 RUN_SLEEPERS = """
 import sys
 from hardware.peers.programs import StockProgram
@@ -51,7 +52,7 @@ def make_program(client: str, server: str = "", **fields: object) -> StockProgra
 
 
 @pytest.mark.parametrize(
-    ("stock_program", "failure"),
+    ("stock_program", "expected_failure"),
     [
         (make_program("echo done", output="^done$"), ""),
         (make_program("exit 3"), "the client ended with exit code 3"),
@@ -62,8 +63,8 @@ def make_program(client: str, server: str = "", **fields: object) -> StockProgra
         (make_program("true", sent_file_bytes=1000), "the copied file differs from its source"),
     ],
 )
-def test_program_passes_only_with_code_output_and_data(stock_program: StockProgram, failure: str) -> None:
-    assert run_program(stock_program, DEVICE_WITHOUT_TWINS).failure == failure
+def test_program_passes_only_with_code_output_and_data(stock_program: StockProgram, expected_failure: str) -> None:
+    assert run_program(stock_program, DEVICE_WITHOUT_TWINS).failure == expected_failure
 
 
 def test_program_that_hangs_is_killed() -> None:
@@ -102,9 +103,12 @@ def test_program_that_moves_no_bytes_over_the_twin_fails() -> None:
     assert outcome.failure == "0 bytes moved over the twin, at least 1 were expected"
 
 
-@pytest.mark.parametrize(("client", "failure"), [("true", ""), ("exit 3", "the client ended with exit code 3")])
-def test_program_that_does_not_use_an_api_must_end_with_125(client: str, failure: str) -> None:
-    assert run_program(make_program(client, expected_unused_api="verbs"), DEVICE_ON_TWINS).failure == failure
+@pytest.mark.parametrize(
+    ("client", "expected_failure"), [("true", ""), ("exit 3", "the client ended with exit code 3")]
+)
+def test_program_that_does_not_use_an_api_must_end_with_125(client: str, expected_failure: str) -> None:
+    # `gdrkit run --require=verbs` ends with 125 if the program succeeds without a use of verbs.
+    assert run_program(make_program(client, expected_unused_api="verbs"), DEVICE_ON_TWINS).failure == expected_failure
 
 
 def test_command_of_a_record_has_no_path_of_this_tree() -> None:
@@ -121,10 +125,10 @@ def test_names_of_programs_are_unique() -> None:
 def test_what_only_the_kernel_can_do_is_a_defect_of_the_twin(tmp_path: Path) -> None:
     twin_file, kernel_file = tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl"
     failed_record = make_record(Verdict.FAIL, case="peers::kernel only", reasons=(CaseReason(text="a reason"),))
-    tests = {"tests.a": "pass", "tests.b": "skip: unsupported"}
+    twin_outcomes = {"tests.a": "pass", "tests.b": "skip: unsupported"}
     for path, record, outcomes in (
-        (twin_file, failed_record, tests),
-        (kernel_file, make_record(case="peers::kernel only"), {**tests, "tests.b": "pass"}),
+        (twin_file, failed_record, twin_outcomes),
+        (kernel_file, make_record(case="peers::kernel only"), {**twin_outcomes, "tests.b": "pass"}),
     ):
         append_record(path, make_record(case="peers::both"))
         append_record(path, record)
@@ -138,10 +142,11 @@ def test_what_only_the_kernel_can_do_is_a_defect_of_the_twin(tmp_path: Path) -> 
 
 
 def test_case_of_cuda_python_counts_only_without_kernels(tmp_path: Path) -> None:
-    """A case that needs kernels, a compiler or the static runtime does not count, even if only the twin shows it."""
+    """A case that needs kernels, a compiler or the static runtime does not count, even if only its error shows that."""
     compiler_failure = "fail: call: nvrtc is hidden, so that no case compiles"
     runtime_failure = "fail: call: CUDAError: cudaErrorNotSupported: ..."
-    gpu_and_twin = {
+    # For each case: its outcome on the GPU, its outcome on the twin, and what it needs.
+    results_by_case = {
         "m.py::both": ("pass", "pass", []),
         "m.py::twin_fails": ("pass", "fail: call: CUDA_ERROR_NOT_SUPPORTED", []),
         "m.py::twin_skips": ("pass", "skip: no such device", []),
@@ -151,10 +156,14 @@ def test_case_of_cuda_python_counts_only_without_kernels(tmp_path: Path) -> None
         "m.py::gpu_fails": ("fail: call: 1", "fail: call: 2", []),
         "m.py::one_gpu": ("skip: two GPUs", "pass", []),
     }
-    join = join_results(*write_results(tmp_path, gpu_and_twin))
-    assert join.counted == {"m.py::both", "m.py::twin_fails", "m.py::twin_skips"}
-    assert (join.passed_count, round(join.share_percent, 1), join.cases_passing_only_on_twin) == (1, 33.3, [])
-    assert join.failure == "33.3 % of 3 cases pass, not 95 %"
+    joined_results = join_results(*write_results(tmp_path, results_by_case))
+    assert joined_results.counted == {"m.py::both", "m.py::twin_fails", "m.py::twin_skips"}
+    assert (
+        joined_results.passed_count,
+        round(joined_results.share_percent, 1),
+        joined_results.cases_passing_only_on_twin,
+    ) == (1, 33.3, [])
+    assert joined_results.failure == "33.3 % of 3 cases pass, not 95 %"
 
 
 def test_twin_that_is_kinder_than_a_gpu_fails(tmp_path: Path) -> None:
@@ -163,7 +172,7 @@ def test_twin_that_is_kinder_than_a_gpu_fails(tmp_path: Path) -> None:
 
 
 def test_module_of_cuda_python_goes_on_after_a_crash(tmp_path: Path) -> None:
-    """A process that ends as after a timeout is started again, and Device.sync() counts as the static runtime."""
+    """After a crash, a new process runs the further cases. A case with Device.sync() needs the static runtime."""
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     module = tmp_path / "test_cases.py"
     crashing_case, syncing_case, last_case = (
@@ -189,7 +198,7 @@ def write_results(folder: Path, cases: dict[str, tuple[str, str, list[str]]]) ->
 
 
 @pytest.mark.parametrize(
-    ("test", "twin", "is_defect"),
+    ("test_name", "twin_outcome", "is_defect"),
     [
         ("tests.test_odp.OdpTestCase.test_odp_ud_traffic", "skip: ODP is not supported", False),
         ("tests.test_odp.OdpTestCase.test_odp_ud_traffic", "error", True),
@@ -197,8 +206,8 @@ def write_results(folder: Path, cases: dict[str, tuple[str, str, list[str]]]) ->
         ("tests.test_qpex.QpExTestCase.test_qp_ex_rc_send", "skip: not supported", True),
     ],
 )
-def test_only_a_skipped_test_with_a_source_is_no_defect(test: str, twin: str, *, is_defect: bool) -> None:
-    difference = Difference(test, twin, "pass")
+def test_only_a_skipped_test_with_a_source_is_no_defect(test_name: str, twin_outcome: str, *, is_defect: bool) -> None:
+    difference = Difference(test_name, twin_outcome, "pass")
     assert difference.is_defect_of_twin is is_defect
     assert bool(difference.source) is not is_defect
 
@@ -213,7 +222,7 @@ def test_kernel_that_ran_no_tests_of_rdma_core_is_an_error(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("figure", "value", "missed"),
+    ("metric", "value", "expected_reason"),
     [
         ("ib_write_lat_us", 0.6, ""),
         ("ib_write_lat_us", 0.61, "ib_write_lat_us / ucx_tcp_tag_lat_us <= 0.6 does not hold: 0.61"),
@@ -221,13 +230,13 @@ def test_kernel_that_ran_no_tests_of_rdma_core_is_an_error(tmp_path: Path) -> No
         ("ucx_verbs_put_bw_gbps", 1.9, "ucx_verbs_put_bw_gbps / ucx_tcp_put_bw_gbps >= 2 does not hold: 1.90"),
     ],
 )
-def test_speed_passes_only_within_its_limits(figure: str, value: float, missed: str) -> None:
+def test_speed_passes_only_within_its_limits(metric: str, value: float, expected_reason: str) -> None:
     names = ("ucx_tcp_tag_lat_us", "memcpy_gbps", "ib_write_bw_gbps", "ib_read_bw_gbps", "ucx_tcp_put_bw_gbps")
     values = {name: [1.0, 9.0, 1.0] for name in names}
-    values |= {"ib_write_lat_us": [0.5] * 3, "ucx_verbs_put_bw_gbps": [2.0] * 3, figure: [value] * 3}
+    values |= {"ib_write_lat_us": [0.5] * 3, "ucx_verbs_put_bw_gbps": [2.0] * 3, metric: [value] * 3}
     record = make_speed_record(values, load=(0.0, 0.0), duration_s=1.0)
-    assert "; ".join(reason.text for reason in record.reasons) == missed
-    assert (record.verdict is Verdict.PASS) == (not missed)
+    assert "; ".join(reason.text for reason in record.reasons) == expected_reason
+    assert (record.verdict is Verdict.PASS) == (not expected_reason)
 
 
 def test_skipped_tests_are_counted_whatever_their_reason() -> None:

@@ -27,7 +27,7 @@ WITHOUT_EXAMPLE: dict[str, str] = tomllib.loads((Path(__file__).parent / "withou
 
 
 def list_declared_names() -> set[str]:
-    """Return the full names in the `__all__` of each package and of each module beside the packages."""
+    """Return the full names in the `__all__` of each package and of each module directly in gdrkit/."""
     names = set()
     for path in sorted((ROOT / "gdrkit").rglob("*.py")):
         module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
@@ -54,7 +54,8 @@ def test_reference_has_every_public_name() -> None:
 
 
 def test_public_class_or_function_has_a_docstring() -> None:
-    # The two native classes have the interfaces of the protocols Iovec and Ioring in gdrkit.usrbio.native_types.
+    # The two native classes have no docstrings. The protocols Iovec and Ioring in gdrkit.usrbio.native_types document
+    # their interfaces.
     undocumented = [
         f"{module_name}.{name}"
         for module_name, module in reference.list_public_modules().items()

@@ -1,4 +1,7 @@
-"""The session `wheels`: debug symbols, the size limit and its options. The session itself runs the wheels."""
+"""Parts of the nox session `wheels`: separate debug symbols, the size limit of a wheel, and the options of the session.
+
+The session itself checks that programs run with the wheels.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_every_record_of_the_sample_exists() -> None:
     assert len(references) > 50
     records_folder = PROJECT_ROOT / "reports" / "baselines" / "h200-1"
     line_counts = {path.name: len(path.read_text().splitlines()) for path in records_folder.glob("*.jsonl")}
-    assert [name for name, number in references if int(number) > line_counts.get(name, 0)] == []
+    assert [name for name, line_number in references if int(line_number) > line_counts.get(name, 0)] == []
 
 
 def test_sample_shows_the_host_if_its_facts_exist() -> None:

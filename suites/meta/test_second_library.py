@@ -1,4 +1,4 @@
-"""The Python binding works with a second build of the client library that has no GPU extension."""
+"""The Python binding of usrbio works with a client library that was built without the GPU extension."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ from gdrkit.errors import Unsupported
 
 mount = Path(sys.argv[1])
 (mount / "file").write_bytes(pattern.payload(100_003, seed=7))
-mapped = lambda: {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "hf3fs_api" in line}
+list_mapped_libraries = lambda: {
+    line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "hf3fs_api" in line
+}
 with AgentProcess(mount) as agent:
     fd = os.open(mount / "file", os.O_RDONLY)
     usrbio.register_fd(fd)
     with Application(mount, memory_kind="host", length_bytes=200_000) as application:
+        # The read is 100000 bytes from offset 3 of the file to offset 77 of the memory.
         assert application.read((fd, 77, 3, 100_000)) == [100_000]
         application.check(77, 100_000, seed=7, file_offset=3)
     usrbio.deregister_fd(fd)
-    assert mapped() == {os.environ["GDRKIT_USRBIO_LIBRARY"]}, mapped()
+    assert list_mapped_libraries() == {os.environ["GDRKIT_USRBIO_LIBRARY"]}, list_mapped_libraries()
     assert not usrbio.gdr_available()
     assert usrbio.gdr_device_count() == 0
     for call in (

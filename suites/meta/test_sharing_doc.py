@@ -13,10 +13,10 @@ from gdrkit.registration.handle import LAYOUT, SHARE_HANDLE_BYTES, ShareKind
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "sharing.md"
 
-# Text in the document for each CUresult.
-RESULTS = {0: "works", 1: "refused (1)", 801: "refused (801)"}
-# Text in the document for each value of ExportRow.part except "whole".
-PARTS = {
+# The document has these texts for CUDA_SUCCESS (0), CUDA_ERROR_INVALID_VALUE (1) and CUDA_ERROR_NOT_SUPPORTED (801).
+TEXT_BY_RESULT = {0: "works", 1: "refused (1)", 801: "refused (801)"}
+# The document has these texts for the values of ExportRow.part except "whole".
+TEXT_BY_PART = {
     "page": "from its second page on",
     "odd_address": "at an odd address",
     "odd_length": "of an odd length",
@@ -38,11 +38,11 @@ def make_export_table() -> str:
         cells = []
         for kind in ShareKind:
             rows = [row for row in EXPORTS if (row.memory, row.method, row.part) == (memory, kind, "whole")]
-            cells.append(RESULTS[rows[0].status] if rows else "has no chunks")
+            cells.append(TEXT_BY_RESULT[rows[0].status] if rows else "has no chunks")
         lines.append(f"| {memory.value} | {' | '.join(cells)} |")
     lines += ["", "| dma-buf of cuMemAlloc memory | |", "|---|---|"]
     part_rows = [row for row in EXPORTS if row.memory is MemoryKind.CUDA and row.part != "whole"]
-    lines += [f"| {PARTS[row.part]} | {RESULTS[row.status]} |" for row in part_rows]
+    lines += [f"| {TEXT_BY_PART[row.part]} | {TEXT_BY_RESULT[row.status]} |" for row in part_rows]
     return "\n".join(lines)
 
 
@@ -53,8 +53,8 @@ def test_document_has_the_table_of_the_code(table: object) -> None:
 
 
 def test_layout_has_no_gap() -> None:
-    end_bytes = 0
+    end_offset_bytes = 0
     for field in LAYOUT:
-        assert field.offset_bytes == end_bytes
-        end_bytes += struct.calcsize(f"<{field.code}")
-    assert end_bytes == SHARE_HANDLE_BYTES
+        assert field.offset_bytes == end_offset_bytes
+        end_offset_bytes += struct.calcsize(f"<{field.code}")
+    assert end_offset_bytes == SHARE_HANDLE_BYTES

@@ -1,4 +1,4 @@
-"""Every block of code in the documents is run by a case, or states in snippets.toml why it is not."""
+"""A case runs every block of code in the documents, or snippets.toml says what else runs it, or why nothing runs it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 
 # The third chapter of the tutorial runs two qualifications, a check and the doctor, which takes minutes.
 pytestmark = pytest.mark.timeout(600)
+# For each document: the beginning of each block of code, and how the block is checked.
 TABLE: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "snippets.toml").read_text())
 SNIPPETS = [snippet for path in list_guides() for snippet in find_snippets(path)]
 CHAPTERS = sorted({snippet.document for snippet in SNIPPETS if "/tutorial/" in snippet.document})
 # A command that begins with one of these texts is a service. It runs until it is terminated.
 SERVICES = ("gdrkit serve", "gdrkit agent", "gdrkit tiers run")
-# Exit codes of commands that report about this machine. All other commands must end with 0.
-CODES_BY_COMMAND = {"gdrkit doctor": {0, 1, 4}, "gdrkit run --software --isolated --faults": {1}}
+# These commands may end with other exit codes than 0, because they report problems of this machine or get errors from a
+# fault plan.
+EXIT_CODES_BY_COMMAND = {"gdrkit doctor": {0, 1, 4}, "gdrkit run --software --isolated --faults": {1}}
 # Values for the placeholders of the documents.
 PLACEHOLDER_VALUES = {
     "CODE": "memlock-low",
@@ -40,10 +42,11 @@ PLACEHOLDER_VALUES = {
     "=/mnt/ssd": "=medium",
 }
 PLACEHOLDER_VALUES |= {"=/data": "=slow", "~/.config/fish/completions/": ""}
-# A comment after a command is separated by two spaces.
+# At least two spaces separate a comment from the command before it.
 COMMENT = re.compile(r" {2,}(?:#.*|(?![-|]).*)$")
 
-# Programs around a block of code that is only a part of a program. The block replaces BODY.
+# Programs around a block of code that is only a part of a program. The block replaces BODY. In SHARING_FRAME, parts
+# of the block of docs/sharing.md replace IMPORTS, OWNER and PEER.
 SHARING_FRAME = """
 import os, socket, sys
 from gdrkit import cuda, verbs
@@ -96,11 +99,14 @@ def select_snippets(kind: str) -> list[Snippet]:
 
 
 def make_twin_environment(folder: Path) -> dict[str, str]:
-    """Return the variables of a command on the twins. These twins can reach only the twins of this case."""
+    """Return the environment of a command on software twins that can reach only the twins of this case."""
     environ = environment(Launch(twin_apis=APIS_WITH_TWINS, isolated=True))
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
-    tiers = {"GDRKIT_TIERS": "nvme=fast ssd=medium hdd=slow", "GDRKIT_TIERS_CATALOGUE": str(folder / "catalogue")}
-    return environ | tiers | {"HOME": str(folder)}
+    tier_variables = {
+        "GDRKIT_TIERS": "nvme=fast ssd=medium hdd=slow",
+        "GDRKIT_TIERS_CATALOGUE": str(folder / "catalogue"),
+    }
+    return environ | tier_variables | {"HOME": str(folder)}
 
 
 def run_command(line: str, folder: Path, environ: dict[str, str]) -> str:
@@ -119,7 +125,7 @@ def run_command(line: str, folder: Path, environ: dict[str, str]) -> str:
         ["bash", "-c", line], cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=200
     )
     allowed_codes = next(
-        (allowed_codes for command, allowed_codes in CODES_BY_COMMAND.items() if line.startswith(command)), {0}
+        (allowed_codes for command, allowed_codes in EXIT_CODES_BY_COMMAND.items() if line.startswith(command)), {0}
     )
     assert result.returncode in allowed_codes, f"{line}\n{result.stdout}{result.stderr}"
     return result.stdout
@@ -234,7 +240,7 @@ def test_part_of_a_program_runs(snippet: Snippet, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("document", CHAPTERS)
 def test_chapter_of_the_tutorial_works(document: str, tmp_path: Path) -> None:
-    """Run the programs and commands of a chapter in order. The output must end with the block of text that follows."""
+    """Run the programs and commands of a chapter in order. A block of text must be the end of the last output."""
     environ = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     file_names = iter(re.findall(r"\bIn `([\w.]+)`:", (ROOT / document).read_text()))
     output = ""
@@ -252,7 +258,7 @@ def test_chapter_of_the_tutorial_works(document: str, tmp_path: Path) -> None:
 
 
 def remove_numbers(lines: list[str]) -> list[str]:
-    """Return the lines with each number replaced by 0. Numbers of cases and sizes of devices change."""
+    """Return the lines with each number replaced by 0. The numbers differ between machines."""
     return [re.sub(r"\d+", "0", line) for line in lines]
 
 
@@ -270,10 +276,10 @@ def test_program_of_the_document_uses_names_that_exist(snippet: Snippet) -> None
     ast.parse(snippet.text)
     for name in find_used_names(snippet.text):
         parts = name.split(".")
-        value: object = importlib.import_module(parts[0])
+        resolved_object: object = importlib.import_module(parts[0])
         for index, part in enumerate(parts[1:], start=2):
-            if not hasattr(value, part):
+            if not hasattr(resolved_object, part):
                 importlib.import_module(".".join(parts[:index]))
-            value = getattr(value, part)
-            if isinstance(value, type):
+            resolved_object = getattr(resolved_object, part)
+            if isinstance(resolved_object, type):
                 break

@@ -11,22 +11,24 @@ import gdrkit
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 PYPROJECTS = [tomllib.loads((PROJECT_ROOT / folder / "pyproject.toml").read_text()) for folder in ("", "native/twins")]
-PRODUCT, TWINS = (pyproject["project"] for pyproject in PYPROJECTS)
-HF3FS = tomllib.loads((PROJECT_ROOT / "deploy" / "hf3fs" / "pyproject.toml").read_text())["project"]
+GDRKIT_METADATA, TWINS_METADATA = (pyproject["project"] for pyproject in PYPROJECTS)
+HF3FS_METADATA = tomllib.loads((PROJECT_ROOT / "deploy" / "hf3fs" / "pyproject.toml").read_text())["project"]
 
 
 def test_package_and_metadata_agree() -> None:
-    assert PRODUCT["version"] == gdrkit.__version__
+    assert GDRKIT_METADATA["version"] == gdrkit.__version__
 
 
 def test_software_extra_requires_the_twins_of_this_tree() -> None:
-    assert PRODUCT["optional-dependencies"]["software"] == [f"{TWINS['name']}=={TWINS['version']}"]
-    assert TWINS["version"] == PRODUCT["version"]
+    assert GDRKIT_METADATA["optional-dependencies"]["software"] == [
+        f"{TWINS_METADATA['name']}=={TWINS_METADATA['version']}"
+    ]
+    assert TWINS_METADATA["version"] == GDRKIT_METADATA["version"]
 
 
 def test_hf3fs_names_require_the_product_of_this_tree() -> None:
-    assert HF3FS["version"] == PRODUCT["version"]
-    assert HF3FS["dependencies"] == [f"{PRODUCT['name']}=={PRODUCT['version']}"]
+    assert HF3FS_METADATA["version"] == GDRKIT_METADATA["version"]
+    assert HF3FS_METADATA["dependencies"] == [f"{GDRKIT_METADATA['name']}=={GDRKIT_METADATA['version']}"]
 
 
 def test_changelog_has_the_version() -> None:
@@ -42,7 +44,11 @@ def test_local_build_tools_include_those_of_pip() -> None:
 
 def test_ci_runs_every_python_of_the_metadata() -> None:
     workflow = (PROJECT_ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    versions = {entry.rpartition(" ")[2] for entry in PRODUCT["classifiers"] if re.search(r":: 3\.\d+$", entry)}
+    versions = {
+        classifier.rpartition(" ")[2]
+        for classifier in GDRKIT_METADATA["classifiers"]
+        if re.search(r":: 3\.\d+$", classifier)
+    }
     assert set(re.findall(r'python: "([\d.]+)"', workflow)) == versions
 
 

@@ -16,6 +16,7 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 # nox -s meta builds the wheel of gdrkit into this folder, and copies the installed wheel of the software twins
 # (libraries that emulate the hardware) into it.
 WHEELS = PROJECT_ROOT / "build" / "wheels"
+# A wheel has these folders below gdrkit/_data/.
 DATA_FOLDERS = ("suites/", "hardware/profiles/", "reports/templates/", "reports/schema/")
 PRINT_DEVICES = """
 import json
@@ -43,11 +44,11 @@ def wheel() -> Path:
 
 
 @pytest.fixture(scope="module")
-def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of a virtual environment that has only the wheels, in an empty folder."""
     folder = tmp_path_factory.mktemp("empty")
     run_successfully([sys.executable, "-m", "virtualenv", "--quiet", str(folder / "venv")], folder)
-    # pip accepts a file with extras only in this form.
+    # pip accepts a wheel file together with extras only as NAME[EXTRAS] @ URI.
     requirement = f"gdrkit[qualify,software] @ {wheel.as_uri()}"
     find_links = ["--find-links", str(WHEELS)]
     run_successfully([str(folder / "venv" / "bin" / "pip"), "install", "--quiet", *find_links, requirement], folder)
@@ -78,24 +79,24 @@ def test_wheel_has_exactly_the_native_parts_of_this_tree(wheel: Path) -> None:
     assert set(filter(is_native_part, zipfile.ZipFile(wheel).namelist())) == built_parts
 
 
-def test_wheel_runs_programs_on_the_twins(environment: Path, tmp_path: Path) -> None:
-    command = [str(environment / "gdrkit"), "run", "--software", "--"]
-    output = run_successfully([*command, str(environment / "python"), "-c", PRINT_DEVICES], tmp_path)
+def test_wheel_runs_programs_on_the_twins(bin_folder: Path, tmp_path: Path) -> None:
+    command = [str(bin_folder / "gdrkit"), "run", "--software", "--"]
+    output = run_successfully([*command, str(bin_folder / "python"), "-c", PRINT_DEVICES], tmp_path)
     devices = json.loads(output.splitlines()[-1])
     assert devices["nics"] > 0
     assert devices["gpus"] > 0
 
 
-def test_wheel_qualifies_on_the_twins(environment: Path, tmp_path: Path) -> None:
+def test_wheel_qualifies_on_the_twins(bin_folder: Path, tmp_path: Path) -> None:
     run_successfully(
-        [str(environment / "gdrkit"), "qualify", "--software", "--output", str(tmp_path / "report")], tmp_path
+        [str(bin_folder / "gdrkit"), "qualify", "--software", "--output", str(tmp_path / "report")], tmp_path
     )
     assert {"records.jsonl", "junit.xml", "summary.md", "index.html"} <= {
         path.name for path in (tmp_path / "report").iterdir()
     }
 
 
-def test_plugin_document_works_in_an_empty_project(environment: Path, tmp_path: Path) -> None:
+def test_plugin_document_works_in_an_empty_project(bin_folder: Path, tmp_path: Path) -> None:
     document = (PROJECT_ROOT / "docs" / "plugin.md").read_text()
     (settings, program, shell, output) = (
         re.search(rf"^```{language}\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
@@ -107,11 +108,11 @@ def test_plugin_document_works_in_an_empty_project(environment: Path, tmp_path: 
     assert output
     (tmp_path / "pyproject.toml").write_text(settings[1])
     (tmp_path / "test_transfer.py").write_text(program[1])
-    path = f"{environment}{os.pathsep}{os.environ['PATH']}"
+    search_path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
         ["bash", "-ec", shell[1]],
         cwd=tmp_path,
-        env={**os.environ, "PATH": path},
+        env={**os.environ, "PATH": search_path},
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,4 @@
-"""The engines are closed after each case, so that the harness can detect handles that they left open."""
+"""The copy engines of gdrkit.gds are closed after each case, so that the harness can detect handles they left open."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Fuzz target of the parser of safetensors headers: ``python -m models.fuzz_headers --seconds 10``.
 
-The parser may refuse a text with its documented error. If the parser accepts the text, its entries equal the result
-of Python's parser of JSON. The entries cover the data without a gap, and a header that is packed from the entries is
-parsed to the same entries.
+The parser may refuse a header with UsageError (Reason.MALFORMED). If the parser accepts the header, the entries equal
+the result of json.loads, and they cover the data without a gap. If the entries are packed and parsed again, they are
+unchanged.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gdrkit.safetensors import ELEMENT_TYPES, header
 
 __all__ = ["TARGETS"]
 
+# Size of the data after the header, in bytes.
 _DATA_BYTES = 64
 _VALID_HEADER = json.dumps(
     {
@@ -47,23 +48,23 @@ _TOKENS = (
 )
 
 
-def _check(data: bytes) -> None:
+def _check_header(data: bytes) -> None:
     try:
         parsed_header = header.parse_header(data, data_bytes=_DATA_BYTES, path="model.safetensors")
     except UsageError as error:
         if error.reason is not Reason.MALFORMED:
             raise
         return
-    document = json.loads(data)
-    assert document.pop("__metadata__", None) == parsed_header.metadata
-    for name, value in document.items():
+    json_object = json.loads(data)
+    assert json_object.pop("__metadata__", None) == parsed_header.metadata
+    for name, fields in json_object.items():
         entry = parsed_header.tensors[name]
         assert [entry.dtype, list(entry.shape), [entry.begin, entry.end]] == [
-            value["dtype"],
-            value["shape"],
-            value["data_offsets"],
+            fields["dtype"],
+            fields["shape"],
+            fields["data_offsets"],
         ]
-    assert len(document) == len(parsed_header.tensors)
+    assert len(json_object) == len(parsed_header.tensors)
     data_offset = 0
     for name, entry in parsed_header.tensors.items():
         assert entry.begin == data_offset, name
@@ -77,7 +78,7 @@ def _check(data: bytes) -> None:
 
 TARGETS = {
     "header": fuzz.FuzzTarget(
-        _check,
+        _check_header,
         [_VALID_HEADER, _VALID_HEADER + b"   ", b'{"x":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}}'],
         (header,),
         change_count_range=(1, 5),

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TENSORS_OF_EVERY_TYPE", "ModelFile", "compute_tensor_bytes", "pack_file", "write_model"]
 
-# A tensor of each data type, an empty one and one without dimensions. The shape (3, 8) has 24 elements, so that also
-# elements of 4 or 6 bits fill whole bytes.
+# Name, type and shape of tensors: one of each data type, an empty tensor, and a tensor without dimensions. The shape
+# (3, 8) has 24 elements, so that also elements of 4 or 6 bits fill whole bytes.
 TENSORS_OF_EVERY_TYPE: tuple[tuple[str, str, tuple[int, ...]], ...] = (
     *((f"tensor.{name}", name, (3, 8)) for name in ELEMENT_TYPES),
     ("empty", "F32", (0, 5)),
@@ -26,7 +26,7 @@ TENSORS_OF_EVERY_TYPE: tuple[tuple[str, str, tuple[int, ...]], ...] = (
 
 
 class ModelFile(NamedTuple):
-    """A file, and the bytes and the shape of each tensor by its name."""
+    """A model file, and the bytes and shapes of its tensors by their names."""
 
     path: Path
     tensors: dict[str, bytes]
@@ -34,7 +34,10 @@ class ModelFile(NamedTuple):
 
 
 def pack_file(header: Any, data: bytes = b"") -> bytes:  # noqa: ANN401 - any JSON value, or bytes.
-    """Return the bytes of a file. `header` is a JSON value, or the bytes of the header."""
+    """Return the contents of a model file: the size of the header in 8 bytes, the header, and `data`.
+
+    `header` is a JSON value, or the bytes of the header.
+    """
     header_bytes = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(header_bytes)) + header_bytes + data
 

@@ -16,19 +16,19 @@ TENSORS = (("a", "F32", (4, 4)),)
 
 
 def test_load_is_closed_in_a_forked_child(tmp_path: Path, seed: int) -> None:
-    file = write_model(tmp_path / "model", TENSORS, seed=seed)
-    with start_load_files([file.path], framework="dlpack") as load:
+    model = write_model(tmp_path / "model", TENSORS, seed=seed)
+    with start_load_files([model.path], framework="dlpack") as load:
         with hold_in_another_thread(get_lock(load)):
             assert run_in_forked_child(load.close) == 0
-        assert load.result()["a"].read() == file.tensors["a"]
+        assert load.result()["a"].read() == model.tensors["a"]
 
 
 def test_file_is_read_in_a_forked_child(tmp_path: Path, seed: int) -> None:
-    file = write_model(tmp_path / "model", TENSORS, seed=seed)
-    with safe_open(file.path, "dlpack") as open_file:
+    model = write_model(tmp_path / "model", TENSORS, seed=seed)
+    with safe_open(model.path, "dlpack") as open_file:
 
         def read_in_child() -> None:
-            assert open_file.get_tensors()["a"].read() == file.tensors["a"]
+            assert open_file.get_tensors()["a"].read() == model.tensors["a"]
 
         with hold_in_another_thread(get_lock(open_file)):
             assert run_in_forked_child(read_in_child) == 0

@@ -41,6 +41,7 @@ def test_header_of_every_data_type_is_read(tmp_path: Path, seed: int) -> None:
 def test_packed_header_is_padded_and_read_again() -> None:
     entries = {"a": TensorEntry("F32", (2, 3), 0, 24), "\N{GREEK SMALL LETTER ALPHA}": TensorEntry("U8", (), 24, 25)}
     data = pack_header(entries.items(), {"k": "v"})
+    # The packed header begins with its size, in 8 bytes.
     assert len(data) % 8 == 0
     assert struct.unpack("<Q", data[:8]) == (len(data) - 8,)
     header = parse_header(data[8:], data_bytes=25, path="x")

@@ -1,4 +1,4 @@
-"""Model files arrive in memory of the host, of one device or of two: every data type, slices, several files, errors."""
+"""`gdrkit.safetensors` loads model files into memory of the host, of one GPU or of two: data types, slices, errors."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ DEVICES = [
     pytest.param("cuda", marks=needs(cuda.device()), id="device"),
 ]
 ON_EVERY_DEVICE = pytest.mark.parametrize("device_argument", DEVICES)
-# All of these tensors but the first are unaligned in the file, at the offsets 602, 4602, 4605 and 4885. In memory, the
-# loader aligns each tensor of at least 256 bytes.
+# In the file, the data of these tensors begin at the offsets 0, 602, 4602, 4605 and 4885 after the header. In memory,
+# the loader aligns each tensor of at least 256 bytes to 16 bytes.
 UNALIGNED_TENSORS = (
     ("a", "BF16", (301,)),
     ("b", "F32", (1000,)),
@@ -96,11 +96,12 @@ def test_several_files_are_loaded_at_once(tmp_path: Path, seed: int, device_argu
         [model.path for model in models],
         device_argument,
         framework="dlpack",
-        on_progress=lambda *bytes_: progress.append(bytes_),
+        on_progress=lambda arrived_bytes, total_bytes: progress.append((arrived_bytes, total_bytes)),
     )
     expected_tensors = {name: data for model in models for name, data in model.tensors.items()}
     assert read_tensors(loaded_tensors) == expected_tensors
-    assert progress[-1] == (sum(map(len, expected_tensors.values())),) * 2
+    model_bytes = sum(map(len, expected_tensors.values()))
+    assert progress[-1] == (model_bytes, model_bytes)
 
 
 SLICES = [
@@ -141,7 +142,7 @@ def test_slice_reads_only_its_bytes(tmp_path: Path, seed: int, device_argument: 
 def slice_lists(
     nested: list[list[list[int]]], shape: tuple[int, ...], index: object
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return the elements and the shape of `nested[index]`, the expected result, which is computed with lists."""
+    """Return the elements and the shape of `nested[index]` by the rules of numpy. `nested` has three dimensions."""
     index_items: list[Any] = list(index) if isinstance(index, tuple) else [index]
     if ... in index_items:
         ellipsis_index = index_items.index(...)
@@ -229,6 +230,7 @@ def test_each_device_loads_its_own_selection(tmp_path: Path, seed: int) -> None:
             for name, data in expected_tensors.items()
         }
         assert {tensor.device_index for tensor in tensors.values()} == {rank}
+    # Each file has 6006 bytes of `w`, which the devices divide, and 28 bytes of `b`, which both devices load.
     assert loaded_tensors[0].report.bytes == 2 * 6006 + 2 * 2 * 28
     assert loaded_tensors[0].report.peer_bytes == 0
     whole_tensors, half_tensors = load_files(
@@ -246,7 +248,8 @@ def test_error_of_one_selection_ends_the_load_of_all(tmp_path: Path, seed: int) 
     def load(select: object, *, share: bool | None = None) -> None:
         load_files([model.path], ["cuda:0", "cuda:1"], framework="dlpack", select=select, share=share)
 
-    # The transfer of the first device has started when the selection of the second is evaluated.
+    # When the selection of the second device is evaluated, the transfer of the first device has started. The error must
+    # end that transfer too.
     with pytest.raises(UsageError, match="index 9000000 is not inside a dimension of size 8388608"):
         load([None, lambda _name, _shape: 9_000_000])
     with pytest.raises(UsageError, match="select must have one function for each of the 2 devices, not 1"):
@@ -270,17 +273,18 @@ def test_devices_share_reads_if_copies_are_faster(tmp_path: Path, seed: int) -> 
         peer_bytes: int = loaded_tensors[0].report.peer_bytes
         return peer_bytes
 
-    slow_copy = "cuMemcpyPeerAsync call=1 delay_us=1000000"
-    with inject_faults(Api.CUDA, slow_copy):
+    slow_copy_fault = "cuMemcpyPeerAsync call=1 delay_us=1000000"
+    with inject_faults(Api.CUDA, slow_copy_fault):
         assert load_and_get_peer_bytes() == length_bytes, "the first load is shared, because no rates are known"
     assert load_and_get_peer_bytes() == 0, "copies were slower than reads"
-    with inject_faults(Api.CUDA, slow_copy):
+    with inject_faults(Api.CUDA, slow_copy_fault):
         assert load_and_get_peer_bytes("direct") == length_bytes, "the disk is read once even if copies were slower"
     assert load_and_get_peer_bytes() == 0, "both files are cached"
     drop_from_cache(models[1].path)
-    with inject_faults(Api.CUDA, slow_copy):
+    with inject_faults(Api.CUDA, slow_copy_fault):
         assert load_and_get_peer_bytes() == length_bytes, "the second file is not cached"
     models[1].path.read_bytes()
+    # The engine copies the bytes that it has read from a file to a GPU by this function, so reads become slow.
     with inject_faults(Api.CUDA, "cuMemcpyHtoDAsync_v2 call=1 delay_us=4000000"):
         assert load_and_get_peer_bytes() == 0, "the copies of the last shared load were slower than its reads"
     assert load_and_get_peer_bytes() == length_bytes, "reads were slower than copies"
@@ -312,6 +316,7 @@ def test_memory_lives_as_long_as_a_dlpack_consumer(tmp_path: Path, seed: int, de
     model = write_model(tmp_path / "model", [("a", "U8", (length_bytes,))], seed=seed)
     free_bytes = device.memory_info().free_bytes
     tensor = load_file(model.path, device.index, framework="dlpack")["a"]
+    # The capsule stands for a library that took the memory by DLPack.
     capsule, address = tensor.__dlpack__(max_version=(1, 0)), tensor.address
     del tensor
     with borrow(device, address, length_bytes=length_bytes) as memory:
@@ -386,22 +391,22 @@ def test_model_larger_than_the_device_is_out_of_memory(tmp_path: Path, seed: int
         load_files([small_model.path, tmp_path / "model"], device.index, framework="dlpack")
     assert error_info.value.reason is Reason.OUT_OF_MEMORY
     assert device.memory_info().free_bytes == free_bytes
-    # The process keeps the context of the device.
+    # The process keeps the primary context of the device, so its count may have changed.
     assert handles.live() == handles_before | {"cuda.primary_context": handles.live().get("cuda.primary_context", 0)}
 
 
 @ON_EVERY_DEVICE
 def test_cancelled_load_frees_everything(tmp_path: Path, seed: int, device_argument: str) -> None:
     model = write_model(tmp_path / "model", [("a", "U8", (32 * MIB,))], seed=seed)
-    reasons = []
+    failure_reasons = []
     with start_load_files([model.path], device_argument, framework="dlpack") as load:
         load.cancel()
         try:
             load.result()
         except gds.TransferFailed as error:
-            reasons.append(error.reason)
-    # All chunks may have been started before the cancellation.
-    assert reasons in ([], [Reason.CANCELLED])
+            failure_reasons.append(error.reason)
+    # If all chunks were started before the cancellation, the load may succeed.
+    assert failure_reasons in ([], [Reason.CANCELLED])
     assert handles.live().get("gds.file", 0) == 0
 
     def interrupt_load(*_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Model files as tensors of torch on the CPU, compared with safetensors, and the library transformers with gdrkit."""
+"""`gdrkit.safetensors` loads and saves torch tensors on the CPU like the package safetensors, also for transformers."""
 
 from __future__ import annotations
 
@@ -47,19 +47,20 @@ def test_every_type_is_a_tensor_of_torch(tmp_path: Path, seed: int, *, own_memor
 def test_tensors_outlive_the_dict(tmp_path: Path, seed: int) -> None:
     model = write_model(tmp_path / "model", [("a", "I32", (300, 7)), ("b", "U8", (5,))], seed=seed)
     tensor = safetensors.load_file(model.path)["a"]
-    tensor += 0  # The memory can be written.
+    tensor += 0  # This writes the memory, which must not be read-only.
     assert get_tensor_bytes({"a": tensor})["a"] == model.tensors["a"]
 
 
 @NEEDS_SAFETENSORS
 def test_saved_file_is_that_of_safetensors(tmp_path: Path, seed: int) -> None:
-    torch_functions = importlib.import_module("safetensors.torch")
-    tensors = [entry for entry in TENSORS_OF_EVERY_TYPE if not entry[1].startswith("F6_")]
+    safetensors_torch = importlib.import_module("safetensors.torch")
+    # torch has no data types of 6 bits. They are loaded as uint8, and would be saved as U8.
+    tensors = [tensor for tensor in TENSORS_OF_EVERY_TYPE if not tensor[1].startswith("F6_")]
     loaded_tensors = safetensors.load_file(write_model(tmp_path / "model", tensors, seed=seed).path)
     safetensors.save_file(loaded_tensors, tmp_path / "ours", {"k": "v"})
-    torch_functions.save_file(dict(loaded_tensors), tmp_path / "theirs", {"k": "v"})
+    safetensors_torch.save_file(dict(loaded_tensors), tmp_path / "theirs", {"k": "v"})
     assert get_tensor_bytes(safetensors.load_file(tmp_path / "theirs")) == get_tensor_bytes(loaded_tensors)
-    assert get_tensor_bytes(torch_functions.load_file(tmp_path / "ours")) == get_tensor_bytes(loaded_tensors)
+    assert get_tensor_bytes(safetensors_torch.load_file(tmp_path / "ours")) == get_tensor_bytes(loaded_tensors)
 
 
 def test_tensor_that_is_not_contiguous_is_not_saved(tmp_path: Path) -> None:
@@ -73,21 +74,24 @@ def test_tensor_that_is_not_contiguous_is_not_saved(tmp_path: Path) -> None:
 
 @NEEDS_SAFETENSORS
 def test_patch_replaces_the_functions_and_restores_them(tmp_path: Path, seed: int) -> None:
-    library, torch_functions = importlib.import_module("safetensors"), importlib.import_module("safetensors.torch")
-    originals = (library.safe_open, torch_functions.safe_open, torch_functions.load_file)
+    safetensors_package, safetensors_torch = (
+        importlib.import_module("safetensors"),
+        importlib.import_module("safetensors.torch"),
+    )
+    originals = (safetensors_package.safe_open, safetensors_torch.safe_open, safetensors_torch.load_file)
     model = write_model(tmp_path / "model", [("a", "F32", (8, 3))], seed=seed)
-    expected_tensor = torch_functions.load_file(model.path)["a"]
+    expected_tensor = safetensors_torch.load_file(model.path)["a"]
     with safetensors.patch():
-        assert issubclass(library.safe_open, safetensors.safe_open)
-        assert isinstance(torch_functions.load_file(model.path, device="cpu"), safetensors.LoadedTensors)
-        with library.safe_open(model.path, framework="pt", device="cpu") as file:
+        assert issubclass(safetensors_package.safe_open, safetensors.safe_open)
+        assert isinstance(safetensors_torch.load_file(model.path, device="cpu"), safetensors.LoadedTensors)
+        with safetensors_package.safe_open(model.path, framework="pt", device="cpu") as file:
             assert file.get_tensor("a").equal(expected_tensor)
             assert file.get_slice("a")[...].equal(expected_tensor)
             assert file.get_slice("a")[2:4, 1:].equal(expected_tensor[2:4, 1:])
         with pytest.raises(UsageError) as error_info, safetensors.patch():
             pass
         assert error_info.value.reason is Reason.BUSY
-    assert (library.safe_open, torch_functions.safe_open, torch_functions.load_file) == originals
+    assert (safetensors_package.safe_open, safetensors_torch.safe_open, safetensors_torch.load_file) == originals
 
 
 @NEEDS_SAFETENSORS

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
 
 NEEDS_NCCL = needs(host.module("nvidia.nccl"))
-# Sizes in bytes of the types of parameters that nccl.h declares without `*`. ncclComm_t and cudaStream_t are pointers.
-WIDTHS_BYTES = {
+# Sizes of the parameter types in nccl.h, in bytes. ncclComm_t and cudaStream_t are pointers, as each type with `*` is.
+TYPE_SIZES_BYTES = {
     "int": 4,
     "ncclDataType_t": 4,
     "ncclRedOp_t": 4,
@@ -44,38 +44,38 @@ def read_header() -> str:
 
 
 @NEEDS_NCCL
-@pytest.mark.parametrize("name", _nccl.FUNCTIONS)
-def test_argument_widths_match_the_header(name: str) -> None:
-    declaration = re.search(rf"ncclResult_t\s+{name}\(([^)]*)\)", read_header())
+@pytest.mark.parametrize("function_name", _nccl.FUNCTIONS)
+def test_argument_widths_match_the_header(function_name: str) -> None:
+    declaration = re.search(rf"ncclResult_t\s+{function_name}\(([^)]*)\)", read_header())
     assert declaration is not None
     parameters = declaration[1].split(",")
     type_names = [re.sub(r"\bconst\b", "", parameter).rpartition(" ")[0].strip() for parameter in parameters]
     expected_bytes = [
-        8 if "*" in parameter else WIDTHS_BYTES[type_name]
+        8 if "*" in parameter else TYPE_SIZES_BYTES[type_name]
         for parameter, type_name in zip(parameters, type_names, strict=True)
     ]
-    assert [ctypes.sizeof(argument_type) for argument_type in _nccl.FUNCTIONS[name]] == expected_bytes
+    assert [ctypes.sizeof(argument_type) for argument_type in _nccl.FUNCTIONS[function_name]] == expected_bytes
 
 
 @NEEDS_NCCL
 def test_enumerations_match_the_header() -> None:
-    number_by_name = {
-        name.lower(): int(number) for name, number in re.findall(r"\bnccl(\w+)\s*=\s*(\d+)\b", read_header())
+    value_by_name = {
+        name.lower(): int(value) for name, value in re.findall(r"\bnccl(\w+)\s*=\s*(\d+)\b", read_header())
     }
-    assert {data_type.name.lower(): number_by_name[data_type.name.lower()] for data_type in nccl.DataType} == {
+    assert {data_type.name.lower(): value_by_name[data_type.name.lower()] for data_type in nccl.DataType} == {
         data_type.name.lower(): data_type.value for data_type in nccl.DataType
     }
-    short_names = {"SUM": "sum", "PRODUCT": "prod", "MAXIMUM": "max", "MINIMUM": "min", "AVERAGE": "avg"}
-    assert [number_by_name[short_names[operation.name]] for operation in nccl.ReduceOperation] == list(
+    header_names = {"SUM": "sum", "PRODUCT": "prod", "MAXIMUM": "max", "MINIMUM": "min", "AVERAGE": "avg"}
+    assert [value_by_name[header_names[operation.name]] for operation in nccl.ReduceOperation] == list(
         nccl.ReduceOperation
     )
     for status, name in enumerate(_nccl.STATUS_NAMES):
-        assert number_by_name[name.removeprefix("nccl").lower()] == status
+        assert value_by_name[name.removeprefix("nccl").lower()] == status
 
 
 @NEEDS_NCCL
 def test_communicator_ids_are_unique() -> None:
-    # NCCL keeps a thread for each id, so another process creates the ids.
+    # NCCL keeps a thread for each id until the process ends, so a child process creates the ids.
     program = "from gdrkit import nccl; print(*nccl.library_version(), *(nccl.create_unique_id().hex() for _ in '12'))"
     output = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, timeout=TIMEOUT_S)
     major, _minor, _patch, first_id, second_id = output.stdout.decode().split()
@@ -134,4 +134,4 @@ def test_damaged_library_is_an_error_with_advice(tmp_path: Path) -> None:
         check=True,
         timeout=TIMEOUT_S,
     )
-    assert output.stdout.decode().split() == ["8", "dlopen", "libnccl.so.2"]
+    assert output.stdout.decode().split() == ["8", "dlopen", "libnccl.so.2"]  # 8 is ENOEXEC.

@@ -1,6 +1,6 @@
-"""The log of NCCL shows which registered memory NCCL used, and by which network the ranks are connected.
+"""`NcclLog` reads in the log of NCCL which registered memory NCCL used, and which network connects the ranks.
 
-The lines have the formats of NCCL 2.28.9 and 2.32.3.
+The log lines of the cases have the formats of NCCL 2.28.9 and 2.32.3.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from gdrkit import nccl
 if TYPE_CHECKING:
     from pathlib import Path
 
-PREFIX = "host:70:81 [0] NCCL INFO "
-ADDRESS = 0x7F4A20000000
+LINE_PREFIX = "host:70:81 [0] NCCL INFO "
+BUFFER_ADDRESS = 0x7F4A20000000
 
 
 @dataclass
@@ -28,7 +28,7 @@ class MemoryRange:
 
 
 @pytest.mark.parametrize(
-    ("line", "transport"),
+    ("line_format", "transport"),
     [
         ("rank 0 - IPC register buffer 0x{:x} size 64 (baseAddr 0x1 size 9) to peer 1 regAddr 0x2 offsetOut 0", "IPC"),
         (
@@ -41,12 +41,16 @@ class MemoryRange:
         ("rank 0 - COLLNET reuse register userbuff 0x{:x} (handle 0x55), buffSize 64, type send", "COLLNET"),
     ],
 )
-def test_use_of_registered_memory_is_found(line: str, transport: str) -> None:
-    log = nccl.NcclLog.parse(PREFIX + line.format(ADDRESS))
-    assert log.uses == ((transport, ADDRESS),)
-    assert log.uses_of(MemoryRange(ADDRESS, 1)) == {transport}
-    assert log.uses_of(MemoryRange(ADDRESS - 64, 65)) == {transport}
-    assert log.uses_of(MemoryRange(ADDRESS - 64, 64)) == log.uses_of(MemoryRange(ADDRESS + 1, 64)) == frozenset()
+def test_use_of_registered_memory_is_found(line_format: str, transport: str) -> None:
+    log = nccl.NcclLog.parse(LINE_PREFIX + line_format.format(BUFFER_ADDRESS))
+    assert log.uses == ((transport, BUFFER_ADDRESS),)
+    assert log.uses_of(MemoryRange(BUFFER_ADDRESS, 1)) == {transport}
+    assert log.uses_of(MemoryRange(BUFFER_ADDRESS - 64, 65)) == {transport}
+    assert (
+        log.uses_of(MemoryRange(BUFFER_ADDRESS - 64, 64))
+        == log.uses_of(MemoryRange(BUFFER_ADDRESS + 1, 64))
+        == frozenset()
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,7 @@ def test_use_of_registered_memory_is_found(line: str, transport: str) -> None:
     ],
 )
 def test_attempt_is_not_a_use(line: str) -> None:
-    assert nccl.NcclLog.parse(PREFIX + line).uses == ()
+    assert nccl.NcclLog.parse(LINE_PREFIX + line).uses == ()
 
 
 def test_network_and_channels_are_counted(tmp_path: Path) -> None:
@@ -74,7 +78,8 @@ def test_network_and_channels_are_counted(tmp_path: Path) -> None:
         "a line of another version",
     ]
     path = tmp_path / "log"
-    path.write_bytes("\n".join(PREFIX + line for line in lines).encode() + b"\nChannel \xff\n")
+    # The last line is not UTF-8. It is ignored.
+    path.write_bytes("\n".join(LINE_PREFIX + line for line in lines).encode() + b"\nChannel \xff\n")
     log = nccl.NcclLog.read(path)
     assert log.network == "IB"
     assert log.channels == {"NET/IB/0/GDRDMA": 2, "NET/IB/1": 1, "P2P/CUMEM": 1}

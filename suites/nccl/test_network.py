@@ -1,6 +1,6 @@
 """NCCL reduces memory of gdrkit over its network plug-in for NICs, and the NICs access the device memory directly.
 
-The ranks are on one host. They may not use NVLink, PCIe or shared memory, so that only the NICs are left.
+All ranks run on one host. Environment variables forbid NVLink, PCIe and shared memory, so NCCL must use the NICs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENVIRON_WITH_NICS_ONLY = {
     "NCCL_NET": "IB",
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
-    # GPUs and NICs may be at any distance from each other.
+    # With SYS, NCCL uses GPUDirect RDMA between a GPU and a NIC at any distance.
     "NCCL_NET_GDR_LEVEL": "SYS",
 }
 
@@ -52,9 +52,15 @@ def test_network_plug_in_accesses_device_memory(tmp_path: Path, evidence: Eviden
     evidence["nccl"] = {"version": results[0]["version"], "libraries": results[0]["libraries"]}
     for rank, result in enumerate(results):
         log = read_rank_log(tmp_path, rank)
-        transports = [sorted(log.uses_of_range(address, 16 * MIB)) for address in result["addresses"]["registered"]]
-        evidence[f"rank{rank}"] = {"network": log.network, "channels": dict(log.channels), "registered": transports}
+        transports_by_buffer = [
+            sorted(log.uses_of_range(address, 16 * MIB)) for address in result["addresses"]["registered"]
+        ]
+        evidence[f"rank{rank}"] = {
+            "network": log.network,
+            "channels": dict(log.channels),
+            "registered": transports_by_buffer,
+        }
         assert log.network == "IB"
         assert log.channels
-        assert all(transport.startswith("NET/IB/") for transport in log.channels)
-        assert any(transport.endswith("/GDRDMA") for transport in log.channels)
+        assert all(channel_transport.startswith("NET/IB/") for channel_transport in log.channels)
+        assert any(channel_transport.endswith("/GDRDMA") for channel_transport in log.channels)

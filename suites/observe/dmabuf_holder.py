@@ -1,4 +1,4 @@
-"""Program that holds a dma-buf of the kernel, prints a line, and ends when its standard input is closed.
+"""Program that exports a dma-buf from a kernel driver, prints `ready`, and holds the dma-buf until stdin is closed.
 
 `python -m observe.dmabuf_holder DEVICE LENGTH_BYTES`: DEVICE is a device file of :mod:`support.kernel_exporters`.
 """

@@ -1,7 +1,7 @@
-"""Program that loads a file into the memory of the first GPU by one library, for the cases of `gdrkit observe`.
+"""Program that loads a file into the first GPU by gdrkit, kvikio or torch, for the cases of `gdrkit observe`.
 
-`python -m observe.file_loader LOADER PATH` loads a file by `gdrkit`, `kvikio` or `torch`, and compares the last block
-on the GPU. The other bytes stay on the GPU, so that only the load counts as traffic to the GPU.
+`python -m observe.file_loader LOADER PATH` loads the file by `gdrkit`, `kvikio` or `torch`. Then it reads the last
+block back from the GPU and checks it. It reads no more than that, so that nearly all PCIe traffic is the load.
 `python -m observe.file_loader create-for-LOADER PATH BLOCKS` writes the file.
 """
 
@@ -39,7 +39,7 @@ class _CudaArray:
 
 
 def load_by_gdrkit(path: Path) -> bytes:
-    """Load the file by the copy engine of gdrkit, and return the last block on the GPU."""
+    """Load the file by the copy engine of gdrkit, and return its last block, read back from the GPU."""
     from gdrkit import cuda, gds
 
     size_bytes = path.stat().st_size
@@ -49,7 +49,7 @@ def load_by_gdrkit(path: Path) -> bytes:
 
 
 def load_by_kvikio(path: Path) -> bytes:
-    """Load the file by kvikio, and return the last block on the GPU."""
+    """Load the file by kvikio, and return its last block, read back from the GPU."""
     from gdrkit import cuda
 
     kvikio: Any = importlib.import_module("kvikio")
@@ -61,7 +61,7 @@ def load_by_kvikio(path: Path) -> bytes:
 
 
 def load_by_torch(path: Path) -> bytes:
-    """Load the file by torch, and return the last block on the GPU."""
+    """Load the file by torch, and return its last block, read back from the GPU."""
     torch: Any = importlib.import_module("torch")
     tensor = torch.load(path, map_location="cuda:0")
     return bytes(tensor[-BLOCK_BYTES:].cpu().numpy())
@@ -75,7 +75,7 @@ LOADERS: dict[str, Callable[[Path], bytes]] = {
 
 
 def create_file(loader: str, path: Path, blocks_count: int) -> None:
-    """Write a file of this number of blocks, in the format of the loader."""
+    """Write a file of `blocks_count` equal blocks, in the format that the loader reads."""
     block = pattern.payload(BLOCK_BYTES, seed=_SEED)
     if loader == "torch":
         torch: Any = importlib.import_module("torch")

@@ -1,4 +1,4 @@
-"""A running gdrkit with a server of metrics, and the samples that the server returns."""
+"""Functions that start a gdrkit command with a metrics server, and read the samples that the server returns."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["GDRKIT_COMMAND", "TWIN_HOLDER_COMMAND", "read_address", "scrape", "start_gdrkit"]
+__all__ = ["GDRKIT_COMMAND", "TWIN_HOLDER_COMMAND", "read_metrics_url", "scrape", "start_gdrkit"]
 
 GDRKIT_COMMAND = [sys.executable, "-m", "gdrkit"]
-# A process on twins that holds memory regions, queue pairs and dma-bufs on command; see twin_holder.py.
+# Arguments of LineChild: start twin_holder.py, which holds memory regions and dma-bufs of the twins on command.
 TWIN_HOLDER_COMMAND = (
     *("gdrkit", "run", "--software", "--isolated", "--quiet", "--"),
     *(sys.executable, "-m", "observe.twin_holder"),
 )
 
 
-def scrape(address: str) -> dict[str, float]:
-    """Return the value of each sample. The key is the name with the labels, as in the text of the server."""
-    with urllib.request.urlopen(address, timeout=10) as reply:  # noqa: S310 - an address of this test.
+def scrape(url: str) -> dict[str, float]:
+    """Return the value of each sample of a metrics server, by name with labels, such as `gdrkit_dmabufs{pid="7"}`."""
+    with urllib.request.urlopen(url, timeout=10) as reply:  # noqa: S310 - an address of this test.
         lines = reply.read().decode().splitlines()
     samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
     return {name: float(value) for name, _, value in samples}
@@ -35,7 +35,7 @@ def scrape(address: str) -> dict[str, float]:
 
 @contextlib.contextmanager
 def start_gdrkit(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a command of gdrkit, end it by SIGTERM, and require exit code 0."""
+    """Run a gdrkit command during the block. Then end it by SIGTERM, and require exit code 0."""
     with subprocess.Popen(
         [*GDRKIT_COMMAND, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -47,11 +47,11 @@ def start_gdrkit(*command: str) -> Iterator[subprocess.Popen[str]]:
     assert process.returncode == 0
 
 
-def read_address(stream: IO[str] | None) -> str:
-    """Return the first address in the output of a command."""
+def read_metrics_url(stream: IO[str] | None) -> str:
+    """Return the first URL of a metrics server in the output of a command."""
     assert stream is not None
     for line in stream:
         match = re.search(r"http://\S+/metrics", line)
         if match:
             return match[0]
-    pytest.fail("the command printed no address")
+    pytest.fail("the command printed no URL of a metrics server")

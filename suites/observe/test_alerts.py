@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from observe.metrics_client import TWIN_HOLDER_COMMAND, read_address, start_gdrkit
+from observe.metrics_client import TWIN_HOLDER_COMMAND, read_metrics_url, start_gdrkit
 from support.processes import LineChild
 
 from gdrkit import monitor
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
     from gdrkit.verbs import Nic
 
-RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "gdrkit.rules.yml"
+RULES_PATH = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "gdrkit.rules.yml"
+# The healthy process keeps HELD_COUNT memory regions and dma-bufs, and registers and deregisters CYCLE_COUNT regions.
 CYCLE_COUNT = 10_000
 HELD_COUNT = 100
 
@@ -35,7 +36,7 @@ def test_prometheus_warns_of_a_leak_alone(tmp_path: Path, device: Device, nic: N
     """One cache leaks, and one cache registers and evicts. The rules have windows of seconds instead of minutes."""
     write_short_rules(tmp_path)
     with contextlib.ExitStack() as stack:
-        # With the default limit of entries, the cache could be full before the alert fires.
+        # With the default limit of 1024 regions, the cache could be full, and so stop growing, before the alert fires.
         leaking_cache = stack.enter_context(RegionCache([nic], regions_max=100_000))
         steady_cache = stack.enter_context(RegionCache([nic], regions_max=1))
         for name, cache in (("leaking", leaking_cache), ("steady", steady_cache)):
@@ -54,7 +55,7 @@ def test_prometheus_warns_of_a_leak_alone(tmp_path: Path, device: Device, nic: N
 def lease_until_stopped(
     device: Device, leaking_cache: RegionCache, steady_cache: RegionCache, stop_event: threading.Event
 ) -> None:
-    """Register 100 allocations per second in both caches, until `stop_event` is set. Then free the memory."""
+    """Register at most 100 allocations per second in both caches until `stop_event` is set. Then free the memory."""
     with contextlib.ExitStack() as stack:
         while not stop_event.wait(0.01):
             memory = stack.enter_context(device.allocate(4096))
@@ -67,35 +68,41 @@ def lease_until_stopped(
 def test_prometheus_warns_of_the_process_that_leaks(tmp_path: Path) -> None:
     write_short_rules(tmp_path)
     with (
-        start_gdrkit("monitor", "--listen", "127.0.0.1:0", "--interval", "0.1") as process,
+        start_gdrkit("monitor", "--listen", "127.0.0.1:0", "--interval", "0.1") as monitor_process,
         LineChild(*TWIN_HOLDER_COMMAND) as healthy_child,
         LineChild(*TWIN_HOLDER_COMMAND) as leaking_child,
     ):
         healthy_child.read_line()
-        process_id = leaking_child.read_line()
+        leaking_process_id = leaking_child.read_line()
         for line in (f"hold {HELD_COUNT}", f"cycle {CYCLE_COUNT}"):
             healthy_child.write_line(line)
             healthy_child.expect_line("done")
         leaking_child.write_line("leak")
         alert_names = {"GdrkitRegionsGrow", "GdrkitDmabufsGrow"}
-        assert wait_for_alerts(tmp_path, read_address(process.stdout), alert_names, "pid") == {process_id}
+        assert wait_for_alerts(tmp_path, read_metrics_url(monitor_process.stdout), alert_names, "pid") == {
+            leaking_process_id
+        }
 
 
 def write_short_rules(folder: Path) -> None:
     """Write the rules with windows of seconds instead of minutes."""
-    rules = RULES.read_text().replace("[5m] offset 25m", "[4s] offset 12s").replace("[5m] offset 10m", "[4s] offset 6s")
+    rules = (
+        RULES_PATH.read_text()
+        .replace("[5m] offset 25m", "[4s] offset 12s")
+        .replace("[5m] offset 10m", "[4s] offset 6s")
+    )
     (folder / "rules.yml").write_text(rules.replace("[5m]", "[4s]"))
 
 
-def wait_for_alerts(folder: Path, address: str, alert_names: set[str], label: str) -> set[str]:
-    """Run Prometheus until all these alerts have fired, and return the values of a label in any of them."""
+def wait_for_alerts(folder: Path, metrics_url: str, alert_names: set[str], label: str) -> set[str]:
+    """Run Prometheus until each of `alert_names` has fired. Return the values of `label` in the alerts that fired."""
     (folder / "prometheus.yml").write_text(
         json.dumps(
             {
                 "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
                 "rule_files": ["rules.yml"],
                 "scrape_configs": [
-                    {"job_name": "gdrkit", "static_configs": [{"targets": [address.split("/")[2]]}]},
+                    {"job_name": "gdrkit", "static_configs": [{"targets": [metrics_url.split("/")[2]]}]},
                 ],
             }
         )
@@ -122,7 +129,7 @@ def wait_for_alerts(folder: Path, address: str, alert_names: set[str], label: st
 
 
 def query_fired_alerts(url: str, alert_names: set[str], label: str) -> set[tuple[str, str]]:
-    """Return the name and the label of each of these alerts that fires."""
+    """Return the pair (name, value of `label`) of each alert in `alert_names` that fires now."""
     try:
         with urllib.request.urlopen(url, timeout=10) as reply:  # noqa: S310 - an address of this test.
             alerts = json.load(reply)["data"]["alerts"]
@@ -136,6 +143,6 @@ def query_fired_alerts(url: str, alert_names: set[str], label: str) -> set[tuple
 
 
 def find_free_port() -> int:
-    """Return a TCP port on which no program listened just now."""
+    """Return a TCP port that the kernel chose for a server, which is closed now."""
     with monitor.serve_metrics("127.0.0.1", 0, metrics=tuple) as server:
         return int(server.address.split(":")[2].partition("/")[0])

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 OBSERVE_COMMAND = [sys.executable, "-m", "gdrkit", "observe"]
 TWIN_RUN_COMMAND = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--quiet", "--"]
-# The program writes 8 MiB from one queue pair to another, and then waits, so that `gdrkit observe` sees it.
-WRITE_BY_RDMA = """
+# The program writes 8 MiB from one queue pair to another, and then waits, so that `gdrkit observe` lists the queue
+# pairs while they exist.
+RDMA_WRITE_PROGRAM = """
 import contextlib, time
 from gdrkit.verbs import Nic
 with contextlib.ExitStack() as stack:
@@ -47,8 +48,9 @@ with contextlib.ExitStack() as stack:
     queue.wait(20_000)
     time.sleep(0.3)
 """
-# The program sends 4 MiB to itself over TCP, and waits with open sockets.
-SEND_BY_TCP = """
+# The program sends 4 MiB to itself over TCP, and then waits, so that `gdrkit observe` reads the counters of its sockets
+# while they are open.
+TCP_SEND_PROGRAM = """
 import socket, threading, time
 listener = socket.create_server(("127.0.0.1", 0))
 sender = socket.create_connection(listener.getsockname())
@@ -64,18 +66,18 @@ time.sleep(0.3)
 
 
 def observe(
-    report: Path, command: Sequence[str], *, prefix: Sequence[str] = (), options: Sequence[str] = ()
+    report_path: Path, command: Sequence[str], *, prefix: Sequence[str] = (), options: Sequence[str] = ()
 ) -> Observation:
     """Run a command, which must succeed, by `gdrkit observe`, and return the observation."""
-    full_command = [*prefix, *OBSERVE_COMMAND, "--report", str(report), *options, "--", *command]
+    full_command = [*prefix, *OBSERVE_COMMAND, "--report", str(report_path), *options, "--", *command]
     completed = subprocess.run(full_command, capture_output=True, text=True, check=False, timeout=60)
     assert completed.returncode == 0, completed.stderr
-    return Observation.from_json(report.read_text())
+    return Observation.from_json(report_path.read_text())
 
 
 @needs(software(Api.VERBS))
 def test_write_on_the_twin_is_rdma(tmp_path: Path) -> None:
-    observation = observe(tmp_path / "report", [sys.executable, "-c", WRITE_BY_RDMA], prefix=TWIN_RUN_COMMAND)
+    observation = observe(tmp_path / "report", [sys.executable, "-c", RDMA_WRITE_PROGRAM], prefix=TWIN_RUN_COMMAND)
     route = observation.route("rdma")
     assert route is not None
     assert (route.outcome, route.moved_bytes) == (RouteOutcome.PROVEN, 8 * MIB)
@@ -92,14 +94,14 @@ def test_write_on_the_twin_is_rdma(tmp_path: Path) -> None:
 
 @needs(software(Api.VERBS))
 def test_run_on_twins_can_be_observed_from_outside(tmp_path: Path) -> None:
-    observation = observe(tmp_path / "report", [*TWIN_RUN_COMMAND, sys.executable, "-c", WRITE_BY_RDMA])
+    observation = observe(tmp_path / "report", [*TWIN_RUN_COMMAND, sys.executable, "-c", RDMA_WRITE_PROGRAM])
     route = observation.route("rdma")
     assert route is not None
     assert (route.outcome, route.moved_bytes) == (RouteOutcome.PROVEN, 8 * MIB)
 
 
 def test_payload_over_tcp_is_counted_once(tmp_path: Path) -> None:
-    observation = observe(tmp_path / "report", [sys.executable, "-c", SEND_BY_TCP])
+    observation = observe(tmp_path / "report", [sys.executable, "-c", TCP_SEND_PROGRAM])
     route = observation.route("tcp")
     assert route is not None
     # The kernel counts the connection request as one byte.
@@ -109,8 +111,8 @@ def test_payload_over_tcp_is_counted_once(tmp_path: Path) -> None:
 @needs(host.program("ucx_perftest"))
 def test_ucx_over_tcp_fell_back_from_rdma(tmp_path: Path) -> None:
     # The client starts when the kernel lists a listener on the port: 14447 is 386F in hexadecimal, 0A is TCP_LISTEN.
-    is_listening = "cat /proc/net/tcp /proc/net/tcp6 | grep -q ':386F 0*:0000 0A '"
-    server = f"ucx_perftest -p 14447 >/dev/null & until {is_listening}; do sleep 0.1; done;"
+    listener_check = "cat /proc/net/tcp /proc/net/tcp6 | grep -q ':386F 0*:0000 0A '"
+    server = f"ucx_perftest -p 14447 >/dev/null & until {listener_check}; do sleep 0.1; done;"
     client = "ucx_perftest 127.0.0.1 -p 14447 -t tag_bw -s 1000000 -n 300 >/dev/null; wait"
     command = ["env", "UCX_TLS=tcp,self", "sh", "-c", f"{server} {client}"]
     observation = observe(tmp_path / "report", command, options=["--logs"])
@@ -136,7 +138,8 @@ def test_dmabuf_of_another_process_is_seen(device: str) -> None:
 
 
 def test_running_process_is_observed_from_now_on() -> None:
-    with subprocess.Popen([sys.executable, "-c", SEND_BY_TCP.replace("sleep(0.3)", "sleep(30)")]) as child:
+    with subprocess.Popen([sys.executable, "-c", TCP_SEND_PROGRAM.replace("sleep(0.3)", "sleep(30)")]) as child:
+        # The child sends its bytes during this wait of 1 s.
         signal.sigtimedwait([signal.SIGCHLD], 1.0)
         full_command = [*OBSERVE_COMMAND, "--pid", str(child.pid), "--seconds", "0.2"]
         completed = subprocess.run(full_command, capture_output=True, text=True, check=False, timeout=60)
@@ -146,9 +149,11 @@ def test_running_process_is_observed_from_now_on() -> None:
 
 
 def test_page_has_the_verdict_and_escapes_the_command(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    observe(tmp_path / "report", [sys.executable, "-c", SEND_BY_TCP, "<script>"], options=["--html", str(page)])
-    page_html = page.read_text()
+    page_path = tmp_path / "page.html"
+    observe(
+        tmp_path / "report", [sys.executable, "-c", TCP_SEND_PROGRAM, "<script>"], options=["--html", str(page_path)]
+    )
+    page_html = page_path.read_text()
     assert "tcp: proven, 4.19 MB" in page_html
     assert "&lt;script&gt;" in page_html
     assert "<script>" not in page_html
@@ -166,6 +171,7 @@ def test_exit_code_is_that_of_the_command(exit_code: int) -> None:
         ([], 2, "needs either --pid PID or a command"),
         (["--pid", "1", "--", "true"], 2, "needs either --pid PID or a command"),
         (["--seconds", "1", "--", "true"], 2, "--seconds needs --pid"),
+        # The largest process ID that Linux allows is 4194303.
         (["--pid", "4194304"], 1, r"observe\(pid=4194304\) failed: No such process \(ESRCH\)"),
         (["--", "/nonexistent"], 127, r"execvp\(command='/nonexistent'\) failed: No such file"),
     ],
@@ -179,10 +185,10 @@ def test_bad_input_is_one_clear_line(arguments: list[str], exit_code: int, expec
 
 @needs(host.capability("CAP_SETUID"))
 def test_process_of_another_user_is_refused() -> None:
+    # All modules are imported as root, because the other user may not be able to read them.
     program = f"""
 import sys
 import gdrkit.cli, gdrkit.observe, importlib.metadata
-from support.kernel_exporters import DMA_HEAP, UDMABUF, VGEM
 from support.other_user import become_unprivileged
 become_unprivileged()
 sys.argv = ["gdrkit", "observe", "--pid", "{os.getpid()}"]
@@ -196,6 +202,7 @@ gdrkit.cli.main()
 
 @needs(host.capability("CAP_SETUID"), host.capability("CAP_SYS_PTRACE"))
 def test_process_of_another_user_is_seen_by_root() -> None:
+    # 65534 is a user without capabilities.
     program = "import os, sys; os.setuid(65534); print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -207,12 +214,12 @@ def test_process_of_another_user_is_seen_by_root() -> None:
     (process,) = observation.processes
     # The kernel shows the byte counters and the descriptors only to a reader that may trace the process.
     assert (process.process_id, process.read_bytes is None) == (child.pid, False)
-    assert not any("CAP_SYS_PTRACE" in text for text in observation.not_seen)
+    assert not any("CAP_SYS_PTRACE" in sentence for sentence in observation.not_seen)
 
 
 @contextlib.contextmanager
-def receive_bytes() -> Iterator[socket.socket]:
-    """Yield a TCP socket that has received 64 KiB."""
+def open_receiving_socket() -> Iterator[socket.socket]:
+    """Yield a TCP socket with 64 KiB of received bytes, which the program has not read yet."""
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
         sender = stack.enter_context(socket.create_connection(listener.getsockname()))
         receiver = stack.enter_context(listener.accept()[0])
@@ -224,8 +231,11 @@ def receive_bytes() -> Iterator[socket.socket]:
 @needs(host.capability("CAP_SETUID"), host.capability("CAP_SYS_PTRACE"), host.package_for_all_users)
 @pytest.mark.parametrize("is_privileged", [False, True])
 def test_process_that_hides_is_named_or_seen_by_root(is_privileged: bool) -> None:  # noqa: FBT001 - a parameter.
-    """If a user may execute but not read a program, the kernel shows its descriptors only to CAP_SYS_PTRACE."""
-    with folder_for_all_users() as folder, receive_bytes() as receiver:
+    """A user who may execute but not read a program needs CAP_SYS_PTRACE to see the descriptors of its process.
+
+    The process has received 64 KiB over its standard input, which is a TCP socket.
+    """
+    with folder_for_all_users() as folder, open_receiving_socket() as receiver:
         shutil.copy(shutil.which("sleep") or "", folder / "sleep")
         (folder / "sleep").chmod(0o111)
         program = f"""
@@ -250,8 +260,12 @@ gdrkit.cli.main()
     assert completed.returncode == 0, completed.stderr
     observation = Observation.from_json(completed.stdout)
     (process,) = [process for process in observation.processes if process.program == "sleep"]
-    hidden_parts = f"libraries, descriptors and sockets of pid {process.process_id} (sleep): Permission denied (EACCES)"
-    hidden_parts_texts = [text for text in observation.not_seen if text.startswith(hidden_parts)]
+    sentence_beginning = (
+        f"libraries, descriptors and sockets of pid {process.process_id} (sleep): Permission denied (EACCES)"
+    )
+    sentences_about_hidden_parts = [
+        sentence for sentence in observation.not_seen if sentence.startswith(sentence_beginning)
+    ]
     observed_bytes = process.loopback_received_bytes
-    assert (observed_bytes, bool(hidden_parts_texts)) == ((64 << 10, False) if is_privileged else (0, True))
-    assert all(text.endswith("CAP_SYS_PTRACE is needed to see them") for text in hidden_parts_texts)
+    assert (observed_bytes, bool(sentences_about_hidden_parts)) == ((64 << 10, False) if is_privileged else (0, True))
+    assert all(sentence.endswith("CAP_SYS_PTRACE is needed to see them") for sentence in sentences_about_hidden_parts)

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 # The CUDA twin (a library that emulates the driver and its GPUs) has no NVML.
 pytestmark = [needs(cuda.device(), without_twin(Api.CUDA)), pytest.mark.timeout(110)]
 
-FILE_BLOCKS = 4 * GIB // BLOCK_BYTES
-# The name of the route of each loader in the verdict.
-ROUTES = {"gdrkit": "engine", "kvikio": "posix", "torch": "posix"}
+FILE_BLOCKS_COUNT = 4 * GIB // BLOCK_BYTES
+# The route that the verdict must name for each loader.
+ROUTE_BY_LOADER = {"gdrkit": "engine", "kvikio": "posix", "torch": "posix"}
 # The headers of PCIe packets with 256 bytes of data add about 8 %.
 PCIE_RATIO_MIN, PCIE_RATIO_MAX = 0.98, 1.12
-REDUCED_BYTES, ROUNDS = 256 * MIB, 20
+REDUCED_BYTES, ROUNDS_COUNT = 256 * MIB, 20
 
 
 @pytest.fixture
@@ -51,14 +51,14 @@ def folder() -> Iterator[Path]:
         shutil.rmtree(path)
 
 
-def observe(report: Path, *command: str) -> Observation:
+def observe(report_path: Path, *command: str) -> Observation:
     """Run a command, which must succeed, by `gdrkit observe`, and return the observation."""
-    command_line = [sys.executable, "-m", "gdrkit", "observe", "--report", str(report), "--", *command]
+    command_line = [sys.executable, "-m", "gdrkit", "observe", "--report", str(report_path), "--", *command]
     completed = subprocess.run(
         command_line, env=suites_environ(os.environ), capture_output=True, text=True, check=False, timeout=100
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
-    return Observation.from_json(report.read_text())
+    return Observation.from_json(report_path.read_text())
 
 
 def record_observation(evidence: Evidence, observation: Observation) -> None:
@@ -82,7 +82,7 @@ def record_observation(evidence: Evidence, observation: Observation) -> None:
 )
 def test_file_load_has_its_route_and_bytes(folder: Path, evidence: Evidence, loader: str) -> None:
     path = folder / "file"
-    create_command = module_command("observe.file_loader", f"create-for-{loader}", path, FILE_BLOCKS)
+    create_command = module_command("observe.file_loader", f"create-for-{loader}", path, FILE_BLOCKS_COUNT)
     subprocess.run(create_command, env=suites_environ(os.environ), check=True, timeout=60)
     observation = observe(folder / "report.json", *module_command("observe.file_loader", loader, path))
     record_observation(evidence, observation)
@@ -92,7 +92,7 @@ def test_file_load_has_its_route_and_bytes(folder: Path, evidence: Evidence, loa
     evidence.number("pcie_received_bytes", received_bytes)
     evidence.number("pcie_over_file_ratio", received_bytes / file_bytes)
     assert PCIE_RATIO_MIN <= received_bytes / file_bytes <= PCIE_RATIO_MAX
-    route = observation.route(ROUTES[loader])
+    route = observation.route(ROUTE_BY_LOADER[loader])
     assert route is not None
     assert route.outcome is RouteOutcome.PROVEN, route.cause
     assert observation.route("nvlink") is None
@@ -101,11 +101,11 @@ def test_file_load_has_its_route_and_bytes(folder: Path, evidence: Evidence, loa
 @needs(cuda.device(count_min=2), cuda.vmm, verbs.nic(), verbs.dmabuf_region, host.module("nvidia.nccl"))
 def test_all_reduce_moves_its_bytes_over_nvlink(folder: Path, evidence: Evidence) -> None:
     """In an all-reduce of two ranks, each GPU sends the bytes of the buffer once."""
-    program = module_command("observe.ranks_program", folder, REDUCED_BYTES, ROUNDS)
-    observation = observe(folder / "report.json", *program)
+    ranks_command = module_command("observe.ranks_program", folder, REDUCED_BYTES, ROUNDS_COUNT)
+    observation = observe(folder / "report.json", *ranks_command)
     record_observation(evidence, observation)
     evidence["log"] = observation.log
-    expected_bytes = REDUCED_BYTES * (ROUNDS + 1)
+    expected_bytes = REDUCED_BYTES * (ROUNDS_COUNT + 1)  # The program makes one all-reduce before the rounds.
     evidence.number("algorithm_bytes", expected_bytes)
     gpus = [gpu for gpu in observation.gpus if gpu.nvlink_sent_bytes]
     assert len(gpus) == 2

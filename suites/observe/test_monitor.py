@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from observe.metrics_client import GDRKIT_COMMAND, TWIN_HOLDER_COMMAND, read_address, scrape, start_gdrkit
+from observe.metrics_client import GDRKIT_COMMAND, TWIN_HOLDER_COMMAND, read_metrics_url, scrape, start_gdrkit
 from observe.twin_holder import MEMORY_BYTES, REGION_BYTES
 from support.initiators import connect_initiator
 from support.other_user import run_program
@@ -36,20 +36,22 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 REGISTRATION_COUNT = 10_000
-# Sources that a machine may lack, each with the prefix of its metrics. rdma_netlink may have no metric on a machine
-# with NICs, if no RDMA object exists.
-METRIC_PREFIXES = {
+# Sources of metrics that a machine may lack, each with the prefix of its metrics. If no RDMA object exists, a machine
+# with NICs has no metric of rdma_netlink.
+METRIC_PREFIX_BY_SOURCE = {
     "rdma_netlink": "gdrkit_rdma_",
     "nvml": "gdrkit_bar1_",
     "nvidia_fs": "gdrkit_nvidia_fs_",
 }
+# The costs of a reading are the mean of READING_COUNT readings, beside PROCESS_COUNT idle processes, whose descriptors
+# are read too. Prometheus is expected to scrape every SCRAPE_INTERVAL_S.
 PROCESS_COUNT, READING_COUNT, SCRAPE_INTERVAL_S = 300, 10, 15
 
 
 def test_monitor_serves_the_machine_until_sigterm() -> None:
-    with start_gdrkit("monitor", "--listen", "127.0.0.1:0") as process:
-        address = read_address(process.stdout)
-        with urllib.request.urlopen(address, timeout=10) as reply:  # noqa: S310 - an address of this test.
+    with start_gdrkit("monitor", "--listen", "127.0.0.1:0") as monitor_process:
+        url = read_metrics_url(monitor_process.stdout)
+        with urllib.request.urlopen(url, timeout=10) as reply:  # noqa: S310 - an address of this test.
             metrics_text = reply.read().decode()
     for name in ("gdrkit_rdma_regions", "gdrkit_dmabufs", "gdrkit_bar1_used_bytes", "gdrkit_port_sent_bytes_total"):
         assert f"# HELP {name} " in metrics_text
@@ -57,22 +59,32 @@ def test_monitor_serves_the_machine_until_sigterm() -> None:
 
 def test_missing_source_has_a_cause_and_no_value() -> None:
     with contextlib.ExitStack() as stack:
-        process = stack.enter_context(start_gdrkit("monitor", "--listen", "127.0.0.1:0"))
-        address = read_address(process.stdout)
-        scrape(address)
-        samples = scrape(address)
-        process.send_signal(signal.SIGTERM)
-        assert process.stderr is not None
-        log = process.stderr.read()
-    for source, prefix in METRIC_PREFIXES.items():
-        causes = [name for name in samples if name.startswith("gdrkit_not_read{") and f'source="{source}"' in name]
-        values = [name for name in samples if name.startswith(prefix) and 'device="twin"' not in name]
-        assert causes or values or source == "rdma_netlink", source
-        assert log.count(f"not read: {source}, ") == len(causes)
+        monitor_process = stack.enter_context(start_gdrkit("monitor", "--listen", "127.0.0.1:0"))
+        url = read_metrics_url(monitor_process.stdout)
+        scrape(url)
+        samples = scrape(url)  # The second reading must not log the causes again.
+        monitor_process.send_signal(signal.SIGTERM)
+        assert monitor_process.stderr is not None
+        log = monitor_process.stderr.read()
+    for source, prefix in METRIC_PREFIX_BY_SOURCE.items():
+        cause_samples = [
+            sample_name
+            for sample_name in samples
+            if sample_name.startswith("gdrkit_not_read{") and f'source="{source}"' in sample_name
+        ]
+        # Samples of twins do not come from these sources.
+        value_samples = [
+            sample_name
+            for sample_name in samples
+            if sample_name.startswith(prefix) and 'device="twin"' not in sample_name
+        ]
+        assert cause_samples or value_samples or source == "rdma_netlink", source
+        assert log.count(f"not read: {source}, ") == len(cause_samples)
 
 
 @needs(host.capability("CAP_SETUID"))
 def test_processes_of_other_users_are_counted_as_not_read() -> None:
+    # The first reading, as root, imports libraries that the other user may not be able to read.
     program = """
 from gdrkit.monitor import machine_metrics
 from support.other_user import become_unprivileged
@@ -108,8 +120,8 @@ print(json.dumps([sample_count, metrics["gdrkit_not_read"].get(cause, 0)]))
         samples_for_root = read_process_samples(process_id)
         child.end()
     assert completed.returncode == 0, completed.stderr
-    sample_count, not_read = json.loads(completed.stdout)
-    assert (sample_count, not_read > 0) == (0, True)
+    sample_count, not_read_count = json.loads(completed.stdout)
+    assert (sample_count, not_read_count > 0) == (0, True)
     assert (samples_for_root["gdrkit_rdma_regions twin"], samples_for_root[f"gdrkit_dmabufs {process_id}"]) == (5, 5)
 
 
@@ -117,14 +129,14 @@ def test_reading_costs_less_than_one_percent_of_a_core() -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(PROCESS_COUNT):
             stack.callback(stack.enter_context(subprocess.Popen(["sleep", "600"])).kill)
-        process = stack.enter_context(start_gdrkit("monitor", "--listen", "127.0.0.1:0", "--interval", "0"))
-        address = read_address(process.stdout)
-        scrape(address)  # The first reading imports libraries.
-        time_before_s = read_processor_time_s(process.pid)
+        monitor_process = stack.enter_context(start_gdrkit("monitor", "--listen", "127.0.0.1:0", "--interval", "0"))
+        url = read_metrics_url(monitor_process.stdout)
+        scrape(url)  # The first reading imports libraries.
+        cpu_time_before_s = read_cpu_time_s(monitor_process.pid)
         for _ in range(READING_COUNT):
-            scrape(address)
-        reading_s = (read_processor_time_s(process.pid) - time_before_s) / READING_COUNT
-    assert reading_s < 0.01 * SCRAPE_INTERVAL_S
+            scrape(url)
+        cpu_time_per_reading_s = (read_cpu_time_s(monitor_process.pid) - cpu_time_before_s) / READING_COUNT
+    assert cpu_time_per_reading_s < 0.01 * SCRAPE_INTERVAL_S
 
 
 def test_machine_is_read_once_in_the_interval() -> None:
@@ -141,13 +153,15 @@ def test_thread_of_the_server_receives_no_signals() -> None:
         status = Path(f"/proc/self/task/{thread_id}/status").read_text()
     (blocked_signals_hex,) = re.findall(r"^SigBlk:\s*([0-9a-f]+)$", status, re.MULTILINE)
     assert all(
-        int(blocked_signals_hex, 16) >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        int(blocked_signals_hex, 16) >> (signal_number - 1) & 1
+        for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     )
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask_before
 
 
-def read_processor_time_s(process_id: int) -> float:
-    """Return the user and system time of a process."""
+def read_cpu_time_s(process_id: int) -> float:
+    """Return the CPU time that a process has used, in user mode and in the kernel."""
+    # Fields 14 (utime) and 15 (stime) of proc(5). The list begins with field 3, because field 2 may contain spaces.
     fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -170,14 +184,14 @@ def test_monitor_counts_the_bytes_that_a_nic_sends(nic: Nic) -> None:
 
 
 def test_numbers_of_the_present_are_no_counters() -> None:
-    """Every gauge is a field of the statistics, and all other fields count events."""
-    names = {
+    """Each gauge is a field of a statistics class or `clients` of an agent. All other fields count events."""
+    field_names = {
         field.name
         for statistics_class in (CacheStatistics, PoolStatistics, MemoryPoolStatistics)
         for field in dataclasses.fields(statistics_class)
     }
-    assert names | {"clients"} >= GAUGES
-    assert names - GAUGES == {
+    assert field_names | {"clients"} >= GAUGES
+    assert field_names - GAUGES == {
         *("hits", "misses", "registrations", "evictions", "invalidations"),
         *("allocations", "timeouts", "waits", "trimmed_blocks"),
     }
@@ -205,7 +219,7 @@ def test_registrations_that_ended_leave_zero(device: Device, nic: Nic) -> None:
 
 
 def read_process_samples(process_id: str) -> dict[str, float]:
-    """Return the current values of a process in the metrics of the machine, by metric and first label."""
+    """Return the RDMA and dma-buf samples of a process. A key is a metric and its first label: `gdrkit_dmabufs 12`."""
     return {
         f"{metric.name} {labels[0][1]}": value
         for metric in monitor.machine_metrics()
@@ -236,7 +250,7 @@ def test_registrations_of_another_process_leave_zero() -> None:
 
 
 def read_own_metrics() -> dict[str, float]:
-    """Return the metrics of this process that have one label, by name and label."""
+    """Return the samples of this process. A key is a metric and its first label: `gdrkit_open_objects verbs.region`."""
     return {
         f"{metric.name} {labels[0][1]}": value
         for metric in monitor.process_metrics()
@@ -245,7 +259,7 @@ def read_own_metrics() -> dict[str, float]:
 
 
 def compute_changes(metrics_before: dict[str, float]) -> dict[str, float]:
-    """Return the differences of the metrics of this process to `metrics_before`, without zeros."""
+    """Return by how much each sample of this process differs from `metrics_before`, without equal samples."""
     return {
         name: value - metrics_before.get(name, 0)
         for name, value in read_own_metrics().items()
@@ -263,9 +277,9 @@ def test_own_regions_dmabufs_and_pinned_memory_are_counted(device: Device, nic: 
         nic.register_host(bytearray(100)),
     ):
         changes = compute_changes(metrics_before)
-    # The context and the memory of the device are open too.
-    kinds = ("verbs.region", "dmabuf_range", "cuda.pinned")
-    assert {name: value for name, value in changes.items() if name.endswith(kinds)} == {
+    # Other types are open too: the context and the memory of the device.
+    object_types = ("verbs.region", "dmabuf_range", "cuda.pinned")
+    assert {name: value for name, value in changes.items() if name.endswith(object_types)} == {
         "gdrkit_open_objects verbs.region": 1,
         "gdrkit_open_objects dmabuf_range": 1,
         "gdrkit_open_objects cuda.pinned": 1,
@@ -298,20 +312,23 @@ def test_agent_and_server_export_their_counters(tmp_path: Path, command: str) ->
     arguments = ["serve", "--store", str(tmp_path)] if command == "server" else ["agent", str(tmp_path)]
     if command == "agent":
         arguments += ["--store", str(tmp_path)]
-    with start_gdrkit(*arguments, "--metrics", "127.0.0.1:0") as process:
-        samples = scrape(read_address(process.stderr))
+    with start_gdrkit(*arguments, "--metrics", "127.0.0.1:0") as server_process:
+        samples = scrape(read_metrics_url(server_process.stderr))
     assert any(name.startswith(f"gdrkit_{command}_") for name in samples)
 
 
-@pytest.mark.parametrize("text", ["", "localhost", ":80", "host:", "host:x", "host:65536", "host:-1", "host:8٣"])
-def test_bad_address_is_a_usage_error(text: str) -> None:
+# The last port contains the Arabic digit U+0663, which int() accepts.
+@pytest.mark.parametrize(
+    "address_text", ["", "localhost", ":80", "host:", "host:x", "host:65536", "host:-1", "host:8٣"]
+)
+def test_bad_address_is_a_usage_error(address_text: str) -> None:
     with pytest.raises(UsageError, match="must be HOST:PORT"):
-        monitor.parse_address(text)
+        monitor.parse_address(address_text)
 
 
-@pytest.mark.parametrize(("text", "address"), [("a:0", ("a", 0)), ("[::1]:65535", ("::1", 65535))])
-def test_address_is_parsed(text: str, address: tuple[str, int]) -> None:
-    assert monitor.parse_address(text) == address
+@pytest.mark.parametrize(("address_text", "address"), [("a:0", ("a", 0)), ("[::1]:65535", ("::1", 65535))])
+def test_address_is_parsed(address_text: str, address: tuple[str, int]) -> None:
+    assert monitor.parse_address(address_text) == address
 
 
 def test_used_port_is_an_error_with_the_address() -> None:
@@ -326,9 +343,9 @@ def test_used_port_is_an_error_with_the_address() -> None:
 def test_missing_library_is_exit_code_3(tmp_path: Path) -> None:
     (tmp_path / "prometheus_client.py").write_text("raise ImportError('not here')\n")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    result = subprocess.run(
+    completed = subprocess.run(
         [*GDRKIT_COMMAND, "monitor"], env=environ, capture_output=True, text=True, check=False, timeout=60
     )
-    assert result.returncode == 3
-    # The advice depends on whether the installed metadata of gdrkit already has the extra.
-    assert re.search(r"To do: .*(prometheus.client|extra monitor)", result.stderr)
+    assert completed.returncode == 3
+    # If the installed metadata of gdrkit has the extra `monitor`, the advice names the extra, else the package.
+    assert re.search(r"To do: .*(prometheus.client|extra monitor)", completed.stderr)

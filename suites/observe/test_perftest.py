@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
     from gdrkit.verbs import Nic
 
-# The observer takes samples. The transfers take seconds in an emulated machine, so that a sample has the queue pair and
-# the region.
+# `gdrkit observe` reads the state of perftest only now and then. So many transfers take seconds in an emulated machine,
+# so that at least one reading shows the queue pair and the region.
 LENGTH_BYTES, OPERATIONS = 65536, 1000
 
 
@@ -30,7 +30,7 @@ def test_packets_of_perftest_are_those_of_the_path_mtu(
     nics: tuple[Nic, ...], tmp_path: Path, evidence: Evidence
 ) -> None:
     nic, peer_nic = nics[:2]
-    report = tmp_path / "report"
+    report_path = tmp_path / "report"
     perftest.run_perftest(
         nic,
         Direction.WRITE,
@@ -40,16 +40,17 @@ def test_packets_of_perftest_are_those_of_the_path_mtu(
         list_length=1,
         reads_max=1,
         peer=peer_nic,
-        observer=[sys.executable, "-m", "gdrkit", "observe", "--report", str(report), "--"],
+        observer=[sys.executable, "-m", "gdrkit", "observe", "--report", str(report_path), "--"],
     )
-    observation = Observation.from_json(report.read_text())
+    observation = Observation.from_json(report_path.read_text())
     route = observation.route("rdma")
     assert route is not None
     evidence["route"] = {"outcome": route.outcome.value, "evidence": route.evidence, "cause": route.cause}
     assert route.outcome is RouteOutcome.PROVEN
-    (program,) = [process for process in observation.processes if process.program == "ib_write_bw"]
-    assert program.twin_objects.get("verbs") or (program.queue_pairs and program.regions)
+    (perftest_process,) = [process for process in observation.processes if process.program == "ib_write_bw"]
+    assert perftest_process.twin_objects.get("verbs") or (perftest_process.queue_pairs and perftest_process.regions)
     (port,) = [port for port in observation.ports if port.device == nic.name]
+    # Each operation has one packet for each part of its bytes that fits into the path MTU. The division rounds up.
     expected_packets = OPERATIONS * -(-LENGTH_BYTES // nic.port.mtu_bytes)
     evidence["packets"] = {"expected": expected_packets, "sent": port.sent_packets, "mtu": nic.port.mtu_bytes}
     assert port.sent_packets == pytest.approx(expected_packets, rel=0.02)

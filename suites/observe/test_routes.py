@@ -14,21 +14,24 @@ from gdrkit.observe.observer import port_traffic
 from gdrkit.units import GIB, MIB
 from gdrkit.verdict import RouteOutcome
 
+# Device, port, number, remote number, type, state, process ID.
 QUEUE_PAIR = RdmaQueuePair("mlx5_0", 1, 10, 20, "RC", "RTS", 7)
+# Device, port, sent bytes, received bytes, sent packets, received packets.
 PORT = PortTraffic("mlx5_0", 1, 500 * MIB, 4 * MIB, 120_000, 60_000)
 PORT_WITHOUT_TRAFFIC = PortTraffic("mlx5_0", 1, 0, 0, 0, 0)
+# PCI address, minor, received and sent bytes over PCIe, received and sent bytes over NVLink, late_count, process IDs.
 GPU = GpuTraffic("0000:1b:00.0", 0, int(1.08 * GIB), 20 * MIB, 0, 0, 0, ())
 
 
 def make_process(*libraries: str, **fields: object) -> ObservedProcess:
-    """Return an observed process that has loaded these libraries and has done nothing else."""
+    """Return an observed process with the ID 7 that has loaded these libraries. It has done only what `fields` say."""
     empty_process = ObservedProcess(7, "program", (), (), (), (), (), None, None, None, 0, 0, 0, 0, 0, {}, {})
     loaded_libraries = tuple(ObservedLibrary(name, f"/usr/lib/lib{name}.so", None, is_twin=False) for name in libraries)
     return dataclasses.replace(empty_process, libraries=loaded_libraries, **fields)  # type: ignore[arg-type]
 
 
 def derive_routes_by_name(*processes: ObservedProcess, **fields: object) -> dict[str, ObservedRoute]:
-    """Return the verdicts about an observation of these processes."""
+    """Return the verdicts about an observation of these processes, by the name of the route."""
     empty_observation = Observation(SCHEMA_VERSION, ("program",), 1.0, 0, processes, (), (), None, (), (), (), ())
     observation = derive_routes(dataclasses.replace(empty_observation, **fields))  # type: ignore[arg-type]
     return {route.route: route for route in observation.routes}
@@ -36,8 +39,8 @@ def derive_routes_by_name(*processes: ObservedProcess, **fields: object) -> dict
 
 def make_reader(*libraries: str, **fields: object) -> ObservedProcess:
     """Return an observed process that has a GPU open and has read 1 GiB from files."""
-    counts = {"read_bytes": GIB, "storage_read_bytes": 0, "nodes": ("/dev/nvidia0", "/dev/nvidiactl")}
-    return make_process("cuda", *libraries, **{**counts, **fields})
+    default_fields = {"read_bytes": GIB, "storage_read_bytes": 0, "nodes": ("/dev/nvidia0", "/dev/nvidiactl")}
+    return make_process("cuda", *libraries, **{**default_fields, **fields})
 
 
 def test_queue_pair_and_growing_counters_prove_rdma() -> None:
@@ -83,26 +86,26 @@ def test_unconnected_queue_pair_proves_nothing() -> None:
     assert "in which it can send" in (route.cause or "")
 
 
-@pytest.mark.parametrize(("ports", "reason"), [((), "no RDMA device"), ((PORT_WITHOUT_TRAFFIC,), "no queue pair")])
-def test_ucx_over_tcp_fell_back(ports: tuple[PortTraffic, ...], reason: str) -> None:
-    verdicts = derive_routes_by_name(make_process("ucx", remote_sent_bytes=GIB), ports=ports)
-    assert verdicts["rdma"].outcome is RouteOutcome.FELL_BACK
-    assert reason in (verdicts["rdma"].cause or "")
-    assert (verdicts["tcp"].outcome, verdicts["tcp"].moved_bytes) == (RouteOutcome.PROVEN, GIB)
+@pytest.mark.parametrize(("ports", "cause_part"), [((), "no RDMA device"), ((PORT_WITHOUT_TRAFFIC,), "no queue pair")])
+def test_ucx_over_tcp_fell_back(ports: tuple[PortTraffic, ...], cause_part: str) -> None:
+    routes = derive_routes_by_name(make_process("ucx", remote_sent_bytes=GIB), ports=ports)
+    assert routes["rdma"].outcome is RouteOutcome.FELL_BACK
+    assert cause_part in (routes["rdma"].cause or "")
+    assert (routes["tcp"].outcome, routes["tcp"].moved_bytes) == (RouteOutcome.PROVEN, GIB)
 
 
 def test_queue_pairs_without_bytes_fell_back_to_tcp() -> None:
-    ucx = make_process("ucx", "verbs", queue_pairs=(QUEUE_PAIR,), remote_sent_bytes=GIB)
-    route = derive_routes_by_name(ucx, ports=(PORT_WITHOUT_TRAFFIC,))["rdma"]
+    ucx_process = make_process("ucx", "verbs", queue_pairs=(QUEUE_PAIR,), remote_sent_bytes=GIB)
+    route = derive_routes_by_name(ucx_process, ports=(PORT_WITHOUT_TRAFFIC,))["rdma"]
     assert (route.outcome, route.moved_bytes) == (RouteOutcome.FELL_BACK, 0)
     assert "went over TCP" in (route.cause or "")
 
 
 def test_dmabuf_without_a_queue_pair_is_not_rdma() -> None:
-    memory = HeldDmabuf(4096, "nv_dmabuf", GIB)
+    dmabuf = HeldDmabuf(4096, "nv_dmabuf", GIB)
     gpu = dataclasses.replace(GPU, nvlink_sent_bytes=GIB, nvlink_received_bytes=GIB, process_ids=(7,))
     assert "rdma" not in derive_routes_by_name(
-        make_process("nccl", nodes=("/dev/nvidia0",), dmabufs=(memory,)), gpus=(gpu,)
+        make_process("nccl", nodes=("/dev/nvidia0",), dmabufs=(dmabuf,)), gpus=(gpu,)
     )
 
 
@@ -119,9 +122,9 @@ def test_verbs_without_a_device_is_not_possible() -> None:
     assert derive_routes_by_name(make_process("verbs"))["rdma"].outcome is RouteOutcome.NOT_POSSIBLE
 
 
-@pytest.mark.parametrize(("library", "name"), [("torch", "posix"), ("gdrkit.gds", "engine"), ("cufile", "posix")])
-def test_cached_file_came_through_host_memory(library: str, name: str) -> None:
-    route = derive_routes_by_name(make_reader(library), gpus=(GPU,))[name]
+@pytest.mark.parametrize(("library", "route_name"), [("torch", "posix"), ("gdrkit.gds", "engine"), ("cufile", "posix")])
+def test_cached_file_came_through_host_memory(library: str, route_name: str) -> None:
+    route = derive_routes_by_name(make_reader(library), gpus=(GPU,))[route_name]
     assert (route.outcome, route.moved_bytes, route.cause) == (RouteOutcome.PROVEN, GIB, None)
 
 
@@ -132,9 +135,9 @@ def test_cufile_from_a_disk_may_be_peer_to_peer() -> None:
 
 
 def test_counters_of_nvidia_fs_prove_nvfs() -> None:
-    growth = {"Reads.readMiB": 1024, "Reads.ok": 64}
+    counter_growths = {"Reads.readMiB": 1024, "Reads.ok": 64}
     assert (
-        derive_routes_by_name(make_reader("cufile"), gpus=(GPU,), nvidia_fs=growth)["nvfs"].outcome
+        derive_routes_by_name(make_reader("cufile"), gpus=(GPU,), nvidia_fs=counter_growths)["nvfs"].outcome
         is RouteOutcome.PROVEN
     )
 
@@ -181,6 +184,7 @@ def test_nvlink_is_proven_for_the_only_user(process_ids: tuple[int, ...], outcom
 
 def test_wrapping_counter_continues_at_zero() -> None:
     counter = WrappingCounter()
+    # The counter wraps at 2**32 = 4_294_967_296, between the first two and between the last two values.
     for index, value in enumerate((4_294_967_000, 200, 1_000_000_000, 500)):
         counter.add(value, index * 0.02)
     assert (counter.growth, counter.late_count) == (296 + 200 + 999_999_800 + 3_294_967_296 + 500, 0)
@@ -193,6 +197,7 @@ def test_late_reading_of_a_growing_counter_is_counted() -> None:
     assert (counter.growth, counter.late_count) == (20, 1)
 
 
+# A port counts words of 4 bytes, and its counter stays at 0xFFFF_FFFF. gdrkit converts the words to bytes.
 @pytest.mark.parametrize(
     ("value_before", "value_after", "expected_gap"),
     [(500, 400, "went back from 500 to 400"), (0xFFFF_FFFF * 4, 0xFFFF_FFFF * 4, "stands still"), (None, None, None)],
@@ -200,8 +205,8 @@ def test_late_reading_of_a_growing_counter_is_counted() -> None:
 def test_port_counter_that_cannot_tell_is_a_gap(
     value_before: int | None, value_after: int | None, expected_gap: str | None
 ) -> None:
-    counts = (PortCounters("mlx5_0", 1, value, 0, 0, 0) for value in (value_before, value_after))
-    traffic, gaps = port_traffic(*counts)
+    port_counters = (PortCounters("mlx5_0", 1, value, 0, 0, 0) for value in (value_before, value_after))
+    traffic, gaps = port_traffic(*port_counters)
     assert traffic == PortTraffic("mlx5_0", 1, None, 0, 0, 0)
     assert len(gaps) == (expected_gap is not None)
     assert expected_gap is None or (expected_gap in gaps[0] and gaps[0].startswith("sent bytes of mlx5_0 port 1"))

@@ -2,8 +2,8 @@
 
 `python -m observe.twin_holder` prints its process ID. Then it executes the commands on its standard input, and prints
 `done` after each: `cycle N` registers and deregisters N times, `hold N` opens N regions and N dma-bufs, and `release`
-closes them. `leak` opens a region and a dma-buf every 0.01 s until the next command. Twins are libraries that emulate
-the hardware below an API.
+closes all open ones. `leak` opens a region and a dma-buf every 0.01 s until the next command. Twins are libraries that
+emulate the hardware below an API.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from gdrkit.verbs import Nic
 
 __all__ = ["MEMORY_BYTES", "REGION_BYTES"]
 
+# Size of each memory region, and of the device memory of which each dma-buf is exported.
 REGION_BYTES = 4 * KIB
 MEMORY_BYTES = 64 * KIB
 
@@ -32,7 +33,7 @@ def main() -> None:
         contextlib.ExitStack() as open_objects,
     ):
 
-        def open_more(count: int) -> None:
+        def open_regions_and_dmabufs(count: int) -> None:
             for _ in range(count):
                 open_objects.enter_context(nic.register_host(bytearray(REGION_BYTES)))
                 open_objects.enter_context(memory.export_dmabuf())
@@ -43,10 +44,10 @@ def main() -> None:
                 for _ in range(int(line[1])):
                     nic.register_host(bytearray(REGION_BYTES)).close()
             elif line[0] == "hold":
-                open_more(int(line[1]))
+                open_regions_and_dmabufs(int(line[1]))
             elif line[0] == "leak":
                 while not select.select([sys.stdin], [], [], 0.01)[0]:
-                    open_more(1)
+                    open_regions_and_dmabufs(1)
             else:
                 open_objects.close()
             print("done", flush=True)  # noqa: T201

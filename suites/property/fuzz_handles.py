@@ -18,7 +18,7 @@ _CHECKSUM_BYTES = 16
 _BODY_BYTES = SHARE_HANDLE_BYTES - _CHECKSUM_BYTES
 
 
-def _check(data: bytes) -> None:
+def _check_parsers(data: bytes) -> None:
     """Parse the data as a share handle and as a GDR handle.
 
     The share handle is parsed as it is, and again with a valid checksum. The GDR handle is parsed as it is, and again
@@ -34,7 +34,7 @@ def _check(data: bytes) -> None:
 
 def _make_valid_handles() -> list[bytes]:
     """Return a packed share handle of each kind."""
-    ipc = ShareHandle(
+    ipc_handle = ShareHandle(
         kind=ShareKind.IPC,
         allocation_bytes=1 << 20,
         offset_bytes=5,
@@ -43,8 +43,8 @@ def _make_valid_handles() -> list[bytes]:
         device_uuid=bytes(range(1, 17)),
         owner=ProcessIdentity(boot_id=bytes(range(16)), process_id=1234, namespace=4026531836, started_ticks=99),
     )
-    vmm = dataclasses.replace(
-        ipc,
+    vmm_handle = dataclasses.replace(
+        ipc_handle,
         kind=ShareKind.VMM,
         allocation_bytes=6 << 20,
         length_bytes=5 << 20,
@@ -52,11 +52,13 @@ def _make_valid_handles() -> list[bytes]:
         descriptor_count=3,
         ipc=bytes(64),
     )
-    dmabuf = dataclasses.replace(ipc, kind=ShareKind.DMABUF, address=(1 << 40) + 5, descriptor_count=1, ipc=bytes(64))
-    return [handle.pack() for handle in (ipc, vmm, dmabuf)]
+    dmabuf_handle = dataclasses.replace(
+        ipc_handle, kind=ShareKind.DMABUF, address=(1 << 40) + 5, descriptor_count=1, ipc=bytes(64)
+    )
+    return [handle.pack() for handle in (ipc_handle, vmm_handle, dmabuf_handle)]
 
 
-TARGET = fuzz.FuzzTarget(_check, _make_valid_handles(), (ShareHandle, GdrHandle), length_max_bytes=384)
+TARGET = fuzz.FuzzTarget(_check_parsers, _make_valid_handles(), (ShareHandle, GdrHandle), length_max_bytes=384)
 
 if __name__ == "__main__":
     fuzz.main({"handles": TARGET})

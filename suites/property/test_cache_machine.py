@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
 
     from gdrkit.cuda import BorrowedMemory
     from gdrkit.harness.peer import Peer
-    from gdrkit.harness.peer_handles import PeerQueuePair
     from gdrkit.verbs import Nic
 
-# Length of each memory, and of each leased range in it.
-SIZE_BYTES = 64 * KIB
+# Length of each allocation, of each leased range in an allocation, and the largest number of cached regions.
+MEMORY_BYTES = 64 * KIB
 LEASE_BYTES = 512
 REGIONS_MAX = 3
 
@@ -50,8 +49,8 @@ class OwnedMemory:
     ----------
     memory : DeviceMemory, HostMemory or BorrowedMemory
         The memory.
-    mark : int
-        The value of every byte, unless the peer wrote with a key of this memory.
+    fill_byte : int
+        The value that every byte has between two steps. A step restores it after an allowed write of the peer.
     is_raw : bool
         Whether the program allocated the memory without gdrkit.
     is_allocated : bool
@@ -59,7 +58,7 @@ class OwnedMemory:
     """
 
     memory: Any
-    mark: int
+    fill_byte: int
     is_raw: bool
     is_allocated: bool = True
 
@@ -80,7 +79,6 @@ class SharedResources:
     allocator: AnyAllocator
     nic: Nic
     peer: Peer
-    pairs: list[PeerQueuePair] = field(default_factory=list)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -95,14 +93,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = RegionCache([self.resources.nic], regions_max=REGIONS_MAX)
         self.live_memories: list[OwnedMemory] = []
         self.held_leases: list[HeldLease] = []
-        # Every remote key that the peer received, with its memory.
-        self.keys: list[tuple[RemoteRange, OwnedMemory]] = []
+        # Every range (address and remote key) that the peer received, with the memory for which the key was created.
+        self.sent_ranges: list[tuple[RemoteRange, OwnedMemory]] = []
         self.allocations_count = 0
         self.stack = contextlib.ExitStack()
         self._connect()
 
     def _connect(self) -> None:
-        """Connect a queue pair of the peer. A refused write breaks the connection, and needs a new one."""
+        """Connect a new queue pair of the peer, at the start and after a refused write, which breaks the connection."""
         nic, peer = self.resources.nic, self.resources.peer
         completion_queue = self.stack.enter_context(nic.completion_queue(depth=8))
         local_pair = self.stack.enter_context(nic.queue_pair(completion_queue))
@@ -111,8 +109,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _add_memory(self, memory: BorrowedMemory | Any, *, is_raw: bool) -> OwnedMemory:  # noqa: ANN401
         self.allocations_count += 1
-        owner = OwnedMemory(memory, mark=self.allocations_count % 251, is_raw=is_raw)
-        memory.fill(owner.mark)
+        # Allocations that exist at the same time have different values, because an example has fewer than 251 steps.
+        owner = OwnedMemory(memory, fill_byte=self.allocations_count % 251, is_raw=is_raw)
+        memory.fill(owner.fill_byte)
         self.live_memories.append(owner)
         return owner
 
@@ -126,9 +125,9 @@ class CacheMachine(RuleBasedStateMachine):
         # The cache cannot distinguish host memory from later host memory at the same address. So all host memory is
         # allocated by gdrkit, which notifies the cache of each free.
         if not is_raw or isinstance(allocator, HostAllocator):
-            return self._add_memory(allocator.allocate(SIZE_BYTES), is_raw=False)
-        address = allocate_raw(allocator, SIZE_BYTES)
-        return self._add_memory(cuda.borrow(allocator, address, length_bytes=SIZE_BYTES), is_raw=True)
+            return self._add_memory(allocator.allocate(MEMORY_BYTES), is_raw=False)
+        address = allocate_raw(allocator, MEMORY_BYTES)
+        return self._add_memory(cuda.borrow(allocator, address, length_bytes=MEMORY_BYTES), is_raw=True)
 
     @rule(owner=consumes(owners))
     def free(self, owner: OwnedMemory) -> None:
@@ -153,23 +152,24 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(target=owners, owner=consumes(owners))
     def free_and_allocate_again(self, owner: OwnedMemory) -> OwnedMemory:
-        """Free memory and allocate again. The new memory has the same address and another owner."""
+        """Free memory and allocate again, so that the new memory usually has the same address, but another owner."""
         self.free(owner)
         return self._allocate(is_raw=owner.is_raw)
 
-    @rule(target=leases, owner=owners, offset_bytes=strategies.integers(0, SIZE_BYTES - LEASE_BYTES))
+    @rule(target=leases, owner=owners, offset_bytes=strategies.integers(0, MEMORY_BYTES - LEASE_BYTES))
     def lease(self, owner: OwnedMemory, offset_bytes: int) -> HeldLease | None:
         if not owner.is_allocated:
             with pytest.raises(ClosedResource):
                 self.cache.lease(owner.memory)
+            # Hypothesis requires a result. The other rules ignore this entry.
             return HeldLease(lease=None, owner=owner, is_open=False)  # type: ignore[arg-type]
         lease = self.cache.lease(owner.memory, offset_bytes=offset_bytes, length_bytes=LEASE_BYTES)
         held_lease = HeldLease(lease, owner)
         self.held_leases.append(held_lease)
-        remote = lease.remote(self.resources.nic)
-        assert remote.address == owner.memory.address + offset_bytes
-        self.keys.append((remote, owner))
-        self._write_and_check(held_lease, seed=len(self.keys))
+        remote_range = lease.remote(self.resources.nic)
+        assert remote_range.address == owner.memory.address + offset_bytes
+        self.sent_ranges.append((remote_range, owner))
+        self._write_and_check(held_lease, seed=len(self.sent_ranges))
         return held_lease
 
     @rule(held_lease=consumes(leases))
@@ -194,34 +194,34 @@ class CacheMachine(RuleBasedStateMachine):
         self.peer_pair.write(held_lease.lease.remote(self.resources.nic), seed=seed).expect(Status.SUCCESS)
         offset_bytes = held_lease.lease.address - held_lease.owner.memory.address
         pattern.check(held_lease.owner.memory.read(offset_bytes=offset_bytes, length_bytes=LEASE_BYTES), seed=seed)
-        held_lease.owner.memory.fill(held_lease.owner.mark, offset_bytes=offset_bytes, length_bytes=LEASE_BYTES)
+        held_lease.owner.memory.fill(held_lease.owner.fill_byte, offset_bytes=offset_bytes, length_bytes=LEASE_BYTES)
 
     @rule(rng=strategies.randoms(use_true_random=False), seed=strategies.integers(0, 1000))
     def write_by_any_key(self, rng: Any, seed: int) -> None:  # noqa: ANN401 - a random.Random of Hypothesis.
-        """Write with any earlier key. The write may only change the memory of that key, or pages without an owner."""
-        if not self.keys:
+        """Write with any earlier key. The write may only change the memory of that key, or freed memory."""
+        if not self.sent_ranges:
             return
-        remote, owner = rng.choice(self.keys)
-        completion = self.peer_pair.write(remote, seed=seed)
+        remote_range, owner = rng.choice(self.sent_ranges)
+        completion = self.peer_pair.write(remote_range, seed=seed)
         if completion.status is not Status.SUCCESS:
             assert completion.status is Status.REM_ACCESS_ERR
-            # Leased memory must be accessible.
+            # A key of an open lease must never be refused.
             assert not any(
                 held_lease.is_open
                 and held_lease.owner is owner
-                and held_lease.lease.remote(self.resources.nic) == remote
+                and held_lease.lease.remote(self.resources.nic) == remote_range
                 for held_lease in self.held_leases
             )
             self._connect()
         elif owner.is_allocated:
-            offset_bytes = remote.address - owner.memory.address
+            offset_bytes = remote_range.address - owner.memory.address
             pattern.check(owner.memory.read(offset_bytes=offset_bytes, length_bytes=LEASE_BYTES), seed=seed)
-            owner.memory.fill(owner.mark, offset_bytes=offset_bytes, length_bytes=LEASE_BYTES)
+            owner.memory.fill(owner.fill_byte, offset_bytes=offset_bytes, length_bytes=LEASE_BYTES)
 
     @invariant()
     def no_memory_was_written_by_a_key_of_another_owner(self) -> None:
         for owner in self.live_memories:
-            assert owner.memory.read() == bytes([owner.mark]) * SIZE_BYTES
+            assert owner.memory.read() == bytes([owner.fill_byte]) * MEMORY_BYTES
 
     @invariant()
     def no_region_outlives_its_memory(self) -> None:
@@ -230,9 +230,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert statistics.leases == sum(held_lease.is_open for held_lease in self.held_leases)
         leased_memories_count = len({held_lease.owner for held_lease in self.held_leases if held_lease.is_open})
         assert statistics.regions <= REGIONS_MAX + leased_memories_count
-        # The cache has one region for each entry that a lookup can find, and for each invalidated entry with a lease.
-        assert statistics.registered_bytes <= (statistics.regions + statistics.leases) * SIZE_BYTES
-        if not any(owner.is_raw for _remote, owner in self.keys):
+        # `regions` counts entries that a lookup can find. An invalidated region stays registered until its leases end.
+        assert statistics.registered_bytes <= (statistics.regions + statistics.leases) * MEMORY_BYTES
+        # The cache is not notified of a raw free, so a region of raw memory may outlive it.
+        if not any(owner.is_raw for _remote, owner in self.sent_ranges):
             assert statistics.regions <= len(self.live_memories)
 
     def _end_leases(self, owner: OwnedMemory) -> None:
@@ -273,8 +274,8 @@ def test_keys_never_access_memory_of_another_owner(allocator: AnyAllocator, nic:
         print_blob=True,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    # Open the CUDA context and everything else that stays open before the first count of handles.
-    with allocator.allocate(SIZE_BYTES) as memory, RegionCache([nic]) as cache:
+    # Before the handles are counted, open the CUDA context and everything else that stays open.
+    with allocator.allocate(MEMORY_BYTES) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
     handles_before = handles.live(), leaks.ledger_handles()
     run_state_machine_as_test(hypothesis.seed(seed)(Machine), settings=settings)

@@ -17,7 +17,7 @@ from gdrkit.registration.handle import SHARE_HANDLE_BYTES, ShareHandle, ShareKin
 
 EXAMPLES_COUNT = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
 # 20 s detect regressions. Five minutes (nox -s long) search for unknown defects.
-FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "20"))
+FUZZ_DURATION_S = float(os.environ.get("GDRKIT_FUZZ_S", "20"))
 PAGE_BYTES = 4096
 LENGTH_BYTES_MAX = (1 << 63) - 1
 
@@ -34,29 +34,31 @@ def draw_handle(draw: st.DrawFn) -> ShareHandle:
     )
     uuid = draw(st.binary(min_size=16, max_size=16).filter(any))
     if kind is ShareKind.VMM:
-        count, chunk_bytes = draw(st.integers(1, 253)), PAGE_BYTES * draw(st.integers(1, 1 << 40))
-        begin = draw(st.integers(0, chunk_bytes - 1))
-        end = draw(st.integers(max(begin, chunk_bytes * (count - 1)) + 1, chunk_bytes * count))
+        chunk_count, chunk_bytes = draw(st.integers(1, 253)), PAGE_BYTES * draw(st.integers(1, 1 << 40))
+        offset_bytes = draw(st.integers(0, chunk_bytes - 1))
+        end_offset_bytes = draw(
+            st.integers(max(offset_bytes, chunk_bytes * (chunk_count - 1)) + 1, chunk_bytes * chunk_count)
+        )
         return ShareHandle(
             kind=kind,
-            allocation_bytes=chunk_bytes * count,
-            offset_bytes=begin,
-            length_bytes=end - begin,
+            allocation_bytes=chunk_bytes * chunk_count,
+            offset_bytes=offset_bytes,
+            length_bytes=end_offset_bytes - offset_bytes,
             chunk_bytes=chunk_bytes,
-            descriptor_count=count,
+            descriptor_count=chunk_count,
             device_uuid=uuid,
             owner=owner,
         )
     allocation_bytes = draw(st.integers(1, LENGTH_BYTES_MAX))
-    begin = draw(st.integers(0, allocation_bytes - 1))
-    length_bytes = draw(st.integers(1, allocation_bytes - begin))
+    offset_bytes = draw(st.integers(0, allocation_bytes - 1))
+    length_bytes = draw(st.integers(1, allocation_bytes - offset_bytes))
     is_ipc = kind is ShareKind.IPC
-    page_max = ((1 << 64) - length_bytes - begin % PAGE_BYTES) // PAGE_BYTES
-    address = 0 if is_ipc else PAGE_BYTES * draw(st.integers(1, page_max)) + begin % PAGE_BYTES
+    page_max = ((1 << 64) - length_bytes - offset_bytes % PAGE_BYTES) // PAGE_BYTES
+    address = 0 if is_ipc else PAGE_BYTES * draw(st.integers(1, page_max)) + offset_bytes % PAGE_BYTES
     return ShareHandle(
         kind=kind,
         allocation_bytes=allocation_bytes,
-        offset_bytes=begin,
+        offset_bytes=offset_bytes,
         length_bytes=length_bytes,
         address=address,
         descriptor_count=0 if is_ipc else 1,
@@ -67,7 +69,7 @@ def draw_handle(draw: st.DrawFn) -> ShareHandle:
 
 
 def check_refused(data: bytes) -> None:
-    """Require that the parser refuses the data."""
+    """Require that the parser of share handles refuses the data as malformed."""
     with pytest.raises(UsageError) as error_info:
         ShareHandle.parse(data)
     assert type(error_info.value) is UsageError
@@ -105,7 +107,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 @given(
     st.one_of(
         st.binary(min_size=GDR_HANDLE_BYTES - 1, max_size=GDR_HANDLE_BYTES + 1),
-        # Almost valid handles. Random bytes are never close to a valid handle.
+        # Nearly valid handles: CUipcMemHandle (64 bytes), size and device number. Random bytes are rarely that close.
         st.builds(
             struct.Struct("<64sQQ").pack, st.binary(max_size=64), st.integers(0, 1 << 63), st.integers(0, 1 << 31)
         ),
@@ -125,7 +127,7 @@ def test_80_byte_handle_round_trips_or_is_refused(data: bytes) -> None:
     assert error_info.value.reason is Reason.MALFORMED
 
 
-@pytest.mark.timeout(FUZZ_S + 120)
+@pytest.mark.timeout(FUZZ_DURATION_S + 120)
 def test_fuzzer_finds_no_crash_in_the_parsers() -> None:
     """Fuzz for GDRKIT_FUZZ_S seconds, guided by coverage if atheris is installed, else with random changes."""
-    print(run_fuzzer("property.fuzz_handles", seconds=FUZZ_S))  # noqa: T201 - shows the number of inputs.
+    print(run_fuzzer("property.fuzz_handles", seconds=FUZZ_DURATION_S))  # noqa: T201 - shows the number of inputs.

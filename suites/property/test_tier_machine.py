@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 FILE_NAMES = ("a", "b", "folder/c", "folder/d")
 FILE_BYTES_MAX = 20_000
+WRITE_BYTES = 500
 DAY_S = 86400.0
 EXAMPLES_COUNT = int(os.environ.get("GDRKIT_EXAMPLES", "12"))
 
@@ -71,9 +72,10 @@ class TierMachine(RuleBasedStateMachine):
         # All tiers are in memory, so that no operation waits for a disk. suites/tiers has cases with disks.
         self.root = Path(tempfile.mkdtemp(prefix="gdrkit-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))  # noqa: PTH112, S108
         self.configuration = make_configuration(self.root, half_life_s=DAY_S)
-        self.now_s = 1_800_000_000.0
-        # The expected contents of each file.
+        self.now_s = 1_800_000_000.0  # In January 2027.
+        # The model dictionary: the expected contents of each file by its name.
         self.model: dict[str, bytes] = {}
+        # The tier to which each pinned file is pinned, by the name of the file.
         self.pins: dict[str, str] = {}
         self.readers: list[OpenFile] = []
         self.writers: list[OpenFile] = []
@@ -91,19 +93,19 @@ class TierMachine(RuleBasedStateMachine):
             if reader.name == name and reader.contents_when_moved is None:
                 reader.contents_when_moved = self.model[name]
 
-    def _write(self, file: TieredFile, name: str, offset: int, seed: int) -> None:
-        new_data = pattern.payload(500, seed=seed)
-        assert os.pwrite(file.fileno(), new_data, offset) == len(new_data)
-        padded_contents = self.model[name].ljust(offset, b"\0")
-        self.model[name] = padded_contents[:offset] + new_data + padded_contents[offset + len(new_data) :]
+    def _write(self, file: TieredFile, name: str, offset_bytes: int, seed: int) -> None:
+        new_data = pattern.payload(WRITE_BYTES, seed=seed)
+        assert os.pwrite(file.fileno(), new_data, offset_bytes) == len(new_data)
+        padded_contents = self.model[name].ljust(offset_bytes, b"\0")
+        self.model[name] = padded_contents[:offset_bytes] + new_data + padded_contents[offset_bytes + len(new_data) :]
 
     # ------------------------------------------------------------------------------------------------------- files
 
-    @rule(name=names, size=sizes, seed=seeds)
-    def create(self, name: str, size: int, seed: int) -> None:
+    @rule(name=names, size_bytes=sizes, seed=seeds)
+    def create(self, name: str, size_bytes: int, seed: int) -> None:
         if name in self.model:
             return
-        self.model[name] = pattern.payload(size, seed=seed)
+        self.model[name] = pattern.payload(size_bytes, seed=seed)
         with self.manager.open(name, "a+") as file:
             os.pwrite(file.fileno(), self.model[name], 0)
 
@@ -122,11 +124,11 @@ class TierMachine(RuleBasedStateMachine):
             with pytest.raises(ApiError):
                 self.manager.remove(name)
 
-    @rule(name=names, offset=sizes, seed=seeds)
-    def write(self, name: str, offset: int, seed: int) -> None:
+    @rule(name=names, offset_bytes=sizes, seed=seeds)
+    def write(self, name: str, offset_bytes: int, seed: int) -> None:
         if name in self.model:
             with self.manager.open(name, "r+") as file:
-                self._write(file, name, offset, seed)
+                self._write(file, name, offset_bytes, seed)
 
     @rule(name=names)
     def read(self, name: str) -> None:
@@ -147,10 +149,10 @@ class TierMachine(RuleBasedStateMachine):
             self.writers.append(OpenFile(name, self.manager.open(name, "r+")))
 
     @precondition(lambda self: self.writers)
-    @rule(choice=seeds, offset=sizes, seed=seeds)
-    def write_by_an_open_writer(self, choice: int, offset: int, seed: int) -> None:
+    @rule(choice=seeds, offset_bytes=sizes, seed=seeds)
+    def write_by_an_open_writer(self, choice: int, offset_bytes: int, seed: int) -> None:
         open_file = self.writers[choice % len(self.writers)]
-        self._write(open_file.file, open_file.name, offset, seed)
+        self._write(open_file.file, open_file.name, offset_bytes, seed)
 
     @precondition(lambda self: self.writers or self.readers)
     @rule(choice=seeds)
@@ -186,19 +188,21 @@ class TierMachine(RuleBasedStateMachine):
         self._save_contents_if_moved(name, self.manager.find(name).tier, destination)
         self.manager.move(name, destination, observe=read_in_phase)
 
-    @rule(name=names, destination=tiers, phase=phases, offset=sizes, seed=seeds)
-    def move_with_a_writer(self, name: str, destination: str, phase: Phase, offset: int, seed: int) -> None:
+    @rule(name=names, destination=tiers, phase=phases, offset_bytes=sizes, seed=seeds)
+    def move_with_a_writer(self, name: str, destination: str, phase: Phase, offset_bytes: int, seed: int) -> None:
         """Open and write the file during the migration: the write succeeds whether or not the migration completes."""
         if name not in self.model or self._has_writer(name):
             return
+        # Opening a file for writing waits for the end of its migration, so the writer has a thread of its own.
         threads: list[threading.Thread] = []
         old_contents, source = self.model[name], self.manager.find(name).tier
 
         def write() -> None:
             with self.manager.open(name, "r+") as file:
-                self._write(file, name, offset, seed)
+                self._write(file, name, offset_bytes, seed)
 
         def start_writer(current_phase: Phase, _name: str, _offset: int) -> None:
+            # Some phases begin several times.
             if current_phase is phase and not threads:
                 threads.append(threading.Thread(target=write))
                 threads[0].start()
@@ -216,12 +220,12 @@ class TierMachine(RuleBasedStateMachine):
             return
         source = self.manager.find(name).tier
         # An empty file has no chunk that is copied or verified, so its migration completes.
-        has_phase = bool(self.model[name]) or phase not in {Phase.COPY, Phase.VERIFY}
+        reaches_phase = bool(self.model[name]) or phase not in {Phase.COPY, Phase.VERIFY}
         self.migration_process.start(self.configuration, name, destination, phase=phase.value, signal_name="kill")
         exit_code = self.migration_process.wait_for_exit_code()
-        # 0: the file is in the tier. 1: the file is busy.
+        # The process exits with 0 if the file is in the destination, and with 1 if the file is busy.
         is_busy = self._has_writer(name) and source != destination
-        assert exit_code == (1 if is_busy else -signal.SIGKILL if has_phase and source != destination else 0)
+        assert exit_code == (1 if is_busy else -signal.SIGKILL if reaches_phase and source != destination else 0)
         if not is_busy:
             self.manager.check(repair=True)
             self._save_contents_if_moved(name, source, self.manager.find(name).tier)
@@ -254,6 +258,7 @@ class TierMachine(RuleBasedStateMachine):
         assert error_info.value.reason is Reason.BUSY
 
     def _try_move(self, name: str, destination: str, observe: Callable[[Phase, str, int], None]) -> bool:
+        """Move the file and return True, or return False if a program writes the file."""
         try:
             self.manager.move(name, destination, observe=observe)
         except ApiError as error:
@@ -293,7 +298,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_disks_have_each_file_once(self) -> None:
-        files = list(self._files_on_disk())
+        files = list(self._read_files_on_disk())
         assert sorted(name for name, _tier, _data in files) == sorted(self.model)
         for name, tier, data in files:
             assert data == self.model[name], name
@@ -309,7 +314,7 @@ class TierMachine(RuleBasedStateMachine):
             )
             assert os.pread(reader.file.fileno(), 2 * FILE_BYTES_MAX, 0) == expected_bytes
 
-    def _files_on_disk(self) -> Iterator[tuple[str, str, bytes]]:
+    def _read_files_on_disk(self) -> Iterator[tuple[str, str, bytes]]:
         for tier, name in itertools.product(self.configuration.tiers, FILE_NAMES):
             path = tier.directory / name
             if path.exists():
@@ -319,7 +324,8 @@ class TierMachine(RuleBasedStateMachine):
         for open_file in (*self.readers, *self.writers):
             open_file.file.close()
         try:
-            # A writer that was opened before a restart does not record the new size of the file in the catalogue.
+            # A writer that was opened before a restart does not record the new size of the file in the catalogue. The
+            # first check may report and repair such a size.
             assert {finding.kind for finding in self.manager.check(repair=True)} <= {FindingKind.CHANGED}
             assert not self.manager.check()
         finally:

@@ -31,24 +31,25 @@ class ChildRun:
 def run_cases(folder: Path, facts: Facts, source: str, *options: str) -> ChildRun:
     """Run the cases in the Python text `source` with these options of pytest.
 
-    The harness uses `facts` and queries no API.
+    The harness takes the facts about the machine from `facts`, and queries no API.
     """
     (folder / "test_cases.py").write_text(textwrap.dedent(source), encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\nfilterwarnings = error\n")
     records_path = folder / "records.jsonl"
     (folder / "facts.json").write_text(facts.to_json(), encoding="utf-8")
-    options = (f"--facts={folder / 'facts.json'}", *options)
-    command = [sys.executable, "-m", "pytest", "-p", "gdrkit.harness.plugin", f"--records={records_path}", *options]
+    plugin_options = [f"--records={records_path}", f"--facts={folder / 'facts.json'}"]
+    command = [sys.executable, "-m", "pytest", "-p", "gdrkit.harness.plugin", *plugin_options, *options]
     process = subprocess.run(
         [*command, str(folder)],
         cwd=folder,
-        # Other installed plugins are not tested here, and their import takes time.
+        # With this variable, pytest does not import other installed plugins, which would take time.
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
     )
+    # A record names a case as FILE::CASE.
     records_by_case = {
         record.case.partition("::")[2]: record
         for record in (read_records(records_path) if records_path.exists() else ())

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 KIB = 1024
+# Values of cudaMemcpyKind. With DEFAULT, the runtime derives the direction from the addresses.
 HOST_TO_HOST, HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE, DEFAULT = range(5)
-DISABLE_TIMING, INTERPROCESS = 2, 4
+EVENT_DISABLE_TIMING, EVENT_INTERPROCESS = 2, 4
 
 
 class IpcHandle(ctypes.Structure):
-    """A handle of IPC, which is passed by value."""
+    """The structure cudaIpcMemHandle_t or cudaIpcEventHandle_t, which the functions of the runtime take by value."""
 
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
@@ -43,19 +44,23 @@ class CallRecorder:
         self.results: dict[str, list[Any]] = {}
         version = c_int()
         assert self.runtime.cudaRuntimeGetVersion(byref(version)) == 0
-        self.is_version_12 = version.value < 13000
+        self.is_version_12 = version.value < 13000  # The version is 1000 * major + 10 * minor.
 
     def call(
         self, title: str, function: str, *arguments: object, output: object = None, symbol: str | None = None
     ) -> int:
         """Call a function, and record its result under ``function: title``.
 
-        ``output`` holds the output value after the call. ``symbol`` is the symbol of the function, by default
-        ``function``.
+        ``title`` describes the arguments. ``output`` is the ctypes object in which the function stores its output.
+        ``symbol`` is the name of the function in the library, if it is not ``function``.
         """
         error = self.runtime[symbol or function](*arguments)
-        value = output.value if isinstance(output, ctypes._SimpleCData) else output  # noqa: SLF001
-        self.results[f"{function}: {title}"] = [error, self.runtime.cudaGetLastError(), value if error == 0 else None]
+        output_value = output.value if isinstance(output, ctypes._SimpleCData) else output  # noqa: SLF001
+        self.results[f"{function}: {title}"] = [
+            error,
+            self.runtime.cudaGetLastError(),
+            output_value if error == 0 else None,
+        ]
         return int(error)
 
     def call_for_pointer(self, function: str, *arguments: object) -> c_void_p:
@@ -67,26 +72,30 @@ class CallRecorder:
 
 def call_device_functions(recorder: CallRecorder) -> None:
     """Call the functions of devices, their attributes and their flags."""
-    number = c_int()
-    recorder.call("one device", "cudaGetDeviceCount", byref(number), output=number)
+    int_output = c_int()
+    recorder.call("one device", "cudaGetDeviceCount", byref(int_output), output=int_output)
     recorder.call("null", "cudaGetDeviceCount", None)
     for device in (-1, 99):
         recorder.call(str(device), "cudaSetDevice", device)
-    recorder.call("first", "cudaGetDevice", byref(number), output=number)
+    recorder.call("first", "cudaGetDevice", byref(int_output), output=int_output)
     recorder.call("null", "cudaGetDevice", None)
     for attribute in (0, -1, 9999):
-        recorder.call(f"attribute {attribute} of device 0", "cudaDeviceGetAttribute", byref(number), attribute, 0)
-    recorder.call("device 99", "cudaDeviceGetAttribute", byref(number), 1, 99)
+        recorder.call(f"attribute {attribute} of device 0", "cudaDeviceGetAttribute", byref(int_output), attribute, 0)
+    recorder.call("device 99", "cudaDeviceGetAttribute", byref(int_output), 1, 99)
+    # cudaDevAttr: MaxThreadsPerBlock, WarpSize, TextureAlignment, UnifiedAddressing, ConcurrentManagedAccess,
+    # MemoryPoolsSupported, GPUDirectRDMASupported, MemoryPoolSupportedHandleTypes.
     for attribute in (1, 10, 14, 41, 89, 115, 116, 119):
-        recorder.call(f"value of {attribute}", "cudaDeviceGetAttribute", byref(number), attribute, 0, output=number)
+        recorder.call(
+            f"value of {attribute}", "cudaDeviceGetAttribute", byref(int_output), attribute, 0, output=int_output
+        )
     bus_id_buffer = ctypes.create_string_buffer(64)
     for length_bytes in (0, 4, 13, 64):
         recorder.call(f"{length_bytes} bytes", "cudaDeviceGetPCIBusId", bus_id_buffer, length_bytes, 0)
     recorder.call("device 99", "cudaDeviceGetPCIBusId", bus_id_buffer, 64, 99)
-    for name in (b"", b"no address", b"ffff:ff:1f.0"):
-        recorder.call(repr(name.decode()), "cudaDeviceGetByPCIBusId", byref(number), c_char_p(name))
-    recorder.call("itself", "cudaDeviceCanAccessPeer", byref(number), 0, 0, output=number)
-    recorder.call("device 99", "cudaDeviceCanAccessPeer", byref(number), 0, 99)
+    for bus_id in (b"", b"no address", b"ffff:ff:1f.0"):
+        recorder.call(repr(bus_id.decode()), "cudaDeviceGetByPCIBusId", byref(int_output), c_char_p(bus_id))
+    recorder.call("itself", "cudaDeviceCanAccessPeer", byref(int_output), 0, 0, output=int_output)
+    recorder.call("device 99", "cudaDeviceCanAccessPeer", byref(int_output), 0, 99)
     recorder.call("itself", "cudaDeviceEnablePeerAccess", 0, 0)
     recorder.call("device 99", "cudaDeviceEnablePeerAccess", 99, 0)
     recorder.call("itself", "cudaDeviceDisablePeerAccess", 0)
@@ -100,7 +109,7 @@ def call_device_functions(recorder: CallRecorder) -> None:
 
 def call_memory_functions(recorder: CallRecorder) -> None:
     """Call the functions that allocate memory of devices and of the host."""
-    pointer, other_pointer = c_void_p(), c_void_p()
+    pointer, device_pointer = c_void_p(), c_void_p()
     recorder.call("null", "cudaMalloc", None, c_size_t(16))
     recorder.call("no bytes", "cudaMalloc", byref(pointer), c_size_t(0), output=pointer)
     recorder.call("too many bytes", "cudaMalloc", byref(pointer), c_size_t(1 << 60))
@@ -123,65 +132,68 @@ def call_memory_functions(recorder: CallRecorder) -> None:
     )
     recorder.call("of rows", "cudaFree", pointer)
     recorder.call("0 x 10", "cudaMallocPitch", byref(pointer), byref(pitch), c_size_t(0), c_size_t(10))
-    buffer = ctypes.create_string_buffer(64 * KIB)
-    address = c_void_p((ctypes.addressof(buffer) + 4095) & ~4095)
-    recorder.call("no bytes", "cudaHostRegister", address, c_size_t(0), c_uint(0))
+    host_buffer = ctypes.create_string_buffer(64 * KIB)
+    # The first page in the buffer.
+    page_address = c_void_p((ctypes.addressof(host_buffer) + 4095) & ~4095)
+    recorder.call("no bytes", "cudaHostRegister", page_address, c_size_t(0), c_uint(0))
     recorder.call("null", "cudaHostRegister", None, c_size_t(KIB), c_uint(0))
-    recorder.call("unknown flags", "cudaHostRegister", address, c_size_t(KIB), c_uint(0x8000))
-    recorder.call("not registered", "cudaHostUnregister", address)
-    recorder.call("once", "cudaHostRegister", address, c_size_t(8 * KIB), c_uint(0))
-    recorder.call("twice", "cudaHostRegister", address, c_size_t(8 * KIB), c_uint(0))
-    recorder.call("registered", "cudaHostGetDevicePointer", byref(other_pointer), address, c_uint(0))
-    recorder.call("registered", "cudaHostUnregister", address)
-    recorder.call("not registered", "cudaHostGetDevicePointer", byref(other_pointer), address, c_uint(0))
+    recorder.call("unknown flags", "cudaHostRegister", page_address, c_size_t(KIB), c_uint(0x8000))
+    recorder.call("not registered", "cudaHostUnregister", page_address)
+    recorder.call("once", "cudaHostRegister", page_address, c_size_t(8 * KIB), c_uint(0))
+    recorder.call("twice", "cudaHostRegister", page_address, c_size_t(8 * KIB), c_uint(0))
+    recorder.call("registered", "cudaHostGetDevicePointer", byref(device_pointer), page_address, c_uint(0))
+    recorder.call("registered", "cudaHostUnregister", page_address)
+    recorder.call("not registered", "cudaHostGetDevicePointer", byref(device_pointer), page_address, c_uint(0))
     free_bytes, total_bytes = c_size_t(), c_size_t()
     recorder.call("free and total", "cudaMemGetInfo", byref(free_bytes), byref(total_bytes))
 
 
 def call_copy_functions(recorder: CallRecorder) -> None:
     """Call the functions of copies and memsets, also with wrong directions, lengths and pitches."""
-    device = recorder.call_for_pointer("cudaMalloc", c_size_t(4 * KIB))
-    pinned = recorder.call_for_pointer("cudaMallocHost", c_size_t(4 * KIB))
+    memory = recorder.call_for_pointer("cudaMalloc", c_size_t(4 * KIB))
+    pinned_memory = recorder.call_for_pointer("cudaMallocHost", c_size_t(4 * KIB))
     host_buffer, second_buffer = ctypes.create_string_buffer(4 * KIB), ctypes.create_string_buffer(4 * KIB)
     size = c_size_t(KIB)
     for title, target, source, direction in (
-        ("to the device", device, host_buffer, HOST_TO_DEVICE),
-        ("from the device", host_buffer, device, DEVICE_TO_HOST),
-        ("within the device", device, device, DEVICE_TO_DEVICE),
+        ("to the device", memory, host_buffer, HOST_TO_DEVICE),
+        ("from the device", host_buffer, memory, DEVICE_TO_HOST),
+        ("within the device", memory, memory, DEVICE_TO_DEVICE),
         ("within the host", host_buffer, second_buffer, HOST_TO_HOST),
         ("within the host, default", host_buffer, second_buffer, DEFAULT),
-        ("to the device, default", device, host_buffer, DEFAULT),
-        ("from pinned memory, default", device, pinned, DEFAULT),
-        ("unknown direction", device, host_buffer, 9),
-        ("negative direction", device, host_buffer, -1),
-        ("to the host, but named to the device", host_buffer, device, HOST_TO_DEVICE),
+        ("to the device, default", memory, host_buffer, DEFAULT),
+        ("from pinned memory, default", memory, pinned_memory, DEFAULT),
+        ("unknown direction", memory, host_buffer, 9),
+        ("negative direction", memory, host_buffer, -1),
+        ("to the host, but named to the device", host_buffer, memory, HOST_TO_DEVICE),
         ("within the host, but named to the device", host_buffer, second_buffer, HOST_TO_DEVICE),
-        ("to the device, but named within the host", device, host_buffer, HOST_TO_HOST),
-        ("from pinned memory, but named within the device", device, pinned, DEVICE_TO_DEVICE),
+        ("to the device, but named within the host", memory, host_buffer, HOST_TO_HOST),
+        ("from pinned memory, but named within the device", memory, pinned_memory, DEVICE_TO_DEVICE),
         ("null target", None, host_buffer, HOST_TO_DEVICE),
-        ("null source", device, None, HOST_TO_DEVICE),
+        ("null source", memory, None, HOST_TO_DEVICE),
     ):
         recorder.call(title, "cudaMemcpy", target, source, size, direction)
         recorder.call(f"async, {title}", "cudaMemcpyAsync", target, source, size, direction, None)
     recorder.call("nothing between null pointers", "cudaMemcpy", None, None, c_size_t(0), DEFAULT)
-    recorder.call("nothing, unknown direction", "cudaMemcpy", device, host_buffer, c_size_t(0), 9)
-    recorder.call("nothing, unknown direction", "cudaMemcpyAsync", device, host_buffer, c_size_t(0), 9, None)
-    rows = (c_size_t(64), c_size_t(8))
-    recorder.call("rows", "cudaMemcpy2D", device, c_size_t(128), host_buffer, c_size_t(64), *rows, HOST_TO_DEVICE)
+    recorder.call("nothing, unknown direction", "cudaMemcpy", memory, host_buffer, c_size_t(0), 9)
+    recorder.call("nothing, unknown direction", "cudaMemcpyAsync", memory, host_buffer, c_size_t(0), 9, None)
+    # The arguments of cudaMemcpy2D are target, target pitch, source, source pitch, extent (width in bytes, height in
+    # rows) and direction.
+    extent = (c_size_t(64), c_size_t(8))
+    recorder.call("rows", "cudaMemcpy2D", memory, c_size_t(128), host_buffer, c_size_t(64), *extent, HOST_TO_DEVICE)
     recorder.call(
-        "small target pitch", "cudaMemcpy2D", device, c_size_t(32), host_buffer, c_size_t(64), *rows, HOST_TO_DEVICE
+        "small target pitch", "cudaMemcpy2D", memory, c_size_t(32), host_buffer, c_size_t(64), *extent, HOST_TO_DEVICE
     )
     recorder.call(
-        "small source pitch", "cudaMemcpy2D", device, c_size_t(64), host_buffer, c_size_t(32), *rows, HOST_TO_DEVICE
+        "small source pitch", "cudaMemcpy2D", memory, c_size_t(64), host_buffer, c_size_t(32), *extent, HOST_TO_DEVICE
     )
     recorder.call(
-        "huge pitch", "cudaMemcpy2D", device, c_size_t(1 << 40), host_buffer, c_size_t(64), *rows, HOST_TO_DEVICE
+        "huge pitch", "cudaMemcpy2D", memory, c_size_t(1 << 40), host_buffer, c_size_t(64), *extent, HOST_TO_DEVICE
     )
-    recorder.call("unknown direction", "cudaMemcpy2D", device, c_size_t(64), host_buffer, c_size_t(64), *rows, 9)
+    recorder.call("unknown direction", "cudaMemcpy2D", memory, c_size_t(64), host_buffer, c_size_t(64), *extent, 9)
     recorder.call(
         "no rows, unknown direction",
         "cudaMemcpy2D",
-        device,
+        memory,
         c_size_t(64),
         host_buffer,
         c_size_t(64),
@@ -192,7 +204,7 @@ def call_copy_functions(recorder: CallRecorder) -> None:
     recorder.call(
         "no rows, small pitch",
         "cudaMemcpy2D",
-        device,
+        memory,
         c_size_t(4),
         host_buffer,
         c_size_t(64),
@@ -201,24 +213,24 @@ def call_copy_functions(recorder: CallRecorder) -> None:
         1,
     )
     recorder.call(
-        "no rows", "cudaMemcpy2D", device, c_size_t(64), host_buffer, c_size_t(64), c_size_t(64), c_size_t(0), 1
+        "no rows", "cudaMemcpy2D", memory, c_size_t(64), host_buffer, c_size_t(64), c_size_t(64), c_size_t(0), 1
     )
-    recorder.call("device memory", "cudaMemset", device, 7, size)
+    recorder.call("device memory", "cudaMemset", memory, 7, size)
     recorder.call("nothing", "cudaMemset", None, 7, c_size_t(0))
     recorder.call("null", "cudaMemset", None, 7, size)
-    recorder.call("pinned memory", "cudaMemset", pinned, 7, size)
-    recorder.call("rows", "cudaMemset2D", device, c_size_t(128), 7, *rows)
-    recorder.call("small pitch", "cudaMemset2D", device, c_size_t(32), 7, *rows)
-    recorder.call("to itself", "cudaMemcpyPeer", device, 0, device, 0, size)
-    recorder.call("device 99", "cudaMemcpyPeer", device, 99, device, 0, size)
+    recorder.call("pinned memory", "cudaMemset", pinned_memory, 7, size)
+    recorder.call("rows", "cudaMemset2D", memory, c_size_t(128), 7, *extent)
+    recorder.call("small pitch", "cudaMemset2D", memory, c_size_t(32), 7, *extent)
+    recorder.call("to itself", "cudaMemcpyPeer", memory, 0, memory, 0, size)
+    recorder.call("device 99", "cudaMemcpyPeer", memory, 99, memory, 0, size)
     recorder.call("after the copies", "cudaDeviceSynchronize")
-    recorder.runtime.cudaFree(device)
-    recorder.runtime.cudaFreeHost(pinned)
+    recorder.runtime.cudaFree(memory)
+    recorder.runtime.cudaFreeHost(pinned_memory)
 
 
 def call_stream_functions(recorder: CallRecorder) -> None:
     """Call the functions of streams and events."""
-    pointer, number = c_void_p(), c_int()
+    pointer, int_output = c_void_p(), c_int()
     least_priority, greatest_priority = c_int(), c_int()
     recorder.call(
         "least",
@@ -238,23 +250,23 @@ def call_stream_functions(recorder: CallRecorder) -> None:
     recorder.call("unknown flags", "cudaStreamCreateWithFlags", byref(pointer), c_uint(6))
     for priority in (-99, 99):
         recorder.call(f"{priority}", "cudaStreamCreateWithPriority", byref(pointer), c_uint(1), priority)
-        recorder.call(f"of {priority}", "cudaStreamGetPriority", pointer, byref(number), output=number)
+        recorder.call(f"of {priority}", "cudaStreamGetPriority", pointer, byref(int_output), output=int_output)
         flags = c_uint()
         recorder.call(f"of {priority}", "cudaStreamGetFlags", pointer, byref(flags), output=flags)
         recorder.call(f"of {priority}", "cudaStreamDestroy", pointer)
     recorder.call("default stream", "cudaStreamDestroy", None)
-    for name, default_stream in (("null", 0), ("legacy", 1), ("of the thread", 2)):
-        recorder.call(name, "cudaStreamSynchronize", c_void_p(default_stream))
-        recorder.call(name, "cudaStreamQuery", c_void_p(default_stream))
-        recorder.call(name, "cudaStreamIsCapturing", c_void_p(default_stream), byref(number), output=number)
+    for name, stream_value in (("null", 0), ("legacy", 1), ("of the thread", 2)):
+        recorder.call(name, "cudaStreamSynchronize", c_void_p(stream_value))
+        recorder.call(name, "cudaStreamQuery", c_void_p(stream_value))
+        recorder.call(name, "cudaStreamIsCapturing", c_void_p(stream_value), byref(int_output), output=int_output)
     recorder.call("legacy", "cudaStreamBeginCapture", c_void_p(1), 0)
     recorder.call("unknown mode", "cudaThreadExchangeStreamCaptureMode", byref(c_int(9)))
     recorder.call("unknown flags", "cudaEventCreateWithFlags", byref(pointer), c_uint(0x80))
-    recorder.call("with timing", "cudaEventCreateWithFlags", byref(pointer), c_uint(INTERPROCESS))
+    recorder.call("with timing", "cudaEventCreateWithFlags", byref(pointer), c_uint(EVENT_INTERPROCESS))
     recorder.call("null", "cudaEventDestroy", None)
     timed_event, untimed_event = (
         recorder.call_for_pointer("cudaEventCreate"),
-        recorder.call_for_pointer("cudaEventCreateWithFlags", c_uint(DISABLE_TIMING)),
+        recorder.call_for_pointer("cudaEventCreateWithFlags", c_uint(EVENT_DISABLE_TIMING)),
     )
     time_ms = ctypes.c_float()
     recorder.call("not recorded", "cudaEventQuery", timed_event)
@@ -274,20 +286,20 @@ def call_stream_functions(recorder: CallRecorder) -> None:
 
 def call_pointer_functions(recorder: CallRecorder) -> None:
     """Call the functions of pointer attributes, and of IPC handles."""
-    device, pinned = (
+    device_memory, pinned_memory = (
         recorder.call_for_pointer("cudaMalloc", c_size_t(KIB)),
         recorder.call_for_pointer("cudaMallocHost", c_size_t(KIB)),
     )
-    managed = recorder.call_for_pointer("cudaMallocManaged", c_size_t(KIB), c_uint(1))
-    host, handle, pointer = ctypes.create_string_buffer(KIB), IpcHandle(), c_void_p()
-    assert device.value is not None
-    middle = c_void_p(device.value + 16)
+    managed_memory = recorder.call_for_pointer("cudaMallocManaged", c_size_t(KIB), c_uint(1))
+    host_buffer, handle, pointer = ctypes.create_string_buffer(KIB), IpcHandle(), c_void_p()
+    assert device_memory.value is not None
+    middle = c_void_p(device_memory.value + 16)
     for title, address in (
-        ("device", device),
+        ("device", device_memory),
         ("middle of device", middle),
-        ("pinned", pinned),
-        ("managed", managed),
-        ("host", host),
+        ("pinned", pinned_memory),
+        ("managed", managed_memory),
+        ("host", host_buffer),
         ("null", None),
     ):
         attributes = PointerAttributes()
@@ -295,21 +307,21 @@ def call_pointer_functions(recorder: CallRecorder) -> None:
         result = recorder.results[f"cudaPointerGetAttributes: {title}"]
         result[2] = [attributes.type, attributes.device] if result[0] == 0 else None
         recorder.call(title, "cudaIpcGetMemHandle", byref(handle), address)
-    recorder.call("device", "cudaIpcGetMemHandle", byref(handle), device)
+    recorder.call("device", "cudaIpcGetMemHandle", byref(handle), device_memory)
     recorder.call("unknown flags", "cudaIpcOpenMemHandle", byref(pointer), handle, c_uint(8))
     recorder.call("own handle", "cudaIpcOpenMemHandle", byref(pointer), handle, c_uint(1))
     recorder.call("no handle", "cudaIpcOpenMemHandle", byref(pointer), IpcHandle(), c_uint(1))
-    recorder.call("not opened", "cudaIpcCloseMemHandle", device)
+    recorder.call("not opened", "cudaIpcCloseMemHandle", device_memory)
     flags = c_uint()
-    recorder.call("pinned", "cudaHostGetFlags", byref(flags), pinned)
-    recorder.call("host", "cudaHostGetFlags", byref(flags), host)
-    recorder.runtime.cudaFree(managed)
-    recorder.runtime.cudaFreeHost(pinned)
-    recorder.runtime.cudaFree(device)
+    recorder.call("pinned", "cudaHostGetFlags", byref(flags), pinned_memory)
+    recorder.call("host", "cudaHostGetFlags", byref(flags), host_buffer)
+    recorder.runtime.cudaFree(managed_memory)
+    recorder.runtime.cudaFreeHost(pinned_memory)
+    recorder.runtime.cudaFree(device_memory)
 
 
 def call_pool_functions(recorder: CallRecorder) -> None:
-    """Call the functions that allocate in the order of a stream."""
+    """Call the functions of stream-ordered allocation (cudaMallocAsync) and of its memory pools."""
     pool, pointer = c_void_p(), c_void_p()
     recorder.call("device 0", "cudaDeviceGetDefaultMemPool", byref(pool), 0)
     recorder.call("device 99", "cudaDeviceGetDefaultMemPool", byref(pointer), 99)
@@ -320,6 +332,7 @@ def call_pool_functions(recorder: CallRecorder) -> None:
     recorder.call("null", "cudaFreeAsync", None, None)
     recorder.call("no allocation", "cudaFreeAsync", c_void_p(0x1000), None)
     threshold = ctypes.c_uint64()
+    # Attribute 4 is cudaMemPoolAttrReleaseThreshold.
     recorder.call("threshold", "cudaMemPoolGetAttribute", pool, 4, byref(threshold), output=threshold)
     recorder.call("unknown", "cudaMemPoolGetAttribute", pool, 99, byref(threshold))
     recorder.call("default pool", "cudaMemPoolDestroy", pool)
@@ -330,9 +343,9 @@ def call_pool_functions(recorder: CallRecorder) -> None:
 
 def call_kernel_and_reset_functions(recorder: CallRecorder) -> None:
     """Call the functions of unregistered kernels and symbols, of error names, and of the reset of a device."""
-    unknown, pointer = c_int(), c_void_p()
-    recorder.call("unknown", "cudaFuncGetAttributes", ctypes.create_string_buffer(512), byref(unknown))
-    recorder.call("unknown", "cudaGetSymbolAddress", byref(pointer), byref(unknown))
+    unregistered_symbol, pointer = c_int(), c_void_p()
+    recorder.call("unknown", "cudaFuncGetAttributes", ctypes.create_string_buffer(512), byref(unregistered_symbol))
+    recorder.call("unknown", "cudaGetSymbolAddress", byref(pointer), byref(unregistered_symbol))
     recorder.runtime.cudaGetErrorName.restype = c_char_p
     for error in (0, 1, 2, 12, 21, 98, 100, 101, 201, 217, 400, 600, 704, 705, 712, 713, 719, 801, 900, 999, 12345):
         name = recorder.runtime.cudaGetErrorName(error)

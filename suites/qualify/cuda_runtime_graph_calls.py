@@ -22,13 +22,13 @@ from qualify.cuda_runtime_calls import (
 
 
 class Location(ctypes.Structure):
-    """The structure cudaMemLocation."""
+    """The structure cudaMemLocation. Its type is 0 (invalid), 1 (device), 2 (host) or 3 (NUMA node)."""
 
     _fields_ = (("type", c_int), ("id", c_int))
 
 
 class PoolProperties(ctypes.Structure):
-    """The structure cudaMemPoolProps."""
+    """The structure cudaMemPoolProps. Type 1 is pinned memory. Handle types are 0 (private) or 1 (file descriptor)."""
 
     _fields_ = (
         ("type", c_int),
@@ -54,7 +54,7 @@ class MemsetParameters(ctypes.Structure):
 
 
 class ChannelFormat(ctypes.Structure):
-    """The structure cudaChannelFormatDesc."""
+    """The structure cudaChannelFormatDesc: bits of each channel, and the kind 0 (signed), 1 (unsigned) or 2 (float)."""
 
     _fields_ = (("x", c_int), ("y", c_int), ("z", c_int), ("w", c_int), ("kind", c_int))
 
@@ -62,7 +62,7 @@ class ChannelFormat(ctypes.Structure):
 def call_shared_pool_functions(recorder: CallRecorder) -> None:
     """Call the functions of pools that processes share. The handle type 1 is a file descriptor.
 
-    No call imports a descriptor as a fabric handle (type 8), because the real runtimes would use it as a pointer.
+    No call imports a descriptor as a fabric handle (type 8): the real runtimes would use its number as a pointer.
     """
     shared_pool, private_pool, imported_pool, pointer, imported_pointer = (
         c_void_p(),
@@ -71,6 +71,7 @@ def call_shared_pool_functions(recorder: CallRecorder) -> None:
         c_void_p(),
         c_void_p(),
     )
+    # An IpcHandle has the size of cudaMemPoolPtrExportData, 64 bytes.
     fd, export_data = c_int(-1), IpcHandle()
     recorder.call(
         "unknown handle type", "cudaMemPoolCreate", byref(shared_pool), byref(PoolProperties(1, 0x40, Location(1, 0)))
@@ -104,13 +105,16 @@ def call_shared_pool_functions(recorder: CallRecorder) -> None:
 
 
 def call_managed_memory_functions(recorder: CallRecorder) -> None:
-    """Call the functions of prefetch and advice. In CUDA 12, functions with a cudaMemLocation have the suffix _v2."""
+    """Call the functions of prefetch and advice.
+
+    In the library of CUDA 12, functions that take a cudaMemLocation have the suffix _v2.
+    """
     suffix = "_v2" if recorder.is_version_12 else ""
-    memory, host = (
+    managed_memory, host_buffer = (
         recorder.call_for_pointer("cudaMallocManaged", c_size_t(64 * KIB), c_uint(1)),
         ctypes.create_string_buffer(KIB),
     )
-    device, number = recorder.call_for_pointer("cudaMalloc", c_size_t(KIB)), c_int()
+    device_memory, int_value = recorder.call_for_pointer("cudaMalloc", c_size_t(KIB)), c_int()
     first_device, missing_device, host_location, no_location = (
         Location(1, 0),
         Location(1, 99),
@@ -118,73 +122,96 @@ def call_managed_memory_functions(recorder: CallRecorder) -> None:
         Location(0, 0),
     )
     for title, address, length_bytes, location, flags in (
-        ("to the device", memory, KIB, first_device, 0),
-        ("to the host", memory, KIB, host_location, 0),
-        ("no bytes", memory, 0, first_device, 0),
-        ("too many bytes", memory, 1 << 30, first_device, 0),
-        ("device 99", memory, KIB, missing_device, 0),
-        ("no location", memory, KIB, no_location, 0),
-        ("unknown flags", memory, KIB, first_device, 1),
-        ("memory of the device", device, KIB, first_device, 0),
+        ("to the device", managed_memory, KIB, first_device, 0),
+        ("to the host", managed_memory, KIB, host_location, 0),
+        ("no bytes", managed_memory, 0, first_device, 0),
+        ("too many bytes", managed_memory, 1 << 30, first_device, 0),
+        ("device 99", managed_memory, KIB, missing_device, 0),
+        ("no location", managed_memory, KIB, no_location, 0),
+        ("unknown flags", managed_memory, KIB, first_device, 1),
+        ("memory of the device", device_memory, KIB, first_device, 0),
         ("null", None, KIB, first_device, 0),
     ):
         size, symbol = c_size_t(length_bytes), f"cudaMemPrefetchAsync{suffix}"
         recorder.call(title, "cudaMemPrefetchAsync", address, size, location, c_uint(flags), None, symbol=symbol)
     for title, address, advice, location in (
-        ("read mostly", memory, 1, first_device),
-        ("preferred location", memory, 3, first_device),
-        ("accessed by", memory, 5, first_device),
-        ("unknown", memory, 9, first_device),
-        ("preferred location, device 99", memory, 3, missing_device),
-        ("accessed by a NUMA node", memory, 5, Location(3, 0)),
-        ("memory of the device", device, 1, first_device),
+        ("read mostly", managed_memory, 1, first_device),
+        ("preferred location", managed_memory, 3, first_device),
+        ("accessed by", managed_memory, 5, first_device),
+        ("unknown", managed_memory, 9, first_device),
+        ("preferred location, device 99", managed_memory, 3, missing_device),
+        ("accessed by a NUMA node", managed_memory, 5, Location(3, 0)),
+        ("memory of the device", device_memory, 1, first_device),
     ):
         symbol = f"cudaMemAdvise{suffix}"
         recorder.call(title, "cudaMemAdvise", address, c_size_t(KIB), advice, location, symbol=symbol)
     size, query_function = c_size_t(4), "cudaMemRangeGetAttribute"
+    # cudaMemRangeAttribute: ReadMostly, PreferredLocation, AccessedBy, LastPrefetchLocation, PreferredLocationType,
+    # PreferredLocationId, and an unknown attribute.
     for attribute in (1, 2, 3, 4, 5, 6, 9):
         title = f"attribute {attribute}"
-        recorder.call(title, query_function, byref(number), size, attribute, memory, c_size_t(KIB), output=number)
-    recorder.call("of all pages", query_function, byref(number), size, 1, memory, c_size_t(64 * KIB), output=number)
-    recorder.call("8 bytes", query_function, byref(number), c_size_t(8), 1, memory, c_size_t(KIB))
-    recorder.call("memory of the device", query_function, byref(number), size, 1, device, c_size_t(KIB))
+        recorder.call(
+            title, query_function, byref(int_value), size, attribute, managed_memory, c_size_t(KIB), output=int_value
+        )
+    recorder.call(
+        "of all pages",
+        query_function,
+        byref(int_value),
+        size,
+        1,
+        managed_memory,
+        c_size_t(64 * KIB),
+        output=int_value,
+    )
+    recorder.call("8 bytes", query_function, byref(int_value), c_size_t(8), 1, managed_memory, c_size_t(KIB))
+    recorder.call("memory of the device", query_function, byref(int_value), size, 1, device_memory, c_size_t(KIB))
     attach_function = "cudaStreamAttachMemAsync"
     for title, length_bytes, flags in (("single", 0, 4), ("unknown flags", 0, 3), ("a part", KIB, 1)):
-        recorder.call(title, attach_function, None, memory, c_size_t(length_bytes), c_uint(flags))
-    recorder.call("host memory", attach_function, None, host, c_size_t(0), c_uint(1))
+        recorder.call(title, attach_function, None, managed_memory, c_size_t(length_bytes), c_uint(flags))
+    recorder.call("host memory", attach_function, None, host_buffer, c_size_t(0), c_uint(1))
     recorder.runtime.cudaDeviceSynchronize()
-    for address in (memory, device):
+    for address in (managed_memory, device_memory):
         recorder.call("after prefetch and advice", "cudaFree", address)
 
 
 def call_capture_functions(recorder: CallRecorder) -> None:
-    """Capture streams, and make calls that invalidate the captures."""
-    stream, other_stream = (
+    """Capture streams, and make calls that invalidate the captures.
+
+    The capture modes are 0 (global), 1 (thread-local) and 2 (relaxed). The first stream does not block the default
+    stream.
+    """
+    stream, blocking_stream = (
         recorder.call_for_pointer("cudaStreamCreateWithFlags", c_uint(1)),
         recorder.call_for_pointer("cudaStreamCreate"),
     )
     memory, event = recorder.call_for_pointer("cudaMalloc", c_size_t(KIB)), recorder.call_for_pointer("cudaEventCreate")
-    graph, pointer, status, host = c_void_p(), c_void_p(), c_int(), ctypes.create_string_buffer(KIB)
+    graph, pointer, status, host_buffer = c_void_p(), c_void_p(), c_int(), ctypes.create_string_buffer(KIB)
     recorder.call("not captured", "cudaStreamEndCapture", stream, byref(graph))
     recorder.call("unknown mode", "cudaStreamBeginCapture", stream, 9)
     begin_capture, end_function, size = recorder.runtime.cudaStreamBeginCapture, "cudaStreamEndCapture", c_size_t(KIB)
     for title, captured_stream, mode, function, arguments in (
         ("nothing", stream, 0, "cudaStreamBeginCapture", (stream, 0)),
         ("memset", stream, 0, "cudaMemsetAsync", (memory, 1, size, stream)),
-        ("copy from the host", stream, 0, "cudaMemcpyAsync", (memory, host, size, HOST_TO_DEVICE, stream)),
+        ("copy from the host", stream, 0, "cudaMemcpyAsync", (memory, host_buffer, size, HOST_TO_DEVICE, stream)),
         ("copy of freed memory", stream, 0, "cudaMemcpyAsync", (memory, c_void_p(0x1000), size, 3, stream)),
         ("allocation", stream, 0, "cudaMalloc", (byref(pointer), size)),
         ("allocation, relaxed", stream, 2, "cudaMalloc", (byref(pointer), size)),
         ("allocation in the stream", stream, 0, "cudaMallocAsync", (byref(pointer), size, stream)),
-        ("synchronous copy", stream, 0, "cudaMemcpy", (memory, host, size, HOST_TO_DEVICE)),
-        ("synchronous copy, blocking", other_stream, 0, "cudaMemcpy", (memory, host, size, HOST_TO_DEVICE)),
-        ("synchronous copy, blocking, relaxed", other_stream, 2, "cudaMemcpy", (memory, host, size, HOST_TO_DEVICE)),
+        ("synchronous copy", stream, 0, "cudaMemcpy", (memory, host_buffer, size, HOST_TO_DEVICE)),
+        ("synchronous copy, blocking", blocking_stream, 0, "cudaMemcpy", (memory, host_buffer, size, HOST_TO_DEVICE)),
+        (
+            "synchronous copy, blocking, relaxed",
+            blocking_stream,
+            2,
+            "cudaMemcpy",
+            (memory, host_buffer, size, HOST_TO_DEVICE),
+        ),
         ("default stream", stream, 0, "cudaMemsetAsync", (memory, 1, size, None)),
-        ("default stream, blocking", other_stream, 0, "cudaMemsetAsync", (memory, 1, size, None)),
-        ("status of the default stream, blocking", other_stream, 0, "cudaStreamIsCapturing", (None, byref(status))),
+        ("default stream, blocking", blocking_stream, 0, "cudaMemsetAsync", (memory, 1, size, None)),
+        ("status of the default stream, blocking", blocking_stream, 0, "cudaStreamIsCapturing", (None, byref(status))),
         ("synchronise the stream", stream, 0, "cudaStreamSynchronize", (stream,)),
         ("query the stream", stream, 0, "cudaStreamQuery", (stream,)),
-        ("synchronise another stream", stream, 0, "cudaStreamSynchronize", (other_stream,)),
+        ("synchronise another stream", stream, 0, "cudaStreamSynchronize", (blocking_stream,)),
         ("synchronise the device", stream, 0, "cudaDeviceSynchronize", ()),
         ("query an event", stream, 0, "cudaEventQuery", (event,)),
         ("query an event, thread", stream, 1, "cudaEventQuery", (event,)),
@@ -201,13 +228,13 @@ def call_capture_functions(recorder: CallRecorder) -> None:
             recorder.runtime.cudaGraphDestroy(graph)
     begin_capture(stream, 0)
     recorder.call("in a captured stream", "cudaEventRecord", event, stream)
-    recorder.call("join", "cudaStreamWaitEvent", other_stream, event, c_uint(0))
-    recorder.call("joined", "cudaStreamIsCapturing", other_stream, byref(status), output=status)
-    recorder.call("joined stream", "cudaMemsetAsync", memory, 1, size, other_stream)
+    recorder.call("join", "cudaStreamWaitEvent", blocking_stream, event, c_uint(0))
+    recorder.call("joined", "cudaStreamIsCapturing", blocking_stream, byref(status), output=status)
+    recorder.call("joined stream", "cudaMemsetAsync", memory, 1, size, blocking_stream)
     recorder.call("not joined", end_function, stream, byref(graph))
     recorder.call("recorded in an ended capture", "cudaEventQuery", event)
     recorder.call("recorded again", "cudaEventRecord", event, None)
-    for ended_stream in (stream, other_stream):
+    for ended_stream in (stream, blocking_stream):
         recorder.call("captured before", "cudaStreamDestroy", ended_stream)
     recorder.call("captured before", "cudaEventDestroy", event)
 
@@ -215,7 +242,7 @@ def call_capture_functions(recorder: CallRecorder) -> None:
 def call_graph_functions(recorder: CallRecorder) -> None:
     """Call the functions of graphs, with memsets and empty nodes."""
     graph, node, memset_node, executable, clone = c_void_p(), c_void_p(), c_void_p(), c_void_p(), c_void_p()
-    memory, number, count, zero_count = (
+    device_memory, node_type, node_count, zero_count = (
         recorder.call_for_pointer("cudaMalloc", c_size_t(KIB)),
         c_int(),
         c_size_t(),
@@ -230,18 +257,24 @@ def call_graph_functions(recorder: CallRecorder) -> None:
     recorder.call("first", "cudaGraphAddEmptyNode", byref(node), graph, None, zero_count)
     recorder.call("no list", "cudaGraphAddEmptyNode", byref(memset_node), graph, None, c_size_t(1))
     for title, destination, width, element_bytes in (
-        ("of device memory", memory, KIB, 1),
-        ("too long", memory, KIB + 1, 1),
-        ("elements of 3 bytes", memory, 3, 3),
+        ("of device memory", device_memory, KIB, 1),
+        ("too long", device_memory, KIB + 1, 1),
+        ("elements of 3 bytes", device_memory, 3, 3),
         ("null", None, KIB, 1),
     ):
-        memset = MemsetParameters(destination, 0, 7, element_bytes, width, 1)
+        memset_parameters = MemsetParameters(destination, 0, 7, element_bytes, width, 1)
         recorder.call(
-            title, "cudaGraphAddMemsetNode", byref(memset_node), graph, byref(node), c_size_t(1), byref(memset)
+            title,
+            "cudaGraphAddMemsetNode",
+            byref(memset_node),
+            graph,
+            byref(node),
+            c_size_t(1),
+            byref(memset_parameters),
         )
-    recorder.call("number", "cudaGraphGetNodes", graph, None, byref(count), output=count)
-    recorder.call("number", "cudaGraphGetRootNodes", graph, None, byref(count), output=count)
-    recorder.call("memset", "cudaGraphNodeGetType", memset_node, byref(number), output=number)
+    recorder.call("number", "cudaGraphGetNodes", graph, None, byref(node_count), output=node_count)
+    recorder.call("number", "cudaGraphGetRootNodes", graph, None, byref(node_count), output=node_count)
+    recorder.call("memset", "cudaGraphNodeGetType", memset_node, byref(node_type), output=node_type)
     recorder.call("memset", "cudaGraphMemsetNodeGetParams", memset_node, byref(MemsetParameters()))
     recorder.call("memset", "cudaGraphHostNodeGetParams", memset_node, byref(MemsetParameters()))
     recorder.call("unknown flags", "cudaGraphInstantiate", byref(executable), graph, ctypes.c_uint64(0x100))
@@ -258,23 +291,24 @@ def call_graph_functions(recorder: CallRecorder) -> None:
 
 def call_array_functions(recorder: CallRecorder) -> None:
     """Call the functions that use arrays and mipmapped arrays as memory."""
-    array, level, host, no_flags = c_void_p(), c_void_p(), ctypes.create_string_buffer(64 * KIB), c_uint(0)
-    two_shorts = ChannelFormat(16, 16, 0, 0, 1)
+    array, level, host_buffer, no_flags = c_void_p(), c_void_p(), ctypes.create_string_buffer(64 * KIB), c_uint(0)
+    two_16_bit_channels = ChannelFormat(16, 16, 0, 0, 1)
+    # The last call creates an array of 5 rows with 20 elements of 4 bytes, which the copies below use.
     for title, channels, width, height, flags in (
-        ("no elements", two_shorts, 0, 0, 0),
+        ("no elements", two_16_bit_channels, 0, 0, 0),
         ("three channels", ChannelFormat(8, 8, 8, 0, 1), 8, 8, 0),
         ("channels of two sizes", ChannelFormat(8, 16, 0, 0, 1), 8, 8, 0),
         ("8-bit floats", ChannelFormat(8, 0, 0, 0, 2), 8, 8, 0),
         ("no channel", ChannelFormat(0, 0, 0, 0, 1), 8, 8, 0),
-        ("too wide", two_shorts, 1 << 30, 8, 0),
-        ("unknown flags", two_shorts, 8, 8, 0x4000),
-        ("20 x 5", two_shorts, 20, 5, 0),
+        ("too wide", two_16_bit_channels, 1 << 30, 8, 0),
+        ("unknown flags", two_16_bit_channels, 8, 8, 0x4000),
+        ("20 x 5", two_16_bit_channels, 20, 5, 0),
     ):
-        sizes = (c_size_t(width), c_size_t(height), c_uint(flags))
-        recorder.call(title, "cudaMallocArray", byref(array), byref(channels), *sizes)
+        sizes_and_flags = (c_size_t(width), c_size_t(height), c_uint(flags))
+        recorder.call(title, "cudaMallocArray", byref(array), byref(channels), *sizes_and_flags)
     recorder.call("null", "cudaMallocArray", byref(array), None, c_size_t(8), c_size_t(8), no_flags)
     zero_bytes, row_bytes, row_count = c_size_t(0), c_size_t(80), c_size_t(5)
-    for title, x_bytes, pitch, width, height, kind in (
+    for title, x_bytes, pitch, width, height, direction in (
         ("all", 0, 80, 80, 5, HOST_TO_DEVICE),
         ("default", 0, 80, 80, 5, DEFAULT),
         ("unknown direction", 0, 80, 80, 5, 9),
@@ -284,12 +318,14 @@ def call_array_functions(recorder: CallRecorder) -> None:
         ("small pitch", 0, 79, 80, 5, HOST_TO_DEVICE),
         ("nothing", 0, 80, 0, 5, HOST_TO_DEVICE),
     ):
-        region = (c_size_t(pitch), c_size_t(width), c_size_t(height))
-        recorder.call(title, "cudaMemcpy2DToArray", array, c_size_t(x_bytes), zero_bytes, host, *region, kind)
+        pitch_and_size = (c_size_t(pitch), c_size_t(width), c_size_t(height))
+        recorder.call(
+            title, "cudaMemcpy2DToArray", array, c_size_t(x_bytes), zero_bytes, host_buffer, *pitch_and_size, direction
+        )
     recorder.call(
         "all",
         "cudaMemcpy2DFromArray",
-        host,
+        host_buffer,
         row_bytes,
         array,
         zero_bytes,
@@ -298,9 +334,11 @@ def call_array_functions(recorder: CallRecorder) -> None:
         row_count,
         DEVICE_TO_HOST,
     )
-    recorder.call("a part", "cudaMemcpyToArray", array, c_size_t(4), c_size_t(1), host, c_size_t(16), HOST_TO_DEVICE)
     recorder.call(
-        "beyond the end", "cudaMemcpyToArray", array, c_size_t(4), c_size_t(4), host, row_bytes, HOST_TO_DEVICE
+        "a part", "cudaMemcpyToArray", array, c_size_t(4), c_size_t(1), host_buffer, c_size_t(16), HOST_TO_DEVICE
+    )
+    recorder.call(
+        "beyond the end", "cudaMemcpyToArray", array, c_size_t(4), c_size_t(4), host_buffer, row_bytes, HOST_TO_DEVICE
     )
     recorder.call("array", "cudaGetChannelDesc", byref(ChannelFormat()), array)
     recorder.call("array", "cudaArrayGetInfo", byref(ChannelFormat()), None, None, array)

@@ -1,8 +1,8 @@
 """A program that uses the CUDA runtime in two processes. Its argument is the name of the runtime library.
 
-The second process maps the memory of the first process, writes to it, and records an event, for which the first process
-waits. A launch of a kernel must fail, because the software twin of the runtime runs no kernels. The program prints
-``done`` at its end.
+The second process maps memory of the first process, writes to the memory, and records an event. The first process
+waits for the event. A launch of a kernel must fail, because the software twin of the runtime runs no kernels. The
+program prints ``done`` at its end.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import threading
 
 SUCCESS, INVALID_DEVICE, NOT_SUPPORTED = 0, 101, 801
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
-DEVICE_MEMORY = 2
-EVENT_INTERPROCESS_FLAGS = 6
+DEVICE_MEMORY = 2  # cudaMemoryTypeDevice.
+EVENT_INTERPROCESS_FLAGS = 6  # cudaEventDisableTiming and cudaEventInterprocess.
 LENGTH_BYTES = 5000
+# This second argument makes the program the second process.
 IMPORTER = "importer"
 
 
 class IpcHandle(ctypes.Structure):
-    """A handle of IPC, which is passed by value."""
+    """The structure cudaIpcMemHandle_t or cudaIpcEventHandle_t, which the functions of the runtime take by value."""
 
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
@@ -82,7 +83,7 @@ def copy_and_fill_memory() -> None:
 
 
 def check_errors_of_threads() -> None:
-    """Check that the last error is stored for each thread."""
+    """Check that each thread has its own last error."""
     require_status(runtime.cudaSetDevice(99), INVALID_DEVICE)
     errors_of_thread: list[int] = []
     thread = threading.Thread(target=lambda: errors_of_thread.append(runtime.cudaGetLastError()))
@@ -95,10 +96,12 @@ def check_errors_of_threads() -> None:
 
 def launch_kernel() -> None:
     """Register a kernel, as a compiled program does, and require that its launch fails."""
+    # The runtime identifies a kernel by the address of a function of the host. Here, a number has this address.
     kernel, one_block = ctypes.c_int(), Dimensions(1, 1, 1)
     register_binary, register_function = runtime["__cudaRegisterFatBinary"], runtime["__cudaRegisterFunction"]
     register_binary.restype = ctypes.c_void_p
     binary = ctypes.c_void_p(register_binary(bytes(16)))
+    # The mangled name means scale(float*, float).
     register_function(binary, ctypes.byref(kernel), None, b"_Z5scalePff", -1, None, None, None, None, None)
     require_status(
         runtime.cudaLaunchKernel(ctypes.byref(kernel), one_block, one_block, None, ctypes.c_size_t(0), None),
@@ -129,10 +132,14 @@ def share_memory() -> None:
 
 
 def import_memory() -> None:
-    """Write to memory of the other process, and record the event for which it waits."""
-    handles = sys.stdin.buffer.read(2 * ctypes.sizeof(IpcHandle))
-    memory_handle, event_handle = IpcHandle.from_buffer_copy(handles), IpcHandle.from_buffer_copy(handles[64:])
+    """Write to memory of the first process, and record the event for which the first process waits."""
+    handle_bytes = sys.stdin.buffer.read(2 * ctypes.sizeof(IpcHandle))
+    memory_handle, event_handle = (
+        IpcHandle.from_buffer_copy(handle_bytes),
+        IpcHandle.from_buffer_copy(handle_bytes[64:]),
+    )
     memory, event = ctypes.c_void_p(), ctypes.c_void_p()
+    # The flag 1 is cudaIpcMemLazyEnablePeerAccess.
     require_status(runtime.cudaIpcOpenMemHandle(ctypes.byref(memory), memory_handle, 1))
     require_status(runtime.cudaIpcOpenEventHandle(ctypes.byref(event), event_handle))
     assert read_memory(memory) == bytes([1]) * LENGTH_BYTES

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GDRKIT_COMMAND", "MpiJob", "run_job_on_four_machines", "run_job_on_this_machine", "run_job_on_two_machines"]
 
+# All processes of a job have this variable, so that list_processes() finds them.
 _MARKER_VARIABLE = "GDRKIT_SUITES_JOB"
 GDRKIT_COMMAND = (sys.executable, "-m", "gdrkit")
 # Open MPI runs this program to start its daemon on another machine. The first argument is the name of the machine.
@@ -60,9 +61,9 @@ class MpiJob:
 
     def wait_for_all_processes(self, *, limit_s: float) -> None:
         """Wait until every process of the job has ended. mpirun does not wait for all of them."""
-        end_s = time.monotonic() + limit_s
+        deadline_s = time.monotonic() + limit_s
         while running_processes := self.list_processes():
-            assert time.monotonic() < end_s, f"these processes still run: {sorted(running_processes)}"
+            assert time.monotonic() < deadline_s, f"these processes still run: {sorted(running_processes)}"
             # Most of these processes are not children of this process, so it is not notified when they end.
             select.select([], [], [], 0.1)
 
@@ -81,15 +82,16 @@ class MpiJob:
         return processes
 
     def find_measuring_process(self, rank: int) -> int:
-        """Return the id of the process that measures for a rank."""
+        """Return the id of the child process that a rank started for its measurements."""
         return self._find_process(rank, b"ranks.measure")
 
     def find_rank_process(self, rank: int) -> int:
-        """Return the id of the process of a rank."""
+        """Return the id of the process that mpirun started for a rank."""
         return self._find_process(rank, b"qualify\0")
 
     def _find_process(self, rank: int, command_part: bytes) -> int:
-        # The measuring process is a child of the process that mpirun started. It has the higher id, so it comes first.
+        # The measuring process is a child of the process that mpirun started. It has the higher id, so the loop checks
+        # it first.
         for process_id, environment in sorted(self.list_processes().items(), reverse=True):
             # A process may have ended since list_processes() returned.
             with contextlib.suppress(OSError):
@@ -112,14 +114,14 @@ class MpiJob:
 
 
 @contextlib.contextmanager
-def run_job_on_two_machines(output: Path) -> Iterator[MpiJob]:
-    """Run ``gdrkit qualify --mpi`` with two ranks in each of two namespaces, and remove everything at the end."""
+def run_job_on_two_machines(output_folder: Path) -> Iterator[MpiJob]:
+    """Run ``gdrkit qualify --mpi`` with two ranks in each of two namespaces, and remove the namespaces at the end."""
     hosts = [f"gk{secrets.token_hex(4)}{index}" for index in (1, 2)]
     try:
         _create_connected_hosts(hosts)
-        # Delayed completions make a job slow, so that a case can kill a process while the job measures.
+        # All completions are delayed. The job is then so slow that a case can kill a process while it measures.
         twin_variables = {"GDRKIT_TWINS_FABRIC": "tcp://10.77.0.0/24,10.78.0.0/24", "GDRKIT_TWINS_LATE_SHARE": "100"}
-        with _run_job(hosts, GDRKIT_COMMAND, output, ranks_per_host=2, variables=twin_variables) as job:
+        with _run_job(hosts, GDRKIT_COMMAND, output_folder, ranks_per_host=2, variables=twin_variables) as job:
             yield job
     finally:
         for host in hosts:
@@ -128,9 +130,9 @@ def run_job_on_two_machines(output: Path) -> Iterator[MpiJob]:
 
 @contextlib.contextmanager
 def run_job_on_four_machines(
-    output: Path, *, command: Sequence[str] = GDRKIT_COMMAND, variables: Mapping[str, str] | None = None
+    output_folder: Path, *, command: Sequence[str] = GDRKIT_COMMAND, variables: Mapping[str, str] | None = None
 ) -> Iterator[MpiJob]:
-    """Run ``command qualify --mpi`` with a rank in each of four namespaces, and remove everything at the end."""
+    """Run ``command qualify --mpi`` with a rank in each of four namespaces, and remove the namespaces at the end."""
     prefix = f"gk{secrets.token_hex(4)}"
     hosts, switch_namespace = [f"{prefix}{index}" for index in range(1, 5)], f"{prefix}0"
     try:
@@ -145,7 +147,7 @@ def run_job_on_four_machines(
             _run_ip("-n", host, "addr", "add", f"10.77.0.{index}/24", "dev", host)
             _run_ip("-n", host, "link", "set", host, "up")
         twin_variables = {"GDRKIT_TWINS_FABRIC": "tcp://10.77.0.0/24", "GDRKIT_TWINS_GPUS": "1", **(variables or {})}
-        with _run_job(hosts, command, output, ranks_per_host=1, variables=twin_variables) as job:
+        with _run_job(hosts, command, output_folder, ranks_per_host=1, variables=twin_variables) as job:
             yield job
     finally:
         for host in (*hosts, switch_namespace):
@@ -154,7 +156,12 @@ def run_job_on_four_machines(
 
 @contextlib.contextmanager
 def _run_job(
-    hosts: Sequence[str], command: Sequence[str], output: Path, *, ranks_per_host: int, variables: Mapping[str, str]
+    hosts: Sequence[str],
+    command: Sequence[str],
+    output_folder: Path,
+    *,
+    ranks_per_host: int,
+    variables: Mapping[str, str],
 ) -> Iterator[MpiJob]:
     with tempfile.TemporaryDirectory(prefix="gdrkit-", ignore_cleanup_errors=True) as folder:
         remote_shell = Path(folder, "remote_shell")
@@ -164,26 +171,30 @@ def _run_job(
         slots = ",".join(f"{host}:{ranks_per_host}" for host in hosts)
         rank_options = ["--host", slots, "-np", str(len(hosts) * ranks_per_host)]
         mpirun_line = shlex.join(
-            _make_mpirun_command(Path(folder), [*options, *rank_options, *_make_qualify_command(command, output)])
+            _make_mpirun_command(
+                Path(folder), [*options, *rank_options, *_make_qualify_command(command, output_folder)]
+            )
         )
-        set_host_name = ["unshare", "--uts", "sh", "-c", f"hostname {hosts[0]}; exec {mpirun_line}"]
+        command_with_host_name = ["unshare", "--uts", "sh", "-c", f"hostname {hosts[0]}; exec {mpirun_line}"]
         job_variables = {"GDRKIT_TWINS_FABRIC_SECRET": secrets.token_hex(16), **variables}
-        with _start_job(["ip", "netns", "exec", hosts[0], *set_host_name], job_variables) as job:
+        with _start_job(["ip", "netns", "exec", hosts[0], *command_with_host_name], job_variables) as job:
             yield job
 
 
 @contextlib.contextmanager
-def run_job_on_this_machine(output: Path, *, command_of_rank_1: Sequence[str] = GDRKIT_COMMAND) -> Iterator[MpiJob]:
+def run_job_on_this_machine(
+    output_folder: Path, *, command_of_rank_1: Sequence[str] = GDRKIT_COMMAND
+) -> Iterator[MpiJob]:
     """Run ``gdrkit qualify --mpi`` with two ranks. Rank 1 runs the command `command_of_rank_1` instead of gdrkit."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-", ignore_cleanup_errors=True) as folder:
         rank_options = [
             "-np",
             "1",
-            *_make_qualify_command(GDRKIT_COMMAND, output),
+            *_make_qualify_command(GDRKIT_COMMAND, output_folder),
             ":",
             "-np",
             "1",
-            *_make_qualify_command(command_of_rank_1, output),
+            *_make_qualify_command(command_of_rank_1, output_folder),
         ]
         with _start_job(_make_mpirun_command(Path(folder), rank_options), {}) as job:
             yield job
@@ -212,8 +223,8 @@ def _make_mpirun_command(folder: Path, options: Sequence[str]) -> list[str]:
     return ["mpirun", "--mca", "orte_tmpdir_base", str(folder), "--oversubscribe", *options]
 
 
-def _make_qualify_command(gdrkit: Sequence[str], output: Path) -> list[str]:
-    return [*gdrkit, "qualify", "--software", "--mpi", "--output", str(output)]
+def _make_qualify_command(gdrkit_command: Sequence[str], output_folder: Path) -> list[str]:
+    return [*gdrkit_command, "qualify", "--software", "--mpi", "--output", str(output_folder)]
 
 
 @contextlib.contextmanager

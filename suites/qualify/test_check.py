@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 pytestmark = [needs(software(Api.VERBS), software(Api.CUDA)), pytest.mark.timeout(240)]
 
-# Each cause has the rule of the fault plan, the exit code, and a part of the printed line.
+# Each cause has a rule of the fault plan (a file that makes calls of the software twins fail), the exit code, and a
+# part of the printed line.
 CAUSES = {
     "no dma-buf regions": ("ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP", 1, "no dma-buf regions on twin0"),
     "no peer memory": ("ibv_reg_mr call=* errno=EFAULT", 1, "ibv_reg_mr"),
@@ -29,17 +30,18 @@ CAUSES = {
     "no protection domain": ("ibv_alloc_pd call=* errno=ENOMEM", 1, "ibv_alloc_pd"),
     "no queue pair": ("ibv_create_qp call=* errno=ENOMEM", 1, "ibv_create_qp"),
     "no connection": ("ibv_modify_qp call=* errno=ETIMEDOUT", 1, "ibv_modify_qp"),
-    "no CUDA device": ("cuInit call=* status=100", 1, "cuInit"),
-    "no device memory": ("cuMemAlloc_v2 call=* status=2", 1, "cuMemAlloc"),
+    "no CUDA device": ("cuInit call=* status=100", 1, "cuInit"),  # CUDA_ERROR_NO_DEVICE.
+    "no device memory": ("cuMemAlloc_v2 call=* status=2", 1, "cuMemAlloc"),  # CUDA_ERROR_OUT_OF_MEMORY.
 }
 
 
-def run_gdrkit_check(tmp_path: Path, rules: str, *options: str) -> subprocess.CompletedProcess[str]:
-    plan = tmp_path / "plan"
-    plan.write_text(f"gdrkit-faults 1\n{rules}\n")
+def run_gdrkit_check(folder: Path, rules: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run `gdrkit check` on the software twins with these rules of a fault plan, which is written to `folder`."""
+    plan_path = folder / "plan"
+    plan_path.write_text(f"gdrkit-faults 1\n{rules}\n")
     return subprocess.run(
         [sys.executable, "-m", "gdrkit", "check", "--software", *options],
-        env={**os.environ, "GDRKIT_TWINS_FAULTS": str(plan)},
+        env={**os.environ, "GDRKIT_TWINS_FAULTS": str(plan_path)},
         capture_output=True,
         text=True,
         check=False,
@@ -65,6 +67,7 @@ def test_check_names_the_cause_in_one_line(tmp_path: Path, cause: str) -> None:
 
 
 def test_check_ends_in_time_if_a_driver_hangs(tmp_path: Path) -> None:
+    # ibv_modify_qp() of the twin hangs as long as this file exists.
     hold_file = tmp_path / "held"
     hold_file.touch()
     started_s = time.monotonic()
@@ -73,7 +76,7 @@ def test_check_ends_in_time_if_a_driver_hangs(tmp_path: Path) -> None:
     hold_file.unlink()
     assert result.returncode == 1
     assert duration_s < 30
-    # The stage depends on the speed of the machine.
+    # How far the check comes depends on the speed of the machine.
     assert re.search(
         r"no result within 30 s, while (querying CUDA, |running \d+ cases|running the case after )", result.stdout
     )
@@ -82,4 +85,4 @@ def test_check_ends_in_time_if_a_driver_hangs(tmp_path: Path) -> None:
 def test_check_with_an_impossible_budget_is_refused(tmp_path: Path) -> None:
     result = run_gdrkit_check(tmp_path, "", "--budget", "3")
     assert result.returncode == 2
-    assert "10" in result.stderr
+    assert "10" in result.stderr  # The smallest budget in seconds.

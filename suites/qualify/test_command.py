@@ -46,6 +46,7 @@ def test_after(): ...
 def test_fails():
     assert [1] == [2]
 """
+# The child of the case ignores SIGINT, writes a dot to the FIFO `alive`, and has the FIFO open until it ends.
 SLOW_CASE = """
 import pathlib, subprocess, sys, time, pytest
 HERE = pathlib.Path(__file__).parent
@@ -56,9 +57,9 @@ def cleaned_up():
     (HERE / "cleaned-up").touch()
 @pytest.mark.qualify
 def test_slow(cleaned_up):
-    child = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); fifo = open(sys.argv[1], 'w')"
-    child += "; fifo.write('.'); fifo.flush(); signal.alarm(60); signal.pause()"
-    subprocess.Popen([sys.executable, "-c", child, HERE / "alive"]).wait()
+    child_code = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); fifo = open(sys.argv[1], 'w')"
+    child_code += "; fifo.write('.'); fifo.flush(); signal.alarm(60); signal.pause()"
+    subprocess.Popen([sys.executable, "-c", child_code, HERE / "alive"]).wait()
 """
 TRACED_CASE = """
 import ctypes, pathlib, subprocess, sys, pytest
@@ -67,23 +68,34 @@ HERE = pathlib.Path(__file__).parent
 def test_traced():
     # The case starts a process in a new session that traces the process of the case. The kernel reports the end of a
     # traced process to the tracer first. While the tracer lives, the parent of the traced process cannot wait for it.
+    # The tracer writes to the FIFO `alive` whether it traces, and ends after the test has opened `alive` and `end`.
     # 0x4206 is PTRACE_SEIZE, 0x59616D61 is PR_SET_PTRACER.
-    tracer = "import ctypes, os, signal, sys; library = ctypes.CDLL(None, use_errno=True); traced = os.getppid()"
-    tracer += "; failed = library.ptrace(0x4206, traced, None, None); signal.alarm(120)"
-    tracer += "; open(sys.argv[1], 'w').write('!' if failed else '.'); open(sys.argv[1]).read()"
-    tracer += "; open(sys.argv[2]).read()"
+    tracer_code = "import ctypes, os, signal, sys; library = ctypes.CDLL(None, use_errno=True); traced = os.getppid()"
+    tracer_code += "; failed = library.ptrace(0x4206, traced, None, None); signal.alarm(120)"
+    tracer_code += "; open(sys.argv[1], 'w').write('!' if failed else '.'); open(sys.argv[1]).read()"
+    tracer_code += "; open(sys.argv[2]).read()"
     ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))
-    command = [sys.executable, "-c", tracer, HERE / "alive", HERE / "end"]
+    command = [sys.executable, "-c", tracer_code, HERE / "alive", HERE / "end"]
     subprocess.Popen(command, start_new_session=True).wait()
 """
 REPORT_FILES = {"facts.json", "index.html", "junit.xml", "plan.json", "records.jsonl", "run.json", "summary.md"}
 
 
 def make_qualify_command(folder: Path, source: str) -> list[str]:
-    suites = folder / "suites"
-    suites.mkdir()
-    (suites / "test_cases.py").write_text(source)
-    return [sys.executable, "-m", "gdrkit", "qualify", "--suites", str(suites), "--output", str(folder / "report")]
+    """Write the cases in the Python text `source` to a file, and return the command that runs them."""
+    suites_folder = folder / "suites"
+    suites_folder.mkdir()
+    (suites_folder / "test_cases.py").write_text(source)
+    return [
+        sys.executable,
+        "-m",
+        "gdrkit",
+        "qualify",
+        "--suites",
+        str(suites_folder),
+        "--output",
+        str(folder / "report"),
+    ]
 
 
 def run_qualify(folder: Path, source: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -91,9 +103,9 @@ def run_qualify(folder: Path, source: str, *options: str, **variables: str) -> s
     return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
 
 
-def find_first_result_line(text: str) -> str:
+def find_first_result_line(output: str) -> str:
     """Return the first line that is not indented. The indented lines report the progress."""
-    return next(line for line in text.splitlines() if not line.startswith("    "))
+    return next(line for line in output.splitlines() if not line.startswith("    "))
 
 
 @NEEDS_TWINS
@@ -104,12 +116,16 @@ def test_passing_software_run_exits_with_0(tmp_path: Path) -> None:
     assert output["run"]["verdict"] == "The code passed on software twins"
     assert {status["state"] for status in output["routes"]} <= {"unproven", "not_possible"}
     assert find_first_result_line(process.stderr) == "software twins: this proves the code, not this machine"
-    report = tmp_path / "report"
-    assert {path.name for path in report.iterdir()} >= REPORT_FILES
-    (record,) = read_records(report / "records.jsonl")
+    report_folder = tmp_path / "report"
+    assert {path.name for path in report_folder.iterdir()} >= REPORT_FILES
+    (record,) = read_records(report_folder / "records.jsonl")
     assert (record.case, record.title, record.seed) == ("test_cases.py::test_passes", "Passes.", 3)
     assert record.command.startswith("gdrkit qualify --suites")
-    assert (report / "summary.md").read_text().startswith("software twins: this proves the code, not this machine\n")
+    assert (
+        (report_folder / "summary.md")
+        .read_text()
+        .startswith("software twins: this proves the code, not this machine\n")
+    )
 
 
 @NEEDS_TWINS
@@ -133,7 +149,7 @@ def test_passing_run_without_a_route_proves_nothing(tmp_path: Path) -> None:
     process = run_qualify(tmp_path, PASSING_CASES)
     assert process.returncode == 4, process.stdout + process.stderr
     assert "Nothing was proven on hardware" in process.stdout
-    assert "To do: run it where a GPU and an RDMA NIC are" in process.stdout
+    assert "To do: run it on a machine with a GPU and an RDMA NIC" in process.stdout
 
 
 @pytest.mark.parametrize(
@@ -159,15 +175,15 @@ def test_missing_twins_exit_with_3(tmp_path: Path) -> None:
 
 @NEEDS_TWINS
 def test_damaged_twins_exit_with_3_and_write_a_report(tmp_path: Path) -> None:
-    twins = {
+    soname_by_folder = {
         "ibverbs": "libibverbs.so.1",
         "cuda": "libcuda.so.1",
         "cufile": "libcufile.so.0",
         "hlthunk": "libhl-thunk.so",
     }
-    for folder, name in twins.items():
+    for folder, soname in soname_by_folder.items():
         (tmp_path / "lib" / folder).mkdir(parents=True)
-        (tmp_path / "lib" / folder / name).write_bytes(b"\x7fELF")
+        (tmp_path / "lib" / folder / soname).write_bytes(b"\x7fELF")
     variables = {"GDRKIT_TWINS_LIB": str(tmp_path / "lib"), "LD_LIBRARY_PATH": ""}
     process = run_qualify(tmp_path, PASSING_CASES, "--software", "--profile", "any", **variables)
     assert process.returncode == 3, process.stdout + process.stderr
@@ -196,21 +212,21 @@ def ignored_sigint() -> Iterator[None]:
 def check_signal_ends_all(tmp_path: Path, signal_number: signal.Signals) -> None:
     """Send a signal to a run, and check that its case cleans up and that the child process of the case ends.
 
-    The child ignores SIGINT, and has a FIFO open as long as it lives.
+    The child ignores SIGINT. It has a FIFO open as long as it lives, so the end of the FIFO shows the end of the child.
     """
     command = [*make_qualify_command(tmp_path, SLOW_CASE), "--software"]
     os.mkfifo(tmp_path / "suites" / "alive")
     with (
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process,
         # Opening a FIFO waits until the child opens the other end.
-        (tmp_path / "suites" / "alive").open("rb", buffering=0) as alive,
+        (tmp_path / "suites" / "alive").open("rb", buffering=0) as alive_fifo,
     ):
-        assert alive.read(1) == b"."
+        assert alive_fifo.read(1) == b"."
         process.send_signal(signal_number)
         assert process.wait(60) == 128 + signal_number
         assert (tmp_path / "suites" / "cleaned-up").exists()
-        assert select.select([alive], [], [], 10)[0], "the child of the case still lives"
-        assert alive.read(1) == b""
+        assert select.select([alive_fifo], [], [], 10)[0], "the child of the case still lives"
+        assert alive_fifo.read(1) == b""
 
 
 @NEEDS_TWINS
@@ -227,9 +243,9 @@ def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, default_sign
     start_time_min = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process,
-        (tmp_path / "suites" / "alive").open("rb", buffering=0) as alive,
+        (tmp_path / "suites" / "alive").open("rb", buffering=0) as alive_fifo,
     ):
-        assert alive.read(1) == b"."
+        assert alive_fifo.read(1) == b"."
         process.send_signal(default_signal)
         output, _ = process.communicate(timeout=60)
     report_command = [sys.executable, "-m", "gdrkit", "report"]
@@ -242,6 +258,7 @@ def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, default_sign
     assert report_data["verdict"] == "The run did not end"
     assert (report_data["seed"], report_data["profile"] != "", report_data["host"]) == (3, True, os.uname().nodename)
     assert start_time_min <= report_data["started"] <= dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    # The case that was interrupted has no record, or a record with the verdict fail.
     assert (
         any(re.search(r"no record of \d of 2 cases", cause) for cause in report_data["causes"])
         or report_data["counts"]["fail"] == 1
@@ -255,7 +272,7 @@ def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, default_sign
 def test_process_that_outlives_sigkill_is_abandoned(tmp_path: Path, default_signal: signal.Signals) -> None:
     """The process of the case has a tracer, so the killed process stays a zombie.
 
-    A process that hangs in a driver also stays.
+    A process that hangs in a driver survives SIGKILL too.
     """
     command = [*make_qualify_command(tmp_path, TRACED_CASE), "--software"]
     for name in ("alive", "end"):
@@ -275,20 +292,20 @@ def test_process_that_outlives_sigkill_is_abandoned(tmp_path: Path, default_sign
 @NEEDS_TWINS
 @pytest.mark.parametrize("default_signal", [signal.SIGINT], indirect=True)
 def test_run_interrupted_while_collecting_has_no_plan(tmp_path: Path, default_signal: signal.Signals) -> None:
-    """An interrupted collection has only some of the cases, without the effect of -k. Their list is not a plan."""
+    """The list of an interrupted collection is no plan: it lacks cases, and -k has not been applied to it."""
     command = [*make_qualify_command(tmp_path, PASSING_CASES), "--software"]
-    alive = tmp_path / "suites" / "alive"
-    os.mkfifo(alive)
-    blocking_module = f"open({str(alive)!r}, 'w').write('.')\nopen({str(alive)!r}).read()"
+    fifo_path = tmp_path / "suites" / "alive"
+    os.mkfifo(fifo_path)
+    blocking_module = f"open({str(fifo_path)!r}, 'w').write('.')\nopen({str(fifo_path)!r}).read()"
     (tmp_path / "suites" / "test_later.py").write_text(blocking_module)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        with alive.open("rb", buffering=0) as fifo:
+        with fifo_path.open("rb", buffering=0) as fifo:
             assert fifo.read(1) == b"."
         process.send_signal(default_signal)
         assert process.wait(60) == 128 + default_signal
     assert not (tmp_path / "report" / "plan.json").exists()
-    command = [sys.executable, "-m", "gdrkit", "report", str(tmp_path / "report")]
-    subprocess.run(command, check=True, capture_output=True)
+    report_command = [sys.executable, "-m", "gdrkit", "report", str(tmp_path / "report")]
+    subprocess.run(report_command, check=True, capture_output=True)
     report_data = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report_data["causes"] == ["its process ended before all cases had completed"]
     assert report_data["started"] > "2026"

@@ -1,4 +1,7 @@
-"""Programs on the CUDA runtime run on its software twins, one for each version. Kernels do not run."""
+"""Tests of programs that use the CUDA runtime, with the software twin of their version of the runtime.
+
+A software twin is a library that emulates the hardware. The twins of CUDA execute everything but kernels.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,26 @@ from gdrkit.harness.needs import needs, software
 pytestmark = needs(software(Api.CUDA))
 
 RUN_COMMAND = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--apis", "cuda", "--"]
-PROGRAM = str(Path(__file__).with_name("cuda_runtime_program.py"))
+MEMORY_PROGRAM = str(Path(__file__).with_name("cuda_runtime_program.py"))
 RUNTIMES = ["libcudart.so.12", "libcudart.so.13"]
 CALLS_PROGRAM = Path(__file__).with_name("cuda_runtime_calls.py")
 GRAPH_CALLS_PROGRAM = Path(__file__).with_name("cuda_runtime_graph_calls.py")
-SUITES = CALLS_PROGRAM.parents[1]
-# Each of these calls has another result on the twin than on an H200, for this reason.
+SUITES_FOLDER = CALLS_PROGRAM.parents[1]
+# Calls whose result on the twin differs from the result on an H200, each with the reason.
 DIFFERENCES = {
     "cudaGetDeviceCount: one device": "the machine of the twins has two GPUs",
-    "cudaDeviceGetAttribute: value of 119": "the machine of the twins has no fabric, by which an H200 shares pools too",
+    "cudaDeviceGetAttribute: value of 119": "an H200 also has fabric handles of memory pools",
     "cudaGetSymbolAddress: unknown": "symbols are not implemented",
-    "cudaFuncGetAttributes: unknown": "the real runtime has no module in this program, and reports that instead",
+    "cudaFuncGetAttributes: unknown": "the real runtime reports that this program has no CUDA module",
     "cudaThreadExchangeStreamCaptureMode: unknown mode": "the twin refuses undocumented modes",
 }
-PRINT_MAPS = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
+PRINT_MAPS_PROGRAM = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
 
 
-def run_on_twins(*command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_on_twins(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments on the twins of CUDA, and return its exit code and output."""
     return subprocess.run(
-        [*RUN_COMMAND, sys.executable, *command],
+        [*RUN_COMMAND, sys.executable, *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -50,7 +54,7 @@ def run_on_twins(*command: str, environment: dict[str, str] | None = None) -> su
 def test_results_and_errors_are_those_of_a_real_runtime(
     runtime: str, program: Path, differences: dict[str, str]
 ) -> None:
-    process = run_on_twins(str(program), runtime, environment={**os.environ, "PYTHONPATH": str(SUITES)})
+    process = run_on_twins(str(program), runtime, environment={**os.environ, "PYTHONPATH": str(SUITES_FOLDER)})
     assert process.returncode == 0, process.stderr
     twin_results, gpu_results = json.loads(process.stdout), json.loads(program.with_suffix(".json").read_text())
     assert twin_results.keys() == gpu_results.keys()
@@ -61,7 +65,7 @@ def test_results_and_errors_are_those_of_a_real_runtime(
 
 
 def copy_twin(name: str, target: Path) -> Path:
-    """Copy a twin to the path `target`, where the copy represents a program's own library."""
+    """Copy a twin to the path `target`. The copy stands for the CUDA runtime that a program brings."""
     environment = launch.environment(launch.Launch(twin_apis=frozenset({Api.CUDA})), base={})
     (twin,) = [path for path in environment["GDRKIT_TWINS_LIBRARIES"].split(":") if Path(path).name == name]
     target.write_bytes(Path(twin).read_bytes())
@@ -70,7 +74,7 @@ def copy_twin(name: str, target: Path) -> Path:
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_program_moves_memory_and_kernel_is_refused(runtime: str) -> None:
-    process = run_on_twins(PROGRAM, runtime)
+    process = run_on_twins(MEMORY_PROGRAM, runtime)
     assert (process.returncode, process.stdout) == (0, "done\n"), process.stderr
     refusal, *report = process.stderr.splitlines()
     assert refusal == (
@@ -83,30 +87,34 @@ def test_program_moves_memory_and_kernel_is_refused(runtime: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "runtime"),
+    ("file_name", "expected_twin"),
     [
         ("libcudart.so.12", "libcudart.so.12"),
         ("libcudart-c3a75b33.so.13.0.96", "libcudart.so.13"),
-        ("libcudart.so", "libcudart.so.13"),  # The SONAME has the version.
+        ("libcudart.so", "libcudart.so.13"),  # The SONAME in the file has the version.
     ],
 )
-def test_twin_of_the_same_version_replaces_a_runtime(name: str, runtime: str, tmp_path: Path) -> None:
-    copy = copy_twin("libcudart.so.13", tmp_path / name)
-    process = run_on_twins("-c", PRINT_MAPS, str(copy))
+def test_twin_of_the_same_version_replaces_a_runtime(file_name: str, expected_twin: str, tmp_path: Path) -> None:
+    copied_runtime = copy_twin("libcudart.so.13", tmp_path / file_name)
+    process = run_on_twins("-c", PRINT_MAPS_PROGRAM, str(copied_runtime))
     assert process.returncode == 0, process.stderr
-    assert f"/{runtime}\n" in process.stdout
-    assert str(copy) not in process.stdout
+    assert f"/{expected_twin}\n" in process.stdout
+    assert str(copied_runtime) not in process.stdout
 
 
 def test_link_to_a_runtime_tells_its_version(tmp_path: Path) -> None:
-    """In a CUDA toolkit, the link libcudart.so leads to a file whose name has the version."""
+    """In a CUDA toolkit, the link libcudart.so leads to a file whose name has the version.
+
+    The SONAME of the copy here has another version, so that only the name of the file can give the version 13.
+    """
     copy_twin("libcudart.so.12", tmp_path / "libcudart.so.13.0.96")
     (tmp_path / "libcudart.so.13").symlink_to("libcudart.so.13.0.96")
     (tmp_path / "libcudart.so").symlink_to("libcudart.so.13")
     (tmp_path / "empty").mkdir()
-    process_by_path = run_on_twins("-c", PRINT_MAPS, str(tmp_path / "libcudart.so"))
+    process_by_path = run_on_twins("-c", PRINT_MAPS_PROGRAM, str(tmp_path / "libcudart.so"))
+    # The search must continue after a folder without the library.
     environment = {**os.environ, "LD_LIBRARY_PATH": f"{tmp_path / 'empty'}:{tmp_path}"}
-    process_by_name = run_on_twins("-c", PRINT_MAPS, "libcudart.so", environment=environment)
+    process_by_name = run_on_twins("-c", PRINT_MAPS_PROGRAM, "libcudart.so", environment=environment)
     for process in (process_by_path, process_by_name):
         assert process.returncode == 0, process.stderr
         assert "/libcudart.so.13\n" in process.stdout
@@ -118,13 +126,13 @@ def test_runtime_of_unknown_version_is_replaced(content: bytes | None, tmp_path:
     path = tmp_path / "libcudart.so"
     if content is not None:
         path.write_bytes(content)
-    process = run_on_twins("-c", PRINT_MAPS, str(path))
+    process = run_on_twins("-c", PRINT_MAPS_PROGRAM, str(path))
     assert process.returncode == 0, process.stderr
     assert "/libcudart.so.12\n" in process.stdout
 
 
 def test_runtime_of_another_version_is_not_replaced(tmp_path: Path) -> None:
-    copy = copy_twin("libcudart.so.12", tmp_path / "libcudart.so.11.0")
-    process = run_on_twins("-c", PRINT_MAPS, str(copy))
+    copied_runtime = copy_twin("libcudart.so.12", tmp_path / "libcudart.so.11.0")
+    process = run_on_twins("-c", PRINT_MAPS_PROGRAM, str(copied_runtime))
     assert process.returncode == 0, process.stderr
-    assert str(copy) in process.stdout
+    assert str(copied_runtime) in process.stdout

@@ -37,17 +37,19 @@ RATE_NAME = "rate_gb_per_s_median"
 PROFILE_START = "schema_version = 1\nabout = 'a machine'\n[[expected]]\ncase = '*'\nnumber = 'a_us'\n"
 
 
-@pytest.mark.parametrize(("rate", "verdict"), [(49.8, Verdict.PASS), (49.7, Verdict.FAIL), (80.0, Verdict.PASS)])
-def test_copy_rate_may_be_below_its_expectation_by_10_percent(rate: float, verdict: Verdict) -> None:
+@pytest.mark.parametrize(
+    ("rate_gb_per_s", "verdict"), [(49.8, Verdict.PASS), (49.7, Verdict.FAIL), (80.0, Verdict.PASS)]
+)
+def test_copy_rate_may_be_below_its_expectation_by_10_percent(rate_gb_per_s: float, verdict: Verdict) -> None:
     (check,) = check_numbers(
-        COPY_CASE, {RATE_NAME: rate, "rounds_count": 15}, profile=load_profile("h200-1"), limits={}
+        COPY_CASE, {RATE_NAME: rate_gb_per_s, "rounds_count": 15}, profile=load_profile("h200-1"), limits={}
     )
     assert check.verdict is verdict
     assert "expected 55.3, tolerance 10 % (measured on one H200" in check.text
-    # The report reads these names from the evidence of a record.
+    # The report reads these keys from the evidence of a record.
     assert serialization.to_json_data(check) == {
         "number": RATE_NAME,
-        "found": rate,
+        "found": rate_gb_per_s,
         "bound": pytest.approx(0.9 * 55.3),
         "verdict": verdict.value,
         "text": check.text,
@@ -65,6 +67,7 @@ def test_latency_above_its_tolerance_fails() -> None:
 
 
 def make_topology_and_facts(*, virtual_machine: str | None = None) -> tuple[Topology, Facts]:
+    """Return a machine with a GPU at 16 PCIe lanes and a NIC at 8 slower lanes, without facts about RDMA ports."""
     gpu = TopologyDevice("GPU0", "gpu", "0000:41:00.0", 0, ("0000:40",), "32.0 GT/s PCIe x16")
     nic = TopologyDevice("mlx5_0", "nic", "0000:42:00.0", 0, ("0000:40",), "8.0 GT/s PCIe x8")
     topology = Topology(1, (gpu, nic), {}, {}, virtual_machine)
@@ -94,9 +97,9 @@ def test_path_limit_is_unknown_in_a_virtual_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    # Two checks have a verdict: the rate must not exceed the limit of the link, and must not be far below the limit
-    # (profile "any").
-    ("rate", "expected_verdicts"),
+    # The first check fails if the rate is above the limit of the link. The second check fails if the rate is far below
+    # the limit; the profile "any" says how far.
+    ("rate_gb_per_s", "expected_verdicts"),
     [
         (56.0, [Verdict.PASS, Verdict.PASS]),
         (40.0, [Verdict.PASS, Verdict.FAIL]),
@@ -104,16 +107,19 @@ def test_path_limit_is_unknown_in_a_virtual_machine() -> None:
         (70.0, [Verdict.FAIL, Verdict.PASS]),
     ],
 )
-def test_rate_without_an_expectation_is_checked_by_link_limits(rate: float, expected_verdicts: list[Verdict]) -> None:
+def test_rate_without_an_expectation_is_checked_by_link_limits(
+    rate_gb_per_s: float, expected_verdicts: list[Verdict]
+) -> None:
     topology, facts = make_topology_and_facts()
     limit = path_limit(topology, facts, ["GPU0"])
     assert limit is not None
-    checks = check_numbers(COPY_CASE, {RATE_NAME: rate}, profile=load_profile("any"), limits={"rate": limit})
+    checks = check_numbers(COPY_CASE, {RATE_NAME: rate_gb_per_s}, profile=load_profile("any"), limits={"rate": limit})
     assert [check.verdict for check in checks] == expected_verdicts
 
 
 @pytest.mark.parametrize("substrate", [Substrate.TWIN, Substrate.HARDWARE])
 def test_rate_below_its_expectation_fails_only_on_hardware(substrate: Substrate) -> None:
+    # Stand-ins for the session of the harness and the item of pytest.
     evidence, session = Evidence(), SimpleNamespace(substrate={"cuda": substrate}, profile=load_profile("h200-1"))
     session.facts = probe(query_apis=False)
     item = SimpleNamespace(nodeid=COPY_CASE, stash={CASE_KEY: SimpleNamespace(evidence=evidence)})
@@ -130,13 +136,13 @@ def test_rate_below_its_expectation_fails_only_on_hardware(substrate: Substrate)
 
 
 def test_expectations_of_all_profiles_have_a_source() -> None:
-    expected_numbers = [number for profile in load_profiles() for number in profile.expected]
+    expected_numbers = [expected_number for profile in load_profiles() for expected_number in profile.expected]
     assert len(expected_numbers) >= 5
-    assert all(number.source for number in expected_numbers)
+    assert all(expected_number.source for expected_number in expected_numbers)
 
 
 @pytest.mark.parametrize(
-    ("line", "error_pattern"),
+    ("expectation_toml", "error_pattern"),
     [
         ("source = 'x'", "needs either value or limit_percent"),
         ("source = 'x'\nvalue = 1\nlimit_percent = 5", "needs either value or limit_percent"),
@@ -145,8 +151,8 @@ def test_expectations_of_all_profiles_have_a_source() -> None:
         ("source = ''\nvalue = 1", "no source"),
     ],
 )
-def test_malformed_expectation_is_refused(tmp_path: Path, line: str, error_pattern: str) -> None:
-    (tmp_path / "a.toml").write_text(PROFILE_START + line)
+def test_malformed_expectation_is_refused(tmp_path: Path, expectation_toml: str, error_pattern: str) -> None:
+    (tmp_path / "a.toml").write_text(PROFILE_START + expectation_toml)
     with pytest.raises(UsageError, match=error_pattern) as error_info:
         load_profile("a", folder=tmp_path)
     assert error_info.value.reason is Reason.MALFORMED

@@ -1,7 +1,7 @@
-"""The grammar of fault plans. gdrkit and the software twins have a parser each, which must accept the same plans.
+"""Tests of the two parsers of fault plans, in gdrkit and in the software twins. Both must accept the same plans.
 
-Software twins are libraries that emulate the hardware below an API. A fault plan is a file that tells them which calls
-must fail.
+Software twins are libraries that emulate the hardware below an API. A fault plan is a file that tells the twins which
+calls must fail.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ MALFORMED_PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", VALID_PLANS)
-def test_valid_plan_is_accepted(name: str) -> None:
-    parse_plan(HEADER + VALID_PLANS[name])
+@pytest.mark.parametrize("plan_name", VALID_PLANS)
+def test_valid_plan_is_accepted(plan_name: str) -> None:
+    parse_plan(HEADER + VALID_PLANS[plan_name])
 
 
-@pytest.mark.parametrize("name", MALFORMED_PLANS)
-def test_malformed_plan_is_an_error_with_its_line(name: str) -> None:
-    rules, line_number = MALFORMED_PLANS[name]
+@pytest.mark.parametrize("plan_name", MALFORMED_PLANS)
+def test_malformed_plan_is_an_error_with_its_line(plan_name: str) -> None:
+    rules, line_number = MALFORMED_PLANS[plan_name]
     with pytest.raises(ApiError) as error_info:
         parse_plan(HEADER + rules)
     error = error_info.value
@@ -98,18 +98,18 @@ def test_function_without_a_twin_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault_point", "minimum", "maximum"),
+    ("fault_point", "status_min", "status_max"),
     [("cuMemAlloc_v2", 1, 4095), ("wc.send", 1, 4095), ("cuFileRead", 1, 5050), ("cufile.async_io", 0, 5050)],
 )
-def test_status_limits_are_those_in_the_error(fault_point: str, minimum: int, maximum: int) -> None:
+def test_status_limits_are_those_in_the_error(fault_point: str, status_min: int, status_max: int) -> None:
     """A status is at most 5050 for cuFile (the largest CUfileOpError) and at most 4095 elsewhere.
 
     Only cufile.async_io allows 0.
     """
-    for status in (minimum, maximum):
+    for status in (status_min, status_max):
         assert parse_plan(f"{HEADER}{fault_point} call=1 status={status}\n")[0].code == status
-    for status in (minimum - 1, maximum + 1):
-        with pytest.raises(ApiError, match=f"expected a number from {minimum} to {maximum} after status="):
+    for status in (status_min - 1, status_max + 1):
+        with pytest.raises(ApiError, match=f"expected a number from {status_min} to {status_max} after status="):
             parse_plan(f"{HEADER}{fault_point} call=1 status={status}\n")
 
 
@@ -127,16 +127,16 @@ def test_unreadable_plan_has_the_errno_of_the_kernel() -> None:
 
 
 @needs(software(Api.VERBS))
-@pytest.mark.parametrize("name", [*VALID_PLANS, *MALFORMED_PLANS])
-def test_twin_has_the_same_grammar(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("plan_name", [*VALID_PLANS, *MALFORMED_PLANS])
+def test_twin_has_the_same_grammar(plan_name: str, capfd: pytest.CaptureFixture[str]) -> None:
     from gdrkit import verbs
 
     verbs.list_nics()  # This call loads the twin.
-    if name in VALID_PLANS:
-        launch.twin_control().set_faults("verbs", HEADER + VALID_PLANS[name])
-        launch.twin_control().set_faults("verbs", HEADER)
+    if plan_name in VALID_PLANS:
+        launch.twin_control().set_faults("verbs", HEADER + VALID_PLANS[plan_name])
+        launch.twin_control().set_faults("verbs", HEADER)  # This plan has no rules.
         return
-    rules, line_number = MALFORMED_PLANS[name]
+    rules, line_number = MALFORMED_PLANS[plan_name]
     with pytest.raises(OSError, match="malformed") as error_info:
         launch.twin_control().set_faults("verbs", HEADER + rules)
     assert error_info.value.errno == errno.EINVAL

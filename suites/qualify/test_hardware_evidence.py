@@ -40,7 +40,7 @@ def test_every_route(evidence):
                     registration.register(memory, [nic]).close()
                 evidence.route(device=index, nic=info.name, method="dmabuf")
 """
-PRINT_EVIDENCE = """
+PRINT_EVIDENCE_PROGRAM = """
 import json
 from gdrkit import serialization, evidence
 print(json.dumps(serialization.to_json_data(evidence.kernel_evidence())))
@@ -64,14 +64,15 @@ def copy_twins_without_notes(folder: Path) -> str:
     """Copy the twins, remove the ELF notes that identify them, and return the library path of the copies."""
     environment = launch.environment(launch.Launch(twin_apis=frozenset(SONAME_OF_API)), base={})
     twin_folders = environment["LD_LIBRARY_PATH"].split(os.pathsep)
-    copies: list[str] = []
+    copied_folders: list[str] = []
     for twin_folder in twin_folders:
-        copy = folder / f"lib{len(copies)}"
-        shutil.copytree(twin_folder, copy)
-        for file in (path for path in copy.rglob("*.so*") if path.is_file() and not path.is_symlink()):
+        copied_folder = folder / f"lib{len(copied_folders)}"
+        shutil.copytree(twin_folder, copied_folder)
+        for file in (path for path in copied_folder.rglob("*.so*") if path.is_file() and not path.is_symlink()):
+            # The note of a twin has the owner GDRKIT.
             file.write_bytes(file.read_bytes().replace(b"GDRKIT\0", b"NVIDIA\0"))
-        copies.append(str(copy))
-    return os.pathsep.join(copies)
+        copied_folders.append(str(copied_folder))
+    return os.pathsep.join(copied_folders)
 
 
 def make_mount_commands(root: Path) -> str:
@@ -85,7 +86,7 @@ def make_mount_commands(root: Path) -> str:
         pci_function = pci_folder / f"0000:1{index}:00.0"
         pci_function.mkdir()
         (pci_function / "driver").symlink_to(pci_folder / "driver" / "mlx5_core")
-        (pci_function / "vendor").write_text("0x15b3\n")
+        (pci_function / "vendor").write_text("0x15b3\n")  # The vendor ID of Mellanox.
         folder = f"/sys/class/infiniband/twin{index}"
         shell_lines += [f"mkdir -p {folder}/ports/1", f"ln -s {pci_function} {folder}/device"]
         shell_lines += [f"echo b83f:d203:00a1:7c5{index} > {folder}/node_guid"]
@@ -97,15 +98,15 @@ def test_twins_without_notes_prove_nothing(tmp_path: Path) -> None:
     """gdrkit 0.1.0 exited with 0 and the verdict "Every required route is proven on hardware" here."""
     (tmp_path / "suites").mkdir()
     (tmp_path / "suites" / "test_routes.py").write_text(CASE_WITH_ROUTES)
-    output = tmp_path / "report"
+    report_folder = tmp_path / "report"
     command = [sys.executable, "-m", "gdrkit", "qualify", "--suites", str(tmp_path / "suites")]
-    command += ["--profile", "any", "--output", str(output)]
+    command += ["--profile", "any", "--output", str(report_folder)]
     process = run_in_namespaces(
         make_mount_commands(tmp_path), command, LD_LIBRARY_PATH=copy_twins_without_notes(tmp_path)
     )
-    run_data = json.loads((output / "run.json").read_text())
+    run_data = json.loads((report_folder / "run.json").read_text())
     # The copied libraries were loaded, and the case passed.
-    (record,) = (json.loads(line) for line in (output / "records.jsonl").read_text().splitlines())
+    (record,) = (json.loads(line) for line in (report_folder / "records.jsonl").read_text().splitlines())
     assert (record["verdict"], len(record["routes"]) > 0) == ("pass", True), process.stdout + process.stderr
     assert not [note for library in record["libraries"] for note in library["notes"] if note["owner"] == "GDRKIT"]
     assert record["substrate"] == {"cuda": "unknown", "verbs": "unknown"}
@@ -114,8 +115,8 @@ def test_twins_without_notes_prove_nothing(tmp_path: Path) -> None:
 
 
 def query_evidence_after(mount_script: str) -> dict[str, Any]:
-    """Run a shell script that mounts files in new namespaces, and return the kernel evidence in them as JSON data."""
-    process = run_in_namespaces(mount_script, [sys.executable, "-c", PRINT_EVIDENCE])
+    """Run a shell script that mounts files in new namespaces. Return the kernel evidence that gdrkit finds there."""
+    process = run_in_namespaces(mount_script, [sys.executable, "-c", PRINT_EVIDENCE_PROGRAM])
     assert process.returncode == 0, process.stderr
     evidence: dict[str, Any] = json.loads(process.stdout)
     return evidence
@@ -130,6 +131,7 @@ def test_device_file_of_another_type_is_not_a_gpu() -> None:
             "/dev/nvidiactl has major number 1, which /proc/devices does not list for nvidia",
         ),
     ):
+        # The script replaces /dev by an empty folder, and keeps the device /dev/null as /mnt/old/null.
         mount_script = "mount -t tmpfs none /mnt; mkdir /mnt/old; touch /mnt/old/null\n"
         mount_script += "mount --bind /dev/null /mnt/old/null; mount -t tmpfs none /dev\n"
         evidence = query_evidence_after(mount_script + commands.replace("/old", "/mnt/old"))

@@ -1,4 +1,4 @@
-"""The verdicts of the harness. A child pytest runs the cases in CASES, which pass, fail, leak and break rules."""
+"""Tests of the verdicts of the harness. A child pytest runs the cases in CASES, which pass, fail, leak, break rules."""
 
 from __future__ import annotations
 
@@ -144,9 +144,9 @@ def child_run(tmp_path_factory: pytest.TempPathFactory, facts: Facts) -> ChildRu
     return run_cases(tmp_path_factory.mktemp("harness"), facts, CASES, "--seed=11", "--profile=any")
 
 
-def get_reason_texts(child_run: ChildRun, name: str) -> list[str]:
+def get_reason_texts(child_run: ChildRun, case_name: str) -> list[str]:
     """Return the reasons in the record of a case."""
-    return [reason.text for reason in child_run.records[name].reasons]
+    return [reason.text for reason in child_run.records[case_name].reasons]
 
 
 @NEEDS_TWINS
@@ -210,7 +210,7 @@ def test_record_has_all_unmet_needs_of_its_case(child_run: ChildRun) -> None:
 
 @NEEDS_TWINS
 @pytest.mark.parametrize(
-    ("name", "expected_text"),
+    ("case_name", "expected_text"),
     [
         (
             "test_unsupported_although_all_needs_are_met",
@@ -229,15 +229,15 @@ def test_record_has_all_unmet_needs_of_its_case(child_run: ChildRun) -> None:
         ("test_leaks_a_nic", "verbs.nic"),
     ],
 )
-def test_case_that_breaks_a_rule_fails(child_run: ChildRun, name: str, expected_text: str) -> None:
-    assert child_run.records[name].verdict is Verdict.FAIL
-    assert expected_text in get_reason_texts(child_run, name)[0]
+def test_case_that_breaks_a_rule_fails(child_run: ChildRun, case_name: str, expected_text: str) -> None:
+    assert child_run.records[case_name].verdict is Verdict.FAIL
+    assert expected_text in get_reason_texts(child_run, case_name)[0]
 
 
 @NEEDS_TWINS
-@pytest.mark.parametrize("name", ["test_follows_a_leaking_case", "test_uses_a_module_fixture"])
-def test_leak_fails_only_the_case_that_leaked(child_run: ChildRun, name: str) -> None:
-    assert child_run.records[name].verdict is Verdict.PASS
+@pytest.mark.parametrize("case_name", ["test_follows_a_leaking_case", "test_uses_a_module_fixture"])
+def test_leak_fails_only_the_case_that_leaked(child_run: ChildRun, case_name: str) -> None:
+    assert child_run.records[case_name].verdict is Verdict.PASS
 
 
 @NEEDS_TWINS
@@ -266,10 +266,10 @@ def test_record_has_the_libraries_of_all_its_processes(child_run: ChildRun) -> N
     assert record.substrate["verbs"] == "twin"
     # Records of several machines are compared, so a record must not contain paths that only one machine has.
     assert not any(library.path.startswith((sys.prefix, str(install_paths().root))) for library in record.libraries)
-    paths = str(child_run.records["test_pass"].evidence["paths"])
-    assert "/bin/python" in paths
-    assert sys.prefix not in paths
-    assert "'/usr/lib/x'" in paths
+    recorded_paths = str(child_run.records["test_pass"].evidence["paths"])
+    assert "/bin/python" in recorded_paths
+    assert sys.prefix not in recorded_paths
+    assert "'/usr/lib/x'" in recorded_paths
 
 
 def test_machine_specific_path_gets_a_portable_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +277,7 @@ def test_machine_specific_path_gets_a_portable_name(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}/lib/:{system_folder}:")
     monkeypatch.setenv("HOME", f"{tmp_path}/me")
     monkeypatch.syspath_prepend(tmp_path / "packages")
-    portable_names = {
+    portable_name_by_path = {
         f"{tmp_path}/packages/a/b.so": "{site}/a/b.so",
         f"{tmp_path}/lib/libcuda.so.1": "{library_path}/libcuda.so.1",
         f"{tmp_path}/me/libcuda.so.1": "{home}/libcuda.so.1",
@@ -286,7 +286,7 @@ def test_machine_specific_path_gets_a_portable_name(tmp_path: Path, monkeypatch:
         if install_paths().is_checkout
         else f"{install_paths().root}/gdrkit/_a.so",
     }
-    assert {path: install_paths().portable(path) for path in portable_names} == portable_names
+    assert {path: install_paths().portable(path) for path in portable_name_by_path} == portable_name_by_path
 
 
 @NEEDS_TWINS

@@ -26,9 +26,10 @@ PEER_MEMORY_RECORD = make_record(routes=(make_proven_route(0, "mlx5_0", "peer_me
 CAUSES_MAX = 5
 
 
-def make_fallback_record(index: int) -> Record:
-    claimed_route = ClaimedRoute(index, "mlx5_0", "dmabuf", fell_back="through the host")
-    return make_record(routes=(claimed_route,), substrate=HARDWARE_SUBSTRATES, case=f"a.py::test_{index}")
+def make_fallback_record(gpu_index: int) -> Record:
+    """Return a record of a case in which the route of this GPU fell back to copies through the host."""
+    claimed_route = ClaimedRoute(gpu_index, "mlx5_0", "dmabuf", fell_back="through the host")
+    return make_record(routes=(claimed_route,), substrate=HARDWARE_SUBSTRATES, case=f"a.py::test_{gpu_index}")
 
 
 def make_unforeseen_record(need: str) -> Record:
@@ -47,11 +48,11 @@ def test_unproven_route_is_listed_with_its_cause() -> None:
     assert outcome.causes == ("GPU 0 <- NIC mlx5_0 by dma-buf: no case used this route",)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_routes_with_one_cause_are_listed_once(count: int) -> None:
-    routes = [dataclasses.replace(make_route_facts("dmabuf"), device_index=index) for index in range(count)]
+@pytest.mark.parametrize("route_count", [2, 3])
+def test_routes_with_one_cause_are_listed_once(route_count: int) -> None:
+    routes = [dataclasses.replace(make_route_facts("dmabuf"), device_index=index) for index in range(route_count)]
     outcome = decide(make_facts(routes=routes), BARE_PROFILE, [PASSED_RECORD], software_asked=False)
-    assert outcome.causes == (f"GPU 0 <- NIC mlx5_0 by dma-buf and {count - 1} more: no case used this route",)
+    assert outcome.causes == (f"GPU 0 <- NIC mlx5_0 by dma-buf and {route_count - 1} more: no case used this route",)
 
 
 def test_machine_without_routes_has_a_cause_and_advice() -> None:
@@ -175,7 +176,7 @@ LIBRARY_MISSING_FAILURE = ApiFailure(
     message="dlopen failed",
     what_to_do="install the driver",
 )
-ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify the code alone"
+ADVICE = "run it on a machine with a GPU and an RDMA NIC, or add --software to qualify the code alone"
 
 
 @pytest.mark.parametrize(
@@ -302,9 +303,9 @@ def test_first_five_causes_of_unproven_routes_are_listed() -> None:
     )
 
 
-@pytest.mark.parametrize(("count", "is_passing"), [(1, False), (2, True), (3, True)])
-def test_minimum_number_of_cases_counts(count: int, *, is_passing: bool) -> None:
+@pytest.mark.parametrize(("passed_count", "is_passing"), [(1, False), (2, True), (3, True)])
+def test_minimum_number_of_cases_counts(passed_count: int, *, is_passing: bool) -> None:
     profile = dataclasses.replace(BARE_PROFILE, cases_min=2)
     foreseen_record = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
-    outcome = decide(make_facts(), profile, [PASSED_RECORD] * count + [foreseen_record] * 2, software_asked=True)
+    outcome = decide(make_facts(), profile, [PASSED_RECORD] * passed_count + [foreseen_record] * 2, software_asked=True)
     assert (outcome.code is ExitCode.PROVEN) == is_passing

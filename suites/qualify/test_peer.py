@@ -1,4 +1,4 @@
-"""Peer processes of cases, and the protocol between a case and its peers."""
+"""Tests of peers, processes that execute operations for a case, and of the messages between a case and its peers."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ def test_error_of_an_unknown_class_keeps_its_text() -> None:
 
 
 def test_arguments_of_an_error_become_json_data() -> None:
-    values = {"none": None, "flag": True, "count": 3, "share": 0.5, "name": "x", "bytes": b"\0", "list": [1]}
+    arguments = {"none": None, "flag": True, "count": 3, "share": 0.5, "name": "x", "bytes": b"\0", "list": [1]}
     json_data = error_to_json_data(
-        ApiError(api=Api.VERBS, operation="f", status=None, status_name="none", arguments=values)
+        ApiError(api=Api.VERBS, operation="f", status=None, status_name="none", arguments=arguments)
     )
-    assert json.loads(json.dumps(json_data))["arguments"] == values | {"bytes": "b'\\x00'", "list": "[1]"}
+    assert json.loads(json.dumps(json_data))["arguments"] == arguments | {"bytes": "b'\\x00'", "list": "[1]"}
 
 
 def test_messages_that_arrive_together_are_received_in_order(channels: tuple[Channel, Channel]) -> None:
@@ -127,12 +127,12 @@ def test_message_that_is_not_an_object_is_refused(message_bytes: bytes) -> None:
         assert receiver.receive(timeout_s=5) == {"id": 1}
 
 
-@pytest.mark.parametrize("count", [16, 17])
-def test_message_has_at_most_sixteen_descriptors(channels: tuple[Channel, Channel], count: int) -> None:
+@pytest.mark.parametrize("descriptor_count", [16, 17])
+def test_message_has_at_most_sixteen_descriptors(channels: tuple[Channel, Channel], descriptor_count: int) -> None:
     sender, receiver = channels
     with tempfile.TemporaryFile() as file:
-        sender.send({}, descriptors=(file.fileno(),) * count)
-        if count == 16:
+        sender.send({}, descriptors=(file.fileno(),) * descriptor_count)
+        if descriptor_count == 16:
             assert receiver.receive(timeout_s=5) == {}
         else:
             with pytest.raises(UsageError) as error_info:
@@ -140,9 +140,9 @@ def test_message_has_at_most_sixteen_descriptors(channels: tuple[Channel, Channe
             assert error_info.value.reason is Reason.MALFORMED
             return
         with pytest.raises(UsageError) as error_info:
-            receiver.take_descriptors(count + 1)
+            receiver.take_descriptors(descriptor_count + 1)
         assert error_info.value.reason is Reason.MALFORMED
-        descriptors = receiver.take_descriptors(count - 1)
+        descriptors = receiver.take_descriptors(descriptor_count - 1)
         assert all(os.path.sameopenfile(descriptor, file.fileno()) for descriptor in descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -169,6 +169,7 @@ def test_close_closes_descriptors_that_were_not_taken(channels: tuple[Channel, C
     with tempfile.NamedTemporaryFile() as file:
         sender.send({}, descriptors=(file.fileno(),) * 3)
         assert receiver.receive(timeout_s=5) == {}
+        # `file` has one descriptor, and the channel has received three more.
         assert list(evidence.descriptors().values()).count(file.name) == 4
         receiver.close()
         assert list(evidence.descriptors().values()).count(file.name) == 1
@@ -185,14 +186,14 @@ def test_receive_after_a_close_with_unread_data_is_none(channels: tuple[Channel,
 
 def test_messages_and_descriptors_arrive_complete_and_in_order(channels: tuple[Channel, Channel]) -> None:
     sender, receiver = channels
-    pipe = os.pipe()
-    sender.send({"id": 1}, descriptors=pipe)
+    pipe_ends = os.pipe()
+    sender.send({"id": 1}, descriptors=pipe_ends)
     sender.send({"id": 2, "text": "x" * 100_000})
     assert receiver.receive(timeout_s=5) == {"id": 1}
     read_end, write_end = receiver.take_descriptors(2)
     os.write(write_end, b"message")
-    assert os.read(pipe[0], 7) == b"message"
-    for descriptor in (*pipe, read_end, write_end):
+    assert os.read(pipe_ends[0], 7) == b"message"
+    for descriptor in (*pipe_ends, read_end, write_end):
         os.close(descriptor)
     long_message = receiver.receive(timeout_s=5)
     assert long_message is not None
@@ -311,4 +312,4 @@ def test_peer_that_outlives_sigkill_is_broken() -> None:
             peer.kill()
         assert error_info.value.reason is Reason.TIMEOUT
     peer.close()
-    assert peer.exit_code == -9
+    assert peer.exit_code == -9  # The signal SIGKILL.

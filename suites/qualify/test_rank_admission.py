@@ -23,30 +23,31 @@ if TYPE_CHECKING:
 
     from gdrkit.inventory import Facts
 
-# Timeout of each step.
+# Timeout of the admission, and of each wait in a case.
 STEP_TIMEOUT_S = 20.0
-# Rank 0 waits longer than this time before it disconnects a peer that sends nothing.
+# Rank 0 waits for 10 s before it disconnects a peer that sends nothing. A shorter time shows that rank 0 did not wait.
 DISCONNECT_TIME_MIN_S = 5.0
 TOKEN = "token of the job"  # noqa: S105 - it protects nothing here.
 
 
 def make_rank_hello(rank: int, *, version: str = gdrkit.__version__) -> RankHello:
+    """Return the hello of a rank on the machine that is identified by host name, boot id and network namespace."""
     return RankHello(TOKEN, rank, "near 01234567 1", version)
 
 
 class Admission:
     """Rank 0 of a job, which admits the ranks in another thread."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, rank_count: int) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port: int = self.listener.getsockname()[1]
-        self.address: dict[str, object] = {"addresses": ["127.0.0.1"], "port": self.port}
+        self.endpoint: dict[str, object] = {"addresses": ["127.0.0.1"], "port": self.port}
         self._should_stop = False
         self._threads = ThreadPoolExecutor()
         self._future = self._threads.submit(
             admit_ranks,
             self.listener,
-            count=count,
+            count=rank_count,
             token=TOKEN,
             timeout_s=STEP_TIMEOUT_S,
             should_stop=lambda: self._should_stop,
@@ -59,8 +60,8 @@ class Admission:
         return connection
 
     def start_rank(self, hello: RankHello, facts: Facts) -> None:
-        """Start a rank in another thread. It serves until the connection is closed."""
-        self._threads.submit(lambda: serve(join(self.address, hello), facts, {}))
+        """Start a rank in another thread. The rank serves until the connection is closed."""
+        self._threads.submit(lambda: serve(join(self.endpoint, hello), facts, {}))
 
     def wait_for_ranks(self) -> AdmittedRanks:
         """Wait for the end of the admission, and return the ranks that were admitted."""
@@ -83,10 +84,12 @@ def admission() -> Iterator[Admission]:
 
 
 def pack_rank_hello(**changes: object) -> bytes:
+    """Return the hello of rank 1 as it is sent, with some fields changed."""
     return json.dumps({**dataclasses.asdict(make_rank_hello(1)), **changes}).encode() + b"\n"
 
 
 WRONG_TOKEN, LONE_SURROGATE = {"token": "guessed"}, {"token": "\ud800"}
+# A hello has at most 4096 bytes.
 INVALID_HELLOS = {
     "HTTP request": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
     "not UTF-8": b"\xff\xfe\x00\n",
@@ -147,6 +150,7 @@ def wait_for_close(connection: socket.socket) -> None:
 def test_second_connection_of_a_rank_is_closed(admission: Admission, facts: Facts) -> None:
     admission.start_rank(make_rank_hello(1), facts)
     is_admitted = False
+    # Until rank 1 is admitted, rank 0 welcomes a second connection. Then rank 0 closes it.
     while not is_admitted:
         with admission.connect(pack_rank_hello()) as second_connection:
             is_admitted = second_connection.recv(100) == b""
@@ -156,7 +160,7 @@ def test_second_connection_of_a_rank_is_closed(admission: Admission, facts: Fact
 
 def test_rank_of_another_version_is_rejected(admission: Admission, facts: Facts) -> None:
     admission.start_rank(make_rank_hello(0), facts)
-    rejected_rank = join(admission.address, make_rank_hello(1, version="0.0.9"))
+    rejected_rank = join(admission.endpoint, make_rank_hello(1, version="0.0.9"))
     admitted_ranks = admission.wait_for_ranks()
     assert list(admitted_ranks.ranks) == [0]
     expected_reason = (
@@ -171,7 +175,7 @@ def test_rank_of_another_version_is_rejected(admission: Admission, facts: Facts)
 @pytest.mark.parametrize("message", [{"facts": "{}"}, {"facts": 7}, {}, {"exit_code": 0}])
 def test_rank_with_malformed_facts_is_rejected(admission: Admission, facts: Facts, message: dict[str, object]) -> None:
     admission.start_rank(make_rank_hello(0), facts)
-    rejected_rank = join(admission.address, make_rank_hello(1))
+    rejected_rank = join(admission.endpoint, make_rank_hello(1))
     rejected_rank.send(message, timeout_s=STEP_TIMEOUT_S)
     admitted_ranks = admission.wait_for_ranks()
     assert (list(admitted_ranks.ranks), list(admitted_ranks.rejected)) == ([0], [1])
@@ -180,7 +184,7 @@ def test_rank_with_malformed_facts_is_rejected(admission: Admission, facts: Fact
 
 
 def test_rank_that_disconnects_before_its_facts_may_reconnect(admission: Admission, facts: Facts) -> None:
-    join(admission.address, make_rank_hello(1)).close()
+    join(admission.endpoint, make_rank_hello(1)).close()
     for rank in (0, 1):
         admission.start_rank(make_rank_hello(rank), facts)
     assert list(admission.wait_for_ranks().ranks) == [0, 1]
@@ -192,11 +196,11 @@ def test_rank_skips_an_address_where_another_program_answers(admission: Admissio
     Any program may listen there.
     """
     with socket.create_server(("127.0.0.2", admission.port)) as echo_listener:
-        admission.address["addresses"] = ["127.0.0.3", "127.0.0.2", "127.0.0.1"]
+        admission.endpoint["addresses"] = ["127.0.0.3", "127.0.0.2", "127.0.0.1"]
         admission.start_rank(make_rank_hello(1), facts)
         with contextlib.closing(MessageSocket(echo_listener.accept()[0])) as echo_socket:
             echo_socket.send(echo_socket.receive(timeout_s=STEP_TIMEOUT_S), timeout_s=STEP_TIMEOUT_S)
-            admission.address["addresses"] = ["127.0.0.1"]
+            admission.endpoint["addresses"] = ["127.0.0.1"]
             admission.start_rank(make_rank_hello(0), facts)
             assert list(admission.wait_for_ranks().ranks) == [0, 1]
 

@@ -1,4 +1,4 @@
-"""All pairs of a ring and of a permutation of hosts transfer at once, and a slow pair is named."""
+"""Rounds of `gdrkit qualify --mpi`: all hosts transfer at once, in a ring or permutation, and slow pairs are named."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from gdrkit.report import Record, RunFolder, Verdict, read_records
 if TYPE_CHECKING:
     from pathlib import Path
 
+# The rank that a case slows down or kills.
 SLOW_RANK = 2
 
 
@@ -32,7 +33,7 @@ def test_each_host_is_initiator_and_target_once_in_a_round() -> None:
         make_rank_facts(1, "a"),
         make_rank_facts(2, "b"),
         make_rank_facts(3, "c"),
-        make_rank_facts(4, "d", nics=1),
+        make_rank_facts(4, "d", nic_count=1),
     ]
     rounds = {plan.name: [(pair.initiator, pair.target) for pair in plan.pairs] for plan in plan_rounds(ranks)}
     assert rounds == {
@@ -42,44 +43,46 @@ def test_each_host_is_initiator_and_target_once_in_a_round() -> None:
 
 
 def test_two_hosts_have_no_balance() -> None:
-    assert plan_rounds([make_rank_facts(0, "a"), make_rank_facts(1, "b"), make_rank_facts(2, "c", gpus=0)]) == ()
+    assert plan_rounds([make_rank_facts(0, "a"), make_rank_facts(1, "b"), make_rank_facts(2, "c", gpu_count=0)]) == ()
 
 
 @NEEDS_TWO_MACHINES
 @pytest.mark.timeout(300)
 def test_slow_pair_among_four_hosts_is_named(tmp_path: Path) -> None:
     """Delayed completions limit the rates of all ranks, so that the rates do not depend on the speed of the CPUs."""
-    for name, delay_us in (("plan", 1000), ("slow", 8000)):
+    for plan_name, delay_us in (("plan", 1000), ("slow", 8000)):
         rules = [f"wc.{request} call=* delay_us={delay_us}" for request in ("rdma_write", "rdma_read")]
-        (tmp_path / name).write_text("\n".join(["gdrkit-faults 1", *rules, ""]))
-    program = tmp_path / "program"
-    program.write_text(f"""#!/bin/sh
+        (tmp_path / plan_name).write_text("\n".join(["gdrkit-faults 1", *rules, ""]))
+    program_path = tmp_path / "program"
+    program_path.write_text(f"""#!/bin/sh
 plan=plan
 test "$OMPI_COMM_WORLD_RANK" = {SLOW_RANK} && plan=slow
 export GDRKIT_TWINS_FAULTS={shlex.quote(str(tmp_path))}/$plan
 # The software twins (libraries that emulate the hardware) have port counters only below `gdrkit run`.
 exec {shlex.join(GDRKIT_COMMAND)} run --software --isolated --quiet -- {shlex.join(GDRKIT_COMMAND)} "$@"
 """)
-    program.chmod(0o700)
+    program_path.chmod(0o700)
     variables = {"GDRKIT_TWINS_LATE_US": "0"}
-    with run_job_on_four_machines(tmp_path / "out", command=(str(program),), variables=variables) as job:
+    with run_job_on_four_machines(tmp_path / "out", command=(str(program_path),), variables=variables) as job:
         job.wait_for_line("Report: ")
         exit_code = job.wait()
     folder = RunFolder(tmp_path / "out")
     records = [record for record in read_records(folder.records) if record.case.startswith("balance/")]
     assert (exit_code, len(records)) == (0, 8)
     slow_records = [record for record in records if record.verdict is Verdict.UNPROVEN]
+    # The completions of the initiator are delayed, so the pairs of which SLOW_RANK is the target are not slow.
     assert {get_rank_pair(record) for record in slow_records} == {(SLOW_RANK, 3), (SLOW_RANK, 0)}
+    # The host names of a job begin with gk.
     assert all(f"slow pair: rank {SLOW_RANK} (gk" in record.reasons[0].text for record in slow_records)
     assert all(record.verdict is Verdict.PASS for record in records if record not in slow_records)
     for record in records:
         port_growth = cast("dict[str, dict[str, int]]", record.evidence["port_growth"])
-        expected_bytes = cast("dict[str, int]", record.evidence["port_bytes_expected"])
+        expected_bytes_by_role = cast("dict[str, int]", record.evidence["port_bytes_expected"])
         assert record.evidence["unproven"] == ""
-        for role, count in expected_bytes.items():
+        for role, transferred_bytes in expected_bytes_by_role.items():
             # The port also counts the headers of the packets, which have less than 5 % of the bytes.
-            assert count <= port_growth[role]["sent_bytes"] < 1.05 * count
-            assert count <= port_growth[role]["received_bytes"] < 1.05 * count
+            assert transferred_bytes <= port_growth[role]["sent_bytes"] < 1.05 * transferred_bytes
+            assert transferred_bytes <= port_growth[role]["received_bytes"] < 1.05 * transferred_bytes
     assert "slow pair" in folder.index.read_text()
 
 
@@ -94,7 +97,8 @@ def test_dead_rank_fails_only_its_own_pairs(tmp_path: Path) -> None:
         job.wait_for_all_processes(limit_s=120)
     folder = RunFolder(tmp_path / "out")
     records = read_records(folder.records)
-    verdicts: dict[str, Any] = {record.case: record.verdict is Verdict.FAIL for record in records}
-    assert len(verdicts) == 4 + 8
-    assert verdicts == {record.case: SLOW_RANK in get_rank_pair(record) for record in records}
+    has_failed: dict[str, Any] = {record.case: record.verdict is Verdict.FAIL for record in records}
+    # There are 4 pairs that transfer alone, and 4 in each of the 2 rounds.
+    assert len(has_failed) == 4 + 8
+    assert has_failed == {record.case: SLOW_RANK in get_rank_pair(record) for record in records}
     assert folder.index.is_file()

@@ -18,6 +18,7 @@ from gdrkit.qualify.ranks.rank import MeasuringChild
 TIMEOUT_S = 60.0
 # Programs that the child runs first, as its sitecustomize module.
 SLOW_START = "import time; time.sleep(30)"
+# In `python -m gdrkit.qualify.ranks.measure DESCRIPTOR PARENT`, the program finds the socket to the rank.
 INVALID_REPLY = (
     "import os, sys\nif len(sys.orig_argv) > 3: os.write(int(sys.orig_argv[3]), b'not JSON\\n'); os.read(0, 1)"
 )

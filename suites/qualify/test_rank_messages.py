@@ -16,8 +16,8 @@ from gdrkit.qualify.ranks.proxy import RankProxy, StepFailed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LONG_S = 10.0
-SHORT_S = 0.05
+LONG_TIMEOUT_S = 10.0
+SHORT_TIMEOUT_S = 0.05
 
 
 @pytest.fixture
@@ -28,11 +28,12 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield rank_0_socket, rank_socket
 
 
-def make_proxy(connected_socket: socket.socket, *, step_timeout_s: float = SHORT_S) -> RankProxy:
+def make_proxy(connected_socket: socket.socket, *, step_timeout_s: float = SHORT_TIMEOUT_S) -> RankProxy:
     """Return the proxy of rank 7."""
+    # The machine is identified by host name, boot id and network namespace. These cases need no facts about it.
     rank_facts = RankFacts(7, "far 01234567 1", cast("Any", None))
     return RankProxy(
-        rank_facts, MessageSocket(connected_socket), step_timeout_s=step_timeout_s, transit_timeout_s=SHORT_S
+        rank_facts, MessageSocket(connected_socket), step_timeout_s=step_timeout_s, transit_timeout_s=SHORT_TIMEOUT_S
     )
 
 
@@ -41,9 +42,9 @@ def test_late_reply_is_not_taken_for_that_of_the_next_step(sockets: tuple[socket
     proxy, rank = make_proxy(rank_0_socket), MessageSocket(rank_socket)
     with pytest.raises(StepFailed, match=r"^open_target on rank 7 \(far\): the rank did not reply in time$"):
         proxy.request("open_target", {})
-    assert rank.receive(timeout_s=LONG_S)["request"] == 1
-    rank.send({"answer": 1, "result": "late"}, timeout_s=LONG_S)
-    rank.send({"answer": 2, "result": "in time"}, timeout_s=LONG_S)
+    assert rank.receive(timeout_s=LONG_TIMEOUT_S)["request"] == 1
+    rank.send({"answer": 1, "result": "late"}, timeout_s=LONG_TIMEOUT_S)
+    rank.send({"answer": 2, "result": "in time"}, timeout_s=LONG_TIMEOUT_S)
     assert proxy.request("check", {}) == "in time"
 
 
@@ -55,7 +56,7 @@ def test_rank_with_an_outstanding_reply_gets_no_request(sockets: tuple[socket.so
     for _ in range(2):
         with pytest.raises(StepFailed, match=r"^close on rank 7 \(far\): the rank has not replied to open_target yet$"):
             proxy.request("close", {})
-    assert rank.receive(timeout_s=LONG_S)["do"] == "open_target"
+    assert rank.receive(timeout_s=LONG_TIMEOUT_S)["do"] == "open_target"
     with pytest.raises(TimeoutError):
         rank.receive(timeout_s=0)
 
@@ -63,7 +64,7 @@ def test_rank_with_an_outstanding_reply_gets_no_request(sockets: tuple[socket.so
 @pytest.mark.parametrize(
     "reply",
     [
-        *({"answer": number, "result": None} for number in (0, 2, -1, 1.0, True, "1", None)),
+        *({"answer": answer, "result": None} for answer in (0, 2, -1, 1.0, True, "1", None)),
         {"result": None},
         {"answer": 1},
         {"answer": 1, "result": None, "error": "both"},
@@ -75,13 +76,14 @@ def test_invalid_reply_is_an_error_that_names_the_rank(
     sockets: tuple[socket.socket, socket.socket], reply: object
 ) -> None:
     rank_0_socket, rank_socket = sockets
-    proxy = make_proxy(rank_0_socket, step_timeout_s=LONG_S)
+    proxy = make_proxy(rank_0_socket, step_timeout_s=LONG_TIMEOUT_S)
     rank_socket.sendall(json.dumps(reply).encode() + b"\n" + b'{"answer": 1, "result": null}\n')
     with pytest.raises(StepFailed, match=r"^run on rank 7 \(far\): the rank sent an invalid reply: "):
         proxy.request("run", {})
     # After an invalid reply, valid replies are refused too.
     with pytest.raises(StepFailed, match=r"^close on rank 7 \(far\): the rank sent an invalid reply: "):
         proxy.request("close", {})
+    # The rank reads its request, and then the end of the connection, which the proxy has closed.
     rank_socket.recv(1 << 16)
     assert rank_socket.recv(1) == b""
 
@@ -101,7 +103,7 @@ def test_malformed_message_is_refused(sockets: tuple[socket.socket, socket.socke
     rank_0_socket, rank_socket = sockets
     rank_socket.sendall(message_bytes + b"\n")
     with pytest.raises(UsageError, match=r"^a message: ") as error_info:
-        MessageSocket(rank_0_socket).receive(timeout_s=LONG_S)
+        MessageSocket(rank_0_socket).receive(timeout_s=LONG_TIMEOUT_S)
     assert error_info.value.reason is Reason.MALFORMED
 
 
@@ -112,7 +114,7 @@ def test_message_above_the_length_limit_is_refused(
     rank_0_socket, rank_socket = sockets
     rank_socket.sendall(b'"' + b"x" * 1000 + b'"' + line_end)
     with pytest.raises(UsageError, match="longer than 1000 bytes"):
-        MessageSocket(rank_0_socket).receive(timeout_s=LONG_S, length_bytes_max=1000)
+        MessageSocket(rank_0_socket).receive(timeout_s=LONG_TIMEOUT_S, length_bytes_max=1000)
 
 
 def test_message_may_arrive_in_parts(sockets: tuple[socket.socket, socket.socket]) -> None:
@@ -124,19 +126,19 @@ def test_message_may_arrive_in_parts(sockets: tuple[socket.socket, socket.socket
         rank_socket.sendall(message_part)
     assert [receiver.receive(timeout_s=0) for _ in range(2)] == [{"a": 1}, {"b": 2}]
     with pytest.raises(TimeoutError):
-        receiver.receive(timeout_s=SHORT_S)
+        receiver.receive(timeout_s=SHORT_TIMEOUT_S)
     rank_socket.close()
     with pytest.raises(PeerGone):
-        receiver.receive(timeout_s=LONG_S)
+        receiver.receive(timeout_s=LONG_TIMEOUT_S)
 
 
 def test_connection_is_closed_after_a_message_was_cut_off(sockets: tuple[socket.socket, socket.socket]) -> None:
-    """The timeout cut off a message. The peer would read a further message as the missing part of the first one."""
+    """After a timeout cut off a message, the peer would read the next message as the missing part of the first one."""
     rank_0_socket, _ = sockets
     sender = MessageSocket(rank_0_socket)
     with pytest.raises(TimeoutError):
-        sender.send({"long": "x" * (1 << 24)}, timeout_s=SHORT_S)
+        sender.send({"long": "x" * (1 << 24)}, timeout_s=SHORT_TIMEOUT_S)
     with pytest.raises(PeerGone):
-        sender.send({"short": 1}, timeout_s=LONG_S)
+        sender.send({"short": 1}, timeout_s=LONG_TIMEOUT_S)
     with pytest.raises(PeerGone):
-        sender.receive(timeout_s=LONG_S)
+        sender.receive(timeout_s=LONG_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Qualification of several machines: the planned pairs, and the report after a process was killed or hangs."""
+"""`gdrkit qualify --mpi`: the planned pairs of NIC and GPU, and the report if a process was killed or hangs."""
 
 from __future__ import annotations
 
@@ -26,47 +26,55 @@ MPI_NEEDS = (software(Api.VERBS), software(Api.CUDA), host.module("mpi4py"), hos
 NEEDS_TWO_MACHINES = needs(
     *MPI_NEEDS, host.program("ip"), host.capability("CAP_NET_ADMIN"), host.capability("CAP_SYS_ADMIN")
 )
-# Two ranks on one machine need no network namespaces.
+# Jobs with two ranks on one machine need no network namespaces, so they need no `ip` and no capability.
 NEEDS_MPI = needs(*MPI_NEEDS)
 
 
-def make_rank_facts(number: int, machine: str, *, nics: int = 2, gpus: int = 2) -> RankFacts:
-    """Return the facts of a rank on a machine with these numbers of NICs and GPUs."""
+def make_rank_facts(rank: int, machine: str, *, nic_count: int = 2, gpu_count: int = 2) -> RankFacts:
+    """Return the facts of a rank on a machine with this many NICs and GPUs."""
     facts = SimpleNamespace(
-        verbs=SimpleNamespace(nics=[SimpleNamespace(name=f"n{index}", active_ports=(1,)) for index in range(nics)]),
-        cuda=SimpleNamespace(devices=[SimpleNamespace(index=index) for index in range(gpus)]),
+        verbs=SimpleNamespace(
+            nics=[SimpleNamespace(name=f"n{index}", active_ports=(1,)) for index in range(nic_count)]
+        ),
+        cuda=SimpleNamespace(devices=[SimpleNamespace(index=index) for index in range(gpu_count)]),
     )
-    return RankFacts(number, machine, cast("Any", facts))
+    return RankFacts(rank, machine, cast("Any", facts))
 
 
 def test_gpu_and_nic_combinations_are_planned_once_each() -> None:
     ranks = [make_rank_facts(0, "a"), make_rank_facts(1, "a"), make_rank_facts(2, "b"), make_rank_facts(3, "b")]
     pairs = plan_pairs(ranks, within_hosts=False)
-    hosts = {rank_facts.rank: rank_facts.host for rank_facts in ranks}
-    assert len({(hosts[pair.target], pair.target_nic, pair.device) for pair in pairs}) == len(pairs) == 8
-    assert all(hosts[pair.initiator] != hosts[pair.target] for pair in pairs)
+    host_by_rank = {rank_facts.rank: rank_facts.host for rank_facts in ranks}
+    # There are 2 target machines, each with 2 NICs and 2 GPUs.
+    assert len({(host_by_rank[pair.target], pair.target_nic, pair.device) for pair in pairs}) == len(pairs) == 8
+    assert all(host_by_rank[pair.initiator] != host_by_rank[pair.target] for pair in pairs)
     # Each pair is on one rail: its two NICs have the same position on their machines.
     assert all(pair.initiator_nic == pair.target_nic for pair in pairs)
 
 
 @pytest.mark.parametrize("machines", [("a", "a"), ("a", "a", "b", "b")])
 def test_pairs_within_hosts_have_both_ranks_on_one_machine(machines: tuple[str, ...]) -> None:
-    ranks = [make_rank_facts(number, machine) for number, machine in enumerate(machines)]
+    ranks = [make_rank_facts(rank, machine) for rank, machine in enumerate(machines)]
     pairs = plan_pairs(ranks, within_hosts=True)
+    # Each machine has 2 NICs and 2 GPUs.
     assert len(pairs) == 4 * len(set(machines))
     assert all(machines[pair.initiator] == machines[pair.target] for pair in pairs)
     assert all(pair.initiator != pair.target for pair in pairs)
 
 
 def test_machine_without_a_nic_has_no_pairs() -> None:
-    assert plan_pairs([make_rank_facts(0, "a", nics=0), make_rank_facts(1, "b", nics=0)], within_hosts=False) == ()
-    assert plan_pairs([make_rank_facts(0, "a", nics=0), make_rank_facts(1, "b")], within_hosts=False) == ()
+    assert (
+        plan_pairs([make_rank_facts(0, "a", nic_count=0), make_rank_facts(1, "b", nic_count=0)], within_hosts=False)
+        == ()
+    )
+    assert plan_pairs([make_rank_facts(0, "a", nic_count=0), make_rank_facts(1, "b")], within_hosts=False) == ()
 
 
 @NEEDS_TWO_MACHINES
 @pytest.mark.timeout(600)
 def test_killed_measuring_process_fails_one_pair_only(tmp_path: Path) -> None:
     with run_job_on_two_machines(tmp_path / "out") as job:
+        # The job prints a line with the verdict of each pair.
         job.wait_for_line("pass  ")
         kill_time_s = time.monotonic()
         os.kill(job.find_measuring_process(rank=0), signal.SIGKILL)
@@ -169,13 +177,15 @@ def test_ranks_exit_with_the_code_of_a_missing_set_up(tmp_path: Path) -> None:
     """mpirun reports the exit code of an arbitrary rank, so all ranks must exit with the same code."""
     (tmp_path / "file").touch()
     program_of_rank_1 = (
-        "import pathlib, sys\nfrom gdrkit.cli import main\ntry:\n    main()\nexcept SystemExit as ended:\n"
+        "import pathlib, sys\nfrom gdrkit.cli import main\ntry:\n    main()\nexcept SystemExit as exit_error:\n"
     )
-    program_of_rank_1 += f"    pathlib.Path({str(tmp_path / 'exit_code')!r}).write_text(str(ended.code))\n    raise"
+    program_of_rank_1 += (
+        f"    pathlib.Path({str(tmp_path / 'exit_code')!r}).write_text(str(exit_error.code))\n    raise"
+    )
     with run_job_on_this_machine(
         tmp_path / "file" / "out", command_of_rank_1=(sys.executable, "-c", program_of_rank_1)
     ) as job:
         assert "Not a directory (ENOTDIR). To do: name a folder" in job.wait_for_line("mkdir")
         assert job.wait() == 3
     # mpirun may have killed the rank before it could write the file.
-    assert not (tmp_path / "code").exists() or (tmp_path / "code").read_text() != "1"
+    assert not (tmp_path / "exit_code").exists() or (tmp_path / "exit_code").read_text() == "3"

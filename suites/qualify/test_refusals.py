@@ -1,8 +1,9 @@
-"""Expected refusals: a profile can state with which errors a registration is refused if a need is unmet.
+"""Expected refusals: a profile can state the errors with which registrations fail if a need of a case is not met.
 
-A case with such an unmet need runs, and passes only if it ends with exactly these errors. A child pytest runs the cases
-in CASES on the facts of a machine with Soft-RoCE, for which the profile `lab` was made. A fault plan makes the verbs
-twin (a library that emulates the hardware) return the errors of the Soft-RoCE driver, or other errors.
+A case with such an unmet need runs all the same. If it ends with exactly these errors, its verdict is `not_run`, else
+`fail`. A child pytest runs the cases in CASES on the facts of a machine with Soft-RoCE, for which the profile `lab` was
+made. A fault plan makes the verbs twin (a library that emulates the hardware) return the errors of the Soft-RoCE
+driver, or other errors.
 """
 
 from __future__ import annotations
@@ -40,30 +41,33 @@ from gdrkit.errors import Api, Reason, RegistrationFailed, Unsupported
 from gdrkit.harness.needs import cuda, host, needs, verbs
 from gdrkit.registration import GdrManager, RegionCache, RegistrationRoute, register
 
-REGISTRATION = needs(verbs.nic(), verbs.dmabuf_region, cuda.device())
-LEAKED = []
+NEEDS_REGISTRATION = needs(verbs.nic(), verbs.dmabuf_region, cuda.device())
+LEAKED_PIPES = []
 
 @contextlib.contextmanager
-def registration_errors(dmabuf="EOPNOTSUPP", address="EFAULT"):
+def registration_errors(dmabuf_errno="EOPNOTSUPP", address_errno="EFAULT"):
     rules = ["gdrkit-faults 1"]
-    for name, error in (("ibv_reg_dmabuf_mr", dmabuf), ("ibv_reg_mr", address)):
-        rules += [f"{name} call=* errno={error}"] if error else []
+    for function, errno_name in (("ibv_reg_dmabuf_mr", dmabuf_errno), ("ibv_reg_mr", address_errno)):
+        rules += [f"{function} call=* errno={errno_name}"] if errno_name else []
     launch.twin_control().set_faults("verbs", "\\n".join([*rules, ""]))
     try:
         yield
     finally:
         launch.twin_control().set_faults("verbs", "gdrkit-faults 1\\n")
 
-def make_cause(operation, number, api=Api.VERBS):
-    return Unsupported(api=api, operation=operation, status=number, status_name=errno.errorcode[number], errno=number)
+def make_cause(operation, error_number, api=Api.VERBS):
+    error_name = errno.errorcode[error_number]
+    return Unsupported(
+        api=api, operation=operation, status=error_number, status_name=error_name, errno=error_number
+    )
 
 def refuse(*causes, reason=Reason.NO_ROUTE):
     raise RegistrationFailed("refusal", causes=causes, reason=reason)
 
-DMABUF = make_cause("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
-ADDRESS = make_cause("ibv_reg_mr", errno.EFAULT)
+DMABUF_CAUSE = make_cause("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
+ADDRESS_CAUSE = make_cause("ibv_reg_mr", errno.EFAULT)
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_register(device, nic, evidence):
     evidence["key"] = 1
     evidence.number("write_us", 1)
@@ -76,7 +80,7 @@ def test_lease_of_a_cache(device, nic):
     with registration_errors(), device.allocate(4096) as memory, RegionCache([nic]) as cache:
         cache.lease(memory)
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_manager_of_every_gpu():
     with registration_errors(), GdrManager() as manager:
         manager.device(0)
@@ -86,84 +90,84 @@ def registration(device, nic):
     with registration_errors(), device.allocate(4096) as memory, register(memory, [nic]) as registered:
         yield registered
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_register_in_a_fixture(registration):
     raise AssertionError("must not run")
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_passes(device, nic):
     with device.allocate(4096) as memory:
         register(memory, [nic]).close()
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_does_nothing(): ...
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_another_errno_of_ibv_reg_dmabuf_mr(device, nic):
-    with registration_errors(dmabuf="EPROTONOSUPPORT"), device.allocate(4096) as memory:
+    with registration_errors(dmabuf_errno="EPROTONOSUPPORT"), device.allocate(4096) as memory:
         register(memory, [nic])
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_another_errno_of_ibv_reg_mr(device, nic):
-    with registration_errors(address="EOPNOTSUPP"), device.allocate(4096) as memory:
+    with registration_errors(address_errno="EOPNOTSUPP"), device.allocate(4096) as memory:
         register(memory, [nic])
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_refusal_of_dmabuf_alone(device, nic):
     with registration_errors(), device.allocate(4096) as memory:
         register(memory, [nic], route=RegistrationRoute.DMABUF)
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_refusal_of_peer_memory_alone(device, nic):
     with registration_errors(), device.allocate(4096) as memory:
         register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_error_without_a_second_route(device, nic):
-    with registration_errors(dmabuf="ENOMEM"), device.allocate(4096) as memory:
+    with registration_errors(dmabuf_errno="ENOMEM"), device.allocate(4096) as memory:
         register(memory, [nic])
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_three_causes():
-    refuse(DMABUF, ADDRESS, ADDRESS)
+    refuse(DMABUF_CAUSE, ADDRESS_CAUSE, ADDRESS_CAUSE)
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_causes_in_reverse_order():
-    refuse(ADDRESS, DMABUF)
+    refuse(ADDRESS_CAUSE, DMABUF_CAUSE)
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_another_operation():
-    refuse(DMABUF, make_cause("ibv_open_device", errno.EFAULT))
+    refuse(DMABUF_CAUSE, make_cause("ibv_open_device", errno.EFAULT))
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_another_api():
-    refuse(DMABUF, make_cause("ibv_reg_mr", errno.EFAULT, api=Api.CUDA))
+    refuse(DMABUF_CAUSE, make_cause("ibv_reg_mr", errno.EFAULT, api=Api.CUDA))
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_another_reason():
-    refuse(DMABUF, ADDRESS, reason=Reason.OTHER)
+    refuse(DMABUF_CAUSE, ADDRESS_CAUSE, reason=Reason.OTHER)
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_one_of_two_devices_has_one_cause():
-    complete = RegistrationFailed("refusal", causes=(DMABUF, ADDRESS), reason=Reason.NO_ROUTE)
-    incomplete = RegistrationFailed("refusal", causes=(DMABUF,), reason=Reason.NO_ROUTE)
+    complete = RegistrationFailed("refusal", causes=(DMABUF_CAUSE, ADDRESS_CAUSE), reason=Reason.NO_ROUTE)
+    incomplete = RegistrationFailed("refusal", causes=(DMABUF_CAUSE,), reason=Reason.NO_ROUTE)
     refuse(complete, incomplete)
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_cause_without_registration_failed():
-    raise DMABUF
+    raise DMABUF_CAUSE
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_assertion():
     assert False, "ibv_reg_dmabuf_mr EOPNOTSUPP ibv_reg_mr EFAULT"
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_skips_itself():
     pytest.skip("ibv_reg_dmabuf_mr EOPNOTSUPP ibv_reg_mr EFAULT")
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_leaks_after_the_refusal(device, nic):
-    LEAKED.append(os.pipe())
+    LEAKED_PIPES.append(os.pipe())
     with registration_errors(), device.allocate(4096) as memory:
         register(memory, [nic])
 
@@ -172,31 +176,31 @@ def failing_tear_down():
     yield
     raise RuntimeError("the tear-down fails")
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 def test_tear_down_fails_after_the_refusal(failing_tear_down):
-    refuse(DMABUF, ADDRESS)
+    refuse(DMABUF_CAUSE, ADDRESS_CAUSE)
 
-@REGISTRATION
+@NEEDS_REGISTRATION
 @needs(host.module("there_is_no_such_module"))
 def test_lacks_another_need_as_well():
     raise AssertionError("must not run")
 
 @needs(verbs.nic())
 def test_lacks_no_need_and_is_refused():
-    refuse(DMABUF, ADDRESS)
+    refuse(DMABUF_CAUSE, ADDRESS_CAUSE)
 
 @needs(verbs.nic())
 def test_lacks_no_need(): ...
 '''
 REFUSED_CASES = ("test_register", "test_lease_of_a_cache", "test_manager_of_every_gpu", "test_register_in_a_fixture")
-CAUSES = [
+RECORDED_CAUSES = [
     {"api": "verbs", "operation": "ibv_reg_dmabuf_mr", "status": 95, "status_name": "EOPNOTSUPP", "errno": 95},
     {"api": "verbs", "operation": "ibv_reg_mr", "status": 14, "status_name": "EFAULT", "errno": 14},
 ]
 
 
 def make_soft_roce_facts(facts: Facts) -> Facts:
-    """Return `facts` as if all NICs were Soft-RoCE devices."""
+    """Return a copy of `facts` in which all NICs are Soft-RoCE devices, whose driver is rxe."""
     assert facts.verbs is not None
     libraries = tuple(replace(library, notes=()) for library in facts.verbs.libraries)
     nics = tuple(replace(nic, dmabuf=False) for nic in facts.verbs.nics)
@@ -245,32 +249,32 @@ def child_run(tmp_path_factory: pytest.TempPathFactory, facts: Facts) -> ChildRu
     )
 
 
-@pytest.mark.parametrize("name", REFUSED_CASES)
-def test_expected_refusal_is_recorded_as_not_run(child_run: ChildRun, name: str) -> None:
-    record = child_run.records[name]
+@pytest.mark.parametrize("case_name", REFUSED_CASES)
+def test_expected_refusal_is_recorded_as_not_run(child_run: ChildRun, case_name: str) -> None:
+    record = child_run.records[case_name]
     assert (record.verdict, record.is_expected_refusal, record.is_failure) == (Verdict.NOT_RUN, True, False)
     recorded_refusals = record.evidence["refused"]
     assert isinstance(recorded_refusals, list)
-    assert recorded_refusals == [{"reason": "no_route", "causes": CAUSES}] * len(recorded_refusals)
+    assert recorded_refusals == [{"reason": "no_route", "causes": RECORDED_CAUSES}] * len(recorded_refusals)
     # The manager tries each of the two NICs for each of the two GPUs.
-    assert len(recorded_refusals) == (4 if name == "test_manager_of_every_gpu" else 1)
+    assert len(recorded_refusals) == (4 if case_name == "test_manager_of_every_gpu" else 1)
     # The first reason is the need that is not met, the second is the refusal.
     assert record.reasons[0].need in {"verbs.dmabuf_region", "verbs.peer_memory"}
     assert "failed: EOPNOTSUPP (95), ibv_reg_mr failed: EFAULT (14)" in record.reasons[1].text
     assert all(reason.foreseen for reason in record.reasons)
-    # The case has run, so its libraries are known. It proves no route and has no number.
+    # The case has run, so the record has its libraries, but not the route and the number that the case has added.
     assert record.libraries
     assert (record.routes, record.numbers) == ((), {})
 
 
 @JSONSCHEMA
-@pytest.mark.parametrize("name", REFUSED_CASES)
-def test_record_of_a_refusal_conforms_to_the_schema(child_run: ChildRun, name: str) -> None:
-    assert find_violations("record-1.json", json.loads(json.dumps(to_json_data(child_run.records[name])))) == []
+@pytest.mark.parametrize("case_name", REFUSED_CASES)
+def test_record_of_a_refusal_conforms_to_the_schema(child_run: ChildRun, case_name: str) -> None:
+    assert find_violations("record-1.json", json.loads(json.dumps(to_json_data(child_run.records[case_name])))) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "expected_text"),
+    ("case_name", "expected_text"),
     [
         ("test_passes", "nothing was refused"),
         ("test_does_nothing", "nothing was refused"),
@@ -293,8 +297,8 @@ def test_record_of_a_refusal_conforms_to_the_schema(child_run: ChildRun, name: s
         ("test_lacks_no_need_and_is_refused", "RegistrationFailed"),
     ],
 )
-def test_case_without_the_expected_refusal_fails(child_run: ChildRun, name: str, expected_text: str) -> None:
-    record = child_run.records[name]
+def test_case_without_the_expected_refusal_fails(child_run: ChildRun, case_name: str, expected_text: str) -> None:
+    record = child_run.records[case_name]
     assert (record.verdict, record.is_expected_refusal, record.is_failure) == (Verdict.FAIL, False, True)
     assert expected_text in record.reasons[0].text
     assert child_run.exit_code == 1
@@ -308,7 +312,7 @@ def test_case_with_another_unmet_need_does_not_run(child_run: ChildRun) -> None:
 
 def test_refused_cases_are_counted_separately(child_run: ChildRun) -> None:
     assert child_run.records["test_lacks_no_need"].verdict is Verdict.PASS
-    # Two more cases were refused but failed in their tear-down.
+    # The two cases that fail in their tear-down were refused as expected before, so they are counted too.
     assert f"{len(REFUSED_CASES) + 2} refused as expected" in child_run.output
     assert "1 not run" in child_run.output
 
@@ -345,7 +349,7 @@ def test_record_of_a_case_that_ran_is_not_a_refusal() -> None:
 
 
 @pytest.mark.parametrize(
-    "refusal",
+    "refusal_toml",
     [
         'need = "a"\ncauses = [{ operation = "ibv_reg_mr", errno = "ENOSUCH" }]',
         'need = "a"\ncauses = [{ operation = "ibv_reg_mr", errno = "ENOTSUP" }]',
@@ -353,8 +357,8 @@ def test_record_of_a_case_that_ran_is_not_a_refusal() -> None:
         'need = "a"',
     ],
 )
-def test_malformed_refusal_of_a_profile_is_refused(tmp_path: Path, refusal: str) -> None:
-    (tmp_path / "malformed.toml").write_text(f'schema_version = 1\nabout = ""\n[[refused]]\n{refusal}\n')
+def test_malformed_refusal_of_a_profile_is_refused(tmp_path: Path, refusal_toml: str) -> None:
+    (tmp_path / "malformed.toml").write_text(f'schema_version = 1\nabout = ""\n[[refused]]\n{refusal_toml}\n')
     with pytest.raises(UsageError) as error_info:
         load_profile("malformed", folder=tmp_path)
     assert error_info.value.reason is Reason.MALFORMED

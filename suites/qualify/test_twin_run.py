@@ -1,4 +1,4 @@
-"""`gdrkit run` passes on signals, input and exit code of its command, and reports at its end which twins were used.
+"""`gdrkit run` forwards signals and input to its command, ends as the command ends, and reports which twins were used.
 
 Twins are libraries that emulate the hardware below an API.
 """
@@ -24,7 +24,7 @@ from gdrkit.harness.needs import needs, software
 pytestmark = needs(software(Api.VERBS), software(Api.CUDA))
 
 RUN_COMMAND = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated"]
-# The program opens a NIC of the twin and connects a queue pair.
+# A program that opens a NIC of the verbs twin and connects a queue pair to itself.
 CONNECT_QUEUE_PAIR = """
 import contextlib
 from gdrkit.verbs import Nic
@@ -34,9 +34,9 @@ queue = stack.enter_context(nic.completion_queue())
 pair = stack.enter_context(nic.queue_pair(queue))
 pair.connect(pair.endpoint())
 """
-# The program creates a queue pair and does not connect it. UCX does this on every device, even if it then uses TCP.
+# A program that creates a queue pair and does not connect it. UCX does this on every device, even if it then uses TCP.
 CREATE_QUEUE_PAIR = CONNECT_QUEUE_PAIR.replace("pair.connect(pair.endpoint())", "")
-# The program writes 1 MiB from one queue pair to another, and prints four port counters before and after.
+# A program that writes 1 MiB from one queue pair to another by RDMA, and prints four port counters before and after.
 WRITE_AND_PRINT_COUNTERS = """
 import contextlib
 from pathlib import Path
@@ -74,10 +74,11 @@ def run_on_twins(
 
 
 def start_on_twins(*command: str) -> subprocess.Popen[str]:
-    # If a shell with job control or nohup started the cases, these signals may be ignored.
-    default_signals = ["env", "--default-signal=INT,HUP"]
+    # If the cases run in the background of a script, or under nohup, they inherit SIGINT or SIGHUP as ignored. The
+    # command must start with the default actions.
+    with_default_signals = ["env", "--default-signal=INT,HUP"]
     return subprocess.Popen(
-        [*default_signals, *RUN_COMMAND, "--", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*with_default_signals, *RUN_COMMAND, "--", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -91,17 +92,18 @@ def test_report_names_process_queue_pairs_and_unused_apis() -> None:
 
 
 def test_report_file_has_the_bytes_and_the_exit_code(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    options = ("--quiet", f"--report={report}")
+    report_path = tmp_path / "report.json"
+    options = ("--quiet", f"--report={report_path}")
     process = run_on_twins(sys.executable, "-c", f"{WRITE_AND_PRINT_COUNTERS}\nraise SystemExit(3)", options=options)
     assert process.returncode == 3, process.stderr
-    document = json.loads(report.read_text())
+    document = json.loads(report_path.read_text())
     verbs_report = document["apis"]["verbs"]
     assert (document["exit_code"], document["real_libraries"]) == (3, [])
     assert (verbs_report["objects_count"], verbs_report["moved_bytes"]) == (2, 1 << 20)
 
 
 def test_listing_devices_is_not_a_use() -> None:
+    # gdrkit run ends with 125 if the command succeeded, but did not use a required API.
     command = (sys.executable, "-c", "from gdrkit.verbs import list_nics; assert list_nics()")
     process = run_on_twins(*command, options=("--require", "verbs"))
     assert process.returncode == 125
@@ -123,11 +125,11 @@ def test_killed_grandchild_is_in_the_report() -> None:
     assert re.search(r"verbs: twin opened by \S+ \(pid \d+, \d+\); 2 queue pairs", process.stderr)
 
 
-@pytest.mark.parametrize(("command_code", "expected_code"), [(0, 125), (9, 9)])
-def test_unused_required_api_changes_only_success(command_code: int, expected_code: int) -> None:
-    process = run_on_twins("sh", "-c", f"exit {command_code}", options=("--require", "verbs,cuda", "--quiet"))
-    assert process.returncode == expected_code
-    assert ("did not use cuda, verbs" in process.stderr) == (command_code == 0)
+@pytest.mark.parametrize(("command_exit_code", "expected_exit_code"), [(0, 125), (9, 9)])
+def test_unused_required_api_changes_only_success(command_exit_code: int, expected_exit_code: int) -> None:
+    process = run_on_twins("sh", "-c", f"exit {command_exit_code}", options=("--require", "verbs,cuda", "--quiet"))
+    assert process.returncode == expected_exit_code
+    assert ("did not use cuda, verbs" in process.stderr) == (command_exit_code == 0)
 
 
 def test_used_required_api_keeps_success() -> None:
@@ -137,15 +139,15 @@ def test_used_required_api_keeps_success() -> None:
 def test_required_api_without_a_twin_is_a_usage_error() -> None:
     process = run_on_twins("true", options=("--apis", "verbs", "--require", "cuda"))
     assert process.returncode == 2
-    assert "excludes: cuda" in process.stderr
+    assert "must name APIs that run on twins (--apis), not cuda" in process.stderr
 
 
-@pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "USR1"])
-def test_signal_is_forwarded_to_the_command(name: str) -> None:
-    process = start_on_twins("sh", "-c", f"trap 'exit 7' {name}; echo ready; while :; do sleep 0.05; done")
+@pytest.mark.parametrize("signal_name", ["TERM", "INT", "HUP", "USR1"])
+def test_signal_is_forwarded_to_the_command(signal_name: str) -> None:
+    process = start_on_twins("sh", "-c", f"trap 'exit 7' {signal_name}; echo ready; while :; do sleep 0.05; done")
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.Signals[f"SIG{name}"])
+    process.send_signal(signal.Signals[f"SIG{signal_name}"])
     process.communicate(timeout=30)
     assert process.returncode == 7
 
@@ -160,6 +162,8 @@ def test_end_by_a_signal_is_passed_on() -> None:
 
 
 def test_end_is_seen_although_a_thread_took_sigchld() -> None:
+    # The thread starts before supervise() blocks the signals in the main thread, so the kernel gives SIGCHLD to the
+    # thread. wait_for_end() returns after that. It leaves the status of the child (WNOWAIT) to supervise().
     program = """
 import os, signal, threading
 from gdrkit.twin_run import supervise
@@ -176,14 +180,15 @@ print(supervise(["sleep", "0.2"], os.environ, wait_for_end))
 
 
 def test_later_threads_do_not_take_signals(tmp_path: Path) -> None:
+    # The command creates the file `ready` when its trap is set. The program then sends SIGTERM to itself.
     program = """
 import os, signal, sys, threading
 from gdrkit.twin_run import block_signals, supervise
 mask = block_signals()
 threading.Thread(target=threading.Event().wait, daemon=True).start()
-end = lambda child: os.path.exists(sys.argv[1]) and os.kill(os.getpid(), signal.SIGTERM)
+terminate_when_ready = lambda child: os.path.exists(sys.argv[1]) and os.kill(os.getpid(), signal.SIGTERM)
 command = ["sh", "-c", "trap 'exit 7' TERM; : >$0; while :; do sleep 0.05; done", sys.argv[1]]
-print(os.waitstatus_to_exitcode(supervise(command, os.environ, end, signal_mask=mask)))
+print(os.waitstatus_to_exitcode(supervise(command, os.environ, terminate_when_ready, signal_mask=mask)))
 """
     run_python = [sys.executable, "-c", program, str(tmp_path / "ready")]
     process = subprocess.run(run_python, capture_output=True, text=True, timeout=30, check=False)
@@ -200,6 +205,7 @@ def test_kill_of_gdrkit_kills_the_command() -> None:
 
 
 def read_process_state(process_id: int) -> str:
+    """Return the state letter of /proc/PID/stat (T is stopped, Z is a zombie), or "" if the process is gone."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -207,7 +213,7 @@ def read_process_state(process_id: int) -> str:
 
 
 def test_stopped_command_continues_without_gdrkit() -> None:
-    """A fault plan can stop the command. Another process then continues it by SIGCONT, without help of gdrkit."""
+    """A fault plan can stop the command. gdrkit then waits until another process sends SIGCONT to the command."""
     process = start_on_twins("sh", "-c", "echo $$; kill -STOP $$; exit 6")
     assert process.stdout is not None
     command_process_id = int(process.stdout.readline())
@@ -226,48 +232,50 @@ def test_interrupt_of_the_terminal_arrives_once() -> None:
     program = (
         "import signal, sys, time\n"
         "count = 0\n"
-        "def note(*_):\n    global count\n    count += 1\n"
-        "signal.signal(signal.SIGINT, note)\n"
+        "def count_interrupt(*_):\n    global count\n    count += 1\n"
+        "signal.signal(signal.SIGINT, count_interrupt)\n"
         "print(sys.stdin.isatty(), flush=True)\n"
         "while not count:\n    time.sleep(0.01)\n"
         "time.sleep(0.5)\nprint('interrupts', count, flush=True)\n"
     )
-    child, terminal = pty.fork()
-    if child == 0:
+    child_id, terminal_descriptor = pty.fork()
+    if child_id == 0:
         os.execv(sys.executable, [*RUN_COMMAND, "--quiet", "--", sys.executable, "-c", program])  # noqa: S606 - no shell.
-    terminal_output = read_until(terminal, "True")
-    os.write(terminal, b"\x03")
-    terminal_output += read_until(terminal, "interrupts")
-    _, status = os.waitpid(child, 0)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(status) == 0, terminal_output
+    terminal_output = read_until(terminal_descriptor, "True")
+    # The terminal sends SIGINT for Ctrl-C to gdrkit and to the command. gdrkit must not forward its SIGINT.
+    os.write(terminal_descriptor, b"\x03")
+    terminal_output += read_until(terminal_descriptor, "interrupts")
+    _, wait_status = os.waitpid(child_id, 0)
+    os.close(terminal_descriptor)
+    assert os.waitstatus_to_exitcode(wait_status) == 0, terminal_output
     assert "interrupts 1" in terminal_output
 
 
-def read_until(terminal: int, expected_text: str) -> str:
+def read_until(terminal_descriptor: int, expected_text: str) -> str:
     terminal_output = ""
-    while f"{expected_text}" not in terminal_output or not terminal_output.endswith("\n"):
+    while expected_text not in terminal_output or not terminal_output.endswith("\n"):
         try:
-            terminal_output += os.read(terminal, 4096).decode()
-        except OSError:  # EIO: the command has ended.
+            terminal_output += os.read(terminal_descriptor, 4096).decode()
+        except OSError:  # EIO: gdrkit and the command have ended.
             return terminal_output
     return terminal_output
 
 
-def copy_twin(folder: Path, api: Api, name: str) -> Path:
-    """Copy a twin to another path, where it stands for a real library."""
+def copy_twin(folder: Path, api: Api, file_name: str) -> Path:
+    """Copy a twin to a path outside the folder of the twins. gdrkit takes the copy for a real library."""
     environment = launch.environment(launch.Launch(twin_apis=frozenset({api})), base={})
     library = Path(environment["GDRKIT_TWINS_LIBRARIES"].split(":")[0])
-    twin_copy = folder / name
+    twin_copy = folder / file_name
     twin_copy.write_bytes(library.read_bytes())
     return twin_copy
 
 
+# A program that opens the library with the path in its first argument, and prints which files it has mapped.
 PRINT_MAPS = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
 
 
 @pytest.mark.parametrize(
-    ("api", "name"),
+    ("api", "file_name"),
     [
         (Api.VERBS, "libibverbs-0f9e8d7c.so.1.14.48.0"),
         (Api.CUDA, "libcuda.so.1"),
@@ -275,21 +283,22 @@ PRINT_MAPS = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/se
         (Api.HLTHUNK, "libhl-thunk.so"),
     ],
 )
-def test_twin_replaces_a_library_that_is_opened_by_path(api: Api, name: str, tmp_path: Path) -> None:
-    twin_copy = copy_twin(tmp_path, api, name)
+def test_twin_replaces_a_library_that_is_opened_by_path(api: Api, file_name: str, tmp_path: Path) -> None:
+    twin_copy = copy_twin(tmp_path, api, file_name)
     process = run_on_twins(sys.executable, "-c", PRINT_MAPS, str(twin_copy))
     assert process.returncode == 0, process.stderr
     assert str(twin_copy) not in process.stdout
     assert "not the twin" not in process.stderr
 
 
-# The undocumented call of a statically linked CUDA runtime, through the function table as the runtime calls it.
+# A program that calls cuGetExportTable as a statically linked CUDA runtime does: by the address from cuGetProcAddress.
+# Each call must fail with CUDA_ERROR_NOT_SUPPORTED (801). 12000 is the version 12.0 of CUDA.
 REQUEST_EXPORT_TABLE = """
 import ctypes
 driver = ctypes.CDLL("libcuda.so.1")
-call, table, status = ctypes.c_void_p(), ctypes.c_void_p(1), ctypes.c_int()
-assert driver.cuGetProcAddress_v2(b"cuGetExportTable", ctypes.byref(call), 12000, 0, ctypes.byref(status)) == 0
-get_export_table = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(call.value)
+call_address, table, status = ctypes.c_void_p(), ctypes.c_void_p(1), ctypes.c_int()
+assert driver.cuGetProcAddress_v2(b"cuGetExportTable", ctypes.byref(call_address), 12000, 0, ctypes.byref(status)) == 0
+get_export_table = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(call_address.value)
 for _ in range(2):
     assert get_export_table(ctypes.byref(table), bytes(16)) == 801
     assert table.value is None
@@ -297,6 +306,7 @@ for _ in range(2):
 
 
 def test_static_cuda_runtime_is_refused_with_one_line() -> None:
+    # The program makes the call twice, but only the first one prints the line.
     process = run_on_twins(sys.executable, "-c", REQUEST_EXPORT_TABLE, options=("--quiet",))
     assert process.returncode == 0, process.stderr
     (line,) = process.stderr.splitlines()
@@ -317,6 +327,7 @@ def test_library_without_version_is_the_same_twin() -> None:
 
 def test_real_library_is_named(tmp_path: Path) -> None:
     twin_copy = copy_twin(tmp_path, Api.CUDA, "libcuda.so.1")
+    # The program sleeps, because gdrkit looks at the mapped files of the running processes at intervals.
     program = f"import ctypes, time; ctypes.CDLL({str(twin_copy)!r}); time.sleep(1)"
     without_loader_variables = ("env", "-u", "LD_AUDIT", "-u", "LD_LIBRARY_PATH", "-u", "LD_PRELOAD")
     process = run_on_twins(*without_loader_variables, sys.executable, "-c", program)
@@ -348,11 +359,11 @@ def test_port_counters_grow_by_the_bytes_that_pass() -> None:
     process = run_on_twins(sys.executable, "-c", WRITE_AND_PRINT_COUNTERS)
     assert process.returncode == 0, process.stderr
     counters_before, counters_after = (tuple(map(int, line.split())) for line in process.stdout.splitlines())
-    packets = (1 << 20) // 4096
+    packet_count = (1 << 20) // 4096
     # The data counters count words of 4 bytes. A packet has 78 bytes of headers; see port_counters.cpp.
-    words = ((1 << 20) + 78 * packets) // 4
+    word_count = ((1 << 20) + 78 * packet_count) // 4
     assert counters_before == (0, 0, 0, 0)
-    assert counters_after == (words, words, packets, packets)
+    assert counters_after == (word_count, word_count, packet_count, packet_count)
     assert "2 queue pairs; 1.05 MB moved" in process.stderr
 
 
@@ -362,16 +373,17 @@ def test_real_devices_are_not_hidden_without_the_twin() -> None:
 
 
 def test_domain_leaves_no_state() -> None:
+    # The twins of a run keep their state in the folder GDRKIT_TWINS_STATE.
     process = run_on_twins("sh", "-c", 'echo "$GDRKIT_TWINS_STATE"; ls "$GDRKIT_TWINS_STATE"')
-    folder = Path(process.stdout.splitlines()[0])
+    state_folder = Path(process.stdout.splitlines()[0])
     assert {"counters", "tree"} <= set(process.stdout.split())
-    assert not folder.exists()
+    assert not state_folder.exists()
     # The next `gdrkit run` removes the folder of a killed `gdrkit run`.
     killed_process = start_on_twins("sh", "-c", 'echo "$GDRKIT_TWINS_STATE"; exec sleep 60')
     assert killed_process.stdout is not None
-    folder = Path(killed_process.stdout.readline().strip())
-    assert folder.is_dir()
+    state_folder = Path(killed_process.stdout.readline().strip())
+    assert state_folder.is_dir()
     killed_process.kill()
     killed_process.communicate(timeout=30)
     run_on_twins("true")
-    assert not folder.exists()
+    assert not state_folder.exists()

@@ -13,42 +13,44 @@ from gdrkit.twin_run.usage import ProcessUse, RuntimeUse, create_usage_file, rea
 if TYPE_CHECKING:
     from pathlib import Path
 
+# native/twins/model/usage.cpp defines this layout. A process claims a slot (state 1), fills it, and sets the state 2.
 HEADER_BYTES, SLOT_BYTES = 64, 120
 SLOT_COMPLETE = 2
 
 
-def write_slot(path: Path, index: int, *fields: object) -> None:
-    """Write a slot.
+def write_slot(usage_file: Path, slot_index: int, *fields: object) -> None:
+    """Write the slot with this index into `usage_file`.
 
-    The fields are the state, the number of the API, the process id, 0, the number of objects, the moved bytes, the
-    program name, and three counts of present objects.
+    The fields are the state, the number of the API (1: verbs, 2: CUDA, 5 and 6: CUDA runtimes 12 and 13), the process
+    id, 0, the number of created objects, the moved bytes, the program name, and the numbers of queue pairs, regions and
+    bytes of regions that exist now.
     """
-    with path.open("r+b") as file:
-        file.seek(HEADER_BYTES + index * SLOT_BYTES)
+    with usage_file.open("r+b") as file:
+        file.seek(HEADER_BYTES + slot_index * SLOT_BYTES)
         file.write(struct.pack("<IIIIQQ64sqqq", *fields))
 
 
 def test_slots_that_no_process_completed_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    create_usage_file(path)
-    assert read_usage(path) == []
-    write_slot(path, 0, SLOT_COMPLETE, 1, 12, 0, 2, 1_300_000_000, b"ib_write_bw", 2, 3, 4096)
-    write_slot(path, 1, 1, 2, 13, 0, 1, 1, b"claimed", 0, 0, 0)
-    write_slot(path, 2, SLOT_COMPLETE, 99, 14, 0, 1, 1, b"unknown API", 0, 0, 0)
-    write_slot(path, 3, SLOT_COMPLETE, 2, 15, 0, 0, 0, b"\xff" * 64, 0, -1, -4096)
-    assert read_usage(path) == [
+    usage_file = tmp_path / "run"
+    create_usage_file(usage_file)
+    assert read_usage(usage_file) == []
+    write_slot(usage_file, 0, SLOT_COMPLETE, 1, 12, 0, 2, 1_300_000_000, b"ib_write_bw", 2, 3, 4096)
+    write_slot(usage_file, 1, 1, 2, 13, 0, 1, 1, b"claimed", 0, 0, 0)
+    write_slot(usage_file, 2, SLOT_COMPLETE, 99, 14, 0, 1, 1, b"unknown API", 0, 0, 0)
+    write_slot(usage_file, 3, SLOT_COMPLETE, 2, 15, 0, 0, 0, b"\xff" * 64, 0, -1, -4096)
+    assert read_usage(usage_file) == [
         ProcessUse(Api.VERBS, 12, "ib_write_bw", 2, 1_300_000_000, 2, 3, 4096),
         ProcessUse(Api.CUDA, 15, r"\xff" * 64, 0, 0),
     ]
 
 
 def test_cuda_runtime_has_a_slot_of_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    create_usage_file(path)
-    write_slot(path, 0, SLOT_COMPLETE, 5, 12, 0, 0, 0, b"torch", 0, 0, 0)
-    write_slot(path, 1, SLOT_COMPLETE, 2, 12, 0, 7, 4096, b"torch", 0, 0, 0)
-    write_slot(path, 2, SLOT_COMPLETE, 6, 13, 0, 0, 0, b"nixl", 0, 0, 0)
-    uses, runtimes = read_usage(path), read_runtimes(path)
+    usage_file = tmp_path / "run"
+    create_usage_file(usage_file)
+    write_slot(usage_file, 0, SLOT_COMPLETE, 5, 12, 0, 0, 0, b"torch", 0, 0, 0)
+    write_slot(usage_file, 1, SLOT_COMPLETE, 2, 12, 0, 7, 4096, b"torch", 0, 0, 0)
+    write_slot(usage_file, 2, SLOT_COMPLETE, 6, 13, 0, 0, 0, b"nixl", 0, 0, 0)
+    uses, runtimes = read_usage(usage_file), read_runtimes(usage_file)
     assert uses == [ProcessUse(Api.CUDA, 12, "torch", 7, 4096)]
     assert runtimes == [RuntimeUse("libcudart.so.12", 12, "torch"), RuntimeUse("libcudart.so.13", 13, "nixl")]
     assert report_lines(frozenset({Api.CUDA}), uses, [], runtimes) == [
@@ -59,12 +61,12 @@ def test_cuda_runtime_has_a_slot_of_its_own(tmp_path: Path) -> None:
 
 
 def test_damaged_file_is_an_empty_record(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    create_usage_file(path)
-    data = path.read_bytes()
+    usage_file = tmp_path / "run"
+    create_usage_file(usage_file)
+    data = usage_file.read_bytes()
     for damaged_bytes in (b"", data[:-1], b"x" + data[1:]):
-        path.write_bytes(damaged_bytes)
-        assert read_usage(path) == []
+        usage_file.write_bytes(damaged_bytes)
+        assert read_usage(usage_file) == []
 
 
 def test_lines_name_programs_objects_and_bytes() -> None:

@@ -15,6 +15,6 @@ __all__ = ["memory_kind"]
 
 @pytest.fixture
 def memory_kind(request: pytest.FixtureRequest, nic: Nic) -> RdmaMemoryKind:
-    """Return the memory kind of the parameter; see ``support.memory_kinds.MEMORY_KINDS``."""
+    """Return host memory for the parameter None, or device memory for a registration route, from ``MEMORY_KINDS``."""
     device = None if request.param is None else request.getfixturevalue("device")
     return RdmaMemoryKind(nic=nic, device=device, route=request.param)

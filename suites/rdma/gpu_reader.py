@@ -1,7 +1,7 @@
 """Readers of GPU memory to which a NIC writes: a GPU kernel, or copies by a stream if the driver runs no kernels.
 
 A reader waits for a flag, and then counts the words of the data that are still old. The driver compiles the kernel from
-PTX, so no toolkit is needed. The kernel gives up after a limited number of polls, so it always ends.
+PTX, so the CUDA toolkit is not needed. The kernel gives up after a limited number of polls, so it always ends.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ PTX = """
 .address_size 64
 
 // Each thread reads its words of the data, polls the flag, and reads its words again. A word is new if it is first_word
-// plus its index. The result has four words: threads that did not see the flag, words that are old after the flag,
-// words that were new before it, and the largest number of polls of a thread.
+// plus its index. The result has four words: threads that did not see the flag (unseen), words that were old after it
+// (stale), words that were new before the first poll (early), and the largest number of polls of a thread.
 .visible .entry read_after_flag(
     .param .u64 flag_address,
     .param .u64 flag_value,
@@ -59,24 +59,24 @@ PTX = """
 )
 {
     .reg .pred is_end, is_counted, is_seen;
-    .reg .u32 narrow;
-    .reg .u64 flag, expected_flag, data, count, first, limit, result;
-    .reg .u64 thread, threads, index, address, word, expected, polls, early, stale, unseen;
+    .reg .u32 special_register;
+    .reg .u64 flag, expected_flag, data, count, first, polls_limit, result;
+    .reg .u64 thread, thread_count, index, address, word, expected, polls, early, stale, unseen;
 
     ld.param.u64 flag, [flag_address];
     ld.param.u64 expected_flag, [flag_value];
     ld.param.u64 data, [data_address];
     ld.param.u64 count, [words_count];
     ld.param.u64 first, [first_word];
-    ld.param.u64 limit, [polls_max];
+    ld.param.u64 polls_limit, [polls_max];
     ld.param.u64 result, [result_address];
     cvta.to.global.u64 flag, flag;
     cvta.to.global.u64 data, data;
     cvta.to.global.u64 result, result;
-    mov.u32 narrow, %tid.x;
-    cvt.u64.u32 thread, narrow;
-    mov.u32 narrow, %ntid.x;
-    cvt.u64.u32 threads, narrow;
+    mov.u32 special_register, %tid.x;
+    cvt.u64.u32 thread, special_register;
+    mov.u32 special_register, %ntid.x;
+    cvt.u64.u32 thread_count, special_register;
     mov.u64 polls, 0;
     mov.u64 early, 0;
     mov.u64 stale, 0;
@@ -93,7 +93,7 @@ read_before:
     add.u64 expected, first, index;
     setp.eq.u64 is_counted, word, expected;
     @is_counted add.u64 early, early, 1;
-    add.u64 index, index, threads;
+    add.u64 index, index, thread_count;
     bra read_before;
 
 poll:
@@ -101,7 +101,7 @@ poll:
     ld.acquire.sys.global.u64 word, [flag];
     setp.eq.u64 is_seen, word, expected_flag;
     @is_seen bra seen;
-    setp.lt.u64 is_end, polls, limit;
+    setp.lt.u64 is_end, polls, polls_limit;
     @is_end bra poll;
     mov.u64 unseen, 1;
     bra done;
@@ -118,7 +118,7 @@ read_after:
     add.u64 expected, first, index;
     setp.ne.u64 is_counted, word, expected;
     @is_counted add.u64 stale, stale, 1;
-    add.u64 index, index, threads;
+    add.u64 index, index, thread_count;
     bra read_after;
 
 done:
@@ -129,7 +129,7 @@ done:
     ret;
 }
 """
-_RESULT_WORDS = 4
+_RESULT_WORDS_COUNT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def open_reader(device: Device, reader_memory: ReaderMemory) -> Reader:
 
 
 class KernelReader:
-    """A reader that is a kernel with one block."""
+    """A reader that is a kernel with one block of threads."""
 
     type_name = "kernel"
     obstacle = ""
@@ -215,9 +215,9 @@ class KernelReader:
     def __init__(self, device: Device, reader_memory: ReaderMemory) -> None:
         self._reader_memory = reader_memory
         with ExitStack() as stack:
-            self._function = _load_kernel(device, stack)
+            self._kernel = _load_kernel(device, stack)
             self.stream = stack.enter_context(device.stream())
-            self._result = stack.enter_context(device.allocate(_RESULT_WORDS * WORD_BYTES))
+            self._result_memory = stack.enter_context(device.allocate(_RESULT_WORDS_COUNT * WORD_BYTES))
             self._stack = stack.pop_all()
 
     def start(self, round_number: int, *, is_polling: bool) -> None:
@@ -232,22 +232,22 @@ class KernelReader:
             reader_memory.words_count,
             _compute_first_word(round_number),
             POLLS_MAX if is_polling else 1,
-            self._result.address,
+            self._result_memory.address,
         )
-        self.stream.fill(self._result, 0)
-        parameters = (arguments, (ctypes.c_uint64,) * len(arguments))
+        self.stream.fill(self._result_memory, 0)
+        kernel_parameters = (arguments, (ctypes.c_uint64,) * len(arguments))
         stream = driver.CUstream(self.stream.handle)
         with self.stream.current():
-            result = driver.cuLaunchKernel(self._function, 1, 1, 1, _THREAD_COUNT, 1, 1, 0, stream, parameters, 0)
+            result = driver.cuLaunchKernel(self._kernel, 1, 1, 1, _THREAD_COUNT, 1, 1, 0, stream, kernel_parameters, 0)
         _require_success(result, "cuLaunchKernel")
 
     def finish(self) -> ReadResult:
         """Wait for the kernel and return what it counted."""
         # start() cannot queue this copy, because a copy to pageable memory returns only after the kernel has ended.
-        result = bytearray(_RESULT_WORDS * WORD_BYTES)
-        self.stream.read_into(self._result, result)
+        result_bytes = bytearray(_RESULT_WORDS_COUNT * WORD_BYTES)
+        self.stream.read_into(self._result_memory, result_bytes)
         self.stream.synchronize()
-        unseen_count, stale_count, early_count, polls_count = array("Q", bytes(result))
+        unseen_count, stale_count, early_count, polls_count = array("Q", bytes(result_bytes))
         return ReadResult(unseen_count == 0, stale_count, early_count, polls_count)
 
     def __enter__(self) -> Self:
@@ -258,7 +258,7 @@ class KernelReader:
 
 
 class CopyReader:
-    """A reader that copies the flag and then the data to the host. It begins in :meth:`finish`."""
+    """A reader that copies the flag and then the data to the host. The copies begin only in :meth:`finish`."""
 
     type_name = "stream_copy"
 
@@ -268,8 +268,8 @@ class CopyReader:
         self.obstacle = obstacle
         self.stream = device.stream()
 
-    def start(self, round_number: int, *, is_polling: bool) -> None:  # noqa: ARG002 - the flag is there at finish().
-        """Set the round."""
+    def start(self, round_number: int, *, is_polling: bool) -> None:  # noqa: ARG002 - finish() reads the flag once.
+        """Set the round whose flag and data :meth:`finish` expects."""
         self._round_number = round_number
 
     def finish(self) -> ReadResult:
@@ -287,6 +287,7 @@ class CopyReader:
         if data_bytes != expected_words.tobytes():
             words = array("Q", bytes(data_bytes))
             stale_count = sum(word != expected for word, expected in zip(words, expected_words, strict=True))
+        # All words count as early, because this reader never overlaps with the writes.
         return ReadResult(
             is_flag_seen=True, stale_words_count=stale_count, early_words_count=reader_memory.words_count, polls_count=1
         )
@@ -317,17 +318,18 @@ def _load_kernel(device: Device, stack: ExitStack) -> Any:  # noqa: ANN401 - the
         _require_success(
             (result,), f"cuModuleLoadDataEx: {log.partition(bytes(1))[0].decode(errors='replace').strip()}"
         )
-        stack.callback(_unload, device, module)
+        stack.callback(_unload_kernel, device, module)
         return _require_success(driver.cuModuleGetFunction(module, _KERNEL_NAME.encode()), "cuModuleGetFunction")
 
 
-def _unload(device: Device, module: Any) -> None:  # noqa: ANN401
+def _unload_kernel(device: Device, module: Any) -> None:  # noqa: ANN401
     from cuda.bindings import driver
 
     with device.current():
         _require_success(driver.cuModuleUnload(module), "cuModuleUnload")
 
 
-def _require_success(result: tuple[Any, ...], operation: str) -> Any:  # noqa: ANN401
-    assert int(result[0]) == 0, f"{operation}: {result[0].name}"
-    return result[1] if len(result) > 1 else None
+def _require_success(call_result: tuple[Any, ...], operation: str) -> Any:  # noqa: ANN401
+    """Return the value in the result (CUresult, value) of a call of the bindings, or None if there is none."""
+    assert int(call_result[0]) == 0, f"{operation}: {call_result[0].name}"
+    return call_result[1] if len(call_result) > 1 else None

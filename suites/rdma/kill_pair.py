@@ -21,7 +21,7 @@ _LENGTH_BYTES = 1 << 20
 
 
 def write_without_end(output: IO[str], peer_output: IO[str]) -> int:
-    """Exchange endpoints with the peer, write to the peer until it is lost, and return the exit code.
+    """Exchange endpoints with the peer, write to the peer until the peer is lost, and return the exit code.
 
     The function writes its own endpoint to `output`, and reads the endpoint of the peer from `peer_output`.
     """
@@ -31,24 +31,24 @@ def write_without_end(output: IO[str], peer_output: IO[str]) -> int:
         nic.completion_queue() as completion_queue,
         nic.queue_pair(completion_queue) as queue_pair,
     ):
-        memory = RemoteRange(region.address, region.rkey, _LENGTH_BYTES)
-        output.write(json.dumps({"endpoint": asdict(queue_pair.endpoint()), "memory": asdict(memory)}) + "\n")
+        own_range = RemoteRange(region.address, region.rkey, _LENGTH_BYTES)
+        output.write(json.dumps({"endpoint": asdict(queue_pair.endpoint()), "memory": asdict(own_range)}) + "\n")
         output.flush()
         line = peer_output.readline()
-        if not line:
+        if not line:  # The peer was killed before it wrote its endpoint.
             return 0
-        peer_values = json.loads(line)
-        queue_pair.connect(Endpoint(**peer_values["endpoint"]))
-        peer_memory = RemoteRange(**peer_values["memory"])
+        peer_message = json.loads(line)
+        queue_pair.connect(Endpoint(**peer_message["endpoint"]))
+        peer_range = RemoteRange(**peer_message["memory"])
         while True:
-            queue_pair.post_write(region, peer_memory, work_id=1)
-            status = queue_pair.wait(30_000).status.name
-            if status != "SUCCESS":
-                return 0 if status == "RETRY_EXC_ERR" else 1
+            queue_pair.post_write(region, peer_range, work_id=1)
+            status_name = queue_pair.wait(30_000).status.name
+            if status_name != "SUCCESS":
+                return 0 if status_name == "RETRY_EXC_ERR" else 1
 
 
 def main() -> int:
-    """Run one of the two processes."""
+    """Run the first or the second process, and return its exit code."""
     if sys.argv[1] == "second":
         return write_without_end(sys.stdout, sys.stdin)
     command = module_command("rdma.kill_pair", "second")

@@ -1,6 +1,6 @@
-"""Litmus cases of visibility: NICs write data and then a flag to GPU memory, and work of the GPU reads both.
+"""Litmus cases of visibility: NICs write data and then a flag to GPU memory, and a GPU kernel or copy reads both.
 
-``python -m rdma.litmus`` runs all of them in a separate process, for example on GPUs with another write ordering. It
+``python -m rdma.litmus`` runs all cases in a separate process, for example on GPUs with another write ordering. It
 prints for each shape and method whether the GPU saw the new flag and the new data.
 """
 
@@ -44,11 +44,11 @@ class DataOperation(enum.Enum):
 
 
 class FlagPlace(enum.Enum):
-    """The place of the flag, which an RDMA WRITE sets."""
+    """The region that contains the flag, and the NIC that sets the flag by RDMA WRITE."""
 
-    SAME_REGION = "same_region"
+    SAME_REGION = "same_region"  # The flag is behind the data, in the region of the data.
     OTHER_REGION = "other_region"
-    OTHER_NIC = "other_nic"  # The flag is in another region, and another NIC writes it.
+    OTHER_NIC = "other_nic"  # The flag is in another region, and is written by another NIC than the data.
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """The name in ids and messages."""
+        """The name of the shape in case ids and messages."""
         return f"{self.data_operation.value}-{self.flag_place.value}"
 
     @property
@@ -96,7 +96,7 @@ class VisibilityResult:
     rounds_count : int
         Number of rounds.
     overlapping_rounds_count : int
-        Number of rounds in which the reader began before all data was there.
+        Number of rounds in which the reader began before all data had arrived.
     unseen_flags_count : int
         Number of rounds in which the reader gave up before it saw the flag. After the first such round, no
         further round runs.
@@ -119,7 +119,7 @@ class VisibilityResult:
         return self.rounds_count > 0 and not self.unseen_flags_count and not self.stale_reads_count
 
     def add(self, read_result: ReadResult) -> None:
-        """Add a round."""
+        """Add what the reader observed in a round."""
         self.rounds_count += 1
         self.overlapping_rounds_count += read_result.early_words_count < WORDS_COUNT
         self.unseen_flags_count += not read_result.is_flag_seen
@@ -132,27 +132,29 @@ class Litmus:
 
     def __init__(self, device: Device, nics: tuple[Nic, ...], shape: Shape) -> None:
         self.device, self.shape = device, shape
-        self._nic = nics[0]
-        self._flag_nic = nics[-1] if shape.flag_place is FlagPlace.OTHER_NIC else self._nic
+        self._data_nic = nics[0]
+        self._flag_nic = nics[-1] if shape.flag_place is FlagPlace.OTHER_NIC else self._data_nic
         self._round_number = 0
         with ExitStack() as stack:
-            self._memory, self._registration = self._register_memory(stack, LENGTH_BYTES + WORD_BYTES)
+            self._data_memory, self._data_registration = self._register_memory(stack, LENGTH_BYTES + WORD_BYTES)
             self._flag_memory, self._flag_registration, flag_offset_bytes = (
-                (self._memory, self._registration, LENGTH_BYTES)
+                (self._data_memory, self._data_registration, LENGTH_BYTES)
                 if shape.flag_place is FlagPlace.SAME_REGION
                 else (*self._register_memory(stack, WORD_BYTES), 0)
             )
             self._flag_offset_bytes = flag_offset_bytes
             self._zero_word = stack.enter_context(device.allocate(WORD_BYTES))
             self._zero_word.fill(0)
-            self._requester, self._responder = self._connect_pairs(stack, self._nic)
+            self._data_requester, self._data_responder = self._connect_pairs(stack, self._data_nic)
             self._flag_requester = (
-                self._requester if self._flag_nic is self._nic else self._connect_pairs(stack, self._flag_nic)[0]
+                self._data_requester
+                if self._flag_nic is self._data_nic
+                else self._connect_pairs(stack, self._flag_nic)[0]
             )
-            self._data, self._flag = bytearray(LENGTH_BYTES), bytearray(WORD_BYTES)
-            self._data_region = stack.enter_context(self._nic.register_host(self._data))
-            self._flag_region = stack.enter_context(self._flag_nic.register_host(self._flag))
-            reader_memory = ReaderMemory(self._memory, WORDS_COUNT, self._flag_memory, flag_offset_bytes)
+            self._host_data, self._host_flag = bytearray(LENGTH_BYTES), bytearray(WORD_BYTES)
+            self._host_data_region = stack.enter_context(self._data_nic.register_host(self._host_data))
+            self._host_flag_region = stack.enter_context(self._flag_nic.register_host(self._host_flag))
+            reader_memory = ReaderMemory(self._data_memory, WORDS_COUNT, self._flag_memory, flag_offset_bytes)
             self.reader = stack.enter_context(open_reader(device, reader_memory))
             self._stack = stack.pop_all()
 
@@ -168,8 +170,8 @@ class Litmus:
 
     def _run_round(self, method: Method) -> ReadResult:
         self._round_number += 1
-        self._data[:] = make_words(self._round_number, WORDS_COUNT).tobytes()
-        self._flag[:] = self._round_number.to_bytes(WORD_BYTES, "little")
+        self._host_data[:] = make_words(self._round_number, WORDS_COUNT).tobytes()
+        self._host_flag[:] = self._round_number.to_bytes(WORD_BYTES, "little")
         if method is Method.POLLING:
             self.reader.start(self._round_number, is_polling=True)
             self._transfer()
@@ -191,26 +193,30 @@ class Litmus:
         self._flag_requester.wait(_TIMEOUT_MS).expect()
 
     def _post_data(self) -> None:
-        region = self._registration.region(self._nic)
+        region = self._data_registration.region(self._data_nic)
         match self.shape.data_operation:
             case DataOperation.WRITE:
-                self._requester.post_write(self._data_region, region.remote(length_bytes=LENGTH_BYTES), work_id=1)
+                self._data_requester.post_write(
+                    self._host_data_region, region.remote(length_bytes=LENGTH_BYTES), work_id=1
+                )
             case DataOperation.READ:
-                self._requester.post_read(region, self._data_region.remote(), work_id=1, length_bytes=LENGTH_BYTES)
+                self._data_requester.post_read(
+                    region, self._host_data_region.remote(), work_id=1, length_bytes=LENGTH_BYTES
+                )
             case DataOperation.SEND:
-                self._responder.post_receive(region, work_id=2, length_bytes=LENGTH_BYTES)
-                self._requester.post_send(self._data_region, work_id=1)
+                self._data_responder.post_receive(region, work_id=2, length_bytes=LENGTH_BYTES)
+                self._data_requester.post_send(self._host_data_region, work_id=1)
 
     def _wait_for_data(self) -> None:
         if self.shape.data_operation is DataOperation.SEND:
-            self._responder.wait_received(_TIMEOUT_MS).expect()
-        self._requester.wait(_TIMEOUT_MS).expect()
+            self._data_responder.wait_received(_TIMEOUT_MS).expect()
+        self._data_requester.wait(_TIMEOUT_MS).expect()
 
     def _post_flag(self) -> None:
         flag_range = self._flag_registration.remote(
             self._flag_nic, offset_bytes=self._flag_offset_bytes, length_bytes=WORD_BYTES
         )
-        self._flag_requester.post_write(self._flag_region, flag_range, work_id=3)
+        self._flag_requester.post_write(self._host_flag_region, flag_range, work_id=3)
 
     def _flush(self, method: Method) -> None:
         if method is Method.MAKE_VISIBLE:
@@ -236,7 +242,7 @@ class Litmus:
     def _register_memory(self, stack: ExitStack, length_bytes: int) -> tuple[DeviceMemory, Registration]:
         memory = stack.enter_context(self.device.allocate(length_bytes))
         memory.fill(0)
-        nics = dict.fromkeys([self._nic, self._flag_nic])
+        nics = dict.fromkeys([self._data_nic, self._flag_nic])
         return memory, stack.enter_context(register(memory, list(nics)))
 
     @staticmethod
@@ -257,14 +263,14 @@ class Litmus:
 
 
 def _main() -> None:
-    results: dict[str, dict[str, bool]] = {}
+    visibility_by_shape: dict[str, dict[str, bool]] = {}
     with ExitStack() as stack:
         device = stack.enter_context(cuda.Device(0))
         nics = tuple(stack.enter_context(nic) for nic in verbs.open_active_nics())
         for shape in SHAPES:
             with Litmus(device, nics, shape) as litmus:
-                results[shape.name] = {method.value: litmus.run(method).is_visible for method in Method}
-    sys.stdout.write(json.dumps(results) + "\n")
+                visibility_by_shape[shape.name] = {method.value: litmus.run(method).is_visible for method in Method}
+    sys.stdout.write(json.dumps(visibility_by_shape) + "\n")
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ __all__ = [
 
 PROGRAMS = {Direction.WRITE: "ib_write_bw", Direction.READ: "ib_read_bw"}
 _TIMEOUT_S = 60
-# Number of bytes of each unit in the output. Older versions write MB for MiB.
+# Number of bytes of each unit in the output. Older versions of perftest write MB, but mean MiB.
 _UNIT_BYTES = {"MB/sec": 2**20, "MiB/sec": 2**20}
-# The header of the table of results, and its rows.
+# The header line of the table of results, and a row of the table.
 _HEADER = re.compile(r"^\s*#bytes\s+#iterations\s+BW peak\[(\S+)\]\s+BW average\[(\S+)\]", re.MULTILINE)
 _ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+([\d.]+)\s+([\d.]+)(?:\s+[\d.]+)*\s*$", re.MULTILINE)
 # State of a listener (TCP_LISTEN) in /proc/net/tcp.
@@ -53,14 +53,14 @@ class PerftestResult:
         Number of operations.
     bytes_per_s : float
         Average throughput.
-    process_s : float
-        Duration of the active process, or 0 if the result was parsed from text.
+    process_lifetime_s : float
+        Lifetime of the active process in seconds, or 0 in a result of :func:`parse_output`.
     """
 
     length_bytes: int
     operations: int
     bytes_per_s: float
-    process_s: float = 0.0
+    process_lifetime_s: float = 0.0
 
     @property
     def moved_bytes(self) -> int:
@@ -68,7 +68,7 @@ class PerftestResult:
         return self.length_bytes * self.operations
 
 
-def parse_output(text: str) -> PerftestResult:
+def parse_output(output: str) -> PerftestResult:
     """Parse the output of perftest.
 
     Raises
@@ -76,10 +76,10 @@ def parse_output(text: str) -> PerftestResult:
     ValueError
         The output has no result. The message has the last line of the output.
     """
-    header = _HEADER.search(text)
-    rows = list(_ROW.finditer(text, header.end())) if header else []
+    header = _HEADER.search(output)
+    rows = list(_ROW.finditer(output, header.end())) if header else []
     if header is None or len(rows) != 1 or header[2] not in _UNIT_BYTES:
-        lines = [line for line in text.splitlines() if line.strip("-* ")]
+        lines = [line for line in output.splitlines() if line.strip("-* ")]
         message = f"perftest printed no result; its last line is {lines[-1] if lines else ''!r}"
         raise ValueError(message)
     length_bytes, operations, _peak, average = rows[0].groups()
@@ -100,9 +100,12 @@ def run_perftest(
 ) -> PerftestResult:
     """Run perftest from `nic` to `peer`, by default to `nic` itself, and return the result of the active process.
 
-    `observer` is the beginning of the command of the active process, such as ``gdrkit observe --``.
+    `observer` is the beginning of the command of the active process, such as ``gdrkit observe --``. `depth` is the
+    number of outstanding operations, `list_length` the number of operations in one call of ibv_post_send, and
+    `reads_max` the number of outstanding RDMA READs of a queue pair.
     """
     port = find_free_port()
+    # -F: do not fail if the frequency of the processor varies.
     options = ["-F", "-s", str(length_bytes), "-n", str(operations), "-t", str(depth), "-l", str(list_length)]
     # -u 18 sets the timeout for an acknowledgement to one second, because software RDMA on a busy processor is slow.
     options += ["-u", "18"]
@@ -120,11 +123,11 @@ def run_perftest(
         start_s = time.monotonic()
         with start_program([*observer, *make_command(nic), "127.0.0.1"]) as active_process:
             output, _ = active_process.communicate(timeout=_TIMEOUT_S)
-        process_s = time.monotonic() - start_s
+        process_lifetime_s = time.monotonic() - start_s
         # If the passive process did not start, its output has the reason.
         passive_output, _ = passive_process.communicate(timeout=_TIMEOUT_S)
     assert (active_process.returncode, passive_process.returncode) == (0, 0), f"{output}\n{passive_output}"
-    return replace(parse_output(output), process_s=process_s)
+    return replace(parse_output(output), process_lifetime_s=process_lifetime_s)
 
 
 @contextlib.contextmanager
@@ -150,6 +153,12 @@ def is_listening(process_id: int, port: int) -> bool:
 
     A test connection is not possible, because perftest would treat it as its peer.
     """
-    tables = [Path("/proc", str(process_id), "net", name) for name in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    # The columns of a row are: number, local address, remote address, state, and others.
+    table_paths = [Path("/proc", str(process_id), "net", name) for name in ("tcp", "tcp6")]
+    rows = [
+        line.split()
+        for table_path in table_paths
+        if table_path.exists()
+        for line in table_path.read_text().splitlines()[1:]
+    ]
     return any(row[1].endswith(f":{port:04X}") and row[3] == _LISTEN_STATE for row in rows)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 LENGTH_BYTES = 256 * KIB
-UNTOUCHED = b"\xa5" * LENGTH_BYTES
-# A key with these bits inverted belongs to no region.
+# RdmaMemoryKind.memory() fills the memory with these bytes.
+UNCHANGED_DATA = b"\xa5" * LENGTH_BYTES
+# If these bits of the key of a region are inverted, the key belongs to no region.
 WRONG_KEY_BITS = 0x0100_0001
 
 pytestmark = pytest.mark.qualify
@@ -34,12 +35,12 @@ def test_outside_key_is_refused(nic: Nic, peer: Peer, seed: int, memory_kind: Rd
         peer_pair.write(replace(valid_range, rkey=valid_range.rkey ^ WRONG_KEY_BITS), seed=seed).expect(
             Status.REM_ACCESS_ERR
         )
-        assert memory.read() == UNTOUCHED
+        assert memory.read() == UNCHANGED_DATA
 
 
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 @pytest.mark.parametrize(
-    ("begin_offset", "length_bytes"),
+    ("begin_offset_bytes", "length_bytes"),
     [
         pytest.param(-1, 16, id="from-the-byte-before"),
         pytest.param(LENGTH_BYTES - 15, 16, id="to-the-byte-behind"),
@@ -47,15 +48,15 @@ def test_outside_key_is_refused(nic: Nic, peer: Peer, seed: int, memory_kind: Rd
     ],
 )
 def test_access_one_byte_out_of_bounds_is_refused(
-    nic: Nic, peer: Peer, seed: int, memory_kind: RdmaMemoryKind, begin_offset: int, length_bytes: int
+    nic: Nic, peer: Peer, seed: int, memory_kind: RdmaMemoryKind, begin_offset_bytes: int, length_bytes: int
 ) -> None:
     with memory_kind.memory() as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
         valid_range = memory.remote()
         # A region may begin at address 0, as a dma-buf region does. Then the byte before it has the highest address.
-        address = (valid_range.address + begin_offset) % 2**64
+        address = (valid_range.address + begin_offset_bytes) % 2**64
         invalid_range = RemoteRange(address=address, rkey=valid_range.rkey, length_bytes=length_bytes)
         peer_pair.write(invalid_range, seed=seed).expect(Status.REM_ACCESS_ERR)
-        assert memory.read() == UNTOUCHED
+        assert memory.read() == UNCHANGED_DATA
 
 
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
@@ -66,7 +67,7 @@ def test_write_without_remote_write_access_is_refused(
     with memory_kind.memory(access=access) as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
         remote_range = memory.remote(length_bytes=4 * KIB)
         peer_pair.write(remote_range, seed=seed).expect(Status.REM_ACCESS_ERR)
-        assert memory.read() == UNTOUCHED
+        assert memory.read() == UNCHANGED_DATA
 
 
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)

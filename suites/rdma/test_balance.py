@@ -1,4 +1,4 @@
-"""All NICs carry the share of their links when all GPUs and all NICs transfer at once, and a slow NIC is named."""
+"""All GPUs and NICs transfer at once. Each NIC must carry its share by link rate, and a slower NIC must be named."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ pytestmark = DMABUF
 DURATION_S = 2.0
 
 
-# The child has more devices than this process. Its port counters need a `gdrkit run` of its own.
-PROGRAM = """
+# A program that measures the balance of all NICs and GPUs. A `gdrkit run` of its own gives it more devices than this
+# process has, and port counters.
+BALANCE_PROGRAM = """
 import json
 from contextlib import ExitStack
 from gdrkit import cuda, serialization, verbs
@@ -55,22 +56,22 @@ def test_nics_carry_the_shares_of_their_links(
     if not balance.is_counted:
         evidence.unproven("a port has no byte counters, so the shares were counted by the initiators")
     if balance.slow_nics:
-        names = ", ".join(balance.slow_nics)
-        evidence.unproven(f"these NICs carry less than 70 % of the share of their links: {names}")
+        slow_nic_names = ", ".join(balance.slow_nics)
+        evidence.unproven(f"these NICs carry less than 70 % of the share of their links: {slow_nic_names}")
     assert all(load.moved_bytes for load in balance.loads)
 
 
 @needs(software(Api.VERBS), software(Api.CUDA))
 @pytest.mark.timeout(240)
 def test_slow_nic_among_eight_is_named_and_its_share_is_counted(tmp_path: Path) -> None:
-    plan = tmp_path / "plan"
-    rules = [f"wc.{request} call=* delay_us=20000 nic=twin5" for request in ("rdma_write", "rdma_read")]
-    plan.write_text("\n".join(["gdrkit-faults 1", *rules, ""]))
-    device_counts = {"GDRKIT_TWINS_NICS": "8", "GDRKIT_TWINS_GPUS": "8"}
+    fault_plan = tmp_path / "fault_plan"
+    rules = [f"wc.{operation} call=* delay_us=20000 nic=twin5" for operation in ("rdma_write", "rdma_read")]
+    fault_plan.write_text("\n".join(["gdrkit-faults 1", *rules, ""]))
+    device_variables = {"GDRKIT_TWINS_NICS": "8", "GDRKIT_TWINS_GPUS": "8"}
     command = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--quiet", "--"]
     child = subprocess.run(
-        [*command, sys.executable, "-c", PROGRAM],
-        env={**os.environ, **device_counts, "GDRKIT_TWINS_FAULTS": str(plan), "GDRKIT_TWINS_LATE_US": "0"},
+        [*command, sys.executable, "-c", BALANCE_PROGRAM],
+        env={**os.environ, **device_variables, "GDRKIT_TWINS_FAULTS": str(fault_plan), "GDRKIT_TWINS_LATE_US": "0"},
         capture_output=True,
         text=True,
         check=False,
@@ -79,11 +80,12 @@ def test_slow_nic_among_eight_is_named_and_its_share_is_counted(tmp_path: Path) 
     assert child.returncode == 0, child.stdout[-2000:] + child.stderr
     balance = json.loads(child.stdout)
     assert balance["is_counted"]
-    loads = {load["nic"]: load for load in balance["loads"]}
-    assert len(loads) == len(balance["matrix"]) == 8
-    total_bytes = sum(load["moved_bytes"] for load in loads.values())
-    slow_load = loads.pop("twin5")
+    load_by_nic = {load["nic"]: load for load in balance["loads"]}
+    assert len(load_by_nic) == len(balance["matrix"]) == 8
+    total_bytes = sum(load["moved_bytes"] for load in load_by_nic.values())
+    slow_load = load_by_nic.pop("twin5")
     assert slow_load["share_percent"] < 0.7 * slow_load["expected_percent"]
-    # The port counts the payload twice in loopback, and the headers of the packets.
+    # share_percent is computed from port counters, which count the payload twice in loopback, and packet headers. This
+    # applies to all NICs alike, so a share of the counted bytes is nearly the share of the payload.
     assert slow_load["share_percent"] == pytest.approx(100 * slow_load["moved_bytes"] / total_bytes, rel=0.05)
-    assert all(load["share_percent"] > 0.7 * load["expected_percent"] for load in loads.values())
+    assert all(load["share_percent"] > 0.7 * load["expected_percent"] for load in load_by_nic.values())

@@ -67,7 +67,7 @@ def read_sent_packets(nic: Nic) -> int | None:
 def test_initiator_and_perftest_transfer_all_bytes(
     nic: Nic, seed: int, evidence: Evidence, request: pytest.FixtureRequest, direction: Direction
 ) -> None:
-    rounds = MEASURED_ROUNDS if request.config.getoption("--benchmark-enable") else UNMEASURED_ROUNDS
+    round_count = MEASURED_ROUNDS if request.config.getoption("--benchmark-enable") else UNMEASURED_ROUNDS
     burst_options = {"length_bytes": LENGTH_BYTES, "operations": OPERATIONS, "depth": DEPTH, "list_length": LIST_LENGTH}
     data, zeros = pattern.payload(LENGTH_BYTES, seed=seed), bytes(LENGTH_BYTES)
     is_write = direction is Direction.WRITE
@@ -79,7 +79,7 @@ def test_initiator_and_perftest_transfer_all_bytes(
         nic.register_host(memory) as region,
         connect_initiator(nic, memory_bytes=LENGTH_BYTES) as initiator,
     ):
-        for _ in range(rounds + 1):
+        for _ in range(round_count + 1):
             initiator.write(data if is_write else zeros)
             memory[:] = zeros if is_write else data
             burst = initiator.run(direction, region.remote(), **burst_options)
@@ -97,15 +97,16 @@ def test_initiator_and_perftest_transfer_all_bytes(
             )
             packets_after = read_sent_packets(nic)
             assert (perftest_result.length_bytes, perftest_result.operations) == (LENGTH_BYTES, OPERATIONS)
-            # The rate of perftest exceeds the mean rate over the lifetime of its process, unless it was parsed wrongly.
+            # The rate exceeds the mean rate over the lifetime of the process, unless it was parsed wrongly or printed
+            # as 0.
             assert (
-                perftest_result.bytes_per_s * perftest_result.process_s > perftest_result.moved_bytes
+                perftest_result.bytes_per_s * perftest_result.process_lifetime_s > perftest_result.moved_bytes
                 or not perftest_result.bytes_per_s
             )
             if packets_before is not None and packets_after is not None and nic.port.mtu_bytes:
                 assert packets_after - packets_before >= perftest_result.moved_bytes // nic.port.mtu_bytes
             perftest_rates.append(perftest_result.bytes_per_s / 1e9)
-    evidence["operations"] = {**burst_options, "rounds": rounds}
+    evidence["operations"] = {**burst_options, "rounds": round_count}
     evidence["in_turn_gb_per_s"] = {"initiator": initiator_rates, "perftest": perftest_rates}
     # perftest prints 0 if it cannot determine the frequency of the processor.
     valid_rates = [rate for rate in perftest_rates[1:] if rate]
@@ -118,7 +119,7 @@ def test_initiator_and_perftest_transfer_all_bytes(
 
 
 def test_perftest_output_is_parsed() -> None:
-    # perftest writes MB/sec for MiB/s.
+    # This version of perftest writes MB/sec, but means MiB/s.
     result = perftest.parse_output(PERFTEST_OUTPUT)
     assert (result.length_bytes, result.operations, round(result.bytes_per_s)) == (65536, 512, 31845253)
 

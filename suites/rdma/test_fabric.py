@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 pytestmark = needs(
     software(Api.VERBS), host.program("ip"), host.capability("CAP_NET_ADMIN"), host.capability("CAP_SYS_ADMIN")
 )
-# A queue pair tries 8 times, with 67 ms each. Hardware may take up to four times as long, and the fabric takes at least
-# one second.
+# Limit for the time until a write to a lost machine fails. A queue pair sends 8 times and waits 67 ms (on hardware, up
+# to four times as long) for each acknowledgement. The fabric of the twins waits at least one second.
 RETRY_LIMIT_S = 10.0
 
 
@@ -40,7 +40,8 @@ class FabricProcess:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.address = cast("dict[str, dict[str, str]]", self._receive())
+        # The process writes its endpoint, and the address and the key of its memory.
+        self.endpoint_and_memory = cast("dict[str, dict[str, str]]", self._receive())
 
     def send(self, value: object) -> None:
         """Send a value to the process, as one line of JSON."""
@@ -49,7 +50,7 @@ class FabricProcess:
         self.process.stdin.flush()
 
     def run(self, **command: int) -> str:
-        """Carry out a command and return its result."""
+        """Send a command, ``write=SEED`` or ``check=SEED``, and return its result."""
         self.send(command)
         return cast("str", self._receive())
 
@@ -98,8 +99,8 @@ def start_two_machines(
             stack.callback(machine.process.kill)
             machines.append(machine)
         first_machine, second_machine = machines
-        first_machine.send(second_machine.address)
-        second_machine.send(first_machine.address)
+        first_machine.send(second_machine.endpoint_and_memory)
+        second_machine.send(first_machine.endpoint_and_memory)
         yield first_machine, second_machine
 
 
@@ -112,7 +113,8 @@ def namespaces() -> Iterator[tuple[str, str]]:
 
 def test_writes_arrive_on_the_other_machine(namespaces: tuple[str, str], seed: int) -> None:
     with start_two_machines(namespaces, fabric_secrets=("s" * 16, "s" * 16)) as (first_machine, second_machine):
-        assert first_machine.address["endpoint"]["gid"].endswith(":ffff:0a4f:0001")
+        # The GID of a twin in a fabric ends with its IPv4 address, here 10.79.0.1.
+        assert first_machine.endpoint_and_memory["endpoint"]["gid"].endswith(":ffff:0a4f:0001")
         assert second_machine.run(check=0) == "different"
         assert first_machine.run(write=seed) == "SUCCESS"
         assert second_machine.run(check=seed) == "same"
@@ -146,7 +148,7 @@ def test_machine_with_another_secret_is_refused(namespaces: tuple[str, str]) -> 
 )
 def test_perftest_runs_between_machines(namespaces: tuple[str, str], program: str) -> None:
     environ, port = make_fabric_environ("s" * 16), 18515
-    # In each operation of a latency program, each process waits until the other process has had a processor.
+    # A latency program does fewer operations, because in each of them both processes wait for a processor once.
     operations = 100 if program.endswith("_lat") else 1000
     command = [*program.split(), "-F", "-d", "twin0", "-x", "1", "-n", str(operations), "-p", str(port)]
     passive_command, active_command = (["ip", "netns", "exec", name, *command] for name in namespaces)
@@ -158,6 +160,6 @@ def test_perftest_runs_between_machines(namespaces: tuple[str, str], program: st
             output, _ = active_process.communicate(timeout=60)
         passive_output, _ = passive_process.communicate(timeout=60)
     assert (active_process.returncode, passive_process.returncode) == (0, 0), f"{output}\n{passive_output}"
-    # The GID of the peer is made from its address.
+    # The GID of the peer ends with its IPv4 address.
     assert "255:255:10:79:00:01" in output
     assert re.search(rf"^ *\d+ +{operations} ", output, re.MULTILINE)

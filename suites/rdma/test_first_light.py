@@ -46,7 +46,7 @@ def test_remote_write_arrives_in_memory(
         peer_pair.write(remote_range, seed=seed, timeout_ms=TIMEOUT_MS).expect(Status.SUCCESS)
         data = memory.read()
     pattern.check(memoryview(data)[offset_bytes : offset_bytes + length_bytes], seed=seed)
-    # All bytes before the range and after it are unchanged.
+    # All bytes before the range and after it still have the value with which RdmaMemoryKind.memory() filled the memory.
     assert data[:offset_bytes] == b"\xa5" * offset_bytes
     assert data[offset_bytes + length_bytes :] == b"\xa5" * MARGIN_BYTES
     memory_kind.record_route(evidence)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from gdrkit.verbs import Nic
 
-# Each burst has a number of slots in the memory, a number of operations, a queue depth and a list length.
+# Each burst has a number of slots in the memory, a number of operations, a number of outstanding operations (depth),
+# and a number of operations per ibv_post_send (list length). The operations access the slots in turn.
 BURSTS = [
     pytest.param(1, 7, 1, 1, id="one_after_the_other"),
     pytest.param(16, 100, 16, 4, id="lists"),
@@ -32,13 +33,13 @@ BURSTS = [
 
 
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
-@pytest.mark.parametrize(("slots", "operations", "depth", "list_length"), BURSTS)
+@pytest.mark.parametrize(("slot_count", "operations", "depth", "list_length"), BURSTS)
 def test_burst_of_writes_fills_every_slot_and_nothing_else(
-    nic: Nic, memory_kind: RdmaMemoryKind, seed: int, slots: int, operations: int, depth: int, list_length: int
+    nic: Nic, memory_kind: RdmaMemoryKind, seed: int, slot_count: int, operations: int, depth: int, list_length: int
 ) -> None:
     # The length is odd, so most slots begin at unaligned addresses.
     length_bytes = 1021
-    memory_bytes = slots * length_bytes
+    memory_bytes = slot_count * length_bytes
     with (
         memory_kind.memory(length_bytes=memory_bytes + 64) as memory,
         connect_initiator(nic, memory_bytes=memory_bytes) as initiator,
@@ -54,9 +55,10 @@ def test_burst_of_writes_fills_every_slot_and_nothing_else(
             list_length=list_length,
         )
         assert (burst.moved_bytes, burst.elapsed_ns > 0) == (operations * length_bytes, True)
-        written_bytes = min(operations, slots) * length_bytes
+        written_bytes = min(operations, slot_count) * length_bytes
         data = memory.read()
     pattern.check(data[:written_bytes], seed=seed)
+    # RdmaMemoryKind.memory() has filled the memory with 0xA5.
     assert data[written_bytes:] == b"\xa5" * (len(data) - written_bytes)
 
 
@@ -111,8 +113,8 @@ def test_endless_burst_is_ended_by_another_thread(nic: Nic) -> None:
 
         thread = threading.Thread(target=run_endless_burst)
         thread.start()
-        # If the burst held the interpreter lock, this thread would never continue.
-        # The close of the region ends the burst with an error.
+        # If the burst held the interpreter lock, this thread would never get here. The close of the region ends the
+        # burst with an error.
         region.close()
         thread.join()
     assert [error.status for error in errors] == [Status.REM_ACCESS_ERR]

@@ -1,6 +1,6 @@
 """A kill of any process of a `gdrkit run`, at any time, leaves no process, socket or file behind.
 
-GDRKIT_TWIN_KILLS_S is the duration of the kills in seconds: 4 by default, and 600 in ``nox -s long``.
+The case kills processes for GDRKIT_TWIN_KILLS_S seconds: 4 by default, and 600 in ``nox -s long``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ pytestmark = needs(software(Api.VERBS))
 KILL_DURATION_S = float(os.environ.get("GDRKIT_TWIN_KILLS_S", "4"))
 # A pair has three processes: `gdrkit run`, and two programs on a software twin (a library that emulates hardware).
 PAIR_COUNT = 4
-# The time covers the start of an interpreter, and the retries after which a queue pair notices the loss of its peer.
+# Limit for the end of a pair after a kill. It covers the start of an interpreter, and the retries after which a queue
+# pair notices the loss of its peer.
 END_TIMEOUT_S = 60.0
 RUN_COMMAND = (sys.executable, "-m", "gdrkit", "run", "--software", "--apis", "verbs", "--quiet", "--")
 
@@ -95,20 +96,20 @@ def find_processes(variable: str) -> list[int]:
     return process_ids
 
 
-def read_process_file(process_id: int, name: str) -> bytes:
-    """Return the content of a file of /proc, or nothing if the process has ended."""
+def read_process_file(process_id: int, file_name: str) -> bytes:
+    """Return the content of a file of /proc/PID, or no bytes if the process has ended."""
     try:
-        return Path("/proc", str(process_id), name).read_bytes()
+        return Path("/proc", str(process_id), file_name).read_bytes()
     except OSError:
         return b""
 
 
 def list_remains(domain: str, temporary_folder: Path) -> list[str]:
-    """Return what the processes of a domain have left: their state, sockets, and files."""
+    """Return the state folders, the sockets and the temporary files that the processes of a twin domain have left."""
     state_folder = Path(f"/dev/shm/gdrkit-twins-{os.getuid()}")  # noqa: S108 - gdrkit run uses this folder.
-    names = [str(path) for path in state_folder.glob(f"{domain}*")] if state_folder.exists() else []
-    names += [line for line in Path("/proc/net/unix").read_text().splitlines() if f"/{domain}/" in line]
-    return names + [str(path) for path in temporary_folder.iterdir()]
+    remains = [str(path) for path in state_folder.glob(f"{domain}*")] if state_folder.exists() else []
+    remains += [line for line in Path("/proc/net/unix").read_text().splitlines() if f"/{domain}/" in line]
+    return remains + [str(path) for path in temporary_folder.iterdir()]
 
 
 @pytest.mark.timeout(120 + 4 * KILL_DURATION_S)
@@ -125,7 +126,7 @@ def test_kills_of_processes_leave_nothing_behind(tmp_path: Path, seed: int, evid
         pairs = [start_pair() for _ in range(PAIR_COUNT)]
         end_s = time.monotonic() + KILL_DURATION_S
         while time.monotonic() < end_s:
-            # The kill happens at a random time of the start or of the transfers.
+            # After a random time, the kill meets a pair that is starting or transferring.
             threading.Event().wait(rng.uniform(0, 2))
             pair_index = rng.randrange(PAIR_COUNT)
             pairs[pair_index].kill_until_ended(rng)

@@ -1,4 +1,4 @@
-"""SEND, RECV and immediate data. A receive may be missing, late or too small, and the peer may have ended."""
+"""Messages (SEND and RECV) and immediate data, also if a receive is missing, late or too small, or the peer ended."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_late_receive_within_the_retries_succeeds(nic: Nic, peer: Peer, seed: in
     data = bytearray(KIB)
     with nic.completion_queue() as queue, nic.queue_pair(queue) as local_pair, nic.register_host(data) as region:
         peer_pair = peer.queue_pair()
-        # Timer code 30 means 491.52 ms between retries, and the receive below is posted long before the second retry.
+        # Timer code 30 means 327.68 ms between retries, so the receive below is posted long before the last retry.
         peer_pair.join(local_pair, rnr_timer_code=30)
         buffer = peer.buffer(KIB, seed=seed)
         peer_pair.post_send(buffer, work_id=1)
@@ -103,7 +103,7 @@ def test_requests_to_an_ended_peer_end_in_retry_exceeded(nic: Nic, peer: Peer) -
         nic.register_host(bytearray(KIB)) as region,
     ):
         peer_pair = peer.queue_pair()
-        # rxe retries without end at a retry count of 7.
+        # rxe with a retry count of 7 retries without end, and never reports the loss of the peer.
         peer_pair.join(local_pair, retry_count=3)
         peer_memory = peer.buffer(KIB).remote()
         local_pair.post_write(region, peer_memory, work_id=1)

@@ -1,4 +1,4 @@
-"""Each port counts as many packets as the bytes need at the path MTU, on twins and on rxe devices of the lab."""
+"""Ports count as many packets as a transfer needs at the path MTU, on twins and on the rxe devices of `nox -s lab`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
     from gdrkit.verbs import Nic
 
-# A transfer has so many packets that the request packet of a READ is less than 2 % of them.
+# Each operation has so many packets that the request packet of a READ is less than the tolerance of 2 %.
 TRANSFER_BYTES, OPERATIONS, DEPTH = MIB, 8, 2
 
 
 def read_packet_counters(nic: Nic) -> tuple[int, int] | None:
-    """Return the sent and received packets of the port of `nic`, or None if the port does not count them."""
+    """Return how many packets the port of `nic` has sent and received, or None if the port does not count them."""
     counters = read_port(HostTree(), nic.name, nic.port.number)
     if counters.sent_packets is None or counters.received_packets is None:
         return None
@@ -40,12 +40,12 @@ def read_repeated_packets(responder: Nic) -> int:
 
 @needs(verbs.nic(count_min=2))
 @pytest.mark.parametrize("direction", list(Direction))
-@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize("nic_index", [0, 1])
 def test_ports_count_the_packets_of_the_path_mtu(
-    nics: tuple[Nic, ...], seed: int, evidence: Evidence, position: int, direction: Direction
+    nics: tuple[Nic, ...], seed: int, evidence: Evidence, nic_index: int, direction: Direction
 ) -> None:
     """The two ends are different NICs, so that data packets and acknowledgements are counted by different counters."""
-    nic, peer_nic = nics[position], nics[1 - position]
+    nic, peer_nic = nics[nic_index], nics[1 - nic_index]
     data, is_write = pattern.payload(TRANSFER_BYTES, seed=seed), direction is Direction.WRITE
     memory = bytearray(TRANSFER_BYTES) if is_write else bytearray(data)
     with (
@@ -53,11 +53,11 @@ def test_ports_count_the_packets_of_the_path_mtu(
         connect_initiator(nic, peer=peer_nic, memory_bytes=TRANSFER_BYTES) as initiator,
     ):
         initiator.write(data if is_write else bytes(TRANSFER_BYTES))
-        counters_before = [read_packet_counters(port) for port in (nic, peer_nic)]
-        repeated_before = read_repeated_packets(peer_nic)
+        counters_before = [read_packet_counters(measured_nic) for measured_nic in (nic, peer_nic)]
+        repeated_packets_before = read_repeated_packets(peer_nic)
         initiator.run(direction, region.remote(), length_bytes=TRANSFER_BYTES, operations=OPERATIONS, depth=DEPTH)
-        counters_after = [read_packet_counters(port) for port in (nic, peer_nic)]
-        repeated_packets = read_repeated_packets(peer_nic) - repeated_before
+        counters_after = [read_packet_counters(measured_nic) for measured_nic in (nic, peer_nic)]
+        repeated_packets = read_repeated_packets(peer_nic) - repeated_packets_before
         pattern.check(bytes(memory) if is_write else initiator.read(), seed=seed)
     if None in counters_before:
         evidence.unproven("the port has no packet counters (counters_missing)")
@@ -71,7 +71,7 @@ def test_ports_count_the_packets_of_the_path_mtu(
     expected_packets = OPERATIONS * -(-TRANSFER_BYTES // nic.port.mtu_bytes)
     evidence["packets"] = {"expected": expected_packets, "mtu": nic.port.mtu_bytes, "repeated": repeated_packets}
     evidence["growth"] = {"nic": increases[0], "peer": increases[1]}
-    # The other two counters also count acknowledgements and requests. Their number is not known.
+    # The two counters of the other direction count acknowledgements or requests, whose number is not known.
     if is_write:
         assert (sent_packets - repeated_packets, peer_received_packets - repeated_packets) == pytest.approx(
             (expected_packets, expected_packets), rel=0.02

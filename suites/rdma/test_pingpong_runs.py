@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 pytestmark = needs(software(Api.VERBS), host.program("ibv_rc_pingpong"))
 
-RUNS = int(os.environ.get("GDRKIT_PINGPONG_RUNS", "3"))
+RUN_COUNT = int(os.environ.get("GDRKIT_PINGPONG_RUNS", "3"))
 RUN_LIMIT_S = 60.0
-# A busy process ends when this process has ended.
+# A program that keeps a processor busy until its parent, this process, has ended.
 BUSY_PROGRAM = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
 
 
 @pytest.mark.parametrize("busy_processes_per_core", [0, 2])
-@pytest.mark.timeout(60 + RUN_LIMIT_S * RUNS)
+@pytest.mark.timeout(60 + RUN_LIMIT_S * RUN_COUNT)
 def test_pingpong_never_fails(busy_processes_per_core: int, evidence: Evidence) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(busy_processes_per_core * (os.cpu_count() or 1)):
             stack.enter_context(perftest.start_program([sys.executable, "-c", BUSY_PROGRAM, str(os.getpid())]))
-        for _ in range(RUNS):
+        for _ in range(RUN_COUNT):
             run_pingpong()
-    evidence["runs"] = RUNS
+    evidence["runs"] = RUN_COUNT
 
 
 def run_pingpong() -> None:

@@ -1,6 +1,7 @@
-"""Every NIC moves bytes to and from every GPU, by itself and with other NICs of this host, and the ports count them.
+"""Every NIC moves bytes to and from every GPU, in loopback and with other NICs of this host. Ports count the bytes.
 
-The record has a row for each GPU and pair of NICs, with the state, and with the growth of the counters of both ports.
+The record has a row for each GPU and pair of NICs, with the state of the path (proven, unproven, ...) and the growth of
+the counters of both ports.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def record_results(results: Sequence[Reach], devices: Sequence[Device], evidence: Evidence) -> None:
-    """Record the table of the results, and the routes whose bytes moved."""
+    """Record a row for each result, and a route for each result whose bytes moved."""
     devices_by_uuid = {device.uuid: device for device in devices}
     for reach in results:
         if reach.moved and reach.route is not None:
@@ -39,7 +40,7 @@ def record_results(results: Sequence[Reach], devices: Sequence[Device], evidence
 
 
 def make_row(reach: Reach) -> dict[str, object]:
-    """Return the row of the record."""
+    """Return the row for a GPU and a pair of NICs."""
     counted_bytes = {
         f"{side}_{direction}": getattr(increase, direction)
         for side, increase in (("nic", reach.nic_growth), ("peer_nic", reach.peer_growth))
@@ -70,10 +71,11 @@ def test_every_nic_accesses_every_device(
     devices: tuple[Device, ...], nics: tuple[Nic, ...], evidence: Evidence, route: RegistrationRoute
 ) -> None:
     require_registration(devices, nics, route)
-    next_nics = zip(nics, nics[1:] + nics[:1], strict=True)
-    pairs = dict.fromkeys([*((nic, nic) for nic in nics), *next_nics])
+    neighbor_pairs = zip(nics, nics[1:] + nics[:1], strict=True)
+    pairs = dict.fromkeys([*((nic, nic) for nic in nics), *neighbor_pairs])
     results = measure_devices(devices, list(pairs), tree=HostTree(), route=route)
     record_results(results, devices, evidence)
+    # The case fails if a NIC moved no bytes of a GPU, neither in loopback nor with the next NIC.
     reached_pairs = {(reach.gpu_uuid, reach.nic) for reach in results if reach.moved}
     for reach in results:
         if (reach.gpu_uuid, reach.nic) not in reached_pairs and reach.failure is not None:
@@ -100,9 +102,9 @@ def test_nics_of_this_host_access_devices_for_each_other(
 @needs(software(Api.VERBS), software(Api.CUDA))
 def test_command_stores_the_reach_and_proves_nothing_on_twins(state_folder: Path) -> None:
     command = [sys.executable, "-m", "gdrkit", "reach", "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert result.returncode == 0, result.stderr
-    rows = json.loads(result.stdout)["reach"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert process.returncode == 0, process.stderr
+    rows = json.loads(process.stdout)["reach"]
     assert {(row["state"], row["cause"]) for row in rows} == {("unproven", "ran on software twins")}
     assert {(row["nic"] == row["peer_nic"], row["path"]) for row in rows} == {(True, "loopback"), (False, "wire")}
     reach_file_text = (state_folder / "reach").read_text()

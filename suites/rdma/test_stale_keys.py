@@ -64,15 +64,15 @@ def test_old_key_after_a_raw_free_never_accesses_the_new_owner(
     ):
         remote_range = registration.remote(nic, length_bytes=64 * KIB)
         peer_pair.write(remote_range, seed=seed).expect(Status.SUCCESS)
-        old_key = memory.allocation_key()
-        first_memory.free()
+        old_allocation_key = memory.allocation_key()
+        first_memory.free()  # This calls cuMemFree. gdrkit does not notice it, so the region stays registered.
         with RawMemory(device, 2 * MIB) as second_memory:
             # The next allocation gets the same address with another buffer id, as observed on an H200.
             assert second_memory.address == first_memory.address
             with cuda.borrow(device, second_memory.address, length_bytes=2 * MIB) as successor:
-                new_key = successor.allocation_key()
-                evidence["buffer_ids"] = [old_key[0][2], new_key[0][2]]
-                assert new_key != old_key
+                new_allocation_key = successor.allocation_key()
+                evidence["buffer_ids"] = [old_allocation_key[0][2], new_allocation_key[0][2]]
+                assert new_allocation_key != old_allocation_key
                 successor.fill(0x5A)
                 # The region still refers to the pages of the first memory, so these requests succeed.
                 peer_pair.write(remote_range, seed=seed + 1).expect(Status.SUCCESS)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 pytestmark = DMABUF
 
+# Each case repeats its shape for this time.
 DURATION_S = 0.2
-
 
 NEEDS_OF_FLAG_PLACE = {FlagPlace.OTHER_NIC: needs(verbs.nic(count_min=2))}
 SHAPE_CASES = [
@@ -54,15 +54,19 @@ def test_gpu_sees_what_nics_wrote(
     assert result.is_visible, f"the GPU saw old data: {result}"
 
 
-# On a GPU with ordering 0, work sees the writes of NICs only after a flush. The software twins (libraries that emulate
-# the hardware) support both kinds of flush in this case.
+# With CU_GPU_DIRECT_RDMA_WRITES_ORDERING_NONE (0), the GPU sees the writes of NICs only after a flush. With OWNER (100)
+# and ALL_DEVICES (200), it sees them at once. The software twins, libraries that emulate the hardware, support both
+# flush options here.
 @needs(software(Api.VERBS), software(Api.CUDA))
 @pytest.mark.parametrize(("ordering", "is_ordered"), [(0, False), (100, True), (200, True)])
 def test_missing_flush_shows_old_data_if_the_gpu_needs_it(ordering: int, is_ordered: bool) -> None:  # noqa: FBT001
     child = subprocess.run(
         module_command("rdma.litmus"),
         env=suites_environ()
-        | {"GDRKIT_TWINS_WRITES_ORDERING": str(ordering), "GDRKIT_TWINS_FLUSH_OPTIONS": str(int(FlushOption(3)))},
+        | {
+            "GDRKIT_TWINS_WRITES_ORDERING": str(ordering),
+            "GDRKIT_TWINS_FLUSH_OPTIONS": str(int(FlushOption.HOST | FlushOption.MEMOPS)),
+        },
         capture_output=True,
         text=True,
         check=False,

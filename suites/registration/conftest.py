@@ -1,4 +1,4 @@
-"""The fixture that gives these cases host memory or device memory."""
+"""The fixture `allocator`, with which the cases of this folder run on host memory and on device memory."""
 
 from __future__ import annotations
 

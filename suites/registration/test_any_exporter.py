@@ -1,4 +1,4 @@
-"""Memory of any dma-buf exporter, from a descriptor: it is registered, cached by its identity, and shared."""
+"""Memory of any dma-buf exporter: gdrkit registers it by its descriptor, caches it by its identity, and shares it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 OFFSET_BYTES, PART_BYTES = 64 * KIB + 4099, 300_001
+# Device files of kernel drivers that export dma-bufs.
 EXPORTERS = [pytest.param(path, marks=needs(host.device_file(path))) for path in (UDMABUF, DMA_HEAP, VGEM)]
-# The program of a process without CUDA. Its arguments are the number of an inherited descriptor and the seed.
+# A program without CUDA that registers the dma-buf of an inherited descriptor, to which a peer then writes. Its
+# arguments are the number of the descriptor and the seed.
 REGISTER_INHERITED_DESCRIPTOR = f"""
 import sys
 from pathlib import Path
@@ -121,6 +123,7 @@ def test_memory_that_the_cpu_cannot_map_is_not_copied(dmabufs: tuple[int, int]) 
 
 
 def test_descriptor_without_a_size_is_refused() -> None:
+    # Neither descriptor -1, nor one that is not open, nor a pipe has a size.
     read_fd, write_fd = os.pipe()
     handles_before = handles.live()
     for fd in (-1, 987_654, read_fd):
@@ -159,9 +162,9 @@ def test_memory_of_a_kernel_exporter_is_copied_by_the_cpu(exporter: str, seed: i
 @needs(verbs.no_way_to_devices, verbs.nic())
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_kernel_exporter_is_refused_by_a_nic_without_dmabufs(exporter: str, nic: Nic) -> None:
-    """Soft-RoCE registers no dma-bufs, and memory in a dma-buf has no other registration route."""
+    """Soft-RoCE registers no dma-bufs, and this memory has no other registration route, so the error has one cause."""
     with contextlib.ExitStack() as stack:
-        if launch.twin_control().ledger("verbs") is not None:
+        if launch.twin_control().ledger("verbs") is not None:  # The NIC is a twin, so it must refuse as Soft-RoCE does.
             stack.enter_context(inject_faults(Api.VERBS, "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"))
         memory = stack.enter_context(
             DmabufMemory(DmabufRange.from_fd(stack.enter_context(export_dmabuf(exporter, MIB))))

@@ -237,6 +237,7 @@ def test_byte_limit_evicts_and_excludes_large_allocations(allocator: AnyAllocato
         cache.lease(first_memory).close()
         cache.lease(second_memory).close()
         assert (cache.statistics().registered_bytes, cache.statistics().evictions) == (128 * KIB, 1)
+        # Memory that is larger than the limit is registered for its lease only.
         with cache.lease(large_memory):
             assert cache.statistics().registered_bytes == MIB + 128 * KIB
         assert (cache.statistics().registered_bytes, cache.statistics().regions) == (128 * KIB, 1)
@@ -254,6 +255,7 @@ def test_statistics_are_a_frozen_copy(allocator: AnyAllocator, nic: Nic) -> None
 
 @NEEDS_VERBS_TWIN
 def test_failed_registration_is_not_cached(allocator: AnyAllocator, nic: Nic) -> None:
+    # This call probes the NIC now, so the fault rule below counts only registrations.
     assert nic.supports_dmabuf()
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         handles_before = handles.live()
@@ -275,6 +277,7 @@ def test_close_with_open_leases_is_refused_and_cache_stays_open(allocator: AnyAl
                 cache.close(timeout_ms=timeout_ms)
             assert error_info.value.reason is Reason.BUSY
         cache.lease(memory).close()
+        # A second close() does nothing.
         lease.close()
         lease.close()
         cache.close()
@@ -320,6 +323,7 @@ def test_attribute_error_of_a_buffer_is_raised_unchanged(nic: Nic) -> None:
 def test_invalid_range_or_limit_is_refused(allocator: AnyAllocator, nic: Nic) -> None:
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
+        # The end of the last range exceeds 64 bits.
         for offset_bytes, length_bytes in ((-1, 1), (0, 0), (0, 64 * KIB + 1), (64 * KIB, None), (1 << 63, 1 << 63)):
             with pytest.raises(UsageError):
                 cache.lease(memory, offset_bytes=offset_bytes, length_bytes=length_bytes)

@@ -76,29 +76,33 @@ def test_representation_names_the_nics_and_the_state(allocator: AnyAllocator, ni
 
 @needs(software(Api.VERBS))
 @pytest.mark.usefixtures("_restore_signal_handler")
-@pytest.mark.parametrize("is_registered", [False, True], ids=["during registration", "after registration"])
+@pytest.mark.parametrize("is_after_registration", [False, True], ids=["during registration", "after registration"])
 def test_interrupted_waiter_keeps_no_lease(
-    allocator: AnyAllocator, nic: Nic, tmp_path: Path, *, is_registered: bool
+    allocator: AnyAllocator, nic: Nic, tmp_path: Path, *, is_after_registration: bool
 ) -> None:
+    """One thread registers. The main thread waits for this registration, until a third thread interrupts it."""
+    # This call probes the NIC now, so the fault rule below counts only registrations.
     assert nic.supports_dmabuf()
+    # The fault rule below holds the registration while this file exists.
     hold_file = tmp_path / "held"
     hold_file.touch()
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
-        main_thread = threading.get_ident()
+        main_thread_id = threading.get_ident()
 
         def raise_in_the_waiter(_number: int, _frame: FrameType | None) -> None:
-            # If is_registered is true, the handler raises only after the registration is complete.
-            if is_registered:
+            # If `is_after_registration` is true, the handler raises only after the registration is complete.
+            if is_after_registration:
                 hold_file.unlink()
-            while is_registered and registering_thread.is_alive() and cache.statistics().in_flight:
+            while is_after_registration and registering_thread.is_alive() and cache.statistics().in_flight:
                 pass
             raise SignalReceived
 
         def interrupt_the_waiter() -> None:
-            # The signal must arrive while the main thread waits. A signal that arrives earlier finds nothing to undo.
-            while not (cache.statistics().waiting and sys._current_frames()[main_thread].f_code.co_name == "wait"):  # noqa: SLF001
+            # The signal must arrive while the main thread is in Condition.wait(). A waiter that is interrupted earlier
+            # has nothing to undo.
+            while not (cache.statistics().waiting and sys._current_frames()[main_thread_id].f_code.co_name == "wait"):  # noqa: SLF001
                 assert registering_thread.is_alive()
-            signal.pthread_kill(main_thread, signal.SIGUSR1)
+            signal.pthread_kill(main_thread_id, signal.SIGUSR1)
 
         signal.signal(signal.SIGUSR1, raise_in_the_waiter)
         registering_thread = threading.Thread(target=lambda: cache.lease(memory).close())

@@ -1,4 +1,4 @@
-"""The counters of a region cache after each event, its close, and registrations of host memory without a cache."""
+"""The counters of a region cache after each event, the close of a cache, and host memory registered without a cache."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_statistics(**counters: int) -> CacheStatistics:
 
 
 def lease_until_refused(cache: RegionCache, memory: HostMemory) -> None:
-    """Lease memory again and again, until the cache refuses it."""
+    """Lease memory again and again, until the cache raises ClosedResource."""
     while True:
         cache.lease(memory).close()
 
@@ -67,17 +67,17 @@ def test_invalidated_entries_are_counted(nic: Nic) -> None:
         memories = [stack.enter_context(HostMemory(LENGTH_BYTES)) for _ in range(3)]
         for memory in memories:
             cache.lease(memory).close()
-        begin = min(memory.address for memory in memories)
-        end = max(memory.address + memory.length_bytes for memory in memories)
+        begin_address = min(memory.address for memory in memories)
+        end_address = max(memory.address + memory.length_bytes for memory in memories)
         unchanged_counters = {"misses": 3, "registrations": 3}
         with cache.lease(memories[1]):
-            assert cache.invalidate(begin, length_bytes=end - begin) == 3
+            assert cache.invalidate(begin_address, length_bytes=end_address - begin_address) == 3
             # The leased entry stays registered until its lease ends.
             assert cache.statistics() == make_statistics(
                 **unchanged_counters, hits=1, invalidations=3, registered_bytes=LENGTH_BYTES, leases=1
             )
         assert cache.statistics() == make_statistics(**unchanged_counters, hits=1, invalidations=3)
-        assert cache.invalidate(begin, length_bytes=end - begin) == 0
+        assert cache.invalidate(begin_address, length_bytes=end_address - begin_address) == 0
         assert cache.statistics() == make_statistics(**unchanged_counters, hits=1, invalidations=3)
 
 
@@ -214,9 +214,9 @@ def test_host_memory_has_one_route(nic: Nic) -> None:
         with pytest.raises(UsageError) as error_info:
             register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
         assert error_info.value.reason is Reason.BAD_ARGUMENT
-        with pytest.raises(RegistrationFailed) as failed_registration:
+        with pytest.raises(RegistrationFailed) as failure_info:
             register(memory, [nic], route=RegistrationRoute.DMABUF)
-        assert (failed_registration.value.reason, len(failed_registration.value.causes)) == (Reason.NO_ROUTE, 1)
+        assert (failure_info.value.reason, len(failure_info.value.causes)) == (Reason.NO_ROUTE, 1)
         with register(memory, [nic], route=RegistrationRoute.HOST) as registration:
             assert registration.route is RegistrationRoute.HOST
 

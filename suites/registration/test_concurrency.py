@@ -1,4 +1,4 @@
-"""Many threads on one cache: one registration per key, different keys at the same time, and no endless wait.
+"""Many threads on one cache: one registration per allocation, several allocations at once, and no endless wait.
 
 A fault plan delays registrations, so that they overlap on machines of any speed. No case measures time.
 """
@@ -52,7 +52,7 @@ def allocate_memories(allocator: AnyAllocator, count: int) -> Iterator[list[Devi
 
 
 def make_delay_rule(allocator: AnyAllocator) -> str:
-    """Return the fault rule that delays every registration."""
+    """Return the fault rule that delays every registration by 0.1 s."""
     return f"{find_registration_function(allocator)} call=* delay_us=100000"
 
 
@@ -66,7 +66,7 @@ def delay_calls(rule: str) -> Iterator[None]:
 
 
 def run_in_all_threads(call: Callable[[int], object]) -> list[object]:
-    """Call `call` with the index of the thread in all threads at the same time. Return each result or exception."""
+    """Run `call` with the index of the thread in all threads at once. Return the result or the exception of each."""
     barrier = threading.Barrier(THREAD_COUNT)
 
     def call_at_once(index: int) -> object:
@@ -80,7 +80,7 @@ def run_in_all_threads(call: Callable[[int], object]) -> list[object]:
         return list(pool.map(call_at_once, range(THREAD_COUNT)))
 
 
-def is_refused(cache: RegionCache, memory: DeviceMemory | HostMemory) -> bool:
+def is_lease_refused(cache: RegionCache, memory: DeviceMemory | HostMemory) -> bool:
     """Return whether the cache refuses to lease the memory because the cache is closing or closed."""
     try:
         cache.lease(memory).close()
@@ -95,7 +95,7 @@ class ObservedMemory(HostMemory):
     before_first_key: Callable[[], None] | None = None
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
-        """Return the key of the mapping."""
+        """Call `before_first_key` once, and return the key of the mapping."""
         callback, self.before_first_key = self.before_first_key, None
         if callback is not None:
             callback()
@@ -111,7 +111,8 @@ def test_registration_that_another_thread_just_completed_is_used(nic: Nic) -> No
             thread.start()
             thread.join(30)
 
-        # The cache reads the key after it has searched its index, and before it registers the memory.
+        # The cache reads the key after it has searched its index, and before it registers the memory. So the other
+        # thread registers between these two steps.
         memory.before_first_key = register_in_another_thread
         cache.lease(memory).close()
         statistics = cache.statistics()
@@ -133,20 +134,21 @@ def test_threads_share_one_registration_per_key(allocator: AnyAllocator, nic: Ni
 
 @NEEDS_VERBS_TWIN
 def test_concurrent_lookups_of_one_key_register_once(allocator: AnyAllocator, nic: Nic) -> None:
+    # This call probes the NIC now, so only registrations are counted below.
     assert nic.supports_dmabuf()
     with (
         allocator.allocate(64 * KIB) as memory,
         RegionCache([nic]) as cache,
         inject_faults(Api.VERBS, make_delay_rule(allocator)),
     ):
-        calls_before = read_call_counts(Api.VERBS)[find_registration_function(allocator)]
+        call_count_before = read_call_counts(Api.VERBS)[find_registration_function(allocator)]
 
         def lease_and_get_rkey(_index: int) -> int:
             with cache.lease(memory) as lease:
                 return lease.remote(nic).rkey
 
         assert len(set(run_in_all_threads(lease_and_get_rkey))) == 1
-        assert read_call_counts(Api.VERBS)[find_registration_function(allocator)] == calls_before + 1
+        assert read_call_counts(Api.VERBS)[find_registration_function(allocator)] == call_count_before + 1
         statistics = cache.statistics()
         assert (statistics.registrations, statistics.hits + statistics.misses) == (1, THREAD_COUNT)
         assert (statistics.leases, statistics.in_flight, statistics.waiting) == (0, 0, 0)
@@ -154,25 +156,27 @@ def test_concurrent_lookups_of_one_key_register_once(allocator: AnyAllocator, ni
 
 @NEEDS_VERBS_TWIN
 def test_registrations_of_different_keys_overlap(allocator: AnyAllocator, nic: Nic) -> None:
+    # This call probes the NIC now, so only registrations are counted below.
     assert nic.supports_dmabuf()
     with allocate_memories(allocator, 8) as memories, RegionCache([nic]) as cache:
         with inject_faults(Api.VERBS, make_delay_rule(allocator)):
-            calls_before = read_call_counts(Api.VERBS)[find_registration_function(allocator)]
+            call_count_before = read_call_counts(Api.VERBS)[find_registration_function(allocator)]
             run_in_all_threads(lambda index: cache.lease(memories[index % 8]).close())
             # The calls overlap in the library itself: neither the cache nor the interpreter serializes them.
             assert read_peak_delayed_calls(Api.VERBS)[find_registration_function(allocator)] > 1
-            assert read_call_counts(Api.VERBS)[find_registration_function(allocator)] == calls_before + 8
+            assert read_call_counts(Api.VERBS)[find_registration_function(allocator)] == call_count_before + 8
         assert cache.statistics().registrations == 8
 
 
 @NEEDS_VERBS_TWIN
 def test_failed_registration_is_shared_and_not_cached(allocator: AnyAllocator, nic: Nic) -> None:
+    # This call probes the NIC now, so only registrations are counted below.
     assert nic.supports_dmabuf()
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         with inject_faults(Api.VERBS, f"{find_registration_function(allocator)} call=* errno=ENOMEM delay_us=100000"):
-            calls_before = read_call_counts(Api.VERBS)[find_registration_function(allocator)]
+            call_count_before = read_call_counts(Api.VERBS)[find_registration_function(allocator)]
             errors = run_in_all_threads(lambda _index: cache.lease(memory))
-            registration_count = read_call_counts(Api.VERBS)[find_registration_function(allocator)] - calls_before
+            registration_count = read_call_counts(Api.VERBS)[find_registration_function(allocator)] - call_count_before
         assert all(isinstance(error, ApiError) and error.errno == errno.ENOMEM for error in errors)
         # Threads that joined the pending registration get the same failure, each as a separate error object. If several
         # threads raised one object, its traceback would have the frames of all threads.
@@ -185,7 +189,9 @@ def test_failed_registration_is_shared_and_not_cached(allocator: AnyAllocator, n
 
 @NEEDS_VERBS_TWIN
 def test_waiting_lease_misses_after_invalidate(allocator: AnyAllocator, nic: Nic, tmp_path: Path) -> None:
+    # This call probes the NIC now, so only registrations are counted below.
     assert nic.supports_dmabuf()
+    # The fault rule below holds the first registration while this file exists.
     hold_file = tmp_path / "held"
     hold_file.touch()
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
@@ -204,7 +210,8 @@ def test_waiting_lease_misses_after_invalidate(allocator: AnyAllocator, nic: Nic
             second_future = pool.submit(lease_and_get_rkey, 1)
             while not cache.statistics().waiting:
                 assert not second_future.done()
-            # While the registration is pending, a free is refused and does not wait. It still invalidates the range.
+            # While the registration is pending, a free fails and does not wait. But it invalidates the range, so the
+            # next lease is a miss.
             with pytest.raises(UsageError) as error_info:
                 memory.close()
             assert error_info.value.reason is Reason.BUSY
@@ -226,7 +233,7 @@ def test_close_with_timeout_waits_for_leases_of_other_threads(allocator: AnyAllo
         with ThreadPoolExecutor(1) as pool:
             closing_future = pool.submit(cache.close, timeout_ms=30_000)
             # While close() waits, the cache refuses new leases.
-            while not is_refused(cache, memory):
+            while not is_lease_refused(cache, memory):
                 assert not closing_future.done()
             assert not closing_future.done()
             lease.close()

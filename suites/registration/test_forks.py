@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def test_cache_is_closed_in_a_forked_child(allocator: AnyAllocator, nic: Nic) -> None:
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache, cache.lease(memory) as lease:
-        key = lease.remote(nic).rkey
+        rkey = lease.remote(nic).rkey
 
         def check_cache_in_child() -> None:
             assert cache.closed
@@ -43,9 +43,9 @@ def test_cache_is_closed_in_a_forked_child(allocator: AnyAllocator, nic: Nic) ->
 
         with hold_in_another_thread(get_lock(cache)):
             assert run_in_forked_child(check_cache_in_child) == 0
-        # Nothing of the parent was deregistered.
+        # The child has deregistered nothing of the parent.
         with cache.lease(memory) as new_lease:
-            assert new_lease.remote(nic).rkey == key
+            assert new_lease.remote(nic).rkey == rkey
         assert cache.statistics().registrations == 1
 
 
@@ -80,13 +80,13 @@ def test_objects_of_verbs_stay_when_a_child_closes_them(nic: Nic) -> None:
         verbs.Nic.open(nic.name, port=nic.port.number) as parent_nic,
         HostMemory(4096) as memory,
         register(memory, [parent_nic]) as registration,
-        parent_nic.completion_queue() as queue,
-        parent_nic.queue_pair(queue) as pair,
+        parent_nic.completion_queue() as completion_queue,
+        parent_nic.queue_pair(completion_queue) as queue_pair,
     ):
 
         def close_objects_in_child() -> None:
             calls_before = read_call_counts(Api.VERBS)
-            for resource in (pair, queue, registration.region(parent_nic), registration, parent_nic):
+            for resource in (queue_pair, completion_queue, registration.region(parent_nic), registration, parent_nic):
                 resource.close()
             assert read_call_counts(Api.VERBS) == calls_before
             # The child can close the objects that it created.

@@ -52,13 +52,13 @@ def test_new_mapping_at_the_same_address_is_a_miss() -> None:
     mapping_ids, addresses = set(), set()
     for _ in range(20):
         with HostMemory(LENGTH_BYTES) as memory:
-            key = memory.allocation_key()
-            assert memory.make_existence_check(key)()
-            ((base, length_bytes, mapping_id),) = key
+            allocation_key = memory.allocation_key()
+            assert memory.make_existence_check(allocation_key)()
+            ((base, length_bytes, mapping_id),) = allocation_key
             assert (base, length_bytes) == (memory.address, LENGTH_BYTES)
             mapping_ids.add(mapping_id)
             addresses.add(base)
-        assert not memory.make_existence_check(key)()
+        assert not memory.make_existence_check(allocation_key)()
     assert len(mapping_ids) == 20
     # The kernel reuses the address that was just unmapped, so the address alone does not identify the memory.
     assert len(addresses) < 20
@@ -145,7 +145,7 @@ def test_host_memory_has_neither_peer_memory_nor_dmabuf(nic: Nic) -> None:
             register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
         with pytest.raises(RegistrationFailed) as error_info:
             register(memory, [nic], route=RegistrationRoute.DMABUF)
-        # The policy probes the NIC first, so the refusal may come from the NIC.
+        # register() probes the NIC before it exports the memory, so the cause may be the NIC or the export.
         (cause,) = error_info.value.causes
         assert cause.reason in {Reason.DMABUF_EXPORT_UNSUPPORTED, Reason.DMABUF_REGION_UNSUPPORTED}
         with pytest.raises(Unsupported):

@@ -1,4 +1,4 @@
-"""Memory of other libraries is wrapped and never freed, and memory of gdrkit can be passed to other libraries."""
+"""gdrkit wraps memory of other libraries and never frees it. Other libraries can use memory of gdrkit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ArrayWithInterface:
         offset_bytes = fields.pop("offset_bytes", 0)
         assert isinstance(offset_bytes, int)
         self.interface = {
-            "shape": (64, 256),
+            "shape": (64, 256),  # With 4 bytes per element, this is LENGTH_BYTES.
             "typestr": "<f4",
             "data": (memory.address + offset_bytes, False),
             "version": 3,
@@ -74,6 +74,7 @@ class DlpackArray:
         {"version": 2, "stream": "absent"},
         {"strides": (1024, 4)},
         {"shape": (1, 64, 256), "strides": (7, 1024, 4)},
+        # Streams 1 and 2 are the default streams of CUDA: the legacy stream and the stream of the thread.
         {"stream": 1},
         {"stream": 2},
         {"strides": "absent"},
@@ -174,7 +175,7 @@ def test_dlpack_export_and_import_keep_the_address(device: Device, max_version: 
     memory = device.allocate(LENGTH_BYTES - 100)
     with cuda.wrap(DlpackArray(memory, max_version=max_version), device=device) as wrapped_memory:
         assert (wrapped_memory.address, wrapped_memory.length_bytes) == (memory.address, LENGTH_BYTES - 100)
-        # The consumer still uses the tensor.
+        # `wrapped_memory` still uses the memory.
         with pytest.raises(UsageError) as error_info:
             memory.close()
         assert error_info.value.reason is Reason.BUSY
@@ -212,7 +213,7 @@ def test_dlpack_copy_or_other_device_raises_buffer_error(device: Device) -> None
         with pytest.raises(BufferError):
             memory.__dlpack__(copy=True)
         with pytest.raises(BufferError):
-            memory.__dlpack__(dl_device=(1, 0))
+            memory.__dlpack__(dl_device=(1, 0))  # 1 is kDLCPU.
 
 
 def test_memory_has_a_cuda_array_interface(device: Device) -> None:

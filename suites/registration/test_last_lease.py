@@ -1,6 +1,6 @@
-"""The end of the last lease of an invalidated entry deregisters it.
+"""The last lease of an invalidated cache entry deregisters the memory when it ends.
 
-At the same time, other threads invalidate or evict the entry, free its memory or close the cache.
+In the cases, other threads invalidate or evict the entry, free its memory or close the cache at the same time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_leases_ending_during_invalidate_deregister_once(allocator: AnyAllocator
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         for round_index in range(200):
             leases = [cache.lease(memory) for _ in range(3)]
-            calls_before = read_call_counts(Api.VERBS).get(DEREGISTRATION_FUNCTION, 0)
+            call_count_before = read_call_counts(Api.VERBS).get(DEREGISTRATION_FUNCTION, 0)
             barrier = threading.Barrier(4)
 
             def run_at_once(action: Callable[[], object], barrier: threading.Barrier = barrier) -> None:
@@ -45,7 +45,7 @@ def test_leases_ending_during_invalidate_deregister_once(allocator: AnyAllocator
             actions.insert(round_index % 4, lambda: cache.invalidate(memory.address, length_bytes=1))
             with ThreadPoolExecutor(4) as pool:
                 list(pool.map(run_at_once, actions))
-            assert read_call_counts(Api.VERBS).get(DEREGISTRATION_FUNCTION, 0) == calls_before + 1
+            assert read_call_counts(Api.VERBS).get(DEREGISTRATION_FUNCTION, 0) == call_count_before + 1
             statistics = cache.statistics()
             assert (
                 statistics.leases,
@@ -66,6 +66,7 @@ def test_free_and_close_wait_for_a_running_deregistration(allocator: AnyAllocato
             invalidation_future = pool.submit(cache.invalidate, memory.address, length_bytes=1)
             while not read_peak_delayed_calls(Api.VERBS).get(DEREGISTRATION_FUNCTION):
                 assert not invalidation_future.done()
+            # The deregistration has begun and takes 0.3 s.
             (memory if operation == "free" else cache).close()
             assert cache.statistics().registered_bytes == 0
             assert invalidation_future.result(30) == 1
@@ -79,6 +80,7 @@ def test_free_retries_a_failed_deregistration(allocator: AnyAllocator, nic: Nic)
             invalidation_future = pool.submit(cache.invalidate, memory.address, length_bytes=1)
             while not read_peak_delayed_calls(Api.VERBS).get(DEREGISTRATION_FUNCTION):
                 assert not invalidation_future.done()
+            # The deregistration in the other thread has begun, and will fail.
             memory.close()
             with pytest.raises(ApiError):
                 invalidation_future.result(30)

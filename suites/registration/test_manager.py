@@ -49,12 +49,12 @@ def test_gpus_have_separate_caches_and_current_device_is_kept(devices: tuple[Dev
             memory = stack.enter_context(manager.device(gpu.index).allocate(64 * KIB))
             manager.lease(memory).close()
             assert manager.cache(gpu.index).statistics().regions == 1
-            assert get_current_device() == 1
+            assert get_current_device_index() == 1
         assert manager.cache(0) is not manager.cache(1)
 
 
-def get_current_device() -> int:
-    """Return the number of the device whose context is current on this thread."""
+def get_current_device_index() -> int:
+    """Return the index of the device whose context is current on this thread."""
     from cuda.bindings import driver
 
     result, device_index = driver.cuCtxGetDevice()
@@ -68,6 +68,7 @@ def get_current_device() -> int:
     [
         (Api.VERBS, ("ibv_open_device call=* errno=EACCES",), Reason.NO_DEVICE),
         (Api.VERBS, ("ibv_get_device_list call=* errno=ENOSYS",), Reason.NO_DEVICE),
+        # Status 100 is CUDA_ERROR_NO_DEVICE, and status 2 is CUDA_ERROR_OUT_OF_MEMORY.
         (Api.CUDA, ("cuDeviceGetCount call=* status=100",), Reason.NO_DEVICE),
         (Api.CUDA, ("cuMemAlloc_v2 call=* status=2",), Reason.NO_ROUTE),
         (
@@ -82,6 +83,7 @@ def test_missing_api_is_a_state_and_nothing_stays_open(api: Api, rules: tuple[st
     handles_before = handles.live()
     with inject_faults(api, *rules), GdrManager(gpu_indices=None) as manager:
         assert not manager.state.available
+        # Apart from the manager itself, no handle is open that was not open before.
         assert {**handles.live(), "registration.manager": 0} == {**handles_before, "registration.manager": 0}
         (obstacle,) = manager.state.obstacles
         assert obstacle.reason is reason
@@ -139,7 +141,7 @@ def test_close_is_refused_until_the_lease_ends() -> None:
         assert lease.remote(manager.nics[0]).length_bytes == 64 * KIB
         lease.close()
         manager.close()
-    # The close of the device closed the memory.
+    # The manager has closed its device, and the device has closed the memory.
     assert memory.closed
     for method_call in (lambda: manager.nics, lambda: manager.cache(0)):
         with pytest.raises(ClosedResource):
@@ -152,9 +154,9 @@ def test_write_ordering_is_the_attribute_of_the_device(device: Device) -> None:
     ordering = Ordering.of(device)
     assert ordering.flush_options & FlushOption.HOST
     assert ordering.visibility in set(WriteVisibility)
-    calls_before = read_call_counts(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
+    call_count_before = read_call_counts(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
     assert ordering.make_visible(device) is ordering.needs_flush
-    assert read_call_counts(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0) == calls_before + ordering.needs_flush
+    assert read_call_counts(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0) == call_count_before + ordering.needs_flush
 
 
 @needs(cuda_needs.device())

@@ -1,4 +1,4 @@
-"""A pool of memory of several sizes: it grows, reuses, is trimmed, and registers each allocation once."""
+"""A pool of memory blocks allocates and reuses blocks and frees idle ones, and a cache registers each block once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(
-    ("length_bytes", "expected_bytes"),
+    ("length_bytes", "expected_block_bytes"),
     [
         (1, 64 * KIB),
         (64 * KIB, 64 * KIB),
@@ -42,14 +42,15 @@ if TYPE_CHECKING:
         (5 * MIB, 6 * MIB),
     ],
 )
-def test_blocks_grow_in_powers_of_two_then_in_halves(length_bytes: int, expected_bytes: int) -> None:
-    assert block_bytes(length_bytes) == expected_bytes
+def test_blocks_grow_in_powers_of_two_then_in_halves(length_bytes: int, expected_block_bytes: int) -> None:
+    assert block_bytes(length_bytes) == expected_block_bytes
 
 
 def test_memory_of_the_pool_is_registered_once(allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int) -> None:
     rng = random.Random(seed)
     with MemoryPool(allocator) as pool, RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:
         for round_index in range(60):
+            # The length is between 4 KiB and 2 MiB.
             length_bytes = int(4 * KIB * 2 ** rng.uniform(0, 9))
             with (
                 pool.allocate(length_bytes) as pooled_memory,
@@ -61,6 +62,7 @@ def test_memory_of_the_pool_is_registered_once(allocator: AnyAllocator, nic: Nic
                 )
         statistics = pool.statistics()
         assert statistics.hits + statistics.misses == 60
+        # The pool has at most one block of each block size. Every block was registered once.
         assert statistics.misses == statistics.idle_blocks == cache.statistics().registrations <= 10
         pool.trim()
         assert pool.statistics().idle_bytes == cache.statistics().registered_bytes == 0
@@ -70,12 +72,13 @@ def test_memory_of_the_pool_is_registered_once(allocator: AnyAllocator, nic: Nic
 @needs(cuda.device())
 def test_limits_free_the_longest_idle(device: Device) -> None:
     with MemoryPool(device, idle_bytes_max=2 * MIB, idle_ms_max=60_000) as pool:
-        memories = [pool.allocate(length_bytes) for length_bytes in (MIB, 512 * KIB, MIB)]
-        for pooled_memory in memories:
+        pooled_memories = [pool.allocate(length_bytes) for length_bytes in (MIB, 512 * KIB, MIB)]
+        for pooled_memory in pooled_memories:
             pooled_memory.close()
+        # Three idle blocks exceed 2 MiB, so the pool has freed the first one, which was idle for the longest time.
         statistics = pool.statistics()
         assert (statistics.idle_blocks, statistics.idle_bytes, statistics.trimmed_blocks) == (2, 3 * MIB // 2, 1)
-        assert pool.allocate(512 * KIB).memory is memories[1].memory
+        assert pool.allocate(512 * KIB).memory is pooled_memories[1].memory
         with pytest.raises(UsageError) as error_info:
             pool.close()
         assert error_info.value.reason is Reason.BUSY
@@ -102,22 +105,23 @@ def test_leased_memory_is_not_freed_by_trimming(allocator: AnyAllocator, nic: Ni
 
 @needs(cuda.device())
 def test_threads_never_share_memory(device: Device) -> None:
-    addresses: set[int] = set()
+    addresses_in_use: set[int] = set()
     lock = threading.Lock()
 
-    def allocate_repeatedly(index: int) -> None:
+    def allocate_repeatedly(thread_index: int) -> None:
         for round_index in range(50):
-            with pool.allocate((64 << (round_index + index) % 3) * KIB) as pooled_memory:
+            with pool.allocate((64 << (round_index + thread_index) % 3) * KIB) as pooled_memory:
                 with lock:
-                    assert pooled_memory.memory.address not in addresses
-                    addresses.add(pooled_memory.memory.address)
+                    assert pooled_memory.memory.address not in addresses_in_use
+                    addresses_in_use.add(pooled_memory.memory.address)
                 with lock:
-                    addresses.remove(pooled_memory.memory.address)
+                    addresses_in_use.remove(pooled_memory.memory.address)
 
     with MemoryPool(device) as pool, ThreadPoolExecutor(8) as executor:
-        for future in [executor.submit(allocate_repeatedly, index) for index in range(8)]:
+        for future in [executor.submit(allocate_repeatedly, thread_index) for thread_index in range(8)]:
             future.result()
         assert pool.statistics().in_use_blocks == 0
+        # Each of the 8 threads used 3 block sizes.
         assert pool.statistics().idle_blocks <= 24
 
 
@@ -125,6 +129,7 @@ def test_threads_never_share_memory(device: Device) -> None:
 def test_idle_memory_is_freed_if_the_device_is_full(device: Device) -> None:
     with MemoryPool(device) as pool:
         pool.allocate(MIB).close()
+        # The first allocation fails with CUDA_ERROR_OUT_OF_MEMORY (2). The pool frees its idle block and tries again.
         with inject_faults(Api.CUDA, "cuMemAlloc_v2 call=1 status=2"), pool.allocate(8 * MIB):
             assert pool.statistics().trimmed_blocks == 1
         pool.trim()

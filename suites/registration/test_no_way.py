@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.no_way_to_devices, verbs.nic(), cuda.device(), cuda.dmabuf_export)
 
+# Function and errno of the cause for each route.
 DMABUF_CAUSE = ("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
 ADDRESS_CAUSE = ("ibv_reg_mr", errno.EFAULT)
 
@@ -38,7 +39,9 @@ def refuse_both_routes() -> Iterator[None]:
     """Make the libibverbs twin refuse both routes, like a kernel that supports neither. Without a twin, do nothing."""
     with contextlib.ExitStack() as stack:
         if launch.twin_control().ledger("verbs") is not None:
-            rules = [f"{name} call=* errno={error_number}" for name, error_number in (DMABUF_CAUSE, ADDRESS_CAUSE)]
+            rules = [
+                f"{function} call=* errno={error_number}" for function, error_number in (DMABUF_CAUSE, ADDRESS_CAUSE)
+            ]
             stack.enter_context(inject_faults(Api.VERBS, *rules))
         yield
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def check_write_by_dmabuf(memory: DeviceBuffer, nic: Nic, peer: Peer, seed: int) -> None:
-    """Let the peer write a part of the memory by RDMA, and check every byte."""
+    """Let the peer write MIB + 3 bytes at the offset 4097 by RDMA and read them back, and check every byte."""
     with (
         register_by_route(memory, [nic], route=RegistrationRoute.DMABUF) as registration,
         connect_peer_queue_pair(nic, peer) as peer_pair,
@@ -96,15 +96,15 @@ def test_reused_address_has_a_new_buffer_id_and_key(
         with cache.lease(memory) as lease:
             old_range = lease.remote(nic, length_bytes=64 * KIB)
             peer_pair.write(old_range, seed=seed).expect(Status.SUCCESS)
-        old_id = memory.buffer_id()
+        old_buffer_id = memory.buffer_id()
         old_allocation.free()
         with (
             RawMemory(device, 2 * MIB) as new_allocation,
             cuda.borrow(device, new_allocation.address, length_bytes=2 * MIB) as successor,
         ):
             assert new_allocation.address == old_allocation.address
-            evidence["buffer_ids"] = [old_id, successor.buffer_id()]
-            assert successor.buffer_id() != old_id
+            evidence["buffer_ids"] = [old_buffer_id, successor.buffer_id()]
+            assert successor.buffer_id() != old_buffer_id
             successor.fill(0x5A)
             misses_before = cache.statistics().misses
             with cache.lease(successor) as lease:

@@ -1,4 +1,4 @@
-"""The nearest NIC of a GPU is found by the PCI tree, and transfers the bytes."""
+"""gdrkit finds the nearest NIC of a GPU in the PCI tree, and this NIC transfers the bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from gdrkit.harness.needs import needs, software, verbs
 from gdrkit.registration import Distance, Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from gdrkit.cuda import Device
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(
-    ("nic", "distance"),
+    ("nic_address", "distance"),
     [
         ("0000:04:00.0", Distance.PIX),
         ("0000:05:00.0", Distance.PIX),
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
         ("0000:ff:00.0", Distance.UNKNOWN),
     ],
 )
-def test_distance_follows_the_pci_tree(tmp_path: Path, nic: str, distance: Distance) -> None:
-    assert Placement(create_pci_tree(tmp_path, {"nic": nic})).distance(GPU_ADDRESS, "nic") is distance
+def test_distance_follows_the_pci_tree(tmp_path: Path, nic_address: str, distance: Distance) -> None:
+    assert Placement(create_pci_tree(tmp_path, {"nic": nic_address})).distance(GPU_ADDRESS, "nic") is distance
 
 
 def test_device_missing_in_sysfs_has_unknown_distance(tmp_path: Path) -> None:
@@ -61,6 +60,7 @@ def test_distance_of_a_nic_known_only_to_verbs_is_unknown(nics: tuple[Nic, ...])
 
 
 def test_host_bridges_without_numa_node_count_as_one_node(tmp_path: Path) -> None:
+    # The kernel reports the NUMA node -1 if the firmware names none.
     pci_paths = {address: (path, -1) for address, (path, _node) in PCI_PATHS.items()}
     tree = create_pci_tree(tmp_path, {"nic": "0000:81:00.0"}, pci_paths=pci_paths)
     assert Placement(tree).distance(GPU_ADDRESS, "nic") is Distance.NODE
@@ -87,25 +87,25 @@ from gdrkit.verbs import Status
 with GdrManager(gpu_indices=[0], tree=HostTree(sys.argv[1])) as manager, Peer() as peer:
     assert manager.state.available, manager.state
     # The counters are not 0 here: the manager measured which NICs reach the GPU.
-    traffic_before, counter = read_traffic(Api.VERBS), "served_write_bytes"
+    traffic_before, counter_name = read_traffic(Api.VERBS), "served_write_bytes"
     nic_names = []
     with manager.device(0).allocate(1 << 20) as memory:
-        for step in range(4):
+        for seed in range(4):
             with manager.lease(memory) as lease:
-                nic, remote = manager.remote(lease, gpu_index=0, length_bytes=100_000)
+                nic, remote_range = manager.remote(lease, gpu_index=0, length_bytes=100_000)
                 with connect_peer_queue_pair(nic, peer) as peer_pair:
-                    peer_pair.write(remote, seed=step).expect(Status.SUCCESS)
+                    peer_pair.write(remote_range, seed=seed).expect(Status.SUCCESS)
                 nic_names.append(nic.name)
         served_bytes = {
-            name: counters[counter] - traffic_before[name][counter]
+            name: counters[counter_name] - traffic_before[name][counter_name]
             for name, counters in read_traffic(Api.VERBS).items()
         }
     print(json.dumps({"nics": list(manager.state.nics), "used": nic_names, "served": served_bytes}))
 """
 
 
-def run_transfers(root: Path, nics: Mapping[str, str]) -> dict[str, object]:
-    """Run four transfers in a child. Return the NICs that it used, and the bytes that each NIC served."""
+def run_transfers(root: Path) -> dict[str, object]:
+    """Run four transfers in a child with the PCI tree in `root`. Return the NICs and the bytes that each NIC served."""
     child = subprocess.run(
         [sys.executable, "-c", _TRANSFERS_PROGRAM, str(root)],
         env=suites_environ() | {"GDRKIT_TWINS_NICS": "4"},
@@ -127,7 +127,7 @@ NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
 def test_nearest_nic_transfers_the_bytes(tmp_path: Path, device: Device) -> None:
     nics = {"twin0": "0000:81:00.0", "twin1": "0000:06:00.0", "twin2": "0000:04:00.0", "twin3": "0000:41:00.0"}
     create_pci_tree(tmp_path, nics, pci_paths=move_gpu(device.pci_bus_id))
-    result = run_transfers(tmp_path, nics)
+    result = run_transfers(tmp_path)
     assert result["nics"] == list(nics)
     assert result["used"] == ["twin2"] * 4
     assert result["served"] == {"twin0": 0, "twin1": 0, "twin2": 400_000, "twin3": 0}
@@ -139,23 +139,23 @@ def test_nics_that_are_equally_near_take_turns(tmp_path: Path, device: Device) -
     nics = {"twin0": "0000:41:00.0", "twin1": "0000:04:00.0", "twin2": "0000:81:00.0", "twin3": "0000:07:00.0"}
     pci_paths = move_gpu(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
     create_pci_tree(tmp_path, nics, pci_paths=pci_paths)
-    result = run_transfers(tmp_path, nics)
+    result = run_transfers(tmp_path)
     assert result["used"] == ["twin1", "twin3", "twin1", "twin3"]
     assert result["served"] == {"twin0": 0, "twin1": 200_000, "twin2": 0, "twin3": 200_000}
 
 
 @needs(verbs.nic(count_min=2))
 def test_faster_link_wins_among_equally_near_nics(tmp_path: Path, nics: tuple[Nic, ...]) -> None:
-    names = [nic.name for nic in nics[:2]]
-    tree = create_pci_tree(tmp_path, dict(zip(names, ["0000:04:00.0", "0000:05:00.0"], strict=True)))
-    for name, link_rate in zip(names, ["200 Gb/sec (4X HDR)", "400 Gb/sec (4X NDR)"], strict=True):
-        port = tmp_path / f"sys/class/infiniband/{name}/ports/1"
-        port.mkdir(parents=True)
-        (port / "rate").write_text(f"{link_rate}\n")
+    nic_names = [nic.name for nic in nics[:2]]
+    tree = create_pci_tree(tmp_path, dict(zip(nic_names, ["0000:04:00.0", "0000:05:00.0"], strict=True)))
+    for name, link_rate in zip(nic_names, ["200 Gb/sec (4X HDR)", "400 Gb/sec (4X NDR)"], strict=True):
+        port_folder = tmp_path / f"sys/class/infiniband/{name}/ports/1"
+        port_folder.mkdir(parents=True)
+        (port_folder / "rate").write_text(f"{link_rate}\n")
     placement = Placement(tree)
     assert [placement.link_gbit_per_s(nic) for nic in nics[:2]] == [200.0, 400.0]
     assert placement.nearest(GPU_ADDRESS, nics[:2]) == (nics[1],)
-    # A nearer NIC wins over a faster NIC.
-    (tmp_path / f"sys/class/infiniband/{names[1]}/device").unlink()
-    (tmp_path / f"sys/class/infiniband/{names[1]}/device").symlink_to("../../../0000:81:00.0")
+    # The faster NIC moves away from the GPU. The nearer NIC wins over it.
+    (tmp_path / f"sys/class/infiniband/{nic_names[1]}/device").unlink()
+    (tmp_path / f"sys/class/infiniband/{nic_names[1]}/device").symlink_to("../../../0000:81:00.0")
     assert Placement(tree).nearest(GPU_ADDRESS, nics[:2]) == (nics[0],)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
     from gdrkit.harness.peer import Peer
 
+# Fault rules: no NIC can register memory by this route.
 NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
 NO_PEER_MEMORY = "ibv_reg_mr call=* errno=EFAULT"
 
@@ -84,12 +85,12 @@ def test_no_route_error_has_both_causes_and_leaves_nothing(device: Device, nics:
 def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[Nic, ...]) -> None:
     # Each registration must raise a new error object: the traceback of a reused object would refer to the memory of
     # all callers.
-    references: list[weakref.ref[object]] = []
+    memory_references: list[weakref.ref[object]] = []
     traceback_lengths = set()
 
     def register_and_fail() -> None:
         with device.allocate(64 * KIB) as memory:
-            references.append(weakref.ref(memory))
+            memory_references.append(weakref.ref(memory))
             with pytest.raises(RegistrationFailed) as error_info:
                 register(memory, nics)
             traceback_lengths.add(len(error_info.traceback))
@@ -98,7 +99,7 @@ def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[N
         for _ in range(50):
             register_and_fail()
     gc.collect()
-    assert [reference() for reference in references] == [None] * 50
+    assert [reference() for reference in memory_references] == [None] * 50
     assert len(traceback_lengths) == 1
 
 
@@ -172,13 +173,13 @@ def test_memory_of_a_wrong_type_is_named(nic: Nic, memory: Any) -> None:  # noqa
 
 @needs(verbs.nic())
 def test_wrong_type_of_a_library_is_named_with_its_module(nic: Nic) -> None:
-    value: Any = uuid.UUID(int=0)
+    wrong_value: Any = uuid.UUID(int=0)
     with pytest.raises(UsageError, match=r"DeviceBuffer.*not uuid\.UUID\b"):
-        register(value, [nic])
+        register(wrong_value, [nic])
     with pytest.raises(UsageError, match=r"nics must .*not uuid\.UUID\b"):
-        RegionCache(value)
+        RegionCache(wrong_value)
     with pytest.raises(UsageError, match=r"nics must .*contains uuid\.UUID\b"):
-        RegionCache([nic, value])
+        RegionCache([nic, wrong_value])
 
 
 @needs(verbs.nic())

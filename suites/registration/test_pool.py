@@ -1,4 +1,4 @@
-"""A pool of registered buffers: threads are served in order, and no buffer is allocated twice."""
+"""A pool of registered buffers serves threads in order of arrival, and never gives one buffer to two of them."""
 
 from __future__ import annotations
 
@@ -87,14 +87,15 @@ def test_waiting_threads_are_served_in_order_of_arrival(allocator: AnyAllocator,
     with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=1) as pool, ThreadPoolExecutor(4) as executor:
         held_buffer = pool.allocate()
 
-        def wait_for_buffer(index: int) -> None:
+        def wait_for_buffer(thread_index: int) -> None:
             with pool.allocate(timeout_ms=30_000):
-                served_indices.append(index)
+                served_indices.append(thread_index)
 
         futures = []
-        for index in range(4):
-            futures.append(executor.submit(wait_for_buffer, index))
-            while pool.statistics().waiting <= index:
+        for thread_index in range(4):
+            futures.append(executor.submit(wait_for_buffer, thread_index))
+            # The next thread starts only when this thread waits, so the order of arrival is known.
+            while pool.statistics().waiting <= thread_index:
                 assert not futures[-1].done()
         held_buffer.close()
         for future in futures:
@@ -146,6 +147,7 @@ def test_pool_close_with_an_open_buffer_is_refused(allocator: AnyAllocator, nic:
 
 @needs(software(Api.VERBS))
 def test_pool_with_failed_registration_leaves_nothing(allocator: AnyAllocator, nic: Nic) -> None:
+    # This call probes the NIC now, so the fault rule below counts only registrations.
     assert nic.supports_dmabuf()
     with allocator.allocate(BUFFER_BYTES):
         handles_before = handles.live()

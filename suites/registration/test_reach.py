@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA), verbs.nic(count_min=2))]
 
-# Fault rules: the NIC twin1 registers memory, but its writes or its reads fail.
+# Fault rules: the NIC twin1 registers memory, but its writes or its reads complete with RETRY_EXC_ERR (12).
 NO_WRITES = "wc.rdma_write call=* status=12 nic=twin1"
 NO_READS = "wc.rdma_read call=* status=12 nic=twin1"
 
 
 def create_counter_files(root: Path, nics: tuple[Nic, ...], **counters: int) -> HostTree:
-    """Create the counter files of the ports of NICs. Their values stay constant. Return the tree."""
+    """Return a new sysfs tree in `root` in which the port counters of the NICs have these constant values."""
     for nic in nics:
         folder = root / f"sys/class/infiniband/{nic.name}/ports/{nic.port.number}/counters"
         folder.mkdir(parents=True)
@@ -46,15 +46,17 @@ def create_counter_files(root: Path, nics: tuple[Nic, ...], **counters: int) -> 
 
 def test_counters_of_both_ports_prove_the_bytes(device: Device, nics: tuple[Nic, ...]) -> None:
     first_nic, second_nic = nics[:2]
-    loopback, wire = measure_reach(device, [(first_nic, first_nic), (first_nic, second_nic)], tree=HostTree())
-    assert (loopback.path, wire.path) == (TransferPath.LOOPBACK, TransferPath.WIRE)
-    assert (wire.nic, wire.peer_nic) == (first_nic.name, second_nic.name)
-    for reach in (loopback, wire):
+    loopback_reach, wire_reach = measure_reach(
+        device, [(first_nic, first_nic), (first_nic, second_nic)], tree=HostTree()
+    )
+    assert (loopback_reach.path, wire_reach.path) == (TransferPath.LOOPBACK, TransferPath.WIRE)
+    assert (wire_reach.nic, wire_reach.peer_nic) == (first_nic.name, second_nic.name)
+    for reach in (loopback_reach, wire_reach):
         assert (reach.moved, reach.state, reach.reason) == (True, RouteOutcome.PROVEN, ""), reach
-    assert loopback.nic_growth is not None
-    assert loopback.nic_growth.sent_bytes is not None
+    assert loopback_reach.nic_growth is not None
+    assert loopback_reach.nic_growth.sent_bytes is not None
     # A port sends the bytes of both directions in loopback.
-    assert loopback.nic_growth.sent_bytes >= 2 * loopback.transfer_bytes
+    assert loopback_reach.nic_growth.sent_bytes >= 2 * loopback_reach.transfer_bytes
 
 
 @pytest.mark.parametrize(
@@ -75,16 +77,17 @@ def test_bytes_that_no_port_counts_are_unproven(
 ) -> None:
     first_nic, second_nic = nics[:2]
     tree = create_counter_files(tmp_path, (first_nic, second_nic), **counters)
-    loopback, wire = measure_reach(device, [(first_nic, first_nic), (first_nic, second_nic)], tree=tree)
-    assert [reach.moved for reach in (loopback, wire)] == [True, True]
-    assert [reach.state for reach in (loopback, wire)] == [RouteOutcome.UNPROVEN, RouteOutcome.UNPROVEN]
-    assert [reach.reason for reach in (loopback, wire)] == [loopback_reason, wire_reason]
+    loopback_reach, wire_reach = measure_reach(device, [(first_nic, first_nic), (first_nic, second_nic)], tree=tree)
+    assert [reach.moved for reach in (loopback_reach, wire_reach)] == [True, True]
+    assert [reach.state for reach in (loopback_reach, wire_reach)] == [RouteOutcome.UNPROVEN, RouteOutcome.UNPROVEN]
+    assert [reach.reason for reach in (loopback_reach, wire_reach)] == [loopback_reason, wire_reason]
 
 
 @pytest.mark.parametrize("rule", [NO_WRITES, NO_READS, "ibv_reg_mr call=* errno=EFAULT nic=twin1"])
 def test_nic_that_moves_nothing_is_left_out_and_named(
     device: Device, nics: tuple[Nic, ...], rule: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    # A registration fails only if the NIC refuses dma-bufs too.
     rules = [rule, *(["ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP nic=twin1"] if rule.startswith("ibv_") else [])]
     placement = Placement(reach=ReachTable(retry_after_s=0))
     with inject_faults(Api.VERBS, *rules), caplog.at_level(logging.WARNING):
@@ -107,6 +110,7 @@ def test_failed_nic_is_measured_again_only_later(device: Device, nics: tuple[Nic
 
 
 def test_gpu_without_a_working_nic_has_every_cause(device: Device, nics: tuple[Nic, ...]) -> None:
+    # Status 10 is REM_ACCESS_ERR.
     with inject_faults(Api.VERBS, "wc.rdma_read call=* status=10"), pytest.raises(RegistrationFailed) as error_info:
         Placement().usable(device, nics)
     assert len(error_info.value.causes) == len(nics)
@@ -149,14 +153,16 @@ def test_malformed_file_is_ignored(device: Device, nics: tuple[Nic, ...], state_
     registrations_before = count_registrations()
     results = ReachTable().measured(device, nics)
     assert all(reach.moved for reach in results)
+    # Each NIC was measured again, with one registration.
     assert count_registrations() == registrations_before + len(nics)
 
 
 def test_full_file_keeps_the_newest_results(device: Device, nics: tuple[Nic, ...], state_folder: Path) -> None:
+    # The table keeps at most 64 KiB in the file, which is less than 1000 results need.
     (newest_result,) = measure_reach(device, [(nics[0], nics[0])], tree=HostTree())
     older_results = [
-        dataclasses.replace(newest_result, gpu_uuid=f"GPU-{number}", measured_s=newest_result.measured_s - number)
-        for number in range(1, 1000)
+        dataclasses.replace(newest_result, gpu_uuid=f"GPU-{age_s}", measured_s=newest_result.measured_s - age_s)
+        for age_s in range(1, 1000)
     ]
     ReachTable().store([*older_results, newest_result])
     file_text = (state_folder / "reach").read_text()
@@ -186,6 +192,7 @@ def test_manager_uses_only_nics_that_moved_bytes(nics: tuple[Nic, ...]) -> None:
             with manager.lease(memory) as lease:
                 assert [nic.name for nic in lease.nics] == list(gpu.nics)
                 assert all(manager.remote(lease, gpu_index=0)[0].name != "twin1" for _ in nics)
+            # Without fault rules, twin1 works again.
             with inject_faults(Api.VERBS), manager.lease(memory) as lease:
                 assert [nic.name for nic in lease.nics] == [nic.name for nic in nics]
 
@@ -202,6 +209,7 @@ def test_stale_result_of_another_reach_is_a_new_measurement(
     device: Device, nics: tuple[Nic, ...], state_folder: Path
 ) -> None:
     ReachTable().measured(device, nics)
+    # The file says that the NIC had another GID when it was measured.
     file = state_folder / "reach"
     file.write_text(file.read_text().replace(nics[0].gid, "fe80:0000:0000:0000:0000:0000:0000:0001"))
     registrations_before = count_registrations()

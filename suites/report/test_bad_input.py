@@ -1,8 +1,9 @@
-"""Reports of malformed run folders and records: each causes one clear error, or becomes harmless text in the report."""
+"""Malformed run folders and records cause one clear error of `gdrkit report`, or become harmless text in the report."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import subprocess
 import sys
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 # HTML, terminal control characters, a direction mark, Markdown and the comment of a Prometheus file.
 HOSTILE_TEXT = '</title><script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\x9b31m\u202e|`"\\\n# HELP'
-# A user id and group id without any privileges and files (the overflow id of Linux).
+# The overflow id of Linux, as the id of a user and of a group without privileges and files.
 UNPRIVILEGED_ID = 65534
 # Valid JSON values that a reader of JSON may not expect.
 ODD_VALUES: tuple[Json, ...] = (None, True, 0, -1, 10**400, 5e-324, 1.7e308, "", "\ud800", "9" * 5000, [1], {"a": 0})
@@ -91,7 +92,7 @@ def test_invalid_number_is_refused(run_folder: RunFolder, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "file_text", "expected_text"),
+    ("file_attribute", "file_text", "expected_text"),
     [
         ("run", "{", "not JSON"),
         ("run", '{"schema_version": 7}', "expected schema_version 1, found 7"),
@@ -101,8 +102,10 @@ def test_invalid_number_is_refused(run_folder: RunFolder, value: str) -> None:
         ("facts", '{"schema_version": 1}', "facts.json.machine: the field is missing"),
     ],
 )
-def test_damaged_file_of_a_run_is_named(run_folder: RunFolder, file: str, file_text: str, expected_text: str) -> None:
-    damaged_file: Path = getattr(run_folder, file)
+def test_damaged_file_of_a_run_is_named(
+    run_folder: RunFolder, file_attribute: str, file_text: str, expected_text: str
+) -> None:
+    damaged_file: Path = getattr(run_folder, file_attribute)
     damaged_file.write_text(file_text)
     message = read_and_get_error(run_folder)
     assert message.startswith(str(damaged_file))
@@ -133,17 +136,18 @@ def replace_value(data: Json, path: tuple[str | int, ...], value: Json) -> Json:
     ]
 
 
-@pytest.mark.parametrize("name", ["run.json", "facts.json", "plan.json", "records.jsonl"])
-def test_odd_value_of_a_field_gives_a_report_or_one_error(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("file_name", ["run.json", "facts.json", "plan.json", "records.jsonl"])
+def test_odd_value_of_a_field_gives_a_report_or_one_error(tmp_path: Path, file_name: str) -> None:
     facts = make_host_facts(gpu_count=1, nic_count=1)
-    # The records have two sizes of a sweep, so that there is a plot, and one record of each other type.
+    # The records have several copy sizes, so that the report has a plot, and one record of each other type.
     records = [record for record in make_host_records(facts) if "16MiB" not in record.case][:8]
     folder = RunFolder(write_run(tmp_path / "run", facts, records))
-    file = folder.path / name
-    if name == "plan.json":
+    file = folder.path / file_name
+    if file_name == "plan.json":
+        # The report uses the plan only if run.json is missing.
         folder.run.unlink()
         file.write_text('{"profile": "any", "cases": [{"case": "a.py::test_a"}]}')
-    lines = file.read_text().splitlines() if name == "records.jsonl" else [file.read_text()]
+    lines = file.read_text().splitlines() if file_name == "records.jsonl" else [file.read_text()]
     report_count, refusal_reasons = 0, set()
     for line_index, document in enumerate(map(json.loads, lines)):
         for path in walk_value_paths(document):
@@ -177,8 +181,8 @@ def test_killed_run_has_a_report(run_folder: RunFolder) -> None:
     )
     with run_folder.records.open("ab") as file:
         file.write(b'{"schema_version": 1, "case": "a.py::te')
-    completed = run_gdrkit("report", run_folder.path)
-    assert completed.returncode == 0, completed.stderr
+    process = run_gdrkit("report", run_folder.path)
+    assert process.returncode == 0, process.stderr
     page = run_folder.index.read_text()
     assert '<h1><span class="mark bad"></span>The run did not end</h1>' in page
     assert "no record of 2 of 5 cases; the first of them is a.py::test_3" in page
@@ -190,9 +194,11 @@ def test_killed_run_has_a_report(run_folder: RunFolder) -> None:
 
 def test_cost_of_a_long_plan_does_not_grow_with_the_records(run_folder: RunFolder) -> None:
     first_line = run_folder.records.read_text().splitlines()[0]
-    names = [f"a.py::test_{number:06}" for number in range(100_000)]
+    case_names = [f"a.py::test_{number:06}" for number in range(100_000)]
     run_folder.run.unlink()
-    run_folder.records.write_text("".join(first_line.replace("a.py::test_0", name) + "\n" for name in names[-2_000:]))
+    run_folder.records.write_text(
+        "".join(first_line.replace("a.py::test_0", name) + "\n" for name in case_names[-2_000:])
+    )
 
     def measure_cpu_s(planned_cases: list[str]) -> float:
         run_folder.plan.write_text(json.dumps({"profile": "any", "cases": [{"case": name} for name in planned_cases]}))
@@ -202,12 +208,12 @@ def test_cost_of_a_long_plan_does_not_grow_with_the_records(run_folder: RunFolde
 
     cpu_s_without_plan = measure_cpu_s([])
     # A search of all records for each planned case would compare 200 million names and take ten times as long.
-    assert measure_cpu_s(names) < cpu_s_without_plan * 10
+    assert measure_cpu_s(case_names) < cpu_s_without_plan * 10
 
 
 def test_records_alone_have_a_report_in_another_folder(run_folder: RunFolder, tmp_path: Path) -> None:
-    completed = run_gdrkit("report", run_folder.records, "--output", tmp_path / "made")
-    assert completed.returncode == 0, completed.stderr
+    process = run_gdrkit("report", run_folder.records, "--output", tmp_path / "made")
+    assert process.returncode == 0, process.stderr
     page = (tmp_path / "made" / "index.html").read_text()
     assert "Records of 3 cases: 3 passed" in page
     assert "This host" not in page
@@ -216,9 +222,9 @@ def test_records_alone_have_a_report_in_another_folder(run_folder: RunFolder, tm
 def test_records_alone_replace_no_report(run_folder: RunFolder) -> None:
     render(run_folder.path)
     files_before = {file.name: file.read_bytes() for file in run_folder.path.iterdir()}
-    completed = run_gdrkit("report", run_folder.records)
-    assert (completed.returncode, completed.stdout) == (2, "")
-    (line,) = completed.stderr.splitlines()
+    process = run_gdrkit("report", run_folder.records)
+    assert (process.returncode, process.stdout) == (2, "")
+    (line,) = process.stderr.splitlines()
     assert "--output DIR" in line
     assert {file.name: file.read_bytes() for file in run_folder.path.iterdir()} == files_before
 
@@ -229,10 +235,10 @@ def test_folder_without_a_run_is_wrong_usage(tmp_path: Path, variant: str) -> No
         (tmp_path / "records.jsonl").touch()
     if variant == "no_facts":
         RunFolder(tmp_path).write_run(make_run())
-    completed = run_gdrkit("report", tmp_path)
-    assert completed.returncode == 2
-    assert len(completed.stderr.splitlines()) == 1
-    assert "Traceback" not in completed.stderr
+    process = run_gdrkit("report", tmp_path)
+    assert process.returncode == 2
+    assert len(process.stderr.splitlines()) == 1
+    assert "Traceback" not in process.stderr
 
 
 def test_failed_write_keeps_the_earlier_report(run_folder: RunFolder) -> None:
@@ -242,7 +248,7 @@ def test_failed_write_keeps_the_earlier_report(run_folder: RunFolder) -> None:
     run_folder.junit.mkdir()
     with pytest.raises(SetupMissing, match=r"write\(path=.*junit.xml.*EISDIR") as error_info:
         render(run_folder.path)
-    assert error_info.value.errno == 21
+    assert error_info.value.errno == errno.EISDIR
     assert run_folder.index.read_bytes() == page_before
     assert [path.name for path in run_folder.path.iterdir() if path.name.startswith(".")] == []
 
@@ -250,22 +256,22 @@ def test_failed_write_keeps_the_earlier_report(run_folder: RunFolder) -> None:
 @needs(host.capability("CAP_SETUID"), host.package_for_all_users)
 @pytest.mark.parametrize("command", ["report", "qualify"])
 def test_missing_write_permission_has_exit_code_3(command: str) -> None:
-    option = {"report": [], "qualify": ["--output"]}[command]
+    output_option = {"report": [], "qualify": ["--output"]}[command]
     # Every start of pytest removes the permissions of other users from the folder that contains `tmp_path`.
     with folder_for_all_users() as folder:
         run_folder = RunFolder(write_run(folder / "run", make_facts(), [make_record()]))
-        arguments = [sys.executable, "-m", "gdrkit", command, *option, str(run_folder.path)]
-        completed = subprocess.run(
+        arguments = [sys.executable, "-m", "gdrkit", command, *output_option, str(run_folder.path)]
+        process = subprocess.run(
             [sys.executable, "-c", EXECUTE_UNPRIVILEGED_PROGRAM.format(UNPRIVILEGED_ID), *arguments],
             capture_output=True,
             text=True,
             check=False,
         )
         assert run_folder.records.exists()
-    assert completed.returncode == 3, completed.stderr
-    assert "EACCES" in completed.stderr.splitlines()[-1]
-    assert "--output" in completed.stderr
-    assert "Traceback" not in completed.stderr
+    assert process.returncode == 3, process.stderr
+    assert "EACCES" in process.stderr.splitlines()[-1]
+    assert "--output" in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_hostile_host_name_is_text_in_every_document(run_folder: RunFolder) -> None:
@@ -287,14 +293,14 @@ def test_hostile_folder_name_is_escaped_in_errors(tmp_path: Path) -> None:
     folder = tmp_path / "x\x1b[2J"
     folder.mkdir()
     (folder / "run.json").write_text("{")
-    completed = run_gdrkit("report", folder)
-    assert completed.returncode == 2
-    assert "\x1b" not in completed.stderr + completed.stdout
-    assert "\\x1b[2J" in completed.stderr
+    process = run_gdrkit("report", folder)
+    assert process.returncode == 2
+    assert "\x1b" not in process.stderr + process.stdout
+    assert "\\x1b[2J" in process.stderr
 
 
 @pytest.mark.parametrize(
-    ("text", "escaped"),
+    ("text", "escaped_text"),
     [
         ("node-7", "node-7"),
         ("Zürich, 東京", "Zürich, 東京"),
@@ -306,8 +312,8 @@ def test_hostile_folder_name_is_escaped_in_errors(tmp_path: Path) -> None:
         ("\U000e0041", "\\U000e0041"),
     ],
 )
-def test_control_characters_are_escaped(text: str, escaped: str) -> None:
-    assert escape_controls(text) == escaped
+def test_control_characters_are_escaped(text: str, escaped_text: str) -> None:
+    assert escape_controls(text) == escaped_text
 
 
 def test_markdown_cell_is_one_line_without_bars_and_tags() -> None:

@@ -15,7 +15,7 @@ from support.records import make_facts, make_proven_route, make_record, make_run
 
 from gdrkit.report import CaseReason, ClaimedRoute, Verdict
 from gdrkit.report.compare import Comparison, compare, describe_comparison
-from gdrkit.report.contents import Contents
+from gdrkit.report.contents import RunContents
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,9 +28,12 @@ PAIR_COUNT, ROUND_COUNT, RELATIVE_NOISE, RELATIVE_REGRESSION = 1000, 15, 0.03, 0
 RATE_NAME = "rate_gb_per_s_median"
 
 
-def make_contents(*records: Record) -> Contents:
-    return Contents(
-        make_run(), make_facts(), records, tuple(f"records.jsonl:{number}" for number in range(1, len(records) + 1))
+def make_contents(*records: Record) -> RunContents:
+    return RunContents(
+        make_run(),
+        make_facts(),
+        records,
+        tuple(f"records.jsonl:{line_number}" for line_number in range(1, len(records) + 1)),
     )
 
 
@@ -39,9 +42,9 @@ def compare_records(before: Record, after: Record) -> Comparison:
 
 
 def make_measured_record(draw_noise_factor: Callable[[], float], rate: float) -> Record:
-    """Return a record with the median and the spread of several rounds. Each round has another noise factor."""
-    rounds = sorted(rate * draw_noise_factor() for _ in range(ROUND_COUNT))
-    lower_quartile, median, upper_quartile = statistics.quantiles(rounds, n=4)
+    """Return a record with the median and the spread of several rounds. The rate of each round has a noise factor."""
+    round_rates = sorted(rate * draw_noise_factor() for _ in range(ROUND_COUNT))
+    lower_quartile, median, upper_quartile = statistics.quantiles(round_rates, n=4)
     numbers = {
         RATE_NAME: median,
         "rate_spread_percent": (upper_quartile - lower_quartile) / median * 100,
@@ -125,6 +128,7 @@ def test_noise_band_widens_with_the_spread() -> None:
 
 
 def test_extreme_numbers_are_compared_without_an_error() -> None:
+    # The differences and ratios of these numbers exceed the range of a float.
     before = [make_record(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (1.7e308, -1.7e308, 5e-324)]
     after = make_record(numbers={"rate_gb_per_s": 1.7e308}, substrate=HARDWARE)
     comparison = compare(make_contents(*before), make_contents(after), noise_percent=5.0)
@@ -161,9 +165,9 @@ def test_numbers_of_twins_have_a_change_and_no_value() -> None:
 def test_worse_verdicts_and_routes_are_found() -> None:
     route = make_proven_route(0, "mlx5_0")
     good_record = make_record(routes=(route,), substrate=HARDWARE)
-    fallback = ClaimedRoute(0, "mlx5_0", "dmabuf", "by the host")
+    fallback_route = ClaimedRoute(0, "mlx5_0", "dmabuf", "by the host")
     bad_record = make_record(
-        Verdict.UNPROVEN, routes=(fallback,), reasons=(CaseReason("not seen"),), substrate=HARDWARE
+        Verdict.UNPROVEN, routes=(fallback_route,), reasons=(CaseReason("not seen"),), substrate=HARDWARE
     )
     changes = compare_records(good_record, bad_record).changes
     worse_changes = {(change.kind, change.before, change.after) for change in changes if change.outcome == "worse"}
@@ -192,14 +196,15 @@ def run_gdrkit(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_exit_code_is_1_if_something_became_worse(tmp_path: Path) -> None:
     facts = make_host_facts(gpu_count=1, nic_count=1)
-    before = write_run(tmp_path / "before", facts, list(make_host_records(facts)))
-    after = write_run(tmp_path / "after", facts, list(make_host_records(facts, rate_factor=0.9)))
-    same_runs = run_gdrkit("compare", before, before)
-    assert (same_runs.returncode, same_runs.stdout.splitlines()[-1]) == (0, "nothing became worse")
-    worse_run = run_gdrkit("compare", before, after / "records.jsonl", "--json")
-    assert worse_run.returncode == 1, worse_run.stderr
-    changes = json.loads(worse_run.stdout)["changes"]
-    names = [change["name"] for change in changes if change["outcome"] == "worse"]
-    assert len(names) == 8
-    assert run_gdrkit("compare", before, after, "--noise", "15").returncode == 0
-    assert run_gdrkit("compare", before, tmp_path).returncode == 2
+    folder_before = write_run(tmp_path / "before", facts, list(make_host_records(facts)))
+    folder_after = write_run(tmp_path / "after", facts, list(make_host_records(facts, rate_factor=0.9)))
+    equal_comparison = run_gdrkit("compare", folder_before, folder_before)
+    assert (equal_comparison.returncode, equal_comparison.stdout.splitlines()[-1]) == (0, "nothing became worse")
+    worse_comparison = run_gdrkit("compare", folder_before, folder_after / "records.jsonl", "--json")
+    assert worse_comparison.returncode == 1, worse_comparison.stderr
+    changes = json.loads(worse_comparison.stdout)["changes"]
+    worse_names = [change["name"] for change in changes if change["outcome"] == "worse"]
+    # make_host_records() multiplies 8 rates by `rate_factor`.
+    assert len(worse_names) == 8
+    assert run_gdrkit("compare", folder_before, folder_after, "--noise", "15").returncode == 0
+    assert run_gdrkit("compare", folder_before, tmp_path).returncode == 2

@@ -1,4 +1,4 @@
-"""The documents of a run (page, summary, JUnit XML) are made from its files, and are well-formed for every text."""
+"""gdrkit renders the page, the summary and the JUnit XML of a run. They are well-formed for any text in its files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # HTML elements without an end tag.
 VOID_ELEMENTS = {"meta", "link", "br", "hr", "img", "input"}
-# Elements that could load other files or send data. The only script of the page is its own.
+# Elements that could load other files or send data. A script is allowed only if it is SEARCH_SCRIPT.
 LOADING_ELEMENTS = {"link", "img", "iframe", "object", "embed", "base", "form"}
 HOSTILE_TEXT = "</code><script>alert(1)</script>\"'&<b onload=x>|`\x00\x1b[31m\u202e"
 SEARCH_SCRIPT = (install_paths().templates / "search.js").read_text()
@@ -52,7 +52,6 @@ class PageParser(HTMLParser):
         self.open_tags: list[str] = []
         self.tags: list[str] = []
         self.lines: list[str] = []
-        self.tables: list[bool] = []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
@@ -60,7 +59,7 @@ class PageParser(HTMLParser):
         for name, value in attributes:
             assert not name.startswith("on"), f"{name} of <{tag}>"
             assert name not in {"src", "srcset", "style"}, f"{name} of <{tag}>"
-            assert tag != "script"
+            assert tag != "script", "the script of the page has no attributes"
             assert name != "href" or (value or "").startswith("#")
         if tag == "caption":
             assert self.open_tags[-1] == "table"
@@ -125,19 +124,20 @@ def test_hostile_text_breaks_no_table_in_markdown() -> None:
     summary = render_markdown(make_run(verdict=HOSTILE_TEXT), make_facts(), make_hostile_records())
     assert "<script" not in summary
     rows = [line for line in summary.splitlines() if line.startswith("| ") and "verdict |" not in line]
+    # The tables have three or four columns, so a row has four or five bars.
     malformed_rows = [line for line in rows if line.replace("\\|", "").count("|") not in (4, 5)]
     assert malformed_rows == []
 
 
 def test_hostile_text_begins_no_line_in_markdown() -> None:
     text_of_several_lines = f"{HOSTILE_TEXT}\n\n# owned\n\n- owned\n"
-    texts: dict[str, Any] = {
+    text_by_field: dict[str, Any] = {
         field.name: text_of_several_lines for field in dataclasses.fields(Run) if field.type in {"str", "str | None"}
     }
-    assert {"host", "profile", "started", "commit", "version", "verdict", "command"} <= texts.keys()
+    assert {"host", "profile", "started", "commit", "version", "verdict", "command"} <= text_by_field.keys()
     run = dataclasses.replace(
         make_run(substrate={text_of_several_lines: "twin"}),
-        **texts,
+        **text_by_field,
         causes=(text_of_several_lines,),
         required=(text_of_several_lines,),
     )
@@ -221,7 +221,10 @@ def test_junit_counts_are_those_of_the_verdicts() -> None:
     cases = suite.findall("testcase")
     assert [len(case.findall("failure")) for case in cases] == [0, 1, 0, 1, 0]
     assert (cases[1][1].text, cases[0].get("classname"), cases[0].get("name")) == ("line 1", "suite.test_a", "test_a")
-    assert [item.get("value") for item in cases[4].iter("property")] == ["unproven", "no counter moved"]
+    assert [property_element.get("value") for property_element in cases[4].iter("property")] == [
+        "unproven",
+        "no counter moved",
+    ]
 
 
 def test_records_are_read_back_as_the_same_values(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page of a report begins with the host, its devices, and the state of every direct path with its cause."""
+"""The first part of a report page has the host, its devices, path states with causes, matrices and measurements."""
 
 from __future__ import annotations
 
@@ -46,7 +46,14 @@ def make_topology() -> Topology:
         "mlx5_0": {"GPU0": "PIX", "mlx5_1": "SYS"},
         "mlx5_1": {"GPU0": "SYS", "mlx5_0": "SYS"},
     }
-    return Topology(1, devices, distances, {}, None, {"0": "0-31"})
+    return Topology(
+        schema_version=1,
+        places=devices,
+        distances=distances,
+        bridges={},
+        virtual_machine=None,
+        numa_cpus={"0": "0-31"},
+    )
 
 
 def test_headline_names_devices_and_drivers() -> None:
@@ -71,9 +78,9 @@ def test_host_name_is_before_the_verdict(tmp_path: Path) -> None:
 
 def test_page_says_that_records_do_not_name_the_host(tmp_path: Path) -> None:
     facts = make_host_facts(gpu_count=1, nic_count=1)
-    path = write_run(tmp_path / "run", facts, list(make_host_records(facts)), host="node7")
-    RunFolder(path).run.unlink()
-    page_html = render(path).index.read_text()
+    run_path = write_run(tmp_path / "run", facts, list(make_host_records(facts)), host="node7")
+    RunFolder(run_path).run.unlink()
+    page_html = render(run_path).index.read_text()
     assert page_html.index('<p class="hostname">Host name not recorded</p>') < page_html.index("<h1>")
 
 
@@ -102,8 +109,9 @@ def test_cell_has_the_cause_of_its_state() -> None:
         ("NIC", "mlx5_1"),
         ("mount", "/data"),
     ]
-    states = [[cell and (cell.state, cell.cause) for cell in cells] for _, _, cells in matrix.rows]
-    assert states == [[("proven", 0), ("unproven", 1), ("fell_back", 2)], [None, ("unproven", 1), None]]
+    # A cell has the state of a pair and the number of its cause. It is None if no case tested the pair.
+    states_and_causes = [[cell and (cell.state, cell.cause) for cell in cells] for _, _, cells in matrix.rows]
+    assert states_and_causes == [[("proven", 0), ("unproven", 1), ("fell_back", 2)], [None, ("unproven", 1), None]]
     first_cause = matrix.causes[0]
     assert (first_cause.number, first_cause.text, first_cause.pair_count) == (1, "no counter moved", 2)
     assert matrix.kinds == (("NICs", 2), ("mount", 1))
@@ -117,7 +125,8 @@ def test_fallback_wins_over_a_proven_route_of_a_pair() -> None:
         ),
     ]
     matrix = make_matrix(records)
-    (((_, _, (cell,)),), (cause,)) = (matrix.rows, matrix.causes)
+    ((_, _, (cell,)),) = matrix.rows
+    (cause,) = matrix.causes
     assert cell is not None
     assert (cell.state, cell.cause, cell.case) == ("fell_back", 1, "a.py::test_b")
     assert cause.text == "by the host"
@@ -127,6 +136,7 @@ def test_wide_matrix_has_symbols_and_hidden_words() -> None:
     facts = make_host_facts(gpu_count=8, nic_count=8)
     page_html = render_html(make_run(), facts, list(make_host_records(facts)))
     (table,) = re.findall(r'<table class="grid narrow">.*?</table>', page_html, re.DOTALL)
+    # 16 of the 64 pairs of a GPU and a NIC fell back. The table has two rows of headings and a row for each GPU.
     assert table.count('<span class="hidden">fell back</span>') >= 16
     assert table.count("<tr>") == 2 + 8
 
@@ -141,12 +151,15 @@ def test_distances_are_those_of_nvidia_smi() -> None:
 
 
 def make_balance() -> Balance:
+    # The fields are the NIC, its link in Gbit/s, its moved and counted bytes, and its actual and expected share in %.
     loads = (
         NicLoad("mlx5_0", 400.0, 9_000_000_000, 18_300_000_000, 90.0, 50.0),
         NicLoad("mlx5_1", 400.0, 1_000_000_000, 2_100_000_000, 10.0, 50.0),
     )
-    gpus, matrix = ("0000:1B:00.0",), ((9_000_000_000, 1_000_000_000),)
-    return Balance(duration_s=2.0, is_counted=True, loads=loads, gpus=gpus, matrix=matrix)
+    moved_bytes_by_gpu_and_nic = ((9_000_000_000, 1_000_000_000),)
+    return Balance(
+        duration_s=2.0, is_counted=True, loads=loads, gpus=("0000:1B:00.0",), matrix=moved_bytes_by_gpu_and_nic
+    )
 
 
 def test_balance_is_a_matrix_that_names_the_slow_nic() -> None:
@@ -158,6 +171,7 @@ def test_balance_is_a_matrix_that_names_the_slow_nic() -> None:
     assert dict(matrix.totals)["Counted by the port"] == ("18.3 GB", "2.10 GB")
     assert dict(matrix.totals)["Share of all bytes"] == ("90.0 %", "10.0 %")
     assert matrix.slow_nics == {"mlx5_1"}
+    # The record names no substrate, so the matrix says that the bytes may not describe hardware.
     assert matrix.caveat
     page_html = render_html(make_run(), make_facts(), [record])
     assert page_html.count('mlx5_1 <span class="state fail">slow</span>') == 1
@@ -236,27 +250,27 @@ def test_measurements_nearest_to_their_bounds_are_first() -> None:
 
 def test_page_has_findings_of_the_doctor_and_distances(tmp_path: Path) -> None:
     facts = make_host_facts(gpu_count=1, nic_count=1)
-    folder = RunFolder(write_run(tmp_path / "run", facts, list(make_host_records(facts))))
-    folder.topology.write_text(make_topology().to_json())
+    run_folder = RunFolder(write_run(tmp_path / "run", facts, list(make_host_records(facts))))
+    run_folder.topology.write_text(make_topology().to_json())
     diagnosis = diagnose(this_machine(query_apis=False, run_experiments=False))
-    folder.diagnosis.write_text(diagnosis.to_json())
-    page_html = render(folder.path).index.read_text()
+    run_folder.diagnosis.write_text(diagnosis.to_json())
+    page_html = render(run_folder.path).index.read_text()
     assert f"of {len(diagnosis.findings)} known causes" in page_html
     assert page_html.count("<code>gdrkit explain ") == len(diagnosis.of(Verdict.FAIL))
     assert '<td class="pix">PIX</td>' in page_html
-    # A folder of gdrkit 0.1.0 has neither file.
-    folder.topology.unlink()
-    folder.diagnosis.unlink()
-    assert "known causes" not in render(folder.path).index.read_text()
+    # A run folder of gdrkit 0.1.0 has no topology.json and no doctor.json.
+    run_folder.topology.unlink()
+    run_folder.diagnosis.unlink()
+    assert "known causes" not in render(run_folder.path).index.read_text()
 
 
-@pytest.mark.parametrize("name", ["topology.json", "doctor.json"])
-def test_damaged_document_of_the_machine_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("file_name", ["topology.json", "doctor.json"])
+def test_damaged_document_of_the_machine_is_refused(tmp_path: Path, file_name: str) -> None:
     facts = make_host_facts(gpu_count=1, nic_count=1)
-    path = write_run(tmp_path / "run", facts, [make_record()])
-    (path / name).write_text('{"schema_version": 7}')
+    run_path = write_run(tmp_path / "run", facts, [make_record()])
+    (run_path / file_name).write_text('{"schema_version": 7}')
     with pytest.raises(UsageError, match=r"expected schema_version 1, found 7") as error_info:
-        read_contents(path)
+        read_contents(run_path)
     assert error_info.value.reason is Reason.MALFORMED
 
 
@@ -268,10 +282,10 @@ def test_topology_survives_a_round_trip() -> None:
 def test_folder_of_cases_is_folded_and_counts_its_verdicts() -> None:
     records = [make_record(case="a/x.py::test_a"), make_record(Verdict.FAIL, case="b/y.py::test_b")]
     page_html = render_html(make_run(), make_facts(), records)
-    folders = re.findall(
+    folders_and_verdicts = re.findall(
         r'<details class="suite">\s*<summary><code>(\w)</code>.*?class="(\w+)"><b>1</b>', page_html, re.DOTALL
     )
-    assert folders == [("a", "pass"), ("b", "fail")]
+    assert folders_and_verdicts == [("a", "pass"), ("b", "fail")]
 
 
 def test_failed_cases_of_several_pairs_are_one_cause() -> None:
@@ -286,5 +300,5 @@ def test_failed_cases_of_several_pairs_are_one_cause() -> None:
     ]
     matrix = make_matrix(records)
     assert [(cause.text, cause.pair_count) for cause in matrix.causes] == [("a case of this path failed", 2)]
-    (((_, _, cells),),) = (matrix.rows,)
+    ((_, _, cells),) = matrix.rows
     assert [cell and cell.case for cell in cells] == ["a.py::test_write[mlx5_0]", "a.py::test_write[mlx5_1]"]

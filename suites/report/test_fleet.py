@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from gdrkit.serialization import Json
 
 FACTS = make_host_facts(gpu_count=1, nic_count=1)
-# The unprivileged user cannot read the checkout, so the program imports all modules before it changes its user.
+# Program that writes the report of a fleet as an unprivileged user. Its arguments are the folder of the runs and the
+# output folder. The unprivileged user cannot read the checkout, so the program loads all modules and the template
+# before it changes its user.
 RENDER_FLEET_UNPRIVILEGED = """
 import sys
 from pathlib import Path
@@ -48,102 +50,104 @@ print(*(host.name for host in fleet.hosts), *fleet.problems, sep="\\n")
 """
 
 
-def write_host_run(
-    folder: Path, name: str, *, facts: Facts = FACTS, rate_factor: float = 1.0, start_hour: str = "12"
-) -> Path:
-    """Write the run of a host named `name` into `folder`. The GUID of its NIC is unique."""
+def write_host_run(folder: Path, host_name: str, *, facts: Facts = FACTS, rate_factor: float = 1.0) -> Path:
+    """Write the run of a host into `folder`. The name of the folder is the GUID of its NIC, so that hosts differ."""
     (nic,) = facts.rdma_devices
     facts_of_host = dataclasses.replace(
         facts, rdma_devices=(dataclasses.replace(nic, node_guid=folder.name),), cuda=None
     )
-    path = write_run(folder, facts_of_host, list(make_host_records(FACTS, rate_factor=rate_factor)), host=name)
-    run = RunFolder(path).read_run()
-    RunFolder(path).write_run(dataclasses.replace(run, started=f"2026-11-20T{start_hour}:00:00Z"))
-    return path
+    run_path = write_run(folder, facts_of_host, list(make_host_records(FACTS, rate_factor=rate_factor)), host=host_name)
+    host_run = RunFolder(run_path).read_run()
+    RunFolder(run_path).write_run(dataclasses.replace(host_run, started="2026-11-20T12:00:00Z"))
+    return run_path
 
 
 def test_hosts_are_rows_with_links_to_their_pages(tmp_path: Path) -> None:
-    for number in range(3):
-        render(write_host_run(tmp_path / f"run{number}", f"node{number}"))
+    for host_index in range(3):
+        render(write_host_run(tmp_path / f"run{host_index}", f"node{host_index}"))
     fleet = render_fleet(tmp_path)
     assert fleet.problems == ()
-    page = (tmp_path / "index.html").read_text()
-    assert "<h1>3 hosts: 3 qualified</h1>" in page
-    assert '<a href="run1/index.html">node1</a>' in page
+    fleet_html = (tmp_path / "index.html").read_text()
+    assert "<h1>3 hosts: 3 qualified</h1>" in fleet_html
+    assert '<a href="run1/index.html">node1</a>' in fleet_html
 
 
-ON_TWINS = {"verbs": "twin", "cuda": "twin"}
+TWIN_SUBSTRATE = {"verbs": "twin", "cuda": "twin"}
+# The fields in which a run differs from a passed run on hardware, and the state that every report gives it.
 FIELDS_AND_STATES: list[tuple[dict[str, Any], str]] = [
     ({}, "qualified"),
-    ({"software_asked": True, "substrate": ON_TWINS}, "software only"),
+    ({"software_asked": True, "substrate": TWIN_SUBSTRATE}, "software only"),
     # A run on twins says nothing about the machine, even if --software was not given.
-    ({"substrate": ON_TWINS}, "software only"),
+    ({"substrate": TWIN_SUBSTRATE}, "software only"),
     ({"selection": "-k write"}, "partial"),
-    ({"selection": "-k write", "software_asked": True, "substrate": ON_TWINS}, "partial"),
+    ({"selection": "-k write", "software_asked": True, "substrate": TWIN_SUBSTRATE}, "partial"),
     ({"selection": "--suites /elsewhere", "exit_code": 4}, "partial"),
     # gdrkit 0.1.0 recorded the selection only in the command line.
     ({"command": "gdrkit qualify -k 'write and not read'"}, "partial"),
-    ({"command": "gdrkit qualify '-k"}, "partial"),
+    ({"command": "gdrkit qualify '-k"}, "partial"),  # The quotation mark is not closed.
     ({"command": "gdrkit qualify --suites=/elsewhere"}, "partial"),
     ({"is_interrupted": True, "exit_code": 1}, "interrupted"),
     ({"is_interrupted": True, "software_asked": True, "selection": "-k write"}, "interrupted"),
     ({"selection": "-k write", "exit_code": 1}, "failed"),
-    ({"software_asked": True, "substrate": ON_TWINS, "exit_code": 1}, "failed"),
+    ({"software_asked": True, "substrate": TWIN_SUBSTRATE, "exit_code": 1}, "failed"),
     ({"exit_code": 3}, "set-up is missing"),
     ({"exit_code": 4}, "nothing proven"),
-    ({"exit_code": 77}, "failed"),
+    ({"exit_code": 77}, "failed"),  # gdrkit has no such exit code.
 ]
 
 
-@pytest.mark.parametrize(("fields", "state"), FIELDS_AND_STATES, ids=range(len(FIELDS_AND_STATES)))
-def test_state_of_a_run_is_the_same_in_every_document(tmp_path: Path, fields: dict[str, Any], state: str) -> None:
-    folder = RunFolder(write_host_run(tmp_path / "run", "node"))
+@pytest.mark.parametrize(("run_fields", "expected_state"), FIELDS_AND_STATES, ids=range(len(FIELDS_AND_STATES)))
+def test_state_of_a_run_is_the_same_in_every_document(
+    tmp_path: Path, run_fields: dict[str, Any], expected_state: str
+) -> None:
+    run_folder = RunFolder(write_host_run(tmp_path / "run", "node"))
     records = [record for record in make_host_records(FACTS) if record.verdict is Verdict.PASS]
-    folder.records.unlink()
+    run_folder.records.unlink()
     for record in records:
-        append_record(folder.records, record)
-    run = dataclasses.replace(folder.read_run(), exit_code=0, verdict="It ended", causes=())
-    folder.write_run(dataclasses.replace(run, **fields))
-    render(folder.path)
+        append_record(run_folder.records, record)
+    run = dataclasses.replace(run_folder.read_run(), exit_code=0, verdict="It ended", causes=())
+    run_folder.write_run(dataclasses.replace(run, **run_fields))
+    render(run_folder.path)
     (row,) = render_fleet(tmp_path).hosts
-    assert row.state == state
-    assert json.loads((tmp_path / "fleet.json").read_text())["tally"] == {state: 1}
-    page = (tmp_path / "index.html").read_text()
-    assert f"<h1>1 host: 1 {state}</h1>" in page
+    assert row.state == expected_state
+    assert json.loads((tmp_path / "fleet.json").read_text())["tally"] == {expected_state: 1}
+    fleet_html = (tmp_path / "index.html").read_text()
+    assert f"<h1>1 host: 1 {expected_state}</h1>" in fleet_html
     # Only a qualified run has the green dot in the fleet page and in its own page.
-    assert ('class="state pass"' in page) == (state == "qualified")
-    assert ('class="mark good"' in folder.index.read_text()) == (state == "qualified")
-    assert json.loads(folder.report.read_text())["state"] == state
-    assert f" · {state} · exit code " in folder.summary.read_text()
-    assert f'<property name="state" value="{state}" />' in folder.junit.read_text()
-    for metrics in (folder.metrics, tmp_path / "metrics.prom"):
-        samples = [line for line in metrics.read_text().splitlines() if line.startswith("gdrkit_state{")]
-        assert [line for line in samples if line.endswith(" 1")] == [
-            f'gdrkit_state{{host="node",profile="any",state="{state}"}} 1'
+    assert ('class="state pass"' in fleet_html) == (expected_state == "qualified")
+    assert ('class="mark good"' in run_folder.index.read_text()) == (expected_state == "qualified")
+    assert json.loads(run_folder.report.read_text())["state"] == expected_state
+    assert f" · {expected_state} · exit code " in run_folder.summary.read_text()
+    assert f'<property name="state" value="{expected_state}" />' in run_folder.junit.read_text()
+    for metrics in (run_folder.metrics, tmp_path / "metrics.prom"):
+        state_samples = [line for line in metrics.read_text().splitlines() if line.startswith("gdrkit_state{")]
+        assert [line for line in state_samples if line.endswith(" 1")] == [
+            f'gdrkit_state{{host="node",profile="any",state="{expected_state}"}} 1'
         ]
-        assert len(samples) == len(RunState)
+        assert len(state_samples) == len(RunState)
 
 
 def test_hosts_that_need_attention_come_first(tmp_path: Path) -> None:
-    states: dict[str, dict[str, Any]] = {
+    run_fields_by_host: dict[str, dict[str, Any]] = {
         "a": {},
-        "b": {"software_asked": True, "substrate": ON_TWINS},
+        "b": {"software_asked": True, "substrate": TWIN_SUBSTRATE},
         "c": {"selection": "-k write"},
         "d": {"exit_code": 4},
         "e": {"is_interrupted": True},
         "f": {"exit_code": 1},
         "g": {},
     }
-    for name, fields in states.items():
-        folder = RunFolder(write_host_run(tmp_path / name, name))
-        folder.write_run(dataclasses.replace(folder.read_run(), **{"exit_code": 0, **fields}))
+    for host_name, run_fields in run_fields_by_host.items():
+        run_folder = RunFolder(write_host_run(tmp_path / host_name, host_name))
+        run_folder.write_run(dataclasses.replace(run_folder.read_run(), **{"exit_code": 0, **run_fields}))
     (tmp_path / "g" / "records.jsonl").write_text('{"half')
+    # The unreadable run is first. Interrupted and failed runs follow, then runs that prove a part, then qualified runs.
     assert [row.name for row in render_fleet(tmp_path).hosts] == ["g", "e", "f", "b", "c", "d", "a"]
 
 
 def test_slower_and_different_hosts_are_named(tmp_path: Path) -> None:
-    for number in range(4):
-        write_host_run(tmp_path / f"run{number}", f"node{number}", rate_factor=0.8 if number == 2 else 0.99)
+    for host_index in range(4):
+        write_host_run(tmp_path / f"run{host_index}", f"node{host_index}", rate_factor=0.8 if host_index == 2 else 0.99)
     facts_of_old_driver = dataclasses.replace(FACTS, nvidia_driver_version="570.1")
     write_host_run(tmp_path / "run4", "node4", facts=facts_of_old_driver)
     hosts = {row.name: row for row in render_fleet(tmp_path).hosts}
@@ -158,6 +162,7 @@ def test_slower_and_different_hosts_are_named(tmp_path: Path) -> None:
     ("numbers", "expected_percents"),
     [
         ({"rate_gb_per_s_median": 8.0}, [-20.0]),
+        # A higher rate is not slower, and a rate that is 4 % lower is within the noise.
         ({"rate_gb_per_s_median": 12.0}, []),
         ({"rate_gb_per_s_median": 9.6}, []),
         # The name of a number may consist of its unit alone.
@@ -177,21 +182,23 @@ def test_slower_and_different_hosts_are_named(tmp_path: Path) -> None:
 def test_slower_numbers_are_those_beyond_their_noise(
     tmp_path: Path, numbers: dict[str, float], expected_percents: list[float]
 ) -> None:
+    # The other hosts have 10 for each measured value, and the same spread and number of rounds.
     numbers_of_other_hosts = {name: 10.0 if value in {8.0, 9.6, 12.0} else value for name, value in numbers.items()}
-    for number in range(5):
-        record = make_record(numbers=numbers if number == 2 else numbers_of_other_hosts, substrate=HARDWARE)
-        write_run(tmp_path / f"run{number}", FACTS, [record], host=f"node{number}", host_id=f"{number}")
+    for host_index in range(5):
+        record = make_record(numbers=numbers if host_index == 2 else numbers_of_other_hosts, substrate=HARDWARE)
+        write_run(tmp_path / f"run{host_index}", FACTS, [record], host=f"node{host_index}", host_id=f"{host_index}")
     hosts = {row.name: row for row in render_fleet(tmp_path).hosts}
-    assert [number.percent for number in hosts["node2"].slow] == expected_percents
+    assert [slow_number.percent for slow_number in hosts["node2"].slow] == expected_percents
     assert [row.slow for name, row in hosts.items() if name != "node2"] == [()] * 4
     assert f"by more than {NOISE_PERCENT:g} %" in (tmp_path / "index.html").read_text()
 
 
 def test_records_of_a_case_in_one_host_are_combined(tmp_path: Path) -> None:
-    for number in range(4):
-        rates = (8.0, 10.0, 10.1) if number == 2 else (10.0,)
+    for host_index in range(4):
+        # On one host, the case ran three times. Only one of its rates is low, and the median counts.
+        rates = (8.0, 10.0, 10.1) if host_index == 2 else (10.0,)
         records = [make_record(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in reversed(rates)]
-        write_run(tmp_path / f"run{number}", FACTS, records, host=f"node{number}", host_id=f"{number}")
+        write_run(tmp_path / f"run{host_index}", FACTS, records, host=f"node{host_index}", host_id=f"{host_index}")
     assert [row.slow for row in render_fleet(tmp_path).hosts] == [()] * 4
 
 
@@ -256,6 +263,7 @@ def make_run_unfinished(run_folder: RunFolder, plan: Json) -> None:
             lambda run_folder: make_run_unfinished(run_folder, {"cases": [{"case": "a"}, {}]}),
             "plan.json.cases: expected the name of each",
         ),
+        # run.json is a symbolic link to itself.
         (lambda run_folder: (run_folder.run.unlink(), run_folder.run.symlink_to(run_folder.run)), "ELOOP"),
     ],
     ids=range(12),
@@ -277,20 +285,22 @@ def test_unreadable_run_is_a_row_and_unreadable_fleet_an_error() -> None:
         for name in ("good", "private"):
             write_host_run(folder / "fleet" / name, name)
         (folder / "fleet" / "private").chmod(0o700)
-        (folder / "made").mkdir()
-        (folder / "made").chmod(0o777)
-        completed = run_program(RENDER_FLEET_UNPRIVILEGED, str(folder / "fleet"), str(folder / "made"))
+        output_folder = folder / "output"
+        output_folder.mkdir()
+        output_folder.chmod(0o777)
+        completed = run_program(RENDER_FLEET_UNPRIVILEGED, str(folder / "fleet"), str(output_folder))
         assert completed.returncode == 0, completed.stderr
         *names, problem = completed.stdout.splitlines()
         assert names == ["private", "good"]
         assert problem.startswith("private: ")
         assert "EACCES" in problem
         (folder / "fleet").chmod(0o700)
-        completed = run_program(RENDER_FLEET_UNPRIVILEGED, str(folder / "fleet"), str(folder / "made"))
+        completed = run_program(RENDER_FLEET_UNPRIVILEGED, str(folder / "fleet"), str(output_folder))
         assert completed.stderr == f"read EACCES {folder / 'fleet'}\n"
 
 
 def test_folder_name_that_is_not_utf_8_has_a_row_and_a_link(tmp_path: Path) -> None:
+    # Hosts are sorted by the numbers in their names. int() refuses a text of 5000 digits.
     render(write_host_run(tmp_path / "odd", "9" * 5000))
     (tmp_path / "odd").rename(os.fsdecode(os.fsencode(tmp_path) + b"/node\xff:1"))
     write_host_run(tmp_path / "other", "node10")
@@ -302,8 +312,8 @@ def test_folder_name_that_is_not_utf_8_has_a_row_and_a_link(tmp_path: Path) -> N
 
 
 def test_two_hosts_with_one_name_are_two_rows_and_a_problem(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        write_host_run(tmp_path / folder, "node")
+    for folder_name in ("a", "b"):
+        write_host_run(tmp_path / folder_name, "node")
     fleet = render_fleet(tmp_path)
     assert [row.name for row in fleet.hosts] == ["node (a)", "node (b)"]
     assert fleet.problems == ("2 hosts have the name node: a, b",)
@@ -313,10 +323,10 @@ def test_two_hosts_with_one_name_are_two_rows_and_a_problem(tmp_path: Path) -> N
 
 
 def test_last_run_of_a_host_counts(tmp_path: Path) -> None:
-    for folder, start_hour in (("first", "08"), ("last", "20")):
-        path = write_run(tmp_path / folder, FACTS, [make_record()], host="node", host_id="ab")
-        run = RunFolder(path).read_run()
-        RunFolder(path).write_run(dataclasses.replace(run, started=f"2026-11-20T{start_hour}:00:00Z"))
+    for folder_name, start_hour in (("first", "08"), ("last", "20")):
+        run_path = write_run(tmp_path / folder_name, FACTS, [make_record()], host="node", host_id="ab")
+        run = RunFolder(run_path).read_run()
+        RunFolder(run_path).write_run(dataclasses.replace(run, started=f"2026-11-20T{start_hour}:00:00Z"))
     fleet = render_fleet(tmp_path)
     assert [row.folder for row in fleet.hosts] == ["last"]
     assert fleet.problems == ()
@@ -326,10 +336,10 @@ def test_last_run_of_a_host_counts(tmp_path: Path) -> None:
 def test_hostile_host_name_is_text(tmp_path: Path) -> None:
     write_host_run(tmp_path / "run", "<script>alert(1)</script>\x1b[2J")
     render_fleet(tmp_path)
-    page = (tmp_path / "index.html").read_text()
-    assert "<script" not in page
-    assert "\x1b" not in page
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;\\x1b[2J" in page
+    fleet_html = (tmp_path / "index.html").read_text()
+    assert "<script" not in fleet_html
+    assert "\x1b" not in fleet_html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;\\x1b[2J" in fleet_html
 
 
 def test_folder_without_runs_is_wrong_usage(tmp_path: Path) -> None:
@@ -338,36 +348,38 @@ def test_folder_without_runs_is_wrong_usage(tmp_path: Path) -> None:
 
 
 def test_command_prints_problems_and_has_exit_code_1(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        write_host_run(tmp_path / folder, "node\x1b[1m")
-    command = [sys.executable, "-m", "gdrkit", "report", "--fleet", str(tmp_path), "--output", str(tmp_path / "made")]
+    for folder_name in ("a", "b"):
+        write_host_run(tmp_path / folder_name, "node\x1b[1m")
+    command = [sys.executable, "-m", "gdrkit", "report", "--fleet", str(tmp_path), "--output", str(tmp_path / "output")]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert completed.returncode == 1
     assert completed.stderr == "gdrkit: 2 hosts have the name node\\x1b[1m: a, b\n"
-    assert (tmp_path / "made" / "fleet.json").exists()
+    assert (tmp_path / "output" / "fleet.json").exists()
 
 
 def test_page_of_100_hosts_is_below_1_mb(tmp_path: Path) -> None:
-    for number in range(100):
-        write_run(tmp_path / f"run{number}", FACTS, [make_record()], host=f"node{number}", host_id=f"{number:x}")
+    for host_index in range(100):
+        write_run(
+            tmp_path / f"run{host_index}", FACTS, [make_record()], host=f"node{host_index}", host_id=f"{host_index:x}"
+        )
     fleet = render_fleet(tmp_path)
-    # All hosts have the same devices. Only their names and ids differ.
+    # The hosts have equal devices, but different names and ids, so each of them has a row.
     assert len(fleet.hosts) == 100
     assert (tmp_path / "index.html").stat().st_size < 1_000_000
 
 
 def test_fleet_page_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
-    for number in range(3):
-        write_host_run(tmp_path / f"run{number}", f"node{number}", rate_factor=0.8 if number == 2 else 1.0)
-    folder = RunFolder(tmp_path / "run1")
+    for host_index in range(3):
+        write_host_run(tmp_path / f"run{host_index}", f"node{host_index}", rate_factor=0.8 if host_index == 2 else 1.0)
+    run_folder = RunFolder(tmp_path / "run1")
     causes = ("no route to GPU 0 is proven", "no route to GPU 1 is proven", "no route to GPU 2 is proven")
-    run = dataclasses.replace(folder.read_run(), exit_code=1, causes=causes, to_do=("gdrkit doctor",))
-    folder.write_run(run)
+    run = dataclasses.replace(run_folder.read_run(), exit_code=1, causes=causes, to_do=("gdrkit doctor",))
+    run_folder.write_run(run)
     render_fleet(tmp_path)
-    page = (tmp_path / "index.html").read_text()
-    assert "<div>no route to GPU 1 is proven</div>" in page
-    assert "1 more on the page of the host" in page
-    assert "To do: gdrkit doctor" in page
-    # The fleet page uses the title that the number has on the page of the host, not the name of the test function.
-    assert "<div>Pinned copy host to device at 64 KiB: 11 GB/s, median 13.75 GB/s (-20.0 %)</div>" in page
-    assert "test_pinned_copy" not in page
+    fleet_html = (tmp_path / "index.html").read_text()
+    assert "<div>no route to GPU 1 is proven</div>" in fleet_html
+    assert "1 more on the page of the host" in fleet_html
+    assert "To do: gdrkit doctor" in fleet_html
+    # The fleet page shows the title that the measured number has on the page of its host, not the test function.
+    assert "<div>Pinned copy host to device at 64 KiB: 11 GB/s, median 13.75 GB/s (-20.0 %)</div>" in fleet_html
+    assert "test_pinned_copy" not in fleet_html

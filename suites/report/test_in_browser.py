@@ -1,7 +1,7 @@
-"""The report page in headless Chromium: overflow, console errors, findings of axe-core, keyboard and print.
+"""The report pages are checked in headless Chromium: overflow, console errors, accessibility, keyboard and print.
 
-`nox -s pages` provides the browser, Playwright and axe-core. A screenshot of each page is written to the folder that
-the environment variable GDRKIT_PICTURES names.
+`nox -s pages` provides the browser, Playwright and axe-core, a script that finds accessibility violations. The
+environment variable GDRKIT_AXE is the path of this script, and GDRKIT_PICTURES the folder for screenshots of the pages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ RUN_FIELDS_BY_STATE: dict[RunState, dict[str, Any]] = {
     },
     RunState.NOTHING_PROVEN: {"exit_code": 4},
 }
-# JavaScript that returns the elements that are wider than the window. Elements in a part that can scroll are left out.
+# JavaScript that returns a line for each of the first five elements that extend beyond the window. Elements in hidden
+# or scrollable parts are left out.
 OVERFLOW_SCRIPT = """
 () => [...document.querySelectorAll('body *')].filter(element => {
   const box = element.getBoundingClientRect();
@@ -59,6 +60,7 @@ OVERFLOW_SCRIPT = """
 }).slice(0, 5).map(element =>
   element.tagName + '.' + element.getAttribute('class') + ': ' + element.textContent.trim().slice(0, 60))
 """
+# JavaScript that runs axe-core, and returns a line for each violation with the elements that have it.
 AXE_SCRIPT = """
 () => axe.run(document, {resultTypes: ['violations']}).then(result => result.violations.map(violation =>
   violation.id + ': ' + violation.help + ': ' +
@@ -80,7 +82,7 @@ def browser() -> Iterator[Browser]:
 
 def open_page(browser: Browser, path: Path, *, width_px: int, is_dark: bool = False) -> tuple[Page, list[str]]:
     """Open a file in a new window, and return the page and the list of its console messages and exceptions."""
-    # The security policy of the page would refuse the script of axe-core.
+    # Without bypass_csp, the Content-Security-Policy of the page would block the script of axe-core.
     page = browser.new_page(
         viewport={"width": width_px, "height": 900}, color_scheme="dark" if is_dark else "light", bypass_csp=True
     )
@@ -92,63 +94,64 @@ def open_page(browser: Browser, path: Path, *, width_px: int, is_dark: bool = Fa
 
 
 def find_overflow(page: Page) -> list[str]:
-    """Return a line for the page if it is wider than the window, and a line for each such element."""
+    """Return a line if the page is wider than the window, and a line for each element that extends beyond it."""
     overflow_px = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     elements = [str(element) for element in page.evaluate(OVERFLOW_SCRIPT)]
     return [f"the page is {overflow_px} pixels too wide", *elements] if overflow_px > 0 else elements
 
 
 def find_violations(page: Page) -> list[str]:
-    """Return a line for each finding of axe-core."""
+    """Return a line for each accessibility violation that axe-core finds in the page."""
     page.add_script_tag(path=os.environ["GDRKIT_AXE"])
     return [str(violation) for violation in page.evaluate(AXE_SCRIPT)]
 
 
-def make_page(name: str, folder: Path) -> Path:
-    """Create the page `name` (bare, one_route, 64_routes, fleet or sample), and return its path."""
-    if name == "sample":
+def make_page(page_name: str, output_folder: Path) -> Path:
+    """Create the page `page_name` (bare, one_route, 64_routes, fleet or sample), and return its path."""
+    if page_name == "sample":
         return SAMPLE_REPORT
-    if name == "fleet":
-        return make_fleet_page(folder)
-    count = {"bare": 0, "one_route": 1}.get(name, 8)
-    facts = make_host_facts(gpu_count=count, nic_count=count)
-    records = [record for record in make_host_records(facts) if count or record.verdict is Verdict.NOT_RUN]
-    path = write_run(folder / "run", facts, records)
-    if name == "bare":
+    if page_name == "fleet":
+        return make_fleet_page(output_folder)
+    device_count = {"bare": 0, "one_route": 1}.get(page_name, 8)
+    facts = make_host_facts(gpu_count=device_count, nic_count=device_count)
+    # A host without devices has only the record of the case that did not run.
+    records = [record for record in make_host_records(facts) if device_count or record.verdict is Verdict.NOT_RUN]
+    run_path = write_run(output_folder / "run", facts, records)
+    if page_name == "bare":
         bare_run = {"exit_code": 4, "verdict": "Nothing was proven on hardware", "substrate": {}}
-        RunFolder(path).write_run(dataclasses.replace(RunFolder(path).read_run(), **bare_run))  # type: ignore[arg-type]
-    return render(path).index
+        RunFolder(run_path).write_run(dataclasses.replace(RunFolder(run_path).read_run(), **bare_run))  # type: ignore[arg-type]
+    return render(run_path).index
 
 
-def make_fleet_page(folder: Path) -> Path:
+def make_fleet_page(output_folder: Path) -> Path:
     """Create the page of a fleet with one host in each state. One host is slower, and one has fewer NICs."""
-    for number, (state, changes) in enumerate(RUN_FIELDS_BY_STATE.items()):
-        facts = make_host_facts(gpu_count=2, nic_count=1 if number == 3 else 2)
+    for host_index, (state, run_fields) in enumerate(RUN_FIELDS_BY_STATE.items()):
+        facts = make_host_facts(gpu_count=2, nic_count=1 if host_index == 3 else 2)
         rate_factor = 0.8 if state is RunState.PARTIAL else 1.0
-        path = write_run(
-            folder / f"run{number}",
+        run_path = write_run(
+            output_folder / f"run{host_index}",
             facts,
             list(make_host_records(facts, rate_factor=rate_factor)),
-            host=f"node{number}",
+            host=f"node{host_index}",
         )
-        run = RunFolder(path).read_run()
+        run = RunFolder(run_path).read_run()
         run = dataclasses.replace(run, exit_code=0, verdict=f"A run with the state {state.value!r}")
-        RunFolder(path).write_run(dataclasses.replace(run, **changes))
-        render(path)
-    fleet = render_fleet(folder)
+        RunFolder(run_path).write_run(dataclasses.replace(run, **run_fields))
+        render(run_path)
+    fleet = render_fleet(output_folder)
     assert {host.state for host in fleet.hosts} == {state.value for state in RunState}
     return Path(fleet.index)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width_px", WIDTHS_PX)
-@pytest.mark.parametrize("name", ["bare", "one_route", "64_routes", "fleet", "sample"])
+@pytest.mark.parametrize("page_name", ["bare", "one_route", "64_routes", "fleet", "sample"])
 def test_page_fits_and_axe_finds_nothing(
-    browser: Browser, tmp_path: Path, name: str, width_px: int, scheme: str
+    browser: Browser, tmp_path: Path, page_name: str, width_px: int, scheme: str
 ) -> None:
-    page, messages = open_page(browser, make_page(name, tmp_path), width_px=width_px, is_dark=scheme == "dark")
+    page, messages = open_page(browser, make_page(page_name, tmp_path), width_px=width_px, is_dark=scheme == "dark")
     picture_folder = Path(os.environ.get("GDRKIT_PICTURES", tmp_path))
-    page.screenshot(path=picture_folder / f"{name}-{width_px}-{scheme}.png", full_page=True)
+    page.screenshot(path=picture_folder / f"{page_name}-{width_px}-{scheme}.png", full_page=True)
     assert messages == []
     assert find_overflow(page) == []
     assert find_violations(page) == []
@@ -172,6 +175,7 @@ def test_page_of_a_thousand_cases_is_short_and_searchable(browser: Browser) -> N
 
 def test_link_to_a_case_unfolds_its_folder(browser: Browser) -> None:
     page, _ = open_page(browser, SAMPLE_REPORT, width_px=1280)
+    # r5 is the id of the row of the record with index 5. The row is hidden, because its folder of cases is folded.
     assert not page.locator("#r5").is_visible()
     page.evaluate("location.hash = 'r5'")
     page.wait_for_selector("#r5", state="visible")
@@ -186,20 +190,21 @@ def test_page_without_scripts_can_be_unfolded(browser: Browser) -> None:
 
 
 def test_browser_runs_no_script_that_a_record_brings(browser: Browser, tmp_path: Path) -> None:
-    html = SAMPLE_REPORT.read_text()
+    sample_html = SAMPLE_REPORT.read_text()
     page_with_script = tmp_path / "injected.html"
-    page_with_script.write_text(html.replace("<main", "<script>document.title = 'owned'</script><main", 1))
+    page_with_script.write_text(sample_html.replace("<main", "<script>document.title = 'owned'</script><main", 1))
     page = browser.new_page()
     page.goto(page_with_script.as_uri())
     assert page.title() != "owned"
-    assert page.locator(".search").is_visible()  # The script of the page itself runs.
+    assert page.locator(".search").is_visible()  # The script of the page itself has run: it shows the search.
 
 
 def test_checks_notice_overflow_exceptions_and_missing_text(browser: Browser, tmp_path: Path) -> None:
-    invalid_page = (
+    # The page has a wide element, a script that raises an exception, no language, and an image without a text.
+    invalid_html = (
         "<!doctype html><title>x</title><img src=data:,><div style='width:2000px'>wide</div><script>fail()</script>"
     )
-    (tmp_path / "bad.html").write_text(invalid_page)
+    (tmp_path / "bad.html").write_text(invalid_html)
     page, messages = open_page(browser, tmp_path / "bad.html", width_px=390)
     assert any("fail is not defined" in line for line in messages)
     assert find_overflow(page)
@@ -208,6 +213,7 @@ def test_checks_notice_overflow_exceptions_and_missing_text(browser: Browser, tm
 
 def test_keyboard_reaches_the_report_and_its_links(browser: Browser, tmp_path: Path) -> None:
     page, _ = open_page(browser, make_page("one_route", tmp_path), width_px=1280)
+    # The Tab key moves the focus through six elements.
     focused_texts = []
     for _ in range(6):
         page.keyboard.press("Tab")
@@ -220,9 +226,10 @@ def test_keyboard_reaches_the_report_and_its_links(browser: Browser, tmp_path: P
 
 
 def test_printed_report_has_all_sections_and_whole_tables(browser: Browser, tmp_path: Path) -> None:
-    page, _ = open_page(browser, make_page("64_routes", tmp_path), width_px=794)
+    page, _ = open_page(browser, make_page("64_routes", tmp_path), width_px=794)  # An A4 page is 794 CSS pixels wide.
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.querySelector('.scroll')).overflowX") == "visible"
     assert page.evaluate("getComputedStyle(document.querySelector('.skip')).display") == "none"
     assert find_overflow(page) == []
-    assert len(re.findall(rb"/Type /Page\b", page.pdf())) > 3
+    page_count = len(re.findall(rb"/Type /Page\b", page.pdf()))
+    assert page_count > 3

@@ -20,28 +20,29 @@ from gdrkit.report.render import render
 if TYPE_CHECKING:
     from pathlib import Path
 
+# A sample in the text format of Prometheus: a name, labels with escaped values, and a number.
 METRIC_SAMPLE = re.compile(r'^gdrkit_[a-z_]+\{([a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*\} -?[0-9.e+-]+$')
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     facts = make_host_facts(gpu_count=2, nic_count=4)
     return render(write_run(tmp_path_factory.mktemp("run"), facts, list(make_host_records(facts))))
 
 
-def read_report(folder: RunFolder) -> dict[str, Any]:
-    report_data: dict[str, Any] = json.loads(folder.report.read_bytes())
+def read_report(run_folder: RunFolder) -> dict[str, Any]:
+    report_data: dict[str, Any] = json.loads(run_folder.report.read_bytes())
     return report_data
 
 
 @JSONSCHEMA
-def test_report_conforms_to_its_schema(folder: RunFolder) -> None:
-    assert find_violations("report-1.json", read_report(folder)) == []
+def test_report_conforms_to_its_schema(run_folder: RunFolder) -> None:
+    assert find_violations("report-1.json", read_report(run_folder)) == []
 
 
 @JSONSCHEMA
-def test_schema_rejects_missing_and_unknown_fields(folder: RunFolder) -> None:
-    report_data = read_report(folder)
+def test_schema_rejects_missing_and_unknown_fields(run_folder: RunFolder) -> None:
+    report_data = read_report(run_folder)
     report_data["extra"] = report_data.pop("verdict")
     report_data["routes"][0]["state"] = "fine"
     violations = sorted(find_violations("report-1.json", report_data))
@@ -63,24 +64,25 @@ def test_misspelt_keyword_of_a_schema_is_found() -> None:
 
 
 @JSONSCHEMA
-def test_records_conform_to_their_schema(folder: RunFolder) -> None:
-    lines = [json.loads(line) for line in folder.records.read_text().splitlines()]
+def test_records_conform_to_their_schema(run_folder: RunFolder) -> None:
+    lines = [json.loads(line) for line in run_folder.records.read_text().splitlines()]
     assert [problem for line in lines for problem in find_violations("record-1.json", line)] == []
     assert any(line["files"] for line in lines)
 
 
-def test_every_measurement_names_its_record(folder: RunFolder) -> None:
-    records = read_records(folder.records)
-    measurements = read_report(folder)["measurements"]
+def test_every_measurement_names_its_record(run_folder: RunFolder) -> None:
+    records = read_records(run_folder.records)
+    measurements = read_report(run_folder)["measurements"]
+    # Eight cases (two directions and four sizes) have five numbers each.
     assert len(measurements) == 8 * 5
     for measurement in measurements:
-        (origin,) = measurement["records"]
-        record = records[int(origin.removeprefix("records.jsonl:")) - 1]
+        (record_location,) = measurement["records"]
+        record = records[int(record_location.removeprefix("records.jsonl:")) - 1]
         assert (record.case, record.numbers[measurement["name"]]) == (measurement["case"], measurement["value"])
 
 
-def test_metrics_are_valid_for_a_collector(folder: RunFolder) -> None:
-    lines = folder.metrics.read_text().splitlines()
+def test_metrics_are_valid_for_a_collector(run_folder: RunFolder) -> None:
+    lines = run_folder.metrics.read_text().splitlines()
     samples = [line for line in lines if not line.startswith("#")]
     assert [line for line in samples if not METRIC_SAMPLE.match(line)] == []
     # No series occurs twice, and the type of every family is stated once.
@@ -101,10 +103,10 @@ def test_metrics_escape_every_label_value(tmp_path: Path) -> None:
     record = make_record(
         case='a.py::test["x"]', numbers={"rate_gb_per_s": 1.0}, substrate={"cuda": "hardware"}, routes=(claimed_route,)
     )
-    folder = RunFolder(write_run(tmp_path, make_facts(rdma=[nic]), [record], host=ODD_TEXT))
-    run = dataclasses.replace(folder.read_run(), profile=ODD_TEXT, commit='"', version="\\")
-    folder.write_run(run)
-    lines = render(folder.path).metrics.read_text().splitlines()
+    run_folder = RunFolder(write_run(tmp_path, make_facts(rdma=[nic]), [record], host=ODD_TEXT))
+    run = dataclasses.replace(run_folder.read_run(), profile=ODD_TEXT, commit='"', version="\\")
+    run_folder.write_run(run)
+    lines = render(run_folder.path).metrics.read_text().splitlines()
     samples = [line for line in lines if not line.startswith("#")]
     assert [line for line in samples if not METRIC_SAMPLE.match(line)] == []
     escaped_text = r"a \"quoted\" \\ name\\x01 {x=\"1\"} 7"
@@ -118,23 +120,24 @@ def test_junit_replaces_characters_that_xml_forbids(tmp_path: Path) -> None:
     record = make_record(
         Verdict.FAIL, case="a\x02.py::t\x03", reasons=(CaseReason("r\x04"),), evidence={"traceback": "t\x05"}
     )
-    folder = RunFolder(write_run(tmp_path, make_facts(), [record], host="h\x06"))
-    run = dataclasses.replace(folder.read_run(), profile=odd_profile, verdict="v\x07", commit="c\x08")
+    run_folder = RunFolder(write_run(tmp_path, make_facts(), [record], host="h\x06"))
+    run = dataclasses.replace(run_folder.read_run(), profile=odd_profile, verdict="v\x07", commit="c\x08")
     document = render_junit(run, [record])
-    # defusedxml raises an error if the document declares an entity.
+    # The parser raises an error if the document contains a forbidden character. defusedxml also refuses entities.
     root = ElementTree.fromstring(document)
     (suite,) = root
     assert suite.get("name") == "pro\\x01file\\ud800\N{REPLACEMENT CHARACTER}"
-    assert {item.get("name"): item.get("value") for item in suite.find("properties") or ()}["host"] == "h\\x06"
+    assert {element.get("name"): element.get("value") for element in suite.find("properties") or ()}["host"] == "h\\x06"
 
 
-def test_route_has_exactly_one_state(folder: RunFolder) -> None:
+def test_route_has_exactly_one_state(run_folder: RunFolder) -> None:
     state_counts: dict[str, int] = {}
-    for line in folder.metrics.read_text().splitlines():
+    for line in run_folder.metrics.read_text().splitlines():
         if line.startswith(("gdrkit_route{", "gdrkit_file_route{")):
-            labels, _, value = line.rpartition(" ")
+            labels, _, sample_value = line.rpartition(" ")
             route = re.sub(r',state="\w+"', "", labels)
-            state_counts[route] = state_counts.get(route, 0) + int(value)
+            state_counts[route] = state_counts.get(route, 0) + int(sample_value)
+    # Two GPUs have routes to four NICs, and GPU 0 has routes to two mounts.
     assert len(state_counts) == 10
     assert set(state_counts.values()) == {1}
 
@@ -143,12 +146,12 @@ def test_case_that_ran_twice_is_one_series(tmp_path: Path) -> None:
     records = [make_record(numbers={"rate_gb_per_s": rate}, substrate={"cuda": "hardware"}) for rate in (1.0, 2.0)]
     metrics_text = render(write_run(tmp_path, make_facts(), records)).metrics.read_text()
     assert metrics_text.count("gdrkit_measurement{") == 1
-    # A family without a sample is left out.
+    # The record has no file route, so the metrics do not have this family.
     assert "gdrkit_file_route" not in metrics_text
 
 
 def test_numbers_of_software_are_in_no_document(tmp_path: Path) -> None:
     record = make_record(Verdict.PASS, numbers={"rate_gb_per_s": 387.25}, substrate={"cuda": "twin"})
-    folder = render(write_run(tmp_path, make_facts(), [record]))
-    for file in (folder.report, folder.metrics, folder.summary, folder.junit, folder.index):
+    run_folder = render(write_run(tmp_path, make_facts(), [record]))
+    for file in (run_folder.report, run_folder.metrics, run_folder.summary, run_folder.junit, run_folder.index):
         assert "387.25" not in file.read_text()

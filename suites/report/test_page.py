@@ -63,18 +63,23 @@ def test_failure_has_its_remedy_and_a_link_to_its_record() -> None:
 
 def test_failures_with_one_cause_are_merged() -> None:
     reason = CaseReason("no memory")
-    failed_records = [make_record(Verdict.FAIL, case=f"a.py::test_{number}", reasons=(reason,)) for number in range(7)]
+    failed_records = [
+        make_record(Verdict.FAIL, case=f"a.py::test_{case_index}", reasons=(reason,)) for case_index in range(7)
+    ]
     page_html = render_page(failed_records)
     assert page_html.count('<p class="what">') == 1
+    # The page lists five of the seven cases.
     assert "and 2 more" in page_html
     assert "gdrkit qualify -k test_0 --seed 1" in page_html
 
 
 def test_terminal_has_one_line_for_each_cause() -> None:
     reasons = (CaseReason("ibv_reg_mr failed: Bad address (EFAULT). To do: load nvidia-peermem"),)
-    failed_records = [make_record(Verdict.FAIL, case=f"a.py::test_{number}", reasons=reasons) for number in range(3)]
+    failed_records = [
+        make_record(Verdict.FAIL, case=f"a.py::test_{case_index}", reasons=reasons) for case_index in range(3)
+    ]
     other_record = make_record(Verdict.FAIL, case="b.py::test_c", reasons=(CaseReason("wrong\nbytes"),))
-    remedy = "read its traceback in the report, then run it alone: gdrkit qualify -k test_c --seed 1"
+    remedy = "read the traceback of the case in the report, then run the case alone: gdrkit qualify -k test_c --seed 1"
     assert describe_failures(make_facts(), [make_record(), *failed_records, other_record]) == (
         "FAIL ibv_reg_mr failed: Bad address (EFAULT) (a.py::test_0 and 2 more). To do: load nvidia-peermem",
         f"FAIL wrong bytes (b.py::test_c). To do: {remedy}",
@@ -96,6 +101,7 @@ def test_fallback_has_a_link_to_the_case_that_detected_it() -> None:
     routes, files = route_statuses(make_facts(), records), file_statuses(make_facts(), records)
     (failure,) = failures(make_facts(), records, routes, files)
     assert (failure.cause, failure.remedy) == ("by the host", "load nvidia-peermem")
+    # One case detected the fallback of the registration route and the fallback of the file route.
     assert failure.cases == ("a.py::test_first", "a.py::test_first")
     (failures_html,) = re.findall(r'<ol class="failures">.*?</ol>', render_page(records), re.DOTALL)
     assert '<a href="#r1">GPU 0 &lt;- NIC mlx5_0 by dma-buf</a>' in failures_html
@@ -107,7 +113,7 @@ def test_page_without_failures_has_no_such_section() -> None:
 
 
 @pytest.mark.parametrize(
-    ("route", "fell_back", "substrate", "state"),
+    ("route", "fallback_cause", "substrate", "expected_state"),
     [
         ("nvfs", None, {"cuda": "hardware", "cufile": "hardware"}, "proven"),
         ("nvfs", None, {"cuda": "hardware", "cufile": "twin"}, "unproven"),
@@ -118,12 +124,12 @@ def test_page_without_failures_has_no_such_section() -> None:
     ],
 )
 def test_mount_is_proven_only_by_a_direct_route_on_hardware(
-    route: str, fell_back: str | None, substrate: dict[str, str], state: str
+    route: str, fallback_cause: str | None, substrate: dict[str, str], expected_state: str
 ) -> None:
-    record = make_record(files=(ClaimedFile(0, "/data", route, fell_back),), substrate=substrate)
+    record = make_record(files=(ClaimedFile(0, "/data", route, fallback_cause),), substrate=substrate)
     (status,) = file_statuses(make_facts(), [record])
-    assert status.state.value == state
-    assert bool(status.cause) is (state != "proven")
+    assert status.state.value == expected_state
+    assert bool(status.cause) is (expected_state != "proven")
     assert f"GPU 0 &lt;- files of /data by {route}" in render_page([record])
 
 
@@ -140,7 +146,7 @@ def test_api_that_only_cases_used_has_a_substrate() -> None:
         make_record(case="a.py::test_b", substrate={"hlthunk": "hardware"}),
     ]
     summary = render_markdown(make_run(), make_facts(), records)
-    # Two cases used cuFile. The page has the weaker substrate of the two, which is the twin.
+    # Two cases used cuFile, one on hardware and one on the twin. The summary shows the weaker substrate.
     assert "| cufile | software twin | /usr/lib/libcufile.so.0 | ab12 |" in summary
     assert "| hlthunk | hardware | none |  |" in summary
     assert "cufile" not in render_markdown(make_run(), make_facts(), [make_record(substrate={"cuda": "hardware"})])
@@ -191,6 +197,8 @@ def test_numbers_by_depth_have_a_separate_plot() -> None:
     assert [row[0] for row in make_plot(sweep).rows] == ["1", "4", "16"]
 
 
+# In each row, the size or depth is 0 or too large, or the rate is too large, too small or negative. The braces stand
+# for a direction.
 @pytest.mark.parametrize(
     ("case", "numbers"),
     [
@@ -204,7 +212,7 @@ def test_numbers_by_depth_have_a_separate_plot() -> None:
     ],
 )
 def test_point_that_no_axis_can_show_is_left_out(case: str, numbers: dict[str, float]) -> None:
-    cases = [case.format(word) for word in ("read", "write")]
+    cases = [case.format(direction) for direction in ("read", "write")]
     odd_records = [make_record(case=case, numbers=numbers, substrate=HARDWARE) for case in cases]
     good_records = [
         make_record(case=f"a.py::test_a[{size}]", numbers={"rate_gb_per_s_median": 2.0}, substrate=HARDWARE)
@@ -229,13 +237,16 @@ def test_bound_that_no_axis_can_show_is_left_out() -> None:
 
 
 def test_bounds_of_a_case_are_drawn() -> None:
-    def make_measured_record(size: str, apis: list[str]) -> Record:
+    def make_measured_record(size: str, measured_apis: list[str]) -> Record:
         checks = [{"number": "rate_gb_per_s_median", "bound": bound} for bound in (50.0, 63.0)]
         return make_record(
             case=f"a.py::test_a[{size}]",
             numbers={"rate_gb_per_s_median": 55.0},
             substrate={"cuda": "hardware", "verbs": "twin"},
-            evidence={"judged": [*checks, {"number": "other", "bound": 1.0}, "foreign"], "measured_apis": apis},
+            evidence={
+                "judged": [*checks, {"number": "other", "bound": 1.0}, "foreign"],
+                "measured_apis": measured_apis,
+            },
         )
 
     (sweep,) = sweeps([make_measured_record(size, ["cuda"]) for size in ("1MiB", "2MiB")], make_facts())
@@ -244,6 +255,7 @@ def test_bounds_of_a_case_are_drawn() -> None:
         ("at least", True, 50.0),
         ("at most", True, 63.0),
     ]
+    # If the numbers also measure the twin of verbs, they do not describe hardware.
     assert sweeps([make_measured_record(size, ["cuda", "verbs"]) for size in ("1MiB", "2MiB")], make_facts()) == ()
 
 
@@ -258,7 +270,7 @@ def test_limit_of_a_route_is_its_slower_link() -> None:
     limit_of_copy = link_limit(make_record(case="a.py::test_copy[host_to_device-1MiB]"), facts)
     assert limit_of_copy is not None
     assert limit_of_copy.gb_per_s == pytest.approx(63.0, abs=0.1)
-    # In a virtual machine, sysfs may have other link speeds than the hardware.
+    # In a virtual machine, sysfs may show other link speeds than the hardware has, so the limit is unknown.
     facts_of_virtual_machine = dataclasses.replace(facts, virtual_machine="kvm")
     assert link_limit(record_with_route, facts_of_virtual_machine) is None
 
@@ -272,7 +284,8 @@ def test_copy_with_several_devices_has_no_link_limit() -> None:
 def test_numbers_of_software_have_no_plot() -> None:
     numbers = {"rate_gb_per_s_median": 3.0}
     cases = [f"a.py::test_a[{size}]" for size in ("1MiB", "2MiB")]
-    for substrate, uses, count in (
+    # `uses` has the APIs that the numbers of a case describe. If it is empty, they describe all APIs of the substrate.
+    for substrate, uses, plot_count in (
         (HARDWARE, (), 1),
         ({"cuda": "hardware", "verbs": "twin"}, (), 0),
         ({"cuda": "hardware", "verbs": "twin"}, ("cuda",), 1),
@@ -280,9 +293,10 @@ def test_numbers_of_software_have_no_plot() -> None:
         ({}, ("cuda",), 0),
     ):
         records = [make_record(case=case, numbers=numbers, substrate=substrate, uses=uses) for case in cases]
-        assert len(sweeps(records, make_facts())) == count, (substrate, uses)
+        assert len(sweeps(records, make_facts())) == plot_count, (substrate, uses)
 
 
+# The last part is 1 if more is better, -1 if less is better, and 0 if neither is.
 @pytest.mark.parametrize(
     ("name", "expected_parts"),
     [
@@ -294,8 +308,8 @@ def test_numbers_of_software_have_no_plot() -> None:
     ],
 )
 def test_name_of_a_number_has_unit_and_better_direction(name: str, expected_parts: tuple[str, str, str, int]) -> None:
-    number = split_number(name)
-    assert (number.base, number.unit, number.statistic, number.better) == expected_parts
+    parts = split_number(name)
+    assert (parts.base, parts.unit, parts.statistic, parts.better) == expected_parts
 
 
 def test_unproven_cases_name_the_needed_hardware() -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from gdrkit.inventory import Facts
 
+# Tests of another project. The plugin must not judge the first three, because they declare no needs.
 MIXED_TESTS = """
 import os, pytest
 from gdrkit.harness.needs import cuda, host, needs, verbs
@@ -43,6 +44,7 @@ def test_whose_needs_are_met(evidence, seed):
     evidence.number("time_ms", 1.5)
     assert seed >= 0
 """
+# Tests that the plugin fails, although pytest alone would not: one skips itself, the other leaves a file open.
 FAILING_TESTS = """
 import os, pytest
 from gdrkit.harness.needs import host, needs
@@ -60,7 +62,7 @@ def test_with_needs_leaks():
 def run_pytest(
     project: Path, source: str, *options: str, facts: Facts | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run pytest in a project outside of the checkout, with no other plugin."""
+    """Run pytest in a project outside of the checkout. Only the plugin of gdrkit is loaded."""
     (project / "test_project.py").write_text(textwrap.dedent(source))
     (project / "facts.json").write_text((facts or make_facts()).to_json())
     command = [sys.executable, "-m", "pytest", "-p", "gdrkit.harness.user", "-p", "no:cacheprovider", "-v", *options]
@@ -73,12 +75,14 @@ def run_pytest(
 def run_pytest_with_plugin(
     project: Path, source: str, *options: str, facts: Facts | None = None
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Record]]:
+    """Enable the plugin in the settings, run pytest, and return its result and the records by the name of the test."""
     settings = "[tool.pytest.ini_options]\ngdrkit = true\naddopts = '--strict-markers --strict-config'\n"
     (project / "pyproject.toml").write_text(settings)
     options = ("--gdrkit-facts", "facts.json", "--gdrkit-records", "records.jsonl", *options)
     completed = run_pytest(project, source, *options, facts=facts)
-    file = project / "records.jsonl"
-    records = {record.case.partition("::")[2]: record for record in (read_records(file) if file.exists() else ())}
+    records_file = project / "records.jsonl"
+    record_list = read_records(records_file) if records_file.exists() else ()
+    records = {record.case.partition("::")[2]: record for record in record_list}
     return completed, records
 
 
@@ -96,8 +100,8 @@ def test_plugin_handles_only_cases_with_needs(tmp_path: Path) -> None:
 
 
 def test_unforeseen_unmet_need_fails_a_run_with_a_profile(tmp_path: Path) -> None:
-    # Both APIs run on twins without devices. The profile `bare` is selected on such a machine, but it does not foresee
-    # that a device of a twin is missing.
+    # Both APIs run on twins without devices. The profile `bare` describes such a machine, but it does not foresee that
+    # a twin has no device.
     facts = dataclasses.replace(
         make_facts(),
         verbs=VerbsFacts(nics=(), libraries=(TWIN,)),
@@ -105,8 +109,10 @@ def test_unforeseen_unmet_need_fails_a_run_with_a_profile(tmp_path: Path) -> Non
     )
     completed, records = run_pytest_with_plugin(tmp_path, MIXED_TESTS, "--gdrkit-profile", "bare", facts=facts)
     assert completed.returncode == 1, completed.stdout
-    line = "cuda.device(count_min=4): 4 CUDA devices needed, 0 found  NOT FORESEEN by profile bare: the run fails"
-    assert line in completed.stdout
+    expected_line = (
+        "cuda.device(count_min=4): 4 CUDA devices needed, 0 found  NOT FORESEEN by profile bare: the run fails"
+    )
+    assert expected_line in completed.stdout
     assert [(reason.need, reason.foreseen) for reason in records["test_with_needs"].reasons] == [
         ("verbs.nic(count_min=1)", False),
         ("cuda.device(count_min=4)", False),
@@ -125,10 +131,10 @@ def test_profile_any_foresees_every_unmet_need(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected_text"), [("bare", "profile bare does not describe this machine"), ("never", "not 'never'")]
+    ("profile", "expected_text"), [("bare", "profile bare does not describe this machine"), ("never", "not 'never'")]
 )
-def test_profile_that_does_not_fit_is_an_error(tmp_path: Path, name: str, expected_text: str) -> None:
-    completed, _ = run_pytest_with_plugin(tmp_path, MIXED_TESTS, "--gdrkit-profile", name)
+def test_profile_that_does_not_fit_is_an_error(tmp_path: Path, profile: str, expected_text: str) -> None:
+    completed, _ = run_pytest_with_plugin(tmp_path, MIXED_TESTS, "--gdrkit-profile", profile)
     assert completed.returncode == 4
     assert expected_text in completed.stderr
 
@@ -141,10 +147,11 @@ def test_case_with_needs_fails_if_it_skips_or_leaks(tmp_path: Path) -> None:
     assert "still open" in records["test_with_needs_leaks"].reasons[0].text
 
 
-@pytest.mark.parametrize("option", ["--gdrkit", None])
-def test_disabled_plugin_is_an_error_for_a_case_with_needs(tmp_path: Path, option: str | None) -> None:
-    completed = run_pytest(tmp_path, MIXED_TESTS, *(["--gdrkit", "--gdrkit-facts=facts.json"] if option else []))
-    if option:
+@pytest.mark.parametrize("is_enabled", [True, False], ids=["--gdrkit", "None"])
+def test_disabled_plugin_is_an_error_for_a_case_with_needs(tmp_path: Path, *, is_enabled: bool) -> None:
+    options = ["--gdrkit", "--gdrkit-facts=facts.json"] if is_enabled else []
+    completed = run_pytest(tmp_path, MIXED_TESTS, *options)
+    if is_enabled:
         assert completed.returncode == 0, completed.stdout
         return
     assert completed.returncode == 4
@@ -153,6 +160,7 @@ def test_disabled_plugin_is_an_error_for_a_case_with_needs(tmp_path: Path, optio
 
 
 def test_disabled_plugin_changes_nothing_for_other_projects(tmp_path: Path) -> None:
+    # The other project has its own mark `needs`, and no fixture `device`. gdrkit has both.
     source = "import pytest\n@pytest.mark.needs('coffee')\ndef test_a(): ...\ndef test_b(device): ...\n"
     completed = run_pytest(tmp_path, source)
     assert completed.returncode == 1

@@ -1,7 +1,7 @@
 """Program that makes one transfer of a storage client with device memory: ``python storage_client.py``.
 
-It is a separate program for test_storage_review.py, because a defect of the client may kill its process. The program
-reads the operation as JSON from standard input, and prints the result as JSON. The data is a pattern of
+test_storage_review.py runs it as a separate process, because a defect of the client may kill the process. The program
+reads the request as JSON from standard input, and prints the result as JSON. The data is a pattern of
 :mod:`gdrkit.pattern`. The program itself reads and writes the device memory only by copy calls of the CUDA driver.
 """
 
@@ -21,28 +21,29 @@ __all__ = ["main"]
 _CANARY = 0xA5
 
 
-def main(operation: dict[str, Any]) -> dict[str, Any]:
+def main(request: dict[str, Any]) -> dict[str, Any]:
     """Read a file into device memory, or write device memory into a file. Return the result of the transfer."""
-    # This process writes no core file, because the case expects that a defect kills it.
+    # A defect may kill this process. It then leaves no core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    seed, length_bytes, offset_bytes = operation["seed"], operation["length_bytes"], operation["offset_bytes"]
+    seed, length_bytes, offset_bytes = request["seed"], request["length_bytes"], request["offset_bytes"]
     with (
-        cuda.Device(operation["device"]).allocate(length_bytes) as memory,
-        StorageClient(operation["address"], token=operation["token"]) as client,
+        cuda.Device(request["device"]).allocate(length_bytes) as memory,
+        StorageClient(request["address"], token=request["token"]) as client,
         client.register(memory) as buffer,
     ):
-        if operation["operation"] == "write":
+        if request["operation"] == "write":
             memory.write(pattern.payload(length_bytes, seed=seed, offset_bytes=offset_bytes))
-            with client.open(operation["path"], read=False, write=True, create=True) as file:
+            with client.open(request["path"], read=False, write=True, create=True) as file:
                 result = file.write(buffer, offset_bytes=offset_bytes)
         else:
             memory.fill(_CANARY)
-            with client.open(operation["path"]) as file:
+            with client.open(request["path"]) as file:
                 result = file.read(buffer, offset_bytes=offset_bytes)
         contents = memory.read(length_bytes=length_bytes)
     # A short read leaves the memory after its data unchanged.
     expected_bytes = bytearray(pattern.payload(result.length_bytes, seed=seed, offset_bytes=offset_bytes))
-    for begin, end in operation.get("holes", ()):
+    # Holes are ranges of file offsets that are read as zeros.
+    for begin, end in request.get("holes", ()):
         expected_bytes[begin - offset_bytes : end - offset_bytes] = bytes(end - begin)
     expected_bytes += bytes([_CANARY]) * (length_bytes - result.length_bytes)
     return {

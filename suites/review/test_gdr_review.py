@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 NEEDS_IPC = needs(cuda_needs.device(), cuda_needs.ipc)
-# Fault plans of the verbs twin (a library that emulates NICs).
+# Fault plans: every call of this function of the verbs twin (a library that emulates NICs) fails with this errno.
 NO_NICS = "ibv_get_device_list call=* errno=ENOSYS"
 NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
 
@@ -91,6 +91,7 @@ def test_export_without_cuda_fails_with_enotsup() -> None:
 def test_exported_handle_opens_in_another_process(device: Device, peer: Peer, seed: int) -> None:
     """Finding 2: an exported handle contained only metadata, and no process could open it."""
     with device.allocate(64 * KIB) as memory:
+        # The first 64 bytes of a GDR handle are the IPC handle of CUDA.
         imported_memory = peer.device().open_ipc(export_gdr(memory)[:64], length_bytes=64 * KIB)
         imported_memory.write(seed=seed)
         imported_memory.check(seed=seed)
@@ -122,7 +123,7 @@ class MemoryWithoutAddress:
         return self.dmabuf.dup()
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
-        del action  # The other process frees this memory.
+        del action  # This process does not release the memory, so it never runs the action.
         return lambda: None
 
 
@@ -156,9 +157,9 @@ def test_old_key_after_a_free_is_refused(device: Device, nic: Nic, peer: Peer, s
     with RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:
         memory = device.allocate(256 * KIB)
         with cache.lease(memory) as lease:
-            stale_remote = lease.remote(nic, length_bytes=4 * KIB)
+            stale_range = lease.remote(nic, length_bytes=4 * KIB)
         memory.close()
-        status = peer_pair.write(stale_remote, seed=seed).status
+        status = peer_pair.write(stale_range, seed=seed).status
         evidence["status"] = status.name
         assert status is Status.REM_ACCESS_ERR, f"a write with the key of freed memory ended with {status.name}"
         assert cache.statistics().regions == 0

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 NEEDS_IPC = needs(cuda_needs.device(), cuda_needs.ipc)
 NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
-# Fault plans of the verbs twin (a library that emulates NICs).
+# Fault plans: every call of this function of the verbs twin (a library that emulates NICs) fails with this errno.
 NO_NICS = "ibv_get_device_list call=* errno=ENOSYS"
 NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
 NO_PEER_MEMORY = "ibv_reg_mr call=* errno=EFAULT"
@@ -57,7 +57,8 @@ def test_region_is_deregistered_before_the_free(device: Device, nic: Nic) -> Non
         else:
             observations.append("readable")
 
-    # The actions before a release run in reverse order, so the first action runs directly before the free.
+    # The actions before a release run in reverse order. So the action that is added first runs directly before the
+    # free.
     memory.before_release(observe_memory)
     registration = register(memory, [nic])
     memory.close()
@@ -82,15 +83,15 @@ def test_borrowed_memories_of_one_pointer_keep_their_keys(device: Device, nic: N
             cuda.borrow(device, memory.address, length_bytes=64 * KIB) as second_memory,
             cache.lease(second_memory) as lease,
         ):
-            remote = lease.remote(nic, length_bytes=KIB)
+            remote_range = lease.remote(nic, length_bytes=KIB)
             cache.lease(first_memory).close()
             cache.invalidate(first_memory.address, length_bytes=64 * KIB)
             first_memory.close()
-            status = peer_pair.write(remote, seed=seed).status
+            status = peer_pair.write(remote_range, seed=seed).status
             assert status is Status.SUCCESS, f"the other memory lost its region: {status.name}"
-        # This write must fail, which moves its queue pair to the error state. So it uses a second queue pair.
+        # A refused write moves its queue pair to the error state, so this write has a queue pair of its own.
         with connect_peer_queue_pair(nic, peer) as second_pair:
-            status = second_pair.write(remote, seed=seed + 1).status
+            status = second_pair.write(remote_range, seed=seed + 1).status
         assert status is Status.REM_ACCESS_ERR, f"the region outlived its last lease: {status.name}"
         pattern.check(memory.read(length_bytes=KIB), seed=seed)
 
@@ -122,6 +123,7 @@ def test_80_byte_handle_of_interior_memory_is_refused(device: Device) -> None:
 @needs(software(Api.VERBS), verbs_needs.nic(count_min=2))
 def test_memory_is_registered_with_every_nic_or_none(device: Device, nics: tuple[Nic, ...]) -> None:
     """Defect e: a registration with one NIC counted as success, and transfers by the other NICs failed later."""
+    # Each NIC probes its support once by a registration, which must not be one of the counted calls.
     assert all(nic.supports_dmabuf() for nic in nics)
     with device.allocate(64 * KIB) as memory, inject_faults(Api.VERBS, "ibv_reg_dmabuf_mr call=2 errno=ENOMEM"):
         handles_before = handles.live()
@@ -175,9 +177,9 @@ def test_cache_evicts_the_least_recently_used_region(device: Device, nic: Nic) -
         # When the third memory is leased, the second memory is the least recently used.
         for index in (0, 1, 0, 2):
             cache.lease(memories[index]).close()
-        hits = cache.statistics().hits
+        hits_before = cache.statistics().hits
         cache.lease(memories[0]).close()
-        assert cache.statistics().hits == hits + 1, "the most recently used region was evicted"
+        assert cache.statistics().hits == hits_before + 1, "the most recently used region was evicted"
 
 
 @DMABUF
@@ -198,15 +200,15 @@ def test_reused_address_gets_a_new_key(device: Device, nic: Nic, peer: Peer, see
     address = allocate_raw(device, 2 * MIB)
     with RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:
         with cuda.borrow(device, address, length_bytes=2 * MIB) as memory, cache.lease(memory) as old_lease:
-            stale_remote = old_lease.remote(nic, length_bytes=4 * KIB)
+            stale_range = old_lease.remote(nic, length_bytes=4 * KIB)
         free_raw(device, address)
         new_address = allocate_raw(device, 2 * MIB)
         try:
             assert new_address == address
             with cuda.borrow(device, new_address, length_bytes=2 * MIB) as memory, cache.lease(memory) as lease:
-                remote = lease.remote(nic, length_bytes=4 * KIB)
-                assert remote.rkey != stale_remote.rkey, "the cache returned the key of the old memory"
-                peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
+                new_range = lease.remote(nic, length_bytes=4 * KIB)
+                assert new_range.rkey != stale_range.rkey, "the cache returned the key of the old memory"
+                peer_pair.write(new_range, seed=seed).expect(Status.SUCCESS)
                 pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
         finally:
             free_raw(device, new_address)
@@ -218,10 +220,10 @@ def test_range_with_a_remapped_chunk_gets_a_new_key(device: Device, nic: Nic) ->
     """Defect k in the middle of a range: the cache checked only whether the first chunk was still the same."""
     with VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory, RegionCache([nic]) as cache:
         with cache.lease(memory) as lease:
-            stale_remote = lease.remote(nic)
+            stale_range = lease.remote(nic)
         remap_chunk(device, memory.address + 2 * MIB, length_bytes=2 * MIB)
         with cache.lease(memory) as lease:
-            assert lease.remote(nic).rkey != stale_remote.rkey, "the cache returned the key of the unmapped chunk"
+            assert lease.remote(nic).rkey != stale_range.rkey, "the cache returned the key of the unmapped chunk"
 
 
 @NEEDS_IPC
@@ -233,8 +235,8 @@ def test_device_of_a_received_handle_is_checked(devices: tuple[Device, ...], pee
     memory.
     """
     peer_memory = peer.device().allocate(64 * KIB)
-    for index in (0, 1, (1 << 31) - 1):
-        handle = GdrHandle(ipc=peer_memory.export_ipc(), length_bytes=64 * KIB, device_index=index)
+    for owner_device_index in (0, 1, (1 << 31) - 1):
+        handle = GdrHandle(ipc=peer_memory.export_ipc(), length_bytes=64 * KIB, device_index=owner_device_index)
         with import_gdr(devices[0], handle.pack()) as memory:
             assert memory.device.index == 0
         with pytest.raises(UsageError) as error_info:
@@ -244,7 +246,10 @@ def test_device_of_a_received_handle_is_checked(devices: tuple[Device, ...], pee
 
 
 def register_with_all_nics(manager: GdrManager, dmabuf: DmabufRange) -> None:
-    """Register a received dma-buf with every NIC of the manager."""
+    """Register a received dma-buf with every NIC of the manager.
+
+    The property `nics` of an unavailable manager raises RegistrationFailed.
+    """
     for nic in manager.nics:
         nic.register_dmabuf(dmabuf).close()
 

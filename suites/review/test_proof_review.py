@@ -1,6 +1,7 @@
-"""Regression cases for claims that bytes must prove (docs/findings.md, letters p to t).
+"""Regression cases for defects by which gdrkit claimed what no transferred byte had proven.
 
-A docstring says what the defect would be. `nox -s review` introduces each defect, and shows that its case then fails.
+The defects have the letters p to t in docs/findings.md. A docstring says what the defect was. `nox -s review` restores
+each defect, and shows that its case then fails.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ if TYPE_CHECKING:
 
 NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
 HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
-# GPUs whose kernels see the bytes that a NIC wrote only after a flush.
-NEEDS_FLUSH = {"GDRKIT_TWINS_WRITES_ORDERING": "0"}
+# With this environment, kernels on the GPUs of the CUDA twin see the bytes that a NIC wrote only after a flush.
+FLUSH_ENVIRON = {"GDRKIT_TWINS_WRITES_ORDERING": "0"}
 
 
 def run_child(program: str, *arguments: object) -> None:
-    """Run a program on GPUs that need flushes, and require that it ends with 0."""
+    """Run a program on GPUs that need flushes, and require that its exit code is 0."""
     with subprocess.Popen(
         [sys.executable, "-c", program, *map(str, arguments)],
-        env=suites_environ() | NEEDS_FLUSH,
+        env=suites_environ() | FLUSH_ENVIRON,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         process_group=0,
@@ -49,15 +50,16 @@ def run_child(program: str, *arguments: object) -> None:
         try:
             output, error_output = child.communicate(timeout=60)
         finally:
-            # With a defect, SIGSEGV can end the program before it has ended its storage server.
+            # With a defect, SIGSEGV can kill the program before it has ended its storage server. So the process group,
+            # with the server, is killed.
             kill_child(child)
-    # The message begins with the last line of the traceback, because a record has only the first line of a message.
+    # The message begins with the AssertionError of the program, because a record has only the first line of a message.
     assertion_lines = [line for line in error_output.decode().splitlines() if line.startswith("AssertionError: ")]
     assert child.returncode == 0, "\n".join([*assertion_lines[-1:], output.decode(), error_output.decode()])
 
 
 def test_route_without_counted_bytes_is_unproven() -> None:
-    """Defect p: a route was proven by the libraries alone, without the counters of the ports."""
+    """Defect p: a route counted as proven because of the loaded libraries, without the counters of the ports."""
     proven_record = make_record(routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE)
     claimed_record = make_record(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE)
     states = [route_statuses(make_facts(), [record])[0].state for record in (proven_record, claimed_record)]
@@ -68,14 +70,16 @@ def test_route_without_counted_bytes_is_unproven() -> None:
 @NEEDS_TWINS
 def test_loopback_is_not_called_wire(tmp_path: Path, device: Device, nic: Nic) -> None:
     """Defect q: bytes that stayed inside one NIC were reported as bytes on a wire."""
-    folder = tmp_path / f"sys/class/infiniband/{nic.name}/ports/{nic.port.number}/counters"
-    folder.mkdir(parents=True)
-    for name in ("port_xmit_data", "port_rcv_data"):
-        (folder / name).write_text("0\n")
+    # The port counters of the NIC stay at 0, because the bytes do not leave it.
+    counter_folder = tmp_path / f"sys/class/infiniband/{nic.name}/ports/{nic.port.number}/counters"
+    counter_folder.mkdir(parents=True)
+    for counter_name in ("port_xmit_data", "port_rcv_data"):
+        (counter_folder / counter_name).write_text("0\n")
     (reach,) = measure_reach(device, [(nic, nic)], tree=HostTree(tmp_path))
     assert (reach.path, reach.reason) == (TransferPath.LOOPBACK, "loopback_not_counted"), f"the path is {reach.path}"
 
 
+# Program that reads a file with the storage client into device memory, and compares the memory with the file.
 READ_PROGRAM = """
 import sys
 from pathlib import Path
@@ -100,6 +104,7 @@ def test_read_of_the_storage_client_is_visible(tmp_path: Path, seed: int) -> Non
     run_child(READ_PROGRAM, tmp_path, seed)
 
 
+# Program that reads a file with usrbio into device memory, and compares the memory with the file.
 WAIT_PROGRAM = """
 import os, sys
 from gdrkit import usrbio
@@ -131,6 +136,7 @@ def test_read_is_visible_after_hf3fs_wait_for_ios(tmp_path: Path, seed: int) -> 
 @NEEDS_TWINS
 def test_manager_is_available_only_if_bytes_moved() -> None:
     """Defect s: the manager was available when memory could be registered, whether the DMA worked or not."""
+    # Every RDMA read ends with IBV_WC_REM_ACCESS_ERR (10).
     with inject_faults(Api.VERBS, "wc.rdma_read call=* status=10"), GdrManager() as manager:
         assert not manager.state.available, "the manager is available although no bytes moved"
 
@@ -139,9 +145,12 @@ def test_manager_is_available_only_if_bytes_moved() -> None:
 @NEEDS_TWINS
 def test_client_library_is_available_only_if_bytes_moved(device: Device, nics: tuple[Nic, ...]) -> None:
     """Defect s: hf3fs_gdr_available did not check whether a NIC reaches the GPU."""
+    # Every RDMA write ends with IBV_WC_RETRY_EXC_ERR (12). ReachTable stores its results in a file, which the client
+    # library reads.
     with inject_faults(Api.VERBS, "wc.rdma_write call=* status=12"):
         ReachTable().measured(device, nics)
     assert not usrbio.gdr_available(), "GDR is available although no bytes moved"
+    # With retry_after_s=0, the failed NICs are measured again at once.
     ReachTable(retry_after_s=0).measured(device, nics)
     assert usrbio.gdr_available()
     assert usrbio.gdr_device_count() == 1
@@ -152,6 +161,7 @@ def test_client_library_is_available_only_if_bytes_moved(device: Device, nics: t
 @needs(verbs_needs.nic(count_min=2))
 def test_nic_that_moves_nothing_is_not_used(device: Device, nics: tuple[Nic, ...]) -> None:
     """Defect t: a NIC was used because it had registered the memory, although its DMA failed."""
+    # Every RDMA read by the first NIC ends with IBV_WC_RETRY_EXC_ERR (12).
     with inject_faults(Api.VERBS, f"wc.rdma_read call=* status=12 nic={nics[0].name}"):
         usable_nics = Placement().usable(device, nics)
     assert usable_nics == nics[1:], f"{nics[0].name} is used although it moves nothing"

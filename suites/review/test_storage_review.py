@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StorageServer]:
 
 
 def write_from_host(server: StorageServer, data: bytes, nic: Nic, *, offset_bytes: int = 0) -> None:
-    """Write the file with a client in this process, from host memory."""
+    """Write the file FILE_NAME with a client in this process, from host memory."""
     with (
         server.connect(nic) as client,
         client.register(bytearray(data)) as buffer,
@@ -81,8 +81,8 @@ def run_client(server: StorageServer, operation: str, **arguments: int | list[tu
 def test_read_into_device_memory_avoids_the_cpu(server: StorageServer, device: Device, nic: Nic, seed: int) -> None:
     """Finding 3: the CPU copied inline data into device memory, and computed the checksum of received data."""
     write_from_host(server, pattern.payload(MIB, seed=seed), nic)
-    # The first read is short: a server may send its data within the reply.
-    # The second read goes beyond the end of the file.
+    # A server may send the data of the short first read inside its reply instead of by RDMA. The second read goes
+    # beyond the end of the file.
     for length_bytes, offset_bytes in ((100, 4097), (MIB, 64 * KIB + 1)):
         result = run_client(
             server, "read", device=device.index, seed=seed, length_bytes=length_bytes, offset_bytes=offset_bytes
@@ -127,7 +127,7 @@ def test_borrowed_device_memory_is_not_a_host_buffer(server: StorageServer, devi
         server.connect(nic) as client,
         client.register(borrowed_memory) as buffer,
     ):
-        for range_ in (buffer, buffer.subrange(offset_bytes=1, length_bytes=KIB)):
-            assert range_.is_device_memory, "device memory is in a host buffer"
+        for buffer_range in (buffer, buffer.subrange(offset_bytes=1, length_bytes=KIB)):
+            assert buffer_range.is_device_memory, "device memory is in a host buffer"
             with pytest.raises(UsageError):
-                range_.data()
+                buffer_range.data()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 NEEDS_DEVICE = needs(cuda_needs.device())
 NEEDS_IPC = needs(cuda_needs.device(), cuda_needs.ipc)
 LENGTH_BYTES = 64 * KIB
+# Value of `for_read` of a ring and of `read` of an operation.
 FOR_READ = True
 # HF3FS_IOR_FORBID_READ_HOLES of hf3fs_usrbio.h.
 FORBID_READ_HOLES = 2
@@ -41,7 +42,8 @@ FORBID_READ_HOLES = 2
 O_CREAT_EXCL = 0o300
 _TIMEOUT_S = 60
 
-# Program that opens memory that another process published. It prints the digest of the bytes, or the error.
+# Program that opens memory of another process by the id of its publication, or by a handle if the handle is not null.
+# It prints the digest of the bytes, or the error.
 OPEN_PROGRAM = """
 import hashlib, json, sys
 from gdrkit import cuda, usrbio
@@ -55,8 +57,8 @@ try:
                 with cuda.borrow(device, iovec.address, length_bytes=length_bytes) as memory:
                     contents = memory.read(length_bytes=length_bytes)
         else:
-            with usrbio.GpuSharedBuffer.open(mount, bytes.fromhex(handle)) as shared:
-                contents = shared.memory.read(length_bytes=length_bytes)
+            with usrbio.GpuSharedBuffer.open(mount, bytes.fromhex(handle)) as shared_buffer:
+                contents = shared_buffer.memory.read(length_bytes=length_bytes)
     print(json.dumps(hashlib.sha256(contents).hexdigest()))
 except GdrkitError as error:
     print(json.dumps(f"{type(error).__name__}: {error}"))
@@ -73,15 +75,15 @@ def mount(tmp_path: Path) -> Path:
 @pytest.fixture
 def mount_with_semaphore(mount: Path) -> Iterator[Path]:
     """Yield the mount with a submit semaphore, by which a client would wake the 3FS daemon. No daemon runs."""
-    name = f"hf3fs-submit-ios.{uuid.uuid4()}"
+    semaphore_name = f"hf3fs-submit-ios.{uuid.uuid4()}"
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sem_open.restype = ctypes.c_void_p
-    semaphore = libc.sem_open(f"/{name}".encode(), O_CREAT_EXCL, 0o600, 0)
+    semaphore = libc.sem_open(f"/{semaphore_name}".encode(), O_CREAT_EXCL, 0o600, 0)
     assert semaphore, ctypes.get_errno()
-    (mount / "3fs-virt" / "iovs" / "submit-ios").symlink_to(f"/dev/shm/sem.{name}")  # noqa: S108 - as in 3FS.
+    (mount / "3fs-virt" / "iovs" / "submit-ios").symlink_to(f"/dev/shm/sem.{semaphore_name}")  # noqa: S108 - as in 3FS.
     yield mount
     libc.sem_close(ctypes.c_void_p(semaphore))
-    libc.sem_unlink(f"/{name}".encode())
+    libc.sem_unlink(f"/{semaphore_name}".encode())
 
 
 def list_published_links(mount: Path) -> list[str]:
@@ -90,7 +92,10 @@ def list_published_links(mount: Path) -> list[str]:
 
 
 def compute_digest_in_another_process(mount: Path, *, identity: str = "", handle: bytes | None = None) -> str:
-    """Open published memory, or the memory of a handle, in another process. Return its digest or the error there."""
+    """Open published memory, or the memory of a handle, in another process. Return the digest of its bytes or an error.
+
+    If `handle` is None, `identity` is the id of the publication.
+    """
     request = [str(mount), identity, LENGTH_BYTES, None if handle is None else handle.hex()]
     completed = subprocess.run(
         [sys.executable, "-c", OPEN_PROGRAM],
@@ -147,6 +152,7 @@ def test_creation_fails_if_the_memory_cannot_be_published(device: Device, mount:
         identity = str(uuid.uuid4())
         link = mount / "3fs-virt" / "iovs" / f"{identity}.gdr.d{device.index}"
         link.symlink_to("other-owner")
+        # The link exists, so symlink(2) fails. Memory of a GPU must have the block size 0.
         with pytest.raises(usrbio.UsrbioError) as error_info:
             native().wrap_gpu_iovec(memory.address, LENGTH_BYTES, identity, str(mount), 0, device.index, memory).close()
         assert error_info.value.errno == errno.EEXIST
@@ -159,12 +165,14 @@ def test_range_that_overflows_is_refused(mount_with_semaphore: Path) -> None:
     iov, ring = Iov(), Ior()
     assert library.hf3fs_iovcreate(iov, mount, LENGTH_BYTES, 0, -1) == 0
     assert library.hf3fs_iorcreate4(ring, mount, 8, FOR_READ, 0, 0, -1, 0) == 0
-    # Descriptor 0 is not registered, so a range that passes its check fails with EBADF in the next check.
+    # hf3fs_prep_io checks the range and then the descriptor. Descriptor 0 is not registered, so EBADF shows that the
+    # range was accepted.
     assert library.hf3fs_prep_io(ring, iov, FOR_READ, iov.base + 1, 0, 0, LENGTH_BYTES - 1, None) == -errno.EBADF
-    for begin in (iov.base + LENGTH_BYTES, (1 << 64) - KIB, iov.base - 1):
-        length_bytes = (iov.base + LENGTH_BYTES - begin) % (1 << 64)
-        result = library.hf3fs_prep_io(ring, iov, FOR_READ, begin, 0, 0, length_bytes, None)
-        assert result == -errno.EINVAL, f"hf3fs_prep_io accepted {length_bytes} bytes from {begin:#x}"
+    # Each range ends at the end of the memory, modulo 2**64.
+    for begin_address in (iov.base + LENGTH_BYTES, (1 << 64) - KIB, iov.base - 1):
+        length_bytes = (iov.base + LENGTH_BYTES - begin_address) % (1 << 64)
+        result = library.hf3fs_prep_io(ring, iov, FOR_READ, begin_address, 0, 0, length_bytes, None)
+        assert result == -errno.EINVAL, f"hf3fs_prep_io accepted {length_bytes} bytes from {begin_address:#x}"
     library.hf3fs_iordestroy(ring)
     library.hf3fs_iovdestroy(iov)
     assert not list_published_links(mount_with_semaphore)
@@ -172,7 +180,8 @@ def test_range_that_overflows_is_refused(mount_with_semaphore: Path) -> None:
 
 def test_flags_of_a_ring_are_in_its_name_in_base_2(mount_with_semaphore: Path) -> None:
     """Defect o: the link was created with flags in base 2 and removed with flags in base 10, so it was not removed."""
+    # The flag is 2, which is 10 in base 2.
     with usrbio.make_ioring(str(mount_with_semaphore), 8, flags=FORBID_READ_HOLES):
-        (name,) = list_published_links(mount_with_semaphore)
-        assert name.endswith(".f10"), f"the flags of this name are not in base 2: {name}"
+        (link_name,) = list_published_links(mount_with_semaphore)
+        assert link_name.endswith(".f10"), f"the flags of this name are not in base 2: {link_name}"
     assert not list_published_links(mount_with_semaphore), "the link of a destroyed ring stayed"

@@ -39,8 +39,10 @@ class Ior(ctypes.Structure):
 
 
 _ARGUMENT_TYPES = {
+    # iov, mount point, size, block size, NUMA node
     "hf3fs_iovcreate": (ctypes.POINTER(Iov), ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int),
     "hf3fs_iovdestroy": (ctypes.POINTER(Iov),),
+    # ring, mount point, entries, for_read, io_depth, timeout, NUMA node, flags
     "hf3fs_iorcreate4": (
         ctypes.POINTER(Ior),
         ctypes.c_char_p,
@@ -52,6 +54,7 @@ _ARGUMENT_TYPES = {
         ctypes.c_uint64,
     ),
     "hf3fs_iordestroy": (ctypes.POINTER(Ior),),
+    # ring, iov, read, pointer, descriptor, offset in the file, length, userdata
     "hf3fs_prep_io": (
         ctypes.POINTER(Ior),
         ctypes.POINTER(Iov),
@@ -68,6 +71,6 @@ _ARGUMENT_TYPES = {
 def load_client_library() -> ctypes.CDLL:
     """Return the native client library, the same file that gdrkit.usrbio opens."""
     library = ctypes.CDLL(str(library_path()))
-    for name, argument_types in _ARGUMENT_TYPES.items():
-        getattr(library, name).argtypes = argument_types
+    for function_name, argument_types in _ARGUMENT_TYPES.items():
+        getattr(library, function_name).argtypes = argument_types
     return library

@@ -46,7 +46,7 @@ NEEDS_VMM = needs(cuda_needs.device(), cuda_needs.vmm)
 def device(device: Device) -> Device:
     """Open the context of the device by a first call, and return the device.
 
-    A case then does not count the context as a leak.
+    require_error() compares the open handles before and after a call, so it must not see the context being opened.
     """
     device.synchronize()
     return device
@@ -78,8 +78,9 @@ def test_handle_of_an_ended_owner_is_refused(device: Device, peer: Peer) -> None
 @NEEDS_IPC
 def test_reused_process_id_does_not_count_as_the_owner(device: Device, peer: Peer) -> None:
     with receive_message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
-        owner = replace(message.handle.owner, started_ticks=message.handle.owner.started_ticks - 1)
-        altered_message = HandleMessage(replace(message.handle, owner=owner).pack())
+        # The handle names an earlier process with the process id of the peer.
+        earlier_owner = replace(message.handle.owner, started_ticks=message.handle.owner.started_ticks - 1)
+        altered_message = HandleMessage(replace(message.handle, owner=earlier_owner).pack())
     assert require_error(import_memory, device, altered_message).reason is Reason.PEER_GONE
 
 
@@ -103,7 +104,7 @@ def test_ipc_handle_of_freed_memory_is_refused_by_the_driver(device: Device, pee
 @NEEDS_IPC
 @needs(software(Api.CUDA))
 def test_changed_ipc_handle_is_refused_by_the_twin(device: Device, peer: Peer) -> None:
-    """The case runs only on the CUDA twin. The driver of an H200 opened handles with a flipped bit."""
+    """The case runs only on the CUDA twin, because the driver of an H200 opened handles with a flipped bit."""
     with receive_message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
         altered_message = HandleMessage(replace(message.handle, ipc=flip_bit(message.handle.ipc, 100)).pack())
     error = require_error(import_memory, device, altered_message)
@@ -131,18 +132,19 @@ def test_handle_of_this_process_is_refused(device: Device) -> None:
 @needs(cuda_needs.vmm)
 def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer: Peer) -> None:
     peer_memory = peer.device().allocate(64 * KIB)
-    with receive_message_from_peer(peer_memory, ShareKind.DMABUF) as message, tempfile.TemporaryFile() as file:
-        file.truncate(message.handle.allocation_bytes)
+    with receive_message_from_peer(peer_memory, ShareKind.DMABUF) as message, tempfile.TemporaryFile() as ordinary_file:
+        # The descriptor of an ordinary file replaces the descriptor of the dma-buf.
+        ordinary_file.truncate(message.handle.allocation_bytes)
         with (
-            HandleMessage(message.data, [os.dup(file.fileno())]) as altered_message,
+            HandleMessage(message.data, [os.dup(ordinary_file.fileno())]) as altered_message,
             import_dmabuf(altered_message) as dmabuf,
         ):
-            # Only the kernel can check whether a descriptor is a dma-buf. The check is in the registration with a NIC.
+            # Only the kernel can check whether a descriptor is a dma-buf. It does so when a NIC registers the dma-buf.
             error = require_error(nic.register_dmabuf, dmabuf)
             assert isinstance(error, ApiError)
             assert (error.operation, error.errno) == ("ibv_reg_dmabuf_mr", errno.EINVAL)
-        file.truncate(1)
-        with HandleMessage(message.data, [os.dup(file.fileno())]) as altered_message:
+        ordinary_file.truncate(1)
+        with HandleMessage(message.data, [os.dup(ordinary_file.fileno())]) as altered_message:
             assert require_error(import_dmabuf, altered_message).reason is Reason.MALFORMED
         chunk_handle = replace(
             message.handle,
@@ -152,8 +154,8 @@ def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer:
             address=0,
             offset_bytes=0,
         )
-        file.truncate(2 * MIB)
-        with HandleMessage(chunk_handle.pack(), [os.dup(file.fileno())]) as altered_message:
+        ordinary_file.truncate(2 * MIB)
+        with HandleMessage(chunk_handle.pack(), [os.dup(ordinary_file.fileno())]) as altered_message:
             error = require_error(import_memory, device, altered_message)
             assert isinstance(error, ApiError)
             assert error.operation == "cuMemImportFromShareableHandle"
@@ -164,6 +166,7 @@ def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer:
 def test_a_closed_descriptor_is_refused(device: Device) -> None:
     with device.allocate(64 * KIB) as memory, export_memory(memory, kind=ShareKind.DMABUF) as message:
         (fd,) = message.descriptors
+        # The message closes its descriptor at the end of the block, so the number must be open again by then.
         duplicate = os.dup(fd)
         os.close(fd)
         error = require_error(import_dmabuf, message)
@@ -186,6 +189,7 @@ def test_chunks_of_another_size_are_refused(device: Device, peer: Peer) -> None:
         ).pack()
         with HandleMessage(handle_with_larger_chunks, [os.dup(fd) for fd in message.descriptors]) as altered_message:
             assert isinstance(require_error(import_memory, device, altered_message), ApiError)
+        # This message has one descriptor for two chunks. The constructor refuses and closes the descriptor.
         fds = [os.dup(message.descriptors[0])]
         with pytest.raises(UsageError) as error_info:
             HandleMessage(message.data, fds)
@@ -212,6 +216,7 @@ def test_importer_of_another_handle_kind_is_refused(device: Device) -> None:
 
 @NEEDS_VMM
 def test_too_many_chunks_are_refused_before_the_export(device: Device) -> None:
+    # A message of a UNIX socket has at most 253 descriptors (SCM_MAX_FD), and every chunk needs one.
     with VmmMemory.create(device, 254 * 2 * MIB, chunk_bytes=2 * MIB) as memory:
         assert require_error(export_memory, memory, kind=ShareKind.VMM).reason is Reason.MALFORMED
         with export_memory(memory, kind=ShareKind.VMM, length_bytes=253 * 2 * MIB) as message:
@@ -227,13 +232,15 @@ INVALID_RANGES = [
 
 
 @NEEDS_IPC
-@pytest.mark.parametrize(("address", "length_bytes", "reason"), INVALID_RANGES)
-def test_export_of_host_memory_is_refused(device: Device, address: int, length_bytes: int, reason: Reason) -> None:
+@pytest.mark.parametrize(("address", "length_bytes", "expected_reason"), INVALID_RANGES)
+def test_export_of_host_memory_is_refused(
+    device: Device, address: int, length_bytes: int, expected_reason: Reason
+) -> None:
     for kind in ShareKind:
         error = require_error(
             lambda kind=kind: export_address(address, length_bytes=length_bytes, device_index=0, kind=kind)
         )
-        assert error.reason is reason
+        assert error.reason is expected_reason
 
 
 @NEEDS_IPC
@@ -245,31 +252,35 @@ def test_an_unknown_device_is_named(device: Device) -> None:
 @NEEDS_IPC
 def test_80_byte_handle_with_wrong_fields_is_refused(device: Device, peer: Peer) -> None:
     peer_memory = peer.device().allocate(64 * KIB)
-    valid_handle = GdrHandle.parse(bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.number)))
-    data = valid_handle.pack()
+    valid_handle = GdrHandle.parse(bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.handle_number)))
+    packed_handle = valid_handle.pack()
+    # Bytes 0 to 63 are the IPC handle, bytes 64 to 71 the size and bytes 72 to 79 the device number.
     invalid_handles: list[tuple[bytes, Reason]] = [
-        (data[:79], Reason.MALFORMED),
-        (data + b"\0", Reason.MALFORMED),
+        (packed_handle[:79], Reason.MALFORMED),
+        (packed_handle + b"\0", Reason.MALFORMED),
         (bytes(80), Reason.MALFORMED),
-        (data[:64] + bytes(8) + data[72:], Reason.MALFORMED),
-        (data[:64] + (1 << 63).to_bytes(8, "little") + data[72:], Reason.MALFORMED),
-        (data[:72] + (1 << 32).to_bytes(8, "little"), Reason.MALFORMED),
+        (packed_handle[:64] + bytes(8) + packed_handle[72:], Reason.MALFORMED),
+        (packed_handle[:64] + (1 << 63).to_bytes(8, "little") + packed_handle[72:], Reason.MALFORMED),
+        (packed_handle[:72] + (1 << 32).to_bytes(8, "little"), Reason.MALFORMED),
         (replace(valid_handle, length_bytes=64 * KIB + 1).pack(), Reason.MALFORMED),
     ]
-    for invalid_data, reason in invalid_handles:
+    for invalid_data, expected_reason in invalid_handles:
         error = require_error(import_gdr, device, invalid_data)
         assert type(error) is UsageError
-        assert error.reason is reason
+        assert error.reason is expected_reason
     peer_memory.close()
 
 
 @NEEDS_IPC
 @needs(software(Api.CUDA))
 def test_80_byte_handle_with_a_flipped_bit_is_refused_by_twin(device: Device, peer: Peer) -> None:
-    """The case runs only on the CUDA twin. The driver of an H200 opened a changed handle, which has no checksum."""
+    """The case runs only on the CUDA twin.
+
+    The handle has no checksum, and the driver of an H200 opened a changed handle.
+    """
     peer_memory = peer.device().allocate(64 * KIB)
-    data = bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.number))
-    assert isinstance(require_error(import_gdr, device, flip_bit(data, 70)), ApiError)
+    packed_handle = bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.handle_number))
+    assert isinstance(require_error(import_gdr, device, flip_bit(packed_handle, 70)), ApiError)
     peer_memory.close()
 
 
@@ -278,14 +289,14 @@ def test_import_on_another_device_is_refused(devices: tuple[Device, ...], peer: 
     peer_memory = peer.device().allocate(64 * KIB)
     message = receive_message_from_peer(peer_memory, ShareKind.IPC)
     assert require_error(import_memory, devices[1], message).reason is Reason.NO_DEVICE
-    data = bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.number))
+    packed_handle = bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.handle_number))
     with devices[1].current():
-        pass  # The context stays open after its first use, so it is opened before the open handles are counted.
-    assert require_error(import_gdr, devices[1], data).reason is Reason.NO_DEVICE
+        pass  # The context stays open after its first use. It is opened before require_error() counts the open handles.
+    assert require_error(import_gdr, devices[1], packed_handle).reason is Reason.NO_DEVICE
     peer_memory.close()
 
 
-# Program that makes every call that needs CUDA, and prints the type and the errno of each error.
+# Program that makes five calls that need CUDA, and prints the type and the errno of each error.
 WITHOUT_CUDA_PROGRAM = """
 import json
 from gdrkit.errors import GdrkitError

@@ -96,7 +96,7 @@ def test_peer_registers_a_received_dmabuf(device: Device, nic: Nic, peer: Peer, 
         nic.queue_pair(completion_queue) as local_pair,
         nic.register_host(bytearray(pattern.payload(64 * KIB, seed=seed))) as host_region,
     ):
-        # In the peer, the memory has another address. The peer registers the dma-buf of the owner with that address.
+        # In the peer, the memory has another address. With this address, the peer registers the dma-buf of the owner.
         imported_memory = peer.device().open_ipc(cuda.export_handle(memory), length_bytes=256 * KIB)
         region = peer.nic.register_dmabuf(
             dmabuf.fd,

@@ -1,4 +1,4 @@
-"""The table EXPORTS: which kinds of memory can be exported by which method. The cases measure every row again."""
+"""The table gdrkit.registration.exports.EXPORTS is true: the cases measure every row again with the driver."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def allocate_memory_of_kind(kind: MemoryKind, device: Device, peer: Peer) -> Ite
             with cuda.borrow(device, address, length_bytes=LENGTH_BYTES) as borrowed_memory:
                 yield address, borrowed_memory
             free_raw(device, address)
-        case _:
+        case _:  # CUDA_MANAGED, which gdrkit does not support.
             address = allocate_raw_managed(device, LENGTH_BYTES)
             yield address, None
             free_raw(device, address)
@@ -71,7 +71,7 @@ def get_export_status(row: ExportRow, device: Device, address: int, memory: Cuda
         return 0
     if row.method is ShareKind.IPC:
         return get_ipc_export_status(device, address)
-    # Offset, length and flags of the dma-buf export.
+    # Offset, length and flags of the dma-buf export. Flag 1 is CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE.
     arguments_by_part = {
         "whole": (0, LENGTH_BYTES, 0),
         "page": (4096, LENGTH_BYTES - 4096, 0),

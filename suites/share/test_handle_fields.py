@@ -36,13 +36,16 @@ def parse_and_get_error(data: bytes) -> GdrkitError:
 @NEEDS_IPC
 def test_handle_bytes_match_the_documented_layout(device: Device, seed: int) -> None:
     with device.allocate(MIB) as memory:
-        data = export_memory(memory, kind=ShareKind.IPC, offset_bytes=4096, length_bytes=100).data
-        assert len(data) == SHARE_HANDLE_BYTES == 192
-        assert data[:16] == b"GDRSHARE\x01\x00\x01\x00\xc0\x00\x00\x00"
-        sizes = [int.from_bytes(data[offset : offset + 8], "little") for offset in (16, 24, 32, 40, 48, 56)]
+        packed_handle = export_memory(memory, kind=ShareKind.IPC, offset_bytes=4096, length_bytes=100).data
+        assert len(packed_handle) == SHARE_HANDLE_BYTES == 192
+        # Magic number, version 1, kind 1 (IPC), and the length of 192 bytes.
+        assert packed_handle[:16] == b"GDRSHARE\x01\x00\x01\x00\xc0\x00\x00\x00"
+        # Allocation, offset and length; address, chunk size and number of descriptors are 0 for IPC.
+        sizes = [int.from_bytes(packed_handle[offset : offset + 8], "little") for offset in (16, 24, 32, 40, 48, 56)]
         assert sizes == [MIB, 4096, 100, 0, 0, 0]
-        assert int.from_bytes(data[96:100], "little") == os.getpid()
-        assert data[112:176] == cuda.export_handle(memory) == export_gdr(memory)[:64]
+        # The process id of the owner, and the IPC handle of CUDA.
+        assert int.from_bytes(packed_handle[96:100], "little") == os.getpid()
+        assert packed_handle[112:176] == cuda.export_handle(memory) == export_gdr(memory)[:64]
         memory.write(pattern.payload(16, seed=seed))
 
 
@@ -52,18 +55,18 @@ def test_a_handle_of_another_length_is_refused(length: int) -> None:
 
 
 def test_any_flipped_bit_is_refused() -> None:
-    data = make_handle().pack()
+    packed_handle = make_handle().pack()
     for bit in range(8 * SHARE_HANDLE_BYTES):
-        parse_and_get_error(flip_bit(data, bit))
+        parse_and_get_error(flip_bit(packed_handle, bit))
 
 
 def test_handle_of_another_version_is_refused_by_name() -> None:
-    data = make_handle().pack()
-    error = parse_and_get_error(data[:8] + b"\x02\x00" + data[10:])
+    packed_handle = make_handle().pack()
+    error = parse_and_get_error(packed_handle[:8] + b"\x02\x00" + packed_handle[10:])
     assert "version 2" in error.message
 
 
-# Changes that make a valid handle contradictory.
+# Fields that are out of their limits or contradict the other fields of a valid handle.
 WRONG_FIELDS = [
     pytest.param({"length_bytes": 0}, id="empty"),
     pytest.param({"allocation_bytes": 0}, id="no-allocation"),

@@ -1,4 +1,4 @@
-"""Handle messages that are malformed, incomplete, late, or sent to a closed socket."""
+"""Errors of handle messages that are malformed, incomplete, late, or sent to a closed socket."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ def make_socket_with_message(data: bytes, descriptor_count: int) -> socket.socke
 
 def test_malformed_message_is_refused_and_descriptors_are_closed() -> None:
     valid_data = make_handle().pack()
-    messages = [
+    # The received bytes, the number of received descriptors, and the reason of the error.
+    invalid_messages = [
         (b"", 0, Reason.PEER_GONE),
         (valid_data[:100], 0, Reason.PEER_GONE),
         (valid_data[:100], 3, Reason.PEER_GONE),
         (b"x" * SHARE_HANDLE_BYTES, 253, Reason.MALFORMED),
         (valid_data, 1, Reason.MALFORMED),
     ]
-    for data, descriptor_count, reason in messages:
+    for data, descriptor_count, expected_reason in invalid_messages:
         with make_socket_with_message(data, descriptor_count) as connection:
-            assert require_error(receive, connection).reason is reason
+            assert require_error(receive, connection).reason is expected_reason
 
 
 def test_descriptors_of_two_parts_are_counted_together() -> None:

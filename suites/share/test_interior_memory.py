@@ -80,16 +80,16 @@ def test_memory_opened_twice_is_closed_twice(device: Device, peer: Peer, seed: i
 @pytest.mark.qualify
 @NEEDS_VMM
 @pytest.mark.parametrize(
-    ("offset_bytes", "length_bytes", "chunks_count"),
+    ("offset_bytes", "length_bytes", "expected_chunk_count"),
     [(0, 6 * MIB, 3), (2 * MIB - 5, 10, 2), (2 * MIB, 2 * MIB, 1), (4 * MIB + 3, 4097, 1), (1, 6 * MIB - 1, 3)],
 )
 def test_export_contains_only_the_chunks_of_the_range(
-    device: Device, peer: Peer, seed: int, offset_bytes: int, length_bytes: int, chunks_count: int
+    device: Device, peer: Peer, seed: int, offset_bytes: int, length_bytes: int, expected_chunk_count: int
 ) -> None:
     with VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory:
         memory.write(pattern.payload(6 * MIB, seed=seed))
         with export_memory(memory, kind=ShareKind.VMM, offset_bytes=offset_bytes, length_bytes=length_bytes) as message:
-            assert len(message.descriptors) == chunks_count
+            assert len(message.descriptors) == expected_chunk_count
             imported_memory = import_in_peer(peer.device(), message)
         imported_memory.check(seed=seed, stream_offset_bytes=offset_bytes)
         imported_memory.write(seed=seed + 1, length_bytes=8)
@@ -113,6 +113,7 @@ def test_peer_registers_a_part_that_the_owner_exports(device: Device, nic: Nic, 
             region = register_dmabuf_in_peer(peer.nic, message)
         peer_pair = peer.queue_pair()
         peer_pair.join(local_pair)
+        # The exported part begins at byte 4097 of the memory, and the write 10 bytes later.
         local_pair.post_write(host_region, region.remote(offset_bytes=10, length_bytes=8 * KIB), work_id=1)
         local_pair.wait(10_000).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=4107, length_bytes=8 * KIB), seed=seed)
@@ -125,10 +126,15 @@ def test_peer_registers_a_part_that_the_owner_exports(device: Device, nic: Nic, 
 def test_80_byte_handle_needs_a_whole_allocation(device: Device, peer: Peer, seed: int) -> None:
     with device.allocate(MIB) as memory:
         memory.write(pattern.payload(MIB, seed=seed))
-        data = export_gdr(memory)
-        assert (len(data), data[64:72], data[72:]) == (80, MIB.to_bytes(8, "little"), bytes(8))
-        imported_memory = peer.request("share.import_gdr", device=peer.device().number, handle=data.hex())
-        contents = peer.request("cuda.contents", memory=imported_memory["handle"], offset_bytes=0, length_bytes=4096)
+        packed_handle = export_gdr(memory)
+        # Bytes 64 to 71 of the handle are the size, bytes 72 to 79 the device number.
+        assert (len(packed_handle), packed_handle[64:72], packed_handle[72:]) == (
+            80,
+            MIB.to_bytes(8, "little"),
+            bytes(8),
+        )
+        import_reply = peer.request("share.import_gdr", device=peer.device().handle_number, handle=packed_handle.hex())
+        contents = peer.request("cuda.contents", memory=import_reply["handle"], offset_bytes=0, length_bytes=4096)
         pattern.check(bytes.fromhex(contents), seed=seed)
         with (
             cuda.borrow(device, memory.address + 256, length_bytes=1024) as interior_memory,
@@ -136,14 +142,14 @@ def test_80_byte_handle_needs_a_whole_allocation(device: Device, peer: Peer, see
         ):
             export_gdr(interior_memory)
         assert "export_memory" in error_info.value.what_to_do
-        peer.request("close", number=imported_memory["handle"])
+        peer.request("close", number=import_reply["handle"])
 
 
 @NEEDS_IPC
 def test_80_byte_handle_of_a_peer_can_be_opened(device: Device, peer: Peer, seed: int) -> None:
     peer_memory = peer.device().allocate(MIB)
     peer_memory.write(seed=seed)
-    data = bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.number))
-    with import_gdr(device, data) as memory:
+    packed_handle = bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.handle_number))
+    with import_gdr(device, packed_handle) as memory:
         pattern.check(memory.read(), seed=seed)
     peer_memory.close()

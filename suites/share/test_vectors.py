@@ -19,9 +19,12 @@ VECTORS = Path(__file__).parents[1] / "vectors" / "share_handles.txt"
 
 
 class Vector(NamedTuple):
-    """One line of the file of vectors: a packed handle, the verdict (good or bad), and the fields of a good handle."""
+    """One line of the file of vectors: a packed handle, the verdict (good or bad), and the fields of a good handle.
 
-    kind: str
+    `handle_format` is ``share`` (192 bytes) or ``gdr`` (80 bytes).
+    """
+
+    handle_format: str
     verdict: str
     name: str
     data: bytes
@@ -40,24 +43,23 @@ def _read_vectors(verdict: str) -> list[Vector]:
     for line in VECTORS.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue
-        kind, line_verdict, name, data, *fields = line.split(" ")
+        handle_format, line_verdict, name, data_hex, *field_texts = line.split(" ")
         assert line_verdict in {"good", "bad"}
         if line_verdict == verdict:
-            packed_handle = b"" if data == "-" else bytes.fromhex(data)
-            vectors.append(
-                Vector(kind, line_verdict, name, packed_handle, dict(field_text.split("=") for field_text in fields))
-            )
+            packed_handle = b"" if data_hex == "-" else bytes.fromhex(data_hex)
+            fields = dict(field_text.split("=") for field_text in field_texts)
+            vectors.append(Vector(handle_format, line_verdict, name, packed_handle, fields))
     assert vectors
     return vectors
 
 
 def _make_case_id(vector: Vector) -> str:
-    return f"{vector.kind}-{vector.name}"
+    return f"{vector.handle_format}-{vector.name}"
 
 
 def _make_handle(vector: Vector) -> ShareHandle | GdrHandle:
     """Return the handle with the fields of a good vector."""
-    if vector.kind == "gdr":
+    if vector.handle_format == "gdr":
         return GdrHandle(vector.parse_hex("ipc"), vector.parse_integer("length_bytes"), vector.parse_integer("device"))
     return ShareHandle(
         kind=ShareKind(vector.parse_integer("kind")),
@@ -78,18 +80,18 @@ def _make_handle(vector: Vector) -> ShareHandle | GdrHandle:
     )
 
 
-_HANDLE_CLASSES: dict[str, type[ShareHandle | GdrHandle]] = {"share": ShareHandle, "gdr": GdrHandle}
+_HANDLE_CLASS_BY_FORMAT: dict[str, type[ShareHandle | GdrHandle]] = {"share": ShareHandle, "gdr": GdrHandle}
 
 
 @pytest.mark.parametrize("vector", _read_vectors("good"), ids=_make_case_id)
 def test_valid_vector_parses_the_same_in_both_languages(vector: Vector) -> None:
     handle = _make_handle(vector)
     assert handle.pack() == vector.data
-    assert _HANDLE_CLASSES[vector.kind].parse(vector.data) == handle
+    assert _HANDLE_CLASS_BY_FORMAT[vector.handle_format].parse(vector.data) == handle
 
 
 @pytest.mark.parametrize("vector", _read_vectors("bad"), ids=_make_case_id)
 def test_invalid_vector_is_refused_in_both_languages(vector: Vector) -> None:
     with pytest.raises(UsageError) as error_info:
-        _HANDLE_CLASSES[vector.kind].parse(vector.data)
+        _HANDLE_CLASS_BY_FORMAT[vector.handle_format].parse(vector.data)
     assert error_info.value.reason is Reason.MALFORMED

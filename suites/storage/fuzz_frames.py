@@ -15,12 +15,13 @@ from gdrkit.storage.wire import HEADER_BYTES, FrameType
 
 __all__ = ["TARGET", "repack_frame"]
 
+# Each line of this file has: right or wrong, a name, and the bytes of a frame in hexadecimal digits.
 _VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "frames.txt"
 _CHECKSUM = struct.Struct("<I")
 
 
 def repack_frame(frame: bytes) -> bytes:
-    """Parse a frame, pack the result, and return the packed frame. It equals `frame` if that is valid."""
+    """Parse a frame, pack the result, and return the packed frame. The result equals a valid `frame`."""
     header = wire.parse_header(frame[:HEADER_BYTES])
     payload = frame[HEADER_BYTES:]
     if header.type is FrameType.IO_REQUEST:
@@ -49,6 +50,7 @@ def _check_all_parsers(data: bytes) -> None:
 
 def _add_checksums(data: bytes) -> bytes:
     """Return the data as a frame with valid checksums, so that the fuzzer also reaches the code after the check."""
+    # The last 8 bytes of a header are the CRC32C of the payload and the CRC32C of the header before it.
     header = data[: HEADER_BYTES - 8].ljust(HEADER_BYTES - 8, b"\0")
     payload = data[HEADER_BYTES:]
     header += _CHECKSUM.pack(crc32c(payload))

@@ -31,7 +31,8 @@ _ADDED_ADDRESSES = (
     *("192.0.2.1/32", "192.0.2.2/32", "192.0.2.3/32"),
     *("2001:db8::1/128", "2001:db8:0:0:ffff::1/128", "2001:db8:0:1::1/128"),
 )
-# Addresses of the clients of `refuse`. An IPv6 socket reports an IPv4 address in IPv6 form.
+# Addresses of the clients of `refuse`. An IPv6 socket reports the IPv4 address 192.0.2.1 as
+# ::ffff:192.0.2.1.
 _CLIENT_HOSTS = (
     *("127.0.0.1", "::1", "192.0.2.1", "::ffff:192.0.2.1"),
     *("2001:db8::1", "2001:db8:0:0:ffff::1", "2001:db8:0:1::1"),
@@ -66,17 +67,18 @@ def _run_listener(address: str) -> Iterator[int]:
 
 def log_refused_addresses() -> dict[str, str]:
     """Connect from each host, and return the address that the listener logs for the refused connection, by host."""
-    log = io.StringIO()
-    logging.getLogger("gdrkit.storage").addHandler(logging.StreamHandler(log))
+    log_stream = io.StringIO()
+    logging.getLogger("gdrkit.storage").addHandler(logging.StreamHandler(log_stream))
     for host in _CLIENT_HOSTS:
         with (
             _run_listener("::" if ":" in host else "0.0.0.0") as port,  # noqa: S104 - in a network namespace.
             socket.create_connection((host, port), _TIMEOUT_S, source_address=(host, 0)) as connection,
         ):
+            # 64 zero bytes are no valid request, so the listener refuses the connection.
             connection.sendall(bytes(64))
             with contextlib.suppress(ConnectionResetError):
                 connection.recv(1)
-    addresses = [line.partition("; the last from ")[2] for line in log.getvalue().splitlines()]
+    addresses = [line.partition("; the last from ")[2] for line in log_stream.getvalue().splitlines()]
     return dict(zip(_CLIENT_HOSTS, addresses, strict=True))
 
 
@@ -86,11 +88,11 @@ def find_closed_connections() -> dict[str, list[int]]:
         connections = {
             host: [
                 stack.enter_context(socket.create_connection(("192.0.2.1", port), _TIMEOUT_S, source_address=(host, 0)))
-                for _ in range(count)
+                for _ in range(connection_count)
             ]
-            for host, count in _SILENT_COUNT_BY_HOST.items()
+            for host, connection_count in _SILENT_COUNT_BY_HOST.items()
         }
-        # The listener refuses this last connection after it has accepted all other connections.
+        # The listener refuses this last connection after it has accepted all other connections and closed one of them.
         with socket.create_connection(("127.0.0.1", port), _TIMEOUT_S) as last_connection:
             last_connection.sendall(bytes(64))
             with contextlib.suppress(ConnectionResetError):
@@ -106,6 +108,7 @@ def find_closed_connections() -> dict[str, list[int]]:
 def main(action: str) -> None:
     """Add the addresses, run the action, and print its result."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    # With nodad, an IPv6 address can be used at once, without duplicate address detection.
     for address in _ADDED_ADDRESSES:
         subprocess.run(["ip", "address", "add", address, "dev", "lo", *(["nodad"] * (":" in address))], check=True)
     print(json.dumps({"refuse": log_refused_addresses, "fill": find_closed_connections}[action]()))  # noqa: T201

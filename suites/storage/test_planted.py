@@ -35,10 +35,10 @@ def root(tmp_path: Path) -> Path:
 
 def open_and_get_error(root: Path) -> SetupMissing:
     """Open a store, which must fail, and return the error."""
-    with pytest.raises(SetupMissing) as error:
+    with pytest.raises(SetupMissing) as error_info:
         FileStore(root).close()
-    assert error.value.what_to_do
-    return error.value
+    assert error_info.value.what_to_do
+    return error_info.value
 
 
 @needs(verbs.nic())
@@ -85,6 +85,7 @@ def test_token_that_others_could_read_is_refused(root: Path, mode: int) -> None:
         assert store.token == read_token(root) != PLANTED_TOKEN.strip()
 
 
+# Program that creates the private folder of a store and a token as the unprivileged user, whose number is 65534.
 PLANTING_PROGRAM = """
 import os, sys
 from support.other_user import become_unprivileged

@@ -32,6 +32,7 @@ def test_buffers_of_similar_sizes_are_registered_once(
                 assert file.read(buffer, offset_bytes=0).length_bytes == length_bytes
                 assert buffer.copy_out() == data[:length_bytes]
     statistics = client.pool_statistics()[allocator]
+    # The pool rounds each of the four lengths up to 1 MiB, so all transfers use one buffer.
     assert (statistics.hits, statistics.misses, statistics.idle_bytes) == (3, 1, MIB)
     (cache,) = client._caches.values()  # noqa: SLF001 - the cache is not public.
     assert cache.statistics().registrations == 1

@@ -38,9 +38,9 @@ pytestmark = needs(verbs.nic())
 
 def get_refused_errno(client: StorageClient, request: Request) -> int | None:
     """Return the errno with which the server refuses a request."""
-    with pytest.raises(ApiError) as error:
+    with pytest.raises(ApiError) as error_info:
         client.request(request, messages.Done)
-    return error.value.errno
+    return error_info.value.errno
 
 
 def get_error_of_first_request(server: StorageServer, request: Request) -> messages.ErrorReply:
@@ -50,9 +50,10 @@ def get_error_of_first_request(server: StorageServer, request: Request) -> messa
         connection.send(FrameType.CONTROL_REQUEST, pack_request(request), sequence=3)
         reply_frame = connection.receive(FrameType.CONTROL_REPLY)
         assert reply_frame is not None
-        reply = parse_reply(reply_frame[0], messages.Done)
+        payload, sequence = reply_frame
+        reply = parse_reply(payload, messages.Done)
         assert isinstance(reply, messages.ErrorReply)
-        assert reply_frame[1] == 3
+        assert sequence == 3
         return reply
     finally:
         connection.close()
@@ -82,13 +83,13 @@ def test_hello_of_another_version_is_refused(server: StorageServer) -> None:
 
 
 def test_hello_with_an_invalid_name_is_einval(server: StorageServer) -> None:
-    # Python represents invalid bytes of a file name as U+DC80 to U+DCFF. This surrogate represents no byte.
+    # Python represents invalid bytes of a file name as U+DC80 to U+DCFF. U+D800 represents no byte, so it is refused.
     reply = get_error_of_first_request(
         server, messages.StorageHello(1, "\ud800", ({"qp_number": 1},), token=server.token())
     )
     assert reply.errno == errno.EINVAL
     assert "client" in reply.message
-    # The server logs a cause of its own, and no text from an unknown client.
+    # The server logs its own text about the cause, and no text that an unknown client has sent.
     server.process.terminate()
     assert server.process.wait(20) == 0
     assert "because the request has an invalid file name" in server.log_text()
@@ -101,7 +102,7 @@ def test_hello_and_attach_inside_a_session_are_refused(client: StorageClient) ->
 
 
 def test_ended_session_refuses_requests(tmp_path: Path, nic: Nic) -> None:
-    # A replaced session ends while its thread may just have received a request.
+    # If a session is replaced just after its thread has received a request, the request must not be executed.
     with (
         FileStore(tmp_path) as store,
         nic.completion_queue(depth=1) as completion_queue,
@@ -113,11 +114,11 @@ def test_ended_session_refuses_requests(tmp_path: Path, nic: Nic) -> None:
         try:
             handler.execute(messages.Mkdir("early", 0o700), [])
             handler.end()
-            with pytest.raises(OSError, match="another session has replaced this one") as error:
+            with pytest.raises(OSError, match="another session has replaced this one") as error_info:
                 handler.execute(messages.Mkdir("late", 0o700), [])
         finally:
             handler.close()
-    assert error.value.errno == errno.ESTALE
+    assert error_info.value.errno == errno.ESTALE
     assert sorted(path.name for path in tmp_path.iterdir()) == [".gdrkit", "early"]
 
 
@@ -147,6 +148,7 @@ def test_handles_are_counted_and_not_used_again(client: StorageClient) -> None:
     handles = [client.request(messages.Open("file"), messages.OpenReply).handle for _ in range(2)]
     client.request(messages.Close(handles[0]), messages.Done)
     handles.append(client.request(messages.Open("file"), messages.OpenReply).handle)
+    # Handle 1 belonged to the first file.
     assert handles == [2, 3, 4]
 
 
@@ -190,15 +192,16 @@ def test_punched_ranges_read_as_zeros(server: StorageServer, client: StorageClie
     (server.root / "file").write_bytes(b"x" * 16384)
     handle = client.request(messages.Open("file", write=True), messages.OpenReply).handle
     client.request(messages.PunchHole(handle, ((1, 3), (4096, 8192), (16000, 20000))), messages.Done)
-    expected = bytearray(b"x" * 16384)
+    expected_data = bytearray(b"x" * 16384)
     for begin, end in ((1, 3), (4096, 8192), (16000, 16384)):
-        expected[begin:end] = bytes(end - begin)
-    assert (server.root / "file").read_bytes() == expected
+        expected_data[begin:end] = bytes(end - begin)
+    assert (server.root / "file").read_bytes() == expected_data
 
 
 def test_server_raises_its_limit_of_open_files(tmp_path: Path) -> None:
     _soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with limit_open_files(512), run_storage_server(tmp_path / "store", tmp_path / "log") as server:
+        # The server raises its soft limit to its hard limit, but at most to 1,048,576.
         assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE) == (min(hard_limit, 1 << 20), hard_limit)
 
 
@@ -207,9 +210,9 @@ def test_server_raises_its_limit_of_open_files(tmp_path: Path) -> None:
 def test_session_has_at_most_4096_open_files(server: StorageServer, client: StorageClient) -> None:
     (server.root / "file").touch()
     handles = [client.request(messages.Open("file"), messages.OpenReply).handle for _ in range(4096)]
-    with pytest.raises(ApiError, match="a session has at most 4096 open files") as error:
+    with pytest.raises(ApiError, match="a session has at most 4096 open files") as error_info:
         client.request(messages.Open("file"), messages.OpenReply)
-    assert error.value.errno == errno.EMFILE
+    assert error_info.value.errno == errno.EMFILE
     client.request(messages.Close(handles[0]), messages.Done)
     client.request(messages.Open("file"), messages.OpenReply)
 
@@ -239,6 +242,6 @@ def test_adopt_over_tcp_is_ebadf(server: StorageServer, client: StorageClient) -
 
 
 def test_error_reply_names_the_cause(client: StorageClient) -> None:
-    with pytest.raises(ApiError, match="No such file or directory") as error:
+    with pytest.raises(ApiError, match="No such file or directory") as error_info:
         client.request(messages.Stat("missing"), messages.FileStat)
-    assert (error.value.errno, error.value.operation) == (errno.ENOENT, "stat")
+    assert (error_info.value.errno, error_info.value.operation) == (errno.ENOENT, "stat")

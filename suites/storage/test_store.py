@@ -92,16 +92,16 @@ def test_chunk_size_is_kept_in_store_json(tmp_path: Path) -> None:
 def test_store_json_of_another_format_is_refused(tmp_path: Path, text: str) -> None:
     FileStore(tmp_path).close()
     (tmp_path / ".gdrkit" / "store.json").write_text(text)
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UsageError) as error_info:
         FileStore(tmp_path)
-    assert error.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
 
 
 def test_root_that_is_a_file_is_enotdir(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError) as error:
+    with pytest.raises(NotADirectoryError) as error_info:
         FileStore(tmp_path / "file")
-    assert error.value.filename == str(tmp_path / "file")
+    assert error_info.value.filename == str(tmp_path / "file")
 
 
 def test_token_has_256_bits_and_stays(tmp_path: Path) -> None:
@@ -142,6 +142,7 @@ def test_open_gives_the_requested_access(
 
 def test_open_creates_truncates_and_is_exclusive(store: FileStore, root: Path) -> None:
     assert get_errno(lambda: store.open("file", flags=os.O_RDWR)) == errno.ENOENT
+    # The store drops the set-user-ID bit of a mode.
     store.open("file", flags=os.O_RDWR | os.O_CREAT, mode=0o4751)
     assert stat.S_IMODE((root / "file").stat().st_mode) == 0o751
     assert get_errno(lambda: store.open("file", flags=os.O_RDWR | os.O_CREAT | os.O_EXCL)) == errno.EEXIST
@@ -176,6 +177,7 @@ def test_adopted_descriptor_must_permit_the_access(
         if is_allowed:
             file = store.adopt(descriptor, read=read, write=write)
             assert (file.may_read, file.may_write) == (read, write)
+            # With O_APPEND, pwrite(2) would ignore the offset.
             assert fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_APPEND == 0
         else:
             assert get_errno(lambda: store.adopt(descriptor, read=read, write=write)) == errno.EACCES
@@ -256,8 +258,10 @@ def test_entries_of_a_folder_have_inode_and_type(store: FileStore, root: Path) -
     store.symlink("link", "nowhere")
     (root / "file").touch()
     file_types = {"file": stat.S_IFREG, "folder": stat.S_IFDIR, "link": stat.S_IFLNK}
-    types_by_name = {entry.name: (entry.inode, entry.kind) for entry in store.list("", None).entries}
-    assert types_by_name == {name: ((root / name).lstat().st_ino, file_type) for name, file_type in file_types.items()}
+    inodes_and_types = {entry.name: (entry.inode, entry.kind) for entry in store.list("", None).entries}
+    assert inodes_and_types == {
+        name: ((root / name).lstat().st_ino, file_type) for name, file_type in file_types.items()
+    }
     assert [entry.name for entry in store.list("", "file").entries] == ["folder", "link"]
     assert store.list("folder", None).entries == ()
 

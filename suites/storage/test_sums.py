@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from gdrkit.storage.client import StorageClient, StorageFile
 
+# The store has one checksum for each chunk of this length.
 CHUNK_BYTES = 4 * KIB
 FILE_BYTES = 16 * CHUNK_BYTES
 
@@ -63,20 +64,21 @@ def test_corrupt_chunk_fails_each_read_that_contains_it(server: StorageServer, c
         write_to_file(client, file, data)
         corrupt_byte(server.root / "file", 5 * CHUNK_BYTES + 17)
         for offset, length in ((0, FILE_BYTES), (5 * CHUNK_BYTES, 1), (6 * CHUNK_BYTES - 1, 1)):
-            with pytest.raises(ApiError) as error:
+            with pytest.raises(ApiError) as error_info:
                 read_from_file(client, file, offset_bytes=offset, length_bytes=length)
-            assert error.value.errno == errno.EIO
+            assert error_info.value.errno == errno.EIO
         # A write of a part of the chunk fails too. Otherwise, the server would compute a valid checksum for the corrupt
         # bytes.
-        with pytest.raises(ApiError) as error:
+        with pytest.raises(ApiError) as error_info:
             write_to_file(client, file, b"x", offset_bytes=5 * CHUNK_BYTES)
-        assert error.value.errno == errno.EIO
+        assert error_info.value.errno == errno.EIO
         # The session continues, and the other chunks can be read.
         assert read_from_file(client, file, offset_bytes=0, length_bytes=5 * CHUNK_BYTES) == data[: 5 * CHUNK_BYTES]
         assert (
             read_from_file(client, file, offset_bytes=6 * CHUNK_BYTES, length_bytes=FILE_BYTES)
             == data[6 * CHUNK_BYTES :]
         )
+        # Three reads and one write needed the corrupt chunk.
         assert client.statistics()["corruptions"] == 4
         assert server.log_text().count("the data differ from those written") == 4
         write_to_file(client, file, data[5 * CHUNK_BYTES :][:CHUNK_BYTES], offset_bytes=5 * CHUNK_BYTES)
@@ -116,9 +118,9 @@ def test_sums_outlive_the_server_and_belong_to_one_file(tmp_path: Path) -> None:
     with second_server as server, server.connect() as client:
         with client.open("file") as file:
             assert read_from_file(client, file, offset_bytes=0, length_bytes=FILE_BYTES) == data[:FILE_BYTES]
-            with pytest.raises(ApiError) as error:
+            with pytest.raises(ApiError) as error_info:
                 read_from_file(client, file, offset_bytes=FILE_BYTES, length_bytes=100)
-            assert error.value.errno == errno.EIO
+            assert error_info.value.errno == errno.EIO
         # A new file does not inherit the checksums of the old file with the same name and perhaps the same inode.
         (server.root / "file").unlink()
         (server.root / "file").write_bytes(bytes(FILE_BYTES))
@@ -157,28 +159,29 @@ def test_rename_removes_the_sums_of_the_replaced_file(server: StorageServer, cli
 def test_partly_written_chunk_has_no_sum(server: StorageServer, client: StorageClient) -> None:
     old_data, new_data = os.urandom(FILE_BYTES), os.urandom(FILE_BYTES)
     # RLIMIT_FSIZE applies to all files of the server. This offset is larger than the files of the software twins
-    # (libraries that emulate the hardware).
+    # (libraries that emulate the hardware), so the limit does not affect them.
     begin_bytes, written_bytes = 2 * MIB, 20 * KIB + 100
     with client.open("file", write=True, create=True) as file:
         write_to_file(client, file, old_data, offset_bytes=begin_bytes)
         resource.prlimit(
             server.process.pid, resource.RLIMIT_FSIZE, (begin_bytes + written_bytes, resource.RLIM_INFINITY)
         )
-        with pytest.raises(ApiError) as error:
+        with pytest.raises(ApiError) as error_info:
             write_to_file(client, file, new_data, offset_bytes=begin_bytes)
-        assert error.value.errno == errno.EFBIG
+        assert error_info.value.errno == errno.EFBIG
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         assert (
             read_from_file(client, file, offset_bytes=begin_bytes, length_bytes=FILE_BYTES)
             == new_data[:written_bytes] + old_data[written_bytes:]
         )
-        for chunk, has_sum in ((4, True), (5, False), (6, True)):
-            offset_bytes = begin_bytes + chunk * CHUNK_BYTES
+        # The failed write ended inside chunk 5.
+        for chunk_index, has_sum in ((4, True), (5, False), (6, True)):
+            offset_bytes = begin_bytes + chunk_index * CHUNK_BYTES
             corrupt_byte(server.root / "file", offset_bytes)
             if has_sum:
-                with pytest.raises(ApiError) as error:
+                with pytest.raises(ApiError) as error_info:
                     read_from_file(client, file, offset_bytes=offset_bytes, length_bytes=1)
-                assert error.value.errno == errno.EIO
+                assert error_info.value.errno == errno.EIO
             else:
                 assert len(read_from_file(client, file, offset_bytes=offset_bytes, length_bytes=1)) == 1
 
@@ -203,9 +206,9 @@ def test_truncate_and_punch_hole_update_the_sums(server: StorageServer, client: 
         assert read_from_file(client, file, offset_bytes=0, length_bytes=FILE_BYTES) == data
         assert (server.root / "file").read_bytes() == data
         corrupt_byte(server.root / "file", 3_999)
-        with pytest.raises(ApiError) as error:
+        with pytest.raises(ApiError) as error_info:
             read_from_file(client, file, offset_bytes=0, length_bytes=1)
-        assert error.value.errno == errno.EIO
+        assert error_info.value.errno == errno.EIO
         assert client.statistics()["outside_changes"] == 0
 
 
@@ -215,6 +218,6 @@ def test_corruption_is_detected_after_utimens(server: StorageServer, client: Sto
         write_to_file(client, file, bytes(FILE_BYTES))
         client.request(messages.Utimens("file", modification_time_ns=10**18), messages.FileStat)
         corrupt_byte(server.root / "file", 0)
-        with pytest.raises(ApiError) as error:
+        with pytest.raises(ApiError) as error_info:
             read_from_file(client, file, offset_bytes=0, length_bytes=1)
-        assert error.value.errno == errno.EIO
+        assert error_info.value.errno == errno.EIO

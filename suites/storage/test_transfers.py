@@ -42,17 +42,17 @@ RANGES = [
 
 
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
-@pytest.mark.parametrize(("size", "offset"), RANGES)
+@pytest.mark.parametrize(("length_bytes", "file_offset"), RANGES)
 def test_written_bytes_are_in_the_file_and_are_read_back(
-    server: StorageServer, client: StorageClient, memory: Memory, size: int, offset: int
+    server: StorageServer, client: StorageClient, memory: Memory, length_bytes: int, file_offset: int
 ) -> None:
-    data = os.urandom(size)
+    data = os.urandom(length_bytes)
     with client.open("file", write=True, create=True) as file:
         with memory.register_copy(client, data) as buffer:
-            assert file.write(buffer, offset_bytes=offset).length_bytes == size
-        assert (server.root / "file").read_bytes() == bytes(offset) + data
-        with memory.register_copy(client, b"\xa5" * size) as buffer:
-            assert file.read(buffer, offset_bytes=offset).length_bytes == size
+            assert file.write(buffer, offset_bytes=file_offset).length_bytes == length_bytes
+        assert (server.root / "file").read_bytes() == bytes(file_offset) + data
+        with memory.register_copy(client, b"\xa5" * length_bytes) as buffer:
+            assert file.read(buffer, offset_bytes=file_offset).length_bytes == length_bytes
             assert memory.read_buffer(buffer) == data
     assert client.statistics()["corruptions"] == 0
 
@@ -86,9 +86,9 @@ def test_holes_read_as_zeros_or_fail_if_forbidden(server: StorageServer, client:
         assert memory.read_buffer(buffer) == data + bytes(2 * MIB) + data + bytes(MIB + 5)
         # If a read goes to device memory, the server does not send the holes.
         assert result.hole_bytes == (3 * MIB + 5 if buffer.is_device_memory else 0)
-        with pytest.raises(ApiError) as error:
+        with pytest.raises(ApiError) as error_info:
             file.read(buffer, offset_bytes=0, forbid_holes=True)
-        assert error.value.errno == errno.ENODATA
+        assert error_info.value.errno == errno.ENODATA
         subrange = buffer.subrange(offset_bytes=0, length_bytes=MIB)
         assert file.read(subrange, offset_bytes=3 * MIB, forbid_holes=True).length_bytes == MIB
 
@@ -104,10 +104,12 @@ def test_batch_of_small_transfers_at_random_offsets(
         buffer_data = memory.read_buffer(buffer)
         writes = []
         for index in range(128):
-            length, offset = generator.randint(1, 8 * KIB), index * 16 * KIB + generator.randint(0, 8 * KIB)
-            begin = generator.randint(0, MIB - length)
-            writes.append(IORequest(file, offset, buffer.subrange(offset_bytes=begin, length_bytes=length)))
-            content[offset : offset + length] = buffer_data[begin : begin + length]
+            length = generator.randint(1, 8 * KIB)
+            file_offset = index * 16 * KIB + generator.randint(0, 8 * KIB)
+            buffer_offset = generator.randint(0, MIB - length)
+            buffer_range = buffer.subrange(offset_bytes=buffer_offset, length_bytes=length)
+            writes.append(IORequest(file, file_offset, buffer_range))
+            content[file_offset : file_offset + length] = buffer_data[buffer_offset : buffer_offset + length]
         client.batch_write(writes)
         assert (server.root / "file").read_bytes() == content
         reads = [
@@ -130,11 +132,12 @@ def test_write_of_device_memory_returns_its_checksum(client: StorageClient, memo
 
 @needs(verbs.nic())
 def test_bytes_with_another_checksum_name_both_checksums(server: StorageServer, nics: tuple[Nic, ...]) -> None:
-    """The server sent a checksum, and the NIC delivered other bytes."""
+    """The server sent the checksum of other bytes than the NIC delivered."""
     data = os.urandom(4 * KIB)
     (server.root / "file").write_bytes(data)
     with server.connect(nics[0]) as client, client.open("file") as file, client.register(bytearray(data)) as buffer:
         batch = Batch(IoOpcode.READ, client.limits, forbid_holes=False, checksum=True)
+        # The queue pair with index 0 uses the first NIC.
         batch.add(IORequest(file, 0, buffer), iter([(0, nics[0])]))
         sent_checksum = crc32c(data[:-1])
         result = Result(tag=0, result=len(data), checksum=sent_checksum, flags=ResultFlag.CHECKSUM_VALID)
@@ -180,14 +183,17 @@ def test_each_nic_carries_its_share_of_the_bytes(
                 traffic_before = read_traffic(Api.VERBS)
                 (client.batch_write if is_write else client.batch_read)(requests)
                 traffic_after = read_traffic(Api.VERBS)
-        moved_bytes = {
+        served_bytes_by_nic = {
             name: counters[counter_name] - traffic_before.get(name, {}).get(counter_name, 0)
             for name, counters in traffic_after.items()
         }
-        assert {name for name, count in moved_bytes.items() if count} == {nic.name for nic in subset}
-        assert sum(moved_bytes.values()) == len(data)
+        assert {name for name, served_bytes in served_bytes_by_nic.items() if served_bytes} == {
+            nic.name for nic in subset
+        }
+        assert sum(served_bytes_by_nic.values()) == len(data)
         # The client distributes the requests over the NICs in turn.
-        assert max(moved_bytes.values()) - min(filter(None, moved_bytes.values())) <= MIB, moved_bytes
+        nonzero_bytes = [served_bytes for served_bytes in served_bytes_by_nic.values() if served_bytes]
+        assert max(nonzero_bytes) - min(nonzero_bytes) <= MIB, served_bytes_by_nic
 
 
 @pytest.mark.qualify

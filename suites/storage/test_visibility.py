@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
 
-# The program prints for each step the number of flushes since before the first read.
+# The program prints the number of flushes that had happened by the end of each step.
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -41,6 +41,7 @@ with run_storage_server(root / "store", root / "log") as server, cuda.Device(0) 
             assert file.read(buffer, offset_bytes=0).length_bytes == len(data)
             pattern.check(memory.read(), seed=seed)
             steps["read into the GPU"] = count_flushes() - flushes_before
+            # The batch reads each half of the file into the other half of the memory.
             half = len(data) // 2
             parts = [buffer.subrange(offset_bytes=part * half, length_bytes=half) for part in (1, 0)]
             client.batch_read([IORequest(file, part * half, parts[part]) for part in (0, 1)])
@@ -54,9 +55,11 @@ print(json.dumps(steps))
 """
 
 
-@pytest.mark.parametrize(("ordering", "flushes"), [(0, (1, 2, 2)), (100, (0, 0, 0)), (200, (0, 0, 0))])
+# The orderings are the values NONE, OWNER and ALL_DEVICES of CU_GPU_DIRECT_RDMA_WRITES_ORDERING. From OWNER on, the GPU
+# needs no flush.
+@pytest.mark.parametrize(("ordering", "expected_flush_counts"), [(0, (1, 2, 2)), (100, (0, 0, 0)), (200, (0, 0, 0))])
 def test_reads_into_a_gpu_flush_only_if_the_gpu_needs_it(
-    tmp_path: Path, seed: int, ordering: int, flushes: tuple[int, ...]
+    tmp_path: Path, seed: int, ordering: int, expected_flush_counts: tuple[int, ...]
 ) -> None:
     child = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), str(seed)],
@@ -67,4 +70,4 @@ def test_reads_into_a_gpu_flush_only_if_the_gpu_needs_it(
         timeout=100,
     )
     assert child.returncode == 0, child.stdout + child.stderr
-    assert tuple(json.loads(child.stdout).values()) == flushes
+    assert tuple(json.loads(child.stdout).values()) == expected_flush_counts

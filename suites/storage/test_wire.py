@@ -38,9 +38,11 @@ from gdrkit.storage.wire import (
     parse_results,
 )
 
-EXAMPLES = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
+# Number of random examples for each property, and time for the fuzzer.
+EXAMPLE_COUNT = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
 FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "10"))
 SUITES = Path(__file__).resolve().parents[1]
+# Each vector has a verdict (right or wrong), a name, and a frame in hexadecimal digits.
 VECTORS = [
     line.split()
     for line in (SUITES / "vectors" / "frames.txt").read_text().splitlines()
@@ -56,7 +58,7 @@ class SlowEnd:
         end_s = time.monotonic() + 0.5
         while time.monotonic() < end_s:
             pass
-slow_end = SlowEnd()  # The interpreter drops it after it has begun to end the other threads.
+slow_end = SlowEnd()  # The interpreter deletes this object after it has begun to end the other threads.
 started = threading.Barrier(9)
 def compute():
     data = bytes(1 << 20)
@@ -82,14 +84,14 @@ def draw_operation(draw: st.DrawFn) -> Operation:
     for flag in draw(st.sets(st.sampled_from(allowed_flags))):
         flags |= flag
     checksum = draw(st.integers(0, (1 << 32) - 1)) if flags & OperationFlag.CHECKSUM_GIVEN else 0
-    field_values = [draw(UINT64) for _ in range(5)]
+    tag, handle, file_offset, length, remote_address = (draw(UINT64) for _ in range(5))
     rkey, queue_pair = draw(st.integers(0, (1 << 32) - 1)), draw(st.integers(0, 65535))
     return Operation(
-        field_values[0],
-        field_values[1],
-        field_values[2],
-        field_values[3],
-        field_values[4],
+        tag,
+        handle,
+        file_offset,
+        length,
+        remote_address,
         rkey,
         queue_pair,
         opcode,
@@ -115,46 +117,45 @@ def test_vectors_are_parsed_or_refused_as_in_cpp(verdict: str, frame: str) -> No
     if verdict == "right":
         assert repack_frame(bytes.fromhex(frame)) == bytes.fromhex(frame)
     else:
-        with pytest.raises(UsageError) as error:
+        with pytest.raises(UsageError) as error_info:
             repack_frame(bytes.fromhex(frame))
-        assert error.value.reason is Reason.MALFORMED
+        assert error_info.value.reason is Reason.MALFORMED
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLE_COUNT, deadline=None)
 @given(st.lists(draw_operation(), min_size=1, max_size=20), UINT64)
-def test_operations_survive_packing_and_parsing(originals: list[Operation], sequence: int) -> None:
-    frame = pack_operations(originals, sequence=sequence)
+def test_operations_survive_packing_and_parsing(operations: list[Operation], sequence: int) -> None:
+    frame = pack_operations(operations, sequence=sequence)
     header = parse_header(frame[:HEADER_BYTES])
-    assert (header.count, header.sequence) == (len(originals), sequence)
-    assert parse_operations(header, frame[HEADER_BYTES:]) == tuple(originals)
+    assert (header.count, header.sequence) == (len(operations), sequence)
+    assert parse_operations(header, frame[HEADER_BYTES:]) == tuple(operations)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLE_COUNT, deadline=None)
 @given(st.lists(draw_result(), min_size=1, max_size=20))
-def test_results_survive_packing_and_parsing(originals: list[Result]) -> None:
-    frame = pack_results(originals)
-    assert parse_results(parse_header(frame[:HEADER_BYTES]), frame[HEADER_BYTES:]) == tuple(originals)
+def test_results_survive_packing_and_parsing(results: list[Result]) -> None:
+    frame = pack_results(results)
+    assert parse_results(parse_header(frame[:HEADER_BYTES]), frame[HEADER_BYTES:]) == tuple(results)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLE_COUNT, deadline=None)
 @given(st.lists(draw_operation(), min_size=1, max_size=3), st.data())
-def test_any_changed_byte_is_refused(originals: list[Operation], data: st.DataObject) -> None:
-    frame = bytearray(pack_operations(originals, sequence=1))
+def test_any_changed_byte_is_refused(operations: list[Operation], data: st.DataObject) -> None:
+    frame = bytearray(pack_operations(operations, sequence=1))
     frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UsageError) as error_info:
         repack_frame(bytes(frame))
-    assert error.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLE_COUNT, deadline=None)
 @given(st.binary(max_size=3000), st.integers(0, 3000))
 def test_checksums_by_instruction_and_by_table_are_equal(data: bytes, split_at: int) -> None:
-    native = engine
     expected_checksum = crc32c_by_table(data)
-    assert crc32c(data) == native.crc32c(data) == native.crc32c_portable(data) == expected_checksum
+    assert crc32c(data) == engine.crc32c(data) == engine.crc32c_portable(data) == expected_checksum
     head, tail = data[:split_at], data[split_at:]
-    assert native.crc32c(tail, crc32c(head)) == crc32c_by_table(tail, crc32c_by_table(head)) == expected_checksum
-    assert native.crc32c_combine(crc32c(head), crc32c(tail), len(tail)) == expected_checksum
+    assert engine.crc32c(tail, crc32c(head)) == crc32c_by_table(tail, crc32c_by_table(head)) == expected_checksum
+    assert engine.crc32c_combine(crc32c(head), crc32c(tail), len(tail)) == expected_checksum
 
 
 def test_daemon_threads_do_not_abort_the_exit() -> None:
@@ -173,10 +174,10 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLE_COUNT, deadline=None)
 @given(st.sampled_from(sorted(REQUESTS)), st.dictionaries(st.text(max_size=12), JSON, max_size=5))
-def test_any_json_object_is_a_request_or_is_refused(name: str, fields: dict[str, object]) -> None:
-    payload = json.dumps({"op": name, **fields}).encode()
+def test_any_json_object_is_a_request_or_is_refused(operation_name: str, fields: dict[str, object]) -> None:
+    payload = json.dumps({"op": operation_name, **fields}).encode()
     with contextlib.suppress(UsageError):
         request = parse_request(payload)
         assert parse_request(pack_request(request)) == request
@@ -214,9 +215,9 @@ def test_any_json_object_is_a_request_or_is_refused(name: str, fields: dict[str,
     ],
 )
 def test_invalid_request_is_malformed(payload: bytes) -> None:
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UsageError) as error_info:
         parse_request(payload)
-    assert error.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
 
 
 def test_numbers_of_63_bits_are_accepted() -> None:
@@ -233,17 +234,18 @@ def test_numbers_of_63_bits_are_accepted() -> None:
 def test_lone_surrogate_is_a_bad_argument(surrogate: int) -> None:
     text = f"a{chr(surrogate)}"
     for request in (messages.Stat(text), messages.Symlink("a", text), messages.StorageHello(1, text, ({},))):
-        with pytest.raises(UsageError) as error:
+        with pytest.raises(UsageError) as error_info:
             parse_request(pack_request(request))
-        assert error.value.reason is Reason.BAD_ARGUMENT
+        assert error_info.value.reason is Reason.BAD_ARGUMENT
+    # These surrogates represent the bytes 0x80 and 0xff of a file name that is not UTF-8.
     assert parse_request(pack_request(messages.Stat("\udc80\udcff"))) == messages.Stat("\udc80\udcff")
 
 
 @pytest.mark.parametrize("payload", [b"{}", b'{"ok":{},"error":{}}', b'{"ok":{"x":1}}', b'{"error":{"errno":"x"}}'])
 def test_invalid_reply_is_malformed(payload: bytes) -> None:
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UsageError) as error_info:
         parse_reply(payload, messages.Done)
-    assert error.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
 
 
 @pytest.mark.timeout(FUZZ_S + 120)

@@ -32,7 +32,7 @@ _TIMEOUT = timedelta(seconds=120)
 # The memory is filled and checked in chunks of this length.
 _CHUNK_BYTES = 16 * MIB
 
-# File descriptor, offset in the memory, offset in the file, length.
+# A transfer has a file descriptor, an offset in the memory, an offset in the file, and a length in bytes.
 Transfer = tuple[int, int, int, int]
 
 
@@ -67,10 +67,10 @@ class Application:
             else:
                 cleanup_stack.callback(_free_idle_memory)
                 self.iov = cleanup_stack.enter_context(usrbio.create_iovec(str(mount), length_bytes=length_bytes))
-            self.readers: list[Ioring] = []
-            self.writers: list[Ioring] = []
+            self.read_rings: list[Ioring] = []
+            self.write_rings: list[Ioring] = []
             for _ in range(ring_count):
-                for rings, for_read in ((self.readers, True), (self.writers, False)):
+                for rings, for_read in ((self.read_rings, True), (self.write_rings, False)):
                     rings.append(
                         cleanup_stack.enter_context(usrbio.make_ioring(str(mount), entries, for_read=for_read))
                     )
@@ -112,19 +112,20 @@ class Application:
 
     def read(self, *transfers: Transfer, ring_index: int = 0) -> list[int]:
         """Read parts of files into the memory, and return the result of each read in the given order."""
-        return self._transfer(self.readers[ring_index], transfers, is_read=True)
+        return self._transfer(self.read_rings[ring_index], transfers, is_read=True)
 
     def write(self, *transfers: Transfer, ring_index: int = 0) -> list[int]:
         """Write parts of the memory into files, and return the result of each write in the given order."""
-        return self._transfer(self.writers[ring_index], transfers, is_read=False)
+        return self._transfer(self.write_rings[ring_index], transfers, is_read=False)
 
     def _transfer(self, ring: Ioring, transfers: Sequence[Transfer], *, is_read: bool) -> list[int]:
+        """Submit the transfers in batches that fit into the ring, and return the results in the given order."""
         results: dict[int, int] = {}
         for begin in range(0, len(transfers), ring.entries):
             batch = range(begin, min(begin + ring.entries, len(transfers)))
             for index in batch:
-                fd, offset, file_offset, length = transfers[index]
-                ring.prepare(self.iov[offset : offset + length], is_read, fd, file_offset, userdata=index)
+                fd, memory_offset, file_offset, length = transfers[index]
+                ring.prepare(self.iov[memory_offset : memory_offset + length], is_read, fd, file_offset, userdata=index)
             completions = ring.submit().wait(min_results=len(batch), timeout=_TIMEOUT)
             results.update((int(str(completion.userdata)), completion.result) for completion in completions)
         return [results[index] for index in range(len(transfers))]
@@ -177,8 +178,8 @@ def _main(arguments: Sequence[str]) -> int:
                     application.fill(0)
                 assert application.read(*((fd, *transfer) for transfer in transfers)) == lengths, "a short read"
                 transferred_bytes += sum(lengths) * (1 + writes_first)
-                for offset, file_offset, length in transfers:
-                    application.check(offset, length, seed=options.seed, file_offset=file_offset)
+                for memory_offset, file_offset, length in transfers:
+                    application.check(memory_offset, length, seed=options.seed, file_offset=file_offset)
     sys.stdout.write(json.dumps({"bytes": transferred_bytes, "pid": os.getpid()}) + "\n")
     return 0
 

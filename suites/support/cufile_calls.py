@@ -29,7 +29,7 @@ __all__ = [
 FILE_BYTES = 1 * MIB
 RANGE_BYTES = 64 * KIB
 HOST_TREE = host.HostTree()
-# An asynchronous write is attempted up to 5 times, because libcufile 1.15 sometimes completes one with 0 bytes.
+# An asynchronous write is attempted up to 5 times, because libcufile 1.15 sometimes completes a write with 0 bytes.
 _ASYNC_WRITES_MAX = 5
 
 
@@ -68,6 +68,9 @@ def call_to_json(call: Callable[[], object]) -> dict[str, Any]:
 
 class ScenarioSetup:
     """The objects of a scenario: a device with memory, an open driver with statistics, and a file of known bytes.
+
+    `arguments` is the JSON object from the case. It has the path and the seed of the file, and optionally ``flags`` of
+    cuFile, ``direct`` (whether the file is opened with O_DIRECT), and the ``level`` of the statistics.
 
     Attributes
     ----------
@@ -145,6 +148,7 @@ def _readv(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
         cufile.BufferRange(setup.memory, FILE_BYTES - RANGE_BYTES, RANGE_BYTES),
         cufile.BufferRange(setup.memory, 0, RANGE_BYTES),
     ]
+    # The first bytes of the file go to the end of the memory, and the next bytes to its beginning.
     moved_bytes = handle.readv(ranges)
     has_first_range = setup.has_file_data(RANGE_BYTES, offset_bytes=FILE_BYTES - RANGE_BYTES)
     return moved_bytes, has_first_range and setup.has_file_data(RANGE_BYTES, file_offset_bytes=RANGE_BYTES)
@@ -163,9 +167,9 @@ def _writev(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]
 
 def _read_async(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
     with setup.device.stream() as stream:
-        pending = handle.read_async(stream, setup.memory)
+        pending_read = handle.read_async(stream, setup.memory)
         stream.synchronize()
-        return pending.bytes(), setup.has_file_data(FILE_BYTES)
+        return pending_read.bytes(), setup.has_file_data(FILE_BYTES)
 
 
 def _read_async_registered(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
@@ -173,38 +177,41 @@ def _read_async_registered(setup: ScenarioSetup, handle: cufile.FileHandle) -> t
         setup.device.stream() as stream,
         cufile.RegisteredStream(setup.driver, stream.handle, flags=cufile.StreamFlags.ALL),
     ):
-        pending = handle.read_async(stream, setup.memory)
+        pending_read = handle.read_async(stream, setup.memory)
         stream.synchronize()
-        return pending.bytes(), setup.has_file_data(FILE_BYTES)
+        return pending_read.bytes(), setup.has_file_data(FILE_BYTES)
 
 
 def _write_async(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    """Write asynchronously, and repeat a write that completes with 0 bytes. Count such writes in `setup`."""
+    """Write asynchronously, and repeat a write that completes with 0 bytes.
+
+    ``setup.empty_write_count`` is the loop variable, which counts these writes.
+    """
     setup.fill_memory_for_writing()
     with setup.device.stream() as stream:
         for setup.empty_write_count in range(_ASYNC_WRITES_MAX):
-            pending = handle.write_async(stream, setup.memory)
+            pending_write = handle.write_async(stream, setup.memory)
             stream.synchronize()
-            moved_bytes = pending.bytes()
+            moved_bytes = pending_write.bytes()
             if moved_bytes or not setup.is_unchanged():
                 return moved_bytes, setup.is_written(FILE_BYTES)
     return 0, False
 
 
 def make_batch_requests(
-    setup: ScenarioSetup, handle: cufile.FileHandle, opcode: cufile.Opcode, count: int
+    setup: ScenarioSetup, handle: cufile.FileHandle, opcode: cufile.Opcode, request_count: int
 ) -> list[cufile.BatchRequest]:
-    """Return `count` transfers that follow each other in the file and in the memory."""
+    """Return `request_count` transfers that follow each other in the file and in the memory."""
     return [
         cufile.BatchRequest(opcode, handle, cufile.BufferRange(setup.memory, offset, RANGE_BYTES), offset)
-        for offset in range(0, count * RANGE_BYTES, RANGE_BYTES)
+        for offset in range(0, request_count * RANGE_BYTES, RANGE_BYTES)
     ]
 
 
 def _submit_batch(setup: ScenarioSetup, handle: cufile.FileHandle, opcode: cufile.Opcode) -> int:
-    count = FILE_BYTES // RANGE_BYTES
-    with cufile.IoBatch(setup.driver, count) as batch:
-        batch.submit(make_batch_requests(setup, handle, opcode, count))
+    request_count = FILE_BYTES // RANGE_BYTES
+    with cufile.IoBatch(setup.driver, request_count) as batch:
+        batch.submit(make_batch_requests(setup, handle, opcode, request_count))
         events: list[cufile.BatchEvent] = []
         while batch.outstanding:
             events += batch.status(count_min=1, timeout_s=10)

@@ -42,20 +42,21 @@ __all__ = ["SCENARIOS", "main"]
 
 
 def every_call(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Make each call that the arguments name once.
+    """Make one call of each kind that ``calls`` in the arguments names.
 
-    Return for each call the number of bytes, whether the data is right, and the proof of its route.
+    Return for each call the number of bytes, whether the data is right, the proof of the route, and the number of
+    writes that were repeated because they wrote no byte.
     """
     setup = ScenarioSetup(arguments)
     results: list[dict[str, Any]] = []
-    for name in arguments["calls"]:
+    for call_name in arguments["calls"]:
         setup.restore_file()
         setup.zero_memory()
         setup.empty_write_count = 0
         with cufile.FileHandle(setup.driver, setup.fd) as handle:
             try:
                 with setup.monitor.watch(setup.fd):
-                    moved_bytes, is_expected = CALLS[name](setup, handle)
+                    moved_bytes, is_expected = CALLS[call_name](setup, handle)
             except GdrkitError as error:
                 results.append({"failure": error_to_json(error)})
             else:
@@ -74,7 +75,10 @@ def every_call(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_read(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Read once. Return the proof of the route, or the error if cuFileHandleRegister or cuFileRead failed."""
+    """Read the start of the file with one cuFileRead call.
+
+    Return the proof of its route, or the error if cuFileHandleRegister or cuFileRead failed.
+    """
     setup = ScenarioSetup(arguments)
     length_bytes = int(arguments.get("length_bytes", FILE_BYTES))
     result: dict[str, Any] = {}
@@ -125,6 +129,7 @@ def bad_input(arguments: dict[str, Any]) -> dict[str, Any]:
             "twice": call_to_json(lambda: cufile.FileHandle(driver, setup.fd)),
             "no_batch": call_to_json(lambda: cufile.IoBatch(driver, 0)),
             "large_batch": call_to_json(lambda: cufile.IoBatch(driver, 100_000)),
+            # No stream has the handle 0x1234560. Only the twin checks this; libcufile uses the handle unchecked.
             "no_stream": call_to_json(lambda: cufile.RegisteredStream(driver, 0x1234560))
             if arguments.get("twin")
             else {},
@@ -225,7 +230,7 @@ def without_context(arguments: dict[str, Any]) -> dict[str, Any]:
             "register_stream": call_to_json(lambda: cufile.RegisteredStream(setup.driver, stream.handle)),
             "read_async": call_to_json(read_async),
         }
-        # `setup.memory` makes its context current for the call, in this same thread.
+        # With `setup.memory`, gdrkit makes the CUDA context current for the call, so the same thread can register it.
         with cufile.RegisteredBuffer(setup.driver, setup.memory):
             result["registered"] = call_to_json(lambda: (handle.read(setup.memory), setup.has_file_data(FILE_BYTES)))
     setup.close()
@@ -253,7 +258,10 @@ def pending_read(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def several_streams(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Read each quarter of the file on a stream of its own, and wait only if gdrkit refuses a stream."""
+    """Read each quarter of the file on a stream of its own.
+
+    If gdrkit refuses to use a stream, wait for the previous stream, and queue the read again.
+    """
     setup = ScenarioSetup(arguments)
     part_bytes = FILE_BYTES // 4
     refusals: list[dict[str, Any]] = []
@@ -264,9 +272,13 @@ def several_streams(arguments: dict[str, Any]) -> dict[str, Any]:
         streams = [stack.enter_context(setup.device.stream()) for _ in range(4)]
 
         def queue_read(index: int) -> cufile.PendingTransfer:
-            offset = index * part_bytes
+            offset_bytes = index * part_bytes
             return handle.read_async(
-                streams[index], setup.memory, file_offset_bytes=offset, offset_bytes=offset, length_bytes=part_bytes
+                streams[index],
+                setup.memory,
+                file_offset_bytes=offset_bytes,
+                offset_bytes=offset_bytes,
+                length_bytes=part_bytes,
             )
 
         pending_reads = []
@@ -292,8 +304,8 @@ def several_streams(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def driver_opens(arguments: dict[str, Any]) -> dict[str, Any]:
     """Set the flags that the arguments name, and open the driver."""
-    for name, value in arguments["flags"].items():
-        parameters.set_flag(parameters.Flag[name], value)
+    for flag_name, is_set in arguments["flags"].items():
+        parameters.set_flag(parameters.Flag[flag_name], is_set)
     return call_to_json(lambda: cufile.Driver(timeout_s=None))
 
 

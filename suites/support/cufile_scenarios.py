@@ -30,7 +30,7 @@ __all__ = ["ScenarioRunner"]
 # Time limit of a scenario. A scenario takes about a second.
 _TIMEOUT_S = 60
 # Results and loaded libraries of earlier scenarios, for cases that run an equal scenario (`run_once`).
-_results: dict[str, tuple[dict[str, Any], tuple[LoadedLibrary, ...]]] = {}
+_finished_scenarios: dict[str, tuple[dict[str, Any], tuple[LoadedLibrary, ...]]] = {}
 
 
 @dataclass
@@ -44,7 +44,7 @@ class ScenarioRunner:
     seed : int
         Seed of the pattern in the file.
     case : Case
-        The case. Its record gets the libraries that the child processes loaded.
+        The case that runs the scenarios. Its record gets the libraries that the child processes loaded.
     facts : Facts
         Facts of this machine.
     environ : dict of str to str
@@ -77,12 +77,13 @@ class ScenarioRunner:
     def run_once(self, scenario: str, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401
         """Return the result of :meth:`run`. The scenario runs only once for all cases with equal arguments."""
         key = json.dumps([scenario, arguments, self.rules, self.environ])
-        if key not in _results:
+        if key not in _finished_scenarios:
             result = self.run(scenario, **arguments)
-            _results[key] = result, self.case.peers[-1][1]
+            # run() appended the scenario and its libraries to `peers`.
+            _finished_scenarios[key] = result, self.case.peers[-1][1]
         else:
-            self.case.peers.append((scenario, _results[key][1]))
-        return _results[key][0]
+            self.case.peers.append((scenario, _finished_scenarios[key][1]))
+        return _finished_scenarios[key][0]
 
     def run_with_udev_unchanged(self, scenario: str, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401
         """Run a scenario with udev's database as it is, and return the result of the scenario."""
@@ -92,10 +93,10 @@ class ScenarioRunner:
             completed = subprocess.run(
                 [sys.executable, self.program, scenario],
                 input=json.dumps(arguments),
-                # By default, libcufile writes its log to the current folder.
+                # Without this variable, libcufile writes its log to the current folder.
                 env={
                     "CUFILE_LOGFILE_PATH": f"{tempfile.gettempdir()}/cufile.log",
-                    # The scenarios write the entry of the disk themselves, so the twin must read udev's database.
+                    # With 0, the twin reads udev's database, as libcufile does. run() provides the entry of the disk.
                     "GDRKIT_TWINS_UDEV": "0",
                     **suites_environ(),
                     **self.environ,

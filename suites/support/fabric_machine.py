@@ -1,9 +1,10 @@
 """One machine of a TCP fabric of twins: a program in its own network namespace that reads and writes JSON lines.
 
-The program writes its endpoint and the range of its memory. It reads the endpoint and the memory of the peer from the
-first line of its input, and connects to the peer. Each further line is a command with a seed: ``write`` writes the
-pattern of the seed to the peer, and ``check`` compares the memory of this machine with the pattern. Twins are libraries
-that emulate the hardware below an API.
+The program writes its endpoint and the range of its memory. It reads the endpoint and the memory range of the peer from
+the first line of its input, and connects to the peer. Each further line is a command with a seed: ``write`` writes the
+pattern of the seed to the memory of the peer, and the reply is the status of the completion. ``check`` compares the
+memory of this machine with the pattern, and the reply is ``same`` or ``different``. Twins are libraries that emulate
+the hardware below an API.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def main() -> None:
                 _write_line("same" if is_same else "different")
 
 
-def _write_line(value: object) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
+def _write_line(message: object) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 

@@ -17,22 +17,25 @@ if TYPE_CHECKING:
 __all__ = ["STRACE", "fail_next_call"]
 
 _TIMEOUT_S = 60.0
-# The need of these cases: strace is installed, and this user may trace processes.
+# Need of the cases that call `fail_next_call`: strace is installed, and this user may trace processes.
 STRACE: Need = host.program("strace", "-qq", "-o", "/dev/null", "echo", "allowed")
 
 
 @contextlib.contextmanager
-def fail_next_call(process_id: int, call: str, error: str) -> Iterator[None]:
-    """Make the next system call `call` of a process fail with `error`. The block ends after this failure."""
-    options = ["-e", f"trace={call}", "-e", f"inject={call}:error={error}:when=1"]
+def fail_next_call(process_id: int, call_name: str, error_name: str) -> Iterator[None]:
+    """Make the next system call `call_name` of a process fail with `error_name`, such as ``EIO``.
+
+    At its end, the block waits for the failure.
+    """
+    options = ["-e", f"trace={call_name}", "-e", f"inject={call_name}:error={error_name}:when=1"]
     command = ["strace", "-f", *options, "-p", str(process_id)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
-        output = _StraceOutput(strace, f"Process {process_id} attached", f"{error} ")
+        output = _StraceOutput(strace, f"Process {process_id} attached", f"{error_name} ")
         try:
             assert output.is_attached.wait(_TIMEOUT_S), f"strace did not attach: {output}"
             yield
             # A call that was in progress when strace attached does not fail. The next call fails.
-            assert output.is_error_injected.wait(_TIMEOUT_S), f"no {call} failed: {output}"
+            assert output.is_error_injected.wait(_TIMEOUT_S), f"no {call_name} failed: {output}"
         finally:
             strace.terminate()
             output.thread.join(_TIMEOUT_S)
@@ -44,7 +47,7 @@ class _StraceOutput:
     def __init__(self, strace: subprocess.Popen[str], attached_text: str, error_text: str) -> None:
         self.is_attached, self.is_error_injected = threading.Event(), threading.Event()
         self._lines: list[str] = []
-        self._texts = attached_text, error_text
+        self._awaited_texts = attached_text, error_text
         self.thread = threading.Thread(target=self._read, args=[strace.stderr])
         self.thread.start()
 
@@ -52,10 +55,10 @@ class _StraceOutput:
         return "".join(self._lines)
 
     def _read(self, output: Iterable[str]) -> None:
-        attached_text, error_text = self._texts
+        attached_text, error_text = self._awaited_texts
         for line in output:
             self._lines.append(line)
-            # Warnings about the limits of the machine can precede this line.
+            # strace may print warnings about the limits of the machine before it reports the attachment.
             if attached_text in line:
                 self.is_attached.set()
             if error_text in line and "(INJECTED)" in line:

@@ -21,8 +21,9 @@ __all__ = ["inject_faults"]
 
 @contextlib.contextmanager
 def inject_faults(api: Api, *rules: str) -> Iterator[None]:
-    """Set the fault plan of a twin to these rules until the block ends. Each rule is a line of the plan."""
+    """Set the fault plan of the twin of `api` to these rules until the block ends. Each rule is a line of the plan."""
     control = launch.twin_control()
+    # The first line of a plan is its format version. A plan without rules lets all calls succeed.
     control.set_faults(api.value, "\n".join(["gdrkit-faults 1", *rules, ""]))
     try:
         yield

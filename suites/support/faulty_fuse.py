@@ -1,4 +1,4 @@
-"""A FUSE file system for cases about disk errors. A folder has its files, and chosen requests fail.
+"""A FUSE file system for cases about disk errors. It serves the files of a folder, and a case chooses failing requests.
 
 A case uses :class:`FaultyMount`, which runs this file as a program: ``python faulty_fuse.py MOUNT FOLDER FAULTS``
 mounts the file system on MOUNT, prints ``ready``, and ends after the unmount.
@@ -51,10 +51,10 @@ class FaultyOperations:
                 setattr(self, name, self._with_faults(name, getattr(self, name)))
 
     def getattr(self, path: str | None, fd: int | None = None) -> dict[str, int]:
-        status = os.fstat(fd) if fd else os.lstat(self._path(path))
-        names = ("st_mode", "st_ino", "st_nlink", "st_size", "st_uid", "st_gid", "st_blocks")
-        times = {f"st_{name}": getattr(status, f"st_{name}_ns") for name in ("atime", "mtime", "ctime")}
-        return {name: getattr(status, name) for name in names} | times
+        stat_result = os.fstat(fd) if fd else os.lstat(self._path(path))
+        field_names = ("st_mode", "st_ino", "st_nlink", "st_size", "st_uid", "st_gid", "st_blocks")
+        times = {f"st_{name}": getattr(stat_result, f"st_{name}_ns") for name in ("atime", "mtime", "ctime")}
+        return {name: getattr(stat_result, name) for name in field_names} | times
 
     def opendir(self, path: str) -> int:
         with self._lock:
@@ -66,7 +66,8 @@ class FaultyOperations:
         folder = self._path(self._directory_paths[handle])
         names = (".", "..", *(entry.name for entry in Path(folder).iterdir()))
         statuses = {name: os.lstat(f"{folder}/{name}") for name in names}
-        # libfuse omits entries whose inode number is 0.
+        # Each entry is a name, attributes and the offset 0. The attributes include the inode number, because libfuse
+        # omits entries whose inode number is 0.
         return [(name, {"st_mode": status.st_mode, "st_ino": status.st_ino}, 0) for name, status in statuses.items()]
 
     def mkdir(self, path: str, mode: int) -> None:
@@ -121,17 +122,17 @@ class FaultyOperations:
             raise OSError(errno.ENOENT, "the file has no path")
         return self._backing_folder + path
 
-    def _with_faults(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
-        """Return a function that calls the method, unless FAULTS has a line for the request `name`."""
+    def _with_faults(self, request_name: str, method: Callable[..., object]) -> Callable[..., object]:
+        """Return a function that calls the method, unless FAULTS has a line for the request `request_name`."""
 
         def serve_or_fail(*arguments: object) -> object:
             for line in self._faults_file.read_text().splitlines():
                 request, error_number = line.split()
-                if request == name and int(error_number) == WRONG_DATA:
+                if request == request_name and int(error_number) == WRONG_DATA:
                     path, data, *later_arguments = arguments
                     assert isinstance(data, bytes)
                     arguments = (path, b"\xff" + data[1:], *later_arguments)
-                elif request == name:
+                elif request == request_name:
                     raise OSError(int(error_number), os.strerror(int(error_number)))
             return method(*arguments)
 
@@ -170,7 +171,8 @@ class FaultyMount:
     def paused(self) -> Iterator[None]:
         """Stop the file system, so that requests wait until the end of the block, as with a disk that hangs."""
         self._process.send_signal(signal.SIGSTOP)
-        # The signal does not stop all threads at once. A thread answers requests until it has stopped.
+        # The signal does not stop all threads at once, and a thread answers requests until it has stopped. So wait
+        # until the whole process has stopped.
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
         try:
             yield

@@ -63,7 +63,7 @@ class FileTransferMethods:
         return range(0, self.memory.length_bytes, self.chunk_bytes)
 
     def get_methods(self, *, write: bool) -> tuple[dict[str, Callable[[], object]], str]:
-        """Return the methods by name, and the reason if ``direct`` is missing, else an empty text.
+        """Return the methods by name, and why ``direct`` is missing (an empty text if it exists).
 
         Each method writes the whole file if `write` is true, else it reads the whole file.
         """
@@ -71,8 +71,10 @@ class FileTransferMethods:
             "engine": self._make_gdrkit_method("never", write=write),
             "posix": self._make_posix_method(write=write),
         }
-        reason = self._find_fallback_reason()
-        return methods if reason else {"direct": self._make_gdrkit_method("required", write=write), **methods}, reason
+        fallback_reason = self._find_fallback_reason()
+        if not fallback_reason:
+            methods = {"direct": self._make_gdrkit_method("required", write=write), **methods}
+        return methods, fallback_reason
 
     def _find_fallback_reason(self) -> str:
         """Read the file once, and return why the transfer was not direct, or an empty text if it was."""

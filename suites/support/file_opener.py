@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FileOpener"]
 
-# Number of searches for a file. A search can miss a file that moves between the folders meanwhile.
+# Maximum number of searches for a file. A search through the folders can miss a file that moves meanwhile.
 _SEARCHES_MAX = 16
 
 
@@ -38,12 +38,15 @@ class FileOpener(LineChild):
         """Open and read each file `counts[name]` times, in random order, and wait for the end.
 
         Each file is in one of the folders, and may move to another folder at any time. A process opens a file at most
-        once, because the kernel merges equal reports about one process. A file with n opens is opened by n processes.
+        once, because the kernel merges equal reports about one process. So n processes open a file with n opens.
         """
         self._execute({"folders": [str(folder) for folder in folders], "counts": dict(counts), "seed": seed})
 
     def open_by_name(self, configuration: Configuration, name: str, *, count: int) -> None:
-        """Open a file of the tiers by a :class:`TierManager`, which stays open until the end of the program."""
+        """Open a file of the tiers `count` times by a :class:`TierManager`.
+
+        The manager stays open until the end of the program.
+        """
         tiers = [(tier.name, str(tier.directory), tier.accesses_min) for tier in configuration.tiers]
         self._execute({"tiers": tiers, "catalogue": str(configuration.catalogue), "name": name, "count": count})
 
@@ -53,6 +56,7 @@ class FileOpener(LineChild):
 
 
 def _open_in_rounds(folders: Sequence[str], counts: Mapping[str, int], *, seed: int) -> None:
+    """Fork a child for each round. The child opens each file that still needs an open, in random order."""
     rng = random.Random(seed)
     for round_index in range(max(counts.values(), default=0)):
         names = [name for name, count in counts.items() if count > round_index]

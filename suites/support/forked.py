@@ -41,14 +41,14 @@ def hold_in_another_thread(lock: AbstractContextManager[object]) -> Iterator[Non
 
 
 def run_in_forked_child(function: Callable[[], None]) -> int:
-    """Fork, run `function` in the child, and return its wait status. SIGALRM ends a child that takes too long."""
+    """Fork, run `function` in the child, and return the child's wait status. SIGALRM ends the child after 10 s."""
     child_pid = os.fork()
     if not child_pid:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(10)
         try:
             function()
-        except BaseException:  # noqa: BLE001 - the child never returns into the run of the parent.
+        except BaseException:  # noqa: BLE001 - the child must not continue the parent's test run.
             traceback.print_exc()
             os._exit(1)
         os._exit(0)

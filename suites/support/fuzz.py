@@ -1,4 +1,4 @@
-"""Fuzzing of parsers: random changes of valid inputs, then atheris (coverage-guided) if this Python has it.
+"""Fuzzing of parsers: inputs with random changes, then inputs of the coverage-guided fuzzer atheris if it is installed.
 
 A fuzz module of the suites, such as ``property.fuzz_handles``, describes its parsers as :class:`FuzzTarget` and calls
 :func:`main`. A case calls :func:`run_fuzzer`, which runs such a module in a child process. The child process is
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["FuzzTarget", "changed_inputs", "main", "require_round_trip", "run_fuzzer"]
 
 # Eight bytes that are extreme values of integers: -1 or the maximum, 0, and the most negative number.
-_EXTREMES = (b"\xff" * 8, bytes(8), b"\0" * 7 + b"\x80")
+_EXTREME_INTEGERS = (b"\xff" * 8, bytes(8), b"\0" * 7 + b"\x80")
 # Time for the start and the exit of a child process. The time of the fuzzing is added to it.
 _START_AND_EXIT_S = 90.0
 
@@ -72,7 +72,7 @@ class FuzzTarget:
         data = bytearray(rng.choice(self.valid_inputs))
         change_functions = _TEXT_CHANGES if self.tokens else _BINARY_CHANGES
         if self.alphabet:
-            change_functions = (*change_functions, _replace_by_letter)
+            change_functions = (*change_functions, _replace_by_alphabet_character)
         for _ in range(rng.randint(*self.change_count_range)):
             rng.choice(change_functions)(self, data, rng.randrange(len(data) + 1), rng)
         return bytes(data)
@@ -85,13 +85,13 @@ def changed_inputs(target: FuzzTarget, seed: int, count: int | None = None) -> I
         yield target.make_random_input(rng)
 
 
-def require_round_trip(parse: Callable[[bytes], bytes], data: bytes) -> None:
-    """Require that `parse` returns `data` or raises UsageError(MALFORMED).
+def require_round_trip(parse_and_pack: Callable[[bytes], bytes], data: bytes) -> None:
+    """Require that `parse_and_pack` returns `data` or raises UsageError(MALFORMED).
 
-    `parse` parses its argument, packs the result into bytes, and returns the bytes.
+    The function parses its argument, packs the result into bytes, and returns the bytes.
     """
     try:
-        packed_data = parse(data)
+        packed_data = parse_and_pack(data)
     except UsageError as error:
         if error.reason is not Reason.MALFORMED:
             raise
@@ -102,7 +102,10 @@ def require_round_trip(parse: Callable[[bytes], bytes], data: bytes) -> None:
 
 
 def run_fuzzer(module: str, *arguments: str, seconds: float) -> str:
-    """Run a fuzz module in a child process, require exit code 0, and return the lines with the numbers of inputs."""
+    """Run a fuzz module in a child process, and require exit code 0.
+
+    Return the lines of its output with the numbers of inputs, joined by semicolons.
+    """
     command = module_command(module, *arguments, "--seconds", seconds)
     completed = subprocess.run(
         command,
@@ -120,10 +123,11 @@ def run_fuzzer(module: str, *arguments: str, seconds: float) -> str:
 
 
 def main(targets: Mapping[str, FuzzTarget]) -> None:
-    """Fuzz the target that the command line names for some seconds, and print the number of inputs.
+    """Fuzz a target, which the command line names, for some seconds. Print the number of inputs.
 
-    The exit code is 0 if no check raised. The first half of the time is for random changes, which stay close to valid
-    inputs. The second half is for atheris. If atheris is not installed, all of the time is for random changes.
+    The exit code is 0 if no check raised an exception. The first half of the time is for random changes, which stay
+    close to valid inputs. The second half is for atheris. If atheris is not installed, all of the time is for random
+    changes.
     """
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("target", nargs="?", choices=targets, default=next(iter(targets)))
@@ -135,11 +139,13 @@ def main(targets: Mapping[str, FuzzTarget]) -> None:
     method_duration_s = options.seconds / 2 if has_atheris else options.seconds
     for data in target.valid_inputs:
         target.check_input(data)
-    count = _check_until(changed_inputs(target, options.seed), target.check_input, time.monotonic() + method_duration_s)
-    second_half = (
+    changed_input_count = _check_until(
+        changed_inputs(target, options.seed), target.check_input, time.monotonic() + method_duration_s
+    )
+    atheris_remark = (
         f"and then atheris for {method_duration_s:g} s" if has_atheris else "atheris is not installed for this Python"
     )
-    print(f"{count} changed inputs in {method_duration_s:g} s; {second_half}", flush=True)  # noqa: T201
+    print(f"{changed_input_count} changed inputs in {method_duration_s:g} s; {atheris_remark}", flush=True)  # noqa: T201
     if has_atheris:
         _run_atheris(target, method_duration_s, options.seed)
 
@@ -160,6 +166,7 @@ def _run_atheris(target: FuzzTarget, seconds: float, seed: int) -> NoReturn:
     for owner in target.instrumented_owners:
         for member in vars(owner).values():
             function = getattr(member, "__func__", member)
+            # A module also has the functions that it imports; atheris does not instrument them.
             is_defined_here = inspect.isclass(owner) or getattr(function, "__module__", None) == owner.__name__
             if inspect.isfunction(function) and is_defined_here:
                 atheris.instrument_func(function)
@@ -184,10 +191,10 @@ def _replace_field(_target: FuzzTarget, data: bytearray, offset: int, rng: rando
 
 
 def _replace_by_extreme(_target: FuzzTarget, data: bytearray, offset: int, rng: random.Random) -> None:
-    data[offset : offset + 8] = rng.choice(_EXTREMES)
+    data[offset : offset + 8] = rng.choice(_EXTREME_INTEGERS)
 
 
-def _replace_by_letter(target: FuzzTarget, data: bytearray, offset: int, rng: random.Random) -> None:
+def _replace_by_alphabet_character(target: FuzzTarget, data: bytearray, offset: int, rng: random.Random) -> None:
     data[offset : offset + 1] = bytes([rng.choice(target.alphabet)])
 
 

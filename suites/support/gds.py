@@ -32,6 +32,7 @@ __all__ = [
     "drop_from_cache",
 ]
 
+# Parameters of cases: kinds of device memory, which differ in the interface by which `gdrkit.gds` gets the address.
 DEVICE_KINDS = [
     pytest.param("device", marks=needs(cuda.device()), id="device"),
     pytest.param("dlpack", marks=needs(cuda.device()), id="dlpack"),
@@ -93,7 +94,10 @@ class Memory:
 
 @contextlib.contextmanager
 def allocate_memory(memory_kind: str, length_bytes: int, device: Device | None) -> Iterator[Memory]:
-    """Yield new memory of a kind, filled with 0xa5. No other object may refer to the memory at the end of the block."""
+    """Yield new memory, filled with 0xa5: of `memory_kind` on the device, or host memory if `device` is None.
+
+    No other object may refer to the memory at the end of the block.
+    """
     if device is None:
         host_memory = bytearray(b"\xa5" * length_bytes)
         yield Memory(host_memory, host_memory)
@@ -109,6 +113,7 @@ def allocate_memory(memory_kind: str, length_bytes: int, device: Device | None) 
 def drop_from_cache(path: Path, *, offset_bytes: int = 0, length_bytes: int = 0) -> None:
     """Ask the kernel to drop a range of the file from the page cache. Length 0 means up to the end of the file."""
     with path.open("rb") as file:
+        # The kernel drops only pages that are already written to the disk.
         os.fdatasync(file.fileno())
         os.posix_fadvise(file.fileno(), offset_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
 
@@ -121,8 +126,8 @@ def cached_share(path: Path) -> float:
 
 def count_engine_threads() -> int:
     """Return the number of threads of the copy engine in this process."""
-    names = []
+    thread_names = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            names.append((task / "comm").read_text().strip())
-    return names.count("gdrkit-engine")
+            thread_names.append((task / "comm").read_text().strip())
+    return thread_names.count("gdrkit-engine")

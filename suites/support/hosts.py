@@ -23,7 +23,7 @@ __all__ = ["HARDWARE", "make_host_facts", "make_host_records", "write_run"]
 # Substrate of a run whose APIs all used hardware.
 HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
 # Sizes in the ids of the synthetic throughput cases.
-SIZES = ("64KiB", "1MiB", "16MiB", "256MiB")
+SIZE_LABELS = ("64KiB", "1MiB", "16MiB", "256MiB")
 
 
 def make_host_facts(*, gpu_count: int, nic_count: int) -> Facts:
@@ -66,18 +66,18 @@ def make_host_records(facts: Facts, *, rate_factor: float = 1.0) -> Iterator[Rec
         case="gaudi/test_export.py::test_a_dmabuf",
         reasons=(CaseReason("no Gaudi here", need="gaudi.device", foreseen=True),),
     )
-    for direction, full_rate in (("host_to_device", 55.0), ("device_to_host", 53.5)):
-        for size_index, size in enumerate(SIZES):
-            rate = full_rate * rate_factor * (size_index + 1) / len(SIZES)
+    for direction, full_rate_gb_per_s in (("host_to_device", 55.0), ("device_to_host", 53.5)):
+        for size_index, size_label in enumerate(SIZE_LABELS):
+            rate_gb_per_s = full_rate_gb_per_s * rate_factor * (size_index + 1) / len(SIZE_LABELS)
             yield make_record(
-                case=f"throughput/test_copies.py::test_pinned_copy[{direction}-{size}]",
+                case=f"throughput/test_copies.py::test_pinned_copy[{direction}-{size_label}]",
                 substrate={"cuda": "hardware", "verbs": "twin"},
                 uses=("cuda",),
                 numbers={
                     "rounds_count": 15,
-                    "rate_gb_per_s_median": rate,
-                    "rate_gb_per_s_min": rate * 0.97,
-                    "rate_gb_per_s_max": rate * 1.02,
+                    "rate_gb_per_s_median": rate_gb_per_s,
+                    "rate_gb_per_s_min": rate_gb_per_s * 0.97,
+                    "rate_gb_per_s_max": rate_gb_per_s * 1.02,
                     "rate_spread_percent": 1.5,
                 },
             )
@@ -103,9 +103,9 @@ def write_run(
 def _make_gpu(index: int, gpu_count: int) -> PciDevice:
     return PciDevice(
         address=f"0000:{0x1B + 16 * index:02x}:00.0",
-        vendor_id=0x10DE,
-        device_id=0x2335,
-        class_code=0x030200,
+        vendor_id=0x10DE,  # NVIDIA
+        device_id=0x2335,  # H200
+        class_code=0x030200,  # 3D controller
         driver="nvidia",
         numa_node=index * 2 // gpu_count,
         iommu_group=None,
@@ -127,10 +127,10 @@ def _make_nic(index: int, nic_count: int) -> RdmaDevice:
     )
 
 
-def _make_route_record(device: int, nic: str, outcome_index: int) -> Record:
+def _make_route_record(device_index: int, nic: str, outcome_index: int) -> Record:
     """Return a record about a registration route with one of four outcomes: pass, unproven, fallback, failure."""
-    case = f"rdma/test_first_light.py::test_remote_write[{device}-{nic}]"
-    claimed_route = make_proven_route(device, nic)
+    case = f"rdma/test_first_light.py::test_remote_write[{device_index}-{nic}]"
+    claimed_route = make_proven_route(device_index, nic)
     if outcome_index == 0:
         return make_record(case=case, routes=(claimed_route,), substrate=HARDWARE)
     if outcome_index == 1:

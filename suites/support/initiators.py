@@ -21,7 +21,7 @@ def connect_initiator(
 ) -> Iterator[Initiator]:
     """Yield an initiator of `nic` that is connected to queue pairs of `peer`, by default of `nic`.
 
-    The connected queue pairs post no requests.
+    The queue pairs of `peer` post no requests.
     """
     peer = peer or nic
     with (

@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Interrupter"]
 
-# After these instructions the interpreter checks whether a signal has arrived, with Python 3.11 to 3.13. There are more
-# points than checks: it does not check after a call that ran a Python function, but a point follows each such call.
+# After these instructions, the interpreter of Python 3.11 to 3.13 checks whether a signal has arrived. Interrupter
+# counts a point after each of them. So there are more points than checks, because after a call of a Python function the
+# interpreter does not check.
 _CHECKED_INSTRUCTION = re.compile(r"CALL(_KW|_FUNCTION_EX)?|(POP_)?JUMP_BACKWARD(_IF_\w+)?|RESUME")
-# The argument of RESUME tells what it continues. If that is "yield from" or "await", the interpreter does not check.
+# The two low bits of the argument of RESUME tell where the function continues: at its start (0), or after "yield" (1),
+# "yield from" (2) or "await" (3). After the last two, the interpreter does not check.
 _RESUME_MASK, _RESUME_YIELD_FROM = 3, 2
 
 
-def _is_checked(instructions: bytes, offset: int) -> bool:
-    """Return whether the interpreter checks for signals after the instruction at this offset."""
-    name, argument = opcode.opname[instructions[offset]], instructions[offset + 1]
+def _is_followed_by_check(bytecode: bytes, offset: int) -> bool:
+    """Return whether the interpreter may check for signals after the instruction at this offset."""
+    name, argument = opcode.opname[bytecode[offset]], bytecode[offset + 1]
     if name == "RESUME" and argument & _RESUME_MASK >= _RESUME_YIELD_FROM:
         return False
     return _CHECKED_INSTRUCTION.fullmatch(name) is not None
@@ -43,16 +45,16 @@ class Interrupter:
     Parameters
     ----------
     point : int
-        Number of the point, from 1.
+        Number of the point, counted from 1 in the order of execution.
     folders : str
-        Folders of the code that is interrupted. The context managers of contextlib are interrupted, too.
+        Folders of the code in which points are counted. Points in contextlib are counted, too.
     handler : callable
         The handler. By default, it raises KeyboardInterrupt, as the handler of Ctrl-C does.
 
     Attributes
     ----------
     interrupted_at : str
-        The point that was reached; empty if the call has fewer points.
+        File, line and function in which the handler ran; empty if the call has fewer than `point` points.
     """
 
     def __init__(self, point: int, *folders: str, handler: Callable[[], None] = _raise_interrupt) -> None:
@@ -60,15 +62,15 @@ class Interrupter:
         self._handler = handler
         self._points_left = point
         self._path_prefixes = (*folders, contextlib.__file__)
-        self._instructions: dict[CodeType, bytes] = {}
+        self._bytecodes: dict[CodeType, bytes] = {}
 
     def call(self, function: Callable[[], object]) -> KeyboardInterrupt | None:
-        """Call a function. Return the interrupt that it raised, or None.
+        """Call `function`, and return the KeyboardInterrupt that it raised, or None.
 
-        The interrupt keeps the frames of the call alive.
+        The traceback of the exception keeps the frames of the call alive.
         """
         previous_trace = sys.gettrace()
-        # Python 3.12 reports opcodes only if a frame has asked for them before settrace().
+        # Python 3.12 reports opcodes only if a frame requests them by f_trace_opcodes before settrace().
         sys._getframe().f_trace_opcodes = True  # noqa: SLF001 - CPython has no other way to this frame.
         sys.settrace(self._trace_call)
         try:
@@ -83,7 +85,7 @@ class Interrupter:
         code = frame.f_code
         if not code.co_filename.startswith(self._path_prefixes):
             return None
-        instructions = self._instructions.setdefault(code, code.co_code)
+        bytecode = self._bytecodes.setdefault(code, code.co_code)
         # Whether CPython may run a signal handler before the next instruction.
         is_point = False
 
@@ -94,11 +96,12 @@ class Interrupter:
                 if self._points_left == 0:
                     self.interrupted_at = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
                     self._handler()
-            # The interpreter does not check after an instruction that raised an exception.
-            is_point = event != "exception" and _is_checked(instructions, frame.f_lasti)
+            # After an instruction that raised an exception, the interpreter does not check for signals.
+            is_point = event != "exception" and _is_followed_by_check(bytecode, frame.f_lasti)
             return trace_instruction
 
-        # Python 3.13.0 ignores f_trace_opcodes of a frame without f_trace.
+        # Python 3.13.0 ignores f_trace_opcodes of a frame without f_trace, so set both.
         frame.f_trace, frame.f_trace_lines = trace_instruction, False
         frame.f_trace_opcodes = True
-        return trace_instruction(frame, event, None)  # The event of a call comes at the instruction RESUME.
+        # The event "call" comes at the instruction RESUME, after which the interpreter may check for signals.
+        return trace_instruction(frame, event, None)

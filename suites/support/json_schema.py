@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["JSONSCHEMA", "find_unknown_keywords", "find_violations"]
 
+# Mark of the cases that need the package jsonschema.
 JSONSCHEMA = needs(host.module("jsonschema"))
 
 # Keywords that jsonschema does not check separately: annotations, and keywords that belong to `if`.
@@ -23,7 +24,10 @@ _SCHEMA_KEYWORDS = ("items", "additionalProperties", "propertyNames", "if", "the
 
 
 def find_violations(schema_name: str, document: object) -> list[str]:
-    """Return one line for each violation of a schema by the document. `schema_name` is a file in reports/schema/."""
+    """Return one line for each violation of a schema by the document.
+
+    `schema_name` is the name of a file in reports/schema/.
+    """
     return [f"{error.json_path}: {error.message}" for error in _make_validator(schema_name).iter_errors(document)]
 
 
@@ -34,8 +38,8 @@ def _make_validator(schema_name: str) -> Any:  # noqa: ANN401 - jsonschema has n
     schema_data = json.loads((install_paths().schemas / schema_name).read_bytes())
     Draft202012Validator.check_schema(schema_data)
     # JSON Schema ignores unknown keywords, so a misspelt keyword would check nothing.
-    if unknown := list(find_unknown_keywords(schema_data)):
-        message = f"{schema_name}: unknown keywords: {', '.join(unknown)}"
+    if unknown_keywords := list(find_unknown_keywords(schema_data)):
+        message = f"{schema_name}: unknown keywords: {', '.join(unknown_keywords)}"
         raise ValueError(message)
     return Draft202012Validator(schema_data)
 
@@ -46,15 +50,15 @@ def find_unknown_keywords(schema: object, path: str = "$") -> Iterator[str]:
 
     if not isinstance(schema, dict):
         return
-    for keyword, value in schema.items():
+    for keyword, keyword_value in schema.items():
         keyword_path = f"{path}.{keyword}"
         if keyword not in Draft202012Validator.VALIDATORS and keyword not in _UNCHECKED_KEYWORDS:
             yield keyword_path
         elif keyword in _SCHEMA_KEYWORDS:
-            yield from find_unknown_keywords(value, keyword_path)
+            yield from find_unknown_keywords(keyword_value, keyword_path)
         elif keyword == "properties":
-            for name, nested_schema in value.items():
+            for name, nested_schema in keyword_value.items():
                 yield from find_unknown_keywords(nested_schema, f"{keyword_path}.{name}")
         elif keyword == "allOf":
-            for index, nested_schema in enumerate(value):
+            for index, nested_schema in enumerate(keyword_value):
                 yield from find_unknown_keywords(nested_schema, f"{keyword_path}[{index}]")

@@ -15,7 +15,7 @@ __all__ = ["DMA_HEAP", "UDMABUF", "VGEM", "export_dmabuf"]
 
 UDMABUF = "/dev/udmabuf"
 DMA_HEAP = "/dev/dma_heap/system"
-VGEM = "/dev/vgem"  # The lab gives this name to the device.
+VGEM = "/dev/vgem"  # hardware/lab/guest.sh creates this link to the DRM device.
 # UDMABUF_CREATE is _IOW('u', 0x42, struct udmabuf_create): u32 memfd, u32 flags, u64 offset, u64 size
 # (linux/udmabuf.h).
 _UDMABUF_CREATE, _UDMABUF_STRUCT = 0x40187542, struct.Struct("=IIQQ")
@@ -28,12 +28,13 @@ _DMA_HEAP_ALLOC, _DMA_HEAP_STRUCT = 0xC0184800, struct.Struct("=QIIQ")
 # s32 fd (drm/drm.h, drm/drm_mode.h).
 _CREATE_DUMB, _DUMB_STRUCT = 0xC02064B2, struct.Struct("=IIIIIIQ")
 _HANDLE_TO_FD, _PRIME_STRUCT = 0xC00C642D, struct.Struct("=IIi")
+# The memory of vgem is a dumb buffer, an image. A row takes one page, so the number of rows sets the length.
 _PIXEL_BITS, _ROW_BYTES = 32, 4096
 
 
 @contextmanager
 def export_dmabuf(device_file: str, length_bytes: int) -> Iterator[int]:
-    """Yield the descriptor of a new dma-buf of this exporter. The length is a multiple of 4096."""
+    """Yield the descriptor of a new dma-buf of an exporter. `length_bytes` must be a multiple of 4096."""
     device_fd = os.open(device_file, os.O_RDWR | os.O_CLOEXEC)
     try:
         fd = _EXPORTERS[device_file](device_fd, length_bytes)

@@ -21,7 +21,7 @@ def read_call_counts(api: Api) -> dict[str, int]:
 
 
 def read_traffic(api: Api) -> dict[str, dict[str, int]]:
-    """Return counts of the bytes and requests that each NIC sent, and (names with ``served_``) served for peers."""
+    """Return the counters of each NIC: bytes and requests that it sent, and (``served_...``) served for peers."""
     return cast("dict[str, dict[str, int]]", _read_counters(api)["traffic"])
 
 

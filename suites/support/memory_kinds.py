@@ -1,4 +1,4 @@
-"""Memory kinds as parameters of cases: host memory, and device memory that is registered by each route.
+"""Memory kinds as parameters of cases: host memory, and device memory with each registration route.
 
 Further functions register such memory, and connect a queue pair of a peer process.
 """
@@ -46,9 +46,12 @@ __all__ = [
     "register_device_memory",
 ]
 
+# The access of all reads and writes. Atomics and other access flags are not included.
 ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 
+# Mark of the cases that register device memory as a dma-buf.
 DMABUF = needs(verbs.nic(), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
+# Parameters of cases: the registration routes of device memory.
 ROUTES = [
     pytest.param(RegistrationRoute.DMABUF, id="dmabuf", marks=DMABUF),
     pytest.param(

@@ -58,7 +58,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--memory", choices=["malloc", "vmm", "nccl"], default="vmm")
-    parser.add_argument("--registered", action="store_true", help="also with buffers that are registered with NCCL")
+    parser.add_argument(
+        "--registered", action="store_true", help="measure also with buffers that are registered with NCCL"
+    )
     parser.add_argument("--length-bytes", type=int, required=True)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=10)
@@ -67,20 +69,22 @@ def main() -> None:
     faulthandler.enable()
     # A core dump would be as large as the device memory, and the stack that faulthandler prints is sufficient.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices(os.environ, rank=options.rank, ranks=options.ranks))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+        visible_devices(os.environ, rank=options.rank, rank_count=options.ranks)
+    )
     _print_line(json.dumps(_measure(options)))
     _log_step("end")
 
 
-def visible_devices(environ: Mapping[str, str], *, rank: int, ranks: int) -> list[str]:
+def visible_devices(environ: Mapping[str, str], *, rank: int, rank_count: int) -> list[str]:
     """Return the devices in CUDA_VISIBLE_DEVICES of a rank: first its own device, then the devices of the other ranks.
 
     The CUDA runtime, and so NCCL, uses the first device. The other devices stay visible, so that NCCL can use
     peer-to-peer copies.
     """
-    names = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = list(map(str, range(ranks))) if names == [""] else names
-    return [*names[rank:], *names[:rank]]
+    device_names = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    device_names = list(map(str, range(rank_count))) if device_names == [""] else device_names
+    return [*device_names[rank:], *device_names[:rank]]
 
 
 def _measure(options: argparse.Namespace) -> dict[str, object]:
@@ -97,13 +101,13 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
         pair_names = ["plain", "registered"] if options.registered else ["plain"]
         stream = stack.enter_context(device.stream())
         buffer_pairs: dict[str, tuple[RdmaBuffer, RdmaBuffer]] = {}
-        for name in pair_names:
+        for pair_name in pair_names:
             # Each pair has a pool of its own, because the buffers of a pool share one allocation.
             allocator = Allocator(device, options.memory)
             pool = stack.enter_context(BufferPool(allocator, nics, buffer_bytes=options.length_bytes, count=2))
             source, destination = (stack.enter_context(pool.allocate()) for _ in range(2))
             _fill_buffers(source, destination, options)
-            buffer_pairs[name] = (source, destination)
+            buffer_pairs[pair_name] = (source, destination)
         _log_step("get the id of the communicator")
         unique_id = _exchange_unique_id(rank=options.rank)
         communicator = stack.enter_context(
@@ -114,23 +118,23 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
             _log_step("register a buffer with NCCL")
             stack.enter_context(communicator.register(buffer))
 
-        def all_reduce_once(name: str) -> None:
-            source, destination = buffer_pairs[name]
+        def all_reduce_once(pair_name: str) -> None:
+            source, destination = buffer_pairs[pair_name]
             communicator.all_reduce(source, destination, data_type=nccl.DataType.INT32, stream=stream)
 
-        for name in pair_names:
-            _log_step(f"first all-reduce with {name} buffers")
-            all_reduce_once(name)
+        for pair_name in pair_names:
+            _log_step(f"first all-reduce with {pair_name} buffers")
+            all_reduce_once(pair_name)
             stream.synchronize()
         _log_step("measured all-reduces")
-        times_s: dict[str, list[float]] = {name: [] for name in pair_names}
-        cpu_times_s: dict[str, list[float]] = {name: [] for name in pair_names}
+        times_s: dict[str, list[float]] = {pair_name: [] for pair_name in pair_names}
+        cpu_times_s: dict[str, list[float]] = {pair_name: [] for pair_name in pair_names}
         for _ in range(options.rounds):
-            for name in pair_names:
+            for pair_name in pair_names:
                 cpu_before_s = cpu_time_s()
-                queue_work = functools.partial(all_reduce_once, name)
-                times_s[name].append(_compute_mean_duration_s(queue_work, stream.synchronize, options.repeats))
-                cpu_times_s[name].append((cpu_time_s() - cpu_before_s) / options.repeats)
+                queue_work = functools.partial(all_reduce_once, pair_name)
+                times_s[pair_name].append(_measure_mean_duration_s(queue_work, stream.synchronize, options.repeats))
+                cpu_times_s[pair_name].append((cpu_time_s() - cpu_before_s) / options.repeats)
         communicator.check()
         _log_step("check the bytes")
         # Each rank wrote an equal share of the pattern. The bytes after the last share are zeros.
@@ -140,14 +144,14 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
         return {
             "times_s": times_s,
             "cpu_s": cpu_times_s,
-            "addresses": {name: [buffer.address for buffer in pair] for name, pair in buffer_pairs.items()},
+            "addresses": {pair_name: [buffer.address for buffer in pair] for pair_name, pair in buffer_pairs.items()},
             "version": ".".join(map(str, nccl.library_version())),
             "libraries": _find_nccl_library(),
         }
 
 
 def _find_nccl_library() -> dict[str, str | None]:
-    """Return the SONAME of the loaded NCCL library, with its build id."""
+    """Return the build id of the loaded NCCL library, by its SONAME."""
     libraries = [library for library in evidence.libraries() if (library.soname or "").startswith("libnccl.so")]
     return {library.soname or "": library.build_id for library in libraries}
 
@@ -172,7 +176,7 @@ def _exchange_unique_id(*, rank: int) -> bytes:
     return unique_id
 
 
-def _compute_mean_duration_s(queue_work: Callable[[], object], wait: Callable[[], object], repeats: int) -> float:
+def _measure_mean_duration_s(queue_work: Callable[[], object], wait: Callable[[], object], repeats: int) -> float:
     begin_ns = time.perf_counter_ns()
     for _ in range(repeats):
         queue_work()

@@ -59,13 +59,14 @@ def become_unprivileged() -> None:
 
 
 def make_program_command(program: str, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return the command that runs a Python program, and `environ` changed so that it can import from the suites."""
+    """Return the command that runs a Python program, and `environ` with the folder of the suites in PYTHONPATH."""
     return [sys.executable, "-c", program], suites_environ(environ)
 
 
 def run_program(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a Python program, and return its exit code and output. The program must call :func:`become_unprivileged`."""
     command, environ = make_program_command(program, os.environ)
+    # The unprivileged user may be unable to enter the current folder, so the program runs in /.
     return subprocess.run(
         [*command, *arguments], env=environ, cwd="/", capture_output=True, text=True, check=False, timeout=60
     )

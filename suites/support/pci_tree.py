@@ -14,7 +14,7 @@ __all__ = ["GPU_ADDRESS", "PCI_PATHS", "SWITCH", "create_pci_tree", "move_gpu"]
 
 GPU_ADDRESS = "0000:03:00.0"
 # The sysfs path of a PCIe switch. The tree has three host bridges: 0000:00 with this switch and 0000:40, both on NUMA
-# node 0, and 0000:80 on NUMA node 1.
+# node 0, and 0000:80 on NUMA node 1. The addresses 0000:02:* are the downstream ports of the switch.
 SWITCH = "pci0000:00/0000:00:01.0/0000:01:00.0"
 # The sysfs path and the NUMA node of each PCI device, by its address.
 PCI_PATHS = {
@@ -46,12 +46,13 @@ def create_pci_tree(
     for name, address in nics.items():
         nic_folder = root / "sys/class/infiniband" / name
         nic_folder.mkdir(parents=True)
+        # gdrkit reads only the last component of this link, so its target need not exist.
         (nic_folder / "device").symlink_to(f"../../../{address}")
     return HostTree(root)
 
 
 def move_gpu(gpu_address: str) -> dict[str, tuple[str, int]]:
-    """Return PCI_PATHS with another PCI address of the GPU."""
+    """Return PCI_PATHS with the GPU at another PCI address, below the same port of the switch."""
     path, numa_node = PCI_PATHS[GPU_ADDRESS]
     other_paths = {address: path_and_node for address, path_and_node in PCI_PATHS.items() if address != GPU_ADDRESS}
     return other_paths | {gpu_address: (f"{path.rpartition('/')[0]}/{gpu_address}", numa_node)}

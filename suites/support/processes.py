@@ -26,14 +26,14 @@ __all__ = [
     "is_idle",
     "is_stopped",
     "limit_open_files",
-    "open_files",
+    "list_open_paths",
     "stop_process",
     "wait_until",
 ]
 
 # Default timeout of `wait_until`. It is also the time within which a process must notice the end of another process.
 WAIT_S = 10.0
-# The start of a Python interpreter took half a minute on a busy machine.
+# Timeout of a line from a child process. The start of a Python interpreter took half a minute on a busy machine.
 _LINE_TIMEOUT_S = 90.0
 _POLL_PERIOD_S = 0.001
 _SHARED_MEMORY_FOLDER = "/dev/shm/"  # noqa: S108 - the folder of POSIX shared memory.
@@ -82,7 +82,7 @@ def stop_process(process_id: int) -> None:
 
 @contextlib.contextmanager
 def limit_open_files(count: int) -> Iterator[None]:
-    """Set the soft limit of open files of this process during the block. Its hard limit must be at least `count`."""
+    """Limit the open files of this process to `count` during the block. Its hard limit must be at least `count`."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard_limit))
     try:
@@ -91,14 +91,15 @@ def limit_open_files(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
 
 
-def open_files(process_id: int) -> list[str]:
+def list_open_paths(process_id: int) -> list[str]:
     """Return the paths of the files that a process has open, and of the shared memory that it has mapped."""
-    targets = []
+    paths = []
     for link in Path(f"/proc/{process_id}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            targets.append(str(link.readlink()))
+            paths.append(str(link.readlink()))
+    # The sixth field of a line of /proc/PID/maps is the path.
     map_lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
-    return [*targets, *(line.split(maxsplit=5)[5] for line in map_lines if _SHARED_MEMORY_FOLDER in line)]
+    return [*paths, *(line.split(maxsplit=5)[5] for line in map_lines if _SHARED_MEMORY_FOLDER in line)]
 
 
 def _read_thread_states(process_id: int) -> list[str]:
@@ -123,12 +124,12 @@ class LineChild:
     """
 
     def __init__(self, module: str, *arguments: object, environ: Mapping[str, str] = os.environ) -> None:
-        self._name = module
+        self._module = module
         self.process = subprocess.Popen(
             module_command(module, *arguments),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # select() does not see data that Python has read in advance.
+            # The pipes are unbuffered, because select() does not see data that Python has read in advance.
             bufsize=0,
             env=suites_environ(environ),
         )
@@ -144,10 +145,10 @@ class LineChild:
         """Return the next line of the standard output; raise :class:`HungError` after the timeout."""
         readable, _, _ = select.select([self._output], [], [], timeout_s)
         if not readable:
-            message = f"{self._name} printed no line within {timeout_s} s"
+            message = f"{self._module} printed no line within {timeout_s} s"
             raise HungError(message)
         line = self._output.readline().decode().strip()
-        assert line, f"{self._name} has ended"
+        assert line, f"{self._module} has ended"
         return line
 
     def expect_line(self, expected: str) -> None:
@@ -160,7 +161,7 @@ class LineChild:
         self._input.close()
         exit_code = self.process.wait(timeout_s)
         self._output.close()
-        assert exit_code == 0, f"{self._name} ended with exit code {exit_code}"
+        assert exit_code == 0, f"{self._module} ended with exit code {exit_code}"
 
     def kill(self) -> None:
         """Kill the process by SIGKILL and wait for its end."""

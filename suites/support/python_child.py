@@ -24,8 +24,8 @@ def module_command(module: str, *arguments: object) -> list[str]:
 
 def suites_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return `environ` with the folder of the suites first in PYTHONPATH."""
-    path = os.pathsep.join(filter(None, (str(_SUITES), environ.get("PYTHONPATH", ""))))
-    return {**environ, "PYTHONPATH": path}
+    python_path = os.pathsep.join(filter(None, (str(_SUITES), environ.get("PYTHONPATH", ""))))
+    return {**environ, "PYTHONPATH": python_path}
 
 
 def run_python(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +41,10 @@ def run_python(*arguments: object, **environ: str) -> subprocess.CompletedProces
 
 
 def run_sweep(module: str, *arguments: object, points_min: int, **environ: str) -> None:
-    """Run a module that interrupts a call at each point. Require that it succeeds and that there are enough points."""
+    """Run a module that interrupts a call at each point and prints the number of points.
+
+    Require exit code 0 and at least `points_min` points.
+    """
     completed = run_python("-m", module, *arguments, **environ)
     assert completed.returncode == 0, completed.stderr
     output_match = re.fullmatch(r"(\d+) points\n", completed.stdout)

@@ -1,8 +1,8 @@
 """Start of the processes of all ranks of an NCCL job, with one deadline for all of them.
 
 The first rank prints the ncclUniqueId as its first line, and the other ranks get this line on their standard input.
-Ranks wait for each other. So all ranks are killed if one rank fails or the deadline passes. The error contains the last
-output of all ranks.
+Ranks wait for each other, so the other ranks would hang if one rank failed. Then, or when the deadline passes, all
+ranks are killed, and the error contains the last output of all ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Rank:
 
     def send(self, line: bytes) -> None:
         """Write a line to the standard input, and close it."""
-        # The pipe is broken if the rank has ended. Its exit code is then reported.
+        # The pipe is broken if the rank has ended. Then run_ranks() reports the exit code of the rank.
         with contextlib.suppress(BrokenPipeError):
             self.input.write(line)
             self.input.close()
@@ -61,21 +61,21 @@ class _Rank:
     def end(self) -> str:
         """Kill the process and its children if they still run, and return how the process ended."""
         if self.process.poll() is None:
-            self._signal(signal.SIGABRT)
+            self._send_signal_to_group(signal.SIGABRT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_ABORT_TIMEOUT_S)
             outcome = "was killed"
         else:
             outcome = f"exit {self.process.returncode}"
         # Child processes of the rank may still run, and they may ignore SIGABRT.
-        self._signal(signal.SIGKILL)
+        self._send_signal_to_group(signal.SIGKILL)
         self.process.wait()
         for pipe in (self.input, self.output):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
         return outcome
 
-    def _signal(self, signal_number: int) -> None:
+    def _send_signal_to_group(self, signal_number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal_number)
 
@@ -132,7 +132,7 @@ def run_ranks(
 def _wait_for_all(ranks: Sequence[_Rank], deadline_s: float) -> str | None:
     """Read the output of the ranks until all have ended. Return the reason if a rank failed or the deadline passed."""
     end_s = time.monotonic() + deadline_s
-    first_rank, waiting_ranks = ranks[0], list(ranks[1:])
+    first_rank, ranks_without_id = ranks[0], list(ranks[1:])
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
             selector.register(rank.output, selectors.EVENT_READ, rank)
@@ -146,6 +146,7 @@ def _wait_for_all(ranks: Sequence[_Rank], deadline_s: float) -> str | None:
                 rank.output_data += data
                 if data:
                     continue
+                # No data means that the rank has closed its output.
                 selector.unregister(key.fileobj)
                 try:
                     exit_code = rank.process.wait(max(0.0, end_s - time.monotonic()))
@@ -153,8 +154,8 @@ def _wait_for_all(ranks: Sequence[_Rank], deadline_s: float) -> str | None:
                     return f"rank {rank.index} closed its output but did not end within {deadline_s:g} s"
                 if exit_code:
                     return f"rank {rank.index} ended with exit code {exit_code}"
-            if waiting_ranks and b"\n" in first_rank.output_data:
-                for waiting_rank in waiting_ranks:
-                    waiting_rank.send(first_rank.output_data.partition(b"\n")[0] + b"\n")
-                waiting_ranks = []
+            if ranks_without_id and b"\n" in first_rank.output_data:
+                for rank_without_id in ranks_without_id:
+                    rank_without_id.send(first_rank.output_data.partition(b"\n")[0] + b"\n")
+                ranks_without_id = []
     return None

@@ -33,7 +33,8 @@ __all__ = ["WARM_UP_ROUNDS", "Meter", "Rates", "check_expected_numbers", "cpu_ti
 
 # A measurement has 3 warm-up rounds, whose rates are discarded, and 15 measured rounds.
 ROUNDS, WARM_UP_ROUNDS = 15, 3
-# A round on hardware transfers at least this many bytes, so that its start and its end take little time in comparison.
+# A round on hardware repeats a transfer, at most REPEATS_MAX times, up to this number of bytes. So the start and the
+# end of a round take little time in comparison.
 ROUND_BYTES = 256 << 20
 # A smaller round is sufficient on software twins (libraries that emulate the hardware), because their rates are not of
 # interest.
@@ -129,7 +130,7 @@ class Meter:
         return full_count if self._is_hardware_measured else small_count
 
     def count_transfers_per_round(self, length_bytes: int) -> int:
-        """Return the number of transfers of this length in a round."""
+        """Return the number of transfers of this length in a round; 2 if the meter is off."""
         round_bytes = ROUND_BYTES if self._is_hardware_measured else SOFTWARE_ROUND_BYTES
         return max(1, min(REPEATS_MAX, round_bytes // length_bytes)) if self.is_on else 2
 
@@ -230,7 +231,10 @@ def _measure_round(transfer: Callable[[], object]) -> tuple[float, float]:
 
 
 def _compute_rates(moved_bytes: int, rounds: Sequence[tuple[float, float]]) -> Rates:
-    """Return the rates of all rounds after the warm-up rounds, each with its duration and its processor time."""
+    """Return the rates of the rounds after the warm-up rounds.
+
+    `rounds` holds the duration and the processor time of each round, in seconds.
+    """
     counted_rounds = rounds[WARM_UP_ROUNDS:]
     times_s = [duration_s for duration_s, _ in counted_rounds]
     return Rates.from_times(moved_bytes, times_s, cpu_s=sum(cpu_s for _, cpu_s in counted_rounds))

@@ -95,7 +95,7 @@ def get_ipc_export_status(device: Device, address: int) -> int:
 
 
 def export_raw_dmabuf(device: Device, address: int, *, length_bytes: int, flags: int) -> tuple[int, int]:
-    """Call cuMemGetHandleForAddressRange, and return the CUresult and the descriptor of the dma-buf, or -1."""
+    """Call cuMemGetHandleForAddressRange, and return the CUresult and the descriptor of the dma-buf (-1 on failure)."""
     from cuda.bindings import driver
 
     handle_type = driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD

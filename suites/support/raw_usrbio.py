@@ -1,7 +1,8 @@
-"""A usrbio client without gdrkit's client library: it writes to the agent's socket and to the memory of a ring.
+"""A client of usrbio, the user-space I/O of 3FS, that does not use the client library of gdrkit.
 
-A case can send link names, link targets, file descriptors and ring entries that the library never sends.
-:class:`AgentProcess` starts the agent.
+It writes to the socket of the agent (the process that serves the clients) and to the memory of a ring. So a case can
+send link names, link targets, file descriptors and ring entries that the library never sends. :class:`AgentProcess`
+starts the agent.
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ _LIBC.sem_open.restype = ctypes.c_void_p
 # Layout of a ring in memory: the four indices, an array of arguments, an array of completions and an array of
 # submissions (each with one element per slot), and the completion semaphore.
 _INDICES = struct.Struct("=iiii")
+# Id of the iov, offset in the iov, inode of the file, offset in the file, length, userdata.
 _ARGUMENTS = struct.Struct("=16sQQQQQ")
+# Slot, reserved, result, userdata.
 _COMPLETION = struct.Struct("=iiqQ")
+# Slot, reserved, userdata.
 _SUBMISSION = struct.Struct("=iiQ")
 # The four indices of a ring: head and tail of the submissions, head and tail of the completions.
 _SUBMISSION_HEAD, _SUBMISSION_TAIL, _COMPLETION_HEAD, _COMPLETION_TAIL = range(4)
-_SEMAPHORE_BYTES, _PADDING_BYTES = 32, 4096
+# Size of a semaphore (sem_t), and bytes that 3FS allocates after it and does not use.
+_SEMAPHORE_BYTES, _UNUSED_BYTES = 32, 4096
 _START_TIMEOUT_S = _END_TIMEOUT_S = 60.0
 
 
@@ -61,7 +66,7 @@ class Refusal(Exception):
 
 
 def list_shared_memory_files(mount: Path) -> set[Path]:
-    """Return the files in /dev/shm to which the published links of a mount point: memory and semaphores."""
+    """Return the targets of all published links of a mount: files of memory and of semaphores in /dev/shm."""
     targets = set()
     for link in (mount / "3fs-virt" / "iovs").iterdir():
         # The agent may remove the link of a client that has ended.
@@ -94,8 +99,8 @@ class AgentProcess:
 
     def __init__(self, mount: Path, *options: str, environ: Mapping[str, str] = os.environ) -> None:
         self.mount = mount
-        store = () if "--server" in options else ("--store", str(mount))
-        command = [sys.executable, "-m", "gdrkit", "agent", str(mount), *store, "--json", *options]
+        store_options = () if "--server" in options else ("--store", str(mount))
+        command = [sys.executable, "-m", "gdrkit", "agent", str(mount), *store_options, "--json", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
         self.end_report: dict[str, object] = {}
         self.error_output = ""
@@ -140,8 +145,8 @@ class AgentProcess:
 
     def _read_first_line(self) -> str:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], _START_TIMEOUT_S)
-        line = self.process.stdout.readline() if ready else ""
+        readable, _, _ = select.select([self.process.stdout], [], [], _START_TIMEOUT_S)
+        line = self.process.stdout.readline() if readable else ""
         if not line:
             # Kill the process first, because reading its standard error below returns only after the process has ended.
             self.process.kill()
@@ -184,24 +189,25 @@ class RawIov(_SharedMemory):
     """An iov: shared host memory for the data of reads and writes."""
 
     def name(self, suffix: str = "") -> str:
-        """Return the name of the link that publishes the memory, and append `suffix`."""
+        """Return the name of the link that publishes the memory, with `suffix` appended."""
         return f"{self.id}{suffix}"
 
 
 class RawRing(_SharedMemory):
     """A ring with the memory layout of 3FS, without the extensions of gdrkit."""
 
-    def __init__(self, entries: int, *, for_read: bool, io_depth: int = 0, suffix: str = "") -> None:
+    def __init__(self, entry_count: int, *, for_read: bool, io_depth: int = 0, suffix: str = "") -> None:
         # A ring with n usable entries has n + 1 slots, so that a full ring differs from an empty one.
-        self.slot_count = entries + 1
+        self.slot_count = entry_count + 1
         super().__init__(
             _INDICES.size
             + (_ARGUMENTS.size + _COMPLETION.size + _SUBMISSION.size) * self.slot_count
             + _SEMAPHORE_BYTES
-            + _PADDING_BYTES
+            + _UNUSED_BYTES
         )
         self.for_read = for_read
-        self.link = f"{self.id}.{'r' if for_read else 'w'}{io_depth}{suffix}"
+        # The suffix can hold the priority: .ph (high) or .pl (low).
+        self.link_name = f"{self.id}.{'r' if for_read else 'w'}{io_depth}{suffix}"
         # Offsets in the memory, in bytes.
         self._arguments_offset = _INDICES.size
         self._completions_offset = self._arguments_offset + _ARGUMENTS.size * self.slot_count
@@ -215,29 +221,31 @@ class RawRing(_SharedMemory):
         self._submit_semaphore: int | None = None
 
     def attach(self, mount: Path) -> None:
-        """Open the agent's submit semaphore that has the priority of the ring."""
-        link = "submit-ios" + next((priority for priority in (".ph", ".pl") if self.link.endswith(priority)), "")
-        target = (mount / "3fs-virt" / "iovs" / link).readlink()
+        """Open the submit semaphore of the agent for the priority of the ring."""
+        semaphore_link = "submit-ios" + next(
+            (priority for priority in (".ph", ".pl") if self.link_name.endswith(priority)), ""
+        )
+        target = (mount / "3fs-virt" / "iovs" / semaphore_link).readlink()
         self._submit_semaphore = _LIBC.sem_open(f"/{target.name.removeprefix('sem.')}".encode(), 0)
         assert self._submit_semaphore
 
-    def index(self, number: int) -> int:
-        """Return an index: 0 and 1 are head and tail of the submissions, 2 and 3 head and tail of the completions."""
-        return self._indices[number]
+    def index(self, index_number: int) -> int:
+        """Return one of the four indices: 0 and 1 are head and tail of the submissions, 2 and 3 of the completions."""
+        return self._indices[index_number]
 
-    def set_index(self, number: int, value: int) -> None:
-        """Set an index. The numbers have the same meaning as in :meth:`index`."""
-        self._indices[number] = value
+    def set_index(self, index_number: int, value: int) -> None:
+        """Set one of the four indices, which have the same numbers as in :meth:`index`."""
+        self._indices[index_number] = value
 
     def prepare(
-        self, iov: bytes, *, inode: int, length: int, buffer_offset: int = 0, file_offset: int = 0, userdata: int = 0
+        self, iov_id: bytes, *, inode: int, length: int, buffer_offset: int = 0, file_offset: int = 0, userdata: int = 0
     ) -> int:
         """Write the arguments of a transfer and its submission, and return the index of the slot."""
         slot, self._next_slot = self._next_slot, (self._next_slot + 1) % self.slot_count
         _ARGUMENTS.pack_into(
             self.memory,
             self._arguments_offset + slot * _ARGUMENTS.size,
-            iov,
+            iov_id,
             buffer_offset,
             inode,
             file_offset,
@@ -254,7 +262,7 @@ class RawRing(_SharedMemory):
         self.set_index(_SUBMISSION_HEAD, (head + 1) % self.slot_count)
 
     def submit(self) -> None:
-        """Post the submit semaphore."""
+        """Post the submit semaphore, so that the agent reads the submissions of the ring."""
         assert _LIBC.sem_post(ctypes.c_void_p(self._submit_semaphore)) == 0
 
     def wait(self, count: int, *, timeout_s: float = 30.0) -> list[tuple[int, int, int]]:
@@ -262,7 +270,7 @@ class RawRing(_SharedMemory):
         end_s = time.time() + timeout_s
         completions: list[tuple[int, int, int]] = []
         deadline = _Timespec(int(end_s), int(end_s % 1 * 1e9))
-        address = ctypes.addressof(self._view) + self.semaphore_offset
+        semaphore_address = ctypes.addressof(self._view) + self.semaphore_offset
         while len(completions) < count:
             while self.index(_COMPLETION_TAIL) != self.index(_COMPLETION_HEAD) and len(completions) < count:
                 tail = self.index(_COMPLETION_TAIL)
@@ -274,7 +282,7 @@ class RawRing(_SharedMemory):
             if len(completions) == count:
                 break
             # The wait goes on after a signal (EINTR), and ends only at the timeout.
-            has_error = _LIBC.sem_timedwait(ctypes.c_void_p(address), ctypes.byref(deadline)) != 0
+            has_error = _LIBC.sem_timedwait(ctypes.c_void_p(semaphore_address), ctypes.byref(deadline)) != 0
             if has_error and ctypes.get_errno() == errno.ETIMEDOUT:
                 break
         return completions
@@ -336,7 +344,7 @@ class RawClient:
 
     def publish_ring(self, ring: RawRing) -> None:
         """Publish a ring, and open its submit semaphore."""
-        self.publish(ring.link, str(ring.path))
+        self.publish(ring.link_name, str(ring.path))
         ring.attach(self.mount)
 
     def unpublish(self, name: str) -> None:
@@ -364,7 +372,7 @@ class RawClient:
 class LinkClient:
     """A client that uses only the mount, like the client library of 3FS, and never connects to the agent's socket.
 
-    It publishes by symbolic links, and names a file by the inode that stat(2) returns.
+    It publishes memory by symbolic links, and names a file by the inode that stat(2) returns.
     """
 
     def __init__(self, mount: Path) -> None:
@@ -376,8 +384,8 @@ class LinkClient:
         (self.iovs_folder / iov.name(suffix)).symlink_to(iov.path)
 
     def publish_ring(self, ring: RawRing) -> None:
-        """Publish a ring, remove its name as 3FS does, and open its submit semaphore."""
-        (self.iovs_folder / ring.link).symlink_to(ring.path)
+        """Publish a ring, remove its file in /dev/shm as 3FS does, and open its submit semaphore."""
+        (self.iovs_folder / ring.link_name).symlink_to(ring.path)
         ring.path.unlink()
         ring.attach(self.mount)
 

@@ -28,7 +28,9 @@ __all__ = [
     "make_run",
 ]
 
+# Version of the NVIDIA driver of the synthetic machines.
 DRIVER = "580.159.04"
+# The NIC of a machine with one NIC.
 NIC = RdmaDevice(
     name="mlx5_0",
     driver="mlx5_core",

@@ -40,12 +40,12 @@ _TIMEOUT_MS = 10_000.0
 def receive_message_from_peer(
     memory: PeerMemory, kind: ShareKind, *, offset_bytes: int = 0, length_bytes: int | None = None
 ) -> HandleMessage:
-    """Let a peer process export its memory, and return its handle message, which the caller closes."""
+    """Let a peer process export its memory, and return the handle message. The caller must close the message."""
     local_socket, peer_socket = socket.socketpair()
     with local_socket, peer_socket:
         memory.peer.request(
             "share.export",
-            memory=memory.number,
+            memory=memory.handle_number,
             kind=int(kind),
             offset_bytes=offset_bytes,
             length_bytes=length_bytes,
@@ -60,7 +60,7 @@ def import_in_peer(device: PeerDevice, message: HandleMessage) -> PeerMemory:
     with local_socket, peer_socket:
         message.send(local_socket)
         memory_number = device.peer.request(
-            "share.import_memory", device=device.number, descriptors=[peer_socket.fileno()]
+            "share.import_memory", device=device.handle_number, descriptors=[peer_socket.fileno()]
         )
     return PeerMemory(device.peer, memory_number)
 
@@ -70,16 +70,18 @@ def register_dmabuf_in_peer(nic: PeerNic, message: HandleMessage) -> PeerRegion:
     local_socket, peer_socket = socket.socketpair()
     with local_socket, peer_socket:
         message.send(local_socket)
-        region_number = nic.peer.request("share.register_dmabuf", nic=nic.number, descriptors=[peer_socket.fileno()])
+        region_number = nic.peer.request(
+            "share.register_dmabuf", nic=nic.handle_number, descriptors=[peer_socket.fileno()]
+        )
     return PeerRegion(nic.peer, region_number)
 
 
 def require_error(call: Callable[..., object], *arguments: object, **options: object) -> GdrkitError:
-    """Require that the call raises an error and leaves no handle or descriptor open, and return the error."""
-    open_before = handles.live(), list_open_descriptors()
+    """Require that the call raises a GdrkitError and opens no handle or descriptor. Return the error."""
+    handles_and_descriptors = handles.live(), list_open_descriptors()
     with pytest.raises(GdrkitError) as error_info:
         call(*arguments, **options)
-    assert (handles.live(), list_open_descriptors()) == open_before
+    assert (handles.live(), list_open_descriptors()) == handles_and_descriptors
     return error_info.value
 
 

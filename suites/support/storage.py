@@ -132,14 +132,14 @@ class Memory:
 def run_storage_server(root: Path, log: Path, *options: str, program: Sequence[str] = ()) -> Iterator[StorageServer]:
     """Run a server of the store `root` until the block ends. Then require that it exits with code 0 on SIGTERM.
 
-    `program` is the start of a command that takes the arguments of ``gdrkit``.
+    `program` is the start of the command, to which the arguments of ``gdrkit`` are appended; by default it runs gdrkit.
     """
     root.mkdir(exist_ok=True)
-    with log.open("ab") as stderr:
+    with log.open("ab") as log_file:
         process = subprocess.Popen(
             [*(program or (sys.executable, "-m", "gdrkit")), "serve", "--store", str(root), *options],
             stdout=subprocess.PIPE,
-            stderr=stderr,
+            stderr=log_file,
             stdin=subprocess.DEVNULL,
         )
     try:

@@ -80,7 +80,8 @@ _SET_MODE_FILTER, _FLAG_NEW_LISTENER = 1, 8
 _LOAD_CALL_NUMBER, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _RETURN_ALLOW, _RETURN_NOTIFY = 0x7FFF0000, 0x7FC00000
 _IOCTL_RECEIVE, _IOCTL_SEND, _REPLY_CONTINUE = 0xC0502100, 0xC0182101, 1
-# struct seccomp_notif and struct seccomp_notif_resp.
+# struct seccomp_notif (id, pid, flags, call number, machine, instruction pointer, six arguments) and
+# struct seccomp_notif_resp (id, return value, negative errno, flags).
 _NOTIFICATION = struct.Struct("=QIIiIQ6Q")
 _REPLY = struct.Struct("=QqiI")
 
@@ -122,9 +123,9 @@ def run_observed(action: Callable[[], object], *names: str, reply: Callable[[Sys
     If `reply` returns None, the kernel executes the call. If `reply` returns a number, the call is not executed and
     returns this number: a negative errno, or the result of a successful call.
 
-    Calls of other threads are not observed, except for threads that `action` starts: they inherit the filter. So a
-    thread that outlives `action` must be started before this function is called. An exception of `action` is raised
-    here.
+    Calls of other threads are not observed, except for threads that `action` starts: they inherit the filter. After
+    `action`, their calls get no reply, and fail. So a thread that outlives `action` must be started before the call of
+    this function. An exception of `action` is raised here.
     """
     call_numbers = _CALL_NUMBERS[platform.machine()]
     listener_queue: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -162,6 +163,7 @@ def _install_filter(call_numbers: list[int], seccomp_number: int) -> int:
     returns = [_Instruction(_RETURN, 0, 0, _RETURN_ALLOW), _Instruction(_RETURN, 0, 0, _RETURN_NOTIFY)]
     program = [_Instruction(_LOAD_CALL_NUMBER, 0, 0, 0), *jumps, *returns]
     instructions = (_Instruction * len(program))(*program)
+    # Without privileges, seccomp(2) requires this attribute of the thread.
     _LIBC.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     listener_fd = _LIBC.syscall(
         seccomp_number, _SET_MODE_FILTER, _FLAG_NEW_LISTENER, ctypes.byref(_Program(len(program), instructions))
@@ -172,7 +174,7 @@ def _install_filter(call_numbers: list[int], seccomp_number: int) -> int:
 
 
 def _serve(
-    listener_fd: int, end_event_fd: int, names: dict[int, str], reply: Callable[[SystemCall], int | None]
+    listener_fd: int, end_event_fd: int, call_names: dict[int, str], reply: Callable[[SystemCall], int | None]
 ) -> None:
     """Reply to the notifications until the event descriptor `end_event_fd` is readable."""
     poll = select.poll()
@@ -188,11 +190,13 @@ def _serve(
                 raise
             continue
         notification_id, _, _, call_number, _, _, *arguments = _NOTIFICATION.unpack(data)
-        signed_arguments = tuple(value - (1 << 64) if value >> 63 else value for value in arguments)
-        result = reply(SystemCall(names[call_number], _read_descriptor_path(signed_arguments[0]), signed_arguments))
+        signed_arguments = tuple(argument - (1 << 64) if argument >> 63 else argument for argument in arguments)
+        result = reply(
+            SystemCall(call_names[call_number], _read_descriptor_path(signed_arguments[0]), signed_arguments)
+        )
         flags = _REPLY_CONTINUE if result is None else 0
-        value, error_number = (result or 0, 0) if (result or 0) >= 0 else (0, result)
-        fcntl.ioctl(listener_fd, _IOCTL_SEND, _REPLY.pack(notification_id, value, error_number, flags))
+        return_value, error_number = (result or 0, 0) if (result or 0) >= 0 else (0, result)
+        fcntl.ioctl(listener_fd, _IOCTL_SEND, _REPLY.pack(notification_id, return_value, error_number, flags))
 
 
 def _read_descriptor_path(descriptor: int) -> str:

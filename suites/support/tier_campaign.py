@@ -32,7 +32,7 @@ from gdrkit.units import KIB, MIB
 
 __all__ = ["ANYWHERE", "PHASES", "MigrationProcess", "TierCampaign"]
 
-# This value is no phase: the campaign kills the process from outside, after a random number of phases.
+# With this value instead of a phase, the campaign kills the process from outside, after a random number of phases.
 ANYWHERE = "anywhere"
 PHASES = (*(phase.value for phase in Phase), ANYWHERE)
 # Phases that begin several times during the migration of a large file: once for each chunk.
@@ -53,8 +53,8 @@ class MigrationProcess(LineChild):
 
     def __init__(self) -> None:
         super().__init__("support.tier_campaign")
-        # Process id of the running migration, or 0.
-        self._migration_id = 0
+        # Process id of the running migration; 0 if none runs.
+        self._migration_process_id = 0
 
     def start(
         self,
@@ -100,8 +100,8 @@ class MigrationProcess(LineChild):
         task |= {"phase": phase, "count": count, "signal_name": signal_name, "prints_phases": prints_phases}
         task["in_background"] = in_background
         self.write_line(json.dumps(task))
-        self._migration_id = int(self.read_line().removeprefix("pid "))
-        return self._migration_id
+        self._migration_process_id = int(self.read_line().removeprefix("pid "))
+        return self._migration_process_id
 
     def wait_for_exit_code(self) -> int:
         """Wait for the end of the migration, and return its exit code, or the negative number of its signal.
@@ -110,13 +110,13 @@ class MigrationProcess(LineChild):
         """
         while not (line := self.read_line()).startswith("ended "):
             pass
-        self._migration_id = 0
+        self._migration_process_id = 0
         return int(line.removeprefix("ended "))
 
     def __exit__(self, *_: object) -> None:
-        if self._migration_id:
-            # The case failed while the migration was stopped.
-            os.kill(self._migration_id, signal.SIGKILL)
+        if self._migration_process_id:
+            # The case failed during the migration, which may be stopped by SIGSTOP.
+            os.kill(self._migration_process_id, signal.SIGKILL)
         self.end()
 
 
@@ -153,31 +153,32 @@ class TierCampaign(KillCampaign[str]):
         self.configuration = configuration
         self._migration_process = migration_process
         self.reached_count = 0
-        self._files: dict[str, bytes] = {}
-        sizes = {"empty": 0, "small": 17, "folder/page": 4 * KIB, "folder/odd": 100_003, "large": _LARGE_BYTES}
+        self._data_by_name: dict[str, bytes] = {}
+        lengths_bytes = {"empty": 0, "small": 17, "folder/page": 4 * KIB, "folder/odd": 100_003, "large": _LARGE_BYTES}
         with TierManager(configuration) as manager:
-            for index, (name, size) in enumerate(sizes.items()):
+            for index, (name, length_bytes) in enumerate(lengths_bytes.items()):
                 tier = self._rng.choice(TIER_NAMES)
-                self._files[name] = create_file(manager, name, size, seed=seed + index, tier=tier)
+                self._data_by_name[name] = create_file(manager, name, length_bytes, seed=seed + index, tier=tier)
 
     def kill(self, phase: str) -> None:
         """Kill a migration in this phase, open the tiers again, and check all files."""
-        name = "large" if phase in {*_REPEATED_PHASES, ANYWHERE} else self._rng.choice(sorted(self._files))
+        name = "large" if phase in {*_REPEATED_PHASES, ANYWHERE} else self._rng.choice(sorted(self._data_by_name))
         with TierManager(self.configuration) as manager:
             old_tier = manager.find(name).tier
             new_tier = self._rng.choice([tier for tier in TIER_NAMES if tier != old_tier])
             if self._in_background:
-                for other_name in self._files:
-                    manager.pin(other_name, new_tier if other_name == name else self._rng.choice(TIER_NAMES))
+                for pinned_name in self._data_by_name:
+                    manager.pin(pinned_name, new_tier if pinned_name == name else self._rng.choice(TIER_NAMES))
         try:
             if phase == ANYWHERE:
                 self._kill_from_outside(name, new_tier)
             else:
                 self._kill_in_phase(name, new_tier, phase)
             if self._rng.random() < 0.25:
+                # The next manager then rebuilds the catalogue from the tiers.
                 shutil.rmtree(self.configuration.catalogue)
-            check_tiers(self.configuration, self._files)
-            self._change_a_file()
+            check_tiers(self.configuration, self._data_by_name)
+            self._change_random_file()
         except AssertionError as error:
             error.add_note(f"{name}: {old_tier} -> {new_tier}")
             raise
@@ -203,16 +204,16 @@ class TierCampaign(KillCampaign[str]):
             os.kill(process_id, signal.SIGKILL)
         self.reached_count += self._migration_process.wait_for_exit_code() == -signal.SIGKILL
 
-    def _change_a_file(self) -> None:
-        """Write to a random file. A later check then detects a file that was replaced by its old copy."""
-        name = self._rng.choice(sorted(set(self._files) - {"empty"}))
-        data = bytearray(self._files[name])
-        begin = self._rng.randrange(len(data))
-        new_data = pattern.payload(min(64 * KIB, len(data) - begin), seed=self._rng.randrange(1 << 32))
+    def _change_random_file(self) -> None:
+        """Write to a random file. So a later check detects if a migration restores old contents of a file."""
+        name = self._rng.choice(sorted(set(self._data_by_name) - {"empty"}))
+        data = bytearray(self._data_by_name[name])
+        begin_offset = self._rng.randrange(len(data))
+        new_data = pattern.payload(min(64 * KIB, len(data) - begin_offset), seed=self._rng.randrange(1 << 32))
         with TierManager(self.configuration) as manager, manager.open(name, "r+") as file:
-            os.pwrite(file.fileno(), new_data, begin)
-        data[begin : begin + len(new_data)] = new_data
-        self._files[name] = bytes(data)
+            os.pwrite(file.fileno(), new_data, begin_offset)
+        data[begin_offset : begin_offset + len(new_data)] = new_data
+        self._data_by_name[name] = bytes(data)
 
 
 def _migrate(task: dict[str, Any]) -> None:

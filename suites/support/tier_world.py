@@ -33,7 +33,7 @@ def make_configuration(root: Path, **changes: object) -> Configuration:
 
 
 def create_file(manager: TierManager, name: str, length_bytes: int, *, seed: int, tier: str | None = None) -> bytes:
-    """Create a file with the pattern of the seed, move it to `tier` unless that is None, and return its bytes."""
+    """Create a file with the pattern of the seed, move it to `tier` if one is given, and return its bytes."""
     data = pattern.payload(length_bytes, seed=seed)
     with manager.open(name, "a+") as file:
         assert os.pwrite(file.fileno(), data, 0) == length_bytes
@@ -46,9 +46,9 @@ def create_file(manager: TierManager, name: str, length_bytes: int, *, seed: int
 def read_contents(manager: TierManager, name: str) -> bytes:
     """Read a file of the tiers, and return its contents."""
     with manager.open(name) as file:
-        length = os.fstat(file.fileno()).st_size
-        data = os.pread(file.fileno(), length, 0)
-    assert len(data) == length
+        length_bytes = os.fstat(file.fileno()).st_size
+        data = os.pread(file.fileno(), length_bytes, 0)
+    assert len(data) == length_bytes
     return data
 
 
@@ -57,27 +57,27 @@ def select_errors(findings: list[TierFinding]) -> list[TierFinding]:
     return [finding for finding in findings if finding.is_wrong]
 
 
-def check_tiers(configuration: Configuration, files: Mapping[str, bytes]) -> None:
+def check_tiers(configuration: Configuration, data_by_name: Mapping[str, bytes]) -> None:
     """Require that each file is in exactly one tier, with all its bytes, and in the catalogue.
 
-    The tiers must contain no other file. Call this after a restart.
+    The tiers must contain no other file. The check uses a new manager, as after a restart of the process.
 
     Parameters
     ----------
     configuration : Configuration
         The tiers and the catalogue.
-    files : Mapping of str to bytes
+    data_by_name : Mapping of str to bytes
         The expected contents of all files.
     """
     with TierManager(configuration) as manager:
         findings = manager.check()
         assert not select_errors(findings), findings
         assert not manager.catalogue.reserved_move_ids()
-        for name, data in files.items():
-            tiers = [tier.name for tier in configuration.tiers if (tier.directory / name).exists()]
-            assert len(tiers) == 1, f"{name} is in {tiers}"
-            assert manager.find(name).tier == tiers[0]
-            assert read_contents(manager, name) == data, f"{name} in {tiers[0]} has other bytes"
+        for name, data in data_by_name.items():
+            tier_names = [tier.name for tier in configuration.tiers if (tier.directory / name).exists()]
+            assert len(tier_names) == 1, f"{name} is in {tier_names}"
+            assert manager.find(name).tier == tier_names[0]
+            assert read_contents(manager, name) == data, f"{name} in {tier_names[0]} has other bytes"
         for tier in configuration.tiers:
             internal_folder = tier.directory / ".gdrkit-tiers"
             remaining_files = [
@@ -85,5 +85,7 @@ def check_tiers(configuration: Configuration, files: Mapping[str, bytes]) -> Non
             ]
             assert not remaining_files, remaining_files
             file_names = {str(path.relative_to(tier.directory)) for path in tier.directory.rglob("*") if path.is_file()}
-            unexpected_files = {name for name in file_names if not name.startswith(internal_folder.name)} - set(files)
+            unexpected_files = {name for name in file_names if not name.startswith(internal_folder.name)} - set(
+                data_by_name
+            )
             assert not unexpected_files, unexpected_files

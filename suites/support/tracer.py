@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["trace_process"]
 
 # 0x4206 is PTRACE_SEIZE, which does not stop the process. The tracer ends at the end of its input or after two minutes.
-_TRACER = """
+_TRACER_PROGRAM = """
 import ctypes, os, signal, sys
 signal.alarm(120)
 failed = ctypes.CDLL(None, use_errno=True).ptrace(0x4206, int(sys.argv[1]), None, None)
@@ -29,7 +29,7 @@ sys.stdin.read()
 @contextlib.contextmanager
 def trace_process(process_id: int) -> Iterator[None]:
     """Trace a child process of this process. This process cannot wait for the child's end before the block ends."""
-    command = [sys.executable, "-c", _TRACER, str(process_id)]
+    command = [sys.executable, "-c", _TRACER_PROGRAM, str(process_id)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as tracer:
         assert tracer.stdout is not None
         assert tracer.stdin is not None

@@ -37,19 +37,19 @@ def provide_entry(folder: Path) -> Iterator[None]:
         return
     with _open_lock() as lock_fd:
         fcntl.flock(lock_fd, fcntl.LOCK_SH)
-        entry = _get_entry_path(folder)
-        entry.parent.mkdir(parents=True, exist_ok=True)
+        entry_path = _get_entry_path(folder)
+        entry_path.parent.mkdir(parents=True, exist_ok=True)
         # The rename is atomic, because other processes may read the entry at the same time.
-        new_entry = entry.with_name(f"{entry.name}.{os.getpid()}")
-        new_entry.write_text(_ENTRY_TEXT, encoding="utf-8")
-        new_entry.replace(entry)
+        new_entry_path = entry_path.with_name(f"{entry_path.name}.{os.getpid()}")
+        new_entry_path.write_text(_ENTRY_TEXT, encoding="utf-8")
+        new_entry_path.replace(entry_path)
         try:
             yield
         finally:
             # If another process still uses the entry, this lock fails, and that process removes the entry later.
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove_entry_file(entry)
+                _remove_entry_file(entry_path)
 
 
 @contextlib.contextmanager
@@ -57,9 +57,9 @@ def remove_entry(folder: Path) -> Iterator[None]:
     """Remove the entry for the file system of `folder`, and hold the exclusive lock until the block ends."""
     with _open_lock() as lock_fd:
         fcntl.flock(lock_fd, fcntl.LOCK_EX)
-        entry = _get_entry_path(folder)
-        if entry.exists():
-            _remove_entry_file(entry)
+        entry_path = _get_entry_path(folder)
+        if entry_path.exists():
+            _remove_entry_file(entry_path)
         yield
 
 
@@ -90,9 +90,9 @@ def _get_entry_path(folder: Path) -> Path:
     return _UDEV_DATA / f"b{os.major(device)}:{os.minor(device)}"
 
 
-def _remove_entry_file(entry: Path) -> None:
-    entry.unlink(missing_ok=True)
+def _remove_entry_file(entry_path: Path) -> None:
+    entry_path.unlink(missing_ok=True)
     # The folders are removed if they are empty.
-    for folder in (entry.parent, entry.parent.parent):
+    for folder in (entry_path.parent, entry_path.parent.parent):
         with contextlib.suppress(OSError):
             folder.rmdir()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def close_engines() -> Iterator[None]:
-    """Close the copy engines after each case, so that the harness can detect handles that they left open."""
+    """Close the copy engines after each case, so that the harness finds only the handles that the case left open."""
     yield
     gds.close_engines()
     gds.close_driver()

@@ -80,15 +80,17 @@ class RunningCommand:
 @contextmanager
 def run_command_in_background(configuration: Configuration, *options: str) -> Iterator[RunningCommand]:
     """Start `gdrkit tiers run` on these tiers, and wait until it is ready."""
-    file = configuration.catalogue.parent / "tiers.toml"
-    tiers = (
+    config_file = configuration.catalogue.parent / "tiers.toml"
+    tier_tables = (
         f'[[tiers]]\nname = "{tier.name}"\ndirectory = "{tier.directory}"\naccesses_min = {tier.accesses_min}\n'
         + ("" if tier.capacity_bytes is None else f"capacity = {tier.capacity_bytes}\n")
         for tier in configuration.tiers
     )
-    timeout = f"timeout_ms = {configuration.timeout_ms}"
-    file.write_text(f'catalogue = "{configuration.catalogue}"\n{timeout}\nheadroom = 0.0\n{"".join(tiers)}')
-    command = [sys.executable, "-m", "gdrkit", "tiers", "run", "--json", f"--config={file}", *options]
+    timeout_line = f"timeout_ms = {configuration.timeout_ms}"
+    config_file.write_text(
+        f'catalogue = "{configuration.catalogue}"\n{timeout_line}\nheadroom = 0.0\n{"".join(tier_tables)}'
+    )
+    command = [sys.executable, "-m", "gdrkit", "tiers", "run", "--json", f"--config={config_file}", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             run = RunningCommand(process)
@@ -99,7 +101,7 @@ def run_command_in_background(configuration: Configuration, *options: str) -> It
 
 
 class StopEventWithoutWaits(threading.Event):
-    """The stop event of a run. Its waits take no time: each calls a function with the length of the wait in seconds."""
+    """The stop event of a run. Instead of waiting, wait() calls `on_wait` with the length of the wait in seconds."""
 
     def __init__(self, on_wait: Callable[[float], None]) -> None:
         super().__init__()
@@ -123,11 +125,12 @@ def test_hot_files_of_another_program_end_on_the_fast_tier(tmp_path: Path, seed:
         pass
     names = [f"set-{index % 7}/{index}" for index in range(1000)]
     data_by_name = {name: pattern.payload(4 * KIB, seed=seed + index) for index, name in enumerate(names)}
+    # The first 15 files get enough opens for the tier nvme (100), and the next 25 files enough for ssd (10).
     open_counts = dict(zip(names, [*range(115, 100, -1), *(rng.randint(12, 60) for _ in range(25))], strict=False))
     open_counts |= {name: rng.randint(1, 5) for name in names[40:200]}
     for index, name in enumerate(names):
-        tier = "nvme" if index >= 980 else "hdd"
-        path = configuration.tier(tier).directory / name
+        tier_name = "nvme" if index >= 980 else "hdd"
+        path = configuration.tier(tier_name).directory / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data_by_name[name])
     with (
@@ -207,13 +210,13 @@ def run_until_wait(
     **options: Any,  # noqa: ANN401 - arguments of BackgroundRun.
 ) -> tuple[list[str], str]:
     """Run a background run until its `wait_count`-th wait. Return the names of its events, and its output."""
-    count = 0
+    waits_done = 0
 
     def count_wait(timeout_s: float) -> None:
-        nonlocal count
-        count += 1
+        nonlocal waits_done
+        waits_done += 1
         on_wait(timeout_s)
-        if count == wait_count:
+        if waits_done == wait_count:
             stop.set()
 
     stop, output = StopEventWithoutWaits(count_wait), io.StringIO()
@@ -226,8 +229,8 @@ def run_until_wait(
 def make_quiet_settings(time_s: float, *, begin_s: int, end_s: int) -> RunSettings:
     """Return settings with quiet hours that begin and end at these offsets in seconds from `time_s`."""
     local_time = time.localtime(time_s)
-    now_s = local_time.tm_hour * 3600 + local_time.tm_min * 60 + local_time.tm_sec
-    quiet_hours = QuietHours((now_s + begin_s) % DAY_S, (now_s + end_s) % DAY_S)
+    time_of_day_s = local_time.tm_hour * 3600 + local_time.tm_min * 60 + local_time.tm_sec
+    quiet_hours = QuietHours((time_of_day_s + begin_s) % DAY_S, (time_of_day_s + end_s) % DAY_S)
     return RunSettings(quiet_hours=(quiet_hours,), interval_s=1800, watch="never")
 
 
@@ -255,11 +258,13 @@ def test_begin_of_quiet_hours_undoes_a_migration(configuration: Configuration) -
     def observe(phase: Phase, _name: str, offset_bytes: int) -> None:
         nonlocal now_s
         phases.append(phase)
+        # The quiet hours begin in the middle of the copy.
         if phase is Phase.COPY and offset_bytes and now_s == FAKE_NOW_S:
             now_s += 60
 
     def on_wait(timeout_s: float) -> None:
         nonlocal now_s
+        # The first wait follows the interrupted copy, and the second wait follows the completed migration.
         assert phases[-1] is (Phase.COPY if now_s == FAKE_NOW_S + 60 else Phase.DONE)
         now_s += timeout_s
 
@@ -285,6 +290,7 @@ def test_stopped_migration_is_undone_or_completed(configuration: Configuration, 
     with TierManager(replace(configuration, run=settings)) as manager:
         BackgroundRun(manager, stop=stop, output=RunOutput(output, as_json=True), observe=observe).run()
         moved_names = [name for name in data_by_name if manager.find(name).tier == "nvme"]
+    # A stop before the rename undoes the first migration. A later stop completes it.
     assert len(moved_names) == (0 if phase in {Phase.RECORD, Phase.RENAME} else 1)
     check_tiers(configuration, data_by_name)
 
@@ -313,6 +319,7 @@ def test_pass_recovers_the_migration_of_a_killed_process(configuration: Configur
             copy_exists.append(copy_path.exists())
 
         run_until_wait(replace(configuration, run=RunSettings(watch="never")), wait_count=2, on_wait=on_wait)
+    # The killed migration left its copy, and the next pass removed the copy.
     assert copy_exists == [True, False]
     check_tiers(configuration, {"file": data})
 

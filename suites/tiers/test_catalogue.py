@@ -25,6 +25,7 @@ DATABASE_PAGE_BYTES = 4096
 
 
 def find_database(configuration: Configuration) -> Path:
+    """Return the current database file of the catalogue: the file with the largest number in its name."""
     return max(configuration.catalogue.glob("catalogue-*.sqlite"))
 
 
@@ -43,16 +44,18 @@ def lock_catalogue(configuration: Configuration) -> Iterator[None]:
 
 def test_lost_catalogue_is_rebuilt(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
-        files = {
+        data_by_tier = {
             tier: create_file(manager, f"folder/{tier}", 1000, seed=1, tier=tier) for tier in ("nvme", "ssd", "hdd")
         }
         manager.pin("folder/ssd", "nvme")
     shutil.rmtree(configuration.catalogue)
     with TierManager(configuration) as manager:
         assert manager.catalogue.was_rebuilt
-        assert {tier: manager.find(f"folder/{tier}").tier for tier in files} == {tier: tier for tier in files}
-        assert {tier: read_contents(manager, f"folder/{tier}") for tier in files} == files
-        # A pin is also stored in its tier, so it is not lost. The heat is lost, but this moves no file.
+        assert {tier: manager.find(f"folder/{tier}").tier for tier in data_by_tier} == {
+            tier: tier for tier in data_by_tier
+        }
+        assert {tier: read_contents(manager, f"folder/{tier}") for tier in data_by_tier} == data_by_tier
+        # A pin is also stored in the tier, so it is not lost. The heat of the files is lost, but this moves no file.
         with manager.plan() as plan:
             assert [(move.name, move.destination) for move in plan.moves()] == [("folder/ssd", "nvme")]
 
@@ -82,12 +85,12 @@ def test_catalogue_lost_under_a_manager_is_rebuilt(manager: TierManager, configu
     assert not manager.check()
 
 
-@pytest.mark.parametrize("begin", [0, 20])
-def test_catalogue_that_is_not_a_database_is_rebuilt(configuration: Configuration, begin: int) -> None:
+@pytest.mark.parametrize("offset_bytes", [0, 20])
+def test_catalogue_that_is_not_a_database_is_rebuilt(configuration: Configuration, offset_bytes: int) -> None:
     with TierManager(configuration) as manager:
         data = create_file(manager, "file", 1000, seed=1, tier="ssd")
     with find_database(configuration).open("r+b") as file:
-        file.seek(begin)
+        file.seek(offset_bytes)
         file.write(b"no database at all " * 10)
     with TierManager(configuration) as manager:
         assert manager.catalogue.was_rebuilt
@@ -107,7 +110,7 @@ def test_catalogue_without_a_routes_table_is_used(configuration: Configuration) 
     with TierManager(configuration) as manager:
         create_file(manager, "file", 1000, seed=1)
         manager.pin("file", "hdd")
-    # A catalogue of an earlier version has no such table.
+    # A catalogue of an earlier version of gdrkit has no table `routes`.
     with closing(sqlite3.connect(find_database(configuration))) as connection:
         connection.execute("DROP TABLE routes")
     with TierManager(configuration) as manager:
@@ -116,24 +119,25 @@ def test_catalogue_without_a_routes_table_is_used(configuration: Configuration) 
 
 
 def test_damage_inside_the_catalogue_is_found_and_repaired(configuration: Configuration) -> None:
-    files = {f"file-{index}": bytes([index]) * 100 for index in range(200)}
-    for name, data in files.items():
+    data_by_name = {f"file-{index}": bytes([index]) * 100 for index in range(200)}
+    for name, data in data_by_name.items():
         (configuration.tiers[1].directory / name).write_bytes(data)
     TierManager(configuration).close()
-    path = find_database(configuration)
-    page_count = path.stat().st_size // DATABASE_PAGE_BYTES
-    with path.open("r+b") as file:
-        # The first seven pages are read when the catalogue is opened. The later pages contain the rows of the files.
+    database_path = find_database(configuration)
+    page_count = database_path.stat().st_size // DATABASE_PAGE_BYTES
+    with database_path.open("r+b") as file:
+        # gdrkit reads the first seven pages when it opens the catalogue, so they stay intact. The later pages contain
+        # the rows of the files.
         file.seek(DATABASE_PAGE_BYTES * 7)
         file.write(b"\xa5" * DATABASE_PAGE_BYTES * (page_count - 7))
     with TierManager(configuration) as manager:
         assert list_finding_kinds(manager.check()) == [FindingKind.DAMAGED]
-        assert read_contents(manager, "file-7") == files["file-7"]
+        assert read_contents(manager, "file-7") == data_by_name["file-7"]
         assert [finding.mended for finding in manager.check(repair=True) if finding.kind is FindingKind.DAMAGED] == [
             True
         ]
         assert not manager.check()
-        assert {name: read_contents(manager, name) for name in files} == files
+        assert {name: read_contents(manager, name) for name in data_by_name} == data_by_name
 
 
 def test_read_does_not_wait_for_a_locked_catalogue(configuration: Configuration) -> None:
@@ -142,7 +146,7 @@ def test_read_does_not_wait_for_a_locked_catalogue(configuration: Configuration)
         with lock_catalogue(configuration):
             for _ in range(300):
                 assert read_contents(manager, "file") == data
-        # No access is lost: the counts are written when the catalogue is unlocked.
+        # No access is lost: gdrkit writes the counts when the catalogue is unlocked. create_file() is the first access.
         assert manager.find("file").accesses == 301
 
 
@@ -162,12 +166,12 @@ def test_catalogue_locked_at_the_end_undoes_the_migration(configuration: Configu
         data = create_file(manager, "file", 1000, seed=1)
         connection = sqlite3.connect(find_database(configuration), isolation_level=None)
 
-        def lock_in_last_phase(phase: Phase, name: str, offset_bytes: int) -> None:
+        def lock_in_catalogue_phase(phase: Phase, name: str, offset_bytes: int) -> None:
             if phase is Phase.CATALOGUE:
                 connection.execute("BEGIN IMMEDIATE")
 
         with closing(connection), pytest.raises(ApiError) as error_info:
-            manager.move("file", "nvme", observe=lock_in_last_phase)
+            manager.move("file", "nvme", observe=lock_in_catalogue_phase)
         assert error_info.value.reason is Reason.BUSY
         assert (manager.find("file").tier, read_contents(manager, "file")) == ("hdd", data)
         manager.check(repair=True)
@@ -183,6 +187,7 @@ def test_clock_that_goes_back_makes_no_file_hotter(configuration: Configuration)
 
     with TierManager(configuration, clock=lambda: now_s[0]) as manager:
         create_file(manager, "file", 100, seed=1)
+        # create_file() is the first of 50 accesses. The default half-life of the heat is 7 days.
         for _ in range(49):
             manager.open("file").close()
         assert read_heat(manager, "file") == pytest.approx(50)
@@ -194,7 +199,8 @@ def test_clock_that_goes_back_makes_no_file_hotter(configuration: Configuration)
         assert read_heat(manager, "file") == pytest.approx(26)
         manager.open("file").close()
         assert read_heat(manager, "file") == pytest.approx(27)
-    # Another process, which starts with the earlier time, sees the same heat. From that time on, files cool as usual.
+    # A new manager, as in another process, starts with the earlier time and reads the same heat. From then on, the file
+    # cools as usual.
     with TierManager(configuration, clock=lambda: now_s[0]) as manager:
         assert read_heat(manager, "file") == pytest.approx(27)
         now_s[0] += 7 * day_s
@@ -205,6 +211,7 @@ def test_change_of_the_half_life_keeps_the_heat(configuration: Configuration) ->
     now_s = [1_800_000_000.0]
     with TierManager(configuration, clock=lambda: now_s[0]) as manager:
         create_file(manager, "file", 100, seed=1)
+        # create_file() is the first of 16 accesses.
         for _ in range(15):
             manager.open("file").close()
     with TierManager(replace(configuration, half_life_s=3600.0), clock=lambda: now_s[0]) as manager:
@@ -227,7 +234,7 @@ def test_name_in_two_tiers_is_reported_and_both_files_stay(configuration: Config
         assert error_info.value.reason is Reason.CONFLICT
         assert list_finding_kinds(manager.check(repair=True)) == [FindingKind.TWICE]
         assert (path_in_nvme.read_bytes(), read_contents(manager, "file")) == (b"another program's", data)
-        # A tier that does not have the name accepts the file.
+        # A tier in which no file has this name accepts the file.
         manager.move("file", "ssd")
         path_in_nvme.unlink()
         assert not manager.check()

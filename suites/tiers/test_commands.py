@@ -23,7 +23,10 @@ class TiersCommand:
         self._capsys = capsys
 
     def run(self, *arguments: str, exit_code: int = 0) -> str:
-        """Run a command and return its standard output. If the command must fail, also return its standard error."""
+        """Run the command, and require `exit_code`.
+
+        Return its standard output. If `exit_code` is not 0, add its standard error.
+        """
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as exit_info:
             main(["tiers", *arguments])
@@ -80,6 +83,7 @@ def test_status_table_has_every_tier(command: TiersCommand) -> None:
 
 
 def test_check_with_a_finding_exits_with_1(command: TiersCommand) -> None:
+    # This command creates the catalogue, so the catalogue does not know the file that is created next.
     command.run("status")
     (command.root / "ssd" / "new").write_bytes(b"")
     (finding,) = command.run_json("check", exit_code=1)
@@ -98,14 +102,14 @@ def test_bench_measures_each_tier_and_leaves_no_file(command: TiersCommand) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "exit_code", "text"),
+    ("arguments", "exit_code", "error_text"),
     [
         (["pin", "nothing"], 1, "ENOENT"),
         (["pin", "../outside"], 2, "a name must be a relative path"),
         (["pin", "folder/file", "--in", "tape"], 2, "must be one of 'nvme', 'ssd', 'hdd', not 'tape'"),
         (["migrate", "folder/file"], 2, "--to"),
         (["migrate", "--to", "ssd"], 2, "--to"),
-        (["bench", "--size", "much"], 2, "a size must be a number with a unit"),
+        (["bench", "--size", "much"], 2, "a size must be a number, with or without a unit"),
         (["run", "--rate", "1KiB"], 2, "the rate limit must be at least 64 KiB per second"),
         (["run", "--quiet-hours", "night"], 2, "quiet hours must be two different times of day"),
         (["run", "--interval-s", "0"], 2, "interval_s must be positive"),
@@ -116,9 +120,9 @@ def test_bench_measures_each_tier_and_leaves_no_file(command: TiersCommand) -> N
     ],
 )
 def test_invalid_command_prints_its_error(
-    command: TiersCommand, arguments: list[str], exit_code: int, text: str
+    command: TiersCommand, arguments: list[str], exit_code: int, error_text: str
 ) -> None:
-    assert text in command.run(*arguments, exit_code=exit_code)
+    assert error_text in command.run(*arguments, exit_code=exit_code)
 
 
 def test_file_in_use_stays_and_exit_code_is_0(command: TiersCommand) -> None:

@@ -40,7 +40,7 @@ def make_contents(version: int) -> bytes:
 
 
 def move_unless_busy(manager: TierManager, name: str, tier: str) -> None:
-    """Move a file. The file stays if the writer has it open at that moment."""
+    """Move a file. The file stays in its tier if it is open for writing."""
     try:
         manager.move(name, tier)
     except ApiError as error:
@@ -53,11 +53,11 @@ def test_readers_continue_while_a_file_moves(manager: TierManager) -> None:
     is_finished = threading.Event()
 
     def read_repeatedly() -> int:
-        count = 0
+        read_count = 0
         while not is_finished.is_set():
             assert read_contents(manager, "file") == data
-            count += 1
-        return count
+            read_count += 1
+        return read_count
 
     with ThreadPoolExecutor(3) as threads:
         readers = [threads.submit(read_repeatedly) for _ in range(3)]
@@ -107,6 +107,7 @@ def test_waiting_writer_opens_the_new_file_of_that_name(manager: TierManager, co
     path = configuration.tiers[2].directory / "file"
 
     def is_writer_waiting() -> bool:
+        # In /proc/locks, "->" marks a request that waits for a lock.
         waiting_locks = [line for line in Path("/proc/locks").read_text().splitlines() if "-> FLOCK" in line]
         return any(f":{inode} " in line for line in waiting_locks)
 
@@ -125,26 +126,27 @@ def test_waiting_writer_opens_the_new_file_of_that_name(manager: TierManager, co
 def test_processes_share_one_catalogue(configuration: Configuration) -> None:
     names = [f"file-{index}" for index in range(4)]
     with TierManager(configuration) as manager:
-        files = {name: create_file(manager, name, 100_000 + len(name), seed=7) for name in names}
+        data_by_name = {name: create_file(manager, name, 100_000 + len(name), seed=7) for name in names}
         with contextlib.ExitStack() as stack:
             migration_processes = [stack.enter_context(MigrationProcess()) for _ in range(3)]
             for repetition in range(6):
                 for index, migration_process in enumerate(migration_processes):
                     tier = TIER_NAMES[(repetition + index) % len(TIER_NAMES)]
-                    # Two processes move the same file. One of them may get BUSY, and then exits with 1.
+                    # The first two processes move the same file. One of them may fail with BUSY, and then its exit code
+                    # is 1.
                     migration_process.start(configuration, names[(repetition + index // 2) % len(names)], tier)
-                for name, data in files.items():
+                for name, data in data_by_name.items():
                     assert read_contents(manager, name) == data
                 for migration_process in migration_processes:
                     assert migration_process.wait_for_exit_code() in {0, 1}
         assert not select_errors(manager.check())
-        assert {name: read_contents(manager, name) for name in names} == files
+        assert {name: read_contents(manager, name) for name in names} == data_by_name
 
 
 @pytest.mark.timeout(300)
 def test_processes_that_start_together_create_one_catalogue(configuration: Configuration) -> None:
     (configuration.tiers[1].directory / "file").write_bytes(b"here")
-    open_file_repeatedly = """
+    opening_program = """
 import sys
 from pathlib import Path
 from support.tier_world import make_configuration, read_contents
@@ -155,19 +157,21 @@ with TierManager(make_configuration(Path(sys.argv[1]))) as manager:
         manager.open("file").close()
     assert read_contents(manager, "file") == b"here"
 """
-    command = [sys.executable, "-c", open_file_repeatedly, str(configuration.catalogue.parent)]
+    command = [sys.executable, "-c", opening_program, str(configuration.catalogue.parent)]
     with contextlib.ExitStack() as stack:
         environ = suites_environ()
         processes = [
             stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, env=environ)) for _ in range(4)
         ]
         for process in processes:
+            # The process waits for this byte before it opens the tiers.
             assert process.stdin is not None
             process.stdin.write(b"x")
             process.stdin.close()
         assert [process.wait(240) for process in processes] == [0] * 4
     with TierManager(configuration) as manager:
         assert len(list(configuration.catalogue.glob("*.sqlite"))) == 1
+        # Each of the 4 processes opened the file 20 times in the loop, and once in read_contents().
         assert manager.find("file").accesses == 4 * 21
 
 

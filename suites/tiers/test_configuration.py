@@ -9,6 +9,7 @@ import pytest
 from gdrkit.errors import UsageError
 from gdrkit.tiers import DEFAULT_TIERS, Tier, configure
 from gdrkit.tiers.configuration import parse_size
+from gdrkit.tiers.tables import format_size
 
 TOML = """
 catalogue = "index"
@@ -80,14 +81,14 @@ def test_arguments_override_the_environment_and_the_file(tmp_path: Path) -> None
         (["nvme="], "a tier must be NAME=DIRECTORY"),
         (["a=/x,speed=3"], "must be capacity or accesses_min, not speed"),
         (["a=/x,accesses_min=-1"], "must be a number of accesses, not '-1'"),
-        (["a=/x,capacity=much"], "a size must be a number with a unit"),
+        (["a=/x,capacity=much"], "a size must be a number, with or without a unit"),
         (["hdd=/x", "hdd=/y"], "must differ"),
         (["a b=/x"], "consist of letters"),
         (["../a=/x"], "consist of letters"),
         (["ssd=/x", "hdd=/x"], "or inside that directory"),
         (["ssd=/x", "hdd=/x/y"], "or inside that directory"),
-        (["a=/x,accesses_min=5", "b=/y,accesses_min=9", "c=/z"], "must decrease"),
-        (["a=/x,accesses_min=5"], "must decrease"),
+        (["a=/x,accesses_min=5", "b=/y,accesses_min=9", "c=/z"], "must not increase"),
+        (["a=/x,accesses_min=5"], "must not increase"),
         (["a=/1", "b=/2", "c=/3", "d=/4"], "'a' must have accesses_min"),
     ],
 )
@@ -97,7 +98,7 @@ def test_invalid_tiers_are_refused(tiers: list[str], error_text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    "toml_text",
     [
         "half_life_s = 0",
         "half_life_s = -1",
@@ -114,9 +115,9 @@ def test_invalid_tiers_are_refused(tiers: list[str], error_text: str) -> None:
         "this is not TOML",
     ],
 )
-def test_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_file_is_refused(tmp_path: Path, toml_text: str) -> None:
     path = tmp_path / "tiers.toml"
-    path.write_text(text)
+    path.write_text(toml_text)
     with pytest.raises(UsageError):
         configure(file=path, environ={})
 
@@ -138,6 +139,14 @@ def test_catalogue_inside_a_tier_is_refused(folder: str) -> None:
 )
 def test_size_is_parsed(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "expected_text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (1023 << 10, "1023 KiB"), (1 << 40, "1 TiB")],
+)
+def test_size_is_written_without_an_exponent(size_bytes: int, expected_text: str) -> None:
+    assert format_size(size_bytes) == expected_text
 
 
 @pytest.mark.parametrize("text", ["", "-1", "GiB", "1 XiB", "1e9", "0x10"])

@@ -134,7 +134,7 @@ with TierManager(configuration) as manager:
 """
     with folder_for_all_users() as root:
         configuration = make_configuration(root)
-        # The fastest tier still belongs to root, so the user cannot move a file to it.
+        # The fastest tier still belongs to root, so the unprivileged user cannot move a file to it.
         for tier in configuration.tiers[1:]:
             os.chown(tier.directory, UNPRIVILEGED_UID, UNPRIVILEGED_UID)
         (root / "catalogue").mkdir()
@@ -145,6 +145,7 @@ with TierManager(configuration) as manager:
         (root / "hdd" / "file").write_bytes(b"readable by every user")
         os.chown(root / "hdd" / "file", UNPRIVILEGED_UID, UNPRIVILEGED_UID)
         completed = run_program(program, str(root))
+        # 13 is EACCES.
         assert completed.stdout.splitlines() == ["theirs 13 no_permission", "file 13 no_permission", "[]"], (
             completed.stderr
         )
@@ -230,7 +231,7 @@ def test_failed_undo_is_completed_by_a_recovery(configuration_on_fuse: Configura
 @NEEDS_EXT4
 @pytest.mark.parametrize("has_files", [False, True])
 def test_unmounted_tier_is_not_written_to(tmp_path: Path, *, has_files: bool) -> None:
-    """The empty mount point of a tier that is not mounted gets no folder .gdrkit-tiers."""
+    """If a tier is not mounted, gdrkit creates no folder .gdrkit-tiers in its empty mount point."""
     configuration = make_configuration(tmp_path)
     nvme_folder = configuration.tiers[0].directory
     nvme_folder.rmdir()

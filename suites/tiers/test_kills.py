@@ -1,7 +1,8 @@
 """A migration that is killed (kill -9) in any phase loses no byte, in folders and on mounted file systems.
 
-After the restart, the file is in exactly one tier, and the catalogue agrees with the disks. GDRKIT_TIER_KILLS is the
-number of kills per campaign, spread evenly over all phases: 20 by default, 300 in ``nox -s long``. A campaign can be
+After a restart, the file is in exactly one tier, and the catalogue agrees with the disks. The environment variable
+GDRKIT_TIER_KILLS is the number of kills per campaign, spread evenly over all phases: 20 by default, 300 in
+``nox -s long``. A campaign can be
 repeated with the seed of its run (``--seed``). The cases of a power loss are in test_power_cuts.py.
 """
 

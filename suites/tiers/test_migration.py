@@ -56,6 +56,7 @@ def test_times_mode_and_owner_are_kept(manager: TierManager, configuration: Conf
     os.utime(path, ns=(1_000_000_000_123_456_789, 1_100_000_000_987_654_321))
     if os.geteuid() == 0:
         os.chown(path, 1234, 5678)
+        # chown(2) may have cleared the set-group-ID bit.
         path.chmod(0o2641)
     stat_before = path.stat()
     manager.move("file", "ssd")
@@ -123,6 +124,7 @@ def test_hard_link_during_a_migration_ends_it(manager: TierManager, configuratio
     assert not get_path(configuration, "nvme", "file").exists()
 
 
+# FORGET and DONE, the last two phases, follow the removal of the old file.
 @pytest.mark.parametrize("phase", list(Phase)[:-2])
 def test_failure_in_any_phase_leaves_the_file_in_its_tier(manager: TierManager, phase: Phase) -> None:
     create_file(manager, "folder/file", 100_000, seed=1)
@@ -157,6 +159,7 @@ def test_open_for_writing_ends_the_migration(manager: TierManager, configuration
     # Each step first checks for writers, so the migration fails in this phase, not in the next.
     assert phases[-1] is phase
     if phase is Phase.RETIRE:
+        # The file was not renamed, because a rename changes the ctime.
         assert get_path(configuration, "hdd", "file").stat().st_ctime_ns == ctime_ns_before
     manager.move("file", "nvme")
 
@@ -165,7 +168,7 @@ def test_open_for_writing_ends_the_migration(manager: TierManager, configuration
 def test_last_check_finds_that_the_copy_is_gone(
     manager: TierManager, configuration: Configuration, phase: Phase
 ) -> None:
-    """The old file is removed only if the copy still has its name at that moment."""
+    """gdrkit removes the old file only if the copy still has the name of the file."""
     create_file(manager, "file", 1000, seed=1)
     phases: list[Phase] = []
 

@@ -1,4 +1,4 @@
-"""Migrations: results, locks and all fields of their errors. The undo leaves other programs' files alone."""
+"""Migrations: the return value of a move, its locks, and all fields of its errors. An undo changes no other files."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def fail_in_phase(manager: TierManager, phase: Phase, action: Callable[[], objec
     """Migrate the file ``file``, call `action` at the beginning of `phase`, and return the error of the migration."""
 
     def observe(current_phase: Phase, _name: str, offset_bytes: int) -> None:
+        # VERIFY is also observed before each further chunk.
         if current_phase is phase and not (phase is Phase.VERIFY and offset_bytes):
             action()
 
@@ -71,22 +72,23 @@ def test_move_returns_the_allocated_bytes(manager: TierManager, hdd: Path, size_
 
 def test_migration_takes_its_locks_in_order(manager: TierManager, hdd: Path, nvme: Path) -> None:
     create_file(manager, "file", 1000, seed=1)
-    locks: list[tuple[str, int]] = []
+    # Path and operation of each call of flock(2).
+    flock_calls: list[tuple[str, int]] = []
 
     def record_lock(call: SystemCall) -> None:
         folder, _, name = call.path.rpartition("/")
         # The name of a copy or of a record contains the id of the migration, which is random.
-        locks.append((folder if len(name) >= MIGRATION_ID_LENGTH else call.path, call.arguments[1]))
+        flock_calls.append((folder if len(name) >= MIGRATION_ID_LENGTH else call.path, call.arguments[1]))
 
     run_observed(lambda: manager.move("file", "nvme"), "flock", reply=record_lock)
     gdrkit_folder = nvme / ".gdrkit-tiers"
-    assert locks[:-1] == [
+    assert flock_calls[:-1] == [
         (str(hdd / "file"), fcntl.LOCK_EX | fcntl.LOCK_NB),
         (str(gdrkit_folder / "lock"), fcntl.LOCK_SH),
         (str(gdrkit_folder / "incoming"), fcntl.LOCK_EX),
         (str(gdrkit_folder / "moves"), fcntl.LOCK_EX),
     ]
-    assert locks[-1][1] == fcntl.LOCK_UN
+    assert flock_calls[-1][1] == fcntl.LOCK_UN
 
 
 def test_file_moved_by_another_program_is_found(manager: TierManager, hdd: Path, nvme: Path) -> None:

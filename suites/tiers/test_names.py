@@ -82,6 +82,7 @@ def test_folder_replaced_by_a_link_is_not_followed(
     manager: TierManager, configuration: Configuration, folder_outside: Path, phase: Phase, tier: str
 ) -> None:
     data = create_file(manager, "folder/file", 1000, seed=1)
+    # This file creates the folder in nvme.
     create_file(manager, "folder/other", 1000, seed=2, tier="nvme")
     folder = configuration.tier(tier).directory / "folder"
 

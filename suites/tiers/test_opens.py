@@ -55,7 +55,8 @@ def test_opens_by_other_programs_are_counted_once(
     with watch_all_tiers(manager):
         opener.open_files([nvme], {names[0]: 120, names[1]: 3, names[2]: 1})
         opener.open_files([hdd.parent], {"outside": 5})
-        # gdrkit's own opens in this process, and its own files, are not opens by other programs.
+        # manager.open() counts once, by itself. Other opens by this process, and opens of gdrkit's own files, do not
+        # count.
         manager.open("file").close()
         (nvme / "file").read_bytes()
         opener.open_files([nvme], {".gdrkit-tiers/tier.json": 2})

@@ -20,15 +20,16 @@ from gdrkit.units import KIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-# The time of all cases, in half-lives, and a limit in bytes that no case reaches.
+# Current time in all cases of the function `decide`, in half-lives since 1970.
 NOW_HALF_LIVES = 2900.0
+# Limit of a tier that no case reaches.
 UNLIMITED_BYTES = 1 << 60
 
 
-def make_tier_limits(*limits: int) -> list[TierLimits]:
-    """Return three tiers with these limits in bytes, by default without a limit."""
-    values = zip(("nvme", "ssd", "hdd"), (100, 10, 0), limits or (UNLIMITED_BYTES,) * 3, strict=True)
-    return [TierLimits(*fields) for fields in values]
+def make_tier_limits(*limits_bytes: int) -> list[TierLimits]:
+    """Return the tiers nvme, ssd and hdd with these limits, by default without a limit."""
+    tier_fields = zip(("nvme", "ssd", "hdd"), (100, 10, 0), limits_bytes or (UNLIMITED_BYTES,) * 3, strict=True)
+    return [TierLimits(*fields) for fields in tier_fields]
 
 
 def make_file_row(
@@ -40,23 +41,25 @@ def make_file_row(
     links: int = 1,
     file_id: int = 1,
 ) -> FileRow:
-    """Return a file that has the heat of this number of accesses at the time NOW."""
+    """Return the row of a file whose heat at NOW_HALF_LIVES is the heat of `accesses` new accesses."""
     return FileRow(file_id, tier, size_bytes, score_from_heat(accesses, at_half_lives=NOW_HALF_LIVES), pinned, links)
 
 
-def get_decisions(*rows: FileRow, limits: tuple[int, ...] = (), hysteresis: float = 0.1) -> list[Decision]:
-    """Return the decisions of the policy about these files. `limits` are the bytes that each tier may have."""
-    return list(decide(rows, make_tier_limits(*limits), now_half_lives=NOW_HALF_LIVES, hysteresis=hysteresis))
+def get_decisions(*rows: FileRow, limits_bytes: tuple[int, ...] = (), hysteresis: float = 0.1) -> list[Decision]:
+    """Return the decisions of the policy about these files. `limits_bytes` has one limit for each tier."""
+    return list(decide(rows, make_tier_limits(*limits_bytes), now_half_lives=NOW_HALF_LIVES, hysteresis=hysteresis))
 
 
 @pytest.mark.parametrize(
-    ("accesses", "tier"),
+    ("accesses", "expected_tier"),
     [(0, "hdd"), (1, "hdd"), (9, "hdd"), (10, "ssd"), (99, "ssd"), (100, "nvme"), (1_000_000, "nvme")],
 )
 @pytest.mark.parametrize("current_tier", ["nvme", "ssd", "hdd"])
-def test_default_thresholds_select_the_tier(accesses: int, tier: str, current_tier: str) -> None:
+def test_default_thresholds_select_the_tier(accesses: int, expected_tier: str, current_tier: str) -> None:
     decisions = get_decisions(make_file_row(accesses, current_tier), hysteresis=0.0)
-    assert [decision.destination for decision in decisions] == ([] if current_tier == tier else [tier])
+    assert [decision.destination for decision in decisions] == (
+        [] if current_tier == expected_tier else [expected_tier]
+    )
 
 
 @pytest.mark.parametrize(("accesses", "is_kept"), [(99, True), (91, True), (90, True), (89, False), (10, False)])
@@ -66,7 +69,7 @@ def test_file_stays_within_the_hysteresis(accesses: int, *, is_kept: bool) -> No
 
 def test_hotter_files_get_the_space() -> None:
     rows = [make_file_row(500, file_id=1), make_file_row(400, file_id=2), make_file_row(300, file_id=3)]
-    decisions = get_decisions(*rows, limits=(250, 100, UNLIMITED_BYTES))
+    decisions = get_decisions(*rows, limits_bytes=(250, 100, UNLIMITED_BYTES))
     assert [(decision.id, decision.destination, decision.why) for decision in decisions] == [
         (1, "nvme", MoveReason.HEAT),
         (2, "nvme", MoveReason.HEAT),
@@ -78,20 +81,20 @@ def test_hotter_file_displaces_a_colder_one() -> None:
     decisions = get_decisions(
         make_file_row(500, file_id=1),
         make_file_row(200, "nvme", file_id=2),
-        limits=(100, UNLIMITED_BYTES, UNLIMITED_BYTES),
+        limits_bytes=(100, UNLIMITED_BYTES, UNLIMITED_BYTES),
     )
     assert [(decision.id, decision.destination) for decision in decisions] == [(1, "nvme"), (2, "ssd")]
 
 
 def test_file_stays_if_no_tier_has_space() -> None:
-    assert get_decisions(make_file_row(500, "hdd"), limits=(10, 10, 10)) == []
+    assert get_decisions(make_file_row(500, "hdd"), limits_bytes=(10, 10, 10)) == []
 
 
 def test_pinned_file_gets_its_space_first() -> None:
     decisions = get_decisions(
         make_file_row(0, "nvme", pinned="nvme", file_id=1),
         make_file_row(500, file_id=2),
-        limits=(100, UNLIMITED_BYTES, UNLIMITED_BYTES),
+        limits_bytes=(100, UNLIMITED_BYTES, UNLIMITED_BYTES),
     )
     assert [(decision.id, decision.destination) for decision in decisions] == [(2, "ssd")]
 
@@ -101,12 +104,13 @@ def test_pinned_file_moves_to_its_tier() -> None:
     assert (decision.destination, decision.why) == ("ssd", MoveReason.PINNED)
 
 
+# The fields of a Decision are: file id, allocated bytes, destination, tiers down (negative: up), and reason.
 @pytest.mark.parametrize(
     ("free_bytes", "expected_decisions"), [(99, []), (100, [Decision(1, 100, "ssd", -1, MoveReason.PINNED)])]
 )
 def test_pin_needs_space_in_its_tier(free_bytes: int, expected_decisions: list[Decision]) -> None:
     assert (
-        get_decisions(make_file_row(500, pinned="ssd"), limits=(UNLIMITED_BYTES, free_bytes, UNLIMITED_BYTES))
+        get_decisions(make_file_row(500, pinned="ssd"), limits_bytes=(UNLIMITED_BYTES, free_bytes, UNLIMITED_BYTES))
         == expected_decisions
     )
 
@@ -121,7 +125,7 @@ def test_hard_links_keep_a_file_and_its_space() -> None:
         linked_file,
         make_file_row(400, size_bytes=40, file_id=2),
         make_file_row(300, size_bytes=1, file_id=3),
-        limits=(100, UNLIMITED_BYTES, UNLIMITED_BYTES),
+        limits_bytes=(100, UNLIMITED_BYTES, UNLIMITED_BYTES),
     )
     assert decisions == [Decision(2, 40, "nvme", -2, MoveReason.HEAT), Decision(3, 1, "ssd", -1, MoveReason.NO_SPACE)]
 
@@ -147,16 +151,19 @@ def test_decision_has_every_field() -> None:
 
 @pytest.mark.parametrize("tier", ["nvme", "ssd"])
 def test_file_colder_than_every_tier_goes_to_the_last(tier: str) -> None:
-    tiers_above_zero = [
+    tiers_with_positive_thresholds = [
         TierLimits("nvme", 100, UNLIMITED_BYTES),
         TierLimits("ssd", 20, UNLIMITED_BYTES),
         TierLimits("hdd", 10, UNLIMITED_BYTES),
     ]
-    decisions = list(decide([make_file_row(0, tier)], tiers_above_zero, now_half_lives=NOW_HALF_LIVES, hysteresis=0.1))
+    decisions = list(
+        decide([make_file_row(0, tier)], tiers_with_positive_thresholds, now_half_lives=NOW_HALF_LIVES, hysteresis=0.1)
+    )
     assert [decision.destination for decision in decisions] == ["hdd"]
 
 
 def test_least_score_of_a_tier_is_enough() -> None:
+    # The fields of a FileRow are: file id, tier, allocated bytes, score, pinned tier, and number of links.
     lowest_score_to_enter = least_score(100, at_half_lives=NOW_HALF_LIVES)
     for score, tier in ((lowest_score_to_enter, "nvme"), (math.nextafter(lowest_score_to_enter, 0), "ssd")):
         assert [decision.destination for decision in get_decisions(FileRow(1, "hdd", 100, score, None, 1))] == [tier]
@@ -167,19 +174,19 @@ def test_least_score_of_a_tier_is_enough() -> None:
         ] == destinations
 
 
-@pytest.mark.parametrize(("free_bytes", "tier"), [(100, "nvme"), (99, "ssd")])
-def test_file_that_just_fits_gets_the_space(free_bytes: int, tier: str) -> None:
+@pytest.mark.parametrize(("free_bytes", "expected_tier"), [(100, "nvme"), (99, "ssd")])
+def test_file_that_just_fits_gets_the_space(free_bytes: int, expected_tier: str) -> None:
     assert [
         decision.destination
-        for decision in get_decisions(make_file_row(500), limits=(free_bytes, UNLIMITED_BYTES, UNLIMITED_BYTES))
-    ] == [tier]
+        for decision in get_decisions(make_file_row(500), limits_bytes=(free_bytes, UNLIMITED_BYTES, UNLIMITED_BYTES))
+    ] == [expected_tier]
 
 
 def test_file_that_stays_keeps_its_space() -> None:
     decisions = get_decisions(
         make_file_row(500, "nvme", size_bytes=60, file_id=1),
         make_file_row(400, size_bytes=50, file_id=2),
-        limits=(100, UNLIMITED_BYTES, UNLIMITED_BYTES),
+        limits_bytes=(100, UNLIMITED_BYTES, UNLIMITED_BYTES),
     )
     assert [(decision.id, decision.destination) for decision in decisions] == [(2, "ssd")]
 
@@ -200,6 +207,7 @@ def test_hundred_accesses_are_a_heat_of_100() -> None:
     for index in range(100):
         score = add_accesses_to_score(score, accesses=1, at_half_lives=NOW_HALF_LIVES + index * 1e-5)
     assert heat(score, at_half_lives=NOW_HALF_LIVES + 1e-3) == pytest.approx(100, rel=1e-3)
+    # A score that is far below or far above the time causes no overflow.
     assert math.isfinite(add_accesses_to_score(score, accesses=1, at_half_lives=NOW_HALF_LIVES + 1e6))
     assert add_accesses_to_score(1e9, accesses=1, at_half_lives=NOW_HALF_LIVES) == 1e9
 
@@ -207,6 +215,7 @@ def test_hundred_accesses_are_a_heat_of_100() -> None:
 def test_files_move_up_and_down_by_their_use(configuration: Configuration) -> None:
     now_s = [1_800_000_000.0]
     with TierManager(configuration, clock=lambda: now_s[0]) as manager:
+        # The creation of a file is its first access.
         for name, accesses in (("hot", 100), ("warm", 10), ("cold", 9)):
             create_file(manager, name, 1000, seed=1)
             for _ in range(accesses - 1):
@@ -216,7 +225,7 @@ def test_files_move_up_and_down_by_their_use(configuration: Configuration) -> No
         tiers = {name: manager.find(name).tier for name in ("hot", "warm", "cold")}
         assert tiers == {"hot": "nvme", "warm": "ssd", "cold": "hdd"}
         assert manager.migrate().moved == 0
-        # After two half-lives, the heat of the two files is 25 and 2.5.
+        # After two half-lives, the heat of `hot` is 25, and the heat of `warm` 2.5.
         now_s[0] += 2 * configuration.half_life_s
         assert manager.migrate().moved == 2
         tiers = {name: manager.find(name).tier for name in ("hot", "warm", "cold")}
@@ -243,6 +252,7 @@ def test_plan_names_the_reason_of_each_move(tmp_path: Path) -> None:
         manager.pin("pinned", "ssd")
         with manager.plan() as plan:
             moves = sorted(map(str, map(to_json_data, plan.moves())))
+    # The JSON value of MoveReason.NO_SPACE is "room".
     expected_moves = [("hot", 4 * KIB, "room"), ("pinned", 8 * KIB, "pinned"), ("warm", 4 * KIB, "heat")]
     assert moves == [
         str({"name": name, "source": "hdd", "destination": "ssd", "allocated_bytes": size_bytes, "why": why})
@@ -288,8 +298,8 @@ def test_auto_tier_moves_one_file_by_its_heat(configuration: Configuration) -> N
             manager.auto_tier("nothing")
 
 
-@pytest.mark.parametrize(("spare_bytes", "tier"), [(0, "nvme"), (-1, "ssd")])
-def test_auto_tier_uses_only_free_space(tmp_path: Path, spare_bytes: int, tier: str) -> None:
+@pytest.mark.parametrize(("spare_bytes", "expected_tier"), [(0, "nvme"), (-1, "ssd")])
+def test_auto_tier_uses_only_free_space(tmp_path: Path, spare_bytes: int, expected_tier: str) -> None:
     configuration = make_configuration(tmp_path, headroom=0.0)
     limited_tiers = (replace(configuration.tiers[0], capacity_bytes=12 * KIB + spare_bytes), *configuration.tiers[1:])
     with TierManager(replace(configuration, tiers=limited_tiers)) as manager:
@@ -297,8 +307,8 @@ def test_auto_tier_uses_only_free_space(tmp_path: Path, spare_bytes: int, tier: 
         data = create_file(manager, "hot", 8 * KIB, seed=2)
         for _ in range(99):
             manager.open("hot").close()
-        # The file stays in its tier, although the tier has no space for a second file of this size.
-        assert [manager.auto_tier("hot") for _ in range(2)] == [tier, tier]
+        # The second call leaves the file in its tier, although the tier has no space for a second file of this size.
+        assert [manager.auto_tier("hot") for _ in range(2)] == [expected_tier, expected_tier]
         assert (manager.find("cold").tier, read_contents(manager, "hot")) == ("nvme", data)
 
 
@@ -336,7 +346,7 @@ def test_new_file_is_created_in_the_landing_tier(tmp_path: Path) -> None:
     with TierManager(configuration) as manager:
         create_file(manager, "file", 100, seed=1)
         assert manager.find("file").tier == "ssd"
-    # If the landing tier is full, the file is created in the next slower one.
+    # If the landing tier is full, a new file is created in the next slower tier.
     nvme, ssd, hdd = configuration.tiers
     tiers_with_full_ssd = (nvme, replace(ssd, capacity_bytes=0), hdd)
     with TierManager(replace(configuration, tiers=tiers_with_full_ssd)) as manager:

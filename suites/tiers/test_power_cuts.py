@@ -2,7 +2,7 @@
 
 A power loss discards the writes in the page cache. To have the same effect, these cases stop a migration in a phase,
 copy the block devices, and mount the copies. Writes without an fsync are not in the copies, so a case fails if an fsync
-is missing. The copies have no catalogue, so the catalogue is rebuilt.
+is missing. The copies have no catalogue, so their check rebuilds it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from gdrkit.units import KIB
 if TYPE_CHECKING:
     from pathlib import Path
 
+# Number of kills in a kill campaign. This file uses the number only to tell a short run from ``nox -s long``.
 KILL_COUNT = int(os.environ.get("GDRKIT_TIER_KILLS", "20"))
 FILE_SYSTEMS = [
     pytest.param(file_system, id=file_system, marks=needs(host.file_system(file_system)))
@@ -40,8 +41,9 @@ PHASES = SYNC_PHASES if len(Phase) * 10 > KILL_COUNT else tuple(Phase)
 
 
 def make_configuration_of_copies(configuration: Configuration, root: Path) -> Configuration:
-    """Return a configuration with the same tiers on the copies of their devices, which are mounted below `root`."""
+    """Return a configuration of the tiers that have a device. Their folders are the mounted copies in `root`."""
     tiers = [replace(tier, directory=root / tier.name) for tier in configuration.tiers if tier.name in DEVICE_TIERS]
+    # The configuration requires the threshold 0 for the slowest tier.
     return replace(configuration, tiers=(tiers[0], replace(tiers[1], accesses_min=0)), catalogue=root / "catalogue")
 
 
@@ -50,14 +52,15 @@ def make_configuration_of_copies(configuration: Configuration, root: Path) -> Co
 @pytest.mark.timeout(300)
 def test_power_loss_loses_no_byte(tmp_path: Path, seed: int, file_system: str, synced_side: str) -> None:
     with contextlib.ExitStack() as stack:
-        for name in DEVICE_TIERS:
-            stack.enter_context(mount_new_file_system(file_system, tmp_path / name))
+        for tier in DEVICE_TIERS:
+            stack.enter_context(mount_new_file_system(file_system, tmp_path / tier))
         migration_process = stack.enter_context(MigrationProcess())
         configuration = make_configuration(tmp_path)
         for index, phase in enumerate(PHASES):
+            # The migrations go down and up alternately.
             name, source, destination = f"folder-{index}/{phase.value}", *DEVICE_TIERS[:: 1 - 2 * (index % 2)]
             with TierManager(configuration) as manager:
-                files = {name: create_file(manager, name, 300 * KIB + index, seed=seed + index, tier=source)}
+                expected_files = {name: create_file(manager, name, 300 * KIB + index, seed=seed + index, tier=source)}
             subprocess.run(["sync"], check=True)
             process_id = migration_process.start(
                 configuration, name, destination, phase=phase.value, signal_name="stop"
@@ -67,7 +70,8 @@ def test_power_loss_loses_no_byte(tmp_path: Path, seed: int, file_system: str, s
                 f"the migration is stopped in {phase}",
                 timeout_s=60,
             )
-            # In the worst case, one device has all writes, and the other device only the writes of fsync.
+            # The worst case of a power loss: one device (`synced_side`) has received all writes, the other device only
+            # the writes before its last fsync.
             synced_tier = {"source": source, "destination": destination}[synced_side]
             subprocess.run(["sync", "-f", str(tmp_path / synced_tier)], check=True)
             copies_folder = tmp_path / f"after-{phase.value}"
@@ -75,7 +79,7 @@ def test_power_loss_loses_no_byte(tmp_path: Path, seed: int, file_system: str, s
             with contextlib.ExitStack() as mount_stack:
                 for tier in DEVICE_TIERS:
                     mount_stack.enter_context(mount_image_copy(file_system, tmp_path / tier, copies_folder / tier))
-                check_tiers(make_configuration_of_copies(configuration, copies_folder), files)
+                check_tiers(make_configuration_of_copies(configuration, copies_folder), expected_files)
             os.kill(process_id, signal.SIGCONT)
             assert migration_process.wait_for_exit_code() == 0
             with TierManager(configuration) as manager:

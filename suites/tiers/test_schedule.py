@@ -1,4 +1,4 @@
-"""The schedule of background moves: quiet hours, the rate limit, and the settings of a run and their errors."""
+"""The schedule of background moves: quiet hours, the rate limit, and valid and invalid settings of a run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+# Time of a new FakeTime.
+START_S = 1000.0
+
+
 class FakeTime:
-    """A clock that only its own method `wait` advances."""
+    """A clock that advances only by its method `wait`, or when a case changes `now_s`."""
 
     def __init__(self) -> None:
-        self.now_s = 1000.0
+        self.now_s = START_S
         self.pauses_s: list[float] = []
 
     def clock(self) -> float:
@@ -36,9 +40,9 @@ class FakeTime:
 
 def make_local_time(hour: int, minute: int) -> float:
     """Return a time in seconds since 1970 at which the local clock of this host shows this hour and minute."""
-    noon_s = calendar.timegm((2026, 3, 10, 12, 0, 0))
-    local_noon = time.localtime(noon_s)
-    return noon_s + ((hour - local_noon.tm_hour) * 60 + minute - local_noon.tm_min) * 60.0 - local_noon.tm_sec
+    utc_noon_s = calendar.timegm((2026, 3, 10, 12, 0, 0))
+    local_time = time.localtime(utc_noon_s)
+    return utc_noon_s + ((hour - local_time.tm_hour) * 60 + minute - local_time.tm_min) * 60.0 - local_time.tm_sec
 
 
 @pytest.mark.parametrize(
@@ -62,9 +66,9 @@ def test_quiet_hours_begin_and_end(text: str, hour: int, minute: int, remaining_
 
 def test_several_quiet_hours_last_until_the_last_end() -> None:
     settings = RunSettings(quiet_hours=(QuietHours.parse("08:00-10:00"), QuietHours.parse("09:00-12:00")))
-    assert settings.quiet_s(make_local_time(9, 30)) == 2.5 * 3600
-    assert settings.quiet_s(make_local_time(13, 0)) == 0
-    assert RunSettings().quiet_s(make_local_time(9, 30)) == 0
+    assert settings.remaining_quiet_s(make_local_time(9, 30)) == 2.5 * 3600
+    assert settings.remaining_quiet_s(make_local_time(13, 0)) == 0
+    assert RunSettings().remaining_quiet_s(make_local_time(9, 30)) == 0
 
 
 @pytest.mark.parametrize(
@@ -79,11 +83,11 @@ def test_invalid_quiet_hours_are_refused(text: str) -> None:
 def test_rate_limit_holds_and_pauses_are_short(rate_bytes_per_s: int) -> None:
     fake_time = FakeTime()
     pace = Pace(rate_bytes_per_s, wait=fake_time.wait, clock=fake_time.clock)
-    count = 50
-    for _ in range(count):
+    chunk_count = 50
+    for _ in range(chunk_count):
         pace.spend(pace.chunk_bytes)
     # The first chunk passes without a wait.
-    assert fake_time.now_s - 1000.0 == pytest.approx((count - 1) * pace.chunk_bytes / rate_bytes_per_s)
+    assert fake_time.now_s - START_S == pytest.approx((chunk_count - 1) * pace.chunk_bytes / rate_bytes_per_s)
     assert max(fake_time.pauses_s) <= 0.1
     assert pace.chunk_bytes % (4 * KIB) == 0
     assert 0 < pace.chunk_bytes <= 4 * MIB
@@ -118,12 +122,13 @@ def test_move_copies_at_most_the_rate(manager: TierManager) -> None:
     manager.move("file", "nvme", observe=record_progress, pace=pace)
     assert read_contents(manager, "file") == data
     copy_steps = [(offset_bytes, now_s) for phase, offset_bytes, now_s in progress if phase is Phase.COPY]
-    # The copy is never ahead of the rate by more than one chunk.
+    # The copy is never ahead of the rate by more than one chunk. The additional byte allows for rounding.
     for offset_bytes, now_s in copy_steps:
-        assert offset_bytes <= (now_s - 1000.0) * 100 * KIB + pace.chunk_bytes + 1
+        assert offset_bytes <= (now_s - START_S) * 100 * KIB + pace.chunk_bytes + 1
+    # The manager calls the observer before the first chunk and after each chunk.
     assert len(copy_steps) == 1 + -(-len(data) // pace.chunk_bytes)
     # The rate limit applies to the copy, and then to its verification.
-    assert fake_time.now_s - 1000.0 == pytest.approx(2 * len(data) / (100 * KIB), rel=0.1)
+    assert fake_time.now_s - START_S == pytest.approx(2 * len(data) / (100 * KIB), rel=0.1)
 
 
 def test_holes_are_not_charged(manager: TierManager) -> None:
@@ -131,7 +136,7 @@ def test_holes_are_not_charged(manager: TierManager) -> None:
     with manager.open("sparse", "a+") as file:
         file.write_from(b"x" * 4096, file_offset_bytes=1 << 30)
     manager.move("sparse", "nvme", pace=Pace(64 * KIB, wait=fake_time.wait, clock=fake_time.clock))
-    assert fake_time.now_s - 1000.0 < 1
+    assert fake_time.now_s - START_S < 1
 
 
 def test_paced_copy_is_synced_in_parts(manager: TierManager) -> None:
@@ -147,6 +152,7 @@ def test_paced_copy_is_synced_in_parts(manager: TierManager) -> None:
         last_position = (phase, offset_bytes)
 
     def record_sync(call: SystemCall) -> None:
+        # The copy of a migration is in the folder `incoming` until it is complete.
         if "/incoming/" in call.path:
             sync_positions.append(last_position)
 

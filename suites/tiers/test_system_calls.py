@@ -24,27 +24,29 @@ if TYPE_CHECKING:
 
     from gdrkit.tiers import Configuration, TierManager
 
-# The result that a system call returns instead of being executed. None: the kernel executes the call.
+# The result that the thread gets although its system call is not executed: a number from 0, or a negative errno. With
+# None, the kernel executes the call.
 Reply = int | None
-# os.preadv() of Python uses either of these system calls.
+# The two system calls by which os.preadv() of Python may read, separated by a blank.
 READ_CALLS = "preadv preadv2"
 
 
-def run_move(manager: TierManager, name: str, *, reply: Callable[[SystemCall], Reply], calls: str) -> None:
-    """Move a file to the fastest tier. `reply` determines the results of the system calls in `calls`."""
-    run_observed(lambda: manager.move(name, "nvme"), *calls.split(), reply=reply)
+def run_move(manager: TierManager, name: str, *, reply: Callable[[SystemCall], Reply], call_names: str) -> None:
+    """Move a file to the fastest tier. `reply` gives the results of the system calls that `call_names` lists."""
+    run_observed(lambda: manager.move(name, "nvme"), *call_names.split(), reply=reply)
 
 
-def fail_by_system_calls(
-    manager: TierManager, name: str, *, reply: Callable[[SystemCall], Reply], calls: str
+def require_failed_move(
+    manager: TierManager, name: str, *, reply: Callable[[SystemCall], Reply], call_names: str
 ) -> ApiError:
     """Start a migration that must fail, and return its error.
 
-    Check that the file is unchanged, and that the migration has left no copy and no reservation.
+    The parameters are the same as in :func:`run_move`. Check that the file is unchanged, and that the migration has
+    left no copy and no reservation.
     """
     data = read_contents(manager, name)
     with pytest.raises(ApiError) as error_info:
-        run_move(manager, name, reply=reply, calls=calls)
+        run_move(manager, name, reply=reply, call_names=call_names)
     assert (manager.find(name).tier, read_contents(manager, name)) == ("hdd", data)
     assert not select_errors(manager.check())
     assert not manager.catalogue.reserved_move_ids()
@@ -52,15 +54,18 @@ def fail_by_system_calls(
 
 
 def trace_move(manager: TierManager, root: Path, name: str) -> list[str]:
-    """Move a file, and return the phases and the fsync(2) calls in their order. Paths are relative to `root`."""
+    """Move a file, and return its phases and fsync(2) calls in their order, without the calls for the catalogue.
+
+    Paths are relative to `root`.
+    """
     trace: list[str] = []
 
     def record_fsync(call: SystemCall) -> None:
         if call.path.startswith(str(root)):
             path = Path(call.path).relative_to(root)
             # The name of a copy or of a record contains the id of the migration, which is random.
-            path_with_id = path.with_name("ID") if path.parent.name in {"incoming", "moves"} else path
-            trace.append(f"fsync {path_with_id}")
+            path_with_placeholder = path.with_name("ID") if path.parent.name in {"incoming", "moves"} else path
+            trace.append(f"fsync {path_with_placeholder}")
 
     def observe(phase: Phase, _name: str, offset_bytes: int) -> None:
         trace.append(f"{phase.value} {offset_bytes}")
@@ -113,9 +118,8 @@ def test_undone_migration_is_synced(manager: TierManager, configuration: Configu
     with pytest.raises(ApiError):
         run_observed(move, "fsync", reply=lambda call: synced_paths.append(call.path))
     hdd, nvme = (configuration.tier(tier).directory for tier in ("hdd", "nvme"))
-    gdrkit_paths = [nvme / ".gdrkit-tiers/moves"]
     tier_paths = [Path(path) for path in synced_paths if configuration.catalogue not in Path(path).parents]
-    assert tier_paths == [hdd / "a", hdd / ".gdrkit-tiers/retired", *gdrkit_paths]
+    assert tier_paths == [hdd / "a", hdd / ".gdrkit-tiers/retired", nvme / ".gdrkit-tiers/moves"]
 
 
 def test_copy_is_read_from_the_disk_after_its_sync(manager: TierManager) -> None:
@@ -124,49 +128,52 @@ def test_copy_is_read_from_the_disk_after_its_sync(manager: TierManager) -> None
 
     def record_call(call: SystemCall) -> None:
         if "/incoming/" in call.path:
+            # The arguments of fadvise64 are: descriptor, offset, length, advice. Without its suffix, preadv2 is preadv.
             calls.append((call.name.removesuffix("2"), call.arguments[1:4] if call.name == "fadvise64" else ()))
 
-    run_move(manager, "file", reply=record_call, calls=f"fsync fadvise64 {READ_CALLS}")
+    run_move(manager, "file", reply=record_call, call_names=f"fsync fadvise64 {READ_CALLS}")
     assert calls == [("fsync", ()), ("fadvise64", (0, 0, os.POSIX_FADV_DONTNEED)), ("preadv", ())]
 
 
 def test_copy_is_private_and_locked_in_every_phase(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "file", 1000, seed=1)
     nvme = configuration.tier("nvme").directory
-    modes = set()
+    copy_modes = set()
     locked_phases = []
 
     def observe(phase: Phase, _name: str, _offset_bytes: int) -> None:
+        # The copy has a temporary name in `incoming`, and from the rename on its final name.
         copy_paths = [*(nvme / ".gdrkit-tiers/incoming").iterdir(), *nvme.glob("file")]
         for path in copy_paths:
             if phase in {Phase.COPY, Phase.ATTRIBUTES}:
-                modes.add(path.stat().st_mode & 0o7777)
+                copy_modes.add(path.stat().st_mode & 0o7777)
             with path.open("rb") as copy:
                 with pytest.raises(BlockingIOError):
                     fcntl.flock(copy, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 locked_phases.append(phase)
 
     manager.move("file", "nvme", observe=observe)
-    assert modes == {0o600}
+    assert copy_modes == {0o600}
     assert set(locked_phases) == set(Phase) - {Phase.RECORD}
     with (nvme / "file").open("rb") as copy:
         fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-@pytest.mark.parametrize("phase", [None, Phase.COPY, Phase.REMOVE])
-def test_migration_leaves_no_descriptor_open(manager: TierManager, phase: Phase | None) -> None:
+@pytest.mark.parametrize("failing_phase", [None, Phase.COPY, Phase.REMOVE])
+def test_migration_leaves_no_descriptor_open(manager: TierManager, failing_phase: Phase | None) -> None:
     create_file(manager, "file", 1000, seed=1)
+    # A first migration opens the descriptors that the manager keeps open.
     create_file(manager, "before", 1000, seed=1, tier="nvme")
 
-    def fail_in_phase(current_phase: Phase, _name: str, _offset_bytes: int) -> None:
-        if current_phase is phase:
+    def fail_in_phase(phase: Phase, _name: str, _offset_bytes: int) -> None:
+        if phase is failing_phase:
             raise OSError(errno.EIO, "injected by the case")
 
     descriptor_count_before = len(evidence.descriptors())
     try:
         manager.move("file", "nvme", observe=fail_in_phase)
     except ApiError:
-        assert phase is not None
+        assert failing_phase is not None
     assert len(evidence.descriptors()) == descriptor_count_before
 
 
@@ -178,7 +185,7 @@ def test_file_that_moves_before_its_lock_is_found_again(manager: TierManager, co
         if call.path == str(hdd / "file"):
             (hdd / "file").rename(ssd / "file")
 
-    run_move(manager, "file", reply=move_away, calls="flock")
+    run_move(manager, "file", reply=move_away, call_names="flock")
     assert (read_contents(manager, "file"), (ssd / "file").exists()) == (data, False)
     assert (configuration.tier("nvme").directory / "file").read_bytes() == data
 
@@ -192,7 +199,7 @@ def test_file_replaced_before_its_lock_is_migrated(manager: TierManager, configu
         if call.path == str(hdd / "file") and (hdd / "new").exists():
             (hdd / "new").rename(hdd / "file")
 
-    run_move(manager, "file", reply=replace_file, calls="flock")
+    run_move(manager, "file", reply=replace_file, call_names="flock")
     assert (configuration.tier("nvme").directory / "file").read_bytes() == b"saved by rename"
     assert not (hdd / "file").exists()
 
@@ -203,7 +210,7 @@ def is_copy(call: SystemCall) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("calls", "error_number", "reason"),
+    ("call_names", "error_number", "reason"),
     [
         ("ftruncate", errno.EFBIG, Reason.NO_SPACE),
         ("fchmod", errno.EPERM, Reason.NO_PERMISSION),
@@ -216,12 +223,12 @@ def is_copy(call: SystemCall) -> bool:
     ],
 )
 def test_failed_call_on_the_copy_ends_the_migration(
-    manager: TierManager, configuration: Configuration, calls: str, error_number: int, reason: Reason
+    manager: TierManager, configuration: Configuration, call_names: str, error_number: int, reason: Reason
 ) -> None:
     create_file(manager, "file", 1000, seed=1)
     os.setxattr(configuration.tier("hdd").directory / "file", "user.origin", b"here")
-    error = fail_by_system_calls(
-        manager, "file", reply=lambda call: -error_number if is_copy(call) else None, calls=calls
+    error = require_failed_move(
+        manager, "file", reply=lambda call: -error_number if is_copy(call) else None, call_names=call_names
     )
     assert (error.errno, error.reason, error.operation) == (error_number, reason, "migrate")
     assert error.arguments == {"name": "file", "source": "hdd", "destination": "nvme"}
@@ -234,11 +241,11 @@ def test_failed_call_on_the_copy_ends_the_migration(
 def test_file_moves_if_attributes_are_unsupported(manager: TierManager, error_number: int, *, is_moved: bool) -> None:
     create_file(manager, "file", 1000, seed=1)
     if is_moved:
-        run_move(manager, "file", reply=lambda _call: -error_number, calls="flistxattr")
+        run_move(manager, "file", reply=lambda _call: -error_number, call_names="flistxattr")
         assert manager.find("file").tier == "nvme"
     else:
         assert (
-            fail_by_system_calls(manager, "file", reply=lambda _call: -error_number, calls="flistxattr").errno
+            require_failed_move(manager, "file", reply=lambda _call: -error_number, call_names="flistxattr").errno
             == error_number
         )
 
@@ -253,21 +260,21 @@ def test_file_moves_if_its_access_time_cannot_be_kept(manager: TierManager) -> N
         refused_flags.append(call.arguments[2] & os.O_NOATIME)
         return -errno.EPERM
 
-    run_move(manager, "file", reply=refuse, calls="fcntl")
+    run_move(manager, "file", reply=refuse, call_names="fcntl")
     assert refused_flags == [os.O_NOATIME]
     assert (manager.find("file").tier, read_contents(manager, "file")) == ("nvme", data)
 
 
 def test_owner_is_set_only_if_it_differs(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "file", 1000, seed=1)
-    run_move(manager, "file", reply=lambda call: -errno.EPERM if is_copy(call) else None, calls="fchown")
+    run_move(manager, "file", reply=lambda call: -errno.EPERM if is_copy(call) else None, call_names="fchown")
     assert manager.find("file").tier == "nvme"
     if os.geteuid() == 0:
         for owner in ((1234, 0), (0, 1234)):
             manager.move("file", "hdd")
             os.chown(configuration.tier("hdd").directory / "file", *owner)
-            error = fail_by_system_calls(
-                manager, "file", reply=lambda call: -errno.EPERM if is_copy(call) else None, calls="fchown"
+            error = require_failed_move(
+                manager, "file", reply=lambda call: -errno.EPERM if is_copy(call) else None, call_names="fchown"
             )
             assert error.reason is Reason.NO_PERMISSION
             manager.move("file", "nvme")
@@ -277,9 +284,10 @@ def test_file_that_ends_early_is_busy(manager: TierManager) -> None:
     create_file(manager, "file", 4 * MIB + 5, seed=1)
 
     def report_end_of_file(call: SystemCall) -> Reply:
+        # The arguments of preadv are: descriptor, address of the iovecs, their number, file offset.
         return 0 if call.path.endswith("hdd/file") and call.arguments[3] == 4 * MIB else None
 
-    error = fail_by_system_calls(manager, "file", reply=report_end_of_file, calls=READ_CALLS)
+    error = require_failed_move(manager, "file", reply=report_end_of_file, call_names=READ_CALLS)
     assert (error.reason, error.operation, error.errno) == (Reason.BUSY, "read", errno.EBUSY)
     assert error.arguments == {"offset_bytes": 4 * MIB}
 
@@ -294,11 +302,11 @@ def test_short_reads_are_continued(manager: TierManager) -> None:
         if read_position in read_positions:
             return -errno.EIO  # A migration that repeats a read must fail, because it would never end.
         read_positions.append(read_position)
-        address, length_bytes = (ctypes.c_size_t * 2).from_address(iovecs_address)  # struct iovec
+        address, length_bytes = (ctypes.c_size_t * 2).from_address(iovecs_address)  # The fields of struct iovec.
         buffer = (ctypes.c_char * min(length_bytes, 300)).from_address(address)
         return os.preadv(descriptor, [buffer], offset_bytes)
 
-    run_move(manager, "file", reply=read_300_bytes, calls=READ_CALLS)
+    run_move(manager, "file", reply=read_300_bytes, call_names=READ_CALLS)
     assert read_positions == [
         (is_of_copy, offset_bytes) for is_of_copy in (False, True) for offset_bytes in (0, 300, 600, 900)
     ]
@@ -306,17 +314,20 @@ def test_short_reads_are_continued(manager: TierManager) -> None:
 
 
 @needs(host.capability("CAP_SYS_ADMIN"))
-@pytest.mark.parametrize("name", ["security.ima", "security.evm", "security.selinux"])
-def test_label_of_the_old_location_is_not_copied(manager: TierManager, configuration: Configuration, name: str) -> None:
+@pytest.mark.parametrize("attribute", ["security.ima", "security.evm", "security.selinux"])
+def test_label_of_the_old_location_is_not_copied(
+    manager: TierManager, configuration: Configuration, attribute: str
+) -> None:
     create_file(manager, "file", 1000, seed=1)
     path = configuration.tier("hdd").directory / "file"
-    os.setxattr(path, name, b"\x01" + bytes(20))
+    os.setxattr(path, attribute, b"\x01" + bytes(20))
     os.setxattr(path, "user.kept", b"yes")
     manager.move("file", "nvme")
     moved_path = configuration.tier("nvme").directory / "file"
     assert os.listxattr(moved_path) == ["user.kept"]
 
 
+# Offsets in the holes of the file: at its start, directly before and after its data, and at its end.
 @pytest.mark.parametrize("offset_bytes", [0, 12 * MIB - 1, 12 * MIB + 64 * KIB, 30 * MIB - 1])
 def test_hole_with_data_in_the_copy_is_an_error(
     manager: TierManager, configuration: Configuration, offset_bytes: int
@@ -324,11 +335,11 @@ def test_hole_with_data_in_the_copy_is_an_error(
     with manager.open("sparse", "a+") as file:
         os.pwrite(file.fileno(), pattern.payload(64 * KIB, seed=1), 12 * MIB)
         os.ftruncate(file.fileno(), 30 * MIB)
-    incoming = configuration.tier("nvme").directory / ".gdrkit-tiers/incoming"
+    incoming_folder = configuration.tier("nvme").directory / ".gdrkit-tiers/incoming"
 
-    def write_into_hole(phase: Phase, _name: str, offset: int) -> None:
+    def write_into_hole(phase: Phase, _name: str, _offset_bytes: int) -> None:
         if phase is Phase.SYNC:
-            (copy,) = incoming.iterdir()
+            (copy,) = incoming_folder.iterdir()
             with copy.open("r+b") as file:
                 os.pwrite(file.fileno(), b"x", offset_bytes)
 
@@ -337,6 +348,7 @@ def test_hole_with_data_in_the_copy_is_an_error(
         manager.move("sparse", "nvme", observe=write_into_hole)
     error = error_info.value
     assert (error.errno, error.reason, error.operation) == (errno.EIO, Reason.IO_ERROR, "read")
+    # The error names the offset of the chunk, which has at most 4 MiB.
     assert 0 <= offset_bytes - error.arguments["offset_bytes"] < 4 * MIB  # type: ignore[operator] # a number.
     assert read_contents(manager, "sparse") == data
     assert not select_errors(manager.check())
@@ -352,7 +364,7 @@ def test_copy_without_seek_data_is_read_completely(manager: TierManager, error_n
         return -error_number if is_copy(call) and call.arguments[2] == os.SEEK_DATA else None
 
     if is_moved:
-        run_move(manager, "sparse", reply=refuse, calls="lseek")
+        run_move(manager, "sparse", reply=refuse, call_names="lseek")
         assert read_contents(manager, "sparse") == bytes(9 * MIB) + b"x" + bytes(MIB - 1)
     else:
-        assert fail_by_system_calls(manager, "sparse", reply=refuse, calls="lseek").errno == error_number
+        assert require_failed_move(manager, "sparse", reply=refuse, call_names="lseek").errno == error_number

@@ -1,4 +1,4 @@
-"""Transfers between memory and files that are named by their logical names: every byte, and the reported route."""
+"""Transfers between memory and files of the tiers: their bytes, and the route that the result and the tier report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
     from gdrkit.tiers import Configuration
 
-OBSERVED_STATES = {RouteState.PROVEN, RouteState.FELL_BACK, RouteState.UNPROVEN}
+# States of the route of a tier after a transfer between a file and device memory.
+ROUTE_STATES = {RouteState.PROVEN, RouteState.FELL_BACK, RouteState.UNPROVEN}
 
 
 @pytest.fixture
@@ -115,10 +116,10 @@ def test_route_to_device_memory_is_reported(manager: TierManager, device: Device
         manager.write_from("file", memory)
     assert read_contents(manager, "file") == bytes([7]) * MIB
     nvme_tier, *other_tiers = manager.status()
-    assert nvme_tier.route.state in OBSERVED_STATES
+    assert nvme_tier.route.state in ROUTE_STATES
     assert nvme_tier.route.route == result.route.value
     evidence["route"] = nvme_tier.route
-    # Only an observed direct route is reported as proven. Any other route has a cause.
+    # Only an observed direct route is reported as proven. For any other route, the tier reports a cause.
     assert (nvme_tier.route.state is RouteState.PROVEN) == (result.route.value in {"p2p", "nvfs", "rdma"})
     assert nvme_tier.route.state is RouteState.PROVEN or nvme_tier.route.why
     assert {tier.route.state for tier in other_tiers} == {RouteState.UNPROVEN}
@@ -169,13 +170,13 @@ def run_tiers(configuration: Configuration, *arguments: str, **environ: str) -> 
 @needs(cuda.device())
 def test_bench_reports_the_route_and_status_repeats_it(configuration: Configuration) -> None:
     bench_routes = [tier["route"] for tier in run_tiers(configuration, "bench", "--size", "8MiB")]
-    assert {route["state"] for route in bench_routes} <= {state.value for state in OBSERVED_STATES}
+    assert {route["state"] for route in bench_routes} <= {state.value for state in ROUTE_STATES}
     assert [tier["route"] for tier in run_tiers(configuration, "status")] == bench_routes
 
 
 @pytest.fixture
 def configuration_on_disk() -> Iterator[Configuration]:
-    """Yield the configuration of three tiers in folders of a disk whose files libcufile registers."""
+    """Yield the configuration of three tiers in folders of a disk with a udev entry, which libcufile requires."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-tiers-", dir=DISK) as folder, udev.provide_entry(Path(folder)):
         yield make_configuration(Path(folder))
 
@@ -200,14 +201,14 @@ def test_proven_route_is_reported_as_proven(tmp_path: Path, configuration_on_dis
 
 
 @NEEDS_CUFILE_TWIN
-# The probe is one call of cuFile, and each read of 8 MiB is eight calls.
-@pytest.mark.parametrize("call", [1 + 8 + 1, 1 + 8 + 8 + 1], ids=["first", "second"])
+# The probe is one call of cuFile, and each read of 8 MiB is eight calls. A file of 16 MiB has two timed reads.
+@pytest.mark.parametrize("first_posix_call", [1 + 8 + 1, 1 + 8 + 8 + 1], ids=["first", "second"])
 def test_bench_route_is_the_worst_of_the_timed_reads(
-    tmp_path: Path, configuration_on_disk: Configuration, call: int
+    tmp_path: Path, configuration_on_disk: Configuration, first_posix_call: int
 ) -> None:
-    """The probe and the untimed first read take the direct route. One of the two timed reads does not."""
+    """The probe and the untimed first read take the direct route. The first or only the second timed read does not."""
     environ = make_fault_environ(
-        tmp_path, f"cufile.route call=1-{call - 1} route=p2p", "cufile.route call=* route=posix"
+        tmp_path, f"cufile.route call=1-{first_posix_call - 1} route=p2p", "cufile.route call=* route=posix"
     )
     nvme_route, *_ = [tier["route"] for tier in run_tiers(configuration_on_disk, "bench", "--size", "16MiB", **environ)]
     assert (nvme_route["state"], nvme_route["route"]) == ("fell_back", "posix")

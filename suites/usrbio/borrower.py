@@ -1,8 +1,9 @@
 """A process that uses memory which another process published: ``python -m usrbio.borrower MOUNT FILE``.
 
-The process reads one command per line: ``open ID LENGTH``, ``open_gpu ID LENGTH [DEVICE]``, ``import HANDLE``, ``read
-OFFSET LENGTH`` (from OFFSET of the file to OFFSET of the memory), ``close``, ``end``, and ``hello``, which does
-nothing. For each command it prints a result: a number of bytes, 0, or a negative errno.
+The process reads one command per line. ``open ID LENGTH``, ``open_gpu ID LENGTH [DEVICE]`` and ``import HANDLE`` open
+memory. ``read OFFSET LENGTH`` reads from OFFSET of the file to OFFSET of the memory that was opened last, and ``close``
+closes this memory. ``hello`` does nothing, and ``end`` ends the process. After each command the process prints the
+number of bytes that it has read, 0, or a negative errno.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ __all__ = ["Borrower"]
 
 
 class Borrower(LineChild):
-    """The process, which a case starts and controls."""
+    """The process, which a case starts and controls. `visible_devices` is its CUDA_VISIBLE_DEVICES."""
 
     def __init__(self, mount: Path, file: Path, *, visible_devices: str | None = None) -> None:
         device_environ = {} if visible_devices is None else {"CUDA_VISIBLE_DEVICES": visible_devices}
         super().__init__("usrbio.borrower", mount, file, environ={**os.environ, **device_environ})
+        # The reply shows that the process has started.
         assert self.call("hello") == 0
 
     def call(self, *command_words: object) -> int:
@@ -48,16 +50,16 @@ class Borrower(LineChild):
 def _open_iov(mount: str, command: str, arguments: Sequence[str]) -> Iovec:
     if command == "import":
         return usrbio.import_gpu_iovec(mount, bytes.fromhex(arguments[0]))
-    identity, length_bytes, *device = arguments
+    iov_id, length_bytes, *device = arguments
     if command == "open_gpu":
         return usrbio.open_gpu_iovec(
-            mount, identity, length_bytes=int(length_bytes), device=int(device[0]) if device else 0
+            mount, iov_id, length_bytes=int(length_bytes), device=int(device[0]) if device else 0
         )
-    return usrbio.open_iovec(mount, identity, length_bytes=int(length_bytes))
+    return usrbio.open_iovec(mount, iov_id, length_bytes=int(length_bytes))
 
 
 def _read_file(ring: Ioring, iov: Iovec, fd: int, offset: int, length: int) -> int:
-    ring.prepare(iov[offset : offset + length], True, fd, offset)  # noqa: FBT003 - as in programs for 3FS.
+    ring.prepare(iov[offset : offset + length], True, fd, offset)  # noqa: FBT003 - the signature of 3FS.
     (completion,) = ring.submit().wait(min_results=1, timeout=timedelta(seconds=60))
     return completion.result
 

@@ -20,13 +20,13 @@ __all__ = ["TARGET"]
 
 _UUID = "0f0e0d0c-0b0a-0908-0706-050403020100"
 _DEVICE_TARGET = "gdr://v2/device/0/allocation/2097152/offset/4096/size/65536/"
-_LENGTH = struct.Struct("=I")
-# Offset of the length of the payload in the header.
-_LENGTH_OFFSET = 8
+_PAYLOAD_BYTES = struct.Struct("=I")
+# Offset in the header of the payload length, in bytes.
+_PAYLOAD_BYTES_OFFSET = 8
 
 
 def _repack_payload(request: AgentRequest, payload: bytes) -> bytes:
-    """Parse the payload of a message, and the names and targets in it, and pack it again."""
+    """Parse the payload of a message and the link names and targets in it. Return the result, packed again."""
     match request:
         case AgentRequest.HELLO:
             return protocol.pack_hello(protocol.parse_hello(payload))
@@ -51,6 +51,7 @@ def _repack_payload(request: AgentRequest, payload: bytes) -> bytes:
 
 
 def _parse_or_einval(parse: Callable[[str], object], text: str) -> None:
+    """Parse a text. The only allowed error is EINVAL."""
     try:
         parse(text)
     except AgentError as error:
@@ -65,7 +66,10 @@ def _repack_message(data: bytes, *, descriptor_count: int) -> bytes:
 
 
 def _repack_with_each_descriptor_count(data: bytes) -> None:
-    """Parse the data as a message with each number of descriptors. Parse it again with a valid length in its header."""
+    """Parse the data as a message that arrived with each possible number of descriptors.
+
+    Do the same with the data after its header got a valid payload length.
+    """
     for candidate in (data, _set_valid_length(data)):
         for descriptor_count in range(protocol.DESCRIPTORS_MAX + 1):
             fuzz.require_round_trip(partial(_repack_message, descriptor_count=descriptor_count), candidate)
@@ -73,13 +77,13 @@ def _repack_with_each_descriptor_count(data: bytes) -> None:
 
 def _set_valid_length(data: bytes) -> bytes:
     header = bytearray(data[: protocol.HEADER_BYTES].ljust(protocol.HEADER_BYTES, b"\0"))
-    _LENGTH.pack_into(header, _LENGTH_OFFSET, max(0, len(data) - protocol.HEADER_BYTES))
+    _PAYLOAD_BYTES.pack_into(header, _PAYLOAD_BYTES_OFFSET, max(0, len(data) - protocol.HEADER_BYTES))
     return bytes(header) + data[protocol.HEADER_BYTES :]
 
 
 def _make_valid_messages() -> list[bytes]:
     publications = (
-        PublishRequest(_UUID, f"/dev/shm/hf3fs-iov-{_UUID}", b""),  # noqa: S108 - a target.
+        PublishRequest(_UUID, f"/dev/shm/hf3fs-iov-{_UUID}", b""),  # noqa: S108 - a link target.
         PublishRequest(f"{_UUID}.b4096", "/dev/shm/x", b""),  # noqa: S108
         PublishRequest(f"{_UUID}.r-16.ph.t50.f11", "/dev/shm/x", b""),  # noqa: S108
         PublishRequest(f"{_UUID}.gdr.d0", f"{_DEVICE_TARGET}dmabuf", bytes(range(80))),

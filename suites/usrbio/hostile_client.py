@@ -1,7 +1,7 @@
-"""A client that attacks the agent of a mount until the end of its standard input.
+"""A client that attacks the agent of a mount until the standard input of the client ends.
 
-``python -m usrbio.hostile_client MOUNT ATTACK`` repeats the attack in rounds, each with a new connection and new
-memory. It prints ``attacks`` after the first round, and the number of rounds at the end.
+``python -m usrbio.hostile_client MOUNT ATTACK`` repeats one attack of ATTACKS in rounds. The program prints ``attacks``
+after the first round, and the number of rounds at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ATTACKS", "main"]
 
-# The start of a sem_t of glibc: value and number of waiters in 64 bits, and the field `private`.
+# The start of a sem_t of glibc: 64 bits with the value (low half) and the number of waiters, and the field `private`.
 _SEMAPHORE = struct.Struct("=QI")
 _SEMAPHORE_VALUE_MAX = 0x7FFFFFFF
 # With this value of `private`, sem_post() of glibc aborts its caller.
@@ -40,7 +40,7 @@ _INVALID_SEMAPHORES = (
     (0, 0x7FFFFFFF, 0x80000000),
 )
 _COMPLETION_TIMEOUT_S = 10.0
-# Indices of a ring; see RawRing.index.
+# Numbers of two of the four indices of a ring, for RawRing.index().
 _COMPLETION_HEAD, _COMPLETION_TAIL = 2, 3
 
 
@@ -62,7 +62,10 @@ def _connect_with_ring(mount: Path, length_bytes: int) -> Iterator[tuple[RawClie
 
 
 def _poll_completions(ring: RawRing, count: int) -> None:
-    """Wait for this number of completions. The semaphore is corrupt, so the function reads the indices of the ring."""
+    """Wait for `count` completions, or until the timeout.
+
+    The semaphore is corrupt, so the function polls the indices of the ring.
+    """
     end_s = time.monotonic() + _COMPLETION_TIMEOUT_S
     while (
         ring.index(_COMPLETION_HEAD) - ring.index(_COMPLETION_TAIL)
@@ -83,7 +86,10 @@ def corrupt_completions(mount: Path, round_number: int) -> None:
 
 
 def corrupt_submissions(mount: Path, round_number: int) -> None:
-    """Write invalid values into the submit semaphores, which all clients post, and sometimes truncate their files."""
+    """Write invalid values into the submit semaphores, which all clients post.
+
+    In every fourth round, truncate the files of the semaphores.
+    """
     for link in ("submit-ios.ph", "submit-ios", "submit-ios.pl"):
         with (mount / "3fs-virt" / "iovs" / link).readlink().open("r+b") as file:
             if round_number % 4 == 0:
@@ -109,6 +115,7 @@ def truncate_memory(mount: Path, round_number: int) -> None:
     _pause(0.02)
 
 
+# The function of each attack. A call executes one round.
 ATTACKS = {"completions": corrupt_completions, "submissions": corrupt_submissions, "memory": truncate_memory}
 
 
@@ -119,6 +126,8 @@ def main(mount: Path, attack: str) -> None:
         try:
             ATTACKS[attack](mount, round_number)
         except Refusal as error:
+            # An attack ends the session of the agent with its server. Until the next session, the agent may refuse
+            # requests.
             if error.errno not in {errno.EREMOTEIO, errno.EBUSY}:
                 raise
         round_count += 1

@@ -25,25 +25,25 @@ def _kill_this_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _run_client(mount: Path, last_step: int) -> None:
-    """Execute the steps of a client up to the one with the index `last_step` (0 is step 1), and kill this process."""
+def _run_client(mount: Path, last_step_index: int) -> None:
+    """Execute the first steps of a client, up to the index `last_step_index` (0 for step 1). Then kill this process."""
     client = RawClient(mount)
     client.hello()
-    if last_step == 0:
+    if last_step_index == 0:
         _kill_this_process()
     iov = RawIov(256 * KIB)
     client.publish_iov(iov)
-    if last_step == 1:
+    if last_step_index == 1:
         _kill_this_process()
     ring = RawRing(16, for_read=True)
     client.publish_ring(ring)
-    if last_step == 2:
+    if last_step_index == 2:
         _kill_this_process()
     inode = client.register_file(os.open(mount / "input", os.O_RDONLY))
     for index in range(4):
         ring.prepare(iov.id.bytes, inode=inode, length=64 * KIB, buffer_offset=index * 64 * KIB)
     ring.submit()
-    if last_step == 3:
+    if last_step_index == 3:
         _kill_this_process()
     ring.wait(4)
     _kill_this_process()
@@ -51,15 +51,15 @@ def _run_client(mount: Path, last_step: int) -> None:
 
 def main(mount: Path, count: int) -> None:
     """Fork the clients, and require that each ends by a signal."""
-    for number in range(count):
+    for client_index in range(count):
         process_id = os.fork()
         if process_id == 0:
             try:
-                _run_client(mount, number % _STEP_COUNT)
+                _run_client(mount, client_index % _STEP_COUNT)
             finally:
                 os._exit(1)
-        _, status = os.waitpid(process_id, 0)
-        assert os.WIFSIGNALED(status), f"client {number} ended with {status} before it was killed"
+        _, wait_status = os.waitpid(process_id, 0)
+        assert os.WIFSIGNALED(wait_status), f"client {client_index} exited before it killed itself: {wait_status=:#x}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A process that creates GPU iovs: ``python -m usrbio.pooled_client MOUNT COUNT SEED [--hold]``.
 
 It creates COUNT iovs of mixed sizes, up to two at a time, checks that each begins with zeros, and destroys them. Then
-it prints the statistics of its pool as JSON. With ``--hold`` it keeps the idle memory until its standard input is
-closed, frees it, and prints the statistics again.
+it prints the statistics of its GPU memory pool as JSON. With ``--hold`` it keeps the idle memory of the pool until its
+standard input is closed. Then it frees the memory, and prints the statistics again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from gdrkit.usrbio.native_types import Iovec
 
-_ALIVE_MAX = 2
-_SIZE_MIN, _SIZE_MAX = 4 * KIB, 4 * MIB
+_OPEN_IOVS_MAX = 2
+_IOV_BYTES_MIN, _IOV_BYTES_MAX = 4 * KIB, 4 * MIB
 _DIRTY_BYTES = b"\xa5" * 64
 
 
@@ -51,18 +51,20 @@ def _main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     rng = random.Random(options.seed)
     open_iovs: list[Iovec] = []
-    ids: set[str] = set()
+    iov_ids: set[str] = set()
     with cuda.Device(0) as device:
         for _ in range(options.count):
-            if len(open_iovs) == _ALIVE_MAX or (open_iovs and rng.random() < 0.5):
+            if len(open_iovs) == _OPEN_IOVS_MAX or (open_iovs and rng.random() < 0.5):
                 open_iovs.pop(rng.randrange(len(open_iovs))).close()
             # The logarithm of the size is uniformly distributed, so that small and large sizes are equally frequent.
-            length_bytes = int(_SIZE_MIN * 2 ** rng.uniform(0, (_SIZE_MAX // _SIZE_MIN).bit_length() - 1))
+            length_bytes = int(
+                _IOV_BYTES_MIN * 2 ** rng.uniform(0, (_IOV_BYTES_MAX // _IOV_BYTES_MIN).bit_length() - 1)
+            )
             open_iovs.append(_make_and_check(options.mount, device, length_bytes))
-            ids.add(open_iovs[-1].id)
+            iov_ids.add(open_iovs[-1].id)
         for iov in open_iovs:
             iov.close()
-        assert len(ids) == options.count
+        assert len(iov_ids) == options.count
         _print_statistics()
         if options.hold:
             sys.stdin.read()

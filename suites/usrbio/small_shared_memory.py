@@ -1,7 +1,8 @@
 """A program that checks that the idle memory of closed iovs takes at most half of ``/dev/shm``.
 
-It mounts a small tmpfs on /dev/shm, so start it in a mount namespace of its own (unshare --mount). It closes three iovs
-of a quarter each. A second process must then be able to create an iov of half the size.
+It mounts a small tmpfs on /dev/shm, so start it in a mount namespace of its own (unshare --mount). It closes three
+iovs, each with a quarter of the size of the tmpfs. A second process must then be able to create an iov of half the
+size of the tmpfs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A failing accept(): the usrbio agent logs the error, tries again, and serves the waiting client and the next one."""
+"""The usrbio agent logs a failed accept(), tries again, and serves the waiting client and the next client."""
 
 from __future__ import annotations
 

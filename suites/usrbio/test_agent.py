@@ -1,4 +1,4 @@
-"""The usrbio agent and a client without the C library: publications, operations, errors, and the end of the agent."""
+"""The usrbio agent and a client that does not use gdrkit's client library: publications, operations, and errors."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def mount(tmp_path: Path, seed: int) -> Path:
 def agent(mount: Path) -> Iterator[AgentProcess]:
     """Yield a running agent. After its end, check that it has removed its semaphores, links and socket."""
     with AgentProcess(mount) as agent_process:
-        semaphores = list_shared_memory_files(mount)
+        semaphore_files = list_shared_memory_files(mount)
         yield agent_process
     assert agent_process.process.returncode == 0, agent_process.error_output
-    assert len(semaphores) == 3
-    assert [path for path in semaphores if path.exists()] == []
+    assert len(semaphore_files) == 3
+    assert [path for path in semaphore_files if path.exists()] == []
     assert list_link_names(mount) == set()
     assert not (mount / "3fs-virt" / "agent.sock").exists()
 
@@ -71,12 +71,12 @@ def test_ring_reads_and_writes_a_file(agent: AgentProcess, seed: int) -> None:
     with RawClient(agent.mount) as client, contextlib.ExitStack() as stack:
         assert client.hello().library.startswith("gdrkit ")
         iov, reader, writer = RawIov(4 * MIB), RawRing(64, for_read=True), RawRing(64, for_read=False)
-        for shared in (iov, reader, writer):
-            stack.callback(shared.close)
+        for memory in (iov, reader, writer):
+            stack.callback(memory.close)
         client.publish_iov(iov)
         client.publish_ring(reader)
         client.publish_ring(writer)
-        assert {iov.name(), reader.link, writer.link} < list_link_names(agent.mount)
+        assert {iov.name(), reader.link_name, writer.link_name} < list_link_names(agent.mount)
         source_fd = stack.enter_context(open_descriptor(agent.mount / "file", os.O_RDONLY))
         copy_fd = stack.enter_context(open_descriptor(agent.mount / "copy", os.O_RDWR | os.O_CREAT))
         inode, copy_inode = client.register_file(source_fd), client.register_file(copy_fd)
@@ -104,8 +104,9 @@ def test_invalid_ring_entry_completes_with_its_errno(agent: AgentProcess) -> Non
     with RawClient(agent.mount) as client, RawClient(agent.mount) as other_client, contextlib.ExitStack() as stack:
         own_iov, other_iov, ring = RawIov(MIB), RawIov(MIB), RawRing(32, for_read=True)
         write_ring = RawRing(2, for_read=False)
-        for shared in (own_iov, other_iov, ring, write_ring):
-            stack.callback(shared.close)
+        for memory in (own_iov, other_iov, ring, write_ring):
+            stack.callback(memory.close)
+        # The suffix sets the block size: an operation must not cross the end of a block.
         client.publish_iov(own_iov, f".b{256 * KIB}")
         other_client.publish_iov(other_iov)
         client.publish_ring(ring)
@@ -117,8 +118,8 @@ def test_invalid_ring_entry_completes_with_its_errno(agent: AgentProcess) -> Non
         other_inode = other_client.register_file(other_fd)
         uint64_max = (1 << 64) - 1
         invalid_entries: list[tuple[int, dict[str, int | bytes]]] = [
-            (-errno.EACCES, {"iov": other_iov.id.bytes}),
-            (-errno.EACCES, {"iov": uuid.uuid4().bytes}),
+            (-errno.EACCES, {"iov_id": other_iov.id.bytes}),
+            (-errno.EACCES, {"iov_id": uuid.uuid4().bytes}),
             (-errno.EINVAL, {"length": 0}),
             (-errno.EINVAL, {"length": MIB + 1}),
             (-errno.EINVAL, {"buffer_offset": MIB}),
@@ -130,12 +131,14 @@ def test_invalid_ring_entry_completes_with_its_errno(agent: AgentProcess) -> Non
             (-errno.EBADF, {"inode": 0}),
             (-errno.EACCES, {"inode": write_only_inode}),
         ]
-        for number, (_, fields) in enumerate(invalid_entries):
-            entry: dict[str, int | bytes] = {"iov": own_iov.id.bytes, "inode": inode, "length": 4 * KIB, **fields}
-            ring.prepare(userdata=number, **entry)  # type: ignore[arg-type]
+        for entry_index, (_, fields) in enumerate(invalid_entries):
+            entry: dict[str, int | bytes] = {"iov_id": own_iov.id.bytes, "inode": inode, "length": 4 * KIB, **fields}
+            ring.prepare(userdata=entry_index, **entry)  # type: ignore[arg-type]
         ring.submit()
         results = {userdata: result for _, result, userdata in ring.wait(len(invalid_entries))}
-        assert results == {number: expected for number, (expected, _) in enumerate(invalid_entries)}
+        assert results == {
+            entry_index: expected_result for entry_index, (expected_result, _) in enumerate(invalid_entries)
+        }
         ring.prepare(own_iov.id.bytes, inode=inode, length=4 * KIB, userdata=99)
         ring.submit()
         assert [(result, userdata) for _, result, userdata in ring.wait(1)] == [(4 * KIB, 99)]
@@ -149,8 +152,8 @@ def test_invalid_ring_entry_completes_with_its_errno(agent: AgentProcess) -> Non
 def test_ring_with_invalid_indices_breaks_and_others_work(agent: AgentProcess, index: int, value: int) -> None:
     with RawClient(agent.mount) as client, contextlib.ExitStack() as stack:
         iov, broken_ring, intact_ring = RawIov(MIB), RawRing(8, for_read=True), RawRing(8, for_read=True)
-        for shared in (iov, broken_ring, intact_ring):
-            stack.callback(shared.close)
+        for memory in (iov, broken_ring, intact_ring):
+            stack.callback(memory.close)
         client.publish_iov(iov)
         client.publish_ring(broken_ring)
         client.publish_ring(intact_ring)
@@ -174,8 +177,8 @@ def test_ring_with_invalid_indices_breaks_and_others_work(agent: AgentProcess, i
 def test_truncated_ring_breaks_and_the_agent_survives(agent: AgentProcess) -> None:
     with RawClient(agent.mount) as client, contextlib.ExitStack() as stack:
         iov, broken_ring, intact_ring = RawIov(MIB), RawRing(8, for_read=True), RawRing(8, for_read=True)
-        for shared in (iov, broken_ring, intact_ring):
-            stack.callback(shared.close)
+        for memory in (iov, broken_ring, intact_ring):
+            stack.callback(memory.close)
         client.publish_iov(iov)
         client.publish_ring(broken_ring)
         client.publish_ring(intact_ring)
@@ -185,8 +188,10 @@ def test_truncated_ring_breaks_and_the_agent_survives(agent: AgentProcess) -> No
         intact_ring.prepare(iov.id.bytes, inode=inode, length=KIB)
         intact_ring.submit()
         assert [result for _, result, _ in intact_ring.wait(1)] == [KIB]
-        # The loop may find the truncated ring only after it has served the intact one.
-        wait_until(lambda: broken_ring.link not in list_link_names(agent.mount), "the agent removes the broken ring")
+        # The loop may find the truncated ring only after it has served the intact ring.
+        wait_until(
+            lambda: broken_ring.link_name not in list_link_names(agent.mount), "the agent removes the broken ring"
+        )
     assert agent.terminate() == 0, agent.error_output
     assert agent.statistics["broken_rings"] == 1
 
@@ -262,22 +267,23 @@ def test_punch_hole_and_hard_link_change_the_file_system(agent: AgentProcess, se
 
 
 def test_malformed_message_ends_only_its_connection(agent: AgentProcess) -> None:
-    hello = protocol.pack(AgentMessage(AgentRequest.HELLO, 1, bytes(48)))
+    hello_message = protocol.pack(AgentMessage(AgentRequest.HELLO, 1, bytes(48)))
     with RawClient(agent.mount) as valid_client, open_descriptor(agent.mount / "file", os.O_RDONLY) as fd:
         for data, descriptors in [
             (b"x", []),
-            (hello[:-1], []),
-            (b"X" + hello[1:], []),
-            (hello + bytes(protocol.MESSAGE_BYTES_MAX), []),
-            (hello, [fd]),
-            (hello, [fd] * 5),
+            (hello_message[:-1], []),
+            (b"X" + hello_message[1:], []),
+            (hello_message + bytes(protocol.MESSAGE_BYTES_MAX), []),
+            (hello_message, [fd]),
+            (hello_message, [fd] * 5),
         ]:
             with RawClient(agent.mount) as malformed_client:
                 malformed_client.send(data, descriptors)
                 assert malformed_client.receive() == b""
+        # The length of the name, 65535, is above the length of the payload.
         with refused_with(errno.EINVAL):
             valid_client.request(AgentRequest.UNPUBLISH, b"\xff\xff")
-        # The name of the library has no zero byte.
+        # The name of the library has no zero byte at its end, which HELLO requires.
         with refused_with(errno.EINVAL):
             valid_client.request(AgentRequest.HELLO, bytes(16) + b"N" * 32)
         valid_client.hello()
@@ -289,11 +295,13 @@ def test_second_agent_of_a_mount_is_refused(agent: AgentProcess) -> None:
 
 
 def test_unnamed_memory_is_named_until_its_client_ends(agent: AgentProcess) -> None:
-    folder = Path("/dev/shm")  # noqa: S108 - the folder of shm_open(3).
+    # The client sends a descriptor of unnamed memory (O_TMPFILE), and the agent gives the memory the name in the
+    # target.
+    shm_folder = Path("/dev/shm")  # noqa: S108 - the folder of shm_open(3).
     name = str(uuid.uuid4())
-    path = folder / f"hf3fs-iov-{name}"
+    path = shm_folder / f"hf3fs-iov-{name}"
     with contextlib.ExitStack() as stack:
-        memory_fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        memory_fd = os.open(shm_folder, os.O_TMPFILE | os.O_RDWR, 0o600)
         stack.callback(os.close, memory_fd)
         os.ftruncate(memory_fd, 64 * KIB)
         read_only_fd = os.open(f"/proc/self/fd/{memory_fd}", os.O_RDONLY)
@@ -302,14 +310,17 @@ def test_unnamed_memory_is_named_until_its_client_ends(agent: AgentProcess) -> N
         stack.callback(os.close, other_folder_fd)
         os.ftruncate(other_folder_fd, 64 * KIB)
         with RawClient(agent.mount) as client:
+            # A wrong name, a wrong folder, a read-only descriptor, two descriptors, and a file of another file system.
             for target, descriptors in (
-                (str(folder / "other"), [memory_fd]),
+                (str(shm_folder / "other"), [memory_fd]),
                 (str(agent.mount / path.name), [memory_fd]),
                 (str(path), [read_only_fd]),
                 (str(path), [memory_fd, memory_fd]),
                 (
                     str(path),
-                    [other_folder_fd] if os.fstat(other_folder_fd).st_dev != folder.stat().st_dev else [read_only_fd],
+                    [other_folder_fd]
+                    if os.fstat(other_folder_fd).st_dev != shm_folder.stat().st_dev
+                    else [read_only_fd],
                 ),
             ):
                 with refused_with(errno.EINVAL):
@@ -324,7 +335,7 @@ def test_unnamed_memory_is_named_until_its_client_ends(agent: AgentProcess) -> N
             assert os.path.samestat(path.stat(), os.fstat(memory_fd))
             second_name = str(uuid.uuid4())
             with refused_with(errno.EINVAL):
-                client.publish(second_name, str(folder / f"hf3fs-iov-{second_name}"), descriptors=[memory_fd])
+                client.publish(second_name, str(shm_folder / f"hf3fs-iov-{second_name}"), descriptors=[memory_fd])
         with RawClient(agent.mount) as other_client:
             while path.exists():
                 other_client.hello()

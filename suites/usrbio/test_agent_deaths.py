@@ -74,6 +74,7 @@ def run_busy_client(mount: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_killed_client_leaves_nothing(mount: Path) -> None:
+    # The agent keeps a record of each publication in this folder.
     records_folder = mount / "3fs-virt" / "publications"
     with AgentProcess(mount) as agent:
         with run_busy_client(mount) as client:
@@ -87,6 +88,7 @@ def test_killed_client_leaves_nothing(mount: Path) -> None:
                 "the links and records of the killed client are removed",
                 timeout_s=60,
             )
+        # Only the submit semaphores of the agent are left.
         assert {path for path in memory_files if path.exists()} == list_shared_memory_files(mount)
         assert agent.terminate() == 0, agent.error_output
 
@@ -188,7 +190,10 @@ except Refusal as error:
 def stop_server_and_submit(
     agent: AgentProcess, client: RawClient, stack: contextlib.ExitStack
 ) -> tuple[RawIov, RawRing, int]:
-    """Stop the server and submit a read. Return its iov, its ring and the process ID of the server."""
+    """Publish an iov and a ring, stop the server, and submit a read.
+
+    Return the iov, the ring, and the process id of the server.
+    """
     iov, ring = RawIov(MIB), RawRing(32, for_read=True)
     stack.callback(iov.close)
     stack.callback(ring.close)
@@ -217,7 +222,7 @@ def test_hanging_server_is_killed_and_writes_nothing_later(mount: Path, seed: in
         contextlib.ExitStack() as stack,
     ):
         iov, ring, server_process_id = stop_server_and_submit(agent, client, stack)
-        assert ring.wait(1)[0][1] == -errno.EREMOTEIO
+        assert [result for _, result, _ in ring.wait(1)] == [-errno.EREMOTEIO]
         iov.memory[:] = b"\xee" * MIB
         continue_process(server_process_id)
         inode = (mount / "file").stat().st_ino

@@ -1,4 +1,4 @@
-"""The agent's loop, with the test as its storage server: invalid results, and rings whose indices go backwards.
+"""The agent's loop, with the case as its storage server: invalid results, and rings whose indices go backwards.
 
 No NIC moves data here. The case reads the requests of the loop from a socket, and sends the results itself.
 """
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
     from gdrkit.usrbio.agent._agent_loop import AgentLoop
 
+# Number of the client, inode numbers, and number of the data connection in events of the loop.
 CLIENT, INODE, UNKNOWN_INODE, GENERATION = 1, 5, 6, 3
 EVENTS_TIMEOUT_MS = 10_000
-# Indices of a ring; see RawRing.index.
+# Numbers of two of the four indices of a ring, for RawRing.index().
 SUBMISSION_HEAD, COMPLETION_TAIL = 0, 3
 
 
@@ -38,7 +39,7 @@ class ServedRing:
     Attributes
     ----------
     loop : AgentLoop
-        The loop.
+        The native loop of the agent.
     server : socket.socket
         The server's end of the data connection.
     iov : RawIov
@@ -53,7 +54,7 @@ class ServedRing:
     ring: RawRing
 
     def submit(self, *inodes: int) -> None:
-        """Submit a read of 1 KiB of each file."""
+        """Submit a read of 1 KiB for each inode number."""
         for inode in inodes:
             self.ring.prepare(self.iov.id.bytes, inode=inode, length=KIB)
         self.ring.submit()
@@ -85,6 +86,7 @@ def serve_ring(mount_folder: Path) -> Iterator[ServedRing]:
         loop = open_loop(semaphores=mount.semaphores, spin_us=0, outstanding_max=64, server_timeout_ms=60_000)
         stack.callback(loop.stop)
         loop.add_client(CLIENT)
+        # The only element of `keys` is the remote address and the rkey for the only NIC.
         loop.add_buffer(CLIENT, iov.id.bytes, length=MIB, block_bytes=0, keys=[(1 << 20, 7)], preferred_nics=[])
         loop.set_file(CLIENT, INODE, read_handle=1, write_handle=0, readable=True, writable=False)
         loop.add_ring(CLIENT, ring.id.bytes, fd=ring.fd, for_read=True, io_depth=0, priority=1, timeout_ms=0, flags=0)
@@ -103,6 +105,7 @@ def test_result_of_the_server_completes_the_operation(tmp_path: Path, result: in
         assert served_ring.wait_for_results(1) == [result]
 
 
+# More bytes than the read has, or an errno above 4095, the largest errno of Linux.
 @pytest.mark.parametrize("result", [KIB + 1, (1 << 63) - 1, -4096, -1 << 63])
 def test_impossible_result_ends_the_connection(tmp_path: Path, result: int) -> None:
     with serve_ring(tmp_path) as served_ring:
@@ -128,7 +131,7 @@ def test_result_with_an_unknown_tag_ends_the_connection(tmp_path: Path, changed_
 
 @pytest.mark.parametrize("new_handle", [0, 9], ids=["not-opened-again", "opened-again"])
 def test_new_session_gets_no_handle_of_the_old_one(tmp_path: Path, new_handle: int) -> None:
-    """A handle of the old session would name the file of another client."""
+    """In the new session, a handle of the old session could name a file of another client."""
     with serve_ring(tmp_path) as served_ring, contextlib.closing(RawIov(MIB)) as refused_iov:
         served_ring.submit(INODE)
         first_operation = served_ring.receive_operation()
@@ -167,8 +170,8 @@ def test_second_result_of_an_operation_ends_the_connection(tmp_path: Path) -> No
 
 def test_submission_head_that_goes_backwards_breaks_the_ring(tmp_path: Path) -> None:
     with serve_ring(tmp_path) as served_ring:
-        # The loop claims the entries in order. So the first operation is in flight when the second operation has
-        # failed.
+        # The loop claims the entries in order. So the first operation is in flight when the second has failed, and both
+        # entries are claimed: the head 1 is a step backwards.
         served_ring.submit(INODE, UNKNOWN_INODE)
         assert served_ring.wait_for_results(1) == [-errno.EBADF]
         served_ring.ring.set_index(SUBMISSION_HEAD, 1)

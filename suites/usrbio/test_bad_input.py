@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.fuzz import changed_inputs, run_fuzzer
 from support.other_user import folder_for_all_users, run_program
-from support.processes import HungError, open_files, wait_until
+from support.processes import HungError, list_open_paths, wait_until
 from support.raw_usrbio import AgentProcess, RawClient, Refusal
 from usrbio.fuzz_messages import TARGET as MESSAGE_FUZZ_TARGET
 
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic())
 
 FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "10"))
+# Number of entries of each ring.
 ENTRIES = 8
+# Values of the argument `read` of Ioring.prepare(), which must fit the direction of the ring.
 READ, WRITE = True, False
 TIMEOUT = timedelta(seconds=10)
 
@@ -89,12 +91,12 @@ def submit_and_get_results(ring: Ioring, count: int = 1) -> list[int]:
     """Submit, and return the results of this number of operations."""
     completed_slices = ring.submit().wait(min_results=count, timeout=TIMEOUT)
     assert len(completed_slices) == count
-    return [iov.result for iov in completed_slices]
+    return [completed_slice.result for completed_slice in completed_slices]
 
 
 def test_path_outside_of_a_mount_is_refused(agent: AgentProcess, tmp_path: Path) -> None:
-    paths = ((tmp_path, errno.ENOENT), (tmp_path / "none", errno.ENOENT), ("/" + "m" * 256, errno.EINVAL))
-    for path, expected_errno in paths:
+    paths_and_errnos = ((tmp_path, errno.ENOENT), (tmp_path / "none", errno.ENOENT), ("/" + "m" * 256, errno.EINVAL))
+    for path, expected_errno in paths_and_errnos:
         with refused_with(expected_errno):
             usrbio.create_iovec(str(path), length_bytes=MIB)
         with refused_with(expected_errno):
@@ -168,14 +170,16 @@ def test_invalid_range_is_einval(agent: AgentProcess) -> None:
         for invalid_slice in (iov[64 * KIB - 1 : 64 * KIB + 1], iov[: 64 * KIB + 1], iov[:0]):
             with refused_with(errno.EINVAL):
                 reader.prepare(invalid_slice, READ, fd, 0)
+        # The end of these reads is above the largest file offset, 2**63 - 1.
         for offset in ((1 << 63) - 1, 1 << 63, (1 << 64) - 1):
             with refused_with(errno.EINVAL):
                 reader.prepare(iov[:2], READ, fd, offset)
-        for start, end in ([], []), ([2], [1]):
+        for starts, ends in ([], []), ([2], [1]):
             with refused_with(errno.EINVAL):
-                usrbio.punch_hole(fd, start, end)
+                usrbio.punch_hole(fd, starts, ends)
         with pytest.raises(UsageError, match="1000"):
             usrbio.punch_hole(fd, [0] * 1001, [1] * 1001)
+        # The last argument is flags, which must be 0.
         with refused_with(errno.EINVAL):
             usrbio.punch_hole(fd, [0], [1], 1)
         reader.prepare(iov[64 * KIB : 128 * KIB], READ, fd, 0)
@@ -188,13 +192,15 @@ def test_pointer_outside_of_the_iov_is_einval_in_c(agent: AgentProcess) -> None:
     mount = os.fsencode(agent.mount)
     # The sizes of struct hf3fs_iov and struct hf3fs_ior.
     iov, ring = ctypes.create_string_buffer(312), ctypes.create_string_buffer(600)
-    size = ctypes.c_size_t(64 * KIB)
-    assert library.hf3fs_iovcreate(iov, mount, size, ctypes.c_size_t(0), -1) == 0
+    iov_bytes = ctypes.c_size_t(64 * KIB)
+    # The last arguments are: the block size 0 (none) or the I/O depth 0, and the NUMA node -1 (any).
+    assert library.hf3fs_iovcreate(iov, mount, iov_bytes, ctypes.c_size_t(0), -1) == 0
     assert library.hf3fs_iorcreate(ring, mount, ENTRIES, READ, 0, -1) == 0
+    # The first field of struct hf3fs_iov is the address of the memory.
     base_address = int.from_bytes(iov.raw[:8], sys.byteorder)
     fd = os.open(agent.mount / "file", os.O_RDWR | os.O_CREAT, 0o600)
     assert library.hf3fs_reg_fd(fd, ctypes.c_uint64(0)) <= 0
-    # The errors of these three functions are positive.
+    # The functions hf3fs_reg_fd, hf3fs_hardlink and hf3fs_punchhole return a positive errno.
     assert library.hf3fs_reg_fd(fd, ctypes.c_uint64(0)) == errno.EINVAL
     assert (
         library.hf3fs_hardlink(os.fsencode(agent.mount / "none"), os.fsencode(agent.mount / "second")) == errno.ENOENT
@@ -278,7 +284,7 @@ def test_refused_publication_closes_its_descriptors(agent: AgentProcess, target:
     with open_file(agent.mount / "file", is_registered=False) as fd, RawClient(agent.mount) as client:
         with pytest.raises(Refusal, check=lambda error: error.errno == errno.EINVAL):
             client.publish(f"{uuid.uuid4()}.gdr.d0", target, bytes(384), [fd])
-        assert str(agent.mount / "file") not in open_files(agent.process.pid)
+        assert str(agent.mount / "file") not in list_open_paths(agent.process.pid)
 
 
 def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: int) -> None:
@@ -288,7 +294,7 @@ def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: i
         for index in range(2 * ENTRIES):
             writer.prepare(iov[:KIB], WRITE, fd, index * KIB)
             assert submit_and_get_results(writer) == [KIB]
-        files_before = Counter(open_files(agent_process_id))
+        files_before = Counter(list_open_paths(agent_process_id))
         for data in changed_inputs(MESSAGE_FUZZ_TARGET, seed, 500):
             with RawClient(agent.mount) as peer, contextlib.suppress(ConnectionError):
                 peer.send(data, [fd] * rng.randrange(4))
@@ -303,17 +309,17 @@ def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: i
             assert submit_and_get_results(writer) == [MIB]
         try:
             wait_until(
-                lambda: Counter(open_files(agent_process_id)) == files_before,
+                lambda: Counter(list_open_paths(agent_process_id)) == files_before,
                 "the agent has closed its descriptors",
                 timeout_s=60,
             )
         except HungError as error:
-            files_after = Counter(open_files(agent_process_id))
+            files_after = Counter(list_open_paths(agent_process_id))
             error.add_note(f"opened: {files_after - files_before}, closed: {files_before - files_after}")
             raise
 
 
 @pytest.mark.timeout(FUZZ_S + 120)
 def test_message_fuzzer_finds_nothing() -> None:
-    """The fuzzer runs for GDRKIT_FUZZ_S seconds."""
+    """The fuzzer of the agent's messages runs for GDRKIT_FUZZ_S seconds."""
     print(run_fuzzer("usrbio.fuzz_messages", seconds=FUZZ_S))  # noqa: T201 - the number of inputs.

@@ -32,14 +32,14 @@ def memory(device: cuda.Device) -> Iterator[cuda.DeviceMemory]:
 
 
 def make_link(memory: cuda.DeviceMemory) -> tuple[uuid.UUID, str, str]:
-    """Return the UUID, the name and the target of a link that publishes `memory` without a dma-buf."""
-    identity = uuid.uuid4()
+    """Return UUID, name and target of a link that publishes `memory` by a CUDA IPC handle instead of a dma-buf."""
+    iov_id = uuid.uuid4()
     with memory.device.current():
         allocation = address_range(memory.address)
     range_text = (
         f"allocation/{allocation.length_bytes}/offset/{memory.address - allocation.base}/size/{memory.length_bytes}"
     )
-    return identity, f"{identity}.gdr.d0", f"gdr://v2/device/0/{range_text}/ipc/{cuda.export_handle(memory).hex()}"
+    return iov_id, f"{iov_id}.gdr.d0", f"gdr://v2/device/0/{range_text}/ipc/{cuda.export_handle(memory).hex()}"
 
 
 @needs(verbs.peer_memory)
@@ -50,23 +50,23 @@ def make_link(memory: cuda.DeviceMemory) -> tuple[uuid.UUID, str, str]:
 def test_link_alone_registers_memory_by_its_address(
     tmp_path: Path, memory: cuda.DeviceMemory, agent_devices: str | None, seed: int
 ) -> None:
-    environ = {} if agent_devices is None else {"CUDA_VISIBLE_DEVICES": agent_devices}
+    device_environ = {} if agent_devices is None else {"CUDA_VISIBLE_DEVICES": agent_devices}
     (tmp_path / "file").write_bytes(pattern.payload(MIB, seed=seed))
-    identity, name, target = make_link(memory)
+    iov_id, link_name, target = make_link(memory)
     memory.fill(0xA5)
-    agent_process = AgentProcess(tmp_path, environ={**os.environ, **environ})
+    agent_process = AgentProcess(tmp_path, environ={**os.environ, **device_environ})
     with agent_process as agent, RawClient(tmp_path) as client, contextlib.ExitStack() as stack:
         ring = RawRing(4, for_read=True)
         stack.callback(ring.close)
-        client.publish(name, target)
+        client.publish(link_name, target)
         client.publish_ring(ring)
         fd = os.open(tmp_path / "file", os.O_RDONLY)
         stack.callback(os.close, fd)
         inode = client.register_file(fd)
-        ring.prepare(identity.bytes, inode=inode, length=64 * KIB, buffer_offset=4097, file_offset=17)
+        ring.prepare(iov_id.bytes, inode=inode, length=64 * KIB, buffer_offset=4097, file_offset=17)
         ring.submit()
         assert [result for _, result, _ in ring.wait(1)] == [64 * KIB]
-        client.unpublish(name)
+        client.unpublish(link_name)
     assert agent.process.returncode == 0, agent.error_output
     pattern.check(memory.read(offset_bytes=4097, length_bytes=64 * KIB), seed=seed, offset_bytes=17)
     assert memory.read(length_bytes=4097) == b"\xa5" * 4097
@@ -79,19 +79,19 @@ def test_device_memory_is_read_without_the_socket(tmp_path: Path, memory: cuda.D
     mount.mkdir()
     store.mkdir()
     (store / "file").write_bytes(pattern.payload(MIB, seed=seed))
-    identity, name, target = make_link(memory)
+    iov_id, link_name, target = make_link(memory)
     memory.fill(0xA5)
     with AgentProcess(mount, "--store", str(store), "--fuse") as agent:
         client = LinkClient(mount)
-        os.symlink(target, client.iovs_folder / name)  # noqa: PTH211 - a Path would change gdr://.
+        os.symlink(target, client.iovs_folder / link_name)  # noqa: PTH211 - a Path would change gdr://.
         with contextlib.closing(RawRing(4, for_read=True)) as ring, (mount / "file").open("rb") as file:
             client.publish_ring(ring)
             inode = os.fstat(file.fileno()).st_ino
-            ring.prepare(identity.bytes, inode=inode, length=64 * KIB, buffer_offset=4097, file_offset=17)
+            ring.prepare(iov_id.bytes, inode=inode, length=64 * KIB, buffer_offset=4097, file_offset=17)
             ring.submit()
             assert [result for _, result, _ in ring.wait(1)] == [64 * KIB]
-            client.unpublish(ring.link)
-        client.unpublish(name)
+            client.unpublish(ring.link_name)
+        client.unpublish(link_name)
         assert agent.terminate() == 0, agent.error_output
     pattern.check(memory.read(offset_bytes=4097, length_bytes=64 * KIB), seed=seed, offset_bytes=17)
     assert memory.read(length_bytes=4097) == b"\xa5" * 4097
@@ -99,16 +99,16 @@ def test_device_memory_is_read_without_the_socket(tmp_path: Path, memory: cuda.D
 
 
 def test_link_with_the_size_of_another_allocation_is_refused(tmp_path: Path, memory: cuda.DeviceMemory) -> None:
-    _identity, name, target = make_link(memory)
+    _iov_id, link_name, target = make_link(memory)
     with memory.device.current():
         allocation = address_range(memory.address)
     wrong_target = target.replace(
         f"allocation/{allocation.length_bytes}/", f"allocation/{allocation.length_bytes + 1}/"
     )
     with AgentProcess(tmp_path) as agent, RawClient(tmp_path) as client:
-        with pytest.raises(Refusal, match=f"the link says {allocation.length_bytes + 1} bytes") as error:
-            client.publish(name, wrong_target)
-        assert error.value.errno == errno.EOPNOTSUPP
+        with pytest.raises(Refusal, match=f"the link says {allocation.length_bytes + 1} bytes") as error_info:
+            client.publish(link_name, wrong_target)
+        assert error_info.value.errno == errno.EOPNOTSUPP
     assert agent.process.returncode == 0, agent.error_output
 
 
@@ -117,10 +117,11 @@ def test_link_alone_without_peer_memory_is_refused(
     tmp_path: Path, memory: cuda.DeviceMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GDRKIT_TWINS_PEERMEM", "0")
-    _identity, name, target = make_link(memory)
+    _iov_id, link_name, target = make_link(memory)
     with AgentProcess(tmp_path) as agent, RawClient(tmp_path) as client:
-        with pytest.raises(Refusal, match="EFAULT") as error:
-            client.publish(name, target)
-        assert error.value.errno == errno.EOPNOTSUPP
-        assert not [link for link in (tmp_path / "3fs-virt" / "iovs").iterdir() if link.name == name]
+        # Without peer memory, the registration by the address fails with EFAULT.
+        with pytest.raises(Refusal, match="EFAULT") as error_info:
+            client.publish(link_name, target)
+        assert error_info.value.errno == errno.EOPNOTSUPP
+        assert not [link for link in (tmp_path / "3fs-virt" / "iovs").iterdir() if link.name == link_name]
     assert agent.process.returncode == 0, agent.error_output

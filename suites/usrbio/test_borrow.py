@@ -1,6 +1,6 @@
 """Memory that one process publishes to the usrbio agent, and that another process opens or imports.
 
-Both processes do I/O with it until the owner ends the publication.
+Both processes do I/O with this memory until its owner ends the publication.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def refused_with(expected_errno: int) -> contextlib.AbstractContextManager[pytes
 
 
 def wait_for_links(mount: Path, count: int) -> None:
-    """Wait until the agent has removed the links of clients that have ended."""
+    """Wait until only `count` links are left, because the agent has removed the links of clients that have ended."""
     folder = mount / "3fs-virt" / "iovs"
     wait_until(lambda: len(list(folder.iterdir())) == count, f"the mount has {count} links", timeout_s=60)
 
@@ -69,7 +69,7 @@ class Owner:
         memory_kind = "host" if method == "open" else "device"
         self.application = Application(mount, memory_kind=memory_kind, length_bytes=FILE_BYTES)
         iov = self.application.iov
-        self.command = ["import", iov.export_gpu().hex()] if method == "import" else [method, iov.id, FILE_BYTES]
+        self.borrow_command = ["import", iov.export_gpu().hex()] if method == "import" else [method, iov.id, FILE_BYTES]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -78,7 +78,7 @@ def test_owner_and_borrower_use_memory_until_the_owner_ends(agent: AgentProcess,
     with contextlib.ExitStack() as stack:
         stack.callback(owner.application.close)
         borrower = stack.enter_context(Borrower(agent.mount, agent.mount / "file"))
-        assert borrower.call(*owner.command) == 0
+        assert borrower.call(*owner.borrow_command) == 0
         owner.application.fill(0xA5)
         assert borrower.call("read", 4097, 2 * MIB) == 2 * MIB
         owner.application.check(4097, 2 * MIB, seed=seed, file_offset=4097)
@@ -100,7 +100,7 @@ def test_end_of_a_borrower_does_not_affect_the_owner(agent: AgentProcess, method
         for is_killed in (False, True):
             with Borrower(agent.mount, agent.mount / "file") as borrower:
                 for _ in range(2):
-                    assert borrower.call(*owner.command) == 0
+                    assert borrower.call(*owner.borrow_command) == 0
                 assert borrower.call("close") == 0
                 assert borrower.call("read", 1, 64 * KIB) == 64 * KIB
                 if not is_killed:
@@ -125,27 +125,34 @@ def test_borrower_may_number_the_devices_differently(agent: AgentProcess, method
         stack.callback(owner.application.close)
         borrower = stack.enter_context(Borrower(agent.mount, agent.mount / "file", visible_devices="1,0"))
         if method == "open_gpu":
-            assert borrower.call(*owner.command, 0) == -errno.EINVAL
-        assert borrower.call(*owner.command, *device_arguments) == 0
+            assert borrower.call(*owner.borrow_command, 0) == -errno.EINVAL
+        assert borrower.call(*owner.borrow_command, *device_arguments) == 0
         assert borrower.call("read", 4097, MIB) == MIB
         owner.application.check(4097, MIB, seed=seed, file_offset=4097)
         borrower.close()
         borrower_without_device = stack.enter_context(Borrower(agent.mount, agent.mount / "file", visible_devices="1"))
-        assert borrower_without_device.call(*owner.command) == {"import": -errno.EINVAL, "open_gpu": -errno.EIO}[method]
+        assert (
+            borrower_without_device.call(*owner.borrow_command)
+            == {"import": -errno.EINVAL, "open_gpu": -errno.EIO}[method]
+        )
         borrower_without_device.close()
 
 
 class TwoClients:
-    """The owner of an iov, and another client with a ring. Both can borrow and return the iov."""
+    """The owner of an iov and another client, each with a ring. Both can borrow and return the iov."""
 
     def __init__(self, mount: Path, stack: contextlib.ExitStack) -> None:
         self.owner, self.other = (stack.enter_context(RawClient(mount)) for _ in range(2))
-        self.iov, self.ring, self.owner_ring = RawIov(64 * KIB), RawRing(8, for_read=True), RawRing(8, for_read=True)
-        for shared in (self.iov, self.ring, self.owner_ring):
-            stack.callback(shared.close)
+        self.iov, self.other_ring, self.owner_ring = (
+            RawIov(64 * KIB),
+            RawRing(8, for_read=True),
+            RawRing(8, for_read=True),
+        )
+        for memory in (self.iov, self.other_ring, self.owner_ring):
+            stack.callback(memory.close)
         self.owner.publish_iov(self.iov)
         self.owner.publish_ring(self.owner_ring)
-        self.other.publish_ring(self.ring)
+        self.other.publish_ring(self.other_ring)
         fd = os.open(mount / "file", os.O_RDONLY)
         stack.callback(os.close, fd)
         self.inode = self.other.register_file(fd)
@@ -162,9 +169,10 @@ class TwoClients:
 
     def read(self) -> int:
         """Read a file into the iov by the ring of the other client, and return the result."""
-        self.ring.prepare(self.iov.id.bytes, inode=self.inode, length=4096)
-        self.ring.submit()
-        return self.ring.wait(1)[0][1]
+        self.other_ring.prepare(self.iov.id.bytes, inode=self.inode, length=4096)
+        self.other_ring.submit()
+        ((_, result, _),) = self.other_ring.wait(1)
+        return result
 
 
 @pytest.fixture
@@ -182,7 +190,7 @@ def test_only_a_published_iov_can_be_borrowed(clients: TwoClients) -> None:
     with refused_with(errno.EINVAL):
         clients.borrow(clients.other, handle=b"handle")
     with refused_with(errno.ENOENT):
-        clients.borrow(clients.other, name=clients.owner_ring.link, target=str(clients.owner_ring.path))
+        clients.borrow(clients.other, name=clients.owner_ring.link_name, target=str(clients.owner_ring.path))
     with refused_with(errno.EEXIST):
         clients.other.publish_iov(clients.iov)
     with refused_with(errno.ENOENT):
@@ -226,8 +234,9 @@ def test_unpublish_or_end_of_the_owner_ends_the_borrowing(clients: TwoClients) -
 
 def test_client_of_another_user_cannot_borrow() -> None:
     borrowing_clients: list[int] = []
+    # The arguments of borrow() and of the callbacks are numbers of clients.
     borrowers = Borrowers(
-        owner=1,
+        owner_number=1,
         uid=1000,
         target="there",
         add_to_client=borrowing_clients.append,

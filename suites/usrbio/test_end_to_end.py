@@ -30,14 +30,15 @@ MEMORY_KINDS = [
 ]
 pytestmark = pytest.mark.parametrize("memory_kind", MEMORY_KINDS)
 
-# Length of the transfer, its offset in the file, and its offset in the memory.
-SIZES = [
+# Length of a transfer, its offset in the file, and its offset in the memory.
+LENGTHS_AND_OFFSETS = [
     pytest.param(1, 1, 3, id="1B"),
     pytest.param(4 * KIB - 1, 4097, 1, id="4KiB-1"),
     pytest.param(64 * KIB, 65535, 513, id="64KiB"),
     pytest.param(MIB + 3, 3, 4095, id="1MiB+3"),
     pytest.param(64 * MIB, 12345, 777, id="64MiB"),
-    # Creating and comparing this pattern takes 20 s of processor time, which a busy machine does not have in 120 s.
+    # Creating and comparing this pattern takes 20 s of processor time. On a busy machine that takes longer than the
+    # usual timeout of 120 s.
     pytest.param(GIB, 1, 1, id="1GiB", marks=pytest.mark.timeout(600)),
 ]
 # The memory is filled with this byte, to detect writes outside of a transfer.
@@ -70,7 +71,7 @@ def open_file(agent: AgentProcess) -> Iterator[Callable[[str], int]]:
 
 
 def make_file(path: Path, length_bytes: int, *, seed: int) -> None:
-    """Create a file with the bytes of the pattern."""
+    """Create a file with the pattern of `seed`."""
     with path.open("wb") as file:
         for offset_bytes in range(0, length_bytes, 16 * MIB):
             file.write(
@@ -78,7 +79,7 @@ def make_file(path: Path, length_bytes: int, *, seed: int) -> None:
             )
 
 
-@pytest.mark.parametrize(("length_bytes", "file_offset", "memory_offset"), SIZES)
+@pytest.mark.parametrize(("length_bytes", "file_offset", "memory_offset"), LENGTHS_AND_OFFSETS)
 def test_every_byte_of_a_file_is_read_and_written_back(
     agent: AgentProcess,
     open_file: Callable[[str], int],
@@ -104,7 +105,8 @@ def test_every_byte_of_a_file_is_read_and_written_back(
     with (agent.mount / "copy").open("rb") as copied_file, (agent.mount / "file").open("rb") as original_file:
         assert copied_file.read(5) == bytes(5)
         original_file.seek(file_offset)
-        # The check above has compared the original with the pattern. Computing the pattern again would take longer.
+        # The check of the memory has compared the original with the pattern. Computing the pattern again would take
+        # longer than reading the original.
         while data := original_file.read(16 * MIB):
             assert copied_file.read(len(data)) == data
         assert copied_file.read() == b""
@@ -155,6 +157,7 @@ def test_hole_is_enodata_if_holes_are_forbidden(
     fd = open_file("file")
     with (
         Application(agent.mount, memory_kind=memory_kind, length_bytes=MIB) as application,
+        # The flag 2 is HF3FS_IOR_FORBID_READ_HOLES.
         usrbio.make_ioring(str(agent.mount), 8, for_read=True, flags=2) as ring,
     ):
         ring.prepare(application.iov[0:4096], True, fd, 0)  # noqa: FBT003 - the signature of 3FS.
@@ -170,11 +173,11 @@ def test_64_rings_read_their_own_parts_at_once(
     with Application(
         agent.mount, memory_kind=memory_kind, length_bytes=4 * MIB, entries=16, ring_count=64
     ) as application:
-        for index, ring in enumerate(application.readers):
+        for index, ring in enumerate(application.read_rings):
             for offset in range(index * bytes_per_ring, (index + 1) * bytes_per_ring, 8 * KIB):
                 ring.prepare(application.iov[offset : offset + 8 * KIB], True, fd, offset)  # noqa: FBT003
             ring.submit()
-        for ring in application.readers:
+        for ring in application.read_rings:
             assert [completion.result for completion in ring.wait(min_results=8)] == [8 * KIB] * 8
         application.check(0, 4 * MIB, seed=seed, file_offset=0)
 

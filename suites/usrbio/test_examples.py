@@ -55,8 +55,8 @@ def agent(tmp_path: Path, seed: int) -> Iterator[AgentProcess]:
     with AgentProcess(tmp_path) as agent_process:
         yield agent_process
         memory_files = list_shared_memory_files(tmp_path)
-        links = [link.name for link in (tmp_path / "3fs-virt" / "iovs").iterdir()]
-    assert [name for name in links if not name.startswith("submit-ios")] == []
+        link_names = [link.name for link in (tmp_path / "3fs-virt" / "iovs").iterdir()]
+    assert [name for name in link_names if not name.startswith("submit-ios")] == []
     assert agent_process.process.returncode == 0, agent_process.error_output
     assert [path for path in memory_files if path.exists()] == []
 
@@ -80,7 +80,7 @@ def test_example_reads_a_file_into_device_memory(
 def test_importer_reads_into_memory_of_the_exporter(
     agent: AgentProcess, programs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> None:
-    # The path of a socket has a length limit.
+    # The path of a socket has at most 107 bytes, so the socket is not in the folder of the case, whose path is longer.
     socket_path = tmp_path_factory.getbasetemp().parent / f"socket-{os.getpid()}"
     command = [str(programs["exporter"]), str(agent.mount), str(FILE_BYTES), "0", str(socket_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as exporter:
@@ -98,10 +98,10 @@ def test_importer_reads_into_memory_of_the_exporter(
 
 
 def wait_for_listener(exporter: subprocess.Popen[bytes], socket_path: Path) -> None:
-    """Wait until the kernel's table of sockets has a listener at this path."""
+    """Wait until the kernel's table of sockets has a listener at this path. Fail if the exporter has ended."""
     from pathlib import Path
 
-    # The flag __SO_ACCEPTCON of the kernel, as the table shows it.
+    # The fourth field of a line is the flags of the socket. The flag __SO_ACCEPTCON means that the socket listens.
     listening_flag = "00010000"
     while exporter.poll() is None:
         for line in Path("/proc/net/unix").read_text().splitlines():

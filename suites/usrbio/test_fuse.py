@@ -13,7 +13,8 @@ import sys
 import uuid
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.application import Application
@@ -23,6 +24,7 @@ from support.raw_usrbio import AgentProcess
 from support.storage import run_storage_server
 
 from gdrkit import pattern, usrbio
+from gdrkit.errors import UsageError
 from gdrkit.harness.needs import cuda, host, needs, verbs
 from gdrkit.units import KIB, MIB
 from gdrkit.usrbio import virtual
@@ -47,7 +49,7 @@ def list_submit_semaphores(mount: Path) -> list[Path]:
 
 
 class SharedBlock:
-    """Shared memory without the resource tracker process of ``multiprocessing.shared_memory``."""
+    """Shared memory like ``multiprocessing.shared_memory``, but without its resource tracker process."""
 
     def __init__(self, length_bytes: int) -> None:
         self.name = f"gdrkit-case-{uuid.uuid4()}"
@@ -79,12 +81,13 @@ def start_agent(folders: tuple[Path, Path]) -> AgentProcess:
 @pytest.fixture
 def agent(folders: tuple[Path, Path]) -> Iterator[AgentProcess]:
     """Yield a running agent. After its end, check that it has unmounted and has removed its semaphores."""
+    mount, _store = folders
     with start_agent(folders) as agent_process:
-        semaphores = list_submit_semaphores(folders[0])
+        semaphore_files = list_submit_semaphores(mount)
         yield agent_process
     assert agent_process.process.returncode == 0, agent_process.error_output
-    assert not is_mounted(folders[0])
-    assert not any(path.exists() for path in semaphores)
+    assert not is_mounted(mount)
+    assert not any(path.exists() for path in semaphore_files)
 
 
 @pytest.fixture
@@ -99,11 +102,12 @@ def registered_fd(agent: AgentProcess) -> Iterator[int]:
 
 
 def test_written_file_is_the_same_in_mount_and_store(agent: AgentProcess, folders: tuple[Path, Path]) -> None:
+    _mount, store = folders
     written_bytes = pattern.payload(3 * MIB + 5, seed=2)
     (agent.mount / "file").write_bytes(written_bytes)
     assert (agent.mount / "file").read_bytes() == written_bytes
-    assert (folders[1] / "file").read_bytes() == written_bytes
-    assert (agent.mount / "file").stat().st_ino == (folders[1] / "file").stat().st_ino
+    assert (store / "file").read_bytes() == written_bytes
+    assert (agent.mount / "file").stat().st_ino == (store / "file").stat().st_ino
     assert usrbio.extract_mount_point(agent.mount / "file") == str(agent.mount)
 
 
@@ -114,7 +118,7 @@ def test_ring_and_mount_have_the_same_bytes(agent: AgentProcess, registered_fd: 
         application.check(0, MIB, seed=1, file_offset=0)
         application.write_pattern(0, 64 * KIB, seed=3, file_offset=4096)
         assert application.write((registered_fd, 0, 4096, 64 * KIB)) == [64 * KIB]
-    # This fails if the kernel has cached the old bytes of the file.
+    # This comparison fails if the kernel has cached the old bytes of the file.
     assert os.pread(registered_fd, 64 * KIB, 4096) == pattern.payload(64 * KIB, seed=3, offset_bytes=4096)
 
 
@@ -124,8 +128,8 @@ def test_files_of_a_remote_server_are_read_and_written(
 ) -> None:
     mount, store = folders
     with run_storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0") as service:
-        token = store / ".gdrkit" / "token"
-        with AgentProcess(mount, "--server", service.address, "--token-file", str(token)) as agent:
+        token_file = store / ".gdrkit" / "token"
+        with AgentProcess(mount, "--server", service.address, "--token-file", str(token_file)) as agent:
             (mount / "file").write_bytes(pattern.payload(MIB, seed=4))
             fd = os.open(mount / "file", os.O_RDWR)
             with contextlib.closing(os.fdopen(fd, "r+b", buffering=0)):
@@ -147,8 +151,8 @@ def test_files_of_a_remote_server_are_read_and_written(
 def test_agent_ends_although_its_server_was_killed(folders: tuple[Path, Path], tmp_path: Path) -> None:
     mount, store = folders
     with run_storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0") as service:
-        token = store / ".gdrkit" / "token"
-        with AgentProcess(mount, "--server", service.address, "--token-file", str(token)) as agent:
+        token_file = store / ".gdrkit" / "token"
+        with AgentProcess(mount, "--server", service.address, "--token-file", str(token_file)) as agent:
             (mount / "file").write_bytes(bytes(KIB))
             with (mount / "file").open("rb"):
                 service.kill()
@@ -169,12 +173,12 @@ def test_symbolic_link_is_a_publication(agent: AgentProcess, registered_fd: int)
 
 
 def test_shared_memory_is_closed_before_its_iovec(agent: AgentProcess, registered_fd: int) -> None:
-    # read_file of 3FS still holds the completed slice when it closes the memory.
+    # The function read_file of 3FS closes the memory while it still holds the completed slice.
     with contextlib.closing(SharedBlock(64 * KIB)) as shm, usrbio.make_ioring(str(agent.mount), 4) as ring:
         iov = usrbio.make_iovec(shm, str(agent.mount))
         ring.prepare(iov[:], read=True, fd=registered_fd, off=0)
         with pytest.raises(BufferError):
-            shm.buf.release()  # The operation is outstanding.
+            shm.buf.release()  # The prepared operation uses the memory.
         (completed_slice,) = ring.submit().wait(min_results=1, timeout=TIMEOUT)
         with memoryview(completed_slice), pytest.raises(BufferError):
             shm.buf.release()
@@ -194,6 +198,16 @@ def test_released_memory_has_no_more_operations(agent: AgentProcess, registered_
         iov.close()
 
 
+def test_wrapped_buffer_of_another_size_is_refused(agent: AgentProcess, registered_fd: int) -> None:
+    with contextlib.closing(SharedBlock(64 * KIB)) as shm, usrbio.make_ioring(str(agent.mount), 4) as ring:
+        buffer = bytearray(64 * KIB)
+        resizable_shm: Any = SimpleNamespace(name=shm.name, buf=buffer)
+        with usrbio.make_iovec(resizable_shm, str(agent.mount)) as iov:
+            buffer.extend(bytes(64 * KIB))
+            with pytest.raises(UsageError, match="has moved or has another size: wrap it again"):
+                ring.prepare(iov[:], read=True, fd=registered_fd, off=0)
+
+
 @pytest.mark.parametrize(
     ("name", "target", "expected_errno"),
     [
@@ -206,9 +220,9 @@ def test_refused_publication_is_the_errno_of_symlink(
     agent: AgentProcess, name: str, target: str, expected_errno: int
 ) -> None:
     link = agent.mount / "3fs-virt" / "iovs" / name
-    with pytest.raises(OSError, match=name) as error:
+    with pytest.raises(OSError, match=name) as error_info:
         link.symlink_to(target)
-    assert error.value.errno == expected_errno
+    assert error_info.value.errno == expected_errno
     assert not link.is_symlink()
 
 
@@ -258,17 +272,18 @@ def test_ioctls_of_3fs_return_their_values(agent: AgentProcess, registered_fd: i
 
 def test_rm_rf_removes_a_folder_with_its_contents(agent: AgentProcess) -> None:
     (agent.mount / "folder" / "inner").mkdir(parents=True)
-    for number in range(20):
-        (agent.mount / "folder" / "inner" / str(number)).touch()
+    for file_index in range(20):
+        (agent.mount / "folder" / "inner" / str(file_index)).touch()
+    # When a client makes a link in rm-rf, the agent removes the target of the link.
     (agent.mount / "3fs-virt" / "rm-rf" / "now").symlink_to(agent.mount / "folder")
     assert not (agent.mount / "folder").exists()
 
 
 @pytest.mark.parametrize("target", ["/etc", "folder", "{mount}/../x", "{mount}/3fs-virt/iovs", "{mount}/"])
 def test_rm_rf_outside_of_the_files_is_refused(agent: AgentProcess, target: str) -> None:
-    with pytest.raises(OSError, match="now") as error:
+    with pytest.raises(OSError, match="now") as error_info:
         (agent.mount / "3fs-virt" / "rm-rf" / "now").symlink_to(target.format(mount=agent.mount))
-    assert error.value.errno in {errno.EINVAL, errno.EPERM}
+    assert error_info.value.errno in {errno.EINVAL, errno.EPERM}
 
 
 @needs(host.capability("CAP_SETUID"))
@@ -291,6 +306,7 @@ def test_other_user_is_refused_by_the_kernel() -> None:
 def test_agent_ends_although_a_container_has_its_mount(folders: tuple[Path, Path]) -> None:
     mount, store = folders
     with AgentProcess(mount, "--store", str(store), "--fuse") as agent:
+        # This shell has a copy of the mount in its own mount namespace, like a process in a container.
         command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo ready; read line"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as container:
             assert container.stdout is not None
@@ -299,15 +315,16 @@ def test_agent_ends_although_a_container_has_its_mount(folders: tuple[Path, Path
 
 
 def test_mount_of_a_killed_agent_is_replaced(folders: tuple[Path, Path]) -> None:
+    mount, _store = folders
     with start_agent(folders) as killed_agent:
-        semaphores = list_submit_semaphores(folders[0])
+        semaphore_files = list_submit_semaphores(mount)
         killed_agent.kill()
-    assert is_mounted(folders[0])
+    assert is_mounted(mount)
     with start_agent(folders) as next_agent:
         (next_agent.mount / "file").write_bytes(b"content")
         assert next_agent.terminate() == 0
-    assert not is_mounted(folders[0])
-    assert not any(path.exists() for path in semaphores)
+    assert not is_mounted(mount)
+    assert not any(path.exists() for path in semaphore_files)
 
 
 def test_stale_mount_behind_a_symbolic_link_is_unmounted(folders: tuple[Path, Path]) -> None:
@@ -323,7 +340,8 @@ def test_stale_mount_behind_a_symbolic_link_is_unmounted(folders: tuple[Path, Pa
 
 
 def test_ended_agent_leaves_no_private_folder(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime_folder = folders[0].parent / "run"
+    mount, _store = folders
+    runtime_folder = mount.parent / "run"
     runtime_folder.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime_folder))
     with start_agent(folders) as agent:

@@ -1,6 +1,6 @@
-"""The start of a FUSE agent with wrong arguments, and its close if the unmount fails.
+"""close() of a FUSE agent after a failed unmount, and fuse_agent() with wrong arguments.
 
-That close raises ApiError, and a second close unmounts.
+The close() whose unmount fails raises ApiError. A second close() unmounts.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = needs(host.fuse, verbs.nic())
-# During the first close, PATH has no program that unmounts.
+# During the first close, PATH has no program that unmounts. The program prints the operation and the reason of its
+# error, and whether the folder is still mounted; then, after the second close, whether the folder is mounted, and the
+# kinds of the open objects.
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
 from gdrkit import handles
 from gdrkit.errors import ApiError
 from gdrkit.usrbio.fuse.agent import fuse_agent
-mount, store, empty = map(Path, sys.argv[1:])
-path = os.environ["PATH"]
+mount, store, empty_folder = map(Path, sys.argv[1:])
+search_path = os.environ["PATH"]
 agent = fuse_agent(mount, store=store)
-os.environ["PATH"] = str(empty)
+os.environ["PATH"] = str(empty_folder)
 def is_mounted():
     return any(f" {mount} " in line for line in Path("/proc/self/mountinfo").read_text().splitlines())
 try:
     agent.close()
 except ApiError as error:
-    first = [error.operation, error.reason.value, is_mounted()]
-os.environ["PATH"] = path
+    first_result = [error.operation, error.reason.value, is_mounted()]
+os.environ["PATH"] = search_path
 agent.close()
-print(json.dumps({"first": first, "second": [is_mounted(), [str(each) for each in handles.live()]]}))
+print(json.dumps({"first": first_result, "second": [is_mounted(), list(handles.live())]}))
 """
 
 
@@ -54,15 +56,15 @@ def test_close_after_a_failed_unmount_unmounts(tmp_path: Path) -> None:
     assert close_results["second"] == [False, []]
 
 
-@pytest.mark.parametrize("given", [("store", "server"), ()], ids=["both", "neither"])
-def test_agent_needs_either_a_store_or_a_server(tmp_path: Path, given: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("given_names", [("store", "server"), ()], ids=["both", "neither"])
+def test_agent_needs_either_a_store_or_a_server(tmp_path: Path, given_names: tuple[str, ...]) -> None:
     store = tmp_path / "store"
     for folder in (store, tmp_path / "mount"):
         folder.mkdir()
     with pytest.raises(UsageError, match="either a store or a server"):
         fuse_agent(
             tmp_path / "mount",
-            store=store if "store" in given else None,
-            server="127.0.0.1:1" if "server" in given else None,
+            store=store if "store" in given_names else None,
+            server="127.0.0.1:1" if "server" in given_names else None,
         ).close()
     assert list(store.iterdir()) == []

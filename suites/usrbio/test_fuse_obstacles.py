@@ -19,7 +19,7 @@ from pathlib import Path
 from gdrkit.errors import SetupMissing
 from gdrkit.usrbio.fuse.mount import FuseMount
 try:
-    FuseMount(Path(sys.argv[1]), store=None, links=None, agent_folder=Path(sys.argv[1]))
+    FuseMount(Path(sys.argv[1]), store=None, link_clients=None, agent_folder=Path(sys.argv[1]))
 except SetupMissing as error:
     print(errno.errorcode[error.errno], error.reason.value)
 """

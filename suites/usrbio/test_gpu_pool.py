@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic(), verbs.dmabuf_region, cuda_needs.device(), cuda_needs.dmabuf_export)
 
+# Limits of the pool of this process: bytes of idle memory, and an idle time that no case reaches.
 POOL_BYTES = 64 * MIB
 LONG_IDLE_MS = 10 * 60 * 1000
+# One client creates IOV_COUNT iovs. The agent may register memory at most REGISTRATIONS_MAX times for them.
 IOV_COUNT = 10_000
 REGISTRATIONS_MAX = 32
 
@@ -70,19 +72,19 @@ def fill(device: cuda.Device, iov: Iovec, byte: int) -> None:
 
 
 def list_links(mount: Path) -> set[str]:
-    """Return the names of the links of iovs."""
+    """Return the names of the links by which clients publish iovs and rings."""
     return {entry.name for entry in (mount / "3fs-virt" / "iovs").iterdir() if not entry.name.startswith("submit-ios")}
 
 
-def start_client_process(mount: Path, count: int, seed: int, *options: str) -> subprocess.Popen[str]:
-    command = module_command("usrbio.pooled_client", mount, count, seed, *options)
+def start_client_process(mount: Path, iov_count: int, seed: int, *options: str) -> subprocess.Popen[str]:
+    command = module_command("usrbio.pooled_client", mount, iov_count, seed, *options)
     return subprocess.Popen(command, env=suites_environ(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 @needs(software(Api.VERBS))
 @pytest.mark.timeout(600)
 def test_iovs_of_mixed_sizes_need_few_registrations(tmp_path: Path, seed: int) -> None:
-    # The agent is in this process, so that its calls can be counted here.
+    # The agent is in this process, so this process can count its calls of ibv_reg_dmabuf_mr.
     with plain_agent(tmp_path, tmp_path) as agent:
         registrations_before = read_call_counts(Api.VERBS).get("ibv_reg_dmabuf_mr", 0)
         with start_client_process(tmp_path, IOV_COUNT, seed) as process:
@@ -123,7 +125,7 @@ def test_file_is_read_into_a_part_of_reused_memory(agent: AgentProcess, device: 
         file = stack.enter_context((agent.mount / "file").open("rb"))
         usrbio.register_fd(file.fileno())
         stack.callback(usrbio.deregister_fd, file.fileno())
-        ring.prepare(iov[: 600 * KIB], True, file.fileno(), 4097)  # noqa: FBT003 - as in programs for 3FS.
+        ring.prepare(iov[: 600 * KIB], True, file.fileno(), 4097)  # noqa: FBT003 - the signature of 3FS.
         (completed_slice,) = ring.submit().wait(min_results=1)
         assert completed_slice.result == 600 * KIB
         pattern.check(read_contents(device, iov), seed=seed, offset_bytes=4097)
@@ -136,9 +138,9 @@ def test_memory_of_a_borrowed_iov_is_not_reused(agent: AgentProcess, method: str
     with contextlib.ExitStack() as stack:
         iov = usrbio.make_gpu_iovec(str(agent.mount), length_bytes=MIB)
         stack.callback(iov.close)
-        command = ["import", iov.export_gpu().hex()] if method == "import" else [method, iov.id, MIB]
+        borrow_command = ["import", iov.export_gpu().hex()] if method == "import" else [method, iov.id, MIB]
         borrower = stack.enter_context(Borrower(agent.mount, agent.mount / "file"))
-        assert borrower.call(*command) == 0
+        assert borrower.call(*borrow_command) == 0
         iov.close()
         statistics = usrbio.gpu_pool_statistics()
         assert (statistics.idle_blocks, statistics.in_use_blocks) == (0, 0)
@@ -156,6 +158,7 @@ def test_killed_client_leaves_no_registration(tmp_path: Path, seed: int) -> None
     with plain_agent(tmp_path, tmp_path) as agent:
         with start_client_process(tmp_path, 20, seed, "--hold") as process:
             assert process.stdout is not None
+            # The live registrations of this process belong to the agent.
             assert json.loads(process.stdout.readline())["idle_blocks"] == live()["registration"]
             process.kill()
         wait_until(lambda: "registration" not in live(), "the agent keeps no registration", timeout_s=30)
@@ -167,7 +170,7 @@ def test_trimming_ends_the_registration_first(tmp_path: Path, seed: int) -> None
         assert process.stdout is not None
         assert process.stdin is not None
         assert json.loads(process.stdout.readline())["idle_blocks"] == live()["registration"]
-        process.stdin.close()  # The process then frees its idle memory, and reports before its end.
+        process.stdin.close()  # The process then frees its idle memory, and prints its statistics.
         assert json.loads(process.stdout.readline())["idle_blocks"] == 0
         assert "registration" not in live()
 
@@ -209,23 +212,27 @@ def test_idle_memory_of_an_ended_agent_is_not_reused(tmp_path: Path, device: cud
 
 
 def test_threads_never_share_memory(agent: AgentProcess, device: cuda.Device) -> None:
+    # Addresses of the open iovs of all threads.
     addresses: set[int] = set()
     lock = threading.Lock()
 
-    def use_iovs(index: int) -> None:
-        for turn in range(20):
-            with usrbio.make_gpu_iovec(str(agent.mount), length_bytes=(64 << (turn + index) % 3) * KIB) as iov:
+    def use_iovs(thread_index: int) -> None:
+        for round_index in range(20):
+            # The lengths are 64, 128 and 256 KiB in turn.
+            with usrbio.make_gpu_iovec(
+                str(agent.mount), length_bytes=(64 << (round_index + thread_index) % 3) * KIB
+            ) as iov:
                 with lock:
                     assert iov.address not in addresses
                     addresses.add(iov.address)
                 assert read_contents(device, iov)[:64] == bytes(64)
-                fill(device, iov, index + 1)
+                fill(device, iov, thread_index + 1)
                 with lock:
                     addresses.remove(iov.address)
 
-    with ThreadPoolExecutor(8) as threads:
-        for result in [threads.submit(use_iovs, index) for index in range(8)]:
-            result.result()
+    with ThreadPoolExecutor(8) as executor:
+        for future in [executor.submit(use_iovs, index) for index in range(8)]:
+            future.result()
     statistics = usrbio.gpu_pool_statistics()
     assert statistics.in_use_blocks == 0
     assert statistics.idle_blocks > 0
@@ -241,9 +248,9 @@ child = os.fork()
 if child == 0:
     os._exit(usrbio.gpu_pool_statistics().idle_blocks)
 assert os.waitpid(child, 0)[1] == 0
-before = usrbio.gpu_pool_statistics().hits
+hits_before = usrbio.gpu_pool_statistics().hits
 usrbio.make_gpu_iovec({str(agent.mount)!r}, length_bytes=1 << 20).close()
-assert usrbio.gpu_pool_statistics().hits == before + 1
+assert usrbio.gpu_pool_statistics().hits == hits_before + 1
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
@@ -251,13 +258,14 @@ assert usrbio.gpu_pool_statistics().hits == before + 1
 def test_request_for_unknown_kept_memory_is_refused(agent: AgentProcess) -> None:
     fd = os.memfd_create("not kept")
     try:
-        with RawClient(agent.mount) as client, pytest.raises(Refusal) as raised:
+        with RawClient(agent.mount) as client, pytest.raises(Refusal) as refusal:
             client.request(AgentRequest.DROP_KEPT, protocol.pack_number(0), [fd])
     finally:
         os.close(fd)
-    assert raised.value.errno == errno.ENOENT
+    assert refusal.value.errno == errno.ENOENT
 
 
+# The limits are: bytes of idle memory, and idle time in milliseconds.
 @pytest.mark.parametrize("limits", [(-1, 0), (0, -1), (0, 2**31)])
 def test_limit_that_is_no_size_or_time_is_refused(limits: tuple[int, int]) -> None:
     with pytest.raises(UsageError):

@@ -1,4 +1,4 @@
-"""Files and memory by which one client could stop an agent: leases, and mounts on names of shared memory."""
+"""Files with which a client could stop an agent: files with a lease, and files that are mounted in /dev/shm."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-# sched.h and sys/mount.h.
+# Constants of sched.h and sys/mount.h for unshare(2) and mount(2).
 _CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 
 
 @contextlib.contextmanager
 def open_leased_file(path: Path) -> Iterator[int]:
-    """Create a file with a lease for writing, which this process never gives up, and yield its descriptor."""
+    """Create a file, take a write lease on it, and yield its descriptor.
+
+    Until the block ends, this process keeps the lease although the agent opens the file.
+    """
     path.write_bytes(bytes(4096))
     previous_handler = signal.signal(signal.SIGIO, signal.SIG_IGN)  # The kernel sends SIGIO to the holder of the lease.
     fd = os.open(path, os.O_RDWR)
@@ -52,18 +55,18 @@ def test_file_with_a_lease_stops_no_other_client(tmp_path: Path) -> None:
         open_leased_file(tmp_path / "leased") as leased_fd,
         (tmp_path / "file").open("rb") as file,
     ):
-        refusals: list[int] = []
+        register_errnos: list[int] = []
         thread = threading.Thread(
-            target=lambda: refusals.append(catch_errno(lambda: hostile_client.register_file(leased_fd)))
+            target=lambda: register_errnos.append(catch_errno(lambda: hostile_client.register_file(leased_fd)))
         )
         thread.start()
         assert honest_client.register_file(file.fileno())
         thread.join()
-        assert refusals == [errno.EAGAIN]
+        assert register_errnos == [errno.EAGAIN]
 
 
 def open_mounted_file(connection: Connection) -> None:
-    """Mount a file of another file system on a name of /dev/shm, and send the errno of its publication."""
+    """Mount a file of another file system on a file in /dev/shm, and send the errno with which the agent refuses it."""
     libc = ctypes.CDLL(None, use_errno=True)
     target = SHM_FOLDER / f"hf3fs-test-{os.getpid()}"
     assert libc.unshare(_CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())

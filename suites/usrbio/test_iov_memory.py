@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.faults import inject_faults
-from support.processes import open_files, wait_until
+from support.processes import list_open_paths, wait_until
 from support.python_child import module_command, suites_environ
 from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal
 
@@ -33,7 +33,7 @@ pytestmark = needs(verbs.nic())
 
 
 def read_mapped_bytes(process_id: int | str) -> int:
-    """Return the bytes of address space that a process has mapped."""
+    """Return how many bytes of address space a process has mapped."""
     status_lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in status_lines if line.startswith("VmSize:"))
 
@@ -48,11 +48,12 @@ def test_read_file_leaves_little_memory_mapped(tmp_path: Path, evidence: Evidenc
     with AgentProcess(tmp_path) as agent:
         # The first call starts threads, whose stacks stay mapped.
         usrbio.read_file(path, str(tmp_path), block_size=MIB, cb=ignore_block)
-        before_bytes = {process: read_mapped_bytes(process) for process in ("self", agent.process.pid)}
+        mapped_bytes_before = {process: read_mapped_bytes(process) for process in ("self", agent.process.pid)}
         for _ in range(8):
             assert usrbio.read_file(path, str(tmp_path), block_size=64 * MIB, cb=ignore_block) is None
-        added_bytes = [read_mapped_bytes(process) - size_bytes for process, size_bytes in before_bytes.items()]
+        added_bytes = [read_mapped_bytes(process) - size_bytes for process, size_bytes in mapped_bytes_before.items()]
         evidence["added_bytes"] = added_bytes
+        # The eight calls would add 512 MiB if their memory stayed mapped.
         assert max(added_bytes) < 64 * MIB
         assert agent.terminate() == 0, agent.error_output
 
@@ -80,6 +81,7 @@ def test_idle_memory_takes_at_most_half_of_dev_shm(tmp_path: Path) -> None:
     run_with_own_mounts("usrbio.small_shared_memory", tmp_path)
 
 
+# Length of an iov whose memory the client library reuses.
 REUSABLE_BYTES = 8 * MIB
 # The program creates and destroys iovs in turn, and prints a JSON line for each: the name of its file in /dev/shm,
 # whether it began with zeros, and the name of its link. It ends when its standard input is closed.
@@ -100,7 +102,7 @@ sys.stdin.read()
 
 
 def start_iov_program(mount: Path, *sizes: int) -> subprocess.Popen[str]:
-    """Start IOV_PROGRAM."""
+    """Start IOV_PROGRAM with iovs of these sizes in bytes. The program keeps at most 64 MiB of idle memory."""
     environ = {**suites_environ(), "GDRKIT_USRBIO_HOST_POOL_BYTES": str(64 * MIB)}
     command = [sys.executable, "-c", IOV_PROGRAM, str(mount), *map(str, sizes)]
     return subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -119,13 +121,14 @@ def test_next_iov_of_the_same_size_gets_the_memory(tmp_path: Path) -> None:
         assert all(is_zero for _, is_zero, _ in lines)
         assert len({link for _, _, link in lines}) == len(sizes)
         assert memory_paths[0] == memory_paths[1] == memory_paths[3] != memory_paths[2]
-        # Iovs below 4 MiB are not reused.
+        # The client does not reuse the memory of iovs below 4 MiB.
         assert memory_paths[4] != memory_paths[5]
         # The client frees memory that has been idle for 3 s.
         wait_until(lambda: not any(path.exists() for path in memory_paths), "the idle memory is freed", timeout_s=30)
-        wait_until(lambda: count_open_iov_files(agent) == 0, "the agent has unmapped it", timeout_s=30)
+        wait_until(lambda: count_open_iov_files(agent) == 0, "the agent has unmapped the idle memory", timeout_s=30)
         process.communicate("")
         assert agent.terminate() == 0, agent.error_output
+        # One registration for each of the four files in /dev/shm.
         assert agent.statistics["registrations"] == 4
 
 
@@ -160,15 +163,16 @@ def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
         def read_result(iov_id: bytes) -> int:
             ring.prepare(iov_id, inode=inode, length=4 * KIB)
             ring.submit()
-            return ring.wait(1)[0][1]
+            ((_, result, _),) = ring.wait(1)
+            return result
 
         for _ in range(2):
             client.publish_iov(iov)
             assert unpublish_and_keep(client, iov.name()) == 1
-            assert {path.name for path in records_folder.iterdir()} == {ring.link, iov.name()}
+            assert {path.name for path in records_folder.iterdir()} == {ring.link_name, iov.name()}
         next_id = uuid.uuid4()
         client.publish(str(next_id), str(iov.path))
-        assert {path.name for path in records_folder.iterdir()} == {ring.link, str(next_id)}
+        assert {path.name for path in records_folder.iterdir()} == {ring.link_name, str(next_id)}
         assert (read_result(next_id.bytes), read_result(iov.id.bytes)) == (4 * KIB, -errno.EACCES)
         pattern.check(iov.memory[: 4 * KIB], seed=2)
         with RawClient(tmp_path) as borrower:
@@ -189,7 +193,7 @@ def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
             client.publish(str(uuid.uuid4()), str(third_iov.path))
             # Memory that has a second publication is not kept.
             assert unpublish_and_keep(client, third_iov.name()) == 0
-        assert len(list(records_folder.iterdir())) == 2  # The ring, and the second publication.
+        assert len(list(records_folder.iterdir())) == 2  # The ring and the second publication still have records.
         assert agent.terminate() == 0, agent.error_output
         assert agent.statistics["registrations"] == 4
 
@@ -210,19 +214,19 @@ def test_kept_memory_is_dropped_if_registration_fails(tmp_path: Path) -> None:
     ):
         first_client.publish_iov(first_iov)
         assert unpublish_and_keep(first_client, first_iov.name()) == 1
-        # RLIMIT_MEMLOCK is exceeded.
+        # The next registration fails, as if it exceeded RLIMIT_MEMLOCK.
         with inject_faults(Api.VERBS, "ibv_reg_mr call=1 errno=ENOMEM"):
             second_client.publish_iov(second_iov)
         assert not first_iov.path.exists()
 
 
 def test_late_bytes_do_not_reach_the_next_iov(tmp_path: Path) -> None:
-    read_count, length_bytes = 32, 128 * KIB
-    (tmp_path / "input").write_bytes(b"x" * read_count * length_bytes)
+    read_count, bytes_per_read = 32, 128 * KIB
+    (tmp_path / "input").write_bytes(b"x" * read_count * bytes_per_read)
     with (
         AgentProcess(tmp_path) as agent,
         RawClient(tmp_path) as client,
-        contextlib.closing(RawIov(read_count * length_bytes)) as iov,
+        contextlib.closing(RawIov(read_count * bytes_per_read)) as iov,
         contextlib.closing(RawRing(read_count, for_read=True)) as ring,
         (tmp_path / "input").open("rb") as file,
     ):
@@ -233,30 +237,31 @@ def test_late_bytes_do_not_reach_the_next_iov(tmp_path: Path) -> None:
         for _ in range(20):
             iov_id = uuid.uuid4()
             client.publish(str(iov_id), str(iov.path))
-            for offset_bytes in range(0, read_count * length_bytes, length_bytes):
+            for offset_bytes in range(0, read_count * bytes_per_read, bytes_per_read):
                 ring.prepare(
                     iov_id.bytes,
                     inode=inode,
-                    length=length_bytes,
+                    length=bytes_per_read,
                     buffer_offset=offset_bytes,
                     file_offset=offset_bytes,
                 )
             ring.submit()
-            # After the first read, other reads are in flight or have not begun.
+            # After the first read, other reads are in flight or have not begun. None of them may write to the kept
+            # memory.
             completions = ring.wait(1)
             assert unpublish_and_keep(client, str(iov_id)) == 1
             iov.memory[:] = zeros
             completions += ring.wait(read_count - 1)
             assert iov.memory[:] == zeros
             results |= {result for _, result, _ in completions}
-        assert results <= {length_bytes, -errno.EACCES}
+        assert results <= {bytes_per_read, -errno.EACCES}
         assert agent.terminate() == 0, agent.error_output
 
 
 def test_memory_is_removed_at_exit_after_the_agent_was_killed(tmp_path: Path) -> None:
     with AgentProcess(tmp_path) as agent, start_iov_program(tmp_path, REUSABLE_BYTES, 64 * KIB) as process:
-        (name, _, _), _ = read_lines(process, 2)  # The first iov is destroyed before the second is created.
-        path = Path("/dev/shm", name)  # noqa: S108 - the folder of shm_open(3).
+        (file_name, _, _), _ = read_lines(process, 2)  # The first iov is destroyed before the second is created.
+        path = Path("/dev/shm", file_name)  # noqa: S108 - the folder of shm_open(3).
         process.send_signal(signal.SIGSTOP)  # A stopped client cannot free the memory itself.
         agent.kill()
         assert path.exists()
@@ -267,23 +272,24 @@ def test_memory_is_removed_at_exit_after_the_agent_was_killed(tmp_path: Path) ->
 
 
 def count_open_iov_files(agent: AgentProcess) -> int:
-    """Return the number of files in /dev/shm with the memory of iovs that an agent has open."""
-    return sum("/dev/shm/hf3fs-iov-" in name for name in open_files(agent.process.pid))  # noqa: S108 - as above.
+    """Return how many files of iovs in /dev/shm an agent has open."""
+    return sum("/dev/shm/hf3fs-iov-" in path for path in list_open_paths(agent.process.pid))  # noqa: S108 - the folder of shm_open(3).
 
 
-@pytest.mark.parametrize("killed", ["client", "agent"])
-def test_idle_memory_of_a_killed_process_is_removed(tmp_path: Path, killed: str) -> None:
+@pytest.mark.parametrize("killed_process", ["client", "agent"])
+def test_idle_memory_of_a_killed_process_is_removed(tmp_path: Path, killed_process: str) -> None:
     with AgentProcess(tmp_path) as agent, start_iov_program(tmp_path, REUSABLE_BYTES) as process:
-        ((name, _, _),) = read_lines(process, 1)
-        path = Path("/dev/shm", name)  # noqa: S108 - the folder of shm_open(3).
+        ((file_name, _, _),) = read_lines(process, 1)
+        path = Path("/dev/shm", file_name)  # noqa: S108 - the folder of shm_open(3).
+        # The name of the link of an iov is a UUID.
         wait_until(lambda: not any((tmp_path / "3fs-virt" / "iovs").glob("*-*-*-*-*")), "the iov is destroyed")
         assert path.exists()
         process.send_signal(signal.SIGSTOP)  # A stopped client cannot free the memory itself.
-        if killed == "agent":
+        if killed_process == "agent":
             agent.kill()
         process.kill()
         process.communicate()
-        if killed == "agent":
+        if killed_process == "agent":
             assert path.exists()
             with AgentProcess(tmp_path):
                 assert not path.exists()

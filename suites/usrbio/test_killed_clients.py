@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from support.processes import open_files, wait_until
+from support.processes import list_open_paths, wait_until
 from support.python_child import module_command, suites_environ
 from support.raw_usrbio import AgentProcess, list_shared_memory_files
 
@@ -24,12 +24,13 @@ pytestmark = needs(verbs.nic())
 KILLED_CLIENT_COUNT = int(os.environ.get("GDRKIT_KILLED_CLIENTS", "2000"))
 # The first clients start the agent's threads, fill malloc's arenas and grow Python's tables to the size that they keep.
 WARM_UP_CLIENT_COUNT = 200
+# Largest allowed growth of the resident memory of the agent.
 GROWTH_KIB_MAX = 2048
 TIMEOUT_S = 60 + KILLED_CLIENT_COUNT / 10
 
 
 class ResourceCounts(NamedTuple):
-    """Counts of the resources that an agent holds."""
+    """Counts of the resources that an agent holds. `shared` counts the published files in /dev/shm."""
 
     descriptors: int
     threads: int
@@ -46,16 +47,16 @@ def read_resident_kib(process_id: int) -> int:
 def count_resources(agent: AgentProcess) -> ResourceCounts:
     process_id = agent.process.pid
     return ResourceCounts(
-        descriptors=len(open_files(process_id)),
+        descriptors=len(list_open_paths(process_id)),
         threads=len(list(Path(f"/proc/{process_id}/task").iterdir())),
         shared=len(list_shared_memory_files(agent.mount)),
         links=len(list((agent.mount / "3fs-virt" / "iovs").iterdir())),
     )
 
 
-def kill_clients(agent: AgentProcess, count: int) -> None:
-    """Run this number of clients that kill themselves."""
-    command = module_command("usrbio.killed_clients", agent.mount, count)
+def kill_clients(agent: AgentProcess, client_count: int) -> None:
+    """Run `client_count` clients, which kill themselves."""
+    command = module_command("usrbio.killed_clients", agent.mount, client_count)
     subprocess.run(command, check=True, timeout=TIMEOUT_S, env=suites_environ())
 
 
@@ -71,7 +72,7 @@ def test_agent_does_not_grow_by_killed_clients(tmp_path: Path, seed: int, eviden
             timeout_s=60,
         )
         idle_counts = count_resources(agent)
-        before_kib = read_resident_kib(agent.process.pid)
+        resident_before_kib = read_resident_kib(agent.process.pid)
         kill_clients(agent, KILLED_CLIENT_COUNT)
         # The counts may be lower: in `idle_counts`, the thread of the last client may have been about to end.
         wait_until(
@@ -81,10 +82,10 @@ def test_agent_does_not_grow_by_killed_clients(tmp_path: Path, seed: int, eviden
             "the resources of the killed clients are released",
             timeout_s=60,
         )
-        grown_kib = read_resident_kib(agent.process.pid) - before_kib
+        grown_kib = read_resident_kib(agent.process.pid) - resident_before_kib
         assert agent.terminate() == 0, agent.error_output
     evidence.number("killed_clients_count", KILLED_CLIENT_COUNT)
-    evidence.number("resident_before_kib", before_kib)
+    evidence.number("resident_before_kib", resident_before_kib)
     evidence.number("resident_growth_kib", grown_kib)
     evidence["held_before"] = idle_counts._asdict()
     assert grown_kib < GROWTH_KIB_MAX

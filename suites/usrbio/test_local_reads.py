@@ -1,4 +1,4 @@
-"""Reads of cached bytes into host memory, which the agent executes itself, without the storage server and a NIC."""
+"""Reads of cached bytes into host memory: the agent itself executes them, without the storage server and a NIC."""
 
 from __future__ import annotations
 
@@ -50,12 +50,14 @@ def flip_bit(path: Path, offset: int) -> None:
 @pytest.mark.parametrize("options", [(), ("--fuse",)], ids=["plain", "fuse"])
 def test_cached_bytes_are_read_by_the_agent(tmp_path: Path, seed: int, options: tuple[str, ...]) -> None:
     store = tmp_path / "store"
+    # Without FUSE, the mount is the folder of the store.
     mount = tmp_path / "mount" if options else store
     store.mkdir()
     mount.mkdir(exist_ok=True)
     (store / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
     with AgentProcess(mount, "--store", str(store), *options) as agent, start_application(mount) as (application, fd):
         assert application.read((fd, 0, 0, FILE_BYTES), (fd, 8, FILE_BYTES - 8, 100)) == [FILE_BYTES, 8]
+        # The second read has written 8 bytes at offset 8 of the memory.
         application.check(16, FILE_BYTES - 16, seed=seed, file_offset=16)
     assert agent.statistics["local_reads"] == agent.statistics["operations"] == 2
 

@@ -43,7 +43,7 @@ with open(path, "rb") as file, usrbio.make_ioring(mount, 4, for_read=True) as ri
         except OSError:
             pass
 """
-_LINE = re.compile(r"hf3fs_usrbio (DBG|INFO|WARN|ERR): (.+)")
+_LOG_LINE = re.compile(r"hf3fs_usrbio (DBG|INFO|WARN|ERR): (.+)")
 
 
 def run_and_read_log(mount: Path, path: Path, level: str | None, *, memory_kind: str = "host") -> list[tuple[str, str]]:
@@ -53,13 +53,13 @@ def run_and_read_log(mount: Path, path: Path, level: str | None, *, memory_kind:
     command = [sys.executable, "-c", PROGRAM, str(mount), str(path), memory_kind]
     child = subprocess.run(command, env=suites_environ(environ), capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
-    lines = [_LINE.fullmatch(line) for line in child.stderr.splitlines()]
-    assert all(lines), child.stderr
-    return [(line[1], line[2]) for line in lines if line]
+    matches = [_LOG_LINE.fullmatch(line) for line in child.stderr.splitlines()]
+    assert all(matches), child.stderr
+    return [(match[1], match[2]) for match in matches if match]
 
 
 def join_texts(lines: list[tuple[str, str]], level: str) -> str:
-    """Return the texts of one level, with UUIDs and addresses replaced."""
+    """Return the texts of the lines of one level, in which UUIDs and addresses are replaced."""
     text = "\n".join(text for line_level, text in lines if line_level == level)
     text = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "UUID", text)
     return re.sub(r"0x[0-9a-f]+", "ADDRESS", text)
@@ -90,6 +90,7 @@ def test_info_says_what_was_created_and_by_which_route(agent_file: Path) -> None
     assert re.search(r"^registered descriptor \d+: inode \d+, by the agent$", info_lines, re.MULTILINE)
     assert re.search(r"^deregistered descriptor \d+: inode \d+$", info_lines, re.MULTILINE)
     assert f"withdrew UUID from the agent of {mount}" in info_lines
+    # The iov and the ring were destroyed.
     assert info_lines.count("destroyed UUID") == 2
 
 
@@ -113,6 +114,7 @@ def test_debug_shows_each_operation(agent_file: Path) -> None:
     assert re.fullmatch(operation_pattern % ("4096", r"entry \d+"), prepared_line)
     assert re.fullmatch(r"ring ADDRESS: submitted; the agent (slept and was woken|is awake)", submitted_line)
     assert re.fullmatch(rf"ring ADDRESS: entry \d+ completed: {READ_BYTES}", completed_line)
+    # The number -9 is -EBADF.
     assert re.fullmatch(operation_pattern % ("0", "refused with -9"), refused_line)
 
 

@@ -32,14 +32,14 @@ OTHER_UID = os.geteuid() + 1
 
 def catch_errno(call: Callable[[], object]) -> int:
     """Return the errno of the AgentError that a call raises."""
-    with pytest.raises(AgentError) as error:
+    with pytest.raises(AgentError) as error_info:
         call()
-    return error.value.errno
+    return error_info.value.errno
 
 
 @pytest.fixture
-def memory() -> Iterator[Path]:
-    """Shared memory of one byte with the name of an iov."""
+def memory_path() -> Iterator[Path]:
+    """A file in /dev/shm with the name of an iov and one byte."""
     path = SHM_FOLDER / f"hf3fs-iov-{uuid.uuid4()}"
     path.write_bytes(b"x")
     yield path
@@ -108,9 +108,9 @@ def test_mount_makes_private_folders_and_semaphores(tmp_path: Path) -> None:
 
 def test_second_agent_of_a_mount_is_ebusy(tmp_path: Path) -> None:
     with AgentMount(tmp_path):
-        with pytest.raises(SetupMissing, match="end the agent") as refused:
+        with pytest.raises(SetupMissing, match="end the agent") as refusal:
             AgentMount(tmp_path)
-        error = refused.value
+        error = refusal.value
         assert (error.operation, error.errno, error.reason) == ("flock", errno.EBUSY, Reason.BUSY)
         assert error.status_name == "EBUSY"
         assert dict(error.arguments) == {"path": str(tmp_path / "3fs-virt" / "agent.lock")}
@@ -118,18 +118,18 @@ def test_second_agent_of_a_mount_is_ebusy(tmp_path: Path) -> None:
 
 
 def test_missing_mount_is_enoent(tmp_path: Path) -> None:
-    with pytest.raises(GdrkitError) as refused:
+    with pytest.raises(GdrkitError) as refusal:
         AgentMount(tmp_path / "missing")
-    assert isinstance(refused.value, SetupMissing)
-    assert (refused.value.operation, refused.value.errno) == ("mkdir", errno.ENOENT)
-    assert dict(refused.value.arguments) == {"path": str(tmp_path / "missing" / "3fs-virt")}
+    assert isinstance(refusal.value, SetupMissing)
+    assert (refusal.value.operation, refusal.value.errno) == ("mkdir", errno.ENOENT)
+    assert dict(refusal.value.arguments) == {"path": str(tmp_path / "missing" / "3fs-virt")}
 
 
 def test_other_error_of_mkdir_is_an_api_error(tmp_path: Path) -> None:
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError) as refusal:
         AgentMount(tmp_path / ("x" * 256))
-    assert not isinstance(refused.value, SetupMissing)
-    assert (refused.value.operation, refused.value.errno) == ("mkdir", errno.ENAMETOOLONG)
+    assert not isinstance(refusal.value, SetupMissing)
+    assert (refusal.value.operation, refusal.value.errno) == ("mkdir", errno.ENAMETOOLONG)
 
 
 MOUNT_PROGRAM = """
@@ -191,14 +191,15 @@ def test_sockets_and_links_of_a_killed_agent_are_removed(tmp_path: Path) -> None
         assert other_file.exists()
 
 
+# An agent removes the memory of a record only if the owner has ended, the inode is the same, and the name fits an iov.
 @pytest.mark.parametrize("case", ["removed", "another file", "owner runs", "other name"])
-def test_memory_of_an_ended_client_is_removed(tmp_path: Path, memory: Path, case: str) -> None:
+def test_memory_of_an_ended_client_is_removed(tmp_path: Path, memory_path: Path, case: str) -> None:
     AgentMount(tmp_path).close()
     owner = get_identity(os.getpid()) if case == "owner runs" else get_identity_of_ended_process()
-    status = memory.stat()
-    shared_path = SHM_FOLDER / f"gdrkit-case-{uuid.uuid4()}" if case == "other name" else memory
-    if shared_path != memory:
-        memory.rename(shared_path)
+    status = memory_path.stat()
+    shared_path = SHM_FOLDER / f"gdrkit-case-{uuid.uuid4()}" if case == "other name" else memory_path
+    if shared_path != memory_path:
+        memory_path.rename(shared_path)
     record = {
         "boot_id": owner.boot_id.hex(),
         "process_id": owner.process_id,
@@ -219,11 +220,11 @@ def test_memory_of_an_ended_client_is_removed(tmp_path: Path, memory: Path, case
         shared_path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"boot_id": "x", "process_id": 1}', "null"])
-def test_malformed_record_is_removed(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("record_text", ["", "{", "[]", "{}", '{"boot_id": "x", "process_id": 1}', "null"])
+def test_malformed_record_is_removed(tmp_path: Path, record_text: str) -> None:
     AgentMount(tmp_path).close()
     record_path = tmp_path / "3fs-virt" / "publications" / "name"
-    record_path.write_text(text)
+    record_path.write_text(record_text)
     record_path.chmod(0o600)
     with AgentMount(tmp_path):
         assert not record_path.exists()
@@ -241,10 +242,10 @@ def test_mount_must_be_a_folder(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- memory of clients
 
 
-def test_shared_memory_is_opened_with_its_attributes(memory: Path) -> None:
-    shared = open_shared(str(memory), uid=os.geteuid())
-    status = memory.stat()
-    assert (shared.name, shared.length_bytes) == (memory.name, 1)
+def test_shared_memory_is_opened_with_its_attributes(memory_path: Path) -> None:
+    shared = open_shared(str(memory_path), uid=os.geteuid())
+    status = memory_path.stat()
+    assert (shared.name, shared.length_bytes) == (memory_path.name, 1)
     assert shared.identity == (status.st_dev, status.st_ino)
     assert os.pread(shared.fd, 1, 0) == b"x"
     assert os.pwrite(shared.fd, b"y", 0) == 1
@@ -264,65 +265,65 @@ def test_target_outside_of_dev_shm_is_einval(target: str) -> None:
     assert catch_errno(lambda: open_shared(target, uid=os.geteuid())) == errno.EINVAL
 
 
-def test_target_that_is_not_memory_is_refused(memory: Path) -> None:
+def test_target_that_is_not_memory_is_refused(memory_path: Path) -> None:
     descriptors_before = list_open_descriptors()
 
-    def get_error_number() -> int:
-        return catch_errno(lambda: open_shared(str(memory), uid=os.geteuid()))
+    def open_and_get_errno() -> int:
+        return catch_errno(lambda: open_shared(str(memory_path), uid=os.geteuid()))
 
-    memory.write_bytes(b"")
-    assert get_error_number() == errno.EINVAL
-    memory.unlink()
-    assert get_error_number() == errno.ENOENT
-    os.mkfifo(memory)
-    assert get_error_number() == errno.EINVAL
-    memory.unlink()
-    memory.symlink_to("/dev/null")
-    assert get_error_number() == errno.EINVAL
-    memory.unlink()
-    memory.mkdir()
-    assert get_error_number() == errno.EISDIR
-    memory.rmdir()
+    memory_path.write_bytes(b"")
+    assert open_and_get_errno() == errno.EINVAL
+    memory_path.unlink()
+    assert open_and_get_errno() == errno.ENOENT
+    os.mkfifo(memory_path)
+    assert open_and_get_errno() == errno.EINVAL
+    memory_path.unlink()
+    memory_path.symlink_to("/dev/null")
+    assert open_and_get_errno() == errno.EINVAL
+    memory_path.unlink()
+    memory_path.mkdir()
+    assert open_and_get_errno() == errno.EISDIR
+    memory_path.rmdir()
     assert list_open_descriptors() == descriptors_before
 
 
-def test_memory_of_another_user_is_eacces(memory: Path) -> None:
+def test_memory_of_another_user_is_eacces(memory_path: Path) -> None:
     descriptors_before = list_open_descriptors()
-    assert catch_errno(lambda: open_shared(str(memory), uid=OTHER_UID)) == errno.EACCES
+    assert catch_errno(lambda: open_shared(str(memory_path), uid=OTHER_UID)) == errno.EACCES
     assert list_open_descriptors() == descriptors_before
 
 
-def test_only_the_same_memory_of_an_iov_is_removed(memory: Path) -> None:
-    shared = open_shared(str(memory), uid=os.geteuid())
-    memory.rename(memory.with_suffix(".old"))
-    memory.write_bytes(b"new")
+def test_only_the_same_memory_of_an_iov_is_removed(memory_path: Path) -> None:
+    shared = open_shared(str(memory_path), uid=os.geteuid())
+    memory_path.rename(memory_path.with_suffix(".old"))
+    memory_path.write_bytes(b"new")
     shared.remove()
-    assert memory.exists()
-    memory.with_suffix(".old").rename(memory)
+    assert memory_path.exists()
+    memory_path.with_suffix(".old").rename(memory_path)
     shared.remove()
     shared.remove()
     shared.close()
-    assert not memory.exists()
+    assert not memory_path.exists()
 
 
-def test_unnamed_memory_gets_its_name(memory: Path) -> None:
-    memory.unlink()
-    shared = adopt_unnamed(str(memory), open_unnamed_file(), uid=os.geteuid())
-    assert (shared.name, shared.length_bytes, shared.is_unnamed) == (memory.name, 1, True)
+def test_unnamed_memory_gets_its_name(memory_path: Path) -> None:
+    memory_path.unlink()
+    shared = adopt_unnamed(str(memory_path), open_unnamed_file(), uid=os.geteuid())
+    assert (shared.name, shared.length_bytes, shared.is_unnamed) == (memory_path.name, 1, True)
     shared.give_name()
-    status = memory.stat()
+    status = memory_path.stat()
     assert shared.identity == (status.st_dev, status.st_ino)
-    assert Path(f"/proc/self/fd/{shared.fd}").readlink() == memory
+    assert Path(f"/proc/self/fd/{shared.fd}").readlink() == memory_path
     assert os.pwrite(shared.fd, b"y", 0) == 1
     assert not os.get_inheritable(shared.fd)
     shared.close()
 
 
-def test_name_of_unnamed_memory_must_be_free(memory: Path) -> None:
-    shared = adopt_unnamed(str(memory), open_unnamed_file(), uid=os.geteuid())
+def test_name_of_unnamed_memory_must_be_free(memory_path: Path) -> None:
+    shared = adopt_unnamed(str(memory_path), open_unnamed_file(), uid=os.geteuid())
     assert catch_errno(shared.give_name) == errno.EEXIST
     shared.close()
-    assert memory.read_bytes() == b"x"
+    assert memory_path.read_bytes() == b"x"
 
 
 @pytest.mark.parametrize(
@@ -339,11 +340,13 @@ def test_name_of_unnamed_memory_must_be_free(memory: Path) -> None:
         ("user", errno.EACCES),
     ],
 )
-def test_descriptor_of_other_memory_is_closed(tmp_path: Path, memory: Path, fault: str, expected_errno: int) -> None:
-    target = {"name": "/dev/shm/iov", "folder": f"/tmp/{memory.name}"}.get(fault, str(memory))  # noqa: S108
+def test_descriptor_of_other_memory_is_closed(
+    tmp_path: Path, memory_path: Path, fault: str, expected_errno: int
+) -> None:
+    target = {"name": "/dev/shm/iov", "folder": f"/tmp/{memory_path.name}"}.get(fault, str(memory_path))  # noqa: S108
     flags = {"read-only": os.O_RDONLY, "write-only": os.O_WRONLY, "path": os.O_PATH}.get(fault, os.O_RDWR)
     if fault == "named":
-        descriptor = os.open(memory, os.O_RDWR)
+        descriptor = os.open(memory_path, os.O_RDWR)
     else:
         folder = tmp_path if fault == "other file system" else SHM_FOLDER
         descriptor = open_unnamed_file(folder, length_bytes=int(fault != "empty"), flags=flags)
@@ -356,10 +359,10 @@ def test_descriptor_of_other_memory_is_closed(tmp_path: Path, memory: Path, faul
 
 
 def test_existing_link_with_the_same_target_is_used(links: LinkFolder, tmp_path: Path) -> None:
-    links.add("name", "gdr://target", owner=None, shared=None)
-    links.add("name", "gdr://target", owner=None, shared=None)
+    links.add("name", "gdr://target", owner=None, shared_file=None)
+    links.add("name", "gdr://target", owner=None, shared_file=None)
     assert os.readlink(tmp_path / "links" / "name") == "gdr://target"  # noqa: PTH115 - a Path would merge the slashes.
-    assert catch_errno(lambda: links.add("name", "other", owner=None, shared=None)) == errno.EEXIST
+    assert catch_errno(lambda: links.add("name", "other", owner=None, shared_file=None)) == errno.EEXIST
     assert os.readlink(tmp_path / "links" / "name") == "gdr://target"  # noqa: PTH115 - a Path would merge the slashes.
     links.remove("name", "other")
     assert (tmp_path / "links" / "name").is_symlink()
@@ -368,35 +371,35 @@ def test_existing_link_with_the_same_target_is_used(links: LinkFolder, tmp_path:
 
 
 def test_failed_link_has_the_errno_of_the_kernel(links: LinkFolder) -> None:
-    assert catch_errno(lambda: links.add("a/b", "target", owner=None, shared=None)) == errno.ENOENT
+    assert catch_errno(lambda: links.add("a/b", "target", owner=None, shared_file=None)) == errno.ENOENT
 
 
-def test_record_names_the_owner_of_a_link(links: LinkFolder, tmp_path: Path, memory: Path) -> None:
+def test_record_names_the_owner_of_a_link(links: LinkFolder, tmp_path: Path, memory_path: Path) -> None:
     owner = get_identity(os.getpid())
-    shared = open_shared(str(memory), uid=os.geteuid())
-    links.add("name", str(memory), owner=owner, shared=shared)
-    status = memory.stat()
+    shared = open_shared(str(memory_path), uid=os.geteuid())
+    links.add("name", str(memory_path), owner=owner, shared_file=shared)
+    status = memory_path.stat()
     assert json.loads((tmp_path / "records" / "name").read_text()) == {
         "boot_id": owner.boot_id.hex(),
         "process_id": os.getpid(),
         "namespace": owner.namespace,
         "started_ticks": owner.started_ticks,
-        "shared": memory.name,
+        "shared": memory_path.name,
         "device": status.st_dev,
         "inode": status.st_ino,
     }
-    links.remove("name", str(memory))
+    links.remove("name", str(memory_path))
     assert list((tmp_path / "records").iterdir()) == []
-    assert memory.exists()
+    assert memory_path.exists()
     shared.close()
 
 
-def test_refused_link_leaves_no_record_and_no_name(links: LinkFolder, tmp_path: Path, memory: Path) -> None:
-    memory.unlink()
-    links.add("name", "other", owner=None, shared=None)
-    shared = adopt_unnamed(str(memory), open_unnamed_file(), uid=os.geteuid())
+def test_refused_link_leaves_no_record_and_no_name(links: LinkFolder, tmp_path: Path, memory_path: Path) -> None:
+    memory_path.unlink()
+    links.add("name", "other", owner=None, shared_file=None)
+    shared = adopt_unnamed(str(memory_path), open_unnamed_file(), uid=os.geteuid())
     owner = get_identity(os.getpid())
-    assert catch_errno(lambda: links.add("name", str(memory), owner=owner, shared=shared)) == errno.EEXIST
+    assert catch_errno(lambda: links.add("name", str(memory_path), owner=owner, shared_file=shared)) == errno.EEXIST
     shared.close()
-    assert not memory.exists()
+    assert not memory_path.exists()
     assert list((tmp_path / "records").iterdir()) == []

@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
 pytestmark = needs(verbs.nic(), host.fuse)
+# Argument of an ioctl that returns a number of four bytes.
 RESULT_BUFFER = bytes(4)
 FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "10"))
 
 
 @pytest.fixture(params=["child", "remote"])
 def mount(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Yield the mount of an agent in FUSE mode, whose storage server is its child or runs on its own."""
+    """Yield the mount of an agent in FUSE mode. Its storage server is a child of the agent, or runs on its own."""
     folder, store = tmp_path / "mount", tmp_path / "store"
     folder.mkdir()
     store.mkdir()
@@ -55,7 +56,7 @@ def mount(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def fuse_folder(tmp_path: Path) -> Iterator[Path]:
-    """Yield the mount of an agent in FUSE mode with a storage server as its child."""
+    """Yield the mount of an agent in FUSE mode, which starts the storage server as a child process."""
     folder, store = tmp_path / "mount", tmp_path / "store"
     folder.mkdir()
     store.mkdir()
@@ -75,7 +76,7 @@ def publish_rings(client: LinkClient, iov: RawIov, suffix: str = "") -> Iterator
             ring = RawRing(16, for_read=for_read)
             stack.callback(ring.close)
             client.publish_ring(ring)
-            stack.callback(client.unpublish, ring.link)
+            stack.callback(client.unpublish, ring.link_name)
             ring_pair.append(ring)
         yield ring_pair[0], ring_pair[1]
 
@@ -95,19 +96,19 @@ def test_two_rings_without_the_socket_read_and_write(mount: Path) -> None:
     client = LinkClient(mount)
     with (
         contextlib.closing(RawIov(MIB)) as iov,
-        # The first file is open before the rings exist. The second one is opened later.
+        # The first file is open before the rings exist. The second file is opened later.
         open_and_get_inode(mount / "file", os.O_RDWR) as inode,
         publish_rings(client, iov) as (read_ring, write_ring),
         open_and_get_inode(mount / "new", os.O_RDWR | os.O_CREAT) as new_inode,
     ):
-        for number in range(8):
+        for chunk_index in range(8):
             read_ring.prepare(
                 iov.id.bytes,
                 inode=inode,
                 length=64 * KIB,
-                buffer_offset=number * 64 * KIB,
-                file_offset=number * 64 * KIB + 17,
-                userdata=number,
+                buffer_offset=chunk_index * 64 * KIB,
+                file_offset=chunk_index * 64 * KIB + 17,
+                userdata=chunk_index,
             )
         read_ring.submit()
         completions = read_ring.wait(8)
@@ -117,8 +118,8 @@ def test_two_rings_without_the_socket_read_and_write(mount: Path) -> None:
         write_ring.prepare(iov.id.bytes, inode=new_inode, length=512 * KIB, file_offset=4097)
         write_ring.submit()
         assert [result for _, result, _ in write_ring.wait(1)] == [512 * KIB]
-    expected = bytes(4097) + pattern.payload(512 * KIB, seed=1, offset_bytes=17)
-    assert (mount / "new").read_bytes() == expected
+    expected_bytes = bytes(4097) + pattern.payload(512 * KIB, seed=1, offset_bytes=17)
+    assert (mount / "new").read_bytes() == expected_bytes
     assert {link.name for link in client.iovs_folder.iterdir()} == {"submit-ios", "submit-ios.ph", "submit-ios.pl"}
 
 
@@ -140,9 +141,10 @@ def test_operation_errors_without_the_socket(fuse_folder: Path) -> None:
         def result_after_close() -> int:
             read_ring.prepare(iov.id.bytes, inode=inode, length=4096)
             read_ring.submit()
-            return read_ring.wait(1)[0][1]
+            ((_, result, _),) = read_ring.wait(1)
+            return result
 
-        # The kernel tells the agent some time after close(2).
+        # The kernel informs the agent of a close(2) only some time after the call.
         wait_until(lambda: result_after_close() == -errno.EBADF, "the closed file is refused", timeout_s=10)
 
 
@@ -165,7 +167,7 @@ def test_killed_clients_leave_nothing_behind(fuse_folder: Path, seed: int) -> No
     random_source = random.Random(seed)
     (fuse_folder / "file").write_bytes(pattern.payload(MIB, seed=7))
     client = LinkClient(fuse_folder)
-    fork = multiprocessing.get_context("fork")
+    fork_context = multiprocessing.get_context("fork")
     with (
         contextlib.closing(RawIov(64 * KIB)) as iov,
         open_and_get_inode(fuse_folder / "file", os.O_RDONLY) as inode,
@@ -173,8 +175,8 @@ def test_killed_clients_leave_nothing_behind(fuse_folder: Path, seed: int) -> No
     ):
         own_links = set(client.iovs_folder.iterdir())
         for _ in range(8):
-            progress, sender = fork.Pipe(duplex=False)
-            process = fork.Process(target=read_until_killed, args=(fuse_folder, sender))
+            progress, sender = fork_context.Pipe(duplex=False)
+            process = fork_context.Process(target=read_until_killed, args=(fuse_folder, sender))
             process.start()
             for _ in range(random_source.randrange(1, 40)):
                 assert progress.poll(30)
@@ -186,7 +188,11 @@ def test_killed_clients_leave_nothing_behind(fuse_folder: Path, seed: int) -> No
             process.join()
             progress.close()
             sender.close()
-            wait_until(lambda: set(client.iovs_folder.iterdir()) == own_links, "the end of the links", timeout_s=30)
+            wait_until(
+                lambda: set(client.iovs_folder.iterdir()) == own_links,
+                "the agent removes the links of the killed client",
+                timeout_s=30,
+            )
             assert not any(path.exists() for path in memory_files)
             iov.memory[:] = bytes(64 * KIB)
             read_ring.prepare(iov.id.bytes, inode=inode, length=64 * KIB)
@@ -208,7 +214,7 @@ def test_iov_of_any_length_is_used_to_its_end(fuse_folder: Path) -> None:
 
 
 def move_by_ioctl(folder: Path, name: str, new_folder: Path, new_name: str, *, inode: int | None = None) -> None:
-    """Call the ioctl MOVE on a folder."""
+    """Call the ioctl MOVE on a folder. `inode` replaces the inode number of the folder in the argument."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         argument = virtual.MOVE_ARGUMENT.pack(
@@ -243,9 +249,9 @@ def test_move_and_remove_change_the_entries(fuse_folder: Path) -> None:
     remove_by_ioctl(source, "inner")
     (source / "full").mkdir()
     (source / "full" / "file").touch()
-    with pytest.raises(OSError, match="not empty") as error:
+    with pytest.raises(OSError, match="not empty") as error_info:
         remove_by_ioctl(source, "full")
-    assert error.value.errno == errno.ENOTEMPTY
+    assert error_info.value.errno == errno.ENOTEMPTY
     remove_by_ioctl(source, "full", recursive=True)
     assert list(source.iterdir()) == list(destination.iterdir()) == []
 
@@ -254,9 +260,9 @@ def test_move_and_remove_refuse_invalid_names(fuse_folder: Path) -> None:
     (fuse_folder / "folder").mkdir()
     (fuse_folder / "file").touch()
     for name, new_name in (("../file", "x"), ("", "x"), ("file", "a/b"), ("file", "..")):
-        with pytest.raises(OSError, match="Invalid") as error:
+        with pytest.raises(OSError, match="Invalid") as error_info:
             move_by_ioctl(fuse_folder, name, fuse_folder, new_name)
-        assert error.value.errno == errno.EINVAL
+        assert error_info.value.errno == errno.EINVAL
     with pytest.raises(OSError, match="Invalid"):
         move_by_ioctl(fuse_folder, "file", fuse_folder, "x", inode=(fuse_folder / "folder").stat().st_ino)
     for name in ("", ".", "..", "folder/x"):
@@ -284,11 +290,11 @@ def test_recursive_rm_removes_the_open_folder(fuse_folder: Path) -> None:
     ):
         fd = os.open(refused_folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            with pytest.raises(OSError, match="permitted") as error:
+            with pytest.raises(OSError, match="permitted") as error_info:
                 fcntl.ioctl(fd, virtual.RECURSIVE_RM, RESULT_BUFFER)
         finally:
             os.close(fd)
-        assert error.value.errno == expected_errno
+        assert error_info.value.errno == expected_errno
 
 
 def test_ioctls_without_an_argument_succeed(fuse_folder: Path) -> None:
@@ -296,7 +302,7 @@ def test_ioctls_without_an_argument_succeed(fuse_folder: Path) -> None:
     (fuse_folder / "file").write_bytes(b"content")
     with (fuse_folder / "file").open("r+b") as file:
         assert fcntl.ioctl(file, virtual.FSYNC) == 0
-        # The result of the next ioctl of the same thread is not omitted.
+        # The agent omits the result of an ioctl that has no argument. It must not omit the results of later ioctls.
         for _ in range(20):
             assert fcntl.ioctl(file, virtual.GET_MAGIC, RESULT_BUFFER) == virtual.MAGIC.to_bytes(4, "little")
     fd = os.open(fuse_folder / "folder", os.O_RDONLY | os.O_DIRECTORY)
@@ -311,15 +317,17 @@ def test_random_ioctls_change_nothing(fuse_folder: Path, seed: int) -> None:
     random_source = random.Random(seed)
     (fuse_folder / "folder").mkdir()
     (fuse_folder / "folder" / "file").write_bytes(b"content")
+    # HARDLINK is missing, because it could succeed with a random name.
     requests = (virtual.PUNCH_HOLE, virtual.MOVE, virtual.REMOVE, virtual.FSYNC, virtual.GET_MAGIC)
     fds = [os.open(fuse_folder / name, os.O_RDONLY) for name in ("", "folder", "folder/file", "3fs-virt")]
     inodes = [os.fstat(fd).st_ino for fd in fds]
     try:
         for _ in range(500):
             request = random_source.choice(requests)
+            # The bits 16 to 29 of an ioctl request are the size of its argument.
             argument = bytearray(random_source.randbytes(request >> 16 & 0x3FFF))
             if random_source.random() < 0.5:
-                # The first field of most arguments is the inode of a folder. HARDLINK could succeed with a random name.
+                # The first field of most arguments is the inode number of a folder.
                 argument[:8] = random_source.choice(inodes).to_bytes(8, "little")[: len(argument)]
             with contextlib.suppress(OSError):
                 fcntl.ioctl(random_source.choice(fds), request, argument)
@@ -356,7 +364,9 @@ def test_fuzzer_of_ioctls_links_and_rings_finds_nothing(
         print(evidence["fuzzer"], round_count)  # noqa: T201 - the number of inputs.
     evidence.number("honest_rounds_count", round_count)
     wait_until(
-        lambda: set((fuse_folder / "3fs-virt" / "iovs").iterdir()) == links_before, "the links end", timeout_s=30
+        lambda: set((fuse_folder / "3fs-virt" / "iovs").iterdir()) == links_before,
+        "the agent removes the links of the fuzzer",
+        timeout_s=30,
     )
     assert (fuse_folder / "input").read_bytes() == pattern.payload(64 * KIB, seed=8)
 
@@ -367,16 +377,16 @@ def test_plain_folder_has_no_ioctls_of_3fs(tmp_path: Path) -> None:
         fd = os.open(tmp_path / "file", os.O_RDWR)
         try:
             for request in (virtual.GET_MAGIC, virtual.GET_IOCTL_VERSION, virtual.FSYNC, virtual.MOVE, virtual.REMOVE):
-                with pytest.raises(OSError, match="ioctl") as error:
+                with pytest.raises(OSError, match="ioctl") as error_info:
                     fcntl.ioctl(fd, request, bytes(1024))
-                assert error.value.errno == errno.ENOTTY
+                assert error_info.value.errno == errno.ENOTTY
         finally:
             os.close(fd)
         assert agent.terminate() == 0, agent.error_output
 
 
 def read_mapped_iov_bytes(agent: AgentProcess) -> int:
-    """Return the bytes of iovs that an agent has mapped."""
+    """Return how many bytes of iovs and rings an agent has mapped."""
     lines = Path(f"/proc/{agent.process.pid}/maps").read_text().splitlines()
     ranges = [line.split()[0].split("-") for line in lines if "/hf3fs-iov-" in line]
     return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
@@ -384,7 +394,7 @@ def read_mapped_iov_bytes(agent: AgentProcess) -> int:
 
 def test_removed_link_frees_memory_in_plain_mode(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(pattern.payload(MIB, seed=4))
-    links = tmp_path / "3fs-virt" / "iovs"
+    iovs_folder = tmp_path / "3fs-virt" / "iovs"
     with (
         AgentProcess(tmp_path) as agent,
         RawClient(tmp_path) as client,
@@ -399,13 +409,14 @@ def test_removed_link_frees_memory_in_plain_mode(tmp_path: Path) -> None:
         def read_result() -> int:
             ring.prepare(iov.id.bytes, inode=inode, length=4096)
             ring.submit()
-            return ring.wait(1)[0][1]
+            ((_, result, _),) = ring.wait(1)
+            return result
 
         for _ in range(2):
             client.publish_iov(iov)
             assert read_mapped_iov_bytes(agent) == ring_bytes + MIB
             assert read_result() == 4096
-            (links / iov.name()).unlink()
+            (iovs_folder / iov.name()).unlink()
             wait_until(lambda: read_mapped_iov_bytes(agent) == ring_bytes, "the agent unmaps the memory", timeout_s=10)
             assert read_result() == -errno.EACCES
         assert agent.terminate() == 0, agent.error_output

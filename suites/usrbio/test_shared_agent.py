@@ -49,7 +49,7 @@ pytestmark = needs(verbs.nic(), host.capability("CAP_SETUID"))
     params=["plain", pytest.param("fuse", marks=needs(host.fuse)), pytest.param("remote", marks=needs(host.fuse))]
 )
 def mode(request: pytest.FixtureRequest) -> str:
-    """The mode of the agent: plain, FUSE with its own storage server, or FUSE with another server of root."""
+    """The mode of the agent: plain, FUSE with its own storage server, or FUSE with a storage server of root."""
     return str(request.param)
 
 
@@ -75,14 +75,18 @@ def mount(mode: str, tmp_path: Path) -> Iterator[Path]:
 
 def find_agent_folder(mount: Path) -> Path:
     """Return the folder of the agent: ``3fs-virt``, or a folder outside of a FUSE mount."""
-    virtual = mount / "3fs-virt"
-    return (virtual / "agent.sock").readlink().parent if (virtual / "agent.sock").is_symlink() else virtual
+    virtual_folder = mount / "3fs-virt"
+    socket_path = virtual_folder / "agent.sock"
+    return socket_path.readlink().parent if socket_path.is_symlink() else virtual_folder
 
 
 def try_attacks(
     mount: Path, victim: dict[str, Any], private_file: Path, readable_file: Path, connection: Connection
 ) -> None:
-    """Try to use the objects of another user and of the agent, and send the errno of each attempt."""
+    """Try to use the objects of another user and of the agent, and send the errno of each attempt.
+
+    `victim` has the names and numbers of the other user's objects that read_on_demand() has sent.
+    """
     virtual_folder = find_agent_folder(mount)
     with (
         publish_iov_and_ring(mount) as (client, iov, ring),
@@ -146,6 +150,7 @@ def try_attacks(
             "publish more than the quota": lambda: client.publish_iov(RawIov(8 * MIB)),
         }
         connection.send({label: catch_errno(action) for label, action in actions.items()})
+        # The publications last until the case kills this process.
         connection.recv()
 
 
@@ -181,11 +186,11 @@ EXPECTED_ERRNOS = {
 
 
 def test_attempts_on_another_users_objects_are_refused(mount: Path, mode: str, evidence: Evidence) -> None:
-    expected = dict(EXPECTED_ERRNOS)
+    expected_errnos = dict(EXPECTED_ERRNOS)
     if mode != "plain":
-        expected["list .gdrkit"] = errno.ENOENT  # Clients of a storage server do not see its private folder.
+        expected_errnos["list .gdrkit"] = errno.ENOENT  # Clients of a storage server do not see its private folder.
     if mode == "remote":
-        expected["connect to server.sock"] = errno.ENOENT
+        expected_errnos["connect to server.sock"] = errno.ENOENT
     private_file, readable_file = mount / "private", mount / "readable"
     readable_file.write_bytes(bytes(64 * KIB))
     readable_file.chmod(0o644)
@@ -193,13 +198,16 @@ def test_attempts_on_another_users_objects_are_refused(mount: Path, mode: str, e
         victim = alice.receive()
         with UserProcess(BOB, lambda pipe: try_attacks(mount, victim, private_file, readable_file, pipe)) as bob:
             results = bob.receive()
-            evidence["refused"] = {label: errno.errorcode.get(number, number) for label, number in results.items()}
-            assert results == expected
+            evidence["refused"] = {label: errno.errorcode.get(result, result) for label, result in results.items()}
+            assert results == expected_errnos
         assert alice.ask() == 64 * KIB
 
 
 def use_files(mount: Path, paths: list[Path], *, by_rings: bool) -> Callable[[Connection], None]:
-    """Return a function that reads and writes files, by rings or by the kernel, and sends all results."""
+    """Return a function that opens, reads and writes files, by rings or by the kernel, and sends all results.
+
+    A result has the number of bytes that were read and that were written, or the errno of open(2) and 0.
+    """
 
     def run(connection: Connection) -> None:
         results = {}
@@ -245,10 +253,10 @@ def test_rights_are_those_of_the_kernel(mount: Path) -> None:
             paths.append(path)
     for uid, groups in ((0, [0]), (ALICE, []), (BOB, [GROUP])):
         with (
-            UserProcess(uid, use_files(mount, paths, by_rings=True), groups=groups) as by_rings,
-            UserProcess(uid, use_files(mount, paths, by_rings=False), groups=groups) as by_kernel,
+            UserProcess(uid, use_files(mount, paths, by_rings=True), groups=groups) as ring_process,
+            UserProcess(uid, use_files(mount, paths, by_rings=False), groups=groups) as kernel_process,
         ):
-            assert by_rings.receive() == by_kernel.receive()
+            assert ring_process.receive() == kernel_process.receive()
 
 
 def write_once(mount: Path, path: Path) -> Callable[[Connection], None]:
@@ -279,8 +287,8 @@ def test_killed_clients_of_one_user_do_not_harm_another(mount: Path) -> None:
         alice.receive()
         root.receive()
         memory_files_before = set(list_shared_memory_files(mount))
-        for number in range(10):
-            with UserProcess(BOB, read_on_demand(mount, mount / f"bob{number}")) as bob:
+        for file_index in range(10):
+            with UserProcess(BOB, read_on_demand(mount, mount / f"bob{file_index}")) as bob:
                 published_names = bob.receive()
                 targets = [Path(published_names[name]) for name in ("target", "ring_target")]
                 assert bob.ask() == 64 * KIB
@@ -288,7 +296,7 @@ def test_killed_clients_of_one_user_do_not_harm_another(mount: Path) -> None:
             assert alice.ask() == root.ask() == 64 * KIB
             wait_until(
                 lambda: list_shared_memory_files(mount) == memory_files_before,
-                "the links of the killed client end",
+                "the agent removes the links of the killed client",
                 timeout_s=30,
             )
             assert not any(path.exists() for path in targets)
@@ -306,10 +314,10 @@ def test_client_library_works_for_every_user(mount: Path) -> None:
 
 def test_small_iovs_cost_a_page_of_the_quota() -> None:
     quota = MemoryQuota(2 * os.sysconf("SC_PAGESIZE"))
-    releases = [quota.charge(ALICE, 1) for _ in range(2)]
+    release_functions = [quota.charge(ALICE, 1) for _ in range(2)]
     with pytest.raises(AgentError, match="EDQUOT"):
         quota.charge(ALICE, 1)
-    releases[0]()
+    release_functions[0]()
     quota.charge(ALICE, 1)
     quota.charge(BOB, 1)
 

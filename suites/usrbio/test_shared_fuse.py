@@ -33,14 +33,15 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
 pytestmark = needs(verbs.nic(), host.fuse, host.capability("CAP_SETUID"))
+# Users and their supplementary groups.
 USERS: tuple[tuple[int, list[int]], ...] = ((0, [0]), (ALICE, []), (BOB, [GROUP]))
 
 
 @pytest.fixture
 def folders() -> Iterator[tuple[Path, Path]]:
     """Yield a shared FUSE mount and a plain folder, in which every user can create files."""
-    with shared_mount() as (_agent, mount, plain):
-        yield mount, plain
+    with shared_mount() as (_agent, mount, plain_folder):
+        yield mount, plain_folder
 
 
 def make_tree(root: Path) -> None:
@@ -58,7 +59,7 @@ def make_tree(root: Path) -> None:
 
 
 def make_operations(folder: Path) -> dict[str, Callable[[], object]]:
-    """Return calls on the entries of a folder, by their names."""
+    """Return operations on the entries of a folder, by their labels."""
     secret, public, target = folder / "secret", folder / "public", folder / "target"
 
     def write(path: Path, flags: int) -> Callable[[], object]:
@@ -71,8 +72,8 @@ def make_operations(folder: Path) -> dict[str, Callable[[], object]]:
 
         return run
 
-    def set_times(path: Path, ns: tuple[int, int] | None) -> Callable[[], object]:
-        return lambda: os.utime(path, ns=ns) if ns else os.utime(path)
+    def set_times(path: Path, times_ns: tuple[int, int] | None) -> Callable[[], object]:
+        return lambda: os.utime(path, ns=times_ns) if times_ns else os.utime(path)
 
     return {
         "list": lambda: list(folder.iterdir()),
@@ -145,11 +146,12 @@ def test_calls_have_the_results_of_a_plain_folder(folders: tuple[Path, Path], ui
         assert attributes_before != attributes_after[-1]
     assert results[0] == results[1]
     assert attributes_after[0] == attributes_after[1]
+    # The calls of a user other than root have at least three different results: 0 and two errnos.
     assert len(set(results[0].values())) >= (1 if uid == 0 else 3)
 
 
 def publish_by_links(mount: Path, connection: Connection) -> None:
-    """Publish by links, open a private file, and read the file by the ring once for each question."""
+    """Publish an iov and a ring by links, open a private file, and read it by the ring once for each message."""
     client = LinkClient(mount)
     path = mount / f"private-{os.getuid()}"
     path.write_bytes(pattern.payload(64 * KIB, seed=5))
@@ -162,7 +164,7 @@ def publish_by_links(mount: Path, connection: Connection) -> None:
         client.publish_iov(iov)
         client.publish_ring(ring)
         inode = os.fstat(file.fileno()).st_ino
-        names = {"iov": iov.name(), "target": str(iov.path), "ring": ring.link}
+        names = {"iov": iov.name(), "target": str(iov.path), "ring": ring.link_name}
         connection.send({**names, "path": str(path), "inode": inode, "id": iov.id.bytes})
         while True:
             connection.recv()
@@ -174,7 +176,7 @@ def publish_by_links(mount: Path, connection: Connection) -> None:
 
 def try_attacks(mount: Path, victim: dict[str, Any], connection: Connection) -> None:
     """Try to use the objects of another user through the mount, and send the errno of each attempt."""
-    links, private_file = mount / "3fs-virt" / "iovs", Path(victim["path"])
+    iovs_folder, private_file = mount / "3fs-virt" / "iovs", Path(victim["path"])
     client = LinkClient(mount)
     root_fd = os.open(mount, os.O_RDONLY | os.O_DIRECTORY)
     root_inode = os.fstat(root_fd).st_ino
@@ -198,18 +200,19 @@ def try_attacks(mount: Path, victim: dict[str, Any], connection: Connection) -> 
     ):
         client.publish_iov(iov)
         client.publish_ring(ring)
-        visible_names = {path.name for path in links.iterdir() if not path.name.startswith("submit-ios")}
-        assert visible_names == {iov.name(), ring.link}
+        # A user sees only the links of its own publications.
+        visible_names = {path.name for path in iovs_folder.iterdir() if not path.name.startswith("submit-ios")}
+        assert visible_names == {iov.name(), ring.link_name}
         folder_fd = os.open(mount / "folder", os.O_RDONLY | os.O_DIRECTORY)
-        name = private_file.name.encode()
+        private_name = private_file.name.encode()
         inode = os.fstat(file.fileno()).st_ino
         actions: dict[str, Callable[[], object]] = {
-            "read the link of an iov": (links / victim["iov"]).readlink,
-            "find the link of a ring": (links / victim["ring"]).lstat,
-            "remove the link of an iov": (links / victim["iov"]).unlink,
-            "remove the link of a ring": (links / victim["ring"]).unlink,
-            "publish the name of an iov": lambda: (links / victim["iov"]).symlink_to(iov.path),
-            "publish the memory of an iov": lambda: (links / RawIov(4096).name()).symlink_to(victim["target"]),
+            "read the link of an iov": (iovs_folder / victim["iov"]).readlink,
+            "find the link of a ring": (iovs_folder / victim["ring"]).lstat,
+            "remove the link of an iov": (iovs_folder / victim["iov"]).unlink,
+            "remove the link of a ring": (iovs_folder / victim["ring"]).unlink,
+            "publish the name of an iov": lambda: (iovs_folder / victim["iov"]).symlink_to(iov.path),
+            "publish the memory of an iov": lambda: (iovs_folder / RawIov(4096).name()).symlink_to(victim["target"]),
             "read a private file by a ring": transfer_or_raise(iov.id.bytes, victim["inode"]),
             "read into an iov": transfer_or_raise(victim["id"], inode),
             "open a private file": lambda: private_file.open("rb"),
@@ -221,9 +224,11 @@ def try_attacks(mount: Path, victim: dict[str, Any], connection: Connection) -> 
             "change the times of a private file": lambda: os.utime(private_file),
             "truncate a private file": lambda: os.truncate(private_file, 0),
             "remove a tree by rm-rf": lambda: (mount / "3fs-virt" / "rm-rf" / "x").symlink_to(mount / "folder"),
-            "ioctl REMOVE": ioctl(virtual.REMOVE, virtual.REMOVE_ARGUMENT.pack(root_inode, name, 0)),
+            "ioctl REMOVE": ioctl(virtual.REMOVE, virtual.REMOVE_ARGUMENT.pack(root_inode, private_name, 0)),
             "ioctl REMOVE of a tree": ioctl(virtual.REMOVE, virtual.REMOVE_ARGUMENT.pack(root_inode, b"folder", 1)),
-            "ioctl MOVE": ioctl(virtual.MOVE, virtual.MOVE_ARGUMENT.pack(root_inode, name, root_inode, b"taken", 0)),
+            "ioctl MOVE": ioctl(
+                virtual.MOVE, virtual.MOVE_ARGUMENT.pack(root_inode, private_name, root_inode, b"taken", 0)
+            ),
             "ioctl RECURSIVE_RM": ioctl(virtual.RECURSIVE_RM, bytes(4), folder_fd),
             "ioctl HARDLINK": ioctl(
                 virtual.HARDLINK,
@@ -231,6 +236,7 @@ def try_attacks(mount: Path, victim: dict[str, Any], connection: Connection) -> 
                 file.fileno(),
             ),
             "ioctl PUNCH_HOLE": ioctl(
+                # PUNCH_HOLE: one range, no flags, 1000 starts and 1000 ends. The range is from 0 to 4096.
                 virtual.PUNCH_HOLE,
                 virtual.PUNCH_HOLE_ARGUMENT.pack(1, 0, *[0] * 1000, 4096, *[0] * 999),
                 os.open(mount / "readable", os.O_RDONLY),
@@ -276,7 +282,7 @@ def test_attempts_through_the_mount_are_refused(folders: tuple[Path, Path], evid
         victim = alice.receive()
         with UserProcess(BOB, lambda pipe: try_attacks(mount, victim, pipe)) as bob:
             results = bob.receive()
-            evidence["refused"] = {label: errno.errorcode.get(number, number) for label, number in results.items()}
+            evidence["refused"] = {label: errno.errorcode.get(result, result) for label, result in results.items()}
             assert results == EXPECTED_ERRNOS
         assert alice.ask() == 64 * KIB
     assert (mount / "folder" / "file").exists()
@@ -284,21 +290,25 @@ def test_attempts_through_the_mount_are_refused(folders: tuple[Path, Path], evid
 
 def test_killed_link_clients_of_one_user_do_not_harm_another(folders: tuple[Path, Path]) -> None:
     mount, _plain = folders
-    links = mount / "3fs-virt" / "iovs"
+    iovs_folder = mount / "3fs-virt" / "iovs"
     with (
         UserProcess(ALICE, lambda pipe: publish_by_links(mount, pipe)) as alice,
         UserProcess(0, lambda pipe: publish_by_links(mount, pipe)) as root,
     ):
         alice.receive()
         root.receive()
-        links_before = set(links.iterdir())
+        links_before = set(iovs_folder.iterdir())
         for _ in range(10):
             with UserProcess(BOB, lambda pipe: publish_by_links(mount, pipe)) as bob:
                 target = Path(bob.receive()["target"])
                 assert bob.ask() == 64 * KIB
                 bob.connection.send(None)  # The process is killed while it reads.
             assert alice.ask() == root.ask() == 64 * KIB
-            wait_until(lambda: set(links.iterdir()) == links_before, "the links of the killed client end", timeout_s=30)
+            wait_until(
+                lambda: set(iovs_folder.iterdir()) == links_before,
+                "the agent removes the links of the killed client",
+                timeout_s=30,
+            )
             assert not target.exists()
 
 
@@ -337,11 +347,11 @@ os.execv(sys.executable, [sys.executable, "-m", "gdrkit", *sys.argv[1:]])
 """
 
 
-@pytest.mark.parametrize("prctl", [WITHOUT_SETUID, WITH_CAPABILITIES_OF_ROOT], ids=["setuid", "securebits"])
-def test_server_that_cannot_change_its_user_is_refused(tmp_path: Path, prctl: str) -> None:
+@pytest.mark.parametrize("prctl_arguments", [WITHOUT_SETUID, WITH_CAPABILITIES_OF_ROOT], ids=["setuid", "securebits"])
+def test_server_that_cannot_change_its_user_is_refused(tmp_path: Path, prctl_arguments: str) -> None:
     store, mount = tmp_path / "store", tmp_path / "mount"
     mount.mkdir()
-    program = [sys.executable, "-c", SERVER_PROGRAM.format(prctl)]
+    program = [sys.executable, "-c", SERVER_PROGRAM.format(prctl_arguments)]
     with run_storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0", program=program) as server:
         options = ("--server", server.address, "--token-file", str(store / ".gdrkit" / "token"), "--shared")
         with pytest.raises(AssertionError, match=r"cannot serve several users: .*user 65534"):

@@ -68,23 +68,23 @@ def attack_by_rename(mount: Path, connection: Connection) -> None:
 
 
 def test_renamed_private_folder_gives_no_access(mount: Path) -> None:
-    group, private = mount / "group", mount / "group" / "private"
-    group.mkdir()
-    os.chown(group, 0, GROUP)
-    group.chmod(0o775)
-    private.mkdir()
-    (private / "key").write_bytes(pattern.payload(64 * KIB, seed=7))
-    (private / "key").chmod(0o600)
-    os.chown(private / "key", ALICE, ALICE)
-    os.chown(private, ALICE, ALICE)
-    private.chmod(0o700)
+    group_folder, private_folder = mount / "group", mount / "group" / "private"
+    group_folder.mkdir()
+    os.chown(group_folder, 0, GROUP)
+    group_folder.chmod(0o775)
+    private_folder.mkdir()
+    (private_folder / "key").write_bytes(pattern.payload(64 * KIB, seed=7))
+    (private_folder / "key").chmod(0o600)
+    os.chown(private_folder / "key", ALICE, ALICE)
+    os.chown(private_folder, ALICE, ALICE)
+    private_folder.chmod(0o700)
     with UserProcess(BOB, lambda pipe: attack_by_rename(mount, pipe), groups=[GROUP]) as bob:
         assert bob.receive() == [errno.EACCES, errno.EACCES]
-    assert (group / "own" / "key").read_bytes() == pattern.payload(64 * KIB, seed=7)
+    assert (group_folder / "own" / "key").read_bytes() == pattern.payload(64 * KIB, seed=7)
 
 
 def read_registered(mount: Path, path: Path, connection: Connection) -> None:
-    """Register a file, and read it once for each question."""
+    """Register a file, read it once, and read it again after each message."""
     with publish_iov_and_ring(mount) as (client, iov, ring), path.open("rb") as file:
         inode = client.register_file(file.fileno())
         while True:
@@ -100,27 +100,28 @@ def test_new_session_reopens_files_as_their_user() -> None:
         with UserProcess(BOB, lambda pipe: read_registered(mount, path, pipe), groups=[GROUP]) as bob:
             assert bob.receive() == 4 * KIB
             # Until the agent notices the end of the session, its own reads of cached bytes have the old access.
-            # The second mode would allow the access that the server has refused.
-            for mode, old_results in ((0o600, {-errno.EREMOTEIO, 4 * KIB}), (0o644, {-errno.EREMOTEIO})):
+            # The second mode would allow the access, but a file that the server has refused once stays refused.
+            for mode, results_before_renewal in ((0o600, {-errno.EREMOTEIO, 4 * KIB}), (0o644, {-errno.EREMOTEIO})):
                 stored_file.chmod(mode)
                 os.kill(agent.server_process_id(), signal.SIGKILL)
                 results = [-errno.EREMOTEIO]
 
-                def ask(results: list[int] = results, old_results: set[int] = old_results) -> bool:
+                def ask(results: list[int] = results, ignored_results: set[int] = results_before_renewal) -> bool:
                     results.append(bob.ask())
-                    return results[-1] not in old_results
+                    return results[-1] not in ignored_results
 
                 wait_until(ask, "the agent has a new session", timeout_s=30)
                 assert results[-1] == -errno.EACCES
 
 
-def shorten_files(folder: Path, connection: Connection) -> None:
-    """Shorten programs of another user, each by another call, and send the errno of each call."""
+def truncate_and_punch(folder: Path, connection: Connection) -> None:
+    """Truncate a program of another user, punch a hole into another program, and send the errno of each call."""
 
     def punch() -> None:
         fd = os.open(folder / "punch", os.O_RDWR)
-        ranges = virtual.PUNCH_HOLE_ARGUMENT.pack(1, 0, *[0] * 1000, 4096, *[0] * 999)
-        fcntl.ioctl(fd, virtual.PUNCH_HOLE, bytearray(ranges))
+        # PUNCH_HOLE: one range, no flags, 1000 starts and 1000 ends. The range is from 0 to 4096.
+        argument = virtual.PUNCH_HOLE_ARGUMENT.pack(1, 0, *[0] * 1000, 4096, *[0] * 999)
+        fcntl.ioctl(fd, virtual.PUNCH_HOLE, bytearray(argument))
 
     def open_empty() -> None:
         os.close(os.open(folder / "open", os.O_WRONLY | os.O_TRUNC))
@@ -134,7 +135,7 @@ def test_truncation_clears_the_set_user_id_bits(mount: Path) -> None:
         (store_folder / name).write_bytes(bytes(64 * KIB))
         os.chown(store_folder / name, ALICE, GROUP)
         (store_folder / name).chmod(0o6777)
-    with UserProcess(BOB, lambda pipe: shorten_files(mount, pipe)) as bob:
+    with UserProcess(BOB, lambda pipe: truncate_and_punch(mount, pipe)) as bob:
         results = bob.receive()
     modes = {name: oct((store_folder / name).stat().st_mode & 0o7777) for name in results}
     assert (results, modes) == (dict.fromkeys(results, 0), dict.fromkeys(results, oct(0o777)))
@@ -142,12 +143,13 @@ def test_truncation_clears_the_set_user_id_bits(mount: Path) -> None:
 
 def use_ioctls_without_capabilities(mount: Path, connection: Connection) -> None:
     """Give up all capabilities of root, and send the errno of each ioctl that names an entry of a folder."""
-    # linux/capability.h: version 3, and the effective, permitted and inheritable sets of this thread.
+    # The structs of capset(2): version 3 and thread 0 (this thread), and empty effective, permitted and inheritable
+    # sets.
     header, capability_sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None).capset(header, capability_sets) == 0
     root_fd = os.open(mount, os.O_RDONLY | os.O_DIRECTORY)
     inode = os.fstat(root_fd).st_ino
-    requests = {
+    argument_by_request = {
         virtual.MOVE: virtual.MOVE_ARGUMENT.pack(inode, b"private", inode, b"taken", 0),
         virtual.REMOVE: virtual.REMOVE_ARGUMENT.pack(inode, b"private", 1),
         virtual.RECURSIVE_RM: bytes(4),
@@ -156,12 +158,13 @@ def use_ioctls_without_capabilities(mount: Path, connection: Connection) -> None
     results = {}
     with (mount / "readable").open("rb") as file:
         folder_fd = os.open(mount / "open", os.O_RDONLY | os.O_DIRECTORY)
-        fds = {virtual.RECURSIVE_RM: folder_fd, virtual.HARDLINK: file.fileno()}
-        for request, argument in requests.items():
-            action = functools.partial(fcntl.ioctl, fds.get(request, root_fd), request, bytearray(argument))
+        fd_by_request = {virtual.RECURSIVE_RM: folder_fd, virtual.HARDLINK: file.fileno()}
+        for request, argument in argument_by_request.items():
+            action = functools.partial(fcntl.ioctl, fd_by_request.get(request, root_fd), request, bytearray(argument))
             results[request] = catch_errno(action)
-        remove = functools.partial((mount / "3fs-virt" / "rm-rf" / "x").symlink_to, mount / "open")
-        results[0] = catch_errno(remove)
+        make_rm_rf_link = functools.partial((mount / "3fs-virt" / "rm-rf" / "x").symlink_to, mount / "open")
+        # The key 0 stands for the link in rm-rf, which is not an ioctl.
+        results[0] = catch_errno(make_rm_rf_link)
     connection.send(list(results.values()))
 
 

@@ -92,8 +92,8 @@ def test_stopped_server_that_was_given_up_is_killed_at_once(server: EmbeddedServ
     assert process_id is not None
     os.kill(process_id, signal.SIGSTOP)
     server.give_up()
-    options = os.WEXITED | os.WNOWAIT | os.WNOHANG
-    wait_until(lambda: os.waitid(os.P_PID, process_id, options) is not None, "the server is killed")
+    wait_options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+    wait_until(lambda: os.waitid(os.P_PID, process_id, wait_options) is not None, "the server is killed")
 
 
 def test_connection_to_a_server_that_does_not_run_fails(server: EmbeddedServer) -> None:
@@ -105,7 +105,7 @@ def test_server_that_was_killed_is_started_again(server: EmbeddedServer) -> None
     server.prepare()
     first_process_id = server.process_id
     assert first_process_id is not None
-    os.kill(first_process_id, 9)
+    os.kill(first_process_id, signal.SIGKILL)
     os.waitid(os.P_PID, first_process_id, os.WEXITED | os.WNOWAIT)
     server.prepare()
     assert server.process_id != first_process_id
@@ -113,16 +113,19 @@ def test_server_that_was_killed_is_started_again(server: EmbeddedServer) -> None
 
 def test_failed_start_of_a_server_has_its_exit_code(mount: AgentMount, tmp_path: Path) -> None:
     embedded_server = EmbeddedServer(tmp_path / "missing", mount)
-    with pytest.raises(BrokenResource, match=r"ended with [1-9]\d* before it was ready") as error:
+    with pytest.raises(BrokenResource, match=r"ended with [1-9]\d* before it was ready") as error_info:
         embedded_server.prepare()
-    assert error.value.reason is Reason.PEER_GONE
+    assert error_info.value.reason is Reason.PEER_GONE
     assert embedded_server.process_id is None
     embedded_server.close()
 
 
 @contextlib.contextmanager
 def hold_server_lock(mount: AgentMount) -> Iterator[int]:
-    """Hold the lock that the storage server of an earlier agent holds, until the block ends. Yield its descriptor."""
+    """Hold the lock of the storage server until the block ends, as the server of an earlier agent would do.
+
+    Yield the descriptor of the lock file.
+    """
     lock_fd = mount.open("server.lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX)
@@ -133,10 +136,10 @@ def hold_server_lock(mount: AgentMount) -> Iterator[int]:
 
 def test_server_waits_for_the_end_of_an_earlier_one(server: EmbeddedServer, mount: AgentMount) -> None:
     with hold_server_lock(mount) as lock_fd:
-        unlock = threading.Timer(0.5, fcntl.flock, [lock_fd, fcntl.LOCK_UN])
-        unlock.start()
+        unlock_timer = threading.Timer(0.5, fcntl.flock, [lock_fd, fcntl.LOCK_UN])
+        unlock_timer.start()
         server.prepare()
-        unlock.join()
+        unlock_timer.join()
     assert is_running(server.process_id)
 
 
@@ -155,11 +158,11 @@ def test_running_server_holds_the_lock(server: EmbeddedServer, mount: AgentMount
 def test_earlier_server_that_does_not_end_is_reported(server: EmbeddedServer, mount: AgentMount) -> None:
     """The case takes 20 s, because an agent waits so long for the end of an earlier server."""
     with hold_server_lock(mount):
-        descriptors = set(Path("/proc/self/fd").iterdir())
-        with pytest.raises(BrokenResource, match="the storage server of an earlier agent does not end") as error:
+        descriptors_before = set(Path("/proc/self/fd").iterdir())
+        with pytest.raises(BrokenResource, match="the storage server of an earlier agent does not end") as error_info:
             server.prepare()
-        assert set(Path("/proc/self/fd").iterdir()) == descriptors
-    assert error.value.reason is Reason.BUSY
+        assert set(Path("/proc/self/fd").iterdir()) == descriptors_before
+    assert error_info.value.reason is Reason.BUSY
     assert server.process_id is None
     # The agent tries again later, and succeeds after the end of the earlier server.
     server.prepare()
@@ -170,13 +173,13 @@ def test_server_whose_start_hangs_is_killed_and_reported(
     server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The case takes 30 s, because an agent waits so long for the start of its server."""
-    # Python imports this module at the start of the child.
+    # Python imports this module at the start of the child, which therefore hangs.
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(300)\n")
     with monkeypatch.context() as environment:
         environment.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-        with pytest.raises(BrokenResource, match="not ready within 30 s") as error:
+        with pytest.raises(BrokenResource, match="not ready within 30 s") as error_info:
             server.prepare()
-    assert error.value.reason is Reason.TIMEOUT
+    assert error_info.value.reason is Reason.TIMEOUT
     assert server.process_id is None
     server.prepare()
     assert is_running(server.process_id)
@@ -190,14 +193,14 @@ def test_only_an_embedded_server_takes_descriptors(server: EmbeddedServer) -> No
 
 def test_connection_to_a_remote_server_has_no_delay() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        remote = RemoteServer("127.0.0.1", listener.getsockname()[1], "token")
-        remote.prepare()
-        with remote.connect() as connection:
+        remote_server = RemoteServer("127.0.0.1", listener.getsockname()[1], "token")
+        remote_server.prepare()
+        with remote_server.connect() as connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert connection.gettimeout() == 30
-        remote.give_up()
-        remote.close()
-        assert remote.token == "token"  # noqa: S105 - not a password.
+        remote_server.give_up()
+        remote_server.close()
+        assert remote_server.token == "token"  # noqa: S105 - not a password.
 
 
 def test_local_descriptor_is_of_the_file_of_the_handle(server: EmbeddedServer, tmp_path: Path) -> None:
@@ -225,7 +228,7 @@ def test_local_descriptor_is_of_the_file_of_the_handle(server: EmbeddedServer, t
         with pytest.raises(OSError, match="open") as link_refusal:
             access.open_local(store, session, handle)
         assert link_refusal.value.errno == errno.ELOOP
-        # Without the handle, the inode number may belong to a new file.
+        # After the server has closed its handle, the inode number may belong to a new file.
         (store / "folder").unlink()
         (store / "moved").rename(store / "folder")
         session.call(messages.Close(handle=handle), messages.Done)

@@ -23,27 +23,28 @@ ROUND_COUNT = 3000
 
 
 def test_ring_index_is_reused_before_its_completion_is_returned(tmp_path: Path) -> None:
-    """The library reuses the only index of this ring as soon as it has received the completion of the operation."""
+    """The ring has one index. The library reuses it before wait() has returned the completion of the operation."""
     (tmp_path / "file").write_bytes(bytes(4 * KIB))
     with AgentProcess(tmp_path) as agent:
         fd = os.open(tmp_path / "file", os.O_RDONLY)
         usrbio.register_fd(fd)
         iovec = usrbio.create_iovec(str(tmp_path), length_bytes=4 * KIB)
         ring = usrbio.make_ioring(str(tmp_path), 1, for_read=True)
-        completed_numbers: list[object] = []
+        completed_rounds: list[object] = []
 
         def collect_completions() -> None:
-            while len(completed_numbers) < ROUND_COUNT:
-                completed_numbers.extend(
-                    iov.userdata for iov in ring.wait(min_results=1, timeout=timedelta(seconds=30))
+            while len(completed_rounds) < ROUND_COUNT:
+                completed_rounds.extend(
+                    completed_slice.userdata
+                    for completed_slice in ring.wait(min_results=1, timeout=timedelta(seconds=30))
                 )
 
         waiter = threading.Thread(target=collect_completions)
         waiter.start()
-        for number in range(ROUND_COUNT):
+        for round_index in range(ROUND_COUNT):
             while True:
                 try:
-                    ring.prepare(iovec[0:512], read=True, fd=fd, off=0, userdata=number)
+                    ring.prepare(iovec[0:512], read=True, fd=fd, off=0, userdata=round_index)
                 except usrbio.UsrbioError as error:
                     if error.errno != errno.EAGAIN:
                         raise
@@ -51,7 +52,7 @@ def test_ring_index_is_reused_before_its_completion_is_returned(tmp_path: Path) 
                     break
             ring.submit()
         waiter.join()
-        assert completed_numbers == list(range(ROUND_COUNT))
+        assert completed_rounds == list(range(ROUND_COUNT))
         ring.destroy()
         usrbio.deregister_fd(fd)
         os.close(fd)

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
 
-# This program reads a file into the GPU, checks the bytes by a copy of the GPU, and writes them to another file. It
-# prints how often the process flushed during the read, during the write, and during a read while it has host memory
-# only.
+# This program reads a file into the GPU, checks the bytes by a copy from the GPU, and writes them to another file. It
+# prints how often the process flushed during the read, during the write, and during a later read into host memory.
 PROGRAM = """
 import json, os, sys
 from gdrkit import usrbio
@@ -37,38 +36,39 @@ source, copy = os.open(f"{mount}/file", os.O_RDONLY), os.open(f"{mount}/copy", o
 for fd in (source, copy):
     usrbio.register_fd(fd)
 
-def flushes():
+def count_flushes():
     return read_call_counts(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
 
-counts = [0]  # the library of CUDA is not loaded yet
+flush_counts = [0]  # The library of CUDA is not loaded yet.
 with Application(mount, memory_kind="device", length_bytes=length) as application:
     application.fill(0)
     assert application.read((source, 0, 0, length)) == [length]
     application.check(0, length, seed=seed, file_offset=0)
-    counts.append(flushes())
+    flush_counts.append(count_flushes())
     assert application.write((copy, 0, 0, length)) == [length]
-    counts.append(flushes())
+    flush_counts.append(count_flushes())
 with Application(mount, memory_kind="host", length_bytes=length) as application:
     assert application.read((copy, 0, 0, length)) == [length]
     application.check(0, length, seed=seed, file_offset=0)
-counts.append(flushes())
-print(json.dumps([after - before for before, after in zip(counts, counts[1:])]))
+flush_counts.append(count_flushes())
+print(json.dumps([after - before for before, after in zip(flush_counts, flush_counts[1:])]))
 """
 
 
-@pytest.mark.parametrize(("ordering", "flushes"), [(0, [1, 0, 0]), (100, [0, 0, 0])])
+# The orderings are CU_GPU_DIRECT_RDMA_WRITES_ORDERING_NONE (0) and _OWNER (100).
+@pytest.mark.parametrize(("writes_ordering", "flush_counts"), [(0, [1, 0, 0]), (100, [0, 0, 0])])
 def test_wait_flushes_reads_into_a_gpu_that_needs_it(
-    tmp_path: Path, seed: int, ordering: int, flushes: list[int]
+    tmp_path: Path, seed: int, writes_ordering: int, flush_counts: list[int]
 ) -> None:
     (tmp_path / "file").write_bytes(pattern.payload(MIB, seed=seed))
     with AgentProcess(tmp_path):
         child = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(tmp_path), str(seed), str(MIB)],
-            env=suites_environ() | {"GDRKIT_TWINS_WRITES_ORDERING": str(ordering)},
+            env=suites_environ() | {"GDRKIT_TWINS_WRITES_ORDERING": str(writes_ordering)},
             capture_output=True,
             text=True,
             check=False,
             timeout=100,
         )
     assert child.returncode == 0, child.stdout + child.stderr
-    assert json.loads(child.stdout) == flushes
+    assert json.loads(child.stdout) == flush_counts

@@ -32,13 +32,14 @@ __all__ = [
     "transfer",
 ]
 
+# Ids of two users and of a group, which need no entries in /etc/passwd and /etc/group.
 ALICE, BOB, GROUP = 65533, 65532, 65531
 _FORK = multiprocessing.get_context("fork")
 _PR_SET_DUMPABLE = 4
 
 
-def _become(uid: int, groups: list[int]) -> None:
-    """Change the user and the groups of this process for good. The new user then owns its files in /proc."""
+def _become_user(uid: int, groups: list[int]) -> None:
+    """Change the user and the groups of this process for good. The new user then owns the process's files in /proc."""
     os.setgroups(groups)
     os.setgid(uid)
     os.setuid(uid)
@@ -46,9 +47,10 @@ def _become(uid: int, groups: list[int]) -> None:
 
 
 class UserProcess:
-    """A forked process of a user that calls `function` with a connection. Use it as a context manager.
+    """A forked process that calls `function` as another user. Use it as a context manager, which kills the process.
 
-    If the function raises an exception, :meth:`receive` raises an AssertionError with the traceback.
+    The argument of `function` is a connection to the case. If the function raises an exception, :meth:`receive` raises
+    an AssertionError with the traceback.
     """
 
     def __init__(self, uid: int, function: Callable[[Connection], None], *, groups: list[int] | None = None) -> None:
@@ -56,7 +58,7 @@ class UserProcess:
 
         def run() -> None:
             try:
-                _become(uid, groups or [])
+                _become_user(uid, groups or [])
                 function(other_end)
             except BaseException:
                 other_end.send(traceback.format_exc())
@@ -89,7 +91,7 @@ class UserProcess:
 
 @contextlib.contextmanager
 def publish_iov_and_ring(mount: Path, *, for_read: bool = True) -> Iterator[tuple[RawClient, RawIov, RawRing]]:
-    """Publish an iov and a ring of this process."""
+    """Publish an iov and a ring of this process, and yield them with their client."""
     with (
         RawClient(mount) as client,
         contextlib.closing(RawIov(64 * KIB)) as iov,
@@ -104,15 +106,15 @@ def transfer(ring: RawRing, iov_id: bytes, inode: int, length: int = 4 * KIB) ->
     """Execute one operation of a ring and return its result."""
     ring.prepare(iov_id, inode=inode, length=length)
     ring.submit()
-    completions = ring.wait(1)
-    assert len(completions) == 1
-    return completions[0][1]
+    ((_, result, _),) = ring.wait(1)
+    return result
 
 
 def read_on_demand(mount: Path, path: Path) -> Callable[[Connection], None]:
-    """Return a function for a user's process, which reads a private file of the user for each message.
+    """Return a function for a :class:`UserProcess`, which reads a private file of the user for each message.
 
-    The function publishes an iov and a ring, and first sends their names.
+    The function publishes an iov and a ring. First it sends their names and paths, the id of the iov, and the inode
+    number of the file.
     """
 
     def run(connection: Connection) -> None:
@@ -120,8 +122,13 @@ def read_on_demand(mount: Path, path: Path) -> Callable[[Connection], None]:
         path.chmod(0o600)
         with publish_iov_and_ring(mount) as (client, iov, ring), path.open("rb") as file:
             inode = client.register_file(file.fileno())
-            names = {"iov": iov.name(), "target": str(iov.path), "ring": ring.link, "ring_target": str(ring.path)}
-            connection.send({**names, "inode": inode, "id": iov.id.bytes})
+            published_objects = {
+                "iov": iov.name(),
+                "target": str(iov.path),
+                "ring": ring.link_name,
+                "ring_target": str(ring.path),
+            }
+            connection.send({**published_objects, "inode": inode, "id": iov.id.bytes})
             while True:
                 connection.recv()
                 iov.memory[:] = bytes(64 * KIB)
@@ -133,7 +140,7 @@ def read_on_demand(mount: Path, path: Path) -> Callable[[Connection], None]:
 
 
 def catch_errno(action: Callable[[], object]) -> int:
-    """Return the errno with which an action is refused, or 0."""
+    """Return the errno with which an action fails, or 0 if the action succeeds."""
     try:
         action()
     except Refusal as error:

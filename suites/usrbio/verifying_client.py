@@ -1,7 +1,7 @@
 """A client that writes through a ring, reads the data back and compares it, while other clients attack the agent.
 
 ``python -m usrbio.verifying_client MOUNT OPERATIONS`` prints a JSON object with the number of operations, the number of
-failures by errno, and the number of bytes that differ.
+failures by their result, and the number of bytes that differ.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def main(mount: Path, operation_count: int) -> None:
         contextlib.ExitStack() as stack,
     ):
         memory = stack.enter_context(memoryview(iov))
-        for batch in range(-(-operation_count // (2 * _RING_ENTRIES))):
-            expected_bytes = pattern.payload(len(memory), seed=batch)
+        for batch_index in range(-(-operation_count // (2 * _RING_ENTRIES))):
+            expected_bytes = pattern.payload(len(memory), seed=batch_index)
             memory[:] = expected_bytes
             for ring, for_read in ((writer, False), (reader, True)):
                 if for_read:
@@ -46,15 +46,18 @@ def main(mount: Path, operation_count: int) -> None:
                     ring.prepare(iov[begin : begin + _OPERATION_BYTES], for_read, fd, begin)
                 completed_slices = ring.submit().wait(min_results=_RING_ENTRIES, timeout=_TIMEOUT)
                 counts_by_result.update(iov_slice.result for iov_slice in completed_slices)
-                # An operation that did not complete in time counts as one of 0 bytes, which is a failure.
+                # An operation that did not complete in time counts as an operation with the result 0, which is a
+                # failure.
                 counts_by_result[0] += _RING_ENTRIES - len(completed_slices)
             wrong_bytes += (
                 0 if memory == expected_bytes else sum(a != b for a, b in zip(memory, expected_bytes, strict=True))
             )
     usrbio.deregister_fd(fd)
     os.close(fd)
-    failed = {number: count for number, count in counts_by_result.items() if number != _OPERATION_BYTES and count}
-    print(json.dumps({"operations": counts_by_result.total(), "failed": failed, "wrong_bytes": wrong_bytes}))  # noqa: T201
+    failure_counts = {
+        result: count for result, count in counts_by_result.items() if result != _OPERATION_BYTES and count
+    }
+    print(json.dumps({"operations": counts_by_result.total(), "failed": failure_counts, "wrong_bytes": wrong_bytes}))  # noqa: T201
 
 
 if __name__ == "__main__":

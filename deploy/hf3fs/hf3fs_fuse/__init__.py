@@ -12,7 +12,7 @@ from pathlib import Path
 __all__: list[str] = []
 
 
-def _refuse_beside_3fs() -> None:
+def _raise_if_3fs_is_installed() -> None:
     """Raise ImportError if the native module of 3FS is installed beside this package."""
     expected_path = Path(__file__).resolve().parents[1] / "hf3fs_py_usrbio.py"
     spec = find_spec("hf3fs_py_usrbio")
@@ -25,4 +25,4 @@ def _refuse_beside_3fs() -> None:
         raise ImportError(message)
 
 
-_refuse_beside_3fs()
+_raise_if_3fs_is_installed()

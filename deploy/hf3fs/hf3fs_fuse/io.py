@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# SGLang uses this module without importing it, because the module of 3FS imports it.
+# SGLang uses multiprocessing.shared_memory without importing it, because hf3fs_fuse.io of 3FS imports it. So this
+# module imports it too.
 import multiprocessing.shared_memory  # noqa: F401
 
 import hf3fs_py_usrbio
@@ -32,5 +33,5 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # The native classes iovec and ioring.
+    # iovec and ioring are native classes, which hf3fs_py_usrbio loads at their first use.
     return getattr(hf3fs_py_usrbio, name)

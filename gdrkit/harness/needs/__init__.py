@@ -38,8 +38,9 @@ __all__ = [
     "without_twin",
 ]
 
+# The name of the pytest mark that :func:`needs` sets.
 MARK = "needs"
-# The name of a need begins with the name of its API. The exceptions are the prefixes here.
+# The first word of the name of a need is the name of its API, except for the words in this table.
 _API_BY_PREFIX = {"gaudi": Api.HLTHUNK.value}
 
 
@@ -54,17 +55,18 @@ def needs(*required: Need) -> pytest.MarkDecorator:
 
 def declared(item: pytest.Item) -> tuple[Need, ...]:
     """Return the needs of a case without duplicates. The needs of its module are first."""
-    return tuple(dict.fromkeys(_iterate_declared(item)))
+    return tuple(dict.fromkeys(_iterate_declared_needs(item)))
 
 
-def _iterate_declared(item: pytest.Item) -> Iterator[Need]:
+def _iterate_declared_needs(item: pytest.Item) -> Iterator[Need]:
     for mark in reversed(list(item.iter_markers(MARK))):
         yield from mark.args
 
 
 def apis(need: Need) -> frozenset[str]:
-    """Return the words in the name of a need that may be an API.
+    """Return the first two words in the name of a need. One of them may be the name of an API.
 
-    These are ``cuda`` in ``cuda.vmm``, and ``software`` and ``verbs`` in ``software(verbs)``.
+    The words are ``cuda`` and ``vmm`` for ``cuda.vmm``, and ``software`` and ``verbs`` for ``software(verbs)``. The
+    caller ignores words that are not the name of an API.
     """
     return frozenset(_API_BY_PREFIX.get(word, word) for word in re.split(r"\W", need.name)[:2])

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Need", "reason_without_facts", "software", "without_twin"]
 
-_SONAME_WITHOUT_FACTS = {"cufile": "libcufile.so.0"}
+# The facts do not name the libraries of these APIs.
+_SONAME_OF_API_WITHOUT_FACTS = {"cufile": "libcufile.so.0"}
 
 
 @runtime_checkable
@@ -37,13 +38,16 @@ def reason_without_facts(api: str, failure: ApiFailure | None) -> str:
     """
     if failure is None:
         return f"{api} was not queried"
-    error = f"{failure.operation} failed: {failure.status_name}" if failure.status_name else failure.reason.value
-    return f"{api} does not answer: {error}"
+    error_text = f"{failure.operation} failed: {failure.status_name}" if failure.status_name else failure.reason.value
+    return f"{api} does not answer: {error_text}"
 
 
 def _find_library_file(api: str) -> tuple[LoadedLibrary, ...]:
-    """Return the library that the dynamic loader would open for an API that has no facts, such as cuFile."""
-    path = loader.find_library(_SONAME_WITHOUT_FACTS[api]) if api in _SONAME_WITHOUT_FACTS else None
+    """Return the library that the dynamic loader would open for cuFile.
+
+    The result is empty if there is none, or if `api` is an API whose libraries are in the facts.
+    """
+    path = loader.find_library(_SONAME_OF_API_WITHOUT_FACTS[api]) if api in _SONAME_OF_API_WITHOUT_FACTS else None
     return () if path is None else (evidence.describe_library(str(path)),)
 
 
@@ -70,8 +74,8 @@ class _WithoutTwin:
         return f"without_twin({self.api})"
 
     def check(self, facts: Facts) -> str | None:
-        is_software = software(self.api).check(facts) is None
-        return f"{self.api} runs on its software twin" if is_software else None
+        runs_on_twin = software(self.api).check(facts) is None
+        return f"{self.api} runs on its software twin" if runs_on_twin else None
 
 
 def without_twin(api: Api) -> Need:

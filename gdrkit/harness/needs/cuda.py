@@ -46,13 +46,13 @@ class _Attributes:
             return reason_without_facts("cuda", facts.cuda_failure)
         if not facts.cuda.devices:
             return "no CUDA device"
-        missing = [
+        missing_texts = [
             f"device {cuda_device.index} has no {attribute}"
             for cuda_device in facts.cuda.devices
             for attribute in self.attributes
             if not cuda_device.has(attribute)
         ]
-        return "; ".join(missing) or None
+        return "; ".join(missing_texts) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def flush(option: FlushOption) -> Need:
     return _Flush(option)
 
 
-# Each device sees the writes of NICs to its memory without a flush.
+# This need is met if each device sees the writes of NICs to its memory without a flush.
 ordered_writes: Need = _OrderedWrites()
 dmabuf_export: Need = _Attributes("dmabuf_export", ("DMA_BUF_SUPPORTED",))
 # CUDA has no attribute for legacy IPC (cuIpcGetMemHandle). On Linux, every device with unified addressing supports it.

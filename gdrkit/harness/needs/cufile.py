@@ -1,6 +1,6 @@
 """Needs about cuFile: the driver of libcufile, its version, and the udev database that it reads.
 
-A child process opens the driver once per run, because libcufile may hang.
+The driver is opened in a child process, once per run, because libcufile may hang.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ __all__ = [
 # The folder for files that must be on a disk. /tmp is often a file system in memory.
 DISK = Path("/var/tmp")  # noqa: S108 - each case makes its own folder there.
 
-_UDEV_DATA = Path("/run/udev/data")
-# The line in the udev entries that the suites themselves have written.
+_UDEV_DATA_FOLDER = Path("/run/udev/data")
+# The line by which the suites mark the udev entries that they have written.
 SUITES_UDEV_LINE = "E:GDRKIT_SUITES=1"
 _VECTORS_VERSION_MIN = (1, 19)
 _STAGED_SIZES_VERSION_MIN = (1, 18)
 
 
 @functools.cache
-def _query_version() -> tuple[int, int] | str:
+def _query_version_or_error() -> tuple[int, int] | str:
     """Return the major and minor version of libcufile, or the error if its driver does not open in a child process."""
     try:
-        result = cufile.probe()
+        probe_result = cufile.probe()
     except GdrkitError as error:
         return str(error)
-    return result.version // 1000, result.version % 1000 // 10
+    # The version number is 1000 * major + 10 * minor.
+    return probe_result.version // 1000, probe_result.version % 1000 // 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class _Driver:
     name = "cufile.driver"
 
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - a child process checks it.
-        version = _query_version()
+        version = _query_version_or_error()
         return f"cufile does not answer: {version}" if isinstance(version, str) else None
 
 
@@ -63,7 +64,7 @@ class _Vectors:
     name = "cufile.vectors"
 
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002
-        version = _query_version()
+        version = _query_version_or_error()
         if isinstance(version, str):
             return f"cufile does not answer: {version}"
         if version < _VECTORS_VERSION_MIN:
@@ -76,7 +77,7 @@ class _StagedSizes:
     name = "cufile.staged_sizes"
 
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002
-        version = _query_version()
+        version = _query_version_or_error()
         if isinstance(version, str):
             return f"cufile does not answer: {version}"
         if version < _STAGED_SIZES_VERSION_MIN:
@@ -108,15 +109,17 @@ def find_udev_entry(path: Path) -> Path | None:
     The result is None if there is no such file, or if the suites have written it.
     """
     device = path.stat().st_dev
-    entry = _UDEV_DATA / f"b{os.major(device)}:{os.minor(device)}"
+    entry_path = _UDEV_DATA_FOLDER / f"b{os.major(device)}:{os.minor(device)}"
     try:
-        return None if SUITES_UDEV_LINE in entry.read_text(encoding="utf-8").splitlines() else entry
+        return None if SUITES_UDEV_LINE in entry_path.read_text(encoding="utf-8").splitlines() else entry_path
     except OSError:
         return None
 
 
 driver: Need = _Driver()
 vectors: Need = _Vectors()
+# A staged size is a size that was set while the driver was closed. libcufile 1.18 and later keep it when the driver
+# opens. Older versions discard it; see gdrkit/cufile/parameters.py.
 staged_sizes: Need = _StagedSizes()
 # libcufile reads udev's database to find the device of a file. Without an entry for the device, cases with the need
 # udev_present write a temporary one.

@@ -37,8 +37,10 @@ class _MappedMemory:
     def check(self, facts: Facts) -> str | None:
         if facts.gaudi is None:
             return reason_without_facts("hlthunk", facts.gaudi_failure)
-        first_generation = [device for device in facts.gaudi.devices if device.generation == "gaudi"]
-        return "the memory of a first-generation Gaudi is not mapped by its driver" if first_generation else None
+        first_generation_devices = [device for device in facts.gaudi.devices if device.generation == "gaudi"]
+        return (
+            "the memory of a first-generation Gaudi is not mapped by its driver" if first_generation_devices else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,12 @@ class _PhysicalMemory:
     def check(self, facts: Facts) -> str | None:
         if facts.gaudi is None:
             return reason_without_facts("hlthunk", facts.gaudi_failure)
-        first_generation = [device for device in facts.gaudi.devices if device.generation == "gaudi"]
-        return None if first_generation else "no first-generation Gaudi, whose memory is named by physical addresses"
+        first_generation_devices = [device for device in facts.gaudi.devices if device.generation == "gaudi"]
+        return (
+            None
+            if first_generation_devices
+            else "no first-generation Gaudi, whose memory is named by physical addresses"
+        )
 
 
 def device(*, count_min: int = 1) -> Need:

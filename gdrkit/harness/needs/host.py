@@ -124,7 +124,7 @@ class _Variable:
 
 
 def variable(name: str) -> Need:
-    """Return the need that an environment variable is set. nox sessions pass paths of optional tools in variables."""
+    """Return the need that an environment variable is set. nox sessions pass paths of optional tools in this way."""
     return _Variable(name)
 
 
@@ -133,8 +133,8 @@ class _Compiler:
     name = "host.compiler"
 
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the PATH is not a fact of the host.
-        obstacles = [program for program in ("cc", "c++", "pkg-config") if shutil.which(program) is None]
-        return f"there is no {' and no '.join(obstacles)}" if obstacles else None
+        missing_programs = [name for name in ("cc", "c++", "pkg-config") if shutil.which(name) is None]
+        return f"there is no {' and no '.join(missing_programs)}" if missing_programs else None
 
 
 compiler: Need = _Compiler()
@@ -166,8 +166,10 @@ def _find_start_failure(*command: str) -> str | None:
     # Some programs print their version and exit with a code other than 0.
     if completed.stdout.strip():
         return None
-    lines = completed.stderr.strip().splitlines() or [f"it exited with code {completed.returncode} without output"]
-    return f"{command[0]} does not start: {install_paths().portable(lines[-1])}"
+    error_lines = completed.stderr.strip().splitlines() or [
+        f"it exited with code {completed.returncode} without output"
+    ]
+    return f"{command[0]} does not start: {install_paths().portable(error_lines[-1])}"
 
 
 def program(name: str, *probe_options: str) -> Need:
@@ -265,16 +267,17 @@ class _OpenReports:
     name = "host.open_reports"
 
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the check is about this process, not the machine.
-        root = os.open("/", os.O_RDONLY | os.O_CLOEXEC)
+        root_descriptor = os.open("/", os.O_RDONLY | os.O_CLOEXEC)
         try:
             with OpenReports() as reports:
-                reports.add_file_system(root)
-            os.close(open_by_handle(_UNKNOWN_FILE_HANDLE, mount_descriptor=root))
+                reports.add_file_system(root_descriptor)
+            os.close(open_by_handle(_UNKNOWN_FILE_HANDLE, mount_descriptor=root_descriptor))
         except OSError as error:
-            # ESTALE: the call is permitted, and the handle is unknown, as intended.
+            # ESTALE: the call is permitted, and the handle is unknown, as intended. The `filename` of another error is
+            # the name of the function that failed, e.g. fanotify_init.
             return None if error.errno == errno.ESTALE else f"{error.filename} failed: {error.strerror}"
         finally:
-            os.close(root)
+            os.close(root_descriptor)
         return None
 
 

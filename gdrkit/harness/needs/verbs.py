@@ -28,7 +28,7 @@ class _Nic:
     def check(self, facts: Facts) -> str | None:
         if facts.verbs is None:
             return reason_without_facts("verbs", facts.verbs_failure)
-        active_count = sum(bool(device.active_ports) for device in facts.verbs.nics)
+        active_count = sum(bool(nic_facts.active_ports) for nic_facts in facts.verbs.nics)
         if active_count >= self.count_min:
             return None
         return f"{self.count_min} NICs with an active port needed, {active_count} of {len(facts.verbs.nics)} have one"
@@ -43,10 +43,12 @@ class _DmabufRegion:
     def check(self, facts: Facts) -> str | None:
         if facts.verbs is None:
             return reason_without_facts("verbs", facts.verbs_failure)
-        active_nics = [device for device in facts.verbs.nics if device.active_ports]
-        nics_without_dmabuf = [device.name for device in active_nics if not device.dmabuf]
+        active_nics = [nic_facts for nic_facts in facts.verbs.nics if nic_facts.active_ports]
+        nics_without_dmabuf = [nic_facts.name for nic_facts in active_nics if not nic_facts.dmabuf]
         if nics_without_dmabuf:
-            causes = dict.fromkeys(device.failure.message for device in active_nics if device.failure is not None)
+            causes = dict.fromkeys(
+                nic_facts.failure.message for nic_facts in active_nics if nic_facts.failure is not None
+            )
             return ": ".join((f"no dma-buf regions on {', '.join(nics_without_dmabuf)}", *causes))
         return None if active_nics else "no NIC with an active port"
 
@@ -96,7 +98,8 @@ class _ForeignDmabuf:
     def check(self, facts: Facts) -> str | None:
         twin_apis = [api for api in ("verbs", "cuda") if any(is_twin(library) for library in facts.api_libraries(api))]
         # The verbs twin accesses memory of a real GPU by copy calls of the CUDA driver, because a process cannot map a
-        # dma-buf of a real GPU. The copy calls need an address, which memory of another process does not have here.
+        # dma-buf of a real GPU. The copy calls need an address, and memory of another process has no address in this
+        # process.
         if twin_apis == ["verbs"]:
             return "the software twin of verbs reaches memory of a real GPU only where the process has its address"
         return _DmabufRegion().check(facts)

@@ -24,7 +24,7 @@ _INFINIBAND_FOLDER = "/sys/class/infiniband"
 _ROOT_FOLDERS = ("sys", "proc", "etc", "run", "dev")
 _FILES_MAX = 100_000
 _FILE_BYTES_MAX = 1 << 20
-# Limit of names and contents together. Python stores a text in up to four times as many bytes.
+# Limit of all paths and contents together, in bytes of UTF-8. Python takes up to four times as many bytes for a text.
 _TOTAL_BYTES_MAX = 32 << 20
 _DEPTH_MAX = 64
 
@@ -65,51 +65,57 @@ class _Walker:
         self._source_name = str(root)
         self._bytes_left, self._files_left = _TOTAL_BYTES_MAX, _FILES_MAX
 
-    def walk(self, name: str, folder: Path, *, depth: int) -> None:
-        """Import the contents of `folder`, whose path on the captured machine is `name`."""
+    def walk(self, captured_path: str, folder: Path, *, depth: int) -> None:
+        """Import the contents of `folder`, which is a copy of `captured_path` on the captured machine.
+
+        The path of the root folder is empty here.
+        """
         if depth > _DEPTH_MAX:
             raise make_malformed_error(self._source_name, f"folders are nested more than {_DEPTH_MAX} deep")
         try:
             with os.scandir(folder) as entries:
                 limited_entries = sorted(itertools.islice(entries, self._files_left + 1), key=lambda entry: entry.name)
-            self.reads.folders[name or "/"] = tuple(entry.name for entry in limited_entries)
+            self.reads.folders[captured_path or "/"] = tuple(entry.name for entry in limited_entries)
             for entry in limited_entries:
-                self._import_entry(f"{name}/{entry.name}", entry, folder, depth)
+                self._import_entry(f"{captured_path}/{entry.name}", entry, folder, depth)
         except UnicodeEncodeError as error:
             raise make_malformed_error(self._source_name, "a file name is not UTF-8") from error
         except OSError as error:
-            raise make_malformed_error(self._source_name, f"{name or '/'} cannot be read: {error.strerror}") from error
+            raise make_malformed_error(
+                self._source_name, f"{captured_path or '/'} cannot be read: {error.strerror}"
+            ) from error
 
-    def _import_entry(self, path: str, entry: os.DirEntry[str], folder: Path, depth: int) -> None:
+    def _import_entry(self, captured_path: str, entry: os.DirEntry[str], folder: Path, depth: int) -> None:
         self._files_left -= 1
         if self._files_left < 0:
             raise make_malformed_error(self._source_name, f"more than {_FILES_MAX} files")
-        self._count_bytes(path, len(path.encode()))  # encode() raises an error for a name that is not UTF-8.
+        # encode() raises an error for a path or a link target that is not UTF-8.
+        self._count_bytes(captured_path, len(captured_path.encode()))
         mode = entry.stat(follow_symlinks=False).st_mode
         if stat.S_ISLNK(mode):
-            self.reads.links[path] = target = str((folder / entry.name).readlink())
+            self.reads.links[captured_path] = target = str((folder / entry.name).readlink())
             target.encode()
         elif stat.S_ISDIR(mode):
-            self.walk(path, folder / entry.name, depth=depth + 1)
+            self.walk(captured_path, folder / entry.name, depth=depth + 1)
         elif stat.S_ISREG(mode):
-            self._import_file(path, entry.path)
+            self._import_file(captured_path, entry.path)
         else:
-            raise make_malformed_error(self._source_name, f"{path} is neither a file nor a folder nor a link")
+            raise make_malformed_error(self._source_name, f"{captured_path} is neither a file nor a folder nor a link")
 
-    def _import_file(self, path: str, source_path: str) -> None:
+    def _import_file(self, captured_path: str, source_path: str) -> None:
         with os.fdopen(os.open(source_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             data = file.read(_FILE_BYTES_MAX + 1)
         if len(data) > _FILE_BYTES_MAX:
-            raise make_malformed_error(self._source_name, f"{path} has more than {_FILE_BYTES_MAX} bytes")
-        self._count_bytes(path, len(data))
+            raise make_malformed_error(self._source_name, f"{captured_path} has more than {_FILE_BYTES_MAX} bytes")
+        self._count_bytes(captured_path, len(data))
         try:
-            self.reads.texts[path] = data.decode("utf-8")
+            self.reads.texts[captured_path] = data.decode("utf-8")
         except UnicodeDecodeError:
-            self.reads.binaries[path] = base64.b64encode(data).decode()
+            self.reads.binaries[captured_path] = base64.b64encode(data).decode()
 
-    def _count_bytes(self, path: str, length_bytes: int) -> None:
+    def _count_bytes(self, captured_path: str, length_bytes: int) -> None:
         self._bytes_left -= length_bytes
         if self._bytes_left < 0:
             raise make_malformed_error(
-                self._source_name, f"{path}: names and contents have more than {_TOTAL_BYTES_MAX} bytes"
+                self._source_name, f"{captured_path}: names and contents have more than {_TOTAL_BYTES_MAX} bytes"
             )

@@ -11,7 +11,7 @@ from gdrkit.inventory.capture import FUNCTIONS_MAX, RecordedReads
 __all__ = ["DEPTH_MAX", "FUNCTIONS_MAX", "PciFunction", "make_malformed_error", "make_sysfs_reads", "parse_address"]
 
 _ADDRESS = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.IGNORECASE)
-# Limit of bridges above each other.
+# Largest number of bridges between a host bridge and a function.
 DEPTH_MAX = 32
 
 
@@ -46,39 +46,39 @@ class PciFunction:
     links: dict[str, str] = field(default_factory=dict)
 
 
-def make_malformed_error(source: str, detail: str) -> UsageError:
-    """Return the error that every importer raises for a malformed file."""
-    return UsageError(f"{source}: {detail}", reason=Reason.MALFORMED)
+def make_malformed_error(source_name: str, detail: str) -> UsageError:
+    """Return the error that every importer raises for a malformed file. `source_name` names the file in the text."""
+    return UsageError(f"{source_name}: {detail}", reason=Reason.MALFORMED)
 
 
-def parse_address(text: str, source: str) -> str:
+def parse_address(text: str, source_name: str) -> str:
     """Return a PCI address (``19:00.0``, ``00000000:19:00.0``) in the form of sysfs, ``0000:19:00.0``."""
     match = _ADDRESS.fullmatch(text.strip())
     if match is None:
         message = f"{text[:40]!r} is not a PCI address"
-        raise make_malformed_error(source, message)
+        raise make_malformed_error(source_name, message)
     domain, bus, device, function = match.groups()
     return f"{int(domain or '0', 16):04x}:{bus}:{device}.{function}".lower()
 
 
 def make_sysfs_reads(functions: dict[str, PciFunction]) -> RecordedReads:
-    """Return the results that reads of sysfs have on a machine with these functions."""
+    """Return the results that reads of sysfs have on a machine with these functions, which are given by address."""
     reads = RecordedReads()
     reads.folders["/sys/bus/pci/devices"] = tuple(sorted(functions))
-    names = sorted(name for function in functions.values() for name in function.rdma_names)
-    if names:
-        reads.folders["/sys/class/infiniband"] = tuple(names)
+    rdma_names = sorted(name for function in functions.values() for name in function.rdma_names)
+    if rdma_names:
+        reads.folders["/sys/class/infiniband"] = tuple(rdma_names)
     for address, function in functions.items():
         folder = "/".join(("/sys/devices", function.host_bridge, *function.bridges, address))
         reads.links[f"/sys/bus/pci/devices/{address}"] = f"../../..{folder.removeprefix('/sys')}"
-        for name, text in function.files.items():
-            reads.texts[f"{folder}/{name}"] = text
+        for file_name, text in function.files.items():
+            reads.texts[f"{folder}/{file_name}"] = text
         if function.config is not None:
             reads.binaries[f"{folder}/config"] = _encode_base64(function.config)
-        for name, target in function.links.items():
-            reads.links[f"{folder}/{name}"] = target
-        for name in function.rdma_names:
-            reads.links[f"/sys/class/infiniband/{name}/device"] = f"/sys/bus/pci/devices/{address}"
+        for link_name, target in function.links.items():
+            reads.links[f"{folder}/{link_name}"] = target
+        for rdma_name in function.rdma_names:
+            reads.links[f"/sys/class/infiniband/{rdma_name}/device"] = f"/sys/bus/pci/devices/{address}"
     return reads
 
 

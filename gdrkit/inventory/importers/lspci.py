@@ -2,7 +2,8 @@
 
 The output does not contain the config space, but it describes some of its registers. The importer converts them back to
 the bytes that lspci read, so that :mod:`gdrkit.host.config_space` can parse them. A user who is not root can read only
-the header of a config space. lspci then printed ``<access denied>``, and the importer stores only a header.
+the header of a config space. lspci prints ``<access denied>`` for the rest, and the importer then stores only a header,
+filled with zeros.
 """
 
 from __future__ import annotations
@@ -57,21 +58,26 @@ _VENDOR_ID_BY_NAME = {
 }
 _ACS_BITS = {"SrcValid": 0x01, "TransBlk": 0x02, "ReqRedir": 0x04, "CmpltRedir": 0x08, "UpstreamFwd": 0x10}
 _CONFIG_BYTES, _HEADER_BYTES = 4096, 64
-# Offsets of the capabilities in the config space that the importer makes. In a real one they can be at other offsets.
-_PCIE_OFFSET, _ACS_OFFSET, _ATS_OFFSET = 0x40, 0x100, 0x110
+# Offsets of the capabilities in the config space that the importer makes. A real config space can have the PCIe
+# capability and the second extended capability at other offsets.
+_PCIE_OFFSET, _EXTENDED_OFFSETS = 0x40, (0x100, 0x110)
+# A bit of the device control register, and a bit of the control register of ATS.
 _RELAXED_ORDERING, _ATS_ENABLE = 0x10, 0x8000
 
 
 @dataclass
 class _Block:
-    """The lines of the output about one function. The first line has its address, class, vendor and device."""
+    """The lines of the output about one function.
+
+    The first line of a function begins with its address. `first_line` has the rest: class, vendor and device.
+    """
 
     address: str
     first_line: str
     lines: list[str] = field(default_factory=list)
 
     def find_text(self, name: str) -> str | None:
-        """Return the text after ``name:`` in the first line that begins with it, or None."""
+        """Return the rest of the first line that begins with ``name:``, or None if there is no such line."""
         line = next((line.strip() for line in self.lines if line.strip().startswith(f"{name}:")), None)
         return None if line is None else line.partition(":")[2].strip()
 
@@ -82,8 +88,8 @@ def import_lspci(data: bytes) -> Capture:
     Raises
     ------
     UsageError
-        ``MALFORMED``: the text has no function, has a function twice, exceeds the limits of this module, or its buses
-        form a cycle.
+        ``MALFORMED``: the text describes no PCI function, describes a function twice, exceeds the limits of this
+        module, or its buses form a cycle.
     """
     blocks = _split_blocks(data)
     if not blocks:
@@ -91,10 +97,11 @@ def import_lspci(data: bytes) -> Capture:
     bridge_by_bus: dict[str, str] = {}
     for block in blocks.values():
         for line in block.lines:
-            bus = _BUS_LINE.match(line)
-            if bus and bus[2] != "00":
+            bus_match = _BUS_LINE.match(line)
+            # A bridge that the firmware has not set up has 00 as the number of the bus below it.
+            if bus_match and bus_match[2] != "00":
                 domain_and_colon = block.address[: -len("00:00.0")]
-                bridge_by_bus.setdefault(f"{domain_and_colon}{bus[2].lower()}", block.address)
+                bridge_by_bus.setdefault(f"{domain_and_colon}{bus_match[2].lower()}", block.address)
     functions = {address: _parse_function(block, bridge_by_bus) for address, block in blocks.items()}
     return Capture(schema_version=SCHEMA_VERSION, origin="output of lspci", answers=make_sysfs_reads(functions))
 
@@ -105,9 +112,9 @@ def _split_blocks(data: bytes) -> dict[str, _Block]:
     line_count = 0
     for raw_line in io.BytesIO(data):
         line = raw_line.decode("utf-8", "replace").rstrip("\r\n")
-        first_line = _FUNCTION_LINE.match(line)
-        if first_line:
-            block = _Block(parse_address(first_line[1], _SOURCE_NAME), first_line[2])
+        function_match = _FUNCTION_LINE.match(line)
+        if function_match:
+            block = _Block(parse_address(function_match[1], _SOURCE_NAME), function_match[2])
             if block.address in blocks:
                 raise make_malformed_error(_SOURCE_NAME, f"it contains {block.address} twice")
             if len(blocks) >= FUNCTIONS_MAX:
@@ -130,15 +137,15 @@ def _parse_function(block: _Block, bridge_by_bus: dict[str, str]) -> PciFunction
             raise make_malformed_error(_SOURCE_NAME, f"the bridges above {block.address} form a cycle")
         upper_bridges.insert(0, bridge)
         bus = bridge[: -len(":00.0")]
-    vendor, device, class_code = _parse_identity(block.first_line)
-    files = {"vendor": f"{vendor:#06x}", "device": f"{device:#06x}", "class": f"{class_code:#08x}"}
-    numa_node = (block.find_text("NUMA node") or "").split()
-    files["numa_node"] = numa_node[0] if numa_node and numa_node[0].isdecimal() else "-1"
+    vendor_id, device_id, class_code = _parse_identity(block.first_line)
+    files = {"vendor": f"{vendor_id:#06x}", "device": f"{device_id:#06x}", "class": f"{class_code:#08x}"}
+    numa_words = (block.find_text("NUMA node") or "").split()
+    files["numa_node"] = numa_words[0] if numa_words and numa_words[0].isdecimal() else "-1"
     for name, file_prefix in (("LnkSta", "current"), ("LnkCap", "max")):
-        link = _LINK_TEXT.search(block.find_text(name) or "")
-        if link:
-            files[f"{file_prefix}_link_speed"] = f"{link[1].removesuffix('GT/s')} GT/s PCIe"
-            files[f"{file_prefix}_link_width"] = link[2].removeprefix("x")
+        link_match = _LINK_TEXT.search(block.find_text(name) or "")
+        if link_match:
+            files[f"{file_prefix}_link_speed"] = f"{link_match[1].removesuffix('GT/s')} GT/s PCIe"
+            files[f"{file_prefix}_link_width"] = link_match[2].removeprefix("x")
     return PciFunction(
         address=block.address,
         host_bridge=f"pci{bus}",
@@ -157,22 +164,26 @@ def _parse_links(block: _Block) -> dict[str, str]:
 
 def _parse_identity(first_line: str) -> tuple[int, int, int]:
     """Return the vendor id, device id and class code in the first line of a block, or 0 for an unknown name."""
-    numeric_identity = _NUMERIC_IDENTITY.match(first_line)
-    if numeric_identity:
-        return int(numeric_identity[2], 16), int(numeric_identity[3], 16), int(numeric_identity[1], 16) << 8
-    name, _, device_text = first_line.partition(": ")
-    class_number = _CLASS_NUMBER.search(first_line)
-    class_name = name.partition(" [")[0]
+    # lspci -n prints "0302: 10de:2330".
+    identity_match = _NUMERIC_IDENTITY.match(first_line)
+    if identity_match:
+        return int(identity_match[2], 16), int(identity_match[3], 16), int(identity_match[1], 16) << 8
+    # lspci -nn prints "3D controller [0302]: NVIDIA Corporation Device [10de:2330]", and lspci without these options
+    # "3D controller: NVIDIA Corporation Device 2330". The number in brackets lacks the interface, so the table is used
+    # if it has the class.
+    class_text, _, device_text = first_line.partition(": ")
+    class_match = _CLASS_NUMBER.search(first_line)
+    class_name = class_text.partition(" [")[0]
     is_known = class_name in _CLASS_CODE_BY_NAME
     class_code = (
-        int(class_number[1], 16) << 8 if class_number and not is_known else _CLASS_CODE_BY_NAME.get(class_name, 0)
+        int(class_match[1], 16) << 8 if class_match and not is_known else _CLASS_CODE_BY_NAME.get(class_name, 0)
     )
-    numeric_ids = _VENDOR_AND_DEVICE.search(device_text)
-    if numeric_ids:
-        return int(numeric_ids[1], 16), int(numeric_ids[2], 16), class_code
-    vendor = next((number for name, number in _VENDOR_ID_BY_NAME.items() if device_text.startswith(name)), 0)
-    device = re.search(r"Device ([0-9a-f]{4})\b", device_text)
-    return vendor, int(device[1], 16) if device else 0, class_code
+    ids_match = _VENDOR_AND_DEVICE.search(device_text)
+    if ids_match:
+        return int(ids_match[1], 16), int(ids_match[2], 16), class_code
+    vendor_id = next((number for name, number in _VENDOR_ID_BY_NAME.items() if device_text.startswith(name)), 0)
+    device_match = re.search(r"Device ([0-9a-f]{4})\b", device_text)
+    return vendor_id, int(device_match[1], 16) if device_match else 0, class_code
 
 
 def _build_config_space(block: _Block) -> bytes:
@@ -180,23 +191,27 @@ def _build_config_space(block: _Block) -> bytes:
     if any("<access denied>" in line for line in block.lines):
         return bytes(_HEADER_BYTES)
     data = bytearray(_CONFIG_BYTES)
-    read_request = next((match for line in block.lines if (match := _READ_REQUEST_TEXT.search(line))), None)
-    if read_request:
-        # The status register says that there is a list of capabilities, which begins with the PCIe capability (0x10).
+    read_request_match = next((match for line in block.lines if (match := _READ_REQUEST_TEXT.search(line))), None)
+    if read_request_match:
+        # Bit 0x10 of the status register (0x06) says that there is a list of capabilities. The pointer at 0x34 has the
+        # offset of the first, which is the PCIe capability (id 0x10) here.
         struct.pack_into("<H", data, 0x06, 0x10)
         data[0x34], data[_PCIE_OFFSET] = _PCIE_OFFSET, 0x10
-        # Bits 14:12 of the device control register: the size is 128 bytes << code.
-        size_code = max(0, min(7, int(read_request[1][:8]).bit_length() - 8))
-        ordering = _RELAXED_ORDERING if any("RlxdOrd+" in line for line in block.lines) else 0
-        struct.pack_into("<H", data, _PCIE_OFFSET + 8, size_code << 12 | ordering)
-    acs, ats = block.find_text("ACSCtl"), block.find_text("ATSCtl")
-    control_word = sum(bit for name, bit in _ACS_BITS.items() if f"{name}+" in (acs or ""))
-    extended_capabilities = [(_ACS_OFFSET, 0x000D, control_word)] if acs is not None else []
-    if ats is not None:
-        extended_capabilities.append((_ATS_OFFSET, 0x000F, _ATS_ENABLE if "Enable+" in ats else 0))
+        # Bits 14:12 of the device control register (offset 8 in the capability) have N for a size of 128 bytes << N.
+        size_code = max(0, min(7, int(read_request_match[1][:8]).bit_length() - 8))
+        ordering_bit = _RELAXED_ORDERING if any("RlxdOrd+" in line for line in block.lines) else 0
+        struct.pack_into("<H", data, _PCIE_OFFSET + 8, size_code << 12 | ordering_bit)
+    acs_text, ats_text = block.find_text("ACSCtl"), block.find_text("ATSCtl")
+    acs_control = sum(bit for name, bit in _ACS_BITS.items() if f"{name}+" in (acs_text or ""))
+    # The ids of the extended capabilities ACS and ATS, and their control registers.
+    extended_capabilities = [(0x000D, acs_control)] if acs_text is not None else []
+    if ats_text is not None:
+        extended_capabilities.append((0x000F, _ATS_ENABLE if "Enable+" in ats_text else 0))
     # The list of extended capabilities begins at 0x100, whichever capability is the first.
-    for index, (_, capability_id, control) in enumerate(extended_capabilities):
-        offset = _ACS_OFFSET if index == 0 else _ATS_OFFSET
-        next_offset = _ATS_OFFSET if index + 1 < len(extended_capabilities) else 0
-        struct.pack_into("<IHH", data, offset, capability_id | 1 << 16 | next_offset << 20, 0, control)
+    for index, (capability_id, control) in enumerate(extended_capabilities):
+        # An extended capability: u16 id, 4 bits version, 12 bits offset of the next; then u16 capability, u16 control.
+        next_offset = _EXTENDED_OFFSETS[index + 1] if index + 1 < len(extended_capabilities) else 0
+        struct.pack_into(
+            "<IHH", data, _EXTENDED_OFFSETS[index], capability_id | 1 << 16 | next_offset << 20, 0, control
+        )
     return bytes(data)

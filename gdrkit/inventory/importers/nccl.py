@@ -2,7 +2,7 @@
 
 The file has CPUs, PCI functions nested below them, and RDMA devices (``net``) of functions. It has no host bridges. The
 importer adds one host bridge for each ``cpu`` and puts the functions of that ``cpu`` below it. The distance between
-such functions is then PHB, as it is in NCCL.
+such functions is then PHB (over a host bridge), as it is in NCCL.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def import_nccl_topology(data: bytes) -> Capture:
     functions: dict[str, PciFunction] = {}
     for cpu in system.findall("cpu"):
         numa_node = cpu.get("numaid", "-1")
-        if not numa_node.lstrip("-").isdecimal() or len(numa_node) > 4:  # noqa: PLR2004 - no host has more nodes.
+        if not numa_node.lstrip("-").isdecimal() or len(numa_node) > 4:  # noqa: PLR2004 - no node number is longer.
             raise make_malformed_error(_SOURCE_NAME, f"numaid {numa_node[:40]!r} is not a number")
         _import_functions(
             cpu, functions, host_bridge=f"pci{int(numa_node) & 0xFFFF:04x}:cpu", numa_node=numa_node, bridges=()
@@ -80,7 +80,7 @@ def _parse_xml(data: bytes) -> Element:
     try:
         # NCCL begins the file with an empty line, which XML does not allow before a declaration; strip() removes it.
         # The data is decoded here, so that its declaration cannot choose another encoding. In another encoding, the
-        # checks above could not have counted all elements and attributes.
+        # checks in import_nccl_topology() would not have counted all elements and attributes.
         root: Element = fromstring(data.decode("utf-8").strip(), forbid_dtd=True)
     except DefusedXmlException as error:
         raise make_malformed_error(

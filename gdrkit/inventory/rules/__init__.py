@@ -1,7 +1,7 @@
 """Rules of the doctor, one for each known cause of a transfer that is not direct.
 
-A rule examines one machine and returns a verdict and a sentence. The result depends only on what was read of that
-machine, so a rule returns the same for a capture and on the machine itself.
+A rule examines one machine and returns a verdict and a sentence. The result depends only on what was read and observed
+on that machine, so a rule returns the same result for a capture of the machine.
 """
 
 from __future__ import annotations

@@ -21,14 +21,16 @@ _TURING_DEVICE_ID_MIN = 0x1E02
 _DMABUF_DRIVER_MIN = 515
 _DMABUF_CUDA_MIN = (11, 7)
 # PCI device ID of ConnectX-4, the oldest NIC that the manual of GPUDirect RDMA and MLNX_OFED 5.1 and later support.
-# hca_type has the same number in decimal after "MT". The NICs before ConnectX-3 have larger numbers, in this range:
+# The file hca_type of an RDMA device has the same number in decimal, after "MT".
 _CONNECTX_4_DEVICE_ID = 0x1013
-_OLDEST_NIC_NUMBERS = range(23000, 27000)
+# NICs before ConnectX-3 have PCI device IDs in this range, which are larger than the IDs of newer NICs.
+_OLDEST_NIC_DEVICE_IDS = range(23000, 27000)
 # The oldest firmware that NVIDIA's tools of 2022 support. These tools are the last ones that support all these NICs.
 # The key is the first number of the firmware version, which identifies the model. The value is the smallest second
-# number. Sources: MFT 4.22.1 LTS; for ConnectX-4 (12) mlxup 4.22.1.
+# number: 12.28 for ConnectX-4. Sources: MFT 4.22.1 LTS; for ConnectX-4 (12) mlxup 4.22.1.
 _FIRMWARE_MIN_BY_MODEL = {12: 28, 14: 32, 16: 35, 18: 33, 20: 35, 22: 35, 24: 35, 26: 35, 28: 35}
-_FIRMWARE_REFUSALS = ("Driver cmdif rev(", "Installed FW has unsupported command interface revision")
+# Parts of the lines with which mlx5_core and mlx4_core report in the kernel log that they refuse old firmware.
+_FIRMWARE_REFUSAL_MESSAGES = ("Driver cmdif rev(", "Installed FW has unsupported command interface revision")
 
 
 def _list_gpu_ages(context: RuleContext) -> Iterator[tuple[str, bool, bool]]:
@@ -43,11 +45,12 @@ def _list_gpu_ages(context: RuleContext) -> Iterator[tuple[str, bool, bool]]:
             name = f"GPU {device.index} ({device.name}, compute capability {capability[0]}.{capability[1]})"
             yield name, capability < _KEPLER_CAPABILITY, capability < _TURING_CAPABILITY
     for gpu in context.gpus:
-        # A capture of another program may lack the device ID, which is then 0.
+        # An imported capture may lack the device ID, which is then 0.
         if gpu.vendor_id == _VENDOR_NVIDIA and gpu.device_id and gpu.address.lower() not in capability_by_address:
             context.record(f"PCI device ID of {gpu.address}", f"{gpu.device_id:04x}")
-            is_old = gpu.device_id < _TURING_DEVICE_ID_MIN
-            yield f"the GPU {gpu.address} (PCI device ID {gpu.device_id:04x})", False, is_old
+            # A PCI device ID does not show whether the GPU is older than Kepler.
+            is_before_turing = gpu.device_id < _TURING_DEVICE_ID_MIN
+            yield f"the GPU {gpu.address} (PCI device ID {gpu.device_id:04x})", False, is_before_turing
 
 
 @rule(
@@ -67,22 +70,24 @@ def _check_gpu_too_old(context: RuleContext) -> RuleResult:
     if not_run_result:
         return not_run_result
     ages = list(_list_gpu_ages(context))
-    before_kepler = [name for name, is_before_kepler, _ in ages if is_before_kepler]
-    if before_kepler:
-        return context.fails(f"no GPUDirect RDMA before Kepler: {', '.join(before_kepler)}")
-    causes = [f"older than Turing, so without dma-bufs: {name}" for name, _, is_old in ages if is_old]
-    driver, cuda = context.facts.nvidia_driver_version, context.facts.cuda
-    if driver is not None:
-        context.record("/proc/driver/nvidia/version", driver)
-        if int(driver.split(".")[0]) < _DMABUF_DRIVER_MIN:
-            causes.append(f"driver {driver} is older than {_DMABUF_DRIVER_MIN}, the first with dma-bufs")
-    cuda_version = re.fullmatch(r"(\d+)\.(\d+)", cuda.driver_version) if cuda else None
-    if cuda_version:
-        context.record("cuDriverGetVersion", cuda_version[0])
-        if (int(cuda_version[1]), int(cuda_version[2])) < _DMABUF_CUDA_MIN:
-            causes.append(f"the driver supports CUDA {cuda_version[0]}, and dma-bufs need 11.7")
+    gpus_before_kepler = [name for name, is_before_kepler, _ in ages if is_before_kepler]
+    if gpus_before_kepler:
+        return context.fails(f"no GPUDirect RDMA before Kepler: {', '.join(gpus_before_kepler)}")
+    causes = [
+        f"older than Turing, so without dma-bufs: {name}" for name, _, is_before_turing in ages if is_before_turing
+    ]
+    driver_version, cuda = context.facts.nvidia_driver_version, context.facts.cuda
+    if driver_version is not None:
+        context.record("/proc/driver/nvidia/version", driver_version)
+        if int(driver_version.split(".")[0]) < _DMABUF_DRIVER_MIN:
+            causes.append(f"driver {driver_version} is older than {_DMABUF_DRIVER_MIN}, the first with dma-bufs")
+    cuda_version_match = re.fullmatch(r"(\d+)\.(\d+)", cuda.driver_version) if cuda else None
+    if cuda_version_match:
+        context.record("cuDriverGetVersion", cuda_version_match[0])
+        if (int(cuda_version_match[1]), int(cuda_version_match[2])) < _DMABUF_CUDA_MIN:
+            causes.append(f"the driver supports CUDA {cuda_version_match[0]}, and dma-bufs need 11.7")
     if not causes:
-        if not ages or (driver is None and cuda_version is None):
+        if not ages or (driver_version is None and cuda_version_match is None):
             return context.not_run("the GPUs or the version of the driver are unknown")
         return context.passes("every GPU and the driver are new enough for dma-bufs")
     if context.has_peer_memory or "peer_memory" in context.working_routes():
@@ -124,22 +129,24 @@ def _check_nic_too_old(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
     refusal_lines = [
-        line for line in context.machine.kernel_log.lines if any(text in line for text in _FIRMWARE_REFUSALS)
+        line for line in context.machine.kernel_log.lines if any(text in line for text in _FIRMWARE_REFUSAL_MESSAGES)
     ]
     if refusal_lines:
         context.record("kernel log", refusal_lines[-1])
         return context.fails(f"the driver refused the firmware of a NIC: {refusal_lines[-1]}")
-    old_models, old_firmware, known_count = [], [], 0
+    old_models, old_firmware_texts, known_count = [], [], 0
     for name, model, firmware in _list_nic_models(context):
         known_count += 1
         context.record(f"model and firmware of {name}", f"MT{model}, {firmware or 'unknown'}")
-        if model is not None and (model < _CONNECTX_4_DEVICE_ID or model in _OLDEST_NIC_NUMBERS):
+        if model is not None and (model < _CONNECTX_4_DEVICE_ID or model in _OLDEST_NIC_DEVICE_IDS):
             old_models.append(f"{name} (MT{model})")
         firmware_match = re.match(r"(\d+)\.(\d+)\.", firmware or "")
         if firmware_match and int(firmware_match[2]) < _FIRMWARE_MIN_BY_MODEL.get(int(firmware_match[1]), 0):
-            old_firmware.append(f"{name} ({firmware})")
+            old_firmware_texts.append(f"{name} ({firmware})")
     causes = [f"older than ConnectX-4: {', '.join(old_models)}"] if old_models else []
-    causes += [f"firmware that NVIDIA no longer supports: {', '.join(old_firmware)}"] if old_firmware else []
+    causes += (
+        [f"firmware that NVIDIA no longer supports: {', '.join(old_firmware_texts)}"] if old_firmware_texts else []
+    )
     text = "; ".join(causes)
     if not causes:
         return (

@@ -49,6 +49,7 @@ __all__ = [
     "rule",
 ]
 
+# The verdict of a rule, and one sentence about the machine.
 RuleResult: TypeAlias = tuple[Verdict, str]
 
 # The kernel modules of NVIDIA for peer memory, and the names under which they register with the RDMA stack. The RDMA
@@ -171,7 +172,10 @@ def rule(
 
 
 def _decompress(data: bytes | None) -> str:
-    """Return at most 4 MiB of the text of gzip data; empty if there is no valid data. A capture may have any data."""
+    """Return the text of gzip data, or an empty text if it is not gzip.
+
+    At most 4 MiB are returned, because a capture may contain any data.
+    """
     decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # 16: with the header of gzip
     try:
         return decompressor.decompress(data, max_length=4 * MIB).decode("utf-8", "replace") if data else ""
@@ -195,7 +199,7 @@ class RuleContext:
     @property
     def read(self) -> tuple[Reading, ...]:
         """The values that were read so far."""
-        return tuple(Reading(path, value) for path, value in self._value_by_source.items())
+        return tuple(Reading(source, value) for source, value in self._value_by_source.items())
 
     def record(self, source: str, value: object) -> None:
         """Record that `value` was read from `source`. A long text is truncated."""
@@ -336,7 +340,7 @@ class RuleContext:
 
     @property
     def gpu_processes_gap(self) -> str | None:
-        """The processes that could not be read, as a text; None if every process could be read, or none was read."""
+        """A text that says how many processes could not be read; None if there are none, or if no process was read."""
         observation = self.machine.observe(GPU_PROCESSES)
         return observation.seen.get(NOT_READABLE) if observation else None
 
@@ -368,20 +372,34 @@ class RuleContext:
         return path, config
 
     def file_systems(self) -> tuple[tuple[Mount, BlockDevice | None], ...]:
-        """Return the mounts that may hold data: on a block device, or of a network, cluster or other listed type.
+        """Return the mounts that may hold data files, each with its block device or None.
 
+        These are mounts on a block device, and mounts of network and cluster file systems, overlay, tmpfs and zfs.
         Mounts below /dev, /sys, /proc, /run and /etc are not included.
         """
-        types = ("lustre", "nfs", "nfs4", "wekafs", "beegfs", "gpfs", "scatefs", "virtiofs", "overlay", "tmpfs", "zfs")
-        mounts = {}
+        file_system_types = (
+            "lustre",
+            "nfs",
+            "nfs4",
+            "wekafs",
+            "beegfs",
+            "gpfs",
+            "scatefs",
+            "virtiofs",
+            "overlay",
+            "tmpfs",
+            "zfs",
+        )
+        # If a device has several mounts, the last one is kept.
+        mount_by_device = {}
         for mount in self.machine.all_mounts:
             is_on_block_device = not mount.device.startswith("0:")
-            if (is_on_block_device or mount.kind in types) and not mount.mount_point.startswith(
+            if (is_on_block_device or mount.kind in file_system_types) and not mount.mount_point.startswith(
                 ("/dev", "/sys", "/proc", "/run", "/etc")
             ):
-                mounts[mount.device] = mount
+                mount_by_device[mount.device] = mount
                 self.record(f"mountinfo {mount.mount_point}", f"{mount.kind} on {mount.source}")
-        return tuple((mount, block_device(self.tree, mount.device)) for mount in mounts.values())
+        return tuple((mount, block_device(self.tree, mount.device)) for mount in mount_by_device.values())
 
     def observe(self, name: str) -> Observation | None:
         """Return the result of an experiment; see :meth:`Machine.observe`."""
@@ -391,7 +409,10 @@ class RuleContext:
         return observation
 
     def observe_cufile(self, name: str) -> Observation | None:
-        """Return the result of an experiment with cuFile. It is None if a library for it is missing."""
+        """Return the result of an experiment with cuFile, or None if it was not run or a library for it is missing.
+
+        The libraries are libcufile and libcuda.
+        """
         installed_sonames = {library.soname for library in self.facts.libraries if library.path}
         return self.observe(name) if {"libcufile.so.0", "libcuda.so.1"} <= installed_sonames else None
 

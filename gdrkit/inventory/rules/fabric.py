@@ -17,7 +17,8 @@ __all__ = ["RULES"]
 # Before this version of Linux, the IOMMU of an Arm host must translate (see the rule iommu-translates).
 _ARM_NEEDS_TRANSLATION_BEFORE = (6, 11)
 _READ_REQUEST_BYTES_MIN = 512
-# A line of the driver: "NVRM: Xid (PCI:0000:1b:00): 79, pid=..., GPU has fallen off the bus."
+# Matches a line of the NVIDIA driver in the kernel log, such as "NVRM: Xid (PCI:0000:1b:00): 79, pid=..., GPU has
+# fallen off the bus."
 _XID_LINE = re.compile(r"NVRM: Xid \([^)]*\): (\d{1,5})\b")
 # Numbers of lanes that a link can have. sysfs shows other numbers if it does not know the width.
 _LINK_WIDTHS = (1, 2, 4, 8, 12, 16, 32)
@@ -42,11 +43,11 @@ def _check_acs_redirect(context: RuleContext) -> RuleResult:
     ]
     if not near_pairs:
         return context.not_run("no GPU has a NIC or NVMe below its host bridge")
-    bridges = dict.fromkeys(
+    bridge_addresses = dict.fromkeys(
         address for gpu, device in near_pairs for address in context.bridges_between(gpu.address, device.address)
     )
     unreadable_bridges, redirecting_bridges = [], []
-    for address in bridges:
+    for address in bridge_addresses:
         # Parts of the path that are not PCI functions, such as a host bridge (pci0000:00), have no config space.
         if not address[:1].isalnum() or address.startswith("pci"):
             continue
@@ -63,7 +64,9 @@ def _check_acs_redirect(context: RuleContext) -> RuleResult:
             f"config space of {format_count(len(unreadable_bridges), 'bridge')} cannot be read: "
             f"{', '.join(unreadable_bridges[:4])}"
         )
-    return context.passes(f"no redirect by {format_count(len(bridges), 'bridge')} between GPUs and NICs or NVMe")
+    return context.passes(
+        f"no redirect by {format_count(len(bridge_addresses), 'bridge')} between GPUs and NICs or NVMe"
+    )
 
 
 @rule(
@@ -78,6 +81,7 @@ def _check_ats_off_in_vm(context: RuleContext) -> RuleResult:
     virtual_machine_hint = context.facts.virtual_machine
     if virtual_machine_hint is None:
         return context.not_run("no sign of a virtual machine")
+    # The hint ends in its source in brackets: "the cpu flag hypervisor (/proc/cpuinfo)".
     context.record(virtual_machine_hint.rpartition("(")[2].rstrip(")"), virtual_machine_hint)
     if not context.nic_functions:
         return context.not_run("no NIC on PCI")
@@ -120,6 +124,7 @@ def _check_iommu_translates(context: RuleContext) -> RuleResult:
             group_type_by_address[function.address] = (
                 context.text(f"/sys/kernel/iommu_groups/{function.iommu_group}/type") or "unknown"
             )
+    # The type is DMA or DMA-FQ if the IOMMU translates, and identity if it does not.
     translated_addresses = [
         address for address, group_type in group_type_by_address.items() if group_type.startswith("DMA")
     ]
@@ -154,19 +159,19 @@ def _check_iommu_translates(context: RuleContext) -> RuleResult:
 def _check_far_apart(context: RuleContext) -> RuleResult:
     # For each GPU and type of device, the distance and the address of the nearest device.
     nearest_by_gpu_and_type: dict[tuple[str, str], tuple[Distance, str]] = {}
-    nics = {nic.address for nic in context.nic_functions}
+    nic_addresses = {nic.address for nic in context.nic_functions}
     for gpu, device, distance in context.pairs():
-        key = (gpu.address, "NIC" if device.address in nics else "NVMe")
-        nearest_by_gpu_and_type[key] = min(
-            nearest_by_gpu_and_type.get(key, (Distance.UNKNOWN, device.address)), (distance, device.address)
+        gpu_and_type = (gpu.address, "NIC" if device.address in nic_addresses else "NVMe")
+        nearest_by_gpu_and_type[gpu_and_type] = min(
+            nearest_by_gpu_and_type.get(gpu_and_type, (Distance.UNKNOWN, device.address)), (distance, device.address)
         )
     if not nearest_by_gpu_and_type:
         return context.not_run("no GPU, or neither NIC nor NVMe on PCI")
     for (gpu_address, device_type), (distance, address) in nearest_by_gpu_and_type.items():
         context.record(f"nearest {device_type} of {gpu_address}", f"{address} at {distance.name}")
     far_apart_texts = [
-        f"{gpu} to its nearest {device_type} is {distance.name}"
-        for (gpu, device_type), (distance, _) in nearest_by_gpu_and_type.items()
+        f"{gpu_address} to its nearest {device_type} is {distance.name}"
+        for (gpu_address, device_type), (distance, _) in nearest_by_gpu_and_type.items()
         if distance > Distance.PXB
     ]
     if not far_apart_texts:
@@ -210,7 +215,7 @@ def _check_link_downgraded(context: RuleContext) -> RuleResult:
         elif speed_max and speed and speed < speed_max:
             slow_links.append((lower_device, speed_max))
     if context.facts.virtual_machine is not None and (narrow_links or slow_links):
-        links = "; ".join(
+        links_text = "; ".join(
             [
                 *narrow_links,
                 *(
@@ -219,7 +224,7 @@ def _check_link_downgraded(context: RuleContext) -> RuleResult:
                 ),
             ]
         )
-        return context.unproven(f"{links} in this virtual machine, whose links may differ from the hardware")
+        return context.unproven(f"{links_text} in this virtual machine, whose links may differ from the hardware")
     if narrow_links:
         return context.fails("; ".join(narrow_links))
     if not known_count:
@@ -245,11 +250,11 @@ def _check_under_load(context: RuleContext, slow_links: list[tuple[PciDevice, fl
     observation = context.observe("load") if context.facts.cuda and context.facts.cuda.devices else None
     if observation is None or observation.failure is not None:
         return context.unproven(f"slow when idle, and not read under load: {idle_addresses}")
-    speeds = observation.seen
+    speed_text_by_address = observation.seen
     still_slow_addresses = [
         function.address
         for function, speed_max in slow_links
-        if (_parse_number(speeds.get(function.address, "")) or 0) < speed_max
+        if (_parse_number(speed_text_by_address.get(function.address, "")) or 0) < speed_max
     ]
     if still_slow_addresses:
         return context.fails(f"slow also during copies: {', '.join(still_slow_addresses)}")
@@ -264,20 +269,23 @@ def _list_links(context: RuleContext) -> list[tuple[PciDevice | None, PciDevice]
     function_by_address = {function.address: function for function in context.machine.functions}
     links: dict[str, tuple[PciDevice | None, PciDevice]] = {}
     for end_device in (*context.gpus, *context.nic_functions, *context.nvme_functions):
-        path = [function_by_address.get(address) for address in pci_path(context.tree, end_device.address)[1:]]
+        path_functions = [
+            function_by_address.get(address) for address in pci_path(context.tree, end_device.address)[1:]
+        ]
         # From the device up, each pair of functions is the lower and the upper end of a link. There is no link between
         # the two ports of a switch. The registers of the lower end describe the link.
-        for index in range(len(path) - 1, -1, -2):
-            lower_device = path[index]
+        # The first function of the path has no known upper end, and is listed only if it is the device itself.
+        for index in range(len(path_functions) - 1, -1, -2):
+            lower_device = path_functions[index]
             if lower_device is not None and (
                 index > 0 or lower_device is end_device or lower_device.address == end_device.address
             ):
-                links[lower_device.address] = (path[index - 1] if index > 0 else None, lower_device)
+                links[lower_device.address] = (path_functions[index - 1] if index > 0 else None, lower_device)
     return list(links.values())
 
 
 def _find_link_maximum(upper_device: PciDevice | None, lower_device: PciDevice) -> tuple[float | None, float | None]:
-    """Return the largest width and speed of both ends. A value that the lower device does not report is None."""
+    """Return the largest width and speed that both ends support. A value that the lower end does not report is None."""
     link_devices = [lower_device] if upper_device is None else [upper_device, lower_device]
     widths = [width for device in link_devices if (width := _parse_number(device.link_width_max)) in _LINK_WIDTHS]
     speeds = [speed for device in link_devices if (speed := _parse_number(device.link_speed_max))]
@@ -306,13 +314,13 @@ def _parse_number(text: str | None) -> float | None:
 def _check_small_read_request(context: RuleContext) -> RuleResult:
     if not context.nic_functions:
         return context.not_run("no NIC on PCI")
-    small_requests, known_count, strict_count = [], 0, 0
+    small_requests, known_count, strictly_ordered_count = [], 0, 0
     for nic in context.nic_functions:
         pci_config = config_space(context.tree, nic.address)
         if pci_config is None or pci_config.max_read_request_bytes is None:
             continue
         known_count += 1
-        strict_count += not pci_config.relaxed_ordering
+        strictly_ordered_count += not pci_config.relaxed_ordering
         context.record(
             f"DevCtl of {nic.address}",
             f"MaxReadReq {pci_config.max_read_request_bytes}, RlxdOrd{'+' if pci_config.relaxed_ordering else '-'}",
@@ -323,9 +331,9 @@ def _check_small_read_request(context: RuleContext) -> RuleResult:
         return context.fails("; ".join(small_requests))
     if not known_count:
         return context.not_run("config space of the NICs cannot be read")
-    ordering = f"; relaxed ordering is off on {strict_count}" if strict_count else ""
+    ordering_text = f"; relaxed ordering is off on {strictly_ordered_count} of them" if strictly_ordered_count else ""
     return context.passes(
-        f"MaxReadReq of {format_count(known_count, 'NIC')} is at least {_READ_REQUEST_BYTES_MIN} bytes{ordering}"
+        f"MaxReadReq of {format_count(known_count, 'NIC')} is at least {_READ_REQUEST_BYTES_MIN} bytes{ordering_text}"
     )
 
 
@@ -360,8 +368,8 @@ def _check_gpu_errors(context: RuleContext) -> RuleResult:
     if defects:
         return context.fails("; ".join(defects))
     if kernel_log.unreadable:
-        quiet_sources = "NVML reports no errors; the kernel log" if known_healths else "NVML and the kernel log"
-        return context.not_run(f"{quiet_sources} cannot be read: {kernel_log.unreadable}")
+        subject_text = "NVML reports no errors; the kernel log" if known_healths else "NVML and the kernel log"
+        return context.not_run(f"{subject_text} cannot be read: {kernel_log.unreadable}")
     return context.passes("no memory errors and no Xid errors")
 
 

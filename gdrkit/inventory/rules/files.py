@@ -19,7 +19,7 @@ _BLOCK_FILE_SYSTEMS = ("ext4", "xfs")
 _LOGICAL_BLOCK_BYTES_MAX = 4096
 _FILE_SYSTEMS_WITHOUT_DIRECT_IO = ("overlay", "tmpfs", "ramfs", "zfs", "ecryptfs")
 _BAR1_BYTES_MIN, _BAR1_FREE_BYTES_MIN = GIB, 64 * MIB
-# max_device_pinned_mem_size_kb in the cufile.json that NVIDIA ships: 32 GiB.
+# max_device_pinned_mem_size_kb in the cufile.json that NVIDIA ships: 32 GiB. This default is not compared with BAR1.
 _PINNED_DEFAULT_KB = 33554432
 
 
@@ -42,8 +42,8 @@ def _find_obstacle(mount: Mount, block: BlockDevice | None) -> str | None:
     code="file-system",
     title="no mount supports direct transfers of cuFile",
     why="Direct transfers work on XFS, on ext4, and on some cluster file systems. On other file systems cuFile falls "
-    "back to host memory. For ext4 it requires data=ordered in the mount table. The kernel lists that only if it was "
-    "given as a mount option.",
+    "back to host memory. For ext4 it requires data=ordered in the mount table, and the kernel lists "
+    "this option only if it was given to mount.",
     remedy="mount ext4 with -o data=ordered, or use XFS, on a plain NVMe namespace or partition; not below overlay, "
     "device mapper or RAID 5",
     reads="/proc/self/mountinfo, /sys/dev/block, /sys/class/block/*/{md/level,integrity}",
@@ -51,11 +51,15 @@ def _find_obstacle(mount: Mount, block: BlockDevice | None) -> str | None:
 def _check_file_system(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    obstacles = {mount.mount_point: _find_obstacle(mount, block) for mount, block in context.file_systems()}
-    if not obstacles:
+    obstacle_by_mount_point = {
+        mount.mount_point: _find_obstacle(mount, block) for mount, block in context.file_systems()
+    }
+    if not obstacle_by_mount_point:
         return context.not_run("no mount of a data file system was found")
-    usable_mounts = [mount_point for mount_point, obstacle in obstacles.items() if obstacle is None]
-    obstacle_texts = "; ".join(f"{mount_point}: {obstacle}" for mount_point, obstacle in obstacles.items() if obstacle)
+    usable_mounts = [mount_point for mount_point, obstacle in obstacle_by_mount_point.items() if obstacle is None]
+    obstacle_texts = "; ".join(
+        f"{mount_point}: {obstacle}" for mount_point, obstacle in obstacle_by_mount_point.items() if obstacle
+    )
     return (
         context.passes(f"usable: {', '.join(usable_mounts)}" + (f"; not {obstacle_texts}" if obstacle_texts else ""))
         if usable_mounts
@@ -99,20 +103,21 @@ def _check_direct_io(context: RuleContext) -> RuleResult:
 @rule(
     code="bar1-small",
     title="BAR1 is small or full",
-    why="NICs and NVMe reach GPU memory through this window. Memory that does not fit into it cannot be registered.",
+    why="NICs and NVMe reach GPU memory through BAR1, a window in the PCI address space. Memory that does not fit into "
+    "this window cannot be registered.",
     remedy="switch on 'above 4G decoding' and resizable BAR in the firmware; keep max_device_pinned_mem_size_kb of "
     "cufile.json below BAR1; release registrations",
     reads="NVML BAR1 total and free; /sys/bus/pci/devices/*/resource; max_device_pinned_mem_size_kb of cufile.json; "
     "the dma-bufs of every process that has a GPU open",
 )
 def _check_bar1_small(context: RuleContext) -> RuleResult:
-    sizes = dict(_read_bar1_sizes(context))
-    if not sizes:
+    sizes_by_gpu = dict(_read_bar1_sizes(context))
+    if not sizes_by_gpu:
         return context.not_run("the BAR1 size cannot be read for any GPU")
     _, config = context.cufile_config()
     pinned_kb = cufile_json.get_value(config, "properties", "max_device_pinned_mem_size_kb")
     problems = []
-    for address, (total_bytes, free_bytes) in sizes.items():
+    for address, (total_bytes, free_bytes) in sizes_by_gpu.items():
         context.record(
             f"BAR1 of {address}",
             format_bytes(total_bytes) + ("" if free_bytes is None else f", free {format_bytes(free_bytes)}"),
@@ -129,7 +134,10 @@ def _check_bar1_small(context: RuleContext) -> RuleResult:
 
 
 def _read_bar1_sizes(context: RuleContext) -> list[tuple[str, tuple[int, int | None]]]:
-    """Return the address of each GPU, and the size and free part of its BAR1 in bytes. sysfs has no free part."""
+    """Return the address of each GPU, and the size and free part of its BAR1 in bytes.
+
+    The free part is None if the size comes from sysfs, which does not report it.
+    """
     if context.facts.nvml is not None:
         return [
             (gpu.pci_bus_id, (gpu.bar1_bytes, gpu.bar1_free_bytes))
@@ -148,7 +156,8 @@ def _read_bar1_sizes(context: RuleContext) -> list[tuple[str, tuple[int, int | N
     code="udev-database",
     title="no udev database",
     why="libcufile reads the file system of a block device from udev (ID_FS_USAGE). Without /run/udev, which is "
-    "common in containers, every cuFileHandleRegister fails with 5027 and names no cause.",
+    "common in containers, every cuFileHandleRegister fails with 5027 (CU_FILE_HANDLE_NOT_REGISTERED) "
+    "and names no cause.",
     remedy="mount /run/udev of the host into the container (`-v /run/udev:/run/udev:ro`), or write "
     "/run/udev/data/b<major>:<minor> of the block device with the lines E:ID_FS_USAGE=filesystem and E:ID_FS_TYPE=ext4",
     reads="/run/udev/data/b<major>:<minor> for the block device below each mount",
@@ -156,20 +165,22 @@ def _read_bar1_sizes(context: RuleContext) -> list[tuple[str, tuple[int, int | N
 def _check_udev_database(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    names = context.names("/run/udev/data")
+    database_names = context.names("/run/udev/data")
     if context.is_uncaptured("/run/udev/data"):
         return context.not_run("the capture does not contain the files of this rule")
-    if not names:
-        error = context.read_error("/run/udev/data")
-        if error:
-            return context.not_run(f"/run/udev/data cannot be read: {error}")
+    if not database_names:
+        errno_name = context.read_error("/run/udev/data")
+        if errno_name:
+            return context.not_run(f"/run/udev/data cannot be read: {errno_name}")
         return context.fails("/run/udev/data does not exist or is empty")
     undescribed_mounts = []
     for mount, block in context.file_systems():
         if block is None or mount.kind not in _BLOCK_FILE_SYSTEMS:
             continue
-        text = context.text(f"/run/udev/data/b{mount.device}") or ""
-        undescribed_mounts += [] if "E:ID_FS_USAGE=filesystem" in text else [f"{mount.mount_point} (b{mount.device})"]
+        udev_text = context.text(f"/run/udev/data/b{mount.device}") or ""
+        undescribed_mounts += (
+            [] if "E:ID_FS_USAGE=filesystem" in udev_text else [f"{mount.mount_point} (b{mount.device})"]
+        )
     if undescribed_mounts:
         return context.fails(f"the udev database does not describe the device of {', '.join(undescribed_mounts)}")
     return context.passes("the udev database describes the block device of every mount")

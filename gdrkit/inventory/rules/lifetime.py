@@ -35,11 +35,11 @@ def _check_vmm_memory(context: RuleContext) -> RuleResult:
         return context.passes("this environment does not enable expandable segments")
     if context.facts.cuda is None:
         return context.unproven("expandable segments are enabled, and CUDA does not report whether it registers them")
-    name = "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"
+    attribute_name = "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"
     gpus_without_support = []
     for device in context.facts.cuda.devices:
-        context.record(f"{name} of GPU {device.index}", device.attributes.get(name, 0))
-        gpus_without_support += [] if device.has(name) else [str(device.index)]
+        context.record(f"{attribute_name} of GPU {device.index}", device.attributes.get(attribute_name, 0))
+        gpus_without_support += [] if device.has(attribute_name) else [str(device.index)]
     if gpus_without_support:
         return context.fails(
             f"expandable segments are enabled, and GPU {', '.join(gpus_without_support)} cannot register them"
@@ -49,7 +49,7 @@ def _check_vmm_memory(context: RuleContext) -> RuleResult:
 
 @rule(
     code="stale-key",
-    title="the rkey of freed memory still works, or the buffer id does not show the change",
+    title="the rkey of freed memory still works, or new memory at its address has the same buffer id",
     why="After a free, the same address can belong to other memory. With a registration cache that does not detect "
     "this, a NIC writes to the wrong pages.",
     remedy="keep the buffer id (CU_POINTER_ATTRIBUTE_BUFFER_ID) beside each cached region and compare it at each use; "
@@ -116,6 +116,7 @@ def _check_pool_starved(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - 
     if not context.has_gpu:
         return context.not_run(_NO_GPU)
     path, config = context.cufile_config()
+    # posix_pool_slab_count has the number of bounce buffers of each size.
     slab_counts = cufile_json.get_value(config, "properties", "posix_pool_slab_count")
     configured_batch_size = cufile_json.get_value(config, "properties", "io_batchsize")
     buffer_counts = (
@@ -164,12 +165,12 @@ def _check_ucx_without_cuda(context: RuleContext) -> RuleResult:
     from gdrkit.host import cached_libraries
 
     cached_paths = cached_libraries(context.tree).get("libucs.so.0", ())
-    paths = loader.search_paths("libucs.so.0", search_path=search_folders, cached=cached_paths)
-    library = next(filter(context.tree.exists, paths), None)
-    if library is None:
+    candidate_paths = loader.search_paths("libucs.so.0", search_path=search_folders, cached=cached_paths)
+    library_path = next(filter(context.tree.exists, candidate_paths), None)
+    if library_path is None:
         return context.not_run("no UCX here")
-    context.record(library, "exists")
-    folder = posixpath.join(posixpath.dirname(library), "ucx")
+    context.record(library_path, "exists")
+    folder = posixpath.join(posixpath.dirname(library_path), "ucx")
     if any(name.startswith("libuct_cuda.so") for name in context.names(folder)):
         return context.passes(f"{folder} has libuct_cuda.so")
     return context.fails(f"{folder} has no libuct_cuda.so")
@@ -187,12 +188,12 @@ def _check_ucx_without_cuda(context: RuleContext) -> RuleResult:
     experiment="driver_open",
 )
 def _check_driver_open(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
-    paths = {library.soname: library.path for library in context.facts.libraries}
+    path_by_soname = {library.soname: library.path for library in context.facts.libraries}
     for soname in ("libcufile.so.0", "libcuda.so.1"):
-        context.record(soname, paths.get(soname) or "not found by the loader")
-    if not paths.get("libcufile.so.0"):
+        context.record(soname, path_by_soname.get(soname) or "not found by the loader")
+    if not path_by_soname.get("libcufile.so.0"):
         return context.not_run("no libcufile here")
-    if not paths.get("libcuda.so.1"):
+    if not path_by_soname.get("libcuda.so.1"):
         return context.fails("libcufile is installed, but libcuda is not")
     has_modules = context.tree.exists("/proc/modules")
     context.record("/proc/modules", "exists" if has_modules else "does not exist")

@@ -12,8 +12,9 @@ __all__ = ["RULES"]
 
 # Interface MTU in bytes that RDMA packets of 4096 bytes need.
 _MTU_MIN = 4200
-# A lower limit is reported, because a few large registrations would exceed it.
+# The rule reports a limit of locked memory below this value, because a few large registrations would exceed it.
 _MEMLOCK_BYTES_MIN = 512 * MIB
+# Matches a GID whose bytes are all 0: an unused entry of the GID table.
 _EMPTY_GID = re.compile(r"[0:]*")
 
 
@@ -28,38 +29,38 @@ _EMPTY_GID = re.compile(r"[0:]*")
 def _check_port_down(context: RuleContext) -> RuleResult:
     if not context.has_nic:
         return context.not_run("no RDMA device here")
-    devices_down, up_count, link_down_texts = [], 0, []
+    devices_down, usable_count, link_down_texts = [], 0, []
     for device in context.facts.rdma_devices:
-        states = {port.number: (port.state, port.physical_state) for port in device.ports}
         for port in device.ports:
             folder = f"/sys/class/infiniband/{device.name}/ports/{port.number}"
             context.record(f"{folder}/state", f"{port.state}, {port.physical_state}, {port.rate}")
             down_count = context.tree.number(f"{folder}/counters/link_downed")
             link_down_texts += [f"{device.name} was down {format_count(down_count, 'time')}"] if down_count else []
-        is_usable = any(state == "ACTIVE" for state, _ in states.values())
-        up_count += is_usable
+        is_usable = any(port.state == "ACTIVE" for port in device.ports)
+        usable_count += is_usable
         devices_down += [] if is_usable else [device.name]
     if not context.facts.rdma_devices:
         nics = context.facts.verbs.nics if context.facts.verbs else ()
         devices_down = [nic.name for nic in nics if not nic.active_ports]
-        up_count = len(nics) - len(devices_down)
+        usable_count = len(nics) - len(devices_down)
     devices_without_ports = [device.name for device in context.facts.rdma_devices if not device.ports]
-    if devices_without_ports and not up_count:
+    if devices_without_ports and not usable_count:
         return context.not_run("the state of the ports is unknown")
     if devices_down:
         return context.fails(f"no active port on {', '.join(devices_down)}")
-    return context.passes("; ".join([f"{format_count(up_count, 'NIC')} with an active port", *link_down_texts]))
+    return context.passes("; ".join([f"{format_count(usable_count, 'NIC')} with an active port", *link_down_texts]))
 
 
 def _list_roce_interfaces(context: RuleContext) -> dict[str, tuple[str, ...]]:
-    """Return the RDMA devices with an Ethernet port, and their network interfaces."""
-    interfaces = {}
+    """Return the names of the network interfaces of each RDMA device with an Ethernet port, by the device's name."""
+    interfaces_by_device = {}
     for device in context.facts.rdma_devices:
         if any(port.link_layer == "Ethernet" for port in device.ports):
             names = context.tree.names(f"/sys/class/infiniband/{device.name}/device/net")
+            # An rxe device has no PCI device. Its file parent has the name of the interface.
             parent_interface = context.tree.text(f"/sys/class/infiniband/{device.name}/parent")
-            interfaces[device.name] = names or ((parent_interface,) if parent_interface else ())
-    return interfaces
+            interfaces_by_device[device.name] = names or ((parent_interface,) if parent_interface else ())
+    return interfaces_by_device
 
 
 @rule(
@@ -71,12 +72,12 @@ def _list_roce_interfaces(context: RuleContext) -> dict[str, tuple[str, ...]]:
     reads="/sys/class/net/*/mtu of the interfaces of RoCE devices",
 )
 def _check_small_mtu(context: RuleContext) -> RuleResult:
-    interfaces = _list_roce_interfaces(context)
-    if not interfaces:
+    interfaces_by_device = _list_roce_interfaces(context)
+    if not interfaces_by_device:
         return context.not_run("no RoCE device here")
     mtu_by_interface = {
         name: mtu
-        for names in interfaces.values()
+        for names in interfaces_by_device.values()
         for name in names
         if (mtu := context.tree.number(f"/sys/class/net/{name}/mtu")) is not None
     }

@@ -22,7 +22,7 @@ __all__ = ["RULES", "describe_dmabuf_holders"]
 _PID_NAMESPACE = "PID namespace"
 _IMEX_CHANNELS_FOLDER = "/dev/nvidia-caps-imex-channels"
 _PTRACE_SCOPE_PATH = "/proc/sys/kernel/yama/ptrace_scope"
-# With this value, no process may attach to another one, whatever its capabilities.
+# With this ptrace_scope, no process may attach to another one, whatever its capabilities.
 _PTRACE_SCOPE_NO_ATTACH = 3
 # The link /proc/self/ns/pid in the first PID namespace of every machine (PROC_PID_INIT_INO of Linux).
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
@@ -37,16 +37,20 @@ def _are_of_one_job(first: GpuProcess, second: GpuProcess) -> bool | None:
     if first.job and first.job == second.job:
         return True
     if set(first.job) & set(second.job):
-        return None  # These may be two steps of one job.
+        return None  # Some variables are equal, others are not: these may be two steps of one job.
     if dict(first.job).keys() & dict(second.job).keys():
-        return False
+        return False  # The same scheduler has given them different values.
     return None if first.rendezvous and first.rendezvous == second.rendezvous else False
 
 
 def _find_obstacle(first: GpuProcess, second: GpuProcess) -> str | None:
     """Return why one process may be unable to open a CUDA IPC handle of the other, or None if no reason is known."""
-    for title, name in ((_PID_NAMESPACE, "pid_namespace"), ("IPC namespace", "ipc_namespace"), ("user", "user_id")):
-        values = {getattr(process, name) for process in (first, second)}
+    for title, attribute_name in (
+        (_PID_NAMESPACE, "pid_namespace"),
+        ("IPC namespace", "ipc_namespace"),
+        ("user", "user_id"),
+    ):
+        values = {getattr(process, attribute_name) for process in (first, second)}
         if len(values - {None}) > 1:
             return f"another {title}"
     device_orders = {process.environment.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST") for process in (first, second)}
@@ -65,6 +69,7 @@ def _find_pairs_with_obstacle(processes: Sequence[GpuProcess]) -> Iterator[tuple
     processes and the obstacle.
     """
     # The rule compares only one of the processes with equal values, because a hostile capture may have very many.
+    # It keeps the first of them: a dict keeps the last value of a key, so the processes are inserted in reverse.
     distinct_processes = {
         (
             process.pid_namespace,
@@ -81,7 +86,7 @@ def _find_pairs_with_obstacle(processes: Sequence[GpuProcess]) -> Iterator[tuple
 
 
 def _find_ptrace_obstacle(context: RuleContext) -> str | None:
-    """Return why processes may be unable to share memory of cuMemCreate, or None if no reason is known."""
+    """Return why processes may be unable to share memory that cuMemCreate allocated, or None if no reason is known."""
     ptrace_scope = context.tree.number(_PTRACE_SCOPE_PATH)
     context.record(_PTRACE_SCOPE_PATH, "does not exist" if ptrace_scope is None else ptrace_scope)
     if not context.has_expandable_segments or not ptrace_scope:
@@ -89,7 +94,8 @@ def _find_ptrace_obstacle(context: RuleContext) -> str | None:
     if ptrace_scope < _PTRACE_SCOPE_NO_ATTACH and "CAP_SYS_PTRACE" in context.facts.limits.capabilities:
         return None
     return (
-        f"this environment enables expandable segments: pidfd_getfd(2) shares them, and ptrace_scope is {ptrace_scope}"
+        "this environment enables expandable segments, which are shared by pidfd_getfd(2): "
+        f"ptrace_scope {ptrace_scope} may forbid it"
     )
 
 
@@ -116,13 +122,15 @@ def _check_cuda_ipc_refused(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
     processes = [process for process in context.gpu_processes() if process.has_contexts]
-    pairs = list(_find_pairs_with_obstacle(processes))
+    obstructed_pairs = list(_find_pairs_with_obstacle(processes))
     refused_pairs = [
-        text for is_one_job, obstacle, text in pairs if is_one_job and obstacle == f"another {_PID_NAMESPACE}"
+        text
+        for is_one_job, obstacle, text in obstructed_pairs
+        if is_one_job and obstacle == f"another {_PID_NAMESPACE}"
     ]
     if refused_pairs and not context.names(_IMEX_CHANNELS_FOLDER) and not context.is_uncaptured(_IMEX_CHANNELS_FOLDER):
         return context.fails(_join_shortened(refused_pairs))
-    undecided_texts = [text for is_one_job, _, text in pairs if is_one_job is not False]
+    undecided_texts = [text for is_one_job, _, text in obstructed_pairs if is_one_job is not False]
     has_shared_job = any(count > 1 for count in Counter(process.job for process in processes if process.job).values())
     obstacle = _find_ptrace_obstacle(context) if has_shared_job else None
     undecided_texts += [obstacle] if obstacle else []
@@ -135,12 +143,14 @@ def _check_cuda_ipc_refused(context: RuleContext) -> RuleResult:
     gap = "; ".join(filter(None, (_describe_namespace_gap(context), context.gpu_processes_gap)))
     seen_text = f"saw {format_count(len(processes), 'process', 'processes')} with CUDA contexts"
     unseen_text = f"; not seen: {gap}" if gap else ""
-    if len(processes) > 1 and (has_shared_job or not pairs):
+    if len(processes) > 1 and (has_shared_job or not obstructed_pairs):
         return context.passes(
             f"{seen_text}, and no two of one job differ in user, namespace or order of the GPUs{unseen_text}"
         )
-    unrelated_text = f", and nothing shows that they are of one job: {_join_shortened([pair[2] for pair in pairs])}"
-    return context.not_run(seen_text + (unrelated_text if pairs else "") + unseen_text)
+    unrelated_text = (
+        f", and nothing shows that they are of one job: {_join_shortened([entry[2] for entry in obstructed_pairs])}"
+    )
+    return context.not_run(seen_text + (unrelated_text if obstructed_pairs else "") + unseen_text)
 
 
 def _describe_namespace_gap(context: RuleContext) -> str | None:
@@ -187,8 +197,8 @@ def _check_descriptors_low(context: RuleContext) -> RuleResult:
     if limit is None and not context.facts.limits.memlock_known:
         return context.not_run("the limit cannot be read")
     text = f"{'any number of' if limit is None else limit} descriptors may be open"
-    count, gap = len(context.gpu_processes()), context.gpu_processes_gap
-    text += f", and none of {count} processes that use a GPU is near its limit" if count else ""
+    process_count, gap = len(context.gpu_processes()), context.gpu_processes_gap
+    text += f", and none of {process_count} processes that use a GPU is near its limit" if process_count else ""
     return context.passes(f"{text}; not seen: {gap}" if gap else text)
 
 

@@ -22,6 +22,7 @@ __all__ = ["RULES"]
 
 _DMABUF_KERNEL_MIN = (5, 12)
 _RDMA_MODULES = ("ib_core", "ib_uverbs")
+# Parts of the lines with which the kernel reports that it refused a peer memory module.
 _MISMATCH_MESSAGE = "disagrees about version of symbol ib_register_peer_memory_client"
 _UNKNOWN_SYMBOL_MESSAGE = "Unknown symbol ib_register_peer_memory_client"
 
@@ -203,12 +204,12 @@ def _check_no_dmabuf_export(context: RuleContext) -> RuleResult:
     gpus_without_support = [str(device.index) for device in devices if not device.has("DMA_BUF_SUPPORTED")]
     if devices and not gpus_without_support:
         return context.passes("every GPU exports its memory as dma-buf")
-    version = context.text("/proc/driver/nvidia/version")
+    version_text = context.text("/proc/driver/nvidia/version")
     if devices:
         cause = f"no dma-buf export by GPU {', '.join(gpus_without_support)}"
-    elif version is None:
+    elif version_text is None:
         return context.not_run("neither CUDA nor /proc/driver/nvidia/version can be read")
-    elif "Open Kernel Module" in version:
+    elif "Open Kernel Module" in version_text:
         return context.unproven("the open kernel module is loaded; CUDA did not report whether it exports dma-buf")
     else:
         cause = "the kernel module is the proprietary one"
@@ -247,7 +248,7 @@ def _check_no_gpudirect(context: RuleContext) -> RuleResult:
     code="topology-veto",
     title="the driver forbids peer access because of the PCI topology",
     why="On chipsets that the driver considers unsuitable, it refuses peer access between devices that are not below "
-    "one PCIe switch. It does not report this.",
+    "one PCIe switch, and reports no reason.",
     remedy="set the module parameter NVreg_GrdmaPciTopoCheckOverride=1 (0 lets the driver decide, 2 denies), and load "
     "the module again",
     reads="/proc/driver/nvidia/params",
@@ -257,14 +258,16 @@ def _check_topology_veto(context: RuleContext) -> RuleResult:
         return context.not_run("no GPU here")
     path = "/proc/driver/nvidia/params"
     text = context.tree.text(path)
-    setting = re.search(r"^GrdmaPciTopoCheckOverride: (\d+)$", text or "", re.MULTILINE)
-    context.record(path, setting[0] if setting else "no GrdmaPciTopoCheckOverride" if text else "not readable")
+    setting_match = re.search(r"^GrdmaPciTopoCheckOverride: (\d+)$", text or "", re.MULTILINE)
+    context.record(
+        path, setting_match[0] if setting_match else "no GrdmaPciTopoCheckOverride" if text else "not readable"
+    )
     if text is None:
         return context.not_run(f"{path} cannot be read")
-    if setting and setting[1] == "2":
+    if setting_match and setting_match[1] == "2":
         return context.fails("GrdmaPciTopoCheckOverride is 2: denied")
     return context.passes(
-        "nothing is denied" if setting and setting[1] == "1" else "the driver decides, nothing is denied"
+        "nothing is denied" if setting_match and setting_match[1] == "1" else "the driver decides, nothing is denied"
     )
 
 

@@ -25,7 +25,7 @@ _NVIDIA_FS_FOLDER = "/proc/driver/nvidia-fs"
 _NVIDIA_PARAMS_PATH = "/proc/driver/nvidia/params"
 # Major version of the first NVIDIA driver that supports P2PDMA.
 _P2PDMA_DRIVER_MIN = 565
-# CU_FILE_DRIVER_VERSION_MISMATCH and CU_FILE_DRIVER_NOT_INITIALIZED.
+# The statuses CU_FILE_DRIVER_VERSION_MISMATCH and CU_FILE_DRIVER_NOT_INITIALIZED of cuFileDriverOpen.
 _VERSION_MISMATCH_STATUSES = (5004, 5001)
 # Before this version of Linux, KASLR shrinks the direct map even if P2PDMA is built in. The padding is the default of
 # CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING with memory hotplug, which P2PDMA needs.
@@ -34,8 +34,9 @@ _REFUSED_RANGE = re.compile(
     r"Hotplugged memory exceeds maximum addressable address, range=(0x[0-9a-f]+)-(0x[0-9a-f]+)", re.IGNORECASE
 )
 _PAGE_BYTES, _TIB = 4096, 1 << 40  # The page size of x86.
+# Values of CUFILE_FORCE_COMPAT_MODE that switch the mode on, and parts of the lines of cufile.log about a fallback.
 _TRUE_WORDS = ("1", "true", "yes")
-_FALLBACK_WORDS = ("running in compatible mode", "compatible mode", "Falling back")
+_FALLBACK_MESSAGES = ("running in compatible mode", "compatible mode", "Falling back")
 
 
 @rule(
@@ -57,8 +58,8 @@ def _check_nvidia_fs_absent(context: RuleContext) -> RuleResult:  # noqa: PLR091
         has_local_nvme = any(controller.transport in (None, "pcie") for controller in context.facts.nvme)
         if has_local_nvme and not re.search(r"^nvme\b", registered_drivers, re.MULTILINE):
             return context.fails("nvidia-fs is loaded, but the nvme driver has not registered with it")
-        names = ", ".join(line.split(":")[0].strip() for line in registered_drivers.splitlines())
-        return context.passes(f"nvidia-fs is loaded, with {names}")
+        driver_names = ", ".join(line.split(":")[0].strip() for line in registered_drivers.splitlines())
+        return context.passes(f"nvidia-fs is loaded, with {driver_names}")
     if context.is_uncaptured(_NVIDIA_FS_FOLDER):
         return context.not_run("the capture does not contain the files of this rule")
     if _find_missing_p2pdma_conditions(context) == []:
@@ -107,10 +108,10 @@ def _find_missing_p2pdma_conditions(context: RuleContext) -> list[str] | None:
     missing_conditions = []
     if not context.lines("/proc/kallsyms", "p2pdma_pgmap_ops"):
         missing_conditions.append("the kernel has no p2pdma_pgmap_ops")
-    version = context.tree.text("/proc/driver/nvidia/version") or ""
-    driver_version = re.search(r"\b(\d+)\.\d+", version)
-    context.record("/proc/driver/nvidia/version", version.splitlines()[0] if version else "not readable")
-    if "Open Kernel Module" not in version or driver_version is None or int(driver_version[1]) < _P2PDMA_DRIVER_MIN:
+    version_text = context.tree.text("/proc/driver/nvidia/version") or ""
+    major_match = re.search(r"\b(\d+)\.\d+", version_text)
+    context.record("/proc/driver/nvidia/version", version_text.splitlines()[0] if version_text else "not readable")
+    if "Open Kernel Module" not in version_text or major_match is None or int(major_match[1]) < _P2PDMA_DRIVER_MIN:
         missing_conditions.append(f"no open kernel module of driver {_P2PDMA_DRIVER_MIN} or newer")
     registry_lines = [
         line
@@ -176,13 +177,13 @@ def _check_kaslr_p2pdma(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - 
         gpu.address: bar1_range for gpu in context.gpus if (bar1_range := context.bar1_range(gpu.address))
     }
     for line in context.machine.kernel_log.lines:
-        refused_range = _REFUSED_RANGE.search(line)
-        if refused_range and any(
-            _is_overlapping((int(refused_range[1], 16), int(refused_range[2], 16)), bar1_range)
+        refused_range_match = _REFUSED_RANGE.search(line)
+        if refused_range_match and any(
+            _is_overlapping((int(refused_range_match[1], 16), int(refused_range_match[2], 16)), bar1_range)
             for bar1_range in bar1_range_by_gpu.values()
         ):
             context.record("kernel log", line)
-            return context.fails(f"the kernel refused to map BAR1 of a GPU: {refused_range[0]}")
+            return context.fails(f"the kernel refused to map BAR1 of a GPU: {refused_range_match[0]}")
     if "nokaslr" in (context.text("/proc/cmdline") or "").split():
         return context.passes("KASLR is off")
     if context.facts.machine not in ("x86_64", ""):
@@ -202,8 +203,8 @@ def _compare_with_direct_map(context: RuleContext, bar1_range_by_gpu: dict[str, 
     memory_end_bytes = _read_memory_end(context)
     if memory_end_bytes is None:
         return context.not_run("/proc/zoneinfo cannot be read")
-    padding = re.search(r"^CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=(0x[0-9a-f]+)$", config, re.MULTILINE)
-    padding_tib = int(padding[1], 16) if padding else _KASLR_PADDING_TIB
+    padding_match = re.search(r"^CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=(0x[0-9a-f]+)$", config, re.MULTILINE)
+    padding_tib = int(padding_match[1], 16) if padding_match else _KASLR_PADDING_TIB
     direct_map_tib = -(-memory_end_bytes // _TIB) + padding_tib
     gpus_beyond_map = [
         address
@@ -221,7 +222,8 @@ def _compare_with_direct_map(context: RuleContext, bar1_range_by_gpu: dict[str, 
 
 
 def _read_memory_end(context: RuleContext) -> int | None:
-    """Return the end of the memory in bytes, or None if it cannot be read."""
+    """Return the physical address at which the memory ends, or None if it cannot be read."""
+    # Each zone has a line with the number of its pages (spanned) and, further below, a line with its first page number.
     memory_end_bytes, spanned_pages = None, 0
     for line in context.tree.lines("/proc/zoneinfo", ("spanned", "start_pfn:")):
         words = line.split()
@@ -247,6 +249,7 @@ def _is_mapped_by_p2pdma(context: RuleContext, address: str) -> bool:
 
 
 def _is_overlapping(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    """Return whether two ranges overlap. A range has its first and its last address."""
     return first[0] <= second[1] and second[0] <= first[1]
 
 
@@ -268,20 +271,20 @@ def _check_cufile_descriptor_0(context: RuleContext) -> RuleResult:
     observation = context.observe_cufile("driver_open")
     if observation is not None and DESCRIPTOR_0 in observation.seen:
         return context.fails("cuFileDriverOpen was called, and descriptor 0 was closed")
-    if observation is not None and _has_opened_driver(observation):
+    if observation is not None and _has_driver_open_returned(observation):
         return context.passes("cuFileDriverOpen was called, and descriptor 0 is still open")
-    count = context.tree.number(f"{_NVIDIA_FS_FOLDER}/devcount")
-    context.record(f"{_NVIDIA_FS_FOLDER}/devcount", "does not exist" if count is None else count)
+    device_count = context.tree.number(f"{_NVIDIA_FS_FOLDER}/devcount")
+    context.record(f"{_NVIDIA_FS_FOLDER}/devcount", "does not exist" if device_count is None else device_count)
     if context.is_uncaptured(f"{_NVIDIA_FS_FOLDER}/devcount") or not context.tree.names("/dev"):
         return context.not_run("the devices of nvidia-fs or /dev cannot be read")
     device_nodes = [name for name in context.tree.names("/dev") if name.startswith("nvidia-fs")]
     context.record("/dev/nvidia-fs*", ", ".join(device_nodes) or "does not exist")
-    if count and not device_nodes:
-        return context.fails(f"nvidia-fs has {format_count(count, 'device')}, and /dev has no nvidia-fs*")
-    return context.passes("nvidia-fs has its device nodes" if count else "nvidia-fs is not loaded")
+    if device_count and not device_nodes:
+        return context.fails(f"nvidia-fs has {format_count(device_count, 'device')}, and /dev has no nvidia-fs*")
+    return context.passes("nvidia-fs has its device nodes" if device_count else "nvidia-fs is not loaded")
 
 
-def _has_opened_driver(observation: Observation) -> bool:
+def _has_driver_open_returned(observation: Observation) -> bool:
     """Return whether cuFileDriverOpen returned in the child process, with success or with an error."""
     failure = observation.failure
     return failure is None or (failure.operation == "cuFileDriverOpen" and failure.reason is not Reason.TIMEOUT)
@@ -334,25 +337,25 @@ def _check_silent_fallback(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
     _, config = context.cufile_config()
-    folder = cufile_json.get_value(config, "logging", "dir")
-    path = context.machine.environment.get("CUFILE_LOGFILE_PATH", "")
-    if not path and isinstance(folder, str) and folder.startswith("/"):
-        path = posixpath.join(folder, "cufile.log")
-    messages = context.lines(path, *_FALLBACK_WORDS) if path.startswith("/") else ()
-    if messages:
-        return context.fails(f"{path}: {messages[-1].strip()}")
+    log_folder = cufile_json.get_value(config, "logging", "dir")
+    log_path = context.machine.environment.get("CUFILE_LOGFILE_PATH", "")
+    if not log_path and isinstance(log_folder, str) and log_folder.startswith("/"):
+        log_path = posixpath.join(log_folder, "cufile.log")
+    fallback_lines = context.lines(log_path, *_FALLBACK_MESSAGES) if log_path.startswith("/") else ()
+    if fallback_lines:
+        return context.fails(f"{log_path}: {fallback_lines[-1].strip()}")
     stats = context.tree.text(f"{_NVIDIA_FS_FOLDER}/stats")
     if stats is None:
         return context.not_run("there is no log of cuFile, and there are no counters of nvidia-fs")
     rw_stats_enabled = context.text("/sys/module/nvidia_fs/parameters/rw_stats_enabled")
-    line = next((line for line in stats.splitlines() if line.startswith("Reads")), "")
-    context.record(f"{_NVIDIA_FS_FOLDER}/stats", line)
+    reads_line = next((line for line in stats.splitlines() if line.startswith("Reads")), "")
+    context.record(f"{_NVIDIA_FS_FOLDER}/stats", reads_line)
     if rw_stats_enabled in ("0", "N"):
         return context.unproven("nvidia-fs does not count: rw_stats_enabled is 0")
-    count = re.search(r"n=(\d+)", line)
-    if count and int(count[1]) > 0:
+    count_match = re.search(r"n=(\d+)", reads_line)
+    if count_match and int(count_match[1]) > 0:
         return context.passes(
-            f"nvidia-fs has served {format_count(int(count[1]), 'read')}, and no log mentions compatibility mode"
+            f"nvidia-fs has served {format_count(int(count_match[1]), 'read')}, and no log mentions compatibility mode"
         )
     return context.unproven("nvidia-fs has not served any reads yet")
 

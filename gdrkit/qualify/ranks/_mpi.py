@@ -1,4 +1,4 @@
-"""Adapter of mpi4py. The ranks use MPI only once, to exchange the addresses at which they listen.
+"""Adapter of mpi4py. The ranks use MPI only once, to exchange the TCP addresses at which they listen.
 
 MPI ends the whole job if one process dies, and its calls have no timeout. Therefore MPI is finalized before any
 measurement.
@@ -15,7 +15,7 @@ __all__ = ["exchange_texts"]
 
 
 def exchange_texts(text: str) -> tuple[int, list[str]]:
-    """Exchange `text` with all ranks and finalize MPI. Return the number of this rank and the texts in rank order.
+    """Send `text` to all ranks and finalize MPI. Return the number of this rank, and the texts of all ranks in order.
 
     Raises
     ------

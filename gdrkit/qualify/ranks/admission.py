@@ -1,8 +1,8 @@
 """Admission of the ranks of a job by rank 0, which closes the connections of all other peers.
 
-Each rank connects to the TCP port of rank 0, and sends the token of the job and then the facts about its machine. Other
-programs, such as port scanners, may connect to the port as well. A peer that does not send the token within 10 seconds
-is disconnected. Meanwhile, rank 0 continues to admit ranks.
+Each rank connects to the TCP port of rank 0, and sends a hello with the token of the job. After the reply of rank 0, it
+sends the facts about its machine. Other programs, such as port scanners, may connect to the port as well. Rank 0
+disconnects a peer that does not send the token within 10 seconds, and meanwhile continues to admit ranks.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
 
 __all__ = ["HELLO_BYTES_MAX", "AdmittedRanks", "RankHello", "admit_ranks"]
 
+# Longest accepted message of a peer that has not sent the token yet.
 HELLO_BYTES_MAX = 4096
 _HELLO_TIMEOUT_S, _SEND_TIMEOUT_S = 10.0, 10.0
 # Largest number of connections whose peer has not sent the token yet.
 _UNVERIFIED_PEERS_MAX = 64
-_POLL_S, _ACCEPT_RETRY_S = 1.0, 0.1
+_POLL_INTERVAL_S, _ACCEPT_RETRY_INTERVAL_S = 1.0, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class RankHello:
-    """The first message of a rank. It is the same in every version of gdrkit; later messages may differ."""
+    """The first message of a rank. Every version of gdrkit has the same hello, so that rank 0 can read `version`."""
 
     token: str
     rank: int
@@ -47,23 +48,23 @@ class RankHello:
 
 @dataclass(frozen=True, slots=True)
 class _FactsMessage:
-    """The second message of a rank, after rank 0 has accepted its hello."""
+    """The second message of a rank, after rank 0 has accepted the hello. `facts` is the JSON of the rank's facts."""
 
     facts: str
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRanks:
-    """The ranks that have connected to rank 0.
+    """The ranks that rank 0 has admitted or rejected, and the connections to them.
 
     Attributes
     ----------
     ranks : mapping
-        The ranks that take part. The keys are the rank numbers.
+        The ranks that take part in the job, by rank number.
     rejected : mapping
-        For each rank that rank 0 refused: the reason.
+        The reason for each rejected rank, by rank number.
     connections : list of MessageSocket
-        The connections to all ranks, including rejected ranks.
+        The connections to all these ranks. Rejected ranks also stay connected until they receive the exit code.
     """
 
     ranks: dict[int, RankProxy] = field(default_factory=dict)
@@ -73,36 +74,36 @@ class AdmittedRanks:
     def send_exit_code(self, code: int) -> None:
         """Send the exit code of the job to all ranks, which then exit with this code."""
         for connection in self.connections:
-            with contextlib.suppress(PeerGone, TimeoutError):  # A rank that has died needs no exit code.
+            with contextlib.suppress(PeerGone, TimeoutError):  # The rank has died or hangs, and needs no exit code.
                 connection.send({"exit_code": code}, timeout_s=_SEND_TIMEOUT_S)
 
 
 @dataclass(eq=False, slots=True)
 class _Candidate:
-    """A connection of a peer that may be a rank. `hello` is None until the peer has sent the token."""
+    """A connected peer that may be a rank. `hello` is None until the peer has sent the token."""
 
     connection: MessageSocket
-    deadline_s: float
+    deadline_s: float  # Time of time.monotonic() at which rank 0 disconnects the peer.
     hello: RankHello | None = None
 
 
 def admit_ranks(
     listener: socket.socket, *, count: int, token: str, timeout_s: float, should_stop: Callable[[], bool]
 ) -> AdmittedRanks:
-    """Wait until all ranks of a job have sent their facts.
+    """Admit the ranks that connect to `listener`, until all ranks of the job are admitted or rejected.
 
     Parameters
     ----------
     listener : socket
         The socket to which the ranks connect.
     count : int
-        Number of ranks.
+        Number of ranks of the job.
     token : str
         Secret that only the ranks know.
     timeout_s : float
-        Longest wait. A rank that has not sent its facts by then does not take part.
+        Longest duration of the admission, in seconds. A rank that has not sent its facts by then does not take part.
     should_stop : callable
-        A function that returns True if the wait must end early.
+        A function that returns True if the admission must end early.
     """
     listener.setblocking(False)  # noqa: FBT003 - the signature of the standard library.
     with selectors.DefaultSelector() as selector:
@@ -110,12 +111,12 @@ def admit_ranks(
         admission = _Admission(selector, count, token, time.monotonic() + timeout_s)
         try:
             while admission.is_open and not should_stop():
-                for key, _ in selector.select(_POLL_S):
+                for key, _ in selector.select(_POLL_INTERVAL_S):
                     if key.data is None:
                         admission.accept(listener)
                     elif key.data in admission.candidates:
                         admission.receive(key.data)
-                admission.disconnect_late()
+                admission.disconnect_late_candidates()
         except BaseException:
             for connection in admission.admitted.connections:
                 connection.close()
@@ -153,7 +154,7 @@ class _Admission:
         except OSError:
             # Either the peer has reset the connection, or this process has reached its limit of open descriptors. In
             # the second case, accept() works again when another connection is closed.
-            time.sleep(_ACCEPT_RETRY_S)
+            time.sleep(_ACCEPT_RETRY_INTERVAL_S)
             return
         deadline_s = min(self._deadline_s, time.monotonic() + _HELLO_TIMEOUT_S)
         candidate = _Candidate(MessageSocket(connected_socket), deadline_s)
@@ -161,11 +162,11 @@ class _Admission:
         self._selector.register(candidate.connection, selectors.EVENT_READ, candidate)
         unverified_candidates = [peer for peer in self.candidates if peer.hello is None]
         if len(unverified_candidates) > _UNVERIFIED_PEERS_MAX:
-            # A rank sends its token at once, so the peer that has waited longest is not a rank.
+            # A rank sends its token at once, so the peer that has been connected longest without a token is not a rank.
             self.disconnect(min(unverified_candidates, key=lambda peer: peer.deadline_s))
 
     def receive(self, candidate: _Candidate) -> None:
-        """Process the messages that a candidate has sent."""
+        """Receive and process the messages of a candidate that have arrived, without waiting for more."""
         try:
             while candidate in self.candidates:
                 if candidate.hello is None:
@@ -183,7 +184,7 @@ class _Admission:
             else:
                 self._reject(candidate, candidate.hello, f"its message is malformed: {error.message}")
 
-    def disconnect_late(self) -> None:
+    def disconnect_late_candidates(self) -> None:
         """Close the connections of the candidates whose deadline has passed."""
         for candidate in [peer for peer in self.candidates if peer.deadline_s < time.monotonic()]:
             self.disconnect(candidate)
@@ -198,8 +199,8 @@ class _Admission:
         is_verified = hmac.compare_digest(hello.token.encode("utf-8", "surrogatepass"), self._token)
         decided_ranks = self.admitted.ranks.keys() | self.admitted.rejected.keys()
         if not is_verified or hello.rank not in range(self._rank_count) or hello.rank in decided_ranks:
-            message_text = "the peer is not an expected rank of this job"
-            raise UsageError(message_text, reason=Reason.MALFORMED)
+            error_text = "the peer is not an expected rank of this job"
+            raise UsageError(error_text, reason=Reason.MALFORMED)
         candidate.hello, candidate.deadline_s = hello, self._deadline_s
         candidate.connection.send({"welcome": hello.rank}, timeout_s=_SEND_TIMEOUT_S)
         if hello.version != gdrkit.__version__:

@@ -1,7 +1,8 @@
-"""The steps of ``gdrkit qualify --mpi``, a job with several ranks. Rank 0 does most of them.
+"""The steps of ``gdrkit qualify --mpi``, an MPI job with several ranks.
 
-Before the first pair, rank 0 writes a run.json that says "interrupted". So ``gdrkit report`` can make a report of the
-measured pairs even if the job is killed.
+Each rank finds rank 0 by MPI, leaves MPI, probes its machine, and executes the requests of rank 0. Rank 0 also plans
+the pairs, has them measured, and writes the report. Before the first pair, rank 0 writes a run.json that says
+"interrupted". So ``gdrkit report`` can make a report of the measured pairs even if the job is killed.
 """
 
 from __future__ import annotations
@@ -51,23 +52,26 @@ if TYPE_CHECKING:
 __all__ = ["qualify_ranks"]
 
 _SEED_BITS = 63
-# The time in which the ranks must probe their machines and send the facts. Later ranks do not take part.
+# The time in which each rank must probe its machine and send the facts. A rank that is later does not take part.
 _FACTS_TIMEOUT_S = 120.0
+# Longest wait of rank 0 for the end of its own measuring thread.
 _LOCAL_RANK_TIMEOUT_S = 30.0
 
 
 def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = False) -> int:
-    """Run this rank of the job, and return the exit code of the job, which all ranks return.
+    """Do the work of this process in the job. Return the exit code of the job, which is the same in all ranks.
 
-    With `within_hosts`, the pairs are between ranks of one machine, even if the job has several machines.
+    With `within_hosts`, both ranks of a pair are on the same machine, even if the job has several machines.
 
     Raises
     ------
     SetupMissing
         mpi4py, an MPI library or the twins are not installed.
     UsageError
-        The profile does not exist or does not fit.
+        The profile does not exist or does not fit the machine of rank 0.
     """
+    # A process learns its rank only from the exchange. So each process listens and sends its contact data, but only the
+    # listener and the contact data of rank 0 are used.
     listener = socket.create_server(("", 0), backlog=1024)
     contact_data = {
         "addresses": _list_ipv4_addresses(),
@@ -79,8 +83,8 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
     rank0_contact = json.loads(contact_texts[0])
     present_hardware = launch.present_hardware(HostTree())
     twin_apis = launch.APIS_WITH_TWINS if options.uses_only_twins else launch.APIS_WITH_TWINS - present_hardware.keys()
-    # Twins of processes with the same domain emulate the same devices, so the ranks of one machine can access the
-    # memory of each other.
+    # Software twins (libraries that emulate the hardware) have the same devices in all processes of a domain. So the
+    # ranks of a machine can access the memory of each other.
     launch_options = launch.Launch(
         twin_apis=twin_apis, seed=rank0_contact["seed"], domain=f"job-{rank0_contact['token'][:12]}"
     )
@@ -88,7 +92,7 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
     hello = RankHello(rank0_contact["token"], rank, _identify_host(), gdrkit.__version__)
 
     def join_and_measure() -> int:
-        # The probe is slow. It comes before join, because a connected rank must send its facts without delay.
+        # Probe before join(): the probe is slow, and a connected rank should send its facts without delay.
         facts = probe(environment=environment)
         return serve(join(rank0_contact, hello), facts, environment)
 
@@ -109,10 +113,10 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
 def _detach_from_mpi() -> None:
     """Continue in a child process in a new session, which MPI does not kill.
 
-    If one process of a job dies, MPI kills all others one second later. The child process of rank 0 can then still
-    write the report, and the processes of the other ranks still measure. The process that MPI has started waits for the
-    child and exits with its exit code. If rank 0 ends, the children end too, because their connections to it are
-    closed.
+    If one process of a job dies, MPI waits one second and then kills the other processes that it started. But their
+    children continue: they measure, and the child of rank 0 writes the report. The process that MPI started waits for
+    its child and exits with the exit code of the child. If the child of rank 0 ends, the other children also end,
+    because their connections to it are closed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -125,10 +129,9 @@ def _detach_from_mpi() -> None:
 
 
 class _OptionalProgress:
-    """A progress display that stops at the first output error.
+    """A progress display that rank 0 no longer uses after the first output error.
 
-    Output fails when MPI ends the job, because MPI then closes the terminal or pipe. Rank 0 continues without a
-    display.
+    Output fails when MPI ends the job, because MPI then closes the terminal or pipe. Rank 0 continues without output.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -159,7 +162,7 @@ class _OptionalProgress:
 
 
 class _LocalRank(threading.Thread):
-    """The thread in which the process of rank 0 executes measuring requests, as the processes of other ranks do."""
+    """The thread in which the process of rank 0 executes the requests of the job, as every other rank does."""
 
     def __init__(self, join_and_measure: Callable[[], int]) -> None:
         super().__init__(daemon=True)
@@ -167,7 +170,7 @@ class _LocalRank(threading.Thread):
         self.error: GdrkitError | None = None
 
     def run(self) -> None:
-        """Join the job and execute requests until it ends. A GdrkitError is stored in ``error``."""
+        """Join the job and execute requests until the job ends. Store a GdrkitError in ``error``."""
         try:
             self._join_and_measure()
         except GdrkitError as error:
@@ -185,11 +188,11 @@ class _Job:
         self._start_time, self._clock_start_s = dt.datetime.now(dt.UTC), time.monotonic()
         self.folder = RunFolder(options.output or install_paths().runs / self._start_time.strftime("%Y%m%dT%H%M%SZ"))
 
-    def run(self, listener: socket.socket, count: int, token: str, local_rank: _LocalRank) -> int:
-        """Admit the ranks, measure, write the report, and return the exit code, which all ranks receive."""
+    def run(self, listener: socket.socket, rank_count: int, token: str, local_rank: _LocalRank) -> int:
+        """Admit the ranks, measure, and write the report. Send the exit code of the job to all ranks, and return it."""
         admitted = admit_ranks(
             listener,
-            count=count,
+            count=rank_count,
             token=token,
             timeout_s=_FACTS_TIMEOUT_S,
             should_stop=lambda: not local_rank.is_alive(),
@@ -199,21 +202,21 @@ class _Job:
             if 0 not in admitted.ranks:
                 message = f"rank 0 did not probe its machine within {_FACTS_TIMEOUT_S:g} s"
                 raise local_rank.error or GdrkitError(message)
-            code = self._measure(admitted, count)
+            code = self._measure(admitted, rank_count)
         except GdrkitError as error:
-            # MPI exits with the code of the rank that ends first, so all ranks need the same code.
+            # mpirun exits with the code of the rank that ends first, so all ranks need the same code.
             code = int(ExitCode.of(error))
             raise
         finally:
             admitted.send_exit_code(code)
         return code
 
-    def _measure(self, admitted: AdmittedRanks, count: int) -> int:
+    def _measure(self, admitted: AdmittedRanks, rank_count: int) -> int:
         ranks = admitted.ranks
         facts = ranks[0].rank_facts.facts
         substrates = {api: substrate.value for api, substrate in substrates_of_facts(facts).items()}
-        name = self._options.profile
-        profile = load_profile(name) if name else choose_profile(load_profiles(), facts, substrates)
+        profile_name = self._options.profile
+        profile = load_profile(profile_name) if profile_name else choose_profile(load_profiles(), facts, substrates)
         self._prepare_folder(ranks, profile, substrates)
         recorder = PairRecorder(
             self.folder.records, ranks[0].rank_facts, profile=profile, options=self._options, progress=self._progress
@@ -221,13 +224,15 @@ class _Job:
         rank_facts = [proxy.rank_facts for proxy in ranks.values()]
         pairs = plan_pairs(rank_facts, within_hosts=self._within_hosts)
         rounds = () if self._within_hosts else plan_rounds(rank_facts)
-        self._progress.print_line(f"{len(ranks)} of {count} ranks; the report will be {self.folder.index}")
-        names = [pair_name(pair) for pair in pairs]
-        names += [pair_name(pair, f"balance/{round_plan.name}") for round_plan in rounds for pair in round_plan.pairs]
-        planned_cases = tuple(PlannedCase(name, "", (), ()) for name in names)
+        self._progress.print_line(f"{len(ranks)} of {rank_count} ranks; the report will be {self.folder.index}")
+        case_names = [pair_name(pair) for pair in pairs]
+        case_names += [
+            pair_name(pair, f"balance/{round_plan.name}") for round_plan in rounds for pair in round_plan.pairs
+        ]
+        planned_cases = tuple(PlannedCase(name, "", (), ()) for name in case_names)
         self._progress.begin_cases(CasePlan(profile=profile.name, cases=planned_cases))
         try:
-            for rank, reason in self._list_missing_ranks(admitted, count):
+            for rank, reason in self._list_missing_ranks(admitted, rank_count):
                 recorder.record_missing_rank(rank, reason)
             for pair in pairs:
                 recorder.measure(pair, ranks)
@@ -250,19 +255,19 @@ class _Job:
         render(self.folder.path)
         # The result is printed before the ranks receive the exit code, because MPI may end the job as soon as one rank
         # exits with an error.
-        causes = [f"  {line}" for line in (*outcome.causes, *(f"To do: {line}" for line in outcome.to_do))]
-        for line in (outcome.verdict, *causes, f"Report: {self.folder.index}"):
+        detail_lines = [f"  {line}" for line in (*outcome.causes, *(f"To do: {step}" for step in outcome.to_do))]
+        for line in (outcome.verdict, *detail_lines, f"Report: {self.folder.index}"):
             self._progress.print_line(line)
         return int(outcome.code)
 
     @staticmethod
-    def _list_missing_ranks(admitted: AdmittedRanks, count: int) -> Iterator[tuple[int, str]]:
-        for rank in sorted(set(range(count)) - admitted.ranks.keys()):
+    def _list_missing_ranks(admitted: AdmittedRanks, rank_count: int) -> Iterator[tuple[int, str]]:
+        for rank in sorted(set(range(rank_count)) - admitted.ranks.keys()):
             default_reason = f"rank {rank} did not send its facts within {_FACTS_TIMEOUT_S:g} s"
             yield rank, admitted.rejected.get(rank, default_reason)
 
     def _prepare_folder(self, ranks: Mapping[int, RankProxy], profile: Profile, substrates: dict[str, str]) -> None:
-        """Write the facts and a run.json that says "interrupted", for a report even if the job is killed."""
+        """Write the facts of all ranks, and a run.json that says "interrupted" in case the job is killed."""
         self.folder.make_empty()
         make_folder(self.folder.hosts)
         write_atomically(self.folder.facts, ranks[0].rank_facts.facts.to_json())
@@ -302,9 +307,9 @@ class _Job:
 
 
 def _identify_host() -> str:
-    """Return the identity of this machine: host name, boot id and network namespace.
+    """Return the identity of this machine: host name, part of the boot id, and inode of the network namespace.
 
-    A container with a separate network namespace counts as a separate machine.
+    So a container with a network namespace of its own counts as a separate machine.
     """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{socket.gethostname()} {boot_id[:8]} {Path('/proc/self/ns/net').stat().st_ino}"
@@ -313,7 +318,7 @@ def _identify_host() -> str:
 def _list_ipv4_addresses() -> list[str]:
     """Return the IPv4 addresses of this machine, with loopback addresses last."""
     lines = Path("/proc/net/fib_trie").read_text(encoding="ascii").splitlines()
-    # An address is on the line above its entry "/32 host LOCAL".
+    # In fib_trie, the line "/32 host LOCAL" follows the line with a local address.
     local_addresses = [
         previous_line.split()[-1]
         for previous_line, line in itertools.pairwise(lines)

@@ -1,8 +1,8 @@
 """Program of the measuring child of a rank: ``python -m gdrkit.qualify.ranks.measure DESCRIPTOR PARENT``.
 
 DESCRIPTOR is a socket connected to the rank, and PARENT the process id of the rank. Only the child opens NICs and GPUs,
-so that a crash or a hang ends the child and not the rank. For each pair, the child of one rank is the target, which
-allocates device memory. The child of another rank is the initiator, which writes into that memory and reads from it.
+so that a crash or a hang ends the child and not the rank. In each pair, the child of one rank is the target: it
+allocates GPU memory. The child of another rank is the initiator: it writes into that memory and reads from it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _SEND_TIMEOUT_S = 60.0
+# Outstanding operations of a measurement, and operations that one ibv_post_send posts.
 _QUEUE_DEPTH, _WORK_REQUESTS_PER_POST = 32, 8
 _WARM_UP_ROUNDS = 2
-# Number of transfers in one burst of a balance. Each of them moves an equal part of the memory.
-_BURST_OPERATIONS = 16
+# Number of operations in one burst of a balance, each of which moves an equal part of the memory, and how many of them
+# are outstanding.
+_BURST_OPERATIONS, _BURST_DEPTH = 16, 8
 
 
 class _Operations:
-    """The operations that the rank can request, and the objects that are open for the current pair.
+    """The operations that the rank can request, and the objects that are open for its current pairs.
 
-    A request names an operation by the name of a public method.
+    Each public method is an operation. A request has the name of the method and its arguments.
     """
 
     def __init__(self) -> None:
@@ -49,10 +51,10 @@ class _Operations:
         self._memory: DeviceMemory | None = None
         self._target_queue_pair: QueuePair | None = None
         self._initiator: Initiator | None = None
-        self._nic_and_port: tuple[str, int] = "", 0  # Name of the NIC, and number of its port.
+        self._nic_and_port: tuple[str, int] = "", 0  # Name of the NIC that was opened last, and number of its port.
 
     def open_target(self, nic: str, device: int, length_bytes: int) -> dict[str, Any]:
-        """Allocate device memory and register it with a NIC.
+        """Allocate memory of the CUDA device `device`, register it with the NIC `nic`, and create a queue pair.
 
         Return the endpoint of the queue pair, the address and key of the memory, and the method of the registration.
         """
@@ -80,9 +82,9 @@ class _Operations:
         self._target_queue_pair.connect(Endpoint.from_dict(endpoint), reads_max=16)
 
     def open_initiator(self, nic: str, endpoint: dict[str, Any], length_bytes: int) -> dict[str, Any]:
-        """Create the initiator and connect it to `endpoint`, which `open_target` of the other rank has returned.
+        """Create an initiator with `length_bytes` of memory, and connect it to `endpoint`, the result of open_target.
 
-        The target of this process stays open: in a balance, each process has a target and an initiator.
+        If this process also has a target, it stays open: in a balance, each process has a target and an initiator.
         """
         if self._target_queue_pair is None:
             self.close()
@@ -92,41 +94,46 @@ class _Operations:
         self._initiator = initiator
         return {"endpoint": initiator.endpoints()[0].to_dict()}
 
-    def run(self, direction: str, remote: dict[str, Any], seed: int, **sizes: int) -> dict[str, Any]:
-        """Transfer data in rounds. Return the median rate in GB/s, its interquartile range in percent, and the bytes.
+    def run(self, direction: str, remote: dict[str, Any], seed: int, **transfer_options: int) -> dict[str, Any]:
+        """Transfer data in rounds. Return the median rate in GB/s, the interquartile range in percent, and the bytes.
 
-        `direction` is ``write`` or ``read``. The data of a read must be the pattern of the seed.
+        `direction` is ``write`` or ``read``. The memory of the target must hold the pattern of the seed before a read.
+        `transfer_options` has ``rounds``, and ``length_bytes`` and ``operations`` of each round for Initiator.run.
         """
         if self._initiator is None:
             message = "run is allowed only after open_initiator"
             raise UsageError(message)
-        parsed_direction, remote_range, rounds = (
+        transfer_direction, remote_range, rounds = (
             Direction(direction),
             RemoteRange.from_dict(remote),
-            sizes.pop("rounds"),
+            transfer_options.pop("rounds"),
         )
-        is_write = parsed_direction is Direction.WRITE
+        is_write = transfer_direction is Direction.WRITE
         # Before a READ, the local memory gets another pattern, so that a READ without effect is detected.
         local_seed = seed if is_write else ~seed & 1
         self._initiator.write(pattern.payload(remote_range.length_bytes, seed=local_seed))
-        rates, moved_bytes = [], 0
+        rates_gb_per_s, moved_bytes = [], 0
         for _ in range(rounds + _WARM_UP_ROUNDS):
             transfer = self._initiator.run(
-                parsed_direction, remote_range, depth=_QUEUE_DEPTH, list_length=_WORK_REQUESTS_PER_POST, **sizes
+                transfer_direction,
+                remote_range,
+                depth=_QUEUE_DEPTH,
+                list_length=_WORK_REQUESTS_PER_POST,
+                **transfer_options,
             )
-            rates.append(transfer.moved_bytes / transfer.elapsed_ns)
+            rates_gb_per_s.append(transfer.moved_bytes / transfer.elapsed_ns)
             moved_bytes += transfer.moved_bytes
         if not is_write:
             pattern.check(self._initiator.read(), seed=seed)
-        lower_quartile, _, upper_quartile = statistics.quantiles(rates[_WARM_UP_ROUNDS:], n=4)
-        median = statistics.median(rates[_WARM_UP_ROUNDS:])
-        spread_percent = (upper_quartile - lower_quartile) / median * 100
-        return {"median": median, "spread_percent": spread_percent, "moved_bytes": moved_bytes}
+        lower_quartile, _, upper_quartile = statistics.quantiles(rates_gb_per_s[_WARM_UP_ROUNDS:], n=4)
+        median_gb_per_s = statistics.median(rates_gb_per_s[_WARM_UP_ROUNDS:])
+        spread_percent = (upper_quartile - lower_quartile) / median_gb_per_s * 100
+        return {"median": median_gb_per_s, "spread_percent": spread_percent, "moved_bytes": moved_bytes}
 
     def balance(self, remote: dict[str, Any], seed: int, duration_s: float) -> dict[str, Any]:
-        """Transfer the pattern of the seed for `duration_s`, by WRITE and READ in turn, and check the read data.
+        """WRITE the pattern of the seed and READ it back in turn, for `duration_s` seconds, and check the read data.
 
-        Return how many bytes moved in each direction, and the elapsed time.
+        Return the number of bytes that moved in each direction, and the elapsed time.
         """
         if self._initiator is None:
             message = "balance is allowed only after open_initiator"
@@ -135,19 +142,27 @@ class _Operations:
         self._initiator.write(pattern.payload(remote_range.length_bytes, seed=seed))
         started_s, moved_bytes = time.monotonic(), 0
         while not moved_bytes or time.monotonic() - started_s < duration_s:
-            # A burst of each direction moves all of the memory once.
+            # A burst moves all of the memory once, first to the target, then back.
             for direction in (Direction.WRITE, Direction.READ):
-                self._initiator.run(
-                    direction,
-                    remote_range,
-                    length_bytes=remote_range.length_bytes // _BURST_OPERATIONS,
-                    operations=_BURST_OPERATIONS,
-                    depth=_WORK_REQUESTS_PER_POST,
-                )
+                self._run_burst(direction, remote_range)
             moved_bytes += remote_range.length_bytes
         elapsed_s = time.monotonic() - started_s
+        # The memory had the pattern before each READ, so a last READ into zeros shows that READs move the bytes.
+        self._initiator.write(bytes(remote_range.length_bytes))
+        self._run_burst(Direction.READ, remote_range)
         pattern.check(self._initiator.read(), seed=seed)
         return {"moved_bytes": moved_bytes, "elapsed_s": elapsed_s}
+
+    def _run_burst(self, direction: Direction, remote_range: RemoteRange) -> None:
+        """Move all of the memory once."""
+        assert self._initiator is not None  # noqa: S101 - balance() has checked it.
+        self._initiator.run(
+            direction,
+            remote_range,
+            length_bytes=remote_range.length_bytes // _BURST_OPERATIONS,
+            operations=_BURST_OPERATIONS,
+            depth=_BURST_DEPTH,
+        )
 
     def fill(self, seed: int) -> None:
         """Write the pattern of the seed into the device memory."""
@@ -160,7 +175,7 @@ class _Operations:
             pattern.check(self._memory.read(), seed=seed)
 
     def counters(self) -> object:
-        """Return the counters of the port of the pair's NIC."""
+        """Return the counters of the port of the NIC that was opened last."""
         return to_json_data(read_port(HostTree(), *self._nic_and_port))
 
     def libraries(self) -> object:
@@ -168,21 +183,21 @@ class _Operations:
         return to_json_data(list(identifying_libraries(evidence.libraries())))
 
     def _open_nic(self, name: str) -> Nic:
-        """Open a NIC at its first active port, until the next pair."""
+        """Open a NIC at its first active port. :meth:`close` closes it."""
         (nic,) = open_active_nics([name])
         self._open_objects.enter_context(nic)
         self._nic_and_port = name, nic.port.number
         return nic
 
     def close(self) -> None:
-        """Close the objects of the current pair, in the reverse order of their creation."""
+        """Close all open objects, in the reverse order of their creation."""
         self._memory = self._target_queue_pair = self._initiator = None
         self._open_objects.close()
 
 
 def main() -> None:
     """Execute the requests from the socket DESCRIPTOR until the rank closes the socket or ends."""
-    die_with_parent(int(sys.argv[2]))  # A child that hangs in a driver does not notice that the socket is closed.
+    die_with_parent(int(sys.argv[2]))  # While it hangs in a driver, this child does not notice a closed socket.
     connection = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     measuring_operations = _Operations()
     operations = {

@@ -1,7 +1,7 @@
-"""Socket for the messages between rank 0, the ranks and their measuring children. A message is a JSON object in a line.
+"""Socket for the messages between rank 0, the ranks and their measuring children. A message is one line of JSON.
 
-Untrusted peers can connect to the port of rank 0. Therefore each call has a timeout, the length of a message is
-limited, and all data except a JSON object is an error.
+Untrusted peers can connect to the port of rank 0. Therefore a call can have a timeout, the length of a message is
+limited, and a line that is not a JSON object is an error.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["MessageSocket", "PeerGone"]
 
 _RECEIVE_BYTES = 1 << 16
-# Limit of the length of a message, 64 MiB. The longest message has the facts of a machine, which take several hundred
-# KiB for a large machine.
+# Largest length of a message, 64 MiB. The longest message contains the facts of a machine: several hundred KiB for a
+# large machine.
 _LENGTH_BYTES_MAX = 1 << 26
 
 
@@ -29,12 +29,12 @@ class PeerGone(Exception):
 
 
 class MessageSocket:
-    """A connected stream socket that sends and receives messages. It owns the socket."""
+    """A connection that sends and receives messages over a stream socket. :meth:`close` also closes the socket."""
 
     def __init__(self, connected_socket: socket.socket) -> None:
         self._socket = connected_socket
         self._receive_buffer = bytearray()
-        # Number of the leading bytes of `_receive_buffer` that were searched and contain no end of a line.
+        # Number of bytes at the start of `_receive_buffer` that are known to contain no end of a line.
         self._searched_bytes = 0
 
     def fileno(self) -> int:
@@ -49,8 +49,8 @@ class MessageSocket:
         PeerGone
             The peer has closed the connection.
         TimeoutError
-            The peer did not read the message in time. The connection is then closed: a part of the message may have
-            been sent, and the peer would take the next message for the remaining part.
+            The peer did not read the message in time. This method then closes the connection, because a part of the
+            message may have been sent, and the peer would take the next message for the remaining part.
         """
         try:
             self._socket.settimeout(timeout_s)

@@ -1,6 +1,7 @@
-"""The plan of rank 0: which NIC of which rank accesses which GPU of which rank.
+"""The plan of the measurements between ranks: which NIC of which rank accesses which GPU of which other rank.
 
-The module performs no I/O.
+A measurement is a pair: the target has GPU memory that its NIC has registered, and the initiator is another rank whose
+NIC accesses this memory. The module performs no I/O.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Pair", "RankFacts", "Round", "pair_name", "plan_pairs", "plan_rounds"]
 
-# With two hosts, a balance would have no other pair to compare a pair with.
+# With fewer hosts, the rate of a pair could not be compared with the rates of other pairs.
 _BALANCE_HOSTS_MIN = 3
 
 
@@ -56,7 +57,7 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The devices of one measurement. The initiator transfers with its NIC to and from GPU memory of the target.
+    """The NICs and the GPU of one measurement. The NIC of the initiator accesses GPU memory of the target.
 
     `initiator` and `target` are rank numbers, and `device` is the index of a CUDA device of the target.
     """
@@ -70,24 +71,24 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Pairs that transfer at the same time. Each rank is in one pair the initiator, and in another the target."""
+    """Pairs that transfer at the same time. Each rank is the initiator of one pair and the target of another."""
 
     name: str
     pairs: tuple[Pair, ...]
 
 
 def pair_name(pair: Pair, group: str = "pairs") -> str:
-    """Return the case id of a pair in records. `group` is the part of the id before the first slash."""
+    """Return the case id of a pair, as in records. `group` is the beginning of the id, before the last slash."""
     target = f"rank{pair.target}-{pair.target_nic}-gpu{pair.device}"
     return f"{group}/rank{pair.initiator}-{pair.initiator_nic}-to-{target}"
 
 
 def plan_pairs(ranks: Sequence[RankFacts], *, within_hosts: bool) -> tuple[Pair, ...]:
-    """Return one pair for each combination of a GPU and a NIC of one machine. This GPU and NIC are the target.
+    """Return one pair for each combination of a GPU and a NIC of the same machine. The combination is the target.
 
-    The GPUs of a machine are divided among its ranks. The initiator is the next rank on another machine. It uses the
-    NIC at the same position in the list of NICs as the target's NIC, because such NICs are usually on the same
-    network (a rail). With a single machine, or with `within_hosts`, the initiator is the next rank on the same machine.
+    The GPUs of a machine are divided among its ranks. The initiator is the next rank on another machine. With a single
+    machine, or with `within_hosts`, the initiator is the next rank on the same machine. The NICs of initiator and
+    target have the same index in the lists of NICs, because such NICs are usually on the same network (a rail).
     """
     has_several_hosts = len({rank_facts.host for rank_facts in ranks}) > 1
     pairs = []
@@ -101,20 +102,22 @@ def plan_pairs(ranks: Sequence[RankFacts], *, within_hosts: bool) -> tuple[Pair,
             and (candidate.host == target.host) == (within_hosts or not has_several_hosts)
         ]
         for device in target.devices[ranks_on_host.index(target) :: len(ranks_on_host)]:
-            for position, nic in enumerate(target.nics):
+            for nic_index, nic in enumerate(target.nics):
                 if not initiators:
                     continue
                 # The next rank in cyclic order.
                 initiator = min(initiators, key=lambda candidate: (candidate.rank - target.rank) % (ranks[-1].rank + 1))
-                initiator_nic = initiator.nics[position % len(initiator.nics)]
+                initiator_nic = initiator.nics[nic_index % len(initiator.nics)]
                 pairs.append(Pair(initiator.rank, initiator_nic, target.rank, nic, device))
     return tuple(pairs)
 
 
 def plan_rounds(ranks: Sequence[RankFacts]) -> tuple[Round, ...]:
-    """Return the rounds of a balance over hosts: for each rail, a ring and a permutation that crosses half of the ring.
+    """Return the rounds of a balance between hosts: for each rail, a ring and a permutation.
 
-    The first rank of each host that has a GPU and a NIC takes part. The result is empty for fewer than three hosts.
+    A rail is the network of the NICs with the same index on each host. In the ring, each host is the initiator to the
+    next host; in the permutation, to the host half a ring away. On each host, the first rank with a GPU and a NIC takes
+    part. The result is empty for fewer than three such hosts.
     """
     first_ranks: dict[str, RankFacts] = {}
     for candidate in ranks:
@@ -123,7 +126,7 @@ def plan_rounds(ranks: Sequence[RankFacts]) -> tuple[Round, ...]:
     participants = tuple(first_ranks.values())
     if len(participants) < _BALANCE_HOSTS_MIN:
         return ()
-    shifts = {"ring": 1, "permutation": (len(participants) + 1) // 2}
+    shift_by_round_name = {"ring": 1, "permutation": (len(participants) + 1) // 2}
     return tuple(
         Round(
             f"{name}-rail{rail}",
@@ -133,7 +136,7 @@ def plan_rounds(ranks: Sequence[RankFacts]) -> tuple[Round, ...]:
             ),
         )
         for rail in range(min(len(participant.nics) for participant in participants))
-        for name, shift in shifts.items()
+        for name, shift in shift_by_round_name.items()
     )
 
 

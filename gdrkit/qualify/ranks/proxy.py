@@ -1,7 +1,6 @@
-"""The object by which rank 0 uses a rank. It has the facts about the machine of the rank, and sends requests to it.
+"""Proxy of a rank in the process of rank 0. It has the facts about the rank's machine, and sends requests to the rank.
 
-Each request has a number, and the reply repeats the number. So a late reply is not taken for the reply to a later
-request.
+Each request has a number, and the reply repeats it. So a late reply is not taken for the reply to a later request.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RankProxy", "StepFailed"]
 
-# Longest duration of a step. A step that takes longer is considered to hang. In addition, sending the request and the
-# reply may take the transit time.
+# Longest duration of a step in a rank, and longest transit of the request and of the reply. A step that takes longer is
+# considered to hang.
 _STEP_TIMEOUT_S, _TRANSIT_TIMEOUT_S = 30.0, 10.0
 # A reply has exactly one of these keys: the result, the error of the measuring child, or how that child ended.
 _OUTCOME_KEYS = frozenset({"result", "error", "lost"})
@@ -40,7 +39,7 @@ class RankProxy:
     step_timeout_s : float
         Longest duration of a step.
     transit_timeout_s : float
-        Longest transit time of a request and its reply.
+        Longest transit time of a request, and of its reply.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class RankProxy:
         self._last_request_number = 0
         # The step to which the rank has not replied yet, or an empty string.
         self._pending_step = ""
-        # The reason why no further reply of the rank is accepted, or an empty string.
+        # The reason why this proxy accepts no further reply of the rank, or an empty string.
         self._failure = ""
 
     def request(self, step: str, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - each step has its own result.
@@ -67,8 +66,7 @@ class RankProxy:
         Raises
         ------
         StepFailed
-            The step failed or timed out. After a timeout, no further request is sent to the rank until its late reply
-            has arrived.
+            The step failed or timed out. After a timeout, further calls fail until the late reply has arrived.
         """
         try:
             reply = self._exchange(step, arguments)

@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 __all__ = ["MeasuringChild", "join", "serve"]
 
 _CONNECT_TIMEOUT_S, _WELCOME_TIMEOUT_S, _SEND_TIMEOUT_S = 5.0, 20.0, 30.0
-# The time that a child has to exit after it has closed its socket.
+# The time that a child has to exit after its connection is closed. A child that takes longer is killed.
 _EXIT_TIMEOUT_S = 5.0
+# Smallest timeout of a send or receive, even if less of the time of the request remains.
 _REMAINING_TIME_MIN_S = 0.1
 
 
 class MeasuringChild:
-    """The measuring child process of a rank. A request starts the child if it does not run."""
+    """The measuring child process of a rank. A request starts the child if there is none."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
@@ -80,7 +81,7 @@ class MeasuringChild:
         return f"; {kill_failure}" if kill_failure else ""
 
     def _start_child(self, timeout_s: float) -> MessageSocket:
-        """Start a child and wait for its first message."""
+        """Start a child, wait for its first message, and return the connection to it."""
         parent_end, child_end = socket.socketpair()
         self._connection = MessageSocket(parent_end)
         try:
@@ -116,15 +117,15 @@ class MeasuringChild:
         )
 
 
-def join(listener: Mapping[str, Any], hello: RankHello) -> MessageSocket:
-    """Connect to rank 0 at the first of its addresses at which it answers.
+def join(rank0_contact: Mapping[str, Any], hello: RankHello) -> MessageSocket:
+    """Connect to rank 0 at the first of its addresses at which rank 0 answers, and return the connection.
 
-    Several hosts may have one of the addresses, such as the address of a container bridge. Another program may answer
-    there, so the next address is tried after a wrong answer.
+    Another host may have the same address, such as the address of a container bridge. If another program answers there,
+    this function tries the next address.
 
     Parameters
     ----------
-    listener : mapping
+    rank0_contact : mapping
         The ``addresses`` and the ``port`` at which rank 0 listens.
     hello : RankHello
         The first message of this rank.
@@ -135,19 +136,19 @@ def join(listener: Mapping[str, Any], hello: RankHello) -> MessageSocket:
         Rank 0 cannot be reached at any address.
     """
     failures = []
-    for address in listener["addresses"]:
+    for address in rank0_contact["addresses"]:
         try:
-            return _connect(address, listener["port"], hello)
+            return _connect(address, rank0_contact["port"], hello)
         except (OSError, PeerGone, UsageError) as error:
             failures.append(f"{address} ({str(error) or type(error).__name__})")
-    message = f"rank 0 does not answer at port {listener['port']} of {', '.join(failures)}"
+    message = f"rank 0 does not answer at port {rank0_contact['port']} of {', '.join(failures)}"
     raise GdrkitError(message, what_to_do="allow TCP connections between the hosts of the job")
 
 
 def serve(connection: MessageSocket, facts: Facts, environment: Mapping[str, str]) -> int:
-    """Execute the requests of rank 0 until it sends the exit code of the job, and return that code.
+    """Send the facts, and execute the requests of rank 0 until it sends the exit code of the job. Return this code.
 
-    If rank 0 disconnects before it sent the exit code, return 1.
+    If rank 0 disconnects without an exit code, return 1.
     """
     measuring_child = MeasuringChild(environment)
     try:

@@ -1,6 +1,6 @@
-"""Measurement of the pairs of a job: rank 0 sends requests to both ranks of a pair, and appends a record for the pair.
+"""Measurement of the pairs of a job. In a pair, a NIC of one rank accesses GPU memory of another rank.
 
-A pair whose measurement fails also gets a record.
+Rank 0 sends requests to both ranks of a pair, and appends a record for the pair, also if the measurement fails.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 __all__ = ["PairRecorder", "PairResult", "TargetReply", "close_objects"]
 
 _MEMORY_BYTES, _TRANSFER_BYTES, _OPERATION_COUNT, _ROUND_COUNT = 64 * MIB, MIB, 1024, 10
-# Smaller sizes for software, whose rates say nothing about a machine.
+# Smaller sizes for software twins and software NICs, because their rates say nothing about a machine.
 _SMALL_MEMORY_BYTES, _SMALL_TRANSFER_BYTES, _SMALL_OPERATION_COUNT = 256 * KIB, 16 * KIB, 32
 _APIS = ("cuda", "verbs")
 
 
-# The replies of the ranks. A reply of any other form fails the measurement of the pair.
+# The replies of the ranks. If a reply has another form, the measurement of the pair fails.
 @dataclass(frozen=True, slots=True)
 class TargetReply:
-    """The target of a pair: its endpoint, the address and key of its memory, and the method of the registration."""
+    """The reply to open_target: endpoint of the target, address and key of its memory, and registration method."""
 
     endpoint: dict[str, Any]
     remote: dict[str, Any]
@@ -54,9 +54,9 @@ class TargetReply:
 
 @dataclass(frozen=True, slots=True)
 class _RateReply:
-    """A rate in GB/s: the median of the rounds, and the interquartile range in percent of the median.
+    """The reply to run: the median rate of the rounds in GB/s, and the interquartile range in percent of the median.
 
-    `moved_bytes` is the number of bytes that all rounds moved.
+    `moved_bytes` is the number of bytes that all rounds together moved.
     """
 
     median: float
@@ -71,10 +71,11 @@ class _LibrariesReply:
 
 @dataclass
 class PairResult:
-    """The result of measuring a pair, from which a record is made. An empty `failure` means that it succeeded.
+    """The result of measuring a pair, from which a record is made.
 
-    `libraries` has, for each rank of the pair: its role, its facts, and the libraries that its child had loaded.
-    `unproven` says what the measurement did not prove, although the data was correct.
+    `failure` is the error of the measurement, and empty if it succeeded. `unproven` says what the measurement did not
+    prove although the data was correct. `libraries` has for each rank of the pair: its role, its facts, and the
+    libraries that its child had loaded.
     """
 
     case: str
@@ -88,16 +89,16 @@ class PairResult:
 
     @property
     def substrate(self) -> dict[str, Substrate]:
-        """The weakest substrate of each API over the processes of both ranks."""
+        """The weakest substrate of each API in the children of both ranks."""
         return combine(substrate_of(libraries, rank_facts.facts) for _, rank_facts, libraries in self.libraries)
 
     def read_libraries(self, target: RankProxy, initiator: RankProxy) -> None:
-        """Ask both ranks which libraries their children have loaded.
+        """Ask both ranks which libraries their children have loaded, and store the replies in `libraries`.
 
         Raises
         ------
         StepFailed
-            A rank does not reply.
+            A rank did not reply, or replied with an error.
         """
         for role, rank in (("target", target), ("initiator", initiator)):
             reply = {"libraries": rank.request("libraries", {})}
@@ -113,7 +114,7 @@ class PairRecorder:
     records : Path
         The records file.
     rank0_facts : RankFacts
-        The facts of rank 0, whose machine the report describes.
+        The facts of rank 0. The report describes the machine of this rank.
     profile, options, progress
         The profile, the options and the progress display of the run.
     """
@@ -132,7 +133,7 @@ class PairRecorder:
         self.append(PairResult(f"ranks/{rank}", reason))
 
     def measure(self, pair: Pair, ranks: Mapping[int, RankProxy]) -> None:
-        """Measure RDMA WRITE into the GPU memory of a pair and RDMA READ from it, and check the data of both."""
+        """Measure RDMA WRITE into the target's GPU memory and READ from it, check the data, and append a record."""
         target, initiator = ranks[pair.target], ranks[pair.initiator]
         result = PairResult(pair_name(pair))
         result.evidence |= {"pair": serialization.to_json_data(pair), "measured_apis": list(_APIS)}
@@ -143,8 +144,8 @@ class PairRecorder:
             result.failure = self._check_numbers(result)
         except (StepFailed, UsageError) as error:
             result.failure = error.message
-        # If the child of one rank crashes, the other rank reports an error too, and its error may be the first. The
-        # errors of the clean-up also name the rank with the crashed child.
+        # If the child of one rank crashes, the other rank also fails, and may report first. But close_objects() then
+        # returns an error of the rank whose child crashed, so the text names this rank too.
         result.failure = "; ".join(
             filter(None, [result.failure, *dict.fromkeys(map(close_objects, (initiator, target)))])
         )
@@ -163,7 +164,7 @@ class PairRecorder:
             for api in _APIS
         )
         memory_bytes = _MEMORY_BYTES if is_hardware else _SMALL_MEMORY_BYTES
-        transfer_sizes = {
+        transfer_options = {
             "length_bytes": _TRANSFER_BYTES if is_hardware else _SMALL_TRANSFER_BYTES,
             "operations": _OPERATION_COUNT if is_hardware else _SMALL_OPERATION_COUNT,
             "rounds": _ROUND_COUNT,
@@ -174,32 +175,35 @@ class PairRecorder:
         )
         target_reply = serialization.from_json_data(TargetReply, reply, where="open_target")
         result.evidence["way"] = target_reply.way
-        endpoint = initiator.request(
+        connect_arguments = initiator.request(
             "open_initiator",
             {"nic": pair.initiator_nic, "endpoint": target_reply.endpoint, "length_bytes": memory_bytes},
         )
-        target.request("connect", endpoint)
-        counters_before, moved_bytes = _read_port_counters(target, initiator), []
+        target.request("connect", connect_arguments)
+        counters_before, moved_bytes_by_direction = _read_port_counters(target, initiator), []
         for direction in ("write", "read"):
             # READ transfers other data than WRITE, so that data left over from the WRITE is detected.
             transfer_seed = seed + (direction == "read")
             if direction == "read":
                 target.request("fill", {"seed": transfer_seed})
             reply = initiator.request(
-                "run", {"direction": direction, "remote": target_reply.remote, **transfer_sizes, "seed": transfer_seed}
+                "run",
+                {"direction": direction, "remote": target_reply.remote, **transfer_options, "seed": transfer_seed},
             )
             rate = serialization.from_json_data(_RateReply, reply, where="run")
             if direction == "write":
                 target.request("check", {"seed": transfer_seed})
             result.numbers[f"{direction}_gb_per_s_median"] = rate.median
             result.numbers[f"{direction}_spread_percent"] = rate.spread_percent
-            moved_bytes.append(rate.moved_bytes)
+            moved_bytes_by_direction.append(rate.moved_bytes)
         path, deadline_s = _find_path(pair, target, initiator), time.monotonic() + COUNTERS_TIMEOUT_S
         while True:
             counters_after = _read_port_counters(target, initiator)
-            growths = [port_growth(first, last) for first, last in zip(counters_before, counters_after, strict=True)]
-            unproven = unproven_reason(path, min(moved_bytes), *growths)
-            # Some drivers update their counters late.
+            growths = [
+                port_growth(before, after) for before, after in zip(counters_before, counters_after, strict=True)
+            ]
+            unproven = unproven_reason(path, min(moved_bytes_by_direction), *growths)
+            # Some drivers update their counters late, so the counters are read again until the deadline.
             if unproven in {"", "counters_missing"} or time.monotonic() > deadline_s:
                 break
         growth_by_role = dict(zip(("target", "initiator"), growths, strict=True))
@@ -207,7 +211,7 @@ class PairRecorder:
         result.evidence["port_growth"] = serialization.to_json_data(growth_by_role)
 
     def _check_numbers(self, result: PairResult) -> str:
-        """Compare rates of hardware with the profile. Return a text about unexpected rates, or an empty text."""
+        """Compare rates of hardware with the profile. Return a text about rates that fail, or an empty text."""
         if not ran_on_hardware(_APIS, result.substrate):
             return ""
         checks = check_numbers(result.case, result.numbers, profile=self._profile, limits={})
@@ -215,7 +219,7 @@ class PairRecorder:
         return "; ".join(check.text for check in checks if check.verdict is Verdict.FAIL)
 
     def append(self, result: PairResult) -> None:
-        """Append the record of a pair, and show it."""
+        """Append the record of a pair, and show it in the progress display."""
         substrate = result.substrate
         record = Record(
             schema_version=SCHEMA_VERSION,
@@ -245,13 +249,13 @@ class PairRecorder:
 
 
 def _find_path(pair: Pair, target: RankProxy, initiator: RankProxy) -> TransferPath:
-    """Return the path between the NICs of a pair: loopback, if both ends are the same NIC of the same machine."""
-    nic_ends = ((target.rank_facts.host, pair.target_nic), (initiator.rank_facts.host, pair.initiator_nic))
-    return TransferPath.LOOPBACK if nic_ends[0] == nic_ends[1] else TransferPath.WIRE
+    """Return the path between the NICs of a pair: loopback if both are the same NIC of the same machine, else wire."""
+    nics_with_hosts = ((target.rank_facts.host, pair.target_nic), (initiator.rank_facts.host, pair.initiator_nic))
+    return TransferPath.LOOPBACK if nics_with_hosts[0] == nics_with_hosts[1] else TransferPath.WIRE
 
 
 def _read_port_counters(target: RankProxy, initiator: RankProxy) -> list[PortCounters]:
-    """Return the counters of the ports of both ranks."""
+    """Return the counters of the port of the target's NIC, and of the port of the initiator's NIC."""
     return [
         serialization.from_json_data(PortCounters, rank.request("counters", {}), where="counters")
         for rank in (target, initiator)
@@ -259,7 +263,7 @@ def _read_port_counters(target: RankProxy, initiator: RankProxy) -> list[PortCou
 
 
 def close_objects(rank: RankProxy) -> str:
-    """Make the child of a rank close its objects. Return the error message, or an empty string."""
+    """Make the child of a rank close its NIC, GPU and memory. Return the error message, or an empty string."""
     try:
         rank.request("close", {})
     except StepFailed as error:

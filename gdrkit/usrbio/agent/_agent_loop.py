@@ -1,6 +1,7 @@
-"""The agent's native loop: a thread that serves the rings of all clients. Only this file imports its module.
+"""The agent's native loop: a thread that serves the rings of all clients.
 
-Importing this file opens no library. :class:`AgentLoop` has the calls of ``native/usrbio/agent``.
+Only this file imports the native module ``gdrkit.usrbio._loop``, and loads it at its first use. :class:`AgentLoop`
+declares the methods of the native class, which ``native/usrbio/agent`` implements.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ __all__ = ["AgentLoop", "create_semaphore", "limit_arenas", "open_loop"]
 class AgentLoop(Protocol):
     """One native thread that reads the rings of all clients and sends their operations to the storage server.
 
-    Every call waits until the thread has executed it. Other Python threads run meanwhile. Errors are OSError: EEXIST if
-    the object to add exists already, ENOENT if the object to use or remove does not exist, EINVAL if the memory cannot
-    be a ring, ESHUTDOWN after :meth:`stop`. The remove methods return False if operations are still in flight after
-    `timeout_ms`.
+    A call that adds, changes or removes an object waits until the thread has executed it, without the GIL. Errors are
+    OSError: EEXIST if the object to add exists already, ENOENT if the client does not exist, EBUSY if the object is in
+    use, EINVAL if the memory cannot be a ring, ESHUTDOWN after :meth:`stop`.
+
+    :meth:`remove_buffer`, :meth:`remove_ring` and :meth:`remove_file` return False if operations on the object are
+    still in flight after `timeout_ms`, otherwise True, also if the object does not exist.
     """
 
     def add_client(self, client: int) -> None:
-        """Add a client. Later calls identify it by this number."""
+        """Add a client. Later calls identify the client by the number `client`."""
 
     def remove_client(self, client: int) -> None:
-        """Remove a client without buffers, files and rings. EBUSY if it has any."""
+        """Remove a client. Raise OSError (EBUSY) if the client still has buffers, files or rings."""
 
     def add_buffer(
         self,
@@ -45,9 +48,13 @@ class AgentLoop(Protocol):
         preferred_nics: Sequence[int],
         mapping: int = 0,
     ) -> None:
-        """Add a buffer. `keys` has its address and its key for each NIC. `preferred_nics` has indices of NICs.
+        """Add a buffer.
 
-        `mapping` is the address of host memory in this process. The loop reads cached bytes of files into it.
+        `id` is the UUID of the publication. No operation may cross a multiple of `block_bytes`, unless `block_bytes` is
+        0. `keys` has, for each NIC of the agent, the remote address and the rkey of the buffer. `preferred_nics` has
+        the indices in `keys` of the NICs that should access the buffer. `mapping` is the address of the buffer in this
+        process if the buffer is host memory, else 0. The loop copies bytes of files from the page cache to this
+        address.
         """
 
     def set_file(
@@ -63,14 +70,16 @@ class AgentLoop(Protocol):
     ) -> None:
         """Add a file, or change its handles and access rights.
 
-        `file` is a descriptor of the file that is open for reading, which the caller still owns. The loop reads cached
-        bytes of the file itself if :meth:`set_local_store` was called.
+        `file` is a descriptor of the file that is open for reading, or -1. The caller still owns the descriptor. After
+        :meth:`set_local_store`, the loop itself reads bytes of the file that are in the page cache. All other
+        operations go to the storage server, with `read_handle` or `write_handle`.
         """
 
     def set_local_store(self, sums_folder: int, generation: int) -> None:
-        """Pass the folder of the checksums of a store on this machine, and the memory of its server's counter.
+        """Set the store on this machine, so that the loop itself may read bytes of its files from the page cache.
 
-        The caller still owns both descriptors.
+        `sums_folder` is a descriptor of the folder with the store's checksums. `generation` is a descriptor of the
+        shared memory in which the storage server counts new checksum files. The caller still owns both descriptors.
         """
 
     def add_ring(
@@ -85,7 +94,10 @@ class AgentLoop(Protocol):
         timeout_ms: int,
         flags: int,
     ) -> None:
-        """Add a ring in the shared memory of a descriptor, which the caller still owns."""
+        """Add the ring in the shared memory of `fd`. The caller still owns `fd`.
+
+        For the options see :class:`~gdrkit.usrbio.agent.link_names.RingOptions`.
+        """
 
     def remove_buffer(self, client: int, id: bytes, *, timeout_ms: int) -> bool:  # noqa: A002
         """Remove a buffer."""
@@ -97,31 +109,32 @@ class AgentLoop(Protocol):
         """Remove a file."""
 
     def connect(self, socket: int, *, queue_pair_nics: Sequence[int], generation: int) -> None:
-        """Send operations to this data connection, whose descriptor the loop owns from now on.
+        """Send operations over `socket`, a data connection to the storage server. The loop owns `socket` from now on.
 
-        `queue_pair_nics` has the index of the NIC of each queue pair. `generation` identifies the connection in
-        :meth:`events`.
+        `queue_pair_nics` has, for each queue pair, the index of its NIC in `keys` of :meth:`add_buffer`. `generation`
+        identifies the connection in :meth:`events`.
         """
 
     def disconnect(self) -> bool:
-        """End the operations in flight. Before the call, the session's queue pairs must be in the error state.
+        """Close the data connection. Before the call, the session's queue pairs must be in the error state.
 
-        Return whether the session ended because a NIC refused access to the memory of one operation. In that case only
-        the operations on this memory complete with -EREMOTEIO. The others wait until the next :meth:`connect` sends
-        them again, or :meth:`abandon` ends them. Otherwise all operations in flight complete with -EREMOTEIO.
+        Return True if the session ended because a NIC refused access to the memory of one operation. Then only the
+        operations on this memory complete with -EREMOTEIO. The other operations wait until the next :meth:`connect`
+        sends them again, or :meth:`abandon` ends them. If the method returns False, all operations in flight have
+        completed with -EREMOTEIO.
         """
 
     def abandon(self) -> None:
         """Complete the operations that wait for the next session with -EREMOTEIO."""
 
     def statistics(self) -> dict[str, int]:
-        """Return the counters since the start of the loop."""
+        """Return the counters of the loop by name, counted since its start."""
 
     def events(self, timeout_ms: int) -> list[tuple[str, int, bytes, int]]:
-        """Return the events since the last call, after waiting at most `timeout_ms` for the first one.
+        """Return the events since the last call. If there is none, first wait for one, at most `timeout_ms`.
 
-        An event is its type (``ring_broken``, ``disconnected`` or ``silent``), the client, the id of the ring, and the
-        generation of the connection.
+        An event has the fields type, client, id of the ring, and generation of the connection. Its type is
+        ``ring_broken``, ``disconnected``, or ``silent``: the server has returned no result for `server_timeout_ms`.
         """
 
     def stop(self) -> None:
@@ -131,7 +144,7 @@ class AgentLoop(Protocol):
 def open_loop(
     *, semaphores: tuple[str, str, str], spin_us: int, outstanding_max: int, server_timeout_ms: int
 ) -> AgentLoop:
-    """Start a loop.
+    """Start the native loop of an agent.
 
     Parameters
     ----------
@@ -140,10 +153,10 @@ def open_loop(
     spin_us : int
         How long the loop polls for work before it sleeps, in microseconds.
     outstanding_max : int
-        Limit of the operations in flight.
+        Largest number of operations in flight.
     server_timeout_ms : int
-        Longest time without a result from the server while it has operations, in milliseconds. After that time, the
-        loop reports ``silent``.
+        Longest time without a result from the server while operations are in flight, in milliseconds. After that time,
+        the loop adds the event ``silent``.
 
     Raises
     ------
@@ -156,10 +169,10 @@ def open_loop(
 
 
 def create_semaphore(name: str, *, mode: int) -> None:
-    """Create a named semaphore with the value 0. OSError with EEXIST if the name exists."""
+    """Create a named semaphore with the value 0 and the permission bits `mode`. Raise OSError (EEXIST) if it exists."""
     native.create_semaphore(name, mode)
 
 
 def limit_arenas() -> None:
-    """Limit malloc of this process to two arenas for all threads. Call it before the first thread starts."""
+    """Limit malloc to two arenas for all threads, to save memory. Call this function before the first thread starts."""
     native.limit_arenas()

@@ -1,6 +1,7 @@
-"""The agent: it creates mount, NICs, loop, storage server and clients, and releases them in the reverse order.
+"""The agent of a mount: the process that executes the I/O operations of its client processes at a storage server.
 
-:class:`Agent` itself serves plain mode, in which the mount is the store's folder. FUSE mode uses it too; see
+:class:`Agent` opens the NICs, starts the native loop, connects to the storage server, and accepts clients. It releases
+all of them in the reverse order. In plain mode the mount is the store's folder. FUSE mode uses :class:`Agent` too; see
 :mod:`gdrkit.usrbio.fuse.agent`.
 """
 
@@ -56,9 +57,9 @@ __all__ = [
 # The defaults of `spin_us` and `server_timeout_ms`; see :class:`Agent`.
 SPIN_US = 50
 SERVER_TIMEOUT_MS = 60_000
-# Longest wait for the operations in flight of an object that is removed; see :class:`AgentContext`.
+# Longest wait for the operations in flight on an object that is removed; see :class:`AgentContext`.
 _DRAIN_TIMEOUT_MS = 10_000
-# Limit of the operations in flight of all clients.
+# Largest number of operations in flight, of all clients together.
 _OUTSTANDING_MAX = 4096
 
 
@@ -72,22 +73,22 @@ class Agent:
     endpoint : ServerEndpoint
         The storage server. The agent closes it.
     file_access : callable
-        Called with the descriptor of a file that a client sent, and the user of the client (``PeerProcess.user``). The
+        Called with a file descriptor that a client sent, and the user of the client (``PeerProcess.user``). The
         function owns the descriptor, and returns the access to the file.
     spin_us : int
         How long the loop polls for work before it sleeps, in microseconds.
     is_one_client_per_process : bool
         Whether the connections of one process are one client; see :class:`~gdrkit.usrbio.agent.service.Service`.
     server_timeout_ms : int
-        Longest time without a result from the server while it has operations, in milliseconds. After this time, the
-        agent ends the session. The operations complete with -EREMOTEIO once the server can no longer access memory.
+        Longest time without a result from the server while operations are in flight, in milliseconds. After this time,
+        the agent ends the session. The operations complete with -EREMOTEIO once the server can no longer access memory.
     placement : Placement or None
-        The choice of NICs for device memory. With None, a new one for this machine.
+        The object that chooses the NICs for device memory. None: create a Placement for this machine.
     user_memory_quota_bytes : int or None
         Limit of the host memory that the clients of one user may publish, in bytes. None means no limit.
     local_reads : bool
-        Whether the agent itself reads bytes that are in the page cache into host memory, if it has started the storage
-        server.
+        Whether the agent itself copies bytes of files from the page cache into host memory. It does this only with a
+        storage server that it has started.
 
     Attributes
     ----------
@@ -131,7 +132,7 @@ class Agent:
                 nics=nics,
                 links=mount.links,
                 drain_timeout_ms=_DRAIN_TIMEOUT_MS,
-                quota=MemoryQuota(user_memory_quota_bytes),
+                memory_quota=MemoryQuota(user_memory_quota_bytes),
                 file_quota=FileQuota(SHARED_FILES_MAX if mount.is_shared else None),
             )
             self.service = Service(context, is_one_client_per_process=is_one_client_per_process)
@@ -167,7 +168,7 @@ class Agent:
     def close(self) -> None:
         """End the agent: wait for operations in flight, then close the clients, the session, the server and the mount.
 
-        After an error, close again.
+        If the method raises, the caller may call it again to release the rest.
         """
         self._on_close.run()
 
@@ -234,12 +235,12 @@ def plain_agent(
 
 
 def _set_local_store(loop: AgentLoop, store: LocalStore) -> None:
-    """Pass the checksums of the store to the loop. The storage server has created their folder."""
+    """Pass the folder of the store's checksums to the loop. The storage server has created this folder."""
     with (
         PrivateFolder.below(store.path / PRIVATE_FOLDER) as private_folder,
         private_folder.folder("sums") as sums_folder,
     ):
-        loop.set_local_store(sums_folder.fd, store.generation)
+        loop.set_local_store(sums_folder.fd, store.generation_fd)
 
 
 def check_may_share() -> None:
@@ -271,7 +272,8 @@ def serve_until_signalled(
 ) -> None:
     """Print that the agent is ready, wait for SIGTERM or SIGINT, close the agent, and print its counters.
 
-    `export` is called with the function that returns the counters. Its context is open while the agent runs.
+    `export` is called with ``agent.statistics``. It returns a context manager, which is open while the agent runs and
+    may publish the counters.
     """
     signals = {signal.SIGTERM, signal.SIGINT}
     _print_line(
@@ -290,12 +292,12 @@ def serve_until_signalled(
 
 
 def block_signals() -> None:
-    """Block SIGTERM and SIGINT, so that :func:`serve_until_signalled` receives them in every case.
+    """Block SIGTERM and SIGINT, so that :func:`serve_until_signalled` receives them, also if they arrive earlier.
 
-    Call this before threads are started. They inherit the blocked signals.
+    Call this function before any thread is started, because a thread inherits the blocked signals.
     """
     if threading.active_count() != 1:
-        message = f"block_signals() must be called before threads are started, and {threading.active_count()} run"
+        message = f"block_signals() must be called before threads are started, but {threading.active_count()} run"
         raise UsageError(message)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
 

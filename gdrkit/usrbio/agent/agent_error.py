@@ -48,5 +48,5 @@ def as_agent_error(error: GdrkitError | OSError) -> AgentError:
         return AgentError(error.errno or errno.EIO, str(error.strerror or error))
     if isinstance(error, RegistrationFailed):
         return AgentError(_ERRNO_BY_REASON.get(error.reason, errno.EIO), str(error))
-    default = errno.EINVAL if isinstance(error, UsageError) else errno.EIO
-    return AgentError(_ERRNO_BY_REASON.get(error.reason, default), str(error))
+    default_errno = errno.EINVAL if isinstance(error, UsageError) else errno.EIO
+    return AgentError(_ERRNO_BY_REASON.get(error.reason, default_errno), str(error))

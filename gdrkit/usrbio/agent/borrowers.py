@@ -21,17 +21,17 @@ __all__ = ["Borrowers"]
 
 
 class Borrowers:
-    """The borrowers of one published buffer, with a count for each. It can be used by any number of threads.
+    """The borrowers of one published buffer, with the number of borrows of each. Any number of threads may use it.
 
     Parameters
     ----------
-    owner : int
-        Number of the client that published the buffer. This client can borrow the buffer too, which changes only the
-        count.
+    owner_number : int
+        Number of the client that published the buffer. This client can borrow the buffer too. The loop already has the
+        buffer for it, so only the count changes.
     uid : int
         User of the owner. Clients of other users cannot borrow the buffer.
     target : str
-        Target of the publication's link. A borrower must pass an equal target.
+        Target of the symbolic link with which the owner published the buffer. A borrower must pass an equal target.
     add_to_client : callable
         Function that adds the buffer to the client with this number in the agent's native loop.
     remove_from_client : callable
@@ -42,19 +42,19 @@ class Borrowers:
     def __init__(
         self,
         *,
-        owner: int,
+        owner_number: int,
         uid: int,
         target: str,
         add_to_client: Callable[[int], None],
         remove_from_client: Callable[[int], None],
     ) -> None:
-        self._owner = owner
+        self._owner_number = owner_number
         self._uid = uid
         self._target = target
         self._add_to_client = add_to_client
         self._remove_from_client = remove_from_client
         self._lock = threading.Lock()
-        self._counts: dict[int, int] = {}
+        self._borrow_counts: dict[int, int] = {}
         self._is_unpublished = False
         self._was_borrowed = False
 
@@ -63,14 +63,14 @@ class Borrowers:
         """Whether a client has ever borrowed the buffer. That client may still have the memory mapped."""
         return self._was_borrowed
 
-    def borrow(self, client: int, *, uid: int, target: str) -> None:
-        """Add the buffer to a client, or increment the client's count.
+    def borrow(self, client_number: int, *, uid: int, target: str) -> None:
+        """Count one more borrow of a client. Its first borrow also adds the buffer to the client.
 
         Raises
         ------
         AgentError
             EACCES: the buffer belongs to another user. EINVAL: the buffer has another target. ENOENT: the owner has
-            unpublished it.
+            unpublished the buffer.
         OSError
             `add_to_client` failed: the agent's native loop refused the buffer.
         """
@@ -81,18 +81,16 @@ class Borrowers:
         with self._lock:
             if self._is_unpublished:
                 raise AgentError(errno.ENOENT, "the owner has unpublished the buffer")
-            # An owner that borrows its own buffer has a second mapping of it, too.
+            # An owner that borrows its own buffer also counts, because it has a second mapping of the buffer.
             self._was_borrowed = True
-            if client not in self._counts and client != self._owner:
-                self._add_to_client(client)
-            self._counts[client] = self._counts.get(client, 0) + 1
+            if client_number not in self._borrow_counts and client_number != self._owner_number:
+                self._add_to_client(client_number)
+            self._borrow_counts[client_number] = self._borrow_counts.get(client_number, 0) + 1
 
-    def return_buffer(self, client: int, *, all_at_once: bool = False) -> bool:
-        """Decrement the count of a client. If the count is then 0, remove the buffer from the client.
+    def return_buffer(self, client_number: int, *, all_at_once: bool = False) -> bool:
+        """Undo one borrow of a client, or all borrows with `all_at_once`. Return whether the client had a borrow.
 
-        With `all_at_once`, the count becomes 0 at once.
-
-        Return whether the count was above 0.
+        After the last borrow, remove the buffer from the client.
 
         Raises
         ------
@@ -100,23 +98,26 @@ class Borrowers:
             EBUSY: operations are in flight and do not end.
         """
         with self._lock:
-            count = self._counts.get(client, 0)
+            count = self._borrow_counts.get(client_number, 0)
             if count == 1 or (count and all_at_once):
-                self._drop(client)
+                self._remove_borrower(client_number)
             elif count:
-                self._counts[client] = count - 1
+                self._borrow_counts[client_number] = count - 1
             return count > 0
 
     def close(self) -> None:
-        """Remove the buffer from all borrowers, because its owner unpublishes it. After an error, close again."""
+        """Remove the buffer from all borrowers, because its owner unpublishes it.
+
+        If the method raises, the caller may call it again for the remaining borrowers.
+        """
         with self._lock:
             self._is_unpublished = True
             removals = ReleaseStack()
-            for client in tuple(self._counts):
-                removals.push(lambda client=client: self._drop(client))  # type: ignore[misc]
+            for client_number in tuple(self._borrow_counts):
+                removals.push(lambda client_number=client_number: self._remove_borrower(client_number))  # type: ignore[misc]
             removals.run()
 
-    def _drop(self, client: int) -> None:
-        if client != self._owner:
-            self._remove_from_client(client)
-        del self._counts[client]
+    def _remove_borrower(self, client_number: int) -> None:
+        if client_number != self._owner_number:
+            self._remove_from_client(client_number)
+        del self._borrow_counts[client_number]

@@ -1,7 +1,7 @@
 """A client of an agent, and all objects that it owns: its publications, borrowed iovs and files.
 
-The rings of a client can name only the client's own iovs, borrowed iovs and files. All of them are released when the
-client is closed.
+A publication is an I/O ring or an iov, which is a buffer for I/O. The operations in the rings of a client can use only
+the client's own iovs, borrowed iovs and files. All these objects are released when the client is closed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class PeerProcess:
     identity : ProcessIdentity or None
         Identity of the process. None if the process has ended, or if the agent cannot see it.
     user : SetUser or None
-        User and groups with whose rights the server uses paths for the process. None if the agent is not shared.
+        User and groups of the process. With their rights, the storage server executes requests of the process that name
+        a path. None if the agent is not shared.
     """
 
     uid: int
@@ -65,34 +66,37 @@ class PeerProcess:
 class Client:
     """A client of the agent. It can be used by any number of threads.
 
-    Errors of requests are :class:`~gdrkit.usrbio.agent.agent_error.AgentError`, with the errno that the C interface
+    Requests that fail raise :class:`~gdrkit.usrbio.agent.agent_error.AgentError`, with the errno that the C interface
     returns.
 
     Attributes
     ----------
     number : int
-        Number of the client in the loop.
+        Number by which the loop identifies the client.
     process : PeerProcess
         The process of the client.
-    connections : int
-        Number of connections, which the service counts.
+    connection_count : int
+        Number of connections of the client. :class:`Service` updates it.
     """
 
     def __init__(self, context: AgentContext, number: int, process: PeerProcess) -> None:
         """Create a client with one connection. Callers use :meth:`Service.open_client` instead."""
         self.number = number
         self.process = process
-        self.connections = 1
+        self.connection_count = 1
         self._context = context
         self._lock = threading.Lock()
         self._publications: dict[str, Publication] = {}
-        self._borrowed: dict[str, Borrowers] = {}
+        self._borrowers_by_name: dict[str, Borrowers] = {}
         self._kept_registrations = KeptRegistrations()
         self._files: dict[int, RegisteredFile] = {}
         self._is_closed = False
 
     def publish(self, name: str, target: str, *, handle: bytes = b"", descriptors: Sequence[int] = ()) -> None:
         """Publish an iov or a ring: register its memory, then create the link. This method owns the descriptors.
+
+        For device memory, `handle` is the share handle, and `descriptors` belong to the handle. For host memory without
+        a name, the only descriptor is the memory. Without a descriptor, `target` names the host memory.
 
         Raises
         ------
@@ -105,21 +109,21 @@ class Client:
                 link_name = self._check_publication(name, target, handle=handle, descriptors=descriptors)
                 self._context.reserve_name(name, self.number)
                 try:
-                    # The descriptor of host memory is the memory itself. Descriptors of device memory are used only
-                    # with a handle.
+                    # The descriptors of device memory belong to the share handle. Without a handle they are closed
+                    # unused. The descriptor of host memory needs no handle.
                     used_descriptors: list[int] = []
                     if handle or link_name.device_index is None:
                         used_descriptors, unused_descriptors = unused_descriptors, []
                     publication = Publication.create(
                         link_name,
                         target,
-                        client=self.number,
+                        client_number=self.number,
                         uid=self.process.uid,
                         owner=self.process.identity,
                         handle=handle,
                         descriptors=used_descriptors,
                         nics=self._context.nics,
-                        quota=self._context.quota,
+                        memory_quota=self._context.memory_quota,
                         kept_registrations=self._kept_registrations,
                         loop=self._context.loop,
                         links=self._context.links,
@@ -149,7 +153,7 @@ class Client:
 
         Returns
         -------
-        is_kept
+        bool
             Whether the registration is kept.
 
         Raises
@@ -162,13 +166,14 @@ class Client:
                 raise AgentError(errno.ENOENT, f"{name} is not published by this client")
             return self._remove_publication(name, kept_registrations=self._kept_registrations if keep else None)
 
-    def drop_kept(self, descriptor: int) -> None:
+    def drop_kept_registration(self, descriptor: int) -> None:
         """End the kept registration of a dma-buf or a file of /dev/shm. The caller still owns the descriptor.
 
         Raises
         ------
         AgentError
-            ENOENT: the agent keeps no registration of this memory. Else the memory could not be deregistered.
+            ENOENT: the agent keeps no registration of this memory. Other errors: the memory could not be
+            deregistered.
         """
         try:
             self._kept_registrations.drop(descriptor)
@@ -176,32 +181,32 @@ class Client:
             raise as_agent_error(error) from error
 
     def drop_kept_host_memory(self) -> None:
-        """End the kept registrations of host memory, because its user needs the memory for another publication."""
+        """End the kept registrations of host memory, to release their share of the quota and of the pinned memory."""
         self._kept_registrations.drop_host_memory()
 
     def borrow(self, name: str, target: str) -> None:
-        """Allow the client's rings to name an iov that another client of the same user published.
+        """Allow operations of the client on an iov that another client of the same user published.
 
         Raises
         ------
         AgentError
-            ENOENT: no iov with this name is published. EINVAL: the iov has another target. EACCES: the iov belongs to
-            another user. EEXIST: the client has a buffer with the same id. ENOSPC: the client has borrowed too many
-            iovs.
+            ENOENT: no iov with this name is published. EINVAL: the link of the iov has another target. EACCES: the iov
+            belongs to another user. EEXIST: the client has a buffer with the same id. ENOSPC: the client has borrowed
+            too many iovs.
         """
         with self._lock:
             self._check_open()
             borrowers = self._context.find_borrowers(name)
-            if name not in self._borrowed and len(self._borrowed) >= _PUBLICATIONS_MAX:
+            if name not in self._borrowers_by_name and len(self._borrowers_by_name) >= _PUBLICATIONS_MAX:
                 raise AgentError(errno.ENOSPC, f"a client can borrow at most {_PUBLICATIONS_MAX} iovs")
             try:
                 borrowers.borrow(self.number, uid=self.process.uid, target=target)
             except OSError as error:
                 raise as_agent_error(error) from error
-            self._borrowed[name] = borrowers
+            self._borrowers_by_name[name] = borrowers
 
     def return_borrowed(self, name: str) -> None:
-        """Undo one :meth:`borrow` of a name. If it is the last one, first wait for the operations in flight on the iov.
+        """Undo one :meth:`borrow` of an iov. Before the last borrow ends, wait for the operations in flight on the iov.
 
         Raises
         ------
@@ -210,13 +215,13 @@ class Client:
             flight and do not end.
         """
         with self._lock:
-            borrowers = self._borrowed.get(name)
+            borrowers = self._borrowers_by_name.get(name)
             if borrowers is None or not borrowers.return_buffer(self.number):
-                self._borrowed.pop(name, None)
+                self._borrowers_by_name.pop(name, None)
                 raise AgentError(errno.ENOENT, f"{name} is not borrowed by this client")
 
     def register_file(self, descriptor: int) -> int:
-        """Allow rings to name the file of a descriptor, with the rights of the descriptor. Return the inode.
+        """Allow operations of the client on the file of a descriptor, with the descriptor's rights. Return the inode.
 
         This method owns the descriptor.
 
@@ -226,12 +231,12 @@ class Client:
             EBADF, EXDEV or ESTALE: the descriptor is not of a file of the store. EREMOTEIO: the agent has no session
             with the server.
         """
-        access = self._file_access(descriptor)
+        access = self._open_file_access(descriptor)
         self.add_file(access)
         return access.inode
 
     def add_file(self, access: FileAccess) -> None:
-        """Allow rings to name the file of an access. This method owns the access.
+        """Allow operations of the client on the file of `access`. This method owns `access`.
 
         Raises
         ------
@@ -273,7 +278,7 @@ class Client:
             EINVAL: `flags` is not 0, or a range ends before it begins. EBADF: the descriptor is not open for writing.
             Other errors have the errno of the server.
         """
-        access = self._file_access(descriptor)
+        access = self._open_file_access(descriptor)
         try:
             if flags:
                 raise AgentError(errno.EINVAL, f"flags must be 0, not {flags}")
@@ -299,10 +304,10 @@ class Client:
         Raises
         ------
         AgentError
-            EPERM: the client is a process of another user than the agent. A descriptor does not prove its rights in the
-            folder. EXDEV: the file or the folder is not in the store. EINVAL: `name` is not a single path component, or
-            a descriptor is of another type. ESTALE: the file was renamed meanwhile. Other errors have the errno of the
-            server.
+            EPERM: the client has another user than the agent. A descriptor of a folder does not prove that its sender
+            may change the folder. EXDEV: the file or the folder is not in the store. EINVAL: `name` is not a single
+            path component, or the descriptors are not of a regular file and of a folder. ESTALE: the file was renamed
+            meanwhile. Other errors have the errno of the server.
         """
         try:
             if self.process.uid != os.geteuid():
@@ -311,14 +316,14 @@ class Client:
                 raise AgentError(errno.EINVAL, f"the name of a link must be one path component, not {name!r}")
             if not stat.S_ISREG(os.fstat(file_fd).st_mode) or not stat.S_ISDIR(os.fstat(folder_fd).st_mode):
                 raise AgentError(errno.EINVAL, "the descriptors must be of a regular file and of a folder")
-            path, parent = self._path_below_root(file_fd), self._path_below_root(folder_fd)
-            new_path = f"{parent}/{name}" if parent else name
+            path, folder_path = self._find_path_below_root(file_fd), self._find_path_below_root(folder_fd)
+            new_path = f"{folder_path}/{name}" if folder_path else name
             inode = os.fstat(file_fd).st_ino
-            attempts = itertools.count(1)
+            attempt_numbers = itertools.count(1)
             user = self.process.user
 
             def link_at_server(session: AgentSession) -> None:
-                is_retry = next(attempts) > 1
+                is_retry = next(attempt_numbers) > 1
                 try:
                     request = messages.HardLink(path=path, new_path=new_path)
                     status = session.call(request, messages.FileStat, user=user)
@@ -329,7 +334,7 @@ class Client:
                     status = session.call(messages.Stat(path=new_path), messages.FileStat, user=user)
                     if status.inode != inode:
                         raise
-                if status.inode != inode:
+                if status.inode != inode:  # Another file had `path` when the server created the link.
                     session.call(messages.Unlink(path=new_path), messages.Done, user=user)
                     raise AgentError(errno.ESTALE, "the file was renamed meanwhile")
 
@@ -365,7 +370,7 @@ class Client:
         """Return the names of the client's publications."""
         return list(self._publications)
 
-    def end_removed(self, name: str) -> None:
+    def remove_if_unlinked(self, name: str) -> None:
         """Remove a publication whose link was removed. Do nothing if this client has no such publication.
 
         Raises
@@ -379,10 +384,13 @@ class Client:
                 self._remove_publication(name)
 
     def close(self) -> None:
-        """Release all objects of the client: first the rings, then iovs, then files. After an error, close again."""
+        """Release all objects of the client: first the rings, then iovs, then files.
+
+        If the method raises, the caller may call it again to release the rest.
+        """
         with self._lock:
             if self._is_closed and not (
-                self._publications or self._files or self._borrowed or len(self._kept_registrations)
+                self._publications or self._files or self._borrowers_by_name or len(self._kept_registrations)
             ):
                 return
             self._is_closed = True
@@ -390,17 +398,17 @@ class Client:
             removals.push(self._kept_registrations.close)
             for inode in tuple(self._files):
                 removals.push(lambda inode=inode: self._remove_file(inode))  # type: ignore[misc]
-            for borrowed in tuple(self._borrowed):
-                removals.push(lambda name=borrowed: self._return_all_borrows(name))  # type: ignore[misc]
-            names_rings_last = sorted(
+            for borrowed_name in tuple(self._borrowers_by_name):
+                removals.push(lambda name=borrowed_name: self._return_all_borrows(name))  # type: ignore[misc]
+            names_with_rings_last = sorted(
                 self._publications, key=lambda name: self._publications[name].name.ring is not None
             )
-            for name in names_rings_last:
+            for name in names_with_rings_last:
                 removals.push(lambda name=name: self._end_publication(name))  # type: ignore[misc]
             removals.run()
 
     def _check_publication(self, name: str, target: str, *, handle: bytes, descriptors: Sequence[int]) -> LinkName:
-        """Return the parsed name of a new publication, if the client may publish it."""
+        """Check whether the client may publish a name, and return the parsed name."""
         self._check_open()
         link_name = parse_name(name)
         if name in self._publications:
@@ -410,21 +418,24 @@ class Client:
         if len(self._publications) >= _PUBLICATIONS_MAX:
             raise AgentError(errno.ENOSPC, f"a client can publish at most {_PUBLICATIONS_MAX} iovs and rings")
         if link_name.device_index is None and (handle or len(descriptors) > 1):
-            message = f"host memory has no share handle and at most one descriptor, not {len(descriptors)}"
+            message = (
+                "host memory has no share handle and at most one descriptor, "
+                f"not a handle of {len(handle)} bytes and {len(descriptors)} descriptors"
+            )
             raise AgentError(errno.EINVAL, message)
         if len(target) > _TARGET_CHARACTERS_MAX:
             message = f"the target of a link has at most {_TARGET_CHARACTERS_MAX} characters, not {len(target)}"
             raise AgentError(errno.ENAMETOOLONG, message)
         return link_name
 
-    def _file_access(self, descriptor: int) -> FileAccess:
+    def _open_file_access(self, descriptor: int) -> FileAccess:
         try:
             return self._context.file_access(descriptor, self.process.user)
         except OSError as error:
             raise as_agent_error(error) from error
 
     def _add_file(self, access: FileAccess, session: AgentSession) -> None:
-        """Open a file at a session. Unless this method raises, the file owns `access`."""
+        """Open the file of `access`, and add it to the client. Unless this method raises, the file owns `access`."""
         with self._context.files_lock:
             file = self._files.get(access.inode)
             is_new = file is None
@@ -442,7 +453,7 @@ class Client:
             self._files[access.inode] = file
 
     def _open_file(self, file: RegisteredFile, access: FileAccess, session: AgentSession) -> None:
-        """Open a file at a session, and give its handles to the loop."""
+        """Open `file` with `access` at a session, and pass its handles to the loop."""
         file.add(access, session)
         try:
             file.update_loop(self._context.loop, self.number, self._context.local_store)
@@ -451,6 +462,7 @@ class Client:
             raise as_agent_error(error) from error
 
     def _remove_publication(self, name: str, *, kept_registrations: KeptRegistrations | None = None) -> bool:
+        """Remove a publication. Return whether its registration is now in `kept_registrations`."""
         is_kept = self._publications[name].close(remove_shared=False, kept_registrations=kept_registrations)
         self._forget_publication(name)
         return is_kept
@@ -465,8 +477,8 @@ class Client:
         self._context.release_name(name)
 
     def _return_all_borrows(self, name: str) -> None:
-        self._borrowed[name].return_buffer(self.number, all_at_once=True)
-        del self._borrowed[name]
+        self._borrowers_by_name[name].return_buffer(self.number, all_at_once=True)
+        del self._borrowers_by_name[name]
 
     def _remove_file(self, inode: int) -> None:
         """Remove a file from the loop, wait for its operations in flight, and close it."""
@@ -479,7 +491,7 @@ class Client:
             self._context.file_quota.release(self.process.uid)
             self._files.pop(inode).close()
 
-    def _path_below_root(self, descriptor: int) -> str:
+    def _find_path_below_root(self, descriptor: int) -> str:
         """Return the path of an open file or folder, relative to the root of the store."""
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
         if not path.is_relative_to(self._context.root):

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerConnection"]
 
-# Limit of the wait for the end of the thread that renews sessions. Each step of that thread has a shorter limit.
+# Longest time that close() waits for the thread that renews sessions. Each step of that thread has a shorter limit.
 _THREAD_TIMEOUT_S = 120.0
-# Pauses between two attempts to begin a session.
+# First and longest pause between two attempts to begin a session. Each pause is twice as long as the last one.
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 2.0
 # Longest time that a request waits for the next session.
 _RENEWAL_TIMEOUT_S = 10.0
 # Largest number of sessions that one request tries.
 _ATTEMPTS_MAX = 1000
-# How often the thread that renews sessions checks whether it has to stop.
+# Interval at which the thread that renews sessions checks whether it has to stop.
 _EVENTS_TIMEOUT_MS = 100
 
 _ActionResult = TypeVar("_ActionResult")
@@ -53,13 +53,13 @@ class ServerConnection:
     loop : AgentLoop
         The loop, which gets the data connection of each session.
     nics : Nics
-        The NICs, each of which gets a queue pair.
+        The NICs to which the queue pairs of a session belong.
     reopen : callable
-        Called with a new session before the loop uses it, to reopen the files of all clients.
+        Called with a new session, to reopen the files of all clients before the loop uses the session.
     remove_ring : callable
         Called with the client number and the id of a ring that the loop has found to be broken.
     timeout_ms : float
-        Longest time without a reply of the server, in milliseconds.
+        Longest wait for a reply of the server, in milliseconds.
     """
 
     def __init__(
@@ -79,21 +79,21 @@ class ServerConnection:
         self._remove_ring = remove_ring
         self._timeout_ms = timeout_ms
         self._session: AgentSession | None = None
-        # The secret of the last session. The server ends that session before it begins the next one. Otherwise a server
-        # that was only slow could still execute requests of the last session.
+        # The secret of the last session. The next session sends the secret, and the server first ends the last session.
+        # Otherwise a server that was only slow could still execute requests of the last session.
         self._session_secret: str | None = None
         # A session that has ended and is not yet closed. Operations of this session may still be in flight.
         self._ending_session: AgentSession | None = None
         self._session_changed = threading.Condition()
-        # If true, requests use `_session`, or fail with EREMOTEIO if it is None. If false, requests wait: a session has
-        # ended, and it is not yet known whether they get the next session or fail.
+        # If true, requests use `_session`, or fail with EREMOTEIO if `_session` is None. If false, requests wait: a
+        # session has ended, and it is not yet known whether the requests get the next session or fail.
         self._is_session_decided = True
         self._is_server_hanging = False
         # Number of the data connection that the loop uses. Events of earlier connections are ignored.
         self._generation = 0
-        # The first session is not a renewal.
+        # -1, because the first session also increments the number, but is not a renewal.
         self._renewals = -1
-        self._last_error = ""
+        self._error_suffix = ""
         self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -111,8 +111,8 @@ class ServerConnection:
     def with_session(self, action: Callable[[AgentSession], _ActionResult]) -> _ActionResult:
         """Call `action` with the current session and return its result.
 
-        If the memory of a client ends the session during the call, call `action` again with the next session. So the
-        requests of `action` must have the same effect if they are repeated.
+        If the memory of a client ends the session during the call, call `action` again with the next session. So a
+        repeated `action` must have the same effect as a single one.
 
         Raises
         ------
@@ -129,7 +129,7 @@ class ServerConnection:
         raise AgentError(errno.EREMOTEIO, "the memory of other clients ends each session with the storage server")
 
     def interrupt(self) -> None:
-        """End the session and its operations in flight, because the server does not answer."""
+        """End the session and its operations in flight. Call this method if the server does not answer."""
         session = self._session
         if session is not None:
             self._is_server_hanging = True
@@ -150,7 +150,7 @@ class ServerConnection:
             self._session_changed.wait_for(lambda: self._is_session_decided, _RENEWAL_TIMEOUT_S)
             session = self._session
         if session is None:
-            raise AgentError(errno.EREMOTEIO, f"the agent has no session with a storage server{self._last_error}")
+            raise AgentError(errno.EREMOTEIO, f"the agent has no session with a storage server{self._error_suffix}")
         return session
 
     def _begin_session(self) -> None:
@@ -168,19 +168,19 @@ class ServerConnection:
             self._reopen(session)
             self._generation += 1
             self._loop.connect(
-                os.dup(session.data.fileno()), queue_pair_nics=session.nic_numbers, generation=self._generation
+                os.dup(session.data.fileno()), queue_pair_nics=session.nic_indices, generation=self._generation
             )
         except BaseException:
             session.close()
             raise
         self._renewals += 1
-        self._last_error = ""
+        self._error_suffix = ""
         self._decide_session(session)
 
     def _end_session(self) -> None:
         """Close the session, which puts its queue pairs into the error state, then end its operations.
 
-        After an error, call this method again.
+        If the method raises, the next call continues with the same session.
         """
         self._withdraw_session()
         if self._ending_session is not None:
@@ -220,14 +220,18 @@ class ServerConnection:
         return session.was_ended_by_memory
 
     def _renew_sessions(self) -> None:
-        """Handle the events of the loop, and begin a new session whenever there is none."""
+        """Handle the events of the loop, and renew the session when it has ended, until :meth:`close`.
+
+        The steps are: new requests wait (:meth:`_withdraw_session`), the old session and its operations end
+        (:meth:`_end_session`), the next session begins and the requests continue (:meth:`_begin_session`).
+        """
         pause_s = _BACKOFF_FIRST_S
         while not self._stop_event.is_set():
-            for event, client, ring, generation in self._loop.events(_EVENTS_TIMEOUT_MS):
-                if event == "ring_broken":
-                    self._remove_ring(client, ring)
+            for event_type, client_number, ring_id, generation in self._loop.events(_EVENTS_TIMEOUT_MS):
+                if event_type == "ring_broken":
+                    self._remove_ring(client_number, ring_id)
                 elif generation == self._generation and self._session is not None:
-                    self._is_server_hanging |= event == "silent"
+                    self._is_server_hanging |= event_type == "silent"
                     self._withdraw_session()
             if self._session is not None:
                 pause_s = _BACKOFF_FIRST_S
@@ -236,12 +240,12 @@ class ServerConnection:
                 self._end_session()
                 self._begin_session()
             except TimeoutError as error:
-                # The server accepts connections and does not answer.
+                # The server accepts connections but does not answer.
                 self._endpoint.give_up()
-                self._last_error = f": {error}"
+                self._error_suffix = f": {error}"
                 self._abandon()
             except (GdrkitError, OSError, EOFError) as error:
-                self._last_error = f": {error}"
+                self._error_suffix = f": {error}"
                 self._abandon()
                 self._stop_event.wait(pause_s)
                 pause_s = min(pause_s * 2, _BACKOFF_MAX_S)

@@ -32,7 +32,7 @@ class AgentContext:
     root : Path
         The folder of the store, or its FUSE mount. The storage server uses paths relative to `root`.
     file_access : callable
-        Called with the descriptor of a file that a client sent, and the user of the client (``PeerProcess.user``). The
+        Called with a file descriptor that a client sent, and the user of the client (``PeerProcess.user``). The
         function owns the descriptor, and returns the access to the file.
     loop : AgentLoop
         The loop that serves the rings.
@@ -41,18 +41,19 @@ class AgentContext:
     links : LinkFolder
         The links of publications.
     drain_timeout_ms : int
-        How long the agent waits for operations in flight before it ends the session with the server, in milliseconds.
-    quota : MemoryQuota
-        The host memory that the clients of each user have published.
+        How long :meth:`drain` waits for the operations in flight on an object, before it ends the session with the
+        server. In milliseconds.
+    memory_quota : MemoryQuota
+        The count and the limit of the host memory that the clients of each user have published.
     file_quota : FileQuota
-        The files that the clients of each user have registered.
+        The count and the limit of the files that the clients of each user have registered.
 
     Attributes
     ----------
     local_store : Path or None
-        The store, if the loop itself reads cached bytes of its files.
+        The store, if the loop itself reads bytes of its files from the page cache. Else None.
     files_lock : threading.RLock
-        Held while files are opened at the server, so that a new session reopens either all of them or none.
+        Held while files are added, removed or reopened, so that a new session reopens every registered file.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class AgentContext:
         nics: Nics,
         links: LinkFolder,
         drain_timeout_ms: int,
-        quota: MemoryQuota,
+        memory_quota: MemoryQuota,
         file_quota: FileQuota,
     ) -> None:
         self.root = root
@@ -72,16 +73,17 @@ class AgentContext:
         self.loop = loop
         self.nics = nics
         self.links = links
-        self.quota = quota
+        self.memory_quota = memory_quota
         self.file_quota = file_quota
         self.local_store: Path | None = None
         self.files_lock = threading.RLock()
         self._drain_timeout_ms = drain_timeout_ms
         self._server: ServerConnection | None = None
         self._lock = threading.Lock()
-        # The number of the client that published each name, and the borrowers of each published iov.
-        self._owners: dict[str, int] = {}
-        self._borrowers: dict[str, Borrowers] = {}
+        # The number of the client that published each name.
+        self._owner_by_name: dict[str, int] = {}
+        # The borrowers of each published iov, by the name of its link.
+        self._borrowers_by_name: dict[str, Borrowers] = {}
 
     @property
     def server(self) -> ServerConnection:
@@ -120,19 +122,19 @@ class AgentContext:
             EEXIST: another client has published a link with this name.
         """
         with self._lock:
-            if self._owners.setdefault(name, client) != client:
+            if self._owner_by_name.setdefault(name, client) != client:
                 raise AgentError(errno.EEXIST, f"{name} is already published by another process")
 
     def release_name(self, name: str) -> None:
-        """Release the name of a link that is not published any more."""
+        """Release the name of a link that is not published any more. The iov can then no longer be borrowed."""
         with self._lock:
-            self._owners.pop(name, None)
-            self._borrowers.pop(name, None)
+            self._owner_by_name.pop(name, None)
+            self._borrowers_by_name.pop(name, None)
 
     def add_borrowers(self, name: str, borrowers: Borrowers) -> None:
         """Allow other clients to borrow the iov with this name."""
         with self._lock:
-            self._borrowers[name] = borrowers
+            self._borrowers_by_name[name] = borrowers
 
     def find_borrowers(self, name: str) -> Borrowers:
         """Return the borrowers of the iov with this name.
@@ -143,7 +145,7 @@ class AgentContext:
             ENOENT: the name is not published, or it is the name of a ring.
         """
         with self._lock:
-            borrowers = self._borrowers.get(name)
+            borrowers = self._borrowers_by_name.get(name)
         if borrowers is None:
             raise AgentError(errno.ENOENT, f"{name} is not a published iov")
         return borrowers

@@ -1,10 +1,11 @@
 """The program that an agent starts as its storage server.
 
-The command is ``python -m gdrkit.usrbio.agent.embedded_server STORE SOCKET GENERATION``. GENERATION is the descriptor
-of memory that the agent shares with the store; see :class:`~gdrkit.storage.store.FileStore`.
+The command is ``python -m gdrkit.usrbio.agent.embedded_server STORE SOCKET GENERATION``. GENERATION is a descriptor of
+shared memory in which the server counts new checksum files, so that the agent notices them; see
+:class:`~gdrkit.storage.store.FileStore`.
 
-The program does the same as ``gdrkit serve``, and also ends when its standard input is closed. The agent holds the
-other end of that pipe, so the program ends with the agent, even if the agent is killed.
+The program does the same as ``gdrkit serve``, and also ends at the end of its standard input. Standard input is a pipe
+from the agent, so the program ends when the agent ends, even if the agent is killed.
 """
 
 from __future__ import annotations
@@ -20,13 +21,19 @@ from gdrkit.storage.command import serve
 __all__ = ["main"]
 
 
-def main(store: str, socket: str, generation: str) -> int:
-    """Serve until the other end of standard input is closed, and return the exit code."""
-    # The signals are blocked before the thread starts. So sigwait() in serve() receives the SIGTERM that the thread
-    # sends.
+def main(store_path: str, socket_path: str, generation_fd: str) -> int:
+    """Serve the store until standard input ends or SIGTERM arrives, and return the exit code."""
+    # The signals are blocked before the thread starts, and the thread inherits that. So sigwait() in serve() receives
+    # the SIGTERM that the thread sends.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     threading.Thread(target=_terminate_at_end_of_input, daemon=True).start()
-    return serve(Path(store), listen=f"unix:{socket}", nic_names=(), chunk_bytes=None, sums_generation=int(generation))
+    return serve(
+        Path(store_path),
+        listen=f"unix:{socket_path}",
+        nic_names=(),
+        chunk_bytes=None,
+        sums_generation=int(generation_fd),
+    )
 
 
 def _terminate_at_end_of_input() -> None:

@@ -4,8 +4,9 @@ A client proves its access to a file by a descriptor of the file. If the storage
 sends the descriptor to the server. To a remote server the agent sends the path. The file that the server opens must
 have the same inode as the descriptor.
 
-In a FUSE mount, fstat(2) only needs the path, so a descriptor proves no access. For a shared agent, the server
-therefore opens the path with the rights of the client's user.
+In a FUSE mount, fstat(2) of a descriptor reports the file that has the path now. This may be another file than the one
+that the client opened, so a descriptor proves no access. For a shared agent, the server therefore opens the path with
+the rights of the client's user.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ class PathAccess:
     def open_local(self, store: Path, session: AgentSession, handle: int) -> int:
         """Open the file of `handle` in the store for reading, and return the descriptor.
 
-        The server has opened the file with the rights of the user. As long as the server keeps the file open, no other
-        file of this device can have its inode number. The server's reply to the request Stat shows that the file is
-        still open.
+        The server has opened the file of `handle` with the rights of the user. Its reply to the request Stat shows that
+        the file is still open. As long as it is open, no other file of the device can have its inode number. So the
+        opened file is the file of `handle` if the device and the inode number are equal.
 
         Raises
         ------
@@ -139,7 +140,7 @@ class PathAccess:
         try:
             status, access_mode = _check_regular_file(descriptor)
             path = Path(f"/proc/self/fd/{descriptor}").readlink()
-            # The path alone proves nothing: a user can mount an own file system on this path in a mount namespace.
+            # The path alone proves nothing: in a mount namespace, a user can mount another file system on this path.
             if not path.is_relative_to(mount) or status.st_dev != mount.stat().st_dev:
                 _refuse(errno.EXDEV, f"{path} is not below {mount}")
         finally:
@@ -162,7 +163,7 @@ class RegisteredFile:
     Attributes
     ----------
     inode : int
-        Inode of the file. Entries of rings name it.
+        Inode of the file. Ring entries name the file by this number.
     is_closing : bool
         Whether the file is being deregistered. ``AgentContext.files_lock`` guards it.
     """
@@ -208,24 +209,24 @@ class RegisteredFile:
     def reopen(self, session: AgentSession) -> None:
         """Open the file at a new session with every access. An access that the server refuses is closed.
 
-        A later session could find the inode of a deleted file in another file, so a refused access is not tried again.
+        A refused access is not tried again at a later session. If the file was deleted, another file may have its inode
+        number by then.
         """
-        handles: list[tuple[FileAccess, int, AgentSession]] = []
+        reopened_handles: list[tuple[FileAccess, int, AgentSession]] = []
         for access, _old_handle, _old_session in self._open_handles:
             try:
-                handles.append((access, open_at_server(access, session), session))
+                reopened_handles.append((access, open_at_server(access, session), session))
             except AgentError as error:
-                # Operations then use the rights of the other accesses, or fail with EBADF.
-                if error.errno == errno.EREMOTEIO:  # This session has ended, and the next one opens the file.
-                    handles.append((access, 0, session))
-                else:
+                if error.errno == errno.EREMOTEIO:  # This session has ended. The next session opens the file.
+                    reopened_handles.append((access, 0, session))
+                else:  # The server refused. Operations now use the rights of the other accesses, or fail with EBADF.
                     access.close()
-        self._open_handles = handles
+        self._open_handles = reopened_handles
 
     def update_loop(self, loop: AgentLoop, client: int, local_store: Path | None) -> None:
         """Set the current handles and access rights of the file in the loop.
 
-        `local_store` is the store, if the loop may read cached bytes of the file itself.
+        `local_store` is the store, if the loop itself may read bytes of the file from the page cache, else None.
         """
         read_handle = next((handle for access, handle, _ in self._open_handles if handle and access.readable), 0)
         write_handle = next((handle for access, handle, _ in self._open_handles if handle and access.writable), 0)
@@ -245,7 +246,7 @@ class RegisteredFile:
                 os.close(descriptor)
 
     def _open_local(self, local_store: Path) -> int:
-        """Return a descriptor for reading, or -1 if no access grants that, or the file cannot be opened."""
+        """Return a descriptor for reading, or -1 if no access grants reads, or the file cannot be opened."""
         for access, handle, session in self._open_handles:
             if handle and access.readable:
                 with contextlib.suppress(OSError, AgentError):
@@ -254,8 +255,8 @@ class RegisteredFile:
 
     def close(self) -> None:
         """Close every access, and its handle at the server."""
-        handles, self._open_handles = self._open_handles, []
-        for access, handle, session in handles:
+        open_handles, self._open_handles = self._open_handles, []
+        for access, handle, session in open_handles:
             _close_access(access, handle, session)
 
 
@@ -271,8 +272,8 @@ def _check_regular_file(descriptor: int) -> tuple[os.stat_result, int]:
 def _open_for_local_reads(descriptor: int) -> int:
     """Open the file of a descriptor again for reading, and return the new descriptor.
 
-    With O_NOATIME, a read does not wait for the disk to store the time of the access. Only root and the owner of the
-    file may use this flag.
+    With O_NOATIME, a read does not wait for the disk to store the access time of the file. Only root and the owner of
+    the file may use this flag.
     """
     path, flags = f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -306,6 +307,6 @@ def _close_access(access: FileAccess, handle: int, session: AgentSession) -> Non
         try:
             session.call(messages.Close(handle=handle), messages.Done)
         except AgentError as error:
-            # With EREMOTEIO the session has ended, and the server has closed the file with it.
+            # EREMOTEIO: the session has ended, so the server has closed the file already.
             if error.errno != errno.EREMOTEIO:
                 raise

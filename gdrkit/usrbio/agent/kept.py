@@ -1,9 +1,9 @@
 """Registrations that the agent keeps for a client between two publications of the same memory.
 
-The client library keeps the memory of a destroyed iov, and publishes the same memory again for a later iov: a dma-buf,
-or a file of ``/dev/shm``. The kernel gives each of them an inode of its own, and does not use the number again while a
-descriptor is open. A kept registration holds a descriptor, so that device and inode identify the memory: only a client
-that has the dma-buf, or owns the file, can name it.
+The client library keeps the memory of a destroyed iov, and publishes the same memory again for a later iov. The memory
+is a dma-buf or a file of ``/dev/shm``. Each has its own inode, and the kernel does not use the inode number for another
+file while a descriptor is open. A kept registration holds a descriptor, so device and inode identify the memory. Only a
+client that has the dma-buf, or owns the file, can use the registration again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.agent.mount import LinkFolder
     from gdrkit.usrbio.agent.shared_memory import SharedFile
 
-__all__ = ["KEPT_MAX", "HostPages", "KeptRegistrations", "MemoryKey", "make_host_key", "make_memory_key"]
+__all__ = ["KEPT_MAX", "KeptRegistrations", "MemoryKey", "PublishedHostMemory", "make_device_key", "make_host_key"]
 
 # Largest number of registrations that the agent keeps for one client.
 KEPT_MAX: Final = 1024
 
 
 class MemoryKey(NamedTuple):
-    """The identity of a range of a dma-buf, and the allocation that the link of its publication names."""
+    """The identity of published memory.
+
+    `device` and `inode` are st_dev and st_ino of the dma-buf or of the file of ``/dev/shm``. `offset_bytes` and
+    `length_bytes` are the published range. The fields from `device_index` on are the GPU and the allocation that the
+    link of device memory names.
+    """
 
     device: int
     inode: int
@@ -44,8 +49,8 @@ class MemoryKey(NamedTuple):
     ipc_handle: bytes | None
 
 
-def make_memory_key(target: DeviceTarget, handle: bytes, descriptors: Sequence[int]) -> MemoryKey | None:
-    """Return the identity of published memory, or None if the publication has no dma-buf.
+def make_device_key(target: DeviceTarget, handle: bytes, descriptors: Sequence[int]) -> MemoryKey | None:
+    """Return the identity of published device memory, or None if the publication has no dma-buf.
 
     Raises
     ------
@@ -72,44 +77,59 @@ def make_memory_key(target: DeviceTarget, handle: bytes, descriptors: Sequence[i
     )
 
 
-def make_host_key(shared: SharedFile) -> MemoryKey:
-    """Return the identity of shared memory."""
-    return MemoryKey(*shared.identity, 0, shared.length_bytes, -1, 0, 0, None)
+def make_host_key(shared_file: SharedFile) -> MemoryKey:
+    """Return the identity of published host memory, which has no GPU and no allocation."""
+    device, inode = shared_file.identity
+    return MemoryKey(
+        device,
+        inode,
+        offset_bytes=0,
+        length_bytes=shared_file.length_bytes,
+        device_index=-1,
+        allocation_bytes=0,
+        allocation_offset_bytes=0,
+        ipc_handle=None,
+    )
 
 
-class HostPages:
-    """Published host memory that stays when its publication ends: the file, the registration and the quota.
+class PublishedHostMemory:
+    """Published host memory, which may be kept when its publication ends: the file, the registration and the quota.
 
     Attributes
     ----------
-    shared : SharedFile
+    shared_file : SharedFile
         The file in /dev/shm.
-    registered : RegisteredMemory or None
+    registered_memory : RegisteredMemory or None
         The registration. A ring has none.
-    record : str or None
+    on_close : ReleaseStack
+        The actions of :meth:`close`.
+    record_name : str or None
         While the memory is kept: the name of its last publication, whose record stays. If this agent is killed, the
-        next agent removes the name of the memory by this record.
+        next agent reads the record and removes the memory from /dev/shm.
     """
 
-    def __init__(self, shared: SharedFile, links: LinkFolder) -> None:
-        self.shared = shared
-        self.registered: RegisteredMemory | None = None
-        self.record: str | None = None
+    def __init__(self, shared_file: SharedFile, links: LinkFolder) -> None:
+        self.shared_file = shared_file
+        self.registered_memory: RegisteredMemory | None = None
+        self.record_name: str | None = None
         self._links = links
         self.on_close = ReleaseStack()
-        self.on_close.push(shared.close)
+        self.on_close.push(shared_file.close)
 
     def replace_record(self, name: str) -> None:
         """Remove the record of the last publication, because the new publication `name` has its own record now."""
-        if self.record not in {None, name}:
-            self._links.remove_record(self.record)
-        self.record = None
+        if self.record_name not in {None, name}:
+            self._links.remove_record(self.record_name)
+        self.record_name = None
 
     def close(self) -> None:
-        """Deregister the memory and close the file. Remove the name of kept memory. After an error, close again."""
-        if self.record is not None:
-            self.shared.remove()
-            self._links.remove_record(self.record)
+        """Deregister the memory and close the file. If the memory is kept, also remove its name from /dev/shm.
+
+        If the method raises, the caller may call it again.
+        """
+        if self.record_name is not None:
+            self.shared_file.remove()
+            self._links.remove_record(self.record_name)
         self.on_close.run()
 
 
@@ -118,27 +138,27 @@ class KeptRegistrations:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_key: dict[MemoryKey, RegisteredMemory | HostPages] = {}
+        self._registration_by_key: dict[MemoryKey, RegisteredMemory | PublishedHostMemory] = {}
         self._is_closed = False
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._registration_by_key)
 
-    def take(self, key: MemoryKey) -> RegisteredMemory | HostPages | None:
+    def take(self, key: MemoryKey) -> RegisteredMemory | PublishedHostMemory | None:
         """Return the registration of this memory for a new publication, or None. The caller owns it."""
         with self._lock:
-            return self._by_key.pop(key, None)
+            return self._registration_by_key.pop(key, None)
 
-    def keep(self, key: MemoryKey, registered: RegisteredMemory | HostPages) -> bool:
+    def keep(self, key: MemoryKey, registered_memory: RegisteredMemory | PublishedHostMemory) -> bool:
         """Keep the registration of a publication that has ended.
 
-        Return False if the client keeps too many, keeps the same memory already, or has ended. The caller then still
-        owns the registration.
+        Return False if the client has too many kept registrations or keeps this memory already, or has ended. The
+        caller then still owns the registration.
         """
         with self._lock:
-            if self._is_closed or len(self._by_key) >= KEPT_MAX or key in self._by_key:
+            if self._is_closed or len(self._registration_by_key) >= KEPT_MAX or key in self._registration_by_key:
                 return False
-            self._by_key[key] = registered
+            self._registration_by_key[key] = registered_memory
             return True
 
     def drop(self, descriptor: int) -> None:
@@ -151,29 +171,37 @@ class KeptRegistrations:
         """
         status = os.fstat(descriptor)
         with self._lock:
-            keys = [key for key in self._by_key if (key.device, key.inode) == (status.st_dev, status.st_ino)]
+            keys = [
+                key for key in self._registration_by_key if (key.device, key.inode) == (status.st_dev, status.st_ino)
+            ]
             if not keys:
                 raise AgentError(errno.ENOENT, "the agent keeps no registration of this memory")
-            self._end(keys)
+            self._end_registrations(keys)
 
     def drop_host_memory(self) -> None:
-        """End the kept registrations of host memory. After an error, call this method again."""
+        """End the kept registrations of host memory. If the method raises, the caller may call it again."""
         with self._lock:
-            self._end([key for key, registered in self._by_key.items() if isinstance(registered, HostPages)])
+            self._end_registrations(
+                [
+                    key
+                    for key, registered_memory in self._registration_by_key.items()
+                    if isinstance(registered_memory, PublishedHostMemory)
+                ]
+            )
 
     def close(self) -> None:
-        """End all kept registrations, and keep no more. After an error, close again."""
+        """End all kept registrations, and keep no more. If the method raises, the caller may call it again."""
         with self._lock:
             self._is_closed = True
-            self._end(list(self._by_key))
+            self._end_registrations(list(self._registration_by_key))
 
-    def _end(self, keys: list[MemoryKey]) -> None:
-        """Deregister memory. A registration that fails to end stays, for another attempt."""
+    def _end_registrations(self, keys: list[MemoryKey]) -> None:
+        """End the registrations of these keys. If one cannot be ended, it stays, and the caller may try again."""
         removals = ReleaseStack()
         for key in keys:
-            removals.push(lambda key=key: self._end_one(key))  # type: ignore[misc]
+            removals.push(lambda key=key: self._end_registration(key))  # type: ignore[misc]
         removals.run()
 
-    def _end_one(self, key: MemoryKey) -> None:
-        self._by_key[key].close()
-        del self._by_key[key]
+    def _end_registration(self, key: MemoryKey) -> None:
+        self._registration_by_key[key].close()
+        del self._registration_by_key[key]

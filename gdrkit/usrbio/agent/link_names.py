@@ -1,8 +1,10 @@
 """Parsers of the name of a publication's link, and of the target of a link to device memory.
 
 3FS uses the same names. The name of host memory is ``UUID[.bBLOCK]``, the name of a ring
-``UUID(.rDEPTH|.wDEPTH)[.ph|.pl][.tMS][.fBITS]``, and the name of device memory ``UUID.gdr.dDEVICE``. For other names
-the parsers raise ``AgentError`` with EINVAL.
+``UUID(.rDEPTH|.wDEPTH)[.ph|.pl][.tMS][.fBITS]``, and the name of device memory ``UUID.gdr.dDEVICE``. In the name of a
+ring, ``r`` and ``w`` are the direction (read, write) with the I/O depth, ``ph`` and ``pl`` the priority (high, low),
+``t`` the timeout in milliseconds, and ``f`` the flags in binary digits. For other names the parsers raise
+``AgentError`` with EINVAL.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _SIZE_MAX = (1 << 63) - 1
 
 
 class Priority:
-    """The priorities of rings, with the numbers of the native loop."""
+    """The priorities of rings, numbered as in the native loop."""
 
     HIGH, NORMAL, LOW = range(3)
 
@@ -63,11 +65,11 @@ class LinkName:
     id : bytes
         The UUID of the publication, 16 bytes.
     block_bytes : int
-        Block size of host memory in bytes, 0 for one block.
+        Block size of host memory in bytes. No operation may cross the end of a block. 0: there is one block.
     ring : RingOptions or None
         The options of a ring; None for memory.
     device_index : int or None
-        The number of the GPU with the memory; None for host memory and rings.
+        The CUDA device number of the memory in the client's process; None for host memory and rings.
     """
 
     text: str
@@ -79,7 +81,7 @@ class LinkName:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTarget:
-    """The parsed target of a link to device memory: a range of an allocation, and the allocation's IPC handle.
+    """The parsed target of a link to device memory: a range of a CUDA allocation, and the allocation's IPC handle.
 
     The IPC handle is None for memory of the CUDA virtual memory management (VMM) and of memory pools.
     """
@@ -99,9 +101,9 @@ def parse_name(text: str) -> LinkName:
     publication_id = uuid.UUID(uuid_text).bytes
     if not suffix:
         return LinkName(text, publication_id) if "." not in text else _raise_einval(text, "nothing follows the dot")
-    device = _DEVICE_SUFFIX.fullmatch(suffix)
-    if device:
-        return LinkName(text, publication_id, device_index=int(device[1]))
+    device_match = _DEVICE_SUFFIX.fullmatch(suffix)
+    if device_match:
+        return LinkName(text, publication_id, device_index=int(device_match[1]))
     return _parse_suffixes(text, publication_id, suffix.split("."))
 
 
@@ -142,14 +144,14 @@ def _parse_suffixes(text: str, publication_id: bytes, suffixes: list[str]) -> Li
         return LinkName(text, publication_id, block_bytes=block_bytes)
     if "block" in matches:
         _raise_einval(text, "a ring has no blocks")
-    depth = int(matches["depth"][2])
+    io_depth = int(matches["depth"][2])
     timeout_ms = int(matches["timeout"][1]) if "timeout" in matches else 0
-    if not -_INT32_MAX <= depth <= _INT32_MAX or timeout_ms > _INT32_MAX:
+    if not -_INT32_MAX <= io_depth <= _INT32_MAX or timeout_ms > _INT32_MAX:
         _raise_einval(text, f"the I/O depth and the timeout must be at most {_INT32_MAX}")
     priority_letter = matches["priority"][1] if "priority" in matches else ""
     options = RingOptions(
         for_read=matches["depth"][1] == "r",
-        io_depth=depth,
+        io_depth=io_depth,
         priority={"h": Priority.HIGH, "": Priority.NORMAL, "l": Priority.LOW}[priority_letter],
         timeout_ms=timeout_ms,
         flags=int(matches["flags"][1], 2) if "flags" in matches else 0,

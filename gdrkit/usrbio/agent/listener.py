@@ -38,14 +38,17 @@ _CONNECTIONS_MAX = 1024
 # Limit of the connections of one user of a shared agent, so that no user can use up all connections.
 _USER_CONNECTIONS_MAX = 256
 _BACKLOG = 128
+# Pause after accept() failed.
 _ACCEPT_PAUSE_S = 0.05
-# Limit of the wait for threads. A thread may wait 30 s for a request to the storage server.
+# Longest wait of close() for the threads. A thread may wait 30 s for a reply of the storage server.
 _END_TIMEOUT_S = 60.0
 _ERROR_TEXT_BYTES_MAX = 2048
+# struct ucred of unix(7): process id, user and group.
 _CREDENTIALS = struct.Struct("iII")
-# asm/socket.h: the groups of the process that has connected.
+# SO_PEERGROUPS of asm/socket.h: the groups of the process that has connected.
 _SO_PEERGROUPS = 59
-# Largest size that socket.getsockopt() can return: 256 groups. A process with more groups is refused (ERANGE).
+# Largest size that socket.getsockopt() can return, enough for 256 groups. A process with more groups is refused
+# (ERANGE).
 _GROUPS_BYTES_MAX = 1024
 _LOG = logging.getLogger(__name__)
 
@@ -65,8 +68,8 @@ class AgentListener:
         self._mount = mount
         self._service = service
         self._lock = threading.Lock()
-        self._connections: dict[socket.socket, threading.Thread] = {}
-        self._users: dict[socket.socket, int] = {}
+        self._thread_by_connection: dict[socket.socket, threading.Thread] = {}
+        self._uid_by_connection: dict[socket.socket, int] = {}
         self._is_closing = False
         self._stop_event = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -74,7 +77,8 @@ class AgentListener:
             # A socket address has a length limit. A path through the descriptor of the folder is short.
             address = f"/proc/self/fd/{mount.virtual_fd}/{mount.socket_path.name}"
             self._socket.bind(address)
-            # No client can connect before listen(), so the mode is set in time. A umask would apply to all threads.
+            # No client can connect before listen(), so the mode is set in time. A change of the umask would affect all
+            # threads.
             os.chmod(address, 0o666 if mount.is_shared else 0o600)  # noqa: PTH101 - an address, not a path that users see.
             self._socket.listen(_BACKLOG)
         except BaseException:
@@ -89,20 +93,20 @@ class AgentListener:
         Raises
         ------
         BrokenResource
-            ``TIMEOUT``: a thread still releases the objects of a client. Another close waits again.
+            ``TIMEOUT``: a thread still releases the objects of a client. The caller may call this method again.
         """
         with self._lock:
             self._is_closing = True
-            connections = dict(self._connections)
+            thread_by_connection = dict(self._thread_by_connection)
         self._stop_event.set()
         if self._socket.fileno() >= 0:
             self._socket.shutdown(socket.SHUT_RDWR)
             join_threads([self._thread], timeout_s=_END_TIMEOUT_S)
             self._socket.close()
         self._mount.socket_path.unlink(missing_ok=True)
-        for connection in connections:
+        for connection in thread_by_connection:
             _stop_receiving(connection)
-        join_threads(connections.values(), timeout_s=_END_TIMEOUT_S)
+        join_threads(thread_by_connection.values(), timeout_s=_END_TIMEOUT_S)
 
     def _accept(self) -> None:
         """Accept connections until :meth:`close`."""
@@ -117,7 +121,7 @@ class AgentListener:
                 if error.errno != logged_errno:
                     logged_errno = error.errno
                     _LOG.warning("accept on %s failed: %s; the agent tries again", self._mount.socket_path, error)
-                # Without this pause accept() would fail again at once, until a descriptor is free.
+                # Without this pause, accept() could fail again at once, for example until a descriptor is free.
                 self._stop_event.wait(_ACCEPT_PAUSE_S)
                 continue
             logged_errno = None
@@ -125,24 +129,24 @@ class AgentListener:
 
     def _start_thread(self, connection: socket.socket) -> None:
         """Start the thread of a connection, or close the connection if there are too many."""
-        thread = threading.Thread(target=self._serve, args=(connection,), name="agent-client", daemon=True)
+        thread = threading.Thread(target=self._serve_connection, args=(connection,), name="agent-client", daemon=True)
         _process_id, uid, _gid = _read_peer_credentials(connection)
         with self._lock:
-            user_connections = sum(user == uid for user in self._users.values())
+            user_connection_count = sum(other_uid == uid for other_uid in self._uid_by_connection.values())
             is_accepted = (
                 not self._is_closing
-                and len(self._connections) < _CONNECTIONS_MAX
-                and (not self._mount.is_shared or user_connections < _USER_CONNECTIONS_MAX)
+                and len(self._thread_by_connection) < _CONNECTIONS_MAX
+                and (not self._mount.is_shared or user_connection_count < _USER_CONNECTIONS_MAX)
             )
             if is_accepted:
-                self._connections[connection] = thread
-                self._users[connection] = uid
+                self._thread_by_connection[connection] = thread
+                self._uid_by_connection[connection] = uid
         if is_accepted:
             thread.start()
         else:
             connection.close()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve_connection(self, connection: socket.socket) -> None:
         try:
             process = _identify_peer(connection, is_shared=self._mount.is_shared)
             if self._mount.is_shared or process.uid == os.geteuid():
@@ -153,12 +157,12 @@ class AgentListener:
             _LOG.warning("a connection to %s failed: %s", self._mount.socket_path, error)
         finally:
             with self._lock:
-                self._connections.pop(connection, None)
-                self._users.pop(connection, None)
+                self._thread_by_connection.pop(connection, None)
+                self._uid_by_connection.pop(connection, None)
             connection.close()
 
     def _serve_client(self, connection: socket.socket, client: Client) -> None:
-        """Serve the requests of a client until its connection ends, then release the client."""
+        """Serve the requests of a connection until the connection ends, then release its client."""
         try:
             while _serve_request(connection, client):
                 pass
@@ -169,19 +173,19 @@ class AgentListener:
 def _serve_request(connection: socket.socket, client: Client) -> bool:
     """Receive a request and send the reply. Return False if the connection ended, or the message was malformed."""
     try:
-        data, descriptors = _receive_message(connection)
+        packed_message, descriptors = _receive_message(connection)
     except OSError as error:
         if error.errno in {errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE}:
             return False
         raise
     except UsageError:
-        # The message has too many descriptors or bytes.
+        # The message has too many descriptors or bytes. The sender gets no reply, as below.
         return False
-    if not data:
+    if not packed_message:
         _close_all(descriptors)
         return False
     try:
-        message = protocol.parse(data, descriptor_count=len(descriptors))
+        message = protocol.parse(packed_message, descriptor_count=len(descriptors))
     except UsageError:
         # A peer that does not use the protocol gets no reply, because it could not parse the reply.
         _close_all(descriptors)
@@ -212,6 +216,7 @@ def _execute(client: Client, message: AgentMessage, descriptors: list[int]) -> A
 
 
 def _make_error_reply(message: AgentMessage, error: AgentError) -> AgentMessage:
+    # If the limit cuts a character of several bytes, decode() drops the first part of it.
     text = str(error).encode()[:_ERROR_TEXT_BYTES_MAX].decode(errors="ignore").encode()
     return AgentMessage(message.request, message.sequence, text, status=error.errno)
 
@@ -242,7 +247,7 @@ def _drop_kept(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
     flags = protocol.parse_number(payload)
     if flags:
         raise AgentError(errno.EINVAL, f"flags must be 0, not {flags}")
-    client.drop_kept(descriptors[0])
+    client.drop_kept_registration(descriptors[0])
     return b""
 
 
@@ -279,8 +284,8 @@ def _punch_hole(client: Client, payload: bytes, descriptors: list[int]) -> bytes
 
 def _hard_link(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
     name = protocol.parse_name(payload)
-    file, folder = _take_all(descriptors)
-    client.hard_link(file, folder, name)
+    file_fd, folder_fd = _take_all(descriptors)
+    client.hard_link(file_fd, folder_fd, name)
     return b""
 
 
@@ -317,18 +322,18 @@ def _identify_peer(connection: socket.socket, *, is_shared: bool) -> PeerProcess
     process_id, uid, gid = _read_peer_credentials(connection)
     user = None
     if is_shared:
-        groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES_MAX)
-        user = SetUser(uid, gid, tuple(group for (group,) in struct.iter_unpack("I", groups)))
+        packed_groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES_MAX)
+        user = SetUser(uid, gid, tuple(group for (group,) in struct.iter_unpack("I", packed_groups)))
     return PeerProcess(uid, process_id, process_identity(process_id) if process_id > 0 else None, user)
 
 
 def _refuse_other_user(connection: socket.socket, process: PeerProcess) -> None:
     """Reply to the first message of a process of another user with EACCES."""
-    data, descriptors = _receive_message(connection)
+    packed_message, descriptors = _receive_message(connection)
     descriptor_count = len(descriptors)
     _close_all(descriptors)
-    if data:
-        message = protocol.parse(data, descriptor_count=descriptor_count)
+    if packed_message:
+        message = protocol.parse(packed_message, descriptor_count=descriptor_count)
         error = AgentError(errno.EACCES, f"this agent serves user {os.geteuid()}, not user {process.uid}")
         connection.send(protocol.pack(_make_error_reply(message, error)), socket.MSG_NOSIGNAL)
 

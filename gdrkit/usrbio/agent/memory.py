@@ -1,7 +1,7 @@
 """Registration of published memory: host memory with all NICs of the agent, device memory with the NICs that reach it.
 
 :func:`gdrkit.registration.register` chooses the method: device memory is registered by dma-buf or as peer memory. This
-module opens the memory of a client as an object that this function accepts.
+module opens the memory of a client as an object that register() accepts.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class PublishedDeviceMemory:
     Parameters
     ----------
     target : DeviceTarget
-        The parsed target of the publication's link.
+        The parsed target of the symbolic link by which the client published the memory.
     handle_message : HandleMessage or None
-        The share handle of the memory and its descriptors. The caller still owns it. None if the publication is only a
-        link.
+        The share handle of the memory and its descriptors. The caller still owns the message. None if the client has
+        published the memory only by a link.
 
     Attributes
     ----------
@@ -75,13 +75,13 @@ class PublishedDeviceMemory:
     device : Device or None
         The GPU, or None if this process cannot open it.
     mapping_error : GdrkitError or None
-        The error of the attempt to map the memory.
+        The error if the attempt to map the memory failed.
 
     Raises
     ------
     AgentError
-        EINVAL: the size in the share handle is smaller than the size in the link, or it is larger and the handle is
-        not a dma-buf.
+        EINVAL: the size in the share handle is smaller than the size in the link, or the size is larger and the handle
+        is not a dma-buf.
     GdrkitError
         See :func:`~gdrkit.registration.import_dmabuf`.
     """
@@ -135,11 +135,17 @@ class PublishedDeviceMemory:
         return dmabuf_copy
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Run `action` before the memory is unmapped, the last added first. Return a function that cancels `action`."""
+        """Add an action that :meth:`close` runs before it unmaps the memory. Return a function that removes the action.
+
+        The actions run in the reverse order.
+        """
         return self._before_release.push(action)
 
     def close(self) -> None:
-        """Run the actions of :meth:`before_release`, then unmap the memory. After an error, close again."""
+        """Run the actions of :meth:`before_release`, then unmap the memory.
+
+        If close() raises, the caller may call it again to release the rest.
+        """
         self._before_release.run()
         self._on_close.run()
         self._is_closed = True
@@ -168,7 +174,8 @@ class PublishedDeviceMemory:
         if handle_message is not None:
             device = device_of(handle_message.handle)
         elif target.ipc_handle is not None:
-            # The owner's number of the device is in the link. This process may have another number for the device.
+            # The link has the device number of the client's process. This process may number the devices differently,
+            # so the device is found by the IPC handle.
             device = cuda.Device(cuda.device_of_handle(target.ipc_handle))
         else:
             return
@@ -206,13 +213,13 @@ class RegisteredMemory:
     ----------
     length_bytes : int
         Size of the memory in bytes.
-    keys : tuple of (int, int)
-        Address and key of the first byte, for each NIC in the order of ``Nics.all``. They are 0 for a NIC that cannot
-        access the memory.
+    remote_keys : tuple of (int, int)
+        The remote address of the first byte and the rkey, for each NIC in the order of ``Nics.all``. Both are 0 for a
+        NIC that cannot access the memory.
     host_address : int
         Address of host memory in this process, or 0 for device memory.
     preferred_nics : tuple of int
-        Indices of the NICs to use. Empty: all can access the memory, and there is no preference.
+        Indices in ``Nics.all`` of the NICs to use. Empty: all NICs can access the memory, and none is preferred.
     """
 
     def __init__(
@@ -227,22 +234,24 @@ class RegisteredMemory:
         self.length_bytes = memory.length_bytes
         self.host_address = memory.address if isinstance(memory, MappedFile) else 0
         regions = [registration.region(nic) if nic in registration.nics else None for nic in nics]
-        self.keys = tuple((0, 0) if region is None else (region.remote_address, region.rkey) for region in regions)
+        self.remote_keys = tuple(
+            (0, 0) if region is None else (region.remote_address, region.rkey) for region in regions
+        )
         self.preferred_nics = preferred_nics
         self._memory = memory
 
     def close(self) -> None:
-        """Deregister the memory, then unmap it. After an error, close again."""
+        """Deregister the memory, then unmap it. If close() raises, the caller may call it again to release the rest."""
         self._memory.close()
 
 
 class Nics:
-    """All NICs with an active port. Use it as a context manager.
+    """All NICs with an active port, with which the agent registers memory. Use it as a context manager.
 
     Parameters
     ----------
     placement : Placement or None
-        The choice of NICs for device memory. With None, a new one for this machine.
+        The object that chooses the NICs for device memory. None: create one for this machine.
 
     Attributes
     ----------
@@ -273,7 +282,7 @@ class Nics:
             message = "no NIC has an active port"
             raise UsageError(message, reason=Reason.NO_DEVICE)
 
-    def register_host(self, shared: SharedFile) -> RegisteredMemory:
+    def register_host(self, shared_file: SharedFile) -> RegisteredMemory:
         """Map shared memory and register all of it.
 
         Raises
@@ -281,20 +290,22 @@ class Nics:
         GdrkitError
             See :class:`~gdrkit.host.MappedFile` and :func:`~gdrkit.registration.register`.
         """
-        memory = MappedFile(shared.fd, length_bytes=shared.length_bytes)
+        memory = MappedFile(shared_file.fd, length_bytes=shared_file.length_bytes)
         with _close_after_error(memory):
-            registered = RegisteredMemory(memory, register(memory, self.all), self.all, preferred_nics=())
+            registered_memory = RegisteredMemory(memory, register(memory, self.all), self.all, preferred_nics=())
             self._count_registration()
-            return registered
+            return registered_memory
 
-    def register_device(self, target: DeviceTarget, handle: bytes, descriptors: Sequence[int]) -> RegisteredMemory:
+    def register_device(
+        self, target: DeviceTarget, share_handle: bytes, descriptors: Sequence[int]
+    ) -> RegisteredMemory:
         """Register device memory of a client with the NICs that reach its GPU, or with all if the GPU cannot be opened.
 
         Parameters
         ----------
         target : DeviceTarget
-            The parsed target of the publication's link.
-        handle : bytes
+            The parsed target of the symbolic link by which the client published the memory.
+        share_handle : bytes
             The share handle, or no bytes if the publication is only a link.
         descriptors : sequence of int
             The descriptors of the share handle. This method owns them.
@@ -302,11 +313,12 @@ class Nics:
         Raises
         ------
         RegistrationFailed
-            NO_ROUTE: no NIC reaches the GPU, or no method works. `causes` has the error of each NIC or method.
+            NO_ROUTE: no NIC reaches the GPU, or no registration method works. `causes` has the error of each NIC or
+            method.
         AgentError, GdrkitError
             See :class:`PublishedDeviceMemory` and :func:`~gdrkit.registration.register`.
         """
-        handle_message = HandleMessage(handle, descriptors) if handle else None
+        handle_message = HandleMessage(share_handle, descriptors) if share_handle else None
         try:
             memory = PublishedDeviceMemory(target, handle_message)
         finally:
@@ -326,11 +338,11 @@ class Nics:
                 raise RegistrationFailed(
                     message, causes=causes, reason=error.reason, what_to_do=error.what_to_do
                 ) from error
-            registered = RegisteredMemory(
-                memory, registration, self.all, preferred_nics=self._nearest_nics(memory, nics)
+            registered_memory = RegisteredMemory(
+                memory, registration, self.all, preferred_nics=self._find_nearest_nics(memory, nics)
             )
             self._count_registration()
-            return registered
+            return registered_memory
 
     def close(self) -> None:
         """Close the NICs."""
@@ -341,17 +353,18 @@ class Nics:
             self.registrations_count += 1
 
     def measure_reach(self) -> None:
-        """Measure which NICs reach the GPUs that this process can open. Clients read the results from a file.
+        """Measure which NICs reach the GPUs that this process can open. The placement stores the results in a file.
 
-        A GPU that cannot be opened or measured now is measured when a client publishes memory of it.
+        Clients read this file. If a GPU cannot be opened or measured now, the agent measures it when a client publishes
+        memory of the GPU.
         """
         with contextlib.suppress(ApiError):
             for index in range(cuda.device_count()):
                 with contextlib.suppress(GdrkitError), cuda.Device(index) as device:
                     self._placement.reach.measured(device, self._connected_nics)
 
-    def _nearest_nics(self, memory: PublishedDeviceMemory, nics: Sequence[verbs.Nic]) -> tuple[int, ...]:
-        """Return the indices of the NICs in `nics` that are nearest to the GPU of the memory."""
+    def _find_nearest_nics(self, memory: PublishedDeviceMemory, nics: Sequence[verbs.Nic]) -> tuple[int, ...]:
+        """Return which of `nics` are nearest to the GPU of the memory, as indices into `self.all`."""
         if memory.device is None:
             return ()
         nearest_nics = self._placement.nearest(memory.device.pci_bus_id, nics)

@@ -47,37 +47,41 @@ SERVER_SOCKET = "server.sock"
 SERVER_LOCK = "server.lock"
 _AGENT_LOCK = "agent.lock"
 _RECORDS_FOLDER = "publications"
-# Mode of the folders that the clients of a shared agent use: they can be entered, and only the agent lists them.
+# Mode of the folders that the clients of a shared agent use. A client can open a file in them whose name it knows, but
+# only the agent can list them.
 _SHARED_FOLDER_MODE = 0o711
+# Names of the links to the submit semaphores, high priority first.
 _SEMAPHORE_LINKS = ("submit-ios.ph", "submit-ios", "submit-ios.pl")
 _SEMAPHORE_PATH = re.compile(r"/dev/shm/sem\.(hf3fs-submit-ios\.[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")  # noqa: S108
 
 
 class LinkFolder:
-    """The links of publications, and records of their owners, by which an agent cleans up after a killed agent.
+    """The links of publications, and a record of the owner of each link.
+
+    If an agent is killed, the next agent of the mount uses the records to clean up.
 
     Parameters
     ----------
-    links : PrivateFolder
+    links_folder : PrivateFolder
         ``<mount>/3fs-virt/iovs``. The caller still owns it.
-    records : PrivateFolder
+    records_folder : PrivateFolder
         ``<mount>/3fs-virt/publications``. The caller still owns it.
     """
 
-    def __init__(self, links: PrivateFolder, records: PrivateFolder) -> None:
-        self._links = links
-        self._records = records
+    def __init__(self, links_folder: PrivateFolder, records_folder: PrivateFolder) -> None:
+        self._links_folder = links_folder
+        self._records_folder = records_folder
 
     @property
     def fd(self) -> int:
         """A descriptor of the folder of the links."""
-        return self._links.fd
+        return self._links_folder.fd
 
     def has(self, name: str, target: str) -> bool:
         """Return whether a link exists and has this target."""
         return self._read_target(name) == target
 
-    def add(self, name: str, target: str, *, owner: ProcessIdentity | None, shared: SharedFile | None) -> None:
+    def add(self, name: str, target: str, *, owner: ProcessIdentity | None, shared_file: SharedFile | None) -> None:
         """Create a link and its record. If the client has already created a link with this target, use that link.
 
         Raises
@@ -85,44 +89,44 @@ class LinkFolder:
         AgentError
             EEXIST: the name exists with another target. Other errors have the errno of symlink(2) or link(2).
         """
-        self._write_record(name, owner, shared)
+        self._write_record(name, owner, shared_file)
         try:
-            if shared is not None:
-                # The record is written before the memory gets its name: without a record, the next agent would not
-                # remove it.
-                shared.give_name()
+            if shared_file is not None:
+                # The record is written before the memory gets its name. In the reverse order, an agent that is killed
+                # between the two steps would leave memory that the next agent does not remove.
+                shared_file.give_name()
             self._create_link(name, target)
         except AgentError:
-            if shared is not None and shared.is_unnamed:
-                shared.remove()
-            self._records.unlink(name)
+            if shared_file is not None and shared_file.is_unnamed:
+                shared_file.remove()
+            self._records_folder.unlink(name)
             raise
 
-    def remove(self, name: str, target: str, *, has_record: bool = True) -> None:
-        """Remove the link if it still has this target, and its record if `has_record`."""
+    def remove(self, name: str, target: str, *, with_record: bool = True) -> None:
+        """Remove the link if it still has this target, and its record if `with_record`."""
         if self._read_target(name) == target:
-            self._links.unlink(name)
-        if has_record:
-            self._records.unlink(name)
+            self._links_folder.unlink(name)
+        if with_record:
+            self._records_folder.unlink(name)
 
     def remove_record(self, name: str) -> None:
-        """Remove the record of a link that was removed without it."""
-        self._records.unlink(name)
+        """Remove the record that :meth:`remove` has left because of ``with_record=False``."""
+        self._records_folder.unlink(name)
 
     def clean(self) -> None:
-        """Remove all links of a killed agent, its semaphores, and the memory of clients that have ended."""
-        for name in _list_names(self._links, is_wanted=os.DirEntry[str].is_symlink):
+        """Remove the links and semaphores of a killed agent, and the shared memory of its clients that have ended."""
+        for name in _list_names(self._links_folder, is_wanted=os.DirEntry[str].is_symlink):
             if name in _SEMAPHORE_LINKS:
-                _remove_semaphore(self._links, name)
+                _remove_semaphore(self._links_folder, name)
             else:
-                self._links.unlink(name)
-        for name in _list_names(self._records):
+                self._links_folder.unlink(name)
+        for name in _list_names(self._records_folder):
             if self._clean_up_after_owner(name):
-                self._records.unlink(name)
+                self._records_folder.unlink(name)
 
     def _create_link(self, name: str, target: str) -> None:
         try:
-            os.symlink(target, name, dir_fd=self._links.fd)
+            os.symlink(target, name, dir_fd=self._links_folder.fd)
         except FileExistsError as error:
             if self._read_target(name) != target:
                 raise AgentError(errno.EEXIST, f"{name} is already published with another target") from error
@@ -132,28 +136,28 @@ class LinkFolder:
     def _read_target(self, name: str) -> str | None:
         with suppress(OSError):
             # A Path would merge the two slashes of gdr://.
-            return os.readlink(name, dir_fd=self._links.fd)
+            return os.readlink(name, dir_fd=self._links_folder.fd)
         return None
 
-    def _write_record(self, name: str, owner: ProcessIdentity | None, shared: SharedFile | None) -> None:
-        """Record the owner of shared memory whose name the agent can remove later."""
-        if shared is None or owner is None or not IOV_NAME.fullmatch(shared.name):
+    def _write_record(self, name: str, owner: ProcessIdentity | None, shared_file: SharedFile | None) -> None:
+        """Record the owner of shared memory, if the next agent may have to remove the name of the memory."""
+        if shared_file is None or owner is None or not IOV_NAME.fullmatch(shared_file.name):
             return
         record = {
             "boot_id": owner.boot_id.hex(),
             "process_id": owner.process_id,
             "namespace": owner.namespace,
             "started_ticks": owner.started_ticks,
-            "shared": shared.name,
-            "device": shared.identity[0],
-            "inode": shared.identity[1],
+            "shared": shared_file.name,
+            "device": shared_file.identity[0],
+            "inode": shared_file.identity[1],
         }
-        self._records.write_text(name, json.dumps(record))
+        self._records_folder.write_text(name, json.dumps(record))
 
     def _clean_up_after_owner(self, record_name: str) -> bool:
-        """Return whether the owner in a record has ended, or the record is invalid. Remove an ended owner's memory."""
+        """If the owner in a record has ended, remove its shared memory. Return whether the record can be removed."""
         try:
-            record = json.loads(self._records.read_text(record_name))
+            record = json.loads(self._records_folder.read_text(record_name))
             owner = ProcessIdentity(
                 boot_id=bytes.fromhex(record["boot_id"]),
                 process_id=record["process_id"],
@@ -163,7 +167,7 @@ class LinkFolder:
             name, identity = str(record["shared"]), (record["device"], record["inode"])
         except (SetupMissing, ValueError, KeyError, TypeError):
             return True  # The agent was killed before it created the link, or another program wrote the record.
-        if is_running(owner) is not False:
+        if is_running(owner) is not False:  # None: this process cannot see whether the owner runs.
             return False
         if IOV_NAME.fullmatch(name):
             unlink_shared(name, identity)
@@ -228,10 +232,10 @@ class AgentMount:
 
     def open(self, name: str, flags: int) -> int:
         """Open a file of the agent in ``3fs-virt``; see :meth:`PrivateFolder.open`."""
-        return self._virtual.open(name, flags)
+        return self._private_folder.open(name, flags)
 
     def close(self) -> None:
-        """Remove the agent's files and release the lock. A second close does nothing."""
+        """Remove the agent's files and release the lock. A second call does nothing."""
         self._on_close.run()
 
     def _open(self) -> None:
@@ -239,44 +243,44 @@ class AgentMount:
         try:
             # The folder is private because other users must not open the agent's socket, nor read the IPC handles in
             # the links to device memory.
-            virtual = self._virtual = self._close_at_end(PrivateFolder.below(self.virtual_folder))
-            links = self._close_at_end(virtual.folder(IOVS_FOLDER))
-            records = self._close_at_end(virtual.folder(_RECORDS_FOLDER))
+            private_folder = self._private_folder = self._close_at_end(PrivateFolder.below(self.virtual_folder))
+            links_folder = self._close_at_end(private_folder.folder(IOVS_FOLDER))
+            records_folder = self._close_at_end(private_folder.folder(_RECORDS_FOLDER))
         except SetupMissing:
             raise
         except OSError as error:
-            raise _mount_error(
+            raise _make_mount_error(
                 "mkdir", error, self.virtual_folder, "give this user the right to write to the mount"
             ) from error
-        self.virtual_fd = virtual.fd
+        self.virtual_fd = private_folder.fd
         try:
-            lock = virtual.lock(_AGENT_LOCK)
+            lock_fd = private_folder.lock(_AGENT_LOCK)
         except BlockingIOError as error:
             path = self.virtual_folder / _AGENT_LOCK
-            raise _mount_error("flock", error, path, "end the agent that serves this mount") from error
-        self._on_close.push(lambda: os.close(lock))
+            raise _make_mount_error("flock", error, path, "end the agent that serves this mount") from error
+        self._on_close.push(lambda: os.close(lock_fd))
         if self.is_shared:
             # Without the right to read the folders, no user sees the names of the publications of other users.
-            for folder in (virtual, links):
+            for folder in (private_folder, links_folder):
                 os.fchmod(folder.fd, _SHARED_FOLDER_MODE)
         if self._agent_folder is not None:
             self._on_close.push(self._remove_agent_folder)
-        self.links = LinkFolder(links, records)
+        self.links = LinkFolder(links_folder, records_folder)
         self.links.clean()
         for name in (AGENT_SOCKET, SERVER_SOCKET):
-            virtual.unlink(name)
+            private_folder.unlink(name)
         self._semaphores: list[str] = []
         for name in _SEMAPHORE_LINKS:
-            self._add_semaphore(links, name)
+            self._add_semaphore(links_folder, name)
 
     def _remove_agent_folder(self) -> None:
-        """Remove the folder that only this agent uses, while its lock is held. A folder that is not empty stays."""
+        """Remove the folder that only this agent uses, unless it has other files. The caller holds the agent's lock."""
         assert self._agent_folder is not None  # noqa: S101 - the caller checked it.
         for name in (_AGENT_LOCK, SERVER_LOCK):
-            self._virtual.unlink(name)
+            self._private_folder.unlink(name)
         with suppress(OSError):
             for name in (IOVS_FOLDER, _RECORDS_FOLDER):
-                os.rmdir(name, dir_fd=self._virtual.fd)
+                os.rmdir(name, dir_fd=self._private_folder.fd)
             self.virtual_folder.rmdir()
             self._agent_folder.rmdir()
 
@@ -284,11 +288,12 @@ class AgentMount:
         self._on_close.push(folder.close)
         return folder
 
-    def _add_semaphore(self, links: PrivateFolder, link: str) -> None:
-        # The link is created before the semaphore: without the link, the next agent would not remove the semaphore.
+    def _add_semaphore(self, links_folder: PrivateFolder, link_name: str) -> None:
+        # The link is created first. If the agent is killed between the two steps, the next agent finds the semaphore by
+        # the link, and removes it.
         name = f"hf3fs-submit-ios.{uuid.uuid4()}"
-        os.symlink(SHM_FOLDER / f"sem.{name}", link, dir_fd=links.fd)
-        self._on_close.push(lambda: _remove_semaphore(links, link))
+        os.symlink(SHM_FOLDER / f"sem.{name}", link_name, dir_fd=links_folder.fd)
+        self._on_close.push(lambda: _remove_semaphore(links_folder, link_name))
         create_semaphore(f"/{name}", mode=0o600)
         if self.is_shared:
             # The mode is set here because sem_open(3) applies the umask. A user who overwrites the semaphore delays the
@@ -306,7 +311,7 @@ class AgentMount:
 
 
 def check_mount(path: Path) -> Path:
-    """Return the folder of a mount, without symbolic links.
+    """Return the path of the mount's folder with all symbolic links resolved.
 
     Raises
     ------
@@ -327,15 +332,15 @@ def _list_names(
         return [entry.name for entry in entries if is_wanted(entry)]
 
 
-def _remove_semaphore(links: PrivateFolder, link: str) -> None:
+def _remove_semaphore(links_folder: PrivateFolder, link_name: str) -> None:
     with suppress(FileNotFoundError):
-        match = _SEMAPHORE_PATH.fullmatch(os.readlink(link, dir_fd=links.fd))
+        match = _SEMAPHORE_PATH.fullmatch(os.readlink(link_name, dir_fd=links_folder.fd))
         if match:
             (SHM_FOLDER / f"sem.{match[1]}").unlink(missing_ok=True)
-    links.unlink(link)
+    links_folder.unlink(link_name)
 
 
-def _mount_error(operation: str, error: OSError, path: Path, what_to_do: str) -> GdrkitError:
+def _make_mount_error(operation: str, error: OSError, path: Path, what_to_do: str) -> GdrkitError:
     """Return the error of a call on the mount: SetupMissing if the user can fix the cause, otherwise ApiError."""
     error_number = errno.EBUSY if isinstance(error, BlockingIOError) else error.errno or errno.EIO
     is_setup_problem = error_number in {errno.EBUSY, errno.EACCES, errno.EROFS, errno.ENOENT}

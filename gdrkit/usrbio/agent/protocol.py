@@ -47,13 +47,20 @@ DESCRIPTORS_MAX = 2
 # Largest number of ranges of one PUNCH_HOLE.
 RANGES_MAX = 1000
 
+# The fields are: magic, version, type, bytes of the payload, number of descriptors, sequence, status, reserved.
 _HEADER = struct.Struct("=IHHIIQiI")
 HEADER_BYTES = _HEADER.size
+# The fields are: features, process id, reserved, name of the library with a zero byte.
 _HELLO = struct.Struct("=QII32s")
-_PUBLISH = struct.Struct("=HHHH")
-_LENGTH = struct.Struct("=H")
+# The fields are: length of the name, of the target and of the share handle in bytes, reserved. The name, the target and
+# the share handle follow.
+_PUBLISH_LENGTHS = struct.Struct("=HHHH")
+# The length of a name in bytes. The name follows.
+_NAME_LENGTH = struct.Struct("=H")
 _NUMBER = struct.Struct("=Q")
+# The fields are: flags, number of ranges, reserved. The ranges follow.
 _PUNCH = struct.Struct("=QII")
+# The begin and the end of a range, in bytes.
 _RANGE = struct.Struct("=QQ")
 
 
@@ -73,7 +80,7 @@ class AgentRequest(enum.IntEnum):
     DROP_KEPT = 11
 
 
-# Bit of the features in HELLO: the agent can keep the registration of a dma-buf between two publications.
+# Bit of the features in HELLO: the agent can keep the registration of memory between two publications.
 FEATURE_KEEP = 1
 
 # Allowed numbers of descriptors of a request. The other requests have none.
@@ -88,7 +95,10 @@ _DESCRIPTOR_COUNTS = {
 
 @dataclass(frozen=True, slots=True)
 class AgentMessage:
-    """One message. `status` is 0 in a request, and 0 or a positive errno in a reply."""
+    """One message. `status` is 0 in a request, and 0 or a positive errno in a reply.
+
+    `request` and `sequence` of a reply are equal to the fields of its request.
+    """
 
     request: AgentRequest
     sequence: int
@@ -134,19 +144,20 @@ def parse(data: bytes, *, descriptor_count: int, is_reply: bool = False) -> Agen
     """Parse a message that arrived with `descriptor_count` descriptors."""
     if not HEADER_BYTES <= len(data) <= MESSAGE_BYTES_MAX:
         _refuse(f"a message has {HEADER_BYTES} to {MESSAGE_BYTES_MAX} bytes, not {len(data)}")
-    magic, version, request_number, length, header_descriptor_count, sequence, status, reserved = _HEADER.unpack_from(
-        data
+    magic, version, request_number, payload_bytes, header_descriptor_count, sequence, status, reserved = (
+        _HEADER.unpack_from(data)
     )
     if magic != MAGIC:
         _refuse(f"the magic number must be {MAGIC:#x}, not {magic:#x}")
     if version != VERSION:
         _refuse(f"the version must be {VERSION}, not {version}")
-    if length != len(data) - HEADER_BYTES:
-        _refuse(f"the header says {length} bytes of payload, and the message has {len(data) - HEADER_BYTES}")
+    if payload_bytes != len(data) - HEADER_BYTES:
+        _refuse(f"the header says {payload_bytes} bytes of payload, and the message has {len(data) - HEADER_BYTES}")
     if request_number not in frozenset(AgentRequest):
         _refuse(f"{request_number} is not a request type")
     if reserved or status < 0 or (status and not is_reply):
-        _refuse(f"the reserved field is {reserved} and the status is {status}")
+        allowed_status = "at least 0" if is_reply else "0"
+        _refuse(f"the reserved field must be 0 and the status {allowed_status}, not {reserved} and {status}")
     request = AgentRequest(request_number)
     if header_descriptor_count != descriptor_count or (
         not is_reply and descriptor_count not in _DESCRIPTOR_COUNTS.get(request, range(1))
@@ -164,44 +175,50 @@ def parse_hello(payload: bytes) -> AgentHello:
     """Parse the payload of HELLO."""
     if len(payload) != _HELLO.size:
         _refuse(f"HELLO has {_HELLO.size} bytes of payload, not {len(payload)}")
-    features, process_id, reserved, library = _HELLO.unpack(payload)
-    text, end, padding = library.partition(b"\0")
-    if not end:
-        _refuse(f"the name of the library in HELLO must end with a zero byte within {len(library)} bytes")
+    features, process_id, reserved, library_field = _HELLO.unpack(payload)
+    library, zero_byte, padding = library_field.partition(b"\0")
+    if not zero_byte:
+        _refuse(f"the name of the library in HELLO must end with a zero byte within {len(library_field)} bytes")
     if reserved or any(padding):
         _refuse("the reserved bytes of HELLO must be 0")
-    return AgentHello(features, process_id, _decode_text(text))
+    return AgentHello(features, process_id, _decode_text(library))
 
 
 def pack_publish(publish: PublishRequest) -> bytes:
     """Pack the payload of PUBLISH and BORROW."""
     name, target = publish.name.encode(), publish.target.encode()
-    return _PUBLISH.pack(len(name), len(target), len(publish.share_handle), 0) + name + target + publish.share_handle
+    return (
+        _PUBLISH_LENGTHS.pack(len(name), len(target), len(publish.share_handle), 0)
+        + name
+        + target
+        + publish.share_handle
+    )
 
 
 def parse_publish(payload: bytes) -> PublishRequest:
     """Parse the payload of PUBLISH and BORROW."""
-    if len(payload) < _PUBLISH.size:
-        _refuse(f"a publication has at least {_PUBLISH.size} bytes of payload, not {len(payload)}")
-    name_bytes, target_bytes, handle_bytes, reserved = _PUBLISH.unpack_from(payload)
-    body = payload[_PUBLISH.size :]
-    if reserved or name_bytes + target_bytes + handle_bytes != len(body):
+    if len(payload) < _PUBLISH_LENGTHS.size:
+        _refuse(f"a publication has at least {_PUBLISH_LENGTHS.size} bytes of payload, not {len(payload)}")
+    name_length_bytes, target_length_bytes, handle_length_bytes, reserved = _PUBLISH_LENGTHS.unpack_from(payload)
+    body = payload[_PUBLISH_LENGTHS.size :]
+    if reserved or name_length_bytes + target_length_bytes + handle_length_bytes != len(body):
         _refuse(f"the lengths in a publication do not add up to its {len(body)} bytes")
-    name, target = body[:name_bytes], body[name_bytes : name_bytes + target_bytes]
-    return PublishRequest(_decode_text(name), _decode_text(target), body[name_bytes + target_bytes :])
+    target_end = name_length_bytes + target_length_bytes
+    name, target = body[:name_length_bytes], body[name_length_bytes:target_end]
+    return PublishRequest(_decode_text(name), _decode_text(target), body[target_end:])
 
 
 def pack_name(name: str) -> bytes:
     """Pack a payload that is one name."""
     data = name.encode()
-    return _LENGTH.pack(len(data)) + data
+    return _NAME_LENGTH.pack(len(data)) + data
 
 
 def parse_name(payload: bytes) -> str:
     """Parse a payload that is one name."""
-    if len(payload) < _LENGTH.size or _LENGTH.unpack_from(payload)[0] != len(payload) - _LENGTH.size:
-        _refuse("the length of a name is not the rest of the payload")
-    return _decode_text(payload[_LENGTH.size :])
+    if len(payload) < _NAME_LENGTH.size or _NAME_LENGTH.unpack_from(payload)[0] != len(payload) - _NAME_LENGTH.size:
+        _refuse("the length of a name does not match the rest of the payload")
+    return _decode_text(payload[_NAME_LENGTH.size :])
 
 
 def pack_number(number: int) -> bytes:

@@ -15,7 +15,7 @@ from gdrkit.errors import GdrkitError
 from gdrkit.handles import ReleaseStack
 from gdrkit.usrbio.agent.agent_error import AgentError, as_agent_error
 from gdrkit.usrbio.agent.borrowers import Borrowers
-from gdrkit.usrbio.agent.kept import HostPages, make_host_key, make_memory_key
+from gdrkit.usrbio.agent.kept import PublishedHostMemory, make_device_key, make_host_key
 from gdrkit.usrbio.agent.link_names import parse_device_target
 from gdrkit.usrbio.agent.shared_memory import adopt_unnamed, open_shared
 
@@ -53,26 +53,26 @@ class Publication:
         The name of the link.
     target : str
         The target of the link.
-    shared : SharedFile or None
+    shared_file : SharedFile or None
         The shared memory of a ring or of an iov in host memory.
-    registered : RegisteredMemory or None
-        The registration of an iov. A ring is not registered.
+    registered_memory : RegisteredMemory or None
+        The registration of the iov. A ring is not registered.
     borrowers : Borrowers or None
-        The other clients that use an iov. A ring has none.
+        The clients that have borrowed the iov. A ring has none.
     """
 
     def __init__(self, name: LinkName, target: str) -> None:
         """Create a publication without memory. Callers use :meth:`create` instead."""
         self.name = name
         self.target = target
-        self.shared: SharedFile | None = None
-        self.registered: RegisteredMemory | None = None
+        self.shared_file: SharedFile | None = None
+        self.registered_memory: RegisteredMemory | None = None
         self.borrowers: Borrowers | None = None
         self._length_bytes = 0
-        self._key: MemoryKey | None = None
+        self._memory_key: MemoryKey | None = None
         self._kept_registrations: KeptRegistrations | None = None
         self._is_kept = False
-        self._pages: HostPages | None = None
+        self._host_memory: PublishedHostMemory | None = None
         self._on_close = ReleaseStack()
 
     @classmethod
@@ -81,13 +81,13 @@ class Publication:
         name: LinkName,
         target: str,
         *,
-        client: int,
+        client_number: int,
         uid: int,
         owner: ProcessIdentity | None,
         handle: bytes,
         descriptors: Sequence[int],
         nics: Nics,
-        quota: MemoryQuota,
+        memory_quota: MemoryQuota,
         kept_registrations: KeptRegistrations,
         loop: AgentLoop,
         links: LinkFolder,
@@ -95,6 +95,7 @@ class Publication:
     ) -> Publication:
         """Register the memory, add it to the loop and create the link. Return the publication.
 
+        `owner` is the client's process, which the link's record names. `handle` is the share handle of device memory.
         The publication owns the descriptors from now on, also if this method raises.
 
         Raises
@@ -107,18 +108,18 @@ class Publication:
             if name.device_index is not None:
                 publication._register_device(nics, kept_registrations, handle, descriptors)
             else:
-                publication._open_shared(uid, descriptors, quota, kept_registrations, links)
+                publication._open_shared(uid, descriptors, memory_quota, kept_registrations, links)
             if name.ring is not None:
-                publication._add_ring(client, loop, drain)
+                publication._add_ring(client_number, loop, drain)
             else:
-                if publication.registered is None:
-                    publication._register_host(nics, quota)
-                publication._add_buffer(client, uid, loop, drain)
-            links.add(name.text, target, owner=owner, shared=publication.shared)
+                if publication.registered_memory is None:
+                    publication._register_host(nics, memory_quota)
+                publication._add_buffer(client_number, uid, loop, drain)
+            links.add(name.text, target, owner=owner, shared_file=publication.shared_file)
             publication._on_close.push(lambda: publication._remove_link(links))
-            if publication._pages is not None:
-                publication._pages.replace_record(name.text)
-                publication._pages.shared.mark_published()
+            if publication._host_memory is not None:
+                publication._host_memory.replace_record(name.text)
+                publication._host_memory.shared_file.mark_published()
             if publication.borrowers is not None:
                 publication._on_close.push(publication.borrowers.close)
         except BaseException as error:
@@ -127,25 +128,25 @@ class Publication:
         return publication
 
     def close(self, *, remove_shared: bool, kept_registrations: KeptRegistrations | None = None) -> bool:
-        """Remove the publication. After an error, close again: the steps that succeeded are not repeated.
+        """Remove the publication. If the method raises, the caller may call it again for the remaining steps.
 
         Parameters
         ----------
         remove_shared : bool
             Whether to remove also the name of the shared memory in /dev/shm, because the client has ended.
         kept_registrations : KeptRegistrations or None
-            Keep the registration in this object, for the next publication of the same dma-buf or file. The registration
-            is not kept if another client borrowed the memory, or published the same file: that client may still have
-            the memory mapped, and must not see the contents of the next iov. The name of host memory that is not kept
-            is removed.
+            The object that takes over the registration, for the next publication of the same dma-buf or file. The
+            registration is not kept if another client borrowed the memory, or published the same file: that client may
+            still have the memory mapped, and must not see the contents of the next iov. If host memory is not kept, its
+            name in /dev/shm is removed.
 
         Returns
         -------
-        is_kept
-            Whether `kept_registrations` has the registration.
+        bool
+            Whether the registration is now in `kept_registrations`.
         """
-        if remove_shared and self.shared is not None:
-            self.shared.remove()
+        if remove_shared and self.shared_file is not None:
+            self.shared_file.remove()
         self._kept_registrations = kept_registrations
         self._on_close.run()
         return self._is_kept
@@ -154,133 +155,144 @@ class Publication:
         self, nics: Nics, kept_registrations: KeptRegistrations, handle: bytes, descriptors: Sequence[int]
     ) -> None:
         try:
-            target = self._parse_and_check_target()
-            self._key = make_memory_key(target, handle, descriptors)
-            kept_registration = None if self._key is None else kept_registrations.take(self._key)
-            self.registered = None if isinstance(kept_registration, HostPages) else kept_registration
+            device_target = self._parse_and_check_target()
+            self._memory_key = make_device_key(device_target, handle, descriptors)
+            kept_registration = None if self._memory_key is None else kept_registrations.take(self._memory_key)
+            self.registered_memory = None if isinstance(kept_registration, PublishedHostMemory) else kept_registration
         except BaseException:
             _close_all(descriptors)
             raise
-        if self.registered is None:
-            self.registered = nics.register_device(target, handle, descriptors)
+        if self.registered_memory is None:
+            self.registered_memory = nics.register_device(device_target, handle, descriptors)
         else:
             _close_all(descriptors)
-        self._length_bytes = target.length_bytes
+        self._length_bytes = device_target.length_bytes
         self._on_close.push(self._release_device)
 
     def _parse_and_check_target(self) -> DeviceTarget:
-        target = parse_device_target(self.target)
-        if target.device_index != self.name.device_index:
-            message = f"the name says device {self.name.device_index}, and the target device {target.device_index}"
+        device_target = parse_device_target(self.target)
+        if device_target.device_index != self.name.device_index:
+            message = (
+                f"the name says device {self.name.device_index}, and the target device {device_target.device_index}"
+            )
             raise AgentError(errno.EINVAL, message)
-        return target
+        return device_target
 
     def _release_device(self) -> None:
         """Keep the registration, or end it."""
-        assert self.registered is not None  # noqa: S101 - set by _register_device().
-        if self._kept_registrations is not None and self._key is not None and self.borrowers is not None:
+        assert self.registered_memory is not None  # noqa: S101 - set by _register_device().
+        if self._kept_registrations is not None and self._memory_key is not None and self.borrowers is not None:
             self._is_kept = not self.borrowers.was_borrowed and self._kept_registrations.keep(
-                self._key, self.registered
+                self._memory_key, self.registered_memory
             )
         if not self._is_kept:
-            self.registered.close()
+            self.registered_memory.close()
 
     def _open_shared(
         self,
         uid: int,
         descriptors: Sequence[int],
-        quota: MemoryQuota,
+        memory_quota: MemoryQuota,
         kept_registrations: KeptRegistrations,
         links: LinkFolder,
     ) -> None:
         if descriptors:
-            shared = adopt_unnamed(self.target, descriptors[0], uid=uid)
+            shared_file = adopt_unnamed(self.target, descriptors[0], uid=uid)
         else:
-            shared = open_shared(self.target, uid=uid)
-        pages = kept_registrations.take(make_host_key(shared)) if self.name.ring is None else None
-        if isinstance(pages, HostPages):
-            shared.close()
+            shared_file = open_shared(self.target, uid=uid)
+        host_memory = kept_registrations.take(make_host_key(shared_file)) if self.name.ring is None else None
+        if isinstance(host_memory, PublishedHostMemory):
+            shared_file.close()
         else:
-            pages = HostPages(shared, links)
-        self._pages, self.shared, self.registered = pages, pages.shared, pages.registered
-        self._on_close.push(self._release_pages)
-        if self.registered is None:
-            pages.on_close.push(quota.charge(uid, shared.length_bytes))
+            host_memory = PublishedHostMemory(shared_file, links)
+        self._host_memory, self.shared_file = host_memory, host_memory.shared_file
+        self.registered_memory = host_memory.registered_memory
+        self._on_close.push(self._release_host_memory)
+        if self.registered_memory is None:
+            host_memory.on_close.push(memory_quota.charge(uid, shared_file.length_bytes))
         else:
-            self._length_bytes = self.registered.length_bytes
+            self._length_bytes = self.registered_memory.length_bytes
 
     def _remove_link(self, links: LinkFolder) -> None:
         """Remove the link, and its record unless the memory may be kept."""
-        may_keep = self._kept_registrations is not None and self._pages is not None and self.registered is not None
-        links.remove(self.name.text, self.target, has_record=not may_keep)
-        if may_keep and self._pages is not None:
-            self._pages.record = self.name.text
+        may_keep = (
+            self._kept_registrations is not None
+            and self._host_memory is not None
+            and self.registered_memory is not None
+        )
+        links.remove(self.name.text, self.target, with_record=not may_keep)
+        if may_keep and self._host_memory is not None:
+            self._host_memory.record_name = self.name.text
 
-    def _release_pages(self) -> None:
+    def _release_host_memory(self) -> None:
         """Keep host memory with its registration, or end both."""
-        pages = self._pages
-        assert pages is not None  # noqa: S101 - set by _open_shared().
-        if self._kept_registrations is not None and self.registered is not None and self.borrowers is not None:
-            pages.registered = self.registered
-            pages.shared.is_unnamed = False  # The next publication finds the name.
-            may_be_mapped = self.borrowers.was_borrowed or pages.shared.is_published_elsewhere()
-            self._is_kept = not may_be_mapped and self._kept_registrations.keep(make_host_key(pages.shared), pages)
+        host_memory = self._host_memory
+        assert host_memory is not None  # noqa: S101 - set by _open_shared().
+        if self._kept_registrations is not None and self.registered_memory is not None and self.borrowers is not None:
+            host_memory.registered_memory = self.registered_memory
+            host_memory.shared_file.is_unnamed = False  # The next publication must not create the name again.
+            may_be_mapped = self.borrowers.was_borrowed or host_memory.shared_file.is_published_elsewhere()
+            self._is_kept = not may_be_mapped and self._kept_registrations.keep(
+                make_host_key(host_memory.shared_file), host_memory
+            )
         if not self._is_kept:
-            pages.close()
+            host_memory.close()
 
-    def _add_ring(self, client: int, loop: AgentLoop, drain: Drain) -> None:
-        assert self.shared is not None  # noqa: S101 - a ring is in host memory.
+    def _add_ring(self, client_number: int, loop: AgentLoop, drain: Drain) -> None:
+        assert self.shared_file is not None  # noqa: S101 - a ring is in host memory.
         assert self.name.ring is not None  # noqa: S101
         options, ring_id = self.name.ring, self.name.id
         loop.add_ring(
-            client,
+            client_number,
             ring_id,
-            fd=self.shared.fd,
+            fd=self.shared_file.fd,
             for_read=options.for_read,
             io_depth=options.io_depth,
             priority=options.priority,
             timeout_ms=options.timeout_ms,
             flags=options.flags,
         )
-        self._on_close.push(lambda: drain(lambda timeout_ms: loop.remove_ring(client, ring_id, timeout_ms=timeout_ms)))
+        self._on_close.push(
+            lambda: drain(lambda timeout_ms: loop.remove_ring(client_number, ring_id, timeout_ms=timeout_ms))
+        )
 
-    def _register_host(self, nics: Nics, quota: MemoryQuota) -> None:
-        """Register host memory. If the agent cannot pin more, first end the registrations that clients only keep."""
-        assert self.shared is not None  # noqa: S101 - set by _open_shared().
-        assert self._pages is not None  # noqa: S101 - as above.
+    def _register_host(self, nics: Nics, memory_quota: MemoryQuota) -> None:
+        """Register host memory. If the agent cannot pin more, end kept registrations of all clients and try again."""
+        assert self.shared_file is not None  # noqa: S101 - set by _open_shared().
+        assert self._host_memory is not None  # noqa: S101 - as above.
         try:
-            self.registered = nics.register_host(self.shared)
+            self.registered_memory = nics.register_host(self.shared_file)
         except GdrkitError as error:
             if as_agent_error(error).errno != errno.ENOMEM:
                 raise
-            quota.free_idle_memory(None)
-            self.registered = nics.register_host(self.shared)
-        self._length_bytes = self.registered.length_bytes
-        self._pages.on_close.push(self.registered.close)
+            memory_quota.free_idle_memory(None)
+            self.registered_memory = nics.register_host(self.shared_file)
+        self._length_bytes = self.registered_memory.length_bytes
+        self._host_memory.on_close.push(self.registered_memory.close)
 
-    def _add_buffer(self, client: int, uid: int, loop: AgentLoop, drain: Drain) -> None:
+    def _add_buffer(self, owner_number: int, uid: int, loop: AgentLoop, drain: Drain) -> None:
         """Add the registered memory to the loop."""
-        assert self.registered is not None  # noqa: S101 - the caller has registered the memory.
-        registered = self.registered
+        assert self.registered_memory is not None  # noqa: S101 - the caller has registered the memory.
+        registered_memory = self.registered_memory
 
-        def add_to_client(client: int) -> None:
+        def add_to_client(client_number: int) -> None:
             loop.add_buffer(
-                client,
+                client_number,
                 self.name.id,
                 length=self._length_bytes,
                 block_bytes=self.name.block_bytes,
-                keys=registered.keys,
-                preferred_nics=registered.preferred_nics,
-                mapping=registered.host_address,
+                keys=registered_memory.remote_keys,
+                preferred_nics=registered_memory.preferred_nics,
+                mapping=registered_memory.host_address,
             )
 
-        def remove_from_client(client: int) -> None:
-            drain(lambda timeout_ms: loop.remove_buffer(client, self.name.id, timeout_ms=timeout_ms))
+        def remove_from_client(client_number: int) -> None:
+            drain(lambda timeout_ms: loop.remove_buffer(client_number, self.name.id, timeout_ms=timeout_ms))
 
-        add_to_client(client)
-        self._on_close.push(lambda: remove_from_client(client))
+        add_to_client(owner_number)
+        self._on_close.push(lambda: remove_from_client(owner_number))
         self.borrowers = Borrowers(
-            owner=client,
+            owner_number=owner_number,
             uid=uid,
             target=self.target,
             add_to_client=add_to_client,

@@ -1,7 +1,7 @@
 """Limits on the host memory and the files of the clients of one user, for an agent that serves several users.
 
-A client publishes iovs and rings: the agent maps them and registers them with all its NICs, which pins their memory.
-The session of the agent with the server has a limited number of files.
+The agent maps the iovs and rings that a client publishes in host memory. It registers the iovs with all its NICs, which
+pins their memory. The number of files that the agent's session with the server can open is limited, too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["SHARED_FILES_MAX", "FileQuota", "MemoryQuota"]
 
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
-# Number of files of one user at a shared agent. A file has at most two handles at the server, one for reads and one for
-# writes, so that one user has at most half of the handles.
+# Largest number of files that one user may register at a shared agent. A file has at most two handles at the server,
+# one for reads and one for writes. So one user has at most half of the handles.
 SHARED_FILES_MAX = HANDLES_MAX // 4
 
 
@@ -37,8 +37,9 @@ class MemoryQuota:
     Attributes
     ----------
     free_idle_memory : callable
-        Function that ends registrations which clients only keep for later iovs. The argument is the uid of the user who
-        would exceed the limit, or None for all users if the agent cannot pin more memory.
+        Function that ends the registrations of host memory that clients keep only for later iovs. Its argument is the
+        uid of the user whose clients release memory, because this user would exceed the limit. If the agent cannot pin
+        more memory, the argument is None, which means all users.
     """
 
     def __init__(self, user_bytes_max: int | None = None) -> None:
@@ -58,11 +59,12 @@ class MemoryQuota:
         AgentError
             EDQUOT: the user would exceed the limit.
         """
-        length_bytes = -(-length_bytes // _PAGE_BYTES) * _PAGE_BYTES
-        if self._exceeds_limit(self._bytes_by_user.get(uid, 0) + length_bytes):
+        charged_bytes = -(-length_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        # free_idle_memory() calls _release(), which takes the lock. So the lock must not be held here.
+        if self._exceeds_limit(self._bytes_by_user.get(uid, 0) + charged_bytes):
             self.free_idle_memory(uid)
         with self._lock:
-            total_bytes = self._bytes_by_user.get(uid, 0) + length_bytes
+            total_bytes = self._bytes_by_user.get(uid, 0) + charged_bytes
             if self._exceeds_limit(total_bytes):
                 message = (
                     f"user {uid} would publish {total_bytes} bytes of host memory, and the agent allows "
@@ -70,14 +72,14 @@ class MemoryQuota:
                 )
                 raise AgentError(errno.EDQUOT, message)
             self._bytes_by_user[uid] = total_bytes
-        return lambda: self._release(uid, length_bytes)
+        return lambda: self._release(uid, charged_bytes)
 
     def _exceeds_limit(self, total_bytes: int) -> bool:
         return self._user_bytes_max is not None and total_bytes > self._user_bytes_max
 
-    def _release(self, uid: int, length_bytes: int) -> None:
+    def _release(self, uid: int, charged_bytes: int) -> None:
         with self._lock:
-            remaining_bytes = self._bytes_by_user[uid] - length_bytes
+            remaining_bytes = self._bytes_by_user[uid] - charged_bytes
             if remaining_bytes:
                 self._bytes_by_user[uid] = remaining_bytes
             else:
@@ -85,17 +87,17 @@ class MemoryQuota:
 
 
 class FileQuota:
-    """The files that the clients of each user have registered. Its caller holds ``AgentContext.files_lock``.
+    """A count of the registered files of each user, with a limit. Callers hold ``AgentContext.files_lock``.
 
     Parameters
     ----------
     user_files_max : int or None
-        Limit for each user. None means no limit.
+        Largest number of files of one user. None means no limit.
     """
 
     def __init__(self, user_files_max: int | None = None) -> None:
         self._user_files_max = user_files_max
-        self._files_by_user: Counter[int] = Counter()
+        self._file_count_by_user: Counter[int] = Counter()
 
     def charge(self, uid: int) -> None:
         """Add a file to the count of a user.
@@ -105,15 +107,15 @@ class FileQuota:
         AgentError
             EMFILE: the user has as many files as the limit allows.
         """
-        if self._user_files_max is not None and self._files_by_user[uid] >= self._user_files_max:
+        if self._user_files_max is not None and self._file_count_by_user[uid] >= self._user_files_max:
             message = (
                 f"user {uid} has registered {self._user_files_max} files, the limit of a shared agent: deregister files"
             )
             raise AgentError(errno.EMFILE, message)
-        self._files_by_user[uid] += 1
+        self._file_count_by_user[uid] += 1
 
     def release(self, uid: int) -> None:
         """Subtract a file from the count of a user."""
-        self._files_by_user[uid] -= 1
-        if not self._files_by_user[uid]:
-            del self._files_by_user[uid]
+        self._file_count_by_user[uid] -= 1
+        if not self._file_count_by_user[uid]:
+            del self._file_count_by_user[uid]

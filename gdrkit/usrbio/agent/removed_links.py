@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 __all__ = ["RemovedLinks"]
 
-# Limit of the wait for the thread, which may wait for operations in flight.
+# Longest wait of close() for the thread. The thread may wait for operations in flight.
 _END_TIMEOUT_S = 60.0
 _LOG = logging.getLogger(__name__)
 
 
 class RemovedLinks:
-    """A watch of the folder of links, which lasts until :meth:`close`.
+    """A thread that watches the folder of the links until :meth:`close`.
 
     Parameters
     ----------
     links : LinkFolder
-        The links.
+        The folder of the links.
     service : Service
-        The clients, whose publications end.
+        The clients whose publications end.
     """
 
     def __init__(self, links: LinkFolder, service: Service) -> None:
         self._service = service
         self._watch_fd = watch_removed_names(links.fd)
         self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="agent-links", daemon=True)
+        self._thread = threading.Thread(target=self._watch_links, name="agent-links", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -51,27 +51,28 @@ class RemovedLinks:
         Raises
         ------
         BrokenResource
-            ``TIMEOUT``: the thread still removes a publication. Another close waits again.
+            ``TIMEOUT``: the thread still removes a publication. The caller may call this method again.
         """
-        os.write(self._wake_writer, b"x")
+        os.write(self._wake_writer, b"x")  # Any byte wakes the thread.
         join_threads([self._thread], timeout_s=_END_TIMEOUT_S)
         for fd in (self._watch_fd, self._wake_reader, self._wake_writer):
             os.close(fd)
 
-    def _run(self) -> None:
+    def _watch_links(self) -> None:
         poller = select.poll()
         for fd in (self._watch_fd, self._wake_reader):
             poller.register(fd, select.POLLIN)
         while self._wake_reader not in {fd for fd, _ in poller.poll()}:
+            # None: the kernel has dropped some names, so the links of all publications are checked.
             names = read_removed_names(self._watch_fd)
             for client in tuple(self._service.clients.values()):
                 _end_removed_publications(client, client.published_names() if names is None else names)
 
 
 def _end_removed_publications(client: Client, names: list[str]) -> None:
-    """End the publications of a client with these names whose links are removed."""
+    """End the publications in `names` that belong to the client and whose links are removed."""
     for name in names:
         try:
-            client.end_removed(name)
+            client.remove_if_unlinked(name)
         except AgentError as error:
             _LOG.warning("the link %s was removed, but its publication does not end: %s", name, error)

@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["EmbeddedServer", "LocalStore", "RemoteServer", "ServerEndpoint"]
 
 _LOG = logging.getLogger(__name__)
+# Longest wait until the server is ready, and for a reply while the agent connects.
 _START_TIMEOUT_S = 30
+# Longest wait for the end of a server.
 _END_TIMEOUT_S = 20
+# Interval at which the agent tries to lock SERVER_LOCK.
 _LOCK_POLL_S = 0.02
 
 
@@ -41,12 +44,12 @@ class LocalStore:
     ----------
     path : Path
         The folder of the store.
-    generation : int
+    generation_fd : int
         Descriptor of the memory in which the server counts new files of checksums.
     """
 
     path: Path
-    generation: int
+    generation_fd: int
 
 
 class ServerEndpoint(Protocol):
@@ -57,7 +60,7 @@ class ServerEndpoint(Protocol):
     token : str or None
         Token of the store, which is needed over TCP.
     takes_descriptors : bool
-        Whether the agent can send the descriptors of files to the server, which then runs on this host for this user.
+        Whether the agent can send descriptors of files to the server. Such a server runs on this host as the same user.
     local_store : LocalStore or None
         The store of a server that the agent has started.
     """
@@ -148,18 +151,21 @@ class EmbeddedServer:
         try:
             self._socket_path.unlink(missing_ok=True)
             module = "gdrkit.usrbio.agent.embedded_server"
-            store = self.local_store = self.local_store or LocalStore(self._store, _create_generation_memory())
-            command = [sys.executable, "-m", module, str(store.path), str(self._socket_path), str(store.generation)]
+            local_store = self.local_store or LocalStore(self._store, _create_generation_memory())
+            self.local_store = local_store
+            generation_fd = local_store.generation_fd
+            command = [sys.executable, "-m", module, str(local_store.path), str(self._socket_path), str(generation_fd)]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                pass_fds=(lock_fd, store.generation),
+                pass_fds=(lock_fd, generation_fd),
                 process_group=0,
             )
         finally:
             os.close(lock_fd)
         assert self._process.stdout is not None  # noqa: S101 - it is a pipe.
+        # The child prints a line when it is ready.
         if not select.select([self._process.stdout], [], [], _START_TIMEOUT_S)[0]:
             self._kill()
             message = f"the storage server was not ready within {_START_TIMEOUT_S} s"
@@ -185,16 +191,16 @@ class EmbeddedServer:
         return connection
 
     def give_up(self) -> None:
-        """Kill the child. Otherwise a child that is stopped, or that waits for a disk, could continue later."""
+        """Kill the child. Otherwise a child that is stopped, or waits for a disk, could execute old requests later."""
         if self._process is not None:
-            # The end of the child may take long. _kill() waits for it.
+            # The child may take long to end. _kill() waits for its end.
             if self._process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
             self._is_given_up = True
 
     def close(self) -> None:
-        """Close the child's standard input, wait for its end, and kill it if that takes too long."""
+        """Close the child's standard input, wait until the child ends, and kill it if it does not end."""
         if self._process is not None:
             assert self._process.stdin is not None  # noqa: S101 - it is a pipe.
             self._process.stdin.close()
@@ -202,9 +208,9 @@ class EmbeddedServer:
                 self._process.wait(_END_TIMEOUT_S)
             self._kill()
         self._socket_path.unlink(missing_ok=True)
-        store, self.local_store = self.local_store, None
-        if store is not None:
-            os.close(store.generation)
+        local_store, self.local_store = self.local_store, None
+        if local_store is not None:
+            os.close(local_store.generation_fd)
 
     def _acquire_lock(self) -> int:
         """Wait for the lock and return its descriptor. A child inherits the lock and holds it until it has ended."""
@@ -223,7 +229,7 @@ class EmbeddedServer:
                 return fd
 
     def _kill(self) -> None:
-        """Kill the child and its process group, and wait for the end. Log a warning if it does not end."""
+        """Kill the child and its process group, and wait for their end. Log a warning if a process does not end."""
         process = self._process
         if process is not None:
             if remaining_text := kill_child(process, timeout_s=_END_TIMEOUT_S):

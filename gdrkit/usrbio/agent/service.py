@@ -42,29 +42,29 @@ class Service:
         self.clients: dict[int, Client] = {}
         self._context = context
         self._is_one_client_per_process = is_one_client_per_process
-        self._numbers = itertools.count(1)
+        self._client_numbers = itertools.count(1)
         self._lock = threading.Lock()
-        context.quota.free_idle_memory = self._free_idle_memory
+        context.memory_quota.free_idle_memory = self._free_idle_memory
 
     def open_client(self, process: PeerProcess) -> Client:
-        """Return a client for one more connection of a process. The caller has to call :meth:`release`."""
+        """Return the client for a new connection of a process. At the end of the connection, call :meth:`release`."""
         with self._lock:
             if self._is_one_client_per_process and process.identity is not None:
                 for client in self.clients.values():
-                    if client.process == process and client.connections:
-                        client.connections += 1
+                    if client.process == process and client.connection_count:
+                        client.connection_count += 1
                         return client
-            new_client = Client(self._context, next(self._numbers), process)
+            new_client = Client(self._context, next(self._client_numbers), process)
             self._context.loop.add_client(new_client.number)
             self.clients[new_client.number] = new_client
         return new_client
 
     def release(self, client: Client) -> None:
-        """End one connection of a client. With its last connection, close the client."""
+        """End one connection of a client. If it was the last connection, close the client."""
         with self._lock:
-            client.connections -= 1
-            is_last = client.connections == 0
-        if is_last:
+            client.connection_count -= 1
+            is_last_connection = client.connection_count == 0
+        if is_last_connection:
             self._close(client)
 
     def reopen(self, session: AgentSession) -> None:
@@ -77,7 +77,8 @@ class Service:
         """Remove a ring of a client, because the loop has found that the ring is broken."""
         client = self.clients.get(client_number)
         if client is not None:
-            # The removal may have to wait for the thread that calls this method, so another thread removes the ring.
+            # The removal may wait until the session has ended, and only the thread that calls this method ends
+            # sessions. So another thread removes the ring.
             threading.Thread(target=client.remove_ring, args=(ring_id,), name="agent-ring", daemon=True).start()
 
     def close(self) -> None:

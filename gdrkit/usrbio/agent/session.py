@@ -36,8 +36,8 @@ class AgentSession(StorageSession):
 
     Attributes
     ----------
-    nic_numbers : tuple of int
-        Index of the NIC of each queue pair in ``Nics.all``.
+    nic_indices : tuple of int
+        For each queue pair, the index of its NIC in ``Nics.all``.
     was_ended_by_memory : bool
         Whether the session ended because a NIC refused access to the memory of one operation. ServerConnection sets it.
     """
@@ -52,9 +52,9 @@ class AgentSession(StorageSession):
         replaces: str | None = None,
     ) -> None:
         super().__init__(connect, nics.all, client=_CLIENT_NAME, token=token, timeout_ms=timeout_ms, replaces=replaces)
-        self.nic_numbers = tuple(range(len(self.queue_pairs)))
+        self.nic_indices = tuple(range(len(self.queue_pairs)))
         self.was_ended_by_memory = False
-        # Held while a request is sent for a user, so that no other request comes between the user and the request.
+        # Held for the two requests of call() with `user`. Otherwise another thread could set another user in between.
         self._user_lock = threading.Lock()
 
     def call(
@@ -67,7 +67,7 @@ class AgentSession(StorageSession):
     ) -> _Reply:
         """Send a request and return its reply, which is a `reply_type`.
 
-        With `user`, the server uses the paths of the request with the rights of this user.
+        With `user`, the server executes the request with the rights of this user.
 
         Raises
         ------

@@ -32,7 +32,7 @@ class SharedFile:
     identity : tuple of (int, int)
         Device and inode of the file.
     is_unnamed : bool
-        Whether the client created it without a name, so that the agent has to call :meth:`give_name`.
+        Whether the client created the file without a name. Then the agent has to call :meth:`give_name`.
     """
 
     def __init__(self, fd: int, name: str, status: os.stat_result, *, is_unnamed: bool = False) -> None:
@@ -53,12 +53,12 @@ class SharedFile:
         """
         if not self.is_unnamed:
             return
-        folder = os.open(SHM_FOLDER, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder_fd = os.open(SHM_FOLDER, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # Without dst_dir_fd, Python calls link(2), which does not follow the link in /proc.
-            os.link(f"/proc/self/fd/{self.fd}", self.name, dst_dir_fd=folder, follow_symlinks=True)
+            # With dst_dir_fd, Python calls linkat(2), which follows the link in /proc. link(2) would not follow it.
+            os.link(f"/proc/self/fd/{self.fd}", self.name, dst_dir_fd=folder_fd, follow_symlinks=True)
             # The file is opened again by its name, so that /proc shows the name for the agent's descriptor.
-            named_fd = os.open(self.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            named_fd = os.open(self.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
             try:
                 status = os.fstat(named_fd)
                 if (status.st_dev, status.st_ino) != self.identity:
@@ -70,15 +70,21 @@ class SharedFile:
             message = f"link({SHM_FOLDER / self.name}) failed: {error.strerror}"
             raise AgentError(error.errno or errno.EIO, message) from error
         finally:
-            os.close(folder)
+            os.close(folder_fd)
 
     def mark_published(self) -> None:
-        """Lock the file, so that other publications of the same file notice this one."""
-        with suppress(OSError):  # A client that holds a lock of its own only prevents that its memory is used again.
+        """Lock the file, so that other publications of the same file notice this publication."""
+        # If a client holds a lock of its own, this call fails. The only effect is that the agent does not keep the
+        # memory for the next publication.
+        with suppress(OSError):
             fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def is_published_elsewhere(self) -> bool:
-        """Return whether the file was also opened for another publication, or a client has locked it."""
+        """Return whether the file was also opened for another publication, or a client has locked it.
+
+        Each publication holds the shared lock of :meth:`mark_published`. So an exclusive lock is possible only if this
+        publication is the only one.
+        """
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -93,7 +99,10 @@ class SharedFile:
             os.close(fd)
 
     def remove(self) -> None:
-        """Remove the name of this file if it is a name of an iov. The caller knows that the client has ended."""
+        """Remove the file's name from /dev/shm, if the client library made this name for an iov.
+
+        Call this method only if the client has ended, or does not need the memory any more.
+        """
         if IOV_NAME.fullmatch(self.name):
             unlink_shared(self.name, self.identity)
 
@@ -116,7 +125,7 @@ def open_shared(target: str, *, uid: int) -> SharedFile:
         error_number = errno.EINVAL if error.errno == errno.ELOOP else error.errno or errno.EIO
         raise AgentError(error_number, f"open({target}) failed: {error.strerror}") from error
     status = os.fstat(fd)
-    if not _is_memory(status):
+    if not _is_in_memory(status):
         os.close(fd)
         raise AgentError(errno.EINVAL, f"{target} is empty, or not a regular file of the file system of {SHM_FOLDER}")
     if status.st_uid != uid:
@@ -142,7 +151,7 @@ def adopt_unnamed(target: str, descriptor: int, *, uid: int) -> SharedFile:
     refusal: AgentError | None = None
     if folder != str(SHM_FOLDER) or not IOV_NAME.fullmatch(name):
         refusal = AgentError(errno.EINVAL, f"the target must be {SHM_FOLDER}/hf3fs-iov-UUID, not {target!r}")
-    elif not _is_memory(status) or status.st_nlink or access_mode != os.O_RDWR:
+    elif not _is_in_memory(status) or status.st_nlink or access_mode != os.O_RDWR:
         refusal = AgentError(errno.EINVAL, f"the descriptor is not writable memory of {SHM_FOLDER} without a name")
     elif status.st_uid != uid:
         refusal = AgentError(errno.EACCES, f"the memory belongs to user {status.st_uid}, not to user {uid}")
@@ -152,10 +161,10 @@ def adopt_unnamed(target: str, descriptor: int, *, uid: int) -> SharedFile:
     return SharedFile(descriptor, name, status, is_unnamed=True)
 
 
-def _is_memory(status: os.stat_result) -> bool:
+def _is_in_memory(status: os.stat_result) -> bool:
     """Return whether a file is in memory, so that an access to its bytes cannot wait for a disk or for a process.
 
-    A user may mount a file system of FUSE on the name of an own file in /dev/shm.
+    A user can mount a FUSE file system on the name of a file in /dev/shm, and then delay each access to the file.
     """
     return stat.S_ISREG(status.st_mode) and status.st_size > 0 and status.st_dev == SHM_FOLDER.stat().st_dev
 

@@ -1,4 +1,4 @@
-"""libfuse3 through mfusepy: a mount whose requests are methods of a Python object. Only this file imports mfusepy.
+"""libfuse3 through mfusepy: a mount whose requests call methods of a Python object. Only this file imports mfusepy.
 
 Threads of libfuse call the methods. If a method raises an OSError, or an error of gdrkit with an errno, the request
 fails with that errno.
@@ -27,15 +27,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Caller", "FuseSession", "caller", "check_root", "copy_in", "copy_out", "missing_dependency", "omit_result"]
 
+# The library that replaces fuse_reply_ioctl of libfuse; see omit_result().
 _REPLY_LIBRARY = Path(__file__).resolve().parents[1] / "lib" / "libgdrkit_fuse.so"
+# The environment variable that tells mfusepy which libfuse to open.
 _LIBRARY_NAME_VARIABLE = "FUSE_LIBRARY_NAME"
+# Longest wait for the end of the thread after the mount has failed.
 _MOUNT_TIMEOUT_S = 20
 # How often the constructor of a mount checks whether libfuse has failed.
 _READY_POLL_S = 0.05
+# Largest number of threads of libfuse.
 _THREADS_MAX = 10
+# Largest number of bytes that the kernel sends in one write request.
 _WRITE_BYTES_MAX = 1 << 20
 _LIBFUSE_MAJOR = 3
-# linux/capability.h.
+# CAP_DAC_OVERRIDE of linux/capability.h.
 _CAP_DAC_OVERRIDE = 1
 _log = logging.getLogger(__name__)
 
@@ -76,16 +81,19 @@ def caller() -> Caller:
 def check_root() -> None:
     """Raise EPERM if root sent the request without CAP_DAC_OVERRIDE, for example in a container.
 
-    The kernel does not check the names in an ioctl, and the storage server would use them with all rights of root.
+    The kernel does not check the names in an ioctl or in a link of ``rm-rf``, and the storage server would use them
+    with all rights of root.
     """
     sender = caller()
     if sender.uid != 0:
         return
-    effective = 0
+    effective_capabilities = 0
     with suppress(OSError):
         status = Path(f"/proc/{sender.thread_id}/status").read_text()
-        effective = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:"))
-    if not effective & 1 << _CAP_DAC_OVERRIDE:
+        effective_capabilities = next(
+            int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")
+        )
+    if not effective_capabilities & 1 << _CAP_DAC_OVERRIDE:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
@@ -95,15 +103,15 @@ def copy_in(address: int, length_bytes: int) -> bytes:
 
 
 def copy_out(address: int, data: bytes) -> None:
-    """Write the result of an ioctl to `address`. The number of the ioctl contains the size of the result."""
+    """Write the result of an ioctl to `address`. `data` must have the size that the number of the ioctl contains."""
     ctypes.memmove(address, data, len(data))
 
 
 def omit_result() -> None:
-    """Return no result from the ioctl that this thread executes, so that its caller needs no argument.
+    """Let the ioctl that this thread executes return no data, so that its caller need not pass memory for it.
 
-    The handler of the ioctl calls this last. If libfuse was linked so that its functions cannot be replaced, or was
-    loaded before gdrkit, a result that was copied is returned nevertheless.
+    Call this function at the end of the ioctl's handler. If libfuse was linked so that its functions cannot be
+    replaced, or was loaded before gdrkit, the data of :func:`copy_out` is returned nevertheless.
     """
     _load_reply_library().gdrkit_fuse_omit_result()
 
@@ -133,11 +141,12 @@ class FuseSession:
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._callbacks = _Callbacks(operations, self._ready)
-        self._make_fuse_class = _make_fuse_class(_import_mfusepy())
-        # When libfuse starts, it changes the working folder of the process to the root folder.
+        self._fuse_class = _make_fuse_class(_import_mfusepy())
+        # When libfuse starts, it changes the working folder of the process to the root folder. The constructor restores
+        # the working folder.
         working_folder = os.open(".", os.O_PATH | os.O_CLOEXEC)
         try:
-            self._thread = threading.Thread(target=self._run, name="gdrkit-fuse", daemon=True)
+            self._thread = threading.Thread(target=self._serve_mount, name="gdrkit-fuse", daemon=True)
             self._thread.start()
             while not self._ready.wait(_READY_POLL_S) and self._thread.is_alive() and self._failure is None:
                 pass
@@ -165,7 +174,7 @@ class FuseSession:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _run(self) -> None:
+    def _serve_mount(self) -> None:
         options: dict[str, object] = {"fsname": self._source, "subtype": "hf3fs", "default_permissions": True}
         if self._is_shared:
             options["allow_other"] = True
@@ -173,7 +182,8 @@ class FuseSession:
         if (module.fuse_version_major, module.fuse_version_minor) >= (3, 12):
             options["max_threads"] = _THREADS_MAX
         try:
-            self._make_fuse_class(self._callbacks, str(self._mount), foreground=True, **options)
+            # The constructor of mfusepy.FUSE mounts, and serves the mount until it is unmounted.
+            self._fuse_class(self._callbacks, str(self._mount), foreground=True, **options)
         except BaseException as error:
             self._failure = error
             if self._ready.is_set():
@@ -199,7 +209,10 @@ class _Callbacks:
                 setattr(self, name, _make_callback(method))
 
     def init_with_config(self, connection: Any, config: Any) -> None:
-        """Configure the mount: use the server's inodes, and cache nothing, because rings bypass the kernel."""
+        """Configure the mount, and report that it is ready.
+
+        The mount uses the inodes of the server. The kernel caches nothing, because rings bypass the kernel.
+        """
         if connection is not None:
             connection.max_write = _WRITE_BYTES_MAX
         if config is not None:
@@ -231,11 +244,11 @@ def _make_fuse_class(module: Any) -> Any:
     """Return a subclass of mfusepy.FUSE that also passes the flags of a rename, and the handles of open files."""
 
     class Fuse(module.FUSE):  # type: ignore[misc] # mfusepy is optional.
-        def rename_fuse_3(self, old: bytes, new: bytes, flags: int) -> int:
-            return self.operations.rename(os.fsdecode(old), os.fsdecode(new), flags) or 0
+        def rename_fuse_3(self, old_path: bytes, new_path: bytes, flags: int) -> int:
+            return self.operations.rename(os.fsdecode(old_path), os.fsdecode(new_path), flags) or 0
 
-        def truncate_fuse_3(self, path: bytes | None, length: int, info: Any) -> int:
-            return self.operations.truncate(_decode_path(path), length, _read_file_handle(info)) or 0
+        def truncate_fuse_3(self, path: bytes | None, length_bytes: int, info: Any) -> int:
+            return self.operations.truncate(_decode_path(path), length_bytes, _read_file_handle(info)) or 0
 
         def chmod_fuse_3(self, path: bytes | None, mode: int, info: Any) -> int:
             return self.operations.chmod(_decode_path(path), mode, _read_file_handle(info)) or 0
@@ -272,6 +285,7 @@ def _read_file_handle(info: Any) -> int | None:
 
 @contextmanager
 def _use_default_library(name: str) -> Iterator[None]:
+    """Let mfusepy open the library `name` during the block, unless the user has set FUSE_LIBRARY_NAME."""
     previous_name = os.environ.get(_LIBRARY_NAME_VARIABLE)
     os.environ.setdefault(_LIBRARY_NAME_VARIABLE, name)
     try:
@@ -283,22 +297,23 @@ def _use_default_library(name: str) -> Iterator[None]:
 
 @cache
 def _load_reply_library() -> ctypes.CDLL:
-    """Return the library that replaces a function of libfuse. Call it before libfuse uses the function."""
+    """Return the library that replaces fuse_reply_ioctl of libfuse. Call this function before libfuse is loaded."""
     return ctypes.CDLL(str(_REPLY_LIBRARY), mode=ctypes.RTLD_GLOBAL)
 
 
-_lock = threading.Lock()
+_import_lock = threading.Lock()
 
 
 def _import_mfusepy() -> Any:
-    """Return the module mfusepy. The first call opens libfuse3."""
-    with _lock, _use_default_library("fuse3"):
+    """Return the module mfusepy. The first call loads libfuse3, after the library that replaces its function."""
+    with _import_lock, _use_default_library("fuse3"):
         try:
             reply_library = _load_reply_library()
             import mfusepy
 
-            reply = mfusepy._libfuse.fuse_reply_ioctl  # noqa: SLF001 - mfusepy has no public name for the library.
-            reply_library.gdrkit_fuse_set_reply(ctypes.cast(reply, ctypes.c_void_p))
+            # The replacement calls this function of libfuse.
+            libfuse_reply = mfusepy._libfuse.fuse_reply_ioctl  # noqa: SLF001 - mfusepy has no public name for the library.
+            reply_library.gdrkit_fuse_set_reply(ctypes.cast(libfuse_reply, ctypes.c_void_p))
         except ModuleNotFoundError as error:
             raise setup_missing(
                 operation="import mfusepy",

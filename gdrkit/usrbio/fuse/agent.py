@@ -1,11 +1,11 @@
 """An agent in FUSE mode: for a store on another machine, and for programs that know only the mount of 3FS.
 
-The mount shows the files of the storage server. Its folder ``3fs-virt`` is stored in a private folder of the user and
-stays there, so that the next agent of this mount uses it again. An iov that a process publishes by a symbolic link is
-removed when the process ends.
+The mount shows the files of the storage server. Its folder ``3fs-virt`` is stored in a private folder of the user. If
+the agent is killed, this folder stays, and the next agent of the mount cleans it up. If a process publishes an iov by a
+symbolic link, the agent removes the iov when the process ends.
 
-An agent of root can share its mount with all users. For each request the kernel reports the user, and the storage
-server executes the request with the rights of this user.
+An agent that runs as root can share its mount with all users. For each request the kernel reports the user, and the
+storage server executes the request with the rights of this user.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FuseAgent", "fuse_agent", "private_folder"]
 
-# Mode of the folders that the clients of a shared agent enter on the way to its socket. Only root lists them.
+# Mode of the folders that the clients of a shared agent enter on the way to its socket. Only root can list them.
 _SHARED_FOLDER_MODE = 0o711
 
 
@@ -80,10 +80,14 @@ class FuseAgent:
             self._on_close.push(store.close)
             if mount.is_shared:
                 _require_impersonation(store)
-            links = LinkClients(self._agent.service)
-            self._on_close.push(links.close)
+            link_clients = LinkClients(self._agent.service)
+            self._on_close.push(link_clients.close)
             fuse_mount = FuseMount(
-                path, store=store, links=links, agent_folder=mount.virtual_folder, is_shared=mount.is_shared
+                path,
+                store=store,
+                link_clients=link_clients,
+                agent_folder=mount.virtual_folder,
+                is_shared=mount.is_shared,
             )
             self._on_close.push(fuse_mount.close)
         except BaseException as error:
@@ -95,7 +99,7 @@ class FuseAgent:
         return self._agent.statistics()
 
     def close(self) -> None:
-        """Unmount, then end the agent. If close() raises, call it again to release the rest."""
+        """Unmount, then end the agent. If close() raises, the caller may call it again to release the rest."""
         self._on_close.run()
 
     def __enter__(self) -> Self:
@@ -207,7 +211,8 @@ def private_folder(mount: Path, *, is_shared: bool = False) -> Path:
 def _find_requesting_user() -> messages.SetUser:
     """Return the user who sent the FUSE request that this thread executes, with the groups of the sending thread.
 
-    Without ``/proc/<thread>/status``, as for a thread in another PID namespace, there are no supplementary groups.
+    If ``/proc/<thread>/status`` cannot be read, as for a thread in another PID namespace, the result has no
+    supplementary groups.
     """
     sender = caller()
     groups: tuple[int, ...] = ()

@@ -14,36 +14,40 @@ from gdrkit.usrbio.fuse.operations import Operations
 
 __all__ = ["MountOperations"]
 
-# The requests that create, move or remove entries of folders. The kernel has not checked the rights for them.
+# The requests that create, move or remove entries of folders. The kernel does not check the rights of the program on
+# these folders.
 _REQUESTS_THAT_CHANGE_FOLDERS = {virtual.RECURSIVE_RM, virtual.HARDLINK, virtual.MOVE, virtual.REMOVE}
 
 
 class MountOperations(Operations):
-    """The requests of the kernel to a mount, with the ioctls of version 1; see :class:`Operations`."""
+    """The requests of the kernel to a mount, with the ioctls of version 1 of 3FS; see :class:`Operations`."""
 
-    def ioctl(self, _path: str | None, request: int, _argument: object, fh: int, _flags: int, data: int) -> None:
-        """Execute an ioctl, whose argument or result is at the address `data`. Raise ENOTTY if it is unknown."""
-        request &= 0xFFFFFFFF
+    def ioctl(
+        self, _path: str | None, request: int, _argument: object, fh: int, _flags: int, data_address: int
+    ) -> None:
+        """Execute an ioctl, whose argument or result is at `data_address`. Raise ENOTTY if the ioctl is unknown."""
+        request &= 0xFFFFFFFF  # Before libfuse 3.5, the number is a signed int.
         if request in _REQUESTS_THAT_CHANGE_FOLDERS:
             check_root()
         if result := self._answer_query(request):
-            copy_out(data, result)
+            copy_out(data_address, result)
         elif request == virtual.FSYNC:
             self.fsync(None, 0, fh)
-            copy_out(data, bytes(4))
+            # The result, four zero bytes, is returned only if it cannot be omitted.
+            copy_out(data_address, bytes(4))
             omit_result()
         elif request == virtual.RECURSIVE_RM:
             self._remove_tree(self._get_open_folder(fh)[0])
-            copy_out(data, bytes(4))
+            copy_out(data_address, bytes(4))
             omit_result()
         elif request == virtual.HARDLINK:
-            self._hardlink(fh, copy_in(data, virtual.HARDLINK_ARGUMENT.size))
+            self._hardlink(fh, copy_in(data_address, virtual.HARDLINK_ARGUMENT.size))
         elif request == virtual.PUNCH_HOLE:
-            self._punch_hole(fh, copy_in(data, virtual.PUNCH_HOLE_ARGUMENT.size))
+            self._punch_hole(fh, copy_in(data_address, virtual.PUNCH_HOLE_ARGUMENT.size))
         elif request == virtual.MOVE:
-            self._move(fh, copy_in(data, virtual.MOVE_ARGUMENT.size))
+            self._move(fh, copy_in(data_address, virtual.MOVE_ARGUMENT.size))
         elif request == virtual.REMOVE:
-            self._remove(fh, copy_in(data, virtual.REMOVE_ARGUMENT.size))
+            self._remove(fh, copy_in(data_address, virtual.REMOVE_ARGUMENT.size))
         else:
             raise _make_error(errno.ENOTTY)
 
@@ -62,14 +66,15 @@ class MountOperations(Operations):
 
     def _hardlink(self, fh: int, argument: bytes) -> None:
         folder_inode, padded_name = virtual.HARDLINK_ARGUMENT.unpack(argument)
-        folder = self._find_known_folder(folder_inode)
-        self.link(_make_entry_path(folder, padded_name), self._find_current_path(None, fh))
+        folder_path = self._find_folder_path(folder_inode)
+        self.link(_make_entry_path(folder_path, padded_name), self._find_current_path(None, fh))
 
     def _punch_hole(self, fh: int, argument: bytes) -> None:
-        count, _flags, *bounds = virtual.PUNCH_HOLE_ARGUMENT.unpack(argument)
-        if not 0 <= count <= virtual.PUNCH_HOLE_MAX:
+        # The bounds are PUNCH_HOLE_MAX begins, and then as many ends.
+        range_count, _flags, *bounds = virtual.PUNCH_HOLE_ARGUMENT.unpack(argument)
+        if not 0 <= range_count <= virtual.PUNCH_HOLE_MAX:
             raise _make_error(errno.EINVAL)
-        begins, ends = bounds[:count], bounds[virtual.PUNCH_HOLE_MAX : virtual.PUNCH_HOLE_MAX + count]
+        begins, ends = bounds[:range_count], bounds[virtual.PUNCH_HOLE_MAX : virtual.PUNCH_HOLE_MAX + range_count]
         file = self._find_file(fh)
         if not file.writable:
             raise _make_error(errno.EBADF)
@@ -79,14 +84,14 @@ class MountOperations(Operations):
     def _move(self, fh: int, argument: bytes) -> None:
         """Rename an entry of the open folder. The flag for the trash has no effect: a store has no trash."""
         inode, padded_name, new_inode, padded_new_name, _to_trash = virtual.MOVE_ARGUMENT.unpack(argument)
-        folder = self._find_open_folder(fh, inode)
-        new_folder = self._find_known_folder(new_inode)
-        self.rename(_make_entry_path(folder, padded_name), _make_entry_path(new_folder, padded_new_name))
+        folder_path = self._find_open_folder_path(fh, inode)
+        new_folder_path = self._find_folder_path(new_inode)
+        self.rename(_make_entry_path(folder_path, padded_name), _make_entry_path(new_folder_path, padded_new_name))
 
     def _remove(self, fh: int, argument: bytes) -> None:
-        """Remove an entry of the open folder: a file, an empty folder, or a whole tree if the argument says so."""
+        """Remove an entry of the open folder: a file, an empty folder, or with `is_recursive` also a full folder."""
         inode, padded_name, is_recursive = virtual.REMOVE_ARGUMENT.unpack(argument)
-        path = _make_entry_path(self._find_open_folder(fh, inode), padded_name)
+        path = _make_entry_path(self._find_open_folder_path(fh, inode), padded_name)
         if is_recursive:
             self._remove_tree(path)
             return
@@ -97,8 +102,8 @@ class MountOperations(Operations):
                 raise
             self.rmdir(path)
 
-    def _find_open_folder(self, fh: int, inode: int) -> str:
-        """Return the path of the open folder. Raise EINVAL if the argument names another folder."""
+    def _find_open_folder_path(self, fh: int, inode: int) -> str:
+        """Return the path of the open folder `fh`. Raise EINVAL if the folder does not have this inode."""
         path, open_inode = self._get_open_folder(fh)
         if inode != open_inode:
             raise _make_error(errno.EINVAL)
@@ -113,12 +118,12 @@ class MountOperations(Operations):
         self._store.remove_tree(relative_path, status.mode)
 
 
-def _make_entry_path(folder: str, padded_name: bytes) -> str:
+def _make_entry_path(folder_path: str, padded_name: bytes) -> str:
     """Return the path of an entry of a folder. Raise EINVAL if the name is not one path component."""
     name = os.fsdecode(padded_name.partition(b"\0")[0])
     if name in {"", ".", ".."} or "/" in name:
         raise _make_error(errno.EINVAL)
-    return f"{folder.rstrip('/')}/{name}"
+    return f"{folder_path.rstrip('/')}/{name}"
 
 
 def _make_error(error_number: int) -> OSError:

@@ -1,8 +1,8 @@
 """The FUSE mount of an agent: mounting, serving and unmounting.
 
 FUSE mode needs a mount because the store is on another machine, or because the client library supports only the mount
-of 3FS. Plain mode needs none: there the mount is the store's folder. The kernel refuses other users access to the
-mount, unless it is shared.
+of 3FS. Plain mode needs no FUSE mount, because its mount is the store's folder. The kernel refuses other users access
+to the mount, unless it is shared.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FuseMount", "fuse_obstacle", "unmount_stale"]
 
-_DEVICE = Path("/dev/fuse")
+_FUSE_DEVICE = Path("/dev/fuse")
 _FILE_SYSTEM_TYPE = "fuse.hf3fs"
-_SOURCE = "gdrkit-agent"
+_MOUNT_SOURCE = "gdrkit-agent"
 _UNMOUNT_TIMEOUT_S = 10
 
 
@@ -42,12 +42,12 @@ def fuse_obstacle() -> str | None:
 
 
 def _find_obstacle() -> tuple[int, str] | None:
-    """Return an errno and the sentence of :func:`fuse_obstacle`."""
+    """Return an errno and the sentence of :func:`fuse_obstacle`, or None if no obstacle is known."""
     if (dependency := missing_dependency()) is not None:
         return errno.ENOENT, dependency
-    if not _DEVICE.exists():
+    if not _FUSE_DEVICE.exists():
         return errno.ENODEV, "/dev/fuse does not exist: load the kernel module fuse, or give the container the device"
-    if not os.access(_DEVICE, os.R_OK | os.W_OK):
+    if not os.access(_FUSE_DEVICE, os.R_OK | os.W_OK):
         return errno.EACCES, "/dev/fuse cannot be opened: give this user read and write access to it"
     if os.geteuid() != 0 and shutil.which("fusermount3") is None:
         return errno.EPERM, f"only root can mount without fusermount3: {system_install('fuse3')}"
@@ -66,8 +66,8 @@ class FuseMount:
         An empty folder.
     store : StoreFiles
         The files of the mount.
-    links : LinkClients
-        The processes that publish by links in ``3fs-virt/iovs``.
+    link_clients : LinkClients
+        The processes that publish iovs and rings by links in ``3fs-virt/iovs``.
     agent_folder : Path
         The real folder ``3fs-virt`` of the agent, with ``iovs`` and ``agent.sock``.
     is_shared : bool
@@ -87,7 +87,7 @@ class FuseMount:
     """
 
     def __init__(
-        self, mount: Path, *, store: StoreFiles, links: LinkClients, agent_folder: Path, is_shared: bool = False
+        self, mount: Path, *, store: StoreFiles, link_clients: LinkClients, agent_folder: Path, is_shared: bool = False
     ) -> None:
         if (obstacle := _find_obstacle()) is not None:
             error_number, sentence = obstacle
@@ -104,15 +104,17 @@ class FuseMount:
             )
         unmount_stale(mount)
         self.path = _check_empty_folder(mount)
-        folder = VirtualFolder(agent_folder, links, store, mount=str(self.path), is_shared=is_shared)
-        self._operations = MountOperations(store, folder, links, mount=str(self.path))
+        virtual_folder = VirtualFolder(agent_folder, link_clients, store, mount=str(self.path), is_shared=is_shared)
+        self._operations = MountOperations(store, virtual_folder, link_clients, mount=str(self.path))
         self._session: FuseSession | None = FuseSession(
-            self.path, self._operations, source=_SOURCE, is_shared=is_shared
+            self.path, self._operations, source=_MOUNT_SOURCE, is_shared=is_shared
         )
         self._handle = Handle("usrbio.fuse_mount")
 
     def close(self) -> None:
-        """Unmount even if files are open. After an error, close again. A second close does nothing.
+        """Unmount even if files are open. A second call does nothing.
+
+        If the method raises, the caller may call it again.
 
         Raises
         ------
@@ -153,9 +155,9 @@ def unmount_stale(mount: Path) -> bool:
 
     A mount that an agent still serves is not unmounted: its stat(2) succeeds.
     """
-    # If no process serves the mount, lstat(2) fails. realpath() ignores that error.
+    # If no process serves the mount, lstat(2) of its path fails. realpath() ignores this error.
     path = Path(os.path.realpath(mount))
-    if (str(path), _SOURCE) not in _list_mounts():
+    if (str(path), _MOUNT_SOURCE) not in _list_mounts():
         return False
     try:
         path.stat()
@@ -170,6 +172,8 @@ def unmount_stale(mount: Path) -> bool:
 
 def _list_mounts() -> list[tuple[str, str]]:
     """Return path and source of every mount with the file system type of an agent."""
+    # A line of mountinfo (see proc(5)) has the mount point in its fifth field, with octal escapes such as \040. The
+    # file system type and the source follow the separator " - ".
     mounts = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         mount_fields, _, source_fields = line.partition(" - ")
@@ -184,29 +188,29 @@ def _unmount(path: Path) -> None:
     """Unmount. A mount that is in use is detached at once, and operations on its open files fail.
 
     With -f, the kernel ends the FUSE connection even if another mount namespace, for example of a container, has a copy
-    of the mount. FUSE writes dirty pages when a file is closed or unmapped, so none are lost.
+    of the mount. FUSE writes dirty pages when a file is closed or unmapped, so no written data is lost.
     """
     if os.geteuid() == 0:
-        commands = [["umount", "-i", "-f", "-l", str(path)], ["umount", "-i", "-l", str(path)]]
+        command, fallback_command = ["umount", "-i", "-f", "-l", str(path)], ["umount", "-i", "-l", str(path)]
     else:
-        commands = [["fusermount3", "-u", str(path)], ["fusermount3", "-u", "-z", str(path)]]
-    result = _run(commands[0])
+        command, fallback_command = ["fusermount3", "-u", str(path)], ["fusermount3", "-u", "-z", str(path)]
+    result = _run_command(command)
     if result.returncode != 0:
-        result = _run(commands[1])
-    if result.returncode != 0 and any(mounted == str(path) for mounted, _ in _list_mounts()):
+        result = _run_command(fallback_command)
+    if result.returncode != 0 and any(mount_path == str(path) for mount_path, _ in _list_mounts()):
         raise ApiError(
             api=Api.FUSE,
-            operation=commands[1][0],
+            operation=fallback_command[0],
             status=result.returncode,
             status_name=f"exit code {result.returncode}",
             arguments={"path": str(path)},
             reason=Reason.BUSY,
-            what_to_do=f"unmount it by hand: {' '.join(commands[1])}",
+            what_to_do=f"unmount it by hand: {' '.join(fallback_command)}",
             detail=result.stderr.strip(),
         )
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Run a command for at most 10 s. A command that is not installed or does not end counts as failed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_UNMOUNT_TIMEOUT_S)
@@ -222,9 +226,9 @@ def _check_empty_folder(mount: Path) -> Path:
     path = mount.resolve()
     if not path.is_dir():
         message = f"{mount} is not a folder"
-        raise UsageError(message, what_to_do="create it")
+        raise UsageError(message, what_to_do="create the folder")
     if os.path.ismount(path) or any(path.iterdir()):
-        message = f"{mount} is not empty"
+        message = f"{mount} is not empty, or a file system is mounted on it"
         raise UsageError(
             message, reason=Reason.BUSY, what_to_do="use an empty folder on which no file system is mounted"
         )

@@ -65,20 +65,23 @@ class Operations:
     ----------
     store : StoreFiles
         The files of the store.
-    folder : VirtualFolder
+    virtual_folder : VirtualFolder
         The folder ``3fs-virt``.
-    links : LinkClients
-        The processes whose rings may name every open file.
+    link_clients : LinkClients
+        The processes that publish rings by links. Such a ring can use every file that its user has open.
     mount : str
         Path of the mount.
     """
 
-    def __init__(self, store: StoreFiles, folder: VirtualFolder, links: LinkClients, *, mount: str) -> None:
-        self._store, self._folder, self._links = store, folder, links
+    def __init__(
+        self, store: StoreFiles, virtual_folder: VirtualFolder, link_clients: LinkClients, *, mount: str
+    ) -> None:
+        self._store, self._virtual_folder, self._link_clients = store, virtual_folder, link_clients
         self._mount = mount
         self._lock = threading.Lock()
         self._last_fh = 0
         self._open_files: dict[int, _OpenFile] = {}
+        # Path and inode of each open folder, by its number.
         self._open_folders: dict[int, tuple[str, int]] = {}
         # Paths of folders by inode, because the ioctls HARDLINK and MOVE name a folder by its inode.
         self._folder_paths: dict[int, str] = {}
@@ -91,8 +94,8 @@ class Operations:
             status = self._store.request(messages.Stat(handle=self._find_file(fh).handle), messages.FileStat)
         elif path is None:
             raise _make_error(errno.ENOENT)
-        elif self._folder.has(path):
-            return self._folder.attributes(path)
+        elif self._virtual_folder.has(path):
+            return self._virtual_folder.attributes(path)
         else:
             status = self._store.request(messages.Stat(path=_make_relative(path)), messages.FileStat)
         if path is not None and stat.S_ISDIR(status.mode):
@@ -113,20 +116,21 @@ class Operations:
             self._open_folders.pop(fh, None)
 
     def readdir(self, _path: str | None, fh: int) -> list[tuple[str, dict[str, int], int]]:
-        """Return name, attributes and offset (0) of every entry of a folder."""
+        """Return name, attributes and offset of every entry of a folder. Offset 0: libfuse stores the whole list."""
         with self._lock:
-            folder = self._open_folders.get(fh)
-        if folder is None:
+            path_and_inode = self._open_folders.get(fh)
+        if path_and_inode is None:
             raise _make_error(errno.EBADF)
-        path, _inode = folder
+        path, _inode = path_and_inode
         # libfuse does not add these two entries.
         dot_entries = [(name, {"st_mode": stat.S_IFDIR, "st_ino": 0}, 0) for name in (".", "..")]
-        return dot_entries + list(self._folder.entries(path) if self._folder.has(path) else self._list_entries(path))
+        is_virtual = self._virtual_folder.has(path)
+        return dot_entries + list(self._virtual_folder.entries(path) if is_virtual else self._list_entries(path))
 
     def _list_entries(self, path: str) -> Iterator[tuple[str, dict[str, int], int]]:
         """Yield the entries of a folder of the store."""
         if path == "/":
-            yield virtual.VIRTUAL_FOLDER, self._folder.attributes(f"/{virtual.VIRTUAL_FOLDER}"), 0
+            yield virtual.VIRTUAL_FOLDER, self._virtual_folder.attributes(f"/{virtual.VIRTUAL_FOLDER}"), 0
         last_name: str | None = None
         while True:
             reply = self._store.request(messages.List(path=_make_relative(path), after=last_name), messages.ListReply)
@@ -138,8 +142,8 @@ class Operations:
 
     def readlink(self, path: str) -> str:
         """Return the target of a symbolic link."""
-        if self._folder.has(path):
-            return self._folder.readlink(path)
+        if self._virtual_folder.has(path):
+            return self._virtual_folder.readlink(path)
         return self._store.request(messages.Readlink(path=_make_relative(path)), messages.ReadlinkReply).target
 
     def mkdir(self, path: str, mode: int) -> None:
@@ -154,15 +158,15 @@ class Operations:
 
     def unlink(self, path: str) -> None:
         """Remove a file, or a publication."""
-        if self._folder.has(path):
-            self._folder.unlink(path)
+        if self._virtual_folder.has(path):
+            self._virtual_folder.unlink(path)
             return
         self._store.request(messages.Unlink(path=_make_relative(path)), messages.Done)
 
     def symlink(self, path: str, target: str) -> None:
-        """Create a symbolic link, or publish an iov."""
-        if self._folder.has(path):
-            self._folder.symlink(path, target)
+        """Create a symbolic link. A link in ``3fs-virt`` is a request; see :class:`VirtualFolder`."""
+        if self._virtual_folder.has(path):
+            self._virtual_folder.symlink(path, target)
             return
         self._store.request(messages.Symlink(path=_make_relative(path), target=target), messages.FileStat)
 
@@ -195,11 +199,12 @@ class Operations:
         self._store.request(request, messages.FileStat)
 
     def chown(self, path: str | None, uid: int, gid: int, fh: int | None = None) -> None:
-        """Change user and group in a shared mount. Elsewhere all files of a store belong to one user (EPERM)."""
+        """Change user and group. A change fails with EPERM if the mount is not shared: then all files have one user."""
         attributes = self.getattr(path, fh)
+        # The mask turns -1 into the unsigned number.
         new_uid, new_gid = (
-            None if requested & _UNCHANGED_ID in {_UNCHANGED_ID, current} else requested & _UNCHANGED_ID
-            for requested, current in ((uid, attributes["st_uid"]), (gid, attributes["st_gid"]))
+            None if requested_id & _UNCHANGED_ID in {_UNCHANGED_ID, current_id} else requested_id & _UNCHANGED_ID
+            for requested_id, current_id in ((uid, attributes["st_uid"]), (gid, attributes["st_gid"]))
         )
         if new_uid is not None or new_gid is not None:
             request = messages.Chown(path=_make_relative(self._find_current_path(path, fh)), uid=new_uid, gid=new_gid)
@@ -251,7 +256,7 @@ class Operations:
 
     def open(self, path: str, flags: int) -> int:
         """Open a file, and return its number."""
-        if self._folder.has(path):
+        if self._virtual_folder.has(path):
             raise _make_error(errno.EACCES)
         return self._open(path, flags, create=False, mode=0)
 
@@ -272,11 +277,11 @@ class Operations:
         with self._lock:
             file = self._open_files.pop(fh, None)
         if file is not None:
-            self._links.remove_file(fh)
+            self._link_clients.remove_file(fh)
             self._store.close_file(file.handle)
 
     def close(self) -> None:
-        """Close all files that are still open. The caller has unmounted before."""
+        """Close all files that are still open. Call this method after the unmount."""
         with self._lock:
             open_numbers = list(self._open_files)
         for fh in open_numbers:
@@ -302,8 +307,11 @@ class Operations:
             raise _make_error(errno.ENOENT)
         return file.path
 
-    def _find_known_folder(self, inode: int) -> str:
-        """Return the path of a folder. Raise ENOENT if the kernel has not looked it up, or if the path is outdated."""
+    def _find_folder_path(self, inode: int) -> str:
+        """Return the path of the folder `inode`. Raise ENOENT if its path is unknown or outdated.
+
+        The path is known if the kernel has looked up the folder.
+        """
         with self._lock:
             path = self._folder_paths.get(inode)
         if path is None or self.getattr(path)["st_ino"] != inode:
@@ -316,10 +324,10 @@ class Operations:
         Raise ENOTDIR if no folder has this number, and ENOENT if the folder no longer has the path of its opening.
         """
         with self._lock:
-            folder = self._open_folders.get(fh)
-        if folder is None:
+            path_and_inode = self._open_folders.get(fh)
+        if path_and_inode is None:
             raise _make_error(errno.ENOTDIR)
-        path, inode = folder
+        path, inode = path_and_inode
         if self.getattr(path)["st_ino"] != inode:
             raise _make_error(errno.ENOENT)
         return path, inode
@@ -350,12 +358,12 @@ class Operations:
             writable=writable,
             user=self._store.user_of_request(),
         )
-        self._links.add_file(fh, access, uid=caller().uid)
+        self._link_clients.add_file(fh, access, uid=caller().uid)
         return fh
 
     def _check_in_store(self, *paths: str) -> None:
         """Raise EPERM if a path is ``3fs-virt`` or below it."""
-        if any(map(self._folder.has, paths)):
+        if any(map(self._virtual_folder.has, paths)):
             raise _make_error(errno.EPERM)
 
     def _remember_folder(self, inode: int, path: str) -> None:

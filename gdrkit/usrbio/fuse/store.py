@@ -28,7 +28,7 @@ __all__ = ["StoreFiles"]
 
 _Result = TypeVar("_Result")
 _BUFFER_BYTES = 1 << 20
-# A user that is not root.
+# An unprivileged user, with which the agent checks that the server can act as another user than root.
 _OTHER_USER = messages.SetUser(uid=65534, gid=65534)
 
 
@@ -40,23 +40,24 @@ class StoreFiles:
     Parameters
     ----------
     connect : callable
-        Returns a new client of the storage server.
+        A function that returns a new client of the storage server.
     user_of_request : callable or None
-        Returns the user for whom this thread sends a request. The server uses paths with the rights of this user. With
-        None, the server uses the paths with its own rights.
+        A function that returns the user for whom this thread sends a request. The server uses the paths in requests
+        with the rights of this user. If `user_of_request` is None, the server uses its own rights.
     """
 
     def __init__(
         self, connect: Callable[[], StorageClient], *, user_of_request: Callable[[], messages.SetUser] | None = None
     ) -> None:
         self._connect = connect
-        # The function returns the user for whom this thread sends a request, or None if the server has one user.
+        # The function returns the user for whom this thread sends a request, or None if the mount has only one user.
         self.user_of_request: Callable[[], messages.SetUser | None] = user_of_request or (lambda: None)
         # The user that was last sent to the server in this session.
-        self._user: messages.SetUser | None = None
+        self._session_user: messages.SetUser | None = None
         # One request at a time uses the client's connection and the buffer.
         self._lock = threading.Lock()
-        self._handles = itertools.count(1)
+        self._next_handles = itertools.count(1)
+        # The open files by the handles of this object.
         self._files: dict[int, StorageFile] = {}
         self._buffer_memory = bytearray(_BUFFER_BYTES)
         self._client: StorageClient | None = None
@@ -77,7 +78,7 @@ class StoreFiles:
             reply: Any = self._call_with_client(lambda client: self._send_request(client, user, message, reply_type))
             if isinstance(reply, messages.OpenReply):
                 assert self._client is not None  # noqa: S101 - it has just replied.
-                handle = next(self._handles)
+                handle = next(self._next_handles)
                 self._files[handle] = StorageFile(self._client, reply)
                 reply = replace(reply, handle=handle)
             return cast("_Result", reply)
@@ -138,7 +139,7 @@ class StoreFiles:
                 try:
                     self._call_with_client(lambda _client: file.close())
                 except ApiError as error:
-                    # With EREMOTEIO the session has ended, and the server has closed the file with it.
+                    # EREMOTEIO: the session has ended, so the server has closed the file already.
                     if error.errno != errno.EREMOTEIO:
                         raise
 
@@ -150,10 +151,10 @@ class StoreFiles:
     def _send_request(
         self, client: StorageClient, user: messages.SetUser | None, request: Request, reply_type: type[_Result]
     ) -> _Result:
-        """Send a request for a user. Without a user, the request names no path, or the server has one user."""
-        if user is not None and user != self._user:
+        """Send a request with the rights of `user`. None: the request names no path, or the mount has only one user."""
+        if user is not None and user != self._session_user:
             client.request(user, messages.Done)
-            self._user = user
+            self._session_user = user
         return client.request(request, reply_type)
 
     def _transfer(self, handle: int, length_bytes: int, offset_bytes: int, *, is_read: bool) -> int:
@@ -168,7 +169,7 @@ class StoreFiles:
         return self._call_with_client(transfer_chunk)
 
     def _find_file(self, handle: int) -> StorageFile:
-        """Return the open file of a handle."""
+        """Return the open file of a handle. Raise EBADF if there is none, and EREMOTEIO if its session has ended."""
         file = self._files.get(handle)
         if file is None or file.client is not self._client:
             error_number = errno.EBADF if file is None else errno.EREMOTEIO
@@ -176,7 +177,7 @@ class StoreFiles:
         return file
 
     def _call_with_client(self, action: Callable[[StorageClient], _Result]) -> _Result:
-        """Call `action` with the client, which connects if necessary. End the session if the server is gone."""
+        """Call `action` with a connected client and return its result. If the server is gone, end the session."""
         if self._client is None:
             self._client = self._connect()
             self._buffer = self._client.register(self._buffer_memory)
@@ -189,7 +190,7 @@ class StoreFiles:
 
     def _end_session(self) -> None:
         client, self._client = self._client, None
-        self._user = None
+        self._session_user = None
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             buffer.close()

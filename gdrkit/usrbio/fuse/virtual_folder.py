@@ -1,7 +1,7 @@
 """The folder ``3fs-virt`` of a FUSE mount. Its entries look like files, and their creation is a request to the agent.
 
-- ``iovs`` shows the links of publications, which are in the agent's private folder. Creating a link publishes an iov.
-  If the agent refuses the publication, symlink(2) fails with the errno.
+- ``iovs`` shows the links of publications. The links are stored in the agent's private folder. Creating a link
+  publishes an iov or a ring. If the agent refuses the publication, symlink(2) fails with the agent's errno.
 - ``rm-rf``: creating a link removes the file or folder that the link names.
 - ``get-conf`` and ``set-conf`` exist for programs of 3FS that look for them. This agent has no configuration.
 - ``agent.sock`` is a link to the agent's socket.
@@ -34,7 +34,7 @@ _IOVS, _GET_CONF, _SET_CONF, _RM_RF = (f"{_ROOT}/{name}" for name in ("iovs", "g
 _SOCKET = f"{_ROOT}/agent.sock"
 _FOLDER_MODES = {_ROOT: 0o555, _IOVS: 0o777, _GET_CONF: 0o555, _SET_CONF: 0o777, _RM_RF: 0o777}
 _SEMAPHORE_LINK_STEM = "submit-ios"
-# As in 3FS, no file has an inode with these bits.
+# Inodes of the entries below 3fs-virt have these bits set. As in 3FS, no file of a store has such an inode.
 _VIRTUAL_INODE_BITS = 0xF << 60
 
 
@@ -45,8 +45,8 @@ class VirtualFolder:
     ----------
     agent_folder : Path
         The real folder ``3fs-virt`` of the agent, with ``iovs`` and ``agent.sock``.
-    links : LinkClients
-        The processes that publish by links.
+    link_clients : LinkClients
+        The processes that publish iovs and rings by links.
     store : StoreFiles
         The files of the store, which ``rm-rf`` removes.
     mount : str
@@ -56,12 +56,14 @@ class VirtualFolder:
     """
 
     def __init__(
-        self, agent_folder: Path, links: LinkClients, store: StoreFiles, *, mount: str, is_shared: bool = False
+        self, agent_folder: Path, link_clients: LinkClients, store: StoreFiles, *, mount: str, is_shared: bool = False
     ) -> None:
-        self._agent_folder, self._links, self._store, self._mount = agent_folder, links, store, mount
+        self._agent_folder, self._link_clients = agent_folder, link_clients
+        self._store, self._mount = store, mount
         self._is_shared = is_shared
         self._lock = threading.Lock()
-        # The targets of links in rm-rf. These links are not stored, but the kernel reads a new link once.
+        # The targets of new links in rm-rf. After symlink(2) the kernel reads the link once. Then the link does not
+        # exist any more.
         self._rm_rf_targets: dict[str, str] = {}
 
     @staticmethod
@@ -72,23 +74,26 @@ class VirtualFolder:
     def attributes(self, path: str) -> dict[str, int]:
         """Return the attributes of a path, as stat(2) does."""
         if path in _FOLDER_MODES:
+            # With the sticky bit, a user can remove only links that belong to this user.
             sticky_bit = stat.S_ISVTX if self._is_shared and path == _IOVS else 0
             return _make_attributes(path, stat.S_IFDIR | _FOLDER_MODES[path] | sticky_bit, 0)
         attributes = _make_attributes(path, stat.S_IFLNK | 0o777, len(os.fsencode(self.readlink(path))))
-        folder, name = os.path.split(path)
-        owner = self._links.owner(name) if self._is_shared and folder == _IOVS else None
-        return attributes if owner is None else {**attributes, "st_uid": owner}
+        folder_path, name = os.path.split(path)
+        owner_uid = self._link_clients.owner_uid(name) if self._is_shared and folder_path == _IOVS else None
+        return attributes if owner_uid is None else {**attributes, "st_uid": owner_uid}
 
     def entries(self, path: str) -> Iterator[tuple[str, dict[str, int], int]]:
-        """Yield name, attributes and offset (0) of every entry of a folder."""
+        """Yield name, attributes and offset (0) of every entry of a folder; see :meth:`Operations.readdir`."""
         if path not in _FOLDER_MODES:
             raise _make_error(errno.ENOTDIR)
         names = [
-            entry.removeprefix(f"{path}/") for entry in (*_FOLDER_MODES, _SOCKET) if entry.rpartition("/")[0] == path
+            entry_path.removeprefix(f"{path}/")
+            for entry_path in (*_FOLDER_MODES, _SOCKET)
+            if entry_path.rpartition("/")[0] == path
         ]
         if path == _IOVS:
-            links = (entry.name for entry in (self._agent_folder / "iovs").iterdir() if entry.is_symlink())
-            names = sorted(filter(self._is_visible, links))
+            link_names = (entry.name for entry in (self._agent_folder / "iovs").iterdir() if entry.is_symlink())
+            names = sorted(filter(self._is_visible, link_names))
         for name in names:
             file_type = stat.S_IFDIR if f"{path}/{name}" in _FOLDER_MODES else stat.S_IFLNK
             yield name, {"st_ino": _compute_inode(f"{path}/{name}"), "st_mode": file_type}, 0
@@ -97,8 +102,8 @@ class VirtualFolder:
         """Return the target of a link."""
         if path == _SOCKET:
             return str(self._agent_folder / "agent.sock")
-        folder, name = os.path.split(path)
-        if folder == _IOVS:
+        folder_path, name = os.path.split(path)
+        if folder_path == _IOVS:
             if not self._is_visible(name):
                 raise _make_error(errno.ENOENT)
             try:
@@ -112,38 +117,38 @@ class VirtualFolder:
         return target
 
     def symlink(self, path: str, target: str) -> None:
-        """Publish an iov in ``iovs``, or remove a file or folder by ``rm-rf``."""
-        folder, name = os.path.split(path)
-        if folder == _IOVS:
+        """Publish an iov or a ring by a link in ``iovs``, or remove a file or folder by a link in ``rm-rf``."""
+        folder_path, name = os.path.split(path)
+        if folder_path == _IOVS:
             sender = caller()
             user = self._store.user_of_request()
-            self._links.publish(name, target, uid=sender.uid, user=user, thread_id=sender.thread_id)
-        elif folder == _RM_RF:
+            self._link_clients.publish(name, target, uid=sender.uid, user=user, thread_id=sender.thread_id)
+        elif folder_path == _RM_RF:
             self._remove_all(target)
             with self._lock:
                 self._rm_rf_targets[path] = target
         else:
             # A link in set-conf would set a configuration key, and this agent has no keys.
-            raise _make_error(errno.EINVAL if folder == _SET_CONF else errno.EPERM)
+            raise _make_error(errno.EINVAL if folder_path == _SET_CONF else errno.EPERM)
 
     def unlink(self, path: str) -> None:
         """Remove a publication."""
-        folder, name = os.path.split(path)
-        if folder != _IOVS or name.partition(".")[0] == _SEMAPHORE_LINK_STEM:
+        folder_path, name = os.path.split(path)
+        if folder_path != _IOVS or name.partition(".")[0] == _SEMAPHORE_LINK_STEM:
             raise _make_error(errno.EPERM)
-        self._links.unpublish(name, uid=caller().uid)
+        self._link_clients.unpublish(name, uid=caller().uid)
 
     def _is_visible(self, name: str) -> bool:
-        """Return whether the requesting user may see a link in ``iovs``: an own link, or a link to a semaphore."""
+        """Return whether the requesting user may see a link in ``iovs``: a link of this user, or to a semaphore."""
         if not self._is_shared or name.partition(".")[0] == _SEMAPHORE_LINK_STEM:
             return True
-        return caller().uid in {0, self._links.owner(name)}
+        return caller().uid in {0, self._link_clients.owner_uid(name)}
 
     def _remove_all(self, target: str) -> None:
-        """Remove the file or folder that the link `target` names, with its contents."""
+        """Remove the file or folder that `target`, the target of a new link in ``rm-rf``, names."""
         check_root()
         prefix = f"{self._mount}/"
-        # A relative path is refused: the kernel passes only the text of the link, and not the folder of its process.
+        # A relative path is refused, because the kernel does not pass the working folder of the requesting process.
         if not target.startswith(prefix) or os.path.normpath(target) != target.rstrip("/"):
             raise _make_error(errno.EINVAL)
         path = target.removeprefix(prefix).rstrip("/")

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ALL_ACCESS", "WAIT_MS", "connect_queue_pairs", "create_queue_pair", "require_errno"]
 
+# The access that SEND, RDMA WRITE and RDMA READ need. Atomic operations are not allowed.
 ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
-# Soft-RoCE in an emulated guest is slow. Only a case that fails waits this long.
+# Soft-RoCE in an emulated guest is slow. Only a failing case waits this long.
 WAIT_MS = 20_000.0
 
 

@@ -1,4 +1,4 @@
-"""Calls of libibverbs by ctypes. They let a case destroy objects in a wrong order, unlike pyverbs."""
+"""Calls of libibverbs by ctypes. Unlike pyverbs, they do not destroy dependent objects first."""
 
 from __future__ import annotations
 

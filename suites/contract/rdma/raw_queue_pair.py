@@ -1,7 +1,7 @@
 """Calls of libibverbs with any arguments: transitions of a queue pair, and registrations of any range.
 
-The calls use gdrkit.verbs._pyverbs, through which the classes of gdrkit call libibverbs. So arguments that the classes
-would refuse, such as a length of 0, reach the library.
+The calls use gdrkit.verbs._pyverbs, the module below the classes of gdrkit.verbs. Arguments that these classes would
+refuse, such as a length of 0, reach libibverbs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["REQUIRED_ATTRIBUTES", "Mask", "RawQueuePair", "make_loopback_path", 
 
 
 class Mask(enum.IntFlag):
-    """``ibv_qp_attr_mask``."""
+    """``ibv_qp_attr_mask``: the attributes that a call of ibv_modify_qp passes."""
 
     STATE = 1 << 0
     ACCESS_FLAGS = 1 << 3
@@ -53,11 +53,12 @@ REQUIRED_ATTRIBUTES: Mapping[QueuePairState, Mask] = {
     QueuePairState.RTS: Mask.TIMEOUT | Mask.RETRY_CNT | Mask.RNR_RETRY | Mask.SQ_PSN | Mask.MAX_QP_RD_ATOMIC,
 }
 
-_MTU_256 = 1
+_MTU_256 = 1  # IBV_MTU_256
+_OPCODE_SEND, _SIGNALED = 2, 2  # IBV_WR_SEND and IBV_SEND_SIGNALED
 
 
 def make_valid_attributes(nic: Nic) -> dict[str, int]:
-    """Return a valid value for each attribute of all transitions. The mask of a call selects some of them."""
+    """Return a valid value for each attribute of all transitions. The mask of a call selects the attributes to pass."""
     return {
         "pkey_index": 0,
         "port_num": nic.port.number,
@@ -68,8 +69,8 @@ def make_valid_attributes(nic: Nic) -> dict[str, int]:
         "sq_psn": 1,
         "max_dest_rd_atomic": 1,
         "max_rd_atomic": 1,
-        "min_rnr_timer": 12,
-        "timeout": 14,
+        "min_rnr_timer": 12,  # 0.64 ms
+        "timeout": 14,  # 4.096 us * 2**14 = 67 ms
         "retry_cnt": 1,
         "rnr_retry": 1,
     }
@@ -90,15 +91,16 @@ def make_loopback_path(nic: Nic, **changed_fields: int | str) -> dict[str, int |
 
 @dataclass
 class RawQueuePair:
-    """A queue pair whose state a case changes by single transitions."""
+    """A queue pair that a case moves from state to state by single calls of ibv_modify_qp."""
 
     nic: Nic
-    queue: CompletionQueue
+    completion_queue: CompletionQueue
 
     def __post_init__(self) -> None:
         limits = {"max_send_wr": 4, "max_recv_wr": 4, "max_send_sge": 1, "max_recv_sge": 1, "max_inline_data": 0}
+        completion_queue = self.completion_queue.queue
         self.queue_pair, self.number = _pyverbs.create_queue_pair(
-            self.nic.domain, send_queue=self.queue.queue, receive_queue=self.queue.queue, limits=limits
+            self.nic.domain, send_queue=completion_queue, receive_queue=completion_queue, limits=limits
         )
 
     @property
@@ -107,7 +109,7 @@ class RawQueuePair:
         return QueuePairState(_pyverbs.query_state(self.queue_pair))
 
     def move_to(self, state: QueuePairState | int, mask: Mask | None = None, **changed_fields: int) -> None:
-        """Make one transition to `state` with valid attributes. `changed_fields` replaces some of their values.
+        """Make one transition to `state` with valid attributes. `changed_fields` replaces values of attributes.
 
         The call passes the attributes of `mask`. If `mask` is None, it passes the attributes that the transition
         requires.
@@ -121,7 +123,7 @@ class RawQueuePair:
         """Call ibv_modify_qp with exactly these attributes."""
         _pyverbs.modify(self.queue_pair, mask=int(mask), address=address, **attributes)
 
-    def advance(self, state: QueuePairState) -> None:
+    def advance_to(self, state: QueuePairState) -> None:
         """Make all transitions from RESET to `state`."""
         for next_state in REQUIRED_ATTRIBUTES:
             if next_state <= state:
@@ -129,7 +131,15 @@ class RawQueuePair:
 
     def post_send(self, work_id: int) -> None:
         """Post a SEND without data."""
-        _pyverbs.post_send(self.queue_pair, work_id=work_id, opcode=2, flags=2, elements=(), remote=None, immediate=0)
+        _pyverbs.post_send(
+            self.queue_pair,
+            work_id=work_id,
+            opcode=_OPCODE_SEND,
+            flags=_SIGNALED,
+            elements=(),
+            remote=None,
+            immediate=0,
+        )
 
     def post_receive(self, work_id: int) -> None:
         """Post a receive without memory."""

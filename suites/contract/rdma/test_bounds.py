@@ -21,18 +21,21 @@ pytestmark = needs(verbs.nic())
 LENGTH_BYTES = 8 * KIB + 5
 UNTOUCHED = b"\xa5" * LENGTH_BYTES
 
+# Bits to flip in a key, so that the key belongs to no region.
+FLIPPED_KEY_BITS = 0x0100_0001
+
 OPERATIONS = pytest.mark.parametrize("operation", ["write", "read"])
 
 
 def post_and_wait(
-    operation: str, pair: QueuePair, local_region: Region | list[ScatterGatherElement], remote_range: RemoteRange
+    operation: str, requester: QueuePair, local_memory: Region | list[ScatterGatherElement], remote_range: RemoteRange
 ) -> Status:
     """Post a write or a read, and return the status of its completion."""
     if operation == "write":
-        pair.post_write(local_region, remote_range, work_id=1)
+        requester.post_write(local_memory, remote_range, work_id=1)
     else:
-        pair.post_read(local_region, remote_range, work_id=1)
-    return pair.wait(WAIT_MS).status
+        requester.post_read(local_memory, remote_range, work_id=1)
+    return requester.wait(WAIT_MS).status
 
 
 @OPERATIONS
@@ -95,9 +98,9 @@ def test_every_byte_inside_a_region_is_accessible(
 
 @OPERATIONS
 def test_request_of_length_0_needs_no_key(nic: Nic, operation: str) -> None:
-    # InfiniBand specification, C9-88: the responder does not check address and key of a request of length 0.
+    # InfiniBand specification, C9-88: the responder does not check the address and the key of a request of length 0.
     with connect_queue_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as region:
-        remote_range = replace(region.remote(length_bytes=0), rkey=region.rkey ^ 0x0100_0001)
+        remote_range = replace(region.remote(length_bytes=0), rkey=region.rkey ^ FLIPPED_KEY_BITS)
         assert post_and_wait(operation, requester, [], remote_range) is Status.SUCCESS
 
 

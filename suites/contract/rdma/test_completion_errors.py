@@ -1,4 +1,4 @@
-"""After an error, a queue pair is in the error state, and its requests are flushed in order; ibv_poll_cq(3)."""
+"""After an error, a queue pair is in the error state, and its requests are flushed in order (ibv_poll_cq(3))."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
+# Bits to flip in a key, so that the key belongs to no region.
+FLIPPED_KEY_BITS = 0x0100_0001
+
 
 def test_requests_after_an_error_are_flushed_in_order(nic: Nic) -> None:
     remote_bytes = bytearray(KIB)
@@ -25,7 +28,7 @@ def test_requests_after_an_error_are_flushed_in_order(nic: Nic) -> None:
         nic.register_host(bytearray(b"\xa5" * KIB)) as local_region,
         nic.register_host(remote_bytes) as remote_region,
     ):
-        range_with_wrong_key = replace(remote_region.remote(), rkey=remote_region.rkey ^ 0x0100_0001)
+        range_with_wrong_key = replace(remote_region.remote(), rkey=remote_region.rkey ^ FLIPPED_KEY_BITS)
         requester.post_write(local_region, range_with_wrong_key, work_id=0)
         for work_id in range(1, 5):
             requester.post_write(local_region, remote_region.remote(), work_id=work_id)
@@ -45,7 +48,7 @@ def test_requests_before_an_error_have_succeeded(nic: Nic) -> None:
     ):
         requester.post_write(local_region, remote_region.remote(), work_id=0)
         requester.post_write(
-            local_region, replace(remote_region.remote(), rkey=remote_region.rkey ^ 0x0100_0001), work_id=1
+            local_region, replace(remote_region.remote(), rkey=remote_region.rkey ^ FLIPPED_KEY_BITS), work_id=1
         )
         completions = [requester.wait(WAIT_MS) for _ in range(2)]
     assert [completion.status for completion in completions] == [Status.SUCCESS, Status.REM_ACCESS_ERR]
@@ -55,7 +58,7 @@ def test_requests_before_an_error_have_succeeded(nic: Nic) -> None:
 def test_responder_that_refused_flushes_its_receives(nic: Nic) -> None:
     with connect_queue_pairs(nic) as (requester, responder), nic.register_host(bytearray(KIB)) as region:
         responder.post_receive((), work_id=7)
-        requester.post_write(region, replace(region.remote(), rkey=region.rkey ^ 0x0100_0001), work_id=0)
+        requester.post_write(region, replace(region.remote(), rkey=region.rkey ^ FLIPPED_KEY_BITS), work_id=0)
         assert requester.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
         flushed_completion = responder.wait_received(WAIT_MS)
         assert (flushed_completion.work_id, flushed_completion.status) == (7, Status.WR_FLUSH_ERR)
@@ -76,6 +79,7 @@ def test_receives_are_flushed_in_order(nic: Nic) -> None:
 def test_peer_in_the_error_state_ends_in_retry_exceeded(nic: Nic, operation: str) -> None:
     remote_bytes = bytearray(KIB)
     with (
+        # One retry after 4.096 us * 2**12 = 17 ms, so that the request fails soon.
         connect_queue_pairs(nic, retry_count=1, timeout_exponent=12) as (requester, responder),
         nic.register_host(bytearray(b"\xa5" * KIB)) as local_region,
         nic.register_host(remote_bytes) as remote_region,

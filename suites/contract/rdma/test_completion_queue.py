@@ -1,4 +1,4 @@
-"""Completions, their order, and completion events; ibv_create_cq(3), ibv_poll_cq(3), ibv_req_notify_cq(3)."""
+"""Completions, their order, and completion events (ibv_create_cq(3), ibv_poll_cq(3), ibv_req_notify_cq(3))."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_failed_completion_generates_a_solicited_event(nic: Nic) -> None:
 
 @needs(host.open_files(4096))
 def test_event_arrives_on_a_descriptor_above_1023(nic: Nic) -> None:
-    # select(2) fails for such descriptors. pyverbs before 59 hides the descriptor of the channel.
+    # select(2) fails for such descriptors. `event_fd` is None with pyverbs before 59, which hides the descriptor.
     with limit_open_files(4096), contextlib.ExitStack() as stack:
         for _ in range(1024):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))

@@ -1,4 +1,4 @@
-"""Objects that other objects use are not destroyed (EBUSY) and stay usable; ibv_dealloc_pd(3), ibv_destroy_cq(3).
+"""Objects that other objects use are not destroyed (EBUSY) and stay usable (ibv_dealloc_pd(3), ibv_destroy_cq(3)).
 
 The cases call libibverbs by ctypes, because pyverbs would destroy the dependent objects first.
 """

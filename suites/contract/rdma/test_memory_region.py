@@ -1,4 +1,4 @@
-"""Memory that can be registered, and the keys of its regions; ibv_reg_mr(3)."""
+"""Memory that can be registered, and the keys of its regions (ibv_reg_mr(3))."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Access rights of keys, queue pairs and protection domains; ibv_reg_mr(3), ibv_modify_qp(3), ibv_alloc_pd(3)."""
+"""Access rights of keys, queue pairs and protection domains (ibv_reg_mr(3), ibv_modify_qp(3), ibv_alloc_pd(3))."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-# A responder may report a request that the queue pair does not allow as an access error or as an invalid request.
+# If the queue pair does not allow a request, the responder may report an access error or an invalid request.
 NOT_ALLOWED_STATUSES = frozenset({Status.REM_ACCESS_ERR, Status.REM_INV_REQ_ERR})
-# A receive that cannot be filled is a protection error in the specification, and a QP operation error in rxe.
+# If the NIC cannot write to the memory of a receive, the specification requires a protection error. rxe reports a QP
+# operation error.
 NOT_FILLED_STATUSES = frozenset({Status.LOC_PROT_ERR, Status.LOC_QP_OP_ERR})
 
-# An unknown local key, or a local key of another domain, is a protection error in the specification (10.10.5), and a QP
-# operation error in rxe.
+# By the specification (10.10.5), an unknown local key or a local key of another domain causes a protection error. rxe
+# reports a QP operation error.
 NO_SUCH_KEY_STATUSES = frozenset({Status.LOC_PROT_ERR, Status.LOC_QP_OP_ERR})
+# Bits to flip in a key, so that the key belongs to no region.
+FLIPPED_KEY_BITS = 0x0100_0001
 
 
 def test_write_needs_remote_write_access(nic: Nic) -> None:
@@ -95,7 +98,7 @@ def test_key_with_a_flipped_bit_is_refused(nic: Nic, flipped_bits: int) -> None:
 def test_send_with_a_wrong_local_key_fails_at_the_requester(nic: Nic) -> None:
     with connect_queue_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as local_region:
         element = local_region.element()
-        requester.post_send([replace(element, lkey=element.lkey ^ 0x0100_0001)], work_id=1)
+        requester.post_send([replace(element, lkey=element.lkey ^ FLIPPED_KEY_BITS)], work_id=1)
         assert requester.wait(WAIT_MS).status in NO_SUCH_KEY_STATUSES
 
 

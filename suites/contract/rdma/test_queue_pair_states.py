@@ -1,4 +1,4 @@
-"""State transitions of a queue pair, and the attributes that each requires; ibv_modify_qp(3)."""
+"""State transitions of a queue pair, and the attributes that each transition requires (ibv_modify_qp(3))."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ REQUIRED_CASES = [
 @pytest.fixture
 def queue_pair(nic: Nic) -> Iterator[RawQueuePair]:
     """Yield a queue pair in RESET."""
-    with nic.completion_queue() as queue:
-        raw_queue_pair = RawQueuePair(nic, queue)
+    with nic.completion_queue() as completion_queue:
+        raw_queue_pair = RawQueuePair(nic, completion_queue)
         yield raw_queue_pair
         raw_queue_pair.close()
 
@@ -62,7 +62,7 @@ def test_queue_pair_goes_from_reset_to_rts_in_three_steps(queue_pair: RawQueuePa
 def test_transition_without_a_required_attribute_is_refused(
     queue_pair: RawQueuePair, state: QueuePairState, missing_attribute: Mask
 ) -> None:
-    queue_pair.advance(STATE_BEFORE[state])
+    queue_pair.advance_to(STATE_BEFORE[state])
     with require_errno(errno.EINVAL):
         queue_pair.move_to(state, REQUIRED_ATTRIBUTES[state] & ~missing_attribute)
     assert queue_pair.state is STATE_BEFORE[state]
@@ -70,7 +70,7 @@ def test_transition_without_a_required_attribute_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("from_state", "state"),
+    ("from_state", "to_state"),
     [
         pytest.param(RESET, RTR, id="RESET-to-RTR"),
         pytest.param(RESET, RTS, id="RESET-to-RTS"),
@@ -83,13 +83,13 @@ def test_transition_without_a_required_attribute_is_refused(
     ],
 )
 def test_invalid_transition_is_refused(
-    queue_pair: RawQueuePair, from_state: QueuePairState, state: QueuePairState
+    queue_pair: RawQueuePair, from_state: QueuePairState, to_state: QueuePairState
 ) -> None:
-    queue_pair.advance(RTS if from_state is ERR else from_state)
+    queue_pair.advance_to(RTS if from_state is ERR else from_state)
     if from_state is ERR:
         queue_pair.move_to(ERR)
     with require_errno(errno.EINVAL):
-        queue_pair.move_to(state)
+        queue_pair.move_to(to_state)
     assert queue_pair.state is from_state
 
 
@@ -107,7 +107,7 @@ def test_transition_with_a_foreign_attribute_is_refused(
     queue_pair: RawQueuePair, state: QueuePairState, extra_attribute: Mask
 ) -> None:
     from_state = STATE_BEFORE.get(state, INIT)
-    queue_pair.advance(from_state)
+    queue_pair.advance_to(from_state)
     with require_errno(errno.EINVAL):
         queue_pair.move_to(state, REQUIRED_ATTRIBUTES.get(state, Mask(0)) | extra_attribute)
     assert queue_pair.state is from_state
@@ -125,14 +125,14 @@ def test_transition_with_a_foreign_attribute_is_refused(
 def test_invalid_attribute_value_is_refused(
     queue_pair: RawQueuePair, state: QueuePairState, invalid_value: dict[str, int]
 ) -> None:
-    queue_pair.advance(STATE_BEFORE[state])
+    queue_pair.advance_to(STATE_BEFORE[state])
     with require_errno(errno.EINVAL):
         queue_pair.move_to(state, REQUIRED_ATTRIBUTES[state], **invalid_value)
     assert queue_pair.state is STATE_BEFORE[state]
 
 
 def test_gid_index_without_a_gid_is_refused(queue_pair: RawQueuePair, nic: Nic) -> None:
-    queue_pair.advance(INIT)
+    queue_pair.advance_to(INIT)
     # The largest index that fits into ibv_global_route is outside the GID table, or at an empty entry.
     address = make_loopback_path(nic, sgid_index=255)
     attributes = {**make_valid_attributes(nic), "qp_state": int(RTR)}
@@ -143,37 +143,37 @@ def test_gid_index_without_a_gid_is_refused(queue_pair: RawQueuePair, nic: Nic) 
 
 @pytest.mark.parametrize("from_state", [INIT, RTR, RTS, ERR], ids=lambda state: state.name)
 def test_queue_pair_can_be_reset_from_every_state(queue_pair: RawQueuePair, from_state: QueuePairState) -> None:
-    queue_pair.advance(RTS if from_state is ERR else from_state)
+    queue_pair.advance_to(RTS if from_state is ERR else from_state)
     if from_state is ERR:
         queue_pair.move_to(ERR)
     queue_pair.move_to(RESET)
     assert queue_pair.state is RESET
-    queue_pair.advance(RTS)
+    queue_pair.advance_to(RTS)
     assert queue_pair.state is RTS
 
 
 @pytest.mark.parametrize("from_state", [RESET, INIT, RTR], ids=lambda state: state.name)
 def test_send_before_rts_is_refused(queue_pair: RawQueuePair, from_state: QueuePairState) -> None:
-    queue_pair.advance(from_state)
+    queue_pair.advance_to(from_state)
     with require_errno(errno.EINVAL):
         queue_pair.post_send(1)
 
 
 @pytest.mark.parametrize("from_state", [INIT, RTR, RTS], ids=lambda state: state.name)
 def test_early_receive_is_flushed_in_the_error_state(queue_pair: RawQueuePair, from_state: QueuePairState) -> None:
-    queue_pair.advance(from_state)
+    queue_pair.advance_to(from_state)
     queue_pair.post_receive(1)
     queue_pair.move_to(ERR)
-    completion = queue_pair.queue.wait(WAIT_MS)
+    completion = queue_pair.completion_queue.wait(WAIT_MS)
     assert (completion.status, completion.qp_number) == (Status.WR_FLUSH_ERR, queue_pair.number)
 
 
 def test_send_in_the_error_state_is_flushed(queue_pair: RawQueuePair) -> None:
     # Most devices also flush a receive that is posted in this state. rxe does not, and no manual page guarantees it.
-    queue_pair.advance(RTS)
+    queue_pair.advance_to(RTS)
     queue_pair.move_to(ERR)
     queue_pair.post_send(1)
-    assert queue_pair.queue.wait(WAIT_MS).status is Status.WR_FLUSH_ERR
+    assert queue_pair.completion_queue.wait(WAIT_MS).status is Status.WR_FLUSH_ERR
 
 
 def test_new_queue_pairs_work_on_memory_of_failed_ones(nic: Nic) -> None:

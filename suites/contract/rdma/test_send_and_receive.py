@@ -25,8 +25,8 @@ REGION_BYTES = 80 * KIB
 # Message lengths in bytes: none, one byte, and lengths near the packet size of each path MTU.
 LENGTHS = [0, 1, 255, 1024, 1025, 4097, 64 * KIB]
 IMMEDIATES = [0, 1, 0x01020304, 0xFFFFFFFF]
-# By the specification (9.9.3), a message that is too long is an invalid request for the requester, and a length error
-# for the receiver. rxe reports an operation error on both sides.
+# If a message is longer than the receive, the requester gets an invalid request error and the receiver gets a length
+# error, by the specification (9.9.3). rxe reports an operation error on both sides.
 TOO_LONG_AT_REQUESTER = frozenset({Status.REM_INV_REQ_ERR, Status.REM_OP_ERR})
 TOO_LONG_AT_RECEIVER = frozenset({Status.LOC_LEN_ERR, Status.LOC_QP_OP_ERR})
 
@@ -43,10 +43,10 @@ def reverse_quarters(data: bytes) -> bytes:
     return b"".join(data[index * quarter_bytes : (index + 1) * quarter_bytes] for index in (3, 2, 1, 0))
 
 
-def post_receives(pair: QueuePair, count: int) -> None:
+def post_receives(queue_pair: QueuePair, count: int) -> None:
     """Post `count` receives without elements."""
     for work_id in range(count):
-        pair.post_receive((), work_id=work_id)
+        queue_pair.post_receive((), work_id=work_id)
 
 
 @pytest.mark.parametrize("length_bytes", LENGTHS)
@@ -55,11 +55,11 @@ def test_message_arrives_and_bytes_after_it_are_unchanged(nic: Nic, seed: int, l
     destination_bytes = bytearray(REGION_BYTES)
     with (
         connect_queue_pairs(nic) as (requester, responder),
-        nic.register_host(bytearray(payload) or bytearray(1)) as source,
-        nic.register_host(destination_bytes) as region,
+        nic.register_host(bytearray(payload) or bytearray(1)) as source_region,
+        nic.register_host(destination_bytes) as destination_region,
     ):
-        responder.post_receive(region, work_id=1)
-        requester.post_send(source, work_id=2, length_bytes=length_bytes)
+        responder.post_receive(destination_region, work_id=1)
+        requester.post_send(source_region, work_id=2, length_bytes=length_bytes)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
         receive_completion = responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
     assert (receive_completion.length_bytes, receive_completion.opcode, receive_completion.immediate) == (
@@ -108,13 +108,13 @@ def test_receives_are_filled_in_posting_order(nic: Nic) -> None:
     destination_bytes = bytearray(8)
     with (
         connect_queue_pairs(nic) as (requester, responder),
-        nic.register_host(bytearray(range(8))) as source,
-        nic.register_host(destination_bytes) as region,
+        nic.register_host(bytearray(range(8))) as source_region,
+        nic.register_host(destination_bytes) as destination_region,
     ):
         for work_id in range(8):
-            responder.post_receive(region, work_id=work_id, local_offset_bytes=7 - work_id, length_bytes=1)
+            responder.post_receive(destination_region, work_id=work_id, local_offset_bytes=7 - work_id, length_bytes=1)
         for work_id in range(8):
-            requester.post_send(source, work_id=work_id, local_offset_bytes=work_id, length_bytes=1)
+            requester.post_send(source_region, work_id=work_id, local_offset_bytes=work_id, length_bytes=1)
         for work_id in range(8):
             assert requester.wait(WAIT_MS).expect(Status.SUCCESS).work_id == work_id
             assert responder.wait_received(WAIT_MS).expect(Status.SUCCESS).work_id == work_id
@@ -239,13 +239,13 @@ def test_missing_receive_ends_in_rnr_retry_exceeded(nic: Nic, operation: str) ->
 def test_late_receive_within_the_retries_succeeds(nic: Nic) -> None:
     destination_bytes = bytearray(KIB)
     with (
-        # Timer code 30 means that the requester retries after 0.5 s.
+        # Timer code 30 means that the requester retries after 0.33 s.
         connect_queue_pairs(nic, rnr_timer_code=30) as (requester, responder),
-        nic.register_host(bytearray(b"\xa5" * KIB)) as source,
-        nic.register_host(destination_bytes) as region,
+        nic.register_host(bytearray(b"\xa5" * KIB)) as source_region,
+        nic.register_host(destination_bytes) as destination_region,
     ):
-        requester.post_send(source, work_id=1)
-        responder.post_receive(region, work_id=2)
+        requester.post_send(source_region, work_id=1)
+        responder.post_receive(destination_region, work_id=2)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
         responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
     assert destination_bytes == b"\xa5" * KIB

@@ -1,4 +1,4 @@
-"""Ports, indexes and devices that do not exist; ibv_query_port(3), ibv_query_gid(3), ibv_query_pkey(3)."""
+"""Ports, indexes and devices that do not exist (ibv_query_port(3), ibv_query_gid(3), ibv_query_pkey(3))."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generator of the tables in docs/findings.md about the items of the documents that gdrkit began with."""
+"""Generator of the tables in docs/findings.md about the items of the five documents from which gdrkit began."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
     from meta.items.item import Item
 
-__all__ = ["BAR", "render"]
+__all__ = ["ESCAPED_BAR", "render"]
 
-# An escaped vertical bar, which does not end a cell of a table.
-BAR = "\\|"
+# An escaped vertical bar, which does not end a cell of a Markdown table.
+ESCAPED_BAR = "\\|"
 
 _HEAD = """## The items of the five documents
 
 Five documents asked for this project, or described earlier code for it. These tables have every requirement, function,
-file, test, number, entry about trouble and plan for the future of each document, in its order.
+file, test, number, hint about troubleshooting and plan for the future of each document, in the order of the document.
 
 | state | meaning |
 |---|---|
 | `done` | gdrkit has it, and a case checks it |
-| `differs` | the real headers contradict it, or something else replaced it; the linked document explains that |
+| `differs` | the real headers contradict it, or gdrkit has something else instead; the linked document explains that |
 | `partly` | the row says what is missing |
 | `needs hardware` | the row names the hardware on which the case must run |
 
@@ -52,7 +52,7 @@ def render() -> str:
                 _format_references(item.code),
                 _format_references(item.cases),
             )
-            lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
+            lines.append(f"| {' | '.join(cell.replace('|', ESCAPED_BAR) for cell in cells)} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -70,8 +70,8 @@ def _make_summary() -> Iterator[str]:
 
 
 def _format_count_row(title: str, counts: Counter[State]) -> str:
-    numbers = [counts.total(), *(counts[state] for state in State)]
-    return f"| {title} | {' | '.join(map(str, numbers))} |"
+    item_counts = [counts.total(), *(counts[state] for state in State)]
+    return f"| {title} | {' | '.join(map(str, item_counts))} |"
 
 
 def _format_state(item: Item) -> str:

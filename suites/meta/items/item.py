@@ -1,4 +1,4 @@
-"""Items of the first documents of gdrkit: the requirements and claims of each document, with the code and the cases.
+"""Requirements and claims of the five documents from which gdrkit began, with the code and cases of gdrkit for each.
 
 One TOML file in this folder describes one document. :func:`find_problems` finds references that no longer exist.
 """
@@ -24,7 +24,7 @@ class State(StrEnum):
     """The state of an item. The TOML files and docs/findings.md contain these values."""
 
     DONE = "done"
-    # The real headers contradict the item, or something else replaced it. `Item.guide` has the explanation.
+    # The real headers contradict the item, or gdrkit has something else in its place. `Item.guide` has the explanation.
     DIFFERS = "differs"
     PARTLY = "partly"
     NEEDS_HARDWARE = "needs hardware"
@@ -69,8 +69,8 @@ class Document:
 
 
 def _parse_item(fields: dict[str, Any]) -> Item:
-    lists = {name: tuple(fields.get(name, ())) for name in ("code", "cases")}
-    return Item(**(fields | lists | {"state": State(fields["state"])}))
+    references = {name: tuple(fields.get(name, ())) for name in ("code", "cases")}
+    return Item(**(fields | references | {"state": State(fields["state"])}))
 
 
 def read_document(path: Path) -> Document:
@@ -83,7 +83,10 @@ DOCUMENTS = tuple(read_document(path) for path in sorted(Path(__file__).parent.g
 
 
 def find_problems(root: Path, document: Document) -> Iterator[str]:
-    """Yield one line for each item that has no sufficient evidence, or a reference that does not exist below `root`."""
+    """Yield one line for each problem: a repeated item, a missing note, guide or reference, or a dead reference.
+
+    The paths of references begin at `root`.
+    """
     for text, count in Counter(item.text for item in document.items).items():
         if count > 1:
             yield f"{document.number} {text}: the item is listed {count} times"
@@ -97,7 +100,7 @@ def _find_problems_of_item(root: Path, item: Item) -> Iterator[str]:
     if item.state is State.DONE and not (item.code and item.cases):
         yield "the item is done, so it needs a reference to code and one to a case"
     if (item.state is State.DIFFERS) != bool(item.guide):
-        yield f"the state is '{item.state}', and the guide is '{item.guide}': only 'differs' has a guide"
+        yield f"the state is '{item.state}', and the guide is '{item.guide}': an item has a guide only if it 'differs'"
     if item.guide and not _guide_exists(root, item.guide):
         yield f"the guide {item.guide} does not exist"
     for reference in item.code:
@@ -114,8 +117,8 @@ def _guide_exists(root: Path, guide: str) -> bool:
     if not path.is_file():
         return False
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-    # The anchors of GitHub: lower case, hyphens for blanks, no punctuation.
-    return not anchor or anchor in {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings}
+    # GitHub makes the anchor from the heading: lower case, hyphens for blanks, no punctuation.
+    return not anchor or anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def _symbol_exists(root: Path, reference: str) -> bool:
