@@ -1,4 +1,4 @@
-"""Records: write one, read it, and derive the state of a route from facts and records."""
+"""Records: write one, read it, and list the routes of this machine and the substrate of each API."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ with tempfile.TemporaryDirectory() as folder:
 facts = inventory.probe(query_apis=False)
 print("name of a route:", report.route_name(0, "mlx5_0", "dmabuf"))
 print("routes of this machine:", [status.name for status in report.route_statuses(facts, [record])])
-# The substrate of each API in this process. If an API has several substrates, the weakest counts.
+# The substrate of each API in this process. If the libraries of an API have different substrates, the result is the
+# substrate that proves least: a twin proves less than hardware.
 print(report.substrate_of(evidence.libraries(), facts))
 assert report.weakest([report.Substrate.HARDWARE, report.Substrate.TWIN]) is report.Substrate.TWIN
 

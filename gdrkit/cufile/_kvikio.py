@@ -161,7 +161,7 @@ class KvikioFile:
             raise UsageError(message)
         self.path = str(path)
         self._file = _call("kvikio.CuFile", lambda: kvikio.CuFile(self.path, mode))
-        self._handle = Handle("cufile.kvikio_file")
+        self._live_handle = Handle("cufile.kvikio_file")
         self._is_closed = False
 
     def read(
@@ -184,7 +184,7 @@ class KvikioFile:
             return
         self._file.close()
         self._is_closed = True
-        self._handle.release()
+        self._live_handle.release()
 
     def _start_transfer(
         self, operation: str, function: Callable[..., Any], transfer_range: TransferRange

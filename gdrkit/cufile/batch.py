@@ -112,7 +112,7 @@ class IoBatch:
             raise UsageError(message)
         self.capacity = capacity
         self._batch_id = int(_cufile.call("cuFileBatchIOSetUp", "batch_io_set_up", nr=capacity))
-        self._handle = Handle("cufile.batch")
+        self._live_handle = Handle("cufile.batch")
         self._remove_close_callback = driver.on_close(self.close)
         self._cookies = itertools.count(1)
         self._requests: dict[int, BatchRequest] = {}
@@ -199,7 +199,7 @@ class IoBatch:
         self._requests.clear()
         self._submitted_arrays.clear()
         self._remove_close_callback()
-        self._handle.release()
+        self._live_handle.release()
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -153,7 +153,7 @@ class RegisteredBuffer:
             )
         _registrations[self._address] = self
         # The handle counts this buffer in :func:`gdrkit.handles.live` until the buffer is closed.
-        self._handle = Handle("cufile.buffer")
+        self._live_handle = Handle("cufile.buffer")
         self._remove_close_callback = driver.on_close(self.close)
         self._is_closed = False
 
@@ -221,7 +221,7 @@ class RegisteredBuffer:
             raise
         _registrations.pop(self._address, None)
         self._remove_close_callback()
-        self._handle.release()
+        self._live_handle.release()
 
     def __enter__(self) -> Self:
         return self

@@ -78,7 +78,7 @@ class Driver:
     SetupMissing
         libcufile, libcuda or the bindings are missing, or the driver did not open in the child process.
     ApiError
-        The driver opened in the child process, but not in this process.
+        The driver did not open in this process, although it opened in the child process, if there was one.
     """
 
     def __init__(self, *, timeout_s: float | None = probe.TIMEOUT_S) -> None:
@@ -87,7 +87,7 @@ class Driver:
         _cufile.load()
         _cufile.call("cuFileDriverOpen", "driver_open")
         self._close_actions = ReleaseStack()
-        self._handle = Handle("cufile.driver")
+        self._live_handle = Handle("cufile.driver")
         self._is_closed = False
         self.statistics = Statistics()
 
@@ -139,7 +139,7 @@ class Driver:
         self._close_actions.run()
         _cufile.call("cuFileDriverClose", "driver_close")
         self._is_closed = True
-        self._handle.release()
+        self._live_handle.release()
 
     def __enter__(self) -> Self:
         return self

@@ -221,7 +221,9 @@ class FileHandle:
                 address=transfer_range.address + transfer_range.offset_bytes, offset_bytes=0
             )
         registration = find_registration(transfer_range.address)
-        pending_transfer = PendingTransfer(operation, stream, transfer_range, on_end=self._pending_transfers.discard)
+        pending_transfer = PendingTransfer(
+            operation, stream, transfer_range, on_result_read=self._pending_transfers.discard
+        )
         with contextlib.nullcontext() if registration is None else registration.use_stream(stream, operation):
             # The transfer is added before the call, because the stream may use its arguments at once.
             self._pending_transfers.add(pending_transfer)

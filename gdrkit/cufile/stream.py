@@ -23,8 +23,8 @@ __all__ = ["PendingTransfer", "RegisteredStream", "StreamFlags"]
 class StreamFlags(enum.IntFlag):
     """Promises about the transfers on a stream (``CU_FILE_STREAM_*``), which cuFile can use to prepare them.
 
-    The first three promise that an argument does not change after the transfer is queued. ``PAGE_ALIGNED`` promises
-    that the length and both offsets are multiples of 4096.
+    ``BUFFER_OFFSET``, ``FILE_OFFSET`` and ``LENGTH`` promise that this argument does not change after the transfer is
+    queued. ``PAGE_ALIGNED`` promises that the length and both offsets are multiples of 4096.
     """
 
     NOTHING = 0
@@ -47,12 +47,12 @@ class PendingTransfer:
         stream: CudaStream,
         transfer_range: TransferRange,
         *,
-        on_end: Callable[[PendingTransfer], None],
+        on_result_read: Callable[[PendingTransfer], None],
     ) -> None:
         self._operation = operation
         self._stream: CudaStream | None = stream
         self._transfer_range = transfer_range
-        self._end_callback = on_end
+        self._on_result_read = on_result_read
         self._arguments = _cufile.AsyncArguments(
             length_bytes=transfer_range.length_bytes,
             file_offset=transfer_range.file_offset_bytes,
@@ -60,7 +60,7 @@ class PendingTransfer:
         )
 
     def call_arguments(self) -> dict[str, int]:
-        """Return the arguments that cuFileReadAsync and cuFileWriteAsync take between the file and the stream."""
+        """Return the arguments of cuFileReadAsync and cuFileWriteAsync, except the file handle and the stream."""
         length_address, file_offset_address, buffer_offset_address, result_address = self._arguments.addresses()
         return {
             "bufPtr_base": self._transfer_range.address,
@@ -72,10 +72,10 @@ class PendingTransfer:
 
     @property
     def done(self) -> bool:
-        """Whether the stream has completed the transfer and all of its other work.
+        """Whether the stream has completed the transfer and all of its other work, or was closed.
 
-        The result does not show whether the transfer is done, because libcufile sets it to 0 in the call. So the
-        property queries the stream.
+        libcufile sets the result to 0 when it queues the transfer, so a result of 0 does not show that the transfer is
+        done. So the property queries the stream.
         """
         stream = self._stream  # Another thread may set the attribute to None.
         if stream is not None and (stream.closed or stream.query()):
@@ -95,7 +95,7 @@ class PendingTransfer:
         if not self.done:
             message = f"{self._operation} is not done"
             raise UsageError(message, reason=Reason.BUSY, what_to_do="synchronize the stream first")
-        self._end_callback(self)
+        self._on_result_read(self)
         result = self._arguments.result
         if result < 0:
             arguments = {
@@ -128,7 +128,7 @@ class RegisteredStream:
         driver.check_open()
         self.stream = stream
         _cufile.call("cuFileStreamRegister", "stream_register", stream=stream, flags=int(flags))
-        self._handle = Handle("cufile.stream")
+        self._live_handle = Handle("cufile.stream")
         self._remove_close_callback = driver.on_close(self.close)
         self._is_closed = False
 
@@ -139,7 +139,7 @@ class RegisteredStream:
         _cufile.call("cuFileStreamDeregister", "stream_deregister", stream=self.stream)
         self._is_closed = True
         self._remove_close_callback()
-        self._handle.release()
+        self._live_handle.release()
 
     def __enter__(self) -> Self:
         return self

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdrkit import evidence, handles, host, launch
-from gdrkit.errors import LeakDetected, SetupMissing
+from gdrkit.errors import ApiError, LeakDetected, SetupMissing
 from gdrkit.report.substrate import is_twin
 from gdrkit.units import HOST_PAGE_BYTES
 
@@ -137,7 +137,7 @@ def start_apis(apis: Collection[str]) -> None:
                 if device.attribute(cuda.DeviceAttribute.UNIFIED_ADDRESSING):
                     cuda.export_handle(memory)
         # NVML keeps an eventfd that its first nvmlInit opens.
-        with contextlib.suppress(SetupMissing):
+        with contextlib.suppress(SetupMissing, ApiError):
             host.nvml_facts()
     if "gaudi" in apis:
         from gdrkit import gaudi

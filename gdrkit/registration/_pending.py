@@ -128,7 +128,11 @@ class PendingDeregistrations:
         """
         first_error: GdrkitError | None = None
         with self._lock.lock:
-            entries = [entry for entry in self.find_overlapping(begin, end) if retry_failed or not entry.has_failed]
+            entries = [
+                entry
+                for entry in self.find_overlapping(begin, end)
+                if entry.can_be_deregistered and (retry_failed or not entry.has_failed)
+            ]
         for entry in entries:
             try:
                 self._deregister_entry(entry)
@@ -253,10 +257,10 @@ class PendingRegistrations:
         with self._lock.lock:
             entry, has_leases = pending.entry, pending.is_done
             if not has_leases:
-                pending.entry, pending.error = None, shared_error
                 if entry is not None:
-                    entry.lease_marks.clear()
                     self._deregistrations.entries.add(entry)
+                    entry.lease_marks.clear()
+                pending.entry, pending.error = None, shared_error
                 self.complete(pending)
         if entry is not None:
             if has_leases:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from gdrkit import forks
-from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
+from gdrkit.errors import ApiError, ClosedResource, GdrkitError, Reason, UsageError
 from gdrkit.handles import Handle
 from gdrkit.registration._entries import EntryIndex, end_address
 from gdrkit.registration._pending import (
@@ -216,15 +216,23 @@ class RegionCache:
             self._is_closing = True
             try:
                 self._wait_until_unused(timeout_ms)
+                for entry in tuple(self._by_last_use):
+                    self._unlink(entry)
             except BaseException:
                 self._is_closing = False
                 raise
-            for entry in tuple(self._by_last_use):
-                self._unlink(entry)
-        self._pending_deregistrations.deregister_and_wait()
-        while self._watched_memories:
-            _memory, stop_watching = self._watched_memories.popitem()
-            stop_watching()
+        try:
+            self._pending_deregistrations.deregister_and_wait()
+        except GdrkitError:
+            raise
+        except BaseException:  # After an interrupt, the cache stays open and usable.
+            self._is_closing = False
+            raise
+        for memory in tuple(self._watched_memories):
+            # A signal handler or another thread may free the memory meanwhile.
+            stop_watching = self._watched_memories.pop(memory, None)
+            if stop_watching is not None:
+                stop_watching()
         self._is_closed = True
         self._handle.release()
 
@@ -326,7 +334,11 @@ class RegionCache:
             if pending is None:
                 return self._register(own, memory)
         except BaseException as error:
-            self._pending_registrations.abandon(own, error)
+            try:
+                self._pending_registrations.abandon(own, error)
+            finally:
+                if not own.is_done:  # An interrupt has ended the call above.
+                    self._pending_registrations.abandon(own, error)
             raise
         return self._pending_registrations.wait_for(pending)
 

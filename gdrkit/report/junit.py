@@ -67,6 +67,7 @@ def _add_case(suite: ET.Element, record: Record) -> None:
     case_element = ET.SubElement(suite, "testcase", attributes)
     properties = ET.SubElement(case_element, "properties")
     ET.SubElement(properties, "property", {"name": "verdict", "value": record.verdict.value})
+    # The case failed with exactly the error that the profile expects for an unmet need of the case.
     if record.is_expected_refusal:
         ET.SubElement(properties, "property", {"name": "refused", "value": "as expected"})
     for api, substrate in sorted(record.substrate.items()):

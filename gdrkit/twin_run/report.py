@@ -1,6 +1,7 @@
-"""The lines that ``gdrkit run`` prints at its end: for each API, which processes used its twin, and how much.
+"""The report of ``gdrkit run``: for each API, which processes used its twin, and how much.
 
-A twin is a library that emulates the hardware below an API.
+The report is printed at the end of the run, and can be written as JSON. A twin is a library that emulates the hardware
+below an API.
 """
 
 from __future__ import annotations
@@ -46,17 +47,19 @@ def report_lines(
     real_libraries: Sequence[RealLibrary],
     runtime_uses: Sequence[RuntimeUse] = (),
 ) -> list[str]:
-    """Return one line for each API whose twin was opened, one for each CUDA runtime, one for each real library, and one
-    for the other APIs.
+    """Return the lines of the report.
+
+    There is one line for each API whose twin was opened, for each CUDA runtime whose twin was opened, and for each real
+    library that was loaded instead of a twin. The last line lists the APIs whose twin was not opened.
     """
     lines = []
-    untouched_apis = []
+    unopened_apis = []
     for api in sorted(twin_apis, key=lambda api: api.value):
         uses_of_api = [use for use in uses if use.api is api]
         if uses_of_api:
             lines.append(_describe_use(api, uses_of_api))
         else:
-            untouched_apis.append(api.value)
+            unopened_apis.append(api.value)
     for runtime_library in dict.fromkeys(use.library for use in runtime_uses):
         programs_text = _describe_programs(
             [(use.program, use.process_id) for use in runtime_uses if use.library == runtime_library]
@@ -67,8 +70,8 @@ def report_lines(
         loads = [library for library in real_libraries if library.path == path]
         programs_text = _describe_programs([(load.program, load.process_id) for load in loads])
         lines.append(f"{api_name}: {path}, not the twin, was loaded by {programs_text}")
-    if untouched_apis:
-        lines.append(f"not used: {', '.join(untouched_apis)}")
+    if unopened_apis:
+        lines.append(f"not used: {', '.join(unopened_apis)}")
     return lines
 
 
@@ -79,7 +82,11 @@ def report_document(
     *,
     exit_code: int,
 ) -> dict[str, object]:
-    """Return the report as values for JSON: for each API its processes, with their objects and bytes."""
+    """Return the report as values for JSON.
+
+    It has the exit code, the processes of each API with their objects and bytes, the CUDA runtimes, and the real
+    libraries.
+    """
     apis: dict[str, object] = {}
     for api in sorted({use.api for use in uses}, key=lambda api: api.value):
         uses_of_api = [use for use in uses if use.api is api]

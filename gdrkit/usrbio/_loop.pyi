@@ -1,4 +1,6 @@
-"""The agent's loop, which executes the operations of the rings of applications."""
+"""
+The agent's loop, which executes the operations of the rings of applications.
+"""
 
 from collections.abc import Sequence
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 
 class Initiator:
-    """Queue pairs and their local memory. connect(), run() and run_singly() release the GIL."""
+    """
+    Queue pairs and their local memory. connect(), run() and run_singly() release the GIL.
+    """
 
     def __init__(self, device: str, *, memory_bytes: int, queue_pairs: int, depth_max: int) -> None: ...
 

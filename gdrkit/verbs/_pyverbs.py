@@ -343,10 +343,16 @@ def _make_region(
     def deregister() -> None:
         if id(region_pointer) not in _open_objects.ids:
             return  # The region is deregistered, or belongs to the parent of this forked process.
-        error_number = _load_library().ibv_dereg_mr(region_pointer)
-        if error_number:
-            raise _errors.error_of(operation="ibv_dereg_mr", error_number=error_number, arguments={"lkey": lkey})
-        _open_objects.ids.remove(id(region_pointer))
+        results: list[int] = []
+        try:
+            # No signal handler runs between the call and the append. After an interrupt, a second call therefore knows
+            # whether the region is deregistered. Another region could have its address by then.
+            results.extend(map(_load_library().ibv_dereg_mr, (region_pointer,)))
+        finally:
+            if results == [0]:
+                _open_objects.ids.discard(id(region_pointer))
+        if results[0]:
+            raise _errors.error_of(operation="ibv_dereg_mr", error_number=results[0], arguments={"lkey": lkey})
 
     return NativeRegion(lkey, int(region_pointer.contents.rkey), iova, deregister)
 

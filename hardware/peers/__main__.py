@@ -167,9 +167,9 @@ def _report_differences(differences: Sequence[Difference], kernel_version: str) 
     """Print the differences between the twin and a kernel, and return how many are defects of the twin."""
     defects = [difference for difference in differences if difference.is_defect_of_twin]
     for difference in differences:
-        source = f" ({difference.source})" if difference.source else ""
+        absence_reason = f" ({difference.absence_reason})" if difference.absence_reason else ""
         outcomes = f"{difference.twin} on the twin, {difference.kernel} on Soft-RoCE of {kernel_version}"
-        _print_line(f"peers: {difference.name}: {outcomes}{source}")
+        _print_line(f"peers: {difference.name}: {outcomes}{absence_reason}")
     _print_line(
         f"peers: {len(differences)} differ from Soft-RoCE of {kernel_version}; {len(defects)} are defects of the twin"
     )

@@ -1,4 +1,4 @@
-"""Runs of the stock programs on Soft-RoCE in the virtual machine of the lab, and their comparison with the twins."""
+"""Runs of unmodified RDMA programs on Soft-RoCE in a virtual machine, and comparison of the outcomes with the twins."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _GUEST_DEVICE_OPTIONS = ("--device", "rxe0", "--address", "10.9.0.1", "--gid-ind
 # Without KVM, the guest is emulated and slow, so each program gets more time in the guest.
 _GUEST_TIMEOUT_S = 180.0
 _PASS = Verdict.PASS.value
-# Reasons why the twin lacks some features of Soft-RoCE. A key has the beginnings of the names of the tests that need
-# the feature.
+# Reasons why the twin lacks some features of Soft-RoCE. Each key is a tuple of prefixes: the tests whose
+# names begin with a prefix need the feature.
 _ABSENCE_REASONS = {
     (
         "tests.test_qpex.QpExTestCase.test_qp_ex_rc_atomic_write",
@@ -57,15 +57,15 @@ class Difference:
     kernel: str
 
     @property
-    def source(self) -> str:
+    def absence_reason(self) -> str:
         """The reason why the twin lacks the feature that the test needs, or an empty string."""
-        sources = (source for prefixes, source in _ABSENCE_REASONS.items() if self.name.startswith(prefixes))
-        return next(sources, "") if self.twin.startswith("skip") else ""
+        reasons = (reason for prefixes, reason in _ABSENCE_REASONS.items() if self.name.startswith(prefixes))
+        return next(reasons, "") if self.twin.startswith("skip") else ""
 
     @property
     def is_defect_of_twin(self) -> bool:
-        """Whether the kernel passes, the twin does not, and `source` gives no reason."""
-        return self.kernel == _PASS and not self.source
+        """Whether the kernel passes, the twin does not, and `absence_reason` is empty."""
+        return self.kernel == _PASS and not self.absence_reason
 
 
 def run_in_guest(options: argparse.Namespace, output: Path) -> Path:

@@ -30,8 +30,9 @@ _TIMEOUT_MS = 30_000
 def receive(connection: Connection, path: str, length_bytes: int) -> None:
     """Offer a tensor to the sender, wait until the sender has written it, and check it.
 
-    Messages over the pipe: this endpoint and the range of the tensor; the endpoint of the sender; "connected";
-    "written" (by the sender); the route of the registration and the number of wrong bytes.
+    Messages over the pipe: the receiver sends its endpoint and the range of its tensor; the sender sends its endpoint;
+    the receiver sends "connected"; the sender sends "written"; the receiver sends the route of its registration and the
+    number of wrong bytes.
     """
     tensor = torch.empty(length_bytes, dtype=torch.uint8, device=f"cuda:{_DEVICE}")
     # The fill value is copied from host memory, because torch fills device memory by a kernel, which a twin cannot run.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.initiators import connect_initiator
-from support.memory_kinds import DMABUF, MEMORY_KINDS, ROUTES, register_device_memory
+from support.memory_kinds import MEMORY_KINDS, NEEDS_DMABUF, ROUTES, register_device_memory
 
 from gdrkit import pattern
 from gdrkit.cuda import PinnedMemory
@@ -208,7 +208,7 @@ def measure_pair(
     return rates
 
 
-@DMABUF
+@NEEDS_DMABUF
 @pytest.mark.parametrize("length_bytes", [pytest.param(size * KIB, id=f"{size}KiB") for size in (4, 16, 64, 256, 1024)])
 def test_direct_write_beside_a_copy_through_the_host(
     meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence, length_bytes: int
@@ -247,7 +247,7 @@ def test_direct_write_beside_a_copy_through_the_host(
         evidence.number("direct_over_by_host_ratio", rates["direct"].median / rates["by_host"].median)
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence) -> None:
     """Record the ratio of the rates at aligned and odd addresses. Aligned transfers should be faster."""
     length_bytes, operations = 64 * KIB, meter.choose_count(512, small_count=8)

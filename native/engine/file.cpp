@@ -64,7 +64,7 @@ int File::direct_fd() {
         const int access_mode = fcntl(fd, F_GETFL) & O_ACCMODE;
         Descriptor opened_descriptor(open(path, access_mode | O_DIRECT | O_CLOEXEC));
         if (!opened_descriptor) {
-            set_direct_open_errno(errno);
+            disable_direct(errno);
             return -1;
         }
         alignment_bytes_.store(direct_alignment_bytes(opened_descriptor.get()), std::memory_order_relaxed);

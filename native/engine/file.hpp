@@ -34,9 +34,7 @@ public:
     int direct_fd();
     // Returns the errno with which an open or a transfer with O_DIRECT failed, or 0.
     int direct_open_errno() const noexcept { return direct_errno_.load(std::memory_order_relaxed); }
-    void set_direct_open_errno(int errno_value) noexcept {
-        direct_errno_.store(errno_value, std::memory_order_relaxed);
-    }
+    void disable_direct(int errno_value) noexcept { direct_errno_.store(errno_value, std::memory_order_relaxed); }
     // The alignment of offsets, lengths and memory for O_DIRECT, in bytes, a power of two.
     std::uint64_t alignment_bytes() const noexcept { return alignment_bytes_.load(std::memory_order_relaxed); }
     // Returns the current size of the file. Throws Error.

@@ -25,7 +25,7 @@ std::uint64_t round_up(std::uint64_t value, std::uint64_t alignment) {
 }
 
 // Calls `call` with the number of bytes that are already moved and the number of bytes to move next. Repeats the call
-// until all bytes are moved, a call moves none, or a call fails.
+// until all bytes are moved, a call moves none, or a call fails with another error than EINTR.
 template <typename Call> IoResult repeat_call(const char* operation, std::uint64_t length, const Call& call) {
     IoResult result;
     while (result.bytes < length) {
@@ -60,13 +60,13 @@ IoResult write_buffered(File& file, std::uint64_t offset, std::uint64_t length, 
 
 IoResult read_direct(File& file, std::uint64_t offset, std::uint64_t length, std::byte* aligned_buffer) {
     const int fd = file.direct_fd();
-    const std::uint64_t lead_bytes = leading_bytes(file, offset);
+    const std::uint64_t offset_in_block = get_offset_in_block(file, offset);
     if (fd < 0) {
-        return read_buffered(file, offset, length, aligned_buffer + lead_bytes);
+        return read_buffered(file, offset, length, aligned_buffer + offset_in_block);
     }
     const std::uint64_t alignment = file.alignment_bytes();
-    const std::uint64_t begin = offset - lead_bytes;
-    const std::uint64_t aligned_length = round_up(lead_bytes + length, alignment);
+    const std::uint64_t begin = offset - offset_in_block;
+    const std::uint64_t aligned_length = round_up(offset_in_block + length, alignment);
     IoResult result =
         repeat_call("pread", aligned_length, [&](std::uint64_t done_bytes, std::uint64_t call_bytes) -> ssize_t {
             // A read that ends inside a block has reached the end of the file, so nothing more is read with O_DIRECT.
@@ -76,15 +76,15 @@ IoResult read_direct(File& file, std::uint64_t offset, std::uint64_t length, std
         });
     if (result.failure && result.failure->number == EINVAL && result.bytes == 0) {
         // This file system accepts O_DIRECT in open(2), but not in pread(2).
-        file.set_direct_open_errno(EINVAL);
-        return read_buffered(file, offset, length, aligned_buffer + lead_bytes);
+        file.disable_direct(EINVAL);
+        return read_buffered(file, offset, length, aligned_buffer + offset_in_block);
     }
-    result.bytes = std::min(result.bytes > lead_bytes ? result.bytes - lead_bytes : 0, length);
+    result.bytes = std::min(result.bytes > offset_in_block ? result.bytes - offset_in_block : 0, length);
     result.used_direct = true;
     if (result.bytes < length && !result.failure) {
         // At the end of the file, this second read returns nothing, unless the file has grown meanwhile.
         const IoResult tail_result = read_buffered(file, offset + result.bytes, length - result.bytes,
-                                                   aligned_buffer + lead_bytes + result.bytes);
+                                                   aligned_buffer + offset_in_block + result.bytes);
         result.bytes += tail_result.bytes;
         result.failure = tail_result.failure;
     }
@@ -94,7 +94,7 @@ IoResult read_direct(File& file, std::uint64_t offset, std::uint64_t length, std
 IoResult write_direct(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* aligned_buffer) {
     const int fd = file.direct_fd();
     const std::uint64_t alignment = file.alignment_bytes();
-    const std::byte* const from = aligned_buffer + leading_bytes(file, offset);
+    const std::byte* const from = aligned_buffer + get_offset_in_block(file, offset);
     const std::uint64_t head_bytes = std::min(length, round_up(offset, alignment) - offset);
     const std::uint64_t aligned_bytes = fd < 0 ? 0 : round_down(length - head_bytes, alignment);
     if (aligned_bytes == 0) {
@@ -116,7 +116,7 @@ IoResult write_direct(File& file, std::uint64_t offset, std::uint64_t length, co
     result.bytes += aligned_result.bytes;
     result.used_direct = !refused_direct;
     if (refused_direct) {
-        file.set_direct_open_errno(EINVAL);
+        file.disable_direct(EINVAL);
     } else if (aligned_result.failure) {
         result.failure = aligned_result.failure;
         return result;

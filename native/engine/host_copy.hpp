@@ -23,13 +23,13 @@ IoResult write_buffered(File& file, std::uint64_t offset, std::uint64_t length, 
 
 // read_direct() and write_direct() move a range with O_DIRECT. A write moves the partial blocks at both ends through
 // the page cache. `aligned_buffer` is aligned memory, with space for one more block at both ends. The bytes of the
-// range begin at aligned_buffer + leading_bytes(file, offset). If the file does not support O_DIRECT, the whole range
-// is moved through the page cache.
+// range begin at aligned_buffer + get_offset_in_block(file, offset). If the file does not support O_DIRECT, the whole
+// range is moved through the page cache.
 IoResult read_direct(File& file, std::uint64_t offset, std::uint64_t length, std::byte* aligned_buffer);
 IoResult write_direct(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* aligned_buffer);
 
 // Returns the distance of an offset from the beginning of its block in the file.
-inline std::uint64_t leading_bytes(const File& file, std::uint64_t offset) {
+inline std::uint64_t get_offset_in_block(const File& file, std::uint64_t offset) {
     return offset & (file.alignment_bytes() - 1);
 }
 

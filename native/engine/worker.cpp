@@ -248,7 +248,7 @@ void Worker::assign_staging_offsets(Chunk& chunk) {
         if (is_direct) {
             slack_left_bytes -= 2 * alignment;
             staging_offset = align_up(staging_offset, alignment) +
-                             leading_bytes(file, chunk.job->extent(first_part).offset + first_part.extent_offset);
+                             get_offset_in_block(file, chunk.job->extent(first_part).offset + first_part.extent_offset);
         }
         for (std::size_t index = first_index; index < first_index + run.parts_count; ++index) {
             chunk.parts[index].is_direct = is_direct;
@@ -263,7 +263,7 @@ IoResult Worker::read_run(const Chunk& chunk, const Part& part, std::uint64_t le
     File& file = chunk.job->file(part);
     const std::uint64_t offset = chunk.job->extent(part).offset + part.extent_offset;
     std::byte* const to = base + part.staging_offset;
-    return part.is_direct ? read_direct(file, offset, length, to - leading_bytes(file, offset))
+    return part.is_direct ? read_direct(file, offset, length, to - get_offset_in_block(file, offset))
                           : read_buffered(file, offset, length, to);
 }
 
@@ -271,7 +271,7 @@ IoResult Worker::write_run(const Chunk& chunk, const Part& part, std::uint64_t l
     File& file = chunk.job->file(part);
     const std::uint64_t offset = chunk.job->extent(part).offset + part.extent_offset;
     const std::byte* const from = base + part.staging_offset;
-    return part.is_direct ? write_direct(file, offset, length, from - leading_bytes(file, offset))
+    return part.is_direct ? write_direct(file, offset, length, from - get_offset_in_block(file, offset))
                           : write_buffered(file, offset, length, from);
 }
 
@@ -420,7 +420,7 @@ void Worker::move_host_chunk(Chunk& chunk) {
                 is_staged = part.is_direct = false;
             }
             std::byte* const base = is_staged ? slab_ : memory;
-            part.staging_offset = is_staged ? leading_bytes(file, offset) : 0;
+            part.staging_offset = is_staged ? get_offset_in_block(file, offset) : 0;
             if (is_staged && !is_read) {
                 std::memcpy(base + part.staging_offset, memory, part.length);
             }

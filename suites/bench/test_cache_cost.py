@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 from bench.interleaved import measure_interleaved
 from support.ledger import read_call_counts
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 from support.processes import limit_open_files
 
 from gdrkit import cuda
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
     from gdrkit.verbs import Nic
 
-pytestmark = [DMABUF, needs(software(Api.VERBS), verbs.peer_memory)]
+pytestmark = [NEEDS_DMABUF, needs(software(Api.VERBS), verbs.peer_memory)]
 
 REGION_COUNTS = (10, 100, 1000, 10_000)
 

@@ -1,6 +1,6 @@
 """DmabufRange owns a dma-buf descriptor, which can be closed, taken or duplicated.
 
-A range that is garbage-collected closes its descriptor and causes a warning.
+A range that is garbage-collected closes its descriptor and causes a warning. The last cases check check_range().
 
 The cases use descriptors of /dev/null, because a DmabufRange makes no call that needs a real dma-buf.
 """

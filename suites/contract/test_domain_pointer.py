@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.registration import RegistrationRoute, register
@@ -29,7 +29,7 @@ def test_domain_pointer_is_known_and_registers_regions(nic: Nic) -> None:
         assert region.rkey
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_dmabuf_region_has_the_device_address(device: Device, nic: Nic) -> None:
     with (
         device.allocate(64 * KIB) as memory,

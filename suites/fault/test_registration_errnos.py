@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.faults import inject_faults
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 
 from gdrkit import handles
 from gdrkit.errors import Api, ApiError, Reason, RegistrationFailed, SetupMissing, Unsupported, errno_name
@@ -23,7 +23,7 @@ from gdrkit.verbs import Nic
 if TYPE_CHECKING:
     from gdrkit.cuda import Device
 
-pytestmark = [DMABUF, needs(software(Api.VERBS), verbs.nic(count_min=2), verbs.peer_memory)]
+pytestmark = [NEEDS_DMABUF, needs(software(Api.VERBS), verbs.nic(count_min=2), verbs.peer_memory)]
 
 # The kernel returns this errno. The C library does not define it.
 ENOTSUPP = 524

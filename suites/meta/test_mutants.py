@@ -118,7 +118,7 @@ def test_case_that_fails_once_does_not_kill(worker: Worker) -> None:
 
 def test_equivalent_mutant_is_not_run() -> None:
     mutant = make_mutant_with(DOCSTRING, '"""."""')
-    (result,) = try_all_mutants([mutant], [], {mutant.content: "a docstring"})
+    (result,) = try_all_mutants([mutant], [], {mutant.identity_key: "a docstring"})
     assert (result.outcome, result.note) == (MutantOutcome.EQUIVALENT, "a docstring")
 
 
@@ -194,7 +194,7 @@ def test_retry_runs_only_mutants_that_were_not_killed(tmp_path: Path) -> None:
     # Without a worker, no case can run.
     (retried_result,) = try_all_mutants([killed_mutant], [], {}, kills)
     assert dataclasses.replace(retried_result, note="") == earlier_results[0]
-    assert kills.keys() == {killed_mutant.content}
+    assert kills.keys() == {killed_mutant.identity_key}
     changed_mutant = dataclasses.replace(killed_mutant, after="other lines")
     assert not read_recorded_kills(path, [changed_mutant])
 

@@ -209,7 +209,7 @@ def write_results(folder: Path, cases: dict[str, tuple[str, str, list[str]]]) ->
 def test_only_a_skipped_test_with_a_source_is_no_defect(test_name: str, twin_outcome: str, *, is_defect: bool) -> None:
     difference = Difference(test_name, twin_outcome, "pass")
     assert difference.is_defect_of_twin is is_defect
-    assert bool(difference.source) is not is_defect
+    assert bool(difference.absence_reason) is not is_defect
 
 
 def test_kernel_that_ran_no_tests_of_rdma_core_is_an_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""All GPUs and NICs transfer at once. Each NIC must carry its share by link rate, and a slower NIC must be named."""
+"""All GPUs and NICs transfer at once. The balance shows which NICs carry less than their share by link rate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 
 from gdrkit import serialization
 from gdrkit.errors import Api
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
     from gdrkit.verbs import Nic
 
-pytestmark = DMABUF
+pytestmark = NEEDS_DMABUF
 
 DURATION_S = 2.0
 
 
-# A program that measures the balance of all NICs and GPUs. A `gdrkit run` of its own gives it more devices than this
-# process has, and port counters.
+# A program that measures the balance of all NICs and GPUs. The case starts it with `gdrkit run`, because the program
+# needs more devices than this process has, and port counters.
 BALANCE_PROGRAM = """
 import json
 from contextlib import ExitStack
@@ -85,7 +85,7 @@ def test_slow_nic_among_eight_is_named_and_its_share_is_counted(tmp_path: Path) 
     total_bytes = sum(load["moved_bytes"] for load in load_by_nic.values())
     slow_load = load_by_nic.pop("twin5")
     assert slow_load["share_percent"] < 0.7 * slow_load["expected_percent"]
-    # share_percent is computed from port counters, which count the payload twice in loopback, and packet headers. This
-    # applies to all NICs alike, so a share of the counted bytes is nearly the share of the payload.
+    # share_percent is computed from port counters. They include packet headers, and in loopback they count the payload
+    # twice. This applies to all NICs alike, so a share of the counted bytes is nearly the share of the payload.
     assert slow_load["share_percent"] == pytest.approx(100 * slow_load["moved_bytes"] / total_bytes, rel=0.05)
     assert all(load["share_percent"] > 0.7 * load["expected_percent"] for load in load_by_nic.values())

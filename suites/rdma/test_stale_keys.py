@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF, MEMORY_KINDS, connect_peer_queue_pair, register_by_route
+from support.memory_kinds import MEMORY_KINDS, NEEDS_DMABUF, connect_peer_queue_pair, register_by_route
 from support.raw_cuda import RawMemory
 
 from gdrkit import cuda, pattern
@@ -52,7 +52,7 @@ def test_free_by_gdrkit_deregisters_first(nic: Nic, peer: Peer, seed: int, memor
             assert successor.read() == b"\x5a" * (256 * KIB)
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_old_key_after_a_raw_free_never_accesses_the_new_owner(
     device: Device, nic: Nic, peer: Peer, evidence: Evidence, seed: int
 ) -> None:

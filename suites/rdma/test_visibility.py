@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rdma.litmus import SHAPES, FlagPlace, Litmus, Method
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 from support.python_child import module_command, suites_environ
 
 from gdrkit.errors import Api
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
     from gdrkit.verbs import Nic
 
-pytestmark = DMABUF
+pytestmark = NEEDS_DMABUF
 
 # Each case repeats its shape for this time.
 DURATION_S = 0.2

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faults import inject_faults
 from support.kernel_exporters import DMA_HEAP, UDMABUF, VGEM, export_dmabuf
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 from support.python_child import suites_environ
 
 from gdrkit import handles, launch, pattern
@@ -52,7 +52,7 @@ assert "libcuda" not in Path("/proc/self/maps").read_text()
 """
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(verbs.foreign_dmabuf)
 def test_process_without_cuda_registers_an_inherited_descriptor(device: Device, seed: int) -> None:
     with device.allocate(MIB) as memory, memory.export_dmabuf() as dmabuf:
@@ -77,7 +77,7 @@ def dmabufs(device: Device) -> Iterator[tuple[int, int]]:
         yield first_dmabuf.fd, second_dmabuf.fd
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(verbs.foreign_dmabuf)
 def test_cache_finds_a_dmabuf_by_its_identity(dmabufs: tuple[int, int], nic: Nic) -> None:
     first_fd, second_fd = dmabufs
@@ -98,7 +98,7 @@ def test_cache_finds_a_dmabuf_by_its_identity(dmabufs: tuple[int, int], nic: Nic
         assert cache.statistics().regions == 1
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(verbs.foreign_dmabuf)
 def test_shared_dmabuf_is_found_by_its_identity(dmabufs: tuple[int, int], nic: Nic) -> None:
     with RegionCache([nic]) as cache, DmabufMemory(DmabufRange.from_fd(dmabufs[0])) as memory:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faults import inject_faults
 from support.ledger import read_call_counts
-from support.memory_kinds import DMABUF, connect_peer_queue_pair, find_registration_function
+from support.memory_kinds import NEEDS_DMABUF, connect_peer_queue_pair, find_registration_function
 from support.raw_cuda import RawMemory, remap_chunk
 
 from gdrkit import cuda, handles, pattern
@@ -74,7 +74,7 @@ def test_interior_range_is_a_hit_with_the_right_address(
         memory.close()
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_other_part_of_a_registered_allocation_is_a_hit(device: Device, nic: Nic) -> None:
     # A caching allocator places its tensors like this: several borrowed parts in the middle of one allocation.
     with device.allocate(MIB) as memory, RegionCache([nic]) as cache:
@@ -100,7 +100,7 @@ def test_hit_makes_no_verbs_call(allocator: AnyAllocator, nic: Nic) -> None:
         assert read_call_counts(Api.VERBS) == calls_before
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_changed_buffer_id_at_the_same_address_is_a_miss(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with (
         RawMemory(device, 2 * MIB) as old_allocation,
@@ -131,7 +131,7 @@ def test_changed_buffer_id_at_the_same_address_is_a_miss(device: Device, nic: Ni
                 pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(cuda_needs.vmm)
 def test_remapping_only_the_second_chunk_is_a_miss(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with (

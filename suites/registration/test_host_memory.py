@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF, connect_peer_queue_pair
+from support.memory_kinds import NEEDS_DMABUF, connect_peer_queue_pair
 
 from gdrkit import handles, pattern
 from gdrkit.buffers import Allocator, DeviceBuffer, MemoryKind
@@ -156,7 +156,7 @@ def test_host_memory_has_neither_peer_memory_nor_dmabuf(nic: Nic) -> None:
         assert handles.live() == handles_before
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_device_memory_is_not_registered_as_host_memory(device: Device, nic: Nic) -> None:
     with device.allocate(LENGTH_BYTES) as memory:
         register(memory, [nic]).close()

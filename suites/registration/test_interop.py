@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.memory_kinds import DMABUF, connect_peer_queue_pair
+from support.memory_kinds import NEEDS_DMABUF, connect_peer_queue_pair
 from support.raw_cuda import allocate_raw_managed, free_raw
 
 from gdrkit import cuda, pattern
@@ -66,7 +66,7 @@ class DlpackArray:
         return self.memory.__dlpack__(stream=stream, **self.dlpack_arguments)
 
 
-@DMABUF
+@NEEDS_DMABUF
 @pytest.mark.parametrize(
     "fields",
     [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faults import inject_faults
 from support.ledger import read_call_counts
-from support.memory_kinds import DMABUF, connect_peer_queue_pair
+from support.memory_kinds import NEEDS_DMABUF, connect_peer_queue_pair
 
 from gdrkit import handles, pattern
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, RegistrationFailed, UsageError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_available_manager_reports_routes_that_work(peer: Peer, seed: int) -> None:
     with GdrManager() as manager:
         # If no GPU's memory can be registered, device() raises an error with every cause.
@@ -42,7 +42,7 @@ def test_available_manager_reports_routes_that_work(peer: Peer, seed: int) -> No
 
 
 @needs(cuda_needs.device(count_min=2))
-@DMABUF
+@NEEDS_DMABUF
 def test_gpus_have_separate_caches_and_current_device_is_kept(devices: tuple[Device, ...]) -> None:
     with devices[1].current(), GdrManager() as manager, contextlib.ExitStack() as stack:
         for gpu in manager.state.gpus[:2]:
@@ -78,7 +78,7 @@ def get_current_device_index() -> int:
         ),
     ],
 )
-@DMABUF
+@NEEDS_DMABUF
 def test_missing_api_is_a_state_and_nothing_stays_open(api: Api, rules: tuple[str, ...], reason: Reason) -> None:
     handles_before = handles.live()
     with inject_faults(api, *rules), GdrManager(gpu_indices=None) as manager:
@@ -96,7 +96,7 @@ def test_missing_api_is_a_state_and_nothing_stays_open(api: Api, rules: tuple[st
 
 @NEEDS_TWINS
 @needs(cuda_needs.device(count_min=2))
-@DMABUF
+@NEEDS_DMABUF
 def test_unavailable_gpu_does_not_affect_other_gpus() -> None:
     with GdrManager() as manager:
         assert manager.state.gpus
@@ -116,7 +116,7 @@ def test_unavailable_gpu_does_not_affect_other_gpus() -> None:
             manager.lease(memory).close()
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_gpu_that_was_not_requested_is_refused() -> None:
     with GdrManager(gpu_indices=[0]) as manager:
         with pytest.raises(UsageError) as error_info:
@@ -129,7 +129,7 @@ def test_gpu_that_was_not_requested_is_refused() -> None:
     assert handles.live() == handles_before
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_close_is_refused_until_the_lease_ends() -> None:
     manager = GdrManager(gpu_indices=[0])
     with manager:
@@ -149,7 +149,7 @@ def test_close_is_refused_until_the_lease_ends() -> None:
 
 
 @NEEDS_TWINS
-@DMABUF
+@NEEDS_DMABUF
 def test_write_ordering_is_the_attribute_of_the_device(device: Device) -> None:
     ordering = Ordering.of(device)
     assert ordering.flush_options & FlushOption.HOST

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF, connect_peer_queue_pair, register_by_route
+from support.memory_kinds import NEEDS_DMABUF, connect_peer_queue_pair, register_by_route
 from support.raw_cuda import RawMemory
 from support.sharing import import_in_peer
 
@@ -43,13 +43,13 @@ def check_write_by_dmabuf(memory: DeviceBuffer, nic: Nic, peer: Peer, seed: int)
         peer_pair.read(remote_range, seed=seed).completion.expect(Status.SUCCESS)
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_malloc_memory_is_written_by_dmabuf(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with device.allocate(2 * MIB) as memory:
         check_write_by_dmabuf(memory, nic, peer, seed)
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(cuda_needs.vmm)
 def test_vmm_memory_is_written_by_dmabuf(device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence) -> None:
     with VmmMemory.create(device, 4 * MIB, chunk_bytes=2 * MIB) as memory:
@@ -82,7 +82,7 @@ def test_vmm_share_across_chunks_has_its_bytes(device: Device, peer: Peer, seed:
         peer_memory.close()
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_reused_address_has_a_new_buffer_id_and_key(
     device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence
 ) -> None:
@@ -124,7 +124,7 @@ def torch() -> ModuleType:
     return module
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(host.module("torch"))
 def test_wrapped_torch_tensor_is_written_by_dmabuf(
     device: Device, nic: Nic, peer: Peer, seed: int, torch: ModuleType

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 from support.pci_tree import GPU_ADDRESS, PCI_PATHS, SWITCH, create_pci_tree, move_gpu
 from support.python_child import suites_environ
 
@@ -122,7 +122,7 @@ def run_transfers(root: Path) -> dict[str, object]:
 NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
 
 
-@DMABUF
+@NEEDS_DMABUF
 @NEEDS_TWINS
 def test_nearest_nic_transfers_the_bytes(tmp_path: Path, device: Device) -> None:
     nics = {"twin0": "0000:81:00.0", "twin1": "0000:06:00.0", "twin2": "0000:04:00.0", "twin3": "0000:41:00.0"}
@@ -133,7 +133,7 @@ def test_nearest_nic_transfers_the_bytes(tmp_path: Path, device: Device) -> None
     assert result["served"] == {"twin0": 0, "twin1": 0, "twin2": 400_000, "twin3": 0}
 
 
-@DMABUF
+@NEEDS_DMABUF
 @NEEDS_TWINS
 def test_nics_that_are_equally_near_take_turns(tmp_path: Path, device: Device) -> None:
     nics = {"twin0": "0000:41:00.0", "twin1": "0000:04:00.0", "twin2": "0000:81:00.0", "twin3": "0000:07:00.0"}

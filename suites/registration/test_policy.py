@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.faults import inject_faults
-from support.memory_kinds import DMABUF, connect_peer_queue_pair, find_registration_function, register_by_route
+from support.memory_kinds import NEEDS_DMABUF, connect_peer_queue_pair, find_registration_function, register_by_route
 
 from gdrkit import handles
 from gdrkit.cuda import VmmMemory
@@ -36,7 +36,7 @@ NO_PEER_MEMORY = "ibv_reg_mr call=* errno=EFAULT"
 
 
 @pytest.mark.qualify
-@DMABUF
+@NEEDS_DMABUF
 def test_dmabuf_is_used_if_every_nic_supports_it(device: Device, nics: tuple[Nic, ...]) -> None:
     with device.allocate(64 * KIB) as memory, register(memory, nics) as registration:
         assert registration.route is RegistrationRoute.DMABUF
@@ -44,7 +44,7 @@ def test_dmabuf_is_used_if_every_nic_supports_it(device: Device, nics: tuple[Nic
         assert not registration.refusals
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(software(Api.VERBS), verbs.peer_memory)
 def test_peer_memory_is_used_without_dmabuf_and_keeps_the_error(
     device: Device, nics: tuple[Nic, ...], seed: int, peer: Peer
@@ -63,7 +63,7 @@ def test_peer_memory_is_used_without_dmabuf_and_keeps_the_error(
 
 
 @pytest.mark.qualify
-@DMABUF
+@NEEDS_DMABUF
 @needs(software(Api.VERBS))
 def test_no_route_error_has_both_causes_and_leaves_nothing(device: Device, nics: tuple[Nic, ...]) -> None:
     with device.allocate(64 * KIB) as memory, inject_faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY):
@@ -80,7 +80,7 @@ def test_no_route_error_has_both_causes_and_leaves_nothing(device: Device, nics:
     assert all(cause.what_to_do for cause in causes)
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(software(Api.VERBS))
 def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[Nic, ...]) -> None:
     # Each registration must raise a new error object: the traceback of a reused object would refer to the memory of
@@ -103,7 +103,7 @@ def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[N
     assert len(traceback_lengths) == 1
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(software(Api.VERBS))
 def test_transient_probe_error_is_retried(nic: Nic) -> None:
     with Nic.open(nic.name) as new_nic:
@@ -114,7 +114,7 @@ def test_transient_probe_error_is_retried(nic: Nic) -> None:
         assert new_nic.dmabuf_error() is None
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(software(Api.VERBS))
 def test_refusal_of_a_nic_is_a_new_error_each_time(nic: Nic) -> None:
     with Nic.open(nic.name) as new_nic:
@@ -149,7 +149,7 @@ def test_failure_of_the_second_nic_deregisters_the_first(allocator: AnyAllocator
         register(memory, nics).close()
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_requested_route_has_no_fallback(device: Device, nic: Nic) -> None:
     with (
         device.allocate(64 * KIB) as memory,
@@ -204,7 +204,7 @@ def test_nics_of_a_wrong_type_are_named(nic: Nic) -> None:
         assert handles.live() == handles_before
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(cuda.vmm)
 def test_vmm_memory_of_several_chunks_is_one_region(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faults import inject_faults
 from support.ledger import read_call_counts
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 
 from gdrkit.errors import Api, ApiError, RegistrationFailed
 from gdrkit.harness.needs import needs, software, verbs
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
     from gdrkit.verbs import Nic
 
-pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA), verbs.nic(count_min=2))]
+pytestmark = [NEEDS_DMABUF, needs(software(Api.VERBS), software(Api.CUDA), verbs.nic(count_min=2))]
 
 # Fault rules: the NIC twin1 registers memory, but its writes or its reads complete with RETRY_EXC_ERR (12).
 NO_WRITES = "wc.rdma_write call=* status=12 nic=twin1"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faults import inject_faults
 from support.ledger import read_call_counts
-from support.memory_kinds import DMABUF, connect_peer_queue_pair
+from support.memory_kinds import NEEDS_DMABUF, connect_peer_queue_pair
 from support.sharing import receive_message_from_peer
 
 from gdrkit.errors import Api, ApiError, Reason, RegistrationFailed
@@ -45,7 +45,7 @@ NO_NICS = "ibv_get_device_list call=* errno=ENOSYS"
 NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(software(Api.VERBS))
 def test_lease_without_nic_fails_with_the_cause(device: Device) -> None:
     """Finding 1: the manager started without a region cache, and later calls used the missing cache."""
@@ -128,7 +128,7 @@ class MemoryWithoutAddress:
 
 
 @pytest.mark.qualify
-@DMABUF
+@NEEDS_DMABUF
 @needs(software(Api.VERBS))
 def test_memory_without_address_is_not_registered_by_address(nic: Nic, peer: Peer) -> None:
     """Finding 4: if no dma-buf could be registered, the fallback registered a null pointer."""
@@ -151,7 +151,7 @@ def test_memory_without_address_is_not_registered_by_address(nic: Nic, peer: Pee
 
 
 @pytest.mark.qualify
-@DMABUF
+@NEEDS_DMABUF
 def test_old_key_after_a_free_is_refused(device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence) -> None:
     """Finding 5: the cache kept the region of freed memory registered, so the key of the region still worked."""
     with RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.faults import inject_faults
-from support.memory_kinds import DMABUF, connect_peer_queue_pair
+from support.memory_kinds import NEEDS_DMABUF, connect_peer_queue_pair
 from support.raw_cuda import allocate_raw, free_raw, remap_chunk
 from support.sharing import import_in_peer, receive_message_from_peer
 
@@ -42,7 +42,7 @@ NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
 NO_PEER_MEMORY = "ibv_reg_mr call=* errno=EFAULT"
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_region_is_deregistered_before_the_free(device: Device, nic: Nic) -> None:
     """Defect a: memory was freed before its region was deregistered."""
     observations: list[str] = []
@@ -67,7 +67,7 @@ def test_region_is_deregistered_before_the_free(device: Device, nic: Nic) -> Non
     )
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_borrowed_memories_of_one_pointer_keep_their_keys(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     """Defect b: two borrowed memories of one pointer shared a region.
 
@@ -119,7 +119,7 @@ def test_80_byte_handle_of_interior_memory_is_refused(device: Device) -> None:
     assert "export_memory" in error_info.value.what_to_do
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(software(Api.VERBS), verbs_needs.nic(count_min=2))
 def test_memory_is_registered_with_every_nic_or_none(device: Device, nics: tuple[Nic, ...]) -> None:
     """Defect e: a registration with one NIC counted as success, and transfers by the other NICs failed later."""
@@ -133,7 +133,7 @@ def test_memory_is_registered_with_every_nic_or_none(device: Device, nics: tuple
     assert error_info.value.reason is Reason.OUT_OF_MEMORY
 
 
-@DMABUF
+@NEEDS_DMABUF
 @NEEDS_TWINS
 def test_manager_that_cannot_register_is_unavailable() -> None:
     """Defect h: the start reported success although no memory could be registered."""
@@ -152,7 +152,7 @@ def get_current_device_index() -> int:
     return int(index)
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(cuda_needs.device(count_min=2), cuda_needs.ipc)
 def test_calls_keep_the_current_device(devices: tuple[Device, ...], nic: Nic) -> None:
     """Defect i: a call changed the current device of the caller's thread."""
@@ -169,7 +169,7 @@ def test_calls_keep_the_current_device(devices: tuple[Device, ...], nic: Nic) ->
         assert get_current_device_index() == 1, "a free left another device current"
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_cache_evicts_the_least_recently_used_region(device: Device, nic: Nic) -> None:
     """Defect j: the cache evicted an arbitrary region."""
     memories = [device.allocate(64 * KIB) for _ in range(3)]
@@ -182,7 +182,7 @@ def test_cache_evicts_the_least_recently_used_region(device: Device, nic: Nic) -
         assert cache.statistics().hits == hits_before + 1, "the most recently used region was evicted"
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_leased_region_is_not_registered_twice(device: Device, nic: Nic) -> None:
     """Defect j: a region that was evicted while in use stayed registered, and its memory was registered again."""
     memories = [device.allocate(64 * KIB) for _ in range(3)]
@@ -194,7 +194,7 @@ def test_leased_region_is_not_registered_twice(device: Device, nic: Nic) -> None
         assert cache.statistics().registrations == 3, "memory in use was registered twice"
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_reused_address_gets_a_new_key(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     """Defect k: after a free that bypassed gdrkit, the cache returned the old key for new memory at that address."""
     address = allocate_raw(device, 2 * MIB)
@@ -214,7 +214,7 @@ def test_reused_address_gets_a_new_key(device: Device, nic: Nic, peer: Peer, see
             free_raw(device, new_address)
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(cuda_needs.vmm)
 def test_range_with_a_remapped_chunk_gets_a_new_key(device: Device, nic: Nic) -> None:
     """Defect k in the middle of a range: the cache checked only whether the first chunk was still the same."""
@@ -254,7 +254,7 @@ def register_with_all_nics(manager: GdrManager, dmabuf: DmabufRange) -> None:
         nic.register_dmabuf(dmabuf).close()
 
 
-@DMABUF
+@NEEDS_DMABUF
 @NEEDS_TWINS
 def test_registration_of_an_import_without_nics_fails(peer: Peer) -> None:
     """Defect n: an importer whose manager was unavailable reported success without a region."""

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from support.faults import inject_faults
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 from support.python_child import suites_environ
 from support.raw_usrbio import AgentProcess
 from support.records import make_facts, make_proven_route, make_record
@@ -66,7 +66,7 @@ def test_route_without_counted_bytes_is_unproven() -> None:
     assert states == [RouteOutcome.PROVEN, RouteOutcome.UNPROVEN], f"the states are {states}"
 
 
-@DMABUF
+@NEEDS_DMABUF
 @NEEDS_TWINS
 def test_loopback_is_not_called_wire(tmp_path: Path, device: Device, nic: Nic) -> None:
     """Defect q: bytes that stayed inside one NIC were reported as bytes on a wire."""
@@ -97,7 +97,7 @@ with run_storage_server(root / "store", root / "log") as server, cuda.Device(0) 
 """
 
 
-@DMABUF
+@NEEDS_DMABUF
 @NEEDS_TWINS
 def test_read_of_the_storage_client_is_visible(tmp_path: Path, seed: int) -> None:
     """Defect r: the caller had to flush the writes of the NIC after a read."""
@@ -123,7 +123,7 @@ with Application(mount, memory_kind="device", length_bytes=length) as applicatio
 """
 
 
-@DMABUF
+@NEEDS_DMABUF
 @NEEDS_TWINS
 def test_read_is_visible_after_hf3fs_wait_for_ios(tmp_path: Path, seed: int) -> None:
     """Defect r: the application had to call hf3fs_iovsync_gpu after a read."""
@@ -132,7 +132,7 @@ def test_read_is_visible_after_hf3fs_wait_for_ios(tmp_path: Path, seed: int) -> 
         run_child(WAIT_PROGRAM, tmp_path, seed, MIB)
 
 
-@DMABUF
+@NEEDS_DMABUF
 @NEEDS_TWINS
 def test_manager_is_available_only_if_bytes_moved() -> None:
     """Defect s: the manager was available when memory could be registered, whether the DMA worked or not."""
@@ -141,7 +141,7 @@ def test_manager_is_available_only_if_bytes_moved() -> None:
         assert not manager.state.available, "the manager is available although no bytes moved"
 
 
-@DMABUF
+@NEEDS_DMABUF
 @NEEDS_TWINS
 def test_client_library_is_available_only_if_bytes_moved(device: Device, nics: tuple[Nic, ...]) -> None:
     """Defect s: hf3fs_gdr_available did not check whether a NIC reaches the GPU."""
@@ -156,7 +156,7 @@ def test_client_library_is_available_only_if_bytes_moved(device: Device, nics: t
     assert usrbio.gdr_device_count() == 1
 
 
-@DMABUF
+@NEEDS_DMABUF
 @NEEDS_TWINS
 @needs(verbs_needs.nic(count_min=2))
 def test_nic_that_moves_nothing_is_not_used(device: Device, nics: tuple[Nic, ...]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 from support.storage import run_storage_server
 
 from gdrkit import cuda, pattern
@@ -77,7 +77,7 @@ def run_client(server: StorageServer, operation: str, **arguments: int | list[tu
     return result
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_read_into_device_memory_avoids_the_cpu(server: StorageServer, device: Device, nic: Nic, seed: int) -> None:
     """Finding 3: the CPU copied inline data into device memory, and computed the checksum of received data."""
     write_from_host(server, pattern.payload(MIB, seed=seed), nic)
@@ -90,7 +90,7 @@ def test_read_into_device_memory_avoids_the_cpu(server: StorageServer, device: D
         assert result["length_bytes"] == min(length_bytes, MIB - offset_bytes)
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_checksum_of_a_device_write_is_the_servers(server: StorageServer, device: Device, nic: Nic, seed: int) -> None:
     """Finding 3: the CPU computed the checksum of a write, and copied short data into the request."""
     for length_bytes in (100, MIB):
@@ -100,7 +100,7 @@ def test_checksum_of_a_device_write_is_the_servers(server: StorageServer, device
         assert (server.root / FILE_NAME).read_bytes()[:length_bytes] == pattern.payload(length_bytes, seed=seed)
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_hole_in_a_file_is_zeroed_by_the_device(server: StorageServer, device: Device, nic: Nic, seed: int) -> None:
     """Defect g: the CPU filled a hole with memset."""
     # The file begins with a hole, which ends at this offset.
@@ -118,7 +118,7 @@ def test_hole_in_a_file_is_zeroed_by_the_device(server: StorageServer, device: D
     assert result["hole_bytes"] == hole_end - 3
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_borrowed_device_memory_is_not_a_host_buffer(server: StorageServer, device: Device, nic: Nic) -> None:
     """Finding 6: device memory that another library had allocated was wrapped into a host buffer."""
     with (

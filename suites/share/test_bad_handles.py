@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 from support.sharing import flip_bit, make_handle, receive_message_from_peer, require_error
 
 from gdrkit import cuda
@@ -84,7 +84,7 @@ def test_reused_process_id_does_not_count_as_the_owner(device: Device, peer: Pee
     assert require_error(import_memory, device, altered_message).reason is Reason.PEER_GONE
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_dmabuf_of_an_ended_owner_is_refused(peer: Peer) -> None:
     with receive_message_from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message:
         peer.kill()
@@ -128,7 +128,7 @@ def test_handle_of_this_process_is_refused(device: Device) -> None:
         assert error.operation == "cuIpcOpenMemHandle"
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(cuda_needs.vmm)
 def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer: Peer) -> None:
     peer_memory = peer.device().allocate(64 * KIB)
@@ -162,7 +162,7 @@ def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer:
     peer_memory.close()
 
 
-@DMABUF
+@NEEDS_DMABUF
 def test_a_closed_descriptor_is_refused(device: Device) -> None:
     with device.allocate(64 * KIB) as memory, export_memory(memory, kind=ShareKind.DMABUF) as message:
         (fd,) = message.descriptors

@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 
 from gdrkit import cuda, pattern
 from gdrkit.cuda import VmmMemory
@@ -85,7 +85,7 @@ def test_vmm_descriptors_map_the_same_memory(device: Device, peer: Peer, seed: i
         imported_memory.close()
 
 
-@DMABUF
+@NEEDS_DMABUF
 @needs(cuda_needs.ipc)
 def test_peer_registers_a_received_dmabuf(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     """The peer registers memory of this process, as a storage agent does. Then a NIC writes to the memory."""

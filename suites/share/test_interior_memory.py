@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 from support.sharing import import_in_peer, receive_message_from_peer, register_dmabuf_in_peer
 
 from gdrkit import cuda, pattern
@@ -98,7 +98,7 @@ def test_export_contains_only_the_chunks_of_the_range(
 
 
 @pytest.mark.qualify
-@DMABUF
+@NEEDS_DMABUF
 @needs(verbs_needs.foreign_dmabuf)
 def test_peer_registers_a_part_that_the_owner_exports(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with (

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 from support.pci_tree import SWITCH, create_pci_tree, move_gpu
 from support.python_child import suites_environ
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gdrkit.cuda import Device
 
-pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
+pytestmark = [NEEDS_DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
 
 READ_BYTES, READ_COUNT = 65536, 8
 # The program reads a file into GPU 0, and prints the number of bytes that each NIC of the client served: the server

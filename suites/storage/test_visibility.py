@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 from support.python_child import suites_environ
 
 from gdrkit.errors import Api
@@ -17,7 +17,7 @@ from gdrkit.harness.needs import needs, software
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
+pytestmark = [NEEDS_DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
 
 # The program prints the number of flushes that had happened by the end of each step.
 PROGRAM = """

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ALLOCATORS",
     "ALL_ACCESS",
-    "DMABUF",
     "LENGTHS_AND_OFFSETS",
     "MEMORY_KINDS",
+    "NEEDS_DMABUF",
     "ROUTES",
     "AnyAllocator",
     "RdmaMemory",
@@ -50,10 +50,10 @@ __all__ = [
 ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 
 # Mark of the cases that register device memory as a dma-buf.
-DMABUF = needs(verbs.nic(), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
+NEEDS_DMABUF = needs(verbs.nic(), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
 # Parameters of cases: the registration routes of device memory.
 ROUTES = [
-    pytest.param(RegistrationRoute.DMABUF, id="dmabuf", marks=DMABUF),
+    pytest.param(RegistrationRoute.DMABUF, id="dmabuf", marks=NEEDS_DMABUF),
     pytest.param(
         RegistrationRoute.PEER_MEMORY, id="peer_memory", marks=needs(verbs.nic(), verbs.peer_memory, cuda.device())
     ),
@@ -63,7 +63,7 @@ ROUTES = [
 MEMORY_KINDS = [pytest.param(None, id="host", marks=needs(verbs.nic())), *ROUTES]
 
 # Parameters of the fixture `allocator`. The tested cache, pool or registration gets the memory from this allocator.
-ALLOCATORS = [pytest.param("host", marks=needs(verbs.nic())), pytest.param("device", marks=DMABUF)]
+ALLOCATORS = [pytest.param("host", marks=needs(verbs.nic())), pytest.param("device", marks=NEEDS_DMABUF)]
 AnyAllocator: TypeAlias = "Device | HostAllocator"
 
 # Length and offset of a transfer, in bytes. The offsets are odd, and the longest transfer takes many packets.

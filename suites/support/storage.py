@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 from support.processes import is_stopped, wait_until
 
 from gdrkit.harness.needs import needs, verbs
@@ -32,7 +32,7 @@ __all__ = ["MEMORY_KINDS", "Memory", "StorageServer", "run_storage_server"]
 # Parameters of the fixture `memory`.
 MEMORY_KINDS = [
     pytest.param("host", marks=needs(verbs.nic()), id="host"),
-    pytest.param("device", marks=DMABUF, id="device"),
+    pytest.param("device", marks=NEEDS_DMABUF, id="device"),
 ]
 
 _START_TIMEOUT_S = 60.0

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic())
 
 OPERATION_COUNT = int(os.environ.get("GDRKIT_HONEST_OPERATIONS", "4000"))
-# The limit suits a busy machine: each attack ends the session with the server, and a new session takes some 30 ms.
+# The limit allows 10 ms per operation. Operations are slow, because each attack ends the agent's session with the
+# server, and a new session takes some 30 ms.
 TIMEOUT_S = 120 + OPERATION_COUNT / 100
 
 
@@ -57,7 +58,7 @@ def test_attack_by_shared_memory_hurts_no_other_client(
                 timeout=TIMEOUT_S,
             )
             output, _ = attacker.communicate(input="\n", timeout=60)
-            round_count = int(output.split()[-1])
+            attack_count = int(output.split()[-1])
         finally:
             attacker.kill()
         assert honest_client.returncode == 0, honest_client.stderr
@@ -66,8 +67,8 @@ def test_attack_by_shared_memory_hurts_no_other_client(
         assert statistics["wrong_bytes"] == 0
         assert statistics["operations"] >= OPERATION_COUNT
         assert attacker.returncode == 0
-        assert round_count > 0
+        assert attack_count > 0
         assert agent.terminate() == 0, agent.error_output
-    evidence.number("attacks_count", round_count)
+    evidence.number("attacks_count", attack_count)
     evidence["honest_client"] = statistics
     evidence["agent"] = agent.statistics

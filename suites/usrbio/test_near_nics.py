@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 from support.pci_tree import PCI_PATHS, SWITCH, create_pci_tree, move_gpu
 from support.python_child import suites_environ
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gdrkit.cuda import Device
 
-pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
+pytestmark = [NEEDS_DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
 
 FILE_BYTES = 16 * MIB
 # The agent runs in this program, so that the program can count the bytes by NIC. The NICs of the agent serve the RDMA

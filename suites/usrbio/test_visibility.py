@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF
+from support.memory_kinds import NEEDS_DMABUF
 from support.python_child import suites_environ
 from support.raw_usrbio import AgentProcess
 
@@ -20,7 +20,7 @@ from gdrkit.units import MIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
+pytestmark = [NEEDS_DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
 
 # This program reads a file into the GPU, checks the bytes by a copy from the GPU, and writes them to another file. It
 # prints how often the process flushed during the read, during the write, and during a later read into host memory.

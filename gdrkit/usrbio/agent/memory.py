@@ -115,6 +115,8 @@ class PublishedDeviceMemory:
         ------
         Unsupported
             DMABUF_EXPORT_UNSUPPORTED: the publication has no dma-buf.
+        ClosedResource
+            The memory was closed.
         """
         if self._is_closed:
             resource = "published device memory"
@@ -158,7 +160,10 @@ class PublishedDeviceMemory:
             # The link may state fewer bytes than the dma-buf has: an iov from the client's pool is the first part of a
             # block, and the dma-buf is the whole block.
             if length_bytes < target.length_bytes or (length_bytes > target.length_bytes and not is_dmabuf):
-                message = f"the link says {target.length_bytes} bytes, and the share handle {length_bytes}"
+                message = (
+                    f"the symbolic link of the memory states {target.length_bytes} bytes, and its share handle states "
+                    f"{length_bytes} bytes"
+                )
                 raise AgentError(errno.EINVAL, message)
             self.length_bytes = length_bytes
             if handle_message.handle.kind is ShareKind.DMABUF:
@@ -198,7 +203,10 @@ class PublishedDeviceMemory:
         allocation = cuda.open_handle(device, ipc_handle)
         self._on_close.push(allocation.close)
         if allocation.length_bytes != target.allocation_bytes:
-            message = f"the link says {target.allocation_bytes} bytes, and the driver {allocation.length_bytes}"
+            message = (
+                f"the symbolic link states an allocation of {target.allocation_bytes} bytes, and the CUDA driver "
+                f"reports {allocation.length_bytes} bytes"
+            )
             raise UsageError(message, reason=Reason.MALFORMED)
         address = allocation.address + target.offset_bytes
         published_range = cuda.borrow(device, address, length_bytes=self.length_bytes)
@@ -213,7 +221,7 @@ class RegisteredMemory:
     ----------
     length_bytes : int
         Size of the memory in bytes.
-    remote_keys : tuple of (int, int)
+    addresses_and_rkeys : tuple of (int, int)
         The remote address of the first byte and the rkey, for each NIC in the order of ``Nics.all``. Both are 0 for a
         NIC that cannot access the memory.
     host_address : int
@@ -234,7 +242,7 @@ class RegisteredMemory:
         self.length_bytes = memory.length_bytes
         self.host_address = memory.address if isinstance(memory, MappedFile) else 0
         regions = [registration.region(nic) if nic in registration.nics else None for nic in nics]
-        self.remote_keys = tuple(
+        self.addresses_and_rkeys = tuple(
             (0, 0) if region is None else (region.remote_address, region.rkey) for region in regions
         )
         self.preferred_nics = preferred_nics
@@ -308,7 +316,7 @@ class Nics:
         share_handle : bytes
             The share handle, or no bytes if the publication is only a link.
         descriptors : sequence of int
-            The descriptors of the share handle. This method owns them.
+            The descriptors of the share handle, which this method closes. Without a share handle, there are none.
 
         Raises
         ------
@@ -339,7 +347,7 @@ class Nics:
                     message, causes=causes, reason=error.reason, what_to_do=error.what_to_do
                 ) from error
             registered_memory = RegisteredMemory(
-                memory, registration, self.all, preferred_nics=self._find_nearest_nics(memory, nics)
+                memory, registration, self.all, preferred_nics=self._find_nearest_nic_indices(memory, nics)
             )
             self._count_registration()
             return registered_memory
@@ -363,7 +371,7 @@ class Nics:
                 with contextlib.suppress(GdrkitError), cuda.Device(index) as device:
                     self._placement.reach.measured(device, self._connected_nics)
 
-    def _find_nearest_nics(self, memory: PublishedDeviceMemory, nics: Sequence[verbs.Nic]) -> tuple[int, ...]:
+    def _find_nearest_nic_indices(self, memory: PublishedDeviceMemory, nics: Sequence[verbs.Nic]) -> tuple[int, ...]:
         """Return which of `nics` are nearest to the GPU of the memory, as indices into `self.all`."""
         if memory.device is None:
             return ()

@@ -281,7 +281,7 @@ class Publication:
                 self.name.id,
                 length=self._length_bytes,
                 block_bytes=self.name.block_bytes,
-                keys=registered_memory.remote_keys,
+                keys=registered_memory.addresses_and_rkeys,
                 preferred_nics=registered_memory.preferred_nics,
                 mapping=registered_memory.host_address,
             )

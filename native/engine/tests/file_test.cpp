@@ -51,7 +51,8 @@ void check_unaligned_reads(const Folder& folder) {
             const AlignedMemory memory = aligned_memory_for(length);
             const IoResult result = read_direct(file, offset, length, memory.bytes.get());
             CHECK(!result.failure && result.bytes == length);
-            CHECK(std::memcmp(memory.bytes.get() + leading_bytes(file, offset), data.data() + offset, length) == 0);
+            CHECK(std::memcmp(memory.bytes.get() + get_offset_in_block(file, offset), data.data() + offset, length) ==
+                  0);
         }
     }
 }
@@ -66,7 +67,7 @@ void check_unaligned_writes(const Folder& folder) {
         for (const u64 length : lengths) {
             const Bytes new_data = pattern(length, ++seed);
             const AlignedMemory memory = aligned_memory_for(length);
-            std::memcpy(memory.bytes.get() + leading_bytes(file, offset), new_data.data(), length);
+            std::memcpy(memory.bytes.get() + get_offset_in_block(file, offset), new_data.data(), length);
             const IoResult result = write_direct(file, offset, length, memory.bytes.get());
             CHECK(!result.failure && result.bytes == length);
             std::memcpy(data.data() + offset, new_data.data(), length);
@@ -86,8 +87,8 @@ void check_end_of_file(const Folder& folder) {
         const u64 expected_bytes = offset < data.size() ? data.size() - offset : 0;
         const IoResult result = read_direct(file, offset, 65536, memory.bytes.get());
         CHECK(!result.failure && result.bytes == expected_bytes);
-        CHECK(expected_bytes == 0 ||
-              std::memcmp(memory.bytes.get() + leading_bytes(file, offset), data.data() + offset, expected_bytes) == 0);
+        CHECK(expected_bytes == 0 || std::memcmp(memory.bytes.get() + get_offset_in_block(file, offset),
+                                                 data.data() + offset, expected_bytes) == 0);
         const IoResult buffered_result = read_buffered(file, offset, 65536, memory.bytes.get());
         CHECK(!buffered_result.failure && buffered_result.bytes == expected_bytes);
         CHECK(expected_bytes == 0 || std::memcmp(memory.bytes.get(), data.data() + offset, expected_bytes) == 0);

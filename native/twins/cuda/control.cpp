@@ -32,7 +32,7 @@ extern "C" [[gnu::visibility("default")]] int gdrkit_twin_gpu_usage(int physical
     if (!device || !cuda::has_live_context(*device)) {
         return 0;
     }
-    *used_bytes = cuda::device_memory_bytes - cuda::count_free_bytes(*device);
+    *used_bytes = cuda::device_capacity_bytes - cuda::count_free_bytes(*device);
     return 1;
 }
 

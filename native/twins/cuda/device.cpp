@@ -149,7 +149,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetUuid_v2(Uuid* uuid, Device device) {
 
 GDRKIT_CUDA_ENTRY Result cuDeviceTotalMem_v2(std::size_t* length_bytes, Device device) {
     return run_device_entry("cuDeviceTotalMem_v2", device, length_bytes, [&] {
-        *length_bytes = device_memory_bytes;
+        *length_bytes = device_capacity_bytes;
         return success;
     });
 }

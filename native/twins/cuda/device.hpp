@@ -14,7 +14,7 @@ inline constexpr std::uint64_t max_pitch_bytes = 0x7fffffff;
 // The number of multiprocessors of an H200. The twin runs no kernels on them.
 inline constexpr int multiprocessor_count = 132;
 
-inline constexpr std::uint64_t device_memory_bytes = gpu_memory_bytes;
+inline constexpr std::uint64_t device_capacity_bytes = gpu_memory_bytes;
 
 // Return whether the device ordinal is valid.
 bool device_exists(Device device);

@@ -125,7 +125,7 @@ private:
         }
         // The address belongs to the node, so the destruction of the range must not free the address.
         range->slot = {};
-        range->owner = std::static_pointer_cast<Pool>(node.memory);
+        range->owning_object = std::static_pointer_cast<Pool>(node.memory);
         add_range(range);
         record_graph_memory_use(range->device);
         allocated_ranges_.push_back(range);

@@ -88,7 +88,8 @@ RangeRef make_host_range(MemoryKind kind, std::uint64_t length_bytes) {
     range->length_bytes = length_bytes;
     range->buffer_id = make_buffer_id();
     range->host = static_cast<std::byte*>(pages);
-    range->owner = std::shared_ptr<void>(pages, [mapping_bytes](void* mapping) { munmap(mapping, mapping_bytes); });
+    range->owning_object =
+        std::shared_ptr<void>(pages, [mapping_bytes](void* mapping) { munmap(mapping, mapping_bytes); });
     return range;
 }
 

@@ -38,7 +38,7 @@ struct Ipc {
     std::mutex mutex;
     std::map<std::uint64_t, std::weak_ptr<Range>> exported_ranges; // key: buffer id
     std::map<std::pair<std::uint64_t, std::uint64_t>, Mapping>
-        imported_mappings; // key: HandleMessage::owner, buffer id
+        imported_mappings; // key: HandleMessage::owner_service_id, buffer id
     bool is_handler_registered = false;
 };
 
@@ -84,7 +84,7 @@ Result request_memory(const HandleMessage& message, MemoryRef* memory, Device* d
     std::memcpy(request.data(), &message.object_id, sizeof message.object_id);
     std::vector<Fd> fds;
     // An H200 distinguishes two errors: the owner is gone (invalid_handle), or the memory was freed (invalid_value).
-    if (!send_control_request(message.owner, request_cuda_ipc, request, &reply, &fds)) {
+    if (!send_control_request(message.owner_service_id, request_cuda_ipc, request, &reply, &fds)) {
         return invalid_handle;
     }
     if (reply.size() != sizeof *reply_message) {
@@ -118,7 +118,7 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcH
         message.length_bytes == 0) {
         return invalid_value;
     }
-    if (message.owner == read_control_service_id()) {
+    if (message.owner_service_id == read_control_service_id()) {
         return invalid_context;
     }
     Ipc& ipc_table = ipc();
@@ -127,7 +127,7 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcH
     // only the lock of ipc().
     static auto* const open_mutex = new std::mutex;
     std::lock_guard open_lock(*open_mutex);
-    const std::pair key{message.owner, message.object_id};
+    const std::pair key{message.owner_service_id, message.object_id};
     {
         std::lock_guard lock(ipc_table.mutex);
         // Drop mappings that were destroyed with their context.

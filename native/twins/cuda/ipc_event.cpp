@@ -31,13 +31,13 @@ Result open_event(const ContextRef& context, const IpcHandle& handle, Handle* ev
     if (!read_handle(event_magic, handle, &message)) {
         return map_failed;
     }
-    if (message.owner == read_control_service_id()) {
+    if (message.owner_service_id == read_control_service_id()) {
         return invalid_context;
     }
     std::vector<std::byte> request(sizeof message.object_id), reply;
     std::memcpy(request.data(), &message.object_id, sizeof message.object_id);
     std::vector<Fd> fds;
-    if (!send_control_request(message.owner, request_cuda_ipc_event, request, &reply, &fds)) {
+    if (!send_control_request(message.owner_service_id, request_cuda_ipc_event, request, &reply, &fds)) {
         return invalid_handle;
     }
     auto shared_event = fds.size() == 1 ? SharedEvent::adopt(std::move(fds[0])) : nullptr;

@@ -13,17 +13,17 @@
 
 namespace gdrkit::twin::cuda {
 
-// A handle comes from an untrusted process, so every field is checked.
+// A handle comes from an untrusted process, so read_handle() and its callers check every field.
 struct HandleMessage {
-    char magic[8];                // the type of the shared object
-    std::uint64_t owner;          // id of the control service of the owning process
-    std::uint64_t object_id;      // id of the object in the owning process; for a pool: the type of its location
-    std::uint64_t length_bytes;   // length of the memory; for a pool: the id of its location
-    std::int32_t physical_number; // for memory: the number of the device (visible_devices.hpp)
-    std::uint32_t reserved;       // zero
-    Handle pool;                  // for a pool and its memory: the handle of the pool in the owning process
-    std::uint64_t reserved_too;   // zero
-    std::uint64_t checksum;       // checksum of all bytes before this field
+    char magic[8];                  // the type of the shared object
+    std::uint64_t owner_service_id; // id of the control service of the owning process
+    std::uint64_t object_id;        // id of the object in the owning process; for a pool: the type of its location
+    std::uint64_t length_bytes;     // length of the memory; for a pool: the id of its location
+    std::int32_t physical_number;   // for memory: the number of the device (visible_devices.hpp)
+    std::uint32_t reserved;         // zero
+    Handle pool;                    // for a pool and its memory: the handle of the pool in the owning process
+    std::uint64_t reserved_too;     // zero
+    std::uint64_t checksum;         // checksum of all bytes before this field
 };
 static_assert(sizeof(HandleMessage) == sizeof(IpcHandle) && offsetof(HandleMessage, checksum) == 56);
 
@@ -39,10 +39,10 @@ inline std::uint64_t compute_checksum(const HandleMessage& message) {
     return hash;
 }
 
-// Store the message in a handle after setting its magic, owner (this process) and checksum.
+// Store the message in a handle after setting its magic, owner_service_id (of this process) and checksum.
 inline void write_handle(std::string_view magic, HandleMessage message, IpcHandle* handle) {
     std::memcpy(message.magic, magic.data(), sizeof message.magic);
-    message.owner = read_control_service_id();
+    message.owner_service_id = read_control_service_id();
     message.checksum = compute_checksum(message);
     std::memcpy(handle, &message, sizeof message);
 }
@@ -54,15 +54,16 @@ inline bool read_handle(std::string_view magic, const IpcHandle& handle, HandleM
            message->checksum == compute_checksum(*message) && message->reserved == 0 && message->reserved_too == 0;
 }
 
-// Describe a range to another process, which maps its memory by map_imported_memory (ipc.cpp).
+// Return the message that describes the memory of a range, and record the range as exported. Another process maps the
+// memory by map_imported_memory (ipc.cpp).
 HandleMessage export_memory(const RangeRef& range);
 
 // Map memory that another process owns, as memory of a device or of the host. Fail if the other process has ended or
 // has freed the memory. The caller sets the other members of the range and adds it to the address space.
 Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeRef* new_range, bool is_host = false);
 
-// Open a separate descriptor to send to another process. While that descriptor is open, the memory counts as
-// referenced.
+// Reopen a memory file, to send the new descriptor to another process. While that descriptor is open, the memory counts
+// as referenced. A duplicate made by dup() would not count.
 inline Fd reopen(int fd) {
     char path[64];
     std::snprintf(path, sizeof path, "/proc/self/fd/%d", fd);

@@ -49,7 +49,7 @@ void wait_for_users(const Range& range, const ContextRef& current_context) {
 } // namespace
 
 Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, RangeRef* allocated_range) {
-    if (length_bytes > device_memory_bytes) {
+    if (length_bytes > device_capacity_bytes) {
         return out_of_memory;
     }
     const Slot slot = allocate_slot(length_bytes);
@@ -160,7 +160,7 @@ GDRKIT_CUDA_ENTRY Result cuMemGetInfo_v2(std::size_t* free_bytes, std::size_t* t
             return invalid_value;
         }
         *free_bytes = count_free_bytes(context->device);
-        *total_bytes = device_memory_bytes;
+        *total_bytes = device_capacity_bytes;
         return success;
     });
 }

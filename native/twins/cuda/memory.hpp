@@ -41,7 +41,9 @@ public:
     [[nodiscard]] Device device() const { return device_; }
     // Return the address in the GPU's view (gpu_view.hpp) of this byte of data(), or nullptr if the GPU has no view and
     // reads data() itself.
-    [[nodiscard]] std::byte* find_view(const std::byte* byte) const { return view_ ? view_->at(byte) : nullptr; }
+    [[nodiscard]] std::byte* find_view(const std::byte* byte) const {
+        return gpu_view_ ? gpu_view_->at(byte) : nullptr;
+    }
 
 private:
     Memory(Fd fd, std::byte* data, std::uint64_t length_bytes, Device device, bool is_owner);
@@ -50,8 +52,8 @@ private:
     std::byte* data_;
     std::uint64_t length_bytes_; // a multiple of the page size
     Device device_;
-    bool is_owner_;               // true after make(): the bytes count as used memory of the device
-    std::optional<GpuView> view_; // empty after adopt()
+    bool is_owner_;                   // true after make(): the bytes count as used memory of the device
+    std::optional<GpuView> gpu_view_; // empty after adopt()
 };
 using MemoryRef = std::shared_ptr<Memory>;
 
@@ -83,10 +85,10 @@ struct Range {
     Handle context = 0;                   // 0: no context (pools, VMM)
     std::atomic<bool> sync_memops{false}; // CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 
-    MemoryRef memory;                // null for managed and host memory
-    std::uint64_t memory_offset = 0; // offset of the range in `memory`, in bytes
-    Slot slot;                       // addresses of the range in the arena; empty (base 0) for other memory
-    std::shared_ptr<void> owner;     // keeps the host pages, the VMM allocation or the pool alive
+    MemoryRef memory;                    // null for managed and host memory
+    std::uint64_t memory_offset = 0;     // offset of the range in `memory`, in bytes
+    Slot slot;                           // addresses of the range in the arena; empty (base 0) for other memory
+    std::shared_ptr<void> owning_object; // keeps the host pages, the VMM allocation or the pool alive
 
     std::byte* host = nullptr;    // CPU address of managed and host memory, equal to base; else null
     std::uint32_t host_flags = 0; // CU_MEMHOSTALLOC_* or CU_MEMHOSTREGISTER_*

@@ -30,7 +30,7 @@ MemoryUsage& memory_usage() {
     return *instance;
 }
 
-// Count the device's freed memory as free if it is no longer referenced.
+// Give freed memory back to the device's capacity if it is no longer referenced. The caller holds the mutex.
 void reclaim_locked(MemoryUsage* usage, Device device) {
     std::erase_if(usage->freed_memory[device], [&](const FreedMemory& freed_memory) {
         const bool is_unreferenced = !has_other_references(freed_memory.fd.get());
@@ -47,7 +47,7 @@ bool add_used_bytes(Device device, std::uint64_t length_bytes) {
     std::lock_guard lock(usage.mutex);
     reclaim_locked(&usage, device);
     std::uint64_t& used_bytes = usage.used_bytes[device];
-    if (length_bytes > device_memory_bytes - used_bytes) {
+    if (length_bytes > device_capacity_bytes - used_bytes) {
         return false;
     }
     used_bytes += length_bytes;
@@ -76,12 +76,12 @@ std::byte* map_shared(int fd, std::uint64_t length_bytes) {
 Memory::Memory(Fd fd, std::byte* data, std::uint64_t length_bytes, Device device, bool is_owner)
     : fd_(std::move(fd)), data_(data), length_bytes_(length_bytes), device_(device), is_owner_(is_owner) {
     if (is_owner) {
-        view_.emplace(data, length_bytes);
+        gpu_view_.emplace(data, length_bytes);
     }
 }
 
 Memory::~Memory() {
-    view_.reset();
+    gpu_view_.reset();
     munmap(data_, length_bytes_);
     if (is_owner_) {
         subtract_used_bytes(device_, length_bytes_, std::move(fd_));
@@ -89,20 +89,20 @@ Memory::~Memory() {
 }
 
 Result Memory::make(Device device, std::uint64_t length_bytes, std::shared_ptr<Memory>* memory) {
-    if (length_bytes > device_memory_bytes) {
+    if (length_bytes > device_capacity_bytes) {
         return out_of_memory;
     }
-    const std::uint64_t memory_bytes = round_up(length_bytes, page_bytes);
-    if (!add_used_bytes(device, memory_bytes)) {
+    const std::uint64_t rounded_bytes = round_up(length_bytes, page_bytes);
+    if (!add_used_bytes(device, rounded_bytes)) {
         return out_of_memory;
     }
-    Fd fd(make_device_memory(memory_bytes));
-    std::byte* const data = fd ? map_shared(fd.get(), memory_bytes) : nullptr;
+    Fd fd(make_device_memory(rounded_bytes));
+    std::byte* const data = fd ? map_shared(fd.get(), rounded_bytes) : nullptr;
     if (data == nullptr) {
-        subtract_used_bytes(device, memory_bytes, Fd());
+        subtract_used_bytes(device, rounded_bytes, Fd());
         return out_of_memory;
     }
-    memory->reset(new Memory(std::move(fd), data, memory_bytes, device, true));
+    memory->reset(new Memory(std::move(fd), data, rounded_bytes, device, true));
     return success;
 }
 
@@ -119,7 +119,7 @@ std::uint64_t count_free_bytes(Device device) {
     MemoryUsage& usage = memory_usage();
     std::lock_guard lock(usage.mutex);
     reclaim_locked(&usage, device);
-    return device_memory_bytes - usage.used_bytes[device];
+    return device_capacity_bytes - usage.used_bytes[device];
 }
 
 void reclaim_unreferenced_memory() {

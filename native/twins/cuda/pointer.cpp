@@ -1,5 +1,5 @@
-// cuPointerGetAttribute and related functions. For host memory, freed memory and addresses that are only reserved, they
-// return the same values as on an H200.
+// cuPointerGetAttribute and related functions. They return the same values as on an H200, also for host memory, freed
+// memory, and reserved addresses without a mapping.
 #include <cstring>
 
 #include "cuda/entry.hpp"

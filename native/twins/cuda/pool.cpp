@@ -120,7 +120,7 @@ Result allocate_from_pool(const PoolRef& pool, Device device, DevicePointer* poi
         return result;
     }
     range->pool = pool->handle;
-    range->owner = pool;
+    range->owning_object = pool;
     range->handle_types = pool->handle_types;
     add_range(range);
     *pointer = range->base;
@@ -285,7 +285,7 @@ void record_pool_free(Handle handle, std::uint64_t length_bytes) {
 }
 
 int get_pool_access(const Range& range, Device device) {
-    return std::static_pointer_cast<Pool>(range.owner)->get_access(device);
+    return std::static_pointer_cast<Pool>(range.owning_object)->get_access(device);
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetDefaultMemPool(Handle* handle, Device device) {

@@ -25,10 +25,10 @@ Result export_pool(const Pool& pool, int* pool_fd) {
     message.object_id = static_cast<std::uint64_t>(pool.location.type);
     message.length_bytes = static_cast<std::uint64_t>(pool.location.id);
     message.physical_number = pool.is_host() ? 0 : get_physical_number(pool.device);
-    IpcHandle handle{};
-    write_handle(pool_magic, message, &handle);
+    IpcHandle ipc_handle{};
+    write_handle(pool_magic, message, &ipc_handle);
     Fd fd(memfd_create("gdrkit-pool", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    if (!fd || write(fd.get(), &handle, sizeof handle) != static_cast<ssize_t>(sizeof handle) ||
+    if (!fd || write(fd.get(), &ipc_handle, sizeof ipc_handle) != static_cast<ssize_t>(sizeof ipc_handle) ||
         fcntl(fd.get(), F_ADD_SEALS, pool_seals) != 0) {
         return operating_system_error;
     }
@@ -37,15 +37,15 @@ Result export_pool(const Pool& pool, int* pool_fd) {
 }
 
 Result import_pool(int pool_fd, Handle* pool_handle) {
-    IpcHandle handle{};
+    IpcHandle ipc_handle{};
     HandleMessage message{};
     struct stat status {};
     if (fstat(pool_fd, &status) != 0) {
         return errno == EBADF ? unknown_error : invalid_value;
     }
-    if (fcntl(pool_fd, F_GET_SEALS) != pool_seals || status.st_size != sizeof handle ||
-        pread(pool_fd, &handle, sizeof handle, 0) != static_cast<ssize_t>(sizeof handle) ||
-        !read_handle(pool_magic, handle, &message)) {
+    if (fcntl(pool_fd, F_GET_SEALS) != pool_seals || status.st_size != sizeof ipc_handle ||
+        pread(pool_fd, &ipc_handle, sizeof ipc_handle, 0) != static_cast<ssize_t>(sizeof ipc_handle) ||
+        !read_handle(pool_magic, ipc_handle, &message)) {
         return invalid_value;
     }
     Location location{static_cast<std::int32_t>(message.object_id), static_cast<std::int32_t>(message.length_bytes)};
@@ -60,7 +60,7 @@ Result import_pool(int pool_fd, Handle* pool_handle) {
     if (const Result result = make_pool(location, &pool); result != success) {
         return result;
     }
-    pool->owner_service_id = message.owner;
+    pool->owner_service_id = message.owner_service_id;
     pool->handle_in_owner = message.pool;
     add_pool(pool);
     *pool_handle = pool->handle;
@@ -69,8 +69,9 @@ Result import_pool(int pool_fd, Handle* pool_handle) {
 
 Result import_pool_memory(const PoolRef& pool, const IpcHandle& pointer_handle, DevicePointer* pointer) {
     HandleMessage message{};
-    if (!read_handle(pool_memory_magic, pointer_handle, &message) || message.owner != pool->owner_service_id ||
-        message.pool != pool->handle_in_owner || message.length_bytes == 0) {
+    if (!read_handle(pool_memory_magic, pointer_handle, &message) ||
+        message.owner_service_id != pool->owner_service_id || message.pool != pool->handle_in_owner ||
+        message.length_bytes == 0) {
         return invalid_value;
     }
     RangeRef range;
@@ -80,7 +81,7 @@ Result import_pool_memory(const PoolRef& pool, const IpcHandle& pointer_handle, 
     }
     pool->add_used_bytes(range->length_bytes);
     range->pool = pool->handle;
-    range->owner = pool;
+    range->owning_object = pool;
     add_range(range);
     *pointer = range->base;
     return success;
@@ -88,10 +89,10 @@ Result import_pool_memory(const PoolRef& pool, const IpcHandle& pointer_handle, 
 
 } // namespace
 
-GDRKIT_CUDA_ENTRY Result cuMemPoolExportToShareableHandle(void* shareable, Handle handle, int handle_type,
+GDRKIT_CUDA_ENTRY Result cuMemPoolExportToShareableHandle(void* shareable, Handle pool_handle, int handle_type,
                                                           unsigned long long flags) {
     return run_entry("cuMemPoolExportToShareableHandle", [&] {
-        const PoolRef pool = find_pool(handle);
+        const PoolRef pool = find_pool(pool_handle);
         if (shareable == nullptr || !pool || flags != 0 || handle_type != handle_posix_fd ||
             (pool->handle_types & handle_posix_fd) == 0) {
             return invalid_value;
@@ -100,13 +101,13 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolExportToShareableHandle(void* shareable, Handl
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemPoolImportFromShareableHandle(Handle* handle, void* shareable, int handle_type,
+GDRKIT_CUDA_ENTRY Result cuMemPoolImportFromShareableHandle(Handle* pool_handle, void* shareable, int handle_type,
                                                             unsigned long long flags) {
     return run_entry("cuMemPoolImportFromShareableHandle", [&] {
-        if (handle == nullptr || handle_type != handle_posix_fd || flags != 0) {
+        if (pool_handle == nullptr || handle_type != handle_posix_fd || flags != 0) {
             return invalid_value;
         }
-        return import_pool(static_cast<int>(reinterpret_cast<std::intptr_t>(shareable)), handle);
+        return import_pool(static_cast<int>(reinterpret_cast<std::intptr_t>(shareable)), pool_handle);
     });
 }
 
@@ -122,10 +123,10 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolExportPointer(IpcHandle* pointer_handle, Devic
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemPoolImportPointer(DevicePointer* pointer, Handle handle,
+GDRKIT_CUDA_ENTRY Result cuMemPoolImportPointer(DevicePointer* pointer, Handle pool_handle,
                                                 const IpcHandle* pointer_handle) {
     return run_entry_in_context("cuMemPoolImportPointer", [&](const ContextRef&) {
-        const PoolRef pool = find_pool(handle);
+        const PoolRef pool = find_pool(pool_handle);
         if (pointer == nullptr || pointer_handle == nullptr || !pool || !pool->is_imported()) {
             return invalid_value;
         }

@@ -122,7 +122,7 @@ Result map_locked(Vmm* vmm_table, std::uint64_t address, std::uint64_t length_by
     range->reservation_base = reservation->base;
     range->reservation_bytes = reservation->length_bytes;
     // The range keeps the allocation alive, so that cuMemRetainAllocationHandle works after the handle was released.
-    range->owner = allocation;
+    range->owning_object = allocation;
     return add_range_unless_overlapping(range) ? success : invalid_value;
 }
 
@@ -237,7 +237,7 @@ GDRKIT_CUDA_ENTRY Result cuMemRetainAllocationHandle(Handle* handle, void* point
         if (handle == nullptr || !range || range->kind != MemoryKind::vmm) {
             return invalid_value;
         }
-        const auto allocation = std::static_pointer_cast<Allocation>(range->owner);
+        const auto allocation = std::static_pointer_cast<Allocation>(range->owning_object);
         Vmm& vmm_table = vmm();
         std::lock_guard lock(vmm_table.mutex);
         if (vmm_table.allocations.find(allocation->handle)) {

@@ -7,9 +7,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <iterator>
 #include <mutex>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -98,7 +98,9 @@ std::string remove_comments(std::string_view text) {
 std::string read_configuration() {
     const char* const path = std::getenv("CUFILE_ENV_PATH_JSON");
     std::ifstream file(path == nullptr ? "/etc/cufile.json" : path);
-    return remove_comments(std::string(std::istreambuf_iterator<char>(file), {}));
+    std::ostringstream text;
+    text << file.rdbuf(); // A failed read, such as of a folder, gives the text before the failure.
+    return remove_comments(text.str());
 }
 
 // Return the value of a key in cufile.json, or an empty text. A text search is enough, because the twin reads only

@@ -21,11 +21,11 @@ enum SizeParameter {
 };
 enum BoolParameter { bool_poll_mode = 0, bool_allow_compat = 1, bool_force_compat = 2, bool_parameter_count = 14 };
 
-// Determine the effective settings when the driver opens. A value that was set by a call overrides the environment
-// variable, which overrides cufile.json (CUFILE_ENV_PATH_JSON).
+// Determine the effective settings when the driver opens, and return the compat modes. A value that was set by a call
+// overrides the environment variable, which overrides cufile.json (CUFILE_ENV_PATH_JSON).
 CompatModes apply_parameters();
-// Return the value that a call has set, or the default. The environment and cufile.json have an effect on the returned
-// value only for the two compat parameters, and only after apply_parameters().
+// Return the value that a call has set, else the default. After apply_parameters(), the two compat parameters return
+// the effective value, which can come from the environment or cufile.json.
 std::size_t get_size_parameter(int index);
 bool get_bool_parameter(int index);
 // Set a parameter. Throw CufileError (invalid_value) if a size is outside its limits.

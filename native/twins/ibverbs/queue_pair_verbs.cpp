@@ -154,7 +154,7 @@ ibv_qp* create_queue_pair(ibv_context* context, ibv_qp_init_attr_ex* attr) {
     handle->async_event_counter = handle->impl->async_event_counter;
     change_user_counts(*handle, 1);
     if (handle->xrcd != nullptr) {
-        get_xrcd_handle(handle->xrcd)->impl->add_pair(handle->impl, qp);
+        get_xrcd_handle(handle->xrcd)->impl->add_receive_qp(handle->impl, qp);
     }
     track("ibv_qp", handle.release());
     record_queue_pairs(1);
@@ -221,7 +221,7 @@ ibv_qp* open_queue_pair(ibv_context* context, ibv_qp_open_attr* open_attr) {
     qp->qp_num = open_attr->qp_num;
     handle->xrcd = open_attr->xrcd;
     handle->async_event_counter = std::make_shared<EventCounter>();
-    handle->impl = get_xrcd_handle(open_attr->xrcd)->impl->open_pair(open_attr->qp_num, qp);
+    handle->impl = get_xrcd_handle(open_attr->xrcd)->impl->open_receive_qp(open_attr->qp_num, qp);
     if (handle->impl == nullptr) {
         return fail_null(EINVAL);
     }
@@ -277,7 +277,7 @@ int ibv_destroy_qp(ibv_qp* qp) {
     }
     // ibv_open_qp may have made further structures for a queue pair of an XRC domain. Destroying the last structure
     // closes the pair.
-    if (handle->xrcd == nullptr || get_xrcd_handle(handle->xrcd)->impl->remove_structure(qp)) {
+    if (handle->xrcd == nullptr || get_xrcd_handle(handle->xrcd)->impl->remove_public_qp(qp)) {
         queue_pair->close();
     }
     get_context(qp->context)->drop_events(handle->async_event_counter);

@@ -73,41 +73,41 @@ void XrcDomain::drop_completions(std::uint32_t qp_num) {
     }
 }
 
-void XrcDomain::add_pair(const std::shared_ptr<QueuePair>& pair, ibv_qp* structure) {
+void XrcDomain::add_receive_qp(const std::shared_ptr<QueuePair>& queue_pair, ibv_qp* public_qp) {
     std::lock_guard lock(mutex_);
-    pairs_[pair->qp_num()] = {pair, {structure}};
+    receive_qps_[queue_pair->qp_num()] = {queue_pair, {public_qp}};
 }
 
-std::shared_ptr<QueuePair> XrcDomain::open_pair(std::uint32_t qp_num, ibv_qp* structure) {
+std::shared_ptr<QueuePair> XrcDomain::open_receive_qp(std::uint32_t qp_num, ibv_qp* public_qp) {
     std::lock_guard lock(mutex_);
-    const auto pair = pairs_.find(qp_num);
-    if (pair == pairs_.end()) {
+    const auto receive_qp = receive_qps_.find(qp_num);
+    if (receive_qp == receive_qps_.end()) {
         return nullptr;
     }
-    pair->second.structures.push_back(structure);
-    return pair->second.impl;
+    receive_qp->second.public_qps.push_back(public_qp);
+    return receive_qp->second.impl;
 }
 
-bool XrcDomain::remove_structure(const ibv_qp* structure) {
+bool XrcDomain::remove_public_qp(const ibv_qp* public_qp) {
     std::lock_guard lock(mutex_);
-    const auto pair = pairs_.find(structure->qp_num);
-    if (pair == pairs_.end()) {
+    const auto receive_qp = receive_qps_.find(public_qp->qp_num);
+    if (receive_qp == receive_qps_.end()) {
         return true;
     }
-    std::erase(pair->second.structures, structure);
-    if (!pair->second.structures.empty()) {
+    std::erase(receive_qp->second.public_qps, public_qp);
+    if (!receive_qp->second.public_qps.empty()) {
         return false;
     }
-    pairs_.erase(pair);
+    receive_qps_.erase(receive_qp);
     return true;
 }
 
 void XrcDomain::raise(std::uint32_t qp_num, ibv_event_type type) {
     std::lock_guard lock(mutex_);
-    const auto pair = pairs_.find(qp_num);
-    if (pair != pairs_.end()) {
-        for (ibv_qp* const structure : pair->second.structures) {
-            get_context(structure->context)->raise(structure, type, get_qp_handle(structure)->async_event_counter);
+    const auto receive_qp = receive_qps_.find(qp_num);
+    if (receive_qp != receive_qps_.end()) {
+        for (ibv_qp* const public_qp : receive_qp->second.public_qps) {
+            get_context(public_qp->context)->raise(public_qp, type, get_qp_handle(public_qp)->async_event_counter);
         }
     }
 }
@@ -125,7 +125,7 @@ ibv_xrcd* open_xrc_domain(ibv_context* context, ibv_xrcd_init_attr* init_attr) {
     }
     auto handle = std::make_unique<XrcDomainHandle>();
     handle->public_xrcd.context = context;
-    // A domain without a file belongs to this structure only.
+    // A domain without a file belongs to this ibv_xrcd only.
     if (init_attr->fd == -1) {
         handle->impl = std::make_shared<XrcDomain>();
     } else if (const int error =

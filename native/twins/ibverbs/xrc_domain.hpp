@@ -1,7 +1,7 @@
 // XRC domains. Each message names a shared receive queue of the domain, and the receive queue pairs of the domain
-// deliver the message to that queue. Clients that open the same file get the same domain. A receive queue pair belongs
-// to its domain. Clients can have several ibv_qp structures for the pair (ibv_open_qp), and the pair is closed when the
-// last structure is destroyed.
+// deliver the message to that queue. Clients that open the same file get the same domain. The domain, not the
+// ibv_qp that created it, owns a receive queue pair: ibv_open_qp makes a further ibv_qp for the queue pair, which is
+// closed when its last ibv_qp is destroyed.
 #pragma once
 
 #include <atomic>
@@ -23,34 +23,35 @@ public:
     void remove_queue(const SharedReceiveQueue& srq);
     // Return the queue with this number; nullptr if the domain has none.
     std::shared_ptr<SharedReceiveQueue> find_queue(std::uint32_t number);
-    // Remove the completions of a queue pair that is reset or destroyed from the completion queues of all shared
+    // Remove the completions of this queue pair, which is reset or destroyed, from the completion queues of all shared
     // receive queues of the domain.
     void drop_completions(std::uint32_t qp_num);
 
-    // Add a receive queue pair with its first structure.
-    void add_pair(const std::shared_ptr<QueuePair>& pair, ibv_qp* structure);
-    // Add a structure to the receive queue pair with this number, and return the pair; nullptr if there is none.
-    std::shared_ptr<QueuePair> open_pair(std::uint32_t qp_num, ibv_qp* structure);
-    // Remove a structure. Return whether its pair has no structure left, also if the domain does not have the pair.
-    bool remove_structure(const ibv_qp* structure);
-    // Raise an asynchronous event for every structure of a pair.
+    // Add a receive queue pair with its first ibv_qp.
+    void add_receive_qp(const std::shared_ptr<QueuePair>& queue_pair, ibv_qp* public_qp);
+    // Add an ibv_qp to the receive queue pair with this number, and return the queue pair; nullptr if there is none.
+    std::shared_ptr<QueuePair> open_receive_qp(std::uint32_t qp_num, ibv_qp* public_qp);
+    // Remove an ibv_qp. Return true if its queue pair has no ibv_qp left, or if the domain does not have the queue
+    // pair.
+    bool remove_public_qp(const ibv_qp* public_qp);
+    // Raise an asynchronous event for every ibv_qp of a receive queue pair.
     void raise(std::uint32_t qp_num, ibv_event_type type);
 
 private:
-    struct ReceivePair {
+    struct ReceiveQp {
         std::shared_ptr<QueuePair> impl;
-        std::vector<ibv_qp*> structures;
+        std::vector<ibv_qp*> public_qps;
     };
 
     std::mutex mutex_;
     std::map<std::uint32_t, std::shared_ptr<SharedReceiveQueue>> queues_; // by their numbers
-    std::map<std::uint32_t, ReceivePair> pairs_;                          // by their queue pair numbers
+    std::map<std::uint32_t, ReceiveQp> receive_qps_;                      // by their queue pair numbers
 };
 
 struct XrcDomainHandle {
     ibv_xrcd public_xrcd{};
     std::shared_ptr<XrcDomain> impl;
-    // Number of queue pairs and shared receive queues that were created with this structure.
+    // Number of queue pairs and shared receive queues that were created with this ibv_xrcd and still exist.
     std::atomic<int> user_count{0};
 };
 

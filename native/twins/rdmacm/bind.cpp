@@ -38,7 +38,7 @@ int bind_identifier(Identifier* id, const IpAddress& address, std::uint16_t port
 
 // Choose the source address for a destination. Return 0 or an errno, which an ADDR_ERROR event reports.
 int choose_source(const Identifier& id, const IpAddress& destination, IpAddress* source) {
-    *source = get_ip(&id.abi.route.addr.src_addr);
+    *source = get_ip(&id.public_id.route.addr.src_addr);
     if (!source->is_any()) {
         return source->family == destination.family ? 0 : EINVAL;
     }
@@ -66,8 +66,8 @@ int resolve_destination(Identifier* id, IpAddress destination) {
     id->remote_gid = destination_port ? destination_port->gid() : destination.bytes;
     set_local_port(id, *local_port);
     set_source_address(id, source, id->claim.port);
-    store_address(&id->abi.route.addr.dst_storage, destination, get_port(&id->abi.route.addr.dst_addr));
-    id->abi.route.addr.addr.ibaddr.dgid = id->remote_gid;
+    store_address(&id->public_id.route.addr.dst_storage, destination, get_port(&id->public_id.route.addr.dst_addr));
+    id->public_id.route.addr.addr.ibaddr.dgid = id->remote_gid;
     return 0;
 }
 
@@ -95,9 +95,9 @@ int resolve_route_now(Identifier* id) {
         return ENOMEM;
     }
     *path = make_path(*id);
-    std::free(id->abi.route.path_rec);
-    id->abi.route.path_rec = path;
-    id->abi.route.num_paths = 1;
+    std::free(id->public_id.route.path_rec);
+    id->public_id.route.path_rec = path;
+    id->public_id.route.num_paths = 1;
     return 0;
 }
 

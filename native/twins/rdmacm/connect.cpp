@@ -32,7 +32,7 @@ int check_parameters(const Identifier& id, const rdma_conn_param* parameters) {
         return 0;
     }
     if (parameters == nullptr) {
-        return id.abi.qp == nullptr ? EINVAL : 0;
+        return id.public_id.qp == nullptr ? EINVAL : 0;
     }
     const bool has_too_many_resources =
         parameters->responder_resources != max_responder_resources &&
@@ -50,8 +50,8 @@ void add_parameters(const Identifier& id, const rdma_conn_param& parameters, wir
     message->flow_control = parameters.flow_control != 0;
     message->retry_count = std::min<std::uint8_t>(parameters.retry_count, 7); // fields of three bits
     message->rnr_retry_count = std::min<std::uint8_t>(parameters.rnr_retry_count, 7);
-    message->qp_num = (id.abi.qp != nullptr ? id.abi.qp->qp_num : parameters.qp_num) & 0xffffff;
-    message->srq = id.abi.qp != nullptr ? id.abi.qp->srq != nullptr : parameters.srq != 0;
+    message->qp_num = (id.public_id.qp != nullptr ? id.public_id.qp->qp_num : parameters.qp_num) & 0xffffff;
+    message->srq = id.public_id.qp != nullptr ? id.public_id.qp->srq != nullptr : parameters.srq != 0;
 }
 
 rdma_conn_param make_default_parameters() {
@@ -119,7 +119,7 @@ int send_request(Identifier* id, const wire::Message& request) {
     IpAddress address;
     address.family = request.family;
     std::copy(request.dst_ip.begin(), request.dst_ip.end(), address.bytes.raw);
-    const int socket_or_error = connect_or_wait(id->abi.ps, gid, address, request.dst_port);
+    const int socket_or_error = connect_or_wait(id->public_id.ps, gid, address, request.dst_port);
     Fd socket(socket_or_error);
     std::lock_guard lock(manager_mutex());
     if (!socket) {
@@ -192,7 +192,8 @@ int accept_datagram(Identifier* id, const rdma_conn_param* parameters) {
     if (!reply || id->connection == nullptr || id->connection->phase != Phase::received_request) {
         return EINVAL;
     }
-    reply->qp_num = id->abi.qp != nullptr ? id->abi.qp->qp_num : (parameters == nullptr ? 0 : parameters->qp_num);
+    reply->qp_num =
+        id->public_id.qp != nullptr ? id->public_id.qp->qp_num : (parameters == nullptr ? 0 : parameters->qp_num);
     reply->qkey = id->qkey;
     id->is_accepted = true;
     send_message(id->connection.get(), *reply);

@@ -120,7 +120,7 @@ void on_reply_timeout(Connection* connection) {
 
 // Return whether a listener accepts requests for `address`, which depends on the address that the listener is bound to.
 bool accepts_address(const Identifier& listener, const IpAddress& address) {
-    const IpAddress bound_address = get_ip(&listener.abi.route.addr.src_addr);
+    const IpAddress bound_address = get_ip(&listener.public_id.route.addr.src_addr);
     return bound_address == address ||
            (bound_address.is_any() &&
             (bound_address.family == address.family || (bound_address.family == AF_INET6 && !listener.ipv6_only)));
@@ -149,15 +149,15 @@ Identifier* make_identifier_for_request(const Identifier& listener, const wire::
     const IpAddress source = make_address(request.family, request.src_ip);
     const auto local_port = find_local_port(destination);
     Identifier* id = nullptr;
-    if (!local_port ||
-        make_identifier(listener.abi.channel, listener.abi.context, listener.abi.ps, listener.abi.qp_type, &id) != 0) {
+    if (!local_port || make_identifier(listener.public_id.channel, listener.public_id.context, listener.public_id.ps,
+                                       listener.public_id.qp_type, &id) != 0) {
         return nullptr;
     }
     std::memcpy(id->remote_gid.raw, request.src_gid.data(), request.src_gid.size());
     set_local_port(id, *local_port);
     set_source_address(id, destination, request.dst_port);
-    store_address(&id->abi.route.addr.dst_storage, source, request.src_port);
-    id->abi.route.addr.addr.ibaddr.dgid = id->remote_gid;
+    store_address(&id->public_id.route.addr.dst_storage, source, request.src_port);
+    id->public_id.route.addr.addr.ibaddr.dgid = id->remote_gid;
     id->tos = listener.tos;
     id->is_passive = true;
     id->state = State::connecting;
@@ -188,7 +188,7 @@ void on_request(Connection* connection, const wire::Message& request) {
     const bool is_for_datagrams = request.type == wire::Type::datagram_request;
     const wire::Type reject_type = is_for_datagrams ? wire::Type::datagram_reply : wire::Type::reject;
     const int no_listener_reason = is_for_datagrams ? datagram_unsupported : rejected_no_listener;
-    if (listener == nullptr || listener->abi.ps != static_cast<rdma_port_space>(request.port_space) ||
+    if (listener == nullptr || listener->public_id.ps != static_cast<rdma_port_space>(request.port_space) ||
         is_datagram(*listener) != is_for_datagrams || request.dst_port != listener->claim.port ||
         !accepts_address(*listener, make_address(request.family, request.dst_ip))) {
         reject(connection, reject_type, static_cast<std::uint32_t>(no_listener_reason));
@@ -379,14 +379,14 @@ std::optional<wire::Message> make_message(const Identifier& id, wire::Type type,
     message.magic = wire::magic;
     message.version = wire::version;
     message.type = type;
-    message.port_space = id.abi.ps;
+    message.port_space = id.public_id.ps;
     message.psn = id.psn;
-    const IpAddress source = get_ip(&id.abi.route.addr.src_addr);
-    const IpAddress destination = get_ip(&id.abi.route.addr.dst_addr);
+    const IpAddress source = get_ip(&id.public_id.route.addr.src_addr);
+    const IpAddress destination = get_ip(&id.public_id.route.addr.dst_addr);
     message.family = static_cast<std::uint16_t>(source.family);
-    message.src_port = get_port(&id.abi.route.addr.src_addr);
-    message.dst_port = get_port(&id.abi.route.addr.dst_addr);
-    message.qp_type = static_cast<std::uint8_t>(id.abi.qp_type);
+    message.src_port = get_port(&id.public_id.route.addr.src_addr);
+    message.dst_port = get_port(&id.public_id.route.addr.dst_addr);
+    message.qp_type = static_cast<std::uint8_t>(id.public_id.qp_type);
     std::memcpy(message.src_ip.data(), source.bytes.raw, message.src_ip.size());
     std::memcpy(message.dst_ip.data(), destination.bytes.raw, message.dst_ip.size());
     std::memcpy(message.src_gid.data(), id.local_port->gid().raw, message.src_gid.size());

@@ -1,5 +1,5 @@
-// The endpoint interface of librdmacm (rdma_create_ep, rdma_get_request): identifiers whose calls wait for their
-// events.
+// The endpoint interface of librdmacm (rdma_create_ep, rdma_get_request). An endpoint is a synchronous rdma_cm_id: each
+// call waits for the event that completes it.
 
 #include <cstring>
 
@@ -27,16 +27,16 @@ int resolve_endpoint(rdma_cm_id* id, const rdma_addrinfo& info) {
 
 // Create the queue pair of an active endpoint. For a passive endpoint, keep the attributes for the queue pairs of its
 // requests.
-int add_queue_pair(Identifier* id, bool is_passive, ibv_pd* pd, ibv_qp_init_attr* attributes) {
+int add_queue_pair(Identifier* identifier, bool is_passive, ibv_pd* pd, ibv_qp_init_attr* attributes) {
     if (attributes == nullptr) {
         return 0;
     }
-    attributes->qp_type = id->abi.qp_type;
+    attributes->qp_type = identifier->public_id.qp_type;
     if (!is_passive) {
-        return get_errno(rdma_create_qp(&id->abi, pd, attributes));
+        return get_errno(rdma_create_qp(&identifier->public_id, pd, attributes));
     }
-    id->endpoint_attributes = std::make_unique<ibv_qp_init_attr>(*attributes);
-    id->abi.pd = pd;
+    identifier->endpoint_attributes = std::make_unique<ibv_qp_init_attr>(*attributes);
+    identifier->public_id.pd = pd;
     return 0;
 }
 
@@ -57,16 +57,17 @@ int rdma_create_ep(rdma_cm_id** id, rdma_addrinfo* res, ibv_pd* pd, ibv_qp_init_
             return error;
         }
         const bool is_passive = (res->ai_flags & rai_passive) != 0;
-        error = is_passive ? bind_endpoint(&identifier->abi, *res) : resolve_endpoint(&identifier->abi, *res);
+        error =
+            is_passive ? bind_endpoint(&identifier->public_id, *res) : resolve_endpoint(&identifier->public_id, *res);
         error = error != 0 ? error : add_queue_pair(identifier, is_passive, pd, qp_init_attr);
         if (error != 0) {
-            rdma_destroy_id(&identifier->abi);
+            rdma_destroy_id(&identifier->public_id);
             return error;
         }
         if (res->ai_connect != nullptr) {
             identifier->connect_data.assign(static_cast<const char*>(res->ai_connect), res->ai_connect_len);
         }
-        *id = &identifier->abi;
+        *id = &identifier->public_id;
         return 0;
     });
 }

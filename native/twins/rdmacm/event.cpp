@@ -14,7 +14,7 @@ namespace {
 
 // An event for the program, with its private data, which exists until the program acknowledges the event.
 struct ProgramEvent {
-    rdma_cm_event abi{}; // first, because programs hold pointers to it
+    rdma_cm_event public_event{}; // first, because programs hold pointers to it
     std::array<std::uint8_t, 256> private_data{};
     std::shared_ptr<verbs::EventCounter> counter;
 };
@@ -23,28 +23,28 @@ void copy_parameters(const QueuedEvent& queued_event, ProgramEvent* event) {
     event->private_data = queued_event.private_data;
     const void* const private_data = queued_event.private_bytes == 0 ? nullptr : event->private_data.data();
     if (queued_event.is_datagram) {
-        event->abi.param.ud = queued_event.ud;
-        event->abi.param.ud.private_data = private_data;
-        event->abi.param.ud.private_data_len = queued_event.private_bytes;
+        event->public_event.param.ud = queued_event.ud;
+        event->public_event.param.ud.private_data = private_data;
+        event->public_event.param.ud.private_data_len = queued_event.private_bytes;
         return;
     }
-    event->abi.param.conn = queued_event.conn;
-    event->abi.param.conn.private_data = private_data;
-    event->abi.param.conn.private_data_len = queued_event.private_bytes;
+    event->public_event.param.conn = queued_event.conn;
+    event->public_event.param.conn.private_data = private_data;
+    event->public_event.param.conn.private_data_len = queued_event.private_bytes;
 }
 
 // Give the identifier of a request to the program. Return false if the program must not see the event.
 bool prepare_request(const QueuedEvent& queued_event, ProgramEvent* event) {
     Identifier* const listener = queued_event.id;
-    event->abi.id = &queued_event.new_id->abi;
-    event->abi.listen_id = &listener->abi;
+    event->public_event.id = &queued_event.new_id->public_id;
+    event->public_event.listen_id = &listener->public_id;
     {
         std::lock_guard lock(manager_mutex());
         ++listener->free_backlog; // in the kernel, only requests that the program has not taken fill the backlog
     }
     // If the listener is synchronous, the new identifier becomes synchronous, too.
-    if (listener->is_synchronous && rdma_migrate_id(event->abi.id, nullptr) != 0) {
-        rdma_destroy_id(event->abi.id);
+    if (listener->is_synchronous && rdma_migrate_id(event->public_event.id, nullptr) != 0) {
+        rdma_destroy_id(event->public_event.id);
         return false;
     }
     return true;
@@ -53,10 +53,10 @@ bool prepare_request(const QueuedEvent& queued_event, ProgramEvent* event) {
 // Attach the queue pair of the identifier to the group. On failure the event becomes RDMA_CM_EVENT_MULTICAST_ERROR.
 bool prepare_join(const QueuedEvent& queued_event, ProgramEvent* event) {
     void* context = nullptr;
-    event->abi.status = attach_to_group(queued_event.id, queued_event.group, &context);
-    event->abi.param.ud.private_data = context;
-    if (event->abi.status != 0) {
-        event->abi.event = RDMA_CM_EVENT_MULTICAST_ERROR;
+    event->public_event.status = attach_to_group(queued_event.id, queued_event.group, &context);
+    event->public_event.param.ud.private_data = context;
+    if (event->public_event.status != 0) {
+        event->public_event.event = RDMA_CM_EVENT_MULTICAST_ERROR;
     }
     return true;
 }
@@ -64,20 +64,21 @@ bool prepare_join(const QueuedEvent& queued_event, ProgramEvent* event) {
 // Carry out what librdmacm does before the program sees the event. Return false if the program must not see the event.
 bool prepare_event(const QueuedEvent& queued_event, ProgramEvent* event) {
     Identifier* const id = queued_event.id;
-    event->abi.event = queued_event.type;
-    event->abi.status = queued_event.status;
-    event->abi.id = &id->abi;
+    event->public_event.event = queued_event.type;
+    event->public_event.status = queued_event.status;
+    event->public_event.id = &id->public_id;
     copy_parameters(queued_event, event);
     switch (queued_event.type) {
     case RDMA_CM_EVENT_CONNECT_REQUEST:
         return prepare_request(queued_event, event);
     case RDMA_CM_EVENT_CONNECT_RESPONSE:
-        if (id->abi.qp == nullptr) {
+        if (id->public_id.qp == nullptr) {
             return true; // the program connects its queue pair itself and calls rdma_establish
         }
-        event->abi.status = establish_active_side(id);
-        event->abi.event = event->abi.status == 0 ? RDMA_CM_EVENT_ESTABLISHED : RDMA_CM_EVENT_CONNECT_ERROR;
-        id->has_connect_failed = event->abi.status != 0;
+        event->public_event.status = establish_active_side(id);
+        event->public_event.event =
+            event->public_event.status == 0 ? RDMA_CM_EVENT_ESTABLISHED : RDMA_CM_EVENT_CONNECT_ERROR;
+        id->has_connect_failed = event->public_event.status != 0;
         return true;
     case RDMA_CM_EVENT_REJECTED:
         if (id->has_connect_failed) {
@@ -113,15 +114,15 @@ int wait_if_synchronous(Identifier* id) {
     if (!id->is_synchronous) {
         return 0;
     }
-    if (id->abi.event != nullptr) {
-        rdma_ack_cm_event(id->abi.event);
-        id->abi.event = nullptr;
+    if (id->public_id.event != nullptr) {
+        rdma_ack_cm_event(id->public_id.event);
+        id->public_id.event = nullptr;
     }
-    if (rdma_get_cm_event(id->abi.channel, &id->abi.event) != 0) {
+    if (rdma_get_cm_event(id->public_id.channel, &id->public_id.event) != 0) {
         return errno;
     }
-    const int status = id->abi.event->status;
-    if (status != 0 && id->abi.event->event == RDMA_CM_EVENT_REJECTED) {
+    const int status = id->public_id.event->status;
+    if (status != 0 && id->public_id.event->event == RDMA_CM_EVENT_REJECTED) {
         return ECONNREFUSED;
     }
     return status < 0 ? -status : status;
@@ -137,9 +138,9 @@ rdma_event_channel* rdma_create_event_channel(void) {
         errno = error;
         return nullptr;
     }
-    channel->abi.fd = channel->events.fd();
+    channel->public_channel.fd = channel->events.fd();
     ledger_add("rdma_event_channel", reinterpret_cast<std::uint64_t>(channel.get()));
-    return &channel.release()->abi;
+    return &channel.release()->public_channel;
 }
 
 void rdma_destroy_event_channel(rdma_event_channel* channel) {
@@ -167,7 +168,7 @@ int rdma_get_cm_event(rdma_event_channel* channel, rdma_cm_event** event) {
             program_event->counter = queued_event.counter;
             if (prepare_event(queued_event, program_event.get())) {
                 ledger_add("rdma_cm_event", reinterpret_cast<std::uint64_t>(program_event.get()));
-                *event = &program_event.release()->abi;
+                *event = &program_event.release()->public_event;
                 return 0;
             }
             queued_event.counter->acknowledge(1);

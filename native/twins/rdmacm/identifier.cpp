@@ -58,7 +58,7 @@ Channel* get_channel(rdma_event_channel* channel) {
 }
 
 bool is_datagram(const Identifier& id) {
-    return id.abi.qp_type == IBV_QPT_UD;
+    return id.public_id.qp_type == IBV_QPT_UD;
 }
 
 int make_identifier(rdma_event_channel* channel, void* context, rdma_port_space ps, ibv_qp_type qp_type,
@@ -70,10 +70,10 @@ int make_identifier(rdma_event_channel* channel, void* context, rdma_port_space 
         return errno;
     }
     identifier->channel = reinterpret_cast<Channel*>(event_channel);
-    identifier->abi.channel = event_channel;
-    identifier->abi.context = context;
-    identifier->abi.ps = ps;
-    identifier->abi.qp_type = qp_type;
+    identifier->public_id.channel = event_channel;
+    identifier->public_id.context = context;
+    identifier->public_id.ps = ps;
+    identifier->public_id.qp_type = qp_type;
     identifier->psn = static_cast<std::uint32_t>(random_u64() & 0xffffff);
     identifier->qkey = udp_qkey;
     ledger_add("rdma_cm_id", reinterpret_cast<std::uint64_t>(identifier.get()));
@@ -83,19 +83,19 @@ int make_identifier(rdma_event_channel* channel, void* context, rdma_port_space 
 
 void set_local_port(Identifier* id, const LocalPort& local_port) {
     id->local_port = local_port;
-    id->abi.verbs = local_port.device->verbs;
-    id->abi.port_num = 1;
-    if (id->abi.pd == nullptr) {
+    id->public_id.verbs = local_port.device->verbs;
+    id->public_id.port_num = 1;
+    if (id->public_id.pd == nullptr) {
         // The real library sets the protection domain as soon as it knows the device.
-        id->abi.pd = take_default_pd(local_port.device);
-        id->pd_device = id->abi.pd == nullptr ? nullptr : local_port.device;
+        id->public_id.pd = take_default_pd(local_port.device);
+        id->pd_device = id->public_id.pd == nullptr ? nullptr : local_port.device;
     }
-    id->abi.route.addr.addr.ibaddr.sgid = local_port.gid();
-    id->abi.route.addr.addr.ibaddr.pkey = 0xffff; // the default partition key
+    id->public_id.route.addr.addr.ibaddr.sgid = local_port.gid();
+    id->public_id.route.addr.addr.ibaddr.pkey = 0xffff; // the default partition key
 }
 
 void set_source_address(Identifier* id, const IpAddress& address, std::uint16_t port) {
-    store_address(&id->abi.route.addr.src_storage, address, port);
+    store_address(&id->public_id.route.addr.src_storage, address, port);
 }
 
 extern "C" {
@@ -117,7 +117,7 @@ int rdma_create_id(rdma_event_channel* channel, rdma_cm_id** id, void* context, 
         const ibv_qp_type qp_type = ps == RDMA_PS_UDP || ps == RDMA_PS_IPOIB ? IBV_QPT_UD : IBV_QPT_RC;
         error = error != 0 ? error : make_identifier(channel, context, ps, qp_type, &identifier);
         if (error == 0) {
-            *id = &identifier->abi;
+            *id = &identifier->public_id;
         }
         return error;
     });

@@ -38,7 +38,7 @@ struct QueuedEvent {
 };
 
 struct Channel {
-    rdma_event_channel abi{}; // first, because programs hold pointers to it
+    rdma_event_channel public_channel{}; // first, because programs hold pointers to it
     verbs::EventQueue<QueuedEvent> events;
 };
 
@@ -62,9 +62,9 @@ struct Identifier {
     Identifier& operator=(const Identifier&) = delete;
     // Free the route here and not in rdma_destroy_id: the program never destroys the identifier of a request that it
     // has not taken.
-    ~Identifier() { std::free(abi.route.path_rec); }
+    ~Identifier() { std::free(public_id.route.path_rec); }
 
-    rdma_cm_id abi{}; // first, because programs hold pointers to it
+    rdma_cm_id public_id{}; // first, because programs hold pointers to it
     // Points to this identifier, and to null after it was destroyed.
     std::shared_ptr<Identifier*> self = std::make_shared<Identifier*>(this);
     State state = State::idle;

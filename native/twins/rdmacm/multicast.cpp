@@ -67,9 +67,9 @@ int attach_to_group(Identifier* id, const IpAddress& address, void** context) {
         }
         *context = entry->context;
         gid = entry->gid;
-        entry->is_attached = id->abi.qp != nullptr;
+        entry->is_attached = id->public_id.qp != nullptr;
     }
-    return id->abi.qp == nullptr ? 0 : ibv_attach_mcast(id->abi.qp, &gid, 0);
+    return id->public_id.qp == nullptr ? 0 : ibv_attach_mcast(id->public_id.qp, &gid, 0);
 }
 
 extern "C" {

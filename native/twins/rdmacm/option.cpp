@@ -12,7 +12,7 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// Copy the value of an option. Return false if its length is not the size of `Value`.
+// Copy the value of an option. Return false if `value` is null or its length is not the size of `Value`.
 template <typename Value> bool read_value(const void* value, std::size_t length, Value* copy) {
     if (value == nullptr || length != sizeof *copy) {
         return false;

@@ -114,15 +114,15 @@ Fd lock_port(rdma_port_space ps, std::uint16_t port) {
 }
 
 int claim_one_port(Identifier* id, const IpAddress& address, std::uint16_t port) {
-    const Fd lock = lock_port(id->abi.ps, port);
+    const Fd lock = lock_port(id->public_id.ps, port);
     const std::string own_address_text = make_address_text(*id, address);
-    Fd claim(listen_on(make_claim_name(id->abi.ps, port, own_address_text)));
+    Fd claim(listen_on(make_claim_name(id->public_id.ps, port, own_address_text)));
     if (!claim) {
         return EADDRINUSE;
     }
     // Take each conflicting name for a moment. If this fails, another identifier has claimed it.
     for (const std::string& conflicting_text : list_conflicting_addresses(address, own_address_text)) {
-        if (!Fd(listen_on(make_claim_name(id->abi.ps, port, conflicting_text)))) {
+        if (!Fd(listen_on(make_claim_name(id->public_id.ps, port, conflicting_text)))) {
             return EADDRINUSE;
         }
     }
@@ -156,11 +156,11 @@ int claim_exclusively(Identifier* id) {
     if (!id->claim.name_sockets.empty()) {
         return 0;
     }
-    return claim_one_port(id, get_ip(&id->abi.route.addr.src_addr), id->claim.port);
+    return claim_one_port(id, get_ip(&id->public_id.route.addr.src_addr), id->claim.port);
 }
 
 std::vector<std::string> list_listener_names(const Identifier& id) {
-    const IpAddress address = get_ip(&id.abi.route.addr.src_addr);
+    const IpAddress address = get_ip(&id.public_id.route.addr.src_addr);
     std::set<std::string> gids;
     int error = 0;
     if (address.is_any()) {
@@ -174,7 +174,7 @@ std::vector<std::string> list_listener_names(const Identifier& id) {
     }
     std::vector<std::string> names;
     for (const std::string& gid : gids) {
-        names.push_back("cm." + gid + "." + make_port_text(id.abi.ps, id.claim.port) + "." +
+        names.push_back("cm." + gid + "." + make_port_text(id.public_id.ps, id.claim.port) + "." +
                         make_address_text(id, address));
     }
     return names;

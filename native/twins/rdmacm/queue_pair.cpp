@@ -32,20 +32,20 @@ int move_to_state(Identifier* id, ibv_qp_state state, std::uint8_t responder_res
     if (state == IBV_QPS_RTS && initiator_depth != max_initiator_depth) {
         attr.max_rd_atomic = initiator_depth;
     }
-    return ibv_modify_qp(id->abi.qp, &attr, mask);
+    return ibv_modify_qp(id->public_id.qp, &attr, mask);
 }
 
 // Move a datagram queue pair from RESET to RTS.
 int make_datagram_pair_ready(Identifier* id) {
     ibv_qp_attr attr{};
     attr.qp_state = IBV_QPS_INIT;
-    attr.port_num = id->abi.port_num;
+    attr.port_num = id->public_id.port_num;
     attr.qkey = id->qkey;
-    int error = ibv_modify_qp(id->abi.qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY);
+    int error = ibv_modify_qp(id->public_id.qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY);
     attr.qp_state = IBV_QPS_RTR;
-    error = error != 0 ? error : ibv_modify_qp(id->abi.qp, &attr, IBV_QP_STATE);
+    error = error != 0 ? error : ibv_modify_qp(id->public_id.qp, &attr, IBV_QP_STATE);
     attr.qp_state = IBV_QPS_RTS;
-    return error != 0 ? error : ibv_modify_qp(id->abi.qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN);
+    return error != 0 ? error : ibv_modify_qp(id->public_id.qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN);
 }
 
 void destroy_completion_queues(rdma_cm_id* id) {
@@ -87,8 +87,8 @@ int make_completion_queues(rdma_cm_id* id, std::uint32_t send_size, std::uint32_
 // Return the protection domain for a queue pair or a receive queue of the identifier; nullptr with errno set on
 // failure.
 ibv_pd* choose_pd(Identifier* id, ibv_pd* requested_pd) {
-    ibv_pd* const pd = requested_pd != nullptr ? requested_pd : id->abi.pd;
-    if (pd == nullptr || pd->context != id->abi.verbs) {
+    ibv_pd* const pd = requested_pd != nullptr ? requested_pd : id->public_id.pd;
+    if (pd == nullptr || pd->context != id->public_id.verbs) {
         errno = pd == nullptr ? ENOMEM : EINVAL;
         return nullptr;
     }
@@ -101,15 +101,15 @@ ibv_xrcd* choose_xrc_domain(Identifier* id, ibv_xrcd* requested_domain) {
 }
 
 int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
-    rdma_cm_id& abi = id->abi;
-    if (abi.qp != nullptr || abi.verbs == nullptr) {
+    rdma_cm_id& public_id = id->public_id;
+    if (public_id.qp != nullptr || public_id.verbs == nullptr) {
         return EINVAL;
     }
-    if ((abi.recv_cq != nullptr && attr->recv_cq != nullptr && abi.recv_cq != attr->recv_cq) ||
-        (abi.send_cq != nullptr && attr->send_cq != nullptr && abi.send_cq != attr->send_cq)) {
+    if ((public_id.recv_cq != nullptr && attr->recv_cq != nullptr && public_id.recv_cq != attr->recv_cq) ||
+        (public_id.send_cq != nullptr && attr->send_cq != nullptr && public_id.send_cq != attr->send_cq)) {
         return EINVAL;
     }
-    const bool is_receive_only = abi.qp_type == IBV_QPT_XRC_RECV;
+    const bool is_receive_only = public_id.qp_type == IBV_QPT_XRC_RECV;
     if (is_receive_only) {
         attr->xrcd = choose_xrc_domain(id, (attr->comp_mask & IBV_QP_INIT_ATTR_XRCD) != 0 ? attr->xrcd : nullptr);
         attr->comp_mask |= IBV_QP_INIT_ATTR_XRCD;
@@ -120,29 +120,31 @@ int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
     if (is_receive_only ? attr->xrcd == nullptr : attr->pd == nullptr) {
         return errno;
     }
-    attr->srq = attr->srq == nullptr ? abi.srq : attr->srq;
-    const std::uint32_t send_size = attr->send_cq != nullptr || abi.send_cq != nullptr ? 0 : attr->cap.max_send_wr;
-    const std::uint32_t receive_size = attr->recv_cq != nullptr || abi.recv_cq != nullptr ? 0 : attr->cap.max_recv_wr;
-    if (const int error = make_completion_queues(&abi, send_size, receive_size); error != 0) {
+    attr->srq = attr->srq == nullptr ? public_id.srq : attr->srq;
+    const std::uint32_t send_size =
+        attr->send_cq != nullptr || public_id.send_cq != nullptr ? 0 : attr->cap.max_send_wr;
+    const std::uint32_t receive_size =
+        attr->recv_cq != nullptr || public_id.recv_cq != nullptr ? 0 : attr->cap.max_recv_wr;
+    if (const int error = make_completion_queues(&public_id, send_size, receive_size); error != 0) {
         return error;
     }
-    attr->send_cq = attr->send_cq == nullptr ? abi.send_cq : attr->send_cq;
-    attr->recv_cq = attr->recv_cq == nullptr ? abi.recv_cq : attr->recv_cq;
-    ibv_qp* const qp = ibv_create_qp_ex(abi.verbs, attr);
+    attr->send_cq = attr->send_cq == nullptr ? public_id.send_cq : attr->send_cq;
+    attr->recv_cq = attr->recv_cq == nullptr ? public_id.recv_cq : attr->recv_cq;
+    ibv_qp* const qp = ibv_create_qp_ex(public_id.verbs, attr);
     int error = qp == nullptr ? errno : 0;
     if (error == 0) {
-        abi.qp = qp;
+        public_id.qp = qp;
         error = is_datagram(*id) ? make_datagram_pair_ready(id) : move_to_state(id, IBV_QPS_INIT, 0, 0);
         if (error != 0) {
-            abi.qp = nullptr;
+            public_id.qp = nullptr;
             ibv_destroy_qp(qp);
         }
     }
     if (error != 0) {
-        destroy_completion_queues(&abi);
+        destroy_completion_queues(&public_id);
         return error;
     }
-    abi.pd = is_receive_only ? abi.pd : qp->pd;
+    public_id.pd = is_receive_only ? public_id.pd : qp->pd;
     return 0;
 }
 
@@ -154,18 +156,19 @@ int complete_xrc_attributes(Identifier* id, ibv_srq_init_attr_ex* attr) {
     }
     if ((attr->comp_mask & IBV_SRQ_INIT_ATTR_CQ) == 0 || attr->cq == nullptr) {
         // The queue may exist already, if the identifier has a queue pair.
-        const int error = id->abi.recv_cq != nullptr ? 0 : make_completion_queues(&id->abi, 0, attr->attr.max_wr);
+        const int error =
+            id->public_id.recv_cq != nullptr ? 0 : make_completion_queues(&id->public_id, 0, attr->attr.max_wr);
         if (error != 0) {
             return error;
         }
-        attr->cq = id->abi.recv_cq;
+        attr->cq = id->public_id.recv_cq;
     }
     attr->comp_mask |= IBV_SRQ_INIT_ATTR_XRCD | IBV_SRQ_INIT_ATTR_CQ;
     return 0;
 }
 
 int create_receive_queue(Identifier* id, ibv_srq_init_attr_ex* attr) {
-    if (id->abi.srq != nullptr || id->abi.verbs == nullptr) {
+    if (id->public_id.srq != nullptr || id->public_id.verbs == nullptr) {
         return EINVAL;
     }
     attr->pd = choose_pd(id, (attr->comp_mask & IBV_SRQ_INIT_ATTR_PD) != 0 ? attr->pd : nullptr);
@@ -178,14 +181,14 @@ int create_receive_queue(Identifier* id, ibv_srq_init_attr_ex* attr) {
             return error;
         }
     }
-    ibv_srq* const srq = ibv_create_srq_ex(id->abi.verbs, attr);
+    ibv_srq* const srq = ibv_create_srq_ex(id->public_id.verbs, attr);
     if (srq == nullptr) {
         const int error = errno;
-        destroy_completion_queues(&id->abi);
+        destroy_completion_queues(&id->public_id);
         return error;
     }
-    id->abi.pd = id->abi.pd == nullptr ? attr->pd : id->abi.pd;
-    id->abi.srq = srq;
+    id->public_id.pd = id->public_id.pd == nullptr ? attr->pd : id->public_id.pd;
+    id->public_id.srq = srq;
     return 0;
 }
 
@@ -194,7 +197,7 @@ int create_receive_queue(Identifier* id, ibv_srq_init_attr_ex* attr) {
 ibv_ah_attr make_path_to_remote(const Identifier& id) {
     ibv_ah_attr path{};
     path.is_global = 1;
-    path.port_num = id.abi.port_num;
+    path.port_num = id.public_id.port_num;
     path.grh.dgid = id.remote_gid;
     path.grh.sgid_index = id.local_port->gid_index;
     path.grh.hop_limit = 64;
@@ -209,13 +212,13 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
     const ibv_qp_state state = attr->qp_state;
     *attr = {};
     attr->qp_state = state;
-    const bool is_reliable =
-        id.abi.qp_type == IBV_QPT_RC || id.abi.qp_type == IBV_QPT_XRC_SEND || id.abi.qp_type == IBV_QPT_XRC_RECV;
+    const bool is_reliable = id.public_id.qp_type == IBV_QPT_RC || id.public_id.qp_type == IBV_QPT_XRC_SEND ||
+                             id.public_id.qp_type == IBV_QPT_XRC_RECV;
     const bool is_connected = id.connection != nullptr && id.connection->phase != Phase::waits_for_reply;
     switch (state) {
     case IBV_QPS_INIT:
         *mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT;
-        attr->port_num = id.abi.port_num;
+        attr->port_num = id.public_id.port_num;
         if (is_datagram(id)) {
             attr->qkey = id.qkey;
             *mask |= IBV_QP_QKEY;
@@ -271,7 +274,7 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
 }
 
 int make_queue_pair_ready(Identifier* id, std::uint8_t responder_resources, std::uint8_t initiator_depth) {
-    if (id->abi.qp == nullptr) {
+    if (id->public_id.qp == nullptr) {
         return 0;
     }
     // A second transition to INIT sets the access flags of the connection, as in librdmacm.
@@ -299,10 +302,10 @@ int establish_active_side(Identifier* id) {
 }
 
 void fail_queue_pair(Identifier* id) {
-    if (id->abi.qp != nullptr) {
+    if (id->public_id.qp != nullptr) {
         ibv_qp_attr attr{};
         attr.qp_state = IBV_QPS_ERR;
-        ibv_modify_qp(id->abi.qp, &attr, IBV_QP_STATE);
+        ibv_modify_qp(id->public_id.qp, &attr, IBV_QP_STATE);
     }
 }
 

@@ -137,14 +137,14 @@ void test_wrong_descriptions_are_refused() {
 void test_reset_destroys_arrays() {
     const Handle array = create_array(volume_description);
     EXPECT_SUCCESS("cuDevicePrimaryCtxReset_v2", 0);
-    init_device();
+    use_primary_context();
     EXPECT_RESULT(invalid_handle, "cuArrayDestroy", array);
 }
 
 } // namespace
 
 int main() {
-    init_device();
+    use_primary_context();
     test_volume_is_copied();
     test_parts_are_named_by_offsets();
     test_mipmap_has_levels();

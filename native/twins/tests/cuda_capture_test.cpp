@@ -384,7 +384,7 @@ void test_modes_decide_about_allocations() {
 } // namespace
 
 int main() {
-    init_device();
+    use_primary_context();
     test_captured_work_runs_at_launch();
     test_event_lets_a_stream_join();
     test_capture_has_edge_data_for_each_node();

@@ -102,7 +102,7 @@ void test_created_context_is_current_until_destroyed() {
 }
 
 void test_context_settings_are_stored() {
-    Handle context = init_device();
+    Handle context = use_primary_context();
     unsigned flags = 0;
     EXPECT_SUCCESS("cuCtxSetFlags", unsigned{context_sync_memops});
     EXPECT_SUCCESS("cuCtxGetFlags", &flags);

@@ -97,7 +97,7 @@ void test_ledger_lists_live_handles() {
 int main() {
     setenv("GDRKIT_TWINS_SEED", "42", 1);
     test_plans_from_environment();
-    init_device();
+    use_primary_context();
     test_injected_failure_has_no_effect();
     test_ledger_lists_live_handles();
 }

@@ -122,7 +122,7 @@ void test_dmabuf_keeps_freed_memory() {
 } // namespace
 
 int main() {
-    init_device();
+    use_primary_context();
     // This test compares the used memory in bytes, so it runs first, while no other memory is exported.
     test_dmabuf_keeps_freed_memory();
     test_invalid_ranges_are_refused();

@@ -60,7 +60,7 @@ template <typename... Arguments> int call_driver(const char* symbol, Arguments..
 #define EXPECT_SUCCESS(...) EXPECT_RESULT(success, __VA_ARGS__)
 
 // Call cuInit and make the primary context of the device current in this thread.
-inline Handle init_device(int device = 0) {
+inline Handle use_primary_context(int device = 0) {
     Handle context = 0;
     EXPECT_SUCCESS("cuInit", 0U);
     EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &context, device);

@@ -28,7 +28,7 @@ MemoryOwner memory_owner;
 } // namespace
 
 int main() {
-    init_device();
+    use_primary_context();
     driver();
     memory_owner.memory = allocate(100);
 }

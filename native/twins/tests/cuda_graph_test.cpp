@@ -554,7 +554,7 @@ void test_wrong_graphs_are_refused() {
 } // namespace
 
 int main() {
-    init_device();
+    use_primary_context();
     test_launch_follows_dependencies();
     test_executable_graph_is_updated();
     test_child_graph_and_clone_are_copies();

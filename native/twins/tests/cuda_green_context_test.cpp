@@ -149,7 +149,7 @@ void test_green_context_keeps_the_primary_context() {
 } // namespace
 
 int main() {
-    const Handle primary_context = init_device();
+    const Handle primary_context = use_primary_context();
     test_resource_is_split();
     test_wrong_resources_are_refused();
     test_green_context_has_its_resources();

@@ -97,7 +97,7 @@ void test_managed_memory_is_accessible_by_cpu() {
 } // namespace
 
 int main() {
-    init_device();
+    use_primary_context();
     test_pinned_memory_is_mapped_for_device();
     test_registered_memory_can_be_copied();
     test_managed_memory_is_accessible_by_cpu();

@@ -40,7 +40,7 @@ Handle create_event(unsigned flags) {
 
 // The other process, the owner of the event, runs this function.
 int run_owner(int socket) {
-    init_device();
+    use_primary_context();
     Handle stream = 0, opened_event = 0;
     EXPECT_SUCCESS("cuStreamCreate", &stream, 0U);
     const Handle event = create_event(interprocess_flags);
@@ -72,7 +72,7 @@ int run_owner(int socket) {
 void test_processes_wait_for_each_other() {
     Peer owner;
     const int socket = owner.socket();
-    init_device();
+    use_primary_context();
     const auto event_handle = receive_value<IpcHandle>(socket);
     Handle event = 0, stream = 0;
     EXPECT_SUCCESS("cuStreamCreate", &stream, 0U);

@@ -25,7 +25,7 @@ IpcHandle get_handle(u64 pointer) {
 
 // The owning process runs this function. It sends handles, and frees the memory after the importer has written to it.
 int run_owner(int socket) {
-    init_device();
+    use_primary_context();
     const u64 small_memory = allocate(5000), large_memory = allocate(3 << 20);
     write_device(large_memory, make_pattern(3 << 20, 1));
     // All addresses of an allocation have the same handle.
@@ -52,7 +52,7 @@ int run_owner(int socket) {
 void test_imported_memory_outlives_free_by_owner() {
     Peer owner;
     const int socket = owner.socket();
-    init_device();
+    use_primary_context();
     const auto handle = receive_value<IpcHandle>(socket), small_handle = receive_value<IpcHandle>(socket);
     u64 pointer = 0, pointer_again = 0;
     EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &pointer, handle, lazy_peer_access);

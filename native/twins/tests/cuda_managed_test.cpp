@@ -122,7 +122,7 @@ void test_wrong_arguments_are_refused() {
 } // namespace
 
 int main() {
-    init_device();
+    use_primary_context();
     test_advice_belongs_to_pages();
     test_prefetch_is_remembered();
     test_wrong_arguments_are_refused();

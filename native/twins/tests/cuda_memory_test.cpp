@@ -17,7 +17,7 @@ namespace {
 void test_cpu_access_faults() {
     for (const bool is_write : {false, true}) {
         const int status = run_in_child([&] {
-            init_device();
+            use_primary_context();
             const u64 pointer = allocate(4096);
             char bytes[16] = {};
             volatile auto* const device_byte = reinterpret_cast<char*>(pointer);
@@ -46,7 +46,7 @@ void test_kernel_cannot_pin() {
 
 void test_second_free_aborts() {
     const int status = run_in_child([] {
-        init_device();
+        use_primary_context();
         const u64 pointer = allocate(4096);
         call_driver("cuMemFree_v2", pointer);
         call_driver("cuMemFree_v2", pointer);
@@ -217,7 +217,7 @@ int main() {
     // These two tests must run first: a child that is forked after cuInit cannot use the driver.
     test_cpu_access_faults();
     test_second_free_aborts();
-    const Handle context = init_device();
+    const Handle context = use_primary_context();
     test_kernel_cannot_pin();
     test_bounds_are_exact();
     test_copies_at_odd_offsets_are_exact();

@@ -77,7 +77,7 @@ void serve_pool(int socket, const Location& location) {
 
 // The owning process runs this function.
 int run_owner(int socket) {
-    init_device(1);
+    use_primary_context(1);
     for (const Location& location : locations) {
         serve_pool(socket, location);
     }
@@ -120,7 +120,7 @@ void import_from(const Peer& owner, const Location& location) {
 
 void test_imported_pool_has_memory_of_its_owner() {
     const Peer owner;
-    init_device(1);
+    use_primary_context(1);
     for (const Location& location : locations) {
         import_from(owner, location);
     }

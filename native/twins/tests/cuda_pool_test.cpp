@@ -223,7 +223,7 @@ void test_locations_have_current_pools() {
 } // namespace
 
 int main() {
-    init_device();
+    use_primary_context();
     test_pool_is_that_of_the_stream();
     test_default_pool_allocates_in_stream_order();
     test_created_pool_has_size_limit_and_access();

@@ -31,8 +31,8 @@ u64 address_of(const std::vector<unsigned char>& bytes) {
     return reinterpret_cast<u64>(bytes.data());
 }
 
-// Copy rows of host memory into device memory, to the byte 3 of every second row, and copy rows back. The bytes between
-// the copied rows stay unchanged.
+// Copy rows to device memory with a pitch of 2 * pitch, each to byte 3 of its row, and copy three rows back. The bytes
+// between the copied rows stay unchanged.
 void test_rows_are_copied_exactly() {
     const u64 memory = allocate(2 * pitch * rows);
     write_device(memory, std::vector(2 * pitch * rows, canary));
@@ -59,11 +59,11 @@ void test_rows_are_copied_exactly() {
 }
 
 void test_volume_is_copied_between_devices() {
-    Handle contexts[2] = {init_device(0), 0};
+    Handle contexts[2] = {use_primary_context(0), 0};
     const u64 source_memory = allocate(volume_bytes);
     const auto bytes = make_pattern(volume_bytes, 2);
     write_device(source_memory, bytes);
-    contexts[1] = init_device(1);
+    contexts[1] = use_primary_context(1);
     const u64 target_memory = allocate(volume_bytes);
     write_device(target_memory, std::vector(volume_bytes, canary));
     // The synchronous copy writes the columns from 0 on, and the asynchronous copy writes the columns from 60 on.
@@ -90,16 +90,16 @@ void test_volume_is_copied_between_devices() {
         CHECK(target_bytes[index] == (was_copied ? bytes[source_index] : canary));
     }
     EXPECT_SUCCESS("cuMemFree_v2", target_memory);
-    init_device(0);
+    use_primary_context(0);
     EXPECT_SUCCESS("cuMemFree_v2", source_memory);
 }
 
-// Later work of both devices, in any context, waits until a copy between them is done.
+// Work of the target device that follows a peer copy waits until the copy is done.
 void test_later_work_of_a_peer_waits() {
-    const Handle first_context = init_device(0);
+    const Handle first_context = use_primary_context(0);
     const u64 source_memory = allocate(width);
     write_device(source_memory, make_pattern(width, 4));
-    const Handle second_context = init_device(1);
+    const Handle second_context = use_primary_context(1);
     const u64 target_memory = allocate(width);
     write_device(target_memory, std::vector(width, canary));
     EXPECT_SUCCESS("cuCtxSetCurrent", first_context);
@@ -229,7 +229,7 @@ void test_rows_are_filled_exactly() {
 } // namespace
 
 int main() {
-    init_device();
+    use_primary_context();
     test_rows_are_copied_exactly();
     test_volume_is_copied_between_devices();
     test_later_work_of_a_peer_waits();

@@ -348,7 +348,7 @@ int main() {
     // Delay 100 % of the work, by at most `delay_max`.
     CHECK(setenv("GDRKIT_TWINS_LATE_SHARE", "100", 1) == 0);
     CHECK(setenv("GDRKIT_TWINS_LATE_US", std::to_string(delay_max.count()).c_str(), 1) == 0);
-    init_device();
+    use_primary_context();
     test_async_copy_is_delayed();
     test_work_is_delayed_at_random();
     test_pageable_memory_is_staged();

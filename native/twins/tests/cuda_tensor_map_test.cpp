@@ -160,7 +160,7 @@ void test_address_is_replaced() {
 int main() {
     EXPECT_RESULT(not_initialized, "cuTensorMapReplaceAddress", static_cast<void*>(nullptr),
                   static_cast<void*>(nullptr));
-    init_device();
+    use_primary_context();
     int is_supported = 0;
     EXPECT_SUCCESS("cuDeviceGetAttribute", &is_supported, int{device_tensor_map_access_supported}, Device{0});
     CHECK(is_supported == 1);

@@ -140,7 +140,7 @@ void test_texture_ends_with_its_context() {
 } // namespace
 
 int main() {
-    init_device();
+    use_primary_context();
     test_texture_of_an_array_keeps_its_descriptions();
     test_texture_of_memory_is_checked();
     test_wrong_textures_are_refused();

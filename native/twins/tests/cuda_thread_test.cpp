@@ -47,7 +47,7 @@ void serve_requests(u64 memory, std::atomic<bool>* must_stop) {
 } // namespace
 
 int main() {
-    const Handle context = init_device();
+    const Handle context = use_primary_context();
     const u64 shared_memory = allocate(4096);
     std::atomic<bool> must_stop{false};
     std::thread server_thread(serve_requests, shared_memory, &must_stop);

@@ -47,7 +47,7 @@ int set_access(u64 pointer, u64 length_bytes, int access_flags, int location_typ
 
 // The importing process runs this function. It imports the memory by its descriptor, checks the data and changes it.
 int run_importer(int socket) {
-    init_device();
+    use_primary_context();
     std::vector<Fd> fds;
     CHECK(recv_fds(socket, 1, &fds));
     Handle handle = 0;
@@ -69,7 +69,7 @@ int run_importer(int socket) {
 
 void test_exported_memory_is_shared_by_processes() {
     Peer importer;
-    init_device();
+    use_primary_context();
     const u64 free_before = query_free_memory(), pointer = reserve_addresses(granule_bytes);
     const Handle handle = create_memory();
     map_memory(pointer, handle);
@@ -228,7 +228,7 @@ void test_released_handle_can_be_retained_again() {
 
 void test_second_release_aborts() {
     const int status = run_in_child([] {
-        init_device();
+        use_primary_context();
         const Handle handle = create_memory();
         call_driver("cuMemRelease", handle);
         call_driver("cuMemRelease", handle);

@@ -100,7 +100,7 @@ struct TestFile {
     u64 memory = 0;
 
     TestFile() {
-        cuda::init_device();
+        cuda::use_primary_context();
         std::string file_path = GDRKIT_DISK "/cufile-XXXXXX";
         const int buffered_fd = mkstemp(file_path.data());
         CHECK(buffered_fd >= 0 &&

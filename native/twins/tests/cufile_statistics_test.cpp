@@ -116,7 +116,7 @@ void test_config_file_is_read() {
         // Each row needs a process of its own, because the first cuFileDriverOpen of a process fixes the parameters.
         const int status = cuda::run_in_child([&] {
             CHECK(setenv("CUFILE_ENV_PATH_JSON", config_path.c_str(), 1) == 0);
-            cuda::init_device();
+            cuda::use_primary_context();
             // No fault plan enables a direct path here, so the driver opens only in compat mode.
             EXPECT_STATUS(row.allow_compat ? success : driver_not_initialized, "cuFileDriverOpen");
             bool allow_compat = false, force_compat = false;

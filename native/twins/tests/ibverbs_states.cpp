@@ -1,4 +1,5 @@
-// Tests of the software twin of libibverbs: the state machine of a reliable-connected queue pair (RC).
+// Tests of the software twin of libibverbs: the state machine of a reliable-connected queue pair (RC),
+// and the arguments of ibv_create_qp and ibv_create_cq.
 #include "tests/ibverbs_support.hpp"
 
 using namespace gdrkit::twin::tests;
@@ -145,8 +146,8 @@ void test_invalid_create_arguments_are_refused() {
     init.cap.max_send_wr = 1;
     init.send_cq = nullptr;
     check_fails(EINVAL);
-    Endpoint other_endpoint(1);
-    init.send_cq = other_endpoint.cq;
+    Endpoint endpoint_of_other_nic(1);
+    init.send_cq = endpoint_of_other_nic.cq;
     check_fails(EINVAL);
     errno = 0;
     CHECK(ibv_create_cq(endpoint.context, 0, nullptr, nullptr, 0) == nullptr && errno == EINVAL);

@@ -261,7 +261,7 @@ void test_process_is_listed_while_it_has_a_context() {
     };
     nvml::ProcessInfo info{};
     CHECK(query_processes(1, &info) == nvml::success && process_count == 0);
-    cuda::init_device(0);
+    cuda::use_primary_context(0);
     const auto pointer = cuda::allocate(length_bytes);
     CHECK(query_processes(0, nullptr) == nvml::insufficient_size && process_count == 1);
     CHECK(query_processes(1, &info) == nvml::success && process_count == 1);

@@ -80,8 +80,8 @@ public:
     UsrbioReads& operator=(const UsrbioReads&) = delete;
 
     // Submits reads until `depth` are in flight, each at the offset that next_offset() returns. Then waits for at least
-    // `count_min` completions and returns the number of completions.
-    template <typename NextOffset> unsigned run_step(unsigned count_min, NextOffset next_offset) {
+    // `completions_min` completions and returns the number of completions.
+    template <typename NextOffset> unsigned run_step(unsigned completions_min, NextOffset next_offset) {
         has_started_ = true;
         while (!free_buffers_.empty()) {
             const unsigned buffer_index = free_buffers_.back();
@@ -98,7 +98,7 @@ public:
             check_result("hf3fs_prep_io", std::min(index, 0));
         }
         check_result("hf3fs_submit_ios", hf3fs_submit_ios(&ior_));
-        return reap(std::min(count_min, static_cast<unsigned>(depth_ - free_buffers_.size())));
+        return reap(std::min(completions_min, static_cast<unsigned>(depth_ - free_buffers_.size())));
     }
     // Waits for all reads in flight and returns their number.
     unsigned drain() {
@@ -132,9 +132,9 @@ public:
     }
 
 private:
-    unsigned reap(unsigned count_min) {
-        const int count =
-            hf3fs_wait_for_ios(&ior_, cqes_.data(), static_cast<int>(depth_), static_cast<int>(count_min), nullptr);
+    unsigned reap(unsigned completions_min) {
+        const int count = hf3fs_wait_for_ios(&ior_, cqes_.data(), static_cast<int>(depth_),
+                                             static_cast<int>(completions_min), nullptr);
         check_result("hf3fs_wait_for_ios", std::min(count, 0));
         for (int index = 0; index < count; ++index) {
             if (cqes_[static_cast<std::size_t>(index)].result != static_cast<std::int64_t>(read_bytes_)) {

@@ -22,7 +22,8 @@ namespace gdrkit::usrbio::bench {
 }
 
 // Reads of a file by io_uring, of which `depth` reads of `read_bytes` each are in flight. Each read in flight has one
-// buffer, and a later read uses the buffer again. The reads through the I/O path use the same amount of memory.
+// buffer, and a later read uses the buffer again. The usrbio reads (path_reads.hpp) have buffers of the same total
+// size.
 class UringReads {
 public:
     UringReads(int file_fd, unsigned depth, std::size_t read_bytes)
@@ -65,14 +66,14 @@ public:
     bool is_available() const { return ring_fd_ >= 0; }
 
     // Submits reads until `depth` are in flight, each at the offset that next_offset() returns. Then waits for at least
-    // `count_min` completions and returns the number of completions.
-    template <typename NextOffset> unsigned run_step(unsigned count_min, NextOffset next_offset) {
+    // `completions_min` completions and returns the number of completions.
+    template <typename NextOffset> unsigned run_step(unsigned completions_min, NextOffset next_offset) {
         unsigned submit_count = 0;
         for (; !free_buffer_indices_.empty(); ++submit_count) {
             add_read(free_buffer_indices_.back(), next_offset());
             free_buffer_indices_.pop_back();
         }
-        return submit_and_wait(submit_count, count_min);
+        return submit_and_wait(submit_count, completions_min);
     }
     // Waits for all reads in flight and returns their number.
     unsigned drain() {
@@ -104,10 +105,11 @@ private:
         sq_array_[tail & sq_mask_] = tail & sq_mask_;
         sq_tail_->store(tail + 1, std::memory_order_release);
     }
-    // Calls io_uring_enter, which submits `submit_count` reads and waits for at least `count_min` completions. Returns
-    // the number of completions.
-    unsigned submit_and_wait(unsigned submit_count, unsigned count_min) {
-        if (syscall(SYS_io_uring_enter, ring_fd_, submit_count, count_min, IORING_ENTER_GETEVENTS, nullptr, 0) < 0) {
+    // Calls io_uring_enter, which submits `submit_count` reads and waits for at least `completions_min` completions.
+    // Returns the number of completions.
+    unsigned submit_and_wait(unsigned submit_count, unsigned completions_min) {
+        if (syscall(SYS_io_uring_enter, ring_fd_, submit_count, completions_min, IORING_ENTER_GETEVENTS, nullptr, 0) <
+            0) {
             exit_with_errno("io_uring_enter");
         }
         unsigned completed_count = 0;

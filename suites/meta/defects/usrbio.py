@@ -88,7 +88,7 @@ def publish_as_host(gpu: Any) -> None:
     """existing device memory is published as host memory"""
     import uuid
 
-    def _wrap(mount: str, memory: Any, *, block_size: int, device: int, owner: object) -> Any:
+    def wrap_as_host(mount: str, memory: Any, *, block_size: int, device: int, owner: object) -> Any:
         del device, owner
         view = (ctypes.c_ubyte * memory.length_bytes).from_address(memory.address)
         iov_uuid = str(uuid.uuid4())
@@ -96,4 +96,4 @@ def publish_as_host(gpu: Any) -> None:
         Path(mount, "3fs-virt", "iovs", iov_uuid).symlink_to(f"/dev/shm/hf3fs-iov-{iov_uuid}")  # noqa: S108
         return gpu.native().iovec(view, iov_uuid, mount, block_size)
 
-    gpu._wrap = _wrap
+    gpu._wrap_memory = wrap_as_host

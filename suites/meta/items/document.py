@@ -26,7 +26,7 @@ file, test, number, hint about troubleshooting and plan for the future of each d
 | state | meaning |
 |---|---|
 | `done` | gdrkit has it, and a case checks it |
-| `differs` | the real headers contradict it, or gdrkit has something else instead; the linked document explains that |
+| `differs` | the vendor's headers contradict it, or gdrkit does it in another way; the linked document explains why |
 | `partly` | the row says what is missing |
 | `needs hardware` | the row names the hardware on which the case must run |
 
@@ -79,9 +79,9 @@ def _format_state(item: Item) -> str:
     return f"{item.state}: {item.note}{link}" if item.note else str(item.state)
 
 
-def _make_link(guide: str) -> str:
+def _make_link(path: str) -> str:
     """Return the link from a file in docs/ to a file of the project."""
-    return posixpath.relpath(guide, "docs")
+    return posixpath.relpath(path, "docs")
 
 
 def _format_references(references: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "EQUIVALENT",
+    "EQUIVALENT_FILE",
     "CasesRun",
     "Mutant",
     "MutantOutcome",
@@ -23,7 +23,7 @@ __all__ = [
     "read_equivalent_reasons",
 ]
 
-EQUIVALENT = Path(__file__).with_name("equivalent.toml")
+EQUIVALENT_FILE = Path(__file__).with_name("equivalent.toml")
 
 
 class PatchMismatch(Exception):
@@ -72,7 +72,7 @@ class Mutant:
     cases: tuple[str, ...]
 
     @property
-    def content(self) -> tuple[str, str, str, str]:
+    def identity_key(self) -> tuple[str, str, str, str]:
         """Key that identifies the mutant even if its lines have moved in the file: file, operator, before, after."""
         return self.file, self.operator, self.before, self.after
 
@@ -83,10 +83,10 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Short name: the name of the patch, or a hash of the content."""
+        """Short name: the name of the patch, or a hash of `identity_key`."""
         if self.operator.startswith("patch "):
             return self.operator.removeprefix("patch ")
-        return f"{self.module}-{hashlib.sha256(repr(self.content).encode()).hexdigest()[:10]}"
+        return f"{self.module}-{hashlib.sha256(repr(self.identity_key).encode()).hexdigest()[:10]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Result:
     Attributes
     ----------
     killed_by : str
-        The case that failed, also when it ran alone.
+        The case that failed in the run of all cases, and failed again when it ran alone.
     note : str
         Explanation of an unusual outcome, e.g. the reason why a mutant is equivalent.
     duration_s : float
@@ -144,7 +144,7 @@ def _count_common_lines(first: Sequence[str], second: Sequence[str]) -> int:
     return next((index for index, (line, other_line) in pairs if line != other_line), min(len(first), len(second)))
 
 
-def read_equivalent_reasons(path: Path = EQUIVALENT) -> dict[tuple[str, str, str, str], str]:
-    """Return why each mutant in equivalent.toml is equivalent. The key is `Mutant.content`."""
+def read_equivalent_reasons(path: Path = EQUIVALENT_FILE) -> dict[tuple[str, str, str, str], str]:
+    """Return why each mutant in equivalent.toml is equivalent. The key is `Mutant.identity_key`."""
     entries = tomllib.loads(path.read_text()).get("mutant", [])
     return {(entry["file"], entry["operator"], entry["before"], entry["after"]): entry["reason"] for entry in entries}

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from meta.mutants.modules import CASES, MODULES
 from meta.mutants.mutant import (
-    EQUIVALENT,
+    EQUIVALENT_FILE,
     Mutant,
     MutantOutcome,
     PatchMismatch,
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 __all__ = ["compute_score", "draw_mutants", "main", "read_recorded_kills", "try_all_mutants", "write_records"]
 
-# The content of a mutant: file, operator, and the changed lines before and after the mutation.
-_Content = tuple[str, str, str, str]
+# Mutant.identity_key: file, operator, and the changed lines before and after the mutation.
+_IdentityKey = tuple[str, str, str, str]
 # Default number of mutants in the random sample.
 SAMPLE_COUNT = 150
 # Smallest share of killed mutants with which the session passes.
@@ -98,8 +98,8 @@ class _Campaign:
     def __init__(
         self,
         mutants: Sequence[Mutant],
-        equivalent_reasons: Mapping[_Content, str],
-        recorded_kills: Mapping[_Content, Result],
+        equivalent_reasons: Mapping[_IdentityKey, str],
+        recorded_kills: Mapping[_IdentityKey, Result],
     ) -> None:
         self.results: dict[int, Result] = {}
         # True after a worker has failed, so that the other workers stop after their current mutants.
@@ -112,11 +112,11 @@ class _Campaign:
         self._baseline_locks = {mutant.cases: threading.Lock() for mutant in mutants}
         self._mutant_count = len(mutants)
         for index, mutant in enumerate(mutants):
-            reason = equivalent_reasons.get(mutant.content)
+            reason = equivalent_reasons.get(mutant.identity_key)
             if reason is not None:
                 self._add_result(index, Result(mutant, MutantOutcome.EQUIVALENT, note=reason))
-            elif mutant.content in recorded_kills:
-                self._add_result(index, dataclasses.replace(recorded_kills[mutant.content], mutant=mutant))
+            elif mutant.identity_key in recorded_kills:
+                self._add_result(index, dataclasses.replace(recorded_kills[mutant.identity_key], mutant=mutant))
             else:
                 (self._native_queue if mutant.is_native else self._python_queue).put((index, mutant))
 
@@ -160,13 +160,13 @@ class _Campaign:
 def try_all_mutants(
     mutants: Sequence[Mutant],
     workers: Sequence[Worker],
-    equivalent_reasons: Mapping[_Content, str],
-    recorded_kills: Mapping[_Content, Result] | None = None,
+    equivalent_reasons: Mapping[_IdentityKey, str],
+    recorded_kills: Mapping[_IdentityKey, Result] | None = None,
 ) -> list[Result]:
     """Return the result of every mutant, in the order of the mutants.
 
-    A mutant whose content is in `equivalent_reasons` is equivalent. A mutant whose content is in `recorded_kills` was
-    killed in an earlier run. The cases run against all other mutants.
+    A mutant whose identity key is in `equivalent_reasons` is equivalent. A mutant whose identity key is in
+    `recorded_kills` was killed in an earlier run. The cases run against all other mutants.
 
     Raises
     ------
@@ -186,17 +186,17 @@ def try_all_mutants(
     return [campaign.results[index] for index in range(len(mutants))]
 
 
-def read_recorded_kills(path: Path, mutants: Sequence[Mutant]) -> dict[_Content, Result]:
-    """Return the results of the mutants that an earlier run killed, by the content of the mutant."""
-    mutants_by_content = {mutant.content: mutant for mutant in mutants}
-    kills: dict[_Content, Result] = {}
+def read_recorded_kills(path: Path, mutants: Sequence[Mutant]) -> dict[_IdentityKey, Result]:
+    """Return the results of the mutants that an earlier run killed, by the identity key of the mutant."""
+    mutants_by_key = {mutant.identity_key: mutant for mutant in mutants}
+    kills: dict[_IdentityKey, Result] = {}
     for record in read_records(path):
         evidence = record.evidence
         file, operator, before, after = (str(evidence.get(name)) for name in ("file", "operator", "before", "after"))
-        mutant = mutants_by_content.get((file, operator, before, after))
+        mutant = mutants_by_key.get((file, operator, before, after))
         if mutant is None or evidence.get("outcome") not in {outcome.value for outcome in _KILLED_OUTCOMES}:
             continue
-        kills[mutant.content] = Result(
+        kills[mutant.identity_key] = Result(
             mutant,
             MutantOutcome(evidence["outcome"]),
             killed_by=str(evidence["killing_test"]),
@@ -392,7 +392,7 @@ def _report(results: Sequence[Result], duration_s: float) -> int:
     outcomes = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items())
     print(f"{len(results)} mutants in {duration_s / 60:.0f} min: {outcomes}; score {score_share:.3f}")  # noqa: T201
     if counts[MutantOutcome.EQUIVALENT] > EQUIVALENT_SHARE_MAX * len(results):
-        print(f"more than {EQUIVALENT_SHARE_MAX:.0%} of the mutants are in {EQUIVALENT.name}; add cases instead")  # noqa: T201
+        print(f"more than {EQUIVALENT_SHARE_MAX:.0%} of the mutants are in {EQUIVALENT_FILE.name}; add cases instead")  # noqa: T201
         return 1
     if counts[MutantOutcome.NOT_COMPILED]:
         print("a patch does not compile, so it proves nothing; adapt it in suites/meta/mutants/patches.py")  # noqa: T201
