@@ -338,10 +338,11 @@ def _make_region(
             operation=operation, error_number=error_number, arguments=arguments, pinned_bytes=pinned_bytes
         )
     lkey = int(region_pointer.contents.lkey)
-    _open_objects.ids.add(id(region_pointer))
+    region_id = id(region_pointer)
+    _open_objects.ids.add(region_id)
 
     def deregister() -> None:
-        if id(region_pointer) not in _open_objects.ids:
+        if region_id not in _open_objects.ids:
             return  # The region is deregistered, or belongs to the parent of this forked process.
         results: list[int] = []
         try:
@@ -350,7 +351,7 @@ def _make_region(
             results.extend(map(_load_library().ibv_dereg_mr, (region_pointer,)))
         finally:
             if results == [0]:
-                _open_objects.ids.discard(id(region_pointer))
+                _open_objects.ids.discard(region_id)
         if results[0]:
             raise _errors.error_of(operation="ibv_dereg_mr", error_number=results[0], arguments={"lkey": lkey})
 

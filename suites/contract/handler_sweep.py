@@ -286,6 +286,10 @@ SCENARIOS: dict[str, Callable[[Path], contextlib.AbstractContextManager[_Interru
         "lease_others", "interrupt", source_path="registration/_"
     ),
     "region_invalidate_interrupt": lambda _folder: _use_region_cache("invalidate", "interrupt"),
+    # After an interrupt in ibv_dereg_mr, the next call must not deregister the region again.
+    "region_deregister_interrupt": lambda _folder: _use_region_cache(
+        "invalidate", "interrupt", source_path="verbs/_pyverbs.py"
+    ),
     "region_close_memory_interrupt": lambda _folder: _use_region_cache("close_memory", "interrupt"),
     "region_close_interrupt": lambda _folder: _use_region_cache("close_cache", "interrupt"),
     "reach": _measure_reach,
