@@ -106,7 +106,7 @@ def test_link_with_the_size_of_another_allocation_is_refused(tmp_path: Path, mem
         f"allocation/{allocation.length_bytes}/", f"allocation/{allocation.length_bytes + 1}/"
     )
     with AgentProcess(tmp_path) as agent, RawClient(tmp_path) as client:
-        with pytest.raises(Refusal, match=f"the link says {allocation.length_bytes + 1} bytes") as error_info:
+        with pytest.raises(Refusal, match=f"states an allocation of {allocation.length_bytes + 1} bytes") as error_info:
             client.publish(link_name, wrong_target)
         assert error_info.value.errno == errno.EOPNOTSUPP
     assert agent.process.returncode == 0, agent.error_output

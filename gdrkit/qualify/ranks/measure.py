@@ -144,12 +144,12 @@ class _Operations:
         while not moved_bytes or time.monotonic() - started_s < duration_s:
             # A burst moves all of the memory once, first to the target, then back.
             for direction in (Direction.WRITE, Direction.READ):
+                if not moved_bytes and direction is Direction.READ:
+                    # From here on, the memory has the pattern only if this READ moves the bytes.
+                    self._initiator.write(bytes(remote_range.length_bytes))
                 self._run_burst(direction, remote_range)
             moved_bytes += remote_range.length_bytes
         elapsed_s = time.monotonic() - started_s
-        # The memory had the pattern before each READ, so a last READ into zeros shows that READs move the bytes.
-        self._initiator.write(bytes(remote_range.length_bytes))
-        self._run_burst(Direction.READ, remote_range)
         pattern.check(self._initiator.read(), seed=seed)
         return {"moved_bytes": moved_bytes, "elapsed_s": elapsed_s}
 
