@@ -44,8 +44,8 @@ class _RunningCommand:
 def choose_job_count() -> int:
     """Return how many commands run at the same time: two for each processor, and at most eight.
 
-    On average, a suite uses a third of a processor, because its cases mostly wait for other processes and for time
-    limits.
+    On average, a suite uses a third to a half of a processor, because its cases mostly wait for other processes and for
+    time limits.
     """
     return min(2 * (os.cpu_count() or 1), _JOBS_MAX)
 

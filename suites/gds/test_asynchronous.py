@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from gds.faulty_file import FaultyFile
 from support.gds import HOST_AND_DEVICE, allocate_memory
-from support.processes import limit_open_files, wait_until
+from support.processes import limit_open_files
 
 from gdrkit import gds, pattern
 from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
 from gdrkit.gds.event_loop import LoopWaits
+from gdrkit.harness.needs import host, needs
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -128,22 +130,27 @@ def test_awaited_transfers_need_no_thread_of_the_loop(tmp_path: Path, seed: int)
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptor_count_before
 
 
-def test_await_without_a_descriptor_left_names_the_errno(tmp_path: Path) -> None:
+@needs(host.fuse)
+@pytest.mark.timeout(60)
+def test_await_without_a_descriptor_left_names_the_errno(tmp_path: Path, seed: int) -> None:
     """In an older version, the caller got the raw error of the native module."""
-    (tmp_path / "file").write_bytes(bytes(MIB))
+    (tmp_path / "mount").mkdir()
     memory = bytearray(MIB)
 
-    async def read() -> None:
-        async with gds.AsyncFile(tmp_path / "file", access="buffered", direct="never") as file:
-            transfer = file.file.start_read_into(memory)
-            wait_until(transfer.done, "the engine to open what it needs")
+    async def read(faulty_file: FaultyFile) -> None:
+        async with gds.AsyncFile(faulty_file.path, access="buffered", direct="never") as file:
+            # Blocked reads keep all threads of the engine busy, so the last transfer cannot end before it is awaited.
             transfers = [file.file.start_read_into(memory) for _ in range(200)]
+            faulty_file.expect_line("waiting")
             with limit_open_files(0), pytest.raises(ApiError) as error_info:
                 await transfers[-1]
             assert (error_info.value.operation, error_info.value.errno) == ("eventfd", errno.EMFILE)
             assert transfers[-1].done()
+            faulty_file.send("open")
 
-    asyncio.run(read())
+    with FaultyFile(tmp_path / "mount", length_bytes=MIB, seed=seed) as faulty_file:
+        faulty_file.send(f"gate 0 {MIB}")
+        asyncio.run(read(faulty_file))
     memory.clear()  # This raises BufferError if a transfer still uses the memory.
 
 
