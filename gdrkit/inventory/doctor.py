@@ -12,10 +12,9 @@ from gdrkit.inventory.gpu_processes import GPU_PROCESSES, NOT_READABLE
 from gdrkit.inventory.rules import RULES, Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from gdrkit.inventory.machine import Machine
-    from gdrkit.inventory.rules import Rule
     from gdrkit.verdict import Verdict
 
 __all__ = ["Diagnosis", "diagnose"]
@@ -68,9 +67,9 @@ class Diagnosis:
         return tuple(finding for finding in self.findings if finding.verdict is verdict)
 
 
-def diagnose(machine: Machine, *, rules: Iterable[Rule] = RULES) -> Diagnosis:
-    """Apply `rules` to `machine` and return the diagnosis."""
-    findings = tuple(rule.apply(machine) for rule in rules)
+def diagnose(machine: Machine) -> Diagnosis:
+    """Apply every rule to `machine` and return the diagnosis."""
+    findings = tuple(rule.apply(machine) for rule in RULES)
     unreadable_by_path = {unreadable_file.path: unreadable_file for unreadable_file in machine.facts.unreadable}
     unreadable_by_path |= {
         unreadable_file.path: unreadable_file for finding in findings for unreadable_file in finding.unreadable

@@ -50,12 +50,14 @@ class Observer:
         An entry "NAME=value" of the environment. A process that has it counts as a descendant, even if its parent has
         ended.
     is_attached : bool
-        Whether the process ran before the observation. Its counts at the first sample are then subtracted.
+        Whether the process ran before the observation. The counts that it and its descendants have at the first sample
+        are then subtracted. The counts of descendants that start later are complete.
     """
 
     def __init__(self, *, marker: bytes | None = None, is_attached: bool = False) -> None:
         self._marker = marker
-        self._is_attached = is_attached
+        # Whether the processes of the next sample ran before the observation.
+        self._is_attaching = is_attached
         self._tree = host.HostTree()
         self._processes: dict[int, SampledProcess] = {}
         self._other_queue_pairs: dict[tuple[str, int], RdmaQueuePair] = {}
@@ -91,7 +93,7 @@ class Observer:
         self._gpu_counter.start()
         program_by_process_id = host.descendants(self._tree, process_id, marker=marker)
         for member_id, program in program_by_process_id.items():
-            new_process = SampledProcess(member_id, program, is_attached=self._is_attached)
+            new_process = SampledProcess(member_id, program, is_attached=self._is_attaching)
             self._processes.setdefault(member_id, new_process).program = program
         sockets = self._query("TCP sockets", evidence.tcp_sockets)
         socket_by_inode = {tcp_socket.inode: tcp_socket for tcp_socket in sockets}
@@ -101,6 +103,7 @@ class Observer:
         self._sample_rdma()
         self._sample_twins()
         self._gpu_counter.read_processes()
+        self._is_attaching = False
 
     def finish(self, command: Sequence[str], exit_code: int | None) -> Observation:
         """Return the observation: the evidence of all samples, the growth of the counters, and a verdict per route."""
@@ -168,7 +171,7 @@ class Observer:
                     if use.process_id in self._processes:
                         key = (path, use.process_id, use.api.value)
                         self._twin_use[key] = (use.objects_count, use.moved_bytes)
-                        if self._is_attached:
+                        if self._is_attaching:
                             self._twin_use_at_start.setdefault(key, self._twin_use[key])
 
     def _describe_process(self, process: SampledProcess) -> ObservedProcess:

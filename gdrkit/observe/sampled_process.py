@@ -68,7 +68,7 @@ class SampledProcess:
     program : str
         Name of the program at the last sample.
     is_attached : bool
-        Whether the process ran before the observation. Its counts at the first sample are then subtracted.
+        Whether the process ran before the observation. Then its counts at the first sample are subtracted.
     queue_pairs : dict
         The queue pairs of the process, by device and number. The observer adds them.
     regions : dict

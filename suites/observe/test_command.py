@@ -22,7 +22,7 @@ from support.processes import LineChild
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import host, needs, software
-from gdrkit.observe import Observation
+from gdrkit.observe import Observation, Observer
 from gdrkit.units import MIB
 from gdrkit.verdict import RouteOutcome
 
@@ -47,6 +47,21 @@ with contextlib.ExitStack() as stack:
     first_pair.post_write(region, region.remote(), work_id=1)
     queue.wait(20_000)
     time.sleep(0.3)
+"""
+WRITTEN_BYTES = 4 * MIB
+# The program writes 4 MiB. After a line on its standard input, a child process also writes 4 MiB. Both then wait for the
+# end of the standard input.
+FORKING_PROGRAM = f"""
+import os, sys
+null = os.open("/dev/null", os.O_WRONLY)
+os.write(null, bytes({WRITTEN_BYTES}))
+os.write(1, b"written\\n")
+os.read(0, 100)
+if os.fork() == 0:
+    os.write(null, bytes({WRITTEN_BYTES}))
+    os.write(1, b"written\\n")
+while os.read(0, 100):
+    pass
 """
 # The program sends 4 MiB to itself over TCP, and then waits, so that `gdrkit observe` reads the counters of its sockets
 # while they are open.
@@ -146,6 +161,29 @@ def test_running_process_is_observed_from_now_on() -> None:
         child.kill()
     # The bytes that the process sent before the observation do not count.
     assert (completed.returncode, completed.stdout.splitlines()[0]) == (0, "unknown: unproven"), completed.stderr
+
+
+def test_child_that_starts_after_the_attach_counts_in_full() -> None:
+    """In an older version, the counts of such a child at its first sample were subtracted."""
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", FORKING_PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        ) as parent,
+        Observer(is_attached=True) as observer,
+    ):
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        observer.sample(parent.pid)
+        parent.stdin.write(b"fork\n")
+        parent.stdout.readline()
+        observer.sample(parent.pid)
+        observation = observer.finish([], None)
+        parent.communicate(timeout=60)
+    written_bytes_by_process = {process.process_id: process.written_bytes or 0 for process in observation.processes}
+    assert written_bytes_by_process.pop(parent.pid) < WRITTEN_BYTES
+    (child_bytes,) = written_bytes_by_process.values()
+    assert child_bytes >= WRITTEN_BYTES
 
 
 def test_page_has_the_verdict_and_escapes_the_command(tmp_path: Path) -> None:
