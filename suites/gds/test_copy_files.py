@@ -29,6 +29,7 @@ from gds.faulty_file import FaultyFile
 from support.faulty_fuse import FaultyMount
 from support.mounts import mount_image_copy, mount_new_file_system
 from support.other_user import folder_for_all_users, run_program
+from support.processes import wait_until
 
 from gdrkit import gds, pattern
 from gdrkit.errors import ApiError, UsageError
@@ -49,6 +50,15 @@ FILE_SYSTEMS = [
 
 def list_file_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def wait_until_empty(folder: Path) -> None:
+    """Wait until the folder has no files.
+
+    If a program deletes a file on FUSE while the file is open, libfuse renames it, and deletes it after the kernel has
+    told libfuse that the file was closed. The kernel does this a short time after close() has returned.
+    """
+    wait_until(lambda: not list_file_names(folder), f"{folder} to become empty")
 
 
 def copy_file(source: Path, destination: Path, **options: object) -> gds.CopyResult:
@@ -297,7 +307,7 @@ def test_failed_sync_leaves_no_copy(tmp_path: Path, mount_without_tmpfile: Fault
     )
     assert process.returncode == 1
     assert "EIO" in process.stderr
-    assert list_file_names(folder) == []
+    wait_until_empty(folder)
     copy_file(source, folder / "copy")
     assert (folder / "copy").read_bytes() == b"1234"
 
@@ -329,7 +339,7 @@ def test_signal_leaves_no_partial_copy(
         stderr = process.communicate(timeout=_TIMEOUT_S)[1]
         assert process.returncode == (130 if signal_number is signal.SIGINT else -signal_number), stderr
         assert "Traceback" not in stderr
-        assert list_file_names(folder) == []
+        wait_until_empty(folder)
 
 
 @needs(host.fuse)
