@@ -18,6 +18,7 @@
 
 #include "loader/tree_files.hpp"
 #include "model/config.hpp"
+#include "model/gpu.hpp"
 
 namespace gdrkit::twin {
 namespace {
@@ -61,8 +62,8 @@ std::string read_first_line(const char* path, const char* fallback) {
 // A PCI function as lspci shows it. The vendor id of the NICs and bridges, 0xfff0, is not assigned to any vendor.
 struct PciFunction {
     std::string address;
-    const char* vendor;
-    const char* device;
+    std::string vendor;
+    std::string device;
     const char* device_class;
 };
 // PCI class codes.
@@ -91,7 +92,7 @@ void write_pci_function(const fs::path& tree, const fs::path& folder, const PciF
 // Write a PCIe switch below a root port of its own, and return the folders of its two downstream ports. Programs regard
 // a NIC and a GPU below one switch as neighbours.
 // Bus numbers: 0x40 + index for a switch, 0x60 + index for its downstream ports, 0x80 + index for a NIC, and
-// 0xa0 + index for a GPU.
+// first_gpu_pci_bus + index for a GPU.
 std::pair<fs::path, fs::path> write_switch(const fs::path& tree, unsigned index) {
     const fs::path host_bridge = tree / "sys/devices" / host_bridge_name;
     const auto make_bridge_function = [](std::string address) {
@@ -254,7 +255,9 @@ void write_tree(const fs::path& tree) {
         }
         if (index < gpu_count) {
             // cuDeviceGetPCIBusId returns the same address.
-            const PciFunction gpu{format("0000:%02x:00.0", 0xa0 + index), "0x10de", "0xfff1", display_class};
+            const PciFunction gpu{format("0000:%02x:00.0", first_gpu_pci_bus + index),
+                                  format("0x%04x", gpu_pci_vendor_id), format("0x%04x", gpu_pci_device_id),
+                                  display_class};
             write_pci_function(tree, gpu_port / gpu.address, gpu);
         }
     }

@@ -14,6 +14,8 @@ inline constexpr int gpu_memory_bus_bits = 1024;
 inline constexpr int gpu_compute_major = 9, gpu_compute_minor = 0;
 // The GPU with number n has the PCI address 0000:<first bus + n>:00.0.
 inline constexpr int first_gpu_pci_bus = 0xa0;
+// No product has this device id.
+inline constexpr std::uint32_t gpu_pci_vendor_id = 0x10de, gpu_pci_device_id = 0xfff1;
 inline constexpr int cuda_driver_version = 13000; // 1000 * major + 10 * minor
 
 inline constexpr unsigned max_gpu_count = 16;

@@ -25,7 +25,8 @@ struct Gpu {};
 
 namespace {
 
-constexpr std::uint32_t vendor_nvidia = 0x10de;
+// NVML combines the two PCI ids of a device into one number.
+constexpr std::uint32_t combined_pci_id = gpu_pci_device_id << 16 | gpu_pci_vendor_id;
 
 // The address of gpus[number] is the handle of the GPU with this number.
 std::array<Gpu, 16> gpus;
@@ -104,7 +105,7 @@ int store_pci_info(const Gpu* gpu, void* result, std::size_t length_bytes) {
     return run_gpu_entry(gpu, result, [&](int number) {
         PciInfo info{};
         info.bus = static_cast<std::uint32_t>(first_gpu_pci_bus + number);
-        info.pci_device_id = vendor_nvidia; // the upper 16 bits are the PCI device id, which is 0
+        info.pci_device_id = combined_pci_id;
         const std::string address = format_pci_address(number);
         address.copy(info.bus_id_legacy, sizeof info.bus_id_legacy - 1);
         if (length_bytes == sizeof info) {
@@ -289,7 +290,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetPciInfoExt(const Gpu* gpu, PciInfoExt* info) 
             return argument_version_mismatch;
         }
         const auto bus = static_cast<std::uint32_t>(first_gpu_pci_bus + number);
-        *info = {pci_info_ext_version, 0, bus, 0, vendor_nvidia, 0, class_display, subclass_3d_controller, {}};
+        *info = {pci_info_ext_version, 0, bus, 0, combined_pci_id, 0, class_display, subclass_3d_controller, {}};
         ("0000" + format_pci_address(number)).copy(info->bus_id, sizeof info->bus_id - 1);
         return success;
     });

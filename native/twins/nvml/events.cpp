@@ -1,5 +1,6 @@
-// NVML event sets, by which monitoring tools wait for errors of GPUs. The twin's GPUs have no errors, and no driver is
-// bound or unbound, so a wait ends with its timeout.
+// NVML event sets, with which monitoring tools wait for errors of GPUs (GPU events) and for drivers that are bound or
+// unbound (system events). Neither happens on the emulated machine, so each wait sleeps until its timeout and returns
+// NVML_ERROR_TIMEOUT.
 
 #include <algorithm>
 #include <chrono>
@@ -12,20 +13,21 @@
 
 namespace gdrkit::twin::nvml {
 
-// An event set. Its address is the handle.
+// An event set. Its address is the handle that the program gets.
 struct EventSet {};
 
 namespace {
 
-// Bits of event types: nvmlEventTypeXidCriticalError, and the system events (a driver is bound or unbound).
-constexpr std::uint64_t xid_error = 8, all_system_events = 3;
+// The bits of the event types that the twin accepts: nvmlEventTypeXidCriticalError for a GPU, and
+// nvmlSystemEventTypeGpuDriverUnbind (1) and nvmlSystemEventTypeGpuDriverBind (2) for the system.
+constexpr std::uint64_t xid_error = 8, all_system_events = 1 | 2;
 
 struct EventSets {
     std::mutex mutex;
-    std::set<std::unique_ptr<EventSet>> all;
+    std::set<std::unique_ptr<EventSet>> sets; // the live ones
 
     auto find(const EventSet* set) {
-        return std::find_if(all.begin(), all.end(), [=](const auto& entry) { return entry.get() == set; });
+        return std::find_if(sets.begin(), sets.end(), [=](const auto& entry) { return entry.get() == set; });
     }
 };
 
@@ -40,24 +42,24 @@ int create_set(EventSet** set) {
     }
     EventSets& table = event_sets();
     std::lock_guard lock(table.mutex);
-    *set = table.all.insert(std::make_unique<EventSet>()).first->get();
+    *set = table.sets.insert(std::make_unique<EventSet>()).first->get();
     return success;
 }
 
 bool is_event_set(const EventSet* set) {
     EventSets& table = event_sets();
     std::lock_guard lock(table.mutex);
-    return table.find(set) != table.all.end();
+    return table.find(set) != table.sets.end();
 }
 
 int free_set(const EventSet* set) {
     EventSets& table = event_sets();
     std::lock_guard lock(table.mutex);
     const auto entry = table.find(set);
-    if (entry == table.all.end()) {
+    if (entry == table.sets.end()) {
         return invalid_argument;
     }
-    table.all.erase(entry);
+    table.sets.erase(entry);
     return success;
 }
 
@@ -69,7 +71,7 @@ int wait_for_timeout(const EventSet* set, unsigned timeout_ms) {
     return timeout;
 }
 
-// Check the version of a request of system events, and run the body of the function.
+// Run the body of a function for system events if the request has version 1 in the encoding of nvml_abi.hpp.
 template <typename Request, typename Body> int run_system_entry(Request* request, Body&& body) {
     return run_if_initialized([&]() -> int {
         if (request == nullptr) {
@@ -89,13 +91,13 @@ GDRKIT_NVML_ENTRY int nvmlEventSetFree(const EventSet* set) {
     return run_if_initialized([&] { return free_set(set); });
 }
 
-GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedEventTypes(const Gpu* gpu, std::uint64_t* types) {
-    return store_constant(gpu, types, xid_error);
+GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedEventTypes(const Gpu* gpu, std::uint64_t* event_types) {
+    return store_constant(gpu, event_types, xid_error);
 }
 
-GDRKIT_NVML_ENTRY int nvmlDeviceRegisterEvents(const Gpu* gpu, std::uint64_t types, const EventSet* set) {
+GDRKIT_NVML_ENTRY int nvmlDeviceRegisterEvents(const Gpu* gpu, std::uint64_t event_types, const EventSet* set) {
     return run_gpu_entry(gpu, set, [&](int) {
-        return !is_event_set(set) ? invalid_argument : (types & ~xid_error) != 0 ? unsupported : success;
+        return !is_event_set(set) ? invalid_argument : (event_types & ~xid_error) != 0 ? unsupported : success;
     });
 }
 
@@ -117,7 +119,8 @@ GDRKIT_NVML_ENTRY int nvmlSystemEventSetFree(SystemEventSetRequest* request) {
 
 GDRKIT_NVML_ENTRY int nvmlSystemRegisterEvents(SystemEventRegistration* request) {
     return run_system_entry(request, [&]() -> int {
-        return is_event_set(request->set) && (request->types & ~all_system_events) == 0 ? success : invalid_argument;
+        return is_event_set(request->set) && (request->event_types & ~all_system_events) == 0 ? success
+                                                                                              : invalid_argument;
     });
 }
 

@@ -1,4 +1,5 @@
-// Initialization of NVML, its error texts, and queries of the system.
+// The functions of the NVML twin that need no GPU: initialization, error texts, and queries of the system (versions,
+// process names).
 
 #include <unistd.h>
 
@@ -17,14 +18,16 @@ GDRKIT_TWIN_NOTE("nvml twin of gdrkit")
 namespace gdrkit::twin::nvml {
 namespace {
 
-// Driver 580 was the first with CUDA 13.0. No real driver has the number 580.00.
+// The twin reports driver 580, because this was the first driver with CUDA 13.0. No real driver has the number 580.00,
+// so the text shows that it comes from the twin.
 constexpr std::string_view driver_version_text = "580.00";
 constexpr std::string_view driver_branch_text = "r580_00";
 constexpr std::string_view library_version_text = "13.580.00";
 static_assert(cuda_driver_version == 13000);
 
-std::atomic<unsigned> initialization_count = 0;
+std::atomic<unsigned> initialization_count = 0; // calls of nvmlInit minus calls of nvmlShutdown
 
+// The text that nvmlErrorString returns for a code of nvmlReturn_t.
 struct ErrorText {
     int code;
     const char* text;
@@ -64,7 +67,7 @@ constexpr ErrorText error_texts[] = {
 };
 
 int initialize() {
-    // The text of the error was printed when the environment was read.
+    // config() has printed the error in the environment variables when it read them.
     if (!config().error.empty()) {
         return invalid_argument;
     }
@@ -72,11 +75,11 @@ int initialize() {
     return success;
 }
 
-int store_version(int* version) {
-    if (version == nullptr) {
+int store_cuda_version(int* cuda_version) {
+    if (cuda_version == nullptr) {
         return invalid_argument;
     }
-    *version = cuda_driver_version;
+    *cuda_version = cuda_driver_version;
     return success;
 }
 
@@ -134,13 +137,13 @@ GDRKIT_NVML_ENTRY int nvmlSystemGetNVMLVersion(char* buffer, unsigned length_byt
     return run_if_initialized([&] { return store_text(library_version_text, buffer, length_bytes); });
 }
 
-// These two functions also work before nvmlInit_v2, as documented.
-GDRKIT_NVML_ENTRY int nvmlSystemGetCudaDriverVersion(int* version) {
-    return store_version(version);
+// As documented, nvmlSystemGetCudaDriverVersion and its version 2 also work before nvmlInit_v2.
+GDRKIT_NVML_ENTRY int nvmlSystemGetCudaDriverVersion(int* cuda_version) {
+    return store_cuda_version(cuda_version);
 }
 
-GDRKIT_NVML_ENTRY int nvmlSystemGetCudaDriverVersion_v2(int* version) {
-    return store_version(version);
+GDRKIT_NVML_ENTRY int nvmlSystemGetCudaDriverVersion_v2(int* cuda_version) {
+    return store_cuda_version(cuda_version);
 }
 
 GDRKIT_NVML_ENTRY int nvmlSystemGetProcessName(unsigned pid, char* buffer, unsigned length_bytes) {
@@ -158,6 +161,7 @@ GDRKIT_NVML_ENTRY int nvmlSystemGetProcessName(unsigned pid, char* buffer, unsig
     });
 }
 
+// A unit is a chassis of an S-class system. The emulated machine has none.
 GDRKIT_NVML_ENTRY int nvmlUnitGetCount(unsigned* count) {
     return run_if_initialized([&] {
         if (count == nullptr) {

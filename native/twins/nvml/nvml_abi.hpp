@@ -6,7 +6,7 @@
 
 namespace gdrkit::twin::nvml {
 
-// nvmlReturn_t codes that the twin returns; init.cpp names all codes.
+// The codes of nvmlReturn_t that the twin returns. init.cpp has the texts of all codes.
 enum Result : int {
     success = 0,
     uninitialized = 1,
@@ -19,38 +19,40 @@ enum Result : int {
     argument_version_mismatch = 25,
 };
 
-// A handle of a GPU. It is the address of an object of the twin, which the caller must not read.
+// The objects to which the handles of GPUs (nvmlDevice_t) and of event sets (nvmlEventSet_t) point. Only the twin knows
+// their contents.
 struct Gpu;
-// A handle of an event set is also the address of an object of the twin.
 struct EventSet;
 
-struct SystemEventSetRequest { // to create and to free a set
+// In the structures below, a field `version` contains the size of the structure in bytes (lower 24 bits) and its
+// version number (upper 8 bits). The caller sets this field, and the functions refuse other values.
+
+struct SystemEventSetRequest { // to create and to free an event set
     std::uint32_t version;
     EventSet* set;
 };
 struct SystemEventRegistration {
     std::uint32_t version;
-    std::uint64_t types;
+    std::uint64_t event_types;
     EventSet* set;
 };
 struct SystemEventWait {
     std::uint32_t version, timeout_ms;
     EventSet* set;
-    void* events;
-    std::uint32_t capacity, event_count;
+    void* event_data; // a buffer of the caller
+    std::uint32_t event_capacity, event_count;
 };
 static_assert(sizeof(SystemEventSetRequest) == 16 && sizeof(SystemEventRegistration) == 24 &&
               sizeof(SystemEventWait) == 32);
 
 struct Memory {
-    std::uint64_t total, free, used;
+    std::uint64_t total, free, used; // in bytes
 };
 struct MemoryV2 {
     std::uint32_t version;
-    std::uint64_t total, reserved, free, used;
+    std::uint64_t total, reserved, free, used; // in bytes
 };
 static_assert(sizeof(MemoryV2) == 40);
-// A structure with a version begins with this number: its size, and its version in the upper 8 bits.
 inline constexpr std::uint32_t memory_v2_version = sizeof(MemoryV2) | 2U << 24;
 
 struct Utilization {
@@ -60,11 +62,11 @@ struct Utilization {
 struct PciInfo {
     char bus_id_legacy[16];
     std::uint32_t domain, bus, device, pci_device_id;
-    // Version 1 ends here.
+    // Version 1 of the structure ends before this field.
     std::uint32_t pci_subsystem_id;
     union {
-        std::uint32_t reserved[4]; // version 2
-        char bus_id[32];           // version 3
+        std::uint32_t reserved[4]; // the last field of version 2
+        char bus_id[32];           // the last field of version 3
     };
 };
 static_assert(sizeof(PciInfo) == 68);
@@ -78,7 +80,7 @@ inline constexpr std::uint32_t pci_info_ext_version = sizeof(PciInfoExt) | 1U <<
 inline constexpr std::uint32_t class_display = 3, subclass_3d_controller = 2; // PCI class codes
 static_assert(pci_info_ext_version == 0x01000040);
 
-struct Pdi { // per device identifier
+struct Pdi { // per-device identifier, a unique number of a GPU
     std::uint32_t version;
     std::uint64_t value;
 };
@@ -102,7 +104,7 @@ struct DriverBranch {
 inline constexpr std::uint32_t driver_branch_version = sizeof(DriverBranch) | 1U << 24;
 static_assert(driver_branch_version == 0x01000054);
 
-struct VersionedValue { // nvmlDeviceAddressingMode_v1_t, nvmlDeviceCapabilities_v1_t
+struct VersionedValue { // nvmlDeviceAddressingMode_v1_t and nvmlDeviceCapabilities_v1_t
     std::uint32_t version, value;
 };
 inline constexpr std::uint32_t versioned_value_version = sizeof(VersionedValue) | 1U << 24;
@@ -134,10 +136,10 @@ struct ProcessInfoV1 {
 struct ProcessInfo {
     std::uint32_t pid;
     std::uint64_t used_bytes;
-    std::uint32_t gpu_instance, compute_instance;
+    std::uint32_t gpu_instance, compute_instance; // ids of the MIG instances that the process uses
 };
 static_assert(sizeof(ProcessInfoV1) == 16 && sizeof(ProcessInfo) == 24);
-inline constexpr std::uint32_t no_instance = 0xffffffff; // the GPU is not in MIG mode
+inline constexpr std::uint32_t no_instance = 0xffffffff; // value of both ids if the GPU is not in MIG mode
 
 struct FieldValue {
     std::uint32_t field_id, scope_id;
@@ -152,7 +154,7 @@ struct FabricInfo {
     std::uint8_t cluster_uuid[16];
     std::int32_t status;
     std::uint32_t clique_id;
-    std::uint8_t state; // 0: the GPU has no fabric
+    std::uint8_t state; // 0: NVML_GPU_FABRIC_STATE_NOT_SUPPORTED, the GPU has no fabric
 };
 static_assert(sizeof(FabricInfo) == 28);
 struct FabricInfoV2 {
@@ -171,11 +173,13 @@ inline constexpr std::uint32_t fabric_v2_version = sizeof(FabricInfoV2) | 2U << 
 inline constexpr std::uint32_t fabric_v3_version = sizeof(FabricInfoV3) | 3U << 24;
 static_assert(fabric_v2_version == 0x02000024 && fabric_v3_version == 0x03000028);
 
-inline constexpr int architecture_hopper = 9;   // nvmlDeviceArchitecture_t of compute capability 9.0
-inline constexpr int topology_host_bridge = 30; // nvmlGpuTopologyLevel_t
+inline constexpr int architecture_hopper = 9;   // NVML_DEVICE_ARCH_HOPPER: compute capability 9.0
+inline constexpr int topology_host_bridge = 30; // NVML_TOPOLOGY_HOSTBRIDGE: the path between two GPUs crosses one
+// NVML_P2P_STATUS_* and NVML_P2P_CAPS_INDEX_*. `p2p_end` is the first value that is not a capability.
 enum P2pStatus { p2p_ok = 0, p2p_not_supported = 5 };
 enum P2pCapability { p2p_read = 0, p2p_write = 1, p2p_nvlink = 2, p2p_atomics = 3, p2p_pci = 4, p2p_end = 5 };
 
+// Marks an exported function of the library.
 #define GDRKIT_NVML_ENTRY extern "C" [[gnu::visibility("default")]]
 
 } // namespace gdrkit::twin::nvml

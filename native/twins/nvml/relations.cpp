@@ -1,5 +1,6 @@
-// Relations between GPUs (topology, peer access, fabric) and field values. The GPUs of the twin are connected over
-// PCIe: they have no NVLinks and no fabric, and nothing counts the bytes of their links.
+// The functions of the NVML twin about relations between GPUs (topology, peer access, fabric) and about field values.
+// The GPUs of the twin are connected over PCIe and have no NVLinks and no fabric. nvmlDeviceGetFieldValues
+// reports every field as unsupported, for example the counters of link traffic.
 
 #include <cstring>
 
@@ -8,6 +9,7 @@
 namespace gdrkit::twin::nvml {
 namespace {
 
+// Run the body of an exported function about two GPUs. The body gets whether both handles mean the same GPU.
 template <typename Value, typename Body>
 int run_pair_entry(const Gpu* first, const Gpu* second, Value* result, Body&& body) {
     return run_gpu_entry(first, result,
@@ -51,7 +53,8 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetGpuFabricInfoV(const Gpu* gpu, FabricInfoV2* 
         if (version != fabric_v2_version && version != fabric_v3_version) {
             return argument_version_mismatch;
         }
-        // The caller's structure has the size of its version.
+        // The lower 24 bits of the version are the size of the caller's structure. All other fields are zero: the GPU
+        // has no fabric.
         std::memset(static_cast<void*>(info), 0, version & 0xffffff);
         info->version = version;
         return success;

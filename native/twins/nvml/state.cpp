@@ -1,5 +1,6 @@
-// The state of a GPU that monitoring tools query: performance, power, the PCIe link and switched-off features. The
-// twin's GPUs run no kernels, so they are idle, draw no power and send nothing over PCIe.
+// The functions of the NVML twin about the state of a GPU, for monitoring tools: performance, power, the PCIe link, and
+// features that the twin reports as off. The twin's GPUs run no kernels, so they are idle. Their power and their PCIe
+// throughput are 0.
 
 #include <algorithm>
 
@@ -8,12 +9,15 @@
 namespace gdrkit::twin::nvml {
 namespace {
 
-constexpr int virtualization_none = 0, performance_highest = 0, performance_unknown = 32;
-constexpr std::uint64_t clocks_idle = 1; // nvmlClocksEventReasonGpuIdle
+constexpr int virtualization_none = 0; // NVML_GPU_VIRTUALIZATION_MODE_NONE
+// NVML_PSTATE_0 and NVML_PSTATE_UNKNOWN, which fills the rest of a list of states.
+constexpr int performance_highest = 0, performance_unknown = 32;
+constexpr std::uint64_t reason_gpu_idle = 1; // nvmlClocksEventReasonGpuIdle
 // The PCIe link of an H200 according to its data sheet.
-constexpr unsigned pcie_generation = 5, pcie_width = 16, pcie_counter_end = 2;
+constexpr unsigned pcie_generation = 5, pcie_lane_count = 16;
+constexpr unsigned pcie_counter_end = 2; // NVML_PCIE_UTIL_COUNT: the counters are 0 (sent) and 1 (received)
 
-// Store the value of a structure that begins with its version.
+// Store `value` if the caller's structure has the same version.
 template <typename Value> int store_versioned(const Gpu* gpu, Value* result, const Value& value) {
     return run_gpu_entry(gpu, result, [&](int) {
         if (result->version != value.version) {
@@ -30,12 +34,12 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetVirtualizationMode(const Gpu* gpu, int* mode)
     return store_constant(gpu, mode, virtualization_none);
 }
 
-GDRKIT_NVML_ENTRY int nvmlDeviceGetMigMode(const Gpu* gpu, unsigned* current, unsigned* pending) {
-    return run_gpu_entry(gpu, current, [&](int) {
-        if (pending == nullptr) {
+GDRKIT_NVML_ENTRY int nvmlDeviceGetMigMode(const Gpu* gpu, unsigned* current_mode, unsigned* pending_mode) {
+    return run_gpu_entry(gpu, current_mode, [&](int) {
+        if (pending_mode == nullptr) {
             return invalid_argument;
         }
-        *current = *pending = 0;
+        *current_mode = *pending_mode = 0; // NVML_DEVICE_MIG_DISABLE
         return success;
     });
 }
@@ -48,7 +52,8 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetC2cModeInfoV(const Gpu* gpu, unsigned* is_ena
     return store_constant(gpu, is_enabled, 0U);
 }
 
-// Addressing mode 0 means that the GPU cannot access the pageable memory of a process.
+// The addressing mode 0 (NVML_DEVICE_ADDRESSING_MODE_NONE) means that the GPU cannot access the pageable memory of a
+// process.
 GDRKIT_NVML_ENTRY int nvmlDeviceGetAddressingMode(const Gpu* gpu, VersionedValue* mode) {
     return store_versioned(gpu, mode, VersionedValue{versioned_value_version, 0});
 }
@@ -66,11 +71,11 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetGridLicensableFeatures_v4(const Gpu* gpu, Lic
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetCurrentClocksEventReasons(const Gpu* gpu, std::uint64_t* reasons) {
-    return store_constant(gpu, reasons, clocks_idle);
+    return store_constant(gpu, reasons, reason_gpu_idle);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedClocksEventReasons(const Gpu* gpu, std::uint64_t* reasons) {
-    return store_constant(gpu, reasons, clocks_idle);
+    return store_constant(gpu, reasons, reason_gpu_idle);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetPerformanceState(const Gpu* gpu, int* state) {
@@ -122,12 +127,12 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetGpuMaxPcieLinkGeneration(const Gpu* gpu, unsi
     return store_constant(gpu, generation, pcie_generation);
 }
 
-GDRKIT_NVML_ENTRY int nvmlDeviceGetCurrPcieLinkWidth(const Gpu* gpu, unsigned* width) {
-    return store_constant(gpu, width, pcie_width);
+GDRKIT_NVML_ENTRY int nvmlDeviceGetCurrPcieLinkWidth(const Gpu* gpu, unsigned* lane_count) {
+    return store_constant(gpu, lane_count, pcie_lane_count);
 }
 
-GDRKIT_NVML_ENTRY int nvmlDeviceGetMaxPcieLinkWidth(const Gpu* gpu, unsigned* width) {
-    return store_constant(gpu, width, pcie_width);
+GDRKIT_NVML_ENTRY int nvmlDeviceGetMaxPcieLinkWidth(const Gpu* gpu, unsigned* lane_count) {
+    return store_constant(gpu, lane_count, pcie_lane_count);
 }
 
 } // namespace gdrkit::twin::nvml

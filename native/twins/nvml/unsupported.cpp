@@ -1,8 +1,10 @@
-// Functions that the twin does not implement: each returns NVML_ERROR_NOT_SUPPORTED and has no effect.
+// The functions of NVML that the twin does not implement. Each function ignores its arguments and returns
+// NVML_ERROR_NOT_SUPPORTED, or NVML_ERROR_UNINITIALIZED before nvmlInit_v2.
 #include "nvml/entry.hpp"
 
 namespace gdrkit::twin::nvml {
 
+// functions.def has a line X(symbol, kind) for each exported function. `kind` is the name of one of these two macros.
 #define implemented(symbol)
 #define not_supported(symbol)                                                                                          \
     GDRKIT_NVML_ENTRY int symbol();                                                                                    \

@@ -3,6 +3,9 @@
 // CUDA context.
 #include <sched.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <map>
 #include <string_view>
 
@@ -94,6 +97,9 @@ void test_old_structures_keep_their_size() {
         CHECK(call_nvml(symbol, get_gpu(1), static_cast<void*>(bytes)) == nvml::success);
         CHECK(std::string_view(reinterpret_cast<char*>(bytes)) == "0000:A1:00.0");
         CHECK(bytes[length_bytes - 1] != 0xee && bytes[length_bytes] == 0xee);
+        std::uint32_t pci_ids = 0;
+        std::memcpy(&pci_ids, bytes + offsetof(nvml::PciInfo, pci_device_id), sizeof pci_ids);
+        CHECK(pci_ids == 0xfff110de); // as in sysfs, where write_devices.cpp writes the two ids
     }
     nvml::FabricInfoV3 fabric{};
     std::memset(static_cast<void*>(&fabric), 0xee, sizeof fabric);
@@ -121,7 +127,8 @@ void test_versioned_structures_name_the_gpu() {
     CHECK(call_nvml("nvmlDeviceGetPciInfoExt", get_gpu(1), &pci_info) == nvml::argument_version_mismatch);
     pci_info.version = nvml::pci_info_ext_version;
     CHECK(call_nvml("nvmlDeviceGetPciInfoExt", get_gpu(1), &pci_info) == nvml::success);
-    CHECK(pci_info.bus == 0xa1 && std::string_view(pci_info.bus_id) == "00000000:A1:00.0");
+    CHECK(pci_info.bus == 0xa1 && pci_info.pci_device_id == 0xfff110de &&
+          std::string_view(pci_info.bus_id) == "00000000:A1:00.0");
 }
 
 void test_gpu_is_near_to_processors_and_gpus() {
@@ -218,7 +225,7 @@ void test_wait_for_events_ends_with_its_timeout() {
     // The event types 1 and 2 mean that a driver was bound or unbound.
     nvml::SystemEventRegistration registration{sizeof registration | 1U << 24, 1 | 2, set_request.set};
     CHECK(call_nvml("nvmlSystemRegisterEvents", &registration) == nvml::success);
-    registration.types = 4;
+    registration.event_types = 4;
     CHECK(call_nvml("nvmlSystemRegisterEvents", &registration) == nvml::invalid_argument);
     nvml::SystemEventWait wait_request{sizeof wait_request | 1U << 24, 1, set_request.set, event_data, 1, 9};
     CHECK(call_nvml("nvmlSystemEventSetWait", &wait_request) == nvml::timeout && wait_request.event_count == 0);
