@@ -14,7 +14,8 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-constexpr std::size_t ipv4_offset = 12; // offset of an IPv4 address in its IPv4-mapped form
+// Byte offset of an IPv4 address in its IPv4-mapped form ::ffff:a.b.c.d. The two bytes before the address are 0xff.
+constexpr std::size_t ipv4_offset = 12;
 
 } // namespace
 
@@ -130,14 +131,14 @@ int choose_source_address(const IpAddress& destination, IpAddress* source) {
     if (!socket) {
         return errno;
     }
-    // A connected datagram socket sends nothing. The kernel only chooses the route and with it the source address. The
-    // port must not be 0.
-    sockaddr_storage address;
-    store_address(&address, destination, 1);
-    auto* const generic_address = reinterpret_cast<sockaddr*>(&address);
-    socklen_t length = sizeof address;
+    // connect() of a datagram socket sends no packet. It only lets the kernel choose the route, and with the route the
+    // source address. The port does not matter.
+    sockaddr_storage storage;
+    store_address(&storage, destination, 1);
+    auto* const generic_address = reinterpret_cast<sockaddr*>(&storage);
+    socklen_t address_length = sizeof storage;
     if (connect(socket.get(), generic_address, get_address_length(generic_address)) != 0 ||
-        getsockname(socket.get(), generic_address, &length) != 0) {
+        getsockname(socket.get(), generic_address, &address_length) != 0) {
         return errno;
     }
     *source = get_ip(generic_address);

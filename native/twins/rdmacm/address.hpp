@@ -23,9 +23,10 @@ struct IpAddress {
 
 // Return the length of an AF_INET or AF_INET6 address in bytes, or 0 if it is neither.
 socklen_t get_address_length(const sockaddr* address);
-// Return the address without its port. The family is AF_INET or AF_INET6.
+// Return the address without its port. An address whose family is not AF_INET6 is read as an AF_INET address.
 IpAddress get_ip(const sockaddr* address);
 std::uint16_t get_port(const sockaddr* address); // host byte order
+// Store an AF_INET or AF_INET6 address. The port is in host byte order.
 void store_address(sockaddr_storage* storage, const IpAddress& address, std::uint16_t port);
 
 IpAddress make_loopback_address(int family);

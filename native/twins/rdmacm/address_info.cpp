@@ -13,7 +13,7 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// Return a copy that rdma_freeaddrinfo frees, or nullptr.
+// Return a copy that rdma_freeaddrinfo frees, or nullptr if no memory is left.
 sockaddr* copy_address(const sockaddr* address, socklen_t length) {
     auto* const copy = static_cast<sockaddr*>(std::malloc(length));
     if (copy != nullptr) {
@@ -22,6 +22,7 @@ sockaddr* copy_address(const sockaddr* address, socklen_t length) {
     return copy;
 }
 
+// Convert the hints of rdma_getaddrinfo to hints for getaddrinfo.
 addrinfo make_hints(const rdma_addrinfo* hints) {
     addrinfo socket_hints{};
     if (hints == nullptr) {
@@ -32,12 +33,13 @@ addrinfo make_hints(const rdma_addrinfo* hints) {
     socket_hints.ai_family = (hints->ai_flags & rai_family) != 0 || hints->ai_family != 0 ? hints->ai_family : 0;
     const bool is_datagram =
         hints->ai_qp_type == IBV_QPT_UD || hints->ai_port_space == RDMA_PS_UDP || hints->ai_port_space == RDMA_PS_IPOIB;
-    const bool is_stream = hints->ai_qp_type != 0 || hints->ai_port_space != 0;
-    socket_hints.ai_socktype = is_datagram ? SOCK_DGRAM : (is_stream ? SOCK_STREAM : 0);
+    const bool has_type = hints->ai_qp_type != 0 || hints->ai_port_space != 0;
+    socket_hints.ai_socktype = is_datagram ? SOCK_DGRAM : (has_type ? SOCK_STREAM : 0);
     return socket_hints;
 }
 
-// Set the queue pair type and the port space of the entry, from the hints or else from the socket type.
+// Set the queue pair type and the port space of the entry as in the hints. If the hints have none, derive them from the
+// socket type.
 void fill_types(rdma_addrinfo* entry, const rdma_addrinfo* hints, int socket_type) {
     const bool is_datagram = socket_type == SOCK_DGRAM;
     entry->ai_qp_type =
@@ -47,8 +49,8 @@ void fill_types(rdma_addrinfo* entry, const rdma_addrinfo* hints, int socket_typ
                                : static_cast<int>(is_datagram ? RDMA_PS_UDP : RDMA_PS_TCP);
 }
 
-// Store the resolved address and, in an active entry, the source address of the hints. Return false if no memory is
-// left.
+// Store the resolved address: as the source of a passive entry (RAI_PASSIVE, for a listener), as the destination of an
+// active one. An active entry also gets the source address of the hints. Return false if no memory is left.
 bool fill_addresses(rdma_addrinfo* entry, const rdma_addrinfo* hints, const sockaddr* address, socklen_t length) {
     const bool is_passive = (entry->ai_flags & rai_passive) != 0;
     (is_passive ? entry->ai_src_len : entry->ai_dst_len) = length;
@@ -62,7 +64,7 @@ bool fill_addresses(rdma_addrinfo* entry, const rdma_addrinfo* hints, const sock
     return resolved_address != nullptr;
 }
 
-// Make one entry, or return nullptr if no memory is left.
+// Make one entry of the result list. Return nullptr if no memory is left.
 rdma_addrinfo* make_entry(const rdma_addrinfo* hints, const sockaddr* address, socklen_t length, int socket_type,
                           const char* canonical_name) {
     auto* const entry = static_cast<rdma_addrinfo*>(std::calloc(1, sizeof(rdma_addrinfo)));
@@ -82,25 +84,27 @@ rdma_addrinfo* make_entry(const rdma_addrinfo* hints, const sockaddr* address, s
     return entry;
 }
 
-// Return 0 or an error code of getaddrinfo.
+// Look up the names with getaddrinfo, and store a list with an entry for each address. Return 0 or an error code of
+// getaddrinfo.
 int look_up_names(const char* node, const char* service, const rdma_addrinfo* hints, rdma_addrinfo** result) {
     const addrinfo converted_hints = make_hints(hints);
-    addrinfo* list = nullptr;
-    if (const int error = getaddrinfo(node, service, &converted_hints, &list); error != 0) {
+    addrinfo* addresses = nullptr;
+    if (const int error = getaddrinfo(node, service, &converted_hints, &addresses); error != 0) {
         return error;
     }
-    // Leave out entries with other socket types, for example raw sockets, which the connection manager does not have.
-    rdma_addrinfo** last = result;
+    // Leave out addresses for other socket types, for example raw sockets, because the connection manager has no such
+    // port space.
+    rdma_addrinfo** list_end = result; // the null pointer that ends the list
     int error = 0;
-    for (const addrinfo* item = list; item != nullptr && error == 0; item = item->ai_next) {
+    for (const addrinfo* item = addresses; item != nullptr && error == 0; item = item->ai_next) {
         if (item->ai_socktype != SOCK_STREAM && item->ai_socktype != SOCK_DGRAM) {
             continue;
         }
-        *last = make_entry(hints, item->ai_addr, item->ai_addrlen, item->ai_socktype, item->ai_canonname);
-        error = *last == nullptr ? EAI_MEMORY : 0;
-        last = *last == nullptr ? last : &(*last)->ai_next;
+        *list_end = make_entry(hints, item->ai_addr, item->ai_addrlen, item->ai_socktype, item->ai_canonname);
+        error = *list_end == nullptr ? EAI_MEMORY : 0;
+        list_end = *list_end == nullptr ? list_end : &(*list_end)->ai_next;
     }
-    freeaddrinfo(list);
+    freeaddrinfo(addresses);
     if (error != 0) {
         rdma_freeaddrinfo(*result);
         *result = nullptr;
@@ -125,7 +129,7 @@ int rdma_getaddrinfo(const char* node, const char* service, const rdma_addrinfo*
     if (node != nullptr || service != nullptr) {
         return look_up_names(node, service, hints, res);
     }
-    // Without names, the entry has the addresses of the hints.
+    // If the program gives no names, return one entry with the addresses of the hints.
     auto* const entry = static_cast<rdma_addrinfo*>(std::calloc(1, sizeof(rdma_addrinfo)));
     if (entry == nullptr) {
         return EAI_MEMORY;

@@ -1,4 +1,4 @@
-// Binds identifiers to addresses and ports, and resolves addresses and routes.
+// Binds connection identifiers (rdma_cm_id) to addresses and ports, and resolves addresses and routes.
 
 #include <unistd.h>
 
@@ -16,10 +16,10 @@ namespace {
 
 // Bind an identifier in the state idle. The caller holds the lock of the connection manager.
 int bind_identifier(Identifier* id, const IpAddress& address, std::uint16_t port) {
-    std::optional<LocalPort> local_port;
+    std::optional<LocalGid> local_gid;
     if (!address.is_any()) {
-        local_port = find_local_port(address);
-        if (!local_port) {
+        local_gid = find_local_gid(address);
+        if (!local_gid) {
             // The errors are the same as in the kernel: EADDRNOTAVAIL if no interface has the address, ENODEV if an
             // interface has it but no RDMA device uses this interface.
             return is_host_address(address) ? ENODEV : EADDRNOTAVAIL;
@@ -28,10 +28,10 @@ int bind_identifier(Identifier* id, const IpAddress& address, std::uint16_t port
     if (const int error = claim_port(id, address, port); error != 0) {
         return error;
     }
-    if (local_port) {
-        set_local_port(id, *local_port);
+    if (local_gid) {
+        set_local_gid(id, *local_gid);
     }
-    set_source_address(id, address, id->claim.port);
+    set_source_address(id, address, id->port_claim.port);
     id->state = State::bound;
     return 0;
 }
@@ -42,7 +42,7 @@ int choose_source(const Identifier& id, const IpAddress& destination, IpAddress*
     if (!source->is_any()) {
         return source->family == destination.family ? 0 : EINVAL;
     }
-    if (!destination.is_multicast() && find_local_port(destination)) {
+    if (!destination.is_multicast() && find_local_gid(destination)) {
         *source = destination; // the packets stay on this host
         return 0;
     }
@@ -58,30 +58,32 @@ int resolve_destination(Identifier* id, IpAddress destination) {
     if (const int error = choose_source(*id, destination, &source); error != 0) {
         return error;
     }
-    const auto local_port = find_local_port(source);
-    if (!local_port) {
+    const auto local_gid = find_local_gid(source);
+    if (!local_gid) {
         return ENODEV;
     }
-    const auto destination_port = find_local_port(destination);
-    id->remote_gid = destination_port ? destination_port->gid() : destination.bytes;
-    set_local_port(id, *local_port);
-    set_source_address(id, source, id->claim.port);
+    // If the destination is not on this host, its GID consists of the same bytes as its address.
+    const auto destination_gid = find_local_gid(destination);
+    id->remote_gid = destination_gid ? destination_gid->gid() : destination.bytes;
+    set_local_gid(id, *local_gid);
+    set_source_address(id, source, id->port_claim.port);
     store_address(&id->public_id.route.addr.dst_storage, destination, get_port(&id->public_id.route.addr.dst_addr));
     id->public_id.route.addr.addr.ibaddr.dgid = id->remote_gid;
     return 0;
 }
 
+// Make the path record that rdma_resolve_route stores in the identifier.
 ibv_sa_path_rec make_path(const Identifier& id) {
     ibv_sa_path_rec path{};
     path.dgid = id.remote_gid;
-    path.sgid = id.local_port->gid();
+    path.sgid = id.local_gid->gid();
     path.hop_limit = 64;
     path.traffic_class = id.tos;
     path.reversible = 1;
     path.numb_path = 1;
     path.pkey = 0xffff;                                                          // the default partition key
     path.mtu_selector = path.rate_selector = path.packet_life_time_selector = 2; // IB_SA_EQ: the exact values
-    path.mtu = static_cast<std::uint8_t>(id.local_port->device->port.active_mtu);
+    path.mtu = static_cast<std::uint8_t>(id.local_gid->device->port_attr.active_mtu);
     path.rate = IBV_RATE_100_GBPS;
     path.packet_life_time = 16; // CMA_IBOE_PACKET_LIFETIME of the kernel
     return path;
@@ -105,7 +107,7 @@ int bind_to_any(Identifier* id, int family) {
     IpAddress any_address;
     any_address.family = family;
     if (family == AF_INET) {
-        any_address.bytes.raw[10] = any_address.bytes.raw[11] = 0xff;
+        any_address.bytes.raw[10] = any_address.bytes.raw[11] = 0xff; // 0.0.0.0 in the form ::ffff:0.0.0.0
     }
     return bind_identifier(id, any_address, 0);
 }
@@ -123,6 +125,7 @@ int rdma_bind_addr(rdma_cm_id* id, sockaddr* addr) {
     });
 }
 
+// The last argument of the next two functions is a timeout. The twin resolves at once, so it ignores the timeout.
 int rdma_resolve_addr(rdma_cm_id* id, sockaddr* src_addr, sockaddr* dst_addr, int) {
     return run_call("rdma_resolve_addr", [&] {
         Identifier* const identifier = get_identifier(id);

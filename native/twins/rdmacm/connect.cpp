@@ -17,16 +17,16 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-constexpr std::chrono::milliseconds listener_grace_time{1000};
-constexpr int max_backlog = 1024; // the kernel's default of net.rdma_ucm.max_backlog
+constexpr std::chrono::milliseconds listener_grace_time{1000}; // connect_or_wait says why
+constexpr int max_backlog = 1024;                              // the kernel's default of net.rdma_ucm.max_backlog
 
 std::uint8_t limit_to_device(std::uint8_t requested_number, std::uint8_t device_limit) {
     return std::min(requested_number, device_limit); // 255 requests the largest number
 }
 
-// Return 0, or EINVAL if the parameters exceed the limits of the device. Without parameters (nullptr), return EINVAL if
-// the identifier has no queue pair, because then only the parameters can contain the number of the program's queue
-// pair.
+// Return 0, or EINVAL if the parameters exceed the limits of the device. If `parameters` is nullptr, return EINVAL
+// unless the identifier has a queue pair: a program that creates its queue pair itself gives the number of the
+// pair in the parameters.
 int check_parameters(const Identifier& id, const rdma_conn_param* parameters) {
     if (is_datagram(id)) {
         return 0;
@@ -34,46 +34,46 @@ int check_parameters(const Identifier& id, const rdma_conn_param* parameters) {
     if (parameters == nullptr) {
         return id.public_id.qp == nullptr ? EINVAL : 0;
     }
-    const bool has_too_many_resources =
-        parameters->responder_resources != max_responder_resources &&
-        parameters->responder_resources > id.local_port->device->max_responder_resources;
-    const bool is_too_deep = parameters->initiator_depth != max_initiator_depth &&
-                             parameters->initiator_depth > id.local_port->device->max_initiator_depth;
+    const bool has_too_many_resources = parameters->responder_resources != rdma_max_resp_res &&
+                                        parameters->responder_resources > id.local_gid->device->max_responder_resources;
+    const bool is_too_deep = parameters->initiator_depth != rdma_max_init_depth &&
+                             parameters->initiator_depth > id.local_gid->device->max_initiator_depth;
     return has_too_many_resources || is_too_deep ? EINVAL : 0;
 }
 
 // Write the parameters of the connection into a message.
 void add_parameters(const Identifier& id, const rdma_conn_param& parameters, wire::Message* message) {
     message->responder_resources =
-        limit_to_device(parameters.responder_resources, id.local_port->device->max_responder_resources);
-    message->initiator_depth = limit_to_device(parameters.initiator_depth, id.local_port->device->max_initiator_depth);
+        limit_to_device(parameters.responder_resources, id.local_gid->device->max_responder_resources);
+    message->initiator_depth = limit_to_device(parameters.initiator_depth, id.local_gid->device->max_initiator_depth);
     message->flow_control = parameters.flow_control != 0;
-    message->retry_count = std::min<std::uint8_t>(parameters.retry_count, 7); // fields of three bits
+    message->retry_count = std::min<std::uint8_t>(parameters.retry_count, 7); // the retry counts have three bits
     message->rnr_retry_count = std::min<std::uint8_t>(parameters.rnr_retry_count, 7);
     message->qp_num = (id.public_id.qp != nullptr ? id.public_id.qp->qp_num : parameters.qp_num) & 0xffffff;
     message->srq = id.public_id.qp != nullptr ? id.public_id.qp->srq != nullptr : parameters.srq != 0;
 }
 
+// Return the parameters for a program that gives none.
 rdma_conn_param make_default_parameters() {
     rdma_conn_param parameters{};
-    parameters.responder_resources = max_responder_resources;
-    parameters.initiator_depth = max_initiator_depth;
+    parameters.responder_resources = rdma_max_resp_res;
+    parameters.initiator_depth = rdma_max_init_depth;
     parameters.flow_control = 1;
     parameters.retry_count = 7;
     parameters.rnr_retry_count = 7;
     return parameters;
 }
 
-// Report how an attempt to reach the listener failed.
+// Queue the event of a failed attempt to connect to the listener. `error` is the errno of the attempt.
 void report_unreachable(Identifier* id, int error) {
     int unused_error = 0;
     const auto& devices = get_cm_devices(&unused_error);
-    const bool is_local_host = std::any_of(devices.begin(), devices.end(), [&](const auto& device) {
+    const bool is_peer_on_this_host = std::any_of(devices.begin(), devices.end(), [&](const auto& device) {
         return std::any_of(device->gids.begin(), device->gids.end(),
                            [&](const ibv_gid_entry& entry) { return is_same_gid(entry.gid, id->remote_gid); });
     });
-    if (error != ECONNREFUSED || !is_local_host) {
-        queue_event(id, RDMA_CM_EVENT_UNREACHABLE, -ETIMEDOUT); // no connection manager answers
+    if (error != ECONNREFUSED || !is_peer_on_this_host) {
+        queue_event(id, RDMA_CM_EVENT_UNREACHABLE, -ETIMEDOUT); // as in the kernel if no connection manager replies
     } else if (is_datagram(*id)) {
         queue_event(id, RDMA_CM_EVENT_UNREACHABLE, datagram_unsupported);
     } else {
@@ -81,7 +81,8 @@ void report_unreachable(Identifier* id, int error) {
     }
 }
 
-// If a listener was found, remember its destination. Return whether this process ever found a listener there.
+// Remember the destination if a listener was found there. Return whether this process has ever found a listener at the
+// destination.
 bool record_listener(const IpAddress& address, std::uint16_t port, bool was_found) {
     static std::mutex mutex;
     // The set is never destroyed, because threads of the program may connect while the process exits.
@@ -95,11 +96,11 @@ bool record_listener(const IpAddress& address, std::uint16_t port, bool was_foun
     return destinations->count(destination) != 0;
 }
 
-// Connect to the listener of an address. Return the socket or -errno. If no process listens, fail at once. If this
-// process found a listener there before, wait up to listener_grace_time for a new one instead: perftest -R exchanges
-// its parameters over a first connection, and its server listens at the same port again only after it has told its
-// client to connect. On hardware the server is still early enough. Here it may be late, because its processor also does
-// the work of the device.
+// Connect to the listener at a destination. Return the socket or -errno. If no process listens, fail at once, unless
+// this process has found a listener at the destination before. Then wait up to listener_grace_time for a new listener.
+// `perftest -R` needs this wait: the client and the server exchange parameters over a first connection, and the server
+// listens at the same port again only after it has told the client to connect. On hardware the server is still early
+// enough. With the twin it may be late, because the processor also does the work of the NIC.
 int connect_or_wait(rdma_port_space port_space, const ibv_gid& gid, const IpAddress& address, std::uint16_t port) {
     const auto deadline = std::chrono::steady_clock::now() + listener_grace_time;
     for (;;) {
@@ -112,7 +113,8 @@ int connect_or_wait(rdma_port_space port_space, const ibv_gid& gid, const IpAddr
     }
 }
 
-// Send the request of an identifier that is in the state connecting. An event reports a failure, so the result is 0.
+// Send the request of an identifier that is in the state connecting. An event reports a failure, so the function always
+// returns 0.
 int send_request(Identifier* id, const wire::Message& request) {
     ibv_gid gid{};
     std::copy(request.dst_gid.begin(), request.dst_gid.end(), gid.raw);
@@ -146,14 +148,14 @@ int connect_identifier(Identifier* id, const rdma_conn_param* program_parameters
         if (const int error = check_parameters(*id, program_parameters); error != 0) {
             return error;
         }
-        const void* data = parameters.private_data;
-        std::size_t data_bytes = parameters.private_data == nullptr ? 0 : parameters.private_data_len;
-        if (data_bytes == 0 && !id->connect_data.empty()) {
-            data = id->connect_data.data(); // the private data that rdma_create_ep got from rdma_getaddrinfo
-            data_bytes = id->connect_data.size();
+        const void* private_data = parameters.private_data;
+        std::size_t private_bytes = parameters.private_data == nullptr ? 0 : parameters.private_data_len;
+        if (private_bytes == 0 && !id->connect_private_data.empty()) {
+            private_data = id->connect_private_data.data(); // ai_connect of the entry that rdma_create_ep got
+            private_bytes = id->connect_private_data.size();
         }
-        const auto message =
-            make_message(*id, is_datagram(*id) ? wire::Type::datagram_request : wire::Type::request, data, data_bytes);
+        const auto message = make_message(*id, is_datagram(*id) ? wire::Type::datagram_request : wire::Type::request,
+                                          private_data, private_bytes);
         if (!message) {
             return EINVAL;
         }
@@ -184,7 +186,8 @@ int listen_identifier(Identifier* id, int backlog) {
     return error;
 }
 
-int accept_datagram(Identifier* id, const rdma_conn_param* parameters) {
+// Reply to a request for datagrams (SIDR) with the number and the queue key of the program's queue pair.
+int accept_datagram_request(Identifier* id, const rdma_conn_param* parameters) {
     const bool has_data = parameters != nullptr && parameters->private_data != nullptr;
     std::lock_guard lock(manager_mutex());
     auto reply = make_message(*id, wire::Type::datagram_reply, has_data ? parameters->private_data : nullptr,
@@ -209,18 +212,21 @@ int accept_identifier(Identifier* id, const rdma_conn_param* program_parameters)
         }
     }
     if (is_datagram(*id)) {
-        return accept_datagram(id, program_parameters);
+        return accept_datagram_request(id, program_parameters);
     }
+    // The passive side makes its queue pair ready and sends the reply. It is connected when the ready_to_use message of
+    // the peer arrives (on_message in connection.cpp).
     if (const int error = check_parameters(*id, program_parameters); error != 0) {
         return error;
     }
     rdma_conn_param parameters = program_parameters != nullptr ? *program_parameters : make_default_parameters();
-    // If the program gives no number, use the number that the peer requested.
-    const auto choose_number = [](std::uint8_t own_number, std::uint8_t requested_number) {
-        return own_number == max_responder_resources ? requested_number : own_number;
+    // If the program requests the largest number (RDMA_MAX_RESP_RES, RDMA_MAX_INIT_DEPTH: both are 255), use the number
+    // that the peer requested.
+    const auto choose_limit = [](std::uint8_t own_limit, std::uint8_t peer_limit) {
+        return own_limit == rdma_max_resp_res ? peer_limit : own_limit;
     };
-    parameters.responder_resources = choose_number(parameters.responder_resources, id->responder_resources);
-    parameters.initiator_depth = choose_number(parameters.initiator_depth, id->initiator_depth);
+    parameters.responder_resources = choose_limit(parameters.responder_resources, id->responder_resources);
+    parameters.initiator_depth = choose_limit(parameters.initiator_depth, id->initiator_depth);
     if (const int error = make_queue_pair_ready(id, parameters.responder_resources, parameters.initiator_depth);
         error != 0) {
         return error;
@@ -309,7 +315,7 @@ int rdma_reject_ece(rdma_cm_id* id, const void* private_data, std::uint8_t priva
 int rdma_establish(rdma_cm_id* id) {
     return run_call("rdma_establish", [&] {
         Identifier* const identifier = get_identifier(id);
-        if (identifier == nullptr || id->qp != nullptr) { // rdma_get_cm_event establishes identifiers with a queue pair
+        if (identifier == nullptr || id->qp != nullptr) { // with a queue pair, rdma_get_cm_event does this
             return EINVAL;
         }
         {
@@ -361,8 +367,8 @@ int rdma_disconnect(rdma_cm_id* id) {
     });
 }
 
-// Enhanced connection establishment (ECE): vendor options that the two sides negotiate. The twin has no such options.
-// It ignores the options of the program and reports empty options.
+// With enhanced connection establishment (ECE), the two sides negotiate vendor options. The twin has no such options,
+// so it ignores the options of the program and reports empty options.
 int rdma_set_local_ece(rdma_cm_id* id, ibv_ece* ece) {
     return run_call("rdma_set_local_ece", [&] { return get_identifier(id) == nullptr || ece == nullptr ? EINVAL : 0; });
 }

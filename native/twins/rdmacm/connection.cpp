@@ -1,4 +1,5 @@
-// Implements the messages between connection managers: reception, the events that they cause, and disconnection.
+// Sends and receives the messages between connection managers, queues the events that the messages cause, and ends
+// connections.
 
 #include "rdmacm/connection.hpp"
 
@@ -20,13 +21,16 @@ namespace {
 
 // The connection of a peer that sends no request is closed after this time.
 constexpr std::chrono::seconds request_timeout{10};
-// The kernel waits about this time for the reply to a request, because the listener's connection manager asks it to
-// wait (MRA message).
+// The active side waits at most this time for the reply to its request. The kernel waits about as long, because the
+// connection manager of the passive side asks for more time (MRA message).
 constexpr std::chrono::seconds reply_timeout{70};
+// If the peer does not reply to a disconnect request within this time, the connection ends without the reply.
 constexpr std::chrono::seconds disconnect_timeout{20};
-// 4.096 us * 2^17: twice the packet life time that the kernel assumes for Ethernet (CMA_IBOE_PACKET_LIFETIME 16).
-constexpr std::chrono::milliseconds timewait{537};
+// Time between the end of a connection and RDMA_CM_EVENT_TIMEWAIT_EXIT. It is twice the packet life time that the
+// kernel assumes for Ethernet: 2 * 4.096 us * 2^16 (CMA_IBOE_PACKET_LIFETIME is 16).
+constexpr std::chrono::milliseconds timewait_duration{537};
 
+// Replace the timer of the connection. The timer does not keep the connection alive.
 void set_timer(Connection* connection, std::chrono::milliseconds delay, void (*on_expiry)(Connection*)) {
     cancel_timer(connection->timer_token);
     connection->timer_token = start_timer(delay, [weak = connection->weak_from_this(), on_expiry] {
@@ -37,7 +41,8 @@ void set_timer(Connection* connection, std::chrono::milliseconds delay, void (*o
     });
 }
 
-// Report an event, but not on a passive identifier that the program has not accepted yet.
+// Queue an event for the program, unless the identifier of the connection is destroyed or belongs to a request that the
+// program has not accepted yet.
 void report_to_program(Connection* connection, QueuedEvent event) {
     Identifier* const id = connection->id;
     if (id != nullptr && (!id->is_passive || id->is_accepted)) {
@@ -52,14 +57,15 @@ void report_to_program(Connection* connection, rdma_cm_event_type type, int stat
     report_to_program(connection, event);
 }
 
-// Return an event with the private data of a message, padded with zeros to the size of its field.
+// Return an event with the parameters and the private data of a message. As in the kernel, the private data has the
+// full size of its field and is padded with zeros.
 QueuedEvent make_event(rdma_cm_event_type type, const wire::Message& message) {
     QueuedEvent event;
     event.type = type;
     std::copy(message.private_data.begin(), message.private_data.end(), event.private_data.begin());
-    event.private_bytes = static_cast<std::uint8_t>(wire::count_private_bytes(message.type));
-    event.conn.responder_resources =
-        message.initiator_depth; // this side responds to the requests that the peer initiates
+    event.private_bytes = static_cast<std::uint8_t>(wire::get_private_field_bytes(message.type));
+    // This side responds to the requests that the peer initiates, so the two numbers change places.
+    event.conn.responder_resources = message.initiator_depth;
     event.conn.initiator_depth = message.responder_resources;
     event.conn.flow_control = message.flow_control;
     event.conn.retry_count = message.retry_count;
@@ -69,16 +75,18 @@ QueuedEvent make_event(rdma_cm_event_type type, const wire::Message& message) {
     return event;
 }
 
+// Stop reading messages. After timewait_duration, report RDMA_CM_EVENT_TIMEWAIT_EXIT and close the connection.
 void enter_timewait(Connection* connection) {
     connection->phase = Phase::ended;
     unwatch(connection->watch_token);
     connection->watch_token = 0;
-    set_timer(connection, timewait, [](Connection* expired_connection) {
+    set_timer(connection, timewait_duration, [](Connection* expired_connection) {
         report_to_program(expired_connection, RDMA_CM_EVENT_TIMEWAIT_EXIT);
         close_connection(expired_connection);
     });
 }
 
+// Report RDMA_CM_EVENT_DISCONNECTED, but only once. Until then, a connected identifier has the state connecting.
 void report_disconnected(Connection* connection, int status) {
     if (connection->id != nullptr && connection->id->state == State::connecting) {
         connection->id->state = State::disconnected;
@@ -86,9 +94,10 @@ void report_disconnected(Connection* connection, int status) {
     }
 }
 
-// Handle the end of file, because the peer's process or its identifier is gone, or a message that the protocol does not
-// allow. Report the same events as the kernel. When a process is killed, the kernel destroys its identifiers, which
-// rejects their requests and disconnects their connections.
+// End a connection from which no valid message can come any more: either the socket is at its end of file, because the
+// peer process ended or destroyed its identifier, or the peer sent a message that the protocol does not allow. Report
+// the same events as the kernel. The kernel destroys the identifiers of a process that ends, which rejects their
+// requests and disconnects their connections.
 void on_end(Connection* connection) {
     switch (connection->phase) {
     case Phase::waits_for_reply:
@@ -133,7 +142,8 @@ IpAddress make_address(std::uint16_t family, const std::array<std::uint8_t, 16>&
     return address;
 }
 
-void reject(Connection* connection, wire::Type type, std::uint32_t reason) {
+// Reject the request in connection->incoming_message, without the program, and close the connection.
+void reject_request(Connection* connection, wire::Type type, std::uint32_t reason) {
     wire::Message message = connection->incoming_message;
     message.type = type;
     message.reason = reason;
@@ -143,26 +153,27 @@ void reject(Connection* connection, wire::Type type, std::uint32_t reason) {
     close_connection(connection);
 }
 
-// Make the identifier of a request. Return nullptr if the request names an address that this host does not have.
+// Make the identifier for a new connection, from the request of the peer. Return nullptr if this host does not have the
+// requested address, or if the identifier cannot be made.
 Identifier* make_identifier_for_request(const Identifier& listener, const wire::Message& request) {
     const IpAddress destination = make_address(request.family, request.dst_ip);
     const IpAddress source = make_address(request.family, request.src_ip);
-    const auto local_port = find_local_port(destination);
+    const auto local_gid = find_local_gid(destination);
     Identifier* id = nullptr;
-    if (!local_port || make_identifier(listener.public_id.channel, listener.public_id.context, listener.public_id.ps,
-                                       listener.public_id.qp_type, &id) != 0) {
+    if (!local_gid || make_identifier(listener.public_id.channel, listener.public_id.context, listener.public_id.ps,
+                                      listener.public_id.qp_type, &id) != 0) {
         return nullptr;
     }
     std::memcpy(id->remote_gid.raw, request.src_gid.data(), request.src_gid.size());
-    set_local_port(id, *local_port);
+    set_local_gid(id, *local_gid);
     set_source_address(id, destination, request.dst_port);
     store_address(&id->public_id.route.addr.dst_storage, source, request.src_port);
     id->public_id.route.addr.addr.ibaddr.dgid = id->remote_gid;
     id->tos = listener.tos;
     id->is_passive = true;
     id->state = State::connecting;
-    id->responder_resources = std::min(request.initiator_depth, local_port->device->max_responder_resources);
-    id->initiator_depth = std::min(request.responder_resources, local_port->device->max_initiator_depth);
+    id->responder_resources = std::min(request.initiator_depth, local_gid->device->max_responder_resources);
+    id->initiator_depth = std::min(request.responder_resources, local_gid->device->max_initiator_depth);
     id->retry_count = request.retry_count;
     id->rnr_retry_count = request.rnr_retry_count;
     id->remote_qp_num = request.qp_num;
@@ -171,7 +182,7 @@ Identifier* make_identifier_for_request(const Identifier& listener, const wire::
     return id;
 }
 
-// Answer a request for datagrams with the queue pair of the listener.
+// Reply to a request for datagrams with the queue pair number of the listener (automatic_qp_num), and report no event.
 void answer_automatically(Connection* connection, const Identifier& listener) {
     wire::Message reply = connection->incoming_message;
     reply.type = wire::Type::datagram_reply;
@@ -189,9 +200,9 @@ void on_request(Connection* connection, const wire::Message& request) {
     const wire::Type reject_type = is_for_datagrams ? wire::Type::datagram_reply : wire::Type::reject;
     const int no_listener_reason = is_for_datagrams ? datagram_unsupported : rejected_no_listener;
     if (listener == nullptr || listener->public_id.ps != static_cast<rdma_port_space>(request.port_space) ||
-        is_datagram(*listener) != is_for_datagrams || request.dst_port != listener->claim.port ||
+        is_datagram(*listener) != is_for_datagrams || request.dst_port != listener->port_claim.port ||
         !accepts_address(*listener, make_address(request.family, request.dst_ip))) {
-        reject(connection, reject_type, static_cast<std::uint32_t>(no_listener_reason));
+        reject_request(connection, reject_type, static_cast<std::uint32_t>(no_listener_reason));
         return;
     }
     if (listener->automatic_qp_num != 0) {
@@ -202,7 +213,7 @@ void on_request(Connection* connection, const wire::Message& request) {
     Identifier* const id = listener->free_backlog > 0 ? make_identifier_for_request(*listener, request) : nullptr;
     if (id == nullptr) {
         const int reason = is_for_datagrams ? datagram_rejected : rejected_by_program;
-        reject(connection, reject_type, static_cast<std::uint32_t>(reason));
+        reject_request(connection, reject_type, static_cast<std::uint32_t>(reason));
         return;
     }
     --listener->free_backlog;
@@ -212,6 +223,7 @@ void on_request(Connection* connection, const wire::Message& request) {
     connection->id = id;
     id->connection = connection->shared_from_this();
     QueuedEvent event = make_event(RDMA_CM_EVENT_CONNECT_REQUEST, request);
+    // The program gets the numbers of the peer after the limits of the device were applied.
     event.conn.responder_resources = id->responder_resources;
     event.conn.initiator_depth = id->initiator_depth;
     event.is_datagram = is_for_datagrams;
@@ -225,8 +237,8 @@ void on_reply(Connection* connection, const wire::Message& reply) {
     connection->phase = Phase::received_reply;
     id->remote_qp_num = reply.qp_num;
     id->remote_psn = reply.psn;
-    id->responder_resources = std::min(reply.initiator_depth, id->local_port->device->max_responder_resources);
-    id->initiator_depth = std::min(reply.responder_resources, id->local_port->device->max_initiator_depth);
+    id->responder_resources = std::min(reply.initiator_depth, id->local_gid->device->max_responder_resources);
+    id->initiator_depth = std::min(reply.responder_resources, id->local_gid->device->max_initiator_depth);
     id->rnr_retry_count = reply.rnr_retry_count;
     report_to_program(connection, make_event(RDMA_CM_EVENT_CONNECT_RESPONSE, reply));
 }
@@ -235,7 +247,7 @@ void on_datagram_reply(Connection* connection, const wire::Message& reply) {
     Identifier* const id = connection->id;
     QueuedEvent event = make_event(RDMA_CM_EVENT_ESTABLISHED, reply);
     event.is_datagram = true;
-    if (reply.reason != 0) {
+    if (reply.reason != 0) { // as the kernel does, report a refused request as unreachable
         event.type = RDMA_CM_EVENT_UNREACHABLE;
         event.status = static_cast<int>(reply.reason);
     } else {
@@ -271,7 +283,7 @@ void on_message(Connection* connection, const wire::Message& message) {
                                                                                : on_end(connection);
     case wire::Type::ready_to_use:
         if (phase != Phase::sent_reply) {
-            // The program may have called rdma_notify before this message came.
+            // rdma_notify may already have established the connection. The message then changes nothing.
             return phase == Phase::established ? void() : on_end(connection);
         }
         cancel_timer(connection->timer_token);
@@ -295,14 +307,16 @@ void on_message(Connection* connection, const wire::Message& message) {
     }
 }
 
+// Receive the messages that have arrived, and act on each complete message.
 void on_readable(Connection* connection) {
-    // Closing the connection destroys the callback and its reference, so this reference keeps the connection alive.
+    // If the connection is closed below, the callback of watch() is destroyed with its reference. The connection must
+    // nevertheless exist until this function returns.
     const auto keep_alive = connection->shared_from_this();
     while (connection->socket) {
-        auto* const begin = reinterpret_cast<char*>(&connection->incoming_message) + connection->incoming_bytes;
+        auto* const unfilled_part = reinterpret_cast<char*>(&connection->incoming_message) + connection->incoming_bytes;
         const ssize_t received_bytes =
-            recv(connection->socket.get(), begin, sizeof connection->incoming_message - connection->incoming_bytes,
-                 MSG_DONTWAIT);
+            recv(connection->socket.get(), unfilled_part,
+                 sizeof connection->incoming_message - connection->incoming_bytes, MSG_DONTWAIT);
         if (received_bytes < 0 && (errno == EAGAIN || errno == EINTR)) {
             return;
         }
@@ -319,20 +333,21 @@ void on_readable(Connection* connection) {
         }
         const wire::Message message = connection->incoming_message;
         on_message(connection, message);
-        if (connection->watch_token == 0) {
+        if (connection->watch_token == 0) { // the message has ended the connection
             return;
         }
     }
 }
 
-void accept_requests(Identifier* listener, int fd) {
+// Accept the connections that wait at a listening socket of the identifier. Their requests arrive later.
+void accept_connections(Identifier* listener, int listening_fd) {
     for (;;) {
-        Fd socket(accept_from(fd));
+        Fd socket(accept_from(listening_fd));
         if (!socket) {
             return;
         }
         if (!is_same_user(socket.get())) {
-            continue;
+            continue; // the destructor of `socket` closes the connection
         }
         auto connection = std::make_shared<Connection>();
         connection->socket = std::move(socket);
@@ -363,7 +378,8 @@ void close_connection(Connection* connection) {
 }
 
 void send_message(Connection* connection, const wire::Message& message) {
-    // A peer that reads nothing must not block the manager. A few messages always fit into the socket's buffer.
+    // A peer that reads nothing must not block the thread of the manager. The buffer of the socket has space for a few
+    // messages, so a send that would block means that the peer does not read.
     if (connection->socket && send(connection->socket.get(), &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL) !=
                                   static_cast<ssize_t>(sizeof message)) {
         shutdown(connection->socket.get(), SHUT_RDWR);
@@ -372,7 +388,7 @@ void send_message(Connection* connection, const wire::Message& message) {
 
 std::optional<wire::Message> make_message(const Identifier& id, wire::Type type, const void* private_data,
                                           std::size_t private_bytes) {
-    if (private_bytes > wire::count_private_bytes(type)) {
+    if (private_bytes > wire::get_private_field_bytes(type)) {
         return std::nullopt;
     }
     wire::Message message{};
@@ -389,7 +405,7 @@ std::optional<wire::Message> make_message(const Identifier& id, wire::Type type,
     message.qp_type = static_cast<std::uint8_t>(id.public_id.qp_type);
     std::memcpy(message.src_ip.data(), source.bytes.raw, message.src_ip.size());
     std::memcpy(message.dst_ip.data(), destination.bytes.raw, message.dst_ip.size());
-    std::memcpy(message.src_gid.data(), id.local_port->gid().raw, message.src_gid.size());
+    std::memcpy(message.src_gid.data(), id.local_gid->gid().raw, message.src_gid.size());
     std::memcpy(message.dst_gid.data(), id.remote_gid.raw, message.dst_gid.size());
     message.private_bytes = static_cast<std::uint8_t>(private_bytes);
     if (private_bytes != 0) {
@@ -419,18 +435,18 @@ bool disconnect(Identifier* id) {
         enter_timewait(connection);
         return true;
     default:
-        // The kernel also returns success for a connection that has ended.
+        // As in the kernel, the disconnection of an ended connection succeeds.
         return connection->phase == Phase::ended || connection->phase == Phase::sent_disconnect;
     }
 }
 
 void close_identifier(Identifier* id) {
-    *id->self = nullptr;
+    *id->self = nullptr; // a connection that still waits for a request now has no listener
     for (auto& [socket, token] : id->listening_sockets) {
         unwatch(token);
     }
     id->listening_sockets.clear();
-    id->claim = {};
+    id->port_claim = {};
     const auto connection = std::exchange(id->connection, nullptr);
     if (connection == nullptr) {
         return;
@@ -455,9 +471,9 @@ int open_listeners(Identifier* id) {
         if (!socket) {
             return EADDRINUSE;
         }
-        const int fd = socket.get();
-        fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
-        const Token token = watch(fd, [id, fd] { accept_requests(id, fd); });
+        const int listening_fd = socket.get();
+        fcntl(listening_fd, F_SETFL, fcntl(listening_fd, F_GETFL) | O_NONBLOCK);
+        const Token token = watch(listening_fd, [id, listening_fd] { accept_connections(id, listening_fd); });
         id->listening_sockets.emplace_back(std::move(socket), token);
     }
     return 0;

@@ -17,6 +17,7 @@ namespace {
 
 constexpr std::size_t max_gid_count = 256;
 
+// Open a device, and query its limits, its only port (number 1) and its GID table. Return nullptr if this fails.
 std::unique_ptr<CmDevice> open_device(ibv_device* device) {
     auto cm_device = std::make_unique<CmDevice>();
     cm_device->verbs = ibv_open_device(device);
@@ -26,8 +27,8 @@ std::unique_ptr<CmDevice> open_device(ibv_device* device) {
     ibv_device_attr attr{};
     cm_device->gids.resize(max_gid_count);
     const ssize_t gid_count = ibv_query_gid_table(cm_device->verbs, cm_device->gids.data(), cm_device->gids.size(), 0);
-    if (ibv_query_device(cm_device->verbs, &attr) != 0 || ibv_query_port(cm_device->verbs, 1, &cm_device->port) != 0 ||
-        gid_count <= 0) {
+    if (ibv_query_device(cm_device->verbs, &attr) != 0 ||
+        ibv_query_port(cm_device->verbs, 1, &cm_device->port_attr) != 0 || gid_count <= 0) {
         ibv_close_device(cm_device->verbs);
         return nullptr;
     }
@@ -37,13 +38,13 @@ std::unique_ptr<CmDevice> open_device(ibv_device* device) {
     return cm_device;
 }
 
-// Return the index of the GID from which a RoCE device sends if the source address is not one of its GIDs: the first
-// GID of type RoCE v2, the default of the kernel's connection manager.
+// Return the index of the GID from which a RoCE device sends if the source address is not one of its GIDs. This is the
+// first GID of type RoCE v2, the default type of the kernel's connection manager, or else GID 0.
 std::uint8_t choose_gid_index(const CmDevice& device) {
-    const auto default_entry = std::find_if(device.gids.begin(), device.gids.end(), [](const ibv_gid_entry& entry) {
+    const auto roce_v2_entry = std::find_if(device.gids.begin(), device.gids.end(), [](const ibv_gid_entry& entry) {
         return entry.gid_type == IBV_GID_TYPE_ROCE_V2;
     });
-    return default_entry == device.gids.end() ? 0 : static_cast<std::uint8_t>(default_entry->gid_index);
+    return roce_v2_entry == device.gids.end() ? 0 : static_cast<std::uint8_t>(roce_v2_entry->gid_index);
 }
 
 } // namespace
@@ -54,13 +55,13 @@ const std::vector<std::unique_ptr<CmDevice>>& get_cm_devices(int* error) {
     if (!devices->empty()) {
         return *devices;
     }
-    int count = 0;
-    ibv_device** const list = ibv_get_device_list(&count);
+    int device_count = 0;
+    ibv_device** const list = ibv_get_device_list(&device_count);
     if (list == nullptr) {
         *error = errno;
         return *devices;
     }
-    for (int index = 0; index < count; ++index) {
+    for (int index = 0; index < device_count; ++index) {
         if (auto device = open_device(list[index])) {
             devices->push_back(std::move(device));
         }
@@ -70,47 +71,48 @@ const std::vector<std::unique_ptr<CmDevice>>& get_cm_devices(int* error) {
 }
 
 ibv_pd* take_default_pd(CmDevice* device) {
-    if (device->pd == nullptr) {
-        device->pd = ibv_alloc_pd(device->verbs);
+    if (device->default_pd == nullptr) {
+        device->default_pd = ibv_alloc_pd(device->verbs);
     }
-    device->pd_user_count += device->pd == nullptr ? 0 : 1;
-    return device->pd;
+    device->default_pd_user_count += device->default_pd == nullptr ? 0 : 1;
+    return device->default_pd;
 }
 
 void release_default_pd(CmDevice* device) {
-    if (--device->pd_user_count == 0) {
-        ibv_dealloc_pd(device->pd);
-        device->pd = nullptr;
+    if (--device->default_pd_user_count == 0) {
+        ibv_dealloc_pd(device->default_pd);
+        device->default_pd = nullptr;
     }
 }
 
 ibv_xrcd* get_default_xrc_domain(CmDevice* device) {
-    if (device->xrc_domain == nullptr) {
+    if (device->default_xrc_domain == nullptr) {
+        // A domain without a file (descriptor -1) belongs to this process alone.
         ibv_xrcd_init_attr attr{IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS, -1, O_CREAT};
-        device->xrc_domain = ibv_open_xrcd(device->verbs, &attr);
+        device->default_xrc_domain = ibv_open_xrcd(device->verbs, &attr);
     }
-    return device->xrc_domain;
+    return device->default_xrc_domain;
 }
 
-std::optional<LocalPort> find_local_port(const IpAddress& address) {
+std::optional<LocalGid> find_local_gid(const IpAddress& address) {
     int error = 0;
     const auto& devices = get_cm_devices(&error);
-    std::optional<LocalPort> local_port;
+    std::optional<LocalGid> local_gid;
     for (const auto& device : devices) {
         for (const ibv_gid_entry& entry : device->gids) {
-            // The address is in the table once for each type of GID. The GID of RoCE v2 is preferred.
-            if (is_same_gid(entry.gid, address.bytes) && (!local_port || entry.gid_type == IBV_GID_TYPE_ROCE_V2)) {
-                local_port = LocalPort{device.get(), static_cast<std::uint8_t>(entry.gid_index)};
+            // The GID table contains the address once for each GID type. Prefer the entry of type RoCE v2.
+            if (is_same_gid(entry.gid, address.bytes) && (!local_gid || entry.gid_type == IBV_GID_TYPE_ROCE_V2)) {
+                local_gid = LocalGid{device.get(), static_cast<std::uint8_t>(entry.gid_index)};
             }
         }
-        if (local_port) {
-            return local_port;
+        if (local_gid) {
+            return local_gid;
         }
     }
     if (devices.empty() || !is_host_address(address)) {
         return std::nullopt;
     }
-    return LocalPort{devices.front().get(), choose_gid_index(*devices.front())};
+    return LocalGid{devices.front().get(), choose_gid_index(*devices.front())};
 }
 
 extern "C" {
@@ -119,8 +121,8 @@ ibv_context** rdma_get_devices(int* num_devices) {
     if (num_devices != nullptr) {
         *num_devices = 0;
     }
-    if (const int fault = find_injected_error("rdma_get_devices"); fault != 0) {
-        errno = fault;
+    if (const int injected_error = find_injected_error("rdma_get_devices"); injected_error != 0) {
+        errno = injected_error;
         return nullptr;
     }
     int error = 0;

@@ -25,8 +25,8 @@ int resolve_endpoint(rdma_cm_id* id, const rdma_addrinfo& info) {
     return error != 0 ? error : get_errno(rdma_resolve_route(id, resolve_timeout_ms));
 }
 
-// Create the queue pair of an active endpoint. For a passive endpoint, keep the attributes for the queue pairs of its
-// requests.
+// Create the queue pair of an active endpoint. For a passive endpoint, store the attributes: rdma_get_request creates
+// the queue pair of each new connection with them. Without attributes (nullptr), the program creates the queue pairs.
 int add_queue_pair(Identifier* identifier, bool is_passive, ibv_pd* pd, ibv_qp_init_attr* attributes) {
     if (attributes == nullptr) {
         return 0;
@@ -35,7 +35,7 @@ int add_queue_pair(Identifier* identifier, bool is_passive, ibv_pd* pd, ibv_qp_i
     if (!is_passive) {
         return get_errno(rdma_create_qp(&identifier->public_id, pd, attributes));
     }
-    identifier->endpoint_attributes = std::make_unique<ibv_qp_init_attr>(*attributes);
+    identifier->endpoint_qp_attributes = std::make_unique<ibv_qp_init_attr>(*attributes);
     identifier->public_id.pd = pd;
     return 0;
 }
@@ -65,7 +65,7 @@ int rdma_create_ep(rdma_cm_id** id, rdma_addrinfo* res, ibv_pd* pd, ibv_qp_init_
             return error;
         }
         if (res->ai_connect != nullptr) {
-            identifier->connect_data.assign(static_cast<const char*>(res->ai_connect), res->ai_connect_len);
+            identifier->connect_private_data.assign(static_cast<const char*>(res->ai_connect), res->ai_connect_len);
         }
         *id = &identifier->public_id;
         return 0;
@@ -97,16 +97,16 @@ int rdma_get_request(rdma_cm_id* listen, rdma_cm_id** id) {
         }
         int error =
             event->status != 0 ? std::abs(event->status) : (event->event == RDMA_CM_EVENT_CONNECT_REQUEST ? 0 : EINVAL);
-        if (error == 0 && listener->endpoint_attributes != nullptr) {
+        if (error == 0 && listener->endpoint_qp_attributes != nullptr) {
             // Pass a copy, because rdma_create_qp changes the attributes, and the next request needs them unchanged.
-            ibv_qp_init_attr attributes = *listener->endpoint_attributes;
+            ibv_qp_init_attr attributes = *listener->endpoint_qp_attributes;
             error = get_errno(rdma_create_qp(event->id, listen->pd, &attributes));
             if (error != 0) {
                 rdma_reject(event->id, nullptr, 0);
             }
         }
         if (error != 0) {
-            // The listener keeps the event, in which the program finds the reason.
+            // Leave the event in listen->event, where the program can read the reason. The next call acknowledges it.
             listen->event = event;
             return error;
         }

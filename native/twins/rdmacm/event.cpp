@@ -16,7 +16,7 @@ namespace {
 struct ProgramEvent {
     rdma_cm_event public_event{}; // first, because programs hold pointers to it
     std::array<std::uint8_t, 256> private_data{};
-    std::shared_ptr<verbs::EventCounter> counter;
+    std::shared_ptr<verbs::EventCounter> event_counter;
 };
 
 void copy_parameters(const QueuedEvent& queued_event, ProgramEvent* event) {
@@ -33,14 +33,15 @@ void copy_parameters(const QueuedEvent& queued_event, ProgramEvent* event) {
     event->public_event.param.conn.private_data_len = queued_event.private_bytes;
 }
 
-// Give the identifier of a request to the program. Return false if the program must not see the event.
+// Store the new identifier of a connection request, and the listener, in the event. Return false if the program must
+// not see the event, because the new identifier cannot be made synchronous.
 bool prepare_request(const QueuedEvent& queued_event, ProgramEvent* event) {
     Identifier* const listener = queued_event.id;
     event->public_event.id = &queued_event.new_id->public_id;
     event->public_event.listen_id = &listener->public_id;
     {
         std::lock_guard lock(manager_mutex());
-        ++listener->free_backlog; // in the kernel, only requests that the program has not taken fill the backlog
+        ++listener->free_backlog; // as in the kernel, a request leaves the backlog when the program takes it
     }
     // If the listener is synchronous, the new identifier becomes synchronous, too.
     if (listener->is_synchronous && rdma_migrate_id(event->public_event.id, nullptr) != 0) {
@@ -50,7 +51,8 @@ bool prepare_request(const QueuedEvent& queued_event, ProgramEvent* event) {
     return true;
 }
 
-// Attach the queue pair of the identifier to the group. On failure the event becomes RDMA_CM_EVENT_MULTICAST_ERROR.
+// Attach the queue pair of the identifier to the group. On failure the event becomes RDMA_CM_EVENT_MULTICAST_ERROR. As
+// in librdmacm, the event's private data pointer is the context that the program gave to rdma_join_multicast.
 bool prepare_join(const QueuedEvent& queued_event, ProgramEvent* event) {
     void* context = nullptr;
     event->public_event.status = attach_to_group(queued_event.id, queued_event.group, &context);
@@ -61,7 +63,8 @@ bool prepare_join(const QueuedEvent& queued_event, ProgramEvent* event) {
     return true;
 }
 
-// Carry out what librdmacm does before the program sees the event. Return false if the program must not see the event.
+// Fill in the program's event, and do what librdmacm does before it returns the event: for example, change the state of
+// the queue pair. Return false if the program must not see the event.
 bool prepare_event(const QueuedEvent& queued_event, ProgramEvent* event) {
     Identifier* const id = queued_event.id;
     event->public_event.event = queued_event.type;
@@ -82,7 +85,7 @@ bool prepare_event(const QueuedEvent& queued_event, ProgramEvent* event) {
         return true;
     case RDMA_CM_EVENT_REJECTED:
         if (id->has_connect_failed) {
-            return false;
+            return false; // the program already got RDMA_CM_EVENT_CONNECT_ERROR
         }
         fail_queue_pair(id);
         return true;
@@ -99,7 +102,7 @@ bool prepare_event(const QueuedEvent& queued_event, ProgramEvent* event) {
 
 void queue_event(Identifier* id, QueuedEvent event) {
     event.id = id;
-    event.counter = id->counter;
+    event.event_counter = id->event_counter;
     id->channel->events.push(event);
 }
 
@@ -161,17 +164,18 @@ int rdma_get_cm_event(rdma_event_channel* channel, rdma_cm_event** event) {
             auto program_event = std::make_unique<ProgramEvent>();
             QueuedEvent queued_event;
             const int error = channel_object->events.take(
-                &queued_event, [](const QueuedEvent& taken_event) { taken_event.counter->count_taken(); });
+                &queued_event, [](const QueuedEvent& taken_event) { taken_event.event_counter->count_taken(); });
             if (error != 0) {
                 return error;
             }
-            program_event->counter = queued_event.counter;
+            program_event->event_counter = queued_event.event_counter;
             if (prepare_event(queued_event, program_event.get())) {
                 ledger_add("rdma_cm_event", reinterpret_cast<std::uint64_t>(program_event.get()));
                 *event = &program_event.release()->public_event;
                 return 0;
             }
-            queued_event.counter->acknowledge(1);
+            // The program does not get this event, so it cannot acknowledge the event.
+            queued_event.event_counter->acknowledge(1);
         }
     });
 }
@@ -185,9 +189,9 @@ int rdma_ack_cm_event(rdma_cm_event* event) {
         }
         // Keep a reference to the counter: after acknowledge(), a thread in rdma_destroy_id may free the identifier at
         // once.
-        const auto counter = program_event->counter;
+        const auto event_counter = program_event->event_counter;
         delete program_event;
-        counter->acknowledge(1);
+        event_counter->acknowledge(1);
         return 0;
     });
 }

@@ -1,4 +1,4 @@
-// The functions that the twin of librdmacm exports.
+// The functions of librdmacm (rdma_cma.h and rsocket.h) that the software twin exports.
 #pragma once
 
 #include <poll.h>

@@ -14,8 +14,8 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// Return whether the object is live. For another handle, ledger_remove ends the process (the program uses a released
-// object) or returns false (the handle never existed).
+// Return whether the object exists. If the program has released it before, ledger_remove aborts the process. If there
+// was never such an object, ledger_remove returns false.
 bool is_alive(std::string_view type_name, const void* object) {
     const auto handle = reinterpret_cast<std::uint64_t>(object);
     return object != nullptr && (ledger_holds(type_name, handle) || ledger_remove(type_name, handle));
@@ -25,22 +25,23 @@ void drop_events(Identifier* id) {
     id->channel->events.drop_if([id](const QueuedEvent& event) { return event.id == id; });
 }
 
-// Destroy the identifiers of requests that the listener has not reported. Their peers see a rejection.
+// Destroy the identifiers of the requests that the program has not taken from the listener. Their peers get a
+// rejection.
 void destroy_unreported_requests(Identifier* listener) {
-    std::vector<Identifier*> requests;
+    std::vector<Identifier*> new_ids;
     listener->channel->events.drop_if([&](const QueuedEvent& event) {
         if (event.id == listener && event.new_id != nullptr) {
-            requests.push_back(event.new_id);
+            new_ids.push_back(event.new_id);
         }
         return event.id == listener;
     });
-    for (Identifier* request : requests) {
-        close_identifier(request);
-        if (request->pd_device != nullptr) {
-            release_default_pd(request->pd_device);
+    for (Identifier* new_id : new_ids) {
+        close_identifier(new_id);
+        if (new_id->pd_device != nullptr) {
+            release_default_pd(new_id->pd_device);
         }
-        if (ledger_remove("rdma_cm_id", reinterpret_cast<std::uint64_t>(request))) {
-            delete request;
+        if (ledger_remove("rdma_cm_id", reinterpret_cast<std::uint64_t>(new_id))) {
+            delete new_id;
         }
     }
 }
@@ -61,7 +62,7 @@ bool is_datagram(const Identifier& id) {
     return id.public_id.qp_type == IBV_QPT_UD;
 }
 
-int make_identifier(rdma_event_channel* channel, void* context, rdma_port_space ps, ibv_qp_type qp_type,
+int make_identifier(rdma_event_channel* channel, void* context, rdma_port_space port_space, ibv_qp_type qp_type,
                     Identifier** id) {
     auto identifier = std::make_unique<Identifier>();
     identifier->is_synchronous = channel == nullptr;
@@ -72,7 +73,7 @@ int make_identifier(rdma_event_channel* channel, void* context, rdma_port_space 
     identifier->channel = reinterpret_cast<Channel*>(event_channel);
     identifier->public_id.channel = event_channel;
     identifier->public_id.context = context;
-    identifier->public_id.ps = ps;
+    identifier->public_id.ps = port_space;
     identifier->public_id.qp_type = qp_type;
     identifier->psn = static_cast<std::uint32_t>(random_u64() & 0xffffff);
     identifier->qkey = udp_qkey;
@@ -81,16 +82,16 @@ int make_identifier(rdma_event_channel* channel, void* context, rdma_port_space 
     return 0;
 }
 
-void set_local_port(Identifier* id, const LocalPort& local_port) {
-    id->local_port = local_port;
-    id->public_id.verbs = local_port.device->verbs;
-    id->public_id.port_num = 1;
+void set_local_gid(Identifier* id, const LocalGid& local_gid) {
+    id->local_gid = local_gid;
+    id->public_id.verbs = local_gid.device->verbs;
+    id->public_id.port_num = 1; // the only port of a device
     if (id->public_id.pd == nullptr) {
         // The real library sets the protection domain as soon as it knows the device.
-        id->public_id.pd = take_default_pd(local_port.device);
-        id->pd_device = id->public_id.pd == nullptr ? nullptr : local_port.device;
+        id->public_id.pd = take_default_pd(local_gid.device);
+        id->pd_device = id->public_id.pd == nullptr ? nullptr : local_gid.device;
     }
-    id->public_id.route.addr.addr.ibaddr.sgid = local_port.gid();
+    id->public_id.route.addr.addr.ibaddr.sgid = local_gid.gid();
     id->public_id.route.addr.addr.ibaddr.pkey = 0xffff; // the default partition key
 }
 
@@ -140,7 +141,7 @@ int rdma_destroy_id(rdma_cm_id* id) {
             id->event = nullptr;
         }
         // As in librdmacm, wait until the program has acknowledged the events that it took.
-        identifier->counter->wait_until_acknowledged();
+        identifier->event_counter->wait_until_acknowledged();
         if (!ledger_remove("rdma_cm_id", reinterpret_cast<std::uint64_t>(identifier))) {
             return EINVAL;
         }
@@ -174,7 +175,7 @@ int rdma_migrate_id(rdma_cm_id* id, rdma_event_channel* channel) {
         {
             // Queued events move to the new channel, as in the kernel.
             std::lock_guard lock(manager_mutex());
-            auto* const target_channel = reinterpret_cast<Channel*>(new_channel);
+            auto* const new_channel_object = reinterpret_cast<Channel*>(new_channel);
             std::vector<QueuedEvent> moved_events;
             identifier->channel->events.drop_if([&](const QueuedEvent& event) {
                 if (event.id == identifier) {
@@ -183,16 +184,16 @@ int rdma_migrate_id(rdma_cm_id* id, rdma_event_channel* channel) {
                 return event.id == identifier;
             });
             for (const QueuedEvent& event : moved_events) {
-                target_channel->events.push(event);
+                new_channel_object->events.push(event);
             }
-            identifier->channel = target_channel;
+            identifier->channel = new_channel_object;
         }
         if (identifier->is_synchronous && id->event != nullptr) {
             rdma_ack_cm_event(id->event);
             id->event = nullptr;
         }
-        // The program must have acknowledged the events that it took from the old channel.
-        identifier->counter->wait_until_acknowledged();
+        // Wait until the program has acknowledged the events that it took from the old channel.
+        identifier->event_counter->wait_until_acknowledged();
         id->channel = new_channel;
         if (identifier->is_synchronous) {
             rdma_destroy_event_channel(old_channel);

@@ -39,7 +39,7 @@ struct Manager {
     bool is_started = false;
 };
 
-constexpr Token wake_token = 0;
+constexpr Token wake_token = 0; // marks wake_eventfd in the events of epoll; no watch has this token
 
 // The manager is never destroyed, because its thread runs until the process ends.
 Manager& get_manager() {
@@ -56,7 +56,8 @@ void add_to_epoll(const Manager& manager, int fd, Token token) {
     }
 }
 
-// Run the expired timers and return the time until the next one in milliseconds, or -1 if there is none.
+// Run the expired timers. Return the time until the next timer expires in milliseconds, rounded up, or -1 if there is
+// no other timer.
 int run_expired_timers(Manager* manager) {
     for (;;) {
         const auto next_timer =
@@ -87,20 +88,20 @@ void run_manager() {
             std::lock_guard lock(manager.mutex);
             timeout_ms = run_expired_timers(&manager);
         }
-        const int count =
+        const int event_count =
             epoll_wait(manager.epoll_fd.get(), events.data(), static_cast<int>(events.size()), timeout_ms);
         std::lock_guard lock(manager.mutex);
-        for (int index = 0; index < count; ++index) {
+        for (int index = 0; index < event_count; ++index) {
             const Token token = events[static_cast<std::size_t>(index)].data.u64;
             if (token == wake_token) {
                 eventfd_t wake_count = 0;
                 eventfd_read(manager.wake_eventfd.get(), &wake_count);
                 continue;
             }
-            // An earlier event of this round may have removed the watch.
+            // The function of an earlier event may have removed this watch.
             const auto entry = manager.watches.find(token);
             if (entry != manager.watches.end()) {
-                // Copy the function, because it may remove its own watch.
+                // Copy the function, because it may remove its own watch and with it the original.
                 const auto on_readable = entry->second.on_readable;
                 on_readable();
             }
@@ -108,7 +109,7 @@ void run_manager() {
     }
 }
 
-void start_if_needed(Manager* manager) {
+void start_thread_if_needed(Manager* manager) {
     if (manager->is_started) {
         return;
     }
@@ -130,7 +131,7 @@ std::mutex& manager_mutex() {
 
 Token watch(int fd, std::function<void()> on_readable) {
     Manager& manager = get_manager();
-    start_if_needed(&manager);
+    start_thread_if_needed(&manager);
     const Token token = ++manager.last_token;
     add_to_epoll(manager, fd, token);
     manager.watches.emplace(token, Watch{fd, std::move(on_readable)});
@@ -148,10 +149,10 @@ void unwatch(Token token) {
 
 Token start_timer(std::chrono::milliseconds delay, std::function<void()> on_expiry) {
     Manager& manager = get_manager();
-    start_if_needed(&manager);
+    start_thread_if_needed(&manager);
     const Token token = ++manager.last_token;
     manager.timers.emplace(token, Timer{Clock::now() + delay, std::move(on_expiry)});
-    eventfd_write(manager.wake_eventfd.get(), 1);
+    eventfd_write(manager.wake_eventfd.get(), 1); // the thread now recomputes its timeout
     return token;
 }
 

@@ -9,17 +9,19 @@
 
 namespace gdrkit::twin::rdmacm {
 
-// The lock of all identifiers, connections and devices. A thread that holds it makes no call that may block.
+// The lock of all identifiers, connections and devices. A thread must not block while it holds this lock.
 std::mutex& manager_mutex();
 
-using Token = std::uint64_t; // 0: none
+using Token = std::uint64_t; // identifies a watch or a timer; 0: none
 
-// Until unwatch is called, call `on_readable` whenever the descriptor is readable or at its end of file. The thread of
-// the manager makes this call, with the lock held. The caller of watch and of the functions below holds the lock.
+// The caller of the functions below holds the lock. unwatch() and cancel_timer() ignore unknown tokens.
+
+// Let the manager's thread call `on_readable`, with the lock held, whenever the descriptor is readable or at its end of
+// file, until unwatch() is called.
 Token watch(int fd, std::function<void()> on_readable);
 void unwatch(Token token);
 
-// Call `on_expiry` once in the thread of the manager, with the lock held, unless the timer is cancelled.
+// Let the manager's thread call `on_expiry` once after the delay, with the lock held, unless the timer is cancelled.
 Token start_timer(std::chrono::milliseconds delay, std::function<void()> on_expiry);
 void cancel_timer(Token token);
 

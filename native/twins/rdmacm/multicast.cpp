@@ -13,10 +13,11 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-constexpr std::uint32_t multicast_qp_num = 0xffffff;
-// RDMA_CM_JOIN_MC_ATTR_ADDRESS and _JOIN_FLAGS, RDMA_MC_JOIN_FLAG_FULLMEMBER and _SENDONLY_FULLMEMBER of rdma_cma.h.
+constexpr std::uint32_t multicast_qp_num = 0xffffff; // all multicast packets are sent to this number (InfiniBand)
+// The bits of comp_mask in rdma_cma.h: RDMA_CM_JOIN_MC_ATTR_ADDRESS and RDMA_CM_JOIN_MC_ATTR_JOIN_FLAGS.
 constexpr unsigned join_attr_address = 1, join_attr_flags = 2;
-constexpr unsigned flag_full_member = 0, flag_send_only_full_member = 1;
+// The values of join_flags in rdma_cma.h: RDMA_MC_JOIN_FLAG_FULLMEMBER and RDMA_MC_JOIN_FLAG_SENDONLY_FULLMEMBER.
+constexpr unsigned join_flag_full_member = 0, join_flag_send_only_full_member = 1;
 
 // Return the GID of the group, as the kernel forms it on RoCE v2: the IPv6 address, or the IPv4 address in its
 // IPv4-mapped form. IpAddress stores addresses in this form.
@@ -29,15 +30,15 @@ int join_group(rdma_cm_id* public_id, const sockaddr* address, unsigned flags, v
     if (id == nullptr || get_address_length(address) == 0 || !is_datagram(*id)) {
         return EINVAL;
     }
-    if (flags == flag_send_only_full_member) {
+    if (flags == join_flag_send_only_full_member) {
         return EOPNOTSUPP; // as the kernel does for a port that no subnet manager serves
     }
-    if (flags != flag_full_member) {
+    if (flags != join_flag_full_member) {
         return EINVAL;
     }
     const IpAddress group = get_ip(address);
     std::lock_guard lock(manager_mutex());
-    if ((id->state != State::bound && id->state != State::addr_resolved) || !id->local_port || !group.is_multicast()) {
+    if ((id->state != State::bound && id->state != State::addr_resolved) || !id->local_gid || !group.is_multicast()) {
         return EINVAL;
     }
     id->joined_groups.push_back({group, make_group_gid(group), context, false});
@@ -55,15 +56,15 @@ int join_group(rdma_cm_id* public_id, const sockaddr* address, unsigned flags, v
 
 } // namespace
 
-int attach_to_group(Identifier* id, const IpAddress& address, void** context) {
+int attach_to_group(Identifier* id, const IpAddress& group_address, void** context) {
     ibv_gid gid{};
     {
         std::lock_guard lock(manager_mutex());
         const auto entry =
             std::find_if(id->joined_groups.begin(), id->joined_groups.end(),
-                         [&](const JoinedGroup& joined_group) { return joined_group.address == address; });
+                         [&](const JoinedGroup& joined_group) { return joined_group.address == group_address; });
         if (entry == id->joined_groups.end()) {
-            return 0; // the program has left the group meanwhile
+            return 0; // the identifier has left the group meanwhile
         }
         *context = entry->context;
         gid = entry->gid;
@@ -76,7 +77,7 @@ extern "C" {
 
 int rdma_join_multicast(rdma_cm_id* id, sockaddr* addr, void* context) {
     return run_call("rdma_join_multicast", [&] {
-        const int error = join_group(id, addr, flag_full_member, context);
+        const int error = join_group(id, addr, join_flag_full_member, context);
         return error != 0 ? error : wait_if_synchronous(get_identifier(id));
     });
 }

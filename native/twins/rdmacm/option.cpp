@@ -29,7 +29,7 @@ int set_id_option(Identifier* id, int option, const void* value, std::size_t len
         return read_value(value, length, &id->tos) ? 0 : EINVAL;
     case option_reuseaddr:
         if (!read_value(value, length, &enable) || (enable == 0 && id->state != State::idle)) {
-            return EINVAL;
+            return EINVAL; // as in the kernel, the option can be cleared only before the identifier is bound
         }
         id->reuse_address = enable != 0;
         return 0;
@@ -40,7 +40,7 @@ int set_id_option(Identifier* id, int option, const void* value, std::size_t len
         id->ipv6_only = enable != 0;
         return 0;
     case option_ack_timeout:
-        // The timeout belongs to reliable connections and has five bits.
+        // Only reliable connections have this timeout. Its field in the queue pair has five bits.
         if (!read_value(value, length, &ack_timeout) || is_datagram(*id) || ack_timeout > 31) {
             return EINVAL;
         }
@@ -51,15 +51,15 @@ int set_id_option(Identifier* id, int option, const void* value, std::size_t len
     }
 }
 
-// Resolve the route without rdma_resolve_route: the program supplies path records of the subnet administrator. The
-// first record must connect the identifier's two GIDs; the others are ignored.
+// Resolve the route with path records that the program got from a subnet administrator. The first record must connect
+// the identifier's two GIDs. Everything else in the records is ignored: the route is the same as by rdma_resolve_route.
 int set_path(Identifier* id, const void* value, std::size_t length) {
     if (value == nullptr || length == 0 || length % sizeof(ibv_path_data) != 0 || id->state != State::addr_resolved) {
         return EINVAL;
     }
     ibv_path_data path;
     std::memcpy(&path, value, sizeof path);
-    if (!is_same_gid(path.path.dgid, id->remote_gid) || !is_same_gid(path.path.sgid, id->local_port->gid())) {
+    if (!is_same_gid(path.path.dgid, id->remote_gid) || !is_same_gid(path.path.sgid, id->local_gid->gid())) {
         return EINVAL;
     }
     if (const int error = resolve_route_now(id); error != 0) {

@@ -11,11 +11,13 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// The timeout of a request, 4.096 us * 2^18: the packet life time and the acknowledgement delay of the devices.
-constexpr std::uint8_t default_timeout = 18;
+// The default acknowledgement timeout is 4.096 us * 2^18. Like the kernel's default, it includes the packet life time
+// in both directions and the acknowledgement delay of the devices.
+constexpr std::uint8_t default_ack_timeout = 18;
 
-// Move the queue pair to a state, with the attributes of the connection. The last two arguments replace the numbers of
-// the connection, unless they are max_responder_resources or max_initiator_depth.
+// Move the queue pair to a state, with the attributes of the connection. `responder_resources` and `initiator_depth`
+// replace the limits of the connection, unless they are rdma_max_resp_res and rdma_max_init_depth. The state
+// INIT uses neither.
 int move_to_state(Identifier* id, ibv_qp_state state, std::uint8_t responder_resources, std::uint8_t initiator_depth) {
     ibv_qp_attr attr{};
     int mask = 0;
@@ -26,10 +28,10 @@ int move_to_state(Identifier* id, ibv_qp_state state, std::uint8_t responder_res
             return error;
         }
     }
-    if (state == IBV_QPS_RTR && responder_resources != max_responder_resources) {
+    if (state == IBV_QPS_RTR && responder_resources != rdma_max_resp_res) {
         attr.max_dest_rd_atomic = responder_resources;
     }
-    if (state == IBV_QPS_RTS && initiator_depth != max_initiator_depth) {
+    if (state == IBV_QPS_RTS && initiator_depth != rdma_max_init_depth) {
         attr.max_rd_atomic = initiator_depth;
     }
     return ibv_modify_qp(id->public_id.qp, &attr, mask);
@@ -72,11 +74,14 @@ int make_completion_queue(rdma_cm_id* id, std::uint32_t entry_count, ibv_comp_ch
     return *queue == nullptr ? errno : 0;
 }
 
-// Create the completion queues for which the program gave no queue. A size of 0 means that a queue exists.
-int make_completion_queues(rdma_cm_id* id, std::uint32_t send_size, std::uint32_t receive_size) {
-    int error = receive_size == 0 ? 0 : make_completion_queue(id, receive_size, &id->recv_cq_channel, &id->recv_cq);
-    if (error == 0 && send_size != 0) {
-        error = make_completion_queue(id, send_size, &id->send_cq_channel, &id->send_cq);
+// Create the completion queues for sends and receives with these numbers of entries, and their channels. 0 entries mean
+// that no queue is created. Return 0 or an errno.
+int make_completion_queues(rdma_cm_id* id, std::uint32_t send_entry_count, std::uint32_t receive_entry_count) {
+    int error = receive_entry_count == 0
+                    ? 0
+                    : make_completion_queue(id, receive_entry_count, &id->recv_cq_channel, &id->recv_cq);
+    if (error == 0 && send_entry_count != 0) {
+        error = make_completion_queue(id, send_entry_count, &id->send_cq_channel, &id->send_cq);
     }
     if (error != 0) {
         destroy_completion_queues(id);
@@ -84,8 +89,8 @@ int make_completion_queues(rdma_cm_id* id, std::uint32_t send_size, std::uint32_
     return error;
 }
 
-// Return the protection domain for a queue pair or a receive queue of the identifier; nullptr with errno set on
-// failure.
+// Return the protection domain for a queue pair or a shared receive queue of the identifier, or nullptr with errno set:
+// EINVAL if the domain belongs to another device, ENOMEM if the default domain could not be allocated.
 ibv_pd* choose_pd(Identifier* id, ibv_pd* requested_pd) {
     ibv_pd* const pd = requested_pd != nullptr ? requested_pd : id->public_id.pd;
     if (pd == nullptr || pd->context != id->public_id.verbs) {
@@ -97,7 +102,7 @@ ibv_pd* choose_pd(Identifier* id, ibv_pd* requested_pd) {
 
 ibv_xrcd* choose_xrc_domain(Identifier* id, ibv_xrcd* requested_domain) {
     std::lock_guard lock(manager_mutex());
-    return requested_domain != nullptr ? requested_domain : get_default_xrc_domain(id->local_port->device);
+    return requested_domain != nullptr ? requested_domain : get_default_xrc_domain(id->local_gid->device);
 }
 
 int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
@@ -105,27 +110,28 @@ int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
     if (public_id.qp != nullptr || public_id.verbs == nullptr) {
         return EINVAL;
     }
+    // If the identifier already has completion queues, the program must not give other ones.
     if ((public_id.recv_cq != nullptr && attr->recv_cq != nullptr && public_id.recv_cq != attr->recv_cq) ||
         (public_id.send_cq != nullptr && attr->send_cq != nullptr && public_id.send_cq != attr->send_cq)) {
         return EINVAL;
     }
-    const bool is_receive_only = public_id.qp_type == IBV_QPT_XRC_RECV;
-    if (is_receive_only) {
+    const bool is_xrc_receive = public_id.qp_type == IBV_QPT_XRC_RECV;
+    if (is_xrc_receive) {
         attr->xrcd = choose_xrc_domain(id, (attr->comp_mask & IBV_QP_INIT_ATTR_XRCD) != 0 ? attr->xrcd : nullptr);
         attr->comp_mask |= IBV_QP_INIT_ATTR_XRCD;
     } else {
         attr->pd = choose_pd(id, (attr->comp_mask & IBV_QP_INIT_ATTR_PD) != 0 ? attr->pd : nullptr);
         attr->comp_mask |= IBV_QP_INIT_ATTR_PD;
     }
-    if (is_receive_only ? attr->xrcd == nullptr : attr->pd == nullptr) {
+    if (is_xrc_receive ? attr->xrcd == nullptr : attr->pd == nullptr) {
         return errno;
     }
     attr->srq = attr->srq == nullptr ? public_id.srq : attr->srq;
-    const std::uint32_t send_size =
+    const std::uint32_t send_entry_count =
         attr->send_cq != nullptr || public_id.send_cq != nullptr ? 0 : attr->cap.max_send_wr;
-    const std::uint32_t receive_size =
+    const std::uint32_t receive_entry_count =
         attr->recv_cq != nullptr || public_id.recv_cq != nullptr ? 0 : attr->cap.max_recv_wr;
-    if (const int error = make_completion_queues(&public_id, send_size, receive_size); error != 0) {
+    if (const int error = make_completion_queues(&public_id, send_entry_count, receive_entry_count); error != 0) {
         return error;
     }
     attr->send_cq = attr->send_cq == nullptr ? public_id.send_cq : attr->send_cq;
@@ -144,7 +150,7 @@ int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
         destroy_completion_queues(&public_id);
         return error;
     }
-    public_id.pd = is_receive_only ? public_id.pd : qp->pd;
+    public_id.pd = is_xrc_receive ? public_id.pd : qp->pd;
     return 0;
 }
 
@@ -155,7 +161,7 @@ int complete_xrc_attributes(Identifier* id, ibv_srq_init_attr_ex* attr) {
         return errno;
     }
     if ((attr->comp_mask & IBV_SRQ_INIT_ATTR_CQ) == 0 || attr->cq == nullptr) {
-        // The queue may exist already, if the identifier has a queue pair.
+        // If the identifier has a queue pair, the completion queue for receives may already exist.
         const int error =
             id->public_id.recv_cq != nullptr ? 0 : make_completion_queues(&id->public_id, 0, attr->attr.max_wr);
         if (error != 0) {
@@ -167,7 +173,7 @@ int complete_xrc_attributes(Identifier* id, ibv_srq_init_attr_ex* attr) {
     return 0;
 }
 
-int create_receive_queue(Identifier* id, ibv_srq_init_attr_ex* attr) {
+int create_shared_receive_queue(Identifier* id, ibv_srq_init_attr_ex* attr) {
     if (id->public_id.srq != nullptr || id->public_id.verbs == nullptr) {
         return EINVAL;
     }
@@ -199,14 +205,14 @@ ibv_ah_attr make_path_to_remote(const Identifier& id) {
     path.is_global = 1;
     path.port_num = id.public_id.port_num;
     path.grh.dgid = id.remote_gid;
-    path.grh.sgid_index = id.local_port->gid_index;
+    path.grh.sgid_index = id.local_gid->gid_index;
     path.grh.hop_limit = 64;
     path.grh.traffic_class = id.tos;
     return path;
 }
 
 int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
-    if (!id.local_port) {
+    if (!id.local_gid) {
         return EINVAL;
     }
     const ibv_qp_state state = attr->qp_state;
@@ -214,7 +220,7 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
     attr->qp_state = state;
     const bool is_reliable = id.public_id.qp_type == IBV_QPT_RC || id.public_id.qp_type == IBV_QPT_XRC_SEND ||
                              id.public_id.qp_type == IBV_QPT_XRC_RECV;
-    const bool is_connected = id.connection != nullptr && id.connection->phase != Phase::waits_for_reply;
+    const bool has_peer_parameters = id.connection != nullptr && id.connection->phase != Phase::waits_for_reply;
     switch (state) {
     case IBV_QPS_INIT:
         *mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT;
@@ -225,7 +231,7 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
             return 0;
         }
         *mask |= IBV_QP_ACCESS_FLAGS;
-        if (is_connected) {
+        if (has_peer_parameters) {
             // As in the kernel's communication manager, the peer may write. It may also read and use atomics if this
             // side accepts such requests (responder_resources is not 0).
             attr->qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
@@ -238,12 +244,12 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
             *mask = IBV_QP_STATE;
             return 0;
         }
-        if (!is_connected) {
+        if (!has_peer_parameters) {
             return EINVAL;
         }
         *mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
         attr->ah_attr = make_path_to_remote(id);
-        attr->path_mtu = id.local_port->device->port.active_mtu;
+        attr->path_mtu = id.local_gid->device->port_attr.active_mtu;
         attr->dest_qp_num = id.remote_qp_num;
         attr->rq_psn = id.remote_psn;
         if (is_reliable) {
@@ -256,7 +262,7 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
         if (is_datagram(id)) {
             return 0;
         }
-        if (!is_connected) {
+        if (!has_peer_parameters) {
             return EINVAL;
         }
         attr->sq_psn = id.psn;
@@ -265,7 +271,7 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
             attr->retry_cnt = id.retry_count;
             attr->rnr_retry = id.rnr_retry_count;
             attr->max_rd_atomic = id.initiator_depth;
-            attr->timeout = id.ack_timeout != 0 ? id.ack_timeout : default_timeout;
+            attr->timeout = id.ack_timeout != 0 ? id.ack_timeout : default_ack_timeout;
         }
         return 0;
     default:
@@ -284,7 +290,7 @@ int make_queue_pair_ready(Identifier* id, std::uint8_t responder_resources, std:
 }
 
 int establish_active_side(Identifier* id) {
-    const int error = make_queue_pair_ready(id, max_responder_resources, max_initiator_depth);
+    const int error = make_queue_pair_ready(id, rdma_max_resp_res, rdma_max_init_depth);
     std::lock_guard lock(manager_mutex());
     Connection* const connection = id->connection.get();
     if (error != 0 || connection == nullptr || connection->phase != Phase::received_reply) {
@@ -325,7 +331,7 @@ int rdma_create_qp(rdma_cm_id* id, ibv_pd* pd, ibv_qp_init_attr* qp_init_attr) {
             return EINVAL;
         }
         ibv_qp_init_attr_ex attr{};
-        // The extended structure begins with the ordinary one.
+        // ibv_qp_init_attr_ex begins with the fields of ibv_qp_init_attr.
         static_assert(offsetof(ibv_qp_init_attr_ex, comp_mask) >= offsetof(ibv_qp_init_attr, sq_sig_all) + sizeof(int));
         std::memcpy(&attr, qp_init_attr, offsetof(ibv_qp_init_attr, sq_sig_all) + sizeof qp_init_attr->sq_sig_all);
         if (pd != nullptr) {
@@ -351,7 +357,7 @@ void rdma_destroy_qp(rdma_cm_id* id) {
 int rdma_create_srq_ex(rdma_cm_id* id, ibv_srq_init_attr_ex* attr) {
     return run_call("rdma_create_srq_ex", [&] {
         Identifier* const identifier = get_identifier(id);
-        return identifier == nullptr ? EINVAL : create_receive_queue(identifier, attr);
+        return identifier == nullptr ? EINVAL : create_shared_receive_queue(identifier, attr);
     });
 }
 
@@ -367,7 +373,7 @@ int rdma_create_srq(rdma_cm_id* id, ibv_pd* pd, ibv_srq_init_attr* attr) {
         extended_attr.pd = pd;
         extended_attr.srq_type = id->qp_type == IBV_QPT_XRC_RECV ? IBV_SRQT_XRC : IBV_SRQT_BASIC;
         extended_attr.comp_mask = IBV_SRQ_INIT_ATTR_TYPE | IBV_SRQ_INIT_ATTR_PD;
-        const int error = create_receive_queue(identifier, &extended_attr);
+        const int error = create_shared_receive_queue(identifier, &extended_attr);
         if (error == 0) {
             attr->attr = extended_attr.attr;
         }

@@ -16,7 +16,7 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// The options of the level SOL_RDMA (rsocket.h).
+// The level SOL_RDMA of rsocket.h, and its options RDMA_SQSIZE, RDMA_RQSIZE, RDMA_INLINE and RDMA_IOMAPSIZE.
 constexpr int rdma_level = 0x10000;
 enum RdmaOption { rdma_send_queue_size, rdma_receive_queue_size, rdma_inline, rdma_io_mappings };
 
@@ -46,6 +46,7 @@ constexpr NumberOption number_options[] = {
     {rdma_level, rdma_io_mappings, &SocketOptions::io_mapping_count},
 };
 
+// An option that is on or off. The program also gives an int for it.
 struct FlagOption {
     int level, name;
     bool SocketOptions::*member;
@@ -59,6 +60,8 @@ constexpr FlagOption flag_options[] = {
     {IPPROTO_IPV6, IPV6_V6ONLY, &SocketOptions::ipv6_only},
 };
 
+// Copy an address into the program's buffer. *length is first the size of the buffer, which may be too small, and then
+// the size of the whole address.
 int copy_address(const sockaddr_storage& source, sockaddr* address, socklen_t* length) {
     const socklen_t source_length = get_address_length(reinterpret_cast<const sockaddr*>(&source));
     if (address == nullptr || length == nullptr) {
@@ -135,7 +138,7 @@ int RdmaSocket::write_mapped(const void*, std::size_t, off_t, int, std::size_t*)
 
 int RdmaSocket::get_local_address(sockaddr* address, socklen_t* length) {
     sockaddr_storage storage = id_->route.addr.src_storage;
-    storage.ss_family = static_cast<sa_family_t>(address_family_);
+    storage.ss_family = static_cast<sa_family_t>(address_family_); // an unbound identifier has no address family
     return copy_address(storage, address, length);
 }
 
@@ -152,7 +155,7 @@ bool RdmaSocket::is_nonblocking(int flags) const {
 }
 
 int RdmaSocket::take_error() {
-    return std::exchange(error_, 0);
+    return std::exchange(pending_error_, 0);
 }
 
 int RdmaSocket::set_option(int level, int name, const void* value, socklen_t length) {
@@ -183,7 +186,7 @@ int RdmaSocket::set_option(int level, int name, const void* value, socklen_t len
     for (const FlagOption& option : flag_options) {
         if (option.level == level && option.name == name) {
             options_.*option.member = option_value != 0;
-            // Two of the options are also options of the identifier.
+            // SO_REUSEADDR and IPV6_V6ONLY are also options of the identifier.
             const int id_option = name == SO_REUSEADDR && level == SOL_SOCKET ? option_reuseaddr
                                   : level == IPPROTO_IPV6                     ? option_afonly
                                                                               : -1;
@@ -201,7 +204,7 @@ int RdmaSocket::get_option(int level, int name, void* value, socklen_t* length) 
         return EFAULT;
     }
     if (level == SOL_SOCKET && name == SO_ERROR) {
-        get_ready_events(); // learn about events that have happened
+        get_ready_events(); // processes the events that have arrived; they may set the error
         SocketLock lock(mutex_);
         return copy_value(take_error(), value, length);
     }

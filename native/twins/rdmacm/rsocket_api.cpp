@@ -14,37 +14,39 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// Run a call on the rsocket of this number. The body returns 0 or an errno.
-template <typename Body> int run_socket_call(std::string_view function, int socket_number, Body&& body) {
-    return run_call(function, [&] {
+// Run the body of an exported function on the rsocket of this number. The body returns 0 or an errno. Return 0, or -1
+// with errno set.
+template <typename Body> int run_socket_call(std::string_view function_name, int socket_number, Body&& body) {
+    return run_call(function_name, [&] {
         const auto socket = find_socket(socket_number);
         return socket == nullptr ? EBADF : body(*socket);
     });
 }
 
-// Run a call that returns a number of bytes. The body stores this number, and returns 0 or an errno.
-template <typename Body> ssize_t run_bytes_call(std::string_view function, int socket_number, Body&& body) {
+// Run the body of an exported function that returns a number of bytes. The body stores this number, and returns 0 or an
+// errno. Return the number, or -1 with errno set.
+template <typename Body> ssize_t run_bytes_call(std::string_view function_name, int socket_number, Body&& body) {
     std::size_t moved_bytes = 0;
     const int result =
-        run_socket_call(function, socket_number, [&](RdmaSocket& socket) { return body(socket, &moved_bytes); });
+        run_socket_call(function_name, socket_number, [&](RdmaSocket& socket) { return body(socket, &moved_bytes); });
     return result == 0 ? static_cast<ssize_t>(moved_bytes) : -1;
 }
 
-ssize_t send_parts(std::string_view function, int socket_number, std::span<const iovec> parts, int flags,
+ssize_t send_parts(std::string_view function_name, int socket_number, std::span<const iovec> parts, int flags,
                    const sockaddr* destination = nullptr) {
-    return run_bytes_call(function, socket_number, [&](RdmaSocket& socket, std::size_t* moved_bytes) {
+    return run_bytes_call(function_name, socket_number, [&](RdmaSocket& socket, std::size_t* moved_bytes) {
         return socket.send(parts, flags, const_cast<sockaddr*>(destination), moved_bytes);
     });
 }
 
-ssize_t receive_parts(std::string_view function, int socket_number, std::span<const iovec> parts, int flags,
+ssize_t receive_parts(std::string_view function_name, int socket_number, std::span<const iovec> parts, int flags,
                       sockaddr* source = nullptr, socklen_t* source_length = nullptr) {
-    return run_bytes_call(function, socket_number, [&](RdmaSocket& socket, std::size_t* moved_bytes) {
-        sockaddr_storage storage{};
-        const int error = socket.receive(parts, flags, source == nullptr ? nullptr : &storage, moved_bytes);
+    return run_bytes_call(function_name, socket_number, [&](RdmaSocket& socket, std::size_t* moved_bytes) {
+        sockaddr_storage source_storage{};
+        const int error = socket.receive(parts, flags, source == nullptr ? nullptr : &source_storage, moved_bytes);
         if (error == 0 && source != nullptr && source_length != nullptr) {
-            const socklen_t length = get_address_length(reinterpret_cast<const sockaddr*>(&storage));
-            std::memcpy(source, &storage, std::min(*source_length, length));
+            const socklen_t length = get_address_length(reinterpret_cast<const sockaddr*>(&source_storage));
+            std::memcpy(source, &source_storage, std::min(*source_length, length));
             *source_length = length;
         }
         return error;
@@ -91,16 +93,16 @@ int rlisten(int socket, int backlog) {
 int raccept(int socket, sockaddr* addr, socklen_t* addrlen) {
     int socket_number = -1;
     const int result = run_socket_call("raccept", socket, [&](RdmaSocket& rdma_socket) {
-        std::shared_ptr<RdmaSocket> accepted;
-        const int error = rdma_socket.accept(&accepted);
+        std::shared_ptr<RdmaSocket> accepted_socket;
+        const int error = rdma_socket.accept(&accepted_socket);
         if (error != 0) {
             return error;
         }
         if (addr != nullptr && addrlen != nullptr) {
-            accepted->get_remote_address(addr, addrlen);
+            accepted_socket->get_remote_address(addr, addrlen);
         }
-        socket_number = accepted->number();
-        add_socket(accepted);
+        socket_number = accepted_socket->number();
+        add_socket(accepted_socket);
         return 0;
     });
     return result == 0 ? socket_number : -1;

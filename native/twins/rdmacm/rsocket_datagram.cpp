@@ -1,5 +1,5 @@
-// Datagram rsockets: an unreliable datagram queue pair, whose number other rsockets get from the connection manager.
-// Each datagram begins with the address of its sender.
+// Datagram rsockets. Each has an unreliable datagram queue pair. Other rsockets request the number of this queue pair
+// from the connection manager of its process. Each datagram begins with the address of its sender.
 
 #include <algorithm>
 #include <array>
@@ -15,12 +15,13 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-constexpr std::size_t grh_bytes = 40; // before each received datagram, for the global routing header
-constexpr std::size_t datagram_bytes = 4096;
+constexpr std::size_t grh_bytes = 40; // size of the global routing header that precedes each received datagram
+constexpr std::size_t max_datagram_bytes = 4096; // with the DatagramHeader
 constexpr unsigned datagram_receive_slot_count = 128, datagram_send_slot_count = 32;
-constexpr std::size_t receive_slot_bytes = grh_bytes + datagram_bytes;
+constexpr std::size_t receive_slot_bytes = grh_bytes + max_datagram_bytes;
 constexpr int datagram_resolve_timeout_ms = 2000;
 
+// The first bytes of each datagram: the address of the sender.
 struct DatagramHeader {
     std::uint32_t magic;
     std::uint16_t family; // AF_INET or AF_INET6
@@ -34,7 +35,7 @@ public:
     explicit DatagramSocket(int domain)
         : RdmaSocket(domain, SOCK_DGRAM,
                      {IBV_QPT_UD, datagram_receive_slot_count, datagram_send_slot_count, receive_slot_bytes,
-                      datagram_bytes}) {}
+                      max_datagram_bytes}) {}
     ~DatagramSocket() override;
 
     int listen(int) override { return EOPNOTSUPP; }
@@ -48,12 +49,13 @@ public:
 
 private:
     struct Peer {
-        ibv_ah* handle;
+        ibv_ah* address_handle;
         std::uint32_t qp_num, qkey;
     };
+    // A received datagram. Its payload is in the receive slot, after the global routing header and the DatagramHeader.
     struct Datagram {
         unsigned slot;
-        std::size_t size_bytes;
+        std::size_t payload_bytes;
         sockaddr_storage source;
     };
 
@@ -65,9 +67,9 @@ private:
     int resolve_peer(sockaddr* address, rdma_ud_param* parameters);
     [[nodiscard]] DatagramHeader make_header() const;
 
-    bool is_ready_ = false;
+    bool is_ready_ = false; // make_ready() has succeeded
     std::deque<Datagram> received_datagrams_;
-    std::map<std::string, Peer> peers_;    // by address and port
+    std::map<std::string, Peer> peers_;    // the resolved peers, by address and port
     const Peer* connected_peer_ = nullptr; // the destination that rconnect has set; nullptr: none
 };
 
@@ -76,12 +78,12 @@ DatagramSocket::~DatagramSocket() {
         destroy_queue_pair();
     }
     for (const auto& [address, peer] : peers_) {
-        ibv_destroy_ah(peer.handle);
+        ibv_destroy_ah(peer.address_handle);
     }
 }
 
-// Bind the identifier if the program has not bound it, and create the queue pair. From then on, the connection manager
-// answers requests with the number of the queue pair.
+// At the first call, bind the identifier if the program has not bound it, create the queue pair, and listen. From then
+// on, the connection manager answers requests with the number of the queue pair. Return 0 or an errno.
 int DatagramSocket::make_ready() {
     if (is_ready_) {
         return 0;
@@ -97,11 +99,11 @@ int DatagramSocket::make_ready() {
     if (id_->verbs == nullptr) {
         // An rsocket that is bound to no address uses the device of the loopback address.
         std::lock_guard lock(manager_mutex());
-        const auto local_port = find_local_port(make_loopback_address(address_family_));
-        if (!local_port) {
+        const auto local_gid = find_local_gid(make_loopback_address(address_family_));
+        if (!local_gid) {
             return ENODEV;
         }
-        set_local_port(identifier, *local_port);
+        set_local_gid(identifier, *local_gid);
     }
     if (const int error = make_queue_pair(); error != 0) {
         return error;
@@ -120,7 +122,7 @@ int DatagramSocket::make_ready() {
 void DatagramSocket::on_received(const ibv_wc& wc) {
     const auto slot = static_cast<unsigned>(wc.wr_id & 0xffffffffU);
     DatagramHeader header{};
-    // A datagram of a program that does not use rsockets is dropped.
+    // If the header is missing or invalid, the sender does not use rsockets. Drop its datagram.
     if (wc.byte_len >= grh_bytes + sizeof header) {
         std::memcpy(&header, get_receive_slot(slot) + grh_bytes, sizeof header);
     }
@@ -146,7 +148,8 @@ void DatagramSocket::progress() {
     }
 }
 
-// Ask the connection manager of the destination for its queue pair.
+// Request the parameters of the destination's queue pair from its connection manager: the number, the queue key and the
+// path. Return 0 or an errno.
 int DatagramSocket::resolve_peer(sockaddr* address, rdma_ud_param* parameters) {
     rdma_cm_id* id = nullptr;
     if (rdma_create_id(nullptr, &id, nullptr, RDMA_PS_UDP) != 0) {
@@ -164,6 +167,7 @@ int DatagramSocket::resolve_peer(sockaddr* address, rdma_ud_param* parameters) {
     return error;
 }
 
+// Find the peer with this address. If it is unknown, resolve it. Return 0 or an errno.
 int DatagramSocket::find_peer(sockaddr* address, const Peer** peer) {
     if (get_address_length(address) == 0 || address->sa_family != address_family_) {
         return EINVAL;
@@ -175,11 +179,11 @@ int DatagramSocket::find_peer(sockaddr* address, const Peer** peer) {
         if (const int error = resolve_peer(address, &parameters); error != 0) {
             return error;
         }
-        ibv_ah* const handle = ibv_create_ah(id_->pd, &parameters.ah_attr);
-        if (handle == nullptr) {
+        ibv_ah* const address_handle = ibv_create_ah(id_->pd, &parameters.ah_attr);
+        if (address_handle == nullptr) {
             return errno;
         }
-        entry = peers_.emplace(key, Peer{handle, parameters.qp_num, parameters.qkey}).first;
+        entry = peers_.emplace(key, Peer{address_handle, parameters.qp_num, parameters.qkey}).first;
     }
     *peer = &entry->second;
     return 0;
@@ -220,7 +224,7 @@ int DatagramSocket::send(std::span<const iovec> parts, int flags, sockaddr* dest
     for (const iovec& part : parts) {
         size_bytes += part.iov_len;
     }
-    if (size_bytes > datagram_bytes) {
+    if (size_bytes > max_datagram_bytes) {
         return EMSGSIZE;
     }
     error = wait(&lock, is_nonblocking(flags), [this] { return !free_send_slots_.empty(); });
@@ -238,7 +242,7 @@ int DatagramSocket::send(std::span<const iovec> parts, int flags, sockaddr* dest
     }
     ibv_send_wr request{};
     request.opcode = IBV_WR_SEND;
-    request.wr.ud.ah = peer->handle;
+    request.wr.ud.ah = peer->address_handle;
     request.wr.ud.remote_qpn = peer->qp_num;
     request.wr.ud.remote_qkey = peer->qkey;
     error = post_slot(slot, size_bytes, &request);
@@ -257,11 +261,11 @@ int DatagramSocket::receive(std::span<const iovec> parts, int flags, sockaddr_st
         return error;
     }
     const Datagram datagram = received_datagrams_.front();
-    const std::uint8_t* bytes = get_receive_slot(datagram.slot) + grh_bytes + sizeof(DatagramHeader);
+    const std::uint8_t* payload = get_receive_slot(datagram.slot) + grh_bytes + sizeof(DatagramHeader);
     for (const iovec& part : parts) {
-        const std::size_t size_bytes = std::min(part.iov_len, datagram.size_bytes - *moved_bytes);
-        std::memcpy(part.iov_base, bytes + *moved_bytes, size_bytes);
-        *moved_bytes += size_bytes;
+        const std::size_t part_bytes = std::min(part.iov_len, datagram.payload_bytes - *moved_bytes);
+        std::memcpy(part.iov_base, payload + *moved_bytes, part_bytes);
+        *moved_bytes += part_bytes;
     }
     if (source != nullptr) {
         *source = datagram.source;
@@ -276,7 +280,7 @@ int DatagramSocket::receive(std::span<const iovec> parts, int flags, sockaddr_st
 int DatagramSocket::close() {
     constexpr int close_timeout_ms = 1000;
     SocketLock lock(mutex_);
-    // Wait until the sent datagrams have left, before the queue pair is destroyed.
+    // Wait a short time until all datagrams are sent, because the destructor then destroys the queue pair.
     wait(
         &lock, false, [this] { return !is_ready_ || free_send_slots_.size() == datagram_send_slot_count; },
         close_timeout_ms);

@@ -1,4 +1,4 @@
-// rpoll and rselect, which wait for rsockets and for other descriptors.
+// rpoll and rselect wait for events of rsockets and of other descriptors.
 
 #include <sys/select.h>
 
@@ -13,7 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The descriptors of one call, with the rsocket of each descriptor (null for other descriptors).
+// The descriptors of one call of rpoll, with the rsocket of each descriptor (nullptr for other descriptors).
 class PollSet {
 public:
     explicit PollSet(std::span<pollfd> descriptors) : descriptors_(descriptors) {
@@ -24,13 +24,13 @@ public:
         errno = saved_errno;
     }
 
-    // Store the events that are true now. Return the number of descriptors with events, or -1 with errno set.
+    // Store the present events in `revents`. Return the number of descriptors with events, or -1 with errno set.
     int update_events() {
         std::vector<pollfd> other_descriptors = list_other_descriptors(descriptors_);
         if (!other_descriptors.empty() && poll(other_descriptors.data(), other_descriptors.size(), 0) < 0) {
             return -1;
         }
-        int count = 0;
+        int ready_count = 0;
         std::size_t other_index = 0;
         for (std::size_t index = 0; index < descriptors_.size(); ++index) {
             pollfd& descriptor = descriptors_[index];
@@ -40,11 +40,12 @@ public:
                 const int ready_events = sockets_[index]->get_ready_events();
                 descriptor.revents = static_cast<short>(ready_events & (descriptor.events | POLLERR | POLLHUP));
             }
-            count += descriptor.revents != 0 ? 1 : 0;
+            ready_count += descriptor.revents != 0 ? 1 : 0;
         }
-        return count;
+        return ready_count;
     }
 
+    // Make wait() return at the next change of an rsocket.
     void arm() {
         for (const auto& socket : sockets_) {
             if (socket != nullptr) {
@@ -53,7 +54,7 @@ public:
         }
     }
 
-    // Wait for a change. Return 0, or -1 with errno set.
+    // Wait for a change or the timeout. Return 0 in both cases, or -1 with errno set.
     int wait(int timeout_ms) {
         std::vector<pollfd> all_descriptors = list_other_descriptors(descriptors_);
         for (const auto& socket : sockets_) {
@@ -89,17 +90,19 @@ private:
     std::vector<std::shared_ptr<RdmaSocket>> sockets_;
 };
 
-int poll_until(PollSet* set, int timeout_ms) {
+// Wait until a descriptor has events. Return as poll(2) does: 0 means that the timeout has passed. A timeout of -1
+// means no limit.
+int poll_with_timeout(PollSet* set, int timeout_ms) {
     const auto deadline = Clock::now() + std::chrono::milliseconds(std::max(timeout_ms, 0));
     for (;;) {
-        int count = set->update_events();
-        if (count == 0 && timeout_ms != 0) {
+        int ready_count = set->update_events();
+        if (ready_count == 0 && timeout_ms != 0) {
             set->arm();
-            count =
+            ready_count =
                 set->update_events(); // finds changes that happened before arm(), because they cause no notification
         }
-        if (count != 0) {
-            return count;
+        if (ready_count != 0) {
+            return ready_count;
         }
         int wait_ms = wake_up_interval_ms;
         if (timeout_ms >= 0) {
@@ -121,12 +124,12 @@ int poll_until(PollSet* set, int timeout_ms) {
 extern "C" {
 
 int rpoll(pollfd* fds, nfds_t nfds, int timeout) {
-    if (const int fault = find_injected_error("rpoll"); fault != 0) {
-        errno = fault;
+    if (const int injected_error = find_injected_error("rpoll"); injected_error != 0) {
+        errno = injected_error;
         return -1;
     }
     PollSet set({fds, nfds});
-    return poll_until(&set, timeout);
+    return poll_with_timeout(&set, timeout);
 }
 
 int rselect(int nfds, fd_set* readfds, fd_set* writefds, fd_set* exceptfds, timeval* timeout) {
@@ -144,25 +147,25 @@ int rselect(int nfds, fd_set* readfds, fd_set* writefds, fd_set* exceptfds, time
     if (rpoll(descriptors.data(), descriptors.size(), timeout_ms) < 0) {
         return -1;
     }
-    int count = 0;
+    int ready_count = 0;
     const auto clear_unless_ready = [&](const pollfd& descriptor, fd_set* set, short requested_event,
                                         int ready_events) {
         if ((descriptor.events & requested_event) == 0) {
             return;
         }
         if ((descriptor.revents & ready_events) != 0) {
-            ++count;
+            ++ready_count;
         } else {
             FD_CLR(descriptor.fd, set);
         }
     };
     for (const pollfd& descriptor : descriptors) {
-        // As in librdmacm, and unlike select(), an exception is every event except POLLIN and POLLOUT.
+        // As in librdmacm, and unlike select(), exceptfds reports every event except POLLIN and POLLOUT.
         clear_unless_ready(descriptor, readfds, POLLIN, POLLIN | POLLHUP);
         clear_unless_ready(descriptor, writefds, POLLOUT, POLLOUT);
         clear_unless_ready(descriptor, exceptfds, POLLPRI, ~(POLLIN | POLLOUT));
     }
-    return count;
+    return ready_count;
 }
 
 } // extern "C"

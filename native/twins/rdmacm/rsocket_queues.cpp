@@ -1,4 +1,4 @@
-// The queue pair of an rsocket with its buffers, and the descriptors at which a thread waits for changes.
+// Implements the queue pair of an rsocket, its registered buffers, and the wait for completions and connection events.
 
 #include <fcntl.h>
 
@@ -18,20 +18,20 @@ RdmaSocket::~RdmaSocket() {
     }
 }
 
-// Create the queue pair. Both directions share one completion queue and one channel, so that a thread waits at one
-// descriptor.
-int RdmaSocket::make_queues() {
+// Create the queue pair and its completion queue. Sends and receives share the completion queue and its channel, so
+// that a thread can wait for both at one descriptor.
+int RdmaSocket::create_qp_and_cq() {
     ibv_qp_init_attr attributes{};
     attributes.cap.max_send_wr = sizes_.send_slot_count + sizes_.control_send_count;
     attributes.cap.max_recv_wr = sizes_.receive_slot_count;
     attributes.cap.max_send_sge = attributes.cap.max_recv_sge = 1;
     attributes.qp_type = sizes_.type;
     attributes.sq_sig_all = 1;
-    const auto entry_count = static_cast<int>(attributes.cap.max_send_wr + attributes.cap.max_recv_wr);
+    const auto cq_entry_count = static_cast<int>(attributes.cap.max_send_wr + attributes.cap.max_recv_wr);
     id_->recv_cq_channel = ibv_create_comp_channel(id_->verbs);
     id_->recv_cq = id_->recv_cq_channel == nullptr
                        ? nullptr
-                       : ibv_create_cq(id_->verbs, entry_count, nullptr, id_->recv_cq_channel, 0);
+                       : ibv_create_cq(id_->verbs, cq_entry_count, nullptr, id_->recv_cq_channel, 0);
     if (id_->recv_cq == nullptr) {
         return errno;
     }
@@ -41,7 +41,7 @@ int RdmaSocket::make_queues() {
 }
 
 int RdmaSocket::make_queue_pair() {
-    if (const int error = make_queues(); error != 0) {
+    if (const int error = create_qp_and_cq(); error != 0) {
         return error;
     }
     receive_memory_.resize(sizes_.receive_slot_count * sizes_.receive_slot_bytes);

@@ -14,10 +14,11 @@ namespace {
 // A Kind::credits message returns at least this number of credits (free data buffers). There are data_slot_count
 // credits in all, so at most four such messages are in flight.
 constexpr unsigned min_returned_credits = data_slot_count / 4;
+// A socket that ends its writes waits at most this time until the peer has received all sent bytes.
 constexpr int close_timeout_ms = 10'000;
 // If data is still unread when the connection ends, POLLHUP is delayed by this time. On hardware, a program has usually
-// read the data before the peer closes, and rstream -T a depends on that order. With the twin, the program's CPU also
-// does the work of the NIC, so the program reads later.
+// read the data before the peer closes, and `rstream -T a` (a test program of librdmacm) depends on that order. With
+// the twin, the CPUs also do the work of the NIC, so the program reads later.
 constexpr std::chrono::milliseconds hangup_delay{300};
 // The wr_id of a control message without payload.
 constexpr std::uint64_t no_slot = UINT64_MAX;
@@ -34,7 +35,8 @@ StreamSocket::~StreamSocket() {
     }
 }
 
-// Create the queue pair with its receives, before the connection is made.
+// Create the queue pair and post its receives. This comes before the connection is made, because the peer may send at
+// once.
 int StreamSocket::create_receiving_queue_pair() {
     const int error = make_queue_pair();
     posted_receive_count_ = error == 0 ? receive_slot_count : 0;
@@ -79,7 +81,7 @@ void StreamSocket::end_connection(Stage stage, int error) {
     stage_ = stage;
     are_reads_ended_ = are_writes_ended_ = true;
     disconnect_time_ = std::chrono::steady_clock::now();
-    error_ = error_ == 0 ? error : error_;
+    pending_error_ = pending_error_ == 0 ? error : pending_error_;
 }
 
 void StreamSocket::on_received(const ibv_wc& wc) {
@@ -154,8 +156,8 @@ void StreamSocket::progress() {
     }
     take_completions();
     if (posted_receive_count_ == 0) {
-        // The peer left without a message. The connection ends only now that all posted receives have completed, so
-        // that no data that arrived is lost.
+        // The peer left without a disconnect message. The connection ends only after all posted receives have
+        // completed, because some of them may hold data that arrived before.
         end_connection(Stage::disconnected);
     }
 }
@@ -168,7 +170,7 @@ int StreamSocket::wait_for_connection(SocketLock* lock, int flags) {
     if (error != 0 || (stage_ != Stage::refused && stage_ != Stage::failed)) {
         return error;
     }
-    return error_ != 0 ? error_ : ECONNREFUSED; // another thread may have taken the error by SO_ERROR
+    return pending_error_ != 0 ? pending_error_ : ECONNREFUSED; // another thread may have taken the error by SO_ERROR
 }
 
 bool StreamSocket::can_send() const {
@@ -184,18 +186,19 @@ int StreamSocket::send_bytes(SocketLock* lock, const iovec& part, int flags, std
         if (error != 0) {
             return error;
         }
-        // librdmacm reports ECONNRESET here, not EPIPE. It may also accept the bytes and lose them.
+        // librdmacm also reports ECONNRESET here instead of the EPIPE of send(2). Sometimes librdmacm accepts the bytes
+        // and loses them; the twin never does that here.
         if (are_writes_ended_) {
             return ECONNRESET;
         }
-        const std::size_t size_bytes = std::min(remaining_bytes, slot_bytes);
+        const std::size_t message_bytes = std::min(remaining_bytes, slot_bytes);
         --credits_;
-        if (const int post_error = post_message(Kind::data, bytes, size_bytes); post_error != 0) {
+        if (const int post_error = post_message(Kind::data, bytes, message_bytes); post_error != 0) {
             return post_error;
         }
-        bytes += size_bytes;
-        remaining_bytes -= size_bytes;
-        *moved_bytes += size_bytes;
+        bytes += message_bytes;
+        remaining_bytes -= message_bytes;
+        *moved_bytes += message_bytes;
     }
     return 0;
 }
@@ -222,26 +225,26 @@ int StreamSocket::send(std::span<const iovec> parts, int flags, sockaddr*, std::
     return *moved_bytes == 0 ? error : 0;
 }
 
-// Copy received bytes to the parts. Unless this is a peek, remove the bytes and post the emptied buffers again. Return
-// the number of copied bytes.
+// Copy received bytes to the parts, and return their number. Unless the program only peeks (MSG_PEEK), remove the bytes
+// and post the emptied buffers again.
 std::size_t StreamSocket::copy_out(std::span<const iovec> parts, bool is_peek) {
-    std::size_t copied_bytes = 0, index = 0;
+    std::size_t copied_bytes = 0, message_index = 0;
     ReceivedMessage current_message = received_.empty() ? ReceivedMessage{} : received_.front();
     for (const iovec& part : parts) {
-        auto* bytes = static_cast<std::uint8_t*>(part.iov_base);
+        auto* destination = static_cast<std::uint8_t*>(part.iov_base);
         std::size_t remaining_bytes = part.iov_len;
-        while (remaining_bytes > 0 && index < received_.size()) {
-            const std::size_t size_bytes = std::min(remaining_bytes, current_message.end - current_message.begin);
-            std::memcpy(bytes, get_receive_slot(current_message.slot) + current_message.begin, size_bytes);
-            bytes += size_bytes;
-            remaining_bytes -= size_bytes;
-            copied_bytes += size_bytes;
-            current_message.begin += size_bytes;
+        while (remaining_bytes > 0 && message_index < received_.size()) {
+            const std::size_t chunk_bytes = std::min(remaining_bytes, current_message.end - current_message.begin);
+            std::memcpy(destination, get_receive_slot(current_message.slot) + current_message.begin, chunk_bytes);
+            destination += chunk_bytes;
+            remaining_bytes -= chunk_bytes;
+            copied_bytes += chunk_bytes;
+            current_message.begin += chunk_bytes;
             if (current_message.begin < current_message.end) {
                 continue;
             }
             if (is_peek) {
-                ++index;
+                ++message_index;
             } else {
                 received_.pop_front();
                 ++credits_to_return_;
@@ -249,7 +252,7 @@ std::size_t StreamSocket::copy_out(std::span<const iovec> parts, bool is_peek) {
                     repost_receive(current_message.slot);
                 }
             }
-            current_message = index < received_.size() ? received_[index] : ReceivedMessage{};
+            current_message = message_index < received_.size() ? received_[message_index] : ReceivedMessage{};
         }
     }
     if (!is_peek && !received_.empty()) {
@@ -301,7 +304,7 @@ int StreamSocket::receive(std::span<const iovec> parts, int flags, sockaddr_stor
 void StreamSocket::end_directions(SocketLock* lock, int how) {
     are_reads_ended_ = are_reads_ended_ || how != SHUT_WR;
     are_writes_ended_ = are_writes_ended_ || how != SHUT_RD;
-    // The peer learns of the end of reads only together with the end of writes.
+    // No message tells the peer that only the reads have ended.
     if (!are_writes_ended_ || has_peer_left_) {
         return;
     }
@@ -310,7 +313,7 @@ void StreamSocket::end_directions(SocketLock* lock, int how) {
         return;
     }
     // Before the connection ends, wait until the peer has received all sent bytes. A disconnect message of the peer
-    // does not end this wait.
+    // does not end this wait, because bytes may still be on the way.
     wait(
         lock, false, [this] { return in_flight_send_count_ == 0 || stage_ == Stage::failed || has_peer_left_; },
         close_timeout_ms);
@@ -321,8 +324,8 @@ void StreamSocket::end_directions(SocketLock* lock, int how) {
 
 int StreamSocket::shut_down(int how) {
     SocketLock lock(mutex_);
-    // The connection event of a socket that was just accepted may not have arrived yet, so wait for it for a short
-    // time.
+    // The program may call this directly after raccept, before the event RDMA_CM_EVENT_ESTABLISHED has arrived. Wait a
+    // short time for that event.
     wait(
         &lock, false, [this] { return stage_ != Stage::connecting; }, wake_up_interval_ms);
     if (stage_ == Stage::connected) {
@@ -339,7 +342,8 @@ int StreamSocket::close() {
     return 0;
 }
 
-// As in librdmacm, POLLHUP comes also while there is data to read, and POLLOUT depends on the free buffers only.
+// As in librdmacm, POLLHUP can come while there is still data to read, and POLLOUT can come after the end of the
+// connection, because it depends only on free buffers.
 short StreamSocket::get_ready_events() {
     SocketLock lock(mutex_);
     if (stage_ == Stage::listening) {

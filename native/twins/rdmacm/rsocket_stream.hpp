@@ -1,5 +1,6 @@
-// A stream rsocket: a reliable queue pair with fixed buffers. A sender may have as many messages in flight as the
-// receiver has free buffers. The receiver returns the buffers that the program has read.
+// A stream rsocket: a reliable queue pair with fixed buffers (slots). A sender has one credit for each free data buffer
+// of the receiver, and each data message uses one credit. When the program has read a buffer, the receiver returns its
+// credit.
 #pragma once
 
 #include <deque>
@@ -9,10 +10,10 @@
 namespace gdrkit::twin::rdmacm {
 
 inline constexpr std::size_t slot_bytes = 32768;
-// Number of receive buffers for data (the sender counts the free ones: credits), and of receive buffers for the other
-// messages.
+// The number of receive buffers for data messages, which need credits, and for all other messages, which need none.
 inline constexpr unsigned data_slot_count = 32, control_slot_count = 16;
 inline constexpr unsigned receive_slot_count = data_slot_count + control_slot_count;
+// The number of send buffers, and of further places in the send queue for messages without payload.
 inline constexpr unsigned send_slot_count = 32, control_send_count = 64;
 
 class StreamSocket final : public RdmaSocket {
@@ -35,20 +36,21 @@ public:
     int write_mapped(const void* buffer, std::size_t count, off_t offset, int flags, std::size_t* moved_bytes) override;
 
 private:
-    // A refused socket never got a connection. A failed socket lost its connection because of an error, which SO_ERROR
-    // reports.
+    // A refused socket never got a connection. A disconnected socket ended its connection without an error. A failed
+    // socket lost its connection because of an error, which SO_ERROR reports.
     enum class Stage { unconnected, listening, connecting, connected, disconnected, refused, failed };
 
     // The private data of the connection request and of the reply.
     struct Greeting {
         std::uint32_t magic;
         std::uint16_t version;
-        std::uint16_t io_mapping_count;
+        std::uint16_t io_mapping_count; // number of mappings of the peer that the sender of the greeting can store
     };
     // The kind of a message is in bits 24 to 31 of its immediate data. Bits 0 to 15 are the number of credits (free
     // data buffers) that the sender of the message returns.
     enum class Kind : std::uint8_t { data = 1, credits, end_of_data, mapping, removed_mapping, disconnect };
-    // A buffer of the peer, which write_mapped reaches by its offset.
+    // A buffer that one side has mapped with riomap. As the payload of a mapping or removed_mapping message, it tells
+    // the peer which offsets riowrite can use: from `offset` up to `offset` + `length_bytes`.
     struct Mapping {
         std::uint64_t offset, address, length_bytes;
         std::uint32_t rkey;
@@ -61,6 +63,7 @@ private:
     struct LocalMapping {
         ibv_mr* mr;
         Mapping mapping;
+        bool is_peer_writable; // then the peer has the mapping, too
     };
 
     bool is_connected() override { return stage_ == Stage::connected; }
@@ -77,11 +80,13 @@ private:
     void on_received(const ibv_wc& wc);
     void on_mapping(const std::uint8_t* bytes, std::size_t size_bytes, bool is_removal);
     void on_connection_event(const rdma_cm_event& event);
-    // Leave the connection. The next query of SO_ERROR reports the error, if there is one.
+    // Enter a stage without a connection, which also ends reads and writes. `error` is the errno that the next query of
+    // SO_ERROR reports, or 0. An earlier error that is not queried yet is kept instead.
     void end_connection(Stage stage, int error = 0);
-    // End reads, writes or both, as shutdown(2) does with `how`, and tell the peer.
+    // End reads, writes or both, as shutdown(2) does with `how`. If this ends the writes, tell the peer.
     void end_directions(SocketLock* lock, int how);
-    // Wait until the connection is made or refused. Return 0, EAGAIN, EINTR or the reason of the refusal.
+    // If the socket is connecting, wait until the connection is made or refused. Return 0, EAGAIN, EINTR or the errno
+    // of the refusal. In every other stage, return 0 at once.
     int wait_for_connection(SocketLock* lock, int flags);
     [[nodiscard]] bool has_data() const { return !received_.empty(); }
     [[nodiscard]] bool can_send() const;
@@ -91,8 +96,8 @@ private:
     Stage stage_ = Stage::unconnected;
     bool are_reads_ended_ = false;  // no more data comes, except what is in received_
     bool are_writes_ended_ = false; // the program may send no more data
-    bool has_peer_left_ = false;    // the connection manager reported the end of the connection
-    std::chrono::steady_clock::time_point disconnect_time_;
+    bool has_peer_left_ = false;    // the connection ended without a disconnect message of the peer
+    std::chrono::steady_clock::time_point disconnect_time_; // the time of end_connection()
     unsigned posted_receive_count_ = 0;
     unsigned credits_ = data_slot_count; // free data buffers of the peer
     unsigned credits_to_return_ = 0;

@@ -1,4 +1,4 @@
-// Implements the connections of stream rsockets.
+// Implements how stream rsockets listen, accept and connect, and how they handle connection events.
 
 #include <fcntl.h>
 
@@ -64,13 +64,13 @@ int StreamSocket::accept(std::shared_ptr<RdmaSocket>* accepted) {
         auto socket = std::make_shared<StreamSocket>(address_family_);
         rdma_cm_id* const id = event->id;
         const bool is_request = event->event == RDMA_CM_EVENT_CONNECT_REQUEST;
-        const bool is_valid = is_request && socket->read_greeting(event->param.conn);
+        const bool has_valid_greeting = is_request && socket->read_greeting(event->param.conn);
         rdma_ack_cm_event(event);
         if (!is_request) {
             continue;
         }
         socket->channel_ = rdma_create_event_channel();
-        if (!is_valid || socket->channel_ == nullptr || rdma_migrate_id(id, socket->channel_) != 0) {
+        if (!has_valid_greeting || socket->channel_ == nullptr || rdma_migrate_id(id, socket->channel_) != 0) {
             rdma_reject(id, nullptr, 0);
             rdma_destroy_id(id);
             continue;
@@ -85,19 +85,19 @@ int StreamSocket::accept(std::shared_ptr<RdmaSocket>* accepted) {
         parameters.private_data = &reply;
         parameters.private_data_len = sizeof reply;
         parameters.flow_control = 1;
-        parameters.rnr_retry_count = 7;
+        parameters.rnr_retry_count = 7; // without limit
         if (socket->create_receiving_queue_pair() != 0 || rdma_accept(id, &parameters) != 0) {
             rdma_reject(id, nullptr, 0);
-            continue; // the destructor destroys the identifier
+            continue; // the destructor of `socket` destroys the identifier
         }
         *accepted = socket;
         return 0;
     }
 }
 
-// Resolve the address and send the request of the connection. Return 0 or an errno.
+// Resolve the address and the route, and send the connection request. Return 0 or an errno.
 int StreamSocket::request_connection(sockaddr* address) {
-    // The twin resolves addresses at once, so only the connection itself takes time.
+    // The twin resolves addresses and routes at once, so rdma_get_cm_event gets both events without a wait.
     rdma_cm_event* event = nullptr;
     if (rdma_resolve_addr(id_, nullptr, address, stream_resolve_timeout_ms) != 0 ||
         rdma_get_cm_event(channel_, &event) != 0) {
@@ -120,12 +120,14 @@ int StreamSocket::request_connection(sockaddr* address) {
     parameters.private_data = &request;
     parameters.private_data_len = sizeof request;
     parameters.flow_control = 1;
-    parameters.retry_count = parameters.rnr_retry_count = 7;
+    parameters.retry_count = 7;
+    parameters.rnr_retry_count = 7; // without limit
     stage_ = Stage::connecting;
     return rdma_connect(id_, &parameters) == 0 ? 0 : errno;
 }
 
-// Return the error numbers of librdmacm, which differ from connect(2) for a socket that is not new.
+// Connect, and return 0 or the errno that librdmacm sets. If the socket is not new, some of these numbers differ from
+// connect(2).
 int StreamSocket::connect(sockaddr* address, socklen_t length) {
     SocketLock lock(mutex_);
     progress();
@@ -147,7 +149,7 @@ int StreamSocket::connect(sockaddr* address, socklen_t length) {
             return error;
         }
         if (is_nonblocking(0)) {
-            return EINPROGRESS; // the reply of hardware comes later, too
+            return EINPROGRESS; // also on hardware, the reply of the peer comes later
         }
         break;
     case Stage::connecting:
@@ -160,7 +162,8 @@ int StreamSocket::connect(sockaddr* address, socklen_t length) {
 void StreamSocket::on_connection_event(const rdma_cm_event& event) {
     switch (event.event) {
     case RDMA_CM_EVENT_ESTABLISHED:
-        // The event of the passive side has no private data, because that side has read the greeting from the request.
+        // On the active side (connect), this event has the private data of the reply. On the passive side (accept), it
+        // has none: accept() has already read the greeting from the request.
         if (stage_ == Stage::connecting) {
             const bool is_active = event.param.conn.private_data_len != 0;
             stage_ = Stage::connected;
@@ -190,8 +193,9 @@ void StreamSocket::on_connection_event(const rdma_cm_event& event) {
 void StreamSocket::take_events() {
     rdma_cm_event* event = nullptr;
     while (stage_ != Stage::listening && rdma_get_cm_event(channel_, &event) == 0) {
+        // The private data belongs to the event, so it is copied before the acknowledgement frees the event.
         const rdma_cm_event event_copy = *event;
-        std::array<std::uint8_t, 256> private_data{};
+        std::array<std::uint8_t, 256> private_data{}; // private_data_len is at most 255
         rdma_cm_event event_with_data = event_copy;
         if (event_copy.param.conn.private_data != nullptr) {
             std::memcpy(private_data.data(), event_copy.param.conn.private_data,

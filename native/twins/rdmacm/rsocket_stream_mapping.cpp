@@ -35,13 +35,16 @@ int StreamSocket::map(void* buffer, std::size_t length, int protection, off_t* o
     if ((protection & ~writable) != 0 || stage_ != Stage::connected) {
         return EINVAL;
     }
-    // With PROT_WRITE, the peer may write to the buffer and is told its address. Otherwise the buffer is only
-    // registered.
-    const bool is_remote = (protection & writable) != 0;
-    if (is_remote && local_mappings_.size() >= peer_mapping_limit_) {
+    // With PROT_WRITE, the peer may write to the buffer, and a message tells the peer its address. Otherwise the buffer
+    // is only registered.
+    const bool is_peer_writable = (protection & writable) != 0;
+    const auto peer_mapping_count =
+        std::count_if(local_mappings_.begin(), local_mappings_.end(),
+                      [](const LocalMapping& local_mapping) { return local_mapping.is_peer_writable; });
+    if (is_peer_writable && static_cast<std::size_t>(peer_mapping_count) >= peer_mapping_limit_) {
         return ENOMEM;
     }
-    const int access = IBV_ACCESS_LOCAL_WRITE | (is_remote ? IBV_ACCESS_REMOTE_WRITE : 0);
+    const int access = IBV_ACCESS_LOCAL_WRITE | (is_peer_writable ? IBV_ACCESS_REMOTE_WRITE : 0);
     ibv_mr* const mr = ibv_reg_mr(id_->pd, buffer, length, access);
     if (mr == nullptr) {
         return errno;
@@ -50,11 +53,11 @@ int StreamSocket::map(void* buffer, std::size_t length, int protection, off_t* o
     if (*offset == -1) {
         *offset = static_cast<off_t>(address);
     }
-    local_mappings_.push_back({mr, {static_cast<std::uint64_t>(*offset), address, length, mr->rkey, 0}});
-    if (!is_remote) {
+    const Mapping mapping{static_cast<std::uint64_t>(*offset), address, length, mr->rkey, 0};
+    local_mappings_.push_back({mr, mapping, is_peer_writable});
+    if (!is_peer_writable) {
         return 0;
     }
-    const Mapping mapping = local_mappings_.back().mapping;
     const int error = wait(&lock, false, [this] { return !free_send_slots_.empty() || are_writes_ended_; });
     return error != 0 ? error : are_writes_ended_ ? ECONNRESET : post_message(Kind::mapping, &mapping, sizeof mapping);
 }
@@ -68,9 +71,12 @@ int StreamSocket::unmap(void* buffer, std::size_t length) {
     if (entry == local_mappings_.end()) {
         return EINVAL;
     }
-    const Mapping mapping = entry->mapping;
-    ibv_dereg_mr(entry->mr);
+    const auto [mr, mapping, is_peer_writable] = *entry;
+    ibv_dereg_mr(mr);
     local_mappings_.erase(entry);
+    if (!is_peer_writable) {
+        return 0;
+    }
     const int error = wait(&lock, false, [this] { return !free_send_slots_.empty() || are_writes_ended_; });
     return error != 0 || are_writes_ended_ ? error : post_message(Kind::removed_mapping, &mapping, sizeof mapping);
 }
@@ -86,7 +92,7 @@ int StreamSocket::write_mapped(const void* buffer, std::size_t count, off_t offs
         return error;
     }
     while (*moved_bytes < count) {
-        const auto position = static_cast<std::uint64_t>(offset) + *moved_bytes;
+        const auto current_offset = static_cast<std::uint64_t>(offset) + *moved_bytes;
         const int error =
             wait(&lock, is_nonblocking(flags), [this] { return !free_send_slots_.empty() || are_writes_ended_; });
         if (error != 0) {
@@ -95,21 +101,23 @@ int StreamSocket::write_mapped(const void* buffer, std::size_t count, off_t offs
         if (are_writes_ended_) {
             return ECONNRESET;
         }
-        const auto entry = std::find_if(peer_mappings_.begin(), peer_mappings_.end(), [&](const Mapping& mapping) {
-            return position >= mapping.offset && position - mapping.offset < mapping.length_bytes;
-        });
-        if (entry == peer_mappings_.end()) {
+        const auto target_mapping =
+            std::find_if(peer_mappings_.begin(), peer_mappings_.end(), [&](const Mapping& mapping) {
+                return current_offset >= mapping.offset && current_offset - mapping.offset < mapping.length_bytes;
+            });
+        if (target_mapping == peer_mappings_.end()) {
             return *moved_bytes == 0 ? EINVAL : 0;
         }
-        const std::uint64_t offset_in_mapping = position - entry->offset;
-        const std::size_t size_bytes = std::min(
-            {count - *moved_bytes, slot_bytes, static_cast<std::size_t>(entry->length_bytes - offset_in_mapping)});
+        const std::uint64_t offset_in_mapping = current_offset - target_mapping->offset;
+        const std::size_t size_bytes =
+            std::min({count - *moved_bytes, slot_bytes,
+                      static_cast<std::size_t>(target_mapping->length_bytes - offset_in_mapping)});
         const unsigned slot = take_send_slot();
         std::memcpy(get_send_slot(slot), bytes + *moved_bytes, size_bytes);
         ibv_send_wr request{};
         request.opcode = IBV_WR_RDMA_WRITE;
-        request.wr.rdma.remote_addr = entry->address + offset_in_mapping;
-        request.wr.rdma.rkey = entry->rkey;
+        request.wr.rdma.remote_addr = target_mapping->address + offset_in_mapping;
+        request.wr.rdma.rkey = target_mapping->rkey;
         if (const int post_error = post_slot(slot, size_bytes, &request); post_error != 0) {
             return post_error;
         }

@@ -23,7 +23,7 @@ constexpr FaultPoint make_fault_point(std::string_view name) {
     return {name, FaultKind::errno_value};
 }
 
-// These are all functions that can fail. rdma_getaddrinfo returns EAI_SYSTEM and sets errno.
+// The rdma_* functions that can fail. A plan names the errno; with it, rdma_getaddrinfo returns EAI_SYSTEM.
 constexpr std::array fault_points = {
     make_fault_point("rdma_accept"),          make_fault_point("rdma_ack_cm_event"),
     make_fault_point("rdma_bind_addr"),       make_fault_point("rdma_connect"),
@@ -43,14 +43,15 @@ constexpr std::array fault_points = {
     make_fault_point("rdma_set_local_ece"),   make_fault_point("rdma_set_option"),
 };
 
-// The twin counts calls of rsocket functions, but a plan cannot name these functions, because their names have no
-// common prefix.
+// Every name with this prefix in a plan must be a fault point of this twin. rsocket functions (rsend, rpoll, ...) have
+// no common prefix that the other twins could skip, so a plan cannot name them; the twin only counts their calls.
 constexpr std::array<std::string_view, 1> point_prefixes = {"rdma_"};
 
 } // namespace
 
 const std::string& start_session() {
-    // The text is never destroyed, because the thread of the manager may run while the process exits.
+    // The text is never destroyed, because the thread of the connection manager may still read it while the process
+    // exits.
     static const auto* const error = [] {
         std::string fault_error = load_faults(fault_points, point_prefixes);
         return new std::string(config().error.empty() ? std::move(fault_error) : config().error);
@@ -58,8 +59,8 @@ const std::string& start_session() {
     return *error;
 }
 
-int find_injected_error(std::string_view function) {
-    return start_session().empty() ? find_injected_fault(function).value_or(0) : EINVAL;
+int find_injected_error(std::string_view function_name) {
+    return start_session().empty() ? find_injected_fault(function_name).value_or(0) : EINVAL;
 }
 
 } // namespace gdrkit::twin::rdmacm

@@ -15,13 +15,14 @@ namespace gdrkit::twin::rdmacm {
 // are valid.
 const std::string& start_session();
 
-// Count the call of this function. Return the errno that the fault plan injects, or that a malformed configuration
-// causes; else 0.
-int find_injected_error(std::string_view function);
+// Count a call of this exported function. Return the errno that the fault plan injects, EINVAL if start_session()
+// returned an error text, or 0.
+int find_injected_error(std::string_view function_name);
 
-// Run the body of an exported function. The body returns 0 or an errno. Return 0, or -1 with errno set.
-template <typename Body> int run_call(std::string_view function, Body&& body) {
-    int error = find_injected_error(function);
+// Run the body of an exported function, unless an error is injected. The body returns 0 or an errno. Return 0, or -1
+// with errno set.
+template <typename Body> int run_call(std::string_view function_name, Body&& body) {
+    int error = find_injected_error(function_name);
     try {
         if (error == 0) {
             error = std::forward<Body>(body)();

@@ -42,17 +42,20 @@ enum rdma_port_space : unsigned {
     RDMA_PS_IB = 0x013f,
 };
 
-// The queue key of unreliable datagram queue pairs that have a port, and of multicast groups.
+// RDMA_UDP_QKEY. The queue key of the unreliable datagram queue pairs that librdmacm creates, and of multicast groups.
 inline constexpr std::uint32_t udp_qkey = 0x01234567;
-// RDMA_MAX_RESP_RES and RDMA_MAX_INIT_DEPTH. In a call these values request the largest number that the device allows.
-inline constexpr std::uint8_t max_responder_resources = 0xff;
-inline constexpr std::uint8_t max_initiator_depth = 0xff;
+// RDMA_MAX_RESP_RES and RDMA_MAX_INIT_DEPTH. In rdma_conn_param, these values request the largest number that the
+// device allows.
+inline constexpr std::uint8_t rdma_max_resp_res = 0xff;
+inline constexpr std::uint8_t rdma_max_init_depth = 0xff;
 
-// The levels and options of rdma_set_option (RDMA_OPTION_*), and the flags of rdma_getaddrinfo (RAI_*).
+// The levels of rdma_set_option (RDMA_OPTION_ID, RDMA_OPTION_IB) and the options of each level (RDMA_OPTION_ID_*,
+// RDMA_OPTION_IB_PATH).
 inline constexpr int option_level_id = 0, option_level_ib = 1;
 inline constexpr int option_tos = 0, option_reuseaddr = 1, option_afonly = 2, option_ack_timeout = 3;
 inline constexpr int option_ib_path = 1;
 
+// The flags of rdma_getaddrinfo (RAI_*).
 inline constexpr int rai_passive = 1, rai_numeric_host = 2, rai_no_route = 4, rai_family = 8;
 
 struct rdma_ib_addr {

@@ -1,5 +1,5 @@
-// Test of the software twin of librdmacm: compares the declarations of rdmacm/types.hpp with the real rdma_cma.h at
-// compile time, if that header is installed.
+// Test of the software twin of librdmacm: static assertions compare the declarations of rdmacm/types.hpp with the real
+// rdma_cma.h. CMake builds this file only if that header is installed.
 #include <rdma/rdma_cma.h>
 
 #include "rdmacm/types.hpp"
@@ -8,8 +8,9 @@ namespace twin = gdrkit::twin::rdmacm;
 
 #define CHECK_VALUE(twin_name, real_name)                                                                              \
     static_assert(static_cast<long long>(twin::twin_name) == static_cast<long long>(real_name))
-#define CHECK_SIZE(name) static_assert(sizeof(twin::name) == sizeof(::name) && alignof(twin::name) == alignof(::name))
-#define CHECK_OFFSET(name, member) static_assert(offsetof(twin::name, member) == offsetof(::name, member))
+#define CHECK_SIZE_AND_ALIGNMENT(type)                                                                                 \
+    static_assert(sizeof(twin::type) == sizeof(::type) && alignof(twin::type) == alignof(::type))
+#define CHECK_OFFSET(type, member) static_assert(offsetof(twin::type, member) == offsetof(::type, member))
 
 CHECK_VALUE(RDMA_CM_EVENT_TIMEWAIT_EXIT, RDMA_CM_EVENT_TIMEWAIT_EXIT);
 CHECK_VALUE(RDMA_CM_EVENT_REJECTED, RDMA_CM_EVENT_REJECTED);
@@ -18,8 +19,8 @@ CHECK_VALUE(RDMA_PS_TCP, RDMA_PS_TCP);
 CHECK_VALUE(RDMA_PS_UDP, RDMA_PS_UDP);
 CHECK_VALUE(RDMA_PS_IB, RDMA_PS_IB);
 CHECK_VALUE(udp_qkey, RDMA_UDP_QKEY);
-CHECK_VALUE(max_responder_resources, RDMA_MAX_RESP_RES);
-CHECK_VALUE(max_initiator_depth, RDMA_MAX_INIT_DEPTH);
+CHECK_VALUE(rdma_max_resp_res, RDMA_MAX_RESP_RES);
+CHECK_VALUE(rdma_max_init_depth, RDMA_MAX_INIT_DEPTH);
 CHECK_VALUE(option_level_id, RDMA_OPTION_ID);
 CHECK_VALUE(option_level_ib, RDMA_OPTION_IB);
 CHECK_VALUE(option_tos, RDMA_OPTION_ID_TOS);
@@ -32,16 +33,16 @@ CHECK_VALUE(rai_numeric_host, RAI_NUMERICHOST);
 CHECK_VALUE(rai_no_route, RAI_NOROUTE);
 CHECK_VALUE(rai_family, RAI_FAMILY);
 
-CHECK_SIZE(rdma_ib_addr);
-CHECK_SIZE(rdma_addr);
-CHECK_SIZE(rdma_route);
-CHECK_SIZE(rdma_event_channel);
-CHECK_SIZE(rdma_cm_id);
-CHECK_SIZE(rdma_conn_param);
-CHECK_SIZE(rdma_ud_param);
-CHECK_SIZE(rdma_cm_event);
-CHECK_SIZE(rdma_addrinfo);
-CHECK_SIZE(rdma_cm_join_mc_attr_ex);
+CHECK_SIZE_AND_ALIGNMENT(rdma_ib_addr);
+CHECK_SIZE_AND_ALIGNMENT(rdma_addr);
+CHECK_SIZE_AND_ALIGNMENT(rdma_route);
+CHECK_SIZE_AND_ALIGNMENT(rdma_event_channel);
+CHECK_SIZE_AND_ALIGNMENT(rdma_cm_id);
+CHECK_SIZE_AND_ALIGNMENT(rdma_conn_param);
+CHECK_SIZE_AND_ALIGNMENT(rdma_ud_param);
+CHECK_SIZE_AND_ALIGNMENT(rdma_cm_event);
+CHECK_SIZE_AND_ALIGNMENT(rdma_addrinfo);
+CHECK_SIZE_AND_ALIGNMENT(rdma_cm_join_mc_attr_ex);
 CHECK_OFFSET(rdma_addr, dst_addr);
 CHECK_OFFSET(rdma_addr, addr);
 CHECK_OFFSET(rdma_route, path_rec);

@@ -10,11 +10,12 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
+// Bind a new identifier to the address and destroy it. Return 0, or the errno of rdma_bind_addr.
 int bind_and_get_errno(const EventChannel& channel, const char* address, std::uint16_t port,
-                       rdma_port_space ps = RDMA_PS_TCP, bool ipv6_only = false) {
-    rdma_cm_id* const id = create_id(channel, ps);
-    int afonly = ipv6_only ? 1 : 0;
-    CHECK(rdma_set_option(id, option_level_id, option_afonly, &afonly, sizeof afonly) == 0);
+                       rdma_port_space port_space = RDMA_PS_TCP, bool ipv6_only = false) {
+    rdma_cm_id* const id = create_id(channel, port_space);
+    int afonly_value = ipv6_only ? 1 : 0;
+    CHECK(rdma_set_option(id, option_level_id, option_afonly, &afonly_value, sizeof afonly_value) == 0);
     errno = 0;
     const int error = rdma_bind_addr(id, IpEndpoint(address, port)) == 0 ? 0 : errno;
     CHECK(rdma_destroy_id(id) == 0);
@@ -29,6 +30,7 @@ void test_taken_port_is_refused_until_it_is_free() {
     CHECK(port >= 1024);
     CHECK(bind_and_get_errno(channel, "127.0.0.1", port) == EADDRINUSE);
     CHECK(bind_and_get_errno(channel, "0.0.0.0", port) == EADDRINUSE);
+    // The wildcard "::" includes IPv4 without the option RDMA_OPTION_ID_AFONLY.
     CHECK(bind_and_get_errno(channel, "::", port) == EADDRINUSE);
     CHECK(bind_and_get_errno(channel, "::", port, RDMA_PS_TCP, true) == 0);
     CHECK(bind_and_get_errno(channel, "::1", port) == 0);
@@ -37,6 +39,7 @@ void test_taken_port_is_refused_until_it_is_free() {
     CHECK(bind_and_get_errno(channel, "0.0.0.0", port) == 0);
 }
 
+// Identifiers with the option RDMA_OPTION_ID_REUSEADDR share a port until one of them listens.
 void test_shared_port_is_exclusive_for_a_listener() {
     const EventChannel channel;
     rdma_cm_id* ids[2];
@@ -55,29 +58,30 @@ void test_shared_port_is_exclusive_for_a_listener() {
 
 void test_foreign_address_is_not_available() {
     const EventChannel channel;
+    // No host has an address of TEST-NET-1 (RFC 5737).
     CHECK(bind_and_get_errno(channel, "192.0.2.1", 0) == EADDRNOTAVAIL);
     rdma_cm_id* const id = create_id(channel);
-    sockaddr_storage unknown{};
-    unknown.ss_family = AF_UNIX;
-    CHECK_FAILS(rdma_bind_addr(id, reinterpret_cast<sockaddr*>(&unknown)), EINVAL);
+    sockaddr_storage unix_address{};
+    unix_address.ss_family = AF_UNIX;
+    CHECK_FAILS(rdma_bind_addr(id, reinterpret_cast<sockaddr*>(&unix_address)), EINVAL);
     CHECK(rdma_destroy_id(id) == 0);
 }
 
-// The link-local address of a device's GID selects that device.
+// The GID of a device is a link-local IPv6 address. An identifier that is bound to this address uses that device.
 void test_gid_address_selects_its_device() {
-    int count = 0;
-    ibv_context** const devices = rdma_get_devices(&count);
-    CHECK(devices != nullptr && count == 2 && devices[2] == nullptr);
+    int device_count = 0;
+    ibv_context** const devices = rdma_get_devices(&device_count);
+    CHECK(devices != nullptr && device_count == 2 && devices[2] == nullptr);
     const EventChannel channel;
-    for (int index = 0; index < count; ++index) {
+    for (int device_index = 0; device_index < device_count; ++device_index) {
         ibv_gid gid{};
-        CHECK(ibv_query_gid(devices[index], 1, 1, &gid) == 0);
+        CHECK(ibv_query_gid(devices[device_index], 1, 1, &gid) == 0);
         sockaddr_in6 address{};
         address.sin6_family = AF_INET6;
         std::memcpy(&address.sin6_addr, gid.raw, sizeof gid.raw);
         rdma_cm_id* const id = create_id(channel);
         CHECK(rdma_bind_addr(id, reinterpret_cast<sockaddr*>(&address)) == 0);
-        CHECK(id->verbs == devices[index]);
+        CHECK(id->verbs == devices[device_index]);
         CHECK(std::memcmp(id->route.addr.addr.ibaddr.sgid.raw, gid.raw, sizeof gid.raw) == 0);
         CHECK(rdma_destroy_id(id) == 0);
     }
@@ -91,6 +95,7 @@ void test_wildcard_listener_of_both_families_accepts_both() {
         rdma_cm_id* const client = create_id(client_channel);
         resolve_address_and_route(client_channel, client, address, listen_on_address(listener, "::"));
         create_queue_pair(client);
+        // A listener at a wildcard address belongs to no device.
         CHECK(listener->verbs == nullptr && rdma_connect(client, nullptr) == 0);
         rdma_cm_event* const request = server_channel.take_event(RDMA_CM_EVENT_CONNECT_REQUEST);
         rdma_cm_id* const server = request->id;
@@ -106,44 +111,49 @@ void test_wildcard_listener_of_both_families_accepts_both() {
 void test_options_check_their_values() {
     const EventChannel channel;
     rdma_cm_id* const id = create_id(channel);
-    std::uint8_t byte = 32;
-    int too_large_value = 1; // the option has one byte
-    CHECK(rdma_set_option(id, option_level_id, option_tos, &byte, 1) == 0);
-    CHECK_FAILS(rdma_set_option(id, option_level_id, option_tos, &too_large_value, sizeof too_large_value), EINVAL);
-    CHECK_FAILS(rdma_set_option(id, option_level_id, option_ack_timeout, &byte, 1), EINVAL);
-    byte = 31;
-    CHECK(rdma_set_option(id, option_level_id, option_ack_timeout, &byte, 1) == 0);
-    CHECK_FAILS(rdma_set_option(id, option_level_id, 99, &byte, 1), ENOSYS);
-    CHECK_FAILS(rdma_set_option(id, 7, 0, &byte, 1), ENOSYS);
-    CHECK_FAILS(rdma_set_option(id, option_level_ib, option_ib_path, &byte, 1), EINVAL);
+    std::uint8_t tos = 32, ack_timeout = 32;
+    int four_byte_tos = 1; // the option has one byte
+    CHECK(rdma_set_option(id, option_level_id, option_tos, &tos, 1) == 0);
+    CHECK_FAILS(rdma_set_option(id, option_level_id, option_tos, &four_byte_tos, sizeof four_byte_tos), EINVAL);
+    CHECK_FAILS(rdma_set_option(id, option_level_id, option_ack_timeout, &ack_timeout, 1), EINVAL);
+    ack_timeout = 31; // the largest value that fits into five bits
+    CHECK(rdma_set_option(id, option_level_id, option_ack_timeout, &ack_timeout, 1) == 0);
+    CHECK_FAILS(rdma_set_option(id, option_level_id, 99, &tos, 1), ENOSYS); // unknown option
+    CHECK_FAILS(rdma_set_option(id, 7, 0, &tos, 1), ENOSYS);                // unknown level
+    // The value is shorter than a path record.
+    CHECK_FAILS(rdma_set_option(id, option_level_ib, option_ib_path, &tos, 1), EINVAL);
     CHECK(rdma_destroy_id(id) == 0);
 }
 
 void test_names_are_translated() {
     rdma_addrinfo hints{};
     hints.ai_port_space = RDMA_PS_TCP;
-    rdma_addrinfo* info = nullptr;
-    CHECK(rdma_getaddrinfo("127.0.0.1", "7471", &hints, &info) == 0);
-    CHECK(info->ai_family == AF_INET && info->ai_qp_type == IBV_QPT_RC && info->ai_port_space == RDMA_PS_TCP);
-    CHECK(info->ai_src_addr == nullptr && info->ai_dst_len == sizeof(sockaddr_in) && info->ai_next == nullptr);
-    CHECK(reinterpret_cast<sockaddr_in*>(info->ai_dst_addr)->sin_port == htons(7471));
-    rdma_freeaddrinfo(info);
+    rdma_addrinfo* address_info = nullptr;
+    CHECK(rdma_getaddrinfo("127.0.0.1", "7471", &hints, &address_info) == 0);
+    CHECK(address_info->ai_family == AF_INET && address_info->ai_qp_type == IBV_QPT_RC &&
+          address_info->ai_port_space == RDMA_PS_TCP);
+    CHECK(address_info->ai_src_addr == nullptr && address_info->ai_dst_len == sizeof(sockaddr_in) &&
+          address_info->ai_next == nullptr);
+    CHECK(reinterpret_cast<sockaddr_in*>(address_info->ai_dst_addr)->sin_port == htons(7471));
+    rdma_freeaddrinfo(address_info);
     hints.ai_flags = rai_passive;
     hints.ai_port_space = RDMA_PS_UDP;
-    CHECK(rdma_getaddrinfo(nullptr, "7471", &hints, &info) == 0);
-    CHECK(info->ai_qp_type == IBV_QPT_UD && info->ai_src_addr != nullptr && info->ai_dst_addr == nullptr);
-    rdma_freeaddrinfo(info);
+    CHECK(rdma_getaddrinfo(nullptr, "7471", &hints, &address_info) == 0);
+    CHECK(address_info->ai_qp_type == IBV_QPT_UD && address_info->ai_src_addr != nullptr &&
+          address_info->ai_dst_addr == nullptr);
+    rdma_freeaddrinfo(address_info);
     hints = {};
-    IpEndpoint source("127.0.0.1", 7471);
-    hints.ai_src_addr = source;
+    IpEndpoint source_address("127.0.0.1", 7471);
+    hints.ai_src_addr = source_address;
     hints.ai_src_len = sizeof(sockaddr_in);
-    CHECK(rdma_getaddrinfo(nullptr, nullptr, &hints, &info) == 0); // the entry has the addresses of the hints
-    CHECK(info->ai_src_len == sizeof(sockaddr_in) && info->ai_dst_addr == nullptr);
-    CHECK(std::memcmp(info->ai_src_addr, hints.ai_src_addr, sizeof(sockaddr_in)) == 0);
-    rdma_freeaddrinfo(info);
+    // Without a name and a service, the result has the addresses of the hints.
+    CHECK(rdma_getaddrinfo(nullptr, nullptr, &hints, &address_info) == 0);
+    CHECK(address_info->ai_src_len == sizeof(sockaddr_in) && address_info->ai_dst_addr == nullptr);
+    CHECK(std::memcmp(address_info->ai_src_addr, hints.ai_src_addr, sizeof(sockaddr_in)) == 0);
+    rdma_freeaddrinfo(address_info);
     hints = {};
     hints.ai_flags = rai_numeric_host;
-    CHECK(rdma_getaddrinfo("not-a-number", "7471", &hints, &info) == EAI_NONAME);
+    CHECK(rdma_getaddrinfo("not-a-number", "7471", &hints, &address_info) == EAI_NONAME);
 }
 
 } // namespace

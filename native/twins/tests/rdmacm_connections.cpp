@@ -12,27 +12,28 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-void send_and_check(rdma_cm_id* from, rdma_cm_id* to) {
-    Buffer sent_buffer(from->pd, 64), received_buffer(to->pd, 64);
-    fill_pattern(sent_buffer.bytes, 64);
-    ibv_sge received_sge = received_buffer.sge(0, 64), sent_sge = sent_buffer.sge(0, 64);
-    ibv_recv_wr receive{7, nullptr, &received_sge, 1};
-    ibv_recv_wr* bad_receive = nullptr;
-    CHECK(ibv_post_recv(to->qp, &receive, &bad_receive) == 0);
-    ibv_send_wr send{};
-    send.sg_list = &sent_sge;
-    send.num_sge = 1;
-    send.opcode = IBV_WR_SEND;
-    ibv_send_wr* bad_send = nullptr;
-    CHECK(ibv_post_send(from->qp, &send, &bad_send) == 0);
-    for (ibv_cq* queue : {from->send_cq, to->recv_cq}) {
+// Send the pattern, wait for the completions of both sides, and check the received data.
+void send_and_check(rdma_cm_id* sender, rdma_cm_id* receiver) {
+    Buffer send_buffer(sender->pd, 64), receive_buffer(receiver->pd, 64);
+    fill_pattern(send_buffer.bytes, 64);
+    ibv_sge receive_sge = receive_buffer.sge(0, 64), send_sge = send_buffer.sge(0, 64);
+    ibv_recv_wr receive_wr{7, nullptr, &receive_sge, 1};
+    ibv_recv_wr* bad_receive_wr = nullptr;
+    CHECK(ibv_post_recv(receiver->qp, &receive_wr, &bad_receive_wr) == 0);
+    ibv_send_wr send_wr{};
+    send_wr.sg_list = &send_sge;
+    send_wr.num_sge = 1;
+    send_wr.opcode = IBV_WR_SEND;
+    ibv_send_wr* bad_send_wr = nullptr;
+    CHECK(ibv_post_send(sender->qp, &send_wr, &bad_send_wr) == 0);
+    for (ibv_cq* cq : {sender->send_cq, receiver->recv_cq}) {
         ibv_wc wc{};
-        while (ibv_poll_cq(queue, 1, &wc) == 0) {
+        while (ibv_poll_cq(cq, 1, &wc) == 0) {
             std::this_thread::yield();
         }
         CHECK(wc.status == IBV_WC_SUCCESS);
     }
-    CHECK(has_pattern(received_buffer.bytes, 64));
+    CHECK(has_pattern(receive_buffer.bytes, 64));
 }
 
 void test_data_flows_both_ways_after_connect(const char* address) {
@@ -52,6 +53,7 @@ void test_request_has_parameters_and_padded_private_data() {
     CHECK(event->listen_id == pair.listener && event->id->verbs == pair.client->verbs);
     const rdma_conn_param& parameters = event->param.conn;
     CHECK(parameters.private_data_len == 56 && std::memcmp(parameters.private_data, "hello\0", 6) == 0);
+    // The limits of the client are exchanged, because the server responds to the reads that the client initiates.
     CHECK(parameters.responder_resources == 3 && parameters.initiator_depth == 2);
     CHECK(parameters.retry_count == 5 && parameters.rnr_retry_count == 6);
     CHECK(parameters.qp_num == pair.client->qp->qp_num && parameters.srq == 0);
@@ -69,12 +71,13 @@ void test_request_has_parameters_and_padded_private_data() {
 
 void test_too_much_private_data_is_refused() {
     ConnectionPair pair;
-    const std::string data(57, 'x');
-    rdma_conn_param parameters = make_parameters(data.data(), data.size());
+    // The private data of a request has at most 56 bytes, and the private data of a rejection at most 148.
+    const std::string private_data(57, 'x');
+    rdma_conn_param parameters = make_parameters(private_data.data(), private_data.size());
     CHECK_FAILS(rdma_connect(pair.client, &parameters), EINVAL);
-    CHECK(rdma_ack_cm_event(pair.send_request(data.substr(1))) == 0);
+    CHECK(rdma_ack_cm_event(pair.send_request(private_data.substr(1))) == 0);
     CHECK_FAILS(rdma_reject(pair.server, std::string(149, 'x').data(), 149), EINVAL);
-    CHECK(rdma_reject(pair.server, data.data(), 57) == 0);
+    CHECK(rdma_reject(pair.server, private_data.data(), 57) == 0);
     pair.client_channel.expect_event(RDMA_CM_EVENT_REJECTED, rejected_by_program_status);
 }
 
@@ -90,53 +93,56 @@ void test_rejection_has_reason_and_private_data() {
 }
 
 void test_port_without_listener_rejects_at_once() {
-    // The fastest of several attempts shows that no attempt waits for a listener. A loaded machine may delay the
-    // others.
+    // A rejection does not wait for a listener. The test checks only the fastest of several attempts, because a loaded
+    // machine may delay the others.
     auto shortest_time = std::chrono::steady_clock::duration::max();
     for (int attempt = 0; attempt < 5; ++attempt) {
         const EventChannel channel;
         rdma_cm_id* const refused_id = create_id(channel);
         resolve_address_and_route(channel, refused_id, "127.0.0.1", 7471);
         create_queue_pair(refused_id);
-        const auto begin = std::chrono::steady_clock::now();
+        const auto started_at = std::chrono::steady_clock::now();
         CHECK(rdma_connect(refused_id, nullptr) == 0);
         channel.expect_event(RDMA_CM_EVENT_REJECTED, no_listener_status);
-        shortest_time = std::min(shortest_time, std::chrono::steady_clock::now() - begin);
+        shortest_time = std::min(shortest_time, std::chrono::steady_clock::now() - started_at);
         rdma_destroy_qp(refused_id);
         CHECK(rdma_destroy_id(refused_id) == 0);
     }
     CHECK(shortest_time < std::chrono::milliseconds(50));
 }
 
-// The server of perftest -R destroys the listener of its first connection, and listens again right after it has told
-// its client to connect.
+// The server of perftest -R destroys the listener of its first connection, tells its client to connect, and then
+// listens again. The request of the client may come too early. Therefore rdma_connect waits a moment for a listener at
+// a port where this process found a listener before.
 void test_listener_may_return_just_after_the_request() {
     const EventChannel server_channel, client_channel;
     std::uint16_t port = 0;
-    for (const bool is_late : {false, true}) {
+    for (const bool listens_late : {false, true}) {
         rdma_cm_id* const listener = create_id(server_channel);
-        port = is_late ? port : listen_on_address(listener, "127.0.0.1");
+        port = listens_late ? port : listen_on_address(listener, "127.0.0.1");
         rdma_cm_id* const client = create_id(client_channel);
         resolve_address_and_route(client_channel, client, "127.0.0.1", port);
         create_queue_pair(client);
-        std::thread server([&] {
-            if (is_late) {
+        std::thread server_thread([&] {
+            if (listens_late) {
                 usleep(20'000);
                 listen_on_address(listener, "127.0.0.1", port);
             }
             rdma_cm_event* const event = server_channel.take_event(RDMA_CM_EVENT_CONNECT_REQUEST);
-            rdma_cm_id* const id = event->id;
-            CHECK(rdma_ack_cm_event(event) == 0 && rdma_reject(id, nullptr, 0) == 0 && rdma_destroy_id(id) == 0);
+            rdma_cm_id* const server_id = event->id;
+            CHECK(rdma_ack_cm_event(event) == 0 && rdma_reject(server_id, nullptr, 0) == 0 &&
+                  rdma_destroy_id(server_id) == 0);
         });
         CHECK(rdma_connect(client, nullptr) == 0);
         client_channel.expect_event(RDMA_CM_EVENT_REJECTED, rejected_by_program_status);
-        server.join();
+        server_thread.join();
         rdma_destroy_qp(client);
         CHECK(rdma_destroy_id(client) == 0 && rdma_destroy_id(listener) == 0);
     }
 }
 
 // No host has an address of TEST-NET-1 (RFC 5737), so no connection manager answers there.
+// rdma_resolve_addr fails on a machine without an IP route to this address; otherwise rdma_connect fails.
 void test_unknown_host_is_unreachable() {
     const EventChannel channel;
     rdma_cm_id* const id = create_id(channel);
@@ -243,28 +249,30 @@ void test_migrated_identifier_takes_its_events_along() {
     CHECK(rdma_destroy_id(id) == 0);
 }
 
-// A program that creates its queue pair itself gets the reply as an event. It connects the queue pair, and then calls
-// rdma_establish.
+// A program may create its queue pair without rdma_create_qp. Such a client gets the reply of the server as an event,
+// connects its queue pair, and then calls rdma_establish.
 void test_own_queue_pair_is_established_by_the_program() {
     const EventChannel server_channel, client_channel;
     rdma_cm_id* const listener = create_id(server_channel);
     rdma_cm_id* const client = create_id(client_channel);
     resolve_address_and_route(client_channel, client, "127.0.0.1", listen_on_address(listener, "127.0.0.1"));
+    constexpr std::uint32_t client_qp_num = 0x123456, server_qp_num = 0x654321; // no such queue pairs exist
+    // The identifier has no queue pair, so the parameters must contain the number of one.
     CHECK_FAILS(rdma_connect(client, nullptr), EINVAL);
     rdma_conn_param parameters = make_parameters(nullptr, 0);
-    parameters.qp_num = 0x123456;
+    parameters.qp_num = client_qp_num;
     CHECK(rdma_connect(client, &parameters) == 0);
     rdma_cm_event* const request = server_channel.take_event(RDMA_CM_EVENT_CONNECT_REQUEST);
     rdma_cm_id* const server = request->id;
-    CHECK(request->param.conn.qp_num == 0x123456 && rdma_ack_cm_event(request) == 0);
-    parameters.qp_num = 0x654321;
+    CHECK(request->param.conn.qp_num == client_qp_num && rdma_ack_cm_event(request) == 0);
+    parameters.qp_num = server_qp_num;
     CHECK(rdma_accept(server, &parameters) == 0);
     client_channel.expect_event(RDMA_CM_EVENT_CONNECT_RESPONSE);
     ibv_qp_attr attr{};
     int mask = 0;
     attr.qp_state = IBV_QPS_RTR;
     CHECK(rdma_init_qp_attr(client, &attr, &mask) == 0);
-    CHECK(attr.dest_qp_num == 0x654321 && attr.max_dest_rd_atomic == 3 && (mask & IBV_QP_AV) != 0);
+    CHECK(attr.dest_qp_num == server_qp_num && attr.max_dest_rd_atomic == 3 && (mask & IBV_QP_AV) != 0);
     CHECK(!server_channel.is_readable(50));
     CHECK(rdma_establish(client) == 0);
     server_channel.expect_event(RDMA_CM_EVENT_ESTABLISHED);
@@ -289,6 +297,7 @@ void test_calls_in_the_wrong_state_fail() {
     CHECK_FAILS(rdma_bind_addr(id, IpEndpoint("127.0.0.1")), EINVAL);
     CHECK_FAILS(rdma_resolve_addr(id, nullptr, IpEndpoint("127.0.0.1", 1), 1000), EINVAL);
     CHECK(rdma_destroy_id(id) == 0);
+    // The call has no pointer for the new identifier, and 1 is not a port space.
     CHECK_FAILS(rdma_create_id(channel.channel, nullptr, nullptr, static_cast<rdma_port_space>(1)), EINVAL);
 }
 

@@ -1,5 +1,5 @@
-// Tests of the software twin of librdmacm: identifiers of datagram queue pairs, with requests for the address of a
-// peer's queue pair, multicast groups, and injected failures.
+// Tests of the software twin of librdmacm: datagram identifiers (RDMA_PS_UDP), which request the address of the
+// server's queue pair, multicast groups, and injected failures.
 #include "control/control.h"
 #include "tests/rdmacm_support.hpp"
 
@@ -7,10 +7,11 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
+// A received datagram begins with space for the global routing header (GRH).
 constexpr std::size_t grh_bytes = 40, payload_bytes = 32;
 
-// A listener and a client of datagrams, each with its own channel. send_request() sends the request of the client and
-// takes its event.
+// A listener and a client of datagrams, each with its own channel. send_request() sends the request of the client,
+// takes the event of the request at the listener, and sets `server`.
 struct DatagramPair {
     EventChannel server_channel, client_channel;
     rdma_cm_id* listener = create_id(server_channel, RDMA_PS_UDP);
@@ -24,6 +25,7 @@ struct DatagramPair {
         parameters.private_data_len = 5;
         CHECK(rdma_connect(client, &parameters) == 0);
         rdma_cm_event* const event = server_channel.take_event(RDMA_CM_EVENT_CONNECT_REQUEST);
+        // The event has the whole private data field of the message, padded with zeros. A request has 180 bytes.
         CHECK(event->param.ud.private_data_len == 180);
         CHECK(std::memcmp(event->param.ud.private_data, "hello\0", 6) == 0);
         server = event->id;
@@ -46,37 +48,38 @@ void create_datagram_queue_pair(rdma_cm_id* id) {
 
 void post_receive(rdma_cm_id* id, const Buffer& buffer) {
     ibv_sge sge = buffer.sge(0, grh_bytes + payload_bytes);
-    ibv_recv_wr request{1, nullptr, &sge, 1};
-    ibv_recv_wr* bad_request = nullptr;
-    CHECK(ibv_post_recv(id->qp, &request, &bad_request) == 0);
+    ibv_recv_wr receive_wr{1, nullptr, &sge, 1};
+    ibv_recv_wr* bad_receive_wr = nullptr;
+    CHECK(ibv_post_recv(id->qp, &receive_wr, &bad_receive_wr) == 0);
 }
 
 // Send the pattern to the address in an event, and wait until the receiver has the pattern.
-void send_and_check(rdma_cm_id* from, const rdma_ud_param& address, rdma_cm_id* to, const Buffer& received_buffer) {
-    const Buffer sent_buffer(from->pd, payload_bytes);
-    fill_pattern(sent_buffer.bytes, payload_bytes);
-    ibv_ah_attr path = address.ah_attr;
-    ibv_ah* const handle = ibv_create_ah(from->pd, &path);
-    CHECK(handle != nullptr);
-    ibv_sge sge = sent_buffer.sge(0, payload_bytes);
-    ibv_send_wr request{};
-    request.sg_list = &sge;
-    request.num_sge = 1;
-    request.opcode = IBV_WR_SEND;
-    request.wr.ud.ah = handle;
-    request.wr.ud.remote_qpn = address.qp_num;
-    request.wr.ud.remote_qkey = address.qkey;
-    ibv_send_wr* bad_request = nullptr;
-    CHECK(ibv_post_send(from->qp, &request, &bad_request) == 0);
-    for (ibv_cq* queue : {from->send_cq, to->recv_cq}) {
+void send_and_check(rdma_cm_id* sender, const rdma_ud_param& address, rdma_cm_id* receiver,
+                    const Buffer& receive_buffer) {
+    const Buffer send_buffer(sender->pd, payload_bytes);
+    fill_pattern(send_buffer.bytes, payload_bytes);
+    ibv_ah_attr ah_attr = address.ah_attr;
+    ibv_ah* const ah = ibv_create_ah(sender->pd, &ah_attr);
+    CHECK(ah != nullptr);
+    ibv_sge sge = send_buffer.sge(0, payload_bytes);
+    ibv_send_wr send_wr{};
+    send_wr.sg_list = &sge;
+    send_wr.num_sge = 1;
+    send_wr.opcode = IBV_WR_SEND;
+    send_wr.wr.ud.ah = ah;
+    send_wr.wr.ud.remote_qpn = address.qp_num;
+    send_wr.wr.ud.remote_qkey = address.qkey;
+    ibv_send_wr* bad_send_wr = nullptr;
+    CHECK(ibv_post_send(sender->qp, &send_wr, &bad_send_wr) == 0);
+    for (ibv_cq* cq : {sender->send_cq, receiver->recv_cq}) {
         ibv_wc wc{};
-        while (ibv_poll_cq(queue, 1, &wc) == 0) {
+        while (ibv_poll_cq(cq, 1, &wc) == 0) {
             usleep(100);
         }
         CHECK(wc.status == IBV_WC_SUCCESS);
     }
-    CHECK(has_pattern(received_buffer.bytes + grh_bytes, payload_bytes));
-    CHECK(ibv_destroy_ah(handle) == 0);
+    CHECK(has_pattern(receive_buffer.bytes + grh_bytes, payload_bytes));
+    CHECK(ibv_destroy_ah(ah) == 0);
 }
 
 void test_accepted_request_has_the_address_of_the_peer() {
@@ -84,17 +87,18 @@ void test_accepted_request_has_the_address_of_the_peer() {
     pair.send_request();
     create_datagram_queue_pair(pair.client);
     create_datagram_queue_pair(pair.server);
-    const Buffer received_buffer(pair.server->pd, grh_bytes + payload_bytes);
-    post_receive(pair.server, received_buffer);
+    const Buffer receive_buffer(pair.server->pd, grh_bytes + payload_bytes);
+    post_receive(pair.server, receive_buffer);
     rdma_conn_param parameters{};
     CHECK(rdma_accept(pair.server, &parameters) == 0);
     rdma_cm_event* const event = pair.client_channel.take_event(RDMA_CM_EVENT_ESTABLISHED);
     CHECK(event->param.ud.qp_num == pair.server->qp->qp_num && event->param.ud.qkey == udp_qkey);
+    // The private data field of a reply has 136 bytes.
     CHECK(event->param.ud.private_data_len == 136 && event->param.ud.ah_attr.is_global == 1);
-    send_and_check(pair.client, event->param.ud, pair.server, received_buffer);
+    send_and_check(pair.client, event->param.ud, pair.server, receive_buffer);
     CHECK(rdma_ack_cm_event(event) == 0);
-    CHECK(!pair.server_channel.is_readable(0)); // the accepting side sees no event
-    CHECK_FAILS(rdma_disconnect(pair.client), EINVAL);
+    CHECK(!pair.server_channel.is_readable(0));        // the accepting side sees no event
+    CHECK_FAILS(rdma_disconnect(pair.client), EINVAL); // a datagram identifier has no connection
 }
 
 void test_failed_requests_have_the_status_of_the_reply() {
@@ -112,22 +116,23 @@ void test_failed_requests_have_the_status_of_the_reply() {
 
 void test_group_member_gets_messages_until_it_leaves() {
     const EventChannel channel;
-    rdma_cm_id* ids[2];
+    rdma_cm_id* ids[2]; // the member of the group, and the sender
     for (rdma_cm_id*& id : ids) {
         id = create_id(channel, RDMA_PS_UDP);
         CHECK(rdma_bind_addr(id, IpEndpoint("127.0.0.1")) == 0);
         create_datagram_queue_pair(id);
     }
     IpEndpoint group("239.1.2.3");
-    int context = 0;
-    CHECK_FAILS(rdma_join_multicast(ids[0], IpEndpoint("127.0.0.1"), nullptr), EINVAL);
-    CHECK(rdma_join_multicast(ids[0], group, &context) == 0);
+    int join_context = 0;
+    CHECK_FAILS(rdma_join_multicast(ids[0], IpEndpoint("127.0.0.1"), nullptr), EINVAL); // not a multicast address
+    CHECK(rdma_join_multicast(ids[0], group, &join_context) == 0);
     rdma_cm_event* const event = channel.take_event(RDMA_CM_EVENT_MULTICAST_JOIN);
-    CHECK(event->id == ids[0] && event->param.ud.private_data == &context && event->param.ud.qp_num == 0xffffff);
+    // InfiniBand sends all multicast packets to the queue pair number 0xffffff.
+    CHECK(event->id == ids[0] && event->param.ud.private_data == &join_context && event->param.ud.qp_num == 0xffffff);
     {
-        const Buffer received_buffer(ids[0]->pd, grh_bytes + payload_bytes);
-        post_receive(ids[0], received_buffer);
-        send_and_check(ids[1], event->param.ud, ids[0], received_buffer);
+        const Buffer receive_buffer(ids[0]->pd, grh_bytes + payload_bytes);
+        post_receive(ids[0], receive_buffer);
+        send_and_check(ids[1], event->param.ud, ids[0], receive_buffer);
     }
     CHECK(rdma_ack_cm_event(event) == 0);
     CHECK(rdma_leave_multicast(ids[0], group) == 0);
@@ -144,6 +149,7 @@ void test_planned_failure_is_reported_once() {
     CHECK(gdrkit_twin_faults("gdrkit-faults 1\nrdma_bind_addr call=1 errno=ENOMEM\n") == 0);
     CHECK_FAILS(rdma_bind_addr(id, IpEndpoint("127.0.0.1")), ENOMEM);
     CHECK(rdma_bind_addr(id, IpEndpoint("127.0.0.1")) == 0);
+    // The twin refuses a plan with rdma_event_str, because this function returns no error.
     CHECK(gdrkit_twin_faults("gdrkit-faults 1\nrdma_event_str call=1 errno=ENOMEM\n") == EINVAL);
     CHECK(rdma_destroy_id(id) == 0);
 }

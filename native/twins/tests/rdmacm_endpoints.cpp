@@ -7,43 +7,45 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-rdma_addrinfo* look_up_address(const char* service, int flags, ibv_qp_type type) {
+// Look up 127.0.0.1 with a port, for a listener if `flags` is rai_passive, else for a client.
+rdma_addrinfo* look_up_address(const char* port, int flags, ibv_qp_type type) {
     rdma_addrinfo hints{};
     hints.ai_flags = flags;
     hints.ai_port_space = type == IBV_QPT_RC ? RDMA_PS_TCP : RDMA_PS_IB;
     hints.ai_qp_type = type;
-    rdma_addrinfo* info = nullptr;
-    CHECK(rdma_getaddrinfo("127.0.0.1", service, &hints, &info) == 0);
-    return info;
+    rdma_addrinfo* address_info = nullptr;
+    CHECK(rdma_getaddrinfo("127.0.0.1", port, &hints, &address_info) == 0);
+    return address_info;
 }
 
-rdma_cm_id* create_endpoint(const char* service, int flags, ibv_qp_type type = IBV_QPT_RC) {
-    rdma_addrinfo* const info = look_up_address(service, flags, type);
+rdma_cm_id* create_endpoint(const char* port, int flags, ibv_qp_type type = IBV_QPT_RC) {
+    rdma_addrinfo* const address_info = look_up_address(port, flags, type);
     ibv_qp_init_attr attributes = make_small_queue_attributes();
     rdma_cm_id* id = nullptr;
-    CHECK(rdma_create_ep(&id, info, nullptr, &attributes) == 0);
-    rdma_freeaddrinfo(info);
+    CHECK(rdma_create_ep(&id, address_info, nullptr, &attributes) == 0);
+    rdma_freeaddrinfo(address_info);
     return id;
 }
 
 void test_endpoints_connect_and_disconnect() {
     rdma_cm_id* const listener = create_endpoint("20001", rai_passive);
     CHECK(listener->qp == nullptr && rdma_listen(listener, 0) == 0);
-    std::thread server([&] {
-        rdma_cm_id* id = nullptr;
-        CHECK(rdma_get_request(listener, &id) == 0);
-        CHECK(id->qp != nullptr && id->channel != listener->channel);
-        CHECK(id->event->event == RDMA_CM_EVENT_CONNECT_REQUEST && id->event->param.conn.private_data_len == 56);
-        CHECK(rdma_accept(id, nullptr) == 0);
-        CHECK(id->event->event == RDMA_CM_EVENT_ESTABLISHED);
-        CHECK(rdma_disconnect(id) == 0);
-        rdma_destroy_ep(id);
+    std::thread server_thread([&] {
+        rdma_cm_id* server = nullptr;
+        CHECK(rdma_get_request(listener, &server) == 0);
+        CHECK(server->qp != nullptr && server->channel != listener->channel);
+        CHECK(server->event->event == RDMA_CM_EVENT_CONNECT_REQUEST &&
+              server->event->param.conn.private_data_len == 56);
+        CHECK(rdma_accept(server, nullptr) == 0);
+        CHECK(server->event->event == RDMA_CM_EVENT_ESTABLISHED);
+        CHECK(rdma_disconnect(server) == 0);
+        rdma_destroy_ep(server);
     });
     rdma_cm_id* const client = create_endpoint("20001", 0);
     CHECK(client->qp != nullptr && rdma_connect(client, nullptr) == 0);
     CHECK(client->event->event == RDMA_CM_EVENT_ESTABLISHED);
     CHECK(rdma_disconnect(client) == 0);
-    server.join();
+    server_thread.join();
     rdma_destroy_ep(client);
     rdma_destroy_ep(listener);
 }
@@ -55,59 +57,63 @@ void test_rejected_endpoint_is_refused() {
     rdma_destroy_ep(client);
 }
 
+// An endpoint has an internal channel, and its calls wait for their events. After rdma_migrate_id to a channel of the
+// program, the calls no longer wait. The channel nullptr stands for a new internal channel.
 void test_endpoint_moves_to_a_channel_and_back() {
     const EventChannel channel;
     rdma_cm_id* const id = create_endpoint("20003", rai_passive);
     CHECK(rdma_migrate_id(id, channel.channel) == 0 && id->channel == channel.channel);
     CHECK(rdma_migrate_id(id, nullptr) == 0 && id->channel != channel.channel);
-    CHECK_FAILS(rdma_migrate_id(id, nullptr), EINVAL);
+    CHECK_FAILS(rdma_migrate_id(id, nullptr), EINVAL); // the channel is internal already
     rdma_destroy_ep(id);
 }
 
-// The test makes the calls of rdma_xclient and rdma_xserver with `-c x`. The library creates an XRC domain, a receive
-// queue and their completion queue for the server.
+// The test makes the same calls as rdma_xclient and rdma_xserver, two example programs of rdma-core, with `-c x`. The
+// server creates a shared receive queue, and sends its number to the client as private data. librdmacm creates the XRC
+// domain and the completion queue of the server.
 void test_xrc_endpoints_exchange_a_message() {
-    std::uint8_t received[16] = {}, sent[16] = {1, 2, 3};
+    std::uint8_t received_bytes[16] = {}, sent_bytes[16] = {1, 2, 3};
     rdma_cm_id* const listener = create_endpoint("20004", rai_passive, IBV_QPT_XRC_RECV);
     CHECK(rdma_listen(listener, 0) == 0);
-    std::thread server([&] {
-        rdma_cm_id* id = nullptr;
-        CHECK(rdma_get_request(listener, &id) == 0 && id->qp->qp_type == IBV_QPT_XRC_RECV);
-        ibv_srq_init_attr attributes{nullptr, {1, 1, 0}};
+    std::thread server_thread([&] {
+        rdma_cm_id* server = nullptr;
+        CHECK(rdma_get_request(listener, &server) == 0 && server->qp->qp_type == IBV_QPT_XRC_RECV);
+        ibv_srq_init_attr srq_attributes{nullptr, {1, 1, 0}};
         std::uint32_t srq_number = 0;
-        CHECK(rdma_create_srq(id, nullptr, &attributes) == 0 && ibv_get_srq_num(id->srq, &srq_number) == 0);
-        ibv_mr* const region = ibv_reg_mr(id->pd, received, sizeof received, IBV_ACCESS_LOCAL_WRITE);
-        ibv_sge sge{reinterpret_cast<std::uint64_t>(received), sizeof received, region->lkey};
-        ibv_recv_wr request{5, nullptr, &sge, 1}, *bad_request = nullptr;
-        CHECK(ibv_post_srq_recv(id->srq, &request, &bad_request) == 0);
+        CHECK(rdma_create_srq(server, nullptr, &srq_attributes) == 0 && ibv_get_srq_num(server->srq, &srq_number) == 0);
+        ibv_mr* const mr = ibv_reg_mr(server->pd, received_bytes, sizeof received_bytes, IBV_ACCESS_LOCAL_WRITE);
+        ibv_sge sge{reinterpret_cast<std::uint64_t>(received_bytes), sizeof received_bytes, mr->lkey};
+        ibv_recv_wr receive_wr{5, nullptr, &sge, 1}, *bad_receive_wr = nullptr;
+        CHECK(ibv_post_srq_recv(server->srq, &receive_wr, &bad_receive_wr) == 0);
         rdma_conn_param parameters = make_parameters(&srq_number, sizeof srq_number);
-        CHECK(rdma_accept(id, &parameters) == 0);
+        CHECK(rdma_accept(server, &parameters) == 0);
         ibv_wc wc{};
-        while (ibv_poll_cq(id->recv_cq, 1, &wc) == 0) {
+        while (ibv_poll_cq(server->recv_cq, 1, &wc) == 0) {
         }
-        CHECK(wc.wr_id == 5 && wc.status == IBV_WC_SUCCESS && std::memcmp(received, sent, sizeof sent) == 0);
-        rdma_disconnect(id);
-        CHECK(ibv_dereg_mr(region) == 0);
-        rdma_destroy_ep(id);
+        CHECK(wc.wr_id == 5 && wc.status == IBV_WC_SUCCESS &&
+              std::memcmp(received_bytes, sent_bytes, sizeof sent_bytes) == 0);
+        rdma_disconnect(server);
+        CHECK(ibv_dereg_mr(mr) == 0);
+        rdma_destroy_ep(server);
     });
     rdma_cm_id* const client = create_endpoint("20004", 0, IBV_QPT_XRC_SEND);
     CHECK(rdma_connect(client, nullptr) == 0);
-    ibv_sge sge{reinterpret_cast<std::uint64_t>(sent), sizeof sent, 0};
-    ibv_send_wr request{}, *bad_request = nullptr;
-    request.sg_list = &sge;
-    request.num_sge = 1;
-    request.opcode = IBV_WR_SEND;
-    // The program has requested no space for inline data, but a queue pair has space for as many bytes as a
-    // scatter-gather entry.
-    request.send_flags = IBV_SEND_INLINE;
-    std::memcpy(&request.qp_type.xrc.remote_srqn, client->event->param.conn.private_data, sizeof(std::uint32_t));
-    CHECK(ibv_post_send(client->qp, &request, &bad_request) == 0);
+    ibv_sge sge{reinterpret_cast<std::uint64_t>(sent_bytes), sizeof sent_bytes, 0};
+    ibv_send_wr send_wr{}, *bad_send_wr = nullptr;
+    send_wr.sg_list = &sge;
+    send_wr.num_sge = 1;
+    send_wr.opcode = IBV_WR_SEND;
+    // make_small_queue_attributes() requests no space for inline data. Like Soft-RoCE, the twin nevertheless gives a
+    // queue pair the 16 bytes of each scatter-gather entry.
+    send_wr.send_flags = IBV_SEND_INLINE;
+    std::memcpy(&send_wr.qp_type.xrc.remote_srqn, client->event->param.conn.private_data, sizeof(std::uint32_t));
+    CHECK(ibv_post_send(client->qp, &send_wr, &bad_send_wr) == 0);
     ibv_wc wc{};
     while (ibv_poll_cq(client->send_cq, 1, &wc) == 0) {
     }
     CHECK(wc.status == IBV_WC_SUCCESS);
     rdma_disconnect(client);
-    server.join();
+    server_thread.join();
     rdma_destroy_ep(client);
     rdma_destroy_ep(listener);
 }

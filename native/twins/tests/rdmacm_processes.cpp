@@ -1,5 +1,5 @@
 // Tests of the software twin of librdmacm: connections between processes, processes that are killed, and peers that
-// send nonsense.
+// send malformed requests.
 #include <signal.h>
 #include <spawn.h>
 #include <sys/wait.h>
@@ -15,7 +15,8 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-constexpr char is_listening = 'l', is_established = 'e';
+// One-byte messages from the server process. The port follows the first one.
+constexpr char listening_message = 'l', established_message = 'e';
 
 // The server process runs this function. It listens and, if `accepts_client` is set, accepts one client. Then it waits
 // until it is killed.
@@ -23,20 +24,21 @@ int run_server(int socket, bool accepts_client) {
     const EventChannel channel;
     rdma_cm_id* const listener = create_id(channel);
     const std::uint16_t port = listen_on_address(listener, "127.0.0.1");
-    CHECK(send_all(socket, &is_listening, 1) && send_all(socket, &port, sizeof port));
+    CHECK(send_all(socket, &listening_message, 1) && send_all(socket, &port, sizeof port));
     if (accepts_client) {
         rdma_cm_event* const event = channel.take_event(RDMA_CM_EVENT_CONNECT_REQUEST);
         create_queue_pair(event->id);
         CHECK(rdma_accept(event->id, nullptr) == 0);
         CHECK(rdma_ack_cm_event(event) == 0);
         channel.expect_event(RDMA_CM_EVENT_ESTABLISHED);
-        CHECK(send_all(socket, &is_established, 1));
+        CHECK(send_all(socket, &established_message, 1));
     }
     for (;;) {
         pause();
     }
 }
 
+// A process that runs run_server(), and the socket that is connected to it.
 struct ServerProcess {
     pid_t pid = 0;
     Fd socket;
@@ -46,16 +48,16 @@ struct ServerProcess {
         CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
         socket = Fd(sockets[0]);
         const Fd server_socket(sockets[1]);
-        std::string program = "/proc/self/exe", socket_text = std::to_string(sockets[1]),
-                    mode = accepts_client ? "1" : "0";
-        char* arguments[] = {program.data(), socket_text.data(), mode.data(), nullptr};
+        std::string program_path = "/proc/self/exe", socket_text = std::to_string(sockets[1]),
+                    accepts_client_text = accepts_client ? "1" : "0";
+        char* arguments[] = {program_path.data(), socket_text.data(), accepts_client_text.data(), nullptr};
         posix_spawn_file_actions_t actions;
         posix_spawn_file_actions_init(&actions);
         posix_spawn_file_actions_addclose(&actions, sockets[0]);
         CHECK(posix_spawn(&pid, "/proc/self/exe", &actions, nullptr, arguments, environ) == 0);
         posix_spawn_file_actions_destroy(&actions);
         char message = 0;
-        CHECK(recv_all(socket.get(), &message, 1) && message == is_listening);
+        CHECK(recv_all(socket.get(), &message, 1) && message == listening_message);
         CHECK(recv_all(socket.get(), &port, sizeof port));
     }
     void kill_now() {
@@ -80,7 +82,7 @@ void test_killed_peer_disconnects() {
     CHECK(rdma_connect(id, nullptr) == 0);
     channel.expect_event(RDMA_CM_EVENT_ESTABLISHED);
     char message = 0;
-    CHECK(recv_all(server.socket.get(), &message, 1) && message == is_established);
+    CHECK(recv_all(server.socket.get(), &message, 1) && message == established_message);
     server.kill_now();
     channel.expect_event(RDMA_CM_EVENT_DISCONNECTED);
     channel.expect_event(RDMA_CM_EVENT_TIMEWAIT_EXIT);
@@ -107,19 +109,20 @@ void test_killed_listener_rejects_and_frees_its_port() {
     CHECK(rdma_destroy_id(id) == 0 && rdma_destroy_id(second_id) == 0);
 }
 
-// Return the name of the socket on which the identifier listens, as list_listener_names() in rdmacm/ports.cpp forms it.
+// Return the name of the socket on which the identifier listens, as list_listener_names() in rdmacm/ports.cpp forms it:
+// cm.GID.tPORT.HASH. The letter t means RDMA_PS_TCP. HASH is the FNV-1a hash of the IPv4 address, mapped to IPv6.
 std::string make_listener_name(rdma_cm_id* id) {
     std::string listener_name = "cm.";
-    char digits[16];
+    char hex_digits[16];
     std::uint32_t hash = 0x811c9dc5U;
     for (const std::uint8_t byte : id->route.addr.addr.ibaddr.sgid.raw) {
-        std::snprintf(digits, sizeof digits, "%02x", byte);
-        listener_name += digits;
+        std::snprintf(hex_digits, sizeof hex_digits, "%02x", byte);
+        listener_name += hex_digits;
     }
-    std::uint8_t address[16]{};
-    address[10] = address[11] = 0xff;
-    std::memcpy(address + 12, &id->route.addr.src_sin.sin_addr, 4);
-    for (const std::uint8_t byte : address) {
+    std::uint8_t mapped_address[16]{};
+    mapped_address[10] = mapped_address[11] = 0xff;
+    std::memcpy(mapped_address + 12, &id->route.addr.src_sin.sin_addr, 4);
+    for (const std::uint8_t byte : mapped_address) {
         hash = (hash ^ byte) * 0x01000193U;
     }
     char port_and_hash[16];
@@ -127,7 +130,8 @@ std::string make_listener_name(rdma_cm_id* id) {
     return listener_name + port_and_hash;
 }
 
-// Return a valid request to this identifier, as the connection manager of a peer would send it.
+// Return a valid request to this identifier, as the connection manager of a peer would send it. Its private data is
+// empty.
 wire::Message make_connect_request(rdma_cm_id* id) {
     wire::Message message{};
     message.magic = wire::magic;
@@ -136,6 +140,7 @@ wire::Message make_connect_request(rdma_cm_id* id) {
     message.port_space = RDMA_PS_TCP;
     message.family = AF_INET;
     message.dst_port = ntohs(rdma_get_src_port(id));
+    // The address is an IPv4 address that is mapped to IPv6.
     message.dst_ip[10] = message.dst_ip[11] = 0xff;
     std::memcpy(message.dst_ip.data() + 12, &id->route.addr.src_sin.sin_addr, 4);
     message.src_ip = message.dst_ip;
@@ -159,6 +164,8 @@ void test_malformed_requests_affect_no_other_peer() {
         change(&message);
         return is_dropped(listener_name, &message, sizeof message);
     };
+    // Each change makes one field invalid: a queue pair number has 24 bits, a request has at most 56 bytes of private
+    // data, and the bytes after the private data are zeros.
     CHECK(drops_changed_request([](wire::Message* message) { message->magic ^= 1; }));
     CHECK(drops_changed_request([](wire::Message* message) { message->version = 2; }));
     CHECK(drops_changed_request([](wire::Message* message) { message->type = static_cast<wire::Type>(9); }));
@@ -169,10 +176,11 @@ void test_malformed_requests_affect_no_other_peer() {
     CHECK(drops_changed_request([](wire::Message* message) { message->private_bytes = 57; }));
     CHECK(drops_changed_request([](wire::Message* message) { message->private_data[3] = 1; }));
     CHECK(drops_changed_request([](wire::Message* message) { message->reserved[0] = 1; }));
-    std::vector<Fd> silent_peers;
+    // Many peers that send only half of a request do not delay the legitimate peer.
+    std::vector<Fd> stalled_peers;
     for (int count = 0; count < 100; ++count) {
-        silent_peers.emplace_back(connect_to(listener_name));
-        CHECK(silent_peers.back() && send_all(silent_peers.back().get(), &valid_request, sizeof valid_request / 2));
+        stalled_peers.emplace_back(connect_to(listener_name));
+        CHECK(stalled_peers.back() && send_all(stalled_peers.back().get(), &valid_request, sizeof valid_request / 2));
     }
     pair.establish();
 }
@@ -181,7 +189,7 @@ void test_malformed_requests_affect_no_other_peer() {
 
 int main(int argument_count, char** arguments) {
     isolate_from_other_processes();
-    if (argument_count > 2) {
+    if (argument_count > 2) { // ServerProcess has started this program
         return run_server(std::atoi(arguments[1]), arguments[2][0] == '1');
     }
     test_killed_peer_disconnects();

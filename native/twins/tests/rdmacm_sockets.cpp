@@ -156,8 +156,13 @@ void test_mapped_buffer_gets_writes_before_later_data() {
     Streams streams(1);
     std::vector<std::uint8_t> target(100'000), source(50'000);
     fill_pattern(source.data(), source.size());
+    // The client is not told of a buffer without PROT_WRITE, so this buffer does not count as a mapping of the client,
+    // and its end does not remove the other mapping with the same offset.
+    std::vector<std::uint8_t> own_buffer(100);
+    CHECK(riomap(streams.server, own_buffer.data(), own_buffer.size(), PROT_NONE, 0, 4096) == 4096);
     CHECK(riomap(streams.server, target.data(), target.size(), PROT_WRITE, 0, 4096) == 4096);
     CHECK(riomap(streams.server, source.data(), source.size(), PROT_WRITE, 0, -1) == -1 && errno == ENOMEM);
+    CHECK(riounmap(streams.server, own_buffer.data(), own_buffer.size()) == 0);
     send_pattern(streams.server, 1); // the mapping is known once later data has been received
     expect_pattern(streams.client, 1);
     CHECK(riowrite(streams.client, source.data(), source.size(), 4096 + 1000, 0) == source.size());
