@@ -34,6 +34,7 @@ from automation.docs import build_site, take_pictures
 from automation.environments import ensure_environment
 from automation.gdrkit_commands import (
     add_default_cases,
+    list_meta_parts,
     list_suite_parts,
     make_pytest_command,
     make_twin_command,
@@ -97,9 +98,7 @@ def meta(session: nox.Session) -> None:
     builds.build_wheel()
     ensure_environment("mutants", python=find_interpreter()[0], requirements=MUTANTS_REQUIREMENTS)
     if not session.posargs:
-        run_suites(
-            session, run_bin, {path.stem: [path] for path in sorted((ROOT / "suites" / "meta").glob("test_*.py"))}
-        )
+        run_suites(session, run_bin, list_meta_parts())
     else:
         exit_with_pytest_code(session, call([*make_pytest_command(run_bin), "suites/meta", *session.posargs]))
 
@@ -125,24 +124,28 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def native(session: nox.Session) -> None:
-    """Build the native code and run its tests: as a release build, and with the address and undefined-behaviour
-    sanitizers.
+    """Build the native code with the address and undefined-behaviour sanitizers, and run its tests. Also build the
+    release, and run the tests that examine its libraries.
     """
     system_packages.install_packages(system_packages.find_missing_build_packages(find_interpreter()[0]))
     # The twins are built first, because the product's tests load the twins that were built with the same preset.
-    builds_to_check = itertools.product((builds.TWINS, builds.NATIVE), ("release", "asan-ubsan"))
-    fail_unless_zero(session, [builds.check_native(tree, preset) for tree, preset in builds_to_check])
+    trees = (builds.TWINS, builds.NATIVE)
+    exit_codes = [builds.check_native(tree, "asan-ubsan") for tree in trees]
+    exit_codes += [builds.check_native(tree, "release", with_unit_tests=False) for tree in trees]
+    fail_unless_zero(session, exit_codes)
 
 
 @nox.session(default=False)
 def long(session: nox.Session) -> None:
-    """Run the slow checks: the native tests with the thread sanitizer, the suites with ten seeds, the state machines,
-    fuzzers and kill campaigns with more repetitions, and a build of the wheels that finds missing includes.
+    """Run the slow checks: the native tests of the release build and with the thread sanitizer, the suites with ten
+    seeds, the state machines, fuzzers and kill campaigns with more repetitions, and a build of the wheels that finds
+    missing includes.
     """
     run_bin = builds.prepare_run(with_twins=True)
     system_packages.install_fuse()
     system_packages.install_filesystem_tools()
-    exit_codes = [builds.check_native(tree, "tsan") for tree in (builds.TWINS, builds.NATIVE)]
+    builds_to_check = itertools.product(("release", "tsan"), (builds.TWINS, builds.NATIVE))
+    exit_codes = [builds.check_native(tree, preset) for preset, tree in builds_to_check]
     # These wheels are built without the precompiled header and without unity builds, so that a file that lacks an
     # include fails to compile.
     wheel = [str(run_bin / "pip"), "wheel", "--quiet", "--no-deps", "-C", "cmake.define.GDRKIT_PRECOMPILE=OFF"]

@@ -207,15 +207,24 @@ def build_defects(run_bin: Path) -> Path:
     return build_folder
 
 
-def check_native(tree: Path, preset: str) -> int:
-    """Configure, build and test one CMake preset of a native project. Return 0, or the exit code of the failed step."""
+def check_native(tree: Path, preset: str, *, with_unit_tests: bool = True) -> int:
+    """Configure, build and test one CMake preset of a native project. Return 0, or the exit code of the failed step.
+
+    If `with_unit_tests` is false, only the tests with the label ``release`` are built and run. They examine the built
+    libraries.
+    """
     tools = ensure_build_tools()
     configure_command, build_command = _make_preset_commands(tools, preset, with_tests=True)
+    configure_command.append(f"-DGDRKIT_TESTS_IN_ALL={'ON' if with_unit_tests else 'OFF'}")
+    test_command = ["ctest", "--preset", preset]
+    if not with_unit_tests:
+        build_command += ["--target", "all", "release_tests"]
+        test_command += ["--label-regex", "^release$"]
     if tree == NATIVE:
         # The product's native tests load the twins that were built with the same preset.
         twins_lib = ROOT / "build" / "twins" / preset / "lib"
         configure_command += [f"-DGDRKIT_CUDA={twins_lib / 'cuda'}", f"-DGDRKIT_VERBS={twins_lib / 'ibverbs'}"]
-    for step in (configure_command, build_command, ["ctest", "--preset", preset]):
+    for step in (configure_command, build_command, test_command):
         exit_code = call([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools), folder=tree)
         if exit_code:
             return exit_code

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_default_cases",
+    "list_meta_parts",
     "list_suite_parts",
     "make_pytest_command",
     "make_twin_command",
@@ -40,7 +41,9 @@ _COVERAGE_OPTIONS = (f"--rcfile={ROOT / 'pyproject.toml'}", f"--data-file={_COVE
 # Each of these suites runs in two processes, with half of its files each. A single process would still
 # run when all other suites have ended.
 _HALVED_SUITES = ("usrbio", "qualify")
-_SLOWEST_SUITES_FIRST = (*_HALVED_SUITES, "gds", "inventory", "storage", "property", "report", "gaudi")
+# The longest parts start first, so that all processors are busy until the end.
+_SLOWEST_SUITES_FIRST = (*_HALVED_SUITES, "gds", "storage", "inventory", "contract", "observe", "gaudi", "rdma")
+_SLOWEST_META_FIRST = ("test_snippets", "test_wheel", "test_second_library", "test_project_rules", "test_examples")
 
 
 def plan_sessions(run_bin: Path) -> dict[str, dict[str, Any]]:
@@ -133,6 +136,12 @@ def list_suite_parts() -> dict[str, list[Path]]:
         else:
             parts[name] = [folder]
     return parts
+
+
+def list_meta_parts() -> dict[str, list[Path]]:
+    """Return the path of each file of suites/meta by its name. The slowest files are first."""
+    path_by_name = {path.stem: path for path in sorted((ROOT / "suites" / "meta").glob("test_*.py"))}
+    return {name: [path_by_name[name]] for name in dict.fromkeys([*_SLOWEST_META_FIRST, *path_by_name])}
 
 
 def make_twin_command(run_bin: Path, *options: str) -> list[str]:

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hardware.lab.errors import LabError
+from hardware.lab.errors import BootTimeoutError, LabError
 
 __all__ = ["Limits", "Machine", "can_virtualize", "check_programs"]
 
@@ -69,6 +69,9 @@ class Machine:
     def run(self, script: Path, *, output: Path, limits: Limits) -> int:
         """Boot the machine, run the script with two rxe devices, shut down, and return the exit code of the script.
 
+        If the machine does not boot in time, it is started a second time, because an emulated
+        boot has hung before, for an unknown reason.
+
         Parameters
         ----------
         script : Path
@@ -79,8 +82,15 @@ class Machine:
         Raises
         ------
         LabError
-            The machine did not boot in time, did not end in time, or ended without the exit code of the script.
+            The machine did not boot in time twice, did not end in time, or ended without the exit code of the script.
         """
+        try:
+            return self._run_once(script, output=output, limits=limits)
+        except BootTimeoutError as error:
+            print(f"lab: {error}; it is started again", flush=True)  # noqa: T201 - users read it.
+        return self._run_once(script, output=output, limits=limits)
+
+    def _run_once(self, script: Path, *, output: Path, limits: Limits) -> int:
         # guest.sh creates `booted` when the kernel has booted, and writes the exit code of the script to `code`.
         for name in ("booted", "code"):
             (output / name).unlink(missing_ok=True)
@@ -88,8 +98,10 @@ class Machine:
         printer_thread = threading.Thread(target=_print_output, args=(process,))
         printer_thread.start()
         try:
-            self._wait(process, output / "booted", f"did not boot within {limits.boot_s:g} s", limits.boot_s)
-            self._wait(process, None, f"booted, but did not end within {limits.run_s:g} s", limits.run_s)
+            if not self._wait(process, output / "booted", limits.boot_s):
+                raise BootTimeoutError(_describe_timeout(f"did not boot within {limits.boot_s:g} s"))
+            if not self._wait(process, None, limits.run_s):
+                raise LabError(_describe_timeout(f"booted, but did not end within {limits.run_s:g} s"))
         finally:
             _kill(process)
             printer_thread.join()
@@ -126,17 +138,20 @@ class Machine:
         )
 
     @staticmethod
-    def _wait(process: subprocess.Popen[bytes], awaited_file: Path | None, failure_text: str, limit_s: float) -> None:
-        """Wait until `awaited_file` exists or the process ends. After `limit_s`, raise an error with `failure_text`."""
+    def _wait(process: subprocess.Popen[bytes], awaited_file: Path | None, limit_s: float) -> bool:
+        """Wait until `awaited_file` exists or the process ends. Return False if neither happened within `limit_s`."""
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
             if awaited_file is not None and awaited_file.exists():
-                return
+                return True
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_PERIOD_S)
-                return
-        message = f"the virtual machine {failure_text}, and was killed: try again on a machine with less load"
-        raise LabError(message)
+                return True
+        return False
+
+
+def _describe_timeout(event_text: str) -> str:
+    return f"the virtual machine {event_text}, and was killed: try again on a machine with less load"
 
 
 def check_programs(tools: Path) -> None:
