@@ -1,6 +1,6 @@
 """Registration of device memory with NICs, and sharing of device memory between processes.
 
-Only this package imports both an exporter of device memory (`gdrkit.cuda`) and its importer (`gdrkit.verbs`).
+`gdrkit.cuda` and `gdrkit.gaudi` export device memory, and `gdrkit.verbs` imports it. This package joins both sides.
 """
 
 from __future__ import annotations

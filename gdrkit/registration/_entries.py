@@ -1,9 +1,10 @@
-"""Entries of a region cache, and their index by address.
+"""Entries of a region cache (registered allocations), and their index by address.
 
 An entry is linked while lookups can find it in the index. An unlinked entry only waits for its deregistration.
 
-The index calls no driver, and its callers hold the lock of the cache. The chunks of memory are sorted by address and
-never overlap, so one binary search finds a range.
+An allocation consists of one or more chunks, because CUDA can map several allocations next to each other (VMM memory).
+The index sorts the chunks of all linked entries by address. Chunks never overlap, so one binary search finds the entry
+of a range. The index calls no driver, and its callers hold the lock of the cache.
 
 A signal handler that raises an exception, as the handler of Ctrl-C does, may interrupt a change of the index. The next
 call then repairs the index.
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AllocationKey", "CacheEntry", "EntryIndex", "end_address", "overlaps"]
 
-# The (base, length, buffer id) of every chunk of an allocation, in order of their addresses.
+# The (base address, length in bytes, buffer id) of every chunk of an allocation, in order of their addresses. The
+# buffer id is the number that the driver gave the chunk. The driver never uses a buffer id again.
 AllocationKey = tuple[tuple[int, int, int], ...]
 
 
@@ -44,12 +46,12 @@ class CacheEntry:
         "all_chunks_exist",
         "base",
         "deregistering_thread_id",
+        "deregistration_failed",
         "end",
         "finish_lease",
-        "has_failed",
         "indexed_memories",
-        "is_alive",
         "is_linked",
+        "is_memory_alive",
         "key",
         "lease_marks",
         "memory",
@@ -68,16 +70,17 @@ class CacheEntry:
         self.end = end_address(key)
         self.memory = memory
         self.registration = registration
-        self.finish_lease = finish_lease  # A function to call after the mark of a lease was removed.
-        self.all_chunks_exist = memory.make_existence_check(key)  # A function that asks the driver about the chunks.
+        self.finish_lease = finish_lease  # A function to call after an item of lease_marks was removed.
+        self.all_chunks_exist = memory.make_existence_check(key)  # A function. It asks the driver at each call.
         self.indexed_memories: list[DeviceBuffer] = []  # The keys of EntryIndex.by_memory whose value is this entry.
-        # One item for each lease. Items are added under the lock of the cache and removed without it.
+        # One None for each lease, so the length counts leases. Items are added under the lock of the cache and removed
+        # without it.
         self.lease_marks: list[None] = []
         self.is_linked = False
         self.deregistering_thread_id = 0  # The thread that is deregistering the entry; 0 if none.
-        self.has_failed = False  # Whether libibverbs failed to deregister the entry.
+        self.deregistration_failed = False  # Whether libibverbs failed to deregister the entry.
         # False after the memory was released, either by itself or with its device.
-        self.is_alive = True
+        self.is_memory_alive = True
         memory.before_release(self._mark_memory_released)
 
     @property
@@ -96,12 +99,12 @@ class CacheEntry:
         return self.end - self.base
 
     def release_lease(self) -> None:
-        """End a lease that has no :class:`Lease` object."""
+        """End a lease that a lookup has counted, but for which it has not created a :class:`Lease` object."""
         self.lease_marks.pop()
         self.finish_lease(self)
 
     def _mark_memory_released(self) -> None:
-        self.is_alive = False
+        self.is_memory_alive = False
 
 
 class _Chunk:
@@ -123,8 +126,8 @@ class EntryIndex:
     by_last_use : OrderedDict
         All linked entries, least recently used first.
     by_memory : dict
-        Maps a memory object of an earlier lookup to the entry that covers all of this memory. Most hits need only this
-        dict. It has only memory that gdrkit owns.
+        Maps the memory object of an earlier lookup to the entry that contains all of this memory. Most hits need only
+        this dict. It contains only memory that gdrkit frees: gdrkit unlinks the entry before the free.
     """
 
     def __init__(self, *, regions_max: int, bytes_max: int) -> None:
@@ -133,8 +136,8 @@ class EntryIndex:
         self._regions_max = regions_max
         self._bytes_max = bytes_max
         self._linked_bytes = 0
-        self._bases: list[int] = []
-        self._chunks: list[_Chunk] = []  # In the order of _bases.
+        self._bases: list[int] = []  # The first addresses of _chunks, in the same order: _bases is searched by bisect.
+        self._chunks: list[_Chunk] = []
         self._is_changing = False  # Whether add() or remove() is running, or was interrupted by an exception.
 
     def find(self, address: int, end: int) -> CacheEntry | None:
@@ -166,9 +169,9 @@ class EntryIndex:
         return list(entries)
 
     def find_invalidated_entries(self, key: AllocationKey) -> list[CacheEntry]:
-        """Return the entries with a chunk that no longer exists.
+        """Return the entries with a chunk that no longer exists, because the newer chunks of `key` use its addresses.
 
-        The chunks of `key` exist now. Another chunk that overlaps one of these chunks no longer exists.
+        The chunks of `key` exist now, so any other chunk in their address range was freed or unmapped.
         """
         existing_chunks = set(key)
         return [
@@ -185,7 +188,7 @@ class EntryIndex:
         self._repair()
         self._is_changing = True
         self._add_chunks(entry)
-        # No signal handler runs between the next statements.
+        # CPython runs signal handlers after calls and at the ends of loops, so none runs between the next three lines.
         self.by_last_use[entry] = None
         entry.is_linked = True
         self._is_changing = False
@@ -196,8 +199,8 @@ class EntryIndex:
         if not entry.is_linked:
             return
         self._is_changing = True
-        # A signal handler may lease a linked entry, which must then be in `by_last_use`.
-        # This statement must precede the count of the leases; see RegionCache._finish_lease.
+        # A signal handler may lease any linked entry, and moves it in `by_last_use`. So the entry is unlinked before it
+        # is deleted there. It must also be unlinked before its leases are counted; see RegionCache._finish_lease.
         entry.is_linked = False
         for base, _length_bytes, _buffer_id in entry.key:
             position = bisect_left(self._bases, base)
@@ -222,7 +225,7 @@ class EntryIndex:
         self._linked_bytes += entry.length_bytes
 
     def _repair(self) -> None:
-        """Build the index anew from the linked entries, if an exception has interrupted its last change."""
+        """Rebuild the index from the linked entries if an exception has interrupted its last change."""
         if not self._is_changing:
             return
         self._bases, self._chunks, self._linked_bytes = [], [], 0
@@ -238,7 +241,7 @@ class EntryIndex:
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether the number of regions or of bytes is above its limit."""
+        """Whether the linked entries exceed the limit of regions or of bytes."""
         return len(self.by_last_use) > self._regions_max or self._linked_bytes > self._bytes_max
 
     def select_evictions(self) -> list[CacheEntry]:
@@ -248,7 +251,7 @@ class EntryIndex:
         memory a second time.
         """
         self._repair()
-        entries: list[CacheEntry] = []
+        evictable_entries: list[CacheEntry] = []
         excess_count, excess_bytes = len(self.by_last_use) - self._regions_max, self._linked_bytes - self._bytes_max
         if excess_count > 0 or excess_bytes > 0:
             for entry in tuple(self.by_last_use):
@@ -256,8 +259,8 @@ class EntryIndex:
                     # A leased entry is in use now, so it moves to the most recently used end.
                     self.by_last_use.move_to_end(entry)
                     continue
-                entries.append(entry)
+                evictable_entries.append(entry)
                 excess_count, excess_bytes = excess_count - 1, excess_bytes - entry.length_bytes
                 if excess_count <= 0 and excess_bytes <= 0:
                     break
-        return entries
+        return evictable_entries

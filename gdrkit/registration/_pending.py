@@ -1,15 +1,16 @@
 """Registrations and deregistrations of a region cache that are in progress, and the lock of the cache.
 
-At most one registration per key is pending: concurrent lookups of one allocation share it. One thread registers, and
-the others wait for it.
+At most one registration of an allocation is pending. If several threads look up the same allocation, one thread
+registers it, and the others wait for that thread.
 
 An entry that is leased when it is unlinked (lookups no longer find it) stays registered until its last lease ends. The
-thread that ends that lease deregisters the entry. While a deregistration of some memory is pending, that memory cannot
-be freed and the cache cannot be closed.
+thread that ends that lease deregisters the entry. Until then, gdrkit refuses to free the memory and to close
+the cache.
 
-A signal handler or a finalizer may use the cache while its own thread is in a call of the cache. Outside the lock, it
-is like another thread, except that it must not wait for its own thread. Inside the lock, it can only use what does not
-change the cache.
+A signal handler or a finalizer may use the cache while the call that it interrupted is in the cache too. If the
+interrupted call does not have the lock, the handler can call every method, like another thread. Only calls that would
+have to wait for the interrupted call fail. If the interrupted call has the lock, the handler can lease cached memory
+and close leases. Calls that would add or remove entries fail with UsageError(BUSY).
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ __all__ = [
 
 # An address above all memory, and above the address ranges that represent dma-bufs (see DmabufMemory).
 _ADDRESS_END = 1 << 256
-# The time after which a waiting thread checks again, in seconds. Other threads notify it earlier.
+# The longest time in seconds after which a waiting thread checks its condition again, if no thread notifies it earlier.
 _RECHECK_S = 0.5
 # The advice in the errors that a signal handler gets.
-_AFTER_HANDLER = "try again after the signal handler or the finalizer"
+_RETRY_ADVICE = "try again after the signal handler or the finalizer"
 
 
 class CacheLock:
@@ -52,7 +53,7 @@ class CacheLock:
     Attributes
     ----------
     lock : RLock
-        The lock. The thread that has it may acquire it again, but then only read what it protects.
+        The lock. A signal handler can acquire it again if its own thread has it.
     """
 
     def __init__(self) -> None:
@@ -64,11 +65,11 @@ class CacheLock:
 
         The caller is then in a signal handler or a finalizer. The call that it interrupted is changing the cache.
         """
-        if self.is_held():
+        if self.is_held_by_this_thread():
             message = f"cannot {action}, because the interrupted call is changing the region cache"
-            raise UsageError(message, reason=Reason.BUSY, what_to_do=_AFTER_HANDLER)
+            raise UsageError(message, reason=Reason.BUSY, what_to_do=_RETRY_ADVICE)
 
-    def is_held(self) -> bool:
+    def is_held_by_this_thread(self) -> bool:
         """Return whether this thread has the lock."""
         try:
             self._condition.notify(0)  # This notifies no thread. It fails if this thread does not have the lock.
@@ -81,14 +82,15 @@ class CacheLock:
         self._condition.notify_all()
 
     def wait_for(self, is_done: Callable[[], object], *, timeout_ms: float | None = None) -> bool:
-        """Release the lock until `is_done` returns a true value, and return whether it did so in time."""
-        end_s = math.inf if timeout_ms is None else time.monotonic() + timeout_ms / 1000
+        """Wait, with the lock released, until `is_done` returns a true value. Return False after `timeout_ms`."""
+        deadline_s = math.inf if timeout_ms is None else time.monotonic() + timeout_ms / 1000
         while not is_done():
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
                 return False
-            # A signal handler may end a lease after the check above, and before this thread can be notified.
-            self._condition.wait(min(left_s, _RECHECK_S))
+            # A signal handler of this thread can end a lease between the check and the wait. It cannot notify the
+            # thread then, so the thread checks again after _RECHECK_S.
+            self._condition.wait(min(remaining_s, _RECHECK_S))
         return True
 
 
@@ -108,11 +110,11 @@ class PendingDeregistrations:
     @property
     def failed_count(self) -> int:
         """The number of entries that libibverbs failed to deregister."""
-        return sum(entry.has_failed for entry in self.entries)
+        return sum(entry.deregistration_failed for entry in self.entries)
 
     @property
     def thread_ids(self) -> set[int]:
-        """The threads that deregister entries."""
+        """Identifiers of the threads that are deregistering entries."""
         return {entry.deregistering_thread_id for entry in self.entries} - {0}
 
     def find_overlapping(self, begin: int, end: int) -> list[CacheEntry]:
@@ -122,16 +124,17 @@ class PendingDeregistrations:
     def deregister(
         self, begin: int = 0, end: int = _ADDRESS_END, *, raise_errors: bool, retry_failed: bool = False
     ) -> None:
-        """Deregister the entries of a range that are not leased, and that no other thread deregisters.
+        """Deregister the entries that overlap [begin, end), except the leased ones and the work of other threads.
 
-        A lookup passes False as `raise_errors`, because it must not raise the errors of unrelated entries.
+        With `retry_failed`, this includes entries that libibverbs failed to deregister before. Lookups pass False as
+        `raise_errors`, because they must not raise the errors of unrelated entries.
         """
         first_error: GdrkitError | None = None
         with self._lock.lock:
             entries = [
                 entry
                 for entry in self.find_overlapping(begin, end)
-                if entry.can_be_deregistered and (retry_failed or not entry.has_failed)
+                if entry.can_be_deregistered and (retry_failed or not entry.deregistration_failed)
             ]
         for entry in entries:
             try:
@@ -140,14 +143,14 @@ class PendingDeregistrations:
                 if first_error is None:
                     first_error = error
                 else:
-                    first_error.add_note(f"then also: {error}")
+                    first_error.add_note(f"another deregistration failed too: {error}")
         if first_error is not None and raise_errors:
             raise first_error
 
     def deregister_and_wait(self, begin: int = 0, end: int = _ADDRESS_END) -> None:
-        """Deregister the entries of a range that are not leased, and wait for the threads that deregister others.
+        """Deregister the unleased entries that overlap [begin, end), and wait for threads that deregister some of them.
 
-        Try again to deregister the entries that failed before.
+        This method tries the entries again that libibverbs failed to deregister before.
 
         Raises
         ------
@@ -160,19 +163,20 @@ class PendingDeregistrations:
         def is_done() -> bool:
             return not any(entry.deregistering_thread_id for entry in self.find_overlapping(begin, end))
 
-        has_rest = True
-        while has_rest:
+        must_repeat = True
+        while must_repeat:
             self.deregister(begin, end, raise_errors=True, retry_failed=True)
             with self._lock.lock:
                 if not is_done() and threading.get_ident() in self.thread_ids:
                     message = f"the interrupted call is deregistering memory in [{begin:#x}, {end:#x})"
-                    raise UsageError(message, reason=Reason.BUSY, what_to_do=_AFTER_HANDLER)
+                    raise UsageError(message, reason=Reason.BUSY, what_to_do=_RETRY_ADVICE)
                 self._lock.wait_for(is_done)
-                # A deregistration in another thread may have failed, and a lease may have ended.
-                has_rest = any(entry.can_be_deregistered for entry in self.find_overlapping(begin, end))
+                # A deregistration in another thread may have failed, or a lease may have ended without a
+                # deregistration.
+                must_repeat = any(entry.can_be_deregistered for entry in self.find_overlapping(begin, end))
 
     def _deregister_entry(self, entry: CacheEntry) -> None:
-        """Close the memory of an entry, which deregisters it, unless it is leased or another thread does this."""
+        """Deregister an entry by closing its memory, unless it is leased or another thread deregisters it."""
         thread_id = threading.get_ident()
         is_claimed = False
         try:
@@ -182,10 +186,10 @@ class PendingDeregistrations:
                 entry.deregistering_thread_id, is_claimed = thread_id, True
             entry.memory.close()
         except GdrkitError:
-            entry.has_failed = True
+            entry.deregistration_failed = True
             raise
         finally:
-            # If a signal handler raised an exception, the next call tries again.
+            # If a signal handler raised an exception, the memory is still open: the next call tries again.
             if is_claimed:
                 entry.deregistering_thread_id = 0
                 with self._lock.lock:
@@ -237,7 +241,7 @@ class PendingRegistrations:
         return self._by_key.get(key)
 
     def start(self, pending: PendingRegistration) -> None:
-        """Add a registration. Its key must have none yet."""
+        """Add a registration. No other registration of its key may be pending."""
         self._pending.add(pending)
         self._by_key[pending.key] = pending
 
@@ -250,9 +254,13 @@ class PendingRegistrations:
         pending.is_done = True
 
     def abandon(self, pending: PendingRegistration, error: BaseException) -> None:
-        """End a registration that failed, or that an exception of a signal handler has interrupted."""
+        """End a registration that failed, or that the exception of a signal handler has interrupted.
+
+        If the registration was already complete, this ends only the lease of the calling thread.
+        """
         # Every waiting thread raises a copy of the error, because one error object would collect the tracebacks of all
-        # threads. Only errors of gdrkit are passed on. After another exception, the waiting threads try again.
+        # threads. Only errors of gdrkit are passed on. After any other exception, the waiting threads search the index
+        # again.
         shared_error = error.clone() if isinstance(error, GdrkitError) else None
         with self._lock.lock:
             entry, has_leases = pending.entry, pending.is_done
@@ -272,7 +280,7 @@ class PendingRegistrations:
         try:
             with self._lock.lock:
                 self._lock.wait_for(lambda: pending.is_done)
-        except BaseException:
+        except BaseException:  # A signal handler raised it. A complete registration has given this thread a lease.
             with self._lock.lock:
                 pending.waiter_count -= 1
                 entry = pending.entry if pending.is_done else None
@@ -291,7 +299,7 @@ class PendingRegistrations:
         thread_ids = self._deregistrations.thread_ids | {pending.thread_id for pending in self._pending}
         if threading.get_ident() in thread_ids:
             message = f"cannot {action}, because the interrupted call is registering or deregistering memory"
-            raise UsageError(message, reason=Reason.BUSY, what_to_do=_AFTER_HANDLER)
+            raise UsageError(message, reason=Reason.BUSY, what_to_do=_RETRY_ADVICE)
 
     def unlink(self, begin: int, end: int) -> int:
         """Stop new lookups from joining the pending registrations that overlap [begin, end). Return their number."""
@@ -315,9 +323,9 @@ def register_allocation(
     route: RegistrationRoute | None,
     finish_lease: Callable[[CacheEntry], None],
 ) -> CacheEntry:
-    """Register all chunks under `memory`. Return the new entry, which is also the entry of `pending`.
+    """Register the allocation that contains `memory`, and return the new entry, which is also stored in `pending`.
 
-    The caller has read the key of `pending`, the allocation key of `memory`, before this call.
+    The key of `pending` is the allocation key that the caller has read from `memory` before this call.
 
     Parameters
     ----------
@@ -333,8 +341,8 @@ def register_allocation(
     allocation = memory.allocation()
     try:
         registration = register(allocation, nics, access=access, route=route)
-        # The caller read the key before the registration. The registered memory is the memory that the key names only
-        # if the chunks of the key still exist now.
+        # The memory may have been freed or remapped since the caller read the key. If the chunks of the key still exist
+        # now, they are what was registered.
         if (allocation.address, allocation.length_bytes) != (
             key[0][0],
             end_address(key) - key[0][0],
@@ -346,7 +354,7 @@ def register_allocation(
         try:
             allocation.close()
         except GdrkitError as close_error:
-            error.add_note(f"then, while undoing: {close_error}")
+            error.add_note(f"then the clean-up failed too: {close_error}")
         raise
     # No signal handler has run since the end of the `try` block. From now on, the caller deregisters the entry.
     pending.entry = entry

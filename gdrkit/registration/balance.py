@@ -1,8 +1,8 @@
-"""Balance: all GPUs and all NICs transfer at the same time, and the counters of the ports show what each NIC carries.
+"""Balance of NICs: all GPUs and NICs transfer at the same time, and port counters show how much each NIC carries.
 
 Each pair of a GPU and a NIC has an initiator on this NIC, which writes to and reads from memory of the GPU in turn. So
-both directions of every link and of every path between GPU and NIC are in use. On a balanced machine, the bytes of each
-NIC are proportional to the rate of its link.
+both directions of every path between GPU and NIC are in use. On a balanced machine, the number of bytes that a NIC
+carries is proportional to the rate of its link.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Balance", "NicLoad", "measure_balance"]
 
-# A burst transfers all of the memory, so that the check after the bursts covers all of it.
+# A burst is 16 transfers of 64 KiB, which together cover all of the memory, so the check at the end checks every byte.
 _MEMORY_BYTES, _TRANSFER_BYTES, _OPERATION_COUNT, _QUEUE_DEPTH = MIB, 64 * KIB, 16, 8
-_SEED = 0x62616C
+_PATTERN_SEED = 0x62616C  # "bal"
 # A NIC is slow if its share of the bytes is less than this part of its expected share.
 _SLOW_RATIO = 0.7
 
@@ -50,7 +50,7 @@ class NicLoad:
     moved_bytes : int
         Number of bytes that its initiators moved, in both directions.
     counted_bytes : int or None
-        Sum of the bytes that its port counted as sent and as received. None: the port has no byte counters.
+        Sum of the bytes that its port counted as sent and as received; None if the port has no byte counters.
     share_percent, expected_percent : float
         Its share of the bytes of all NICs, and the share of its link rate in the sum of all link rates.
     """
@@ -70,12 +70,12 @@ class NicLoad:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """The result of a measurement.
+    """The result of :func:`measure_balance`.
 
     Attributes
     ----------
     duration_s : float
-        Duration in seconds.
+        Duration of the transfers in seconds.
     is_counted : bool
         Whether the shares come from the port counters. If a port has no byte counters, or counted nothing, they come
         from the bytes that the initiators moved.
@@ -124,18 +124,20 @@ def measure_balance(
         counters_after = [read_port(tree, nic.name, nic.port.number) for nic in nics]
         for worker in workers:
             worker.check()
-    moved_bytes = [worker.moved_bytes for worker in workers]
-    matrix = tuple(tuple(moved_bytes[row * len(nics) : (row + 1) * len(nics)]) for row in range(len(devices)))
-    growths = [port_growth(first, last) for first, last in zip(counters_before, counters_after, strict=True)]
+    moved_bytes_by_worker = [worker.moved_bytes for worker in workers]
+    matrix = tuple(tuple(moved_bytes_by_worker[row * len(nics) : (row + 1) * len(nics)]) for row in range(len(devices)))
+    counter_growths = [
+        port_growth(before, after) for before, after in zip(counters_before, counters_after, strict=True)
+    ]
     counted_bytes = [
         None
         if growth.sent_bytes is None or growth.received_bytes is None
         else growth.sent_bytes + growth.received_bytes
-        for growth in growths
+        for growth in counter_growths
     ]
-    link_rates = [Placement(tree).link_gbit_per_s(nic) for nic in nics]
-    nic_bytes = [sum(column) for column in zip(*matrix, strict=True)]
-    loads = _make_loads(nics, link_rates, moved_bytes=nic_bytes, counted_bytes=counted_bytes)
+    link_rates_gbit_per_s = [Placement(tree).link_gbit_per_s(nic) for nic in nics]
+    moved_bytes_by_nic = [sum(column) for column in zip(*matrix, strict=True)]
+    loads = _make_loads(nics, link_rates_gbit_per_s, moved_bytes=moved_bytes_by_nic, counted_bytes=counted_bytes)
     return Balance(
         duration_s=elapsed_s,
         is_counted=_has_every_port_counted(counted_bytes),
@@ -151,15 +153,19 @@ def _has_every_port_counted(counted_bytes: Sequence[int | None]) -> bool:
 
 
 def _make_loads(
-    nics: Sequence[Nic], link_rates: Sequence[float], *, moved_bytes: Sequence[int], counted_bytes: Sequence[int | None]
+    nics: Sequence[Nic],
+    link_rates_gbit_per_s: Sequence[float],
+    *,
+    moved_bytes: Sequence[int],
+    counted_bytes: Sequence[int | None],
 ) -> tuple[NicLoad, ...]:
-    """Return the loads. If a link rate is unknown, all links count as equally fast."""
-    weights = link_rates if all(link_rates) else [1.0] * len(link_rates)
+    """Return the load of each NIC. If a link rate is unknown (0), all links count as equally fast."""
+    weights = link_rates_gbit_per_s if all(link_rates_gbit_per_s) else [1.0] * len(link_rates_gbit_per_s)
     carried_bytes = [count or 0 for count in counted_bytes] if _has_every_port_counted(counted_bytes) else moved_bytes
     return tuple(
         NicLoad(
             nic=nic.name,
-            link_gbit_per_s=link_rates[index],
+            link_gbit_per_s=link_rates_gbit_per_s[index],
             moved_bytes=moved_bytes[index],
             counted_bytes=counted_bytes[index],
             share_percent=100 * carried_bytes[index] / (sum(carried_bytes) or 1),
@@ -170,7 +176,7 @@ def _make_loads(
 
 
 class _Worker:
-    """A thread that transfers between one GPU and one NIC. It is the context manager of its memory and connection."""
+    """A thread that transfers between one GPU and one NIC. It is a context manager that owns its connection."""
 
     def __init__(self, device: PrimaryContext, nic: Nic) -> None:
         self.moved_bytes = 0
@@ -188,7 +194,7 @@ class _Worker:
             self._initiator = stack.enter_context(Initiator(self._nic.name, memory_bytes=_MEMORY_BYTES))
             responder.connect(self._initiator.endpoints()[0], reads_max=self._initiator.reads_max)
             self._initiator.connect([responder.endpoint()], reads_max=self._initiator.reads_max)
-            self._initiator.write(pattern.payload(_MEMORY_BYTES, seed=_SEED))
+            self._initiator.write(pattern.payload(_MEMORY_BYTES, seed=_PATTERN_SEED))
             self._stack = stack.pop_all()
         return self
 
@@ -206,8 +212,8 @@ class _Worker:
         if self._error is not None:
             raise self._error
         if self.moved_bytes:
-            pattern.check(self._memory.read(), seed=_SEED)
-            pattern.check(self._initiator.read(), seed=_SEED)
+            pattern.check(self._memory.read(), seed=_PATTERN_SEED)
+            pattern.check(self._initiator.read(), seed=_PATTERN_SEED)
 
     def _run(self, deadline_s: float) -> None:
         try:

@@ -1,13 +1,15 @@
 """A cache of memory registrations.
 
-Registering memory takes long. Checking whether a cached registration is still valid takes one call of the driver.
+Registering memory takes long. A cached registration only needs a check whether its memory still exists, which takes one
+driver call for each chunk of the memory.
 
 An entry is one whole allocation, registered with every NIC of the cache. Its key is the base, the size and the driver's
 buffer id of each chunk of the allocation. The address alone is not enough: memory that was freed and allocated again at
 the same address has another buffer id, and needs another registration.
 
-The cache registers memory outside its lock, and each key in at most one thread at a time. When gdrkit frees memory, it
-first removes the memory's entries from the cache. A leased entry is deregistered when its last lease ends.
+The cache does not hold its lock while it registers memory. If several threads look up the same allocation, only one of
+them registers it. When gdrkit frees memory, it first removes the memory's entries from the cache. A leased entry is
+deregistered when its last lease ends.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from gdrkit.registration._pending import (
     register_allocation,
 )
 from gdrkit.registration.lease import Lease, refuse_range
-from gdrkit.registration.policy import ALL_ACCESS, check_memory, check_nics
+from gdrkit.registration.policy import TRANSFER_ACCESS, check_memory, check_nics
 from gdrkit.registration.statistics import CacheStatistics
 from gdrkit.text import format_count
 from gdrkit.units import GIB
@@ -60,22 +62,23 @@ class RegionCache:
     route : RegistrationRoute or None
         The only method of registration to use. With None, :func:`~gdrkit.registration.register` chooses the method.
     regions_max : int
-        Limit of the number of entries, above 0. Leased entries are not evicted, so they can exceed a limit.
+        Largest number of entries, above 0. Leased entries are not evicted, so the cache can exceed this limit and the
+        next one while they are leased.
     bytes_max : int
-        Limit of the registered memory in bytes, above 0. An allocation larger than that is registered for its lease
-        only.
+        Largest size of the registered memory in bytes, above 0. A larger allocation is not cached: it is deregistered
+        when its leases end.
 
     Raises
     ------
     UsageError
-        A limit is not above 0, or `nics` is not a sequence of at least one Nic, each once.
+        A limit is not above 0, or `nics` is empty, contains a NIC twice, or contains something other than a Nic.
     """
 
     def __init__(
         self,
         nics: Sequence[Nic],
         *,
-        access: Access = ALL_ACCESS,
+        access: Access = TRANSFER_ACCESS,
         route: RegistrationRoute | None = None,
         regions_max: int = 1024,
         bytes_max: int = 1024 * GIB,
@@ -89,7 +92,7 @@ class RegionCache:
         self.route = route
         self.regions_max = regions_max
         self.bytes_max = bytes_max
-        self._create_index()
+        self._create_lock_and_index()
         # For each memory whose owner notifies the cache before a free: the function that cancels the notification.
         self._watched_memories: dict[DeviceBuffer, Callable[[], None]] = {}
         self._hits = self._misses = self._registrations = self._evictions = self._invalidations = 0
@@ -165,7 +168,7 @@ class RegionCache:
                     self._hits += 1
                     self._by_last_use.move_to_end(entry)
                 else:
-                    entry = None  # Another thread has unlinked it.
+                    entry = None  # Another thread has unlinked it, or closes the cache.
         if entry is None or not self._validate_or_unlink(entry):
             entry = self._find_or_register(memory, address, address + length_bytes)
         return Lease(entry, address, length_bytes)
@@ -173,8 +176,8 @@ class RegionCache:
     def invalidate(self, address: int, *, length_bytes: int) -> int:
         """Remove every entry that overlaps a range, and return the number of removed entries.
 
-        Pending registrations in the range count as entries. No later lookup finds them. Entries without a lease are
-        deregistered before this method returns, the others when their last lease ends.
+        A pending registration of the range counts as an entry: later lookups do not join it. Entries without a lease
+        are deregistered before this method returns, leased entries when their last lease ends.
 
         Raises
         ------
@@ -192,13 +195,13 @@ class RegionCache:
         return count
 
     def close(self, *, timeout_ms: float | None = 0) -> None:
-        """Deregister everything. A second close does nothing.
+        """Deregister all memory and close the cache. A second close does nothing.
 
         Parameters
         ----------
         timeout_ms : float or None
-            Longest wait for open leases and pending registrations, in milliseconds. With 0, close fails at once if
-            there are any. With None, there is no limit. During the wait, new leases are refused.
+            Longest wait for the end of all leases and pending registrations, in milliseconds. With 0, close fails at
+            once if there are any. With None, the wait has no limit. During the wait, new leases are refused.
 
         Raises
         ------
@@ -206,7 +209,8 @@ class RegionCache:
             BUSY: a lease is still open, or a registration is pending; or the caller is a signal handler or a finalizer
             that would wait for the interrupted call. The cache stays open and usable.
         ApiError
-            An entry could not be deregistered (the error of the first one). Another close tries again.
+            An entry could not be deregistered (the error of the first one). New leases are already refused. Call close
+            again to deregister the remaining entries.
         """
         self._cache_lock.refuse_handler("close the region cache")
         with self._lock:
@@ -241,18 +245,18 @@ class RegionCache:
 
         The child neither leases nor deregisters. The cache of the parent and its leases stay valid.
         """
-        # The child must not release the objects of the parent, so it keeps references to them.
+        # The destructors of these objects would release resources of the parent, so the child keeps references to them.
         self._objects_of_parent = (
             self._index,
             self._pending_registrations,
             self._pending_deregistrations,
             self._watched_memories,
         )
-        self._create_index()
+        self._create_lock_and_index()
         self._watched_memories = {}
         self._is_closing = self._is_closed = True
 
-    def _create_index(self) -> None:
+    def _create_lock_and_index(self) -> None:
         """Create the lock and everything that it protects."""
         self._cache_lock = CacheLock()
         self._lock = self._cache_lock.lock
@@ -263,17 +267,17 @@ class RegionCache:
 
     def _validate_or_unlink(self, entry: CacheEntry) -> bool:
         """Return whether the memory of a leased entry is still the same. If not, unlink the entry and end the lease."""
-        all_chunks_exist = entry.all_chunks_exist  # `entry.all_chunks_exist()` would be slower.
+        all_chunks_exist = entry.all_chunks_exist  # Python calls a local function faster than an attribute.
         try:
-            # This call needs no lock: the memory could change right after the call in any case.
-            if all_chunks_exist() and entry.is_alive:
+            # This call needs no lock: even with the lock, the memory could be freed right after the call.
+            if all_chunks_exist() and entry.is_memory_alive:
                 return True
             self._cache_lock.refuse_handler("replace a registration")
         except BaseException:
             entry.release_lease()
             raise
         with self._lock:
-            self._hits -= 1  # The lookup has counted this entry as a hit.
+            self._hits -= 1  # The lookup has counted the invalid entry as a hit.
             if entry.is_linked:
                 self._unlink(entry)
                 self._invalidations += 1
@@ -281,7 +285,7 @@ class RegionCache:
         return False
 
     def _find_or_register(self, memory: DeviceBuffer, address: int, end: int) -> CacheEntry:
-        """Return a valid, leased entry that contains [address, end): one from the index, or a new one."""
+        """Lease and return a valid entry that contains [address, end). If there is none, register the memory."""
         self._cache_lock.refuse_handler(f"lease [{address:#x}, {end:#x})")
         while True:
             if memory.closed:
@@ -309,38 +313,39 @@ class RegionCache:
     def _register_or_wait(self, memory: DeviceBuffer) -> CacheEntry | None:
         """Register the memory, or wait for the thread that registers it, and return the leased entry.
 
-        If the result is None, the caller has to search the index again.
+        Return None if another thread has registered the memory meanwhile, or was interrupted while it registered. The
+        caller then searches the index again.
         """
         try:
-            own = PendingRegistration(memory.allocation_key())
+            own_registration = PendingRegistration(memory.allocation_key())
         except ApiError as error:
-            if memory.closed:  # Another thread or a signal handler has freed it meanwhile.
+            if memory.closed:  # Another thread or a signal handler has freed the memory meanwhile.
                 raise ClosedResource(_MEMORY_NAME) from error
             raise
         try:
             with self._lock:
                 self._check_leasable(memory)
-                pending = self._pending_registrations.find(own.key)
-                if pending is not None:
+                joined_registration = self._pending_registrations.find(own_registration.key)
+                if joined_registration is not None:
                     self._pending_registrations.refuse_wait(f"lease the memory at {memory.address:#x}")
-                    pending.waiter_count += 1
+                    joined_registration.waiter_count += 1
                 else:
                     # Another thread may have registered this key since this thread searched the index.
-                    existing_entry = self._index.find(own.key[0][0], end_address(own.key))
-                    if existing_entry is not None and existing_entry.key == own.key:
+                    existing_entry = self._index.find(own_registration.key[0][0], end_address(own_registration.key))
+                    if existing_entry is not None and existing_entry.key == own_registration.key:
                         return None
-                    self._pending_registrations.start(own)
+                    self._pending_registrations.start(own_registration)
                 self._misses += 1
-            if pending is None:
-                return self._register(own, memory)
+            if joined_registration is None:
+                return self._register(own_registration, memory)
         except BaseException as error:
             try:
-                self._pending_registrations.abandon(own, error)
+                self._pending_registrations.abandon(own_registration, error)
             finally:
-                if not own.is_done:  # An interrupt has ended the call above.
-                    self._pending_registrations.abandon(own, error)
+                if not own_registration.is_done:  # An interrupt has ended the first call of abandon() early.
+                    self._pending_registrations.abandon(own_registration, error)
             raise
-        return self._pending_registrations.wait_for(pending)
+        return self._pending_registrations.wait_for(joined_registration)
 
     def _check_leasable(self, memory: DeviceBuffer) -> None:
         if self._is_closing:
@@ -375,10 +380,12 @@ class RegionCache:
             leases_text = format_count(self._count_leases(), "lease")
             registrations_text = format_count(len(self._pending_registrations), "registration")
             message = f"the cache still has {leases_text} open and {registrations_text} pending"
-            raise UsageError(message, reason=Reason.BUSY, what_to_do="close the leases first, or wait by timeout_ms")
+            raise UsageError(
+                message, reason=Reason.BUSY, what_to_do="close the leases first, or pass timeout_ms to wait for them"
+            )
 
     def _link(self, entry: CacheEntry) -> None:
-        """Link an entry, and unlink the entries that it replaces or evicts. The caller then deregisters these."""
+        """Link an entry, and unlink the entries that it replaces or evicts. The caller deregisters them."""
         for invalid_entry in self._index.find_invalidated_entries(entry.key):
             self._unlink(invalid_entry)
             self._invalidations += 1
@@ -399,33 +406,33 @@ class RegionCache:
         self._index.remove(entry)
 
     def _evict(self) -> None:
-        """Unlink entries until the limits hold."""
+        """Unlink entries without a lease until the limits hold, or until only leased entries are left."""
         self._is_over_limit = True  # This must precede the count of the leases; see _finish_lease.
-        candidates = self._index.select_evictions()
-        for entry in candidates:
+        evicted_entries = self._index.select_evictions()
+        for entry in evicted_entries:
             self._unlink(entry)
-        self._evictions += len(candidates)
+        self._evictions += len(evicted_entries)
         self._is_over_limit = self._index.is_over_limit
 
     def _finish_lease(self, entry: CacheEntry) -> None:
-        """Finish the end of a lease whose mark was removed, in most cases without taking the lock.
+        """Finish a lease whose item in `lease_marks` was removed, in most cases without taking the lock.
 
-        Another thread that counts the leases under the lock first makes one of the three conditions below true.
-        Removing a mark and counting the marks are atomic against each other. If the other thread counts after the
-        removal, it does not count this lease. If it counts before the removal, this thread sees the true condition and
-        calls `_finish_release`.
+        A thread that deregisters or evicts entries, or closes the cache, counts the leases first. Before that, it makes
+        one of the three conditions below true. Removing and counting the items are atomic. If the thread counts after
+        the removal, it does not count this lease. If it counts before the removal, the condition is already true here,
+        and this call cleans up.
         """
         if not entry.is_linked or self._is_over_limit or self._is_closing:
-            self._finish_release(entry)
+            self._clean_up_after_lease(entry)
 
-    def _finish_release(self, entry: CacheEntry) -> None:
-        """Deregister or evict the entries that only waited for the end of this lease."""
+    def _clean_up_after_lease(self, entry: CacheEntry) -> None:
+        """Deregister or evict the entries that only waited for the end of a lease of `entry`. Wake a waiting close."""
         if self._is_closed:
-            # A closed cache has a lease only in a forked child. There the lease is a copy of a lease of the parent.
+            # Only in a forked child does a closed cache have leases. They are copies of leases of the parent.
             return
-        if self._cache_lock.is_held():
-            # The caller is a signal handler, and the interrupted call is changing the cache. The next call that
-            # deregisters does the rest.
+        if self._cache_lock.is_held_by_this_thread():
+            # The caller is a signal handler, and the interrupted call is changing the cache. The entry stays registered
+            # until the next call that deregisters entries.
             return
         with self._lock:
             if entry.is_linked:
@@ -473,7 +480,7 @@ class RegionCache:
                     return
         users = f"{format_count(lease_count, 'lease')} and {format_count(registering_count, 'pending registration')}"
         message = f"the memory is still in use by {users}"
-        raise UsageError(message, reason=Reason.BUSY, what_to_do="close the leases first, then free it")
+        raise UsageError(message, reason=Reason.BUSY, what_to_do="close the leases first, then free the memory")
 
     def __enter__(self) -> Self:
         return self

@@ -24,9 +24,9 @@ class ConnectedPair:
     Parameters
     ----------
     responder : Nic
-        The NIC that executes the requests. It has registered the memory that they access.
+        The NIC that executes the requests. The memory that the requests access is registered with this NIC.
     requester : Nic or None
-        The NIC that posts the requests. If it is None, the responder posts them too, and the bytes stay inside one NIC
+        The NIC that posts the requests. With None, the responder also posts them, and the bytes stay inside one NIC
         (loopback).
     length_bytes : int
         Size of the host memory in bytes.
@@ -56,12 +56,12 @@ class ConnectedPair:
         return stack.enter_context(nic.queue_pair(stack.enter_context(nic.completion_queue(depth=16))))
 
     def write(self, remote: RemoteRange) -> Completion:
-        """Write :attr:`data` to `remote` and return the completion."""
+        """Write :attr:`data` to `remote`, wait for the completion and return it."""
         self._requester_pair.post_write(self._region, remote, work_id=1)
         return self._requester_pair.wait(_COMPLETION_TIMEOUT_MS)
 
     def read(self, remote: RemoteRange) -> Completion:
-        """Read from `remote` into :attr:`data` and return the completion."""
+        """Read from `remote` into :attr:`data`, wait for the completion and return it."""
         self._requester_pair.post_read(self._region, remote, work_id=2)
         return self._requester_pair.wait(_COMPLETION_TIMEOUT_MS)
 

@@ -1,7 +1,8 @@
 """Memory that any exporter shares as a dma-buf.
 
 ROCm, Level Zero, an FPGA driver, the dma-heaps of the kernel and udmabuf export their memory as dma-bufs. gdrkit has no
-code for them: the program that uses their library passes the descriptor. ``docs/add-a-device.md`` shows how.
+code for these exporters. The user's program exports the memory itself, and passes the descriptor of the dma-buf to
+gdrkit. ``docs/add-a-device.md`` shows how.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ __all__ = ["DmabufMemory"]
 
 # DMA_BUF_IOCTL_SYNC is _IOW('b', 0, struct dma_buf_sync), which has one u64 of flags (linux/dma-buf.h).
 _IOCTL_SYNC = 0x40086200
-_SYNC_READ, _SYNC_WRITE, _SYNC_END = 1, 2, 4
-# A cache of registrations finds memory by address. Every dma-buf gets its own range of numbers for that. The ranges lie
-# above all addresses of devices and processes, and are larger than any dma-buf.
-_SPACE_BYTES = 1 << 64
+_SYNC_READ, _SYNC_WRITE, _SYNC_END = 1, 2, 4  # DMA_BUF_SYNC_READ, DMA_BUF_SYNC_WRITE, DMA_BUF_SYNC_END
+# A region cache finds memory by its address, but a dma-buf has none. So every dma-buf gets an invented range of
+# addresses of its own. The ranges lie above all addresses of devices and processes, and are larger than any dma-buf.
+_ADDRESS_RANGE_BYTES = 1 << 64
 
 
 class DmabufMemory(MemoryResource):
@@ -45,19 +46,21 @@ class DmabufMemory(MemoryResource):
     Attributes
     ----------
     address : int
-        A number that identifies the first byte among all dma-bufs. It is not an address in a process or on a device.
+        An invented address that identifies the first byte among all dma-bufs. No process or device can access it.
     """
 
     def __init__(self, dmabuf: DmabufRange) -> None:
         self._dmabuf = dmabuf
         try:
             device, self._inode = dmabuf.identity
-            self._size_bytes = dmabuf.size_bytes
+            self._dmabuf_size_bytes = dmabuf.size_bytes
         except BaseException:
             dmabuf.close()
             raise
-        self._base = ((device << 64 | self._inode) + 1) * _SPACE_BYTES
-        super().__init__(MemoryKind.DMABUF, address=self._base + dmabuf.offset_bytes, length_bytes=dmabuf.length_bytes)
+        self._base_address = ((device << 64 | self._inode) + 1) * _ADDRESS_RANGE_BYTES
+        super().__init__(
+            MemoryKind.DMABUF, address=self._base_address + dmabuf.offset_bytes, length_bytes=dmabuf.length_bytes
+        )
 
     @property
     def owned(self) -> bool:
@@ -65,9 +68,9 @@ class DmabufMemory(MemoryResource):
         return False
 
     def export_dmabuf(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> DmabufRange:
-        """Return the range of a part of this memory, with a duplicate of the descriptor. The caller closes it.
+        """Return a dma-buf range for a part of this memory, with a duplicate of the descriptor. The caller closes it.
 
-        A length of None means up to the end.
+        A length of None means up to the end of the memory.
         """
         self._check_open()
         length_bytes = self._resolve_length(offset_bytes, length_bytes)
@@ -76,17 +79,18 @@ class DmabufMemory(MemoryResource):
         )
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
-        """Return the identity of the whole dma-buf: the first number of its range, its size and its inode."""
+        """Return the identity of the whole dma-buf: its first invented address, its size and its inode."""
         self._check_open()
-        return ((self._base, self._size_bytes, self._inode),)
+        return ((self._base_address, self._dmabuf_size_bytes, self._inode),)
 
     def make_existence_check(self, key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
         """Return a function that checks whether this object still holds the dma-buf of `key`.
 
-        The kernel gives no other dma-buf the same inode while a descriptor of this one is open.
+        While a descriptor of this dma-buf is open, the kernel does not give its inode to another dma-buf. So the key is
+        enough for the check.
         """
-        is_same = key == ((self._base, self._size_bytes, self._inode),)
-        return lambda: is_same and not self.closed
+        is_own_key = key == ((self._base_address, self._dmabuf_size_bytes, self._inode),)
+        return lambda: is_own_key and not self.closed
 
     def allocation(self) -> DmabufMemory:
         """Return an object for the whole dma-buf, with a duplicate of the descriptor."""
@@ -98,17 +102,17 @@ class DmabufMemory(MemoryResource):
 
     def _copy_to_host(self, address: int, view: memoryview) -> None:
         with self._map_for_access(_SYNC_READ) as mapping:
-            begin = address - self._base
-            view[:] = memoryview(mapping)[begin : begin + view.nbytes]
+            dmabuf_offset_bytes = address - self._base_address
+            view[:] = memoryview(mapping)[dmabuf_offset_bytes : dmabuf_offset_bytes + view.nbytes]
 
     def _copy_from_host(self, address: int, view: memoryview) -> None:
         with self._map_for_access(_SYNC_READ | _SYNC_WRITE) as mapping:
-            begin = address - self._base
-            mapping[begin : begin + view.nbytes] = bytes(view)
+            dmabuf_offset_bytes = address - self._base_address
+            mapping[dmabuf_offset_bytes : dmabuf_offset_bytes + view.nbytes] = bytes(view)
 
     @contextmanager
-    def _map_for_access(self, flags: int) -> Iterator[mmap.mmap]:
-        """Map the dma-buf for an access by the CPU, as ``linux/dma-buf.h`` requires it.
+    def _map_for_access(self, sync_flags: int) -> Iterator[mmap.mmap]:
+        """Map the dma-buf for an access by the CPU, between the two DMA_BUF_IOCTL_SYNC calls that the kernel requires.
 
         Raises
         ------
@@ -116,13 +120,13 @@ class DmabufMemory(MemoryResource):
             The exporter does not let the CPU map its memory.
         """
         try:
-            mapping = mmap.mmap(self._dmabuf.fd, self._size_bytes)
+            mapping = mmap.mmap(self._dmabuf.fd, self._dmabuf_size_bytes)
             with mapping:
-                fcntl.ioctl(self._dmabuf.fd, _IOCTL_SYNC, struct.pack("=Q", flags))
+                fcntl.ioctl(self._dmabuf.fd, _IOCTL_SYNC, struct.pack("=Q", sync_flags))
                 try:
                     yield mapping
                 finally:
-                    fcntl.ioctl(self._dmabuf.fd, _IOCTL_SYNC, struct.pack("=Q", flags | _SYNC_END))
+                    fcntl.ioctl(self._dmabuf.fd, _IOCTL_SYNC, struct.pack("=Q", sync_flags | _SYNC_END))
         except OSError as error:
             error_number = error.errno or errno.EIO
             raise Unsupported(
@@ -131,8 +135,8 @@ class DmabufMemory(MemoryResource):
                 status=error_number,
                 status_name=errno_name(error_number),
                 errno=error_number,
-                arguments={"fd": self._dmabuf.fd, "length": self._size_bytes},
+                arguments={"fd": self._dmabuf.fd, "length": self._dmabuf_size_bytes},
                 reason=Reason.NOT_SUPPORTED,
-                what_to_do="copy the bytes by the library of the exporter",
+                what_to_do="copy the bytes with the library of the exporter",
                 detail=os.strerror(error_number),
             ) from error

@@ -1,7 +1,7 @@
 """Table of the export methods that each kind of device memory supports, as measured.
 
-Every row was measured on an H200 with driver 580 (CUDA 13.0). An export always calls the driver. The table only
-explains the driver's errors. The test suites repeat the measurement of every row.
+Every row was measured on an H200 with driver 580 (CUDA 13.0), and the test suites measure it again. gdrkit tries every
+export that a user requests, even if the table says that it fails. The table only explains the errors of the driver.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ EXPORTS: tuple[ExportRow, ...] = (
 
 
 def export_methods(memory: MemoryKind) -> tuple[ShareKind, ...]:
-    """Return the export methods that worked for the whole of a memory of this kind. The tuple is empty if none did."""
+    """Return the methods that can export a whole memory of this kind. The tuple is empty if no method can."""
     return tuple(
         row.method for row in EXPORTS if row.memory is memory and row.part == "whole" and row.status == _SUCCESS
     )
@@ -72,7 +72,7 @@ def export_methods(memory: MemoryKind) -> tuple[ShareKind, ...]:
 def sharing_advice(memory: MemoryKind) -> str:
     """Return what the user can do if an export of this kind of memory is refused."""
     if memory is MemoryKind.CUDA_IMPORTED:
-        return "let the process that allocated it share it"
+        return "let the process that allocated the memory share it"
     methods = [method.name for method in export_methods(memory)]
     return f"share it as {' or '.join(methods)}" if methods else "copy it to memory of cuMemAlloc"
 

@@ -2,9 +2,10 @@
 
 Bytes 0 to 63 are a CUipcMemHandle, bytes 64 to 71 the size and bytes 72 to 79 the device number, both little-endian.
 The format has no offset, no version, no checksum and no owner. The device number may mean different devices in two
-processes, so an importer ignores it. Memory that begins inside an allocation is refused: its importer would get the
-bytes at the base of the allocation. On import, the other fields are checked against the driver's values. New programs
-should use :func:`gdrkit.registration.share.export_memory`.
+processes, so :func:`import_gdr` ignores it. :func:`export_gdr` refuses memory that begins inside an allocation, because
+its importer would get the bytes at the base of the allocation. :func:`import_gdr` checks that the allocation which the
+driver opens has at least the size in the handle. New programs should use
+:func:`gdrkit.registration.share.export_memory`.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["GDR_HANDLE_BYTES", "GdrHandle", "export_gdr", "import_gdr"]
 
-_FORMAT = struct.Struct("<64sQQ")
-GDR_HANDLE_BYTES = _FORMAT.size
+_HANDLE_STRUCT = struct.Struct("<64sQQ")
+GDR_HANDLE_BYTES = _HANDLE_STRUCT.size
 _LENGTH_BYTES_MAX = (1 << 63) - 1
 _DEVICE_INDEX_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class GdrHandle:
-    """The three fields of the handle.
+    """The fields of the handle: the CUipcMemHandle, the size of the memory in bytes and the device number.
 
     Raises
     ------
@@ -52,14 +53,14 @@ class GdrHandle:
 
     def pack(self) -> bytes:
         """Return the handle as 80 bytes."""
-        return _FORMAT.pack(self.ipc, self.length_bytes, self.device_index)
+        return _HANDLE_STRUCT.pack(self.ipc, self.length_bytes, self.device_index)
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
         """Return the handle that `data` contains, or raise UsageError(MALFORMED)."""
         if len(data) != GDR_HANDLE_BYTES:
             _refuse(f"it has {len(data)} bytes, not {GDR_HANDLE_BYTES}")
-        return cls(*_FORMAT.unpack(data))
+        return cls(*_HANDLE_STRUCT.unpack(data))
 
 
 def export_gdr(memory: CudaMemory) -> bytes:

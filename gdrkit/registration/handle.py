@@ -1,8 +1,8 @@
 """The handle by which one process describes its device memory to another: 192 bytes, versioned, little-endian.
 
 :data:`LAYOUT` defines the format. A handle comes from another process, which is untrusted. So :meth:`ShareHandle.parse`
-checks every byte, and refuses a truncated, changed or invented handle with ``UsageError(MALFORMED)`` before any API
-gets it.
+checks every byte, and refuses a truncated, changed or invented handle with ``UsageError(MALFORMED)`` before a driver
+gets any field.
 
 The checksum is the first 16 bytes of SHA-256 instead of a CRC, for three reasons. The standard library has SHA-256 and
 has no CRC32C. One in 2**128 damaged handles passes instead of one in 2**32. For 192 bytes the time does not matter. The
@@ -33,7 +33,7 @@ _VERSION = 1
 _DIGEST_BYTES = 16
 _IPC_BYTES = 64
 _UUID_BYTES = 16
-_NO_IPC = bytes(_IPC_BYTES)
+_EMPTY_IPC_HANDLE = bytes(_IPC_BYTES)
 # The driver's sizes have 64 bits, and no memory is larger than half of the address space.
 _SIZE_MAX = (1 << 63) - 1
 _ADDRESS_END = 1 << 64
@@ -48,7 +48,10 @@ class ShareKind(enum.IntEnum):
 
 
 class Field(NamedTuple):
-    """One field of the format. ``code`` is its format character in :mod:`struct`."""
+    """One field of the format, at ``offset_bytes`` in the handle. ``code`` is its format string in :mod:`struct`.
+
+    docs/sharing.md shows ``meaning`` in its table of the fields.
+    """
 
     offset_bytes: int
     code: str
@@ -77,8 +80,8 @@ LAYOUT: tuple[Field, ...] = (
     Field(176, "16s", "digest", "the first 16 bytes of the SHA-256 of bytes 0 to 175"),
 )
 
-_FORMAT = struct.Struct("<" + "".join(field.code for field in LAYOUT))
-SHARE_HANDLE_BYTES = _FORMAT.size
+_HANDLE_STRUCT = struct.Struct("<" + "".join(field.code for field in LAYOUT))
+SHARE_HANDLE_BYTES = _HANDLE_STRUCT.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +103,7 @@ class ShareHandle:
     address: int = 0
     chunk_bytes: int = 0
     descriptor_count: int = 0
-    ipc: bytes = _NO_IPC
+    ipc: bytes = _EMPTY_IPC_HANDLE
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -117,7 +120,7 @@ class ShareHandle:
 
     def pack(self) -> bytes:
         """Return the handle as :data:`SHARE_HANDLE_BYTES` bytes."""
-        body = _FORMAT.pack(
+        body = _HANDLE_STRUCT.pack(
             _MAGIC,
             _VERSION,
             self.kind,
@@ -151,7 +154,7 @@ class ShareHandle:
         """
         if len(data) != SHARE_HANDLE_BYTES:
             _refuse(f"it has {len(data)} bytes, not {SHARE_HANDLE_BYTES}")
-        fields = dict(zip((field.name for field in LAYOUT), _FORMAT.unpack(data), strict=True))
+        fields = dict(zip((field.name for field in LAYOUT), _HANDLE_STRUCT.unpack(data), strict=True))
         if fields["magic"] != _MAGIC:
             _refuse("it does not begin with GDRSHARE")
         if fields["version"] != _VERSION:
@@ -190,21 +193,27 @@ class ShareHandle:
         if self.kind is ShareKind.VMM:
             self._check_chunks()
         elif self.chunk_bytes or self.descriptor_count != (self.kind is ShareKind.DMABUF):
-            _refuse(f"its kind has no {self.descriptor_count} descriptors with chunks of {self.chunk_bytes} bytes")
+            _refuse(
+                f"its kind {self.kind.name} does not allow {self.descriptor_count} descriptors "
+                f"and chunks of {self.chunk_bytes} bytes"
+            )
         if self.kind is ShareKind.DMABUF:
             end_address = self.address + self.length_bytes
+            # ibv_reg_dmabuf_mr requires that the iova and the offset in the dma-buf have the same offset in a page.
             if self.address <= 0 or end_address > _ADDRESS_END or (self.address - self.offset_bytes) % HOST_PAGE_BYTES:
                 _refuse(f"its address {self.address:#x} does not fit its offset {self.offset_bytes} in the dma-buf")
         elif self.address:
             _refuse("only a handle of a dma-buf may have an address")
 
     def _check_chunks(self) -> None:
-        chunk_bytes, count = self.chunk_bytes, self.descriptor_count
-        if chunk_bytes <= 0 or chunk_bytes % HOST_PAGE_BYTES or not 1 <= count <= DESCRIPTORS_MAX:
-            _refuse(f"it has {count} chunks of {chunk_bytes} bytes", f"share at most {DESCRIPTORS_MAX} chunks at once")
-        if self.allocation_bytes != chunk_bytes * count:
-            _refuse(f"{count} chunks of {chunk_bytes} bytes do not have {self.allocation_bytes} bytes together")
-        if self.offset_bytes >= chunk_bytes or self.offset_bytes + self.length_bytes <= chunk_bytes * (count - 1):
+        chunk_bytes, chunk_count = self.chunk_bytes, self.descriptor_count  # One descriptor for each chunk.
+        if chunk_bytes <= 0 or chunk_bytes % HOST_PAGE_BYTES or not 1 <= chunk_count <= DESCRIPTORS_MAX:
+            _refuse(
+                f"it has {chunk_count} chunks of {chunk_bytes} bytes", f"share at most {DESCRIPTORS_MAX} chunks at once"
+            )
+        if self.allocation_bytes != chunk_bytes * chunk_count:
+            _refuse(f"{chunk_count} chunks of {chunk_bytes} bytes do not have {self.allocation_bytes} bytes together")
+        if self.offset_bytes >= chunk_bytes or self.offset_bytes + self.length_bytes <= chunk_bytes * (chunk_count - 1):
             _refuse("its first or last chunk has none of the shared bytes")
 
 

@@ -2,7 +2,7 @@
 
 One message is the 192 bytes of a handle. The first of these bytes carries the descriptors that the handle needs. A
 receiver refuses a message with too few bytes, with another number of descriptors, or with descriptors that the kernel
-had to drop. The receiver closes all descriptors of a refused message.
+had to drop (MSG_CTRUNC). The receiver closes all descriptors of a refused message.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class HandleMessage:
 
     def __init__(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         self._descriptors = tuple(descriptors)
+        # A message with descriptors counts as an open object until close().
         self._live_handle = Handle("share.handle_message") if self._descriptors else None
         self.data = bytes(data)
         try:
@@ -76,7 +77,7 @@ class HandleMessage:
 
     @property
     def closed(self) -> bool:
-        """Whether the descriptors were closed. A message without descriptors is never closed."""
+        """Whether the descriptors were closed. A message without descriptors has nothing to close."""
         return self._live_handle is not None and not self._descriptors
 
     def send(self, connection: socket.socket) -> None:
@@ -136,7 +137,7 @@ def receive(connection: socket.socket, *, timeout_ms: float | None = None) -> Ha
     Parameters
     ----------
     connection : socket
-        The connected socket. This function changes its timeout.
+        The connected socket. This function sets its timeout and does not restore the previous one.
     timeout_ms : float or None
         Longest wait for each part of the message, in milliseconds. With None, there is no limit.
 
@@ -182,7 +183,7 @@ def _make_socket_error(operation: str, error: OSError) -> BrokenResource | ApiEr
         message = f"the peer closed the socket: {operation} failed: {error.strerror} ({errno_name(error.errno)})"
         return BrokenResource(message, reason=Reason.PEER_GONE)
     if isinstance(error, TimeoutError):
-        message = "the peer sent no complete handle in time"
+        message = f"the handle message was not complete in time ({operation} timed out)"
         return BrokenResource(message, reason=Reason.TIMEOUT)
     return ApiError(
         api=Api.KERNEL,

@@ -56,8 +56,8 @@ class Lease:
     def remote(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
         """Return the address and the key by which a peer can access a part of the range through `nic`.
 
-        A length of None means up to the end. The key is valid for the whole allocation, so pass it only to peers that
-        may access all of the allocation.
+        A length of None means up to the end of the range. The key is valid for the whole allocation, so pass it only to
+        peers that may access all of the allocation.
         """
         entry, offset_bytes, length_bytes = self._resolve_part(offset_bytes, length_bytes)
         return entry.registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
@@ -65,7 +65,7 @@ class Lease:
     def element(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> ScatterGatherElement:
         """Return a scatter/gather element for a part of the range, for local requests.
 
-        A length of None means up to the end.
+        A length of None means up to the end of the range.
         """
         entry, offset_bytes, length_bytes = self._resolve_part(offset_bytes, length_bytes)
         return entry.registration.region(nic).element(offset_bytes=offset_bytes, length_bytes=length_bytes)
@@ -81,7 +81,8 @@ class Lease:
         """
         entry = self._entry
         if entry is not None:
-            # No signal handler runs before the mark is removed, so an exception of a handler leaves no mark.
+            # CPython runs no signal handler between these two statements, so an interrupted close() cannot leave the
+            # item of this lease in lease_marks.
             self._entry = None
             entry.lease_marks.pop()
             finish_lease = entry.finish_lease  # Python calls a local function faster than `entry.finish_lease(entry)`.

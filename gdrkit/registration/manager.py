@@ -32,7 +32,7 @@ __all__ = ["GdrManager", "GdrObstacle", "GdrState", "GpuState"]
 
 @dataclass(frozen=True, slots=True)
 class GdrObstacle:
-    """A reason why direct transfers are not possible with one GPU or with any GPU. An error has the same fields."""
+    """A reason why direct transfers are not possible with one GPU or any GPU, with the fields of the error."""
 
     api: Api
     message: str
@@ -144,14 +144,14 @@ class GdrManager:
         self.placement = Placement(tree) if placement is None else placement
         self._close_stack = ReleaseStack()  # Closes the NICs, devices and caches in the reverse order.
         self._nics: tuple[verbs.Nic, ...] = ()
-        self._devices: dict[int, cuda.Device] = {}
+        self._devices: dict[int, cuda.Device] = {}  # The available GPUs, by GPU number.
         # The lock is reentrant, because a signal handler may call cache() while its thread has the lock.
         self._caches_lock = threading.RLock()
         # The caches. A key has the number of the GPU and the NICs with which the cache registers. When a NIC fails or
         # works again, the GPU gets another cache.
         self._caches: dict[tuple[int, tuple[verbs.Nic, ...]], RegionCache] = {}
         self._failures: tuple[GdrkitError, ...] = ()  # The reasons why the manager is unavailable.
-        self._failure_by_gpu: dict[int, GdrkitError] = {}
+        self._failure_by_gpu: dict[int, GdrkitError] = {}  # By GPU number: the reason why the GPU is unavailable.
         self._is_closed = False
         self._regions_max, self._bytes_max = regions_max, bytes_max
         try:
@@ -213,7 +213,7 @@ class GdrManager:
     def _make_cache(self, gpu_index: int, nics: tuple[verbs.Nic, ...]) -> RegionCache:
         cache = RegionCache(nics, regions_max=self._regions_max, bytes_max=self._bytes_max)
         existing_cache = self._caches.setdefault((gpu_index, nics), cache)
-        if existing_cache is not cache:  # A signal handler has made one meanwhile.
+        if existing_cache is not cache:  # A signal handler has made this cache meanwhile.
             cache.close()
             return existing_cache
         self._close_stack.push(cache.close)
@@ -234,7 +234,7 @@ class GdrManager:
     def remote(
         self, lease: Lease, *, gpu_index: int, offset_bytes: int = 0, length_bytes: int | None = None
     ) -> tuple[verbs.Nic, verbs.RemoteRange]:
-        """Return a NIC near to the GPU, and the address and key by which a peer accesses a part of a lease.
+        """Return a NIC near to the GPU, and the address and key by which a peer accesses a part of the leased range.
 
         The address and the key are valid for a peer that connects to this NIC.
         """
@@ -292,7 +292,7 @@ class GdrManager:
                     "no NIC reaches the memory of a GPU",
                     causes=tuple(self._failure_by_gpu.values()),
                     reason=Reason.NO_ROUTE,
-                    what_to_do="remove one of the causes; each of them says how",
+                    what_to_do="remove one of the causes; each cause has its advice",
                 )
             )
         self._failures = tuple(failures)
@@ -342,7 +342,7 @@ class GdrManager:
             resource = "GDR manager"
             raise ClosedResource(resource)
         if not self.state.available:
-            raise _make_unavailable_error(self._failures, "direct transfers are not available here")
+            raise _make_unavailable_error(self._failures, "direct transfers are not available on this machine")
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""A pool of device memory of several sizes, which grows and is trimmed.
+"""A pool of device memory of several sizes, which allocates memory on demand and frees idle memory.
 
 The pool keeps allocations, not registrations. A :class:`~gdrkit.registration.RegionCache` keeps the registration of an
 allocation until the allocation is freed. So if a program leases the memory of a pool from a cache, the memory is
@@ -101,9 +101,10 @@ class MemoryPool(Closeable):
     allocator : Allocator
         The allocator of the memory: a device, or a :class:`~gdrkit.host.HostAllocator`.
     idle_bytes_max : int
-        Limit of the bytes that are not in use. Above it, the memory that is idle for the longest time is freed.
+        Largest number of idle bytes. Above it, the pool frees the memory that has been idle for the longest time.
     idle_ms_max : float
-        Time after which idle memory is freed, in milliseconds. Only calls of the pool check the time.
+        Time after which idle memory is freed, in milliseconds. The pool has no timer: the next call of
+        :meth:`allocate` or a close of pooled memory checks the time.
 
     Raises
     ------
@@ -121,9 +122,9 @@ class MemoryPool(Closeable):
         # The lock is reentrant, because a signal handler may use the pool while its thread has the lock.
         self._lock = threading.RLock()
         # For each idle allocation, the time at which it became idle. The allocation that is idle longest is the first.
-        self._idle_memories: dict[DeviceBuffer, float] = {}
+        self._idle_since_s_by_memory: dict[DeviceBuffer, float] = {}
         self._in_use: dict[PooledMemory, None] = {}
-        self._hits = self._misses = self._trimmed = 0
+        self._hits = self._misses = self._trimmed_block_count = 0
         self._is_copy_in_child = False  # In a forked child this is true, and close() frees nothing.
         self._is_closed = False
         self._handle = Handle("registration.memory_pool")
@@ -138,22 +139,22 @@ class MemoryPool(Closeable):
         """Return a consistent snapshot of the counters."""
         with self._lock:
             return MemoryPoolStatistics(
-                idle_blocks=len(self._idle_memories),
+                idle_blocks=len(self._idle_since_s_by_memory),
                 idle_bytes=self._count_idle_bytes(),
                 in_use_blocks=len(self._in_use),
                 in_use_bytes=sum(pooled_memory.memory.length_bytes for pooled_memory in tuple(self._in_use)),
                 hits=self._hits,
                 misses=self._misses,
-                trimmed_blocks=self._trimmed,
+                trimmed_blocks=self._trimmed_block_count,
             )
 
     def allocate(self, length_bytes: int) -> PooledMemory:
-        """Return memory of at least this length. It contains the bytes that its last user left.
+        """Return memory of at least this length. Reused memory still contains the bytes of its previous user.
 
         Raises
         ------
         ApiError
-            The allocator failed. If it was out of memory, it failed again after all idle memory was freed.
+            The allocator failed. If it was out of memory, the pool has freed all idle memory and tried again first.
         UsageError
             The length is not above 0.
         ClosedResource
@@ -189,7 +190,8 @@ class MemoryPool(Closeable):
         UsageError
             BUSY: memory is still in use. The pool stays open and usable.
         ApiError
-            Memory could not be deregistered or freed. Another close tries again.
+            Memory could not be deregistered or freed. The pool is closed for new requests. Call close again to free
+            this memory.
         """
         if self._is_copy_in_child:
             return
@@ -205,15 +207,15 @@ class MemoryPool(Closeable):
         """Mark the pool as closed in a forked child: the memory belongs to the parent."""
         self._is_copy_in_child = self._is_closed = True
         self._lock = threading.RLock()
-        # The child must not release the objects of the parent, so it keeps references to them.
-        self._objects_of_parent = (self._idle_memories, self._in_use)
-        self._idle_memories, self._in_use = {}, {}
+        # The destructors of these objects would release memory of the parent, so the child keeps references to them.
+        self._objects_of_parent = (self._idle_since_s_by_memory, self._in_use)
+        self._idle_since_s_by_memory, self._in_use = {}, {}
 
     def _allocate_block(self, size_bytes: int) -> DeviceBuffer:
         try:
             return self._allocator.allocate(size_bytes)
         except ApiError as error:
-            if error.reason is not Reason.OUT_OF_MEMORY or not self._idle_memories:
+            if error.reason is not Reason.OUT_OF_MEMORY or not self._idle_since_s_by_memory:
                 raise
         self._free_idle(0, None)
         return self._allocator.allocate(size_bytes)
@@ -221,11 +223,11 @@ class MemoryPool(Closeable):
     def _take_idle(self, length_bytes: int) -> DeviceBuffer | None:
         """Return the smallest idle allocation that is long enough and at most twice as long as needed."""
         needed_bytes = align_up(length_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
-        for memory in sorted(self._idle_memories, key=lambda candidate: candidate.length_bytes):
+        for memory in sorted(self._idle_since_s_by_memory, key=lambda candidate: candidate.length_bytes):
             # A signal handler may have taken the allocation meanwhile.
             if (
                 needed_bytes <= memory.length_bytes <= 2 * needed_bytes
-                and self._idle_memories.pop(memory, None) is not None
+                and self._idle_since_s_by_memory.pop(memory, None) is not None
             ):
                 return memory
         return None
@@ -240,7 +242,7 @@ class MemoryPool(Closeable):
             if pooled_memory not in self._in_use:  # The memory was closed before.
                 return
             del self._in_use[pooled_memory]
-            self._idle_memories[pooled_memory.memory] = time.monotonic()
+            self._idle_since_s_by_memory[pooled_memory.memory] = time.monotonic()
         self._free_idle(self._idle_bytes_max, self._idle_s_max)
 
     def _free_idle(self, idle_bytes_max: int, idle_s_max: float | None) -> None:
@@ -251,12 +253,12 @@ class MemoryPool(Closeable):
         free_actions = ReleaseStack()
         with self._lock:
             oldest_allowed_s = None if idle_s_max is None else time.monotonic() - idle_s_max
-            for memory, idle_since_s in tuple(self._idle_memories.items()):
+            for memory, idle_since_s in tuple(self._idle_since_s_by_memory.items()):
                 is_expired = oldest_allowed_s is not None and idle_since_s < oldest_allowed_s
                 if self._count_idle_bytes() <= idle_bytes_max and not is_expired:
                     break
-                if self._idle_memories.pop(memory, None) is not None:  # Else a signal handler took the memory.
-                    self._trimmed += 1
+                if self._idle_since_s_by_memory.pop(memory, None) is not None:  # Else a signal handler took the memory.
+                    self._trimmed_block_count += 1
                     free_actions.push(lambda memory=memory: self._free(memory))  # type: ignore[misc]
         free_actions.run()
 
@@ -266,12 +268,12 @@ class MemoryPool(Closeable):
             memory.close()
         except BaseException:
             with self._lock:
-                self._trimmed -= 1
-                self._idle_memories[memory] = time.monotonic()
+                self._trimmed_block_count -= 1
+                self._idle_since_s_by_memory[memory] = time.monotonic()
             raise
 
     def _count_idle_bytes(self) -> int:
-        return sum(memory.length_bytes for memory in tuple(self._idle_memories))
+        return sum(memory.length_bytes for memory in tuple(self._idle_since_s_by_memory))
 
     def _check_open(self) -> None:
         if self._is_closed:

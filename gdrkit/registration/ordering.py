@@ -5,8 +5,8 @@ kernel that starts after the completion sees the data. Source: ``CUdevice_attrib
 GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS and GPU_DIRECT_RDMA_WRITES_ORDERING.
 
 In the other direction, a copy or a kernel writes the data that a NIC reads. The NIC sees this data after the host has
-waited for the copy or the kernel, by a stream or an event. A synchronous copy may return before it is complete, unless
-SYNC_MEMOPS is set. gdrkit sets SYNC_MEMOPS on all memory that it allocates or borrows.
+waited for the copy or the kernel (cuStreamSynchronize or cuEventSynchronize). A synchronous copy may return before it
+is complete, unless SYNC_MEMOPS is set. gdrkit sets SYNC_MEMOPS on all memory that it allocates or borrows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["FlushOption", "Ordering", "WriteVisibility"]
 
 
 class FlushOption(enum.IntFlag):
-    """The calls that flush the writes of NICs (CUflushGPUDirectRDMAWritesOptions)."""
+    """The calls that make the writes of NICs visible (CUflushGPUDirectRDMAWritesOptions)."""
 
     NONE = 0
     HOST = 1  # cuFlushGPUDirectRDMAWrites
@@ -49,7 +49,7 @@ class Ordering:
     device_index : int
         Number of the device.
     flush_options : FlushOption
-        The calls that flush writes of NICs.
+        The calls that make the writes of NICs visible to work of this device.
     visibility : int
         The value of the device attribute GPU_DIRECT_RDMA_WRITES_ORDERING. :class:`WriteVisibility` names the known
         values. A larger value includes the guarantees of the smaller ones.

@@ -51,21 +51,21 @@ class Placement:
         self.reach = ReachTable() if reach is None else reach
         # For each set of equally near NICs, the number of choices so far. The key has the names of the NICs.
         self._turn_count_by_nics: dict[tuple[str, ...], int] = {}
-        # The results of nearest(), as positions in `nics`. The key has the PCI address of the GPU and the names of
-        # `nics`.
-        self._nearest_positions: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
+        # The results of nearest(): the indices of the nearest NICs in its argument `nics`. The key has the PCI address
+        # of the GPU and the names of `nics`.
+        self._nearest_indices_by_query: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
         # The lock is reentrant, because a signal handler may choose a NIC while its thread has the lock.
         self._lock = ForkSafeLock(reentrant=True)
 
     def distance(self, gpu_pci_bus_id: str, nic_name: str) -> Distance:
         """Return how far a GPU (its PCI address: ``0000:1b:00.0``) is from an RDMA device (its name: ``mlx5_0``).
 
-        The result is ``Distance.UNKNOWN`` if sysfs does not show the position of one of them.
+        The result is ``Distance.UNKNOWN`` if sysfs does not show the PCI position of the GPU or of the NIC.
 
         Raises
         ------
         UsageError
-            sysfs has no RDMA device with that name. If the tree is this host, libibverbs does not list one either.
+            No RDMA device with that name is in sysfs or, if the tree is this host, in the list of libibverbs.
         """
         device_names = set(self._tree.names(_RDMA_DEVICES_FOLDER))
         if nic_name not in device_names and self._tree.is_this_host:
@@ -102,12 +102,12 @@ class Placement:
         usable_nics = tuple(nic for nic, result in zip(nics, results, strict=True) if result.moved)
         if not usable_nics:
             message = f"no NIC reaches the memory of GPU {device.index}"
-            causes = tuple(_make_failure(result) for result in results)
+            causes = tuple(_make_reach_error(result) for result in results)
             raise RegistrationFailed(
                 message,
                 causes=causes,
                 reason=causes[0].reason,
-                what_to_do="remove one of the causes; each of them says how. `gdrkit doctor` finds known causes",
+                what_to_do="remove one of the causes; each cause has its advice. `gdrkit doctor` finds known causes",
             )
         return usable_nics
 
@@ -115,18 +115,19 @@ class Placement:
         """Return the NICs with the smallest distance to the GPU and, of these, the fastest, in the order of `nics`."""
         _require_nics(nics)
         key = (gpu_pci_bus_id, tuple(nic.name for nic in nics))
-        positions = self._nearest_positions.get(key)
-        if positions is None:
-            # Each transfer calls this function, so the files of sysfs are read only once.
+        nearest_indices = self._nearest_indices_by_query.get(key)
+        if nearest_indices is None:
+            # Each transfer calls this function, so the files of sysfs are read only once. The smallest rank is the
+            # best.
             ranks = [(self._find_distance(gpu_pci_bus_id, nic.name), -self.link_gbit_per_s(nic)) for nic in nics]
             best_rank = min(ranks)
-            positions = self._nearest_positions[key] = tuple(
+            nearest_indices = self._nearest_indices_by_query[key] = tuple(
                 index for index, rank in enumerate(ranks) if rank == best_rank
             )
-        return tuple(nics[position] for position in positions)
+        return tuple(nics[index] for index in nearest_indices)
 
     def choose(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> Nic:
-        """Return one of the :meth:`nearest` NICs. They take turns: each set of equally near NICs has its own count."""
+        """Return one of the :meth:`nearest` NICs, each in its turn. Each set of nearest NICs has its own turn count."""
         nearest_nics = self.nearest(gpu_pci_bus_id, nics)
         nic_names = tuple(nic.name for nic in nearest_nics)
         with self._lock:
@@ -141,7 +142,7 @@ def _require_nics(nics: Sequence[Nic]) -> None:
         raise UsageError(message)
 
 
-def _make_failure(result: Reach) -> RegistrationFailed | BrokenResource:
+def _make_reach_error(result: Reach) -> RegistrationFailed | BrokenResource:
     """Return the reason why a NIC does not reach a GPU, as an error."""
     message = f"NIC {result.nic} does not reach the GPU"
     if isinstance(result.failure, RegistrationFailed):

@@ -1,9 +1,9 @@
 """Registration of memory with several NICs, either with all of them or with none, and the choice of the method.
 
-The policy for device memory is: use dma-buf if the memory exports one and every NIC registers it; else peer memory
-(``ibv_reg_mr`` of the device address); else raise an error with both causes. Host memory has one method, ``ibv_reg_mr``
-of its pages. The next method is tried only if the previous one is not supported at all. Any other failure is raised
-unchanged, because another method would hide it.
+The policy for device memory is: use dma-buf if the driver exports the memory as dma-buf and every NIC registers it;
+else peer memory (``ibv_reg_mr`` of the device address); else raise an error with both causes. Host memory has one
+method, ``ibv_reg_mr`` of its pages. The next method is tried only if the previous one is not supported at all. Any
+other failure is raised unchanged, because another method would hide it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from gdrkit.buffers import DmabufRange, RegistrableMemory
     from gdrkit.verbs import Region, RemoteRange
 
-__all__ = ["ALL_ACCESS", "Registration", "RegistrationRoute", "check_memory", "check_nics", "register"]
+__all__ = ["TRANSFER_ACCESS", "Registration", "RegistrationRoute", "check_memory", "check_nics", "register"]
 
-# All rights that transfers need. Access.REMOTE_ATOMIC is not among them.
-ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
+# The rights that transfers need. Atomic requests (Access.REMOTE_ATOMIC) are not transfers.
+TRANSFER_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 
 
 class RegistrationRoute(enum.Enum):
@@ -103,7 +103,7 @@ class Registration:
     def remote(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
         """Return the address and the key by which a peer can access a part of the memory through `nic`.
 
-        A length of None means up to the end.
+        A length of None means up to the end of the memory.
         """
         return self.region(nic).remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
 
@@ -148,7 +148,7 @@ def register(
     memory: RegistrableMemory,
     nics: Sequence[Nic],
     *,
-    access: Access = ALL_ACCESS,
+    access: Access = TRANSFER_ACCESS,
     route: RegistrationRoute | None = None,
 ) -> Registration:
     """Register memory with all of `nics`, or with none of them, and return the registration.
@@ -158,11 +158,11 @@ def register(
     memory : RegistrableMemory
         The memory to register, in most cases a :class:`~gdrkit.buffers.DeviceBuffer`. All of it is registered.
     nics : sequence of Nic
-        The NICs to register with; at least one, each once.
+        The NICs to register with, at least one. A NIC must not occur twice.
     access : Access
         Access rights of the keys.
     route : RegistrationRoute or None
-        Use only this method. With None, use the policy of this module.
+        Use only this method. With None, choose the method by the policy at the top of this module.
 
     Raises
     ------
@@ -171,9 +171,9 @@ def register(
     ApiError
         A method is possible and failed (bad argument, out of memory, ...). Nothing stays registered.
     UsageError
-        `memory` is not a DeviceBuffer. `nics` is not a sequence of at least one Nic, each once. `route` is HOST for
-        device memory, or PEER_MEMORY for host memory: ``ibv_reg_mr`` would succeed, and the registration would report
-        the wrong method.
+        `memory` is not a DeviceBuffer. `nics` is empty, has a NIC twice or has an item that is not a Nic. `route` is
+        HOST for device memory, or PEER_MEMORY for host memory: ``ibv_reg_mr`` would succeed, and the registration would
+        report the wrong method.
     """
     check_memory(memory)
     if memory.closed:
@@ -201,7 +201,7 @@ def register(
         message,
         causes=tuple(refusals),
         reason=Reason.NO_ROUTE,
-        what_to_do="remove one of the causes; each of them says how",
+        what_to_do="remove one of the causes; each cause has its advice",
     ) from refusals[-1]
 
 
@@ -220,7 +220,7 @@ def check_nics(nics: object) -> tuple[Nic, ...]:
     Raises
     ------
     UsageError
-        `nics` is not a sequence of at least one Nic, each once.
+        `nics` is empty, contains a NIC twice, or contains something other than a Nic.
     """
     if isinstance(nics, Nic) or not isinstance(nics, Iterable):
         message = f"nics must be a sequence of Nic such as [nic], not {_describe_type(nics)}"
@@ -229,9 +229,9 @@ def check_nics(nics: object) -> tuple[Nic, ...]:
     invalid_item = next((item for item in nic_tuple if not isinstance(item, Nic)), None)
     if invalid_item is not None:
         message = f"nics must be a sequence of Nic, and it contains {_describe_type(invalid_item)}"
-        raise UsageError(message, what_to_do="open a NIC by Nic.open(name)")
+        raise UsageError(message, what_to_do="open a NIC with Nic.open(name)")
     if not nic_tuple or len(set(nic_tuple)) != len(nic_tuple):
-        message = f"nics must contain at least one NIC, each once, not {[nic.name for nic in nic_tuple]}"
+        message = f"nics must contain at least one NIC, and no NIC twice, not {[nic.name for nic in nic_tuple]}"
         raise UsageError(message)
     return nic_tuple
 
@@ -258,7 +258,7 @@ def _register_peer_memory(registration: Registration, nics: Sequence[Nic], acces
     memory = registration.memory
     if memory.kind is MemoryKind.HOST:
         message = "host memory cannot be registered as peer memory"
-        raise UsageError(message, what_to_do="register it by RegistrationRoute.HOST, or let the policy choose")
+        raise UsageError(message, what_to_do="pass route=RegistrationRoute.HOST, or route=None to let gdrkit choose")
     _require_address(memory)
     for nic in nics:
         region = nic.register_address(memory.address, length_bytes=memory.length_bytes, access=access)
@@ -269,7 +269,7 @@ def _register_host(registration: Registration, nics: Sequence[Nic], access: Acce
     memory = registration.memory
     if memory.kind is not MemoryKind.HOST:
         message = f"{memory.kind.value} memory is not host memory"
-        raise UsageError(message, what_to_do="register it by dma-buf or as peer memory, or let the policy choose")
+        raise UsageError(message, what_to_do="pass route=None to let gdrkit choose dma-buf or peer memory")
     for nic in nics:
         region = nic.register_pages(memory.address, length_bytes=memory.length_bytes, access=access)
         registration._add_region(nic, region)  # noqa: SLF001
@@ -301,4 +301,4 @@ def _close_and_note_errors(registration: Registration, error: BaseException) -> 
     try:
         registration.close()
     except GdrkitError as close_error:
-        error.add_note(f"then, while undoing: {close_error}")
+        error.add_note(f"then the clean-up failed too: {close_error}")

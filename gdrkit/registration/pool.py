@@ -15,7 +15,7 @@ from gdrkit import forks
 from gdrkit.buffers import check_range
 from gdrkit.errors import ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle
-from gdrkit.registration.policy import ALL_ACCESS, check_nics, register
+from gdrkit.registration.policy import TRANSFER_ACCESS, check_nics, register
 from gdrkit.text import format_count
 from gdrkit.units import GPU_RDMA_PAGE_BYTES, align_up
 
@@ -86,7 +86,7 @@ class RdmaBuffer:
     def remote(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
         """Return the address and the key by which a peer can access a part of the buffer through `nic`.
 
-        A length of None means up to the end.
+        A length of None means up to the end of the buffer.
         """
         self._check_open()
         memory_offset_bytes, length_bytes = self._resolve_part(offset_bytes, length_bytes)
@@ -95,7 +95,7 @@ class RdmaBuffer:
     def element(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> ScatterGatherElement:
         """Return a scatter/gather element for a part of the buffer, for local requests.
 
-        A length of None means up to the end.
+        A length of None means up to the end of the buffer.
         """
         self._check_open()
         memory_offset_bytes, length_bytes = self._resolve_part(offset_bytes, length_bytes)
@@ -179,7 +179,7 @@ class BufferPool:
     device : Allocator
         The allocator of the memory: a :class:`~gdrkit.cuda.Device`, or a :class:`~gdrkit.host.HostAllocator`.
     nics : sequence of Nic
-        The NICs to register with. If one of them fails, the constructor raises.
+        The NICs to register with. If the registration with one NIC fails, the constructor raises.
     buffer_bytes : int
         Size of each buffer in bytes, above 0.
     count : int
@@ -193,11 +193,11 @@ class BufferPool:
         The allocation failed (ApiError), or the registration failed; see :func:`~gdrkit.registration.register`.
         Nothing stays allocated or registered.
     UsageError
-        `buffer_bytes` or `count` is not above 0, or `nics` is not a sequence of at least one Nic, each once.
+        `buffer_bytes` or `count` is not above 0, or `nics` is empty, has a NIC twice or has an item that is not a Nic.
     """
 
     def __init__(
-        self, device: Allocator, nics: Sequence[Nic], *, buffer_bytes: int, count: int, access: Access = ALL_ACCESS
+        self, device: Allocator, nics: Sequence[Nic], *, buffer_bytes: int, count: int, access: Access = TRANSFER_ACCESS
     ) -> None:
         if buffer_bytes <= 0 or count <= 0:
             message = f"buffer_bytes and count must be above 0, not {buffer_bytes} and {count}"
@@ -245,13 +245,13 @@ class BufferPool:
             )
 
     def allocate(self, *, timeout_ms: float | None = None) -> RdmaBuffer:
-        """Return a buffer. It contains the bytes that its last user left.
+        """Return a buffer. A reused buffer still contains the bytes of its previous user.
 
         Parameters
         ----------
         timeout_ms : float or None
-            Longest wait until a buffer is closed, in milliseconds. With 0, do not wait. With None, there is no
-            limit. The thread that waits longest is served first.
+            Longest wait until another thread closes a buffer, in milliseconds. With 0, do not wait. With None, the
+            wait has no limit. The thread that waits longest is served first.
 
         Raises
         ------
@@ -277,7 +277,7 @@ class BufferPool:
                 return self._make_buffer(waiter.offset_bytes)
             self._waiters.remove(waiter)
             self._timeouts += 1
-        message = f"none of the buffers of the pool ({self.count}) became available within {timeout_ms} ms"
+        message = f"none of the {self.count} buffers of the pool became free within {timeout_ms} ms"
         raise UsageError(message, reason=Reason.TIMEOUT, what_to_do="close buffers sooner, or create a larger pool")
 
     def close(self) -> None:

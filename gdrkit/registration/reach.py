@@ -194,12 +194,12 @@ def measure_devices(
     separate networks, where each request takes long to fail.
     """
     results: list[Reach] = []
-    separate_pairs: set[tuple[Nic, Nic]] = set()
+    failed_pairs: set[tuple[Nic, Nic]] = set()
     for device in devices:
-        tried_pairs = [pair for pair in pairs if pair not in separate_pairs]
+        tried_pairs = [pair for pair in pairs if pair not in failed_pairs]
         pair_results = measure_reach(device, tried_pairs, tree=tree, route=route, counters_timeout_s=counters_timeout_s)
         results += pair_results
-        separate_pairs |= {
+        failed_pairs |= {
             pair
             for pair, reach in zip(tried_pairs, pair_results, strict=True)
             if reach.path is TransferPath.WIRE and reach.route is not None and not reach.moved
@@ -208,7 +208,7 @@ def measure_devices(
 
 
 class _Measurement:
-    """The measurement of one GPU and one pair of NICs."""
+    """The measurement of one GPU and one pair of NICs: the NIC that accesses the GPU memory, and its peer."""
 
     def __init__(
         self, memory: DeviceMemory, pair: tuple[Nic, Nic], *, tree: HostTree, counters_timeout_s: float
@@ -220,7 +220,7 @@ class _Measurement:
         self._growths: tuple[PortGrowth | None, PortGrowth | None] = (None, None)
 
     def run(self, route: RegistrationRoute | None) -> Reach:
-        """Register, write, read and compare, and return the result."""
+        """Register the memory, write and read a page through the NICs, compare the bytes, and return the result."""
         failure: GdrkitError | None = None
         try:
             with register(self._memory, [self._nic], route=route) as registration:
@@ -279,7 +279,7 @@ class _Measurement:
         return nic_counters, peer_counters
 
     def _wait_for_growth(self, counters_before: tuple[PortCounters, PortCounters]) -> tuple[PortGrowth, PortGrowth]:
-        """Wait until all counters have grown or the time is over. Return the increase of the counters of both ports."""
+        """Wait until all counters have grown by a page, or until the timeout. Return the growth of both ports."""
         deadline_s = time.monotonic() + self._counters_timeout_s
         while True:
             counters_after = self._read_counters()
@@ -301,5 +301,5 @@ def _check_pattern(data: bytes | bytearray, seed: int, request: str) -> None:
     try:
         pattern.check(data, seed=seed)
     except DataMismatch as error:
-        message = f"{request} ended with success, and {error.message}"
+        message = f"{request} succeeded, but {error.message}"
         raise BrokenResource(message) from error

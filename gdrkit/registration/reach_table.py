@@ -2,9 +2,9 @@
 
 The reach states whether the DMA of a NIC can access the memory of a GPU (:mod:`gdrkit.registration.reach`).
 
-The file is ``reach`` in the state folder of gdrkit, which is in memory (tmpfs) and is therefore empty after a boot.
-Each line is one :class:`~gdrkit.registration.reach.Reach`, as words ``key=value``. The usrbio client library reads it
-too (native/usrbio/client/reach_file.cpp).
+The file is ``reach`` in the state folder of gdrkit. By default this folder is in /dev/shm, so it is empty after a boot.
+Each line is one :class:`~gdrkit.registration.reach.Reach`, as words ``key=value``. The usrbio client library reads the
+file too (native/usrbio/client/reach_file.cpp).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOG = logging.getLogger("gdrkit.registration")
 _FILE_NAME, _HEADER = "reach", "gdrkit-reach 1"
 # Times after which a NIC is measured again, in seconds: if the NIC reached the GPU, and if it did not.
 _VALID_S, _RETRY_AFTER_S = 3600.0, 30.0
-_CAUSE_LENGTH_MAX = 300
+_CAUSE_CHARACTERS_MAX = 300
 # The usrbio client library reads at most this much of the file (native/usrbio/client/reach_file.cpp).
 _FILE_BYTES_MAX = 64 << 10
 
@@ -75,7 +75,7 @@ class ReachTable:
                 for key, stored_result in _read_file().items():
                     self._results.setdefault(key, stored_result)
                 self._has_read_file = True
-            # A signal handler may forget results meanwhile.
+            # A signal handler may call forget() from here on. So this dict keeps the results that are returned.
             result_by_nic = {
                 nic: result for nic in nics if (result := self._find_current((device.uuid, nic.gid))) is not None
             }
@@ -105,7 +105,7 @@ class ReachTable:
             _write_file((), forgotten_keys=keys)
 
     def _find_current(self, key: _Key) -> Reach | None:
-        """Return a result that is not too old, or None."""
+        """Return the result of this key, or None if there is no result or the result is too old."""
         result = self._results.get(key)
         if result is None:
             return None
@@ -118,9 +118,9 @@ class ReachTable:
         return result if 0 <= age_s < (_VALID_S if result.moved else self._retry_after_s) else None
 
     def _measure(self, device: PrimaryContext, nics: Sequence[Nic], result_by_nic: dict[Nic, Reach]) -> None:
-        """Measure the NICs that `result_by_nic` lacks in loopback, and add their results to it.
+        """Measure in loopback the NICs that are missing in `result_by_nic`, and add their results.
 
-        If one fails, measure it again with a working NIC of `nics` as peer.
+        If a NIC fails in loopback, measure it again with a NIC that works as the peer.
         """
         nics_to_measure = [nic for nic in nics if nic not in result_by_nic]
         results = dict(
@@ -133,10 +133,12 @@ class ReachTable:
         result_by_nic |= results
         working_nic = next((nic for nic in nics if result_by_nic[nic].moved), None)
         # Some NICs have no loopback, but another NIC can access the memory through them.
-        retried_nics = [nic for nic, result in results.items() if not result.moved and result.route is not None]
-        if working_nic is not None and retried_nics:
-            pairs = [(nic, working_nic) for nic in retried_nics]
-            for nic, result in zip(retried_nics, measure_reach(device, pairs, tree=self._tree), strict=True):
+        nics_without_loopback = [
+            nic for nic, result in results.items() if not result.moved and result.route is not None
+        ]
+        if working_nic is not None and nics_without_loopback:
+            pairs = [(nic, working_nic) for nic in nics_without_loopback]
+            for nic, result in zip(nics_without_loopback, measure_reach(device, pairs, tree=self._tree), strict=True):
                 results[nic] = result if result.moved else results[nic]
         for nic, result in results.items():
             self._log_change(device, nic, result)
@@ -203,7 +205,7 @@ def _format_line(result: Reach) -> str:
         "nic_growth": _format_growth(result.nic_growth),
         "peer_growth": _format_growth(result.peer_growth),
         "measured_s": result.measured_s,
-        "cause": quote(result.cause[:_CAUSE_LENGTH_MAX]),
+        "cause": quote(result.cause[:_CAUSE_CHARACTERS_MAX]),
     }
     return " ".join(f"{key}={value}" for key, value in values_by_key.items())
 

@@ -7,8 +7,8 @@ such as the usrbio agent, registers with its NICs without mapping it.
 :mod:`gdrkit.registration.handle` defines the format of a handle, :mod:`gdrkit.registration.handle_message` sends a
 handle through a socket, and :mod:`gdrkit.registration.exports` lists which method works for which kind of memory.
 
-Without a CUDA driver, every function of this module that needs CUDA raises ``Unsupported`` with ENOTSUP. No
-function returns an invalid handle.
+Without a CUDA driver, every function of this module that needs CUDA raises ``Unsupported`` with ENOTSUP instead of
+returning an invalid handle.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def export_memory(
     kind : ShareKind
         The export method. :func:`~gdrkit.registration.exports.export_methods` lists the methods of a kind of memory.
     offset_bytes, length_bytes : int
-        The part to share. A length of None means up to the end.
+        The part to share. A length of None means up to the end of the memory.
 
     Raises
     ------
@@ -213,12 +213,12 @@ def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedM
     try:
         if allocation.length_bytes != handle.allocation_bytes:
             message = (
-                f"the allocation has {allocation.length_bytes} bytes, but its handle says {handle.allocation_bytes}"
+                f"the allocation has {allocation.length_bytes} bytes, but its handle states {handle.allocation_bytes}"
             )
             raise UsageError(message, reason=Reason.MALFORMED)  # noqa: TRY301 - the except clause closes the allocation.
         return SharedMemory(allocation, offset_bytes=handle.offset_bytes, length_bytes=handle.length_bytes)
     except BaseException as error:
-        _close_after(allocation, error)
+        _close_and_note_errors(allocation, error)
         raise
 
 
@@ -245,13 +245,13 @@ def import_dmabuf(handle_message: HandleMessage) -> DmabufRange:
     handle = handle_message.handle
     if handle.kind is not ShareKind.DMABUF:
         message = f"a handle of the kind {handle.kind.name} has no dma-buf"
-        raise UsageError(message, what_to_do="call import_memory() with it")
+        raise UsageError(message, what_to_do="pass this message to import_memory()")
     _require_owner(handle)
     (fd,) = handle_message.descriptors
     with DmabufRange.from_fd(fd) as whole_dmabuf:
         if whole_dmabuf.size_bytes != handle.allocation_bytes:
             message = (
-                f"the descriptor has {whole_dmabuf.size_bytes} bytes, but the handle says {handle.allocation_bytes}"
+                f"the descriptor has {whole_dmabuf.size_bytes} bytes, but the handle states {handle.allocation_bytes}"
             )
             raise UsageError(message, reason=Reason.MALFORMED)
         return DmabufRange(
@@ -306,7 +306,7 @@ def _export_vmm(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Han
     descriptors: list[int] = []
     try:
         for chunk_index in range(first_chunk_index, first_chunk_index + chunk_count):
-            descriptors.append(memory.export_shareable(chunk_index))  # noqa: PERF401 - an error closes the earlier ones.
+            descriptors.append(memory.export_shareable(chunk_index))  # noqa: PERF401 - an error must close these.
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -320,7 +320,7 @@ def _export_dmabuf(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> 
 
 
 def _make_dmabuf_message(dmabuf: DmabufRange, *, device_uuid: bytes) -> HandleMessage:
-    """Return the message with a dma-buf. The message takes the descriptor out of the range."""
+    """Return the message with a dma-buf. The message then owns the descriptor of the range."""
     handle = ShareHandle(
         kind=ShareKind.DMABUF,
         allocation_bytes=dmabuf.size_bytes,
@@ -349,7 +349,7 @@ _OPENERS = {ShareKind.IPC: _open_ipc, ShareKind.VMM: _open_vmm}
 
 
 def _locate_in_allocation(memory: CudaMemory, offset_bytes: int) -> tuple[int, int]:
-    """Return the size of the allocation under the memory, and the offset of the part in the allocation."""
+    """Return the size of the allocation that contains `memory`, and the offset of the part in it, in bytes."""
     base, allocation_bytes, _buffer_id = memory.allocation_key()[0]
     return allocation_bytes, memory.address + offset_bytes - base
 
@@ -401,8 +401,8 @@ def _make_unsupported_error(operation: str, detail: str, what_to_do: str) -> Uns
     )
 
 
-def _close_after(allocation: CudaMemory, error: BaseException) -> None:
+def _close_and_note_errors(allocation: CudaMemory, error: BaseException) -> None:
     try:
         allocation.close()
     except GdrkitError as close_error:
-        error.add_note(f"then, while undoing: {close_error}")
+        error.add_note(f"then the clean-up failed too: {close_error}")

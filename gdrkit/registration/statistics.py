@@ -14,28 +14,28 @@ class CacheStatistics:
     Attributes
     ----------
     hits, misses : int
-        Number of lookups that found a valid entry, and number of lookups that did not. A lookup that waits for the
-        registration of another thread is a miss.
+        Number of calls of :meth:`RegionCache.lease` that found a valid entry, and number of calls that did not. A call
+        that waits for the registration of another thread is a miss.
     registrations : int
-        Number of registrations that were made.
+        Number of allocations that were registered.
     evictions : int
-        Entries that were removed because of the limits.
+        Number of entries that were removed because of the limits of the cache.
     invalidations : int
-        Entries that were removed because they were invalidated, because their memory was freed, or because a lookup
-        found that the address belongs to a newer allocation (CUDA reports another buffer id).
+        Number of entries that were removed because they were invalidated, because their memory was freed, or because a
+        lookup found that the address belongs to a newer allocation (CUDA reports another buffer id).
     regions : int
-        Entries that a lookup can find.
+        Number of entries that a lookup can find.
     registered_bytes : int
         Size of all registered memory in bytes. It includes entries that were removed and are still leased or could not
         be deregistered.
     leases : int
-        Open leases.
+        Number of open leases.
     in_flight : int
-        Pending registrations.
+        Number of pending registrations.
     waiting : int
-        Threads that wait for a pending registration.
+        Number of threads that wait for a pending registration.
     not_deregistered : int
-        Removed entries that libibverbs failed to deregister. :meth:`RegionCache.close` tries again.
+        Number of removed entries that libibverbs failed to deregister. :meth:`RegionCache.close` tries again.
     """
 
     hits: int

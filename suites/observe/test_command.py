@@ -49,8 +49,8 @@ with contextlib.ExitStack() as stack:
     time.sleep(0.3)
 """
 WRITTEN_BYTES = 4 * MIB
-# The program writes 4 MiB. After a line on its standard input, a child process also writes 4 MiB. Both then wait for the
-# end of the standard input.
+# The program writes 4 MiB. After a line on its standard input, a child process also writes 4 MiB. Both then wait for
+# the end of the standard input.
 FORKING_PROGRAM = f"""
 import os, sys
 null = os.open("/dev/null", os.O_WRONLY)

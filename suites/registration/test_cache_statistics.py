@@ -14,7 +14,7 @@ from gdrkit.errors import Api, ApiError, ClosedResource, Reason, RegistrationFai
 from gdrkit.harness.needs import cuda, needs, software, verbs
 from gdrkit.host import HostMemory
 from gdrkit.registration import RegionCache, RegistrationRoute, register
-from gdrkit.registration.policy import ALL_ACCESS
+from gdrkit.registration.policy import TRANSFER_ACCESS
 from gdrkit.registration.statistics import CacheStatistics
 from gdrkit.units import GIB, KIB
 
@@ -137,7 +137,7 @@ def test_byte_limit_is_exact_to_the_byte(nic: Nic, bytes_max: int, region_count:
 
 def test_cache_without_arguments_has_the_documented_limits(nic: Nic) -> None:
     with RegionCache([nic]) as cache:
-        assert (cache.nics, cache.access, cache.route) == ((nic,), ALL_ACCESS, None)
+        assert (cache.nics, cache.access, cache.route) == ((nic,), TRANSFER_ACCESS, None)
         assert (cache.regions_max, cache.bytes_max) == (1024, 1024 * GIB)
 
 

@@ -1,5 +1,5 @@
-// Batches (cuFileBatchIO*): many transfers submitted by one call and carried out by a thread; the caller polls for
-// their completion.
+// Implements cuFileBatchIO*. A program submits many transfers to a batch by one call. A thread of the batch carries
+// them out one after the other, and the program collects their results by cuFileBatchIOGetStatus.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -25,23 +25,26 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
+// Type of batch handles in the ledger of live handles (model/ledger.hpp).
 constexpr std::string_view batch_ledger_kind = "cufile_batch";
 
 struct Batch {
     std::mutex mutex;
-    std::condition_variable changed;
-    unsigned capacity = 0;
+    std::condition_variable changed; // notified when an entry has ended
+    unsigned capacity = 0;           // maximum number of unfinished entries plus `completed`
     std::deque<IoParameters> pending;
-    // The entry that the worker has dequeued but not started, because the fault plan may delay its start.
+    // The entry that the worker has dequeued but not started. Between the two steps it waits for a random delay
+    // and for a delay of the fault plan. In this time cuFileBatchIOCancel can remove the entry.
     std::optional<IoParameters> dequeued_entry;
-    bool is_running = false; // the worker is transferring the bytes of an entry
+    bool is_transferring = false; // the worker is transferring the bytes of an entry
     bool has_worker = false;
-    std::deque<IoEvent> completed; // completed, not yet returned to the caller
+    std::deque<IoEvent> completed; // entries that ended, also with an error, not yet returned to the program
 
-    // The caller of these functions holds the lock.
+    // The caller of the following functions holds `mutex`.
     [[nodiscard]] std::size_t count_unfinished() const {
-        return pending.size() + (dequeued_entry ? 1 : 0) + (is_running ? 1 : 0);
+        return pending.size() + (dequeued_entry ? 1 : 0) + (is_transferring ? 1 : 0);
     }
+    // Store the result of an entry: a number of bytes, -errno or a negative CUfileOpError.
     void finish(const IoParameters& parameters, IoStatus status, ssize_t result) {
         completed.push_back({parameters.cookie, status, static_cast<std::size_t>(result)});
         changed.notify_all();
@@ -51,7 +54,7 @@ using BatchRef = std::shared_ptr<Batch>;
 
 struct Batches {
     std::mutex mutex;
-    std::map<std::uint64_t, BatchRef> open;
+    std::map<std::uint64_t, BatchRef> batch_by_handle;
 };
 
 Batches& batches() {
@@ -62,8 +65,8 @@ Batches& batches() {
 BatchRef find_batch(BatchHandle handle) {
     Batches& batch_table = batches();
     std::lock_guard lock(batch_table.mutex);
-    const auto entry = batch_table.open.find(reinterpret_cast<std::uint64_t>(handle));
-    if (entry == batch_table.open.end()) {
+    const auto entry = batch_table.batch_by_handle.find(reinterpret_cast<std::uint64_t>(handle));
+    if (entry == batch_table.batch_by_handle.end()) {
         throw CufileError{invalid_value};
     }
     return entry->second;
@@ -79,8 +82,8 @@ Transfer make_transfer(const IoParameters& parameters) {
             parameters.batch.buffer_offset};
 }
 
-// Run the dequeued entry, unless it is canceled while the fault plan delays it. The caller holds the lock, which
-// this function releases while it waits and transfers.
+// Transfer the bytes of the dequeued entry, unless the entry is canceled in the delay before its start. The caller
+// holds `lock`. This function releases the lock during the delay and the transfer.
 void run_dequeued_entry(const BatchRef& batch, std::unique_lock<std::mutex>* lock) {
     lock->unlock();
     sleep_random_delay();
@@ -91,11 +94,11 @@ void run_dequeued_entry(const BatchRef& batch, std::unique_lock<std::mutex>* loc
     }
     const IoParameters parameters = *batch->dequeued_entry;
     batch->dequeued_entry.reset();
-    batch->is_running = true;
+    batch->is_transferring = true;
     lock->unlock();
-    const ssize_t result = injected_code ? -*injected_code : execute_transfer(make_transfer(parameters));
+    const ssize_t result = injected_code ? -*injected_code : run_transfer_without_throwing(make_transfer(parameters));
     lock->lock();
-    batch->is_running = false;
+    batch->is_transferring = false;
     batch->finish(parameters, result < 0 ? io_failed : io_complete, result);
 }
 
@@ -107,9 +110,11 @@ void run_worker(const BatchRef& batch) {
         run_dequeued_entry(batch, &lock);
     }
     batch->has_worker = false;
+    // The twin counts one completion each time that the worker has emptied the queue.
     count_operation(&StatsLevel1::batch_complete_ops, true);
 }
 
+// Cancel the entries that have not started. A transfer that is in progress goes on.
 void cancel_waiting_entries(Batch* batch) {
     std::lock_guard lock(batch->mutex);
     if (batch->dequeued_entry) {
@@ -127,9 +132,10 @@ void check_parameters(const IoParameters& parameters) {
         parameters.batch.buffer_offset < 0 || (parameters.opcode != opcode_read && parameters.opcode != opcode_write)) {
         throw CufileError{invalid_value};
     }
-    find_file(parameters.file);
+    find_file(parameters.file); // throws if the handle is invalid
 }
 
+// Convert a timeout. Return nullopt for a null pointer, which means no time limit.
 std::optional<std::chrono::nanoseconds> parse_timeout(const timespec* timeout) {
     if (timeout == nullptr) {
         return std::nullopt;
@@ -155,7 +161,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSetUp(BatchHandle* handle, unsigned capac
         Batches& batch_table = batches();
         std::lock_guard lock(batch_table.mutex);
         ledger_add(batch_ledger_kind, handle_value);
-        batch_table.open.emplace(handle_value, std::move(batch));
+        batch_table.batch_by_handle.emplace(handle_value, std::move(batch));
         *handle = reinterpret_cast<BatchHandle>(handle_value);
     });
     count_operation(&StatsLevel1::batch_setup_ops, result.error == success);
@@ -187,6 +193,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSubmit(BatchHandle handle, unsigned count
     return result;
 }
 
+// `count` is the capacity of `events` at the call, and the number of returned events afterwards.
 GDRKIT_CUFILE_ENTRY Error cuFileBatchIOGetStatus(BatchHandle handle, unsigned count_min, unsigned* count,
                                                  IoEvent* events, timespec* timeout) {
     return run_entry("cuFileBatchIOGetStatus", [&] {
@@ -197,7 +204,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOGetStatus(BatchHandle handle, unsigned co
         }
         const auto time_limit = parse_timeout(timeout);
         std::unique_lock lock(batch->mutex);
-        // Also return if all entries have completed; otherwise the caller would wait forever.
+        // Also return if no entry is unfinished, because then no more results can come.
         const auto can_return = [&] { return batch->completed.size() >= count_min || batch->count_unfinished() == 0; };
         if (!time_limit) {
             batch->changed.wait(lock, can_return);
@@ -227,18 +234,18 @@ GDRKIT_CUFILE_ENTRY void cuFileBatchIODestroy(BatchHandle handle) {
         std::lock_guard lock(batch_table.mutex);
         const auto handle_value = reinterpret_cast<std::uint64_t>(handle);
         if (!ledger_remove(batch_ledger_kind, handle_value)) {
-            // The function returns no error code. The process must not end here, because NIXL destroys handles that it
-            // has never set up.
+            // This function cannot report an error. It must not end the process, because NIXL destroys handles that it
+            // has never set up. So it only prints a line.
             std::fprintf(stderr, "gdrkit twin: cuFileBatchIODestroy(%p): not a batch handle, or already destroyed\n",
                          handle);
             return;
         }
-        batch = batch_table.open.extract(handle_value).mapped();
+        batch = batch_table.batch_by_handle.extract(handle_value).mapped();
     }
     cancel_waiting_entries(batch.get());
-    // Wait for the running transfer: the caller may free the memory after this call.
+    // Wait for the transfer that is in progress, because the caller may free its memory after this call.
     std::unique_lock lock(batch->mutex);
-    batch->changed.wait(lock, [&] { return !batch->is_running; });
+    batch->changed.wait(lock, [&] { return !batch->is_transferring; });
     count_operation(&StatsLevel1::batch_destroy_ops, true);
 }
 

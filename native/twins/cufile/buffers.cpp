@@ -1,4 +1,4 @@
-// Registered buffers: cuFileBufRegister and cuFileBufDeregister.
+// Implements cuFileBufRegister and cuFileBufDeregister, and the table of registered buffers.
 
 #include "cufile/buffers.hpp"
 
@@ -13,8 +13,9 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
+// Type of registered buffers in the ledger of live handles (model/ledger.hpp).
 constexpr std::string_view buffer_ledger_kind = "cufile_buffer";
-constexpr int flags_mask = 3; // CU_FILE_RDMA_REGISTER, CU_FILE_RDMA_RELAXED_ORDERING
+constexpr int valid_flags = 3; // CU_FILE_RDMA_REGISTER (1) and CU_FILE_RDMA_RELAXED_ORDERING (2)
 
 struct Buffer {
     std::size_t length_bytes = 0;
@@ -23,7 +24,7 @@ struct Buffer {
 
 struct Buffers {
     std::mutex mutex;
-    std::map<std::uint64_t, Buffer> registered;
+    std::map<std::uint64_t, Buffer> registered; // by base address
 };
 
 Buffers& buffers() {
@@ -85,9 +86,9 @@ void drop_buffers() {
 
 GDRKIT_CUFILE_ENTRY Error cuFileBufRegister(const void* address, std::size_t length_bytes, int flags) {
     const auto base = reinterpret_cast<std::uint64_t>(address);
-    int device = -1;
+    int device = -1; // ordinal of the GPU; -1: host memory, or an error before the memory was found
     const Error result = run_entry("cuFileBufRegister", [&] {
-        if (base == 0 || length_bytes == 0 || (flags & ~flags_mask) != 0 || base + length_bytes < base) {
+        if (base == 0 || length_bytes == 0 || (flags & ~valid_flags) != 0 || base + length_bytes < base) {
             throw CufileError{invalid_value};
         }
         ensure_open();
@@ -99,20 +100,21 @@ GDRKIT_CUFILE_ENTRY Error cuFileBufRegister(const void* address, std::size_t len
         }
         add_registration(base, length_bytes, location);
     });
-    count_registration(device, length_bytes, true, result.error == success);
+    count_registration(device, length_bytes, /*is_registration=*/true, result.error == success);
     return result;
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileBufDeregister(const void* address) {
     Buffer buffer;
     const Error result = run_entry("cuFileBufDeregister", [&] {
-        // The real library returns this code while the driver is not open.
+        // While the driver is not open, the real library returns driver_closing.
         if (!is_open()) {
             throw CufileError{driver_closing};
         }
         buffer = remove_registration(reinterpret_cast<std::uint64_t>(address));
     });
-    count_registration(buffer.location.device_ordinal, buffer.length_bytes, false, result.error == success);
+    count_registration(buffer.location.device_ordinal, buffer.length_bytes, /*is_registration=*/false,
+                       result.error == success);
     return result;
 }
 

@@ -8,8 +8,9 @@
 
 namespace gdrkit::twin::cufile {
 
-// Return whether a buffer is registered at `base`, and check the range of a transfer against it. Throw CufileError:
-// invalid_mapping_range if the range exceeds the buffer, cuda_pointer_invalid if the buffer's memory was freed.
+// Return whether a buffer is registered at `base`. If so, check that the range of a transfer is within this buffer.
+// `location` is the memory that is at `base` now. Throw CufileError: invalid_mapping_range if the range exceeds the
+// buffer, cuda_pointer_invalid if the memory was freed after the registration.
 bool check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_t length_bytes,
                       const MemoryLocation& location);
 // Drop all registrations. cuFileDriverClose calls this function.

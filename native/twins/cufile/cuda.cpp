@@ -11,18 +11,18 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-// Values of CUpointer_attribute, CUmemorytype, CUresult and CUstream_flags.
-constexpr int attribute_context = 1;
-constexpr int attribute_memory_type = 2;
-constexpr int attribute_buffer_id = 7;
-constexpr int attribute_device_ordinal = 9;
-constexpr unsigned memory_type_device = 2;
-constexpr int cuda_not_initialized = 3;
-constexpr int cuda_invalid_context = 201;
-constexpr unsigned stream_non_blocking = 1;
+constexpr int attribute_context = 1;        // CU_POINTER_ATTRIBUTE_CONTEXT
+constexpr int attribute_memory_type = 2;    // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+constexpr int attribute_buffer_id = 7;      // CU_POINTER_ATTRIBUTE_BUFFER_ID
+constexpr int attribute_device_ordinal = 9; // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+constexpr unsigned memory_type_device = 2;  // CU_MEMORYTYPE_DEVICE
+constexpr int cuda_not_initialized = 3;     // CUDA_ERROR_NOT_INITIALIZED
+constexpr int cuda_invalid_context = 201;   // CUDA_ERROR_INVALID_CONTEXT
+constexpr unsigned stream_non_blocking = 1; // CU_STREAM_NON_BLOCKING
 
 using u64 = std::uint64_t;
 
+// The functions of libcuda that this library calls. Contexts, streams and device addresses are of type u64.
 struct CudaDriver {
     int (*cuInit)(unsigned) = nullptr;
     int (*cuDeviceGetCount)(int*) = nullptr;
@@ -99,11 +99,11 @@ template <typename Value> bool get_attribute(u64 address, int attribute, Value* 
 } // namespace
 
 std::vector<std::array<std::uint8_t, 16>> initialize_cuda() {
-    int count = 0;
+    int device_count = 0;
     check_result(cuda().cuInit(0));
-    check_result(cuda().cuDeviceGetCount(&count));
-    std::vector<std::array<std::uint8_t, 16>> uuids(static_cast<std::size_t>(count));
-    for (int device = 0; device < count; ++device) {
+    check_result(cuda().cuDeviceGetCount(&device_count));
+    std::vector<std::array<std::uint8_t, 16>> uuids(static_cast<std::size_t>(device_count));
+    for (int device = 0; device < device_count; ++device) {
         check_result(cuda().cuDeviceGetUuid_v2(uuids[static_cast<std::size_t>(device)].data(), device));
     }
     return uuids;
@@ -111,8 +111,8 @@ std::vector<std::array<std::uint8_t, 16>> initialize_cuda() {
 
 MemoryLocation find_location(u64 address) {
     MemoryLocation location;
-    unsigned type = 0;
-    if (!get_attribute(address, attribute_memory_type, &type) || type != memory_type_device) {
+    unsigned memory_type = 0;
+    if (!get_attribute(address, attribute_memory_type, &memory_type) || memory_type != memory_type_device) {
         return location;
     }
     location.is_device = true;
@@ -147,8 +147,8 @@ void check_allocated(u64 address, std::size_t length_bytes) {
     }
     // The driver reports ranges only to a thread with a current context. The threads of this library have none.
     const ScopedContext scoped_context(location);
-    // Check one mapping after the other, because VMM memory may be one range for the program but several for the
-    // driver.
+    // Check one mapping after the other: a program can place several mappings side by side with cuMemMap and use them
+    // as one range, but the driver reports each mapping as a range.
     const u64 end = address + length_bytes;
     while (address < end) {
         u64 base = 0;
@@ -162,9 +162,9 @@ void check_allocated(u64 address, std::size_t length_bytes) {
 }
 
 MemoryLocation find_location_of_stream(Stream stream) {
-    int count = 0;
-    check_result(cuda().cuDeviceGetCount(&count));
-    for (int device = 0; device < count; ++device) {
+    int device_count = 0;
+    check_result(cuda().cuDeviceGetCount(&device_count));
+    for (int device = 0; device < device_count; ++device) {
         const MemoryLocation location{true, device, 0, 0};
         const ScopedContext scoped_context(location);
         unsigned flags = 0;

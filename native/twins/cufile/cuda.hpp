@@ -1,4 +1,5 @@
-// The calls of the cuFile twin into the CUDA driver. libcuda may be the CUDA twin or the real driver.
+// The functions by which the cuFile twin uses the CUDA driver. The loaded libcuda may be the CUDA twin or the real
+// driver.
 #pragma once
 
 #include <array>
@@ -10,12 +11,12 @@
 
 namespace gdrkit::twin::cufile {
 
-// The memory that an address belongs to.
+// The memory that an address belongs to. The CUDA driver reports these values as attributes of the address.
 struct MemoryLocation {
-    bool is_device = false; // device memory; else host memory
-    int device_ordinal = -1;
-    std::uint64_t context = 0; // 0: the memory belongs to no context; use the primary context of the device
-    std::uint64_t buffer_id = 0;
+    bool is_device = false;      // device memory; else host memory
+    int device_ordinal = -1;     // -1: host memory
+    std::uint64_t context = 0;   // 0: the memory belongs to no context; use the primary context of the device
+    std::uint64_t buffer_id = 0; // unique for each allocation of the process; 0: host memory
 };
 
 // Call cuInit and return the UUIDs of all devices, in the order of their ordinals. Throw CufileError
@@ -42,7 +43,8 @@ MemoryLocation find_location_of_stream(Stream stream);
 // Queue a call of function(argument) in the stream. Throw CufileError if the driver refuses the call.
 void launch_host_function(const MemoryLocation& location, Stream stream, void (*function)(void*), void* argument);
 
-// An object that makes a context of the location's device current in this thread during its lifetime.
+// An object that makes the context of the location current in this thread during its lifetime. If the location has no
+// context, the object uses the primary context of the location's device.
 class ScopedContext {
 public:
     explicit ScopedContext(const MemoryLocation& location);
@@ -54,7 +56,7 @@ private:
     int retained_device_ = -1; // device whose primary context this object retains; -1: none
 };
 
-// Copies between host memory and the memory of one device in a non-blocking stream.
+// An object that copies between host memory and the memory of one device. It has a non-blocking stream for its copies.
 class DeviceCopier {
 public:
     explicit DeviceCopier(const MemoryLocation& location);

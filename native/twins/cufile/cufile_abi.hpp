@@ -9,7 +9,7 @@
 
 namespace gdrkit::twin::cufile {
 
-// The first version with vectored calls and their statistics, in the form of cuFileGetVersion.
+// The first version with vectored calls and their statistics, in the form of cuFileGetVersion: 1190 is 1.19.
 inline constexpr int first_version_with_vectors = 1190;
 
 // CUfileOpError codes that the twin returns.
@@ -39,10 +39,11 @@ enum Status : int {
     max_status = 5050,
 };
 
-// CUfileError_t: returned by value by control functions.
+// CUfileError_t. Most functions return this structure by value; cuFileRead and similar functions return a
+// number of bytes.
 struct Error {
-    std::int32_t error;
-    std::int32_t cuda_error;
+    std::int32_t error;      // CUfileOpError
+    std::int32_t cuda_error; // CUresult, if `error` is cuda_driver_error
 };
 static_assert(sizeof(Error) == 8 && offsetof(Error, cuda_error) == 4);
 
@@ -122,11 +123,12 @@ enum IoStatus : std::int32_t { // CUfileStatus_t
 struct IoEvent { // CUfileIOEvents_t
     void* cookie;
     std::int32_t status;
-    std::size_t result;
+    std::size_t result; // number of bytes, or a negative error code converted to std::size_t
 };
 static_assert(sizeof(IoEvent) == 24 && offsetof(IoEvent, status) == 8 && offsetof(IoEvent, result) == 16);
 
-// CU_FILE_STREAM_*
+// The flags of a registered stream (CU_FILE_STREAM_*). A fixed argument has its final value when the transfer is
+// queued.
 enum StreamFlags : std::uint32_t {
     fixed_buffer_offset = 1,
     fixed_file_offset = 2,
@@ -140,7 +142,8 @@ struct OpCounter { // CUfileOpCounter_t
     std::uint64_t err;
 };
 
-struct StatsLevel1 {
+// The fields *_bw are in bytes per second.
+struct StatsLevel1 { // CUfileStatsLevel1_t
     OpCounter read_ops, write_ops, handle_register_ops, handle_deregister_ops, buffer_register_ops,
         buffer_deregister_ops;
     std::uint64_t read_bytes, write_bytes, read_bw, write_bw, read_latency_average_us, write_latency_average_us,
@@ -163,14 +166,18 @@ static_assert(sizeof(StatsLevel1) == 624 && offsetof(StatsLevel1, read_bytes) ==
 inline constexpr int histogram_bins = 32;
 inline constexpr int max_gpus = 16;
 
-struct StatsLevel2 {
+struct StatsLevel2 { // CUfileStatsLevel2_t
     StatsLevel1 basic;
-    std::uint64_t read_size_kb[histogram_bins];
-    std::uint64_t write_size_kb[histogram_bins];
+    // Number of transfers in each bin of sizes: bin 0 is less than 1 KiB, bin n is from 2^(n-1) KiB to less
+    // than 2^n KiB, and the last bin has no upper limit.
+    std::uint64_t read_size_kb_hist[histogram_bins];
+    std::uint64_t write_size_kb_hist[histogram_bins];
 };
-static_assert(sizeof(StatsLevel2) == 1136 && offsetof(StatsLevel2, read_size_kb) == 624);
+static_assert(sizeof(StatsLevel2) == 1136 && offsetof(StatsLevel2, read_size_kb_hist) == 624);
 
-struct GpuStats {
+// The fields maps* and unmaps count the registrations and deregistrations of buffers (n_mmap and n_mmap_free in
+// cuFile). The fields routed_* count transfers that used dynamic routing (n_dr_reads and n_dr_writes).
+struct GpuStats { // CUfilePerGpuStats_t
     std::uint8_t uuid[16];
     std::uint64_t read_bytes, read_bw, read_utilization, read_duration_us, total_reads, p2p_reads, nvfs_reads,
         posix_reads, unaligned_reads, routed_reads, sparse_regions, inline_regions, read_errors;
@@ -182,7 +189,7 @@ static_assert(sizeof(GpuStats) == 248 && offsetof(GpuStats, posix_reads) == 72 &
               offsetof(GpuStats, write_bytes) == 120 && offsetof(GpuStats, posix_writes) == 176 &&
               offsetof(GpuStats, maps) == 208);
 
-struct StatsLevel3 {
+struct StatsLevel3 { // CUfileStatsLevel3_t
     StatsLevel2 detailed;
     std::uint32_t gpu_count;
     GpuStats gpus[max_gpus];
@@ -191,5 +198,5 @@ static_assert(sizeof(StatsLevel3) == 5112 && offsetof(StatsLevel3, gpus) == 1144
 
 } // namespace gdrkit::twin::cufile
 
-// Marks an exported function: C linkage and default visibility. Exceptions must not leave it.
+// This macro marks an exported function: C linkage and default visibility. Exceptions must not leave such a function.
 #define GDRKIT_CUFILE_ENTRY extern "C" [[gnu::visibility("default")]]

@@ -1,4 +1,4 @@
-// Opening, closing and properties of the cuFile driver.
+// Implements cuFileDriverOpen, cuFileDriverClose, and the functions for the version and the properties of the driver.
 
 #include "cufile/driver.hpp"
 
@@ -16,15 +16,16 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
+// Number of calls of cuFileDriverGetProperties. Such a call makes queued transfers fail (transfer.cpp).
 std::atomic<std::uint64_t> properties_call_count = 0;
 
 struct DriverState {
     std::mutex mutex;
     bool is_driver_open = false;
-    long use_count = 0;
-    int operations_in_progress = 0;
+    long use_count = 0;      // calls of cuFileDriverOpen minus calls of cuFileDriverClose
+    int operation_count = 0; // number of objects of class OperationInProgress
     CompatModes compat_modes;
-    std::vector<std::array<std::uint8_t, 16>> uuids;
+    std::vector<std::array<std::uint8_t, 16>> uuids; // of all GPUs, by ordinal
 };
 
 DriverState& driver() {
@@ -32,8 +33,9 @@ DriverState& driver() {
     return *instance;
 }
 
-// Open the driver unless it is open. The caller holds the lock. Throw CufileError (invalid_value) if an environment
-// variable or the fault plan is malformed.
+// Open the driver unless it is open. The caller holds the lock. Throw CufileError: invalid_value if an environment
+// variable or the fault plan is malformed, cuda_driver_error if CUDA cannot be used, driver_not_initialized if no
+// transfer would be possible.
 void open_driver(DriverState* driver_state) {
     if (!configuration_error().empty()) {
         throw CufileError{invalid_value};
@@ -41,7 +43,8 @@ void open_driver(DriverState* driver_state) {
     if (!driver_state->is_driver_open) {
         driver_state->uuids = initialize_cuda();
         driver_state->compat_modes = apply_parameters();
-        // Fail if no transfer would be possible: compat mode is not allowed, and no fault rule enables a direct path.
+        // No transfer of device memory would be possible: compat mode is not allowed, and the fault plan has no rule
+        // that enables a direct path.
         if (!driver_state->compat_modes.allow_compat && !FaultSite("cufile.route").has_rule()) {
             throw CufileError{driver_not_initialized};
         }
@@ -60,10 +63,10 @@ Error close_driver(std::string_view symbol) {
             --driver_state.use_count;
             return;
         }
-        if (driver_state.operations_in_progress > 0) {
+        if (driver_state.operation_count > 0) {
             throw CufileError{driver_closing};
         }
-        // Registrations end with the driver, so a later deregistration counts as a double release.
+        // Closing the driver ends all registrations. So the ledger treats a later deregistration as a double release.
         drop_files();
         drop_buffers();
         driver_state.use_count = 0;
@@ -71,8 +74,8 @@ Error close_driver(std::string_view symbol) {
     });
 }
 
-// Run an older function that sets a parameter, such as cuFileDriverSetMaxCacheSize. These functions have no effect
-// while the driver is open.
+// Implement a function such as cuFileDriverSetMaxCacheSize, which sets one parameter. While the driver is open, these
+// functions return success and have no effect.
 Error set_parameter_if_closed(std::string_view symbol, SizeParameter index, std::size_t value) {
     return run_entry(symbol, [&] {
         if (!is_open()) {
@@ -123,13 +126,13 @@ OperationInProgress::OperationInProgress() {
     if (!driver_state.is_driver_open) {
         throw CufileError{driver_not_initialized};
     }
-    ++driver_state.operations_in_progress;
+    ++driver_state.operation_count;
 }
 
 OperationInProgress::~OperationInProgress() {
     DriverState& driver_state = driver();
     std::lock_guard lock(driver_state.mutex);
-    --driver_state.operations_in_progress;
+    --driver_state.operation_count;
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileDriverOpen() {
@@ -170,7 +173,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileDriverGetProperties(DriverProperties* properties
             throw CufileError{invalid_value};
         }
         ++properties_call_count;
-        // nvidia-fs is not loaded: version 0.0, and no supported file systems.
+        // Report that nvidia-fs is not loaded: its version is 0.0, and it supports no file systems.
         *properties = {};
         const bool allows_compat = is_open() ? get_compat_modes().allow_compat : get_bool_parameter(bool_allow_compat);
         properties->nvfs.poll_threshold_kb = get_size_parameter(size_poll_threshold_kb);
@@ -213,7 +216,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileGetBARSizeInKB(int device, std::size_t* size_kb)
         if (size_kb == nullptr || device < 0 || static_cast<std::size_t>(device) >= get_device_uuids().size()) {
             throw CufileError{invalid_value};
         }
-        // The BAR size of an H200: 256 GiB.
+        // The BAR of an H200 has 256 GiB.
         *size_kb = std::size_t{256} << 20;
     });
 }

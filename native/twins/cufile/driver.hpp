@@ -15,7 +15,8 @@ struct CompatModes {
     bool force_compat = false; // true: every transfer uses compat mode
 };
 
-// Open the driver if it is closed. The use count stays the same. The first registration opens the driver in this way.
+// Open the driver if it is closed. The use count stays the same. The registration of a file or a buffer
+// opens the driver in this way.
 void ensure_open();
 // Throw CufileError (driver_not_initialized) unless the driver is open.
 void require_open_driver();
@@ -25,11 +26,13 @@ void require_open_driver();
 [[nodiscard]] CompatModes get_compat_modes();
 [[nodiscard]] std::vector<std::array<std::uint8_t, 16>> get_device_uuids();
 
-// Return the number of calls of cuFileDriverGetProperties in this process.
+// Return the number of calls of cuFileDriverGetProperties in this process. A transfer of a stream through the
+// host fails if such a call happens while the transfer is queued (transfer.cpp).
 [[nodiscard]] std::uint64_t count_properties_calls();
 
-// An object that keeps the driver from being closed during its lifetime. A transfer has one while it runs, and a
-// transfer of a stream also while it is queued.
+// An object that keeps the driver from being closed during its lifetime. Each transfer has such an object while it
+// runs, and a transfer in a stream also while it is queued. The constructor throws CufileError (driver_not_initialized)
+// unless the driver is open.
 class OperationInProgress {
 public:
     OperationInProgress();

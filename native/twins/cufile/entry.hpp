@@ -15,11 +15,11 @@ namespace gdrkit::twin::cufile {
 // The error code of a failed call. It is thrown inside the library and never leaves an exported function.
 struct CufileError {
     Status status;
-    int cuda_error = 0;
+    int cuda_error = 0; // CUresult, if `status` is cuda_driver_error
 };
 
-// Return the error text of the environment variables or the fault plan; empty if both are valid. Both are read only
-// once.
+// Read the environment variables and the fault plan at the first call. Return the text of the first error in them, or
+// an empty text if both are valid.
 const std::string_view& configuration_error();
 
 // Count the call and return the code that the fault plan injects, or 0.
@@ -46,12 +46,13 @@ template <typename Body> Error run_entry(std::string_view symbol, Body&& body) {
     }
 }
 
-// A function that moves bytes reports injected codes below this value as errno, and other codes as CUfileOpError.
-inline constexpr int first_status = 5000;
+// CUFILEOP_BASE_ERR: every CUfileOpError except success is greater. A function that moves bytes reports smaller codes
+// as errno.
+inline constexpr int cufile_base_error = 5000;
 
 // Report a failed transfer: return -1 with errno set, or a negative CUfileOpError.
-inline ssize_t set_data_failure(int code) {
-    if (code < first_status) {
+inline ssize_t report_failed_transfer(int code) {
+    if (code < cufile_base_error) {
         errno = code;
         return -1;
     }
@@ -62,7 +63,7 @@ inline ssize_t set_data_failure(int code) {
 template <typename Body> ssize_t run_data_entry(std::string_view symbol, Body&& body) {
     try {
         const int code = take_injected_failure(symbol);
-        return code != 0 ? set_data_failure(code) : std::forward<Body>(body)();
+        return code != 0 ? report_failed_transfer(code) : std::forward<Body>(body)();
     } catch (const CufileError& error) {
         return -error.status;
     } catch (const std::bad_alloc&) {

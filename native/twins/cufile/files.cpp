@@ -1,4 +1,4 @@
-// Registered files: cuFileHandleRegister and cuFileHandleDeregister.
+// Implements cuFileHandleRegister and cuFileHandleDeregister, and the table of registered files.
 
 #include "cufile/files.hpp"
 
@@ -24,14 +24,15 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
+// Type of file handles in the ledger of live handles (model/ledger.hpp).
 constexpr std::string_view handle_ledger_kind = "cufile_handle";
-// Values of statfs::f_type.
+// Values of statfs::f_type: TMPFS_MAGIC and RAMFS_MAGIC.
 constexpr std::uint32_t tmpfs_magic = 0x01021994;
 constexpr std::uint32_t ramfs_magic = 0x858458f6;
 
 struct Files {
     std::mutex mutex;
-    std::map<std::uint64_t, FileRef> registered;
+    std::map<std::uint64_t, FileRef> file_by_handle;
 };
 
 Files& files() {
@@ -52,6 +53,7 @@ bool is_known_to_udev(dev_t device) {
     return false;
 }
 
+// Throw CufileError (handle_not_registered) if the real library does not register files on this file system or device.
 void check_file_system(int fd, dev_t device) {
     struct statfs file_system {};
     if (fstatfs(fd, &file_system) != 0) {
@@ -63,11 +65,13 @@ void check_file_system(int fd, dev_t device) {
     }
 }
 
+// Open the same file again with the access mode of `flags`, but without O_DIRECT.
 Fd reopen(int fd, int flags) {
     const std::string path = "/proc/self/fd/" + std::to_string(fd);
     return Fd(open(path.c_str(), (flags & O_ACCMODE) | O_CLOEXEC));
 }
 
+// Check the file that a program wants to register, and return its entry for the table.
 FileRef inspect_file(const Description* description) {
     if (description->type != opaque_fd) {
         throw CufileError{description->type == userspace_fs ? io_not_supported : invalid_value};
@@ -96,7 +100,7 @@ FileRef inspect_file(const Description* description) {
 void add_registration(FileHandle* handle, FileRef file) {
     Files& file_table = files();
     std::lock_guard lock(file_table.mutex);
-    for (const auto& [registered_handle, registered_file] : file_table.registered) {
+    for (const auto& [registered_handle, registered_file] : file_table.file_by_handle) {
         if (registered_file->fd == file->fd) {
             throw CufileError{handle_already_registered};
         }
@@ -104,7 +108,7 @@ void add_registration(FileHandle* handle, FileRef file) {
     // The handle is a random non-canonical address, so that dereferencing the handle faults.
     const std::uint64_t handle_value = random_u64() >> 2 | std::uint64_t{1} << 62;
     ledger_add(handle_ledger_kind, handle_value);
-    file_table.registered.emplace(handle_value, std::move(file));
+    file_table.file_by_handle.emplace(handle_value, std::move(file));
     *handle = reinterpret_cast<FileHandle>(handle_value);
 }
 
@@ -115,8 +119,8 @@ FileRef find_file(FileHandle handle) {
     {
         Files& file_table = files();
         std::lock_guard lock(file_table.mutex);
-        const auto entry = file_table.registered.find(reinterpret_cast<std::uint64_t>(handle));
-        if (entry == file_table.registered.end()) {
+        const auto entry = file_table.file_by_handle.find(reinterpret_cast<std::uint64_t>(handle));
+        if (entry == file_table.file_by_handle.end()) {
             throw CufileError{handle_not_registered};
         }
         file = entry->second;
@@ -131,10 +135,10 @@ FileRef find_file(FileHandle handle) {
 void drop_files() {
     Files& file_table = files();
     std::lock_guard lock(file_table.mutex);
-    for (const auto& [handle_value, file] : file_table.registered) {
+    for (const auto& [handle_value, file] : file_table.file_by_handle) {
         static_cast<void>(ledger_remove(handle_ledger_kind, handle_value));
     }
-    file_table.registered.clear();
+    file_table.file_by_handle.clear();
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileHandleRegister(FileHandle* handle, Description* description) {
@@ -159,7 +163,7 @@ GDRKIT_CUFILE_ENTRY void cuFileHandleDeregister(FileHandle handle) {
                      handle);
         std::abort();
     }
-    file_table.registered.erase(handle_value);
+    file_table.file_by_handle.erase(handle_value);
     count_operation(&StatsLevel1::handle_deregister_ops, true);
 }
 

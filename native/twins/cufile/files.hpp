@@ -11,11 +11,11 @@
 namespace gdrkit::twin::cufile {
 
 struct File {
-    int fd = -1;      // descriptor of the caller
+    int fd = -1;      // descriptor of the program, which the program may close
     dev_t device = 0; // device and inode tell whether `fd` still refers to the registered file
     ino_t inode = 0;
-    bool is_direct = false; // the caller's descriptor was opened with O_DIRECT
-    Fd buffered_fd;         // the same file without O_DIRECT, because the twin's transfers go through the host
+    bool is_direct = false; // `fd` was opened with O_DIRECT
+    Fd buffered_fd;         // the same file without O_DIRECT, so that transfers need no alignment
 };
 using FileRef = std::shared_ptr<const File>;
 

@@ -29,7 +29,8 @@ constexpr FaultPoint fault_points[] = {
     // Fault points that are not functions: the path of a transfer, an entry of a batch, and a transfer of a stream.
     {"cufile.route", FaultKind::route},
     {"cufile.batch_io", FaultKind::status, max_status},
-    // With code 0 the transfer moves no bytes and reports 0 bytes, as was observed with cuFile 1.15.
+    // A plan may also have status=0. The transfer then moves no bytes and reports 0 bytes, as was observed with cuFile
+    // 1.15.
     {"cufile.async_io", FaultKind::status, max_status, 0},
 };
 #undef X
@@ -37,6 +38,7 @@ constexpr FaultPoint fault_points[] = {
 #undef nothing
 #undef unsupported
 
+// A rule of the fault plan is for this library if its name begins with one of these prefixes.
 constexpr std::string_view fault_prefixes[] = {"cuFile", "cufile."};
 
 } // namespace

@@ -40,7 +40,7 @@ constexpr Limits size_limits[size_parameter_count] = {
     {4, 4, 18014398509481980}, // pollthreshold_size_kb
     {5, 1, 1000},              // properties_batch_io_timeout_ms
 };
-// Defaults; index: CUFileBoolConfigParameter_t.
+// Defaults of cuFile; index: CUFileBoolConfigParameter_t. The default of the parameters from 5 on is false.
 constexpr bool bool_defaults[bool_parameter_count] = {false, true, false, false, true};
 constexpr int removed_bool_parameter = 5; // CUFILE_PARAM_PROFILE_NVTX, which cuFile no longer has
 
@@ -49,10 +49,13 @@ constexpr int string_parameter_count = 4;
 
 struct Parameters {
     std::mutex mutex;
+    // A parameter without a value has its default.
     std::optional<std::size_t> size_values[size_parameter_count];
     std::optional<bool> bool_values[bool_parameter_count];
+    // Index: StringParameter.
     std::string string_values[string_parameter_count] = {"WARN", "", "", "DC_V1"};
-    // posix_pool_slab_size_kb and posix_pool_slab_count of cufile.json.
+    // The parameters that cufile.json calls posix_pool_slab_size_kb and posix_pool_slab_count. The twin does not read
+    // them from this file.
     std::vector<std::size_t> slab_sizes_kb = {4, 1024, 16384}, slab_counts = {128, 64, 64};
 };
 
@@ -69,27 +72,27 @@ std::optional<bool> read_bool_variable(const char* name) {
     return std::strcmp(text, "1") == 0 || std::strcmp(text, "true") == 0;
 }
 
-// Replace each comment by a space. JSON with comments has comments that end with the line (//) and comments between
-// /* and */. In a string, these signs begin no comment.
+// Replace each comment of cufile.json by a space. Comments are as in C++: from // to the end of the line, or
+// between /* and */. Inside a JSON string, these characters do not begin a comment.
 std::string remove_comments(std::string_view text) {
     std::string kept_text;
     bool is_in_string = false;
     while (!text.empty()) {
         const bool is_line_comment = !is_in_string && text.starts_with("//");
-        std::size_t taken_bytes = 1;
+        std::size_t consumed_bytes = 1;
         if (is_line_comment || (!is_in_string && text.starts_with("/*"))) {
             const auto end = is_line_comment ? text.find('\n') : text.find("*/", 2);
-            taken_bytes = end == std::string_view::npos ? text.size() : end + (is_line_comment ? 1 : 2);
+            consumed_bytes = end == std::string_view::npos ? text.size() : end + (is_line_comment ? 1 : 2);
             kept_text += ' ';
         } else {
             if (is_in_string && text.front() == '\\') {
-                taken_bytes = std::min<std::size_t>(2, text.size());
+                consumed_bytes = std::min<std::size_t>(2, text.size());
             } else if (text.front() == '"') {
                 is_in_string = !is_in_string;
             }
-            kept_text += text.substr(0, taken_bytes);
+            kept_text += text.substr(0, consumed_bytes);
         }
-        text.remove_prefix(taken_bytes);
+        text.remove_prefix(consumed_bytes);
     }
     return kept_text;
 }
@@ -99,47 +102,51 @@ std::string read_configuration() {
     const char* const path = std::getenv("CUFILE_ENV_PATH_JSON");
     std::ifstream file(path == nullptr ? "/etc/cufile.json" : path);
     std::ostringstream text;
-    text << file.rdbuf(); // A failed read, such as of a folder, gives the text before the failure.
+    text << file.rdbuf(); // if the read fails, such as for a folder, `text` has the part before the failure
     return remove_comments(text.str());
 }
 
-// Return the value of a key in cufile.json, or an empty text. A text search is enough, because the twin reads only
-// numbers and flags, whose keys occur once in the file.
+// Return the value of a key in cufile.json, or an empty text if the key is not in the file. The function does not parse
+// JSON but searches the text. This is enough, because the twin reads only numbers and flags, whose keys occur only
+// once.
 std::string find_json_value(std::string_view text, std::string_view key) {
     constexpr std::string_view spaces = " \t\r\n";
     const std::string quoted_key = "\"" + std::string(key) + "\"";
-    auto entry = text.find(quoted_key);
-    while (entry != std::string_view::npos) {
-        text.remove_prefix(entry + quoted_key.size());
+    auto key_begin = text.find(quoted_key);
+    while (key_begin != std::string_view::npos) {
+        text.remove_prefix(key_begin + quoted_key.size());
         const auto colon = text.find_first_not_of(spaces);
-        // A string that no colon follows is a value.
+        // If no colon follows, the found string is a value and not a key.
         if (colon != std::string_view::npos && text[colon] == ':') {
-            const auto begin = text.find_first_not_of(spaces, colon + 1);
-            return begin == std::string_view::npos
+            const auto value_begin = text.find_first_not_of(spaces, colon + 1);
+            return value_begin == std::string_view::npos
                        ? ""
-                       : std::string(text.substr(begin, text.find_first_of(" \t\r\n,}", begin) - begin));
+                       : std::string(
+                             text.substr(value_begin, text.find_first_of(" \t\r\n,}", value_begin) - value_begin));
         }
-        entry = text.find(quoted_key);
+        key_begin = text.find(quoted_key);
     }
     return "";
 }
 
-// Return the value that a call has set, else the environment variable, else the value in the file, else the default.
-bool resolve_bool(const std::optional<bool>& value_of_call, const char* variable, const std::string& value_of_file,
+// Return the value that a call of the program has set, else the value of the environment variable, else the value in
+// cufile.json (`text_in_file`, empty if there is none), else the default.
+bool resolve_bool(const std::optional<bool>& value_of_call, const char* variable_name, const std::string& text_in_file,
                   bool default_value) {
     if (value_of_call) {
         return *value_of_call;
     }
-    if (const auto value_of_variable = read_bool_variable(variable)) {
+    if (const auto value_of_variable = read_bool_variable(variable_name)) {
         return *value_of_variable;
     }
-    return value_of_file.empty() ? default_value : value_of_file == "true";
+    return text_in_file.empty() ? default_value : text_in_file == "true";
 }
 
+// Implement cuFileGetParameterSizeT or cuFileGetParameterBool for a type with `count` parameters.
 template <typename Value>
 Error get_parameter(std::string_view symbol, Value* value, int index, int count, Value (*read_value)(int)) {
     return run_entry(symbol, [&] {
-        // Only the bool parameters have the count bool_parameter_count.
+        // `count` tells whether this is a bool parameter. Only a bool parameter was removed.
         if (value == nullptr || index < 0 || index >= count ||
             (count == bool_parameter_count && index == removed_bool_parameter)) {
             throw CufileError{invalid_value};
@@ -235,12 +242,12 @@ GDRKIT_CUFILE_ENTRY Error cuFileGetParameterMinMaxValue(int index, std::size_t* 
     });
 }
 
-GDRKIT_CUFILE_ENTRY Error cuFileGetParameterString(int index, char* value, int length_bytes) {
+GDRKIT_CUFILE_ENTRY Error cuFileGetParameterString(int index, char* value, int capacity_bytes) {
     return run_entry("cuFileGetParameterString", [&] {
         Parameters& all_parameters = parameters();
         std::lock_guard lock(all_parameters.mutex);
-        if (value == nullptr || index < 0 || index >= string_parameter_count || length_bytes <= 0 ||
-            all_parameters.string_values[index].size() >= static_cast<std::size_t>(length_bytes)) {
+        if (value == nullptr || index < 0 || index >= string_parameter_count || capacity_bytes <= 0 ||
+            all_parameters.string_values[index].size() >= static_cast<std::size_t>(capacity_bytes)) {
             throw CufileError{invalid_value};
         }
         std::memcpy(value, all_parameters.string_values[index].c_str(), all_parameters.string_values[index].size() + 1);
@@ -253,7 +260,8 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetParameterSizeT(int index, std::size_t value) 
         if (index < 0 || index >= size_parameter_count) {
             throw CufileError{invalid_value};
         }
-        // libcufile 1.15, 1.18 and 1.20 also store a value beyond the limits of cuFileGetParameterMinMaxValue.
+        // Store the value even if it is outside the limits that cuFileGetParameterMinMaxValue reports.
+        // libcufile 1.15, 1.18 and 1.20 do the same.
         store_size_parameter(index, value);
     });
 }
@@ -281,25 +289,26 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetParameterString(int index, const char* value)
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileSetParameterPosixPoolSlabArray(const std::size_t* sizes_kb, const std::size_t* counts,
-                                                               int length) {
+                                                               int array_length) {
     return run_entry("cuFileSetParameterPosixPoolSlabArray", [&] {
         require_driver_closed();
-        if (sizes_kb == nullptr || counts == nullptr || length <= 0) {
+        if (sizes_kb == nullptr || counts == nullptr || array_length <= 0) {
             throw CufileError{invalid_value};
         }
         Parameters& all_parameters = parameters();
         std::lock_guard lock(all_parameters.mutex);
-        all_parameters.slab_sizes_kb.assign(sizes_kb, sizes_kb + length);
-        all_parameters.slab_counts.assign(counts, counts + length);
+        all_parameters.slab_sizes_kb.assign(sizes_kb, sizes_kb + array_length);
+        all_parameters.slab_counts.assign(counts, counts + array_length);
     });
 }
 
-GDRKIT_CUFILE_ENTRY Error cuFileGetParameterPosixPoolSlabArray(std::size_t* sizes_kb, std::size_t* counts, int length) {
+GDRKIT_CUFILE_ENTRY Error cuFileGetParameterPosixPoolSlabArray(std::size_t* sizes_kb, std::size_t* counts,
+                                                               int array_length) {
     return run_entry("cuFileGetParameterPosixPoolSlabArray", [&] {
         Parameters& all_parameters = parameters();
         std::lock_guard lock(all_parameters.mutex);
-        if (sizes_kb == nullptr || counts == nullptr || length < 0 ||
-            static_cast<std::size_t>(length) != all_parameters.slab_sizes_kb.size()) {
+        if (sizes_kb == nullptr || counts == nullptr || array_length < 0 ||
+            static_cast<std::size_t>(array_length) != all_parameters.slab_sizes_kb.size()) {
             throw CufileError{invalid_value};
         }
         std::copy(all_parameters.slab_sizes_kb.begin(), all_parameters.slab_sizes_kb.end(), sizes_kb);

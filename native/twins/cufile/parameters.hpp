@@ -1,4 +1,5 @@
-// Configuration parameters of cuFile. They can be set while the driver is closed, and take effect when it opens.
+// The configuration parameters of cuFile. A program can set them while the driver is closed. They take effect when the
+// driver is opened.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +8,7 @@
 
 namespace gdrkit::twin::cufile {
 
-// The values of CUFileSizeTConfigParameter_t and CUFileBoolConfigParameter_t that the twin reads.
+// The members of CUFileSizeTConfigParameter_t and CUFileBoolConfigParameter_t that the twin reads.
 enum SizeParameter {
     size_profile_stats = 0,
     size_max_direct_io_kb = 5,
@@ -21,11 +22,12 @@ enum SizeParameter {
 };
 enum BoolParameter { bool_poll_mode = 0, bool_allow_compat = 1, bool_force_compat = 2, bool_parameter_count = 14 };
 
-// Determine the effective settings when the driver opens, and return the compat modes. A value that was set by a call
-// overrides the environment variable, which overrides cufile.json (CUFILE_ENV_PATH_JSON).
+// Determine the settings of compat mode and the level of the statistics when the driver is opened. Return the settings
+// of compat mode. A value that the program has set by a call overrides the environment variable, which overrides
+// cufile.json. The variable CUFILE_ENV_PATH_JSON contains the path of this file.
 CompatModes apply_parameters();
-// Return the value that a call has set, else the default. After apply_parameters(), the two compat parameters return
-// the effective value, which can come from the environment or cufile.json.
+// Return the value that the program has set by a call, else the default. For the two parameters of compat mode, after
+// apply_parameters(), return the effective value, which can come from the environment or cufile.json.
 std::size_t get_size_parameter(int index);
 bool get_bool_parameter(int index);
 // Set a parameter. Throw CufileError (invalid_value) if a size is outside its limits.

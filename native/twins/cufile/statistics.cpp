@@ -1,4 +1,5 @@
-// Implements cuFileGetStats* and counts the statistics of the levels 1 to 3.
+// Implements cuFileGetStats* and counts the statistics. Level 1 has counters of operations, bytes and times, level 2
+// adds histograms of the sizes, and level 3 adds counters for each GPU.
 
 #include "cufile/statistics.hpp"
 
@@ -36,13 +37,14 @@ std::uint64_t compute_rate_per_s(std::uint64_t amount, std::uint64_t duration_us
                : static_cast<std::uint64_t>(static_cast<double>(amount) * us_per_s / static_cast<double>(duration_us));
 }
 
-// Return the bin of the size histograms: 0 for less than 1 KiB, then one bin for every power of two.
+// Return the index of the bin in the histograms of sizes: 0 for less than 1 KiB, then one bin for each power of two.
 std::size_t find_histogram_bin(std::size_t length_bytes) {
     const std::size_t bin = static_cast<std::size_t>(std::bit_width(length_bytes / 1024));
     return std::min<std::size_t>(bin, histogram_bins - 1);
 }
 
-// Add a transfer to the counters of one type of call: operations, bytes, time, and the derived rates.
+// Add a transfer to the counters of one type of call: operations, bytes, sum of the durations, and the average and the
+// rates that are computed from these numbers.
 void add_transfer(OpCounter* ops, std::uint64_t* bytes, std::uint64_t* bandwidth, std::uint64_t* average_us,
                   std::uint64_t* ops_per_s, std::uint64_t* sum_us, const TransferRecord& record) {
     if (record.result < 0) {
@@ -57,6 +59,7 @@ void add_transfer(OpCounter* ops, std::uint64_t* bytes, std::uint64_t* bandwidth
     *ops_per_s = compute_rate_per_s(ops->ok, *sum_us);
 }
 
+// Return whether the statistics count the transfer as part of a batch. Vectored calls are batches inside cuFile.
 bool is_batch_transfer(const TransferRecord& record) {
     return record.call_type == CallType::batch || record.call_type == CallType::vector;
 }
@@ -108,17 +111,19 @@ GpuStats* get_gpu_counters(Statistics* all_statistics, int device) {
     return device < 0 || device >= max_gpus ? nullptr : &all_statistics->counters.gpus[device];
 }
 
-// Copy the first `size_bytes` bytes of the level 3 structure. In a version without vectored calls, the level 1
-// structure has no counters for them, and the fields of level 2 begin where these counters would begin.
+// Copy the first `size_bytes` bytes of the level 3 structure. In a cuFile version without vectored calls,
+// the level 1 structure has no counters of these calls. The fields of level 2 then follow without a gap, so skip these
+// counters.
 void copy_layout_of_version(const StatsLevel3& counters, void* destination, std::size_t size_bytes) {
-    constexpr std::size_t vectors_begin = offsetof(StatsLevel1, readv_ops), vectors_end = sizeof(StatsLevel1);
+    constexpr std::size_t vector_counters_begin = offsetof(StatsLevel1, readv_ops),
+                          vector_counters_end = sizeof(StatsLevel1);
     if (config().cufile_version >= first_version_with_vectors) {
         std::memcpy(destination, &counters, size_bytes);
         return;
     }
-    std::memcpy(destination, &counters, vectors_begin);
-    std::memcpy(static_cast<std::byte*>(destination) + vectors_begin,
-                reinterpret_cast<const std::byte*>(&counters) + vectors_end, size_bytes - vectors_end);
+    std::memcpy(destination, &counters, vector_counters_begin);
+    std::memcpy(static_cast<std::byte*>(destination) + vector_counters_begin,
+                reinterpret_cast<const std::byte*>(&counters) + vector_counters_end, size_bytes - vector_counters_end);
 }
 
 // Copy the statistics of a level. The level 3 structure begins with the level 2 structure, which begins with the level
@@ -150,12 +155,11 @@ void count_transfer(const TransferRecord& record) {
     }
     count_basic(&all_statistics.counters.detailed.basic, record);
     if (record.result >= 0) {
-        auto& histogram = record.is_write ? all_statistics.counters.detailed.write_size_kb
-                                          : all_statistics.counters.detailed.read_size_kb;
+        auto& histogram = record.is_write ? all_statistics.counters.detailed.write_size_kb_hist
+                                          : all_statistics.counters.detailed.read_size_kb_hist;
         ++histogram[find_histogram_bin(static_cast<std::size_t>(record.result))];
     }
-    // The counters of a GPU include neither batches nor vectored calls, which cuFile carries out as batches (observed
-    // with 1.15 and 1.20).
+    // The counters of a GPU do not include the transfers of batches (observed with cuFile 1.15 and 1.20).
     if (GpuStats* const gpu = is_batch_transfer(record) ? nullptr : get_gpu_counters(&all_statistics, record.device)) {
         count_on_gpu(gpu, record);
     }
@@ -224,7 +228,7 @@ void set_default_level(int level) {
     std::lock_guard lock(all_statistics.mutex);
     if (!all_statistics.is_level_set_by_call && level >= 0 && level <= max_level) {
         all_statistics.level = level;
-        // A level from the environment or cufile.json starts counting at once, without cuFileStatsStart.
+        // With such a level, counting starts at once, without cuFileStatsStart.
         all_statistics.is_started = level > 0;
     }
 }

@@ -1,4 +1,5 @@
-// cuFileReadAsync and cuFileWriteAsync: transfers in the order of a CUDA stream.
+// Implements cuFileReadAsync and cuFileWriteAsync, which transfer in the order of a CUDA stream, and the registration
+// of streams.
 #include <algorithm>
 #include <cerrno>
 #include <list>
@@ -24,7 +25,8 @@ namespace {
 // Type of registered streams in the ledger of live handles (model/ledger.hpp).
 constexpr std::string_view stream_ledger_kind = "cufile_stream";
 
-// A transfer that was submitted and is not complete.
+// A transfer that was queued and is not complete. The twin keeps the list of these transfers to emulate an error of the
+// real library with concurrent transfers (mix_up_bytes in transfer.cpp).
 struct UnfinishedTransfer {
     Stream stream = 0;
     const void* buffer = nullptr;
@@ -42,6 +44,7 @@ Streams& streams() {
     return *instance;
 }
 
+// Return the flags with which the stream was registered, or 0 if it is not registered.
 unsigned get_registered_flags(Stream stream) {
     Streams& stream_table = streams();
     std::lock_guard lock(stream_table.mutex);
@@ -72,8 +75,8 @@ public:
         stream_table.unfinished.erase(entry_);
     }
 
-    // Return the range of the oldest transfer of another stream that used the same memory and was unfinished when this
-    // transfer was queued, if there was any.
+    // Return the range of a transfer of another stream that used the same buffer and was unfinished when this transfer
+    // was queued. If there were several, return the range of the oldest; if there was none, return nullopt.
     [[nodiscard]] const std::optional<TransferRange>& concurrent_range() const { return concurrent_range_; }
 
 private:
@@ -81,7 +84,8 @@ private:
     std::optional<TransferRange> concurrent_range_;
 };
 
-// A queued transfer. Arguments that the stream's flags do not declare as fixed are read when the transfer starts.
+// A queued transfer. The pointers length_bytes, file_offset and buffer_offset are read when the transfer starts. They
+// point to variables of the program, or to submitted_range for arguments that the stream's flags declare as fixed.
 struct QueuedTransfer {
     OperationInProgress operation_in_progress; // keeps the cuFile driver from being closed before the transfer is done
     std::optional<UnfinishedEntry> unfinished;
@@ -91,7 +95,7 @@ struct QueuedTransfer {
     const off_t* file_offset = nullptr;
     const off_t* buffer_offset = nullptr;
     ssize_t* result = nullptr;
-    TransferRange submitted_range; // the values at the call
+    TransferRange submitted_range; // the arguments at the call of cuFileReadAsync or cuFileWriteAsync
     std::uint64_t properties_call_count = cufile::count_properties_calls();
 };
 
@@ -108,7 +112,9 @@ ssize_t run_queued_transfer(const QueuedTransfer& queued) {
                             *queued.buffer_offset,
                             queued.unfinished->concurrent_range(),
                             queued.properties_call_count};
-    return transfer.length_bytes > queued.submitted_range.length_bytes ? -invalid_value : execute_transfer(transfer);
+    // Until the transfer starts, the program may make the length smaller, but not larger.
+    return transfer.length_bytes > queued.submitted_range.length_bytes ? -invalid_value
+                                                                       : run_transfer_without_throwing(transfer);
 }
 
 // Run a queued transfer as a host function of the stream. A host function must not call the CUDA driver. So another
@@ -130,7 +136,7 @@ Error enqueue(std::string_view symbol, bool is_write, FileHandle file, void* buf
             result == nullptr) {
             throw CufileError{invalid_value};
         }
-        find_file(file);
+        find_file(file); // throws if the handle is invalid
         const MemoryLocation location = find_location_of_stream(stream);
         // The result is 0 until the transfer is done. Without a current context the real library returns success, but
         // stores the result -ENOMEM and queues no transfer (observed with 1.15 and 1.20).
@@ -145,12 +151,12 @@ Error enqueue(std::string_view symbol, bool is_write, FileHandle file, void* buf
         queued->result = result;
         queued->submitted_range = {file, *length_bytes, *file_offset, *buffer_offset};
         queued->unfinished.emplace(UnfinishedTransfer{stream, buffer, queued->submitted_range});
-        const TransferRange& fixed = queued->submitted_range;
-        queued->length_bytes = (flags & fixed_file_size) != 0 ? &fixed.length_bytes : length_bytes;
-        queued->file_offset = (flags & fixed_file_offset) != 0 ? &fixed.file_offset : file_offset;
-        queued->buffer_offset = (flags & fixed_buffer_offset) != 0 ? &fixed.buffer_offset : buffer_offset;
+        const TransferRange& submitted = queued->submitted_range;
+        queued->length_bytes = (flags & fixed_file_size) != 0 ? &submitted.length_bytes : length_bytes;
+        queued->file_offset = (flags & fixed_file_offset) != 0 ? &submitted.file_offset : file_offset;
+        queued->buffer_offset = (flags & fixed_buffer_offset) != 0 ? &submitted.buffer_offset : buffer_offset;
         launch_host_function(location, stream, run_in_stream, queued.get());
-        static_cast<void>(queued.release());
+        static_cast<void>(queued.release()); // run_in_stream deletes the object
     });
 }
 

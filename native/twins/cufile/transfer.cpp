@@ -1,4 +1,4 @@
-// Transfers between files and memory: cuFileRead, cuFileWrite, cuFileReadv and cuFileWritev.
+// Implements cuFileRead, cuFileWrite, cuFileReadv and cuFileWritev, and the transfers of batches and streams.
 
 #include "cufile/transfer.hpp"
 
@@ -22,7 +22,7 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-// Direct transfers require offsets and lengths that are multiples of this number.
+// A direct transfer (p2p or nvfs) requires offsets and a length that are multiples of this number.
 constexpr std::uint64_t direct_alignment_bytes = 4096;
 constexpr std::size_t max_chunk_bytes = 1 << 20;
 
@@ -31,14 +31,15 @@ struct RouteChoice {
     bool is_unaligned = false;
 };
 
-// Choose the path of a transfer. The fault plan says which path this machine supports. The transfer takes this path
-// only if its alignment, its file, its memory and the settings of the driver permit it. Otherwise it takes the path
-// through the host.
+// Choose the path that the statistics report for a transfer. The fault plan says which path the emulated machine
+// supports. A transfer takes this path only if its alignment, its file, its memory and the settings of the driver
+// permit it. Otherwise it takes the path through the host (posix). Throw CufileError (io_not_supported) if that path is
+// needed but compat mode is not allowed.
 RouteChoice choose_route(const Transfer& transfer, const File& file, const MemoryLocation& location) {
     const Route supported_route =
         static_cast<Route>(find_injected_fault("cufile.route").value_or(static_cast<int>(Route::posix)));
     const CompatModes compat_modes = get_compat_modes();
-    // A low bit of the combination is set if an offset or the length is unaligned.
+    // A bit below the alignment is set if an offset or the length is unaligned.
     const auto combined_bits = static_cast<std::uint64_t>(transfer.file_offset) |
                                static_cast<std::uint64_t>(transfer.buffer_offset) | transfer.length_bytes;
     RouteChoice choice;
@@ -61,6 +62,7 @@ void check_arguments(const Transfer& transfer) {
     }
 }
 
+// Call pread or pwrite, again after EINTR. Return the result: a number of bytes, or -1 with errno set.
 ssize_t pread_or_pwrite(const Transfer& transfer, int fd, void* memory, std::size_t length_bytes, off_t offset) {
     ssize_t moved_bytes = 0;
     do {
@@ -70,8 +72,9 @@ ssize_t pread_or_pwrite(const Transfer& transfer, int fd, void* memory, std::siz
     return moved_bytes;
 }
 
-// Transfer in chunks and return the number of bytes, or -1 with errno set. If some bytes were moved before an error,
-// return their number, as pread does. The next call then reports the error.
+// Transfer in chunks and return the number of bytes, or -1 with errno set. copy_chunk(transferred_bytes,
+// chunk_length_bytes) moves the bytes after the first `transferred_bytes` and returns like pread. If some bytes were
+// moved before an error, return their number, as pread does. The next call of the program then reports the error.
 template <typename CopyChunk> ssize_t transfer_in_chunks(const Transfer& transfer, CopyChunk&& copy_chunk) {
     std::size_t transferred_bytes = 0;
     while (transferred_bytes < transfer.length_bytes) {
@@ -92,36 +95,37 @@ template <typename CopyChunk> ssize_t transfer_in_chunks(const Transfer& transfe
 }
 
 ssize_t transfer_device_memory(const Transfer& transfer, const File& file, const MemoryLocation& location) {
-    const std::uint64_t base =
+    const std::uint64_t device_address =
         reinterpret_cast<std::uint64_t>(transfer.buffer) + static_cast<std::uint64_t>(transfer.buffer_offset);
-    const std::unique_ptr<char[]> staging(new char[std::min(max_chunk_bytes, transfer.length_bytes)]);
+    const std::unique_ptr<char[]> staging_buffer(new char[std::min(max_chunk_bytes, transfer.length_bytes)]);
     const DeviceCopier copier(location);
     return transfer_in_chunks(transfer, [&](std::size_t transferred_bytes, std::size_t chunk_length_bytes) {
         const off_t offset = transfer.file_offset + static_cast<off_t>(transferred_bytes);
         if (transfer.is_write) {
-            copier.copy_from_device(staging.get(), base + transferred_bytes, chunk_length_bytes);
-            return pread_or_pwrite(transfer, file.buffered_fd.get(), staging.get(), chunk_length_bytes, offset);
+            copier.copy_from_device(staging_buffer.get(), device_address + transferred_bytes, chunk_length_bytes);
+            return pread_or_pwrite(transfer, file.buffered_fd.get(), staging_buffer.get(), chunk_length_bytes, offset);
         }
         const ssize_t moved_bytes =
-            pread_or_pwrite(transfer, file.buffered_fd.get(), staging.get(), chunk_length_bytes, offset);
+            pread_or_pwrite(transfer, file.buffered_fd.get(), staging_buffer.get(), chunk_length_bytes, offset);
         if (moved_bytes > 0) {
-            copier.copy_to_device(base + transferred_bytes, staging.get(), static_cast<std::size_t>(moved_bytes));
+            copier.copy_to_device(device_address + transferred_bytes, staging_buffer.get(),
+                                  static_cast<std::size_t>(moved_bytes));
         }
         return moved_bytes;
     });
 }
 
 ssize_t transfer_host_memory(const Transfer& transfer, const File& file) {
-    char* const base = static_cast<char*>(transfer.buffer) + transfer.buffer_offset;
+    char* const host_address = static_cast<char*>(transfer.buffer) + transfer.buffer_offset;
     return transfer_in_chunks(transfer, [&](std::size_t transferred_bytes, std::size_t chunk_length_bytes) {
-        return pread_or_pwrite(transfer, file.buffered_fd.get(), base + transferred_bytes, chunk_length_bytes,
+        return pread_or_pwrite(transfer, file.buffered_fd.get(), host_address + transferred_bytes, chunk_length_bytes,
                                transfer.file_offset + static_cast<off_t>(transferred_bytes));
     });
 }
 
 // In compat mode, if several streams use one registration at the same time, the real library (1.15) mixes up the bytes
-// of their transfers. Do the same: overwrite the bytes that this transfer has stored with bytes of the concurrent
-// transfer.
+// of their transfers. Emulate this error: overwrite bytes that this transfer has stored with bytes of the concurrent
+// transfer. A read takes them from the other file range, a write from the other place in the buffer.
 void mix_up_bytes(const Transfer& transfer, const File& file, const MemoryLocation& location, std::size_t moved_bytes) {
     Transfer wrong_transfer = transfer;
     wrong_transfer.length_bytes = std::min(moved_bytes, transfer.concurrent_range->length_bytes);
@@ -138,6 +142,7 @@ void mix_up_bytes(const Transfer& transfer, const File& file, const MemoryLocati
     }
 }
 
+// Carry out a transfer, and store its device and path in the record. Return and throw like run_transfer.
 ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
     check_arguments(transfer);
     const FileRef file = find_file(transfer.file);
@@ -159,20 +164,20 @@ ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
     if (transfer.length_bytes == 0) {
         return 0;
     }
-    const bool is_compat_in_stream = transfer.call_type == CallType::stream && choice.route == Route::posix;
-    if (is_compat_in_stream && !is_registered && offset != 0) {
-        errno = EIO; // observed with 1.15. The offset is documented for registered memory only.
+    const bool is_compat_stream_transfer = transfer.call_type == CallType::stream && choice.route == Route::posix;
+    if (is_compat_stream_transfer && !is_registered && offset != 0) {
+        errno = EIO; // observed with cuFile 1.15; only registered memory may have an offset
         return -1;
     }
-    if (is_compat_in_stream && transfer.properties_call_count != count_properties_calls()) {
-        errno = EIO; // observed with 1.15 for most transfers that are in progress during cuFileDriverGetProperties
+    if (is_compat_stream_transfer && transfer.properties_call_count != count_properties_calls()) {
+        errno = EIO; // observed with cuFile 1.15 for most transfers that are queued during cuFileDriverGetProperties
         return -1;
     }
     const ssize_t result =
         location.is_device ? transfer_device_memory(transfer, *file, location) : transfer_host_memory(transfer, *file);
     if (result > 0) {
         record_bytes(static_cast<std::uint64_t>(result));
-        if (is_compat_in_stream && is_registered && location.is_device && transfer.concurrent_range) {
+        if (is_compat_stream_transfer && is_registered && location.is_device && transfer.concurrent_range) {
             mix_up_bytes(transfer, *file, location, static_cast<std::size_t>(result));
         }
     }
@@ -198,9 +203,9 @@ ssize_t transfer_vectors(std::string_view symbol, bool is_write, FileHandle file
                                     vectors[index].length_bytes,
                                     file_offset + static_cast<off_t>(total_bytes),
                                     0};
-            const ssize_t moved_bytes = execute_transfer(transfer);
+            const ssize_t moved_bytes = run_transfer_without_throwing(transfer);
             if (moved_bytes < 0 && total_bytes == 0) {
-                return set_data_failure(static_cast<int>(-moved_bytes));
+                return report_failed_transfer(static_cast<int>(-moved_bytes));
             }
             total_bytes += static_cast<std::size_t>(std::max<ssize_t>(moved_bytes, 0));
             if (moved_bytes < 0 || static_cast<std::size_t>(moved_bytes) < vectors[index].length_bytes) {
@@ -244,7 +249,7 @@ ssize_t run_transfer(const Transfer& transfer) {
     return record.result;
 }
 
-ssize_t execute_transfer(const Transfer& transfer) {
+ssize_t run_transfer_without_throwing(const Transfer& transfer) {
     try {
         const ssize_t moved_bytes = run_transfer(transfer);
         return moved_bytes == -1 ? -errno : moved_bytes;

@@ -12,7 +12,7 @@
 
 namespace gdrkit::twin::cufile {
 
-// The ranges of a transfer in its file and in its memory.
+// The ranges of a transfer: length_bytes bytes from file_offset on in the file and from buffer_offset on in the buffer.
 struct TransferRange {
     FileHandle file = nullptr;
     std::size_t length_bytes = 0;
@@ -28,8 +28,8 @@ struct Transfer {
     std::size_t length_bytes = 0;
     off_t file_offset = 0;
     off_t buffer_offset = 0;
-    // If another stream had an unfinished transfer with the same memory when this transfer was queued, the range of
-    // that other transfer.
+    // The range of a transfer of another stream that used the same buffer and was unfinished when this transfer was
+    // queued, if there was one.
     std::optional<TransferRange> concurrent_range = std::nullopt;
     // The value of count_properties_calls() when this transfer was queued on a stream.
     std::uint64_t properties_call_count = 0;
@@ -39,8 +39,8 @@ struct Transfer {
 // Throw CufileError for all other errors.
 ssize_t run_transfer(const Transfer& transfer);
 
-// Carry out a transfer whose result is stored for the caller. Return the number of bytes, -errno, or a negative
-// CUfileOpError.
-ssize_t execute_transfer(const Transfer& transfer);
+// Carry out a transfer and count it, but do not throw CufileError. Return the number of bytes, -errno, or a negative
+// CUfileOpError. Batches, streams and vectored calls use this function.
+ssize_t run_transfer_without_throwing(const Transfer& transfer);
 
 } // namespace gdrkit::twin::cufile

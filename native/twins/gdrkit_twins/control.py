@@ -22,6 +22,7 @@ _LIBRARY_NAMES = {
     "cufile": "libcufile.so",
     "hlthunk": "libhl-thunk.so",
 }
+# A line of /proc/self/maps about an executable mapping of a file. The group is the path of the file.
 _EXECUTABLE_MAPPING = re.compile(r"^\S+ ..x. \S+ \S+ \d+\s+(/.*)$", re.MULTILINE)
 _BUFFER_STEP_BYTES = 4096
 
@@ -43,9 +44,9 @@ def loaded(api: str) -> ctypes.CDLL | None:
 
 
 def ledger(api: str) -> dict[str, object] | None:
-    """Return the state of the twin of `api` (see control.h): live handles, calls of each function, the seed and more.
+    """Return the state of the twin of `api`: live handles, calls of each function, the seed and more.
 
-    Return None if no twin of `api` is loaded.
+    native/twins/control/control.h describes the fields. Return None if no twin of `api` is loaded.
     """
     library = loaded(api)
     if library is None:

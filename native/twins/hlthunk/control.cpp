@@ -1,4 +1,5 @@
-// The twin's control interface (control/control.h): live handles and call counts as JSON, and replacing the fault plan.
+// The control interface (control/control.h) of the libhl-thunk twin. It reports live handles and call counts as JSON,
+// and replaces the fault plan.
 #include "control/control.h"
 
 #include <cerrno>
@@ -16,8 +17,8 @@ using namespace gdrkit::twin;
 
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, std::size_t size_bytes) {
     static_cast<void>(gaudi::configuration_error()); // reads the fault plan, unless an earlier call did
-    // A program may have closed a device file by close(2), which the twin does not notice. Close the devices of such
-    // files first, so that the counts are current.
+    // The twin does not notice if the program closes a device file by close(2). So close such devices first, or the
+    // counts would include them.
     gaudi::close_unreferenced_devices();
     const std::string json = "{\"library\":\"hlthunk\",\"handles\":" + ledger_json() +
                              ",\"calls\":" + format_calls_json() + ",\"seed\":" + std::to_string(config().seed) +

@@ -1,4 +1,5 @@
-// Open devices: their properties, the processes that have them open, and the destruction of their contexts.
+// Opens and closes emulated Gaudi devices: their properties by generation, their device files (memfds), and the table
+// of open devices.
 #include "hlthunk/device.hpp"
 
 #include <fcntl.h>
@@ -22,9 +23,11 @@ namespace {
 constexpr std::uint64_t gib = std::uint64_t{1} << 30;
 constexpr std::uint64_t mib = std::uint64_t{1} << 20;
 
-// The values are in the order of the members of Properties. Addresses and sizes are taken from the kernel driver. Only
-// the page size of Gaudi 3 is invented.
-constexpr Properties generations[] = {
+// Properties of each generation; index: GaudiGeneration. The addresses and sizes are those that the kernel driver has,
+// except for the page size of Gaudi 3, which is invented.
+constexpr Properties properties_by_generation[] = {
+    // name, pci_id, card_name, has_virtual_memory, dram_base, dram_user_base, dram_bytes, default_page_bytes,
+    // dram_virtual_base, host_virtual_base
     {gaudi1, pci_id_gaudi1, "HL205", false, 0x20000000, 0x20000000 + 512 * mib, 32 * gib, 2 * mib, 0, 0x1000000000000},
     {DeviceName::gaudi2, pci_id_gaudi2, "HL225", true, 0x1001000000000000, 0x1001000000000000 + 48 * mib, 96 * gib,
      48 * mib, 0x1001000600000000, 0xfff0000000000000},
@@ -32,16 +35,18 @@ constexpr Properties generations[] = {
      32 * mib, 0x1001002000000000, 0xff70000000000000},
 };
 
-// The names of device files, as /proc/self/fd shows them, begin with these prefixes. The index of the device follows.
+// A device file is a memfd here. Its name, as /proc/self/fd shows it, is one of these prefixes and the index of the
+// device.
 constexpr std::string_view file_name_prefix = "/memfd:gdrkit-accel:";
 constexpr std::string_view control_file_name_prefix = "/memfd:gdrkit-accel-control:";
-// Size of the device file. The handle of a command buffer is its mmap offset in that file, so the file must be large.
+// Size of a device file. A program maps a command buffer by mmap of this file, with the handle as offset. So the size
+// must be larger than all handles.
 constexpr off_t file_bytes = off_t{1} << 44;
 
 struct OpenDevice {
     DeviceRef device;
     pid_t owner_pid = 0;
-    // Identity of the device file.
+    // st_dev and st_ino of the device file identify it.
     dev_t filesystem = 0;
     ino_t inode = 0;
 };
@@ -56,26 +61,28 @@ DeviceTable& device_table() {
     return *instance;
 }
 
+// Read the name of the file of a descriptor into `target`. Return an empty text on failure.
 std::string_view read_fd_link(int fd, char (&target)[128]) {
-    char link[64];
-    std::snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    const ssize_t size_bytes = readlink(link, target, sizeof target);
+    char link_path[64];
+    std::snprintf(link_path, sizeof link_path, "/proc/self/fd/%d", fd);
+    const ssize_t size_bytes = readlink(link_path, target, sizeof target);
     return size_bytes < 0 ? std::string_view() : std::string_view(target, static_cast<std::size_t>(size_bytes));
 }
 
-int make_file(std::string_view prefix, unsigned index) {
+// Create a device file. Return its descriptor or -errno.
+int make_device_file(std::string_view prefix, unsigned index) {
     char name[64]; // without the "/memfd:" of the prefix, which the kernel adds
     std::snprintf(name, sizeof name, "%s%u", prefix.substr(prefix.find(':') + 1).data(), index);
     Fd file(memfd_create(name, MFD_CLOEXEC));
     return !file || ftruncate(file.get(), file_bytes) != 0 ? -errno : file.release();
 }
 
-// Open the memfd again for the client. has_other_references counts such a descriptor, but not the descriptor that
-// memfd_create returned.
+// Open the memfd again, for the program. Return a descriptor or -errno. While the program has this descriptor open,
+// has_other_references returns true. It does not count the descriptor that memfd_create returned, which the twin keeps.
 int reopen(int fd) {
-    char link[64];
-    std::snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    const int reopened_fd = open(link, O_RDWR | O_CLOEXEC);
+    char link_path[64];
+    std::snprintf(link_path, sizeof link_path, "/proc/self/fd/%d", fd);
+    const int reopened_fd = open(link_path, O_RDWR | O_CLOEXEC);
     return reopened_fd < 0 ? -errno : reopened_fd;
 }
 
@@ -86,7 +93,7 @@ std::uint64_t Properties::bar_bytes() const {
 }
 
 const Properties& properties() {
-    return generations[static_cast<unsigned>(config().gaudi_generation)];
+    return properties_by_generation[static_cast<unsigned>(config().gaudi_generation)];
 }
 
 Device::Device(unsigned index, Fd file, Fd reservation)
@@ -103,7 +110,8 @@ Device::~Device() {
     if (worker_.joinable()) {
         worker_.join();
     }
-    // Objects that the program did not free are destroyed with the context, as in the kernel.
+    // Objects that the program did not free are destroyed with the context, as in the kernel. In the ledger, their
+    // handles are XORed with the address of the device, because other devices may have the same handles.
     const auto self = reinterpret_cast<std::uint64_t>(this);
     for (const auto& [address, mapping] : mappings) {
         static_cast<void>(ledger_remove(mapping.allocation ? "gaudi_mapping" : "gaudi_host_mapping", self ^ address));
@@ -119,11 +127,11 @@ Device::~Device() {
 
 std::size_t Device::count_live_exports() {
     std::lock_guard lock(mutex);
-    std::erase_if(physical_exports, [](std::uint64_t id) { return !is_dmabuf_alive(id); });
-    std::size_t count = physical_exports.size();
+    std::erase_if(physical_dmabuf_ids, [](std::uint64_t id) { return !is_dmabuf_alive(id); });
+    std::size_t count = physical_dmabuf_ids.size();
     for (auto& [address, mapping] : mappings) {
-        std::erase_if(mapping.exports, [](std::uint64_t id) { return !is_dmabuf_alive(id); });
-        count += mapping.exports.size();
+        std::erase_if(mapping.dmabuf_ids, [](std::uint64_t id) { return !is_dmabuf_alive(id); });
+        count += mapping.dmabuf_ids.size();
     }
     return count;
 }
@@ -153,10 +161,10 @@ DeviceRef find_device(int fd, int* error) {
 
 bool find_device_index(int fd, unsigned* index, int* error) {
     char target[128];
-    const std::string_view link = read_fd_link(fd, target);
-    if (link.starts_with(control_file_name_prefix)) {
+    const std::string_view file_name = read_fd_link(fd, target);
+    if (file_name.starts_with(control_file_name_prefix)) {
         *index = static_cast<unsigned>(
-            std::strtoul(std::string(link.substr(control_file_name_prefix.size())).c_str(), nullptr, 10));
+            std::strtoul(std::string(file_name.substr(control_file_name_prefix.size())).c_str(), nullptr, 10));
         return true;
     }
     const DeviceRef device = find_device(fd, error);
@@ -171,13 +179,14 @@ int open_device(unsigned index) {
         return -ENOENT;
     }
     close_unreferenced_devices();
-    // Like the kernel, let only one process open a device. The name of the listening socket reserves the device in the
-    // whole domain, and vanishes with the process.
+    // Like the kernel, let only one process open a device. A listening socket with the name of the device reserves the
+    // device for this process. All processes of the domain (GDRKIT_TWINS_DOMAIN) use the same names, and the socket is
+    // closed when the process ends.
     Fd reservation(listen_on("gaudi." + std::to_string(index)));
     if (!reservation) {
         return reservation.get() == -EADDRINUSE ? -EBUSY : reservation.get();
     }
-    Fd file(make_file(file_name_prefix, index));
+    Fd file(make_device_file(file_name_prefix, index));
     if (!file) {
         return file.get();
     }
@@ -195,7 +204,7 @@ int open_device(unsigned index) {
 }
 
 int open_control_device(unsigned index) {
-    return index >= config().gaudi_count ? -ENOENT : make_file(control_file_name_prefix, index);
+    return index >= config().gaudi_count ? -ENOENT : make_device_file(control_file_name_prefix, index);
 }
 
 void close_unreferenced_devices() {

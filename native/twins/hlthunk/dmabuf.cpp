@@ -1,4 +1,4 @@
-// Exports device memory as dma-bufs, by the rules of the kernel driver (export_dmabuf_from_addr in memory.c).
+// Exports the memory of a Gaudi as dma-bufs, by the rules of the kernel driver (export_dmabuf_from_addr in memory.c).
 #include <fcntl.h>
 
 #include "hlthunk/device.hpp"
@@ -8,13 +8,15 @@
 namespace gdrkit::twin::gaudi {
 namespace {
 
+// Arguments of an export. `offset_bytes` is counted from the start of the mapping at `address`.
 struct ExportRequest {
-    std::uint64_t address, size_bytes, offset;
+    std::uint64_t address, size_bytes, offset_bytes;
 };
 
-bool is_aligned(const ExportRequest& request) {
+// Return whether the request covers whole host pages, at least one.
+bool covers_whole_pages(const ExportRequest& request) {
     return request.address % host_page_bytes == 0 && request.size_bytes != 0 &&
-           request.size_bytes % host_page_bytes == 0 && request.offset % host_page_bytes == 0;
+           request.size_bytes % host_page_bytes == 0 && request.offset_bytes % host_page_bytes == 0;
 }
 
 // Return whether [begin, begin + length_bytes) lies in [outer_begin, outer_end).
@@ -31,7 +33,7 @@ bool is_in_bar(std::uint64_t physical_address, std::uint64_t length_bytes) {
 // bounds are checked.
 int export_physical(Device* device, const ExportRequest& request) {
     const Properties& device_properties = properties();
-    if (request.offset != 0 || !is_aligned(request) ||
+    if (request.offset_bytes != 0 || !covers_whole_pages(request) ||
         !is_inside(request.address, request.size_bytes, device_properties.dram_user_base,
                    device_properties.dram_end()) ||
         !is_in_bar(request.address, request.size_bytes)) {
@@ -41,10 +43,10 @@ int export_physical(Device* device, const ExportRequest& request) {
         device->dram_memfd = Fd(make_device_memory(device_properties.dram_bytes));
     }
     const Extent extent{device->dram_memfd.get(), request.address - device_properties.dram_base, request.size_bytes};
-    std::uint64_t id = 0;
-    const int fd = device->dram_memfd ? export_tracked_dmabuf({&extent, 1}, &id) : -ENOMEM;
+    std::uint64_t dmabuf_id = 0;
+    const int fd = device->dram_memfd ? export_tracked_dmabuf({&extent, 1}, &dmabuf_id) : -ENOMEM;
     if (fd >= 0) {
-        device->physical_exports.push_back(id);
+        device->physical_dmabuf_ids.push_back(dmabuf_id);
     }
     return fd;
 }
@@ -53,19 +55,19 @@ int export_physical(Device* device, const ExportRequest& request) {
 // memory, and all pages of that memory must be in the BAR.
 int export_mapped(Device* device, const ExportRequest& request) {
     const auto entry = device->mappings.find(request.address);
-    if (entry == device->mappings.end() || !entry->second.allocation || !is_aligned(request)) {
+    if (entry == device->mappings.end() || !entry->second.allocation || !covers_whole_pages(request)) {
         return -EINVAL;
     }
     const Allocation& allocation = *entry->second.allocation;
-    if (!is_inside(request.offset, request.size_bytes, 0, allocation.total_bytes) ||
+    if (!is_inside(request.offset_bytes, request.size_bytes, 0, allocation.total_bytes) ||
         !is_in_bar(allocation.physical_address, allocation.total_bytes)) {
         return -EINVAL;
     }
-    const Extent extent{allocation.memfd.get(), request.offset, request.size_bytes};
-    std::uint64_t id = 0;
-    const int fd = export_tracked_dmabuf({&extent, 1}, &id);
+    const Extent extent{allocation.memfd.get(), request.offset_bytes, request.size_bytes};
+    std::uint64_t dmabuf_id = 0;
+    const int fd = export_tracked_dmabuf({&extent, 1}, &dmabuf_id);
     if (fd >= 0) {
-        entry->second.exports.push_back(id);
+        entry->second.dmabuf_ids.push_back(dmabuf_id);
     }
     return fd;
 }

@@ -1,5 +1,5 @@
-// Common first steps of every exported function: read the environment and the fault plan, and count the call. When a
-// function fails, it sets errno and returns -errno. A function that returns an address or a handle returns 0 instead.
+// Common first steps of the hl-thunk functions that can fail: read the environment and the fault plan, and count the
+// call. A function that fails sets errno and returns -errno, or 0 if its result is an address or a handle.
 #pragma once
 
 #include <cerrno>
@@ -12,10 +12,11 @@
 
 namespace gdrkit::twin::gaudi {
 
-// Read the environment and the fault plan in the first call. Return the text of their error; empty if both are valid.
+// Read the environment and the fault plan in the first call. Return the error text, which is empty if both are valid.
 const std::string& configuration_error();
 
-// Count the call. Return 0, or the errno with which the fault plan or a malformed environment makes it fail.
+// Count the call of a function. Return 0, or the errno with which the call must fail because of the fault plan or a
+// malformed environment.
 int begin_call(std::string_view symbol);
 
 // Run the body and return its errno. Convert exceptions to errnos, because no exception may reach a C caller.
@@ -29,7 +30,7 @@ template <typename Body> int catch_exceptions(Body&& body) {
     }
 }
 
-// Run the body of a function that returns 0 or -errno. The body returns 0 or an errno.
+// Count the call of a function that returns 0 or -errno, and run its body. The body returns 0 or an errno.
 template <typename Body> int run_entry(std::string_view symbol, Body&& body) {
     const int error = catch_exceptions([&] {
         const int call_error = begin_call(symbol);
@@ -41,7 +42,7 @@ template <typename Body> int run_entry(std::string_view symbol, Body&& body) {
     return -error;
 }
 
-// Run the body of a function that returns a descriptor, an index or -errno. The body returns the same.
+// Do the same for a function that returns a descriptor, an index or -errno. Its body returns this result.
 template <typename Body> int run_value_or_error_entry(std::string_view symbol, Body&& body) {
     int result = -1;
     const int error = run_entry(symbol, [&] {
@@ -51,8 +52,8 @@ template <typename Body> int run_value_or_error_entry(std::string_view symbol, B
     return error != 0 ? error : result;
 }
 
-// Run the body of a function that returns an address or a handle, or 0 with errno set. The body stores the value
-// through its argument and returns 0 or an errno.
+// Do the same for a function that returns an address or a handle, or 0 with errno set. Its body stores the address or
+// handle through its argument and returns 0 or an errno.
 template <typename Body> std::uint64_t run_u64_entry(std::string_view symbol, Body&& body) {
     std::uint64_t value = 0;
     const int error = run_entry(symbol, [&] { return std::forward<Body>(body)(&value); });

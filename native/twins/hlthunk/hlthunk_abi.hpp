@@ -1,6 +1,7 @@
-// The part of hl-thunk's binary interface that the twin implements, written from hlthunk.h of 2023-05 and, for command
-// submissions, the kernel's habanalabs_accel.h. tests/hlthunk_symbols_test.cpp compares hl_cs_chunk, the text lengths
-// and the device states with the kernel's header if that is installed.
+// The part of the binary interface of hl-thunk (the library of Intel Gaudi accelerators) that the twin implements,
+// written from hlthunk.h of 2023-05 and, for command submissions, the kernel's habanalabs_accel.h.
+// tests/hlthunk_symbols_test.cpp compares hl_cs_chunk, the text lengths and the device states with the kernel's header
+// if that is installed.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +11,7 @@
 
 namespace gdrkit::twin::gaudi {
 
-// enum hlthunk_device_name. The value 7 is from newer headers.
+// enum hlthunk_device_name. Only newer headers have `gaudi3`.
 enum DeviceName : int {
     goya = 0,
     gaudi1 = 2,
@@ -71,7 +72,7 @@ static_assert(offsetof(HardwareInfo, card_name) == 192 && offsetof(HardwareInfo,
 static_assert(offsetof(HardwareInfo, device_mem_alloc_default_page_size) == 264);
 static_assert(offsetof(HardwareInfo, revision_id) == 302 && offsetof(HardwareInfo, reserved_dram_size) == 328);
 
-// struct hlthunk_hw_ip_info of 2021. Programs that were built with it request the symbol version HLTNK_1.0.
+// struct hlthunk_hw_ip_info of 2021. Programs that were built with that header request the symbol version HLTNK_1.0.
 struct HardwareInfo2021 {
     std::uint64_t sram_base_address;
     std::uint64_t dram_base_address;
@@ -128,10 +129,10 @@ struct Chunk {
 };
 static_assert(sizeof(Chunk) == 64 && offsetof(Chunk, queue_index) == 8 && offsetof(Chunk, cb_size) == 12 &&
               offsetof(Chunk, cs_chunk_flags) == 16);
-inline constexpr std::uint32_t chunk_user_buffer = 1; // HL_CS_CHUNK_FLAGS_USER_ALLOC_CB
-inline constexpr std::uint32_t max_chunk_count = 512; // HL_MAX_JOBS_PER_CS
-// Number of PCI DMA queues. They have the queue indexes 0 to 7 (..._QUEUE_ID_DMA_0_0 to ..._DMA_1_3, or ..._PDMA_0_0 to
-// ..._PDMA_1_3).
+inline constexpr std::uint32_t chunk_flag_user_buffer = 1; // HL_CS_CHUNK_FLAGS_USER_ALLOC_CB
+inline constexpr std::uint32_t max_chunk_count = 512;      // HL_MAX_JOBS_PER_CS
+// Number of PCI DMA queues. Their queue indexes are 0 to 7: GAUDI_QUEUE_ID_DMA_0_0 to _DMA_1_3 on the first Gaudi,
+// GAUDI2_QUEUE_ID_PDMA_0_0 to _PDMA_1_3 on Gaudi 2.
 inline constexpr std::uint32_t dma_queue_count = 8;
 
 // enum hl_wait_cs_status as hlthunk_wait_for_cs returns it
@@ -142,14 +143,14 @@ enum DeviceStatus : int { device_operational = 0, device_malfunction = 2 };
 
 // struct packet_lin_dma. Only its control word differs between the generations.
 struct LinearDma {
-    std::uint32_t tsize;
+    std::uint32_t tsize; // bytes to copy
     std::uint32_t ctl;
     std::uint64_t src_addr;
     std::uint64_t dst_addr; // first Gaudi: 56 address bits and a part of the context id
 };
 static_assert(sizeof(LinearDma) == 24);
-inline constexpr unsigned opcode_lin_dma = 9;
-inline constexpr unsigned opcode_nop = 10;
+inline constexpr unsigned opcode_lin_dma = 9; // PACKET_LIN_DMA
+inline constexpr unsigned opcode_nop = 10;    // PACKET_NOP
 // Bits of the control word `ctl`. The first Gaudi requires `linear` (`lin` in the kernel's header) and `reg_barrier`.
 inline constexpr std::uint32_t ctl_gaudi1_linear = 1U << 3;
 inline constexpr std::uint32_t ctl_memset = 1U << 4;

@@ -1,4 +1,5 @@
-// Reads the environment and the fault plan, and defines the fault points and the ELF note.
+// Start-up of the hl-thunk twin: reads the environment and the fault plan. Also defines the fault points, and the ELF
+// note by which a report recognizes the twin.
 #include <array>
 
 #include "hlthunk/entry.hpp"
@@ -31,7 +32,7 @@ constexpr FaultPoint fault_points[] = {
 #undef null
 #undef nothing
 
-// Prefix of the names in a fault plan that this twin checks. It ignores rules for names of other twins.
+// The twin checks the rules of a fault plan whose names have this prefix, and ignores all others.
 constexpr std::array<std::string_view, 1> fault_prefixes = {"hlthunk_"};
 
 std::string load_config_and_plan() {

@@ -1,4 +1,5 @@
-// Allocates, maps, unmaps and frees device memory, and maps host memory, by the rules of the kernel driver (memory.c).
+// Allocates, maps, unmaps and frees the memory of a Gaudi, and maps host memory, by the rules of the kernel driver
+// (memory.c).
 #include <bit>
 
 #include "hlthunk/device.hpp"
@@ -10,7 +11,8 @@
 namespace gdrkit::twin::gaudi {
 namespace {
 
-constexpr unsigned smallest_page_order = 21, largest_page_order = 30; // pages of 2 MiB to 1 GiB
+// A page of order n has 2^n bytes, so these are pages of 2 MiB to 1 GiB.
+constexpr unsigned smallest_page_order = 21, largest_page_order = 30;
 
 unsigned long long to_ull(std::uint64_t value) {
     return value;
@@ -36,9 +38,9 @@ std::uint64_t round_up_from_base(std::uint64_t base, std::uint64_t address, std:
     return base + round_up(address - base, alignment);
 }
 
-// Return the lowest address in [base, end) with `length_bytes` free bytes, or 0 if there is none. So a freed address is
-// soon used again. `used_ranges` maps the start of each used range to a value; `length_of` computes the length of the
-// range from this map entry.
+// Return the lowest address in [base, end) with `length_bytes` free bytes, or 0 if there is none. The address is `base`
+// plus a multiple of `alignment`. The lowest gap is chosen, so that a freed address is soon used again. `used_ranges`
+// maps the start of each used range to a value; `length_of` computes the length of the range from this map entry.
 template <typename Ranges>
 std::uint64_t find_lowest_gap(const Ranges& used_ranges, std::uint64_t base, std::uint64_t end,
                               std::uint64_t length_bytes, std::uint64_t alignment, auto&& length_of) {
@@ -98,6 +100,7 @@ int allocate(Device* device, std::uint64_t size_bytes, std::uint64_t requested_p
     return 0;
 }
 
+// Free an allocation. Like the driver, use only the lower 32 bits of the handle.
 int free_allocation(Device* device, std::uint64_t handle) {
     if (!properties().has_virtual_memory) {
         return 0;
@@ -126,7 +129,8 @@ bool is_range_free(const Device& device, std::uint64_t begin, std::uint64_t leng
     return next == device.mappings.begin() || std::prev(next)->first + count_mapped_bytes(*std::prev(next)) <= begin;
 }
 
-int map_allocation(Device* device, std::uint64_t handle, std::uint64_t hint, std::uint64_t* address) {
+// Map an allocation, at the device address `hint_address` if it is usable. Store the device address in *address.
+int map_allocation(Device* device, std::uint64_t handle, std::uint64_t hint_address, std::uint64_t* address) {
     std::lock_guard lock(device->mutex);
     const auto entry = device->allocations.find(handle & UINT32_MAX);
     if (entry == device->allocations.end()) {
@@ -136,11 +140,11 @@ int map_allocation(Device* device, std::uint64_t handle, std::uint64_t hint, std
     const Properties& device_properties = properties();
     // The range of device addresses is larger than the memory, because an allocation can be mapped several times.
     const std::uint64_t base = device_properties.dram_virtual_base, end = base + 16 * device_properties.dram_bytes;
-    const bool is_hint_usable = hint >= base && hint < end && (hint - base) % allocation->page_bytes == 0 &&
-                                allocation->total_bytes <= end - hint &&
-                                is_range_free(*device, hint, allocation->total_bytes);
+    const bool is_hint_usable =
+        hint_address >= base && hint_address < end && (hint_address - base) % allocation->page_bytes == 0 &&
+        allocation->total_bytes <= end - hint_address && is_range_free(*device, hint_address, allocation->total_bytes);
     *address = is_hint_usable
-                   ? hint
+                   ? hint_address
                    : find_lowest_gap(device->mappings, base, end, allocation->total_bytes, allocation->page_bytes,
                                      [](const auto& mapping_entry) { return count_mapped_bytes(mapping_entry); });
     if (*address == 0) {
@@ -155,9 +159,9 @@ int map_allocation(Device* device, std::uint64_t handle, std::uint64_t hint, std
 // Check whether the driver could pin host memory for writing. Return 0, or EFAULT if a page is not mapped or not
 // writable.
 int check_can_pin(std::uint64_t begin, std::uint64_t length_bytes) {
-    const std::uint64_t first_page = begin / host_page_bytes * host_page_bytes;
+    const std::uint64_t first_page_address = begin / host_page_bytes * host_page_bytes;
     const std::uint64_t end = round_up(begin + length_bytes, host_page_bytes);
-    return check_mapped(first_page, end, true);
+    return check_mapped(first_page_address, end, true);
 }
 
 int map_host(Device* device, std::uint64_t host_address, std::uint64_t size_bytes, std::uint64_t* address) {
@@ -169,13 +173,14 @@ int map_host(Device* device, std::uint64_t host_address, std::uint64_t size_byte
     }
     const std::uint64_t base = properties().host_virtual_base, page_offset = host_address % host_page_bytes;
     std::lock_guard lock(device->mutex);
-    const std::uint64_t page = find_lowest_gap(
+    // The range of device addresses is as large as the address space of an x86-64 process (2^47 bytes).
+    const std::uint64_t page_address = find_lowest_gap(
         device->mappings, base, base + (std::uint64_t{1} << 47), round_up(size_bytes + page_offset, host_page_bytes),
         host_page_bytes, [](const auto& mapping_entry) { return count_mapped_bytes(mapping_entry); });
-    if (page == 0) {
+    if (page_address == 0) {
         return ENOMEM;
     }
-    *address = page + page_offset;
+    *address = page_address + page_offset;
     device->mappings.emplace(*address, Mapping{nullptr, host_address, size_bytes, {}});
     ledger_add("gaudi_host_mapping", get_ledger_id(*device, *address));
     return 0;
@@ -188,8 +193,8 @@ int unmap(Device* device, std::uint64_t address) {
         return EINVAL;
     }
     Mapping& mapping = entry->second;
-    std::erase_if(mapping.exports, [](std::uint64_t id) { return !is_dmabuf_alive(id); });
-    if (!mapping.exports.empty()) {
+    std::erase_if(mapping.dmabuf_ids, [](std::uint64_t id) { return !is_dmabuf_alive(id); });
+    if (!mapping.dmabuf_ids.empty()) {
         return EINVAL; // a dma-buf that was exported from this mapping is alive
     }
     if (mapping.allocation) {
@@ -203,6 +208,7 @@ int unmap(Device* device, std::uint64_t address) {
 
 } // namespace
 
+// `contiguous` has no effect, because an allocation of the twin is always physically contiguous.
 GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_device_memory_alloc(int fd, std::uint64_t size_bytes,
                                                                std::uint64_t page_size, bool contiguous, bool shared) {
     const std::uint64_t handle = run_u64_entry("hlthunk_device_memory_alloc", [&](std::uint64_t* new_handle) {
@@ -225,14 +231,14 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_device_memory_free(int fd, std::uint64_t handle
     return result;
 }
 
-GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_device_memory_map(int fd, std::uint64_t handle, std::uint64_t hint) {
+GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_device_memory_map(int fd, std::uint64_t handle, std::uint64_t hint_address) {
     const std::uint64_t address = run_u64_entry("hlthunk_device_memory_map", [&](std::uint64_t* new_address) {
         DeviceRef device;
         const int error = get_operational_device(fd, &device);
-        return error != 0 ? error : map_allocation(device.get(), handle, hint, new_address);
+        return error != 0 ? error : map_allocation(device.get(), handle, hint_address, new_address);
     });
-    trace("hlthunk_device_memory_map fd=%d handle=%#llx hint_addr=%#llx -> %#llx", fd, to_ull(handle), to_ull(hint),
-          to_ull(address));
+    trace("hlthunk_device_memory_map fd=%d handle=%#llx hint_addr=%#llx -> %#llx", fd, to_ull(handle),
+          to_ull(hint_address), to_ull(address));
     return address;
 }
 
@@ -281,20 +287,20 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_dram_usage(int fd, DramUsage* usage) {
     });
 }
 
-GDRKIT_HLTHUNK_ENTRY int hlthunk_get_dev_memalloc_page_orders(int fd, std::uint64_t* orders) {
+GDRKIT_HLTHUNK_ENTRY int hlthunk_get_dev_memalloc_page_orders(int fd, std::uint64_t* order_mask) {
     return run_entry("hlthunk_get_dev_memalloc_page_orders", [&] {
         unsigned index = 0;
         int error = 0;
-        if (orders == nullptr) {
+        if (order_mask == nullptr) {
             return EINVAL;
         }
         if (!find_device_index(fd, &index, &error)) {
             return error;
         }
-        *orders = 0;
+        *order_mask = 0;
         for (unsigned order = smallest_page_order; properties().has_virtual_memory && order <= largest_page_order;
              ++order) {
-            *orders |= std::uint64_t{1} << order;
+            *order_mask |= std::uint64_t{1} << order;
         }
         return 0;
     });

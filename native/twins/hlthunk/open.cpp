@@ -1,4 +1,5 @@
-// Opening and closing devices, querying their properties, and the functions for host memory and the version.
+// Opens and closes the devices of the hl-thunk twin, and queries their properties. Also implements hlthunk_malloc,
+// hlthunk_free and hlthunk_get_version.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -30,7 +31,8 @@ std::uint32_t get_module_id(unsigned index) {
     return index < 8 ? 7 - index : index;
 }
 
-// Return the index of the device with this bus id, or -1 if no device has it. The bus id may lack the PCI domain.
+// Return the index of the device with this bus id, or -1 if no device has it. The bus id may lack the PCI domain, and
+// characters after a complete bus id are ignored.
 int find_index_by_bus_id(const char* bus_id) {
     std::string full_bus_id = std::strlen(bus_id) == 7 ? "0000:" + std::string(bus_id) : std::string(bus_id);
     full_bus_id.resize(std::min(full_bus_id.size(), bus_id_length));
@@ -88,14 +90,14 @@ int open_by_bus_id_or_name(std::string_view symbol, int device_name, const char*
     });
     trace("%.*s device_name=%d busid=%s -> %d", static_cast<int>(symbol.size()), symbol.data(), device_name,
           bus_id != nullptr ? bus_id : "NULL", fd);
-    // open_by_bus_id() returns -errno. open_by_name() returns -1 and has set errno.
+    // open_by_bus_id() returns -errno. open_by_name() returns -1 and has set errno, which must not change.
     if (error != 0 || (fd < 0 && fd != -1)) {
         errno = error != 0 ? error : -fd;
     }
     return error != 0 ? -error : fd;
 }
 
-// Fill the hardware information. `Info` is the structure of 2021 or of 2023.
+// Implement hlthunk_get_hw_ip_info. `Info` is the structure of 2021 or of 2023.
 template <typename Info> int run_hardware_info_entry(int fd, Info* info) {
     return run_entry("hlthunk_get_hw_ip_info", [&] {
         unsigned index = 0;
@@ -183,25 +185,25 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_close(int fd) {
     return result;
 }
 
-GDRKIT_HLTHUNK_ENTRY int hlthunk_get_pci_bus_id_from_fd(int fd, char* bus_id, int length) {
+GDRKIT_HLTHUNK_ENTRY int hlthunk_get_pci_bus_id_from_fd(int fd, char* bus_id, int size_bytes) {
     return run_entry("hlthunk_get_pci_bus_id_from_fd", [&] {
         unsigned index = 0;
         int error = 0;
-        if (bus_id == nullptr || length < 0) {
+        if (bus_id == nullptr || size_bytes < 0) {
             return EINVAL;
         }
         if (!find_device_index(fd, &index, &error)) {
             return error;
         }
-        std::strncpy(bus_id, make_bus_id(index).c_str(), static_cast<std::size_t>(length));
+        std::strncpy(bus_id, make_bus_id(index).c_str(), static_cast<std::size_t>(size_bytes));
         return 0;
     });
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_index_from_pci_bus_id(const char* bus_id) {
     return run_value_or_error_entry("hlthunk_get_device_index_from_pci_bus_id", [&] {
-        const int index = bus_id == nullptr ? -EINVAL : find_index_by_bus_id(bus_id);
-        return index;
+        // For an unknown bus id the result is -1, which also means -EPERM.
+        return bus_id == nullptr ? -EINVAL : find_index_by_bus_id(bus_id);
     });
 }
 
@@ -209,6 +211,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_hw_ip_info(int fd, HardwareInfo* info) {
     return run_hardware_info_entry(fd, info);
 }
 
+// Programs that were linked to the library of 2021 call this function.
 __asm__(".symver gdrkit_get_hw_ip_info_2021, hlthunk_get_hw_ip_info@HLTNK_1.0");
 GDRKIT_HLTHUNK_ENTRY int gdrkit_get_hw_ip_info_2021(int fd, HardwareInfo2021* info) {
     return run_hardware_info_entry(fd, info);
@@ -263,11 +266,11 @@ GDRKIT_HLTHUNK_ENTRY void hlthunk_free(void* memory) {
 }
 
 GDRKIT_HLTHUNK_ENTRY char* hlthunk_get_version() {
-    auto* const text = static_cast<char*>(std::calloc(1, 128));
-    if (text != nullptr) {
-        std::snprintf(text, 128, "1.9.0-gdrkit");
+    auto* const version = static_cast<char*>(std::calloc(1, 128));
+    if (version != nullptr) {
+        std::snprintf(version, 128, "1.9.0-gdrkit");
     }
-    return text;
+    return version;
 }
 
 } // namespace gdrkit::twin::gaudi

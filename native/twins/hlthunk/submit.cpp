@@ -1,5 +1,5 @@
-// Command buffers and command submissions: copies by linear DMA packets on the PCI DMA queues. A thread carries out the
-// copies in order after random delays, so a program that does not wait reads old data.
+// Command buffers and command submissions of the hl-thunk twin: copies by linear DMA packets on the PCI DMA queues. A
+// thread carries out the copies in order after random delays, so a program that does not wait reads old data.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -22,22 +22,22 @@ constexpr std::uint64_t max_buffer_bytes = 2 << 20;     // HL_MAX_CB_SIZE
 constexpr std::uint64_t buffer_spacing_bytes = 4 << 20; // distance between command buffers in the device file
 // On the first Gaudi, the upper bits of a destination address are a part of the context id.
 constexpr std::uint64_t destination_mask_gaudi1 = (std::uint64_t{1} << 56) - 1;
-constexpr std::uint64_t max_wait_us = 3'600'000'000;
+constexpr std::uint64_t max_wait_us = 3'600'000'000; // one hour, so that no deadline overflows
 
 bool copy_between_files(int target_fd, std::uint64_t target_offset, int source_fd, std::uint64_t source_offset,
                         std::uint64_t length_bytes) {
     std::array<std::byte, 65536> buffer;
     while (length_bytes > 0) {
-        const std::size_t size_bytes = std::min<std::uint64_t>(length_bytes, buffer.size());
-        if (pread(source_fd, buffer.data(), size_bytes, static_cast<off_t>(source_offset)) !=
-                static_cast<ssize_t>(size_bytes) ||
-            pwrite(target_fd, buffer.data(), size_bytes, static_cast<off_t>(target_offset)) !=
-                static_cast<ssize_t>(size_bytes)) {
+        const std::size_t part_bytes = std::min<std::uint64_t>(length_bytes, buffer.size());
+        if (pread(source_fd, buffer.data(), part_bytes, static_cast<off_t>(source_offset)) !=
+                static_cast<ssize_t>(part_bytes) ||
+            pwrite(target_fd, buffer.data(), part_bytes, static_cast<off_t>(target_offset)) !=
+                static_cast<ssize_t>(part_bytes)) {
             return false;
         }
-        target_offset += size_bytes;
-        source_offset += size_bytes;
-        length_bytes -= size_bytes;
+        target_offset += part_bytes;
+        source_offset += part_bytes;
+        length_bytes -= part_bytes;
     }
     return true;
 }
@@ -60,8 +60,9 @@ bool copy_file_and_host(int fd, std::uint64_t offset, std::uint64_t host_address
     return true;
 }
 
-// Parse the packets of a command buffer. Only the driver of the first Gaudi checks packets at submission; later devices
-// fail when they execute a wrong packet.
+// Parse the packets of a command buffer and append their copies to *copies. Return 0, EINVAL for a malformed packet or
+// EOPNOTSUPP for a packet that the twin does not implement. On real hardware, only the driver of the first Gaudi checks
+// packets at submission; later devices fail when they execute a wrong packet.
 int parse_packets(std::span<const std::byte> bytes, std::vector<LinearDma>* copies) {
     const bool is_gaudi1 = !properties().has_virtual_memory;
     while (!bytes.empty()) {
@@ -103,9 +104,9 @@ int read_chunk(Device* device, const Chunk& chunk, std::vector<LinearDma>* copie
         // The twin implements only the DMA queues. No generation has a queue index above 1024.
         return chunk.queue_index > 1024 ? EINVAL : EOPNOTSUPP;
     }
-    // Later generations require the flag. On the first Gaudi the driver ignores the flag, because the queues only
-    // accept command buffers of the driver.
-    if (properties().has_virtual_memory && (chunk.cs_chunk_flags & chunk_user_buffer) == 0) {
+    // Later generations require the flag that the packets are in memory of the program. The driver of the first Gaudi
+    // ignores the flag, because the queues only accept command buffers of the driver.
+    if (properties().has_virtual_memory && (chunk.cs_chunk_flags & chunk_flag_user_buffer) == 0) {
         return EINVAL;
     }
     // The smallest packet is a header of 8 bytes.
@@ -122,6 +123,7 @@ int read_chunk(Device* device, const Chunk& chunk, std::vector<LinearDma>* copie
         }
         return parse_packets(packets, copies);
     }
+    // With the flag, cb_handle is the device address of the packets.
     auto next_mapping = device->mappings.upper_bound(chunk.cb_handle);
     if (next_mapping == device->mappings.begin()) {
         return EINVAL;
@@ -166,7 +168,7 @@ int submit_chunks(int fd, const SubmissionIn* in, SubmissionOut* out) {
 
 } // namespace
 
-bool Device::resolve(std::uint64_t address, std::uint64_t length_bytes, CopyOperand* operand) {
+bool Device::find_operand(std::uint64_t address, std::uint64_t length_bytes, CopyOperand* operand) {
     const Properties& device_properties = properties();
     const auto next_mapping = mappings.upper_bound(address);
     if (next_mapping != mappings.begin()) {
@@ -191,7 +193,7 @@ bool Device::resolve(std::uint64_t address, std::uint64_t length_bytes, CopyOper
 
 bool Device::run_copy(const LinearDma& copy) {
     CopyOperand target, source;
-    if (!resolve(copy.src_addr, copy.tsize, &source) || !resolve(copy.dst_addr, copy.tsize, &target)) {
+    if (!find_operand(copy.src_addr, copy.tsize, &source) || !find_operand(copy.dst_addr, copy.tsize, &target)) {
         return false;
     }
     if (source.fd >= 0 && target.fd >= 0) {
@@ -283,7 +285,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_command_submission_timeout(int fd, SubmissionIn
     return run_entry("hlthunk_command_submission_timeout", [&] { return submit_chunks(fd, in, out); });
 }
 
-GDRKIT_HLTHUNK_ENTRY int hlthunk_wait_for_cs(int fd, std::uint64_t sequence, std::uint64_t timeout_us,
+GDRKIT_HLTHUNK_ENTRY int hlthunk_wait_for_cs(int fd, std::uint64_t sequence_number, std::uint64_t timeout_us,
                                              std::uint32_t* status) {
     return run_entry("hlthunk_wait_for_cs", [&] {
         int error = 0;
@@ -292,18 +294,19 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_wait_for_cs(int fd, std::uint64_t sequence, std
             return status == nullptr ? EINVAL : error;
         }
         std::unique_lock lock(device->mutex);
-        if (sequence == 0 || sequence > device->last_sequence_number) {
+        if (sequence_number == 0 || sequence_number > device->last_sequence_number) {
             return EINVAL;
         }
         const auto timeout = std::chrono::microseconds(std::min(timeout_us, max_wait_us));
         // wait_for would use a clock that ThreadSanitizer of older compilers does not support.
         const auto deadline = std::chrono::system_clock::now() + timeout;
         if (!device->changed.wait_until(lock, deadline,
-                                        [&] { return device->completed_sequence_number >= sequence; })) {
+                                        [&] { return device->completed_sequence_number >= sequence_number; })) {
             *status = wait_busy;
             return 0;
         }
-        const bool is_aborted = device->aborted_sequence_number != 0 && sequence >= device->aborted_sequence_number;
+        const bool is_aborted =
+            device->aborted_sequence_number != 0 && sequence_number >= device->aborted_sequence_number;
         *status = is_aborted ? wait_aborted : wait_completed;
         return is_aborted ? EIO : 0;
     });

@@ -1,5 +1,5 @@
-// Functions that the twin does not implement. Each has no effect and fails by its convention (see functions.def). Every
-// convention is a macro here that generates the function.
+// Functions of hl-thunk that the twin does not implement. Each has no effect and reports EOPNOTSUPP by its convention
+// (see functions.def). Here each convention is a macro that generates the function.
 #include <cerrno>
 
 #include "hlthunk/hlthunk_abi.hpp"

@@ -1,4 +1,4 @@
-// The binary interface that the twin implements: the real verbs header, whose functions the twin exports, and static
+// The binary interface of the verbs twin: the real verbs header, whose functions the twin exports, and static
 // assertions of the layouts that the twin relies on.
 #pragma once
 
@@ -32,7 +32,7 @@ static_assert(offsetof(ibv_context, abi_compat) == sizeof(ibv_context) - sizeof(
 // verbs_get_ctx finds the extension at a negative offset and reads its size from just before the context.
 static_assert(offsetof(verbs_context, sz) + sizeof(std::size_t) == offsetof(verbs_context, context));
 static_assert(offsetof(verbs_context, context) + sizeof(ibv_context) == sizeof(verbs_context));
-// An extended CQ begins with an ordinary one.
+// An extended CQ (ibv_cq_ex) begins with the members of an ibv_cq.
 static_assert(offsetof(ibv_cq_ex, comp_mask) == sizeof(ibv_cq));
 
 } // namespace gdrkit::twin::verbs

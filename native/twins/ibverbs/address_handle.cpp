@@ -1,4 +1,4 @@
-// The exported functions of address handles: create, destroy, and derive an address handle from a received datagram.
+// The verbs functions of address handles: create and destroy an address handle, and derive it from a received datagram.
 
 #include "ibverbs/address_handle.hpp"
 
@@ -16,6 +16,7 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
+// Value of next_hdr in the GRH of a RoCE v1 packet: an InfiniBand transport header follows.
 constexpr std::uint8_t roce_v1_next_header = 0x1b;
 
 // Return whether an address handle can have this path. As in the kernel (rdma_check_ah_attr, ib_resolve_eth_dmac), a
@@ -26,17 +27,17 @@ bool is_valid_path(const ibv_ah_attr& path) {
            !is_same_gid(path.grh.dgid, no_gid);
 }
 
-// Return the index at which the device has this GID with this type, or -1 with errno EINVAL.
-int find_gid_index(const Device& device, const ibv_gid& gid, ibv_gid_type type) {
+// Return the index in the GID table of the device at which this GID has this type, or -1 with errno EINVAL.
+int find_gid_index(const Device& device, const ibv_gid& gid, ibv_gid_type gid_type) {
     for (unsigned index = 0; index < gid_count; ++index) {
-        if (is_same_gid(device.gid, gid) && get_gid_type(index) == type) {
+        if (is_same_gid(device.gid, gid) && get_gid_type(index) == gid_type) {
             return static_cast<int>(index);
         }
     }
     return fail_minus1(EINVAL);
 }
 
-// Return the IPv4-mapped IPv6 address (::ffff:a.b.c.d), which is the GID of an IPv4 address.
+// Return the GID of an IPv4 address in network byte order: the IPv4-mapped IPv6 address ::ffff:a.b.c.d.
 ibv_gid make_ipv4_gid(std::uint32_t address) {
     ibv_gid gid{};
     gid.raw[10] = gid.raw[11] = 0xff;
@@ -45,8 +46,8 @@ ibv_gid make_ipv4_gid(std::uint32_t address) {
 }
 
 // Copy the last 20 of the 40 bytes of the GRH to *ipv4, and return whether they are an IPv4 header. RoCE v2 over IPv4
-// has its header there. In an IPv6 header, these bytes can begin like an IPv4 header by chance, so the checksum
-// decides.
+// has the IPv4 header there. In an IPv6 header, these bytes can begin like an IPv4 header by chance, so the checksum
+// decides: the ones' complement sum of a valid IPv4 header is 0xffff.
 bool read_ipv4_header(const ibv_grh& grh, iphdr* ipv4) {
     std::memcpy(ipv4, reinterpret_cast<const char*>(&grh) + sizeof grh - sizeof *ipv4, sizeof *ipv4);
     if (ipv4->version != 4 || ipv4->ihl != sizeof *ipv4 / 4) {
@@ -67,7 +68,8 @@ bool read_ipv4_header(const ibv_grh& grh, iphdr* ipv4) {
 int fill_route(const Device& device, const ibv_grh& grh, ibv_global_route* route) {
     iphdr ipv4{};
     ibv_gid local_gid = grh.dgid;
-    ibv_gid_type type = IBV_GID_TYPE_ROCE_V2;
+    ibv_gid_type gid_type = IBV_GID_TYPE_ROCE_V2;
+    // The version (4 bits), traffic class (8) and flow label (20) of an IPv6 header.
     const std::uint32_t version_class_flow = be32toh(grh.version_tclass_flow);
     if (read_ipv4_header(grh, &ipv4)) {
         local_gid = make_ipv4_gid(ipv4.daddr);
@@ -75,16 +77,17 @@ int fill_route(const Device& device, const ibv_grh& grh, ibv_global_route* route
         route->hop_limit = ipv4.ttl;
         route->traffic_class = ipv4.tos;
     } else if (version_class_flow >> 28 == 6 && (grh.next_hdr == IPPROTO_UDP || grh.next_hdr == roce_v1_next_header)) {
-        type = grh.next_hdr == IPPROTO_UDP ? IBV_GID_TYPE_ROCE_V2 : IBV_GID_TYPE_ROCE_V1;
+        gid_type = grh.next_hdr == IPPROTO_UDP ? IBV_GID_TYPE_ROCE_V2 : IBV_GID_TYPE_ROCE_V1;
         route->dgid = grh.sgid;
         route->hop_limit = grh.hop_limit;
         route->traffic_class = static_cast<std::uint8_t>(version_class_flow >> 20);
     } else {
         return fail_minus1(EPROTONOSUPPORT);
     }
+    // Like rdma-core, set the flow label for IPv4 too, although an IPv4 header has none.
     route->flow_label = version_class_flow & 0xfffff;
     // A multicast group is not in the GID table, so no source can be derived from it (as in rdma-core).
-    const int index = is_multicast_gid(local_gid) ? fail_minus1(EINVAL) : find_gid_index(device, local_gid, type);
+    const int index = is_multicast_gid(local_gid) ? fail_minus1(EINVAL) : find_gid_index(device, local_gid, gid_type);
     route->sgid_index = static_cast<std::uint8_t>(std::max(index, 0));
     return index < 0 ? -1 : 0;
 }

@@ -7,8 +7,8 @@
 
 namespace gdrkit::twin::verbs {
 
-// The path and the protection domain of an address handle. Posted requests have a weak reference to it. If the address
-// handle is destroyed before a request is sent, the request fails.
+// The path and the protection domain of an address handle. A posted request has a weak reference to its
+// AddressVector. If the address handle is destroyed before the request is sent, the request fails.
 struct AddressVector {
     ProtectionDomain* domain = nullptr;
     ibv_ah_attr path{};

@@ -14,7 +14,7 @@ namespace gdrkit::twin::verbs {
 
 namespace {
 
-// With these seals the memory cannot shrink, so access to a mapping of it never raises SIGBUS.
+// With these seals no process can shrink the memfd, so access to a mapping of the memfd never raises SIGBUS.
 constexpr int seals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW;
 
 } // namespace
@@ -48,12 +48,12 @@ std::unique_ptr<BounceBuffer> BounceBuffer::map(Fd fd, std::size_t size_bytes) {
 }
 
 BounceBuffer::~BounceBuffer() {
-    munmap(data_, size_);
+    munmap(data_, size_bytes_);
 }
 
-// The raw system calls bypass the libc functions that ThreadSanitizer intercepts. These copies emulate the DMA of a
-// device. A program knows from completions when the DMA has ended, and another process may poll these completions.
-// ThreadSanitizer does not know this order and would report data races.
+// copy_in and copy_out use raw system calls, to bypass the libc functions that ThreadSanitizer intercepts. Their copies
+// emulate the DMA of a device. A program knows from completions when the DMA has ended, and another process may poll
+// these completions. ThreadSanitizer does not know this order and would report data races.
 
 int BounceBuffer::copy_in(std::size_t offset, const void* memory, std::size_t size_bytes) {
     const char* source = static_cast<const char*>(memory);
@@ -109,6 +109,8 @@ void BounceBuffer::copy_out_mapped(std::size_t offset, std::byte* memory, std::s
 }
 
 #else
+
+// Without rep movsb, system calls copy, which ThreadSanitizer does not see either.
 
 void BounceBuffer::copy_in_mapped(std::size_t offset, const std::byte* memory, std::size_t size_bytes) {
     copy_in(offset, memory, size_bytes);

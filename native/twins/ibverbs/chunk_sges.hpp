@@ -1,4 +1,4 @@
-// Iteration over the scatter-gather entries of one chunk of a send request, shared by the files of the requester.
+// Iterates over the scatter-gather entries of one chunk of a send request. The files requester_*.cpp use it.
 #pragma once
 
 #include <algorithm>
@@ -7,8 +7,8 @@
 
 namespace gdrkit::twin::verbs {
 
-// Call visit(sge, offset) for each range of the application's memory that belongs to this chunk. `offset` is the
-// position of the range in the chunk. Stop and return false when `visit` returns false.
+// Call visit(sge, offset) for each range of the application's memory that belongs to the chunk `request`.
+// `offset` is the position of the range in the chunk. Stop and return false when `visit` returns false.
 template <typename Visit> bool for_each_sge_in_chunk(const SendWork& work, const wire::Request& request, Visit visit) {
     std::uint64_t skip_bytes = request.chunk_offset_bytes;
     std::size_t offset = 0;

@@ -23,10 +23,10 @@ bool is_valid_cqe(const Context& context, std::uint32_t cqe) {
 bool CompletionQueue::push(std::span<const Completion> completions) {
     std::lock_guard lock(mutex_);
     bool must_notify = false;
-    bool all_pushed = true;
+    bool has_pushed_all = true;
     for (const Completion& completion : completions) {
         if (!push_one(completion)) {
-            all_pushed = false;
+            has_pushed_all = false;
             break;
         }
         // A failed completion always counts as solicited.
@@ -38,7 +38,7 @@ bool CompletionQueue::push(std::span<const Completion> completions) {
         armed_ = Armed::no;
         channel_->events.push({public_cq_, channel_event_counter});
     }
-    return all_pushed;
+    return has_pushed_all;
 }
 
 bool CompletionQueue::push_one(const Completion& completion) {
@@ -71,8 +71,9 @@ void CompletionQueue::pop_first() {
     has_completions_or_overrun_ = !completions_.empty();
 }
 
-// If the queue is empty, let its queue pairs make progress. Return whether the queue is still empty.
-bool CompletionQueue::is_empty_after_progress() {
+// If the queue is empty, let its queue pairs make progress. Return whether a poll still has nothing to report: neither
+// a completion nor an overrun.
+bool CompletionQueue::is_idle_after_progress() {
     if (!has_completions_or_overrun_) {
         progress();
     }
@@ -84,7 +85,7 @@ bool CompletionQueue::is_empty_after_progress() {
 }
 
 int CompletionQueue::poll(int count, ibv_wc* wc) {
-    if (is_empty_after_progress()) {
+    if (is_idle_after_progress()) {
         return 0;
     }
     std::lock_guard lock(mutex_);
@@ -100,7 +101,7 @@ int CompletionQueue::poll(int count, ibv_wc* wc) {
 }
 
 int CompletionQueue::take(Completion* completion) {
-    if (is_empty_after_progress()) {
+    if (is_idle_after_progress()) {
         return ENOENT;
     }
     std::lock_guard lock(mutex_);
@@ -118,8 +119,8 @@ int CompletionQueue::take(Completion* completion) {
 int CompletionQueue::resize(std::size_t capacity) {
     std::unique_lock lock(mutex_);
     // Soft-RoCE carries out many requests in the call that posts them, so the check below sees their completions. In
-    // the twin, threads carry the requests out later. Give the threads up to 20 ms: if the twin accepted a smaller size
-    // too early, their completions would overrun the queue.
+    // the twin, threads carry the requests out later. Give the threads 20 ms: if the twin accepted a smaller size too
+    // early, the completions of these requests would overrun the queue.
     for (int tries = 0; tries < 20 && capacity < capacity_ && completions_.size() <= capacity; ++tries) {
         lock.unlock();
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -144,6 +145,7 @@ void CompletionQueue::arm(bool solicited_only) {
             armed_ = solicited_only ? Armed::solicited : Armed::any;
         }
     }
+    // The client now waits for an event and may not poll, so threads of the twin must handle responses.
     std::lock_guard lock(polled_works_mutex_);
     for (PolledWork* const work : polled_works_) {
         work->request_wake_for_responses();
@@ -200,6 +202,7 @@ int poll_completions(ibv_cq* cq, int num_entries, ibv_wc* wc) {
         return -EINVAL;
     }
     CompletionQueueHandle* const handle = get_cq_handle(cq);
+    // Only an extended queue has start_poll. Its lock is held from ibv_start_poll to ibv_end_poll.
     if (handle->public_cq.start_poll == nullptr) {
         return handle->impl->poll(num_entries, wc);
     }
@@ -303,7 +306,7 @@ int ibv_destroy_cq(ibv_cq* cq) {
     if (CompletionChannel* const channel = completion_queue->channel()) {
         channel->events.drop_if([=](const CompletionEvent& event) { return event.cq == cq; });
     }
-    // The client may use the pointer until it has acknowledged every event that it took.
+    // The client may use the pointer `cq` of an event until it has acknowledged the event.
     completion_queue->channel_event_counter->wait_until_acknowledged();
     completion_queue->async_event_counter->wait_until_acknowledged();
     if (!retire("ibv_cq", handle)) {

@@ -1,4 +1,4 @@
-// Completion queues (CQ) and the completions in them.
+// Completion queues (CQ): queue pairs push completions, and the client polls them.
 #pragma once
 
 #include <atomic>
@@ -24,8 +24,8 @@ struct WorkQueueSlots {
 struct Completion {
     ibv_wc wc{};
     bool is_solicited = false;
-    std::shared_ptr<WorkQueueSlots> work_queue_slots;
-    std::uint32_t freed_slot_count = 0; // slots that polling this completion frees
+    std::shared_ptr<WorkQueueSlots> work_queue_slots; // of the queue to which the completed request was posted
+    std::uint32_t freed_slot_count = 0;               // slots that polling this completion frees
     // The time of the completion in cycles of the device's clock, and in nanoseconds of CLOCK_REALTIME. The queue sets
     // them if it was created with timestamps.
     std::uint64_t device_cycles = 0;
@@ -42,6 +42,7 @@ struct CompletionQueueOptions {
 // Work that a thread of the application can do when it polls a completion queue.
 class PolledWork {
 public:
+    // Do the part of the work that needs no waiting.
     virtual void progress_at_poll() = 0;
     // Let a thread of the twin handle the next response, because the application will not poll before the next event.
     virtual void request_wake_for_responses() = 0;
@@ -69,14 +70,15 @@ public:
     // Change the capacity (ibv_resize_cq). Return EINVAL if the queue holds more completions than would fit.
     int resize(std::size_t capacity);
 
-    // Request one event on the channel for the next completion (ibv_req_notify_cq).
+    // Request one event on the channel for the next completion (ibv_req_notify_cq). With `solicited_only`, only a
+    // solicited or failed completion raises the event.
     void arm(bool solicited_only);
 
-    // Return whether the next completion raises an event on the channel.
+    // Return whether the client waits for an event that was not raised yet.
     [[nodiscard]] bool is_armed();
 
-    // Let a poll of this queue do this work while the queue is empty. After remove_work has returned, no thread does
-    // it.
+    // Add work for the threads that poll this queue while it is empty. After remove_work has returned, no thread does
+    // the removed work.
     void add_work(PolledWork* work);
     void remove_work(PolledWork* work);
 
@@ -88,15 +90,16 @@ public:
 
     // Number of send and receive queues whose completions go to this queue.
     std::atomic<int> user_count{0};
-    // Count the events of this queue that the client took and acknowledged.
+    // Count the events of this queue that the client took and acknowledged: events on the channel, asynchronous events.
     std::shared_ptr<EventCounter> channel_event_counter = std::make_shared<EventCounter>();
     std::shared_ptr<EventCounter> async_event_counter = std::make_shared<EventCounter>();
 
 private:
+    // Let the queue pairs make progress, unless another thread does so.
     void progress();
     bool push_one(const Completion& completion);
     void pop_first();
-    bool is_empty_after_progress();
+    bool is_idle_after_progress();
 
     // The completions that raise the next event on the channel.
     enum class Armed { no, solicited, any };
@@ -123,7 +126,8 @@ struct CompletionQueueHandle {
     std::shared_ptr<CompletionQueue> impl;
     // The parent domain of an extended queue, or nullptr.
     ProtectionDomain* parent_domain = nullptr;
-    // A client that polls holds this lock: from ibv_start_poll to ibv_end_poll, or during ibv_poll_cq.
+    // A thread that polls an extended queue holds this lock: from ibv_start_poll to ibv_end_poll, or during
+    // ibv_poll_cq.
     std::binary_semaphore poll_lock{1};
     bool is_in_extended_poll = false;
     // The completion that the read functions of the extended queue describe.

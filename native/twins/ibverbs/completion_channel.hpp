@@ -10,7 +10,7 @@ namespace gdrkit::twin::verbs {
 
 struct CompletionEvent {
     ibv_cq* cq = nullptr;
-    std::shared_ptr<EventCounter> counter;
+    std::shared_ptr<EventCounter> counter; // channel_event_counter of the completion queue
 };
 
 struct CompletionChannel {

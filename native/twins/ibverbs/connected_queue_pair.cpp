@@ -65,8 +65,8 @@ int ConnectedQueuePair::open() {
             remote_acceptor_thread_ =
                 start_signal_blocking_thread([this] { run_acceptor(remote_listener_.get(), true); });
         }
-        if (send_queue_ != nullptr) {
-            send_queue_->add_work(this);
+        if (send_cq_ != nullptr) {
+            send_cq_->add_work(this);
         }
     } catch (const std::system_error& error) {
         close();
@@ -99,8 +99,8 @@ int ConnectedQueuePair::listen() {
 }
 
 void ConnectedQueuePair::close() {
-    if (send_queue_ != nullptr) {
-        send_queue_->remove_work(this);
+    if (send_cq_ != nullptr) {
+        send_cq_->remove_work(this);
     }
     {
         Lock lock(mutex_);
@@ -139,9 +139,9 @@ void ConnectedQueuePair::raise(ibv_event_type event) {
 }
 
 void ConnectedQueuePair::drop_completions() {
-    for (const auto& queue : {send_queue_, receive_queue_}) {
-        if (queue != nullptr) {
-            queue->drop_completions_of(qp_num_);
+    for (const auto& completion_queue : {send_cq_, receive_cq_}) {
+        if (completion_queue != nullptr) {
+            completion_queue->drop_completions_of(qp_num_);
         }
     }
     if (xrc_domain_ != nullptr) {
@@ -191,7 +191,7 @@ void ConnectedQueuePair::fail(const Lock& lock, ibv_event_type event, const Conn
 }
 
 void ConnectedQueuePair::push_completions(const Lock& lock) {
-    if (!unpushed_completions_.empty() && !send_queue_->push(unpushed_completions_)) {
+    if (!unpushed_completions_.empty() && !send_cq_->push(unpushed_completions_)) {
         fail(lock, IBV_EVENT_QP_FATAL, nullptr);
     }
     unpushed_completions_.clear();
@@ -226,9 +226,10 @@ void ConnectedQueuePair::complete_receive(const Lock& lock, const ReceiveWork& w
     completion.is_solicited = is_solicited;
     completion.work_queue_slots = shared_queue != nullptr ? shared_queue->slots() : receive_queue_slots_;
     completion.freed_slot_count = 1;
-    const bool has_own_queue = shared_queue != nullptr && shared_queue->completion_queue() != nullptr;
-    CompletionQueue& queue = has_own_queue ? *shared_queue->completion_queue() : *receive_queue_;
-    if (!queue.push({&completion, 1})) {
+    // Only a shared receive queue of XRC has a completion queue of its own.
+    const bool has_own_cq = shared_queue != nullptr && shared_queue->completion_queue() != nullptr;
+    CompletionQueue& completion_queue = has_own_cq ? *shared_queue->completion_queue() : *receive_cq_;
+    if (!completion_queue.push({&completion, 1})) {
         fail(lock, IBV_EVENT_QP_FATAL, nullptr);
     }
 }

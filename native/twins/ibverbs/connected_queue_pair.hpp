@@ -39,10 +39,10 @@ namespace gdrkit::twin::verbs {
 class ConnectedQueuePair final : public QueuePair, private PolledWork {
 public:
     // `xrc_domain` is nullptr except for an XRC receive queue pair.
-    ConnectedQueuePair(ibv_qp* public_qp, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
-                       std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr,
+    ConnectedQueuePair(ibv_qp* public_qp, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_cq,
+                       std::shared_ptr<CompletionQueue> receive_cq, const ibv_qp_init_attr& init_attr,
                        std::shared_ptr<XrcDomain> xrc_domain)
-        : QueuePair(public_qp, domain, std::move(send_queue), std::move(receive_queue), init_attr),
+        : QueuePair(public_qp, domain, std::move(send_cq), std::move(receive_cq), init_attr),
           xrc_domain_(std::move(xrc_domain)) {}
     ~ConnectedQueuePair() override;
 
@@ -67,7 +67,7 @@ private:
         // True from the accepted handshake to the end of the connection. The thread accesses memory only while this is
         // true.
         bool is_serving = false;
-        bool has_ended = false;
+        bool has_ended = false; // the thread ends and can be joined
         // Value of generation_ at the handshake. A connection of an earlier generation must not complete any request.
         std::uint64_t generation = 0;
         // The grants of regions to the peer; nullptr if the peer cannot access the memory of this process.
@@ -109,14 +109,15 @@ private:
     // Progress of the send queue. Only its owner uses it: the requester thread, or the application's thread that has
     // borrowed it (is_borrowed_).
     struct RequesterState {
-        // Send requests in posted order: not started; started (all but the last are completely submitted); finished.
+        // Send requests that are not started, started (all but the last are completely submitted), and finished. Each
+        // list is in posted order.
         Fifo<SendWork> queued_sends, started_sends, finished_sends;
         Fifo<InFlightChunk> chunks_in_flight;
         // Counts of chunks since the connection began: written to the request ring, published to the peer, and answered
         // by responses that were handled. Each chunk is one wire::Request.
         std::uint32_t submitted_count = 0, published_count = 0, handled_count = 0;
-        std::uint64_t unpublished_bytes = 0;
-        std::uint32_t pipe_pages_used = 0;
+        std::uint64_t unpublished_bytes = 0; // payload of the chunks that are submitted and not published
+        std::uint32_t pipe_pages_used = 0;   // pages of the pipe that chunks in flight occupy
         // Payloads of the last submitted writes, all in splice_region. One call splices them into the pipe when the
         // writes are published.
         std::vector<iovec> pending_splices;
@@ -130,19 +131,20 @@ private:
         // True while the last submitted chunk may get a receiver-not-ready (RNR) response. No chunk is submitted before
         // that response has arrived.
         bool may_get_rnr = false;
-        // Number of reads and atomic requests that are started and not finished. A fenced request waits until it is 0.
+        // Number of reads and atomic requests that are started and not finished. A fenced request waits until this
+        // number is 0.
         unsigned pending_data_response_count = 0;
         // Time at which a chunk that got an RNR response is submitted again.
         std::optional<Clock::time_point> retry_at;
         // Local failure of the last started request. It is reported after all earlier requests have finished.
         std::optional<ibv_wc_status> local_error;
         // Status with which the first started request failed.
-        std::optional<ibv_wc_status> error;
+        std::optional<ibv_wc_status> first_send_error;
         // Time of the last response, or of the submission that made chunks_in_flight non-empty, whichever is later.
-        Clock::time_point last_response;
+        Clock::time_point last_response_at;
         bool is_peer_gone = false;
         // Time at which a direct copy last checked that the connection is open.
-        Clock::time_point last_peer_check;
+        Clock::time_point last_peer_check_at;
         // Number of bytes that the current send turn (run_send_turn) has copied without the responder.
         std::uint64_t copied_bytes = 0;
     };
@@ -333,11 +335,11 @@ private:
     // it down while they hold the lock.
     Fd peer_socket_;
     std::unique_ptr<Link> link_;
-    // The memory of the peer's process; nullptr if this process cannot access it. The owner of requester_state_ uses
-    // it.
+    // The memory of the peer's process; nullptr if this process cannot access it. Only the owner of
+    // requester_state_ uses this member.
     std::unique_ptr<PeerMemory> peer_memory_;
-    ParallelCopy parallel_copy_; // polling threads take part in it
-    Fd listener_, remote_listener_;
+    ParallelCopy parallel_copy_;    // polling threads take part in it
+    Fd listener_, remote_listener_; // for peers on this machine, and on other machines of the TCP fabric
     std::list<Connection> connections_;
     std::thread requester_thread_;
     std::thread acceptor_thread_, remote_acceptor_thread_;

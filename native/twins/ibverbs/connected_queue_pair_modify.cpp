@@ -1,4 +1,5 @@
-// ibv_modify_qp and ibv_query_qp of a queue pair: state transitions and attributes.
+// ibv_modify_qp and ibv_query_qp for a connected queue pair (RC, UC or XRC): they change and query its state and its
+// attributes.
 
 #include <sys/socket.h>
 
@@ -7,8 +8,8 @@
 
 namespace gdrkit::twin::verbs {
 
-int ConnectedQueuePair::modify(const ibv_qp_attr& attr, int mask) {
-    const int attr_mask = remove_ignored_attributes(type(), mask);
+int ConnectedQueuePair::modify(const ibv_qp_attr& attr, int requested_mask) {
+    const int attr_mask = remove_ignored_attributes(type(), requested_mask);
     Lock lock(mutex_);
     const ibv_qp_state new_state = (attr_mask & IBV_QP_STATE) != 0 ? attr.qp_state : state_;
     if ((attr_mask & IBV_QP_CUR_STATE) != 0 && attr.cur_qp_state != state_) {
@@ -26,11 +27,13 @@ int ConnectedQueuePair::modify(const ibv_qp_attr& attr, int mask) {
     }
     if (new_state == IBV_QPS_ERR) {
         enter_error(lock, nullptr);
-        // Wait, so that the pair moves no data after the call has returned.
+        // Wait until no responder thread serves requests and the requester has stopped, so that the pair moves no data
+        // after ibv_modify_qp has returned.
         state_changed_.wait(lock, [this] { return no_connection_serves() && !is_sending_; });
         return 0;
     }
     apply_attributes(attr, attr_mask);
+    // Peers with a grant (grants.hpp) access memory by themselves, so grants of the old permissions must end.
     if ((attr_mask & (IBV_QP_ACCESS_FLAGS | IBV_QP_MAX_DEST_RD_ATOMIC)) != 0) {
         revoke_grants(lock);
     }
@@ -49,7 +52,7 @@ void ConnectedQueuePair::reset(Lock* lock) {
     }
     shut_down_connections(*lock, nullptr);
     notify_change(*lock);
-    // After this wait, no other thread uses the requests, so that they can be discarded.
+    // After this wait, no other thread uses the posted requests, so the code below can discard them.
     state_changed_.wait(*lock, [this] { return no_connection_serves() && !is_sending_ && !is_flushing_; });
     disconnect(*lock);
     requester_state_ = {};
@@ -86,7 +89,7 @@ void ConnectedQueuePair::apply_attributes(const ibv_qp_attr& attr, int attr_mask
     copy_if_set(IBV_QP_MIN_RNR_TIMER, &ibv_qp_attr::min_rnr_timer);
     copy_if_set(IBV_QP_DEST_QPN, &ibv_qp_attr::dest_qp_num);
     copy_if_set(IBV_QP_PATH_MIG_STATE, &ibv_qp_attr::path_mig_state);
-    // Packet sequence numbers have 24 bits; the upper bits are not sent.
+    // A packet has 24 bits for its sequence number. ibv_query_qp therefore returns only these bits.
     attr_.rq_psn &= 0xffffff;
     attr_.sq_psn &= 0xffffff;
 }

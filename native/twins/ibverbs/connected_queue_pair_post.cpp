@@ -5,10 +5,11 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// A posted list usually has at most this number of requests. Memory for them is reserved in advance.
+// post_send reserves memory for this number of requests in advance. Most posted lists are not longer.
 constexpr std::size_t reserved_list_length = 16;
 
-// Check a send request after is_valid_sge_list has accepted its list. Return 0, EINVAL or EOPNOTSUPP.
+// Check a send request whose scatter-gather list is_valid_sge_list has accepted. Return 0, EINVAL, or EOPNOTSUPP for an
+// opcode that the twin does not support.
 int check_send(ibv_qp_type type, const ibv_send_wr& wr, const ibv_qp_cap& cap, std::uint64_t length_bytes) {
     if (!carries_data(wr.opcode) && !is_atomic(wr.opcode) && !changes_keys(wr.opcode) &&
         wr.opcode != IBV_WR_RDMA_READ) {
@@ -27,6 +28,7 @@ int check_send(ibv_qp_type type, const ibv_send_wr& wr, const ibv_qp_cap& cap, s
 } // namespace
 
 int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
+    // An XRC receive queue pair has no send queue.
     if (type() == IBV_QPT_XRC_RECV) {
         *bad_wr = list;
         return EINVAL;
@@ -45,6 +47,7 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
             break;
         }
         prepared_sends.push_back(to_send_work(*wr, init_attr_.sq_sig_all != 0, length_bytes));
+        // The binding is null if the memory window or the region of the request is not an object of this library.
         if (wr->opcode == IBV_WR_BIND_MW && prepared_sends.back().binding == nullptr) {
             prepared_sends.pop_back();
             error = EINVAL;
@@ -101,7 +104,7 @@ int ConnectedQueuePair::post_receive(const ibv_recv_wr& wr) {
     ++receive_queue_slots_->used_count;
     posted_receives_.push_back(to_receive_work(wr));
     if (state_ == IBV_QPS_ERR) {
-        notify_change(lock);
+        notify_change(lock); // wakes the requester thread, which flushes the request
     }
     return 0;
 }

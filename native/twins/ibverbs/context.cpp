@@ -16,26 +16,27 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-void fill_operations(verbs_context* extended) {
-    fill_unsupported(extended);
-    extended->query_port = query_port_extended;
-    extended->query_device_ex = query_device_extended;
-    extended->create_qp_ex = create_queue_pair_extended;
-    extended->open_qp = open_queue_pair;
-    extended->create_srq_ex = create_srq_extended;
-    extended->get_srq_num = get_srq_number;
-    extended->open_xrcd = open_xrc_domain;
-    extended->close_xrcd = close_xrc_domain;
-    extended->query_rt_values = query_real_time_values;
-    extended->create_cq_ex = create_extended_cq;
-    extended->alloc_dm = alloc_device_memory;
-    extended->free_dm = free_device_memory;
-    extended->reg_dm_mr = register_device_memory;
-    extended->alloc_td = alloc_thread_domain;
-    extended->dealloc_td = dealloc_thread_domain;
-    extended->alloc_parent_domain = alloc_parent_domain;
-    extended->sz = sizeof *extended;
-    ibv_context_ops& ops = extended->context.ops;
+// Fill both tables of operations, in verbs_context and in its ibv_context: unsupported entries fail with EOPNOTSUPP.
+void fill_operations(verbs_context* extended_ops) {
+    fill_unsupported(extended_ops);
+    extended_ops->query_port = query_port_extended;
+    extended_ops->query_device_ex = query_device_extended;
+    extended_ops->create_qp_ex = create_queue_pair_extended;
+    extended_ops->open_qp = open_queue_pair;
+    extended_ops->create_srq_ex = create_srq_extended;
+    extended_ops->get_srq_num = get_srq_number;
+    extended_ops->open_xrcd = open_xrc_domain;
+    extended_ops->close_xrcd = close_xrc_domain;
+    extended_ops->query_rt_values = query_real_time_values;
+    extended_ops->create_cq_ex = create_extended_cq;
+    extended_ops->alloc_dm = alloc_device_memory;
+    extended_ops->free_dm = free_device_memory;
+    extended_ops->reg_dm_mr = register_device_memory;
+    extended_ops->alloc_td = alloc_thread_domain;
+    extended_ops->dealloc_td = dealloc_thread_domain;
+    extended_ops->alloc_parent_domain = alloc_parent_domain;
+    extended_ops->sz = sizeof *extended_ops;
+    ibv_context_ops& ops = extended_ops->context.ops;
     ops._compat_query_device = ibv_query_device;
     ops._compat_query_port = ibv_query_port;
     ops.alloc_mw = alloc_window;
@@ -68,12 +69,12 @@ ibv_context* ibv_open_device(ibv_device* device) {
         return fail_null(error);
     }
     context->device = twin_device;
-    fill_operations(&context->extended);
-    ibv_context& public_context = context->extended.context;
+    fill_operations(&context->extended_context);
+    ibv_context& public_context = context->extended_context.context;
     public_context.device = device;
     public_context.abi_compat = __VERBS_ABI_IS_EXTENDED;
-    // With hardware, cmd_fd is the device file of the kernel driver. The twin has no driver and opens /dev/null: a
-    // program can duplicate the descriptor, but a write or an ioctl fails.
+    // With hardware, cmd_fd is an open device file of the kernel driver (/dev/infiniband/uverbs*). The twin has no
+    // kernel driver and opens /dev/null: a program can duplicate the descriptor, but a write or an ioctl fails.
     public_context.cmd_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
     if (public_context.cmd_fd < 0) {
         return fail_null(errno);
@@ -100,9 +101,9 @@ int ibv_close_device(ibv_context* public_context) {
     public_context->async_fd = -1;
     close(public_context->cmd_fd);
     public_context->cmd_fd = -1;
-    // As in rdma-core, a device can be closed while it has objects (man ibv_close_device), and perftest does so. The
-    // objects refer to the context, so its memory stays allocated. The ledger (model/ledger.hpp) still lists the
-    // objects.
+    // As in rdma-core, a context can be closed while objects exist that were created in it (man ibv_close_device), and
+    // perftest does so. These objects refer to the context, so its memory is then never freed. The ledger
+    // (model/ledger.hpp) still lists the objects as live.
     if (context->child_count == 0) {
         quarantine(std::shared_ptr<Context>(context));
     }

@@ -18,14 +18,14 @@ struct AsyncEvent {
 
 struct Context {
     // The last member of verbs_context is the ibv_context that clients hold. The tables of newer operations precede it.
-    verbs_context extended{};
+    verbs_context extended_context{};
     Device* device = nullptr;
     EventQueue<AsyncEvent> events;
     // Number of live objects that were created in the context, for example protection domains and completion queues.
     // If a context is closed while it has live objects, its memory is never freed.
     std::atomic<int> child_count{0};
 
-    ibv_context* public_context() { return &extended.context; }
+    ibv_context* public_context() { return &extended_context.context; }
     // Queue an asynchronous event about a queue pair, a shared receive queue or a completion queue, for
     // ibv_get_async_event.
     void raise(ibv_qp* qp, ibv_event_type type, const std::shared_ptr<EventCounter>& counter);
@@ -37,12 +37,13 @@ struct Context {
 
 // Return the Context to which the public structure belongs, or nullptr for nullptr.
 inline Context* get_context(const ibv_context* context) {
-    constexpr std::size_t offset_bytes = offsetof(verbs_context, context);
-    auto* const bytes = reinterpret_cast<char*>(const_cast<ibv_context*>(context));
-    return context == nullptr ? nullptr : reinterpret_cast<Context*>(bytes - offset_bytes);
+    constexpr std::size_t offset_in_extended = offsetof(verbs_context, context);
+    auto* const address = reinterpret_cast<char*>(const_cast<ibv_context*>(context));
+    return context == nullptr ? nullptr : reinterpret_cast<Context*>(address - offset_in_extended);
 }
 
-// Operations that clients call through the tables of function pointers in a context.
+// Operations that clients call through the tables of function pointers in a context. `length` is the size of the
+// client's result structure, which depends on the version of its verbs.h.
 int query_port_extended(ibv_context* context, std::uint8_t port_num, ibv_port_attr* port_attr, std::size_t length);
 int query_device_extended(ibv_context* context, const ibv_query_device_ex_input* input, ibv_device_attr_ex* attr,
                           std::size_t length);

@@ -1,5 +1,7 @@
-// The twin's control interface (control/control.h): statistics as JSON, and replacing the fault plan.
+// The control interface of the verbs twin (control/control.h): one function reports the state of the twin as JSON, the
+// other replaces the fault plan.
 
+// The library exports the two functions that this header declares.
 #pragma GCC visibility push(default)
 #include "control/control.h"
 #pragma GCC visibility pop

@@ -9,12 +9,11 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Values of CUpointer_attribute and CUmemorytype.
-constexpr int attribute_memory_type = 2;
-constexpr int attribute_buffer_id = 7;
-constexpr int attribute_is_managed = 8;
-constexpr int attribute_device_ordinal = 9;
-constexpr unsigned memory_type_device = 2;
+constexpr int attribute_memory_type = 2;    // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+constexpr int attribute_buffer_id = 7;      // CU_POINTER_ATTRIBUTE_BUFFER_ID
+constexpr int attribute_is_managed = 8;     // CU_POINTER_ATTRIBUTE_IS_MANAGED
+constexpr int attribute_device_ordinal = 9; // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+constexpr unsigned memory_type_device = 2;  // CU_MEMORYTYPE_DEVICE
 
 template <typename Function> bool find_symbol(void* library, const char* name, Function* function) {
     *function = reinterpret_cast<Function>(dlsym(library, name));
@@ -23,7 +22,7 @@ template <typename Function> bool find_symbol(void* library, const char* name, F
 
 } // namespace
 
-bool CudaDriver::resolve(void* library) {
+bool CudaDriver::find_functions(void* library) {
     return find_symbol(library, "cuPointerGetAttribute", &cuPointerGetAttribute) &&
            find_symbol(library, "cuMemGetAddressRange_v2", &cuMemGetAddressRange_v2) &&
            find_symbol(library, "cuDevicePrimaryCtxRetain", &cuDevicePrimaryCtxRetain) &&
@@ -44,8 +43,8 @@ const CudaDriver* CudaDriver::find_loaded() {
     if (driver == nullptr) {
         if (void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD)) {
             auto* const candidate = new CudaDriver;
-            if (candidate->resolve(library)) {
-                driver = candidate;
+            if (candidate->find_functions(library)) {
+                driver = candidate; // the library stays open, so that it is never unloaded
             } else {
                 delete candidate;
                 dlclose(library);
@@ -73,11 +72,11 @@ std::optional<int> CudaDriver::find_device_of_address(std::uint64_t address) con
 }
 
 std::optional<std::uint64_t> CudaDriver::query_buffer_id(std::uint64_t address) const {
-    unsigned long long id = 0;
-    if (cuPointerGetAttribute(&id, attribute_buffer_id, address) != 0) {
+    unsigned long long buffer_id = 0;
+    if (cuPointerGetAttribute(&buffer_id, attribute_buffer_id, address) != 0) {
         return std::nullopt;
     }
-    return id;
+    return buffer_id;
 }
 
 std::optional<std::uint64_t> CudaDriver::find_allocation_end(std::uint64_t address) const {

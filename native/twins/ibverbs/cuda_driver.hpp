@@ -11,8 +11,8 @@ namespace gdrkit::twin::verbs {
 
 class CudaDriver {
 public:
-    using Result = int;
-    using Handle = void*;
+    using Result = int;   // CUresult; 0 is success
+    using Handle = void*; // CUcontext or CUstream
 
     // Return the driver that is loaded in this process, or nullptr.
     static const CudaDriver* find_loaded();
@@ -20,10 +20,10 @@ public:
     // Return whether the address is device memory. Managed memory is not counted as device memory, because it can
     // migrate.
     [[nodiscard]] bool is_device_memory(std::uint64_t address) const;
-    // Return the ordinal of the device to which the memory at this address belongs.
+    // Return the ordinal of the device to which the memory at this address belongs; nullopt if it belongs to no device.
     [[nodiscard]] std::optional<int> find_device_of_address(std::uint64_t address) const;
-    // Return the buffer id of the allocation at this address. If the memory is freed and the address is reused, the new
-    // allocation has another id.
+    // Return the buffer id of the allocation at this address, or nullopt if there is no allocation. If the memory is
+    // freed and a later allocation gets the same address, the later allocation has another id.
     [[nodiscard]] std::optional<std::uint64_t> query_buffer_id(std::uint64_t address) const;
     // Return the end of the allocation (for VMM memory: of the mapping) that contains the address; nullopt if the
     // driver does not report it.
@@ -42,7 +42,8 @@ public:
     Result (*cuMemcpyDtoHAsync_v2)(void*, std::uint64_t, std::size_t, Handle) = nullptr;
 
 private:
-    bool resolve(void* library);
+    // Set all function pointers. Return false if the library lacks one of the functions.
+    bool find_functions(void* library);
 };
 
 } // namespace gdrkit::twin::verbs

@@ -15,13 +15,15 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// A part of the region that belongs to one allocation, with the buffer id that the allocation had at registration.
+// The part [begin, end) of the region that belongs to one allocation, and the buffer id that the allocation had when
+// the region was registered.
 struct AllocationRange {
-    std::uint64_t begin, end;
+    std::uint64_t begin, end; // addresses
     std::uint64_t buffer_id;
 };
 
-// Makes a primary context current on this thread for the lifetime of the object.
+// Makes a CUDA context the current one of this thread for the lifetime of the object. The object is false if the driver
+// refuses the context.
 class CurrentContext {
 public:
     CurrentContext(const CudaDriver& driver, CudaDriver::Handle context) : driver_(driver) {
@@ -42,16 +44,17 @@ private:
     bool is_pushed_ = false;
 };
 
-// A real NIC pins GPU pages, so it accesses these pages even after the memory was freed. It never accesses a later
-// allocation at the same address (observed on an H200). The twin copies through the driver, which accesses whatever is
-// allocated at the address now. So when the buffer id at an address has changed, the region uses host memory of its own
-// instead (detached_memory_).
+// The device memory of one region. A real NIC pins GPU pages, so it accesses these pages even after the memory was
+// freed. It never accesses a later allocation at the same address (observed on an H200). The twin copies through the
+// driver, which accesses whatever is allocated at the address now. So when the buffer id at an address has changed, the
+// region uses host memory of its own instead (detached_memory_).
 class CudaMemory : public Memory {
 public:
     CudaMemory(const CudaDriver& driver, std::uint64_t address, std::uint64_t length_bytes)
         : driver_(driver), address_(address), length_bytes_(length_bytes) {}
     ~CudaMemory() override;
 
+    // Retain the primary context of the device, find the allocations and create the stream. Return 0 or an errno.
     int open();
     int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size_bytes) override;
     int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset,
@@ -60,9 +63,11 @@ public:
 private:
     // Find the allocations that the region covers. Return 0, or EINVAL if a part of the region is not device memory.
     int find_allocations();
-    int copy(std::uint64_t offset, std::byte* host_address, std::size_t size_bytes, bool to_device);
+    // Copy between the device memory at `offset` and the host memory. Return 0 or EIO.
+    int copy(std::uint64_t offset, std::byte* host_address, std::size_t size_bytes, bool is_to_device);
+    // Return whether each allocation in the address range [begin, end) still has the buffer id of the registration.
     [[nodiscard]] bool are_allocations_unchanged(std::uint64_t begin, std::uint64_t end) const;
-    // Allocate detached_memory_ if memory in the range was freed. Return 0 or an errno.
+    // Allocate detached_memory_ if device memory in the range was freed. Return 0 or an errno.
     int detach_if_freed(std::uint64_t offset, std::size_t size_bytes);
 
     const CudaDriver& driver_;
@@ -70,7 +75,7 @@ private:
     const std::uint64_t length_bytes_;
     std::mutex mutex_;
     std::vector<AllocationRange> allocations_;
-    int device_ = -1;
+    int device_ordinal_ = -1;
     CudaDriver::Handle context_ = nullptr;
     CudaDriver::Handle stream_ = nullptr;
     std::byte* detached_memory_ = nullptr;
@@ -85,24 +90,24 @@ CudaMemory::~CudaMemory() {
         driver_.cuStreamDestroy_v2(stream_);
     }
     if (context_ != nullptr) {
-        driver_.cuDevicePrimaryCtxRelease_v2(device_);
+        driver_.cuDevicePrimaryCtxRelease_v2(device_ordinal_);
     }
 }
 
 int CudaMemory::find_allocations() {
     const std::uint64_t end = address_ + length_bytes_;
     for (std::uint64_t begin = address_; begin < end;) {
-        const auto id = driver_.query_buffer_id(begin);
-        if (!driver_.is_device_memory(begin) || !id) {
+        const auto buffer_id = driver_.query_buffer_id(begin);
+        if (!driver_.is_device_memory(begin) || !buffer_id) {
             return EINVAL;
         }
-        // Some drivers do not report where a VMM mapping ends. Then the last byte of the region must belong to the same
-        // allocation.
+        // Some drivers do not report where a VMM mapping (cuMemMap) ends. With such a driver, the rest of the region
+        // must belong to the allocation at `begin`, so its last byte must have the same buffer id.
         const std::uint64_t allocation_end = std::min(driver_.find_allocation_end(begin).value_or(end), end);
-        if (driver_.query_buffer_id(allocation_end - 1) != id) {
+        if (driver_.query_buffer_id(allocation_end - 1) != buffer_id) {
             return EINVAL;
         }
-        allocations_.push_back({begin, allocation_end, *id});
+        allocations_.push_back({begin, allocation_end, *buffer_id});
         begin = allocation_end;
     }
     return 0;
@@ -112,12 +117,12 @@ int CudaMemory::open() {
     if (!driver_.is_device_memory(address_)) {
         return EINVAL;
     }
-    const auto device = driver_.find_device_of_address(address_);
-    if (!device) {
+    const auto device_ordinal = driver_.find_device_of_address(address_);
+    if (!device_ordinal) {
         return EINVAL;
     }
-    device_ = *device;
-    if (driver_.cuDevicePrimaryCtxRetain(&context_, device_) != 0) {
+    device_ordinal_ = *device_ordinal;
+    if (driver_.cuDevicePrimaryCtxRetain(&context_, device_ordinal_) != 0) {
         context_ = nullptr;
         return ENODEV;
     }
@@ -130,7 +135,7 @@ int CudaMemory::open() {
         return error;
     }
     // Like a NIC, a non-blocking stream does not wait for the application's work on the device.
-    constexpr unsigned non_blocking = 1;
+    constexpr unsigned non_blocking = 1; // CU_STREAM_NON_BLOCKING
     if (driver_.cuStreamCreate(&stream_, non_blocking) != 0) {
         stream_ = nullptr;
         return ENOMEM;
@@ -160,12 +165,12 @@ int CudaMemory::detach_if_freed(std::uint64_t offset, std::size_t size_bytes) {
     return 0;
 }
 
-int CudaMemory::copy(std::uint64_t offset, std::byte* host_address, std::size_t size_bytes, bool to_device) {
+int CudaMemory::copy(std::uint64_t offset, std::byte* host_address, std::size_t size_bytes, bool is_to_device) {
     const CurrentContext current_context(driver_, context_);
     if (!current_context) {
         return EIO;
     }
-    const int copy_result = to_device
+    const int copy_result = is_to_device
                                 ? driver_.cuMemcpyHtoDAsync_v2(address_ + offset, host_address, size_bytes, stream_)
                                 : driver_.cuMemcpyDtoHAsync_v2(host_address, address_ + offset, size_bytes, stream_);
     return copy_result == 0 && driver_.cuStreamSynchronize(stream_) == 0 ? 0 : EIO;

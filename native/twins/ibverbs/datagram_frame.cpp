@@ -14,8 +14,8 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-constexpr std::uint8_t roce_v1_next_header = 0x1b;
-// Sizes of the parts of a RoCE packet beside the network header and the payload: UDP header (RoCE v2 only), base
+constexpr std::uint8_t roce_v1_next_header = 0x1b; // value of ibv_grh::next_hdr: a base transport header (BTH) follows
+// The sizes of the parts of a RoCE packet after the network header, except the payload: UDP header (RoCE v2 only), base
 // transport header (BTH), datagram extended transport header (DETH), immediate data, and invariant CRC.
 constexpr std::size_t udp_header_bytes = 8, base_header_bytes = 12, datagram_header_bytes = 8, immediate_bytes = 4,
                       checksum_bytes = 4;
@@ -33,11 +33,11 @@ std::string format_hex(const ibv_gid& gid) {
 
 // Return the number of bytes between the network header and the end of the packet. The payload is padded to 4 bytes.
 std::uint16_t count_transport_bytes(const DatagramHeader& header) {
-    const std::size_t present_immediate_bytes = (header.flags & datagram_has_immediate) != 0 ? immediate_bytes : 0;
+    const std::size_t used_immediate_bytes = (header.flags & datagram_has_immediate) != 0 ? immediate_bytes : 0;
     const std::size_t padded_payload_bytes = (header.payload_bytes + 3) / 4 * 4;
-    const std::size_t present_udp_bytes = header.is_roce_v2 != 0 ? udp_header_bytes : 0;
-    return static_cast<std::uint16_t>(present_udp_bytes + base_header_bytes + datagram_header_bytes +
-                                      present_immediate_bytes + padded_payload_bytes + checksum_bytes);
+    const std::size_t used_udp_bytes = header.is_roce_v2 != 0 ? udp_header_bytes : 0;
+    return static_cast<std::uint16_t>(used_udp_bytes + base_header_bytes + datagram_header_bytes +
+                                      used_immediate_bytes + padded_payload_bytes + checksum_bytes);
 }
 
 // Return the checksum of an IPv4 header whose checksum field is 0 (RFC 1071).
@@ -53,6 +53,7 @@ std::uint16_t compute_ipv4_checksum(const iphdr& header) {
     return static_cast<std::uint16_t>(~sum);
 }
 
+// Make the IPv4 header of a RoCE v2 packet between two GIDs that are IPv4 addresses.
 iphdr make_ipv4_header(const DatagramHeader& header) {
     iphdr ipv4{};
     ipv4.version = 4;
@@ -62,6 +63,7 @@ iphdr make_ipv4_header(const DatagramHeader& header) {
     ipv4.frag_off = htons(IP_DF);
     ipv4.ttl = header.hop_limit;
     ipv4.protocol = IPPROTO_UDP;
+    // The last 4 of the 16 bytes of such a GID are the IPv4 address.
     std::memcpy(&ipv4.saddr, header.source_gid.raw + 12, sizeof ipv4.saddr);
     std::memcpy(&ipv4.daddr, header.destination_gid.raw + 12, sizeof ipv4.daddr);
     ipv4.check = compute_ipv4_checksum(ipv4);
@@ -75,8 +77,8 @@ bool is_same_gid(const ibv_gid& first, const ibv_gid& second) {
 }
 
 bool is_ipv4_gid(const ibv_gid& gid) {
-    constexpr std::uint8_t prefix[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
-    return std::memcmp(gid.raw, prefix, sizeof prefix) == 0;
+    constexpr std::uint8_t ipv4_mapped_prefix[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
+    return std::memcmp(gid.raw, ipv4_mapped_prefix, sizeof ipv4_mapped_prefix) == 0;
 }
 
 // Return whether the GID is an IPv6 multicast address (ff00::/8) or an IPv4 one (224.0.0.0/4).
@@ -84,6 +86,7 @@ bool is_multicast_gid(const ibv_gid& gid) {
     return gid.raw[0] == 0xff || (is_ipv4_gid(gid) && (gid.raw[12] & 0xf0) == 0xe0);
 }
 
+// The limits of the fields: a flow label has 20 bits, and a service level has 4.
 bool is_well_formed(const DatagramHeader& header, std::size_t frame_bytes) {
     const bool is_to_group = is_multicast_gid(header.destination_gid);
     return header.magic == datagram_magic && header.version == datagram_version &&

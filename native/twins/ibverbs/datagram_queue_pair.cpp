@@ -37,9 +37,9 @@ int check_send(const ibv_send_wr& wr, const ibv_qp_cap& cap) {
 } // namespace
 
 DatagramQueuePair::DatagramQueuePair(ibv_qp* public_qp, ProtectionDomain* domain,
-                                     std::shared_ptr<CompletionQueue> send_queue,
-                                     std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr)
-    : QueuePair(public_qp, domain, std::move(send_queue), std::move(receive_queue), init_attr) {
+                                     std::shared_ptr<CompletionQueue> send_cq,
+                                     std::shared_ptr<CompletionQueue> receive_cq, const ibv_qp_init_attr& init_attr)
+    : QueuePair(public_qp, domain, std::move(send_cq), std::move(receive_cq), init_attr) {
     attr_ = make_initial_attributes();
 }
 
@@ -60,9 +60,9 @@ int DatagramQueuePair::open() {
     }
     try {
         thread_ = start_signal_blocking_thread([this] { run(); });
-        send_queue_->add_work(this);
-        if (receive_queue_ != send_queue_) {
-            receive_queue_->add_work(this);
+        send_cq_->add_work(this);
+        if (receive_cq_ != send_cq_) {
+            receive_cq_->add_work(this);
         }
     } catch (const std::system_error& error) {
         close();
@@ -107,8 +107,8 @@ int DatagramQueuePair::open_receivers() {
 }
 
 void DatagramQueuePair::close() {
-    send_queue_->remove_work(this);
-    receive_queue_->remove_work(this);
+    send_cq_->remove_work(this);
+    receive_cq_->remove_work(this);
     {
         Lock lock(mutex_);
         is_closing_ = true;
@@ -120,8 +120,8 @@ void DatagramQueuePair::close() {
     receivers_ = std::make_shared<Receivers>();
     remote_receiver_.reset();
     qp_num_reservation_.reset();
-    send_queue_->drop_completions_of(qp_num_);
-    receive_queue_->drop_completions_of(qp_num_);
+    send_cq_->drop_completions_of(qp_num_);
+    receive_cq_->drop_completions_of(qp_num_);
 }
 
 int DatagramQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {

@@ -28,8 +28,8 @@ namespace gdrkit::twin::verbs {
 
 class DatagramQueuePair final : public QueuePair, private PolledWork {
 public:
-    DatagramQueuePair(ibv_qp* public_qp, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
-                      std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr);
+    DatagramQueuePair(ibv_qp* public_qp, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_cq,
+                      std::shared_ptr<CompletionQueue> receive_cq, const ibv_qp_init_attr& init_attr);
     ~DatagramQueuePair() override;
 
     int open() override;

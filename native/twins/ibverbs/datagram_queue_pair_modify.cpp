@@ -124,8 +124,8 @@ void DatagramQueuePair::reset(Lock* lock) {
     retry_at_.reset();
     must_raise_drained_ = false;
     must_raise_last_wqe_ = false;
-    send_queue_->drop_completions_of(qp_num_);
-    receive_queue_->drop_completions_of(qp_num_);
+    send_cq_->drop_completions_of(qp_num_);
+    receive_cq_->drop_completions_of(qp_num_);
     attr_ = make_initial_attributes();
 }
 

@@ -46,8 +46,8 @@ bool DatagramQueuePair::make_progress(Lock* lock) {
     bool has_progress = flush(*lock);
     has_progress |= receive_arrived(lock);
     has_progress |= send_posted(lock);
-    has_progress |= deliver_due(*lock, &delayed_send_completions_, send_queue_.get());
-    has_progress |= deliver_due(*lock, &delayed_receive_completions_, receive_queue_.get());
+    has_progress |= deliver_due(*lock, &delayed_send_completions_, send_cq_.get());
+    has_progress |= deliver_due(*lock, &delayed_receive_completions_, receive_cq_.get());
     raise_events(*lock);
     is_making_progress_ = false;
     state_changed_.notify_all();

@@ -15,10 +15,10 @@ namespace gdrkit::twin::verbs {
 
 class QueuePair {
 public:
-    QueuePair(ibv_qp* public_qp, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
-              std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr)
+    QueuePair(ibv_qp* public_qp, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_cq,
+              std::shared_ptr<CompletionQueue> receive_cq, const ibv_qp_init_attr& init_attr)
         : public_qp_(public_qp), domain_(domain), context_(get_context(public_qp->context)),
-          send_queue_(std::move(send_queue)), receive_queue_(std::move(receive_queue)), init_attr_(init_attr),
+          send_cq_(std::move(send_cq)), receive_cq_(std::move(receive_cq)), init_attr_(init_attr),
           shared_receive_queue_(init_attr.srq != nullptr ? get_srq_handle(init_attr.srq)->impl : nullptr) {}
     virtual ~QueuePair() = default;
     QueuePair(const QueuePair&) = delete;
@@ -60,8 +60,8 @@ protected:
     ibv_qp* const public_qp_;
     ProtectionDomain* const domain_; // nullptr for an XRC receive queue pair
     Context* const context_;
-    const std::shared_ptr<CompletionQueue> send_queue_;
-    const std::shared_ptr<CompletionQueue> receive_queue_;
+    const std::shared_ptr<CompletionQueue> send_cq_;
+    const std::shared_ptr<CompletionQueue> receive_cq_;
     const ibv_qp_init_attr init_attr_;
     // Source of the receive requests; nullptr if the pair has a receive queue of its own.
     const std::shared_ptr<SharedReceiveQueue> shared_receive_queue_;

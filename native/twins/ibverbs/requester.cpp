@@ -94,9 +94,10 @@ void ConnectedQueuePair::complete_finished(const Lock& lock) {
             complete_delayed(lock, std::move(requester.finished_sends.front()), IBV_WC_SUCCESS, random_delay_us());
         }
         // A request that a state change of this pair interrupted is flushed later.
-        if (requester.error && *requester.error != IBV_WC_WR_FLUSH_ERR) {
-            const std::uint64_t delay_us = *requester.error == IBV_WC_RETRY_EXC_ERR ? compute_loss_delay_us(attr_) : 0;
-            complete_delayed(lock, std::move(requester.started_sends.front()), *requester.error,
+        if (requester.first_send_error && *requester.first_send_error != IBV_WC_WR_FLUSH_ERR) {
+            const std::uint64_t delay_us =
+                *requester.first_send_error == IBV_WC_RETRY_EXC_ERR ? compute_loss_delay_us(attr_) : 0;
+            complete_delayed(lock, std::move(requester.started_sends.front()), *requester.first_send_error,
                              std::max(delay_us, random_delay_us()));
             requester.started_sends.pop_front();
             push_completions(lock);
@@ -232,7 +233,7 @@ void ConnectedQueuePair::wait_for_work(Lock* lock) {
     }
     sleep(lock, find_next_deadline());
     if (!requester.chunks_in_flight.empty() && link_->response_count() == requester.handled_count &&
-        Clock::now() - requester.last_response >= peer_timeout) {
+        Clock::now() - requester.last_response_at >= peer_timeout) {
         requester.is_peer_gone = true;
     }
 }
@@ -240,7 +241,7 @@ void ConnectedQueuePair::wait_for_work(Lock* lock) {
 ConnectedQueuePair::Clock::time_point ConnectedQueuePair::find_next_deadline() const {
     const RequesterState& requester = requester_state_;
     auto deadline =
-        requester.chunks_in_flight.empty() ? Clock::time_point::max() : requester.last_response + peer_timeout;
+        requester.chunks_in_flight.empty() ? Clock::time_point::max() : requester.last_response_at + peer_timeout;
     if (!delayed_completions_.empty()) {
         deadline = std::min(deadline, delayed_completions_.front().due_time);
     }

@@ -71,11 +71,12 @@ void ConnectedQueuePair::run_borrowed_turn(Lock* lock) {
     state_changed_.notify_all();
     awaits_poll_ = !requester.chunks_in_flight.empty();
     const bool must_thread_continue = !requester.queued_sends.empty() || !posted_sends_.empty() ||
-                                      requester.has_pending_chunk || requester.local_error || requester.error ||
-                                      requester.is_peer_gone || !delayed_completions_.empty() || state_ != IBV_QPS_RTS;
+                                      requester.has_pending_chunk || requester.local_error ||
+                                      requester.first_send_error || requester.is_peer_gone ||
+                                      !delayed_completions_.empty() || state_ != IBV_QPS_RTS;
     if (must_thread_continue ||
         // The application waits for an event, and will not poll before it.
-        (awaits_poll_ && send_queue_->is_armed() && !link_->request_wake_at(requester.handled_count + 1))) {
+        (awaits_poll_ && send_cq_->is_armed() && !link_->request_wake_at(requester.handled_count + 1))) {
         notify_change(*lock);
     } else if (awaits_poll_ && !is_takeover_armed_) {
         arm_takeover_timer(*lock);

@@ -138,7 +138,7 @@ void ConnectedQueuePair::lose_connection() {
             requester.queued_sends.pop_front();
         }
         if (!requester.started_sends.empty()) {
-            requester.error = status;
+            requester.first_send_error = status;
         }
         return;
     }

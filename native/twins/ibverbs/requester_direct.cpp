@@ -71,8 +71,8 @@ bool ConnectedQueuePair::must_drain_for_copy(const SendWork& next_send) {
 
 bool ConnectedQueuePair::is_peer_alive() {
     RequesterState& requester = requester_state_;
-    if (const auto now = Clock::now(); now - requester.last_peer_check >= peer_check_interval) {
-        requester.last_peer_check = now;
+    if (const auto now = Clock::now(); now - requester.last_peer_check_at >= peer_check_interval) {
+        requester.last_peer_check_at = now;
         requester.is_peer_gone |= !link_->take_wake(peer_socket_.get());
     }
     return !requester.is_peer_gone;
@@ -140,7 +140,7 @@ bool ConnectedQueuePair::copy_list(const SendWork& work, const ibv_qp_attr& attr
         return false;
     }
     finish_copied(ranges[0], attr);
-    for (std::size_t index = 1; index < request_count && !requester_state_.error; ++index) {
+    for (std::size_t index = 1; index < request_count && !requester_state_.first_send_error; ++index) {
         requester_state_.started_sends.push_back(std::move(queued_sends.front()));
         queued_sends.pop_front();
         count_without_fault(requester_state_.started_sends.front().opcode);
@@ -174,7 +174,7 @@ bool ConnectedQueuePair::copy_segment(const SendWork& work, const PeerRange& ran
 void ConnectedQueuePair::finish_first_started(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     if (const auto fault = find_fault_after(requester.started_sends.front().opcode, attr)) {
-        requester.error = static_cast<ibv_wc_status>(*fault);
+        requester.first_send_error = static_cast<ibv_wc_status>(*fault);
         return;
     }
     requester.finished_sends.push_back(std::move(requester.started_sends.front()));

@@ -147,22 +147,22 @@ bool ConnectedQueuePair::make_progress(const ibv_qp_attr& attr) {
     requester.copied_bytes = 0;
     const bool has_submitted_chunk = submit_requests(attr);
     const bool has_handled_response = handle_responses(attr);
-    if (!requester.error && requester.chunks_in_flight.empty() && requester.local_error) {
-        requester.error = requester.local_error;
+    if (!requester.first_send_error && requester.chunks_in_flight.empty() && requester.local_error) {
+        requester.first_send_error = requester.local_error;
     }
     const bool is_connection_lost =
-        !requester.error && requester.is_peer_gone && link_->response_count() == requester.handled_count;
+        !requester.first_send_error && requester.is_peer_gone && link_->response_count() == requester.handled_count;
     if (is_connection_lost) {
         lose_connection();
     }
-    return has_submitted_chunk || has_handled_response || is_connection_lost || requester.error;
+    return has_submitted_chunk || has_handled_response || is_connection_lost || requester.first_send_error;
 }
 
 // Start requests and submit their chunks until one of them must wait or fails. Return whether there was progress.
 bool ConnectedQueuePair::submit_requests(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     bool has_submitted_chunk = false;
-    while (!requester.local_error && !requester.error && !requester.is_peer_gone &&
+    while (!requester.local_error && !requester.first_send_error && !requester.is_peer_gone &&
            (requester.has_pending_chunk || !requester.queued_sends.empty())) {
         // Stop if the peer may refuse the last chunk as not ready, if many bytes were copied directly (their
         // completions are delivered first), or until the time of the next retry.
@@ -313,7 +313,7 @@ bool ConnectedQueuePair::submit_chunk() {
     }
     requester.pipe_pages_used += page_count;
     if (requester.chunks_in_flight.empty()) {
-        requester.last_response = Clock::now();
+        requester.last_response_at = Clock::now();
     }
     requester.chunks_in_flight.push_back({request, link_->reserved_bytes(), page_count});
     link_->put_request(requester.submitted_count++, request);
@@ -338,7 +338,7 @@ void ConnectedQueuePair::publish() {
 bool ConnectedQueuePair::handle_responses(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     bool has_handled_response = false;
-    while (!requester.error && !requester.chunks_in_flight.empty() &&
+    while (!requester.first_send_error && !requester.chunks_in_flight.empty() &&
            link_->response_count() != requester.handled_count) {
         has_handled_response = true;
         const wire::Response response = link_->read_response(requester.handled_count);
@@ -350,7 +350,7 @@ bool ConnectedQueuePair::handle_responses(const ibv_qp_attr& attr) {
         }
     }
     if (has_handled_response) {
-        requester.last_response = Clock::now();
+        requester.last_response_at = Clock::now();
     }
     return has_handled_response;
 }
@@ -368,14 +368,14 @@ void ConnectedQueuePair::handle_response(const wire::Response& response, const i
         link_->release_up_to(chunk.release_mark);
         // The retry count 7 means unlimited retries.
         if (attr.rnr_retry != 7 && requester.rnr_retries_left-- == 0) {
-            requester.error = IBV_WC_RNR_RETRY_EXC_ERR;
+            requester.first_send_error = IBV_WC_RNR_RETRY_EXC_ERR;
         } else {
             requester.retry_at = Clock::now() + std::chrono::microseconds(rnr_time_us[response.rnr_timer]);
         }
         return;
     }
     if (response.status != wire::Status::done) {
-        requester.error = get_completion_status(response.status);
+        requester.first_send_error = get_completion_status(response.status);
         return;
     }
     SendWork& work = requester.started_sends.front();
@@ -387,7 +387,7 @@ void ConnectedQueuePair::handle_response(const wire::Response& response, const i
         }
         if (const ibv_wc_status status = copy_payload(work, chunk.request, /*to_memory=*/true);
             status != IBV_WC_SUCCESS) {
-            requester.error = status;
+            requester.first_send_error = status;
             return;
         }
     }

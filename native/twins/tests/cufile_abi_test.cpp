@@ -73,7 +73,7 @@ CHECK_OFFSET(StatsLevel1, batch_posix_enqueued_ops, CUfileStatsLevel1_t, batch_p
 CHECK_OFFSET(StatsLevel1, readv_ops, CUfileStatsLevel1_t, readv_ops);
 CHECK_OFFSET(StatsLevel1, writev_latency_sum_us, CUfileStatsLevel1_t, writev_lat_sum_us);
 CHECK_SIZE(StatsLevel2, CUfileStatsLevel2_t);
-CHECK_OFFSET(StatsLevel2, write_size_kb, CUfileStatsLevel2_t, write_size_kb_hist);
+CHECK_OFFSET(StatsLevel2, write_size_kb_hist, CUfileStatsLevel2_t, write_size_kb_hist);
 CHECK_SIZE(GpuStats, CUfilePerGpuStats_t);
 CHECK_OFFSET(GpuStats, posix_reads, CUfilePerGpuStats_t, n_posix_reads);
 CHECK_OFFSET(GpuStats, p2p_writes, CUfilePerGpuStats_t, n_p2p_writes);

@@ -38,8 +38,8 @@ void test_default_path_is_posix() {
     CHECK(gpu_statistics.read_bytes == 4 * page_bytes && gpu_statistics.write_bytes == page_bytes &&
           gpu_statistics.unaligned_reads == 0);
     CHECK(statistics.detailed.basic.read_ops.ok == 1 && statistics.detailed.basic.read_bytes == 4 * page_bytes);
-    // read_size_kb[5] counts the reads of 16 to 31 KiB.
-    CHECK(statistics.detailed.read_size_kb[5] == 1);
+    // read_size_kb_hist[5] counts the reads of 16 to 31 KiB.
+    CHECK(statistics.detailed.read_size_kb_hist[5] == 1);
     CHECK(statistics.gpus[1].total_reads == 0);
 }
 

@@ -43,8 +43,8 @@ void test_copies_from_user_command_buffer(int fd) {
     SubmissionIn in{nullptr, &chunk, 0, 1, 0};
     SubmissionOut out{};
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) ==
-          -EINVAL); // cs_chunk_flags lacks chunk_user_buffer
-    chunk.cs_chunk_flags = chunk_user_buffer;
+          -EINVAL); // cs_chunk_flags lacks chunk_flag_user_buffer
+    chunk.cs_chunk_flags = chunk_flag_user_buffer;
     chunk.queue_index = 100; // the twin implements only the queues 0 to 7
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == -EOPNOTSUPP);
     chunk.queue_index = 0;

@@ -76,7 +76,7 @@ inline u64 map_host(int fd, void* memory, u64 size_bytes) {
 // Submit one packet with the method of Gaudi2 and later: the packet is in host memory that is mapped for the device.
 // `packet_address` is its device address. Return the sequence number of the submission.
 inline u64 submit_mapped(int fd, LinearDma* packet, u64 packet_address, unsigned queue_index = 0) {
-    Chunk chunk{packet_address, queue_index, sizeof *packet, chunk_user_buffer, 0, {}};
+    Chunk chunk{packet_address, queue_index, sizeof *packet, chunk_flag_user_buffer, 0, {}};
     SubmissionIn in{nullptr, &chunk, 0, 1, 0};
     SubmissionOut out{};
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == 0);

@@ -26,7 +26,8 @@ static_assert(sizeof(Chunk) == sizeof(hl_cs_chunk) &&
               offsetof(Chunk, queue_index) == offsetof(hl_cs_chunk, queue_index) &&
               offsetof(Chunk, cb_size) == offsetof(hl_cs_chunk, cb_size) &&
               offsetof(Chunk, cs_chunk_flags) == offsetof(hl_cs_chunk, cs_chunk_flags));
-static_assert(chunk_user_buffer == HL_CS_CHUNK_FLAGS_USER_ALLOC_CB && GAUDI_QUEUE_ID_DMA_1_3 == dma_queue_count - 1);
+static_assert(chunk_flag_user_buffer == HL_CS_CHUNK_FLAGS_USER_ALLOC_CB &&
+              GAUDI_QUEUE_ID_DMA_1_3 == dma_queue_count - 1);
 static_assert(sizeof(HardwareInfo::cpucp_version) == HL_INFO_VERSION_MAX_LEN &&
               sizeof(HardwareInfo::card_name) == HL_INFO_CARD_NAME_MAX_LEN);
 static_assert(device_operational == static_cast<int>(HL_DEVICE_STATUS_OPERATIONAL) &&

@@ -1,6 +1,7 @@
-// Tests of the software twin of libibverbs: memory regions in device memory, which are registered by address (peer
-// memory) or by a dma-buf. The first argument is the path of the CUDA driver. Without it, the tests use libcuda.so.1.
-// So the same tests also run with the real driver on a machine with a GPU, where the CPU cannot map dma-bufs.
+// Tests of the software twin of libibverbs: memory regions in GPU memory, which are registered by address (peer memory,
+// as with the module nvidia_peermem) or by a dma-buf. The first argument is the path of the CUDA driver; the default is
+// libcuda.so.1. On a machine with a GPU, the same tests also run with the real driver, whose dma-bufs the CPU cannot
+// map.
 #include <dlfcn.h>
 #include <sys/wait.h>
 
@@ -12,7 +13,7 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-using Handle = void*;
+using ContextHandle = void*;
 constexpr std::size_t allocation_bytes = 4UL << 20;
 constexpr int handle_type_dmabuf = 1; // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
@@ -32,8 +33,8 @@ struct AccessDescription {
 
 struct Driver {
     int (*cuInit)(unsigned);
-    int (*cuDevicePrimaryCtxRetain)(Handle*, int);
-    int (*cuCtxSetCurrent)(Handle);
+    int (*cuDevicePrimaryCtxRetain)(ContextHandle*, int);
+    int (*cuCtxSetCurrent)(ContextHandle);
     int (*cuMemAlloc_v2)(std::uint64_t*, std::size_t);
     int (*cuMemFree_v2)(std::uint64_t);
     int (*cuMemcpyHtoD_v2)(std::uint64_t, const void*, std::size_t);
@@ -74,7 +75,7 @@ struct Driver {
         find_symbol(&cuMemMap, "cuMemMap");
         find_symbol(&cuMemUnmap, "cuMemUnmap");
         find_symbol(&cuMemSetAccess, "cuMemSetAccess");
-        Handle context = nullptr;
+        ContextHandle context = nullptr;
         CHECK(cuInit(0) == 0 && cuDevicePrimaryCtxRetain(&context, 0) == 0 && cuCtxSetCurrent(context) == 0);
     }
     [[nodiscard]] std::uint64_t allocate(std::size_t size_bytes = allocation_bytes) const {
@@ -104,31 +105,33 @@ void* to_pointer(std::uint64_t address) {
     return reinterpret_cast<void*>(address);
 }
 
-// Check that data arrives at odd offsets with odd sizes and changes no other bytes. Then free the memory while the
-// region is registered.
-void check_region(const Driver& driver, Endpoint* endpoint, std::uint64_t memory, ibv_mr* mr) {
-    Buffer source(endpoint->pd, allocation_bytes), readback(endpoint->pd, allocation_bytes);
+// Check that a write and a read at odd offsets, most with odd sizes, move the right bytes, and that the write
+// changes no neighbouring byte. Then free the memory while the region is registered.
+void check_region(const Driver& driver, Endpoint* requester, std::uint64_t memory, ibv_mr* mr) {
+    Buffer source(requester->pd, allocation_bytes), readback(requester->pd, allocation_bytes);
     fill_pattern(source.bytes, source.size_bytes);
     for (const std::size_t size_bytes : {1UL, 4095UL, 65536UL, (1UL << 20) + 3}) {
         driver.clear(memory, allocation_bytes);
-        CHECK(endpoint->post(make_request(1, IBV_WR_RDMA_WRITE, memory + 77, mr->rkey), {source.sge(1, size_bytes)}) ==
+        CHECK(requester->post(make_request(1, IBV_WR_RDMA_WRITE, memory + 77, mr->rkey), {source.sge(1, size_bytes)}) ==
               0);
-        endpoint->expect_completion(1, IBV_WC_SUCCESS);
+        requester->expect_completion(1, IBV_WC_SUCCESS);
         const auto content = driver.read_memory(memory, size_bytes + 78);
+        // The write begins at byte 77. The bytes directly before and after it are unchanged.
         CHECK(content[76] == 0 && content[77 + size_bytes] == 0 && has_pattern(content.data() + 77, size_bytes, 1));
-        CHECK(endpoint->post(make_request(2, IBV_WR_RDMA_READ, memory + 77, mr->rkey), {readback.sge(3, size_bytes)}) ==
-              0);
-        endpoint->expect_completion(2, IBV_WC_SUCCESS);
+        CHECK(requester->post(make_request(2, IBV_WR_RDMA_READ, memory + 77, mr->rkey),
+                              {readback.sge(3, size_bytes)}) == 0);
+        requester->expect_completion(2, IBV_WC_SUCCESS);
         CHECK(has_pattern(readback.bytes + 3, size_bytes, 1));
     }
     // The owner frees the memory. A later allocation at this address must not receive data sent with the old key.
     CHECK(driver.cuMemFree_v2(memory) == 0);
     const std::uint64_t next_memory = driver.allocate();
     std::fprintf(stderr, "the next allocation %s the address\n", next_memory == memory ? "got" : "did not get");
-    CHECK(endpoint->post(make_request(3, IBV_WR_RDMA_WRITE, memory + 5, mr->rkey), {source.sge(0, 1000)}) == 0);
-    endpoint->expect_completion(3, IBV_WC_SUCCESS);
-    CHECK(endpoint->post(make_request(4, IBV_WR_RDMA_READ, memory + 5, mr->rkey), {readback.sge(0, 1000)}) == 0);
-    endpoint->expect_completion(4, IBV_WC_SUCCESS);
+    // As on hardware, requests with the old key still succeed, but they do not reach the next allocation.
+    CHECK(requester->post(make_request(3, IBV_WR_RDMA_WRITE, memory + 5, mr->rkey), {source.sge(0, 1000)}) == 0);
+    requester->expect_completion(3, IBV_WC_SUCCESS);
+    CHECK(requester->post(make_request(4, IBV_WR_RDMA_READ, memory + 5, mr->rkey), {readback.sge(0, 1000)}) == 0);
+    requester->expect_completion(4, IBV_WC_SUCCESS);
     CHECK(has_pattern(readback.bytes, 1000));
     const auto next_content = driver.read_memory(next_memory, 4096);
     CHECK(next_content == std::vector<std::uint8_t>(4096, 0));
@@ -155,7 +158,7 @@ void test_device_address_is_refused_without_peer_memory(const Driver& driver) {
           errno == EFAULT);
     CHECK(driver.cuMemFree_v2(memory) == 0);
     // Host memory is registered as host memory even if a driver is loaded.
-    const Buffer host(endpoint.pd, 4096);
+    const Buffer host_buffer(endpoint.pd, 4096);
 }
 
 void test_device_memory_is_registered_by_dmabuf(const Driver& driver) {
@@ -173,8 +176,9 @@ void test_device_memory_is_registered_by_dmabuf(const Driver& driver) {
     CHECK(ibv_dereg_mr(mr) == 0);
 }
 
-// One region may cover two VMM mappings, although the mappings have different buffer ids.
-void test_region_covers_two_mappings(const Driver& driver, bool is_dmabuf) {
+// One region may cover two mappings of cuMemMap, although each mapping has its own CU_POINTER_ATTRIBUTE_BUFFER_ID, by
+// which the twin notices freed memory.
+void test_region_covers_two_mappings(const Driver& driver, bool uses_dmabuf) {
     constexpr std::size_t mapping_bytes = 2UL << 20;
     Endpoint requester(0), responder(1);
     connect(&requester, &responder);
@@ -191,24 +195,25 @@ void test_region_covers_two_mappings(const Driver& driver, bool is_dmabuf) {
     };
     map_new_memory(base);
     map_new_memory(base + mapping_bytes);
-    const std::uint64_t begin = base + mapping_bytes / 2;
+    const std::uint64_t region_address = base + mapping_bytes / 2;
     ibv_mr* mr = nullptr;
-    if (is_dmabuf) {
-        const int fd = driver.export_dmabuf(begin, mapping_bytes);
-        mr = ibv_reg_dmabuf_mr(responder.pd, 0, mapping_bytes, begin, fd, read_write_access);
+    if (uses_dmabuf) {
+        const int fd = driver.export_dmabuf(region_address, mapping_bytes);
+        mr = ibv_reg_dmabuf_mr(responder.pd, 0, mapping_bytes, region_address, fd, read_write_access);
         close(fd);
     } else {
-        mr = ibv_reg_mr(responder.pd, to_pointer(begin), mapping_bytes, read_write_access);
+        mr = ibv_reg_mr(responder.pd, to_pointer(region_address), mapping_bytes, read_write_access);
     }
     CHECK(mr != nullptr);
     Buffer source(requester.pd, mapping_bytes);
     fill_pattern(source.bytes, mapping_bytes);
-    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, begin, mr->rkey), {source.sge(0, mapping_bytes)}) == 0);
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, region_address, mr->rkey),
+                         {source.sge(0, mapping_bytes)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
     const auto content = driver.read_memory(base, 2 * mapping_bytes);
     CHECK(content[mapping_bytes / 2 - 1] == 0 && has_pattern(content.data() + mapping_bytes / 2, mapping_bytes) &&
           content[mapping_bytes / 2 + mapping_bytes] == 0);
-    // Now other memory is mapped at the same addresses. The region must not access it.
+    // Map other memory at the addresses of the second mapping. The region must not access it.
     CHECK(driver.cuMemUnmap(base + mapping_bytes, mapping_bytes) == 0);
     map_new_memory(base + mapping_bytes);
     CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, base + mapping_bytes, mr->rkey), {source.sge(0, 1000)}) ==
@@ -220,29 +225,32 @@ void test_region_covers_two_mappings(const Driver& driver, bool is_dmabuf) {
     CHECK(driver.cuMemAddressFree(base, 2 * mapping_bytes) == 0);
 }
 
-// Run each case in a separate process, because the environment is read once.
-void run_in_child(const char* name, const char* peermem, const std::function<void()>& test_body) {
+// Run a test in a child process, because a process reads GDRKIT_TWINS_PEERMEM only once. The value 1 allows peer
+// memory.
+void run_in_child(const char* description, const char* peermem_value, const std::function<void()>& test_body) {
     const pid_t child = fork();
     if (child == 0) {
-        setenv("GDRKIT_TWINS_PEERMEM", peermem, 1);
+        setenv("GDRKIT_TWINS_PEERMEM", peermem_value, 1);
         setenv("GDRKIT_TWINS_DOMAIN", ("test." + std::to_string(getpid())).c_str(), 1);
         test_body();
         std::exit(0);
     }
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child);
-    std::fprintf(stderr, "%s: %s\n", name, status == 0 ? "passed" : "failed");
+    std::fprintf(stderr, "%s: %s\n", description, status == 0 ? "passed" : "failed");
     CHECK(status == 0);
 }
 
 } // namespace
 
 int main(int argument_count, char** arguments) {
-    const char* const path = argument_count > 1 ? arguments[1] : "libcuda.so.1";
-    run_in_child("without peer memory", "0", [=] { test_device_address_is_refused_without_peer_memory(Driver(path)); });
-    run_in_child("peer memory", "1", [=] { test_device_address_is_registered_by_peer_memory(Driver(path)); });
-    run_in_child("dma-buf", "0", [=] { test_device_memory_is_registered_by_dmabuf(Driver(path)); });
-    run_in_child("two mappings by peer memory", "1", [=] { test_region_covers_two_mappings(Driver(path), false); });
-    run_in_child("two mappings by dma-buf", "0", [=] { test_region_covers_two_mappings(Driver(path), true); });
+    const char* const driver_path = argument_count > 1 ? arguments[1] : "libcuda.so.1";
+    run_in_child("without peer memory", "0",
+                 [=] { test_device_address_is_refused_without_peer_memory(Driver(driver_path)); });
+    run_in_child("peer memory", "1", [=] { test_device_address_is_registered_by_peer_memory(Driver(driver_path)); });
+    run_in_child("dma-buf", "0", [=] { test_device_memory_is_registered_by_dmabuf(Driver(driver_path)); });
+    run_in_child("two mappings by peer memory", "1",
+                 [=] { test_region_covers_two_mappings(Driver(driver_path), false); });
+    run_in_child("two mappings by dma-buf", "0", [=] { test_region_covers_two_mappings(Driver(driver_path), true); });
     return 0;
 }

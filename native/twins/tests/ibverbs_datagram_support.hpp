@@ -6,11 +6,13 @@
 
 namespace gdrkit::twin::tests {
 
+// The network header of 40 bytes (GRH) that the NIC writes before each received datagram.
 constexpr std::size_t grh_bytes = sizeof(ibv_grh);
 constexpr std::size_t mtu_bytes = 4096;
 constexpr std::uint32_t test_qkey = 0x11111111;
 constexpr std::uint32_t multicast_qpn = 0xffffff;
 
+// Return the GID of RoCE v2 (index 1) of port 1.
 inline ibv_gid query_gid(ibv_context* context) {
     ibv_gid gid{};
     CHECK(ibv_query_gid(context, 1, 1, &gid) == 0);
@@ -26,6 +28,8 @@ inline ibv_gid make_group(std::uint8_t number) {
     return group;
 }
 
+// Return the attributes of an address handle for the path to this GID. The source GID index 0 stands for RoCE v1, and 1
+// for RoCE v2.
 inline ibv_ah_attr make_path(const ibv_gid& gid, std::uint8_t sgid_index = 1) {
     ibv_ah_attr path{};
     path.is_global = 1;
@@ -44,7 +48,7 @@ struct DatagramEndpoint {
     ibv_qp* qp = nullptr;
     Buffer* buffer;
 
-    explicit DatagramEndpoint(int device = 0, std::uint32_t qkey = test_qkey, std::uint32_t depth = 16)
+    explicit DatagramEndpoint(int device = 0, std::uint32_t qkey = test_qkey, std::uint32_t max_wr = 16)
         : context(open_device(device)) {
         pd = ibv_alloc_pd(context);
         cq = ibv_create_cq(context, 1024, nullptr, nullptr, 0);
@@ -52,7 +56,7 @@ struct DatagramEndpoint {
         buffer = new Buffer(pd, 1 << 16);
         ibv_qp_init_attr init{};
         init.send_cq = init.recv_cq = cq;
-        init.cap = {depth, depth, 4, 4, 256};
+        init.cap = {max_wr, max_wr, 4, 4, 256};
         init.qp_type = IBV_QPT_UD;
         qp = ibv_create_qp(pd, &init);
         CHECK(qp != nullptr);
@@ -74,11 +78,12 @@ struct DatagramEndpoint {
         attr.qkey = qkey;
         return ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY);
     }
-    int modify_to(ibv_qp_state state, int mask = 0) const {
+    // Change the state. The mask names the attributes beside the state.
+    int modify_to(ibv_qp_state state, int additional_mask = 0) const {
         ibv_qp_attr attr{};
         attr.qp_state = state;
         attr.sq_psn = 0x123;
-        return ibv_modify_qp(qp, &attr, IBV_QP_STATE | mask);
+        return ibv_modify_qp(qp, &attr, IBV_QP_STATE | additional_mask);
     }
     ibv_qp_state query_state() const {
         ibv_qp_attr attr{};
@@ -100,8 +105,8 @@ struct DatagramEndpoint {
         wr.num_sge = 1;
         return ibv_post_recv(qp, &wr, &bad_wr);
     }
-    // Send `length` bytes of the buffer at `offset`.
-    int send(std::uint64_t wr_id, ibv_ah* ah, std::uint32_t qpn, std::size_t offset, std::size_t length,
+    // Send the `length` bytes that begin at `offset` in the buffer.
+    int send(std::uint64_t wr_id, ibv_ah* ah, std::uint32_t remote_qpn, std::size_t offset, std::size_t length,
              unsigned flags = IBV_SEND_SIGNALED, std::uint32_t qkey = test_qkey,
              ibv_wr_opcode opcode = IBV_WR_SEND) const {
         ibv_sge sge = buffer->sge(offset, length);
@@ -111,9 +116,9 @@ struct DatagramEndpoint {
         wr.num_sge = 1;
         wr.opcode = opcode;
         wr.send_flags = flags;
-        wr.imm_data = 0x12345678;
+        wr.imm_data = 0x12345678; // only IBV_WR_SEND_WITH_IMM sends it
         wr.wr.ud.ah = ah;
-        wr.wr.ud.remote_qpn = qpn;
+        wr.wr.ud.remote_qpn = remote_qpn;
         wr.wr.ud.remote_qkey = qkey;
         return ibv_post_send(qp, &wr, &bad_wr);
     }
@@ -133,13 +138,14 @@ struct DatagramEndpoint {
     ibv_wc expect_completion(std::uint64_t wr_id, ibv_wc_status status = IBV_WC_SUCCESS) const {
         const ibv_wc wc = poll_completion();
         if (wc.wr_id != wr_id || wc.status != status) {
-            std::fprintf(stderr, "completion of %llu: %s\n", static_cast<unsigned long long>(wc.wr_id),
-                         ibv_wc_status_str(wc.status));
+            std::fprintf(stderr, "completion of %llu: %s; expected %llu: %s\n",
+                         static_cast<unsigned long long>(wc.wr_id), ibv_wc_status_str(wc.status),
+                         static_cast<unsigned long long>(wr_id), ibv_wc_status_str(status));
         }
         CHECK(wc.wr_id == wr_id && wc.status == status && wc.qp_num == qp->qp_num);
         return wc;
     }
-    // Check that nothing completes for a while.
+    // Wait 20 ms, and check that no completion has arrived.
     void expect_no_completion() const {
         ibv_wc wc{};
         usleep(20000);

@@ -29,28 +29,30 @@ void test_datagram_arrives_behind_its_network_header() {
     ibv_grh grh{};
     std::memcpy(&grh, receiver.buffer->bytes + 100, sizeof grh);
     CHECK(ntohl(grh.version_tclass_flow) == (6U << 28 | 0x5cU << 20 | 0xabcdeU));
-    // The length is the sum of the UDP, base and datagram headers, the immediate data, the payload padded to 4 bytes,
-    // and the checksum. The next header 17 is UDP.
+    // The length is the sum of the UDP header, the transport headers BTH and DETH, the immediate data, the payload
+    // padded to a multiple of 4 bytes, and the checksum (ICRC). The next header 17 is UDP.
     CHECK(ntohs(grh.paylen) == 8 + 12 + 8 + 4 + 1000 + 4 && grh.next_hdr == 17 && grh.hop_limit == 64);
     CHECK(std::memcmp(&grh.sgid, &source, 16) == 0 && std::memcmp(&grh.dgid, &destination, 16) == 0);
     CHECK(ibv_destroy_ah(ah) == 0);
 }
 
-// A receiver answers with an address handle that it derives from the completion and the network header, for both GID
-// types.
+// A receiver replies to a datagram. It makes the address handle from the completion and the network header of the
+// datagram, for RoCE v1 and RoCE v2.
 void test_reply_by_address_of_completion() {
     DatagramEndpoint first_endpoint(0), second_endpoint(1);
-    for (std::uint8_t index = 0; index < 2; ++index) {
-        ibv_ah* const ah = first_endpoint.create_address_handle(make_path(query_gid(second_endpoint.context), index));
+    for (std::uint8_t gid_index = 0; gid_index < 2; ++gid_index) {
+        ibv_ah* const ah =
+            first_endpoint.create_address_handle(make_path(query_gid(second_endpoint.context), gid_index));
         CHECK(second_endpoint.post_receive(1, 0, 2048) == 0 && first_endpoint.post_receive(2, 0, 2048) == 0);
         CHECK(first_endpoint.send(3, ah, second_endpoint.qp->qp_num, 4096, 8) == 0);
         first_endpoint.expect_completion(3);
         ibv_wc wc = second_endpoint.expect_completion(1);
         auto* const grh = reinterpret_cast<ibv_grh*>(second_endpoint.buffer->bytes);
-        CHECK(grh->next_hdr == (index == 0 ? 0x1b : 17)); // RoCE v1 : UDP (RoCE v2)
+        CHECK(grh->next_hdr == (gid_index == 0 ? 0x1b : 17)); // RoCE v1 : UDP (RoCE v2)
         ibv_ah_attr path{};
         CHECK(ibv_init_ah_from_wc(second_endpoint.context, 1, &wc, grh, &path) == 0);
-        CHECK(path.is_global == 1 && path.grh.sgid_index == index && path.grh.hop_limit == 64 && path.port_num == 1);
+        CHECK(path.is_global == 1 && path.grh.sgid_index == gid_index && path.grh.hop_limit == 64 &&
+              path.port_num == 1);
         ibv_ah* const return_ah = ibv_create_ah_from_wc(second_endpoint.pd, &wc, grh, 1);
         CHECK(return_ah != nullptr && second_endpoint.send(4, return_ah, wc.src_qp, 4096, 0) == 0);
         second_endpoint.expect_completion(4);
@@ -61,11 +63,11 @@ void test_reply_by_address_of_completion() {
 
 void test_address_of_ipv4_header() {
     DatagramEndpoint endpoint;
-    // The end of the 40 bytes is an IPv4 header, but its destination is not an address of this device.
+    // The last 20 of the 40 bytes are an IPv4 header, but its destination 0.0.0.0 is not an address of this device.
     std::uint8_t header[grh_bytes] = {};
-    header[20] = 0x45;
+    header[20] = 0x45; // version 4, five words
     header[30] = 0xba;
-    header[31] = 0xff; // the checksum of a header that is zero otherwise
+    header[31] = 0xff; // the checksum 0xbaff, which is right because all other bytes are zero
     ibv_wc wc{};
     wc.wc_flags = IBV_WC_GRH;
     ibv_ah_attr path{};
@@ -102,8 +104,8 @@ void test_invalid_address_handles_are_refused() {
     CHECK(ibv_destroy_ah(ah) == 0 && ibv_dealloc_pd(pd) == 0);
 }
 
-// A datagram is lost if it has another Q_Key, if its queue pair is unknown or not ready, or if there is no receive
-// request. Its sender sees success.
+// A datagram is lost if its Q_Key differs from the Q_Key of the receiver, if the destination queue pair is unknown or
+// not ready, or if there is no receive request. The send still completes with success.
 void test_undeliverable_datagrams_are_lost() {
     DatagramEndpoint sender(0), receiver(0);
     ibv_ah* const ah = sender.create_address_handle(make_path(query_gid(sender.context)));
@@ -131,7 +133,8 @@ void test_undeliverable_datagrams_are_lost() {
     CHECK(ibv_destroy_ah(ah) == 0);
 }
 
-// A request with a controlled Q_Key (bit 31 is set) is sent with the Q_Key of its queue pair.
+// If bit 31 of the Q_Key in a send request is set (a controlled Q_Key), the datagram has the Q_Key of the sending queue
+// pair instead.
 void test_controlled_qkey_selects_own_qkey() {
     DatagramEndpoint sender(0), receiver(0);
     ibv_ah* const ah = sender.create_address_handle(make_path(query_gid(sender.context)));
@@ -157,10 +160,10 @@ void test_failed_send_leads_to_send_queue_error() {
     endpoint.buffer->mr->lkey ^= 1;
     check_fails(8, IBV_WC_LOC_PROT_ERR);
     endpoint.buffer->mr->lkey ^= 1;
-    // The queue pair has kept its receive request. It receives the longest datagram, which it sends to itself.
+    // The failed sends did not use up the receive request. The queue pair sends the longest datagram to itself.
     CHECK(endpoint.send(4, ah, endpoint.qp->qp_num, 8192, mtu_bytes, 0) == 0);
     CHECK(endpoint.expect_completion(3).byte_len == grh_bytes + mtu_bytes);
-    // A request whose address handle is destroyed before it is sent fails.
+    // In the state SQD, a request waits. If its address handle is destroyed meanwhile, the request fails in RTS.
     CHECK(endpoint.modify_to(IBV_QPS_SQD) == 0 && endpoint.send(5, ah, endpoint.qp->qp_num, 0, 8) == 0);
     CHECK(ibv_destroy_ah(ah) == 0 && endpoint.modify_to(IBV_QPS_RTS) == 0);
     endpoint.expect_completion(5, IBV_WC_LOC_QP_OP_ERR);
@@ -180,9 +183,9 @@ void test_short_receive_is_a_local_length_error() {
 void test_wrong_requests_are_refused() {
     DatagramEndpoint endpoint;
     ibv_ah* const ah = endpoint.create_address_handle(make_path(query_gid(endpoint.context)));
-    const auto send = [&](ibv_ah* address, std::uint32_t qpn, std::size_t length, unsigned flags,
+    const auto send = [&](ibv_ah* address_handle, std::uint32_t remote_qpn, std::size_t length, unsigned flags,
                           ibv_wr_opcode opcode) {
-        return endpoint.send(1, address, qpn, 0, length, flags, test_qkey, opcode);
+        return endpoint.send(1, address_handle, remote_qpn, 0, length, flags, test_qkey, opcode);
     };
     for (const ibv_wr_opcode opcode : {IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_RDMA_READ,
                                        IBV_WR_ATOMIC_CMP_AND_SWP, IBV_WR_ATOMIC_FETCH_AND_ADD}) {
@@ -190,10 +193,10 @@ void test_wrong_requests_are_refused() {
     }
     CHECK(send(ah, 5, 8, 0, IBV_WR_LOCAL_INV) == EOPNOTSUPP);
     CHECK(send(nullptr, 5, 8, 0, IBV_WR_SEND) == EINVAL);
-    CHECK(send(ah, 0x1000000, 8, 0, IBV_WR_SEND) == EINVAL);
+    CHECK(send(ah, 0x1000000, 8, 0, IBV_WR_SEND) == EINVAL); // queue pair numbers have 24 bits
     CHECK(send(ah, 5, 8, IBV_SEND_FENCE, IBV_WR_SEND) == EINVAL);
-    CHECK(send(ah, 5, 257, IBV_SEND_INLINE, IBV_WR_SEND) == EINVAL);
-    // Unsignaled requests use the queue until a completion frees it.
+    CHECK(send(ah, 5, 257, IBV_SEND_INLINE, IBV_WR_SEND) == EINVAL); // max_inline_data is 256
+    // Without completions, 16 unsignaled requests fill the send queue.
     for (int count = 0; count < 16; ++count) {
         CHECK(send(ah, 5, 8, 0, IBV_WR_SEND) == 0);
     }
@@ -227,7 +230,8 @@ void test_state_transitions_and_their_attributes() {
     endpoint.expect_completion(1, IBV_WC_WR_FLUSH_ERR);
 }
 
-// Two pairs take their receive requests from one shared queue. The queue keeps its requests when a pair fails.
+// Two queue pairs take their receive requests from one shared receive queue. When a queue pair fails, the shared queue
+// keeps its requests.
 void test_pairs_share_a_receive_queue() {
     DatagramEndpoint sender;
     ibv_srq_init_attr srq_init{};
@@ -240,32 +244,32 @@ void test_pairs_share_a_receive_queue() {
     init.cap = {1, 1, 1, 1, 0};
     init.qp_type = IBV_QPT_UD;
     ibv_qp* const original_qp = sender.qp;
-    ibv_qp* pairs[2];
-    // The functions of the endpoint act on `sender.qp`, so it is each of the new pairs in turn.
-    for (ibv_qp*& pair : pairs) {
-        pair = sender.qp = ibv_create_qp(sender.pd, &init);
-        CHECK(pair != nullptr && sender.modify_to_init(test_qkey) == 0 && sender.modify_to(IBV_QPS_RTR) == 0);
-        CHECK(sender.post_receive(1, 0, 100) == EINVAL);
+    ibv_qp* receiving_qps[2];
+    // The functions of the endpoint act on `sender.qp`, so `sender.qp` is set to each new queue pair in turn.
+    for (ibv_qp*& receiving_qp : receiving_qps) {
+        receiving_qp = sender.qp = ibv_create_qp(sender.pd, &init);
+        CHECK(receiving_qp != nullptr && sender.modify_to_init(test_qkey) == 0 && sender.modify_to(IBV_QPS_RTR) == 0);
+        CHECK(sender.post_receive(1, 0, 100) == EINVAL); // the queue pair has no receive queue of its own
     }
     sender.qp = original_qp;
     ibv_ah* const ah = sender.create_address_handle(make_path(query_gid(sender.context)));
-    for (std::uint64_t id = 1; id <= 4; ++id) {
-        ibv_sge sge = sender.buffer->sge(id * 4096, 8192);
-        ibv_recv_wr wr{id, nullptr, &sge, 1}, *bad_wr = nullptr;
-        sge.length = id == 3 ? 20 : 100; // the third request is too short
+    for (std::uint64_t wr_id = 1; wr_id <= 4; ++wr_id) {
+        ibv_sge sge = sender.buffer->sge(wr_id * 4096, 8192);
+        ibv_recv_wr wr{wr_id, nullptr, &sge, 1}, *bad_wr = nullptr;
+        sge.length = wr_id == 3 ? 20 : 100; // the third buffer is too short for the network header
         CHECK(ibv_post_srq_recv(srq, &wr, &bad_wr) == 0);
     }
-    for (std::uint64_t id = 1; id <= 3; ++id) {
-        ibv_qp* const pair = pairs[id % 2];
-        CHECK(sender.send(9, ah, pair->qp_num, 0, 8, 0) == 0);
+    for (std::uint64_t wr_id = 1; wr_id <= 3; ++wr_id) {
+        ibv_qp* const receiving_qp = receiving_qps[wr_id % 2];
+        CHECK(sender.send(9, ah, receiving_qp->qp_num, 0, 8, 0) == 0);
         const ibv_wc wc = sender.poll_completion();
-        CHECK(wc.wr_id == id && wc.qp_num == pair->qp_num);
-        CHECK(wc.status == (id == 3 ? IBV_WC_LOC_LEN_ERR : IBV_WC_SUCCESS));
+        CHECK(wc.wr_id == wr_id && wc.qp_num == receiving_qp->qp_num);
+        CHECK(wc.status == (wr_id == 3 ? IBV_WC_LOC_LEN_ERR : IBV_WC_SUCCESS));
     }
     CHECK(wait_for_event(sender.context).event_type == IBV_EVENT_QP_LAST_WQE_REACHED);
-    CHECK(sender.send(9, ah, pairs[0]->qp_num, 0, 8, 0) == 0);
+    CHECK(sender.send(9, ah, receiving_qps[0]->qp_num, 0, 8, 0) == 0);
     CHECK(sender.poll_completion().wr_id == 4);
-    CHECK(ibv_destroy_ah(ah) == 0 && ibv_destroy_qp(pairs[0]) == 0 && ibv_destroy_qp(pairs[1]) == 0);
+    CHECK(ibv_destroy_ah(ah) == 0 && ibv_destroy_qp(receiving_qps[0]) == 0 && ibv_destroy_qp(receiving_qps[1]) == 0);
     CHECK(ibv_destroy_srq(srq) == 0);
 }
 

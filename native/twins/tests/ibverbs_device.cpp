@@ -4,6 +4,7 @@
 
 #include "tests/ibverbs_support.hpp"
 
+// Exported functions that verbs.h hides behind a macro (ibv_query_port) or does not declare.
 #undef ibv_query_port
 extern "C" {
 int ibv_query_port(struct ibv_context*, std::uint8_t, struct _compat_ibv_port_attr*);
@@ -37,6 +38,8 @@ void test_device_and_port_attributes(ibv_context* context) {
     CHECK(___ibv_query_port(context, 1, &port) == 0 && std::memcmp(old_attr, &port, 48) == 0);
 }
 
+// The GID table has four entries: the link-local GID of the device as RoCE v1 (index 0) and as RoCE v2 (index 1), and
+// two empty entries.
 void test_gids_identify_devices(ibv_context* context, ibv_context* other_context) {
     ibv_gid first_gid{}, second_gid{}, other_gid{};
     CHECK(ibv_query_gid(context, 1, 0, &first_gid) == 0 && ibv_query_gid(context, 1, 1, &second_gid) == 0);
@@ -64,7 +67,8 @@ void test_gids_identify_devices(ibv_context* context, ibv_context* other_context
     CHECK(ibv_query_pkey(context, 1, 1, &pkey) == -1 && ibv_get_pkey_index(context, 1, 0x1234) == -1);
 }
 
-// Every unimplemented function in the tables of the context fails by its convention.
+// Every unimplemented operation in the function tables of the context fails with EOPNOTSUPP. Functions that return a
+// pointer set errno; the others return the number.
 void test_unimplemented_operations_fail(Endpoint* endpoint) {
     const auto is_unsupported = [](const void* result) {
         const bool is_expected = result == nullptr && errno == EOPNOTSUPP;
@@ -93,12 +97,13 @@ void test_unimplemented_operations_fail(Endpoint* endpoint) {
     auto* const extended = verbs_get_ctx(context);
     CHECK(extended != nullptr && extended->sz == sizeof *extended);
     auto* const extended_ops = reinterpret_cast<void**>(extended);
-    for (std::size_t slot = 0; slot < offsetof(verbs_context, _ABI_placeholder3) / sizeof(void*); ++slot) {
-        CHECK(extended_ops[slot] != nullptr || slot == offsetof(verbs_context, priv) / sizeof(void*));
+    for (std::size_t index = 0; index < offsetof(verbs_context, _ABI_placeholder3) / sizeof(void*); ++index) {
+        // `priv` is the only field that is not an operation.
+        CHECK(extended_ops[index] != nullptr || index == offsetof(verbs_context, priv) / sizeof(void*));
     }
     auto* const ops = reinterpret_cast<void**>(&context->ops);
-    for (std::size_t slot = 0; slot < sizeof context->ops / sizeof(void*); ++slot) {
-        CHECK(ops[slot] != nullptr);
+    for (std::size_t index = 0; index < sizeof context->ops / sizeof(void*); ++index) {
+        CHECK(ops[index] != nullptr);
     }
 }
 

@@ -6,7 +6,7 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-constexpr unsigned device_access = unsigned{IBV_ACCESS_ZERO_BASED} | read_write_access;
+constexpr unsigned zero_based_access = unsigned{IBV_ACCESS_ZERO_BASED} | read_write_access;
 
 ibv_dm* allocate_device_memory(ibv_context* context, std::size_t length) {
     ibv_alloc_dm_attr attr{};
@@ -15,6 +15,7 @@ ibv_dm* allocate_device_memory(ibv_context* context, std::size_t length) {
     return ibv_alloc_dm(context, &attr);
 }
 
+// Offset and length of a copy must be multiples of 4, and the copy must end inside the device memory.
 void test_copies_are_checked() {
     Endpoint endpoint;
     ibv_dm* const dm = allocate_device_memory(endpoint.context, 4096);
@@ -52,16 +53,18 @@ void test_peer_writes_into_a_region_by_offsets() {
     fill_pattern(source.bytes, 4096);
     ibv_dm* const dm = allocate_device_memory(responder.context, 8192);
     errno = 0;
+    // Device memory has no address, so a region needs IBV_ACCESS_ZERO_BASED.
     CHECK(ibv_reg_dm_mr(responder.pd, dm, 0, 4096, read_write_access) == nullptr && errno == EINVAL);
-    CHECK(ibv_reg_dm_mr(responder.pd, dm, 4096, 4097, device_access) == nullptr && errno == EINVAL);
-    ibv_mr* const empty_region = ibv_reg_dm_mr(responder.pd, dm, 0, 0, device_access);
+    CHECK(ibv_reg_dm_mr(responder.pd, dm, 4096, 4097, zero_based_access) == nullptr && errno == EINVAL);
+    ibv_mr* const empty_region = ibv_reg_dm_mr(responder.pd, dm, 0, 0, zero_based_access);
     CHECK(empty_region != nullptr && ibv_dereg_mr(empty_region) == 0);
-    ibv_mr* const mr = ibv_reg_dm_mr(responder.pd, dm, 4096, 4096, device_access);
+    ibv_mr* const mr = ibv_reg_dm_mr(responder.pd, dm, 4096, 4096, zero_based_access);
     CHECK(mr != nullptr && ibv_free_dm(dm) == EBUSY);
     CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, 96, mr->rkey), {source.sge(0, 4000)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
     std::uint8_t copy[4000];
     CHECK(ibv_memcpy_from_dm(copy, dm, 4096 + 96, sizeof copy) == 0 && has_pattern(copy, sizeof copy));
+    // This write ends one byte behind the region.
     CHECK(requester.post(make_request(2, IBV_WR_RDMA_WRITE, 97, mr->rkey), {source.sge(0, 4000)}) == 0);
     requester.expect_completion(2, IBV_WC_REM_ACCESS_ERR);
     CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, 0) == IBV_REREG_MR_ERR_INPUT);

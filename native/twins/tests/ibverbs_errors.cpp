@@ -17,10 +17,10 @@ double read_monotonic_seconds() {
 }
 
 // Check a write that the responder refuses: both queue pairs enter the error state, the responder gets an asynchronous
-// event, and queued requests are flushed in order.
+// event, and the queued requests of both are flushed in order. `rkey_xor_mask` changes bits of the rkey.
 void check_write_refused(const char* description, std::uint64_t remote_offset, std::size_t length,
-                         std::uint32_t key_change, int region_access, ibv_wc_status status, ibv_event_type event,
-                         unsigned queue_pair_access = read_write_access) {
+                         std::uint32_t rkey_xor_mask, int region_access, ibv_wc_status expected_status,
+                         ibv_event_type expected_event, unsigned queue_pair_access = read_write_access) {
     std::fprintf(stderr, "refused write: %s\n", description);
     EndpointSettings settings;
     settings.access_flags = queue_pair_access;
@@ -31,15 +31,15 @@ void check_write_refused(const char* description, std::uint64_t remote_offset, s
           responder.post_receive(21, {receive_buffer.sge(8, 8)}) == 0);
     CHECK(requester.post_receive(30, {}) == 0);
     CHECK(requester.post(
-              make_request(1, IBV_WR_RDMA_WRITE, target.address_at(remote_offset), target.mr->rkey ^ key_change, 0),
+              make_request(1, IBV_WR_RDMA_WRITE, target.address_at(remote_offset), target.mr->rkey ^ rkey_xor_mask, 0),
               {source.sge(0, length)}) == 0);
     CHECK(requester.post(make_request(2, IBV_WR_SEND, 0, 0, 0), {}) == 0);
-    requester.expect_completion(1, status);
+    requester.expect_completion(1, expected_status);
     requester.expect_completion(2, IBV_WC_WR_FLUSH_ERR);
     requester.expect_completion(30, IBV_WC_WR_FLUSH_ERR);
     CHECK(requester.query_state() == IBV_QPS_ERR);
     const ibv_async_event reported_event = wait_for_event(responder.context);
-    CHECK(reported_event.event_type == event && reported_event.element.qp == responder.qp);
+    CHECK(reported_event.event_type == expected_event && reported_event.element.qp == responder.qp);
     CHECK(responder.query_state() == IBV_QPS_ERR);
     responder.expect_completion(20, IBV_WC_WR_FLUSH_ERR);
     responder.expect_completion(21, IBV_WC_WR_FLUSH_ERR);
@@ -52,7 +52,7 @@ void check_write_refused(const char* description, std::uint64_t remote_offset, s
 void test_write_refused_by_responder() {
     constexpr auto access_error = IBV_WC_REM_ACCESS_ERR;
     constexpr auto access_event = IBV_EVENT_QP_ACCESS_ERR;
-    check_write_refused("key", 0, 8, 0x10, read_write_access, access_error, access_event);
+    check_write_refused("wrong rkey", 0, 8, 0x10, read_write_access, access_error, access_event);
     check_write_refused("one byte after the region", 121, 8, 0, read_write_access, access_error, access_event);
     check_write_refused("one byte before the region", static_cast<std::uint64_t>(-1), 8, 0, read_write_access,
                         access_error, access_event);
@@ -112,14 +112,14 @@ void test_wrong_domain_and_deregistered_key() {
     wait_for_event(responder.context);
 }
 
-// Local errors of the requester do not affect the responder.
+// An error in the local buffer of a request stops the requester, but does not affect the responder.
 void test_local_protection_error() {
-    const auto check_fails = [](auto change, ibv_wr_opcode opcode, int access) {
+    const auto check_fails = [](auto change_sge, ibv_wr_opcode opcode, int local_access) {
         Endpoint requester, responder;
         connect(&requester, &responder);
-        Buffer local(requester.pd, 64, access), target(responder.pd, 64);
+        Buffer local(requester.pd, 64, local_access), target(responder.pd, 64);
         ibv_sge sge = local.sge(0, 64);
-        change(&sge);
+        change_sge(&sge);
         CHECK(requester.post(make_request(1, opcode, target.address_at(), target.mr->rkey), {sge}) == 0);
         requester.expect_completion(1, IBV_WC_LOC_PROT_ERR);
         CHECK(requester.query_state() == IBV_QPS_ERR && responder.query_state() == IBV_QPS_RTS &&
@@ -127,6 +127,7 @@ void test_local_protection_error() {
     };
     check_fails([](ibv_sge* sge) { sge->lkey ^= 1; }, IBV_WR_RDMA_WRITE, read_write_access);
     check_fails([](ibv_sge* sge) { sge->addr += 1; }, IBV_WR_SEND, read_write_access);
+    // A read needs a local buffer with IBV_ACCESS_LOCAL_WRITE.
     check_fails([](ibv_sge*) {}, IBV_WR_RDMA_READ, IBV_ACCESS_REMOTE_READ);
     Endpoint requester, responder;
     connect(&requester, &responder);
@@ -148,6 +149,7 @@ void test_send_does_not_fit_receive_buffer() {
         responder.expect_completion(5, IBV_WC_LOC_LEN_ERR);
         CHECK(responder.query_state() == IBV_QPS_ERR);
     }
+    // The receive buffer fits, but has no IBV_ACCESS_LOCAL_WRITE.
     Endpoint requester, responder;
     connect(&requester, &responder);
     Buffer source(requester.pd, 64), target(responder.pd, 64, IBV_ACCESS_REMOTE_READ);
@@ -187,7 +189,7 @@ void test_receiver_not_ready_is_retried() {
         CHECK(read_monotonic_seconds() - begin > 2 * 0.00128);
         CHECK(responder.query_state() == IBV_QPS_RTS);
     }
-    // The value 7 means unlimited retries.
+    // The rnr_retry value 7, the default of EndpointSettings, means unlimited retries.
     Endpoint requester, responder;
     connect(&requester, &responder);
     CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == 0);
@@ -198,27 +200,29 @@ void test_receiver_not_ready_is_retried() {
 }
 
 void test_unreachable_peer_exceeds_retries() {
-    const auto check_fails = [](auto change) {
+    const auto check_fails = [](auto change_addresses) {
         EndpointSettings settings;
         settings.timeout = 13; // 33.5 ms
         settings.retry_count = 3;
         Endpoint requester(0, settings), responder;
         QueuePairAddress responder_address = responder.address(), requester_address = requester.address();
-        change(&responder_address, &requester_address);
+        change_addresses(&responder_address, &requester_address);
         requester.connect(responder_address);
         responder.connect(requester_address);
         const double begin = read_monotonic_seconds();
         CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == 0);
         requester.expect_completion(1, IBV_WC_RETRY_EXC_ERR);
-        CHECK(read_monotonic_seconds() - begin >= 0.13); // four tries
+        CHECK(read_monotonic_seconds() - begin >= 0.13); // four tries of 33.5 ms
     };
+    // The requester sends to a wrong queue pair or GID, or the responder expects another packet sequence number or
+    // another requester.
     check_fails([](QueuePairAddress* responder, QueuePairAddress*) { responder->qp_num ^= 1; });
     check_fails([](QueuePairAddress* responder, QueuePairAddress*) { responder->gid.raw[15] ^= 0x80; });
     check_fails([](QueuePairAddress*, QueuePairAddress* requester) { requester->psn += 1; });
     check_fails([](QueuePairAddress*, QueuePairAddress* requester) { requester->qp_num ^= 1; });
     // The peer exists but is not ready to receive.
     EndpointSettings settings;
-    settings.timeout = 8;
+    settings.timeout = 8; // 1.05 ms
     settings.retry_count = 0;
     Endpoint requester(0, settings), responder;
     requester.connect(responder.address());
@@ -236,7 +240,7 @@ void test_destroyed_peer_exceeds_retries() {
     requester.expect_completion(2, IBV_WC_SUCCESS);
     responder->expect_completion(1, IBV_WC_SUCCESS);
     responder.reset();
-    // Like hardware, the twin reports the loss only after retries. It shortens the time of the retries to 100 ms.
+    // Like hardware, the twin reports the loss only after the time of the retries, which it limits to 100 ms.
     const double begin = read_monotonic_seconds();
     CHECK(requester.post(make_request(3, IBV_WR_SEND), {}) == 0);
     requester.expect_completion(3, IBV_WC_RETRY_EXC_ERR);
@@ -260,13 +264,14 @@ void test_invalid_requests_are_refused() {
     CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == EINVAL && requester.post_receive(1, {}) == EINVAL);
     connect(&requester, &responder);
     const ibv_sge sge = source.sge(0, 8);
+    // EndpointSettings allows four scatter/gather elements and 64 inline bytes.
     CHECK(requester.post(make_request(1, IBV_WR_SEND), {sge, sge, sge, sge, sge}) == EINVAL);
     CHECK(requester.post_receive(1, {sge, sge, sge, sge, sge}) == EINVAL);
     CHECK(requester.post(make_request(1, IBV_WR_SEND, 0, 0, IBV_SEND_INLINE), {source.sge(0, 65)}) == EINVAL);
     CHECK(requester.post(make_request(1, IBV_WR_RDMA_READ, 0, 0, IBV_SEND_INLINE), {sge}) == EINVAL);
     CHECK(requester.post(make_request(1, IBV_WR_ATOMIC_FETCH_AND_ADD), {source.sge(0, 4)}) == EINVAL);
     CHECK(requester.post(make_request(1, IBV_WR_TSO), {}) == EOPNOTSUPP);
-    // A count without a list is refused before the list is read.
+    // A request with num_sge, but without sg_list, is refused before the twin reads the list.
     ibv_send_wr request_without_list = make_request(1, IBV_WR_SEND), *bad_wr = nullptr;
     request_without_list.num_sge = 2;
     CHECK(ibv_post_send(requester.qp, &request_without_list, &bad_wr) == EINVAL && bad_wr == &request_without_list);

@@ -70,7 +70,7 @@ void test_solicited_events_only() {
     responder.expect_completion(2, IBV_WC_SUCCESS);
     CHECK(is_readable(responder.channel->fd, 10000));
     get_and_ack_event(&responder);
-    // A failed completion counts as solicited.
+    // A completion with an error counts as solicited.
     CHECK(ibv_req_notify_cq(responder.cq, 1) == 0);
     CHECK(responder.modify_to(IBV_QPS_ERR) == 0);
     CHECK(is_readable(responder.channel->fd, 10000));
@@ -91,7 +91,7 @@ void test_destroy_waits_for_acknowledgement() {
     CHECK(ibv_destroy_qp(responder.qp) == 0);
     responder.qp = nullptr;
     std::atomic<bool> is_destroyed{false};
-    // The destructor of the endpoint needs a completion queue to destroy.
+    // The destructor of `responder` destroys a completion queue, so `responder` later gets this one.
     ibv_cq* const second_cq = ibv_create_cq(responder.context, 1, &responder, responder.channel, 0);
     std::thread destroyer([&] {
         CHECK(ibv_destroy_cq(responder.cq) == 0);
@@ -119,6 +119,7 @@ void test_destroy_drops_unread_events() {
     responder.cq = ibv_create_cq(responder.context, 1, &responder, responder.channel, 0);
 }
 
+// Three completions do not fit in a completion queue of two entries.
 void test_cq_overrun_raises_events() {
     EndpointSettings small_queue_settings;
     small_queue_settings.cq_entries = 2;

@@ -1,5 +1,5 @@
-// Test of the software twin of libibverbs: a process ends as soon as it has polled its last receive completion. At that
-// time, its peer must have the acknowledgement.
+// Test of the software twin of libibverbs: a process ends as soon as it has polled its last receive completion. The
+// twin must have sent the acknowledgement before that completion, so that the send of the peer completes with success.
 #include <sched.h>
 
 #include <memory>
@@ -13,9 +13,9 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-// Give the lowest priority to this thread, and to the threads that the twin starts from it. They run only when no other
-// thread of this program is ready to run. So when such a thread pushes a completion, the thread that waits for the
-// completion preempts it at once.
+// Pin the main thread and this thread to one CPU, and give this thread the lowest priority. The threads that the twin
+// starts from this thread inherit both, so they run only when the main thread waits. When such a thread pushes a
+// completion, the main thread preempts it at once and ends the process.
 void set_lowest_priority() {
     cpu_set_t cpus;
     CHECK(sched_getaffinity(0, sizeof cpus, &cpus) == 0);
@@ -35,7 +35,7 @@ int run_receiver(int socket) {
     EndpointSettings settings;
     settings.has_channel = true;
     std::unique_ptr<Endpoint> endpoint;
-    // The threads of the queue pair inherit the scheduling of the thread that creates it.
+    // The threads of the queue pair inherit the CPU and the priority of the thread that creates the queue pair.
     std::thread([&] {
         set_lowest_priority();
         endpoint = std::make_unique<Endpoint>(1, settings);

@@ -25,8 +25,10 @@ std::string read_file(const std::string& path) {
     return {std::istreambuf_iterator<char>(file), {}};
 }
 
-std::vector<std::string> read_contract_lines(const std::string& name) {
-    std::ifstream file(std::string(GDRKIT_CONTRACTS "/") + name);
+// Return the lines of a contract, without comments. CMake defines GDRKIT_CONTRACTS, the folder of the contracts, and
+// GDRKIT_LIBRARY, the path of the twin.
+std::vector<std::string> read_contract_lines(const std::string& file_name) {
+    std::ifstream file(std::string(GDRKIT_CONTRACTS "/") + file_name);
     CHECK(file.is_open());
     std::vector<std::string> lines;
     for (std::string line; std::getline(file, line);) {
@@ -40,7 +42,7 @@ std::vector<std::string> read_contract_lines(const std::string& name) {
 // The functions and variables that a shared library defines, as name@version or name@@version.
 class Exports {
 public:
-    explicit Exports(const std::string& path) : file_(read_file(path)) {
+    explicit Exports(const std::string& path) : file_bytes_(read_file(path)) {
         const auto& header = view_at<Elf64_Ehdr>(0);
         sections_ = &view_at<Elf64_Shdr>(header.e_shoff);
         section_count_ = header.e_shnum;
@@ -50,13 +52,14 @@ public:
         for (std::size_t index = 0; index < symbols.sh_size / sizeof(Elf64_Sym); ++index) {
             const auto& symbol = view_at<Elf64_Sym>(symbols.sh_offset + index * sizeof(Elf64_Sym));
             const auto version_number = view_at<Elf64_Half>(version_numbers.sh_offset + index * sizeof(Elf64_Half));
-            // The linker defines an absolute symbol for each version, and on some processors also a symbol for a
-            // section.
+            // Skip the symbols that the linker adds: an absolute symbol for each version, and on some processors a
+            // symbol for a section.
             if (symbol.st_shndx != SHN_UNDEF && symbol.st_shndx != SHN_ABS &&
                 ELF64_ST_TYPE(symbol.st_info) != STT_SECTION) {
-                const bool is_hidden = (version_number & 0x8000) != 0; // not the default version of the symbol
+                // Bit 15 marks a version that is not the default version of the symbol.
+                const bool is_hidden = (version_number & 0x8000) != 0;
                 names_.insert(string_at(symbols, symbol.st_name) + (is_hidden ? "@" : "@@") +
-                              versions_[version_number & 0x7fff]);
+                              version_names_[version_number & 0x7fff]);
             }
         }
     }
@@ -64,8 +67,8 @@ public:
 
 private:
     template <typename Type> const Type& view_at(std::size_t offset) const {
-        CHECK(offset + sizeof(Type) <= file_.size());
-        return *reinterpret_cast<const Type*>(file_.data() + offset);
+        CHECK(offset + sizeof(Type) <= file_bytes_.size());
+        return *reinterpret_cast<const Type*>(file_bytes_.data() + offset);
     }
     [[nodiscard]] const Elf64_Shdr& find_section(unsigned type) const {
         for (std::size_t index = 0; index < section_count_; ++index) {
@@ -76,8 +79,9 @@ private:
         CHECK(false && "no section of this type");
         return sections_[0];
     }
+    // Return the string at `offset` of the string table that belongs to the section.
     [[nodiscard]] std::string string_at(const Elf64_Shdr& section, std::size_t offset) const {
-        return file_.data() + sections_[section.sh_link].sh_offset + offset;
+        return file_bytes_.data() + sections_[section.sh_link].sh_offset + offset;
     }
     void read_versions() {
         const Elf64_Shdr& definitions = find_section(SHT_GNU_verdef);
@@ -85,15 +89,15 @@ private:
         for (unsigned count = 0; count < definitions.sh_info; ++count) {
             const auto& definition = view_at<Elf64_Verdef>(offset);
             const auto& name = view_at<Elf64_Verdaux>(offset + definition.vd_aux);
-            versions_[definition.vd_ndx] = string_at(definitions, name.vda_name);
+            version_names_[definition.vd_ndx] = string_at(definitions, name.vda_name);
             offset += definition.vd_next;
         }
     }
 
-    std::string file_;
+    std::string file_bytes_;
     const Elf64_Shdr* sections_ = nullptr;
     std::size_t section_count_ = 0;
-    std::map<unsigned, std::string> versions_;
+    std::map<unsigned, std::string> version_names_;
     std::set<std::string> names_;
 };
 
@@ -104,19 +108,19 @@ std::string remove_default_mark(std::string name) {
 }
 
 // A private symbol of libibverbs in one of its versions. `line` has the format of ibverbs.conventions, for example
-// "verbs_set_ops@IBVERBS_PRIVATE_34 void". `is_default` is true for the first version of the contract.
+// "verbs_set_ops@IBVERBS_PRIVATE_34 void". `is_default` is true for the private version that the contract lists first.
 struct PrivateSymbol {
     std::string line;
     bool is_default;
 };
 
 std::vector<PrivateSymbol> read_private_symbols() {
-    // The first line is the word "numbers" and the numbers of the private versions. In the other lines, a # at the end
-    // of a name stands for the number.
+    // The first line is the word "numbers" and the numbers of the private versions. Each other line describes a symbol
+    // that has all these versions. A # at the end of its name stands for the number.
     const std::vector<std::string> lines = read_contract_lines("ibverbs_private.conventions");
     std::istringstream first_line(lines.at(0));
-    std::string private_version;
-    CHECK(first_line >> private_version && private_version == "numbers");
+    std::string keyword, private_version;
+    CHECK(first_line >> keyword && keyword == "numbers");
     std::vector<PrivateSymbol> symbols;
     for (bool is_default = true; first_line >> private_version; is_default = false) {
         for (auto line = lines.begin() + 1; line != lines.end(); ++line) {
@@ -133,43 +137,47 @@ std::vector<PrivateSymbol> read_private_symbols() {
 
 void test_exports_match_contract() {
     const Exports exports(GDRKIT_LIBRARY);
-    std::set<std::string> contract;
+    std::set<std::string> contract_symbols;
     for (const std::string& line : read_contract_lines("ibverbs.symbols")) {
-        CHECK(contract.insert(line).second);
+        CHECK(contract_symbols.insert(line).second);
     }
-    std::set<std::string> exported_names, names_with_convention;
+    std::set<std::string> unmarked_contract_symbols, symbols_with_convention;
     for (const PrivateSymbol& symbol : read_private_symbols()) {
         std::string name = symbol.line.substr(0, symbol.line.find(' '));
-        CHECK(names_with_convention.insert(name).second);
+        CHECK(symbols_with_convention.insert(name).second);
         if (symbol.is_default) {
             name.insert(name.find('@'), "@");
         }
-        CHECK(contract.insert(name).second);
+        CHECK(contract_symbols.insert(name).second);
     }
     for (const std::string& name : exports.names()) {
-        if (!contract.contains(name)) {
+        if (!contract_symbols.contains(name)) {
             std::fprintf(stderr, "exported, but not in the contract: %s\n", name.c_str());
         }
     }
-    for (const std::string& name : contract) {
+    for (const std::string& name : contract_symbols) {
         if (!exports.names().contains(name)) {
             std::fprintf(stderr, "in the contract, but not exported: %s\n", name.c_str());
         }
     }
-    CHECK(exports.names() == contract);
-    for (const std::string& name : contract) {
-        CHECK(exported_names.insert(remove_default_mark(name)).second);
+    CHECK(exports.names() == contract_symbols);
+    // Each symbol of the contract has exactly one line that states its convention.
+    for (const std::string& name : contract_symbols) {
+        CHECK(unmarked_contract_symbols.insert(remove_default_mark(name)).second);
     }
     for (const std::string& line : read_contract_lines("ibverbs.conventions")) {
-        CHECK(names_with_convention.insert(line.substr(0, line.find(' '))).second);
+        CHECK(symbols_with_convention.insert(line.substr(0, line.find(' '))).second);
     }
-    CHECK(exported_names == names_with_convention);
+    CHECK(unmarked_contract_symbols == symbols_with_convention);
 }
 
 // A type with which the test can call every function, because unimplemented functions ignore their arguments, and up to
 // six arguments are passed in registers.
 using AnyFunction = std::intptr_t (*)(void*, void*, void*, void*, void*, void*);
 
+// Call the function of a line such as "ibv_alloc_pd@IBVERBS_1.0 null", and check that it fails by this convention,
+// unless it is implemented. The head of ibverbs.conventions describes the conventions; `flag` is a variable that must
+// be false.
 void check_convention(void* library, const std::string& line) {
     const auto space = line.find(' '), at_sign = line.find('@');
     const std::string name = line.substr(0, at_sign), version = line.substr(at_sign + 1, space - at_sign - 1);

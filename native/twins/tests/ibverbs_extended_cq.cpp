@@ -11,9 +11,9 @@ namespace {
 constexpr std::uint64_t all_wc_flags = std::uint64_t{IBV_WC_STANDARD_FLAGS} | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP |
                                        IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK;
 
-ibv_cq_init_attr_ex make_cq_attributes(std::uint32_t cqe, std::uint64_t wc_flags) {
+ibv_cq_init_attr_ex make_cq_attributes(std::uint32_t entry_count, std::uint64_t wc_flags) {
     ibv_cq_init_attr_ex attr{};
-    attr.cqe = cqe;
+    attr.cqe = entry_count;
     attr.wc_flags = wc_flags;
     return attr;
 }
@@ -26,15 +26,15 @@ EndpointSettings make_channel_settings() {
 
 // Two connected queue pairs. The completions of the receiver go to an extended completion queue, which uses the
 // completion channel of the receiver.
-struct ReceiverPair {
+struct ExtendedCqPair {
     Endpoint sender{0};
     Endpoint receiver{1, make_channel_settings()};
     Buffer source{sender.pd, 4096};
     Buffer target{receiver.pd, 4096};
     ibv_cq_ex* cq;
-    ibv_qp* original_qp;
+    ibv_qp* original_qp; // kept, because the destructor of `receiver` destroys it
 
-    explicit ReceiverPair(ibv_cq_init_attr_ex attr) : original_qp(receiver.qp) {
+    explicit ExtendedCqPair(ibv_cq_init_attr_ex attr) : original_qp(receiver.qp) {
         attr.channel = receiver.channel;
         cq = ibv_create_cq_ex(receiver.context, &attr);
         CHECK(cq != nullptr);
@@ -46,14 +46,15 @@ struct ReceiverPair {
         CHECK(receiver.qp != nullptr);
         connect(&sender, &receiver);
     }
-    ~ReceiverPair() {
+    ~ExtendedCqPair() {
         CHECK(ibv_destroy_qp(receiver.qp) == 0);
         receiver.qp = original_qp;
         CHECK(ibv_destroy_cq(ibv_cq_ex_to_cq(cq)) == 0);
     }
-    ReceiverPair(const ReceiverPair&) = delete;
-    ReceiverPair& operator=(const ReceiverPair&) = delete;
+    ExtendedCqPair(const ExtendedCqPair&) = delete;
+    ExtendedCqPair& operator=(const ExtendedCqPair&) = delete;
 
+    // Post a receive with this wr_id, and send a message for it.
     void send(std::uint64_t wr_id, std::uint32_t length, std::uint32_t immediate_data) {
         CHECK(receiver.post_receive(wr_id, {target.sge(0, 4096)}) == 0);
         ibv_send_wr wr = make_request(1, IBV_WR_SEND_WITH_IMM);
@@ -61,7 +62,7 @@ struct ReceiverPair {
         CHECK(sender.post(wr, {source.sge(0, length)}) == 0);
         sender.expect_completion(1, IBV_WC_SUCCESS);
     }
-    // Send, and wait until the receive completion is in the queue. It may arrive after the completion of the send.
+    // Call send(), and wait for the receive completion, which may arrive after the send completion.
     void send_and_wait(std::uint64_t wr_id, std::uint32_t immediate_data) {
         CHECK(ibv_req_notify_cq(ibv_cq_ex_to_cq(cq), 0) == 0);
         send(wr_id, 8, immediate_data);
@@ -90,11 +91,11 @@ std::uint64_t read_clock_cycles(ibv_context* context) {
     values.comp_mask = IBV_VALUES_MASK_RAW_CLOCK;
     CHECK(ibv_query_rt_values_ex(context, &values) == 0);
     CHECK(values.comp_mask == IBV_VALUES_MASK_RAW_CLOCK);
-    return static_cast<std::uint64_t>(values.raw_clock.tv_nsec);
+    return static_cast<std::uint64_t>(values.raw_clock.tv_nsec); // cycles, in spite of its name
 }
 
 void test_completion_is_read_field_by_field() {
-    ReceiverPair pair(make_cq_attributes(16, all_wc_flags));
+    ExtendedCqPair pair(make_cq_attributes(16, all_wc_flags));
     ibv_poll_cq_attr attr{};
     CHECK(ibv_start_poll(pair.cq, &attr) == ENOENT);
     attr.comp_mask = 1;
@@ -126,7 +127,8 @@ void test_completion_is_read_field_by_field() {
 }
 
 void test_both_kinds_of_poll_work_on_an_extended_queue() {
-    ReceiverPair pair(make_cq_attributes(16, 0));
+    ExtendedCqPair pair(make_cq_attributes(16, 0));
+    // Without wc_flags, the queue has no functions that read optional fields.
     CHECK(pair.cq->read_byte_len == nullptr && pair.cq->read_completion_ts == nullptr);
     pair.send(1, 8, 0);
     pair.send(2, 8, 0);
@@ -151,7 +153,7 @@ void test_unsupported_attributes_are_refused() {
     check_fails(make_cq_attributes(16, IBV_WC_EX_WITH_FLOW_TAG), EOPNOTSUPP);
     check_fails(make_cq_attributes(16, IBV_WC_EX_WITH_TM_INFO), EOPNOTSUPP);
     check_fails(make_cq_attributes(0, 0), EINVAL);
-    check_fails(make_cq_attributes((1U << 20) + 1, 0), EINVAL);
+    check_fails(make_cq_attributes((1U << 20) + 1, 0), EINVAL); // more than max_cqe
     ibv_cq_init_attr_ex attr = make_cq_attributes(16, 0);
     attr.comp_vector = 1;
     check_fails(attr, EINVAL);
@@ -159,10 +161,10 @@ void test_unsupported_attributes_are_refused() {
     attr.comp_mask = 1U << 2; // an undefined bit
     check_fails(attr, EINVAL);
     attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS;
-    attr.flags = 1U << 2;
+    attr.flags = 1U << 2; // an undefined bit
     check_fails(attr, EINVAL);
     attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_PD;
-    attr.parent_domain = endpoint.pd;
+    attr.parent_domain = endpoint.pd; // not a parent domain
     check_fails(attr, EINVAL);
 }
 
@@ -170,9 +172,9 @@ void test_ignored_overrun_keeps_the_last_completions() {
     ibv_cq_init_attr_ex attr = make_cq_attributes(2, IBV_WC_EX_WITH_IMM);
     attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS;
     attr.flags = IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN | IBV_CREATE_CQ_ATTR_SINGLE_THREADED;
-    ReceiverPair pair(attr);
-    for (std::uint32_t number = 1; number <= 4; ++number) {
-        pair.send_and_wait(number, number);
+    ExtendedCqPair pair(attr);
+    for (std::uint32_t wr_id = 1; wr_id <= 4; ++wr_id) {
+        pair.send_and_wait(wr_id, wr_id);
     }
     pair.start_poll();
     CHECK(pair.cq->wr_id == 3);
@@ -182,7 +184,7 @@ void test_ignored_overrun_keeps_the_last_completions() {
 }
 
 void test_resize_keeps_waiting_completions() {
-    ReceiverPair pair(make_cq_attributes(2, 0));
+    ExtendedCqPair pair(make_cq_attributes(2, 0));
     pair.send_and_wait(1, 0);
     pair.send_and_wait(2, 0);
     ibv_cq* const cq = ibv_cq_ex_to_cq(pair.cq);
@@ -230,7 +232,7 @@ void test_parent_domain_shares_the_objects_of_its_domain() {
     CHECK(cq != nullptr && ibv_dealloc_pd(parent_domain) == EBUSY);
     CHECK(ibv_destroy_cq(ibv_cq_ex_to_cq(cq)) == 0);
     {
-        // The queue pair belongs to the domain, and the memory to its parent domain.
+        // The queue pair belongs to `endpoint.pd`, and the source buffer to the parent domain.
         Endpoint peer(1);
         connect(&endpoint, &peer);
         Buffer source(parent_domain, 4096);
@@ -251,19 +253,19 @@ void test_invalid_parent_domains_are_refused() {
         errno = 0;
         CHECK(ibv_alloc_parent_domain(endpoint.context, &attr) == nullptr && errno == EINVAL);
     };
-    check_fails();
+    check_fails(); // no protection domain
     attr.pd = endpoint.pd;
-    attr.comp_mask = 1U << 2;
+    attr.comp_mask = 1U << 2; // an undefined bit
     check_fails();
-    attr.comp_mask = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS;
+    attr.comp_mask = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS; // without the functions `alloc` and `free`
     check_fails();
     attr.comp_mask = 0;
     ibv_pd* const parent_domain = ibv_alloc_parent_domain(endpoint.context, &attr);
     CHECK(parent_domain != nullptr);
-    attr.pd = parent_domain;
+    attr.pd = parent_domain; // a parent domain cannot belong to another parent domain
     check_fails();
     CHECK(ibv_dealloc_pd(parent_domain) == 0);
-    ibv_td_init_attr td_attr{1};
+    ibv_td_init_attr td_attr{1}; // an undefined bit in comp_mask
     errno = 0;
     CHECK(ibv_alloc_td(endpoint.context, &td_attr) == nullptr && errno == EINVAL);
 }

@@ -8,7 +8,11 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-constexpr std::size_t large_bytes = (1U << 20) + 77;
+// Size of the large messages. It is not a multiple of the MTU or of the page size.
+constexpr std::size_t large_message_bytes = (1U << 20) + 77;
+
+// One-byte messages from the receiver process.
+constexpr char receiver_is_ready = 'r', data_is_correct = 'k', data_is_wrong = 'x';
 
 EndpointSettings make_unreliable_settings() {
     EndpointSettings settings;
@@ -16,9 +20,9 @@ EndpointSettings make_unreliable_settings() {
     return settings;
 }
 
-// An endpoint whose queue pair is connected with the attributes of an unreliable pair.
+// An endpoint with a UC queue pair. Such a pair has no attributes for timeouts, retries, reads and atomic requests.
 struct UnreliableEndpoint : Endpoint {
-    explicit UnreliableEndpoint(int device = 0) : Endpoint(device, make_unreliable_settings()) {}
+    explicit UnreliableEndpoint(int device_index = 0) : Endpoint(device_index, make_unreliable_settings()) {}
     static constexpr int rtr_mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
 
     void connect(const QueuePairAddress& peer) {
@@ -43,6 +47,7 @@ void connect_pair(UnreliableEndpoint* first, UnreliableEndpoint* second) {
 void test_transitions_refuse_reliable_attributes() {
     UnreliableEndpoint first, second;
     CHECK(first.modify_to_init() == 0);
+    // modify_to_rtr() and modify_to_rts() also set attributes that only reliable pairs have.
     CHECK(first.modify_to_rtr(second.address()) == EINVAL);
     ibv_qp_attr attr = first.make_rtr_attr(second.address());
     CHECK(ibv_modify_qp(first.qp, &attr, UnreliableEndpoint::rtr_mask) == 0);
@@ -54,20 +59,22 @@ void test_transitions_refuse_reliable_attributes() {
 void test_messages_arrive() {
     UnreliableEndpoint sender(1), receiver;
     connect_pair(&sender, &receiver);
-    Buffer source(sender.pd, large_bytes), receive_buffer(receiver.pd, large_bytes), target(receiver.pd, large_bytes);
-    fill_pattern(source.bytes, large_bytes);
-    CHECK(receiver.post_receive(1, {receive_buffer.sge(0, large_bytes)}) == 0 && receiver.post_receive(2, {}) == 0);
+    Buffer source(sender.pd, large_message_bytes), receive_buffer(receiver.pd, large_message_bytes),
+        target(receiver.pd, large_message_bytes);
+    fill_pattern(source.bytes, large_message_bytes);
+    CHECK(receiver.post_receive(1, {receive_buffer.sge(0, large_message_bytes)}) == 0 &&
+          receiver.post_receive(2, {}) == 0);
     ibv_send_wr wr = make_request(1, IBV_WR_SEND_WITH_IMM);
     wr.imm_data = 0x1234;
-    CHECK(sender.post(wr, {source.sge(0, large_bytes)}) == 0);
+    CHECK(sender.post(wr, {source.sge(0, large_message_bytes)}) == 0);
     wr = make_request(2, IBV_WR_RDMA_WRITE_WITH_IMM, target.address_at(), target.mr->rkey);
-    CHECK(sender.post(wr, {source.sge(0, large_bytes)}) == 0);
+    CHECK(sender.post(wr, {source.sge(0, large_message_bytes)}) == 0);
     sender.expect_completion(1, IBV_WC_SUCCESS);
     sender.expect_completion(2, IBV_WC_SUCCESS);
     const ibv_wc wc = receiver.expect_completion(1, IBV_WC_SUCCESS);
-    CHECK(wc.opcode == IBV_WC_RECV && wc.imm_data == 0x1234 && wc.byte_len == large_bytes);
+    CHECK(wc.opcode == IBV_WC_RECV && wc.imm_data == 0x1234 && wc.byte_len == large_message_bytes);
     CHECK(receiver.expect_completion(2, IBV_WC_SUCCESS).opcode == IBV_WC_RECV_RDMA_WITH_IMM);
-    CHECK(has_pattern(receive_buffer.bytes, large_bytes) && has_pattern(target.bytes, large_bytes));
+    CHECK(has_pattern(receive_buffer.bytes, large_message_bytes) && has_pattern(target.bytes, large_message_bytes));
 }
 
 void test_reads_and_atomics_are_refused() {
@@ -80,18 +87,18 @@ void test_reads_and_atomics_are_refused() {
 }
 
 // The receiver drops a message without a receive request, a message that is longer than its receive request, and a
-// write with a wrong key. The next message uses the receive request that the dropped messages left.
+// write with a wrong key. Neither side gets an error. The receive request stays posted until a message fits into it.
 void test_dropped_messages_are_not_noticed() {
     UnreliableEndpoint sender(1), receiver;
     connect_pair(&sender, &receiver);
-    Buffer source(sender.pd, large_bytes), receive_buffer(receiver.pd, large_bytes);
-    fill_pattern(source.bytes, large_bytes);
-    CHECK(sender.post(make_request(1, IBV_WR_SEND), {source.sge(0, large_bytes)}) == 0);
+    Buffer source(sender.pd, large_message_bytes), receive_buffer(receiver.pd, large_message_bytes);
+    fill_pattern(source.bytes, large_message_bytes);
+    CHECK(sender.post(make_request(1, IBV_WR_SEND), {source.sge(0, large_message_bytes)}) == 0);
     sender.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(receiver.post_receive(10, {receive_buffer.sge(0, 100)}) == 0);
-    CHECK(sender.post(make_request(2, IBV_WR_SEND), {source.sge(0, large_bytes)}) == 0);
+    CHECK(sender.post(make_request(2, IBV_WR_SEND), {source.sge(0, large_message_bytes)}) == 0);
     CHECK(sender.post(make_request(3, IBV_WR_RDMA_WRITE, receive_buffer.address_at(), receive_buffer.mr->rkey ^ 1),
-                      {source.sge(0, large_bytes)}) == 0);
+                      {source.sge(0, large_message_bytes)}) == 0);
     CHECK(sender.post(make_request(4, IBV_WR_SEND), {source.sge(0, 100)}) == 0);
     for (std::uint64_t wr_id = 2; wr_id <= 4; ++wr_id) {
         sender.expect_completion(wr_id, IBV_WC_SUCCESS);
@@ -108,7 +115,7 @@ void test_absent_peer_is_not_noticed() {
     sender.connect(receiver.address());
     CHECK(sender.post(make_request(1, IBV_WR_SEND), {source.sge(0, 64)}) == 0);
     sender.expect_completion(1, IBV_WC_SUCCESS);
-    // The peer becomes ready, and goes away again.
+    // The receiver connects, receives a message, and resets its queue pair.
     receiver.connect(sender.address());
     CHECK(receiver.post_receive(10, {receive_buffer.sge(0, 64)}) == 0);
     CHECK(sender.post(make_request(2, IBV_WR_SEND), {source.sge(0, 64)}) == 0);
@@ -136,34 +143,34 @@ void test_other_transport_gets_nothing() {
     CHECK(ibv_poll_cq(receiver.cq, 1, &wc) == 0);
 }
 
-// The second process runs this function. It sends r (ready), and then k if the message has the pattern, else x.
+// The receiver process runs this function. It receives one message, and reports whether the message has the pattern.
 int run_receiver(int socket) {
     UnreliableEndpoint receiver;
     send_value(socket, receiver.address());
     receiver.connect(receive_value<QueuePairAddress>(socket));
-    Buffer receive_buffer(receiver.pd, large_bytes);
-    CHECK(receiver.post_receive(1, {receive_buffer.sge(0, large_bytes)}) == 0);
-    send_value(socket, 'r');
-    CHECK(receiver.expect_completion(1, IBV_WC_SUCCESS).byte_len == large_bytes);
-    send_value(socket, has_pattern(receive_buffer.bytes, large_bytes) ? 'k' : 'x');
+    Buffer receive_buffer(receiver.pd, large_message_bytes);
+    CHECK(receiver.post_receive(1, {receive_buffer.sge(0, large_message_bytes)}) == 0);
+    send_value(socket, receiver_is_ready);
+    CHECK(receiver.expect_completion(1, IBV_WC_SUCCESS).byte_len == large_message_bytes);
+    send_value(socket, has_pattern(receive_buffer.bytes, large_message_bytes) ? data_is_correct : data_is_wrong);
     return 0;
 }
 
 void test_other_process_receives() {
     const PeerProcess peer;
     UnreliableEndpoint sender(1);
-    const auto address = receive_value<QueuePairAddress>(peer.socket.get());
+    const auto receiver_address = receive_value<QueuePairAddress>(peer.socket.get());
     send_value(peer.socket.get(), sender.address());
-    sender.connect(address);
-    CHECK(receive_value<char>(peer.socket.get()) == 'r');
-    Buffer source(sender.pd, large_bytes);
-    fill_pattern(source.bytes, large_bytes);
-    CHECK(sender.post(make_request(1, IBV_WR_SEND), {source.sge(0, large_bytes)}) == 0);
+    sender.connect(receiver_address);
+    CHECK(receive_value<char>(peer.socket.get()) == receiver_is_ready);
+    Buffer source(sender.pd, large_message_bytes);
+    fill_pattern(source.bytes, large_message_bytes);
+    CHECK(sender.post(make_request(1, IBV_WR_SEND), {source.sge(0, large_message_bytes)}) == 0);
     sender.expect_completion(1, IBV_WC_SUCCESS);
-    CHECK(receive_value<char>(peer.socket.get()) == 'k');
+    CHECK(receive_value<char>(peer.socket.get()) == data_is_correct);
     CHECK(peer.wait() == 0);
-    // The process has ended.
-    CHECK(sender.post(make_request(2, IBV_WR_SEND), {source.sge(0, large_bytes)}) == 0);
+    // The receiver process has ended, but the sender gets no error.
+    CHECK(sender.post(make_request(2, IBV_WR_SEND), {source.sge(0, large_message_bytes)}) == 0);
     sender.expect_completion(2, IBV_WC_SUCCESS);
 }
 
@@ -171,7 +178,7 @@ void test_other_process_receives() {
 
 int main(int argument_count, char** arguments) {
     isolate_from_other_processes();
-    if (argument_count > 1) {
+    if (argument_count > 1) { // PeerProcess has started this program with a socket as its argument
         return run_receiver(std::atoi(arguments[1]));
     }
     test_transitions_refuse_reliable_attributes();

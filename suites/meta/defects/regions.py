@@ -140,16 +140,16 @@ def deregister_leased(cache: Any) -> None:
 
 def never_deregister(cache: Any) -> None:
     """a region that is invalidated while in use leaves the cache and is never deregistered"""
-    original_function = cache.RegionCache._finish_release
+    original_function = cache.RegionCache._clean_up_after_lease
 
-    def _finish_release(self: Any, entry: Any) -> None:
+    def _clean_up_after_lease(self: Any, entry: Any) -> None:
         if entry.is_linked or entry.lease_count:
             original_function(self, entry)
             return
         with self._lock:
             self._pending_deregistrations.entries.discard(entry)
 
-    cache.RegionCache._finish_release = _finish_release
+    cache.RegionCache._clean_up_after_lease = _clean_up_after_lease
 
 
 def evict_most_recent(entries: Any) -> None:
