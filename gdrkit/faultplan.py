@@ -78,8 +78,9 @@ _NIC_FAULT_POINTS = frozenset(
 _CUFILE_IO_FAULT_POINTS = ("cufile.batch_io", "cufile.async_io")
 _ROUTE_FAULT_POINT = "cufile.route"
 # The lowest status that a rule can set, for each point where it is not 1. With status 0 for "cufile.async_io", a
-# transfer of a CUDA stream completes with 0 bytes moved.
-_STATUS_MIN_BY_POINT = {"cufile.async_io": 0}
+# transfer of a CUDA stream completes with 0 bytes moved. With status 0 for the others, a work request completes with
+# success although no bytes were moved.
+_STATUS_MIN_BY_POINT = {"cufile.async_io": 0, "wc.rdma_write": 0, "wc.rdma_read": 0}
 # The values of route=. The first route has the code 1, the second 2, and so on.
 _ROUTE_NAMES = ("p2p", "nvfs", "posix")
 # The kernel's MAX_ERRNO. A plan uses it also as the limit of status= for all functions outside cuFile.

@@ -216,9 +216,14 @@ class _Worker:
             pattern.check(self._initiator.read(), seed=_PATTERN_SEED)
 
     def _run(self, deadline_s: float) -> None:
+        has_zeroed_memory = False
         try:
             while time.monotonic() < deadline_s:
                 for direction in (Direction.WRITE, Direction.READ):
+                    if not has_zeroed_memory and direction is Direction.READ:
+                        # From here on, the memory of the host has the pattern only if this READ moves the bytes.
+                        self._initiator.write(bytes(_MEMORY_BYTES))
+                        has_zeroed_memory = True
                     burst = self._initiator.run(
                         direction,
                         self._remote_range,

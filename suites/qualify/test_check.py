@@ -25,6 +25,8 @@ CAUSES = {
     "no dma-buf regions": ("ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP", 1, "no dma-buf regions on twin0"),
     "no peer memory": ("ibv_reg_mr call=* errno=EFAULT", 1, "ibv_reg_mr"),
     "lost writes": ("wc.rdma_write call=* status=12", 1, "IBV_WC_RETRY_EXC_ERR (12)"),
+    "writes without effect": ("wc.rdma_write call=* status=0", 1, "differs: expected"),
+    "reads without effect": ("wc.rdma_read call=* status=0", 1, "differs: expected"),
     "refused reads": ("wc.rdma_read call=* status=10", 1, "IBV_WC_REM_ACCESS_ERR (10)"),
     "NIC does not open": ("ibv_open_device call=* errno=ENODEV", 1, "0 of 2 have one"),
     "no protection domain": ("ibv_alloc_pd call=* errno=ENOMEM", 1, "ibv_alloc_pd"),

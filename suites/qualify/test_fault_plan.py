@@ -30,6 +30,7 @@ VALID_PLANS = {
     "delayed and failing": "ibv_reg_mr delay_us=5 call=1 errno=14\n",
     "held": "ibv_reg_mr call=1 hold=/no/such/file errno=14\n",
     "stopped": "ibv_reg_mr call=* stop=/no/such/file\n",
+    "silent loss": "wc.rdma_write call=* status=0\nwc.rdma_read call=* status=0\n",
     "after the transfer": "wc.rdma_read.landed call=1 status=12\n",
     "rule of another twin": "cuMemAlloc_v2 call=1 status=2\n",
     "of one NIC": "ibv_reg_dmabuf_mr call=* errno=14 nic=twin1\nwc.rdma_read nic=twin0 call=* delay_us=5\n",
@@ -49,6 +50,7 @@ MALFORMED_PLANS = {
     "errno large": ("ibv_reg_mr call=1 errno=4096\n", 2),
     "status for verbs": ("ibv_reg_mr call=1 status=14\n", 2),
     "named status": ("wc.rdma_write call=1 status=EIO\n", 2),
+    "silent loss of a message": ("wc.send call=1 status=0\n", 2),
     "completion unknown": ("wc.rdma_wrote call=1 status=12\n", 2),
     "delay zero": ("ibv_reg_mr call=1 delay_us=0\n", 2),
     "delay large": ("ibv_reg_mr call=1 delay_us=10000001\n", 2),
@@ -99,12 +101,19 @@ def test_function_without_a_twin_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("fault_point", "status_min", "status_max"),
-    [("cuMemAlloc_v2", 1, 4095), ("wc.send", 1, 4095), ("cuFileRead", 1, 5050), ("cufile.async_io", 0, 5050)],
+    [
+        ("cuMemAlloc_v2", 1, 4095),
+        ("wc.send", 1, 4095),
+        ("wc.rdma_write", 0, 4095),
+        ("wc.rdma_read.landed", 1, 4095),
+        ("cuFileRead", 1, 5050),
+        ("cufile.async_io", 0, 5050),
+    ],
 )
 def test_status_limits_are_those_in_the_error(fault_point: str, status_min: int, status_max: int) -> None:
     """A status is at most 5050 for cuFile (the largest CUfileOpError) and at most 4095 elsewhere.
 
-    Only cufile.async_io allows 0.
+    0 is allowed only where a transfer can succeed without moving bytes.
     """
     for status in (status_min, status_max):
         assert parse_plan(f"{HEADER}{fault_point} call=1 status={status}\n")[0].code == status

@@ -9,10 +9,11 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from support.faults import inject_faults
 from support.memory_kinds import NEEDS_DMABUF
 
 from gdrkit import serialization
-from gdrkit.errors import Api
+from gdrkit.errors import Api, DataMismatch
 from gdrkit.harness.needs import needs, software, verbs
 from gdrkit.registration import measure_balance
 
@@ -59,6 +60,16 @@ def test_nics_carry_the_shares_of_their_links(
         slow_nic_names = ", ".join(balance.slow_nics)
         evidence.unproven(f"these NICs carry less than 70 % of the share of their links: {slow_nic_names}")
     assert all(load.moved_bytes for load in balance.loads)
+
+
+@needs(software(Api.VERBS), software(Api.CUDA))
+@pytest.mark.parametrize("operation", ["rdma_write", "rdma_read"])
+def test_transfers_that_lose_their_bytes_are_an_error(
+    devices: tuple[Device, ...], nics: tuple[Nic, ...], operation: str
+) -> None:
+    """A NIC completes transfers with success, and moves no bytes."""
+    with inject_faults(Api.VERBS, f"wc.{operation} call=* status=0"), pytest.raises(DataMismatch):
+        measure_balance(devices, nics, duration_s=0.1)
 
 
 @needs(software(Api.VERBS), software(Api.CUDA))

@@ -32,6 +32,9 @@ pytestmark = [NEEDS_DMABUF, needs(software(Api.VERBS), software(Api.CUDA), verbs
 # Fault rules: the NIC twin1 registers memory, but its writes or its reads complete with RETRY_EXC_ERR (12).
 NO_WRITES = "wc.rdma_write call=* status=12 nic=twin1"
 NO_READS = "wc.rdma_read call=* status=12 nic=twin1"
+# With status 0, they complete with success, and move no bytes.
+SILENTLY_LOST_WRITES = "wc.rdma_write call=* status=0 nic=twin1"
+SILENTLY_LOST_READS = "wc.rdma_read call=* status=0 nic=twin1"
 
 
 def create_counter_files(root: Path, nics: tuple[Nic, ...], **counters: int) -> HostTree:
@@ -83,7 +86,10 @@ def test_bytes_that_no_port_counts_are_unproven(
     assert [reach.reason for reach in (loopback_reach, wire_reach)] == [loopback_reason, wire_reason]
 
 
-@pytest.mark.parametrize("rule", [NO_WRITES, NO_READS, "ibv_reg_mr call=* errno=EFAULT nic=twin1"])
+@pytest.mark.parametrize(
+    "rule",
+    [NO_WRITES, NO_READS, SILENTLY_LOST_WRITES, SILENTLY_LOST_READS, "ibv_reg_mr call=* errno=EFAULT nic=twin1"],
+)
 def test_nic_that_moves_nothing_is_left_out_and_named(
     device: Device, nics: tuple[Nic, ...], rule: str, caplog: pytest.LogCaptureFixture
 ) -> None:

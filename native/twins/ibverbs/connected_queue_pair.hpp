@@ -217,7 +217,7 @@ private:
     bool start_next_send(const ibv_qp_attr& attr);
     void change_keys(const SendWork& work);
     bool must_wait_for_earlier(const SendWork& next_send, FaultSite* site);
-    ibv_wc_status prepare_send(const SendWork& work, FaultSite* site, const ibv_qp_attr& attr);
+    ibv_wc_status prepare_send(const SendWork& work, const ibv_qp_attr& attr);
     bool submit_chunk();
     bool has_grant(const SendWork& work);
     bool must_drain_for_copy(const SendWork& next_send);

@@ -199,7 +199,14 @@ bool ConnectedQueuePair::start_next_send(const ibv_qp_attr& attr) {
         change_keys(work);
         return true;
     }
-    ibv_wc_status status = prepare_send(work, site, attr);
+    const std::optional<int> fault = site != nullptr ? find_path_fault(site, *context_->device, attr) : std::nullopt;
+    if (fault == IBV_WC_SUCCESS) {
+        // The request completes with success, and moves no bytes.
+        requester.finished_sends.push_back(std::move(requester.started_sends.back()));
+        requester.started_sends.pop_back();
+        return true;
+    }
+    ibv_wc_status status = fault ? static_cast<ibv_wc_status>(*fault) : prepare_send(work, attr);
     if (status == IBV_WC_SUCCESS) {
         status = connect_to_peer(attr);
         if (status == IBV_WC_RETRY_EXC_ERR && !is_reliable()) {
@@ -255,12 +262,7 @@ bool ConnectedQueuePair::must_wait_for_earlier(const SendWork& next_send, FaultS
 }
 
 // Check a request. Return the status with which it fails, or IBV_WC_SUCCESS.
-ibv_wc_status ConnectedQueuePair::prepare_send(const SendWork& work, FaultSite* site, const ibv_qp_attr& attr) {
-    if (site != nullptr) {
-        if (const auto fault = find_path_fault(site, *context_->device, attr)) {
-            return static_cast<ibv_wc_status>(*fault);
-        }
-    }
+ibv_wc_status ConnectedQueuePair::prepare_send(const SendWork& work, const ibv_qp_attr& attr) {
     if (returns_data(work.opcode) && attr.max_rd_atomic == 0) {
         return IBV_WC_LOC_QP_OP_ERR;
     }
