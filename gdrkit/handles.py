@@ -218,8 +218,14 @@ class Resource(Closeable):
         """
         if self._is_closed:
             return
-        self._release()
-        self._is_closed = True
+        try:
+            # This comes before the release. Otherwise, a signal handler or a second thread that closes the object
+            # during the release would release the resource a second time.
+            self._is_closed = True
+            self._release()
+        except BaseException:
+            self._is_closed = False
+            raise
         if self._remove_from_owner is not None:
             self._remove_from_owner()
         self._handle.release()

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from gdrkit import handles
-from gdrkit.handles import Handle, ReleaseStack
+from gdrkit.handles import Handle, ReleaseStack, Resource
 
 
 def test_live_counts_only_open_objects_by_kind() -> None:
@@ -134,6 +134,31 @@ for handle in open_handles:
 """
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
     assert child.returncode == 0, child.stderr
+
+
+class ResourceClosedInItsRelease(Resource):
+    """A resource that a signal handler closes while the driver releases it. The first release fails."""
+
+    def __init__(self) -> None:
+        super().__init__("case.closed_in_release", name="resource of a case")
+        self.release_count = 0
+
+    def _release(self) -> None:
+        self.release_count += 1
+        self.close()
+        if self.release_count == 1:
+            message = "the driver refuses"
+            raise OSError(message)
+
+
+def test_close_during_the_release_releases_nothing_twice() -> None:
+    resource = ResourceClosedInItsRelease()
+    with pytest.raises(OSError, match="the driver refuses"):
+        resource.close()
+    assert (resource.closed, resource.release_count, handles.live()["case.closed_in_release"]) == (False, 1, 1)
+    resource.close()
+    assert (resource.closed, resource.release_count) == (True, 2)
+    assert "case.closed_in_release" not in handles.live()
 
 
 def test_actions_run_once_and_in_reverse_order() -> None:
