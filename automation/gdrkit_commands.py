@@ -42,7 +42,10 @@ _COVERAGE_OPTIONS = (f"--rcfile={ROOT / 'pyproject.toml'}", f"--data-file={_COVE
 # run when all other suites have ended.
 _HALVED_SUITES = ("usrbio", "qualify")
 # The longest parts start first, so that all processors are busy until the end.
-_SLOWEST_SUITES_FIRST = (*_HALVED_SUITES, "gds", "storage", "inventory", "contract", "observe", "gaudi", "rdma")
+_SLOWEST_SUITES_FIRST = (
+    *(*_HALVED_SUITES, "gds", "storage", "inventory", "contract"),
+    *("observe", "gaudi", "rdma", "tiers", "fault", "report", "property"),
+)
 _SLOWEST_META_FIRST = ("test_snippets", "test_wheel", "test_second_library", "test_project_rules", "test_examples")
 
 

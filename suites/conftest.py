@@ -1,7 +1,8 @@
-"""Fixture that gives each case its own state folder, so that no case uses the NIC measurements of another case."""
+"""Hooks and a fixture for all suites: each case has its own state folder for the measurements of NICs."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _FOLDER_NUMBERS = iter(range(1 << 62))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Remove the plugin of Hypothesis if no case has used Hypothesis. Its summary would import Hypothesis in 0.5 s."""
+    plugin = session.config.pluginmanager.get_plugin("hypothesispytest")
+    if plugin is not None and "hypothesis" not in sys.modules:
+        session.config.pluginmanager.unregister(plugin)
 
 
 @pytest.fixture(scope="session")
