@@ -1,6 +1,6 @@
 """Registration of device memory with NICs, and sharing of device memory between processes.
 
-`gdrkit.cuda` and `gdrkit.gaudi` export device memory, and `gdrkit.verbs` imports it. This package joins both sides.
+Packages such as `gdrkit.cuda` export device memory, and `gdrkit.verbs` imports it. This package joins both sides.
 """
 
 from __future__ import annotations
