@@ -1,5 +1,5 @@
-// Tests of the software twin of libibverbs: the TCP fabric, which connects twins on several machines. Two processes
-// with the addresses 127.0.0.1 and 127.0.0.2 act as two machines.
+// Tests of the software twin of libibverbs: the TCP fabric (GDRKIT_TWINS_FABRIC), over which twins on several machines
+// exchange requests and datagrams. Two processes with the addresses 127.0.0.1 and 127.0.0.2 act as two machines.
 #include <netinet/in.h>
 #include <signal.h>
 
@@ -16,12 +16,13 @@ namespace wire = gdrkit::twin::verbs::wire;
 
 namespace {
 
-constexpr std::size_t target_bytes = 3UL << 20;
+constexpr std::size_t memory_bytes = 3UL << 20;
 constexpr const char* test_secret = "a secret of the test";
 
+// The second process sends these data about its queue pairs and its memory to the first process.
 struct Target {
-    QueuePairAddress address;
-    std::uint64_t remote_address;
+    QueuePairAddress qp_address;
+    std::uint64_t memory_address;
     std::uint32_t rkey;
     std::uint32_t datagram_qp_num;
 };
@@ -38,15 +39,17 @@ struct OtherMachine : PeerProcess {
 
 private:
     static PeerProcess start(const char* secret) {
+        // The twin in this process has read its variables in main(), so only the new process uses these values. The
+        // new process gets its own domain (name of the emulated machine), because the Unix sockets of twins of one
+        // domain find each other, as on one machine.
         CHECK(setenv("GDRKIT_TWINS_FABRIC", "tcp://127.0.0.2", 1) == 0);
-        // Without another domain, the two processes would find each other by the names of one machine.
         CHECK(setenv("GDRKIT_TWINS_DOMAIN", ("other." + std::to_string(getpid())).c_str(), 1) == 0);
         CHECK(setenv("GDRKIT_TWINS_FABRIC_SECRET", secret, 1) == 0);
         return PeerProcess();
     }
 };
 
-// Receive a datagram with the pattern and send it back.
+// Expect a datagram of 1000 bytes with the test pattern in receive request 7, and send it back as request 8.
 void return_datagram(const DatagramEndpoint& endpoint) {
     ibv_wc wc = endpoint.expect_completion(7);
     CHECK(wc.byte_len == grh_bytes + 1000 && has_pattern(endpoint.buffer->bytes + grh_bytes, 1000));
@@ -56,12 +59,12 @@ void return_datagram(const DatagramEndpoint& endpoint) {
     CHECK(ibv_destroy_ah(ah) == 0);
 }
 
-// The second process runs this function. It serves requests until the first process closes the socket, and returns a
-// datagram for each byte that arrives on the socket.
+// The second process runs this function. Its twin serves the requests of the first process until that process closes
+// the socket. The second process sends 'r' (ready) once, and returns a datagram for each byte that it receives.
 int run_target(int socket) {
     Endpoint endpoint(0);
     const DatagramEndpoint datagram_endpoint(0);
-    Buffer memory(endpoint.pd, target_bytes);
+    Buffer memory(endpoint.pd, memory_bytes);
     send_value(socket, Target{endpoint.address(), memory.address_at(), memory.mr->rkey, datagram_endpoint.qp->qp_num});
     endpoint.connect(receive_value<QueuePairAddress>(socket));
     CHECK(endpoint.post_receive(1, {memory.sge(0, 1000)}) == 0 && datagram_endpoint.post_receive(7, 0, 4096) == 0);
@@ -76,7 +79,7 @@ int run_target(int socket) {
 Target connect_to_target(Endpoint* endpoint, const PeerProcess& machine) {
     const auto target = receive_value<Target>(machine.socket.get());
     send_value(machine.socket.get(), endpoint->address());
-    endpoint->connect(target.address);
+    endpoint->connect(target.qp_address);
     CHECK(receive_value<char>(machine.socket.get()) == 'r');
     return target;
 }
@@ -86,23 +89,23 @@ void test_every_operation_reaches_other_machine() {
     Endpoint endpoint(0);
     const Target target = connect_to_target(&endpoint, machine);
     const QueuePairAddress own_address = endpoint.address();
-    CHECK(std::memcmp(&target.address.gid, &own_address.gid, sizeof(ibv_gid)) != 0);
-    Buffer source(endpoint.pd, target_bytes), readback(endpoint.pd, target_bytes);
+    CHECK(std::memcmp(&target.qp_address.gid, &own_address.gid, sizeof(ibv_gid)) != 0);
+    Buffer source(endpoint.pd, memory_bytes), readback(endpoint.pd, memory_bytes);
     fill_pattern(source.bytes, source.size_bytes);
     CHECK(endpoint.post(make_request(1, IBV_WR_SEND), {source.sge(0, 1000)}) == 0);
-    CHECK(endpoint.post(make_request(2, IBV_WR_RDMA_WRITE, target.remote_address + 8, target.rkey),
-                        {source.sge(8, target_bytes - 8)}) == 0);
+    CHECK(endpoint.post(make_request(2, IBV_WR_RDMA_WRITE, target.memory_address + 8, target.rkey),
+                        {source.sge(8, memory_bytes - 8)}) == 0);
     ibv_send_wr atomic_request = make_request(3, IBV_WR_ATOMIC_FETCH_AND_ADD);
-    atomic_request.wr.atomic.remote_addr = target.remote_address;
+    atomic_request.wr.atomic.remote_addr = target.memory_address;
     atomic_request.wr.atomic.rkey = target.rkey;
     CHECK(endpoint.post(atomic_request, {readback.sge(0, 8)}) == 0);
-    CHECK(endpoint.post(make_request(4, IBV_WR_RDMA_READ, target.remote_address, target.rkey),
-                        {readback.sge(0, target_bytes)}) == 0);
+    CHECK(endpoint.post(make_request(4, IBV_WR_RDMA_READ, target.memory_address, target.rkey),
+                        {readback.sge(0, memory_bytes)}) == 0);
     for (std::uint64_t id = 1; id <= 4; ++id) {
         endpoint.expect_completion(id, IBV_WC_SUCCESS);
     }
-    CHECK(has_pattern(readback.bytes, target_bytes));
-    CHECK(endpoint.post(make_request(5, IBV_WR_RDMA_READ, target.remote_address, target.rkey + 1),
+    CHECK(has_pattern(readback.bytes, memory_bytes));
+    CHECK(endpoint.post(make_request(5, IBV_WR_RDMA_READ, target.memory_address, target.rkey + 1),
                         {readback.sge(0, 8)}) == 0);
     endpoint.expect_completion(5, IBV_WC_REM_ACCESS_ERR);
     machine.socket.reset();
@@ -115,21 +118,22 @@ void test_datagrams_reach_other_machine_with_the_secret() {
     const Target target = connect_to_target(&endpoint, machine);
     const DatagramEndpoint datagram_endpoint(0);
     CHECK(datagram_endpoint.post_receive(2, 4096, 2048) == 0);
-    // The twin drops a datagram without a proof of the secret. Otherwise it would consume the receive request.
+    // The twin drops a datagram without a proof of the secret. Otherwise the datagram would consume the only receive
+    // request of the target.
     const Fd untrusted_socket(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-    SocketAddress socket_address(make_fabric_address(target.address),
+    SocketAddress socket_address(make_fabric_address(target.qp_address),
                                  static_cast<std::uint16_t>(target.datagram_qp_num));
-    // In place of a digest of 32 bytes, a header of 72 bytes and a payload, the datagram has bytes without meaning.
+    // A valid datagram has a digest of 32 bytes, a header of 72 bytes and a payload. Here all bytes are 'x'.
     const std::vector<char> noise(32 + 72 + 1000, 'x');
     for (const std::size_t size_bytes : {noise.size(), std::size_t{1}, std::size_t{0}}) {
         CHECK(sendto(untrusted_socket.get(), noise.data(), size_bytes, 0, socket_address.get(),
                      socket_address.size_bytes) >= 0);
     }
     fill_pattern(datagram_endpoint.buffer->bytes, 1000);
-    ibv_ah* const ah = datagram_endpoint.create_address_handle(make_path(target.address.gid));
+    ibv_ah* const ah = datagram_endpoint.create_address_handle(make_path(target.qp_address.gid));
     CHECK(datagram_endpoint.send(1, ah, target.datagram_qp_num, 0, 1000) == 0);
     datagram_endpoint.expect_completion(1);
-    send_value(machine.socket.get(), 'd');
+    send_value(machine.socket.get(), 'd'); // the target returns the datagram
     CHECK(datagram_endpoint.expect_completion(2).byte_len == grh_bytes + 1000);
     CHECK(has_pattern(datagram_endpoint.buffer->bytes + 4096 + grh_bytes, 1000));
     CHECK(ibv_destroy_ah(ah) == 0);
@@ -141,12 +145,12 @@ void test_killed_machine_exceeds_retries() {
     OtherMachine machine;
     Endpoint endpoint(0);
     const Target target = connect_to_target(&endpoint, machine);
-    Buffer source(endpoint.pd, target_bytes);
-    const ibv_send_wr write = make_request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey);
+    Buffer source(endpoint.pd, memory_bytes);
+    const ibv_send_wr write = make_request(1, IBV_WR_RDMA_WRITE, target.memory_address, target.rkey);
     CHECK(endpoint.post(write, {source.sge(0, 64)}) == 0);
     endpoint.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(kill(machine.pid, SIGKILL) == 0 && WIFSIGNALED(machine.wait()));
-    CHECK(endpoint.post(write, {source.sge(0, target_bytes)}) == 0);
+    CHECK(endpoint.post(write, {source.sge(0, memory_bytes)}) == 0);
     endpoint.expect_completion(1, IBV_WC_RETRY_EXC_ERR);
 }
 
@@ -192,29 +196,30 @@ void test_hostile_frames_end_their_connection(unsigned frame_count) {
     Endpoint endpoint(0);
     const Target target = connect_to_target(&endpoint, machine);
     {
-        const Fd socket = connect_untrusted(target.address);
+        const Fd socket = connect_untrusted(target.qp_address);
+        // The machine sends a ServerHello of 40 bytes. It expects a ClientProof of 64 bytes, and gets only 'x'.
         const std::vector<char> noise(40 + 64, 'x');
-        std::vector<char> hello(40); // the first message of the machine, which asks for the proof
+        std::vector<char> hello(40);
         CHECK(recv_all(socket.get(), hello.data(), hello.size()));
         CHECK(send_all(socket.get(), noise.data(), noise.size()) && has_peer_ended(socket));
-        connect_untrusted(target.address);
+        connect_untrusted(target.qp_address);
     }
-    wire::Request huge_request{};
-    huge_request.magic = wire::magic;
-    huge_request.opcode = wire::Opcode::write;
-    huge_request.remote_address = target.remote_address;
-    huge_request.rkey = target.rkey;
-    huge_request.message_bytes = huge_request.chunk_bytes = 1U << 29;
+    wire::Request oversized_request{};
+    oversized_request.magic = wire::magic;
+    oversized_request.opcode = wire::Opcode::write;
+    oversized_request.remote_address = target.memory_address;
+    oversized_request.rkey = target.rkey;
+    oversized_request.message_bytes = oversized_request.chunk_bytes = 1U << 29;
     std::mt19937 random(7);
-    // Every fourth frame claims too large a payload. In the others, up to three bytes are damaged. Two of three frames
-    // are cut off.
+    // Every fourth frame claims a payload of 512 MiB, which is too large. In each other frame, up to three bytes are
+    // damaged. Two of three frames are cut off.
     for (unsigned round = 0; round < frame_count; ++round) {
-        const Fd socket = connect_as_peer(endpoint.address(), target.address);
-        wire::Request frame = huge_request;
+        const Fd socket = connect_as_peer(endpoint.address(), target.qp_address);
+        wire::Request frame = oversized_request;
         if (round % 4 != 0) {
             frame.message_bytes = frame.chunk_bytes = 64;
             auto* const bytes = reinterpret_cast<std::uint8_t*>(&frame);
-            for (unsigned count = random() % 4; count > 0; --count) {
+            for (unsigned damaged_count = random() % 4; damaged_count > 0; --damaged_count) {
                 bytes[random() % sizeof frame] = static_cast<std::uint8_t>(random());
             }
         }
@@ -224,10 +229,10 @@ void test_hostile_frames_end_their_connection(unsigned frame_count) {
         while (recv(socket.get(), reply, sizeof reply, 0) > 0) {
         }
     }
-    // In the run with one frame, the queue pair still serves its peer. In the fuzz run, a damaged request with a wrong
-    // key may have put it in the error state.
+    // After a single oversized frame, the target's queue pair still serves this process. After many frames, it may be
+    // in the error state, because a damaged frame can be a request with a wrong key.
     Buffer source(endpoint.pd, 64);
-    CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {source.sge(0, 64)}) ==
+    CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_WRITE, target.memory_address, target.rkey), {source.sge(0, 64)}) ==
           0);
     const ibv_wc wc = endpoint.poll_completion();
     CHECK(frame_count > 1 || wc.status == IBV_WC_SUCCESS);
@@ -246,7 +251,8 @@ int main(int argument_count, char** arguments) {
     CHECK(setenv("GDRKIT_TWINS_FABRIC_SECRET", test_secret, 1) == 0);
     CHECK(config().error.empty() && config().fabric_addresses.size() == 1);
     int device_count = 0;
-    ibv_free_device_list(ibv_get_device_list(&device_count)); // here the twin reads its own copy of the configuration
+    ibv_free_device_list(
+        ibv_get_device_list(&device_count)); // makes the twin read the variables before a test changes them
     CHECK(device_count == 1);
     test_every_operation_reaches_other_machine();
     test_datagrams_reach_other_machine_with_the_secret();

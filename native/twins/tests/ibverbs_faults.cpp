@@ -9,6 +9,7 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
+// Return the ledger as JSON. The reserve of 4096 bytes is for a ledger that grows between the two calls.
 std::string read_ledger() {
     std::string json(static_cast<std::size_t>(gdrkit_twin_ledger(nullptr, 0)) + 4096, '\0');
     json.resize(static_cast<std::size_t>(gdrkit_twin_ledger(json.data(), json.size())));
@@ -40,6 +41,7 @@ void test_plan_injects_function_errors() {
     CHECK(ibv_query_port(endpoint.context, 1, &port) == 5 && ibv_query_port(endpoint.context, 1, &port) == 0);
     set_fault_plan("ibv_reg_mr call=1 errno=EFAULT\n");
     // ibv_reg_mr is a macro that calls one of two functions, depending on `access`. The rule applies to both.
+    // `access` is volatile, so that the compiler cannot choose the function.
     volatile int access = read_write_access;
     errno = 0;
     CHECK(ibv_reg_mr(endpoint.pd, &gid, sizeof gid, access) == nullptr && errno == EFAULT);
@@ -59,7 +61,7 @@ void test_plan_injects_completion_errors() {
     connect(&requester, &responder);
     Buffer source(requester.pd, 8), target(responder.pd, 8);
     fill_pattern(source.bytes, 8);
-    set_fault_plan("wc.rdma_write call=2 status=12\n");
+    set_fault_plan("wc.rdma_write call=2 status=12\n"); // 12 is IBV_WC_RETRY_EXC_ERR
     CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey),
                          {source.sge(0, 4)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
@@ -73,13 +75,15 @@ void test_plan_injects_completion_errors() {
 void test_malformed_plan_changes_nothing() {
     Endpoint endpoint;
     set_fault_plan("ibv_alloc_pd call=* errno=EIO\n");
+    // The errors: no first line, another version, an unknown function, call number 0, no error, a function that cannot
+    // fail, and an unknown status.
     for (const char* malformed_plan :
          {"", "gdrkit-faults 2\n", "gdrkit-faults 1\nibv_no_such call=1 errno=1\n",
           "gdrkit-faults 1\nibv_alloc_pd call=0 errno=1\n", "gdrkit-faults 1\nibv_alloc_pd call=1\n",
           "gdrkit-faults 1\nibv_free_device_list call=1 errno=1\n", "gdrkit-faults 1\nwc.send call=1 status=24\n"}) {
         CHECK(gdrkit_twin_faults(malformed_plan) == EINVAL);
     }
-    CHECK(ibv_alloc_pd(endpoint.context) == nullptr);
+    CHECK(ibv_alloc_pd(endpoint.context) == nullptr); // the valid plan still applies
     set_fault_plan("");
 }
 
@@ -112,8 +116,8 @@ void test_ledger_counts_handles_and_bytes() {
 
 int main() {
     isolate_from_other_processes();
-    setenv("GDRKIT_TWINS_SEED", "77", 1);
-    test_ledger_counts_handles_and_bytes();
+    setenv("GDRKIT_TWINS_SEED", "77", 1);   // the ledger contains this number
+    test_ledger_counts_handles_and_bytes(); // runs first, because the counters start at 0
     test_plan_injects_function_errors();
     test_plan_injects_completion_errors();
     test_malformed_plan_changes_nothing();

@@ -1,6 +1,6 @@
-// Tests of the software twin of libibverbs: grants. Under a grant, the requester executes writes and reads in a region
-// of the responder itself, without a thread of the responder. The grant ends when the region, its permissions or the
-// state of the queue pair change.
+// Tests of the software twin of libibverbs: grants. Under a grant, the requester itself copies the bytes of writes and
+// reads to or from a region of the responder, without a thread of the responder. The grant ends when the region, its
+// permissions or the state of the queue pair change.
 #include <signal.h>
 #include <sys/mman.h>
 
@@ -17,9 +17,10 @@ namespace {
 
 constexpr std::size_t large_bytes = 4UL << 20;
 
+// The target process sends these data about its queue pair and its memory to the test.
 struct Target {
-    QueuePairAddress address;
-    std::uint64_t remote_address;
+    QueuePairAddress qp_address;
+    std::uint64_t memory_address;
     std::uint32_t rkey;
 };
 
@@ -39,6 +40,7 @@ int run_target(int socket) {
     return receive_value<char>(socket) == 'e' ? 0 : 1;
 }
 
+// Write `size_bytes` bytes and wait for the completion. The size is also the id of the request.
 void write_and_wait(Endpoint* requester, const Buffer& source, std::uint64_t remote_address, std::uint32_t rkey,
                     std::size_t size_bytes) {
     CHECK(requester->post(make_request(size_bytes, IBV_WR_RDMA_WRITE, remote_address, rkey),
@@ -52,18 +54,18 @@ void test_stopped_process_is_accessed() {
     Endpoint endpoint(0);
     const auto target = receive_value<Target>(peer.socket.get());
     send_value(peer.socket.get(), endpoint.address());
-    endpoint.connect(target.address);
+    endpoint.connect(target.qp_address);
     receive_value<char>(peer.socket.get());
     Buffer source(endpoint.pd, large_bytes), readback(endpoint.pd, large_bytes);
     fill_pattern(source.bytes, large_bytes);
-    // The responder serves this request, and then grants the region.
-    write_and_wait(&endpoint, source, target.remote_address, target.rkey, 8);
+    // A thread of the responder serves this first request, and then grants the region to the requester.
+    write_and_wait(&endpoint, source, target.memory_address, target.rkey, 8);
     send_value(peer.socket.get(), 's');
     int status = 0;
     CHECK(waitpid(peer.pid, &status, WUNTRACED) == peer.pid && WIFSTOPPED(status));
-    write_and_wait(&endpoint, source, target.remote_address, target.rkey, 16);
-    write_and_wait(&endpoint, source, target.remote_address, target.rkey, large_bytes);
-    CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_READ, target.remote_address, target.rkey),
+    write_and_wait(&endpoint, source, target.memory_address, target.rkey, 16);
+    write_and_wait(&endpoint, source, target.memory_address, target.rkey, large_bytes);
+    CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_READ, target.memory_address, target.rkey),
                         {readback.sge(0, large_bytes)}) == 0);
     endpoint.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(has_pattern(readback.bytes, large_bytes));
@@ -84,6 +86,7 @@ struct GrantedPair {
         write_and_wait(&requester, source, destination.address_at(), destination.mr->rkey, 8);
         write_and_wait(&requester, source, destination.address_at(), destination.mr->rkey, 16);
     }
+    // Post a write. Expect that it fails with this status and changes no byte of the destination.
     void expect_refusal(ibv_wc_status status) {
         std::memset(destination.bytes, 0, destination.size_bytes);
         CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, destination.address_at(), rkey),
@@ -170,7 +173,7 @@ void test_write_does_not_overtake_send() {
     CHECK(granted.requester.post(make_request(1, IBV_WR_SEND), {granted.source.sge(0, 8)}) == 0);
     CHECK(granted.requester.post(make_request(2, IBV_WR_RDMA_WRITE, granted.destination.address_at(32), granted.rkey),
                                  {granted.source.sge(0, 8)}) == 0);
-    usleep(20000);
+    usleep(20000); // enough time for a write that wrongly overtakes the send
     CHECK(granted.destination.bytes[32] == 0);
     CHECK(granted.responder.post_receive(3, {granted.destination.sge(0, 8)}) == 0);
     granted.responder.expect_completion(3, IBV_WC_SUCCESS);
@@ -179,7 +182,8 @@ void test_write_does_not_overtake_send() {
     CHECK(has_pattern(granted.destination.bytes + 32, 8));
 }
 
-// The test uses more regions than there are slots for grants. Each write must still arrive in its region.
+// The test uses 100 regions, but a connection has only 64 slots for grants (GrantTable::slot_count). Each write must
+// still arrive in its region.
 void test_many_regions_are_granted_in_turn() {
     GrantedPair granted;
     std::vector<ibv_mr*> regions;
@@ -202,7 +206,8 @@ void test_many_regions_are_granted_in_turn() {
     }
 }
 
-// Write to the region without pause, in turn from two buffers of different content, until a write is refused.
+// Write to the region without pause, in turn from two buffers of different content, until a write is refused. Set
+// `has_started` after the first successful completion.
 void write_until_refused(GrantedPair* granted, const Buffer& second_source, std::atomic<bool>* has_started) {
     for (std::uint64_t count = 0;; ++count) {
         const Buffer& source = count % 2 == 0 ? granted->source : second_source;
@@ -238,25 +243,26 @@ void test_deregistration_waits_for_copies() {
         usleep(round * 37); // so that the deregistration meets a copy at another point in each round
         CHECK(ibv_dereg_mr(granted.destination.mr) == 0);
         granted.destination.mr = nullptr;
-        // Read only one byte of each page, so that little time passes until the last byte is read.
-        std::vector<std::uint8_t> content;
+        // Read only the first byte of each page, so that a copy that still runs has little time to end unnoticed.
+        std::vector<std::uint8_t> first_bytes;
         for (std::size_t offset = 0; offset < large_bytes; offset += 4096) {
-            content.push_back(granted.destination.bytes[offset]);
+            first_bytes.push_back(granted.destination.bytes[offset]);
         }
         writer.join();
-        for (std::size_t page = 0; page < content.size(); ++page) {
-            CHECK(granted.destination.bytes[page * 4096] == content[page]);
+        for (std::size_t page = 0; page < first_bytes.size(); ++page) {
+            CHECK(granted.destination.bytes[page * 4096] == first_bytes[page]);
         }
     }
 }
 
+// Return the ledger as JSON. The reserve of 4096 bytes is for a ledger that grows between the two calls.
 std::string read_ledger() {
     std::string json(static_cast<std::size_t>(gdrkit_twin_ledger(nullptr, 0)) + 4096, '\0');
     json.resize(static_cast<std::size_t>(gdrkit_twin_ledger(json.data(), json.size())));
     return json;
 }
 
-// Bytes that the requester copies itself count for both devices.
+// Bytes that the requester copies under a grant count for the devices of both sides.
 void test_copied_bytes_are_counted() {
     GrantedPair granted;
     Buffer readback(granted.requester.pd, 100);

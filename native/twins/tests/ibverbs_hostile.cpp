@@ -1,5 +1,5 @@
 // Tests of the software twin of libibverbs: a hostile peer that connects correctly and then corrupts the shared memory.
-// Only its own connection ends, it cannot access memory without a valid key, and the target keeps working.
+// The target ends the connection of this peer, protects memory outside its region, and continues to serve other peers.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -22,7 +22,8 @@ namespace {
 
 constexpr std::size_t region_bytes = 4096, buffer_bytes = 3 * region_bytes;
 
-// A queue pair that expects the peer at the given address, with guard bytes around its region.
+// A queue pair that expects the peer at the given address. Its region is the middle third of its memory. The destructor
+// checks that the other two thirds are unchanged.
 struct Target {
     Endpoint endpoint{0};
     Buffer memory{endpoint.pd, buffer_bytes, 0};
@@ -38,7 +39,7 @@ struct Target {
         CHECK(has_pattern(memory.bytes + 2 * region_bytes, region_bytes, 2 * region_bytes));
         CHECK(ibv_dereg_mr(mr) == 0);
     }
-    [[nodiscard]] std::uint64_t address() const { return memory.address_at(region_bytes); }
+    [[nodiscard]] std::uint64_t region_address() const { return memory.address_at(region_bytes); }
 };
 
 wire::ConnectRequest make_connect_request(const QueuePairAddress& from, const QueuePairAddress& to) {
@@ -61,15 +62,16 @@ struct HostilePeer {
     }
     // Wait until the target ends the connection.
     void expect_end() {
-        char wakeups[64];
+        char wakeups[64]; // the socket carries only wake-ups, because the requests are in the shared memory
         while (recv(socket.get(), wakeups, sizeof wakeups, 0) > 0) {
         }
     }
+    // Return a valid write of 64 bytes to the region.
     wire::Request make_request(const Target& target) {
         wire::Request request{};
         request.magic = wire::magic;
         request.opcode = wire::Opcode::write;
-        request.remote_address = target.address();
+        request.remote_address = target.region_address();
         request.message_bytes = request.chunk_bytes = 64;
         request.rkey = target.mr->rkey;
         request.payload_offset = *link->reserve(64);
@@ -77,6 +79,7 @@ struct HostilePeer {
     }
 };
 
+// Send a request that `corrupt` has changed. The target must end the connection without a response.
 void check_bad_request(Target* target, const QueuePairAddress& peer,
                        const std::function<void(wire::Request*)>& corrupt) {
     HostilePeer hostile_peer(peer, target->endpoint.address());
@@ -93,7 +96,8 @@ void test_bad_requests(Target* target, const QueuePairAddress& peer) {
     check_bad_request(target, peer, [](wire::Request* request) { request->opcode = static_cast<wire::Opcode>(77); });
     check_bad_request(target, peer, [](wire::Request* request) { request->payload_offset = 0; });
     check_bad_request(target, peer, [](wire::Request* request) { request->payload_offset = 0xffffffff; });
-    // The last of the 64 bytes is one byte after the shared memory.
+    // The shared memory has a control block of 16384 bytes and a payload ring of 1 MiB. The last of the 64 bytes is the
+    // first byte after this memory.
     check_bad_request(target, peer, [](wire::Request* request) { request->payload_offset = (1U << 20) + 16384 - 63; });
     check_bad_request(target, peer, [](wire::Request* request) { request->chunk_bytes = 1U << 30; });
     check_bad_request(target, peer, [](wire::Request* request) { request->chunk_offset_bytes = ~0ULL; });
@@ -105,7 +109,8 @@ void test_bad_requests(Target* target, const QueuePairAddress& peer) {
     hostile_peer.expect_end();
 }
 
-// Several requests say that their payload is in the pipe, but the pipe holds only one payload and a part of the next.
+// Four requests say that their payload of 64 bytes is in the pipe, but the pipe holds only 100 bytes: one payload and a
+// part of the next.
 void test_short_pipe(Target* target, const QueuePairAddress& peer) {
     HostilePeer hostile_peer(peer, target->endpoint.address());
     wire::Request request = hostile_peer.make_request(*target);
@@ -120,7 +125,8 @@ void test_short_pipe(Target* target, const QueuePairAddress& peer) {
     CHECK(hostile_peer.link->response_count() == 1);
 }
 
-// The target does not map shared memory whose seals or size are wrong.
+// The target does not map shared memory without seals, whether the size is wrong (0, 4096) or right. It ends the
+// connection without a reply.
 void test_bad_shared_memory(Target* target, const QueuePairAddress& peer) {
     const QueuePairAddress target_address = target->endpoint.address();
     for (const std::size_t size_bytes : {0UL, 4096UL, (1UL << 20) + 16384}) {
@@ -135,8 +141,8 @@ void test_bad_shared_memory(Target* target, const QueuePairAddress& peer) {
     }
 }
 
-// Write random data to the shared memory while the target reads it. The target may refuse a request. Its queue pair
-// then enters the error state, as with any peer.
+// Write random data to the shared memory while the target reads it. The target may refuse a request. The queue pair
+// of the target then enters the error state, as with any peer.
 void test_random_writes(unsigned seed) {
     Endpoint peer(1);
     Target target(peer.address());
@@ -155,22 +161,23 @@ void test_random_writes(unsigned seed) {
     }
 }
 
-// A peer pretends to use a grant for ever. It delays a deregistration only for a limited time.
+// A peer claims that it uses a grant, and never stops. ibv_dereg_mr waits for such a peer only for a limited time
+// (requester_timeout).
 void test_endless_use_of_grant() {
     Endpoint peer(1);
     Target target(peer.address());
     HostilePeer hostile_peer(peer.address(), target.endpoint.address());
-    ibv_mr* const mr =
+    ibv_mr* const granted_mr =
         ibv_reg_mr(target.endpoint.pd, target.memory.bytes + region_bytes, region_bytes, read_write_access);
     wire::Request request = hostile_peer.make_request(target);
-    request.rkey = mr->rkey;
+    request.rkey = granted_mr->rkey;
     hostile_peer.link->put_request(0, request);
     hostile_peer.link->publish_requests(1, hostile_peer.socket.get());
     while (hostile_peer.link->response_count() == 0) {
         std::this_thread::yield();
     }
-    hostile_peer.link->grants().used_slot = 1;
-    CHECK(ibv_dereg_mr(mr) == 0);
+    hostile_peer.link->grants().used_slot = 1; // slots are counted from 1; 0 means that no slot is used
+    CHECK(ibv_dereg_mr(granted_mr) == 0);
 }
 
 void publish_response(Link* link, int socket, std::uint32_t index, const wire::Response& response) {
@@ -178,7 +185,8 @@ void publish_response(Link* link, int socket, std::uint32_t index, const wire::R
     link->publish_responses(index + 1, socket);
 }
 
-// Here the target is hostile: it sends responses that match no request. The requester ends the connection.
+// Here the target is hostile: after it has received a request, it calls `misbehave`, which sends an invalid response.
+// The requester ends the connection: its first request fails, and the second is flushed.
 void check_bad_response(const std::function<void(Link*, int)>& misbehave) {
     Endpoint endpoint(0);
     Buffer read_buffer(endpoint.pd, 4096);
@@ -199,8 +207,8 @@ void check_bad_response(const std::function<void(Link*, int)>& misbehave) {
             std::this_thread::yield();
         }
         misbehave(link.get(), socket.get());
-        char end = 0;
-        while (recv(socket.get(), &end, 1, 0) > 0) {
+        char wakeup = 0;
+        while (recv(socket.get(), &wakeup, 1, 0) > 0) {
         }
     });
     endpoint.connect(hostile_address);
@@ -224,15 +232,16 @@ int main() {
         // The target still serves its legitimate peer.
         peer.connect(target.endpoint.address());
         Buffer source(peer.pd, 64);
-        CHECK(peer.post(make_request(1, IBV_WR_RDMA_WRITE, target.address(), target.mr->rkey), {source.sge(0, 64)}) ==
-              0);
+        CHECK(peer.post(make_request(1, IBV_WR_RDMA_WRITE, target.region_address(), target.mr->rkey),
+                        {source.sge(0, 64)}) == 0);
         peer.expect_completion(1, IBV_WC_SUCCESS);
     }
     test_endless_use_of_grant();
     for (unsigned seed = 0; seed < 50; ++seed) {
         test_random_writes(seed);
     }
-    // These responses have a number without a request, no magic number, too large a payload, and an invalid timer code.
+    // The four responses, in this order: its index belongs to no request, it has no magic number, its payload of 8192
+    // bytes is larger than the read, and its min_rnr_timer code 4000 is invalid.
     check_bad_response([](Link* link, int socket) { publish_response(link, socket, 1000, {}); });
     check_bad_response([](Link* link, int socket) { publish_response(link, socket, 0, {}); });
     check_bad_response([](Link* link, int socket) {

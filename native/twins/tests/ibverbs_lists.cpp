@@ -36,7 +36,7 @@ struct Pages {
     Pages& operator=(const Pages&) = delete;
 
     std::uint8_t* page_at(std::size_t page_index) const { return bytes + page_index * page_bytes; }
-    // Make a page inaccessible. After a munmap, another mapping could reuse the address.
+    // Make a page inaccessible. The function does not unmap the page, because another mapping could reuse its address.
     void make_inaccessible(std::size_t page_index) const {
         CHECK(mprotect(page_at(page_index), page_bytes, PROT_NONE) == 0);
     }
@@ -45,14 +45,14 @@ struct Pages {
     ibv_mr* mr;
 };
 
-// A list of requests that one call posts.
+// A list of RDMA WRITEs that one ibv_post_send posts. The id of each request is its index in the list.
 struct WriteList {
     std::vector<ibv_send_wr> requests;
     std::vector<ibv_sge> sges;
 
-    void add(const ibv_sge& local, const void* remote, std::uint32_t rkey) {
-        requests.push_back(make_request(requests.size(), IBV_WR_RDMA_WRITE, address_of(remote), rkey));
-        sges.push_back(local);
+    void add(const ibv_sge& source, const void* destination, std::uint32_t rkey) {
+        requests.push_back(make_request(requests.size(), IBV_WR_RDMA_WRITE, address_of(destination), rkey));
+        sges.push_back(source);
     }
     void add(const Pages& source, const Pages& destination, std::size_t page_index,
              std::size_t size_bytes = page_bytes) {
@@ -160,7 +160,7 @@ void test_first_of_two_failures_is_reported() {
     for (std::size_t page_index = 0; page_index < 8; ++page_index) {
         list.add(endpoints.source, endpoints.destination, page_index);
     }
-    list.sges[5].lkey ^= 1;
+    list.sges[5].lkey ^= 1; // the second failure: an invalid key
     list.post(&endpoints.requester);
     list.expect_completions(&endpoints.requester, 3, IBV_WC_LOC_PROT_ERR);
     endpoints.check_page_arrived(2);
@@ -173,6 +173,7 @@ void test_write_beyond_region_is_refused() {
     for (std::size_t page_index = 0; page_index < 24; ++page_index) {
         list.add(endpoints.source, endpoints.destination, page_index);
     }
+    // The last byte of this write is outside the region.
     list.requests[17].wr.rdma.remote_addr = address_of(endpoints.destination.page_at(page_count)) - page_bytes + 1;
     list.post(&endpoints.requester);
     list.expect_completions(&endpoints.requester, 17, IBV_WC_REM_ACCESS_ERR);
@@ -208,6 +209,7 @@ int main() {
     isolate_from_other_processes();
     test_every_byte_arrives();
     test_list_may_use_several_regions();
+    // The failing page is at an end of the list, or beside the border between two batches (64 KiB, which are 16 pages).
     for (const std::size_t failing_page : {0, 5, 15, 16, 63}) {
         test_inaccessible_memory(false, failing_page);
         test_inaccessible_memory(true, failing_page);

@@ -13,15 +13,14 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-// Run this program with one environment variable. Return the number of devices, or 100 + errno if ibv_get_device_list
-// fails.
+// Run this program with `variable` (NAME=VALUE) in its environment. Return the exit code of list_devices().
 int run_with_variable(const std::string& variable) {
     std::string program = "/proc/self/exe", argument = "list", setting = variable;
     char* arguments[] = {program.data(), argument.data(), nullptr};
-    const std::string name = variable.substr(0, variable.find('=') + 1);
+    const std::string name_and_equals = variable.substr(0, variable.find('=') + 1);
     std::vector<char*> environment{setting.data()};
     for (char** inherited = environ; *inherited != nullptr; ++inherited) {
-        if (!std::string(*inherited).starts_with(name)) {
+        if (!std::string(*inherited).starts_with(name_and_equals)) {
             environment.push_back(*inherited);
         }
     }
@@ -33,6 +32,7 @@ int run_with_variable(const std::string& variable) {
     return WEXITSTATUS(status);
 }
 
+// Check the device list. Return the number of devices, or 100 + errno if ibv_get_device_list fails.
 int list_devices() {
     int count = -1;
     errno = 0;
@@ -50,6 +50,7 @@ int list_devices() {
     return count;
 }
 
+// Write a fault plan to a new file and return the path.
 std::string write_plan(const char* text) {
     char path[] = "/tmp/gdrkit-plan-XXXXXX";
     const int fd = mkstemp(path);
@@ -63,11 +64,11 @@ void test_library_stays_loaded() {
     void* const library = dlopen(GDRKIT_LIBRARY, RTLD_NOW);
     link_map* map = nullptr;
     CHECK(library != nullptr && dlinfo(library, RTLD_DI_LINKMAP, &map) == 0);
-    std::uint64_t flags = 0;
+    std::uint64_t dynamic_flags = 0;
     for (const ElfW(Dyn)* entry = map->l_ld; entry->d_tag != DT_NULL; ++entry) {
-        flags |= entry->d_tag == DT_FLAGS_1 ? entry->d_un.d_val : 0;
+        dynamic_flags |= entry->d_tag == DT_FLAGS_1 ? entry->d_un.d_val : 0;
     }
-    CHECK((flags & DF_1_NODELETE) != 0);
+    CHECK((dynamic_flags & DF_1_NODELETE) != 0);
     dlclose(library);
 }
 
@@ -78,9 +79,10 @@ int main(int argument_count, char**) {
         return list_devices();
     }
     test_library_stays_loaded();
-    CHECK(run_with_variable("GDRKIT_TWINS_LATE_US=0") == 2);
+    CHECK(run_with_variable("GDRKIT_TWINS_LATE_US=0") == 2); // the default number of NICs
     CHECK(run_with_variable("GDRKIT_TWINS_NICS=0") == 0);
     CHECK(run_with_variable("GDRKIT_TWINS_NICS=16") == 16);
+    // The last GDRKIT_TWINS_FABRIC has a valid address. It fails because GDRKIT_TWINS_FABRIC_SECRET is not set.
     for (const char* invalid_variable :
          {"GDRKIT_TWINS_NICS=17", "GDRKIT_TWINS_NICS=two", "GDRKIT_TWINS_NICS=", "GDRKIT_TWINS_SEED=-1",
           "GDRKIT_TWINS_DOMAIN=a/b", "GDRKIT_TWINS_PEERMEM=yes", "GDRKIT_TWINS_LATE_SHARE=101",

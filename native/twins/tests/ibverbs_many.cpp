@@ -1,5 +1,5 @@
-// Tests of the software twin of libibverbs: many requests in flight, with writes and reads of many sizes, inline or
-// not; their order; and requests that an error interrupts.
+// Tests of the software twin of libibverbs: many requests in flight at once. They are writes and reads of many sizes;
+// some writes are inline. The tests also check the order of requests and the effect of an error on later requests.
 #include <algorithm>
 #include <random>
 
@@ -21,7 +21,7 @@ EndpointSettings make_large_queue_settings() {
 }
 
 // Writes and reads have random sizes and offsets. A write has two scatter/gather entries, and may be inline or empty.
-// The result is compared with a model of the responder's memory.
+// The array `model` has the content that the responder's memory must have after the requests that were posted so far.
 void test_mixed_requests() {
     Endpoint requester(0, make_large_queue_settings()), responder(1, make_large_queue_settings());
     Buffer local_buffer(requester.pd, memory_bytes), readback(requester.pd, memory_bytes),
@@ -33,7 +33,7 @@ void test_mixed_requests() {
     for (int round = 0; round < 15; ++round) {
         struct Read {
             std::size_t readback_offset, size_bytes;
-            std::vector<std::uint8_t> expected;
+            std::vector<std::uint8_t> expected_bytes;
         };
         std::vector<Read> reads;
         constexpr std::size_t read_slot_bytes = memory_bytes / 64;
@@ -66,7 +66,8 @@ void test_mixed_requests() {
             requester.expect_completion(id, IBV_WC_SUCCESS);
         }
         for (const Read& read : reads) {
-            CHECK(std::equal(read.expected.begin(), read.expected.end(), readback.bytes + read.readback_offset));
+            CHECK(std::equal(read.expected_bytes.begin(), read.expected_bytes.end(),
+                             readback.bytes + read.readback_offset));
         }
     }
     CHECK(std::memcmp(remote_buffer.bytes, model.data(), memory_bytes) == 0);
@@ -91,7 +92,8 @@ void test_fenced_write() {
     }
 }
 
-// In the error state the application may reuse its buffers: their new content must never reach the peer.
+// After a queue pair has entered the error state, the application may reuse its buffers. The new content of the buffers
+// must never reach the peer.
 void test_buffers_after_error() {
     for (int round = 0; round < 15; ++round) {
         Endpoint requester(0, make_large_queue_settings()), responder(1, make_large_queue_settings());
@@ -104,7 +106,7 @@ void test_buffers_after_error() {
                                               remote_buffer.mr->rkey),
                                  {local_buffer.sge(id * write_bytes, write_bytes)}) == 0);
         }
-        usleep(static_cast<useconds_t>(round) * 100);
+        usleep(static_cast<useconds_t>(round) * 100); // so that the error comes at another point of the writes
         CHECK(requester.modify_to(IBV_QPS_ERR) == 0);
         std::memset(local_buffer.bytes, 2, memory_bytes);
         std::size_t success_count = 0;
@@ -121,7 +123,8 @@ void test_buffers_after_error() {
     }
 }
 
-// After a request is refused, the later requests are flushed, and none of them has an effect.
+// The responder refuses request 20 of 64, because its key is wrong. The later requests are flushed, and none of them
+// has an effect.
 void test_refused_in_the_middle() {
     Endpoint requester(0, make_large_queue_settings()), responder(1, make_large_queue_settings());
     Buffer local_buffer(requester.pd, memory_bytes), remote_buffer(responder.pd, memory_bytes);

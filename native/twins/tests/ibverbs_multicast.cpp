@@ -1,4 +1,5 @@
-// Tests of the software twin of libibverbs: multicast groups, datagrams between processes, and hostile frames.
+// Tests of the software twin of libibverbs: multicast groups, datagrams between processes, and frames that
+// no twin sends.
 #include <signal.h>
 #include <spawn.h>
 #include <sys/resource.h>
@@ -6,6 +7,7 @@
 #include <sys/wait.h>
 
 #include <cerrno>
+#include <cstddef>
 #include <memory>
 
 #include "ibverbs/datagram_frame.hpp"
@@ -20,35 +22,38 @@ using gdrkit::twin::verbs::make_multicast_socket_name;
 
 namespace {
 
-// Size of a receive buffer. A network header and a datagram of the path MTU need 4136 bytes.
-constexpr std::size_t receive_bytes = 4200;
+// Size of a receive buffer. The network header (40 bytes) and a payload of the path MTU (4096 bytes) fit into it.
+constexpr std::size_t receive_buffer_bytes = 4200;
+constexpr unsigned unsignaled = 0; // send flags without IBV_SEND_SIGNALED
 
-// The second process runs this function. It joins a group, and sends the bytes of each datagram back to the sender. It
-// ends after an empty datagram.
-int run_echo(int socket) {
+// The second process runs this function. It attaches a queue pair of NIC 1 to group 1, sends the number of this queue
+// pair to the first process over the socket, and receives the GID of the first process. Then it sends the payload of
+// each datagram back to the sender. It ends after an empty datagram.
+int run_echo(int parent_socket) {
     DatagramEndpoint endpoint(1);
     const ibv_gid group = make_group(1);
     CHECK(ibv_attach_mcast(endpoint.qp, &group, 0) == 0);
+    // The wr_id of a receive request, and of the answer from its buffer, is the index of the buffer.
     for (int index = 0; index < 8; ++index) {
-        CHECK(endpoint.post_receive(static_cast<std::uint64_t>(index), static_cast<std::size_t>(index) * receive_bytes,
-                                    receive_bytes) == 0);
+        CHECK(endpoint.post_receive(static_cast<std::uint64_t>(index),
+                                    static_cast<std::size_t>(index) * receive_buffer_bytes, receive_buffer_bytes) == 0);
     }
-    CHECK(send_all(socket, &endpoint.qp->qp_num, sizeof endpoint.qp->qp_num));
+    CHECK(send_all(parent_socket, &endpoint.qp->qp_num, sizeof endpoint.qp->qp_num));
     ibv_gid peer_gid{};
-    CHECK(recv_all(socket, &peer_gid, sizeof peer_gid));
+    CHECK(recv_all(parent_socket, &peer_gid, sizeof peer_gid));
     ibv_ah* const return_ah = endpoint.create_address_handle(make_path(peer_gid));
-    // An answer may arrive, and the peer may send its next datagram, before the answer completes here. So a buffer is
-    // posted again only after the answer from it has completed.
-    bool has_ended = false;
-    for (int pending_answer_count = 0; !has_ended || pending_answer_count > 0;) {
+    // The peer can receive an answer and send its next datagram before the send request of the answer completes here.
+    // Until then the answer's buffer is in use, so the buffer is posted again only after this completion.
+    bool has_received_end = false;
+    for (int pending_answer_count = 0; !has_received_end || pending_answer_count > 0;) {
         const ibv_wc wc = endpoint.poll_completion();
         CHECK(wc.status == IBV_WC_SUCCESS);
-        const std::size_t offset = wc.wr_id * receive_bytes;
+        const std::size_t offset = wc.wr_id * receive_buffer_bytes;
         if (wc.opcode == IBV_WC_SEND) {
             --pending_answer_count;
-            CHECK(endpoint.post_receive(wc.wr_id, offset, receive_bytes) == 0);
+            CHECK(endpoint.post_receive(wc.wr_id, offset, receive_buffer_bytes) == 0);
         } else if (wc.byte_len == grh_bytes) {
-            has_ended = true;
+            has_received_end = true;
         } else {
             CHECK(endpoint.send(wc.wr_id, return_ah, wc.src_qp, offset + grh_bytes, wc.byte_len - grh_bytes) == 0);
             ++pending_answer_count;
@@ -58,12 +63,13 @@ int run_echo(int socket) {
     return 0;
 }
 
+// A process that runs run_echo(), and the number of its queue pair. It sends the answers to `return_gid`.
 struct EchoProcess {
     pid_t pid = 0;
     Fd socket;
     std::uint32_t qp_num = 0;
 
-    explicit EchoProcess(const ibv_gid& gid) {
+    explicit EchoProcess(const ibv_gid& return_gid) {
         int sockets[2];
         CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
         socket = Fd(sockets[0]);
@@ -75,7 +81,7 @@ struct EchoProcess {
         posix_spawn_file_actions_addclose(&actions, sockets[0]);
         CHECK(posix_spawn(&pid, "/proc/self/exe", &actions, nullptr, arguments, environ) == 0);
         posix_spawn_file_actions_destroy(&actions);
-        CHECK(recv_all(socket.get(), &qp_num, sizeof qp_num) && send_all(socket.get(), &gid, sizeof gid));
+        CHECK(recv_all(socket.get(), &qp_num, sizeof qp_num) && send_all(socket.get(), &return_gid, sizeof return_gid));
     }
     void expect_exit() const {
         int status = 0;
@@ -86,56 +92,62 @@ struct EchoProcess {
 void test_datagrams_move_between_processes() {
     DatagramEndpoint endpoint(0);
     const EchoProcess echo(query_gid(endpoint.context));
-    ibv_ah* const ah =
+    // A temporary endpoint gives the GID of NIC 1, which the echo process uses.
+    ibv_ah* const echo_ah =
         endpoint.create_address_handle(make_path(query_gid(std::make_unique<DatagramEndpoint>(1)->context)));
-    for (std::size_t count = 0; count < 50; ++count) {
-        const std::size_t length = 1 + count * 83;
-        fill_pattern(endpoint.buffer->bytes, length, count);
-        CHECK(endpoint.post_receive(1, 8192, receive_bytes) == 0);
-        CHECK(endpoint.send(2, ah, echo.qp_num, 0, std::min(length, mtu_bytes), 0) == 0);
+    constexpr std::size_t answer_offset = 8192;
+    for (std::size_t round = 0; round < 50; ++round) {
+        const std::size_t length = 1 + round * 83;
+        fill_pattern(endpoint.buffer->bytes, length, round);
+        CHECK(endpoint.post_receive(1, answer_offset, receive_buffer_bytes) == 0);
+        CHECK(endpoint.send(2, echo_ah, echo.qp_num, 0, std::min(length, mtu_bytes), unsignaled) == 0);
         const ibv_wc wc = endpoint.expect_completion(1);
         CHECK(wc.src_qp == echo.qp_num && wc.byte_len == grh_bytes + length);
-        CHECK(has_pattern(endpoint.buffer->bytes + 8192 + grh_bytes, length, count));
-        CHECK(endpoint.send(3, ah, echo.qp_num ^ 1, 0, 0) == 0); // frees the slot of the unsignaled request
+        CHECK(has_pattern(endpoint.buffer->bytes + answer_offset + grh_bytes, length, round));
+        // The completion of a signaled request also frees the slot of the unsignaled request. The request goes to an
+        // unknown queue pair, so that the echo process does not answer.
+        CHECK(endpoint.send(3, echo_ah, echo.qp_num ^ 1, 0, 0) == 0);
         endpoint.expect_completion(3);
     }
-    CHECK(endpoint.send(4, ah, echo.qp_num, 0, 0) == 0);
+    CHECK(endpoint.send(4, echo_ah, echo.qp_num, 0, 0) == 0);
     echo.expect_exit();
     endpoint.expect_completion(4);
-    CHECK(ibv_destroy_ah(ah) == 0);
+    CHECK(ibv_destroy_ah(echo_ah) == 0);
 }
 
-// A stopped receiver delays only datagrams to itself. Datagrams to a killed receiver are lost at once, like datagrams
-// to an unknown queue pair.
+// When the queue of a stopped receiver has been full for a second, the twin drops the datagrams to this receiver and
+// goes on with the datagrams to others. Datagrams to a killed receiver are lost at once, like datagrams to an unknown
+// queue pair.
 void test_stopped_receiver_does_not_block_others() {
     DatagramEndpoint endpoint(0, test_qkey, 256), local_endpoint(0);
     const EchoProcess echo(query_gid(endpoint.context));
     CHECK(kill(echo.pid, SIGSTOP) == 0);
-    ibv_ah* const ah =
+    // A temporary endpoint gives the GID of NIC 1, which the echo process uses.
+    ibv_ah* const echo_ah =
         endpoint.create_address_handle(make_path(query_gid(std::make_unique<DatagramEndpoint>(1)->context)));
     ibv_ah* const local_ah = endpoint.create_address_handle(make_path(query_gid(endpoint.context)));
-    for (std::uint64_t count = 0; count < 200; ++count) {
-        CHECK(endpoint.send(count, ah, echo.qp_num, 0, mtu_bytes) == 0);
+    for (std::uint64_t wr_id = 0; wr_id < 200; ++wr_id) {
+        CHECK(endpoint.send(wr_id, echo_ah, echo.qp_num, 0, mtu_bytes) == 0);
     }
     CHECK(local_endpoint.post_receive(1, 0, 100) == 0);
     CHECK(endpoint.send(200, local_ah, local_endpoint.qp->qp_num, 0, 8) == 0);
     local_endpoint.expect_completion(1);
-    for (std::uint64_t count = 0; count <= 200; ++count) {
-        endpoint.expect_completion(count);
+    for (std::uint64_t wr_id = 0; wr_id <= 200; ++wr_id) {
+        endpoint.expect_completion(wr_id);
     }
     CHECK(kill(echo.pid, SIGKILL) == 0);
     int status = 0;
     CHECK(waitpid(echo.pid, &status, 0) == echo.pid);
-    CHECK(endpoint.send(201, ah, echo.qp_num, 0, 8) == 0);
+    CHECK(endpoint.send(201, echo_ah, echo.qp_num, 0, 8) == 0);
     endpoint.expect_completion(201);
-    CHECK(ibv_destroy_ah(ah) == 0 && ibv_destroy_ah(local_ah) == 0);
+    CHECK(ibv_destroy_ah(echo_ah) == 0 && ibv_destroy_ah(local_ah) == 0);
 }
 
 void test_multicast_reaches_every_member() {
     DatagramEndpoint sender(0), member(1), outsider(0);
     const ibv_gid group = make_group(1), other_group = make_group(2);
     const EchoProcess echo(query_gid(sender.context));
-    // Attaching twice has no further effect: one copy arrives.
+    // The second attach of a queue pair to the same group has no effect: the queue pair receives each datagram once.
     for (int count = 0; count < 2; ++count) {
         CHECK(ibv_attach_mcast(sender.qp, &group, 0) == 0 && ibv_attach_mcast(member.qp, &group, 0) == 0);
     }
@@ -145,18 +157,19 @@ void test_multicast_reaches_every_member() {
     }
     ibv_ah* const ah = sender.create_address_handle(make_path(group));
     fill_pattern(sender.buffer->bytes + 8192, 100);
-    CHECK(sender.send(3, ah, multicast_qpn, 8192, 100, 0) == 0);
+    CHECK(sender.send(3, ah, multicast_qpn, 8192, 100, unsignaled) == 0);
     CHECK(member.expect_completion(1).src_qp == sender.qp->qp_num);
     CHECK(has_pattern(member.buffer->bytes + grh_bytes, 100));
-    CHECK(std::memcmp(member.buffer->bytes + 24, &group, sizeof group) == 0); // the destination in the network header
-    // The sender gets its own datagram, and the answer of the member in the other process.
+    CHECK(std::memcmp(member.buffer->bytes + offsetof(ibv_grh, dgid), &group, sizeof group) == 0);
+    // The sender gets its own datagram, and the answer of the member in the other process, in any order.
     CHECK(sender.expect_completion(1).src_qp + sender.expect_completion(2).src_qp == sender.qp->qp_num + echo.qp_num);
     outsider.expect_no_completion();
     member.expect_no_completion();
-    CHECK(ibv_destroy_qp(member.qp) == EBUSY);
+    CHECK(ibv_destroy_qp(member.qp) == EBUSY); // it is attached to a group
     CHECK(ibv_detach_mcast(sender.qp, &group, 0) == 0 && ibv_detach_mcast(member.qp, &group, 0) == 0);
     CHECK(ibv_detach_mcast(member.qp, &group, 0) == EINVAL && ibv_detach_mcast(outsider.qp, &other_group, 0) == 0);
-    CHECK(sender.send(4, ah, multicast_qpn, 8192, 0) == 0); // the process in the group ends after an empty datagram
+    // The echo process is still in the group. It ends after an empty datagram.
+    CHECK(sender.send(4, ah, multicast_qpn, 8192, 0) == 0);
     sender.expect_completion(4);
     echo.expect_exit();
     member.expect_no_completion();
@@ -169,25 +182,28 @@ void test_wrong_groups_are_refused() {
     const ibv_gid unicast = query_gid(endpoint.context);
     ibv_gid group = make_group(3), ipv4_group{}, ipv4_host{};
     CHECK(ibv_attach_mcast(endpoint.qp, &unicast, 0) == EINVAL && ibv_attach_mcast(connected.qp, &group, 0) == EINVAL);
+    // These GIDs are IPv4 addresses (::ffff:a.b.c.d): 239.0.0.0 is a multicast address, 10.0.0.0 is not.
     ipv4_group.raw[10] = ipv4_group.raw[11] = ipv4_host.raw[10] = ipv4_host.raw[11] = 0xff;
     ipv4_group.raw[12] = 239;
     ipv4_host.raw[12] = 10;
     CHECK(ibv_attach_mcast(endpoint.qp, &ipv4_host, 0) == EINVAL);
     CHECK(ibv_attach_mcast(endpoint.qp, &ipv4_group, 0) == 0 && ibv_detach_mcast(endpoint.qp, &ipv4_group, 0) == 0);
-    // The test takes the socket names of all members, so that the group is full.
+    // A group has at most 56 members, and each of them binds one of 56 socket names. The test binds all of these names,
+    // so that the group is full.
     ibv_device_attr limits{};
     CHECK(ibv_query_device(endpoint.context, &limits) == 0 && limits.max_mcast_qp_attach == 56);
-    std::vector<Fd> members;
-    for (unsigned member = 0; member < 56; ++member) {
-        members.emplace_back(open_datagram_receiver(make_multicast_socket_name(group, member)));
-        CHECK(members.back());
+    std::vector<Fd> member_sockets;
+    for (unsigned member_index = 0; member_index < 56; ++member_index) {
+        member_sockets.emplace_back(open_datagram_receiver(make_multicast_socket_name(group, member_index)));
+        CHECK(member_sockets.back());
     }
     CHECK(ibv_attach_mcast(endpoint.qp, &group, 0) == ENOMEM);
-    members.pop_back();
+    member_sockets.pop_back();
     CHECK(ibv_attach_mcast(endpoint.qp, &group, 0) == 0 && ibv_detach_mcast(endpoint.qp, &group, 0) == 0);
 }
 
-// Frames that no twin sends are discarded: wrong magic, sizes, destination or flags, and frames with descriptors.
+// The receiver discards frames that no twin sends: the frame has a wrong size or destination, or a field of its header
+// has an invalid value.
 void test_hostile_frames_are_discarded() {
     DatagramEndpoint endpoint;
     const ibv_gid gid = query_gid(endpoint.context);
@@ -205,7 +221,7 @@ void test_hostile_frames_are_discarded() {
     const auto send = [&](const DatagramHeader& header, std::size_t header_bytes, std::size_t payload_bytes) {
         const iovec parts[] = {{const_cast<DatagramHeader*>(&header), header_bytes}, {payload.data(), payload_bytes}};
         int error = EAGAIN;
-        while (error == EAGAIN) {
+        while (error == EAGAIN) { // the queue of the receiver is full
             error = send_datagram(sender.get(), socket_name, parts);
         }
         CHECK(error == 0);
@@ -214,6 +230,7 @@ void test_hostile_frames_are_discarded() {
     for (std::size_t bytes = 0; bytes < sizeof valid_header; bytes += 7) {
         send(valid_header, bytes, 0);
     }
+    // The payload is smaller or larger than the 8 bytes of the header's field.
     send(valid_header, sizeof valid_header, 7);
     send(valid_header, sizeof valid_header, 9);
     send(valid_header, sizeof valid_header, 65000);
@@ -224,32 +241,32 @@ void test_hostile_frames_are_discarded() {
     };
     send_changed([](DatagramHeader* header) { header->magic ^= 1; });
     send_changed([](DatagramHeader* header) { ++header->version; });
-    send_changed([](DatagramHeader* header) { header->payload_bytes = 4097; });
+    send_changed([](DatagramHeader* header) { header->payload_bytes = 4097; }); // more than the MTU
     send_changed([](DatagramHeader* header) { header->payload_bytes = 0xffffffff; });
     send_changed([](DatagramHeader* header) { ++header->destination_qpn; });
     send_changed([](DatagramHeader* header) { header->destination_gid.raw[15] ^= 1; });
     send_changed([](DatagramHeader* header) { header->destination_gid = make_group(1); });
-    send_changed([](DatagramHeader* header) { header->source_qpn = 0x1000000; });
-    send_changed([](DatagramHeader* header) { header->flags = 4; });
-    send_changed([](DatagramHeader* header) { header->service_level = 16; });
-    send_changed([](DatagramHeader* header) { header->flow_label = 0x100000; });
-    send_changed([](DatagramHeader* header) { header->is_roce_v2 = 2; });
+    send_changed([](DatagramHeader* header) { header->source_qpn = 0x1000000; }); // more than 24 bits
+    send_changed([](DatagramHeader* header) { header->flags = 4; });              // an unknown flag
+    send_changed([](DatagramHeader* header) { header->service_level = 16; });     // more than 4 bits
+    send_changed([](DatagramHeader* header) { header->flow_label = 0x100000; });  // more than 20 bits
+    send_changed([](DatagramHeader* header) { header->is_roce_v2 = 2; });         // neither 0 nor 1
     endpoint.expect_no_completion();
     send(valid_header, sizeof valid_header, 8);
     CHECK(endpoint.expect_completion(1).src_qp == 7);
 }
 
-// A queue pair is destroyed right after a send to its own group. Its thread wakes for the datagram while this thread
-// still sends to other members. The thread must notice that the queue pair is destroyed.
+// A queue pair is destroyed right after it has sent datagrams to its own group. The thread of the queue pair may wake
+// for these datagrams while the test's thread still sends, and must notice that the queue pair is then destroyed.
 void test_pair_ends_right_after_a_send_to_its_group() {
     for (int round = 0; round < 100; ++round) {
         const DatagramEndpoint member(0);
         const ibv_gid group = make_group(7);
         CHECK(ibv_attach_mcast(member.qp, &group, 0) == 0);
         ibv_ah* const ah = member.create_address_handle(make_path(group));
-        usleep(2000); // until the thread sleeps, so that this thread sends
+        usleep(2000); // until the queue pair's thread sleeps, so that the calls below send the datagrams themselves
         for (int count = 0; count < 16; ++count) {
-            CHECK(member.send(1, ah, multicast_qpn, 0, 64, 0) == 0);
+            CHECK(member.send(1, ah, multicast_qpn, 0, 64, unsignaled) == 0);
         }
         CHECK(ibv_detach_mcast(member.qp, &group, 0) == 0 && ibv_destroy_ah(ah) == 0);
     }

@@ -1,6 +1,6 @@
 // Tests of the software twin of libibverbs: the libraries of this machine's rdma-core can be loaded with the twin in
-// place of libibverbs. These are the providers, which register themselves when they are loaded, the libraries of
-// providers that programs link (libmlx5, libefa), and librdmacm.
+// place of libibverbs. The test loads librdmacm, the providers in the folder libibverbs, which register themselves when
+// they are loaded, and the provider libraries that programs link (libefa, libmana, libmlx4 and libmlx5).
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -14,9 +14,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int skipped_exit_code = 77; // SKIP_RETURN_CODE of the test
+constexpr int skipped_exit_code = 77; // SKIP_RETURN_CODE in ibverbs.cmake
 
-// Return the paths of the libraries, or an empty list on a machine without rdma-core.
+// Return the paths of the libraries to load, or an empty list on a machine without rdma-core.
 std::vector<fs::path> list_rdma_core_libraries() {
     std::vector<fs::path> libraries;
 #if defined(__x86_64__)
@@ -25,14 +25,14 @@ std::vector<fs::path> list_rdma_core_libraries() {
     const char* const debian_folder = "/usr/lib/aarch64-linux-gnu";
 #endif
     for (const char* const folder : {debian_folder, "/usr/lib64"}) {
-        std::error_code ignored;
-        for (const auto& entry : fs::directory_iterator(fs::path(folder) / "libibverbs", ignored)) {
+        std::error_code error; // set if the folder does not exist; the loop is then empty
+        for (const auto& entry : fs::directory_iterator(fs::path(folder) / "libibverbs", error)) {
             libraries.push_back(entry.path());
         }
-        for (const char* const name :
+        for (const char* const file_name :
              {"libefa.so.1", "libmana.so.1", "libmlx4.so.1", "libmlx5.so.1", "librdmacm.so.1"}) {
-            if (fs::exists(fs::path(folder) / name)) {
-                libraries.push_back(fs::path(folder) / name);
+            if (fs::exists(fs::path(folder) / file_name)) {
+                libraries.push_back(fs::path(folder) / file_name);
             }
         }
     }
@@ -57,16 +57,18 @@ int main() {
     }
     const int device_count = count_devices();
     for (const fs::path& library : libraries) {
-        // RTLD_NOW resolves every symbol, so a missing private entry makes dlopen fail.
+        // RTLD_NOW resolves every symbol, so dlopen fails if the twin lacks a function that the library imports. Some
+        // of these functions are private to rdma-core (symbol version IBVERBS_PRIVATE_*).
         if (dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL) == nullptr) {
             std::fprintf(stderr, "%s\n", dlerror());
             CHECK(false && "a library of rdma-core cannot be loaded");
         }
     }
-    CHECK(count_devices() == device_count);
-    // Only the twin is loaded: the libraries have bound to it by its SONAME.
+    CHECK(count_devices() == device_count); // the providers claim no further devices
+    // The libraries use the twin, which has the SONAME libibverbs.so.1, and have loaded no other library of this name.
     CHECK(dlopen(GDRKIT_LIBRARY, RTLD_NOW | RTLD_NOLOAD) == dlopen("libibverbs.so.1", RTLD_NOW | RTLD_NOLOAD));
-    // libmlx5 compares a private member of the device with its own table.
+    // libmlx5 compares the pointer behind the ibv_device with its own table of functions, and must not take the twin's
+    // device for a device of its own.
     if (void* const mlx5 = dlopen("libmlx5.so.1", RTLD_NOW | RTLD_NOLOAD)) {
         const auto is_supported = reinterpret_cast<bool (*)(ibv_device*)>(dlsym(mlx5, "mlx5dv_is_supported"));
         CHECK(is_supported != nullptr);

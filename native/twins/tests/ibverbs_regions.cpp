@@ -1,5 +1,5 @@
-// Tests of the software twin of libibverbs: registration of memory regions, with valid and refused arguments, their
-// errnos, and dma-bufs.
+// Tests of the software twin of libibverbs: registration of host memory and of dma-bufs, the errno for each invalid
+// argument, and the limit of locked memory (RLIMIT_MEMLOCK).
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -29,14 +29,15 @@ void test_host_memory_registration_is_checked() {
         CHECK(ibv_reg_mr_iova2(endpoint.pd, address, length, iova, access) == nullptr && errno == error);
     };
     const std::uint64_t memory_address = address_of(memory);
-    check_fails(memory, page_bytes, memory_address + 1, read_write_access, EINVAL);
+    check_fails(memory, page_bytes, memory_address + 1, read_write_access, EINVAL); // another page offset
     check_fails(memory, 0, memory_address, read_write_access, EINVAL);
-    check_fails(memory, page_bytes, memory_address, IBV_ACCESS_REMOTE_WRITE, EINVAL);
+    check_fails(memory, page_bytes, memory_address, IBV_ACCESS_REMOTE_WRITE, EINVAL); // needs IBV_ACCESS_LOCAL_WRITE
     check_fails(memory, page_bytes, memory_address, IBV_ACCESS_REMOTE_ATOMIC, EINVAL);
-    check_fails(memory, page_bytes, memory_address, 1U << 15, EINVAL);
+    check_fails(memory, page_bytes, memory_address, 1U << 15, EINVAL); // an unknown flag
     check_fails(memory, page_bytes, memory_address, IBV_ACCESS_ON_DEMAND, EINVAL);
-    check_fails(memory, ~0UL - page_bytes, memory_address, read_write_access, EINVAL);
+    check_fails(memory, ~0UL - page_bytes, memory_address, read_write_access, EINVAL); // the end overflows
     check_fails(nullptr, page_bytes, 0, read_write_access, EFAULT);
+    // Unmap the second of three pages, and make the third page inaccessible and then read-only.
     void* const mapping_with_hole =
         mmap(nullptr, 3 * page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     auto* const bytes = static_cast<char*>(mapping_with_hole);
@@ -49,15 +50,17 @@ void test_host_memory_registration_is_checked() {
     ibv_mr* const read_only_mr = ibv_reg_mr(endpoint.pd, bytes + 2 * page_bytes, page_bytes, IBV_ACCESS_REMOTE_READ);
     CHECK(read_only_mr != nullptr && ibv_dereg_mr(read_only_mr) == 0);
 
-    std::set<std::uint32_t> keys;
+    // Each registration gets keys that no earlier registration had.
+    std::set<std::uint32_t> used_keys;
     for (int count = 0; count < 200; ++count) {
         ibv_mr* const mr = ibv_reg_mr(endpoint.pd, memory + 5, 100, read_write_access | IBV_ACCESS_RELAXED_ORDERING);
         CHECK(mr != nullptr && mr->addr == memory + 5 && mr->length == 100 && mr->pd == endpoint.pd);
-        CHECK(keys.insert(mr->lkey).second && keys.insert(mr->rkey).second);
+        CHECK(used_keys.insert(mr->lkey).second && used_keys.insert(mr->rkey).second);
         CHECK(ibv_dereg_mr(mr) == 0);
     }
 }
 
+// Register a part of a dma-buf, deregister it again, and return 0, or the errno of ibv_reg_dmabuf_mr.
 int import_and_get_errno(ibv_pd* pd, std::uint64_t offset, std::size_t length, std::uint64_t iova, int fd, int access) {
     errno = 0;
     ibv_mr* const mr = ibv_reg_dmabuf_mr(pd, offset, length, iova, fd, access);
@@ -66,7 +69,8 @@ int import_and_get_errno(ibv_pd* pd, std::uint64_t offset, std::size_t length, s
     return mr == nullptr ? error : 0;
 }
 
-// The twin checks the arguments in the order of the kernel, so the first wrong argument decides the errno.
+// The twin checks the arguments in the order of the kernel, so the first wrong argument decides the errno. With the
+// descriptor -1, EINVAL shows that an argument is checked before the descriptor, and EBADF that it is checked after it.
 void test_invalid_dmabuf_imports_fail() {
     Endpoint endpoint;
     const Fd memory(make_device_memory(16 * page_bytes));
@@ -97,13 +101,15 @@ void test_invalid_dmabuf_imports_fail() {
     CHECK(import_and_get_errno(endpoint.pd, 16 * page_bytes, 1, 0, fd, access) == EINVAL);
     CHECK(import_and_get_errno(endpoint.pd, 0, 0, 0, fd, access) == EINVAL);
     ibv_mr* const mr = ibv_reg_dmabuf_mr(endpoint.pd, page_bytes + 8, 100, 0x5000008, fd, access);
+    // As in rdma-core, the address of the region is the offset in the dma-buf, not the iova.
     CHECK(mr != nullptr && address_of(mr->addr) == page_bytes + 8 && mr->length == 100);
     CHECK(ibv_dereg_mr(mr) == 0);
-    CHECK(mmap(nullptr, page_bytes, PROT_READ, MAP_SHARED, fd, 0) == MAP_FAILED);
+    CHECK(mmap(nullptr, page_bytes, PROT_READ, MAP_SHARED, fd, 0) == MAP_FAILED); // the CPU cannot map a dma-buf
 }
 
-// The dma-buf has two extents in different memory, and the region covers parts of both. The exporter frees the memory
-// before the traffic.
+// The dma-buf has two extents: pages 0 and 1 are in the first memory, and pages 2 to 5 are in the second memory. One
+// region begins at byte 7 of page 1 and ends at byte 7 of page 4, so that it covers parts of both. The other region is
+// page 3. The exporter closes its descriptors before the traffic.
 void test_region_covers_dmabuf_of_two_extents() {
     Endpoint requester, responder;
     connect(&requester, &responder);
@@ -112,33 +118,34 @@ void test_region_covers_dmabuf_of_two_extents() {
                               {second_memory.get(), 0, 4 * page_bytes}};
     Fd dmabuf(export_dmabuf(extents));
     CHECK(dmabuf);
-    void* const view = mmap(nullptr, 4 * page_bytes, PROT_READ, MAP_SHARED, second_memory.get(), 0);
-    CHECK(view != MAP_FAILED);
-    ibv_mr* const first_region =
+    void* const second_mapping = mmap(nullptr, 4 * page_bytes, PROT_READ, MAP_SHARED, second_memory.get(), 0);
+    CHECK(second_mapping != MAP_FAILED);
+    ibv_mr* const two_extent_region =
         ibv_reg_dmabuf_mr(responder.pd, page_bytes + 7, 3 * page_bytes, 0x10007, dmabuf.get(), read_write_access);
-    ibv_mr* const second_region =
+    ibv_mr* const one_extent_region =
         ibv_reg_dmabuf_mr(responder.pd, 3 * page_bytes, page_bytes, 0, dmabuf.get(), read_write_access);
-    CHECK(first_region != nullptr && second_region != nullptr);
+    CHECK(two_extent_region != nullptr && one_extent_region != nullptr);
     dmabuf.reset();
     first_memory.reset();
     second_memory.reset();
     Buffer source(requester.pd, 3 * page_bytes), readback(requester.pd, 3 * page_bytes);
     fill_pattern(source.bytes, 3 * page_bytes);
-    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, 0x10007, first_region->rkey),
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, 0x10007, two_extent_region->rkey),
                          {source.sge(0, 3 * page_bytes)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
-    CHECK(has_pattern(view, 2 * page_bytes + 7, page_bytes - 7));
-    CHECK(requester.post(make_request(2, IBV_WR_RDMA_READ, 0x10007, first_region->rkey),
+    CHECK(has_pattern(second_mapping, 2 * page_bytes + 7, page_bytes - 7));
+    CHECK(requester.post(make_request(2, IBV_WR_RDMA_READ, 0x10007, two_extent_region->rkey),
                          {readback.sge(0, 3 * page_bytes)}) == 0);
     requester.expect_completion(2, IBV_WC_SUCCESS);
     CHECK(has_pattern(readback.bytes, 3 * page_bytes));
-    CHECK(requester.post(make_request(3, IBV_WR_RDMA_WRITE, 5, second_region->rkey), {source.sge(0, 10)}) == 0);
+    CHECK(requester.post(make_request(3, IBV_WR_RDMA_WRITE, 5, one_extent_region->rkey), {source.sge(0, 10)}) == 0);
     requester.expect_completion(3, IBV_WC_SUCCESS);
-    CHECK(std::memcmp(static_cast<char*>(view) + page_bytes + 5, source.bytes, 10) == 0);
-    CHECK(ibv_dereg_mr(first_region) == 0 && ibv_dereg_mr(second_region) == 0);
-    munmap(view, 4 * page_bytes);
+    CHECK(std::memcmp(static_cast<char*>(second_mapping) + page_bytes + 5, source.bytes, 10) == 0);
+    CHECK(ibv_dereg_mr(two_extent_region) == 0 && ibv_dereg_mr(one_extent_region) == 0);
+    munmap(second_mapping, 4 * page_bytes);
 }
 
+// Drop CAP_IPC_LOCK, because RLIMIT_MEMLOCK does not limit a process with this capability.
 void drop_cap_ipc_lock() {
     __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
     __user_cap_data_struct capabilities[2]{};
@@ -151,26 +158,27 @@ void test_locked_memory_limit_is_enforced() {
     drop_cap_ipc_lock();
     Endpoint endpoint;
     alignas(page_bytes) static std::uint8_t memory[16 * page_bytes];
-    const auto set_limit = [](std::size_t bytes) {
+    const auto set_soft_limit = [](std::size_t bytes) {
         const rlimit limit{bytes, 16 * page_bytes};
         CHECK(setrlimit(RLIMIT_MEMLOCK, &limit) == 0);
     };
-    const auto register_and_get_errno = [&](std::size_t length) {
+    const auto expect_failure_and_get_errno = [&](std::size_t length) {
         errno = 0;
         CHECK(ibv_reg_mr(endpoint.pd, memory, length, read_write_access) == nullptr);
         return errno;
     };
-    set_limit(4 * page_bytes);
-    CHECK(register_and_get_errno(5 * page_bytes) == ENOMEM);
+    set_soft_limit(4 * page_bytes);
+    CHECK(expect_failure_and_get_errno(5 * page_bytes) == ENOMEM);
     ibv_mr* const mr = ibv_reg_mr(endpoint.pd, memory, 3 * page_bytes, read_write_access);
     CHECK(mr != nullptr);
     // The same pages count again for a second registration.
-    CHECK(register_and_get_errno(2 * page_bytes) == ENOMEM);
+    CHECK(expect_failure_and_get_errno(2 * page_bytes) == ENOMEM);
     CHECK(ibv_dereg_mr(mr) == 0);
+    // These 3 * page_bytes bytes lie in 4 pages, as many as the limit allows.
     ibv_mr* const second_mr = ibv_reg_mr(endpoint.pd, memory + 1, 3 * page_bytes, read_write_access);
     CHECK(second_mr != nullptr && ibv_dereg_mr(second_mr) == 0);
-    set_limit(0);
-    CHECK(register_and_get_errno(1) == EPERM);
+    set_soft_limit(0);
+    CHECK(expect_failure_and_get_errno(1) == EPERM);
     // Device memory does not count as locked memory.
     const Fd device(make_device_memory(page_bytes));
     const Extent whole_extent{device.get(), 0, page_bytes};

@@ -1,5 +1,5 @@
-// Tests of the software twin of libibverbs: releasing parents whose children are alive, objects that were released
-// before, and unknown objects.
+// Tests of the software twin of libibverbs: the release of an object that other objects still use, of an object that
+// the program has released before, and of an object that libibverbs has not created.
 #include <sys/wait.h>
 
 #include <functional>
@@ -33,6 +33,7 @@ std::string capture_abort_text(const std::function<void()>& body) {
     return stderr_text;
 }
 
+// Check that `body` aborts, and that the error text names the type of the object and the places of both releases.
 void check_double_release(const char* type_name, const std::function<void()>& body) {
     const std::string stderr_text = capture_abort_text(body);
     const bool has_type_name = stderr_text.find(type_name) != std::string::npos;
@@ -44,7 +45,7 @@ void check_double_release(const char* type_name, const std::function<void()>& bo
     CHECK(has_type_name && has_first_release && has_second_release);
 }
 
-// Every child process opens its devices after the fork.
+// Each function opens its device in the child process, because a fork does not copy the threads of the twin.
 void test_double_release_aborts() {
     check_double_release("ibv_mr", [] {
         Endpoint endpoint;
@@ -77,7 +78,7 @@ void test_double_release_aborts() {
         ibv_close_device(context);
         ibv_close_device(context);
     });
-    // A use after the release is detected too.
+    // The twin also detects a use after the release.
     check_double_release("ibv_qp", [] {
         Endpoint endpoint;
         ibv_destroy_qp(endpoint.qp);
@@ -89,6 +90,7 @@ void test_parents_with_children_are_busy() {
     Endpoint endpoint;
     Buffer buffer(endpoint.pd, 10);
     CHECK(ibv_dealloc_pd(endpoint.pd) == EBUSY && ibv_destroy_cq(endpoint.cq) == EBUSY);
+    // The refused calls have not changed the objects: the queue pair takes receives in INIT, but not in RESET.
     CHECK(endpoint.post_receive(1, {}) == EINVAL && endpoint.modify_to_init() == 0 &&
           endpoint.post_receive(1, {}) == 0);
 }

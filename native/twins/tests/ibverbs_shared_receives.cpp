@@ -1,5 +1,5 @@
-// Tests of the software twin of libibverbs: shared receive queues, with their limits and events, and queue pairs that
-// consume their requests.
+// Tests of the software twin of libibverbs: shared receive queues (SRQ). Queue pairs take receive requests from such a
+// queue, and the program can change its size and get an event when few requests are left.
 #include <memory>
 
 #include "tests/ibverbs_support.hpp"
@@ -28,7 +28,8 @@ struct SharedReceiver {
     SharedReceiver(const SharedReceiver&) = delete;
     SharedReceiver& operator=(const SharedReceiver&) = delete;
 
-    [[nodiscard]] int post(std::uint64_t wr_id) const {
+    // Post a receive request for the 64 bytes at offset 64 * wr_id of the buffer.
+    [[nodiscard]] int post_receive(std::uint64_t wr_id) const {
         return receiver.post_shared_receive(wr_id, buffer->sge(wr_id * 64, 64));
     }
 };
@@ -38,6 +39,7 @@ void test_creation_checks_limits() {
     ibv_device_attr device{};
     CHECK(ibv_query_device(endpoint.context, &device) == 0);
     CHECK(device.max_srq > 0 && device.max_srq_wr > 0 && device.max_srq_sge > 0);
+    // The fields are max_wr, max_sge and srq_limit.
     const ibv_srq_attr refused_attrs[] = {{0, 1, 0},
                                           {static_cast<std::uint32_t>(device.max_srq_wr) + 1, 1, 0},
                                           {1, static_cast<std::uint32_t>(device.max_srq_sge) + 1, 0}};
@@ -66,9 +68,9 @@ void test_two_queue_pairs_consume_in_order() {
     fill_pattern(first_source.bytes, 64);
     fill_pattern(second_source.bytes, 64, 100);
     for (std::uint64_t wr_id = 1; wr_id <= 3; ++wr_id) {
-        CHECK(shared.post(wr_id) == 0);
+        CHECK(shared.post_receive(wr_id) == 0);
     }
-    CHECK(shared.post(4) == ENOMEM);
+    CHECK(shared.post_receive(4) == ENOMEM);
     CHECK(shared.first_sender.post(make_request(1, IBV_WR_SEND), {first_source.sge(0, 64)}) == 0);
     shared.first_sender.expect_completion(1, IBV_WC_SUCCESS);
     ibv_wc wc = shared.receiver.poll_completion();
@@ -78,8 +80,8 @@ void test_two_queue_pairs_consume_in_order() {
     wc = shared.receiver.poll_completion();
     CHECK(wc.wr_id == 2 && wc.qp_num == shared.second_qp->qp_num);
     CHECK(has_pattern(shared.buffer->bytes + 64, 64) && has_pattern(shared.buffer->bytes + 128, 64, 100));
-    // The polled completions have freed two slots.
-    CHECK(shared.post(4) == 0 && shared.post(5) == 0 && shared.post(6) == ENOMEM);
+    // The two polled completions have freed two slots of the shared queue.
+    CHECK(shared.post_receive(4) == 0 && shared.post_receive(5) == 0 && shared.post_receive(6) == ENOMEM);
 }
 
 void test_empty_queue_is_not_ready() {
@@ -92,48 +94,51 @@ void test_empty_queue_is_not_ready() {
     sender.expect_completion(1, IBV_WC_RNR_RETRY_EXC_ERR);
 }
 
+// The queue raises an event when fewer than `srq_limit` requests are left, and then sets the limit to 0.
 void test_limit_raises_one_event() {
     SharedReceiver shared(8);
     for (std::uint64_t wr_id = 1; wr_id <= 4; ++wr_id) {
-        CHECK(shared.post(wr_id) == 0);
+        CHECK(shared.post_receive(wr_id) == 0);
     }
     ibv_srq* const srq = shared.receiver.srq;
-    ibv_srq_attr attr{0, 0, 9};
+    ibv_srq_attr attr{};
+    attr.srq_limit = 9; // more than the size of the queue
     CHECK(ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT) == EINVAL);
     attr.srq_limit = 3;
     CHECK(ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT) == 0);
-    const auto send = [&] {
+    const auto send_message = [&] {
         CHECK(shared.first_sender.post(make_request(1, IBV_WR_SEND), {}) == 0);
         shared.first_sender.expect_completion(1, IBV_WC_SUCCESS);
         shared.receiver.poll_completion();
     };
-    send();
+    send_message(); // three requests are left
     CHECK(!is_readable(shared.receiver.context->async_fd, 0));
-    send();
+    send_message(); // two requests are left
     const ibv_async_event event = wait_for_event(shared.receiver.context);
     CHECK(event.event_type == IBV_EVENT_SRQ_LIMIT_REACHED && event.element.srq == srq);
     CHECK(ibv_query_srq(srq, &attr) == 0 && attr.srq_limit == 0 && attr.max_wr == 8 && attr.max_sge == 4);
-    send();
+    send_message();
     CHECK(!is_readable(shared.receiver.context->async_fd, 0));
 }
 
 void test_resize_keeps_posted_requests() {
     const SharedReceiver shared(2);
-    CHECK(shared.post(1) == 0 && shared.post(2) == 0 && shared.post(3) == ENOMEM);
-    ibv_srq_attr attr{1, 0, 0};
+    CHECK(shared.post_receive(1) == 0 && shared.post_receive(2) == 0 && shared.post_receive(3) == ENOMEM);
+    ibv_srq_attr attr{};
+    attr.max_wr = 1; // fewer than the posted requests
     CHECK(ibv_modify_srq(shared.receiver.srq, &attr, IBV_SRQ_MAX_WR) == EINVAL);
     attr.max_wr = 3;
     CHECK(ibv_modify_srq(shared.receiver.srq, &attr, IBV_SRQ_MAX_WR) == 0);
-    CHECK(shared.post(3) == 0 && shared.post(4) == ENOMEM);
+    CHECK(shared.post_receive(3) == 0 && shared.post_receive(4) == ENOMEM);
 }
 
 void test_error_state_raises_last_wqe_event() {
     SharedReceiver shared(4);
-    CHECK(shared.post(1) == 0);
-    CHECK(shared.receiver.modify_to(IBV_QPS_ERR) == 0);
+    CHECK(shared.post_receive(1) == 0);
+    CHECK(shared.receiver.modify_to(IBV_QPS_ERR) == 0); // changes the second queue pair
     const ibv_async_event event = wait_for_event(shared.receiver.context);
     CHECK(event.event_type == IBV_EVENT_QP_LAST_WQE_REACHED && event.element.qp == shared.second_qp);
-    // The request was not flushed. The other queue pair uses it for its receive.
+    // The error state did not flush the posted request, because the first queue pair can still use it.
     CHECK(shared.first_sender.post(make_request(1, IBV_WR_SEND), {}) == 0);
     const ibv_wc wc = shared.receiver.poll_completion();
     CHECK(wc.wr_id == 1 && wc.status == IBV_WC_SUCCESS && wc.qp_num == shared.first_qp->qp_num);

@@ -34,12 +34,12 @@ void test_wrong_masks_and_attributes_are_refused() {
         CHECK(ibv_modify_qp(requester.qp, &changed_attr, Endpoint::rtr_mask) == EINVAL);
     };
     check_refused([](ibv_qp_attr* attr) { attr->ah_attr.is_global = 0; });
-    check_refused([](ibv_qp_attr* attr) { attr->ah_attr.grh.sgid_index = 2; });
+    check_refused([](ibv_qp_attr* attr) { attr->ah_attr.grh.sgid_index = 2; }); // there are two GIDs
     check_refused([](ibv_qp_attr* attr) { attr->ah_attr.port_num = 0; });
-    check_refused([](ibv_qp_attr* attr) { attr->path_mtu = static_cast<ibv_mtu>(6); });
-    check_refused([](ibv_qp_attr* attr) { attr->dest_qp_num = 1U << 24; });
-    check_refused([](ibv_qp_attr* attr) { attr->max_dest_rd_atomic = 17; });
-    check_refused([](ibv_qp_attr* attr) { attr->min_rnr_timer = 32; });
+    check_refused([](ibv_qp_attr* attr) { attr->path_mtu = static_cast<ibv_mtu>(6); }); // IBV_MTU_4096 is 5
+    check_refused([](ibv_qp_attr* attr) { attr->dest_qp_num = 1U << 24; });             // more than 24 bits
+    check_refused([](ibv_qp_attr* attr) { attr->max_dest_rd_atomic = 17; });            // the limit is 16
+    check_refused([](ibv_qp_attr* attr) { attr->min_rnr_timer = 32; });                 // more than 5 bits
     CHECK(requester.modify_to_rtr(responder.address()) == 0 && requester.query_state() == IBV_QPS_RTR);
 
     for (const int missing_flag :
@@ -50,18 +50,19 @@ void test_wrong_masks_and_attributes_are_refused() {
     }
     attr = {};
     attr.qp_state = IBV_QPS_RTS;
-    attr.timeout = 32;
+    attr.timeout = 32; // more than 5 bits
     CHECK(ibv_modify_qp(requester.qp, &attr, Endpoint::rts_mask) == EINVAL);
     CHECK(requester.modify_to_rts() == 0 && requester.query_state() == IBV_QPS_RTS);
+    // With IBV_QP_CUR_STATE, the call fails if the queue pair is not in the state cur_qp_state.
     attr = {};
     attr.cur_qp_state = IBV_QPS_RTR;
     attr.min_rnr_timer = 3;
     CHECK(ibv_modify_qp(requester.qp, &attr, IBV_QP_CUR_STATE | IBV_QP_MIN_RNR_TIMER) == EINVAL);
     attr.cur_qp_state = IBV_QPS_RTS;
     CHECK(ibv_modify_qp(requester.qp, &attr, IBV_QP_CUR_STATE | IBV_QP_MIN_RNR_TIMER) == 0);
-    // Transitions to ERR and RESET allow no attributes, not even IBV_QP_CUR_STATE.
-    for (const ibv_qp_state end_state : {IBV_QPS_ERR, IBV_QPS_RESET}) {
-        attr.qp_state = end_state;
+    // A change to ERR or RESET allows no other attribute, not even IBV_QP_CUR_STATE.
+    for (const ibv_qp_state new_state : {IBV_QPS_ERR, IBV_QPS_RESET}) {
+        attr.qp_state = new_state;
         CHECK(ibv_modify_qp(requester.qp, &attr, IBV_QP_STATE | IBV_QP_CUR_STATE) == EINVAL);
     }
     CHECK(requester.modify_to(IBV_QPS_ERR) == 0 && requester.modify_to_rts() == EINVAL &&
@@ -87,19 +88,20 @@ void test_reset_discards_everything() {
     Endpoint requester, responder;
     connect(&requester, &responder);
     Buffer source(requester.pd, 8), target(responder.pd, 8);
-    const auto write = [&](std::uint64_t id) {
-        return requester.post(make_request(id, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey),
+    const auto write = [&](std::uint64_t wr_id) {
+        return requester.post(make_request(wr_id, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey),
                               {source.sge(0, 8)});
     };
     CHECK(write(1) == 0);
     CHECK(requester.post_receive(2, {}) == 0);
     CHECK(requester.modify_to(IBV_QPS_RESET) == 0 && responder.modify_to(IBV_QPS_RESET) == 0);
     ibv_wc wc{};
-    usleep(5000);
+    usleep(5000); // time in which a completion of request 1 would arrive
     CHECK(ibv_poll_cq(requester.cq, 1, &wc) == 0);
     connect(&requester, &responder);
-    for (std::uint64_t id = 10; id < 10 + requester.settings.max_send_wr; ++id) {
-        CHECK(write(id) == 0);
+    // The send queue takes max_send_wr requests, so the reset has freed the slot of request 1.
+    for (std::uint64_t wr_id = 10; wr_id < 10 + requester.settings.max_send_wr; ++wr_id) {
+        CHECK(write(wr_id) == 0);
     }
     CHECK(write(99) == ENOMEM);
     requester.expect_completion(10, IBV_WC_SUCCESS);
@@ -107,20 +109,20 @@ void test_reset_discards_everything() {
 
 void test_error_state_flushes_requests_in_order() {
     EndpointSettings settings;
-    settings.timeout = 0;
+    settings.timeout = 0; // the requester waits for the responder without limit
     Endpoint requester(0, settings), responder;
     requester.connect(responder.address());
-    for (std::uint64_t id = 1; id <= 5; ++id) {
-        CHECK(requester.post(make_request(id, IBV_WR_SEND, 0, 0, 0), {}) == 0);
-        CHECK(requester.post_receive(100 + id, {}) == 0);
+    for (std::uint64_t send_id = 1; send_id <= 5; ++send_id) {
+        CHECK(requester.post(make_request(send_id, IBV_WR_SEND, 0, 0, 0), {}) == 0);
+        CHECK(requester.post_receive(100 + send_id, {}) == 0);
     }
     // The first request waits for a peer that is not ready. The error state ends the wait.
     CHECK(requester.modify_to(IBV_QPS_ERR) == 0);
-    std::uint64_t next_send = 1, next_receive = 101;
+    std::uint64_t next_send_id = 1, next_receive_id = 101;
     for (int count = 0; count < 10; ++count) {
         const ibv_wc wc = requester.poll_completion();
         CHECK(wc.status == IBV_WC_WR_FLUSH_ERR);
-        CHECK(wc.wr_id == (wc.wr_id > 100 ? next_receive++ : next_send++));
+        CHECK(wc.wr_id == (wc.wr_id > 100 ? next_receive_id++ : next_send_id++));
     }
 }
 
@@ -129,7 +131,7 @@ void test_invalid_create_arguments_are_refused() {
     ibv_qp_init_attr init{};
     init.send_cq = endpoint.cq;
     init.recv_cq = endpoint.cq;
-    init.cap = {1, 1, 1, 1, 0};
+    init.cap = {1, 1, 1, 1, 0}; // one request and one buffer per queue, no inline data
     const auto check_fails = [&](int error) {
         errno = 0;
         CHECK(ibv_create_qp(endpoint.pd, &init) == nullptr && errno == error);
@@ -138,10 +140,10 @@ void test_invalid_create_arguments_are_refused() {
         init.qp_type = type;
         check_fails(EOPNOTSUPP);
     }
-    init.qp_type = static_cast<ibv_qp_type>(77);
+    init.qp_type = static_cast<ibv_qp_type>(77); // not a type
     check_fails(EINVAL);
     init.qp_type = IBV_QPT_RC;
-    init.cap.max_send_wr = 1U << 20;
+    init.cap.max_send_wr = 1U << 20; // more than max_qp_wr of the device
     check_fails(EINVAL);
     init.cap.max_send_wr = 1;
     init.send_cq = nullptr;
@@ -150,6 +152,7 @@ void test_invalid_create_arguments_are_refused() {
     init.send_cq = endpoint_of_other_nic.cq;
     check_fails(EINVAL);
     errno = 0;
+    // The last argument is the completion vector; the device has only vector 0.
     CHECK(ibv_create_cq(endpoint.context, 0, nullptr, nullptr, 0) == nullptr && errno == EINVAL);
     CHECK(ibv_create_cq(endpoint.context, 1, nullptr, nullptr, 1) == nullptr && errno == EINVAL);
 }

@@ -16,8 +16,9 @@
 
 namespace gdrkit::twin::tests {
 
-// Set GDRKIT_TWINS_DOMAIN, if it is not set, to a name with the id of this process. Its NICs then do not reach the NICs
-// of tests that run at the same time.
+// Set GDRKIT_TWINS_DOMAIN, the name of the emulated machine, to a text with the id of this process if it is not set.
+// Then the twin of this process and the twins of tests that run at the same time are different machines, so that their
+// NICs do not reach each other. Processes that a test starts inherit the name, and are on the same machine.
 inline void isolate_from_other_processes() {
     if (std::getenv("GDRKIT_TWINS_DOMAIN") == nullptr) {
         setenv("GDRKIT_TWINS_DOMAIN", ("test." + std::to_string(getpid())).c_str(), 1);
@@ -51,13 +52,13 @@ inline bool has_pattern(const void* memory, std::size_t size_bytes, std::size_t 
     return true;
 }
 
-inline ibv_context* open_device(int index) {
+inline ibv_context* open_device(int device_index) {
     int count = 0;
-    ibv_device** const list = ibv_get_device_list(&count);
-    CHECK(list != nullptr && count > index);
-    ibv_context* const context = ibv_open_device(list[index]);
+    ibv_device** const devices = ibv_get_device_list(&count);
+    CHECK(devices != nullptr && count > device_index);
+    ibv_context* const context = ibv_open_device(devices[device_index]);
     CHECK(context != nullptr);
-    ibv_free_device_list(list);
+    ibv_free_device_list(devices);
     return context;
 }
 
@@ -68,30 +69,33 @@ struct QueuePairAddress {
     std::uint32_t psn;
 };
 
+// The sizes and attributes with which an Endpoint creates and connects its queue pair.
 struct EndpointSettings {
     std::uint32_t max_send_wr = 16, max_receive_wr = 16, max_sges = 4, max_inline_bytes = 64;
     int cq_entries = 64;
     int sq_sig_all = 0;
     unsigned access_flags = read_write_atomic_access;
-    // Attributes for the transitions to RTR and RTS. The timeout means 4.096 us * 2^14.
+    // Attributes for the transitions to RTR and RTS. Three values are codes: timeout 14 means 4.096 us * 2^14 (67 ms),
+    // rnr_retry 7 means without limit, and min_rnr_timer 1 means 10 us.
     std::uint8_t timeout = 14, retry_count = 7, rnr_retry = 7, min_rnr_timer = 1, max_rd_atomic = 1;
     bool has_channel = false; // the completion queue has a completion channel
     ibv_qp_type type = IBV_QPT_RC;
 };
 
-// A queue pair with its device, protection domain and completion queue.
+// A queue pair with its device, protection domain and completion queue. A test that destroys `qp` or `srq` itself sets
+// the pointer to nullptr.
 struct Endpoint {
     ibv_context* context;
     ibv_pd* pd;
     ibv_comp_channel* channel = nullptr;
     ibv_cq* cq;
-    ibv_srq* srq = nullptr; // the shared receive queue for create_queue_pair(), or null
+    ibv_srq* srq = nullptr; // if not null, create_queue_pair() makes the queue pair use it
     ibv_qp* qp;
     EndpointSettings settings;
-    std::uint32_t psn = 0x123;
+    std::uint32_t psn = 0x123; // packet sequence number of the first packet that this queue pair sends
 
-    explicit Endpoint(int device = 0, EndpointSettings endpoint_settings = {})
-        : context(open_device(device)), settings(endpoint_settings) {
+    explicit Endpoint(int device_index = 0, EndpointSettings endpoint_settings = {})
+        : context(open_device(device_index)), settings(endpoint_settings) {
         pd = ibv_alloc_pd(context);
         CHECK(pd != nullptr);
         if (settings.has_channel) {
@@ -130,7 +134,8 @@ struct Endpoint {
     void use_shared_receive_queue(std::uint32_t max_wr) {
         CHECK(ibv_destroy_qp(qp) == 0);
         ibv_srq_init_attr init{};
-        init.attr = {max_wr, 4, 0};
+        init.attr.max_wr = max_wr;
+        init.attr.max_sge = 4;
         srq = ibv_create_srq(pd, &init);
         CHECK(srq != nullptr);
         create_queue_pair();
@@ -138,12 +143,13 @@ struct Endpoint {
 
     QueuePairAddress address() {
         QueuePairAddress address{};
-        CHECK(ibv_query_gid(context, 1, 1, &address.gid) == 0);
+        CHECK(ibv_query_gid(context, 1, 1, &address.gid) == 0); // port 1, GID index 1 (RoCE v2)
         address.qp_num = qp->qp_num;
         address.psn = psn;
         return address;
     }
 
+    // The functions modify_to_* and modify_to return 0 or the errno of ibv_modify_qp.
     int modify_to_init() {
         ibv_qp_attr attr{};
         attr.qp_state = IBV_QPS_INIT;
@@ -201,7 +207,7 @@ struct Endpoint {
         return attr.qp_state;
     }
 
-    // Poll the next completion. Fail the test after ten seconds without a completion.
+    // Wait for the next completion and return it. Fail the test after ten seconds without a completion.
     ibv_wc poll_completion() {
         ibv_wc wc{};
         for (int tries = 0; tries < 100000; ++tries) {
@@ -215,10 +221,11 @@ struct Endpoint {
         CHECK(false && "no completion within ten seconds");
         return wc;
     }
+    // Wait for the next completion, check its request id and status, and return it.
     ibv_wc expect_completion(std::uint64_t wr_id, ibv_wc_status status) {
         const ibv_wc wc = poll_completion();
         if (wc.wr_id != wr_id || wc.status != status) {
-            std::fprintf(stderr, "completion of %llu: %s; expected %llu: %s\n",
+            std::fprintf(stderr, "request %llu completed with status '%s'; expected request %llu with status '%s'\n",
                          static_cast<unsigned long long>(wc.wr_id), ibv_wc_status_str(wc.status),
                          static_cast<unsigned long long>(wr_id), ibv_wc_status_str(status));
         }
@@ -227,6 +234,7 @@ struct Endpoint {
         return wc;
     }
 
+    // The functions post_receive, post_shared_receive and post (a send request) return 0 or the errno of the call.
     int post_receive(std::uint64_t wr_id, const std::vector<ibv_sge>& sges) {
         std::vector<ibv_sge> sge_list = sges;
         ibv_recv_wr wr{};
@@ -259,6 +267,7 @@ struct Endpoint {
     }
 };
 
+// Return a send request without its list of buffers. Only RDMA requests use `remote_address` and `rkey`.
 inline ibv_send_wr make_request(std::uint64_t wr_id, ibv_wr_opcode opcode, std::uint64_t remote_address = 0,
                                 std::uint32_t rkey = 0, unsigned flags = IBV_SEND_SIGNALED) {
     ibv_send_wr wr{};
@@ -278,7 +287,7 @@ inline ibv_sge make_sge(const ibv_mr* mr, std::uint64_t address, std::size_t len
     return {address, static_cast<std::uint32_t>(length), mr->lkey};
 }
 
-// Page-aligned memory with a memory region.
+// Page-aligned memory with a memory region. A test that deregisters `mr` sets it to nullptr.
 struct Buffer {
     explicit Buffer(ibv_pd* pd, std::size_t size_bytes, int access = read_write_atomic_access)
         : size_bytes(size_bytes) {
