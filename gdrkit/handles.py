@@ -199,7 +199,7 @@ class Resource(Closeable):
         size_bytes: int = 0,
     ) -> None:
         self._name = name
-        self._is_closed = False
+        self._is_closed = self._is_in_release = False
         self._handle = Handle(kind, size_bytes=size_bytes)
         self._remove_from_owner = None if on_close is None else on_close(self.close)
 
@@ -209,23 +209,23 @@ class Resource(Closeable):
         return self._is_closed
 
     def close(self) -> None:
-        """Release the resource. A second close does nothing.
+        """Release the resource. A second close does nothing, also while the first one releases the resource.
 
         Raises
         ------
         Exception
             The release failed. The object stays open, and another close tries again.
         """
-        if self._is_closed:
+        # A signal handler or a second thread may close the object during the release. It must not release the resource
+        # a second time.
+        if self._is_closed or self._is_in_release:
             return
         try:
-            # This comes before the release. Otherwise, a signal handler or a second thread that closes the object
-            # during the release would release the resource a second time.
-            self._is_closed = True
+            self._is_in_release = True
             self._release()
-        except BaseException:
-            self._is_closed = False
-            raise
+            self._is_closed = True
+        finally:
+            self._is_in_release = False
         if self._remove_from_owner is not None:
             self._remove_from_owner()
         self._handle.release()
