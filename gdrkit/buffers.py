@@ -332,8 +332,8 @@ class MemoryResource(Resource):
         Raises
         ------
         ClosedResource
-            The memory was freed; or a :meth:`close` is running, in another thread or in the code that the calling
-            signal handler interrupted.
+            The memory was freed; or :meth:`close` is running: in another thread, or in the code that the caller, a
+            signal handler, has interrupted.
         """
         self._check_open()
         if self._is_closing:

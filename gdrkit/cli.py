@@ -278,7 +278,7 @@ def check(budget_s: float, software: bool, profile: str | None) -> int:
     "report_file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write a JSON file about the twins that COMMAND used: the processes, and their objects and bytes.",
+    help="Write a JSON file about the twins that COMMAND used: the number of objects and of moved bytes per process.",
 )
 @click.argument("command", nargs=-1, required=True)
 def run_command(

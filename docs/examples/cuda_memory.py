@@ -22,22 +22,24 @@ with cuda.Device(0) as device:
         with memory.export_dmabuf() as dmabuf:
             assert dmabuf.length_bytes >= MIB
         # Memory that other code allocated is borrowed: gdrkit never frees it.
-        with cuda.borrow(device, memory.address, length_bytes=MIB) as borrowed:
-            assert borrowed.read(offset_bytes=100, length_bytes=5) == b"hello"
-        # Any object with __cuda_array_interface__ or __dlpack__ can be wrapped. Memory of gdrkit has both.
-        description = cuda.describe(memory)
-        description.release()
-        with cuda.wrap(memory, device=device) as wrapped:
-            assert (wrapped.address, wrapped.length_bytes) == (description.address, description.length_bytes)
-        # An IPC handle is for another process. CUDA refuses to open it in the process that exported it.
-        handle = cuda.export_handle(memory)
+        with cuda.borrow(device, memory.address, length_bytes=MIB) as borrowed_memory:
+            assert borrowed_memory.read(offset_bytes=100, length_bytes=5) == b"hello"
+        # Any object with __cuda_array_interface__ or __dlpack__ can be wrapped. Memory of gdrkit has both. describe()
+        # returns the address and the length. release() tells the owner that this description is no longer used.
+        foreign_array = cuda.describe(memory)
+        foreign_array.release()
+        with cuda.wrap(memory, device=device) as wrapped_memory:
+            assert wrapped_memory.address == foreign_array.address
+            assert wrapped_memory.length_bytes == foreign_array.length_bytes
+        # Another process opens the memory by an IPC handle. CUDA refuses to open the handle in the exporting process.
+        ipc_handle = cuda.export_handle(memory)
         try:
-            with cuda.open_handle(device, handle):
-                print("device of the handle:", cuda.device_of_handle(handle))
+            with cuda.open_handle(device, ipc_handle):
+                print("device of the handle:", cuda.device_of_handle(ipc_handle))
         except GdrkitError as error:
             print("the exporting process cannot open the handle:", error)
 
-    # VmmMemory uses cuMemCreate and cuMemMap. By default, it is a single chunk.
+    # VmmMemory uses cuMemCreate and cuMemMap. By default, the memory is a single chunk.
     with cuda.VmmMemory.create(device, 2 * cuda.granularity_bytes(device)) as memory:
         print("VMM memory with", memory.chunk_count, "chunk(s)")
 
@@ -45,14 +47,14 @@ with cuda.Device(0) as device:
     with (
         device.allocate(MIB) as source,
         device.allocate(MIB) as target,
-        cuda.PinnedMemory(device, MIB) as pinned,
+        cuda.PinnedMemory(device, MIB) as pinned_memory,
         device.stream() as stream,
         cuda.Event(device) as begin,
         cuda.Event(device) as end,
     ):
-        pinned.view()[:] = b"\x5a" * MIB
+        pinned_memory.view()[:] = b"\x5a" * MIB
         stream.record(begin)
-        stream.write(source, pinned.view())
+        stream.write(source, pinned_memory.view())
         stream.copy(source, target)
         stream.record(end)
         end.synchronize()

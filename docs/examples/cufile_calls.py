@@ -19,15 +19,16 @@ tree = host.HostTree()
 print("libcufile", *cufile.library_version(), "- the driver opens:", bool(cufile.probe().version))
 print("nvidia-fs:", cufile.read_nvidia_fs(tree) or "not loaded")
 
-# These parameters are set before the driver opens, and override cufile.json.
+# A program sets parameters before the driver opens. They override cufile.json.
 print(
     "requests in a batch:",
     parameters.size(parameters.Size.IO_BATCHSIZE),
     parameters.limits(parameters.Size.IO_BATCHSIZE),
 )
-# Some versions of libcufile discard this value when the driver opens.
+# Some versions of libcufile discard a size that was set before the driver opens.
 if parameters.keeps_staged_size(parameters.Size.IO_BATCHSIZE, version=cufile.probe().version):
     parameters.set_size(parameters.Size.IO_BATCHSIZE, 64)
+# These calls set parameters to the values that they already have.
 parameters.set_flag(parameters.Flag.ALLOW_COMPAT_MODE, parameters.flag(parameters.Flag.ALLOW_COMPAT_MODE))
 parameters.set_text(parameters.Text.LOGGING_LEVEL, parameters.text(parameters.Text.LOGGING_LEVEL))
 parameters.set_posix_pool(*parameters.posix_pool())
@@ -60,7 +61,7 @@ with tempfile.NamedTemporaryFile(dir=folder) as file:
             except cufile.DirectPathError as error:
                 print(error)
 
-            # The counters of libcufile alone give the same proof.
+            # A proof can also be derived from the counters of libcufile alone.
             snapshot_before = driver.statistics.snapshot()
             handle.read(memory)
             proof = cufile.proof_from_counters(delta=driver.statistics.snapshot().since(snapshot_before))
@@ -73,21 +74,23 @@ with tempfile.NamedTemporaryFile(dir=folder) as file:
 
             # An asynchronous read on one stream.
             with device.stream() as stream, cufile.RegisteredStream(driver, stream.handle):
-                pending = handle.read_async(stream, memory, length_bytes=65536)
+                pending_read = handle.read_async(stream, memory, length_bytes=65536)
                 stream.synchronize()
-                assert pending.bytes() == 65536
+                assert pending_read.bytes() == 65536
 
             # A batch of two reads.
             with cufile.IoBatch(driver, 2) as batch:
-                parts = [cufile.BufferRange(memory, offset_bytes=offset, length_bytes=4096) for offset in (0, 65536)]
+                ranges = [cufile.BufferRange(memory, offset_bytes=offset, length_bytes=4096) for offset in (0, 65536)]
                 batch.submit(
                     [
-                        cufile.BatchRequest(cufile.Opcode.READ, handle, part, file_offset_bytes=part.offset_bytes)
-                        for part in parts
+                        cufile.BatchRequest(
+                            cufile.Opcode.READ, handle, memory_range, file_offset_bytes=memory_range.offset_bytes
+                        )
+                        for memory_range in ranges
                     ]
                 )
                 events: list[cufile.BatchEvent] = []
-                while len(events) < len(parts):
+                while len(events) < len(ranges):
                     events += batch.status(count_min=1, timeout_s=5)
                 assert {event.status for event in events} == {cufile.BatchStatus.COMPLETE}
     os.close(fd)

@@ -9,6 +9,7 @@ from gdrkit.errors import Api
 from gdrkit.harness.needs import apis, cufile, gaudi, host, needs, software, verbs, without_twin
 
 facts = inventory.probe()
+# check() returns None if the machine meets the need, else the reason why it does not.
 for need in (
     verbs.nic(count_min=2),
     gaudi.device(),
@@ -25,6 +26,6 @@ for need in (
 ):
     print(f"{need.name}: {need.check(facts) or 'met'}", *sorted(apis(need)))
 
-# In a test file, @needs(...) puts this pytest mark on a test.
+# needs(...) returns a pytest mark, with which a test declares its needs.
 assert needs(host.module("json")).mark.args == (host.module("json"),)
 print("udev knows the disk of this folder:", bool(cufile.find_udev_entry(Path.cwd())))

@@ -13,6 +13,7 @@ facts = inventory.probe(query_apis=False)
 print(facts.kernel.release, len(facts.rdma_devices), "RDMA devices", facts.digest[:15])
 
 # The doctor finds problems of the machine. With run_experiments=False, it only reads.
+# With record=True, the machine remembers what it reads, for a capture.
 machine = inventory.this_machine(query_apis=False, record=True, run_experiments=False, facts=facts)
 diagnosis = inventory.diagnose(machine)
 for finding in diagnosis.of(Verdict.FAIL):
@@ -22,8 +23,8 @@ print(inventory.rule_of("memlock-low").title)
 topology = inventory.topology(machine)
 for place in topology.places:
     print(place.kind, place.name, place.address)
-limit = inventory.path_limit(topology, facts, [place.name for place in topology.places])
-print("limit of the links:", limit.gb_per_s if limit else "unknown")
+link_limit = inventory.path_limit(topology, facts, [place.name for place in topology.places])
+print("limit of the links:", link_limit.gb_per_s if link_limit else "unknown")
 assert inventory.device_limit(facts, devices=[], nics=[]) is None
 
 # A capture contains the facts about this machine. Another machine can diagnose it by the same rules.
@@ -33,11 +34,12 @@ with tempfile.TemporaryDirectory() as folder:
     capture = inventory.read_capture(path)
     assert inventory.parse_capture(path.read_bytes()) == capture
     machine_of_capture = inventory.captured_machine(capture)
-    same_diagnosis = inventory.diagnose(machine_of_capture)
-    assert [finding.code for finding in same_diagnosis.findings] == [finding.code for finding in diagnosis.findings]
-    # CapturedFiles returns the recorded content of each file that was read on this machine.
-    files = inventory.CapturedFiles(capture.answers)
-    recorder = inventory.Recorder(files)
+    capture_diagnosis = inventory.diagnose(machine_of_capture)
+    assert [finding.code for finding in capture_diagnosis.findings] == [finding.code for finding in diagnosis.findings]
+    # CapturedFiles returns the recorded content of each file that was read on this machine. A Recorder records the
+    # reads from such files, or from the files of a disk.
+    captured_files = inventory.CapturedFiles(capture.answers)
+    recorder = inventory.Recorder(captured_files)
     assert recorder.read("/proc/sys/kernel/osrelease").strip().decode() == facts.kernel.release
 
 # The profile that fits this machine best.

@@ -18,11 +18,11 @@ with nic, gaudi.Device(0) as device:
         assert memory.read(length_bytes=5) == b"hello"
         with register(memory, [nic]) as registration:
             print("registered by", registration.route.value)
-        with device.query(memory.address) as address_info:
-            assert address_info.kind is memory.kind
-    # A pool is one allocation. It is exported once, as one dma-buf, with which all its parts are registered.
+        with device.query(memory.address) as queried_memory:
+            assert queried_memory.kind is memory.kind
+    # A pool is one allocation, exported once as a dma-buf. All parts of the pool are registered by this dma-buf.
     with device.pool(1 << 20) as pool, pool.allocate(65536) as part, register(part, [nic]) as registration:
         assert registration.remote(nic).length_bytes == 65536
-    # Host memory that the device can access.
+    # map_host() lets the device access host memory.
     with mmap.mmap(-1, 65536) as buffer, device.map_host(buffer):
         pass

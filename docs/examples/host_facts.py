@@ -17,17 +17,18 @@ print("virtual machine:", host.virtual_machine(tree), "- container:", host.conta
 
 devices = host.pci_devices(tree)
 for device in devices:
-    passed_tests = [test.__name__ for test in (host.is_gpu, host.is_nic, host.is_nvme, host.is_bridge) if test(device)]
+    predicates = (host.is_gpu, host.is_nic, host.is_nvme, host.is_bridge)
+    true_predicates = [predicate.__name__ for predicate in predicates if predicate(device)]
     config_space = host.config_space(tree, device.address)
     print(
         device.address,
-        passed_tests,
+        true_predicates,
         host.pci_path(tree, device.address),
         config_space.max_read_request_bytes if config_space else None,
     )
 if len(devices) > 1:
     print("distance:", host.pci_distance(tree, devices[0].address, devices[1].address).name)
-# Without root, the kernel shows only the header of a configuration space, which has 64 bytes.
+# Without root, the kernel shows only the header (64 bytes) of a configuration space.
 header = host.parse_config_space(bytes(64))
 assert not header.is_whole
 print(len(host.nvidia_gpus(tree)), "NVIDIA GPUs,", len(host.habana_accelerators(tree)), "Gaudi,", end=" ")
@@ -41,7 +42,7 @@ limits = host.process_limits(tree)
 print("locked memory:", limits.memlock_bytes, "- open files:", limits.open_files)
 host.raise_open_files_limit()  # This call changes only this process.
 
-# Find the mount of a path and its block device, and the file system of an open file.
+# Find the mount that contains a path, the block device of this mount, and the file system of an open file.
 mount_table = host.mounts(tree)
 mount = host.mount_of(mount_table, "/")
 assert mount is not None

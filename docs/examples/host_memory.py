@@ -18,11 +18,11 @@ with BufferPool(host.HostAllocator(), nics, buffer_bytes=4096, count=2) as pool,
     assert buffer.read(length_bytes=6) == b"pooled"
 
 # MappedFile maps a file into memory, for example a memfd (memfd_create(2)) that another process shares.
-descriptor = os.memfd_create("shared")
-os.truncate(descriptor, 8192)
-with host.MappedFile(descriptor, length_bytes=8192) as mapped:
-    mapped.fill(0x5A)
-    assert os.pread(descriptor, 2, 100) == b"\x5a\x5a"
-os.close(descriptor)
+memfd = os.memfd_create("shared")
+os.truncate(memfd, 8192)
+with host.MappedFile(memfd, length_bytes=8192) as mapped_memory:
+    mapped_memory.fill(0x5A)
+    assert os.pread(memfd, 2, 100) == b"\x5a\x5a"
+os.close(memfd)
 for nic in nics:
     nic.close()

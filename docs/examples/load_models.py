@@ -31,7 +31,7 @@ with tempfile.TemporaryDirectory() as folder_name:
     assert tensor.read() == weights
     print(tensors.report.bytes, "bytes by", tensors.report.route.value)
 
-    # `select` returns the rows to read: here those that the first of two ranks needs.
+    # `select` returns the rows to read: here the first half, which the first of two ranks needs.
     first_half = safetensors.load_file(
         paths[0], "cuda:0", framework="dlpack", select=lambda _name, shape: slice(shape[0] // 2)
     )

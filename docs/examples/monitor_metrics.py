@@ -17,8 +17,8 @@ with (
     monitor.serve_metrics("127.0.0.1", 0) as server,
 ):
     with device.allocate(1 << 20) as memory, cache.lease(memory):
-        text = urllib.request.urlopen(server.address).read().decode()  # noqa: S310 - the address of this server.
-    assert 'gdrkit_cache_registered_bytes{name="example"}' in text
+        metrics_text = urllib.request.urlopen(server.address).read().decode()  # noqa: S310 - the address of this server.
+    assert 'gdrkit_cache_registered_bytes{name="example"}' in metrics_text
     assert {metric.name for metric in monitor.process_metrics()} >= {"gdrkit_cache_hits", "gdrkit_transferred_bytes"}
 print(gds.transfer_totals())
 for nic in nics:

@@ -34,20 +34,21 @@ print(len(page), "characters of HTML;", [process.program for process in observat
 with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
     child_observation = observe.observe_process(child.pid, duration_s=0.2)
     print(host.descendants(host.HostTree(), child.pid))
-    targets = evidence.descriptors(str(child.pid))
-    print("dma-bufs:", evidence.held_dmabufs(host.HostTree(), str(child.pid), targets))
+    descriptor_targets = evidence.descriptors(str(child.pid))
+    print("dma-bufs:", evidence.held_dmabufs(host.HostTree(), str(child.pid), descriptor_targets))
     child.kill()
 print(child_observation.routes[0].route, child_observation.routes[0].outcome.value)
 
-# An observation combines sources that can be used alone: samples of processes and ports, GPU traffic counters, TCP
+# An observation combines sources that can also be used alone: samples of processes and ports, GPU traffic counters, TCP
 # sockets, and the RDMA objects of the kernel.
 with observe.Observer() as observer:
     observer.sample(os.getpid())
+    # The arguments are the command and its exit code, which is None because this program still runs.
     print([port.has_grown for port in observer.finish(["this program"], None).ports])
 with host.GpuTrafficCounter() as counter:
     counter.start()
     print(counter.failure or counter.traffic())
-# A 32-bit counter that wraps: from 0xFFFFFF00 to 0x100 it grows by 0x200.
+# A 32-bit counter wraps from 0xFFFFFFFF to 0. So it grows by 0x200 from 0xFFFFFF00 to 0x100.
 wrapping_counter = host.WrappingCounter()
 for counter_value, now_s in ((0xFFFF_FF00, 0.00), (0x100, 0.02)):
     wrapping_counter.add(counter_value, now_s)

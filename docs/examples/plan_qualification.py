@@ -21,8 +21,8 @@ outcome = qualify.decide(facts, inventory.load_profile("any"), [], software_aske
 print(outcome.verdict, int(outcome.code))
 assert outcome.code is not qualify.ExitCode.PROVEN
 
-# A quick check, for example before a job starts: it tests the required routes within `budget_s`, and `line` is its
-# one-line summary.
+# check() tests the required routes within `budget_s` seconds, for example before a job starts. `line` of the result is
+# a summary in one line.
 if "--check" in sys.argv:
     result = qualify.check(options, budget_s=60)
     print(result.line)

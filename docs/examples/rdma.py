@@ -15,7 +15,7 @@ nics = verbs.open_active_nics(count_max=1)
 with nics[0] as nic, mmap.mmap(-1, LENGTH_BYTES) as target, nic.register_host(target) as region:
     print(nic.name, "registers dma-bufs:", nic.supports_dmabuf())
 
-    # Two queue pairs of one NIC. Two processes would send their endpoints to each other.
+    # This process connects two queue pairs of one NIC. Two processes would send their endpoints to each other.
     with (
         nic.register_host(bytearray(pattern.payload(LENGTH_BYTES, seed=1))) as source,
         verbs.CompletionQueue(nic, depth=16, events=False) as completion_queue,
@@ -36,9 +36,11 @@ with nics[0] as nic, mmap.mmap(-1, LENGTH_BYTES) as target, nic.register_host(ta
         sender.wait(timeout_ms=10_000).expect()
 
         # The NIC of the other side refuses a wrong key.
-        remote = region.remote()
-        wrong_range = verbs.RemoteRange(address=remote.address, rkey=remote.rkey ^ 0xFFFF, length_bytes=16)
-        sender.post_write(source, wrong_range, work_id=10, length_bytes=16)
+        target_range = region.remote()
+        wrong_key_range = verbs.RemoteRange(
+            address=target_range.address, rkey=target_range.rkey ^ 0xFFFF, length_bytes=16
+        )
+        sender.post_write(source, wrong_key_range, work_id=10, length_bytes=16)
         print("the status with a wrong key is", sender.wait(timeout_ms=10_000).status.header_name)
 
     # The initiator posts transfers from native code, without the GIL, and measures them.

@@ -17,7 +17,8 @@ tree = host.HostTree()
 print("results are stored in", host.state_folder())
 nics = verbs.open_active_nics()
 with cuda.Device(0) as device:
-    # Each result has the state of the route, and how much the counters of both ports grew.
+    # In each pair, the first NIC accesses the memory of the GPU, and the second posts the requests. Here one NIC does
+    # both. Each result has the state of the route, and how much the counters of both ports grew.
     for result in measure_reach(device, [(nic, nic) for nic in nics], tree=tree):
         print(result.nic, "moved" if result.moved else "moved nothing", result.state.value, result.reason)
     results = measure_devices([device], [(nic, nic) for nic in nics], tree=tree, counters_timeout_s=0.0)
@@ -38,6 +39,7 @@ with cuda.Device(0) as device:
         pair.fill(seed=7)
         pair.write(registration.remote(nics[0])).expect()
         pair.read(registration.remote(nics[0])).expect()
+    # The port sent and received 8192 bytes: 4096 of the write, and 4096 of the read.
     growth = host.port_growth(counters_before, host.read_port(tree, nic_name, 1))
     print("port counted", growth.sent_bytes, "bytes:", unproven_reason(results[0].path, 8192, growth) or "proven")
     print(len(host.port_counters(tree)), "ports")

@@ -36,13 +36,13 @@ with tempfile.TemporaryDirectory() as folder_name, cuda.Device(0) as device, dev
     assert memory.read(length_bytes=16) == (folder / "part0").read_bytes()[:16]
 
     # In a coroutine, each transfer is awaited. If the coroutine is cancelled, the transfer is too.
-    async def read_both() -> None:
+    async def read_two_ranges() -> None:
         """Read two ranges at the same time."""
         async with gds.AsyncFile(folder / "part0", direct="never") as file:
-            halves = [file.read_into(memory, file_offset_bytes=begin, length_bytes=512) for begin in (0, 512)]
-            assert [half.bytes for half in await asyncio.gather(*halves)] == [512, 512]
+            pending_reads = [file.read_into(memory, file_offset_bytes=begin, length_bytes=512) for begin in (0, 512)]
+            assert [read_result.bytes for read_result in await asyncio.gather(*pending_reads)] == [512, 512]
 
-    asyncio.run(read_both())
+    asyncio.run(read_two_ranges())
 
     # The error of a failed transfer says how many bytes of each range arrived.
     with gds.File(folder / "part2", direct="never") as file:

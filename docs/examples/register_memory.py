@@ -1,4 +1,4 @@
-"""Register GPU memory with NICs: by hand, by a cache, by the manager; pools; the NIC that is nearest."""
+"""Register GPU memory with NICs: by hand, by a cache, by the manager; pools; the nearest NIC."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ with GdrManager() as manager:
     for obstacle in manager.state.obstacles:
         print(obstacle.message, "To do:", obstacle.what_to_do)
     with manager.device(0).allocate(MIB) as memory, manager.lease(memory) as lease:
-        nic, remote = manager.remote(lease, gpu_index=0)
-        print("nearest NIC:", nic.name, "address:", hex(remote.address), "rkey:", hex(remote.rkey))
+        nic, remote_range = manager.remote(lease, gpu_index=0)
+        print("nearest NIC:", nic.name, "address:", hex(remote_range.address), "rkey:", hex(remote_range.rkey))
 
 nics = verbs.open_active_nics()
 with cuda.Device(0) as device:

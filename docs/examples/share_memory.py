@@ -1,4 +1,4 @@
-"""Share GPU memory with another process: the address by IPC, and a dma-buf for a process without CUDA."""
+"""Share GPU memory with another process: by CUDA IPC, or by a dma-buf for a process without CUDA."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def run_owner() -> None:
     print("the other process wrote into the memory")
 
 
-def run_importer(descriptor: int) -> None:
-    """Receive the memory: write into it by its address, and register its dma-buf with a NIC."""
+def run_importer(socket_fd: int) -> None:
+    """Receive the three handles: write into the memory by the first two, and register the dma-buf with a NIC."""
     host.die_with_parent(os.getppid())
-    with socket.socket(fileno=descriptor) as connection:
+    with socket.socket(fileno=socket_fd) as connection:
         handle_bytes = connection.recv(gdr_handle.GDR_HANDLE_BYTES, socket.MSG_WAITALL)
         assert gdr_handle.GdrHandle.parse(handle_bytes).length_bytes == 1 << 20
-        with cuda.Device(0) as device, gdr_handle.import_gdr(device, handle_bytes) as shared:
-            shared.write(b"gdr")
+        with cuda.Device(0) as device, gdr_handle.import_gdr(device, handle_bytes) as shared_memory:
+            shared_memory.write(b"gdr")
         with (
             receive(connection, timeout_ms=10_000) as message,
             device_of(message.handle) as device,
-            import_memory(device, message) as shared,
+            import_memory(device, message) as shared_memory,
         ):
-            shared.write(b"hello")
+            shared_memory.write(b"hello")
         (nic,) = verbs.open_active_nics(count_max=1)
         with (
             nic,

@@ -29,9 +29,9 @@ from gdrkit import (
 )
 
 # Each byte of a payload depends on its position and the seed.
-data = pattern.payload(4096, seed=7)
-pattern.check(data, seed=7)
-assert pattern.find_mismatch(data, data[:100] + b"\0" + data[101:]) == 100
+payload = pattern.payload(4096, seed=7)
+pattern.check(payload, seed=7)
+assert pattern.find_mismatch(payload, payload[:100] + b"\0" + payload[101:]) == 100
 try:
     pattern.check(bytes(4096), seed=7)
 except errors.DataMismatch as error:
@@ -77,13 +77,14 @@ class ExampleResource(handles.Resource):
 with ExampleResource():
     assert handles.live()["example"] == 1
 assert "example" not in handles.live()
-# A Handle alone adds an object of another class to this count.
+# handles.live() counts an object of another class if the object has a Handle.
 handle = handles.Handle("counted")
 handle.release()
-stack = handles.ReleaseStack()
-stack.push(lambda: print("released last"))
-stack.push(lambda: print("released first"))
-stack.run()
+# A ReleaseStack runs its actions in the reverse order of their addition.
+release_stack = handles.ReleaseStack()
+release_stack.push(lambda: print("released last"))
+release_stack.push(lambda: print("released first"))
+release_stack.run()
 
 
 # A fork may copy a lock while another thread holds it. A ForkSafeLock is free in the child, and each registered object
@@ -121,11 +122,11 @@ document = serialization.canonical(serialization.to_json_data(Value(3)))
 assert serialization.from_json_data(Value, serialization.parse_json(document, where="example")) == Value(3)
 print(serialization.digest(serialization.to_json_data(Value(3)))[:15])
 
-# Text from untrusted sources, safe for a terminal and for a table.
+# These functions make text from untrusted sources safe for a terminal and for a table.
 print(text.escape_controls("bell\a"), text.single_line("two\nlines"), text.markdown_cell("a|b"))
 print(text.format_count(1, "NIC"), text.format_count(0, "process", "processes"))
 
-# Libraries and modules that a function needs.
+# The loader finds libraries and modules. Its errors say what is missing, and what to do.
 print("libc:", loader.find_library("libc.so.6"))
 print(list(loader.search_paths("libfoo.so", search_path=["/usr/lib"])))
 try:
@@ -146,11 +147,11 @@ assert isinstance(missing_error, errors.SetupMissing)
 paths = install_paths.install_paths()
 assert Path(paths.suites).is_dir()
 
-# Commands that install what is missing, for the package manager of this machine.
+# remedies returns the commands that install missing packages with the package manager of this machine.
 print(remedies.package_manager(), remedies.system_install("g++"), remedies.pip_install("fuse"), sep="; ")
 assert remedies.package_names("g++", manager="dnf") == ("gcc-c++",)
 
-# A child process and threads that do not outlive their owner.
+# These tools end a child process, and wait for threads, so that neither outlives its owner.
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
 children.kill_child(child)
 spawned_child = children.SpawnedChild()

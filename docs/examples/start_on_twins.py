@@ -22,11 +22,11 @@ assert launch.parse_apis("verbs,cuda") == {Api.VERBS, Api.CUDA}
 assert launch.api_of_library("/usr/lib/libibverbs.so.1") is Api.VERBS
 
 with tempfile.TemporaryDirectory() as folder:
-    plan = Path(folder) / "plan"
-    plan.write_text(PLAN)
-    assert faultplan.read_plan(plan) == faultplan.parse_plan(PLAN)
-    settings = launch.Launch(twin_apis=launch.APIS_WITH_TWINS, seed=7, faults=plan, isolated=True)
-    # The variables of the dynamic loader, with which a child process finds the twins.
+    plan_path = Path(folder) / "plan"
+    plan_path.write_text(PLAN)
+    assert faultplan.read_plan(plan_path) == faultplan.parse_plan(PLAN)
+    settings = launch.Launch(twin_apis=launch.APIS_WITH_TWINS, seed=7, faults=plan_path, isolated=True)
+    # The environment sets variables of the dynamic loader, so that the child process loads the twins.
     environment = launch.environment(settings)
     command = [sys.executable, "-c", PROGRAM]
     print(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip())

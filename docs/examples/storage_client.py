@@ -1,4 +1,4 @@
-"""The storage service: a server, a client, files, batches and checksums. It starts a server for a new folder."""
+"""The storage service: a server, a client, files and batches. This program starts a server for a new folder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gdrkit import cuda
 from gdrkit.storage.client import StorageClient
 from gdrkit.storage.file import IORequest
 
-with tempfile.TemporaryDirectory() as store:
-    command = [sys.executable, "-m", "gdrkit", "serve", "--store", store]
+with tempfile.TemporaryDirectory() as store_folder:
+    command = [sys.executable, "-m", "gdrkit", "serve", "--store", store_folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         # The server prints "files at ADDRESS by NICS".

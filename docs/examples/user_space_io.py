@@ -1,4 +1,4 @@
-"""The hf3fs interface: host and GPU memory, rings, holes, hard links. It starts an agent for a new folder."""
+"""The hf3fs interface: host and GPU memory, rings, holes, hard links. This program starts an agent for a new folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ with tempfile.TemporaryDirectory() as mount, run_agent(mount):
         usrbio.make_ioring(mount, 8, for_read=True, priority=usrbio.IorPriority.HIGH) as read_ring,
         usrbio.make_ioring(mount, 8, for_read=False) as write_ring,
     ):
-        # The arguments of prepare() are the memory, whether it is filled from the file, the file, and the offset in it.
+        # The arguments of prepare() are the memory, whether the transfer reads from the file, the file descriptor, and
+        # the offset in the file.
         (completion,) = (
             read_ring.prepare(iov[0:4096], True, fd, 16).submit().wait(min_results=1, timeout=timedelta(seconds=10))
         )

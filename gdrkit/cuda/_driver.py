@@ -262,7 +262,7 @@ def push_context(context_handle: int) -> Iterator[None]:
 
 
 def uninitialized_bytes(length_bytes: int) -> bytes:
-    """Return a new bytes object with undefined content, into which the caller copies data at once.
+    """Return a new bytes object with undefined content, which the caller must overwrite immediately.
 
     The C API allows the creator of a bytes object to write to it until other code sees it. This saves time for large
     sizes such as 64 MiB: ``bytes(n)`` would clear the memory first, and ``bytes(bytearray)`` would copy it afterwards.
@@ -275,7 +275,9 @@ def uninitialized_bytes(length_bytes: int) -> bytes:
 
 
 def array_at(address: int, length_bytes: int) -> Any:
-    """Return a ctypes array of the host bytes at an address, to make memory views of. It does not own the bytes.
+    """Return a ctypes array over the host bytes at an address, from which the caller makes memory views.
+
+    The array does not own the bytes.
 
     Each view keeps the array alive. So a weak reference to the array shows whether a view still exists.
     """

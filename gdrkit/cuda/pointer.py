@@ -1,6 +1,6 @@
-"""Queries to the CUDA driver about a device address, whichever library allocated the memory.
+"""Queries to the CUDA driver about a device address, whichever library allocated the memory, and its SYNC_MEMOPS.
 
-Source: ``cuPointerGetAttribute`` of the CUDA driver API.
+Sources: ``cuPointerGetAttribute``, ``cuPointerSetAttribute`` and ``cuMemGetAddressRange`` of the CUDA driver API.
 """
 
 from __future__ import annotations

@@ -82,7 +82,10 @@ class TransferFailed(ApiError):
 def error_without_failed_call(
     arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE
 ) -> TransferFailed:
-    """Return the error of a transfer that ended early or took a forbidden path, although no call failed."""
+    """Return the error of a transfer that ended early or took a forbidden path, although no call failed.
+
+    The caller sets the attribute `transferred`.
+    """
     return TransferFailed(
         api=Api.NONE,
         operation="transfer",
@@ -95,7 +98,7 @@ def error_without_failed_call(
 
 
 def short_transfer_error(failure: Failure | None, arguments: dict[str, object], result: TransferResult) -> ApiError:
-    """Return the error of a transfer of a short range: `failure`, or the end of the file if `failure` is None."""
+    """Return the error of a transfer that moved too few bytes: the failed call, or the end of the file."""
     arguments = {**arguments, "transferred_bytes": result.bytes}
     if failure is None:
         error: ApiError = error_without_failed_call(arguments, "the file ends before the last requested byte")

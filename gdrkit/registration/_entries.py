@@ -2,9 +2,10 @@
 
 An entry is linked while lookups can find it in the index. An unlinked entry only waits for its deregistration.
 
-An allocation consists of one or more chunks, because CUDA can map several allocations next to each other (VMM memory).
-The index sorts the chunks of all linked entries by address. Chunks never overlap, so one binary search finds the entry
-of a range. The index calls no driver, and its callers hold the lock of the cache.
+An entry has one or more chunks. Memory of cuMemAlloc is one chunk. VMM memory can have several: each physical
+allocation that is mapped there is a chunk. The index sorts the chunks of all linked entries by address. Chunks never
+overlap, so one binary search finds the entry of a range. The index calls no driver, and its callers hold the lock of
+the cache.
 
 A signal handler that raises an exception, as the handler of Ctrl-C does, may interrupt a change of the index. The next
 call then repairs the index.
@@ -43,8 +44,8 @@ class CacheEntry:
     """One registered allocation in a region cache."""
 
     __slots__ = (
-        "all_chunks_exist",
         "base",
+        "check_chunks_exist",
         "deregistering_thread_id",
         "deregistration_failed",
         "end",
@@ -71,7 +72,7 @@ class CacheEntry:
         self.memory = memory
         self.registration = registration
         self.finish_lease = finish_lease  # A function to call after an item of lease_marks was removed.
-        self.all_chunks_exist = memory.make_existence_check(key)  # A function. It asks the driver at each call.
+        self.check_chunks_exist = memory.make_existence_check(key)  # A function. It asks the driver at each call.
         self.indexed_memories: list[DeviceBuffer] = []  # The keys of EntryIndex.by_memory whose value is this entry.
         # One None for each lease, so the length counts leases. Items are added under the lock of the cache and removed
         # without it.
@@ -127,7 +128,8 @@ class EntryIndex:
         All linked entries, least recently used first.
     by_memory : dict
         Maps the memory object of an earlier lookup to the entry that contains all of this memory. Most hits need only
-        this dict. It contains only memory that gdrkit frees: gdrkit unlinks the entry before the free.
+        this dict. Its memory objects belong to gdrkit, which unlinks the entry before it frees such memory. So no value
+        is stale.
     """
 
     def __init__(self, *, regions_max: int, bytes_max: int) -> None:
@@ -199,8 +201,9 @@ class EntryIndex:
         if not entry.is_linked:
             return
         self._is_changing = True
-        # A signal handler may lease any linked entry, and moves it in `by_last_use`. So the entry is unlinked before it
-        # is deleted there. It must also be unlinked before its leases are counted; see RegionCache._finish_lease.
+        # A signal handler may lease any linked entry, which moves the entry in `by_last_use` and fails if the entry is
+        # not there. So the entry is unlinked before it is deleted there. It must also be unlinked before its leases are
+        # counted; see RegionCache._finish_lease.
         entry.is_linked = False
         for base, _length_bytes, _buffer_id in entry.key:
             position = bisect_left(self._bases, base)

@@ -7,10 +7,10 @@ An entry that is leased when it is unlinked (lookups no longer find it) stays re
 thread that ends that lease deregisters the entry. Until then, gdrkit refuses to free the memory and to close
 the cache.
 
-A signal handler or a finalizer may use the cache while the call that it interrupted is in the cache too. If the
-interrupted call does not have the lock, the handler can call every method, like another thread. Only calls that would
-have to wait for the interrupted call fail. If the interrupted call has the lock, the handler can lease cached memory
-and close leases. Calls that would add or remove entries fail with UsageError(BUSY).
+A signal handler or a finalizer may use the cache while the call that it interrupted runs a method of the cache, too. If
+the interrupted call does not have the lock, the handler can call all methods, but a call that would have to wait for
+the interrupted call fails. If the interrupted call has the lock, the handler can lease cached memory and close leases.
+Calls that would add or remove entries fail with UsageError(BUSY).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CacheLock:
         self.lock = threading.RLock()
         self._condition = threading.Condition(self.lock)
 
-    def refuse_handler(self, action: str) -> None:
+    def raise_if_lock_held(self, action: str) -> None:
         """Raise UsageError(BUSY) if this thread has the lock.
 
         The caller is then in a signal handler or a finalizer. The call that it interrupted is changing the cache.
@@ -82,7 +82,10 @@ class CacheLock:
         self._condition.notify_all()
 
     def wait_for(self, is_done: Callable[[], object], *, timeout_ms: float | None = None) -> bool:
-        """Wait, with the lock released, until `is_done` returns a true value. Return False after `timeout_ms`."""
+        """Wait until `is_done` returns a true value. Return False after `timeout_ms`.
+
+        This requires the lock, which is released while the thread waits.
+        """
         deadline_s = math.inf if timeout_ms is None else time.monotonic() + timeout_ms / 1000
         while not is_done():
             remaining_s = deadline_s - time.monotonic()
@@ -124,7 +127,7 @@ class PendingDeregistrations:
     def deregister(
         self, begin: int = 0, end: int = _ADDRESS_END, *, raise_errors: bool, retry_failed: bool = False
     ) -> None:
-        """Deregister the entries that overlap [begin, end), except the leased ones and the work of other threads.
+        """Deregister the entries that overlap [begin, end), except if they are leased or another thread does so.
 
         With `retry_failed`, this includes entries that libibverbs failed to deregister before. Lookups pass False as
         `raise_errors`, because they must not raise the errors of unrelated entries.
@@ -189,7 +192,7 @@ class PendingDeregistrations:
             entry.deregistration_failed = True
             raise
         finally:
-            # If a signal handler raised an exception, the memory is still open: the next call tries again.
+            # If a signal handler raised an exception, the memory may still be open. Then the next call tries again.
             if is_claimed:
                 entry.deregistering_thread_id = 0
                 with self._lock.lock:
@@ -241,12 +244,12 @@ class PendingRegistrations:
         return self._by_key.get(key)
 
     def start(self, pending: PendingRegistration) -> None:
-        """Add a registration. No other registration of its key may be pending."""
+        """Add a registration. No registration that lookups of its key can join may be pending."""
         self._pending.add(pending)
         self._by_key[pending.key] = pending
 
     def complete(self, pending: PendingRegistration) -> None:
-        """Remove a registration, whose entry or error is set, and wake the waiting threads."""
+        """Remove a registration that has its entry or its error, or was interrupted, and wake the waiting threads."""
         self._pending.discard(pending)
         if self._by_key.get(pending.key) is pending:
             self._by_key.pop(pending.key)
@@ -256,22 +259,23 @@ class PendingRegistrations:
     def abandon(self, pending: PendingRegistration, error: BaseException) -> None:
         """End a registration that failed, or that the exception of a signal handler has interrupted.
 
-        If the registration was already complete, this ends only the lease of the calling thread.
+        If the registration was already complete, this ends the lease of the calling thread. Then it deregisters all
+        unlinked entries that have no lease any more.
         """
         # Every waiting thread raises a copy of the error, because one error object would collect the tracebacks of all
         # threads. Only errors of gdrkit are passed on. After any other exception, the waiting threads search the index
         # again.
         shared_error = error.clone() if isinstance(error, GdrkitError) else None
         with self._lock.lock:
-            entry, has_leases = pending.entry, pending.is_done
-            if not has_leases:
+            entry, was_complete = pending.entry, pending.is_done
+            if not was_complete:
                 if entry is not None:
                     self._deregistrations.entries.add(entry)
                     entry.lease_marks.clear()
                 pending.entry, pending.error = None, shared_error
                 self.complete(pending)
         if entry is not None:
-            if has_leases:
+            if was_complete:
                 entry.release_lease()
             self._deregistrations.deregister(raise_errors=False)
 
@@ -280,7 +284,9 @@ class PendingRegistrations:
         try:
             with self._lock.lock:
                 self._lock.wait_for(lambda: pending.is_done)
-        except BaseException:  # A signal handler raised it. A complete registration has given this thread a lease.
+        except (
+            BaseException
+        ):  # A signal handler raised it. If the registration is complete, this thread has a lease, which must end.
             with self._lock.lock:
                 pending.waiter_count -= 1
                 entry = pending.entry if pending.is_done else None
@@ -356,6 +362,7 @@ def register_allocation(
         except GdrkitError as close_error:
             error.add_note(f"then the clean-up failed too: {close_error}")
         raise
-    # No signal handler has run since the end of the `try` block. From now on, the caller deregisters the entry.
+    # CPython runs no signal handler between the end of the `try` block and this assignment, so no exception can lose
+    # the entry. From now on, the caller deregisters it.
     pending.entry = entry
     return entry

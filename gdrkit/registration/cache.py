@@ -188,7 +188,7 @@ class RegionCache:
             deregistering memory of the range.
         """
         end = address + length_bytes
-        self._cache_lock.refuse_handler(f"invalidate [{address:#x}, {end:#x})")
+        self._cache_lock.raise_if_lock_held(f"invalidate [{address:#x}, {end:#x})")
         with self._lock:
             count = self._unlink_range(address, end)
         self._pending_deregistrations.deregister_and_wait(address, end)
@@ -212,7 +212,7 @@ class RegionCache:
             An entry could not be deregistered (the error of the first one). New leases are already refused. Call close
             again to deregister the remaining entries.
         """
-        self._cache_lock.refuse_handler("close the region cache")
+        self._cache_lock.raise_if_lock_held("close the region cache")
         with self._lock:
             if self._is_closed:
                 return
@@ -267,12 +267,12 @@ class RegionCache:
 
     def _validate_or_unlink(self, entry: CacheEntry) -> bool:
         """Return whether the memory of a leased entry is still the same. If not, unlink the entry and end the lease."""
-        all_chunks_exist = entry.all_chunks_exist  # Python calls a local function faster than an attribute.
+        check_chunks_exist = entry.check_chunks_exist  # Python calls a local function faster than an attribute.
         try:
             # This call needs no lock: even with the lock, the memory could be freed right after the call.
-            if all_chunks_exist() and entry.is_memory_alive:
+            if check_chunks_exist() and entry.is_memory_alive:
                 return True
-            self._cache_lock.refuse_handler("replace a registration")
+            self._cache_lock.raise_if_lock_held("replace a registration")
         except BaseException:
             entry.release_lease()
             raise
@@ -286,7 +286,7 @@ class RegionCache:
 
     def _find_or_register(self, memory: DeviceBuffer, address: int, end: int) -> CacheEntry:
         """Lease and return a valid entry that contains [address, end). If there is none, register the memory."""
-        self._cache_lock.refuse_handler(f"lease [{address:#x}, {end:#x})")
+        self._cache_lock.raise_if_lock_held(f"lease [{address:#x}, {end:#x})")
         while True:
             if memory.closed:
                 raise ClosedResource(_MEMORY_NAME)
@@ -463,7 +463,7 @@ class RegionCache:
     def _deregister_before_free(self, memory: DeviceBuffer) -> None:
         """Deregister the entries of `memory`, or raise UsageError(BUSY) if a lease or registration still uses it."""
         begin, end = memory.address, memory.address + memory.length_bytes
-        self._cache_lock.refuse_handler(f"free the memory at {begin:#x}")
+        self._cache_lock.raise_if_lock_held(f"free the memory at {begin:#x}")
         with self._lock:
             self._unlink_range(begin, end)
         lease_count = registering_count = 0

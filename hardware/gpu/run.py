@@ -7,7 +7,7 @@ packages. Packages that this Python lacks are installed into a temporary folder,
 
 A part is a group of cases. Its records are written to OUT/PROFILE/PART.jsonl, where PROFILE is the profile of this
 machine, and its output to OUT/logs/PART.log. A part that exceeds its time limit is killed, and the next part begins.
-The facts about the machine, its topology and the result of the doctor are written to facts.json, topology.json and
+The outputs of `gdrkit facts`, `gdrkit topology` and `gdrkit doctor` are written to facts.json, topology.json and
 doctor.json next to the records, where `gdrkit report OUT/PROFILE` reads them. If there is no RDMA device, verbs runs on
 its software twin (a drop-in library that emulates the hardware), and every record says so.
 """
@@ -33,7 +33,7 @@ from pathlib import Path
 __all__ = ["PARTS", "Part", "main", "pack", "run_limited"]
 
 BUNDLE_FOLDER = Path(__file__).resolve().parent
-# The packages that the cases need.
+# The requirements that pip installs, because the cases need them.
 PACKAGES = ("gdrkit[qualify]", "gdrkit-twins", "pyverbs")
 
 
@@ -48,8 +48,7 @@ class Part:
     limit_s : float
         Time limit, in seconds.
     is_measuring : bool
-        Whether the cases are measurements. They have time limits of their own, and pytest prints their numbers
-        at once.
+        Whether the cases are measurements. pytest gets other options for them.
     is_optional : bool
         Whether the part runs only if the command line names it.
     """
@@ -64,13 +63,15 @@ class Part:
         """Root folder for pytest, relative to the data folder of the installed gdrkit package."""
         return self.cases[0].partition("/")[0]
 
-    def options(self) -> list[str]:
+    def pytest_options(self) -> list[str]:
         """Return the options of pytest for this part."""
+        # Measurements print their numbers at once (-s). They have time limits of their own, so pytest must not print
+        # the stacks after the time limit of an ordinary case (faulthandler_timeout).
         measuring_options = ["--benchmark-enable", "-s", "-o", "faulthandler_timeout=0"]
         return measuring_options if self.is_measuring else []
 
 
-COST_CASES = ("cache_cost", "gpu_pool_cost", "import_cost", "path_speed", "ring_speed", "transfer_cost")
+COST_MODULE_NAMES = ("cache_cost", "gpu_pool_cost", "import_cost", "path_speed", "ring_speed", "transfer_cost")
 PARTS: dict[str, Part] = {
     "inventory": Part(("suites/inventory/test_this_machine.py",)),
     "first-light": Part(
@@ -87,7 +88,7 @@ PARTS: dict[str, Part] = {
     "files": Part(("hardware/throughput/test_files.py",), limit_s=240, is_measuring=True),
     "cufile": Part(("suites/cufile",), limit_s=240),
     "cufile-speed": Part(("suites/bench/test_cufile_speed.py",), limit_s=480, is_measuring=True),
-    "cost": Part(tuple(f"suites/bench/test_{name}.py" for name in COST_CASES), limit_s=240, is_measuring=True),
+    "cost": Part(tuple(f"suites/bench/test_{name}.py" for name in COST_MODULE_NAMES), limit_s=240, is_measuring=True),
     "gds": Part(("suites/gds",), limit_s=240),
     "contract": Part(("suites/contract",), limit_s=240),
     "share": Part(("suites/share",)),
@@ -120,14 +121,22 @@ class SetupError(Exception):
 
 
 def main() -> int:
-    """Run the cases. The exit code is 0 if every case that ran passed, 1 if a case failed, 3 if none could start."""
-    default_parts = [name for name, part in PARTS.items() if not part.is_optional]
+    """Run the cases.
+
+    The exit code is 0 if every case that ran passed, 1 if a case failed or a part was killed, and 3 if the packages
+    cannot be installed.
+    """
+    default_part_names = [name for name, part in PARTS.items() if not part.is_optional]
     parser = argparse.ArgumentParser(prog="gpu.py", description=main.__doc__)
     parser.add_argument("--bundle", type=Path, default=BUNDLE_FOLDER, help="the folder that `nox -s bundle` made")
-    parser.add_argument("--extras", type=Path, help="a folder of more wheels; default: extras in the bundle")
+    parser.add_argument(
+        "--extras", type=Path, help="folder of additional wheels; default: the folder extras of the bundle"
+    )
     parser.add_argument("--out", type=Path, default=Path("reports", "baselines"), help="folder for the records")
-    parser.add_argument("--tar", type=Path, help="archive of OUT, replaced after each part")
-    parser.add_argument("--limit-s", type=float, help="time limit of each part, instead of its default")
+    parser.add_argument("--tar", type=Path, help="archive (tar.gz) of OUT, replaced after each part")
+    parser.add_argument(
+        "--limit-s", type=float, help="time limit of each part in seconds; default: a limit for each part"
+    )
     parser.add_argument("--cases", metavar="EXPRESSION", help="run only the cases that match, as with pytest -k")
     parser.add_argument(
         "--disk",
@@ -135,31 +144,32 @@ def main() -> int:
         help="folder for the files of the parts sweep and storage; it needs 16 GB and must not be a tmpfs",
     )
     parser.add_argument("--software", action="store_true", help="use no hardware: every API runs on its software twin")
-    optional_parts = " ".join(PARTS.keys() - default_parts)
+    optional_parts_text = " ".join(PARTS.keys() - default_part_names)
     parser.add_argument(
         "parts",
         nargs="*",
         metavar="PART",
-        help=f"default: {' '.join(default_parts)}; not in the default: {optional_parts}",
+        help=f"default: {' '.join(default_part_names)}; not in the default: {optional_parts_text}",
     )
     options = parser.parse_args()
-    options.parts = options.parts or default_parts
-    unknown_parts = [part for part in options.parts if part not in PARTS]
-    if unknown_parts:
-        parser.error(f"PART must be one of {', '.join(PARTS)}, not {unknown_parts[0]}")
+    options.parts = options.parts or default_part_names
+    unknown_part_names = [part for part in options.parts if part not in PARTS]
+    if unknown_part_names:
+        parser.error(f"PART must be one of {', '.join(PARTS)}, not {unknown_part_names[0]}")
+    # SIGTERM raises SystemExit, so that the running part is killed and the temporary folder is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FAILED))
     # No core dumps are written, because they can be as large as the memory of a GPU. The printed stacks are sufficient.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    with tempfile.TemporaryDirectory(prefix="gdrkit-gpu-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gdrkit-gpu-") as temporary_folder:
         # Cases that run as another user need access to the folder.
-        Path(folder).chmod(0o755)
+        Path(temporary_folder).chmod(0o755)
         try:
-            site_folder = _install(options.bundle.resolve(), Path(folder, "site"))
+            site_folder = _install(options.bundle.resolve(), Path(temporary_folder, "site"))
         except SetupError as error:
             _print_line(f"gpu: {error}")
             return EXIT_SETUP_MISSING
         _install_extras(options.extras or options.bundle / "extras", site_folder)
-        return _run_parts(options, site_folder, Path(folder))
+        return _run_parts(options, site_folder, Path(temporary_folder))
 
 
 def _install(bundle: Path, site_folder: Path) -> Path:
@@ -169,14 +179,14 @@ def _install(bundle: Path, site_folder: Path) -> Path:
         message = f"{wheels_folder} has no wheel of gdrkit: run nox -s bundle to create the folder"
         raise SetupError(message)
     pip_command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check"]
-    report_file = site_folder.with_suffix(".json")
+    pip_report_file = site_folder.with_suffix(".json")
     dry_run_command = [
         *pip_command,
         "--find-links",
         str(wheels_folder),
         "--dry-run",
         "--report",
-        str(report_file),
+        str(pip_report_file),
         *PACKAGES,
     ]
     if subprocess.call(dry_run_command) != 0:
@@ -184,7 +194,7 @@ def _install(bundle: Path, site_folder: Path) -> Path:
             f"the wheels in {wheels_folder} cannot be installed for Python {sys.version.split()[0]} at {sys.executable}"
         )
         raise SetupError(message)
-    missing_packages = json.loads(report_file.read_text())["install"]
+    missing_packages = json.loads(pip_report_file.read_text())["install"]
     urls = [package["download_info"]["url"] for package in missing_packages]
     # In a URL, pip writes the plus sign of a local version as %2B.
     wheel_files = [str(wheels_folder / url.rpartition("/")[2].replace("%2B", "+")) for url in urls]
@@ -200,15 +210,17 @@ def _install(bundle: Path, site_folder: Path) -> Path:
 
 def _install_extras(extras_folder: Path, site_folder: Path) -> None:
     """Install every wheel in a folder without its dependencies. If this fails, continue without the wheels."""
-    wheels = sorted(map(str, extras_folder.glob("*.whl")))
-    if not wheels:
+    wheel_files = sorted(map(str, extras_folder.glob("*.whl")))
+    if not wheel_files:
         _print_line(f"gpu: no wheels in {extras_folder}: cases that need additional packages will not run")
         return
     pip_command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--disable-pip-version-check"]
-    if subprocess.call([*pip_command, "--no-deps", "--no-compile", "--target", str(site_folder), *wheels]) != 0:
+    if subprocess.call([*pip_command, "--no-deps", "--no-compile", "--target", str(site_folder), *wheel_files]) != 0:
         _print_line("gpu: pip could not install the additional packages: cases that need them will not run")
     else:
-        _print_line("gpu: additional packages: " + ", ".join(Path(wheel).name.partition("-")[0] for wheel in wheels))
+        _print_line(
+            "gpu: additional packages: " + ", ".join(Path(wheel).name.partition("-")[0] for wheel in wheel_files)
+        )
 
 
 def _make_environment(options: argparse.Namespace, site_folder: Path, temporary_folder: Path) -> dict[str, str]:
@@ -229,7 +241,7 @@ def _make_environment(options: argparse.Namespace, site_folder: Path, temporary_
     if options.disk:
         settings["GDRKIT_BENCH_STORAGE_FOLDER"] = str(options.disk.resolve())
     if options.software:
-        # The default of 4 GiB would take minutes on the twins, and prove nothing more.
+        # The default size of 4 GiB would take minutes on the twins, and prove no more than 64 MiB.
         settings["GDRKIT_BENCH_STORAGE_MIB"] = os.environ.get("GDRKIT_BENCH_STORAGE_MIB", "64")
     return {**os.environ, **path_variables, **settings, **NO_MULTICAST}
 
@@ -237,11 +249,11 @@ def _make_environment(options: argparse.Namespace, site_folder: Path, temporary_
 def _run_parts(options: argparse.Namespace, site_folder: Path, temporary_folder: Path) -> int:
     environment = _make_environment(options, site_folder, temporary_folder)
     data_folder = site_folder / "gdrkit" / "_data"
-    launch_command, substrate_option = _make_launch_command(is_software=options.software)
+    launcher, substrates = _choose_launcher(is_software=options.software)
     placeholder_by_path = {site_folder: "{site}", options.bundle.resolve(): "{bundle}"}
-    description_by_file = {
-        name: _describe_machine(command, launch_command, environment, temporary_folder, placeholder_by_path)
-        for name, command in DESCRIBING_COMMANDS.items()
+    json_by_file_name = {
+        file_name: _describe_machine(arguments, launcher, environment, temporary_folder, placeholder_by_path)
+        for file_name, arguments in DESCRIBING_COMMANDS.items()
     }
     log_folder = options.out / "logs"
     log_folder.mkdir(parents=True, exist_ok=True)
@@ -253,14 +265,14 @@ def _run_parts(options: argparse.Namespace, site_folder: Path, temporary_folder:
             _print_line(f"gpu: {part_name}: the installed gdrkit has none of these cases")
             continue
         records_file = temporary_folder / f"{part_name}.jsonl"
-        command = [*launch_command, sys.executable, "-m", "pytest", "-c", str(data_folder / "suites" / "pytest.ini")]
-        command += [f"--rootdir={data_folder / part.root}", "-q", "-rfE", "--tb=short", "--substrate", substrate_option]
+        command = [*launcher, sys.executable, "-m", "pytest", "-c", str(data_folder / "suites" / "pytest.ini")]
+        command += [f"--rootdir={data_folder / part.root}", "-q", "-rfE", "--tb=short", "--substrate", substrates]
         command += [
             "--records",
             str(records_file),
             "--command",
             f"gpu.py {part_name}",
-            *part.options(),
+            *part.pytest_options(),
             *existing_cases,
         ]
         if options.cases:
@@ -275,7 +287,7 @@ def _run_parts(options: argparse.Namespace, site_folder: Path, temporary_folder:
         _print_line(f"gpu: {part_name}: exit {exit_codes[-1]} after {time.monotonic() - start_s:.0f} s")
         profile_folder = _move_records(records_file, options.out)
         if profile_folder:
-            for file_name, json_text in description_by_file.items():
+            for file_name, json_text in json_by_file_name.items():
                 if json_text:
                     (profile_folder / file_name).write_text(json_text)
         if options.tar:
@@ -283,8 +295,8 @@ def _run_parts(options: argparse.Namespace, site_folder: Path, temporary_folder:
     return EXIT_FAILED if any(exit_codes) else 0
 
 
-def _make_launch_command(*, is_software: bool) -> tuple[list[str], str]:
-    """Return the launcher that precedes each command (empty: none), and the value of the option --substrate."""
+def _choose_launcher(*, is_software: bool) -> tuple[list[str], str]:
+    """Return the first words of each command (empty without a twin), and the value of the option --substrate."""
     run_command = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated"]
     if is_software:
         _print_line("gpu: every API runs on its software twin")
@@ -298,7 +310,7 @@ def _make_launch_command(*, is_software: bool) -> tuple[list[str], str]:
 
 def _describe_machine(
     arguments: tuple[str, ...],
-    launch_command: list[str],
+    launcher: list[str],
     environment: dict[str, str],
     folder: Path,
     placeholder_by_path: dict[Path, str],
@@ -307,7 +319,7 @@ def _describe_machine(
 
     Return an empty text if the command failed.
     """
-    command = [*launch_command, sys.executable, "-m", "gdrkit", *arguments]
+    command = [*launcher, sys.executable, "-m", "gdrkit", *arguments]
     completed = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
     if completed.returncode:
         _print_line(f"gpu: gdrkit {' '.join(arguments)} ended with exit code {completed.returncode}")
@@ -346,7 +358,7 @@ def run_limited(command: list[str], environment: dict[str, str], folder: Path, l
 
 
 def _print_log_end(log_file: Path, line_count: int) -> None:
-    """Print the last lines of the output of a part."""
+    """Print the last `line_count` lines of the output of a part."""
     lines = log_file.read_text(errors="replace").splitlines()
     for line in lines[-line_count:]:
         _print_line(f"  | {line}")
@@ -369,35 +381,38 @@ def _move_records(records_file: Path, output_folder: Path) -> Path | None:
     if not records_file.exists():
         _print_line("gpu: no record was written")
         return None
-    parsed_records = [json.loads(line) for line in records_file.read_text().splitlines()]
-    moved_file = Path(output_folder, str(parsed_records[0]["profile"]), records_file.name)
+    records = [json.loads(line) for line in records_file.read_text().splitlines()]
+    moved_file = Path(output_folder, str(records[0]["profile"]), records_file.name)
     moved_file.parent.mkdir(parents=True, exist_ok=True)
     shutil.move(records_file, moved_file)
-    verdict_counts = Counter(record["verdict"] for record in parsed_records)
+    verdict_counts = Counter(record["verdict"] for record in records)
     _print_line(
         f"gpu: {moved_file}: " + ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdict_counts.items()))
     )
     unmet_needs = Counter(
         f"{reason['need']}: {reason['text']}"
-        for record in parsed_records
+        for record in records
         for reason in record["reasons"]
         if record["verdict"] == "not_run"
     )
     for need_text, count in unmet_needs.items():
         _print_line(f"  {count} x not run: {need_text}")
     cases_by_failure: dict[str, list[str]] = {}
-    for record in parsed_records:
+    for record in records:
         if record["verdict"] == "fail":
             cases_by_failure.setdefault(record["reasons"][0]["text"], []).append(record["case"])
         _print_numbers(record)
     for failure_text, cases in cases_by_failure.items():
-        count_text = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
-        _print_line(f"  fail: {cases[0]}{count_text}: {failure_text}")
+        more_text = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
+        _print_line(f"  fail: {cases[0]}{more_text}: {failure_text}")
     return moved_file.parent
 
 
 def _print_numbers(record: dict[str, object]) -> None:
-    """Print the measurements of a record, unless an API of the measurement ran on software."""
+    """Print the medians, percentages and ratios of a record.
+
+    If an API of the measurement ran on software, print only a line that says so.
+    """
     numbers, substrate = record["numbers"], record["substrate"]
     if not isinstance(numbers, dict) or not isinstance(substrate, dict) or not numbers:
         return

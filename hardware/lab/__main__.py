@@ -32,8 +32,8 @@ DEFAULT_CASES = (
     *("suites/contract/rdma", "suites/rdma", "suites/registration", "suites/property/test_cache_machine.py"),
     "suites/observe/test_perftest.py",
 )
-# Number of examples of each Hypothesis state machine. It is small, because in the emulated guest an example takes at
-# least 0.5 s.
+# Number of examples that each Hypothesis state machine runs. The number is small, because an example takes at least
+# 0.5 s in the emulated guest.
 EXAMPLE_COUNT = "2"
 # The lab requires that at least this many cases pass both on the twins and on the kernel's RDMA stack.
 AGREEING_CASES_MIN = 60
@@ -49,30 +49,30 @@ def main() -> int:
     records_files = {name: options.output / f"{name}.jsonl" for name in ("twin", "kernel")}
     for path in records_files.values():
         path.unlink(missing_ok=True)
-    cases = options.cases
+    pytest_arguments = options.cases
     # If no argument names a file or folder of this project, all arguments are options for the default cases.
-    if not any((PROJECT_ROOT / case.partition("::")[0]).exists() for case in cases):
-        cases = [*cases, *DEFAULT_CASES]
+    if not any((PROJECT_ROOT / argument.partition("::")[0]).exists() for argument in pytest_arguments):
+        pytest_arguments = [*pytest_arguments, *DEFAULT_CASES]
     try:
         # The machine is configured first, so that missing programs are reported before the slow steps.
         machine = None if options.here else configure_machine(options)
-        twin_command = _make_pytest_command(records_files["twin"], cases, ["--software", "--isolated"], [])
+        twin_command = _make_pytest_command(records_files["twin"], pytest_arguments, ["--software", "--isolated"], [])
         if machine is None:
-            twin_code = subprocess.call(twin_command, cwd=PROJECT_ROOT)
-            kernel_code = _run_here(records_files["kernel"], cases, options)
+            twin_exit_code = subprocess.call(twin_command, cwd=PROJECT_ROOT)
+            kernel_exit_code = _run_here(records_files["kernel"], pytest_arguments, options)
         else:
             # The guest reads the bytecode files through a cache, so they must not change while it runs.
             for name in ("gdrkit", "suites", "hardware"):
                 compileall.compile_dir(PROJECT_ROOT / name, quiet=1)
             # The guest leaves most of one processor idle, so the cases run on the twins at the same time.
             with _BackgroundRun(twin_command) as twin_run:
-                kernel_code = _run_in_guest(machine, records_files["kernel"], cases, options)
+                kernel_exit_code = _run_in_guest(machine, records_files["kernel"], pytest_arguments, options)
                 _print_line("lab: the same cases on the twins")
-                twin_code = twin_run.finish()
+                twin_exit_code = twin_run.finish()
     except LabError as error:
         _print_line(f"lab: {error}")
         return EXIT_SETUP_MISSING
-    return _evaluate(records_files, [twin_code, kernel_code], options)
+    return _evaluate(records_files, [twin_exit_code, kernel_exit_code], options)
 
 
 class _BackgroundRun:
@@ -105,7 +105,9 @@ def _parse_options() -> argparse.Namespace:
     build_folder = PROJECT_ROOT / "build" / "lab"
     add_machine_options(parser)
     parser.add_argument("--output", type=Path, default=build_folder / "run", help="folder for the records")
-    parser.add_argument("--here", action="store_true", help="use the RDMA devices of this kernel, no virtual machine")
+    parser.add_argument(
+        "--here", action="store_true", help="use the RDMA devices of this kernel, without a virtual machine"
+    )
     parser.add_argument(
         "--agreeing-min",
         type=int,
@@ -120,38 +122,47 @@ def _parse_options() -> argparse.Namespace:
 
 
 def _make_pytest_command(
-    records_file: Path, cases: list[str], launch_options: list[str], pytest_options: list[str]
+    records_file: Path, pytest_arguments: list[str], launch_options: list[str], pytest_options: list[str]
 ) -> list[str]:
-    run_command = [sys.executable, "-m", "gdrkit", "run", *launch_options, "--"] if launch_options else []
-    return [*run_command, sys.executable, "-m", "pytest", "-q", f"--records={records_file}", *pytest_options, *cases]
+    launcher = [sys.executable, "-m", "gdrkit", "run", *launch_options, "--"] if launch_options else []
+    pytest_command = [sys.executable, "-m", "pytest", "-q", f"--records={records_file}"]
+    return [*launcher, *pytest_command, *pytest_options, *pytest_arguments]
 
 
-def _run_in_guest(machine: Machine, records_file: Path, cases: list[str], options: argparse.Namespace) -> int:
+def _run_in_guest(
+    machine: Machine, records_file: Path, pytest_arguments: list[str], options: argparse.Namespace
+) -> int:
     """Run the cases in the virtual machine, and return the exit code of pytest."""
     pytest_options = ["--profile=lab", "--substrate=verbs=kernel_software,cuda=twin"]
-    command = _make_pytest_command(records_file, cases, ["--software", "--isolated", "--apis", "cuda"], pytest_options)
+    command = _make_pytest_command(
+        records_file, pytest_arguments, ["--software", "--isolated", "--apis", "cuda"], pytest_options
+    )
     inherited_variables = ("PYTHONPATH", "GDRKIT_TWINS_LIB", "GDRKIT_EXAMPLES")
     environ = {name: os.environ[name] for name in inherited_variables if name in os.environ}
     # The root file system of the guest is read-only, so Hypothesis gets another folder for its database.
     environ |= {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(options.output / "hypothesis")}
-    # The commit is determined on the host, because git would be too slow in the guest.
+    # The guest gets the commit from the host, because git would be too slow in the guest.
     commit = install_paths().commit()
     environ |= {} if commit is None else {"GDRKIT_COMMIT": commit}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environ.items()]
-    script = options.output / "cases.sh"
-    script.write_text("\n".join([*exports, f"cd {shlex.quote(str(PROJECT_ROOT))}", f"exec {shlex.join(command)}", ""]))
+    script_file = options.output / "cases.sh"
+    script_file.write_text(
+        "\n".join([*exports, f"cd {shlex.quote(str(PROJECT_ROOT))}", f"exec {shlex.join(command)}", ""])
+    )
     accelerator = "KVM" if machine.use_kvm else "TCG (KVM is not usable here; TCG is slower, with the same results)"
     _print_line(f"lab: {machine.image.name} in a virtual machine by {accelerator}")
-    return machine.run(script, output=options.output, limits=Limits(boot_s=options.boot_limit_s, run_s=options.limit_s))
+    return machine.run(
+        script_file, output=options.output, limits=Limits(boot_s=options.boot_limit_s, run_s=options.limit_s)
+    )
 
 
-def _run_here(records_file: Path, cases: list[str], options: argparse.Namespace) -> int:
+def _run_here(records_file: Path, pytest_arguments: list[str], options: argparse.Namespace) -> int:
     """Run the cases on this kernel, and return the exit code of pytest."""
     has_nic = any(Path("/sys/class/infiniband").glob("*"))
     has_cuda = Path("/proc/driver/nvidia/version").exists()
     launch_options = [] if has_cuda else ["--software", "--isolated", "--apis", "cuda"]
     profile_options = [] if has_nic or has_cuda else ["--profile=lab"]
-    command = _make_pytest_command(records_file, cases, launch_options, profile_options)
+    command = _make_pytest_command(records_file, pytest_arguments, launch_options, profile_options)
     # rxe.sh creates two rxe devices, runs the command that follows, and removes the devices.
     setup_command = [] if has_nic else ["bash", str(Path(__file__).with_name("rxe.sh"))]
     _print_line("lab: the RDMA devices of this machine" if has_nic else "lab: rxe devices of this machine's kernel")
@@ -197,8 +208,8 @@ def _evaluate(records_files: dict[str, Path], exit_codes: list[int], options: ar
         f"lab: {format_count(len(differing_pairs), 'case')} with different outcomes; "
         f"{not_run_count} did not run on both and are not counted"
     )
-    codes_by_run = zip(records_files, exit_codes, strict=True)
-    problems += [f"the run on {name} ended with exit code {code}" for name, code in codes_by_run if code]
+    runs_and_exit_codes = zip(records_files, exit_codes, strict=True)
+    problems += [f"the run on {name} ended with exit code {code}" for name, code in runs_and_exit_codes if code]
     if agreeing_count < options.agreeing_min:
         problems.append(
             f"{format_count(agreeing_count, 'case')} passed on both, but at least {options.agreeing_min} must"

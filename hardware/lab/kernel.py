@@ -21,7 +21,8 @@ _META_PACKAGES = ("linux-image-amd64", "linux-image-generic")
 _VERSIONED_PACKAGE = re.compile(r"^linux-(?:image|modules-extra)-(\d\S*)$")
 
 # The folders of modules, relative to kernel/, that the guest needs for its root file system over 9p, the network and
-# RDMA, and for vgem, an exporter of dma-bufs. All modules of a kernel together take 400 MB.
+# RDMA, and for vgem, an exporter of dma-bufs. Only these folders are unpacked, because all modules of a kernel
+# take 400 MB.
 MODULE_FOLDERS = (
     *("arch", "crypto", "drivers/infiniband", "drivers/net/veth", "drivers/virtio", "fs", "lib", "net"),
     *("drivers/block/virtio_blk", "drivers/char", "drivers/scsi", "drivers/gpu/drm/drm", "drivers/gpu/drm/vgem"),
@@ -40,11 +41,12 @@ def find_kernel_image(cache_folder: Path, *, backports: bool = False) -> Path:
         apt is missing, it has no kernel package, or the kernel has no module rdma_rxe.
     """
     stamp_file, module_list = cache_folder / "ready", "\n".join(MODULE_FOLDERS)
-    # An earlier version of this program may have filled the folder with fewer modules. So the stamp has their list.
+    # An earlier version of this program may have filled the folder with other modules. So the stamp file contains the
+    # list of the module folders, and if the list differs, the kernel is downloaded again.
     if not stamp_file.exists() or stamp_file.read_text() != module_list:
         shutil.rmtree(cache_folder, ignore_errors=True)
         cache_folder.mkdir(parents=True)
-        package_files = _download(cache_folder, _choose_backports_options(cache_folder) if backports else [])
+        package_files = _download(cache_folder, _download_backports_lists(cache_folder) if backports else [])
         for package_file in package_files:
             _unpack(package_file, cache_folder)
             package_file.unlink()
@@ -68,39 +70,42 @@ def _find_image(cache_folder: Path) -> Path:
     return images[-1]
 
 
-def _choose_backports_options(cache_folder: Path) -> list[str]:
-    """Download the package lists of this release's backports. Return options with which apt uses only these lists."""
-    release = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
+def _download_backports_lists(cache_folder: Path) -> list[str]:
+    """Download the package lists of this release's backports. Return the options that make apt use only them."""
+    release_codename = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
     command = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME)", "Created-By: Packages"]
-    archive_lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
-    archive_urls = [line.partition(" ")[0] for line in archive_lines if line.partition(" ")[2] == release]
+    url_and_codename_lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
+    archive_urls = [
+        line.partition(" ")[0] for line in url_and_codename_lines if line.partition(" ")[2] == release_codename
+    ]
     if not archive_urls:
-        message = f"apt has no archive of the release {release!r}, so there are no backports: omit --backports"
+        message = f"apt has no archive of the release {release_codename!r}, so there are no backports: omit --backports"
         raise LabError(message)
     source_list, lists_folder = cache_folder / "backports.list", cache_folder / "lists"
     (lists_folder / "partial").mkdir(parents=True)
-    source_list.write_text(f"deb {archive_urls[0]} {release}-backports main\n")
-    options = [
+    source_list.write_text(f"deb {archive_urls[0]} {release_codename}-backports main\n")
+    apt_options = [
         f"-oDir::Etc::sourcelist={source_list}",
         "-oDir::Etc::sourceparts=-",
         f"-oDir::State::lists={lists_folder}",
     ]
-    _run_command(["apt-get", *options, "update", "-q"])
-    return options
+    _run_command(["apt-get", *apt_options, "update", "-q"])
+    return apt_options
 
 
-def _download(cache_folder: Path, options: Sequence[str]) -> list[Path]:
+def _download(cache_folder: Path, apt_options: Sequence[str]) -> list[Path]:
     if not shutil.which("apt-get") or not shutil.which("apt-cache"):
         message = (
-            f"apt is missing, so no kernel package can be downloaded: copy boot/ and lib/ of a kernel to {cache_folder}"
+            "apt is missing, so no kernel package can be downloaded: fill the cache folder on a machine with apt, and "
+            f"copy it to {cache_folder}"
         )
         raise LabError(message)
-    package_names = _list_package_names(options) or (_update_package_lists() and _list_package_names(options))
+    package_names = _list_package_names(apt_options) or (_update_package_lists() and _list_package_names(apt_options))
     if not package_names:
         message = f"apt has no kernel package ({' or '.join(_META_PACKAGES)}): run apt-get update, then try again"
         raise LabError(message)
     print("downloading " + " ".join(package_names), flush=True)  # noqa: T201 - the output of a command.
-    _run_command(["apt-get", *options, "download", "-q", *package_names], folder=cache_folder)
+    _run_command(["apt-get", *apt_options, "download", "-q", *package_names], folder=cache_folder)
     package_files = sorted(cache_folder.glob("*.deb"))
     if not package_files:
         message = "apt-get download wrote no kernel package: run apt-get update, then try again"
@@ -108,19 +113,19 @@ def _download(cache_folder: Path, options: Sequence[str]) -> list[Path]:
     return package_files
 
 
-def _list_package_names(options: Sequence[str]) -> list[str]:
+def _list_package_names(apt_options: Sequence[str]) -> list[str]:
     """Return the names of the packages of the newest kernel. The list is empty if apt does not know them."""
     for meta_package in _META_PACKAGES:
-        command = ["apt-cache", *options, "depends", meta_package]
+        command = ["apt-cache", *apt_options, "depends", meta_package]
         output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
         dependencies = [line.split()[-1] for line in output.splitlines() if line.strip().startswith("Depends:")]
-        names = [name for name in dependencies if _VERSIONED_PACKAGE.match(name)]
-        if names and meta_package == "linux-image-generic":
+        package_names = [name for name in dependencies if _VERSIONED_PACKAGE.match(name)]
+        if package_names and meta_package == "linux-image-generic":
             # Ubuntu has the modules in a separate package, on which the image depends.
-            kernel_version = names[0].removeprefix("linux-modules-extra-").removeprefix("linux-image-")
-            names.append(f"linux-modules-{kernel_version}")
-        if names:
-            return names
+            kernel_version = package_names[0].removeprefix("linux-modules-extra-").removeprefix("linux-image-")
+            package_names.append(f"linux-modules-{kernel_version}")
+        if package_names:
+            return package_names
     return []
 
 
@@ -140,7 +145,7 @@ def _unpack(package_file: Path, cache_folder: Path) -> None:
         stderr=subprocess.PIPE,
         check=False,
     )
-    # tar exits with 2 if a pattern matches no file of this package, which is expected.
+    # tar exits with 2 if a pattern matches no file. This is expected if two packages share the files.
     if tar_result.returncode not in {0, 2}:
         message = f"{package_file.name} cannot be unpacked: {tar_result.stderr.decode(errors='replace').strip()[-200:]}"
         raise LabError(message)

@@ -29,7 +29,8 @@ _PACKAGES = "qemu-system-x86 busybox-static kmod iproute2"
 _LAB_FOLDER = Path(__file__).resolve().parent
 _KVM_GET_API_VERSION = 0xAE00
 _KVM_API_VERSION = 12
-_CACHED_FILES_OPTIONS = (
+# These options of QEMU export the files of the host a second time, with the tag `lab`, by which guest.sh mounts them.
+_SECOND_EXPORT_OPTIONS = (
     "-fsdev local,id=lab,path=/,security_model=none,readonly=on,multidevs=remap "
     "-device virtio-9p-pci,fsdev=lab,mount_tag=lab"
 )
@@ -52,7 +53,7 @@ class Machine:
     Attributes
     ----------
     image : Path
-        The kernel image. Its modules are in the same folder tree.
+        The kernel image, FOLDER/boot/vmlinuz-VERSION. Its modules are in FOLDER/lib/modules.
     tools : Path
         The folder with vng, the command of virtme-ng.
     use_kvm : bool
@@ -69,8 +70,8 @@ class Machine:
     def run(self, script: Path, *, output: Path, limits: Limits) -> int:
         """Boot the machine, run the script with two rxe devices, shut down, and return the exit code of the script.
 
-        If the machine does not boot in time, it is started a second time, because an emulated
-        boot has hung before, for an unknown reason.
+        If the machine does not boot in time, it is started a second time, because the boot of an emulated machine
+        sometimes hangs, for an unknown reason.
 
         Parameters
         ----------
@@ -82,7 +83,7 @@ class Machine:
         Raises
         ------
         LabError
-            The machine did not boot in time twice, did not end in time, or ended without the exit code of the script.
+            The machine failed to boot in time twice, did not end in time, or ended without the exit code of the script.
         """
         try:
             return self._run_once(script, output=output, limits=limits)
@@ -92,8 +93,8 @@ class Machine:
 
     def _run_once(self, script: Path, *, output: Path, limits: Limits) -> int:
         # guest.sh creates `booted` when the kernel has booted, and writes the exit code of the script to `code`.
-        for name in ("booted", "code"):
-            (output / name).unlink(missing_ok=True)
+        for file_name in ("booted", "code"):
+            (output / file_name).unlink(missing_ok=True)
         process = self._start(script, output)
         printer_thread = threading.Thread(target=_print_output, args=(process,))
         printer_thread.start()
@@ -121,9 +122,9 @@ class Machine:
         command = [str(self.tools / "vng"), "--run", str(self.image), *([] if self.use_kvm else ["--disable-kvm"])]
         # 9p is used, because virtiofs needs a daemon that some distributions do not have.
         command += ["--force-9p", "--cpus", "2", "--memory", "2G", "--rwdir", str(output), "--exec", guest_command]
-        # The files of the host are exported a second time, so that guest.sh can mount them with a cache. This needs a
-        # PCI device, which the machine type microvm does not support.
-        command += ["--disable-microvm", f"--qemu-opts={_CACHED_FILES_OPTIONS}"]
+        # guest.sh mounts the second export of the host's files with a cache. The export needs a PCI device, which the
+        # machine type microvm does not support.
+        command += ["--disable-microvm", f"--qemu-opts={_SECOND_EXPORT_OPTIONS}"]
         # vng runs in a new session, so that vng, QEMU and all other child processes can be killed together.
         return subprocess.Popen(
             command,
@@ -168,13 +169,13 @@ def check_programs(tools: Path) -> None:
 def can_virtualize(*, cpuinfo: Path = Path("/proc/cpuinfo"), device: Path = Path("/dev/kvm")) -> bool:
     """Return whether KVM can be used: the processor supports it, and this user may open the device.
 
-    The device alone is not sufficient. A virtual machine without nested virtualization may have the device, too, but a
-    guest that uses it hangs.
+    The device alone is not sufficient. If this machine is a virtual machine without nested virtualization, it may have
+    the device, too, but a guest that uses the device hangs.
 
     Raises
     ------
     LabError
-        The processor supports KVM and the device exists, but KVM_GET_API_VERSION fails or reports another version.
+        The processor supports KVM and the device exists, but KVM_GET_API_VERSION fails or does not return 12.
     """
     if not re.search(r"^flags\s*:.*\b(vmx|svm)\b", cpuinfo.read_text(), re.MULTILINE) or not device.exists():
         return False
@@ -196,13 +197,13 @@ def _print_output(process: subprocess.Popen[bytes]) -> None:
     """Print the output of the process as it arrives."""
     assert process.stdout is not None  # noqa: S101 - the process was started with a pipe.
     with process.stdout as output:
-        while data := output.read1():  # type: ignore[attr-defined]
-            sys.stdout.write(data.decode("utf-8", "replace"))
+        while output_bytes := output.read1():  # type: ignore[attr-defined]
+            sys.stdout.write(output_bytes.decode("utf-8", "replace"))
             sys.stdout.flush()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Terminate vng and QEMU, which are in one process group, and kill them if they do not end in time."""
+    """Terminate vng and QEMU, which are in one process group. Kill them if vng does not end in time."""
     # The group is signalled even if vng has ended, because QEMU may still run.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)

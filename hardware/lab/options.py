@@ -18,12 +18,17 @@ _BUILD_FOLDER = _PROJECT_ROOT / "build" / "lab"
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the virtual machine: programs, kernel, accelerator and time limits."""
-    parser.add_argument("--tools", type=Path, default=Path(sys.executable).parent, help="folder of vng")
+    parser.add_argument(
+        "--tools",
+        type=Path,
+        default=Path(sys.executable).parent,
+        help="folder that contains vng, the command of virtme-ng",
+    )
     parser.add_argument("--cache", type=Path, help="folder for the kernel (default: one below build/lab)")
     parser.add_argument("--backports", action="store_true", help="use the newest kernel of this release's backports")
-    parser.add_argument("--boot-limit-s", type=float, default=150.0, help="time limit for the boot")
-    parser.add_argument("--limit-s", type=float, default=900.0, help="time limit for the run in the guest")
-    parser.add_argument("--tcg", action="store_true", help="do not use KVM")
+    parser.add_argument("--boot-limit-s", type=float, default=150.0, help="time limit for the boot, in seconds")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="time limit for the run in the guest, in seconds")
+    parser.add_argument("--tcg", action="store_true", help="do not use KVM, so that QEMU emulates the processor (TCG)")
     parser.add_argument("--cpuinfo", type=Path, default=Path("/proc/cpuinfo"), help=argparse.SUPPRESS)
     parser.add_argument("--kvm", type=Path, default=Path("/dev/kvm"), help=argparse.SUPPRESS)
 

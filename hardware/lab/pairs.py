@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["REFUSED", "Pair", "compare", "find_missing_refusals", "find_wrong_substrates", "format_table"]
 
 _NO_RECORD = "absent"
-# With both verdicts, the data of the case is right. A case that claims something about hardware is unproven on a twin.
+# With either verdict, the data of the case is right. A case that claims something about hardware is unproven on a twin.
 _RIGHT_VERDICTS = frozenset({Verdict.PASS.value, Verdict.UNPROVEN.value})
 # An outcome that exists only in this comparison: the record of the case is not_run and has the error that the profile
 # requires.
@@ -31,7 +31,7 @@ REFUSED = "refused"
 
 @dataclass(frozen=True)
 class Pair:
-    """A case with its outcome in both runs: the verdict of its record, ``refused``, or ``absent`` without a record."""
+    """A case with its outcomes on twin and kernel: a verdict, ``refused``, or ``absent`` without a record."""
 
     case: str
     twin: str
@@ -103,7 +103,7 @@ def find_wrong_substrates(records: Iterable[Record], allowed_substrates: frozens
 
 def format_table(pairs: Iterable[Pair]) -> str:
     """Return a table with the case, its outcome in both runs, and a mark if the outcomes differ."""
-    rows = [("case", "twin", "rxe", "")]
+    rows = [("case", "twin", "rxe", "")]  # rxe: the kernel's RDMA devices (Soft-RoCE).
     mark_by_pair = {pair: "DIFFERS" if pair.differs else "" for pair in pairs}
     rows += [(pair.case, pair.twin, pair.kernel, mark) for pair, mark in mark_by_pair.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

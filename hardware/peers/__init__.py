@@ -1,1 +1,1 @@
-"""Stock RDMA programs, which are not part of this project, on the software twins and on Soft-RoCE devices."""
+"""Runs of stock RDMA programs, which are not part of this project, on the software twins and on Soft-RoCE devices."""

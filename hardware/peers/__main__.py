@@ -67,15 +67,15 @@ def main() -> int:
 
 def _compare_speed(options: argparse.Namespace) -> int:
     """Measure the speed of the twin, write one record, and return the exit code."""
-    # The load average of the last minute.
+    # getloadavg()[0] is the load average of the last minute.
     begin_s, load_before = time.monotonic(), os.getloadavg()[0]
     try:
-        values_by_figure = measure_speed(_choose_device(options), _print_line)
+        values_by_figure = measure_speed(_make_device_under_test(options), _print_line)
     except ProgramFailedError as error:
         _print_line(f"peers: {error}")
         return EXIT_FAILED
-    load = (load_before, os.getloadavg()[0])
-    record = make_speed_record(values_by_figure, load=load, duration_s=time.monotonic() - begin_s)
+    load_averages = (load_before, os.getloadavg()[0])
+    record = make_speed_record(values_by_figure, load=load_averages, duration_s=time.monotonic() - begin_s)
     append_record(options.records, record)
     for name, number in make_speed_numbers(values_by_figure).items():
         _print_line(f"{name} {number:.3f}")
@@ -87,12 +87,12 @@ def _compare_with_gpu(options: argparse.Namespace) -> int:
     """Run the tests of cuda-python on the twin, join the results, write one record, and return the exit code."""
     begin_s = time.monotonic()
     results_file = options.records.with_suffix(".cases")
-    run_cuda_python(options.python, options.tests, _choose_device(options), results_file)
+    run_cuda_python(options.python, options.tests, _make_device_under_test(options), results_file)
     joined_results = join_results(options.gpu_results, results_file)
     numbers = {"counted_count": float(len(joined_results.counted)), "passed_count": float(joined_results.passed_count)}
     numbers |= {
         "passed_percent": joined_results.share_percent,
-        # Number of cases that pass on the twin but fail on the GPU. The twin is "kinder" there.
+        # Number of cases that pass on the twin but fail on the GPU, because the twin accepts more.
         "kinder_count": float(len(joined_results.cases_passing_only_on_twin)),
     }
     # A record must not contain paths of this machine, so words replace them.
@@ -121,14 +121,14 @@ def _compare_with_gpu(options: argparse.Namespace) -> int:
     return EXIT_FAILED if joined_results.failure else 0
 
 
-def _choose_device(options: argparse.Namespace) -> DeviceUnderTest:
+def _make_device_under_test(options: argparse.Namespace) -> DeviceUnderTest:
     launcher = () if options.here else (str(Path(sys.executable).with_name("gdrkit")), "run", "--software")
     return DeviceUnderTest(options.device, options.address, options.gid_index, launcher, options.timeout_s)
 
 
 def _run_programs(options: argparse.Namespace) -> int:
-    """Run all programs, print the table, write the records, and return how many failed."""
-    device_under_test = _choose_device(options)
+    """Run the chosen programs, print the table, write the records, and return how many programs failed."""
+    device_under_test = _make_device_under_test(options)
     substrate = "kernel_software" if options.here else "twin"
     programs = list_cuda_programs(options.python) if options.cuda else list_debian_programs()
     if options.python and not options.debian_only and not options.cuda:
@@ -167,9 +167,9 @@ def _report_differences(differences: Sequence[Difference], kernel_version: str) 
     """Print the differences between the twin and a kernel, and return how many are defects of the twin."""
     defects = [difference for difference in differences if difference.is_defect_of_twin]
     for difference in differences:
-        absence_reason = f" ({difference.absence_reason})" if difference.absence_reason else ""
-        outcomes = f"{difference.twin} on the twin, {difference.kernel} on Soft-RoCE of {kernel_version}"
-        _print_line(f"peers: {difference.name}: {outcomes}{absence_reason}")
+        reason_suffix = f" ({difference.absence_reason})" if difference.absence_reason else ""
+        outcomes_text = f"{difference.twin} on the twin, {difference.kernel} on Soft-RoCE of {kernel_version}"
+        _print_line(f"peers: {difference.name}: {outcomes_text}{reason_suffix}")
     _print_line(
         f"peers: {len(differences)} differ from Soft-RoCE of {kernel_version}; {len(defects)} are defects of the twin"
     )
@@ -179,12 +179,16 @@ def _report_differences(differences: Sequence[Difference], kernel_version: str) 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hardware.peers", description=main.__doc__)
     parser.add_argument("--python", default="", help="interpreter of an environment with nixl, mooncake and pyverbs")
-    parser.add_argument("--tests", type=Path, help="folder of rdma-core's tests, of the same version as pyverbs")
+    parser.add_argument(
+        "--tests",
+        type=Path,
+        help="folder of rdma-core's tests, of the same version as pyverbs; with --gpu-results: of cuda-python's tests",
+    )
     parser.add_argument("--cuda", action="store_true", help="run only the programs with GPU memory")
     parser.add_argument(
         "--gpu-results",
         type=Path,
-        help="run only cuda-python's tests (in --tests), and compare with the results of a GPU in this file",
+        help="file of the results of cuda-python's tests on a GPU: run only these tests on the twin, and compare",
     )
     parser.add_argument("--only", default="", help="run only the programs whose name contains this text")
     parser.add_argument("--records", type=Path, help="write one record for each program to this file")
@@ -218,13 +222,13 @@ def _run_rdma_core(
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gdrkit-peers-") as folder:
         results = run_tests(options.python, options.tests, device_under_test, Path(folder))
-    wrong_outcomes = {
+    outcome_by_failed_test = {
         test: outcome for test, outcome in results.outcomes.items() if outcome.startswith(("fail", "error", "started"))
     }
     failure = (
         ""
-        if results.outcomes and not wrong_outcomes
-        else f"{len(wrong_outcomes)} of {len(results.outcomes)} tests failed"
+        if results.outcomes and not outcome_by_failed_test
+        else f"{len(outcome_by_failed_test)} of {len(results.outcomes)} tests failed"
     )
     numbers = {f"tests_{name}_count": float(results.count(name)) for name in ("pass", "skip", "fail", "error")}
     numbers["tests_run_count"] = float(len(results.outcomes))
@@ -237,7 +241,7 @@ def _run_rdma_core(
         substrate=substrate,
         duration_s=time.monotonic() - begin_s,
     )
-    result_text = f"{results.count('pass')} pass, {results.count('skip')} skipped, {len(wrong_outcomes)} fail"
+    result_text = f"{results.count('pass')} pass, {results.count('skip')} skipped, {len(outcome_by_failed_test)} fail"
     version = query_pypi_version(options.python, "pyverbs")
     return record, ("rdma-core's tests", version, _format_byte_count(results.moved_bytes), "by the tests", result_text)
 

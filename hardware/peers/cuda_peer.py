@@ -23,6 +23,7 @@ _DEVICE_PAIRS = ((0, 1), (1, 0))
 
 
 def _make_pattern(seed: int = 0) -> Any:  # noqa: ANN401 - numpy does not name the type of its arrays.
+    """Return an array of LENGTH_BYTES random bytes, which depend only on the seed."""
     return np.random.default_rng(seed).integers(0, 256, LENGTH_BYTES, dtype=np.uint8)
 
 
@@ -42,9 +43,9 @@ def torch_copies(torch: Any) -> str:  # noqa: ANN401 - the package is imported b
         target.copy_(source)
         _check_bytes(target.clone().cpu().numpy(), _make_pattern(), f"device {source_index} to {target_index}")
         # The first bytes are also copied as a matrix.
-        rows = torch.empty((64, 4096), dtype=torch.uint8, device=f"cuda:{target_index}")
-        rows.copy_(source[: 64 * 4096].view(64, 4096))
-        _check_bytes(rows.cpu().numpy().ravel(), _make_pattern()[: 64 * 4096], "rows")
+        matrix = torch.empty((64, 4096), dtype=torch.uint8, device=f"cuda:{target_index}")
+        matrix.copy_(source[: 64 * 4096].view(64, 4096))
+        _check_bytes(matrix.cpu().numpy().ravel(), _make_pattern()[: 64 * 4096], "matrix")
     return f"{torch.cuda.device_count()} devices"
 
 
@@ -52,9 +53,9 @@ def torch_pinned(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
     """Copy from and to pinned memory with non-blocking copies, and then wait for both."""
     source = torch.from_numpy(_make_pattern()).pin_memory()
     target = torch.empty(LENGTH_BYTES, dtype=torch.uint8, pin_memory=True)
-    memory = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device="cuda")
-    memory.copy_(source, non_blocking=True)
-    target.copy_(memory, non_blocking=True)
+    device_tensor = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device="cuda")
+    device_tensor.copy_(source, non_blocking=True)
+    target.copy_(device_tensor, non_blocking=True)
     torch.cuda.synchronize()
     _check_bytes(target.numpy(), _make_pattern(), "pinned memory")
     if not (source.is_pinned() and target.is_pinned()):
@@ -66,19 +67,20 @@ def torch_streams(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
     """Order two streams by an event, and measure the time between two events."""
     first_stream, second_stream = torch.cuda.Stream(), torch.cuda.Stream()
     begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    memory = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device="cuda")
+    device_tensor = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device="cuda")
     source, zeros = torch.from_numpy(_make_pattern()).pin_memory(), torch.from_numpy(0 * _make_pattern()).pin_memory()
     target = torch.empty(LENGTH_BYTES, dtype=torch.uint8, pin_memory=True)
     for _ in range(20):
         target.zero_()
         with torch.cuda.stream(first_stream):
-            memory.copy_(zeros, non_blocking=True)
+            device_tensor.copy_(zeros, non_blocking=True)
             begin_event.record()
-            memory.copy_(source, non_blocking=True)
+            device_tensor.copy_(source, non_blocking=True)
             end_event.record()
+        # Without this order, the second stream could copy the zeros, or a part of them.
         second_stream.wait_event(end_event)
         with torch.cuda.stream(second_stream):
-            target.copy_(memory, non_blocking=True)
+            target.copy_(device_tensor, non_blocking=True)
         second_stream.synchronize()
         _check_bytes(target.numpy(), _make_pattern(), "the second stream")
     if not end_event.query() or begin_event.elapsed_time(end_event) < 0:
@@ -143,7 +145,7 @@ def torch_kernel(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
 
 
 def kvikio_files(kvikio: Any, mode: str) -> str:  # noqa: ANN401 - as torch_copies().
-    """Write GPU memory to a file and read it back by pread, raw_read, and read with an offset and into host memory."""
+    """Write GPU memory to a file. Read the file by pread, by raw_read, by read at an offset, and into host memory."""
     importlib.import_module("kvikio.defaults")
     kvikio.defaults.set("compat_mode", kvikio.CompatMode[mode.upper()])
     driver = _Driver()
@@ -189,12 +191,15 @@ def nixl_files(nixl: Any, backend: str) -> str:  # noqa: ANN401 - as torch_copie
     address, memory_type = (host_array.ctypes.data, "DRAM") if backend == "POSIX" else (memory.address, "VRAM")
     with Path("nixl-data").open("w+b") as file:
         # A region is (address or offset, length, device or file descriptor).
-        regions = {memory_type: (address, LENGTH_BYTES, 0), "FILE": (0, LENGTH_BYTES, file.fileno())}
-        registrations = [agent.register_memory([(*region, "")], region_type) for region_type, region in regions.items()]
+        region_by_type = {memory_type: (address, LENGTH_BYTES, 0), "FILE": (0, LENGTH_BYTES, file.fileno())}
+        registrations = [
+            agent.register_memory([(*region, "")], region_type) for region_type, region in region_by_type.items()
+        ]
         memory_ranges, file_ranges = (
-            agent.get_xfer_descs([region], region_type) for region_type, region in regions.items()
+            agent.get_xfer_descs([region], region_type) for region_type, region in region_by_type.items()
         )
         for operation in ("WRITE", "READ"):
+            # A storage backend has no remote agent, so the agent names itself.
             handle = agent.initialize_xfer(operation, memory_ranges, file_ranges, "files")
             state = agent.transfer(handle)
             deadline_s = time.monotonic() + _TIMEOUT_S
@@ -276,12 +281,13 @@ def bindings_refusal(runtime: Any) -> str:  # noqa: ANN401 - as torch_copies().
 
 def main() -> None:
     """Run the case that the command line names."""
-    name, _, argument = sys.argv[1].partition(":")
-    function = globals()[name]
-    # The name of a function begins with the name of the package that it uses.
-    package = {"bindings": "cuda.bindings.runtime"}.get(name.partition("_")[0], name.partition("_")[0])
-    result = function(importlib.import_module(package), *filter(None, [argument]))
-    print(f"{name}: right ({result})")  # noqa: T201 - the output of a program.
+    case, _, argument = sys.argv[1].partition(":")
+    case_function = globals()[case]
+    # The name of a case begins with the name of the package that it uses, or with a short name of the package.
+    prefix = case.partition("_")[0]
+    package = {"bindings": "cuda.bindings.runtime"}.get(prefix, prefix)
+    result_text = case_function(importlib.import_module(package), *filter(None, [argument]))
+    print(f"{case}: right ({result_text})")  # noqa: T201 - the output of a program.
 
 
 if __name__ == "__main__":

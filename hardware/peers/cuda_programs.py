@@ -29,7 +29,7 @@ _REFUSED_KERNEL = r"the launch of the kernel .*elementwise_kernel.* fails with c
 
 
 def list_cuda_programs(python: str) -> list[StockProgram]:
-    """Return the programs. `python` is the interpreter of an environment that has their packages."""
+    """Return the programs with GPU memory. `python` is the interpreter of an environment that has their packages."""
     return [
         *_list_torch_programs(python),
         *_list_kvikio_programs(python),
@@ -54,6 +54,7 @@ def _list_torch_programs(python: str) -> list[StockProgram]:
             apis=("cuda",),
             output=f"^{case}: right",
         )
+        # A case moves slightly more than 4 MiB in each copy: torch_streams makes 3 copies in each of 20 rounds.
         for subject, case, moved_mib_min, settings in (
             ("copies on two devices, both ways", "torch_copies", 32, ()),
             ("pinned memory", "torch_pinned", 8, ()),
@@ -62,7 +63,7 @@ def _list_torch_programs(python: str) -> list[StockProgram]:
             ("expandable segments", "torch_expandable", 96, (_EXPANDABLE_SETTING,)),
         )
     ]
-    # The program imports gdrkit from this tree.
+    # PYTHONPATH makes torch_rdma.py import gdrkit from this tree.
     rdma_command = ("env", f"PYTHONPATH={_FOLDER.parents[1]}", python, str(_FOLDER / "torch_rdma.py"))
     name = "torch, a file by gdrkit.gds, by RDMA to the tensor of a second process"
     apis, output = ("verbs", "cuda"), r"by RDMA \(dmabuf\): right$"
@@ -88,7 +89,7 @@ def _list_kvikio_programs(python: str) -> list[StockProgram]:
             _make_command(python, f"kvikio_files:{mode}"),
             data_check=CHECKED_BY_PROGRAM,
             moved_bytes_min=24 * _MIB,
-            # In the other modes, kvikio reads and writes the files itself.
+            # With on and auto, kvikio reads and writes the files itself, without cuFile.
             apis=("cufile", "cuda") if mode == "off" else ("cuda",),
             output="^kvikio_files: right",
         )
@@ -115,7 +116,7 @@ def _list_nixl_programs(python: str) -> list[StockProgram]:
     ]
     for transport, settings, apis, moved_mib_min in (
         ("rc_verbs", _VERBS_SETTINGS, ("verbs", "cuda"), 2),
-        # The two transfers move 2 MiB. The processes also fill and read their GPU memory five times, by 1 MiB each.
+        # The two transfers move 2 MiB. The processes also fill and read their GPU memory five times, 1 MiB each time.
         ("cuda_ipc", _IPC_SETTINGS, ("cuda",), 7),
     ):
         client, server = (
@@ -138,9 +139,9 @@ def _list_nixl_programs(python: str) -> list[StockProgram]:
 
 
 def _list_ucx_programs(python: str) -> list[StockProgram]:
-    """Return the runs of ucx_perftest from the wheel of UCX.
+    """Return the runs of the ucx_perftest that is in the wheel of UCX.
 
-    This ucx_perftest finds its libraries only by LD_LIBRARY_PATH.
+    This ucx_perftest finds its libraries only by LD_LIBRARY_PATH, so the commands set the variable.
     """
     ucx_folder = next(Path(python).parents[1].glob("lib/python*/site-packages/libucx"), Path("libucx"))
     programs = []
@@ -148,7 +149,7 @@ def _list_ucx_programs(python: str) -> list[StockProgram]:
         ("cuda_copy", _COPY_SETTINGS, r"cuda_copy/cuda"),
         ("cuda_ipc", _IPC_SETTINGS, r"zero-copy +\| cuda_ipc/cuda"),
     ):
-        server = (
+        server_command = (
             "env",
             f"LD_LIBRARY_PATH={ucx_folder}/lib",
             *settings,
@@ -161,8 +162,8 @@ def _list_ucx_programs(python: str) -> list[StockProgram]:
             StockProgram(
                 f"ucx_perftest -t ucp_put_bw -m cuda, {transport}",
                 "libucx-cu12",
-                (*server, *test_options),
-                server,
+                (*server_command, *test_options),
+                server_command,
                 data_check=CHECKED_BY_COUNTERS,
                 moved_bytes_min=20 * _MIB,
                 apis=("cuda",),

@@ -41,7 +41,7 @@ class CudaPythonJoin:
         For each case, its outcome on the GPU and on the twin: ``pass``, ``fail``, ``skip``, ``crash``,
         ``not collected`` or ``absent``.
     counted : frozenset of str
-        The cases that count.
+        The cases that count: they pass on the GPU and need nothing that the twin lacks.
     failure_texts : mapping
         For each case that counts and does not pass on the twin, its outcome on the twin.
     """
@@ -88,7 +88,7 @@ def run_cuda_python(python: str, tests: Path, device_under_test: DeviceUnderTest
 
 
 def join_results(gpu_file: Path, twin_file: Path) -> CudaPythonJoin:
-    """Join the results of both machines."""
+    """Join the results of the GPU and of the twin, case by case."""
     gpu_machine, gpu_results = _read_results(gpu_file)
     twin_machine, twin_results = _read_results(twin_file)
     absent_result: dict[str, Any] = {"outcome": "absent", "needs": []}
@@ -97,7 +97,7 @@ def join_results(gpu_file: Path, twin_file: Path) -> CudaPythonJoin:
     failure_texts: dict[str, str] = {}
     for case in [*gpu_results, *(case for case in twin_results if case not in gpu_results)]:
         gpu_result, twin_result = gpu_results.get(case, absent_result), twin_results.get(case, absent_result)
-        gpu_outcome, twin_outcome = _strip_reason(gpu_result), _strip_reason(twin_result)
+        gpu_outcome, twin_outcome = _get_outcome(gpu_result), _get_outcome(twin_result)
         outcomes[case] = (gpu_outcome, twin_outcome)
         needs = {*gpu_result["needs"], *twin_result["needs"]}
         if gpu_outcome != _PASS or needs or _EXCLUDING_TEXT_PATTERN.search(twin_result["outcome"]):
@@ -122,11 +122,11 @@ def format_share_table(join: CudaPythonJoin) -> str:
 
 
 def _read_results(path: Path) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    first_line, *lines = map(json.loads, path.read_text().splitlines())
-    return first_line["machine"], {line["test"]: line for line in lines}
+    machine_entry, *case_entries = map(json.loads, path.read_text().splitlines())
+    return machine_entry["machine"], {entry["test"]: entry for entry in case_entries}
 
 
-def _strip_reason(result: Mapping[str, Any]) -> str:
+def _get_outcome(result: Mapping[str, Any]) -> str:
     return str(result["outcome"]).partition(":")[0]
 
 

@@ -40,17 +40,18 @@ _CASE_LIMIT_S, _MODULE_LIMIT_S, _STARTS_MAX = 30.0, 300.0, 12
 # These folders need a compiler for C, packages that the samples use, or a device without a twin.
 _EXCLUDED_FOLDERS = {"cython", "example_tests", "cudla", "legacy_api"}
 _COMPILER_LIBRARIES = ("nvrtc", "nvvm", "nvJitLink", "nvfatbin")
-# The needs of a case.
-_KERNELS, _STATIC_RUNTIME = "kernels", "static runtime"
+# Two things that a case may need and a twin lacks.
+_KERNELS_NEED, _STATIC_RUNTIME_NEED = "kernels", "static runtime"
 # Names in the source of a case that needs kernels or a compiler.
-_KERNEL_WORDS = re.compile(
+_KERNEL_NAME_PATTERN = re.compile(
     r"cuLaunch|cuModule(Load|Get)|cuLibrary(Load|Get)|cuKernel|cuFunc|cuLink|cuOccupancy|AddKernelNode|LaunchKernel"
     r"|\blaunch\b|\bKernel\b|\bLaunchConfig\b|\bnvrtc\b|\bnvvm\b|\bnvjitlink\b|\bnvfatbin\b|\bProgram\b|\bLinker\b"
     r"|\bObjectCode\b|\bget_saxpy",
     re.IGNORECASE,
 )
-# Device.sync() of cuda.core calls the CUDA runtime. In the tests, the names of devices contain "dev".
-_DEVICE_SYNC = re.compile(r"dev\w*\.sync\(")
+# Device.sync() of cuda.core calls the CUDA runtime. In the tests, the names of variables for devices
+# contain "dev".
+_DEVICE_SYNC_PATTERN = re.compile(r"dev\w*\.sync\(")
 
 
 class _Recorder:
@@ -116,10 +117,11 @@ def _add_test_helpers() -> None:
 
 def _find_needs(item: Any) -> list[str]:  # noqa: ANN401 - pytest's type.
     """Return the needs of a case, from the source of the case, of its fixtures and of the functions that these call."""
-    definitions = item._fixtureinfo.name2fixturedefs  # noqa: SLF001 - pytest has no public list of the fixtures.
-    fixtures = [overriding_definitions[-1].func for overriding_definitions in definitions.values()]
+    # The last definition of a fixture overrides the others.
+    definitions_by_fixture = item._fixtureinfo.name2fixturedefs  # noqa: SLF001 - pytest has no public list of the fixtures.
+    fixture_functions = [definitions[-1].func for definitions in definitions_by_fixture.values()]
     needs = set()
-    for function in _find_called_functions([item.obj, *fixtures]):
+    for function in _find_called_functions([item.obj, *fixture_functions]):
         names = set(_list_names(function.__code__))
         named_objects = [function.__globals__.get(name) for name in names]
         module_names = {
@@ -130,11 +132,11 @@ def _find_needs(item: Any) -> list[str]:  # noqa: ANN401 - pytest's type.
             named_object.__name__ for named_object in named_objects if isinstance(named_object, types.ModuleType)
         }
         if "cuda.bindings.runtime" in module_names:
-            needs.add(_STATIC_RUNTIME)
-        if _DEVICE_SYNC.search(inspect.getsource(function)):
-            needs.add(_STATIC_RUNTIME)
-        if _KERNEL_WORDS.search(" ".join(names)):
-            needs.add(_KERNELS)
+            needs.add(_STATIC_RUNTIME_NEED)
+        if _DEVICE_SYNC_PATTERN.search(inspect.getsource(function)):
+            needs.add(_STATIC_RUNTIME_NEED)
+        if _KERNEL_NAME_PATTERN.search(" ".join(names)):
+            needs.add(_KERNELS_NEED)
     return sorted(needs)
 
 
@@ -216,18 +218,19 @@ def run_module(folder: Path, module: Path, results_file: Path) -> list[dict[str,
             exit_code = process.wait()
             log.seek(0)
             output = log.read()
-        # If a case exceeds its time limit, the exit code is 1, as after a failure. But then the last case has no
-        # outcome.
+        # If a case exceeds its time limit, the exit code is 1, as after a failure. But then the last outcome in the
+        # file is still "crash".
         results = _read_json_lines(results_file)
-        has_ended = 0 <= exit_code <= 5 and not (results and results[-1]["outcome"] == "crash")  # noqa: PLR2004 - pytest's codes.
-        if has_ended or len(results) == line_count_before:
+        has_run_all_cases = 0 <= exit_code <= 5 and not (results and results[-1]["outcome"] == "crash")  # noqa: PLR2004 - pytest's codes.
+        if has_run_all_cases or len(results) == line_count_before:
             break
-    outcomes: dict[str, dict[str, Any]] = {}
-    for line in _read_json_lines(results_file):
-        outcomes.setdefault(line["test"], {}).update(line)
+    # The process wrote two entries for each case that ended: its needs at the start, and its outcome at the end.
+    result_by_test: dict[str, dict[str, Any]] = {}
+    for entry in _read_json_lines(results_file):
+        result_by_test.setdefault(entry["test"], {}).update(entry)
     module_name = str(module.relative_to(folder))
-    not_collected = {"test": module_name, "outcome": f"not collected: {output[-600:]}", "needs": []}
-    return list(outcomes.values()) or [not_collected]
+    not_collected_result = {"test": module_name, "outcome": f"not collected: {output[-600:]}", "needs": []}
+    return list(result_by_test.values()) or [not_collected_result]
 
 
 def _describe_machine() -> dict[str, str]:
@@ -263,17 +266,17 @@ def main() -> int:
     with results_file.open("w") as file, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         lock = threading.Lock()
 
-        def run(module_index: int, module: Path) -> None:
-            cases = run_module(folder, module, work_folder / f"{module_index}.jsonl")
-            outcomes = [case["outcome"].partition(":")[0] for case in cases]
-            counts = ", ".join(f"{outcomes.count(word)} {word}" for word in dict.fromkeys(outcomes))
+        def run_and_write(module_index: int, module: Path) -> None:
+            results = run_module(folder, module, work_folder / f"{module_index}.jsonl")
+            outcomes = [result["outcome"].partition(":")[0] for result in results]
+            counts_text = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
             with lock:
-                file.writelines(json.dumps(case) + "\n" for case in cases)
+                file.writelines(json.dumps(result) + "\n" for result in results)
                 file.flush()
-                print(f"{module.relative_to(folder)}: {counts}", flush=True)  # noqa: T201 - the output of a program.
+                print(f"{module.relative_to(folder)}: {counts_text}", flush=True)  # noqa: T201 - the output of a program.
 
         file.write(json.dumps({"machine": _describe_machine()}) + "\n")
-        for future in [pool.submit(run, module_index, module) for module_index, module in enumerate(modules)]:
+        for future in [pool.submit(run_and_write, module_index, module) for module_index, module in enumerate(modules)]:
             future.result()
     return 0
 

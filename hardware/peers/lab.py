@@ -29,9 +29,9 @@ _GUEST_DEVICE_OPTIONS = ("--device", "rxe0", "--address", "10.9.0.1", "--gid-ind
 # Without KVM, the guest is emulated and slow, so each program gets more time in the guest.
 _GUEST_TIMEOUT_S = 180.0
 _PASS = Verdict.PASS.value
-# Reasons why the twin lacks some features of Soft-RoCE. Each key is a tuple of prefixes: the tests whose
-# names begin with a prefix need the feature.
-_ABSENCE_REASONS = {
+# Reasons why the twin lacks some features of Soft-RoCE. Each key is a tuple of prefixes. Tests whose names begin with
+# one of them need the feature.
+_ABSENCE_REASON_BY_PREFIXES = {
     (
         "tests.test_qpex.QpExTestCase.test_qp_ex_rc_atomic_write",
         "tests.test_qpex.QpExTestCase.test_qp_ex_rc_flush",
@@ -59,7 +59,7 @@ class Difference:
     @property
     def absence_reason(self) -> str:
         """The reason why the twin lacks the feature that the test needs, or an empty string."""
-        reasons = (reason for prefixes, reason in _ABSENCE_REASONS.items() if self.name.startswith(prefixes))
+        reasons = (reason for prefixes, reason in _ABSENCE_REASON_BY_PREFIXES.items() if self.name.startswith(prefixes))
         return next(reasons, "") if self.twin.startswith("skip") else ""
 
     @property

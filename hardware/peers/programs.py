@@ -101,7 +101,7 @@ def _list_ibverbs_programs() -> list[StockProgram]:
     }
     for program, option_texts in option_texts_by_program.items():
         for option_text in option_texts:
-            # A datagram is at most as long as the path MTU, so ibv_ud_pingpong shortens its default of 2,048 bytes.
+            # ibv_ud_pingpong shortens its default of 2,048 bytes to the path MTU, so 1,024 is a lower limit.
             length_bytes = 65536 if "65536" in option_text else 1024 if "ud" in program else 4096
             command = (
                 program,
@@ -164,7 +164,7 @@ def _list_perftest_programs() -> list[StockProgram]:
 
 def _make_perftest_program(program: str, option_text: str) -> StockProgram:
     # perftest requests one completion for 100 requests, or for 16 with -l 16. The number of iterations must be a
-    # multiple of this number. Otherwise perftest 4.5 waits for ever if its queue pairs (-q) are not equally fast.
+    # multiple of 100 or of 16. Otherwise perftest 4.5 waits for ever if its queue pairs (-q) are not equally fast.
     operation_count = 20 if "-n 20" in option_text else 512 if "-l 16" in option_text else 500
     length_bytes = 8 if "atomic" in program or "-s 8" in option_text else 1024
     options = option_text.split()
@@ -270,6 +270,7 @@ def _list_libfabric_programs() -> list[StockProgram]:
         name = f"fi_pingpong -p '{provider}' -e {endpoint} -c"
         client = (*command, "-P", "{port}", "{address}")
         server = (*command, "-B", "{port}")
+        # Each side sends 20 messages (-I) of each length. The largest length is 1 MiB.
         programs.append(
             StockProgram(
                 name, package, client, server, data_check=CHECKED_BY_PROGRAM, moved_bytes_min=2 * 20 * (1 << 20)
@@ -287,7 +288,7 @@ def _list_ucx_programs() -> list[StockProgram]:
         "ud_verbs": ("am_lat", "am_bw"),
     }.items():
         for test in tests:
-            # In UCX 1.13, a get without a copy has at least 65 bytes.
+            # In UCX 1.13, a zero-copy get (-D zcopy) moves at least 65 bytes.
             size_options = ("-s", "128", "-D", "zcopy") if test == "get" else ("-s", "8")
             options = ("-n", str(operation_count), "-w", "100", *size_options)
             command = ("ucx_perftest", "-p", "{port}", "-d", "{device}:1", "-x", transport, "-t", test, *options)

@@ -70,9 +70,9 @@ class GpuBuffer:
             )
         )
 
-    def _check(self, error: int) -> None:
-        if error:
-            sys.exit(f"the CUDA runtime failed with error {error}")
+    def _check(self, error_code: int) -> None:
+        if error_code:
+            sys.exit(f"the CUDA runtime failed with error {error_code}")
 
 
 class Nixl:
@@ -125,6 +125,7 @@ class Mooncake:
 
         self._engine = TransferEngine()
         self._address = buffer.address
+        # Mooncake names the memory of a process a segment. The target's segment has the name HOST:PORT.
         self._remote_segment, self._remote_address = "", 0
         # With P2PHANDSHAKE the engines exchange their metadata over TCP and need no metadata server.
         if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "rdma", "") != 0:
@@ -144,8 +145,8 @@ class Mooncake:
     def transfer(self, operation: str) -> None:
         """Move the whole buffer; `operation` is READ or WRITE."""
         engine = self._engine
-        function = engine.transfer_sync_read if operation == "READ" else engine.transfer_sync_write
-        if function(self._remote_segment, self._address, self._remote_address, LENGTH_BYTES) != 0:
+        transfer_function = engine.transfer_sync_read if operation == "READ" else engine.transfer_sync_write
+        if transfer_function(self._remote_segment, self._address, self._remote_address, LENGTH_BYTES) != 0:
             sys.exit(f"{operation} failed")
 
     def close(self) -> None:
@@ -154,6 +155,7 @@ class Mooncake:
 
 
 def _make_pattern() -> Any:  # noqa: ANN401 - as HostBuffer.write().
+    """Return an array of LENGTH_BYTES bytes: 0 to 255, again and again."""
     return np.arange(LENGTH_BYTES, dtype=np.uint64).astype(np.uint8)
 
 

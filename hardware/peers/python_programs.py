@@ -20,11 +20,13 @@ def list_python_programs(python: str) -> list[StockProgram]:
     """Return the runs of NIXL and Mooncake by the interpreter `python`, whose environment has the packages."""
     programs = []
     script = str(Path(__file__).with_name("python_peer.py"))
-    for name, package, argument, settings in (
+    for name, package, peer_package, settings in (
         ("NIXL, backend UCX over rc_verbs, two processes", "nixl", "nixl", _NIXL_SETTINGS),
         ("Mooncake, protocol rdma", "mooncake-transfer-engine-non-cuda", "mooncake", ()),
     ):
-        client, server = ((*settings, python, script, argument, role, "{folder}") for role in ("initiator", "target"))
+        client, server = (
+            (*settings, python, script, peer_package, role, "{folder}") for role in ("initiator", "target")
+        )
         programs.append(
             StockProgram(name, package, client, server, data_check=CHECKED_BY_PROGRAM, moved_bytes_min=_MOVED_BYTES_MIN)
         )

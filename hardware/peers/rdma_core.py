@@ -1,6 +1,6 @@
-"""Runs of rdma-core's own tests on the verbs twin. The source distribution of pyverbs on PyPI contains the tests.
+"""Runs of rdma-core's own tests on the verbs twin or an RDMA device. The source distribution of pyverbs has the tests.
 
-The tests must have the same version as the pyverbs that is installed in the environment. All tests run in one process.
+The tests must have the same version as the installed pyverbs. All tests run in one process.
 The outcome of a test is pass, skip (with the reason that the test gives), fail or error.
 """
 
@@ -72,7 +72,7 @@ def get_library_folder(tests: Path) -> Path:
 
 
 def run_tests(python: str, tests: Path, device_under_test: DeviceUnderTest, folder: Path) -> RdmaCoreResults:
-    """Run the tests in the folder `tests` in a child process on `device_under_test`, and return the result of each.
+    """Run the tests in the folder `tests` in a child process on `device_under_test`, and return their results.
 
     `python` is the interpreter of an environment that has pyverbs of the same version as the tests. The results are
     also kept in `folder`.
@@ -83,7 +83,7 @@ def run_tests(python: str, tests: Path, device_under_test: DeviceUnderTest, fold
     if not device_under_test.launcher and libraries_folder.exists():
         environ["LD_LIBRARY_PATH"] = str(libraries_folder)
     if device_under_test.launcher:
-        environ["PATH"] = f"{_make_link_program(folder, device_under_test.device)}{os.pathsep}{environ['PATH']}"
+        environ["PATH"] = f"{_write_rdma_program(folder, device_under_test.device)}{os.pathsep}{environ['PATH']}"
     launcher = (*device_under_test.launcher, f"--report={report_file}", "--") if device_under_test.launcher else ()
     command = [
         *launcher,
@@ -116,12 +116,12 @@ def run_tests(python: str, tests: Path, device_under_test: DeviceUnderTest, fold
     return RdmaCoreResults(outcomes, moved_bytes, output[-2000:])
 
 
-def _make_link_program(folder: Path, device: str) -> Path:
+def _write_rdma_program(folder: Path, device: str) -> Path:
     """Write a program `rdma` that prints what ``rdma link show -j`` would print for the twin, and return its folder.
 
-    The tests call the `rdma` of iproute2 to find the network interface of the device. That program asks the kernel by
-    netlink, and the kernel does not know the twins. A twin is reached by the addresses of this machine, so this program
-    prints the interface lo.
+    The tests call the `rdma` of iproute2 to find the network interface of the device. iproute2 asks the kernel by
+    netlink, and the kernel does not know the twins. A twin is reached by the addresses of this machine, so the written
+    program prints the interface lo.
     """
     programs_folder = folder / "bin"
     programs_folder.mkdir()

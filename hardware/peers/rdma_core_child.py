@@ -54,7 +54,7 @@ class _Recorder(unittest.TestResult):
 
 
 class _AbsentProviderModule(types.ModuleType):
-    """A module of pyverbs about the devices of one vendor. Each name in it is a class without members."""
+    """An empty substitute for a module of ``pyverbs.providers``. Each name in it is a class without members."""
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the name may be a class or a number.
         if name.startswith("__"):
@@ -97,15 +97,18 @@ def main() -> int:
     sys.meta_path.insert(0, _AbsentProviderFinder())
     # The __init__ of the package `tests` imports every module. The modules for the devices of one vendor need the
     # provider library of the vendor, so an empty package replaces `tests`.
-    package = types.ModuleType("tests")
-    package.__path__ = [tests]
-    sys.modules["tests"] = package
-    modules = [path.stem for path in sorted(Path(tests).glob("test_*.py")) if not path.stem.startswith(VENDOR_MODULES)]
+    empty_package = types.ModuleType("tests")
+    empty_package.__path__ = [tests]
+    sys.modules["tests"] = empty_package
+    module_names = [
+        path.stem for path in sorted(Path(tests).glob("test_*.py")) if not path.stem.startswith(VENDOR_MODULES)
+    ]
     suite = unittest.TestSuite()
     with Path(results_file).open("w", encoding="utf-8") as file:
         recorder = _Recorder(file)
-        for module in modules:
-            suite.addTests(unittest.defaultTestLoader.loadTestsFromModule(importlib.import_module(f"tests.{module}")))
+        for module_name in module_names:
+            module = importlib.import_module(f"tests.{module_name}")
+            suite.addTests(unittest.defaultTestLoader.loadTestsFromModule(module))
         suite.run(recorder)
     return 0
 

@@ -35,12 +35,14 @@ __all__ = ["DeviceUnderTest", "ProgramOutcome", "run_program"]
 _PROJECT_ROOT = Path(__file__).resolve().parents[2]
 # A program that has not ended after this time is killed.
 TIMEOUT_S = 60.0
-# A client starts when its server listens on the port, or after this time. Some servers listen on another port or none.
-_SERVER_START_S = 2.0
+# A client starts when its server listens on the port, or after this time, because some servers listen on another port
+# or on no port.
+_LISTEN_TIMEOUT_S = 2.0
 # If a client fails while its server runs, it is started again for up to this time, because the server may not listen
 # yet.
 _RETRY_S = 15.0
 _POLL_PAUSE_S = 0.1
+# Time in which a server must end after its client, and a process after a signal.
 _END_TIMEOUT_S = 10.0
 # Each line that `gdrkit run` prints starts with this text.
 _LAUNCHER_PREFIX = "gdrkit: "
@@ -64,7 +66,7 @@ class DeviceUnderTest:
         First words of each command, such as ``gdrkit run --software``. ``--report=FILE --`` follows them. Empty: no
         twins.
     timeout_s : float
-        Time limit of a program, unless the program has a longer one.
+        Time limit of a program, unless the program has a longer limit.
     """
 
     device: str
@@ -116,11 +118,13 @@ class _Process:
     """
 
     def __init__(self, role: str, command: Sequence[str], device_under_test: DeviceUnderTest, folder: Path) -> None:
-        self.report = folder / f"{role}.json"
-        self._log = folder / f"{role}.log"
-        launcher = (*device_under_test.launcher, f"--report={self.report}", "--") if device_under_test.launcher else ()
-        # The log keeps the output of the first start if a client is started again.
-        with self._log.open("a") as log:
+        self.report_file = folder / f"{role}.json"
+        self._log_file = folder / f"{role}.log"
+        launcher = (
+            (*device_under_test.launcher, f"--report={self.report_file}", "--") if device_under_test.launcher else ()
+        )
+        # If a client is started again, the log file keeps the output of the first start.
+        with self._log_file.open("a") as log:
             self.popen = subprocess.Popen(
                 [*launcher, *command],
                 stdin=subprocess.DEVNULL,
@@ -133,10 +137,10 @@ class _Process:
 
     @property
     def output(self) -> str:
-        return self._log.read_text(errors="replace")
+        return self._log_file.read_text(errors="replace")
 
     def describe_end(self) -> str:
-        """Return the exit code of an ended process, and the last line of text that the program itself printed."""
+        """Return a text with the exit code of the ended process, and the last line of text that the program printed."""
         lines = [line.strip() for line in self.output.splitlines() if not line.startswith(_LAUNCHER_PREFIX)]
         text_lines = [line for line in lines if line.strip("-")]
         return ": ".join([f"ended with exit code {self.popen.returncode}", *text_lines[-1:]])
@@ -176,7 +180,7 @@ def run_program(program: StockProgram, device_under_test: DeviceUnderTest) -> Pr
         duration_s = time.monotonic() - begin_s
         client = processes[-1]
         moved_bytes = (
-            sum(read_moved_bytes(process.report, program.apis[0]) for process in processes)
+            sum(read_moved_bytes(process.report_file, program.apis[0]) for process in processes)
             if device_under_test.counts_bytes
             else None
         )
@@ -244,24 +248,25 @@ def _run_processes(
 
 
 def _await_listener(server: _Process, port: int) -> None:
-    """Wait until a program listens on the port, at most _SERVER_START_S."""
-    deadline_s = time.monotonic() + _SERVER_START_S
+    """Wait until a program listens on the port, at most _LISTEN_TIMEOUT_S."""
+    deadline_s = time.monotonic() + _LISTEN_TIMEOUT_S
     while server.is_running() and time.monotonic() < deadline_s and not _is_listening(port):
         time.sleep(_POLL_PAUSE_S / 4)
 
 
 def _is_listening(port: int) -> bool:
-    """Return whether a program listens on the port, without a connection, which the server would take for its client.
+    """Return whether a program listens on the port.
 
-    The function reads the kernel's lists of TCP and Unix sockets. The twin of librdmacm listens on Unix sockets.
+    The function does not connect to the port, because the server would take the connection for its client. Instead it
+    reads the kernel's lists of TCP and Unix sockets. The twin of librdmacm listens on Unix sockets.
     """
     # Columns of /proc/net/tcp: number, local address and port, remote address and port, state.
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         rows = [line.split() for line in table.read_text().splitlines()[1:]] if table.exists() else []
         if any(row[1].endswith(f":{port:04X}") and row[3] == _LISTEN_STATE for row in rows):
             return True
-    # The name of such a Unix socket ends in: GID, a letter for the port space with the port in hex, hash of the
-    # address.
+    # The twin gives its Unix sockets names that end in: GID, a letter for the port space with the port in hex, hash of
+    # the address.
     return re.search(rf"@gdrkit-twins/\S*/cm\.\S*\.[a-z]{port:04x}\.", Path("/proc/net/unix").read_text()) is not None
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["ProgramFailedError", "make_speed_numbers", "make_speed_record", "measure_speed"]
 
 TURNS_COUNT = 5
-_LARGE_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 20  # Length of a transfer that measures a bandwidth.
 _MIB_PER_GB = 1e9 / (1 << 20)
 _COPY_DURATION_S = 0.5
 # perftest prints t_min, t_max and t_typical after the number of bytes and of iterations.
@@ -184,6 +184,7 @@ def _make_ucx_program(settings: tuple[str, ...], *options: str) -> StockProgram:
 
 
 def _run_and_parse(program: StockProgram, device_under_test: DeviceUnderTest, pattern: str) -> float:
+    """Run a program, and return the number that the group of `pattern` matches in the output of the client."""
     outcome = run_program(program, device_under_test)
     match = re.search(pattern, outcome.client_output, re.MULTILINE)
     if outcome.failure or match is None:

@@ -63,7 +63,7 @@ def send(path: Path, length_bytes: int) -> None:
     child_connection.close()
     tensor = torch.empty(length_bytes, dtype=torch.uint8, device=f"cuda:{_DEVICE}")
     with gds.File(path, direct="never") as file:
-        transfer = file.read_into(tensor)
+        read_result = file.read_into(tensor)
     with (
         cuda.Device(_DEVICE) as device,
         verbs.open_active_nics(count_max=1)[0] as nic,
@@ -79,16 +79,16 @@ def send(path: Path, length_bytes: int) -> None:
         queue_pair.post_write(registration.region(nic), remote_range, work_id=1)
         queue_pair.wait(timeout_ms=_TIMEOUT_MS).expect(verbs.Status.SUCCESS)
         connection.send("written")
-        route, wrong_byte_count = connection.recv()
+        registration_route, wrong_byte_count = connection.recv()
     receiver.join()
     gds.close_engines()
-    if transfer.bytes != length_bytes or wrong_byte_count:
-        message = f"{transfer.bytes} of {length_bytes} bytes were read, and {wrong_byte_count} bytes arrived wrong"
+    if read_result.bytes != length_bytes or wrong_byte_count:
+        message = f"{read_result.bytes} of {length_bytes} bytes were read, and {wrong_byte_count} bytes arrived wrong"
         raise SystemExit(message)
     device_name = torch.cuda.get_device_name(_DEVICE)
     print(  # noqa: T201 - the output of a program.
-        f"{device_name}: {length_bytes} bytes: file -> tensor by {transfer.route.value}, "
-        f"tensor -> tensor by RDMA ({route}): right"
+        f"{device_name}: {length_bytes} bytes: file -> tensor by {read_result.route.value}, "
+        f"tensor -> tensor by RDMA ({registration_route}): right"
     )
 
 

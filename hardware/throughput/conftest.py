@@ -1,4 +1,4 @@
-"""Fixtures and hooks of the throughput measurements. pytest prints no rates; the records of the cases have them."""
+"""Fixtures and hooks of the throughput measurements. pytest prints no rates, because the records contain the rates."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ def test_cached_files_into_all_devices(
             files.append(stack.enter_context(gds.File(path, access="buffered", direct="never")))
             memories.append(stack.enter_context(device.allocate(length_bytes)))
         copies = make_pinned_copies(devices, length_bytes, stack)
-        # `one` reads all files into one GPU, `all` reads each file into another GPU. `pinned` and `host_read` measure
-        # the two steps of `all`: the copies to the GPUs, and the copies out of the page cache.
+        # `one` reads all files into one GPU, `all` reads each file into a GPU of its own. `pinned` and `host_read`
+        # measure the two steps of `all`: the copies to the GPUs, and the copies out of the page cache.
         methods = {
             "one": lambda: read_all(files, memories[:1] * len(files)),
             "all": lambda: read_all(files, memories),
@@ -118,10 +118,10 @@ def test_cached_files_into_all_devices(
             pattern.check(memory.read(), seed=seed + index)
     evidence["numa_nodes"] = read_numa_nodes(devices)
     if rates:
-        limiting_method = min("pinned", "host_read", key=lambda name: rates[name].median)
-        evidence["limit"] = limiting_method
+        slower_step = min("pinned", "host_read", key=lambda name: rates[name].median)
+        evidence["limit"] = slower_step
         evidence.number("all_over_one_ratio", rates["all"].median / rates["one"].median)
-        evidence.number("all_over_limit_ratio", rates["all"].median / rates[limiting_method].median)
+        evidence.number("all_over_limit_ratio", rates["all"].median / rates[slower_step].median)
 
 
 def make_pinned_copies(devices: Sequence[Device], length_bytes: int, stack: contextlib.ExitStack) -> list[PinnedCopy]:
@@ -140,6 +140,7 @@ def make_copy_methods(copies: Sequence[PinnedCopy], *, is_write: bool) -> dict[s
     """Return the methods ``one`` (one device) and ``all`` (all devices at once), which move equally many bytes."""
 
     def run_copies(used_copies: Sequence[PinnedCopy]) -> None:
+        # One device makes as many copies as all devices make together.
         for _ in range(len(copies) // len(used_copies)):
             for copy in used_copies:
                 copy.start(is_write=is_write)

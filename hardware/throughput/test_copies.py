@@ -59,7 +59,7 @@ def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, le
 @needs(cuda.device())
 def test_copy_within_a_device(meter: Meter, device: Device, seed: int) -> None:
     length_bytes = meter.choose_length(256 * MIB)
-    # A copy within a device is so fast that a round needs more of them.
+    # A copy within a device is fast, so a round has up to 16 times as many copies.
     repeat_count = meter.count_transfers_per_round(length_bytes // 16)
     with (
         device.allocate(length_bytes) as source,
@@ -143,7 +143,7 @@ def test_copy_from_imported_memory(meter: Meter, device: Device, peer: Peer, see
 def test_peer_copy_from_imported_memory(meter: Meter, devices: tuple[Device, ...], peer: Peer, seed: int) -> None:
     first_device, second_device = devices[:2]
     length_bytes = meter.choose_length(256 * MIB)
-    # A copy over NVLink is so fast that a round needs more of them.
+    # A copy over NVLink is fast, so a round has up to 4 times as many copies.
     repeat_count = meter.count_transfers_per_round(length_bytes // 4)
     peer_memory = peer.device(1).allocate(length_bytes)
     peer_memory.write(seed=seed)

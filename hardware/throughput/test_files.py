@@ -1,8 +1,9 @@
 """Throughput of file transfers to and from device memory by chunk size, with a check of every byte.
 
-The cases compare three methods: gdrkit's copy engine, pread or pwrite with a CUDA copy, as in a program without gdrkit,
-and, if a first read was direct, a direct transfer. A cached file is in the page cache of the kernel. A cold file is
-removed from the page cache before each round. ``suites/bench`` also compares with kvikio.
+The cases compare three methods: gdrkit's copy engine; pread or pwrite with a CUDA copy, as in a program without gdrkit;
+and a direct transfer, if a trial read shows that direct transfers work. A cached file is in the page cache of the
+kernel. A cold file is removed from the page cache before each round. ``suites/bench`` also compares these methods with
+kvikio.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def measure_read(
         def check() -> None:
             pattern.check(memory.read(), seed=seed)
 
-        for name, transfer in methods.items():
-            meter.record_path(f"GPU{device.index}", name=name)
+        for method_name, transfer in methods.items():
+            meter.record_path(f"GPU{device.index}", name=method_name)
             prepare()
             transfer()
             check()
@@ -105,16 +106,18 @@ def test_write(
             path, memory, device, chunk_bytes, stack, durable=durable
         ).get_methods(write=True)
         evidence["not_direct"] = why_not_direct
-        payloads = {payload_seed: pattern.payload(file_bytes, seed=payload_seed) for payload_seed in (seed, seed ^ 1)}
-        seeds = list(payloads)
+        payload_by_seed = {
+            payload_seed: pattern.payload(file_bytes, seed=payload_seed) for payload_seed in (seed, seed ^ 1)
+        }
+        seeds = list(payload_by_seed)  # seeds[0] is the seed of the current write.
 
         def prepare() -> None:
             # The file still has the bytes of the previous write, so this write gets other bytes.
             seeds.reverse()
-            memory.write(payloads[seeds[0]])
+            memory.write(payload_by_seed[seeds[0]])
 
-        for name, transfer in methods.items():
-            meter.record_path(f"GPU{device.index}", name=name)
+        for method_name, transfer in methods.items():
+            meter.record_path(f"GPU{device.index}", name=method_name)
             prepare()
             transfer()
             pattern.check(path.read_bytes(), seed=seeds[0])

@@ -1,8 +1,8 @@
 """Throughput of RDMA into and out of Gaudi memory: directly by a dma-buf, and by copies through host memory.
 
-Programs without dma-bufs copy: the NIC accesses host memory, and the device copies between host memory and device
-memory. Both methods take turns in one run and move the same bytes. Every case checks the bytes after the last round of
-each method.
+Programs that do not use dma-bufs must copy: the NIC accesses host memory, and the device copies between host memory
+and device memory. Both methods take turns in one run and move the same bytes. Every case checks the bytes after the
+last round of each method.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ SIZES = [pytest.param(size * MIB, id=f"{size}MiB") for size in (1, 64)]
 
 
 def check_and_clear_target(
-    memory: DeviceMemory, initiator: Initiator, direction: Direction, staging: bytearray, seed: int
+    memory: DeviceMemory, initiator: Initiator, direction: Direction, staging_buffer: bytearray, seed: int
 ) -> None:
     """Check the target of the transfer and clear it, so that the next check shows what the next method moved."""
-    zeros = bytes(len(staging))
+    zeros = bytes(len(staging_buffer))
     if direction is Direction.WRITE:
         pattern.check(memory.read(), seed=seed)
         memory.write(zeros)
     else:
-        pattern.check(initiator.read()[: len(staging)], seed=seed)
+        pattern.check(initiator.read()[: len(staging_buffer)], seed=seed)
         initiator.write(zeros)
-    staging[:] = zeros
+    staging_buffer[:] = zeros
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -54,11 +54,11 @@ def test_direct_beside_copies(
     length_bytes = meter.choose_length(length_bytes)
     repeat_count = meter.count_transfers_per_round(length_bytes)
     data, is_write = pattern.payload(length_bytes, seed=seed), direction is Direction.WRITE
-    staging = bytearray(length_bytes)
+    staging_buffer = bytearray(length_bytes)
     with (
         gaudi.allocate(length_bytes) as memory,
         register(memory, [nic]) as registration,
-        nic.register_host(staging) as staging_region,
+        nic.register_host(staging_buffer) as staging_region,
         connect_initiator(nic, memory_bytes=length_bytes) as initiator,
     ):
         if is_write:
@@ -83,17 +83,17 @@ def test_direct_beside_copies(
         def transfer_by_copies() -> None:
             for _ in range(repeat_count):
                 if is_write:
-                    run_initiator(staging)
-                    memory.write(staging)
+                    run_initiator(staging_buffer)
+                    memory.write(staging_buffer)
                 else:
-                    memory.read_into(staging)
-                    run_initiator(staging)
+                    memory.read_into(staging_buffer)
+                    run_initiator(staging_buffer)
 
         methods = {"direct": transfer_directly, "copies": transfer_by_copies}
         rates = meter.measure_methods(
             methods,
             moved_bytes=length_bytes * repeat_count,
-            check=lambda: check_and_clear_target(memory, initiator, direction, staging, seed),
+            check=lambda: check_and_clear_target(memory, initiator, direction, staging_buffer, seed),
         )
     evidence["registration_route"] = registration.route.value
     if rates:

@@ -1,7 +1,7 @@
 """Bus bandwidth of NCCL's all-reduce between all GPUs of this host, with memory that a NIC can access as well.
 
-Memory that is registered with NCCL is compared with other memory of the same kind in the same run, in alternating
-rounds. Another case finds in the log of NCCL that NCCL uses the registered memory.
+The cases compare memory that is registered with NCCL with unregistered memory of the same kind, in alternating rounds
+of one run. Another case checks in the log of NCCL that NCCL uses the registered memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 # NCCL must not use a NIC, because the cases measure the links between the GPUs.
 NCCL_ENVIRONMENT = {"NCCL_IB_DISABLE": "1"}
-# Mark of the cases that start ranks. Each rank also registers its buffers with a NIC. NCCL uses the CUDA runtime, which
-# the CUDA twin does not support.
+# Mark of the cases that start ranks (one process for each GPU). Each rank also registers its buffers with a NIC. NCCL
+# uses the CUDA runtime, which the CUDA twin does not support.
 NEEDS_RANKS = needs(
     cuda.device(count_min=2),
     cuda.vmm,
@@ -56,8 +56,8 @@ def test_all_reduce(
     options: list[str],
     length_bytes: int,
 ) -> None:
-    options = ["--memory", memory, "--seed", str(seed), *options]
-    measure_all_reduce(meter, evidence, tmp_path, len(devices), options, length_bytes, NCCL_ENVIRONMENT)
+    rank_options = ["--memory", memory, "--seed", str(seed), *options]
+    measure_all_reduce(meter, evidence, tmp_path, len(devices), rank_options, length_bytes, NCCL_ENVIRONMENT)
 
 
 @NEEDS_RANKS
@@ -99,7 +99,8 @@ def measure_all_reduce(
     rates = {}
     for pair_name in results[0]["times_s"]:
         times_s = [
-            max(rank_times) for rank_times in zip(*(result["times_s"][pair_name] for result in results), strict=True)
+            max(rank_times_s)
+            for rank_times_s in zip(*(result["times_s"][pair_name] for result in results), strict=True)
         ]
         cpu_s = sum(sum(result["cpu_s"][pair_name][WARM_UP_ROUNDS:]) for result in results)
         record_name = "bus" if pair_name == "plain" else f"{pair_name}_bus"
@@ -115,7 +116,7 @@ def measure_all_reduce(
 def test_registered_memory_is_used(
     devices: tuple[Device, ...], evidence: Evidence, seed: int, tmp_path: Path, memory: str
 ) -> None:
-    """NCCL logs each use of registered memory, and no use of memory that is not registered."""
+    """NCCL logs each use of registered memory. It logs no use of unregistered memory."""
     length_bytes = 64 * MIB
     # Each rank has a log of its own.
     environ = {**NCCL_ENVIRONMENT, **nccl.log_environment(tmp_path)}
@@ -123,11 +124,11 @@ def test_registered_memory_is_used(
     results = run_all_reduces(tmp_path, len(devices), *options, "--registered", environ=environ)
     for rank, result in enumerate(results):
         log = read_rank_log(tmp_path, rank)
-        # The names of the transports that used each buffer of a pair.
-        uses = {
+        # For each pair, a list for each buffer: the names of the transports that used the buffer.
+        transports_by_pair = {
             pair_name: [sorted(log.uses_of_range(address, length_bytes)) for address in addresses]
             for pair_name, addresses in result["addresses"].items()
         }
-        evidence[f"rank{rank}"] = {"uses": uses, "channels": log.channels}
-        assert any("IPC" in transports for transports in uses["registered"])
-        assert not any(uses["plain"])
+        evidence[f"rank{rank}"] = {"uses": transports_by_pair, "channels": log.channels}
+        assert any("IPC" in transports for transports in transports_by_pair["registered"])
+        assert not any(transports_by_pair["plain"])

@@ -66,7 +66,7 @@ def test_by_size(
 ) -> None:
     memory_bytes = meter.choose_length(MEMORY_BYTES, small_bytes=2 * length_bytes)
     # count_transfers_per_round() returns at most 256, which would be too few short operations.
-    operations = (
+    operation_count = (
         meter.count_transfers_per_round(length_bytes)
         if length_bytes > 64 * KIB
         else meter.choose_count(4096, small_count=64)
@@ -83,20 +83,20 @@ def test_by_size(
                 direction,
                 remote_range,
                 length_bytes=length_bytes,
-                operations=operations,
+                operations=operation_count,
                 depth=QUEUE_DEPTH,
                 list_length=WORK_REQUESTS_PER_POST,
             )
 
-        meter.measure(transfer, moved_bytes=length_bytes * operations)
-        check_target(memory, initiator, direction, min(memory_bytes, operations * length_bytes), seed)
+        meter.measure(transfer, moved_bytes=length_bytes * operation_count)
+        check_target(memory, initiator, direction, min(memory_bytes, operation_count * length_bytes), seed)
     memory_kind.record_route(evidence)
 
 
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 @pytest.mark.parametrize("direction", Direction)
 def test_by_depth(meter: Meter, nic: Nic, memory_kind: RdmaMemoryKind, seed: int, direction: Direction) -> None:
-    length_bytes, operations = 64 * KIB, meter.choose_count(512, small_count=16)
+    length_bytes, operation_count = 64 * KIB, meter.choose_count(512, small_count=16)
     memory_bytes = 64 * length_bytes
     with (
         memory_kind.memory(length_bytes=memory_bytes) as memory,
@@ -106,11 +106,11 @@ def test_by_depth(meter: Meter, nic: Nic, memory_kind: RdmaMemoryKind, seed: int
         remote_range = memory.remote()
 
         def run_burst(depth: int) -> None:
-            initiator.run(direction, remote_range, length_bytes=length_bytes, operations=operations, depth=depth)
+            initiator.run(direction, remote_range, length_bytes=length_bytes, operations=operation_count, depth=depth)
 
         bursts = {f"depth_{depth}": lambda depth=depth: run_burst(depth) for depth in DEPTHS}
-        meter.measure_methods(bursts, moved_bytes=length_bytes * operations)
-        check_target(memory, initiator, direction, min(memory_bytes, operations * length_bytes), seed)
+        meter.measure_methods(bursts, moved_bytes=length_bytes * operation_count)
+        check_target(memory, initiator, direction, min(memory_bytes, operation_count * length_bytes), seed)
 
 
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
@@ -118,7 +118,7 @@ def test_by_depth(meter: Meter, nic: Nic, memory_kind: RdmaMemoryKind, seed: int
 def test_latency(
     meter: Meter, nic: Nic, memory_kind: RdmaMemoryKind, seed: int, evidence: Evidence, direction: Direction
 ) -> None:
-    length_bytes, operations = 8, meter.choose_count(LATENCY_SAMPLE_COUNT, small_count=10)
+    length_bytes, operation_count = 8, meter.choose_count(LATENCY_SAMPLE_COUNT, small_count=10)
     with (
         memory_kind.memory(length_bytes=4 * KIB) as memory,
         connect_initiator(nic, memory_bytes=4 * KIB) as initiator,
@@ -126,9 +126,9 @@ def test_latency(
         fill_source(memory, initiator, direction, 4 * KIB, seed)
         remote_range = memory.remote()
         # The operations of this first call are not measured.
-        initiator.run(direction, remote_range, length_bytes=length_bytes, operations=operations)
-        latencies = initiator.run_singly(direction, remote_range, length_bytes=length_bytes, operations=operations)
-        check_target(memory, initiator, direction, min(4 * KIB, operations * length_bytes), seed)
+        initiator.run(direction, remote_range, length_bytes=length_bytes, operations=operation_count)
+        latencies = initiator.run_singly(direction, remote_range, length_bytes=length_bytes, operations=operation_count)
+        check_target(memory, initiator, direction, min(4 * KIB, operation_count * length_bytes), seed)
     if meter.is_on:
         sorted_times_ns = sorted(latencies.times_ns)
         for quantile_name, quantile in (("p50", 0.50), ("p99", 0.99)):
@@ -151,26 +151,27 @@ def test_every_pair_of_gpu_and_nic(
 
     Also record how much faster pairs on one PCIe switch are than pairs on different sockets.
     """
-    length_bytes, operations = meter.choose_length(MIB, small_bytes=64 * KIB), meter.choose_count(128, small_count=8)
+    length_bytes = meter.choose_length(MIB, small_bytes=64 * KIB)
+    operation_count = meter.choose_count(128, small_count=8)
     placement = Placement()
-    medians: dict[tuple[Distance, Direction], list[float]] = {}
+    medians_by_distance: dict[tuple[Distance, Direction], list[float]] = {}
     for device in devices:
         for nic in nics:
             pair_name = f"gpu{device.index}_{nic.name}"
             distance = placement.distance(device.pci_bus_id, nic.name)
             evidence[pair_name] = distance.name
             for direction in Direction:
-                rates = measure_pair(meter, device, nic, route, direction, (length_bytes, operations, seed))
+                rates = measure_pair(meter, device, nic, route, direction, (length_bytes, operation_count, seed))
                 if rates is not None:
                     meter.record_path(f"GPU{device.index}", nic.name, name=f"{pair_name}_{direction.value}")
                     meter.record(f"{pair_name}_{direction.value}", rates)
-                    medians.setdefault((distance, direction), []).append(rates.median)
+                    medians_by_distance.setdefault((distance, direction), []).append(rates.median)
             evidence.route(device=device, nic=nic, method=route)
     for direction in Direction:
         # PIX: the path crosses at most one PCIe switch. SYS: it crosses the link between NUMA nodes.
         rates_behind_one_switch, rates_across_sockets = (
-            medians.get((Distance.PIX, direction)),
-            medians.get((Distance.SYS, direction)),
+            medians_by_distance.get((Distance.PIX, direction)),
+            medians_by_distance.get((Distance.SYS, direction)),
         )
         if rates_behind_one_switch and rates_across_sockets:
             ratio = statistics.median(rates_behind_one_switch) / statistics.median(rates_across_sockets)
@@ -189,7 +190,7 @@ def measure_pair(
 
     `sizes_and_seed` has the length of an operation in bytes, the number of operations in a round, and the seed.
     """
-    length_bytes, operations, seed = sizes_and_seed
+    length_bytes, operation_count, seed = sizes_and_seed
     memory_bytes = 8 * length_bytes
     with (
         register_device_memory(device, nic, route, length_bytes=memory_bytes) as (memory, registration),
@@ -201,8 +202,10 @@ def measure_pair(
         else:
             memory.write(data)
         rates = meter.measure_unrecorded(
-            lambda: initiator.run(direction, remote_range, length_bytes=length_bytes, operations=operations, depth=8),
-            moved_bytes=length_bytes * operations,
+            lambda: initiator.run(
+                direction, remote_range, length_bytes=length_bytes, operations=operation_count, depth=8
+            ),
+            moved_bytes=length_bytes * operation_count,
         )
         pattern.check(memory.read() if direction is Direction.WRITE else initiator.read(), seed=seed)
     return rates
@@ -214,23 +217,23 @@ def test_direct_write_beside_a_copy_through_the_host(
     meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence, length_bytes: int
 ) -> None:
     """Record the ratio of the direct rate to the rate through host memory. It should exceed 1 from 64 KiB on."""
-    operations = meter.choose_count(64, small_count=4)
+    operation_count = meter.choose_count(64, small_count=4)
     with (
         register_device_memory(device, nic, length_bytes=length_bytes) as (memory, registration),
         PinnedMemory(device, length_bytes) as pinned_memory,
         connect_initiator(nic, memory_bytes=length_bytes) as initiator,
         device.stream() as stream,
-        nic.register_host(pinned_memory.view(), access=Access.LOCAL_WRITE | Access.REMOTE_WRITE) as region,
+        nic.register_host(pinned_memory.view(), access=Access.LOCAL_WRITE | Access.REMOTE_WRITE) as pinned_region,
     ):
         initiator.write(pattern.payload(length_bytes, seed=seed))
-        device_range, pinned_range = registration.remote(nic), region.remote()
+        device_range, pinned_range = registration.remote(nic), pinned_region.remote()
 
         def write_directly() -> None:
-            for _ in range(operations):
+            for _ in range(operation_count):
                 initiator.run(Direction.WRITE, device_range, length_bytes=length_bytes, operations=1)
 
         def write_by_host() -> None:
-            for _ in range(operations):
+            for _ in range(operation_count):
                 initiator.run(Direction.WRITE, pinned_range, length_bytes=length_bytes, operations=1)
                 stream.write(memory, pinned_memory.view())
                 stream.synchronize()
@@ -240,7 +243,7 @@ def test_direct_write_beside_a_copy_through_the_host(
             write()
             pattern.check(memory.read(), seed=seed)
         rates = meter.measure_methods(
-            {"direct": write_directly, "by_host": write_by_host}, moved_bytes=length_bytes * operations
+            {"direct": write_directly, "by_host": write_by_host}, moved_bytes=length_bytes * operation_count
         )
         pattern.check(memory.read(), seed=seed)
     if rates:
@@ -250,7 +253,7 @@ def test_direct_write_beside_a_copy_through_the_host(
 @NEEDS_DMABUF
 def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence) -> None:
     """Record the ratio of the rates at aligned and odd addresses. Aligned transfers should be faster."""
-    length_bytes, operations = 64 * KIB, meter.choose_count(512, small_count=8)
+    length_bytes, operation_count = 64 * KIB, meter.choose_count(512, small_count=8)
     offsets = {"aligned_4096": 4096, "aligned_256": 4096 + 256, "aligned_64": 4096 + 64, "odd": 4096 + 255}
     with (
         register_device_memory(device, nic, length_bytes=MIB) as (memory, registration),
@@ -260,7 +263,9 @@ def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, se
 
         def run_burst(offset_bytes: int) -> None:
             remote_range = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
-            initiator.run(Direction.WRITE, remote_range, length_bytes=length_bytes, operations=operations, depth=16)
+            initiator.run(
+                Direction.WRITE, remote_range, length_bytes=length_bytes, operations=operation_count, depth=16
+            )
 
         for offset_bytes in offsets.values():
             memory.fill(0)
@@ -270,7 +275,7 @@ def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, se
             name: lambda offset_bytes=offset_bytes: run_burst(offset_bytes) for name, offset_bytes in offsets.items()
         }
         memory.fill(0)
-        rates = meter.measure_methods(bursts, moved_bytes=length_bytes * operations)
+        rates = meter.measure_methods(bursts, moved_bytes=length_bytes * operation_count)
         # Only the bytes of the last burst are checked. The other bursts write the same bytes at other offsets.
         pattern.check(memory.read(offset_bytes=offsets["odd"], length_bytes=length_bytes), seed=seed)
     if rates:

@@ -14,7 +14,7 @@ static_assert(std::endian::native == std::endian::little, "the structs below are
 inline constexpr std::uint32_t frame_magic = 0x53524447; // "GDRS" in memory.
 inline constexpr std::uint16_t frame_version = 1;
 inline constexpr std::uint32_t control_bytes_max = 65536; // Largest payload of a control frame.
-inline constexpr std::uint32_t operations_max = 1024;     // Most operations or results in a frame.
+inline constexpr std::uint32_t operations_max = 1024;     // Largest number of operations or results in a frame.
 
 enum class FrameType : std::uint16_t { control_request = 1, control_reply = 2, io_request = 3, io_reply = 4 };
 
@@ -40,11 +40,12 @@ inline constexpr std::uint8_t forbid_holes = 1; // A read of a range that has a 
 // `checksum` of the operation is valid. If the written bytes have another CRC32C, the write fails with -EBADMSG and
 // changes nothing.
 inline constexpr std::uint8_t checksum_given = 2;
-inline constexpr std::uint8_t checksum_wanted = 4; // The result has the CRC32C of the bytes.
-// The result lists the holes of the range, and the server does not write zeros to the memory of the holes.
+inline constexpr std::uint8_t checksum_wanted = 4; // The result has the CRC32C of the moved bytes.
+// The result lists the holes of the range, and the server does not write zeros for the holes to the client's memory.
 inline constexpr std::uint8_t report_holes = 8;
 
-// A read or write of an io_request. The server reads or writes the client's memory by RDMA.
+// A read or write in an io_request. For a read, the server sends bytes of the file to the client's memory by RDMA
+// WRITE. For a write, the server fetches the bytes from the client's memory by RDMA READ.
 struct Operation {
     std::uint64_t tag;    // The client chooses the tag, and the result repeats it.
     std::uint64_t handle; // Handle of the open file.
@@ -55,20 +56,20 @@ struct Operation {
     std::uint16_t queue_pair; // Index of the session's queue pair for the transfer.
     std::uint8_t opcode;
     std::uint8_t flags;
-    std::uint32_t checksum;
+    std::uint32_t checksum; // CRC32C of the bytes to write, or 0 without checksum_given.
     std::uint32_t reserved0;
     std::uint64_t reserved1;
 };
 static_assert(sizeof(Operation) == 64 && offsetof(Operation, rkey) == 40 && offsetof(Operation, checksum) == 48);
 
-inline constexpr std::uint32_t checksum_valid = 1; // A flag of a result.
+inline constexpr std::uint32_t checksum_valid = 1; // A flag of a result: `checksum` is valid.
 
 // An io_reply consists of `count` results in the order of completion, and then all their hole extents in the same
 // order.
 struct Result {
     std::uint64_t tag;
-    std::int64_t result; // Number of moved bytes (fewer than requested at the end of the file), or -errno.
-    std::uint32_t checksum;
+    std::int64_t result;    // Number of moved bytes (fewer than requested at the end of the file), or -errno.
+    std::uint32_t checksum; // CRC32C of the moved bytes, if `flags` has checksum_valid.
     std::uint32_t flags;
     std::uint32_t holes; // Number of the result's HoleExtents in the frame.
     std::uint32_t reserved;

@@ -32,7 +32,7 @@ namespace {
 
 // Runs a function without the GIL and returns its result. Turns a verbs::Error or std::system_error into an OSError
 // with the same errno.
-template <typename Function> auto without_gil(const Function& function) {
+template <typename Function> auto run_without_gil(const Function& function) {
     int error_number = 0;
     std::string message;
     {
@@ -57,7 +57,8 @@ void check_status(int status, const char* function_name) {
     }
 }
 
-// Holds the memory of an object with the buffer protocol. The object cannot free or resize it until the destructor.
+// Holds the memory of an object with the buffer protocol. Until the destructor runs, the object cannot free or resize
+// this memory.
 struct BufferView {
     explicit BufferView(nb::handle object) {
         if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_SIMPLE) != 0) {
@@ -128,7 +129,7 @@ void bind_files(nb::module_& module) {
             "adopt",
             [](Store& self, int fd, bool may_read, bool may_write) {
                 Descriptor owned_descriptor(fd);
-                return without_gil([&] { return self.adopt(std::move(owned_descriptor), may_read, may_write); });
+                return run_without_gil([&] { return self.adopt(std::move(owned_descriptor), may_read, may_write); });
             },
             "fd"_a, nb::kw_only(), "read"_a, "write"_a,
             "Return an OpenFile that owns the descriptor. If this function raises, it closes the descriptor.")
@@ -141,20 +142,22 @@ void bind_files(nb::module_& module) {
         .def(
             "truncate",
             [](OpenFile& self, std::uint64_t size_bytes) {
-                check_status(without_gil([&] { return self.inode->truncate(self.fd.get(), size_bytes); }), "ftruncate");
+                check_status(run_without_gil([&] { return self.inode->truncate(self.fd.get(), size_bytes); }),
+                             "ftruncate");
             },
             "size_bytes"_a)
         .def(
             "punch",
             [](OpenFile& self, std::uint64_t begin, std::uint64_t end) {
-                check_status(without_gil([&] { return self.inode->punch(self.fd.get(), begin, end); }), "fallocate");
+                check_status(run_without_gil([&] { return self.inode->punch(self.fd.get(), begin, end); }),
+                             "fallocate");
             },
             "begin"_a, "end"_a)
         .def(
             "set_times",
             [](OpenFile& self, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns) {
                 check_status(
-                    without_gil([&] { return self.inode->set_times(self.fd.get(), access_ns, modification_ns); }),
+                    run_without_gil([&] { return self.inode->set_times(self.fd.get(), access_ns, modification_ns); }),
                     "futimens");
             },
             "access_time_ns"_a.none(), "modification_time_ns"_a.none());
@@ -167,7 +170,7 @@ void bind_sessions(nb::module_& module) {
         .def(
             "__init__",
             [](Fabric* self, const std::vector<std::string>& names) {
-                without_gil([&] { return new (self) Fabric(names); });
+                run_without_gil([&] { return new (self) Fabric(names); });
             },
             "names"_a)
         .def_prop_ro("names", [](const Fabric& self) {
@@ -190,7 +193,7 @@ void bind_sessions(nb::module_& module) {
                 SessionLimits limits;
                 limits.outstanding_max = outstanding_max;
                 limits.length_bytes_max = length_bytes_max;
-                without_gil([&] { return new (self) Session(std::move(store), std::move(fabric), peers, limits); });
+                run_without_gil([&] { return new (self) Session(std::move(store), std::move(fabric), peers, limits); });
             },
             "store"_a, "fabric"_a, "endpoints"_a, nb::kw_only(), "outstanding_max"_a, "length_bytes_max"_a)
         .def_prop_ro("endpoints",
@@ -209,7 +212,7 @@ void bind_sessions(nb::module_& module) {
             "start",
             [](Session& self, int fd) {
                 Descriptor owned_descriptor(fd);
-                without_gil([&] { self.start(std::move(owned_descriptor)); });
+                run_without_gil([&] { self.start(std::move(owned_descriptor)); });
             },
             "data_fd"_a,
             "Start the thread that serves the data connection. The session owns the descriptor, even if this raises.")
@@ -221,21 +224,21 @@ void bind_sessions(nb::module_& module) {
 } // namespace gdrkit::storage
 
 NB_MODULE(_engine, module) {
-    namespace gs = gdrkit::storage;
+    namespace storage = gdrkit::storage;
     module.doc() = "The native part of the storage service: RDMA transfers, files and their checksums.";
-    module.attr("CHECKSUM_GIVEN_BYTES_MAX") = gs::SessionLimits{}.segment_bytes;
-    module.def("crc32c", &gs::compute_checksum<gs::crc32c>, "data"_a, "initial"_a = 0);
-    module.def("crc32c_portable", &gs::compute_checksum<gs::crc32c_portable>, "data"_a, "initial"_a = 0);
-    module.def("crc32c_combine", &gs::crc32c_combine, "first"_a, "second"_a, "second_bytes"_a);
+    module.attr("CHECKSUM_GIVEN_BYTES_MAX") = storage::SessionLimits{}.segment_bytes;
+    module.def("crc32c", &storage::compute_checksum<storage::crc32c>, "data"_a, "initial"_a = 0);
+    module.def("crc32c_portable", &storage::compute_checksum<storage::crc32c_portable>, "data"_a, "initial"_a = 0);
+    module.def("crc32c_combine", &storage::crc32c_combine, "first"_a, "second"_a, "second_bytes"_a);
     module.def(
         "open_beneath",
         [](int folder, const nb::bytes& path, int flags, unsigned mode, bool by_steps) {
             const std::string path_string(path.c_str(), path.size());
-            const int descriptor = gs::without_gil([&] {
-                return by_steps ? gs::open_beneath_by_steps(folder, path_string, flags, mode)
-                                : gs::open_beneath(folder, path_string, flags, mode);
+            const int descriptor = storage::run_without_gil([&] {
+                return by_steps ? storage::open_beneath_by_steps(folder, path_string, flags, mode)
+                                : storage::open_beneath(folder, path_string, flags, mode);
             });
-            gs::check_status(descriptor, "open");
+            storage::check_status(descriptor, "open");
             return descriptor;
         },
         "folder"_a, "path"_a, "flags"_a, "mode"_a = 0, "by_steps"_a = false);
@@ -244,14 +247,13 @@ NB_MODULE(_engine, module) {
         [](int from_folder, const nb::bytes& name, int to_folder, const nb::bytes& new_name, bool exclusive,
            bool exchange) {
             const unsigned flags = (exclusive ? RENAME_NOREPLACE : 0U) | (exchange ? RENAME_EXCHANGE : 0U);
-            gs::check_status(gs::without_gil([&] {
-                                 return renameat2(from_folder, name.c_str(), to_folder, new_name.c_str(), flags) != 0
-                                            ? -errno
-                                            : 0;
-                             }),
-                             "renameat2");
+            storage::check_status(
+                storage::run_without_gil([&] {
+                    return renameat2(from_folder, name.c_str(), to_folder, new_name.c_str(), flags) != 0 ? -errno : 0;
+                }),
+                "renameat2");
         },
         "from_folder"_a, "name"_a, "to_folder"_a, "new_name"_a, nb::kw_only(), "exclusive"_a, "exchange"_a);
-    gs::bind_files(module);
-    gs::bind_sessions(module);
+    storage::bind_files(module);
+    storage::bind_sessions(module);
 }

@@ -22,31 +22,33 @@ bool are_on_same_device(int first_fd, int second_fd) {
            first_stat.st_dev == second_stat.st_dev;
 }
 
-// Returns the descriptor if its file is on the file system of the folder. Otherwise closes it and returns -EXDEV.
-int release_if_on_same_device(int folder, Descriptor&& descriptor) {
-    return are_on_same_device(folder, descriptor.get()) ? descriptor.release() : -EXDEV;
+// If the file is on the file system of the folder, releases the descriptor and returns its number. Otherwise returns
+// -EXDEV, and `descriptor` still owns and closes the file.
+int release_if_on_same_device(int folder_fd, Descriptor&& descriptor) {
+    return are_on_same_device(folder_fd, descriptor.get()) ? descriptor.release() : -EXDEV;
 }
 
 } // namespace
 
-int open_beneath_by_steps(int folder, const std::string& path, int flags, unsigned mode) {
+int open_beneath_by_steps(int folder_fd, const std::string& path, int flags, unsigned mode) {
     if (!path.empty() && path.front() == '/') {
         return -EXDEV;
     }
-    Descriptor current_folder(openat(folder, ".", O_PATH | O_DIRECTORY | O_CLOEXEC));
-    std::size_t begin = 0;
+    Descriptor current_folder(openat(folder_fd, ".", O_PATH | O_DIRECTORY | O_CLOEXEC));
+    std::size_t name_begin = 0;
     while (current_folder) {
-        const std::size_t end = path.find('/', begin);
-        const std::string name = path.substr(begin, end == std::string::npos ? end : end - begin);
+        const std::size_t name_end = path.find('/', name_begin);
+        const std::string name =
+            path.substr(name_begin, name_end == std::string::npos ? name_end : name_end - name_begin);
         if (name == "..") {
             return -EXDEV;
         }
-        if (end == std::string::npos || path.find_first_not_of('/', end) == std::string::npos) {
+        if (name_end == std::string::npos || path.find_first_not_of('/', name_end) == std::string::npos) {
             // A path that ends with '/' must be a folder.
-            const int folder_flag = end == std::string::npos ? 0 : O_DIRECTORY;
+            const int folder_flag = name_end == std::string::npos ? 0 : O_DIRECTORY;
             Descriptor descriptor(openat(current_folder.get(), name.empty() ? "." : name.c_str(),
                                          flags | folder_flag | O_NOFOLLOW | O_CLOEXEC, static_cast<mode_t>(mode)));
-            return descriptor ? release_if_on_same_device(folder, std::move(descriptor)) : -errno;
+            return descriptor ? release_if_on_same_device(folder_fd, std::move(descriptor)) : -errno;
         }
         if (!name.empty()) {
             // O_PATH with O_NOFOLLOW alone would open a symbolic link itself. With O_DIRECTORY, openat() fails instead.
@@ -62,29 +64,29 @@ int open_beneath_by_steps(int folder, const std::string& path, int flags, unsign
             }
             current_folder = std::move(next_folder);
         }
-        begin = end + 1;
+        name_begin = name_end + 1;
     }
     return -errno; // The folder itself could not be opened.
 }
 
-int open_beneath(int folder, const std::string& path, int flags, unsigned mode) {
+int open_beneath(int folder_fd, const std::string& path, int flags, unsigned mode) {
     open_how how{};
     how.flags = static_cast<unsigned>(flags) | O_CLOEXEC;
     how.mode = (flags & O_CREAT) != 0 ? mode : 0;
     how.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS | RESOLVE_NO_XDEV;
-    for (int attempts = 0;; ++attempts) {
-        const long descriptor = syscall(SYS_openat2, folder, path.empty() ? "." : path.c_str(), &how, sizeof how);
+    for (int retries_count = 0;; ++retries_count) {
+        const long descriptor = syscall(SYS_openat2, folder_fd, path.empty() ? "." : path.c_str(), &how, sizeof how);
         if (descriptor >= 0) {
             return static_cast<int>(descriptor);
         }
         if (errno == ENOSYS || errno == EPERM) {
-            // EPERM may come from a container whose seccomp filter does not know openat2. If the file system returned
-            // EPERM, open_beneath_by_steps() fails with EPERM, too.
-            return open_beneath_by_steps(folder, path, flags, mode);
+            // ENOSYS means that the kernel has no openat2. EPERM may come from a container whose seccomp filter does
+            // not know openat2. If the file system returned EPERM, open_beneath_by_steps() fails with EPERM, too.
+            return open_beneath_by_steps(folder_fd, path, flags, mode);
         }
         // EAGAIN means that another process renamed a folder meanwhile, so the kernel could not check the path. Try
         // again, at most 64 times.
-        if (errno != EINTR && (errno != EAGAIN || attempts == 64)) {
+        if (errno != EINTR && (errno != EAGAIN || retries_count == 64)) {
             return -errno;
         }
     }

@@ -9,7 +9,7 @@ namespace gdrkit::storage {
 
 namespace {
 
-bool is_valid_combination(const FrameHeader& header) {
+bool has_consistent_fields(const FrameHeader& header) {
     switch (static_cast<FrameType>(header.type)) {
     case FrameType::control_request:
     case FrameType::control_reply:
@@ -24,18 +24,19 @@ bool is_valid_combination(const FrameHeader& header) {
     return false;
 }
 
-bool check_payload(const FrameHeader& header, std::span<const std::byte> payload, const char*& refusal) {
+// check_payload() and check_operation() return true, or set `refusal_reason` and return false.
+bool check_payload(const FrameHeader& header, std::span<const std::byte> payload, const char*& refusal_reason) {
     if (payload.size() != header.length) {
-        refusal = "the length of the payload differs from the length in the header";
+        refusal_reason = "the length of the payload differs from the length in the header";
     } else if (crc32c(payload.data(), payload.size()) != header.payload_crc32c) {
-        refusal = "wrong checksum of the payload";
+        refusal_reason = "wrong checksum of the payload";
     } else {
         return true;
     }
     return false;
 }
 
-bool check_operation(const Operation& operation, const char*& refusal) {
+bool check_operation(const Operation& operation, const char*& refusal_reason) {
     constexpr unsigned read_flags = forbid_holes | checksum_wanted | report_holes;
     constexpr unsigned write_flags = checksum_given | checksum_wanted;
     unsigned allowed_flags = 0;
@@ -47,14 +48,14 @@ bool check_operation(const Operation& operation, const char*& refusal) {
         allowed_flags = write_flags;
         break;
     default:
-        refusal = "unknown opcode";
+        refusal_reason = "unknown opcode";
         return false;
     }
     if ((operation.flags & ~allowed_flags) != 0) {
-        refusal = "invalid flags of an operation";
+        refusal_reason = "invalid flags of an operation";
     } else if (operation.reserved0 != 0 || operation.reserved1 != 0 ||
                (operation.checksum != 0 && (operation.flags & checksum_given) == 0)) {
-        refusal = "a reserved field of an operation, or a checksum without its flag, is not 0";
+        refusal_reason = "a reserved field of an operation, or a checksum without its flag, is not 0";
     } else {
         return true;
     }
@@ -63,15 +64,16 @@ bool check_operation(const Operation& operation, const char*& refusal) {
 
 } // namespace
 
-std::optional<FrameHeader> parse_header(std::span<const std::byte, sizeof(FrameHeader)> bytes, const char*& refusal) {
+std::optional<FrameHeader> parse_header(std::span<const std::byte, sizeof(FrameHeader)> bytes,
+                                        const char*& refusal_reason) {
     FrameHeader header;
     std::memcpy(&header, bytes.data(), sizeof header);
     if (header.header_crc32c != crc32c(bytes.data(), offsetof(FrameHeader, header_crc32c))) {
-        refusal = "wrong checksum of the header";
+        refusal_reason = "wrong checksum of the header";
     } else if (header.magic != frame_magic || header.version != frame_version) {
-        refusal = "wrong magic or version";
-    } else if (!is_valid_combination(header)) {
-        refusal = "invalid combination of type, length, count and sequence";
+        refusal_reason = "wrong magic or version";
+    } else if (!has_consistent_fields(header)) {
+        refusal_reason = "invalid combination of type, length, count and sequence";
     } else {
         return header;
     }
@@ -79,19 +81,19 @@ std::optional<FrameHeader> parse_header(std::span<const std::byte, sizeof(FrameH
 }
 
 bool parse_operations(const FrameHeader& header, std::span<const std::byte> payload, std::vector<Operation>& operations,
-                      const char*& refusal) {
+                      const char*& refusal_reason) {
     operations.clear();
     if (static_cast<FrameType>(header.type) != FrameType::io_request) {
-        refusal = "the frame has no operations";
+        refusal_reason = "the frame has no operations";
         return false;
     }
-    if (!check_payload(header, payload, refusal)) {
+    if (!check_payload(header, payload, refusal_reason)) {
         return false;
     }
     operations.resize(header.count);
     std::memcpy(operations.data(), payload.data(), payload.size());
     for (const Operation& operation : operations) {
-        if (!check_operation(operation, refusal)) {
+        if (!check_operation(operation, refusal_reason)) {
             operations.clear();
             return false;
         }
@@ -100,14 +102,14 @@ bool parse_operations(const FrameHeader& header, std::span<const std::byte> payl
 }
 
 bool parse_results(const FrameHeader& header, std::span<const std::byte> payload, std::vector<Result>& results,
-                   std::vector<HoleExtent>& holes, const char*& refusal) {
+                   std::vector<HoleExtent>& holes, const char*& refusal_reason) {
     results.clear();
     holes.clear();
     if (static_cast<FrameType>(header.type) != FrameType::io_reply) {
-        refusal = "the frame has no results";
+        refusal_reason = "the frame has no results";
         return false;
     }
-    if (!check_payload(header, payload, refusal)) {
+    if (!check_payload(header, payload, refusal_reason)) {
         return false;
     }
     results.resize(header.count);
@@ -121,7 +123,7 @@ bool parse_results(const FrameHeader& header, std::span<const std::byte> payload
     for (const Result& result : results) {
         if ((result.flags & ~checksum_valid) != 0 || result.reserved != 0 || result.holes > holes_max ||
             result.holes > holes.size() - hole_index) {
-            refusal = "a field of a result is out of range";
+            refusal_reason = "a field of a result is out of range";
             return false;
         }
         std::uint64_t previous_end = 0;
@@ -130,14 +132,14 @@ bool parse_results(const FrameHeader& header, std::span<const std::byte> payload
             const std::uint64_t read_bytes = result.result < 0 ? 0 : static_cast<std::uint64_t>(result.result);
             if (hole.length == 0 || hole.offset < previous_end || hole.offset > read_bytes ||
                 hole.length > read_bytes - hole.offset) {
-                refusal = "a hole is empty, out of order or outside of its result";
+                refusal_reason = "a hole is empty, out of order or outside of its result";
                 return false;
             }
             previous_end = hole.offset + hole.length;
         }
     }
     if (hole_index != holes.size()) {
-        refusal = "the number of hole extents differs from the sum of the numbers in the results";
+        refusal_reason = "the number of hole extents differs from the sum of the numbers in the results";
         return false;
     }
     return true;
@@ -154,8 +156,8 @@ void append_frame(std::vector<std::byte>& buffer, FrameType type, std::uint32_t 
     header.sequence = sequence;
     header.payload_crc32c = crc32c(payload.data(), payload.size());
     header.header_crc32c = crc32c(&header, offsetof(FrameHeader, header_crc32c));
-    const auto* const bytes = reinterpret_cast<const std::byte*>(&header);
-    buffer.insert(buffer.end(), bytes, bytes + sizeof header);
+    const auto* const header_bytes = reinterpret_cast<const std::byte*>(&header);
+    buffer.insert(buffer.end(), header_bytes, header_bytes + sizeof header);
     buffer.insert(buffer.end(), payload.begin(), payload.end());
 }
 

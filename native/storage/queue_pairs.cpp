@@ -23,14 +23,14 @@ bool is_refusal(ibv_wc_status status) noexcept {
 
 } // namespace
 
-Fabric::Fabric(const std::vector<std::string>& names) {
-    for (const std::string& name : names.empty() ? verbs::Device::list_names() : names) {
+Fabric::Fabric(const std::vector<std::string>& device_names) {
+    for (const std::string& name : device_names.empty() ? verbs::Device::list_names() : device_names) {
         try {
             devices_.push_back(std::make_unique<verbs::Device>(name));
         } catch (const verbs::Error& error) {
             // Without a list of names, skip the devices that have no active port (ENETDOWN). A named device must have
             // an active port.
-            if (!names.empty() || error.error_number() != ENETDOWN) {
+            if (!device_names.empty() || error.error_number() != ENETDOWN) {
                 throw;
             }
         }
@@ -40,23 +40,23 @@ Fabric::Fabric(const std::vector<std::string>& names) {
     }
 }
 
-QueuePairs::Connection::Connection(verbs::Device& device, std::size_t index)
-    : device_index(index), reads_max(device.reads_max()), completions(device, transfers_per_pair_max),
-      pair(device, completions, transfers_per_pair_max) {}
+QueuePairs::Connection::Connection(verbs::Device& device, std::size_t index_of_device)
+    : device_index(index_of_device), reads_max(device.reads_max()), completion_queue(device, transfers_per_pair_max),
+      queue_pair(device, completion_queue, transfers_per_pair_max) {}
 
 QueuePairs::QueuePairs(Fabric& fabric, const std::vector<verbs::Endpoint>& peers) {
     const auto& devices = fabric.devices();
     for (const verbs::Endpoint& peer : peers) {
         const std::size_t device_index = fabric.take_device_index();
         connections_.push_back(std::make_unique<Connection>(*devices[device_index], device_index));
-        connections_.back()->pair.connect(peer, devices[device_index]->reads_max());
+        connections_.back()->queue_pair.connect(peer, devices[device_index]->reads_max());
     }
 }
 
 std::vector<verbs::Endpoint> QueuePairs::endpoints() const {
     std::vector<verbs::Endpoint> endpoints;
     for (const auto& connection : connections_) {
-        endpoints.push_back(connection->pair.endpoint());
+        endpoints.push_back(connection->queue_pair.endpoint());
     }
     return endpoints;
 }
@@ -86,7 +86,7 @@ bool QueuePairs::post(Connection& connection) {
     if (connection.unposted.empty()) {
         return !connection.is_broken;
     }
-    connection.unposted.back().signaled = true;
+    connection.unposted.back().is_signaled = true;
     for (verbs::Transfer& transfer : connection.unposted) {
         // The wr_id of a transfer is its position in the order of posting, so that a completion shows how many
         // transfers have completed.
@@ -94,7 +94,8 @@ bool QueuePairs::post(Connection& connection) {
         transfer.id = connection.posted_count++;
     }
     std::size_t accepted_count = 0;
-    const int error_number = connection.is_broken ? EIO : connection.pair.post(connection.unposted, accepted_count);
+    const int error_number =
+        connection.is_broken ? EIO : connection.queue_pair.post(connection.unposted, accepted_count);
     connection.unposted.clear();
     connection.is_broken |= error_number != 0;
     return error_number == 0;
@@ -110,7 +111,7 @@ bool QueuePairs::flush() {
 
 bool QueuePairs::poll(const std::function<void(std::uint32_t, TransferStatus)>& report_transfer) {
     bool has_completed = false;
-    std::array<ibv_wc, 32> completions;
+    std::array<ibv_wc, 32> polled_completions;
     for (const auto& connection : connections_) {
         if (connection->ids_in_progress.empty()) {
             continue;
@@ -122,11 +123,11 @@ bool QueuePairs::poll(const std::function<void(std::uint32_t, TransferStatus)>& 
             has_completed = true;
             report_transfer(id, status);
         };
-        int completions_count = 0;
+        int polled_count = 0;
         do {
-            completions_count = connection->completions.poll(completions);
-            for (int index = 0; index < completions_count; ++index) {
-                const ibv_wc& completion = completions[static_cast<std::size_t>(index)];
+            polled_count = connection->completion_queue.poll(polled_completions);
+            for (int index = 0; index < polled_count; ++index) {
+                const ibv_wc& completion = polled_completions[static_cast<std::size_t>(index)];
                 // The transfers of a queue pair complete in order. So earlier transfers, which have no completion of
                 // their own, succeeded unless the queue pair was already broken.
                 while (connection->completed_count < completion.wr_id && !connection->ids_in_progress.empty()) {
@@ -141,7 +142,7 @@ bool QueuePairs::poll(const std::function<void(std::uint32_t, TransferStatus)>& 
                                                             : TransferStatus::succeeded);
                 }
             }
-        } while (completions_count == static_cast<int>(completions.size()));
+        } while (polled_count == static_cast<int>(polled_completions.size()));
     }
     return has_completed;
 }
@@ -154,21 +155,21 @@ bool QueuePairs::has_transfers_in_progress() const {
 void QueuePairs::arm() {
     for (const auto& connection : connections_) {
         if (!connection->ids_in_progress.empty()) {
-            connection->completions.arm();
+            connection->completion_queue.arm();
         }
     }
 }
 
 void QueuePairs::take_events() {
     for (const auto& connection : connections_) {
-        connection->completions.take_events();
+        connection->completion_queue.take_events();
     }
 }
 
 std::vector<int> QueuePairs::event_fds() const {
     std::vector<int> fds;
     for (const auto& connection : connections_) {
-        fds.push_back(connection->completions.fd());
+        fds.push_back(connection->completion_queue.fd());
     }
     return fds;
 }

@@ -18,18 +18,19 @@ namespace gdrkit::storage {
 // The server's RDMA devices. All sessions of the server share them.
 class Fabric {
 public:
-    // Opens the devices with these names, or every device with an active port if `names` is empty. Throws verbs::Error.
-    explicit Fabric(const std::vector<std::string>& names);
+    // Opens the devices with these names, or every device with an active port if `device_names` is empty. Throws
+    // verbs::Error.
+    explicit Fabric(const std::vector<std::string>& device_names);
 
     const std::vector<std::unique_ptr<verbs::Device>>& devices() const noexcept { return devices_; }
     // Returns the index of the device for the next queue pair. Sessions use the devices in turn.
     std::size_t take_device_index() noexcept {
-        return next_device_.fetch_add(1, std::memory_order_relaxed) % devices_.size();
+        return taken_count_.fetch_add(1, std::memory_order_relaxed) % devices_.size();
     }
 
 private:
     std::vector<std::unique_ptr<verbs::Device>> devices_;
-    std::atomic<std::size_t> next_device_{0};
+    std::atomic<std::size_t> taken_count_{0}; // Number of calls of take_device_index().
 };
 
 // The result of a transfer. A transfer that does not succeed breaks its queue pair.
@@ -74,16 +75,18 @@ public:
 private:
     // A queue pair of the server, with its completion queue and its transfers.
     struct Connection {
-        Connection(verbs::Device& device, std::size_t index);
+        Connection(verbs::Device& device, std::size_t index_of_device);
         std::size_t device_index;
         std::uint8_t reads_max;
-        verbs::CompletionQueue completions;
-        verbs::QueuePair pair;
-        std::vector<verbs::Transfer> unposted;
-        std::deque<std::uint32_t> ids_in_progress; // In the order of posting.
+        verbs::CompletionQueue completion_queue;
+        verbs::QueuePair queue_pair;
+        std::vector<verbs::Transfer> unposted;     // Transfers that add() stored for the next list.
+        std::deque<std::uint32_t> ids_in_progress; // The callers' ids of the posted transfers, in the order of posting.
+        // Numbers of transfers since the queue pair was created.
         std::uint64_t posted_count = 0, completed_count = 0;
         bool is_broken = false;
     };
+    // Posts the stored transfers of a queue pair as one list. Returns false if the queue pair is broken.
     bool post(Connection& connection);
 
     std::vector<std::unique_ptr<Connection>> connections_;

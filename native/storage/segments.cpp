@@ -1,5 +1,5 @@
-// The part of a storage server's Session that moves bytes from files through staging memory to the client, and back. It
-// moves an operation in segments. Each segment has one staging buffer.
+// The part of a storage server's Session that moves bytes from files through staging memory to the client, and back.
+// The session moves each operation in segments. Each segment has one staging buffer.
 #include <unistd.h>
 
 #include <cerrno>
@@ -14,16 +14,18 @@ namespace {
 // Largest number of transfers of one segment. If a segment has more holes, the server sends the remaining holes as
 // zeros.
 constexpr std::uint32_t transfers_per_segment_max = 64;
-// The transfers of segments up to this size are collected and posted as one list.
+// The session collects the transfers of segments up to this size, and posts them in lists.
 constexpr std::size_t small_segment_bytes = 32768;
-// Number of segments to start before the session polls for completions again, which free buffers for more segments.
+// Number of segments to start before the session polls for completions again, because completions free buffers for more
+// segments.
 constexpr unsigned segments_per_round = 16;
 
 } // namespace
 
 bool Session::start_segments() {
     bool has_progress = false;
-    for (unsigned count = 0; count < segments_per_round && !waiting_operations_.empty() && !is_rdma_broken_; ++count) {
+    for (unsigned started_count = 0;
+         started_count < segments_per_round && !waiting_operations_.empty() && !is_rdma_broken_; ++started_count) {
         PendingOperation& pending = *waiting_operations_.front();
         // An operation whose segment has failed counts as fully started, so that no further segment starts.
         if (!pending.is_fully_started() && !begin_segment(pending)) {
@@ -115,8 +117,9 @@ void Session::begin_read(Segment& segment) {
     pending.started_bytes += read_bytes;
     pending.moved_bytes += read_bytes;
     if ((operation.flags & checksum_wanted) != 0) {
-        const std::uint32_t checksum = crc32c(segment.buffer.data + segment.buffer_offset, read_bytes);
-        pending.checksum = segment.begin == 0 ? checksum : crc32c_combine(pending.checksum, checksum, read_bytes);
+        const std::uint32_t segment_checksum = crc32c(segment.buffer.data + segment.buffer_offset, read_bytes);
+        pending.checksum =
+            segment.begin == 0 ? segment_checksum : crc32c_combine(pending.checksum, segment_checksum, read_bytes);
     }
     if (read_bytes != 0 &&
         ((operation.flags & (forbid_holes | report_holes)) == 0 || add_transfers_between_holes(segment))) {
@@ -130,13 +133,13 @@ void Session::begin_read(Segment& segment) {
 bool Session::add_transfers_between_holes(Segment& segment) {
     PendingOperation& pending = *segment.pending;
     const int fd = pending.file->fd.get();
-    const auto segment_begin = static_cast<off_t>(pending.operation.file_offset + segment.begin);
-    const auto segment_end = segment_begin + static_cast<off_t>(segment.length);
-    for (off_t position = segment_begin; position < segment_end;) {
-        const off_t next_hole = lseek(fd, position, SEEK_HOLE);
+    const auto segment_file_begin = static_cast<off_t>(pending.operation.file_offset + segment.begin);
+    const auto segment_file_end = segment_file_begin + static_cast<off_t>(segment.length);
+    for (off_t file_position = segment_file_begin; file_position < segment_file_end;) {
+        const off_t next_hole = lseek(fd, file_position, SEEK_HOLE);
         // A file system without SEEK_HOLE, or a file that shrank meanwhile, has no holes to report.
-        const off_t data_end = next_hole < 0 || next_hole > segment_end ? segment_end : next_hole;
-        if (data_end == segment_end && position == segment_begin) {
+        const off_t data_end = next_hole < 0 || next_hole > segment_file_end ? segment_file_end : next_hole;
+        if (data_end == segment_file_end && file_position == segment_file_begin) {
             return true;
         }
         if ((pending.operation.flags & forbid_holes) != 0) {
@@ -147,41 +150,41 @@ bool Session::add_transfers_between_holes(Segment& segment) {
         const bool is_limit_reached =
             segment.transfers_in_progress + 1 >= transfers_per_segment_max || pending.holes.size() >= holes_max - 1;
         if (is_limit_reached) { // The rest of the segment is sent as one transfer, so its holes are sent as zeros.
-            add_transfer(segment, static_cast<std::size_t>(position - segment_begin),
-                         static_cast<std::size_t>(segment_end - position));
+            add_transfer(segment, static_cast<std::size_t>(file_position - segment_file_begin),
+                         static_cast<std::size_t>(segment_file_end - file_position));
             return false;
         }
-        if (data_end > position) {
-            add_transfer(segment, static_cast<std::size_t>(position - segment_begin),
-                         static_cast<std::size_t>(data_end - position));
+        if (data_end > file_position) {
+            add_transfer(segment, static_cast<std::size_t>(file_position - segment_file_begin),
+                         static_cast<std::size_t>(data_end - file_position));
         }
-        if (data_end == segment_end) {
+        if (data_end == segment_file_end) {
             return false;
         }
         const off_t next_data = lseek(fd, data_end, SEEK_DATA);
-        const off_t hole_end = next_data < 0 || next_data > segment_end ? segment_end : next_data;
-        const HoleExtent hole{segment.begin + static_cast<std::uint64_t>(data_end - segment_begin),
+        const off_t hole_end = next_data < 0 || next_data > segment_file_end ? segment_file_end : next_data;
+        const HoleExtent hole{segment.begin + static_cast<std::uint64_t>(data_end - segment_file_begin),
                               static_cast<std::uint64_t>(hole_end - data_end)};
         if (!pending.holes.empty() && pending.holes.back().offset + pending.holes.back().length == hole.offset) {
             pending.holes.back().length += hole.length;
         } else if (hole.length != 0) {
             pending.holes.push_back(hole);
         }
-        position = hole_end;
+        file_position = hole_end;
     }
     return false;
 }
 
-void Session::add_transfer(Segment& segment, std::size_t begin, std::size_t length) {
+void Session::add_transfer(Segment& segment, std::size_t offset_in_segment, std::size_t length) {
     const Operation& operation = segment.pending->operation;
     const bool is_read = static_cast<Opcode>(operation.opcode) == Opcode::read;
     verbs::Transfer transfer{};
     transfer.direction = is_read ? verbs::Transfer::Direction::to_peer : verbs::Transfer::Direction::from_peer;
     transfer.length_bytes = static_cast<std::uint32_t>(length);
-    transfer.local = segment.buffer.data + segment.buffer_offset + begin;
+    transfer.local_address = segment.buffer.data + segment.buffer_offset + offset_in_segment;
     transfer.local_key = staging_->local_key(queue_pairs_->get_device_index(operation.queue_pair));
     transfer.remote_key = operation.rkey;
-    transfer.remote_address = operation.remote_address + segment.begin + begin;
+    transfer.remote_address = operation.remote_address + segment.begin + offset_in_segment;
     transfer.id = segment.index;
     ++segment.transfers_in_progress;
     queue_pairs_->add(operation.queue_pair, transfer);
@@ -228,20 +231,21 @@ void Session::finish_write(Segment& segment) {
     const Operation& operation = pending.operation;
     const std::span<const std::byte> data(segment.buffer.data, segment.length);
     if ((operation.flags & (checksum_given | checksum_wanted)) != 0) {
-        const std::uint32_t checksum = crc32c(data.data(), data.size());
-        if ((operation.flags & checksum_given) != 0 && checksum != operation.checksum) {
+        const std::uint32_t segment_checksum = crc32c(data.data(), data.size());
+        if ((operation.flags & checksum_given) != 0 && segment_checksum != operation.checksum) {
             pending.error = -EBADMSG;
             return;
         }
-        pending.checksum = segment.begin == 0 ? checksum : crc32c_combine(pending.checksum, checksum, data.size());
+        pending.checksum =
+            segment.begin == 0 ? segment_checksum : crc32c_combine(pending.checksum, segment_checksum, data.size());
     }
-    const std::int64_t written =
+    const std::int64_t write_result =
         pending.file->inode->write(pending.file->fd.get(), operation.file_offset + segment.begin, data);
-    if (written < 0) {
-        pending.error = written;
+    if (write_result < 0) {
+        pending.error = write_result;
         pending.is_cut_short = true;
     } else {
-        pending.moved_bytes += static_cast<std::uint64_t>(written);
+        pending.moved_bytes += static_cast<std::uint64_t>(write_result);
     }
 }
 

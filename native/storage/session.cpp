@@ -25,9 +25,9 @@ constexpr std::size_t small_buffer_bytes_min = 16384, small_buffers_count = 256,
 constexpr std::size_t receive_buffer_bytes = 1 << 18;
 // If more bytes of unsent replies than this wait, the session receives no further requests.
 constexpr std::size_t backlog_bytes_max = 1 << 20;
-// Longest time in which a session that ends after a failure sends its last replies, and then again the longest time in
-// which it waits for the client to close the connection.
-constexpr int final_send_timeout_ms = 1000;
+// A session that ends after a failure waits at most this time each time the socket has no space for its last replies.
+// Then it waits about this time at most for the client to close the connection.
+constexpr int final_timeout_ms = 1000;
 // Longest wait for the completion that shows which transfer broke a queue pair.
 constexpr std::chrono::milliseconds cause_timeout{50};
 // Without progress, the thread checks the socket only in every fourth round, because the check is a system call.
@@ -123,7 +123,7 @@ void Session::close() {
     queue_pairs_.reset(); // The queue pairs are destroyed first, because they may still write to the staging memory.
     staging_.reset();
     data_connection_ = Descriptor();
-    // Close the files after the lock has been released.
+    // Close the files after files_mutex_ has been released.
     std::unordered_map<std::uint64_t, std::shared_ptr<OpenFile>> files;
     {
         const std::lock_guard files_guard(files_mutex_);
@@ -134,9 +134,9 @@ void Session::close() {
 void Session::serve() noexcept {
     pthread_setname_np(pthread_self(), "gdrkit-session");
     try {
-        Spin spin(limits_.spin_us);
-        for (unsigned idle_rounds = 0; !is_stopping_ && !has_connection_ended_ && !is_rdma_broken_;) {
-            bool has_progress = idle_rounds % rounds_per_receive == 0 && receive_requests();
+        SpinTimer spin_timer(limits_.spin_us);
+        for (unsigned idle_rounds_count = 0; !is_stopping_ && !has_connection_ended_ && !is_rdma_broken_;) {
+            bool has_progress = idle_rounds_count % rounds_per_receive == 0 && receive_requests();
             has_progress |= parse_frames();
             has_progress |= start_segments();
             is_rdma_broken_ |= !queue_pairs_->flush();
@@ -146,11 +146,11 @@ void Session::serve() noexcept {
             }
             append_reply();
             has_progress |= send_replies();
-            idle_rounds = has_progress ? 0 : idle_rounds + 1;
-            if (!spin.should_continue(has_progress, outstanding_count_ != 0 ? busy_spin_factor : 1)) {
+            idle_rounds_count = has_progress ? 0 : idle_rounds_count + 1;
+            if (!spin_timer.should_continue(has_progress, outstanding_count_ != 0 ? busy_spin_factor : 1)) {
                 wait_for_events();
-                spin.restart();
-                idle_rounds = 0;
+                spin_timer.restart();
+                idle_rounds_count = 0;
             } else if (!has_progress) {
                 // The client that sends the next request may need this processor.
                 sched_yield();
@@ -182,41 +182,42 @@ bool Session::receive_requests() {
     if (receive_end_ == receive_buffer_.size()) {
         return false; // The buffer is full of frames that wait for the results of earlier operations.
     }
-    const ssize_t count = recv(data_connection_.get(), receive_buffer_.data() + receive_end_,
-                               receive_buffer_.size() - receive_end_, MSG_DONTWAIT);
-    if (count > 0) {
-        receive_end_ += static_cast<std::size_t>(count);
+    const ssize_t received_bytes = recv(data_connection_.get(), receive_buffer_.data() + receive_end_,
+                                        receive_buffer_.size() - receive_end_, MSG_DONTWAIT);
+    if (received_bytes > 0) {
+        receive_end_ += static_cast<std::size_t>(received_bytes);
     } else {
-        has_connection_ended_ |= count == 0 || (errno != EAGAIN && errno != EINTR);
+        has_connection_ended_ |= received_bytes == 0 || (errno != EAGAIN && errno != EINTR);
     }
-    return count > 0;
+    return received_bytes > 0;
 }
 
 bool Session::parse_frames() {
     bool has_parsed = false;
-    const char* refusal = nullptr;
-    while (receive_end_ - receive_begin_ >= sizeof(FrameHeader) && refusal == nullptr) {
-        const std::span<const std::byte> unparsed(receive_buffer_.data() + receive_begin_,
-                                                  receive_end_ - receive_begin_);
-        const auto header = parse_header(unparsed.first<sizeof(FrameHeader)>(), refusal);
+    const char* refusal_reason = nullptr;
+    while (receive_end_ - receive_begin_ >= sizeof(FrameHeader) && refusal_reason == nullptr) {
+        const std::span<const std::byte> unparsed_bytes(receive_buffer_.data() + receive_begin_,
+                                                        receive_end_ - receive_begin_);
+        const auto header = parse_header(unparsed_bytes.first<sizeof(FrameHeader)>(), refusal_reason);
         if (header && static_cast<FrameType>(header->type) != FrameType::io_request) {
-            refusal = "a data connection must carry io requests only";
+            refusal_reason = "a data connection must carry io requests only";
         }
-        // The frame waits until its operations fit into the limit. If no operation is outstanding, every frame fits.
-        if (refusal != nullptr || unparsed.size() < sizeof(FrameHeader) + header->length ||
+        // The frame waits until its operations fit into the limit. If no operation is outstanding, the session accepts
+        // every frame.
+        if (refusal_reason != nullptr || unparsed_bytes.size() < sizeof(FrameHeader) + header->length ||
             (outstanding_count_ != 0 && outstanding_count_ + header->count > limits_.outstanding_max)) {
             break;
         }
-        if (parse_operations(*header, unparsed.subspan(sizeof(FrameHeader), header->length), parsed_operations_,
-                             refusal)) {
+        if (parse_operations(*header, unparsed_bytes.subspan(sizeof(FrameHeader), header->length), parsed_operations_,
+                             refusal_reason)) {
             enqueue_operations();
             receive_begin_ += sizeof(FrameHeader) + header->length;
             has_parsed = true;
         }
     }
-    if (refusal != nullptr) {
+    if (refusal_reason != nullptr) {
         ++store_->counters().refused_frames;
-        std::fprintf(stderr, "gdrkit serve: a session ended because of an invalid frame: %s\n", refusal);
+        std::fprintf(stderr, "gdrkit serve: a session ended because of an invalid frame: %s\n", refusal_reason);
         has_connection_ended_ = true;
     }
     return has_parsed;
@@ -250,16 +251,16 @@ Session::PendingOperation& Session::allocate_operation() {
 }
 
 std::int64_t Session::check_operation(const Operation& operation, const std::shared_ptr<OpenFile>& file) const {
-    constexpr std::uint64_t offset_max = INT64_MAX;
+    constexpr std::uint64_t file_offset_max = INT64_MAX;
     const bool is_write = static_cast<Opcode>(operation.opcode) == Opcode::write;
     if (!file || !(is_write ? file->may_write : file->may_read)) {
         return -EBADF;
     }
     if (operation.queue_pair >= queue_pairs_->size() || operation.length > limits_.length_bytes_max ||
-        operation.file_offset > offset_max || operation.remote_address > UINT64_MAX - operation.length) {
+        operation.file_offset > file_offset_max || operation.remote_address > UINT64_MAX - operation.length) {
         return -EINVAL;
     }
-    if (operation.length > offset_max - operation.file_offset) {
+    if (operation.length > file_offset_max - operation.file_offset) {
         return is_write ? -EFBIG : -EINVAL;
     }
     if ((operation.flags & checksum_given) != 0 && operation.length > limits_.segment_bytes) {
@@ -274,8 +275,8 @@ void Session::finish(PendingOperation& pending) {
     pending.is_finished = true;
     --outstanding_count_;
     if (pending.error == -EREMOTEIO && !is_rdma_broken_) {
-        // The file system returned EREMOTEIO. The protocol reserves EREMOTEIO for memory of the client that its NIC
-        // refused to access.
+        // The file system returned EREMOTEIO. The protocol reserves EREMOTEIO for memory that the client's NIC refused
+        // to access.
         pending.error = -EIO;
     }
     const bool succeeded = pending.error == 0;
@@ -322,13 +323,13 @@ void Session::append_reply() {
 bool Session::send_replies() {
     bool has_sent = false;
     while (send_begin_ < send_buffer_.size()) {
-        const ssize_t count = ::send(data_connection_.get(), send_buffer_.data() + send_begin_,
-                                     send_buffer_.size() - send_begin_, MSG_DONTWAIT | MSG_NOSIGNAL);
-        if (count < 0) {
+        const ssize_t sent_bytes = ::send(data_connection_.get(), send_buffer_.data() + send_begin_,
+                                          send_buffer_.size() - send_begin_, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (sent_bytes < 0) {
             has_connection_ended_ |= errno != EAGAIN && errno != EINTR;
             return has_sent;
         }
-        send_begin_ += static_cast<std::size_t>(count);
+        send_begin_ += static_cast<std::size_t>(sent_bytes);
         has_sent = true;
     }
     send_buffer_.clear();
@@ -346,14 +347,15 @@ void Session::wait_for_events() {
                              send_buffer_.size() - send_begin_ <= backlog_bytes_max &&
                              (receive_begin_ != 0 || receive_end_ < receive_buffer_bytes);
     const int events = (can_receive ? POLLIN : 0) | (send_begin_ < send_buffer_.size() ? POLLOUT : 0) | POLLRDHUP;
-    std::vector<pollfd> polled{{data_connection_.get(), static_cast<short>(events), 0}, {stop_event_.get(), POLLIN, 0}};
+    std::vector<pollfd> polled_fds{{data_connection_.get(), static_cast<short>(events), 0},
+                                   {stop_event_.get(), POLLIN, 0}};
     for (const int fd : queue_pairs_->event_fds()) {
-        polled.push_back({fd, POLLIN, 0});
+        polled_fds.push_back({fd, POLLIN, 0});
     }
-    if (poll(polled.data(), polled.size(), -1) < 0 && errno != EINTR) {
+    if (poll(polled_fds.data(), polled_fds.size(), -1) < 0 && errno != EINTR) {
         throw verbs::Error("poll", verbs::last_errno());
     }
-    has_connection_ended_ |= (polled[0].revents & (POLLERR | POLLHUP | POLLRDHUP | POLLNVAL)) != 0;
+    has_connection_ended_ |= (polled_fds[0].revents & (POLLERR | POLLHUP | POLLRDHUP | POLLNVAL)) != 0;
     queue_pairs_->take_events();
 }
 
@@ -367,27 +369,27 @@ void Session::end_with_failure() {
         poll_completions();
         sched_yield();
     }
-    // Only the refused operation has a result. If the server sent results for the other operations, the client would
-    // reuse their memory, although bytes may still arrive there through another queue pair. When the connection ends,
-    // the client breaks its queue pairs, so that no more bytes can arrive.
+    // Among the operations in progress, only the refused operation gets a result. If the server sent results for the
+    // other operations, the client would reuse their memory, although bytes may still arrive there through another
+    // queue pair. When the connection ends, the client breaks its queue pairs, so that no more bytes can arrive.
     append_reply();
     // The client may still be running. If it has invalidated an rkey, it must learn which operation used that rkey.
     while (!send_replies() || send_begin_ < send_buffer_.size()) {
         if (has_connection_ended_ || send_buffer_.empty()) {
             return;
         }
-        pollfd polled[] = {{data_connection_.get(), POLLOUT, 0}, {stop_event_.get(), POLLIN, 0}};
-        if (poll(polled, 2, final_send_timeout_ms) <= 0 || polled[1].revents != 0) {
+        pollfd polled_fds[] = {{data_connection_.get(), POLLOUT, 0}, {stop_event_.get(), POLLIN, 0}};
+        if (poll(polled_fds, 2, final_timeout_ms) <= 0 || polled_fds[1].revents != 0) {
             return;
         }
     }
     // Read all requests until the client closes the connection. If a TCP connection is closed with unread requests, the
     // kernel discards replies that the client has not read yet.
     shutdown(data_connection_.get(), SHUT_WR);
-    const auto drain_deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(final_send_timeout_ms);
+    const auto drain_deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(final_timeout_ms);
     while (std::chrono::steady_clock::now() < drain_deadline) {
-        pollfd polled[] = {{data_connection_.get(), POLLIN, 0}, {stop_event_.get(), POLLIN, 0}};
-        if (poll(polled, 2, final_send_timeout_ms) <= 0 || polled[1].revents != 0 ||
+        pollfd polled_fds[] = {{data_connection_.get(), POLLIN, 0}, {stop_event_.get(), POLLIN, 0}};
+        if (poll(polled_fds, 2, final_timeout_ms) <= 0 || polled_fds[1].revents != 0 ||
             recv(data_connection_.get(), receive_buffer_.data(), receive_buffer_.size(), MSG_DONTWAIT) <= 0) {
             return;
         }

@@ -76,7 +76,8 @@ private:
     // Reads a segment from the file into its buffer, and adds the transfers to the client.
     void begin_read(Segment& segment);
     bool add_transfers_between_holes(Segment& segment);
-    void add_transfer(Segment& segment, std::size_t begin, std::size_t length);
+    // Adds a transfer of the bytes of a segment from `offset_in_segment` on.
+    void add_transfer(Segment& segment, std::size_t offset_in_segment, std::size_t length);
     std::uint32_t allocate_segment();
     void free_segment(Segment& segment);
     bool poll_completions();
@@ -124,8 +125,9 @@ private:
     std::vector<Result> unsent_results_;
     std::vector<HoleExtent> unsent_holes_;
     std::vector<Operation> parsed_operations_;
-    bool has_connection_ended_ = false, is_rdma_broken_ = false;
-    bool has_refusal_ = false; // The client's NIC refused a transfer.
+    bool has_connection_ended_ = false;
+    bool is_rdma_broken_ = false; // A queue pair is broken, so the session ends.
+    bool has_refusal_ = false;    // The client's NIC refused a transfer.
 };
 
 } // namespace gdrkit::storage

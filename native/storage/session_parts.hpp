@@ -45,13 +45,13 @@ struct Session::Segment {
     std::size_t length = 0;        // Bytes to move.
     std::size_t buffer_offset = 0; // Offset of the bytes in the buffer.
     std::uint32_t transfers_in_progress = 0;
-    bool has_failed = false;
+    bool has_failed = false; // One of its transfers has failed.
 };
 
 // Decides when a polling thread sleeps: after `factor` times `limit_us` without progress.
-class Spin {
+class SpinTimer {
 public:
-    explicit Spin(std::uint32_t limit_us) : limit_(limit_us), last_progress_(Clock::now()) {}
+    explicit SpinTimer(std::uint32_t limit_us) : limit_(limit_us), last_progress_(Clock::now()) {}
     // Restarts the time limit after a sleep.
     void restart() { last_progress_ = Clock::now(); }
     bool should_continue(bool has_progress, unsigned factor) {

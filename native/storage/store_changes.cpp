@@ -15,59 +15,59 @@
 
 namespace gdrkit::storage {
 
-int Inode::write_all(int file, std::uint64_t offset, std::span<const std::byte> data,
+int Inode::write_all(int file_fd, std::uint64_t offset, std::span<const std::byte> data,
                      std::size_t& written_bytes) const {
     written_bytes = 0;
     while (written_bytes < data.size()) {
-        const ssize_t count = pwrite(file, data.data() + written_bytes, data.size() - written_bytes,
-                                     static_cast<off_t>(offset + written_bytes));
-        if (count < 0 && errno == EINTR) {
+        const ssize_t write_result = pwrite(file_fd, data.data() + written_bytes, data.size() - written_bytes,
+                                            static_cast<off_t>(offset + written_bytes));
+        if (write_result < 0 && errno == EINTR) {
             continue;
         }
-        if (count <= 0) {
-            return count == 0 ? -ENOSPC : -errno;
+        if (write_result <= 0) {
+            return write_result == 0 ? -ENOSPC : -errno;
         }
-        written_bytes += static_cast<std::size_t>(count);
+        written_bytes += static_cast<std::size_t>(write_result);
     }
     return 0;
 }
 
-void Inode::set_modification_time_to_now(int file) {
+void Inode::set_modification_time_to_now(int file_fd) {
     // The kernel's clock for file times ticks every few milliseconds. If another program changed the file in the same
     // tick, the time would stay the same, and the server would not detect the change. So the server sets the time
     // itself, with a finer clock. If the server does not own the file, futimens may fail, and the kernel's time
     // remains.
     timespec times[] = {{0, UTIME_OMIT}, {}};
     if (clock_gettime(CLOCK_REALTIME, &times[1]) == 0) {
-        (void)futimens(file, times);
+        (void)futimens(file_fd, times);
     }
 }
 
-void Inode::finish_change(int file) {
+void Inode::finish_change(int file_fd) {
     struct stat file_stat {};
     // If fstat fails, the stored version is wrong, so the next access discards all sums.
-    sums_.end_change(fstat(file, &file_stat) == 0 ? FileVersion::of(file_stat) : FileVersion{});
+    sums_.end_change(fstat(file_fd, &file_stat) == 0 ? FileVersion::of(file_stat) : FileVersion{});
 }
 
-std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::byte> data) {
+std::int64_t Inode::write(int file_fd, std::uint64_t offset, std::span<const std::byte> data) {
     const std::size_t chunk_bytes = store_.chunk_bytes_;
     const std::unique_lock guard(lock_);
     if (!sums_.is_open() && !is_unlinked_) {
-        if (const int status = open_sums(file, true); status != 0) {
+        if (const int status = open_sums(file_fd, true); status != 0) {
             return status;
         }
     }
     std::size_t written_bytes = 0;
     if (!sums_.is_open()) {
-        const int status = write_all(file, offset, data, written_bytes);
+        const int status = write_all(file_fd, offset, data, written_bytes);
         return status != 0 ? status : static_cast<std::int64_t>(data.size());
     }
     struct stat stat_before {};
-    if (fstat(file, &stat_before) != 0) {
+    if (fstat(file_fd, &stat_before) != 0) {
         return -errno;
     }
     discard_sums_if_changed_outside(stat_before);
-    const auto size = static_cast<std::uint64_t>(stat_before.st_size);
+    const auto file_bytes = static_cast<std::uint64_t>(stat_before.st_size);
     const std::uint64_t end = offset + data.size(), first_chunk = offset / chunk_bytes,
                         last_chunk = (end - 1) / chunk_bytes;
     const auto chunks_count = static_cast<std::size_t>(last_chunk - first_chunk + 1);
@@ -94,7 +94,7 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
         }
         const std::uint64_t change_begin = std::max(offset, chunk_begin),
                             change_end = std::min<std::uint64_t>(end, chunk_begin + chunk_bytes);
-        if (const int status = load_edge(file, chunk, size, edge); status != 0) {
+        if (const int status = load_edge(file_fd, chunk, file_bytes, edge); status != 0) {
             return status;
         }
         const auto change_begin_in_chunk = static_cast<std::size_t>(change_begin - chunk_begin),
@@ -108,12 +108,13 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
         const std::size_t length = std::max(edge.length, change_end_in_chunk);
         new_sums[index] = {crc32c(edge.bytes.data(), length), static_cast<std::uint32_t>(length), SumState::valid};
     }
-    // The chunks have no valid sums during the write, so that no sum is wrong if the server is killed meanwhile.
+    // All new sums are known now. The chunks have no valid sums during the write, so that no sum is wrong if the server
+    // is killed meanwhile.
     sums_.begin_change();
     for (std::size_t index = 0; index < chunks_count; ++index) {
         sums_.set(first_chunk + index, {0, 0, SumState::being_written});
     }
-    const int status = write_all(file, offset, data, written_bytes);
+    const int status = write_all(file_fd, offset, data, written_bytes);
     // If the write failed, the chunks before the failure get their new sums. The chunk that is partly written gets
     // none, and the chunks after it get their old sums.
     for (std::size_t index = 0; index < chunks_count; ++index) {
@@ -122,12 +123,12 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
         const bool is_partly_written = written_bytes != 0 && chunk_begin < offset + written_bytes;
         sums_.set(first_chunk + index, is_complete ? new_sums[index] : is_partly_written ? Sum{} : old_sums[index]);
     }
-    set_modification_time_to_now(file);
-    finish_change(file);
+    set_modification_time_to_now(file_fd);
+    finish_change(file_fd);
     return status != 0 ? status : static_cast<std::int64_t>(data.size());
 }
 
-int Inode::set_times(int file, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns) {
+int Inode::set_times(int file_fd, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns) {
     const auto to_timespec = [](std::optional<std::int64_t> time_ns) {
         constexpr std::int64_t ns_per_second = 1'000'000'000;
         if (!time_ns) {
@@ -141,40 +142,41 @@ int Inode::set_times(int file, std::optional<std::int64_t> access_ns, std::optio
     const std::unique_lock guard(lock_);
     struct stat stat_before {};
     if (sums_.is_open()) {
-        if (fstat(file, &stat_before) != 0) {
+        if (fstat(file_fd, &stat_before) != 0) {
             return -errno;
         }
         discard_sums_if_changed_outside(stat_before);
         sums_.begin_change();
     }
-    const int status = futimens(file, times) != 0 ? -errno : 0;
+    const int status = futimens(file_fd, times) != 0 ? -errno : 0;
     if (sums_.is_open()) {
-        finish_change(file);
+        finish_change(file_fd);
     }
     return status;
 }
 
-int Inode::truncate(int file, std::uint64_t new_size) {
+int Inode::truncate(int file_fd, std::uint64_t new_file_bytes) {
     const std::size_t chunk_bytes = store_.chunk_bytes_;
     const std::unique_lock guard(lock_);
     if (!sums_.is_open()) {
-        return ftruncate(file, static_cast<off_t>(new_size)) != 0 ? -errno : 0;
+        return ftruncate(file_fd, static_cast<off_t>(new_file_bytes)) != 0 ? -errno : 0;
     }
     struct stat stat_before {};
-    if (fstat(file, &stat_before) != 0) {
+    if (fstat(file_fd, &stat_before) != 0) {
         return -errno;
     }
     discard_sums_if_changed_outside(stat_before);
-    const std::uint64_t tail_chunk = new_size / chunk_bytes;
-    const std::size_t tail_bytes = new_size % chunk_bytes;
-    const bool is_shrinking = new_size < static_cast<std::uint64_t>(stat_before.st_size);
+    // The tail chunk is the chunk in which the file will end, and tail_bytes is the number of its bytes before the end.
+    const std::uint64_t tail_chunk = new_file_bytes / chunk_bytes;
+    const std::size_t tail_bytes = new_file_bytes % chunk_bytes;
+    const bool is_shrinking = new_file_bytes < static_cast<std::uint64_t>(stat_before.st_size);
     const Sum old_sum = sums_.get(tail_chunk);
     Sum new_sum = old_sum;
     thread_local Edge edge;
     if (is_shrinking && tail_bytes != 0 && old_sum.state == SumState::valid) {
         // The file will end inside the tail chunk, so the new sum of this chunk covers only the bytes that remain.
-        const auto old_size = static_cast<std::uint64_t>(stat_before.st_size);
-        if (const int status = load_edge(file, tail_chunk, old_size, edge); status != 0) {
+        const auto old_file_bytes = static_cast<std::uint64_t>(stat_before.st_size);
+        if (const int status = load_edge(file_fd, tail_chunk, old_file_bytes, edge); status != 0) {
             return status;
         }
         new_sum = {crc32c(edge.bytes.data(), tail_bytes), static_cast<std::uint32_t>(tail_bytes), SumState::valid};
@@ -189,29 +191,29 @@ int Inode::truncate(int file, std::uint64_t new_size) {
             sums_.set(tail_chunk, {0, 0, SumState::being_written});
         }
     }
-    const int status = ftruncate(file, static_cast<off_t>(new_size)) != 0 ? -errno : 0;
+    const int status = ftruncate(file_fd, static_cast<off_t>(new_file_bytes)) != 0 ? -errno : 0;
     if (is_shrinking && tail_bytes != 0 && old_sum.state == SumState::valid) {
         sums_.set(tail_chunk, status == 0 ? new_sum : old_sum);
     }
-    set_modification_time_to_now(file);
-    finish_change(file);
+    set_modification_time_to_now(file_fd);
+    finish_change(file_fd);
     return status;
 }
 
-int Inode::punch(int file, std::uint64_t begin, std::uint64_t end) {
+int Inode::punch(int file_fd, std::uint64_t begin, std::uint64_t end) {
     const std::size_t chunk_bytes = store_.chunk_bytes_;
     const std::unique_lock guard(lock_);
     struct stat stat_before {};
-    if (fstat(file, &stat_before) != 0) {
+    if (fstat(file_fd, &stat_before) != 0) {
         return -errno;
     }
-    const auto size = static_cast<std::uint64_t>(stat_before.st_size);
-    end = std::min(end, size);
+    const auto file_bytes = static_cast<std::uint64_t>(stat_before.st_size);
+    end = std::min(end, file_bytes);
     if (begin >= end) {
         return 0;
     }
     const auto punch_range = [&] {
-        return fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin),
+        return fallocate(file_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin),
                          static_cast<off_t>(end - begin)) != 0
                    ? -errno
                    : 0;
@@ -229,7 +231,7 @@ int Inode::punch(int file, std::uint64_t begin, std::uint64_t end) {
         if (sums_.get(chunk).state != SumState::valid) {
             continue;
         }
-        if (const int status = load_edge(file, chunk, size, edge); status != 0) {
+        if (const int status = load_edge(file_fd, chunk, file_bytes, edge); status != 0) {
             return status;
         }
         const auto hole_begin_in_chunk = static_cast<std::size_t>(std::max(begin, chunk_begin) - chunk_begin);
@@ -253,8 +255,8 @@ int Inode::punch(int file, std::uint64_t begin, std::uint64_t end) {
             sums_.set(chunk, status == 0 && is_edge ? edge_sums[chunk == first_chunk ? 0 : 1] : Sum{});
         }
     }
-    set_modification_time_to_now(file);
-    finish_change(file);
+    set_modification_time_to_now(file_fd);
+    finish_change(file_fd);
     return status;
 }
 

@@ -22,27 +22,27 @@ namespace {
 constexpr std::size_t chunks_per_batch = 64;
 
 // Fills `destination`, or reads up to the end of the file. Returns the number of bytes, or -errno.
-std::int64_t read_fully(int file, std::uint64_t offset, std::span<std::byte> destination) {
+std::int64_t read_fully(int file_fd, std::uint64_t offset, std::span<std::byte> destination) {
     std::size_t done_bytes = 0;
     while (done_bytes < destination.size()) {
-        const ssize_t count = pread(file, destination.data() + done_bytes, destination.size() - done_bytes,
-                                    static_cast<off_t>(offset + done_bytes));
-        if (count < 0 && errno == EINTR) {
+        const ssize_t read_result = pread(file_fd, destination.data() + done_bytes, destination.size() - done_bytes,
+                                          static_cast<off_t>(offset + done_bytes));
+        if (read_result < 0 && errno == EINTR) {
             continue;
         }
-        if (count < 0) {
+        if (read_result < 0) {
             return -errno;
         }
-        if (count == 0) {
+        if (read_result == 0) {
             break;
         }
-        done_bytes += static_cast<std::size_t>(count);
+        done_bytes += static_cast<std::size_t>(read_result);
     }
     return static_cast<std::int64_t>(done_bytes);
 }
 
-bool is_zero(std::span<const std::byte> bytes) {
-    // The memcmp compares each byte with the next byte.
+bool are_all_zero(std::span<const std::byte> bytes) {
+    // The memcmp compares each byte with the next byte. If all are equal and the first is 0, all bytes are 0.
     return bytes.empty() ||
            (bytes.front() == std::byte{0} && std::memcmp(bytes.data(), bytes.data() + 1, bytes.size() - 1) == 0);
 }
@@ -74,11 +74,11 @@ std::shared_ptr<OpenFile> Store::adopt(Descriptor fd, bool may_read, bool may_wr
     std::shared_ptr<Inode> inode;
     {
         const std::lock_guard guard(lock_);
-        auto& entry = inodes_[file_stat.st_ino];
-        inode = entry.lock();
+        auto& weak_inode = inodes_[file_stat.st_ino];
+        inode = weak_inode.lock();
         if (!inode) {
             inode = std::make_shared<Inode>(*this, file_stat.st_ino);
-            entry = inode;
+            weak_inode = inode;
         }
         std::erase_if(inodes_, [](const auto& item) { return item.second.expired(); });
     }
@@ -111,31 +111,32 @@ void Store::remove_sums(std::uint64_t inode_number) {
     inode->remove_sums();
 }
 
-int Inode::open_sums(int file, bool create) {
+int Inode::open_sums(int file_fd, bool create) {
     const std::string name = make_sums_name(inode_number_);
     if (create && mkdirat(store_.sums_folder_, name.substr(0, 2).c_str(), 0700) != 0 && errno != EEXIST) {
         return -errno;
     }
-    return sums_.open(store_.sums_folder_, name.c_str(), create, file, store_.chunk_bytes_, store_.generation_);
+    return sums_.open(store_.sums_folder_, name.c_str(), create, file_fd, store_.chunk_bytes_, store_.generation_);
 }
 
 void Inode::remove_sums() {
     const std::unique_lock guard(lock_);
     is_unlinked_ = true;
     const std::string name = make_sums_name(inode_number_);
-    const std::size_t slash = name.find('/');
+    const std::size_t slash_index = name.find('/');
     // If the subfolder does not exist, there is nothing to remove. A symbolic link in place of the subfolder is not
     // followed.
-    if (const Descriptor subfolder(open_beneath(store_.sums_folder_, name.substr(0, slash), O_PATH | O_DIRECTORY, 0));
+    if (const Descriptor subfolder(
+            open_beneath(store_.sums_folder_, name.substr(0, slash_index), O_PATH | O_DIRECTORY, 0));
         subfolder) {
-        unlinkat(subfolder.get(), name.c_str() + slash + 1, 0);
+        unlinkat(subfolder.get(), name.c_str() + slash_index + 1, 0);
     }
 }
 
 void Inode::discard_sums_if_changed_outside(const struct stat& file_stat) {
-    const FileVersion now = FileVersion::of(file_stat);
-    if (!(sums_.version() == now)) {
-        sums_.reset(now);
+    const FileVersion current_version = FileVersion::of(file_stat);
+    if (!(sums_.version() == current_version)) {
+        sums_.reset(current_version);
         ++store_.counters_.outside_changes;
     }
 }
@@ -146,7 +147,7 @@ bool Inode::matches_sum(std::uint64_t chunk, std::span<const std::byte> bytes) c
         return true;
     }
     return sum.length <= bytes.size() && crc32c(bytes.data(), sum.length) == sum.crc &&
-           is_zero(bytes.subspan(sum.length));
+           are_all_zero(bytes.subspan(sum.length));
 }
 
 int Inode::report_corruption(std::uint64_t chunk) {
@@ -158,7 +159,7 @@ int Inode::report_corruption(std::uint64_t chunk) {
     return -EIO;
 }
 
-Inode::ReadResult Inode::read(int file, std::uint64_t offset, std::size_t length, std::span<std::byte> buffer) {
+Inode::ReadResult Inode::read(int file_fd, std::uint64_t offset, std::size_t length, std::span<std::byte> buffer) {
     const std::size_t chunk_bytes = store_.chunk_bytes_;
     const std::uint64_t first_chunk = offset / chunk_bytes;
     const std::size_t leading_bytes = offset % chunk_bytes; // Bytes of the first chunk before the range.
@@ -167,10 +168,11 @@ Inode::ReadResult Inode::read(int file, std::uint64_t offset, std::size_t length
         {
             const std::shared_lock guard(lock_);
             const bool has_sums = sums_.is_open();
+            // A sum can be verified only with all bytes of its chunk, so whole chunks are read.
             const std::size_t bytes_to_read =
                 has_sums ? (leading_bytes + length + chunk_bytes - 1) / chunk_bytes * chunk_bytes
                          : leading_bytes + length;
-            const std::int64_t read_bytes = read_fully(file, first_chunk * chunk_bytes, buffer.first(bytes_to_read));
+            const std::int64_t read_bytes = read_fully(file_fd, first_chunk * chunk_bytes, buffer.first(bytes_to_read));
             if (read_bytes < 0) {
                 return {read_bytes, 0};
             }
@@ -178,34 +180,34 @@ Inode::ReadResult Inode::read(int file, std::uint64_t offset, std::size_t length
             const std::size_t chunks_count = has_sums ? (filled_bytes + chunk_bytes - 1) / chunk_bytes : 0;
             const std::size_t complete_chunks_count = filled_bytes / chunk_bytes;
             std::size_t bad_index = chunks_count; // This value means that no chunk is bad.
-            for (std::size_t batch_begin = 0; batch_begin < chunks_count && bad_index == chunks_count;
-                 batch_begin += chunks_per_batch) {
-                const std::size_t batch_count = std::min(chunks_per_batch, chunks_count - batch_begin);
-                const std::size_t batch_complete_count =
-                    std::min(batch_count, complete_chunks_count - std::min(batch_begin, complete_chunks_count));
+            for (std::size_t batch_begin_index = 0; batch_begin_index < chunks_count && bad_index == chunks_count;
+                 batch_begin_index += chunks_per_batch) {
+                const std::size_t chunks_in_batch = std::min(chunks_per_batch, chunks_count - batch_begin_index);
+                const std::size_t complete_chunks_in_batch = std::min(
+                    chunks_in_batch, complete_chunks_count - std::min(batch_begin_index, complete_chunks_count));
                 bool has_valid_sum = false;
-                for (std::size_t index = 0; index < batch_count && !has_valid_sum; ++index) {
-                    has_valid_sum = sums_.get(first_chunk + batch_begin + index).state == SumState::valid;
+                for (std::size_t index = 0; index < chunks_in_batch && !has_valid_sum; ++index) {
+                    has_valid_sum = sums_.get(first_chunk + batch_begin_index + index).state == SumState::valid;
                 }
                 if (!has_valid_sum) {
                     continue;
                 }
                 std::array<std::uint32_t, chunks_per_batch> crcs;
-                crc32c_chunks(buffer.data() + batch_begin * chunk_bytes, chunk_bytes, batch_complete_count,
+                crc32c_chunks(buffer.data() + batch_begin_index * chunk_bytes, chunk_bytes, complete_chunks_in_batch,
                               crcs.data());
-                for (std::size_t index = 0; index < batch_count && bad_index == chunks_count; ++index) {
-                    const std::size_t chunk_begin = (batch_begin + index) * chunk_bytes;
-                    const Sum sum = sums_.get(first_chunk + batch_begin + index);
-                    // `crcs` has only the CRCs of complete chunks. If the sum covers fewer bytes, matches_sum()
-                    // compares it.
-                    const bool is_crc_usable = index < batch_complete_count && sum.length == chunk_bytes;
+                for (std::size_t index = 0; index < chunks_in_batch && bad_index == chunks_count; ++index) {
+                    const std::size_t chunk_begin = (batch_begin_index + index) * chunk_bytes;
+                    const Sum sum = sums_.get(first_chunk + batch_begin_index + index);
+                    // `crcs` has only the CRCs of complete chunks. If the chunk is not complete, or its sum covers
+                    // fewer bytes, matches_sum() computes the CRC.
+                    const bool is_crc_usable = index < complete_chunks_in_batch && sum.length == chunk_bytes;
                     if (sum.state == SumState::valid &&
                         (is_crc_usable
                              ? sum.crc != crcs[index]
                              : !matches_sum(
-                                   first_chunk + batch_begin + index,
+                                   first_chunk + batch_begin_index + index,
                                    buffer.subspan(chunk_begin, std::min(chunk_bytes, filled_bytes - chunk_begin))))) {
-                        bad_index = batch_begin + index;
+                        bad_index = batch_begin_index + index;
                     }
                 }
             }
@@ -221,7 +223,7 @@ Inode::ReadResult Inode::read(int file, std::uint64_t offset, std::size_t length
         // corrupt, which is reported only if a second read finds a wrong sum too.
         const std::unique_lock guard(lock_);
         struct stat file_stat {};
-        if (fstat(file, &file_stat) != 0) {
+        if (fstat(file_fd, &file_stat) != 0) {
             return {-errno, 0};
         }
         if (sums_.version() == FileVersion::of(file_stat)) {
@@ -234,12 +236,12 @@ Inode::ReadResult Inode::read(int file, std::uint64_t offset, std::size_t length
     }
 }
 
-int Inode::load_edge(int file, std::uint64_t chunk, std::uint64_t size, Edge& edge) {
+int Inode::load_edge(int file_fd, std::uint64_t chunk, std::uint64_t file_bytes, Edge& edge) {
     const std::size_t chunk_bytes = store_.chunk_bytes_;
-    const std::uint64_t begin = chunk * chunk_bytes;
-    edge.length = begin >= size ? 0 : std::min<std::uint64_t>(chunk_bytes, size - begin);
+    const std::uint64_t chunk_begin = chunk * chunk_bytes;
+    edge.length = chunk_begin >= file_bytes ? 0 : std::min<std::uint64_t>(chunk_bytes, file_bytes - chunk_begin);
     const std::span<std::byte> bytes(edge.bytes.data(), edge.length);
-    const std::int64_t read_bytes = read_fully(file, begin, bytes);
+    const std::int64_t read_bytes = read_fully(file_fd, chunk_begin, bytes);
     if (read_bytes < 0) {
         return static_cast<int>(read_bytes);
     }

@@ -26,8 +26,8 @@ struct Counters {
 
 class Store;
 
-// An inode with open files. All OpenFile objects of the inode share this object. The parameter `file` of the methods is
-// a descriptor of the inode's file. A method that returns int returns 0 or -errno.
+// An inode with open files. All OpenFile objects of the inode share this object. The parameter `file_fd` of the methods
+// is a descriptor of the inode's file. A method that returns int returns 0 or -errno.
 class Inode {
 public:
     Inode(Store& store, std::uint64_t inode_number) : store_(store), inode_number_(inode_number) {}
@@ -40,14 +40,14 @@ public:
     };
     // Reads all chunks that the range overlaps, and verifies their sums. The buffer must have space for `length` bytes
     // and two more chunks.
-    ReadResult read(int file, std::uint64_t offset, std::size_t length, std::span<std::byte> buffer);
+    ReadResult read(int file_fd, std::uint64_t offset, std::size_t length, std::span<std::byte> buffer);
     // Writes all bytes and returns their count, or returns -errno.
-    std::int64_t write(int file, std::uint64_t offset, std::span<const std::byte> data);
-    int truncate(int file, std::uint64_t new_size);
+    std::int64_t write(int file_fd, std::uint64_t offset, std::span<const std::byte> data);
+    int truncate(int file_fd, std::uint64_t new_file_bytes);
     // Punches a hole of the bytes [begin, end), at most up to the end of the file.
-    int punch(int file, std::uint64_t begin, std::uint64_t end);
+    int punch(int file_fd, std::uint64_t begin, std::uint64_t end);
     // Sets the times with futimens(3). The sums stay valid.
-    int set_times(int file, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns);
+    int set_times(int file_fd, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns);
     // Removes the sums file after the last name of the file was removed.
     void remove_sums();
 
@@ -55,20 +55,21 @@ private:
     friend class Store;
     // The bytes of the first or last chunk of a change, if only a part of the chunk changes.
     struct Edge {
-        std::size_t length = 0; // Length of the chunk before the change.
+        std::size_t length = 0; // Length of the chunk before the change, in bytes.
         std::array<std::byte, chunk_bytes_max> bytes;
     };
 
-    int open_sums(int file, bool create);
+    int open_sums(int file_fd, bool create);
     void discard_sums_if_changed_outside(const struct stat& file_stat);
     // Returns true also if the chunk has no valid sum.
     bool matches_sum(std::uint64_t chunk, std::span<const std::byte> bytes) const;
-    // Reads a chunk of a file of `size` bytes and verifies its sum.
-    int load_edge(int file, std::uint64_t chunk, std::uint64_t size, Edge& edge);
-    int write_all(int file, std::uint64_t offset, std::span<const std::byte> data, std::size_t& written_bytes) const;
-    static void set_modification_time_to_now(int file);
+    // Reads a chunk of a file of `file_bytes` bytes and verifies its sum.
+    int load_edge(int file_fd, std::uint64_t chunk, std::uint64_t file_bytes, Edge& edge);
+    // Writes all bytes of `data`. Sets `written_bytes`, also if a write fails.
+    int write_all(int file_fd, std::uint64_t offset, std::span<const std::byte> data, std::size_t& written_bytes) const;
+    static void set_modification_time_to_now(int file_fd);
     // Ends the change in the sums file, and stores the new version of the file there.
-    void finish_change(int file);
+    void finish_change(int file_fd);
     // Counts and logs a corrupt chunk. Returns -EIO.
     int report_corruption(std::uint64_t chunk);
 

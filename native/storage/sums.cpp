@@ -27,8 +27,8 @@ namespace {
 
 constexpr std::uint64_t page_bytes = 4096, entries_per_page = page_bytes / sizeof(std::uint64_t);
 constexpr char magic[8] = {'G', 'D', 'R', 'S', 'U', 'M', 'S', '1'};
-// If a server is killed during a change, the mtime of the file differs from the begin of the change by at most these
-// times. It may be earlier than the begin, because the kernel's clock for mtimes ticks every 1 to 10 ms.
+// If a server is killed during a change, the file's mtime is at most this much earlier or later than the start of the
+// change. The mtime may be earlier than the start, because the kernel's clock for mtimes ticks every 1 to 10 ms.
 constexpr std::int64_t mtime_before_change_max_ns = 20'000'000, mtime_after_change_max_ns = 200'000'000;
 
 // Packs a sum into 64 bits: from the lowest bit, 32 bits of CRC, 2 bits of state and 30 bits of length.
@@ -49,23 +49,23 @@ template <typename T> T load_atomically(const T& field) {
     return std::atomic_ref<T>(const_cast<T&>(field)).load(std::memory_order_acquire);
 }
 
-std::int64_t get_time_ns() {
+std::int64_t get_realtime_ns() {
     timespec now{};
     clock_gettime(CLOCK_REALTIME, &now);
     return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
 }
 
 struct FileIdentity {
-    std::uint64_t inode = 0;
+    std::uint64_t inode_number = 0;
     std::int64_t birth_seconds = 0, birth_nanoseconds = 0;
     bool operator==(const FileIdentity&) const = default;
 };
 
 // Returns the inode number and the birth time. If the kernel reuses the inode number of a deleted file, only the birth
 // time differs.
-FileIdentity query_identity(int file) {
+FileIdentity query_identity(int file_fd) {
     struct statx inode_info {};
-    if (syscall(SYS_statx, file, "", AT_EMPTY_PATH, STATX_INO | STATX_BTIME, &inode_info) != 0) {
+    if (syscall(SYS_statx, file_fd, "", AT_EMPTY_PATH, STATX_INO | STATX_BTIME, &inode_info) != 0) {
         return {};
     }
     return {inode_info.stx_ino, inode_info.stx_btime.tv_sec, inode_info.stx_btime.tv_nsec};
@@ -96,12 +96,12 @@ SumsGeneration::~SumsGeneration() {
 }
 
 int SumsGeneration::open(int memory_fd, bool may_advance) {
-    struct stat file_stat {};
+    struct stat memory_stat {};
     const int seals = fcntl(memory_fd, F_GET_SEALS);
-    if (seals < 0 || fstat(memory_fd, &file_stat) != 0) {
+    if (seals < 0 || fstat(memory_fd, &memory_stat) != 0) {
         return -errno;
     }
-    if (file_stat.st_size < static_cast<off_t>(page_bytes) || (seals & F_SEAL_SHRINK) == 0) {
+    if (memory_stat.st_size < static_cast<off_t>(page_bytes) || (seals & F_SEAL_SHRINK) == 0) {
         return -EINVAL;
     }
     void* const mapped =
@@ -149,16 +149,16 @@ int SumsFile::map(std::uint64_t chunks_count) {
     return 0;
 }
 
-int SumsFile::open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes,
+int SumsFile::open(int folder_fd, const char* name, bool create, int file_fd, std::uint32_t chunk_bytes,
                    SumsGeneration& generation) {
     generation_ = &generation;
-    const int descriptor = open_beneath(folder, name, O_RDWR | (create ? O_CREAT : 0), 0600);
+    const int descriptor = open_beneath(folder_fd, name, O_RDWR | (create ? O_CREAT : 0), 0600);
     if (descriptor < 0) {
         return descriptor;
     }
     fd_ = Descriptor(descriptor);
-    // Allocate the first page before the first write to it. Otherwise the write would raise SIGBUS if the
-    // disk is full.
+    // Allocate the first page, which has the header, before the first write to it. Otherwise the write would raise
+    // SIGBUS if the disk is full.
     int status = fallocate(descriptor, 0, 0, page_bytes) != 0 ? -errno : 0;
     struct stat file_stat {};
     if (status == 0 && fstat(descriptor, &file_stat) != 0) {
@@ -168,7 +168,7 @@ int SumsFile::open(int folder, const char* name, bool create, int file, std::uin
         status = map((static_cast<std::uint64_t>(file_stat.st_size) - page_bytes) / sizeof(std::uint64_t));
     }
     if (status == 0) {
-        status = discard_if_outdated(file, chunk_bytes);
+        status = discard_if_outdated(file_fd, chunk_bytes);
     }
     if (status != 0) {
         unmap();
@@ -177,16 +177,16 @@ int SumsFile::open(int folder, const char* name, bool create, int file, std::uin
     return status;
 }
 
-int SumsFile::discard_if_outdated(int file, std::uint32_t chunk_bytes) {
+int SumsFile::discard_if_outdated(int file_fd, std::uint32_t chunk_bytes) {
     struct stat file_stat {};
-    if (fstat(file, &file_stat) != 0) {
+    if (fstat(file_fd, &file_stat) != 0) {
         return -errno;
     }
-    const FileIdentity identity = query_identity(file);
-    const FileVersion current = FileVersion::of(file_stat);
+    const FileIdentity identity = query_identity(file_fd);
+    const FileVersion current_version = FileVersion::of(file_stat);
     if (std::memcmp(header_->magic, magic, sizeof magic) != 0 || header_->chunk_bytes != chunk_bytes ||
         !(header_->identity == identity)) {
-        reset(current);
+        reset(current_version);
         header_->chunk_bytes = chunk_bytes;
         header_->reserved = 0;
         header_->identity = identity;
@@ -197,17 +197,17 @@ int SumsFile::discard_if_outdated(int file, std::uint32_t chunk_bytes) {
     }
     const std::int64_t change_begin_ns = load_atomically(header_->change_begin_ns);
     if (change_begin_ns != 0) {
-        // The server was killed during a change, so the sums of the changed chunks are unknown. If the mtime of the
-        // file is near the begin of this change, no other program has changed the file, and the other sums stay valid.
-        const std::int64_t modification_ns = current.seconds * 1'000'000'000LL + current.nanoseconds;
+        // The server was killed during a change, so the changed chunks have no valid sums. If the mtime of the file is
+        // near the start of this change, no other program has changed the file, and the other sums stay valid.
+        const std::int64_t modification_ns = current_version.seconds * 1'000'000'000LL + current_version.nanoseconds;
         if (modification_ns >= change_begin_ns - mtime_before_change_max_ns &&
             modification_ns <= change_begin_ns + mtime_after_change_max_ns) {
-            end_change(current);
+            end_change(current_version);
             return 0;
         }
     }
-    if (!(version() == current)) {
-        reset(current);
+    if (!(version() == current_version)) {
+        reset(current_version);
     }
     store_atomically(header_->change_begin_ns, std::int64_t{0});
     return 0;
@@ -220,12 +220,13 @@ int SumsFile::reserve(std::uint64_t first_chunk, std::uint64_t end_chunk) {
             return status;
         }
     }
-    for (std::uint64_t page = first_chunk / entries_per_page; page * entries_per_page < end_chunk; ++page) {
-        if (!has_disk_space_[page]) {
-            if (fallocate(fd_.get(), 0, static_cast<off_t>((page + 1) * page_bytes), page_bytes) != 0) {
+    for (std::uint64_t page_index = first_chunk / entries_per_page; page_index * entries_per_page < end_chunk;
+         ++page_index) {
+        if (!has_disk_space_[page_index]) {
+            if (fallocate(fd_.get(), 0, static_cast<off_t>((page_index + 1) * page_bytes), page_bytes) != 0) {
                 return -errno;
             }
-            has_disk_space_[page] = true;
+            has_disk_space_[page_index] = true;
         }
     }
     return 0;
@@ -280,7 +281,7 @@ FileVersion SumsFile::version() const noexcept {
 }
 
 void SumsFile::begin_change() noexcept {
-    store_atomically(header_->change_begin_ns, get_time_ns());
+    store_atomically(header_->change_begin_ns, get_realtime_ns());
 }
 
 void SumsFile::end_change(const FileVersion& version) noexcept {
@@ -295,40 +296,41 @@ void SumsFile::reset(const FileVersion& version) noexcept {
     end_change(version);
 }
 
-std::int64_t read_cached(int file, void* destination, std::size_t length, std::uint64_t offset) noexcept {
+std::int64_t read_cached(int file_fd, void* destination, std::size_t length, std::uint64_t offset) noexcept {
     static_assert(sizeof(long) == 8, "the offset must fit into one argument of the system call");
-    const iovec part{destination, length};
+    // The kernel ignores the upper half of the offset (0L), because the lower half has 64 bits.
+    const iovec destination_vector{destination, length};
     for (;;) {
-        const long count = syscall(SYS_preadv2, file, &part, 1L, offset, 0L, RWF_NOWAIT);
-        if (count >= 0 || errno != EINTR) {
-            return count < 0 ? -errno : count;
+        const long read_bytes = syscall(SYS_preadv2, file_fd, &destination_vector, 1L, offset, 0L, RWF_NOWAIT);
+        if (read_bytes >= 0 || errno != EINTR) {
+            return read_bytes < 0 ? -errno : read_bytes;
         }
     }
 }
 
-int SumsReader::open(int folder, int file) {
+int SumsReader::open(int folder_fd, int file_fd) {
     fd_ = Descriptor();
     struct stat inode_info {};
-    if (fstat(file, &inode_info) != 0) {
+    if (fstat(file_fd, &inode_info) != 0) {
         return -errno;
     }
-    Descriptor sums(open_beneath(folder, make_sums_name(inode_info.st_ino), O_RDONLY, 0));
-    if (!sums) {
-        return sums.get();
+    Descriptor sums_fd(open_beneath(folder_fd, make_sums_name(inode_info.st_ino), O_RDONLY, 0));
+    if (!sums_fd) {
+        return sums_fd.get();
     }
     SumsFile::Header header{};
-    const std::int64_t count = read_cached(sums.get(), &header, sizeof header, 0);
-    if (count < 0) {
-        return static_cast<int>(count);
+    const std::int64_t read_bytes = read_cached(sums_fd.get(), &header, sizeof header, 0);
+    if (read_bytes < 0) {
+        return static_cast<int>(read_bytes);
     }
     // A short header means that the server is creating the file at this moment.
-    if (count != sizeof header || std::memcmp(header.magic, magic, sizeof magic) != 0 ||
-        !(header.identity == query_identity(file)) || header.chunk_bytes < page_bytes ||
+    if (read_bytes != sizeof header || std::memcmp(header.magic, magic, sizeof magic) != 0 ||
+        !(header.identity == query_identity(file_fd)) || header.chunk_bytes < page_bytes ||
         header.chunk_bytes > chunk_bytes_max || !std::has_single_bit(header.chunk_bytes)) {
         return -ESTALE;
     }
     chunk_bytes_ = header.chunk_bytes;
-    fd_ = std::move(sums);
+    fd_ = std::move(sums_fd);
     return 0;
 }
 
@@ -340,15 +342,15 @@ bool SumsReader::read(std::uint64_t first_chunk, std::span<Sum> sums) const noex
     const std::span bytes = std::as_writable_bytes(std::span(entries).first(sums.size()));
     // A short read may end at a page that is not in the page cache. Only 0 bytes mean the end of the file.
     for (std::size_t done_bytes = 0; done_bytes < bytes.size();) {
-        const std::int64_t count = read_cached(fd_.get(), bytes.data() + done_bytes, bytes.size() - done_bytes,
-                                               page_bytes + first_chunk * sizeof entries[0] + done_bytes);
-        if (count < 0) {
+        const std::int64_t read_bytes = read_cached(fd_.get(), bytes.data() + done_bytes, bytes.size() - done_bytes,
+                                                    page_bytes + first_chunk * sizeof entries[0] + done_bytes);
+        if (read_bytes < 0) {
             return false;
         }
-        if (count == 0) {
+        if (read_bytes == 0) {
             break;
         }
-        done_bytes += static_cast<std::size_t>(count);
+        done_bytes += static_cast<std::size_t>(read_bytes);
     }
     std::transform(sums.begin(), sums.end(), entries.begin(), sums.begin(),
                    [](const Sum&, std::uint64_t entry) { return unpack_sum(entry); });

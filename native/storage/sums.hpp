@@ -65,7 +65,8 @@ private:
     std::atomic<std::uint64_t>* counter_ = nullptr;
 };
 
-// Returns the name of the sums file of an inode, relative to the folder of the sums.
+// Returns the name of the sums file of an inode, relative to the folder of the sums: the last two hexadecimal digits of
+// the inode number as a subfolder, and then all 16 digits.
 std::string make_sums_name(std::uint64_t inode_number);
 
 // The sums file, as the server reads and changes it. Sums that are stored in the shared mapping survive a SIGKILL of
@@ -78,11 +79,11 @@ public:
     SumsFile& operator=(const SumsFile&) = delete;
     ~SumsFile();
 
-    // Opens the sums file `name` in `folder`, and creates it if `create` is set. `file` is a descriptor of the inode's
-    // file. Discards all sums if they belong to another inode or chunk size, or if another program has changed the
-    // file. Afterwards version() is the version of the file. `generation` must outlive this object. Returns 0 or
-    // -errno.
-    int open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes,
+    // Opens the sums file `name` in `folder_fd`, and creates it if `create` is set. `file_fd` is a descriptor of the
+    // inode's file. Discards all sums if they belong to another inode or chunk size, or if another program has changed
+    // the inode's file. Afterwards version() is the version of the inode's file. `generation` must outlive this object.
+    // Returns 0 or -errno.
+    int open(int folder_fd, const char* name, bool create, int file_fd, std::uint32_t chunk_bytes,
              SumsGeneration& generation);
     bool is_open() const noexcept { return header_ != nullptr; }
 
@@ -101,7 +102,7 @@ public:
     // header shows that a change was in progress.
     void begin_change() noexcept;
     void end_change(const FileVersion& version) noexcept;
-    // Makes the sum of every chunk unknown.
+    // Makes the sum of every chunk unknown, and stores `version` as the version of the file.
     void reset(const FileVersion& version) noexcept;
 
 private:
@@ -110,13 +111,13 @@ private:
     // Maps the sums file with space for this many sums. Returns 0 or -errno.
     int map(std::uint64_t chunks_count);
     void unmap() noexcept;
-    // Discards the mapped sums if they do not belong to `file`. Returns 0 or -errno.
-    int discard_if_outdated(int file, std::uint32_t chunk_bytes);
+    // Discards the mapped sums if they do not belong to `file_fd`. Returns 0 or -errno.
+    int discard_if_outdated(int file_fd, std::uint32_t chunk_bytes);
 
     Descriptor fd_;
     SumsGeneration* generation_ = nullptr;
     Header* header_ = nullptr;
-    std::uint64_t* entries_ = nullptr;
+    std::uint64_t* entries_ = nullptr; // One packed sum for each chunk.
     std::uint64_t capacity_ = 0;       // Number of mapped entries.
     std::vector<bool> has_disk_space_; // One value for each page of entries.
 };
@@ -125,14 +126,14 @@ private:
 // reader never waits for a disk, so it does not map the sums file: a page fault could wait for a disk.
 class SumsReader {
 public:
-    // Opens the sums of the inode of `file`. May be called again. Returns 0 or -errno: -ENOENT if the file has no sums,
-    // -ESTALE if the header of the sums file is incomplete or belongs to an earlier file with this inode number,
+    // Opens the sums of the inode of `file_fd`. May be called again. Returns 0 or -errno: -ENOENT if the file has no
+    // sums, -ESTALE if the header of the sums file is incomplete or belongs to an earlier file with this inode number,
     // -EAGAIN if a disk must be read.
-    int open(int folder, int file);
+    int open(int folder_fd, int file_fd);
     std::uint32_t chunk_bytes() const noexcept { return chunk_bytes_; }
+    static constexpr std::size_t sums_per_read_max = 64; // Largest number of sums that one read() returns.
     // Reads the sums of the chunks from `first_chunk` on. Chunks after the end of the sums file have unknown sums.
     // Returns false if a disk must be read, or if `sums` has more than sums_per_read_max entries.
-    static constexpr std::size_t sums_per_read_max = 64;
     bool read(std::uint64_t first_chunk, std::span<Sum> sums) const noexcept;
 
 private:
@@ -142,6 +143,6 @@ private:
 
 // Calls preadv2(2) with RWF_NOWAIT, which reads only bytes in the page cache. It makes the system call directly,
 // because the function of glibc is a cancellation point, which costs some nanoseconds. Returns -errno after an error.
-std::int64_t read_cached(int file, void* destination, std::size_t length, std::uint64_t offset) noexcept;
+std::int64_t read_cached(int file_fd, void* destination, std::size_t length, std::uint64_t offset) noexcept;
 
 } // namespace gdrkit::storage

@@ -12,6 +12,7 @@ namespace gdrkit::verbs {
 
 namespace {
 
+// The result of ibv_get_device_list(). The destructor frees it.
 struct DeviceList {
     int count = 0;
     ibv_device** devices = ibv_get_device_list(&count);
@@ -81,10 +82,10 @@ std::vector<std::string> Device::list_names() {
 
 Device::Device(const std::string& name) : name_(name) {
     const DeviceList list;
-    ibv_device** const end = list.devices + list.count;
+    ibv_device** const list_end = list.devices + list.count;
     ibv_device** const matching_device =
-        std::find_if(list.devices, end, [&](ibv_device* device) { return name == ibv_get_device_name(device); });
-    if (matching_device == end) {
+        std::find_if(list.devices, list_end, [&](ibv_device* device) { return name == ibv_get_device_name(device); });
+    if (matching_device == list_end) {
         throw Error("no such RDMA device", ENODEV, name);
     }
     context_.reset(ibv_open_device(*matching_device));
@@ -129,6 +130,7 @@ void Device::choose_gid() {
         }
         Rank rank{false, false, false, index};
         if (port_attributes_.link_layer == IBV_LINK_LAYER_ETHERNET) {
+            // An IPv4 address is in the GID ::ffff:a.b.c.d. A link-local address begins with fe80.
             const bool is_ipv4 = starts_with(entry.gid, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff});
             rank = {entry.gid_type != IBV_GID_TYPE_ROCE_V2, !is_ipv4, starts_with(entry.gid, {0xfe, 0x80}), index};
         }

@@ -10,7 +10,7 @@
 
 namespace gdrkit::verbs {
 
-// The values of one side of a reliable connection that the other side needs to connect.
+// The address and settings of one side of a reliable connection. The other side needs them to connect.
 struct Endpoint {
     std::uint32_t qp_number = 0;
     std::uint32_t psn = 0; // Packet sequence number of the first packet that this side sends.
@@ -25,7 +25,7 @@ std::string format_gid(const ibv_gid& gid);
 bool parse_gid(const std::string& text, ibv_gid& gid);
 
 // The deleter of Owned. It calls the function of libibverbs that releases the object.
-struct Release {
+struct VerbsDeleter {
     void operator()(ibv_context* context) const { ibv_close_device(context); }
     void operator()(ibv_pd* domain) const { ibv_dealloc_pd(domain); }
     void operator()(ibv_mr* region) const { ibv_dereg_mr(region); }
@@ -33,7 +33,7 @@ struct Release {
     void operator()(ibv_qp* pair) const { ibv_destroy_qp(pair); }
     void operator()(ibv_comp_channel* channel) const { ibv_destroy_comp_channel(channel); }
 };
-template <typename T> using Owned = std::unique_ptr<T, Release>;
+template <typename T> using Owned = std::unique_ptr<T, VerbsDeleter>;
 
 // An open device with a protection domain, its first active port and the GID for connections.
 class Device {
@@ -57,13 +57,14 @@ public:
     std::uint8_t reads_max() const noexcept { return reads_max_; }
 
 private:
+    // Chooses the first active port, and also sets reads_max_.
     void choose_port();
     void choose_gid();
 
     std::string name_;
     Owned<ibv_context> context_;
     Owned<ibv_pd> domain_;
-    std::uint8_t port_ = 0;
+    std::uint8_t port_ = 0; // Number of the port, from 1 on.
     ibv_port_attr port_attributes_{};
     int gid_index_ = 0;
     ibv_gid gid_{};

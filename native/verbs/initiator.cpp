@@ -38,33 +38,33 @@ Staging::Layout make_single_buffer_layout(std::size_t memory_bytes) {
 
 } // namespace
 
-Initiator::Initiator(const std::string& device, std::size_t memory_bytes, std::size_t queue_pairs,
+Initiator::Initiator(const std::string& device_name, std::size_t memory_bytes, std::size_t queue_pairs_count,
                      std::uint32_t depth_max)
-    : device_(device), memory_bytes_(memory_bytes),
+    : device_(device_name), memory_bytes_(memory_bytes),
       staging_(std::array<Device*, 1>{&device_}, make_single_buffer_layout(memory_bytes)),
       buffer_(staging_.take(memory_bytes)), depth_max_(depth_max),
-      completion_queue_(device_, static_cast<int>(depth_max * queue_pairs)), transfers_(depth_max),
+      completion_queue_(device_, static_cast<int>(depth_max * queue_pairs_count)), transfers_(depth_max),
       polled_completions_(completions_per_poll) {
-    for (std::size_t index = 0; index < queue_pairs; ++index) {
-        pairs_.push_back(std::make_unique<QueuePair>(device_, completion_queue_, depth_max));
+    for (std::size_t index = 0; index < queue_pairs_count; ++index) {
+        queue_pairs_.push_back(std::make_unique<QueuePair>(device_, completion_queue_, depth_max));
     }
-    in_progress_counts_.resize(queue_pairs);
+    in_progress_counts_.resize(queue_pairs_count);
 }
 
 std::vector<Endpoint> Initiator::endpoints() const {
     std::vector<Endpoint> endpoints;
-    for (const auto& pair : pairs_) {
+    for (const auto& pair : queue_pairs_) {
         endpoints.push_back(pair->endpoint());
     }
     return endpoints;
 }
 
 void Initiator::connect(std::span<const Endpoint> peers, std::uint8_t reads_max) {
-    if (peers.size() != pairs_.size()) {
+    if (peers.size() != queue_pairs_.size()) {
         throw Error("connect", EINVAL, "the number of peers must be the number of queue pairs");
     }
     for (std::size_t index = 0; index < peers.size(); ++index) {
-        pairs_[index]->connect(peers[index], std::min(reads_max, device_.reads_max()));
+        queue_pairs_[index]->connect(peers[index], std::min(reads_max, device_.reads_max()));
     }
 }
 
@@ -77,26 +77,28 @@ void Initiator::check_burst(const Burst& burst) const {
     if (burst.slots > memory_bytes_ / burst.length_bytes) {
         refuse("slots * length_bytes must be at most memory_bytes");
     }
-    if (burst.depth > depth_max_ * pairs_.size() || burst.list_length > burst.depth || burst.list_length > depth_max_) {
+    if (burst.depth > depth_max_ * queue_pairs_.size() || burst.list_length > burst.depth ||
+        burst.list_length > depth_max_) {
         refuse("depth must be at most depth_max * queue_pairs, and list_length at most depth and depth_max");
     }
 }
 
-void Initiator::post(const Burst& burst, std::size_t pair_index, std::uint64_t first_operation, std::uint32_t count) {
+void Initiator::post(const Burst& burst, std::size_t pair_index, std::uint64_t first_operation_index,
+                     std::uint32_t count) {
     for (std::uint32_t index = 0; index < count; ++index) {
-        const std::uint64_t slot_offset = (first_operation + index) % burst.slots * burst.length_bytes;
+        const std::uint64_t slot_offset = (first_operation_index + index) % burst.slots * burst.length_bytes;
         Transfer& transfer = transfers_[index];
         transfer.direction = burst.direction;
-        transfer.signaled = index + 1 == count;
+        transfer.is_signaled = index + 1 == count;
         transfer.length_bytes = burst.length_bytes;
-        transfer.local = buffer_.data + slot_offset;
+        transfer.local_address = buffer_.data + slot_offset;
         transfer.local_key = staging_.local_key(0);
         transfer.remote_key = burst.remote_key;
         transfer.remote_address = burst.remote_address + slot_offset;
         transfer.id = static_cast<std::uint64_t>(pair_index) << count_bits | count;
     }
     std::size_t posted_count = 0;
-    if (const int error_number = pairs_[pair_index]->post({transfers_.data(), count}, posted_count);
+    if (const int error_number = queue_pairs_[pair_index]->post({transfers_.data(), count}, posted_count);
         error_number != 0) {
         throw Error("ibv_post_send", error_number, device_.name());
     }
@@ -106,8 +108,8 @@ void Initiator::post(const Burst& burst, std::size_t pair_index, std::uint64_t f
 bool Initiator::poll_completions(const Burst& burst, Outcome& outcome) {
     const auto begin_time = Clock::now();
     for (unsigned poll_count = 1;; ++poll_count) {
-        const int count = completion_queue_.poll(polled_completions_);
-        for (int index = 0; index < count; ++index) {
+        const int completions_count = completion_queue_.poll(polled_completions_);
+        for (int index = 0; index < completions_count; ++index) {
             const ibv_wc& completion = polled_completions_[static_cast<std::size_t>(index)];
             if (completion.status != IBV_WC_SUCCESS) {
                 outcome.status = completion.status;
@@ -118,7 +120,7 @@ bool Initiator::poll_completions(const Burst& burst, Outcome& outcome) {
             in_progress_counts_[completion.wr_id >> count_bits] -= operation_count;
             outcome.done += operation_count;
         }
-        if (count > 0) {
+        if (completions_count > 0) {
             return true;
         }
         if (poll_count % polls_per_time_check == 0) {
@@ -141,7 +143,7 @@ Outcome Initiator::run(const Burst& burst) {
     while (outcome.done < burst.operations) {
         std::size_t full_pair_count = 0; // Number of consecutive queue pairs without space for the list.
         while (posted_count < burst.operations && posted_count - outcome.done < burst.depth &&
-               full_pair_count < pairs_.size()) {
+               full_pair_count < queue_pairs_.size()) {
             const auto next_list_length = std::min<std::uint64_t>(
                 {burst.list_length, burst.operations - posted_count, burst.depth - (posted_count - outcome.done)});
             const auto operation_count = static_cast<std::uint32_t>(next_list_length);
@@ -157,7 +159,7 @@ Outcome Initiator::run(const Burst& burst) {
                 post(burst, pair_index, posted_count, operation_count);
                 posted_count += operation_count;
             }
-            pair_index = (pair_index + 1) % pairs_.size();
+            pair_index = (pair_index + 1) % queue_pairs_.size();
         }
         if (!poll_completions(burst, outcome)) {
             break;

@@ -44,7 +44,8 @@ class Initiator {
 public:
     // `depth_max`: largest number of operations in progress on each queue pair. Throws Error with the errno of the
     // failed call.
-    Initiator(const std::string& device, std::size_t memory_bytes, std::size_t queue_pairs, std::uint32_t depth_max);
+    Initiator(const std::string& device_name, std::size_t memory_bytes, std::size_t queue_pairs_count,
+              std::uint32_t depth_max);
 
     std::vector<Endpoint> endpoints() const;
     // Connects each queue pair to one peer, in the order of endpoints(). Each queue pair has at most `reads_max` RDMA
@@ -64,8 +65,9 @@ public:
 
 private:
     void check_burst(const Burst& burst) const;
-    // Posts `count` operations as one list, of which the first is operation number `first_operation` of the burst.
-    void post(const Burst& burst, std::size_t pair_index, std::uint64_t first_operation, std::uint32_t count);
+    // Posts `count` operations as one list, of which the first is operation number `first_operation_index` of the
+    // burst.
+    void post(const Burst& burst, std::size_t pair_index, std::uint64_t first_operation_index, std::uint32_t count);
     // Waits for at least one completion. Returns false on a timeout or a failed completion.
     bool poll_completions(const Burst& burst, Outcome& outcome);
 
@@ -75,7 +77,7 @@ private:
     Staging::Buffer buffer_;
     std::uint32_t depth_max_;
     CompletionQueue completion_queue_;
-    std::vector<std::unique_ptr<QueuePair>> pairs_;
+    std::vector<std::unique_ptr<QueuePair>> queue_pairs_;
     std::vector<std::uint32_t> in_progress_counts_; // Number of operations in progress on each queue pair.
     std::vector<Transfer> transfers_;               // The list that post() fills and posts.
     std::vector<ibv_wc> polled_completions_;

@@ -49,7 +49,7 @@ Endpoint parse_endpoint(const nb::dict& fields) {
     return endpoint;
 }
 
-nb::dict make_dict(const Endpoint& endpoint) {
+nb::dict make_endpoint_dict(const Endpoint& endpoint) {
     nb::dict fields;
     fields["qp_number"] = endpoint.qp_number;
     fields["psn"] = endpoint.psn;
@@ -75,7 +75,7 @@ Burst make_burst(bool to_peer, std::uint64_t remote_address, std::uint32_t remot
     return burst;
 }
 
-nb::dict make_dict(const Outcome& outcome) {
+nb::dict make_outcome_dict(const Outcome& outcome) {
     nb::dict fields;
     fields["elapsed_ns"] = outcome.elapsed_ns;
     fields["done"] = outcome.done;
@@ -85,7 +85,7 @@ nb::dict make_dict(const Outcome& outcome) {
     return fields;
 }
 
-void bind(nb::module_& module) {
+void bind_initiator(nb::module_& module) {
     nb::class_<Initiator>(module, "Initiator",
                           "Queue pairs and their local memory. connect(), run() and run_singly() release the GIL.")
         .def(
@@ -99,7 +99,7 @@ void bind(nb::module_& module) {
                      [](const Initiator& self) {
                          nb::list endpoints;
                          for (const Endpoint& endpoint : self.endpoints()) {
-                             endpoints.append(make_dict(endpoint));
+                             endpoints.append(make_endpoint_dict(endpoint));
                          }
                          return endpoints;
                      })
@@ -134,7 +134,7 @@ void bind(nb::module_& module) {
                std::uint32_t list_length, double time_limit_s) {
                 const Burst burst = make_burst(to_peer, remote_address, remote_key, length_bytes, slots, operations,
                                                depth, list_length, time_limit_s);
-                return make_dict(run_without_gil([&] { return self.run(burst); }));
+                return make_outcome_dict(run_without_gil([&] { return self.run(burst); }));
             },
             nb::kw_only(), "to_peer"_a, "remote_address"_a, "remote_key"_a, "length_bytes"_a, "slots"_a, "operations"_a,
             "depth"_a, "list_length"_a, "time_limit_s"_a)
@@ -145,7 +145,7 @@ void bind(nb::module_& module) {
                 const Burst burst = make_burst(to_peer, remote_address, remote_key, length_bytes, slots, operations, 1,
                                                1, time_limit_s);
                 std::vector<std::uint64_t> times_ns(operations);
-                nb::dict fields = make_dict(run_without_gil([&] { return self.run_singly(burst, times_ns); }));
+                nb::dict fields = make_outcome_dict(run_without_gil([&] { return self.run_singly(burst, times_ns); }));
                 fields["times_ns"] = times_ns;
                 return fields;
             },
@@ -159,5 +159,5 @@ void bind(nb::module_& module) {
 
 NB_MODULE(_initiator, module) {
     module.doc() = "An RDMA initiator that measures bursts and single operations against a passive peer.";
-    gdrkit::verbs::bind(module);
+    gdrkit::verbs::bind_initiator(module);
 }

@@ -12,8 +12,8 @@ namespace gdrkit::verbs {
 
 namespace {
 
-// The NIC sends a packet again if it is not acknowledged within 67 ms (exponent 14), up to 7 times. So the failure of a
-// peer is detected within a second.
+// The NIC sends a packet again if it is not acknowledged within 67 ms (4.096 us * 2^14), up to 7 times. So the failure
+// of a peer is detected within a second.
 constexpr std::uint8_t timeout_exponent = 14, retry_count = 7;
 // If a receiver has no receive posted, the sender's NIC tries the send again after 0.64 ms (code 12), up to 6 times.
 // ibv_modify_qp requires both values, although the transfers here need no receives.
@@ -131,6 +131,7 @@ void QueuePair::connect(const Endpoint& peer, std::uint8_t reads_max) {
     rtr_attributes.rq_psn = peer.psn;
     rtr_attributes.max_dest_rd_atomic = 1;
     rtr_attributes.min_rnr_timer = rnr_timer_code;
+    // On Ethernet, or if the peer has no LID, the address of the peer is its GID.
     rtr_attributes.ah_attr.is_global = port.link_layer == IBV_LINK_LAYER_ETHERNET || peer.lid == 0;
     rtr_attributes.ah_attr.dlid = peer.lid;
     rtr_attributes.ah_attr.port_num = device_->port();
@@ -155,31 +156,31 @@ void QueuePair::connect(const Endpoint& peer, std::uint8_t reads_max) {
 
 int QueuePair::post(std::span<const Transfer> transfers, std::size_t& posted_count) {
     posted_count = 0;
-    const std::size_t count = std::min<std::size_t>(transfers.size(), requests_.size());
-    if (count != transfers.size()) {
+    const std::size_t transfers_count = std::min<std::size_t>(transfers.size(), requests_.size());
+    if (transfers_count != transfers.size()) {
         return ENOMEM;
     }
-    for (std::size_t index = 0; index < count; ++index) {
+    for (std::size_t index = 0; index < transfers_count; ++index) {
         const Transfer& transfer = transfers[index];
-        scatter_gather_entries_[index] = {reinterpret_cast<std::uint64_t>(transfer.local), transfer.length_bytes,
-                                          transfer.local_key};
+        scatter_gather_entries_[index] = {reinterpret_cast<std::uint64_t>(transfer.local_address),
+                                          transfer.length_bytes, transfer.local_key};
         ibv_send_wr& request = requests_[index];
         request = {};
         request.wr_id = transfer.id;
-        request.next = index + 1 < count ? &requests_[index + 1] : nullptr;
+        request.next = index + 1 < transfers_count ? &requests_[index + 1] : nullptr;
         request.sg_list = &scatter_gather_entries_[index];
         request.num_sge = 1;
         request.opcode = transfer.direction == Transfer::Direction::to_peer ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_READ;
-        request.send_flags = transfer.signaled ? static_cast<unsigned>(IBV_SEND_SIGNALED) : 0U;
+        request.send_flags = transfer.is_signaled ? static_cast<unsigned>(IBV_SEND_SIGNALED) : 0U;
         request.wr.rdma.remote_addr = transfer.remote_address;
         request.wr.rdma.rkey = transfer.remote_key;
     }
-    if (count == 0) {
+    if (transfers_count == 0) {
         return 0;
     }
     ibv_send_wr* bad_request = nullptr;
     const int error_number = ibv_post_send(pair_.get(), requests_.data(), &bad_request);
-    posted_count = error_number == 0        ? count
+    posted_count = error_number == 0        ? transfers_count
                    : bad_request == nullptr ? 0
                                             : static_cast<std::size_t>(bad_request - requests_.data());
     return error_number;

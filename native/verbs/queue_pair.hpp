@@ -38,9 +38,9 @@ private:
 struct Transfer {
     enum class Direction : std::uint8_t { to_peer, from_peer };
     Direction direction;
-    bool signaled; // If false, the transfer has a completion only if it fails.
+    bool is_signaled; // If false, the transfer has a completion only if it fails.
     std::uint32_t length_bytes;
-    void* local; // Address in the memory of this side.
+    void* local_address; // Address in the memory of this side.
     std::uint32_t local_key;
     std::uint32_t remote_key;
     std::uint64_t remote_address;

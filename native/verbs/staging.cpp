@@ -25,14 +25,14 @@ std::byte* map_aligned(std::size_t size_bytes) {
         throw Error("mmap", last_errno());
     }
     auto* const begin = static_cast<std::byte*>(mapped);
-    const std::size_t unaligned_bytes =
+    const std::size_t leading_bytes =
         round_up_to_huge_page(reinterpret_cast<std::uintptr_t>(begin)) - reinterpret_cast<std::uintptr_t>(begin);
-    if (unaligned_bytes != 0) {
-        munmap(begin, unaligned_bytes);
+    if (leading_bytes != 0) {
+        munmap(begin, leading_bytes);
     }
-    munmap(begin + unaligned_bytes + size_bytes, huge_page_bytes - unaligned_bytes);
-    madvise(begin + unaligned_bytes, size_bytes, MADV_HUGEPAGE);
-    return begin + unaligned_bytes;
+    munmap(begin + leading_bytes + size_bytes, huge_page_bytes - leading_bytes);
+    madvise(begin + leading_bytes, size_bytes, MADV_HUGEPAGE);
+    return begin + leading_bytes;
 }
 
 } // namespace
@@ -52,10 +52,10 @@ Staging::Staging(std::span<Device* const> devices, const Layout& layout)
         }
     }
     for (std::uint32_t index = 0; index < layout_.small_count; ++index) {
-        free_small_.push_back(index);
+        free_small_indices_.push_back(index);
     }
     for (std::uint32_t index = 0; index < layout_.large_count; ++index) {
-        free_large_.push_back(static_cast<std::uint32_t>(layout_.small_count) + index);
+        free_large_indices_.push_back(static_cast<std::uint32_t>(layout_.small_count) + index);
     }
 }
 
@@ -66,18 +66,18 @@ Staging::~Staging() {
 
 Staging::Buffer Staging::take(std::size_t size_bytes) {
     if (size_bytes <= layout_.small_bytes) {
-        if (free_small_.empty()) {
+        if (free_small_indices_.empty()) {
             return {};
         }
-        const std::uint32_t index = free_small_.back();
-        free_small_.pop_back();
+        const std::uint32_t index = free_small_indices_.back();
+        free_small_indices_.pop_back();
         return {memory_ + index * layout_.small_bytes, layout_.small_bytes, index};
     }
-    if (size_bytes > layout_.large_bytes || free_large_.empty()) {
+    if (size_bytes > layout_.large_bytes || free_large_indices_.empty()) {
         return {};
     }
-    const std::uint32_t index = free_large_.back();
-    free_large_.pop_back();
+    const std::uint32_t index = free_large_indices_.back();
+    free_large_indices_.pop_back();
     // The large buffers follow the small ones, in memory and in the numbering.
     const std::size_t large_index = index - layout_.small_count;
     return {memory_ + layout_.small_bytes * layout_.small_count + large_index * layout_.large_bytes,
@@ -85,7 +85,7 @@ Staging::Buffer Staging::take(std::size_t size_bytes) {
 }
 
 void Staging::release(const Buffer& buffer) {
-    (buffer.index < layout_.small_count ? free_small_ : free_large_).push_back(buffer.index);
+    (buffer.index < layout_.small_count ? free_small_indices_ : free_large_indices_).push_back(buffer.index);
 }
 
 } // namespace gdrkit::verbs

@@ -30,9 +30,9 @@ public:
     Staging& operator=(const Staging&) = delete;
     ~Staging();
 
-    // Returns a free buffer of the smaller of the two sizes that fits. If no buffer of this size is free, `data` is
-    // null, even if a larger one is free. The buffer that was released last is used first, because its memory is still
-    // in the processor cache.
+    // Returns a free small buffer if `size_bytes` fit into it, otherwise a free large buffer. If no buffer of this size
+    // is free, `data` is null, even if a larger one is free. The buffer that was released last is used first, because
+    // its memory is still in the processor cache.
     Buffer take(std::size_t size_bytes);
     void release(const Buffer& buffer);
     std::size_t large_bytes() const noexcept { return layout_.large_bytes; }
@@ -44,7 +44,7 @@ private:
     std::size_t size_bytes_;
     std::byte* memory_;
     std::vector<Owned<ibv_mr>> regions_;
-    std::vector<std::uint32_t> free_small_, free_large_; // Indices of the free buffers.
+    std::vector<std::uint32_t> free_small_indices_, free_large_indices_;
 };
 
 } // namespace gdrkit::verbs

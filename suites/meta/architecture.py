@@ -51,7 +51,7 @@ def render(root: Path = ROOT) -> str:
     levels = {package: level for package, level in levels.items() if level >= LOWEST_DRAWN_LEVEL}
     # All modules of the command line are drawn as one box.
     box_names = {package: "cli" if package.startswith(("cli", "__main__")) else package for package in levels}
-    edges = {
+    edges_between_boxes = {
         (box_names[package], box_names[imported])
         for _, package, imported in find_cross_package_imports(root)
         if package in levels and imported in levels and box_names[package] != box_names[imported]
@@ -63,7 +63,7 @@ def render(root: Path = ROOT) -> str:
             f"    {name}" for name in sorted({box_names[package] for package in levels if levels[package] == level})
         ]
         lines.append("  end")
-    lines += [f"  {start} --> {end}" for start, end in sorted(_remove_shortcuts(edges))]
+    lines += [f"  {start} --> {end}" for start, end in sorted(_remove_shortcuts(edges_between_boxes))]
     return _HEAD + "\n".join(lines) + "\n" + _TAIL
 
 

@@ -26,7 +26,7 @@ __all__ = [
     "find_import_circles",
     "find_imports_outside_seams",
     "find_imports_within_level",
-    "find_locked_finalizers",
+    "find_locking_finalizers",
     "find_machine_paths",
     "find_missing_docstrings_and_all",
     "find_missing_readmes",
@@ -46,8 +46,9 @@ CATCH_ALL_FILES: frozenset[str] = frozenset({"gdrkit/handles.py"})
 # Functions that import the module that their first argument names.
 _IMPORT_FUNCTIONS = {"__import__", "find_spec", "import_module", "import_native"}
 
-# Only report/substrate.py may determine whether a library is a stand-in.
-_STAND_IN_WORDS = re.compile(r"(?<![a-z])(mock|fake|stub|simulat)\w*", re.IGNORECASE)
+# Words for a stand-in of a real library. Only report/substrate.py may contain them, because only that file may
+# determine whether a loaded library is a stand-in.
+_STAND_IN_WORD_PATTERN = re.compile(r"(?<![a-z])(mock|fake|stub|simulat)\w*", re.IGNORECASE)
 SUBSTRATE_FILE = "gdrkit/report/substrate.py"
 # Only this file may receive file descriptors.
 RECEIVER_FILE = "gdrkit/scm_rights.py"
@@ -68,15 +69,15 @@ _SEARCHED_SUFFIXES = (
     ".cmake",
     ".html",
 )
-# The words in this pattern are written in two parts, so that this file does not violate the rule.
-_UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+# Each word in this pattern is written in two parts, so that this file does not violate the rule.
+_UNFINISHED_WORK_PATTERN = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 
 # Paths below these folders exist only on one machine, or for one user.
-_MACHINE_PATHS = re.compile(r"(?<![\w}./-])/(?:work|opt|home|root|Users)/[^\s\"'<&]*")
+_MACHINE_PATH_PATTERN = re.compile(r"(?<![\w}./-])/(?:work|opt|home|root|Users)/[^\s\"'<&]*")
 
 
 def _parse_modules(root: Path, *sources: str) -> Iterator[tuple[str, ast.Module]]:
-    """Yield path and syntax tree of every Python file in these files and folders."""
+    """Yield the path below `root` and the syntax tree of every Python file in these files and folders."""
     for source in sources:
         source_path = root / source
         for path in sorted(source_path.rglob("*.py")) if source_path.is_dir() else [source_path]:
@@ -96,6 +97,7 @@ def _find_imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                 yield node.lineno, argument.value
             elif isinstance(argument, ast.JoinedStr) and isinstance(argument.values[0], ast.Constant):
+                # The argument is an f-string. Only its constant beginning is known.
                 yield node.lineno, str(argument.values[0].value)
 
 
@@ -127,11 +129,15 @@ def _get_level(package: str) -> int | None:
 def find_cross_package_imports(root: Path) -> Iterator[tuple[str, str, str]]:
     """Yield location, importing package and imported package of every import between two packages."""
     for path, tree in _parse_modules(root, "gdrkit"):
-        for line_number, name in _find_imports(tree):
-            top_level, _, submodule = name.partition(".")
-            imported = submodule.partition(".")[0]
-            if top_level == "gdrkit" and imported and imported not in {_get_package(path), "__version__"}:
-                yield f"{path}:{line_number}", _get_package(path), imported
+        for line_number, imported_name in _find_imports(tree):
+            top_level, _, submodule = imported_name.partition(".")
+            imported_package = submodule.partition(".")[0]
+            if (
+                top_level == "gdrkit"
+                and imported_package
+                and imported_package not in {_get_package(path), "__version__"}
+            ):
+                yield f"{path}:{line_number}", _get_package(path), imported_package
 
 
 def find_packages_without_level(root: Path) -> Iterator[str]:
@@ -143,17 +149,20 @@ def find_packages_without_level(root: Path) -> Iterator[str]:
 
 def find_upward_imports(root: Path) -> Iterator[str]:
     """Yield the imports in which the imported package has a higher level, or one package has no level."""
-    for location, package, imported in find_cross_package_imports(root):
-        level, imported_level = _get_level(package), _get_level(imported)
+    for location, package, imported_package in find_cross_package_imports(root):
+        level, imported_level = _get_level(package), _get_level(imported_package)
         if level is None or imported_level is None or imported_level > level:
-            yield f"{location} (level {level}) imports gdrkit.{imported} (level {imported_level})"
+            yield f"{location} (level {level}) imports gdrkit.{imported_package} (level {imported_level})"
 
 
 def find_imports_within_level(root: Path) -> Iterator[str]:
     """Yield the imports of packages of the same level that levels.py does not permit."""
-    for location, package, imported in find_cross_package_imports(root):
-        if _get_level(package) == _get_level(imported) and (package, imported) not in IMPORTS_WITHIN_A_LEVEL:
-            yield f"{location} imports gdrkit.{imported}, a package of the same level {_get_level(package)}"
+    for location, package, imported_package in find_cross_package_imports(root):
+        if (
+            _get_level(package) == _get_level(imported_package)
+            and (package, imported_package) not in IMPORTS_WITHIN_A_LEVEL
+        ):
+            yield f"{location} imports gdrkit.{imported_package}, a package of the same level {_get_level(package)}"
 
 
 def _find_imported_modules(root: Path) -> dict[str, set[str]]:
@@ -165,7 +174,8 @@ def _find_imported_modules(root: Path) -> dict[str, set[str]]:
     imports_by_module: dict[str, set[str]] = {}
     for module, tree in trees.items():
         package = module.split(".")[:2]
-        # The name of `from module import function` is module.function. In that case, the module counts.
+        # For `from module import function`, _find_imports() yields module.function. The imported module is the part
+        # before the last dot.
         names = {
             name if name in trees or name in SEAMS else name.rpartition(".")[0] for _line, name in _find_imports(tree)
         }
@@ -189,11 +199,15 @@ def find_import_circles(root: Path) -> Iterator[str]:
     An import inside a function or below ``TYPE_CHECKING`` counts, because both modules still depend on each other.
     """
     imports_by_module = _find_imported_modules(root)
-    transitive_imports = {module: _find_transitive_imports(module, imports_by_module) for module in imports_by_module}
+    transitive_imports_by_module = {
+        module: _find_transitive_imports(module, imports_by_module) for module in imports_by_module
+    }
     circles = {
-        frozenset(other for other in transitive_imports[module] if module in transitive_imports[other])
+        frozenset(
+            other for other in transitive_imports_by_module[module] if module in transitive_imports_by_module[other]
+        )
         for module in imports_by_module
-        if module in transitive_imports[module]
+        if module in transitive_imports_by_module[module]
     }
     yield from (f"{', '.join(sorted(circle))} import each other" for circle in circles - IMPORT_CIRCLES)
     for circle in IMPORT_CIRCLES - circles:
@@ -209,7 +223,7 @@ def find_imports_outside_seams(root: Path) -> Iterator[str]:
                 (files for module, files in SEAMS.items() if f"{name}.".startswith(f"{module}.")), None
             )
             if allowed_files is not None and path not in allowed_files:
-                yield f"{path}:{line_number} names {name}; only {', '.join(sorted(allowed_files))} may"
+                yield f"{path}:{line_number} names {name}, which only {', '.join(sorted(allowed_files))} may name"
 
 
 def find_stand_in_words(root: Path) -> Iterator[str]:
@@ -219,12 +233,13 @@ def find_stand_in_words(root: Path) -> Iterator[str]:
         if relative_path != SUBSTRATE_FILE:
             for line_number, line in enumerate(path.read_text().splitlines(), start=1):
                 yield from (
-                    f"{relative_path}:{line_number} contains {word[0]}" for word in _STAND_IN_WORDS.finditer(line)
+                    f"{relative_path}:{line_number} contains {word[0]}"
+                    for word in _STAND_IN_WORD_PATTERN.finditer(line)
                 )
 
 
 def find_replaced_functions(root: Path) -> Iterator[str]:
-    """Yield the uses of mock libraries and of ``monkeypatch.setattr``."""
+    """Yield the imports of mock libraries and the calls that replace functions, except in suites/meta/defects."""
     for path, tree in _parse_modules(root, "suites", "gdrkit"):
         if path.startswith("suites/meta/defects/"):
             continue
@@ -258,7 +273,10 @@ def _raises_or_exits(node: ast.AST) -> bool:
 
 
 def find_swallowed_errors(root: Path) -> Iterator[str]:
-    """Yield the handlers that catch every exception and raise none."""
+    """Yield the handlers that catch every exception and neither raise one nor end the process.
+
+    Also yield the calls of suppress() with `Exception` or `BaseException`.
+    """
     catch_all_types = {"Exception", "BaseException"}
     for path, tree in _parse_modules(root, "gdrkit", "suites", "native", "automation", "noxfile.py"):
         for node in ast.walk(tree) if path not in CATCH_ALL_FILES else ():
@@ -275,7 +293,7 @@ def find_swallowed_errors(root: Path) -> Iterator[str]:
 
 
 # Methods that can wait for a lock or for another thread.
-_LOCKING_METHODS = {"acquire", "join", "wait", "wait_for"}
+_BLOCKING_METHODS = {"acquire", "join", "wait", "wait_for"}
 
 
 def _find_functions(tree: ast.Module) -> dict[str, list[ast.AST]]:
@@ -295,23 +313,23 @@ def _find_functions(tree: ast.Module) -> dict[str, list[ast.AST]]:
 
 def _find_finalizers(tree: ast.Module) -> Iterator[str]:
     """Yield the names of functions that the garbage collector calls: ``__del__``, and callbacks of weak references."""
-    callback_indexes = {"finalize": 1, "proxy": 1, "ref": 1}
+    callback_argument_indexes = {"finalize": 1, "proxy": 1, "ref": 1}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "__del__":
             yield node.name
         elif isinstance(node, ast.Call) and _get_dotted_name(node.func).rpartition(".")[0] in {"", "weakref"}:
-            callback_index = callback_indexes.get(_get_function_name(node))
+            callback_index = callback_argument_indexes.get(_get_function_name(node))
             if callback_index is not None and len(node.args) > callback_index:
                 yield _get_dotted_name(node.args[callback_index]).rpartition(".")[2]
 
 
 def _takes_lock(node: ast.AST) -> bool:
-    """Return whether the node is a ``with`` statement on a lock, or a call that can wait for one."""
+    """Return whether the node is a ``with`` statement on a lock, or a call of one of `_BLOCKING_METHODS`."""
     if isinstance(node, ast.With):
         # Some condition variables have a name that ends with _changed.
         names = [_get_dotted_name(item.context_expr).rpartition(".")[2] for item in node.items]
         return any(re.search(r"lock|condition|_changed", name, re.IGNORECASE) for name in names)
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _LOCKING_METHODS
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _BLOCKING_METHODS
 
 
 def _find_callable_functions(tree: ast.Module, trees: Mapping[str, ast.Module]) -> dict[str, list[ast.AST]]:
@@ -319,6 +337,7 @@ def _find_callable_functions(tree: ast.Module, trees: Mapping[str, ast.Module]) 
     functions = _find_functions(tree)
     for _line, name in _find_imports(tree):
         name_parts = name.split(".")
+        # The imported module is the whole name or a beginning of it: gdrkit.cuda in `from gdrkit.cuda import Device`.
         paths = ("/".join(name_parts[:end]) + ".py" for end in range(2, len(name_parts) + 1))
         for imported_tree in (trees[path] for path in paths if path in trees):
             for function_name, nodes in _find_functions(imported_tree).items():
@@ -326,8 +345,11 @@ def _find_callable_functions(tree: ast.Module, trees: Mapping[str, ast.Module]) 
     return functions
 
 
-def find_locked_finalizers(root: Path) -> Iterator[str]:
-    """Yield finalizers that can wait for a lock. Calls are followed by name alone, so a false alarm is possible."""
+def find_locking_finalizers(root: Path) -> Iterator[str]:
+    """Yield finalizers that can wait for a lock. False alarms are possible.
+
+    A call counts as a call of every function of that name in the module and in the modules of gdrkit that it imports.
+    """
     trees = dict(_parse_modules(root, "gdrkit"))
     for path, tree in trees.items():
         functions, unvisited, visited = _find_callable_functions(tree, trees), list(_find_finalizers(tree)), set[str]()
@@ -378,23 +400,25 @@ def find_unfinished_work(root: Path) -> Iterator[str]:
     """Yield the notes about unfinished work in the sources."""
     # These folders are left out, because other cases fill and remove them at the same time.
     generated_folders = {"build", "runs"}
-    paths = []
+    file_paths = []
     for folder, subfolders, file_names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in generated_folders and not name.startswith(".")]
-        paths += [Path(folder, name) for name in file_names if not name.startswith(".")]
-    for path in sorted(paths):
+        file_paths += [Path(folder, name) for name in file_names if not name.startswith(".")]
+    for path in sorted(file_paths):
         relative_path = path.relative_to(root).as_posix()
         if path.suffix not in _SEARCHED_SUFFIXES:
             continue
         for line_number, line in enumerate(path.read_text().splitlines(), start=1):
-            yield from (f"{relative_path}:{line_number} contains {word[0]}" for word in _UNFINISHED.finditer(line))
+            yield from (
+                f"{relative_path}:{line_number} contains {word[0]}" for word in _UNFINISHED_WORK_PATTERN.finditer(line)
+            )
 
 
 def find_machine_paths(root: Path) -> Iterator[str]:
     """Yield machine-specific paths in records and in the pages that are made from records."""
     generated_files = [*(root / "reports" / "baselines").rglob("*"), *(root / "docs").rglob("*.html")]
     for path in sorted(path for path in generated_files if path.is_file()):
-        machine_paths = dict.fromkeys(_MACHINE_PATHS.findall(path.read_text()))
+        machine_paths = dict.fromkeys(_MACHINE_PATH_PATTERN.findall(path.read_text()))
         yield from (f"{path.relative_to(root)} contains {machine_path}" for machine_path in machine_paths)
 
 

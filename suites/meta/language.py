@@ -113,20 +113,24 @@ GONE_WORDS: dict[str, str] = {
 }
 # These phrases are correct although they contain a replaced word.
 _LEGITIMATE_PHRASES = re.compile(r"\broom (for|left|in the)\b|\bno room\b|\broom_bytes\b|\"room\"", re.IGNORECASE)
+# Patterns of replaced phrases. The value of each pattern is the correct form.
 _GONE_PHRASES = {
     re.compile(r"\bgave (E[A-Z]{3,}\b|\{\w+\.status_name)"): "x failed: strerror (ERR)",
     re.compile(r"\bmemory nodes?\b", re.IGNORECASE): "NUMA node",
     re.compile(r"\blets? go of\b", re.IGNORECASE): "release",
 }
 # The parts of an identifier are words, too: RegionCache has the words Region and Cache.
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_WORD_PATTERN = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # The build installs copies of files of native/usrbio in these folders, so the checks skip them.
 _INSTALLED_FOLDERS = ("gdrkit/usrbio/examples/", "gdrkit/usrbio/include/")
 _CHECKED_SUFFIXES = (".c", ".cpp", ".h", ".hpp", ".md", ".py", ".sh", ".toml", ".yml")
-_COMMENT = re.compile(r"^\s*(#|//|\"\"\")")
-_HEADLESS_OPENING = re.compile(r"^\s*(?:#|//|\"\"\")\s*(?:Who|What|Whoever|Of|Where|By which|For who)\b(?P<rest>.*)$")
+_COMMENT_START = re.compile(r"^\s*(#|//|\"\"\")")
+_HEADLESS_OPENING = re.compile(
+    r"^\s*(?:#|//|\"\"\")\s*(?:Who|What|Whoever|Of|Where|By which|For who)\b(?P<rest_of_line>.*)$"
+)
 _CHAINED_PRONOUN = re.compile(r"\b(?:that|those|the ones?) of\b", re.IGNORECASE)
-_TEST_NAME = re.compile(r"^\s*(?:async )?def (test_\w+)\(")
+_TEST_DEFINITION = re.compile(r"^\s*(?:async )?def (test_\w+)\(")
+# Maximum number of characters in the name of a case.
 TEST_NAME_MAX = 60
 
 
@@ -134,7 +138,7 @@ def find_gone_words(root: Path) -> Iterator[str]:
     """Yield one line for each use of a word or phrase that the project no longer uses."""
     for location, line in _read_lines(root):
         text = _LEGITIMATE_PHRASES.sub("", line)
-        for word in _WORD.findall(text):
+        for word in _WORD_PATTERN.findall(text):
             replacement = GONE_WORDS.get(word.lower())
             if replacement:
                 yield f"{location} contains {word}; the term is: {replacement}"
@@ -148,9 +152,9 @@ def find_headless_openings(root: Path) -> Iterator[str]:
     previous_line, previous_file = "", ""
     for location, line in _read_lines(root):
         file = location.rpartition(":")[0]
-        is_continuation = file == previous_file and bool(_COMMENT.match(previous_line)) and '"""' not in line
+        is_continuation = file == previous_file and bool(_COMMENT_START.match(previous_line)) and '"""' not in line
         opening = _HEADLESS_OPENING.match(line)
-        if opening and not is_continuation and "?" not in opening["rest"] and not file.endswith(".md"):
+        if opening and not is_continuation and "?" not in opening["rest_of_line"] and not file.endswith(".md"):
             yield f"{location} begins without a subject: {line.strip()}"
         previous_line, previous_file = line, file
 
@@ -166,9 +170,9 @@ def find_chained_pronouns(root: Path) -> Iterator[str]:
 def find_long_test_names(root: Path) -> Iterator[str]:
     """Yield one line for each case whose name is longer than TEST_NAME_MAX characters."""
     for location, line in _read_lines(root):
-        match = _TEST_NAME.match(line)
+        match = _TEST_DEFINITION.match(line)
         if match and len(match[1]) > TEST_NAME_MAX:
-            yield f"{location}: the name {match[1]} has {len(match[1])} characters, and may have {TEST_NAME_MAX}"
+            yield f"{location}: the name {match[1]} has {len(match[1])} characters; the maximum is {TEST_NAME_MAX}"
 
 
 def _read_lines(root: Path) -> Iterator[tuple[str, str]]:
@@ -180,5 +184,5 @@ def _read_lines(root: Path) -> Iterator[tuple[str, str]]:
             if relative_path == "suites/meta/language.py" or relative_path.startswith(_INSTALLED_FOLDERS):
                 continue
             if path.suffix in _CHECKED_SUFFIXES and path.is_file():
-                for number, line in enumerate(path.read_text().splitlines(), start=1):
-                    yield f"{relative_path}:{number}", line
+                for line_number, line in enumerate(path.read_text().splitlines(), start=1):
+                    yield f"{relative_path}:{line_number}", line

@@ -65,7 +65,7 @@ IMPORT_CIRCLES: frozenset[frozenset[str]] = frozenset(
 # so one file, the seam of the module, wraps it. ctypes can open any library, so only the listed files may use it.
 SEAMS: Mapping[str, frozenset[str]] = {
     "pyverbs": frozenset({"gdrkit/verbs/_pyverbs.py"}),
-    # `cuda` matches this module, too. The first matching entry decides, so this entry stands first.
+    # The entry `cuda` matches cuda.bindings.cufile, too. The first matching entry decides, so this entry stands first.
     "cuda.bindings.cufile": frozenset({"gdrkit/cufile/_cufile.py"}),
     "cuda": frozenset({"gdrkit/cuda/_driver.py"}),
     "kvikio": frozenset({"gdrkit/cufile/_kvikio.py"}),

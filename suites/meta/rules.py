@@ -125,7 +125,7 @@ RULES = (
     Rule(
         name="no finalizer takes a lock",
         why="The garbage collector can run a finalizer at any allocation, also in the thread that holds the lock.",
-        find_violations=checks.find_locked_finalizers,
+        find_violations=checks.find_locking_finalizers,
         must_fail={
             "gdrkit/handles.py": "class Handle:\n    def release(self):\n        with _lock:\n            pass\n",
             "gdrkit/buffers.py": "from gdrkit.handles import Handle\nclass Range:\n    def close(self):\n"

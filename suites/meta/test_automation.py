@@ -60,6 +60,7 @@ Transaction Summary
 
 
 def write_program(folder: Path, name: str, script: str) -> None:
+    """Write an executable shell script, which takes the place of the program `name`."""
     path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -107,7 +108,7 @@ environments.ensure_environment(
 
 
 @pytest.mark.parametrize(
-    ("row", "replaces", "is_allowed"),
+    ("apt_line", "replaces", "is_allowed"),
     [
         (APT_ADDITION, False, True),
         (APT_UPDATE, True, True),
@@ -115,10 +116,10 @@ environments.ensure_environment(
         (APT_THIRD_PARTY_UPDATE, True, False),
     ],
 )
-def test_apt_may_update_within_the_release_only(row: str, *, replaces: bool, is_allowed: bool) -> None:
-    (change,) = system_packages.list_apt_changes(f"Reading package lists...\n{row}\nConf xfsprogs\n")
+def test_apt_may_update_within_the_release_only(apt_line: str, *, replaces: bool, is_allowed: bool) -> None:
+    (change,) = system_packages.list_apt_changes(f"Reading package lists...\n{apt_line}\nConf xfsprogs\n")
     assert (change.replaces, change.is_allowed) == (replaces, is_allowed)
-    assert change.text == row.removeprefix("Inst ")
+    assert change.text == apt_line.removeprefix("Inst ")
 
 
 def test_dnf_may_update_within_the_release_only() -> None:
@@ -186,17 +187,19 @@ def test_machine_without_manager_is_told_what_to_install(tmp_path: Path, distrib
     assert result.stdout.strip().endswith("xfsprogs gcc-c++" if distribution == "rocky" else "xfsprogs g++")
 
 
-@pytest.mark.parametrize(("update", "exit_code"), [("glibc", 0), ("libibverbs", 3)])
-def test_dnf_installs_what_its_dry_run_announced(tmp_path: Path, update: str, exit_code: int) -> None:
+@pytest.mark.parametrize(("updated_package", "exit_code"), [("glibc", 0), ("libibverbs", 3)])
+def test_dnf_installs_what_its_dry_run_announced(tmp_path: Path, updated_package: str, exit_code: int) -> None:
     calls_file = tmp_path / "called"
-    rows = (
+    dry_run_output = (
         DNF_REFUSED_TRANSACTION.replace("\n", "\\n")
-        if update == "libibverbs"
+        if updated_package == "libibverbs"
         else DNF_ALLOWED_TRANSACTION.replace("\n", "\\n")
     )
     write_program(tmp_path, "rpm", "echo libibverbs 51.0-1 Rocky Enterprise Software Foundation")
     write_program(
-        tmp_path, "dnf", f'case "$*" in *--assumeno*) printf \'{rows}\'; exit 1;; *) echo "$*" >{calls_file};; esac'
+        tmp_path,
+        "dnf",
+        f'case "$*" in *--assumeno*) printf \'{dry_run_output}\'; exit 1;; *) echo "$*" >{calls_file};; esac',
     )
     result = run_install(tmp_path, "rocky")
     if os.geteuid() != 0:
@@ -235,11 +238,12 @@ def test_remedy_names_the_packages_of_an_extra() -> None:
         command = remedies.pip_install(extra)
         assert command.startswith("pip install '")
         # The metadata may state the limits of a version in another order.
-        names = [re.split(r"[<>=]", requirement)[0] for requirement in extras[extra]]
-        assert re.findall(r"'([\w-]+)", command) == names
+        package_names = [re.split(r"[<>=]", requirement)[0] for requirement in extras[extra]]
+        assert re.findall(r"'([\w-]+)", command) == package_names
 
 
 def test_no_remedy_names_a_package_that_no_index_has() -> None:
+    # gdrkit and gdrkit-twins are not on a package index, so pip cannot install them by name.
     pattern = re.compile(r"pip install [^`\n]*gdrkit(\[|-twins)")
     sources = (ROOT / "gdrkit").rglob("*.py")
     assert [str(path) for path in sources if pattern.search(path.read_text())] == []
@@ -269,11 +273,12 @@ def make_shell_part(name: str, script: str) -> Part:
 def test_side_by_side_keeps_output_and_exit_codes(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     # Each of the two commands waits for a file that the other command creates. Both end only if they run at the
     # same time.
-    wait_for_other = "until [ -e {0}/{2} ]; do :; done; echo {1}; echo {1}; exit {3}"
+    wait_for_other_script = "until [ -e {0}/{2} ]; do :; done; echo {1}; echo {1}; exit {3}"
     parts = [
         make_shell_part(
             name,
-            f"echo {name}; touch {tmp_path}/{name}; " + wait_for_other.format(tmp_path, name, other_name, exit_code),
+            f"echo {name}; touch {tmp_path}/{name}; "
+            + wait_for_other_script.format(tmp_path, name, other_name, exit_code),
         )
         for name, other_name, exit_code in (("first", "second", 0), ("second", "first", 3))
     ]
@@ -291,10 +296,10 @@ def test_side_by_side_runs_no_more_than_jobs(tmp_path: Path) -> None:
 
 
 def test_every_default_case_file_is_in_one_part() -> None:
-    paths = [path for paths in list_suite_parts().values() for path in paths]
-    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
+    part_paths = [path for paths in list_suite_parts().values() for path in paths]
+    files_of_parts = [file for path in part_paths for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
     default_files = {*(ROOT / "suites").rglob("test_*.py"), *(ROOT / "hardware" / "throughput").rglob("test_*.py")}
-    assert sorted(files) == sorted(path for path in default_files if path.relative_to(ROOT).parts[1] != "meta")
+    assert sorted(files_of_parts) == sorted(path for path in default_files if path.relative_to(ROOT).parts[1] != "meta")
 
 
 def test_quiet_command_reports_that_it_runs(capfd: pytest.CaptureFixture[str]) -> None:

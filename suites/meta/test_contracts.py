@@ -13,20 +13,20 @@ import re
 import subprocess
 from pathlib import Path
 
-CONTRACTS = Path(__file__).resolve().parents[2] / "native" / "twins" / "contracts"
+CONTRACTS_FOLDER = Path(__file__).resolve().parents[2] / "native" / "twins" / "contracts"
 # The Python packages of Debian and Ubuntu are in this folder.
-SYSTEM_PACKAGES = Path("/usr/lib/python3/dist-packages")
+SYSTEM_PACKAGES_FOLDER = Path("/usr/lib/python3/dist-packages")
 # `readelf --dyn-syms` prints an imported symbol as: ... UND ibv_open_device@IBVERBS_1.1 (3)
 IMPORTED_VERBS_SYMBOL = re.compile(r" UND (\w+@IBVERBS_\w+(?:\.\d+)*)")
 # cuda-bindings passes these names to cuGetProcAddress_v2. They are C strings in its module.
-CUDA_NAME = re.compile(rb"(?<=\0)cu[A-Z]\w+(?=\0)")
-CUFILE_NAME = re.compile(rb"(?<=\0)cuFile[A-Z]\w+(?=\0)")
+CUDA_FUNCTION_NAME = re.compile(rb"(?<=\0)cu[A-Z]\w+(?=\0)")
+CUFILE_FUNCTION_NAME = re.compile(rb"(?<=\0)cuFile[A-Z]\w+(?=\0)")
 # The bindings find this function by dlsym(3). They call it to find the other functions.
 FOUND_BY_DLSYM = {"cuGetProcAddress_v2"}
 
 
-def read_contract_symbols(name: str) -> set[str]:
-    lines = (CONTRACTS / name).read_text().splitlines()
+def read_contract_symbols(file_name: str) -> set[str]:
+    lines = (CONTRACTS_FOLDER / file_name).read_text().splitlines()
     return {line.split()[0].replace("@@", "@") for line in lines if line and not line.startswith("#")}
 
 
@@ -35,7 +35,7 @@ def read_private_verbs_symbols() -> set[str]:
 
     A # in a name stands for the number.
     """
-    lines = (CONTRACTS / "ibverbs_private.conventions").read_text().splitlines()
+    lines = (CONTRACTS_FOLDER / "ibverbs_private.conventions").read_text().splitlines()
     rows = [line.split() for line in lines if line and not line.startswith("#")]
     version_numbers = next(row[1:] for row in rows if row[0] == "numbers")
     names = [row[0] for row in rows if row[0] != "numbers"]
@@ -43,17 +43,19 @@ def read_private_verbs_symbols() -> set[str]:
 
 
 def find_verbs_clients() -> list[Path]:
-    pyverbs = importlib.util.find_spec("pyverbs")
-    folder = Path(pyverbs.origin).parent if pyverbs and pyverbs.origin else SYSTEM_PACKAGES / "pyverbs"
-    libraries = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
-    librdmacm = re.search(r"librdmacm\.so\.1 .*=> (\S+)", libraries)
-    return sorted(folder.rglob("*.so")) + ([Path(librdmacm[1])] if librdmacm else [])
+    pyverbs_spec = importlib.util.find_spec("pyverbs")
+    pyverbs_folder = (
+        Path(pyverbs_spec.origin).parent if pyverbs_spec and pyverbs_spec.origin else SYSTEM_PACKAGES_FOLDER / "pyverbs"
+    )
+    ldconfig_output = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
+    librdmacm_match = re.search(r"librdmacm\.so\.1 .*=> (\S+)", ldconfig_output)
+    return sorted(pyverbs_folder.rglob("*.so")) + ([Path(librdmacm_match[1])] if librdmacm_match else [])
 
 
 def test_verbs_twin_exports_the_imports_of_its_clients() -> None:
-    clients = find_verbs_clients()
-    assert clients
-    command = ["readelf", "--wide", "--dyn-syms", *map(str, clients)]
+    client_libraries = find_verbs_clients()
+    assert client_libraries
+    command = ["readelf", "--wide", "--dyn-syms", *map(str, client_libraries)]
     imported_names = set(
         IMPORTED_VERBS_SYMBOL.findall(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     )
@@ -62,23 +64,24 @@ def test_verbs_twin_exports_the_imports_of_its_clients() -> None:
 
 
 def test_cuda_twin_has_the_functions_of_cuda_bindings() -> None:
-    bindings = importlib.util.find_spec("cuda.bindings")
-    assert bindings is not None
-    assert bindings.origin is not None
-    (module,) = Path(bindings.origin).parent.glob("_internal/driver.*.so")
-    requested_names = {name.decode() for name in CUDA_NAME.findall(module.read_bytes())}
+    bindings_spec = importlib.util.find_spec("cuda.bindings")
+    assert bindings_spec is not None
+    assert bindings_spec.origin is not None
+    (module_path,) = Path(bindings_spec.origin).parent.glob("_internal/driver.*.so")
+    requested_names = {name.decode() for name in CUDA_FUNCTION_NAME.findall(module_path.read_bytes())}
     assert requested_names - FOUND_BY_DLSYM == read_contract_symbols("cuda.symbols")
 
 
 # gdrkit/gaudi/_hlthunk.py, the only file that loads hl-thunk, has a table of the functions that it uses, by name.
-HLTHUNK_NAME = re.compile(r'^    "(hlthunk_\w+)": \(', re.MULTILINE)
+HLTHUNK_FUNCTION_NAME = re.compile(r'^    "(hlthunk_\w+)": \(', re.MULTILINE)
 
 
 def test_hlthunk_twin_exports_the_functions_of_the_seam() -> None:
-    # The file has the names of the last two functions in constants, which HLTHUNK_NAME does not match.
-    seam = (CONTRACTS.parents[2] / "gdrkit" / "gaudi" / "_hlthunk.py").read_text()
+    # _hlthunk.py has the names of the last two of these functions in constants, which HLTHUNK_FUNCTION_NAME does not
+    # match.
+    seam_source = (CONTRACTS_FOLDER.parents[2] / "gdrkit" / "gaudi" / "_hlthunk.py").read_text()
     requested_names = {
-        *HLTHUNK_NAME.findall(seam),
+        *HLTHUNK_FUNCTION_NAME.findall(seam_source),
         "hlthunk_device_memory_alloc",
         "hlthunk_get_dev_memalloc_page_orders",
     }
@@ -87,24 +90,24 @@ def test_hlthunk_twin_exports_the_functions_of_the_seam() -> None:
 
 
 def test_cufile_twin_exports_the_functions_of_cuda_bindings() -> None:
-    bindings = importlib.util.find_spec("cuda.bindings")
-    assert bindings is not None
-    assert bindings.origin is not None
-    (module,) = Path(bindings.origin).parent.glob("_internal/cufile.*.so")
-    requested_names = {name.decode() for name in CUFILE_NAME.findall(module.read_bytes())}
+    bindings_spec = importlib.util.find_spec("cuda.bindings")
+    assert bindings_spec is not None
+    assert bindings_spec.origin is not None
+    (module_path,) = Path(bindings_spec.origin).parent.glob("_internal/cufile.*.so")
+    requested_names = {name.decode() for name in CUFILE_FUNCTION_NAME.findall(module_path.read_bytes())}
     assert requested_names == read_contract_symbols("cufile.symbols")
     assert requested_names <= read_contract_symbols("cufile.conventions")
 
 
 # nvidia-ml-py finds each function by its name, when it is first called.
-NVML_NAME = re.compile(r'_nvmlGetFunctionPointer\("(nvml\w+)"\)')
+NVML_FUNCTION_NAME = re.compile(r'_nvmlGetFunctionPointer\("(nvml\w+)"\)')
 
 
 def test_nvml_twin_exports_the_functions_of_nvidia_ml_py() -> None:
-    bindings = importlib.util.find_spec("pynvml")
-    assert bindings is not None
-    assert bindings.origin is not None
-    requested_names = set(NVML_NAME.findall(Path(bindings.origin).read_text()))
+    bindings_spec = importlib.util.find_spec("pynvml")
+    assert bindings_spec is not None
+    assert bindings_spec.origin is not None
+    requested_names = set(NVML_FUNCTION_NAME.findall(Path(bindings_spec.origin).read_text()))
     assert requested_names == read_contract_symbols("nvml.symbols")
     assert requested_names <= read_contract_symbols("nvml.conventions")
 

@@ -18,7 +18,7 @@ from gdrkit.report import CaseReason, Verdict
 if TYPE_CHECKING:
     from gdrkit.report import Record
 
-REVIEW = Path(__file__).resolve().parents[1] / "review"
+REVIEW_FOLDER = Path(__file__).resolve().parents[1] / "review"
 # Fewer defects in the table are an error, so that no defect is lost by mistake.
 DEFECTS_MIN = 31
 # The cases about classify_run() need one defect, no matter which.
@@ -39,7 +39,7 @@ def test_every_finding_has_a_case() -> None:
 def test_every_case_of_the_review_has_a_defect() -> None:
     cases = {
         f"{path.name}::{node.name}"
-        for path in REVIEW.glob("test_*.py")
+        for path in REVIEW_FOLDER.glob("test_*.py")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
@@ -61,7 +61,8 @@ def test_named_case_must_fail_too() -> None:
     assert not classify_run(defect, records | {"a::b": make_record(Verdict.PASS)}).is_caught
 
 
-OTHER_OUTCOMES = [
+# The records, by case, of runs after which DEFECT does not count as caught.
+RECORDS_WITHOUT_A_CATCH = [
     pytest.param({}, id="no record"),
     pytest.param({DEFECT.case: make_record(Verdict.PASS)}, id="pass"),
     pytest.param({DEFECT.case: make_record(Verdict.NOT_RUN, "no GPU")}, id="not run"),
@@ -75,6 +76,6 @@ OTHER_OUTCOMES = [
 ]
 
 
-@pytest.mark.parametrize("records", OTHER_OUTCOMES)
+@pytest.mark.parametrize("records", RECORDS_WITHOUT_A_CATCH)
 def test_other_outcome_is_not_a_catch(records: dict[str, Record]) -> None:
     assert not classify_run(DEFECT, records).is_caught

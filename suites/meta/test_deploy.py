@@ -17,20 +17,23 @@ import pytest
 
 from gdrkit.harness.needs import host, needs
 
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-GATE = DEPLOY / "slurm" / "gate.sh"
-# The systemd units, each with the file name for systemd-analyze: a template (@) needs an instance name.
-UNITS = {"gdrkit-agent@.service": "gdrkit-agent@data.service", "gdrkit-serve.service": "gdrkit-serve.service"}
+DEPLOY_FOLDER = Path(__file__).resolve().parents[2] / "deploy"
+GATE_SCRIPT = DEPLOY_FOLDER / "slurm" / "gate.sh"
+# The systemd units, each with the file name that systemd-analyze gets. A template (@) needs an instance name: data.
+CHECKED_NAME_BY_UNIT = {
+    "gdrkit-agent@.service": "gdrkit-agent@data.service",
+    "gdrkit-serve.service": "gdrkit-serve.service",
+}
 
 
 def run_gate(tmp_path: Path, *, gpus: str, options: str) -> subprocess.CompletedProcess[str]:
     """Run the gate as slurmd does, with the gdrkit of this environment."""
-    command = tmp_path / "gdrkit"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m gdrkit "$@"\n')
-    command.chmod(0o755)
-    environ = {**os.environ, "GDRKIT": str(command), "GDRKIT_OPTIONS": options, "SLURM_JOB_ID": "7"}
+    gdrkit_script = tmp_path / "gdrkit"
+    gdrkit_script.write_text(f'#!/bin/sh\nexec {sys.executable} -m gdrkit "$@"\n')
+    gdrkit_script.chmod(0o755)
+    environ = {**os.environ, "GDRKIT": str(gdrkit_script), "GDRKIT_OPTIONS": options, "SLURM_JOB_ID": "7"}
     environ |= {"SLURM_JOB_GPUS": gpus, "GDRKIT_BUDGET_S": "90"}
-    return subprocess.run([str(GATE)], env=environ, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run([str(GATE_SCRIPT)], env=environ, capture_output=True, text=True, check=False, timeout=120)
 
 
 def test_gate_admits_a_job_without_gpus_at_once(tmp_path: Path) -> None:
@@ -52,15 +55,15 @@ def test_gate_refuses_a_node_with_the_exit_code_of_check(tmp_path: Path) -> None
 
 @needs(host.program("shellcheck"))
 def test_scripts_pass_shellcheck() -> None:
-    subprocess.run(["shellcheck", *map(str, DEPLOY.rglob("*.sh"))], check=True, timeout=60)
+    subprocess.run(["shellcheck", *map(str, DEPLOY_FOLDER.rglob("*.sh"))], check=True, timeout=60)
 
 
 @needs(host.program("systemd-analyze"))
-@pytest.mark.parametrize("name", UNITS)
-def test_unit_passes_systemd_analyze(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unit", CHECKED_NAME_BY_UNIT)
+def test_unit_passes_systemd_analyze(unit: str, tmp_path: Path) -> None:
     # The command of the unit is not installed here, and systemd-analyze requires that it exists.
-    unit_text = re.sub(r"/opt/gdrkit/bin/gdrkit", sys.executable, (DEPLOY / "systemd" / name).read_text())
-    unit_file = tmp_path / UNITS[name]
+    unit_text = re.sub(r"/opt/gdrkit/bin/gdrkit", sys.executable, (DEPLOY_FOLDER / "systemd" / unit).read_text())
+    unit_file = tmp_path / CHECKED_NAME_BY_UNIT[unit]
     unit_file.write_text(unit_text)
     command = ["systemd-analyze", "verify", "--man=no", str(unit_file)]
     completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -68,23 +71,25 @@ def test_unit_passes_systemd_analyze(name: str, tmp_path: Path) -> None:
 
 
 def test_agent_unit_leaves_its_mount_visible() -> None:
-    """systemd gives a unit with these options mounts of its own, and other processes would not see the FUSE mount."""
-    text = (DEPLOY / "systemd" / "gdrkit-agent@.service").read_text()
-    assert not re.findall(r"^(?:Private|Protect|ReadOnly|Inaccessible|Root|Bind)\w*=", text, re.MULTILINE)
+    """The unit has no option with which systemd would hide the FUSE mount of the agent from other processes."""
+    unit_text = (DEPLOY_FOLDER / "systemd" / "gdrkit-agent@.service").read_text()
+    assert not re.findall(r"^(?:Private|Protect|ReadOnly|Inaccessible|Root|Bind)\w*=", unit_text, re.MULTILINE)
 
 
 @needs(host.program("promtool"))
 def test_alerts_fire_for_the_hosts_that_they_are_about() -> None:
     command = ["promtool", "test", "rules", "gdrkit.tests.yml"]
-    subprocess.run(command, cwd=DEPLOY / "prometheus", check=True, timeout=60)
+    subprocess.run(command, cwd=DEPLOY_FOLDER / "prometheus", check=True, timeout=60)
 
 
 def test_options_in_the_files_exist() -> None:
     """Every `gdrkit COMMAND` in deploy/ is a command, and gdrkit knows its options."""
-    text = "\n".join(path.read_text() for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".pyc")
-    commands = set(re.findall(r"gdrkit (agent|serve|check|qualify)\b", text))
+    text_of_all_files = "\n".join(
+        path.read_text() for path in DEPLOY_FOLDER.rglob("*") if path.is_file() and path.suffix != ".pyc"
+    )
+    commands = set(re.findall(r"gdrkit (agent|serve|check|qualify)\b", text_of_all_files))
     assert commands == {"agent", "serve", "check", "qualify"}
-    for command, option in re.findall(r"gdrkit (agent|serve|check|qualify)\b[^`\n]*?(--[a-z-]+)", text):
+    for command, option in re.findall(r"gdrkit (agent|serve|check|qualify)\b[^`\n]*?(--[a-z-]+)", text_of_all_files):
         help_output = subprocess.run(
             [sys.executable, "-m", "gdrkit", command, "--help"], capture_output=True, text=True, check=True, timeout=60
         )

@@ -17,9 +17,10 @@ import pytest
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 CODE_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# SCRIPT_START is the start of every script. In docs/usrbio.md, $D is the folder with the header and the library.
-# START_AGENT and START_SERVER start a service in the background, and wait for its first line. TERMINATE_SERVICE ends
-# the service. The exit code of the service becomes the exit code of the script.
+# SCRIPT_START is the start of every script. It creates the FIFO `output`, to which a service prints. In docs/usrbio.md,
+# $D is the folder with the header and the library. START_AGENT and START_SERVER start a service in the background, and
+# wait for its first line. TERMINATE_SERVICE ends the service. The exit code of the service becomes the exit code of the
+# script.
 SCRIPT_START = """
 set -e
 python() { "$PYTHON" "$@"; }
@@ -41,8 +42,8 @@ def read_blocks(document: str, language: str) -> list[str]:
 
 def is_in_document(output: str, document: str) -> bool:
     """Return whether a document shows exactly this output as an indented block."""
-    block = "".join(f"    {line}\n" for line in output.splitlines())
-    return block in (PROJECT_ROOT / "docs" / document).read_text()
+    indented_output = "".join(f"    {line}\n" for line in output.splitlines())
+    return indented_output in (PROJECT_ROOT / "docs" / document).read_text()
 
 
 def run_on_twins(script: str, folder: Path) -> str:
@@ -70,17 +71,17 @@ def test_c_program_of_usrbio_copies_a_file(tmp_path: Path) -> None:
     (tmp_path / "copy.c").write_text(source)
     document_text = (PROJECT_ROOT / "docs" / "usrbio.md").read_text()
     (compile_line,) = re.findall(r"^    (cc copy\.c .*)$", document_text, re.MULTILINE)
-    create_data = "head -c 3000001 /dev/urandom > store/data\n"
-    copy_data = "./copy store store/data store/copy\ncmp store/data store/copy\n"
+    create_data_command = "head -c 3000001 /dev/urandom > store/data\n"
+    copy_and_compare_commands = "./copy store store/data store/copy\ncmp store/data store/copy\n"
     assert "3000001 bytes" in run_on_twins(
-        f"{compile_line}\n{create_data}{START_AGENT}{copy_data}{TERMINATE_SERVICE}", tmp_path
+        f"{compile_line}\n{create_data_command}{START_AGENT}{copy_and_compare_commands}{TERMINATE_SERVICE}", tmp_path
     )
 
 
 def test_storage_program_prints_the_documented_output(tmp_path: Path) -> None:
     (program,) = read_blocks("storage.md", "python")
     (tmp_path / "store.py").write_text(program)
-    # The first line of the server is: gdrkit serve: DIR at HOST:PORT by NICS
+    # `line` is the first line of the server: gdrkit serve: DIR at HOST:PORT by NICS
     run_client = 'line=${line##* at }\npython store.py "${line%% by *}" store/.gdrkit/token\n'
     assert is_in_document(run_on_twins(f"{START_SERVER}{run_client}{TERMINATE_SERVICE}", tmp_path), "storage.md")
 
@@ -91,21 +92,23 @@ def test_first_program_of_the_document_runs(tmp_path: Path, name: str) -> None:
     assert run_on_twins("python program.py\n", tmp_path) == ""
 
 
-def run_in_two_shells(document: str, service: str, client: str, folder: Path) -> str:
-    """Run the service and the client of a document in two shells, and return the output of the client.
+def run_in_two_shells(document: str, documented_service: str, documented_client: str, folder: Path) -> str:
+    """Run two commands of a document, a service and its client, in two shells, and return the output of the client.
 
     Each command has the prefix that the document requires. DIR is replaced by the folder `store`.
     """
     document_text = (PROJECT_ROOT / "docs" / document).read_text()
     (prefix,) = re.findall(r"put\s+`([^`]+ --)`\s+before\s+each\s+command", document_text)
-    for command in (service, client):
+    for command in (documented_service, documented_client):
         assert re.search(rf"(^    |`){re.escape(command)}( {{2}}|`|$)", document_text, re.MULTILINE), command
     # The commands of the document have a fixed port, which is replaced by a free port.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
     service_command, client_command = (
-        f"{prefix} {command}".replace("DIR", "store").replace("7070", port) for command in (service, client)
+        f"{prefix} {command}".replace("DIR", "store").replace("7070", port)
+        for command in (documented_service, documented_client)
     )
+    # A new shell does not have the variable that selects the twin domain of this session.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GDRKIT_TWINS_DOMAIN")}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Each program in docs/examples runs on the software twins, and a warning is an error.
+"""Each program in docs/examples runs on the software twins without an error or a Python warning.
 
 Software twins are libraries that emulate the hardware below an API.
 """

@@ -13,7 +13,7 @@ import pytest
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 # A row of the table of exit codes in README.md.
-CODE_ROW = re.compile(r"^\| (\d) \| (.+) \|$", re.MULTILINE)
+EXIT_CODE_ROW = re.compile(r"^\| (\d) \| (.+) \|$", re.MULTILINE)
 
 
 def run_nox(*arguments: str, search_path: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -26,9 +26,9 @@ def run_nox(*arguments: str, search_path: str | None = None) -> subprocess.Compl
 def vendor_machine_path(tmp_path: Path) -> str:
     """Value of PATH for a machine that has a vendor's RDMA stack (ofed_info) and no C++ compiler."""
     for name in ("bash", "dpkg-query", "git"):
-        program = shutil.which(name)
-        if program:
-            (tmp_path / name).symlink_to(program)
+        program_path = shutil.which(name)
+        if program_path:
+            (tmp_path / name).symlink_to(program_path)
     vendor_program = tmp_path / "ofed_info"
     vendor_program.write_text("#!/bin/sh\n")
     vendor_program.chmod(0o755)
@@ -55,7 +55,7 @@ def test_missing_tools_beside_a_vendor_stack_are_3(vendor_machine_path: str) -> 
 
 
 def test_readme_and_help_agree_on_exit_codes() -> None:
-    meaning_by_code = dict(CODE_ROW.findall((PROJECT_ROOT / "README.md").read_text()))
+    meaning_by_code = dict(EXIT_CODE_ROW.findall((PROJECT_ROOT / "README.md").read_text()))
     assert list(meaning_by_code) == ["0", "1", "2", "3", "4"]
     command = [sys.executable, "-m", "gdrkit", "qualify", "--help"]
     help_text = subprocess.run(command, capture_output=True, text=True, check=True).stdout

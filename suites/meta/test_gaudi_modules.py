@@ -12,7 +12,7 @@ import pytest
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = PROJECT_ROOT / "docs" / "add-a-device.md"
-WORDS = re.compile(r"gaudi|habana|hl-?thunk", re.IGNORECASE)
+GAUDI_WORD = re.compile(r"gaudi|habana|hl-?thunk", re.IGNORECASE)
 
 # The files below gdrkit/ that may mention Gaudi, each with the maximum number of such lines and their purpose.
 ALLOWED_MENTIONS = {
@@ -44,7 +44,7 @@ ALLOWED_MENTIONS = {
     "observe/sampled_process.py": (1, "the file name of hl-thunk, in the list of libraries that move bytes"),
 }
 # These modules handle memory of any device and must not depend on its vendor.
-VENDOR_INDEPENDENT = (
+VENDOR_INDEPENDENT_MODULES = (
     "registration/cache.py",
     "registration/pool.py",
     "registration/share.py",
@@ -61,7 +61,7 @@ def count_mentions() -> dict[str, int]:
     counts = {}
     for path in sorted(root.rglob("*.py")):
         file = path.relative_to(root).as_posix()
-        count = sum(bool(WORDS.search(line)) for line in path.read_text().splitlines())
+        count = sum(bool(GAUDI_WORD.search(line)) for line in path.read_text().splitlines())
         if count and not file.startswith("gaudi/"):
             counts[file] = count
     return counts
@@ -74,7 +74,7 @@ def test_only_listed_modules_mention_gaudi() -> None:
     assert not excess_counts
 
 
-@pytest.mark.parametrize("module", VENDOR_INDEPENDENT)
+@pytest.mark.parametrize("module", VENDOR_INDEPENDENT_MODULES)
 def test_memory_transport_does_not_mention_gaudi(module: str) -> None:
     assert not [file for file in count_mentions() if file == module or file.startswith(f"{module}/")]
 
@@ -82,10 +82,10 @@ def test_memory_transport_does_not_mention_gaudi(module: str) -> None:
 def test_native_parts_do_not_mention_gaudi() -> None:
     sources = [path for path in (PROJECT_ROOT / "native").rglob("*.[ch]*") if "twins" not in path.parts]
     assert len(sources) > 50
-    assert not [path for path in sources if WORDS.search(path.read_text())]
+    assert not [path for path in sources if GAUDI_WORD.search(path.read_text())]
 
 
 def test_document_shows_the_list() -> None:
     text = DOCUMENT.read_text()
-    rows = dict(re.findall(r"^\| `gdrkit/([\w/.]+)` \| (.+) \|$", text, re.MULTILINE))
-    assert rows == {file: purpose for file, (_, purpose) in ALLOWED_MENTIONS.items()}
+    purpose_by_file = dict(re.findall(r"^\| `gdrkit/([\w/.]+)` \| (.+) \|$", text, re.MULTILINE))
+    assert purpose_by_file == {file: purpose for file, (_, purpose) in ALLOWED_MENTIONS.items()}

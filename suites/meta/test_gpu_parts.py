@@ -14,11 +14,11 @@ import pytest
 from hardware.gpu import run
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = PROJECT_ROOT / "hardware" / "gpu" / "run.py"
+RUN_PY = PROJECT_ROOT / "hardware" / "gpu" / "run.py"
 
 
-def run_gpu_py(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, check=False)
+def call_run_py(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(RUN_PY), *arguments], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("name", run.PARTS)
@@ -39,12 +39,15 @@ def test_every_benchmark_of_a_gpu_belongs_to_a_part() -> None:
 
 
 def test_wrong_usage_and_empty_folder_are_reported(tmp_path: Path) -> None:
-    assert "--tar" in run_gpu_py("--help").stdout
-    unknown_part = run_gpu_py("everything")
-    assert (unknown_part.returncode, "PART must be one of inventory, " in unknown_part.stderr) == (2, True)
-    assert "not everything" in unknown_part.stderr
-    empty_bundle = run_gpu_py("--bundle", str(tmp_path))
-    assert (empty_bundle.returncode, "run nox -s bundle" in empty_bundle.stdout) == (3, True)
+    assert "--tar" in call_run_py("--help").stdout
+    result_with_unknown_part = call_run_py("everything")
+    assert (
+        result_with_unknown_part.returncode,
+        "PART must be one of inventory, " in result_with_unknown_part.stderr,
+    ) == (2, True)
+    assert "not everything" in result_with_unknown_part.stderr
+    result_with_empty_bundle = call_run_py("--bundle", str(tmp_path))
+    assert (result_with_empty_bundle.returncode, "run nox -s bundle" in result_with_empty_bundle.stdout) == (3, True)
 
 
 def test_output_and_exit_code_of_a_part_are_kept(tmp_path: Path) -> None:

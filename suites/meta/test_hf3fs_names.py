@@ -17,7 +17,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "deploy" / "hf3fs"
 # the shared memory. Like that client, it does not import multiprocessing.shared_memory, so hf3fs_fuse.io must import
 # it. The program writes two chunks from standard input to a file, with a gap of one chunk between them, and reads them
 # again.
-PROGRAM = """
+CLIENT_PROGRAM = """
 import datetime, multiprocessing, os, subprocess, sys
 from hf3fs_fuse.io import deregister_fd, extract_mount_point, make_ioring, make_iovec, register_fd
 folder, chunk_bytes = sys.argv[1], int(sys.argv[2])
@@ -53,15 +53,15 @@ assert agent.wait() == 0
 RUN_ON_TWINS = ("-m", "gdrkit", "run", "--software", "--isolated", "--quiet", "--", sys.executable)
 
 
-def run_python(folder: Path, *arguments: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """Run Python with `folder` first in PYTHONPATH, and with `data` as standard input."""
+def run_python(folder: Path, *arguments: str, stdin_data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Run Python with `folder` first in PYTHONPATH, and with `stdin_data` as standard input."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run([sys.executable, *arguments], input=data, env=environ, capture_output=True, check=False)
+    return subprocess.run([sys.executable, *arguments], input=stdin_data, env=environ, capture_output=True, check=False)
 
 
 def test_names_of_3fs_write_and_read_blocks(tmp_path: Path) -> None:
     payload = pattern.payload(128 * KIB, seed=6)
-    result = run_python(SOURCES, *RUN_ON_TWINS, "-c", PROGRAM, str(tmp_path), str(64 * KIB), data=payload)
+    result = run_python(SOURCES, *RUN_ON_TWINS, "-c", CLIENT_PROGRAM, str(tmp_path), str(64 * KIB), stdin_data=payload)
     assert result.returncode == 0, result.stderr.decode()
     assert result.stdout == payload
     file_data = (tmp_path / "file").read_bytes()

@@ -27,13 +27,14 @@ from gdrkit.cli import main
 main(sys.argv[1:])
 """
 # Prefixes of the file names of libraries that `import gdrkit` must not load.
-FOREIGN_LIBRARIES = ("libcuda", "libibverbs", "librdmacm", "libcufile", "libhl-thunk", "libnvidia", "gdrkit")
-FOREIGN_MODULES = {"ctypes", "cuda", "cupy", "kvikio", "numpy", "pyverbs"}
-# Every command may import these modules: the modules of the command line, and the modules of the two lowest levels.
-LIGHT_MODULES = {"cli", "cli_files", "cli_inventory", "cli_observe", "cli_report", "cli_serve", "cli_tiers"}.union(
+FORBIDDEN_LIBRARY_PREFIXES = ("libcuda", "libibverbs", "librdmacm", "libcufile", "libhl-thunk", "libnvidia", "gdrkit")
+FORBIDDEN_MODULES = {"ctypes", "cuda", "cupy", "kvikio", "numpy", "pyverbs"}
+# Every command may import these modules of gdrkit: the modules of the command line, and the modules of the two lowest
+# levels.
+ALLOWED_MODULES = {"cli", "cli_files", "cli_inventory", "cli_observe", "cli_report", "cli_serve", "cli_tiers"}.union(
     *IMPORT_LEVELS[:2]
 )
-LIGHT_PACKAGES = {"click", "gdrkit"}
+ALLOWED_PACKAGES = {"click", "gdrkit"}
 
 
 def import_in_child() -> dict[str, list[str]]:
@@ -44,12 +45,12 @@ def import_in_child() -> dict[str, list[str]]:
 
 
 def test_import_maps_no_native_library() -> None:
-    names = [path.rpartition("/")[2] for path in import_in_child()["mapped"]]
-    assert not [name for name in names if name.startswith(FOREIGN_LIBRARIES)]
+    library_names = [path.rpartition("/")[2] for path in import_in_child()["mapped"]]
+    assert not [name for name in library_names if name.startswith(FORBIDDEN_LIBRARY_PREFIXES)]
 
 
 def test_import_loads_no_foreign_module() -> None:
-    assert not {name.partition(".")[0] for name in import_in_child()["modules"]} & FOREIGN_MODULES
+    assert not {name.partition(".")[0] for name in import_in_child()["modules"]} & FORBIDDEN_MODULES
 
 
 @pytest.mark.parametrize("command_name", ["--version", "--help", "version"])
@@ -58,14 +59,14 @@ def test_short_command_imports_only_light_packages(command_name: str) -> None:
         [sys.executable, "-c", RUN_COMMAND, command_name], check=True, capture_output=True, text=True
     )
     assert "gdrkit" in result.stdout
-    bare_interpreter = subprocess.run(
+    bare_result = subprocess.run(
         [sys.executable, "-c", "import json, sys; print(json.dumps(sorted(sys.modules)))"],
         check=True,
         capture_output=True,
         text=True,
     )
-    modules = json.loads(result.stderr.splitlines()[-1])
-    assert {name.split(".")[1] for name in modules if name.startswith("gdrkit.")} <= LIGHT_MODULES
+    module_names = json.loads(result.stderr.splitlines()[-1])
+    assert {name.split(".")[1] for name in module_names if name.startswith("gdrkit.")} <= ALLOWED_MODULES
     # Modules that the environment imports at every start of Python do not count for this command.
-    added_modules = {name.partition(".")[0] for name in set(modules) - set(json.loads(bare_interpreter.stdout))}
-    assert added_modules - set(sys.stdlib_module_names) <= LIGHT_PACKAGES
+    added_modules = {name.partition(".")[0] for name in set(module_names) - set(json.loads(bare_result.stdout))}
+    assert added_modules - set(sys.stdlib_module_names) <= ALLOWED_PACKAGES

@@ -22,6 +22,7 @@ class Cache:
 def test_helper(): ...
 """
 GUIDE = "# Guide\n\n## Which NIC, and why?\n"
+# The files of a small tree. The references of the items below point to its files.
 TREE_FILES = {
     "gdrkit/cache.py": PYTHON_SOURCE,
     "native/cache.cpp": "// invalidate() is in cache.py.\nint lease_count() { return 0; }\n",
@@ -45,15 +46,20 @@ def test_every_document_has_a_list() -> None:
 
 
 def test_findings_show_every_item() -> None:
-    row_prefixes = tuple(f"| {number} |" for number in ITEM_COUNTS)
+    row_prefixes = tuple(f"| {document_number} |" for document_number in ITEM_COUNTS)
     rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith(row_prefixes)]
     items = [(document.number, item) for document in DOCUMENTS for item in document.items]
-    for row, (number, item) in zip(rows, items, strict=True):
-        row_number, text, state, _code, _cases = row.removeprefix("| ").removesuffix(" |").split(" | ")
-        assert (row_number, text.replace(ESCAPED_BAR, "|"), state.partition(":")[0]) == (number, item.text, item.state)
+    for row, (document_number, item) in zip(rows, items, strict=True):
+        row_number, item_text, state, _code, _cases = row.removeprefix("| ").removesuffix(" |").split(" | ")
+        assert (row_number, item_text.replace(ESCAPED_BAR, "|"), state.partition(":")[0]) == (
+            document_number,
+            item.text,
+            item.state,
+        )
 
 
 def find_problems_of(tmp_path: Path, *items: Item) -> list[str]:
+    """Return the problems of a document with these items in a tree with the files of `TREE_FILES`."""
     for name, text in TREE_FILES.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,9 +118,9 @@ def test_item_that_is_listed_twice_is_a_problem(tmp_path: Path) -> None:
     assert find_problems_of(tmp_path, VALID_ITEM, PARTLY_ITEM) == ["009 a cache: the item is listed 2 times"]
 
 
-@pytest.mark.parametrize("line", ['state = "finished"', 'state = "done"\nevidence = "none"'])
-def test_unknown_state_or_field_is_an_error(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize("item_lines", ['state = "finished"', 'state = "done"\nevidence = "none"'])
+def test_unknown_state_or_field_is_an_error(tmp_path: Path, item_lines: str) -> None:
     path = tmp_path / "009.toml"
-    path.write_text(f'title = "a document"\n[[items]]\ntext = "a cache"\n{line}\n')
+    path.write_text(f'title = "a document"\n[[items]]\ntext = "a cache"\n{item_lines}\n')
     with pytest.raises((TypeError, ValueError)):
         read_document(path)

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     RunLab = Callable[..., subprocess.CompletedProcess[str]]
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-# The lab calls these programs.
-PROGRAMS = ("qemu-system-x86_64", "busybox", "modprobe", "ip", "rdma", "vng")
-SOME_CASES = "suites/contract/rdma/test_bounds.py"
+# Programs that the lab calls.
+LAB_PROGRAMS = ("qemu-system-x86_64", "busybox", "modprobe", "ip", "rdma", "vng")
+CASE_FILE = "suites/contract/rdma/test_bounds.py"
 
 
 def write_script(path: Path, text: str) -> None:
@@ -45,12 +45,12 @@ def lab_folder(tmp_path: Path) -> Path:
     """A folder `bin` in which every program of the lab does nothing and succeeds, and a kernel in `kernel`."""
     program_folder = tmp_path / "bin"
     program_folder.mkdir()
-    for name in PROGRAMS:
+    for name in LAB_PROGRAMS:
         write_script(program_folder / name, "exit 0")
     for name in ("bash", "sh", "sleep", "env", "git", "dirname"):
-        program = shutil.which(name)
-        if program:
-            (program_folder / name).symlink_to(program)
+        program_path = shutil.which(name)
+        if program_path:
+            (program_folder / name).symlink_to(program_path)
     (tmp_path / "kernel" / "boot").mkdir(parents=True)
     (tmp_path / "kernel" / "boot" / "vmlinuz-1").touch()
     (tmp_path / "kernel" / "ready").write_text("\n".join(MODULE_FOLDERS))
@@ -73,7 +73,7 @@ def run_lab(lab_folder: Path) -> RunLab:
         environ = {**os.environ, "PATH": str(lab_folder / "bin"), "PYTHONPATH": pythonpath}
         return subprocess.run(
             # A few quick cases are sufficient, because the errors in these tests occur before or after the cases.
-            [*command, f"--output={lab_folder / 'run'}", *options, SOME_CASES, "-k", "first-byte"],
+            [*command, f"--output={lab_folder / 'run'}", *options, CASE_FILE, "-k", "first-byte"],
             cwd=PROJECT_ROOT,
             env=environ,
             capture_output=True,
@@ -90,11 +90,11 @@ def get_sentence(result: subprocess.CompletedProcess[str]) -> str:
     assert result.returncode == 3, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
     # The lab also prints whether its virtual machine uses KVM, and whether it starts the machine a second time.
-    other_texts = ("virtual machine by", "it is started again")
+    status_texts = ("virtual machine by", "it is started again")
     (line,) = [
         line
         for line in result.stdout.splitlines()
-        if line.startswith("lab: ") and not any(text in line for text in other_texts)
+        if line.startswith("lab: ") and not any(text in line for text in status_texts)
     ]
     return line
 
@@ -151,6 +151,8 @@ def test_guest_that_does_not_boot_is_reported(lab_folder: Path, run_lab: RunLab)
 
 
 def test_guest_is_started_again_if_its_boot_hangs(lab_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # The first start hangs before the boot. After a boot, the guest creates `booted`, and it writes its exit code to
+    # `code`.
     write_script(lab_folder / "bin" / "vng", "[ -e hung ] || { : >hung; exec sleep 1000; }; : >booted; echo 3 >code")
     machine = Machine(image=lab_folder / "kernel" / "boot" / "vmlinuz-1", tools=lab_folder / "bin", use_kvm=False)
     assert machine.run(lab_folder / "no_script", output=lab_folder, limits=Limits(boot_s=3, run_s=30)) == 3

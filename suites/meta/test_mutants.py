@@ -30,16 +30,18 @@ if TYPE_CHECKING:
 
 TREE = Path(__file__).resolve().parents[2]
 MUTMUT_PYTHON = TREE / ".nox" / "mutants" / "bin" / "python"
-# The module that these cases mutate.
-OUTCOME_FILE = "gdrkit/qualify/outcome.py"
-# A docstring of that module. No case can depend on it.
-DOCSTRING = '"""Return a failed outcome if cases that the profile requires did not run, else None."""'
+# The file of gdrkit that these cases mutate.
+MUTATED_FILE = "gdrkit/qualify/outcome.py"
+# A docstring of that file. No case can depend on it.
+MUTATED_DOCSTRING = '"""Return a failed outcome if cases that the profile requires did not run, else None."""'
+# Arguments of pytest that choose one case about that file.
 CASE_ARGUMENTS = ("suites/qualify/test_outcome.py", "-k", "test_exit_code_follows_from_the_records")
 
 
 def make_mutant_with(
-    before: str, after: str, *, file: str = OUTCOME_FILE, cases: tuple[str, ...] = CASE_ARGUMENTS
+    before: str, after: str, *, file: str = MUTATED_FILE, cases: tuple[str, ...] = CASE_ARGUMENTS
 ) -> Mutant:
+    """Return the mutant in which `after` replaces the text `before` of the file."""
     return dataclasses.replace(make_mutant(Patch("by-hand", file, before, after), TREE), cases=cases)
 
 
@@ -58,19 +60,19 @@ def test_known_mutant_is_killed_by_a_named_case(worker: Worker) -> None:
     (result,) = try_all_mutants([mutant], [worker], {})
     assert result.outcome is MutantOutcome.KILLED
     assert "test_outcome.py::test_exit_code_follows_from_the_records" in result.killed_by
-    assert (worker.tree / OUTCOME_FILE).read_text() == (TREE / OUTCOME_FILE).read_text()
+    assert (worker.tree / MUTATED_FILE).read_text() == (TREE / MUTATED_FILE).read_text()
 
 
 def test_mutant_that_no_case_asserts_survives(worker: Worker) -> None:
-    mutant = make_mutant_with(DOCSTRING, '"""."""')
+    mutant = make_mutant_with(MUTATED_DOCSTRING, '"""."""')
     (result,) = try_all_mutants([mutant], [worker], {})
     assert (result.outcome, result.killed_by) == (MutantOutcome.SURVIVED, "")
 
 
 def test_tree_in_use_is_not_changed(worker: Worker) -> None:
-    state_before = (TREE / OUTCOME_FILE).read_bytes(), (TREE / OUTCOME_FILE).stat().st_mtime_ns
-    try_all_mutants([make_mutant_with(DOCSTRING, '"""."""')], [worker], {})
-    assert state_before == ((TREE / OUTCOME_FILE).read_bytes(), (TREE / OUTCOME_FILE).stat().st_mtime_ns)
+    contents_and_mtime_before = (TREE / MUTATED_FILE).read_bytes(), (TREE / MUTATED_FILE).stat().st_mtime_ns
+    try_all_mutants([make_mutant_with(MUTATED_DOCSTRING, '"""."""')], [worker], {})
+    assert contents_and_mtime_before == ((TREE / MUTATED_FILE).read_bytes(), (TREE / MUTATED_FILE).stat().st_mtime_ns)
 
 
 def test_baseline_that_fails_is_refused(worker: Worker) -> None:
@@ -89,7 +91,7 @@ def test_baseline_that_fails_is_refused(worker: Worker) -> None:
 
 
 def test_baseline_without_cases_is_refused(worker: Worker) -> None:
-    mutant = make_mutant_with(DOCSTRING, '"""."""', cases=(*CASE_ARGUMENTS[:2], "no_such_case"))
+    mutant = make_mutant_with(MUTATED_DOCSTRING, '"""."""', cases=(*CASE_ARGUMENTS[:2], "no_such_case"))
     with pytest.raises(BaselineFailed):
         try_all_mutants([mutant], [worker], {})
 
@@ -106,7 +108,7 @@ def test_case_that_fails_once_does_not_kill(worker: Worker) -> None:
         "    count.write_text(str(runs))\n"
         "    assert runs != 2\n"
     )
-    mutant = make_mutant_with(DOCSTRING, '"""."""', cases=("suites/qualify/test_flaky.py",))
+    mutant = make_mutant_with(MUTATED_DOCSTRING, '"""."""', cases=("suites/qualify/test_flaky.py",))
     try:
         (result,) = try_all_mutants([mutant], [worker], {})
     finally:
@@ -117,7 +119,7 @@ def test_case_that_fails_once_does_not_kill(worker: Worker) -> None:
 
 
 def test_equivalent_mutant_is_not_run() -> None:
-    mutant = make_mutant_with(DOCSTRING, '"""."""')
+    mutant = make_mutant_with(MUTATED_DOCSTRING, '"""."""')
     (result,) = try_all_mutants([mutant], [], {mutant.identity_key: "a docstring"})
     assert (result.outcome, result.note) == (MutantOutcome.EQUIVALENT, "a docstring")
 
@@ -150,9 +152,10 @@ def test_committed_patch_fits_the_code(patch: Patch) -> None:
 
 def test_patch_that_no_longer_fits_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("one\none\n")
-    for text in ("two", "one"):
+    # The file does not have the first text, and has the second text twice.
+    for text_to_replace in ("two", "one"):
         with pytest.raises(PatchMismatch, match="adapt the patch"):
-            make_mutant(Patch("lost", "a.py", text, "three", cases=("x",)), tmp_path)
+            make_mutant(Patch("lost", "a.py", text_to_replace, "three", cases=("x",)), tmp_path)
 
 
 def test_names_of_patches_are_unique() -> None:
@@ -178,7 +181,7 @@ def test_equivalent_mutants_do_not_count() -> None:
 
 @JSONSCHEMA
 def test_retry_runs_only_mutants_that_were_not_killed(tmp_path: Path) -> None:
-    killed_mutant, survivor, path = (
+    killed_mutant, survivor, records_path = (
         make_mutant(PATCHES[0], TREE),
         make_mutant(PATCHES[1], TREE),
         tmp_path / "mutants.jsonl",
@@ -189,26 +192,32 @@ def test_retry_runs_only_mutants_that_were_not_killed(tmp_path: Path) -> None:
         ),
         Result(survivor, MutantOutcome.SURVIVED),
     ]
-    write_records(path, earlier_results, seed="1", command="x", duration_s=9.0)
-    kills = read_recorded_kills(path, [killed_mutant, survivor])
+    write_records(records_path, earlier_results, seed="1", command="x", duration_s=9.0)
+    recorded_kills = read_recorded_kills(records_path, [killed_mutant, survivor])
     # Without a worker, no case can run.
-    (retried_result,) = try_all_mutants([killed_mutant], [], {}, kills)
+    (retried_result,) = try_all_mutants([killed_mutant], [], {}, recorded_kills)
     assert dataclasses.replace(retried_result, note="") == earlier_results[0]
-    assert kills.keys() == {killed_mutant.identity_key}
+    assert recorded_kills.keys() == {killed_mutant.identity_key}
     changed_mutant = dataclasses.replace(killed_mutant, after="other lines")
-    assert not read_recorded_kills(path, [changed_mutant])
+    assert not read_recorded_kills(records_path, [changed_mutant])
 
 
 def test_record_has_a_row_for_each_mutant_and_a_summary(tmp_path: Path) -> None:
-    mutant, path = make_mutant(PATCHES[0], TREE), tmp_path / "mutants.jsonl"
+    mutant, records_path = make_mutant(PATCHES[0], TREE), tmp_path / "mutants.jsonl"
     killed_result = Result(mutant, MutantOutcome.KILLED, "suites/a.py::test_b", duration_s=1.0)
     write_records(
-        path, [killed_result] * 8 + [Result(mutant, MutantOutcome.SURVIVED)], seed="1", command="x", duration_s=9.0
+        records_path,
+        [killed_result] * 8 + [Result(mutant, MutantOutcome.SURVIVED)],
+        seed="1",
+        command="x",
+        duration_s=9.0,
     )
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert not [problem for line in lines for problem in find_violations("record-1.json", line)]
-    *rows, summary = read_records(path)
+    record_objects = [json.loads(line) for line in records_path.read_text().splitlines()]
+    assert not [
+        problem for record_object in record_objects for problem in find_violations("record-1.json", record_object)
+    ]
+    *rows, summary = read_records(records_path)
     assert [row.verdict for row in rows] == [Verdict.PASS] * 8 + [Verdict.FAIL]
     assert {"module", "line", "operator", "before", "after", "outcome", "killing_test"} <= rows[0].evidence.keys()
     assert (summary.case, summary.verdict) == ("meta/mutants::summary", Verdict.FAIL)
-    assert '"score_share": 0.8889' in path.read_text().splitlines()[-1]
+    assert '"score_share": 0.8889' in records_path.read_text().splitlines()[-1]

@@ -10,9 +10,9 @@ import pytest
 from automation.commands import ROOT
 from automation.gdrkit_commands import add_default_cases
 
-EACH_SESSION = pytest.mark.parametrize("session", ["bench", "direct", "suites"])
+FOR_EACH_SESSION = pytest.mark.parametrize("session", ["bench", "direct", "suites"])
 DEFAULT_CASES = ["suites", "--ignore=suites/meta"]
-# The value of an option does not name cases, even if it is an existing folder.
+# These arguments name no cases: `docs` is the value of an option, although it is an existing folder.
 OPTIONS = ["-k", "readmes", "--ignore", "docs"]
 
 
@@ -36,16 +36,17 @@ def test_named_cases_replace_the_default(named_case: str) -> None:
 
 
 def run_collection(session: str, *arguments: str) -> int:
+    """Collect the cases of a nox session with these arguments, run none of them, and return the exit code."""
     command = [sys.executable, "-m", "nox", "-f", str(ROOT / "noxfile.py"), "-s", session, "--"]
     return subprocess.run([*command, "--collect-only", "-q", *arguments], capture_output=True, check=False).returncode
 
 
-@EACH_SESSION
+@FOR_EACH_SESSION
 def test_options_alone_do_not_select_meta(session: str) -> None:
     # `-k readmes` matches only cases of suites/meta, which are not default cases, so no case is selected.
     assert run_collection(session, *OPTIONS) == 2
 
 
-@EACH_SESSION
+@FOR_EACH_SESSION
 def test_options_apply_to_named_cases(session: str) -> None:
     assert run_collection(session, *OPTIONS, "suites/meta/test_readmes.py") == 0

@@ -29,13 +29,13 @@ from hardware.peers.rdma_core import RdmaCoreResults
 from hardware.peers.run import DeviceUnderTest, run_program
 from hardware.peers.speed import make_speed_record
 
-# The arguments are an RDMA device, an IP address that reaches it, and the index of its RoCE GID.
+# The arguments of DeviceUnderTest() are an RDMA device, an IP address that reaches it, and the index of its RoCE GID.
 DEVICE_WITHOUT_TWINS = DeviceUnderTest("rxe0", "127.0.0.1", 1, timeout_s=20)
 DEVICE_ON_TWINS = DeviceUnderTest(
     "twin0", "127.0.0.1", 1, (sys.executable, "-m", "gdrkit", "run", "--software"), timeout_s=60
 )
 
-# The client and the server write their process IDs to files, and sleep.
+# This program runs a client and a server that write their process IDs to files, and sleep.
 RUN_SLEEPERS = """
 import sys
 from hardware.peers.programs import StockProgram
@@ -45,9 +45,11 @@ run_program(StockProgram("sleepers", "a-package", *sleepers), DeviceUnderTest("r
 """
 
 
-def make_program(client: str, server: str = "", **fields: object) -> StockProgram:
-    """Return a program whose commands are shell scripts."""
-    stock_program = StockProgram("a program", "a-package", ("sh", "-c", client), ("sh", "-c", server) if server else ())
+def make_program(client_script: str, server_script: str = "", **fields: object) -> StockProgram:
+    """Return a program whose client and server are shell scripts. Without a server script, it has no server."""
+    stock_program = StockProgram(
+        "a program", "a-package", ("sh", "-c", client_script), ("sh", "-c", server_script) if server_script else ()
+    )
     return dataclasses.replace(stock_program, **fields)  # type: ignore[arg-type]
 
 
@@ -118,8 +120,10 @@ def test_command_of_a_record_has_no_path_of_this_tree() -> None:
 
 
 def test_names_of_programs_are_unique() -> None:
-    names = [stock_program.name for stock_program in [*list_debian_programs(), *list_cuda_programs(sys.executable)]]
-    assert len(names) == len(set(names))
+    program_names = [
+        stock_program.name for stock_program in [*list_debian_programs(), *list_cuda_programs(sys.executable)]
+    ]
+    assert len(program_names) == len(set(program_names))
 
 
 def test_what_only_the_kernel_can_do_is_a_defect_of_the_twin(tmp_path: Path) -> None:
@@ -167,32 +171,47 @@ def test_case_of_cuda_python_counts_only_without_kernels(tmp_path: Path) -> None
 
 
 def test_twin_that_is_kinder_than_a_gpu_fails(tmp_path: Path) -> None:
-    join = join_results(*write_results(tmp_path, {"m.py::a": ("pass", "pass", []), "m.py::b": ("fail: x", "pass", [])}))
-    assert join.failure == "1 case passes on the twin, but not on the GPU, such as m.py::b"
+    joined_results = join_results(
+        *write_results(tmp_path, {"m.py::a": ("pass", "pass", []), "m.py::b": ("fail: x", "pass", [])})
+    )
+    assert joined_results.failure == "1 case passes on the twin, but not on the GPU, such as m.py::b"
 
 
 def test_module_of_cuda_python_goes_on_after_a_crash(tmp_path: Path) -> None:
     """After a crash, a new process runs the further cases. A case with Device.sync() needs the static runtime."""
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    module = tmp_path / "test_cases.py"
+    module_path = tmp_path / "test_cases.py"
     crashing_case, syncing_case, last_case = (
         "def test_a(): os._exit(1)",
         "def test_b(): device.sync()",
         "def test_c(): stream.sync()",
     )
     imports = "import os\nfrom types import SimpleNamespace\ndevice = stream = SimpleNamespace(sync=int)"
-    module.write_text(f"{imports}\n{crashing_case}\n{syncing_case}\n{last_case}\n")
-    lines = run_cuda_python_module(tmp_path, module, tmp_path / "results.jsonl")
-    cases = {line["test"].partition("::")[2]: (line["outcome"], line["needs"]) for line in lines}
-    assert cases == {"test_a": ("crash", []), "test_b": ("pass", ["static runtime"]), "test_c": ("pass", [])}
+    module_path.write_text(f"{imports}\n{crashing_case}\n{syncing_case}\n{last_case}\n")
+    result_lines = run_cuda_python_module(tmp_path, module_path, tmp_path / "results.jsonl")
+    outcome_and_needs_by_case = {
+        result_line["test"].partition("::")[2]: (result_line["outcome"], result_line["needs"])
+        for result_line in result_lines
+    }
+    assert outcome_and_needs_by_case == {
+        "test_a": ("crash", []),
+        "test_b": ("pass", ["static runtime"]),
+        "test_c": ("pass", []),
+    }
 
 
-def write_results(folder: Path, cases: dict[str, tuple[str, str, list[str]]]) -> list[Path]:
-    """Write the results of both machines as cuda_python_child.py does, and return the files."""
+def write_results(folder: Path, results_by_case: dict[str, tuple[str, str, list[str]]]) -> list[Path]:
+    """Write the results of both machines as cuda_python_child.py does, and return the files.
+
+    The value of each case is its outcome on the GPU, its outcome on the twin, and what the case needs.
+    """
     files = [folder / "gpu.jsonl", folder / "twin.jsonl"]
     for index, file in enumerate(files):
         lines: list[dict[str, object]] = [{"machine": {"device": file.stem}}]
-        lines += [{"test": case, "outcome": values[index], "needs": values[2]} for case, values in cases.items()]
+        lines += [
+            {"test": case, "outcome": case_results[index], "needs": case_results[2]}
+            for case, case_results in results_by_case.items()
+        ]
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return files
 
@@ -214,9 +233,11 @@ def test_only_a_skipped_test_with_a_source_is_no_defect(test_name: str, twin_out
 
 def test_kernel_that_ran_no_tests_of_rdma_core_is_an_error(tmp_path: Path) -> None:
     twin_file, kernel_file = tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl"
-    name = "peers::rdma-core's tests"
-    append_record(twin_file, make_record(case=name, evidence={"tests": {"tests.a": "pass"}}))
-    append_record(kernel_file, make_record(Verdict.FAIL, case=name, evidence={"tests": {}, "output": "ImportError"}))
+    case_name = "peers::rdma-core's tests"
+    append_record(twin_file, make_record(case=case_name, evidence={"tests": {"tests.a": "pass"}}))
+    append_record(
+        kernel_file, make_record(Verdict.FAIL, case=case_name, evidence={"tests": {}, "output": "ImportError"})
+    )
     with pytest.raises(LabError, match=r"did not run on the kernel of kernel\.jsonl: ImportError"):
         compare(twin_file, kernel_file)
 
@@ -231,14 +252,14 @@ def test_kernel_that_ran_no_tests_of_rdma_core_is_an_error(tmp_path: Path) -> No
     ],
 )
 def test_speed_passes_only_within_its_limits(metric: str, value: float, expected_reason: str) -> None:
-    names = ("ucx_tcp_tag_lat_us", "memcpy_gbps", "ib_write_bw_gbps", "ib_read_bw_gbps", "ucx_tcp_put_bw_gbps")
-    values = {name: [1.0, 9.0, 1.0] for name in names}
-    values |= {"ib_write_lat_us": [0.5] * 3, "ucx_verbs_put_bw_gbps": [2.0] * 3, metric: [value] * 3}
-    record = make_speed_record(values, load=(0.0, 0.0), duration_s=1.0)
+    metric_names = ("ucx_tcp_tag_lat_us", "memcpy_gbps", "ib_write_bw_gbps", "ib_read_bw_gbps", "ucx_tcp_put_bw_gbps")
+    values_by_metric = {name: [1.0, 9.0, 1.0] for name in metric_names}
+    values_by_metric |= {"ib_write_lat_us": [0.5] * 3, "ucx_verbs_put_bw_gbps": [2.0] * 3, metric: [value] * 3}
+    record = make_speed_record(values_by_metric, load=(0.0, 0.0), duration_s=1.0)
     assert "; ".join(reason.text for reason in record.reasons) == expected_reason
     assert (record.verdict is Verdict.PASS) == (not expected_reason)
 
 
 def test_skipped_tests_are_counted_whatever_their_reason() -> None:
     results = RdmaCoreResults({"a": "pass", "b": "skip: no device memory", "c": "error: X: y"}, 0, "")
-    assert [results.count(name) for name in ("pass", "skip", "fail", "error")] == [1, 1, 0, 1]
+    assert [results.count(outcome) for outcome in ("pass", "skip", "fail", "error")] == [1, 1, 0, 1]

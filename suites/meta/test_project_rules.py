@@ -16,8 +16,8 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 
 
 def write_tree(root: Path, text_by_path: Mapping[str, str]) -> None:
-    for name, text in text_by_path.items():
-        path = root / name
+    for relative_path, text in text_by_path.items():
+        path = root / relative_path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 

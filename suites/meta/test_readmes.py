@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 SUITES = Path(__file__).resolve().parents[1]
+# `gdrkit qualify` runs at least this number of cases.
 CASES_MIN = 12
 
 

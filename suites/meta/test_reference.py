@@ -21,14 +21,15 @@ from gdrkit import errors
 from gdrkit.cufile import Cause
 from gdrkit.inventory import RULES
 
-PAGES = reference.make_api_pages({})
+# The Markdown of each page of the Python interface, by the path of the page.
+API_PAGES = reference.make_api_pages({})
 # The public names that have no example, each with the reason.
-WITHOUT_EXAMPLE: dict[str, str] = tomllib.loads((Path(__file__).parent / "without_example.toml").read_text())
+NAMES_WITHOUT_EXAMPLE: dict[str, str] = tomllib.loads((Path(__file__).parent / "without_example.toml").read_text())
 
 
 def list_declared_names() -> set[str]:
     """Return the full names in the `__all__` of each package and of each module directly in gdrkit/."""
-    names = set()
+    public_names = set()
     for path in sorted((ROOT / "gdrkit").rglob("*.py")):
         module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
         is_private = re.search(r"\._|\.cli", module)
@@ -38,19 +39,19 @@ def list_declared_names() -> set[str]:
             target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
             if isinstance(target, ast.Name) and target.id == "__all__" and isinstance(node, ast.Assign | ast.AnnAssign):
                 assert node.value is not None
-                names |= {f"{module}.{name}" for name in ast.literal_eval(node.value)}
-    return names
+                public_names |= {f"{module}.{name}" for name in ast.literal_eval(node.value)}
+    return public_names
 
 
 def test_reference_has_every_public_name() -> None:
     headings = {
         f"{Path(page).stem}.{name}"
-        for page, text in PAGES.items()
-        for name in re.findall(r"^## (\w+)$", text, re.MULTILINE)
+        for page, page_text in API_PAGES.items()
+        for name in re.findall(r"^## (\w+)$", page_text, re.MULTILINE)
     }
-    names = list_declared_names()
-    assert len(names) > 450
-    assert names - headings == set()
+    declared_names = list_declared_names()
+    assert len(declared_names) > 450
+    assert declared_names - headings == set()
 
 
 def test_public_class_or_function_has_a_docstring() -> None:
@@ -81,17 +82,17 @@ def test_name_that_programs_call_has_an_example() -> None:
         for name in module.__all__
         if needs_an_example(getattr(module, name)) and not programs[f"{module_name}.{name}"]
     }
-    assert names_without_example == set(WITHOUT_EXAMPLE)
+    assert names_without_example == set(NAMES_WITHOUT_EXAMPLE)
 
 
-@pytest.mark.parametrize("name", ["gdrkit qualify", "gdrkit tiers migrate"])
-def test_page_of_commands_has_the_printed_help(name: str) -> None:
-    command = [sys.executable, "-m", *name.split(), "--help"]
+@pytest.mark.parametrize("command_name", ["gdrkit qualify", "gdrkit tiers migrate"])
+def test_page_of_commands_has_the_printed_help(command_name: str) -> None:
+    command = [sys.executable, "-m", *command_name.split(), "--help"]
     printed_help = subprocess.run(
         command, env={"COLUMNS": "100", "PATH": "/usr/bin"}, capture_output=True, text=True, check=True
     ).stdout
     section = re.search(
-        rf"^## {name}\n\n```text\n(.*?)\n```$", reference.make_commands_page(), re.MULTILINE | re.DOTALL
+        rf"^## {command_name}\n\n```text\n(.*?)\n```$", reference.make_commands_page(), re.MULTILINE | re.DOTALL
     )
     assert section is not None
     # The texts differ in the name of the program, and may differ in line breaks.
@@ -100,8 +101,8 @@ def test_page_of_commands_has_the_printed_help(name: str) -> None:
 
 def test_page_of_errors_has_every_class_and_reason() -> None:
     page = reference.make_errors_page()
-    classes = [name for name in errors.__all__ if name not in {"Api", "Reason", "errno_name", "GdrkitWarning"}]
-    assert [name for name in classes if f"[{name}](" not in page] == []
+    class_names = [name for name in errors.__all__ if name not in {"Api", "Reason", "errno_name", "GdrkitWarning"}]
+    assert [name for name in class_names if f"[{name}](" not in page] == []
     assert [reason.name for reason, meaning in reference.read_reason_meanings().items() if not meaning] == []
 
 
@@ -127,8 +128,8 @@ def test_invalid_external_link_is_found(link: str) -> None:
 
 
 def test_flowchart_of_the_architecture_is_drawn() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    chart = flowchart.parse(text)
+    document_text = (ROOT / "docs" / "architecture.md").read_text()
+    chart = flowchart.parse(document_text)
     assert "cuda" in chart.rows["level 2"]
     assert ("registration", "cuda") in chart.edges
     picture = flowchart.draw(chart)
@@ -142,11 +143,11 @@ def test_flowchart_with_an_unknown_node_is_refused() -> None:
 
 
 def test_troubleshooting_has_every_cause_of_the_doctor() -> None:
-    text = (ROOT / "docs" / "troubleshooting.md").read_text()
-    codes = set(re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)+)`", text))
-    assert {rule.code for rule in RULES} - codes == set()
+    document_text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    documented_codes = set(re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)+)`", document_text))
+    assert {rule.code for rule in RULES} - documented_codes == set()
 
 
 def test_cufile_document_has_every_cause() -> None:
-    text = (ROOT / "docs" / "cufile.md").read_text()
-    assert [cause.value for cause in Cause if f"| `{cause.value}` |" not in text] == []
+    document_text = (ROOT / "docs" / "cufile.md").read_text()
+    assert [cause.value for cause in Cause if f"| `{cause.value}` |" not in document_text] == []

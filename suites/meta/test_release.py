@@ -20,27 +20,28 @@ LIBRARY = ROOT / "gdrkit" / "usrbio" / "lib" / "libhf3fs_api_shared.so"
 
 
 def read_sections(path: Path) -> str:
+    """Return the section headers of a library as readelf prints them."""
     return subprocess.run(["readelf", "-SW", str(path)], capture_output=True, text=True, check=True).stdout
 
 
 @needs(host.program("objcopy"))
 def test_debug_symbols_are_split_by_build_id(tmp_path: Path) -> None:
-    library = tmp_path / "wheel" / "lib" / LIBRARY.name
-    library.parent.mkdir(parents=True)
-    shutil.copy(LIBRARY, library)
-    (library.parent / "not_elf.py").write_text("x = 1\n")
-    notes = subprocess.run(["readelf", "-n", str(LIBRARY)], capture_output=True, text=True, check=True).stdout
-    build_id = notes.split("Build ID: ")[1].split()[0]
+    stripped_library = tmp_path / "wheel" / "lib" / LIBRARY.name
+    stripped_library.parent.mkdir(parents=True)
+    shutil.copy(LIBRARY, stripped_library)
+    (stripped_library.parent / "not_elf.py").write_text("x = 1\n")
+    notes_output = subprocess.run(["readelf", "-n", str(LIBRARY)], capture_output=True, text=True, check=True).stdout
+    build_id = notes_output.split("Build ID: ")[1].split()[0]
     debug_folder = release.split_debug(tmp_path / "wheel", tmp_path / "debug", release.ARCHITECTURES["x86_64"])
     assert debug_folder is not None
     assert [path.relative_to(debug_folder) for path in debug_folder.rglob("*.debug")] == [
         Path(build_id[:2], f"{build_id[2:]}.debug")
     ]
     assert ".debug_info" in read_sections(next(debug_folder.rglob("*.debug")))
-    assert ".debug_info" not in read_sections(library)
+    assert ".debug_info" not in read_sections(stripped_library)
     # A record identifies the library by its build id, so the note with the build id must remain.
-    assert "note.gnu.build-id" in read_sections(library)
-    assert library.stat().st_size < LIBRARY.stat().st_size / 2
+    assert "note.gnu.build-id" in read_sections(stripped_library)
+    assert stripped_library.stat().st_size < LIBRARY.stat().st_size / 2
 
 
 def test_large_wheel_ends_the_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,30 +9,32 @@ import re
 from pathlib import Path
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-SAMPLE = PROJECT_ROOT / "docs" / "sample-report" / "index.html"
+SAMPLE_PAGE = PROJECT_ROOT / "docs" / "sample-report" / "index.html"
 
 
 def test_sample_is_one_small_self_contained_file() -> None:
-    text = SAMPLE.read_text(encoding="utf-8")
-    assert len(text.encode()) < 1_000_000
-    assert re.findall(r"<(?:link|img|iframe)\b|\bsrc=|https?://", text) == []
+    page = SAMPLE_PAGE.read_text(encoding="utf-8")
+    assert len(page.encode()) < 1_000_000
+    assert re.findall(r"<(?:link|img|iframe)\b|\bsrc=|https?://", page) == []
     # The page has one script. Its security policy refuses every other script.
-    assert text.count("<script") == 1
-    assert "default-src 'none'" in text
-    assert [path.name for path in SAMPLE.parent.iterdir()] == ["index.html"]
+    assert page.count("<script") == 1
+    assert "default-src 'none'" in page
+    assert [path.name for path in SAMPLE_PAGE.parent.iterdir()] == ["index.html"]
 
 
 def test_every_record_of_the_sample_exists() -> None:
-    references = set(re.findall(r"<dt>record</dt><dd><code>([\w.-]+\.jsonl):(\d+)</code>", SAMPLE.read_text()))
-    assert len(references) > 50
+    record_references = set(
+        re.findall(r"<dt>record</dt><dd><code>([\w.-]+\.jsonl):(\d+)</code>", SAMPLE_PAGE.read_text())
+    )
+    assert len(record_references) > 50
     records_folder = PROJECT_ROOT / "reports" / "baselines" / "h200-1"
     line_counts = {path.name: len(path.read_text().splitlines()) for path in records_folder.glob("*.jsonl")}
-    assert [name for name, line_number in references if int(line_number) > line_counts.get(name, 0)] == []
+    assert [name for name, line_number in record_references if int(line_number) > line_counts.get(name, 0)] == []
 
 
 def test_sample_shows_the_host_if_its_facts_exist() -> None:
     has_facts = (PROJECT_ROOT / "reports" / "baselines" / "h200-1" / "facts.json").is_file()
-    assert (">This host</h2>" in SAMPLE.read_text()) == has_facts
+    assert (">This host</h2>" in SAMPLE_PAGE.read_text()) == has_facts
 
 
 def test_pictures_of_the_readme_are_small() -> None:

@@ -15,7 +15,7 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 # The fixture compiles the client library, which takes minutes on a busy machine.
 pytestmark = [needs(host.compiler), pytest.mark.timeout(600)]
 
-PROGRAM = """
+CLIENT_PROGRAM = """
 import errno, os, sys
 from pathlib import Path
 from support.application import Application
@@ -70,7 +70,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_binding_works_without_the_gpu_extension(library: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--"]
-    command = [*launcher, sys.executable, "-c", PROGRAM, str(tmp_path)]
+    command = [*launcher, sys.executable, "-c", CLIENT_PROGRAM, str(tmp_path)]
     python_path = os.pathsep.join([str(PROJECT_ROOT / "suites"), *filter(None, sys.path)])
     result = subprocess.run(
         command,

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "sharing.md"
 
-# The document has these texts for CUDA_SUCCESS (0), CUDA_ERROR_INVALID_VALUE (1) and CUDA_ERROR_NOT_SUPPORTED (801).
-TEXT_BY_RESULT = {0: "works", 1: "refused (1)", 801: "refused (801)"}
+# The document has these texts for the values of ExportRow.status: CUDA_SUCCESS (0), CUDA_ERROR_INVALID_VALUE (1) and
+# CUDA_ERROR_NOT_SUPPORTED (801).
+TEXT_BY_STATUS = {0: "works", 1: "refused (1)", 801: "refused (801)"}
 # The document has these texts for the values of ExportRow.part except "whole".
 TEXT_BY_PART = {
     "page": "from its second page on",
@@ -40,14 +41,14 @@ def make_export_table() -> str:
     lines = ["| memory | IPC | VMM | dma-buf |", "|---|---|---|---|"]
     for memory in dict.fromkeys(row.memory for row in EXPORTS):
         cells = []
-        for kind in ShareKind:
-            rows = [row for row in EXPORTS if (row.memory, row.method, row.part) == (memory, kind, "whole")]
+        for method in ShareKind:
+            rows = [row for row in EXPORTS if (row.memory, row.method, row.part) == (memory, method, "whole")]
             # EXPORTS has no row for the method VMM and memory that was not allocated with cuMemCreate.
-            cells.append(TEXT_BY_RESULT[rows[0].status] if rows else "not VMM memory")
+            cells.append(TEXT_BY_STATUS[rows[0].status] if rows else "not VMM memory")
         lines.append(f"| {memory.value} | {' | '.join(cells)} |")
     lines += ["", "| dma-buf of cuMemAlloc memory | |", "|---|---|"]
     part_rows = [row for row in EXPORTS if row.memory is MemoryKind.CUDA and row.part != "whole"]
-    lines += [f"| {TEXT_BY_PART[row.part]} | {TEXT_BY_RESULT[row.status]} |" for row in part_rows]
+    lines += [f"| {TEXT_BY_PART[row.part]} | {TEXT_BY_STATUS[row.status]} |" for row in part_rows]
     return "\n".join(lines)
 
 

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 # The third chapter of the tutorial runs two qualifications, a check and the doctor, which takes minutes.
 pytestmark = pytest.mark.timeout(600)
 # For each document: the beginning of each block of code, and how the block is checked.
-TABLE: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "snippets.toml").read_text())
+CHECKS_BY_DOCUMENT: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "snippets.toml").read_text())
 SNIPPETS = [snippet for path in list_guides() for snippet in find_snippets(path)]
 CHAPTERS = sorted({snippet.document for snippet in SNIPPETS if "/tutorial/" in snippet.document})
 # A command that begins with one of these texts is a service. It runs until it is terminated.
-SERVICES = ("gdrkit serve", "gdrkit agent", "gdrkit tiers run")
+SERVICE_COMMANDS = ("gdrkit serve", "gdrkit agent", "gdrkit tiers run")
 # These commands may end with other exit codes than 0, because they report problems of this machine or get errors from a
 # fault plan.
 EXIT_CODES_BY_COMMAND = {"gdrkit doctor": {0, 1, 4}, "gdrkit run --software --isolated --faults": {1}}
@@ -43,27 +43,27 @@ PLACEHOLDER_VALUES = {
 }
 PLACEHOLDER_VALUES |= {"=/data": "=slow", "~/.config/fish/completions/": ""}
 # At least two spaces separate a comment from the command before it.
-COMMENT = re.compile(r" {2,}(?:#.*|(?![-|]).*)$")
+TRAILING_COMMENT = re.compile(r" {2,}(?:#.*|(?![-|]).*)$")
 
-# Programs around a block of code that is only a part of a program. The block replaces BODY. In SHARING_FRAME, parts
-# of the block of docs/sharing.md replace IMPORTS, OWNER and PEER.
+# Programs around a block of code that is only a part of a program. In FRAME_BY_DOCUMENT, the block replaces BODY. In
+# SHARING_FRAME, parts of the block of docs/sharing.md replace IMPORTS, OWNER and PEER.
 SHARING_FRAME = """
 import os, socket, sys
 from gdrkit import cuda, verbs
 IMPORTS
-connection, end = socket.socketpair()
+connection, peer_connection = socket.socketpair()
 kind = sys.argv[1]
 if os.fork():
     with cuda.Device(0) as device, device.allocate(1 << 20) as memory:
 OWNER
         assert os.wait()[1] == 0
 else:
-    connection = end
+    connection = peer_connection
     (nic,) = verbs.open_active_nics(count_max=1)
 PEER
     os._exit(0)
 """
-FRAMES = {
+FRAME_BY_DOCUMENT = {
     "docs/add-a-device.md": """
 from gdrkit import cuda, verbs
 from gdrkit.registration import RegionCache
@@ -88,14 +88,19 @@ BODY
 
 
 def find_entry(snippet: Snippet) -> str:
-    """Return the entry of the table for a block of code."""
-    entries = [entry for key, entry in TABLE.get(snippet.document, {}).items() if snippet.text.startswith(key)]
+    """Return how a block of code is checked: its entry in snippets.toml."""
+    entries = [
+        entry
+        for block_start, entry in CHECKS_BY_DOCUMENT.get(snippet.document, {}).items()
+        if snippet.text.startswith(block_start)
+    ]
     assert len(entries) == 1, f"suites/meta/snippets.toml has {len(entries)} entries for {snippet}"
     return entries[0]
 
 
-def select_snippets(kind: str) -> list[Snippet]:
-    return [snippet for snippet in SNIPPETS if find_entry(snippet) == kind]
+def select_snippets(entry: str) -> list[Snippet]:
+    """Return the blocks of code with this entry in snippets.toml."""
+    return [snippet for snippet in SNIPPETS if find_entry(snippet) == entry]
 
 
 def make_twin_environment(folder: Path) -> dict[str, str]:
@@ -111,7 +116,7 @@ def make_twin_environment(folder: Path) -> dict[str, str]:
 
 def run_command(line: str, folder: Path, environ: dict[str, str]) -> str:
     """Run one command by a shell, and return its output. A service is terminated after its first line."""
-    if line.startswith(SERVICES):
+    if line.startswith(SERVICE_COMMANDS):
         with subprocess.Popen(
             ["bash", "-c", f"exec {line}"], cwd=folder, env=environ, stdout=subprocess.PIPE
         ) as service:
@@ -148,29 +153,31 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_snippet_is_in_the_table(evidence: Evidence) -> None:
-    kinds = [find_entry(snippet).split()[0] for snippet in SNIPPETS]
-    counts = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+    entry_kinds = [find_entry(snippet).split()[0] for snippet in SNIPPETS]
+    counts = {kind: entry_kinds.count(kind) for kind in sorted(set(entry_kinds))}
     evidence["snippets"] = {"total": len(SNIPPETS), **counts}
     print(f"{len(SNIPPETS)} blocks of code: {counts}")  # noqa: T201 - `pytest -rP` shows the count
-    assert set(kinds) <= {"run", "program", "tutorial", "by", "session", "not"}
+    assert set(entry_kinds) <= {"run", "program", "tutorial", "by", "session", "not"}
 
 
 def test_table_has_no_entry_without_a_snippet() -> None:
     used_entries = {
-        (snippet.document, key)
+        (snippet.document, block_start)
         for snippet in SNIPPETS
-        for key in TABLE[snippet.document]
-        if snippet.text.startswith(key)
+        for block_start in CHECKS_BY_DOCUMENT[snippet.document]
+        if snippet.text.startswith(block_start)
     }
-    assert {(document, key) for document, keys in TABLE.items() for key in keys} == used_entries
+    assert {
+        (document, block_start) for document, block_starts in CHECKS_BY_DOCUMENT.items() for block_start in block_starts
+    } == used_entries
 
 
 def test_named_case_exists() -> None:
     for entry in {find_entry(snippet) for snippet in SNIPPETS}:
         kind, _, reference = entry.partition(" ")
         if kind == "by":
-            path, _, case = reference.partition("::")
-            assert f"def {case}" in (ROOT / path).read_text(), entry
+            case_file, _, case_name = reference.partition("::")
+            assert f"def {case_name}" in (ROOT / case_file).read_text(), entry
 
 
 def test_named_session_exists() -> None:
@@ -187,7 +194,7 @@ def parse_commands(snippet: Snippet) -> list[str]:
     """Return the command of each line, without comments and with values for the placeholders."""
     commands = []
     for line in snippet.text.splitlines():
-        command = COMMENT.sub("", line)
+        command = TRAILING_COMMENT.sub("", line)
         for placeholder, value in PLACEHOLDER_VALUES.items():
             command = command.replace(placeholder, value)
         commands.append(command)
@@ -198,10 +205,10 @@ def parse_commands(snippet: Snippet) -> list[str]:
 def test_commands_of_the_document_run(snippet: Snippet, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     create_named_files(tmp_path)
     if snippet.document == "docs/report.md":
-        folder = request.getfixturevalue("run_folder")
+        report_folder = request.getfixturevalue("run_folder")
         for name in ("DIR/node1",) if "--fleet" in snippet.text else ("DIR", "BEFORE", "AFTER"):
-            shutil.copytree(folder, tmp_path / name, dirs_exist_ok=True)
-        shutil.copyfile(folder / "records.jsonl", tmp_path / "FILE.jsonl")
+            shutil.copytree(report_folder, tmp_path / name, dirs_exist_ok=True)
+        shutil.copyfile(report_folder / "records.jsonl", tmp_path / "FILE.jsonl")
     environ = make_twin_environment(tmp_path)
     for command in parse_commands(snippet):
         run_command(command, tmp_path, environ)
@@ -210,7 +217,7 @@ def test_commands_of_the_document_run(snippet: Snippet, tmp_path: Path, request:
 def insert_into_frames(snippet: Snippet) -> list[tuple[str, str]]:
     """Return the complete programs that contain the block of code, each with its argument."""
     if snippet.document != "docs/sharing.md":
-        frame = FRAMES[snippet.document]
+        frame = FRAME_BY_DOCUMENT[snippet.document]
         return [(frame.replace("BODY", indent(snippet.text, 8)), "")]
     imports, owner, importer, agent = re.split(
         r"^# (?:the owner|the other process|an agent with a NIC)$", snippet.text, flags=re.MULTILINE
@@ -250,8 +257,8 @@ def test_chapter_of_the_tutorial_works(document: str, tmp_path: Path) -> None:
         if snippet.language == "python" or snippet.text.startswith("gdrkit-faults"):
             (tmp_path / next(file_names)).write_text(snippet.text)
         elif snippet.language == "text":
-            lines = snippet.text.splitlines()
-            assert remove_numbers(lines) == remove_numbers(output.splitlines()[-len(lines) :])
+            expected_lines = snippet.text.splitlines()
+            assert remove_numbers(expected_lines) == remove_numbers(output.splitlines()[-len(expected_lines) :])
         else:
             for line in snippet.text.splitlines():
                 output = run_command(line, tmp_path, environ)
@@ -275,11 +282,11 @@ def test_program_of_the_document_uses_names_that_exist(snippet: Snippet) -> None
     """A program compiles and uses only names that exist, even if no case can run it."""
     ast.parse(snippet.text)
     for name in find_used_names(snippet.text):
-        parts = name.split(".")
-        resolved_object: object = importlib.import_module(parts[0])
-        for index, part in enumerate(parts[1:], start=2):
-            if not hasattr(resolved_object, part):
-                importlib.import_module(".".join(parts[:index]))
-            resolved_object = getattr(resolved_object, part)
+        name_parts = name.split(".")
+        resolved_object: object = importlib.import_module(name_parts[0])
+        for index, name_part in enumerate(name_parts[1:], start=2):
+            if not hasattr(resolved_object, name_part):
+                importlib.import_module(".".join(name_parts[:index]))
+            resolved_object = getattr(resolved_object, name_part)
             if isinstance(resolved_object, type):
                 break

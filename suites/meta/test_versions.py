@@ -37,19 +37,19 @@ def test_changelog_has_the_version() -> None:
 
 def test_local_build_tools_include_those_of_pip() -> None:
     source = (PROJECT_ROOT / "automation" / "builds.py").read_text()
-    (tools,) = re.findall(r"^BUILD_REQUIREMENTS = (\(.*\))$", source, re.MULTILINE)
+    (requirements_literal,) = re.findall(r"^BUILD_REQUIREMENTS = (\(.*\))$", source, re.MULTILINE)
     required_tools = {tool for pyproject in PYPROJECTS for tool in pyproject["build-system"]["requires"]}
-    assert required_tools <= set(ast.literal_eval(tools))
+    assert required_tools <= set(ast.literal_eval(requirements_literal))
 
 
 def test_ci_runs_every_python_of_the_metadata() -> None:
     workflow = (PROJECT_ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    versions = {
+    python_versions = {
         classifier.rpartition(" ")[2]
         for classifier in GDRKIT_METADATA["classifiers"]
         if re.search(r":: 3\.\d+$", classifier)
     }
-    assert set(re.findall(r'python: "([\d.]+)"', workflow)) == versions
+    assert set(re.findall(r'python: "([\d.]+)"', workflow)) == python_versions
 
 
 def test_changelog_dates_every_release() -> None:

@@ -15,7 +15,7 @@ import pytest
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 # nox -s meta builds the wheel of gdrkit into this folder, and copies the installed wheel of the software twins
 # (libraries that emulate the hardware) into it.
-WHEELS = PROJECT_ROOT / "build" / "wheels"
+WHEELS_FOLDER = PROJECT_ROOT / "build" / "wheels"
 # A wheel has these folders below gdrkit/_data/.
 DATA_FOLDERS = ("suites/", "hardware/profiles/", "reports/templates/", "reports/schema/")
 PRINT_DEVICES = """
@@ -27,40 +27,45 @@ print(json.dumps({"nics": len(verbs.list_nics()), "gpus": cuda.device_count()}))
 pytestmark = pytest.mark.timeout(400)
 
 
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run_in_folder(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def run_successfully(command: list[str], folder: Path) -> str:
-    result = run(command, folder)
+    result = run_in_folder(command, folder)
     assert result.returncode == 0, f"{command}: {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
 
 @pytest.fixture(scope="module")
 def wheel() -> Path:
-    (path,) = WHEELS.glob("gdrkit-*.whl")
+    (path,) = WHEELS_FOLDER.glob("gdrkit-*.whl")
     return path
 
 
 @pytest.fixture(scope="module")
 def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of a virtual environment that has only the wheels, in an empty folder."""
-    folder = tmp_path_factory.mktemp("empty")
-    run_successfully([sys.executable, "-m", "virtualenv", "--quiet", str(folder / "venv")], folder)
+    """The bin folder of a new virtual environment with the wheels and their dependencies only."""
+    empty_folder = tmp_path_factory.mktemp("empty")
+    run_successfully([sys.executable, "-m", "virtualenv", "--quiet", str(empty_folder / "venv")], empty_folder)
     # pip accepts a wheel file together with extras only as NAME[EXTRAS] @ URI.
     requirement = f"gdrkit[qualify,software] @ {wheel.as_uri()}"
-    find_links = ["--find-links", str(WHEELS)]
-    run_successfully([str(folder / "venv" / "bin" / "pip"), "install", "--quiet", *find_links, requirement], folder)
-    return folder / "venv" / "bin"
+    find_links_options = ["--find-links", str(WHEELS_FOLDER)]
+    run_successfully(
+        [str(empty_folder / "venv" / "bin" / "pip"), "install", "--quiet", *find_links_options, requirement],
+        empty_folder,
+    )
+    return empty_folder / "venv" / "bin"
 
 
 def test_wheel_has_the_files_of_a_qualification(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
+    file_names = zipfile.ZipFile(wheel).namelist()
     assert [
-        folder for folder in DATA_FOLDERS if not any(name.startswith(f"gdrkit/_data/{folder}") for name in names)
+        folder
+        for folder in DATA_FOLDERS
+        if not any(file_name.startswith(f"gdrkit/_data/{folder}") for file_name in file_names)
     ] == []
-    assert [name for name in names if name.endswith(".pyc") or "/suites/meta/" in name] == []
+    assert [file_name for file_name in file_names if file_name.endswith(".pyc") or "/suites/meta/" in file_name] == []
 
 
 def is_native_part(name: str) -> bool:
@@ -98,19 +103,19 @@ def test_wheel_qualifies_on_the_twins(bin_folder: Path, tmp_path: Path) -> None:
 
 def test_plugin_document_works_in_an_empty_project(bin_folder: Path, tmp_path: Path) -> None:
     document = (PROJECT_ROOT / "docs" / "plugin.md").read_text()
-    (settings, program, shell, output) = (
+    (settings_match, program_match, shell_match, output_match) = (
         re.search(rf"^```{language}\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
         for language in ("toml", "python", "sh", "text")
     )
-    assert settings
-    assert program
-    assert shell
-    assert output
-    (tmp_path / "pyproject.toml").write_text(settings[1])
-    (tmp_path / "test_transfer.py").write_text(program[1])
+    assert settings_match
+    assert program_match
+    assert shell_match
+    assert output_match
+    (tmp_path / "pyproject.toml").write_text(settings_match[1])
+    (tmp_path / "test_transfer.py").write_text(program_match[1])
     search_path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
-        ["bash", "-ec", shell[1]],
+        ["bash", "-ec", shell_match[1]],
         cwd=tmp_path,
         env={**os.environ, "PATH": search_path},
         capture_output=True,
@@ -118,7 +123,7 @@ def test_plugin_document_works_in_an_empty_project(bin_folder: Path, tmp_path: P
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert output[1].strip() in result.stdout
+    assert output_match[1].strip() in result.stdout
     assert "1 passed, 1 not run" in result.stdout
-    records = (tmp_path / "records.jsonl").read_text().splitlines()
-    assert [json.loads(line)["verdict"] for line in records] == ["pass", "not_run"]
+    record_lines = (tmp_path / "records.jsonl").read_text().splitlines()
+    assert [json.loads(line)["verdict"] for line in record_lines] == ["pass", "not_run"]

@@ -1,4 +1,4 @@
-"""A child that is forked while a thread of the parent loads a model file waits for no lock of the parent."""
+"""A forked child can load model files even if a thread of its parent loaded one, with a lock, during the fork."""
 
 from __future__ import annotations
 

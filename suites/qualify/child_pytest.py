@@ -1,4 +1,4 @@
-"""Function that runs cases in a child process, by pytest with the plugin of gdrkit.harness."""
+"""A function that runs test cases by a child pytest with the plugin of gdrkit.harness, and returns their records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ChildRun", "run_cases"]
 
 @dataclass(frozen=True)
 class ChildRun:
-    """The exit code and the output of the child process, and its records by the name of the case."""
+    """The exit code and the output of the child process, and the record of each case by the name of the case."""
 
     exit_code: int
     output: str
@@ -29,7 +29,7 @@ class ChildRun:
 
 
 def run_cases(folder: Path, facts: Facts, source: str, *options: str) -> ChildRun:
-    """Run the cases in the Python text `source` with these options of pytest.
+    """Write the Python text `source` to a file in `folder`, and run its cases with these options of pytest.
 
     The harness takes the facts about the machine from `facts`, and queries no API.
     """

@@ -22,6 +22,8 @@ KIB = 1024
 # Values of cudaMemcpyKind. With DEFAULT, the runtime derives the direction from the addresses.
 HOST_TO_HOST, HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE, DEFAULT = range(5)
 EVENT_DISABLE_TIMING, EVENT_INTERPROCESS = 2, 4
+# cudaMemAttachGlobal, a flag of managed memory that every stream may access.
+MEM_ATTACH_GLOBAL = 1
 
 
 class IpcHandle(ctypes.Structure):
@@ -33,7 +35,7 @@ class IpcHandle(ctypes.Structure):
 class PointerAttributes(ctypes.Structure):
     """The first members of the structure cudaPointerAttributes, and space for the others."""
 
-    _fields_ = (("type", c_int), ("device", c_int), ("others", ctypes.c_byte * 80))
+    _fields_ = (("type", c_int), ("device", c_int), ("other_members", ctypes.c_byte * 80))
 
 
 class CallRecorder:
@@ -47,31 +49,31 @@ class CallRecorder:
         self.is_version_12 = version.value < 13000  # The version is 1000 * major + 10 * minor.
 
     def call(
-        self, title: str, function: str, *arguments: object, output: object = None, symbol: str | None = None
+        self, title: str, function_name: str, *arguments: object, output: object = None, symbol: str | None = None
     ) -> int:
-        """Call a function, and record its result under ``function: title``.
+        """Call a function, and record its result under ``function_name: title``.
 
         ``title`` describes the arguments. ``output`` is the ctypes object in which the function stores its output.
-        ``symbol`` is the name of the function in the library, if it is not ``function``.
+        ``symbol`` is the name of the function in the library, if it is not ``function_name``.
         """
-        error = self.runtime[symbol or function](*arguments)
+        error = self.runtime[symbol or function_name](*arguments)
         output_value = output.value if isinstance(output, ctypes._SimpleCData) else output  # noqa: SLF001
-        self.results[f"{function}: {title}"] = [
+        self.results[f"{function_name}: {title}"] = [
             error,
             self.runtime.cudaGetLastError(),
             output_value if error == 0 else None,
         ]
         return int(error)
 
-    def call_for_pointer(self, function: str, *arguments: object) -> c_void_p:
+    def call_for_pointer(self, function_name: str, *arguments: object) -> c_void_p:
         """Call a function that must succeed and that stores a pointer at its first argument. Return the pointer."""
         pointer = c_void_p()
-        assert self.runtime[function](byref(pointer), *arguments) == 0, function
+        assert self.runtime[function_name](byref(pointer), *arguments) == 0, function_name
         return pointer
 
 
 def call_device_functions(recorder: CallRecorder) -> None:
-    """Call the functions of devices, their attributes and their flags."""
+    """Call the functions that select devices, and that query their attributes, addresses, flags and limits."""
     int_output = c_int()
     recorder.call("one device", "cudaGetDeviceCount", byref(int_output), output=int_output)
     recorder.call("null", "cudaGetDeviceCount", None)
@@ -79,6 +81,7 @@ def call_device_functions(recorder: CallRecorder) -> None:
         recorder.call(str(device), "cudaSetDevice", device)
     recorder.call("first", "cudaGetDevice", byref(int_output), output=int_output)
     recorder.call("null", "cudaGetDevice", None)
+    # These attributes do not exist.
     for attribute in (0, -1, 9999):
         recorder.call(f"attribute {attribute} of device 0", "cudaDeviceGetAttribute", byref(int_output), attribute, 0)
     recorder.call("device 99", "cudaDeviceGetAttribute", byref(int_output), 1, 99)
@@ -102,9 +105,10 @@ def call_device_functions(recorder: CallRecorder) -> None:
     recorder.call("unknown", "cudaSetDeviceFlags", c_uint(0x4000))
     flags = c_uint()
     recorder.call("default", "cudaGetDeviceFlags", byref(flags))
+    # cudaLimit: StackSize, MallocHeapSize, and an unknown limit.
     for limit in (0, 2, 99):
-        size = c_size_t()
-        recorder.call(str(limit), "cudaDeviceGetLimit", byref(size), limit)
+        limit_bytes = c_size_t()
+        recorder.call(str(limit), "cudaDeviceGetLimit", byref(limit_bytes), limit)
 
 
 def call_memory_functions(recorder: CallRecorder) -> None:
@@ -125,7 +129,9 @@ def call_memory_functions(recorder: CallRecorder) -> None:
     recorder.call("no allocation", "cudaFreeHost", c_void_p(0x1000))
     recorder.call("unknown flags", "cudaHostAlloc", byref(pointer), c_size_t(KIB), c_uint(0x80))
     recorder.call("unknown flags", "cudaMallocManaged", byref(pointer), c_size_t(KIB), c_uint(0x80))
-    recorder.call("no bytes", "cudaMallocManaged", byref(pointer), c_size_t(0), c_uint(1), output=pointer)
+    recorder.call(
+        "no bytes", "cudaMallocManaged", byref(pointer), c_size_t(0), c_uint(MEM_ATTACH_GLOBAL), output=pointer
+    )
     pitch = c_size_t()
     recorder.call(
         "100 x 10", "cudaMallocPitch", byref(pointer), byref(pitch), c_size_t(100), c_size_t(10), output=pitch
@@ -133,7 +139,7 @@ def call_memory_functions(recorder: CallRecorder) -> None:
     recorder.call("of rows", "cudaFree", pointer)
     recorder.call("0 x 10", "cudaMallocPitch", byref(pointer), byref(pitch), c_size_t(0), c_size_t(10))
     host_buffer = ctypes.create_string_buffer(64 * KIB)
-    # The first page in the buffer.
+    # The address of the first page that begins in the buffer. A page has 4096 bytes.
     page_address = c_void_p((ctypes.addressof(host_buffer) + 4095) & ~4095)
     recorder.call("no bytes", "cudaHostRegister", page_address, c_size_t(0), c_uint(0))
     recorder.call("null", "cudaHostRegister", None, c_size_t(KIB), c_uint(0))
@@ -150,50 +156,75 @@ def call_memory_functions(recorder: CallRecorder) -> None:
 
 def call_copy_functions(recorder: CallRecorder) -> None:
     """Call the functions of copies and memsets, also with wrong directions, lengths and pitches."""
-    memory = recorder.call_for_pointer("cudaMalloc", c_size_t(4 * KIB))
+    device_memory = recorder.call_for_pointer("cudaMalloc", c_size_t(4 * KIB))
     pinned_memory = recorder.call_for_pointer("cudaMallocHost", c_size_t(4 * KIB))
-    host_buffer, second_buffer = ctypes.create_string_buffer(4 * KIB), ctypes.create_string_buffer(4 * KIB)
-    size = c_size_t(KIB)
+    host_buffer, second_host_buffer = ctypes.create_string_buffer(4 * KIB), ctypes.create_string_buffer(4 * KIB)
+    one_kib = c_size_t(KIB)
     for title, target, source, direction in (
-        ("to the device", memory, host_buffer, HOST_TO_DEVICE),
-        ("from the device", host_buffer, memory, DEVICE_TO_HOST),
-        ("within the device", memory, memory, DEVICE_TO_DEVICE),
-        ("within the host", host_buffer, second_buffer, HOST_TO_HOST),
-        ("within the host, default", host_buffer, second_buffer, DEFAULT),
-        ("to the device, default", memory, host_buffer, DEFAULT),
-        ("from pinned memory, default", memory, pinned_memory, DEFAULT),
-        ("unknown direction", memory, host_buffer, 9),
-        ("negative direction", memory, host_buffer, -1),
-        ("to the host, but named to the device", host_buffer, memory, HOST_TO_DEVICE),
-        ("within the host, but named to the device", host_buffer, second_buffer, HOST_TO_DEVICE),
-        ("to the device, but named within the host", memory, host_buffer, HOST_TO_HOST),
-        ("from pinned memory, but named within the device", memory, pinned_memory, DEVICE_TO_DEVICE),
+        ("to the device", device_memory, host_buffer, HOST_TO_DEVICE),
+        ("from the device", host_buffer, device_memory, DEVICE_TO_HOST),
+        ("within the device", device_memory, device_memory, DEVICE_TO_DEVICE),
+        ("within the host", host_buffer, second_host_buffer, HOST_TO_HOST),
+        ("within the host, default", host_buffer, second_host_buffer, DEFAULT),
+        ("to the device, default", device_memory, host_buffer, DEFAULT),
+        ("from pinned memory, default", device_memory, pinned_memory, DEFAULT),
+        ("unknown direction", device_memory, host_buffer, 9),
+        ("negative direction", device_memory, host_buffer, -1),
+        ("to the host, but named to the device", host_buffer, device_memory, HOST_TO_DEVICE),
+        ("within the host, but named to the device", host_buffer, second_host_buffer, HOST_TO_DEVICE),
+        ("to the device, but named within the host", device_memory, host_buffer, HOST_TO_HOST),
+        ("from pinned memory, but named within the device", device_memory, pinned_memory, DEVICE_TO_DEVICE),
         ("null target", None, host_buffer, HOST_TO_DEVICE),
-        ("null source", memory, None, HOST_TO_DEVICE),
+        ("null source", device_memory, None, HOST_TO_DEVICE),
     ):
-        recorder.call(title, "cudaMemcpy", target, source, size, direction)
-        recorder.call(f"async, {title}", "cudaMemcpyAsync", target, source, size, direction, None)
+        recorder.call(title, "cudaMemcpy", target, source, one_kib, direction)
+        recorder.call(f"async, {title}", "cudaMemcpyAsync", target, source, one_kib, direction, None)
     recorder.call("nothing between null pointers", "cudaMemcpy", None, None, c_size_t(0), DEFAULT)
-    recorder.call("nothing, unknown direction", "cudaMemcpy", memory, host_buffer, c_size_t(0), 9)
-    recorder.call("nothing, unknown direction", "cudaMemcpyAsync", memory, host_buffer, c_size_t(0), 9, None)
+    recorder.call("nothing, unknown direction", "cudaMemcpy", device_memory, host_buffer, c_size_t(0), 9)
+    recorder.call("nothing, unknown direction", "cudaMemcpyAsync", device_memory, host_buffer, c_size_t(0), 9, None)
     # The arguments of cudaMemcpy2D are target, target pitch, source, source pitch, extent (width in bytes, height in
     # rows) and direction.
     extent = (c_size_t(64), c_size_t(8))
-    recorder.call("rows", "cudaMemcpy2D", memory, c_size_t(128), host_buffer, c_size_t(64), *extent, HOST_TO_DEVICE)
     recorder.call(
-        "small target pitch", "cudaMemcpy2D", memory, c_size_t(32), host_buffer, c_size_t(64), *extent, HOST_TO_DEVICE
+        "rows", "cudaMemcpy2D", device_memory, c_size_t(128), host_buffer, c_size_t(64), *extent, HOST_TO_DEVICE
     )
     recorder.call(
-        "small source pitch", "cudaMemcpy2D", memory, c_size_t(64), host_buffer, c_size_t(32), *extent, HOST_TO_DEVICE
+        "small target pitch",
+        "cudaMemcpy2D",
+        device_memory,
+        c_size_t(32),
+        host_buffer,
+        c_size_t(64),
+        *extent,
+        HOST_TO_DEVICE,
     )
     recorder.call(
-        "huge pitch", "cudaMemcpy2D", memory, c_size_t(1 << 40), host_buffer, c_size_t(64), *extent, HOST_TO_DEVICE
+        "small source pitch",
+        "cudaMemcpy2D",
+        device_memory,
+        c_size_t(64),
+        host_buffer,
+        c_size_t(32),
+        *extent,
+        HOST_TO_DEVICE,
     )
-    recorder.call("unknown direction", "cudaMemcpy2D", memory, c_size_t(64), host_buffer, c_size_t(64), *extent, 9)
+    recorder.call(
+        "huge pitch",
+        "cudaMemcpy2D",
+        device_memory,
+        c_size_t(1 << 40),
+        host_buffer,
+        c_size_t(64),
+        *extent,
+        HOST_TO_DEVICE,
+    )
+    recorder.call(
+        "unknown direction", "cudaMemcpy2D", device_memory, c_size_t(64), host_buffer, c_size_t(64), *extent, 9
+    )
     recorder.call(
         "no rows, unknown direction",
         "cudaMemcpy2D",
-        memory,
+        device_memory,
         c_size_t(64),
         host_buffer,
         c_size_t(64),
@@ -204,33 +235,43 @@ def call_copy_functions(recorder: CallRecorder) -> None:
     recorder.call(
         "no rows, small pitch",
         "cudaMemcpy2D",
-        memory,
+        device_memory,
         c_size_t(4),
         host_buffer,
         c_size_t(64),
         c_size_t(64),
         c_size_t(0),
-        1,
+        HOST_TO_DEVICE,
     )
     recorder.call(
-        "no rows", "cudaMemcpy2D", memory, c_size_t(64), host_buffer, c_size_t(64), c_size_t(64), c_size_t(0), 1
+        "no rows",
+        "cudaMemcpy2D",
+        device_memory,
+        c_size_t(64),
+        host_buffer,
+        c_size_t(64),
+        c_size_t(64),
+        c_size_t(0),
+        HOST_TO_DEVICE,
     )
-    recorder.call("device memory", "cudaMemset", memory, 7, size)
+    recorder.call("device memory", "cudaMemset", device_memory, 7, one_kib)
     recorder.call("nothing", "cudaMemset", None, 7, c_size_t(0))
-    recorder.call("null", "cudaMemset", None, 7, size)
-    recorder.call("pinned memory", "cudaMemset", pinned_memory, 7, size)
-    recorder.call("rows", "cudaMemset2D", memory, c_size_t(128), 7, *extent)
-    recorder.call("small pitch", "cudaMemset2D", memory, c_size_t(32), 7, *extent)
-    recorder.call("to itself", "cudaMemcpyPeer", memory, 0, memory, 0, size)
-    recorder.call("device 99", "cudaMemcpyPeer", memory, 99, memory, 0, size)
+    recorder.call("null", "cudaMemset", None, 7, one_kib)
+    recorder.call("pinned memory", "cudaMemset", pinned_memory, 7, one_kib)
+    recorder.call("rows", "cudaMemset2D", device_memory, c_size_t(128), 7, *extent)
+    recorder.call("small pitch", "cudaMemset2D", device_memory, c_size_t(32), 7, *extent)
+    # The arguments of cudaMemcpyPeer are target, target device, source, source device and length.
+    recorder.call("to itself", "cudaMemcpyPeer", device_memory, 0, device_memory, 0, one_kib)
+    recorder.call("device 99", "cudaMemcpyPeer", device_memory, 99, device_memory, 0, one_kib)
     recorder.call("after the copies", "cudaDeviceSynchronize")
-    recorder.runtime.cudaFree(memory)
+    recorder.runtime.cudaFree(device_memory)
     recorder.runtime.cudaFreeHost(pinned_memory)
 
 
 def call_stream_functions(recorder: CallRecorder) -> None:
     """Call the functions of streams and events."""
-    pointer, int_output = c_void_p(), c_int()
+    # Each function that creates a stream or an event stores it in `created_object`.
+    created_object, int_output = c_void_p(), c_int()
     least_priority, greatest_priority = c_int(), c_int()
     recorder.call(
         "least",
@@ -247,22 +288,23 @@ def call_stream_functions(recorder: CallRecorder) -> None:
         output=greatest_priority,
     )
     recorder.call("null", "cudaStreamCreate", None)
-    recorder.call("unknown flags", "cudaStreamCreateWithFlags", byref(pointer), c_uint(6))
+    recorder.call("unknown flags", "cudaStreamCreateWithFlags", byref(created_object), c_uint(6))
     for priority in (-99, 99):
-        recorder.call(f"{priority}", "cudaStreamCreateWithPriority", byref(pointer), c_uint(1), priority)
-        recorder.call(f"of {priority}", "cudaStreamGetPriority", pointer, byref(int_output), output=int_output)
+        recorder.call(f"{priority}", "cudaStreamCreateWithPriority", byref(created_object), c_uint(1), priority)
+        recorder.call(f"of {priority}", "cudaStreamGetPriority", created_object, byref(int_output), output=int_output)
         flags = c_uint()
-        recorder.call(f"of {priority}", "cudaStreamGetFlags", pointer, byref(flags), output=flags)
-        recorder.call(f"of {priority}", "cudaStreamDestroy", pointer)
+        recorder.call(f"of {priority}", "cudaStreamGetFlags", created_object, byref(flags), output=flags)
+        recorder.call(f"of {priority}", "cudaStreamDestroy", created_object)
     recorder.call("default stream", "cudaStreamDestroy", None)
-    for name, stream_value in (("null", 0), ("legacy", 1), ("of the thread", 2)):
-        recorder.call(name, "cudaStreamSynchronize", c_void_p(stream_value))
-        recorder.call(name, "cudaStreamQuery", c_void_p(stream_value))
-        recorder.call(name, "cudaStreamIsCapturing", c_void_p(stream_value), byref(int_output), output=int_output)
+    # Special values of cudaStream_t are 0 (the default stream), 1 (cudaStreamLegacy) and 2 (cudaStreamPerThread).
+    for title, stream_value in (("null", 0), ("legacy", 1), ("of the thread", 2)):
+        recorder.call(title, "cudaStreamSynchronize", c_void_p(stream_value))
+        recorder.call(title, "cudaStreamQuery", c_void_p(stream_value))
+        recorder.call(title, "cudaStreamIsCapturing", c_void_p(stream_value), byref(int_output), output=int_output)
     recorder.call("legacy", "cudaStreamBeginCapture", c_void_p(1), 0)
     recorder.call("unknown mode", "cudaThreadExchangeStreamCaptureMode", byref(c_int(9)))
-    recorder.call("unknown flags", "cudaEventCreateWithFlags", byref(pointer), c_uint(0x80))
-    recorder.call("with timing", "cudaEventCreateWithFlags", byref(pointer), c_uint(EVENT_INTERPROCESS))
+    recorder.call("unknown flags", "cudaEventCreateWithFlags", byref(created_object), c_uint(0x80))
+    recorder.call("with timing", "cudaEventCreateWithFlags", byref(created_object), c_uint(EVENT_INTERPROCESS))
     recorder.call("null", "cudaEventDestroy", None)
     timed_event, untimed_event = (
         recorder.call_for_pointer("cudaEventCreate"),
@@ -277,26 +319,26 @@ def call_stream_functions(recorder: CallRecorder) -> None:
     recorder.call("without timing", "cudaEventElapsedTime", byref(time_ms), timed_event, untimed_event)
     recorder.call("unknown flags", "cudaStreamWaitEvent", None, timed_event, c_uint(8))
     recorder.call("recorded", "cudaStreamWaitEvent", None, timed_event, c_uint(0))
-    handle = IpcHandle()
-    recorder.call("event of one process", "cudaIpcGetEventHandle", byref(handle), timed_event)
-    recorder.call("no handle", "cudaIpcOpenEventHandle", byref(pointer), IpcHandle())
+    event_handle = IpcHandle()
+    recorder.call("event of one process", "cudaIpcGetEventHandle", byref(event_handle), timed_event)
+    recorder.call("no handle", "cudaIpcOpenEventHandle", byref(created_object), IpcHandle())
     for event in (timed_event, untimed_event):
         recorder.call("event", "cudaEventDestroy", event)
 
 
 def call_pointer_functions(recorder: CallRecorder) -> None:
-    """Call the functions of pointer attributes, and of IPC handles."""
+    """Call the functions that query the attributes of pointers, and that make and open IPC handles of memory."""
     device_memory, pinned_memory = (
         recorder.call_for_pointer("cudaMalloc", c_size_t(KIB)),
         recorder.call_for_pointer("cudaMallocHost", c_size_t(KIB)),
     )
-    managed_memory = recorder.call_for_pointer("cudaMallocManaged", c_size_t(KIB), c_uint(1))
-    host_buffer, handle, pointer = ctypes.create_string_buffer(KIB), IpcHandle(), c_void_p()
+    managed_memory = recorder.call_for_pointer("cudaMallocManaged", c_size_t(KIB), c_uint(MEM_ATTACH_GLOBAL))
+    host_buffer, memory_handle, opened_pointer = ctypes.create_string_buffer(KIB), IpcHandle(), c_void_p()
     assert device_memory.value is not None
-    middle = c_void_p(device_memory.value + 16)
+    middle_address = c_void_p(device_memory.value + 16)
     for title, address in (
         ("device", device_memory),
-        ("middle of device", middle),
+        ("middle of device", middle_address),
         ("pinned", pinned_memory),
         ("managed", managed_memory),
         ("host", host_buffer),
@@ -304,13 +346,15 @@ def call_pointer_functions(recorder: CallRecorder) -> None:
     ):
         attributes = PointerAttributes()
         recorder.call(title, "cudaPointerGetAttributes", byref(attributes), address)
+        # The output value of this call is the type of the memory and its device.
         result = recorder.results[f"cudaPointerGetAttributes: {title}"]
         result[2] = [attributes.type, attributes.device] if result[0] == 0 else None
-        recorder.call(title, "cudaIpcGetMemHandle", byref(handle), address)
-    recorder.call("device", "cudaIpcGetMemHandle", byref(handle), device_memory)
-    recorder.call("unknown flags", "cudaIpcOpenMemHandle", byref(pointer), handle, c_uint(8))
-    recorder.call("own handle", "cudaIpcOpenMemHandle", byref(pointer), handle, c_uint(1))
-    recorder.call("no handle", "cudaIpcOpenMemHandle", byref(pointer), IpcHandle(), c_uint(1))
+        recorder.call(title, "cudaIpcGetMemHandle", byref(memory_handle), address)
+    recorder.call("device", "cudaIpcGetMemHandle", byref(memory_handle), device_memory)
+    # The flag 1 is cudaIpcMemLazyEnablePeerAccess.
+    recorder.call("unknown flags", "cudaIpcOpenMemHandle", byref(opened_pointer), memory_handle, c_uint(8))
+    recorder.call("own handle", "cudaIpcOpenMemHandle", byref(opened_pointer), memory_handle, c_uint(1))
+    recorder.call("no handle", "cudaIpcOpenMemHandle", byref(opened_pointer), IpcHandle(), c_uint(1))
     recorder.call("not opened", "cudaIpcCloseMemHandle", device_memory)
     flags = c_uint()
     recorder.call("pinned", "cudaHostGetFlags", byref(flags), pinned_memory)
@@ -331,10 +375,10 @@ def call_pool_functions(recorder: CallRecorder) -> None:
     recorder.call("1 KiB", "cudaFreeAsync", pointer, None)
     recorder.call("null", "cudaFreeAsync", None, None)
     recorder.call("no allocation", "cudaFreeAsync", c_void_p(0x1000), None)
-    threshold = ctypes.c_uint64()
+    threshold_bytes = ctypes.c_uint64()
     # Attribute 4 is cudaMemPoolAttrReleaseThreshold.
-    recorder.call("threshold", "cudaMemPoolGetAttribute", pool, 4, byref(threshold), output=threshold)
-    recorder.call("unknown", "cudaMemPoolGetAttribute", pool, 99, byref(threshold))
+    recorder.call("threshold", "cudaMemPoolGetAttribute", pool, 4, byref(threshold_bytes), output=threshold_bytes)
+    recorder.call("unknown", "cudaMemPoolGetAttribute", pool, 99, byref(threshold_bytes))
     recorder.call("default pool", "cudaMemPoolDestroy", pool)
     recorder.call("default pool", "cudaMemPoolTrimTo", pool, c_size_t(0))
     recorder.call("1 KiB from the pool", "cudaMallocFromPoolAsync", byref(pointer), c_size_t(KIB), pool, None)
@@ -342,14 +386,14 @@ def call_pool_functions(recorder: CallRecorder) -> None:
 
 
 def call_kernel_and_reset_functions(recorder: CallRecorder) -> None:
-    """Call the functions of unregistered kernels and symbols, of error names, and of the reset of a device."""
+    """Query a kernel and a symbol that are not registered, query the names of errors, and reset the device."""
     unregistered_symbol, pointer = c_int(), c_void_p()
     recorder.call("unknown", "cudaFuncGetAttributes", ctypes.create_string_buffer(512), byref(unregistered_symbol))
     recorder.call("unknown", "cudaGetSymbolAddress", byref(pointer), byref(unregistered_symbol))
     recorder.runtime.cudaGetErrorName.restype = c_char_p
     for error in (0, 1, 2, 12, 21, 98, 100, 101, 201, 217, 400, 600, 704, 705, 712, 713, 719, 801, 900, 999, 12345):
-        name = recorder.runtime.cudaGetErrorName(error)
-        recorder.results[f"cudaGetErrorName: {error}"] = [0, 0, name.decode()]
+        error_name = recorder.runtime.cudaGetErrorName(error)
+        recorder.results[f"cudaGetErrorName: {error}"] = [0, 0, error_name.decode()]
     recorder.call_for_pointer("cudaMalloc", c_size_t(KIB))
     recorder.call("with memory", "cudaDeviceReset")
     recorder.call("after the reset", "cudaMalloc", byref(pointer), c_size_t(KIB))
@@ -357,7 +401,10 @@ def call_kernel_and_reset_functions(recorder: CallRecorder) -> None:
 
 
 def run_groups(*groups: Callable[[CallRecorder], None]) -> None:
-    """Call all functions of all groups, and print the results."""
+    """Make the calls of each group with the runtime that the first argument of the program names. Print the results.
+
+    A group is a function that makes calls. Its name goes to stderr before its calls, so that a crash shows the group.
+    """
     recorder = CallRecorder(sys.argv[1])
     for make_calls in groups:
         sys.stderr.write(f"{make_calls.__name__}\n")

@@ -1,6 +1,6 @@
-"""Calls of the CUDA runtime for graphs, captures, arrays, managed memory and shared pools.
+"""A program that calls the CUDA runtime for graphs, stream captures, arrays, managed memory and shared memory pools.
 
-The program works like ``cuda_runtime_calls.py``. The folder ``suites`` must be in PYTHONPATH.
+It prints the results as ``cuda_runtime_calls.py`` does. The folder ``suites`` must be in PYTHONPATH.
 ``cuda_runtime_graph_calls.json`` has the results of an H200. The runtimes of CUDA 12 and CUDA 13 gave the same results.
 """
 
@@ -15,6 +15,7 @@ from qualify.cuda_runtime_calls import (
     DEVICE_TO_HOST,
     HOST_TO_DEVICE,
     KIB,
+    MEM_ATTACH_GLOBAL,
     CallRecorder,
     IpcHandle,
     run_groups,
@@ -34,9 +35,9 @@ class PoolProperties(ctypes.Structure):
         ("type", c_int),
         ("handle_types", c_int),
         ("location", Location),
-        ("security", c_void_p),
+        ("security_attributes", c_void_p),
         ("size_max_bytes", c_size_t),
-        ("others", ctypes.c_byte * 56),
+        ("other_members", ctypes.c_byte * 56),
     )
 
 
@@ -62,7 +63,8 @@ class ChannelFormat(ctypes.Structure):
 def call_shared_pool_functions(recorder: CallRecorder) -> None:
     """Call the functions of pools that processes share. The handle type 1 is a file descriptor.
 
-    No call imports a descriptor as a fabric handle (type 8): the real runtimes would use its number as a pointer.
+    No call imports a descriptor as a fabric handle (type 8), because the real runtimes would use the number of the
+    descriptor as a pointer.
     """
     shared_pool, private_pool, imported_pool, pointer, imported_pointer = (
         c_void_p(),
@@ -78,19 +80,19 @@ def call_shared_pool_functions(recorder: CallRecorder) -> None:
     )
     recorder.call("private", "cudaMemPoolCreate", byref(private_pool), byref(PoolProperties(1, 0, Location(1, 0))))
     recorder.call("shared", "cudaMemPoolCreate", byref(shared_pool), byref(PoolProperties(1, 1, Location(1, 0))))
-    export_function, no_flags = "cudaMemPoolExportToShareableHandle", c_uint(0)
-    recorder.call("private pool", export_function, byref(fd), private_pool, 1, no_flags)
-    recorder.call("unknown flags", export_function, byref(fd), shared_pool, 1, c_uint(1))
-    recorder.call("another type", export_function, byref(fd), shared_pool, 8, no_flags)
-    recorder.call("shared pool", export_function, byref(fd), shared_pool, 1, no_flags)
+    export_function_name, no_flags = "cudaMemPoolExportToShareableHandle", c_uint(0)
+    recorder.call("private pool", export_function_name, byref(fd), private_pool, 1, no_flags)
+    recorder.call("unknown flags", export_function_name, byref(fd), shared_pool, 1, c_uint(1))
+    recorder.call("another type", export_function_name, byref(fd), shared_pool, 8, no_flags)
+    recorder.call("shared pool", export_function_name, byref(fd), shared_pool, 1, no_flags)
     recorder.call(
         "1 KiB from a shared pool", "cudaMallocFromPoolAsync", byref(pointer), c_size_t(KIB), shared_pool, None
     )
     recorder.call("memory of a shared pool", "cudaMemPoolExportPointer", byref(export_data), pointer)
     recorder.call("no memory", "cudaMemPoolExportPointer", byref(export_data), c_void_p(0x1000))
-    import_function = "cudaMemPoolImportFromShareableHandle"
-    recorder.call("closed descriptor", import_function, byref(imported_pool), c_void_p(0xFFFF), 1, no_flags)
-    recorder.call("unknown flags", import_function, byref(imported_pool), c_void_p(fd.value), 1, c_uint(1))
+    import_function_name = "cudaMemPoolImportFromShareableHandle"
+    recorder.call("closed descriptor", import_function_name, byref(imported_pool), c_void_p(0xFFFF), 1, no_flags)
+    recorder.call("unknown flags", import_function_name, byref(imported_pool), c_void_p(fd.value), 1, c_uint(1))
     recorder.call(
         "pool that is not imported",
         "cudaMemPoolImportPointer",
@@ -105,16 +107,16 @@ def call_shared_pool_functions(recorder: CallRecorder) -> None:
 
 
 def call_managed_memory_functions(recorder: CallRecorder) -> None:
-    """Call the functions of prefetch and advice.
+    """Call the functions that prefetch managed memory, give advice about it, query its ranges and attach it to streams.
 
-    In the library of CUDA 12, functions that take a cudaMemLocation have the suffix _v2.
+    In the library of CUDA 12, the functions that take a cudaMemLocation have the suffix _v2.
     """
     suffix = "_v2" if recorder.is_version_12 else ""
     managed_memory, host_buffer = (
-        recorder.call_for_pointer("cudaMallocManaged", c_size_t(64 * KIB), c_uint(1)),
+        recorder.call_for_pointer("cudaMallocManaged", c_size_t(64 * KIB), c_uint(MEM_ATTACH_GLOBAL)),
         ctypes.create_string_buffer(KIB),
     )
-    device_memory, int_value = recorder.call_for_pointer("cudaMalloc", c_size_t(KIB)), c_int()
+    device_memory, attribute_value = recorder.call_for_pointer("cudaMalloc", c_size_t(KIB)), c_int()
     first_device, missing_device, host_location, no_location = (
         Location(1, 0),
         Location(1, 99),
@@ -132,8 +134,9 @@ def call_managed_memory_functions(recorder: CallRecorder) -> None:
         ("memory of the device", device_memory, KIB, first_device, 0),
         ("null", None, KIB, first_device, 0),
     ):
-        size, symbol = c_size_t(length_bytes), f"cudaMemPrefetchAsync{suffix}"
-        recorder.call(title, "cudaMemPrefetchAsync", address, size, location, c_uint(flags), None, symbol=symbol)
+        length, symbol = c_size_t(length_bytes), f"cudaMemPrefetchAsync{suffix}"
+        recorder.call(title, "cudaMemPrefetchAsync", address, length, location, c_uint(flags), None, symbol=symbol)
+    # cudaMemoryAdvise: 1 is SetReadMostly, 3 is SetPreferredLocation, 5 is SetAccessedBy, and 9 is unknown.
     for title, address, advice, location in (
         ("read mostly", managed_memory, 1, first_device),
         ("preferred location", managed_memory, 3, first_device),
@@ -145,30 +148,40 @@ def call_managed_memory_functions(recorder: CallRecorder) -> None:
     ):
         symbol = f"cudaMemAdvise{suffix}"
         recorder.call(title, "cudaMemAdvise", address, c_size_t(KIB), advice, location, symbol=symbol)
-    size, query_function = c_size_t(4), "cudaMemRangeGetAttribute"
+    value_size, query_function_name = c_size_t(4), "cudaMemRangeGetAttribute"
     # cudaMemRangeAttribute: ReadMostly, PreferredLocation, AccessedBy, LastPrefetchLocation, PreferredLocationType,
     # PreferredLocationId, and an unknown attribute.
     for attribute in (1, 2, 3, 4, 5, 6, 9):
         title = f"attribute {attribute}"
         recorder.call(
-            title, query_function, byref(int_value), size, attribute, managed_memory, c_size_t(KIB), output=int_value
+            title,
+            query_function_name,
+            byref(attribute_value),
+            value_size,
+            attribute,
+            managed_memory,
+            c_size_t(KIB),
+            output=attribute_value,
         )
     recorder.call(
         "of all pages",
-        query_function,
-        byref(int_value),
-        size,
+        query_function_name,
+        byref(attribute_value),
+        value_size,
         1,
         managed_memory,
         c_size_t(64 * KIB),
-        output=int_value,
+        output=attribute_value,
     )
-    recorder.call("8 bytes", query_function, byref(int_value), c_size_t(8), 1, managed_memory, c_size_t(KIB))
-    recorder.call("memory of the device", query_function, byref(int_value), size, 1, device_memory, c_size_t(KIB))
-    attach_function = "cudaStreamAttachMemAsync"
+    recorder.call("8 bytes", query_function_name, byref(attribute_value), c_size_t(8), 1, managed_memory, c_size_t(KIB))
+    recorder.call(
+        "memory of the device", query_function_name, byref(attribute_value), value_size, 1, device_memory, c_size_t(KIB)
+    )
+    attach_function_name = "cudaStreamAttachMemAsync"
+    # The flag 1 is cudaMemAttachGlobal, and 4 is cudaMemAttachSingle.
     for title, length_bytes, flags in (("single", 0, 4), ("unknown flags", 0, 3), ("a part", KIB, 1)):
-        recorder.call(title, attach_function, None, managed_memory, c_size_t(length_bytes), c_uint(flags))
-    recorder.call("host memory", attach_function, None, host_buffer, c_size_t(0), c_uint(1))
+        recorder.call(title, attach_function_name, None, managed_memory, c_size_t(length_bytes), c_uint(flags))
+    recorder.call("host memory", attach_function_name, None, host_buffer, c_size_t(0), c_uint(1))
     recorder.runtime.cudaDeviceSynchronize()
     for address in (managed_memory, device_memory):
         recorder.call("after prefetch and advice", "cudaFree", address)
@@ -177,26 +190,36 @@ def call_managed_memory_functions(recorder: CallRecorder) -> None:
 def call_capture_functions(recorder: CallRecorder) -> None:
     """Capture streams, and make calls that invalidate the captures.
 
-    The capture modes are 0 (global), 1 (thread-local) and 2 (relaxed). The first stream does not block the default
-    stream.
+    The capture modes are 0 (global), 1 (thread-local) and 2 (relaxed). `stream` is a non-blocking stream (flag 1): it
+    does not synchronise with the default stream. `blocking_stream` does.
     """
     stream, blocking_stream = (
         recorder.call_for_pointer("cudaStreamCreateWithFlags", c_uint(1)),
         recorder.call_for_pointer("cudaStreamCreate"),
     )
     memory, event = recorder.call_for_pointer("cudaMalloc", c_size_t(KIB)), recorder.call_for_pointer("cudaEventCreate")
-    graph, pointer, status, host_buffer = c_void_p(), c_void_p(), c_int(), ctypes.create_string_buffer(KIB)
+    graph, allocated_pointer, status, host_buffer = c_void_p(), c_void_p(), c_int(), ctypes.create_string_buffer(KIB)
     recorder.call("not captured", "cudaStreamEndCapture", stream, byref(graph))
     recorder.call("unknown mode", "cudaStreamBeginCapture", stream, 9)
-    begin_capture, end_function, size = recorder.runtime.cudaStreamBeginCapture, "cudaStreamEndCapture", c_size_t(KIB)
-    for title, captured_stream, mode, function, arguments in (
+    begin_capture, end_function_name, size = (
+        recorder.runtime.cudaStreamBeginCapture,
+        "cudaStreamEndCapture",
+        c_size_t(KIB),
+    )
+    for title, captured_stream, mode, function_name, arguments in (
         ("nothing", stream, 0, "cudaStreamBeginCapture", (stream, 0)),
         ("memset", stream, 0, "cudaMemsetAsync", (memory, 1, size, stream)),
         ("copy from the host", stream, 0, "cudaMemcpyAsync", (memory, host_buffer, size, HOST_TO_DEVICE, stream)),
-        ("copy of freed memory", stream, 0, "cudaMemcpyAsync", (memory, c_void_p(0x1000), size, 3, stream)),
-        ("allocation", stream, 0, "cudaMalloc", (byref(pointer), size)),
-        ("allocation, relaxed", stream, 2, "cudaMalloc", (byref(pointer), size)),
-        ("allocation in the stream", stream, 0, "cudaMallocAsync", (byref(pointer), size, stream)),
+        (
+            "copy of freed memory",
+            stream,
+            0,
+            "cudaMemcpyAsync",
+            (memory, c_void_p(0x1000), size, DEVICE_TO_DEVICE, stream),
+        ),
+        ("allocation", stream, 0, "cudaMalloc", (byref(allocated_pointer), size)),
+        ("allocation, relaxed", stream, 2, "cudaMalloc", (byref(allocated_pointer), size)),
+        ("allocation in the stream", stream, 0, "cudaMallocAsync", (byref(allocated_pointer), size, stream)),
         ("synchronous copy", stream, 0, "cudaMemcpy", (memory, host_buffer, size, HOST_TO_DEVICE)),
         ("synchronous copy, blocking", blocking_stream, 0, "cudaMemcpy", (memory, host_buffer, size, HOST_TO_DEVICE)),
         (
@@ -221,17 +244,19 @@ def call_capture_functions(recorder: CallRecorder) -> None:
         ("callback without a function", stream, 0, "cudaStreamAddCallback", (stream, None, None, c_uint(0))),
     ):
         begin_capture(captured_stream, mode)
-        recorder.call(f"captured, {title}", function, *arguments)
+        recorder.call(f"captured, {title}", function_name, *arguments)
         recorder.call(f"after {title}", "cudaStreamIsCapturing", captured_stream, byref(status), output=status)
-        recorder.call(f"after {title}", end_function, captured_stream, byref(graph))
+        recorder.call(f"after {title}", end_function_name, captured_stream, byref(graph))
         if graph.value is not None:
             recorder.runtime.cudaGraphDestroy(graph)
+    # The wait for an event of the captured stream makes the other stream a part of the capture. The end of the capture
+    # then fails, because the first stream has not joined the other stream again.
     begin_capture(stream, 0)
     recorder.call("in a captured stream", "cudaEventRecord", event, stream)
     recorder.call("join", "cudaStreamWaitEvent", blocking_stream, event, c_uint(0))
     recorder.call("joined", "cudaStreamIsCapturing", blocking_stream, byref(status), output=status)
     recorder.call("joined stream", "cudaMemsetAsync", memory, 1, size, blocking_stream)
-    recorder.call("not joined", end_function, stream, byref(graph))
+    recorder.call("not joined", end_function_name, stream, byref(graph))
     recorder.call("recorded in an ended capture", "cudaEventQuery", event)
     recorder.call("recorded again", "cudaEventRecord", event, None)
     for ended_stream in (stream, blocking_stream):
@@ -240,9 +265,9 @@ def call_capture_functions(recorder: CallRecorder) -> None:
 
 
 def call_graph_functions(recorder: CallRecorder) -> None:
-    """Call the functions of graphs, with memsets and empty nodes."""
-    graph, node, memset_node, executable, clone = c_void_p(), c_void_p(), c_void_p(), c_void_p(), c_void_p()
-    device_memory, node_type, node_count, zero_count = (
+    """Call the functions of graphs, which have empty nodes and memset nodes."""
+    graph, empty_node, memset_node, executable_graph, clone = c_void_p(), c_void_p(), c_void_p(), c_void_p(), c_void_p()
+    device_memory, node_type, node_count, no_dependencies = (
         recorder.call_for_pointer("cudaMalloc", c_size_t(KIB)),
         c_int(),
         c_size_t(),
@@ -251,10 +276,10 @@ def call_graph_functions(recorder: CallRecorder) -> None:
     recorder.call("unknown flags", "cudaGraphCreate", byref(graph), c_uint(1))
     recorder.call("null", "cudaGraphCreate", None, c_uint(0))
     recorder.call("empty", "cudaGraphCreate", byref(graph), c_uint(0))
-    recorder.call("empty", "cudaGraphInstantiate", byref(executable), graph, ctypes.c_uint64(0))
-    recorder.call("empty", "cudaGraphLaunch", executable, None)
-    recorder.call("empty", "cudaGraphExecDestroy", executable)
-    recorder.call("first", "cudaGraphAddEmptyNode", byref(node), graph, None, zero_count)
+    recorder.call("empty", "cudaGraphInstantiate", byref(executable_graph), graph, ctypes.c_uint64(0))
+    recorder.call("empty", "cudaGraphLaunch", executable_graph, None)
+    recorder.call("empty", "cudaGraphExecDestroy", executable_graph)
+    recorder.call("first", "cudaGraphAddEmptyNode", byref(empty_node), graph, None, no_dependencies)
     recorder.call("no list", "cudaGraphAddEmptyNode", byref(memset_node), graph, None, c_size_t(1))
     for title, destination, width, element_bytes in (
         ("of device memory", device_memory, KIB, 1),
@@ -268,7 +293,7 @@ def call_graph_functions(recorder: CallRecorder) -> None:
             "cudaGraphAddMemsetNode",
             byref(memset_node),
             graph,
-            byref(node),
+            byref(empty_node),
             c_size_t(1),
             byref(memset_parameters),
         )
@@ -277,23 +302,23 @@ def call_graph_functions(recorder: CallRecorder) -> None:
     recorder.call("memset", "cudaGraphNodeGetType", memset_node, byref(node_type), output=node_type)
     recorder.call("memset", "cudaGraphMemsetNodeGetParams", memset_node, byref(MemsetParameters()))
     recorder.call("memset", "cudaGraphHostNodeGetParams", memset_node, byref(MemsetParameters()))
-    recorder.call("unknown flags", "cudaGraphInstantiate", byref(executable), graph, ctypes.c_uint64(0x100))
-    recorder.call("graph", "cudaGraphInstantiate", byref(executable), graph, ctypes.c_uint64(0))
+    recorder.call("unknown flags", "cudaGraphInstantiate", byref(executable_graph), graph, ctypes.c_uint64(0x100))
+    recorder.call("graph", "cudaGraphInstantiate", byref(executable_graph), graph, ctypes.c_uint64(0))
     recorder.call("graph", "cudaGraphClone", byref(clone), graph)
-    recorder.call("graph", "cudaGraphLaunch", executable, None)
-    recorder.call("graph", "cudaGraphUpload", executable, None)
+    recorder.call("graph", "cudaGraphLaunch", executable_graph, None)
+    recorder.call("graph", "cudaGraphUpload", executable_graph, None)
     recorder.call("null", "cudaGraphLaunch", None, None)
     recorder.runtime.cudaDeviceSynchronize()
     for existing_graph in (graph, clone):
         recorder.call("made", "cudaGraphDestroy", existing_graph)
-    recorder.call("graph", "cudaGraphExecDestroy", executable)
+    recorder.call("graph", "cudaGraphExecDestroy", executable_graph)
 
 
 def call_array_functions(recorder: CallRecorder) -> None:
-    """Call the functions that use arrays and mipmapped arrays as memory."""
-    array, level, host_buffer, no_flags = c_void_p(), c_void_p(), ctypes.create_string_buffer(64 * KIB), c_uint(0)
+    """Call the functions that create, copy, query and free arrays and mipmapped arrays."""
+    array, level_array, host_buffer, no_flags = c_void_p(), c_void_p(), ctypes.create_string_buffer(64 * KIB), c_uint(0)
     two_16_bit_channels = ChannelFormat(16, 16, 0, 0, 1)
-    # The last call creates an array of 5 rows with 20 elements of 4 bytes, which the copies below use.
+    # The last call of the loop creates an array of 5 rows with 20 elements of 4 bytes. The copies below use this array.
     for title, channels, width, height, flags in (
         ("no elements", two_16_bit_channels, 0, 0, 0),
         ("three channels", ChannelFormat(8, 8, 8, 0, 1), 8, 8, 0),
@@ -307,8 +332,10 @@ def call_array_functions(recorder: CallRecorder) -> None:
         sizes_and_flags = (c_size_t(width), c_size_t(height), c_uint(flags))
         recorder.call(title, "cudaMallocArray", byref(array), byref(channels), *sizes_and_flags)
     recorder.call("null", "cudaMallocArray", byref(array), None, c_size_t(8), c_size_t(8), no_flags)
-    zero_bytes, row_bytes, row_count = c_size_t(0), c_size_t(80), c_size_t(5)
-    for title, x_bytes, pitch, width, height, direction in (
+    # The arguments of cudaMemcpy2DToArray are array, x offset in bytes, y offset in rows, source, source pitch, width
+    # in bytes, height in rows, and direction.
+    zero_offset, row_bytes, row_count = c_size_t(0), c_size_t(80), c_size_t(5)
+    for title, x_offset_bytes, pitch, width, height, direction in (
         ("all", 0, 80, 80, 5, HOST_TO_DEVICE),
         ("default", 0, 80, 80, 5, DEFAULT),
         ("unknown direction", 0, 80, 80, 5, 9),
@@ -320,7 +347,14 @@ def call_array_functions(recorder: CallRecorder) -> None:
     ):
         pitch_and_size = (c_size_t(pitch), c_size_t(width), c_size_t(height))
         recorder.call(
-            title, "cudaMemcpy2DToArray", array, c_size_t(x_bytes), zero_bytes, host_buffer, *pitch_and_size, direction
+            title,
+            "cudaMemcpy2DToArray",
+            array,
+            c_size_t(x_offset_bytes),
+            zero_offset,
+            host_buffer,
+            *pitch_and_size,
+            direction,
         )
     recorder.call(
         "all",
@@ -328,8 +362,8 @@ def call_array_functions(recorder: CallRecorder) -> None:
         host_buffer,
         row_bytes,
         array,
-        zero_bytes,
-        zero_bytes,
+        zero_offset,
+        zero_offset,
         row_bytes,
         row_count,
         DEVICE_TO_HOST,
@@ -344,7 +378,7 @@ def call_array_functions(recorder: CallRecorder) -> None:
     recorder.call("array", "cudaArrayGetInfo", byref(ChannelFormat()), None, None, array)
     recorder.call("array", "cudaFreeArray", array)
     recorder.call("null", "cudaFreeArray", None)
-    recorder.call("null", "cudaGetMipmappedArrayLevel", byref(level), None, no_flags)
+    recorder.call("null", "cudaGetMipmappedArrayLevel", byref(level_array), None, no_flags)
     recorder.call("null", "cudaFreeMipmappedArray", None)
 
 

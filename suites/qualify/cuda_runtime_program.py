@@ -17,8 +17,8 @@ HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 DEVICE_MEMORY = 2  # cudaMemoryTypeDevice.
 EVENT_INTERPROCESS_FLAGS = 6  # cudaEventDisableTiming and cudaEventInterprocess.
 LENGTH_BYTES = 5000
-# This second argument makes the program the second process.
-IMPORTER = "importer"
+# With this second argument, the program runs as the second process, which imports the memory.
+IMPORTER_ARGUMENT = "importer"
 
 
 class IpcHandle(ctypes.Structure):
@@ -28,7 +28,7 @@ class IpcHandle(ctypes.Structure):
 
 
 class Dimensions(ctypes.Structure):
-    """The structure dim3."""
+    """The structure dim3: the numbers of blocks, or of threads in a block, along each axis."""
 
     _fields_ = (("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint))
 
@@ -36,16 +36,16 @@ class Dimensions(ctypes.Structure):
 class PointerAttributes(ctypes.Structure):
     """The first members of the structure cudaPointerAttributes, and space for the others."""
 
-    _fields_ = (("type", ctypes.c_int), ("device", ctypes.c_int), ("others", ctypes.c_byte * 80))
+    _fields_ = (("type", ctypes.c_int), ("device", ctypes.c_int), ("other_members", ctypes.c_byte * 80))
 
 
-def require_status(error: int, expected: int = SUCCESS) -> None:
-    """Require that a function of the runtime has returned the expected status."""
-    assert error == expected, f"the status is {runtime.cudaGetErrorName(error).decode()} ({error}), not {expected}"
+def require_status(status: int, expected: int = SUCCESS) -> None:
+    """Require that `status`, the result of a function of the runtime, is the expected status."""
+    assert status == expected, f"the status is {runtime.cudaGetErrorName(status).decode()} ({status}), not {expected}"
 
 
-def allocate() -> ctypes.c_void_p:
-    """Return device memory of LENGTH_BYTES."""
+def allocate_device_memory() -> ctypes.c_void_p:
+    """Allocate LENGTH_BYTES of device memory, and return the address."""
     memory = ctypes.c_void_p()
     require_status(runtime.cudaMalloc(ctypes.byref(memory), ctypes.c_size_t(LENGTH_BYTES)))
     return memory
@@ -57,7 +57,7 @@ def write_memory(memory: ctypes.c_void_p, data: bytes) -> None:
 
 
 def read_memory(memory: ctypes.c_void_p) -> bytes:
-    """Return the bytes of device memory."""
+    """Return the first LENGTH_BYTES of device memory."""
     buffer = ctypes.create_string_buffer(LENGTH_BYTES)
     require_status(runtime.cudaMemcpy(buffer, memory, ctypes.c_size_t(LENGTH_BYTES), DEVICE_TO_HOST))
     return buffer.raw
@@ -66,7 +66,12 @@ def read_memory(memory: ctypes.c_void_p) -> bytes:
 def copy_and_fill_memory() -> None:
     """Copy to and from the device, and fill memory in a stream."""
     data = bytes(range(250)) * (LENGTH_BYTES // 250)
-    memory, stream, event, attributes = allocate(), ctypes.c_void_p(), ctypes.c_void_p(), PointerAttributes()
+    memory, stream, event, attributes = (
+        allocate_device_memory(),
+        ctypes.c_void_p(),
+        ctypes.c_void_p(),
+        PointerAttributes(),
+    )
     write_memory(memory, data)
     assert read_memory(memory) == data
     require_status(runtime.cudaPointerGetAttributes(ctypes.byref(attributes), memory))
@@ -82,21 +87,23 @@ def copy_and_fill_memory() -> None:
     require_status(runtime.cudaFree(memory))
 
 
-def check_errors_of_threads() -> None:
+def check_last_error_of_threads() -> None:
     """Check that each thread has its own last error."""
     require_status(runtime.cudaSetDevice(99), INVALID_DEVICE)
-    errors_of_thread: list[int] = []
-    thread = threading.Thread(target=lambda: errors_of_thread.append(runtime.cudaGetLastError()))
+    errors_of_new_thread: list[int] = []
+    thread = threading.Thread(target=lambda: errors_of_new_thread.append(runtime.cudaGetLastError()))
     thread.start()
     thread.join()
-    assert errors_of_thread == [SUCCESS]
+    assert errors_of_new_thread == [SUCCESS]
     require_status(runtime.cudaGetLastError(), INVALID_DEVICE)
+    # The first call has reset the last error.
     require_status(runtime.cudaGetLastError())
 
 
-def launch_kernel() -> None:
+def check_kernel_is_refused() -> None:
     """Register a kernel, as a compiled program does, and require that its launch fails."""
-    # The runtime identifies a kernel by the address of a function of the host. Here, a number has this address.
+    # A compiled program identifies a kernel by the address of a host function. Here, it is the address of a C integer.
+    # The fat binary, 16 zero bytes, has no code.
     kernel, one_block = ctypes.c_int(), Dimensions(1, 1, 1)
     register_binary, register_function = runtime["__cudaRegisterFatBinary"], runtime["__cudaRegisterFunction"]
     register_binary.restype = ctypes.c_void_p
@@ -112,13 +119,13 @@ def launch_kernel() -> None:
 
 def share_memory() -> None:
     """Let another process write to memory of this process, and wait for the event that the other process records."""
-    memory, event = allocate(), ctypes.c_void_p()
+    memory, event = allocate_device_memory(), ctypes.c_void_p()
     memory_handle, event_handle = IpcHandle(), IpcHandle()
     write_memory(memory, bytes([1]) * LENGTH_BYTES)
     require_status(runtime.cudaEventCreateWithFlags(ctypes.byref(event), EVENT_INTERPROCESS_FLAGS))
     require_status(runtime.cudaIpcGetMemHandle(ctypes.byref(memory_handle), memory))
     require_status(runtime.cudaIpcGetEventHandle(ctypes.byref(event_handle), event))
-    command = [sys.executable, __file__, sys.argv[1], IMPORTER]
+    command = [sys.executable, __file__, sys.argv[1], IMPORTER_ARGUMENT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as importer:
         assert importer.stdin is not None
         assert importer.stdout is not None
@@ -153,11 +160,11 @@ def import_memory() -> None:
 
 runtime = ctypes.CDLL(sys.argv[1])
 runtime.cudaGetErrorName.restype = ctypes.c_char_p
-if sys.argv[2:] == [IMPORTER]:
+if sys.argv[2:] == [IMPORTER_ARGUMENT]:
     import_memory()
 else:
     copy_and_fill_memory()
-    check_errors_of_threads()
-    launch_kernel()
+    check_last_error_of_threads()
+    check_kernel_is_refused()
     share_memory()
     sys.stdout.write("done\n")

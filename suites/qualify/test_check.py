@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 pytestmark = [needs(software(Api.VERBS), software(Api.CUDA)), pytest.mark.timeout(240)]
 
-# Each cause has a rule of the fault plan (a file that makes calls of the software twins fail), the exit code, and a
-# part of the printed line.
+# Each cause has a rule of a fault plan (a file that makes calls of the software twins fail), the exit code of
+# `gdrkit check`, and a text that the printed line must contain. With the status 0, a transfer completes with success
+# but moves no bytes.
 CAUSES = {
     "no dma-buf regions": ("ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP", 1, "no dma-buf regions on twin0"),
     "no peer memory": ("ibv_reg_mr call=* errno=EFAULT", 1, "ibv_reg_mr"),
@@ -38,7 +39,7 @@ CAUSES = {
 
 
 def run_gdrkit_check(folder: Path, rules: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run `gdrkit check` on the software twins with these rules of a fault plan, which is written to `folder`."""
+    """Run `gdrkit check` on the software twins with a fault plan that has these rules. Write the plan to `folder`."""
     plan_path = folder / "plan"
     plan_path.write_text(f"gdrkit-faults 1\n{rules}\n")
     return subprocess.run(
@@ -72,9 +73,9 @@ def test_check_ends_in_time_if_a_driver_hangs(tmp_path: Path) -> None:
     # ibv_modify_qp() of the twin hangs as long as this file exists.
     hold_file = tmp_path / "held"
     hold_file.touch()
-    started_s = time.monotonic()
+    start_s = time.monotonic()
     result = run_gdrkit_check(tmp_path, f"ibv_modify_qp call=* hold={hold_file}", "--budget", "30")
-    duration_s = time.monotonic() - started_s
+    duration_s = time.monotonic() - start_s
     hold_file.unlink()
     assert result.returncode == 1
     assert duration_s < 30
@@ -87,4 +88,4 @@ def test_check_ends_in_time_if_a_driver_hangs(tmp_path: Path) -> None:
 def test_check_with_an_impossible_budget_is_refused(tmp_path: Path) -> None:
     result = run_gdrkit_check(tmp_path, "", "--budget", "3")
     assert result.returncode == 2
-    assert "10" in result.stderr  # The smallest budget in seconds.
+    assert "10" in result.stderr  # The smallest budget is 10 s.

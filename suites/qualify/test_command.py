@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA), verbs.nic(), cuda.device())
+# `gdrkit qualify` runs only cases with the mark `qualify`.
 PASSING_CASES = '''
 import pytest
 @pytest.mark.qualify
@@ -67,11 +68,13 @@ HERE = pathlib.Path(__file__).parent
 @pytest.mark.qualify
 def test_traced():
     # The case starts a process in a new session that traces the process of the case. The kernel reports the end of a
-    # traced process to the tracer first. While the tracer lives, the parent of the traced process cannot wait for it.
-    # The tracer writes to the FIFO `alive` whether it traces, and ends after the test has opened `alive` and `end`.
-    # 0x4206 is PTRACE_SEIZE, 0x59616D61 is PR_SET_PTRACER.
-    tracer_code = "import ctypes, os, signal, sys; library = ctypes.CDLL(None, use_errno=True); traced = os.getppid()"
-    tracer_code += "; failed = library.ptrace(0x4206, traced, None, None); signal.alarm(120)"
+    # traced process to the tracer first. While the tracer lives, wait() of the parent does not see the end.
+    # The tracer writes "." to the FIFO `alive` if it traces, else "!". It ends after the test has opened `alive` and
+    # `end`.
+    # 0x4206 is PTRACE_SEIZE. 0x59616D61 is PR_SET_PTRACER: with -1, any process may trace this process.
+    tracer_code = "import ctypes, os, signal, sys; library = ctypes.CDLL(None, use_errno=True)"
+    tracer_code += "; traced_id = os.getppid(); failed = library.ptrace(0x4206, traced_id, None, None)"
+    tracer_code += "; signal.alarm(120)"
     tracer_code += "; open(sys.argv[1], 'w').write('!' if failed else '.'); open(sys.argv[1]).read()"
     tracer_code += "; open(sys.argv[2]).read()"
     ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))
@@ -104,7 +107,7 @@ def run_qualify(folder: Path, source: str, *options: str, **variables: str) -> s
 
 
 def find_first_result_line(output: str) -> str:
-    """Return the first line that is not indented. The indented lines report the progress."""
+    """Return the first line of the output that is not indented. Indented lines report the progress of the run."""
     return next(line for line in output.splitlines() if not line.startswith("    "))
 
 
@@ -193,7 +196,10 @@ def test_damaged_twins_exit_with_3_and_write_a_report(tmp_path: Path) -> None:
 
 @pytest.fixture
 def default_signal(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
-    """Set a signal to its default action. Under nohup, child processes would otherwise inherit it as ignored."""
+    """Set the signal of the parameter to its default action, and return it. Children inherit the action.
+
+    Under nohup, this process ignores SIGHUP. Its children would ignore the signal too.
+    """
     original_handler = signal.getsignal(request.param)
     if original_handler is signal.SIG_IGN:
         signal.signal(request.param, signal.SIG_DFL)
@@ -209,7 +215,7 @@ def ignored_sigint() -> Iterator[None]:
     signal.signal(signal.SIGINT, original_handler)
 
 
-def check_signal_ends_all(tmp_path: Path, signal_number: signal.Signals) -> None:
+def check_signal_ends_case_and_child(tmp_path: Path, signal_number: signal.Signals) -> None:
     """Send a signal to a run, and check that its case cleans up and that the child process of the case ends.
 
     The child ignores SIGINT. It has a FIFO open as long as it lives, so the end of the FIFO shows the end of the child.
@@ -232,7 +238,7 @@ def check_signal_ends_all(tmp_path: Path, signal_number: signal.Signals) -> None
 @NEEDS_TWINS
 @pytest.mark.parametrize("default_signal", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], indirect=True)
 def test_signal_ends_the_case_and_its_children(tmp_path: Path, default_signal: signal.Signals) -> None:
-    check_signal_ends_all(tmp_path, default_signal)
+    check_signal_ends_case_and_child(tmp_path, default_signal)
 
 
 @NEEDS_TWINS
@@ -240,7 +246,7 @@ def test_signal_ends_the_case_and_its_children(tmp_path: Path, default_signal: s
 def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, default_signal: signal.Signals) -> None:
     command = [*make_qualify_command(tmp_path, PASSING_CASES + SLOW_CASE), "--software", "--seed", "3"]
     os.mkfifo(tmp_path / "suites" / "alive")
-    start_time_min = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    earliest_start_time = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process,
         (tmp_path / "suites" / "alive").open("rb", buffering=0) as alive_fifo,
@@ -257,7 +263,7 @@ def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, default_sign
     assert (report_data["state"], report_data["exit_code"]) == ("interrupted", 1)
     assert report_data["verdict"] == "The run did not end"
     assert (report_data["seed"], report_data["profile"] != "", report_data["host"]) == (3, True, os.uname().nodename)
-    assert start_time_min <= report_data["started"] <= dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    assert earliest_start_time <= report_data["started"] <= dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     # The case that was interrupted has no record, or a record with the verdict fail.
     assert (
         any(re.search(r"no record of \d of 2 cases", cause) for cause in report_data["causes"])
@@ -270,15 +276,16 @@ def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, default_sign
 @NEEDS_TWINS
 @pytest.mark.parametrize("default_signal", [signal.SIGTERM], indirect=True)
 def test_process_that_outlives_sigkill_is_abandoned(tmp_path: Path, default_signal: signal.Signals) -> None:
-    """The process of the case has a tracer, so the killed process stays a zombie.
+    """The process of the case has a tracer, so it stays a zombie after SIGKILL.
 
-    A process that hangs in a driver survives SIGKILL too.
+    The zombie stands for a process that hangs in a driver, which survives SIGKILL too.
     """
     command = [*make_qualify_command(tmp_path, TRACED_CASE), "--software"]
-    for name in ("alive", "end"):
-        os.mkfifo(tmp_path / "suites" / name)
+    for fifo_name in ("alive", "end"):
+        os.mkfifo(tmp_path / "suites" / fifo_name)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert (tmp_path / "suites" / "alive").read_text() == "."
+        # This second opening of `alive` lets the tracer go on. It then waits until the test opens `end`.
         (tmp_path / "suites" / "alive").write_text("")
         process.send_signal(default_signal)
         try:
@@ -292,12 +299,16 @@ def test_process_that_outlives_sigkill_is_abandoned(tmp_path: Path, default_sign
 @NEEDS_TWINS
 @pytest.mark.parametrize("default_signal", [signal.SIGINT], indirect=True)
 def test_run_interrupted_while_collecting_has_no_plan(tmp_path: Path, default_signal: signal.Signals) -> None:
-    """The list of an interrupted collection is no plan: it lacks cases, and -k has not been applied to it."""
+    """Pytest collects the cases before it runs them. The list of an interrupted collection must not become the plan.
+
+    The list lacks cases, and -k has not been applied to it.
+    """
     command = [*make_qualify_command(tmp_path, PASSING_CASES), "--software"]
     fifo_path = tmp_path / "suites" / "alive"
     os.mkfifo(fifo_path)
-    blocking_module = f"open({str(fifo_path)!r}, 'w').write('.')\nopen({str(fifo_path)!r}).read()"
-    (tmp_path / "suites" / "test_later.py").write_text(blocking_module)
+    # At its import, this module writes to the FIFO. It then blocks, because nothing else opens the FIFO for writing.
+    blocking_source = f"open({str(fifo_path)!r}, 'w').write('.')\nopen({str(fifo_path)!r}).read()"
+    (tmp_path / "suites" / "test_later.py").write_text(blocking_source)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         with fifo_path.open("rb", buffering=0) as fifo:
             assert fifo.read(1) == b"."
@@ -315,17 +326,17 @@ def test_run_interrupted_while_collecting_has_no_plan(tmp_path: Path, default_si
 @pytest.mark.parametrize("default_signal", [signal.SIGTERM], indirect=True)
 @pytest.mark.usefixtures("ignored_sigint")
 def test_signal_ends_all_processes_of_a_background_run(tmp_path: Path, default_signal: signal.Signals) -> None:
-    check_signal_ends_all(tmp_path, default_signal)
+    check_signal_ends_case_and_child(tmp_path, default_signal)
 
 
 def test_log_is_not_silent_while_a_case_runs() -> None:
-    stream = io.StringIO()
-    progress = LineProgress(stream, period_s=0.01)
+    log = io.StringIO()
+    progress = LineProgress(log, period_s=0.01)
     with contextlib.closing(progress):
-        while "    querying the APIs of this machine (0 s)\n" not in stream.getvalue():
+        while "    querying the APIs of this machine (0 s)\n" not in log.getvalue():
             assert progress.is_reporting
         case = PlannedCase(case="a.py::test_slow", title="", needs=(), unmet=())
         progress.begin_cases(CasePlan(profile="any", cases=(case,)))
-        while "    a.py::test_slow (0 s)\n" not in stream.getvalue():
+        while "    a.py::test_slow (0 s)\n" not in log.getvalue():
             assert progress.is_reporting
     assert not progress.is_reporting

@@ -26,14 +26,15 @@ RUNTIMES = ["libcudart.so.12", "libcudart.so.13"]
 CALLS_PROGRAM = Path(__file__).with_name("cuda_runtime_calls.py")
 GRAPH_CALLS_PROGRAM = Path(__file__).with_name("cuda_runtime_graph_calls.py")
 SUITES_FOLDER = CALLS_PROGRAM.parents[1]
-# Calls whose result on the twin differs from the result on an H200, each with the reason.
-DIFFERENCES = {
+# Calls whose result on the twin differs from the result on an H200, each with the reason of the difference.
+EXPECTED_DIFFERENCES = {
     "cudaGetDeviceCount: one device": "the machine of the twins has two GPUs",
     "cudaDeviceGetAttribute: value of 119": "an H200 also has fabric handles of memory pools",
     "cudaGetSymbolAddress: unknown": "symbols are not implemented",
     "cudaFuncGetAttributes: unknown": "the real runtime reports that this program has no CUDA module",
     "cudaThreadExchangeStreamCaptureMode: unknown mode": "the twin refuses undocumented modes",
 }
+# The program opens the library in its first argument. /proc/self/maps then names the library that was loaded.
 PRINT_MAPS_PROGRAM = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
 
 
@@ -49,26 +50,28 @@ def run_on_twins(*arguments: str, environment: dict[str, str] | None = None) -> 
     )
 
 
-@pytest.mark.parametrize(("program", "differences"), [(CALLS_PROGRAM, DIFFERENCES), (GRAPH_CALLS_PROGRAM, {})])
+@pytest.mark.parametrize(
+    ("program", "expected_differences"), [(CALLS_PROGRAM, EXPECTED_DIFFERENCES), (GRAPH_CALLS_PROGRAM, {})]
+)
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_results_and_errors_are_those_of_a_real_runtime(
-    runtime: str, program: Path, differences: dict[str, str]
+    runtime: str, program: Path, expected_differences: dict[str, str]
 ) -> None:
     process = run_on_twins(str(program), runtime, environment={**os.environ, "PYTHONPATH": str(SUITES_FOLDER)})
     assert process.returncode == 0, process.stderr
     twin_results, gpu_results = json.loads(process.stdout), json.loads(program.with_suffix(".json").read_text())
     assert twin_results.keys() == gpu_results.keys()
     different_titles = {title for title, result in gpu_results.items() if twin_results[title] != result}
-    assert different_titles == differences.keys(), {
+    assert different_titles == expected_differences.keys(), {
         title: (twin_results[title], gpu_results[title]) for title in different_titles
     }
 
 
-def copy_twin(name: str, target: Path) -> Path:
-    """Copy a twin to the path `target`. The copy stands for the CUDA runtime that a program brings."""
+def copy_twin(soname: str, target: Path) -> Path:
+    """Copy the twin with this SONAME to the path `target`. The copy plays the CUDA runtime that a program ships."""
     environment = launch.environment(launch.Launch(twin_apis=frozenset({Api.CUDA})), base={})
-    (twin,) = [path for path in environment["GDRKIT_TWINS_LIBRARIES"].split(":") if Path(path).name == name]
-    target.write_bytes(Path(twin).read_bytes())
+    (twin_path,) = [path for path in environment["GDRKIT_TWINS_LIBRARIES"].split(":") if Path(path).name == soname]
+    target.write_bytes(Path(twin_path).read_bytes())
     return target
 
 
@@ -76,14 +79,14 @@ def copy_twin(name: str, target: Path) -> Path:
 def test_program_moves_memory_and_kernel_is_refused(runtime: str) -> None:
     process = run_on_twins(MEMORY_PROGRAM, runtime)
     assert (process.returncode, process.stdout) == (0, "done\n"), process.stderr
-    refusal, *report = process.stderr.splitlines()
-    assert refusal == (
+    refusal_line, *report_lines = process.stderr.splitlines()
+    assert refusal_line == (
         "gdrkit: the launch of the kernel scale(float*, float) fails with cudaErrorNotSupported: "
         "the software twin of CUDA runs no kernels"
     )
-    assert re.match(r"gdrkit: cuda: twin opened by \S+ \(pid \d+, \d+\); \d+ memory allocations; ", report[0])
-    assert re.fullmatch(rf"gdrkit: cuda: twin of {re.escape(runtime)} opened by \S+ \(pid \d+, \d+\)", report[1])
-    assert len(report) == 2
+    assert re.match(r"gdrkit: cuda: twin opened by \S+ \(pid \d+, \d+\); \d+ memory allocations; ", report_lines[0])
+    assert re.fullmatch(rf"gdrkit: cuda: twin of {re.escape(runtime)} opened by \S+ \(pid \d+, \d+\)", report_lines[1])
+    assert len(report_lines) == 2
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_twin_of_the_same_version_replaces_a_runtime(file_name: str, expected_tw
 def test_link_to_a_runtime_tells_its_version(tmp_path: Path) -> None:
     """In a CUDA toolkit, the link libcudart.so leads to a file whose name has the version.
 
-    The SONAME of the copy here has another version, so that only the name of the file can give the version 13.
+    The SONAME in this file has the version 12, so only the name of the file can give the version 13.
     """
     copy_twin("libcudart.so.12", tmp_path / "libcudart.so.13.0.96")
     (tmp_path / "libcudart.so.13").symlink_to("libcudart.so.13.0.96")
@@ -121,11 +124,12 @@ def test_link_to_a_runtime_tells_its_version(tmp_path: Path) -> None:
         assert str(tmp_path) not in process.stdout
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\x7fELF", b"\x7fELF" + b"\xff" * 4096])
-def test_runtime_of_unknown_version_is_replaced(content: bytes | None, tmp_path: Path) -> None:
+# With None, the file does not exist.
+@pytest.mark.parametrize("library_content", [None, b"", b"\x7fELF", b"\x7fELF" + b"\xff" * 4096])
+def test_runtime_of_unknown_version_is_replaced(library_content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "libcudart.so"
-    if content is not None:
-        path.write_bytes(content)
+    if library_content is not None:
+        path.write_bytes(library_content)
     process = run_on_twins("-c", PRINT_MAPS_PROGRAM, str(path))
     assert process.returncode == 0, process.stderr
     assert "/libcudart.so.12\n" in process.stdout

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 COPY_CASE = "throughput/test_copies.py::test_pinned_copy[host_to_device-256MiB]"
 RATE_NAME = "rate_gb_per_s_median"
-PROFILE_START = "schema_version = 1\nabout = 'a machine'\n[[expected]]\ncase = '*'\nnumber = 'a_us'\n"
+# The beginning of a profile, up to the first keys of an expectation.
+PROFILE_BEGINNING = "schema_version = 1\nabout = 'a machine'\n[[expected]]\ncase = '*'\nnumber = 'a_us'\n"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,10 @@ def test_latency_above_its_tolerance_fails() -> None:
 
 
 def make_topology_and_facts(*, virtual_machine: str | None = None) -> tuple[Topology, Facts]:
-    """Return a machine with a GPU at 16 PCIe lanes and a NIC at 8 slower lanes, without facts about RDMA ports."""
+    """Return the topology and facts of a machine. Its GPU has 16 PCIe lanes, and its NIC has 8 slower lanes.
+
+    The facts contain no RDMA ports, so only the PCIe links limit the paths.
+    """
     gpu = TopologyDevice("GPU0", "gpu", "0000:41:00.0", 0, ("0000:40",), "32.0 GT/s PCIe x16")
     nic = TopologyDevice("mlx5_0", "nic", "0000:42:00.0", 0, ("0000:40",), "8.0 GT/s PCIe x8")
     topology = Topology(1, (gpu, nic), {}, {}, virtual_machine)
@@ -97,8 +101,8 @@ def test_path_limit_is_unknown_in_a_virtual_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    # The first check fails if the rate is above the limit of the link. The second check fails if the rate is far below
-    # the limit; the profile "any" says how far.
+    # The first check fails if the rate is above the limit of the link. The second check fails if the rate is below the
+    # percentage of the limit that the profile "any" requires.
     ("rate_gb_per_s", "expected_verdicts"),
     [
         (56.0, [Verdict.PASS, Verdict.PASS]),
@@ -119,7 +123,7 @@ def test_rate_without_an_expectation_is_checked_by_link_limits(
 
 @pytest.mark.parametrize("substrate", [Substrate.TWIN, Substrate.HARDWARE])
 def test_rate_below_its_expectation_fails_only_on_hardware(substrate: Substrate) -> None:
-    # Stand-ins for the session of the harness and the item of pytest.
+    # The namespaces replace the session of the harness and the item of pytest.
     evidence, session = Evidence(), SimpleNamespace(substrate={"cuda": substrate}, profile=load_profile("h200-1"))
     session.facts = probe(query_apis=False)
     item = SimpleNamespace(nodeid=COPY_CASE, stash={CASE_KEY: SimpleNamespace(evidence=evidence)})
@@ -152,7 +156,7 @@ def test_expectations_of_all_profiles_have_a_source() -> None:
     ],
 )
 def test_malformed_expectation_is_refused(tmp_path: Path, expectation_toml: str, error_pattern: str) -> None:
-    (tmp_path / "a.toml").write_text(PROFILE_START + expectation_toml)
+    (tmp_path / "a.toml").write_text(PROFILE_BEGINNING + expectation_toml)
     with pytest.raises(UsageError, match=error_pattern) as error_info:
         load_profile("a", folder=tmp_path)
     assert error_info.value.reason is Reason.MALFORMED

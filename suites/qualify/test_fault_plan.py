@@ -35,7 +35,7 @@ VALID_PLANS = {
     "rule of another twin": "cuMemAlloc_v2 call=1 status=2\n",
     "of one NIC": "ibv_reg_dmabuf_mr call=* errno=14 nic=twin1\nwc.rdma_read nic=twin0 call=* delay_us=5\n",
 }
-# Each plan has its rules, and the line number of the error. The header is line 1.
+# Each entry has the rules of a plan, and the number of the line that is malformed. The header is line 1.
 MALFORMED_PLANS = {
     "code missing": ("ibv_reg_mr call=1\n", 2),
     "call missing": ("ibv_reg_mr errno=14\n", 2),
@@ -87,14 +87,16 @@ def test_malformed_plan_is_an_error_with_its_line(plan_name: str) -> None:
     assert f"line {line_number}" in error.what_to_do
 
 
-@pytest.mark.parametrize("rules", ["", "# only a comment\n", "gdrkit-faults 2\n", "ibv_reg_mr call=1 errno=14\n", "\0"])
-def test_plan_without_its_version_is_refused(rules: str) -> None:
+@pytest.mark.parametrize(
+    "plan_text", ["", "# only a comment\n", "gdrkit-faults 2\n", "ibv_reg_mr call=1 errno=14\n", "\0"]
+)
+def test_plan_without_its_version_is_refused(plan_text: str) -> None:
     with pytest.raises(ApiError, match="gdrkit-faults 1"):
-        parse_plan(rules)
+        parse_plan(plan_text)
 
 
 def test_function_without_a_twin_is_refused() -> None:
-    """No twin uses a rule for malloc, so only gdrkit can refuse the rule."""
+    """Each twin ignores rules for functions of other libraries, so only gdrkit can refuse a rule for malloc."""
     with pytest.raises(ApiError, match="malloc"):
         parse_plan(HEADER + "malloc call=1 errno=12\n")
 
@@ -143,7 +145,7 @@ def test_twin_has_the_same_grammar(plan_name: str, capfd: pytest.CaptureFixture[
     verbs.list_nics()  # This call loads the twin.
     if plan_name in VALID_PLANS:
         launch.twin_control().set_faults("verbs", HEADER + VALID_PLANS[plan_name])
-        launch.twin_control().set_faults("verbs", HEADER)  # This plan has no rules.
+        launch.twin_control().set_faults("verbs", HEADER)  # A plan without rules ends all faults.
         return
     rules, line_number = MALFORMED_PLANS[plan_name]
     with pytest.raises(OSError, match="malformed") as error_info:

@@ -1,4 +1,4 @@
-"""Tests of the verdicts of the harness. A child pytest runs the cases in CASES, which pass, fail, leak, break rules."""
+"""Tests of the verdicts of the harness. A child pytest runs the cases in CASES, which pass, fail or break rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gdrkit.errors import Api, BrokenResource, Unsupported
 from gdrkit.harness.needs import cuda, gaudi, host, needs, verbs
 
 pytestmark = needs(host.memlock(0))
-LEAKED = []
+LEAKED_OBJECTS = []
 
 def test_pass(evidence, seed):
     """The first line is the title.
@@ -78,18 +78,18 @@ def test_is_marked_xfail_and_fails():
 def test_is_marked_xfail_and_passes(): ...
 
 def test_leaks_a_descriptor():
-    LEAKED.append(os.pipe())
+    LEAKED_OBJECTS.append(os.pipe())
 
 def test_follows_a_leaking_case(): ...
 
 @pytest.fixture(scope="module")
-def shared():
-    ends = os.pipe()
-    yield ends
-    for end in ends:
-        os.close(end)
+def shared_pipe():
+    pipe_ends = os.pipe()
+    yield pipe_ends
+    for pipe_end in pipe_ends:
+        os.close(pipe_end)
 
-def test_uses_a_module_fixture(shared): ...
+def test_uses_a_module_fixture(shared_pipe): ...
 
 @pytest.fixture
 def failing_set_up():
@@ -117,7 +117,7 @@ def test_records_routes(evidence):
 @needs(verbs.nic())
 def test_leaks_a_nic():
     from gdrkit import verbs
-    LEAKED.append(verbs.Nic.open(next(info.name for info in verbs.list_nics() if info.active)))
+    LEAKED_OBJECTS.append(verbs.Nic.open(next(info.name for info in verbs.list_nics() if info.active)))
 
 @needs(gaudi.device())
 def test_uses_a_gaudi():
@@ -145,7 +145,7 @@ def child_run(tmp_path_factory: pytest.TempPathFactory, facts: Facts) -> ChildRu
 
 
 def get_reason_texts(child_run: ChildRun, case_name: str) -> list[str]:
-    """Return the reasons in the record of a case."""
+    """Return the texts of the reasons in the record of a case."""
     return [reason.text for reason in child_run.records[case_name].reasons]
 
 
@@ -260,9 +260,9 @@ def test_record_has_the_routes_of_its_case(child_run: ChildRun) -> None:
 @NEEDS_TWINS
 def test_record_has_the_libraries_of_all_its_processes(child_run: ChildRun) -> None:
     record = child_run.records["test_uses_a_peer"]
-    twins = [library for library in record.libraries if library.soname == "libibverbs.so.1"]
-    assert [library.process for library in twins] == ["case", "peer0"]
-    assert all(library.build_id and [note.owner for note in library.notes] == ["GDRKIT"] for library in twins)
+    verbs_twins = [library for library in record.libraries if library.soname == "libibverbs.so.1"]
+    assert [library.process for library in verbs_twins] == ["case", "peer0"]
+    assert all(library.build_id and [note.owner for note in library.notes] == ["GDRKIT"] for library in verbs_twins)
     assert record.substrate["verbs"] == "twin"
     # Records of several machines are compared, so a record must not contain paths that only one machine has.
     assert not any(library.path.startswith((sys.prefix, str(install_paths().root))) for library in record.libraries)

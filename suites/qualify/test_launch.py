@@ -47,6 +47,7 @@ def test_library_path_begins_with_the_selected_twins() -> None:
 
 @NEEDS_TWINS
 def test_domain_is_shared_unless_the_launch_is_isolated() -> None:
+    """Processes in one domain see each other like processes of one machine."""
     default_launch = launch.Launch(twin_apis=launch.APIS_WITH_TWINS)
     assert "GDRKIT_TWINS_DOMAIN" not in launch.environment(default_launch, base={})
     environment_with_domain = launch.environment(default_launch, base={"GDRKIT_TWINS_DOMAIN": "lab"})
@@ -76,10 +77,10 @@ def test_seed_is_random_unless_it_is_given() -> None:
 
 @NEEDS_TWINS
 def test_sanitizer_runtime_is_preloaded_first() -> None:
-    base = {"GDRKIT_TWINS_PRELOAD": "/usr/lib/libasan.so.8", "LD_PRELOAD": "/usr/lib/other.so"}
-    environment = launch.environment(launch.Launch(twin_apis=launch.APIS_WITH_TWINS), base=base)
+    base_environment = {"GDRKIT_TWINS_PRELOAD": "/usr/lib/libasan.so.8", "LD_PRELOAD": "/usr/lib/other.so"}
+    environment = launch.environment(launch.Launch(twin_apis=launch.APIS_WITH_TWINS), base=base_environment)
     assert environment["LD_PRELOAD"] == "/usr/lib/libasan.so.8:/usr/lib/other.so"
-    assert launch.environment(launch.Launch(), base=base)["LD_PRELOAD"] == "/usr/lib/other.so"
+    assert launch.environment(launch.Launch(), base=base_environment)["LD_PRELOAD"] == "/usr/lib/other.so"
 
 
 @pytest.mark.parametrize("api_names", ["", "verbs,nvml", "gpu", ","])
@@ -106,7 +107,7 @@ def test_run_executes_the_command_with_the_twins() -> None:
     assert process.returncode == 0
 
 
-# The program requires that libcuda.so, the name by which perftest opens libcuda, is the twin too.
+# perftest opens libcuda by the name libcuda.so. The program requires that this name leads to the twin too.
 OPEN_LIBCUDA_PROGRAM = """
 import ctypes
 libraries = [ctypes.CDLL(name) for name in ("libcuda.so", "libcuda.so.1")]
@@ -191,14 +192,14 @@ cli.main(["fail"])
 """
 
 
-@pytest.mark.parametrize("traceback", ["", "1"])
-def test_error_with_epipe_is_printed(traceback: str) -> None:
-    environment = {**os.environ, "GDRKIT_TRACEBACK": traceback}
+@pytest.mark.parametrize("traceback_variable", ["", "1"])
+def test_error_with_epipe_is_printed(traceback_variable: str) -> None:
+    environment = {**os.environ, "GDRKIT_TRACEBACK": traceback_variable}
     command = [sys.executable, "-c", FAILING_COMMAND_PROGRAM]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert process.returncode == 1
     assert process.stderr.endswith("kernel: read() failed: Broken pipe (EPIPE)\n")
-    assert ("Traceback" in process.stderr) == bool(traceback)
+    assert ("Traceback" in process.stderr) == bool(traceback_variable)
 
 
 def test_facts_and_version_print_their_output() -> None:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.records import (
-    DRIVER,
-    EVIDENCE,
+    DRIVER_VERSION,
+    KERNEL_EVIDENCE,
     NIC,
-    TWIN,
+    TWIN_LIBRARY,
     make_facts,
     make_hardware_facts,
     make_library,
@@ -62,16 +62,16 @@ CUFILE_LIBRARY = make_library("libcufile.so.0")
 
 def make_facts_with_nic(**fields: object) -> Facts:
     """Return facts of a machine with hardware, with `fields` replaced in the kernel's evidence for the NIC."""
-    (nic,) = EVIDENCE.rdma
-    changed_nic = dataclasses.replace(nic, **fields)  # type: ignore[arg-type]
-    return make_hardware_facts(evidence=dataclasses.replace(EVIDENCE, rdma=(changed_nic,)))
+    (nic_evidence,) = KERNEL_EVIDENCE.rdma
+    changed_nic = dataclasses.replace(nic_evidence, **fields)  # type: ignore[arg-type]
+    return make_hardware_facts(evidence=dataclasses.replace(KERNEL_EVIDENCE, rdma=(changed_nic,)))
 
 
 def make_facts_with_gpu(**fields: object) -> Facts:
     """Return facts of a machine with hardware, with `fields` replaced in the kernel's evidence for the GPU."""
-    (gpu,) = EVIDENCE.gpus
-    changed_gpu = dataclasses.replace(gpu, **fields)  # type: ignore[arg-type]
-    return make_hardware_facts(evidence=dataclasses.replace(EVIDENCE, gpus=(changed_gpu,)))
+    (gpu_evidence,) = KERNEL_EVIDENCE.gpus
+    changed_gpu = dataclasses.replace(gpu_evidence, **fields)  # type: ignore[arg-type]
+    return make_hardware_facts(evidence=dataclasses.replace(KERNEL_EVIDENCE, gpus=(changed_gpu,)))
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def make_facts_with_gpu(**fields: object) -> Facts:
             HARDWARE_FACTS,
             {"verbs": "hardware", "cuda": "hardware", "cufile": "hardware"},
         ),
-        ([TWIN, CUDA_LIBRARY], HARDWARE_FACTS, {"verbs": "twin", "cuda": "hardware"}),
+        ([TWIN_LIBRARY, CUDA_LIBRARY], HARDWARE_FACTS, {"verbs": "twin", "cuda": "hardware"}),
         ([make_library("libc.so.6")], HARDWARE_FACTS, {}),
         ([make_library("libibverbs.so.1", error="cut off")], HARDWARE_FACTS, {"verbs": "unknown"}),
         # The process has loaded a twin and a library of the vendor.
-        ([TWIN, VERBS_LIBRARY], HARDWARE_FACTS, {"verbs": "unknown"}),
-        ([VERBS_LIBRARY, TWIN], HARDWARE_FACTS, {"verbs": "unknown"}),
-        # The facts contain the devices, but no evidence from the kernel.
-        (VENDOR_LIBRARIES, make_facts(rdma=[NIC], driver=DRIVER), {"verbs": "unknown", "cuda": "unknown"}),
+        ([TWIN_LIBRARY, VERBS_LIBRARY], HARDWARE_FACTS, {"verbs": "unknown"}),
+        ([VERBS_LIBRARY, TWIN_LIBRARY], HARDWARE_FACTS, {"verbs": "unknown"}),
+        # The facts contain the devices, but no evidence of the kernel for them.
+        (VENDOR_LIBRARIES, make_facts(rdma=[NIC], driver=DRIVER_VERSION), {"verbs": "unknown", "cuda": "unknown"}),
         (VENDOR_LIBRARIES, make_hardware_facts(evidence=None), {"verbs": "unknown", "cuda": "unknown"}),
         # The kernel reports neither a GPU nor a NIC.
         (VENDOR_LIBRARIES, make_hardware_facts(evidence=KernelEvidence()), {"verbs": "unknown", "cuda": "unknown"}),
@@ -116,7 +116,7 @@ def make_facts_with_gpu(**fields: object) -> Facts:
         ([CUDA_LIBRARY], make_facts_with_gpu(pci_address="0000:99:00.0"), {"cuda": "unknown"}),
         (
             [CUDA_LIBRARY],
-            make_hardware_facts(evidence=dataclasses.replace(EVIDENCE, nvidia_missing=("versions differ",))),
+            make_hardware_facts(evidence=dataclasses.replace(KERNEL_EVIDENCE, nvidia_missing=("versions differ",))),
             {"cuda": "unknown"},
         ),
         ([make_library("libhl-thunk.so")], HARDWARE_FACTS, {"hlthunk": "unknown"}),
@@ -159,6 +159,7 @@ def test_given_device_nodes_override_nodes_of_facts() -> None:
     assert substrate_of(VENDOR_LIBRARIES, HARDWARE_FACTS, nodes=()) == dict.fromkeys(
         ("verbs", "cuda"), Substrate.UNKNOWN
     )
+    # A device node has a path, a major and a minor number. The major number of NVIDIA devices is 195.
     facts_without_cuda = dataclasses.replace(HARDWARE_FACTS, cuda=None)
     assert substrate_of([CUDA_LIBRARY], facts_without_cuda) == {"cuda": Substrate.UNKNOWN}
     assert substrate_of([CUDA_LIBRARY], facts_without_cuda, nodes=[DeviceNode("/dev/nvidia0", 195, 0)]) == {
@@ -170,14 +171,14 @@ def test_given_device_nodes_override_nodes_of_facts() -> None:
 
 
 def test_without_verbs_facts_every_nic_of_the_kernel_counts() -> None:
-    (nic,) = EVIDENCE.rdma
+    (nic,) = KERNEL_EVIDENCE.rdma
     assert nic.node is not None
     software_nic = dataclasses.replace(nic, name="rxe0", driver="rxe")
     for rdma_devices, expected_substrate in (
         ((nic,), Substrate.HARDWARE),
         ((nic, software_nic), Substrate.KERNEL_SOFTWARE),
     ):
-        kernel_evidence = dataclasses.replace(EVIDENCE, rdma=rdma_devices)
+        kernel_evidence = dataclasses.replace(KERNEL_EVIDENCE, rdma=rdma_devices)
         facts = dataclasses.replace(make_hardware_facts(evidence=kernel_evidence), verbs=None)
         assert substrate_of([VERBS_LIBRARY], facts, nodes=[nic.node]) == {"verbs": expected_substrate}
 
@@ -259,7 +260,7 @@ def test_path_of_a_route_is_wire_if_a_passed_case_used_two_nics() -> None:
         make_record(case=f"a.py::test_{index}", routes=(claimed_route,), substrate=HARDWARE_SUBSTRATES)
         for index, claimed_route in enumerate([ClaimedRoute(0, "mlx5_0", "dmabuf"), loopback_route, DIRECT_ROUTE])
     ]
-    statuses = [route_statuses(make_facts(), records[:count])[0] for count in (1, 2, 3)]
+    statuses = [route_statuses(make_facts(), records[:record_count])[0] for record_count in (1, 2, 3)]
     assert [status.path for status in statuses] == ["", "loopback", "wire"]
     assert [status.state for status in statuses] == [RouteOutcome.UNPROVEN, RouteOutcome.UNPROVEN, RouteOutcome.PROVEN]
     assert "loopback_not_counted" in statuses[1].cause
@@ -375,6 +376,7 @@ def test_exit_code_follows_from_the_records(
     outcome = decide(facts, profile, records, software_asked=is_software_run)
     assert outcome.code is ExitCode(exit_code)
     assert outcome.verdict.startswith(verdict_beginning)
+    # If too few cases ran, the verdict ("Only ... ran") is the whole explanation, and the outcome has no causes.
     assert outcome.causes or outcome.code is ExitCode.PROVEN or outcome.verdict.startswith("Only")
 
 
@@ -402,10 +404,12 @@ def test_selected_cases_need_not_reach_the_minimum() -> None:
 def test_slow_link_fails_a_machine_with_proven_routes() -> None:
     port = PortFacts(1, "ACTIVE", "LinkUp", "400 Gb/sec (4X NDR)", "InfiniBand")
     facts = dataclasses.replace(HARDWARE_FACTS, rdma_devices=(dataclasses.replace(NIC, ports=(port,)),))
-    links = (ExpectedLink("nic_gbit_per_s", 400, 1, "https://example.com"),)
-    profile = dataclasses.replace(ANY_PROFILE, links=links)
+    expected_links = (ExpectedLink("nic_gbit_per_s", 400, 1, "https://example.com"),)
+    profile = dataclasses.replace(ANY_PROFILE, links=expected_links)
     assert decide(facts, profile, [PROVEN_RECORD], software_asked=False).code is ExitCode.PROVEN
-    profile_with_faster_link = dataclasses.replace(profile, links=(dataclasses.replace(links[0], at_least=800),))
+    profile_with_faster_link = dataclasses.replace(
+        profile, links=(dataclasses.replace(expected_links[0], at_least=800),)
+    )
     outcome = decide(facts, profile_with_faster_link, [PROVEN_RECORD], software_asked=False)
     assert (outcome.code, outcome.verdict) == (ExitCode.FAILED, "The links differ from the links in profile any")
     assert outcome.causes[0].startswith("nic_gbit_per_s: 0 of 1 have 800 (mlx5_0 port 1 has 400)")

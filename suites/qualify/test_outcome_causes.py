@@ -22,7 +22,7 @@ BARE_PROFILE = Profile(schema_version=1, name="bare", about="")
 STRICT_PROFILE = dataclasses.replace(BARE_PROFILE, name="strict", routes=(RequiredRoute(),))
 PASSED_RECORD = make_record(substrate=HARDWARE_SUBSTRATES)
 PEER_MEMORY_RECORD = make_record(routes=(make_proven_route(0, "mlx5_0", "peer_memory"),), substrate=HARDWARE_SUBSTRATES)
-# An outcome lists at most this number of causes.
+# An outcome lists at most five causes.
 CAUSES_MAX = 5
 
 
@@ -165,7 +165,7 @@ def test_set_up_that_can_be_completed_exits_with_3(reason: Reason) -> None:
     assert len(outcome.required) == 1
 
 
-REQUIRED_ROUTE_TEXT = "GPU 0 <- NIC mlx5_0 by dma-buf: no case used this route"
+UNPROVEN_ROUTE_TEXT = "GPU 0 <- NIC mlx5_0 by dma-buf: no case used this route"
 LIBRARY_MISSING_FAILURE = ApiFailure(
     api="loader",
     operation="dlopen",
@@ -176,11 +176,12 @@ LIBRARY_MISSING_FAILURE = ApiFailure(
     message="dlopen failed",
     what_to_do="install the driver",
 )
-ADVICE = "run it on a machine with a GPU and an RDMA NIC, or add --software to qualify the code alone"
+HARDWARE_ADVICE = "run it on a machine with a GPU and an RDMA NIC, or add --software to qualify the code alone"
 
 
 @pytest.mark.parametrize(
-    ("records", "routes", "failure", "is_software_run", "expected_outcome"),
+    # The arguments of Outcome are exit code, verdict, causes, advice, and the required routes that are not proven.
+    ("records", "registration_methods", "failure", "is_software_run", "expected_outcome"),
     [
         ([PASSED_RECORD], [], None, True, Outcome(ExitCode.PROVEN, "The code passed on software twins", (), (), ())),
         (
@@ -206,7 +207,7 @@ ADVICE = "run it on a machine with a GPU and an RDMA NIC, or add --software to q
                 "The set-up of this machine is not complete",
                 ("dlopen failed",),
                 ("install the driver",),
-                (REQUIRED_ROUTE_TEXT,),
+                (UNPROVEN_ROUTE_TEXT,),
             ),
         ),
         (
@@ -217,9 +218,9 @@ ADVICE = "run it on a machine with a GPU and an RDMA NIC, or add --software to q
             Outcome(
                 ExitCode.NOTHING_PROVEN,
                 "Nothing was proven on hardware",
-                (REQUIRED_ROUTE_TEXT,),
-                (ADVICE,),
-                (REQUIRED_ROUTE_TEXT,),
+                (UNPROVEN_ROUTE_TEXT,),
+                (HARDWARE_ADVICE,),
+                (UNPROVEN_ROUTE_TEXT,),
             ),
         ),
         (
@@ -227,7 +228,7 @@ ADVICE = "run it on a machine with a GPU and an RDMA NIC, or add --software to q
             ["dmabuf"],
             None,
             False,
-            Outcome(ExitCode.FAILED, "1 required route not proven", (REQUIRED_ROUTE_TEXT,), (), (REQUIRED_ROUTE_TEXT,)),
+            Outcome(ExitCode.FAILED, "1 required route not proven", (UNPROVEN_ROUTE_TEXT,), (), (UNPROVEN_ROUTE_TEXT,)),
         ),
         (
             [PEER_MEMORY_RECORD],
@@ -274,13 +275,13 @@ ADVICE = "run it on a machine with a GPU and an RDMA NIC, or add --software to q
 )
 def test_outcome_has_every_field(
     records: list[Record],
-    routes: list[str],
+    registration_methods: list[str],
     failure: ApiFailure | None,
     *,
     is_software_run: bool,
     expected_outcome: Outcome,
 ) -> None:
-    facts = make_facts(routes=[make_route_facts(method) for method in routes], failure=failure)
+    facts = make_facts(routes=[make_route_facts(method) for method in registration_methods], failure=failure)
     profile = dataclasses.replace(STRICT_PROFILE, cases_min=1)
     assert decide(facts, profile, records, software_asked=is_software_run) == expected_outcome
 
@@ -303,9 +304,9 @@ def test_first_five_causes_of_unproven_routes_are_listed() -> None:
     )
 
 
-@pytest.mark.parametrize(("passed_count", "is_passing"), [(1, False), (2, True), (3, True)])
-def test_minimum_number_of_cases_counts(passed_count: int, *, is_passing: bool) -> None:
+@pytest.mark.parametrize(("passed_count", "is_run_passed"), [(1, False), (2, True), (3, True)])
+def test_minimum_number_of_cases_counts(passed_count: int, *, is_run_passed: bool) -> None:
     profile = dataclasses.replace(BARE_PROFILE, cases_min=2)
     foreseen_record = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
     outcome = decide(make_facts(), profile, [PASSED_RECORD] * passed_count + [foreseen_record] * 2, software_asked=True)
-    assert (outcome.code is ExitCode.PROVEN) == is_passing
+    assert (outcome.code is ExitCode.PROVEN) == is_run_passed

@@ -97,8 +97,8 @@ def test_error_of_an_unknown_class_keeps_its_text() -> None:
     restored_error = error_from_json_data(
         error_to_json_data(PeerOnlyError("gone", reason=Reason.TIMEOUT, what_to_do="wait"))
     )
-    fields = (type(restored_error), restored_error.message, restored_error.reason, restored_error.what_to_do)
-    assert fields == (GdrkitError, "gone", Reason.TIMEOUT, "wait")
+    restored_fields = (type(restored_error), restored_error.message, restored_error.reason, restored_error.what_to_do)
+    assert restored_fields == (GdrkitError, "gone", Reason.TIMEOUT, "wait")
 
 
 def test_arguments_of_an_error_become_json_data() -> None:
@@ -139,6 +139,7 @@ def test_message_has_at_most_sixteen_descriptors(channels: tuple[Channel, Channe
                 receiver.receive(timeout_s=5)
             assert error_info.value.reason is Reason.MALFORMED
             return
+        # A request for more descriptors than have arrived takes none of them.
         with pytest.raises(UsageError) as error_info:
             receiver.take_descriptors(descriptor_count + 1)
         assert error_info.value.reason is Reason.MALFORMED
@@ -283,6 +284,7 @@ def test_two_processes_write_and_read_each_others_memory(nic: Nic, peer: Peer, s
         assert peer_queue_pair.state == "RTS"
         peer_queue_pair.write(region.remote(), seed=seed, local_offset_bytes=3, stream_offset_bytes=17).expect()
         peer_queue_pair.read(region.remote(), seed=seed, stream_offset_bytes=17).completion.expect()
+        # At the offset 0 of the pattern of `seed`, the peer expects other bytes.
         with pytest.raises(DataMismatch):
             peer_queue_pair.read(region.remote(), seed=seed)
         buffer = peer.buffer(1000)
@@ -312,4 +314,4 @@ def test_peer_that_outlives_sigkill_is_broken() -> None:
             peer.kill()
         assert error_info.value.reason is Reason.TIMEOUT
     peer.close()
-    assert peer.exit_code == -9  # The signal SIGKILL.
+    assert peer.exit_code == -9  # SIGKILL has the number 9.

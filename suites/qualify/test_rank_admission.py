@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
     from gdrkit.inventory import Facts
 
-# Timeout of the admission, and of each wait in a case.
+# The admission and each wait in a case have this timeout.
 STEP_TIMEOUT_S = 20.0
 # Rank 0 disconnects a silent peer after 10 s. A step that takes less than 5 s did not wait for this timeout.
-WITHOUT_TIMEOUT_MAX_S = 5.0
-TOKEN = "token of the job"  # noqa: S105 - it protects nothing here.
+DURATION_WITHOUT_TIMEOUT_MAX_S = 5.0
+TOKEN = "token of the job"  # noqa: S105 - the token protects nothing here.
 
 
 def make_rank_hello(rank: int, *, version: str = gdrkit.__version__) -> RankHello:
-    """Return the hello of a rank on the host ``near``, with its boot id and network namespace."""
+    """Return the hello of a rank. It names the host of the rank: host name ``near``, boot id, network namespace."""
     return RankHello(TOKEN, rank, "near 01234567 1", version)
 
 
@@ -43,8 +43,8 @@ class Admission:
         self.port: int = self.listener.getsockname()[1]
         self.endpoint: dict[str, object] = {"addresses": ["127.0.0.1"], "port": self.port}
         self._should_stop = False
-        self._threads = ThreadPoolExecutor()
-        self._future = self._threads.submit(
+        self._executor = ThreadPoolExecutor()
+        self._admission_future = self._executor.submit(
             admit_ranks,
             self.listener,
             count=rank_count,
@@ -61,17 +61,17 @@ class Admission:
 
     def start_rank(self, hello: RankHello, facts: Facts) -> None:
         """Start a rank in another thread. The rank serves until the connection is closed."""
-        self._threads.submit(lambda: serve(join(self.endpoint, hello), facts, {}))
+        self._executor.submit(lambda: serve(join(self.endpoint, hello), facts, {}))
 
     def wait_for_ranks(self) -> AdmittedRanks:
         """Wait for the end of the admission, and return the ranks that were admitted."""
-        return self._future.result(STEP_TIMEOUT_S)
+        return self._admission_future.result(STEP_TIMEOUT_S)
 
     def close(self) -> None:
         self._should_stop = True
         for connection in self.wait_for_ranks().connections:
             connection.close()
-        self._threads.shutdown()
+        self._executor.shutdown()
         self.listener.close()
 
 
@@ -83,12 +83,12 @@ def admission() -> Iterator[Admission]:
     new_admission.close()
 
 
-def pack_rank_hello(**changes: object) -> bytes:
-    """Return the hello of rank 1 as it is sent, with some fields changed."""
-    return json.dumps({**dataclasses.asdict(make_rank_hello(1)), **changes}).encode() + b"\n"
+def pack_rank_hello(**changed_fields: object) -> bytes:
+    """Return the bytes of the hello of rank 1, with these fields changed."""
+    return json.dumps({**dataclasses.asdict(make_rank_hello(1)), **changed_fields}).encode() + b"\n"
 
 
-WRONG_TOKEN, LONE_SURROGATE = {"token": "guessed"}, {"token": "\ud800"}
+WRONG_TOKEN_FIELD, SURROGATE_TOKEN_FIELD = {"token": "guessed"}, {"token": "\ud800"}
 # A hello has at most 4096 bytes.
 INVALID_HELLOS = {
     "HTTP request": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
@@ -98,8 +98,8 @@ INVALID_HELLOS = {
     "nested too deep": b"[" * 4000 + b"\n",
     "list": b"[]\n",
     "empty object": b"{}\n",
-    "wrong token": pack_rank_hello(**WRONG_TOKEN),
-    "surrogate in the token": pack_rank_hello(**LONE_SURROGATE),
+    "wrong token": pack_rank_hello(**WRONG_TOKEN_FIELD),
+    "surrogate in the token": pack_rank_hello(**SURROGATE_TOKEN_FIELD),
     "token in a list": pack_rank_hello(token=[TOKEN]),
     "rank too large": pack_rank_hello(rank=2),
     "rank below 0": pack_rank_hello(rank=-1),
@@ -110,13 +110,13 @@ INVALID_HELLOS = {
 
 def test_untrusted_peers_do_not_delay_the_ranks(admission: Admission, facts: Facts) -> None:
     silent_peers = [admission.connect() for _ in range(100)]
-    invalid_peers = [admission.connect(data) for data in INVALID_HELLOS.values()]
+    invalid_peers = [admission.connect(hello_bytes) for hello_bytes in INVALID_HELLOS.values()]
     peer_with_incomplete_hello = admission.connect(pack_rank_hello()[:-1])
     start_s = time.monotonic()
     for rank in (1, 0):
         admission.start_rank(make_rank_hello(rank), facts)
     admitted_ranks = admission.wait_for_ranks()
-    assert time.monotonic() - start_s < WITHOUT_TIMEOUT_MAX_S
+    assert time.monotonic() - start_s < DURATION_WITHOUT_TIMEOUT_MAX_S
     assert (list(admitted_ranks.ranks), admitted_ranks.rejected) == ([0, 1], {})
     assert {admitted_rank.rank_facts.facts.digest for admitted_rank in admitted_ranks.ranks.values()} == {facts.digest}
     for peer in (*silent_peers, *invalid_peers, peer_with_incomplete_hello):
@@ -125,11 +125,11 @@ def test_untrusted_peers_do_not_delay_the_ranks(admission: Admission, facts: Fac
 
 
 def test_peer_with_an_invalid_hello_is_disconnected_at_once(admission: Admission) -> None:
-    for name, data in INVALID_HELLOS.items():
+    for defect, hello_bytes in INVALID_HELLOS.items():
         start_s = time.monotonic()
-        with admission.connect(data) as peer:
+        with admission.connect(hello_bytes) as peer:
             wait_for_close(peer)
-        assert time.monotonic() - start_s < WITHOUT_TIMEOUT_MAX_S, name
+        assert time.monotonic() - start_s < DURATION_WITHOUT_TIMEOUT_MAX_S, defect
 
 
 def test_silent_peer_is_disconnected_within_seconds(admission: Admission) -> None:
@@ -196,6 +196,7 @@ def test_rank_skips_an_address_where_another_program_answers(admission: Admissio
     Any program may listen there.
     """
     with socket.create_server(("127.0.0.2", admission.port)) as echo_listener:
+        # At 127.0.0.3, nothing listens. At 127.0.0.2, a program returns the hello. At 127.0.0.1, rank 0 listens.
         admission.endpoint["addresses"] = ["127.0.0.3", "127.0.0.2", "127.0.0.1"]
         admission.start_rank(make_rank_hello(1), facts)
         with contextlib.closing(MessageSocket(echo_listener.accept()[0])) as echo_socket:

@@ -1,4 +1,4 @@
-"""The child process in which an MPI rank measures: one timeout covers start and reply. The child ends with its rank."""
+"""The child process in which an MPI rank measures. One timeout covers its start and reply. It ends with its rank."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from support.tracer import trace_process
 from gdrkit.qualify.ranks.rank import MeasuringChild
 
 TIMEOUT_S = 60.0
-# Programs that the child runs first, as its sitecustomize module.
-SLOW_START = "import time; time.sleep(30)"
-# In `python -m gdrkit.qualify.ranks.measure DESCRIPTOR PARENT`, the program finds the socket to the rank.
-INVALID_REPLY = (
+# The child runs such a program at its start, as its sitecustomize module.
+SLOW_START_PROGRAM = "import time; time.sleep(30)"
+# The command of the child is `python -m gdrkit.qualify.ranks.measure DESCRIPTOR PARENT`. DESCRIPTOR is the socket to
+# the rank. The program finds it in sys.orig_argv, and sends an invalid reply.
+INVALID_REPLY_PROGRAM = (
     "import os, sys\nif len(sys.orig_argv) > 3: os.write(int(sys.orig_argv[3]), b'not JSON\\n'); os.read(0, 1)"
 )
-# The program of a rank that has a child.
+# A rank that starts its child, and then waits for a signal.
 RANK_PROGRAM = """
 import os, signal
 from gdrkit.qualify.ranks.rank import MeasuringChild
@@ -33,13 +34,13 @@ signal.pause()
 """
 
 
-def make_environment(folder: Path, source: str) -> dict[str, str]:
-    """Return an environment in which Python runs `source` at its start."""
-    (folder / "sitecustomize.py").write_text(source)
+def make_environment(folder: Path, start_program: str) -> dict[str, str]:
+    """Return an environment in which Python runs `start_program` at its start."""
+    (folder / "sitecustomize.py").write_text(start_program)
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
-def list_children() -> set[int]:
+def list_child_ids() -> set[int]:
     """Return the process ids of the children that the main thread has started."""
     return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
 
@@ -54,13 +55,13 @@ def request_once(child: MeasuringChild, *, timeout_s: float) -> dict[str, object
 
 def test_timeout_of_a_step_includes_the_start_of_the_child(tmp_path: Path) -> None:
     start_s = time.monotonic()
-    reply = request_once(MeasuringChild(make_environment(tmp_path, SLOW_START)), timeout_s=1.0)
+    reply = request_once(MeasuringChild(make_environment(tmp_path, SLOW_START_PROGRAM)), timeout_s=1.0)
     assert time.monotonic() - start_s < 10
     assert reply == {"lost": "it did not reply within 1 s and was killed"}
 
 
 def test_child_with_an_invalid_reply_is_killed(tmp_path: Path) -> None:
-    reply = request_once(MeasuringChild(make_environment(tmp_path, INVALID_REPLY)), timeout_s=TIMEOUT_S)
+    reply = request_once(MeasuringChild(make_environment(tmp_path, INVALID_REPLY_PROGRAM)), timeout_s=TIMEOUT_S)
     assert str(reply["lost"]).startswith("it sent an invalid reply and was killed: a message: not JSON")
 
 
@@ -88,13 +89,14 @@ def test_child_that_hangs_ends_with_its_rank() -> None:
 
 def test_child_that_outlives_sigkill_is_abandoned(tmp_path: Path) -> None:
     """A traced child stays after SIGKILL, like a child that hangs in a driver. The rank reports this and continues."""
-    earlier_children = list_children()
+    earlier_child_ids = list_child_ids()
+    # The alarm ends the child if this case fails.
     child = MeasuringChild(make_environment(tmp_path, "import signal; signal.alarm(100)"))
     assert "result" in child.request({"do": "libraries", "with": {}}, timeout_s=TIMEOUT_S)
-    (process_id,) = list_children() - earlier_children
-    with trace_process(process_id):
+    (child_process_id,) = list_child_ids() - earlier_child_ids
+    with trace_process(child_process_id):
         start_s = time.monotonic()
-        os.kill(process_id, signal.SIGSTOP)
+        os.kill(child_process_id, signal.SIGSTOP)
         reply = child.request({"do": "libraries", "with": {}}, timeout_s=0.5)
         child.close()
         assert time.monotonic() - start_s < TIMEOUT_S / 2

@@ -29,7 +29,7 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def make_proxy(connected_socket: socket.socket, *, step_timeout_s: float = SHORT_TIMEOUT_S) -> RankProxy:
-    """Return the proxy of rank 7."""
+    """Return the object with which rank 0 sends requests to rank 7."""
     # The machine is identified by host name, boot id and network namespace. These cases need no facts about it.
     rank_facts = RankFacts(7, "far 01234567 1", cast("Any", None))
     return RankProxy(
@@ -39,26 +39,27 @@ def make_proxy(connected_socket: socket.socket, *, step_timeout_s: float = SHORT
 
 def test_late_reply_is_not_taken_for_that_of_the_next_step(sockets: tuple[socket.socket, socket.socket]) -> None:
     rank_0_socket, rank_socket = sockets
-    proxy, rank = make_proxy(rank_0_socket), MessageSocket(rank_socket)
+    proxy, rank_connection = make_proxy(rank_0_socket), MessageSocket(rank_socket)
     with pytest.raises(StepFailed, match=r"^open_target on rank 7 \(far\): the rank did not reply in time$"):
         proxy.request("open_target", {})
-    assert rank.receive(timeout_s=LONG_TIMEOUT_S)["request"] == 1
-    rank.send({"answer": 1, "result": "late"}, timeout_s=LONG_TIMEOUT_S)
-    rank.send({"answer": 2, "result": "in time"}, timeout_s=LONG_TIMEOUT_S)
+    assert rank_connection.receive(timeout_s=LONG_TIMEOUT_S)["request"] == 1
+    # A reply names the number of its request. The first reply is too late, so the proxy must drop it.
+    rank_connection.send({"answer": 1, "result": "late"}, timeout_s=LONG_TIMEOUT_S)
+    rank_connection.send({"answer": 2, "result": "in time"}, timeout_s=LONG_TIMEOUT_S)
     assert proxy.request("check", {}) == "in time"
 
 
 def test_rank_with_an_outstanding_reply_gets_no_request(sockets: tuple[socket.socket, socket.socket]) -> None:
     rank_0_socket, rank_socket = sockets
-    proxy, rank = make_proxy(rank_0_socket), MessageSocket(rank_socket)
+    proxy, rank_connection = make_proxy(rank_0_socket), MessageSocket(rank_socket)
     with pytest.raises(StepFailed, match="did not reply in time"):
         proxy.request("open_target", {})
     for _ in range(2):
         with pytest.raises(StepFailed, match=r"^close on rank 7 \(far\): the rank has not replied to open_target yet$"):
             proxy.request("close", {})
-    assert rank.receive(timeout_s=LONG_TIMEOUT_S)["do"] == "open_target"
+    assert rank_connection.receive(timeout_s=LONG_TIMEOUT_S)["do"] == "open_target"
     with pytest.raises(TimeoutError):
-        rank.receive(timeout_s=0)
+        rank_connection.receive(timeout_s=0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`gdrkit qualify --mpi`: the planned pairs of NIC and GPU, and the report if a process was killed or hangs."""
+"""`gdrkit qualify --mpi`: the planned pairs of ranks, and the report if a process was killed or hangs."""
 
 from __future__ import annotations
 
@@ -102,26 +102,30 @@ def test_killed_job_has_a_report_of_the_measured_pairs(tmp_path: Path) -> None:
     assert 1 <= len(records) < 8
     command = [sys.executable, "-m", "gdrkit", "report", str(tmp_path / "out")]
     subprocess.run(command, check=True, capture_output=True)
-    page = (tmp_path / "out" / "index.html").read_text()
-    assert "The job did not end" in page
-    assert records[0].case in page
+    report_page = (tmp_path / "out" / "index.html").read_text()
+    assert "The job did not end" in report_page
+    assert records[0].case in report_page
 
 
 @NEEDS_MPI
 def test_folder_of_a_killed_job_has_no_file_of_an_earlier_job(tmp_path: Path) -> None:
     """The earlier job had more ranks than the killed job. run.json must name the machine of the killed job."""
-    folder = RunFolder(tmp_path / "out")
-    old_files = (*folder.files, folder.path / "hosts" / "rank-0.json", folder.path / "hosts" / "rank-9.json")
-    (folder.path / "hosts").mkdir(parents=True)
+    run_folder = RunFolder(tmp_path / "out")
+    old_files = (
+        *run_folder.files,
+        run_folder.path / "hosts" / "rank-0.json",
+        run_folder.path / "hosts" / "rank-9.json",
+    )
+    (run_folder.path / "hosts").mkdir(parents=True)
     for file in old_files:
         file.write_text("of an earlier job")
-    with run_job_on_this_machine(folder.path) as job:
+    with run_job_on_this_machine(run_folder.path) as job:
         job.wait_for_line("2 of 2 ranks")
         job.kill()
     assert not [file for file in old_files if file.exists() and file.read_text() == "of an earlier job"]
-    assert sorted(file.name for file in (folder.path / "hosts").iterdir()) == ["rank-0.json", "rank-1.json"]
-    identity, run = host_identity(HostTree()), folder.read_run()
-    assert (run.host, run.host_id) == (identity.name, identity.digest)
+    assert sorted(file.name for file in (run_folder.path / "hosts").iterdir()) == ["rank-0.json", "rank-1.json"]
+    identity, run_data = host_identity(HostTree()), run_folder.read_run()
+    assert (run_data.host, run_data.host_id) == (identity.name, identity.digest)
 
 
 @NEEDS_MPI
@@ -150,15 +154,15 @@ def test_killed_rank_fails_its_pairs_and_the_report_exists(tmp_path: Path) -> No
         # The exit code comes from mpirun, which waits only a second or two for the other ranks.
         assert job.wait() == 128 + signal.SIGKILL
         job.wait_for_all_processes(limit_s=120)
-    folder = RunFolder(tmp_path / "out")
-    records, run = read_records(folder.records), folder.read_run()
+    run_folder = RunFolder(tmp_path / "out")
+    records, run_data = read_records(run_folder.records), run_folder.read_run()
     assert [record.verdict for record in records] == [Verdict.FAIL] * 4
     assert all(
         "on rank 1" in record.reasons[0].text and "has closed its connection" in record.reasons[0].text
         for record in records
     )
-    assert (run.exit_code, run.verdict) == (1, "4 of 4 cases failed")
-    assert folder.index.is_file()
+    assert (run_data.exit_code, run_data.verdict) == (1, "4 of 4 cases failed")
+    assert run_folder.index.is_file()
 
 
 @NEEDS_MPI
@@ -175,6 +179,7 @@ def test_rank_of_another_version_is_a_failed_record(tmp_path: Path) -> None:
 @NEEDS_MPI
 def test_ranks_exit_with_the_code_of_a_missing_set_up(tmp_path: Path) -> None:
     """mpirun reports the exit code of an arbitrary rank, so all ranks must exit with the same code."""
+    # Rank 0 cannot create a folder below a file, so the set-up of the job is not complete.
     (tmp_path / "file").touch()
     program_of_rank_1 = (
         "import pathlib, sys\nfrom gdrkit.cli import main\ntry:\n    main()\nexcept SystemExit as exit_error:\n"

@@ -1,4 +1,4 @@
-"""Expected refusals: a profile can state the errors with which registrations fail if a need of a case is not met.
+"""Expected refusals: a profile can list the errors with which registrations fail on a machine that lacks a need.
 
 A case with such an unmet need runs all the same. If it ends with exactly these errors, its verdict is `not_run`, else
 `fail`. A child pytest runs the cases in CASES on the facts of a machine with Soft-RoCE, for which the profile `lab` was
@@ -45,7 +45,7 @@ NEEDS_REGISTRATION = needs(verbs.nic(), verbs.dmabuf_region, cuda.device())
 LEAKED_PIPES = []
 
 @contextlib.contextmanager
-def registration_errors(dmabuf_errno="EOPNOTSUPP", address_errno="EFAULT"):
+def failing_registrations(dmabuf_errno="EOPNOTSUPP", address_errno="EFAULT"):
     rules = ["gdrkit-faults 1"]
     for function, errno_name in (("ibv_reg_dmabuf_mr", dmabuf_errno), ("ibv_reg_mr", address_errno)):
         rules += [f"{function} call=* errno={errno_name}"] if errno_name else []
@@ -61,7 +61,7 @@ def make_cause(operation, error_number, api=Api.VERBS):
         api=api, operation=operation, status=error_number, status_name=error_name, errno=error_number
     )
 
-def refuse(*causes, reason=Reason.NO_ROUTE):
+def fail_registration(*causes, reason=Reason.NO_ROUTE):
     raise RegistrationFailed("refusal", causes=causes, reason=reason)
 
 DMABUF_CAUSE = make_cause("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
@@ -72,22 +72,22 @@ def test_register(device, nic, evidence):
     evidence["key"] = 1
     evidence.number("write_us", 1)
     evidence.route(device=device, nic=nic, method="dmabuf")
-    with registration_errors(), device.allocate(4096) as memory:
+    with failing_registrations(), device.allocate(4096) as memory:
         register(memory, [nic])
 
 @needs(verbs.nic(), verbs.peer_memory, cuda.device())
 def test_lease_of_a_cache(device, nic):
-    with registration_errors(), device.allocate(4096) as memory, RegionCache([nic]) as cache:
+    with failing_registrations(), device.allocate(4096) as memory, RegionCache([nic]) as cache:
         cache.lease(memory)
 
 @NEEDS_REGISTRATION
 def test_manager_of_every_gpu():
-    with registration_errors(), GdrManager() as manager:
+    with failing_registrations(), GdrManager() as manager:
         manager.device(0)
 
 @pytest.fixture
 def registration(device, nic):
-    with registration_errors(), device.allocate(4096) as memory, register(memory, [nic]) as registered:
+    with failing_registrations(), device.allocate(4096) as memory, register(memory, [nic]) as registered:
         yield registered
 
 @NEEDS_REGISTRATION
@@ -104,54 +104,54 @@ def test_does_nothing(): ...
 
 @NEEDS_REGISTRATION
 def test_another_errno_of_ibv_reg_dmabuf_mr(device, nic):
-    with registration_errors(dmabuf_errno="EPROTONOSUPPORT"), device.allocate(4096) as memory:
+    with failing_registrations(dmabuf_errno="EPROTONOSUPPORT"), device.allocate(4096) as memory:
         register(memory, [nic])
 
 @NEEDS_REGISTRATION
 def test_another_errno_of_ibv_reg_mr(device, nic):
-    with registration_errors(address_errno="EOPNOTSUPP"), device.allocate(4096) as memory:
+    with failing_registrations(address_errno="EOPNOTSUPP"), device.allocate(4096) as memory:
         register(memory, [nic])
 
 @NEEDS_REGISTRATION
 def test_refusal_of_dmabuf_alone(device, nic):
-    with registration_errors(), device.allocate(4096) as memory:
+    with failing_registrations(), device.allocate(4096) as memory:
         register(memory, [nic], route=RegistrationRoute.DMABUF)
 
 @NEEDS_REGISTRATION
 def test_refusal_of_peer_memory_alone(device, nic):
-    with registration_errors(), device.allocate(4096) as memory:
+    with failing_registrations(), device.allocate(4096) as memory:
         register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
 
 @NEEDS_REGISTRATION
 def test_error_without_a_second_route(device, nic):
-    with registration_errors(dmabuf_errno="ENOMEM"), device.allocate(4096) as memory:
+    with failing_registrations(dmabuf_errno="ENOMEM"), device.allocate(4096) as memory:
         register(memory, [nic])
 
 @NEEDS_REGISTRATION
 def test_three_causes():
-    refuse(DMABUF_CAUSE, ADDRESS_CAUSE, ADDRESS_CAUSE)
+    fail_registration(DMABUF_CAUSE, ADDRESS_CAUSE, ADDRESS_CAUSE)
 
 @NEEDS_REGISTRATION
 def test_causes_in_reverse_order():
-    refuse(ADDRESS_CAUSE, DMABUF_CAUSE)
+    fail_registration(ADDRESS_CAUSE, DMABUF_CAUSE)
 
 @NEEDS_REGISTRATION
 def test_another_operation():
-    refuse(DMABUF_CAUSE, make_cause("ibv_open_device", errno.EFAULT))
+    fail_registration(DMABUF_CAUSE, make_cause("ibv_open_device", errno.EFAULT))
 
 @NEEDS_REGISTRATION
 def test_another_api():
-    refuse(DMABUF_CAUSE, make_cause("ibv_reg_mr", errno.EFAULT, api=Api.CUDA))
+    fail_registration(DMABUF_CAUSE, make_cause("ibv_reg_mr", errno.EFAULT, api=Api.CUDA))
 
 @NEEDS_REGISTRATION
 def test_another_reason():
-    refuse(DMABUF_CAUSE, ADDRESS_CAUSE, reason=Reason.OTHER)
+    fail_registration(DMABUF_CAUSE, ADDRESS_CAUSE, reason=Reason.OTHER)
 
 @NEEDS_REGISTRATION
 def test_one_of_two_devices_has_one_cause():
-    complete = RegistrationFailed("refusal", causes=(DMABUF_CAUSE, ADDRESS_CAUSE), reason=Reason.NO_ROUTE)
-    incomplete = RegistrationFailed("refusal", causes=(DMABUF_CAUSE,), reason=Reason.NO_ROUTE)
-    refuse(complete, incomplete)
+    complete_failure = RegistrationFailed("refusal", causes=(DMABUF_CAUSE, ADDRESS_CAUSE), reason=Reason.NO_ROUTE)
+    incomplete_failure = RegistrationFailed("refusal", causes=(DMABUF_CAUSE,), reason=Reason.NO_ROUTE)
+    fail_registration(complete_failure, incomplete_failure)
 
 @NEEDS_REGISTRATION
 def test_cause_without_registration_failed():
@@ -168,7 +168,7 @@ def test_skips_itself():
 @NEEDS_REGISTRATION
 def test_leaks_after_the_refusal(device, nic):
     LEAKED_PIPES.append(os.pipe())
-    with registration_errors(), device.allocate(4096) as memory:
+    with failing_registrations(), device.allocate(4096) as memory:
         register(memory, [nic])
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def failing_tear_down():
 
 @NEEDS_REGISTRATION
 def test_tear_down_fails_after_the_refusal(failing_tear_down):
-    refuse(DMABUF_CAUSE, ADDRESS_CAUSE)
+    fail_registration(DMABUF_CAUSE, ADDRESS_CAUSE)
 
 @NEEDS_REGISTRATION
 @needs(host.module("there_is_no_such_module"))
@@ -187,7 +187,7 @@ def test_lacks_another_need_as_well():
 
 @needs(verbs.nic())
 def test_lacks_no_need_and_is_refused():
-    refuse(DMABUF_CAUSE, ADDRESS_CAUSE)
+    fail_registration(DMABUF_CAUSE, ADDRESS_CAUSE)
 
 @needs(verbs.nic())
 def test_lacks_no_need(): ...
@@ -258,11 +258,11 @@ def test_expected_refusal_is_recorded_as_not_run(child_run: ChildRun, case_name:
     assert recorded_refusals == [{"reason": "no_route", "causes": RECORDED_CAUSES}] * len(recorded_refusals)
     # The manager tries each of the two NICs for each of the two GPUs.
     assert len(recorded_refusals) == (4 if case_name == "test_manager_of_every_gpu" else 1)
-    # The first reason is the need that is not met, the second is the refusal.
+    # The first reason names the unmet need, and the second reason names the errors of the registration.
     assert record.reasons[0].need in {"verbs.dmabuf_region", "verbs.peer_memory"}
     assert "failed: EOPNOTSUPP (95), ibv_reg_mr failed: EFAULT (14)" in record.reasons[1].text
     assert all(reason.foreseen for reason in record.reasons)
-    # The case has run, so the record has its libraries, but not the route and the number that the case has added.
+    # The case has run, so the record has the libraries. It has no routes and numbers, because its verdict is not_run.
     assert record.libraries
     assert (record.routes, record.numbers) == ((), {})
 
@@ -312,7 +312,7 @@ def test_case_with_another_unmet_need_does_not_run(child_run: ChildRun) -> None:
 
 def test_refused_cases_are_counted_separately(child_run: ChildRun) -> None:
     assert child_run.records["test_lacks_no_need"].verdict is Verdict.PASS
-    # The two cases that fail in their tear-down were refused as expected before, so they are counted too.
+    # In two more cases, the registration was refused as expected, and then the tear-down failed. They are counted too.
     assert f"{len(REFUSED_CASES) + 2} refused as expected" in child_run.output
     assert "1 not run" in child_run.output
 
@@ -333,10 +333,10 @@ def test_plan_marks_the_cases_that_will_be_refused(tmp_path: Path, facts: Facts)
         tmp_path, make_soft_roce_facts(facts), CASES, "--collect-only", f"--plan={tmp_path}/plan.json", "--profile=lab"
     )
     plan = json.loads((tmp_path / "plan.json").read_text())
-    cases_by_name = {case["case"].partition("::")[2]: case for case in plan["cases"]}
-    assert cases_by_name["test_register"]["refused"]
-    assert not cases_by_name["test_lacks_another_need_as_well"]["refused"]
-    assert not cases_by_name["test_lacks_no_need"]["refused"]
+    case_by_name = {case["case"].partition("::")[2]: case for case in plan["cases"]}
+    assert case_by_name["test_register"]["refused"]
+    assert not case_by_name["test_lacks_another_need_as_well"]["refused"]
+    assert not case_by_name["test_lacks_no_need"]["refused"]
 
 
 def test_record_of_a_case_that_ran_is_not_a_refusal() -> None:

@@ -9,12 +9,12 @@ from gdrkit.install_paths import install_paths
 from gdrkit.launch import APIS_WITH_TWINS
 from gdrkit.qualify import fitting_sessions
 
-# Results of gdrkit.launch.present_hardware() on a machine with a GPU, and on a machine with a NIC.
+# gdrkit.launch.present_hardware() returns these values on a machine with a GPU, and on a machine with a NIC.
 GPU_HARDWARE, NIC_HARDWARE = {Api.CUDA: "NVIDIA GPUs 0000:1b:00.0"}, {Api.VERBS: "RDMA devices mlx5_0"}
 
 
-def find_fitting_session_names(hardware: dict[Api, str]) -> set[str]:
-    sessions = fitting_sessions(hardware, APIS_WITH_TWINS)
+def find_fitting_session_names(hardware_by_api: dict[Api, str]) -> set[str]:
+    sessions = fitting_sessions(hardware_by_api, APIS_WITH_TWINS)
     assert all(session["why"] for session in sessions.values())
     return {name for name, session in sessions.items() if session["fits"]}
 
@@ -31,8 +31,8 @@ def test_lab_does_not_fit_a_machine_without_a_nic() -> None:
 
 
 def test_fitting_sessions_exist_in_the_noxfile() -> None:
-    noxfile = install_paths().root / "noxfile.py"
+    noxfile_path = install_paths().root / "noxfile.py"
     if install_paths().is_checkout:
         assert set(fitting_sessions({}, APIS_WITH_TWINS)) <= set(
-            re.findall(r"^def (\w+)\(session", noxfile.read_text(), re.MULTILINE)
+            re.findall(r"^def (\w+)\(session", noxfile_path.read_text(), re.MULTILINE)
         )

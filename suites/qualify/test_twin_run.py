@@ -25,19 +25,19 @@ pytestmark = needs(software(Api.VERBS), software(Api.CUDA))
 
 RUN_COMMAND = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated"]
 # A program that opens a NIC of the verbs twin and connects a queue pair to itself.
-CONNECT_QUEUE_PAIR = """
+CONNECT_QUEUE_PAIR_PROGRAM = """
 import contextlib
 from gdrkit.verbs import Nic
 stack = contextlib.ExitStack()
 nic = stack.enter_context(Nic.open("twin0"))
-queue = stack.enter_context(nic.completion_queue())
-pair = stack.enter_context(nic.queue_pair(queue))
-pair.connect(pair.endpoint())
+completion_queue = stack.enter_context(nic.completion_queue())
+queue_pair = stack.enter_context(nic.queue_pair(completion_queue))
+queue_pair.connect(queue_pair.endpoint())
 """
 # A program that creates a queue pair and does not connect it. UCX does this on every device, even if it then uses TCP.
-CREATE_QUEUE_PAIR = CONNECT_QUEUE_PAIR.replace("pair.connect(pair.endpoint())", "")
+CREATE_QUEUE_PAIR_PROGRAM = CONNECT_QUEUE_PAIR_PROGRAM.replace("queue_pair.connect(queue_pair.endpoint())", "")
 # A program that writes 1 MiB from one queue pair to another by RDMA, and prints four port counters before and after.
-WRITE_AND_PRINT_COUNTERS = """
+WRITE_AND_PRINT_COUNTERS_PROGRAM = """
 import contextlib
 from pathlib import Path
 from gdrkit.verbs import Nic
@@ -49,13 +49,13 @@ def print_counters():
 print_counters()
 with contextlib.ExitStack() as stack:
     nic = stack.enter_context(Nic.open("twin0"))
-    queue = stack.enter_context(nic.completion_queue())
-    first_pair, second_pair = (stack.enter_context(nic.queue_pair(queue)) for _ in range(2))
+    completion_queue = stack.enter_context(nic.completion_queue())
+    first_pair, second_pair = (stack.enter_context(nic.queue_pair(completion_queue)) for _ in range(2))
     first_pair.connect(second_pair.endpoint())
     second_pair.connect(first_pair.endpoint())
     region = stack.enter_context(nic.register_host(bytearray(LENGTH_BYTES)))
     first_pair.post_write(region, region.remote(), work_id=1)
-    queue.wait(20_000)
+    completion_queue.wait(20_000)
 print_counters()
 """
 
@@ -76,29 +76,34 @@ def run_on_twins(
 def start_on_twins(*command: str) -> subprocess.Popen[str]:
     # If the cases run in the background of a script, or under nohup, they inherit SIGINT or SIGHUP as ignored. The
     # command must start with the default actions.
-    with_default_signals = ["env", "--default-signal=INT,HUP"]
+    default_signals_command = ["env", "--default-signal=INT,HUP"]
     return subprocess.Popen(
-        [*with_default_signals, *RUN_COMMAND, "--", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*default_signals_command, *RUN_COMMAND, "--", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
 def test_report_names_process_queue_pairs_and_unused_apis() -> None:
-    process = run_on_twins(sys.executable, "-c", CONNECT_QUEUE_PAIR)
+    process = run_on_twins(sys.executable, "-c", CONNECT_QUEUE_PAIR_PROGRAM)
     assert process.returncode == 0, process.stderr
     first_line, *other_lines = process.stderr.splitlines()
     assert re.fullmatch(r"gdrkit: verbs: twin opened by \S+ \(pid \d+\); 1 queue pair", first_line)
     assert other_lines == ["gdrkit: not used: cuda, cufile, hlthunk"]
-    assert run_on_twins(sys.executable, "-c", CONNECT_QUEUE_PAIR, options=("--quiet",)).stderr == ""
+    assert run_on_twins(sys.executable, "-c", CONNECT_QUEUE_PAIR_PROGRAM, options=("--quiet",)).stderr == ""
 
 
 def test_report_file_has_the_bytes_and_the_exit_code(tmp_path: Path) -> None:
     report_path = tmp_path / "report.json"
     options = ("--quiet", f"--report={report_path}")
-    process = run_on_twins(sys.executable, "-c", f"{WRITE_AND_PRINT_COUNTERS}\nraise SystemExit(3)", options=options)
+    process = run_on_twins(
+        sys.executable, "-c", f"{WRITE_AND_PRINT_COUNTERS_PROGRAM}\nraise SystemExit(3)", options=options
+    )
     assert process.returncode == 3, process.stderr
-    document = json.loads(report_path.read_text())
-    verbs_report = document["apis"]["verbs"]
-    assert (document["exit_code"], document["real_libraries"]) == (3, [])
+    report = json.loads(report_path.read_text())
+    verbs_report = report["apis"]["verbs"]
+    assert (report["exit_code"], report["real_libraries"]) == (3, [])
     assert (verbs_report["objects_count"], verbs_report["moved_bytes"]) == (2, 1 << 20)
 
 
@@ -111,13 +116,13 @@ def test_listing_devices_is_not_a_use() -> None:
 
 
 def test_queue_pair_that_is_not_connected_is_no_use() -> None:
-    process = run_on_twins(sys.executable, "-c", CREATE_QUEUE_PAIR, options=("--require", "verbs"))
+    process = run_on_twins(sys.executable, "-c", CREATE_QUEUE_PAIR_PROGRAM, options=("--require", "verbs"))
     assert process.returncode == 125
     assert "but not used: no queue pair reached the state RTR" in process.stderr
 
 
 def test_killed_grandchild_is_in_the_report() -> None:
-    killed_program = f"{CONNECT_QUEUE_PAIR}\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
+    killed_program = f"{CONNECT_QUEUE_PAIR_PROGRAM}\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
     process = run_on_twins(
         "sh", "-c", f'"{sys.executable}" -c "$1"; "{sys.executable}" -c "$1"; exit 0', "sh", killed_program
     )
@@ -133,7 +138,9 @@ def test_unused_required_api_changes_only_success(command_exit_code: int, expect
 
 
 def test_used_required_api_keeps_success() -> None:
-    assert run_on_twins(sys.executable, "-c", CONNECT_QUEUE_PAIR, options=("--require", "verbs")).returncode == 0
+    assert (
+        run_on_twins(sys.executable, "-c", CONNECT_QUEUE_PAIR_PROGRAM, options=("--require", "verbs")).returncode == 0
+    )
 
 
 def test_required_api_without_a_twin_is_a_usage_error() -> None:
@@ -163,7 +170,8 @@ def test_end_by_a_signal_is_passed_on() -> None:
 
 def test_end_is_seen_although_a_thread_took_sigchld() -> None:
     # The thread starts before supervise() blocks the signals in the main thread, so the kernel gives SIGCHLD to the
-    # thread. wait_for_end() returns after that. It leaves the status of the child (WNOWAIT) to supervise().
+    # thread. wait_for_end() waits until the thread has taken SIGCHLD. With WNOWAIT, supervise() can still read the
+    # status of the child.
     program = """
 import os, signal, threading
 from gdrkit.twin_run import supervise
@@ -174,8 +182,8 @@ def wait_for_end(child):
         pass
 print(supervise(["sleep", "0.2"], os.environ, wait_for_end))
 """
-    run_python = [sys.executable, "-c", program]
-    process = subprocess.run(run_python, capture_output=True, text=True, timeout=30, check=False)
+    python_command = [sys.executable, "-c", program]
+    process = subprocess.run(python_command, capture_output=True, text=True, timeout=30, check=False)
     assert process.stdout == "0\n", process.stderr
 
 
@@ -190,8 +198,8 @@ terminate_when_ready = lambda child: os.path.exists(sys.argv[1]) and os.kill(os.
 command = ["sh", "-c", "trap 'exit 7' TERM; : >$0; while :; do sleep 0.05; done", sys.argv[1]]
 print(os.waitstatus_to_exitcode(supervise(command, os.environ, terminate_when_ready, signal_mask=mask)))
 """
-    run_python = [sys.executable, "-c", program, str(tmp_path / "ready")]
-    process = subprocess.run(run_python, capture_output=True, text=True, timeout=30, check=False)
+    python_command = [sys.executable, "-c", program, str(tmp_path / "ready")]
+    process = subprocess.run(python_command, capture_output=True, text=True, timeout=30, check=False)
     assert process.stdout == "7\n", process.stderr
 
 
@@ -241,17 +249,17 @@ def test_interrupt_of_the_terminal_arrives_once() -> None:
     child_id, terminal_descriptor = pty.fork()
     if child_id == 0:
         os.execv(sys.executable, [*RUN_COMMAND, "--quiet", "--", sys.executable, "-c", program])  # noqa: S606 - no shell.
-    terminal_output = read_until(terminal_descriptor, "True")
+    terminal_output = read_terminal_until(terminal_descriptor, "True")
     # The terminal sends SIGINT for Ctrl-C to gdrkit and to the command. gdrkit must not forward its SIGINT.
     os.write(terminal_descriptor, b"\x03")
-    terminal_output += read_until(terminal_descriptor, "interrupts")
+    terminal_output += read_terminal_until(terminal_descriptor, "interrupts")
     _, wait_status = os.waitpid(child_id, 0)
     os.close(terminal_descriptor)
     assert os.waitstatus_to_exitcode(wait_status) == 0, terminal_output
     assert "interrupts 1" in terminal_output
 
 
-def read_until(terminal_descriptor: int, expected_text: str) -> str:
+def read_terminal_until(terminal_descriptor: int, expected_text: str) -> str:
     terminal_output = ""
     while expected_text not in terminal_output or not terminal_output.endswith("\n"):
         try:
@@ -264,14 +272,14 @@ def read_until(terminal_descriptor: int, expected_text: str) -> str:
 def copy_twin(folder: Path, api: Api, file_name: str) -> Path:
     """Copy a twin to a path outside the folder of the twins. gdrkit takes the copy for a real library."""
     environment = launch.environment(launch.Launch(twin_apis=frozenset({api})), base={})
-    library = Path(environment["GDRKIT_TWINS_LIBRARIES"].split(":")[0])
+    twin_path = Path(environment["GDRKIT_TWINS_LIBRARIES"].split(":")[0])
     twin_copy = folder / file_name
-    twin_copy.write_bytes(library.read_bytes())
+    twin_copy.write_bytes(twin_path.read_bytes())
     return twin_copy
 
 
 # A program that opens the library with the path in its first argument, and prints which files it has mapped.
-PRINT_MAPS = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
+PRINT_MAPS_PROGRAM = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
 
 
 @pytest.mark.parametrize(
@@ -285,7 +293,7 @@ PRINT_MAPS = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/se
 )
 def test_twin_replaces_a_library_that_is_opened_by_path(api: Api, file_name: str, tmp_path: Path) -> None:
     twin_copy = copy_twin(tmp_path, api, file_name)
-    process = run_on_twins(sys.executable, "-c", PRINT_MAPS, str(twin_copy))
+    process = run_on_twins(sys.executable, "-c", PRINT_MAPS_PROGRAM, str(twin_copy))
     assert process.returncode == 0, process.stderr
     assert str(twin_copy) not in process.stdout
     assert "not the twin" not in process.stderr
@@ -293,7 +301,7 @@ def test_twin_replaces_a_library_that_is_opened_by_path(api: Api, file_name: str
 
 # A program that calls cuGetExportTable as a statically linked CUDA runtime does: by the address from cuGetProcAddress.
 # Each call must fail with CUDA_ERROR_NOT_SUPPORTED (801). 12000 is the version 12.0 of CUDA.
-REQUEST_EXPORT_TABLE = """
+REQUEST_EXPORT_TABLE_PROGRAM = """
 import ctypes
 driver = ctypes.CDLL("libcuda.so.1")
 call_address, table, status = ctypes.c_void_p(), ctypes.c_void_p(1), ctypes.c_int()
@@ -306,8 +314,8 @@ for _ in range(2):
 
 
 def test_static_cuda_runtime_is_refused_with_one_line() -> None:
-    # The program makes the call twice, but only the first one prints the line.
-    process = run_on_twins(sys.executable, "-c", REQUEST_EXPORT_TABLE, options=("--quiet",))
+    # The program makes the call twice, but only the first call prints the line.
+    process = run_on_twins(sys.executable, "-c", REQUEST_EXPORT_TABLE_PROGRAM, options=("--quiet",))
     assert process.returncode == 0, process.stderr
     (line,) = process.stderr.splitlines()
     assert line.startswith("gdrkit: python")
@@ -317,9 +325,9 @@ def test_static_cuda_runtime_is_refused_with_one_line() -> None:
 
 def test_library_without_version_is_the_same_twin() -> None:
     program = (
-        "import ctypes; a, b = ctypes.CDLL('libcuda.so.1'), ctypes.CDLL('libcuda.so')\n"
-        "assert a.cuInit(0) == 0\nassert ctypes.addressof(ctypes.c_char.in_dll(a, 'cuInit')) == "
-        "ctypes.addressof(ctypes.c_char.in_dll(b, 'cuInit'))"
+        "import ctypes; versioned, unversioned = ctypes.CDLL('libcuda.so.1'), ctypes.CDLL('libcuda.so')\n"
+        "assert versioned.cuInit(0) == 0\nassert ctypes.addressof(ctypes.c_char.in_dll(versioned, 'cuInit')) == "
+        "ctypes.addressof(ctypes.c_char.in_dll(unversioned, 'cuInit'))"
     )
     process = run_on_twins(sys.executable, "-c", program)
     assert process.returncode == 0, process.stderr
@@ -327,7 +335,7 @@ def test_library_without_version_is_the_same_twin() -> None:
 
 def test_real_library_is_named(tmp_path: Path) -> None:
     twin_copy = copy_twin(tmp_path, Api.CUDA, "libcuda.so.1")
-    # The program sleeps, because gdrkit looks at the mapped files of the running processes at intervals.
+    # The program sleeps, because gdrkit reads at intervals which files the running processes have mapped.
     program = f"import ctypes, time; ctypes.CDLL({str(twin_copy)!r}); time.sleep(1)"
     without_loader_variables = ("env", "-u", "LD_AUDIT", "-u", "LD_LIBRARY_PATH", "-u", "LD_PRELOAD")
     process = run_on_twins(*without_loader_variables, sys.executable, "-c", program)
@@ -356,10 +364,10 @@ def test_devices_in_sysfs_agree_with_verbs() -> None:
 
 
 def test_port_counters_grow_by_the_bytes_that_pass() -> None:
-    process = run_on_twins(sys.executable, "-c", WRITE_AND_PRINT_COUNTERS)
+    process = run_on_twins(sys.executable, "-c", WRITE_AND_PRINT_COUNTERS_PROGRAM)
     assert process.returncode == 0, process.stderr
     counters_before, counters_after = (tuple(map(int, line.split())) for line in process.stdout.splitlines())
-    packet_count = (1 << 20) // 4096
+    packet_count = (1 << 20) // 4096  # A packet carries 4096 bytes of the write.
     # The data counters count words of 4 bytes. A packet has 78 bytes of headers; see port_counters.cpp.
     word_count = ((1 << 20) + 78 * packet_count) // 4
     assert counters_before == (0, 0, 0, 0)
@@ -373,12 +381,12 @@ def test_real_devices_are_not_hidden_without_the_twin() -> None:
 
 
 def test_domain_leaves_no_state() -> None:
-    # The twins of a run keep their state in the folder GDRKIT_TWINS_STATE.
+    # The twins of a run keep their state in the folder that GDRKIT_TWINS_STATE names.
     process = run_on_twins("sh", "-c", 'echo "$GDRKIT_TWINS_STATE"; ls "$GDRKIT_TWINS_STATE"')
     state_folder = Path(process.stdout.splitlines()[0])
     assert {"counters", "tree"} <= set(process.stdout.split())
     assert not state_folder.exists()
-    # The next `gdrkit run` removes the folder of a killed `gdrkit run`.
+    # The next `gdrkit run` removes the state folder of a killed `gdrkit run`.
     killed_process = start_on_twins("sh", "-c", 'echo "$GDRKIT_TWINS_STATE"; exec sleep 60')
     assert killed_process.stdout is not None
     state_folder = Path(killed_process.stdout.readline().strip())

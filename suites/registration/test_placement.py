@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.memory_kinds import NEEDS_DMABUF
-from support.pci_tree import GPU_ADDRESS, PCI_PATHS, SWITCH, create_pci_tree, move_gpu
+from support.pci_tree import GPU_ADDRESS, PCI_PATHS, SWITCH_PATH, create_pci_tree, make_pci_paths
 from support.python_child import suites_environ
 
 from gdrkit.errors import Api, UsageError
@@ -126,7 +126,7 @@ NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
 @NEEDS_TWINS
 def test_nearest_nic_transfers_the_bytes(tmp_path: Path, device: Device) -> None:
     nics = {"twin0": "0000:81:00.0", "twin1": "0000:06:00.0", "twin2": "0000:04:00.0", "twin3": "0000:41:00.0"}
-    create_pci_tree(tmp_path, nics, pci_paths=move_gpu(device.pci_bus_id))
+    create_pci_tree(tmp_path, nics, pci_paths=make_pci_paths(device.pci_bus_id))
     result = run_transfers(tmp_path)
     assert result["nics"] == list(nics)
     assert result["used"] == ["twin2"] * 4
@@ -137,7 +137,7 @@ def test_nearest_nic_transfers_the_bytes(tmp_path: Path, device: Device) -> None
 @NEEDS_TWINS
 def test_nics_that_are_equally_near_take_turns(tmp_path: Path, device: Device) -> None:
     nics = {"twin0": "0000:41:00.0", "twin1": "0000:04:00.0", "twin2": "0000:81:00.0", "twin3": "0000:07:00.0"}
-    pci_paths = move_gpu(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
+    pci_paths = make_pci_paths(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH_PATH}/0000:02:00.0/0000:07:00.0", 0)}
     create_pci_tree(tmp_path, nics, pci_paths=pci_paths)
     result = run_transfers(tmp_path)
     assert result["used"] == ["twin1", "twin3", "twin1", "twin3"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.records import TWIN, make_facts, make_record, make_route_facts, make_run
+from support.records import TWIN_LIBRARY, make_facts, make_record, make_route_facts, make_run
 
 from gdrkit.errors import Reason, UsageError
 from gdrkit.install_paths import install_paths
@@ -87,7 +87,7 @@ def read_page(page_html: str) -> PageParser:
 
 
 def make_hostile_records() -> list[Record]:
-    library = SeenLibrary("case", HOSTILE_TEXT, HOSTILE_TEXT, "ab12", TWIN.notes, HOSTILE_TEXT)
+    library = SeenLibrary("case", HOSTILE_TEXT, HOSTILE_TEXT, "ab12", TWIN_LIBRARY.notes, HOSTILE_TEXT)
     return [
         make_record(
             case=f"{HOSTILE_TEXT}.py::{HOSTILE_TEXT}",
@@ -184,7 +184,7 @@ def test_only_numbers_of_hardware_are_in_the_page() -> None:
 
 
 def test_tables_have_captions_and_cases_have_details() -> None:
-    library = SeenLibrary.of("case", TWIN)
+    library = SeenLibrary.of("case", TWIN_LIBRARY)
     record = make_record(title="A title.", evidence={"moved_bytes": 5}, libraries=(library,), substrate=ON_TWINS)
     facts = make_facts(routes=[make_route_facts("dmabuf"), make_route_facts("peer_memory", is_possible=False)])
     page = read_page(render_html(make_run(substrate=ON_TWINS), facts, [record]))

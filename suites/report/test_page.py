@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.hosts import HARDWARE, make_host_facts, make_host_records
-from support.records import TWIN, make_facts, make_library, make_record, make_run
+from support.records import TWIN_LIBRARY, make_facts, make_library, make_record, make_run
 
 from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, SeenLibrary, Verdict
 from gdrkit.report.drawing import make_drawing
@@ -139,7 +139,7 @@ def test_summary_has_mounts_without_a_nic() -> None:
 
 
 def test_api_that_only_cases_used_has_a_substrate() -> None:
-    twin_library = SeenLibrary.of("case", make_library("libcufile.so.0", notes=TWIN.notes))
+    twin_library = SeenLibrary.of("case", make_library("libcufile.so.0", notes=TWIN_LIBRARY.notes))
     records = [
         make_record(substrate={"cufile": "hardware"}),
         make_record(case="a.py::test_a", substrate={"cufile": "twin"}, libraries=(twin_library,)),

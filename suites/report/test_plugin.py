@@ -11,7 +11,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 import pytest
-from support.records import TWIN, make_facts, make_library
+from support.records import TWIN_LIBRARY, make_facts, make_library
 
 from gdrkit.inventory import CudaFacts, VerbsFacts
 from gdrkit.report import Record, Verdict, read_records
@@ -104,8 +104,10 @@ def test_unforeseen_unmet_need_fails_a_run_with_a_profile(tmp_path: Path) -> Non
     # a twin has no device.
     facts = dataclasses.replace(
         make_facts(),
-        verbs=VerbsFacts(nics=(), libraries=(TWIN,)),
-        cuda=CudaFacts(driver_version="13.0", devices=(), libraries=(make_library("libcuda.so.1", notes=TWIN.notes),)),
+        verbs=VerbsFacts(nics=(), libraries=(TWIN_LIBRARY,)),
+        cuda=CudaFacts(
+            driver_version="13.0", devices=(), libraries=(make_library("libcuda.so.1", notes=TWIN_LIBRARY.notes),)
+        ),
     )
     completed, records = run_pytest_with_plugin(tmp_path, MIXED_TESTS, "--gdrkit-profile", "bare", facts=facts)
     assert completed.returncode == 1, completed.stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.storage import Memory, StorageServer, run_storage_server
+from support.storage import StorageMemoryKind, StorageServer, run_storage_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +31,6 @@ def client(server: StorageServer) -> Iterator[StorageClient]:
 
 
 @pytest.fixture
-def memory(request: pytest.FixtureRequest) -> Memory:
+def memory(request: pytest.FixtureRequest) -> StorageMemoryKind:
     """Return host or device memory, as the parameter of the case requests; see ``support.storage.MEMORY_KINDS``."""
-    return Memory(device=request.getfixturevalue("device") if request.param == "device" else None)
+    return StorageMemoryKind(device=request.getfixturevalue("device") if request.param == "device" else None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.memory_kinds import NEEDS_DMABUF
-from support.pci_tree import SWITCH, create_pci_tree, move_gpu
+from support.pci_tree import SWITCH_PATH, create_pci_tree, make_pci_paths
 from support.python_child import suites_environ
 
 from gdrkit.errors import Api
@@ -79,7 +79,7 @@ def measure_bytes_by_nic(
 ) -> list[dict[str, int]]:
     """Run the program, and return for each of its reads the number of bytes that each NIC served."""
     # The tree has the GPU at the address that its driver reports, and the PCI device of twin1 beside it.
-    pci_paths = move_gpu(gpu.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
+    pci_paths = make_pci_paths(gpu.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH_PATH}/0000:02:00.0/0000:07:00.0", 0)}
     (root / "tree").mkdir()
     create_pci_tree(root / "tree", nics, pci_paths=pci_paths)
     child = subprocess.run(

@@ -13,14 +13,14 @@ from gdrkit.host import HostAllocator
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from support.storage import Memory, StorageServer
+    from support.storage import StorageMemoryKind, StorageServer
 
     from gdrkit.storage.client import StorageClient
 
 
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
 def test_buffers_of_similar_sizes_are_registered_once(
-    server: StorageServer, client: StorageClient, memory: Memory
+    server: StorageServer, client: StorageClient, memory: StorageMemoryKind
 ) -> None:
     data = os.urandom(MIB)
     (server.root / "file").write_bytes(data)

@@ -23,7 +23,7 @@ from gdrkit.storage.wire import IoOpcode, Result, ResultFlag
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from support.storage import Memory, StorageServer
+    from support.storage import StorageMemoryKind, StorageServer
 
     from gdrkit.storage.client import StorageClient
     from gdrkit.verbs import Nic
@@ -44,7 +44,7 @@ RANGES = [
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
 @pytest.mark.parametrize(("length_bytes", "file_offset"), RANGES)
 def test_written_bytes_are_in_the_file_and_are_read_back(
-    server: StorageServer, client: StorageClient, memory: Memory, length_bytes: int, file_offset: int
+    server: StorageServer, client: StorageClient, memory: StorageMemoryKind, length_bytes: int, file_offset: int
 ) -> None:
     data = os.urandom(length_bytes)
     with client.open("file", write=True, create=True) as file:
@@ -59,7 +59,9 @@ def test_written_bytes_are_in_the_file_and_are_read_back(
 
 @pytest.mark.qualify
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
-def test_read_at_the_end_of_a_file_is_short(server: StorageServer, client: StorageClient, memory: Memory) -> None:
+def test_read_at_the_end_of_a_file_is_short(
+    server: StorageServer, client: StorageClient, memory: StorageMemoryKind
+) -> None:
     data = os.urandom(300 * KIB + 7)
     (server.root / "file").write_bytes(data)
     with client.open("file") as file, memory.register_copy(client, b"\xa5" * MIB) as buffer:
@@ -73,7 +75,9 @@ def test_read_at_the_end_of_a_file_is_short(server: StorageServer, client: Stora
 
 @pytest.mark.qualify
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
-def test_holes_read_as_zeros_or_fail_if_forbidden(server: StorageServer, client: StorageClient, memory: Memory) -> None:
+def test_holes_read_as_zeros_or_fail_if_forbidden(
+    server: StorageServer, client: StorageClient, memory: StorageMemoryKind
+) -> None:
     data = os.urandom(MIB)
     with (server.root / "file").open("wb") as local_file:
         local_file.write(data)
@@ -95,7 +99,7 @@ def test_holes_read_as_zeros_or_fail_if_forbidden(server: StorageServer, client:
 
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
 def test_batch_of_small_transfers_at_random_offsets(
-    server: StorageServer, client: StorageClient, memory: Memory, seed: int
+    server: StorageServer, client: StorageClient, memory: StorageMemoryKind, seed: int
 ) -> None:
     generator = random.Random(seed)
     content = bytearray(os.urandom(2 * MIB))
@@ -123,7 +127,7 @@ def test_batch_of_small_transfers_at_random_offsets(
 
 
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
-def test_write_of_device_memory_returns_its_checksum(client: StorageClient, memory: Memory) -> None:
+def test_write_of_device_memory_returns_its_checksum(client: StorageClient, memory: StorageMemoryKind) -> None:
     data = os.urandom(300 * KIB)
     with client.open("file", write=True, create=True) as file, memory.register_copy(client, data) as buffer:
         result = file.write(buffer, offset_bytes=1)

@@ -1,7 +1,8 @@
 """A usrbio application for cases: host or device memory that is published to an agent, with rings to read and write.
 
-A case creates an :class:`Application` in its process. ``python -m support.application MOUNT FILE COPY`` runs an
-application in a new process: it reads FILE, writes the data to COPY, reads COPY, and checks all bytes.
+usrbio is the user-space I/O of 3FS, and the agent is the process that serves its applications. A case creates an
+:class:`Application` in its process. ``python -m support.application MOUNT FILE COPY`` runs an application in a new
+process: it copies random parts of FILE to COPY, reads these parts of COPY, and checks all bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["MEMORY_KINDS", "Application", "Transfer"]
 
 MEMORY_KINDS = ("host", "device")
-_TIMEOUT = timedelta(seconds=120)
+_BATCH_TIMEOUT = timedelta(seconds=120)
 # The memory is filled and checked in chunks of this length.
 _CHUNK_BYTES = 16 * MIB
 
@@ -120,15 +121,15 @@ class Application:
 
     def _transfer(self, ring: Ioring, transfers: Sequence[Transfer], *, is_read: bool) -> list[int]:
         """Submit the transfers in batches that fit into the ring, and return the results in the given order."""
-        results: dict[int, int] = {}
+        result_by_index: dict[int, int] = {}
         for begin in range(0, len(transfers), ring.entries):
-            batch = range(begin, min(begin + ring.entries, len(transfers)))
-            for index in batch:
+            batch_indices = range(begin, min(begin + ring.entries, len(transfers)))
+            for index in batch_indices:
                 fd, memory_offset, file_offset, length = transfers[index]
                 ring.prepare(self.iov[memory_offset : memory_offset + length], is_read, fd, file_offset, userdata=index)
-            completions = ring.submit().wait(min_results=len(batch), timeout=_TIMEOUT)
-            results.update((int(str(completion.userdata)), completion.result) for completion in completions)
-        return [results[index] for index in range(len(transfers))]
+            completions = ring.submit().wait(min_results=len(batch_indices), timeout=_BATCH_TIMEOUT)
+            result_by_index.update((int(str(completion.userdata)), completion.result) for completion in completions)
+        return [result_by_index[index] for index in range(len(transfers))]
 
     def close(self) -> None:
         """Close the rings and the memory."""
@@ -144,7 +145,10 @@ class Application:
 
 
 def _free_idle_memory() -> None:
-    """Free the pooled memory of closed iovs. The library stays connected to the agent while the pool has memory."""
+    """Free the pooled memory of closed iovs, so that the library closes its connection to the agent.
+
+    A client library without a pool raises UsrbioUnsupported.
+    """
     with contextlib.suppress(usrbio.UsrbioUnsupported):
         usrbio.trim_host_pool()
 
@@ -154,9 +158,9 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument("mount")
     parser.add_argument("file", help="file to read, with the pattern of --seed")
     parser.add_argument("copy", help="file to write, which is then read again")
-    parser.add_argument("--kind", choices=MEMORY_KINDS, default="host")
+    parser.add_argument("--kind", choices=MEMORY_KINDS, default="host", help="kind of the memory")
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=8, help="number of rounds, each with 32 parts of the files")
     options = parser.parse_args(arguments)
     rng = random.Random(options.seed)
     file_bytes, transferred_bytes = Path(options.file).stat().st_size, 0
@@ -171,14 +175,15 @@ def _main(arguments: Sequence[str]) -> int:
             lengths = [rng.randint(1, 64 * KIB) for _ in range(32)]
             # Each pair has an offset in the memory and an offset in the file.
             offset_pairs = [(index * 64 * KIB, rng.randrange(file_bytes - 64 * KIB)) for index in range(32)]
-            transfers = [(*pair, length) for pair, length in zip(offset_pairs, lengths, strict=True)]
+            # Each range has these offsets and a length. With a file descriptor before them, it is a Transfer.
+            ranges = [(*pair, length) for pair, length in zip(offset_pairs, lengths, strict=True)]
             for fd, writes_first in ((source_fd, False), (copy_fd, True)):
                 if writes_first:
-                    assert application.write(*((fd, *transfer) for transfer in transfers)) == lengths, "a short write"
+                    assert application.write(*((fd, *file_range) for file_range in ranges)) == lengths, "a short write"
                     application.fill(0)
-                assert application.read(*((fd, *transfer) for transfer in transfers)) == lengths, "a short read"
+                assert application.read(*((fd, *file_range) for file_range in ranges)) == lengths, "a short read"
                 transferred_bytes += sum(lengths) * (1 + writes_first)
-                for memory_offset, file_offset, length in transfers:
+                for memory_offset, file_offset, length in ranges:
                     application.check(memory_offset, length, seed=options.seed, file_offset=file_offset)
     sys.stdout.write(json.dumps({"bytes": transferred_bytes, "pid": os.getpid()}) + "\n")
     return 0

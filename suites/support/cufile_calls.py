@@ -79,15 +79,15 @@ class ScenarioSetup:
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        for name, value in arguments.get("flags", {}).items():
-            parameters.set_flag(parameters.Flag[name], value)
+        for flag_name, is_set in arguments.get("flags", {}).items():
+            parameters.set_flag(parameters.Flag[flag_name], is_set)
         self.path = Path(arguments["path"])
         self.seed = int(arguments["seed"])
-        flags = os.O_RDWR | (os.O_DIRECT if arguments.get("direct", True) else 0)
-        self.fd = os.open(self.path, flags)
+        open_flags = os.O_RDWR | (os.O_DIRECT if arguments.get("direct", True) else 0)
+        self.fd = os.open(self.path, open_flags)
         self.device = cuda.Device(0)
         self.memory = self.device.allocate(FILE_BYTES)
-        # The parent process has a time limit for this process.
+        # Opening the driver needs no time limit here, because the parent process limits the time of this process.
         self.driver = cufile.Driver(timeout_s=None)
         if arguments.get("level", 3):
             self.driver.statistics.start(cufile.Level(arguments.get("level", 3)))
@@ -102,8 +102,8 @@ class ScenarioSetup:
 
     def has_file_data(self, length_bytes: int, *, offset_bytes: int = 0, file_offset_bytes: int = 0) -> bool:
         """Return whether the memory holds the original contents of the file from `file_offset_bytes` on."""
-        contents = self.memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes)
-        return contents == pattern.payload(length_bytes, seed=self.seed, offset_bytes=file_offset_bytes)
+        memory_data = self.memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        return memory_data == pattern.payload(length_bytes, seed=self.seed, offset_bytes=file_offset_bytes)
 
     def zero_memory(self) -> None:
         self.memory.fill(0)
@@ -125,8 +125,8 @@ class ScenarioSetup:
         self.path.write_bytes(pattern.payload(FILE_BYTES, seed=self.seed))
 
 
-# Each of these functions makes one cuFile call, and returns the number of transferred bytes and whether the data is
-# right.
+# Each function in CALLS makes the cuFile call of its name, and returns the number of transferred bytes and whether the
+# data is right.
 def _read(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
     moved_bytes = handle.read(setup.memory)
     return moved_bytes, setup.has_file_data(FILE_BYTES)
@@ -201,7 +201,7 @@ def _write_async(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, 
 def make_batch_requests(
     setup: ScenarioSetup, handle: cufile.FileHandle, opcode: cufile.Opcode, request_count: int
 ) -> list[cufile.BatchRequest]:
-    """Return `request_count` transfers that follow each other in the file and in the memory."""
+    """Return `request_count` transfers of adjacent ranges, with equal offsets in the file and in the memory."""
     return [
         cufile.BatchRequest(opcode, handle, cufile.BufferRange(setup.memory, offset, RANGE_BYTES), offset)
         for offset in range(0, request_count * RANGE_BYTES, RANGE_BYTES)

@@ -114,7 +114,7 @@ def bad_input(arguments: dict[str, Any]) -> dict[str, Any]:
     memory, driver = setup.memory, setup.driver
     folder_fd = os.open(setup.path.parent, os.O_RDONLY)
     # No open descriptor of this process has this number.
-    closed_fd = 999_999
+    unused_fd = 999_999
     with cufile.FileHandle(driver, setup.fd) as handle:
         results: dict[str, dict[str, Any]] = {
             "negative_offset": call_to_json(lambda: handle.read(memory, file_offset_bytes=-1)),
@@ -125,11 +125,11 @@ def bad_input(arguments: dict[str, Any]) -> dict[str, Any]:
             "over_the_end": call_to_json(lambda: handle.read(memory, file_offset_bytes=FILE_BYTES - RANGE_BYTES)),
             "nothing": call_to_json(lambda: handle.read(memory, length_bytes=0)),
             "directory": call_to_json(lambda: cufile.FileHandle(driver, folder_fd)),
-            "closed_descriptor": call_to_json(lambda: cufile.FileHandle(driver, closed_fd)),
+            "closed_descriptor": call_to_json(lambda: cufile.FileHandle(driver, unused_fd)),
             "twice": call_to_json(lambda: cufile.FileHandle(driver, setup.fd)),
             "no_batch": call_to_json(lambda: cufile.IoBatch(driver, 0)),
             "large_batch": call_to_json(lambda: cufile.IoBatch(driver, 100_000)),
-            # No stream has the handle 0x1234560. Only the twin checks this; libcufile uses the handle unchecked.
+            # No stream has the handle 0x1234560. Only the twin, a library that emulates libcufile, checks the handle.
             "no_stream": call_to_json(lambda: cufile.RegisteredStream(driver, 0x1234560))
             if arguments.get("twin")
             else {},
@@ -230,7 +230,7 @@ def without_context(arguments: dict[str, Any]) -> dict[str, Any]:
             "register_stream": call_to_json(lambda: cufile.RegisteredStream(setup.driver, stream.handle)),
             "read_async": call_to_json(read_async),
         }
-        # With `setup.memory`, gdrkit makes the CUDA context current for the call, so the same thread can register it.
+        # With `setup.memory`, gdrkit makes the CUDA context current for the call. So this thread can register it.
         with cufile.RegisteredBuffer(setup.driver, setup.memory):
             result["registered"] = call_to_json(lambda: (handle.read(setup.memory), setup.has_file_data(FILE_BYTES)))
     setup.close()
@@ -238,7 +238,7 @@ def without_context(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def pending_read(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Query an asynchronous read before and after its stream executes it."""
+    """Query an asynchronous read before and after its stream has executed the read."""
     setup = ScenarioSetup(arguments)
     with cufile.FileHandle(setup.driver, setup.fd) as handle, setup.device.stream() as stream:
         pending = handle.read_async(stream, setup.memory)
@@ -260,7 +260,7 @@ def pending_read(arguments: dict[str, Any]) -> dict[str, Any]:
 def several_streams(arguments: dict[str, Any]) -> dict[str, Any]:
     """Read each quarter of the file on a stream of its own.
 
-    If gdrkit refuses to use a stream, wait for the previous stream, and queue the read again.
+    If gdrkit refuses a read on another stream, wait for the previous stream, and queue the read again.
     """
     setup = ScenarioSetup(arguments)
     part_bytes = FILE_BYTES // 4

@@ -76,14 +76,14 @@ class ScenarioRunner:
 
     def run_once(self, scenario: str, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401
         """Return the result of :meth:`run`. The scenario runs only once for all cases with equal arguments."""
-        key = json.dumps([scenario, arguments, self.rules, self.environ])
-        if key not in _finished_scenarios:
+        scenario_key = json.dumps([scenario, arguments, self.rules, self.environ])
+        if scenario_key not in _finished_scenarios:
             result = self.run(scenario, **arguments)
             # run() appended the scenario and its libraries to `peers`.
-            _finished_scenarios[key] = result, self.case.peers[-1][1]
+            _finished_scenarios[scenario_key] = result, self.case.peers[-1][1]
         else:
-            self.case.peers.append((scenario, _finished_scenarios[key][1]))
-        return _finished_scenarios[key][0]
+            self.case.peers.append((scenario, _finished_scenarios[scenario_key][1]))
+        return _finished_scenarios[scenario_key][0]
 
     def run_with_udev_unchanged(self, scenario: str, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401
         """Run a scenario with udev's database as it is, and return the result of the scenario."""

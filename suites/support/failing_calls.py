@@ -25,17 +25,17 @@ STRACE: Need = host.program("strace", "-qq", "-o", "/dev/null", "echo", "allowed
 def fail_next_call(process_id: int, call_name: str, error_name: str) -> Iterator[None]:
     """Make the next system call `call_name` of a process fail with `error_name`, such as ``EIO``.
 
-    At its end, the block waits for the failure.
+    At its end, the block waits until such a call has failed.
     """
     options = ["-e", f"trace={call_name}", "-e", f"inject={call_name}:error={error_name}:when=1"]
     command = ["strace", "-f", *options, "-p", str(process_id)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
         output = _StraceOutput(strace, f"Process {process_id} attached", f"{error_name} ")
         try:
-            assert output.is_attached.wait(_TIMEOUT_S), f"strace did not attach: {output}"
+            assert output.attached_event.wait(_TIMEOUT_S), f"strace did not attach: {output}"
             yield
             # A call that was in progress when strace attached does not fail. The next call fails.
-            assert output.is_error_injected.wait(_TIMEOUT_S), f"no {call_name} failed: {output}"
+            assert output.injected_event.wait(_TIMEOUT_S), f"no {call_name} failed: {output}"
         finally:
             strace.terminate()
             output.thread.join(_TIMEOUT_S)
@@ -45,7 +45,7 @@ class _StraceOutput:
     """The output of strace, which a thread reads."""
 
     def __init__(self, strace: subprocess.Popen[str], attached_text: str, error_text: str) -> None:
-        self.is_attached, self.is_error_injected = threading.Event(), threading.Event()
+        self.attached_event, self.injected_event = threading.Event(), threading.Event()
         self._lines: list[str] = []
         self._awaited_texts = attached_text, error_text
         self.thread = threading.Thread(target=self._read, args=[strace.stderr])
@@ -60,6 +60,6 @@ class _StraceOutput:
             self._lines.append(line)
             # strace may print warnings about the limits of the machine before it reports the attachment.
             if attached_text in line:
-                self.is_attached.set()
+                self.attached_event.set()
             if error_text in line and "(INJECTED)" in line:
-                self.is_error_injected.set()
+                self.injected_event.set()

@@ -3,9 +3,9 @@
 A case uses :class:`FaultyMount`, which runs this file as a program: ``python faulty_fuse.py MOUNT FOLDER FAULTS``
 mounts the file system on MOUNT, prints ``ready``, and ends after the unmount.
 
-FAULTS is a file that the program reads at every request. Each of its lines has the form ``REQUEST ERRNO``: requests
-of libfuse with this name fail with this errno. With the line ``write -1``, a write succeeds but writes wrong data. The
-file system has no extended attributes.
+FAULTS is a file that the program reads at every request. A line has the form ``REQUEST ERRNO``: REQUEST is the name of
+a libfuse operation, which then fails with ERRNO. With the line ``write -1``, a write succeeds but writes wrong data.
+The file system has no extended attributes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["WRONG_DATA", "FaultyMount", "main"]
 
 # With this number instead of an errno in FAULTS, a write succeeds but writes wrong data.
 WRONG_DATA = -1
-# Flag of renameat2(2).
+# RENAME_NOREPLACE, a flag of renameat2(2): the rename fails if the new name exists.
 _RENAME_NOREPLACE = 1
 _END_TIMEOUT_S = 30
 
@@ -46,6 +46,7 @@ class FaultyOperations:
         self._faults_file = faults_file
         self._directory_paths: dict[int, str] = {}
         self._lock = threading.Lock()
+        # Wrap each operation in a function that first looks for the operation in FAULTS.
         for name in dir(self):
             if not name.startswith("_"):
                 setattr(self, name, self._with_faults(name, getattr(self, name)))
@@ -58,17 +59,19 @@ class FaultyOperations:
 
     def opendir(self, path: str) -> int:
         with self._lock:
-            handle = len(self._directory_paths) + 1
-            self._directory_paths[handle] = path
-        return handle
+            folder_handle = len(self._directory_paths) + 1
+            self._directory_paths[folder_handle] = path
+        return folder_handle
 
     def readdir(self, _path: str | None, handle: int) -> list[tuple[str, dict[str, int], int]]:
         folder = self._path(self._directory_paths[handle])
         names = (".", "..", *(entry.name for entry in Path(folder).iterdir()))
-        statuses = {name: os.lstat(f"{folder}/{name}") for name in names}
+        status_by_name = {name: os.lstat(f"{folder}/{name}") for name in names}
         # Each entry is a name, attributes and the offset 0. The attributes include the inode number, because libfuse
         # omits entries whose inode number is 0.
-        return [(name, {"st_mode": status.st_mode, "st_ino": status.st_ino}, 0) for name, status in statuses.items()]
+        return [
+            (name, {"st_mode": status.st_mode, "st_ino": status.st_ino}, 0) for name, status in status_by_name.items()
+        ]
 
     def mkdir(self, path: str, mode: int) -> None:
         Path(self._path(path)).mkdir(mode)
@@ -127,12 +130,12 @@ class FaultyOperations:
 
         def serve_or_fail(*arguments: object) -> object:
             for line in self._faults_file.read_text().splitlines():
-                request, error_number = line.split()
-                if request == request_name and int(error_number) == WRONG_DATA:
+                failing_request, error_number = line.split()
+                if failing_request == request_name and int(error_number) == WRONG_DATA:
                     path, data, *later_arguments = arguments
                     assert isinstance(data, bytes)
                     arguments = (path, b"\xff" + data[1:], *later_arguments)
-                elif request == request_name:
+                elif failing_request == request_name:
                     raise OSError(int(error_number), os.strerror(int(error_number)))
             return method(*arguments)
 
@@ -163,6 +166,7 @@ class FaultyMount:
     def set_faults(self, **requests: int) -> None:
         """Make these requests fail with these errnos from now on. All other requests succeed again."""
         lines = "".join(f"{name} {error_number}\n" for name, error_number in requests.items())
+        # The rename is atomic, because the program may read FAULTS at any time.
         new_file = self._faults_file.with_suffix(".new")
         new_file.write_text(lines)
         new_file.replace(self._faults_file)
@@ -188,8 +192,8 @@ class FaultyMount:
 
     def __exit__(self, *_: object) -> None:
         self.set_faults()
-        unmount = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount3", "-u", "-z"]
-        subprocess.run([*unmount, str(self.mount)], check=True)
+        unmount_command = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount3", "-u", "-z"]
+        subprocess.run([*unmount_command, str(self.mount)], check=True)
         assert self._process.stdout is not None
         self._process.stdout.close()
         try:

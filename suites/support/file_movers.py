@@ -2,7 +2,7 @@
 
 Each method transfers one chunk after the other, all of the same length:
 
-- ``direct``: gdrkit with the direct path. It exists only if a transfer of the file is direct.
+- ``direct``: gdrkit with the direct path. It is omitted if a first read of the file is not direct.
 - ``engine``: gdrkit with its copy engine, through pinned host memory.
 - ``posix``: pread or pwrite, and a copy by the CUDA driver, as in a program without gdrkit.
 
@@ -40,7 +40,7 @@ class FileTransferMethods:
     path : Path
         The file.
     memory : CudaMemory
-        Memory of the length of the file.
+        Device memory that is as long as the file.
     device : Device
         The device of the memory.
     chunk_bytes : int
@@ -63,7 +63,7 @@ class FileTransferMethods:
         return range(0, self.memory.length_bytes, self.chunk_bytes)
 
     def get_methods(self, *, write: bool) -> tuple[dict[str, Callable[[], object]], str]:
-        """Return the methods by name, and why ``direct`` is missing (an empty text if it exists).
+        """Return the methods by name, and why ``direct`` is omitted (an empty text if it is included).
 
         Each method writes the whole file if `write` is true, else it reads the whole file.
         """
@@ -105,8 +105,8 @@ class FileTransferMethods:
         return transfer_file
 
     def _make_posix_method(self, *, write: bool) -> Callable[[], object]:
-        descriptor = os.open(self.path, os.O_RDWR)
-        self.stack.callback(os.close, descriptor)
+        file_fd = os.open(self.path, os.O_RDWR)
+        self.stack.callback(os.close, file_fd)
         stream = self.stack.enter_context(self.device.stream())
         pinned_memory = self.stack.enter_context(PinnedMemory(self.device, self.chunk_bytes))
 
@@ -115,11 +115,11 @@ class FileTransferMethods:
                 if write:
                     stream.read_into(self.memory, pinned_memory.view(), offset_bytes=offset)
                     stream.synchronize()
-                    assert os.pwrite(descriptor, pinned_memory.view(), offset) == self.chunk_bytes
+                    assert os.pwrite(file_fd, pinned_memory.view(), offset) == self.chunk_bytes
                     if self.durable:
-                        os.fdatasync(descriptor)
+                        os.fdatasync(file_fd)
                 else:
-                    assert os.preadv(descriptor, [pinned_memory.view()], offset) == self.chunk_bytes
+                    assert os.preadv(file_fd, [pinned_memory.view()], offset) == self.chunk_bytes
                     stream.write(self.memory, pinned_memory.view(), offset_bytes=offset)
                     stream.synchronize()
 

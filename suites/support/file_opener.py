@@ -37,8 +37,8 @@ class FileOpener(LineChild):
     def open_files(self, folders: Sequence[Path], counts: Mapping[str, int], *, seed: int = 0) -> None:
         """Open and read each file `counts[name]` times, in random order, and wait for the end.
 
-        Each file is in one of the folders, and may move to another folder at any time. A process opens a file at most
-        once, because the kernel merges equal reports about one process. So n processes open a file with n opens.
+        Each file is in one of the folders, and may move to another folder at any time. The kernel (fanotify) merges
+        equal events of one process. So each process opens a file at most once, and `counts[name]` processes open it.
         """
         self._execute({"folders": [str(folder) for folder in folders], "counts": dict(counts), "seed": seed})
 

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FuzzTarget", "changed_inputs", "main", "require_round_trip", "run_fuzzer"]
 
-# Eight bytes that are extreme values of integers: -1 or the maximum, 0, and the most negative number.
+# Extreme values of a 64-bit integer in eight bytes: -1 or the unsigned maximum, 0, and the most negative number.
 _EXTREME_INTEGERS = (b"\xff" * 8, bytes(8), b"\0" * 7 + b"\x80")
-# Time for the start and the exit of a child process. The time of the fuzzing is added to it.
-_START_AND_EXIT_S = 90.0
+# Time limit for the start and the exit of a child process. The duration of the fuzzing is added to the limit.
+_START_AND_EXIT_TIMEOUT_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -91,20 +91,20 @@ def require_round_trip(parse_and_pack: Callable[[bytes], bytes], data: bytes) ->
     The function parses its argument, packs the result into bytes, and returns the bytes.
     """
     try:
-        packed_data = parse_and_pack(data)
+        repacked_data = parse_and_pack(data)
     except UsageError as error:
         if error.reason is not Reason.MALFORMED:
             raise
     else:
-        if packed_data != data:
-            message = f"{data.hex()} is parsed and packed as {packed_data.hex()}"
+        if repacked_data != data:
+            message = f"{data.hex()} is parsed and packed as {repacked_data.hex()}"
             raise AssertionError(message)
 
 
 def run_fuzzer(module: str, *arguments: str, seconds: float) -> str:
     """Run a fuzz module in a child process, and require exit code 0.
 
-    Return the lines of its output with the numbers of inputs, joined by semicolons.
+    Return the output lines that report numbers of inputs, joined by semicolons.
     """
     command = module_command(module, *arguments, "--seconds", seconds)
     completed = subprocess.run(
@@ -114,7 +114,7 @@ def run_fuzzer(module: str, *arguments: str, seconds: float) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        timeout=seconds + _START_AND_EXIT_S,
+        timeout=seconds + _START_AND_EXIT_TIMEOUT_S,
     )
     assert completed.returncode == 0, completed.stdout[-4000:]
     assert "changed inputs in" in completed.stdout, completed.stdout
@@ -151,7 +151,7 @@ def main(targets: Mapping[str, FuzzTarget]) -> None:
 
 
 def _check_until(inputs: Iterable[bytes], check: Callable[[bytes], None], end_s: float) -> int:
-    """Check inputs until `time.monotonic()` is `end_s`, and return the number of inputs."""
+    """Check inputs until `time.monotonic()` is `end_s`, and return the number of checked inputs."""
     count = 0
     for data in inputs:
         if time.monotonic() >= end_s:

@@ -49,8 +49,8 @@ def make_host_facts(*, gpu_count: int, nic_count: int) -> Facts:
 def make_host_records(facts: Facts, *, rate_factor: float = 1.0) -> Iterator[Record]:
     """Yield records of every kind for a host.
 
-    There are registration routes of every outcome, file routes, a case that did not run, and transfer rates that are
-    multiplied by `rate_factor`.
+    The records have registration routes with every outcome, file routes, a case that did not run, and transfer rates,
+    which are multiplied by `rate_factor`.
     """
     devices = facts.cuda.devices if facts.cuda else ()
     for device in devices:

@@ -29,8 +29,9 @@ def connect_initiator(
         contextlib.ExitStack() as stack,
         Initiator(nic.name, memory_bytes=memory_bytes, queue_pairs=queue_pairs, depth_max=depth_max) as initiator,
     ):
-        remote_pairs = [stack.enter_context(peer.queue_pair(completion_queue)) for _ in range(queue_pairs)]
-        for remote_pair, endpoint in zip(remote_pairs, initiator.endpoints(), strict=True):
-            remote_pair.connect(endpoint, reads_max=initiator.reads_max)
-        initiator.connect([remote_pair.endpoint() for remote_pair in remote_pairs], reads_max=initiator.reads_max)
+        peer_queue_pairs = [stack.enter_context(peer.queue_pair(completion_queue)) for _ in range(queue_pairs)]
+        for peer_queue_pair, endpoint in zip(peer_queue_pairs, initiator.endpoints(), strict=True):
+            peer_queue_pair.connect(endpoint, reads_max=initiator.reads_max)
+        peer_endpoints = [peer_queue_pair.endpoint() for peer_queue_pair in peer_queue_pairs]
+        initiator.connect(peer_endpoints, reads_max=initiator.reads_max)
         yield initiator

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["Interrupter"]
 
 # After these instructions, the interpreter of Python 3.11 to 3.13 checks whether a signal has arrived. Interrupter
-# counts a point after each of them. So there are more points than checks, because after a call of a Python function the
-# interpreter does not check.
+# counts a point after each of these instructions. At some points the interpreter does not check: after the call of a
+# Python function.
 _CHECKED_INSTRUCTION = re.compile(r"CALL(_KW|_FUNCTION_EX)?|(POP_)?JUMP_BACKWARD(_IF_\w+)?|RESUME")
 # The two low bits of the argument of RESUME tell where the function continues: at its start (0), or after "yield" (1),
 # "yield from" (2) or "await" (3). After the last two, the interpreter does not check.
@@ -29,10 +29,10 @@ _RESUME_MASK, _RESUME_YIELD_FROM = 3, 2
 
 def _is_followed_by_check(bytecode: bytes, offset: int) -> bool:
     """Return whether the interpreter may check for signals after the instruction at this offset."""
-    name, argument = opcode.opname[bytecode[offset]], bytecode[offset + 1]
-    if name == "RESUME" and argument & _RESUME_MASK >= _RESUME_YIELD_FROM:
+    opcode_name, argument = opcode.opname[bytecode[offset]], bytecode[offset + 1]
+    if opcode_name == "RESUME" and argument & _RESUME_MASK >= _RESUME_YIELD_FROM:
         return False
-    return _CHECKED_INSTRUCTION.fullmatch(name) is not None
+    return _CHECKED_INSTRUCTION.fullmatch(opcode_name) is not None
 
 
 def _raise_interrupt() -> None:

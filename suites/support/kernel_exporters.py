@@ -37,13 +37,13 @@ def export_dmabuf(device_file: str, length_bytes: int) -> Iterator[int]:
     """Yield the descriptor of a new dma-buf of an exporter. `length_bytes` must be a multiple of 4096."""
     device_fd = os.open(device_file, os.O_RDWR | os.O_CLOEXEC)
     try:
-        fd = _EXPORTERS[device_file](device_fd, length_bytes)
+        dmabuf_fd = _EXPORTERS[device_file](device_fd, length_bytes)
     finally:
         os.close(device_fd)
     try:
-        yield fd
+        yield dmabuf_fd
     finally:
-        os.close(fd)
+        os.close(dmabuf_fd)
 
 
 def _export_udmabuf(device_fd: int, length_bytes: int) -> int:
@@ -65,12 +65,13 @@ def _export_heap(device_fd: int, length_bytes: int) -> int:
 
 def _export_vgem(device_fd: int, length_bytes: int) -> int:
     row_pixel_count = _ROW_BYTES * 8 // _PIXEL_BITS
-    dumb_request = _DUMB_STRUCT.pack(length_bytes // _ROW_BYTES, row_pixel_count, _PIXEL_BITS, 0, 0, 0, 0)
-    handle, size_bytes = _DUMB_STRUCT.unpack(fcntl.ioctl(device_fd, _CREATE_DUMB, dumb_request))[4::2]
+    create_request = _DUMB_STRUCT.pack(length_bytes // _ROW_BYTES, row_pixel_count, _PIXEL_BITS, 0, 0, 0, 0)
+    # In struct drm_mode_create_dumb, the fields with the indices 4 and 6 are the handle and the size.
+    handle, size_bytes = _DUMB_STRUCT.unpack(fcntl.ioctl(device_fd, _CREATE_DUMB, create_request))[4::2]
     assert size_bytes == length_bytes
-    request = _PRIME_STRUCT.pack(handle, os.O_RDWR | os.O_CLOEXEC, -1)
+    export_request = _PRIME_STRUCT.pack(handle, os.O_RDWR | os.O_CLOEXEC, -1)
     # The dma-buf keeps the memory alive after the device is closed.
-    return int(_PRIME_STRUCT.unpack(fcntl.ioctl(device_fd, _HANDLE_TO_FD, request))[2])
+    return int(_PRIME_STRUCT.unpack(fcntl.ioctl(device_fd, _HANDLE_TO_FD, export_request))[2])
 
 
 _EXPORTERS = {UDMABUF: _export_udmabuf, DMA_HEAP: _export_heap, VGEM: _export_vgem}

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALLOCATORS",
-    "ALL_ACCESS",
     "LENGTHS_AND_OFFSETS",
     "MEMORY_KINDS",
     "NEEDS_DMABUF",
+    "READ_WRITE_ACCESS",
     "ROUTES",
     "AnyAllocator",
     "RdmaMemory",
@@ -46,8 +46,8 @@ __all__ = [
     "register_device_memory",
 ]
 
-# The access of all reads and writes. Atomics and other access flags are not included.
-ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
+# Access flags for local writes, and for reads and writes by peers.
+READ_WRITE_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 
 # Mark of the cases that register device memory as a dma-buf.
 NEEDS_DMABUF = needs(verbs.nic(), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
@@ -149,7 +149,7 @@ class RdmaMemoryKind:
     route: RegistrationRoute | None
 
     @contextlib.contextmanager
-    def memory(self, *, length_bytes: int = 256 * KIB, access: Access = ALL_ACCESS) -> Iterator[RdmaMemory]:
+    def memory(self, *, length_bytes: int = 256 * KIB, access: Access = READ_WRITE_ACCESS) -> Iterator[RdmaMemory]:
         """Yield new registered memory, every byte of which is 0xA5."""
         if self.device is None:
             data = bytearray(b"\xa5") * length_bytes
@@ -182,7 +182,7 @@ def find_registration_function(allocator: AnyAllocator) -> str:
 
 
 def register_by_route(
-    memory: DeviceBuffer, nics: Sequence[Nic], *, route: RegistrationRoute | None, access: Access = ALL_ACCESS
+    memory: DeviceBuffer, nics: Sequence[Nic], *, route: RegistrationRoute | None, access: Access = READ_WRITE_ACCESS
 ) -> Registration:
     """Register memory by `route`.
 
@@ -203,7 +203,7 @@ def register_device_memory(
     route: RegistrationRoute | None = None,
     *,
     length_bytes: int = 256 * KIB,
-    access: Access = ALL_ACCESS,
+    access: Access = READ_WRITE_ACCESS,
 ) -> Iterator[tuple[DeviceMemory, Registration]]:
     """Yield new device memory, every byte of which is 0xA5, and its registration with `nic`."""
     with device.allocate(length_bytes) as memory:

@@ -27,9 +27,9 @@ _MOUNT_OPTIONS = {"ext4": "loop", "xfs": "loop,nouuid"}
 
 @contextlib.contextmanager
 def mount_new_file_system(file_system: str, mount: Path, *, length_bytes: int | None = None) -> Iterator[Path]:
-    """Create a file system in the file ``mount.image``, mount it on the new folder `mount`, and yield the folder.
+    """Create a file system in an image file, mount it on the new folder `mount`, and yield the folder.
 
-    `file_system` is ``ext4`` or ``xfs``.
+    The image file is beside the folder, and its name ends with ``.image``. `file_system` is ``ext4`` or ``xfs``.
     """
     image = mount.with_suffix(".image")
     with image.open("xb") as file:

@@ -62,8 +62,8 @@ def main() -> None:
         "--registered", action="store_true", help="measure also with buffers that are registered with NCCL"
     )
     parser.add_argument("--length-bytes", type=int, required=True)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=10, help="number of measured rounds")
+    parser.add_argument("--repeats", type=int, default=10, help="number of all-reduces in a round")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     faulthandler.enable()
@@ -90,7 +90,7 @@ def visible_devices(environ: Mapping[str, str], *, rank: int, rank_count: int) -
 def _measure(options: argparse.Namespace) -> dict[str, object]:
     """Measure all-reduces from one buffer of a pool into another buffer, and check the results.
 
-    With `--registered`, rounds with buffers that are registered with NCCL alternate with rounds with other buffers.
+    With `--registered`, each round is made twice: with unregistered buffers, and with buffers registered with NCCL.
     """
     with contextlib.ExitStack() as stack:
         _log_step("open the device")
@@ -137,7 +137,7 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
                 cpu_times_s[pair_name].append((cpu_time_s() - cpu_before_s) / options.repeats)
         communicator.check()
         _log_step("check the bytes")
-        # Each rank wrote an equal share of the pattern. The bytes after the last share are zeros.
+        # Each source had an equal share of the pattern. The bytes after the last share are zeros.
         checked_bytes = options.length_bytes // options.ranks * options.ranks
         for _, destination in buffer_pairs.values():
             pattern.check(destination.read(length_bytes=checked_bytes), seed=options.seed)

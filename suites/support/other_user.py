@@ -30,8 +30,8 @@ __all__ = [
 
 # User id and group id of the unprivileged user.
 _UID = _GID = 65534
-# A program that runs `gdrkit doctor --read-only` as the unprivileged user. The option leaves out the checks that use
-# devices.
+# A program that runs `gdrkit doctor --read-only` as the unprivileged user. The option omits the checks that allocate or
+# register memory or transfer bytes.
 UNPRIVILEGED_DOCTOR = """
 import sys
 import gdrkit.cli, gdrkit.inventory, gdrkit.report.doctor, importlib.metadata

@@ -31,7 +31,7 @@ __all__ = [
     "wait_until",
 ]
 
-# Default timeout of `wait_until`. It is also the time within which a process must notice the end of another process.
+# Default timeout of `wait_until`, and the time within which a process must notice the end of another process.
 WAIT_S = 10.0
 # Timeout of a line from a child process. The start of a Python interpreter took half a minute on a busy machine.
 _LINE_TIMEOUT_S = 90.0
@@ -45,12 +45,13 @@ class HungError(AssertionError):
 
 def wait_until(condition: Callable[[], bool], description: str, *, timeout_s: float = WAIT_S) -> None:
     """Wait until the condition holds; raise :class:`HungError` with the description after the timeout."""
-    end_s, never_set = time.monotonic() + timeout_s, threading.Event()
+    # No thread sets this event, so a wait for the event is a pause.
+    end_s, never_set_event = time.monotonic() + timeout_s, threading.Event()
     while not condition():
         if time.monotonic() > end_s:
             message = f"timeout after {timeout_s} s: {description}"
             raise HungError(message)
-        never_set.wait(_POLL_PERIOD_S)
+        never_set_event.wait(_POLL_PERIOD_S)
 
 
 def is_stopped(process_id: int) -> bool:

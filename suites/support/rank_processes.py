@@ -1,8 +1,8 @@
 """Start of the processes of all ranks of an NCCL job, with one deadline for all of them.
 
 The first rank prints the ncclUniqueId as its first line, and the other ranks get this line on their standard input.
-Ranks wait for each other, so the other ranks would hang if one rank failed. Then, or when the deadline passes, all
-ranks are killed, and the error contains the last output of all ranks.
+Ranks wait for each other, so the other ranks would hang if one rank failed. So if a rank fails or the deadline passes,
+all ranks are killed, and the error contains the last output of all ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Rank:
         self.input, self.output = self.process.stdin, self.process.stdout
 
     def send(self, line: bytes) -> None:
-        """Write a line to the standard input, and close it."""
+        """Write a line to the standard input of the rank, and close the standard input."""
         # The pipe is broken if the rank has ended. Then run_ranks() reports the exit code of the rank.
         with contextlib.suppress(BrokenPipeError):
             self.input.write(line)
@@ -81,11 +81,11 @@ class _Rank:
 
     def report(self, outcome: str) -> str:
         """Return the outcome and the last lines of standard error and of the NCCL log."""
-        output_parts = [f"--- rank {self.index}: {outcome}"]
+        report_lines = [f"--- rank {self.index}: {outcome}"]
         for path in (self._error_file, self._nccl_log):
             lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-            output_parts += lines[-_LOG_LINES_MAX:]
-        return "\n".join(output_parts)
+            report_lines += lines[-_LOG_LINES_MAX:]
+        return "\n".join(report_lines)
 
 
 def run_ranks(
@@ -116,16 +116,16 @@ def run_ranks(
         have ended.
     """
     ranks: list[_Rank] = []
-    failure = None
+    failure_reason = None
     try:
         for index, command in enumerate(commands):
             ranks.append(_Rank(index, command, environ, folder))
-        failure = _wait_for_all(ranks, deadline_s)
+        failure_reason = _wait_for_all(ranks, deadline_s)
     finally:
         outcomes = [rank.end() for rank in ranks]
-    if failure is not None:
+    if failure_reason is not None:
         reports = [rank.report(outcome) for rank, outcome in zip(ranks, outcomes, strict=True)]
-        raise RankError("\n".join([failure, *reports]))
+        raise RankError("\n".join([failure_reason, *reports]))
     return [rank.output_data.decode().splitlines() for rank in ranks]
 
 
@@ -140,14 +140,14 @@ def _wait_for_all(ranks: Sequence[_Rank], deadline_s: float) -> str | None:
             events = selector.select(max(0.0, end_s - time.monotonic()))
             if not events:
                 return f"the ranks did not end within {deadline_s:g} s"
-            for key, _ in events:
-                rank = key.data
-                data = os.read(key.fd, _READ_BYTES_MAX)
+            for selector_key, _ in events:
+                rank = selector_key.data
+                data = os.read(selector_key.fd, _READ_BYTES_MAX)
                 rank.output_data += data
                 if data:
                     continue
                 # No data means that the rank has closed its output.
-                selector.unregister(key.fileobj)
+                selector.unregister(selector_key.fileobj)
                 try:
                     exit_code = rank.process.wait(max(0.0, end_s - time.monotonic()))
                 except subprocess.TimeoutExpired:

@@ -39,8 +39,8 @@ ROUND_BYTES = 256 << 20
 # A smaller round is sufficient on software twins (libraries that emulate the hardware), because their rates are not of
 # interest.
 SOFTWARE_ROUND_BYTES = 4 << 20
-# The API that a case measures, by the first part of the name of a need (`cuda` in `cuda.device`).
-_API_OF_NEED = {"cuda": "cuda", "gaudi": "hlthunk", "verbs": "verbs"}
+# The API that a case measures, by the prefix of a need of the case (`cuda` in `cuda.device`).
+_API_BY_NEED_PREFIX = {"cuda": "cuda", "gaudi": "hlthunk", "verbs": "verbs"}
 # Maximum number of transfers in a round.
 REPEATS_MAX = 256
 
@@ -83,14 +83,14 @@ class Rates:
         """
         rates = sorted(moved_bytes / time_s / 1e9 for time_s in times_s)
         median = statistics.median(rates)
-        low_quartile, _, high_quartile = (
+        first_quartile, _, third_quartile = (
             statistics.quantiles(rates, n=4) if len(rates) > 1 else (median, median, median)
         )
         return cls(
             median=median,
             minimum=rates[0],
             maximum=rates[-1],
-            spread_percent=(high_quartile - low_quartile) / median * 100,
+            spread_percent=(third_quartile - first_quartile) / median * 100,
             rounds_count=len(rates),
             cpu_s_per_gib=cpu_s / len(rates) / (moved_bytes / GIB),
         )
@@ -111,7 +111,7 @@ class Meter:
         self.is_on = bool(request.config.getoption("--benchmark-enable"))
         # The measured APIs are the APIs that the case needs. The process may have loaded further APIs.
         need_prefixes = {need.name.partition(".")[0] for need in declared(request.node)}
-        self._apis = sorted(api for prefix, api in _API_OF_NEED.items() if prefix in need_prefixes)
+        self._apis = sorted(api for prefix, api in _API_BY_NEED_PREFIX.items() if prefix in need_prefixes)
         substrate = request.config.stash[SESSION_KEY].substrate
         self._paths: dict[str, list[str]] = {}
         self._is_hardware_measured = self.is_on and all(substrate.get(api) is Substrate.HARDWARE for api in self._apis)
@@ -253,10 +253,10 @@ def check_expected_numbers(item: pytest.Item) -> None:
     no_kernel_log = evidence.KernelLog(lines=(), unreadable="not queried")
     machine = Machine(files=host.DiskFiles(), facts=session.facts, kernel_log=no_kernel_log, environment={})
     machine_topology = topology(machine)
-    limits = {
+    rate_limits = {
         name: limit for name, path in paths.items() if (limit := path_limit(machine_topology, session.facts, path))
     }
-    checks = check_numbers(item.nodeid, case_evidence.numbers, profile=session.profile, limits=limits)
+    checks = check_numbers(item.nodeid, case_evidence.numbers, profile=session.profile, limits=rate_limits)
     case_evidence["judged"] = checks
     failures = [check.text for check in checks if check.verdict is Verdict.FAIL]
     assert not failures, "; ".join(failures)

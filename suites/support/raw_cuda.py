@@ -125,7 +125,7 @@ def remap_chunk(device: Device, address: int, *, length_bytes: int) -> None:
     access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     with device.current():
         check_success(driver.cuMemUnmap(address, length_bytes))
-        handle = check_success(driver.cuMemCreate(length_bytes, properties, 0))
-        check_success(driver.cuMemMap(address, length_bytes, 0, handle, 0))
+        memory_handle = check_success(driver.cuMemCreate(length_bytes, properties, 0))
+        check_success(driver.cuMemMap(address, length_bytes, 0, memory_handle, 0))
         check_success(driver.cuMemSetAccess(address, length_bytes, [access], 1))
-        check_success(driver.cuMemRelease(handle))
+        check_success(driver.cuMemRelease(memory_handle))

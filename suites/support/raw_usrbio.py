@@ -39,15 +39,15 @@ _LIBC.sem_open.restype = ctypes.c_void_p
 # Layout of a ring in memory: the four indices, an array of arguments, an array of completions and an array of
 # submissions (each with one element per slot), and the completion semaphore.
 _INDICES = struct.Struct("=iiii")
-# Id of the iov, offset in the iov, inode of the file, offset in the file, length, userdata.
+# Arguments of a transfer: id of the iov, offset in the iov, inode of the file, offset in the file, length, userdata.
 _ARGUMENTS = struct.Struct("=16sQQQQQ")
-# Slot, reserved, result, userdata.
+# A completion: index of the slot, reserved, result, userdata.
 _COMPLETION = struct.Struct("=iiqQ")
-# Slot, reserved, userdata.
+# A submission: index of the slot, reserved, userdata.
 _SUBMISSION = struct.Struct("=iiQ")
 # The four indices of a ring: head and tail of the submissions, head and tail of the completions.
 _SUBMISSION_HEAD, _SUBMISSION_TAIL, _COMPLETION_HEAD, _COMPLETION_TAIL = range(4)
-# Size of a semaphore (sem_t), and bytes that 3FS allocates after it and does not use.
+# Size of the semaphore (sem_t), and of the unused memory that 3FS allocates after the semaphore.
 _SEMAPHORE_BYTES, _UNUSED_BYTES = 32, 4096
 _START_TIMEOUT_S = _END_TIMEOUT_S = 60.0
 
@@ -94,7 +94,7 @@ class AgentProcess:
     end_report : dict
         The JSON that the agent printed at its end.
     error_output : str
-        What the agent wrote to standard error; set after its end.
+        The text that the agent wrote to standard error; empty until the agent has ended.
     """
 
     def __init__(self, mount: Path, *options: str, environ: Mapping[str, str] = os.environ) -> None:
@@ -225,8 +225,8 @@ class RawRing(_SharedMemory):
         semaphore_link = "submit-ios" + next(
             (priority for priority in (".ph", ".pl") if self.link_name.endswith(priority)), ""
         )
-        target = (mount / "3fs-virt" / "iovs" / semaphore_link).readlink()
-        self._submit_semaphore = _LIBC.sem_open(f"/{target.name.removeprefix('sem.')}".encode(), 0)
+        semaphore_path = (mount / "3fs-virt" / "iovs" / semaphore_link).readlink()
+        self._submit_semaphore = _LIBC.sem_open(f"/{semaphore_path.name.removeprefix('sem.')}".encode(), 0)
         assert self._submit_semaphore
 
     def index(self, index_number: int) -> int:
@@ -267,6 +267,7 @@ class RawRing(_SharedMemory):
 
     def wait(self, count: int, *, timeout_s: float = 30.0) -> list[tuple[int, int, int]]:
         """Return slot index, result and userdata of `count` completions, or of fewer completions after the timeout."""
+        # sem_timedwait(3) needs a deadline on the wall clock.
         end_s = time.time() + timeout_s
         completions: list[tuple[int, int, int]] = []
         deadline = _Timespec(int(end_s), int(end_s % 1 * 1e9))
@@ -282,8 +283,8 @@ class RawRing(_SharedMemory):
             if len(completions) == count:
                 break
             # The wait goes on after a signal (EINTR), and ends only at the timeout.
-            has_error = _LIBC.sem_timedwait(ctypes.c_void_p(semaphore_address), ctypes.byref(deadline)) != 0
-            if has_error and ctypes.get_errno() == errno.ETIMEDOUT:
+            has_failed = _LIBC.sem_timedwait(ctypes.c_void_p(semaphore_address), ctypes.byref(deadline)) != 0
+            if has_failed and ctypes.get_errno() == errno.ETIMEDOUT:
                 break
         return completions
 
@@ -322,7 +323,7 @@ class RawClient:
         return reply.payload
 
     def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send any bytes as a message."""
+        """Send `data` as a message, even if it is not a valid message."""
         socket.send_fds(self.socket, [data], list(descriptors))
 
     def receive(self) -> bytes:
@@ -335,7 +336,7 @@ class RawClient:
         return protocol.parse_hello(self.request(AgentRequest.HELLO, payload))
 
     def publish(self, name: str, target: str, handle: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        """Publish a link with any name and target."""
+        """Publish a link with any name and target, also invalid ones."""
         self.request(AgentRequest.PUBLISH, protocol.pack_publish(PublishRequest(name, target, handle)), descriptors)
 
     def publish_iov(self, iov: RawIov, suffix: str = "") -> None:

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "DRIVER",
-    "EVIDENCE",
+    "DRIVER_VERSION",
+    "KERNEL_EVIDENCE",
     "NIC",
-    "TWIN",
+    "TWIN_LIBRARY",
     "make_facts",
     "make_hardware_facts",
     "make_library",
@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 # Version of the NVIDIA driver of the synthetic machines.
-DRIVER = "580.159.04"
-# The NIC of a machine with one NIC.
+DRIVER_VERSION = "580.159.04"
+# The NIC of a synthetic machine with one NIC.
 NIC = RdmaDevice(
     name="mlx5_0",
     driver="mlx5_core",
@@ -43,11 +43,12 @@ NIC = RdmaDevice(
 )
 
 
+# Each device node has a path, a major number and a minor number.
 _CONTROL_NODE, _GPU_NODE = DeviceNode("/dev/nvidiactl", 195, 255), DeviceNode("/dev/nvidia0", 195, 0)
 _UVERBS_NODE = DeviceNode("/dev/infiniband/uverbs0", 231, 192)
 # The kernel evidence of a machine with one GPU and one NIC.
-EVIDENCE = KernelEvidence(
-    nvidia_version=DRIVER,
+KERNEL_EVIDENCE = KernelEvidence(
+    nvidia_version=DRIVER_VERSION,
     nvidia_control=_CONTROL_NODE,
     gpus=(GpuEvidence(pci_address="0000:1b:00.0", pci_driver="nvidia", node=_GPU_NODE, missing=()),),
     rdma=(
@@ -71,7 +72,7 @@ def make_library(soname: str, *, notes: tuple[ElfNote, ...] = (), error: str | N
 
 
 # The verbs twin as a loaded library.
-TWIN = make_library("libibverbs.so.1", notes=(ElfNote("GDRKIT", 1, "ibverbs twin"),))
+TWIN_LIBRARY = make_library("libibverbs.so.1", notes=(ElfNote("GDRKIT", 1, "ibverbs twin"),))
 
 
 def make_route_facts(way: str, *, is_possible: bool = True) -> RouteFacts:
@@ -122,7 +123,7 @@ def make_facts(
 
 
 def make_hardware_facts(
-    *, evidence: KernelEvidence | None = EVIDENCE, is_cuda_open: bool = True, is_verbs_open: bool = True
+    *, evidence: KernelEvidence | None = KERNEL_EVIDENCE, is_cuda_open: bool = True, is_verbs_open: bool = True
 ) -> Facts:
     """Return the facts of a machine with one GPU and one NIC.
 
@@ -131,7 +132,7 @@ def make_hardware_facts(
     gpu = CudaDeviceFacts(index=0, name="NVIDIA H200", uuid="GPU-0", pci_bus_id="0000:1B:00.0", attributes={})
     nic = NicFacts(name=NIC.name, driver="mlx5", node_guid="", active_ports=(1,), dmabuf=True, failure=None)
     return dataclasses.replace(
-        make_facts(rdma=[NIC], driver=DRIVER),
+        make_facts(rdma=[NIC], driver=DRIVER_VERSION),
         cuda=CudaFacts("13.0", (gpu,), (), nodes=(_CONTROL_NODE, _GPU_NODE) if is_cuda_open else ()),
         verbs=VerbsFacts((nic,), (), nodes=(_UVERBS_NODE,) if is_verbs_open else ()),
         evidence=evidence,

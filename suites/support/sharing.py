@@ -59,10 +59,10 @@ def import_in_peer(device: PeerDevice, message: HandleMessage) -> PeerMemory:
     local_socket, peer_socket = socket.socketpair()
     with local_socket, peer_socket:
         message.send(local_socket)
-        memory_number = device.peer.request(
+        memory_handle_number = device.peer.request(
             "share.import_memory", device=device.handle_number, descriptors=[peer_socket.fileno()]
         )
-    return PeerMemory(device.peer, memory_number)
+    return PeerMemory(device.peer, memory_handle_number)
 
 
 def register_dmabuf_in_peer(nic: PeerNic, message: HandleMessage) -> PeerRegion:
@@ -70,18 +70,18 @@ def register_dmabuf_in_peer(nic: PeerNic, message: HandleMessage) -> PeerRegion:
     local_socket, peer_socket = socket.socketpair()
     with local_socket, peer_socket:
         message.send(local_socket)
-        region_number = nic.peer.request(
+        region_handle_number = nic.peer.request(
             "share.register_dmabuf", nic=nic.handle_number, descriptors=[peer_socket.fileno()]
         )
-    return PeerRegion(nic.peer, region_number)
+    return PeerRegion(nic.peer, region_handle_number)
 
 
 def require_error(call: Callable[..., object], *arguments: object, **options: object) -> GdrkitError:
-    """Require that the call raises a GdrkitError and opens no handle or descriptor. Return the error."""
-    handles_and_descriptors = handles.live(), list_open_descriptors()
+    """Require that the call raises a GdrkitError and leaves no handle or descriptor open. Return the error."""
+    handles_and_descriptors_before = handles.live(), list_open_descriptors()
     with pytest.raises(GdrkitError) as error_info:
         call(*arguments, **options)
-    assert (handles.live(), list_open_descriptors()) == handles_and_descriptors
+    assert (handles.live(), list_open_descriptors()) == handles_and_descriptors_before
     return error_info.value
 
 
@@ -99,10 +99,10 @@ def make_handle(**changes: object) -> ShareHandle:
     return replace(handle, **changes)  # type: ignore[arg-type]
 
 
-def flip_bit(data: bytes, bit: int) -> bytes:
-    """Return the data with one bit flipped."""
+def flip_bit(data: bytes, bit_index: int) -> bytes:
+    """Return the data with one bit flipped. Bit 0 is the lowest bit of the first byte."""
     changed_data = bytearray(data)
-    changed_data[bit // 8] ^= 1 << (bit % 8)
+    changed_data[bit_index // 8] ^= 1 << (bit_index % 8)
     return bytes(changed_data)
 
 

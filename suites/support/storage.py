@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gdrkit.storage.iobuffer import IOBuffer
     from gdrkit.verbs import Nic
 
-__all__ = ["MEMORY_KINDS", "Memory", "StorageServer", "run_storage_server"]
+__all__ = ["MEMORY_KINDS", "StorageMemoryKind", "StorageServer", "run_storage_server"]
 
 # Parameters of the fixture `memory`.
 MEMORY_KINDS = [
@@ -50,9 +50,9 @@ class StorageServer:
     process : subprocess.Popen
         The process of the server.
     address : str
-        Address to which clients connect.
+        Address to which clients connect, as the server printed it.
     log : Path
-        File with what the server writes to standard error.
+        File to which the server writes its standard error.
     clients : list of StorageClient
         Clients of the case.
     """
@@ -105,7 +105,7 @@ class StorageServer:
 
 
 @dataclass(frozen=True)
-class Memory:
+class StorageMemoryKind:
     """The kind of memory that a case registers: memory of `device`, or host memory if `device` is None."""
 
     device: Device | None

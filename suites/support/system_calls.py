@@ -117,15 +117,15 @@ class _Program(ctypes.Structure):
     _fields_ = (("len", ctypes.c_uint16), ("filter", ctypes.POINTER(_Instruction)))
 
 
-def run_observed(action: Callable[[], object], *names: str, reply: Callable[[SystemCall], int | None]) -> None:
+def run_observed(action: Callable[[], object], *call_names: str, reply: Callable[[SystemCall], int | None]) -> None:
     """Run `action` in a thread, and call `reply` before each system call of these names that the thread makes.
 
     If `reply` returns None, the kernel executes the call. If `reply` returns a number, the call is not executed and
     returns this number: a negative errno, or the result of a successful call.
 
-    Calls of other threads are not observed, except for threads that `action` starts: they inherit the filter. After
-    `action`, their calls get no reply, and fail. So a thread that outlives `action` must be started before the call of
-    this function. An exception of `action` is raised here.
+    The threads that `action` starts inherit the filter, and are observed too. After `action` returns, observed calls of
+    these threads get no reply, and fail. So a thread that outlives `action` must be started before the call of this
+    function. Calls of other threads are not observed. An exception of `action` is raised here.
     """
     call_numbers = _CALL_NUMBERS[platform.machine()]
     listener_queue: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -133,7 +133,7 @@ def run_observed(action: Callable[[], object], *names: str, reply: Callable[[Sys
     def install_filter_and_act() -> None:
         listener_fd = -1
         try:
-            listener_fd = _install_filter([call_numbers[name] for name in names], call_numbers["seccomp"])
+            listener_fd = _install_filter([call_numbers[name] for name in call_names], call_numbers["seccomp"])
         finally:
             listener_queue.put(listener_fd)
         action()
@@ -146,7 +146,7 @@ def run_observed(action: Callable[[], object], *names: str, reply: Callable[[Sys
             listener_fd = listener_queue.get()
             if listener_fd >= 0:
                 try:
-                    _serve(listener_fd, end_event_fd, {call_numbers[name]: name for name in names}, reply)
+                    _serve(listener_fd, end_event_fd, {call_numbers[name]: name for name in call_names}, reply)
                 finally:
                     os.close(listener_fd)  # A call that still waits for a reply then fails with ENOSYS.
             future.result()
@@ -156,9 +156,11 @@ def run_observed(action: Callable[[], object], *names: str, reply: Callable[[Sys
 
 def _install_filter(call_numbers: list[int], seccomp_number: int) -> int:
     """Install a filter for these calls in this thread, and return the descriptor for its notifications."""
-    # A matching number jumps to the last instruction, which notifies. The instruction before the last allows the call.
+    # If the call number matches, the filter jumps to the last instruction, which notifies this process. Otherwise it
+    # reaches the instruction before the last, which allows the call.
     jumps = [
-        _Instruction(_JUMP_IF_EQUAL, len(call_numbers) - index, 0, number) for index, number in enumerate(call_numbers)
+        _Instruction(_JUMP_IF_EQUAL, len(call_numbers) - index, 0, call_number)
+        for index, call_number in enumerate(call_numbers)
     ]
     returns = [_Instruction(_RETURN, 0, 0, _RETURN_ALLOW), _Instruction(_RETURN, 0, 0, _RETURN_NOTIFY)]
     program = [_Instruction(_LOAD_CALL_NUMBER, 0, 0, 0), *jumps, *returns]
@@ -174,7 +176,7 @@ def _install_filter(call_numbers: list[int], seccomp_number: int) -> int:
 
 
 def _serve(
-    listener_fd: int, end_event_fd: int, call_names: dict[int, str], reply: Callable[[SystemCall], int | None]
+    listener_fd: int, end_event_fd: int, name_by_number: dict[int, str], reply: Callable[[SystemCall], int | None]
 ) -> None:
     """Reply to the notifications until the event descriptor `end_event_fd` is readable."""
     poll = select.poll()
@@ -192,11 +194,11 @@ def _serve(
         notification_id, _, _, call_number, _, _, *arguments = _NOTIFICATION.unpack(data)
         signed_arguments = tuple(argument - (1 << 64) if argument >> 63 else argument for argument in arguments)
         result = reply(
-            SystemCall(call_names[call_number], _read_descriptor_path(signed_arguments[0]), signed_arguments)
+            SystemCall(name_by_number[call_number], _read_descriptor_path(signed_arguments[0]), signed_arguments)
         )
         flags = _REPLY_CONTINUE if result is None else 0
-        return_value, error_number = (result or 0, 0) if (result or 0) >= 0 else (0, result)
-        fcntl.ioctl(listener_fd, _IOCTL_SEND, _REPLY.pack(notification_id, return_value, error_number, flags))
+        return_value, negative_errno = (result or 0, 0) if (result or 0) >= 0 else (0, result)
+        fcntl.ioctl(listener_fd, _IOCTL_SEND, _REPLY.pack(notification_id, return_value, negative_errno, flags))
 
 
 def _read_descriptor_path(descriptor: int) -> str:

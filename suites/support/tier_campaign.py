@@ -115,7 +115,7 @@ class MigrationProcess(LineChild):
 
     def __exit__(self, *_: object) -> None:
         if self._migration_process_id:
-            # The case failed during the migration, which may be stopped by SIGSTOP.
+            # The case failed during the migration. SIGKILL ends a process even if SIGSTOP has stopped it.
             os.kill(self._migration_process_id, signal.SIGKILL)
         self.end()
 
@@ -175,7 +175,7 @@ class TierCampaign(KillCampaign[str]):
             else:
                 self._kill_in_phase(name, new_tier, phase)
             if self._rng.random() < 0.25:
-                # The next manager then rebuilds the catalogue from the tiers.
+                # Without a catalogue, the next manager rebuilds it from the tiers.
                 shutil.rmtree(self.configuration.catalogue)
             check_tiers(self.configuration, self._data_by_name)
             self._change_random_file()
@@ -193,7 +193,7 @@ class TierCampaign(KillCampaign[str]):
         )
 
     def _kill_from_outside(self, name: str, new_tier: str) -> None:
-        """Kill the migration after it reported a random number of phases. It may be in a later phase by then."""
+        """Kill the migration after it reported a random number of phases. The kill may come in a later phase."""
         process_id = self._migration_process.start(
             self.configuration, name, new_tier, prints_phases=True, in_background=self._in_background
         )
@@ -208,11 +208,11 @@ class TierCampaign(KillCampaign[str]):
         """Write to a random file. So a later check detects if a migration restores old contents of a file."""
         name = self._rng.choice(sorted(set(self._data_by_name) - {"empty"}))
         data = bytearray(self._data_by_name[name])
-        begin_offset = self._rng.randrange(len(data))
-        new_data = pattern.payload(min(64 * KIB, len(data) - begin_offset), seed=self._rng.randrange(1 << 32))
+        write_offset = self._rng.randrange(len(data))
+        new_data = pattern.payload(min(64 * KIB, len(data) - write_offset), seed=self._rng.randrange(1 << 32))
         with TierManager(self.configuration) as manager, manager.open(name, "r+") as file:
-            os.pwrite(file.fileno(), new_data, begin_offset)
-        data[begin_offset : begin_offset + len(new_data)] = new_data
+            os.pwrite(file.fileno(), new_data, write_offset)
+        data[write_offset : write_offset + len(new_data)] = new_data
         self._data_by_name[name] = bytes(data)
 
 
@@ -235,8 +235,8 @@ def _migrate(task: dict[str, Any]) -> None:
     configuration = Configuration(tiers=tiers, catalogue=Path(task["catalogue"]), timeout_ms=20_000, run=settings)
     with TierManager(configuration) as manager:
         if task["in_background"]:
-            with Path(os.devnull).open("w") as stream:
-                output = RunOutput(stream, as_json=True)
+            with Path(os.devnull).open("w") as null_file:
+                output = RunOutput(null_file, as_json=True)
                 BackgroundRun(manager, stop=threading.Event(), output=output, observe=observe).run()
         else:
             manager.move(task["name"], task["to"], observe=observe)

@@ -1,7 +1,7 @@
 """A tracer (ptrace(2)), for cases about child processes that outlive SIGKILL.
 
-The parent of a traced process cannot wait for its end, even after SIGKILL. So the process behaves like a process in
-uninterruptible sleep (state D).
+While a child process is traced, its parent cannot wait for the child's end, even after SIGKILL. So the child behaves
+like a process in uninterruptible sleep (state D).
 """
 
 from __future__ import annotations

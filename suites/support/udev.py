@@ -75,13 +75,13 @@ def lock_entries() -> Iterator[None]:
 def _open_lock() -> Iterator[int]:
     """Yield a descriptor of the lock file, which every user may read. The file is not locked yet."""
     try:
-        descriptor = os.open(_LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        lock_fd = os.open(_LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        descriptor = os.open(_LOCK_FILE, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock_fd = os.open(_LOCK_FILE, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        yield descriptor
+        yield lock_fd
     finally:
-        os.close(descriptor)
+        os.close(lock_fd)
 
 
 def _get_entry_path(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.memory_kinds import NEEDS_DMABUF
-from support.pci_tree import PCI_PATHS, SWITCH, create_pci_tree, move_gpu
+from support.pci_tree import PCI_PATHS, SWITCH_PATH, create_pci_tree, make_pci_paths
 from support.python_child import suites_environ
 
 from gdrkit import pattern
@@ -95,7 +95,7 @@ def test_device_memory_is_accessed_by_the_nearest_nics(
         "twin2": "0000:04:00.0",
         "twin3": "0000:41:00.0",
     }
-    paths = move_gpu(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
+    paths = make_pci_paths(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH_PATH}/0000:02:00.0/0000:07:00.0", 0)}
     create_pci_tree(tree, pci_address_by_nic, pci_paths=paths)
     served_bytes = measure_bytes_by_nic(mount, tree, seed=seed, memory_kind="device")
     assert {nic for nic, byte_count in served_bytes.items() if byte_count} == nearest_nics
@@ -109,7 +109,7 @@ def test_nearest_nic_that_moves_nothing_is_not_used(folders: tuple[Path, Path], 
         "twin2": "0000:04:00.0",
         "twin3": "0000:41:00.0",
     }
-    create_pci_tree(tree, pci_address_by_nic, pci_paths=move_gpu(device.pci_bus_id))
+    create_pci_tree(tree, pci_address_by_nic, pci_paths=make_pci_paths(device.pci_bus_id))
     # twin2, the nearest NIC, registers memory and moves nothing: the status 12 is IBV_WC_RETRY_EXC_ERR. twin1 is the
     # next nearest NIC.
     fault_rules = "wc.rdma_write call=* status=12 nic=twin2\nwc.rdma_read call=* status=12 nic=twin2\n"

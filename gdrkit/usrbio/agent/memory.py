@@ -50,7 +50,10 @@ __all__ = ["Nics", "PublishedDeviceMemory", "RegisteredMemory"]
 
 
 class PublishedDeviceMemory:
-    """Device memory of a client: a dma-buf, if the client sent one, and a mapping in this process, if CUDA can map it.
+    """Device memory of a client: a dma-buf, if the client sent one, and a mapping in this process, if there is one.
+
+    The agent maps memory of which the client has sent a CUDA handle (a share handle that is not a dma-buf, or an IPC
+    handle in the link).
 
     A NIC can register the dma-buf without a mapping. A registration as peer memory needs the address of the mapping.
     The libibverbs twin needs the address for a dma-buf too.
@@ -73,7 +76,8 @@ class PublishedDeviceMemory:
         Size of the memory in bytes: the size in the share handle, which may exceed the size in the link. Without a
         handle, it is the size in the link.
     device : Device or None
-        The GPU, or None if this process cannot open it.
+        The GPU. None if this process cannot open it, or if the client sent no handle at all, neither in the link nor in
+        a message.
     mapping_error : GdrkitError or None
         The error if the attempt to map the memory failed.
 
@@ -227,7 +231,7 @@ class RegisteredMemory:
     host_address : int
         Address of host memory in this process, or 0 for device memory.
     preferred_nics : tuple of int
-        Indices in ``Nics.all`` of the NICs to use. Empty: all NICs can access the memory, and none is preferred.
+        Indices in ``Nics.all`` of the NICs that are nearest to the memory. Empty: none is preferred.
     """
 
     def __init__(

@@ -25,7 +25,16 @@ from gdrkit.remedies import pip_install, system_install
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Caller", "FuseSession", "caller", "check_root", "copy_in", "copy_out", "missing_dependency", "omit_result"]
+__all__ = [
+    "Caller",
+    "FuseSession",
+    "caller",
+    "copy_in",
+    "copy_out",
+    "missing_dependency",
+    "omit_result",
+    "require_root_user",
+]
 
 # The library that replaces fuse_reply_ioctl of libfuse; see omit_result().
 _REPLY_LIBRARY = Path(__file__).resolve().parents[1] / "lib" / "libgdrkit_fuse.so"
@@ -78,7 +87,7 @@ def caller() -> Caller:
     return Caller(*_import_mfusepy().fuse_get_context())
 
 
-def check_root() -> None:
+def require_root_user() -> None:
     """Raise EPERM if root sent the request without CAP_DAC_OVERRIDE, for example in a container.
 
     The kernel does not check the names in an ioctl or in a link of ``rm-rf``, and the storage server would use them

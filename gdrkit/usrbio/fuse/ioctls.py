@@ -9,18 +9,18 @@ from pathlib import Path
 from gdrkit.errors import ApiError
 from gdrkit.storage import messages
 from gdrkit.usrbio import virtual
-from gdrkit.usrbio.fuse._mfusepy import check_root, copy_in, copy_out, omit_result
+from gdrkit.usrbio.fuse._mfusepy import copy_in, copy_out, omit_result, require_root_user
 from gdrkit.usrbio.fuse.operations import Operations
 
 __all__ = ["MountOperations"]
 
 # The requests that create, move or remove entries of folders. The kernel does not check the rights of the program on
-# these folders.
+# these folders, so only root may send these requests.
 _REQUESTS_THAT_CHANGE_FOLDERS = {virtual.RECURSIVE_RM, virtual.HARDLINK, virtual.MOVE, virtual.REMOVE}
 
 
 class MountOperations(Operations):
-    """The requests of the kernel to a mount, with the ioctls of version 1 of 3FS; see :class:`Operations`."""
+    """The FUSE operations of a mount, with the ioctls of 3FS (interface version 1); see :class:`Operations`."""
 
     def ioctl(
         self, _path: str | None, request: int, _argument: object, fh: int, _flags: int, data_address: int
@@ -28,12 +28,12 @@ class MountOperations(Operations):
         """Execute an ioctl, whose argument or result is at `data_address`. Raise ENOTTY if the ioctl is unknown."""
         request &= 0xFFFFFFFF  # Before libfuse 3.5, the number is a signed int.
         if request in _REQUESTS_THAT_CHANGE_FOLDERS:
-            check_root()
+            require_root_user()
         if result := self._answer_query(request):
             copy_out(data_address, result)
         elif request == virtual.FSYNC:
             self.fsync(None, 0, fh)
-            # The result, four zero bytes, is returned only if it cannot be omitted.
+            # The result is four zero bytes, for a libfuse that cannot omit a result.
             copy_out(data_address, bytes(4))
             omit_result()
         elif request == virtual.RECURSIVE_RM:

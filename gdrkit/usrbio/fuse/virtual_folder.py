@@ -17,7 +17,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from gdrkit.storage import messages
-from gdrkit.usrbio.fuse._mfusepy import caller, check_root
+from gdrkit.usrbio.fuse._mfusepy import caller, require_root_user
 from gdrkit.usrbio.virtual import VIRTUAL_FOLDER
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class VirtualFolder:
 
     def _remove_all(self, target: str) -> None:
         """Remove the file or folder that `target`, the target of a new link in ``rm-rf``, names."""
-        check_root()
+        require_root_user()
         prefix = f"{self._mount}/"
         # A relative path is refused, because the kernel does not pass the working folder of the requesting process.
         if not target.startswith(prefix) or os.path.normpath(target) != target.rstrip("/"):

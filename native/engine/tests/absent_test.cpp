@@ -25,6 +25,7 @@ int main() {
         CHECK(std::string(progress.failure->operation) == "dlopen");
     }
     try {
+        // The arguments are the offset in the file, the device address, the length and the device.
         engine.transfer_small(Direction::read, *file, 0, 4096, 10, 0);
         CHECK(false);
     } catch (const Error& error) {

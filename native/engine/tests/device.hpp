@@ -17,7 +17,7 @@ template <typename... Arguments> int call_driver(const char* symbol, Arguments..
     return reinterpret_cast<int (*)(Arguments...)>(function_address)(arguments...);
 }
 
-// The byte with which a DeviceMemory is filled at first.
+// Every byte of a new DeviceMemory has this value.
 constexpr std::byte filler{0xa5};
 
 // Memory of one device, initially filled with `filler`. Each method makes the primary context of the device current,

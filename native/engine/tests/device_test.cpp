@@ -1,5 +1,5 @@
-// Tests of the copy engine with jobs between files and device memory: every byte arrives, with unaligned ends, cached
-// and uncached files, several devices and several callers.
+// Tests of the copy engine with jobs between files and device memory: every byte arrives, also with unaligned ends,
+// from cached and uncached files, on several devices and for several callers.
 #include <algorithm>
 #include <fstream>
 #include <memory>
@@ -19,7 +19,7 @@ std::shared_ptr<File> make_file(const Descriptor& fd) {
     return std::make_shared<File>(duplicate(fd));
 }
 
-// Reads into the middle of a DeviceMemory, whose other bytes stay unchanged.
+// Reads into a part of a DeviceMemory. The bytes before and after the part stay unchanged.
 void check_reads(const Folder& folder, Engine& engine) {
     const Bytes data = pattern(5 * mib + 777, 1);
     const Descriptor fd = create_file(folder.path_of("read"), data);
@@ -71,18 +71,18 @@ void check_many_ranges(const Folder& folder, Engine& engine) {
     const Descriptor fd = create_file(folder.path_of("ranges"), data);
     DeviceMemory memory(0, 8 * mib);
     std::vector<Extent> extents;
-    Bytes expected;
-    while (expected.size() < 5 * mib) {
+    Bytes expected_data;
+    while (expected_data.size() < 5 * mib) {
         const u64 length = random() % 6 == 0 ? random() % (600 * kib) : random() % 5000;
         const u64 offset = random() % (data.size() - length);
-        extents.push_back(Extent{0, offset, memory.address() + expected.size(), length});
-        const Bytes chunk = sub_range(data, offset, length);
-        expected.insert(expected.end(), chunk.begin(), chunk.end());
+        extents.push_back(Extent{0, offset, memory.address() + expected_data.size(), length});
+        const Bytes range_data = sub_range(data, offset, length);
+        expected_data.insert(expected_data.end(), range_data.begin(), range_data.end());
     }
     drop_cache(fd, mib);
     const auto job = start_job(engine, Direction::read, 0, {make_file(fd)}, extents);
-    CHECK(job->wait(-1) && is_complete(job->progress(), expected.size()));
-    CHECK(memory.read(0, expected.size()) == expected);
+    CHECK(job->wait(-1) && is_complete(job->progress(), expected_data.size()));
+    CHECK(memory.read(0, expected_data.size()) == expected_data);
 }
 
 // If two ranges are contiguous in the file and in device memory, but in two allocations, the engine makes two copies,
@@ -90,7 +90,7 @@ void check_many_ranges(const Folder& folder, Engine& engine) {
 void check_neighbouring_allocations(const Folder& folder, Engine& engine) {
     constexpr u64 allocation_bytes = 2 * mib, range_bytes = 4 * kib;
     std::vector<std::unique_ptr<DeviceMemory>> memories;
-    for (int count = 0; count < 16; ++count) {
+    for (int index = 0; index < 16; ++index) {
         memories.push_back(std::make_unique<DeviceMemory>(0, allocation_bytes));
     }
     std::ranges::sort(memories, {}, &DeviceMemory::address);
@@ -197,23 +197,23 @@ void check_missing_device(const Folder& folder, Engine& engine) {
 // Returns the number of bytes that each thread of an engine has read, largest first. Returns an empty list if the
 // kernel does not count them.
 std::vector<u64> list_bytes_by_thread() {
-    std::vector<u64> bytes_read;
+    std::vector<u64> read_bytes_by_thread;
     for (const auto& thread_folder : std::filesystem::directory_iterator("/proc/self/task")) {
         std::string thread_name;
         std::ifstream(thread_folder.path() / "comm") >> thread_name;
-        std::string counter_name; // The first line is "rchar: <bytes>".
+        std::string counter_name; // The file begins with the line "rchar: <bytes>".
         u64 bytes = 0;
         if (std::ifstream counters(thread_folder.path() / "io");
             thread_name == "gdrkit-engine" && counters >> counter_name >> bytes) {
-            bytes_read.push_back(bytes);
+            read_bytes_by_thread.push_back(bytes);
         }
     }
-    std::sort(bytes_read.rbegin(), bytes_read.rend());
-    return bytes_read;
+    std::sort(read_bytes_by_thread.rbegin(), read_bytes_by_thread.rend());
+    return read_bytes_by_thread;
 }
 
-// The settings allow two concurrent reads, and a thread that has read keeps its reservation. So the same two threads do
-// most of the reads from the disk.
+// The settings allow two concurrent O_DIRECT reads of a job. A thread needs a reservation to read, and keeps it after a
+// read. So the same two threads do most of the reads from the disk.
 void check_direct_readers(const Folder& folder) {
     Tuning tuning = small_tuning();
     tuning.workers_count = 8;

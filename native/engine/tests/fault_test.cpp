@@ -18,20 +18,22 @@ using namespace gdrkit::engine::test;
 
 namespace {
 
-// Number of allocations of the engine on this thread that still succeed, before one fails. With -1, all allocations
+// Number of allocations that the engine still makes on this thread before one fails. With -1, all allocations
 // succeed.
 thread_local int allocations_left = -1;
 
-// Returns whether the caller is in this program, which contains the engine, and not in a library.
-bool is_in_engine(void* caller) {
+// Returns whether a return address is in this program, which contains the engine, and not in a library.
+bool is_in_engine(void* return_address) {
     Dl_info caller_info{};
     Dl_info engine_info{};
-    return dladdr(caller, &caller_info) != 0 && dladdr(reinterpret_cast<void*>(&is_in_engine), &engine_info) != 0 &&
+    return dladdr(return_address, &caller_info) != 0 &&
+           dladdr(reinterpret_cast<void*>(&is_in_engine), &engine_info) != 0 &&
            caller_info.dli_fbase == engine_info.dli_fbase;
 }
 
 } // namespace
 
+// Replaces the allocation function of the whole process, and fails the allocation that `allocations_left` determines.
 void* operator new(std::size_t size) {
     if (allocations_left >= 0 && is_in_engine(__builtin_return_address(0)) && allocations_left-- == 0) {
         throw std::bad_alloc();
@@ -54,8 +56,8 @@ namespace {
 
 constexpr int out_of_memory = 2, unknown_error = 999; // CUDA_ERROR_OUT_OF_MEMORY and CUDA_ERROR_UNKNOWN.
 
-// Number of transfers with each engine, more than the threads of an engine, because a call may fail once in each
-// thread.
+// Number of transfers with each engine. The number is larger than the number of an engine's threads, because a call may
+// fail once in each thread.
 constexpr int rounds_count = 8;
 
 // Transfers the data once, checks the bytes that arrived, and counts a failure, which must have the CUresult
@@ -172,7 +174,7 @@ void check_allocations() {
         try {
             CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small_bytes, 0).bytes ==
                   small_bytes);
-            has_reached_end = allocations_left >= 0;
+            has_reached_end = allocations_left >= 0; // The transfer needed fewer allocations, so each has failed once.
         } catch (const std::bad_alloc&) {
         }
         allocations_left = -1;
@@ -180,7 +182,7 @@ void check_allocations() {
         CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small_bytes, 0).bytes == small_bytes);
         CHECK(memory.read(0, small_bytes) == data);
     }
-    CHECK(failing_index >= 3);
+    CHECK(failing_index >= 3); // At least two allocations have failed.
 }
 
 // Executes this program in a child process and returns its exit status. A new process is needed because the twin reads
@@ -248,20 +250,19 @@ int main(int arguments_count, char** arguments) {
                                                      : run_large_transfers)(is_write, std::stoi(arguments[3]));
     }
     check_allocations();
-    // The twin delays each copy by up to half a second.
+    // The twin delays each copy by a random time up to this limit, half a second. So a copy for which no thread waits
+    // probably ends after the checks of the test.
     CHECK(setenv("GDRKIT_TWINS_LATE_US", "500000", 1) == 0);
     CHECK(run_child({"drain"}) == 0);
     const Folder folder;
     const std::string plan_path = folder.path_of("plan");
     for (const Fault& fault : faults) {
-        const char* const late_us = fault.is_small ? "500000" : fault.runs_count > 1 ? "20000" : "100";
+        const char* const delay_max_us = fault.is_small ? "500000" : fault.runs_count > 1 ? "20000" : "100";
         std::ofstream(plan_path) << "gdrkit-faults 1\n"
                                  << fault.function << " call=" << fault.call_number << " status=" << fault.result
                                  << "\n";
         CHECK(setenv("GDRKIT_TWINS_FAULTS", plan_path.c_str(), 1) == 0);
-        // The twin delays each copy by a random time up to this limit. So a copy for which no thread waits probably
-        // ends after the checks of the test.
-        CHECK(setenv("GDRKIT_TWINS_LATE_US", late_us, 1) == 0);
+        CHECK(setenv("GDRKIT_TWINS_LATE_US", delay_max_us, 1) == 0);
         const std::vector<std::string> arguments{fault.is_small ? "small" : "large", fault.is_write ? "write" : "read",
                                                  std::to_string(fault.result)};
         int status = 0;

@@ -51,6 +51,7 @@ void check_unaligned_reads(const Folder& folder) {
             const AlignedMemory memory = aligned_memory_for(length);
             const IoResult result = read_direct(file, offset, length, memory.bytes.get());
             CHECK(!result.failure && result.bytes == length);
+            // O_DIRECT reads whole blocks, so the range begins inside the first block in memory.
             CHECK(std::memcmp(memory.bytes.get() + get_offset_in_block(file, offset), data.data() + offset, length) ==
                   0);
         }
@@ -76,7 +77,7 @@ void check_unaligned_writes(const Folder& folder) {
     }
 }
 
-// Reads that reach the end of the file, or start after it, return the bytes that exist.
+// Reads that reach the end of the file, or start after the end, return only the bytes that exist.
 void check_end_of_file(const Folder& folder) {
     const Bytes data = pattern(2 * 4096 + 77, 5);
     const Descriptor fd = create_file(folder.path_of("short"), data);
@@ -100,6 +101,7 @@ void check_residency(const Folder& folder) {
     CHECK(query_residency(fd.get(), 0, mib).state == CacheState::all);
     CHECK(query_residency(fd.get(), 1, 1).pages_count == 1 && query_residency(fd.get(), 4095, 2).pages_count == 2);
     drop_cache(fd, 0, mib / 2);
+    // cachestat(2), which only newer kernels have, and mincore(2) must give the same numbers.
     for (const auto& [offset, length] : {std::pair{u64{0}, mib}, {u64{5}, mib / 2}, {mib / 2 - 1, u64{2}}}) {
         const Residency by_cachestat = query_residency(fd.get(), offset, length);
         const Residency by_mincore = query_residency_by_mincore(fd.get(), offset, length);
@@ -111,19 +113,19 @@ void check_residency(const Folder& folder) {
     CHECK(file.residency_of(mib, mib).pages_count == 0 && file.residency_of(mib - 1, mib).pages_count == 1);
 }
 
-// A File that opens a path closes its descriptors when its last pending byte is removed. A File that was made from a
-// descriptor stays open.
+// A File that was made from a path closes its descriptors when no bytes are pending any more, and can open them again.
+// A File that was made from a descriptor stays open.
 void check_descriptors(const Folder& folder) {
     const Descriptor fd = create_file(folder.path_of("held"), pattern(mib, 7));
     const std::size_t open_files_before = count_open_files();
     {
-        File named_file(folder.path_of("held"), O_RDONLY, 0);
-        named_file.add_pending(10);
-        CHECK(named_file.buffered_fd() >= 0);
-        named_file.direct_fd();
-        named_file.remove_pending(4);
+        File reopenable_file(folder.path_of("held"), O_RDONLY, 0);
+        reopenable_file.add_pending(10);
+        CHECK(reopenable_file.buffered_fd() >= 0);
+        reopenable_file.direct_fd();
+        reopenable_file.remove_pending(4);
         CHECK(count_open_files() > open_files_before);
-        named_file.remove_pending(6);
+        reopenable_file.remove_pending(6);
         CHECK(count_open_files() == open_files_before);
         File descriptor_file(duplicate(fd));
         descriptor_file.direct_fd();
@@ -150,8 +152,8 @@ void check_without_direct() {
     CHECK(file.direct_open_errno() != 0 && file.direct_fd() < 0);
 }
 
-// A close waits for the calls that use the descriptor. Meanwhile new calls are refused, until the caller gives up the
-// close.
+// A close waits for the calls that use the descriptor. Meanwhile the file refuses new calls. If the thread that closes
+// the file gives up, the file accepts calls again. Only one thread at a time may close a file.
 void check_uses(const Folder& folder) {
     const std::size_t open_files_before = count_open_files();
     const auto file = std::make_shared<File>(open_file(folder.path_of("uses")));
@@ -181,7 +183,7 @@ void check_uses(const Folder& folder) {
     CHECK(file->is_closed() && !FileUse(file).file() && count_open_files() == open_files_before);
 }
 
-// A forked child closes the file without a wait, because it has no thread that could end the uses of the parent.
+// A forked child closes the file without a wait, because no thread of the child could end the uses of the parent.
 void check_fork(const Folder& folder) {
     const auto file = std::make_shared<File>(open_file(folder.path_of("forked")));
     file->direct_fd();
@@ -192,10 +194,10 @@ void check_fork(const Folder& folder) {
         const int fd = file->buffered_fd();
         const std::size_t direct_descriptors_count = file->direct_fd() >= 0 ? 1 : 0;
         const auto replacement_file = file->replace_after_fork();
-        const bool is_same =
+        const bool is_same_and_unused =
             replacement_file->buffered_fd() == fd && replacement_file->wait_until_unused(std::chrono::seconds(0));
         replacement_file->close();
-        _exit(is_same && count_open_files() == open_files_before - 1 - direct_descriptors_count ? 0 : 1);
+        _exit(is_same_and_unused && count_open_files() == open_files_before - 1 - direct_descriptors_count ? 0 : 1);
     }
     int status = -1;
     CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);

@@ -90,12 +90,12 @@ inline Descriptor create_file(const std::string& path, const Bytes& bytes) {
     return descriptor;
 }
 
-// Returns a second descriptor of an open file, for a File to own.
+// Returns a second descriptor of an open file. A File closes the descriptor that it gets, so tests give it this one.
 inline Descriptor duplicate(const Descriptor& descriptor) {
     return Descriptor(fcntl(descriptor.get(), F_DUPFD_CLOEXEC, 0));
 }
 
-// Drops a range from the page cache. The length 0 means up to the end of the file. Has no effect on tmpfs.
+// Drops a range from the page cache. The length 0 means up to the end of the file. A file on tmpfs stays cached.
 inline void drop_cache(const Descriptor& file, u64 offset = 0, u64 length = 0) {
     CHECK(fdatasync(file.get()) == 0);
     CHECK(posix_fadvise(file.get(), static_cast<off_t>(offset), static_cast<off_t>(length), POSIX_FADV_DONTNEED) == 0);
@@ -103,9 +103,9 @@ inline void drop_cache(const Descriptor& file, u64 offset = 0, u64 length = 0) {
 
 // Returns all bytes of a file.
 inline Bytes contents(const Descriptor& file) {
-    struct stat info {};
-    CHECK(fstat(file.get(), &info) == 0);
-    Bytes data(static_cast<u64>(info.st_size));
+    struct stat status {};
+    CHECK(fstat(file.get(), &status) == 0);
+    Bytes data(static_cast<u64>(status.st_size));
     CHECK(pread(file.get(), data.data(), data.size(), 0) == static_cast<ssize_t>(data.size()));
     return data;
 }

@@ -68,18 +68,18 @@ void check_many_ranges(const Folder& folder, std::mt19937_64& random) {
     Engine engine(small_tuning(), any_node);
     for (int round = 0; round < 8; ++round) {
         std::vector<Extent> extents;
-        Bytes expected, memory(8 * mib);
-        while (expected.size() < 6 * mib) {
+        Bytes expected_data, memory(8 * mib);
+        while (expected_data.size() < 6 * mib) {
             const u64 length = random() % 5 == 0 ? random() % mib : random() % 9000;
             const u64 offset = random() % (data.size() - length);
-            extents.push_back(Extent{0, offset, address_of(memory) + expected.size(), length});
-            const Bytes chunk = sub_range(data, offset, length);
-            expected.insert(expected.end(), chunk.begin(), chunk.end());
+            extents.push_back(Extent{0, offset, address_of(memory) + expected_data.size(), length});
+            const Bytes range_data = sub_range(data, offset, length);
+            expected_data.insert(expected_data.end(), range_data.begin(), range_data.end());
         }
         const auto job = start_job(engine, Direction::read, host_memory, {make_file(fd)}, extents);
-        CHECK(job->wait(-1) && is_complete(job->progress(), expected.size()));
-        memory.resize(expected.size());
-        CHECK(memory == expected);
+        CHECK(job->wait(-1) && is_complete(job->progress(), expected_data.size()));
+        memory.resize(expected_data.size());
+        CHECK(memory == expected_data);
         const std::vector<u64> arrived_bytes = job->arrived_bytes();
         for (std::size_t index = 0; index < extents.size(); ++index) {
             CHECK(arrived_bytes[index] == extents[index].length);
@@ -89,7 +89,8 @@ void check_many_ranges(const Folder& folder, std::mt19937_64& random) {
     CHECK(empty_job->wait(0) && is_complete(empty_job->progress(), 0));
 }
 
-// If the file is shorter than the request, all bytes of the file arrive, and the job reports how many arrived.
+// If a file is shorter than the requested ranges, all bytes of the file arrive, and the job reports the number for each
+// range.
 void check_short_file(const Folder& folder) {
     const Bytes data = pattern(2 * mib + 5, 11);
     const Descriptor fd = create_file(folder.path_of("short"), data);
@@ -108,19 +109,19 @@ void check_paths(const Folder& folder) {
     const std::size_t open_files_before = count_open_files();
     std::vector<std::shared_ptr<File>> files;
     std::vector<Extent> extents;
-    Bytes expected, memory(3 * mib);
+    Bytes expected_data, memory(3 * mib);
     {
         Engine engine(small_tuning(), any_node);
         for (unsigned index = 0; index < 40; ++index) {
             const Bytes data = pattern(1 + index * 3001, index);
             create_file(folder.path_of("part" + std::to_string(index)), data);
             files.push_back(std::make_shared<File>(folder.path_of("part" + std::to_string(index)), O_RDONLY, 0));
-            extents.push_back(Extent{index, 0, address_of(memory) + expected.size(), data.size()});
-            expected.insert(expected.end(), data.begin(), data.end());
+            extents.push_back(Extent{index, 0, address_of(memory) + expected_data.size(), data.size()});
+            expected_data.insert(expected_data.end(), data.begin(), data.end());
         }
         const auto job = start_job(engine, Direction::read, host_memory, files, extents);
-        CHECK(job->wait(-1) && is_complete(job->progress(), expected.size()));
-        CHECK(sub_range(memory, 0, expected.size()) == expected && count_open_files() == open_files_before);
+        CHECK(job->wait(-1) && is_complete(job->progress(), expected_data.size()));
+        CHECK(sub_range(memory, 0, expected_data.size()) == expected_data && count_open_files() == open_files_before);
         for (const u64 length : {u64{100}, 2 * mib}) {
             const auto missing_file = std::make_shared<File>(folder.path_of("missing"), O_RDONLY, 0);
             const auto failed_job = start_job(engine, Direction::read, host_memory, {files[39], missing_file},
@@ -145,8 +146,8 @@ void check_failed_write(const Folder& folder) {
     CHECK(std::string(progress.failure->operation) == "pwrite");
 }
 
-// wait(0) asks whether a job is over, and does not sleep. A system call with a timeout of 0 would sleep for the timer
-// slack of 50 us.
+// wait(0) returns at once whether a job is over, and does not sleep. A system call with a timeout of 0 would sleep for
+// the timer slack of 50 us.
 void check_query_does_not_sleep(const Folder& folder) {
     const Descriptor fd = create_file(folder.path_of("query"), pattern(kib, 13));
     Bytes memory(kib);
@@ -162,6 +163,7 @@ void check_query_does_not_sleep(const Folder& folder) {
         shortest_time =
             std::min<std::chrono::nanoseconds>(shortest_time, std::chrono::steady_clock::now() - begin_time);
     }
+    // The limit is half of the timer slack for each query.
     CHECK(shortest_time < queries_count * std::chrono::microseconds(25));
 }
 
@@ -211,7 +213,8 @@ void check_many_callers(const Folder& folder) {
     }
 }
 
-// Short jobs that are queued while a worker spins, and when it falls asleep, are all executed.
+// A worker without work spins for a short time, then it sleeps. Short jobs are executed in both states, and at the
+// change between them.
 void check_short_jobs_after_pauses(const Folder& folder, std::mt19937_64& random) {
     const Bytes data = pattern(64 * kib, 27);
     const Descriptor fd = create_file(folder.path_of("pauses"), data);
@@ -265,11 +268,11 @@ void check_close(const Folder& folder) {
     while (gdrkit::test::has_thread("gdrkit-engine")) {
         std::this_thread::yield(); // The threads of the previous engine must be gone before they are counted below.
     }
-    const std::size_t open_files_before = count_open_files(), threads_before = count_threads();
+    const std::size_t open_files_before = count_open_files(), threads_count_before = count_threads();
     Bytes memory(data.size());
     {
         Engine engine(small_tuning(), any_node);
-        CHECK(count_threads() == threads_before); // The engine starts no threads before the first job.
+        CHECK(count_threads() == threads_count_before); // The engine starts no threads before the first job.
         const auto job = start_job(engine, Direction::read, host_memory, {make_file(fd)},
                                    {Extent{0, 0, address_of(memory), data.size()}});
         engine.close();
@@ -282,14 +285,14 @@ void check_close(const Folder& folder) {
         }
         engine.close();
     }
-    while (count_threads() > threads_before) {
+    while (count_threads() > threads_count_before) {
         std::this_thread::yield();
     }
-    CHECK(count_open_files() == open_files_before && count_threads() == threads_before);
+    CHECK(count_open_files() == open_files_before && count_threads() == threads_count_before);
 }
 
-// If the caller gives up a close while a job is in progress, the engine stays open. Several threads may close the
-// engine at the same time.
+// If the thread that closes the engine gives up while a job is in progress, the engine stays open. Several threads may
+// close the engine at the same time.
 void check_given_up_close(const Folder& folder) {
     const std::string path = folder.path_of("fifo");
     CHECK(mkfifo(path.c_str(), 0600) == 0);
@@ -328,8 +331,8 @@ bool is_readable(int fd) {
     return poll(&descriptor, 1, 0) == 1;
 }
 
-// Each token arrives once, whether it was added before or after the end of the job, and the eventfd of the queue
-// reports all tokens.
+// A queue gets each token of notify() once, whether notify() was called before or after the end of the job. The eventfd
+// of the queue is readable while the queue has tokens.
 void check_notifications(const Folder& folder) {
     constexpr u64 jobs_count = 100;
     const Bytes data = pattern(jobs_count * kib, 33);
@@ -376,10 +379,12 @@ void check_totals(const Folder& folder) {
     const Descriptor fd = create_file(folder.path_of("totals"), pattern(kib, 34));
     Engine engine(small_tuning(), any_node);
     Bytes memory(2 * kib);
-    const u64 transfers_before = totals.transfers_count, bytes_before = totals.arrived_bytes;
+    const u64 transfers_count_before = totals.transfers_count, arrived_bytes_before = totals.arrived_bytes;
     transfer(engine, Direction::read, host_memory, make_file(fd), 0, address_of(memory), 2 * kib);
     engine.transfer_small(Direction::read, *make_file(fd), 1, address_of(memory), 2 * kib, host_memory);
-    CHECK(totals.transfers_count - transfers_before == 2 && totals.arrived_bytes - bytes_before == 2 * kib - 1);
+    // The job reads all bytes of the file, and the small transfer all but the first.
+    CHECK(totals.transfers_count - transfers_count_before == 2 &&
+          totals.arrived_bytes - arrived_bytes_before == 2 * kib - 1);
 }
 
 // A signal is delivered to a thread of the program, not to a thread of the engine.

@@ -39,6 +39,7 @@ void check_processors(const Folder& folder) {
     }
     const std::string cpulist_path = folder.path_of("cpus") + "/devices/system/node/node1/cpulist";
     CHECK(!cpus_of_node(1, cpus, folder.path_of("cpus")) && !cpus_of_node(-1, cpus));
+    // Processors that this process may not use, or whose numbers are too large for a cpu_set_t, are left out.
     write_line(cpulist_path, std::to_string(cpu) + ",1000-1023");
     CHECK(cpus_of_node(1, cpus, folder.path_of("cpus")) && CPU_COUNT(&cpus) == 1 && CPU_ISSET(cpu, &cpus));
     write_line(cpulist_path, "0-1023,5000-999999");

@@ -91,12 +91,13 @@ void test_random_changes_match_a_model() {
         }
         }
         std::vector<std::byte> data_read(1 + random_number() % 70000);
-        const std::size_t begin = random_number() % 60000;
-        const std::int64_t count = read_file(*file, begin, data_read);
-        const std::size_t expected_bytes = begin >= model.size() ? 0 : std::min(data_read.size(), model.size() - begin);
-        CHECK(count == static_cast<std::int64_t>(expected_bytes));
-        CHECK(std::equal(data_read.begin(), data_read.begin() + count,
-                         model.begin() + static_cast<std::ptrdiff_t>(begin)));
+        const std::size_t read_offset = random_number() % 60000;
+        const std::int64_t read_bytes = read_file(*file, read_offset, data_read);
+        const std::size_t expected_bytes =
+            read_offset >= model.size() ? 0 : std::min(data_read.size(), model.size() - read_offset);
+        CHECK(read_bytes == static_cast<std::int64_t>(expected_bytes));
+        CHECK(std::equal(data_read.begin(), data_read.begin() + read_bytes,
+                         model.begin() + static_cast<std::ptrdiff_t>(read_offset)));
     }
     CHECK(store.counters().corruptions == 0 && store.counters().outside_changes == 0);
 }
@@ -120,15 +121,16 @@ void test_change_by_another_program_is_not_corruption() {
     const StoreFolder folder;
     Store store(folder.sums_folder.get(), chunk_bytes);
     const auto file = folder.open_file(store);
-    const Descriptor other_fd(openat(folder.fd.get(), "file", O_RDWR | O_CLOEXEC));
+    const Descriptor other_program_fd(openat(folder.fd.get(), "file", O_RDWR | O_CLOEXEC));
     for (unsigned round = 0; round < 100; ++round) {
         const auto server_data = make_random_bytes(4 * chunk_bytes, round),
-                   other_data = make_random_bytes(chunk_bytes, round + 1000);
+                   other_program_data = make_random_bytes(chunk_bytes, round + 1000);
         CHECK(file->inode->write(file->fd.get(), 0, server_data) == static_cast<std::int64_t>(server_data.size()));
-        CHECK(pwrite(other_fd.get(), other_data.data(), chunk_bytes, chunk_bytes) == static_cast<ssize_t>(chunk_bytes));
+        CHECK(pwrite(other_program_fd.get(), other_program_data.data(), chunk_bytes, chunk_bytes) ==
+              static_cast<ssize_t>(chunk_bytes));
         std::vector<std::byte> data_read(chunk_bytes);
         CHECK(read_file(*file, chunk_bytes, data_read) == static_cast<std::int64_t>(chunk_bytes) &&
-              data_read == other_data);
+              data_read == other_program_data);
     }
     CHECK(store.counters().corruptions == 0 && store.counters().outside_changes == 100);
 }
@@ -159,8 +161,8 @@ void test_killed_write_leaves_valid_sums() {
                 }
             }
         }
-        char byte;
-        CHECK(::read(ready_pipe[0], &byte, 1) == 1);
+        char ready_byte;
+        CHECK(::read(ready_pipe[0], &ready_byte, 1) == 1);
         CHECK(kill(child, SIGKILL) == 0);
         int status = 0;
         CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
@@ -206,8 +208,8 @@ void test_partly_written_chunk_has_no_sum() {
     std::vector<std::byte> chunk_read(chunk_bytes);
     for (const std::size_t chunk : {4U, 5U, 6U}) { // Chunk 5 is partly written.
         flip_bit(folder, static_cast<off_t>(chunk * chunk_bytes + 17));
-        const std::int64_t count = read_file(*file, chunk * chunk_bytes, chunk_read);
-        CHECK(count == (chunk == 5 ? static_cast<std::int64_t>(chunk_bytes) : -EIO));
+        const std::int64_t read_result = read_file(*file, chunk * chunk_bytes, chunk_read);
+        CHECK(read_result == (chunk == 5 ? static_cast<std::int64_t>(chunk_bytes) : -EIO));
     }
 }
 
@@ -238,9 +240,9 @@ void test_open_stays_below_the_folder() {
     for (const auto open_function : {&open_beneath, &open_beneath_by_steps}) {
         // Returns 0 if the path can be opened, or the errno.
         const auto open_errno = [&](const char* path, int flags = O_RDONLY) {
-            const int result = open_function(folder.fd.get(), path, flags, 0600);
-            const Descriptor opened(result);
-            return opened ? 0 : -result;
+            const int fd_or_error = open_function(folder.fd.get(), path, flags, 0600);
+            const Descriptor opened_file(fd_or_error);
+            return opened_file ? 0 : -fd_or_error;
         };
         CHECK(open_errno("a/file") == 0 && open_errno("", O_DIRECTORY) == 0 && open_errno("a", O_DIRECTORY) == 0);
         CHECK(open_errno("link/file") == ELOOP && open_errno("link") == ELOOP);

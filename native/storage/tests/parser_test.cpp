@@ -23,10 +23,10 @@ bool is_valid_frame(const Bytes& frame) {
     if (frame.size() < sizeof(FrameHeader)) {
         return false;
     }
-    const char* refusal = nullptr;
-    const auto header = parse_header(std::span(frame).first<sizeof(FrameHeader)>(), refusal);
+    const char* refusal_reason = nullptr;
+    const auto header = parse_header(std::span(frame).first<sizeof(FrameHeader)>(), refusal_reason);
     if (!header) {
-        CHECK(refusal != nullptr);
+        CHECK(refusal_reason != nullptr);
         return false;
     }
     // The payload is copied into a vector of exactly its size, so that the sanitizers detect a read beyond its end.
@@ -34,8 +34,8 @@ bool is_valid_frame(const Bytes& frame) {
     std::vector<Operation> operations;
     std::vector<Result> results;
     std::vector<HoleExtent> holes;
-    const bool is_request = parse_operations(*header, payload, operations, refusal);
-    const bool is_reply = parse_results(*header, payload, results, holes, refusal);
+    const bool is_request = parse_operations(*header, payload, operations, refusal_reason);
+    const bool is_reply = parse_results(*header, payload, results, holes, refusal_reason);
     CHECK(is_request == !operations.empty());
     CHECK(!(is_request && is_reply));
     for (const Operation& operation : operations) {
@@ -49,8 +49,8 @@ bool is_valid_frame(const Bytes& frame) {
     return is_request || is_reply || (is_control && is_payload_intact);
 }
 
-// Sets the CRCs of a changed frame. Without this, the parser would refuse nearly every changed frame because of its
-// CRC, and the other checks would not be tested.
+// Sets the CRCs of a changed frame. With the old CRCs, the parser would refuse nearly every changed frame, and the test
+// would not reach its other checks.
 void set_crcs(Bytes& frame) {
     if (frame.size() < sizeof(FrameHeader)) {
         return;
@@ -94,6 +94,7 @@ std::vector<Bytes> check_vectors(const char* path) {
 } // namespace
 
 int main() {
+    // CMake defines GDRKIT_VECTORS as the path of suites/vectors/frames.txt.
     const std::vector<Bytes> valid_frames = check_vectors(GDRKIT_VECTORS);
     const char* const rounds_text = std::getenv("GDRKIT_FUZZ_ROUNDS");
     const long rounds_count = rounds_text == nullptr ? 200000 : std::atol(rounds_text);
@@ -101,20 +102,21 @@ int main() {
     long accepted_count = 0;
     for (long round = 0; round < rounds_count; ++round) {
         Bytes frame = valid_frames[random_number() % valid_frames.size()];
-        for (std::uint64_t changes_left = random_number() % 4; changes_left != 0 && !frame.empty(); --changes_left) {
-            const std::size_t index = random_number() % frame.size();
+        for (std::uint64_t changes_left_count = random_number() % 4; changes_left_count != 0 && !frame.empty();
+             --changes_left_count) {
+            const std::size_t changed_index = random_number() % frame.size();
             switch (random_number() % 4) {
-            case 0:
-                frame[index] ^= static_cast<std::byte>(1U << random_number() % 8);
+            case 0: // Flip one bit.
+                frame[changed_index] ^= static_cast<std::byte>(1U << random_number() % 8);
                 break;
-            case 1:
-                frame[index] = static_cast<std::byte>(random_number() % 2 == 0 ? 0xff : 0);
+            case 1: // Set one byte.
+                frame[changed_index] = static_cast<std::byte>(random_number() % 2 == 0 ? 0xff : 0);
                 break;
-            case 2:
-                frame.resize(index);
+            case 2: // Cut the frame.
+                frame.resize(changed_index);
                 break;
-            default:
-                frame.insert(frame.begin() + static_cast<std::ptrdiff_t>(index), 1 + random_number() % 64,
+            default: // Insert up to 64 equal bytes.
+                frame.insert(frame.begin() + static_cast<std::ptrdiff_t>(changed_index), 1 + random_number() % 64,
                              std::byte(random_number()));
             }
         }

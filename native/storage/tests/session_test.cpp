@@ -44,20 +44,22 @@ struct StoreFolder {
 class Target {
 public:
     explicit Target(const std::string& device_name) : device(device_name), memory(memory_bytes) {
-        queue_.reset(ibv_create_cq(device.context(), 16, nullptr, nullptr, 0));
-        CHECK(queue_ != nullptr);
+        completion_queue_.reset(ibv_create_cq(device.context(), 16, nullptr, nullptr, 0));
+        CHECK(completion_queue_ != nullptr);
         ibv_qp_init_attr attributes{};
-        attributes.send_cq = attributes.recv_cq = queue_.get();
+        attributes.send_cq = attributes.recv_cq = completion_queue_.get();
         attributes.cap = {
             .max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
         attributes.qp_type = IBV_QPT_RC;
-        pair_.reset(ibv_create_qp(device.domain(), &attributes));
-        CHECK(pair_ != nullptr);
+        queue_pair_.reset(ibv_create_qp(device.domain(), &attributes));
+        CHECK(queue_pair_ != nullptr);
         region.reset(ibv_reg_mr(device.domain(), memory.data(), memory.size(), access_flags));
         CHECK(region != nullptr);
     }
     // The PSN is 0, and the MTU is 1024 bytes.
-    verbs::Endpoint endpoint() const { return {pair_->qp_num, 0, device.gid(), device.port_attributes().lid, 1024}; }
+    verbs::Endpoint endpoint() const {
+        return {queue_pair_->qp_num, 0, device.gid(), device.port_attributes().lid, 1024};
+    }
     void connect(const verbs::Endpoint& peer) {
         ibv_qp_attr attributes{};
         attributes.qp_state = IBV_QPS_INIT;
@@ -88,10 +90,10 @@ public:
 private:
     static constexpr int access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
     void modify(ibv_qp_attr& attributes, int mask) {
-        CHECK(ibv_modify_qp(pair_.get(), &attributes, mask | IBV_QP_STATE) == 0);
+        CHECK(ibv_modify_qp(queue_pair_.get(), &attributes, mask | IBV_QP_STATE) == 0);
     }
-    verbs::Owned<ibv_cq> queue_;
-    verbs::Owned<ibv_qp> pair_;
+    verbs::Owned<ibv_cq> completion_queue_;
+    verbs::Owned<ibv_qp> queue_pair_;
 };
 
 // A client with one queue pair and a data connection, and the session that serves it. The session has one open file.
@@ -103,10 +105,10 @@ struct Client {
         session.add_file(
             file_handle,
             store->adopt(Descriptor(openat(folder.fd.get(), "file", O_RDWR | O_CREAT | O_CLOEXEC, 0600)), true, true));
-        std::array<int, 2> ends{};
-        CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) == 0);
-        connection = Descriptor(ends[0]);
-        session.start(Descriptor(ends[1]));
+        std::array<int, 2> socket_fds{};
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, socket_fds.data()) == 0);
+        connection = Descriptor(socket_fds[0]);
+        session.start(Descriptor(socket_fds[1]));
     }
 
     Operation make_operation(Opcode opcode, std::uint64_t file_offset, std::size_t memory_offset,
@@ -134,14 +136,14 @@ struct Client {
             std::array<std::byte, sizeof(FrameHeader)> header_bytes;
             CHECK(recv(connection.get(), header_bytes.data(), header_bytes.size(), MSG_WAITALL) ==
                   static_cast<ssize_t>(header_bytes.size()));
-            const char* refusal = nullptr;
-            const auto header = parse_header(header_bytes, refusal);
+            const char* refusal_reason = nullptr;
+            const auto header = parse_header(header_bytes, refusal_reason);
             CHECK(header.has_value());
             std::vector<std::byte> payload(header->length);
             CHECK(recv(connection.get(), payload.data(), payload.size(), MSG_WAITALL) ==
                   static_cast<ssize_t>(payload.size()));
             std::vector<Result> results;
-            CHECK(parse_results(*header, payload, results, holes, refusal));
+            CHECK(parse_results(*header, payload, results, holes, refusal_reason));
             for (const Result& result : results) {
                 results_by_tag.at(result.tag - first_tag) = result;
                 ++received_count;
@@ -162,7 +164,7 @@ struct Client {
     std::vector<HoleExtent> holes; // Holes of the last reply.
 };
 
-// A store and the RDMA devices of a server. Each test has new ones.
+// A store and the RDMA devices of a server. main() makes a new Fixture for each test.
 struct Fixture {
     StoreFolder folder;
     std::shared_ptr<Store> store = std::make_shared<Store>(folder.sums_folder.get(), chunk_bytes);
@@ -201,7 +203,7 @@ void test_written_bytes_are_read_back(const Fixture& fixture) {
     CHECK(client.run({client.make_operation(Opcode::read, file_bytes + 5, 0, 100)})[0].result == 0);
 }
 
-// Each operation gets its result, also if a frame has more reads and writes than the session has staging buffers.
+// Each operation gets its result, even if a frame has more reads and writes than the session has staging buffers.
 void test_each_of_many_operations_gets_its_result(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
     for (unsigned round = 0; round < 20; ++round) {
@@ -221,15 +223,16 @@ void test_each_of_many_operations_gets_its_result(const Fixture& fixture) {
 void test_invalid_operations_get_an_errno(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
     std::vector<Operation> operations(4, client.make_operation(Opcode::read, 0, 0, 10));
+    // The copies have the same tag. Give each operation a tag of its own.
     for (std::size_t index = 0; index < operations.size(); ++index) {
         operations[index].tag = client.last_tag + index;
     }
-    operations[0].handle = file_handle + 1;
-    operations[1].queue_pair = 9;
-    operations[2].length = std::uint64_t{1} << 40;
+    operations[0].handle = file_handle + 1;        // No file has this handle.
+    operations[1].queue_pair = 9;                  // The session has one queue pair.
+    operations[2].length = std::uint64_t{1} << 40; // More than length_bytes_max.
     operations[3].opcode = static_cast<std::uint8_t>(Opcode::write);
     operations[3].flags = checksum_given;
-    operations[3].checksum = 1;
+    operations[3].checksum = 1; // The bytes have another checksum.
     const std::vector<Result> results = client.run(operations);
     CHECK(results[0].result == -EBADF && results[1].result == -EINVAL && results[2].result == -EINVAL);
     CHECK(results[3].result == -EBADMSG);
@@ -245,10 +248,10 @@ void test_operation_does_not_see_state_of_an_earlier_one(const Fixture& fixture)
     Operation read_with_hole = client.make_operation(Opcode::read, 0, 0, hole_bytes + data_bytes);
     read_with_hole.flags = report_holes;
     CHECK(client.run({read_with_hole})[0].holes == 1);
-    Operation wrong_checksum = client.make_operation(Opcode::write, hole_bytes, 0, data_bytes);
-    wrong_checksum.flags = checksum_given;
-    wrong_checksum.checksum = ~crc32c(client.target.memory.data(), data_bytes);
-    CHECK(client.run({wrong_checksum})[0].result == -EBADMSG);
+    Operation write_with_wrong_checksum = client.make_operation(Opcode::write, hole_bytes, 0, data_bytes);
+    write_with_wrong_checksum.flags = checksum_given;
+    write_with_wrong_checksum.checksum = ~crc32c(client.target.memory.data(), data_bytes);
+    CHECK(client.run({write_with_wrong_checksum})[0].result == -EBADMSG);
     const Result data_result = client.run({client.make_operation(Opcode::read, hole_bytes, 0, data_bytes)})[0];
     CHECK(data_result.result == data_bytes && data_result.holes == 0 && data_result.checksum == 0);
     // This read reaches the end of the file. The byte counts of the earlier, shorter read must not be added.
@@ -264,7 +267,7 @@ void wait_for_end(Session& session) {
     CHECK(poll(&polled, 1, 30000) == 1);
 }
 
-// The session ends when the client deregisters the region of operations in progress (a stale rkey). Nothing crashes.
+// If operations use the rkey of a region that the client has deregistered (a stale rkey), the session ends.
 void test_stale_rkey_ends_the_session(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
     CHECK(client.run({client.make_operation(Opcode::write, 0, 0, 1 << 20)})[0].result == 1 << 20);

@@ -186,28 +186,28 @@ void add_missing_nodes(const std::vector<NodeRef>& nodes, std::vector<NodeRef>* 
 Result capture_event_wait(const ContextRef& context, const StreamRef& stream,
                           const std::shared_ptr<CapturedEvent>& event) {
     std::lock_guard lock(graph_mutex());
-    const CaptureRef capture = event ? event->capture.lock() : nullptr;
-    const CaptureRef& stream_capture = stream->capture;
-    if (!capture) {
-        // The event was recorded outside of captures, or in a capture that has ended.
-        if (stream_capture) {
-            stream_capture->is_invalidated = true;
+    const CaptureRef capture_of_event = event ? event->capture.lock() : nullptr;
+    const CaptureRef& capture_of_stream = stream->capture;
+    if (!capture_of_event) {
+        // The event was recorded outside of captures and the stream is captured, or the capture of the event has ended.
+        if (capture_of_stream) {
+            capture_of_stream->is_invalidated = true;
         }
-        return stream_capture ? stream_capture_isolation : captured_event;
+        return capture_of_stream ? stream_capture_isolation : captured_event;
     }
-    if (capture->is_invalidated || (stream_capture && stream_capture->is_invalidated)) {
+    if (capture_of_event->is_invalidated || (capture_of_stream && capture_of_stream->is_invalidated)) {
         return stream_capture_invalidated;
     }
     if (stream == context->legacy_stream) {
-        capture->is_invalidated = true;
+        capture_of_event->is_invalidated = true;
         return stream_capture_implicit;
     }
-    if (!stream_capture) {
-        join_capture(capture, stream, event->nodes);
+    if (!capture_of_stream) {
+        join_capture(capture_of_event, stream, event->nodes);
         return success;
     }
-    if (stream_capture != capture) {
-        stream_capture->is_invalidated = capture->is_invalidated = true;
+    if (capture_of_stream != capture_of_event) {
+        capture_of_stream->is_invalidated = capture_of_event->is_invalidated = true;
         return stream_capture_merge;
     }
     add_missing_nodes(event->nodes, &stream->capture_dependencies);

@@ -1,7 +1,7 @@
 // XRC domains. Each message names a shared receive queue of the domain, and the receive queue pairs of the domain
-// deliver the message to that queue. Clients that open the same file get the same domain. The domain, not the
-// ibv_qp that created it, owns a receive queue pair: ibv_open_qp makes a further ibv_qp for the queue pair, which is
-// closed when its last ibv_qp is destroyed.
+// deliver the message to that queue. Clients that open the same file get the same domain. The domain owns
+// the receive queue pairs. ibv_create_qp_ex creates a receive queue pair with its first ibv_qp, and ibv_open_qp adds a
+// further ibv_qp. The queue pair is destroyed with its last ibv_qp.
 #pragma once
 
 #include <atomic>

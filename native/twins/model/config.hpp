@@ -30,7 +30,7 @@ struct Config {
     std::uint64_t gaudi_bar_mib = 0;
     int cufile_version = 1200;        // in the form of cuFileGetVersion: 1150 for 1.15
     bool peermem = true;              // true: ibv_reg_mr accepts device addresses, as with the nvidia_peermem module
-    bool udev_knows_all_disks = true; // false: cuFile registers files only on disks that udev's database describes
+    bool udev_knows_all_disks = true; // false: cuFile registers only files on disks in udev's database
     int writes_ordering = 100;        // attribute GPU_DIRECT_RDMA_WRITES_ORDERING of the GPUs
     int flush_options = 1;            // attribute GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS of the GPUs
     std::string fault_plan_path;

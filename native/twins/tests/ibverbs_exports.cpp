@@ -52,8 +52,8 @@ public:
         for (std::size_t index = 0; index < symbols.sh_size / sizeof(Elf64_Sym); ++index) {
             const auto& symbol = view_at<Elf64_Sym>(symbols.sh_offset + index * sizeof(Elf64_Sym));
             const auto version_number = view_at<Elf64_Half>(version_numbers.sh_offset + index * sizeof(Elf64_Half));
-            // Skip the symbols that the linker adds: an absolute symbol for each version, and on some processors a
-            // symbol for a section.
+            // Skip imported symbols, and the symbols that the linker adds: an absolute symbol for each version, and on
+            // some processors a symbol for a section.
             if (symbol.st_shndx != SHN_UNDEF && symbol.st_shndx != SHN_ABS &&
                 ELF64_ST_TYPE(symbol.st_info) != STT_SECTION) {
                 // Bit 15 marks a version that is not the default version of the symbol.
@@ -175,9 +175,9 @@ void test_exports_match_contract() {
 // six arguments are passed in registers.
 using AnyFunction = std::intptr_t (*)(void*, void*, void*, void*, void*, void*);
 
-// Call the function of a line such as "ibv_alloc_pd@IBVERBS_1.0 null", and check that it fails by this convention,
-// unless it is implemented. The head of ibverbs.conventions describes the conventions; `flag` is a variable that must
-// be false.
+// Find the symbol of a line such as "ibv_alloc_pd@IBVERBS_1.0 null". If its convention is not `implemented`, call the
+// function, and check that it fails by this convention. With the convention `flag`, the symbol is a variable of the
+// library that must be false. The head of ibverbs.conventions describes the conventions.
 void check_convention(void* library, const std::string& line) {
     const auto space = line.find(' '), at_sign = line.find('@');
     const std::string name = line.substr(0, at_sign), version = line.substr(at_sign + 1, space - at_sign - 1);

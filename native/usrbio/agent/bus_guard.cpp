@@ -23,7 +23,7 @@ std::mutex allocation_lock;
 std::size_t free_search_begin = 0; // All entries below this index are used. Protected by allocation_lock.
 struct sigaction previous_action;
 
-// Uses only operations that are allowed in a signal handler: atomics and the mmap system call.
+// The SIGBUS handler. It uses only operations that are allowed in a signal handler: atomics and the mmap system call.
 void on_bus_error(int signal_number, siginfo_t* info, void* context) {
     const int saved_errno = errno;
     const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
@@ -57,7 +57,7 @@ void on_bus_error(int signal_number, siginfo_t* info, void* context) {
 }
 
 void install_handler() {
-    static const int status = [] {
+    static const int install_error = [] {
         page_bytes = host_page_bytes();
         struct sigaction action {};
         action.sa_sigaction = on_bus_error;
@@ -65,8 +65,8 @@ void install_handler() {
         sigemptyset(&action.sa_mask);
         return sigaction(SIGBUS, &action, &previous_action) == 0 ? 0 : errno;
     }();
-    if (status != 0)
-        throw std::system_error(status, std::generic_category(), "sigaction(SIGBUS) failed");
+    if (install_error != 0)
+        throw std::system_error(install_error, std::generic_category(), "sigaction(SIGBUS) failed");
 }
 
 } // namespace
@@ -82,7 +82,7 @@ BusGuard::BusGuard(void* base, std::size_t length, Purpose purpose) : range_(nul
         range.has_bus_error.store(false, std::memory_order_relaxed);
         const auto begin = reinterpret_cast<std::uintptr_t>(base);
         range.end.store(begin + length, std::memory_order_release);
-        range.begin.store(begin, std::memory_order_release); // Last, because it puts the entry into use.
+        range.begin.store(begin, std::memory_order_release); // Last: a `begin` that is not 0 puts the entry into use.
         if (index >= ranges_end.load(std::memory_order_relaxed))
             ranges_end.store(index + 1, std::memory_order_release);
         range_ = &range;

@@ -1,7 +1,8 @@
 // Guards for mapped files that another process can truncate.
 //
 // An access to a mapped page beyond the new end of the file raises SIGBUS, which would end the agent. BusGuard installs
-// a SIGBUS handler. In a guarded range, this handler replaces the missing page by zeros and marks the range.
+// a SIGBUS handler. If the address is in a guarded range, the handler maps a page of zeros in place of the missing page
+// and sets `has_bus_error` of the range.
 #pragma once
 
 #include <atomic>

@@ -18,7 +18,7 @@ using storage::crc32c;
 
 // Largest payload of a reply: one result for each operation of a full request. The agent never sets
 // storage::report_holes, so no list of holes follows the results.
-constexpr std::size_t reply_bytes_max = storage::operations_max * sizeof(storage::Result);
+constexpr std::size_t reply_payload_bytes_max = storage::operations_max * sizeof(storage::Result);
 
 constexpr std::size_t input_buffer_bytes = 1 << 18; // More than the largest reply.
 
@@ -73,7 +73,8 @@ bool Connection::receive(const std::function<bool(const storage::Result&)>& hand
     for (;;) {
         if (input_begin_ == input_end_) {
             input_begin_ = input_end_ = 0;
-        } else if (input_.size() - input_end_ < sizeof(storage::FrameHeader) + reply_bytes_max) {
+        } else if (input_.size() - input_end_ < sizeof(storage::FrameHeader) + reply_payload_bytes_max) {
+            // The largest reply may not fit behind the bytes that are not parsed yet, so move these bytes to the front.
             std::memmove(input_.data(), input_.data() + input_begin_, input_end_ - input_begin_);
             input_end_ -= input_begin_;
             input_begin_ = 0;

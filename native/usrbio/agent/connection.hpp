@@ -36,7 +36,7 @@ private:
                        const std::function<bool(const storage::Result&)>& handle_result);
 
     Descriptor socket_;
-    std::uint64_t sequence_ = 0;
+    std::uint64_t sequence_ = 0;    // Sequence number of the last queued frame.
     std::vector<std::byte> output_; // Queued frames.
     std::size_t sent_bytes_ = 0;    // Bytes of output_ that are sent.
     std::vector<std::byte> input_;  // Received bytes; [input_begin_, input_end_) is not parsed yet.

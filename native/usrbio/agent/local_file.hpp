@@ -15,8 +15,9 @@ namespace gdrkit::usrbio::agent {
 
 // The checksums of a store whose storage server runs on this machine.
 struct LocalStore {
-    // `folder`: the folder of the checksum files. `generation_memory`: the shared memory of the server's counter; see
-    // storage::SumsGeneration. Throws std::system_error if the memory cannot be mapped.
+    // `folder`: the folder of the checksum files. `generation_memory`: shared memory with the counter that the server
+    // advances when it stores new sums; see storage::SumsGeneration. Throws std::system_error if the memory cannot be
+    // mapped.
     LocalStore(Descriptor folder, Descriptor generation_memory);
 
     Descriptor sums_folder;
@@ -27,11 +28,11 @@ struct LocalStore {
     std::size_t files_max = 0;
 };
 
-// Largest number of bytes of a local read. It is limited, because the other rings wait while the loop reads.
+// Largest number of bytes of a local read. The limit exists because the other rings wait while the loop reads.
 inline constexpr std::size_t local_read_bytes_max = std::size_t{4} * 1024 * 1024;
-// Largest number of bytes of a piece. A read is divided into pieces. A piece is verified before the next piece is read,
-// while its bytes are still in the cache of the processor. The number is a multiple of every chunk size. In the file,
-// each piece except the first of a read begins at a multiple of this number.
+// A read is divided into pieces of at most this many bytes. Each piece is verified before the next piece is read, while
+// its bytes are still in the cache of the processor. The number is a multiple of every chunk size. Each piece except
+// the first of a read begins at a file offset that is a multiple of this number.
 inline constexpr std::size_t local_piece_bytes_max = 128 * 1024;
 
 // A file of the store.
@@ -49,12 +50,12 @@ public:
     bool prepare_read(std::uint64_t offset, std::size_t length);
 
     // Completes one piece of a prepared read, at most local_piece_bytes_max bytes: reads the missing bytes, and
-    // verifies the checksums. `first_count`: the result of storage::read_cached() for the piece. Returns the number of
+    // verifies the checksums. `first_result`: the result of storage::read_cached() for the piece. Returns the number of
     // bytes, which is less than requested at the end of the file. The storage server has to execute the read if a disk
     // must be read, a checksum does not match, or `destination` is no longer mapped. In these cases, returns the
     // bitwise complement of the number of copied bytes, which is negative.
     std::int64_t complete_piece(std::uint64_t offset, std::span<std::byte> destination,
-                                std::int64_t first_count) const noexcept;
+                                std::int64_t first_result) const noexcept;
 
     // One descriptor is for the thread of the loop, the other for its helper. If both threads used one open file, reads
     // would take a sixth longer, because both threads would write to the kernel's object of that open file.
@@ -63,8 +64,8 @@ public:
 
 private:
     bool update_sums();
-    bool can_verify_chunk(std::uint64_t chunk, std::size_t length) const noexcept;
-    bool match_sums(std::uint64_t offset, std::span<const std::byte> bytes) const noexcept;
+    bool can_verify_chunk(std::uint64_t chunk_index, std::size_t length) const noexcept;
+    bool piece_matches_sums(std::uint64_t offset, std::span<const std::byte> bytes) const noexcept;
 
     Descriptor file_, helper_file_;
     std::shared_ptr<LocalStore> store_;

@@ -20,17 +20,17 @@ constexpr std::uint64_t group_bytes_min = 32 * 1024;
 // The helper takes a part of each batch of at least this size. For fewer bytes, the handovers cost more than they save.
 constexpr std::uint64_t shared_bytes_min = 128 * 1024;
 
-std::int64_t read_by_call(const CachedRead& read) noexcept {
-    return storage::read_cached(read.file, read.destination.data(), read.destination.size(), read.offset);
+std::int64_t read_by_system_call(const CachedRead& read) noexcept {
+    return storage::read_cached(read.fd, read.destination.data(), read.destination.size(), read.offset);
 }
 
 // Executes reads by io_uring. Returns false if io_uring cannot be used.
-bool read_by_ring(ReadRing& ring, std::span<CachedRead> reads) noexcept {
+bool read_by_io_uring(ReadRing& ring, std::span<CachedRead> reads) noexcept {
     if (!ring.read(reads))
         return false;
     const auto is_refused = [](const CachedRead& read) { return read.result == -EAGAIN; };
     // In older kernels, io_uring refuses RWF_NOWAIT for files on some block devices even if the bytes are cached.
-    if (std::ranges::all_of(reads, is_refused) && read_by_call(reads.front()) >= 0) {
+    if (std::ranges::all_of(reads, is_refused) && read_by_system_call(reads.front()) >= 0) {
         ring.close();
         return false;
     }
@@ -43,12 +43,12 @@ bool LocalReader::add(LocalFile& file, std::uint64_t offset, std::span<std::byte
     if (destination.empty() || !file.prepare_read(offset, destination.size()))
         return false;
     requested_bytes_ += destination.size();
-    const std::size_t first_piece = pieces_.size();
+    const std::size_t first_piece_index = pieces_.size();
     while (!destination.empty()) {
         const auto piece_destination =
             destination.first(std::min(destination.size(), local_piece_bytes_max - offset % local_piece_bytes_max));
         pieces_.push_back({&file, reads_.size(), 0});
-        cached_reads_.push_back({-1, offset, piece_destination, 0});
+        cached_reads_.push_back({-1, offset, piece_destination, 0}); // read_pieces() sets the descriptor.
         if (group_ends_.empty() || last_group_bytes_ >= group_bytes_min) {
             group_ends_.push_back(0);
             last_group_bytes_ = 0;
@@ -58,11 +58,11 @@ bool LocalReader::add(LocalFile& file, std::uint64_t offset, std::span<std::byte
         offset += piece_destination.size();
         destination = destination.subspan(piece_destination.size());
     }
-    reads_.push_back({first_piece, pieces_.size() - first_piece, false});
+    reads_.push_back({first_piece_index, pieces_.size() - first_piece_index, false});
     return true;
 }
 
-// Returns the flag which says that the read of a piece has failed. Both threads access the flag.
+// Returns the flag `has_failed` of the read to which the piece belongs. Both threads access the flag.
 std::atomic_ref<bool> LocalReader::failure_flag(std::size_t piece_index) noexcept {
     return std::atomic_ref(reads_[pieces_[piece_index].read_index].has_failed);
 }
@@ -89,19 +89,20 @@ std::uint64_t LocalReader::run(int application_processor) {
 }
 
 void LocalReader::read_pieces(std::size_t begin, std::size_t end, bool is_helper) {
-    // A group of one piece belongs to a long read. If another piece of that read has failed, the piece is not needed.
+    // A group of one piece usually is a part of a long read. If another piece of this read has failed, the piece is not
+    // needed.
     if (end - begin == 1 && failure_flag(begin).load(std::memory_order_relaxed))
         return;
-    for (std::size_t batch_end = begin; batch_end < end; begin = batch_end) {
-        batch_end = std::min(end, begin + ReadRing::reads_max);
-        const std::span reads = std::span(cached_reads_).subspan(begin, batch_end - begin);
-        for (std::size_t index = begin; index < batch_end; ++index)
-            cached_reads_[index].file = is_helper ? pieces_[index].file->helper_fd() : pieces_[index].file->fd();
-        // One read by io_uring takes longer than one by its own system call.
-        if (reads.size() == 1 || !read_by_ring(rings_[is_helper ? 1 : 0], reads))
+    for (std::size_t call_end = begin; call_end < end; begin = call_end) {
+        call_end = std::min(end, begin + ReadRing::reads_max);
+        const std::span reads = std::span(cached_reads_).subspan(begin, call_end - begin);
+        for (std::size_t index = begin; index < call_end; ++index)
+            cached_reads_[index].fd = is_helper ? pieces_[index].file->helper_fd() : pieces_[index].file->fd();
+        // For a single read, io_uring takes longer than the system call of read_cached().
+        if (reads.size() == 1 || !read_by_io_uring(read_rings_[is_helper ? 1 : 0], reads))
             for (CachedRead& read : reads)
-                read.result = read_by_call(read);
-        for (std::size_t index = begin; index < batch_end; ++index)
+                read.result = read_by_system_call(read);
+        for (std::size_t index = begin; index < call_end; ++index)
             complete_piece(index);
     }
 }
@@ -120,21 +121,21 @@ std::optional<std::int64_t> LocalReader::result(std::size_t index) const noexcep
         return std::nullopt;
     std::uint64_t read_bytes = 0;
     bool has_file_ended = false;
-    for (std::size_t piece_index = read.first_piece; piece_index < read.first_piece + read.pieces_count;
+    for (std::size_t piece_index = read.first_piece_index; piece_index < read.first_piece_index + read.pieces_count;
          ++piece_index) {
-        const std::int64_t count = pieces_[piece_index].result;
+        const std::int64_t piece_bytes = pieces_[piece_index].result;
         // If the file had ended before this piece, but the piece has bytes, the file grew meanwhile.
-        if (has_file_ended && count != 0)
+        if (has_file_ended && piece_bytes != 0)
             return std::nullopt;
-        read_bytes += static_cast<std::uint64_t>(count);
-        has_file_ended = count != static_cast<std::int64_t>(cached_reads_[piece_index].destination.size());
+        read_bytes += static_cast<std::uint64_t>(piece_bytes);
+        has_file_ended = piece_bytes != static_cast<std::int64_t>(cached_reads_[piece_index].destination.size());
     }
-    // The helper may have found the end of the file before the file grew and this thread read the earlier pieces. So
-    // compare the end with the size of the file again.
+    // The helper may have found the end of the file, then the file grew, and then this thread read the earlier pieces.
+    // So compare the end of the read with the size of the file again.
     struct stat attributes {};
     if (has_file_ended && read.pieces_count > 1 &&
-        (fstat(pieces_[read.first_piece].file->fd(), &attributes) != 0 ||
-         static_cast<std::uint64_t>(attributes.st_size) > cached_reads_[read.first_piece].offset + read_bytes))
+        (fstat(pieces_[read.first_piece_index].file->fd(), &attributes) != 0 ||
+         static_cast<std::uint64_t>(attributes.st_size) > cached_reads_[read.first_piece_index].offset + read_bytes))
         return std::nullopt;
     return static_cast<std::int64_t>(read_bytes);
 }

@@ -18,9 +18,9 @@ namespace gdrkit::usrbio::agent {
 
 class LocalReader {
 public:
-    // Adds a read to the batch. Returns false if the storage server has to execute the read. A fault in `destination`
-    // must not end the process; see BusGuard. The client may change its bytes at any time. `file` must exist until
-    // clear().
+    // Adds a read to the batch. Returns false if the storage server has to execute the read. The caller must guard
+    // `destination` by a BusGuard, because the client may truncate this memory. The client may also change the bytes at
+    // any time. `file` must exist until clear().
     bool add(LocalFile& file, std::uint64_t offset, std::span<std::byte> destination);
     // Returns the number of bytes that the reads of the batch request.
     std::uint64_t requested_bytes() const noexcept { return requested_bytes_; }
@@ -30,15 +30,15 @@ public:
     std::uint64_t run(int application_processor);
     // Returns the number of bytes of a read, which is less than requested at the end of the file. Returns nothing if
     // the storage server has to execute the read: a disk must be read, a checksum does not match, or the destination is
-    // no longer mapped. Its destination may then contain any bytes. `index`: the number of reads that were added before
-    // it.
+    // no longer mapped. The destination may then contain any bytes. `index`: the number of reads that were added to the
+    // batch before this read.
     std::optional<std::int64_t> result(std::size_t index) const noexcept;
     // Removes all reads from the batch.
     void clear() noexcept;
 
 private:
     struct Read {
-        std::size_t first_piece = 0;
+        std::size_t first_piece_index = 0;
         std::size_t pieces_count = 0;
         bool has_failed = false;
     };
@@ -54,7 +54,7 @@ private:
     std::atomic_ref<bool> failure_flag(std::size_t piece_index) noexcept;
 
     ReadHelper helper_;
-    std::array<ReadRing, 2> rings_; // For the thread of the loop, and for the helper.
+    std::array<ReadRing, 2> read_rings_; // For the thread of the loop, and for the helper.
     std::vector<Read> reads_;
     std::vector<Piece> pieces_;
     std::vector<CachedRead> cached_reads_; // One for each piece.

@@ -1,5 +1,5 @@
-// The part of class Loop that runs its thread, adds and removes its objects, and sleeps. loop_io.cpp handles operations
-// and results.
+// The part of class Loop that runs the thread, adds and removes clients, buffers, files and rings, and sleeps when
+// there is no work. loop_io.cpp handles operations and results.
 #include "usrbio/agent/loop.hpp"
 
 #include <malloc.h>
@@ -20,7 +20,7 @@ namespace {
 // With operations in flight, each pass that did work and every 4th idle pass checks the socket for results. Without
 // operations in flight, only every 64th pass checks the socket, to notice the end of the connection.
 constexpr unsigned passes_per_receive = 4;
-constexpr unsigned passes_per_check = 64;
+constexpr unsigned passes_per_disconnect_check = 64;
 // With operations in flight the loop spins four times longer, because a result will come soon.
 constexpr int spin_factor_in_flight = 4;
 
@@ -77,7 +77,7 @@ void Loop::wake() noexcept {
 
 template <class Function> auto Loop::run_in_loop_thread(Function function) -> std::invoke_result_t<Function> {
     auto task = std::make_shared<std::packaged_task<std::invoke_result_t<Function>()>>(std::move(function));
-    auto result = task->get_future();
+    auto future = task->get_future();
     {
         const std::lock_guard lock(commands_lock_);
         if (is_shut_down_)
@@ -86,7 +86,7 @@ template <class Function> auto Loop::run_in_loop_thread(Function function) -> st
         has_commands_ = true;
     }
     wake();
-    return result.get();
+    return future.get();
 }
 
 bool Loop::run_commands() {
@@ -147,11 +147,11 @@ void Loop::add_buffer(std::uint64_t client_number, const BufferSpec& spec) {
 
 void Loop::set_local_store(Descriptor sums_folder, Descriptor generation_memory) {
     auto store = std::make_shared<LocalStore>(std::move(sums_folder), std::move(generation_memory));
-    rlimit open_files{};
-    if (getrlimit(RLIMIT_NOFILE, &open_files) != 0)
+    rlimit descriptor_limit{};
+    if (getrlimit(RLIMIT_NOFILE, &descriptor_limit) != 0)
         throw_error(errno, "getrlimit failed");
     // A file needs up to three descriptors, so local files take at most three eighths of the limit.
-    store->files_max = open_files.rlim_cur / 8;
+    store->files_max = descriptor_limit.rlim_cur / 8;
     const std::lock_guard lock(commands_lock_);
     local_store_ = std::move(store);
 }
@@ -255,7 +255,7 @@ bool Loop::remove_ring(std::uint64_t client_number, const Id& id, std::chrono::m
         timeout);
 }
 
-// Stops taking operations from the ring. The operations in flight still write their results into its memory.
+// Stops taking operations from the ring. The results of its operations in flight are still written into its memory.
 void Loop::stop_draining(Ring& ring) {
     std::erase(rings_[static_cast<std::size_t>(ring.spec.priority)], &ring);
 }
@@ -273,6 +273,7 @@ void Loop::connect(int socket, std::vector<std::uint16_t> queue_pair_nics, std::
         is_connected_ = true;
         has_memory_refusal_ = false;
         last_result_time_ = Clock::now();
+        // Send the operations again that waited for this connection; see disconnect().
         for (std::uint32_t index = 0; index < in_flight_.size(); ++index)
             if (in_flight_[index].ring != nullptr)
                 add_request(index);
@@ -343,7 +344,8 @@ void Loop::run() {
         has_worked |= drain_rings();
         publish_completions(); // The completions of local reads need not wait for the socket.
         // Checking the socket costs a system call, checking the rings does not.
-        if (has_in_flight() ? has_worked || idle_passes % passes_per_receive == 0 : pass_count_ % passes_per_check == 0)
+        if (has_in_flight() ? has_worked || idle_passes % passes_per_receive == 0
+                            : pass_count_ % passes_per_disconnect_check == 0)
             has_worked |= send_and_receive();
         publish_completions();
         idle_passes = has_worked ? 0 : idle_passes + 1;
@@ -366,7 +368,7 @@ void Loop::run() {
     clients_.clear();
 }
 
-// Announces in every ring that the loop sleeps. Returns false if there is work, so that the loop must not sleep.
+// Announces in every ring that the loop sleeps. Returns false if there is work for the loop, which then must not sleep.
 bool Loop::announce_sleep() {
     for (const auto& rings : rings_) {
         for (Ring* ring : rings) {
@@ -379,7 +381,8 @@ bool Loop::announce_sleep() {
 }
 
 void Loop::sleep() {
-    // A full loop waits only for the server. It announces no sleep, because submissions need not wake it.
+    // A loop that is full waits only for the server; see is_full(). It does not announce its sleep to the applications,
+    // because new submissions need not wake it.
     const bool may_sleep = is_full() || announce_sleep();
     if (may_sleep && !has_commands_.load(std::memory_order_seq_cst)) {
         ++statistics_.sleeps;
@@ -392,7 +395,7 @@ void Loop::sleep() {
                 polled[1].events |= POLLOUT;
             polled_count = 2;
         }
-        std::int64_t deadline_ns = -1; // Time at which the loop must wake up, or -1 for none.
+        std::int64_t deadline_ns = -1; // Time at which the loop must wake up; -1: no limit.
         for (const auto& rings : rings_)
             for (const Ring* ring : rings)
                 if (const std::int64_t held_until_ns = ring->agent_side->held_until_ns();

@@ -75,10 +75,10 @@ public:
     Loop(const Loop&) = delete;
     Loop& operator=(const Loop&) = delete;
 
-    // The loop's thread executes each of these calls between two passes over the rings, and the caller waits for that.
-    // They throw std::system_error: EEXIST, the object exists already; ENOENT, the client does not exist; ESHUTDOWN,
-    // stop() was called. set_file() also fails with EBUSY if the file is being removed, and add_ring() with EINVAL if
-    // the memory is not a valid ring.
+    // The loop's thread executes each of these calls between two passes over the rings, and the caller waits until it
+    // has done so. These functions throw std::system_error: EEXIST, the object exists already; ENOENT, the client does
+    // not exist; ESHUTDOWN, stop() was called. set_file() also fails with EBUSY if the file is being removed, and
+    // add_ring() with EINVAL if the memory is not a valid ring.
     void add_client(std::uint64_t client_number);
     void add_buffer(std::uint64_t client_number, const BufferSpec& spec);
     // Adds a file, or changes its permissions and handles. `descriptor`: the file, open for reading, if its store was
@@ -106,7 +106,7 @@ public:
     // completes only the operations in that memory and returns true. The other operations then wait until the next
     // connect() sends them again, or until abandon() ends them.
     bool disconnect();
-    // Completes the operations that wait for a new connection with -EREMOTEIO.
+    // Completes, with -EREMOTEIO, the operations that wait for a new connection since disconnect() returned true.
     void abandon();
 
     Statistics statistics();
@@ -125,17 +125,17 @@ private:
         std::uint64_t buffer_offset = 0;
         std::uint64_t file_offset = 0;
         std::uint32_t position = 0;   // Position in the ring's submission queue.
-        std::uint32_t generation = 0; // Number of uses of this element, so that a late result does not match.
+        std::uint32_t generation = 0; // Number of uses of this element. A late result has an older one.
     };
 
-    // A cache of the objects that the last checked entry names, because most entries of a claim name the same objects.
-    // No object is removed while the entries of a claim are handled.
+    // A cache of the objects that the last checked entry names, because most entries of one AgentRing::claim() name the
+    // same objects. No object is removed while these entries are handled.
     struct EntryObjects {
         Id id{}; // Id of the buffer.
         Buffer* buffer = nullptr;
         File* file = nullptr;
     };
-    // An entry of a ring that the loop reads itself.
+    // An entry of a ring whose read the loop executes itself.
     struct LocalRead {
         const ClaimedOperation* entry = nullptr;
         Buffer* buffer = nullptr;
@@ -193,7 +193,8 @@ private:
     // Only the loop's thread uses the members below.
     std::unordered_map<std::uint64_t, std::unique_ptr<Client>> clients_;
     std::array<std::vector<Ring*>, priority_class_count> rings_; // By priority.
-    // For each priority: index of the first ring in the next pass, modulo the number of rings.
+    // For each priority, a counter. Modulo the number of rings, it is the index of the ring with which the next pass
+    // begins.
     std::array<std::size_t, priority_class_count> first_ring_indices_{};
     std::uint64_t pass_count_ = 0;
     std::unique_ptr<Connection> connection_;
@@ -201,8 +202,8 @@ private:
     // True if the last connection ended because a NIC refused the memory of one operation. Until the next connection,
     // the loop claims no entries, and the operations in other memory wait.
     bool has_memory_refusal_ = false;
-    std::uint64_t connection_generation_ = 0; // Number of the connection, which its events carry.
-    std::vector<std::uint16_t> queue_pair_nics_;
+    std::uint64_t connection_generation_ = 0;    // Number of the connection, which its events carry.
+    std::vector<std::uint16_t> queue_pair_nics_; // The NIC of each queue pair; see connect().
     // Time from which the timeout of the server is measured: the last result, or the first operation after a time
     // without operations in flight.
     Clock::time_point last_result_time_{};
@@ -213,11 +214,11 @@ private:
     std::uint64_t local_bytes_ = 0;
     // When local_bytes_ reaches this value, the loop sends further reads of the current ring to the server, until its
     // next pass.
-    std::uint64_t local_bytes_end_ = 0;
+    std::uint64_t local_bytes_limit_ = 0;
     std::vector<InFlight> in_flight_;
-    std::vector<std::uint32_t> free_indices_;
+    std::vector<std::uint32_t> free_indices_; // Indices of the free elements of in_flight_.
     std::vector<storage::Operation> unsent_requests_;
-    std::vector<Ring*> unpublished_rings_;
+    std::vector<Ring*> unpublished_rings_; // Rings with completions that were not published yet.
     std::vector<ClaimedOperation> claimed_entries_;
     EntryObjects last_entry_objects_;
     Statistics statistics_;

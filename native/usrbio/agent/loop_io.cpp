@@ -22,8 +22,8 @@ constexpr std::uint64_t bytes_per_queue_pair = 256 * 1024;
 
 constexpr std::uint64_t forbid_read_holes = 2; // HF3FS_IOR_FORBID_READ_HOLES
 
-// Number of bytes that the loop copies for one ring in one pass. The loop sends the other claimed entries to the
-// storage server and then continues with the next ring.
+// Number of bytes of local reads for one ring in one pass. After these bytes, the loop sends the other claimed entries
+// to the storage server and continues with the next ring.
 constexpr std::uint64_t local_bytes_per_pass = 1024 * 1024;
 // Number of bytes of local reads after which their completions are published. The application then works on them while
 // the loop continues.
@@ -79,14 +79,14 @@ bool Loop::drain_ring(Ring& ring, std::int64_t now_ns) {
         return false; // The loop can send no more operations now, so the entries wait in the ring.
     std::size_t remaining_entries = entries_per_pass[static_cast<std::size_t>(ring.spec.priority)];
     claimed_entries_.resize(entries_per_pass.front());
-    const std::uint64_t bytes_end = local_bytes_end_ = local_bytes_ + local_bytes_per_pass;
+    const std::uint64_t bytes_limit = local_bytes_limit_ = local_bytes_ + local_bytes_per_pass;
     bool has_claimed_all = false;
     bool has_claimed = false;
     do {
         // Estimate how many entries fit into the bytes that this pass may still copy. The estimate assumes that each
         // entry is as long as the last claimed one.
         const std::uint64_t fitting_count =
-            (bytes_end - local_bytes_) / std::max<std::uint64_t>(ring.last_claimed_length, 1);
+            (bytes_limit - local_bytes_) / std::max<std::uint64_t>(ring.last_claimed_length, 1);
         const std::size_t claims_max =
             std::min({remaining_entries, free_indices_.size(), std::max<std::size_t>(std::size_t{1}, fitting_count)});
         const std::size_t claimed_count = ring.agent_side->claim({claimed_entries_.data(), claims_max}, now_ns);
@@ -99,7 +99,7 @@ bool Loop::drain_ring(Ring& ring, std::int64_t now_ns) {
         has_claimed |= claimed_count != 0;
         has_claimed_all = claimed_count < claims_max;
         remaining_entries -= claimed_count;
-    } while (!has_claimed_all && remaining_entries != 0 && !free_indices_.empty() && local_bytes_ < bytes_end);
+    } while (!has_claimed_all && remaining_entries != 0 && !free_indices_.empty() && local_bytes_ < bytes_limit);
     ring.is_broken = ring.agent_side->is_broken();
     return has_claimed || ring.is_broken;
 }
@@ -131,7 +131,7 @@ bool Loop::add_local_read(Ring& ring, const ClaimedOperation& entry, Buffer& buf
     const Arguments& arguments = entry.arguments;
     if (!ring.spec.for_read || (ring.spec.flags & forbid_read_holes) != 0 || !file.local_file ||
         file.spec.read_handle == 0 || !buffer.guard || buffer.guard->has_bus_error() ||
-        arguments.length > local_read_bytes_max || local_bytes_ + local_reader_.requested_bytes() >= local_bytes_end_)
+        arguments.length > local_read_bytes_max || local_bytes_ + local_reader_.requested_bytes() >= local_bytes_limit_)
         return false;
     auto* const destination = reinterpret_cast<std::byte*>(buffer.spec.mapping + arguments.buffer_offset);
     if (!local_reader_.add(*file.local_file, arguments.file_offset, {destination, arguments.length}))
@@ -221,7 +221,8 @@ std::uint16_t Loop::choose_queue_pair(Buffer& buffer, std::uint64_t length) cons
         return buffer.queue_pair;
     buffer.queue_pair_bytes = length;
     const auto& preferred_nics = buffer.spec.preferred_nics;
-    // Choose the next queue pair of a preferred NIC. If the buffer prefers no NIC, choose the next queue pair.
+    // Choose the next queue pair of a preferred NIC. If there is none, or the buffer prefers no NIC, choose the next
+    // queue pair.
     for (std::size_t step = 1; step <= queue_pair_nics_.size(); ++step) {
         const std::size_t queue_pair = (buffer.queue_pair + step) % queue_pair_nics_.size();
         if (preferred_nics.empty() || std::find(preferred_nics.begin(), preferred_nics.end(),
@@ -308,7 +309,7 @@ void Loop::report_lost_connection(Event::Kind kind) {
 
 // If the server has operations and has returned no result for too long, reports the connection as lost and returns
 // true. This is needed because a server that hangs does not close the connection. A result of any operation restarts
-// the time, because the duration of one operation depends on the operations queued before it.
+// the timeout, because the duration of one operation depends on the operations queued before it.
 bool Loop::report_silent_server(Clock::time_point now) {
     if (!is_connected_ || !has_in_flight() || now - last_result_time_ < options_.server_timeout)
         return false;
@@ -319,7 +320,7 @@ bool Loop::report_silent_server(Clock::time_point now) {
 // Completes the operation with `tag`. Returns false if no operation in flight has this tag, or if the result is
 // invalid.
 bool Loop::handle_result(std::uint64_t tag, std::int64_t result) {
-    const auto index = static_cast<std::uint32_t>(tag);
+    const auto index = static_cast<std::uint32_t>(tag); // The low 32 bits; see make_tag().
     if (index >= in_flight_.size())
         return false;
     const InFlight& operation = in_flight_[index];
@@ -350,17 +351,17 @@ void Loop::complete_operation(std::uint32_t index, std::int64_t result) {
     operation.ring = nullptr;
     free_indices_.push_back(index);
     Client& client = ring.client;
-    const auto notify = [](std::vector<DrainPromise>& waiters) {
-        for (const DrainPromise& waiter : waiters)
-            waiter->set_value();
+    const auto fulfill = [](std::vector<DrainPromise>& promises) {
+        for (const DrainPromise& promise : promises)
+            promise->set_value();
     };
     if (--buffer.in_flight_count == 0 && buffer.is_closing) {
         auto removed_entry = client.buffers.extract(buffer.spec.id);
-        notify(removed_entry.mapped()->drain_promises);
+        fulfill(removed_entry.mapped()->drain_promises);
     }
     if (--file.in_flight_count == 0 && file.is_closing) {
         auto removed_entry = client.files.extract(file.spec.inode);
-        notify(removed_entry.mapped()->drain_promises);
+        fulfill(removed_entry.mapped()->drain_promises);
     }
     if (ring.is_closing && ring.agent_side->outstanding() == 0) {
         if (ring.has_unpublished) {
@@ -369,7 +370,7 @@ void Loop::complete_operation(std::uint32_t index, std::int64_t result) {
         }
         auto removed_entry = client.rings.extract(ring.spec.id);
         removed_entry.mapped().ring.reset();
-        notify(removed_entry.mapped().drain_promises);
+        fulfill(removed_entry.mapped().drain_promises);
     }
 }
 

@@ -18,8 +18,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::uint32_t jobs_to_skip_max = 64; // Largest value of jobs_to_skip_.
-// Number of times that the caller of run() checks whether the helper has ended its last index before it sleeps. The
-// work of an index takes 10 to 50 us.
+// The caller of run() checks this many times whether the helper has ended its last index, and then sleeps. The work of
+// an index takes 10 to 50 us.
 constexpr unsigned spins_max = 2048;
 // The helper spins for this time after a job, because a sleep and the wake-up take longer than a short job.
 constexpr std::chrono::microseconds spin_time{50};
@@ -45,15 +45,16 @@ void ReadHelper::run(std::size_t count, int application_processor, const Work& w
     Job job;
     job.work = &work;
     job.count = count;
-    const bool is_shared = count > 1 && share(job, application_processor);
+    const bool is_shared = count > 1 && offer(job, application_processor);
     for (std::size_t index = 0; job.begun_index_count.fetch_add(1, std::memory_order_relaxed) < count; ++index)
         work(index, false);
     if (is_shared)
-        finish(job);
+        withdraw(job);
 }
 
-// Offers a job to the helper. Returns false if the job is not shared.
-bool ReadHelper::share(Job& job, int application_processor) {
+// Offers a job to the helper, whose thread is started first if necessary. Returns false if the helper gets no part of
+// the job.
+bool ReadHelper::offer(Job& job, int application_processor) {
     if (jobs_to_skip_ != 0) {
         --jobs_to_skip_;
         return false;
@@ -62,7 +63,7 @@ bool ReadHelper::share(Job& job, int application_processor) {
         return false;
     if (!thread_.joinable()) {
         try {
-            thread_ = std::thread(&ReadHelper::help, this);
+            thread_ = std::thread(&ReadHelper::run_helper, this);
         } catch (const std::system_error&) { // The process may start no more threads.
             has_failed_to_start_ = true;
             return false;
@@ -79,7 +80,7 @@ bool ReadHelper::share(Job& job, int application_processor) {
 }
 
 // Keeps the helper off the processor of this thread. Otherwise, if all processors are busy, the kernel would wake the
-// helper there, and it would run in turns with this thread instead of beside it.
+// helper there, and the two threads would run in turns instead of at the same time.
 void ReadHelper::avoid_processor(int processor) noexcept {
     avoided_processor_ = processor;
     cpu_set_t processors;
@@ -90,7 +91,7 @@ void ReadHelper::avoid_processor(int processor) noexcept {
     has_two_processors_ = CPU_COUNT(&processors) == 2;
     CPU_CLR(processor, &processors);
     if (CPU_COUNT(&processors) == 0)
-        return; // The loop may use only this processor. The helper may still use others.
+        return; // The loop's thread may use only this processor, so the helper keeps its processors.
     pthread_setaffinity_np(thread_.native_handle(), sizeof processors, &processors);
 }
 
@@ -110,7 +111,7 @@ void ReadHelper::move_to_processor(int processor) noexcept {
     CPU_SET(processor, &application_processors);
     // The thread moves during this call, and waits until the other threads of that processor let it run.
     if (sched_setaffinity(0, sizeof application_processors, &application_processors) != 0) {
-        next_move_time_ = Clock::time_point::max(); // The system forbids it.
+        next_move_time_ = Clock::time_point::max(); // The system forbids moves.
         return;
     }
     // Restore the affinity, so that the kernel may move the thread again. If another program has changed the affinity
@@ -127,8 +128,9 @@ void ReadHelper::move_to_processor(int processor) noexcept {
     next_move_time_ = end + std::max<Clock::duration>(move_interval_min, move_pause_factor * (end - begin));
 }
 
-// Withdraws a job whose indices have all been begun, and waits until the helper has executed its last index.
-void ReadHelper::finish(Job& job) {
+// Withdraws a job whose indices have all been begun. If the helper has taken the job, waits until the helper has
+// executed its last index.
+void ReadHelper::withdraw(Job& job) {
     bool has_slept = false;
     if (offered_job_.exchange(nullptr) == nullptr) { // The helper has begun the job.
         ++begun_job_count_;
@@ -142,15 +144,15 @@ void ReadHelper::finish(Job& job) {
             is_awaited_.store(false);
         }
     }
-    const bool has_helped = job.helped_index_count != 0 && !has_slept;
-    // The threads may now be restricted to other processors, so share() sets the helper's affinity again.
-    if (!has_helped)
+    const bool has_helped_in_time = job.helped_index_count != 0 && !has_slept;
+    // The threads may now be restricted to other processors, so let offer() set the helper's affinity again.
+    if (!has_helped_in_time)
         avoided_processor_ = -1;
-    last_skip_ = has_helped ? 0 : std::clamp(last_skip_ * 2, 1U, jobs_to_skip_max);
+    last_skip_ = has_helped_in_time ? 0 : std::clamp(last_skip_ * 2, 1U, jobs_to_skip_max);
     jobs_to_skip_ = last_skip_;
 }
 
-void ReadHelper::help() {
+void ReadHelper::run_helper() {
     pthread_setname_np(pthread_self(), "gdrkit-helper");
     while (Job* const job = wait_for_job()) {
         // This thread begins with the last index, and the caller of run() with the first. They never execute the same
@@ -165,7 +167,8 @@ void ReadHelper::help() {
     }
 }
 
-// Waits for a job and begins it. Returns null if the thread must end.
+// Waits for a job and begins it: spins for `spin_time`, and then sleeps until a job is offered. Returns null if the
+// thread must end.
 ReadHelper::Job* ReadHelper::wait_for_job() {
     Clock::time_point spin_end{};
     for (unsigned spin = 1; !is_stopping_.load(std::memory_order_relaxed); ++spin) {

@@ -1,4 +1,5 @@
-// A second thread for the local reads of the loop. One thread copies less than the memory of a machine can deliver.
+// A second thread for the local reads of the loop. It is useful because one thread cannot use the whole memory
+// bandwidth of a machine.
 #pragma once
 
 #include <atomic>
@@ -25,24 +26,24 @@ public:
     // for an index that the helper has not begun, so a helper that gets no processor only fails to help. Only one
     // thread may call this function.
     //
-    // `application_processor`: the processor of the thread for which the work is done; any number is allowed. If this
-    // thread may use exactly two processors, it moves to that processor from time to time, and the helper uses the
-    // other one.
+    // `application_processor`: the processor of the application's thread for which the work is done, or -1. A number
+    // that is not a processor has no effect. If this thread may use exactly two processors, it moves to the processor
+    // of the application from time to time, and the helper uses the other one.
     void run(std::size_t count, int application_processor, const Work& work);
 
 private:
     struct Job {
         const Work* work = nullptr;
         std::size_t count = 0;
-        std::atomic<std::size_t> begun_index_count{0}; // Number of indices that a thread has begun, or more.
+        std::atomic<std::size_t> begun_index_count{0}; // Number of begun indices; more than `count` at the end.
         std::size_t helped_index_count = 0;            // Number of indices that the helper executed.
     };
 
-    bool share(Job& job, int application_processor);
+    bool offer(Job& job, int application_processor);
     void avoid_processor(int processor) noexcept;
     void move_to_processor(int processor) noexcept;
-    void finish(Job& job);
-    void help();
+    void withdraw(Job& job);
+    void run_helper();
     Job* wait_for_job();
 
     std::atomic<Job*> offered_job_{nullptr};        // The job that the helper may begin.
@@ -55,9 +56,9 @@ private:
     bool has_two_processors_ = false; // The thread of the loop may use exactly two processors.
     std::chrono::steady_clock::time_point next_move_time_{}; // The thread of the loop does not move earlier.
     std::thread thread_;
-    // If the helper came too late for a job, or did not end it in time, no other processor was free. Then the next
-    // jobs_to_skip_ jobs are not shared. Each further such job doubles this number. last_skip_ is the number after the
-    // last shared job, and is 0 if the helper was in time.
+    // If the helper came too late for a job, or did not end it in time, probably no other processor was free. Then
+    // run() does not share the next jobs_to_skip_ jobs. last_skip_ is the number of jobs to skip after the last shared
+    // job. Each further late job doubles it, and a job in time sets it to 0.
     std::uint32_t jobs_to_skip_ = 0, last_skip_ = 0;
     std::uint32_t begun_job_count_ = 0; // Number of jobs that the helper has begun.
 };

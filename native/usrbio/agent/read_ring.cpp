@@ -14,7 +14,7 @@ namespace gdrkit::usrbio::agent {
 
 bool ReadRing::open() noexcept {
     ring_ = Descriptor(static_cast<int>(syscall(SYS_io_uring_setup, reads_max, &parameters_)));
-    // No feature flag reports IORING_OP_READ. This flag is from the same version of the kernel (5.6).
+    // No feature flag reports IORING_OP_READ. IORING_FEAT_RW_CUR_POS is from the same version of the kernel (5.6).
     if (!ring_ || (parameters_.features & IORING_FEAT_RW_CUR_POS) == 0)
         return false;
     const auto map = [&](Mapping& mapping, std::size_t length, std::uint64_t offset) {
@@ -63,7 +63,7 @@ bool ReadRing::read(std::span<CachedRead> reads) noexcept {
         io_uring_sqe& entry = entries[(begin + index) & (parameters_.sq_entries - 1)];
         entry = {};
         entry.opcode = IORING_OP_READ;
-        entry.fd = read.file;
+        entry.fd = read.fd;
         entry.addr = reinterpret_cast<std::uintptr_t>(read.destination.data());
         entry.len = static_cast<std::uint32_t>(read.destination.size());
         entry.off = read.offset;

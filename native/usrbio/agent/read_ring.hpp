@@ -14,14 +14,14 @@ namespace gdrkit::usrbio::agent {
 
 // A read of bytes that are in the page cache.
 struct CachedRead {
-    int file = -1;
+    int fd = -1;
     std::uint64_t offset = 0;
     std::span<std::byte> destination;
     std::int64_t result = 0; // The number of bytes, which may be smaller than requested, or a negative errno.
 };
 
-// The queues of io_uring for one thread. Many reads by one system call take a quarter less time than a system call for
-// each of them.
+// The queues of io_uring for one thread, which are not a ring of a client. Many reads by one system call take a quarter
+// less time than a system call for each of them.
 class ReadRing {
 public:
     ReadRing() = default;

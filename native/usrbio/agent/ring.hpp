@@ -45,7 +45,8 @@ struct Ring {
     bool is_asleep = false;       // The loop has announced its sleep in this ring.
     // Length of the last claimed operation, in bytes. Its first value is local_bytes_per_pass of loop_io.cpp, so that
     // the first claim takes one entry. If the reads are long, the next entries then stay in the ring until a later
-    // pass, in which the loop reads them itself. With more entries claimed, it would have to send them to the server.
+    // pass, in which the loop executes them itself. If the first claim took more entries, the loop would have to send
+    // them to the server.
     std::uint64_t last_claimed_length = std::uint64_t{1} << 20;
 };
 

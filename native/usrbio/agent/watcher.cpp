@@ -48,7 +48,7 @@ void SemaphoreWatcher::close() noexcept {
 }
 
 void SemaphoreWatcher::watch(NamedSemaphore& semaphore) {
-    semaphore.restore();
+    semaphore.restore(); // A client may have truncated or overwritten the semaphore.
     while (!is_stopping_) {
         if (!semaphore.wait_and_reset(post_wait_ms_max))
             semaphore.restore();

@@ -31,22 +31,22 @@ namespace gdrkit::usrbio {
 namespace {
 
 constexpr timeval reply_timeout{.tv_sec = 30, .tv_usec = 0};
-constexpr int agent_close_ms_max = 30000; // Longest wait for a failed agent to close its end of the socket.
-constexpr int agent_exit_ms_max = 10000;  // Longest wait until the process of an exiting agent has ended.
-constexpr std::size_t payload_parts_max = 4;
+constexpr int agent_close_ms_max = 30000;    // Longest wait for a failed agent to close its end of the socket.
+constexpr int agent_exit_ms_max = 10000;     // Longest wait until the process of an exiting agent has ended.
+constexpr std::size_t payload_parts_max = 4; // Largest number of iovecs of a request's payload.
 
 struct Connections {
-    // The pointers are weak, because the publications, rings and registered files own their connection. It closes with
-    // the last of them.
+    // The newest connection of each mount. The pointers are weak, because the publications, rings and registered files
+    // own their connection, which closes with the last of them.
     std::map<std::string, std::weak_ptr<AgentConnection>, std::less<>> by_mount;
-    std::set<AgentConnection*> all; // Also has old connections of a mount that still have owners.
+    std::set<AgentConnection*> all_connections; // Also older connections of a mount, as long as they have owners.
 };
 
 Connections& connections() {
     static auto* table = [] {
         auto* new_table = new Connections;
         add_fork_handler([] {
-            for (AgentConnection* connection : connections().all) {
+            for (AgentConnection* connection : connections().all_connections) {
                 connection->close_descriptors();
             }
         });
@@ -99,13 +99,13 @@ AgentConnection::AgentConnection(int fd) noexcept : fd_(fd) {
 }
 
 AgentConnection::~AgentConnection() {
-    if (has_watch_thread_) { // No other thread uses the connection any more.
-        shutdown(fd_.load(), SHUT_RDWR);
+    if (has_watch_thread_) {             // No other thread uses the connection any more.
+        shutdown(fd_.load(), SHUT_RDWR); // Ends the wait of the watch thread.
         watch_thread_ended_->acquire();
     }
     {
         const std::lock_guard lock(library_mutex());
-        connections().all.erase(this);
+        connections().all_connections.erase(this);
     }
     close_descriptors();
 }
@@ -136,11 +136,11 @@ int AgentConnection::fail(const char* reason, int close_timeout_ms) noexcept {
 // an unspecified order. So the agent's end of the socket may be closed while its NIC is still open and still writes to
 // memory.
 void AgentConnection::wait_agent_exit() noexcept {
-    pollfd pidfd{.fd = agent_pidfd_.load(), .events = POLLIN, .revents = 0};
-    if (pidfd.fd < 0 || poll(&pidfd, 1, 0) > 0 || !is_exiting(agent_pid_)) {
+    pollfd polled_pidfd{.fd = agent_pidfd_.load(), .events = POLLIN, .revents = 0};
+    if (polled_pidfd.fd < 0 || poll(&polled_pidfd, 1, 0) > 0 || !is_exiting(agent_pid_)) {
         return;
     }
-    if (poll(&pidfd, 1, agent_exit_ms_max) <= 0) {
+    if (poll(&polled_pidfd, 1, agent_exit_ms_max) <= 0) {
         log_line(LogLevel::warning, "the agent (process %d) is exiting, but has not ended after 10 s",
                  static_cast<int>(agent_pid_));
     }
@@ -150,9 +150,9 @@ bool AgentConnection::wait_closed_by_agent(int timeout_ms) noexcept {
     if (is_closed_by_agent()) {
         return true;
     }
-    pollfd socket_state{.fd = fd_.load(), .events = POLLRDHUP, .revents = 0};
-    if (poll(&socket_state, 1, timeout_ms) > 0 &&
-        (socket_state.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0) {
+    pollfd polled_socket{.fd = fd_.load(), .events = POLLRDHUP, .revents = 0};
+    if (poll(&polled_socket, 1, timeout_ms) > 0 &&
+        (polled_socket.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0) {
         wait_agent_exit();
         is_closed_by_agent_.store(true, std::memory_order_release);
         has_failed_.store(true, std::memory_order_release);
@@ -239,18 +239,18 @@ int AgentConnection::send(const AgentHeader& header, std::span<const iovec> payl
     std::array<iovec, 1 + payload_parts_max> parts;
     parts[0] = {const_cast<AgentHeader*>(&header), sizeof(header)};
     std::copy(payload.begin(), payload.end(), parts.begin() + 1);
-    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * agent_descriptors_max)] = {};
+    alignas(cmsghdr) char control_buffer[CMSG_SPACE(sizeof(int) * agent_descriptors_max)] = {};
     msghdr message{};
     message.msg_iov = parts.data();
     message.msg_iovlen = 1 + payload.size();
     if (!descriptors.empty()) {
-        message.msg_control = control;
+        message.msg_control = control_buffer;
         message.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
-        cmsghdr* rights = CMSG_FIRSTHDR(&message);
-        rights->cmsg_level = SOL_SOCKET;
-        rights->cmsg_type = SCM_RIGHTS;
-        rights->cmsg_len = CMSG_LEN(descriptors.size_bytes());
-        std::memcpy(CMSG_DATA(rights), descriptors.data(), descriptors.size_bytes());
+        cmsghdr* control_message = CMSG_FIRSTHDR(&message);
+        control_message->cmsg_level = SOL_SOCKET;
+        control_message->cmsg_type = SCM_RIGHTS;
+        control_message->cmsg_len = CMSG_LEN(descriptors.size_bytes());
+        std::memcpy(CMSG_DATA(control_message), descriptors.data(), descriptors.size_bytes());
     }
     while (sendmsg(fd_.load(), &message, MSG_NOSIGNAL) < 0) {
         if (errno == EBADF) { // One of the passed descriptors is not open, so nothing was sent.
@@ -281,37 +281,37 @@ int AgentConnection::receive(const AgentHeader& request, std::span<std::byte> re
     if (received_bytes == 0) {
         return fail("the agent closed the socket", agent_close_ms_max);
     }
-    const auto length = static_cast<std::size_t>(received_bytes) - sizeof(header);
+    const auto payload_bytes = static_cast<std::size_t>(received_bytes) - sizeof(header);
     if (static_cast<std::size_t>(received_bytes) < sizeof(header) ||
-        (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0 || !is_valid_reply(header, request, length)) {
+        (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0 || !is_valid_reply(header, request, payload_bytes)) {
         return fail("the reply is malformed", 0);
     }
     if (header.status != 0) {
-        log_line(LogLevel::info, "the agent refused a request: %.*s", static_cast<int>(length),
+        log_line(LogLevel::info, "the agent refused a request: %.*s", static_cast<int>(payload_bytes),
                  reinterpret_cast<const char*>(payload.data()));
         return -header.status;
     }
-    if (length != reply.size()) {
+    if (payload_bytes != reply.size()) {
         return fail("the reply has the wrong length", 0);
     }
-    std::copy_n(payload.begin(), length, reply.begin()); // Not memcpy: an empty reply may have a null pointer.
+    std::copy_n(payload.begin(), payload_bytes, reply.begin()); // Not memcpy: an empty reply may have a null pointer.
     return 0;
 }
 
 int AgentConnection::exchange(AgentRequest type, std::span<const iovec> payload, std::span<const int> descriptors,
                               std::span<std::byte> reply) noexcept {
-    std::size_t length = 0;
+    std::size_t payload_bytes = 0;
     for (const iovec& part : payload) {
-        length += part.iov_len;
+        payload_bytes += part.iov_len;
     }
     if (payload.size() > payload_parts_max || descriptors.size() > agent_descriptors_max ||
-        length > agent_message_bytes_max - sizeof(AgentHeader)) {
+        payload_bytes > agent_message_bytes_max - sizeof(AgentHeader)) {
         return -E2BIG;
     }
     const AgentHeader header{.magic = agent_magic,
                              .version = agent_version,
                              .type = static_cast<std::uint16_t>(type),
-                             .length = static_cast<std::uint32_t>(length),
+                             .length = static_cast<std::uint32_t>(payload_bytes),
                              .descriptors = static_cast<std::uint32_t>(descriptors.size()),
                              .sequence = ++sequence_,
                              .status = 0,
@@ -387,7 +387,7 @@ int make_connection(const std::string& mount, std::shared_ptr<AgentConnection>& 
     }
     {
         const std::lock_guard lock(library_mutex());
-        connections().all.insert(new_connection.get());
+        connections().all_connections.insert(new_connection.get());
     }
     if (const int status = new_connection->exchange_hello(); status != 0) {
         return status;

@@ -38,7 +38,7 @@ public:
 
     // Sends the first request, by which both ends report their features. Returns the result of call().
     int exchange_hello() noexcept;
-    // Returns true if the agent can keep registrations between publications (agent_feature_keep).
+    // Returns true if the agent can keep a memory region registered between two publications (agent_feature_keep).
     bool keeps_registrations() const noexcept { return (features_ & agent_feature_keep) != 0; }
 
     // Returns true if the connection accepts no further request.
@@ -53,7 +53,7 @@ public:
     // needs no timer. The first call starts a thread that watches the socket until the connection ends. Returns false
     // if the thread cannot be started; the caller must then poll. The semaphore must stay mapped until unwatch().
     bool watch(Semaphore& semaphore) noexcept;
-    void unwatch(Semaphore& semaphore) noexcept;
+    void unwatch(Semaphore& semaphore) noexcept; // Ends the effect of watch().
 
     // Closes the socket. Call it in a child after fork(), because the child's copy of the socket would keep the
     // parent's publications alive after the parent's death.

@@ -1,4 +1,4 @@
-// Borrows a publication of another process from the agent, and returns it.
+// Borrows a publication of another process, by a request to the agent, and returns it.
 #include "usrbio/client/borrowed_publication.hpp"
 
 #include "common/errno_text.hpp"
@@ -57,7 +57,8 @@ void BorrowedPublication::end_borrow() noexcept {
     // -ENOENT: the owner withdrew the publication before. -EREMOTEIO: the borrow ended with the agent or the
     // connection.
     if (status != 0 && status != -ENOENT && status != -EREMOTEIO) {
-        log_line(LogLevel::error, "return of the borrowed %s failed: %s", name_.c_str(), ErrnoText(-status).c_str());
+        log_line(LogLevel::error, "return of the borrowed publication %s failed: %s", name_.c_str(),
+                 ErrnoText(-status).c_str());
     }
 }
 

@@ -35,23 +35,24 @@ struct Registration {
     int fd;        // The caller's descriptor.
     int duplicate; // The library's duplicate of the descriptor. hf3fs_reg_fd returns its negative number.
     std::uint64_t inode;
-    std::shared_ptr<AgentConnection> agent; // Null: a FUSE mount without an agent's socket.
+    std::shared_ptr<AgentConnection> agent; // Null: the file is in a FUSE mount of 3FS that has no agent.
 };
 
 struct Registrations {
     std::map<int, Registration> by_fd;
 };
 
-// Locked during requests to an agent, so that no thread deregisters a file while another thread registers it.
-struct RequestMutex {
+// Locked while a descriptor is registered or deregistered, also during the request to the agent. So no thread
+// deregisters a file while another thread registers it.
+struct RegistrationMutex {
     std::mutex mutex;
 };
 
-RequestMutex& request_mutex() {
+RegistrationMutex& registration_mutex() {
     static auto* instance = [] {
-        auto* new_mutex = new RequestMutex;
+        auto* new_mutex = new RegistrationMutex;
         // A child gets a new mutex, because a thread that exists only in the parent may have locked the old one.
-        add_fork_handler([] { new (&request_mutex()) RequestMutex; });
+        add_fork_handler([] { new (&registration_mutex()) RegistrationMutex; });
         return new_mutex;
     }();
     return *instance;
@@ -146,7 +147,7 @@ int duplicate_to_unused_number(int fd) {
 }
 
 int register_descriptor(int fd) {
-    const std::lock_guard request_lock(request_mutex().mutex);
+    const std::lock_guard registration_lock(registration_mutex().mutex);
     const int status_flags = fcntl(fd, F_GETFL);
     if (status_flags < 0) {
         return EBADF;
@@ -176,7 +177,7 @@ int register_descriptor(int fd) {
 }
 
 void deregister_descriptor(int fd) {
-    const std::lock_guard request_lock(request_mutex().mutex);
+    const std::lock_guard registration_lock(registration_mutex().mutex);
     Registration registration{};
     {
         const std::lock_guard lock(library_mutex());
@@ -229,10 +230,10 @@ int punch_holes(int fd, int range_count, const std::size_t* begin, const std::si
     return ioctl(fd, fuse_punch_hole, request.get()) == 0 ? 0 : errno;
 }
 
-int link_by_ioctl(const char* target, int folder, const std::string& name) {
-    const Descriptor file(open(target, O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+int link_by_ioctl(const char* target_path, int folder_fd, const std::string& name) {
+    const Descriptor file(open(target_path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));
     struct stat attributes {};
-    if (file.get() < 0 || fstat(folder, &attributes) != 0) {
+    if (file.get() < 0 || fstat(folder_fd, &attributes) != 0) {
         return errno;
     }
     FuseHardLink request{};
@@ -244,28 +245,29 @@ int link_by_ioctl(const char* target, int folder, const std::string& name) {
     return ioctl(file.get(), fuse_hard_link, &request) == 0 ? 0 : errno;
 }
 
-int link_by_agent(AgentConnection& agent, int file, int folder, const std::string& name) {
+int link_by_agent(AgentConnection& agent, int file_fd, int folder_fd, const std::string& name) {
     auto length = static_cast<std::uint16_t>(name.size());
     const iovec payload[] = {{&length, sizeof(length)}, {const_cast<char*>(name.data()), name.size()}};
-    const int descriptors[] = {file, folder};
+    const int descriptors[] = {file_fd, folder_fd};
     return -agent.call(AgentRequest::hard_link, payload, descriptors, {});
 }
 
-int hard_link(const char* target, const std::string& link) {
-    const std::size_t slash = link.rfind('/');
-    const std::string name = slash == std::string::npos ? link : link.substr(slash + 1);
-    const std::string parent = slash == std::string::npos ? "." : link.substr(0, slash + 1);
+// Creates the link `link_path` to the file `target_path`: by the agent, or by an ioctl in a FUSE mount of 3FS.
+int hard_link(const char* target_path, const std::string& link_path) {
+    const std::size_t slash_index = link_path.rfind('/');
+    const std::string name = slash_index == std::string::npos ? link_path : link_path.substr(slash_index + 1);
+    const std::string folder_path = slash_index == std::string::npos ? "." : link_path.substr(0, slash_index + 1);
     if (name.empty() || name == "." || name == "..") {
         return EINVAL;
     }
     if (name.size() > NAME_MAX) {
         return ENAMETOOLONG;
     }
-    const Descriptor folder(open(parent.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
+    const Descriptor folder(open(folder_path.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
     if (folder.get() < 0) {
         return errno;
     }
-    const Descriptor file(open(target, O_PATH | O_CLOEXEC | O_NOFOLLOW));
+    const Descriptor file(open(target_path, O_PATH | O_CLOEXEC | O_NOFOLLOW));
     if (file.get() < 0) {
         return errno;
     }
@@ -277,7 +279,7 @@ int hard_link(const char* target, const std::string& link) {
         return EXDEV;
     }
     if (!file_has_agent) {
-        return link_by_ioctl(target, folder.get(), name);
+        return link_by_ioctl(target_path, folder.get(), name);
     }
     std::shared_ptr<AgentConnection> agent;
     const int error = find_agent(file_mount, agent);

@@ -11,14 +11,15 @@ namespace gdrkit::usrbio {
 
 inline constexpr std::size_t punch_hole_ranges_max = 1000;
 
-// Argument of the ioctl on a file that creates a hard link `name` to it in the folder `folder_inode`.
+// Argument of fuse_hard_link. This ioctl on a file creates a hard link to the file: `name` in the folder with the inode
+// `folder_inode`.
 struct FuseHardLink {
     std::uint64_t folder_inode;
     char name[NAME_MAX];
 };
 static_assert(sizeof(FuseHardLink) == 264);
 
-// Argument of the ioctl on a file that removes the ranges [begin[i], end[i]), for i < count.
+// Argument of fuse_punch_hole. This ioctl on a file removes the ranges [begin[i], end[i]) of the file, for i < count.
 struct FusePunchHole {
     std::int32_t count;
     std::uint64_t flags;
@@ -27,7 +28,7 @@ struct FusePunchHole {
 };
 static_assert(sizeof(FusePunchHole) == 16016 && offsetof(FusePunchHole, begin) == 16);
 
-// Returns HF3FS_SUPER_MAGIC, by which the library recognizes a file of 3FS.
+// The ioctl fuse_get_magic returns HF3FS_SUPER_MAGIC, by which the library recognizes a file of 3FS.
 inline constexpr unsigned long fuse_get_magic = _IOR('h', 2, std::uint32_t);
 inline constexpr unsigned long fuse_hard_link = _IOW('h', 12, FuseHardLink);
 inline constexpr unsigned long fuse_punch_hole = _IOW('h', 13, FusePunchHole);

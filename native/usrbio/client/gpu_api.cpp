@@ -22,10 +22,10 @@ static_assert(sizeof(hf3fs_gpu_ipc_handle_t) == gdr_handle_bytes &&
 static_assert(sizeof(hf3fs_iov) == 312 && offsetof(hf3fs_iov, id) == 16 && offsetof(hf3fs_iov, mount_point) == 32 &&
               offsetof(hf3fs_iov, size) == 288 && offsetof(hf3fs_iov, numa) == 304);
 
-// Calls `body` and returns its result. Returns -ENOTSUP without CUDA, and a negative errno if `body` throws.
-template <typename Body> int call_with_cuda(Body&& body) noexcept {
+// Calls `function` and returns its result. Returns -ENOTSUP without CUDA, and a negative errno if `function` throws.
+template <typename Function> int call_with_cuda(Function&& function) noexcept {
     try {
-        return cuda::driver() == nullptr ? -ENOTSUP : body();
+        return cuda::driver() == nullptr ? -ENOTSUP : function();
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
     } catch (...) {
@@ -157,14 +157,14 @@ GDRKIT_GPU_ENTRY int gdrkit_iov_import_share(hf3fs_iov* iov, const gdrkit_share_
 
 GDRKIT_GPU_ENTRY int gdrkit_gpu_pool_limit(std::size_t idle_bytes_max, unsigned idle_ms_max) {
     return call_with_cuda([&] {
-        set_pool_limits(idle_bytes_max, idle_ms_max);
+        set_gpu_pool_limits(idle_bytes_max, idle_ms_max);
         return 0;
     });
 }
 
 GDRKIT_GPU_ENTRY int gdrkit_gpu_pool_trim(std::size_t idle_bytes_max) {
     return call_with_cuda([&] {
-        trim_pool(idle_bytes_max);
+        trim_gpu_pool(idle_bytes_max);
         return 0;
     });
 }
@@ -174,7 +174,7 @@ GDRKIT_GPU_ENTRY int gdrkit_gpu_pool_query(gdrkit_gpu_pool_statistics_t* statist
         if (statistics == nullptr || size != sizeof *statistics) {
             return -EINVAL;
         }
-        *statistics = get_pool_statistics();
+        *statistics = get_gpu_pool_statistics();
         return 0;
     });
 }

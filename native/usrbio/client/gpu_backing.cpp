@@ -38,6 +38,7 @@ bool GpuIov::destroy(hf3fs_iov& iov) noexcept {
     if (belongs_to_this_process()) {
         const std::scoped_lock lock(end_mutex_);
         std::shared_ptr<AgentConnection> keeping_agent;
+        // The pool may keep the block only if the application has exported no handle of its memory.
         if (unpublish(origin == Origin::pooled && !is_exported ? &keeping_agent : nullptr) != 0) {
             return false;
         }

@@ -22,11 +22,11 @@ int log_failure(const cuda::Driver& driver, const char* function_name, cuda::Res
 
 GpuBlock::GpuBlock(const cuda::Driver& block_driver, int device_number, std::size_t bytes)
     : driver(block_driver), device(device_number), block_bytes(bytes), creator_pid_(getpid()) {
-    add_block(*this);
+    record_block(*this);
 }
 
 GpuBlock::~GpuBlock() {
-    remove_block(*this);
+    forget_block(*this);
     if (creator_pid_ != getpid()) {
         primary_context_.disown();
         return;
@@ -54,14 +54,14 @@ int GpuBlock::create(const cuda::Driver& driver, int device, std::size_t block_b
         new_block->base = 0;
         return result == cuda::invalid_value ? -ENOMEM : cuda::convert_to_errno(result);
     }
-    if (const int error = new_block->fill_and_export(); error != 0) {
+    if (const int error = new_block->export_and_clear(); error != 0) {
         return error;
     }
     *block = std::move(new_block);
     return 0;
 }
 
-int GpuBlock::fill_and_export() {
+int GpuBlock::export_and_clear() {
     if (const cuda::Result result = driver.pointer_get(&buffer_id_, cuda::pointer_buffer_id, base);
         result != cuda::success) {
         return log_failure(driver, "cuPointerGetAttribute(BUFFER_ID)", result);
@@ -113,8 +113,8 @@ int GpuBlock::drop_registration() noexcept {
     const iovec payload{&flags, sizeof flags};
     const int fd = dmabuf.descriptor.get();
     const int status = keeping_agent->call(AgentRequest::drop_kept, {&payload, 1}, {&fd, 1}, {});
-    // -ENOENT: the agent keeps no registration of this memory. The registrations of an agent that has ended are gone
-    // too.
+    // -ENOENT: the agent keeps no registration of this memory. -EREMOTEIO: if the agent has ended, its registrations
+    // have ended too.
     if (status == 0 || status == -ENOENT || (status == -EREMOTEIO && keeping_agent->check_closed_by_agent())) {
         keeping_agent.reset();
         return 0;
@@ -125,7 +125,7 @@ int GpuBlock::drop_registration() noexcept {
 }
 
 bool would_exhaust_memory(const cuda::Driver& driver, std::size_t bytes) noexcept {
-    constexpr std::size_t reserve_divisor = 16;
+    constexpr std::size_t reserve_divisor = 16; // A sixteenth of the memory must stay free.
     std::size_t free_bytes = 0, total_bytes = 0;
     return driver.memory_info(&free_bytes, &total_bytes) == cuda::success &&
            (free_bytes < bytes || free_bytes - bytes < total_bytes / reserve_divisor);

@@ -1,5 +1,5 @@
 // A block of the GPU pool: one allocation of device memory, which several iovs use one after the other. A block saves
-// the next iov the expensive steps: the allocation with its attributes, its IPC handle, its dma-buf, and the
+// the next iov these expensive steps: the allocation with its attributes, its IPC handle, its dma-buf, and the
 // registration at the agent.
 #pragma once
 
@@ -47,7 +47,7 @@ public:
 
 private:
     GpuBlock(const cuda::Driver& driver, int device, std::size_t block_bytes);
-    int fill_and_export();
+    int export_and_clear();
     int drop_registration() noexcept;
 
     PrimaryContext primary_context_;

@@ -20,7 +20,7 @@
 namespace gdrkit::usrbio {
 namespace {
 
-constexpr std::size_t size_max = INT64_MAX;
+constexpr std::size_t iov_bytes_max = INT64_MAX;
 // nvidia-peermem pins device memory in pages of this size. The library allocates whole pages, so that a NIC can access
 // no other data.
 constexpr std::size_t rdma_page_bytes = 65536;
@@ -92,7 +92,7 @@ int check_and_publish(GpuIov& gpu_iov, const std::uint8_t id[16]) {
 int allocate(GpuIov& gpu_iov) {
     const std::size_t allocated_bytes = (gpu_iov.size_bytes + rdma_page_bytes - 1) / rdma_page_bytes * rdma_page_bytes;
     cuda::Result result = gpu_iov.driver.allocate(&gpu_iov.base, allocated_bytes);
-    if (result == cuda::out_of_memory && trim_pool(0) > 0) {
+    if (result == cuda::out_of_memory && trim_gpu_pool(0) > 0) {
         result = gpu_iov.driver.allocate(&gpu_iov.base, allocated_bytes);
     }
     if (result != cuda::success) {
@@ -110,7 +110,7 @@ int allocate(GpuIov& gpu_iov) {
 // created.
 std::unique_ptr<GpuBlock> take_pooled_block(const GpuIov& gpu_iov) {
     std::shared_ptr<AgentConnection> agent;
-    if (!may_use_pool(gpu_iov.size_bytes) || find_agent_connection(gpu_iov.mount.c_str(), agent) != 0 ||
+    if (!may_use_gpu_pool(gpu_iov.size_bytes) || find_agent_connection(gpu_iov.mount.c_str(), agent) != 0 ||
         !agent->keeps_registrations()) {
         return nullptr;
     }
@@ -121,7 +121,7 @@ std::unique_ptr<GpuBlock> take_pooled_block(const GpuIov& gpu_iov) {
     }
     const std::size_t block_bytes = choose_pool_block_bytes(gpu_iov.size_bytes);
     if (would_exhaust_memory(gpu_iov.driver, block_bytes) &&
-        (trim_pool(0) == 0 || would_exhaust_memory(gpu_iov.driver, block_bytes))) {
+        (trim_gpu_pool(0) == 0 || would_exhaust_memory(gpu_iov.driver, block_bytes))) {
         return nullptr;
     }
     std::unique_ptr<GpuBlock> block;
@@ -143,8 +143,8 @@ int publish_block(GpuIov& gpu_iov, std::unique_ptr<GpuBlock> block, const std::u
 }
 
 // Maps the memory of another process by its IPC handle, and checks that the mapping has the size and offset that the
-// share handle or the link describes. `allocation_bytes` is 0 if the size of the allocation is unknown. Returns
-// `driver_error` if the driver refuses the handle.
+// share handle or the link describes. `allocation_bytes` is 0 if the size of the allocation is unknown. Returns -ENOMEM
+// if memory is exhausted, and `driver_error` if the driver refuses the handle for another reason.
 int map_ipc(GpuIov& gpu_iov, const IpcBytes& ipc, std::uint64_t allocation_bytes, std::uint64_t offset_bytes,
             int driver_error) {
     const CurrentContext current_context(gpu_iov.driver, gpu_iov.context);
@@ -184,11 +184,11 @@ int map_ipc(GpuIov& gpu_iov, const IpcBytes& ipc, std::uint64_t allocation_bytes
 // Returns the number that the device with this UUID has in this process. Returns -1 if this process has no such device;
 // make_gpu_iov() returns -ENODEV for -1.
 int find_device_by_uuid(const cuda::Driver& driver, const std::array<std::uint8_t, 16>& uuid) {
-    int count = 0;
-    if (driver.device_count(&count) != cuda::success) {
+    int device_count = 0;
+    if (driver.device_count(&device_count) != cuda::success) {
         return -1;
     }
-    for (int device = 0; device < count; ++device) {
+    for (int device = 0; device < device_count; ++device) {
         cuda::Uuid device_uuid{};
         if (driver.device_uuid(&device_uuid, device) == cuda::success && std::ranges::equal(device_uuid.bytes, uuid)) {
             return device;
@@ -212,7 +212,7 @@ int create_gpu_iov(hf3fs_iov* iov, const char* mount, std::size_t size, std::siz
     if (iov == nullptr || !is_valid_mount(mount) || size == 0) {
         return -EINVAL;
     }
-    if (size > size_max - rdma_page_bytes) {
+    if (size > iov_bytes_max - rdma_page_bytes) {
         return -ENOMEM;
     }
     std::shared_ptr<GpuIov> gpu_iov;
@@ -243,7 +243,7 @@ int create_gpu_iov(hf3fs_iov* iov, const char* mount, std::size_t size, std::siz
 int wrap_gpu_iov(hf3fs_iov* iov, void* pointer, const std::uint8_t id[16], const char* mount, std::size_t size,
                  std::size_t block_size, int device) {
     if (iov == nullptr || !is_valid_mount(mount) || pointer == nullptr || id == nullptr || size == 0 ||
-        size > size_max) {
+        size > iov_bytes_max) {
         return -EINVAL;
     }
     std::shared_ptr<GpuIov> gpu_iov;
@@ -272,30 +272,33 @@ int open_gpu_iov(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount, s
     if (const int error = make_gpu_iov(device, mount, size, &gpu_iov); error != 0) {
         return error;
     }
-    std::string name;
-    if (const int error = find_publication(mount, id, &name); error != 0) {
+    std::string publication_name;
+    if (const int error = find_publication(mount, id, &publication_name); error != 0) {
         return error;
     }
     std::error_code error;
-    const std::filesystem::path link = std::string(mount) + "/3fs-virt/iovs/" + name;
-    const std::string target_text = std::filesystem::read_symlink(link, error).native();
+    const std::filesystem::path link_path = std::string(mount) + "/3fs-virt/iovs/" + publication_name;
+    const std::string target_text = std::filesystem::read_symlink(link_path, error).native();
     if (error) {
         return -error.value();
     }
     // The link contains the number of the device in the owner's process, so do not compare it with `device`. map_ipc()
     // checks that the memory is on `device`.
     const auto target = parse_target(target_text);
-    if (!target || !name.ends_with(".gdr.d" + std::to_string(target->device)) || target->size_bytes != size) {
-        log_line(LogLevel::error, "%s is not an iov of %zu bytes: %s", name.c_str(), size, target_text.c_str());
+    if (!target || !publication_name.ends_with(".gdr.d" + std::to_string(target->device)) ||
+        target->size_bytes != size) {
+        log_line(LogLevel::error, "%s is not an iov of %zu bytes: %s", publication_name.c_str(), size,
+                 target_text.c_str());
         return -EINVAL;
     }
     if (!target->ipc) {
-        log_line(LogLevel::error, "%s was published only by its dma-buf: its memory has no IPC handle", name.c_str());
+        log_line(LogLevel::error, "%s was published only by its dma-buf: its memory has no IPC handle",
+                 publication_name.c_str());
         return -ENOTSUP;
     }
     int status = map_ipc(*gpu_iov, *target->ipc, target->allocation_bytes, target->offset_bytes, -EIO);
     if (status == 0) {
-        status = gpu_iov->borrowed.borrow(mount, name, target_text);
+        status = gpu_iov->borrowed.borrow(mount, publication_name, target_text);
     }
     if (status != 0) {
         return status;
@@ -355,6 +358,7 @@ int import_shared_gpu_iov(hf3fs_iov* iov, const gdrkit_share_handle_t* handle, c
     if (const int error = make_gpu_iov(device, mount, parsed_handle->length_bytes, &gpu_iov); error != 0) {
         return error;
     }
+    // If it is unknown whether the owner runs, continue: the driver refuses the handle of an owner that has ended.
     if (is_running(parsed_handle->owner) == false) {
         log_line(LogLevel::error, "the owner of the memory (process %u) has ended", parsed_handle->owner.process_id);
         return -ESRCH;
@@ -386,12 +390,13 @@ int export_gpu_iov(const hf3fs_iov* iov, hf3fs_gpu_ipc_handle_t* handle) {
                                   "Use gdrkit_iov_export_share, whose handle has an offset");
         return -EINVAL;
     }
-    const auto bytes = pack(GdrHandle{*gpu_iov->ipc, gpu_iov->size_bytes, static_cast<std::uint64_t>(gpu_iov->device)});
-    if (!bytes) {
+    const auto packed_handle =
+        pack(GdrHandle{*gpu_iov->ipc, gpu_iov->size_bytes, static_cast<std::uint64_t>(gpu_iov->device)});
+    if (!packed_handle) {
         return -EINVAL;
     }
     gpu_iov->is_exported = true;
-    std::ranges::copy(*bytes, handle->data);
+    std::ranges::copy(*packed_handle, handle->data);
     return 0;
 }
 
@@ -405,21 +410,21 @@ int export_shared_gpu_iov(const hf3fs_iov* iov, gdrkit_share_handle_t* handle) {
                  "gdrkit_iov_export_share: only the owner can share memory, and the memory must have an IPC handle");
         return -ENOTSUP;
     }
-    ShareHandle share;
-    share.allocation_bytes = gpu_iov->allocation.bytes;
-    share.offset_bytes = gpu_iov->pointer - gpu_iov->allocation.base;
-    share.length_bytes = gpu_iov->size_bytes;
-    share.owner = identify_this_process();
-    share.ipc = *gpu_iov->ipc;
-    if (const int error = query_device_uuid(*gpu_iov, &share.device_uuid); error != 0) {
+    ShareHandle share_handle;
+    share_handle.allocation_bytes = gpu_iov->allocation.bytes;
+    share_handle.offset_bytes = gpu_iov->pointer - gpu_iov->allocation.base;
+    share_handle.length_bytes = gpu_iov->size_bytes;
+    share_handle.owner = identify_this_process();
+    share_handle.ipc = *gpu_iov->ipc;
+    if (const int error = query_device_uuid(*gpu_iov, &share_handle.device_uuid); error != 0) {
         return error;
     }
-    const auto bytes = pack(share);
-    if (!bytes) {
+    const auto packed_handle = pack(share_handle);
+    if (!packed_handle) {
         return -EINVAL;
     }
     gpu_iov->is_exported = true;
-    std::ranges::copy(*bytes, handle->data);
+    std::ranges::copy(*packed_handle, handle->data);
     return 0;
 }
 

@@ -67,9 +67,9 @@ PrimaryContext::~PrimaryContext() {
 }
 
 int PrimaryContext::retain(const cuda::Driver& driver, int device) {
-    int count = 0;
-    if (driver.device_count(&count) != cuda::success || device < 0 || device >= count) {
-        log_line(LogLevel::error, "CUDA device %d does not exist; this process has %d devices", device, count);
+    int device_count = 0;
+    if (driver.device_count(&device_count) != cuda::success || device < 0 || device >= device_count) {
+        log_line(LogLevel::error, "CUDA device %d does not exist; this process has %d devices", device, device_count);
         return -ENODEV;
     }
     cuda::Context context = nullptr;
@@ -116,21 +116,21 @@ int check_device_memory(const cuda::Driver& driver, int device, cuda::DevicePoin
     }
     // The driver reports only the allocation or VMM chunk at an address, so check the range chunk by chunk.
     const cuda::DevicePointer last_address = pointer + (size_bytes - 1);
-    for (cuda::DevicePointer position = pointer;;) {
-        if (const char* const obstacle = find_dma_obstacle(driver, device, position); obstacle != nullptr) {
+    for (cuda::DevicePointer address = pointer;;) {
+        if (const char* const obstacle = find_dma_obstacle(driver, device, address); obstacle != nullptr) {
             return log_refusal(obstacle);
         }
         Allocation chunk;
-        if (driver.address_range(&chunk.base, &chunk.bytes, position) != cuda::success || chunk.bytes == 0) {
+        if (driver.address_range(&chunk.base, &chunk.bytes, address) != cuda::success || chunk.bytes == 0) {
             return log_refusal("the memory ends before the end of the range");
         }
-        if (position == pointer) {
+        if (address == pointer) {
             *allocation = chunk;
         }
         if (last_address - chunk.base < chunk.bytes) {
             return 0;
         }
-        position = chunk.base + chunk.bytes;
+        address = chunk.base + chunk.bytes;
     }
 }
 
@@ -185,30 +185,30 @@ int export_dmabuf(const cuda::Driver& driver, cuda::DevicePointer pointer, std::
     const std::uint64_t page_bytes = host_page_bytes();
     const cuda::DevicePointer base = pointer / page_bytes * page_bytes;
     const cuda::DevicePointer last_address = pointer + (size_bytes - 1);
-    const std::uint64_t bytes = (last_address - base) / page_bytes * page_bytes + page_bytes;
+    const std::uint64_t exported_bytes = (last_address - base) / page_bytes * page_bytes + page_bytes;
     int fd = -1;
-    const cuda::Result result = driver.range_handle(&fd, base, bytes, cuda::range_handle_dmabuf, 0);
+    const cuda::Result result = driver.range_handle(&fd, base, exported_bytes, cuda::range_handle_dmabuf, 0);
     if (result == cuda::invalid_value || result == cuda::not_supported) {
         return -ENOTSUP;
     }
     if (result != cuda::success) {
         return log_failure(driver, "cuMemGetHandleForAddressRange()", pointer, result);
     }
-    *dmabuf = {Descriptor(fd), bytes, pointer - base};
+    *dmabuf = {Descriptor(fd), exported_bytes, pointer - base};
     return 0;
 }
 
 int find_ipc_device(const cuda::Driver& driver, const IpcBytes& ipc, int device_hint, int* device) {
-    int count = 0;
-    if (driver.device_count(&count) != cuda::success || count == 0) {
+    int device_count = 0;
+    if (driver.device_count(&device_count) != cuda::success || device_count == 0) {
         log_line(LogLevel::error, "this process has no CUDA device");
         return -ENODEV;
     }
-    const int first_device = device_hint >= 0 && device_hint < count ? device_hint : 0;
-    for (int attempt = 0; attempt < count; ++attempt) {
-        const int candidate = (first_device + attempt) % count;
+    const int first_device = device_hint >= 0 && device_hint < device_count ? device_hint : 0;
+    for (int attempt = 0; attempt < device_count; ++attempt) {
+        const int candidate_device = (first_device + attempt) % device_count;
         PrimaryContext primary_context;
-        if (const int error = primary_context.retain(driver, candidate); error != 0) {
+        if (const int error = primary_context.retain(driver, candidate_device); error != 0) {
             continue;
         }
         const CurrentContext current_context(driver, primary_context.get());

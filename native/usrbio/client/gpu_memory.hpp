@@ -78,7 +78,7 @@ int export_ipc(const cuda::Driver& driver, cuda::DevicePointer pointer, IpcBytes
 
 struct Dmabuf {
     Descriptor descriptor;
-    std::uint64_t size_bytes = 0;
+    std::uint64_t size_bytes = 0; // Size of the dma-buf: the whole pages that contain the range.
     // Offset of the first requested byte in the dma-buf. The driver exports whole pages, so the offset is not 0 if the
     // range does not begin at a page.
     std::uint64_t offset_bytes = 0;

@@ -21,21 +21,22 @@ namespace gdrkit::usrbio {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Blocks = std::list<std::unique_ptr<GpuBlock>>;
+using BlockList = std::list<std::unique_ptr<GpuBlock>>;
 
-constexpr std::size_t page_bytes = 65536;               // nvidia-peermem pins device memory in pages of this size.
+constexpr std::size_t rdma_page_bytes = 65536;          // nvidia-peermem pins device memory in pages of this size.
 constexpr std::size_t fine_steps_above_bytes = 1 << 20; // See choose_pool_block_bytes().
 constexpr std::size_t idle_bytes_default = std::size_t{256} << 20;
 constexpr std::size_t idle_ms_default = 10000;
-constexpr std::chrono::milliseconds check_interval{1000}; // Longest time between two checks of the idle blocks.
+constexpr std::chrono::milliseconds check_interval_max{1000}; // Longest time between two checks of the idle blocks.
 
 // library_mutex() guards all members. It is also locked during fork(), so a child gets a consistent pool.
 struct Pool {
-    Blocks idle_blocks;             // The longest idle block is the first.
+    BlockList idle_blocks;          // The longest idle block is the first.
     std::set<GpuBlock*> all_blocks; // Idle blocks, and blocks in use.
     std::size_t idle_bytes = 0, all_blocks_bytes = 0;
     std::size_t idle_bytes_max = 0;
     std::chrono::milliseconds idle_time_max{};
+    // Counters of gdrkit_gpu_pool_statistics_t.
     std::uint64_t hit_count = 0, miss_count = 0, trimmed_count = 0, refused_count = 0;
     bool has_thread = false;
     std::condition_variable thread_wakeup;
@@ -71,7 +72,8 @@ std::size_t round_up_to_multiple(std::size_t bytes, std::size_t step_bytes) {
 
 // Moves idle blocks to `removed_blocks`, beginning with the longest idle block, as long as `must_remove` returns true.
 // The caller has locked library_mutex(), and destroys the blocks after the unlock.
-template <typename Condition> void move_idle_blocks(Pool& pool, Blocks& removed_blocks, const Condition& must_remove) {
+template <typename Condition>
+void move_idle_blocks(Pool& pool, BlockList& removed_blocks, const Condition& must_remove) {
     while (!pool.idle_blocks.empty() && must_remove(*pool.idle_blocks.front())) {
         pool.idle_bytes -= pool.idle_blocks.front()->block_bytes;
         ++pool.trimmed_count;
@@ -79,16 +81,17 @@ template <typename Condition> void move_idle_blocks(Pool& pool, Blocks& removed_
     }
 }
 
-void log_trimmed(const Blocks& removed_blocks) {
+void log_trimmed(const BlockList& removed_blocks) {
     if (removed_blocks.empty()) {
         return;
     }
-    const gdrkit_gpu_pool_statistics_t statistics = get_pool_statistics();
+    const gdrkit_gpu_pool_statistics_t statistics = get_gpu_pool_statistics();
     log_line(LogLevel::info, "GPU pool: frees %zu idle blocks; %llu bytes stay idle, %llu are in use",
              removed_blocks.size(), static_cast<unsigned long long>(statistics.idle_bytes),
              static_cast<unsigned long long>(statistics.in_use_bytes));
 }
 
+// Returns whether less than a sixteenth of the memory of the device is free.
 bool has_memory_pressure(int device) {
     PrimaryContext primary_context;
     if (primary_context.retain(*cuda::driver(), device) != 0) {
@@ -104,9 +107,9 @@ void trim_until_empty() {
     std::unique_lock lock(library_mutex());
     Pool& pool = get_pool();
     while (!pool.idle_blocks.empty()) {
-        const auto interval = std::clamp(pool.idle_time_max, std::chrono::milliseconds(1), check_interval);
+        const auto interval = std::clamp(pool.idle_time_max, std::chrono::milliseconds(1), check_interval_max);
         pool.thread_wakeup.wait_for(lock, interval);
-        Blocks removed_blocks;
+        BlockList removed_blocks;
         const Clock::time_point expiry = Clock::now() - pool.idle_time_max;
         move_idle_blocks(pool, removed_blocks, [&](const GpuBlock& block) { return block.idle_since <= expiry; });
         std::set<int> devices;
@@ -117,7 +120,7 @@ void trim_until_empty() {
         log_trimmed(removed_blocks);
         removed_blocks.clear();
         if (std::ranges::any_of(devices, has_memory_pressure)) {
-            trim_pool(0);
+            trim_gpu_pool(0);
         }
         lock.lock();
     }
@@ -139,14 +142,14 @@ void start_thread(Pool& pool) {
 } // namespace
 
 std::size_t choose_pool_block_bytes(std::size_t size_bytes) noexcept {
-    const std::size_t bytes = round_up_to_multiple(size_bytes, page_bytes);
+    const std::size_t bytes = round_up_to_multiple(size_bytes, rdma_page_bytes);
     if (bytes <= fine_steps_above_bytes) {
         return std::bit_ceil(bytes);
     }
     return round_up_to_multiple(bytes, std::bit_floor(bytes - 1) / 2);
 }
 
-bool may_use_pool(std::size_t size_bytes) noexcept {
+bool may_use_gpu_pool(std::size_t size_bytes) noexcept {
     Pool& pool = get_pool();
     const std::lock_guard lock(library_mutex());
     return size_bytes <= pool.idle_bytes_max && choose_pool_block_bytes(size_bytes) <= pool.idle_bytes_max;
@@ -154,26 +157,27 @@ bool may_use_pool(std::size_t size_bytes) noexcept {
 
 std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, std::size_t size_bytes) noexcept {
     Pool& pool = get_pool();
-    const std::size_t needed_bytes = round_up_to_multiple(size_bytes, page_bytes);
+    const std::size_t needed_bytes = round_up_to_multiple(size_bytes, rdma_page_bytes);
     for (;;) {
         std::unique_ptr<GpuBlock> block;
         {
             const std::lock_guard lock(library_mutex());
-            auto best = pool.idle_blocks.end();
+            // Take the smallest block that is large enough, but at most about twice as large as needed.
+            auto best_entry = pool.idle_blocks.end();
             for (auto entry = pool.idle_blocks.begin(); entry != pool.idle_blocks.end(); ++entry) {
                 const GpuBlock& candidate = **entry;
                 if (candidate.keeping_agent.get() == &agent && candidate.device == device &&
                     candidate.block_bytes >= needed_bytes && candidate.block_bytes / 2 <= needed_bytes &&
-                    (best == pool.idle_blocks.end() || candidate.block_bytes < (*best)->block_bytes)) {
-                    best = entry;
+                    (best_entry == pool.idle_blocks.end() || candidate.block_bytes < (*best_entry)->block_bytes)) {
+                    best_entry = entry;
                 }
             }
-            if (best == pool.idle_blocks.end()) {
+            if (best_entry == pool.idle_blocks.end()) {
                 ++pool.miss_count;
                 return nullptr;
             }
-            block = std::move(*best);
-            pool.idle_blocks.erase(best);
+            block = std::move(*best_entry);
+            pool.idle_blocks.erase(best_entry);
             pool.idle_bytes -= block->block_bytes;
         }
         if (block->is_intact()) {
@@ -181,8 +185,9 @@ std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, s
             ++pool.hit_count;
             return block;
         }
-    } // The application has reset the context, which freed the memory. The destructor of the block ends the
-      // registration.
+        // The application has reset the context, which freed the memory. So destroy this block, whose destructor ends
+        // the registration, and try the next block.
+    }
 }
 
 void keep_block(std::unique_ptr<GpuBlock> block, std::shared_ptr<AgentConnection> agent) noexcept {
@@ -192,9 +197,9 @@ void keep_block(std::unique_ptr<GpuBlock> block, std::shared_ptr<AgentConnection
         return;
     }
     block->idle_since = Clock::now();
-    Blocks removed_blocks;
+    BlockList removed_blocks;
     try {
-        Blocks added_block;
+        BlockList added_block; // A list, because push_back() may throw but splice() cannot.
         added_block.push_back(std::move(block));
         Pool& pool = get_pool();
         const std::lock_guard lock(library_mutex());
@@ -216,9 +221,9 @@ void count_refused_block() noexcept {
     ++pool.refused_count;
 }
 
-std::size_t trim_pool(std::size_t bytes_max) noexcept {
+std::size_t trim_gpu_pool(std::size_t bytes_max) noexcept {
     Pool& pool = get_pool();
-    Blocks removed_blocks;
+    BlockList removed_blocks;
     {
         const std::lock_guard lock(library_mutex());
         move_idle_blocks(pool, removed_blocks, [&](const GpuBlock&) { return pool.idle_bytes > bytes_max; });
@@ -227,7 +232,7 @@ std::size_t trim_pool(std::size_t bytes_max) noexcept {
     return removed_blocks.size();
 }
 
-void set_pool_limits(std::size_t idle_bytes_max, unsigned idle_ms_max) noexcept {
+void set_gpu_pool_limits(std::size_t idle_bytes_max, unsigned idle_ms_max) noexcept {
     Pool& pool = get_pool();
     {
         const std::lock_guard lock(library_mutex());
@@ -235,10 +240,10 @@ void set_pool_limits(std::size_t idle_bytes_max, unsigned idle_ms_max) noexcept 
         pool.idle_time_max = std::chrono::milliseconds(idle_ms_max);
         pool.thread_wakeup.notify_all();
     }
-    trim_pool(idle_bytes_max);
+    trim_gpu_pool(idle_bytes_max);
 }
 
-gdrkit_gpu_pool_statistics_t get_pool_statistics() noexcept {
+gdrkit_gpu_pool_statistics_t get_gpu_pool_statistics() noexcept {
     Pool& pool = get_pool();
     const std::lock_guard lock(library_mutex());
     return {.idle_bytes_max = pool.idle_bytes_max,
@@ -252,14 +257,14 @@ gdrkit_gpu_pool_statistics_t get_pool_statistics() noexcept {
             .refused_blocks = pool.refused_count};
 }
 
-void add_block(GpuBlock& block) {
+void record_block(GpuBlock& block) {
     Pool& pool = get_pool();
     const std::lock_guard lock(library_mutex());
     pool.all_blocks.insert(&block);
     pool.all_blocks_bytes += block.block_bytes;
 }
 
-void remove_block(GpuBlock& block) noexcept {
+void forget_block(GpuBlock& block) noexcept {
     Pool& pool = get_pool();
     const std::lock_guard lock(library_mutex());
     if (pool.all_blocks.erase(&block) != 0) { // A forked child has forgotten the blocks of its parent.

@@ -20,30 +20,30 @@ std::size_t choose_pool_block_bytes(std::size_t size_bytes) noexcept;
 
 // Returns whether an iov of `size_bytes` may come from the pool: its block must not be larger than the limit of idle
 // bytes.
-bool may_use_pool(std::size_t size_bytes) noexcept;
+bool may_use_gpu_pool(std::size_t size_bytes) noexcept;
 
-// Returns the smallest idle block of this agent and device that has between one and two times `size_bytes`. Returns
-// null if no block fits.
+// Takes the smallest idle block of this agent and device whose size is between one and two times `size_bytes` out of
+// the pool, and returns it. Returns null if no block fits.
 std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, std::size_t size_bytes) noexcept;
 
 // Clears a block and keeps it for later iovs. `agent` is the connection to the agent that keeps the memory registered.
 // If the limit of idle bytes is exceeded, frees the blocks that have been idle longest.
 void keep_block(std::unique_ptr<GpuBlock> block, std::shared_ptr<AgentConnection> agent) noexcept;
 
-// Adds 1 to the number of iovs whose block the pool could not keep for a later iov.
+// Adds 1 to `refused_blocks` of the statistics: the number of iovs whose block the pool could not keep for a later iov.
 void count_refused_block() noexcept;
 
 // Frees the blocks that have been idle longest, until at most `bytes_max` are idle. Returns the number of blocks freed.
-std::size_t trim_pool(std::size_t bytes_max) noexcept;
+std::size_t trim_gpu_pool(std::size_t bytes_max) noexcept;
 
 // Sets the limit of idle bytes (0: no pool) and the time after which an idle block is freed.
-void set_pool_limits(std::size_t idle_bytes_max, unsigned idle_ms_max) noexcept;
+void set_gpu_pool_limits(std::size_t idle_bytes_max, unsigned idle_ms_max) noexcept;
 
-gdrkit_gpu_pool_statistics_t get_pool_statistics() noexcept;
+gdrkit_gpu_pool_statistics_t get_gpu_pool_statistics() noexcept;
 
-// The constructor and the destructor of a block call these functions, so that the pool knows all blocks, not only the
-// idle ones.
-void add_block(GpuBlock& block);
-void remove_block(GpuBlock& block) noexcept;
+// The constructor of a block calls record_block(), and the destructor calls forget_block(). So the statistics also
+// count the blocks that iovs use.
+void record_block(GpuBlock& block);
+void forget_block(GpuBlock& block) noexcept;
 
 } // namespace gdrkit::usrbio

@@ -20,8 +20,8 @@ std::filesystem::path make_iovs_folder_path(const std::string& mount) {
     return mount + "/3fs-virt/iovs";
 }
 
-// Calls `visit` with the name of each link to device memory, until `visit` returns true. Returns 0, or the -errno with
-// which reading the directory failed.
+// Calls `visit` for each link to device memory, with its name and the parsed name, until `visit` returns true. Returns
+// 0, or the -errno with which reading the directory failed.
 template <typename Visit> int for_each_gpu_link(const std::string& mount, const Visit& visit) {
     std::error_code error;
     for (std::filesystem::directory_iterator entry(make_iovs_folder_path(mount), error), end; !error && entry != end;
@@ -34,7 +34,7 @@ template <typename Visit> int for_each_gpu_link(const std::string& mount, const 
     return -error.value();
 }
 
-bool has_agent(const std::string& mount) {
+bool has_agent_socket(const std::string& mount) {
     struct stat attributes {};
     return stat((mount + "/3fs-virt/agent.sock").c_str(), &attributes) == 0;
 }
@@ -75,8 +75,8 @@ int publish_by_share_handle(GpuIov& gpu_iov, const std::string& name, const Dmab
     if (const int error = query_device_uuid(gpu_iov, &handle.device_uuid); error != 0) {
         return error;
     }
-    const auto bytes = pack(handle);
-    if (!bytes) {
+    const auto packed_handle = pack(handle);
+    if (!packed_handle) {
         return -EINVAL;
     }
     if (dmabuf.descriptor) {
@@ -84,10 +84,10 @@ int publish_by_share_handle(GpuIov& gpu_iov, const std::string& name, const Dmab
                  static_cast<unsigned long long>(dmabuf.size_bytes),
                  static_cast<unsigned long long>(dmabuf.offset_bytes));
     }
-    const int fd = dmabuf.descriptor.get();
-    const auto descriptors = dmabuf.descriptor ? std::span(&fd, 1) : std::span<const int>();
+    const int dmabuf_fd = dmabuf.descriptor.get();
+    const auto descriptors = dmabuf.descriptor ? std::span(&dmabuf_fd, 1) : std::span<const int>();
     return publish(gpu_iov.mount.c_str(), name, format_target(make_link_target(gpu_iov, dmabuf)),
-                   std::as_bytes(std::span(*bytes)), descriptors);
+                   std::as_bytes(std::span(*packed_handle)), descriptors);
 }
 
 int publish_to_agent(GpuIov& gpu_iov, const std::string& name) {
@@ -130,7 +130,8 @@ int query_device_uuid(const GpuIov& gpu_iov, std::array<std::uint8_t, 16>* uuid)
 
 int publish_gpu_iov(GpuIov& gpu_iov, const std::uint8_t id[16]) {
     const std::string name = make_gpu_link_name(id, gpu_iov.device);
-    const int error = has_agent(gpu_iov.mount) ? publish_to_agent(gpu_iov, name) : publish_by_link(gpu_iov, name);
+    const int error =
+        has_agent_socket(gpu_iov.mount) ? publish_to_agent(gpu_iov, name) : publish_by_link(gpu_iov, name);
     if (error == 0) {
         gpu_iov.publication_name = name;
     } else {

@@ -16,7 +16,7 @@ void append_hex(std::string& text, std::uint8_t byte) {
 }
 
 // Removes `prefix` from the beginning of the text. Returns false if the text does not begin with `prefix`.
-bool consume(std::string_view& text, std::string_view prefix) {
+bool consume_prefix(std::string_view& text, std::string_view prefix) {
     if (!text.starts_with(prefix)) {
         return false;
     }
@@ -42,16 +42,16 @@ bool consume_hex_byte(std::string_view& text, std::uint8_t& byte) {
     if (text.size() < 2) {
         return false;
     }
-    const auto high = hex_digits.find(text[0]), low = hex_digits.find(text[1]);
-    if (high == std::string_view::npos || low == std::string_view::npos) {
+    const auto high_digit = hex_digits.find(text[0]), low_digit = hex_digits.find(text[1]);
+    if (high_digit == std::string_view::npos || low_digit == std::string_view::npos) {
         return false;
     }
-    byte = static_cast<std::uint8_t>(high << 4 | low);
+    byte = static_cast<std::uint8_t>(high_digit << 4 | low_digit);
     text.remove_prefix(2);
     return true;
 }
 
-// Returns whether the text of a UUID has a hyphen before this byte.
+// Returns whether the text of a UUID (8-4-4-4-12 digits) has a hyphen before the digits of this byte.
 bool has_hyphen_before(std::size_t byte_index) {
     return byte_index == 4 || byte_index == 6 || byte_index == 8 || byte_index == 10;
 }
@@ -74,26 +74,26 @@ std::string format_target(const GpuTarget& target) {
 
 std::optional<GpuTarget> parse_target(std::string_view text) {
     GpuTarget target;
-    if (!consume(text, "gdr://v2/device/") || !consume_number(text, target.device) || !consume(text, "/allocation/") ||
-        !consume_number(text, target.allocation_bytes) || !consume(text, "/offset/") ||
-        !consume_number(text, target.offset_bytes) || !consume(text, "/size/") ||
-        !consume_number(text, target.size_bytes)) {
+    if (!consume_prefix(text, "gdr://v2/device/") || !consume_number(text, target.device) ||
+        !consume_prefix(text, "/allocation/") || !consume_number(text, target.allocation_bytes) ||
+        !consume_prefix(text, "/offset/") || !consume_number(text, target.offset_bytes) ||
+        !consume_prefix(text, "/size/") || !consume_number(text, target.size_bytes)) {
         return std::nullopt;
     }
-    if (consume(text, "/ipc/")) {
+    if (consume_prefix(text, "/ipc/")) {
         target.ipc.emplace();
         if (!std::ranges::all_of(*target.ipc, [&](std::uint8_t& byte) { return consume_hex_byte(text, byte); })) {
             return std::nullopt;
         }
-    } else if (!consume(text, "/dmabuf")) {
+    } else if (!consume_prefix(text, "/dmabuf")) {
         return std::nullopt;
     }
     constexpr std::uint64_t size_max = std::numeric_limits<std::int64_t>::max();
     const bool are_sizes_valid = target.allocation_bytes <= size_max &&
                                  target.offset_bytes <= target.allocation_bytes && target.size_bytes != 0 &&
                                  target.size_bytes <= target.allocation_bytes - target.offset_bytes;
-    const bool is_ipc_zero = target.ipc && std::ranges::count(*target.ipc, 0) == 64;
-    return text.empty() && are_sizes_valid && !is_ipc_zero ? std::optional(target) : std::nullopt;
+    const bool is_ipc_handle_zero = target.ipc && std::ranges::count(*target.ipc, 0) == 64;
+    return text.empty() && are_sizes_valid && !is_ipc_handle_zero ? std::optional(target) : std::nullopt;
 }
 
 std::string make_gpu_link_name(const std::uint8_t id[16], int device) {
@@ -111,11 +111,12 @@ std::optional<GpuLinkName> parse_gpu_link_name(std::string_view name) {
     GpuLinkName link_name;
     std::string_view text = name;
     for (std::size_t index = 0; index < link_name.id.size(); ++index) {
-        if ((has_hyphen_before(index) && !consume(text, "-")) || !consume_hex_byte(text, link_name.id[index])) {
+        if ((has_hyphen_before(index) && !consume_prefix(text, "-")) || !consume_hex_byte(text, link_name.id[index])) {
             return std::nullopt;
         }
     }
-    const bool is_valid = consume(text, ".gdr.d") && consume_number(text, link_name.owner_device) && text.empty();
+    const bool is_valid =
+        consume_prefix(text, ".gdr.d") && consume_number(text, link_name.owner_device) && text.empty();
     return is_valid ? std::optional(link_name) : std::nullopt;
 }
 

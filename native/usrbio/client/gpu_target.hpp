@@ -28,7 +28,7 @@ std::string format_target(const GpuTarget& target);
 // target. In a valid target, offset <= allocation, 0 < size <= allocation - offset, and an IPC handle is not all zeros.
 std::optional<GpuTarget> parse_target(std::string_view text);
 
-// Returns the name <uuid>.gdr.d<device>, in which the UUID has hyphens.
+// Returns the name of the link, <uuid>.gdr.d<device>, in which the UUID has hyphens.
 std::string make_gpu_link_name(const std::uint8_t id[16], int device);
 
 // The UUID and the device of a link's name. The device number is valid in the owner's process. In another process the
@@ -38,7 +38,7 @@ struct GpuLinkName {
     int owner_device = 0;
 };
 
-// Parses a name of exactly the form that make_gpu_link_name writes.
+// Parses a name of exactly the form that make_gpu_link_name writes. Returns nothing for any other name.
 std::optional<GpuLinkName> parse_gpu_link_name(std::string_view name);
 
 } // namespace gdrkit::usrbio

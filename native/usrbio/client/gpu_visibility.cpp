@@ -1,5 +1,5 @@
-// Flushes writes of NICs to device memory, and counts the iovs in each CUDA context whose device shows such writes only
-// after a flush.
+// Flushes writes of NICs to device memory. Keeps a table of the CUDA contexts whose devices show such writes only after
+// a flush, with the number of iovs in each context.
 #include "usrbio/client/gpu_visibility.hpp"
 
 #include <atomic>
@@ -12,14 +12,14 @@
 namespace gdrkit::usrbio {
 namespace {
 
-struct ContextsToFlush {
+struct ContextTable {
     std::mutex mutex;
     std::map<cuda::Context, unsigned> iov_counts; // Number of iovs that need flushes, by context.
 };
 
 // Returns the only instance. It is never destroyed, because iovs may be destroyed while the process exits.
-ContextsToFlush& contexts_to_flush() {
-    static auto* const instance = new ContextsToFlush;
+ContextTable& context_table() {
+    static auto* const instance = new ContextTable;
     return *instance;
 }
 
@@ -39,16 +39,16 @@ bool needs_flush(const cuda::Driver& driver, int device) {
 }
 
 ContextToFlush::ContextToFlush(cuda::Context context) : context_(context) {
-    std::lock_guard lock(contexts_to_flush().mutex);
-    ++contexts_to_flush().iov_counts[context];
+    std::lock_guard lock(context_table().mutex);
+    ++context_table().iov_counts[context];
     ++total_iov_count;
 }
 
 ContextToFlush::~ContextToFlush() {
-    std::lock_guard lock(contexts_to_flush().mutex);
-    const auto entry = contexts_to_flush().iov_counts.find(context_);
+    std::lock_guard lock(context_table().mutex);
+    const auto entry = context_table().iov_counts.find(context_);
     if (--entry->second == 0) {
-        contexts_to_flush().iov_counts.erase(entry);
+        context_table().iov_counts.erase(entry);
     }
     --total_iov_count;
 }
@@ -71,9 +71,9 @@ int flush_remote_writes(const cuda::Driver& driver, cuda::Context context) {
 }
 
 int flush_all_contexts() noexcept {
-    std::lock_guard lock(contexts_to_flush().mutex);
+    std::lock_guard lock(context_table().mutex);
     int error = 0;
-    for (const auto& [context, count] : contexts_to_flush().iov_counts) {
+    for (const auto& [context, count] : context_table().iov_counts) {
         error = flush_remote_writes(*cuda::driver(), context) == 0 ? error : -EIO;
     }
     return error;

@@ -25,8 +25,9 @@ private:
 // Returns whether any iov needs flushes. Takes no lock, because each hf3fs_wait_for_ios calls this function.
 bool has_context_to_flush() noexcept;
 
-// Makes all earlier writes of NICs to the memory of a device visible to the work of the device. flush_remote_writes()
-// does so for the device of `context`, flush_all_contexts() for the device of each ContextToFlush. Returns 0 or -EIO.
+// These functions make all earlier writes of NICs to the memory of a device visible to the work of the device.
+// flush_remote_writes() flushes the device of `context`, flush_all_contexts() the device of each ContextToFlush. They
+// return 0 or -EIO.
 int flush_remote_writes(const cuda::Driver& driver, cuda::Context context);
 int flush_all_contexts() noexcept;
 

@@ -1,4 +1,4 @@
-// The object of an iov in shared host memory. The memory contains data or a ring.
+// HostIov: the memory and the publication of an iov in shared host memory. The memory contains data or a ring.
 #pragma once
 
 #include "usrbio/client/borrowed_publication.hpp"
@@ -21,7 +21,7 @@ public:
 
     std::shared_ptr<SharedMemory> memory = std::make_shared<SharedMemory>();
     bool may_keep_memory = false; // True: when the iov ends, the pool may keep the memory for a later iov.
-    int numa = -1;
+    int numa = -1;                // NUMA node of the memory; -1: any.
     BorrowedPublication borrowed; // Used if another process published the memory and this process opened it.
 
 private:
@@ -31,11 +31,12 @@ private:
     std::string name_; // Name of the publication.
 };
 
+// Returns whether the path is not empty and fits into hf3fs_iov::mount_point. Does not access the file system.
 bool is_valid_mount(const char* mount) noexcept;
 
-// Creates shared memory and publishes it. `ring`: the attributes of the ring in the memory, or null for data. Returns 0
-// or -errno as hf3fs_usrbio.h documents for hf3fs_iovcreate and hf3fs_iorcreate. Does not check its arguments.
+// Creates shared memory and publishes it. `ring_attributes` is null if the memory is for data, not for a ring. Returns
+// 0 or -errno as hf3fs_usrbio.h documents for hf3fs_iovcreate and hf3fs_iorcreate. Does not check its arguments.
 int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::size_t block_size, int numa,
-                    const RingAttributes* ring) noexcept;
+                    const RingAttributes* ring_attributes) noexcept;
 
 } // namespace gdrkit::usrbio

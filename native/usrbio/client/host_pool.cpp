@@ -58,8 +58,9 @@ struct HostPool {
 HostPool& host_pool() {
     static auto* instance = [] {
         auto* new_pool = new HostPool;
-        // The memory and its registrations belong to the parent. The child unmaps the pages, because the kernel could
-        // not free them as long as the child maps them. Then the child abandons its copies of the objects.
+        // After fork(), the memory and its registrations still belong to the parent. The child unmaps the pages,
+        // because the kernel could not free them as long as the child maps them. Then the child abandons its copies of
+        // the objects, because a fork handler must not free heap memory.
         add_fork_handler([] {
             for (const IdleMemory& entry : host_pool().idle_memory) {
                 munmap(entry.kept.memory->base(), entry.kept.memory->bytes());
@@ -67,9 +68,9 @@ HostPool& host_pool() {
             }
             new (&host_pool()) HostPool;
         });
-        // Remove the names of the idle memory in /dev/shm at exit, because an agent that was killed before cannot
-        // remove them. A signal handler may call exit() while the interrupted thread holds the mutex, so do not wait
-        // for the mutex.
+        // Remove the names of the idle memory in /dev/shm at exit, because the agent may have been killed and
+        // then cannot remove them. A signal handler may call exit() while the interrupted thread holds the mutex, so do
+        // not wait for the mutex.
         std::atexit([] {
             const std::unique_lock lock(library_mutex(), std::try_to_lock);
             if (lock.owns_lock()) {
@@ -107,9 +108,9 @@ template <typename Condition> void free_idle_memory(HostPool& pool, const Condit
         drop_registration(entry.kept, *entry.agent);
         log_line(LogLevel::info, "host pool: frees %zu idle bytes", entry.kept.memory->bytes());
     }
-    const std::size_t count = removed_memory.size();
+    const std::size_t removed_count = removed_memory.size();
     removed_memory.clear();
-    pool.freed_count += count;
+    pool.freed_count += removed_count;
 }
 
 // Frees memory that has been idle for too long, and memory that no later iov can use. Runs in a thread while there is
@@ -133,15 +134,15 @@ bool may_keep_host_memory(std::size_t size_bytes) noexcept {
     return size_bytes >= kept_bytes_min && size_bytes <= read_idle_bytes_max();
 }
 
-bool leaves_enough_shared_memory(int file, std::size_t size_bytes) noexcept {
+bool leaves_enough_shared_memory(int memory_fd, std::size_t size_bytes) noexcept {
     struct statvfs file_system {};
-    if (fstatvfs(file, &file_system) != 0) {
+    if (fstatvfs(memory_fd, &file_system) != 0) {
         return false;
     }
     const HostPool& pool = host_pool();
     const std::lock_guard lock(library_mutex());
-    const bool has_limit = file_system.f_blocks != 0;
-    return !has_limit || (pool.idle_bytes + size_bytes) / file_system.f_frsize <= file_system.f_bavail;
+    const bool has_size_limit = file_system.f_blocks != 0; // A tmpfs without a size limit reports 0 blocks.
+    return !has_size_limit || (pool.idle_bytes + size_bytes) / file_system.f_frsize <= file_system.f_bavail;
 }
 
 bool has_name(const KeptMemory& kept) noexcept {
@@ -186,11 +187,11 @@ void keep_host_memory(KeptMemory kept, std::shared_ptr<AgentConnection> agent, i
 }
 
 void drop_registration(const KeptMemory& kept, AgentConnection& agent) noexcept {
-    std::uint64_t flags = 0; // Reserved.
-    const iovec payload{&flags, sizeof(flags)};
-    const int fd = kept.file.get();
+    std::uint64_t reserved_flags = 0;
+    const iovec payload{&reserved_flags, sizeof(reserved_flags)};
+    const int memory_fd = kept.file.get();
     // Ignore the result: after an error, the agent ends the registration when the connection ends.
-    static_cast<void>(agent.call(AgentRequest::drop_kept, {&payload, 1}, {&fd, 1}, {}));
+    static_cast<void>(agent.call(AgentRequest::drop_kept, {&payload, 1}, {&memory_fd, 1}, {}));
 }
 
 void trim_host_pool(std::size_t bytes_max) noexcept {

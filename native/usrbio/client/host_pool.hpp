@@ -17,8 +17,9 @@ namespace gdrkit::usrbio {
 bool may_keep_host_memory(std::size_t size_bytes) noexcept;
 
 // Returns whether the idle memory of this process, with `size_bytes` more, is at most as large as the free space in the
-// file system of `file`. Other processes need free space, because they cannot free the idle memory of this process.
-bool leaves_enough_shared_memory(int file, std::size_t size_bytes) noexcept;
+// file system of `memory_fd`. Other processes need free space, because they cannot free the idle memory of this
+// process.
+bool leaves_enough_shared_memory(int memory_fd, std::size_t size_bytes) noexcept;
 
 // Memory that no iov uses, and that the agent has registered. The descriptor of the file identifies the memory to the
 // agent, even after the name of the file was removed.

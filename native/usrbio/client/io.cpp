@@ -22,7 +22,7 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-constexpr long second_ns = 1000000000;
+constexpr long ns_per_second = 1000000000;
 // A wait (one call of hf3fs_wait_for_ios) spins for at least this minimum, or not at all. Spinning is worth it if it
 // saves a sleep and its wake-up, which take 10 to 25 us on a virtual machine.
 constexpr long spin_ns_min = 2000;
@@ -34,7 +34,7 @@ constexpr unsigned waits_per_spin_retry = 64;
 constexpr long spin_retry_ns = 50000;
 constexpr unsigned spins_per_clock_read = 16;
 // After this number of spins, the wait calls sched_yield(), because the agent may need this processor. The wait yields
-// seldom, because a thread of the agent that only waits for work would return the processor at once.
+// seldom: if the thread of the agent only waits for work, it returns the processor at once, and the yield was useless.
 constexpr unsigned spins_per_yield = 64;
 
 // Returns true if `length` is not 0, and all `length` bytes from `memory` on are in the iov and in a single block of
@@ -57,19 +57,19 @@ bool is_before(const timespec& left, const timespec& right) noexcept {
 long read_monotonic_ns() noexcept {
     timespec now{};
     clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * second_ns + now.tv_nsec;
+    return now.tv_sec * ns_per_second + now.tv_nsec;
 }
 
 timespec add_nanoseconds(timespec time, long nanoseconds) noexcept {
-    time.tv_nsec += nanoseconds % second_ns;
-    time.tv_sec += nanoseconds / second_ns + time.tv_nsec / second_ns;
-    time.tv_nsec %= second_ns;
+    time.tv_nsec += nanoseconds % ns_per_second;
+    time.tv_sec += nanoseconds / ns_per_second + time.tv_nsec / ns_per_second;
+    time.tv_nsec %= ns_per_second;
     return time;
 }
 
 // Returns the longest sleep that the environment variable HF3FS_USRBIO_WAIT_JITTER_MS sets, or 0 if the variable sets
 // none.
-long get_configured_sleep_ns() noexcept {
+long get_configured_sleep_max_ns() noexcept {
     static const long configured_ns = [] {
         const char* value = std::getenv("HF3FS_USRBIO_WAIT_JITTER_MS");
         const int milliseconds = value == nullptr ? 0 : std::atoi(value);
@@ -83,7 +83,9 @@ long get_configured_sleep_ns() noexcept {
 // death, and 20 ms suffice. Without the extension, the sleep is as short as in the client library of 3FS (1 ms). Short
 // sleeps are expensive, because the kernel must program the timer of the processor for each sleep.
 long get_sleep_max_ns(bool agent_has_extension) noexcept {
-    return get_configured_sleep_ns() != 0 ? get_configured_sleep_ns() : agent_has_extension ? 20000000L : 1000000L;
+    return get_configured_sleep_max_ns() != 0 ? get_configured_sleep_max_ns()
+           : agent_has_extension              ? 20000000L
+                                              : 1000000L;
 }
 
 // Locks the mutex of a ring for reaping completions. If another thread reaps, waits until the deadline, but does not
@@ -119,11 +121,11 @@ public:
             spin();
         }
         while (reaped_count_ < count_min_) {
-            // An agent that ends records its end in the ring, and posts the semaphore. An earlier wait may have
-            // consumed the post, so check the ring too. ring_.has_agent_ended() is also true if the ring contains
-            // invalid values.
+            // An agent that ends records its end in the ring, and posts the completion semaphore. An earlier wait may
+            // have consumed the post, so check the record in the ring. ring_.has_agent_ended() is also true if the ring
+            // contains invalid values.
             if (ring_.has_agent_ended()) {
-                handle_.has_ended.store(true, std::memory_order_relaxed);
+                handle_.is_unserved.store(true, std::memory_order_relaxed);
             }
             if (handle_.has_agent_ended()) {
                 return fail_outstanding();
@@ -166,7 +168,7 @@ private:
         }
         const long limit_ns = handle_.spin_limit_ns < spin_ns_min ? spin_retry_ns : handle_.spin_limit_ns;
         long end_ns = 0; // 0: not known, because a short wait need not read the clock.
-        for (unsigned i = 1;; ++i) {
+        for (unsigned spin_count = 1;; ++spin_count) {
             if (ring_.has_completions()) {
                 reap();
                 if (reaped_count_ >= count_min_) {
@@ -174,7 +176,7 @@ private:
                     return;
                 }
             }
-            if (i % spins_per_clock_read == 0) {
+            if (spin_count % spins_per_clock_read == 0) {
                 const long now_ns = read_monotonic_ns();
                 end_ns = end_ns == 0 ? now_ns + limit_ns : end_ns;
                 if (now_ns >= end_ns) {
@@ -182,7 +184,7 @@ private:
                     return;
                 }
             }
-            if (i % spins_per_yield == 0) {
+            if (spin_count % spins_per_yield == 0) {
                 sched_yield();
             }
             pause_processor();
@@ -191,10 +193,10 @@ private:
 
     // Returns false if the deadline has passed.
     bool sleep() noexcept {
-        // Call start_watching() before prepare_to_sleep(), which announces the sleep in the ring, because the first
-        // call of start_watching() takes long.
+        // Call start_watching_agent() before prepare_to_sleep(), which announces the sleep in the ring, because the
+        // first call of start_watching_agent() takes long.
         const bool needs_timer = deadline_ != nullptr || !ring_.agent_has_extension() ||
-                                 get_configured_sleep_ns() != 0 || !handle_.start_watching();
+                                 get_configured_sleep_max_ns() != 0 || !handle_.start_watching_agent();
         if (!ring_.prepare_to_sleep(count_min_ - reaped_count_)) { // A completion is available.
             return true;
         }
@@ -234,6 +236,8 @@ private:
         return true;
     }
 
+    // Returns the operations in flight with the result -EREMOTEIO, after the completions that the agent has written.
+    // Returns their number, or -EREMOTEIO if there are none.
     int fail_outstanding() noexcept {
         reap(); // Return the operations that the agent completed before its end.
         ring_.fail_outstanding(count_max_ - reaped_count_, -EREMOTEIO,
@@ -244,9 +248,9 @@ private:
     RingHandle& handle_;
     ApplicationRing& ring_;
     hf3fs_cqe* cqes_;
-    std::uint32_t count_max_;
-    std::uint32_t count_min_;
-    const timespec* deadline_;
+    std::uint32_t count_max_;  // Largest number of completions to return; `cqes_` has space for them.
+    std::uint32_t count_min_;  // Number of completions to wait for.
+    const timespec* deadline_; // CLOCK_REALTIME; null: no deadline.
     std::uint32_t reaped_count_ = 0;
     std::uint32_t post_count_ = 0; // Number of posts that ended a sleep.
 };
@@ -270,6 +274,7 @@ int prepare_io(const hf3fs_ior* ior, const hf3fs_iov* iov, bool read, void* ptr,
         return -EINVAL;
     }
     FileTable::File file;
+    // A negative `fd` is a value that hf3fs_reg_fd returned: the negative number of the library's duplicate.
     if (!file_table().find(fd < 0 ? -fd : fd, file)) [[unlikely]] {
         return -EBADF;
     }
@@ -311,7 +316,7 @@ int hf3fs_submit_ios(const hf3fs_ior* ior) {
         return -EINVAL;
     }
     if (handle->has_agent_ended() || handle->ring->has_agent_ended()) [[unlikely]] {
-        handle->has_ended.store(true, std::memory_order_relaxed);
+        handle->is_unserved.store(true, std::memory_order_relaxed);
         return -EREMOTEIO;
     }
     const bool must_wake_agent = handle->ring->submit();
@@ -329,7 +334,7 @@ int hf3fs_submit_ios(const hf3fs_ior* ior) {
 int hf3fs_wait_for_ios(const hf3fs_ior* ior, hf3fs_cqe* cqes, int cqec, int min_results, const timespec* abs_timeout) {
     RingHandle* handle = get_ring_handle(ior);
     if (handle == nullptr || cqes == nullptr || cqec <= 0 ||
-        (abs_timeout != nullptr && (abs_timeout->tv_nsec < 0 || abs_timeout->tv_nsec >= second_ns))) {
+        (abs_timeout != nullptr && (abs_timeout->tv_nsec < 0 || abs_timeout->tv_nsec >= ns_per_second))) {
         return -EINVAL;
     }
     const auto count_max = static_cast<std::uint32_t>(cqec);

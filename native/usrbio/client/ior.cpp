@@ -27,8 +27,8 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-// Opens the semaphore that wakes the agent. The links in <mount>/3fs-virt/iovs point to the semaphores: submit-ios
-// (priority 0), submit-ios.ph (high: < 0) and submit-ios.pl (low: > 0).
+// Opens the semaphore that wakes the agent. Three links in <mount>/3fs-virt/iovs point to the semaphores of the
+// three priorities: submit-ios (0), submit-ios.ph (below 0: high) and submit-ios.pl (above 0: low).
 int open_submit_semaphore(const char* mount, int priority, NamedSemaphore& semaphore) {
     const std::string link = make_link_path(mount, priority == 0  ? "submit-ios"
                                                    : priority < 0 ? "submit-ios.ph"
@@ -52,8 +52,8 @@ int open_submit_semaphore(const char* mount, int priority, NamedSemaphore& semap
 }
 
 bool are_attributes_valid(const RingAttributes& attributes, std::size_t entries) noexcept {
-    const auto depth = static_cast<std::size_t>(std::abs(static_cast<long>(attributes.io_depth)));
-    return entries != 0 && attributes.timeout_ms >= 0 && depth <= entries;
+    const auto batch_size = static_cast<std::size_t>(std::abs(static_cast<long>(attributes.io_depth)));
+    return entries != 0 && attributes.timeout_ms >= 0 && batch_size <= entries;
 }
 
 // Creates a RingHandle, opens the submit semaphore and connects to the agent. The caller creates shared memory only
@@ -64,11 +64,11 @@ int make_ring_handle(const char* mount, const RingAttributes& attributes, std::u
         return status;
     }
     const int status = find_agent_connection(mount, handle->agent);
-    return status == -ENOENT ? 0 : status;
+    return status == -ENOENT ? 0 : status; // -ENOENT: there is no agent's socket, so a FUSE daemon serves the ring.
 }
 
-void fill_struct(hf3fs_ior& ior, const hf3fs_iov& iov, RingHandle* handle, const char* mount,
-                 const RingAttributes& attributes) noexcept {
+void fill_ior(hf3fs_ior& ior, const hf3fs_iov& iov, RingHandle* handle, const char* mount,
+              const RingAttributes& attributes) noexcept {
     ior = {};
     ior.iov = iov;
     ior.iorh = handle;
@@ -99,7 +99,7 @@ int create_ring(hf3fs_ior* ior, const char* mount, int entries, int numa, const 
             hf3fs_iovdestroy(&iov);
             return status;
         }
-        fill_struct(*ior, iov, handle.release(), mount, attributes);
+        fill_ior(*ior, iov, handle.release(), mount, attributes);
         return 0;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
@@ -164,7 +164,7 @@ int hf3fs_iorwrap(hf3fs_ior* ior, void* buf, const char* mount, size_t size, boo
         iov.size = size;
         iov.numa = -1;
         std::strcpy(iov.mount_point, mount);
-        fill_struct(*ior, iov, handle.release(), mount, attributes);
+        fill_ior(*ior, iov, handle.release(), mount, attributes);
         return 0;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
@@ -177,8 +177,8 @@ void hf3fs_iordestroy(hf3fs_ior* ior) {
     }
     const std::unique_ptr<RingHandle> handle(static_cast<RingHandle*>(ior->iorh));
     ior->iorh = nullptr;
-    handle->stop_watching();
-    // The handle is null for wrapped memory, which belongs to the caller.
+    handle->stop_watching_agent();
+    // `iovh` is null if hf3fs_iorwrap made the ring. Its memory belongs to the caller.
     if (ior->iov.iovh != nullptr) {
         hf3fs_iovdestroy(&ior->iov);
     }

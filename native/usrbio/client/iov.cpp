@@ -42,8 +42,8 @@ Uuid get_id(const hf3fs_iov& iov) noexcept {
     return id;
 }
 
-void fill_struct(hf3fs_iov& iov, void* base, hf3fs_iov_handle handle, const Uuid& id, const char* mount,
-                 std::size_t size, std::size_t block_size, int numa) noexcept {
+void fill_iov(hf3fs_iov& iov, void* base, hf3fs_iov_handle handle, const Uuid& id, const char* mount, std::size_t size,
+              std::size_t block_size, int numa) noexcept {
     iov = {};
     iov.base = static_cast<std::uint8_t*>(base);
     iov.iovh = handle;
@@ -106,7 +106,7 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
         }
         if (keeping_agent != nullptr) {
             keep_host_memory({memory, std::move(file)}, std::move(keeping_agent), numa);
-        } else { // The agent keeps nothing, so the name must go now.
+        } else { // The agent does not keep the memory registered, so the name is not needed any more.
             memory->remove_name();
         }
     }
@@ -122,7 +122,7 @@ namespace {
 
 // Takes memory of an earlier iov from the pool, fills it with zeros and publishes it. Returns 0, -ENOENT if the pool
 // has no such memory, or the error of the publication.
-int publish_kept_memory(HostIov& iov, const char* mount, const std::string& name, std::size_t size, int numa) {
+int publish_kept_memory(HostIov& host_iov, const char* mount, const std::string& name, std::size_t size, int numa) {
     std::shared_ptr<AgentConnection> agent;
     if (find_agent_connection(mount, agent) != 0) {
         return -ENOENT;
@@ -140,33 +140,33 @@ int publish_kept_memory(HostIov& iov, const char* mount, const std::string& name
         drop_registration(kept, *agent);
         return status;
     }
-    iov.memory = std::move(kept.memory);
+    host_iov.memory = std::move(kept.memory);
     return 0;
 }
 
-int allocate_and_publish(HostIov& iov, const char* mount, const std::string& name,
+int allocate_and_publish(HostIov& host_iov, const char* mount, const std::string& name,
                          const std::string& shared_memory_name, std::size_t size, int numa) {
-    iov.memory = std::make_shared<SharedMemory>();
-    if (const int status = iov.memory->create_unnamed(shared_memory_name, size, numa); status != 0) {
+    host_iov.memory = std::make_shared<SharedMemory>();
+    if (const int status = host_iov.memory->create_unnamed(shared_memory_name, size, numa); status != 0) {
         log_line(LogLevel::error, "allocate %zu bytes of shared memory failed: %s", size, ErrnoText(-status).c_str());
         return -EIO;
     }
     const std::string target = shared_memory_folder + shared_memory_name;
     // Without O_TMPFILE, create_unnamed() has created the memory with its name.
-    return iov.memory->unnamed_fd() >= 0 ? publish_unnamed(mount, name, target, *iov.memory)
-                                         : publish(mount, name, target);
+    return host_iov.memory->unnamed_fd() >= 0 ? publish_unnamed(mount, name, target, *host_iov.memory)
+                                              : publish(mount, name, target);
 }
 
 } // namespace
 
 int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::size_t block_size, int numa,
-                    const RingAttributes* ring) noexcept {
+                    const RingAttributes* ring_attributes) noexcept {
     try {
         const Uuid id = make_random_uuid();
-        const std::string name = make_link_name(id, block_size, ring);
+        const std::string name = make_link_name(id, block_size, ring_attributes);
         const std::string shared_memory_name = make_shared_memory_name(id);
         const auto new_iov = std::make_shared<HostIov>(true, mount, name);
-        new_iov->may_keep_memory = ring == nullptr && may_keep_host_memory(size);
+        new_iov->may_keep_memory = ring_attributes == nullptr && may_keep_host_memory(size);
         new_iov->numa = numa;
         hf3fs_iov_handle handle = register_iov(new_iov);
         const std::uint64_t freed_count_before = get_host_pool_freed_count();
@@ -177,6 +177,7 @@ int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::si
             // memory that the agent may pin (-ENOMEM). So free the idle memory and try again.
             if (status == -EIO || status == -EDQUOT || status == -ENOMEM) {
                 trim_host_pool(0);
+                // If no thread has freed memory since the first attempt, another attempt would fail too.
                 if (get_host_pool_freed_count() != freed_count_before) {
                     status = allocate_and_publish(*new_iov, mount, name, shared_memory_name, size, numa);
                 }
@@ -187,12 +188,12 @@ int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::si
             return status;
         }
         // The agent and this process have mapped the ring now, and no other process opens it, so it needs no name.
-        if (ring != nullptr) {
+        if (ring_attributes != nullptr) {
             new_iov->memory->remove_name();
         }
-        fill_struct(iov, new_iov->memory->base(), handle, id, mount, size, block_size, numa);
-        log_line(LogLevel::info, "created %s %s: %zu bytes of shared memory", ring == nullptr ? "iov" : "ring",
-                 name.c_str(), size);
+        fill_iov(iov, new_iov->memory->base(), handle, id, mount, size, block_size, numa);
+        log_line(LogLevel::info, "created %s %s: %zu bytes of shared memory",
+                 ring_attributes == nullptr ? "iov" : "ring", name.c_str(), size);
         return 0;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
@@ -221,7 +222,7 @@ int open_host_iov(hf3fs_iov& iov, const Uuid& id, const char* mount, std::size_t
     if (const int status = opened_iov->borrowed.borrow(mount, name, target); status != 0) {
         return status;
     }
-    fill_struct(iov, opened_iov->memory->base(), register_iov(opened_iov), id, mount, size, block_size, numa);
+    fill_iov(iov, opened_iov->memory->base(), register_iov(opened_iov), id, mount, size, block_size, numa);
     log_line(LogLevel::info, "opened iov %s: %zu bytes of shared memory", name.c_str(), size);
     return 0;
 }
@@ -330,7 +331,7 @@ int hf3fs_iovwrap(hf3fs_iov* iov, void* base, const uint8_t id[16], const char* 
         log_line(LogLevel::info, "wrapped iov %s: %zu bytes of the application's memory",
                  make_link_name(uuid, block_size, nullptr).c_str(), size);
         bind_to_numa_node(base, size, numa);
-        fill_struct(*iov, base, nullptr, uuid, mount, size, block_size, numa);
+        fill_iov(*iov, base, nullptr, uuid, mount, size, block_size, numa);
         return 0;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
@@ -358,7 +359,7 @@ void hf3fs_iovdestroy(hf3fs_iov* iov) {
         log_line(LogLevel::error, "hf3fs_iovdestroy: this iov was destroyed before, or its struct is corrupt");
         return;
     }
-    // hf3fs_iovwrap registers no handle, so this iov was wrapped.
+    // Only hf3fs_iovwrap leaves `iovh` null, so this iov was wrapped.
     if (is_valid_mount(iov->mount_point) && must_notify_agent(iov->mount_point)) {
         try {
             unpublish(iov->mount_point, make_link_name(get_id(*iov), iov->block_size, nullptr));

@@ -1,5 +1,5 @@
-// The table of the objects to which `iovh` of struct hf3fs_iov refers. `iovh` is not an address but a number, which is
-// used only once. So the library never dereferences a stale or invalid handle.
+// The table of the objects to which `iovh` of struct hf3fs_iov refers. `iovh` is not an address but a number, and no
+// two iovs of a process get the same number. So the library never dereferences a stale or invalid handle.
 #pragma once
 
 #include "usrbio/include/hf3fs_usrbio.h"

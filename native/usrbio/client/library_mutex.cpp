@@ -22,7 +22,7 @@ struct ForkState {
 ForkState& fork_state() noexcept {
     static ForkState* instance = [] {
         auto* new_state = new ForkState;
-        // The functions run before fork(), after it in the parent, and after it in the child.
+        // The three functions run, in this order: before fork(), in the parent after it, and in the child after it.
         pthread_atfork(
             [] {
                 library_mutex().lock();

@@ -1,8 +1,8 @@
 // The log of the library, which goes to stderr. The environment variable HF3FS_USRBIO_LIB_LOG sets the level.
 //
 // error: a call failed. warning: a call works, but not as well as it could. info: an object was created, published,
-// registered or destroyed, or how the agent gets its memory. debug: each operation, each submission and each
-// completion.
+// registered or destroyed; one line also says by which method the agent gets the memory. debug: each operation, each
+// submission and each completion.
 #pragma once
 
 namespace gdrkit::usrbio {

@@ -27,11 +27,11 @@ bool find_agent_mount_above(std::string path, std::string& mount) {
             mount = path.empty() ? "/" : path;
             return true;
         }
-        const std::size_t slash = path.rfind('/');
-        if (slash == std::string::npos) {
+        const std::size_t slash_index = path.rfind('/');
+        if (slash_index == std::string::npos) {
             return false;
         }
-        path.resize(slash);
+        path.resize(slash_index);
     }
 }
 
@@ -56,11 +56,11 @@ namespace {
 std::vector<std::string_view> split_words(std::string_view line) {
     std::vector<std::string_view> words;
     while (!line.empty()) {
-        const std::size_t end = std::min(line.find(' '), line.size());
-        if (end != 0) {
-            words.push_back(line.substr(0, end));
+        const std::size_t word_end = std::min(line.find(' '), line.size());
+        if (word_end != 0) {
+            words.push_back(line.substr(0, word_end));
         }
-        line.remove_prefix(std::min(end + 1, line.size()));
+        line.remove_prefix(std::min(word_end + 1, line.size()));
     }
     return words;
 }
@@ -85,8 +85,8 @@ bool is_in_folder(std::string_view path, std::string_view folder) noexcept {
 }
 
 // Returns the mount point in a line of /proc/self/mountinfo if the line describes a mount of 3FS that contains `path`;
-// otherwise the empty string. The mount may show all of 3FS, or only its folder 3fs-virt. In the second case, the
-// result is the parent of that folder. With `is_any_type_allowed`, the file system may have another type than
+// otherwise the empty string. The mount point may be the root of 3FS, or only its folder 3fs-virt. In the second case,
+// the result is the parent of that folder. With `is_any_type_allowed`, the file system may have another type than
 // fuse.hf3fs. The function does not access mounts that do not contain `path`, because their daemons may hang.
 std::string match_mount_line(const std::string& line, bool is_any_type_allowed, std::string_view path) {
     const auto words = split_words(line);

@@ -10,7 +10,7 @@ namespace gdrkit::usrbio {
 // sets `mount` to its path. `path` must be absolute and without symbolic links. Returns false if there is no such
 // folder.
 bool find_agent_mount_above(std::string path, std::string& mount);
-// Finds the same folder for the path of an open file. Also returns false if `fd` is not open.
+// Like find_agent_mount_above(), for the path of an open file. Also returns false if `fd` is not open.
 bool find_agent_mount(int fd, std::string& mount);
 // Returns true if the file system of the open file identifies itself as 3FS.
 bool is_3fs_file(int fd) noexcept;

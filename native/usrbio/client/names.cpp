@@ -14,8 +14,8 @@ namespace {
 // Returns the flags in base 2 without leading zeros. The name of a ring contains them in this form.
 std::string format_binary(std::uint64_t flags) {
     std::string digits;
-    for (int bit = std::bit_width(flags) - 1; bit >= 0; --bit) {
-        digits += (flags >> bit & 1) != 0 ? '1' : '0';
+    for (int bit_index = std::bit_width(flags) - 1; bit_index >= 0; --bit_index) {
+        digits += (flags >> bit_index & 1) != 0 ? '1' : '0';
     }
     return digits;
 }
@@ -37,32 +37,32 @@ Uuid make_random_uuid() noexcept {
 }
 
 std::string to_string(const Uuid& id) {
-    static constexpr char digits[] = "0123456789abcdef";
+    static constexpr char hex_digits[] = "0123456789abcdef";
     std::string text;
     text.reserve(36);
     for (std::size_t i = 0; i < id.size(); ++i) {
         if (i == 4 || i == 6 || i == 8 || i == 10) {
             text += '-';
         }
-        text += digits[id[i] >> 4];
-        text += digits[id[i] & 15];
+        text += hex_digits[id[i] >> 4];
+        text += hex_digits[id[i] & 15];
     }
     return text;
 }
 
-std::string make_link_name(const Uuid& id, std::size_t block_size, const RingAttributes* ring) {
+std::string make_link_name(const Uuid& id, std::size_t block_size, const RingAttributes* ring_attributes) {
     std::string name = to_string(id);
     if (block_size != 0) {
         name += ".b" + std::to_string(block_size);
     }
-    if (ring != nullptr) {
-        name += (ring->for_read ? ".r" : ".w") + std::to_string(ring->io_depth);
-        if (ring->priority != 0) {
-            name += ring->priority < 0 ? ".ph" : ".pl";
+    if (ring_attributes != nullptr) {
+        name += (ring_attributes->for_read ? ".r" : ".w") + std::to_string(ring_attributes->io_depth);
+        if (ring_attributes->priority != 0) {
+            name += ring_attributes->priority < 0 ? ".ph" : ".pl";
         }
-        name += ".t" + std::to_string(ring->timeout_ms);
-        if (ring->flags != 0) {
-            name += ".f" + format_binary(ring->flags);
+        name += ".t" + std::to_string(ring_attributes->timeout_ms);
+        if (ring_attributes->flags != 0) {
+            name += ".f" + format_binary(ring_attributes->flags);
         }
     }
     return name;

@@ -19,9 +19,9 @@ std::size_t read_number_variable(const char* variable, std::size_t default_value
         return default_value;
     }
     std::size_t value = 0;
-    const char* const end = text + std::strlen(text);
-    const auto [position, error] = std::from_chars(text, end, value);
-    if (error == std::errc() && position == end && position != text) {
+    const char* const text_end = text + std::strlen(text);
+    const auto [number_end, error] = std::from_chars(text, text_end, value);
+    if (error == std::errc() && number_end == text_end && number_end != text) {
         return value;
     }
     log_line(LogLevel::warning, "%s must be a number without a unit, not \"%s\"; %zu is used", variable, text,

@@ -14,7 +14,7 @@
 namespace gdrkit::usrbio {
 namespace {
 
-constexpr int fields_before_start = 19; // Fields of /proc/<pid>/stat after the name and before field 22 (proc(5)).
+constexpr int fields_before_start = 19; // Fields between field 2 (name) and field 22 (start time) of /proc/<pid>/stat.
 
 // Returns the 16 bytes of the boot's UUID; zeros if the kernel does not report a UUID.
 std::array<std::uint8_t, 16> read_boot_id() {
@@ -22,14 +22,14 @@ std::array<std::uint8_t, 16> read_boot_id() {
     std::string text;
     file >> text;
     std::erase(text, '-');
-    std::array<std::uint8_t, 16> bytes{};
+    std::array<std::uint8_t, 16> boot_id{};
     if (text.size() != 32 || text.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) {
-        return bytes;
+        return boot_id;
     }
-    for (std::size_t index = 0; index < bytes.size(); ++index) {
-        bytes[index] = static_cast<std::uint8_t>(std::strtoul(text.substr(2 * index, 2).c_str(), nullptr, 16));
+    for (std::size_t index = 0; index < boot_id.size(); ++index) {
+        boot_id[index] = static_cast<std::uint8_t>(std::strtoul(text.substr(2 * index, 2).c_str(), nullptr, 16));
     }
-    return bytes;
+    return boot_id;
 }
 
 std::uint32_t read_pid_namespace() {
@@ -57,6 +57,7 @@ std::optional<ProcessStart> read_process_start(const std::string& proc_entry) {
     ProcessStart start;
     fields >> start.state;
     std::string skipped_field;
+    // The state is the first of the fields before the start time, so skip one field less.
     for (int field = 1; field < fields_before_start; ++field) {
         fields >> skipped_field;
     }

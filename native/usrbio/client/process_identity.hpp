@@ -1,6 +1,6 @@
-// Identity of a process: the pid, the start time and the id of the boot. Share handles contain the identity of the
-// owner. An importer compares them all, so the importer notices that the owner has ended even if another process now
-// has the same pid.
+// Identity of a process: the pid and its namespace, the start time and the id of the boot. A share handle contains the
+// identity of the process that owns the memory. The importer compares all parts. So it notices that the owner has
+// ended, even if another process has the same pid now.
 #pragma once
 
 #include <array>

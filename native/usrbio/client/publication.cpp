@@ -28,7 +28,7 @@ namespace {
 // The table of the connections over which this process published its names. The agent withdraws a publication when the
 // connection closes, so this table keeps the connections open.
 struct PublicationConnections {
-    // The key is mount and name.
+    // The key is the pair of mount and name.
     std::map<std::pair<std::string, std::string>, std::shared_ptr<AgentConnection>> by_name;
 };
 
@@ -95,7 +95,8 @@ LinkFolders& link_folders() {
     return *table;
 }
 
-void keep_folder_open(const char* mount, std::string_view name) {
+// Records a link that this process made, and keeps the folder of the links open.
+void record_link(const char* mount, std::string_view name) {
     LinkFolders& table = link_folders();
     const int fd = open(make_link_path(mount, "").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     const std::lock_guard lock(library_mutex());
@@ -108,7 +109,8 @@ void keep_folder_open(const char* mount, std::string_view name) {
     }
 }
 
-void release_folder(const char* mount, std::string_view name) {
+// Ends the effect of record_link(). Closes the folder after its last link.
+void forget_link(const char* mount, std::string_view name) {
     LinkFolders& table = link_folders();
     const std::lock_guard lock(library_mutex());
     const auto entry = table.by_mount.find(mount);
@@ -122,6 +124,7 @@ void release_folder(const char* mount, std::string_view name) {
     table.by_mount.erase(entry);
 }
 
+// Returns whether this process made the link.
 bool has_link(const char* mount, std::string_view name) {
     const LinkFolders& table = link_folders();
     const std::lock_guard lock(library_mutex());
@@ -133,7 +136,7 @@ int publish_by_link(const char* mount, std::string_view name, std::string_view t
     if (const int error = make_link(std::string(target), make_link_path(mount, std::string(name))); error != 0) {
         return error;
     }
-    keep_folder_open(mount, name);
+    record_link(mount, name);
     return 0;
 }
 
@@ -157,8 +160,8 @@ int publish_to_agent(AgentConnection& agent, std::string_view name, std::string_
 // registered. If the agent does so, sets `*keeping_agent` to `agent`.
 int withdraw_from_agent(const std::shared_ptr<AgentConnection>& agent, std::string_view name,
                         std::shared_ptr<AgentConnection>* keeping_agent) {
-    auto length = static_cast<std::uint16_t>(name.size());
-    const iovec payload[] = {{&length, sizeof(length)}, {const_cast<char*>(name.data()), name.size()}};
+    auto name_bytes = static_cast<std::uint16_t>(name.size());
+    const iovec payload[] = {{&name_bytes, sizeof(name_bytes)}, {const_cast<char*>(name.data()), name.size()}};
     if (keeping_agent == nullptr || !agent->keeps_registrations()) {
         return agent->call(AgentRequest::unpublish, payload, {}, {});
     }
@@ -187,7 +190,7 @@ int withdraw_publication(const char* mount, std::string_view name,
                 log_line(LogLevel::info, "withdrew %.*s from the agent of %s%s", static_cast<int>(name.size()),
                          name.data(), mount, is_kept ? ", which keeps the registration" : "");
                 drop_connection(mount, name);
-                release_folder(mount, name);
+                forget_link(mount, name);
                 return 0;
             }
             // An agent that does not reply but has not ended may still access the memory.
@@ -215,7 +218,7 @@ int withdraw_publication(const char* mount, std::string_view name,
         }
         // -ENOENT: another process has removed the link.
         if (is_removed || error == -ENOENT) {
-            release_folder(mount, name);
+            forget_link(mount, name);
         }
         return is_removed ? 0 : status == -EREMOTEIO ? -EREMOTEIO : error;
     } catch (const std::bad_alloc&) {
@@ -223,18 +226,18 @@ int withdraw_publication(const char* mount, std::string_view name,
     }
 }
 
-// Implements publish() and publish_unnamed(). `memory`: memory that still needs its name in /dev/shm (publish_unnamed),
-// or null (publish).
+// Implements publish() and publish_unnamed(). `unnamed_memory`: memory that still needs its name in /dev/shm
+// (publish_unnamed), or null (publish).
 int publish_memory(const char* mount, std::string_view name, std::string_view target,
                    std::span<const std::byte> share_handle, std::span<const int> descriptors,
-                   SharedMemory* memory) noexcept {
+                   SharedMemory* unnamed_memory) noexcept {
     try {
         std::shared_ptr<AgentConnection> agent;
         int status = find_agent_connection(mount, agent);
         if (status == 0) {
             status = publish_to_agent(*agent, name, target, share_handle, descriptors);
-            if (memory != nullptr) {
-                memory->adopt_name(); // Also after an error: the agent may have died after it created the name.
+            if (unnamed_memory != nullptr) {
+                unnamed_memory->adopt_name(); // Also after an error: the agent may have died after it created the name.
             }
             if (status == 0) {
                 log_line(LogLevel::info, "published %.*s to the agent of %s, with %zu descriptor%s",
@@ -243,7 +246,7 @@ int publish_memory(const char* mount, std::string_view name, std::string_view ta
                 store_connection(mount, name, std::move(agent));
             }
         } else if (status == -ENOENT) {
-            status = memory == nullptr ? 0 : memory->create_name();
+            status = unnamed_memory == nullptr ? 0 : unnamed_memory->create_name();
             if (status == 0) {
                 status = publish_by_link(mount, name, target);
             }

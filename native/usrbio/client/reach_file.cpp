@@ -26,8 +26,8 @@ std::string make_file_path() {
            "/reach";
 }
 
-// Returns the contents of the file. Returns an empty text if the file belongs to another user or another user can write
-// to it, because its contents are then not trusted.
+// Returns the contents of the file, or an empty text if the file cannot be read. Also returns an empty text if the file
+// belongs to another user, or another user can write to it: such contents are not trusted.
 std::string read_file(const std::string& path) {
     const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
     struct stat attributes {};
@@ -38,11 +38,11 @@ std::string read_file(const std::string& path) {
     std::string text(file_bytes_max, '\0');
     std::size_t length = 0;
     while (length < text.size()) {
-        const ssize_t count = read(file.get(), text.data() + length, text.size() - length);
-        if (count <= 0) {
+        const ssize_t read_bytes = read(file.get(), text.data() + length, text.size() - length);
+        if (read_bytes <= 0) {
             break;
         }
-        length += static_cast<std::size_t>(count);
+        length += static_cast<std::size_t>(read_bytes);
     }
     text.resize(length);
     return text;

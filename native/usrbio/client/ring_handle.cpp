@@ -10,13 +10,14 @@ namespace gdrkit::usrbio {
 
 namespace {
 
+// Returns the set of all ring handles. Its first call registers a function that marks the handles in a forked child.
 std::set<RingHandle*>& handles() {
     static auto* table = [] {
         auto* new_table = new std::set<RingHandle*>;
         add_fork_handler([] {
             for (RingHandle* handle : handles()) {
                 handle->is_inherited.store(true, std::memory_order_relaxed);
-                handle->has_ended.store(true, std::memory_order_relaxed);
+                handle->is_unserved.store(true, std::memory_order_relaxed);
             }
         });
         return new_table;
@@ -34,20 +35,20 @@ RingHandle::RingHandle() {
 }
 
 RingHandle::~RingHandle() {
-    stop_watching();
+    stop_watching_agent();
     std::set<RingHandle*>& all_handles = handles();
     const std::lock_guard lock(library_mutex());
     all_handles.erase(this);
 }
 
-bool RingHandle::start_watching() noexcept {
+bool RingHandle::start_watching_agent() noexcept {
     if (watch_state == Watch::unknown) {
         watch_state = agent != nullptr && agent->watch(ring->completion_semaphore()) ? Watch::yes : Watch::no;
     }
     return watch_state == Watch::yes;
 }
 
-void RingHandle::stop_watching() noexcept {
+void RingHandle::stop_watching_agent() noexcept {
     if (watch_state == Watch::yes) {
         agent->unwatch(ring->completion_semaphore());
         watch_state = Watch::no;

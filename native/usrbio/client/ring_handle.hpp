@@ -23,22 +23,23 @@ public:
     RingHandle& operator=(const RingHandle&) = delete;
     ~RingHandle();
 
-    // Returns whether the agent has ended according to the last check. Makes no system call.
+    // Returns whether the last check found that the agent has ended. Makes no system call.
     bool has_agent_ended() const noexcept {
-        return has_ended.load(std::memory_order_relaxed) || (agent != nullptr && agent->is_closed_by_agent());
+        return is_unserved.load(std::memory_order_relaxed) || (agent != nullptr && agent->is_closed_by_agent());
     }
 
     // Makes the connection to the agent post the completion semaphore when the agent ends. A waiting thread calls this
     // function before it sleeps without a timer. Returns false if the connection cannot do that; the thread must then
     // poll.
-    bool start_watching() noexcept;
-    // Ends the effect of start_watching(). Call it before the memory of the ring is freed.
-    void stop_watching() noexcept;
+    bool start_watching_agent() noexcept;
+    // Makes the connection forget the completion semaphore. Call it before the memory of the ring, which contains the
+    // semaphore, is freed.
+    void stop_watching_agent() noexcept;
 
     std::unique_ptr<ApplicationRing> ring;
     NamedSemaphore submit_semaphore;
     std::shared_ptr<AgentConnection> agent; // Null: a FUSE mount without an agent's socket.
-    std::atomic<bool> has_ended{false};     // The agent no longer serves this ring, or this process is a forked child.
+    std::atomic<bool> is_unserved{false};   // The agent no longer serves this ring, or this process is a forked child.
     // Set in a child after fork(). The memory of the ring and its semaphore belong to the parent, so a child must not
     // access them.
     std::atomic<bool> is_inherited{false};
@@ -51,7 +52,7 @@ public:
     long spin_limit_ns = 50000;
     unsigned unspun_wait_count = 0; // Waits while spin_limit_ns was too small to spin; every 64th of these waits spins.
     timespec next_agent_check{};    // CLOCK_REALTIME at which a sleeping wait checks again whether the agent has ended.
-    // Whether the connection posts the completion semaphore; unknown: start_watching() was not called yet.
+    // Whether the connection posts the completion semaphore; unknown: start_watching_agent() was not called yet.
     enum class Watch : std::uint8_t { unknown, no, yes } watch_state = Watch::unknown;
 };
 

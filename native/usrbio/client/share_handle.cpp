@@ -17,7 +17,7 @@ static_assert(std::endian::native == std::endian::little, "the structs below are
 constexpr char share_magic[8] = {'G', 'D', 'R', 'S', 'H', 'A', 'R', 'E'};
 constexpr std::uint16_t share_version = 1;
 constexpr std::size_t digest_bytes = 16;
-constexpr std::uint64_t length_max = INT64_MAX;
+constexpr std::uint64_t size_max = INT64_MAX; // Largest size of an allocation and of the shared bytes.
 // SCM_MAX_FD: the most descriptors that one message of a socket can carry.
 constexpr std::uint32_t descriptors_max = 253;
 
@@ -57,19 +57,19 @@ struct GdrBytes {
 static_assert(sizeof(GdrBytes) == gdr_handle_bytes && offsetof(GdrBytes, length_bytes) == 64 &&
               offsetof(GdrBytes, device) == 72);
 
-bool has_nonzero(std::span<const std::uint8_t> bytes) {
+bool has_nonzero_byte(std::span<const std::uint8_t> bytes) {
     return std::ranges::any_of(bytes, [](std::uint8_t byte) { return byte != 0; });
 }
 
 bool are_chunks_valid(const ShareHandle& handle) {
-    const std::uint64_t chunk_bytes = handle.chunk_bytes, count = handle.descriptor_count;
-    if (chunk_bytes == 0 || chunk_bytes % host_page_bytes() != 0 || count < 1 || count > descriptors_max ||
-        chunk_bytes > length_max / count) {
+    const std::uint64_t chunk_bytes = handle.chunk_bytes, chunk_count = handle.descriptor_count;
+    if (chunk_bytes == 0 || chunk_bytes % host_page_bytes() != 0 || chunk_count < 1 || chunk_count > descriptors_max ||
+        chunk_bytes > size_max / chunk_count) {
         return false;
     }
     // Every chunk must contain some of the shared bytes.
-    return handle.allocation_bytes == chunk_bytes * count && handle.offset_bytes < chunk_bytes &&
-           handle.offset_bytes + handle.length_bytes > chunk_bytes * (count - 1);
+    return handle.allocation_bytes == chunk_bytes * chunk_count && handle.offset_bytes < chunk_bytes &&
+           handle.offset_bytes + handle.length_bytes > chunk_bytes * (chunk_count - 1);
 }
 
 bool is_address_valid(const ShareHandle& handle) {
@@ -79,7 +79,7 @@ bool is_address_valid(const ShareHandle& handle) {
 }
 
 bool is_kind_valid(const ShareHandle& handle) {
-    if (has_nonzero(handle.ipc) != (handle.kind == ShareKind::ipc)) {
+    if (has_nonzero_byte(handle.ipc) != (handle.kind == ShareKind::ipc)) {
         return false;
     }
     switch (handle.kind) {
@@ -94,16 +94,16 @@ bool is_kind_valid(const ShareHandle& handle) {
 }
 
 bool is_valid(const ShareHandle& handle) {
-    if (handle.allocation_bytes == 0 || handle.allocation_bytes > length_max || handle.length_bytes == 0 ||
+    if (handle.allocation_bytes == 0 || handle.allocation_bytes > size_max || handle.length_bytes == 0 ||
         handle.offset_bytes > handle.allocation_bytes ||
         handle.length_bytes > handle.allocation_bytes - handle.offset_bytes) {
         return false;
     }
-    return is_kind_valid(handle) && has_nonzero(handle.device_uuid) && handle.owner.process_id != 0;
+    return is_kind_valid(handle) && has_nonzero_byte(handle.device_uuid) && handle.owner.process_id != 0;
 }
 
 bool is_valid(const GdrHandle& handle) {
-    return has_nonzero(handle.ipc) && handle.length_bytes != 0 && handle.length_bytes <= length_max &&
+    return has_nonzero_byte(handle.ipc) && handle.length_bytes != 0 && handle.length_bytes <= size_max &&
            handle.device <= INT_MAX;
 }
 

@@ -16,6 +16,8 @@ namespace gdrkit::usrbio {
 inline constexpr std::size_t share_handle_bytes = 192;
 inline constexpr std::size_t gdr_handle_bytes = 80;
 
+// The method by which memory is shared: a CUDA IPC handle; descriptors of the chunks of VMM memory
+// (cuMemExportToShareableHandle), one for each chunk; or the descriptor of a dma-buf.
 enum class ShareKind : std::uint16_t { ipc = 1, vmm = 2, dmabuf = 3 };
 
 // The versioned handle (gdrkit/registration/handle.py). Its bytes also contain a magic number, a version, and a
@@ -35,12 +37,13 @@ struct ShareHandle {
     bool operator==(const ShareHandle&) const = default;
 };
 
-// These functions return nothing if the fields contradict each other or are out of range.
+// These functions return nothing if the fields contradict each other or are out of range. parse_share_handle() also
+// returns nothing if the magic number, the version or the checksum is wrong.
 std::optional<std::array<std::uint8_t, share_handle_bytes>> pack(const ShareHandle& handle);
 std::optional<ShareHandle> parse_share_handle(std::span<const std::uint8_t> bytes);
 
 // The older handle (gdrkit/registration/gdr_handle.py), without offset, version and checksum. It identifies the device
-// by its index in the owner, which may differ from the index in the importer.
+// by its number in the owner's process, which may differ from its number in the importer's process.
 struct GdrHandle {
     std::array<std::uint8_t, 64> ipc{};
     std::uint64_t length_bytes = 0;

@@ -28,11 +28,13 @@ public:
     int unnamed_fd() const noexcept { return unnamed_descriptor_.get(); }
     // Gives the memory the name passed to create_unnamed(). Returns 0 or -errno.
     int create_name() noexcept;
-    // Checks whether the agent has given the memory its name. If so, the destructor removes the name.
+    // Checks whether the agent has given the memory its name. If so, this process becomes responsible for the name, and
+    // the destructor removes it. Closes the descriptor of unnamed_fd().
     void adopt_name() noexcept;
     // Maps existing memory. Returns 0 or -errno; -EIO: the memory is smaller than `bytes`.
     int open(const std::string& name, std::size_t bytes, int numa) noexcept;
-    // Removes the name if this process is responsible for it. The memory stays mapped.
+    // Removes the name if this process is responsible for it, that is, created it and is not a forked child. The memory
+    // stays mapped.
     void remove_name() noexcept;
 
     // Returns the name of the memory, as for shm_open, or an empty string if this process is not responsible for a

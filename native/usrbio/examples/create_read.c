@@ -1,17 +1,17 @@
 /* Reads a file into GPU memory that the library allocates, and writes that memory to standard output. */
 #include "read_file.h"
 
-int main(int count, char** arguments) {
-    if (count != 4) {
-        fprintf(stderr, "usage: %s MOUNT FILE DEVICE\n", arguments[0]);
+int main(int argc, char** argv) {
+    if (argc != 4) {
+        fprintf(stderr, "usage: %s MOUNT FILE DEVICE\n", argv[0]);
         return 1;
     }
-    const char *const mount = arguments[1], *const path = arguments[2];
-    const int device = atoi(arguments[3]);
-    const size_t bytes = get_file_size(path);
+    const char *const mount = argv[1], *const path = argv[2];
+    const int device = atoi(argv[3]);
+    const size_t file_bytes = get_file_size(path);
     struct hf3fs_iov iov;
     /* An iov must have at least one byte, also for an empty file. */
-    int error = hf3fs_iovcreate_gpu(&iov, mount, bytes == 0 ? 1 : bytes, 0, device);
+    int error = hf3fs_iovcreate_gpu(&iov, mount, file_bytes == 0 ? 1 : file_bytes, 0, device);
     if (error != 0) {
         fail("hf3fs_iovcreate_gpu", error);
     }

@@ -11,13 +11,13 @@
 
 #include "hf3fs_usrbio_gdr.h"
 
-/* Prints which call failed, and ends the program. `error` is an errno, positive or negative. */
-static inline void fail(const char* call, long error) {
-    fprintf(stderr, "%s failed: %s\n", call, strerror((int)(error < 0 ? -error : error)));
+/* Prints that `subject` (a function, a path or a peer) failed, and ends the program. `error` is an errno or -errno. */
+static inline void fail(const char* subject, long error) {
+    fprintf(stderr, "%s failed: %s\n", subject, strerror((int)(error < 0 ? -error : error)));
     exit(1);
 }
 
-/* Returns the time in `seconds` from now. hf3fs_wait_for_ios takes a deadline in CLOCK_REALTIME, not a timeout. */
+/* Returns a time `seconds` after now, because hf3fs_wait_for_ios takes a deadline in CLOCK_REALTIME, not a timeout. */
 static inline struct timespec make_deadline(int seconds) {
     struct timespec deadline;
     clock_gettime(CLOCK_REALTIME, &deadline);
@@ -57,10 +57,10 @@ static inline void* find_cuda_function(const char* symbol) {
     return function;
 }
 
-/* Ends the program if `result`, a CUresult, is not CUDA_SUCCESS (0). */
-static inline void check_cuda(const char* call, int result) {
+/* Ends the program if `result`, the CUresult of `function`, is not CUDA_SUCCESS (0). */
+static inline void check_cuda(const char* function, int result) {
     if (result != 0) {
-        fprintf(stderr, "%s failed: %d\n", call, result);
+        fprintf(stderr, "%s failed: %d\n", function, result);
         exit(1);
     }
 }
@@ -76,6 +76,7 @@ static inline void use_device(int device) {
     check_cuda("cuCtxSetCurrent", set(context));
 }
 
+/* Allocates memory on the current device; see use_device(). */
 static inline void* allocate_on_device(size_t bytes) {
     int (*allocate)(uint64_t*, size_t) = (int (*)(uint64_t*, size_t))find_cuda_function("cuMemAlloc_v2");
     uint64_t address = 0;

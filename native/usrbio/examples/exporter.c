@@ -4,22 +4,22 @@
  */
 #include "handle_socket.h"
 
-int main(int count, char** arguments) {
-    if (count != 5) {
-        fprintf(stderr, "usage: %s MOUNT BYTES DEVICE SOCKET\n", arguments[0]);
+int main(int argc, char** argv) {
+    if (argc != 5) {
+        fprintf(stderr, "usage: %s MOUNT BYTES DEVICE SOCKET\n", argv[0]);
         return 1;
     }
-    const int device = atoi(arguments[3]);
-    const size_t bytes = (size_t)strtoull(arguments[2], NULL, 10);
+    const int device = atoi(argv[3]);
+    const size_t iov_bytes = (size_t)strtoull(argv[2], NULL, 10);
     /* Listen first, so that the importer can be started at any time. */
-    const struct sockaddr_un address = make_socket_address(arguments[4]);
+    const struct sockaddr_un address = make_socket_address(argv[4]);
     const int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (listener < 0 || bind(listener, (const struct sockaddr*)&address, sizeof address) != 0 ||
         listen(listener, 1) != 0) {
-        fail(arguments[4], errno);
+        fail(argv[4], errno);
     }
     struct hf3fs_iov iov;
-    int error = hf3fs_iovcreate_gpu(&iov, arguments[1], bytes, 0, device);
+    int error = hf3fs_iovcreate_gpu(&iov, argv[1], iov_bytes, 0, device);
     if (error != 0) {
         fail("hf3fs_iovcreate_gpu", error);
     }
@@ -38,9 +38,9 @@ int main(int count, char** arguments) {
     transfer_all(recv, peer, &done_byte, sizeof done_byte);
     close(peer);
     close(listener);
-    unlink(arguments[4]);
+    unlink(argv[4]);
     use_device(device);
-    print_device_memory(iov.base, bytes);
+    print_device_memory(iov.base, iov_bytes);
     /* The importer has unmapped the memory, so it may be freed now. */
     hf3fs_iovdestroy_gpu(&iov);
     return 0;

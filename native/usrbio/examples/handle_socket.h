@@ -32,7 +32,7 @@ static inline void transfer_all(ssize_t (*transfer)(int, void*, size_t, int), in
     }
 }
 
-/* Calls send(), with the signature of recv(). */
+/* Calls send(). Has the signature of recv(), so that transfer_all() can call either. */
 static inline ssize_t send_some(int peer, void* bytes, size_t length, int flags) {
     return send(peer, bytes, length, flags);
 }

@@ -2,24 +2,24 @@
 #include "handle_socket.h"
 #include "read_file.h"
 
-int main(int count, char** arguments) {
-    if (count != 4) {
-        fprintf(stderr, "usage: %s MOUNT FILE SOCKET\n", arguments[0]);
+int main(int argc, char** argv) {
+    if (argc != 4) {
+        fprintf(stderr, "usage: %s MOUNT FILE SOCKET\n", argv[0]);
         return 1;
     }
-    const struct sockaddr_un address = make_socket_address(arguments[3]);
+    const struct sockaddr_un address = make_socket_address(argv[3]);
     const int peer = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (peer < 0 || connect(peer, (const struct sockaddr*)&address, sizeof address) != 0) {
-        fail(arguments[3], errno);
+        fail(argv[3], errno);
     }
     hf3fs_gpu_ipc_handle_t handle;
     transfer_all(recv, peer, &handle, sizeof handle);
     struct hf3fs_iov iov;
-    int error = hf3fs_iov_import_gpu(&iov, &handle, arguments[1]);
+    int error = hf3fs_iov_import_gpu(&iov, &handle, argv[1]);
     if (error != 0) {
         fail("hf3fs_iov_import_gpu", error);
     }
-    const size_t read_bytes = read_file(arguments[1], arguments[2], &iov, iov.base, iov.size);
+    const size_t read_bytes = read_file(argv[1], argv[2], &iov, iov.base, iov.size);
     /* Direction 1: the work of the GPU sees the bytes that the NIC has written. */
     error = hf3fs_iovsync_gpu(&iov, 1);
     if (error != 0) {
@@ -27,7 +27,7 @@ int main(int count, char** arguments) {
     }
     printf("%zu bytes were read into the memory of another process, on device %d\n", read_bytes,
            hf3fs_iov_gpu_device(&iov));
-    /* Unmap the memory first. The byte then tells the exporter that it may read and free the memory. */
+    /* Unmap the memory first. Then send the byte that tells the exporter that it may read and free the memory. */
     hf3fs_iovdestroy_gpu(&iov);
     char done_byte = 1;
     transfer_all(send_some, peer, &done_byte, sizeof done_byte);

@@ -1,11 +1,11 @@
 /* Prints the types of a GPU iov and a host iov, and synchronizes both. */
 #include "example.h"
 
-static void describe_and_synchronize(const char* name, const struct hf3fs_iov* iov) {
+static void describe_and_synchronize(const char* label, const struct hf3fs_iov* iov) {
     if (hf3fs_iov_is_gpu(iov)) {
-        printf("%s: GPU iov on device %d\n", name, hf3fs_iov_gpu_device(iov));
+        printf("%s: GPU iov on device %d\n", label, hf3fs_iov_gpu_device(iov));
     } else {
-        printf("%s: host iov\n", name);
+        printf("%s: host iov\n", label);
     }
     /*
      * Direction 0: call hf3fs_iovsync before the NIC reads bytes that the GPU has written. Direction 1: call it after
@@ -19,17 +19,17 @@ static void describe_and_synchronize(const char* name, const struct hf3fs_iov* i
     }
 }
 
-int main(int count, char** arguments) {
-    if (count != 3) {
-        fprintf(stderr, "usage: %s MOUNT DEVICE\n", arguments[0]);
+int main(int argc, char** argv) {
+    if (argc != 3) {
+        fprintf(stderr, "usage: %s MOUNT DEVICE\n", argv[0]);
         return 1;
     }
     struct hf3fs_iov device_iov, host_iov;
-    int error = hf3fs_iovcreate_gpu(&device_iov, arguments[1], 65536, 0, atoi(arguments[2]));
+    int error = hf3fs_iovcreate_gpu(&device_iov, argv[1], 65536, 0, atoi(argv[2]));
     if (error != 0) {
         fail("hf3fs_iovcreate_gpu", error);
     }
-    error = hf3fs_iovcreate(&host_iov, arguments[1], 65536, 0, -1);
+    error = hf3fs_iovcreate(&host_iov, argv[1], 65536, 0, -1);
     if (error != 0) {
         fail("hf3fs_iovcreate", error);
     }

@@ -3,28 +3,28 @@
 
 #include "read_file.h"
 
-int main(int count, char** arguments) {
-    if (count != 4) {
-        fprintf(stderr, "usage: %s MOUNT FILE DEVICE\n", arguments[0]);
+int main(int argc, char** argv) {
+    if (argc != 4) {
+        fprintf(stderr, "usage: %s MOUNT FILE DEVICE\n", argv[0]);
         return 1;
     }
-    const char *const mount = arguments[1], *const path = arguments[2];
-    const int device = atoi(arguments[3]);
-    const size_t bytes = get_file_size(path), iov_offset = 4096;
+    const char *const mount = argv[1], *const path = argv[2];
+    const int device = atoi(argv[3]);
+    const size_t file_bytes = get_file_size(path), iov_offset = 4096;
     /* The iov is only a part of one allocation, as in frameworks that place many tensors in one allocation. */
     use_device(device);
-    uint8_t* const memory = allocate_on_device(iov_offset + bytes + 1);
+    uint8_t* const memory = allocate_on_device(iov_offset + file_bytes + 1);
     uint8_t id[16];
     if (getrandom(id, sizeof id, 0) != sizeof id) {
         fail("getrandom", errno);
     }
     struct hf3fs_iov iov;
     /* The iov is one byte longer than the file, because an iov for an empty file must have at least one byte. */
-    int error = hf3fs_iovwrap_gpu(&iov, memory + iov_offset, id, mount, bytes + 1, 0, device);
+    int error = hf3fs_iovwrap_gpu(&iov, memory + iov_offset, id, mount, file_bytes + 1, 0, device);
     if (error != 0) {
         fail("hf3fs_iovwrap_gpu", error);
     }
-    const size_t read_bytes = read_file(mount, path, &iov, memory + iov_offset, bytes + 1);
+    const size_t read_bytes = read_file(mount, path, &iov, memory + iov_offset, file_bytes + 1);
     /* Direction 1: the work of the GPU sees the bytes that the NIC has written. */
     error = hf3fs_iovsync_gpu(&iov, 1);
     if (error != 0) {

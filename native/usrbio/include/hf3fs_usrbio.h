@@ -2,7 +2,7 @@
  * User-space I/O of 3FS. An application and an agent share memory. The application writes its requests into a ring
  * (ior), the agent moves bytes between files and the application's buffers (iov), and the ring reports the completions.
  *
- * Conventions, unless a function says otherwise:
+ * Conventions, unless the description of a function says otherwise:
  *   - Functions return 0 or a count on success and a negative errno on failure. hf3fs_reg_fd, hf3fs_hardlink and
  *     hf3fs_punchhole return a *positive* errno on failure. The variable errno after a call has no meaning.
  *   - Sizes and offsets are in bytes, timeouts in milliseconds. Deadlines are times of CLOCK_REALTIME.
@@ -60,7 +60,7 @@ struct hf3fs_iov {
     char id[16];
     char mount_point[256];
     size_t size;
-    size_t block_size; /* No operation may cross a multiple of it. 0: no such limit. */
+    size_t block_size; /* No operation may cross a multiple of it, counted from `base`. 0: no such limit. */
     int numa;          /* NUMA node of the memory; -1: any. */
 };
 
@@ -69,10 +69,10 @@ struct hf3fs_ior {
     hf3fs_ior_handle iorh; /* For the library's use. */
     char mount_point[256];
     bool for_read; /* true: the ring reads files; false: it writes them. */
-    int io_depth;  /* For this and the next three fields, see hf3fs_iorcreate. */
+    int io_depth;  /* hf3fs_iorcreate describes io_depth, timeout and priority. */
     int priority;
-    int timeout; /* In milliseconds. */
-    uint64_t flags;
+    int timeout;    /* In milliseconds. */
+    uint64_t flags; /* HF3FS_IOR_ALLOW_READ_UNCOMMITTED, HF3FS_IOR_FORBID_READ_HOLES. */
 };
 
 struct hf3fs_cqe {
@@ -119,7 +119,7 @@ HF3FS_API int hf3fs_iovcreate(struct hf3fs_iov* iov, const char* hf3fs_mount_poi
  * hf3fs_iovunlink does nothing, and hf3fs_iovdestroy only unmaps it. If an agent serves the mount, a process of the
  * same user must have published the memory to the agent. Operations on the memory fail with -EACCES from the time at
  * which that process withdraws the publication or ends.
- *   -EINVAL        null, mount point too long, size 0, or the link points outside /dev/shm
+ *   -EINVAL        null, mount point empty or too long, size 0, or the link points outside /dev/shm
  *   -ENOENT        the iov does not exist, or its name was unlinked
  *   -EIO           mmap failed, or the memory is smaller than size
  *   -EREMOTEIO     the agent has ended
@@ -137,8 +137,8 @@ HF3FS_API void hf3fs_iovunlink(struct hf3fs_iov* iov);
 /*
  * Withdraws the publication, removes the name, unmaps the memory and sets iov->base and iov->iovh to NULL. Large memory
  * may go to the pool instead: see gdrkit_host_pool_trim. No operation on the iov may be in flight. For an iov that was
- * wrapped, the function only withdraws the publication of hf3fs_iovwrap. Does
- * nothing for NULL and for an iov that was destroyed before.
+ * wrapped, the function only withdraws the publication of hf3fs_iovwrap. Does nothing for NULL and for an iov that was
+ * destroyed before.
  */
 HF3FS_API void hf3fs_iovdestroy(struct hf3fs_iov* iov);
 
@@ -147,9 +147,10 @@ HF3FS_API void hf3fs_iovdestroy(struct hf3fs_iov* iov);
  * <mount>/3fs-virt/iovs/<uuid>[.b<block size>] to this memory, and removes the link later. The caller still owns the
  * memory, which must stay mapped. If the name of the link has another block size than `block_size`, or none,
  * iov->block_size is set to the block size of the link. If the mount is not a FUSE mount, the library reports the link
- * to the agent, which withdraws the publication when the caller removes the link. -EINVAL        null, mount point
- * empty or too long, size 0 -ENOENT        there is no link with this uuid, so nothing is published -errno         the
- * agent refused the publication (only if the mount is not a FUSE mount)
+ * to the agent, which withdraws the publication when the caller removes the link.
+ *   -EINVAL        null, mount point empty or too long, size 0
+ *   -ENOENT        there is no link with this uuid, so nothing is published
+ *   -errno         the agent refused the publication (only if the mount is not a FUSE mount)
  */
 HF3FS_API int hf3fs_iovwrap(struct hf3fs_iov* iov, void* base, const uint8_t id[16], const char* hf3fs_mount_point,
                             size_t size, size_t block_size, int numa);
@@ -166,7 +167,8 @@ HF3FS_API int hf3fs_io_entries(const struct hf3fs_ior* ior);
  * io_depth: > 0: the agent takes batches of exactly that many operations, and an incomplete batch stays in the ring (a
  *           wait for it without a deadline never ends); 0: the agent takes all submitted operations; < 0: the agent
  *           takes at most -io_depth operations at once.
- * timeout:  with io_depth < 0, milliseconds for which the agent holds an incomplete batch; 0: it does not hold it.
+ * timeout:  with io_depth < 0, milliseconds for which the agent waits for more operations before it takes an incomplete
+ *           batch; 0: it takes the batch at once.
  * priority: < 0 high, 0 normal, > 0 low.
  *   -EINVAL        null, mount point empty or too long, entries out of range, timeout < 0, |io_depth| > entries
  *   -ENOENT        the mount point is not a mount of 3FS
@@ -203,8 +205,8 @@ HF3FS_API void hf3fs_iordestroy(struct hf3fs_ior* ior);
 /*
  * Registers a file for use in hf3fs_prep_io. The library identifies the file by its inode: closing fd does not end the
  * registration, hf3fs_dereg_fd does. flags is reserved and must be 0.
- *   <= 0           success; the value is -d, where d is a duplicate that the library holds. Both fd and -d refer to the
- *                  file.
+ *   <= 0           success; the value is -d, where d is a duplicate of fd that the library holds. hf3fs_prep_io and
+ *                  hf3fs_dereg_fd accept both fd and -d.
  *   EBADF          fd is not an open file on a 3FS mount
  *   EINVAL         fd is registered already (also if fd was closed afterwards and its number was reused)
  *   EMFILE, ...    dup or stat failed, or the agent refused

@@ -5,8 +5,8 @@
  * iovs.
  *
  * RULES FOR ALL FUNCTIONS
- *   Results      0, or a negative errno. A function that fails changes nothing, unless it says otherwise.
- *   -ENOTSUP     Every function that can fail returns this error, whatever its arguments, if this process has no CUDA:
+ *   Results      0, or a negative errno. A function that fails changes nothing, unless its description says otherwise.
+ *   -ENOTSUP     Every function that can fail returns this error for all arguments if this process has no CUDA:
  *                libcuda.so.1 is not installed or cannot be initialized, or the library was built with ENABLE_GDR=OFF.
  *   Threads      Any thread may call, also concurrently. Every function preserves the calling thread's current CUDA
  *                context.
@@ -53,9 +53,11 @@ HF3FS_API bool hf3fs_gdr_available(void);
 
 /*
  * Returns the number of CUDA devices that can have iovs; 0 without CUDA. A device counts under three conditions:
- * this process sees it (CUDA_VISIBLE_DEVICES). It can share its memory with other processes (unified addressing, and a
- * compute mode that admits several processes). A NIC reaches it: in the measurement that hf3fs_gdr_available() needs,
- * the NIC registered memory of the device, and wrote and read the right bytes there.
+ *   1. This process sees the device (CUDA_VISIBLE_DEVICES).
+ *   2. The device can share its memory with other processes: it has unified addressing, and a compute mode that admits
+ *      several processes.
+ *   3. A NIC reaches the device: in the measurement that hf3fs_gdr_available() needs, the NIC registered memory of the
+ *      device, and wrote and read the right bytes there.
  */
 HF3FS_API int hf3fs_gdr_device_count(void);
 
@@ -66,8 +68,8 @@ HF3FS_API int hf3fs_gdr_device_count(void);
  * memory consists of whole pages of 64 KiB in the primary context of the device, with CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
  * set. The context stays retained until the iov is destroyed. Memory of the pool (see below) is filled with zeros;
  * other memory is not cleared.
- *   block_size   Stored in iov->block_size: no operation of hf3fs_prep_io may cross a multiple of it. 0: no such limit.
- *                It does not affect the registration: the memory is always one region.
+ *   block_size   Stored in iov->block_size: no operation of hf3fs_prep_io may cross a multiple of it, counted from
+ *                iov->base. 0: no such limit. The registration does not depend on it: the memory is always one region.
  * Errors
  *   -EINVAL      iov or mount is null, the mount is empty or has 256 characters or more, or size is 0.
  *   -ENODEV      The device does not exist, or its context cannot be retained.
@@ -112,8 +114,8 @@ HF3FS_API int hf3fs_iovwrap_gpu(struct hf3fs_iov* iov, void* gpu_ptr, const uint
 
 /*
  * Withdraws the publication of a created or wrapped iov: the agent deregisters the memory, and the link is removed. The
- * memory stays. Does nothing for other iovs. After a failure, which is logged, the next call of this function or of
- * hf3fs_iovdestroy_gpu tries again.
+ * memory stays allocated. Does nothing for other iovs. After a failure, which is logged, the next call of this function
+ * or of hf3fs_iovdestroy_gpu tries again.
  */
 HF3FS_API void hf3fs_iovunlink_gpu(struct hf3fs_iov* iov);
 
@@ -169,8 +171,9 @@ HF3FS_API int hf3fs_iov_export_gpu(const struct hf3fs_iov* iov, hf3fs_gpu_ipc_ha
  * Errors
  *   -EINVAL      iov, handle or mount is null, the mount is empty or too long; the handle is malformed (an empty IPC
  *                handle, a size of 0); the allocation is smaller than the size in the handle; the driver refuses the
- * handle (the owner is this process, has ended, or has freed the memory, or CUDA_VISIBLE_DEVICES hides the device from
- * this process). The owner's device number in the handle is only a hint. -ENODEV      This process has no CUDA device.
+ *                handle (the owner is this process, has ended, or has freed the memory, or CUDA_VISIBLE_DEVICES hides
+ *                the device from this process). The owner's device number in the handle is only a hint.
+ *   -ENODEV      This process has no CUDA device.
  *   -ENOMEM      The device has not enough resources for the mapping.
  *   -EIO         The driver mapped the memory, but a later call of the driver failed.
  */
@@ -261,10 +264,13 @@ typedef struct {
     uint64_t refused_blocks; /* Number of destroyed iovs whose memory could not be used again. */
 } gdrkit_gpu_pool_statistics_t;
 
-/* Sets the limits. Frees the idle memory above the new limit, beginning with the memory that is idle longest. */
+/*
+ * Sets the limits of the pool of device memory, as the environment variables do. Frees the idle memory above the new
+ * limit, beginning with the memory that is idle longest.
+ */
 HF3FS_API int gdrkit_gpu_pool_limit(size_t idle_bytes_max, unsigned idle_ms_max);
 
-/* Frees the memory that is idle longest, until at most `idle_bytes_max` bytes are idle. */
+/* Frees the device memory that is idle longest, until at most `idle_bytes_max` bytes are idle. */
 HF3FS_API int gdrkit_gpu_pool_trim(size_t idle_bytes_max);
 
 /*

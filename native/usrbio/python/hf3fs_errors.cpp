@@ -18,12 +18,12 @@ void set_module(nb::handle loaded_module) noexcept {
     hf3fs_module = loaded_module;
 }
 
-void raise_failed(const char* operation, int error_number, nb::dict arguments) {
-    raise(hf3fs_module.attr("failed")(operation, error_number, arguments));
+void raise_failed(const char* function_name, int error_number, nb::dict arguments) {
+    raise(hf3fs_module.attr("failed")(function_name, error_number, arguments));
 }
 
-void raise_missing(const char* operation) {
-    raise(hf3fs_module.attr("missing")(operation));
+void raise_missing(const char* function_name) {
+    raise(hf3fs_module.attr("missing")(function_name));
 }
 
 void raise_refused(const char* message, const char* reason) {

@@ -9,14 +9,16 @@ namespace gdrkit::usrbio {
 
 namespace nb = nanobind;
 
-// Stores a borrowed reference to the module. The module exists during every call into it.
+// Stores a reference to the module _hf3fs without incrementing its count. The module exists during every call of its
+// functions, so the reference is valid then.
 void set_module(nb::handle module) noexcept;
 
-// Raises the error of a failed call of a library function. `error_number` is a positive errno.
-[[noreturn]] void raise_failed(const char* operation, int error_number, nb::dict arguments = nb::dict());
+// Raises the error of a failed call of the library function `function_name`. `error_number` is a positive errno. The
+// error contains `arguments`.
+[[noreturn]] void raise_failed(const char* function_name, int error_number, nb::dict arguments = nb::dict());
 
-// Raises the error of a call of a function that the library does not have.
-[[noreturn]] void raise_missing(const char* operation);
+// Raises the error of a call of the function `function_name`, which the library does not have.
+[[noreturn]] void raise_missing(const char* function_name);
 
 // Raises the error of a call that this module refused before it changed anything. `reason` is a value of
 // gdrkit.errors.Reason.

@@ -200,7 +200,7 @@ nb::list Ioring::wait(int results_max, int results_min, Timeout timeout) {
         try {
             reaped_count = reap(static_cast<int>(count_max - completed_iovecs_.size()), missing_count, deadline);
         } catch (nb::python_error&) {
-            // First return the completions that were reaped before. The next call raises the error again.
+            // First return the completions that were reaped before. The next call fails again and raises the error.
             if (completed_iovecs_.empty()) {
                 throw;
             }
@@ -229,7 +229,8 @@ void Ioring::destroy(Timeout timeout) {
         raise_refused("another thread waits for completions of the ioring: call destroy() after that wait returned",
                       "busy");
     }
-    const auto deadline = Clock::now() + timeout.value_or(std::chrono::hours{24 * 365}); // Without a timeout: a year.
+    // Without a timeout, wait for a year, because the maximum of microseconds would overflow the sum.
+    const auto deadline = Clock::now() + timeout.value_or(std::chrono::hours{24 * 365});
     if (has_unsubmitted_operations_) {
         // With some client libraries, the agent sees an operation before submit(). So submit these operations, and wait
         // for their completions below.

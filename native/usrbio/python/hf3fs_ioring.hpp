@@ -32,13 +32,15 @@ public:
     void submit();
     // Returns the iovecs of completed operations, in the order in which the operations completed.
     nb::list wait(int results_max, int results_min, Timeout timeout);
-    // Waits for the outstanding operations, then destroys the ring. If operations do not complete in time, their memory
-    // is never freed, because the agent may still access it.
+    // Waits for the outstanding operations, then destroys the ring. If operations do not complete within `timeout`,
+    // raises an error. Their memory is then never freed, because the agent may still access it.
     void destroy(Timeout timeout);
 
     int entries() const;
     std::size_t outstanding() const noexcept { return outstanding_count_; }
     bool is_open() const noexcept { return is_open_; }
+    // Python's garbage collector calls these functions: traverse() visits the objects that this ring refers to, and
+    // clear() drops the references that may be part of a cycle.
     int traverse(visitproc visit, void* argument) const noexcept;
     void clear() noexcept;
 
@@ -64,7 +66,7 @@ private:
     bool has_unsubmitted_operations_ = false; // True if an operation was prepared after the last submit().
     int waiter_count_ = 0;              // Number of threads that wait in the library for completions of this ring.
     std::size_t outstanding_count_ = 0; // Number of prepared or submitted operations that have not completed.
-    std::uint64_t last_ticket_ = 0;
+    std::uint64_t last_ticket_ = 0;     // Ticket of the last prepared operation; see operations_.
     // Outstanding operations by ticket: a unique number that prepare() passes to the library as userdata. The library's
     // index does not identify an operation. After the library has returned a completion, another thread may prepare an
     // operation with the same index before the thread that waited gets the GIL.

@@ -170,18 +170,19 @@ nb::dict make_error_arguments(const std::string& mount, std::size_t size, std::s
     return arguments;
 }
 
-// Calls `call(memory->iov())`, in which a function of the library fills in the iov. Returns an iovec of that memory.
-// The call runs without the GIL, because the library waits for the agent. `operation` is the name of the library's
-// function.
-template <typename Call>
-Iovec make_iovec(const char* operation, std::shared_ptr<IovecMemory> memory, nb::dict arguments, Call&& call) {
+// Calls `fill_iov(memory->iov())`, in which the library's function `function_name` fills in the iov. Returns an iovec
+// of that memory. The call runs without the GIL, because the library waits for the agent. An error contains
+// `arguments`.
+template <typename FillIov>
+Iovec make_iovec(const char* function_name, std::shared_ptr<IovecMemory> memory, nb::dict arguments,
+                 FillIov&& fill_iov) {
     int status = 0;
     {
         const GilRelease release;
-        status = call(memory->iov());
+        status = fill_iov(memory->iov());
     }
     if (status < 0) {
-        raise_failed(operation, -status, arguments);
+        raise_failed(function_name, -status, arguments);
     }
     memory->mark_open();
     Iovec iovec;
@@ -190,32 +191,33 @@ Iovec make_iovec(const char* operation, std::shared_ptr<IovecMemory> memory, nb:
     return iovec;
 }
 
-Iovec wrap(nb::object base, const std::string& id, const std::string& mount, std::size_t block_size, int numa) {
-    auto call = GDRKIT_REQUIRE(hf3fs_iovwrap);
+Iovec wrap_iovec(nb::object base, const std::string& id, const std::string& mount, std::size_t block_size, int numa) {
+    auto library_function = GDRKIT_REQUIRE(hf3fs_iovwrap);
     const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::wrapped_buffer, std::move(base));
     const Py_buffer& buffer = memory->acquire_buffer();
     const auto size = static_cast<std::size_t>(buffer.len);
     Iovec iovec = make_iovec("hf3fs_iovwrap", memory, make_error_arguments(mount, size, block_size), [&](Iov& iov) {
-        return call(&iov, buffer.buf, uuid.bytes, mount.c_str(), size, block_size, numa);
+        return library_function(&iov, buffer.buf, uuid.bytes, mount.c_str(), size, block_size, numa);
     });
     memory->release_buffer();
     return iovec;
 }
 
-Iovec create(const std::string& mount, std::size_t size, std::size_t block_size, int numa) {
-    auto call = GDRKIT_REQUIRE(hf3fs_iovcreate);
+Iovec create_iovec(const std::string& mount, std::size_t size, std::size_t block_size, int numa) {
+    auto library_function = GDRKIT_REQUIRE(hf3fs_iovcreate);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::host, nb::none());
     return make_iovec("hf3fs_iovcreate", memory, make_error_arguments(mount, size, block_size),
-                      [&](Iov& iov) { return call(&iov, mount.c_str(), size, block_size, numa); });
+                      [&](Iov& iov) { return library_function(&iov, mount.c_str(), size, block_size, numa); });
 }
 
-Iovec open(const std::string& id, const std::string& mount, std::size_t size, std::size_t block_size, int numa) {
-    auto call = GDRKIT_REQUIRE(hf3fs_iovopen);
+Iovec open_iovec(const std::string& id, const std::string& mount, std::size_t size, std::size_t block_size, int numa) {
+    auto library_function = GDRKIT_REQUIRE(hf3fs_iovopen);
     const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::host, nb::none());
-    return make_iovec("hf3fs_iovopen", memory, make_error_arguments(mount, size, block_size),
-                      [&](Iov& iov) { return call(&iov, uuid.bytes, mount.c_str(), size, block_size, numa); });
+    return make_iovec("hf3fs_iovopen", memory, make_error_arguments(mount, size, block_size), [&](Iov& iov) {
+        return library_function(&iov, uuid.bytes, mount.c_str(), size, block_size, numa);
+    });
 }
 
 // Evaluates to `gpu_function` of the first generation of the GPU interface if the library has it, otherwise to
@@ -227,37 +229,39 @@ Iovec open(const std::string& id, const std::string& mount, std::size_t size, st
 #define GDRKIT_NAME_OF_EITHER(gpu_function, device_function)                                                           \
     (functions().gpu_function != nullptr ? #gpu_function : #device_function)
 
-Iovec create_gpu(const std::string& mount, std::size_t size, std::size_t block_size, int device) {
-    auto call = GDRKIT_REQUIRE_EITHER(hf3fs_iovcreate_gpu, hf3fs_iovcreate_device);
+Iovec create_gpu_iovec(const std::string& mount, std::size_t size, std::size_t block_size, int device) {
+    auto library_function = GDRKIT_REQUIRE_EITHER(hf3fs_iovcreate_gpu, hf3fs_iovcreate_device);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
     return make_iovec(GDRKIT_NAME_OF_EITHER(hf3fs_iovcreate_gpu, hf3fs_iovcreate_device), memory,
                       make_error_arguments(mount, size, block_size),
-                      [&](Iov& iov) { return call(&iov, mount.c_str(), size, block_size, device); });
+                      [&](Iov& iov) { return library_function(&iov, mount.c_str(), size, block_size, device); });
 }
 
-Iovec wrap_gpu(std::uintptr_t address, std::size_t size, const std::string& id, const std::string& mount,
-               std::size_t block_size, int device, nb::object owner) {
-    auto call = GDRKIT_REQUIRE_EITHER(hf3fs_iovwrap_gpu, hf3fs_iovwrap_device);
+Iovec wrap_gpu_iovec(std::uintptr_t address, std::size_t size, const std::string& id, const std::string& mount,
+                     std::size_t block_size, int device, nb::object owner) {
+    auto library_function = GDRKIT_REQUIRE_EITHER(hf3fs_iovwrap_gpu, hf3fs_iovwrap_device);
     const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, std::move(owner));
     return make_iovec(GDRKIT_NAME_OF_EITHER(hf3fs_iovwrap_gpu, hf3fs_iovwrap_device), memory,
                       make_error_arguments(mount, size, block_size), [&](Iov& iov) {
-                          return call(&iov, reinterpret_cast<void*>(address), uuid.bytes, mount.c_str(), size,
-                                      block_size, device);
+                          return library_function(&iov, reinterpret_cast<void*>(address), uuid.bytes, mount.c_str(),
+                                                  size, block_size, device);
                       });
 }
 
-Iovec open_gpu(const std::string& id, const std::string& mount, std::size_t size, std::size_t block_size, int device) {
-    auto call = GDRKIT_REQUIRE_EITHER(hf3fs_iovopen_gpu, hf3fs_iovopen_device);
+Iovec open_gpu_iovec(const std::string& id, const std::string& mount, std::size_t size, std::size_t block_size,
+                     int device) {
+    auto library_function = GDRKIT_REQUIRE_EITHER(hf3fs_iovopen_gpu, hf3fs_iovopen_device);
     const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
     return make_iovec(GDRKIT_NAME_OF_EITHER(hf3fs_iovopen_gpu, hf3fs_iovopen_device), memory,
-                      make_error_arguments(mount, size, block_size),
-                      [&](Iov& iov) { return call(&iov, uuid.bytes, mount.c_str(), size, block_size, device); });
+                      make_error_arguments(mount, size, block_size), [&](Iov& iov) {
+                          return library_function(&iov, uuid.bytes, mount.c_str(), size, block_size, device);
+                      });
 }
 
-Iovec import_gpu(nb::bytes handle, const std::string& mount) {
-    auto call = GDRKIT_REQUIRE(hf3fs_iov_import_gpu);
+Iovec import_gpu_iovec(nb::bytes handle, const std::string& mount) {
+    auto library_function = GDRKIT_REQUIRE(hf3fs_iov_import_gpu);
     GpuHandle gpu_handle{};
     if (handle.size() != sizeof(gpu_handle.data)) {
         raise_refused("handle must have the 80 bytes of a handle of device memory", "malformed");
@@ -265,14 +269,14 @@ Iovec import_gpu(nb::bytes handle, const std::string& mount) {
     std::memcpy(gpu_handle.data, handle.c_str(), sizeof(gpu_handle.data));
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
     return make_iovec("hf3fs_iov_import_gpu", memory, make_error_arguments(mount, 0, 0),
-                      [&](Iov& iov) { return call(&iov, &gpu_handle, mount.c_str()); });
+                      [&](Iov& iov) { return library_function(&iov, &gpu_handle, mount.c_str()); });
 }
 
 nb::bytes export_gpu(const Iovec& self) {
     self.memory->check_open();
-    auto call = GDRKIT_REQUIRE(hf3fs_iov_export_gpu);
+    auto library_function = GDRKIT_REQUIRE(hf3fs_iov_export_gpu);
     GpuHandle handle{};
-    const int status = call(&self.memory->iov(), &handle);
+    const int status = library_function(&self.memory->iov(), &handle);
     if (status < 0) {
         raise_failed("hf3fs_iov_export_gpu", -status);
     }
@@ -281,11 +285,11 @@ nb::bytes export_gpu(const Iovec& self) {
 
 void synchronize(const Iovec& self, int direction) {
     self.memory->check_open();
-    auto call = GDRKIT_REQUIRE_EITHER(hf3fs_iovsync_gpu, hf3fs_iovsync);
+    auto library_function = GDRKIT_REQUIRE_EITHER(hf3fs_iovsync_gpu, hf3fs_iovsync);
     int status = 0;
     {
         const GilRelease release;
-        status = call(&self.memory->iov(), direction);
+        status = library_function(&self.memory->iov(), direction);
     }
     if (status < 0) {
         nb::dict arguments;
@@ -402,7 +406,7 @@ void bind_iovec(nb::module_& module) {
         .def(
             "__init__",
             [](Iovec* self, nb::object base, const std::string& id, const std::string& mount, std::size_t block_size,
-               int numa) { new (self) Iovec(wrap(std::move(base), id, mount, block_size, numa)); },
+               int numa) { new (self) Iovec(wrap_iovec(std::move(base), id, mount, block_size, numa)); },
             "base"_a, "id"_a, "hf3fs_mount_point"_a, "block_size"_a = 0, "numa"_a = -1)
         .def("__getitem__", &slice)
         .def("__len__", [](const Iovec& self) { return self.length; })
@@ -430,14 +434,15 @@ void bind_iovec(nb::module_& module) {
         .def(
             "__exit__", [](const Iovec& self, nb::handle, nb::handle, nb::handle) { close(self); }, "kind"_a.none(),
             "error"_a.none(), "trace"_a.none());
-    module.def("create_iovec", &create, "hf3fs_mount_point"_a, "length_bytes"_a, "block_size"_a, "numa"_a);
-    module.def("open_iovec", &open, "id"_a, "hf3fs_mount_point"_a, "length_bytes"_a, "block_size"_a, "numa"_a);
-    module.def("create_gpu_iovec", &create_gpu, "hf3fs_mount_point"_a, "length_bytes"_a, "block_size"_a, "device"_a);
-    module.def("wrap_gpu_iovec", &wrap_gpu, "address"_a, "length_bytes"_a, "id"_a, "hf3fs_mount_point"_a,
-               "block_size"_a, "device"_a, "owner"_a);
-    module.def("open_gpu_iovec", &open_gpu, "id"_a, "hf3fs_mount_point"_a, "length_bytes"_a, "block_size"_a,
+    module.def("create_iovec", &create_iovec, "hf3fs_mount_point"_a, "length_bytes"_a, "block_size"_a, "numa"_a);
+    module.def("open_iovec", &open_iovec, "id"_a, "hf3fs_mount_point"_a, "length_bytes"_a, "block_size"_a, "numa"_a);
+    module.def("create_gpu_iovec", &create_gpu_iovec, "hf3fs_mount_point"_a, "length_bytes"_a, "block_size"_a,
                "device"_a);
-    module.def("import_gpu_iovec", &import_gpu, "handle"_a, "hf3fs_mount_point"_a);
+    module.def("wrap_gpu_iovec", &wrap_gpu_iovec, "address"_a, "length_bytes"_a, "id"_a, "hf3fs_mount_point"_a,
+               "block_size"_a, "device"_a, "owner"_a);
+    module.def("open_gpu_iovec", &open_gpu_iovec, "id"_a, "hf3fs_mount_point"_a, "length_bytes"_a, "block_size"_a,
+               "device"_a);
+    module.def("import_gpu_iovec", &import_gpu_iovec, "handle"_a, "hf3fs_mount_point"_a);
 }
 
 } // namespace gdrkit::usrbio

@@ -50,8 +50,10 @@ public:
     void end_use(Use use) noexcept;
     std::size_t operation_count() const noexcept { return operation_count_; }
 
-    nb::object before_close; // A function that close() calls first; may be empty.
+    // A Python function that close() and the destructor call first; may be empty.
+    nb::object before_close;
 
+    // Visits the Python objects that the memory refers to, for Python's garbage collector.
     int traverse(visitproc visit, void* argument) const noexcept;
 
 private:
@@ -59,13 +61,13 @@ private:
     void release();
 
     Kind kind_;
-    nb::object owner_;
+    nb::object owner_; // The Python object that owns wrapped memory; None for memory of the library.
     Iov iov_{};
-    Py_buffer buffer_{};
+    Py_buffer buffer_{}; // The buffer of `owner_`; valid only if `has_buffer_` is true.
     bool has_buffer_ = false;
     bool is_open_ = false;
-    std::size_t operation_count_ = 0;
-    std::size_t buffer_count_ = 0;
+    std::size_t operation_count_ = 0; // Number of uses by operations.
+    std::size_t buffer_count_ = 0;    // Number of uses by buffers of Python code.
 };
 
 struct Iovec {

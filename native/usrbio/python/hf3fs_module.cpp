@@ -23,9 +23,9 @@ using namespace nb::literals;
 namespace {
 
 std::optional<std::string> extract_mount_point(const std::string& path) {
-    auto extract = GDRKIT_REQUIRE(hf3fs_extract_mount_point);
+    auto library_function = GDRKIT_REQUIRE(hf3fs_extract_mount_point);
     std::array<char, 4096> mount{};
-    const int needed_bytes = extract(mount.data(), static_cast<int>(mount.size()), path.c_str());
+    const int needed_bytes = library_function(mount.data(), static_cast<int>(mount.size()), path.c_str());
     if (needed_bytes < 0) {
         return std::nullopt;
     }
@@ -44,11 +44,11 @@ nb::dict make_descriptor_arguments(int fd) {
 }
 
 void register_fd(int fd, std::uint64_t flags) {
-    const auto call = GDRKIT_REQUIRE(hf3fs_reg_fd);
+    const auto library_function = GDRKIT_REQUIRE(hf3fs_reg_fd);
     int status = 0;
     {
         const GilRelease release;
-        status = call(fd, flags);
+        status = library_function(fd, flags);
     }
     if (status > 0) { // hf3fs_reg_fd returns a positive errno on failure, and 0 or less on success.
         raise_failed("hf3fs_reg_fd", status, make_descriptor_arguments(fd));
@@ -56,17 +56,17 @@ void register_fd(int fd, std::uint64_t flags) {
 }
 
 void deregister_fd(int fd) {
-    const auto call = GDRKIT_REQUIRE(hf3fs_dereg_fd);
+    const auto library_function = GDRKIT_REQUIRE(hf3fs_dereg_fd);
     const GilRelease release;
-    call(fd);
+    library_function(fd);
 }
 
 void hardlink(const std::string& target, const std::string& link_name) {
-    const auto call = GDRKIT_REQUIRE(hf3fs_hardlink);
+    const auto library_function = GDRKIT_REQUIRE(hf3fs_hardlink);
     int status = 0;
     {
         const GilRelease release;
-        status = call(target.c_str(), link_name.c_str());
+        status = library_function(target.c_str(), link_name.c_str());
     }
     if (status != 0) {
         nb::dict arguments;
@@ -77,7 +77,7 @@ void hardlink(const std::string& target, const std::string& link_name) {
 }
 
 void punch_hole(int fd, const std::vector<std::size_t>& start, const std::vector<std::size_t>& end, std::size_t flags) {
-    const auto call = GDRKIT_REQUIRE(hf3fs_punchhole);
+    const auto library_function = GDRKIT_REQUIRE(hf3fs_punchhole);
     if (start.size() != end.size()) {
         raise_refused("start and end must have the same length: each hole has a start and an end", "bad_argument");
     }
@@ -87,7 +87,7 @@ void punch_hole(int fd, const std::vector<std::size_t>& start, const std::vector
     int status = 0;
     {
         const GilRelease release;
-        status = call(fd, static_cast<int>(start.size()), start.data(), end.data(), flags);
+        status = library_function(fd, static_cast<int>(start.size()), start.data(), end.data(), flags);
     }
     if (status != 0) {
         nb::dict arguments = make_descriptor_arguments(fd);
@@ -96,10 +96,10 @@ void punch_hole(int fd, const std::vector<std::size_t>& start, const std::vector
     }
 }
 
-// Raises the error of a function of a pool, unless `status` is 0.
-void check_pool_call(const char* function, int status) {
+// Raises the error of a failed call of `function_name`, a function of a memory pool, unless `status` is 0.
+void check_pool_call(const char* function_name, int status) {
     if (status != 0) {
-        raise_failed(function, std::abs(status), nb::dict());
+        raise_failed(function_name, std::abs(status), nb::dict());
     }
 }
 
@@ -120,23 +120,23 @@ nb::dict gpu_pool_statistics() {
 }
 
 void limit_gpu_pool(std::size_t idle_bytes_max, unsigned idle_ms_max) {
-    const auto call = GDRKIT_REQUIRE(gdrkit_gpu_pool_limit);
+    const auto library_function = GDRKIT_REQUIRE(gdrkit_gpu_pool_limit);
     int status = 0;
     {
         const GilRelease release;
-        status = call(idle_bytes_max, idle_ms_max);
+        status = library_function(idle_bytes_max, idle_ms_max);
     }
     check_pool_call("gdrkit_gpu_pool_limit", status);
 }
 
-// Calls gdrkit_gpu_pool_trim or gdrkit_host_pool_trim.
-void trim(const char* function, int (*call)(std::size_t), std::size_t idle_bytes_max) {
+// Calls `library_function`: gdrkit_gpu_pool_trim or gdrkit_host_pool_trim.
+void trim(const char* function_name, int (*library_function)(std::size_t), std::size_t idle_bytes_max) {
     int status = 0;
     {
         const GilRelease release;
-        status = call(idle_bytes_max);
+        status = library_function(idle_bytes_max);
     }
-    check_pool_call(function, status);
+    check_pool_call(function_name, status);
 }
 
 void trim_gpu_pool(std::size_t idle_bytes_max) {
@@ -151,7 +151,7 @@ void trim_host_pool(std::size_t idle_bytes_max) {
 
 NB_MODULE(_hf3fs, module) {
     set_module(module);
-    // If an agent does not complete operations, an ioring leaks their memory on purpose.
+    // If an agent does not complete operations, an ioring leaks their memory on purpose, so do not warn of leaks.
     nb::set_leak_warnings(false);
     module.def("open_library", &open_library, "path"_a);
     module.def("function_names", &function_names);

@@ -23,7 +23,7 @@ using namespace gdrkit::usrbio::agent;
 namespace {
 
 using Milliseconds = std::chrono::milliseconds;
-using ReleaseGil = gdrkit::GilRelease;
+using gdrkit::GilRelease;
 
 Id parse_id(const nb::bytes& id_bytes) {
     Id id{};
@@ -46,7 +46,7 @@ void translate_system_error(const std::exception_ptr& exception, void*) {
     }
 }
 
-// Creates a semaphore of value 0, which the agent and its clients open by name.
+// Creates a semaphore with the value 0. The agent and its clients open it by its name.
 void create_semaphore(const std::string& name, unsigned mode) {
     sem_t* semaphore = sem_open(name.c_str(), O_CREAT | O_EXCL, static_cast<mode_t>(mode), 0);
     if (semaphore == SEM_FAILED)
@@ -54,8 +54,8 @@ void create_semaphore(const std::string& name, unsigned mode) {
     sem_close(semaphore);
 }
 
-// Returns a duplicate of a descriptor. Returns an empty Descriptor for -1, or if the process has too many descriptors;
-// the loop then does not read that file itself.
+// Returns a duplicate of a descriptor. Returns an empty Descriptor for -1, or if the process has too many descriptors.
+// For a file without a descriptor, the loop sends every operation to the storage server.
 gdrkit::Descriptor duplicate(int fd) {
     return gdrkit::Descriptor(fd < 0 ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0));
 }
@@ -63,7 +63,7 @@ gdrkit::Descriptor duplicate(int fd) {
 nb::dict make_statistics_dict(Loop& loop) {
     Statistics statistics;
     {
-        const ReleaseGil release;
+        const GilRelease release;
         statistics = loop.statistics();
     }
     nb::dict statistics_dict;
@@ -81,7 +81,7 @@ nb::dict make_statistics_dict(Loop& loop) {
     return statistics_dict;
 }
 
-const char* get_kind_name(Event::Kind kind) {
+const char* get_event_kind_name(Event::Kind kind) {
     switch (kind) {
     case Event::Kind::ring_broken:
         return "ring_broken";
@@ -96,13 +96,13 @@ const char* get_kind_name(Event::Kind kind) {
 nb::list wait_for_events(Loop& loop, int timeout_ms) {
     std::vector<Event> events;
     {
-        const ReleaseGil release;
+        const GilRelease release;
         events = loop.events(Milliseconds(timeout_ms));
     }
     nb::list event_tuples;
     for (const Event& event : events)
         event_tuples.append(
-            nb::make_tuple(get_kind_name(event.kind), event.client, pack_id(event.id), event.generation));
+            nb::make_tuple(get_event_kind_name(event.kind), event.client, pack_id(event.id), event.generation));
     return event_tuples;
 }
 
@@ -117,21 +117,22 @@ NB_MODULE(_loop, module) {
     nb::class_<Loop>(module, "Loop")
         .def(
             "__init__",
-            [](Loop* self, const std::array<std::string, priority_class_count>& semaphores, int spin_us,
+            [](Loop* self, const std::array<std::string, priority_class_count>& semaphore_names, int spin_us,
                std::size_t outstanding_max, std::uint32_t server_timeout_ms) {
                 Options options;
                 options.spin_time = std::chrono::microseconds(spin_us);
                 options.outstanding_max = outstanding_max;
                 options.server_timeout = Milliseconds(server_timeout_ms);
-                new (self) Loop(options, semaphores);
+                new (self) Loop(options, semaphore_names);
             },
             nb::kw_only(), nb::arg("semaphores"), nb::arg("spin_us"), nb::arg("outstanding_max"),
             nb::arg("server_timeout_ms"))
-        .def("add_client", &Loop::add_client, nb::arg("client"), nb::call_guard<ReleaseGil>())
-        .def("remove_client", &Loop::remove_client, nb::arg("client"), nb::call_guard<ReleaseGil>())
+        .def("add_client", &Loop::add_client, nb::arg("client"), nb::call_guard<GilRelease>())
+        .def("remove_client", &Loop::remove_client, nb::arg("client"), nb::call_guard<GilRelease>())
         .def(
             "add_buffer",
-            [](Loop& loop, std::uint64_t client, const nb::bytes& id, std::uint64_t length, std::uint64_t block_bytes,
+            [](Loop& loop, std::uint64_t client_number, const nb::bytes& id, std::uint64_t length,
+               std::uint64_t block_bytes,
                const std::vector<std::tuple<std::uint64_t, std::uint32_t>>& address_rkey_pairs,
                std::vector<std::uint16_t> preferred_nics, std::uintptr_t mapping_address) {
                 BufferSpec spec{.id = parse_id(id),
@@ -142,66 +143,66 @@ NB_MODULE(_loop, module) {
                                 .mapping = mapping_address};
                 for (const auto& [address, rkey] : address_rkey_pairs)
                     spec.remote_keys.push_back({address, rkey});
-                const ReleaseGil release;
-                loop.add_buffer(client, spec);
+                const GilRelease release;
+                loop.add_buffer(client_number, spec);
             },
             nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("length"), nb::arg("block_bytes"), nb::arg("keys"),
             nb::arg("preferred_nics"), nb::arg("mapping") = 0)
         .def(
             "set_file",
-            [](Loop& loop, std::uint64_t client, std::uint64_t inode, std::uint64_t read_handle,
+            [](Loop& loop, std::uint64_t client_number, std::uint64_t inode, std::uint64_t read_handle,
                std::uint64_t write_handle, bool readable, bool writable, int file_fd) {
                 const FileSpec spec{inode, read_handle, write_handle, readable, writable};
-                const ReleaseGil release;
-                loop.set_file(client, spec, duplicate(file_fd));
+                const GilRelease release;
+                loop.set_file(client_number, spec, duplicate(file_fd));
             },
             nb::arg("client"), nb::arg("inode"), nb::kw_only(), nb::arg("read_handle"), nb::arg("write_handle"),
             nb::arg("readable"), nb::arg("writable"), nb::arg("file") = -1)
         .def(
             "set_local_store",
-            [](Loop& loop, int sums_folder_fd, int generation_fd) {
-                loop.set_local_store(duplicate(sums_folder_fd), duplicate(generation_fd));
+            [](Loop& loop, int checksums_folder_fd, int generation_fd) {
+                loop.set_local_store(duplicate(checksums_folder_fd), duplicate(generation_fd));
             },
-            nb::arg("sums_folder"), nb::arg("generation"), nb::call_guard<ReleaseGil>())
+            nb::arg("sums_folder"), nb::arg("generation"), nb::call_guard<GilRelease>())
         .def(
             "add_ring",
-            [](Loop& loop, std::uint64_t client, const nb::bytes& id, int fd, bool for_read, int io_depth, int priority,
-               std::uint32_t timeout_ms, std::uint64_t flags) {
+            [](Loop& loop, std::uint64_t client_number, const nb::bytes& id, int fd, bool for_read, int io_depth,
+               int priority, std::uint32_t timeout_ms, std::uint64_t flags) {
                 const RingSpec spec{parse_id(id), for_read, io_depth, priority, Milliseconds(timeout_ms), flags};
-                const ReleaseGil release;
-                loop.add_ring(client, spec, fd);
+                const GilRelease release;
+                loop.add_ring(client_number, spec, fd);
             },
             nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("fd"), nb::arg("for_read"), nb::arg("io_depth"),
             nb::arg("priority"), nb::arg("timeout_ms"), nb::arg("flags"))
         .def(
             "remove_buffer",
-            [](Loop& loop, std::uint64_t client, const nb::bytes& id, int timeout_ms) {
+            [](Loop& loop, std::uint64_t client_number, const nb::bytes& id, int timeout_ms) {
                 const Id buffer_id = parse_id(id);
-                const ReleaseGil release;
-                return loop.remove_buffer(client, buffer_id, Milliseconds(timeout_ms));
+                const GilRelease release;
+                return loop.remove_buffer(client_number, buffer_id, Milliseconds(timeout_ms));
             },
             nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("timeout_ms"))
         .def(
             "remove_ring",
-            [](Loop& loop, std::uint64_t client, const nb::bytes& id, int timeout_ms) {
+            [](Loop& loop, std::uint64_t client_number, const nb::bytes& id, int timeout_ms) {
                 const Id ring_id = parse_id(id);
-                const ReleaseGil release;
-                return loop.remove_ring(client, ring_id, Milliseconds(timeout_ms));
+                const GilRelease release;
+                return loop.remove_ring(client_number, ring_id, Milliseconds(timeout_ms));
             },
             nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("timeout_ms"))
         .def(
             "remove_file",
-            [](Loop& loop, std::uint64_t client, std::uint64_t inode, int timeout_ms) {
-                const ReleaseGil release;
-                return loop.remove_file(client, inode, Milliseconds(timeout_ms));
+            [](Loop& loop, std::uint64_t client_number, std::uint64_t inode, int timeout_ms) {
+                const GilRelease release;
+                return loop.remove_file(client_number, inode, Milliseconds(timeout_ms));
             },
             nb::arg("client"), nb::arg("inode"), nb::kw_only(), nb::arg("timeout_ms"))
         .def("connect", &Loop::connect, nb::arg("socket"), nb::kw_only(), nb::arg("queue_pair_nics"),
-             nb::arg("generation"), nb::call_guard<ReleaseGil>(),
-             "Send operations over a socket. The loop owns it, and closes it even if this call fails.")
-        .def("disconnect", &Loop::disconnect, nb::call_guard<ReleaseGil>())
-        .def("abandon", &Loop::abandon, nb::call_guard<ReleaseGil>())
+             nb::arg("generation"), nb::call_guard<GilRelease>(),
+             "Send operations over a socket. The loop owns the socket, and closes it even if this call fails.")
+        .def("disconnect", &Loop::disconnect, nb::call_guard<GilRelease>())
+        .def("abandon", &Loop::abandon, nb::call_guard<GilRelease>())
         .def("statistics", &make_statistics_dict)
         .def("events", &wait_for_events, nb::arg("timeout_ms"))
-        .def("stop", &Loop::stop, nb::call_guard<ReleaseGil>());
+        .def("stop", &Loop::stop, nb::call_guard<GilRelease>());
 }

@@ -50,10 +50,10 @@ int AgentRing::attach(void* memory, std::size_t bytes, std::int32_t io_depth, st
     ring->completion_tail_ = static_cast<std::uint32_t>(completion_tail);
     // The agent initializes the semaphore to 0, as the daemon of 3FS does.
     initialize(*view.completion_semaphore);
-    SideState& agent = view.extension->agent;
-    agent.sleeping.store(awake, std::memory_order_relaxed);
-    agent.ended.store(0, std::memory_order_relaxed);
-    agent.magic.store(extension_magic, std::memory_order_release);
+    SideState& agent_state = view.extension->agent;
+    agent_state.sleeping.store(awake, std::memory_order_relaxed);
+    agent_state.ended.store(0, std::memory_order_relaxed);
+    agent_state.magic.store(extension_magic, std::memory_order_release);
     return 0;
 }
 
@@ -122,8 +122,8 @@ std::size_t AgentRing::claim(std::span<ClaimedOperation> claimed, std::int64_t n
         return 0;
     }
     const std::uint32_t available = view_.distance(next_to_claim_, static_cast<std::uint32_t>(head));
-    // The head must not go backwards, to submissions that were claimed already. If it did, there are more submissions
-    // than fit into the ring, or fewer available submissions than were already counted as due.
+    // The head must not go backwards, to submissions that were claimed already. If it went backwards, the indices show
+    // more submissions than fit into the ring, or fewer available submissions than were already counted as due.
     if (available + view_.distance(submission_tail_, next_to_claim_) >= view_.slot_count || available < due_count_) {
         mark_broken();
         return 0;
@@ -205,8 +205,9 @@ bool AgentRing::prepare_to_sleep() noexcept {
     }
     sleep_announcement_.announce();
     const std::int32_t head = view_.indices->submission_head.load(std::memory_order_seq_cst);
-    // Submissions that wait for space in the completion queue do not keep the agent awake: the library of 3FS posts the
-    // submit semaphore when it has reaped completions. With gdrkit's library, the completion queue always has space.
+    // Submissions that wait for space in the completion queue do not keep the agent awake: the client library of 3FS
+    // posts the submit semaphore when it has reaped completions. With gdrkit's client library, the completion queue
+    // always has space, because an entry is free only after its completion was reaped.
     const bool is_idle = static_cast<std::uint32_t>(head) == last_seen_head_ &&
                          (last_claim_found_nothing_due_ || last_claim_lacked_completion_space_);
     if (!is_idle) {

@@ -25,8 +25,8 @@ public:
     // Creates the agent's side of a ring.
     //
     // io_depth > 0: the agent claims batches of exactly io_depth submissions. io_depth == 0: it claims all submissions
-    // at once. io_depth < 0: it claims batches of at most -io_depth submissions, and holds an incomplete batch for
-    // `timeout_ns`. The caller keeps the memory mapped for longer than the ring exists.
+    // at once. io_depth < 0: it claims batches of at most -io_depth submissions, and an incomplete batch only after it
+    // has waited `timeout_ns` for more submissions. The caller keeps the memory mapped for longer than the ring exists.
     //
     // Returns 0, -ENOMEM or -EINVAL. -EINVAL: `bytes` is too small or too large for a ring, a batch of io_depth exceeds
     // the entries of the ring, timeout_ns is negative, or the indices in the memory are out of range.
@@ -39,8 +39,8 @@ public:
 
     // Copies submissions into `claimed` and returns their number. A submission can be claimed when it is due by the
     // rules of io_depth (see attach()) and the completion queue has space for its completion. With io_depth < 0, claims
-    // at most one batch. Call it until it returns 0. now_ns: time of any steady clock; only the timeout of an
-    // incomplete batch uses it.
+    // at most one batch, so call claim() until it returns 0. now_ns: time of any steady clock, for the timeout of an
+    // incomplete batch.
     std::size_t claim(std::span<ClaimedOperation> claimed, std::int64_t now_ns) noexcept;
 
     // Returns the time at which the held batch is due, on the clock of claim(); -1: no batch is held.
@@ -77,7 +77,8 @@ public:
 
 private:
     enum class PositionState : std::uint32_t { free, claimed, completed };
-    // The submission that was claimed from one position of the submission queue. `state`: free if there is none.
+    // The submission that claim() took from one position of the submission queue. `state`: free if the position has no
+    // submission that is claimed or completed.
     struct Position {
         std::uint64_t userdata;
         std::int32_t index;
@@ -95,8 +96,8 @@ private:
     SleepAnnouncement sleep_announcement_;
     std::int32_t io_depth_;
     std::int64_t timeout_ns_;
-    std::int64_t held_until_ns_ = -1;
-    std::vector<Position> positions_;
+    std::int64_t held_until_ns_ = -1;  // Time at which the held batch is due, as in held_until_ns().
+    std::vector<Position> positions_;  // By position in the submission queue.
     std::uint32_t next_to_claim_ = 0;  // Position of the next submission to claim.
     std::uint32_t last_seen_head_ = 0; // The last submission_head that was read.
     // All submissions before this position are completed. The agent writes this position to the shared memory, but

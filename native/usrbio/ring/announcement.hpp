@@ -20,14 +20,14 @@ namespace gdrkit::usrbio {
 // such posts, the side withdraws the permanent announcement.
 class SleepAnnouncement {
 public:
-    explicit SleepAnnouncement(SideState& side) noexcept : side_(&side) {}
+    explicit SleepAnnouncement(SideState& this_side) noexcept : this_side_(&this_side) {}
 
-    // Records how this side got its latest work. `has_awaited_one_post`: this side slept until exactly one post.
+    // Records how this side got its latest work. `has_awaited_one_post`: this side slept, and exactly one post woke it.
     void record_sleep_outcome(bool has_awaited_one_post) noexcept {
         score_ = has_awaited_one_post ? std::min(score_ + 1, score_max) : score_ - std::min(score_, score_penalty);
         if (is_permanent_ && score_ < score_permanent_min) {
             is_permanent_ = false;
-            side_->sleeping.store(awake, std::memory_order_seq_cst);
+            this_side_->sleeping.store(awake, std::memory_order_seq_cst);
         }
     }
 
@@ -35,17 +35,17 @@ public:
     void announce() noexcept {
         is_permanent_ = is_permanent_ || score_ == score_max;
         if (!is_permanent_) {
-            side_->sleeping.store(asleep_once, std::memory_order_seq_cst);
-        } else if (side_->sleeping.load(std::memory_order_relaxed) != asleep_always) {
+            this_side_->sleeping.store(asleep_once, std::memory_order_seq_cst);
+        } else if (this_side_->sleeping.load(std::memory_order_relaxed) != asleep_always) {
             // The permanent announcement is new, or the other side is of a version that resets every announcement.
-            side_->sleeping.store(asleep_always, std::memory_order_seq_cst);
+            this_side_->sleeping.store(asleep_always, std::memory_order_seq_cst);
         }
     }
 
     // Withdraws an announcement for one sleep. Call it after the sleep, or if the last check found work.
     void withdraw() noexcept {
         if (!is_permanent_) {
-            side_->sleeping.store(awake, std::memory_order_seq_cst);
+            this_side_->sleeping.store(awake, std::memory_order_seq_cst);
         }
     }
 
@@ -57,8 +57,8 @@ private:
     static constexpr std::uint32_t score_permanent_min = 8;
     static constexpr std::uint32_t score_penalty = 4;
 
-    SideState* side_;
-    std::uint32_t score_ = 0;
+    SideState* this_side_;
+    std::uint32_t score_ = 0; // From 0 to score_max.
     bool is_permanent_ = false;
 };
 

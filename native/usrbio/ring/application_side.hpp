@@ -1,8 +1,8 @@
 // The application's side of a ring: prepares and submits operations, and reaps their completions.
 //
-// Two threads may use a ring at the same time: one prepares and submits, the other reaps. These threads share only
-// which indices are free and whether the ring is broken. No function makes a system call, with one exception: prepare()
-// posts the completion semaphore if it finds an invalid index.
+// Two threads may use a ring at the same time: one prepares and submits, the other reaps. These threads share only the
+// information which indices are free and whether the ring is broken. No function makes a system call, with one
+// exception: prepare() posts the completion semaphore if it finds an invalid index.
 #pragma once
 
 #include "usrbio/ring/announcement.hpp"
@@ -32,9 +32,9 @@ public:
     // flight. The agent sees the operation after submit().
     int prepare(const std::uint8_t (&buffer_id)[16], std::uint64_t buffer_offset, std::uint64_t file_inode,
                 std::uint64_t file_offset, std::uint64_t length, std::uint64_t userdata) noexcept {
-        const std::uint32_t next = view_.next(head_);
+        const std::uint32_t next_head = view_.next(submission_head_);
         if ((prepared_count_ - last_seen_freed_count_ == entries() && !has_free_index()) ||
-            (next == tail_ && !has_queue_space(next))) {
+            (next_head == submission_tail_ && !has_queue_space(next_head))) {
             return -EAGAIN;
         }
         // Operations use ascending indices, so next_index_ is free unless completions came out of order. The check
@@ -50,10 +50,10 @@ public:
         arguments.file_offset = file_offset;
         arguments.length = length;
         arguments.userdata = userdata;
-        view_.submissions[head_] = {index, 0, userdata};
+        view_.submissions[submission_head_] = {index, 0, userdata};
         in_use_[index].store(1, std::memory_order_release);
         next_index_ = next_index_ + 1 == entries() ? 0 : next_index_ + 1;
-        head_ = next;
+        submission_head_ = next_head;
         ++prepared_count_;
         return index;
     }
@@ -61,9 +61,10 @@ public:
     // Publishes the prepared operations to the agent. Returns true if the caller must post the submit semaphore,
     // because the agent sleeps or does not support the extension.
     bool submit() noexcept {
-        if (published_head_ != head_) {
-            view_.indices->submission_head.store(static_cast<std::int32_t>(head_), std::memory_order_seq_cst);
-            published_head_ = head_;
+        if (published_submission_head_ != submission_head_) {
+            view_.indices->submission_head.store(static_cast<std::int32_t>(submission_head_),
+                                                 std::memory_order_seq_cst);
+            published_submission_head_ = submission_head_;
             publish_processor();
         }
         return !agent_has_extension() ||
@@ -72,16 +73,16 @@ public:
 
     // -- for the thread that reaps ----------------------------------------------------------------------------------
 
-    // Passes at most `max_count` available completions to sink(index, result, userdata). Returns their number.
-    template <typename Sink> std::uint32_t reap(std::uint32_t max_count, Sink&& sink) noexcept {
-        const std::int32_t head = view_.indices->completion_head.load(std::memory_order_acquire);
-        if (!view_.is_valid(head)) {
+    // Passes at most `count_max` available completions to sink(index, result, userdata). Returns their number.
+    template <typename Sink> std::uint32_t reap(std::uint32_t count_max, Sink&& sink) noexcept {
+        const std::int32_t completion_head = view_.indices->completion_head.load(std::memory_order_acquire);
+        if (!view_.is_valid(completion_head)) {
             is_broken_.store(true, std::memory_order_relaxed);
             return 0;
         }
         std::uint32_t count = 0;
-        const std::uint32_t tail_before = completion_tail_;
-        while (completion_tail_ != static_cast<std::uint32_t>(head) && count < max_count) {
+        const std::uint32_t completion_tail_before = completion_tail_;
+        while (completion_tail_ != static_cast<std::uint32_t>(completion_head) && count < count_max) {
             const Completion& completion = view_.completions[completion_tail_];
             const std::int32_t index = completion.index;
             completion_tail_ = view_.next(completion_tail_);
@@ -92,26 +93,26 @@ public:
                 ++count;
             }
         }
-        if (completion_tail_ != tail_before) {
+        if (completion_tail_ != completion_tail_before) {
             view_.indices->completion_tail.store(static_cast<std::int32_t>(completion_tail_),
                                                  std::memory_order_release);
         }
-        return publish_freed(count);
+        return publish_freed_count(count);
     }
 
-    // Passes at most `max_count` operations in flight to the sink, each with `result`. Returns their number. Call it
-    // after the agent has ended.
+    // Passes at most `count_max` operations in flight to the sink, each with `result`, as if they had completed.
+    // Returns their number. Call it after the agent has ended.
     template <typename Sink>
-    std::uint32_t fail_outstanding(std::uint32_t max_count, std::int64_t result, Sink&& sink) noexcept {
+    std::uint32_t fail_outstanding(std::uint32_t count_max, std::int64_t result, Sink&& sink) noexcept {
         std::uint32_t count = 0;
-        for (std::uint32_t index = 0; index < view_.slot_count && count < max_count; ++index) {
+        for (std::uint32_t index = 0; index < view_.slot_count && count < count_max; ++index) {
             if (in_use_[index].load(std::memory_order_acquire) != 0) {
                 sink(static_cast<std::int32_t>(index), result, view_.arguments[index].userdata);
                 mark_free(static_cast<std::int32_t>(index));
                 ++count;
             }
         }
-        return publish_freed(count);
+        return publish_freed_count(count);
     }
 
     bool has_completions() const noexcept {
@@ -164,7 +165,9 @@ private:
         last_seen_freed_count_ = freed_count_.load(std::memory_order_acquire);
         return prepared_count_ - last_seen_freed_count_ != entries();
     }
-    bool has_queue_space(std::uint32_t next) noexcept;
+    // Reads the submission tail. Returns whether the submission queue has space for a submission, after which its head
+    // is `next_head`.
+    bool has_queue_space(std::uint32_t next_head) noexcept;
     void publish_processor() noexcept {
         // If sched_getcpu() fails, it returns -1, so that 0 is stored: unknown. Only a change is stored, so that the
         // cache line stays with both processors.
@@ -175,7 +178,8 @@ private:
         }
     }
     void mark_free(std::int32_t index) noexcept { in_use_[index].store(0, std::memory_order_release); }
-    std::uint32_t publish_freed(std::uint32_t count) noexcept {
+    // Adds `count` to freed_count_, so that the thread that prepares can use the free indices. Returns `count`.
+    std::uint32_t publish_freed_count(std::uint32_t count) noexcept {
         freed_count_.store(freed_count_.load(std::memory_order_relaxed) + count, std::memory_order_release);
         return count;
     }
@@ -183,12 +187,12 @@ private:
     RingView view_;
     std::unique_ptr<std::atomic<std::uint8_t>[]> in_use_; // For each index: 1 while its operation is in flight.
 
-    alignas(64) std::uint32_t head_ = 0; // Position of the next submission to write.
-    std::uint32_t tail_ = 0;             // The last submission_tail that was read.
-    std::uint32_t next_index_ = 0;       // The next index to try.
-    std::uint32_t prepared_count_ = 0;   // Operations prepared so far; prepared_count_ - freed_count_ are in flight.
-    std::uint32_t last_seen_freed_count_ = 0;
-    std::uint32_t published_head_ = 0; // The last head_ that was published.
+    alignas(64) std::uint32_t submission_head_ = 0; // Position of the next submission to write.
+    std::uint32_t submission_tail_ = 0;             // The last submission_tail that was read.
+    std::uint32_t next_index_ = 0;                  // The next index to try.
+    std::uint32_t prepared_count_ = 0; // Operations prepared so far; prepared_count_ - freed_count_ are in flight.
+    std::uint32_t last_seen_freed_count_ = 0;     // The last freed_count_ that the thread that prepares has read.
+    std::uint32_t published_submission_head_ = 0; // The last submission_head_ that was published.
     std::uint32_t published_processor_ = 0;
 
     alignas(64) SleepAnnouncement sleep_announcement_;

@@ -34,15 +34,15 @@ static_assert(sizeof(Arguments) == 56 && offsetof(Arguments, buffer_offset) == 1
               offsetof(Arguments, userdata) == 48);
 
 struct Completion {
-    std::int32_t index; // Index of the operation.
+    std::int32_t index; // Index of the operation's element of Arguments[n].
     std::int32_t reserved;
-    std::int64_t result;
+    std::int64_t result; // Number of bytes that were transferred, or -errno.
     std::uint64_t userdata;
 };
 static_assert(sizeof(Completion) == 24 && offsetof(Completion, result) == 8 && offsetof(Completion, userdata) == 16);
 
 struct Submission {
-    std::int32_t index; // Index of the operation.
+    std::int32_t index; // Index of the operation's element of Arguments[n].
     std::int32_t reserved;
     std::uint64_t userdata;
 };
@@ -50,6 +50,7 @@ static_assert(sizeof(Submission) == 16 && offsetof(Submission, userdata) == 8);
 
 inline constexpr std::size_t spare_bytes = 4096; // 3FS allocates these bytes after the semaphore and does not use them.
 
+// Returns the size of a ring in bytes, with the spare bytes.
 constexpr std::size_t ring_bytes(std::size_t entries) noexcept {
     return sizeof(Indices) + sizeof(Semaphore) +
            (sizeof(Arguments) + sizeof(Completion) + sizeof(Submission)) * (entries + 1) + spare_bytes;
@@ -67,9 +68,10 @@ struct alignas(64) SideState {
     std::atomic<std::uint32_t> magic;    // extension_magic if this side supports the extension.
     std::atomic<std::uint32_t> sleeping; // One of the three values above.
     std::atomic<std::uint32_t> ended;    // 1: this side has finished and no longer writes to the ring.
-    // Only of the application: the number of completions in the completion queue that end its sleep. 0 means 1.
+    // Written only by the application: the agent wakes it when the completion queue holds this many completions. 0
+    // means 1.
     std::atomic<std::uint32_t> awaited_count;
-    // Only of the application: 1 + the number of the processor on which it last submitted; 0: unknown.
+    // Written only by the application: 1 + the number of the processor on which it last submitted; 0: unknown.
     std::atomic<std::uint32_t> processor;
 };
 struct Extension {
@@ -82,8 +84,8 @@ inline constexpr std::uint32_t extension_magic = 0x31524447; // "GDR1" in memory
 
 // The extension is at the first multiple of 64 after the completion semaphore, counted from the beginning of the ring.
 constexpr std::size_t extension_offset(std::size_t entries) noexcept {
-    const std::size_t end = ring_bytes(entries) - spare_bytes;
-    return (end + 63) / 64 * 64;
+    const std::size_t semaphore_end = ring_bytes(entries) - spare_bytes;
+    return (semaphore_end + 63) / 64 * 64;
 }
 
 } // namespace gdrkit::usrbio

@@ -95,6 +95,7 @@ void NamedSemaphore::restore() noexcept {
 bool NamedSemaphore::wait_and_reset(int timeout_ms) noexcept {
     const timespec timeout{timeout_ms / 1000, timeout_ms % 1000 * 1000000L};
     const long status = syscall(SYS_futex, futex_of(*semaphore_), FUTEX_WAIT, 0, &timeout, nullptr, 0);
+    // EAGAIN: the value was not 0, so a post came before this call.
     const bool is_woken = status == 0 || errno == EAGAIN || errno == EINTR;
     if (!is_woken && errno == EFAULT) {
         restore();

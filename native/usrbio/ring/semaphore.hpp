@@ -1,7 +1,7 @@
 // Operations on a glibc semaphore (sem_t) in memory that other processes can write.
 //
 // The functions of glibc are for processes that trust each other. A peer process can overwrite the field `private` of
-// the semaphore (`sharing` below). If the kernel then refuses the wake-up, sem_post aborts the caller. If the value is
+// the semaphore (`sharing` below). If the kernel then refuses the wake-up, sem_post aborts the process. If the value is
 // SEM_VALUE_MAX, sem_post fails without a wake-up. The functions here use the memory layout and the protocol of glibc,
 // so that the other side may use glibc. They never read `sharing`, and return normally whatever a peer process writes.
 #pragma once
@@ -24,7 +24,7 @@ namespace gdrkit::usrbio {
 // `struct new_sem` of glibc (sysdeps/nptl/internaltypes.h) with 64-bit atomics.
 struct Semaphore {
     std::atomic<std::uint64_t> word; // Low half: the value. High half: the number of waiting threads.
-    std::uint32_t sharing;           // For glibc: 0 between threads, 128 between processes.
+    std::uint32_t sharing;           // 0 between threads of a process, semaphore_shared between processes.
     std::uint32_t reserved[5];
 };
 static_assert(sizeof(Semaphore) == sizeof(sem_t) && alignof(Semaphore) == alignof(sem_t));
@@ -32,14 +32,14 @@ static_assert(offsetof(Semaphore, word) == 0 && offsetof(Semaphore, sharing) == 
 static_assert(sizeof(sem_t) == 32 && std::atomic<std::uint64_t>::is_always_lock_free);
 static_assert(std::endian::native == std::endian::little, "the value is the first four bytes");
 
-// The value of `sharing` for a semaphore between processes. glibc stores the inverse of the flag that it passes to the
-// futex system call.
+// The value of `sharing` for a semaphore between processes: 128. glibc stores the inverse of the flag that it passes to
+// the futex system call.
 inline constexpr std::uint32_t semaphore_shared = FUTEX_PRIVATE_FLAG;
 inline constexpr std::uint32_t semaphore_value_max = INT_MAX; // SEM_VALUE_MAX
 // Add this to the word to count one more waiter.
 inline constexpr std::uint64_t semaphore_one_waiter = std::uint64_t{1} << 32;
 
-// Returns the half of the word on which waiters sleep in the kernel: the value.
+// Returns the address of the value, the half of the word on which waiters sleep in the kernel.
 inline std::uint32_t* futex_of(Semaphore& semaphore) noexcept {
     return reinterpret_cast<std::uint32_t*>(&semaphore.word);
 }
@@ -85,10 +85,10 @@ inline bool wait_until(Semaphore& semaphore, const timespec* deadline) noexcept 
     }
     semaphore.word.fetch_add(semaphore_one_waiter, std::memory_order_relaxed);
     bool has_decremented = false;
-    for (bool must_wait = true; must_wait && !has_decremented;) {
+    for (bool can_wait_again = true; can_wait_again && !has_decremented;) {
         const long status = syscall(SYS_futex, futex_of(semaphore), FUTEX_WAIT_BITSET | FUTEX_CLOCK_REALTIME, 0,
                                     deadline, nullptr, FUTEX_BITSET_MATCH_ANY);
-        must_wait = status == 0 || errno == EAGAIN;
+        can_wait_again = status == 0 || errno == EAGAIN;
         has_decremented = try_wait(semaphore);
     }
     semaphore.word.fetch_sub(semaphore_one_waiter, std::memory_order_relaxed);

@@ -53,6 +53,7 @@ struct RingView {
 
     // Returns whether `index` is in range; the other functions take only valid indices.
     bool is_valid(std::int32_t index) const noexcept { return static_cast<std::uint32_t>(index) < slot_count; }
+    // Returns the index that follows `index` in the circular queue.
     std::uint32_t next(std::uint32_t index) const noexcept { return index + 1 == slot_count ? 0 : index + 1; }
     // Returns how many positions `to` is after `from`.
     std::uint32_t distance(std::uint32_t from, std::uint32_t to) const noexcept {

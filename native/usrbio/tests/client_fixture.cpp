@@ -14,13 +14,15 @@ extern "C" int __wrap_shm_open(const char* name, int flags, mode_t mode) {
 }
 
 // Memory that was opened with O_TMPFILE has no name until the library or the agent in this process calls linkat.
-extern "C" int __real_linkat(int old_folder, const char* old_path, int new_folder, const char* new_path, int flags);
-extern "C" int __wrap_linkat(int old_folder, const char* old_path, int new_folder, const char* new_path, int flags) {
-    const int status = __real_linkat(old_folder, old_path, new_folder, new_path, flags);
-    const std::string_view folder = "/dev/shm";
-    if (status == 0 && std::string_view(new_path).starts_with(folder)) {
+extern "C" int __real_linkat(int old_folder_fd, const char* old_path, int new_folder_fd, const char* new_path,
+                             int flags);
+extern "C" int __wrap_linkat(int old_folder_fd, const char* old_path, int new_folder_fd, const char* new_path,
+                             int flags) {
+    const int status = __real_linkat(old_folder_fd, old_path, new_folder_fd, new_path, flags);
+    const std::string_view shm_folder = "/dev/shm";
+    if (status == 0 && std::string_view(new_path).starts_with(shm_folder)) {
         const std::lock_guard lock(created_shm_names_mutex);
-        created_shm_names.emplace_back(new_path + folder.size());
+        created_shm_names.emplace_back(new_path + shm_folder.size());
     }
     return status;
 }

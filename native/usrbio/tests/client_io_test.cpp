@@ -32,10 +32,11 @@ void test_read_and_write_move_bytes() {
     CHECK_EQUAL(hf3fs_submit_ios(&session.write_ring), 0);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.write_ring, cqes, 16, 2, nullptr), 2);
     CHECK(cqes[0].result == 2048 && cqes[1].result == 2048 && cqes[0].userdata == &session);
-    CHECK(session.prepare_read(8192, 3000, 1500, 7) >= 0); // This read extends beyond the end of the file, at 4096.
-    CHECK(session.prepare_read(20000, 10, 5000, 8) >= 0);  // This read begins after the end of the file.
+    // The file has 4096 bytes, so the read of 3000 bytes at offset 1500 returns 2596 bytes.
+    CHECK(session.prepare_read(8192, 3000, 1500, 7) >= 0);
+    CHECK(session.prepare_read(20000, 10, 5000, 8) >= 0); // This read begins after the end of the file.
     CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), 0);
-    for (int count = 0; count < 2; ++count) {
+    for (int reaped_count = 0; reaped_count < 2; ++reaped_count) {
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 1, 1, nullptr), 1);
         CHECK_EQUAL(cqes[0].result, cqes[0].userdata == reinterpret_cast<void*>(7) ? 2596 : 0);
     }
@@ -112,9 +113,9 @@ void test_wait_ends_at_count_or_deadline() {
     CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), 0);
     const auto* const indices = make_view(session.read_ring).indices;
     wait_until_true([&] { return indices->completion_head.load() != indices->completion_tail.load(); });
-    const timespec second_deadline = make_deadline_after(30);
+    const timespec short_deadline = make_deadline_after(30);
     // After the deadline the function returns the number of completions, not -ETIMEDOUT.
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 16, 16, &second_deadline), 1);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 16, 16, &short_deadline), 1);
     for (int i = 0; i < 3; ++i) {
         CHECK(session.prepare_read(0, 1) >= 0);
     }
@@ -129,7 +130,7 @@ void test_agent_death_fails_operations() {
         auto agent = std::make_unique<Agent>(mount);
         Session session(mount);
         hf3fs_cqe cqes[16];
-        agent->pause_rings(true);
+        agent->set_rings_paused(true);
         for (std::uintptr_t i = 1; i <= 3; ++i) {
             CHECK(session.prepare_read(0, 1, 0, i) >= 0);
         }
@@ -140,8 +141,8 @@ void test_agent_death_fails_operations() {
             agent.reset();
         });
         std::uintptr_t userdata_sum = 0;
-        int count = hf3fs_wait_for_ios(&session.read_ring, cqes, 3, 1, nullptr);
-        CHECK_EQUAL(count, 3);
+        const int failed_count = hf3fs_wait_for_ios(&session.read_ring, cqes, 3, 1, nullptr);
+        CHECK_EQUAL(failed_count, 3);
         agent_stopper.join();
         for (int i = 0; i < 3; ++i) {
             CHECK_EQUAL(cqes[i].result, -EREMOTEIO);
@@ -197,6 +198,7 @@ private:
     std::thread thread_;
 };
 
+// Submits a read of one byte.
 void submit_read(Session& session) {
     CHECK(session.prepare_read(0, 1) >= 0);
     CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), 0);
@@ -205,7 +207,7 @@ void submit_read(Session& session) {
 void test_invalid_index_of_agent_ends_the_wait() {
     Mount mount;
     Agent agent(mount);
-    agent.pause_rings(true);
+    agent.set_rings_paused(true);
     {
         Session session(mount);
         submit_read(session);
@@ -216,13 +218,13 @@ void test_invalid_index_of_agent_ends_the_wait() {
         CHECK_EQUAL(sleeper.cqe.result, -EREMOTEIO);
         CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
     }
-    // In this second part, the thread that prepares finds the invalid index. It wakes the thread that waits.
+    // In this second part, the thread that calls hf3fs_prep_io finds the invalid index, and wakes the waiting thread.
     Session session(mount, 2);
-    agent.pause_rings(false);
+    agent.set_rings_paused(false);
     submit_read(session);
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 1, nullptr), 1);
-    agent.pause_rings(true);
+    agent.set_rings_paused(true);
     submit_read(session);
     Sleeper sleeper(session.read_ring);
     make_view(session.read_ring).indices->submission_tail = 9999;
@@ -244,7 +246,8 @@ void test_wait_on_ended_ring_fails() {
     CHECK_EQUAL(hf3fs_iorwrap(&ior, memory, mount.path(), sizeof(memory), true, 0, 0, 0, 0), 0);
     RingView view;
     CHECK_EQUAL(RingView::bind(memory, sizeof(memory), view), 0);
-    // Consume the post of the agent's end. Only the mark in the ring then shows that the agent has ended.
+    // The end of `ended_ring` set SideState::ended and posted the semaphore. Consume the post, so that only
+    // SideState::ended shows that the agent has ended.
     while (try_wait(*view.completion_semaphore)) {
     }
     hf3fs_cqe cqe;
@@ -256,14 +259,14 @@ void test_poll_returns_while_another_thread_waits() {
     Mount mount;
     Agent agent(mount);
     Session session(mount);
-    agent.pause_rings(true);
+    agent.set_rings_paused(true);
     submit_read(session);
     Sleeper sleeper(session.read_ring);
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 0, nullptr), 0);
     const timespec short_deadline = make_deadline_after(20);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 1, &short_deadline), 0);
-    agent.pause_rings(false);
+    agent.set_rings_paused(false);
     CHECK_EQUAL(sleeper.wait_result(), 1);
 }
 
@@ -272,13 +275,13 @@ bool has_watch_thread() {
 }
 
 // Executes one read, which the agent delays until the wait for its completion sleeps.
-void read_while_asleep(Session& session, Agent& agent, const timespec* deadline) {
-    agent.pause_rings(true);
+void read_with_sleeping_wait(Session& session, Agent& agent, const timespec* deadline) {
+    agent.set_rings_paused(true);
     submit_read(session);
     SideState& application = make_view(session.read_ring).extension->application;
     std::thread agent_resumer([&] {
         wait_until_true([&] { return application.sleeping != awake; });
-        agent.pause_rings(false);
+        agent.set_rings_paused(false);
     });
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 1, deadline), 1);
@@ -293,11 +296,11 @@ void test_wait_without_deadline_starts_the_watch_thread() {
         Session session(mount);
         wait_until_true([] { return !has_watch_thread(); }); // A thread of an earlier test may still run.
         const timespec deadline = make_deadline_after(10000);
-        read_while_asleep(session, agent, &deadline);
-        CHECK(!has_watch_thread()); // A wait with a timer checks the agent itself.
-        read_while_asleep(session, agent, nullptr);
+        read_with_sleeping_wait(session, agent, &deadline);
+        CHECK(!has_watch_thread()); // A wait with a deadline checks whether the agent lives, without the watch thread.
+        read_with_sleeping_wait(session, agent, nullptr);
         wait_until_true(has_watch_thread);
-        read_while_asleep(session, agent, nullptr);
+        read_with_sleeping_wait(session, agent, nullptr);
     }
     wait_until_true([] { return !has_watch_thread(); });
 }
@@ -308,10 +311,10 @@ void test_wait_without_deadline_starts_the_watch_thread() {
     Agent agent(mount);
     Session session(mount);
     wait_until_true([&] { return agent.connection_count == 1; });
-    // Start the watch thread, which a child does not inherit, and make the announcement of sleep in this ring permanent
-    // by more than 16 sleeps.
+    // Start the watch thread, which a child does not inherit. After more than 16 sleeps in a row, the announcement of
+    // sleep in this ring stays (asleep_always).
     for (int i = 0; i < 20; ++i) {
-        read_while_asleep(session, agent, nullptr);
+        read_with_sleeping_wait(session, agent, nullptr);
     }
     std::atomic<bool> is_waiting{false};
     std::thread waiter([&] { // This thread holds the mutex of a ring, which the child inherits locked.
@@ -322,18 +325,18 @@ void test_wait_without_deadline_starts_the_watch_thread() {
     });
     wait_until_true([&] { return is_waiting.load(); });
     usleep(20000);
-    agent.pause_rings(true);
+    agent.set_rings_paused(true);
     submit_read(session);
-    int go_pipe[2], ready_pipe[2];
-    CHECK(pipe(go_pipe) == 0 && pipe(ready_pipe) == 0);
+    int child_start_pipe[2], child_ready_pipe[2];
+    CHECK(pipe(child_start_pipe) == 0 && pipe(child_ready_pipe) == 0);
     char byte = 0;
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
         hf3fs_cqe cqe;
-        CHECK_EQUAL(read(go_pipe[0], &byte, 1), ssize_t{1});
+        CHECK_EQUAL(read(child_start_pipe[0], &byte, 1), ssize_t{1});
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 0, nullptr), -EREMOTEIO);
-        CHECK_EQUAL(write(ready_pipe[1], &byte, 1), ssize_t{1});
+        CHECK_EQUAL(write(child_ready_pipe[1], &byte, 1), ssize_t{1});
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.write_ring, &cqe, 1, 1, nullptr), -EREMOTEIO);
         CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 1, nullptr), -EREMOTEIO);
@@ -348,11 +351,11 @@ void test_wait_without_deadline_starts_the_watch_thread() {
         _exit(0);
     }
     Sleeper sleeper(session.read_ring); // The child must not change the announcement of sleep of this ring.
-    CHECK_EQUAL(write(go_pipe[1], &byte, 1), ssize_t{1});
-    CHECK_EQUAL(read(ready_pipe[0], &byte, 1), ssize_t{1});
-    agent.pause_rings(false);
+    CHECK_EQUAL(write(child_start_pipe[1], &byte, 1), ssize_t{1});
+    CHECK_EQUAL(read(child_ready_pipe[0], &byte, 1), ssize_t{1});
+    agent.set_rings_paused(false);
     CHECK_EQUAL(sleeper.wait_result(), 1);
-    for (const int descriptor : {go_pipe[0], go_pipe[1], ready_pipe[0], ready_pipe[1]}) {
+    for (const int descriptor : {child_start_pipe[0], child_start_pipe[1], child_ready_pipe[0], child_ready_pipe[1]}) {
         close(descriptor);
     }
     int status = -1;
@@ -377,6 +380,7 @@ void test_eight_threads_use_64_rings() {
             Session session(mount);
             std::vector<hf3fs_ior> rings(8);
             for (hf3fs_ior& ring : rings) {
+                // 8 entries, for reads, io_depth -4, normal priority, timeout of 1 ms, any NUMA node.
                 CHECK_EQUAL(hf3fs_iorcreate3(&ring, mount.path(), 8, true, -4, 0, 1, -1), 0);
             }
             for (int round = 0; round < 20; ++round) {
@@ -421,6 +425,7 @@ void test_eight_threads_use_64_rings() {
         }
     }
     wait_until_true([&] { return std::filesystem::exists(mount.file_path("3fs-virt/agent.sock")); });
+    // The file of the socket exists shortly before the agent listens, so retry until the agent accepts a publication.
     int status = -EREMOTEIO;
     hf3fs_iov probe_iov{};
     while ((status = hf3fs_iovcreate(&probe_iov, mount.path(), 4096, 0, -1)) == -EREMOTEIO) {
@@ -446,11 +451,12 @@ void test_eight_threads_use_64_rings() {
         killer.join();
         int exit_status = 0;
         CHECK_EQUAL(waitpid(child, &exit_status, 0), child);
-        const int index = session.prepare_read(0, 1);
-        CHECK(index >= 0 || index == -EREMOTEIO);
+        // Either hf3fs_prep_io detects the death of the agent, or the read completes with -EREMOTEIO.
+        const int prepare_result = session.prepare_read(0, 1);
+        CHECK(prepare_result >= 0 || prepare_result == -EREMOTEIO);
         hf3fs_submit_ios(&session.read_ring);
-        const int count = hf3fs_wait_for_ios(&session.read_ring, cqes, 64, 1, nullptr);
-        CHECK(count == -EREMOTEIO || (count == 1 && cqes[0].result == -EREMOTEIO));
+        const int wait_result = hf3fs_wait_for_ios(&session.read_ring, cqes, 64, 1, nullptr);
+        CHECK(wait_result == -EREMOTEIO || (wait_result == 1 && cqes[0].result == -EREMOTEIO));
     }
     hf3fs_iovdestroy(&probe_iov);
     CHECK(mount.link_names().empty()); // The library removed the links of the dead agent.

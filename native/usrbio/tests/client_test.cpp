@@ -46,13 +46,13 @@ void test_iov_is_published_and_removed() {
     CHECK_EQUAL(opened_iov.base[9999], 42);
     hf3fs_iovunlink(&opened_iov); // Does nothing, because `opened_iov` did not create the memory.
     CHECK_EQUAL(count_existing_shm_names(), shm_name_count_before + 1);
-    // A process that opens its own iov borrows it, too. `borrow_count` counts an iov that is opened twice once, until
-    // both opened iovs are destroyed.
+    // A process that opens its own iov borrows it, too. The test's agent counts this borrow once, however often the
+    // process opens the iov, until all opened iovs are destroyed.
     hf3fs_iov second_opened_iov{};
     CHECK_EQUAL(hf3fs_iovopen(&second_opened_iov, id.data(), mount.path(), 10000, 4096, -1), 0);
     CHECK_EQUAL(agent.borrow_count.load(), 1);
     hf3fs_iovdestroy(&opened_iov);
-    hf3fs_iovdestroy(&opened_iov);
+    hf3fs_iovdestroy(&opened_iov); // Does nothing, because `opened_iov` is already destroyed.
     CHECK_EQUAL(agent.borrow_count.load(), 1);
     hf3fs_iovdestroy(&second_opened_iov);
     CHECK_EQUAL(agent.borrow_count.load(), 0);
@@ -138,12 +138,14 @@ void test_ring_name_contains_its_attributes() {
     const auto check_name_and_destroy = [&](const char* suffix) {
         const auto links = mount.link_names();
         CHECK_EQUAL(links.size(), 1u);
-        CHECK(links[0].substr(36) == suffix);
+        CHECK(links[0].substr(36) == suffix); // The name begins with a UUID of 36 characters.
         CHECK_EQUAL(count_existing_shm_names(), shm_name_count_before);
         hf3fs_iordestroy(&ior);
         hf3fs_iordestroy(&ior);
         CHECK(mount.link_names().empty());
     };
+    // The suffixes: `r` or `w` and the io_depth, `ph` or `pl` for a high or low priority, `t` and the timeout in ms,
+    // and `f` and the flags in base 2.
     CHECK_EQUAL(hf3fs_iorcreate(&ior, mount.path(), 16, true, 0, -1), 0);
     CHECK(ior.for_read && ior.io_depth == 0 && hf3fs_io_entries(&ior) == 16);
     check_name_and_destroy(".r0.t0");
@@ -195,15 +197,15 @@ void test_files_are_registered() {
     CHECK_EQUAL(hf3fs_reg_fd(outside_fd, 0), EBADF);
     close(outside_fd);
 
-    // A descriptor that was closed without hf3fs_dereg_fd stays registered. The library never uses its number for a
-    // duplicate.
+    // A descriptor that was closed without hf3fs_dereg_fd stays registered. A duplicate that the library makes never
+    // gets the number of this descriptor.
     const int closed_fd = dup(file.fd);
-    const int registered_fd = hf3fs_reg_fd(closed_fd, 0);
-    CHECK(registered_fd <= 0);
+    const int closed_registered_fd = hf3fs_reg_fd(closed_fd, 0);
+    CHECK(closed_registered_fd <= 0);
     close(closed_fd);
     const int registered_fd_2 = hf3fs_reg_fd(file.fd, 0);
     CHECK(registered_fd_2 <= 0 && -registered_fd_2 != closed_fd);
-    hf3fs_dereg_fd(registered_fd);
+    hf3fs_dereg_fd(closed_registered_fd);
     hf3fs_dereg_fd(registered_fd_2);
     CHECK_EQUAL(agent.file_count.load(), 0);
 }
@@ -219,6 +221,7 @@ void test_mount_point_is_found() {
                 path_length + 1);
     CHECK(std::strcmp(mount_point, mount.path()) == 0);
     CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, sizeof(mount_point), mount.path()), path_length + 1);
+    // If the buffer is too small for the path and its zero byte, the function only returns the necessary size.
     std::strcpy(mount_point, "untouched");
     CHECK_EQUAL(hf3fs_extract_mount_point(mount_point, path_length, mount.path()), path_length + 1);
     CHECK(std::strcmp(mount_point, "untouched") == 0);
@@ -241,24 +244,25 @@ void test_hard_links_and_holes() {
     CHECK_EQUAL(stat(mount.file_path("b").c_str(), &attributes), 0);
     CHECK_EQUAL(attributes.st_nlink, 2u);
 
-    const std::size_t begin[] = {65536, 0};
-    const std::size_t end[] = {131072, 0};
-    CHECK_EQUAL(hf3fs_punchhole(file.fd, 2, begin, end, 0), 0);
+    const std::size_t hole_begins[] = {65536, 0};
+    const std::size_t hole_ends[] = {131072, 0};
+    CHECK_EQUAL(hf3fs_punchhole(file.fd, 2, hole_begins, hole_ends, 0), 0);
     char byte = 1;
     CHECK_EQUAL(pread(file.fd, &byte, 1, 65536), 1);
     CHECK_EQUAL(byte, 0);
     CHECK_EQUAL(pread(file.fd, &byte, 1, 131072), 1);
     CHECK_EQUAL(byte, 'x');
-    const std::vector<std::size_t> positions(1000, 5); // 1000 empty ranges, the largest number of ranges.
-    CHECK_EQUAL(hf3fs_punchhole(file.fd, 1000, positions.data(), positions.data(), 0), 0);
+    const std::vector<std::size_t> empty_range_bounds(1000, 5); // 1000 empty ranges, the largest number of ranges.
+    CHECK_EQUAL(hf3fs_punchhole(file.fd, 1000, empty_range_bounds.data(), empty_range_bounds.data(), 0), 0);
     File reader(mount, "a", O_RDONLY);
-    CHECK_EQUAL(hf3fs_punchhole(reader.fd, 1, begin, end, 0), EBADF);
+    CHECK_EQUAL(hf3fs_punchhole(reader.fd, 1, hole_begins, hole_ends, 0), EBADF);
     const int outside_fd = open("/dev/null", O_RDWR);
-    CHECK_EQUAL(hf3fs_punchhole(outside_fd, 1, begin, end, 0), ENOTTY);
+    CHECK_EQUAL(hf3fs_punchhole(outside_fd, 1, hole_begins, hole_ends, 0), ENOTTY);
     close(outside_fd);
     CHECK_EQUAL(hf3fs_hardlink("/dev/null", "/dev/shm/usrbio-elsewhere"), ENOTTY);
 }
 
+// Reads the first three bytes of the session's file into `iov`, and returns the result of the operation.
 std::int64_t read_three_bytes(Session& session, const hf3fs_iov& iov) {
     hf3fs_cqe cqe;
     CHECK(hf3fs_prep_io(&session.read_ring, &iov, true, iov.base, session.registered_fd, 0, 3, nullptr) >= 0);
@@ -267,8 +271,8 @@ std::int64_t read_three_bytes(Session& session, const hf3fs_iov& iov) {
     return cqe.result;
 }
 
-// The child opens an iov of its parent, which borrows the memory, and reads into it. In the first round the child ends
-// the borrow. In the second round the parent ends the borrow by destroying the iov.
+// The child opens an iov of its parent and reads into it. As long as the iov is open, the child borrows the memory. In
+// the first round the child ends the borrow. In the second round the parent ends the borrow by destroying the iov.
 [[maybe_unused]] void test_other_process_borrows_memory() {
     Mount mount;
     Agent agent(mount);
@@ -276,6 +280,7 @@ std::int64_t read_three_bytes(Session& session, const hf3fs_iov& iov) {
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), 0);
     int sockets[2];
     CHECK_EQUAL(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sockets), 0);
+    // Returns when the other process has called this function, too.
     const auto meet_other_process = [&](int side) {
         char byte = 1;
         CHECK_EQUAL(write(sockets[side], &byte, 1), 1);
@@ -340,8 +345,8 @@ void test_mount_without_agent_has_links() {
     int semaphore_value = -1;
     CHECK_EQUAL(hf3fs_submit_ios(&ior), 0);
     CHECK_EQUAL(sem_getvalue(mount.submit_semaphore(1), &semaphore_value), 0);
-    CHECK_EQUAL(semaphore_value,
-                1); // No agent supports the extension of this ring, so the library posts for each submit.
+    // No agent supports the extension of this ring, so the library posts for each submit.
+    CHECK_EQUAL(semaphore_value, 1);
     hf3fs_iordestroy(&ior);
     hf3fs_iovdestroy(&iov);
     CHECK(mount.link_names().empty());
@@ -363,7 +368,7 @@ void test_link_without_agent_is_removed_when_next_agent_dies() {
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), 0);
     Agent agent(mount);
-    agent.close_at_unpublish = true;
+    agent.closes_at_unpublish = true;
     hf3fs_iovdestroy(&iov);
     CHECK(mount.link_names().empty());
 }

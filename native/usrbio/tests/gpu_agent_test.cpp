@@ -28,7 +28,7 @@ constexpr u64 chunk_bytes = 2 << 20;
 struct ReceivedRequests {
     std::string name;
     GpuTarget target;
-    ShareHandle handle;
+    ShareHandle share_handle;
     u64 dmabuf_bytes = 0;
     std::size_t descriptor_count = 0;
     std::atomic<int> reply_status = 0; // Status of replies to publish and borrow: 0 or an errno.
@@ -72,6 +72,7 @@ bool receive(int socket, Message* message) {
     return true;
 }
 
+// Stores the publication. Payload of the message: AgentPublish (the sizes), name, target, share handle.
 void record_publication(const Message& message, ReceivedRequests* received) {
     AgentPublish sizes;
     CHECK(message.payload.size() > sizeof sizes);
@@ -86,7 +87,7 @@ void record_publication(const Message& message, ReceivedRequests* received) {
     };
     received->name = consume(sizes.name_bytes);
     received->target = parse_target(consume(sizes.target_bytes)).value();
-    received->handle = parse_share_handle({next_byte, sizes.share_handle_bytes}).value();
+    received->share_handle = parse_share_handle({next_byte, sizes.share_handle_bytes}).value();
     received->descriptor_count = message.descriptors.size();
     received->dmabuf_bytes = 0;
     if (!message.descriptors.empty()) {
@@ -146,24 +147,24 @@ private:
             });
         }
     }
-    void reply_to(int client, const Message& message) {
-        AgentHeader reply = message.header;
-        reply.descriptors = 0;
-        reply.length = 0;
-        std::vector<std::uint8_t> bytes(sizeof reply);
+    void reply_to(int client_fd, const Message& message) {
+        AgentHeader reply_header = message.header;
+        reply_header.descriptors = 0;
+        reply_header.length = 0;
+        std::vector<std::uint8_t> reply(sizeof reply_header);
         switch (static_cast<AgentRequest>(message.header.type)) {
         case AgentRequest::hello:
-            bytes.resize(sizeof reply + sizeof(AgentHello));
-            reply.length = sizeof(AgentHello);
+            reply.resize(sizeof reply_header + sizeof(AgentHello));
+            reply_header.length = sizeof(AgentHello);
             break;
         case AgentRequest::publish:
             record_publication(message, &received);
-            reply.status = received.reply_status;
+            reply_header.status = received.reply_status;
             is_ending_ = received.publication_count == publications_max;
             break;
         case AgentRequest::borrow:
             record_borrow(message, &received);
-            reply.status = received.reply_status;
+            reply_header.status = received.reply_status;
             break;
         case AgentRequest::return_borrowed:
             ++received.returned_borrow_count;
@@ -172,8 +173,8 @@ private:
             CHECK(static_cast<AgentRequest>(message.header.type) == AgentRequest::unpublish);
             ++received.unpublish_count;
         }
-        std::memcpy(bytes.data(), &reply, sizeof reply);
-        CHECK(send(client, bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()));
+        std::memcpy(reply.data(), &reply_header, sizeof reply_header);
+        CHECK(send(client_fd, reply.data(), reply.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(reply.size()));
     }
 
 public:
@@ -186,11 +187,11 @@ private:
 };
 
 void check_dmabuf(const ReceivedRequests& received, u64 address, u64 bytes) {
-    CHECK(received.handle.kind == ShareKind::dmabuf && received.descriptor_count == 1);
-    CHECK(received.handle.address == address && received.handle.length_bytes == bytes);
-    CHECK(received.handle.allocation_bytes == received.dmabuf_bytes && received.dmabuf_bytes % 4096 == 0);
-    CHECK(received.handle.offset_bytes == address % 4096);
-    CHECK(is_running(received.handle.owner) == true);
+    CHECK(received.share_handle.kind == ShareKind::dmabuf && received.descriptor_count == 1);
+    CHECK(received.share_handle.address == address && received.share_handle.length_bytes == bytes);
+    CHECK(received.share_handle.allocation_bytes == received.dmabuf_bytes && received.dmabuf_bytes % 4096 == 0);
+    CHECK(received.share_handle.offset_bytes == address % 4096);
+    CHECK(is_running(received.share_handle.owner) == true);
     CHECK(received.target.size_bytes == bytes && received.target.device == 0);
 }
 
@@ -236,18 +237,19 @@ void unmap_chunks(u64 base) {
     CHECK_EQUAL(call_cuda("cuMemAddressFree", base, 2 * chunk_bytes), 0);
 }
 
-// The main function of the second process, which opens or imports an iov of the first process.
-int run_as_peer(const std::string& action, const char* mount, const std::string& id_or_handle, std::size_t size,
-                int expected_status) {
+// The main function of the second process, which opens or imports an iov of the first process. `id_or_handle_hex`: the
+// id of the iov for the action "open", the IPC handle for the action "import".
+int run_as_peer(const std::string& action, const char* mount, const std::string& id_or_handle_hex,
+                std::size_t iov_bytes, int expected_status) {
     hf3fs_iov iov{};
-    const auto bytes = parse_hex(id_or_handle);
+    const auto id_or_handle = parse_hex(id_or_handle_hex);
     hf3fs_gpu_ipc_handle_t handle{};
     if (action == "import") {
-        std::ranges::copy(bytes, handle.data);
+        std::ranges::copy(id_or_handle, handle.data);
     }
-    const int error = action == "import" ? hf3fs_iov_import_gpu(&iov, &handle, mount)
-                                         : hf3fs_iovopen_device(&iov, bytes.data(), mount, size, 0, 0);
-    CHECK_EQUAL(error, expected_status);
+    const int status = action == "import" ? hf3fs_iov_import_gpu(&iov, &handle, mount)
+                                          : hf3fs_iovopen_device(&iov, id_or_handle.data(), mount, iov_bytes, 0, 0);
+    CHECK_EQUAL(status, expected_status);
     hf3fs_iovdestroy(&iov);
     return 0;
 }
@@ -262,12 +264,13 @@ int main(int argument_count, char** arguments) {
     const std::uint8_t zeros[16] = {};
     hf3fs_iov iov{};
     use_device(0);
-    const u64 chunks = map_chunks();
+    const u64 chunks_base = map_chunks();
     const u64 memory = allocate(1 << 20);
     {
         // Without an agent, memory is published by its IPC handle, which VMM memory does not have.
         const Mount mount;
-        CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(chunks), id, mount.path(), 2 * chunk_bytes, 0, 0), -ENOTSUP);
+        CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(chunks_base), id, mount.path(), 2 * chunk_bytes, 0, 0),
+                    -ENOTSUP);
         CHECK_EQUAL(mount.count_links(), std::size_t{0});
     }
     const Mount mount;
@@ -277,10 +280,11 @@ int main(int argument_count, char** arguments) {
     check_dmabuf(agent.received, reinterpret_cast<u64>(iov.base), 70'001);
     CHECK(agent.received.name == make_gpu_link_name(reinterpret_cast<std::uint8_t*>(iov.id), 0));
     CHECK(agent.received.target.ipc.has_value() && agent.received.target.offset_bytes == 0);
-    CHECK(!std::ranges::equal(agent.received.handle.device_uuid, zeros));
+    CHECK(!std::ranges::equal(agent.received.share_handle.device_uuid, zeros));
     // A process that opens or imports the iov sends a request to borrow it, and ends the borrow when it destroys the
     // iov. If the agent refuses the request, the call fails with the agent's error.
     const std::string id_text = format_hex(iov.id, 16), size_text = "70001";
+    // An agent creates the link of a publication. RecordingAgent does not, so the test creates the link.
     std::filesystem::create_symlink(format_target(agent.received.target), mount.iovs_folder() / agent.received.name);
     hf3fs_gpu_ipc_handle_t exported_handle{};
     CHECK_EQUAL(hf3fs_iov_export_gpu(&iov, &exported_handle), 0);
@@ -291,11 +295,11 @@ int main(int argument_count, char** arguments) {
         0);
     CHECK(agent.received.borrow_count == 2 && agent.received.returned_borrow_count == 2);
     agent.received.reply_status = EACCES;
-    const std::string eacces = std::to_string(-EACCES);
-    CHECK_EQUAL(run_peer({"open", mount.path(), id_text, size_text, eacces}), 0);
-    CHECK_EQUAL(
-        run_peer({"import", mount.path(), format_hex(exported_handle.data, sizeof exported_handle), size_text, eacces}),
-        0);
+    const std::string eacces_text = std::to_string(-EACCES);
+    CHECK_EQUAL(run_peer({"open", mount.path(), id_text, size_text, eacces_text}), 0);
+    CHECK_EQUAL(run_peer({"import", mount.path(), format_hex(exported_handle.data, sizeof exported_handle), size_text,
+                          eacces_text}),
+                0);
     agent.received.reply_status = 0;
     CHECK(agent.received.borrow_count == 4 && agent.received.returned_borrow_count == 2);
     std::filesystem::remove(mount.iovs_folder() / agent.received.name);
@@ -311,8 +315,8 @@ int main(int argument_count, char** arguments) {
     hf3fs_iovdestroy(&iov);
     CHECK(iov.base == nullptr && agent.received.unpublish_count == 2);
     // Memory that extends over two VMM chunks is published only by its dma-buf, so the target ends in /dmabuf.
-    CHECK_EQUAL(hf3fs_iovwrap_device(&iov, to_pointer(chunks + 513), id, mount.path(), chunk_bytes, 0, 0), 0);
-    check_dmabuf(agent.received, chunks + 513, chunk_bytes);
+    CHECK_EQUAL(hf3fs_iovwrap_device(&iov, to_pointer(chunks_base + 513), id, mount.path(), chunk_bytes, 0, 0), 0);
+    check_dmabuf(agent.received, chunks_base + 513, chunk_bytes);
     CHECK(!agent.received.target.ipc && agent.received.target.offset_bytes == 513);
     CHECK(format_target(agent.received.target).ends_with("/dmabuf"));
     hf3fs_gpu_ipc_handle_t handle{};
@@ -334,5 +338,5 @@ int main(int argument_count, char** arguments) {
     CHECK(iov.base == nullptr && agent.received.unpublish_count == 3);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 4096, 0, 0), -EREMOTEIO);
     release(memory);
-    unmap_chunks(chunks);
+    unmap_chunks(chunks_base);
 }

@@ -52,13 +52,13 @@ inline void* get_current_context() {
 }
 
 inline u64 allocate(u64 bytes) {
-    u64 pointer = 0;
-    CHECK_EQUAL(call_cuda("cuMemAlloc_v2", &pointer, bytes), 0);
-    return pointer;
+    u64 address = 0;
+    CHECK_EQUAL(call_cuda("cuMemAlloc_v2", &address, bytes), 0);
+    return address;
 }
 
-inline void release(u64 pointer) {
-    CHECK_EQUAL(call_cuda("cuMemFree_v2", pointer), 0);
+inline void release(u64 address) {
+    CHECK_EQUAL(call_cuda("cuMemFree_v2", address), 0);
 }
 
 inline void* to_pointer(u64 address) {
@@ -85,10 +85,10 @@ inline std::vector<std::uint8_t> copy_from_device(u64 source, std::size_t length
     return bytes;
 }
 
-inline bool has_sync_memops(u64 pointer) {
+inline bool has_sync_memops(u64 address) {
     constexpr int sync_memops = 6; // CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
     unsigned is_enabled = 0;
-    CHECK_EQUAL(call_cuda("cuPointerGetAttribute", static_cast<void*>(&is_enabled), sync_memops, pointer), 0);
+    CHECK_EQUAL(call_cuda("cuPointerGetAttribute", static_cast<void*>(&is_enabled), sync_memops, address), 0);
     return is_enabled != 0;
 }
 
@@ -159,9 +159,9 @@ inline int run_peer(std::vector<std::string> arguments) {
     return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-// Writes the file `folder`/reach with the permissions `mode`. The client library reads there whether a NIC has moved
-// bytes to and from a device.
-inline void store_reach(const std::string& folder, int device, bool has_moved, mode_t mode = 0600) {
+// Writes the file `folder`/reach with the permissions `mode`. From this file, the client library reads whether a NIC
+// has moved bytes to and from a device.
+inline void write_reach_file(const std::string& folder, int device, bool has_moved, mode_t mode = 0600) {
     std::uint8_t uuid[16];
     CHECK_EQUAL(call_cuda("cuInit", 0U), 0);
     CHECK_EQUAL(call_cuda("cuDeviceGetUuid", static_cast<void*>(uuid), device), 0);

@@ -138,7 +138,7 @@ void test_invalid_arguments_have_error_codes() {
 
 void test_other_structs_are_ignored() {
     hf3fs_iov zero_iov{};
-    hf3fs_iov invalid_iov{}; // The library has not written these values.
+    hf3fs_iov invalid_iov{}; // It gets values that the library never writes.
     invalid_iov.iovh = &invalid_iov;
     invalid_iov.numa = -0x6472;
     for (hf3fs_iov* const iov : {static_cast<hf3fs_iov*>(nullptr), &zero_iov, &invalid_iov}) {
@@ -297,11 +297,11 @@ void test_device_is_available_after_a_nic_moved_bytes() {
     const std::string state_folder = std::string(mount.path()) + "/state";
     CHECK_EQUAL(setenv("GDRKIT_STATE", state_folder.c_str(), 1), 0);
     CHECK(!hf3fs_gdr_available() && hf3fs_gdr_device_count() == 0);
-    store_reach(state_folder, 0, false);
+    write_reach_file(state_folder, 0, false);
     CHECK(!hf3fs_gdr_available() && hf3fs_gdr_device_count() == 0);
-    store_reach(state_folder, 0, true, 0666); // Another user may have written the file.
+    write_reach_file(state_folder, 0, true, 0666); // The library ignores a file that other users can write.
     CHECK(!hf3fs_gdr_available());
-    store_reach(state_folder, 0, true);
+    write_reach_file(state_folder, 0, true);
     CHECK(hf3fs_gdr_available());
     CHECK_EQUAL(hf3fs_gdr_device_count(), 1);
     CHECK_EQUAL(unsetenv("GDRKIT_STATE"), 0);

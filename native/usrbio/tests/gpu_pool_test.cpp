@@ -26,12 +26,12 @@ void test_blocks_are_powers_of_two_or_three_halves_of_them() {
 }
 
 void test_pool_admits_blocks_up_to_its_limit() {
-    CHECK_EQUAL(get_pool_statistics().idle_bytes_max, 3 * mib);
-    CHECK(may_use_pool(3 * mib) && !may_use_pool(3 * mib + 1) && !may_use_pool(SIZE_MAX));
-    set_pool_limits(0, 1);
-    CHECK(!may_use_pool(1));
-    set_pool_limits(64 * kib, 1);
-    CHECK(may_use_pool(64 * kib) && !may_use_pool(64 * kib + 1));
+    CHECK_EQUAL(get_gpu_pool_statistics().idle_bytes_max, 3 * mib);
+    CHECK(may_use_gpu_pool(3 * mib) && !may_use_gpu_pool(3 * mib + 1) && !may_use_gpu_pool(SIZE_MAX));
+    set_gpu_pool_limits(0, 1);
+    CHECK(!may_use_gpu_pool(1));
+    set_gpu_pool_limits(64 * kib, 1);
+    CHECK(may_use_gpu_pool(64 * kib) && !may_use_gpu_pool(64 * kib + 1));
 }
 
 } // namespace
@@ -40,10 +40,10 @@ int main(int argc, char**) {
     // CTest starts the program a second time, with an argument, for the default without GDRKIT_USRBIO_GPU_POOL_BYTES: a
     // process reads that variable only once.
     if (argc > 1) {
-        CHECK_EQUAL(get_pool_statistics().idle_bytes_max, 256 * mib);
+        CHECK_EQUAL(get_gpu_pool_statistics().idle_bytes_max, 256 * mib);
         return 0;
     }
-    setenv("GDRKIT_USRBIO_GPU_POOL_BYTES", "3145728", 1);
+    setenv("GDRKIT_USRBIO_GPU_POOL_BYTES", "3145728", 1); // 3 MiB
     test_blocks_are_powers_of_two_or_three_halves_of_them();
     test_pool_admits_blocks_up_to_its_limit();
 }

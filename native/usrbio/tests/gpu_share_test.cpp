@@ -37,6 +37,8 @@ void check_and_replace_pattern(hf3fs_iov& iov) {
                 link_count_before);
 }
 
+// The main function of the second process, which opens or imports an iov of the first process. The actions "open" and
+// "open_other_size" do not use `handle_hex`.
 int run_as_peer(const std::string& action, const char* mount, const std::string& handle_hex, const std::string& id_hex,
                 int expected_result) {
     hf3fs_iov iov{};
@@ -71,12 +73,12 @@ int run_as_peer(const std::string& action, const char* mount, const std::string&
 // ---- functions of the first process ---------------------------------------------------------------------------------
 
 // Runs `action` in the second process, and checks that the function of the library returns `expected_result`.
-void run_and_check(const char* action, const Mount& mount, const std::string& handle_hex, const void* id,
-                   int expected_result = 0) {
+void run_in_peer(const char* action, const Mount& mount, const std::string& handle_hex, const void* id,
+                 int expected_result = 0) {
     CHECK_EQUAL(run_peer({action, mount.path(), handle_hex, format_hex(id, 16), std::to_string(expected_result)}), 0);
 }
 
-// Checks the pattern that the second process wrote, and writes the first pattern again.
+// Checks the pattern that the second process wrote, and writes the owner's pattern again.
 void check_and_restore_pattern(u64 address) {
     CHECK(copy_from_device(address, iov_bytes) == make_pattern(iov_bytes, peer_seed));
     copy_to_device(address, make_pattern(iov_bytes, owner_seed));
@@ -89,31 +91,32 @@ void test_created_memory_is_opened_and_imported() {
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), iov_bytes, 0, 0), 0);
     const auto address = reinterpret_cast<u64>(iov.base);
     copy_to_device(address, make_pattern(iov_bytes, owner_seed));
-    run_and_check("open", mount, "", iov.id);
+    run_in_peer("open", mount, "", iov.id);
     check_and_restore_pattern(address);
-    run_and_check("open_other_size", mount, "", iov.id, -EINVAL);
+    run_in_peer("open_other_size", mount, "", iov.id, -EINVAL);
     hf3fs_gpu_ipc_handle_t handle{};
     CHECK_EQUAL(hf3fs_iov_export_gpu(&iov, &handle), 0);
-    u64 fields[2]; // The size and the device number in the handle.
-    std::memcpy(fields, handle.data + 64, sizeof fields);
-    CHECK(fields[0] == iov_bytes && fields[1] == 0);
+    // After the 64 bytes of the CUDA IPC handle, the handle has the size and the number of the device.
+    u64 size_and_device[2];
+    std::memcpy(size_and_device, handle.data + 64, sizeof size_and_device);
+    CHECK(size_and_device[0] == iov_bytes && size_and_device[1] == 0);
     // The importer gets the id of the publication, so that it can use the iov with a ring.
-    run_and_check("import", mount, format_hex(handle.data, sizeof handle), iov.id);
+    run_in_peer("import", mount, format_hex(handle.data, sizeof handle), iov.id);
     check_and_restore_pattern(address);
     gdrkit_share_handle_t share_handle{};
     CHECK_EQUAL(gdrkit_iov_export_share(&iov, &share_handle), 0);
-    run_and_check("import_share", mount, format_hex(share_handle.data, sizeof share_handle), iov.id);
+    run_in_peer("import_share", mount, format_hex(share_handle.data, sizeof share_handle), iov.id);
     check_and_restore_pattern(address);
     // Memory that is not published any more can be imported, and the iov has an id of zeros.
     hf3fs_iovunlink_gpu(&iov);
     const std::uint8_t zeros[16] = {};
-    run_and_check("open", mount, "", iov.id, -ENOENT);
-    run_and_check("import", mount, format_hex(handle.data, sizeof handle), zeros);
+    run_in_peer("open", mount, "", iov.id, -ENOENT);
+    run_in_peer("import", mount, format_hex(handle.data, sizeof handle), zeros);
     check_and_restore_pattern(address);
     hf3fs_iovdestroy_gpu(&iov);
     // The memory was freed, so its handles are invalid.
-    run_and_check("import", mount, format_hex(handle.data, sizeof handle), zeros, -EINVAL);
-    run_and_check("import_share", mount, format_hex(share_handle.data, sizeof share_handle), zeros, -EINVAL);
+    run_in_peer("import", mount, format_hex(handle.data, sizeof handle), zeros, -EINVAL);
+    run_in_peer("import_share", mount, format_hex(share_handle.data, sizeof share_handle), zeros, -EINVAL);
 }
 
 void test_changed_handles_are_refused() {
@@ -123,24 +126,24 @@ void test_changed_handles_are_refused() {
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), iov_bytes, 0, 0), 0);
     hf3fs_gpu_ipc_handle_t handle{};
     CHECK_EQUAL(hf3fs_iov_export_gpu(&iov, &handle), 0);
-    // Returns the handle with another value in the 8 bytes at `position`: 64 is the size, 72 the device.
+    // Returns the handle with `value` in the 8 bytes at `position`, which are the size (64) or the device number (72).
     const auto make_changed_handle = [&](std::size_t position, u64 value) {
         hf3fs_gpu_ipc_handle_t changed_handle = handle;
         std::memcpy(changed_handle.data + position, &value, sizeof value);
         return format_hex(changed_handle.data, sizeof changed_handle);
     };
-    run_and_check("import", mount, make_changed_handle(64, 0), iov.id, -EINVAL);
-    run_and_check("import", mount, make_changed_handle(64, 1 << 30), iov.id, -EINVAL);
-    run_and_check("import", mount, make_changed_handle(64, u64{1} << 63), iov.id, -EINVAL);
-    run_and_check("import", mount, make_changed_handle(72, UINT64_MAX), iov.id, -EINVAL);
+    run_in_peer("import", mount, make_changed_handle(64, 0), iov.id, -EINVAL);
+    run_in_peer("import", mount, make_changed_handle(64, 1 << 30), iov.id, -EINVAL);
+    run_in_peer("import", mount, make_changed_handle(64, u64{1} << 63), iov.id, -EINVAL);
+    run_in_peer("import", mount, make_changed_handle(72, UINT64_MAX), iov.id, -EINVAL);
     // The handle contains the number of the device in the owner. The importer may number the devices differently, so it
     // ignores a wrong number and queries the driver.
     copy_to_device(reinterpret_cast<u64>(iov.base), make_pattern(iov_bytes, owner_seed));
-    run_and_check("import", mount, make_changed_handle(72, 1000), iov.id);
+    run_in_peer("import", mount, make_changed_handle(72, 1000), iov.id);
     gdrkit_share_handle_t share_handle{};
     CHECK_EQUAL(gdrkit_iov_export_share(&iov, &share_handle), 0);
     share_handle.data[100] ^= 1; // The checksum does not match the damaged handle.
-    run_and_check("import_share", mount, format_hex(share_handle.data, sizeof share_handle), iov.id, -EINVAL);
+    run_in_peer("import_share", mount, format_hex(share_handle.data, sizeof share_handle), iov.id, -EINVAL);
     // A process cannot open memory that it published itself.
     hf3fs_iov opened_iov{};
     CHECK_EQUAL(hf3fs_iovopen_gpu(&opened_iov, reinterpret_cast<std::uint8_t*>(iov.id), mount.path(), iov_bytes, 0, 0),
@@ -159,11 +162,11 @@ void test_interior_memory_keeps_its_offset() {
         hf3fs_iov iov{};
         CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory + offset), id, mount.path(), iov_bytes, 0, 0), 0);
         copy_to_device(memory + offset, make_pattern(iov_bytes, owner_seed));
-        run_and_check("open", mount, "", id);
+        run_in_peer("open", mount, "", id);
         check_and_restore_pattern(memory + offset);
         gdrkit_share_handle_t share_handle{};
         CHECK_EQUAL(gdrkit_iov_export_share(&iov, &share_handle), 0);
-        run_and_check("import_share", mount, format_hex(share_handle.data, sizeof share_handle), id);
+        run_in_peer("import_share", mount, format_hex(share_handle.data, sizeof share_handle), id);
         check_and_restore_pattern(memory + offset);
         CHECK(copy_from_device(memory, offset) == std::vector<std::uint8_t>(offset, 0xee));
         hf3fs_iovdestroy_gpu(&iov);
@@ -188,17 +191,17 @@ void test_forged_targets_are_refused() {
         return format_target(target);
     };
     set_target("/dev/shm/hf3fs-iov-0");
-    run_and_check("open", mount, "", iov.id, -EINVAL);
+    run_in_peer("open", mount, "", iov.id, -EINVAL);
     set_target("gdr://device/0/ptr/140737488355328/size/70001");
-    run_and_check("open", mount, "", iov.id, -EINVAL);
+    run_in_peer("open", mount, "", iov.id, -EINVAL);
     set_target(make_changed_target([](GpuTarget& target) { target.device = 1; }));
-    run_and_check("open", mount, "", iov.id, -EINVAL);
+    run_in_peer("open", mount, "", iov.id, -EINVAL);
     set_target(make_changed_target([](GpuTarget& target) { target.allocation_bytes *= 2; }));
-    run_and_check("open", mount, "", iov.id, -EINVAL);
+    run_in_peer("open", mount, "", iov.id, -EINVAL);
     set_target(make_changed_target([](GpuTarget& target) { target.ipc->fill(0x5a); }));
-    run_and_check("open", mount, "", iov.id, -EIO);
+    run_in_peer("open", mount, "", iov.id, -EIO);
     set_target(make_changed_target([](GpuTarget& target) { target.ipc.reset(); }));
-    run_and_check("open", mount, "", iov.id, -ENOTSUP);
+    run_in_peer("open", mount, "", iov.id, -ENOTSUP);
     fs::remove(link_path);
     hf3fs_iovdestroy_gpu(&iov);
     CHECK(iov.base == nullptr);

@@ -39,7 +39,8 @@ void test_valid_targets_are_parsed() {
     target.ipc.reset();
     CHECK(format_target(target) == "gdr://v2/device/7/allocation/1073741824/offset/65537/size/4099/dmabuf");
     CHECK(parse_target(format_target(target)) == target);
-    CHECK(parse_target(replace_in_target("", "")).has_value());
+    CHECK(parse_target(replace_in_target("", "")).has_value()); // The target is unchanged.
+    // This range ends at the end of the allocation.
     CHECK(parse_target(replace_in_target("offset/512/size/4096", "offset/61440/size/4096")).has_value());
 }
 

@@ -43,7 +43,7 @@ int main(void) {
     char byte = 0;
     char long_path[400];
     char mount_point[400];
-    size_t range[2] = {0, 1};
+    size_t hole_bounds[2] = {0, 1};
     int pipe_ends[2];
     memset(&iov, 0, sizeof(iov));
     memset(&ior, 0, sizeof(ior));
@@ -113,11 +113,11 @@ int main(void) {
     CHECK_RESULT(hf3fs_hardlink(NULL, "x"), EINVAL);
     CHECK_RESULT(hf3fs_hardlink("x", NULL), EINVAL);
     CHECK_RESULT(hf3fs_hardlink("/nowhere/x", "/nowhere/y"), ENOENT);
-    CHECK_RESULT(hf3fs_punchhole(-1, 1, range, range + 1, 0), EBADF);
-    CHECK_RESULT(hf3fs_punchhole(pipe_ends[1], 0, range, range + 1, 0), EINVAL);
-    CHECK_RESULT(hf3fs_punchhole(pipe_ends[1], 1001, range, range + 1, 0), EINVAL);
-    CHECK_RESULT(hf3fs_punchhole(pipe_ends[1], 1, range + 1, range, 0), EINVAL);
-    CHECK_RESULT(hf3fs_punchhole(pipe_ends[1], 1, NULL, range, 0), EINVAL);
+    CHECK_RESULT(hf3fs_punchhole(-1, 1, hole_bounds, hole_bounds + 1, 0), EBADF);
+    CHECK_RESULT(hf3fs_punchhole(pipe_ends[1], 0, hole_bounds, hole_bounds + 1, 0), EINVAL);
+    CHECK_RESULT(hf3fs_punchhole(pipe_ends[1], 1001, hole_bounds, hole_bounds + 1, 0), EINVAL);
+    CHECK_RESULT(hf3fs_punchhole(pipe_ends[1], 1, hole_bounds + 1, hole_bounds, 0), EINVAL);
+    CHECK_RESULT(hf3fs_punchhole(pipe_ends[1], 1, NULL, hole_bounds, 0), EINVAL);
     CHECK_RESULT(hf3fs_extract_mount_point(mount_point, 400, NULL), -1);
     CHECK_RESULT(hf3fs_extract_mount_point(mount_point, 400, "/nowhere"), -1);
     CHECK_RESULT(hf3fs_extract_mount_point(mount_point, 400, "/"), -1);

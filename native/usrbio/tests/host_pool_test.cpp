@@ -21,9 +21,10 @@ using namespace gdrkit::usrbio::test;
 namespace {
 
 constexpr std::size_t mib = 1 << 20;
-constexpr std::size_t iov_bytes = 4 * mib;     // The smallest iov whose memory is kept.
-constexpr char pool_bytes_text[] = "16777216"; // 16 MiB
+constexpr std::size_t iov_bytes = 4 * mib;         // The smallest iov whose memory is kept.
+constexpr char idle_bytes_max_text[] = "16777216"; // Limit of idle bytes in the pool: 16 MiB.
 
+// Creates an iov, checks that its memory contains only zeros, and fills it with 'x'.
 hf3fs_iov create_filled_iov(const Mount& mount, std::size_t size_bytes = iov_bytes, int numa = -1) {
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), size_bytes, 0, numa), 0);
@@ -82,10 +83,10 @@ void test_memory_is_not_kept_without_name_or_agent() {
     hf3fs_iov iov = create_filled_iov(mount);
     hf3fs_iovdestroy(&iov); // This agent does not report that it keeps registrations.
     agent.keeps_registrations = true;
-    iov = create_filled_iov(mount, iov_bytes - 1);
+    iov = create_filled_iov(mount, iov_bytes - 1); // It is smaller than the smallest iov whose memory is kept.
     hf3fs_iovdestroy(&iov);
     iov = create_filled_iov(mount);
-    hf3fs_iovunlink(&iov);
+    hf3fs_iovunlink(&iov); // Its memory has no name any more.
     hf3fs_iovdestroy(&iov);
     iov = create_filled_iov(mount, 16 * mib + 1); // Its memory exceeds the limit of idle bytes.
     hf3fs_iovdestroy(&iov);
@@ -150,13 +151,13 @@ void test_registration_ends_although_the_name_was_removed() {
     Mount mount;
     Agent agent(mount);
     agent.keeps_registrations = true;
-    for (const bool is_trimmed : {true, false}) {
+    for (const bool is_pool_trimmed : {true, false}) {
         hf3fs_iov iov = create_filled_iov(mount);
         const std::string memory_path = get_memory_path(mount, iov);
         hf3fs_iovdestroy(&iov);
         CHECK_EQUAL(agent.kept_count.load(), 1);
         CHECK(std::filesystem::remove(memory_path));
-        if (is_trimmed) {
+        if (is_pool_trimmed) {
             CHECK_EQUAL(gdrkit_host_pool_trim(0), 0);
             CHECK_EQUAL(agent.kept_count.load(), 0);
         }
@@ -233,9 +234,9 @@ std::string get_next_memory_path(const Mount& mount, hf3fs_iov& iov) {
     return memory_path;
 }
 
-// Runs `function` in a forked child while the parent runs `parent_function`.
-template <typename Function, typename ParentFunction>
-void run_in_child(Function function, ParentFunction parent_function) {
+// Forks a child. Runs `parent_function` in the parent while the child waits, and then `child_function` in the child.
+template <typename ChildFunction, typename ParentFunction>
+void run_in_child(ChildFunction child_function, ParentFunction parent_function) {
     int pipe_ends[2];
     CHECK_EQUAL(pipe(pipe_ends), 0);
     const pid_t child = fork();
@@ -243,7 +244,7 @@ void run_in_child(Function function, ParentFunction parent_function) {
         char byte = 0;
         close(pipe_ends[1]);
         CHECK_EQUAL(read(pipe_ends[0], &byte, 1), 0); // The read returns when the parent closes its end.
-        function();
+        child_function();
         _exit(0);
     }
     close(pipe_ends[0]);
@@ -321,7 +322,7 @@ void test_threads_share_the_pool() {
 } // namespace
 
 int main() {
-    setenv("GDRKIT_USRBIO_HOST_POOL_BYTES", pool_bytes_text, 1);
+    setenv("GDRKIT_USRBIO_HOST_POOL_BYTES", idle_bytes_max_text, 1);
     test_next_iov_gets_the_memory_with_zeros();
     test_memory_is_not_kept_without_name_or_agent();
     test_longest_idle_memory_is_freed_at_the_limit();

@@ -74,6 +74,7 @@ void test_bus_guard_replaces_a_whole_page() {
     auto* bytes = static_cast<volatile unsigned char*>(memory);
     bytes[0] = 1;
     const agent::BusGuard guard(memory, large_page_bytes);
+    // After the truncation, the next access raises SIGBUS. The guard then maps zeros in place of the page.
     CHECK(ftruncate(fd, 0) == 0);
     CHECK(bytes[large_page_bytes / 2] == 0 && guard.has_bus_error());
     // Enlarge the file again. The guard has replaced the whole page of 64 KiB, so the mapping does not show the file.

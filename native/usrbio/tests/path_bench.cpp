@@ -1,9 +1,9 @@
 // Measures the speed of reads through the whole I/O path (ring, agent, server and NIC). In the same run, it measures
 // reads of the same cached file by the kernel, for comparison.
 //
-// Reads of 4 KiB at random offsets with 64 in flight are compared with io_uring. Sequential reads of 1 MiB with 8 in
-// flight are compared with pread by one thread. Both kinds of reads are also compared with code that makes only the
-// copies of the path (bare_copies.hpp). All variants read into the same amount of memory. The variants take turns,
+// Reads of 4 KiB at random offsets with 64 in flight are compared with io_uring. Sequential reads of 1 MiB with
+// 8 in flight are compared with pread by one thread. Both kinds of reads are also compared with code that makes only
+// the copies of the path (bare_copies.hpp). All variants read into the same amount of memory. The variants take turns,
 // round by round, so that other load on the machine affects all of them.
 //
 // With --points, the program instead compares reads of the given sizes and depths with reads by io_uring, which keeps
@@ -15,9 +15,9 @@
 //            [--points BYTES:DEPTH,...] [--peer-file FILE]
 //
 // The program prints one line of JSON for each turn. `cpu_s` has the processor time of this process and of the
-// processes of --pid. It shows the cost of an operation even if other programs also use the processors. After each
-// turn, the program compares the data of the last reads with the file. The bare copies run on the two cores of --cores.
-// Without --cores, the bare copies and the round trips are skipped.
+// processes of --pid. This time shows the cost of an operation even if other programs also use the processors. After
+// each turn, the program compares the data of the last reads with the file. The bare copies run on the two cores of
+// --cores. Without --cores, the bare copies and the round trips are skipped.
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -116,14 +116,17 @@ void run_turn(const Settings& settings, const char* name, int round, std::size_t
 // Measures reads of each size and depth through the path, and the same reads by io_uring, in alternating turns.
 void measure_points(const Settings& settings, const Cuda* cuda, int file_fd, int peer_file_fd,
                     std::uint64_t file_bytes) {
-    std::minstd_rand random(1);
-    for (const auto& [bytes, depth] : settings.points) {
-        UsrbioReads path_reads(settings.mount, cuda, file_fd, depth, bytes);
-        UringReads uring_reads(peer_file_fd, depth, bytes);
-        std::uniform_int_distribution<std::uint64_t> block_indices(0, file_bytes / bytes - 1);
-        const auto next_offset = [&, bytes = bytes] { return block_indices(random) * bytes; };
-        const std::string point_name = std::to_string(bytes) + "_" + std::to_string(depth);
-        const unsigned completions_min = std::max(depth / 2, 1U); // Number that each wait returns at least.
+    std::minstd_rand random_engine(1);
+    for (const auto& [read_bytes, depth] : settings.points) {
+        UsrbioReads path_reads(settings.mount, cuda, file_fd, depth, read_bytes);
+        UringReads uring_reads(peer_file_fd, depth, read_bytes);
+        std::uniform_int_distribution<std::uint64_t> random_block_index(0, file_bytes / read_bytes - 1);
+        const auto next_offset = [&, read_bytes = read_bytes] {
+            return random_block_index(random_engine) * read_bytes;
+        };
+        const std::string point_name = std::to_string(read_bytes) + "_" + std::to_string(depth);
+        // Each wait returns at least this number of completions.
+        const unsigned completions_min = std::max(depth / 2, 1U);
         if (settings.cores.size() > 1 && settings.cores.front() != settings.cores.back()) {
             RoundTrips round_trips(settings.cores);
             run_turn(
@@ -133,12 +136,12 @@ void measure_points(const Settings& settings, const Cuda* cuda, int file_fd, int
         for (int round = 0; round < settings.rounds; ++round) {
             if (uring_reads.is_available()) {
                 run_turn(
-                    settings, ("io_uring_" + point_name).c_str(), round, bytes,
+                    settings, ("io_uring_" + point_name).c_str(), round, read_bytes,
                     [&] { return uring_reads.run_step(completions_min, next_offset); },
                     [&] { return uring_reads.drain(); });
             }
             run_turn(
-                settings, ("usrbio_" + point_name).c_str(), round, bytes,
+                settings, ("usrbio_" + point_name).c_str(), round, read_bytes,
                 [&] { return path_reads.run_step(completions_min, next_offset); }, [&] { return path_reads.drain(); });
             path_reads.compare();
         }
@@ -174,6 +177,7 @@ std::vector<std::pair<std::size_t, unsigned>> parse_points(const std::string& te
     return points;
 }
 
+// Measures the points of --points, or else the variants that the head of this file lists, in alternating turns.
 void measure(const Settings& settings, int file_fd, std::uint64_t file_bytes) {
     std::unique_ptr<Cuda> cuda;
     if (settings.memory_kind == "device") {
@@ -189,15 +193,16 @@ void measure(const Settings& settings, int file_fd, std::uint64_t file_bytes) {
     UringReads uring_reads(file_fd, small_depth, small_bytes);
     BareCopies bare_small(file_fd, small_depth, small_bytes, settings.cores);
     BareCopies bare_large(file_fd, large_depth, large_bytes, settings.cores);
-    // Align to a page, because `rep movsb` of some processors is several times slower if only one side is aligned.
+    // Align the destination of pread to a page: the kernel copies by `rep movsb`, which on some processors is several
+    // times slower if only one side is aligned.
     const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(page_bytes, large_depth * large_bytes),
                                                              &std::free);
     unsigned buffer_index = 0;
-    std::minstd_rand random(1);
-    std::uniform_int_distribution<std::uint64_t> block_indices(0, file_bytes / small_bytes - 1);
+    std::minstd_rand random_engine(1);
+    std::uniform_int_distribution<std::uint64_t> random_block_index(0, file_bytes / small_bytes - 1);
     std::uint64_t next_sequential_offset = 0;
-    const auto random_offset = [&] { return block_indices(random) * small_bytes; };
-    const auto sequential_offset = [&] {
+    const auto next_random_offset = [&] { return random_block_index(random_engine) * small_bytes; };
+    const auto advance_sequential_offset = [&] {
         return std::exchange(next_sequential_offset, next_sequential_offset + 2 * large_bytes > file_bytes
                                                          ? 0
                                                          : next_sequential_offset + large_bytes);
@@ -207,7 +212,7 @@ void measure(const Settings& settings, int file_fd, std::uint64_t file_bytes) {
         const auto pread_step = [&] {
             auto* const destination =
                 static_cast<std::uint8_t*>(memory.get()) + buffer_index++ % large_depth * large_bytes;
-            if (pread(file_fd, destination, large_bytes, static_cast<off_t>(sequential_offset())) !=
+            if (pread(file_fd, destination, large_bytes, static_cast<off_t>(advance_sequential_offset())) !=
                 ssize_t{large_bytes}) {
                 exit_with_errno("pread");
             }
@@ -216,28 +221,29 @@ void measure(const Settings& settings, int file_fd, std::uint64_t file_bytes) {
         run_turn(settings, "pread", round, large_bytes, pread_step, end_at_once);
         run_turn(
             settings, "path_large", round, large_bytes,
-            [&] { return large_reads.run_step(large_depth / 2, sequential_offset); },
+            [&] { return large_reads.run_step(large_depth / 2, advance_sequential_offset); },
             [&] { return large_reads.drain(); });
         large_reads.compare();
         if (bare_large.is_available()) {
             run_turn(
-                settings, "bare_large", round, large_bytes, [&] { return bare_large.run_step(sequential_offset); },
-                [&] { return bare_large.end_turn(); });
+                settings, "bare_large", round, large_bytes,
+                [&] { return bare_large.run_step(advance_sequential_offset); }, [&] { return bare_large.end_turn(); });
             bare_large.compare();
         }
         if (uring_reads.is_available()) {
             run_turn(
                 settings, "io_uring", round, small_bytes,
-                [&] { return uring_reads.run_step(small_depth / 2, random_offset); },
+                [&] { return uring_reads.run_step(small_depth / 2, next_random_offset); },
                 [&] { return uring_reads.drain(); });
         }
         run_turn(
             settings, "path_small", round, small_bytes,
-            [&] { return small_reads.run_step(small_depth / 2, random_offset); }, [&] { return small_reads.drain(); });
+            [&] { return small_reads.run_step(small_depth / 2, next_random_offset); },
+            [&] { return small_reads.drain(); });
         small_reads.compare();
         if (bare_small.is_available()) {
             run_turn(
-                settings, "bare_small", round, small_bytes, [&] { return bare_small.run_step(random_offset); },
+                settings, "bare_small", round, small_bytes, [&] { return bare_small.run_step(next_random_offset); },
                 [&] { return bare_small.end_turn(); });
             bare_small.compare();
         }

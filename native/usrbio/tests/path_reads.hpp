@@ -30,7 +30,7 @@ inline void check_result(const char* call, long result) {
     }
 }
 
-// The CUDA driver, with which the program compares data in device memory.
+// The CUDA driver, by which the program copies device memory to the host before it compares the data with the file.
 struct Cuda {
     int (*copy_to_host)(void*, std::uint64_t, std::size_t) = nullptr;
 
@@ -69,7 +69,7 @@ public:
         check_result("hf3fs_iorcreate", hf3fs_iorcreate(&ior_, mount, ring_entries, true, 0, -1));
         cqes_.resize(depth);
         for (unsigned buffer_index = 0; buffer_index < depth; ++buffer_index) {
-            free_buffers_.push_back(buffer_index);
+            free_buffer_indices_.push_back(buffer_index);
         }
     }
     ~UsrbioReads() {
@@ -83,37 +83,37 @@ public:
     // `completions_min` completions and returns the number of completions.
     template <typename NextOffset> unsigned run_step(unsigned completions_min, NextOffset next_offset) {
         has_started_ = true;
-        while (!free_buffers_.empty()) {
-            const unsigned buffer_index = free_buffers_.back();
-            free_buffers_.pop_back();
+        while (!free_buffer_indices_.empty()) {
+            const unsigned buffer_index = free_buffer_indices_.back();
+            free_buffer_indices_.pop_back();
             offsets_[buffer_index] = next_offset();
-            const int index = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + buffer_index * read_bytes_, file_fd_,
-                                            offsets_[buffer_index], read_bytes_,
-                                            reinterpret_cast<const void*>(std::uintptr_t{buffer_index}));
+            const int prepare_result = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + buffer_index * read_bytes_,
+                                                     file_fd_, offsets_[buffer_index], read_bytes_,
+                                                     reinterpret_cast<const void*>(std::uintptr_t{buffer_index}));
             // A slow operation also keeps the entries after its own in use; see ring_entries_per_operation.
-            if (index == -EAGAIN) {
-                free_buffers_.push_back(buffer_index);
+            if (prepare_result == -EAGAIN) {
+                free_buffer_indices_.push_back(buffer_index);
                 break;
             }
-            check_result("hf3fs_prep_io", std::min(index, 0));
+            check_result("hf3fs_prep_io", std::min(prepare_result, 0));
         }
         check_result("hf3fs_submit_ios", hf3fs_submit_ios(&ior_));
-        return reap(std::min(completions_min, static_cast<unsigned>(depth_ - free_buffers_.size())));
+        return reap(std::min(completions_min, static_cast<unsigned>(depth_ - free_buffer_indices_.size())));
     }
     // Waits for all reads in flight and returns their number.
     unsigned drain() {
         unsigned completed_count = 0;
-        while (free_buffers_.size() != depth_) {
-            completed_count += reap(static_cast<unsigned>(depth_ - free_buffers_.size()));
+        while (free_buffer_indices_.size() != depth_) {
+            completed_count += reap(static_cast<unsigned>(depth_ - free_buffer_indices_.size()));
         }
         return completed_count;
     }
-    // Compares the last read into each buffer with the file.
+    // Compares the last read into each buffer with the file, and exits if they differ.
     void compare() const {
         if (!has_started_) {
             return;
         }
-        std::vector<std::uint8_t> host_copy(read_bytes_), expected(read_bytes_);
+        std::vector<std::uint8_t> host_copy(read_bytes_), expected_bytes(read_bytes_);
         for (unsigned buffer_index = 0; buffer_index < depth_; ++buffer_index) {
             const std::uint8_t* actual_bytes = iov_.base + buffer_index * read_bytes_;
             if (cuda_ != nullptr) {
@@ -123,8 +123,8 @@ public:
                 actual_bytes = host_copy.data();
             }
             const auto byte_count = static_cast<std::size_t>(
-                pread(file_fd_, expected.data(), read_bytes_, static_cast<off_t>(offsets_[buffer_index])));
-            if (byte_count != read_bytes_ || std::memcmp(actual_bytes, expected.data(), read_bytes_) != 0) {
+                pread(file_fd_, expected_bytes.data(), read_bytes_, static_cast<off_t>(offsets_[buffer_index])));
+            if (byte_count != read_bytes_ || std::memcmp(actual_bytes, expected_bytes.data(), read_bytes_) != 0) {
                 std::fprintf(stderr, "path_bench: the data of a read differs from the file\n");
                 std::exit(1);
             }
@@ -132,28 +132,29 @@ public:
     }
 
 private:
+    // Waits for at least `completions_min` completions, marks their buffers as free, and returns their number.
     unsigned reap(unsigned completions_min) {
-        const int count = hf3fs_wait_for_ios(&ior_, cqes_.data(), static_cast<int>(depth_),
-                                             static_cast<int>(completions_min), nullptr);
-        check_result("hf3fs_wait_for_ios", std::min(count, 0));
-        for (int index = 0; index < count; ++index) {
+        const int completed_count = hf3fs_wait_for_ios(&ior_, cqes_.data(), static_cast<int>(depth_),
+                                                       static_cast<int>(completions_min), nullptr);
+        check_result("hf3fs_wait_for_ios", std::min(completed_count, 0));
+        for (int index = 0; index < completed_count; ++index) {
             if (cqes_[static_cast<std::size_t>(index)].result != static_cast<std::int64_t>(read_bytes_)) {
                 std::fprintf(stderr, "path_bench: a read failed or was short: result %lld\n",
                              static_cast<long long>(cqes_[static_cast<std::size_t>(index)].result));
                 std::exit(1);
             }
-            free_buffers_.push_back(static_cast<unsigned>(
+            free_buffer_indices_.push_back(static_cast<unsigned>(
                 reinterpret_cast<std::uintptr_t>(cqes_[static_cast<std::size_t>(index)].userdata)));
         }
-        return static_cast<unsigned>(count);
+        return static_cast<unsigned>(completed_count);
     }
 
     const Cuda* const cuda_;
     const int file_fd_;
     const unsigned depth_;
     const std::size_t read_bytes_;
-    std::vector<std::uint64_t> offsets_; // File offset of the last read into each buffer.
-    std::vector<unsigned> free_buffers_; // Indices of the buffers without a read in flight.
+    std::vector<std::uint64_t> offsets_;        // File offset of the last read into each buffer.
+    std::vector<unsigned> free_buffer_indices_; // Indices of the buffers without a read in flight.
     std::vector<hf3fs_cqe> cqes_;
     hf3fs_iov iov_{};
     hf3fs_ior ior_{};

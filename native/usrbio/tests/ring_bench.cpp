@@ -47,7 +47,7 @@ double read_thread_cpu_s() {
     return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
 }
 
-std::int64_t monotonic_ns() {
+std::int64_t read_monotonic_ns() {
     timespec now{};
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * 1000000000L + now.tv_nsec;
@@ -60,6 +60,7 @@ public:
     virtual void run(unsigned batch_count) = 0;
 };
 
+// Batches of the io_uring operation IORING_OP_NOP, which does nothing.
 class UringNop final : public Variant {
 public:
     UringNop() {
@@ -72,17 +73,18 @@ public:
             mappings_.push_back({memory, bytes});
             return static_cast<std::byte*>(memory);
         };
-        std::byte* sq =
+        std::byte* sq_ring =
             map(parameters.sq_off.array + parameters.sq_entries * sizeof(std::uint32_t), IORING_OFF_SQ_RING);
-        std::byte* cq = map(parameters.cq_off.cqes + parameters.cq_entries * sizeof(io_uring_cqe), IORING_OFF_CQ_RING);
+        std::byte* cq_ring =
+            map(parameters.cq_off.cqes + parameters.cq_entries * sizeof(io_uring_cqe), IORING_OFF_CQ_RING);
         sqes_ = reinterpret_cast<io_uring_sqe*>(map(parameters.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES));
-        sq_tail_ = reinterpret_cast<std::uint32_t*>(sq + parameters.sq_off.tail);
-        sq_mask_ = *reinterpret_cast<std::uint32_t*>(sq + parameters.sq_off.ring_mask);
-        sq_array_ = reinterpret_cast<std::uint32_t*>(sq + parameters.sq_off.array);
-        cq_head_ = reinterpret_cast<std::uint32_t*>(cq + parameters.cq_off.head);
-        cq_tail_ = reinterpret_cast<std::uint32_t*>(cq + parameters.cq_off.tail);
-        cq_mask_ = *reinterpret_cast<std::uint32_t*>(cq + parameters.cq_off.ring_mask);
-        cqes_ = reinterpret_cast<io_uring_cqe*>(cq + parameters.cq_off.cqes);
+        sq_tail_ = reinterpret_cast<std::uint32_t*>(sq_ring + parameters.sq_off.tail);
+        sq_mask_ = *reinterpret_cast<std::uint32_t*>(sq_ring + parameters.sq_off.ring_mask);
+        sq_array_ = reinterpret_cast<std::uint32_t*>(sq_ring + parameters.sq_off.array);
+        cq_head_ = reinterpret_cast<std::uint32_t*>(cq_ring + parameters.cq_off.head);
+        cq_tail_ = reinterpret_cast<std::uint32_t*>(cq_ring + parameters.cq_off.tail);
+        cq_mask_ = *reinterpret_cast<std::uint32_t*>(cq_ring + parameters.cq_off.ring_mask);
+        cqes_ = reinterpret_cast<io_uring_cqe*>(cq_ring + parameters.cq_off.cqes);
     }
     ~UringNop() override {
         for (const auto& [memory, bytes] : mappings_) {
@@ -112,9 +114,9 @@ public:
             CHECK_EQUAL(syscall(SYS_io_uring_enter, fd_, batch_size, batch_size, IORING_ENTER_GETEVENTS, nullptr, 0),
                         long{batch_size});
             std::uint32_t head = *cq_head_;
-            const std::uint32_t end = __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE);
-            CHECK_EQUAL(end - head, batch_size);
-            for (; head != end; ++head) {
+            const std::uint32_t cq_tail = __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE);
+            CHECK_EQUAL(cq_tail - head, batch_size);
+            for (; head != cq_tail; ++head) {
                 userdata_sum_ += cqes_[head & cq_mask_].user_data;
             }
             __atomic_store_n(cq_head_, head, __ATOMIC_RELEASE);
@@ -131,6 +133,7 @@ private:
     std::uint64_t userdata_sum_ = 0; // Sum of the user data, so that each completion is read.
 };
 
+// Shared memory of a ring with ring_entry_count entries.
 struct RingMemory {
     RingMemory() : bytes(ring_bytes(ring_entry_count)) {
         data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
@@ -237,15 +240,15 @@ public:
         hf3fs_iovdestroy(&iov_);
     }
     void run(unsigned batch_count) override {
-        const unsigned initial_count = std::min(batches_in_flight_, batch_count);
-        for (unsigned batch_index = 0; batch_index < initial_count; ++batch_index) {
+        const unsigned initial_batch_count = std::min(batches_in_flight_, batch_count);
+        for (unsigned batch_index = 0; batch_index < initial_batch_count; ++batch_index) {
             submit();
         }
-        for (unsigned batch_index = initial_count; batch_index < batch_count; ++batch_index) {
+        for (unsigned batch_index = initial_batch_count; batch_index < batch_count; ++batch_index) {
             reap();
             submit();
         }
-        for (unsigned batch_index = 0; batch_index < initial_count; ++batch_index) {
+        for (unsigned batch_index = 0; batch_index < initial_batch_count; ++batch_index) {
             reap();
         }
     }
@@ -253,10 +256,10 @@ public:
 private:
     void submit() {
         for (std::uintptr_t i = 0; i < batch_size; ++i) {
-            const int index = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + 4096 * i, fake_fd, 4096 * i, 4096,
-                                            reinterpret_cast<const void*>(i));
-            if (index < 0) {
-                CHECK_EQUAL(index, 0);
+            const int prepare_result = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + 4096 * i, fake_fd, 4096 * i, 4096,
+                                                     reinterpret_cast<const void*>(i));
+            if (prepare_result < 0) {
+                CHECK_EQUAL(prepare_result, 0);
             }
         }
         CHECK_EQUAL(hf3fs_submit_ios(&ior_), 0);
@@ -269,13 +272,14 @@ private:
         }
     }
     void serve() {
-        std::array<ClaimedOperation, 64> claimed;
-        std::int64_t idle_since_ns = monotonic_ns();
+        std::array<ClaimedOperation, 64> claimed_operations;
+        std::int64_t idle_since_ns = read_monotonic_ns();
         for (unsigned idle_check_count = 0; !is_stopping_;) {
-            const std::size_t count = agent_ring_->claim(claimed, 0);
-            if (count != 0) {
-                for (std::size_t i = 0; i < count; ++i) {
-                    agent_ring_->complete(claimed[i].position, static_cast<std::int64_t>(claimed[i].arguments.length));
+            const std::size_t claimed_count = agent_ring_->claim(claimed_operations, 0);
+            if (claimed_count != 0) {
+                for (std::size_t i = 0; i < claimed_count; ++i) {
+                    agent_ring_->complete(claimed_operations[i].position,
+                                          static_cast<std::int64_t>(claimed_operations[i].arguments.length));
                 }
                 agent_ring_->flush();
                 idle_check_count = 0;
@@ -285,9 +289,9 @@ private:
             if (spin_ns_ != 0) {
                 gdrkit::pause_processor();
                 if (idle_check_count == 0) {
-                    idle_since_ns = monotonic_ns();
+                    idle_since_ns = read_monotonic_ns();
                 }
-                if (++idle_check_count % 16 != 0 || monotonic_ns() - idle_since_ns < spin_ns_) {
+                if (++idle_check_count % 16 != 0 || read_monotonic_ns() - idle_since_ns < spin_ns_) {
                     continue;
                 }
             }
@@ -316,6 +320,7 @@ private:
 struct Measurement {
     const char* name;
     std::function<std::unique_ptr<Variant>()> make_variant;
+    // Nanoseconds for an operation, one element for each round: processor time of the client's thread, and wall time.
     std::vector<double> cpu_ns = {};
     std::vector<double> wall_ns = {};
 };
@@ -325,14 +330,15 @@ double compute_median(std::vector<double> values) {
     return values[values.size() / 2];
 }
 
+// Runs one round of the variant, and adds the times of this round to `measurement`.
 void measure(Measurement& measurement, unsigned batch_count) {
     const std::unique_ptr<Variant> variant = measurement.make_variant();
     variant->run(batch_count / 10 + 1); // Warm up the caches, the branch prediction and the library's spin limit.
-    const std::int64_t begin_ns = monotonic_ns();
+    const std::int64_t begin_ns = read_monotonic_ns();
     const double cpu_begin_s = read_thread_cpu_s();
     variant->run(batch_count);
     measurement.cpu_ns.push_back((read_thread_cpu_s() - cpu_begin_s) * 1e9 / batch_count / batch_size);
-    measurement.wall_ns.push_back(static_cast<double>(monotonic_ns() - begin_ns) / batch_count / batch_size);
+    measurement.wall_ns.push_back(static_cast<double>(read_monotonic_ns() - begin_ns) / batch_count / batch_size);
 }
 
 void print(const Measurement& measurement) {
@@ -343,6 +349,7 @@ void print(const Measurement& measurement) {
                 compute_median(measurement.wall_ns));
 }
 
+// Prints the median ratio of the processor times of `usrbio` and `reference`, and whether it is at most `limit`.
 void print_ratio(const char* name, const Measurement& usrbio, const Measurement& reference, double limit) {
     // Divide the times of the same round: they were measured one after the other, so other load on the machine affected
     // both.
@@ -364,10 +371,10 @@ int main(int argc, char** argv) {
     test::Mount mount;
     // The library needs this agent for its socket. The class Library serves the rings.
     const test::Agent agent(mount, test::Agent::Rings::not_served);
-    Measurement spinning{"usrbio, agent spins up to 50 us, 3 batches in flight",
-                         [&] { return std::make_unique<Library>(mount, 50000, 3); }};
-    Measurement alternating{"usrbio, agent spins up to 50 us, 1 batch in flight",
-                            [&] { return std::make_unique<Library>(mount, 50000, 1); }};
+    Measurement spinning_three_batches{"usrbio, agent spins up to 50 us, 3 batches in flight",
+                                       [&] { return std::make_unique<Library>(mount, 50000, 3); }};
+    Measurement spinning_one_batch{"usrbio, agent spins up to 50 us, 1 batch in flight",
+                                   [&] { return std::make_unique<Library>(mount, 50000, 1); }};
     Measurement sleeping{"usrbio, agent sleeps", [&] { return std::make_unique<Library>(mount, 0, 1); }};
     Measurement bare{"bare loop, same semaphores", [&] { return std::make_unique<BareLoop>(mount); }};
     Measurement nop{"io_uring NOP", [] { return std::make_unique<UringNop>(); }};
@@ -376,17 +383,17 @@ int main(int argc, char** argv) {
         if (has_io_uring) {
             measure(nop, static_cast<unsigned>(batch_count));
         }
-        measure(spinning, static_cast<unsigned>(batch_count));
-        measure(alternating, static_cast<unsigned>(batch_count));
+        measure(spinning_three_batches, static_cast<unsigned>(batch_count));
+        measure(spinning_one_batch, static_cast<unsigned>(batch_count));
         measure(bare, static_cast<unsigned>(batch_count) / 4);
         measure(sleeping, static_cast<unsigned>(batch_count) / 4);
     }
-    for (const Measurement* measurement : {&spinning, &alternating, &sleeping, &bare}) {
+    for (const Measurement* measurement : {&spinning_three_batches, &spinning_one_batch, &sleeping, &bare}) {
         print(*measurement);
     }
     if (has_io_uring) {
         print(nop);
-        print_ratio("usrbio with a spinning agent / io_uring NOP", spinning, nop, 2.0);
+        print_ratio("usrbio with a spinning agent / io_uring NOP", spinning_three_batches, nop, 2.0);
     } else {
         std::printf("{\"name\": \"io_uring NOP\", \"not_run\": \"io_uring_setup: %s\"}\n", std::strerror(errno));
     }

@@ -68,7 +68,7 @@ void test_attach_refuses_invalid_rings() {
     RingMemory memory(4);
     std::unique_ptr<AgentRing> agent;
     std::unique_ptr<ApplicationRing> application;
-    // The memory is too small, null or not aligned to a cache line.
+    // The memory is too small, null or not aligned to a cache line. An entry of a ring has 96 bytes.
     CHECK_EQUAL(AgentRing::attach(memory.data, ring_bytes(1) - 1, 0, 0, agent), -EINVAL);
     CHECK_EQUAL(AgentRing::attach(nullptr, memory.bytes, 0, 0, agent), -EINVAL);
     CHECK_EQUAL(AgentRing::attach(static_cast<char*>(memory.data) + 8, memory.bytes - 96, 0, 0, agent), -EINVAL);
@@ -493,7 +493,7 @@ void test_full_completion_queue_delays_submissions() {
     TestRing ring(2);
     RingView& view = ring.memory.view;
     for (int round = 0; round < 2; ++round) {
-        view.submissions[round] = {0, 0, 0};
+        view.submissions[round] = {0, 0, 0}; // The fields: index, reserved, user data.
         view.indices->submission_head = round + 1;
         CHECK_EQUAL(ring.claim(), 1u);
         CHECK(ring.agent->complete(ring.claimed[0].position, 0));
@@ -513,6 +513,7 @@ void test_invalid_completions_are_ignored() {
     ring.prepare(5);
     ring.application->submit();
     RingView& view = ring.memory.view;
+    // The fields of a completion: index, reserved, result, user data.
     view.completions[0] = {3, 0, 0, 0};  // The operation is not in flight.
     view.completions[1] = {-7, 0, 0, 0}; // The index is invalid.
     view.completions[2] = {0, 0, 12, 5}; // The completion is valid.
@@ -534,13 +535,13 @@ void test_end_of_agent_fails_operations() {
     CHECK(ring.application->has_agent_ended());
     CHECK_EQUAL(ring.get_semaphore_value(), 1);
     std::uint64_t userdata_sum = 0;
-    const auto sink = [&](std::int32_t, std::int64_t result, std::uint64_t userdata) {
+    const auto check_completion = [&](std::int32_t, std::int64_t result, std::uint64_t userdata) {
         CHECK_EQUAL(result, -EREMOTEIO);
         userdata_sum += userdata;
     };
-    CHECK_EQUAL(ring.application->fail_outstanding(1, -EREMOTEIO, sink), 1u);
-    CHECK_EQUAL(ring.application->fail_outstanding(8, -EREMOTEIO, sink), 1u);
-    CHECK_EQUAL(ring.application->fail_outstanding(8, -EREMOTEIO, sink), 0u);
+    CHECK_EQUAL(ring.application->fail_outstanding(1, -EREMOTEIO, check_completion), 1u);
+    CHECK_EQUAL(ring.application->fail_outstanding(8, -EREMOTEIO, check_completion), 1u);
+    CHECK_EQUAL(ring.application->fail_outstanding(8, -EREMOTEIO, check_completion), 0u);
     CHECK_EQUAL(userdata_sum, 11u);
 }
 

@@ -12,7 +12,8 @@
 
 namespace gdrkit::usrbio::bench {
 
-// The calling thread asks by making a shared counter odd. The answering thread replies by making the counter even.
+// Two threads that increment a shared counter in turn. The calling thread asks by making the counter odd. The answering
+// thread replies by making the counter even.
 class RoundTrips {
 public:
     // Pins the calling thread to the first of `processors`, and the answering thread to the last, which must differ

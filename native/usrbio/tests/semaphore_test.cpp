@@ -38,9 +38,9 @@ struct SharedSemaphore {
     SharedSemaphore(const SharedSemaphore&) = delete;
     SharedSemaphore& operator=(const SharedSemaphore&) = delete;
     static void* map() {
-        void* mapped = mmap(nullptr, sizeof(Semaphore), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-        CHECK(mapped != MAP_FAILED);
-        return mapped;
+        void* memory = mmap(nullptr, sizeof(Semaphore), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+        CHECK(memory != MAP_FAILED);
+        return memory;
     }
     sem_t* as_glibc() const { return reinterpret_cast<sem_t*>(semaphore); }
     Semaphore* semaphore;
@@ -77,14 +77,14 @@ void wait_with_gdrkit(Semaphore& semaphore) {
 }
 
 void test_initialize_equals_sem_init() {
-    alignas(sem_t) unsigned char glibc_words[sizeof(sem_t)] = {};
-    alignas(Semaphore) unsigned char gdrkit_words[sizeof(Semaphore)] = {};
-    CHECK_EQUAL(sem_init(reinterpret_cast<sem_t*>(glibc_words), 1, 0), 0);
-    initialize(*reinterpret_cast<Semaphore*>(gdrkit_words));
-    CHECK_EQUAL(std::memcmp(glibc_words, gdrkit_words, sizeof(gdrkit_words)), 0);
+    alignas(sem_t) unsigned char glibc_bytes[sizeof(sem_t)] = {};
+    alignas(Semaphore) unsigned char gdrkit_bytes[sizeof(Semaphore)] = {};
+    CHECK_EQUAL(sem_init(reinterpret_cast<sem_t*>(glibc_bytes), 1, 0), 0);
+    initialize(*reinterpret_cast<Semaphore*>(gdrkit_bytes));
+    CHECK_EQUAL(std::memcmp(glibc_bytes, gdrkit_bytes, sizeof(gdrkit_bytes)), 0);
     // glibc stores the value in the low half of the word.
-    CHECK_EQUAL(sem_init(reinterpret_cast<sem_t*>(glibc_words), 1, 7), 0);
-    CHECK_EQUAL(reinterpret_cast<Semaphore*>(glibc_words)->word.load(), 7u);
+    CHECK_EQUAL(sem_init(reinterpret_cast<sem_t*>(glibc_bytes), 1, 7), 0);
+    CHECK_EQUAL(reinterpret_cast<Semaphore*>(glibc_bytes)->word.load(), 7u);
 }
 
 void test_glibc_waiter_counts_in_high_half() {
@@ -156,8 +156,8 @@ void test_hostile_words_do_not_abort() {
                 shared.semaphore->word = std::uint64_t{waiter_count} << 32 | value;
                 post(*shared.semaphore);
                 CHECK(try_wait(*shared.semaphore));
-                const timespec short_deadline = make_deadline_after(0);
-                wait_until(*shared.semaphore, &short_deadline);
+                const timespec past_deadline = make_deadline_after(0);
+                wait_until(*shared.semaphore, &past_deadline);
             }
         }
     }
@@ -170,7 +170,7 @@ void test_largest_value_stays_and_waiter_wakes() {
         post(*shared.semaphore);
         CHECK_EQUAL(shared.semaphore->word.load(), value);
     }
-    // The value becomes the largest one while a waiter sleeps. post() must still wake the waiter.
+    // While a waiter sleeps, the value becomes SEM_VALUE_MAX. post() must still wake the waiter.
     shared.semaphore->word = 0;
     std::thread waiter([&] { wait_with_gdrkit(*shared.semaphore); });
     while (shared.semaphore->word.load() != semaphore_one_waiter) {
@@ -198,8 +198,9 @@ void test_named_semaphore_and_glibc_wake_each_other() {
     CHECK_EQUAL(sem_post(request.glibc_handle), 0);
     CHECK(request.gdrkit_handle.wait_and_reset(1000));
     CHECK(!request.gdrkit_handle.wait_and_reset(1));
+    // sem_post of glibc also wakes a thread that sleeps in wait_and_reset().
     std::atomic<bool> is_woken{false};
-    std::thread watcher([&] {
+    std::thread waiter([&] {
         while (!request.gdrkit_handle.wait_and_reset(20000)) {
         }
         is_woken = true;
@@ -207,7 +208,7 @@ void test_named_semaphore_and_glibc_wake_each_other() {
     while (!is_woken) {
         CHECK_EQUAL(sem_post(request.glibc_handle), 0);
     }
-    watcher.join();
+    waiter.join();
 }
 
 void test_named_semaphore_is_restored_after_hostile_values() {

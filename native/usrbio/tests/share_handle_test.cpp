@@ -121,8 +121,8 @@ std::string hash_to_hex(std::string_view text) {
 
 int main() {
     using namespace gdrkit::usrbio;
-    // The texts are the examples of FIPS 180 for SHA-256, and texts with lengths near 56 bytes, from which the padding
-    // needs another block.
+    // The texts are the examples of FIPS 180 for SHA-256, and texts of 55 and of 64 bytes. A block has 64 bytes and the
+    // padding at least 9 bytes, so a text of 55 bytes fits in one block, and longer texts need another block.
     CHECK(hash_to_hex("") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
     CHECK(hash_to_hex("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
     CHECK(hash_to_hex("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq") ==
@@ -143,7 +143,8 @@ int main() {
     const ProcessIdentity identity = identify_this_process();
     CHECK_EQUAL(identity.process_id, static_cast<std::uint32_t>(getpid()));
     CHECK(is_running(identity) == true);
-    // The process with another start time has ended. A process in another PID namespace cannot be checked.
+    // If the start time differs, the process id belongs to a later process, and the identified process has ended. A
+    // process in another PID namespace cannot be checked.
     ProcessIdentity changed_identity = identity;
     changed_identity.started_ticks += 1;
     CHECK(is_running(changed_identity) == false);

@@ -26,20 +26,20 @@ Mount::Mount() {
     CHECK(mkdtemp(folder) != nullptr);
     path_ = folder;
     fs::create_directories(path_ + "/3fs-virt/iovs");
-    static constexpr const char* link_suffixes[] = {".ph", "", ".pl"}; // Of the priorities high, normal and low.
-    for (int i = 0; i < 3; ++i) {
-        semaphore_names_[i] = "hf3fs-submit-ios." + to_string(make_random_uuid());
-        semaphores_[i] = sem_open(("/" + semaphore_names_[i]).c_str(), O_CREAT | O_EXCL, 0600, 0);
-        CHECK(semaphores_[i] != SEM_FAILED);
-        fs::create_symlink("/dev/shm/sem." + semaphore_names_[i],
-                           link_path(std::string("submit-ios") + link_suffixes[i]));
+    static constexpr const char* link_suffixes[] = {".ph", "", ".pl"}; // For the priorities high, normal and low.
+    for (int priority = 0; priority < 3; ++priority) {
+        semaphore_names_[priority] = "hf3fs-submit-ios." + to_string(make_random_uuid());
+        semaphores_[priority] = sem_open(("/" + semaphore_names_[priority]).c_str(), O_CREAT | O_EXCL, 0600, 0);
+        CHECK(semaphores_[priority] != SEM_FAILED);
+        fs::create_symlink("/dev/shm/sem." + semaphore_names_[priority],
+                           link_path(std::string("submit-ios") + link_suffixes[priority]));
     }
 }
 
 Mount::~Mount() {
-    for (int i = 0; i < 3; ++i) {
-        sem_close(semaphores_[i]);
-        sem_unlink(("/" + semaphore_names_[i]).c_str());
+    for (int priority = 0; priority < 3; ++priority) {
+        sem_close(semaphores_[priority]);
+        sem_unlink(("/" + semaphore_names_[priority]).c_str());
     }
     fs::remove_all(path_);
 }
@@ -117,7 +117,7 @@ void Agent::serve(Client& client) {
         std::memcpy(&header, buffer.data(), sizeof(header));
         CHECK(header.magic == agent_magic && header.version == agent_version && header.status == 0);
         CHECK_EQUAL(header.length + sizeof(header), static_cast<std::size_t>(message_bytes));
-        if (close_at_unpublish && static_cast<AgentRequest>(header.type) == AgentRequest::unpublish) {
+        if (closes_at_unpublish && static_cast<AgentRequest>(header.type) == AgentRequest::unpublish) {
             break;
         }
         int received_fds[2] = {-1, -1};
@@ -136,19 +136,21 @@ void Agent::serve(Client& client) {
         }
         const std::string refusal_reason = "refused by the test";
         std::vector<std::byte> reply(sizeof(header));
-        const auto type = static_cast<AgentRequest>(header.type);
-        const bool has_value = type == AgentRequest::register_file || type == AgentRequest::unpublish_and_keep;
-        header.length = static_cast<std::uint32_t>(header.status != 0            ? refusal_reason.size()
-                                                   : type == AgentRequest::hello ? sizeof(AgentHello)
-                                                   : has_value                   ? sizeof(reply_value)
-                                                                                 : 0);
+        const auto request_type = static_cast<AgentRequest>(header.type);
+        const bool has_reply_value =
+            request_type == AgentRequest::register_file || request_type == AgentRequest::unpublish_and_keep;
+        header.length = static_cast<std::uint32_t>(header.status != 0                    ? refusal_reason.size()
+                                                   : request_type == AgentRequest::hello ? sizeof(AgentHello)
+                                                   : has_reply_value                     ? sizeof(reply_value)
+                                                                                         : 0);
         header.descriptors = 0;
         header.sequence += corrupts_replies ? 1 : 0;
         reply.resize(sizeof(header) + header.length);
         std::memcpy(reply.data(), &header, sizeof(header));
         if (header.status != 0) {
             std::memcpy(reply.data() + sizeof(header), refusal_reason.data(), refusal_reason.size());
-        } else if (has_value || type == AgentRequest::hello) { // For hello, the value is AgentHello::features.
+        } else if (has_reply_value || request_type == AgentRequest::hello) {
+            // For hello, the value is AgentHello::features.
             std::memcpy(reply.data() + sizeof(header), &reply_value, sizeof(reply_value));
         }
         if (send(client.socket_fd, reply.data(), reply.size(), MSG_NOSIGNAL) < 0) {
@@ -213,25 +215,25 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
     case AgentRequest::deregister_file: {
         std::uint64_t inode = 0;
         std::memcpy(&inode, payload, sizeof(inode));
-        const auto entry = client.file_fds.find(inode);
-        if (entry == client.file_fds.end()) {
+        const auto file_entry = client.file_fds.find(inode);
+        if (file_entry == client.file_fds.end()) {
             return ENOENT;
         }
         if (--client.registration_counts[inode] != 0) {
             return 0;
         }
         client.registration_counts.erase(inode);
-        close(entry->second);
-        client.file_fds.erase(entry);
+        close(file_entry->second);
+        client.file_fds.erase(file_entry);
         --file_count;
         return 0;
     }
     case AgentRequest::punch_hole: {
         // The payload: u64 flags, u32 count, u32 0, count x (u64 begin, u64 end).
-        std::uint32_t count = 0;
-        std::memcpy(&count, payload + 8, sizeof(count));
-        CHECK_EQUAL(header.length, 16 + 16 * count);
-        for (std::uint32_t i = 0; i < count; ++i) {
+        std::uint32_t range_count = 0;
+        std::memcpy(&range_count, payload + 8, sizeof(range_count));
+        CHECK_EQUAL(header.length, 16 + 16 * range_count);
+        for (std::uint32_t i = 0; i < range_count; ++i) {
             std::uint64_t range[2];
             std::memcpy(range, payload + 16 + 16 * i, sizeof(range));
             if (range[0] != range[1] &&
@@ -290,8 +292,8 @@ int Agent::publish(Client& client, const std::byte* payload, std::size_t length,
     if (size_error) {
         return size_error.value();
     }
-    constexpr std::size_t folder_length = sizeof("/dev/shm") - 1;
-    if (const int status = buffer->memory.open(target.substr(folder_length), buffer->bytes, -1); status != 0) {
+    constexpr std::size_t shm_folder_length = sizeof("/dev/shm") - 1;
+    if (const int status = buffer->memory.open(target.substr(shm_folder_length), buffer->bytes, -1); status != 0) {
         return -status;
     }
     // After the UUID (36 characters), the name of a ring has ".r" or ".w" with its depth and ".t" with its timeout in
@@ -412,7 +414,7 @@ std::size_t Agent::drain_ring(Client& client, AgentRing& ring, bool is_read) {
     return claimed_count;
 }
 
-void Agent::pause_rings(bool is_paused) {
+void Agent::set_rings_paused(bool is_paused) {
     const std::lock_guard lock(mutex_);
     is_paused_ = is_paused;
 }
@@ -420,7 +422,7 @@ void Agent::pause_rings(bool is_paused) {
 void Agent::drain_rings() {
     while (!is_stopping_) {
         std::size_t executed_count = 0;
-        bool are_all_idle = true;
+        bool have_all_announced_sleep = true;
         {
             const std::lock_guard lock(mutex_);
             for (Client& client : clients_) {
@@ -431,7 +433,7 @@ void Agent::drain_rings() {
             if (executed_count == 0) {
                 for (Client& client : clients_) {
                     for (auto& [name, ring] : client.rings) {
-                        are_all_idle = ring->prepare_to_sleep() && are_all_idle;
+                        have_all_announced_sleep = ring->prepare_to_sleep() && have_all_announced_sleep;
                     }
                 }
             }
@@ -441,7 +443,7 @@ void Agent::drain_rings() {
             // post for a ring with another priority does not end the sleep. Then reset the semaphore.
             timespec deadline{};
             clock_gettime(CLOCK_REALTIME, &deadline);
-            deadline.tv_nsec += are_all_idle ? 2000000 : 20000;
+            deadline.tv_nsec += have_all_announced_sleep ? 2000000 : 20000;
             deadline.tv_sec += deadline.tv_nsec / 1000000000;
             deadline.tv_nsec %= 1000000000;
             sem_timedwait(mount_.submit_semaphore(1), &deadline);

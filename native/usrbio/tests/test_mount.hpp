@@ -21,8 +21,8 @@
 
 namespace gdrkit::usrbio::test {
 
-// A folder that the client library accepts as a mount of 3FS: it has the folder of the links, and links to the three
-// submit semaphores. The destructor removes the folder and the semaphores.
+// A folder that the client library accepts as a mount of 3FS: it has the folder 3fs-virt/iovs, with links to the
+// three submit semaphores. The destructor removes the folder and the semaphores.
 class Mount {
 public:
     Mount();
@@ -54,19 +54,21 @@ public:
 
     // Errno with which the agent refuses publications, borrows and registrations of files; 0: no refusal.
     std::atomic<int> refusal_errno{0};
-    // After pause_rings(true), the agent claims no operation from the rings until pause_rings(false). When
-    // pause_rings() returns, all operations claimed before have completed.
-    void pause_rings(bool is_paused);
+    // After set_rings_paused(true), the agent claims no operation from the rings until set_rings_paused(false). When
+    // set_rings_paused() returns, all operations claimed before have completed.
+    void set_rings_paused(bool is_paused);
     // If true, the agent reports agent_feature_keep: after an unpublish, the agent keeps the registration of the memory
-    // for the next iov. `kept_count` is the number of these registrations.
+    // for the next iov.
     std::atomic<bool> keeps_registrations{false};
+    // Number of times that the agent kept a registration, minus the number of kept registrations that clients ended. An
+    // iov that uses a kept registration again does not decrement this number.
     std::atomic<int> kept_count{0};
     // If true, a publish request fails with EDQUOT while the agent keeps registrations, and drop_kept takes 5 ms.
     std::atomic<bool> refuses_publish_while_kept{false};
-    std::atomic<bool> corrupts_replies{false};   // If true, the replies carry a wrong sequence number.
-    std::atomic<bool> close_at_unpublish{false}; // If true, an unpublish request makes the agent close the connection.
-    std::atomic<int> file_count{0};              // Number of registered files.
-    std::atomic<int> publication_count{0};       // Number of publications that exist.
+    std::atomic<bool> corrupts_replies{false};    // If true, the replies carry a wrong sequence number.
+    std::atomic<bool> closes_at_unpublish{false}; // If true, an unpublish request makes the agent close the connection.
+    std::atomic<int> file_count{0};               // Number of registered files.
+    std::atomic<int> publication_count{0};        // Number of publications that exist.
     // Number of borrowed names, summed over all clients. A client borrows the publication of another process to use
     // the published memory.
     std::atomic<int> borrow_count{0};

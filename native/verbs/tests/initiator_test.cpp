@@ -18,58 +18,58 @@ using Direction = Transfer::Direction;
 namespace {
 
 constexpr std::size_t memory_bytes = 1 << 20;
-constexpr std::byte untouched{0xa5};
+constexpr std::byte untouched_byte{0xa5};
 // This time limit is much longer than any burst takes, so that only a hang reaches the limit.
 constexpr std::chrono::seconds completion_timeout{60};
 
 // The passive peer: one queue pair for each queue pair of the initiator, and the memory that the initiator accesses.
 class Peer {
 public:
-    Peer(const std::string& device_name, std::size_t pair_count)
-        : memory(memory_bytes, untouched), device_(device_name) {
+    Peer(const std::string& device_name, std::size_t queue_pairs_count)
+        : memory(memory_bytes, untouched_byte), device_(device_name) {
         completion_queue_.reset(ibv_create_cq(device_.context(), 16, nullptr, nullptr, 0));
         CHECK(completion_queue_ != nullptr);
         region.reset(ibv_reg_mr(device_.domain(), memory.data(), memory.size(), access_flags));
         CHECK(region != nullptr);
-        for (std::size_t index = 0; index < pair_count; ++index) {
+        for (std::size_t index = 0; index < queue_pairs_count; ++index) {
             ibv_qp_init_attr attributes{};
             attributes.send_cq = attributes.recv_cq = completion_queue_.get();
             attributes.cap = {
                 .max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
             attributes.qp_type = IBV_QPT_RC;
-            pairs_.emplace_back(ibv_create_qp(device_.domain(), &attributes));
-            CHECK(pairs_.back() != nullptr);
+            queue_pairs_.emplace_back(ibv_create_qp(device_.domain(), &attributes));
+            CHECK(queue_pairs_.back() != nullptr);
         }
     }
 
     std::vector<Endpoint> endpoints() const {
         std::vector<Endpoint> endpoints;
-        for (const auto& pair : pairs_) {
+        for (const auto& pair : queue_pairs_) {
             endpoints.push_back({pair->qp_num, 0, device_.gid(), device_.port_attributes().lid, 1024});
         }
         return endpoints;
     }
 
     void connect(const std::vector<Endpoint>& peers) {
-        for (std::size_t index = 0; index < pairs_.size(); ++index) {
+        for (std::size_t pair_index = 0; pair_index < queue_pairs_.size(); ++pair_index) {
             ibv_qp_attr init_attributes{};
             init_attributes.qp_state = IBV_QPS_INIT;
             init_attributes.port_num = device_.port();
             init_attributes.qp_access_flags = access_flags;
-            modify(index, init_attributes, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+            modify(pair_index, init_attributes, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
             ibv_qp_attr rtr_attributes{};
             rtr_attributes.qp_state = IBV_QPS_RTR;
             rtr_attributes.path_mtu = IBV_MTU_1024;
-            rtr_attributes.dest_qp_num = peers[index].qp_number;
-            rtr_attributes.rq_psn = peers[index].psn;
+            rtr_attributes.dest_qp_num = peers[pair_index].qp_number;
+            rtr_attributes.rq_psn = peers[pair_index].psn;
             rtr_attributes.max_dest_rd_atomic = device_.reads_max();
             rtr_attributes.min_rnr_timer = 12; // 0.64 ms
             rtr_attributes.ah_attr.is_global = 1;
             rtr_attributes.ah_attr.port_num = device_.port();
-            rtr_attributes.ah_attr.grh.dgid = peers[index].gid;
+            rtr_attributes.ah_attr.grh.dgid = peers[pair_index].gid;
             rtr_attributes.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(device_.gid_index());
             rtr_attributes.ah_attr.grh.hop_limit = 1;
-            modify(index, rtr_attributes,
+            modify(pair_index, rtr_attributes,
                    IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
                        IBV_QP_MIN_RNR_TIMER);
         }
@@ -81,22 +81,22 @@ public:
 
 private:
     static constexpr int access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
-    void modify(std::size_t index, ibv_qp_attr& attributes, int mask) {
-        CHECK(ibv_modify_qp(pairs_[index].get(), &attributes, mask | IBV_QP_STATE) == 0);
+    void modify(std::size_t pair_index, ibv_qp_attr& attributes, int mask) {
+        CHECK(ibv_modify_qp(queue_pairs_[pair_index].get(), &attributes, mask | IBV_QP_STATE) == 0);
     }
     Device device_;
     Owned<ibv_cq> completion_queue_;
-    std::vector<Owned<ibv_qp>> pairs_;
+    std::vector<Owned<ibv_qp>> queue_pairs_;
 
 public:
     Owned<ibv_mr> region; // As the last member, the region is deregistered before its domain and its memory are freed.
 };
 
 // An initiator and a peer that are connected to each other. The memory of the initiator has random bytes.
-struct ConnectedPair {
-    ConnectedPair(std::size_t pair_count, std::uint32_t depth_max)
-        : device_name(Device::list_names().front()), peer(device_name, pair_count),
-          initiator(device_name, memory_bytes, pair_count, depth_max) {
+struct ConnectedSides {
+    ConnectedSides(std::size_t queue_pairs_count, std::uint32_t depth_max)
+        : device_name(Device::list_names().front()), peer(device_name, queue_pairs_count),
+          initiator(device_name, memory_bytes, queue_pairs_count, depth_max) {
         peer.connect(initiator.endpoints());
         initiator.connect(peer.endpoints(), initiator.reads_max());
         std::mt19937 random_generator(1);
@@ -139,19 +139,19 @@ template <typename Action> int get_errno(const Action& action) {
 // neither number divides the other.
 void test_burst_moves_every_slot_and_nothing_else() {
     constexpr std::uint32_t length_bytes = 1021, slots = 37;
-    for (const std::size_t pair_count : {1, 3}) {
-        ConnectedPair connected(pair_count, 8);
-        for (std::uint32_t depth = 1; depth <= 8 * pair_count; depth += 3) {
+    for (const std::size_t queue_pairs_count : {1, 3}) {
+        ConnectedSides sides(queue_pairs_count, 8);
+        for (std::uint32_t depth = 1; depth <= 8 * queue_pairs_count; depth += 3) {
             for (std::uint32_t list_length = 1; list_length <= std::min(depth, 8U); list_length += 2) {
-                std::fill(connected.peer.memory.begin(), connected.peer.memory.end(), untouched);
-                Burst burst = connected.make_burst(Direction::to_peer, length_bytes, slots, 100);
+                std::fill(sides.peer.memory.begin(), sides.peer.memory.end(), untouched_byte);
+                Burst burst = sides.make_burst(Direction::to_peer, length_bytes, slots, 100);
                 burst.depth = depth;
                 burst.list_length = list_length;
-                CHECK(is_complete(connected.initiator.run(burst), burst));
+                CHECK(is_complete(sides.initiator.run(burst), burst));
                 constexpr std::size_t moved_bytes = std::size_t{length_bytes} * slots;
-                CHECK(std::memcmp(connected.peer.memory.data(), connected.initiator.memory().data(), moved_bytes) == 0);
-                CHECK(std::all_of(connected.peer.memory.begin() + moved_bytes, connected.peer.memory.end(),
-                                  [](std::byte byte) { return byte == untouched; }));
+                CHECK(std::memcmp(sides.peer.memory.data(), sides.initiator.memory().data(), moved_bytes) == 0);
+                CHECK(std::all_of(sides.peer.memory.begin() + moved_bytes, sides.peer.memory.end(),
+                                  [](std::byte byte) { return byte == untouched_byte; }));
             }
         }
     }
@@ -159,22 +159,22 @@ void test_burst_moves_every_slot_and_nothing_else() {
 
 // With fewer operations than slots, the remaining slots stay unchanged.
 void test_read_burst_moves_the_first_slots() {
-    ConnectedPair connected(2, 16);
-    connected.peer.memory.assign(connected.initiator.memory().begin(), connected.initiator.memory().end());
-    std::fill(connected.initiator.memory().begin(), connected.initiator.memory().end(), untouched);
-    Burst burst = connected.make_burst(Direction::from_peer, 4096, 64, 20);
+    ConnectedSides sides(2, 16);
+    sides.peer.memory.assign(sides.initiator.memory().begin(), sides.initiator.memory().end());
+    std::fill(sides.initiator.memory().begin(), sides.initiator.memory().end(), untouched_byte);
+    Burst burst = sides.make_burst(Direction::from_peer, 4096, 64, 20);
     burst.depth = 16;
     burst.list_length = 4;
-    CHECK(is_complete(connected.initiator.run(burst), burst));
-    CHECK(std::memcmp(connected.initiator.memory().data(), connected.peer.memory.data(), std::size_t{20} * 4096) == 0);
-    CHECK(connected.initiator.memory()[std::size_t{20} * 4096] == untouched);
+    CHECK(is_complete(sides.initiator.run(burst), burst));
+    CHECK(std::memcmp(sides.initiator.memory().data(), sides.peer.memory.data(), std::size_t{20} * 4096) == 0);
+    CHECK(sides.initiator.memory()[std::size_t{20} * 4096] == untouched_byte);
 }
 
 void test_single_operations_are_timed() {
-    ConnectedPair connected(1, 4);
-    const Burst burst = connected.make_burst(Direction::to_peer, 8, 3, 50);
+    ConnectedSides sides(1, 4);
+    const Burst burst = sides.make_burst(Direction::to_peer, 8, 3, 50);
     std::vector<std::uint64_t> times_ns(50);
-    const Outcome outcome = connected.initiator.run_singly(burst, times_ns);
+    const Outcome outcome = sides.initiator.run_singly(burst, times_ns);
     CHECK(is_complete(outcome, burst));
     std::uint64_t total_ns = 0;
     for (const std::uint64_t time_ns : times_ns) {
@@ -183,37 +183,36 @@ void test_single_operations_are_timed() {
     }
     CHECK(total_ns <= outcome.elapsed_ns);
     times_ns.resize(49);
-    CHECK(get_errno([&] { connected.initiator.run_singly(burst, times_ns); }) == EINVAL);
+    CHECK(get_errno([&] { sides.initiator.run_singly(burst, times_ns); }) == EINVAL);
 }
 
 void test_invalid_burst_is_refused() {
-    ConnectedPair connected(2, 4);
-    const Burst valid_burst = connected.make_burst(Direction::to_peer, 4096, 256, 10);
+    ConnectedSides sides(2, 4);
+    const Burst valid_burst = sides.make_burst(Direction::to_peer, 4096, 256, 10);
     std::vector<Burst> invalid_bursts(7, valid_burst);
     invalid_bursts[0].length_bytes = 0;
     invalid_bursts[1].slots = 0;
     invalid_bursts[2].operations = 0;
     invalid_bursts[3].depth = 0;
-    invalid_bursts[4].slots = 257; // The slots are larger than the memory.
+    invalid_bursts[4].slots = 257; // The slots need more bytes than the memory has.
     invalid_bursts[5].depth = 9;   // Two queue pairs with depth_max 4 have at most 8 operations in progress.
     invalid_bursts[6].depth = 3;   // The list is longer than the depth.
     invalid_bursts[6].list_length = 4;
     for (const Burst& burst : invalid_bursts) {
-        CHECK(get_errno([&] { connected.initiator.run(burst); }) == EINVAL);
+        CHECK(get_errno([&] { sides.initiator.run(burst); }) == EINVAL);
     }
-    CHECK(is_complete(connected.initiator.run(valid_burst), valid_burst)); // The queue pairs still work.
-    CHECK(get_errno([&] { connected.initiator.connect({}, 1); }) == EINVAL);
-    CHECK(get_errno([&] { Initiator(connected.device_name + "_missing", 64, 1, 1); }) == ENODEV);
+    CHECK(is_complete(sides.initiator.run(valid_burst), valid_burst)); // The queue pairs still work.
+    CHECK(get_errno([&] { sides.initiator.connect({}, 1); }) == EINVAL);
+    CHECK(get_errno([&] { Initiator(sides.device_name + "_missing", 64, 1, 1); }) == ENODEV);
 }
 
 void test_access_beyond_the_peer_memory_is_a_status() {
     for (const bool is_single : {false, true}) {
-        ConnectedPair connected(1, 8);
-        Burst burst = connected.make_burst(Direction::to_peer, 64, 4, 20);
+        ConnectedSides sides(1, 8);
+        Burst burst = sides.make_burst(Direction::to_peer, 64, 4, 20);
         burst.remote_address += memory_bytes - 64; // The second slot is beyond the end of the memory.
         std::vector<std::uint64_t> times_ns(20);
-        const Outcome outcome =
-            is_single ? connected.initiator.run_singly(burst, times_ns) : connected.initiator.run(burst);
+        const Outcome outcome = is_single ? sides.initiator.run_singly(burst, times_ns) : sides.initiator.run(burst);
         CHECK(outcome.status == IBV_WC_REM_ACCESS_ERR && !outcome.timed_out && outcome.done == 1);
     }
 }
@@ -221,14 +220,14 @@ void test_access_beyond_the_peer_memory_is_a_status() {
 // The peer deregisters its region while the burst is in progress. The burst has so many operations that only the
 // deregistration ends it.
 void test_deregistered_region_ends_a_burst() {
-    ConnectedPair connected(3, 32);
-    Burst burst = connected.make_burst(Direction::from_peer, 512, 64, std::uint64_t{1} << 40);
+    ConnectedSides sides(3, 32);
+    Burst burst = sides.make_burst(Direction::from_peer, 512, 64, std::uint64_t{1} << 40);
     burst.depth = 96;
     burst.list_length = 8;
     Outcome outcome;
-    std::thread runner([&] { outcome = connected.initiator.run(burst); });
-    connected.peer.region.reset();
-    runner.join();
+    std::thread burst_thread([&] { outcome = sides.initiator.run(burst); });
+    sides.peer.region.reset();
+    burst_thread.join();
     CHECK(outcome.status == IBV_WC_REM_ACCESS_ERR && outcome.done < burst.operations);
 }
 

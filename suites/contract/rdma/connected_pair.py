@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
     from gdrkit.verbs import CompletionQueue, Nic, QueuePair
 
-__all__ = ["ALL_ACCESS", "WAIT_MS", "connect_queue_pairs", "create_queue_pair", "require_errno"]
+__all__ = ["READ_WRITE_ACCESS", "WAIT_MS", "connect_queue_pairs", "create_queue_pair", "require_errno"]
 
 # The access that SEND, RDMA WRITE and RDMA READ need. Atomic operations are not allowed.
-ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
+READ_WRITE_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 # Soft-RoCE in an emulated guest is slow. Only a failing case waits this long.
 WAIT_MS = 20_000.0
 
 
 @contextlib.contextmanager
 def connect_queue_pairs(
-    nic: Nic, *, limits: dict[str, int] | None = None, access: Access = ALL_ACCESS, **options: int
+    nic: Nic, *, limits: dict[str, int] | None = None, access: Access = READ_WRITE_ACCESS, **options: int
 ) -> Iterator[tuple[QueuePair, QueuePair]]:
     """Yield the requester and the responder. Each of these queue pairs has a separate completion queue.
 
@@ -41,7 +41,7 @@ def connect_queue_pairs(
         Further options of ``QueuePair.connect``.
     """
     with create_queue_pair(nic, limits=limits) as requester, create_queue_pair(nic, limits=limits) as responder:
-        requester.connect(responder.endpoint(), access=ALL_ACCESS, **options)
+        requester.connect(responder.endpoint(), access=READ_WRITE_ACCESS, **options)
         responder.connect(requester.endpoint(), access=access, **options)
         yield requester, responder
 

@@ -7,7 +7,7 @@ import mmap
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.connected_pair import ALL_ACCESS, WAIT_MS, connect_queue_pairs, require_errno
+from contract.rdma.connected_pair import READ_WRITE_ACCESS, WAIT_MS, connect_queue_pairs, require_errno
 from contract.rdma.raw_queue_pair import register
 
 from gdrkit import pattern
@@ -71,22 +71,25 @@ def test_read_only_memory_is_registered_only_for_reading(nic: Nic) -> None:
     with map_pages(1, writable=False) as address:
         with register(nic, address, length_bytes=HOST_PAGE_BYTES, access=int(Access.REMOTE_READ)):
             pass
-        with require_errno(errno.EFAULT), register(nic, address, length_bytes=HOST_PAGE_BYTES, access=int(ALL_ACCESS)):
+        with (
+            require_errno(errno.EFAULT),
+            register(nic, address, length_bytes=HOST_PAGE_BYTES, access=int(READ_WRITE_ACCESS)),
+        ):
             pass
 
 
 def test_unmapped_memory_is_refused(nic: Nic, pages_address: int) -> None:
     address = pages_address + 3 * HOST_PAGE_BYTES
-    with require_errno(errno.EFAULT), register(nic, address, length_bytes=16, access=int(ALL_ACCESS)):
+    with require_errno(errno.EFAULT), register(nic, address, length_bytes=16, access=int(READ_WRITE_ACCESS)):
         pass
 
 
 def test_partly_unmapped_range_is_refused(nic: Nic, pages_address: int) -> None:
-    with register(nic, pages_address, length_bytes=3 * HOST_PAGE_BYTES, access=int(ALL_ACCESS)):
+    with register(nic, pages_address, length_bytes=3 * HOST_PAGE_BYTES, access=int(READ_WRITE_ACCESS)):
         pass
     with (
         require_errno(errno.EFAULT),
-        register(nic, pages_address, length_bytes=3 * HOST_PAGE_BYTES + 1, access=int(ALL_ACCESS)),
+        register(nic, pages_address, length_bytes=3 * HOST_PAGE_BYTES + 1, access=int(READ_WRITE_ACCESS)),
     ):
         pass
 
@@ -101,13 +104,13 @@ def test_remote_write_access_needs_local_write(nic: Nic, pages_address: int, acc
 
 def test_unknown_access_flag_is_refused(nic: Nic, pages_address: int) -> None:
     # The driver refuses the flag as invalid (EINVAL) or as unsupported (EOPNOTSUPP).
-    access = int(ALL_ACCESS) | UNKNOWN_ACCESS
+    access = int(READ_WRITE_ACCESS) | UNKNOWN_ACCESS
     with require_errno(errno.EINVAL, errno.EOPNOTSUPP), register(nic, pages_address, length_bytes=16, access=access):
         pass
 
 
 def test_optional_access_flag_is_never_refused(nic: Nic, pages_address: int) -> None:
-    with register(nic, pages_address, length_bytes=16, access=int(ALL_ACCESS | Access.RELAXED_ORDERING)):
+    with register(nic, pages_address, length_bytes=16, access=int(READ_WRITE_ACCESS | Access.RELAXED_ORDERING)):
         pass
 
 
@@ -128,7 +131,10 @@ def test_local_read_needs_no_access_flag(nic: Nic, seed: int) -> None:
     "length_bytes", [pytest.param(0, id="zero"), pytest.param(2**64 - HOST_PAGE_BYTES, id="past-the-last-address")]
 )
 def test_invalid_length_is_refused(nic: Nic, pages_address: int, length_bytes: int) -> None:
-    with require_errno(errno.EINVAL), register(nic, pages_address, length_bytes=length_bytes, access=int(ALL_ACCESS)):
+    with (
+        require_errno(errno.EINVAL),
+        register(nic, pages_address, length_bytes=length_bytes, access=int(READ_WRITE_ACCESS)),
+    ):
         pass
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.connected_pair import ALL_ACCESS, WAIT_MS, connect_queue_pairs
+from contract.rdma.connected_pair import READ_WRITE_ACCESS, WAIT_MS, connect_queue_pairs
 
 from gdrkit import verbs as rdma
 from gdrkit.harness.needs import needs, verbs
@@ -134,7 +134,7 @@ def test_remote_key_of_another_domain_is_refused(nic: Nic) -> None:
         rdma.Nic.open(nic.name, port=nic.port.number, gid_index=nic.gid_index) as other_nic,
         connect_queue_pairs(nic) as (requester, _),
         nic.register_host(bytearray(b"\xa5" * KIB)) as local_region,
-        other_nic.register_host(remote_bytes, access=ALL_ACCESS) as remote_region,
+        other_nic.register_host(remote_bytes, access=READ_WRITE_ACCESS) as remote_region,
     ):
         requester.post_write(local_region, remote_region.remote(), work_id=1)
         assert requester.wait(WAIT_MS).status is Status.REM_ACCESS_ERR

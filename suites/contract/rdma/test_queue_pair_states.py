@@ -6,7 +6,7 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.connected_pair import ALL_ACCESS, WAIT_MS, connect_queue_pairs, require_errno
+from contract.rdma.connected_pair import READ_WRITE_ACCESS, WAIT_MS, connect_queue_pairs, require_errno
 from contract.rdma.raw_queue_pair import (
     REQUIRED_ATTRIBUTES,
     Mask,
@@ -180,7 +180,7 @@ def test_new_queue_pairs_work_on_memory_of_failed_ones(nic: Nic) -> None:
     remote_bytes = bytearray(KIB)
     with (
         nic.register_host(bytearray(b"\xa5" * KIB)) as local_region,
-        nic.register_host(remote_bytes, access=ALL_ACCESS) as remote_region,
+        nic.register_host(remote_bytes, access=READ_WRITE_ACCESS) as remote_region,
     ):
         with connect_queue_pairs(nic) as (requester, responder):
             requester.fail()

@@ -1,4 +1,4 @@
-"""Data model of the findings of code reviews, and of their defects, which are fixed and can be injected again.
+"""Data classes for code reviews: a finding, and a defect that was fixed and can be injected into the code again.
 
 ``meta.defects.run`` injects each defect and checks that its case in suites/review fails.
 """
@@ -39,7 +39,8 @@ class Defect:
         Text that the failure of that case must contain. If the case fails with another text, the defect does not count
         as caught.
     module : str
-        The imported name of the gdrkit module that gets the defect, or the path of the source file of the C library.
+        The dotted name of the gdrkit module into which the defect is injected, or the path of the source file of the C
+        library.
     injection : callable or NativeDefect
         The function that injects the defect into the imported module, or the patch of the C library.
     also_fails : tuple of str
@@ -55,7 +56,7 @@ class Defect:
 
     @property
     def name(self) -> str:
-        """Name of the defect, the value of GDRKIT_DEFECT that injects it (for a defect in Python)."""
+        """Name of the defect. For a defect in Python, a process with ``GDRKIT_DEFECT=<name>`` injects it."""
         return self.injection.patch.name if isinstance(self.injection, NativeDefect) else self.injection.__name__
 
     @property
@@ -68,7 +69,7 @@ class Defect:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A finding of a review: its identifier (see `Defect.finding`), and a description in one line."""
+    """A problem that a review found. `Defect.finding` refers to `identifier`. `description` is one line."""
 
     identifier: str
     description: str

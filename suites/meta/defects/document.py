@@ -1,4 +1,4 @@
-"""Generator of docs/findings.md: the defects that the reviews found, and the items of the first documents.
+"""Generator of docs/findings.md: the defects that reviews found, and the requirements of the first documents.
 
 ``python -m meta.defects.document``, with suites/ on PYTHONPATH, writes the file and runs no case.
 ``nox -s review`` runs the cases, and then writes the file, too.

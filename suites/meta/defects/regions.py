@@ -178,15 +178,18 @@ def evict_leased(cache: Any) -> None:
 
 def identify_by_address(pointer: Any) -> None:
     """a lookup identifies memory by its address and does not query the buffer id"""
-    # The key has one buffer id for each chunk of VMM memory, and only one for an ordinary allocation.
+    # The allocation key has one buffer id for each chunk of VMM (virtual memory management) memory, and only one for an
+    # ordinary allocation. This defect affects only memory with one buffer id.
     original_function = pointer.make_existence_check
-    pointer.make_existence_check = lambda key: (lambda: True) if len(key) == 1 else original_function(key)
+    pointer.make_existence_check = lambda allocation_key: (
+        (lambda: True) if len(allocation_key) == 1 else original_function(allocation_key)
+    )
 
 
 def check_first_chunk_only(pointer: Any) -> None:
     """a lookup queries the buffer id of the first chunk only"""
     original_function = pointer.make_existence_check
-    pointer.make_existence_check = lambda key: original_function(key[:1])
+    pointer.make_existence_check = lambda allocation_key: original_function(allocation_key[:1])
 
 
 def leave_device_current(driver: Any) -> None:

@@ -42,7 +42,7 @@ _TIMEOUT_S = 300
 
 @dataclass(frozen=True, slots=True)
 class DefectOutcome:
-    """Result of a run with a defect: whether it is caught, and the text of the failure, or why it is not caught."""
+    """Result of a run with a defect: whether the defect is caught, and the failure text or the reason why it is not."""
 
     is_caught: bool
     observed_text: str
@@ -75,7 +75,7 @@ def _get_library_path(library_folder: Path, defect: Defect) -> Path:
 
 
 def _run_review(defect: Defect | None, library_folder: Path) -> dict[str, Record]:
-    """Run the cases of the review, with or without a defect, and return the records by case, as in `Defect.case`."""
+    """Run the cases of the review, with or without a defect, and return the records by case (see `Defect.case`)."""
     with tempfile.TemporaryDirectory() as folder:
         records_path = Path(folder) / "records.jsonl"
         environ = dict(os.environ)
@@ -105,7 +105,7 @@ def _run_review(defect: Defect | None, library_folder: Path) -> dict[str, Record
 
 
 def _print_rows(rows: Iterable[tuple[str, ...]]) -> None:
-    """Print three lines for each defect. The fields of a row are finding, case, description, symptom and result."""
+    """Print three lines for each row, which is the finding, case, description, symptom and result of a defect."""
     for finding, case, description, symptom, result in rows:
         print(f"{finding:3} {result:12} {case}")  # noqa: T201
         print(f"    {description}\n    -> {symptom}")  # noqa: T201
@@ -137,9 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("these cases do not pass without a defect:", *(failed_cases or missing_cases), sep="\n  ")  # noqa: T201
         return 1
     # A run mostly waits for its peer processes, so four concurrent runs keep two processors busy.
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        records_of_runs = pool.map(lambda defect: _run_review(defect, library_folder), DEFECTS.values())
-        records_by_defect = dict(zip(DEFECTS, records_of_runs, strict=True))
+    with ThreadPoolExecutor(max_workers=4) as executor:
+        records_of_each_run = executor.map(lambda defect: _run_review(defect, library_folder), DEFECTS.values())
+        records_by_defect = dict(zip(DEFECTS, records_of_each_run, strict=True))
     outcomes = {name: classify_run(defect, records_by_defect[name]) for name, defect in DEFECTS.items()}
     description_by_finding = {finding.identifier: finding.description for finding in FINDINGS}
     for identifier in sorted(description_by_finding):

@@ -29,7 +29,7 @@ def _get_address(buffer: Any) -> int:
 
 
 def _make_view(buffer: Any, length_bytes: int) -> memoryview:
-    """Return a memoryview at the device address of a buffer. The CPU gets SIGSEGV when it reads the device memory."""
+    """Return a memoryview at the device address of a buffer. A process that reads device memory by it gets SIGSEGV."""
     return memoryview((ctypes.c_ubyte * length_bytes).from_address(_get_address(buffer))).cast("B")
 
 
@@ -77,14 +77,14 @@ def checksum_read_by_cpu(batch: Any) -> None:
     def _join_results(self: Any, request: Any, chunks: Any, results: Any) -> Any:
         from gdrkit.storage.checksum import crc32c
 
-        joined = original_join(self, request, chunks, results)
+        joined_result = original_join(self, request, chunks, results)
         for chunk, result in zip(chunks, results, strict=True):
             # The checksum of the server covers only the bytes that it sent, so a read with holes cannot be compared.
             is_comparable = self.opcode is batch.IoOpcode.READ and result.flags & checksum_valid and not result.holes
             if is_comparable and chunk.is_device_memory and crc32c(_make_view(chunk, result.result)) != result.checksum:
                 message = "the checksum differs from the server's"
                 raise AssertionError(message)
-        return joined
+        return joined_result
 
     batch.Batch._choose_flags, batch.Batch._join_results = _choose_flags, _join_results
 

@@ -11,13 +11,14 @@ from meta.defects.defect import Defect, Finding
 
 __all__ = ["DEFECTS", "FINDINGS"]
 
-# Files of the cases, below suites/review.
+# Beginnings of `Defect.case`: the files of the cases, below suites/review.
 _GDR_REVIEW = "test_gdr_review.py::"
 _LATER_DEFECTS = "test_later_defects.py::"
 _PROOF = "test_proof_review.py::"
 _STORAGE = "test_storage_review.py::"
 _USRBIO = "test_usrbio_review.py::"
-_CPU_ACCESS = "the CPU accessed device memory: SIGSEGV killed the client in a"
+# Beginning of a symptom. The table appends the operation of the client: read or write.
+_CPU_ACCESS_SYMPTOM = "the CPU accessed device memory: SIGSEGV killed the client in a"
 
 FINDINGS: tuple[Finding, ...] = (
     Finding(
@@ -54,7 +55,7 @@ FINDINGS: tuple[Finding, ...] = (
     Finding("t", "a NIC whose DMA fails is used, because it registered the memory"),
 )
 
-# The positional arguments are: finding, case, symptom, module, injection.
+# The positional arguments of Defect() are: finding, case, symptom, module, injection.
 _DEFECTS = (
     Defect(
         "1",
@@ -87,14 +88,14 @@ _DEFECTS = (
     Defect(
         "3",
         f"{_STORAGE}test_read_into_device_memory_avoids_the_cpu",
-        f"{_CPU_ACCESS} read",
+        f"{_CPU_ACCESS_SYMPTOM} read",
         "gdrkit.storage.batch",
         storage.copy_short_read_by_cpu,
     ),
     Defect(
         "3",
         f"{_STORAGE}test_read_into_device_memory_avoids_the_cpu",
-        f"{_CPU_ACCESS} read",
+        f"{_CPU_ACCESS_SYMPTOM} read",
         "gdrkit.storage.batch",
         storage.checksum_read_by_cpu,
         also_fails=(f"{_PROOF}test_read_of_the_storage_client_is_visible",),
@@ -102,14 +103,14 @@ _DEFECTS = (
     Defect(
         "3",
         f"{_STORAGE}test_checksum_of_a_device_write_is_the_servers",
-        f"{_CPU_ACCESS} write",
+        f"{_CPU_ACCESS_SYMPTOM} write",
         "gdrkit.storage.batch",
         storage.copy_short_write_by_cpu,
     ),
     Defect(
         "3",
         f"{_STORAGE}test_checksum_of_a_device_write_is_the_servers",
-        f"{_CPU_ACCESS} write",
+        f"{_CPU_ACCESS_SYMPTOM} write",
         "gdrkit.storage.batch",
         storage.checksum_write_by_cpu,
     ),
@@ -208,7 +209,7 @@ _DEFECTS = (
     Defect(
         "g",
         f"{_STORAGE}test_hole_in_a_file_is_zeroed_by_the_device",
-        f"{_CPU_ACCESS} read",
+        f"{_CPU_ACCESS_SYMPTOM} read",
         "gdrkit.storage.iobuffer",
         storage.fill_holes_by_cpu,
     ),

@@ -25,17 +25,17 @@ __all__ = [
 ]
 
 _CLIENT = "native/usrbio/client"
-# Device memory is published by a symbolic link. The first statement makes the correct target of the link, the second a
-# target with the virtual address in place of the IPC handle.
-_LINK_TARGET = """\
+# Device memory is published by a symbolic link. The first C++ statement returns the correct target of the link. The
+# second returns a target with the virtual address in place of the IPC handle.
+_RETURN_CORRECT_TARGET = """\
 return {gpu_iov.device, gpu_iov.allocation.bytes, gpu_iov.pointer - gpu_iov.allocation.base, gpu_iov.size_bytes,
                 gpu_iov.ipc};"""
-_ADDRESS_TARGET = """IpcBytes address{};
+_RETURN_ADDRESS_TARGET = """IpcBytes address{};
         std::copy_n(reinterpret_cast<const std::uint8_t*>(&gpu_iov.pointer), sizeof gpu_iov.pointer, address.begin());
         return {gpu_iov.device, gpu_iov.size_bytes, 0, gpu_iov.size_bytes, address};"""
 
 RAW_ADDRESS = NativeDefect(
-    Patch("raw_address", f"{_CLIENT}/gpu_publish.cpp", _LINK_TARGET, _ADDRESS_TARGET),
+    Patch("raw_address", f"{_CLIENT}/gpu_publish.cpp", _RETURN_CORRECT_TARGET, _RETURN_ADDRESS_TARGET),
     "the link of a GPU iov contains a virtual address of the owner's process instead of an IPC handle",
 )
 LINK_ERRORS_IGNORED = NativeDefect(

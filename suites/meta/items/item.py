@@ -122,17 +122,20 @@ def _guide_exists(root: Path, guide: str) -> bool:
 
 
 def _symbol_exists(root: Path, reference: str) -> bool:
-    """Return whether a file has a symbol: a definition in Python, and a word outside of comments in other languages."""
+    """Return whether a file has a symbol.
+
+    The symbol is a definition in Python, a word outside of comments in C and C++, and any word in other files.
+    """
     file, _, symbol = reference.partition("::")
     path = root / file
     if not symbol or not path.is_file():
         return False
-    text = path.read_text()
+    source_text = path.read_text()
     if path.suffix in {".py", ".pyi"}:
-        return symbol in set(_find_definitions(ast.parse(text)))
+        return symbol in set(_find_definitions(ast.parse(source_text)))
     if path.suffix in {".c", ".cpp", ".h", ".hpp"}:
-        text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
-    return re.search(rf"(?<!\w){re.escape(symbol)}(?!\w)", text) is not None
+        source_text = re.sub(r"//[^\n]*|/\*.*?\*/", "", source_text, flags=re.DOTALL)
+    return re.search(rf"(?<!\w){re.escape(symbol)}(?!\w)", source_text) is not None
 
 
 def _find_definitions(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[str]:
@@ -148,20 +151,21 @@ def _find_definitions(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iter
 
 
 def _case_exists(root: Path, reference: str) -> bool:
-    """Return whether a file has a test function that pytest runs, or that another line of a C++ test program names.
+    """Return whether a reference ``PATH::NAME`` names a test function that pytest or a C++ test program runs.
 
-    ``main`` is the case of a C++ test program that is a single test.
+    A C++ test program runs a function if the file has its name a second time. ``main`` is the case of a C++ test
+    program that is a single test.
     """
-    file, _, name = reference.partition("::")
+    file, _, case_name = reference.partition("::")
     path = root / file
     if not path.is_file():
         return False
-    if name == "main":
+    if case_name == "main":
         return path.name.endswith("_test.cpp") and _symbol_exists(root, reference)
-    if not name.startswith("test_"):
+    if not case_name.startswith("test_"):
         return False
     if path.suffix == ".py":
         return path.name.startswith("test_") and _symbol_exists(root, reference)
-    text = re.sub(r"//[^\n]*", "", path.read_text())
-    is_defined = re.search(rf"^(?:static )?void {re.escape(name)}\(", text, re.MULTILINE) is not None
-    return is_defined and len(re.findall(rf"\b{re.escape(name)}\b", text)) > 1
+    source_text = re.sub(r"//[^\n]*", "", path.read_text())
+    is_defined = re.search(rf"^(?:static )?void {re.escape(case_name)}\(", source_text, re.MULTILINE) is not None
+    return is_defined and len(re.findall(rf"\b{re.escape(case_name)}\b", source_text)) > 1

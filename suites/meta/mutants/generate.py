@@ -59,7 +59,10 @@ _SKIPPED_NODES = m.OneOf(
 
 
 def _is_text(node: cst.CSTNode) -> bool:
-    """Return whether an expression is text for people: a literal of several words, or a composed string."""
+    """Return whether an expression is text for people.
+
+    Such text is a literal of several words, an f-string, adjacent literals, or a name in `_TEXT_NAMES`.
+    """
     if isinstance(node, cst.SimpleString):
         return " " in node.value
     if isinstance(node, cst.Name):
@@ -69,10 +72,14 @@ def _is_text(node: cst.CSTNode) -> bool:
 
 def _is_text_argument(call: cst.Call, argument: cst.Arg) -> bool:
     """Return whether no case should check an argument of a call, because it is text for people."""
-    keyword = argument.keyword.value if argument.keyword else ""
+    keyword_name = argument.keyword.value if argument.keyword else ""
     # A thread name is text for people. The daemon flag matters only to a process that ends without close().
     is_thread_call = m.matches(call.func, m.OneOf(m.Name("Thread"), m.Attribute(attr=m.Name("Thread"))))
-    return _is_text(argument.value) or keyword in _TEXT_NAMES or (is_thread_call and keyword in {"name", "daemon"})
+    return (
+        _is_text(argument.value)
+        or keyword_name in _TEXT_NAMES
+        or (is_thread_call and keyword_name in {"name", "daemon"})
+    )
 
 
 def _remove_statement(node: cst.Expr | cst.Raise) -> Iterator[cst.CSTNode]:
@@ -101,13 +108,13 @@ def _changes_only_text(node: cst.CSTNode, replacement: cst.CSTNode) -> bool:
     """Return whether a mutation changes only text for people."""
     if not isinstance(node, cst.Call) or not isinstance(replacement, cst.Call):
         return _is_text(node)
-    remaining_ids = {id(argument) for argument in replacement.args}
-    removed_arguments = [argument for argument in node.args if id(argument) not in remaining_ids]
+    remaining_argument_ids = {id(argument) for argument in replacement.args}
+    removed_arguments = [argument for argument in node.args if id(argument) not in remaining_argument_ids]
     return bool(removed_arguments) and all(_is_text_argument(node, argument) for argument in removed_arguments)
 
 
 def _find_mutations(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode, str]]:
-    """Yield every mutation of a node and its children: the changed node, its replacement, the name of the operator."""
+    """Yield every mutation of a node and its descendants: the node to replace, the replacement, the operator's name."""
     if m.matches(node, _SKIPPED_NODES):
         return
     for node_type, operator in _OPERATORS:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CASES", "MODULES"]
 
+# Each of these tuples has the arguments of pytest that choose the cases of one part of gdrkit.
 # Cases without a server come first: they are fast, and a run stops at the first failure. The fuzzers are excluded,
 # because each runs for many seconds.
 _STORAGE = (

@@ -128,20 +128,25 @@ class Result:
 
 def find_changed_lines(before: str, after: str) -> tuple[int, str, str]:
     """Return the number of the first line that differs, and the lines that differ in both texts."""
-    old_lines, new_lines = before.splitlines(), after.splitlines()
-    equal_head_count = _count_common_lines(old_lines, new_lines)
-    equal_tail_count = _count_common_lines(old_lines[equal_head_count:][::-1], new_lines[equal_head_count:][::-1])
+    before_lines, after_lines = before.splitlines(), after.splitlines()
+    common_head_count = _count_common_lines(before_lines, after_lines)
+    common_tail_count = _count_common_lines(
+        before_lines[common_head_count:][::-1], after_lines[common_head_count:][::-1]
+    )
     return (
-        equal_head_count + 1,
-        "\n".join(old_lines[equal_head_count : len(old_lines) - equal_tail_count]).strip(),
-        "\n".join(new_lines[equal_head_count : len(new_lines) - equal_tail_count]).strip(),
+        common_head_count + 1,
+        "\n".join(before_lines[common_head_count : len(before_lines) - common_tail_count]).strip(),
+        "\n".join(after_lines[common_head_count : len(after_lines) - common_tail_count]).strip(),
     )
 
 
-def _count_common_lines(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return the number of lines that are equal in both texts, counted from the beginning to the first difference."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (line, other_line) in pairs if line != other_line), min(len(first), len(second)))
+def _count_common_lines(lines_of_one_text: Sequence[str], lines_of_other_text: Sequence[str]) -> int:
+    """Return the number of equal lines at the beginning of both texts, before the first difference."""
+    numbered_line_pairs = enumerate(zip(lines_of_one_text, lines_of_other_text, strict=False))
+    return next(
+        (index for index, (line, other_line) in numbered_line_pairs if line != other_line),
+        min(len(lines_of_one_text), len(lines_of_other_text)),
+    )
 
 
 def read_equivalent_reasons(path: Path = EQUIVALENT_FILE) -> dict[tuple[str, str, str, str], str]:

@@ -44,9 +44,10 @@ class Patch:
     before, after : str
         The text to replace, and its replacement.
     search_from : str
-        A text of the file. The search for `before` begins there; at the start of the file if empty.
+        A text of the file, at which the search for `before` begins. If empty, the search begins at the start of the
+        file.
     cases : tuple of str
-        The arguments of pytest. If empty, the cases of the file in modules.py.
+        The arguments of pytest that choose the cases. If empty, the entry of the file in modules.CASES.
     """
 
     name: str
@@ -174,21 +175,21 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "wrong-checksum-of-a-write-accepted",
         "native/storage/segments.cpp",
-        "checksum != operation.checksum",
+        "segment_checksum != operation.checksum",
         "false",
         cases=_STORAGE,
     ),
     Patch(
         "checksum-of-the-last-segment-alone",
         "native/storage/segments.cpp",
-        "segment.begin == 0 ? checksum : crc32c_combine(pending.checksum, checksum, read_bytes)",
-        "checksum",
+        "segment.begin == 0 ? segment_checksum : crc32c_combine(pending.checksum, segment_checksum, read_bytes)",
+        "segment_checksum",
         cases=_STORAGE,
     ),
     Patch(
         "change-from-outside-unnoticed",
         "native/storage/store_file.cpp",
-        "if (!(sums_.version() == now)) {",
+        "if (!(sums_.version() == current_version)) {",
         "if (false) {",
         cases=_STORAGE,
     ),
@@ -299,16 +300,16 @@ def apply_patch(patch: Patch, root: Path) -> tuple[str, str]:
     """
     path = root / patch.file
     source = path.read_text() if path.is_file() else ""
-    start = source.find(patch.search_from)
-    head, searched_text = source[: max(start, 0)], source[max(start, 0) :]
-    count = searched_text.count(patch.before)
-    if start < 0 or (count != 1 and not (patch.search_from and count)):
+    search_start = source.find(patch.search_from)
+    text_before_search, searched_text = source[: max(search_start, 0)], source[max(search_start, 0) :]
+    occurrence_count = searched_text.count(patch.before)
+    if search_start < 0 or (occurrence_count != 1 and not (patch.search_from and occurrence_count)):
         message = (
-            f"patch {patch.name}: {patch.file} has the text to replace {count} times, not once; "
+            f"patch {patch.name}: the text to replace occurs {occurrence_count} times in {patch.file}, not once; "
             "adapt the patch (in suites/meta/mutants/patches.py or suites/meta/defects) to the new code"
         )
         raise PatchMismatch(message)
-    return source, head + searched_text.replace(patch.before, patch.after, 1)
+    return source, text_before_search + searched_text.replace(patch.before, patch.after, 1)
 
 
 def make_mutant(patch: Patch, root: Path) -> Mutant:

@@ -1,11 +1,10 @@
 """Mutation testing of gdrkit: ``python -m meta.mutants.run``, with suites/ on PYTHONPATH (`nox -s mutants`).
 
 The mutants are a random sample by the operators of mutmut, and the patches of patches.py. The program puts each mutant
-into a copy of the tree, and runs the cases of the file that modules.py lists. A mutant is killed if a case fails twice
-with it, or if the cases exceed their time limit. If the cases fail without any mutant, the program reports this failure
-and ends.
-Equivalent mutants do not count. The exit code is 0 if at least nine of ten other mutants are killed, every patch
-compiles, and at most one mutant in twenty is listed as equivalent. Otherwise it is 1.
+into a copy of the tree, and runs the cases that modules.py lists for the changed file. A mutant is killed if a case
+fails twice with it, or if the cases exceed their time limit. If the cases fail without any mutant, the program reports
+this failure and ends. Equivalent mutants do not count. The exit code is 0 if at least nine of ten other mutants are
+killed, every patch compiles, and at most one mutant in twenty is listed as equivalent. Otherwise it is 1.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def draw_mutants(
 ) -> list[Mutant]:
     """Return a random sample of mutants. `python` is the interpreter of the environment that has mutmut."""
     request = {"root": str(tree), "seed": seed, "count": count, "modules": dict(modules)}
-    reply = subprocess.run(
+    completed = subprocess.run(
         [str(python), str(Path(__file__).with_name("generate.py"))],
         input=json.dumps(request),
         stdout=subprocess.PIPE,
@@ -77,7 +76,7 @@ def draw_mutants(
         timeout=_GENERATE_TIMEOUT_S,
     )
     mutants = []
-    for mutation in json.loads(reply.stdout):
+    for mutation in json.loads(completed.stdout):
         file, source = mutation["file"], mutation["source"]
         line, before, after = find_changed_lines((tree / file).read_text(), source)
         module, operator = mutation["module"], mutation["operator"]
@@ -132,10 +131,10 @@ class _Campaign:
         finally:
             self.is_stopping |= not is_done
 
-    def _try_mutants(self, worker: Worker, mutants: queue.SimpleQueue[tuple[int, Mutant]]) -> None:
+    def _try_mutants(self, worker: Worker, mutant_queue: queue.SimpleQueue[tuple[int, Mutant]]) -> None:
         while not self.is_stopping:
             try:
-                index, mutant = mutants.get_nowait()
+                index, mutant = mutant_queue.get_nowait()
             except queue.Empty:
                 return
             with self._baseline_locks[mutant.cases]:
@@ -189,14 +188,14 @@ def try_all_mutants(
 def read_recorded_kills(path: Path, mutants: Sequence[Mutant]) -> dict[_IdentityKey, Result]:
     """Return the results of the mutants that an earlier run killed, by the identity key of the mutant."""
     mutants_by_key = {mutant.identity_key: mutant for mutant in mutants}
-    kills: dict[_IdentityKey, Result] = {}
+    results_by_key: dict[_IdentityKey, Result] = {}
     for record in read_records(path):
         evidence = record.evidence
         file, operator, before, after = (str(evidence.get(name)) for name in ("file", "operator", "before", "after"))
         mutant = mutants_by_key.get((file, operator, before, after))
         if mutant is None or evidence.get("outcome") not in {outcome.value for outcome in _KILLED_OUTCOMES}:
             continue
-        kills[mutant.identity_key] = Result(
+        results_by_key[mutant.identity_key] = Result(
             mutant,
             MutantOutcome(evidence["outcome"]),
             killed_by=str(evidence["killing_test"]),
@@ -205,7 +204,7 @@ def read_recorded_kills(path: Path, mutants: Sequence[Mutant]) -> dict[_Identity
             baseline_s=record.numbers["baseline_s"],
             limit_s=record.numbers["limit_s"],
         )
-    return kills
+    return results_by_key
 
 
 def _make_mutant_record(result: Result, seed: str, command: str) -> Record:
@@ -302,7 +301,9 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="nox -s mutants --",
         description="Change gdrkit in many ways, one at a time, and count the changes that the cases detect.",
     )
-    parser.add_argument("--operators", type=Path, required=True, help="Python of the environment that has mutmut")
+    parser.add_argument(
+        "--operators", type=Path, required=True, help="Python interpreter of the environment that has mutmut"
+    )
     parser.add_argument("--tools", type=Path, required=True, help="folder of cmake and ninja")
     parser.add_argument(
         "--module", action="append", choices=sorted(MODULES), help="mutate only this module; repeatable"
@@ -313,7 +314,9 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--patch", action="append", choices=[patch.name for patch in PATCHES], help="try only this patch; repeatable"
     )
     parser.add_argument("--no-patches", action="store_true", help="try only the random sample")
-    parser.add_argument("--jobs", type=int, default=2, help="workers, each with its own copy (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="number of workers, each with a copy of the tree (default: %(default)s)"
+    )
     parser.add_argument("--retry", type=Path, help="records of an earlier run; skip the mutants that were killed in it")
     parser.add_argument("--records", type=Path, help="write one record for each mutant and a summary to this file")
     return parser.parse_args(arguments)
@@ -328,16 +331,18 @@ def _query_last_commit() -> str:
 def _choose_mutants(options: argparse.Namespace, seed: str) -> list[Mutant]:
     """Return the mutants of this run: patches, and a random sample, as the options select them."""
     # Drawing the sample is slow. The patches come first, so that a patch that does not fit is reported at once.
-    patches = [] if options.no_patches else [make_mutant(patch, _TREE) for patch in PATCHES]
+    patch_mutants = [] if options.no_patches else [make_mutant(patch, _TREE) for patch in PATCHES]
     if options.patch:
-        return [mutant for mutant in patches if mutant.name in options.patch]
+        return [mutant for mutant in patch_mutants if mutant.name in options.patch]
     modules = {name: files for name, files in MODULES.items() if not options.module or name in options.module}
     if options.module:
-        patches = [
-            mutant for mutant in patches if mutant.file in {file for files in modules.values() for file in files}
+        patch_mutants = [
+            mutant for mutant in patch_mutants if mutant.file in {file for files in modules.values() for file in files}
         ]
-    sample = draw_mutants(options.operators, _TREE, modules, seed=seed, count=options.count) if options.count else []
-    return [*patches, *sample]
+    sampled_mutants = (
+        draw_mutants(options.operators, _TREE, modules, seed=seed, count=options.count) if options.count else []
+    )
+    return [*patch_mutants, *sampled_mutants]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -352,19 +357,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(f"{len(mutants)} mutants, seed {seed}", flush=True)  # noqa: T201
     # The folder is in the file system of the tree, because a worker copies the environment by hard links.
-    folder = _TREE / "build" / "mutants" / str(os.getpid())
+    workers_folder = _TREE / "build" / "mutants" / str(os.getpid())
     try:
         workers = [
-            Worker(folder / str(index), source=_TREE, environment=Path(sys.prefix), tools=options.tools)
+            Worker(workers_folder / str(index), source=_TREE, environment=Path(sys.prefix), tools=options.tools)
             for index in range(options.jobs)
         ]
-        kills = {} if options.retry is None else read_recorded_kills(options.retry, mutants)
-        results = try_all_mutants(mutants, workers, read_equivalent_reasons(), kills)
+        recorded_kills = {} if options.retry is None else read_recorded_kills(options.retry, mutants)
+        results = try_all_mutants(mutants, workers, read_equivalent_reasons(), recorded_kills)
     except BaselineFailed as error:
         print(error)  # noqa: T201
         return 1
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(workers_folder, ignore_errors=True)
     duration_s = time.monotonic() - start_s
     if options.records is not None:
         all_arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -392,7 +397,10 @@ def _report(results: Sequence[Result], duration_s: float) -> int:
     outcomes = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items())
     print(f"{len(results)} mutants in {duration_s / 60:.0f} min: {outcomes}; score {score_share:.3f}")  # noqa: T201
     if counts[MutantOutcome.EQUIVALENT] > EQUIVALENT_SHARE_MAX * len(results):
-        print(f"more than {EQUIVALENT_SHARE_MAX:.0%} of the mutants are in {EQUIVALENT_FILE.name}; add cases instead")  # noqa: T201
+        print(  # noqa: T201
+            f"more than {EQUIVALENT_SHARE_MAX:.0%} of the mutants are in {EQUIVALENT_FILE.name}; "
+            "remove entries, and add cases that detect the mutants"
+        )
         return 1
     if counts[MutantOutcome.NOT_COMPILED]:
         print("a patch does not compile, so it proves nothing; adapt it in suites/meta/mutants/patches.py")  # noqa: T201

@@ -35,11 +35,11 @@ _BASELINE_LIMIT_S = 400.0
 _TEAR_DOWN_TIMEOUT_S = 15
 _BUILD_TIMEOUT_S = 900
 # Environment variable that marks all processes of a run.
-_MARKER = "GDRKIT_MUTANT_RUN"
+_MARKER_VARIABLE = "GDRKIT_MUTANT_RUN"
 _IGNORE_COMPILED_PYTHON = shutil.ignore_patterns("__pycache__", "*.pyc")
 _FOLDERS_NOT_COPIED = frozenset({"build", "dist"})
 # pytest prints a failed case as: FAILED PATH::CASE - MESSAGE
-_FAILED_CASE = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
+_FAILED_CASE_PATTERN = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 # Modification time of the first mutant, in seconds since 1970: long ago, so that no real file has it.
 _FIRST_MTIME_S = 1_000_000_000
 
@@ -69,7 +69,7 @@ class Worker:
         self._tools = tools
         self._python_write_count = 0
         # True if the native parts of the copy may contain a mutant.
-        self._is_native_stale = False
+        self._may_contain_native_mutant = False
         shutil.rmtree(folder, ignore_errors=True)
         self.tree.mkdir(parents=True)
         for entry in source.iterdir():
@@ -88,15 +88,15 @@ class Worker:
         for path in [*scripts, *editable_loaders, *path_files]:
             if path.is_symlink() or not path.is_file():
                 continue
-            data = path.read_bytes()
-            new_data = data.replace(os.fsencode(environment), os.fsencode(self._environment))
-            new_data = new_data.replace(os.fsencode(source), os.fsencode(self.tree))
-            if new_data != data:
+            original_bytes = path.read_bytes()
+            redirected_bytes = original_bytes.replace(os.fsencode(environment), os.fsencode(self._environment))
+            redirected_bytes = redirected_bytes.replace(os.fsencode(source), os.fsencode(self.tree))
+            if redirected_bytes != original_bytes:
                 mode = path.stat().st_mode
                 # The file is a hard link to the file of the original environment, and the original file must not
                 # change.
                 path.unlink()
-                path.write_bytes(new_data)
+                path.write_bytes(redirected_bytes)
                 path.chmod(mode)
 
     def remove(self) -> None:
@@ -111,37 +111,37 @@ class Worker:
         BaselineFailed
             The cases fail, or the arguments select no case.
         """
-        self._rebuild_if_stale()
-        run, output = self._run_cases(cases, limit_s=_BASELINE_LIMIT_S)
-        if not run.passed:
-            cause = "the cases took too long" if run.timed_out else run.first_failed_case
+        self._remove_native_mutant()
+        cases_run, output = self._run_cases(cases, limit_s=_BASELINE_LIMIT_S)
+        if not cases_run.passed:
+            cause = "the cases took too long" if cases_run.timed_out else cases_run.first_failed_case
             message = f"without any mutant, {' '.join(cases)} fails: {cause}\n{output[-3000:]}"
             raise BaselineFailed(message)
-        return run.duration_s
+        return cases_run.duration_s
 
     def try_mutant(self, mutant: Mutant, *, baseline_s: float) -> Result:
         """Try one mutant: put it into the copy, run its cases, and restore the original."""
         limit_s = max(_LIMIT_FACTOR * baseline_s, _LIMIT_MIN_S)
         if not mutant.is_native:
-            self._rebuild_if_stale()
+            self._remove_native_mutant()
         path = self.tree / mutant.file
-        original = path.read_text()
+        original_text = path.read_text()
         start_s = time.monotonic()
         self._write(path, mutant.source)
         try:
             if mutant.is_native and not self.build():
-                case_result = Result(mutant, MutantOutcome.NOT_COMPILED)
+                classified_result = Result(mutant, MutantOutcome.NOT_COMPILED)
             else:
-                case_result = self._run_and_classify(mutant, limit_s)
+                classified_result = self._run_and_classify(mutant, limit_s)
         finally:
-            self._write(path, original)
-            self._is_native_stale |= mutant.is_native
+            self._write(path, original_text)
+            self._may_contain_native_mutant |= mutant.is_native
         duration_s = round(time.monotonic() - start_s, 1)
         return Result(
             mutant,
-            case_result.outcome,
-            case_result.killed_by,
-            case_result.note,
+            classified_result.outcome,
+            classified_result.killed_by,
+            classified_result.note,
             duration_s,
             round(baseline_s, 1),
             round(limit_s, 1),
@@ -158,11 +158,11 @@ class Worker:
         if not self.build():
             message = "the native parts do not compile without any mutant"
             raise BaselineFailed(message)
-        self._is_native_stale = False
+        self._may_contain_native_mutant = False
 
-    def _rebuild_if_stale(self) -> None:
-        """Compile the native parts again if they may contain a mutant."""
-        if self._is_native_stale:
+    def _remove_native_mutant(self) -> None:
+        """Compile the native parts without any mutant if they may contain one."""
+        if self._may_contain_native_mutant:
             self.build_baseline()
 
     def build(self) -> bool:
@@ -170,19 +170,23 @@ class Worker:
         if self._tools is None:
             message = "native mutants need --tools, the folder of cmake and ninja"
             raise ValueError(message)
-        native = self.tree / "native"
+        native_folder = self.tree / "native"
         environ = {**os.environ, "PATH": f"{self._tools}{os.pathsep}{os.environ['PATH']}"}
-        steps = [["cmake", "--build", "--preset", "release"]]
+        build_commands = [["cmake", "--build", "--preset", "release"]]
         if not (self.tree / "build" / "native" / "release" / "build.ninja").exists():
-            options = ["-DBUILD_TESTING=OFF", f"-DPython_EXECUTABLE={self._tools / 'python'}", "--no-warn-unused-cli"]
-            steps.insert(0, ["cmake", "--preset", "release", *options])
-        steps.append(
+            configure_options = [
+                "-DBUILD_TESTING=OFF",
+                f"-DPython_EXECUTABLE={self._tools / 'python'}",
+                "--no-warn-unused-cli",
+            ]
+            build_commands.insert(0, ["cmake", "--preset", "release", *configure_options])
+        build_commands.append(
             ["cmake", "--install", "../build/native/release", "--prefix", str(self.tree), "--component", "python"]
         )
-        for step in steps:
-            program = [str(self._tools / step[0]), *step[1:]]
+        for build_command in build_commands:
+            command = [str(self._tools / build_command[0]), *build_command[1:]]
             completed = subprocess.run(
-                program, cwd=native, env=environ, capture_output=True, check=False, timeout=_BUILD_TIMEOUT_S
+                command, cwd=native_folder, env=environ, capture_output=True, check=False, timeout=_BUILD_TIMEOUT_S
             )
             if completed.returncode != 0:
                 return False
@@ -190,22 +194,26 @@ class Worker:
 
     def _run_and_classify(self, mutant: Mutant, limit_s: float) -> Result:
         """Run the cases against the mutant in the copy, several times if a failure does not repeat."""
-        previous_case, note = "", ""
+        previous_failed_case, note = "", ""
         for _ in range(_ROUNDS_MAX):
-            run, _ = self._run_cases(mutant.cases, limit_s=limit_s)
-            if run.passed:
+            cases_run, _ = self._run_cases(mutant.cases, limit_s=limit_s)
+            if cases_run.passed:
                 break
-            if run.timed_out:
+            if cases_run.timed_out:
                 return Result(mutant, MutantOutcome.TIMEOUT, note="the cases did not end")
-            case = run.first_failed_case
-            if case == previous_case:
-                return Result(mutant, MutantOutcome.KILLED, case, note="the case fails only after the cases before it")
+            failed_case = cases_run.first_failed_case
+            if failed_case == previous_failed_case:
+                return Result(
+                    mutant, MutantOutcome.KILLED, failed_case, note="the case fails only after the cases before it"
+                )
             # A case that fails only sometimes does not kill the mutant, so the failed case runs again, alone. If it
             # passes then, all cases run again, because a later case may detect the mutant.
-            run_alone, _ = self._run_cases((case,) if "::" in case else mutant.cases, limit_s=limit_s)
-            if run_alone.first_failed_case == case:
-                return Result(mutant, MutantOutcome.KILLED, case)
-            previous_case, note = case, f"{case} failed once, and then passed"
+            run_of_failed_case, _ = self._run_cases(
+                (failed_case,) if "::" in failed_case else mutant.cases, limit_s=limit_s
+            )
+            if run_of_failed_case.first_failed_case == failed_case:
+                return Result(mutant, MutantOutcome.KILLED, failed_case)
+            previous_failed_case, note = failed_case, f"{failed_case} failed once, and then passed"
         return Result(mutant, MutantOutcome.SURVIVED, note=note)
 
     def _write(self, path: Path, text: str) -> None:
@@ -236,7 +244,7 @@ class Worker:
         command += ["-c", str(self.tree / "suites" / "pytest.ini"), "-x", "-q", "--tb=short", "--seed=1"]
         command += ["--hypothesis-seed=1", "-o", f"timeout={_CASE_TIMEOUT_S}", *cases]
         marker = uuid.uuid4().hex
-        environ = {**os.environ, _MARKER: marker}
+        environ = {**os.environ, _MARKER_VARIABLE: marker}
         environ.pop("PYTHONPATH", None)  # PYTHONPATH contains the suites of the original tree.
         start_s = time.monotonic()
         with subprocess.Popen(
@@ -263,22 +271,22 @@ class Worker:
                     output, _ = child.communicate()
         _kill_marked_processes(marker)
         shutil.rmtree(self.tree / ".hypothesis", ignore_errors=True)
-        failure_match = _FAILED_CASE.search(output)
-        case = failure_match[1] if failure_match else f"the run ended with exit status {child.returncode}"
+        failure_match = _FAILED_CASE_PATTERN.search(output)
+        failed_case = failure_match[1] if failure_match else f"the run ended with exit status {child.returncode}"
         passed = child.returncode == 0 and not timed_out
-        return CasesRun(passed, timed_out, "" if passed else case, time.monotonic() - start_s), output
+        return CasesRun(passed, timed_out, "" if passed else failed_case, time.monotonic() - start_s), output
 
 
 def _kill_marked_processes(marker: str) -> None:
     """Kill the remaining processes of a run: every process whose environment has the marker."""
-    variable = f"{_MARKER}={marker}".encode()
+    marker_entry = f"{_MARKER_VARIABLE}={marker}".encode()
     # A process may start children while this loop reads /proc, so the loop is repeated.
     for _ in range(3):
         has_killed = False
-        for folder in Path("/proc").glob("[0-9]*"):
+        for process_folder in Path("/proc").glob("[0-9]*"):
             try:
-                if variable in (folder / "environ").read_bytes().split(b"\0"):
-                    os.kill(int(folder.name), signal.SIGKILL)
+                if marker_entry in (process_folder / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(process_folder.name), signal.SIGKILL)
                     has_killed = True
             except OSError:  # The process has ended, or it belongs to another user.
                 continue

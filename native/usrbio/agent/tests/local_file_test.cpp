@@ -40,9 +40,10 @@ void test_bytes_match_their_sums() {
     CHECK(folder.read(*local_file, 64 * chunk_bytes, chunk_bytes) == 100);
     // A part of a chunk cannot be verified.
     CHECK(folder.read(*local_file, 1, chunk_bytes) == -1 && folder.read(*local_file, 0, chunk_bytes + 1) == -1);
+    // A chunk with an unknown sum needs no verification, so a read may end inside the chunk.
     folder.sums->set(1, {0, 0, SumState::unknown});
     CHECK(folder.read(*local_file, 0, chunk_bytes + 1) == chunk_bytes + 1);
-    // In this state, the server is writing the chunk.
+    // While the server writes a chunk, its bytes cannot be verified.
     folder.sums->set(2, {0, 0, SumState::being_written});
     CHECK(folder.read(*local_file, 2 * chunk_bytes, chunk_bytes) == -1);
 }
@@ -90,8 +91,8 @@ void test_sums_of_an_earlier_file_are_not_used() {
     CHECK(folder.read(*local_file, 1, chunk_bytes) == chunk_bytes);
 }
 
-// If the sums are not in the page cache, the server executes the read, which loads the sums. On tmpfs, the sums are
-// always cached.
+// If the sums are not in the page cache, the server executes the read and thereby loads the sums. On tmpfs, the sums
+// are always cached.
 void test_sums_are_used_when_they_are_cached() {
     StoreFolder folder;
     folder.add_sums();
@@ -110,7 +111,7 @@ void test_sums_are_used_when_they_are_cached() {
     CHECK(folder.read(*local_file, 0, chunk_bytes) == chunk_bytes);
 }
 
-// A read whose first or last chunk cannot be verified copies no bytes, because the server copies them again.
+// A read whose first or last chunk cannot be verified copies no bytes, because the server will execute the whole read.
 void test_unverifiable_reads_copy_nothing() {
     StoreFolder folder;
     folder.add_sums();
@@ -145,8 +146,8 @@ void test_pieces_of_a_long_read_are_verified() {
     CHECK(folder.read(*local_file, 0, long_bytes) == static_cast<std::int64_t>(long_bytes));
 }
 
-// The kernel returns fewer bytes if a later page is not in the page cache. That is not the end of the file. The reads
-// are so short that they have one piece. On tmpfs, all pages are always cached.
+// The kernel returns fewer bytes if a later page is not in the page cache. Such a short result is not the end of the
+// file. Each read here is so short that it is a single piece. On tmpfs, all pages are always cached.
 void test_uncached_bytes_are_not_the_end_of_the_file() {
     const StoreFolder folder;
     const auto local_file = folder.open_local_file();
@@ -171,12 +172,12 @@ void test_memory_that_can_shrink_is_no_counter() {
 }
 
 // Linux 5.9 and 5.10 also return 0 bytes for a page that is not in the page cache.
-void test_no_bytes_before_the_end_are_left_to_the_server() {
+void test_empty_read_before_the_end_is_left_to_the_server() {
     const StoreFolder folder;
     const auto local_file = folder.open_local_file();
-    std::vector<std::byte> memory(chunk_bytes);
-    CHECK(local_file->complete_piece(file_bytes - chunk_bytes, memory, 0) < 0);
-    CHECK(local_file->complete_piece(file_bytes, memory, 0) == 0);
+    std::vector<std::byte> destination(chunk_bytes);
+    CHECK(local_file->complete_piece(file_bytes - chunk_bytes, destination, 0) < 0);
+    CHECK(local_file->complete_piece(file_bytes, destination, 0) == 0);
 }
 
 } // namespace
@@ -192,7 +193,7 @@ int main() {
     test_pieces_of_a_long_read_are_verified();
     test_uncached_bytes_are_not_the_end_of_the_file();
     test_memory_that_can_shrink_is_no_counter();
-    test_no_bytes_before_the_end_are_left_to_the_server();
+    test_empty_read_before_the_end_is_left_to_the_server();
     std::puts("ok");
     return 0;
 }

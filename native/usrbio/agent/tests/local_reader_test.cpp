@@ -45,7 +45,7 @@ std::size_t read_batch(const StoreFolder& folder, LocalFile& local_file, LocalRe
     for (std::size_t index = 0; index < count; ++index)
         CHECK(reader.add(local_file, offset_of(index), {destination_of(index), length}));
     CHECK(reader.requested_bytes() == count * length);
-    const std::uint64_t copied_bytes = reader.run(-1);
+    const std::uint64_t copied_bytes = reader.run(no_application_processor);
     CHECK(copied_bytes <= count * length);
     std::size_t failed_count = 0;
     for (std::size_t index = 0; index < count; ++index) {
@@ -80,7 +80,7 @@ void test_reads_of_two_files_in_one_batch() {
     std::array<std::byte, 2 * chunk_bytes> memory;
     CHECK(reader.add(*first_file, chunk_bytes, std::span(memory).first(chunk_bytes)));
     CHECK(reader.add(*second_file, file_bytes - 10, std::span(memory).last(chunk_bytes)));
-    CHECK(reader.run(-1) == chunk_bytes + 10);
+    CHECK(reader.run(no_application_processor) == chunk_bytes + 10);
     CHECK(reader.result(0) == chunk_bytes && reader.result(1) == 10);
     CHECK(std::memcmp(memory.data(), first_folder.bytes.data() + chunk_bytes, chunk_bytes) == 0);
     CHECK(std::memcmp(memory.data() + chunk_bytes, second_folder.bytes.data() + file_bytes - 10, 10) == 0);
@@ -93,7 +93,7 @@ void test_file_that_grows_during_a_long_read_is_left_to_the_server() {
     LocalReader reader;
     std::vector<std::byte> memory(long_file_bytes);
     CHECK(reader.add(*local_file, long_file_bytes / 2, memory));
-    reader.run(-1);
+    reader.run(no_application_processor);
     CHECK(reader.result(0) == static_cast<std::int64_t>(long_file_bytes / 2));
     CHECK(ftruncate(folder.file.get(), 2 * long_file_bytes) == 0);
     CHECK(!reader.result(0));
@@ -110,7 +110,7 @@ void test_corrupt_chunk_fails_only_its_read() {
     CHECK(pwrite(folder.file.get(), &flipped_byte, 1, 3 * chunk_bytes) == 1);
     for (std::size_t chunk = 0; chunk < 64; ++chunk)
         CHECK(reader.add(*local_file, chunk * chunk_bytes, {memory.data() + chunk * chunk_bytes, chunk_bytes}));
-    CHECK(reader.run(-1) == 64 * chunk_bytes);
+    CHECK(reader.run(no_application_processor) == 64 * chunk_bytes);
     for (std::size_t chunk = 0; chunk < 64; ++chunk)
         CHECK(reader.result(chunk).has_value() == (chunk != 3));
 }
@@ -125,7 +125,7 @@ void test_lost_memory_fails_only_its_read() {
     std::vector<std::byte> memory(chunk_bytes);
     CHECK(reader.add(*local_file, 0, {static_cast<std::byte*>(lost_memory), chunk_bytes}));
     CHECK(reader.add(*local_file, 0, memory));
-    CHECK(reader.run(-1) == chunk_bytes && !reader.result(0) && reader.result(1) == chunk_bytes);
+    CHECK(reader.run(no_application_processor) == chunk_bytes && !reader.result(0) && reader.result(1) == chunk_bytes);
     munmap(lost_memory, chunk_bytes);
 }
 
@@ -176,7 +176,7 @@ void test_lost_sums_fail_the_earlier_reads_of_a_batch() {
     CHECK(setrlimit(RLIMIT_NOFILE, &low_limit) == 0);
     CHECK(!reader.add(*local_file, chunk_bytes, {memory.data() + chunk_bytes, chunk_bytes}));
     CHECK(setrlimit(RLIMIT_NOFILE, &limit_before) == 0);
-    reader.run(-1);
+    reader.run(no_application_processor);
     CHECK(!reader.result(0));
 }
 
@@ -201,7 +201,7 @@ void test_helper_executes_each_index_once() {
         std::atomic<bool> has_helped{false};
         const auto caller_id = std::this_thread::get_id();
         std::size_t next_index = 0, next_helper_index = call_counts.size() - 1;
-        helper.run(call_counts.size(), -1, [&](std::size_t index, bool is_helper) {
+        helper.run(call_counts.size(), no_application_processor, [&](std::size_t index, bool is_helper) {
             ++call_counts[index];
             CHECK(index == (is_helper ? next_helper_index-- : next_index++));
             CHECK(is_helper == (std::this_thread::get_id() != caller_id));
@@ -218,13 +218,14 @@ void test_helper_executes_each_index_once() {
     CHECK(helped_jobs_count != 0);
 }
 
-// The loop must not sleep for each batch if the helper gets a processor too seldom.
+// If the helper gets a processor too late, the next job is not shared, so that the loop does not wait for the helper in
+// every batch.
 void test_job_after_a_late_helper_is_not_shared() {
     ReadHelper helper;
     std::atomic<bool> has_helped{false};
-    const auto run = [&] {
+    const auto share_job = [&] {
         has_helped = false;
-        helper.run(2, -1, [&](std::size_t, bool is_helper) {
+        helper.run(2, no_application_processor, [&](std::size_t, bool is_helper) {
             if (is_helper)
                 has_helped = true;
             std::this_thread::sleep_for(std::chrono::milliseconds(is_helper ? 200 : 1));
@@ -232,8 +233,8 @@ void test_job_after_a_late_helper_is_not_shared() {
         return has_helped.load();
     };
     for (int attempt = 0; attempt < 1000 && !has_helped; ++attempt)
-        run();
-    CHECK(has_helped && !run());
+        share_job();
+    CHECK(has_helped && !share_job());
 }
 
 void test_helper_avoids_the_processor_of_its_caller() {
@@ -250,7 +251,7 @@ void test_helper_avoids_the_processor_of_its_caller() {
         restrict_thread(processors);
         std::atomic<bool> has_helped{false};
         for (int attempt = 0; attempt < 1000 && !has_helped; ++attempt)
-            helper.run(2, -1, [&](std::size_t, bool is_helper) {
+            helper.run(2, no_application_processor, [&](std::size_t, bool is_helper) {
                 cpu_set_t own_processors;
                 CHECK(sched_getaffinity(0, sizeof own_processors, &own_processors) == 0);
                 CHECK(CPU_COUNT(&own_processors) == CPU_COUNT(&allowed_processors) - (is_helper ? 1 : 0));
@@ -269,7 +270,7 @@ void test_helper_avoids_the_processor_of_its_caller() {
     CHECK(sched_setaffinity(0, sizeof avoided_processors, &avoided_processors) == 0);
     std::atomic<int> helped_count{0};
     for (int job = 0; job < 1000 && helped_count < 3; ++job)
-        helper.run(2, -1, [&](std::size_t, bool is_helper) {
+        helper.run(2, no_application_processor, [&](std::size_t, bool is_helper) {
             cpu_set_t own_processors;
             CHECK(sched_getaffinity(0, sizeof own_processors, &own_processors) == 0);
             CHECK(CPU_EQUAL(&own_processors, is_helper ? &helper_processors : &avoided_processors));
@@ -291,7 +292,7 @@ void test_caller_with_two_processors_follows_the_application() {
     const std::span<const int> processors = std::span(all_processors).first(2);
     restrict_thread(processors);
     ReadHelper helper;
-    const auto run = [&](int application_processor) {
+    const auto run_job = [&](int application_processor) {
         int own_processor = -1;
         helper.run(2, application_processor, [&](std::size_t, bool is_helper) {
             if (!is_helper && own_processor < 0)
@@ -302,14 +303,14 @@ void test_caller_with_two_processors_follows_the_application() {
         CHECK(sched_getaffinity(0, sizeof own_processors, &own_processors) == 0 && CPU_COUNT(&own_processors) == 2);
         return own_processor;
     };
-    run(-1); // The first shared job counts the processors.
+    run_job(no_application_processor); // The first shared job counts the processors.
     // A move on a busy machine takes long, and is followed by a pause. Jobs that the helper missed are not shared.
     int followed_count = 0;
     for (std::size_t job = 0; job < 500 && followed_count < 5; ++job) {
         const std::size_t start_index = job % 2, target_index = 1 - start_index;
         restrict_thread({&processors[start_index], 1});
         restrict_thread(processors);
-        if (run(processors[target_index]) == processors[target_index])
+        if (run_job(processors[target_index]) == processors[target_index])
             ++followed_count;
         else
             std::this_thread::sleep_for(std::chrono::milliseconds(20));

@@ -216,10 +216,10 @@ void test_operations_complete() {
     fixture.loop.connect(server.client_socket, {0}, 1);
     fixture.serve(application);
     for (int round = 0; round < 200; ++round) {
-        for (std::uint64_t number = 0; number < 100; ++number)
-            application.prepare(make_arguments(number * 4096, 4096, number));
+        for (std::uint64_t block = 0; block < 100; ++block)
+            application.prepare(make_arguments(block * 4096, 4096, block));
         application.submit();
-        for (int number = 0; number < 100; ++number)
+        for (int count = 0; count < 100; ++count)
             CHECK(application.wait_for_completion().result == 4096);
     }
     const Statistics statistics = fixture.loop.statistics();
@@ -307,7 +307,7 @@ void test_silent_server_is_reported() {
 void test_refused_memory_fails_no_other_operation() {
     constexpr std::uint32_t refused_rkey = 6;
     LoopFixture fixture;
-    // As in the storage server, an operation whose memory was refused has the result -EREMOTEIO.
+    // As the storage server does, return -EREMOTEIO for an operation whose memory was refused.
     FrameServer first_server([&](const storage::Operation& operation) {
         storage::Result result{operation.tag, std::int64_t(operation.length), 0, 0, 0, 0};
         if (operation.rkey == refused_rkey)
@@ -316,39 +316,39 @@ void test_refused_memory_fails_no_other_operation() {
     });
     FrameServer second_server;
     first_server.is_silent = true;
-    Application healthy(8, fixture.semaphores.handles[1]);
-    Application hostile(8, fixture.semaphores.handles[1]);
+    Application healthy_application(8, fixture.semaphores.handles[1]);
+    Application hostile_application(8, fixture.semaphores.handles[1]);
     fixture.loop.add_client(2);
     fixture.loop.add_buffer(2, {buffer_id, 1 << 20, 0, {{0x1000, refused_rkey}}, {}});
     fixture.loop.set_file(2, {inode, 11, 12, true, true});
     fixture.loop.connect(first_server.client_socket, {0}, 1);
-    fixture.serve(healthy);
-    fixture.loop.add_ring(2, {ring_id, true, 0, 1, std::chrono::milliseconds(0), 0}, hostile.fd);
-    healthy.prepare(make_arguments(0, 4096, 1));
-    healthy.submit();
+    fixture.serve(healthy_application);
+    fixture.loop.add_ring(2, {ring_id, true, 0, 1, std::chrono::milliseconds(0), 0}, hostile_application.fd);
+    healthy_application.prepare(make_arguments(0, 4096, 1));
+    healthy_application.submit();
     while (first_server.received_count == 0)
         std::this_thread::yield();
     first_server.is_silent = false;
-    hostile.prepare(make_arguments(0, 512, 2));
-    hostile.submit();
-    CHECK(hostile.wait_for_completion().result == -EREMOTEIO);
+    hostile_application.prepare(make_arguments(0, 512, 2));
+    hostile_application.submit();
+    CHECK(hostile_application.wait_for_completion().result == -EREMOTEIO);
     const std::vector<Event> events = fixture.loop.events(wait_timeout);
     CHECK(events.size() == 1 && events[0].kind == Event::Kind::disconnected);
     // An operation that is submitted now waits for the next connection too.
-    healthy.prepare(make_arguments(4096, 512, 3));
-    healthy.submit();
+    healthy_application.prepare(make_arguments(4096, 512, 3));
+    healthy_application.submit();
     CHECK(fixture.loop.disconnect());
     fixture.loop.connect(second_server.client_socket, {0}, 2);
     std::uint64_t userdata_sum = 0;
     for (int count = 0; count < 2; ++count) {
-        const Completion completion = healthy.wait_for_completion();
+        const Completion completion = healthy_application.wait_for_completion();
         CHECK(completion.result == (completion.userdata == 1 ? 4096 : 512));
         userdata_sum += completion.userdata;
     }
     CHECK(userdata_sum == 1 + 3);
-    hostile.prepare(make_arguments(0, 512));
-    hostile.submit();
-    CHECK(hostile.wait_for_completion().result == -EREMOTEIO);
+    hostile_application.prepare(make_arguments(0, 512));
+    hostile_application.submit();
+    CHECK(hostile_application.wait_for_completion().result == -EREMOTEIO);
     CHECK(fixture.loop.events(std::chrono::milliseconds(0)).empty());
 }
 
@@ -416,10 +416,10 @@ void test_entries_beyond_the_limit_wait_in_the_ring() {
     fixture.loop.connect(server.client_socket, {0, 0}, 1);
     fixture.serve(application, 2);
     for (int round = 0; round < 50; ++round) {
-        for (int number = 0; number < 64; ++number)
+        for (int count = 0; count < 64; ++count)
             application.prepare(make_arguments(0, 512));
         application.submit();
-        for (int number = 0; number < 64; ++number)
+        for (int count = 0; count < 64; ++count)
             CHECK(application.wait_for_completion().result == 512);
     }
 }
@@ -431,25 +431,25 @@ void test_hostile_ring_leaves_other_rings() {
     for (int round = 0; round < 100; ++round) {
         LoopFixture fixture;
         FrameServer server;
-        Application hostile(16, fixture.semaphores.handles[0]);
-        Application healthy(16, fixture.semaphores.handles[1]);
+        Application hostile_application(16, fixture.semaphores.handles[0]);
+        Application healthy_application(16, fixture.semaphores.handles[1]);
         fixture.loop.connect(server.client_socket, {0}, 1);
-        fixture.loop.add_ring(1, {Id{9}, true, 0, 0, std::chrono::milliseconds(0), 0}, hostile.fd);
-        fixture.serve(healthy);
+        fixture.loop.add_ring(1, {Id{9}, true, 0, 0, std::chrono::milliseconds(0), 0}, hostile_application.fd);
+        fixture.serve(healthy_application);
         for (int step = 0; step < 20; ++step) {
             Arguments arguments = make_arguments(random_number(), random_number() % 8192, random_number());
             if (random_number() % 2 == 0)
                 arguments.file_inode = random_number() % 16;
-            hostile.view.arguments[random_number() % hostile.view.slot_count] = arguments;
-            hostile.view.submissions[random_number() % hostile.view.slot_count] = {
+            hostile_application.view.arguments[random_number() % hostile_application.view.slot_count] = arguments;
+            hostile_application.view.submissions[random_number() % hostile_application.view.slot_count] = {
                 static_cast<std::int32_t>(random_number() % 40) - 4, 0, 0};
-            auto& index = random_number() % 4 == 0 ? hostile.view.indices->completion_tail
-                                                   : hostile.view.indices->submission_head;
-            index.store(static_cast<std::int32_t>(random_number() % 24) - 2, std::memory_order_release);
-            hostile.submit();
-            healthy.prepare(make_arguments(4096, 4096));
-            healthy.submit();
-            CHECK(healthy.wait_for_completion().result == 4096);
+            auto& corrupt_index = random_number() % 4 == 0 ? hostile_application.view.indices->completion_tail
+                                                           : hostile_application.view.indices->submission_head;
+            corrupt_index.store(static_cast<std::int32_t>(random_number() % 24) - 2, std::memory_order_release);
+            hostile_application.submit();
+            healthy_application.prepare(make_arguments(4096, 4096));
+            healthy_application.submit();
+            CHECK(healthy_application.wait_for_completion().result == 4096);
         }
     }
 }
@@ -457,25 +457,25 @@ void test_hostile_ring_leaves_other_rings() {
 void test_truncated_ring_leaves_other_rings() {
     LoopFixture fixture;
     FrameServer server;
-    Application healthy(16, fixture.semaphores.handles[1]);
+    Application healthy_application(16, fixture.semaphores.handles[1]);
     fixture.loop.connect(server.client_socket, {0}, 1);
-    fixture.serve(healthy);
+    fixture.serve(healthy_application);
     {
-        Application hostile(16, fixture.semaphores.handles[0]);
-        fixture.loop.add_ring(1, {Id{9}, true, 0, 0, std::chrono::milliseconds(0), 0}, hostile.fd);
-        CHECK(ftruncate(hostile.fd, 0) == 0);
+        Application hostile_application(16, fixture.semaphores.handles[0]);
+        fixture.loop.add_ring(1, {Id{9}, true, 0, 0, std::chrono::milliseconds(0), 0}, hostile_application.fd);
+        CHECK(ftruncate(hostile_application.fd, 0) == 0);
         sem_post(fixture.semaphores.handles[0]);
         const std::vector<Event> events = fixture.loop.events(wait_timeout);
         CHECK(events.size() == 1 && events[0].kind == Event::Kind::ring_broken && events[0].id == Id{9});
     }
-    healthy.prepare(make_arguments(0, 4096));
-    healthy.submit();
-    CHECK(healthy.wait_for_completion().result == 4096);
+    healthy_application.prepare(make_arguments(0, 4096));
+    healthy_application.submit();
+    CHECK(healthy_application.wait_for_completion().result == 4096);
 }
 
-// In each turn of a ring, the loop executes about 1 MiB of local reads. A short read before many long reads must not
-// make the turn longer: the server executes the rest of the claimed reads. The ring is full before the loop serves it,
-// so that one turn begins with all reads.
+// A turn of a ring is its part of one pass of the loop. In each turn, the loop executes about 1 MiB of local reads. A
+// short read before many long reads must not make the turn longer: the server executes the rest of the claimed reads.
+// The ring is full before the loop serves it, so that one turn begins with all reads.
 void check_turn_is_limited(LoopFixture& fixture, const FrameServer& server, Descriptor file) {
     constexpr std::size_t long_reads_count = 40, long_bytes = std::size_t{1} << 20;
     CHECK(ftruncate(file.get(), long_bytes) == 0);
@@ -499,14 +499,14 @@ void check_turn_is_limited(LoopFixture& fixture, const FrameServer& server, Desc
         prepare(long_bytes);
     fixture.loop.add_ring(1, {Id{5}, true, 0, 1, std::chrono::milliseconds(0), 0}, application.fd);
     application.submit();
-    std::size_t short_count = 0;
+    std::size_t short_results_count = 0;
     for (std::size_t index = 0; index <= long_reads_count; ++index) {
         const std::int64_t result = application.wait_for_completion().result;
         CHECK(result == 1 || result == long_bytes);
-        short_count += result == 1;
+        short_results_count += result == 1;
     }
     // The loop has executed the short read and one long read.
-    CHECK(short_count == 1 && fixture.loop.statistics().local_reads - local_reads_before == 2);
+    CHECK(short_results_count == 1 && fixture.loop.statistics().local_reads - local_reads_before == 2);
     CHECK(server.received_count - received_before == long_reads_count - 1);
     CHECK(fixture.loop.remove_buffer(1, long_buffer, wait_timeout));
 }
@@ -612,12 +612,12 @@ struct LocalFixture : LoopFixture {
 void test_failed_local_reads_end_the_turn_of_a_ring() {
     LocalFixture fixture;
     fixture.folder.add_sums();
-    // The two threads of the loop begin at the ends of a long read, so they come last to the corrupt byte.
+    // The two threads begin at the two ends of a long read, so they come last to the corrupt byte in the middle.
     const std::size_t middle = fixture.folder.bytes.size() / 2;
     const std::byte flipped_byte = fixture.folder.bytes[middle] ^ std::byte{1};
     CHECK(pwrite(fixture.folder.file.get(), &flipped_byte, 1, static_cast<off_t>(middle)) == 1);
     const std::size_t long_bytes = fixture.folder.bytes.size(), count = LocalFixture::memory_bytes / long_bytes;
-    // After a short read, the loop claims all others at once. The ring is full before the loop serves it.
+    // After the short read, the loop claims all long reads at once, because the ring is full before the loop serves it.
     fixture.prepare(0, 1);
     for (std::size_t index = 0; index < count; ++index)
         fixture.prepare(index * long_bytes, long_bytes);
@@ -626,8 +626,8 @@ void test_failed_local_reads_end_the_turn_of_a_ring() {
     for (std::size_t index = 0; index <= count; ++index)
         CHECK(fixture.application.wait_for_completion().result > 0);
     CHECK(fixture.loop.statistics().local_reads == 0 && fixture.server.received_count == count + 1);
-    // The server of this test moves no bytes, so only the reads of the loop have changed the memory. Each of them has
-    // copied at least half of its bytes, so the second or third has ended the turn.
+    // The server of this test moves no bytes, so only the reads of the loop have changed the memory. Each failed local
+    // read has copied at least half of its bytes, so the second or third of these reads has ended the turn.
     std::size_t copied_count = 0;
     for (std::size_t index = 0; index < count; ++index)
         copied_count += std::memcmp(fixture.base + index * long_bytes, fixture.folder.bytes.data(), 4096) == 0;
@@ -651,7 +651,7 @@ void test_server_executes_what_the_loop_may_not() {
     CHECK(!fixture.reads_locally());
 }
 
-// The loop has at most one local file for each eight descriptors that the process may open.
+// The loop has at most one local file for every eight descriptors that the process may open.
 void test_files_leave_descriptors_for_others() {
     rlimit limit_before{};
     CHECK(getrlimit(RLIMIT_NOFILE, &limit_before) == 0);
@@ -687,7 +687,7 @@ Descriptor make_descriptor_with_slow_close(Descriptor& peer) {
     CHECK(connect(descriptor.get(), socket_address, length) == 0);
     peer = Descriptor(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
     CHECK(peer.get() >= 0);
-    const linger linger_option{1, 60};
+    const linger linger_option{1, 60}; // close(2) waits at most 60 s until the sent bytes are acknowledged.
     CHECK(setsockopt(descriptor.get(), SOL_SOCKET, SO_LINGER, &linger_option, sizeof linger_option) == 0);
     const std::vector<char> unread_bytes(1 << 16);
     while (send(descriptor.get(), unread_bytes.data(), unread_bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL) > 0) {
@@ -713,7 +713,7 @@ void test_loop_closes_no_files() {
                 fixture.loop.set_file(1, {slow_inode, 13, 0, true, false});
             has_closed = true;
         });
-        while (fcntl(slow_fd, F_GETFD) >= 0) // close(2) first frees the number of the descriptor.
+        while (fcntl(slow_fd, F_GETFD) >= 0) // close(2) frees the number of the descriptor before it blocks.
             std::this_thread::yield();
         CHECK(fixture.reads_locally() && !has_closed);
         peer = Descriptor();

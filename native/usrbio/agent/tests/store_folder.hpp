@@ -26,19 +26,21 @@ namespace gdrkit::usrbio::agent::tests {
 inline constexpr std::uint32_t chunk_bytes = 4096;
 inline constexpr std::size_t file_bytes = 64 * chunk_bytes + 100;
 
+// For LocalReader::run() and ReadHelper::run(): the thread does not move to the processor of an application.
+inline constexpr int no_application_processor = -1;
+
 // Creates the shared memory of a storage::SumsGeneration.
-inline Descriptor make_generation() {
+inline Descriptor make_generation_memory() {
     Descriptor memory(memfd_create("generation", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     CHECK(ftruncate(memory.get(), 4096) == 0 && fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK) == 0);
     return memory;
 }
 
-// A folder with a file of random bytes. It is also the folder of the sums files; add_sums() creates the sums of the
-// file.
+// A folder with a file of random bytes. The sums files are in the same folder; add_sums() creates the sums of the file.
 struct StoreFolder {
     std::string path = "/tmp/gdrkit-local_file-XXXXXX";
     Descriptor sums_folder, file;
-    Descriptor generation_memory = make_generation();
+    Descriptor generation_memory = make_generation_memory();
     storage::SumsGeneration generation;
     std::optional<storage::SumsFile> sums; // Empty: the server has not opened the sums.
     std::vector<std::byte> bytes;
@@ -59,9 +61,10 @@ struct StoreFolder {
     void add_sums() {
         struct stat attributes {};
         CHECK(fstat(file.get(), &attributes) == 0);
-        const std::string name = storage::make_sums_name(attributes.st_ino);
-        CHECK(mkdirat(sums_folder.get(), name.substr(0, 2).c_str(), 0700) == 0);
-        CHECK(sums.emplace().open(sums_folder.get(), name.c_str(), true, file.get(), chunk_bytes, generation) == 0);
+        const std::string sums_name = storage::make_sums_name(attributes.st_ino);
+        CHECK(mkdirat(sums_folder.get(), sums_name.substr(0, 2).c_str(), 0700) == 0);
+        CHECK(sums.emplace().open(sums_folder.get(), sums_name.c_str(), true, file.get(), chunk_bytes, generation) ==
+              0);
         CHECK(sums->reserve(0, bytes.size() / chunk_bytes + 1) == 0);
         for (std::size_t begin = 0; begin < bytes.size(); begin += chunk_bytes) {
             const auto length = static_cast<std::uint32_t>(std::min<std::size_t>(chunk_bytes, bytes.size() - begin));
@@ -72,8 +75,8 @@ struct StoreFolder {
     std::unique_ptr<LocalFile> open_local_file() const {
         auto store = std::make_shared<LocalStore>(Descriptor(fcntl(sums_folder.get(), F_DUPFD_CLOEXEC, 0)),
                                                   Descriptor(fcntl(generation_memory.get(), F_DUPFD_CLOEXEC, 0)));
-        const std::string name = "/proc/self/fd/" + std::to_string(file.get());
-        return std::make_unique<LocalFile>(Descriptor(open(name.c_str(), O_RDONLY | O_CLOEXEC)), store);
+        const std::string file_path = "/proc/self/fd/" + std::to_string(file.get());
+        return std::make_unique<LocalFile>(Descriptor(open(file_path.c_str(), O_RDONLY | O_CLOEXEC)), store);
     }
     // Reads locally and compares the bytes. Returns the result, or -1 if the server has to execute the read.
     std::int64_t read(LocalFile& local_file, std::size_t offset, std::size_t length) const {
@@ -92,7 +95,7 @@ struct StoreFolder {
         LocalReader reader;
         if (!reader.add(local_file, offset, destination))
             return std::nullopt;
-        copied_bytes = reader.run(-1);
+        copied_bytes = reader.run(no_application_processor);
         return reader.result(0);
     }
 };

@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 
 class _DefectInjector(MetaPathFinder):
-    """An import hook that calls `inject` with the module of the given name after the module was executed."""
+    """An import hook that calls `inject` with the module `module_name` directly after its code was executed."""
 
-    def __init__(self, module: str, inject: Callable[[Any], None]) -> None:
-        self.module, self.inject = module, inject
+    def __init__(self, module_name: str, inject: Callable[[Any], None]) -> None:
+        self.module_name, self.inject = module_name, inject
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self.module:
+        if fullname != self.module_name:
             return None
         other_finders = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in other_finders)), None)
         if spec is None or spec.loader is None:
             return None
-        execute = spec.loader.exec_module
+        execute_module = spec.loader.exec_module
 
         def execute_and_inject(module: ModuleType) -> None:
-            execute(module)
+            execute_module(module)
             self.inject(module)
 
         spec.loader.exec_module = execute_and_inject  # type: ignore[method-assign]
@@ -49,6 +49,6 @@ if _name:
     from meta.defects.table import DEFECTS
 
     _injection = DEFECTS[_name].injection
-    # A defect of the C library needs no hook: the process loads a library that was compiled with it.
+    # A defect of the C library needs no hook: the process loads a library that was compiled with the defect.
     if not isinstance(_injection, NativeDefect):
         sys.meta_path.insert(0, _DefectInjector(DEFECTS[_name].module, _injection))
