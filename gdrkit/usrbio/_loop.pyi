@@ -32,7 +32,7 @@ class Loop:
 
     def connect(self, socket: int, *, queue_pair_nics: Sequence[int], generation: int) -> None:
         """
-        Send operations over a socket. The loop owns it, and closes it even if this call fails.
+        Send operations over a socket. The loop owns the socket, and closes it even if this call fails.
         """
 
     def disconnect(self) -> bool: ...
