@@ -245,8 +245,8 @@ def check_native_in_emulator() -> list[int]:
 def _register_emulator() -> Iterator[None]:
     """Let the kernel start programs for aarch64 by QEMU, because tests start themselves as child processes.
 
-    At the end, the rule is removed, unless the machine had it before. Exit from nox if the kernel has no such rules, or
-    if this user may not register one.
+    At the end, the rule of gdrkit is removed. A rule of the distribution (qemu-aarch64) is used and kept. Exit from nox
+    if the kernel has no such rules, or if this user may not register one.
     """
     own_rule = _BINFMT / "gdrkit-aarch64"
     try:

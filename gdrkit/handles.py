@@ -143,7 +143,7 @@ class ReleaseStack:
         try:
             self.run()
         except Exception as action_error:  # noqa: BLE001 - the caller is about to raise `error` with this note.
-            error.add_note(f"then, while undoing: {action_error}")
+            error.add_note(f"then the clean-up failed too: {action_error}")
 
 
 class _StackEntry:

@@ -119,12 +119,12 @@ def request_obstacles(*, offset_bits: int, host_memory: bool = False) -> tuple[O
     """
     found_obstacles = []
     if host_memory:
-        found_obstacles.append(Obstacle(Cause.HOST_MEMORY, "the memory is host memory", "read into memory of a GPU"))
+        found_obstacles.append(Obstacle(Cause.HOST_MEMORY, "the memory is host memory", "use memory of a GPU"))
     if offset_bits % _DIRECT_ALIGNMENT_BYTES:
         found_obstacles.append(
             Obstacle(
                 Cause.UNALIGNED,
-                f"an offset or the length is not a multiple of {_DIRECT_ALIGNMENT_BYTES} bytes",
+                f"an offset, an address or a length is not a multiple of {_DIRECT_ALIGNMENT_BYTES} bytes",
                 f"align them to {_DIRECT_ALIGNMENT_BYTES} bytes",
             )
         )

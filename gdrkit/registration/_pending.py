@@ -284,9 +284,8 @@ class PendingRegistrations:
         try:
             with self._lock.lock:
                 self._lock.wait_for(lambda: pending.is_done)
-        except (
-            BaseException
-        ):  # A signal handler raised it. If the registration is complete, this thread has a lease, which must end.
+        except BaseException:
+            # A signal handler raised it. If the registration is complete, this thread has a lease, which must end.
             with self._lock.lock:
                 pending.waiter_count -= 1
                 entry = pending.entry if pending.is_done else None

@@ -187,6 +187,8 @@ class _Worker:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self._memory = stack.enter_context(DeviceMemory(self._device, _MEMORY_BYTES))
+            # The driver may return memory that has the pattern of an earlier balance.
+            self._memory.fill(0)
             registration = stack.enter_context(register(self._memory, [self._nic]))
             self._remote_range = registration.remote(self._nic)
             queue = stack.enter_context(self._nic.completion_queue(depth=16))

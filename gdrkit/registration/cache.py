@@ -144,7 +144,8 @@ class RegionCache:
             See :func:`~gdrkit.registration.register`. Every thread that waited for this registration raises an error
             with the same fields. A failure is not cached, so the next lookup tries again.
         UsageError
-            BUSY: the memory was freed or remapped while it was registered; or the caller is a signal handler or a
+            The object is not memory, or the range is not inside it. BUSY: the memory was freed or remapped while it was
+            registered; or the caller is a signal handler or a
             finalizer, and the interrupted call is changing the cache or is registering memory.
         ClosedResource
             The memory or the cache is closed.

@@ -37,7 +37,7 @@ class TierLimits:
     name : str
         Name of the tier.
     accesses_min : int
-        Heat from which a file belongs in the tier, in accesses.
+        Lowest heat of a file that belongs in the tier, in accesses.
     limit_bytes : int
         Space that gdrkit may use in the tier in total, in bytes.
     """
@@ -150,7 +150,7 @@ def _find_pinned_tier(
 def _find_tier_by_heat(
     score: float, current_index: int, entry_scores: Sequence[float], stay_scores: Sequence[float]
 ) -> int:
-    """Return the index of the fastest tier for which the file is hot enough.
+    """Return the index of the fastest tier for which the file is hot enough, or of the slowest tier if there is none.
 
     The current tier of the file has a lower threshold, because of the hysteresis.
     """

@@ -119,6 +119,6 @@ def test_every_experiment_has_a_passing_and_a_failing_case(capsys: pytest.Captur
         & codes_with_experiment - set(CODES_WITH_CASES)
     )
     with capsys.disabled():
-        print("\ncases with twins and fault plans:", *sorted(CODES_WITH_CASES))  # noqa: T201 - for the reader of the log.
-        print("cases with examples of results:", *sorted(codes_with_examples))  # noqa: T201
+        print("\nrules with cases on twins and fault plans:", *sorted(CODES_WITH_CASES))  # noqa: T201 - for the reader of the log.
+        print("rules with examples of results:", *sorted(codes_with_examples))  # noqa: T201
     assert set(CODES_WITH_CASES) | codes_with_examples == codes_with_experiment

@@ -16,7 +16,7 @@ from gdrkit.registration.gdr_handle import GDR_HANDLE_BYTES, GdrHandle
 from gdrkit.registration.handle import SHARE_HANDLE_BYTES, ShareHandle, ShareKind
 
 EXAMPLES_COUNT = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
-# 20 s detect regressions. Five minutes (nox -s long) search for unknown defects.
+# 10 s detect regressions. Five minutes (nox -s long) search for unknown defects.
 FUZZ_DURATION_S = float(os.environ.get("GDRKIT_FUZZ_S", "10"))
 PAGE_BYTES = 4096
 LENGTH_BYTES_MAX = (1 << 63) - 1

@@ -92,6 +92,7 @@ def test_every_byte_of_a_file_is_read_and_written_back(
     evidence: Evidence,
 ) -> None:
     make_file(agent.mount / "file", file_offset + length_bytes, seed=seed)
+    modified_ns = (agent.mount / "file").stat().st_mtime_ns
     source_fd, copy_fd = open_file("file"), open_file("copy")
     memory_bytes = memory_offset + length_bytes + 64
     with Application(agent.mount, memory_kind=memory_kind, length_bytes=memory_bytes) as application:
@@ -107,6 +108,7 @@ def test_every_byte_of_a_file_is_read_and_written_back(
                 "bytes outside of the transfer have changed"
             )
         assert application.write((copy_fd, memory_offset, 5, length_bytes)) == [length_bytes]
+    assert (agent.mount / "file").stat().st_mtime_ns == modified_ns, "the agent has written into the original"
     with (agent.mount / "copy").open("rb") as copied_file, (agent.mount / "file").open("rb") as original_file:
         assert copied_file.read(5) == bytes(5)
         original_file.seek(file_offset)

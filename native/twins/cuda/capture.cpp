@@ -189,7 +189,8 @@ Result capture_event_wait(const ContextRef& context, const StreamRef& stream,
     const CaptureRef capture_of_event = event ? event->capture.lock() : nullptr;
     const CaptureRef& capture_of_stream = stream->capture;
     if (!capture_of_event) {
-        // The event was recorded outside of captures and the stream is captured, or the capture of the event has ended.
+        // No active capture has the event. If the stream is captured, its capture would depend on work outside of it.
+        // Otherwise the capture of the event has ended; callers exclude events that were recorded outside of captures.
         if (capture_of_stream) {
             capture_of_stream->is_invalidated = true;
         }
@@ -246,8 +247,8 @@ Result check_unsafe_call() {
     std::lock_guard lock(graph_mutex());
     Result result = success;
     for (const CaptureRef& capture : captures()) {
-        // A capture of this thread forbids the call unless its mode is relaxed. A capture of another thread forbids
-        // the call only if both modes are global.
+        // A capture that this thread began forbids the call, unless the capture's mode is relaxed. A capture of another
+        // thread forbids it only if the capture's mode and the mode of this thread are both global.
         const bool began_in_this_thread = capture->thread_id == std::this_thread::get_id();
         if (began_in_this_thread ? capture->mode != capture_mode_relaxed
                                  : capture->mode == capture_mode_global && thread_mode == capture_mode_global) {

@@ -24,7 +24,7 @@ void ConnectedQueuePair::run_requester() {
     Lock lock(mutex_);
     for (;;) {
         state_changed_.wait(lock, [this] { return !is_borrowed_; });
-        // Check this after the wait: close() wakes this thread from sleep(), but not from the wait above.
+        // close() may set is_closing_ during the wait above, and does not wake this thread there. So check it here.
         if (is_closing_) {
             abort_requests(lock);
             return;
@@ -93,7 +93,7 @@ void ConnectedQueuePair::complete_finished(const Lock& lock) {
             count_sent(requester.finished_sends.front());
             complete_delayed(lock, std::move(requester.finished_sends.front()), IBV_WC_SUCCESS, random_delay_us());
         }
-        // A request that a state change of this pair interrupted is flushed later.
+        // If a state change of this pair interrupted a request, the request is flushed later.
         if (requester.first_send_error && *requester.first_send_error != IBV_WC_WR_FLUSH_ERR) {
             const std::uint64_t delay_us =
                 *requester.first_send_error == IBV_WC_RETRY_EXC_ERR ? compute_loss_delay_us(attr_) : 0;
@@ -288,7 +288,7 @@ void ConnectedQueuePair::sleep(Lock* lock, Clock::time_point deadline) {
     }
 }
 
-// Count a request that succeeded in the device's traffic. Requests that only change keys send nothing.
+// Add a successful request to the traffic counters of the device. Requests that only change keys send nothing.
 void ConnectedQueuePair::count_sent(const SendWork& work) {
     if (changes_keys(work.opcode)) {
         return;

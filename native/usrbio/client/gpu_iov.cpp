@@ -21,9 +21,6 @@ namespace gdrkit::usrbio {
 namespace {
 
 constexpr std::size_t iov_bytes_max = INT64_MAX;
-// nvidia-peermem pins device memory in pages of this size. The library allocates whole pages, so that a NIC can access
-// no other data.
-constexpr std::size_t rdma_page_bytes = 65536;
 
 // Creates a GpuIov that has the primary context of the device, but no memory yet.
 int make_gpu_iov(int device, const char* mount, std::size_t size_bytes, std::shared_ptr<GpuIov>* gpu_iov) {

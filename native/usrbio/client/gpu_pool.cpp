@@ -23,7 +23,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using BlockList = std::list<std::unique_ptr<GpuBlock>>;
 
-constexpr std::size_t rdma_page_bytes = 65536;          // nvidia-peermem pins device memory in pages of this size.
 constexpr std::size_t fine_steps_above_bytes = 1 << 20; // See choose_pool_block_bytes().
 constexpr std::size_t idle_bytes_default = std::size_t{256} << 20;
 constexpr std::size_t idle_ms_default = 10000;

@@ -11,6 +11,10 @@
 
 namespace gdrkit::usrbio {
 
+// nvidia-peermem pins device memory in pages of this size. The library allocates whole pages, so that a NIC can access
+// no other data.
+inline constexpr std::size_t rdma_page_bytes = 65536;
+
 class GpuBlock;
 
 // Returns the size of the block for an iov of `size_bytes`, rounded up. Sizes of blocks are powers of two from 64 KiB

@@ -121,8 +121,9 @@ std::string hash_to_hex(std::string_view text) {
 
 int main() {
     using namespace gdrkit::usrbio;
-    // The texts are the examples of FIPS 180 for SHA-256, and texts of 55 and of 64 bytes. A block has 64 bytes and the
-    // padding at least 9 bytes, so a text of 55 bytes fits in one block, and longer texts need another block.
+    // The texts are the empty text, examples of FIPS 180 for SHA-256, and texts of 55 and of 64 bytes. A block has 64
+    // bytes and the padding at least 9 bytes, so a text of 55 bytes fits in one block, and longer texts need another
+    // block.
     CHECK(hash_to_hex("") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
     CHECK(hash_to_hex("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
     CHECK(hash_to_hex("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq") ==
