@@ -209,15 +209,14 @@ class Resource(Closeable):
         return self._is_closed
 
     def close(self) -> None:
-        """Release the resource. A second close does nothing, also while the first one releases the resource.
+        """Release the resource. A second close does nothing, also in a signal handler that interrupts the first one.
 
         Raises
         ------
         Exception
             The release failed. The object stays open, and another close tries again.
         """
-        # A signal handler or a second thread may close the object during the release. It must not release the resource
-        # a second time.
+        # A signal handler may close the object during the release, and must not release the resource a second time.
         if self._is_closed or self._is_in_release:
             return
         try:

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
+from gdrkit.handles import Closeable
 from gdrkit.install_paths import install_paths
 from gdrkit.inventory import load_profile
 from gdrkit.report import read_records
@@ -23,7 +24,6 @@ from hardware.lab.pairs import compare, find_missing_refusals, find_wrong_substr
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
 __all__ = ["main"]
 
@@ -75,11 +75,11 @@ def main() -> int:
     return _evaluate(records_files, [twin_exit_code, kernel_exit_code], options)
 
 
-class _BackgroundRun:
-    """A command that runs in the background. Use it as a context manager, at whose end the command is terminated."""
+class _BackgroundRun(Closeable):
+    """A command that runs in the background, at most until the end of its ``with`` block."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed at the end of the context.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - close() closes it.
         self._process = subprocess.Popen(command, cwd=PROJECT_ROOT, stdout=self._output, stderr=subprocess.STDOUT)
 
     def finish(self) -> int:
@@ -89,12 +89,8 @@ class _BackgroundRun:
         _print_line(self._output.read().decode(errors="replace").rstrip())
         return exit_code
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Terminate the command if it still runs."""
         self._process.terminate()
         self._process.wait()
         self._output.close()
