@@ -142,11 +142,14 @@ def test_await_without_a_descriptor_left_names_the_errno(tmp_path: Path, seed: i
             # Blocked reads keep all threads of the engine busy, so the last transfer cannot end before it is awaited.
             transfers = [file.file.start_read_into(memory) for _ in range(200)]
             faulty_file.expect_line("waiting")
-            with limit_open_files(0), pytest.raises(ApiError) as error_info:
-                await transfers[-1]
-            assert (error_info.value.operation, error_info.value.errno) == ("eventfd", errno.EMFILE)
-            assert transfers[-1].done()
-            faulty_file.send("open")
+            try:
+                with limit_open_files(0), pytest.raises(ApiError) as error_info:
+                    await transfers[-1]
+                assert (error_info.value.operation, error_info.value.errno) == ("eventfd", errno.EMFILE)
+                assert transfers[-1].done()
+            finally:
+                # Otherwise, the close of the file would wait for the blocked reads.
+                faulty_file.send("open")
 
     with FaultyFile(tmp_path / "mount", length_bytes=MIB, seed=seed) as faulty_file:
         faulty_file.send(f"gate 0 {MIB}")
