@@ -144,7 +144,7 @@ def main() -> int:
         help="folder for the files of the parts sweep and storage; it needs 16 GB and must not be a tmpfs",
     )
     parser.add_argument("--software", action="store_true", help="use no hardware: every API runs on its software twin")
-    optional_parts_text = " ".join(PARTS.keys() - default_part_names)
+    optional_parts_text = " ".join(name for name in PARTS if name not in default_part_names)
     parser.add_argument(
         "parts",
         nargs="*",
