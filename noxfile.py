@@ -118,8 +118,8 @@ def types(session: nox.Session) -> None:
     """Check the types of all Python code of the project with mypy --strict."""
     run_bin = builds.prepare_run(with_twins=False, with_native_parts=False)
     tools = ensure_environment("types", python=find_interpreter()[0], requirements=TYPES_REQUIREMENTS)
-    command = [str(tools / "mypy"), "--python-executable", str(run_bin / "python"), *session.posargs]
-    fail_unless_zero(session, [call(command)])
+    options = ["--num-workers=auto", "--python-executable", str(run_bin / "python")]
+    fail_unless_zero(session, [call([str(tools / "mypy"), *options, *session.posargs])])
 
 
 @nox.session
@@ -128,11 +128,7 @@ def native(session: nox.Session) -> None:
     release, and run the tests that examine its libraries.
     """
     system_packages.install_packages(system_packages.find_missing_build_packages(find_interpreter()[0]))
-    # The twins are built first, because the product's tests load the twins that were built with the same preset.
-    trees = (builds.TWINS, builds.NATIVE)
-    exit_codes = [builds.check_native(tree, "asan-ubsan") for tree in trees]
-    exit_codes += [builds.check_native(tree, "release", with_unit_tests=False) for tree in trees]
-    fail_unless_zero(session, exit_codes)
+    fail_unless_zero(session, builds.check_native({"asan-ubsan": True, "release": False}))
 
 
 @nox.session(default=False)
@@ -144,8 +140,7 @@ def long(session: nox.Session) -> None:
     run_bin = builds.prepare_run(with_twins=True)
     system_packages.install_fuse()
     system_packages.install_filesystem_tools()
-    builds_to_check = itertools.product(("release", "tsan"), (builds.TWINS, builds.NATIVE))
-    exit_codes = [builds.check_native(tree, preset) for preset, tree in builds_to_check]
+    exit_codes = builds.check_native({"release": True, "tsan": True})
     # These wheels are built without the precompiled header and without unity builds, so that a file that lacks an
     # include fails to compile.
     wheel = [str(run_bin / "pip"), "wheel", "--quiet", "--no-deps", "-C", "cmake.define.GDRKIT_PRECOMPILE=OFF"]

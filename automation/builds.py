@@ -7,12 +7,14 @@ A software twin is a drop-in library that emulates hardware. All builds of a CMa
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from automation.commands import (
     ROOT,
-    call,
     exit_setup_missing,
     prepend_to_path,
     prepend_to_pythonpath,
@@ -27,6 +29,7 @@ from automation.environments import (
     lock_environments,
 )
 from automation.machine import find_interpreter, has_pyverbs, python_version
+from automation.side_by_side import Part, call_side_by_side
 from automation.system_packages import (
     LAB_PROGRAMS,
     find_missing_build_packages,
@@ -34,6 +37,9 @@ from automation.system_packages import (
     install_packages,
 )
 from gdrkit.remedies import system_install
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = [
     "BENCH_PROGRAMS",
@@ -207,13 +213,34 @@ def build_defects(run_bin: Path) -> Path:
     return build_folder
 
 
-def check_native(tree: Path, preset: str, *, with_unit_tests: bool = True) -> int:
-    """Configure, build and test one CMake preset of a native project. Return 0, or the exit code of the failed step.
+def check_native(with_unit_tests_by_preset: Mapping[str, bool]) -> list[int]:
+    """Configure, build and test CMake presets of both native projects, all presets at the same time.
 
-    If `with_unit_tests` is false, only the tests with the label ``release`` are built and run. They examine the built
-    libraries.
+    The first preset should have the most work. The others get only the processor time that it leaves.
+    Return for each preset 0, or the exit code of its failed step. If the value of a preset is false, only the tests
+    with the label ``release`` are built and run for it. They examine the built libraries.
     """
     tools = ensure_build_tools()
+    # The presets are built at the same time, so each uses fewer jobs than Ninja would choose.
+    job_count = (os.cpu_count() or 1) + 1
+    variables = prepend_to_path(tools) | {"CMAKE_BUILD_PARALLEL_LEVEL": str(job_count)}
+    parts = []
+    for index, (preset, with_unit_tests) in enumerate(with_unit_tests_by_preset.items()):
+        steps = [
+            f"cd {shlex.quote(str(tree))}; {shlex.join(step)}"
+            # The twins are built first, because the product's tests load the twins of the same preset.
+            for tree in (TWINS, NATIVE)
+            for step in _make_check_steps(tools, tree, preset, with_unit_tests=with_unit_tests)
+        ]
+        # With -e, bash ends with the exit code of the first step that fails. With -x, it prints each step.
+        assignments = [f"{name}={value}" for name, value in variables.items()]
+        launcher = ("env", *assignments, "nice", "-n", str(10 * bool(index)))
+        parts.append(Part(preset, (*launcher, "bash", "-exc", "\n".join(steps))))
+    return list(call_side_by_side(parts, jobs=len(parts)).values())
+
+
+def _make_check_steps(tools: Path, tree: Path, preset: str, *, with_unit_tests: bool) -> list[list[str]]:
+    """Return the commands that configure, build and test one CMake preset of one native project."""
     configure_command, build_command = _make_preset_commands(tools, preset, with_tests=True)
     configure_command.append(f"-DGDRKIT_TESTS_IN_ALL={'ON' if with_unit_tests else 'OFF'}")
     test_command = ["ctest", "--preset", preset]
@@ -221,14 +248,9 @@ def check_native(tree: Path, preset: str, *, with_unit_tests: bool = True) -> in
         build_command += ["--target", "all", "release_tests"]
         test_command += ["--label-regex", "^release$"]
     if tree == NATIVE:
-        # The product's native tests load the twins that were built with the same preset.
         twins_lib = ROOT / "build" / "twins" / preset / "lib"
         configure_command += [f"-DGDRKIT_CUDA={twins_lib / 'cuda'}", f"-DGDRKIT_VERBS={twins_lib / 'ibverbs'}"]
-    for step in (configure_command, build_command, test_command):
-        exit_code = call([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools), folder=tree)
-        if exit_code:
-            return exit_code
-    return 0
+    return [configure_command, build_command, test_command]
 
 
 def _install_twins(run_bin: Path) -> None:
