@@ -36,7 +36,7 @@ __all__ = [
 
 
 # The lowest number for a duplicate of a descriptor: 0 to 2 are the standard streams, even if they are closed.
-_FD_MIN = 3
+_DUPLICATE_FD_MIN = 3
 
 
 class MemoryKind(enum.Enum):
@@ -64,7 +64,8 @@ class DmabufRange(Closeable):
     Parameters
     ----------
     fd : int
-        A descriptor of a dma-buf. The range owns it from now on, even if the constructor raises.
+        A descriptor of a dma-buf. The range owns it from now on. If the constructor raises an error, it has closed the
+        descriptor.
     offset_bytes : int
         Offset of the range in the dma-buf.
     length_bytes : int
@@ -108,7 +109,7 @@ class DmabufRange(Closeable):
         Raises
         ------
         ApiError
-            BAD_DESCRIPTOR: the descriptor is not open, or lseek cannot report its size.
+            BAD_DESCRIPTOR: the descriptor is not open, or lseek cannot report the size of the dma-buf.
         UsageError
             The range is empty or not inside the dma-buf.
         """
@@ -117,7 +118,7 @@ class DmabufRange(Closeable):
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=size_bytes)
         # ibv_reg_dmabuf_mr requires that the iova and the offset in the dma-buf have the same offset in a page.
         address = GPU_RDMA_PAGE_BYTES + offset_bytes
-        duplicate_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FD_MIN)
+        duplicate_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _DUPLICATE_FD_MIN)
         return cls(duplicate_fd, offset_bytes=offset_bytes, length_bytes=length_bytes, address=address)
 
     @property
@@ -136,7 +137,7 @@ class DmabufRange(Closeable):
 
     @property
     def fd(self) -> int:
-        """The file descriptor. The range keeps the ownership."""
+        """The file descriptor, which the range still owns."""
         if self._fd < 0:
             range_name = "dma-buf range"
             raise ClosedResource(range_name)
@@ -149,7 +150,7 @@ class DmabufRange(Closeable):
 
     def dup(self) -> DmabufRange:
         """Return a second range over the same bytes, with a duplicate of the descriptor (close-on-exec)."""
-        fd = fcntl.fcntl(self.fd, fcntl.F_DUPFD_CLOEXEC, _FD_MIN)
+        fd = fcntl.fcntl(self.fd, fcntl.F_DUPFD_CLOEXEC, _DUPLICATE_FD_MIN)
         return DmabufRange(fd, offset_bytes=self.offset_bytes, length_bytes=self.length_bytes, address=self.address)
 
     def take(self) -> int:
@@ -332,8 +333,8 @@ class MemoryResource(Resource):
         Raises
         ------
         ClosedResource
-            The memory was freed; or :meth:`close` is running: in another thread, or in the code that the caller, a
-            signal handler, has interrupted.
+            The memory was freed, or :meth:`close` is running: in another thread, or in the code that a signal handler
+            interrupted before the handler called this method.
         """
         self._check_open()
         if self._is_closing:

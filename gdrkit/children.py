@@ -105,14 +105,17 @@ class SpawnedChild:
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self) -> str:
-        """Kill the child if it was started and not reaped yet. Return the text of :func:`kill_child`, or ""."""
+        """Kill the child if it was started and not reaped yet. Return the error text of :func:`kill_child`, or ""."""
+        # SpawnedChild.kill() already kills the whole process group, so kill_child() need not.
         return kill_child(self, leads_group=False) if self._started_pids and not self._reaped_statuses else ""
 
 
 def kill_child(
     child: subprocess.Popen[bytes] | SpawnedChild, *, leads_group: bool = True, timeout_s: float = KILL_TIMEOUT_S
 ) -> str:
-    """Kill a child and wait until it has ended, at most `timeout_s`. A later call reaps a child that did not end.
+    """Kill a child and wait until it has ended, at most `timeout_s`.
+
+    If the child does not end in time, a later call, for any child, reaps it.
 
     Parameters
     ----------
@@ -128,14 +131,15 @@ def kill_child(
     -------
     str
         An empty string if the child has ended. Otherwise a text for an error message, with the process id, the time
-        and the process state.
+        limit and the process state.
     """
-    _abandoned_children[:] = [child for child in _abandoned_children if child.poll() is None]
+    _abandoned_children[:] = [abandoned for abandoned in _abandoned_children if abandoned.poll() is None]
     if leads_group:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
     else:
         child.kill()
+    # An earlier call has already waited for an abandoned child.
     is_abandoned = child in _abandoned_children
     try:
         child.wait(0 if is_abandoned else timeout_s)

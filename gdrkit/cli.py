@@ -106,7 +106,8 @@ def cli() -> None:
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
     metavar="N",
-    help="Seed of payloads, keys and delays. The same seed repeats a run. Default: a random seed.",
+    help="Seed of payloads, memory keys and delays. With the same seed, a run uses the same values again. "
+    "Default: a random seed.",
 )
 @click.option("-k", "select", metavar="EXPRESSION", help="Run only the cases whose names match, as pytest -k does.")
 @click.option(
@@ -139,8 +140,8 @@ def qualify(
     The command examines the host, selects the cases that fit, runs them in separate processes, and writes
     records.jsonl, junit.xml, summary.md and index.html.
 
-    An API runs on its hardware if this machine has that hardware, and otherwise on its software twin. A result on a
-    twin says nothing about the machine.
+    An API runs on its hardware if this machine has that hardware, and otherwise on its software twin, a drop-in library
+    that emulates the hardware. A result on a twin says nothing about the machine.
     """
     from gdrkit.qualify import Options
     from gdrkit.qualify import qualify as run_qualification
@@ -149,7 +150,7 @@ def qualify(
     from gdrkit.report.failures import describe_failures
     from gdrkit.report.routes import route_statuses
 
-    command = shlex.join(["gdrkit", *sys.argv[1:]])
+    command_line = shlex.join(["gdrkit", *sys.argv[1:]])
     options = Options(
         uses_only_twins=software,
         profile=profile,
@@ -157,7 +158,7 @@ def qualify(
         seed=seed,
         select=select,
         suites=suites,
-        command=command,
+        command=command_line,
     )
     progress = make_progress(sys.stderr if as_json else sys.stdout)
     if mpi is not None:
@@ -183,7 +184,7 @@ def qualify(
     for line in describe_failures(report_contents.facts, report_contents.records):
         click.echo(escape_controls(line))
     click.echo(escape_controls(run.verdict))
-    for line in (*run.causes, *(f"To do: {line}" for line in run.to_do)):
+    for line in (*run.causes, *(f"To do: {action}" for action in run.to_do)):
         click.echo(escape_controls(f"  {line}"))
     click.echo(f"Report: {report_folder.index}")
     return run.exit_code
@@ -244,7 +245,7 @@ def check(budget_s: float, software: bool, profile: str | None) -> int:
         "  126 COMMAND cannot be executed\n"
         "  2 wrong usage, or a malformed fault plan\n"
         "  3 the twins are not installed\n"
-        "  125 COMMAND ended with 0 and did not use an API of --require"
+        "  125 COMMAND ended with 0, but did not use every API of --require"
     ),
 )
 @click.option("--software", is_flag=True, help="Run COMMAND on software twins. This option is required.")
@@ -259,7 +260,7 @@ def check(budget_s: float, software: bool, profile: str | None) -> int:
     "--seed",
     type=click.IntRange(0, 2**64 - 1),
     metavar="N",
-    help="Seed of keys, queue pair numbers and delays. Default: a random seed.",
+    help="Seed of memory keys, queue pair numbers and delays. Default: a random seed.",
 )
 @click.option(
     "--isolated",
@@ -270,7 +271,7 @@ def check(budget_s: float, software: bool, profile: str | None) -> int:
 @click.option(
     "--require",
     metavar="LIST",
-    help="Exit with 125 if COMMAND ends with 0 without having used each API of LIST, such as verbs,cuda.",
+    help="Exit with 125 if COMMAND ends with 0, but did not use every API of LIST, such as verbs,cuda.",
 )
 @click.option("--quiet", is_flag=True, help="Do not print which twins COMMAND used.")
 @click.option(
@@ -386,7 +387,7 @@ def _run_and_report(command: Callable[[], object]) -> int:
 
 
 def _find_exit_code(error: GdrkitError) -> int:
-    # `gdrkit run` starts COMMAND by execvp.
+    # `gdrkit run` starts COMMAND with execvp(3). If that fails, gdrkit ends with the same exit code as a shell.
     if isinstance(error, ApiError) and error.operation == "execvp":
         return _EXIT_NOT_FOUND if error.errno == errno.ENOENT else _EXIT_NOT_EXECUTABLE
     is_fault_plan_error = isinstance(error, ApiError) and error.operation == "read fault plan"

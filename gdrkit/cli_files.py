@@ -94,7 +94,7 @@ def copy(
         copy_result = gds.copy_file(
             source,
             destination,
-            device_index=_parse_device_index(device, host=host),
+            device_index=_choose_device_index(device, host=host),
             access=access,
             direct=direct,
             durable=sync,
@@ -173,14 +173,14 @@ def storage(
     without tuning. suites/bench has longer benchmarks that compare gdrkit with other libraries.
     """
     from gdrkit.gds import speed
-    from gdrkit.report.plot import check_name, write_plot
+    from gdrkit.report.plot import check_plot_name, write_plot
 
     if plot is not None:
-        check_name(plot)
+        check_plot_name(plot)
     plan = speed.BenchmarkPlan(
         folder=folder,
         file_bytes=size_mib * MIB,
-        device_index=_parse_device_index(device, host=host),
+        device_index=_choose_device_index(device, host=host),
         seconds=seconds,
         direct=direct,
     )
@@ -199,13 +199,13 @@ def storage(
     if plot is not None:
         write_plot(plot, _make_plot(points, plan, substrate_by_api))
     if as_json:
-        result = {
+        json_data = {
             "file_bytes": plan.file_bytes,
             "device_index": None if host else plan.device_index,
             "substrate": substrate_by_api,
             "points": [dataclasses.asdict(point) for point in points],
         }
-        click.echo(json.dumps(result, indent=2))
+        click.echo(json.dumps(json_data, indent=2))
         return 0
     _print_points(points, substrate_by_api)
     if plot is not None:
@@ -213,7 +213,8 @@ def storage(
     return 0
 
 
-def _parse_device_index(device: int | None, *, host: bool) -> int:
+def _choose_device_index(device: int | None, *, host: bool) -> int:
+    """Return the index of the CUDA device of --device, or gds.HOST for --host."""
     from gdrkit import gds
 
     if host and device is not None:
@@ -228,7 +229,7 @@ def _find_cuda_substrates() -> dict[str, str]:
     from gdrkit.report.substrate import substrate_of
 
     facts = inventory.probe(query_apis=False)
-    substrates = substrate_of(evidence.libraries(), facts, nodes=evidence.device_nodes())
+    substrates = substrate_of(evidence.libraries(), facts, open_nodes=evidence.device_nodes())
     return {api: substrate.value for api, substrate in sorted(substrates.items()) if api in {"cuda", "cufile"}}
 
 
@@ -272,10 +273,10 @@ def _print_points(points: list[BenchmarkPoint], substrate_by_api: dict[str, str]
     caveat = _make_caveat(substrate_by_api)
     table = Table("operation", "transfer size", "GB/s", "median us", "CPU s/GiB", "route", box=None)
     for point in points:
-        cells = ["-"] * 3
+        rate_cells = ["-"] * 3
         if not caveat:
-            cells = [f"{point.rate_gb_per_s:.3g}", f"{point.latency_us:.0f}", f"{point.cpu_s_per_gib:.3f}"]
-        table.add_row(point.kind, format_bytes(point.size_bytes), *cells, ", ".join(point.routes))
+            rate_cells = [f"{point.rate_gb_per_s:.3g}", f"{point.latency_us:.0f}", f"{point.cpu_s_per_gib:.3f}"]
+        table.add_row(point.kind, format_bytes(point.size_bytes), *rate_cells, ", ".join(point.routes))
     Console().print(table)
     for line in dict.fromkeys([caveat, *(f"{point.kind}: {point.note}" for point in points if point.note)]):
         if line:
@@ -286,7 +287,7 @@ def _make_plot(points: list[BenchmarkPoint], plan: Any, substrate_by_api: dict[s
     from gdrkit.report.plot import Line, Plot
     from gdrkit.units import format_bytes
 
-    kinds = dict.fromkeys(point.kind for point in points)
+    operations = dict.fromkeys(point.kind for point in points)
     notes = [f"{point.kind}: {point.note}" for point in points if point.note]
     note = "; ".join(dict.fromkeys(filter(None, [_make_caveat(substrate_by_api), *notes])))
     return Plot(
@@ -294,8 +295,8 @@ def _make_plot(points: list[BenchmarkPoint], plan: Any, substrate_by_api: dict[s
         note=note,
         unit="GB/s",
         lines=[
-            Line(kind, [(point.size_bytes, point.rate_gb_per_s) for point in points if point.kind == kind])
-            for kind in kinds
+            Line(operation, [(point.size_bytes, point.rate_gb_per_s) for point in points if point.kind == operation])
+            for operation in operations
         ],
     )
 
@@ -353,8 +354,8 @@ def _show_progress(title: str, *, unit_is_bytes: bool, is_visible: bool) -> Iter
     count_column = DownloadColumn(binary_units=True) if unit_is_bytes else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), count_column, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress_bar:
-        task = progress_bar.add_task(title, total=None)
-        yield lambda done, total: progress_bar.update(task, completed=done, total=total)
+        task_id = progress_bar.add_task(title, total=None)
+        yield lambda done, total: progress_bar.update(task_id, completed=done, total=total)
 
 
 COMMANDS = (copy, bench)

@@ -53,7 +53,7 @@ def facts(as_json: bool, no_apis: bool, save: Path | None, replay: Path | None) 
     from gdrkit import inventory
     from gdrkit.report.describe import describe_facts
 
-    machine = _choose_machine(replay, query_apis=not no_apis, record=save is not None)
+    machine = _choose_machine(replay, query_apis=not no_apis, record_files=save is not None)
     if save is not None:
         # A capture contains only the files that this process has read. These two calls read the files that
         # `gdrkit doctor --replay` and `gdrkit topology --replay` need.
@@ -123,7 +123,7 @@ def doctor(as_json: bool, read_only: bool, verbose: bool, ignores_result: bool, 
         return 0
     if not machine.has_gpu_or_nic:
         return int(ExitCode.NOTHING_PROVEN)
-    return int(ExitCode.FAILED) if diagnosis.of(Verdict.FAIL) else 0
+    return int(ExitCode.FAILED) if diagnosis.findings_with(Verdict.FAIL) else 0
 
 
 @click.command(
@@ -144,8 +144,8 @@ def doctor(as_json: bool, read_only: bool, verbose: bool, ignores_result: bool, 
     type=click.FloatRange(0, 3600),
     default=0.0,
     metavar="SECONDS",
-    help="After these measurements, transfer between all GPUs and all NICs at once for this time, and show the share "
-    "of each NIC.",
+    help="After the measurements of single NICs, transfer between all GPUs and all NICs at once for this time, and "
+    "show the share of each NIC.",
 )
 def reach(as_json: bool, balance_s: float) -> int:
     """Measure which NICs reach which GPUs, and store the results for programs that choose NICs.
@@ -173,7 +173,12 @@ def reach(as_json: bool, balance_s: float) -> int:
 
 
 @click.command(epilog="\b\nExamples:\n  gdrkit explain\n  gdrkit explain acs-redirect")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: one object, or without CODE a list of all causes.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the cause as a JSON object, or all causes as a list if CODE is missing.",
+)
 @click.argument("code", required=False)
 def explain(code: str | None, as_json: bool) -> int:
     """Explain one cause that the doctor knows, or list all of them."""
@@ -189,14 +194,20 @@ def explain(code: str | None, as_json: bool) -> int:
 
 
 def _choose_machine(
-    replay: Path | None, *, query_apis: bool = True, record: bool = False, run_experiments: bool = True
+    replay: Path | None, *, query_apis: bool = True, record_files: bool = False, run_experiments: bool = True
 ) -> Machine:
-    """Return the machine that the file `replay` describes, or this machine if `replay` is None."""
+    """Return the machine that the file `replay` describes, or this machine if `replay` is None.
+
+    `record_files` keeps the files that are read, for a capture. `run_experiments` allows the rules of the doctor to
+    register memory and transfer bytes.
+    """
     from gdrkit import inventory
 
     if replay is not None:
         return inventory.captured_machine(inventory.read_capture(replay))
-    return inventory.this_machine(query_apis=query_apis, record=record, run_experiments=run_experiments and query_apis)
+    return inventory.this_machine(
+        query_apis=query_apis, record_files=record_files, run_experiments=run_experiments and query_apis
+    )
 
 
 COMMANDS = (facts, topology, doctor, reach, explain)

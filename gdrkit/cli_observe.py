@@ -1,5 +1,5 @@
 # ruff: noqa: FBT001, PLR0917 - click calls commands by the names of their options.
-"""The commands ``gdrkit observe``, which reports the path of the bytes of any program, and ``gdrkit monitor``.
+"""The commands ``gdrkit observe`` (which path the bytes of a program took) and ``gdrkit monitor`` (live metrics).
 
 :mod:`gdrkit.cli` adds them to its command line, and turns their errors into messages and exit codes.
 """
@@ -70,8 +70,8 @@ def observe(
     """Say which path the bytes of a program took: NIC, NVLink, nvidia-fs, host memory or TCP.
 
     The program is not changed. The command reads what the kernel, the drivers and the counters of the devices show
-    about it, gives one verdict per route, and lists what could not be observed, and why. For a COMMAND, the verdicts
-    are printed to standard error when it has ended.
+    about the program, gives one verdict per route, and lists what could not be observed, and why. For a COMMAND, the
+    verdicts are printed to standard error when COMMAND has ended.
     """
     from gdrkit.observe import describe_observation, observe_process, render_page, run_observed
     from gdrkit.twin_run import exit_like

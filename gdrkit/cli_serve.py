@@ -67,7 +67,7 @@ def _make_exporter(
     "--chunk-bytes",
     type=int,
     metavar="N",
-    help="Bytes per checksum of a new store, 4096 to 65536. Default: 4096.",
+    help="Bytes of a file that one checksum covers, in a new store: 4096 to 65536. Default: 4096.",
 )
 @_metrics_option
 def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: int | None, metrics: str | None) -> int:
@@ -167,7 +167,8 @@ def agent(
         raise UsageError(message)
     user_memory_quota_bytes = None if user_memory_mib is None else user_memory_mib * MIB
     export = _make_exporter("agent", metrics)
-    # These calls come before the agent starts threads, which inherit the blocked signals.
+    # These calls come before the agent starts threads: the threads inherit the blocked signals, and use the two arenas
+    # to which limit_arenas() limits malloc.
     block_signals()
     limit_arenas()
     raise_open_files_limit()
@@ -179,7 +180,7 @@ def agent(
             server_timeout_ms=silence_ms,
             is_shared=shared,
             user_memory_quota_bytes=user_memory_quota_bytes,
-            local_reads=local_reads,
+            may_read_locally=local_reads,
         )
         serve_until_signalled(running_agent, as_json=as_json, export=export)
         return 0
@@ -196,7 +197,7 @@ def agent(
         server_timeout_ms=silence_ms,
         is_shared=shared,
         user_memory_quota_bytes=user_memory_quota_bytes,
-        local_reads=local_reads,
+        may_read_locally=local_reads,
     )
     serve_until_signalled(fuse_mount_agent, as_json=as_json, export=export)
     return 0

@@ -59,7 +59,7 @@ def _add_tier_options(command: Callable[_Parameters, int]) -> Callable[..., int]
         from gdrkit.tiers import configure
 
         configuration = configure(file=config, tiers=tier_options, catalogue=catalogue)
-        return command(configuration, **other_arguments)  # type: ignore[arg-type] # click has converted them to their types.
+        return command(configuration, **other_arguments)  # type: ignore[arg-type] # click has converted the arguments to their types.
 
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
@@ -99,7 +99,7 @@ def status(configuration: Configuration, as_json: bool) -> int:
         _print_json(statuses)
     else:
         print_table(make_status_table(statuses), sys.stdout)
-    return int(ExitCode.FAILED) if any(tier.absent for tier in statuses) else 0
+    return int(ExitCode.FAILED) if any(tier_status.absent for tier_status in statuses) else 0
 
 
 @tiers.command()
@@ -155,8 +155,8 @@ def migrate(
 @click.option(
     "--watch",
     type=click.Choice(["preferred", "required", "never"]),
-    help="Whether a file also counts as used when another program opens it. Detecting this needs root. preferred: if "
-    "possible; required: fail if not possible; never. Default: preferred.",
+    help="Whether a file also counts as used when another program opens it. Detecting this needs root. preferred: yes, "
+    "if possible; required: yes, and the command fails if it is not possible; never: no. Default: preferred.",
 )
 @_add_tier_options
 def run(
@@ -192,12 +192,12 @@ def run(
 def pin(configuration: Configuration, names: tuple[str, ...], tier: str | None, dry_run: bool, as_json: bool) -> int:
     """Keep files in a tier, independent of their use."""
     with _open_manager(configuration) as manager:
-        target_tier = configuration.tier(tier).name if tier else None
-        pins = {
-            name: (target_tier or manager.find(name).tier) if dry_run else manager.pin(name, target_tier)
+        target_tier_name = configuration.tier(tier).name if tier else None
+        tier_by_file = {
+            name: (target_tier_name or manager.find(name).tier) if dry_run else manager.pin(name, target_tier_name)
             for name in names
         }
-    _print_pins(pins, as_json=as_json)
+    _print_pins(tier_by_file, as_json=as_json)
     return 0
 
 
@@ -208,10 +208,10 @@ def pin(configuration: Configuration, names: tuple[str, ...], tier: str | None, 
 def unpin(configuration: Configuration, names: tuple[str, ...], dry_run: bool, as_json: bool) -> int:
     """Unpin files, so that the policy can move them again."""
     with _open_manager(configuration) as manager:
-        pins = {name: manager.find(name).pinned or "" for name in names}
+        tier_by_file = {name: manager.find(name).pinned or "" for name in names}
         for name in names if not dry_run else ():
             manager.unpin(name)
-    _print_pins(pins, as_json=as_json)
+    _print_pins(tier_by_file, as_json=as_json)
     return 0
 
 
@@ -233,7 +233,7 @@ def check(configuration: Configuration, repair: bool, dry_run: bool, as_json: bo
         print_table(make_findings_table(findings), sys.stdout)
     else:
         click.echo("catalogue and disks agree")
-    return int(ExitCode.FAILED) if any(finding.is_wrong for finding in findings) else 0
+    return int(ExitCode.FAILED) if any(finding.needs_action for finding in findings) else 0
 
 
 @tiers.command()
@@ -247,7 +247,7 @@ def bench(configuration: Configuration, size_text: str, as_json: bool) -> int:
 
     file_bytes = parse_size(size_text)
     with _open_manager(configuration) as manager:
-        available_tier_names = [tier.name for tier in manager.status() if not tier.absent]
+        available_tier_names = [tier_status.name for tier_status in manager.status() if not tier_status.absent]
         speeds = [measure(manager.folder(name), length_bytes=file_bytes) for name in available_tier_names]
         for speed in speeds:
             if speed.device_read_gb_per_s is not None:
@@ -269,11 +269,11 @@ def _print_json(value: object) -> None:
     click.echo(json.dumps(to_json_data(value), indent=2))
 
 
-def _print_pins(pins: dict[str, str], *, as_json: bool) -> None:
+def _print_pins(tier_by_file: dict[str, str], *, as_json: bool) -> None:
     from gdrkit.tiers.names import printable
 
     if as_json:
-        _print_json({printable(name): tier for name, tier in pins.items()})
+        _print_json({printable(name): tier for name, tier in tier_by_file.items()})
         return
-    for name, tier in pins.items():
+    for name, tier in tier_by_file.items():
         click.echo(f"{printable(name)}: {tier or 'not pinned'}")

@@ -157,7 +157,8 @@ _MAPPING_FIELDS = frozenset({"arguments", "handles"})
 # Name of an attribute of the classes that _find_os_error_class makes. Its value is the ApiError class from which the
 # class is derived.
 _DECLARED_CLASS_FIELD = "_declared_class"
-# The arguments of _restore_error are the class of an error, its args, its attributes, and its fields of OSError.
+# This type has the arguments of _restore_error: the class of an error, its `args`, its attributes, and its fields of
+# OSError.
 _ErrorFields = tuple[type["GdrkitError"], tuple[Any, ...], dict[str, Any], dict[str, Any]]
 
 
@@ -392,7 +393,7 @@ class DataMismatch(GdrkitError):
 
 
 class LeakDetected(GdrkitError):
-    """Objects are still open at a point where all must be closed. ``handles`` has their count for each type."""
+    """Objects are still open at a point where all must be closed. ``handles`` has their number for each kind."""
 
     def __init__(self, handles: Mapping[str, int]) -> None:
         self.handles = MappingProxyType(dict(handles))

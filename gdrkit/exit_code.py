@@ -42,7 +42,7 @@ _MEANINGS = {
     ExitCode.PROVEN: (
         "every required route is proven on hardware, or a software run was requested (--software) and passed"
     ),
-    ExitCode.FAILED: "a case failed, or a route fell back where direct was required",
+    ExitCode.FAILED: "a case failed, or a route fell back where a direct transfer was required",
     ExitCode.WRONG_USAGE: "wrong usage",
     ExitCode.SETUP_MISSING: "set-up is missing",
     ExitCode.NOTHING_PROVEN: "nothing was proven on hardware",

@@ -98,13 +98,13 @@ class FaultRule:
     """One rule of a fault plan.
 
     The calls `first_call` to `last_call` of `point`, counted from 1, wait for `delay_us` microseconds and then return
-    `code`. `key` is the type of the code: ``errno``, ``status`` or ``route``. A `last_call` of None means all calls
-    from `first_call` on. A `code` of None means that the call returns its normal result.
+    `code`. `code_key` is the type of the code: ``errno``, ``status`` or ``route``. A `last_call` of None means all
+    calls from `first_call` on. A `code` of None means that the call returns its normal result.
 
-    While the file `hold` exists, the call waits, at most 60 s.
+    While the file `hold_path` exists, the call waits, at most 60 s.
 
-    If the file `stop` exists at the beginning of a call, the twin renames it to ``<stop>.<process id>`` and stops the
-    process with SIGSTOP.
+    If the file `stop_path` exists at the beginning of a call, the twin appends ``.<process id>`` to its name and stops
+    the process with SIGSTOP.
 
     With a `nic`, the rule applies only to calls that belong to the NIC of this name.
     """
@@ -112,11 +112,11 @@ class FaultRule:
     point: str
     first_call: int
     last_call: int | None
-    key: str
+    code_key: str
     code: int | None
     delay_us: int = 0
-    hold: str = ""
-    stop: str = ""
+    hold_path: str = ""
+    stop_path: str = ""
     nic: str = ""
 
 
@@ -200,11 +200,11 @@ def _parse_rule(words: list[str], plan_name: str, line_number: int) -> FaultRule
         point=point_name,
         first_call=first_call,
         last_call=last_call,
-        key=code_key,
+        code_key=code_key,
         code=parsed_values.get(code_key),
         delay_us=parsed_values.get("delay_us", 0),
-        hold=parsed_values.get("hold", ""),
-        stop=parsed_values.get("stop", ""),
+        hold_path=parsed_values.get("hold", ""),
+        stop_path=parsed_values.get("stop", ""),
         nic=parsed_values.get("nic", ""),
     )
 

@@ -1,8 +1,8 @@
 """Notification of objects in a forked child process, and a lock that is usable there.
 
-A fork copies each lock in its current state, but only the thread that called fork. If another thread held the lock, no
-thread of the child can release it, and the child would wait forever. So :func:`register` accepts objects that repair
-themselves in the child: they are notified there before any other Python code runs.
+A fork copies each lock in its current state, but only one of the threads: the thread that called fork. If another
+thread held the lock, no thread of the child can release it, and the child would wait forever. So :func:`register`
+accepts objects that repair themselves in the child: they are notified there before any other Python code runs.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ __all__ = ["InstallPaths", "install_paths"]
 _GIT_TIMEOUT_S = 10
 # This pattern matches a folder of the system. Such a folder has the same name on other machines, so reports may
 # contain it.
-_SYSTEM_FOLDER = re.compile(r"/(usr|lib\w*)(/|$)")
+_SYSTEM_FOLDER_PATTERN = re.compile(r"/(usr|lib\w*)(/|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class InstallPaths:
         # Folders can be nested: the folder of the software twins (libraries that emulate the hardware) is inside the
         # environment of this Python. The entries are in the order of the docstring, and the first match is used.
         for folder, placeholder in placeholder_by_folder.items():
-            if folder.startswith("/") and not _SYSTEM_FOLDER.match(folder):
+            if folder.startswith("/") and not _SYSTEM_FOLDER_PATTERN.match(folder):
                 text = text.replace(f"{folder}/", placeholder)
         return text
 

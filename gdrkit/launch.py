@@ -68,14 +68,15 @@ _SEED_MAX = (1 << 64) - 1
 _LOADER_FOLDER = "loader"
 _AUDIT_LIBRARY, _DEVICES_LIBRARY = "libgdrkit-twins-audit.so", "libgdrkit-twins-devices.so"
 _DEVICE_WRITER = "gdrkit-twins-devices"
-# Environment variables of the twins. The first has the paths of the twins, for the audit library. The second names the
-# folder with the state of the domain (see Launch). The third names the file in which the twins record what the
-# processes of a run do.
-_LIBRARIES_VARIABLE, _DOMAIN_STATE_VARIABLE = "GDRKIT_TWINS_LIBRARIES", "GDRKIT_TWINS_STATE"
+# This variable has the paths of the twins, for the audit library.
+_LIBRARIES_VARIABLE = "GDRKIT_TWINS_LIBRARIES"
+# This variable names the folder with the state of the domain (see Launch).
+_DOMAIN_STATE_VARIABLE = "GDRKIT_TWINS_STATE"
+# This variable names the file in which the twins record what the processes of a run do.
 USAGE_VARIABLE = "GDRKIT_TWINS_RUN"
 # The stem of a library is its name without its version and without the hash that auditwheel adds. get_stem in
 # native/twins/loader/audit.cpp has the same rule.
-_LIBRARY_STEM = re.compile(r"^(?P<stem>lib.+?)(-[0-9a-f]{8})?\.so(\..*)?$")
+_LIBRARY_NAME_PATTERN = re.compile(r"^(?P<stem>lib.+?)(-[0-9a-f]{8})?\.so(\..*)?$")
 
 
 class TwinControl(Protocol):
@@ -238,7 +239,7 @@ def device_writer() -> Path | None:
 
 
 def api_of_library(path: str) -> Api | None:
-    """Return the API that a library with this file name implements, or None, e.g. VERBS for ``libibverbs.so.1``."""
+    """Return the API that a library with this file name implements, e.g. VERBS for ``libibverbs.so.1``, or None."""
     stem = _find_stem(path)
     folder_by_api = {api: folder for api in _TWIN_FILE_BY_API if (folder := _find_twin_folder(api)) is not None}
     return next(
@@ -258,8 +259,8 @@ def present_hardware(tree: HostTree) -> dict[Api, str]:
     """
     hardware_by_api: dict[Api, str] = {}
     # In a child of `gdrkit run`, sysfs shows only the devices of the verbs twin, which are not hardware.
-    is_child_on_twins = tree.is_this_host and _DOMAIN_STATE_VARIABLE in os.environ
-    nics = [] if is_child_on_twins else [device.name for device in rdma_devices(tree)]
+    is_process_on_twins = tree.is_this_host and _DOMAIN_STATE_VARIABLE in os.environ
+    nics = [] if is_process_on_twins else [device.name for device in rdma_devices(tree)]
     if nics:
         hardware_by_api[Api.VERBS] = "RDMA devices " + ", ".join(nics)
     gpus = nvidia_gpus(tree)
@@ -345,10 +346,7 @@ def _make_twins_missing_error(library: str, detail: str) -> SetupMissing:
 
 
 def _preload_devices_library(child_environment: dict[str, str], launch: Launch, domain_folder: str) -> None:
-    """Let the child see the devices of the verbs twin, if it uses that twin.
-
-    The function appends the library for this to LD_PRELOAD.
-    """
+    """Append the library that shows the devices of the verbs twin to LD_PRELOAD, if the child uses that twin."""
     devices_library = _find_loader_file(_DEVICES_LIBRARY)
     if Api.VERBS in launch.twin_apis and devices_library is not None:
         child_environment[_DOMAIN_STATE_VARIABLE] = domain_folder
@@ -374,7 +372,7 @@ def _find_loader_file(name: str) -> Path | None:
 
 
 def _find_stem(path: str) -> str | None:
-    match = _LIBRARY_STEM.match(Path(path).name)
+    match = _LIBRARY_NAME_PATTERN.match(Path(path).name)
     return None if match is None else match["stem"]
 
 

@@ -78,7 +78,7 @@ _SYSTEM_FOLDERS = (
 # The structures Elf64_Ehdr without its first field e_ident, and Elf64_Phdr (elf.h).
 _ELF_HEADER = struct.Struct("<HHIQQQIHHHHHH")
 _PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
-_IDENT_BYTES = 16
+_IDENT_BYTES = 16  # EI_NIDENT, the size of e_ident.
 _PT_LOAD = 1  # The type of a segment that is mapped into memory.
 
 
@@ -129,7 +129,7 @@ def find_library(soname: str) -> Path | None:
     The function uses ``LD_LIBRARY_PATH`` as it was at the start of this process, because the loader read it then.
     """
     return next(
-        (path for path in map(Path, search_paths(soname, search_path=_read_loader_path())) if path.exists()), None
+        (path for path in map(Path, search_paths(soname, search_path=_read_search_folders())) if path.exists()), None
     )
 
 
@@ -157,14 +157,14 @@ def check_library(soname: str, *, operation: str) -> None:
     Raises
     ------
     SetupMissing
-        ENOEXEC: the file is not an ELF file, or it is truncated. ELIBBAD: it is not a 64-bit little-endian one. EACCES:
-        it cannot be read. If no file is found, the function returns, because the loader searches more paths.
+        ENOEXEC: the file is not an ELF file, or it is truncated. ELIBBAD: it is not a 64-bit little-endian ELF file.
+        EACCES: it cannot be read. If no file is found, the function returns, because the loader searches more paths.
     """
     path = find_library(soname)
     if path is None:
         return
     try:
-        fault = _find_fault(path)
+        fault = _find_elf_fault(path)
     except OSError as error:
         raise setup_missing(
             operation=operation, text=f"{path}: {error.strerror}", what_to_do="", default_errno=error.errno or errno.EIO
@@ -277,17 +277,17 @@ class LazyModule:
 def preserve_root_logger() -> Iterator[None]:
     """Restore level and handlers of the root logger when the block ends, because some imports change them."""
     root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
+    original_level, original_handlers = root.level, list(root.handlers)
     try:
         yield
     finally:
-        root.setLevel(level)
-        for handler in [handler for handler in root.handlers if handler not in handlers]:
-            root.removeHandler(handler)
+        root.setLevel(original_level)
+        for added_handler in [handler for handler in root.handlers if handler not in original_handlers]:
+            root.removeHandler(added_handler)
 
 
-def _find_fault(path: Path) -> tuple[int, str] | None:
-    """Return the errno and the cause if an ELF file is damaged, or not a 64-bit little-endian one, else None."""
+def _find_elf_fault(path: Path) -> tuple[int, str] | None:
+    """Return the errno and the cause if a file is not a 64-bit little-endian ELF file or is damaged, else None."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         elf_ident = file.read(_IDENT_BYTES)
@@ -310,7 +310,7 @@ def _find_fault(path: Path) -> tuple[int, str] | None:
     return None
 
 
-def _read_loader_path() -> list[str]:
+def _read_search_folders() -> list[str]:
     """Return the folders of LD_LIBRARY_PATH as they were at the start of this process."""
     prefix = b"LD_LIBRARY_PATH="
     try:

@@ -121,17 +121,17 @@ def _refuse_constant(name: str) -> None:
 
 
 def _read_value(expected_type: Any, value: object, where: str) -> object:  # noqa: ANN401, PLR0911 - a type at run time; one return per kind of type.
-    origin, arguments = typing.get_origin(expected_type), typing.get_args(expected_type)
+    origin, type_arguments = typing.get_origin(expected_type), typing.get_args(expected_type)
     if expected_type is typing.Any or expected_type is object or expected_type is Json:
         return value
     if origin in (Union, types.UnionType):
-        return _read_union(arguments, value, where)
+        return _read_union(type_arguments, value, where)
     if origin is tuple:
         items = _check_type(value, list, where)
-        return tuple(_read_value(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(items))
+        return tuple(_read_value(type_arguments[0], item, f"{where}[{index}]") for index, item in enumerate(items))
     if origin in (dict, Mapping):
         members = _check_type(value, dict, where)
-        return {key: _read_value(arguments[1], item, f"{where}.{key}") for key, item in members.items()}
+        return {key: _read_value(type_arguments[1], item, f"{where}.{key}") for key, item in members.items()}
     if isinstance(expected_type, type) and issubclass(expected_type, enum.Enum):
         try:
             return expected_type(value)
@@ -155,9 +155,9 @@ def _read_float(value: float, where: str) -> float:
     return number
 
 
-def _read_union(arguments: tuple[Any, ...], value: object, where: str) -> object:
-    member_types = [member_type for member_type in arguments if member_type is not type(None)]
-    if value is None and len(member_types) < len(arguments):
+def _read_union(type_arguments: tuple[Any, ...], value: object, where: str) -> object:
+    member_types = [member_type for member_type in type_arguments if member_type is not type(None)]
+    if value is None and len(member_types) < len(type_arguments):
         return None
     if len(member_types) == 1:
         return _read_value(member_types[0], value, where)

@@ -1,5 +1,4 @@
-"""The verdicts of test cases and of the doctor's rules, the states of routes, and the limit below which a difference is
-noise.
+"""Verdicts of test cases and of the doctor's rules, states of routes, and the limit below which a difference is noise.
 
 There are no other verdicts and states. A result that was not observed is never reported as a pass.
 """

@@ -60,9 +60,9 @@ with cuda.Device(0) as device:
         end.synchronize()
         assert end.elapsed_ms(begin) >= 0
         assert target.read(length_bytes=4) == b"\x5a" * 4
-        # For a stream of another library, gdrkit needs only its handle. wait_for() waits for all work of the stream.
+        # For a stream of another library, gdrkit needs only its handle. The call waits for all work of the stream.
         with device.current():
-            cuda.wait_for(stream.handle)
+            cuda.wait_for_stream(stream.handle)
 
 if cuda.device_count() > 1:
     with cuda.Device(0) as first_device, cuda.Device(1) as second_device:

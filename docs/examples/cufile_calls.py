@@ -91,6 +91,6 @@ with tempfile.NamedTemporaryFile(dir=folder) as file:
                 )
                 events: list[cufile.BatchEvent] = []
                 while len(events) < len(ranges):
-                    events += batch.status(count_min=1, timeout_s=5)
+                    events += batch.fetch_events(count_min=1, timeout_s=5)
                 assert {event.status for event in events} == {cufile.BatchStatus.COMPLETE}
     os.close(fd)

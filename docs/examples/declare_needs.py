@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gdrkit import inventory
 from gdrkit.errors import Api
-from gdrkit.harness.needs import apis, cufile, gaudi, host, needs, software, verbs, without_twin
+from gdrkit.harness.needs import cufile, gaudi, host, needs, possible_apis, software, verbs, without_twin
 
 facts = inventory.probe()
 # check() returns None if the machine meets the need, else the reason why it does not.
@@ -24,7 +24,7 @@ for need in (
     software(Api.VERBS),
     without_twin(Api.CUDA),
 ):
-    print(f"{need.name}: {need.check(facts) or 'met'}", *sorted(apis(need)))
+    print(f"{need.name}: {need.check(facts) or 'met'}", *sorted(possible_apis(need)))
 
 # needs(...) returns a pytest mark, with which a test declares its needs.
 assert needs(host.module("json")).mark.args == (host.module("json"),)

@@ -13,10 +13,10 @@ facts = inventory.probe(query_apis=False)
 print(facts.kernel.release, len(facts.rdma_devices), "RDMA devices", facts.digest[:15])
 
 # The doctor finds problems of the machine. With run_experiments=False, it only reads.
-# With record=True, the machine remembers what it reads, for a capture.
-machine = inventory.this_machine(query_apis=False, record=True, run_experiments=False, facts=facts)
+# With record_files=True, the machine remembers what it reads, for a capture.
+machine = inventory.this_machine(query_apis=False, record_files=True, run_experiments=False, facts=facts)
 diagnosis = inventory.diagnose(machine)
-for finding in diagnosis.of(Verdict.FAIL):
+for finding in diagnosis.findings_with(Verdict.FAIL):
     print(f"{finding.code}: {finding.text}. To do: {finding.what_to_do}")
 print(inventory.rule_of("memlock-low").title)
 

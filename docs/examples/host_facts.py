@@ -58,16 +58,16 @@ assert "libc.so.6" in host.cached_libraries(tree) or host.find_library(tree, "li
 own_identity = host.this_process(tree)
 assert host.process_identity(os.getpid(), tree) == own_identity
 assert host.is_running(own_identity, tree)
-print("waited for a processor:", host.starved_s(os.getpid(), tree), "s")
+print("waited for a processor:", host.processor_wait_s(os.getpid(), tree), "s")
 
-# Create a folder that only this user can use. rename_new() renames a file, and fails if the new name exists.
+# Create a folder that only this user can use. rename_without_replacing() fails if the new name exists.
 with tempfile.TemporaryDirectory() as parent_folder:
     with host.PrivateFolder.below(Path(parent_folder) / "private") as private:
         private.write_text("token", "secret\n")
         assert private.read_text("token") == "secret\n"
     (Path(parent_folder) / "old").write_text("")
     folder_fd = os.open(parent_folder, os.O_RDONLY | os.O_DIRECTORY)
-    host.rename_new("old", "new", folder=folder_fd, new_folder=folder_fd)
+    host.rename_without_replacing("old", "new", folder_fd=folder_fd, new_folder_fd=folder_fd)
     os.close(folder_fd)
     # This tree has the folder as its root, so "/new" is the renamed file.
     assert host.HostTree.of(host.DiskFiles(parent_folder)).exists("/new")

@@ -33,4 +33,4 @@ with tempfile.TemporaryDirectory() as folder:
         communicator.all_reduce(memory, target, stream=stream, operation=nccl.ReduceOperation.MAXIMUM)
         stream.synchronize()
         communicator.check()
-        print("transports that used the memory:", set(nccl.NcclLog.read(log_file).uses_of(memory)))
+        print("transports that used the memory:", set(nccl.NcclLog.read(log_file).transports_using(memory)))

@@ -34,7 +34,7 @@ print(len(page), "characters of HTML;", [process.program for process in observat
 with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
     child_observation = observe.observe_process(child.pid, duration_s=0.2)
     print(host.descendants(host.HostTree(), child.pid))
-    descriptor_targets = evidence.descriptors(str(child.pid))
+    descriptor_targets = evidence.descriptor_targets(str(child.pid))
     print("dma-bufs:", evidence.held_dmabufs(host.HostTree(), str(child.pid), descriptor_targets))
     child.kill()
 print(child_observation.routes[0].route, child_observation.routes[0].outcome.value)

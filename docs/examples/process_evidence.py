@@ -18,7 +18,7 @@ elf = evidence.read_elf(sys.executable)
 print("build id of Python:", elf.build_id)
 assert evidence.parse_elf(Path(sys.executable).read_bytes(), name="python") == elf
 
-print(len(evidence.descriptors()), "descriptors,", len(evidence.device_nodes()), "open devices")
+print(len(evidence.descriptor_targets()), "descriptors,", len(evidence.device_nodes()), "open devices")
 print("counters:", host.port_counters(tree))
 print("kernel log:", evidence.kernel_log(tree, records_max=10).unreadable or "readable")
 print("reasons why RDMA evidence is missing:", evidence.kernel_evidence().rdma_missing)

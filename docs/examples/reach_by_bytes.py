@@ -30,7 +30,7 @@ with cuda.Device(0) as device:
 
     # ConnectedPair connects two queue pairs and moves bytes. The port counters are read before and after.
     nic_name = nics[0].name
-    counters_before = host.read_port(tree, nic_name, 1)
+    counters_before = host.read_port_counters(tree, nic_name, 1)
     with (
         device.allocate(4096) as memory,
         register(memory, nics) as registration,
@@ -40,7 +40,7 @@ with cuda.Device(0) as device:
         pair.write(registration.remote(nics[0])).expect()
         pair.read(registration.remote(nics[0])).expect()
     # The port sent and received 8192 bytes: 4096 of the write, and 4096 of the read.
-    growth = host.port_growth(counters_before, host.read_port(tree, nic_name, 1))
+    growth = host.port_growth(counters_before, host.read_port_counters(tree, nic_name, 1))
     print("port counted", growth.sent_bytes, "bytes:", unproven_reason(results[0].path, 8192, growth) or "proven")
     print(len(host.port_counters(tree)), "ports")
 

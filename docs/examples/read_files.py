@@ -49,7 +49,7 @@ with tempfile.TemporaryDirectory() as folder_name, cuda.Device(0) as device, dev
         try:
             file.read_into(memory, length_bytes=MIB)
         except gds.TransferFailed as error:
-            print(error.reason.value, "after", error.transferred.bytes, "bytes")
+            print(error.reason.value, "after", error.partial_result.bytes, "bytes")
 
     # A durable write returns when the bytes are on the disk. copy_file() copies through GPU memory, and compares the
     # copy with its source.

@@ -14,7 +14,7 @@ from gdrkit.cuda.memory import BorrowedMemory, CudaMemory, DeviceMemory, borrow
 from gdrkit.cuda.peer import can_access_peer, peer_access
 from gdrkit.cuda.pinned import PinnedMemory
 from gdrkit.cuda.pointer import memory_kind
-from gdrkit.cuda.stream import Event, Stream, wait_for
+from gdrkit.cuda.stream import Event, Stream, wait_for_stream
 from gdrkit.cuda.vmm import VmmMemory, granularity_bytes
 
 __all__ = [
@@ -44,6 +44,6 @@ __all__ = [
     "memory_kind",
     "open_handle",
     "peer_access",
-    "wait_for",
+    "wait_for_stream",
     "wrap",
 ]

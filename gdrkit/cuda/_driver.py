@@ -47,7 +47,8 @@ _DLOPEN_OPERATION = f"dlopen {_SONAME}"
 _IMPORT_OPERATION = "import cuda.bindings.driver"
 _DRIVER_ADVICE = "install the NVIDIA driver, or put the folder of a libcuda.so.1 on LD_LIBRARY_PATH"
 _DEVICE_FOLDER = Path("/dev")
-# The function cuPointerGetAttribute of the bindings and the attribute BUFFER_ID. Empty before the first use.
+# This list has the function cuPointerGetAttribute of the bindings and the attribute BUFFER_ID. It is empty before the
+# first use.
 _buffer_id_query: list[Any] = []
 _BUFFER_ID_ATTRIBUTE = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
@@ -93,9 +94,9 @@ def initialize() -> None:
     SetupMissing
         The library, a device or a permission is missing.
     """
-    function = _load_bindings().cuInit
+    cu_init = _load_bindings().cuInit
     try:
-        (result,) = function(0)
+        (result,) = cu_init(0)
     except RuntimeError as error:
         raise _make_missing_function_error("cuInit", error) from error
     status = int(result)
@@ -128,7 +129,7 @@ def initialize() -> None:
 
 
 def call(operation: str, /, **arguments: Any) -> Any:
-    """Call a driver function with `arguments`, which have the names and the order of the header.
+    """Call a driver function. `arguments` have the names and the order of its prototype in cuda.h, without the outputs.
 
     Returns
     -------
@@ -169,8 +170,8 @@ def buffer_id(address: int) -> int:
     """Return the driver's id of the allocation at `address`. No current context is needed (tested on an H200)."""
     if not _buffer_id_query:
         _load_buffer_id_query()
-    function, attribute = _buffer_id_query
-    result, current_id = function(attribute, address)
+    get_attribute, attribute = _buffer_id_query
+    result, current_id = get_attribute(attribute, address)
     if int(result):
         raise _results.error_of(
             operation="cuPointerGetAttribute",
@@ -191,21 +192,21 @@ def make_existence_check(key: tuple[tuple[int, int, int], ...]) -> Callable[[], 
     """
     if not _buffer_id_query:
         _load_buffer_id_query()
-    function, attribute = _buffer_id_query
+    get_attribute, attribute = _buffer_id_query
     allocations = [
         (_load_bindings().CUdeviceptr(base_address), expected_id) for base_address, _length_bytes, expected_id in key
     ]
     if len(allocations) == 1:
         ((allocation_address, only_expected_id),) = allocations
-        return lambda: function(attribute, allocation_address)[1] == only_expected_id
+        return lambda: get_attribute(attribute, allocation_address)[1] == only_expected_id
 
-    def is_present() -> bool:
+    def are_all_present() -> bool:
         for address, expected_id in allocations:  # noqa: SIM110 - all() with a generator would double the time.
-            if function(attribute, address)[1] != expected_id:
+            if get_attribute(attribute, address)[1] != expected_id:
                 return False
         return True
 
-    return is_present
+    return are_all_present
 
 
 def call_int(operation: str, /, **arguments: Any) -> int:
@@ -234,16 +235,16 @@ def call_uuid(operation: str, /, **arguments: Any) -> bytes:
     return bytes(call(operation, **arguments).bytes)
 
 
-def enum_member(enumeration: str, number: int) -> object:
+def enum_member(enumeration_name: str, number: int) -> object:
     """Return the member of an enumeration with this number. The bindings do not accept numbers instead of members."""
-    return getattr(_load_bindings(), enumeration)(number)
+    return getattr(_load_bindings(), enumeration_name)(number)
 
 
-def new_structure(name: str, /, **fields: Any) -> object:
+def new_structure(type_name: str, /, **fields: Any) -> object:
     """Return a new structure of the bindings with these fields set; ``location__id`` sets ``location.id``."""
-    instance = getattr(_load_bindings(), name)()
-    for field, value in fields.items():
-        *outer_names, inner_name = field.split("__")
+    instance = getattr(_load_bindings(), type_name)()
+    for field_path, value in fields.items():
+        *outer_names, inner_name = field_path.split("__")
         inner_structure = instance
         for outer_name in outer_names:
             inner_structure = getattr(inner_structure, outer_name)
@@ -275,11 +276,10 @@ def uninitialized_bytes(length_bytes: int) -> bytes:
 
 
 def array_at(address: int, length_bytes: int) -> Any:
-    """Return a ctypes array over the host bytes at an address, from which the caller makes memory views.
+    """Return a ctypes array over the host bytes at an address, which it does not own.
 
-    The array does not own the bytes.
-
-    Each view keeps the array alive. So a weak reference to the array shows whether a view still exists.
+    The caller makes memory views of the array. Each view keeps the array alive. So a weak reference to the array shows
+    whether a view still exists.
     """
     return (ctypes.c_ubyte * length_bytes).from_address(address)
 
@@ -293,10 +293,10 @@ def ipc_handle_bytes(address: int) -> bytes:
     return ctypes.string_at(handle.getPtr(), _IPC_HANDLE_BYTES)
 
 
-def ipc_handle_from_bytes(data: bytes) -> object:
-    """Return a CUipcMemHandle made of the 64 bytes in `data`."""
+def ipc_handle_from_bytes(handle_bytes: bytes) -> object:
+    """Return a CUipcMemHandle made of the 64 bytes in `handle_bytes`."""
     handle = _load_bindings().CUipcMemHandle()
-    ctypes.memmove(handle.getPtr(), data, _IPC_HANDLE_BYTES)
+    ctypes.memmove(handle.getPtr(), handle_bytes, _IPC_HANDLE_BYTES)
     return handle
 
 

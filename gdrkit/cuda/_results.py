@@ -53,7 +53,7 @@ _REASONS_AND_ADVICE: dict[int, tuple[Reason, str]] = {
     NOT_SUPPORTED: (Reason.NOT_SUPPORTED, ""),
 }
 
-# If this function returns NOT_SUPPORTED, the driver or the device cannot export dma-bufs at all.
+# If this driver function returns NOT_SUPPORTED, the driver or the device cannot export dma-bufs at all.
 _DMABUF_EXPORT_FUNCTION = "cuMemGetHandleForAddressRange"
 _DMABUF_EXPORT_ADVICE = (
     "load the open NVIDIA kernel modules (CUDA 11.7 or newer, Linux 5.12 or newer), or use nvidia-peermem"

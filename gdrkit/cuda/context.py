@@ -31,7 +31,7 @@ _FLUSH_TO_OWNER = 100  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
 class DeviceAttribute(enum.IntEnum):
     """The attributes that :meth:`Device.attribute` can query.
 
-    Values and names are taken from ``CUdevice_attribute``; the names lack its prefix.
+    Values and names are taken from ``CUdevice_attribute``. The names lack the prefix ``CU_DEVICE_ATTRIBUTE_``.
     """
 
     MULTIPROCESSOR_COUNT = 16
@@ -123,7 +123,7 @@ class PrimaryContext(Closeable):
         return self._retain()
 
     @property
-    def ordinal(self) -> int:
+    def device_handle(self) -> int:
         """The driver's handle of the device (``CUdevice``)."""
         return self._cu_device
 
@@ -143,9 +143,9 @@ class PrimaryContext(Closeable):
             The device does not support the call; see :data:`DeviceAttribute.GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS`.
         """
         flush_target = _driver.enum_member("CUflushGPUDirectRDMAWritesTarget", _FLUSH_CURRENT_CONTEXT)
-        scope = _driver.enum_member("CUflushGPUDirectRDMAWritesScope", _FLUSH_TO_OWNER)
+        flush_scope = _driver.enum_member("CUflushGPUDirectRDMAWritesScope", _FLUSH_TO_OWNER)
         with self.current():
-            _driver.call("cuFlushGPUDirectRDMAWrites", flush_target=flush_target, scope=scope)
+            _driver.call("cuFlushGPUDirectRDMAWrites", flush_target=flush_target, scope=flush_scope)
 
     def memory_info(self) -> MemoryInfo:
         """Return the size of the device's memory, and how much of it is free (cuMemGetInfo)."""

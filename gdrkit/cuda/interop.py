@@ -1,8 +1,9 @@
 """Exchange of device memory with other libraries (torch, cupy, numba, ...) by the CUDA Array Interface or DLPack.
 
-`wrap` makes a buffer of an array of another library. It never frees the memory: the array owns it, and the buffer keeps
-the array alive. Only contiguous arrays can be wrapped, because a NIC does not support strides. `export_tensor` makes a
-DLPack capsule for another library. Sources: "CUDA Array Interface (Version 3)" of numba, and DLPack.
+`wrap` makes a buffer of gdrkit from an array of another library. Closing the buffer never frees the memory: the array
+owns it, and the buffer keeps the array alive. Only contiguous arrays can be wrapped, because a NIC does not support
+strides. `export_tensor` makes a DLPack capsule for another library. Sources: "CUDA Array Interface (Version 3)" of
+numba, and DLPack.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def wrap(array: object, *, device: PrimaryContext, read_only: bool = False) -> B
     try:
         if foreign_array.read_only and not read_only:
             message = "the array is read-only"
-            raise UsageError(message, what_to_do="pass read_only=True, and register it without write access")  # noqa: TRY301
+            raise UsageError(message, what_to_do="pass read_only=True, and register the memory without write access")  # noqa: TRY301
         if foreign_array.stream is not None:
             with device.current():
                 _driver.call("cuStreamSynchronize", hStream=foreign_array.stream)
@@ -116,7 +117,7 @@ def export_tensor(
     address: int,
     *,
     shape: Sequence[int],
-    element: tuple[int, int, int],
+    element_type: tuple[int, int, int],
     device_index: int | None,
     is_versioned: bool,
 ) -> object:
@@ -130,7 +131,7 @@ def export_tensor(
         Address of the first element.
     shape : sequence of int
         Number of elements in each dimension.
-    element : tuple of int
+    element_type : tuple of int
         DLPack's type code, bits and lanes of an element.
     device_index : int or None
         Index of the device; None for memory of the host.
@@ -143,7 +144,7 @@ def export_tensor(
         device=dlpack_device(device_index),
         is_versioned=is_versioned,
         on_release=functools.partial(_release_owner, owner),
-        element=element,
+        element_type=element_type,
     )
 
 

@@ -1,8 +1,8 @@
 """CUDA IPC: access to memory of cuMemAlloc from another process of the same machine.
 
 Imported memory cannot be exported as a dma-buf (CUDA_ERROR_INVALID_VALUE on an H200). Only the process that allocated
-the memory can export one, in order to register it or to pass its descriptor to another process. Source: "IPC" of the
-CUDA driver API reference.
+the memory can do this, to register the memory or to pass the descriptor of the dma-buf to another process. Source:
+"IPC" of the CUDA driver API reference.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def open_handle(device: PrimaryContext, handle: bytes, *, length_bytes: int | No
     Raises
     ------
     ApiError
-        The handle was made by this process, its owner has freed the memory or has ended, or CUDA_VISIBLE_DEVICES hides
-        the device from this process.
+        The handle was made by this process, the process that made it has freed the memory or has ended, or
+        CUDA_VISIBLE_DEVICES hides the device from this process.
     UsageError
         MALFORMED: the handle does not have 64 bytes. BAD_ARGUMENT: the allocation is smaller than `length_bytes`.
         NO_DEVICE: another device has the memory.
@@ -73,7 +73,7 @@ def open_handle(device: PrimaryContext, handle: bytes, *, length_bytes: int | No
             _check_device(address, device)
             used_bytes = _resolve_length(address, length_bytes)
             # The owner has set SYNC_MEMOPS only for its own process, so this process sets it too.
-            pointer.synchronize_copies(address)
+            pointer.set_sync_memops(address)
         except BaseException as error:
             cleanup_stack.run_after(error)
             raise
@@ -103,7 +103,7 @@ def device_of_handle(handle: bytes) -> int:
                 address = _open_in_current_context(handle)
             except ApiError:
                 if index < device_count - 1:
-                    continue  # Another device may open it: the driver requires one that can access the memory.
+                    continue  # The driver opens a handle only on devices that can access the memory. Try the next one.
                 raise
             try:
                 return pointer.device_index(address)
@@ -127,9 +127,9 @@ def _open_in_current_context(handle: bytes) -> int:
 
 
 def _check_device(address: int, device: PrimaryContext) -> None:
-    index = pointer.device_index(address)
-    if index != device.index:
-        message = f"the memory is on device {index} of this process, not on device {device.index}"
+    actual_index = pointer.device_index(address)
+    if actual_index != device.index:
+        message = f"the memory is on device {actual_index} of this process, not on device {device.index}"
         raise UsageError(message, reason=Reason.NO_DEVICE)
 
 

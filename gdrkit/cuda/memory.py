@@ -44,7 +44,10 @@ class CudaMemory(MemoryResource):
         return self.device.current()
 
     def buffer_id(self) -> int:
-        """Return the driver's buffer id of the allocation at the first byte. A later allocation has another id."""
+        """Return the driver's buffer id of the allocation at the first byte.
+
+        A later allocation at the same address has another id.
+        """
         self._check_open()
         with self.device.current():
             return pointer.buffer_id(self.address)
@@ -67,9 +70,10 @@ class CudaMemory(MemoryResource):
 
         Registering the returned memory registers every byte of these chunks. Closing it frees nothing.
         """
-        key = self.allocation_key()
-        base_address = key[0][0]
-        length_bytes = key[-1][0] + key[-1][1] - base_address
+        chunks = self.allocation_key()
+        base_address = chunks[0][0]
+        last_address, last_length_bytes, _last_buffer_id = chunks[-1]
+        length_bytes = last_address + last_length_bytes - base_address
         return BorrowedMemory(self.device, kind=self.kind, address=base_address, length_bytes=length_bytes)
 
     def export_dmabuf(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> DmabufRange:
@@ -254,7 +258,7 @@ class DeviceMemory(CudaMemory):
             cleanup_stack = ReleaseStack()
             cleanup_stack.push(lambda: _driver.call("cuMemFree", dptr=address))
             try:
-                pointer.synchronize_copies(address)
+                pointer.set_sync_memops(address)
             except ApiError as error:
                 cleanup_stack.run_after(error)
                 raise
@@ -297,7 +301,8 @@ def borrow(device: PrimaryContext, address: int, *, length_bytes: int) -> Borrow
     Unsupported
         The memory is managed. Its pages move between host and device, so no NIC may pin them.
     UsageError
-        NOT_DEVICE_MEMORY: the address is in host memory or on another device, or `length_bytes` exceeds the memory.
+        NOT_DEVICE_MEMORY: the address is in host memory or on another device, or `length_bytes` is 0, negative or
+        larger than the memory.
     """
     with device.current():
         kind = pointer.memory_kind(address)
@@ -316,5 +321,5 @@ def borrow(device: PrimaryContext, address: int, *, length_bytes: int) -> Borrow
             message = f"{length_bytes} bytes at {address:#x} are not memory of CUDA device {device.index}"
             raise UsageError(message, reason=Reason.NOT_DEVICE_MEMORY)
         pointer.allocation_key(address, length_bytes)  # This raises UsageError if the memory is too short.
-        pointer.synchronize_copies(address)
+        pointer.set_sync_memops(address)
     return BorrowedMemory(device, kind=kind, address=address, length_bytes=length_bytes)

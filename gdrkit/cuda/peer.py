@@ -22,7 +22,7 @@ __all__ = ["can_access_peer", "peer_access"]
 
 def can_access_peer(device: PrimaryContext, peer: PrimaryContext) -> bool:
     """Return whether `device` can access the memory of `peer` directly (cuDeviceCanAccessPeer)."""
-    return bool(_driver.call_int("cuDeviceCanAccessPeer", dev=device.ordinal, peerDev=peer.ordinal))
+    return bool(_driver.call_int("cuDeviceCanAccessPeer", dev=device.device_handle, peerDev=peer.device_handle))
 
 
 @contextlib.contextmanager

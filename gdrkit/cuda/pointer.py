@@ -1,5 +1,6 @@
-"""Queries to the CUDA driver about a device address, whichever library allocated the memory, and its SYNC_MEMOPS.
+"""Queries to the CUDA driver about the memory at a device address, and the setting SYNC_MEMOPS of this memory.
 
+The functions work for memory of every library, such as torch.
 Sources: ``cuPointerGetAttribute``, ``cuPointerSetAttribute`` and ``cuMemGetAddressRange`` of the CUDA driver API.
 """
 
@@ -20,7 +21,7 @@ __all__ = [
     "device_index",
     "make_existence_check",
     "memory_kind",
-    "synchronize_copies",
+    "set_sync_memops",
 ]
 
 
@@ -30,7 +31,7 @@ __all__ = [
 make_existence_check = _driver.make_existence_check
 
 
-class _Attribute(enum.IntEnum):
+class _PointerAttribute(enum.IntEnum):
     """Values of ``CUpointer_attribute``."""
 
     MEMORY_TYPE = 2
@@ -60,20 +61,20 @@ def memory_kind(address: int) -> MemoryKind:
     neither managed, pooled nor VMM memory, and cannot be exported by CUDA IPC.
     """
     try:
-        memory_type = _query_attribute(_Attribute.MEMORY_TYPE, address)
+        memory_type = _query_attribute(_PointerAttribute.MEMORY_TYPE, address)
     except ApiError as error:
         if error.status == _results.INVALID_VALUE:
             return MemoryKind.HOST
         raise
-    if _query_attribute(_Attribute.IS_MANAGED, address):
+    if _query_attribute(_PointerAttribute.IS_MANAGED, address):
         return MemoryKind.CUDA_MANAGED
     if memory_type == _MEMORY_TYPE_HOST:
         return MemoryKind.HOST
-    if _query_attribute(_Attribute.MEMPOOL_HANDLE, address):
+    if _query_attribute(_PointerAttribute.MEMPOOL_HANDLE, address):
         return MemoryKind.CUDA_POOL
     if _is_vmm(address):
         return MemoryKind.CUDA_VMM
-    can_export_ipc = _query_attribute(_Attribute.IS_LEGACY_CUDA_IPC_CAPABLE, address)
+    can_export_ipc = _query_attribute(_PointerAttribute.IS_LEGACY_CUDA_IPC_CAPABLE, address)
     return MemoryKind.CUDA if can_export_ipc else MemoryKind.CUDA_IMPORTED
 
 
@@ -87,7 +88,7 @@ def buffer_id(address: int) -> int:
 
 def device_index(address: int) -> int:
     """Return the index of the device that has the memory at `address`."""
-    return _query_attribute(_Attribute.DEVICE_ORDINAL, address)
+    return _query_attribute(_PointerAttribute.DEVICE_ORDINAL, address)
 
 
 def address_range(address: int) -> AddressRange:
@@ -124,14 +125,15 @@ def allocation_key(address: int, length_bytes: int) -> tuple[tuple[int, int, int
     return tuple(key)
 
 
-def synchronize_copies(address: int) -> None:
-    """Make each synchronous copy of this memory return only when it is complete. The device's context must be current.
+def set_sync_memops(address: int) -> None:
+    """Make synchronous copies from or to this memory return only when they are complete.
 
-    Without this setting, a cuMemcpy of device memory may return early, and a NIC would read old data. VMM memory does
-    not support the attribute SYNC_MEMOPS (CUDA_ERROR_NOT_SUPPORTED on an H200). For VMM memory, this function sets the
-    context's flag CU_CTX_SYNC_MEMOPS, which has the same effect on all memory of the context.
+    The device's context must be current. Without this setting, a cuMemcpy of device memory may return early, and a NIC
+    would read old data. VMM memory does not support the attribute SYNC_MEMOPS (CUDA_ERROR_NOT_SUPPORTED on an H200).
+    For VMM memory, this function sets the context's flag CU_CTX_SYNC_MEMOPS, which has the same effect on all memory of
+    the context.
     """
-    attribute = _driver.enum_member("CUpointer_attribute", _Attribute.SYNC_MEMOPS)
+    attribute = _driver.enum_member("CUpointer_attribute", _PointerAttribute.SYNC_MEMOPS)
     try:
         _driver.call("cuPointerSetAttribute", value=1, attribute=attribute, ptr=address)
     except Unsupported:
@@ -140,18 +142,18 @@ def synchronize_copies(address: int) -> None:
             _driver.call("cuCtxSetFlags", flags=flags | _CTX_SYNC_MEMOPS)
 
 
-def _query_attribute(attribute: _Attribute, address: int) -> int:
-    member = _driver.enum_member("CUpointer_attribute", attribute)
-    return _driver.call_int("cuPointerGetAttribute", attribute=member, ptr=address)
+def _query_attribute(attribute: _PointerAttribute, address: int) -> int:
+    attribute_member = _driver.enum_member("CUpointer_attribute", attribute)
+    return _driver.call_int("cuPointerGetAttribute", attribute=attribute_member, ptr=address)
 
 
 def _is_vmm(address: int) -> bool:
     # Only VMM memory has an allocation handle.
     try:
-        handle = _driver.call_int("cuMemRetainAllocationHandle", addr=address)
+        allocation_handle = _driver.call_int("cuMemRetainAllocationHandle", addr=address)
     except ApiError as error:
         if error.status == _results.INVALID_VALUE:
             return False
         raise
-    _driver.call("cuMemRelease", handle=handle)
+    _driver.call("cuMemRelease", handle=allocation_handle)
     return True

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gdrkit.cuda.context import PrimaryContext
     from gdrkit.cuda.memory import CudaMemory
 
-__all__ = ["Event", "Stream", "wait_for"]
+__all__ = ["Event", "Stream", "wait_for_stream"]
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit ordering with the default stream
 _EVENT_DEFAULT = 0  # CU_EVENT_DEFAULT
@@ -29,7 +29,7 @@ class _StreamOrEvent(Resource):
     """Base of streams and events."""
 
     _type_name = ""
-    # Name of the driver function that destroys the object, and of its parameter for the handle.
+    # The names of the driver function that destroys the object, and of the function's parameter for the handle.
     _destroy_operation = ""
     _destroy_argument = ""
 
@@ -202,9 +202,9 @@ class Stream(_StreamOrEvent):
         super()._release()
 
 
-def wait_for(handle: int) -> None:
+def wait_for_stream(stream_handle: int) -> None:
     """Wait until all work of a stream that other code created is complete. The device's context must be current."""
-    _driver.call("cuStreamSynchronize", hStream=handle)
+    _driver.call("cuStreamSynchronize", hStream=stream_handle)
 
 
 def _is_complete(operation: str, **arguments: int) -> bool:

@@ -47,7 +47,7 @@ class VmmMemory(CudaMemory):
     def __init__(
         self, device: PrimaryContext, *, chunk_bytes: int, chunk_creators: Sequence[Callable[[], int]]
     ) -> None:
-        """Map one chunk for each of `chunk_creators`. Each of them creates or imports a chunk and returns its handle.
+        """Map one chunk for each of `chunk_creators`: functions that create or import a chunk and return its handle.
 
         Callers use :meth:`create` and :meth:`import_shareable` instead.
         """
@@ -104,8 +104,8 @@ class VmmMemory(CudaMemory):
         device : PrimaryContext
             The device that has the chunks.
         fds : sequence of int
-            The descriptors of :meth:`export_shareable` in that process, in order. The caller can close them after
-            this call.
+            The descriptors that :meth:`export_shareable` returned in that process, in order. The caller can close
+            them after this call.
         chunk_bytes : int
             Size of each chunk in bytes, as the owner states it. The driver does not report it.
         """
@@ -165,7 +165,7 @@ class VmmMemory(CudaMemory):
             "CUmemAccessDesc", location__type=location_type, location__id=device.index, flags=access_flags
         )
         _driver.call("cuMemSetAccess", ptr=base_address, size=length_bytes, desc=[access_descriptor], count=1)
-        pointer.synchronize_copies(base_address)
+        pointer.set_sync_memops(base_address)
         return base_address
 
     def _release(self) -> None:

@@ -1,6 +1,6 @@
 """Transfers between files and device memory by NVIDIA cuFile (GPUDirect Storage), with proof of their route.
 
-Importing this package loads no library; the first call of a function loads libcufile. Only ``_cufile.py`` imports
+The import of this package loads no library. The first call that needs libcufile loads it. Only ``_cufile.py`` imports
 ``cuda.bindings.cufile``, and only ``_kvikio.py`` imports kvikio.
 
 Example::

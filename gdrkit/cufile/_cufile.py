@@ -1,9 +1,10 @@
-"""The calls of libcufile, through ``cuda.bindings.cufile``. Only this file imports these bindings.
+"""Functions that call libcufile through ``cuda.bindings.cufile``. Only this file imports these bindings.
 
 The first call loads libcuda and then libcufile, because libcufile (1.20) loads without libcuda but then does not work.
 The bindings 13.5.0 lose errors of reads and writes: they return a negative CUfileOpError as a count, and raise a
-ValueError for an errno. This module converts both to exceptions with the error number. Memory that libcufile fills
-after a call has returned is allocated by ctypes, so that its address does not change. Source: ``cufile.h``.
+ValueError for an errno. This module converts both to exceptions with the error number. If libcufile fills memory after
+a call has returned, this module allocates the memory by ctypes, so that its address does not change. Source:
+``cufile.h``.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncArguments",
     "call",
+    "call_transfer",
     "fetch_batch_events",
     "format_version",
+    "get_driver_properties",
     "get_slab_arrays",
+    "get_statistics",
     "get_string_parameter",
     "library_version",
     "load",
     "make_io_parameters",
     "make_io_vectors",
-    "properties",
     "register_file",
     "set_slab_arrays",
     "set_string_parameter",
-    "statistics",
     "submit_batch",
-    "transfer",
     "use_count",
 ]
 
@@ -71,8 +72,9 @@ def load() -> Any:
     _load_library(_CUDA_SONAME, "install the NVIDIA driver, or put the folder of a libcuda.so.1 on LD_LIBRARY_PATH")
     not_found_error: SetupMissing | None = None
     try:
-        # The bindings use a libcufile that is already loaded, so the loader's search path decides which one is used.
-        # If the loader finds none, the bindings search other folders.
+        # The bindings use a libcufile that is already loaded, so the search path of the dynamic loader decides which
+        # one they use. If the dynamic loader finds none (ENOENT), the bindings search other folders. Only if they find
+        # none either, `not_found_error` is raised below.
         _load_library(_CUFILE_SONAME, _INSTALL_ADVICE)
     except SetupMissing as error:
         if error.errno != errno.ENOENT:
@@ -100,8 +102,8 @@ def load() -> Any:
 def call(operation: str, function_name: str, /, **arguments: Any) -> Any:
     """Call a function of the bindings and return its result.
 
-    `operation` is the name of the function in ``cufile.h``, for errors. `arguments` have the names and the order of the
-    header.
+    `operation` is the name of the function in ``cufile.h``, for error texts. `function_name` is its name in the
+    bindings. `arguments` have the names and the order of the header.
 
     Raises
     ------
@@ -110,10 +112,10 @@ def call(operation: str, function_name: str, /, **arguments: Any) -> Any:
     SetupMissing
         The library cannot be used, or does not have the function.
     """
-    return _call(operation, function_name, arguments, error_arguments=arguments)
+    return _call_binding(operation, function_name, arguments, error_arguments=arguments)
 
 
-def _call(
+def _call_binding(
     operation: str,
     function_name: str,
     arguments: dict[str, Any],
@@ -123,12 +125,13 @@ def _call(
 ) -> Any:
     """Call a function of the bindings and return its result. An error shows `error_arguments` instead of `arguments`.
 
-    If `result_list` is given, the result is appended to this list and not returned. No signal handler runs between the
-    call and the append, so that an interrupt cannot lose the result.
+    If `result_list` is given, the function appends the result to this list and returns None. No signal handler runs
+    between the call and the append, so that an interrupt cannot lose the result.
     """
     bindings = load()
     try:
         if result_list is not None:
+            # extend() makes the call and appends the result within one step of the interpreter.
             result_list.extend(itertools.starmap(getattr(bindings, function_name), [tuple(arguments.values())]))
             return None
         return getattr(bindings, function_name)(*arguments.values())
@@ -143,7 +146,7 @@ def _call(
         raise _make_wrong_abi_error(operation, error) from error
 
 
-def transfer(operation: str, function_name: str, /, **arguments: Any) -> int:
+def call_transfer(operation: str, function_name: str, /, **arguments: Any) -> int:
     """Call a read or write function of the bindings and return the number of bytes moved.
 
     Raises
@@ -187,27 +190,27 @@ def format_version() -> str:
 def use_count() -> int:
     """Return the use count of the driver in this process (cuFileUseCount).
 
-    The function is called by ctypes, because the bindings misread the result as an error status.
+    ctypes calls cuFileUseCount directly, because the bindings misread its result as an error status.
     """
     load()
-    function = ctypes.CDLL(_CUFILE_SONAME).cuFileUseCount
-    function.restype = ctypes.c_long
-    return int(function())
+    use_count_function = ctypes.CDLL(_CUFILE_SONAME).cuFileUseCount
+    use_count_function.restype = ctypes.c_long
+    return int(use_count_function())
 
 
-def register_file(fd: int, handles: list[int]) -> None:
-    """Register a descriptor by cuFileHandleRegister and append its CUfileHandle_t to `handles`."""
+def register_file(fd: int, native_handles: list[int]) -> None:
+    """Register a descriptor by cuFileHandleRegister and append its CUfileHandle_t to `native_handles`."""
     descriptor_struct = load().Descr()
     # The constructor does not clear the 24 bytes of CUfileDescr_t, and libcufile would use the random contents.
     ctypes.memset(descriptor_struct.ptr, 0, ctypes.sizeof(ctypes.c_uint64) * 3)
     descriptor_struct.type = _OPAQUE_FD
     descriptor_struct.handle.fd = fd
-    _call(
+    _call_binding(
         "cuFileHandleRegister",
         "handle_register",
         {"descr": descriptor_struct.ptr},
         error_arguments={"fd": fd},
-        result_list=handles,
+        result_list=native_handles,
     )
 
 
@@ -221,7 +224,7 @@ def make_io_vectors(memory_ranges: Sequence[tuple[int, int]]) -> Any:
 
 
 class _IoParameters(ctypes.Structure):
-    """The structure CUfileIOParams_t."""
+    """The structure CUfileIOParams_t: one transfer of a batch."""
 
     _fields_ = (
         ("mode", ctypes.c_int),
@@ -236,7 +239,7 @@ class _IoParameters(ctypes.Structure):
 
 
 class _IoEvent(ctypes.Structure):
-    """The structure CUfileIOEvents_t."""
+    """The structure CUfileIOEvents_t: the result of one transfer of a batch."""
 
     _fields_ = (("cookie", ctypes.c_void_p), ("status", ctypes.c_int), ("result", ctypes.c_ssize_t))
 
@@ -244,19 +247,22 @@ class _IoEvent(ctypes.Structure):
 def make_io_parameters(requests: Sequence[tuple[int, int, int, int, int, int, int]]) -> Any:
     """Return an array of CUfileIOParams_t.
 
-    A request is (CUfileHandle_t, opcode, address, file offset, buffer offset, length, cookie); sizes are in bytes.
+    A request is (CUfileHandle_t, opcode, address, file offset, buffer offset, length, cookie). Offsets and the length
+    are in bytes.
     """
-    parameters = (_IoParameters * len(requests))()
+    io_parameters = (_IoParameters * len(requests))()
     for entry, (file_handle, opcode, address, file_offset, buffer_offset, length_bytes, cookie) in zip(
-        parameters, requests, strict=True
+        io_parameters, requests, strict=True
     ):
         entry.mode, entry.file, entry.opcode, entry.cookie = _BATCH_MODE, file_handle, opcode, cookie
         entry.address, entry.length_bytes = address, length_bytes
         entry.file_offset, entry.buffer_offset = file_offset, buffer_offset
-    return parameters
+    return io_parameters
 
 
 class _Timespec(ctypes.Structure):
+    """The structure timespec of the kernel."""
+
     _fields_ = (("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_long))
 
 
@@ -265,13 +271,13 @@ def fetch_batch_events(
 ) -> list[tuple[int, int, int]]:
     """Call cuFileBatchIOGetStatus and return (cookie, status, result) of each event.
 
-    The call waits for `count_min` events, at most `timeout_s` seconds, or without limit if it is None.
+    The call waits for `count_min` events, at most `timeout_s` seconds, or without limit if `timeout_s` is None.
     """
     events = (_IoEvent * count_max)()
     event_count = ctypes.c_uint(count_max)
-    timeout = _Timespec()
+    timespec = _Timespec()
     if timeout_s is not None:
-        timeout.seconds, timeout.nanoseconds = int(timeout_s), int(timeout_s % 1 * 1e9)
+        timespec.seconds, timespec.nanoseconds = int(timeout_s), int(timeout_s % 1 * 1e9)
     call(
         "cuFileBatchIOGetStatus",
         "batch_io_get_status",
@@ -279,25 +285,25 @@ def fetch_batch_events(
         min_nr=count_min,
         nr=ctypes.addressof(event_count),
         iocbp=ctypes.addressof(events),
-        timeout=0 if timeout_s is None else ctypes.addressof(timeout),
+        timeout=0 if timeout_s is None else ctypes.addressof(timespec),
     )
     return [(int(event.cookie or 0), int(event.status), int(event.result)) for event in events[: event_count.value]]
 
 
-def submit_batch(batch_id: int, parameters: Any) -> None:
-    """Submit the array of :func:`make_io_parameters` by cuFileBatchIOSubmit."""
+def submit_batch(batch_id: int, io_parameters: Any) -> None:
+    """Submit an array that :func:`make_io_parameters` made, by cuFileBatchIOSubmit."""
     call(
         "cuFileBatchIOSubmit",
         "batch_io_submit",
         batch_idp=batch_id,
-        nr=len(parameters),
-        iocbp=ctypes.addressof(parameters),
+        nr=len(io_parameters),
+        iocbp=ctypes.addressof(io_parameters),
         flags=0,
     )
 
 
 class AsyncArguments:
-    """Arguments and result of an asynchronous call, at fixed addresses. The object must live until the call ends."""
+    """Arguments and result of a transfer on a stream, at fixed addresses. They must live until the transfer ends."""
 
     def __init__(self, *, length_bytes: int, file_offset: int, buffer_offset: int) -> None:
         self._length = ctypes.c_size_t(length_bytes)
@@ -316,11 +322,11 @@ class AsyncArguments:
 
     @property
     def result(self) -> int:
-        """The result of the call; 0 before the stream has executed the call."""
+        """Number of bytes moved, or a negative error number; 0 before the stream has executed the transfer."""
         return self._result.value
 
 
-def statistics(level: int) -> bytes:
+def get_statistics(level: int) -> bytes:
     """Return the raw statistics of one level, which :mod:`gdrkit.cufile._layout` decodes."""
     operation = f"cuFileGetStatsL{level}"
     if library_version() < _layout.STATISTICS_VERSION_MIN:
@@ -330,7 +336,7 @@ def statistics(level: int) -> bytes:
     return buffer.raw
 
 
-def properties() -> tuple[int, ...]:
+def get_driver_properties() -> tuple[int, ...]:
     """Return the fields of CUfileDrvProps_t in order."""
 
     class Properties(ctypes.Structure):
@@ -349,26 +355,32 @@ def properties() -> tuple[int, ...]:
             ("max_batch_timeout_ms", ctypes.c_uint),
         )
 
-    filled_structure = Properties()
-    call("cuFileDriverGetProperties", "driver_get_properties", props=ctypes.addressof(filled_structure))
-    return tuple(int(getattr(filled_structure, name)) for name, _ in Properties._fields_)
+    properties_struct = Properties()
+    call("cuFileDriverGetProperties", "driver_get_properties", props=ctypes.addressof(properties_struct))
+    return tuple(int(getattr(properties_struct, name)) for name, _ in Properties._fields_)
 
 
-def get_string_parameter(parameter: int) -> str:
+def get_string_parameter(parameter_number: int) -> str:
     """Call cuFileGetParameterString and return the text."""
-    return str(call("cuFileGetParameterString", "get_parameter_string", param=parameter, len=_TEXT_BYTES_MAX))
+    return str(call("cuFileGetParameterString", "get_parameter_string", param=parameter_number, len=_TEXT_BYTES_MAX))
 
 
-def set_string_parameter(parameter: int, text: str) -> None:
-    """Call cuFileSetParameterString."""
-    buffer = ctypes.create_string_buffer(text.encode())
-    call("cuFileSetParameterString", "set_parameter_string", param=parameter, desc_str=ctypes.addressof(buffer))
+def set_string_parameter(parameter_number: int, text: str) -> None:
+    """Set a text parameter by cuFileSetParameterString."""
+    text_buffer = ctypes.create_string_buffer(text.encode())
+    call(
+        "cuFileSetParameterString",
+        "set_parameter_string",
+        param=parameter_number,
+        desc_str=ctypes.addressof(text_buffer),
+    )
 
 
 def get_slab_arrays(slab_count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the buffer size in KiB and the number of buffers of each slab of the POSIX pool.
+    """Return the buffer sizes in KiB and the numbers of buffers of the slabs of the POSIX pool, as two tuples.
 
-    The function calls cuFileGetParameterPosixPoolSlabArray.
+    The POSIX pool is the pinned host memory of compat mode. A slab has buffers of one size. The function calls
+    cuFileGetParameterPosixPoolSlabArray.
     """
     sizes_kib, counts = (ctypes.c_size_t * slab_count)(), (ctypes.c_size_t * slab_count)()
     call(
@@ -382,7 +394,7 @@ def get_slab_arrays(slab_count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def set_slab_arrays(sizes_kib: Sequence[int], counts: Sequence[int]) -> None:
-    """Call cuFileSetParameterPosixPoolSlabArray."""
+    """Set the slabs of :func:`get_slab_arrays` by cuFileSetParameterPosixPoolSlabArray."""
     size_array = (ctypes.c_size_t * len(sizes_kib))(*sizes_kib)
     count_array = (ctypes.c_size_t * len(counts))(*counts)
     call(
@@ -395,6 +407,7 @@ def set_slab_arrays(sizes_kib: Sequence[int], counts: Sequence[int]) -> None:
 
 
 def _load_library(soname: str, advice: str) -> None:
+    """Load a library, or raise SetupMissing with this advice."""
     operation = f"dlopen {soname}"
     loader.check_library(soname, operation=operation)
     try:
@@ -417,5 +430,5 @@ def _make_wrong_abi_error(operation: str, error: Exception) -> SetupMissing:
 
 
 def _make_printable(arguments: dict[str, Any]) -> dict[str, object]:
-    """Return the arguments for an error message, with type names instead of arrays."""
+    """Return the arguments for an error message: numbers and texts, and the names of other types."""
     return {name: value if isinstance(value, int | str) else type(value).__name__ for name, value in arguments.items()}

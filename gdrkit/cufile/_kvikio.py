@@ -1,7 +1,7 @@
 """Transfers between files and device memory by kvikio. Only this file imports kvikio.
 
 kvikio is NVIDIA's library on top of cuFile. It splits a transfer into tasks for its own threads. In its compat mode,
-kvikio copies through host memory without cuFile. Then libcufile counts nothing, and
+kvikio copies through host memory without cuFile. In this mode libcufile counts nothing, so
 :class:`gdrkit.cufile.RouteMonitor` has no evidence of the route.
 
 ``pip install --no-deps kvikio-cu13 libkvikio-cu13 rapids-logger`` with numpy and packaging is enough; cupy is not
@@ -86,7 +86,7 @@ def kvikio_version() -> str:
 
 
 def prefers_compat_mode() -> bool:
-    """Return whether kvikio by default copies through host memory on this machine instead of using cuFile."""
+    """Return whether kvikio, by default on this machine, copies through host memory instead of using cuFile."""
     _load_kvikio()
     return bool(importlib.import_module("kvikio.defaults").is_compat_mode_preferred())
 
@@ -187,13 +187,14 @@ class KvikioFile:
         self._live_handle.release()
 
     def _start_transfer(
-        self, operation: str, function: Callable[..., Any], transfer_range: TransferRange
+        self, operation: str, start_function: Callable[..., Any], transfer_range: TransferRange
     ) -> KvikioTransfer:
-        array = _DeviceArray(transfer_range.address + transfer_range.offset_bytes, transfer_range.length_bytes)
+        device_array = _DeviceArray(transfer_range.address + transfer_range.offset_bytes, transfer_range.length_bytes)
         future = _call(
-            operation, lambda: function(array, transfer_range.length_bytes, transfer_range.file_offset_bytes)
+            operation,
+            lambda: start_function(device_array, transfer_range.length_bytes, transfer_range.file_offset_bytes),
         )
-        return KvikioTransfer(future, operation, (array, transfer_range.memory, self))
+        return KvikioTransfer(future, operation, (device_array, transfer_range.memory, self))
 
     def _require_open_file(self) -> Any:
         if self._is_closed:
@@ -218,17 +219,17 @@ def _call(operation: str, function: Callable[[], Any]) -> Any:
         error_number = error.errno or errno.EIO
         raise _results.make_errno_error(operation=operation, error_number=error_number, arguments={}) from error
     except RuntimeError as error:
-        raise _parse_error_text(operation, str(error)) from error
+        raise _make_error_from_text(operation, str(error)) from error
 
 
-def _parse_error_text(operation: str, text: str) -> ApiError:
+def _make_error_from_text(operation: str, text: str) -> ApiError:
     """Return the exception for a RuntimeError of kvikio.
 
-    Such an exception has no error number, but its text contains the number of a CUfileOpError, or for some errnos the
+    Such an exception has no error number, but its text contains the number of a CUfileOpError, or for some errnos their
     name, such as EBADF.
     """
-    statuses = map(int, _CUFILE_STATUS_PATTERN.findall(text))
-    status = next((candidate for candidate in statuses if candidate in _results.NAMES), None)
+    numbers = map(int, _CUFILE_STATUS_PATTERN.findall(text))
+    status = next((number for number in numbers if number in _results.STATUS_NAMES), None)
     if status is not None:
         return _results.error_of(operation=operation, status=status, arguments={"text": text})
     words = text.split()

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 __all__ = [
-    "AVERAGES",
     "BUFFER_BYTES",
     "STAGED_SIZES_VERSION_MIN",
     "STATISTICS_VERSION_MIN",
+    "SUM_AND_COUNT_BY_AVERAGE",
     "VECTORS_VERSION_MIN",
     "unpack_basic_counters",
     "unpack_gpu_counters",
@@ -32,7 +32,7 @@ VECTORS_VERSION_MIN = 1190
 # cuFile 1.15 discards some sizes that were set before the driver opens (see parameters.py), and 1.18 keeps them. The
 # versions between them were not tested.
 STAGED_SIZES_VERSION_MIN = 1180
-# Size of the buffer in bytes, which is larger than the statistics of any version.
+# Size in bytes of the buffer that libcufile fills. It is larger than the statistics of any version.
 BUFFER_BYTES = 8192
 
 # Names of the counters in the order of the header. The first level has three groups: reads and writes, batches, and
@@ -101,9 +101,9 @@ _VECTOR_SINGLES = (
     "readv_lat_sum_us",
     "writev_lat_sum_us",
 )
-# The averages of the first level by name. Each value names two counters: libcufile divides the first one (a sum) by the
-# second one (a number of operations).
-AVERAGES: Mapping[str, tuple[str, str]] = {
+# Two counters for the name of each average of the first level: libcufile divides the first counter (a sum) by the
+# second one (a count of operations).
+SUM_AND_COUNT_BY_AVERAGE: Mapping[str, tuple[str, str]] = {
     "read_lat_avg_us": ("read_lat_sum_us", "read_ops"),
     "write_lat_avg_us": ("write_lat_sum_us", "write_ops"),
     "batch_submit_lat_avg_us": ("batch_submit_lat_sum_us", "batch_submit_ops"),
@@ -111,8 +111,8 @@ AVERAGES: Mapping[str, tuple[str, str]] = {
     "readv_lat_avg_us": ("readv_lat_sum_us", "readv_ops"),
     "writev_lat_avg_us": ("writev_lat_sum_us", "writev_ops"),
 }
-# The second level has two histograms of 32 counters each: of read sizes, then of write sizes. The third level has the
-# number of GPUs, and then for each GPU its UUID and these counters.
+# The second level has two histograms of 32 counters each: first of read sizes, then of write sizes. The third level has
+# the number of GPUs, and then for each GPU its UUID and these counters.
 _GPU_COUNTER_NAMES = (
     "read_bytes",
     "read_bw_bytes_per_sec",
@@ -150,7 +150,7 @@ _HISTOGRAM_COUNTERS = 32
 _GPUS_MAX = 16
 
 
-def _list_basic_names(version: int) -> Iterator[str]:
+def _list_basic_counter_names(version: int) -> Iterator[str]:
     """Yield the names of the counters of the first level in their order."""
     groups = [(_READ_WRITE_PAIRS, _READ_WRITE_SINGLES), (_BATCH_PAIRS, _BATCH_SINGLES)]
     if version >= VECTORS_VERSION_MIN:
@@ -167,7 +167,7 @@ def unpack_basic_counters(buffer: bytes, *, version: int) -> Mapping[str, int]:
 
     A counter X of successes and errors becomes two entries, ``X`` and ``X_err``.
     """
-    names = tuple(_list_basic_names(version))
+    names = tuple(_list_basic_counter_names(version))
     return dict(zip(names, struct.unpack_from(f"<{len(names)}Q", buffer), strict=True))
 
 
@@ -179,7 +179,7 @@ def unpack_histograms(buffer: bytes, *, version: int) -> tuple[tuple[int, ...], 
 
 
 def unpack_gpu_counters(buffer: bytes, *, version: int) -> Iterator[tuple[bytes, Mapping[str, int]]]:
-    """Yield the UUID and the counters of each GPU, from the third level."""
+    """Yield the UUID and the counters of each GPU, from the third level of the buffer."""
     offset = _count_basic_bytes(version) + 2 * _HISTOGRAM_COUNTERS * _COUNTER_BYTES
     (gpu_count,) = struct.unpack_from("<I", buffer, offset)
     offset += 8  # The number of GPUs has 4 bytes, and 4 bytes of padding follow.
@@ -191,4 +191,4 @@ def unpack_gpu_counters(buffer: bytes, *, version: int) -> Iterator[tuple[bytes,
 
 def _count_basic_bytes(version: int) -> int:
     """Return the size of the first level in bytes."""
-    return len(tuple(_list_basic_names(version))) * _COUNTER_BYTES
+    return len(tuple(_list_basic_counter_names(version))) * _COUNTER_BYTES

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HANDLE_NOT_REGISTERED",
-    "NAMES",
+    "STATUS_NAMES",
     "error_of",
     "make_batch_status_error",
     "make_errno_error",
@@ -91,7 +91,7 @@ _NAMES_IN_ORDER = [
     "IO_MAX_ERROR",
 ]
 _STATUS_BASE = 5000
-NAMES: Mapping[int, str] = {
+STATUS_NAMES: Mapping[int, str] = {
     number: f"CU_FILE_{name}" for number, name in enumerate(_NAMES_IN_ORDER, start=_STATUS_BASE + 1) if name != "-"
 }
 
@@ -150,9 +150,9 @@ _REASON_BY_ERRNO = {
 def error_of(
     *, operation: str, status: int, cuda_status: int | None = None, arguments: Mapping[str, object]
 ) -> ApiError:
-    """Return the exception for a CUfileOpError. It is ``Unsupported`` if the call can never work on this machine.
+    """Return the exception for a CUfileOpError: ``Unsupported`` if the machine or the file cannot support the call.
 
-    `cuda_status` is the CUresult of the error. The exception has it among its arguments, as ``cu_err``.
+    `cuda_status` is the CUresult of the error. The exception shows it as the argument ``cu_err``.
     """
     reason, what_to_do = _REASON_AND_ADVICE_BY_STATUS.get(status, (Reason.OTHER, ""))
     if cuda_status == _CUDA_INVALID_CONTEXT:
@@ -164,7 +164,7 @@ def error_of(
         api=Api.CUFILE,
         operation=operation,
         status=status,
-        status_name=NAMES.get(status, f"CUfileOpError {status}"),
+        status_name=STATUS_NAMES.get(status, f"CUfileOpError {status}"),
         arguments=dict(arguments) | ({"cu_err": cuda_status} if cuda_status else {}),
         reason=reason,
         what_to_do=what_to_do,
@@ -194,7 +194,7 @@ def make_errno_error(*, operation: str, error_number: int, arguments: Mapping[st
 
 
 def make_batch_status_error(*, operation: str, status_name: str, arguments: Mapping[str, object]) -> ApiError:
-    """Return the exception for a transfer of a batch that ended with an error status, but without an errno."""
+    """Return the exception for a transfer in a batch whose status is an error, although its result is not negative."""
     return ApiError(
         api=Api.CUFILE,
         operation=operation,

@@ -1,6 +1,6 @@
 """Batches of transfers: one call submits many transfers, and the caller polls for their results.
 
-A batch keeps the memory and the files of its transfers alive until it has returned all of their results.
+A batch keeps the memory and the files of its transfers alive until the caller has fetched all of their results.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BatchRequest:
     handle : FileHandle
         The file.
     part : BufferRange
-        The part of the memory to read into or write from.
+        The part of the memory that a read fills or a write reads.
     file_offset_bytes : int
         Offset in the file, in bytes.
     """
@@ -97,7 +97,8 @@ class IoBatch:
     driver : Driver
         The open driver. If the batch is still open when the driver closes, the driver destroys the batch.
     capacity : int
-        Largest number of outstanding transfers: the transfers whose results were not fetched by :meth:`status`.
+        Largest number of outstanding transfers. A transfer is outstanding until :meth:`fetch_events` has returned its
+        result.
 
     Raises
     ------
@@ -116,13 +117,14 @@ class IoBatch:
         self._remove_close_callback = driver.on_close(self.close)
         self._cookies = itertools.count(1)
         self._requests: dict[int, BatchRequest] = {}
-        # The arrays that were submitted. libcufile may read an array until all of its transfers have ended.
-        self._submitted_arrays: list[object] = []
+        # The parameter arrays of the submitted transfers. libcufile may read an array until all of its transfers have
+        # ended.
+        self._submitted_parameter_arrays: list[object] = []
         self._is_closed = False
 
     @property
     def outstanding(self) -> int:
-        """Number of transfers whose results the caller has not fetched by :meth:`status`."""
+        """Number of submitted transfers whose results :meth:`fetch_events` has not returned."""
         return len(self._requests)
 
     def submit(self, requests: Sequence[BatchRequest]) -> None:
@@ -131,7 +133,7 @@ class IoBatch:
         Raises
         ------
         ApiError
-            CU_FILE_BATCH_FULL: the batch is full; call :meth:`status` first.
+            CU_FILE_BATCH_FULL: the batch is full; call :meth:`fetch_events` first.
         UsageError
             A request is invalid.
         """
@@ -140,16 +142,16 @@ class IoBatch:
             message = "requests must have at least one request"
             raise UsageError(message)
         request_by_cookie = {next(self._cookies): request for request in requests}
-        parameters = _cufile.make_io_parameters(
-            [_pack_parameters(cookie, request) for cookie, request in request_by_cookie.items()]
+        parameter_array = _cufile.make_io_parameters(
+            [_make_io_request(cookie, request) for cookie, request in request_by_cookie.items()]
         )
         with requests[0].part.memory.current():
-            _cufile.submit_batch(self._batch_id, parameters)
+            _cufile.submit_batch(self._batch_id, parameter_array)
         self._requests |= request_by_cookie
-        self._submitted_arrays.append(parameters)
+        self._submitted_parameter_arrays.append(parameter_array)
 
-    def status(self, *, count_min: int = 0, timeout_s: float | None = None) -> list[BatchEvent]:
-        """Return the results of transfers that have ended. Each result is returned once.
+    def fetch_events(self, *, count_min: int = 0, timeout_s: float | None = None) -> list[BatchEvent]:
+        """Return the results of transfers that have ended, and forget them. Each result is returned once.
 
         Parameters
         ----------
@@ -179,11 +181,11 @@ class IoBatch:
         )
         events = [_parse_event(self._requests.pop(cookie), status, result) for cookie, status, result in raw_events]
         if not self._requests:
-            self._submitted_arrays.clear()
+            self._submitted_parameter_arrays.clear()
         return events
 
     def cancel(self) -> None:
-        """Cancel the transfers that have not started. :meth:`status` returns them with the status CANCELED."""
+        """Cancel the transfers that have not started. :meth:`fetch_events` returns their results with CANCELED."""
         self._check_open()
         _cufile.call("cuFileBatchIOCancel", "batch_io_cancel", batch_idp=self._batch_id)
 
@@ -197,7 +199,7 @@ class IoBatch:
         _cufile.call("cuFileBatchIODestroy", "batch_io_destroy", batch_idp=self._batch_id)
         self._is_closed = True
         self._requests.clear()
-        self._submitted_arrays.clear()
+        self._submitted_parameter_arrays.clear()
         self._remove_close_callback()
         self._live_handle.release()
 
@@ -215,11 +217,11 @@ class IoBatch:
         self.close()
 
 
-def _pack_parameters(cookie: int, request: BatchRequest) -> tuple[int, int, int, int, int, int, int]:
-    """Return the fields of CUfileIOParams_t; see :func:`gdrkit.cufile._cufile.make_io_parameters`."""
+def _make_io_request(cookie: int, request: BatchRequest) -> tuple[int, int, int, int, int, int, int]:
+    """Return the transfer as a request of :func:`gdrkit.cufile._cufile.make_io_parameters`."""
     transfer_range = request.part.at(request.file_offset_bytes)
     return (
-        request.handle.number,
+        request.handle.native_handle,
         int(request.opcode),
         transfer_range.address,
         transfer_range.file_offset_bytes,
@@ -230,7 +232,7 @@ def _pack_parameters(cookie: int, request: BatchRequest) -> tuple[int, int, int,
 
 
 def _parse_event(request: BatchRequest, status: int, result: int) -> BatchEvent:
-    # `result` is a number of bytes, a negative errno or a negative CUfileOpError.
+    """Return the event of a request. `result` is a number of bytes, a negative errno or a negative CUfileOpError."""
     final_status = BatchStatus(status)
     operation = f"batch {request.opcode.name.lower()}"
     arguments = {"file_offset": request.file_offset_bytes}

@@ -1,7 +1,7 @@
 """Memory for transfers by cuFile: ranges of memory, registered buffers, and a cache of registrations.
 
-cuFile finds a registration by the first byte of the registered memory. A transfer therefore passes this address and an
-offset; with any other address, cuFile copies through its own pinned buffers.
+cuFile finds a registration by the address of the first byte of its memory. A transfer therefore passes this address and
+an offset; with any other address, cuFile copies through its own pinned buffers.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = [
     "BufferRange",
     "RegisteredBuffer",
     "TransferRange",
-    "checked_length",
+    "compute_part_bytes",
     "find_registration",
 ]
 
-# The open registrations of this process, by the address of their first byte; a copy of the table of libcufile.
-_registrations: dict[int, RegisteredBuffer] = {}
+# The open registrations of this process, by the address of their first byte. libcufile has the same table inside.
+_registration_by_address: dict[int, RegisteredBuffer] = {}
 # The largest value of off_t and ssize_t.
 _OFFSET_MAX = (1 << 63) - 1
 
@@ -67,7 +67,7 @@ class BufferRange:
         ClosedResource
             The memory was freed.
         """
-        length_bytes = checked_length(self.memory, offset_bytes=self.offset_bytes, length_bytes=self.length_bytes)
+        length_bytes = compute_part_bytes(self.memory, offset_bytes=self.offset_bytes, length_bytes=self.length_bytes)
         if not 0 <= file_offset_bytes <= _OFFSET_MAX - length_bytes:
             message = (
                 f"file_offset_bytes must be 0 to {_OFFSET_MAX - length_bytes} for a transfer of {length_bytes} bytes, "
@@ -101,8 +101,8 @@ class TransferRange(NamedTuple):
     file_offset_bytes: int
 
 
-def checked_length(memory: Memory, *, offset_bytes: int, length_bytes: int | None) -> int:
-    """Return the size of a part of the memory, in bytes. If `length_bytes` is None, it ends where the memory ends.
+def compute_part_bytes(memory: Memory, *, offset_bytes: int, length_bytes: int | None) -> int:
+    """Return the size of a part of the memory, in bytes. If `length_bytes` is None, the part ends with the memory.
 
     Raises
     ------
@@ -139,10 +139,10 @@ class RegisteredBuffer:
 
     def __init__(self, driver: Driver, memory: Memory) -> None:
         driver.check_open()
-        self._length_bytes = checked_length(memory, offset_bytes=0, length_bytes=None)
+        self._length_bytes = compute_part_bytes(memory, offset_bytes=0, length_bytes=None)
         self.memory = memory
         self._address = memory.address
-        # The stream that got the newest asynchronous transfer of this memory.
+        # The stream on which the newest transfer of this memory was queued.
         self._last_stream: CudaStream | None = None
         self._is_queueing_transfer = False
         # The lock is reentrant, because a signal handler may call use_stream() while its thread has the lock.
@@ -151,7 +151,7 @@ class RegisteredBuffer:
             _cufile.call(
                 "cuFileBufRegister", "buf_register", bufPtr_base=self._address, length=self._length_bytes, flags=0
             )
-        _registrations[self._address] = self
+        _registration_by_address[self._address] = self
         # The handle counts this buffer in :func:`gdrkit.handles.live` until the buffer is closed.
         self._live_handle = Handle("cufile.buffer")
         self._remove_close_callback = driver.on_close(self.close)
@@ -164,10 +164,10 @@ class RegisteredBuffer:
 
     @contextlib.contextmanager
     def use_stream(self, stream: CudaStream, operation: str) -> Iterator[None]:
-        """Check that no other stream still transfers this memory. The block queues a transfer on `stream`.
+        """Check that no other stream still uses this memory, before the block queues a transfer on `stream`.
 
-        In compat mode, libcufile 1.15 mixes up the bytes of several streams with one registration. The route of a
-        transfer is not known before it ends, so several streams may be used only if compat mode is not allowed.
+        If several streams use one registration, libcufile 1.15 in compat mode mixes up their bytes. Whether a transfer
+        uses compat mode is known only when it ends. So several streams are allowed only if compat mode is not allowed.
 
         Raises
         ------
@@ -183,27 +183,27 @@ class RegisteredBuffer:
                 raise UsageError(message, reason=Reason.BUSY, what_to_do="queue the transfer after the signal handler")
             self._is_queueing_transfer = True
             try:
-                self._check_stream(stream, operation)
+                self._check_other_stream_is_done(stream, operation)
                 self._last_stream = stream
                 yield
             finally:
                 self._is_queueing_transfer = False
 
-    def _check_stream(self, stream: CudaStream, operation: str) -> None:
-        busy_stream = self._last_stream
+    def _check_other_stream_is_done(self, stream: CudaStream, operation: str) -> None:
+        """Raise UsageError (BUSY) if a stream other than `stream` has not finished its work with this memory."""
+        last_stream = self._last_stream
         # Bytes cannot be mixed up if the last stream was destroyed, is the same stream, or has done its work.
-        if busy_stream is not None and (
-            busy_stream.closed or busy_stream.handle == stream.handle or busy_stream.query()
-        ):
-            busy_stream = None
-        if busy_stream is not None and _allows_compat_mode():
+        is_other_busy = last_stream is not None and not (
+            last_stream.closed or last_stream.handle == stream.handle or last_stream.query()
+        )
+        if last_stream is not None and is_other_busy and _allows_compat_mode():
             message = (
                 f"{operation} on stream {stream.handle:#x} cannot use the memory registered at {self._address:#x} "
-                f"({self._length_bytes} bytes), because stream {busy_stream.handle:#x} has not finished its work "
+                f"({self._length_bytes} bytes), because stream {last_stream.handle:#x} has not finished its work "
                 "with this memory, and libcufile mixes up the bytes of several streams in compat mode"
             )
             what_to_do = (
-                f"queue all transfers of this memory on one stream, or synchronize stream {busy_stream.handle:#x} "
+                f"queue all transfers of this memory on one stream, or synchronize stream {last_stream.handle:#x} "
                 "first; if every transfer must be direct, set allow_compat_mode to false in cufile.json"
             )
             raise UsageError(message, reason=Reason.BUSY, what_to_do=what_to_do)
@@ -219,7 +219,7 @@ class RegisteredBuffer:
         except GdrkitError:
             self._is_closed = False
             raise
-        _registrations.pop(self._address, None)
+        _registration_by_address.pop(self._address, None)
         self._remove_close_callback()
         self._live_handle.release()
 
@@ -234,15 +234,15 @@ class RegisteredBuffer:
 
 def find_registration(address: int) -> RegisteredBuffer | None:
     """Return the registration of the memory whose first byte has this address, or None."""
-    return _registrations.get(address)
+    return _registration_by_address.get(address)
 
 
 class BufferCache:
     """A cache of registrations with cuFile, for later transfers. The methods are thread-safe.
 
-    An :class:`OwnedMemory` stays registered until its owner frees it: an action of ``before_release`` deregisters it in
-    time. Other memory is registered only while a transfer uses it, because memory that is freed while it is pinned
-    would be lost until the process ends.
+    An :class:`OwnedMemory` stays registered until its owner frees it: the cache deregisters it by an action that it
+    gives to ``before_release``. Other memory is registered only while a transfer uses it, because memory that is freed
+    while it is pinned would be lost until the process ends.
 
     Parameters
     ----------
@@ -254,9 +254,9 @@ class BufferCache:
         self._driver = driver
         # The lock is reentrant, because a signal handler may lease or free memory while its thread has the lock.
         self._lock = forks.ForkSafeLock(reentrant=True)
-        # The registrations by the address of their first byte.
-        self._entries: dict[int, _CacheEntry] = {}
-        # Memory that cuFile refused to register. The cache tries again after other memory was deregistered.
+        # The registrations of this cache, by the address of their first byte.
+        self._entry_by_address: dict[int, _CacheEntry] = {}
+        # Memory that cuFile refused to register. The cache tries again after it has deregistered other memory.
         self._refused_memories: weakref.WeakSet[Memory] = weakref.WeakSet()
         forks.register(self)
 
@@ -264,16 +264,16 @@ class BufferCache:
     def registered_bytes(self) -> int:
         """Size of all registered memory, in bytes."""
         with self._lock:
-            entries = tuple(self._entries.values())
+            entries = tuple(self._entry_by_address.values())
             return sum(entry.memory.length_bytes for entry in entries if entry.buffer is not None)
 
     @contextlib.contextmanager
     def lease(self, memory: Memory) -> Iterator[bool]:
-        """Keep memory registered during a block, if possible. The context manager yields whether it is registered.
+        """Keep memory registered during a block, if possible. The block gets whether the memory is registered.
 
-        cuFile may refuse the memory, for example if too much memory is pinned. The cache then deregisters the memory
-        that no transfer uses, and tries once more. Transfers of memory that is not registered work as well, through
-        pinned buffers of cuFile.
+        cuFile may refuse the memory, for example if too much memory is pinned. The cache then deregisters all memory
+        that no transfer uses, and tries once more. If the memory is still not registered, transfers work as well,
+        through pinned buffers of cuFile.
 
         While the block runs, freeing an :class:`OwnedMemory` fails with a UsageError (BUSY).
         """
@@ -288,11 +288,11 @@ class BufferCache:
 
     def after_fork_in_child(self) -> None:
         """Forget all registrations in a forked child, because they belong to the parent."""
-        self._entries.clear()
+        self._entry_by_address.clear()
 
     def _lease_registered(self, memory: Memory) -> _CacheEntry | None:
-        """Add a lease to the entry of the memory and return it. Return None if not all of the memory is registered."""
-        entry = self._entries.get(memory.address)
+        """Add a lease to the entry of the memory, and return the entry. Return None if no entry covers all of it."""
+        entry = self._entry_by_address.get(memory.address)
         if entry is None:
             return None
         entry.lease_count += 1  # From now on, no signal handler of this thread deregisters the memory.
@@ -307,11 +307,12 @@ class BufferCache:
             return None
         # The entry exists before the registration, so that a signal handler neither registers nor frees the memory.
         entry = _CacheEntry(memory, lease_count=1)
-        existing_entry = self._entries.setdefault(memory.address, entry)
+        existing_entry = self._entry_by_address.setdefault(memory.address, entry)
         if existing_entry is not entry:
             if existing_entry.buffer is None or not existing_entry.buffer.closed:
                 return None  # cuFile accepts no second registration of an address.
-            self._entries[memory.address] = entry  # The existing registration was closed together with the driver.
+            # The existing registration was closed together with the driver.
+            self._entry_by_address[memory.address] = entry
         try:
             if isinstance(memory, OwnedMemory) and memory.owned:
                 entry.stays_registered = True
@@ -319,11 +320,11 @@ class BufferCache:
             try:
                 entry.buffer = RegisteredBuffer(self._driver, memory)
             except ApiError:
-                if not self._deregister_unused():
+                if not self._deregister_all_unused():
                     raise
                 entry.buffer = RegisteredBuffer(self._driver, memory)
         except BaseException as error:
-            self._entries.pop(memory.address, None)
+            self._entry_by_address.pop(memory.address, None)
             entry.remove_release_callback()
             # An ApiError or ClosedResource is not raised, because transfers work without the registration.
             if not isinstance(error, ApiError | ClosedResource):
@@ -340,16 +341,16 @@ class BufferCache:
 
     def _deregister_before_release(self, entry: _CacheEntry) -> None:
         with self._lock:
-            if self._entries.get(entry.memory.address) is not entry:
+            if self._entry_by_address.get(entry.memory.address) is not entry:
                 return
             if entry.lease_count:
                 message = "a transfer by cuFile uses the memory"
                 raise UsageError(message, reason=Reason.BUSY, what_to_do="wait for the transfer, then free the memory")
             self._deregister(entry)
 
-    def _deregister_unused(self) -> int:
+    def _deregister_all_unused(self) -> int:
         """Deregister all memory that no transfer uses, and return the number of these registrations."""
-        unused_entries = [entry for entry in tuple(self._entries.values()) if entry.lease_count == 0]
+        unused_entries = [entry for entry in tuple(self._entry_by_address.values()) if entry.lease_count == 0]
         for entry in unused_entries:
             self._deregister(entry)
         return len(unused_entries)
@@ -357,8 +358,8 @@ class BufferCache:
     def _deregister(self, entry: _CacheEntry) -> None:
         if entry.buffer is not None:
             entry.buffer.close()
-        if self._entries.get(entry.memory.address) is entry:
-            self._entries.pop(entry.memory.address, None)
+        if self._entry_by_address.get(entry.memory.address) is entry:
+            self._entry_by_address.pop(entry.memory.address, None)
         entry.remove_release_callback()
         self._refused_memories.clear()
 
@@ -369,10 +370,16 @@ class _CacheEntry:
 
     Attributes
     ----------
+    memory : Memory
+        The memory.
+    lease_count : int
+        Number of :meth:`BufferCache.lease` blocks that use the registration now.
     buffer : RegisteredBuffer or None
         The registration. None: it is in progress, or cuFile has refused it.
     stays_registered : bool
         Whether the memory stays registered after its last lease, until its owner frees it.
+    remove_release_callback : callable
+        Removes the action that deregisters the memory before its owner frees it.
     """
 
     memory: Memory
@@ -388,7 +395,7 @@ class _CacheEntry:
 
 
 def _allows_compat_mode() -> bool:
-    """Return whether libcufile may copy through host memory. Return True if libcufile does not have this parameter.
+    """Return whether libcufile may copy through host memory. Return True if libcufile lacks ALLOW_COMPAT_MODE.
 
     The properties of the driver have the same flag, but their query makes transfers on streams fail
     (:meth:`gdrkit.cufile.Driver.properties`).

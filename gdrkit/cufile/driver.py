@@ -1,7 +1,7 @@
 """The class :class:`Driver`, the open cuFile driver of this process, and its properties.
 
-All other objects of this package are created from a :class:`Driver`. When the driver is closed, it first closes the
-objects that are still open.
+The files, buffers, streams and batches of this package belong to a :class:`Driver`. When the driver is closed, it first
+closes these objects if they are still open.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Driver:
     Parameters
     ----------
     timeout_s : float or None
-        Before this process opens the driver, a child process tries it, because the open may hang (see
+        Before this process opens the driver, a child process opens it on trial, because the open may hang (see
         :mod:`gdrkit.cufile.probe`). `timeout_s` is the longest time for the child, in seconds. None: start no child.
         Use None only if another process kills this process when it hangs.
 
@@ -78,7 +78,7 @@ class Driver:
     SetupMissing
         libcufile, libcuda or the bindings are missing, or the driver did not open in the child process.
     ApiError
-        The driver did not open in this process, although it opened in the child process, if there was one.
+        The driver did not open in this process, even though the child process, if any, has opened it.
     """
 
     def __init__(self, *, timeout_s: float | None = probe.TIMEOUT_S) -> None:
@@ -103,11 +103,11 @@ class Driver:
         transfers end with EIO during the call. The call also sets ``parameters.Flag.FORCE_COMPAT_MODE`` to false.
         """
         self.check_open()
-        nvfs_major, nvfs_minor, *other_fields = _cufile.properties()
+        nvfs_major, nvfs_minor, *other_fields = _cufile.get_driver_properties()
         return Properties((nvfs_major, nvfs_minor), *other_fields)
 
     def use_count(self) -> int:
-        """Return how many times the driver is open in this process."""
+        """Return the use count of the driver in this process: how often it was opened and not closed."""
         self.check_open()
         return _cufile.use_count()
 
@@ -116,9 +116,9 @@ class Driver:
         self.check_open()
         return int(_cufile.call("cuFileGetBARSizeInKB", "get_bar_size_in_kb", gpuIndex=device_index))
 
-    def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Register `close` to be called before the driver is closed, and return a function that cancels the call."""
-        return self._close_actions.push(close)
+    def on_close(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Register `action` to run before the driver is closed, and return a function that removes it."""
+        return self._close_actions.push(action)
 
     def check_open(self) -> None:
         """Raise :class:`~gdrkit.errors.ClosedResource` if the driver is closed."""

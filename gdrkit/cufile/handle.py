@@ -1,7 +1,7 @@
 """Files that are registered with cuFile, and transfers between them and memory.
 
-Each method makes one call of cuFile. As with pread and pwrite, fewer bytes than requested mean the end of the file or a
-full disk.
+Each method for transfers makes one call of cuFile. As with pread and pwrite, fewer bytes than requested mean the end of
+the file or a full disk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FileHandle:
         Descriptor of an open regular file. The caller owns the descriptor, and must close it after this object. Direct
         transfers require a descriptor with O_DIRECT.
     keep : object
-        The owner of the descriptor. It stays alive as long as the file is registered.
+        An object that owns the descriptor. The handle keeps it alive as long as the file is registered.
 
     Raises
     ------
@@ -55,8 +55,8 @@ class FileHandle:
         self.fd = fd
         self._descriptor_owner = keep
         self._native_handles: list[int] = []  # The CUfileHandle_t of the file, or empty before the registration.
-        # These objects contain the arguments of asynchronous transfers. They are kept alive here, because the stream
-        # reads and writes the arguments after the call has returned.
+        # These objects contain the arguments of transfers on streams. This set keeps them alive, because a stream reads
+        # and writes the arguments after the call has returned.
         self._pending_transfers: set[PendingTransfer] = set()
         self._is_closed = False
         self._live_handle = Handle("cufile.file")
@@ -73,7 +73,7 @@ class FileHandle:
         return self._is_closed
 
     @property
-    def number(self) -> int:
+    def native_handle(self) -> int:
         """The CUfileHandle_t of the file."""
         if self._is_closed:
             resource = "the cuFile handle"
@@ -129,8 +129,8 @@ class FileHandle:
     ) -> PendingTransfer:
         """Queue a read on a CUDA stream; see :meth:`read`.
 
-        All unfinished transfers of one registration of memory must be on the same stream, because libcufile 1.15 in
-        compat mode mixes up the bytes of transfers on different streams.
+        All unfinished transfers of one registered buffer must be on the same stream, because libcufile 1.15 in compat
+        mode mixes up the bytes of different streams.
 
         Raises
         ------
@@ -182,10 +182,10 @@ class FileHandle:
     def _transfer(self, operation: str, function_name: str, part: BufferRange, file_offset_bytes: int) -> int:
         transfer_range = part.at(file_offset_bytes)
         with transfer_range.memory.current():
-            return _cufile.transfer(
+            return _cufile.call_transfer(
                 operation,
                 function_name,
-                fh=self.number,
+                fh=self.native_handle,
                 bufPtr_base=transfer_range.address,
                 size=transfer_range.length_bytes,
                 file_offset=transfer_range.file_offset_bytes,
@@ -200,14 +200,14 @@ class FileHandle:
         if not parts:
             message = "parts must have at least one part of memory"
             raise UsageError(message)
-        # Only the memory ranges of these objects are used: all but the first have a wrong file offset.
+        # Only the memory ranges of these objects are used. Their file offsets are wrong, except for the first one.
         transfer_ranges = [part.at(file_offset_bytes) for part in parts]
-        vectors = _cufile.make_io_vectors(
+        io_vectors = _cufile.make_io_vectors(
             [(part_range.address + part_range.offset_bytes, part_range.length_bytes) for part_range in transfer_ranges]
         )
         with transfer_ranges[0].memory.current():
-            return _cufile.transfer(
-                operation, function_name, fh=self.number, iov=vectors, file_offset=file_offset_bytes, flags=0
+            return _cufile.call_transfer(
+                operation, function_name, fh=self.native_handle, iov=io_vectors, file_offset=file_offset_bytes, flags=0
             )
 
     def _queue_transfer(
@@ -215,8 +215,8 @@ class FileHandle:
     ) -> PendingTransfer:
         transfer_range = part.at(file_offset_bytes)
         if find_registration(transfer_range.address) is None:
-            # cuFile documents an offset in the buffer for registered memory only. For other memory, libcufile 1.15
-            # fails with EIO in compat mode.
+            # cuFile documents an offset in the buffer for registered memory only. With other memory and such an offset,
+            # libcufile 1.15 fails with EIO in compat mode.
             transfer_range = transfer_range._replace(
                 address=transfer_range.address + transfer_range.offset_bytes, offset_bytes=0
             )
@@ -232,14 +232,15 @@ class FileHandle:
                     _cufile.call(
                         operation,
                         function_name,
-                        fh=self.number,
+                        fh=self.native_handle,
                         **pending_transfer.call_arguments(),
                         stream=stream.handle,
                     )
             except GdrkitError:
                 self._pending_transfers.discard(pending_transfer)
                 raise
-            # After another exception, such as an interrupt, the stream may use the arguments, so the transfer stays.
+            # After another exception, such as an interrupt, the stream may use the arguments, so the transfer stays in
+            # the set.
         return pending_transfer
 
     def __enter__(self) -> Self:

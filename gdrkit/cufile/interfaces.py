@@ -33,7 +33,7 @@ class Memory(Protocol):
         """Make the CUDA context of device memory current in this thread during a block. Host memory needs no context.
 
         cuFile interprets addresses in the current context of the calling thread. Without a current context, cuFile
-        refuses to register memory (CU_FILE_CUDA_DRIVER_ERROR, 5011), fails transfers on streams with ENOMEM, and leaves
+        refuses to register memory (CU_FILE_CUDA_DRIVER_ERROR, 5011), refuses transfers on streams (ENOMEM), and leaves
         deregistered memory pinned (observed with 1.15 and 1.20).
         """
 
@@ -44,7 +44,7 @@ class OwnedMemory(Memory, Protocol):
 
     @property
     def owned(self) -> bool:
-        """Whether closing the memory frees it. If not, other code may free it without informing gdrkit."""
+        """Whether closing this object frees the memory. If not, other code may free it without informing gdrkit."""
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
         """Register `action` to run before the memory is freed, and return a function that removes it."""
@@ -55,7 +55,7 @@ class CudaStream(Protocol):
 
     @property
     def handle(self) -> int:
-        """The driver's handle of the stream."""
+        """The CUDA driver's handle of the stream (CUstream)."""
 
     @property
     def closed(self) -> bool:
@@ -65,4 +65,4 @@ class CudaStream(Protocol):
         """Return whether all work of the stream is done."""
 
     def current(self) -> AbstractContextManager[object]:
-        """Make the context of the stream current in this thread during a block."""
+        """Make the CUDA context of the stream current in this thread during a block."""

@@ -1,7 +1,7 @@
 """Reader of the counters of the kernel driver nvidia-fs, in /proc/driver/nvidia-fs.
 
-The driver counts the transfers of all processes. So the counters prove a transfer of this process only if no other
-process uses nvidia-fs at the same time. Source of the format: ``src/nvfs-stat.c`` of gds-nvidia-fs 2.28.
+nvidia-fs counts the transfers of all processes together. So the counters prove a transfer of this process only if no
+other process uses nvidia-fs at the same time. Source of the format: ``src/nvfs-stat.c`` of gds-nvidia-fs 2.28.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NvidiaFs:
     process_count : int
         Number of processes that use nvidia-fs now.
     counters : mapping
-        Counters by their line in the file and their name, such as ``Reads.ok`` and ``Writes.err``.
+        Counters by the name of their line in the file, a dot and their own name: ``Reads.ok``, ``Writes.err``.
     modules : tuple of str
         Storage drivers that nvidia-fs supports, e.g. ``nvme``.
     """
@@ -51,9 +51,9 @@ class NvidiaFs:
     counters: Mapping[str, int]
     modules: tuple[str, ...]
 
-    def increase(self, before: NvidiaFs, name: str) -> int:
+    def increase(self, before: NvidiaFs, counter_name: str) -> int:
         """Return the increase of a counter since `before`."""
-        return self.counters.get(name, 0) - before.counters.get(name, 0)
+        return self.counters.get(counter_name, 0) - before.counters.get(counter_name, 0)
 
     def transferred_bytes(self, before: NvidiaFs, *, writing: bool) -> int:
         """Return the number of bytes read or written since `before`. nvidia-fs counts only complete MiB."""
@@ -69,11 +69,13 @@ def read_nvidia_fs(tree: Tree) -> NvidiaFs | None:
     process_count = 0
     for line in stats_text.splitlines():
         # A line is "Reads : n=5 ok=5 err=0 readMiB=1", for example.
-        title, _, counters_text = line.partition(":")
-        line_name = title.strip()
+        line_title, _, counters_text = line.partition(":")
+        line_name = line_title.strip()
         if line_name == "Active Process":
             process_count = int(counters_text) if counters_text.strip().isdecimal() else 0
-        counters |= {f"{line_name}.{key}": int(value) for key, value in _COUNTER_PATTERN.findall(counters_text)}
+        counters |= {
+            f"{line_name}.{counter_name}": int(value) for counter_name, value in _COUNTER_PATTERN.findall(counters_text)
+        }
     modules_text = tree.text(f"{_PROC_FOLDER}/modules") or ""
     return NvidiaFs(
         counting="IO stats: Enabled" in stats_text,

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     from gdrkit.cufile.nvidia_fs import Tree
 
-__all__ = ["Cause", "Obstacle", "file_storage", "obstacles", "request_obstacles"]
+__all__ = ["Cause", "Obstacle", "find_file_storage", "obstacles", "request_obstacles"]
 
 _UDEV_FOLDER = "/run/udev/data"
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 # File systems that hide the device that stores their data.
 _LAYERED_FILE_SYSTEMS = frozenset({"overlay", "fuse", "9p"})
 _DIRECT_ALIGNMENT_BYTES = 4096
-# libcufile supports these file systems on block devices, and finds the device of a file in udev's database.
+# File systems on block devices that libcufile supports. It finds the device of a file in udev's database.
 _BLOCK_FILE_SYSTEMS = frozenset({"ext4", "xfs"})
 
 
@@ -56,7 +56,8 @@ class Obstacle:
     what_to_do : str
         Advice how to remove the cause.
     refuses : bool
-        True: libcufile refuses to register the file. False: libcufile registers the file, but transfers are not direct.
+        True: because of this cause, libcufile refuses to register the file. False: libcufile registers the file, but
+        transfers are not direct.
     """
 
     cause: Cause
@@ -79,7 +80,7 @@ class FileStorage:
         return f"{_UDEV_FOLDER}/b{self.major}:{self.minor}"
 
 
-def file_storage(tree: Tree, fd: int) -> FileStorage:
+def find_file_storage(tree: Tree, fd: int) -> FileStorage:
     """Return the storage of the file that a descriptor refers to.
 
     Raises
@@ -107,20 +108,21 @@ def obstacles(tree: Tree, fd: int, *, compat_forced: bool = False) -> tuple[Obst
     return tuple(_find_file_obstacles(tree, fd, compat_forced=compat_forced))
 
 
-def request_obstacles(*, offset_bits: int, host_memory: bool = False) -> tuple[Obstacle, ...]:
+def request_obstacles(*, alignment_bits: int, host_memory: bool = False) -> tuple[Obstacle, ...]:
     """Return the obstacles that one transfer has in addition to the obstacles of its file.
 
     Parameters
     ----------
-    offset_bits : int
-        Bitwise or of all offsets, addresses and lengths of the transfer, in bytes. It shows their common alignment.
+    alignment_bits : int
+        Bitwise or of all offsets, addresses and lengths of the transfer, in bytes. Its lowest set bit is their common
+        alignment.
     host_memory : bool
         Whether the memory is host memory.
     """
     found_obstacles = []
     if host_memory:
         found_obstacles.append(Obstacle(Cause.HOST_MEMORY, "the memory is host memory", "use memory of a GPU"))
-    if offset_bits % _DIRECT_ALIGNMENT_BYTES:
+    if alignment_bits % _DIRECT_ALIGNMENT_BYTES:
         found_obstacles.append(
             Obstacle(
                 Cause.UNALIGNED,
@@ -132,7 +134,7 @@ def request_obstacles(*, offset_bits: int, host_memory: bool = False) -> tuple[O
 
 
 def _find_file_obstacles(tree: Tree, fd: int, *, compat_forced: bool) -> Iterator[Obstacle]:
-    storage = file_storage(tree, fd)
+    storage = find_file_storage(tree, fd)
     if storage.file_system in _MEMORY_FILE_SYSTEMS:
         yield Obstacle(
             Cause.TMPFS,
@@ -148,7 +150,7 @@ def _find_file_obstacles(tree: Tree, fd: int, *, compat_forced: bool) -> Iterato
             "the settings of libcufile force compat mode (force_compat_mode)",
             "remove CUFILE_FORCE_COMPAT_MODE, or force_compat_mode in cufile.json",
         )
-    yield from _find_driver_obstacles(tree)
+    yield from _find_nvidia_fs_obstacles(tree)
     if not _read_open_flags(fd) & os.O_DIRECT:
         yield Obstacle(Cause.NOT_O_DIRECT, "the file was opened without O_DIRECT", "open it with O_DIRECT")
 
@@ -171,7 +173,7 @@ def _find_storage_obstacles(tree: Tree, storage: FileStorage) -> Iterator[Obstac
         )
 
 
-def _find_driver_obstacles(tree: Tree) -> Iterator[Obstacle]:
+def _find_nvidia_fs_obstacles(tree: Tree) -> Iterator[Obstacle]:
     if not tree.exists("/proc/driver/nvidia-fs"):
         yield Obstacle(
             Cause.NO_NVIDIA_FS,
@@ -193,8 +195,8 @@ def _find_file_system(tree: Tree, device_number: str) -> str | None:
     # A line of mountinfo (proc(5)): 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw
     for line in (tree.text("/proc/self/mountinfo") or "").splitlines():
         mount_fields, _, type_fields = line.partition(" - ")
-        words = mount_fields.split()
-        if len(words) > 2 and words[2] == device_number and type_fields:  # noqa: PLR2004 - the third field.
+        mount_words = mount_fields.split()
+        if len(mount_words) > 2 and mount_words[2] == device_number and type_fields:  # noqa: PLR2004 - the third field.
             return type_fields.split()[0]
     return None
 

@@ -1,8 +1,9 @@
 """The parameters of libcufile: functions that set and return them.
 
-Parameters can be set only while the driver is closed. The values are staged: they take effect when the driver opens.
-While the driver is closed, a query returns the staged value, which the driver may discard when it opens.
-The numbers are taken from ``cufile.h`` 1.20. A library that does not know a parameter returns CU_FILE_INVALID_VALUE.
+Parameters can be set only while the driver is closed. A new value is staged: it takes effect when the driver opens.
+While the driver is closed, a query returns the staged value. Some versions of libcufile discard it when the driver
+opens. The numbers of the parameters are taken from ``cufile.h`` 1.20. A libcufile that does not know a parameter
+returns CU_FILE_INVALID_VALUE.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Text(enum.IntEnum):
 
 
 # The parameters that cuFileDriverGetProperties reports. libcufile 1.15 discards their staged values.
-_DRIVER_PROPERTIES = frozenset(
+_PARAMETERS_IN_DRIVER_PROPERTIES = frozenset(
     {
         Size.MAX_DIRECT_IO_SIZE_KB,
         Size.MAX_DEVICE_CACHE_SIZE_KB,
@@ -90,16 +91,16 @@ _DRIVER_PROPERTIES = frozenset(
 
 def keeps_staged_size(parameter: Size, *, version: int) -> bool:
     """Return whether libcufile of this version (1150 is 1.15) keeps a staged value when the driver opens."""
-    return parameter not in _DRIVER_PROPERTIES or version >= _layout.STAGED_SIZES_VERSION_MIN
+    return parameter not in _PARAMETERS_IN_DRIVER_PROPERTIES or version >= _layout.STAGED_SIZES_VERSION_MIN
 
 
 def size(parameter: Size) -> int:
-    """Return a numeric parameter."""
+    """Return the value of a numeric parameter."""
     return int(_cufile.call("cuFileGetParameterSizeT", "get_parameter_size_t", param=int(parameter)))
 
 
 def limits(parameter: Size) -> tuple[int, int]:
-    """Return the smallest and the largest valid value. A largest value of 0 means that the limit depends on the GPU."""
+    """Return the smallest and the largest valid value. If the largest value is 0, the limit depends on the GPU."""
     smallest, largest = _cufile.call(
         "cuFileGetParameterMinMaxValue", "get_parameter_min_max_value", param=int(parameter)
     )
@@ -107,12 +108,12 @@ def limits(parameter: Size) -> tuple[int, int]:
 
 
 def flag(parameter: Flag) -> bool:
-    """Return a boolean parameter."""
+    """Return the value of a boolean parameter."""
     return bool(_cufile.call("cuFileGetParameterBool", "get_parameter_bool", param=int(parameter)))
 
 
 def text(parameter: Text) -> str:
-    """Return a text parameter."""
+    """Return the value of a text parameter."""
     return _cufile.get_string_parameter(int(parameter))
 
 

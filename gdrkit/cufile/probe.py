@@ -1,4 +1,4 @@
-"""A test whether the cuFile driver opens on this machine, in a child process with a time limit.
+"""A test that opens the cuFile driver on this machine, in a child process with a time limit.
 
 libcufile (1.15 to 1.20) was observed to loop forever in cuFileDriverOpen if /proc/modules does not exist, as with a
 kernel without loadable modules. Only the end of the process ends the loop. So a child process opens the driver first,
@@ -31,7 +31,7 @@ _OUTPUT_FILE_NAME, _ERROR_OUTPUT_FILE_NAME = "output", "error_output"
 _PROC_MODULES = Path("/proc/modules")
 _NO_MODULES_ADVICE = "use a kernel with loadable modules: without /proc/modules, libcufile loops forever"
 
-_lock = ForkSafeLock(reentrant=True)
+_cache_lock = ForkSafeLock(reentrant=True)
 # The result of the first successful probe, or an empty list.
 _cached_results: list[ProbeResult] = []
 
@@ -68,14 +68,14 @@ def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
     if result is None:
         error_text = error_output.strip()[-_QUOTED_OUTPUT_CHARACTERS_MAX:]
         detail = _describe_exit(exit_status) + (f"; it printed: {error_text}" if error_text else "")
-        raise _make_probe_error(detail, Reason.OTHER)
+        raise _make_no_result_error(detail, Reason.OTHER)
     if "failure" in result:
         raise _make_child_error(result["failure"])
     return ProbeResult(version=int(result["version"]))
 
 
 def require(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
-    """Return the result of :func:`probe`.
+    """Return the result of :func:`probe`, which is called only until it has succeeded once.
 
     A success is cached: once the driver has opened in a child process, the open does not hang in this process either.
 
@@ -84,14 +84,14 @@ def require(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
     SetupMissing
         See :func:`probe`. A failure is not cached.
     """
-    with _lock:
+    with _cache_lock:
         if not _cached_results:
             _cached_results.append(probe(timeout_s=timeout_s))
         return _cached_results[0]
 
 
 def main() -> int:
-    """Open and close the driver, and print the result as one line of JSON."""
+    """Open and close the driver, and print the result or the error as one line of JSON. Return 0 in both cases."""
     from gdrkit.cufile import _cufile
 
     result: dict[str, object]
@@ -138,9 +138,9 @@ def _run_child(folder: str, timeout_s: float) -> int:
         return child.wait(timeout_s)
     except subprocess.TimeoutExpired as error:
         detail = f"the child did not end within {timeout_s:g} s and was killed"
-        if kill_failure := child.end():
-            detail += f"; {kill_failure}"
-        raise _make_probe_error(
+        if kill_failure_text := child.end():
+            detail += f"; {kill_failure_text}"
+        raise _make_no_result_error(
             detail, Reason.TIMEOUT, what_to_do="" if _PROC_MODULES.exists() else _NO_MODULES_ADVICE
         ) from error
     finally:
@@ -148,11 +148,12 @@ def _run_child(folder: str, timeout_s: float) -> int:
 
 
 def _make_child_error(failure: dict[str, Any]) -> SetupMissing:
+    """Return the exception for an error that :func:`main` printed in the child process."""
     api, reason = Api(failure.pop("api")), Reason(failure.pop("reason"))
     return SetupMissing(api=api, reason=reason, **failure)
 
 
-def _make_probe_error(detail: str, reason: Reason, *, what_to_do: str = "") -> SetupMissing:
+def _make_no_result_error(detail: str, reason: Reason, *, what_to_do: str = "") -> SetupMissing:
     return SetupMissing(
         api=Api.CUFILE,
         operation=_OPERATION,

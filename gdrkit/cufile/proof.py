@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-_NVFS_COUNTERS = ("Reads.ok", "Writes.ok")
+_NVFS_COUNTER_NAMES = ("Reads.ok", "Writes.ok")
 _UNEXPLAINED_OBSTACLE = Obstacle(
     Cause.UNEXPLAINED,
     "libcufile copied through host memory, and gdrkit found no cause",
@@ -62,7 +62,7 @@ class Route(enum.Enum):
 
 
 class RouteState(enum.Enum):
-    """Whether the direct route is proven, and if not, why.
+    """Whether the counters prove that the route was direct, and if not, why.
 
     ``UNPROVEN``: no counter shows the route. ``FELL_BACK``: the bytes went through host memory. ``NOT_POSSIBLE``:
     libcufile refused to register the file.
@@ -87,7 +87,7 @@ class Proof:
     evidence : str
         Source of the evidence: ``cufile statistics``, ``nvidia-fs counters``, or the failed call and its status if
         libcufile refused to register the file. Empty if there is no evidence.
-    moved : mapping
+    counter_increases : mapping
         Increase of each counter, by its name.
     causes : tuple of Obstacle
         Reasons why the route was not direct, or why it is unknown.
@@ -96,13 +96,13 @@ class Proof:
     route: Route
     state: RouteState
     evidence: str = ""
-    moved: Mapping[str, int] = field(default_factory=dict)
+    counter_increases: Mapping[str, int] = field(default_factory=dict)
     causes: tuple[Obstacle, ...] = ()
 
     @property
     def why(self) -> str:
         """All causes as one text; empty if the route was direct."""
-        return "; ".join(f"{cause.text} ({cause.cause.value})" for cause in self.causes)
+        return "; ".join(f"{obstacle.text} ({obstacle.cause.value})" for obstacle in self.causes)
 
     def require_direct(self) -> None:
         """Raise an error if the route is not proven to be direct.
@@ -117,7 +117,7 @@ class Proof:
 
 
 class DirectPathError(GdrkitError):
-    """Direct transfers were required, and the route is not proven to be direct. ``proof`` has the evidence."""
+    """The caller required direct transfers, but the route is not proven to be direct. ``proof`` has the evidence."""
 
     def __init__(self, proof: Proof) -> None:
         self.proof = proof
@@ -125,7 +125,7 @@ class DirectPathError(GdrkitError):
             f"the direct route has the state {proof.state.value}, and the bytes took the route {proof.route.value}: "
             f"{proof.why or 'the cause is unknown'}",
             reason=Reason.NO_ROUTE,
-            what_to_do="; ".join(dict.fromkeys(cause.what_to_do for cause in proof.causes)),
+            what_to_do="; ".join(dict.fromkeys(obstacle.what_to_do for obstacle in proof.causes)),
         )
 
 
@@ -148,32 +148,36 @@ class RouteMonitor:
         self.proof = Proof(Route.UNKNOWN, RouteState.UNPROVEN)
 
     @contextlib.contextmanager
-    def watch(self, fd: int, *, request: tuple[Obstacle, ...] = ()) -> Iterator[RouteMonitor]:
+    def watch(self, fd: int, *, request_obstacles: tuple[Obstacle, ...] = ()) -> Iterator[RouteMonitor]:
         """Read the counters before and after the block, and set :attr:`proof`.
 
         Parameters
         ----------
         fd : int
-            Descriptor of the file of the transfers. Its obstacles become causes in the proof.
-        request : tuple of Obstacle
-            Further known obstacles of these transfers; see :func:`gdrkit.cufile.obstacles.request_obstacles`.
+            Descriptor of the file of the transfers. If the route is not proven, the obstacles of the file become
+            causes.
+        request_obstacles : tuple of Obstacle
+            Obstacles that these transfers have besides their file; see
+            :func:`gdrkit.cufile.obstacles.request_obstacles`.
         """
         # Reset the proof, because an exception in the block must not leave the proof of earlier transfers.
         self.proof = Proof(Route.UNKNOWN, RouteState.UNPROVEN)
-        statistics_before, error_before = self._read_statistics()
+        statistics_before, error_text_before = self._read_statistics()
         nvfs_before = read_nvidia_fs(self._tree)
         yield self
-        statistics_after, error_after = self._read_statistics()
+        statistics_after, error_text_after = self._read_statistics()
         delta = (
             None if statistics_before is None or statistics_after is None else statistics_after.since(statistics_before)
         )
         nvfs = (nvfs_before, read_nvidia_fs(self._tree))
-        statistics_error = error_before or error_after
-        self.proof = proof_from_counters(delta=delta, nvfs=nvfs, causes=request, statistics_error=statistics_error)
+        statistics_error = error_text_before or error_text_after
+        self.proof = proof_from_counters(
+            delta=delta, nvfs=nvfs, causes=request_obstacles, statistics_error=statistics_error
+        )
         if self.proof.state is not RouteState.PROVEN:
             # The causes are searched only if there is no proof, because the search reads several files, which takes
             # longer than a short transfer.
-            causes = (*request, *obstacles(self._tree, fd, compat_forced=_is_compat_forced()))
+            causes = (*request_obstacles, *obstacles(self._tree, fd, compat_forced=_is_compat_forced()))
             self.proof = proof_from_counters(delta=delta, nvfs=nvfs, causes=causes, statistics_error=statistics_error)
 
     def _read_statistics(self) -> tuple[StatisticsSnapshot | None, str]:
@@ -196,7 +200,7 @@ def proof_from_counters(
     Parameters
     ----------
     delta : StatisticsSnapshot or None
-        Increase of the statistics of libcufile; None if libcufile returned no statistics.
+        Increase of the statistics of libcufile during the transfers; None if libcufile returned no statistics.
     nvfs : tuple
         Counters of nvidia-fs before and after the transfers; None if nvidia-fs is not loaded.
     causes : tuple of Obstacle
@@ -205,7 +209,7 @@ def proof_from_counters(
         The error if libcufile returned no statistics.
     """
     counts_by_route = _count_transfers_by_route(delta) if delta is not None else {}
-    direct_counts = {route: counts_by_route.get(route, 0) for route in (Route.P2P, Route.NVFS)}
+    direct_count_by_route = {route: counts_by_route.get(route, 0) for route in (Route.P2P, Route.NVFS)}
     increases = _select_transfer_counters(delta)
     if counts_by_route.get(Route.POSIX):
         return Proof(
@@ -221,12 +225,12 @@ def proof_from_counters(
             increases,
             (Obstacle(Cause.NOT_COUNTED, cause_text, advice), *causes),
         )
-    if any(direct_counts.values()):
-        route = max(direct_counts, key=lambda candidate: direct_counts[candidate])
+    if any(direct_count_by_route.values()):
+        route = max(direct_count_by_route, key=lambda candidate: direct_count_by_route[candidate])
         return Proof(route, RouteState.PROVEN, "cufile statistics", increases)
-    before, after = nvfs
-    if before is not None and after is not None and _is_nvfs_proven(before, after):
-        nvfs_increases = {name: after.increase(before, name) for name in _NVFS_COUNTERS}
+    nvfs_before, nvfs_after = nvfs
+    if nvfs_before is not None and nvfs_after is not None and _is_nvfs_proven(nvfs_before, nvfs_after):
+        nvfs_increases = {name: nvfs_after.increase(nvfs_before, name) for name in _NVFS_COUNTER_NAMES}
         return Proof(Route.NVFS, RouteState.PROVEN, "nvidia-fs counters", nvfs_increases)
     cause_text = statistics_error or "no counter of libcufile or nvidia-fs has increased"
     advice = "start the statistics at level 3 (Driver.statistics.start), with cuFile 1.15 or newer"
@@ -235,7 +239,8 @@ def proof_from_counters(
 
 def failed_registration_proof(tree: Tree, fd: int, error: ApiError) -> Proof:
     """Return the proof for a file that libcufile refused to register: an unknown route, with the causes."""
-    causes = tuple(cause for cause in obstacles(tree, fd, compat_forced=_is_compat_forced()) if cause.refuses)
+    file_obstacles = obstacles(tree, fd, compat_forced=_is_compat_forced())
+    causes = tuple(obstacle for obstacle in file_obstacles if obstacle.refuses)
     if not causes:
         causes = (Obstacle(Cause.UNEXPLAINED, str(error), error.what_to_do, refuses=True),)
     return Proof(Route.UNKNOWN, RouteState.NOT_POSSIBLE, f"{error.operation} failed: {error.status_name}", {}, causes)
@@ -248,27 +253,28 @@ def _count_transfers_by_route(delta: StatisticsSnapshot) -> dict[Route, int]:
         for route in (Route.P2P, Route.NVFS, Route.POSIX)
     }
     # libcufile counts batches in the first level of its statistics, and some versions count them in the third level,
-    # too. The larger POSIX count is returned, so that a batch through host memory is visible even beside direct reads.
-    batch_counts = {
+    # too. If both levels have counts, the larger POSIX count is returned, so that a batch through host memory is
+    # visible even beside direct reads.
+    batch_count_by_route = {
         Route.P2P: delta.basic.get("batch_p2p_submit_ops", 0),
         Route.NVFS: delta.basic.get("batch_nvfs_submit_ops", 0),
         Route.POSIX: delta.basic.get("batch_posix_enqueued_ops", 0),
     }
     if not any(counts_by_route.values()):
-        return batch_counts
-    return counts_by_route | {Route.POSIX: max(counts_by_route[Route.POSIX], batch_counts[Route.POSIX])}
+        return batch_count_by_route
+    return counts_by_route | {Route.POSIX: max(counts_by_route[Route.POSIX], batch_count_by_route[Route.POSIX])}
 
 
 def _count_transfers_without_route(delta: StatisticsSnapshot | None) -> int:
     """Return the number of batch transfers whose route libcufile does not report.
 
-    libcufile does not count the route of transfers that it submits to the kernel's asynchronous I/O. In compat mode,
-    it submits all transfers of batches that way (observed with 1.15 and 1.20).
+    libcufile does not count the route of transfers that it submits to the kernel's asynchronous I/O (aio). In compat
+    mode, it submits all transfers of batches to aio (observed with 1.15 and 1.20).
     """
     if delta is None:
         return 0
-    transfers_with_route = sum(delta.basic.get(f"batch_{route}_submit_ops", 0) for route in ("p2p", "nvfs"))
-    return max(0, delta.basic.get("batch_total_submit_ops", 0) - transfers_with_route)
+    count_with_route = sum(delta.basic.get(f"batch_{route}_submit_ops", 0) for route in ("p2p", "nvfs"))
+    return max(0, delta.basic.get("batch_total_submit_ops", 0) - count_with_route)
 
 
 def _select_transfer_counters(delta: StatisticsSnapshot | None) -> dict[str, int]:
@@ -285,7 +291,7 @@ def _select_transfer_counters(delta: StatisticsSnapshot | None) -> dict[str, int
 def _is_nvfs_proven(before: NvidiaFs, after: NvidiaFs) -> bool:
     """Return whether the counters of nvidia-fs have increased, and no other process was using nvidia-fs."""
     is_only_process = max(before.process_count, after.process_count) <= 1
-    has_increased = any(after.increase(before, name) > 0 for name in _NVFS_COUNTERS)
+    has_increased = any(after.increase(before, name) > 0 for name in _NVFS_COUNTER_NAMES)
     return after.counting and is_only_process and has_increased
 
 

@@ -1,7 +1,7 @@
 """The statistics of libcufile (cuFile 1.15 and newer): counters of the whole process, in three levels.
 
 For each GPU, the third level counts the transfers that went peer to peer, through nvidia-fs, or through host memory
-(POSIX). Only batches have counters of their routes in the first level, too.
+(POSIX). The first level has counters of routes for batches only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["GpuCounters", "Level", "Statistics", "StatisticsSnapshot"]
 
 # Names of rates, which libcufile derives from counters.
 _RATE_NAME_PATTERN = re.compile(r"_bw(_|$)|_per_sec$|_utilization$")
-# Values about the last batch are not counters.
+# Names of values about the last batch begin with this text. These values are not counters.
 _LAST_BATCH_PREFIX = "last_batch_"
 
 
@@ -75,9 +75,10 @@ class StatisticsSnapshot:
 
         An average (``..._lat_avg_us``) is the average over the operations since `before`, rounded down as in libcufile.
         Rates (``..._bw...``, ``..._per_sec``, ``..._utilization``) are left out, because the difference of two rates is
-        not a rate. ``last_batch_...`` is not a counter. If it has changed, the value of this snapshot is returned.
+        not a rate. Values named ``last_batch_...`` are not counters. For a value that has changed, the result has the
+        value of this snapshot.
         """
-        gpus_before = {gpu.uuid: gpu.counters for gpu in before.gpus}
+        counters_before_by_uuid = {gpu.uuid: gpu.counters for gpu in before.gpus}
         return StatisticsSnapshot(
             basic=_compute_increases(self.basic, before.basic),
             read_sizes=_subtract_histograms(self.read_sizes, before.read_sizes),
@@ -85,13 +86,13 @@ class StatisticsSnapshot:
             gpus=tuple(
                 GpuCounters(gpu.uuid, increases)
                 for gpu in self.gpus
-                if (increases := _compute_increases(gpu.counters, gpus_before.get(gpu.uuid, {})))
+                if (increases := _compute_increases(gpu.counters, counters_before_by_uuid.get(gpu.uuid, {})))
             ),
         )
 
-    def total(self, name: str) -> int:
+    def total(self, counter_name: str) -> int:
         """Return the sum of one counter of :attr:`gpus` over all GPUs."""
-        return sum(gpu.counters.get(name, 0) for gpu in self.gpus)
+        return sum(gpu.counters.get(counter_name, 0) for gpu in self.gpus)
 
 
 class Statistics:
@@ -140,7 +141,7 @@ class Statistics:
         Unsupported
             cuFile is older than 1.15.
         """
-        buffer, version = _cufile.statistics(int(level)), _cufile.library_version()
+        buffer, version = _cufile.get_statistics(int(level)), _cufile.library_version()
         basic = _layout.unpack_basic_counters(buffer, version=version)
         if level < Level.SIZES:
             return StatisticsSnapshot(basic)
@@ -168,7 +169,7 @@ def _compute_increases(counters_now: Mapping[str, int], counters_before: Mapping
         if value == counters_before.get(name, 0) or _RATE_NAME_PATTERN.search(name):
             continue
         increases[name] = value if name.startswith(_LAST_BATCH_PREFIX) else value - counters_before.get(name, 0)
-    for average_name, (sum_name, count_name) in _layout.AVERAGES.items():
+    for average_name, (sum_name, count_name) in _layout.SUM_AND_COUNT_BY_AVERAGE.items():
         increases.pop(average_name, None)
         if increases.get(count_name, 0) > 0:
             increases[average_name] = increases.get(sum_name, 0) // increases[count_name]

@@ -21,7 +21,7 @@ __all__ = ["PendingTransfer", "RegisteredStream", "StreamFlags"]
 
 
 class StreamFlags(enum.IntFlag):
-    """Promises about the transfers on a stream (``CU_FILE_STREAM_*``), which cuFile can use to prepare them.
+    """Promises of the caller about the transfers on a stream (``CU_FILE_STREAM_*``), so that cuFile can prepare them.
 
     ``BUFFER_OFFSET``, ``FILE_OFFSET`` and ``LENGTH`` promise that this argument does not change after the transfer is
     queued. ``PAGE_ALIGNED`` promises that the length and both offsets are multiples of 4096.
@@ -74,8 +74,8 @@ class PendingTransfer:
     def done(self) -> bool:
         """Whether the stream has completed the transfer and all of its other work, or was closed.
 
-        libcufile sets the result to 0 when it queues the transfer, so a result of 0 does not show that the transfer is
-        done. So the property queries the stream.
+        A result of 0 does not show that the transfer is done, because libcufile sets the result to 0 when it queues the
+        transfer. So this property queries the stream.
         """
         stream = self._stream  # Another thread may set the attribute to None.
         if stream is not None and (stream.closed or stream.query()):

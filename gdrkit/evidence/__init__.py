@@ -6,7 +6,7 @@ on hardware, on software of the kernel, or on a software twin.
 
 from __future__ import annotations
 
-from gdrkit.evidence.descriptors import HeldDmabuf, descriptors, device_nodes, held_dmabufs
+from gdrkit.evidence.descriptors import HeldDmabuf, descriptor_targets, device_nodes, held_dmabufs
 from gdrkit.evidence.elf import ElfFile, ElfNote, parse_elf, read_elf
 from gdrkit.evidence.genuine_files import DeviceNode
 from gdrkit.evidence.kernel_devices import (
@@ -42,7 +42,7 @@ __all__ = [
     "RdmaRegion",
     "TcpSocket",
     "describe_library",
-    "descriptors",
+    "descriptor_targets",
     "device_nodes",
     "held_dmabufs",
     "kernel_evidence",

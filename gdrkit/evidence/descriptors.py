@@ -13,12 +13,12 @@ from gdrkit.evidence.genuine_files import DeviceNode
 if TYPE_CHECKING:
     from gdrkit.host import HostTree
 
-__all__ = ["HeldDmabuf", "descriptors", "device_nodes", "held_dmabufs"]
+__all__ = ["HeldDmabuf", "descriptor_targets", "device_nodes", "held_dmabufs"]
 
 # The link /proc/PID/fd/N of a dma-buf points to "/dmabuf:" and the name that the exporter or a user gave the dma-buf.
 _DMABUF_PREFIX = "/dmabuf:"
 _FDINFO_FIELD_PATTERN = re.compile(r"^(?P<name>size|exp_name|ino):\s*(?P<value>\S+)\s*$", re.MULTILINE)
-_DEVICE_PREFIXES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
+_DEVICE_PATH_PREFIXES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class HeldDmabuf:
     size_bytes: int
 
 
-def descriptors(process: str = "self") -> dict[int, str]:
-    """Return the target of the link in /proc of every open descriptor by its number, e.g. ``{3: "socket:[4711]"}``.
+def descriptor_targets(process: str = "self") -> dict[int, str]:
+    """Map the number of each open descriptor to the target of its link in /proc, e.g. ``{3: "socket:[4711]"}``.
 
     `process` is a process ID or ``self``. The result for ``self`` does not contain the descriptor that this function
     opens to list the others.
@@ -51,18 +51,18 @@ def descriptors(process: str = "self") -> dict[int, str]:
     OSError
         ENOENT: the process does not exist. EACCES: it belongs to another user.
     """
-    targets = {}
+    target_by_descriptor = {}
     folder = f"/proc/{process}/fd"
     for fd_text in os.listdir(folder):  # noqa: PTH208 - a Path for each entry has no benefit.
         try:
-            targets[int(fd_text)] = os.readlink(f"{folder}/{fd_text}")  # noqa: PTH115
+            target_by_descriptor[int(fd_text)] = os.readlink(f"{folder}/{fd_text}")  # noqa: PTH115
         except FileNotFoundError:
             # The descriptor was closed meanwhile: os.listdir() closed its descriptor, or another thread closed one.
             continue
-    return dict(sorted(targets.items()))
+    return dict(sorted(target_by_descriptor.items()))
 
 
-def held_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple[HeldDmabuf, ...]:
+def held_dmabufs(tree: HostTree, process: str, target_by_descriptor: dict[int, str]) -> tuple[HeldDmabuf, ...]:
     """Return the dma-bufs among the open descriptors of a process, each once.
 
     Parameters
@@ -71,14 +71,14 @@ def held_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple
         The host whose /proc is read.
     process : str
         A process ID, or ``self``.
-    targets : dict
-        The result of :func:`descriptors` for the process.
+    target_by_descriptor : dict
+        The result of :func:`descriptor_targets` for the process.
     """
     dmabuf_by_inode = {}
-    for fd, target in targets.items():
+    for fd, target in target_by_descriptor.items():
         if not target.startswith(_DMABUF_PREFIX):
             continue
-        # If the descriptor was closed meanwhile, the text is None.
+        # If the descriptor was closed meanwhile, tree.text() returns None.
         fdinfo = dict(_FDINFO_FIELD_PATTERN.findall(tree.text(f"/proc/{process}/fdinfo/{fd}") or ""))
         if fdinfo.get("size", "").isdecimal() and "exp_name" in fdinfo:
             inode = int(fdinfo["ino"]) if fdinfo.get("ino", "").isdecimal() else 0
@@ -88,13 +88,13 @@ def held_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple
 
 
 def device_nodes() -> tuple[DeviceNode, ...]:
-    """Return the GPUs, NICs and accelerators that this process has open.
+    """Return the device nodes of GPUs, NICs and accelerators of which this process has an open descriptor.
 
     A library can access a device only through such a descriptor.
     """
-    node_by_number = {}
-    for fd, path in descriptors().items():
-        if not path.startswith(_DEVICE_PREFIXES):
+    node_by_device_number = {}
+    for fd, path in descriptor_targets().items():
+        if not path.startswith(_DEVICE_PATH_PREFIXES):
             continue
         try:
             stat_result = os.fstat(fd)
@@ -103,5 +103,5 @@ def device_nodes() -> tuple[DeviceNode, ...]:
             continue
         if stat.S_ISCHR(stat_result.st_mode):
             device_number = stat_result.st_rdev
-            node_by_number[device_number] = DeviceNode(path, os.major(device_number), os.minor(device_number))
-    return tuple(node_by_number[device_number] for device_number in sorted(node_by_number))
+            node_by_device_number[device_number] = DeviceNode(path, os.major(device_number), os.minor(device_number))
+    return tuple(node_by_device_number[device_number] for device_number in sorted(node_by_device_number))

@@ -1,4 +1,4 @@
-"""Access to device nodes and to files of sysfs and procfs that detects replacements.
+"""Functions that open device nodes and files of sysfs and procfs, and detect that another file was put in their place.
 
 A mount can put another file over a file of /sys, /proc or /dev. Each function here checks the file system type or the
 device number of the open descriptor, and raises MissingEvidence with a sentence for the user if the check fails.
@@ -55,9 +55,9 @@ def read_majors() -> dict[int, set[str]]:
         text = os.read(descriptor, _FILE_BYTES_MAX).decode("utf-8", "backslashreplace")
     drivers_by_major: dict[int, set[str]] = {}
     for line in text.partition("Block devices:")[0].splitlines():
-        major, _, name = line.strip().partition(" ")
-        if major.isdecimal() and name:
-            drivers_by_major.setdefault(int(major), set()).add(name)
+        major_text, _, driver_name = line.strip().partition(" ")
+        if major_text.isdecimal() and driver_name:
+            drivers_by_major.setdefault(int(major_text), set()).add(driver_name)
     return drivers_by_major
 
 
@@ -127,9 +127,11 @@ def read_at(folder_fd: int, name: str, folder_path: str, *, magic: int) -> str:
 
 
 def _check_file_system(descriptor: int, path: str, magic: int | None) -> None:
-    if magic is not None and (actual := file_system_type(descriptor)) != magic:
-        file_system = {SYSFS_MAGIC: "sysfs", PROC_MAGIC: "procfs"}[magic]
-        message = f"{path} is not on {file_system}: something is mounted there (file system type {actual:#x})"
+    if magic is not None and (actual_magic := file_system_type(descriptor)) != magic:
+        expected_file_system = {SYSFS_MAGIC: "sysfs", PROC_MAGIC: "procfs"}[magic]
+        message = (
+            f"{path} is not on {expected_file_system}: something is mounted there (file system type {actual_magic:#x})"
+        )
         raise MissingEvidence(message)
 
 

@@ -98,9 +98,9 @@ class GpuEvidence:
     pci_address : str
         PCI address, e.g. ``0000:1b:00.0``.
     pci_driver : str or None
-        The driver that is bound to the PCI function according to sysfs.
+        The driver that is bound to the PCI function according to sysfs. None if sysfs does not show it.
     node : DeviceNode or None
-        The character device of the GPU.
+        The character device of the GPU. None if it was not found.
     missing : tuple of str
         One sentence for each piece of evidence that does not agree; empty if all agree.
     """
@@ -120,11 +120,12 @@ class RdmaEvidence:
     name, node_guid : str
         Name and node GUID as reported over netlink.
     driver : str or None
-        The kernel driver, translated from its number (``enum rdma_driver_id``), e.g. ``mlx5``.
+        The kernel driver, translated from its number (``enum rdma_driver_id``), e.g. ``mlx5``. None if unknown.
     node : DeviceNode or None
-        The character device of the RDMA device.
+        The character device of the RDMA device. None if it was not found.
     pci_address, pci_driver : str or None
-        The PCI function, and the driver that is bound to it according to sysfs; None for a software driver.
+        The PCI function, and the driver that is bound to it according to sysfs. None for a software driver, or if sysfs
+        does not show them.
     missing : tuple of str
         One sentence for each piece of evidence that does not agree; empty if all agree.
     """
@@ -172,15 +173,15 @@ def kernel_evidence() -> KernelEvidence:
         drivers_by_major = read_majors()
     except MissingEvidence as error:
         return KernelEvidence(nvidia_missing=(str(error),), rdma_missing=(str(error),))
-    version, control, gpus, nvidia_missing = _query_nvidia(drivers_by_major)
+    driver_version, control_node, gpus, nvidia_missing = _query_nvidia(drivers_by_major)
     try:
         rdma = tuple(_collect_rdma_evidence(device, drivers_by_major) for device in rdma_netlink_devices())
         rdma_missing: tuple[str, ...] = ()
     except OSError as error:
-        rdma, rdma_missing = (), (failure_text("the list of RDMA devices over netlink", error),)
+        rdma, rdma_missing = (), (failure_text("query the RDMA devices over netlink", error),)
     return KernelEvidence(
-        nvidia_version=version,
-        nvidia_control=control,
+        nvidia_version=driver_version,
+        nvidia_control=control_node,
         nvidia_missing=nvidia_missing,
         gpus=gpus,
         rdma_missing=rdma_missing,
@@ -193,39 +194,41 @@ def _query_nvidia(
 ) -> tuple[str | None, DeviceNode | None, tuple[GpuEvidence, ...], tuple[str, ...]]:
     """Query the NVIDIA driver. Return its version, control device and GPUs, and a sentence for each disagreement."""
     try:
-        with open_node("/dev/nvidiactl", drivers_by_major, _NVIDIA_CHARDEV_DRIVERS) as (descriptor, control):
+        with open_node("/dev/nvidiactl", drivers_by_major, _NVIDIA_CHARDEV_DRIVERS) as (descriptor, control_node):
             card_table = _ioctl(
                 descriptor, "NV_ESC_CARD_INFO", _CARD_INFO_IOCTL, bytes(_CARD_INFO.size * _NVIDIA_CARDS_MAX)
             )
             version_request = _RM_VERSION.pack(_RM_VERSION_QUERY, 0, b"")
-            reply = _ioctl(descriptor, "NV_ESC_CHECK_VERSION_STR", _RM_VERSION_IOCTL, version_request)
+            version_reply = _ioctl(descriptor, "NV_ESC_CHECK_VERSION_STR", _RM_VERSION_IOCTL, version_request)
     except MissingEvidence as error:
         return None, None, (), (str(error),)
     missing_evidence = []
-    _command, is_recognized, version_bytes = _RM_VERSION.unpack(reply)
-    version = version_bytes.partition(b"\0")[0].decode("ascii", "backslashreplace")
-    if is_recognized != _RM_VERSION_RECOGNIZED or not version:
+    _command, is_recognized, version_bytes = _RM_VERSION.unpack(version_reply)
+    driver_version = version_bytes.partition(b"\0")[0].decode("ascii", "backslashreplace")
+    if is_recognized != _RM_VERSION_RECOGNIZED or not driver_version:
         missing_evidence.append("the NVIDIA driver does not report its version by ioctl (NV_ESC_CHECK_VERSION_STR)")
     # A container runtime mounts a copy of /proc/driver/nvidia/version, so the file system type of that file proves
     # nothing. The version in the file must agree with the reply to the ioctl.
     procfs_version = nvidia_driver_version(HostTree())
-    if version and procfs_version != version:
+    if driver_version and procfs_version != driver_version:
         missing_evidence.append(
             f"/proc/driver/nvidia/version contains {procfs_version or 'no version'}, "
-            f"but the NVIDIA driver reports {version}"
+            f"but the NVIDIA driver reports {driver_version}"
         )
     # The first field, `valid`, is 0 if the entry describes no card.
     gpus = tuple(
-        _collect_gpu_evidence(card, drivers_by_major) for card in _CARD_INFO.iter_unpack(card_table) if card[0]
+        _collect_gpu_evidence(card_fields, drivers_by_major)
+        for card_fields in _CARD_INFO.iter_unpack(card_table)
+        if card_fields[0]
     )
     if not gpus:
         missing_evidence.append("the NVIDIA driver lists no GPU by ioctl (NV_ESC_CARD_INFO)")
-    return version or None, control, gpus, tuple(missing_evidence)
+    return driver_version or None, control_node, gpus, tuple(missing_evidence)
 
 
-def _collect_gpu_evidence(card: tuple[int, ...], drivers_by_major: dict[int, set[str]]) -> GpuEvidence:
-    _valid, domain, bus, slot, function, vendor_id, device_id = card[:7]
-    minor = card[_CARD_MINOR_INDEX]
+def _collect_gpu_evidence(card_fields: tuple[int, ...], drivers_by_major: dict[int, set[str]]) -> GpuEvidence:
+    _valid, domain, bus, slot, function, vendor_id, device_id = card_fields[:7]
+    minor = card_fields[_CARD_MINOR_INDEX]
     pci_address = f"{domain:04x}:{bus:02x}:{slot:02x}.{function:x}"
     missing_evidence = []
     node: DeviceNode | None = None
@@ -238,13 +241,13 @@ def _collect_gpu_evidence(card: tuple[int, ...], drivers_by_major: dict[int, set
             )
     except MissingEvidence as error:
         missing_evidence.append(str(error))
-    driver, pci_missing = _read_pci_driver(pci_address, vendor_id=vendor_id, device_id=device_id)
+    pci_driver, pci_missing = _read_pci_driver(pci_address, vendor_id=vendor_id, device_id=device_id)
     missing_evidence += pci_missing
     if vendor_id != _NVIDIA_VENDOR_ID:
         missing_evidence.append(f"PCI function {pci_address} is of vendor {vendor_id:#06x}, not NVIDIA")
-    if driver is not None and driver != "nvidia":
-        missing_evidence.append(f"PCI function {pci_address} has driver {driver}, not nvidia")
-    return GpuEvidence(pci_address=pci_address, pci_driver=driver, node=node, missing=tuple(missing_evidence))
+    if pci_driver is not None and pci_driver != "nvidia":
+        missing_evidence.append(f"PCI function {pci_address} has driver {pci_driver}, not nvidia")
+    return GpuEvidence(pci_address=pci_address, pci_driver=pci_driver, node=node, missing=tuple(missing_evidence))
 
 
 def _collect_rdma_evidence(device: NetlinkDevice, drivers_by_major: dict[int, set[str]]) -> RdmaEvidence:
@@ -280,15 +283,17 @@ def _find_uverbs_node(device: NetlinkDevice, drivers_by_major: dict[int, set[str
     if device.uverbs_name is None or device.uverbs_number is None:
         message = "the kernel reports no uverbs device over netlink (Linux 5.3 and newer report it)"
         raise MissingEvidence(message)
-    path = f"/dev/infiniband/{device.uverbs_name}"
-    with open_node(path, drivers_by_major, frozenset({_UVERBS_CHARDEV_DRIVER})) as (descriptor, node):
+    node_path = f"/dev/infiniband/{device.uverbs_name}"
+    with open_node(node_path, drivers_by_major, frozenset({_UVERBS_CHARDEV_DRIVER})) as (descriptor, node):
         if (node.major, node.minor) != device.uverbs_number:
             major, minor = device.uverbs_number
-            message = f"{path} is device {node.major}:{node.minor}, but the kernel reports {major}:{minor} over netlink"
+            message = (
+                f"{node_path} is device {node.major}:{node.minor}, but the kernel reports {major}:{minor} over netlink"
+            )
             raise MissingEvidence(message)
         driver_id = _read_uverbs_driver(descriptor)
     if device.driver_id not in {None, driver_id}:
-        message = f"netlink reports driver {device.driver_id}, but {path} is of driver {driver_id}"
+        message = f"netlink reports driver {device.driver_id}, but {node_path} is of driver {driver_id}"
         raise MissingEvidence(message)
     return node, driver_id
 
@@ -319,9 +324,11 @@ def _read_rdma_pci_address(device: NetlinkDevice) -> str:
     """
     folder = f"/sys/class/infiniband/{device.name}"
     with open_checked(folder, os.O_PATH | os.O_DIRECTORY, magic=SYSFS_MAGIC) as descriptor:
-        guid = read_at(descriptor, "node_guid", folder, magic=SYSFS_MAGIC)
-        if guid != device.node_guid:
-            message = f"{folder}/node_guid contains {guid}, but the kernel reports {device.node_guid} over netlink"
+        sysfs_guid = read_at(descriptor, "node_guid", folder, magic=SYSFS_MAGIC)
+        if sysfs_guid != device.node_guid:
+            message = (
+                f"{folder}/node_guid contains {sysfs_guid}, but the kernel reports {device.node_guid} over netlink"
+            )
             raise MissingEvidence(message)
     pci_addresses = _PCI_FUNCTION_PATTERN.findall(os.path.realpath(f"{folder}/device"))
     if not pci_addresses:
@@ -331,13 +338,13 @@ def _read_rdma_pci_address(device: NetlinkDevice) -> str:
 
 
 def _read_pci_driver(
-    address: str, *, vendor_id: int | None = None, device_id: int | None = None
+    pci_address: str, *, vendor_id: int | None = None, device_id: int | None = None
 ) -> tuple[str | None, list[str]]:
     """Return the driver that is bound to a PCI function, and one sentence for each piece of evidence that is missing.
 
     `vendor_id` and `device_id` are the ids that the NVIDIA driver reports by ioctl. sysfs must have the same ids.
     """
-    folder = f"/sys/bus/pci/devices/{address}"
+    folder = f"/sys/bus/pci/devices/{pci_address}"
     missing_evidence = []
     try:
         with open_checked(folder, os.O_PATH | os.O_DIRECTORY, magic=SYSFS_MAGIC) as descriptor:
@@ -356,7 +363,7 @@ def _read_pci_driver(
     return None, missing_evidence
 
 
-def _ioctl(descriptor: int, name: str, ioctl_number: int, argument: bytes) -> bytes:
+def _ioctl(descriptor: int, ioctl_name: str, ioctl_number: int, argument: bytes) -> bytes:
     """Send an ioctl of the NVIDIA driver, and return the argument as the driver modified it."""
     # The request is _IOWR('F', ioctl_number, size).
     request = 3 << 30 | len(argument) << 16 | ord("F") << 8 | ioctl_number
@@ -364,5 +371,5 @@ def _ioctl(descriptor: int, name: str, ioctl_number: int, argument: bytes) -> by
     try:
         fcntl.ioctl(descriptor, request, buffer)
     except OSError as error:
-        raise MissingEvidence(failure_text(f"ioctl {name} on /dev/nvidiactl", error)) from error
+        raise MissingEvidence(failure_text(f"ioctl {ioctl_name} on /dev/nvidiactl", error)) from error
     return bytes(buffer)

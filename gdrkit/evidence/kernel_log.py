@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KernelLog", "kernel_log"]
 
-_RECORD_BYTES = 8192
+_RECORD_BYTES_MAX = 8192
 # One regular expression is faster than a search for each word, and a log has thousands of records.
 _RELEVANT_WORDS = re.compile(
     rb"nvrm|nvidia|xid|peer_mem|mlx[45]|infiniband|rdma|iommu|dmar|pcieport|aer:|hotplugged memory", re.IGNORECASE
@@ -43,7 +43,7 @@ class KernelLog:
 
 
 def kernel_log(tree: HostTree, *, records_max: int = 100_000) -> KernelLog:
-    """Read /dev/kmsg from its beginning, without waiting for new records."""
+    """Read at most `records_max` records of /dev/kmsg from its beginning, without waiting for new records."""
     try:
         descriptor = os.open(tree.path("/dev/kmsg"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -59,7 +59,7 @@ def _read_records(descriptor: int, records_max: int) -> KernelLog:
     unreadable = None
     for _ in range(records_max):
         try:
-            record = os.read(descriptor, _RECORD_BYTES)
+            record = os.read(descriptor, _RECORD_BYTES_MAX)
         except BlockingIOError:
             break  # All existing records were read.
         except OSError as error:

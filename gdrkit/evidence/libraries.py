@@ -79,7 +79,7 @@ def describe_library(path: str) -> LoadedLibrary:
 
 
 @lru_cache(maxsize=1024)
-def _read_library(path: str, _device: int, _inode: int, _size_bytes: int, _changed_ns: int) -> LoadedLibrary:
+def _read_library(path: str, _device: int, _inode: int, _size_bytes: int, _modified_ns: int) -> LoadedLibrary:
     # The result is cached, because every case examines the same files. The unused parameters belong to the key of the
     # cache, so that a replaced file is read again.
     try:

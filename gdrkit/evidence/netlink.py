@@ -32,7 +32,8 @@ __all__ = [
 _NETLINK_SOCK_DIAG, _NETLINK_RDMA = 4, 20
 _NLMSG_ERROR, _NLMSG_DONE = 2, 3
 _NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_DUMP = 0x1, 0x4, 0x300
-# The message type is (RDMA_NL_NLDEV << 10) + command. The commands are members of enum rdma_nldev_command.
+# The message type is (RDMA_NL_NLDEV << 10) + command. The commands are RDMA_NLDEV_CMD_GET,
+# RDMA_NLDEV_CMD_RES_QP_GET, RDMA_NLDEV_CMD_RES_MR_GET and RDMA_NLDEV_CMD_GET_CHARDEV.
 _DEVICE_GET, _QUEUE_PAIR_GET, _REGION_GET, _CHARDEV_GET = ((5 << 10) + command for command in (1, 10, 13, 15))
 # Attribute types (enum rdma_nldev_attr).
 _DEV_INDEX, _DEV_NAME, _NODE_GUID = 1, 2, 6
@@ -67,8 +68,8 @@ _MESSAGE_HEADER = struct.Struct("=IHHII")  # struct nlmsghdr: length, type, flag
 _ATTRIBUTE_HEADER = struct.Struct("=HH")  # struct nlattr: length, type
 _ERROR_CODE = struct.Struct("=i")  # The first field of struct nlmsgerr: a negative errno, or 0 for an acknowledgement
 _TIMEOUT_S = 5.0
-_DATAGRAM_BYTES = 1 << 16
-_MESSAGES_MAX = 4096
+_DATAGRAM_BYTES_MAX = 1 << 16
+_DATAGRAMS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,11 @@ def rdma_netlink_devices() -> tuple[NetlinkDevice, ...]:
         reply has more datagrams than gdrkit reads. Other errors are errors of socket(7).
     """
     with _open_netlink(_NETLINK_RDMA) as netlink:
-        # The list receives all replies before the next request is sent on this socket.
-        devices = [_parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", is_dump=True)]
-        return tuple(_query_device(netlink, device_attributes) for device_attributes in devices)
+        # All replies are received into this list before the next request is sent on this socket.
+        attributes_of_devices = [
+            _parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", is_dump=True)
+        ]
+        return tuple(_query_device(netlink, device_attributes) for device_attributes in attributes_of_devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +184,7 @@ class TcpSocket:
 
 
 def rdma_queue_pairs() -> tuple[RdmaQueuePair, ...]:
-    """Query the queue pairs of all RDMA devices in this PID namespace. This needs no privilege.
+    """Query the queue pairs of all RDMA devices, as far as this PID namespace shows them. This needs no privilege.
 
     Raises
     ------
@@ -197,7 +200,7 @@ def rdma_queue_pairs() -> tuple[RdmaQueuePair, ...]:
             type=_QP_TYPE_NAMES.get(
                 _read_required_integer(entry, _QP_TYPE), f"type {_read_required_integer(entry, _QP_TYPE)}"
             ),
-            state=_find_state_name(_read_required_integer(entry, _QP_STATE)),
+            state=_find_qp_state_name(_read_required_integer(entry, _QP_STATE)),
             process_id=_read_integer(entry, _OWNER_PROCESS_ID),
         )
         for device, entry in _query_resources(_QUEUE_PAIR_GET, _QUEUE_PAIR_TABLE, _QUEUE_PAIR_ENTRY)
@@ -205,7 +208,7 @@ def rdma_queue_pairs() -> tuple[RdmaQueuePair, ...]:
 
 
 def rdma_regions() -> tuple[RdmaRegion, ...]:
-    """Query the memory regions of all RDMA devices in this PID namespace. This needs no privilege.
+    """Query the memory regions of all RDMA devices, as far as this PID namespace shows them. This needs no privilege.
 
     Raises
     ------
@@ -238,27 +241,29 @@ def tcp_sockets() -> tuple[TcpSocket, ...]:
             extensions = 1 << (_TCP_INFO - 1)
             request = _SOCKET_REQUEST.pack(family, socket.IPPROTO_TCP, extensions, 0, _ALL_STATES)
             for reply in _request(netlink, _SOCKETS_GET, request, is_dump=True):
-                message = _take_payload(reply, 0, _SOCKET_REPLY.size, 0)
-                *_, source, destination, inode = _SOCKET_REPLY.unpack(message)
+                socket_fields = _take_payload(reply, 0, _SOCKET_REPLY.size, 0)
+                *_, source_address, destination_address, inode = _SOCKET_REPLY.unpack(socket_fields)
                 tcp_info = _parse_attributes(reply[_SOCKET_REPLY.size :]).get(_TCP_INFO, b"")
-                # A listening or closed socket has moved nothing, and a kernel before 4.1 does not count bytes.
+                # A socket with inode 0 belongs to no process any more. A kernel before 4.1 reports no byte counters.
                 if inode and len(tcp_info) >= _TCP_BYTE_COUNTERS.size:
                     sent_bytes, received_bytes = _TCP_BYTE_COUNTERS.unpack_from(tcp_info)
-                    sockets.append(TcpSocket(inode, source == destination, sent_bytes, received_bytes))
+                    sockets.append(TcpSocket(inode, source_address == destination_address, sent_bytes, received_bytes))
     return tuple(sockets)
 
 
 def _query_resources(command: int, table_type: int, entry_type: int) -> Iterator[tuple[str, dict[int, bytes]]]:
     """Yield the device name and the attributes of each object that a dump of `command` reports."""
     with _open_netlink(_NETLINK_RDMA) as netlink:
-        devices = [_parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", is_dump=True)]
-        for device in devices:
-            request = _pack_attribute(_DEV_INDEX, device.get(_DEV_INDEX, b""))
+        attributes_of_devices = [
+            _parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", is_dump=True)
+        ]
+        for device_attributes in attributes_of_devices:
+            request = _pack_attribute(_DEV_INDEX, device_attributes.get(_DEV_INDEX, b""))
             for reply in _request(netlink, command, request, is_dump=True):
                 table = _parse_attributes(reply).get(table_type, b"")
                 for attribute_type, entry in _list_attributes(table):
                     if attribute_type == entry_type:
-                        yield _decode_text(device.get(_DEV_NAME, b"")), _parse_attributes(entry)
+                        yield _decode_text(device_attributes.get(_DEV_NAME, b"")), _parse_attributes(entry)
 
 
 def _read_required_integer(attributes: dict[int, bytes], attribute_type: int) -> int:
@@ -268,7 +273,7 @@ def _read_required_integer(attributes: dict[int, bytes], attribute_type: int) ->
     return value
 
 
-def _find_state_name(state: int) -> str:
+def _find_qp_state_name(state: int) -> str:
     return _QP_STATE_NAMES[state] if state < len(_QP_STATE_NAMES) else f"state {state}"
 
 
@@ -280,6 +285,7 @@ def _open_netlink(protocol: int) -> socket.socket:
 
 
 def _query_device(netlink: socket.socket, device_attributes: dict[int, bytes]) -> NetlinkDevice:
+    """Query the character device of an RDMA device, and return the device with it."""
     device_index = device_attributes.get(_DEV_INDEX, b"")
     guid_digits = f"{_read_integer(device_attributes, _NODE_GUID) or 0:016x}"
     device_without_chardev = NetlinkDevice(
@@ -304,22 +310,23 @@ def _query_device(netlink: socket.socket, device_attributes: dict[int, bytes]) -
     )
 
 
-def _request(netlink: socket.socket, command: int, attributes: bytes, *, is_dump: bool) -> Iterator[bytes]:
-    """Send one request and yield the payload of each reply until the last one.
+def _request(netlink: socket.socket, command: int, request_body: bytes, *, is_dump: bool) -> Iterator[bytes]:
+    """Send one request and yield the payload of each reply. `request_body` is the request without its header.
 
-    If there are more than _MESSAGES_MAX datagrams, the function raises EOVERFLOW instead of ending with incomplete
+    If there are more than _DATAGRAMS_MAX datagrams, the function raises EOVERFLOW instead of ending with incomplete
     replies.
     """
     flags = _NLM_F_REQUEST | (_NLM_F_DUMP if is_dump else _NLM_F_ACK)
     # The command is also the sequence number, which is not used: each reply is received before the next request.
     netlink.sendto(
-        _MESSAGE_HEADER.pack(_MESSAGE_HEADER.size + len(attributes), command, flags, command, 0) + attributes, (0, 0)
+        _MESSAGE_HEADER.pack(_MESSAGE_HEADER.size + len(request_body), command, flags, command, 0) + request_body,
+        (0, 0),
     )
-    for _ in range(_MESSAGES_MAX):
-        data, (sender_port, _groups) = netlink.recvfrom(_DATAGRAM_BYTES)
+    for _ in range(_DATAGRAMS_MAX):
+        datagram, (sender_port, _groups) = netlink.recvfrom(_DATAGRAM_BYTES_MAX)
         if sender_port != 0:
             continue  # The datagram is from another process: only the kernel has port 0.
-        for message_type, payload in _split_messages(data):
+        for message_type, payload in _split_messages(datagram):
             if message_type == _NLMSG_DONE:
                 return
             if message_type == _NLMSG_ERROR:
@@ -332,23 +339,26 @@ def _request(netlink: socket.socket, command: int, attributes: bytes, *, is_dump
     raise OSError(errno.EOVERFLOW, os.strerror(errno.EOVERFLOW), "netlink")
 
 
-def _split_messages(data: bytes) -> Iterator[tuple[int, bytes]]:
+def _split_messages(datagram: bytes) -> Iterator[tuple[int, bytes]]:
     offset = 0
-    while offset + _MESSAGE_HEADER.size <= len(data):
-        length_bytes, message_type, _flags, _sequence, _port = _MESSAGE_HEADER.unpack_from(data, offset)
-        yield message_type, _take_payload(data, offset, length_bytes, _MESSAGE_HEADER.size)
+    while offset + _MESSAGE_HEADER.size <= len(datagram):
+        length_bytes, message_type, _flags, _sequence, _port = _MESSAGE_HEADER.unpack_from(datagram, offset)
+        yield message_type, _take_payload(datagram, offset, length_bytes, _MESSAGE_HEADER.size)
         offset += (length_bytes + 3) & ~3  # The next message is aligned to 4 bytes.
 
 
-def _parse_attributes(data: bytes) -> dict[int, bytes]:
-    return dict(_list_attributes(data))
+def _parse_attributes(attributes_bytes: bytes) -> dict[int, bytes]:
+    return dict(_list_attributes(attributes_bytes))
 
 
-def _list_attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
+def _list_attributes(attributes_bytes: bytes) -> Iterator[tuple[int, bytes]]:
     offset = 0
-    while offset + _ATTRIBUTE_HEADER.size <= len(data):
-        length_bytes, attribute_type = _ATTRIBUTE_HEADER.unpack_from(data, offset)
-        yield attribute_type & _ATTRIBUTE_TYPE_MASK, _take_payload(data, offset, length_bytes, _ATTRIBUTE_HEADER.size)
+    while offset + _ATTRIBUTE_HEADER.size <= len(attributes_bytes):
+        length_bytes, attribute_type = _ATTRIBUTE_HEADER.unpack_from(attributes_bytes, offset)
+        yield (
+            attribute_type & _ATTRIBUTE_TYPE_MASK,
+            _take_payload(attributes_bytes, offset, length_bytes, _ATTRIBUTE_HEADER.size),
+        )
         offset += (length_bytes + 3) & ~3  # The next attribute is aligned to 4 bytes.
 
 
@@ -362,14 +372,14 @@ def _take_payload(data: bytes, offset: int, length_bytes: int, header_bytes: int
     return data[offset + header_bytes : offset + length_bytes]
 
 
-def _pack_attribute(attribute_type: int, value: bytes) -> bytes:
-    length_bytes = _ATTRIBUTE_HEADER.size + len(value)
-    return _ATTRIBUTE_HEADER.pack(length_bytes, attribute_type) + value + bytes(-length_bytes % 4)
+def _pack_attribute(attribute_type: int, payload: bytes) -> bytes:
+    length_bytes = _ATTRIBUTE_HEADER.size + len(payload)
+    return _ATTRIBUTE_HEADER.pack(length_bytes, attribute_type) + payload + bytes(-length_bytes % 4)
 
 
 def _read_integer(attributes: dict[int, bytes], attribute_type: int) -> int | None:
     return int.from_bytes(attributes[attribute_type], sys.byteorder) if attribute_type in attributes else None
 
 
-def _decode_text(value: bytes) -> str:
-    return value.rstrip(b"\0").decode("utf-8", "backslashreplace")
+def _decode_text(text_bytes: bytes) -> str:
+    return text_bytes.rstrip(b"\0").decode("utf-8", "backslashreplace")

@@ -25,11 +25,11 @@ __all__ = ["Copies"]
 
 # Size of the staging buffer, and largest size of one copy by the device.
 _STAGING_BYTES = MIB
-_PACKET = struct.Struct("<IIQQ")  # struct packet_lin_dma: tsize, ctl, src_addr, dst_addr
-_LINEAR_DMA = 9 << 24  # The opcode PACKET_LIN_DMA, in bits 24 to 28 of ctl.
-_MESSAGE_BARRIER = 1 << 31  # The bit msg_barrier of ctl.
+_LINEAR_DMA_PACKET = struct.Struct("<IIQQ")  # struct packet_lin_dma: tsize, ctl, src_addr, dst_addr
+_LINEAR_DMA_OPCODE_BITS = 9 << 24  # The opcode PACKET_LIN_DMA, in bits 24 to 28 of ctl.
+_MESSAGE_BARRIER_BIT = 1 << 31  # The bit msg_barrier of ctl.
 _GAUDI1_REQUIRED_BITS = (1 << 3) | (1 << 30)  # The bits lin and reg_barrier of ctl, which only Gaudi 1 requires.
-# Timeout of one call of hlthunk_wait_for_cs, which is repeated until the timeout of the copy.
+# A copy repeats the call of hlthunk_wait_for_cs, each time with this timeout, until the timeout of the copy.
 _WAIT_CALL_TIMEOUT_US = 1_000_000
 # After this time, a copy fails with ETIMEDOUT.
 _COPY_TIMEOUT_S = 30.0
@@ -47,7 +47,7 @@ class Copies:
 
     Attributes
     ----------
-    lost : bool
+    is_device_lost : bool
         Whether the device failed a copy. The driver then resets the device, and frees all its memory and mappings.
         After that, gdrkit must not unmap or free anything, because the driver would refuse the call.
     """
@@ -63,8 +63,8 @@ class Copies:
         # The handle of the command buffer on Gaudi 1, or its device address on later devices.
         self._command_buffer_reference = 0
         # Sequence number of a copy that may not be complete; 0 if there is none.
-        self._pending_sequence = 0
-        self.lost = False
+        self._pending_sequence_number = 0
+        self.is_device_lost = False
 
     def write(self, address: int, view: memoryview) -> None:
         """Copy `view` to the device memory at `address`. The copy is complete on return."""
@@ -85,7 +85,7 @@ class Copies:
                 view[offset_bytes : offset_bytes + length_bytes] = staging_buffer[:length_bytes]
 
     def wait_for_pending_copy(self) -> None:
-        """If a copy has timed out, wait until the device completes it. Its memory must not be unmapped earlier.
+        """If a copy has timed out, wait until the device completes it. Until then, its memory must stay mapped.
 
         Raises
         ------
@@ -93,11 +93,11 @@ class Copies:
             ETIMEDOUT: the copy is still not complete.
         """
         with self._lock:
-            if self._pending_sequence and not self.lost:
-                self._wait_until_complete(self._pending_sequence)
+            if self._pending_sequence_number and not self.is_device_lost:
+                self._wait_until_complete(self._pending_sequence_number)
 
     def close(self) -> None:
-        """Free the buffers."""
+        """Wait for a pending copy, then free the buffers."""
         self.wait_for_pending_copy()
         with self._lock:
             self._release_stack.run()
@@ -133,51 +133,53 @@ class Copies:
         )
         if self._is_gaudi1:
             self._command_buffer_reference = _hlthunk.request_command_buffer(self._fd, HOST_PAGE_BYTES)
-            handle = self._command_buffer_reference
+            command_buffer_handle = self._command_buffer_reference
             self._release_stack.push(
-                lambda: self._call_unless_reset("hlthunk_destroy_command_buffer", cb_handle=handle)
+                lambda: self._call_unless_reset("hlthunk_destroy_command_buffer", cb_handle=command_buffer_handle)
             )
-            self._mapped_command_buffer = mmap.mmap(self._fd, HOST_PAGE_BYTES, offset=handle)
+            self._mapped_command_buffer = mmap.mmap(self._fd, HOST_PAGE_BYTES, offset=command_buffer_handle)
             self._release_stack.push(self._mapped_command_buffer.close)
         else:
             self._command_buffer_reference = self._staging_address + _STAGING_BYTES
         return staging_buffer
 
     def _copy(self, queue_index: int, source_address: int, destination_address: int, length_bytes: int) -> None:
-        control = _LINEAR_DMA | _MESSAGE_BARRIER | (_GAUDI1_REQUIRED_BITS if self._is_gaudi1 else 0)
-        packet = _PACKET.pack(length_bytes, control, source_address, destination_address)
+        control_word = (
+            _LINEAR_DMA_OPCODE_BITS | _MESSAGE_BARRIER_BIT | (_GAUDI1_REQUIRED_BITS if self._is_gaudi1 else 0)
+        )
+        packet = _LINEAR_DMA_PACKET.pack(length_bytes, control_word, source_address, destination_address)
         # Only Gaudi 1 has a mapped command buffer. On later devices, the command buffer follows the staging bytes.
         if self._mapped_command_buffer is not None:
             self._mapped_command_buffer[: len(packet)] = packet
         elif self._staging_buffer is not None:
             self._staging_buffer[_STAGING_BYTES : _STAGING_BYTES + len(packet)] = packet
-        sequence = _hlthunk.submit(
+        sequence_number = _hlthunk.submit(
             self._fd,
             command_buffer=self._command_buffer_reference,
             length_bytes=len(packet),
             queue_index=queue_index,
             is_mapped=not self._is_gaudi1,
         )
-        self._pending_sequence = sequence
-        self._wait_until_complete(sequence)
+        self._pending_sequence_number = sequence_number
+        self._wait_until_complete(sequence_number)
 
-    def _wait_until_complete(self, sequence: int) -> None:
+    def _wait_until_complete(self, sequence_number: int) -> None:
         deadline_s = time.monotonic() + _COPY_TIMEOUT_S
         try:
-            while not _hlthunk.wait(self._fd, sequence, timeout_us=_WAIT_CALL_TIMEOUT_US):
+            while not _hlthunk.wait(self._fd, sequence_number, timeout_us=_WAIT_CALL_TIMEOUT_US):
                 if time.monotonic() > deadline_s:
                     raise error_of(
                         operation="hlthunk_wait_for_cs",
                         error_number=errno.ETIMEDOUT,
-                        arguments={"fd": self._fd, "seq": sequence},
+                        arguments={"fd": self._fd, "seq": sequence_number},
                         detail=f"a copy takes longer than {_COPY_TIMEOUT_S:g} s",
                     )
         except ApiError as error:
-            self.lost = self.lost or error.errno == errno.EIO
+            self.is_device_lost = self.is_device_lost or error.errno == errno.EIO
             raise
-        self._pending_sequence = 0
+        self._pending_sequence_number = 0
 
     def _call_unless_reset(self, operation: str, **arguments: int) -> None:
         """Call a function that unmaps or frees, unless the driver has already freed everything in a reset."""
-        if not self.lost:
+        if not self.is_device_lost:
             _hlthunk.call(operation, fd=self._fd, **arguments)

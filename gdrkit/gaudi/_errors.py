@@ -18,10 +18,10 @@ __all__ = ["EXPORT_FUNCTIONS", "error_of"]
 EXPORT_FUNCTIONS = frozenset(
     {"hlthunk_device_memory_export_dmabuf_fd", "hlthunk_device_mapped_memory_export_dmabuf_fd"},
 )
-_UNMAP, _FREE = "hlthunk_memory_unmap", "hlthunk_device_memory_free"
+_UNMAP_FUNCTION, _FREE_FUNCTION = "hlthunk_memory_unmap", "hlthunk_device_memory_free"
 _UNSUPPORTED_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
-_REASON_AND_ADVICE: dict[int, tuple[Reason, str]] = {
+_REASON_AND_ADVICE_BY_ERRNO: dict[int, tuple[Reason, str]] = {
     errno.EPERM: (
         Reason.NO_PERMISSION,
         "the memory belongs to another context, or the importing device has no PCI peer-to-peer path to this device",
@@ -46,22 +46,23 @@ _EINVAL_ADVICE = {
     " the range must be physical memory of this device inside the PCI BAR",
     "hlthunk_device_mapped_memory_export_dmabuf_fd": "the address must be the result of hlthunk_device_memory_map,"
     " size and offset must be multiples of the page and inside the mapping, and flags must be O_RDWR | O_CLOEXEC",
-    _UNMAP: "either nothing is mapped at the address, or a dma-buf of the memory (or a region from it) is still alive",
-    _FREE: "the memory does not exist, was already freed, or is still mapped",
+    _UNMAP_FUNCTION: "either nothing is mapped at the address, or a dma-buf of the memory (or a region from it)"
+    " is still alive",
+    _FREE_FUNCTION: "the memory does not exist, was already freed, or is still mapped",
     "hlthunk_device_memory_map": "the memory of this handle does not exist",
 }
 
 
 def error_of(*, operation: str, error_number: int, arguments: Mapping[str, object], detail: str = "") -> ApiError:
     """Return the exception for an errno; :class:`Unsupported` if the driver does not support the operation at all."""
-    reason, what_to_do = _REASON_AND_ADVICE.get(error_number, (Reason.OTHER, ""))
+    reason, what_to_do = _REASON_AND_ADVICE_BY_ERRNO.get(error_number, (Reason.OTHER, ""))
     if error_number == errno.EINVAL:
         what_to_do = _EINVAL_ADVICE.get(operation, "")
     if operation in EXPORT_FUNCTIONS and error_number in _UNSUPPORTED_ERRNOS:
         reason = Reason.DMABUF_EXPORT_UNSUPPORTED
         what_to_do = "use a habanalabs driver and a kernel (5.12 or newer) that export dma-bufs"
-    # The usual cause is a dma-buf of the memory that is still alive.
-    if operation == _UNMAP and error_number == errno.EINVAL:
+    # The usual cause of EINVAL from an unmap is a dma-buf of the memory that is still open.
+    if operation == _UNMAP_FUNCTION and error_number == errno.EINVAL:
         reason = Reason.BUSY
     error_type = Unsupported if error_number in _UNSUPPORTED_ERRNOS else ApiError
     return error_type(

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "ANY_DEVICE_NAME",
     "DMA_DOWN_QUEUE",
     "DMA_UP_QUEUE",
-    "DONT_CARE",
     "HardwareInfo",
     "address_of",
     "call",
@@ -40,7 +40,7 @@ __all__ = [
     "hardware_info",
     "pci_bus_id",
     "request_command_buffer",
-    "require_page_size",
+    "require_page_size_parameter",
     "submit",
     "wait",
 ]
@@ -50,11 +50,11 @@ _DLOPEN_OPERATION = f"dlopen {_SONAMES[0]}"
 _INSTALL_ADVICE = (
     "install habanalabs-thunk, or put the folder of a libhl-thunk.so (often /usr/lib/habanalabs) on LD_LIBRARY_PATH"
 )
-# If the library exports this function, hlthunk_device_memory_alloc has the argument page_size.
-_PAGE_ORDERS = "hlthunk_get_dev_memalloc_page_orders"
-_ALLOCATE = "hlthunk_device_memory_alloc"
+# If the library exports this function, hlthunk_device_memory_alloc has the parameter page_size.
+_PAGE_ORDERS_FUNCTION = "hlthunk_get_dev_memalloc_page_orders"
+_ALLOCATE_FUNCTION = "hlthunk_device_memory_alloc"
 
-DONT_CARE = 4  # HLTHUNK_DEVICE_DONT_CARE
+ANY_DEVICE_NAME = 4  # HLTHUNK_DEVICE_DONT_CARE, a value of enum hlthunk_device_name
 _MINOR_COUNT_MAX = 256  # HLTHUNK_MAX_MINOR
 _BUS_ID_BYTES = 13  # "0000:33:00.0" and its NUL
 
@@ -62,7 +62,7 @@ DMA_DOWN_QUEUE = 0  # GAUDI_QUEUE_ID_DMA_0_0, GAUDI2_QUEUE_ID_PDMA_0_0: host to 
 DMA_UP_QUEUE = 4  # GAUDI_QUEUE_ID_DMA_1_0, GAUDI2_QUEUE_ID_PDMA_1_0: device to host
 _USER_BUFFER_FLAG = 1  # HL_CS_CHUNK_FLAGS_USER_ALLOC_CB: the program has allocated the command buffer.
 # struct hl_cs_chunk: command buffer, queue index, length of the commands, flags, collective engine id, padding.
-_CHUNK = struct.Struct("<QIIII40x")
+_COMMAND_CHUNK = struct.Struct("<QIIII40x")
 # struct hlthunk_cs_in: addresses of the restore and execute chunks, their two counts, flags, padding.
 _SUBMISSION_IN = struct.Struct("<QQIIII")
 # struct hlthunk_cs_out: sequence number, status, count of the sync object, padding.
@@ -73,7 +73,7 @@ _WAIT_COMPLETED = 0  # HL_WAIT_CS_STATUS_COMPLETED
 _WAIT_ABORTED = 3  # HL_WAIT_CS_STATUS_ABORTED
 
 # Size of the buffer for struct hlthunk_hw_ip_info. It has room for the longer structure of a newer library.
-_INFO_BYTES = 4096
+_INFO_BUFFER_BYTES = 4096
 # The used fields of that structure: offset in bytes, and format of the struct module.
 _INFO_FIELDS = {
     "dram_base_address": (8, "<Q"),
@@ -108,7 +108,7 @@ _STATUS_FUNCTIONS: dict[str, tuple[Any, ...]] = {
 }
 # Argument types of the functions that return a 64-bit handle or address, or 0 on failure.
 _VALUE_FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    _ALLOCATE: (_INT, _U64, _U64, ctypes.c_bool, ctypes.c_bool),
+    _ALLOCATE_FUNCTION: (_INT, _U64, _U64, ctypes.c_bool, ctypes.c_bool),
     "hlthunk_device_memory_map": (_INT, _U64, _U64),
     "hlthunk_host_memory_map": (_INT, _POINTER, _U64, _U64),
 }
@@ -169,29 +169,30 @@ def _has_function(operation: str) -> bool:
     return hasattr(_load_library(), operation)
 
 
-def require_page_size() -> None:
-    """Check that ``hlthunk_device_memory_alloc`` has the signature with a page size.
+def require_page_size_parameter() -> None:
+    """Check that ``hlthunk_device_memory_alloc`` has the parameter page_size.
 
     Raises
     ------
     SetupMissing
         ELIBBAD, LIBRARY_WRONG_ABI: the signature is unknown.
     """
-    if not _has_function(_PAGE_ORDERS):
+    if not _has_function(_PAGE_ORDERS_FUNCTION):
         raise SetupMissing(
             api=Api.HLTHUNK,
-            operation=_ALLOCATE,
+            operation=_ALLOCATE_FUNCTION,
             status=errno.ELIBBAD,
             status_name=errno_name(errno.ELIBBAD),
             errno=errno.ELIBBAD,
             reason=Reason.LIBRARY_WRONG_ABI,
             what_to_do="install an hl-thunk of 2022-06 (with support of Gaudi2) or newer",
-            detail=f"the library does not export {_PAGE_ORDERS}, so the arguments of this function are unknown",
+            detail=f"the library does not export {_PAGE_ORDERS_FUNCTION}, so the arguments of this"
+            " function are unknown",
         )
 
 
 def call(operation: str, /, **arguments: Any) -> int:
-    """Call the function `operation` and return its result. `arguments` has the names and the order of the header.
+    """Call the function `operation` and return its result. `arguments` has the names and the order of hlthunk.h.
 
     Raises
     ------
@@ -211,7 +212,8 @@ def _call(operation: str, arguments: Mapping[str, Any], *, error_arguments: Mapp
     if operation in _VALUE_FUNCTIONS:
         error_number = (ctypes.get_errno() or errno.EINVAL) if result == 0 else 0
     else:
-        # hlthunk_open and hlthunk_close return -1 and set errno. All other functions return -errno.
+        # hlthunk_open and hlthunk_close return -1 and set errno. All other functions return -errno,
+        # so -1 without an errno is -EPERM.
         error_number = 0 if result >= 0 else (ctypes.get_errno() or errno.EPERM) if result == -1 else -result
     if error_number:
         raise error_of(operation=operation, error_number=error_number, arguments=error_arguments)
@@ -224,9 +226,12 @@ def close(fd: int) -> None:
 
 
 def device_count() -> int:
-    """Return the number of devices. An older library has no count, so the control devices are counted."""
+    """Return the number of devices.
+
+    An older library cannot count the devices. With it, gdrkit counts the control devices that it can open.
+    """
     if _has_function("hlthunk_get_device_count"):
-        return call("hlthunk_get_device_count", device_name=DONT_CARE)
+        return call("hlthunk_get_device_count", device_name=ANY_DEVICE_NAME)
     open_control = _find_function("hlthunk_open_control")
     opened_fds = [fd for fd in (int(open_control(minor, None)) for minor in range(_MINOR_COUNT_MAX)) if fd >= 0]
     for fd in opened_fds:
@@ -244,7 +249,7 @@ def pci_bus_id(fd: int) -> str:
 
 def hardware_info(fd: int) -> HardwareInfo:
     """Return the result of hlthunk_get_hw_ip_info for a compute or control device."""
-    buffer = ctypes.create_string_buffer(_INFO_BYTES)
+    buffer = ctypes.create_string_buffer(_INFO_BUFFER_BYTES)
     _call("hlthunk_get_hw_ip_info", {"fd": fd, "hw_ip": buffer}, error_arguments={"fd": fd})
     fields: dict[str, Any] = {
         name: struct.unpack_from(field_format, buffer, offset_bytes)[0]
@@ -269,7 +274,7 @@ def submit(fd: int, *, command_buffer: int, length_bytes: int, queue_index: int,
         Whether the buffer is memory of this process that is mapped to the device. Otherwise the driver allocated it.
     """
     chunk = ctypes.create_string_buffer(
-        _CHUNK.pack(command_buffer, queue_index, length_bytes, _USER_BUFFER_FLAG if is_mapped else 0, 0)
+        _COMMAND_CHUNK.pack(command_buffer, queue_index, length_bytes, _USER_BUFFER_FLAG if is_mapped else 0, 0)
     )
     submission = ctypes.create_string_buffer(_SUBMISSION_IN.pack(0, ctypes.addressof(chunk), 0, 1, 0, 0))
     output = ctypes.create_string_buffer(_SUBMISSION_OUT.size)
@@ -287,7 +292,7 @@ def submit(fd: int, *, command_buffer: int, length_bytes: int, queue_index: int,
 
 
 def wait(fd: int, sequence: int, *, timeout_us: int) -> bool:
-    """Wait with hlthunk_wait_for_cs. Return whether the submission is complete.
+    """Wait at most `timeout_us` with hlthunk_wait_for_cs. Return whether the submission is complete.
 
     Raises
     ------

@@ -57,7 +57,7 @@ class GaudiContext(Closeable):
             message = "exactly one of number, pci_bus_id and module_id must be given"
             raise UsageError(message)
         bus_id = bus_id_of(number, module_id) if pci_bus_id is None else pci_bus_id
-        self._fd = _hlthunk.call("hlthunk_open", device_name=_hlthunk.DONT_CARE, busid=bus_id.encode())
+        self._fd = _hlthunk.call("hlthunk_open", device_name=_hlthunk.ANY_DEVICE_NAME, busid=bus_id.encode())
         release_stack = ReleaseStack()
         release_stack.push(lambda: _hlthunk.close(self._fd))
         try:
@@ -95,10 +95,10 @@ class GaudiContext(Closeable):
         return max(self._hardware_info.default_page_size or self._hardware_info.dram_page_size, HOST_PAGE_BYTES)
 
     def mapping_alignment_bytes(self, alignment_bytes_max: int) -> int:
-        """Return the largest power of two that divides the default page of device memory.
+        """Return the largest power of two that divides the default page size of device memory.
 
         The result is at most `alignment_bytes_max`.
-        The page of a Gaudi 2 is not a power of two, because the device has six stacks of memory.
+        The page size of a Gaudi 2 is not a power of two, because the device has six stacks of memory.
         """
         # x & -x is the largest power of two that divides x.
         return min(self.page_bytes & -self.page_bytes, alignment_bytes_max)
@@ -112,7 +112,7 @@ class GaudiContext(Closeable):
     @property
     def lost(self) -> bool:
         """Whether the device failed a copy. The driver then resets the device and frees all its memory."""
-        return self._copies.lost
+        return self._copies.is_device_lost
 
     @property
     def physical_allocator(self) -> FirstFit:

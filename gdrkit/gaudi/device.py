@@ -28,7 +28,7 @@ class Device(GaudiContext):
     pci_bus_id : str or None
         The PCI address, such as ``0000:33:00.0``.
     module_id : int or None
-        The position on the board.
+        Position of the module on its OCP board.
 
     Raises
     ------

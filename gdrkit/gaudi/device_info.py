@@ -60,9 +60,9 @@ class DeviceInfo:
     card_name : str
         The name that the firmware reports.
     memory_bytes : int
-        Size of the device memory for programs, in bytes.
+        Size of the device memory that programs can use, in bytes.
     page_bytes : int
-        Granularity to which the driver rounds up an allocation, in bytes.
+        Size of the pages to which the driver rounds up an allocation, in bytes.
     """
 
     number: int
@@ -112,7 +112,7 @@ def _query_device(number: int) -> DeviceInfo:
 
 
 def bus_id_of(number: int | None, module_id: int | None) -> str:
-    """Return the PCI address of the device with this number or this module id. The other argument is None.
+    """Return the PCI address of the device with this number or this module id. One of the two arguments is None.
 
     Raises
     ------
@@ -123,7 +123,9 @@ def bus_id_of(number: int | None, module_id: int | None) -> str:
         if device_info.number == number or device_info.module_id == module_id:
             return device_info.pci_bus_id
     message = (
-        f"there is no Gaudi {number}" if module_id is None else f"there is no Gaudi with the module id {module_id}"
+        f"there is no Gaudi device number {number}"
+        if module_id is None
+        else f"there is no Gaudi with the module id {module_id}"
     )
     raise UsageError(message, reason=Reason.NO_DEVICE, what_to_do="choose one of gdrkit.gaudi.list_devices()")
 

@@ -2,7 +2,7 @@
 
 :class:`GaudiMemory` is the base class. :class:`DeviceMemory` owns its allocation. :class:`BorrowedMemory` is a view of
 a whole allocation that another object owns. This module numbers the allocations, so that an allocation can be
-distinguished from a later one at the same address. The driver has no id for that.
+distinguished from a later one at the same address. The driver does not number them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _make_existence_check(key: tuple[tuple[int, int, int], ...]) -> Callable[[],
     """Return a function that checks whether all allocations of `key`, a result of :meth:`allocation_key`, exist."""
     return lambda: all(
         allocation_number in _live_allocations
-        and _live_allocations[allocation_number].key == ((base_address, length_bytes, allocation_number),)
+        and _live_allocations[allocation_number].allocation_key == ((base_address, length_bytes, allocation_number),)
         for base_address, length_bytes, allocation_number in key
     )
 
@@ -74,7 +74,7 @@ class Allocation:
         self._release_steps = ReleaseStack()
         self.address = self._allocate_and_map() if device.generation.maps_memory else self._allocate_physical()
         self._number = next(_allocation_numbers)
-        self.key = ((self.address, self.length_bytes, self._number),)  # See GaudiMemory.allocation_key.
+        self.allocation_key = ((self.address, self.length_bytes, self._number),)  # See GaudiMemory.allocation_key.
         with _lock:
             _live_allocations[self._number] = self
 
@@ -117,7 +117,7 @@ class Allocation:
             _live_allocations.pop(self._number, None)
 
     def _allocate_and_map(self) -> int:
-        _hlthunk.require_page_size()
+        _hlthunk.require_page_size_parameter()
         fd = self.device.fd
         handle = _hlthunk.call(
             "hlthunk_device_memory_alloc",
@@ -156,7 +156,7 @@ class _UnmapAndFree:
     def __init__(self, device: GaudiContext, handle: int) -> None:
         self._device = device
         self._handle = handle
-        self.address = 0
+        self.address = 0  # Device address of the mapping; 0 if the memory is not mapped.
 
     def __call__(self) -> None:
         if self._device.lost:
@@ -196,7 +196,7 @@ class GaudiMemory(MemoryResource):
         A later allocation at the same address has another number.
         """
         self._check_open()
-        return self._allocation.key
+        return self._allocation.allocation_key
 
     make_existence_check = staticmethod(_make_existence_check)
 
@@ -294,14 +294,16 @@ class DeviceMemory(GaudiMemory):
     def __init__(self, device: GaudiContext, length_bytes: int) -> None:
         allocation = Allocation(device, length_bytes)
         super().__init__(allocation, offset_bytes=0, length_bytes=length_bytes)
-        mapped_range = MappedRange(self.kind, allocation.address, allocation.length_bytes, self._export_from_allocation)
+        mapped_range = MappedRange(
+            self.kind, allocation.address, allocation.length_bytes, self._export_whole_allocation
+        )
         self._remove_mapped_range = device.add_mapped_range(mapped_range)
 
     def _release(self) -> None:
         self._allocation.close()
         self._remove_mapped_range()
 
-    def _export_from_allocation(self, begin_offset: int, length_bytes: int) -> DmabufRange:
+    def _export_whole_allocation(self, begin_offset: int, length_bytes: int) -> DmabufRange:
         """Export the whole allocation as a new dma-buf, and return the part of it that begins at `begin_offset`."""
         fd = self._allocation.export(offset_bytes=0, length_bytes=self._allocation.length_bytes)
         return DmabufRange(

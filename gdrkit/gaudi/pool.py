@@ -158,11 +158,11 @@ class PoolMemory(GaudiMemory):
         """Create a part of `pool`. Callers use :meth:`DmabufPool.allocate` instead."""
         super().__init__(pool.allocation, offset_bytes=offset_bytes, length_bytes=length_bytes)
         self._pool = pool
-        self._cancel_pool_close = pool.on_close(self.close)
+        self._cancel_close_with_pool = pool.on_close(self.close)
 
     def _release(self) -> None:
         self._pool.free_part(self.address, self.length_bytes)
-        self._cancel_pool_close()
+        self._cancel_close_with_pool()
 
     def _export(self, begin_offset: int, length_bytes: int) -> DmabufRange:
         return self._pool.export(offset_bytes=begin_offset, length_bytes=length_bytes)

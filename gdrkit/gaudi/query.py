@@ -27,7 +27,7 @@ _EXPORT_FLAGS = os.O_RDWR | os.O_CLOEXEC  # The library accepts only these flags
 # A mapping begins at a multiple of this size, or of a smaller power of two that divides the device's default page.
 _MAPPING_ALIGNMENT_BYTES = 2 * MIB
 # Largest number of exports that gdrkit attempts in the search for the beginning of a mapping.
-_ATTEMPTS_MAX = 8192
+_EXPORT_ATTEMPTS_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,30 +100,30 @@ def query(device: GaudiContext, address: int, *, length_bytes: int = 1) -> Addre
 def _query_driver(device: GaudiContext, address: int, length_bytes: int) -> AddressInfo | None:
     """Return memory that other code allocated, or None if the driver exports no mapping that contains the range."""
     alignment_bytes = device.mapping_alignment_bytes(_MAPPING_ALIGNMENT_BYTES)
-    first_base = align_down(address, alignment_bytes=alignment_bytes)
-    lowest_base = max(first_base - _ATTEMPTS_MAX * alignment_bytes, 0)  # This address is not tried.
+    highest_base = align_down(address, alignment_bytes=alignment_bytes)
+    end_base = max(highest_base - _EXPORT_ATTEMPTS_MAX * alignment_bytes, 0)  # range() below excludes this address.
     # Try every address at which the mapping may begin, downwards from the address nearest to the range.
-    for base_address in range(first_base, lowest_base, -alignment_bytes):
+    for base_address in range(highest_base, end_base, -alignment_bytes):
         offset_bytes = align_down(address - base_address, alignment_bytes=HOST_PAGE_BYTES)
         end_offset = align_up(address - base_address + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
         if _can_export(device, base_address, offset_bytes, end_offset - offset_bytes):
-            size_bytes = _count_mapping_bytes(
+            mapping_bytes = _count_mapping_bytes(
                 device, base_address, align_up(end_offset, alignment_bytes=alignment_bytes), alignment_bytes
             )
             dmabuf = DmabufRange(
-                _export(device, base_address, 0, size_bytes),
+                _export(device, base_address, 0, mapping_bytes),
                 offset_bytes=address - base_address,
                 length_bytes=length_bytes,
                 address=address,
             )
             return AddressInfo(
-                kind=MemoryKind.GAUDI, device=device, base=base_address, length_bytes=size_bytes, dmabuf=dmabuf
+                kind=MemoryKind.GAUDI, device=device, base=base_address, length_bytes=mapping_bytes, dmabuf=dmabuf
             )
     return None
 
 
-def _count_mapping_bytes(device: GaudiContext, base_address: int, known_bytes: int, unit_bytes: int) -> int:
-    """Return the size of the mapping at `base_address`: a multiple of `unit_bytes`, at least `known_bytes`."""
+def _count_mapping_bytes(device: GaudiContext, base_address: int, mapping_bytes_min: int, unit_bytes: int) -> int:
+    """Return the size of the mapping at `base_address`: a multiple of `unit_bytes`, at least `mapping_bytes_min`."""
 
     def has_page_before(end_offset: int) -> bool:
         """Return whether the mapping contains the page that ends at this offset."""
@@ -131,14 +131,14 @@ def _count_mapping_bytes(device: GaudiContext, base_address: int, known_bytes: i
 
     # Double the step until it leads beyond the end of the mapping, then search the end by bisection.
     step_bytes = unit_bytes
-    while has_page_before(known_bytes + step_bytes):
-        known_bytes, step_bytes = known_bytes + step_bytes, 2 * step_bytes
-    # The mapping ends at or after `known_bytes`, and before `known_bytes + step_bytes`.
+    while has_page_before(mapping_bytes_min + step_bytes):
+        mapping_bytes_min, step_bytes = mapping_bytes_min + step_bytes, 2 * step_bytes
+    # The mapping ends at or after `mapping_bytes_min`, and before `mapping_bytes_min + step_bytes`.
     while step_bytes > unit_bytes:
         step_bytes //= 2
-        if has_page_before(known_bytes + step_bytes):
-            known_bytes += step_bytes
-    return known_bytes
+        if has_page_before(mapping_bytes_min + step_bytes):
+            mapping_bytes_min += step_bytes
+    return mapping_bytes_min
 
 
 def _can_export(device: GaudiContext, base_address: int, offset_bytes: int, length_bytes: int) -> bool:

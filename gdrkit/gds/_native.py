@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     native = LazyModule("gdrkit.gds._engine")
 
-__all__ = ["Failure", "api_error", "call", "native", "reason_of"]
+__all__ = ["Failure", "api_error", "call_native", "native", "reason_of"]
 
 # A failed call, as the engine reports it: (API, function, errno or CUresult, name of the CUresult).
 Failure = tuple[str, str, int, str]
@@ -30,7 +30,7 @@ _Result = TypeVar("_Result")
 _CUDA_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 # CUDA_ERROR_NO_DEVICE and CUDA_ERROR_INVALID_DEVICE.
 _CUDA_NO_DEVICE_STATUSES = frozenset({100, 101})
-_REASONS = {
+_REASON_BY_ERRNO = {
     errno.ENOENT: Reason.BAD_ARGUMENT,
     errno.EISDIR: Reason.BAD_ARGUMENT,
     errno.EINVAL: Reason.BAD_ARGUMENT,
@@ -45,7 +45,7 @@ _REASONS = {
     errno.ESHUTDOWN: Reason.CLOSED,
     errno.EDEADLK: Reason.BUSY,
 }
-_ADVICE = {
+_ADVICE_BY_ERRNO = {
     errno.ENOSPC: "free space on the file system, or write to another one",
     errno.EDQUOT: "free space within the quota, or write to another file system",
     errno.EIO: "see the kernel log: a disk or the server of a network file system failed",
@@ -55,10 +55,10 @@ _ADVICE = {
 }
 
 
-def call(
+def call_native(
     function: Callable[_Parameters, _Result], /, *arguments: _Parameters.args, **keywords: _Parameters.kwargs
 ) -> _Result:
-    """Call a function of the engine and return its result. Convert its exception to an :class:`ApiError`."""
+    """Call a function of the engine and return its result. Raise its EngineError as an :class:`ApiError`."""
     try:
         return function(*arguments, **keywords)
     except native.EngineError as error:
@@ -67,7 +67,7 @@ def call(
 
 def reason_of(error_number: int) -> Reason:
     """Return the reason for an errno of a file operation."""
-    return _REASONS.get(error_number, Reason.OTHER)
+    return _REASON_BY_ERRNO.get(error_number, Reason.OTHER)
 
 
 def api_error(
@@ -77,18 +77,18 @@ def api_error(
     error_class: type[ApiError] = ApiError,
     detail: str = "",
 ) -> ApiError:
-    """Return the exception for a failure of the engine.
+    """Return the exception for a failure of the engine, or of a job by cuFile.
 
     Parameters
     ----------
     failure : tuple
-        The failure that the engine reported.
+        The failed call, as in :data:`Failure`.
     arguments : mapping or None
         Arguments of the failed operation, with units in the keys.
     error_class : type
         The class of the exception. A missing driver is always a :class:`SetupMissing`.
     detail : str
-        Further text for the error message.
+        Text that the error message adds to the failed call.
     """
     api, operation, status, status_name = failure
     if api == "kernel":
@@ -102,7 +102,7 @@ def api_error(
             errno=status,
             arguments=arguments,
             reason=Reason.LIBRARY_MISSING if is_driver_missing else reason_of(status),
-            what_to_do="install the NVIDIA driver" if is_driver_missing else _ADVICE.get(status, ""),
+            what_to_do="install the NVIDIA driver" if is_driver_missing else _ADVICE_BY_ERRNO.get(status, ""),
             detail=detail,
         )
     if api == "cufile":
@@ -116,6 +116,7 @@ def api_error(
             what_to_do="see cufile.log, or open the file with direct='never'",
             detail=detail,
         )
+    # The API is CUDA, and `status` is a CUresult.
     reason, advice = Reason.OTHER, ""
     if status == _CUDA_OUT_OF_MEMORY:
         reason, advice = Reason.OUT_OF_MEMORY, "free device memory, or allow more pinned memory (RLIMIT_MEMLOCK)"

@@ -1,7 +1,7 @@
 """Files for asyncio: :class:`AsyncFile` has the reads and writes of :class:`~gdrkit.gds.File` as coroutines.
 
-A coroutine that is cancelled cancels its transfer, and ends when the last chunk in progress has ended. So its memory
-may be freed or used again afterwards. A :class:`~gdrkit.gds.Transfer` can be awaited too.
+A coroutine that is cancelled cancels its transfer, and ends when the last chunk in progress has ended. The memory of
+the transfer may be freed or used again afterwards. A :class:`~gdrkit.gds.Transfer` can be awaited too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AsyncFile:
     Attributes
     ----------
     file : File
-        The file, for calls that do not wait for a transfer.
+        The open file, for calls that do not wait for a transfer.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class AsyncFile:
         return await self.file.start_read_into(buffer, **options)
 
     async def write_from(self, buffer: object, **options: Any) -> TransferResult:  # noqa: ANN401 - see File.
-        """Write memory into a range of the file; see :meth:`File.write_from <gdrkit.gds.File.write_from>`."""
+        """Write memory into a range; see :meth:`File.start_write_from <gdrkit.gds.File.start_write_from>`."""
         return await self.file.start_write_from(buffer, **options)
 
     async def readv(self, buffer: object, ranges: Iterable[Range]) -> TransferResult:
-        """Read many ranges into one memory; see :meth:`File.readv <gdrkit.gds.File.readv>`."""
+        """Read many ranges into one buffer; see :meth:`File.readv <gdrkit.gds.File.readv>`."""
         return await self.file.start_readv(buffer, ranges)
 
     async def writev(self, buffer: object, ranges: Iterable[Range]) -> TransferResult:
-        """Write parts of one memory into many ranges; see :meth:`File.writev <gdrkit.gds.File.writev>`."""
+        """Write parts of one buffer into many ranges; see :meth:`File.writev <gdrkit.gds.File.writev>`."""
         return await self.file.start_writev(buffer, ranges)
 
     async def close(self) -> None:

@@ -35,8 +35,8 @@ class TransferBuffer(NamedTuple):
         Size in bytes.
     device_index : int
         Index of the CUDA device that has the memory; :data:`HOST` for host memory.
-    keep : object
-        Object that keeps the memory alive.
+    memory_owner : object
+        Object that keeps the memory alive as long as it exists itself.
     release : callable
         Function that tells the owner that the memory is no longer used. A second call does nothing.
     """
@@ -44,7 +44,7 @@ class TransferBuffer(NamedTuple):
     address: int
     length_bytes: int
     device_index: int
-    keep: object
+    memory_owner: object
     release: Callable[[], None] = _release_nothing
 
     @property
@@ -67,8 +67,8 @@ def describe_buffer(buffer: object, *, writable: bool) -> TransferBuffer:
     Raises
     ------
     UsageError
-        The object is not memory, not contiguous, or read-only with `writable`. NOT_DEVICE_MEMORY: some bytes of the
-        object are not allocated memory of a device.
+        The object is not memory, is not contiguous, or is read-only although `writable` is true. With the reason
+        NOT_DEVICE_MEMORY: some bytes of the array are not allocated memory of a device.
     ClosedResource
         The buffer is memory of :mod:`gdrkit.cuda` that was closed.
     """
@@ -92,13 +92,13 @@ def describe_buffer(buffer: object, *, writable: bool) -> TransferBuffer:
         message = f"the {type(buffer).__name__} cannot be used: {error}"
         advice = "pass contiguous memory" + (" that is not read-only" if writable else "")
         raise UsageError(message, what_to_do=advice) from error
-    keep = (host_memory, buffer)
-    fields = (host_memory.address, host_memory.length_bytes, HOST, keep, host_memory.release)
-    return tuple.__new__(TransferBuffer, fields)  # This takes a third of the time of the constructor.
+    memory_owner = (host_memory, buffer)
+    fields = (host_memory.address, host_memory.length_bytes, HOST, memory_owner, host_memory.release)
+    return tuple.__new__(TransferBuffer, fields)  # A call of the class would take three times as long.
 
 
 def _describe_array(array: object, *, writable: bool) -> TransferBuffer:
-    """Return the description of an array of another library. Wait for the work on the stream of the array."""
+    """Return the description of an array of another library, after the work on the stream of the array has ended."""
     description = cuda.describe(array)
     address, length_bytes = description.address, description.length_bytes
     try:
@@ -110,7 +110,7 @@ def _describe_array(array: object, *, writable: bool) -> TransferBuffer:
             with cuda.Device(device_index) as device, device.current():
                 pointer.allocation_key(address, length_bytes)  # This raises an error if the memory is too short.
                 if description.stream is not None:
-                    cuda.wait_for(description.stream)
+                    cuda.wait_for_stream(description.stream)
         except ApiError as error:
             message = f"{length_bytes} bytes at {address:#x} are not memory of a CUDA device"
             raise UsageError(message, reason=Reason.NOT_DEVICE_MEMORY) from error

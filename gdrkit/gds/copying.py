@@ -34,16 +34,18 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNK_BYTES", "CopyResult", "CopyTotals", "chunk_buffers", "copy_file"]
 
+# Default size of a chunk, in bytes.
 CHUNK_BYTES = 256 * MIB
-_CHUNK_COUNT = 2
+# Number of buffers of the size of a chunk. One is filled while the other one is written.
+_BUFFERS_COUNT = 2
 # Largest number of ranges of a sparse file that one transfer moves.
-_RANGES_MAX = 1024
+_BATCH_RANGES_MAX = 1024
 # Bytes per read(2) of a file whose size is unknown.
-_READ_BYTES = MIB
+_READ_CALL_BYTES = MIB
 _UNKNOWN_SIZE_REASON = "the kernel does not report the size of the file, so it was read by read(2) to its end"
-# Number of bytes that are compared at a time.
+# Number of bytes of each file that are read and compared at a time.
 _COMPARE_BYTES = 16 * MIB
-# Number of bytes that the error shows at the first difference.
+# Number of bytes, from the first difference on, that the error of a failed comparison shows.
 _EXCERPT_BYTES = 16
 
 
@@ -58,7 +60,7 @@ class CopyTotals:
     direct_io_bytes : int
         Bytes that bypassed the page cache.
     why_not_direct : str
-        The reason why the bytes did not take a direct path; empty if they did, or if the caller did not want one.
+        The first reason why bytes did not take a direct path; empty if all did, or if the caller did not want one.
     """
 
     routes: dict[str, int] = field(default_factory=dict)
@@ -126,7 +128,7 @@ def copy_file(
         The new file, or the folder for it. A regular file of that name is replaced; a symbolic link is followed. The
         permission bits equal the bits that cp would set: see :func:`~gdrkit.gds.new_file.new_file`.
     device_index : int
-        The device whose memory the bytes pass through; :data:`~gdrkit.gds.HOST` for host memory.
+        Index of the CUDA device through whose memory the bytes pass; :data:`~gdrkit.gds.HOST` for host memory.
     chunk_bytes : int
         Size of a chunk, in bytes. Two chunks of memory are allocated.
     access, direct : str
@@ -136,7 +138,8 @@ def copy_file(
     check : bool
         Compare both files byte by byte before the new file gets its name.
     on_progress : callable or None
-        Called with the number of bytes read so far and the size of the file. An exception that it raises ends the copy.
+        Function that is called with the number of bytes read so far and the size of the file. If it raises an error,
+        the copy ends.
 
     Raises
     ------
@@ -159,18 +162,20 @@ def copy_file(
     with contextlib.ExitStack() as stack:
         source_file = stack.enter_context(File(source, access=access, direct=direct))
         source_status = os.fstat(source_file.fileno())
-        target = stack.enter_context(open_destination(destination_path))
-        if target.is_same_file(source_status):
+        opened_destination = stack.enter_context(open_destination(destination_path))
+        if opened_destination.is_same_file(source_status):
             message = f"{source} and {destination_path} are the same file"
             raise UsageError(message)
-        with new_file(target, source_mode=source_status.st_mode, access=access, direct=direct, durable=durable) as copy:
+        with new_file(
+            opened_destination, source_mode=source_status.st_mode, access=access, direct=direct, durable=durable
+        ) as copy:
             compare_s = 0.0
             if _is_size_unknown(source_file, source_status):
                 _copy_to_end(source_file, copy, result, on_progress, check=check)
             else:
                 result.bytes = source_status.st_size
                 buffer_bytes = min(chunk_bytes, max(result.bytes, 1))
-                with chunk_buffers(device_index, buffer_bytes, _CHUNK_COUNT) as buffers:
+                with chunk_buffers(device_index, buffer_bytes, _BUFFERS_COUNT) as buffers:
                     _copy_ranges(source_file, copy, buffers, result, on_progress)
                 if check:
                     compare_start_s = time.monotonic()
@@ -184,7 +189,7 @@ def copy_file(
 def _is_size_unknown(file: File, source_status: os.stat_result) -> bool:
     """Return whether st_size differs from the number of bytes that can be read, as in procfs (0) and sysfs (a page)."""
     if source_status.st_blocks:
-        return False
+        return False  # The file is on a disk, so the kernel knows its size.
     try:
         has_last_byte = bool(os.pread(file.fileno(), 1, max(source_status.st_size - 1, 0)))
     except OSError as error:
@@ -198,8 +203,11 @@ def _is_size_unknown(file: File, source_status: os.stat_result) -> bool:
 def _copy_to_end(
     source_file: File, copy: File, result: CopyResult, on_progress: Callable[[int, int], None] | None, *, check: bool
 ) -> None:
-    """Copy a file whose size is unknown. With `check`, compare each chunk at once: a second read may differ."""
-    chunk = bytearray(_READ_BYTES)
+    """Copy a file whose size is unknown.
+
+    With `check`, compare each chunk as soon as it is written: a second read of the source may return other bytes.
+    """
+    chunk = bytearray(_READ_CALL_BYTES)
     result.read.why_not_direct = _UNKNOWN_SIZE_REASON
     while True:
         try:
@@ -226,7 +234,7 @@ def _copy_ranges(
     result: CopyResult,
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Copy the data ranges of a file. While one chunk of memory is written, the next one is filled."""
+    """Copy the data ranges of a file. While one buffer is written to the copy, the next one is filled."""
     pending_writes: list[Transfer | None] = [None] * len(buffers)
     chunk_bytes = len(buffers[0]) if isinstance(buffers[0], bytearray) else buffers[0].length_bytes
 
@@ -235,7 +243,8 @@ def _copy_ranges(
             return None
         return lambda done_bytes, _total: on_progress(offset_bytes + done_bytes, result.bytes)
 
-    data_bytes = end_offset = 0
+    # The number of bytes that are not in holes, and the end of the last data range.
+    data_bytes = data_end_offset = 0
     for batch_index, ranges in enumerate(
         _split_into_batches(data_ranges(source_file.fileno(), result.bytes), chunk_bytes)
     ):
@@ -243,17 +252,18 @@ def _copy_ranges(
         if (previous_write := pending_writes[buffer_index]) is not None:
             result.write.add(previous_write.result())
         read_transfer = source_file.start_readv(buffers[buffer_index], ranges)
-        result.read.add(read_transfer.result(on_progress=make_progress_callback(ranges[0][0])))
+        batch_offset = ranges[0][0]
+        result.read.add(read_transfer.result(on_progress=make_progress_callback(batch_offset)))
         pending_writes[buffer_index] = copy.start_writev(buffers[buffer_index], ranges)
         data_bytes += sum(file_range[1] for file_range in ranges)
         last_offset, last_length = ranges[-1][:2]
-        end_offset = last_offset + last_length
-    for write in pending_writes:
-        if write is not None:
+        data_end_offset = last_offset + last_length
+    for pending_write in pending_writes:
+        if pending_write is not None:
             # With a callback, the wait runs Python code many times per second, so that Ctrl-C takes effect.
-            result.write.add(write.result(on_progress=lambda _done, _total: None))
+            result.write.add(pending_write.result(on_progress=lambda _done, _total: None))
     result.hole_bytes = result.bytes - data_bytes
-    if end_offset < result.bytes:
+    if data_end_offset < result.bytes:
         # The file ends with a hole.
         try:
             os.ftruncate(copy.fileno(), result.bytes)
@@ -273,7 +283,7 @@ def _split_into_batches(ranges: Iterator[tuple[int, int]], batch_bytes: int) -> 
             range_bytes = min(free_bytes, end - offset)
             batch.append((offset, range_bytes))
             offset, free_bytes = offset + range_bytes, free_bytes - range_bytes
-            if free_bytes == 0 or len(batch) == _RANGES_MAX:
+            if free_bytes == 0 or len(batch) == _BATCH_RANGES_MAX:
                 yield batch
                 batch, free_bytes = [], batch_bytes
     if batch:
@@ -282,7 +292,10 @@ def _split_into_batches(ranges: Iterator[tuple[int, int]], batch_bytes: int) -> 
 
 @contextlib.contextmanager
 def chunk_buffers(device_index: int, length_bytes: int, count: int) -> Iterator[list[Any]]:
-    """Yield `count` buffers of `length_bytes` in memory of a device, or of the host (:data:`~gdrkit.gds.HOST`)."""
+    """Allocate `count` buffers of `length_bytes` for a block, in memory of a device or of the host.
+
+    :data:`~gdrkit.gds.HOST` is the index of the host.
+    """
     if device_index == HOST:
         yield [bytearray(length_bytes) for _ in range(count)]
         return
@@ -292,6 +305,7 @@ def chunk_buffers(device_index: int, length_bytes: int, count: int) -> Iterator[
 
 
 def _compare_files(source_fd: int, copy_fd: int, *, length_bytes: int) -> None:
+    """Compare the first `length_bytes` of two files, and raise DataMismatch at the first difference."""
     for offset in range(0, length_bytes, _COMPARE_BYTES):
         compared_bytes = min(_COMPARE_BYTES, length_bytes - offset)
         _check_same_bytes(
@@ -300,12 +314,13 @@ def _compare_files(source_fd: int, copy_fd: int, *, length_bytes: int) -> None:
 
 
 def _check_same_bytes(expected: bytes | bytearray, actual: bytes, offset_bytes: int) -> None:
+    """Raise DataMismatch unless the bytes are equal. `offset_bytes` is the offset of their first byte in the files."""
     mismatch_index = pattern.find_mismatch(expected, actual)
     if mismatch_index is not None:
-        excerpt = slice(mismatch_index, mismatch_index + _EXCERPT_BYTES)
+        shown_slice = slice(mismatch_index, mismatch_index + _EXCERPT_BYTES)
         raise DataMismatch(
             first_offset_bytes=offset_bytes + mismatch_index,
-            expected=bytes(expected[excerpt]),
-            actual=actual[excerpt],
+            expected=bytes(expected[shown_slice]),
+            actual=actual[shown_slice],
             length_bytes=len(expected),
         )

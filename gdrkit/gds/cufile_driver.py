@@ -1,8 +1,8 @@
 """The open cuFile driver that the files of a process share, with its threads, its registered memory and its queue.
 
-libcufile counts the routes of transfers for the whole process. To prove the route of a transfer, no other transfer may
-run between the two readings of the counters. One thread therefore takes the transfers from a queue. It takes all
-waiting transfers of the same file and direction together, and several worker threads transfer their parts.
+libcufile counts the routes of transfers for the whole process. So the route of a transfer is proven only if no other
+transfer runs between the two readings of the counters. One thread therefore takes the transfers from a queue. It runs
+all waiting transfers of the same file and direction together, with one proof, and worker threads transfer their parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CufileOptions", "JobRunner", "RegisteredRanges", "SharedDriver", "close_driver", "shared_driver"]
 
-# Largest number of transfers that run together.
+# Largest number of jobs that run together, with one proof of their route.
 _JOBS_MAX = 1024
 
 
@@ -52,8 +52,8 @@ class CufileOptions:
     batch_ranges_min : int
         Smallest number of ranges for which a batch is used.
     batch_entries_max : int
-        Largest number of transfers in a batch. With more than 64, cuFile 1.15 may never return from a batch that goes
-        through host memory (see ``posix_pool_slab_count`` of cufile.json).
+        Largest number of requests in progress in a batch. With more than 64, cuFile 1.15 may never return from a batch
+        that goes through host memory (see ``posix_pool_slab_count`` of cufile.json).
     registers_memory : bool
         Whether memory is registered with cuFile before a transfer.
     """
@@ -67,14 +67,14 @@ class CufileOptions:
 
 
 class JobRunner(Protocol):
-    """An object that runs transfers of one file, such as a :class:`gdrkit.gds.cufile_path.CufilePath`."""
+    """An object that runs the jobs of one file, such as a :class:`gdrkit.gds.cufile_path.CufilePath`."""
 
     def execute(self, jobs: Sequence[CufileJob]) -> None:
         """Run the jobs together, and store the results in them."""
 
 
 class SharedDriver:
-    """The open cuFile driver, its threads, its registered memory and its queue of transfers."""
+    """The open cuFile driver, its threads, its registered memory and its queue of jobs (transfers)."""
 
     def __init__(self, options: CufileOptions | None = None) -> None:
         self.options = options or CufileOptions()
@@ -83,11 +83,11 @@ class SharedDriver:
         # cuFile before 1.15 has no statistics. The counters of nvidia-fs may still show the route.
         with contextlib.suppress(ApiError):
             self.driver.statistics.start()
-        self.buffers = cufile.BufferCache(self.driver)
-        self.batch_entries = min(self.options.batch_entries_max, self.driver.properties().max_batch_io)
+        self.buffer_cache = cufile.BufferCache(self.driver)
+        self.batch_capacity = min(self.options.batch_entries_max, self.driver.properties().max_batch_io)
         self.workers = futures.ThreadPoolExecutor(self.options.workers_count, thread_name_prefix="gdrkit-cufile-io")
         # The queue of the jobs that callers submit (None ends the thread), and the jobs that the thread has taken from
-        # it and not run yet.
+        # this queue and not run yet.
         self._submitted_jobs: queue.SimpleQueue[tuple[JobRunner, CufileJob] | None] = queue.SimpleQueue()
         self._taken_jobs: deque[tuple[JobRunner, CufileJob]] = deque()
         # An interrupted Thread.join() would count the thread as ended, so close() waits for this native object.
@@ -99,7 +99,7 @@ class SharedDriver:
         forks.register(self)
 
     def submit(self, runner: JobRunner, job: CufileJob, transfer: Transfer | None = None) -> None:
-        """Add a job to the queue. If `transfer` is given, it starts with this job."""
+        """Add a job to the queue. If `transfer` is given, store the job in it, too; see :meth:`Transfer.start`."""
         if transfer is None:
             self._submitted_jobs.put((runner, job))
         else:
@@ -115,20 +115,23 @@ class SharedDriver:
     def register_memory(
         self, jobs: Sequence[CufileJob], device_index: int, leases: contextlib.ExitStack
     ) -> RegisteredRanges:
-        """Register the memory of the jobs until `leases` is closed, and return the registered ranges."""
+        """Keep the memory of the jobs registered until `leases` is closed, and return the registered ranges.
+
+        If cuFile refuses to register memory, its range is left out.
+        """
         registered_ranges = RegisteredRanges()
         for job in jobs:
             if job.memory is None or registered_ranges.contains(job.memory.address, job.memory.length_bytes):
                 continue
-            memory = job.memory.keep
+            memory = job.memory.memory_owner
             if not isinstance(memory, cuda.CudaMemory):
                 memory = _ForeignMemory(leases.enter_context(cuda.Device(device_index)), job.memory)
-            if leases.enter_context(self.buffers.lease(memory)):
+            if leases.enter_context(self.buffer_cache.lease(memory)):
                 registered_ranges.add(memory.address, memory.length_bytes)
         return registered_ranges
 
     def after_fork_in_child(self) -> None:
-        """Forget this driver in the child, which then opens another one. The threads exist only in the parent."""
+        """Forget this driver in the child, which then opens another one. Its threads exist only in the parent."""
         for drivers in (_shared_drivers, _retired_drivers):
             if self in drivers:
                 drivers.remove(self)
@@ -138,6 +141,7 @@ class SharedDriver:
         is_closing = False
         try:
             while not is_closing or self._taken_jobs:
+                # Take all submitted jobs, and wait for one only if there is no taken job to run.
                 while not is_closing and (not self._taken_jobs or not self._submitted_jobs.empty()):
                     submitted_job = self._submitted_jobs.get()
                     if submitted_job is None:
@@ -152,7 +156,7 @@ class SharedDriver:
     def _run_next_jobs(self) -> None:
         """Run the first job of the queue, together with later jobs of the same file and direction.
 
-        Small jobs (see :meth:`_is_small`) and large jobs do not run together.
+        Small jobs (see :meth:`_is_small`) and large jobs do not run together: no batch runs if one job is large.
         """
         runner, first_job = self._taken_jobs.popleft()
         jobs, other_jobs = [first_job], deque[tuple["JobRunner", "CufileJob"]]()
@@ -182,7 +186,7 @@ class SharedDriver:
 
 
 class RegisteredRanges:
-    """The registered memory of the jobs that run together."""
+    """The memory ranges, registered with cuFile, of the jobs that run together."""
 
     def __init__(self) -> None:
         self._ranges: list[_MemoryRange] = []
@@ -193,16 +197,16 @@ class RegisteredRanges:
 
     def contains(self, address: int, length_bytes: int) -> bool:
         """Return whether a range is inside registered memory."""
-        return any(memory.contains(address, length_bytes) for memory in self._ranges)
+        return any(registered_range.contains(address, length_bytes) for registered_range in self._ranges)
 
     def find(self, part: CufilePart) -> tuple[_MemoryRange, int]:
-        """Return the registered memory that contains a part, and the offset of the part in it.
+        """Return the registered range that contains a part, and the offset of the part in this range.
 
-        If no registered memory contains the part, return the part itself and 0.
+        If no registered range contains the part, return the range of the part itself, and 0.
         """
-        for memory in self._ranges:
-            if memory.contains(part.address, part.length_bytes):
-                return memory, part.address - memory.address
+        for registered_range in self._ranges:
+            if registered_range.contains(part.address, part.length_bytes):
+                return registered_range, part.address - registered_range.address
         return _MemoryRange(part.address, part.length_bytes), 0
 
 
@@ -268,7 +272,7 @@ def close_driver() -> None:
         _shared_drivers.clear()
         for driver in tuple(_retired_drivers):
             driver.close()
-            if driver in _retired_drivers:  # A signal handler may have closed it, too.
+            if driver in _retired_drivers:  # A signal handler may have closed and removed it meanwhile.
                 _retired_drivers.remove(driver)
 
 

@@ -69,13 +69,14 @@ class CufileJob:
     durable : bool
         Whether a write is synced to the disk before the job is over.
     memory : TransferBuffer or None
-        The memory of the extents. None: the memory is not registered with cuFile.
+        The memory of the extents. None for a probe: its memory is not registered with cuFile, and the job is not
+        counted in :func:`gdrkit.gds.transfer_totals`.
     proof : Proof
-        The route that the counters showed. It is valid when the job is over.
+        The evidence about the route of the bytes. It is valid when the job is over.
     moved_bytes : int
-        Bytes that arrived so far.
+        Number of bytes that arrived so far.
     failure : tuple or None
-        The first failure.
+        The first failed call; see ``_native.Failure``.
     """
 
     def __init__(
@@ -87,25 +88,26 @@ class CufileJob:
         self.proof = cufile.Proof(cufile.Route.UNKNOWN, cufile.RouteState.UNPROVEN)
         self.moved_bytes = 0
         self.failure: Failure | None = None
-        # For each range of the transfer: the index of the joined range that contains it, its offset in the joined
-        # range, and its length.
+        # For each requested range: the index of the joined range that contains it, its offset in that joined range, and
+        # its length.
         self._requested_ranges: list[tuple[int, int, int]] = []
         # For each joined range: its offset in the file, its device address, and its length.
         self._joined_ranges: list[tuple[int, int, int]] = []
         self._join_ranges(extents)
         # The lock is reentrant, because a signal handler may cancel the job while its thread has the lock.
         self._lock = threading.RLock()
-        # The joined range of the next part, and the offset of the part in it.
+        # The index of the joined range of the next part, and the offset of the part in this range.
         self._next_range_index = self._next_offset_bytes = 0
-        # For each joined range: the numbers of bytes that arrived, by the offset in the range at which they begin.
-        self._arrived_parts: list[dict[int, int]] = [{} for _ in self._joined_ranges]
-        self._failed_part: dict[str, int] = {}  # Arguments of the error that name the failed part.
-        self._why_failed = ""
+        # For each joined range: a dict from the offset of a part in the range to the number of its bytes that arrived.
+        self._arrived_bytes_by_offset: list[dict[int, int]] = [{} for _ in self._joined_ranges]
+        self._failed_part_arguments: dict[str, int] = {}  # Arguments of the error that name the failed part.
+        self._failure_text = ""
         self._is_cancelled = False
         self._start_s = time.monotonic()
         self._duration_s = 0.0
         # An interrupted wait must not leave a Python lock held, so this object is native.
         self._completion = native.Completion()
+        # The unexpected exception (not an ApiError) that ended the job.
         self._error: BaseException | None = None
 
     @property
@@ -117,7 +119,7 @@ class CufileJob:
     def why_not_direct(self) -> str:
         """The reason why the transfer is not proven to be direct; empty if it is."""
         is_proven = self.proof.state is cufile.RouteState.PROVEN
-        return "" if is_proven else f"cuFile: {self.proof.why or self._why_failed or self.proof.state.value}"
+        return "" if is_proven else f"cuFile: {self.proof.why or self._failure_text or self.proof.state.value}"
 
     @property
     def largest_range_bytes(self) -> int:
@@ -125,13 +127,13 @@ class CufileJob:
         return max((length for _, _, length in self._joined_ranges), default=0)
 
     def count_parts(self, part_bytes: int) -> int:
-        """Return how many parts of at most `part_bytes` the ranges are divided into."""
+        """Return into how many parts of at most `part_bytes` the ranges are divided."""
         return sum(-(-length // part_bytes) for _, _, length in self._joined_ranges)
 
     def choose_part_bytes(self, workers_count: int, part_bytes_max: int) -> int:
-        """Return the size of parts that gives each worker two parts: a multiple of 1 MiB, at most `part_bytes_max`."""
-        share_bytes = sum(length for _, _, length in self._joined_ranges) // (2 * workers_count)
-        return max(MIB, min(part_bytes_max, share_bytes // MIB * MIB))
+        """Return a size of parts that gives each worker about two parts: whole MiB, at most `part_bytes_max`."""
+        even_part_bytes = sum(length for _, _, length in self._joined_ranges) // (2 * workers_count)
+        return max(MIB, min(part_bytes_max, even_part_bytes // MIB * MIB))
 
     def wait(self, timeout_us: int) -> bool:
         """Wait at most `timeout_us`, or without limit if it is negative. Return whether the transfer is over."""
@@ -144,7 +146,7 @@ class CufileJob:
     def end(self, error: BaseException | None = None) -> None:
         """End the transfer. With an error, :meth:`progress` raises it."""
         self._duration_s = time.monotonic() - self._start_s
-        if self.memory is not None:  # A probe has no memory of a caller.
+        if self.memory is not None:  # A probe, which moves no bytes for a caller, is not counted.
             count_transfer(self.route, sum(self.arrived()))
         self._error = error
         self._completion.end()
@@ -160,23 +162,24 @@ class CufileJob:
             raise self._error
         return {
             "bytes": self.moved_bytes,
-            "direct_bytes": self.moved_bytes,
+            "direct_bytes": self.moved_bytes,  # The file was opened with O_DIRECT.
             "cancelled": self._is_cancelled,
             "failure": self.failure,
             "duration_s": self._duration_s,
             "route": self.route,
             "why_not_direct": self.why_not_direct,
-            "counters": self.proof.moved,
-            "failed_part": self._failed_part,
+            "counters": self.proof.counter_increases,
+            "failed_part": self._failed_part_arguments,
         }
 
     def arrived(self) -> Sequence[int]:
         """Return how many bytes of each range arrived from its beginning without a gap."""
         with self._lock:
-            intervals = [_join_parts(parts) for parts in self._arrived_parts]
+            intervals = [_join_parts(length_by_offset) for length_by_offset in self._arrived_bytes_by_offset]
         arrived_bytes = []
         for range_index, offset, length in self._requested_ranges:
             begins, ends = intervals[range_index]
+            # Only the last interval that begins at or before the range can contain the first byte of the range.
             interval_index = bisect.bisect_right(begins, offset) - 1
             interval_end = ends[interval_index] if interval_index >= 0 else offset
             arrived_bytes.append(min(length, max(0, interval_end - offset)))
@@ -196,26 +199,27 @@ class CufileJob:
             if self.is_stopped or not self._has_parts_left():
                 return None
             file_offset, address, length = self._joined_ranges[self._next_range_index]
-            taken_bytes = self._next_offset_bytes
+            offset_in_range = self._next_offset_bytes
             part = CufilePart(
                 self._next_range_index,
-                file_offset + taken_bytes,
-                address + taken_bytes,
-                min(part_bytes, length - taken_bytes),
+                file_offset + offset_in_range,
+                address + offset_in_range,
+                min(part_bytes, length - offset_in_range),
             )
             self._next_offset_bytes += part.length_bytes
             return part
 
     def complete(self, part: CufilePart, moved_bytes: int) -> None:
-        """Store how many bytes of a part arrived. 0 means that the file ends there, and so does the range."""
+        """Store how many bytes of a part arrived. 0: the file ends before it, and the rest of the range is skipped."""
         with self._lock:
             self.moved_bytes += moved_bytes
             range_index = part.range_index
+            range_file_offset, _, range_bytes = self._joined_ranges[range_index]
             if moved_bytes == 0 and range_index == self._next_range_index:
-                self._next_offset_bytes = self._joined_ranges[range_index][2]
+                self._next_offset_bytes = range_bytes
             if moved_bytes:
-                offset_bytes = part.file_offset_bytes - self._joined_ranges[range_index][0]
-                self._arrived_parts[range_index][offset_bytes] = moved_bytes
+                offset_in_range = part.file_offset_bytes - range_file_offset
+                self._arrived_bytes_by_offset[range_index][offset_in_range] = moved_bytes
 
     def fail(self, error: ApiError, part: CufilePart | None = None) -> None:
         """Store an error and the part that failed, unless an earlier error is stored."""
@@ -223,10 +227,10 @@ class CufileJob:
             if self.failure is not None:
                 return
             self.failure = _make_failure(error)
-            self._why_failed = str(error)
+            self._failure_text = str(error)
             if part is not None:
-                self._failed_part = {
-                    "failed_range_index": self._find_requested_index(part),
+                self._failed_part_arguments = {
+                    "failed_range_index": self._find_requested_range_index(part),
                     "failed_offset_bytes": part.file_offset_bytes,
                     "failed_length_bytes": part.length_bytes,
                 }
@@ -248,11 +252,11 @@ class CufileJob:
             self._requested_ranges.append((len(self._joined_ranges), 0, length))
             self._joined_ranges.append((file_offset, address, length))
 
-    def _find_requested_index(self, part: CufilePart) -> int:
+    def _find_requested_range_index(self, part: CufilePart) -> int:
         """Return the index of the requested range that contains the first byte of a part."""
         part_position = (part.range_index, part.file_offset_bytes - self._joined_ranges[part.range_index][0])
-        beginnings = [(range_index, offset) for range_index, offset, _ in self._requested_ranges]
-        return bisect.bisect_right(beginnings, part_position) - 1
+        range_positions = [(range_index, offset) for range_index, offset, _ in self._requested_ranges]
+        return bisect.bisect_right(range_positions, part_position) - 1
 
     def _has_parts_left(self) -> bool:
         """Return whether a part was not started yet. Skip the ranges whose parts were all started."""
@@ -290,7 +294,7 @@ class PartSource:
             return None
 
     def stop(self) -> None:
-        """Give no more parts."""
+        """Make :meth:`take` return None from now on."""
         with self._lock:
             self._remaining_jobs.clear()
 
@@ -300,11 +304,14 @@ class PartSource:
             job.fail(error)
 
 
-def _join_parts(parts: Mapping[int, int]) -> tuple[list[int], list[int]]:
-    """Return the beginnings and the ends of the intervals that the parts cover, from the lowest offset on."""
+def _join_parts(length_by_offset: Mapping[int, int]) -> tuple[list[int], list[int]]:
+    """Return the beginnings and the ends of the intervals that parts cover, in ascending order.
+
+    `length_by_offset` has the length of each part by its offset. Parts without a gap between them form one interval.
+    """
     begins: list[int] = []
     ends: list[int] = []
-    for offset, length in sorted(parts.items()):
+    for offset, length in sorted(length_by_offset.items()):
         if ends and ends[-1] == offset:
             ends[-1] += length
         else:

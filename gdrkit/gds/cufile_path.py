@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from gdrkit import cuda, cufile
 from gdrkit.cufile.obstacles import request_obstacles
 from gdrkit.errors import ApiError, GdrkitError
-from gdrkit.gds._native import call
+from gdrkit.gds._native import call_native
 from gdrkit.gds.cufile_driver import RegisteredRanges, shared_driver
 from gdrkit.gds.cufile_job import CufileJob, PartSource
 from gdrkit.gds.direct import DirectPathResult
@@ -41,7 +41,7 @@ __all__ = ["CufilePath", "probe_cufile"]
 # Size of the first block, which the probe reads, in bytes.
 _BLOCK_BYTES = 4096
 # Number of reads in the batch that finds out whether libcufile counts the routes of batches.
-_PROBE_READ_COUNT = 2
+_BATCH_PROBE_READS_COUNT = 2
 # Longest wait for results of a batch before the thread checks whether its transfers were cancelled, in seconds.
 _BATCH_POLL_S = 0.1
 
@@ -52,21 +52,21 @@ def probe_cufile(fd: int, device_index: int) -> DirectPathResult:
     Parameters
     ----------
     fd : int
-        The open file. Its flags are not changed.
+        Descriptor of the open file. The probe opens the file again with O_DIRECT, so the flags of `fd` do not change.
     device_index : int
         Index of the CUDA device.
     """
     try:
-        file = open_file(f"/proc/self/fd/{fd}", _read_access_mode(fd) | os.O_DIRECT)
+        native_file = open_file(f"/proc/self/fd/{fd}", _query_access_mode(fd) | os.O_DIRECT)
     except OSError as error:
         return DirectPathResult(None, f"the file system does not support O_DIRECT ({error.strerror})")
-    obstacles = [obstacle.text for obstacle in cufile.obstacles(HostTree(), file.fileno()) if obstacle.refuses]
+    obstacles = [obstacle.text for obstacle in cufile.obstacles(HostTree(), native_file.fileno()) if obstacle.refuses]
     if obstacles:
         return DirectPathResult(None, f"cuFile: {'; '.join(obstacles)}")
-    if os.fstat(file.fileno()).st_size < _BLOCK_BYTES:
+    if os.fstat(native_file.fileno()).st_size < _BLOCK_BYTES:
         return DirectPathResult(None, f"the file is smaller than the {_BLOCK_BYTES} bytes that the probe reads")
     try:
-        path = CufilePath(shared_driver(), file, device_index)
+        path = CufilePath(shared_driver(), native_file, device_index)
     except GdrkitError as error:
         return DirectPathResult(None, f"cuFile: {error}")
     return _probe_path(path)
@@ -93,8 +93,8 @@ class CufilePath:
     ----------
     driver : SharedDriver
         The open driver and its threads.
-    file : object
-        The file of the native engine, opened with O_DIRECT. This object closes it.
+    native_file : object
+        The file of the native engine, opened with O_DIRECT. :meth:`close` closes it.
     device_index : int
         Index of the CUDA device.
     options : CufileOptions or None
@@ -104,7 +104,7 @@ class CufilePath:
     def __init__(
         self,
         driver: SharedDriver,
-        file: Any,  # noqa: ANN401 - native object.
+        native_file: Any,  # noqa: ANN401 - native object.
         device_index: int,
         options: CufileOptions | None = None,
     ) -> None:
@@ -112,10 +112,10 @@ class CufilePath:
         self._options = options or driver.options
         self._device_index = device_index
         # `keep` keeps the descriptor open as long as it is registered, even if this object is dropped without close().
-        # Otherwise another file could get the same number.
-        self._file_handle = cufile.FileHandle(driver.driver, file.fileno(), keep=file)
-        self._fd = file.fileno()
-        self._native_file = file
+        # Otherwise another file could get the number of a descriptor that cuFile still uses.
+        self._file_handle = cufile.FileHandle(driver.driver, native_file.fileno(), keep=native_file)
+        self._fd = native_file.fileno()
+        self._native_file = native_file
         # The reason why a transfer after the probe was not direct; empty as long as all transfers were direct.
         self._why_fell_back = ""
         # Whether libcufile counts the routes of batches of this file; None before the first batch.
@@ -123,13 +123,13 @@ class CufilePath:
 
     def read_first_block(self) -> CufileJob:
         """Read the first block into device memory, to find out its route, and return the finished job."""
-        # This job only makes the thread of the queue call the runner. The runner allocates memory, and runs the job
-        # that reads the block.
+        # The trigger job moves no bytes: it makes the thread of the queue call the runner. The runner allocates memory,
+        # and runs another job, which reads the block.
         trigger_job = CufileJob(write=False, extents=[0, 0, 0, _BLOCK_BYTES])
         runner = _FirstRead(self, self._device_index)
         self._driver.submit(runner, trigger_job)
         trigger_job.wait(-1)
-        trigger_job.progress()  # This raises the error of the runner.
+        trigger_job.progress()  # If the runner raised an error, this call raises it.
         return runner.job
 
     def why_not(self, extents: Sequence[int]) -> str:
@@ -140,7 +140,7 @@ class CufilePath:
         alignment_bits = 0
         for offset, address, length in zip(extents[1::4], extents[2::4], extents[3::4], strict=True):
             alignment_bits |= offset | address | length
-        return "; ".join(obstacle.text for obstacle in request_obstacles(offset_bits=alignment_bits))
+        return "; ".join(obstacle.text for obstacle in request_obstacles(alignment_bits=alignment_bits))
 
     def submit(
         self,
@@ -159,12 +159,13 @@ class CufilePath:
     def close(self) -> None:
         """Deregister the file from cuFile and close its descriptor. An interrupt can leave the file open."""
         self._file_handle.close()
-        call(self._native_file.close)
+        call_native(self._native_file.close)
 
     def execute(self, jobs: Sequence[CufileJob]) -> None:
-        """Run jobs of one direction, and store the route that the counters showed. The thread of the queue calls this.
+        """Run jobs of one direction (read or write), and store in them the route that the counters showed.
 
-        Every transfer that :mod:`gdrkit.gds` makes by cuFile runs here, blocking or not, with one range or with many.
+        The thread of the queue calls this method for every transfer that :mod:`gdrkit.gds` makes by cuFile, blocking or
+        not, with one range or with many.
         """
         uses_batch = self._should_use_batch(jobs)
         monitor = cufile.RouteMonitor(self._driver.driver, self._driver.host_tree)
@@ -175,8 +176,8 @@ class CufilePath:
                 if self._options.registers_memory:
                     registered_ranges = self._driver.register_memory(jobs, self._device_index, leases)
                 with monitor.watch(self._fd):
-                    # An error of a part does not end this block, because the other parts still need the proof of the
-                    # monitor.
+                    # An error of a part is stored in its job and does not end this block, because the other parts still
+                    # need the proof of the monitor.
                     if uses_batch:
                         self._run_batch(part_source, registered_ranges)
                     else:
@@ -212,13 +213,13 @@ class CufilePath:
         try:
             with (
                 cuda.Device(self._device_index) as device,
-                device.allocate(_PROBE_READ_COUNT * _BLOCK_BYTES) as memory,
+                device.allocate(_BATCH_PROBE_READS_COUNT * _BLOCK_BYTES) as memory,
                 monitor.watch(self._fd),
             ):
                 # The four numbers of a range are: file index, offset in the file, device address, length.
                 extents = [
                     number
-                    for index in range(_PROBE_READ_COUNT)
+                    for index in range(_BATCH_PROBE_READS_COUNT)
                     for number in (0, 0, memory.address + index * _BLOCK_BYTES, _BLOCK_BYTES)
                 ]
                 job = CufileJob(write=False, extents=extents)
@@ -234,7 +235,7 @@ class CufilePath:
         # queue of the pool. So this method creates the futures itself, and can cancel them.
         helper_futures: list[futures.Future[None]] = [futures.Future() for _ in range(helper_count)]
         try:
-            with contextlib.suppress(RuntimeError):  # Then fewer threads transfer the parts.
+            with contextlib.suppress(RuntimeError):  # If a thread cannot be started, fewer threads transfer the parts.
                 for helper_future in helper_futures:
                     self._driver.workers.submit(self._run_helper, helper_future, part_source, registered_ranges)
             self._run_worker(part_source, registered_ranges)
@@ -250,7 +251,7 @@ class CufilePath:
     def _run_helper(
         self, future: futures.Future[None], part_source: PartSource, registered_ranges: RegisteredRanges
     ) -> None:
-        """Transfer parts until there are none left, unless the future was cancelled."""
+        """Transfer parts until there are none left, and complete `future`. If it was cancelled before, do nothing."""
         if not future.set_running_or_notify_cancel():
             return
         try:
@@ -294,14 +295,14 @@ class CufilePath:
         with (
             cuda.Device(self._device_index) as device,
             device.current(),
-            cufile.IoBatch(self._driver.driver, self._driver.batch_entries) as batch,
+            cufile.IoBatch(self._driver.driver, self._driver.batch_capacity) as batch,
         ):
-            transfers = _BatchTransfers(batch, self._file_handle, registered_ranges)
-            while transfers.fill(part_source):
-                transfers.collect()
+            batch_transfers = _BatchTransfers(batch, self._file_handle, registered_ranges)
+            while batch_transfers.fill(part_source):
+                batch_transfers.collect()
 
     def _sync(self, jobs: Sequence[CufileJob]) -> None:
-        """Sync the written data to the disk, if a job demands it."""
+        """Sync the written data to the disk if a job is durable. If this fails, store the error in these jobs."""
         durable_jobs = [job for job in jobs if job.durable]
         if not durable_jobs:
             return
@@ -334,14 +335,16 @@ class _FirstRead:
 class _BatchTransfers:
     """The submitted transfers of one batch, and the remainders of transfers that moved fewer bytes than requested."""
 
-    def __init__(self, batch: cufile.IoBatch, file: cufile.FileHandle, registered_ranges: RegisteredRanges) -> None:
+    def __init__(
+        self, batch: cufile.IoBatch, file_handle: cufile.FileHandle, registered_ranges: RegisteredRanges
+    ) -> None:
         self._batch = batch
-        self._file_handle = file
+        self._file_handle = file_handle
         self._registered_ranges = registered_ranges
         self._remainders: deque[tuple[CufileJob, CufilePart]] = deque()
         # The submitted transfers by the id() of their requests.
         self._submitted_transfers: dict[int, tuple[cufile.BatchRequest, CufileJob, CufilePart]] = {}
-        self._is_cancelled = False
+        self._is_batch_cancelled = False
 
     def fill(self, part_source: PartSource) -> bool:
         """Submit as many parts as the batch has room for. Return whether transfers are in progress."""
@@ -364,10 +367,10 @@ class _BatchTransfers:
 
     def collect(self) -> None:
         """Wait for results, and store them in their jobs. If all jobs have stopped, cancel the batch first."""
-        if not self._is_cancelled and all(job.is_stopped for _, job, _ in self._submitted_transfers.values()):
-            self._is_cancelled = True
+        if not self._is_batch_cancelled and all(job.is_stopped for _, job, _ in self._submitted_transfers.values()):
+            self._is_batch_cancelled = True
             self._batch.cancel()
-        for event in self._batch.status(count_min=1, timeout_s=_BATCH_POLL_S):
+        for event in self._batch.fetch_events(count_min=1, timeout_s=_BATCH_POLL_S):
             _, job, part = self._submitted_transfers.pop(id(event.request))
             if event.error is not None:
                 job.fail(event.error, part)
@@ -381,9 +384,10 @@ class _BatchTransfers:
             job_and_part = self._remainders.popleft() if self._remainders else part_source.take()
             if job_and_part is None:
                 return
-            if not job_and_part[0].is_stopped:
+            job, _ = job_and_part
+            if not job.is_stopped:
                 yield job_and_part
 
 
-def _read_access_mode(fd: int) -> int:
+def _query_access_mode(fd: int) -> int:
     return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE

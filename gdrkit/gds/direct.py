@@ -37,7 +37,7 @@ __all__ = [
 
 
 class FallbackWarning(UserWarning):
-    """A warning that bytes go through host memory instead of a direct path. Each cause is reported once."""
+    """A warning that bytes go through host memory instead of a direct path. A process reports each cause once."""
 
 
 class DirectPath(Protocol):
@@ -97,6 +97,7 @@ class DirectPathResult:
 # path.
 DIRECT_PATH_PROBES: list[Callable[[int, int], DirectPathResult]] = []
 
+# The causes of fallbacks about which this process has warned.
 _reported_causes: set[str] = set()
 
 
@@ -122,19 +123,19 @@ class FileDirectPaths:
 
     def __init__(self, direct: str) -> None:
         self._direct = direct
-        self._results: dict[int, DirectPathResult] = {}  # By device index.
+        self._results_by_device: dict[int, DirectPathResult] = {}  # The key is the index of the device.
         # The lock is reentrant, because a signal handler may start a transfer of the file while its thread holds the
         # lock.
         self._probe_lock = threading.RLock()
 
     def reason_for_engine(self, memory: TransferBuffer) -> str | None:
-        """Return why the copy engine has to transfer this memory, or None if :meth:`find` must be called first.
+        """Return why the copy engine has to transfer this memory, or None if the caller must first call :meth:`find`.
 
         The reason is empty if the caller wants no direct path, or if the memory is host memory, which has none.
         """
         if self._direct == "never" or (memory.device_index == HOST and self._direct == "preferred"):
             return ""
-        result = self._results.get(memory.device_index)
+        result = self._results_by_device.get(memory.device_index)
         return result.why if result is not None and result.path is None and self._direct == "preferred" else None
 
     def find(self, fd: int, memory: TransferBuffer, extents: Sequence[int]) -> tuple[DirectPath | None, str]:
@@ -144,33 +145,34 @@ class FileDirectPaths:
         """
         if memory.is_host:
             return None, "the memory is host memory"
-        if memory.device_index not in self._results:
-            forks.register(self)  # A child that is forked before the first probe has nothing to abandon.
+        if memory.device_index not in self._results_by_device:
+            # This object is registered only now: a child that is forked before a probe has nothing to abandon.
+            forks.register(self)
         with self._probe_lock:
-            result = self._results.get(memory.device_index)
+            result = self._results_by_device.get(memory.device_index)
             if result is None:
                 probe_result = find_direct_path(fd, memory.device_index)
-                result = self._results.setdefault(memory.device_index, probe_result)
+                result = self._results_by_device.setdefault(memory.device_index, probe_result)
                 if result is not probe_result:
                     probe_result.close()
-        why = result.why if result.path is None else result.path.why_not(extents)
-        return (None, why) if why else (result.path, "")
+        why_not_direct = result.why if result.path is None else result.path.why_not(extents)
+        return (None, why_not_direct) if why_not_direct else (result.path, "")
 
     def close(self) -> None:
         """Close the paths. A second close does nothing."""
-        for device_index, result in tuple(self._results.items()):
+        for device_index, result in tuple(self._results_by_device.items()):
             result.close()
-            self._results.pop(device_index, None)
+            self._results_by_device.pop(device_index, None)
 
     def after_fork_in_child(self) -> None:
         """Abandon the paths in a forked child. Their threads and their driver are in the parent."""
-        native.keep_forever(self._results)
-        self._results = {}
+        native.keep_forever(self._results_by_device)
+        self._results_by_device = {}
         self._probe_lock = threading.RLock()
 
 
-def report_fallback(why: str, path: str, *, required: bool) -> None:
-    """Warn that the copy engine moves the bytes, once for each cause. Raise an error if a direct path is required.
+def report_fallback(cause: str, file_path: str, *, required: bool) -> None:
+    """Warn that the copy engine moves the bytes, once for each cause. If a direct path is required, raise an error.
 
     Raises
     ------
@@ -183,14 +185,14 @@ def report_fallback(why: str, path: str, *, required: bool) -> None:
             operation="prove direct path",
             status=None,
             status_name="NOT_DIRECT",
-            arguments={"path": path},
+            arguments={"path": file_path},
             reason=Reason.NOT_DIRECT,
             what_to_do="remove the cause, or allow the copy engine (direct='preferred')",
-            detail=why,
+            detail=cause,
         )
-    if why not in _reported_causes:
-        _reported_causes.add(why)
-        message = f"there is no direct path, so the copy engine moves the bytes through host memory: {why}"
+    if cause not in _reported_causes:
+        _reported_causes.add(cause)
+        message = f"there is no direct path, so the copy engine moves the bytes through host memory: {cause}"
         warnings.warn(message, FallbackWarning, stacklevel=_find_caller_level())
 
 

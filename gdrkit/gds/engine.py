@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdrkit import cuda, forks
 from gdrkit.errors import UsageError
-from gdrkit.gds._native import api_error, call, native
+from gdrkit.gds._native import api_error, call_native, native
 from gdrkit.gds.buffer import HOST
 from gdrkit.handles import Handle
 from gdrkit.units import GIB, KIB, MIB
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.transfer import Transfer, TransferJob
 
-__all__ = ["ACCESS", "HOST_OPTIONS", "Engine", "EngineOptions", "close_engines", "engine_for"]
+__all__ = ["ACCESS_NUMBERS", "HOST_OPTIONS", "Engine", "EngineOptions", "close_engines", "engine_for"]
 
-# Numbers of the native enum for the I/O path; see `access` of Engine.submit.
-ACCESS = {"automatic": 0, "buffered": 1, "direct": 2}
+# For each value of `access` (see Engine.submit), the number of the I/O path in an enum of the native engine.
+ACCESS_NUMBERS = {"automatic": 0, "buffered": 1, "direct": 2}
 
 _ANY_NUMA_NODE = -1
 # Limits of the settings in EngineOptions.
@@ -62,8 +62,8 @@ class EngineOptions:
     slice_bytes : int
         Part of a coalesced copy that one thread fills at a time, in bytes.
     polls_device : bool
-        How a thread waits for a copy. True: it queries the device between short sleeps. False: it blocks until the
-        device's interrupt.
+        How a thread waits for a copy of the device. True: the thread queries the device between short sleeps. False: it
+        blocks until the interrupt of the device.
     direct_readers_count : int
         Number of concurrent O_DIRECT reads of one transfer.
     direct_read_bytes : int
@@ -78,7 +78,7 @@ class EngineOptions:
     Raises
     ------
     UsageError
-        A count is not 1 to 256, or a size is not 4 KiB to 1 GiB.
+        A count is not in the range 1 to 256, or a size is not in the range 4 KiB to 1 GiB.
     """
 
     workers_count: int = 14
@@ -125,8 +125,9 @@ class Engine:
 
     def __init__(self, options: EngineOptions | None = None, *, node: int = _ANY_NUMA_NODE) -> None:
         self.options = options or EngineOptions()
-        self._settings = {**asdict(self.options), "workers_count": self.options.threads_count(), "node": node}
-        self._engine = call(native.Engine, **self._settings)
+        self._native_settings = {**asdict(self.options), "workers_count": self.options.threads_count(), "node": node}
+        self._engine = call_native(native.Engine, **self._native_settings)
+        # The handle counts this engine as an open object until close().
         self._handle = Handle("gds.engine")
         self._is_closed = False
         forks.register(self)
@@ -143,7 +144,7 @@ class Engine:
         durable: bool = False,
         transfer: Transfer | None = None,
     ) -> TransferJob:
-        """Queue a job and return it. The call blocks while too many jobs are queued.
+        """Queue a job, which transfers ranges, and return it. The call blocks while too many jobs are queued.
 
         Parameters
         ----------
@@ -162,14 +163,15 @@ class Engine:
         durable : bool
             Whether a write is complete only when the disk has the data (fdatasync).
         transfer : Transfer or None
-            The transfer that gets the job. No interrupt comes between queueing the job and storing it in the transfer.
+            The transfer that gets the job. No interrupt can come between the two steps: queueing the job, and storing
+            it in the transfer.
         """
         try:
             job: TransferJob = self._engine.submit(
-                write, ACCESS[access], device_index, files, extents, flags, durable, transfer
+                write, ACCESS_NUMBERS[access], device_index, files, extents, flags, durable, transfer
             )
         except KeyError:
-            message = f"access must be one of {', '.join(map(repr, ACCESS))}, not {access!r}"
+            message = f"access must be one of {', '.join(map(repr, ACCESS_NUMBERS))}, not {access!r}"
             raise UsageError(message) from None
         except native.EngineError as error:
             raise api_error(error.args) from error
@@ -195,8 +197,8 @@ class Engine:
 
         Meanwhile, the engine refuses further jobs. If Ctrl-C ends the wait, the engine stays open.
         """
-        # In a child that a signal handler has forked during the call, the native close() returns False, and
-        # self._engine is now the engine of the child.
+        # If a signal handler forks during the native close(), that call returns False in the child, where self._engine
+        # is now a new engine. This loop closes the new engine, too.
         while not self._engine.close():
             pass
         self._is_closed = True
@@ -210,7 +212,7 @@ class Engine:
         """
         native.keep_forever(self._engine)
         if not self._is_closed:
-            self._engine = native.Engine(**self._settings)
+            self._engine = native.Engine(**self._native_settings)
 
 
 # Engines by device index. Even devices on one NUMA node have separate engines: the threads of one engine fill only one
@@ -273,7 +275,7 @@ def _close_at_exit() -> None:
     try:
         close_engines()
     except BaseException:
-        # Ctrl-C has ended the wait. The end of the interpreter must not wait for the jobs either.
+        # Ctrl-C has ended the wait. If the interpreter freed the engines at its end, it would wait for the jobs again.
         native.keep_forever(_retired_engines)
         raise
     if "gdrkit.gds._engine" not in sys.modules:

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from gdrkit.gds._native import call, native
+from gdrkit.gds._native import call_native, native
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ __all__ = ["LoopWaits", "loop_waits"]
 class LoopWaits:
     """The jobs that the coroutines of one event loop await. Only the thread of that loop may call the methods.
 
-    The jobs that end while the loop runs other code are taken in one batch.
+    If several jobs end while the loop runs other code, one callback of the loop completes the futures of all of them.
 
     Raises
     ------
@@ -29,16 +29,17 @@ class LoopWaits:
     """
 
     def __init__(self) -> None:
-        self._queue = call(native.CompletionQueue, has_event=True)
+        self._queue = call_native(native.CompletionQueue, has_event=True)
         self._tokens = itertools.count()
         self._futures: dict[int, asyncio.Future[None]] = {}
 
     def wait_for(self, notify: Callable[[Any, int], None]) -> asyncio.Future[None]:
-        """Return a future that completes when a job ends. It may complete earlier: the caller must check the job.
+        """Return a future that completes when a job ends, or earlier. The caller must therefore check the job.
 
-        `notify` is the method of the job that puts a token into a queue when the job ends.
+        `notify` is the method :meth:`~gdrkit.gds.transfer.TransferJob.notify` of the job.
         """
-        # The future is stored last. If an interrupt comes earlier, the dict has no future that would never complete.
+        # The future is stored last, so that an interrupt in this method leaves no future in the dict that would never
+        # complete.
         loop = asyncio.get_running_loop()
         token, future = next(self._tokens), loop.create_future()
         notify(self._queue, token)
@@ -53,7 +54,8 @@ class LoopWaits:
             for token in self._queue.take():
                 self._complete_future(token)
         except BaseException:
-            # A signal handler raised an exception, so tokens may be lost. Each coroutine checks its job again.
+            # A signal handler raised an exception, so tokens may be lost. All futures are completed, and each coroutine
+            # checks its job again.
             for token in tuple(self._futures):
                 self._complete_future(token)
             raise

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 from gdrkit.errors import ClosedResource, UsageError
-from gdrkit.gds._native import call, native
+from gdrkit.gds._native import call_native, native
 from gdrkit.gds.buffer import HOST, TransferBuffer, describe_buffer
 from gdrkit.gds.direct import FileDirectPaths, report_fallback
 from gdrkit.gds.engine import engine_for
@@ -44,7 +44,8 @@ class File:
         ``direct`` reads with O_DIRECT. It also writes with O_DIRECT, except ranges below 256 KiB and partial blocks.
     direct : str
         Use of a direct path, which moves bytes between disk and device without host memory. ``preferred`` uses a direct
-        path if one is proven for the file. ``required`` makes calls fail if none is. ``never`` uses the copy engine.
+        path if one is proven for the file. ``required`` makes calls fail if no path is proven. ``never`` uses the copy
+        engine.
 
     Raises
     ------
@@ -72,12 +73,14 @@ class File:
     def from_descriptor(
         cls, fd: int, *, path: str, writable: bool, access: Access = "automatic", direct: Direct = "preferred"
     ) -> Self:
-        """Return a File for the descriptor of an open regular file. The File owns the descriptor, even on failure.
+        """Return a File for the descriptor of an open regular file.
+
+        The File owns the descriptor. If this method raises an error, the descriptor is closed.
 
         Parameters
         ----------
         fd : int
-            The descriptor.
+            The descriptor, which the File owns.
         path : str
             Path of the file, for errors.
         writable : bool
@@ -97,7 +100,7 @@ class File:
         access: Access = "automatic",
         direct: Direct = "preferred",
     ) -> Self:
-        """Return a File for an open file of the native engine; see :meth:`from_descriptor`."""
+        """Return a File for an open file of the native engine; see :meth:`from_descriptor` for the parameters."""
         check_choices(access, direct)
         file = cls.__new__(cls)
         file._set_up(native_file, path, writable, access, direct)  # noqa: SLF001 - same class.
@@ -118,14 +121,14 @@ class File:
 
     @property
     def native_file(self) -> Any:  # noqa: ANN401 - native object.
-        """The file of the native engine, which counts the calls and the jobs that use it."""
-        return self._descriptor.native
+        """The file of the native engine. It counts the calls and the jobs that use the file."""
+        return self._descriptor.native_file
 
     @property
     def size_bytes(self) -> int:
         """Current size of the file, in bytes."""
         try:
-            return int(call(self.native_file.size_bytes))
+            return int(call_native(self.native_file.size_bytes))
         except native.FileClosed:
             raise ClosedResource(self.path) from None
 
@@ -141,8 +144,8 @@ class File:
         if length_bytes == 0:
             return 0.0
         with self.in_use() as native_file:
-            cached_count, pages_count = call(native_file.residency, offset_bytes, length_bytes)
-        return cached_count / pages_count if pages_count else 0.0
+            cached_pages_count, pages_count = call_native(native_file.residency, offset_bytes, length_bytes)
+        return cached_pages_count / pages_count if pages_count else 0.0
 
     def read_into(
         self,
@@ -153,7 +156,7 @@ class File:
         buffer_offset_bytes: int = 0,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> TransferResult:
-        """Read a range of the file into memory, and wait until it is complete.
+        """Read a range of the file into memory, and wait until all bytes are there.
 
         Parameters
         ----------
@@ -164,14 +167,14 @@ class File:
         length_bytes : int or None
             Size of the range in bytes. None: up to the end of the memory or of the file, whichever comes first.
         buffer_offset_bytes : int
-            Offset of the first byte in the memory, in bytes.
+            Offset in the memory at which the bytes of the range begin, in bytes.
         on_progress : callable or None
             See :meth:`Transfer.result`.
 
         Raises
         ------
         TransferFailed
-            See :meth:`Transfer.result`. END_OF_FILE: the file has fewer bytes than requested.
+            See :meth:`Transfer.result`. With the reason END_OF_FILE: the file has fewer bytes than requested.
         UsageError
             A size or an offset is invalid, or the memory cannot be used.
         ClosedResource
@@ -215,19 +218,20 @@ class File:
         ).result(on_progress=on_progress)
 
     def readv(self, buffer: object, ranges: Iterable[Range]) -> TransferResult:
-        """Read many ranges into one memory as one transfer. Many small ranges share one copy to the device.
+        """Read many ranges into one buffer as one transfer. Many small ranges share one copy to the device.
 
         Parameters
         ----------
         buffer : object
             See :func:`gdrkit.gds.describe_buffer`.
         ranges : iterable
-            (file offset, length) for ranges that follow each other in memory, or (file offset, length, buffer offset).
+            For each range (file offset, length, buffer offset), in bytes. A range without a buffer offset follows the
+            previous range in the buffer.
         """
         return self.start_readv(buffer, ranges).result()
 
     def writev(self, buffer: object, ranges: Iterable[Range]) -> TransferResult:
-        """Write parts of one memory into many ranges as one transfer; see :meth:`readv`."""
+        """Write parts of one buffer into many ranges as one transfer; see :meth:`readv`."""
         return self.start_writev(buffer, ranges).result()
 
     def start_read_into(
@@ -284,13 +288,14 @@ class File:
             EDEADLK: a signal handler or a finalizer calls this method, and the code that it interrupted uses the file.
             Any other error is an error of close(2); the file is closed nevertheless.
         """
-        self._descriptor.close(self._end_transfers)
+        self._descriptor.close(self._finish_transfers)
 
     def in_use(self) -> AbstractContextManager[Any]:
         """Return a context manager with the native file. :meth:`close` waits for the end of its block."""
         return self._descriptor.in_use()
 
-    def _end_transfers(self) -> None:
+    def _finish_transfers(self) -> None:
+        """Wait until the transfers of the file are over, and close its direct paths."""
         for transfer in transfers_of(self):
             transfer.exception()  # This waits until the transfer is over.
         self._direct_paths.close()
@@ -332,9 +337,9 @@ class File:
     def _start_transfer(
         self, transfer: Transfer, memory: TransferBuffer, extents: list[int], *, write: bool, durable: bool = False
     ) -> None:
-        """Start a transfer on a direct path or by the engine. Only short transfers (_move_short) start elsewhere."""
+        """Start a transfer on a direct path or by the engine. :meth:`_move_short` makes short transfers without it."""
         if write and not self.writable:
-            raise self._make_mode_error()
+            raise self._make_read_only_error()
         transfer.extents = extents
         why_not_direct = self._direct_paths.reason_for_engine(memory)
         if why_not_direct is None:
@@ -349,7 +354,7 @@ class File:
             engine_for(memory.device_index).submit(
                 write=write,
                 device_index=memory.device_index,
-                files=[self._descriptor.native],
+                files=[self._descriptor.native_file],
                 extents=extents,
                 access="direct" if durable and self.access == "automatic" else self.access,
                 durable=durable,
@@ -369,7 +374,8 @@ class File:
     ) -> TransferResult | None:
         """Move a short range through the page cache on the calling thread, which has a lower latency than a worker.
 
-        Return None if the range is not short, or may take a direct path. In all other cases the memory was released.
+        Return None if the range is not short, or may take a direct path; the caller then starts a transfer. Otherwise
+        release the memory, and return the result or raise an error.
         """
         start_s = time.monotonic()
         try:
@@ -381,10 +387,10 @@ class File:
                 return None
             check_range("file range", file_offset_bytes, range_bytes)
             if write and not self.writable:
-                raise self._make_mode_error()  # noqa: TRY301 - the memory is released below.
+                raise self._make_read_only_error()  # noqa: TRY301 - the memory is released below.
             moved_bytes, failure = engine_for(memory.device_index).transfer_small(
                 write,
-                self._descriptor.native,
+                self._descriptor.native_file,
                 file_offset_bytes,
                 memory.address + buffer_offset_bytes,
                 range_bytes,
@@ -399,12 +405,13 @@ class File:
         memory.release()
         duration_s = time.monotonic() - start_s
         result = TransferResult(moved_bytes, Route.ENGINE, 0, (moved_bytes,), duration_s, why_not_direct)
+        # A read without a length may end at the end of the file.
         if failure is None and (moved_bytes == range_bytes or (length_bytes is None and not write)):
             return result
         arguments = {"path": self.path, "file_offset_bytes": file_offset_bytes, "length_bytes": range_bytes}
         raise short_transfer_error(failure, arguments, result)
 
-    def _make_mode_error(self) -> UsageError:
+    def _make_read_only_error(self) -> UsageError:
         message = f"{self.path} was opened for reading only"
         return UsageError(message, what_to_do="open it with mode 'r+' or 'w'")
 

@@ -1,8 +1,8 @@
 """Creation of a file that gets its name only when it is complete, for copies.
 
 The file is created without a name (O_TMPFILE of open(2)) and gets its name at the end (linkat(2)). So not even SIGKILL
-leaves an incomplete file. On a file system without O_TMPFILE, the file has a hidden temporary name instead. It is
-renamed at the end, or removed after an error.
+leaves an incomplete file. On a file system without O_TMPFILE, the file has a hidden temporary name until the end. It
+is then renamed, or removed after an error.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ __all__ = ["Destination", "new_file", "open_destination"]
 
 # Errors of open(2) for O_TMPFILE if the file system, or an old kernel, does not support it.
 _NO_TMPFILE_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS})
-# Permission bits.
+# The permission bits that a copy may get: all bits except set-user-id, set-group-id and sticky.
 _PERMISSION_BITS = 0o777
 _OWNER_READ_WRITE_BITS = 0o600
 _GROUP_BITS = 0o070
-_FILE_TYPES = {
+# Descriptions of the types of a file that cannot be the destination of a copy.
+_REFUSED_FILE_TYPES = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
     stat.S_IFBLK: "a block device",
@@ -54,7 +55,7 @@ class Destination:
     folder_fd : int
         Descriptor of the folder (O_PATH). It is open inside the block of :func:`open_destination`.
     name : str
-        The last part of the path.
+        The last part of the path: the name in the folder.
     old_status : os.stat_result or None
         The stat result of the regular file that has this name now, if there is one. The new file will replace it.
     """
@@ -71,7 +72,9 @@ class Destination:
 
 @contextlib.contextmanager
 def open_destination(path: Path) -> Iterator[Destination]:
-    """Open the folder of a path, and stat the file that has the name now. Like cp, follow a symbolic link.
+    """Open the folder of the path, and stat the file that has this path now, if there is one.
+
+    If the path is a symbolic link, the destination is the target of the link, as for cp.
 
     Raises
     ------
@@ -120,13 +123,13 @@ def new_file(
         The kernel does not create, sync or name the file.
     """
     source_bits = source_mode & _PERMISSION_BITS
-    mode_bits = source_bits | _OWNER_READ_WRITE_BITS if destination.old_status is None else _OWNER_READ_WRITE_BITS
+    creation_bits = source_bits | _OWNER_READ_WRITE_BITS if destination.old_status is None else _OWNER_READ_WRITE_BITS
     # The temporary name is chosen before the file exists, so that the cleanup can remove the file after an interrupt.
     temporary_name = f".gdrkit-{uuid.uuid4().hex}.part"
     with contextlib.ExitStack() as stack:
         stack.callback(_remove_temporary_name, destination.folder_fd, temporary_name)
-        sync_folder_fd = _open_to_sync(destination, stack) if durable else None
-        native_file, has_temporary_name = _create_file(destination, temporary_name, mode_bits)
+        sync_folder_fd = _open_folder_to_sync(destination, stack) if durable else None
+        native_file, has_temporary_name = _create_file(destination, temporary_name, creation_bits)
         file = stack.enter_context(
             File.from_native(native_file, path=destination.path, writable=True, access=access, direct=direct)
         )
@@ -173,14 +176,14 @@ def _stat_regular(folder_fd: int, name: str, path: str) -> os.stat_result | None
     except OSError as error:
         raise os_error("stat", path, error) from error
     if not stat.S_ISREG(file_status.st_mode):
-        file_type = _FILE_TYPES.get(stat.S_IFMT(file_status.st_mode), "not a regular file")
+        file_type = _REFUSED_FILE_TYPES.get(stat.S_IFMT(file_status.st_mode), "not a regular file")
         message = f"{path} is {file_type}; a regular file is required"
         raise UsageError(message, what_to_do="name a regular file or a new one; use cp to write to a device or a FIFO")
     return file_status
 
 
-def _open_to_sync(destination: Destination, stack: contextlib.ExitStack) -> int:
-    """Open the folder for fsync(2), which needs read permission. Without it, this call fails before the copy begins."""
+def _open_folder_to_sync(destination: Destination, stack: contextlib.ExitStack) -> int:
+    """Open the folder for reading, so that fsync(2) can sync it. Fail before the copy begins if it is not readable."""
     try:
         folder = open_file(".", os.O_RDONLY | os.O_DIRECTORY, folder_fd=destination.folder_fd)
     except OSError as error:
@@ -205,17 +208,19 @@ def _create_file(destination: Destination, temporary_name: str, mode_bits: int) 
 
 
 def _set_permissions(fd: int, old_status: os.stat_result | None, source_bits: int) -> None:
+    """Set the permission bits and the owner of the complete file; see :func:`new_file`."""
     file_status = os.fstat(fd)
     current_bits = stat.S_IMODE(file_status.st_mode)
     if old_status is None:
-        # The kernel has applied the umask. Remove the owner bits that only the copy needed.
+        # The kernel has applied the umask. Remove the owner bits that the source does not have: only the copying needed
+        # them.
         mode_bits = current_bits & ~(_OWNER_READ_WRITE_BITS & ~source_bits)
     else:
         mode_bits = old_status.st_mode & _PERMISSION_BITS
         if (file_status.st_uid, file_status.st_gid) != (old_status.st_uid, old_status.st_gid) and not _set_owner(
             fd, old_status
         ):
-            mode_bits &= ~_GROUP_BITS  # These bits were meant for the group of the old file.
+            mode_bits &= ~_GROUP_BITS  # The old file gave these permissions to another group.
     if mode_bits != current_bits:
         os.fchmod(fd, mode_bits)
 
@@ -232,7 +237,7 @@ def _set_owner(fd: int, old_status: os.stat_result) -> bool:
 
 
 def _set_final_name(fd: int, destination: Destination, temporary_name: str, *, has_temporary_name: bool) -> None:
-    """Give the file its final name."""
+    """Give the file its final name, and replace a regular file that has this name."""
     name, folder_fd = destination.name, destination.folder_fd
     if not has_temporary_name:
         fd_path = f"/proc/self/fd/{fd}"

@@ -31,8 +31,8 @@ __all__ = [
 Access = Literal["automatic", "buffered", "direct"]
 Direct = Literal["preferred", "required", "never"]
 
-# AT_FDCWD of openat(2).
-_CURRENT_FOLDER = -100
+# AT_FDCWD of openat(2): a relative path begins at the current folder of the process.
+_CURRENT_FOLDER_FD = -100
 # Flags of open(2) for each mode of File.
 OPEN_FLAGS = {
     "r": os.O_RDONLY,
@@ -47,31 +47,32 @@ class OpenDescriptor:
 
     Parameters
     ----------
-    file : object
+    native_file : object
         The file of the native engine.
     path : str
         Path of the file, for errors.
 
     Attributes
     ----------
-    native : object
-        The file of the native engine, which owns the descriptor and counts the calls and the jobs that use it.
+    native_file : object
+        The file of the native engine. It owns the descriptor, and counts the calls and the jobs that use the file.
     """
 
-    def __init__(self, file: Any, path: str) -> None:  # noqa: ANN401 - native object.
+    def __init__(self, native_file: Any, path: str) -> None:  # noqa: ANN401 - native object.
         self.path = path
-        self.native = file
+        self.native_file = native_file
+        # The handle counts this file as an open object until close().
         self._handle = Handle("gds.file")
         forks.register(self)
 
     @property
     def closed(self) -> bool:
         """Whether the file was closed."""
-        return bool(self.native.closed)
+        return bool(self.native_file.closed)
 
     def fileno(self) -> int:
         """Return the descriptor. This object still owns it."""
-        fd = int(self.native.fileno())
+        fd = int(self.native_file.fileno())
         if fd < 0:
             raise ClosedResource(self.path)
         return fd
@@ -79,21 +80,23 @@ class OpenDescriptor:
     def in_use(self) -> AbstractContextManager[Any]:
         """Return a context manager with the native file. :meth:`close` waits for the end of its block."""
         try:
-            use: AbstractContextManager[Any] = self.native.begin_use()
+            native_use: AbstractContextManager[Any] = self.native_file.begin_use()
         except native.FileClosed:
             raise ClosedResource(self.path) from None
-        return use
+        return native_use
 
-    def close(self, end_transfers: Callable[[], None]) -> None:
-        """Wait for the calls that use the descriptor, call `end_transfers`, and close the descriptor.
+    def close(self, finish_transfers: Callable[[], None]) -> None:
+        """Wait for the calls that use the descriptor, call `finish_transfers`, and close the descriptor.
 
         A second close does nothing. A close during another close waits for the first.
         """
         try:
-            # A child that a signal handler has forked meanwhile has another native file, which is still open.
+            # If a signal handler forks during the native close(), the child has another native file, which is still
+            # open. The loop closes that file, too.
             while not self.closed:
-                # While the interpreter ends, do not wait: it has stopped the other threads, so their uses never end.
-                self.native.close(end_transfers, not sys.is_finalizing())
+                # While the interpreter ends, the native close() must not wait for uses of the file: the interpreter has
+                # stopped the other threads, so their uses never end.
+                self.native_file.close(finish_transfers, not sys.is_finalizing())
         except native.EngineError as error:
             raise api_error(error.args, arguments={"path": self.path}) from error
         finally:
@@ -101,8 +104,8 @@ class OpenDescriptor:
                 self._handle.release()
 
     def after_fork_in_child(self) -> None:
-        """Forget the uses by threads of the parent, which never end in a forked child."""
-        self.native = self.native.replace_after_fork()
+        """Forget, in a forked child, the uses of the file by threads of the parent, which never end in the child."""
+        self.native_file = self.native_file.replace_after_fork()
 
 
 def check_choices(access: str, direct: str) -> None:
@@ -118,12 +121,12 @@ def open_file(
     flags: int,
     mode: int = 0,
     *,
-    folder_fd: int = _CURRENT_FOLDER,
+    folder_fd: int = _CURRENT_FOLDER_FD,
 ) -> Any:  # noqa: ANN401 - native object.
     """Open any file, and return it as a file of the native engine. Raise OSError if the kernel does not open it.
 
-    The destructor of the native file closes the descriptor, so that no interrupt leaves it open. A relative path begins
-    at the folder of `folder_fd`.
+    The destructor of the native file closes the descriptor, so that no interrupt leaves the descriptor open. A relative
+    path begins at the folder of `folder_fd`.
     """
     try:
         return native.OpenFile.open(os.fsencode(path), flags, mode, folder_fd)
@@ -144,12 +147,12 @@ def open_regular(path: str, flags: int) -> Any:  # noqa: ANN401 - native object.
     """
     try:
         # Without O_NONBLOCK, open of a pipe would block until its other end is opened. Regular files ignore the flag.
-        file = open_file(path, flags | os.O_NONBLOCK, 0o666)
+        native_file = open_file(path, flags | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise os_error("open", path, error) from error
-    file_mode = os.fstat(file.fileno()).st_mode
+    file_mode = os.fstat(native_file.fileno()).st_mode
     if stat.S_ISREG(file_mode):
-        return file
+        return native_file
     if stat.S_ISDIR(file_mode):
         raise os_error("open", path, OSError(errno.EISDIR, os.strerror(errno.EISDIR)))
     message = f"{path} is not a regular file"

@@ -22,13 +22,14 @@ __all__ = ["Range", "check_range", "data_ranges", "make_extents", "resolve_lengt
 # (file offset, length) or (file offset, length, buffer offset), in bytes.
 Range = tuple[int, int] | tuple[int, int, int]
 
+# Largest offset in a file: the largest value of off_t (64 bits, signed).
 _OFFSET_MAX = (1 << 63) - 1
 
 
 def check_range(range_name: str, offset_bytes: int, length_bytes: int) -> None:
     """Raise :class:`~gdrkit.errors.UsageError` unless the range is valid for a file.
 
-    `range_name` names the range in the error.
+    The error calls the range `range_name`.
     """
     if offset_bytes < 0 or length_bytes < 0 or offset_bytes + length_bytes > _OFFSET_MAX:
         message = f"a {range_name} must be inside 0 to 2**63 - 1, not {length_bytes} bytes at offset {offset_bytes}"
@@ -51,7 +52,7 @@ def resolve_length_bytes(buffer: TransferBuffer, offset_bytes: int, length_bytes
 
 
 def make_extents(buffer: TransferBuffer, ranges: Iterable[Range]) -> list[int]:
-    """Return the extents for ranges of a single file, whose index is 0.
+    """Return the extents for ranges of a single file, whose index is 0, and of the memory of `buffer`.
 
     Raises
     ------

@@ -26,6 +26,7 @@ __all__ = [
 
 # The direct routes. If a direct path is required, a transfer over another route fails.
 DIRECT_ROUTES = frozenset({Route.P2P, Route.NVFS, Route.RDMA})
+# The value of TransferResult.counters if cuFile did not move the bytes.
 NO_COUNTERS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -47,8 +48,8 @@ class TransferResult(NamedTuple):
     why_not_direct : str
         The reason why the bytes did not take a direct path; empty if they did, or if the caller did not want one.
     counters : mapping
-        The evidence of the route: the increase of the counters of libcufile or nvidia-fs. Other
-        transfers at the same time increase these counters, too. Empty if cuFile did not move the bytes.
+        The evidence of the route: the increase of each counter of libcufile or nvidia-fs. Other transfers at the same
+        time increase these counters, too. The mapping is empty if cuFile did not move the bytes.
     """
 
     bytes: int
@@ -68,11 +69,11 @@ class TransferFailed(ApiError):
 
     Attributes
     ----------
-    transferred : TransferResult
+    partial_result : TransferResult
         The result up to the error. Its number of bytes is a lower bound: more bytes may have arrived.
     """
 
-    transferred: TransferResult
+    partial_result: TransferResult
 
     @classmethod
     def _find_builtin_class(cls, errno_value: int) -> type[OSError]:
@@ -82,9 +83,9 @@ class TransferFailed(ApiError):
 def error_without_failed_call(
     arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE
 ) -> TransferFailed:
-    """Return the error of a transfer that ended early or took a forbidden path, although no call failed.
+    """Return the error of a transfer in which no call failed, but which ended early or did not take a required path.
 
-    The caller sets the attribute `transferred`.
+    The caller sets the attribute `partial_result`.
     """
     return TransferFailed(
         api=Api.NONE,
@@ -105,5 +106,5 @@ def short_transfer_error(failure: Failure | None, arguments: dict[str, object], 
     else:
         error = api_error(failure, arguments=arguments, error_class=TransferFailed)
     if isinstance(error, TransferFailed):
-        error.transferred = result
+        error.partial_result = result
     return error

@@ -34,9 +34,9 @@ __all__ = ["KINDS", "SIZES_BYTES", "BenchmarkPlan", "BenchmarkPoint", "measure"]
 KINDS = ("cached read", "cold read", "write", "durable write")
 SIZES_BYTES = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB)
 # Largest share of a "cold" file that may be cached, and largest share of a "cached" file that may be uncached.
-_SHARE_TOLERANCE = 0.01
+_CACHED_SHARE_TOLERANCE = 0.01
 # Bytes per read or write when a test file is created or loaded into the page cache.
-_FILL_BYTES = 16 * MIB
+_IO_CALL_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class BenchmarkPlan:
     file_bytes : int
         Size of each file, in bytes.
     device_index : int
-        The device whose memory is used; :data:`~gdrkit.gds.HOST` for host memory.
+        Index of the CUDA device whose memory is used; :data:`~gdrkit.gds.HOST` for host memory.
     seconds : float
-        Duration of each point, in seconds. A point takes at least one transfer.
+        Time for which each point is measured, in seconds. At least one transfer is measured.
     direct : str
         See :class:`~gdrkit.gds.File`.
     kinds : sequence of str
@@ -122,7 +122,7 @@ def measure(
     plan : BenchmarkPlan
         Parameters of the benchmark.
     on_point : callable
-        Called after each point, with the point and the number of all points.
+        Function that is called after each point, with the point and the number of all points.
 
     Raises
     ------
@@ -135,19 +135,20 @@ def measure(
     except OSError as error:
         raise os_error("mkdtemp", str(plan.folder), error) from error
     with temporary_folder as folder_path:
-        path = Path(folder_path) / "read"
-        _create_file(path, plan.file_bytes)
+        read_file_path = Path(folder_path) / "read"
+        _create_file(read_file_path, plan.file_bytes)
         kinds_and_sizes = plan.points()
         for kind, size_bytes in kinds_and_sizes:
-            points.append(_measure_point(plan, path, kind, size_bytes))
+            points.append(_measure_point(plan, read_file_path, kind, size_bytes))
             on_point(points[-1], len(kinds_and_sizes))
     return points
 
 
-def _measure_point(plan: BenchmarkPlan, path: Path, kind: str, size_bytes: int) -> BenchmarkPoint:
+def _measure_point(plan: BenchmarkPlan, read_file_path: Path, kind: str, size_bytes: int) -> BenchmarkPoint:
+    """Measure one point. Reads use the file `read_file_path`, and writes a new file beside it."""
     with chunk_buffers(plan.device_index, size_bytes, 1) as (memory,):
         if kind.endswith("read"):
-            with File(path, direct=plan.direct) as file:
+            with File(read_file_path, direct=plan.direct) as file:
                 is_cold = kind == "cold read"
                 note = _drop_from_cache(file) if is_cold else _load_into_cache(file)
                 offsets = _make_random_offsets(plan.file_bytes, size_bytes, uses_each_once=is_cold)
@@ -156,8 +157,8 @@ def _measure_point(plan: BenchmarkPlan, path: Path, kind: str, size_bytes: int) 
                 )
         else:
             note, durable = "", kind == "durable write"
-            destination = path.with_name("written")
-            with File(destination, "w", direct=plan.direct) as file:
+            written_file_path = read_file_path.with_name("written")
+            with File(written_file_path, "w", direct=plan.direct) as file:
                 offsets = itertools.cycle(
                     range(0, _count_transfers_per_file(plan.file_bytes, size_bytes) * size_bytes, size_bytes)
                 )
@@ -166,7 +167,7 @@ def _measure_point(plan: BenchmarkPlan, path: Path, kind: str, size_bytes: int) 
                     offsets,
                     seconds=plan.seconds,
                 )
-            destination.unlink()
+            written_file_path.unlink()
     total_s, total_bytes = sum(durations_s), size_bytes * len(durations_s)
     return BenchmarkPoint(
         kind=kind,
@@ -182,9 +183,9 @@ def _measure_point(plan: BenchmarkPlan, path: Path, kind: str, size_bytes: int) 
 
 
 def _time_transfers(
-    transfer: Callable[[int], TransferResult], offsets: Iterable[int], *, seconds: float
+    transfer_at: Callable[[int], TransferResult], offsets: Iterable[int], *, seconds: float
 ) -> tuple[list[float], set[str], float]:
-    """Transfer at one offset after another for `seconds`, at least once.
+    """Call `transfer_at` with one offset after another for `seconds`, at least once.
 
     Returns
     -------
@@ -196,7 +197,7 @@ def _time_transfers(
     cpu_before_s, start_s = _read_cpu_time_s(), time.monotonic()
     for offset in offsets:
         transfer_start_s = time.monotonic()
-        result = transfer(offset)
+        result = transfer_at(offset)
         durations_s.append(time.monotonic() - transfer_start_s)
         routes.add(result.route.value)
         if time.monotonic() - start_s >= seconds:
@@ -224,8 +225,8 @@ def _create_file(path: Path, length_bytes: int) -> None:
     """Create a file of incompressible bytes."""
     try:
         with path.open("wb") as file:
-            for offset in range(0, length_bytes, _FILL_BYTES):
-                file.write(os.urandom(min(_FILL_BYTES, length_bytes - offset)))
+            for offset in range(0, length_bytes, _IO_CALL_BYTES):
+                file.write(os.urandom(min(_IO_CALL_BYTES, length_bytes - offset)))
             file.flush()
             os.fdatasync(file.fileno())
     except OSError as error:
@@ -235,23 +236,23 @@ def _create_file(path: Path, length_bytes: int) -> None:
 def _drop_from_cache(file: File) -> str:
     """Drop the file from the page cache. Return a note if that was not possible."""
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # With this advice, the kernel does not read ahead.
     cached_share = file.cached_share()
     return (
         ""
-        if cached_share <= _SHARE_TOLERANCE
+        if cached_share <= _CACHED_SHARE_TOLERANCE
         else f"{cached_share:.0%} of the file could not be dropped from the page cache"
     )
 
 
 def _load_into_cache(file: File) -> str:
     """Load the file into the page cache. Return a note if a part of it does not stay there."""
-    for offset in range(0, file.size_bytes, _FILL_BYTES):
-        os.pread(file.fileno(), _FILL_BYTES, offset)
+    for offset in range(0, file.size_bytes, _IO_CALL_BYTES):
+        os.pread(file.fileno(), _IO_CALL_BYTES, offset)
     cached_share = file.cached_share()
     return (
         ""
-        if cached_share >= 1 - _SHARE_TOLERANCE
+        if cached_share >= 1 - _CACHED_SHARE_TOLERANCE
         else f"{1 - cached_share:.0%} of the file does not stay in the page cache"
     )
 

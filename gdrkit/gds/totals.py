@@ -19,7 +19,8 @@ class RouteTotals(NamedTuple):
 
 
 _cufile_totals_lock = forks.ForkSafeLock(reentrant=True)
-# For each route, the number and the bytes of the transfers by cuFile. The native engine counts its own.
+# For each route: the number of the transfers by cuFile, and the bytes that they moved. The native engine counts its own
+# transfers.
 _cufile_totals: dict[Route, list[int]] = {}
 
 
@@ -36,7 +37,7 @@ def transfer_totals() -> dict[Route, RouteTotals]:
     with _cufile_totals_lock:
         totals_by_route = {route: RouteTotals(*totals) for route, totals in _cufile_totals.items()}
     # If the native module is not loaded, the engine has transferred nothing, so this function does not load it.
-    engine = sys.modules.get("gdrkit.gds._engine")
-    if engine is not None and engine.totals()[0]:
-        totals_by_route[Route.ENGINE] = RouteTotals(*engine.totals())
+    engine_module = sys.modules.get("gdrkit.gds._engine")
+    if engine_module is not None and RouteTotals(*engine_module.totals()).transfers_count:
+        totals_by_route[Route.ENGINE] = RouteTotals(*engine_module.totals())
     return totals_by_route

@@ -1,7 +1,7 @@
 """Transfers as futures.
 
-A :class:`Transfer` keeps the memory and the file alive until the last byte has moved, even if the
-caller drops the future. Its result reports how many bytes arrived and which route they took.
+A :class:`Transfer` keeps the memory and the file alive until the last byte has moved, even if the caller drops the
+future. The result reports how many bytes arrived and which route they took.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ _PROGRESS_INTERVAL_S = 0.05
 # Longer timeouts count as no limit: a hundred years, in seconds.
 _TIMEOUT_S_MAX = 100 * 365 * 86400.0
 
-
-# Count of the numbers that describe one range; see `extents` of Transfer.
+# `extents` of Transfer has four numbers for each range: index of the file, offset in the file, address, length.
 _NUMBERS_PER_EXTENT = 4
 
 
@@ -54,14 +53,15 @@ class TransferJob(Protocol):
         """Add the token to a native completion queue when the job is over; at once if it is over already."""
 
     def cancel(self) -> None:
-        """Start no further chunks."""
+        """Start no further chunks. Chunks in progress complete."""
 
     def progress(self) -> dict[str, Any]:
-        """Return ``bytes``, ``direct_bytes``, ``cancelled``, ``failure`` (``_native.Failure`` or None), ``duration_s``.
+        """Return a dict with ``bytes``, ``direct_bytes``, ``cancelled``, ``failure`` and ``duration_s``.
 
-        ``duration_s`` is valid when the job is over.
+        ``bytes`` is the number of bytes that arrived so far, and ``direct_bytes`` how many of them bypassed the page
+        cache. ``failure`` is a ``_native.Failure`` or None. ``duration_s`` is valid when the job is over.
 
-        These keys are optional: ``route`` (without it, the copy engine moved the bytes), ``why_not_direct``,
+        Further keys are optional: ``route`` (without it, the copy engine moved the bytes), ``why_not_direct``,
         ``counters`` (the increase of the counters that show the route), ``failed_extent`` (the index of the failed
         range) and ``failed_part`` (the arguments that name the failed part of the transfer).
         """
@@ -70,9 +70,9 @@ class TransferJob(Protocol):
         """Return how many bytes of each range arrived. The result is valid when the job is over."""
 
 
-# `native.in_progress` has all transfers in progress, by their tokens. It keeps them alive, because their memory must
-# not be freed before they end. `native.ended` has the transfers whose job is over. These dictionaries and the native
-# queue of the ended jobs need no lock, so that a finalizer may start a transfer.
+# Each transfer has a number, its token. `native.in_progress` has all transfers in progress, by their tokens. It keeps
+# them alive, because their memory must not be freed before they end. `native.ended` has the transfers whose job is
+# over. The dictionaries and the native queue of the ended jobs need no lock, so that a finalizer may start a transfer.
 _tokens = itertools.count(1)
 
 
@@ -82,7 +82,7 @@ def transfers_of(file: object) -> list[Transfer]:
 
 
 class _JobOfParent:
-    """The job of a transfer of the parent process, in a forked child: every call raises an error."""
+    """A placeholder, in a forked child, for the job of a transfer of the parent process. Every call raises an error."""
 
     def __getattr__(self, name: str) -> NoReturn:
         message = "the transfer was started before the fork, so that only the parent process can wait for it"
@@ -107,9 +107,9 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 class Transfer:
     """A transfer in progress, as a future.
 
-    The methods of :class:`gdrkit.gds.File` and :func:`gdrkit.gds.read_files` create it before they submit its job. If
-    an interrupt ends such a call before the job is queued, the call releases the memory. Otherwise the memory stays in
-    use until the job ends.
+    The methods of :class:`gdrkit.gds.File` and :func:`gdrkit.gds.read_files` create a transfer before they submit its
+    job. If an interrupt ends such a call before the job is queued, the call releases the memory. Otherwise the memory
+    stays in use until the job ends.
 
     Attributes
     ----------
@@ -122,7 +122,7 @@ class Transfer:
     files : sequence
         The open files, which stay alive until the transfer is over, or the paths of files that the job opens.
     token : int
-        Number of the transfer in ``in_progress`` and in ``ended_jobs`` of the native engine.
+        Number that identifies the transfer in ``in_progress``, ``ended`` and ``ended_jobs`` of the native engine.
     why_not_direct : str
         The reason why no direct path was used; empty if one was used, or if the caller did not want one.
     """
@@ -130,7 +130,7 @@ class Transfer:
     __slots__ = (
         "__weakref__",
         "_device_index",
-        "_direct_required",
+        "_is_direct_required",
         "_outcome",
         "buffer",
         "extents",
@@ -146,24 +146,25 @@ class Transfer:
         self.buffer: TransferBuffer | None = buffer
         self.files = files
         self.why_not_direct = ""
-        self._direct_required = direct_required
+        self._is_direct_required = direct_required
         self._device_index = buffer.device_index
-        # The result and the error. This is one tuple, so that a thread sees both or none.
+        # The result and the error, in one tuple, so that a thread sees both or none of them. None until _finish().
         self._outcome: tuple[TransferResult, GdrkitError | None] | None = None
         self.token = next(_tokens)
-        # A caller may drop a future without a call of result(). Then a later transfer releases its memory here.
+        # A caller may drop a future without calling result(). The next transfer that is created after the end of the
+        # job releases the memory of that future here.
         if native.collect_ended():
             for transfer in tuple(native.ended.values()):
                 transfer.release()
 
-    def start(self, job: TransferJob, function: Callable[[Any], object], argument: object) -> None:
-        """Store the job and call `function`, which starts it.
+    def start(self, job: TransferJob, start_function: Callable[[Any], object], argument: object) -> None:
+        """Store the job, and call `start_function` with `argument`, which starts the job.
 
-        If `function` is written in C, such as the method of a queue, no interrupt can come between the two steps. So
-        the transfer has a job if and only if the job was started.
+        If `start_function` is written in C, such as the method of a queue, no interrupt can come between the two steps.
+        So the transfer has a job if and only if the job was started.
         """
         job.notify(native.ended_jobs, self.token)
-        native.start(self, job, function, argument)
+        native.start(self, job, start_function, argument)
 
     def discard(self) -> None:
         """Release the memory after the start has failed, unless a job uses the memory."""
@@ -205,15 +206,15 @@ class Transfer:
         timeout_s : float or None
             Longest time to wait, in seconds. A negative time is the same as 0. None and infinity mean no limit.
         on_progress : callable or None
-            Called about twenty times per second, and at the end, with the bytes that arrived and the bytes requested.
-            An exception that it raises cancels the transfer.
+            Function that is called about twenty times per second, and at the end, with the number of bytes that arrived
+            and the number of bytes requested. If it raises an error, the transfer is cancelled.
 
         Raises
         ------
         TransferFailed
             A system call or the driver failed (``errno``, ``status``), a file was too short (END_OF_FILE), a caller
-            cancelled the transfer (CANCELLED), or a required direct path was not taken (NOT_DIRECT). ``transferred``
-            is the result up to the error.
+            cancelled the transfer (CANCELLED), or a required direct path was not taken (NOT_DIRECT). The names in
+            capitals are reasons. ``partial_result`` is the result up to the error.
         TimeoutError
             The transfer was not over in time. It continues.
         UsageError
@@ -240,7 +241,7 @@ class Transfer:
             except asyncio.CancelledError as error:
                 cancelled_error = error
                 self.job.cancel()
-            except ApiError:  # There is no descriptor for the event loop.
+            except ApiError:  # LoopWaits found no free descriptor for the event loop.
                 self._cancel_and_wait()
                 raise
         if cancelled_error is not None:
@@ -279,7 +280,8 @@ class Transfer:
     def _finish(self) -> tuple[TransferResult, GdrkitError | None]:
         """Release the memory of a transfer that is over, and return the result and the error of the transfer.
 
-        Several threads may do this at the same time without a lock, because they get the same values.
+        Several threads may call this method at the same time without a lock, because all of them compute the same
+        outcome.
         """
         if self._outcome is None:
             try:
@@ -316,7 +318,7 @@ class Transfer:
         failure: Failure | None = progress["failure"]
         requested_bytes = tuple(self.extents[3::_NUMBERS_PER_EXTENT])
         is_complete = failure is None and not progress["cancelled"] and result.range_bytes == requested_bytes
-        if is_complete and not (self._direct_required and result.bytes and result.route not in DIRECT_ROUTES):
+        if is_complete and not (self._is_direct_required and result.bytes and result.route not in DIRECT_ROUTES):
             return None
         failed_range_index: int | None = progress.get("failed_extent") if failure is not None else None
         if failure is None and not progress["cancelled"] and not is_complete:
@@ -339,11 +341,14 @@ class Transfer:
             detail = f"the route of the bytes is {result.route.value}: {result.why_not_direct}"
             error = error_without_failed_call(arguments, detail, reason=Reason.NOT_DIRECT)
         if isinstance(error, TransferFailed):
-            error.transferred = result
+            error.partial_result = result
         return error
 
     def _make_error_arguments(self, failed_range_index: int | None) -> dict[str, object]:
-        """Return the arguments that an error shows. They name the range `failed_range_index`, or the only range."""
+        """Return the arguments that an error shows. They name the file and the offset of the failed range, if known.
+
+        If `failed_range_index` is None, and the transfer has a single range, that range is named.
+        """
         arguments: dict[str, object] = {"device_index": self._device_index, "length_bytes": self.length_bytes}
         if failed_range_index is None and len(self.extents) == _NUMBERS_PER_EXTENT:
             failed_range_index = 0

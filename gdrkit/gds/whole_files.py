@@ -41,7 +41,7 @@ def read_files(
     buffer : object
         See :func:`gdrkit.gds.describe_buffer`.
     lengths_bytes : sequence of int
-        Bytes to read from each file.
+        Number of bytes to read from each file, from its beginning.
     access : str
         See :class:`~gdrkit.gds.File`.
 
@@ -87,8 +87,9 @@ def transfer_ranges(
 ) -> Transfer:
     """Read or write ranges of several open files by the copy engine, as one transfer, and return its future.
 
-    One call transfers any number of ranges between the files and any memory of one device. The caller must pass valid
-    addresses. This function does not check them, because the checks would take longer than starting the transfer.
+    One call transfers any number of ranges between the files and any memory of one device, or of the host. The caller
+    must pass valid addresses. This function does not check them, because the checks would take longer than starting the
+    transfer.
 
     Parameters
     ----------
@@ -97,8 +98,8 @@ def transfer_ranges(
     extents : array of int
         Four numbers for each range: index in `files`, offset in the file, address, length in bytes.
     memory : TransferBuffer
-        Its `device_index` is the device of all ranges. Its `keep` keeps their memory alive until the transfer ends. Its
-        address and length are not used.
+        Its `device_index` is the device of all ranges. Its `memory_owner` keeps the memory of the ranges alive until
+        the transfer ends. Its address and length are not used.
     write : bool
         True: write from memory into the files. False: read from the files into memory.
 
@@ -107,7 +108,7 @@ def transfer_ranges(
     ClosedResource
         A file was closed.
     UsageError
-        The files do not have the same `access`, or a file to write was opened for reading only.
+        The files do not have the same `access`, or with `write`, a file was opened for reading only.
     """
     files = tuple(files)
     transfer = Transfer(memory, files)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Evidence"]
 
+# The name of a number must end with one of these units.
 _UNITS = frozenset(
     [
         "bytes",
@@ -70,7 +71,7 @@ class Evidence:
     files : list of ClaimedFile
         The routes between devices and file systems.
     missing : list of CaseReason
-        Sentences that say what the case could not prove.
+        Sentences that say what the case could not prove. If there is one, the verdict is ``unproven``.
     hardware_apis : tuple of Api
         The APIs about whose hardware the case claims something; see :meth:`claim_hardware`.
     """
@@ -164,10 +165,12 @@ class Evidence:
         )
 
 
-def _make_claim(device: _Device | int, nic: _Nic | str, method: enum.Enum | str, cause: str | None) -> ClaimedRoute:
+def _make_claim(
+    device: _Device | int, nic: _Nic | str, method: enum.Enum | str, fallback_cause: str | None
+) -> ClaimedRoute:
     return ClaimedRoute(
         device_index=device if isinstance(device, int) else device.index,
         nic=nic if isinstance(nic, str) else nic.name,
         way=method if isinstance(method, str) else str(method.value),
-        fell_back=cause,
+        fell_back=fallback_cause,
     )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 __all__ = [
-    "POOL_KEY",
+    "PEER_POOL_KEY",
     "PeerPool",
     "device",
     "devices",
@@ -41,9 +41,9 @@ __all__ = [
 
 
 class PeerPool:
-    """A pool of peer processes. Each peer serves one case after another, and is reset after each case.
+    """A pool of peer processes. Each peer serves one case after another, and closes its objects after each case.
 
-    Peers are reused, because a new peer takes long to start: it starts an interpreter and imports pyverbs.
+    Peers are reused, because the start of a peer takes long: it starts an interpreter and imports pyverbs.
     """
 
     def __init__(self) -> None:
@@ -51,8 +51,8 @@ class PeerPool:
         self._used_peers: list[Peer] = []
         self._started_count = 0
 
-    def start(self) -> None:
-        """Start one peer, and do not wait until it is ready."""
+    def start_idle_peer(self) -> None:
+        """Start one peer for a later :meth:`acquire`, and do not wait until it is ready."""
         self._idle_peers.append(self._start_peer())
 
     def acquire(self) -> Peer:
@@ -68,7 +68,7 @@ class PeerPool:
         return peer
 
     def release(self, peer: Peer, case: Case) -> None:
-        """Make the peer close the objects of the case, and return it to the pool unless it has ended.
+        """Make the peer close the objects of the case, and put the peer back into the pool unless it has ended.
 
         Raises
         ------
@@ -80,14 +80,14 @@ class PeerPool:
             peer.close()
             return
         try:
-            case.peers.append((peer.name, peer.reset()))
+            case.peer_libraries.append((peer.name, peer.reset()))
         except BaseException:
             peer.close()
             raise
         self._idle_peers.append(peer)
 
     def descriptors(self) -> frozenset[int]:
-        """Return the descriptors of this process that belong to peers."""
+        """Return the descriptors of this process through which it communicates with the peers."""
         return frozenset().union(*(peer.descriptors() for peer in (*self._idle_peers, *self._used_peers)))
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class PeerPool:
 
 
 # Key of the pool in the stash of the pytest configuration.
-POOL_KEY: pytest.StashKey[PeerPool] = pytest.StashKey()
+PEER_POOL_KEY: pytest.StashKey[PeerPool] = pytest.StashKey()
 
 
 @pytest.fixture(scope="session")
@@ -114,7 +114,7 @@ def facts(request: pytest.FixtureRequest) -> Facts:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """The seed of this case. Each case has its own seed, which depends only on the case and on ``--seed``."""
+    """The seed of this case. Each case has its own seed, which depends only on the id of the case and on ``--seed``."""
     return request.config.stash[SESSION_KEY].case_seed(request.node.nodeid)
 
 
@@ -171,7 +171,7 @@ def gaudi(request: pytest.FixtureRequest) -> Iterator[Gaudi]:
 @pytest.fixture
 def peers(request: pytest.FixtureRequest) -> Iterator[Callable[[], Peer]]:
     """A function that returns a further peer process at each call."""
-    pool, case = request.config.stash[POOL_KEY], _find_case(request)
+    pool, case = request.config.stash[PEER_POOL_KEY], _find_case(request)
     acquired_peers: list[Peer] = []
 
     def acquire() -> Peer:
@@ -200,7 +200,7 @@ def _open_nics(request: pytest.FixtureRequest, *, count_max: int | None) -> Iter
         nics = verbs.open_active_nics(count_max=count_max)
         for nic in nics:
             stack.enter_context(nic)
-            case.nics.append(nic.name)
+            case.nic_names.append(nic.name)
         yield nics
 
 

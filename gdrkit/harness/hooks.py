@@ -21,7 +21,7 @@ import pytest
 from gdrkit.errors import GdrkitError
 from gdrkit.harness import fixtures, leaks, needs, refusal
 from gdrkit.harness.case import CASE_KEY, Case, title_of
-from gdrkit.harness.fixtures import POOL_KEY, PeerPool
+from gdrkit.harness.fixtures import PEER_POOL_KEY, PeerPool
 from gdrkit.harness.session import SESSION_KEY, Session
 from gdrkit.report import Verdict, append_record
 from gdrkit.serialization import to_json_data
@@ -36,7 +36,7 @@ __all__ = ["start_harness"]
 _CASES_KEY: pytest.StashKey[list[Case]] = pytest.StashKey()
 # Key of the case that pytest runs now. It is None between two cases.
 _RUNNING_CASE_KEY: pytest.StashKey[Case | None] = pytest.StashKey()
-# Key of a flag that is set when the collection is complete.
+# Key of the flag that pytest has collected all cases.
 _IS_COLLECTED_KEY: pytest.StashKey[bool] = pytest.StashKey()
 
 # User properties of a pytest report. They say why the harness reported the case as "skipped".
@@ -58,8 +58,8 @@ def start_harness(config: pytest.Config, *, strict: bool) -> None:
     """
     if strict:
         # The software twins (libraries that emulate the hardware) delay this percentage of the completions by a random
-        # time; their default is small. If all are delayed, a case that relies on an order that hardware does not
-        # promise fails soon. Peer processes inherit the variable.
+        # time. The default percentage is small. If the twins delay all completions, a case that relies on an order that
+        # hardware does not promise fails soon. Peer processes inherit the variable.
         os.environ.setdefault("GDRKIT_TWINS_LATE_SHARE", "100")
     try:
         config.stash[SESSION_KEY] = Session(config, strict=strict)
@@ -71,7 +71,7 @@ def start_harness(config: pytest.Config, *, strict: bool) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Return the line of the header with the seed, which is needed to repeat the run."""
+    """Return a line for the header of pytest's output. It contains the seed, which is needed to repeat the run."""
     return f"gdrkit: --seed {config.stash[SESSION_KEY].seed}"
 
 
@@ -88,9 +88,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Check the substrate (hardware or twins) and needs, write the file of ``--plan``, and start a peer if needed."""
+    """Check the substrates (hardware or twins) and needs, write the file of ``--plan``, and start a peer if needed."""
     harness_session = session.config.stash[SESSION_KEY]
-    # After an interrupt, pytest also calls this hook. The collection is incomplete then.
+    # pytest calls this hook even after an interrupt of the collection. The list of cases is incomplete then.
     if not session.config.stash.get(_IS_COLLECTED_KEY, False):
         return
     cases = [Case(item, needs.declared(item)) for item in session.items if _is_handled(item)]
@@ -109,14 +109,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # No plan is written if a file could not be collected, because the plan would lack the cases of that file.
     if harness_session.plan_path is not None and not session.testsfailed:
         _write_plan(harness_session.plan_path, harness_session.profile.name, cases)
-    pool = session.config.stash[POOL_KEY] = PeerPool()
+    pool = session.config.stash[PEER_POOL_KEY] = PeerPool()
     if not session.config.option.collectonly and any(_uses_peer(case) for case in cases if case.is_runnable):
-        pool.start()
+        pool.start_idle_peer()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """End the peer processes. Fail the run if a case did not run for an unforeseen reason."""
-    pool = session.config.stash.get(POOL_KEY, None)
+    pool = session.config.stash.get(PEER_POOL_KEY, None)
     if pool is not None:
         pool.close()
     if session.exitstatus == pytest.ExitCode.OK and _has_unforeseen_absence(session.config):
@@ -142,7 +142,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     if planned_case is None:
         return (yield)
     # A plugin may run an item several times. Each run gets a new state, with the needs that were checked at collection.
-    case = item.stash[CASE_KEY] = Case(item, planned_case.needs, unmet=planned_case.unmet, refusal=planned_case.refusal)
+    case = item.stash[CASE_KEY] = Case(
+        item, planned_case.needs, unmet_needs=planned_case.unmet_needs, expected_refusal=planned_case.expected_refusal
+    )
     item.config.stash[_CASES_KEY].append(case)
     item.config.stash[_RUNNING_CASE_KEY] = case
     result = yield
@@ -159,9 +161,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if case is None:
         return
     if not case.is_runnable:
-        pytest.skip("; ".join(f"{reason.need}: {reason.text}" for reason in case.unmet))
+        pytest.skip("; ".join(f"{reason.need}: {reason.text}" for reason in case.unmet_needs))
     item.config.stash[SESSION_KEY].start_apis({need.name.partition(".")[0] for need in case.needs})
-    case.baseline = leaks.open_objects(harness_descriptors=item.config.stash[POOL_KEY].descriptors())
+    case.baseline = leaks.open_objects(harness_descriptors=item.config.stash[PEER_POOL_KEY].descriptors())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -170,7 +172,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     case = item.stash.get(CASE_KEY, None)
     result = yield
     if case is not None and case.baseline is not None:
-        leaks.check(case.baseline, harness_descriptors=item.config.stash[POOL_KEY].descriptors)
+        leaks.check(case.baseline, harness_descriptors=item.config.stash[PEER_POOL_KEY].descriptors)
     return result
 
 
@@ -182,7 +184,7 @@ def pytest_fixture_setup(
     case = None if fixturedef.scope == "function" else _find_running_case(request)
     if case is None or case.baseline is None:
         return (yield)
-    pool = request.config.stash[POOL_KEY]
+    pool = request.config.stash[PEER_POOL_KEY]
     objects_before = leaks.open_objects(harness_descriptors=pool.descriptors())
     result = yield
     objects_after = leaks.open_objects(harness_descriptors=pool.descriptors())
@@ -206,6 +208,7 @@ def pytest_runtest_makereport(
         if not case.is_runnable and call.when == "setup":
             report.user_properties.append(_NOT_RUN_PROPERTY)
             return report
+        # pytest sets the attribute wasxfail if a case is marked as an expected failure (xfail).
         misuse = "is marked as an expected failure" if hasattr(report, "wasxfail") else "skipped itself"
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} {misuse}; a case must declare its requirements by @needs"
@@ -213,7 +216,7 @@ def pytest_runtest_makereport(
             del report.wasxfail
         if not case.failures:
             case.record_failure("call", f"the case {misuse}", str(report.longrepr))
-    elif case.refusal is not None and not case.refused and call.when != "teardown":
+    elif case.expected_refusal is not None and not case.observed_refusals and call.when != "teardown":
         _report_missing_refusal(case, call, report)
     elif report.outcome == "failed":
         text = report.longreprtext if call.excinfo is None else _describe_error(call.excinfo.value)
@@ -241,27 +244,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
     Without this list, a run in which most cases did not run would look complete.
     """
-    # The key is the name of the need, the text of the reason, and whether the profile foresees it.
+    # The number of cases that did not run, by reason. The key is the name of the need, the text of the reason, and
+    # whether the profile foresees this reason.
     case_counts: dict[tuple[str, str, bool], int] = {}
     unproven_reasons: list[tuple[str, str]] = []
     for case in config.stash.get(_CASES_KEY, []):
-        if case.verdict is Verdict.NOT_RUN and not case.refused:
-            for reason in case.unmet:
+        if case.verdict is Verdict.NOT_RUN and not case.observed_refusals:
+            for reason in case.unmet_needs:
                 key = (reason.need or "", reason.text, reason.foreseen is True)
                 case_counts[key] = case_counts.get(key, 0) + 1
         elif case.verdict is Verdict.UNPROVEN:
             unproven_reasons += [(case.item.nodeid, reason.text) for reason in case.evidence.missing]
     if case_counts:
         terminalreporter.section("needs that are not met", sep="-")
-        for (need, text, is_foreseen), count in sorted(case_counts.items()):
+        for (need_name, reason_text, is_foreseen), count in sorted(case_counts.items()):
             is_failure = not is_foreseen and config.stash[SESSION_KEY].fails_unforeseen
             profile_name = config.stash[SESSION_KEY].profile.name if is_failure else ""
             suffix = f"  NOT FORESEEN by profile {profile_name}: the run fails" if is_failure else ""
-            terminalreporter.write_line(f"{count:4d} x {need}: {text}{suffix}", red=is_failure)
+            terminalreporter.write_line(f"{count:4d} x {need_name}: {reason_text}{suffix}", red=is_failure)
     if unproven_reasons:
         terminalreporter.section("not proven", sep="-")
-        for name, text in unproven_reasons:
-            terminalreporter.write_line(f"{name}: {text}")
+        for case_id, reason_text in unproven_reasons:
+            terminalreporter.write_line(f"{case_id}: {reason_text}")
 
 
 def _skip_expected_refusal(case: Case, call: pytest.CallInfo[None]) -> bool:
@@ -269,10 +273,10 @@ def _skip_expected_refusal(case: Case, call: pytest.CallInfo[None]) -> bool:
 
     Return whether the error was replaced.
     """
-    if case.refusal is None or case.refused or call.excinfo is None or call.when == "teardown":
+    if case.expected_refusal is None or case.observed_refusals or call.excinfo is None or call.when == "teardown":
         return False
     error = call.excinfo.value
-    observed_refusals = refusal.matching_refusals(error, case.refusal)
+    observed_refusals = refusal.matching_refusals(error, case.expected_refusal)
     if not observed_refusals:
         return False
     case.record_refusal(observed_refusals)
@@ -285,11 +289,11 @@ def _skip_expected_refusal(case: Case, call: pytest.CallInfo[None]) -> bool:
 def _report_missing_refusal(case: Case, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
     """Report a case as failed if the expected refusal did not occur.
 
-    A refusal that did not occur in the set-up may still occur in the body of the case.
+    After a set-up that passed, report nothing yet, because the refusal may still occur in the body of the case.
     """
     if report.outcome == "failed" or call.when == "call":
-        actual_text = "nothing was refused" if call.excinfo is None else _describe_error(call.excinfo.value)
-        text = f"expected one RegistrationFailed by {refusal.describe(case.refusal or ())}: {actual_text}"
+        observed_text = "nothing was refused" if call.excinfo is None else _describe_error(call.excinfo.value)
+        text = f"expected one RegistrationFailed by {refusal.describe(case.expected_refusal or ())}: {observed_text}"
         details = f"{text}\n\n{report.longreprtext}".strip()
         report.outcome = "failed"
         report.longrepr = details
@@ -303,11 +307,13 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _write_plan(path: Path, profile_name: str, cases: Sequence[Case]) -> None:
-    text = json.dumps({"profile": profile_name, "cases": [_make_plan_data(case) for case in cases]}, indent=2) + "\n"
+    plan_json = (
+        json.dumps({"profile": profile_name, "cases": [_make_plan_data(case) for case in cases]}, indent=2) + "\n"
+    )
     # Another process may wait for the plan. The file gets its name when it is complete, so that an incomplete plan is
     # never read.
     temporary_path = path.with_suffix(".new")
-    temporary_path.write_text(text, encoding="utf-8")
+    temporary_path.write_text(plan_json, encoding="utf-8")
     temporary_path.replace(path)
 
 
@@ -316,8 +322,8 @@ def _make_plan_data(case: Case) -> dict[str, object]:
         "case": case.item.nodeid,
         "title": title_of(case.item),
         "needs": [need.name for need in case.needs],
-        "unmet": to_json_data(case.unmet),
-        "refused": case.refusal is not None,
+        "unmet": to_json_data(case.unmet_needs),
+        "refused": case.expected_refusal is not None,
     }
 
 
@@ -326,7 +332,10 @@ def _uses_peer(case: Case) -> bool:
 
 
 def _is_handled(item: pytest.Item) -> bool:
-    """Return whether the harness handles this case: in strict mode every case, else only one that uses the harness."""
+    """Return whether the harness handles this case.
+
+    In strict mode it handles every case, otherwise only a case that declares a need or uses a fixture of the harness.
+    """
     if item.config.stash[SESSION_KEY].strict or item.get_closest_marker(needs.MARK) is not None:
         return True
     return bool(_FIXTURE_NAMES & set(getattr(item, "fixturenames", ())))
@@ -338,11 +347,11 @@ def _has_unforeseen_absence(config: pytest.Config) -> bool:
         reason.foreseen is not True
         for case in config.stash[_CASES_KEY]
         if case.verdict is Verdict.NOT_RUN
-        for reason in case.unmet
+        for reason in case.unmet_needs
     )
 
 
 def _find_running_case(request: pytest.FixtureRequest) -> Case | None:
-    # The request of a fixture of module or session scope does not refer to the case, so pytest_runtest_protocol stores
-    # the running case in the configuration.
+    # The request of a fixture of module or session scope does not refer to a case, so this function returns the case
+    # that pytest_runtest_protocol has stored in the configuration.
     return request.config.stash.get(_RUNNING_CASE_KEY, None)

@@ -24,9 +24,10 @@ from gdrkit.units import HOST_PAGE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-__all__ = ["OpenObjects", "check", "count_new", "extend_baseline", "ledger_handles", "open_objects", "start_apis"]
+__all__ = ["OpenObjects", "check", "count_new", "count_twin_handles", "extend_baseline", "open_objects", "start_apis"]
 
-_STANDARD_ERROR = 2
+_STANDARD_ERROR_FD = 2
+# The API of a library, by the beginning of the name of its file.
 _API_BY_FILE_PREFIX = {
     "libibverbs.so": "verbs",
     "libcuda.so": "cuda",
@@ -43,36 +44,36 @@ class OpenObjects:
     ----------
     descriptors : mapping
         For each file descriptor: the file or socket to which it refers.
-    handles : mapping
-        For each type: the count of open objects of gdrkit.
-    ledgers : mapping
-        For each type: the count of open handles in the twins.
+    object_counts : mapping
+        For each type: the number of open objects of gdrkit.
+    twin_handle_counts : mapping
+        For each type: the number of open handles in the twins.
     """
 
     descriptors: dict[int, str]
-    handles: dict[str, int]
-    ledgers: dict[str, int]
+    object_counts: dict[str, int]
+    twin_handle_counts: dict[str, int]
 
 
 def open_objects(*, harness_descriptors: Collection[int] = ()) -> OpenObjects:
     """Return the objects that are open now, without `harness_descriptors`."""
     # The ledgers are read before the descriptors. When the ledger of a twin is read, the twin also frees device memory
     # that is no longer used, and closes the descriptor of the memory.
-    ledgers = ledger_handles()
+    twin_handle_counts = count_twin_handles()
     return OpenObjects(
         descriptors={
             descriptor: target
-            for descriptor, target in evidence.descriptors().items()
+            for descriptor, target in evidence.descriptor_targets().items()
             # pytest replaces standard input, output and error while it captures output.
-            if descriptor > _STANDARD_ERROR and descriptor not in harness_descriptors
+            if descriptor > _STANDARD_ERROR_FD and descriptor not in harness_descriptors
         },
-        handles=handles.live(),
-        ledgers=ledgers,
+        object_counts=handles.live(),
+        twin_handle_counts=twin_handle_counts,
     )
 
 
-def ledger_handles() -> dict[str, int]:
-    """Return the counts of open handles in all loaded twins by type, e.g. ``{"verbs twin: ibv_mr": 1}``."""
+def count_twin_handles() -> dict[str, int]:
+    """Count the open handles in all loaded twins by type, e.g. ``{"verbs twin: ibv_mr": 1}``."""
     counts_by_type: dict[str, int] = {}
     for api in sorted(
         {_find_api_of_library(library.path) for library in evidence.libraries() if is_twin(library)} - {""}
@@ -86,8 +87,8 @@ def ledger_handles() -> dict[str, int]:
 
 def count_new(before: OpenObjects, after: OpenObjects) -> dict[str, int]:
     """Return, for each type, how many more objects are open in `after` than in `before`."""
-    # If the target of a descriptor number has changed, the descriptor was closed and its number was reused. It counts
-    # as one closed and one new object.
+    # If the target of a descriptor number has changed, the old descriptor was closed and its number was reused. This
+    # counts as one closed and one new object.
     new_targets = [
         target for descriptor, target in after.descriptors.items() if before.descriptors.get(descriptor) != target
     ]
@@ -99,7 +100,10 @@ def count_new(before: OpenObjects, after: OpenObjects) -> dict[str, int]:
     growth_by_type = {
         f"descriptor of {type_name}": count for type_name, count in descriptor_growth.items() if count > 0
     }
-    for old_counts, new_counts in ((before.handles, after.handles), (before.ledgers, after.ledgers)):
+    for old_counts, new_counts in (
+        (before.object_counts, after.object_counts),
+        (before.twin_handle_counts, after.twin_handle_counts),
+    ):
         growth_by_type |= {
             type_name: count - old_counts.get(type_name, 0)
             for type_name, count in new_counts.items()
@@ -158,8 +162,8 @@ def _find_api_of_library(path: str) -> str:
 
 
 def _classify_target(target: str) -> str:
-    # A target such as "socket:[4711]" or "/memfd:gdrkit-gpu:0123 (deleted)" contains a number. The number is left
-    # out, so that all such targets count as one type.
+    # A target such as "socket:[4711]" or "/memfd:gdrkit-gpu:0123 (deleted)" contains a number. The type of the target
+    # is the text without the number, so that all such targets count as one type.
     target_name = target.partition(":[")[0]
     return ":".join(target_name.split(":")[:2]) if target_name.startswith("/memfd:") else target_name
 
@@ -167,7 +171,7 @@ def _classify_target(target: str) -> str:
 def extend_baseline(baseline: OpenObjects, before: OpenObjects, after: OpenObjects) -> OpenObjects:
     """Return `baseline` plus the objects that were opened between `before` and `after`.
 
-    These are the objects of a fixture that outlives the case.
+    A fixture of module or session scope, which outlives the case, has opened these objects.
     """
     return OpenObjects(
         descriptors={
@@ -178,8 +182,10 @@ def extend_baseline(baseline: OpenObjects, before: OpenObjects, after: OpenObjec
                 if before.descriptors.get(descriptor) != target
             },
         },
-        handles=_add_growth(baseline.handles, before.handles, after.handles),
-        ledgers=_add_growth(baseline.ledgers, before.ledgers, after.ledgers),
+        object_counts=_add_growth(baseline.object_counts, before.object_counts, after.object_counts),
+        twin_handle_counts=_add_growth(
+            baseline.twin_handle_counts, before.twin_handle_counts, after.twin_handle_counts
+        ),
     )
 
 

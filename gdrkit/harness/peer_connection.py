@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PeerConnection", "PeerObject"]
 
+# Longest waits for the start, for a reply and for the end of a peer.
 _READY_TIMEOUT_S = 60.0
-_REQUEST_TIMEOUT_S = 30.0
+_REPLY_TIMEOUT_S = 30.0
 _EXIT_TIMEOUT_S = 10.0
 # An error quotes the last bytes of the output of a peer, at most this many.
 _OUTPUT_TAIL_BYTES = 2000
@@ -94,7 +95,7 @@ class PeerConnection:
         return frozenset(self.request("modules"))
 
     def exit(self, status: int = 0) -> None:
-        """Make the peer exit without any clean-up (``os._exit``), and wait for its end.
+        """Make the peer exit without any clean-up (``os._exit``), and wait for its end. `status` is its exit code.
 
         Raises
         ------
@@ -110,7 +111,7 @@ class PeerConnection:
         except subprocess.TimeoutExpired as error:
             self.kill()
             cause = f"did not end within {_EXIT_TIMEOUT_S:g} s of os._exit and was killed"
-            raise self._make_error(cause, Reason.TIMEOUT) from error
+            raise self._make_broken_peer_error(cause, Reason.TIMEOUT) from error
 
     def kill(self) -> None:
         """Kill the peer and wait for its end. The kernel, and not the peer, then closes the objects of the peer.
@@ -122,14 +123,14 @@ class PeerConnection:
         """
         if kill_failure := kill_child(self._process, leads_group=False):
             cause = f"was killed: {kill_failure}"
-            raise self._make_error(cause, Reason.TIMEOUT)
+            raise self._make_broken_peer_error(cause, Reason.TIMEOUT)
 
-    def stop(self) -> None:
-        """Stop the peer (SIGSTOP). It does not reply until :meth:`resume` is called."""
+    def suspend(self) -> None:
+        """Suspend the peer by SIGSTOP. It does not reply until :meth:`resume` is called."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Continue a stopped peer (SIGCONT)."""
+        """Let a suspended peer continue (SIGCONT)."""
         self._process.send_signal(signal.SIGCONT)
 
     def reset(self) -> tuple[LoadedLibrary, ...]:
@@ -163,7 +164,7 @@ class PeerConnection:
             self._output_file.close()
 
     def descriptors(self) -> frozenset[int]:
-        """Return the descriptors of this process that belong to the peer."""
+        """Return the descriptors of this process for the peer: the socket and the file with the output of the peer."""
         if self._output_file.closed:
             return frozenset()
         return frozenset((self._channel.fileno(), self._output_file.fileno()))
@@ -173,7 +174,7 @@ class PeerConnection:
         operation: str,
         *,
         descriptors: Sequence[int] = (),
-        request_timeout_s: float = _REQUEST_TIMEOUT_S,
+        request_timeout_s: float = _REPLY_TIMEOUT_S,
         **arguments: Any,  # noqa: ANN401 - each operation has its own arguments.
     ) -> Any:  # noqa: ANN401 - each operation has its own result.
         """Make the peer execute an operation, and return its result.
@@ -181,7 +182,7 @@ class PeerConnection:
         Raises
         ------
         GdrkitError
-            The error that the operation raised in the peer. A note names the peer.
+            The error that the operation raised in the peer. A note of the error names the peer.
         BrokenResource
             ``PEER_GONE``: the peer has ended. ``TIMEOUT``: the peer did not reply in time, and was killed because its
             state is unknown.
@@ -197,12 +198,12 @@ class PeerConnection:
         try:
             self._channel.send(message, descriptors=tuple(descriptors))
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise self._make_end_error(operation) from error
+            raise self._make_peer_gone_error(operation) from error
         reply = self._receive(operation, request_timeout_s)
         if reply["id"] != self._last_request_id:
             self.kill()
             cause = f"replied to request {reply['id']} instead of {self._last_request_id}"
-            raise self._make_error(cause, Reason.MALFORMED)
+            raise self._make_broken_peer_error(cause, Reason.MALFORMED)
         if "error" in reply:
             peer_error = error_from_json_data(reply["error"])
             peer_error.add_note(f"raised in {self.name} (process {self.process_id}) by {operation}")
@@ -216,17 +217,18 @@ class PeerConnection:
             self._is_ready = True
 
     def _receive(self, operation: str, timeout_s: float) -> dict[str, Any]:
+        """Return the next message of the peer. `operation` names, in errors, the operation that the peer executes."""
         try:
             reply = self._channel.receive(timeout_s=timeout_s)
         except TimeoutError as error:
             self.kill()
             cause = f"did not reply to {operation} within {timeout_s:g} s and was killed"
-            raise self._make_error(cause, Reason.TIMEOUT) from error
+            raise self._make_broken_peer_error(cause, Reason.TIMEOUT) from error
         if reply is None:
-            raise self._make_end_error(operation)
+            raise self._make_peer_gone_error(operation)
         return reply
 
-    def _make_end_error(self, operation: str) -> BrokenResource:
+    def _make_peer_gone_error(self, operation: str) -> BrokenResource:
         """Return the error for a peer that has ended or closed its socket."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_TIMEOUT_S)
@@ -234,9 +236,9 @@ class PeerConnection:
         cause = "closed its socket" if exit_code is None else f"exited with code {exit_code}"
         if exit_code is not None and exit_code < 0:
             cause = f"was ended by {signal.Signals(-exit_code).name}"
-        return self._make_error(f"{cause} during {operation}", Reason.PEER_GONE)
+        return self._make_broken_peer_error(f"{cause} during {operation}", Reason.PEER_GONE)
 
-    def _make_error(self, cause: str, reason: Reason) -> BrokenResource:
+    def _make_broken_peer_error(self, cause: str, reason: Reason) -> BrokenResource:
         """Return the error for a broken peer, with the end of its output as a note."""
         self._output_file.seek(0)
         output = self._output_file.read()[-_OUTPUT_TAIL_BYTES:].decode("utf-8", "backslashreplace").strip()
@@ -265,5 +267,5 @@ class PeerObject:
         self.handle_number: int = reply["handle"]
 
     def close(self) -> None:
-        """Close the object in the peer."""
+        """Make the peer close the object."""
         self.peer.request("close", number=self.handle_number)

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["PeerBuffer", "PeerNic", "PeerQueuePair", "PeerRegion", "ReadResult"]
 
 _READ_WRITE_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
+# Default of the longest time for which the peer waits for a completion.
 _COMPLETION_TIMEOUT_MS = 10_000.0
-# The peer waits for a completion, and the case waits this much longer for the reply of the peer.
+# The case waits this much longer for the reply of the peer.
 _REPLY_MARGIN_S = 20.0
 
 
@@ -40,7 +41,7 @@ class PeerRegion(PeerObject):
         self._remote_range = RemoteRange.from_dict(reply["remote"])
 
     def remote(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
-        """Return the address and key of a part of the region. A `length_bytes` of None means up to the end."""
+        """Return the address and rkey of a part of the region. A `length_bytes` of None means up to its end."""
         length_bytes = self._remote_range.length_bytes - offset_bytes if length_bytes is None else length_bytes
         return self._remote_range.part(offset_bytes=offset_bytes, length_bytes=length_bytes)
 
@@ -173,9 +174,9 @@ class PeerQueuePair(PeerObject):
         remote : RemoteRange
             The target memory in the process of the case.
         seed, stream_offset_bytes : int
-            Position of the bytes in the pattern; see :mod:`gdrkit.pattern`.
+            The pattern, and the offset of the first byte in it; see :mod:`gdrkit.pattern`.
         length_bytes : int or None
-            Number of bytes; None for the length of `remote`.
+            Number of bytes to write; None for the length of `remote`.
         local_offset_bytes : int
             Offset of the bytes in the temporary buffer.
         immediate : int or None
@@ -252,7 +253,7 @@ class PeerQueuePair(PeerObject):
         )
 
     def receive(self, buffer: PeerBuffer | None, *, work_id: int = 0, **part: int) -> None:
-        """Post a receive buffer. A `buffer` of None receives only an immediate value.
+        """Post a receive request. If `buffer` is None, the request receives only an immediate value.
 
         `part` selects the bytes of the buffer, as in :meth:`gdrkit.verbs.QueuePair.post_receive`. :meth:`wait_received`
         returns the completion.
@@ -274,11 +275,11 @@ class PeerQueuePair(PeerObject):
         self._post("verbs.post_send", buffer, work_id, options)
 
     def wait(self, timeout_ms: float = _COMPLETION_TIMEOUT_MS) -> Completion:
-        """Return the next completion of the send queue."""
+        """Wait for the next completion of the send queue, and return it."""
         return self._request_completion("verbs.wait", timeout_ms)
 
     def wait_received(self, timeout_ms: float = _COMPLETION_TIMEOUT_MS) -> Completion:
-        """Return the next completion of the receive queue."""
+        """Wait for the next completion of the receive queue, and return it."""
         return self._request_completion("verbs.wait_received", timeout_ms)
 
     @property
@@ -308,8 +309,9 @@ class PeerQueuePair(PeerObject):
         )
 
 
-def _parse_completion(data: dict[str, Any]) -> Completion:
-    opcode = data["opcode"]
+def _parse_completion(fields: dict[str, Any]) -> Completion:
+    """Return the completion with these fields, which the peer has sent as JSON data."""
+    opcode = fields["opcode"]
     return Completion(
-        **{**data, "status": Status(data["status"]), "opcode": None if opcode is None else CompletionOpcode(opcode)}
+        **{**fields, "status": Status(fields["status"]), "opcode": None if opcode is None else CompletionOpcode(opcode)}
     )

@@ -19,7 +19,7 @@ class PeerDevice(PeerObject):
     """A CUDA device that a peer uses."""
 
     def allocate(self, length_bytes: int) -> PeerMemory:
-        """Allocate memory by cuMemAlloc."""
+        """Allocate memory on the device by cuMemAlloc."""
         return PeerMemory(
             self.peer, self.peer.request("cuda.allocate", device=self.handle_number, length_bytes=length_bytes)
         )
@@ -32,7 +32,10 @@ class PeerDevice(PeerObject):
         return PeerMemory(self.peer, reply)
 
     def import_vmm(self, descriptors: Sequence[int], *, chunk_bytes: int) -> PeerMemory:
-        """Import chunks of VMM memory by their descriptors, which the peer receives by SCM_RIGHTS."""
+        """Import VMM memory of another process. `descriptors` has a descriptor for each chunk of `chunk_bytes` bytes.
+
+        The peer receives duplicates of the descriptors by SCM_RIGHTS.
+        """
         reply = self.peer.request(
             "cuda.import_vmm", device=self.handle_number, chunk_bytes=chunk_bytes, descriptors=list(descriptors)
         )

@@ -23,7 +23,7 @@ class ObjectTable:
         return number
 
     def get(self, number: int, object_type: type) -> Any:  # noqa: ANN401 - the result has the type `object_type`.
-        """Return the object with a handle number.
+        """Return the object with the handle number `number`, which must have the type `object_type`.
 
         Raises
         ------
@@ -44,8 +44,8 @@ class ObjectTable:
     def close_all(self) -> None:
         """Close all objects in the reverse order of their creation.
 
-        An error does not stop the closing of the other objects. The first error is raised at the end, and further
-        errors are its notes.
+        If an object cannot be closed, the other objects are closed nevertheless. The first error is raised at the end,
+        with the texts of later errors as notes.
         """
         first_error: GdrkitError | None = None
         for number in sorted(self._objects_by_number, reverse=True):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from gdrkit import evidence, handles
 from gdrkit.errors import GdrkitError, UsageError
-from gdrkit.harness.leaks import OpenObjects, count_new, ledger_handles
+from gdrkit.harness.leaks import OpenObjects, count_new, count_twin_handles
 from gdrkit.harness.peer_objects import ObjectTable
 from gdrkit.harness.wire import Channel, error_to_json_data
 from gdrkit.inventory.facts import identifying_libraries
@@ -74,7 +74,8 @@ class _RequestServer:
             "modules": lambda: sorted({name.partition(".")[0] for name in sys.modules}),
             "reset": self._reset,
         }
-        # An operation with a dot in its name, such as verbs.write, belongs to a group, which is a module.
+        # An operation with a dot in its name, such as verbs.write, belongs to the group before the dot. Each group is a
+        # module, such as gdrkit.harness.peer_verbs.
         self._unloaded_groups = {"verbs", "cuda", "share"}
 
     def execute(self, request: dict[str, Any]) -> Any:  # noqa: ANN401 - each operation has its own result.
@@ -96,7 +97,7 @@ class _RequestServer:
                 os.close(descriptor)
 
     def _load_operations(self, group: str) -> None:
-        # Importing the module of a group loads the API, so it is imported only when a request needs it.
+        # The import of the module of a group loads the API, so a group is imported only when a request needs it.
         if group == "verbs":
             from gdrkit.harness.peer_verbs import operations
         elif group == "cuda":
@@ -108,9 +109,11 @@ class _RequestServer:
 
     def _reset(self) -> dict[str, Any]:
         self._objects.close_all()
-        # The descriptors are left out: only open objects of gdrkit and open handles of the twins count as leaks here.
-        no_open_objects = OpenObjects(descriptors={}, handles={}, ledgers={})
-        open_objects = OpenObjects(descriptors={}, handles=handles.live(), ledgers=ledger_handles())
+        # Only open objects of gdrkit and open handles of the twins count as leaks here, not open descriptors.
+        no_open_objects = OpenObjects(descriptors={}, object_counts={}, twin_handle_counts={})
+        open_objects = OpenObjects(
+            descriptors={}, object_counts=handles.live(), twin_handle_counts=count_twin_handles()
+        )
         return {
             "leaked": count_new(no_open_objects, open_objects),
             "libraries": to_json_data(list(identifying_libraries(evidence.libraries()))),

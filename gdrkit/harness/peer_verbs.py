@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["operations"]
 
 _DEFAULT_QUEUE_DEPTH = 256
-_OPERATIONS = (
+_OPERATION_NAMES = (
     "open_nic",
     "buffer",
     "dmabuf_region",
@@ -58,7 +58,7 @@ class _QueuePairWithQueue:
 
 
 class _Buffer:
-    """Registered host memory."""
+    """Registered host memory of this process."""
 
     def __init__(self, nic: verbs.Nic, *, length_bytes: int, access: verbs.Access) -> None:
         self.data = bytearray(length_bytes)
@@ -67,8 +67,8 @@ class _Buffer:
     def fill(self, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> None:
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=len(self.data))
         payload = pattern.payload(length_bytes, seed=seed, offset_bytes=stream_offset_bytes)
-        # Assignment to a slice of a bytearray may try to resize it. This fails while the bytearray is registered, so
-        # the assignment is made through a memoryview.
+        # Assignment to a slice of a bytearray may try to resize the bytearray, which fails while it is registered. So
+        # the bytes are assigned to a slice of a memoryview.
         memoryview(self.data)[offset_bytes : offset_bytes + length_bytes] = payload
 
     def close(self) -> None:
@@ -78,14 +78,15 @@ class _Buffer:
 def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
     """Return the RDMA operations on the objects of this process, by name."""
     verbs_operations = _VerbsOperations(objects)
-    return {name: getattr(verbs_operations, name) for name in _OPERATIONS}
+    return {name: getattr(verbs_operations, name) for name in _OPERATION_NAMES}
 
 
 class _VerbsOperations:
     """The operations that a request can name. A request passes the arguments by name.
 
-    `nic`, `buffer` and `queue_pair` are handle numbers in the object table. `stream_offset_bytes` is the
-    offset of the first byte in the pattern of `seed`; see :mod:`gdrkit.pattern`.
+    `nic`, `buffer` and `queue_pair` are handle numbers in the object table. `remote` and `endpoint` are dicts with the
+    fields of a RemoteRange and an Endpoint. `stream_offset_bytes` is the offset of the first byte in the pattern of
+    `seed`; see :mod:`gdrkit.pattern`.
     """
 
     def __init__(self, objects: ObjectTable) -> None:

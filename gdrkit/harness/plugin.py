@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-# Each option has a placeholder of its value and a help text.
+# For each option: a placeholder for its value in the help of pytest, and its help text.
 _OPTIONS = {
     "--substrate": (
         "SUBSTRATE",

@@ -22,7 +22,7 @@ __all__ = ["ObservedCause", "ObservedRefusal", "describe", "matching_refusals"]
 
 @dataclass(frozen=True, slots=True)
 class ObservedCause:
-    """The error of one registration method."""
+    """The error with which one registration method failed."""
 
     api: str
     operation: str
@@ -45,7 +45,7 @@ class ObservedRefusal:
 def matching_refusals(
     error: BaseException | None, expected_causes: Sequence[RefusalCause]
 ) -> tuple[ObservedRefusal, ...]:
-    """Return the refusal of each device in `error` if each has the expected causes, else an empty tuple."""
+    """Return the refusal of each device in `error` if each refusal has the expected causes, else an empty tuple."""
     if type(error) is not RegistrationFailed:
         return ()
     refusals = tuple(_list_device_refusals(error))
@@ -59,9 +59,10 @@ def describe(expected_causes: Sequence[RefusalCause]) -> str:
 
 
 def _list_device_refusals(error: RegistrationFailed) -> Iterator[RegistrationFailed]:
+    """Yield the error of each device with which the registration was tried."""
     nested_failures = [cause for cause in error.causes if isinstance(cause, RegistrationFailed)]
-    # The error of several devices has one RegistrationFailed per device as its causes. An error with other causes is
-    # returned unchanged.
+    # If the registration was tried with several devices, each cause of the error is the RegistrationFailed of one
+    # device. An error with other causes is the refusal of a single device.
     if nested_failures and len(nested_failures) == len(error.causes):
         for cause in nested_failures:
             yield from _list_device_refusals(cause)

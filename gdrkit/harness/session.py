@@ -25,11 +25,11 @@ from gdrkit.report.substrate import Substrate, substrates_of_facts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["SESSION_KEY", "Session", "parse_substrate"]
+__all__ = ["SESSION_KEY", "Session", "parse_substrates"]
 
 _SEED_BITS = 63
 _COMMON_APIS = ("verbs", "cuda", "cufile")
-# The APIs that ``--substrate`` can name. ``--substrate=hardware`` does not include the last one: its hardware is rare.
+# The APIs that ``--substrate`` can name. ``--substrate=hardware`` does not include hlthunk, because Gaudis are rare.
 _NAMED_APIS = (*_COMMON_APIS, "hlthunk")
 
 
@@ -47,7 +47,8 @@ class Session:
     required_substrates : mapping
         The substrates that ``--substrate`` requires, by API.
     seed : int
-        The seed of the run: ``--seed``, else the environment variable GDRKIT_TWINS_SEED, else a random number.
+        The seed of the run: ``--seed``, else the environment variable GDRKIT_TWINS_SEED if it is set and not 0, else a
+        random number.
     command : str
         The command line that the records contain.
     version : str
@@ -63,7 +64,7 @@ class Session:
         self.records_path = _parse_path(config, "records")
         self.plan_path = _parse_path(config, "plan")
         self.cases_path = _parse_path(config, "cases")
-        self.required_substrates = parse_substrate(config.getoption("gdrkit_substrate", None))
+        self.required_substrates = parse_substrates(config.getoption("gdrkit_substrate", None))
         self.seed: int = config.getoption("gdrkit_seed", None)
         if self.seed is None:
             self.seed = int(os.environ.get("GDRKIT_TWINS_SEED", "0"), 0) or secrets.randbits(_SEED_BITS)
@@ -79,7 +80,7 @@ class Session:
         return probe() if path is None else Facts.from_json(path.read_bytes())
 
     @cached_property
-    def substrate(self) -> dict[str, Substrate]:
+    def substrates(self) -> dict[str, Substrate]:
         """The substrate of each API, derived from the libraries in the facts."""
         return substrates_of_facts(self.facts)
 
@@ -92,7 +93,7 @@ class Session:
         UsageError
             No profile fits, or the named profile does not fit.
         """
-        substrates = {api: substrate.value for api, substrate in self.substrate.items()}
+        substrates = {api: substrate.value for api, substrate in self.substrates.items()}
         profile_name = self._config.getoption("gdrkit_profile", None)
         if profile_name is None:
             return choose_profile(load_profiles(), self.facts, substrates)
@@ -122,18 +123,20 @@ class Session:
             An API runs on another substrate.
         """
         for api, required_substrate in sorted(self.required_substrates.items()):
-            actual_substrate = self.substrate.get(api)
+            actual_substrate = self.substrates.get(api)
             # An API without facts has no substrate. The cases that need it do not run, and their records say why.
             if actual_substrate is not None and actual_substrate is not required_substrate:
                 message = f"{api} must run on {required_substrate.value}, but runs on {actual_substrate.value}"
-                command = f"gdrkit run --software -- {Path(sys.executable).name} -m {self.command}"
+                twin_command = f"gdrkit run --software -- {Path(sys.executable).name} -m {self.command}"
                 advice = (
-                    f"start it by: {command}" if required_substrate is Substrate.TWIN else "start it without gdrkit run"
+                    f"start it by: {twin_command}"
+                    if required_substrate is Substrate.TWIN
+                    else "start it without gdrkit run"
                 )
                 raise UsageError(message, what_to_do=advice)
 
     def start_apis(self, apis: set[str]) -> None:
-        """Call :func:`gdrkit.harness.leaks.start_apis` for the APIs for which this run has not called it yet."""
+        """Call :func:`gdrkit.harness.leaks.start_apis` for the APIs that this run has not started yet."""
         leaks.start_apis(apis - self._started_apis)
         self._started_apis |= apis
 
@@ -147,8 +150,10 @@ class Session:
 SESSION_KEY: pytest.StashKey[Session] = pytest.StashKey()
 
 
-def parse_substrate(text: str | None) -> Mapping[str, Substrate]:
-    """Parse ``software``, ``hardware`` or ``verbs=twin,cuda=hardware``. An empty text gives an empty mapping.
+def parse_substrates(text: str | None) -> Mapping[str, Substrate]:
+    """Return the substrate of each API in a text: ``software``, ``hardware``, or e.g. ``verbs=twin,cuda=hardware``.
+
+    The result is empty if there is no text.
 
     Raises
     ------

@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 _STRICT_PLUGIN = "gdrkit.harness.plugin"
 _NEEDS_MARK = "needs"
-# Each option has a placeholder of its value and a help text.
+# For each option: a placeholder for its value in the help of pytest, and its help text.
 _OPTIONS = {
     "--gdrkit-substrate": (
         "SUBSTRATE",
@@ -31,7 +31,7 @@ _OPTIONS = {
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Add the options. They begin with ``--gdrkit``, so that they collide with no option of another plugin.
 
-    pytest loads this plugin wherever gdrkit is installed.
+    Collisions matter because pytest loads this plugin wherever gdrkit is installed, even if it is not enabled.
     """
     parser.addini(
         "gdrkit", "whether cases may declare needs of gdrkit and use its fixtures", type="bool", default=False

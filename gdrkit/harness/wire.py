@@ -2,8 +2,8 @@
 
 A request has the keys ``id``, ``op``, ``arguments`` and ``descriptors`` (the count of descriptors that are sent with
 it). A reply has ``id`` and either ``result`` or ``error``. The first message of a peer has ``ready`` and ``process``,
-its process id. If an operation raises an error of gdrkit in the peer, the
-case gets an error of the same class with the same fields.
+its process id. If an operation raises an error of gdrkit in the peer, the case gets an error of the same class with the
+same fields.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from gdrkit.text import format_count
 
 __all__ = ["Channel", "error_from_json_data", "error_to_json_data"]
 
+# Largest number of bytes, and of descriptors, that one recvmsg(2) receives.
 _RECEIVE_BYTES = 1 << 16
 _DESCRIPTORS_MAX = 16
 _API_ERROR_CLASSES = {cls.__name__: cls for cls in (ApiError, Unsupported, SetupMissing)}
@@ -51,10 +52,10 @@ class Channel:
 
     def send(self, message: dict[str, Any], *, descriptors: tuple[int, ...] = ()) -> None:
         """Send one message. The receiver gets duplicates of `descriptors`."""
-        data = json.dumps(message).encode() + b"\n"
-        # The descriptors arrive with the first byte. If sendmsg sends only a part of the data, sendall sends the rest.
-        sent_bytes = socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
-        self._socket.sendall(data[sent_bytes:])
+        line = json.dumps(message).encode() + b"\n"
+        # The descriptors arrive with the first byte. If sendmsg sends only a part of the line, sendall sends the rest.
+        sent_bytes = socket.send_fds(self._socket, [line], list(descriptors)) if descriptors else 0
+        self._socket.sendall(line[sent_bytes:])
 
     def receive(self, *, timeout_s: float | None = None) -> dict[str, Any] | None:
         """Return the next message, or None if the other end is closed.
@@ -173,7 +174,7 @@ def _parse_error(data: dict[str, Any]) -> GdrkitError:
         message = data["message"].partition(": [1] ")[0]
         return RegistrationFailed(message, causes=causes, reason=reason, what_to_do=data["what_to_do"])
     if class_name == ClosedResource.__name__:
-        # The constructor appends the suffix again.
+        # The message ends with " is closed", which the constructor appends again.
         return ClosedResource(data["message"].removesuffix(" is closed"))
     return _MESSAGE_ERROR_CLASSES.get(class_name, GdrkitError)(
         data["message"], reason=reason, what_to_do=data["what_to_do"]

@@ -15,7 +15,7 @@ from gdrkit.host._libc import (
     drop_write_capabilities,
     file_system_type,
     read_removed_names,
-    rename_new,
+    rename_without_replacing,
     separate_umask,
     watch_removed_names,
 )
@@ -42,14 +42,14 @@ from gdrkit.host.pci import (
     nvidia_gpus,
     pci_devices,
 )
-from gdrkit.host.port_counters import PortCounters, PortGrowth, port_counters, port_growth, read_port
+from gdrkit.host.port_counters import PortCounters, PortGrowth, port_counters, port_growth, read_port_counters
 from gdrkit.host.private import PrivateFolder
 from gdrkit.host.process import (
     ProcessIdentity,
     descendants,
     is_running,
     process_identity,
-    starved_s,
+    processor_wait_s,
     this_process,
 )
 from gdrkit.host.state import STATE_VARIABLE, state_folder
@@ -127,13 +127,13 @@ __all__ = [
     "port_growth",
     "process_identity",
     "process_limits",
+    "processor_wait_s",
     "raise_open_files_limit",
     "rdma_devices",
-    "read_port",
+    "read_port_counters",
     "read_removed_names",
-    "rename_new",
+    "rename_without_replacing",
     "separate_umask",
-    "starved_s",
     "state_folder",
     "this_process",
     "virtual_machine",

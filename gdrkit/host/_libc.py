@@ -24,7 +24,7 @@ __all__ = [
     "drop_write_capabilities",
     "file_system_type",
     "read_removed_names",
-    "rename_new",
+    "rename_without_replacing",
     "separate_umask",
     "watch_removed_names",
 ]
@@ -39,7 +39,7 @@ _CAPABILITY_VERSION = 0x20080522
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH, _CAP_FSETID, _CAP_SYS_RESOURCE = 1, 2, 4, 24
 # asm/unistd.h: the number of setgroups(2). The system call changes only the calling thread, but the function of the C
 # library changes all threads.
-_SYS_SETGROUPS = {"x86_64": 116, "aarch64": 159}
+_SYS_SETGROUPS_BY_MACHINE = {"x86_64": 116, "aarch64": 159}
 # linux/sched.h.
 _CLONE_FS = 0x200
 # linux/inotify.h.
@@ -153,7 +153,7 @@ def _set_file_ids(uid: int, gid: int) -> None:
 def _set_thread_groups(groups: Sequence[int]) -> None:
     library = ctypes.CDLL(None, use_errno=True)
     group_ids = (ctypes.c_uint32 * len(groups))(*groups)
-    if library.syscall(_SYS_SETGROUPS[platform.machine()], ctypes.c_size_t(len(groups)), group_ids) != 0:
+    if library.syscall(_SYS_SETGROUPS_BY_MACHINE[platform.machine()], ctypes.c_size_t(len(groups)), group_ids) != 0:
         error_number = ctypes.get_errno()
         raise OSError(error_number, os.strerror(error_number))
 
@@ -190,7 +190,7 @@ def file_system_type(descriptor: int) -> int:
     return statfs_words[0]
 
 
-def rename_new(name: str, new_name: str, *, folder: int, new_folder: int) -> None:
+def rename_without_replacing(name: str, new_name: str, *, folder_fd: int, new_folder_fd: int) -> None:
     """Rename a file, and refuse to replace an existing one: renameat2(2) with RENAME_NOREPLACE.
 
     If the kernel (ENOSYS) or the file system (EINVAL) does not support this, the function links the new name and
@@ -200,7 +200,7 @@ def rename_new(name: str, new_name: str, *, folder: int, new_folder: int) -> Non
     ----------
     name, new_name : str
         Old and new name of the file, each in its folder.
-    folder, new_folder : int
+    folder_fd, new_folder_fd : int
         Descriptors of the folders of the old and of the new name.
 
     Raises
@@ -208,14 +208,14 @@ def rename_new(name: str, new_name: str, *, folder: int, new_folder: int) -> Non
     OSError
         EEXIST: `new_name` exists. Other errors are errors of renameat2(2).
     """
-    result = _load_renameat2()(folder, os.fsencode(name), new_folder, os.fsencode(new_name), _RENAME_NOREPLACE)
+    result = _load_renameat2()(folder_fd, os.fsencode(name), new_folder_fd, os.fsencode(new_name), _RENAME_NOREPLACE)
     error_number = ctypes.get_errno()
     if result == 0:
         return
     if error_number not in {errno.EINVAL, errno.ENOSYS}:
         raise OSError(error_number, os.strerror(error_number), name, None, new_name)
-    os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
-    os.unlink(name, dir_fd=folder)
+    os.link(name, new_name, src_dir_fd=folder_fd, dst_dir_fd=new_folder_fd, follow_symlinks=False)
+    os.unlink(name, dir_fd=folder_fd)
 
 
 @cache

@@ -47,7 +47,7 @@ def _load_pynvml() -> Any:
 
 @contextlib.contextmanager
 def initialized() -> Iterator[None]:
-    """Load and initialise NVML, and shut it down at the end.
+    """Load and initialise NVML, and shut it down at the end of the context.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def initialized() -> Iterator[None]:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         # pynvml reports every failure of dlopen(3) as a missing library. The error of the loader is the
-        # ``__context__`` of its error.
+        # ``__context__`` of the error of pynvml.
         if isinstance(error.__context__, OSError):
             raise loader.setup_missing(
                 operation=_LOAD_OPERATION,
@@ -112,5 +112,5 @@ def _make_error(error_type: type[ApiError], operation: str, status: int) -> ApiE
         status=status,
         status_name=status_name,
         reason=_REASON_BY_STATUS_NAME.get(status_name, Reason.OTHER),
-        what_to_do=_ADVICE_BY_STATUS_NAME.get(status_name, "run nvidia-smi, which names what the driver lacks"),
+        what_to_do=_ADVICE_BY_STATUS_NAME.get(status_name, "run nvidia-smi, which reports the state of the driver"),
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["HEADER_BYTES", "AcsControl", "ConfigSpace", "config_space", "parse_config_space"]
 
 HEADER_BYTES = 64
-_STATUS_OFFSET, _STATUS_HAS_CAPABILITIES = 0x06, 0x10  # PCI_STATUS, PCI_STATUS_CAP_LIST
+_STATUS_OFFSET, _STATUS_HAS_CAPABILITIES_BIT = 0x06, 0x10  # PCI_STATUS, PCI_STATUS_CAP_LIST
 _FIRST_CAPABILITY_OFFSET = 0x34  # PCI_CAPABILITY_LIST
 # The standard capabilities are in the first 256 bytes (PCI_CFG_SPACE_SIZE), and the extended capabilities after them.
 _STANDARD_END_OFFSET, _EXTENDED_BEGIN_OFFSET = 0x100, 0x100
@@ -28,9 +28,9 @@ _PCIE_CAPABILITY_ID = 0x10  # PCI_CAP_ID_EXP
 _ACS_CAPABILITY_ID, _ATS_CAPABILITY_ID = 0x000D, 0x000F  # PCI_EXT_CAP_ID_ACS, PCI_EXT_CAP_ID_ATS
 _CONTROL_OFFSET = 6  # Offset of the control word in the ACS and in the ATS capability.
 _ACS_REDIRECT_BITS = 0x04 | 0x08 | 0x10  # PCI_ACS_RR, PCI_ACS_CR, PCI_ACS_UF
-_ATS_ENABLE = 0x8000  # PCI_ATS_CTRL_ENABLE
+_ATS_ENABLE_BIT = 0x8000  # PCI_ATS_CTRL_ENABLE
 _DEVICE_CONTROL_OFFSET = 8  # PCI_EXP_DEVCTL
-_RELAXED_ORDERING = 0x10  # PCI_EXP_DEVCTL_RELAX_EN
+_RELAXED_ORDERING_BIT = 0x10  # PCI_EXP_DEVCTL_RELAX_EN
 _SMALLEST_READ_REQUEST_BYTES = 128
 # A header with one of these values ends the list of extended capabilities: 0 if the list is empty, all ones if the
 # device does not respond.
@@ -52,7 +52,7 @@ class AcsControl:
         return bool(self.value & _ACS_REDIRECT_BITS)
 
     def __str__(self) -> str:
-        # lspci prints the bits by these names.
+        # The names are from lspci. The bits are PCI_ACS_SV, PCI_ACS_RR, PCI_ACS_CR and PCI_ACS_UF.
         bit_by_name = {"SrcValid": 0x01, "ReqRedir": 0x04, "CmpltRedir": 0x08, "UpstreamFwd": 0x10}
         return " ".join(f"{name}{'+' if self.value & bit else '-'}" for name, bit in bit_by_name.items())
 
@@ -69,7 +69,7 @@ class ConfigSpace:
         Control word of ACS. None if the function does not have this capability, or if the capability could not be read
         (see :attr:`is_whole`).
     ats_enabled : bool or None
-        Whether Address Translation Services are enabled. None as for `acs`.
+        Whether Address Translation Services are enabled. None under the same conditions as `acs`.
     max_read_request_bytes : int or None
         Maximum read request size in the PCIe device control register, in bytes.
     relaxed_ordering : bool or None
@@ -101,7 +101,7 @@ def config_space(tree: HostTree, address: str) -> ConfigSpace | None:
 
 
 def parse_config_space(data: bytes, *, name: str = "config space") -> ConfigSpace:
-    """Parse the header and the capabilities in `data`. `name` is used in errors.
+    """Parse the header and the capabilities in `data`. Errors name the function by `name`.
 
     Raises
     ------
@@ -124,17 +124,17 @@ def parse_config_space(data: bytes, *, name: str = "config space") -> ConfigSpac
     return ConfigSpace(
         length_bytes=len(data),
         acs=None if acs_control is None else AcsControl(acs_control),
-        ats_enabled=None if ats_control is None else bool(ats_control & _ATS_ENABLE),
+        ats_enabled=None if ats_control is None else bool(ats_control & _ATS_ENABLE_BIT),
         max_read_request_bytes=None
         if device_control is None
         else _SMALLEST_READ_REQUEST_BYTES << (device_control >> 12 & 7),
-        relaxed_ordering=None if device_control is None else bool(device_control & _RELAXED_ORDERING),
+        relaxed_ordering=None if device_control is None else bool(device_control & _RELAXED_ORDERING_BIT),
     )
 
 
 def _list_standard_capabilities(data: bytes, name: str) -> Iterator[tuple[int, int]]:
     """Yield the id and the offset of each capability in the first 256 bytes."""
-    if len(data) <= HEADER_BYTES or not (_read_word(data, _STATUS_OFFSET) or 0) & _STATUS_HAS_CAPABILITIES:
+    if len(data) <= HEADER_BYTES or not (_read_word(data, _STATUS_OFFSET) or 0) & _STATUS_HAS_CAPABILITIES_BIT:
         return
     # A capability begins with its id and the offset of the next capability. The lowest two bits of an offset are
     # reserved.

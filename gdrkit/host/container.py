@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["container_hints", "virtual_machine"]
 
 _CONTAINER_NAME_BY_FILE = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
-_VIRTUAL_PRODUCTS = ("KVM", "QEMU", "VMware", "Virtual Machine", "VirtualBox", "Bochs")
+_VIRTUAL_PRODUCT_WORDS = ("KVM", "QEMU", "VMware", "Virtual Machine", "VirtualBox", "Bochs")
 _CGROUP_WORDS = ("docker", "kubepods", "containerd", "lxc", "libpod", "slurm")
 
 
@@ -34,5 +34,5 @@ def virtual_machine(tree: HostTree) -> str | None:
         if "hypervisor" in line.split():
             return "the cpu flag hypervisor (/proc/cpuinfo)"
     product_name = tree.text("/sys/class/dmi/id/product_name") or ""
-    matching_word = next((word for word in _VIRTUAL_PRODUCTS if word in product_name), None)
+    matching_word = next((word for word in _VIRTUAL_PRODUCT_WORDS if word in product_name), None)
     return f"{product_name} (/sys/class/dmi/id/product_name)" if matching_word else None

@@ -27,7 +27,7 @@ class Distance(enum.IntEnum):
 
 
 def pci_path(tree: HostTree, address: str) -> tuple[str, ...]:
-    """Return the host bridge, the bridges and the device itself, as the kernel nests them below /sys/devices.
+    """Return the names of the host bridge, the bridges and the device, as the kernel nests them below /sys/devices.
 
     The result is empty if there is no such device.
     """

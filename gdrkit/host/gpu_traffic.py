@@ -2,7 +2,7 @@
 
 The GPU counts the bytes of all processes together, and PCIe bytes include the headers of the packets. The PCIe counters
 have 32 bits: at the rate of a fast link they wrap every 70 ms. Therefore a thread of :class:`GpuTrafficCounter` reads
-them more often, and counts how often it was late.
+them every 20 ms, and counts the readings that came too late.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["GpuTraffic", "GpuTrafficCounter", "WrappingCounter"]
 
 # Field identifiers of nvml.h. The PCIe fields count bytes, and the NVLink fields count KiB of each link.
-_PCIE_SENT, _PCIE_RECEIVED = 197, 198
-_NVLINK_SENT, _NVLINK_RECEIVED = 138, 139
+_PCIE_SENT_FIELD_ID, _PCIE_RECEIVED_FIELD_ID = 197, 198  # NVML_FI_DEV_PCIE_COUNT_TX_BYTES, ..._RX_BYTES
+_NVLINK_SENT_FIELD_ID, _NVLINK_RECEIVED_FIELD_ID = 138, 139  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, ..._RX
 _KIB = 1 << 10
-_WRAP_BYTES = 1 << 32
+_COUNTER_MODULUS = 1 << 32
 _READ_PERIOD_S = 0.02
 # A link of PCIe 5.0 with 16 lanes moves at most 63 GB/s, so it needs longer than this for 2**32 bytes.
 _LATE_AFTER_S = 0.065
@@ -52,7 +52,7 @@ class WrappingCounter:
         """Add a value of the counter that was read at the time `now_s`."""
         if self._last_value is not None:
             increase = value - self._last_value
-            self.growth += increase if increase >= 0 else increase + _WRAP_BYTES
+            self.growth += increase if increase >= 0 else increase + _COUNTER_MODULUS
             self.late_count += bool(increase) and now_s - self._last_time_s > _LATE_AFTER_S
         self._last_value, self._last_time_s = value, now_s
 
@@ -101,9 +101,9 @@ class _Gpu:
 
 
 class GpuTrafficCounter:
-    """Counter of the traffic of all GPUs while its context is open. Call :meth:`start` once, then :meth:`traffic`.
+    """Context manager that counts the traffic of all GPUs. In its context, call :meth:`start`, later :meth:`traffic`.
 
-    If NVML cannot be used, there are no GPUs, and :attr:`failure` has the error.
+    If NVML cannot be used, :meth:`traffic` returns no GPUs, and :attr:`failure` has the error.
 
     Attributes
     ----------
@@ -127,7 +127,7 @@ class GpuTrafficCounter:
                 handle = _nvml.call("nvmlDeviceGetHandleByIndex", index)
                 minor = int(_nvml.call("nvmlDeviceGetMinorNumber", handle))
                 gpu = _Gpu(handle, _nvml.pci_bus_id(handle), minor)
-                gpu.nvlink_kib_at_start = _read_nvlinks(handle)
+                gpu.nvlink_kib_at_start = _read_nvlink_kib(handle)
                 self._gpus.append(gpu)
             self._read_pcie()
         except GdrkitError as error:
@@ -171,7 +171,9 @@ class GpuTrafficCounter:
 
     def _read_pcie(self) -> None:
         for gpu in self._gpus:
-            sent_bytes, received_bytes = _read_fields(gpu.handle, [(_PCIE_SENT, 0), (_PCIE_RECEIVED, 0)])
+            sent_bytes, received_bytes = _read_fields(
+                gpu.handle, [(_PCIE_SENT_FIELD_ID, 0), (_PCIE_RECEIVED_FIELD_ID, 0)]
+            )
             if sent_bytes is None or received_bytes is None:
                 continue
             now_s = time.monotonic()
@@ -181,7 +183,7 @@ class GpuTrafficCounter:
 
 
 def _make_traffic(gpu: _Gpu) -> GpuTraffic:
-    nvlink_kib_at_end = _read_nvlinks(gpu.handle)
+    nvlink_kib_at_end = _read_nvlink_kib(gpu.handle)
     nvlink_sent_bytes = nvlink_received_bytes = None
     if gpu.nvlink_kib_at_start is not None and nvlink_kib_at_end is not None:
         nvlink_sent_bytes, nvlink_received_bytes = (
@@ -200,11 +202,12 @@ def _make_traffic(gpu: _Gpu) -> GpuTraffic:
     )
 
 
-def _read_nvlinks(handle: object) -> tuple[int, int] | None:
+def _read_nvlink_kib(handle: object) -> tuple[int, int] | None:
     """Return the KiB that all NVLinks of a GPU sent and received, or None if the GPU has no NVLink counters."""
     link_numbers = range(_nvml.NVLINKS_MAX)
     kib_values = _read_fields(
-        handle, [(field_id, link) for field_id in (_NVLINK_SENT, _NVLINK_RECEIVED) for link in link_numbers]
+        handle,
+        [(field_id, link) for field_id in (_NVLINK_SENT_FIELD_ID, _NVLINK_RECEIVED_FIELD_ID) for link in link_numbers],
     )
     sent_kib, received_kib = kib_values[: len(link_numbers)], kib_values[len(link_numbers) :]
     if all(value is None for value in kib_values):

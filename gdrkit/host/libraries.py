@@ -60,12 +60,12 @@ def find_libraries(tree: HostTree, sonames: Iterable[str], *, search_path: Itera
 
 def cached_libraries(tree: HostTree) -> dict[str, tuple[str, ...]]:
     """Return the paths of every name in the loader's cache, the preferred path first; empty if there is no cache."""
-    data = tree.data(_CACHE_PATH) or b""
-    header_offset = data.find(_CACHE_MAGIC)
-    if header_offset < 0 or len(data) - header_offset < _CACHE_HEADER.size:
+    file_data = tree.data(_CACHE_PATH) or b""
+    header_offset = file_data.find(_CACHE_MAGIC)
+    if header_offset < 0 or len(file_data) - header_offset < _CACHE_HEADER.size:
         return {}
     # A cache in the old format may come before the cache in the new format. The offsets count from the new header.
-    data = data[header_offset:]
+    data = file_data[header_offset:]
     entry_count = _CACHE_HEADER.unpack_from(data)[1]
     paths_by_name: dict[str, tuple[str, ...]] = {}
     for index in range(min(entry_count, (len(data) - _CACHE_HEADER.size) // _CACHE_ENTRY.size)):

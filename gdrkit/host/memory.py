@@ -50,7 +50,7 @@ class HostBuffer(MemoryResource):
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
         """Return ((address, length_bytes, number),) of the mapping. Every mapping has a number of its own."""
         self._check_open()
-        return self._mapping.key
+        return self._mapping.allocation_key
 
     # This function takes the result of an earlier allocation_key(), and returns a function that checks whether that
     # mapping still exists.
@@ -77,7 +77,7 @@ class HostBuffer(MemoryResource):
             status_name="no exporter",
             arguments={"address": self.address, "length_bytes": self.length_bytes},
             reason=Reason.DMABUF_EXPORT_UNSUPPORTED,
-            what_to_do="register it by its address (ibv_reg_mr)",
+            what_to_do="register the memory by its address (ibv_reg_mr)",
             detail="the kernel has no dma-buf exporter for the pages of a process",
         )
 
@@ -103,12 +103,12 @@ class HostBuffer(MemoryResource):
         super().close()
 
     def _copy_to_host(self, address: int, view: memoryview) -> None:
-        begin = address - self._mapping.address
-        view[:] = self._mapping.pages[begin : begin + view.nbytes]
+        begin_offset = address - self._mapping.address
+        view[:] = self._mapping.pages[begin_offset : begin_offset + view.nbytes]
 
     def _copy_from_host(self, address: int, view: memoryview) -> None:
-        begin = address - self._mapping.address
-        self._mapping.pages[begin : begin + view.nbytes] = view
+        begin_offset = address - self._mapping.address
+        self._mapping.pages[begin_offset : begin_offset + view.nbytes] = view
 
 
 class HostMemory(HostBuffer):
@@ -207,7 +207,7 @@ class _Mapping:
         self.pages.madvise(mmap.MADV_DONTFORK)
         self.address = address_of(self.pages)
         self._mapping_number = next(_mapping_numbers)
-        self.key = ((self.address, self.length_bytes, self._mapping_number),)
+        self.allocation_key = ((self.address, self.length_bytes, self._mapping_number),)
         self._borrower_count = 0
         with _lock:
             _live_mappings[self._mapping_number] = (self.address, self.length_bytes)

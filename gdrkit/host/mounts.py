@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockDevice", "Mount", "block_device", "mount_of", "mounts"]
 
-# Six fields, a dash and three fields are the shortest line.
-_FIELDS_MIN = 10
+# The shortest line of mountinfo has six fields, a dash and three fields.
+_MOUNT_FIELDS_MIN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ def block_device(tree: HostTree, device_number: str) -> BlockDevice | None:
     if not path_parts:
         return None
     is_partition = tree.exists(f"{folder}/partition")
+    # The folder of a partition is inside the folder of its disk.
     name = path_parts[-2] if is_partition and len(path_parts) > 1 else path_parts[-1]
     disk_folder = f"/sys/class/block/{name}"
     return BlockDevice(
@@ -107,7 +108,7 @@ def block_device(tree: HostTree, device_number: str) -> BlockDevice | None:
 
 def _parse_mount(line: str) -> Mount | None:
     fields = line.split(" ")
-    if len(fields) < _FIELDS_MIN or "-" not in fields[6:]:
+    if len(fields) < _MOUNT_FIELDS_MIN or "-" not in fields[6:]:
         return None
     # A line has six fields, a variable number of optional fields, a dash, and three fields (proc(5)).
     dash_index = fields.index("-", 6)

@@ -115,7 +115,7 @@ def _query_gpu_link(address: str, handle_by_address: dict[str, Any]) -> GpuLink:
         for other_address, other_handle in handle_by_address.items()
         if other_address != address
     }
-    bar1 = _nvml.call_if_supported("nvmlDeviceGetBAR1MemoryInfo", handle)
+    bar1_info = _nvml.call_if_supported("nvmlDeviceGetBAR1MemoryInfo", handle)
     return GpuLink(
         pci_bus_id=address,
         link_generation=_nvml.call_if_supported("nvmlDeviceGetCurrPcieLinkGeneration", handle),
@@ -123,8 +123,8 @@ def _query_gpu_link(address: str, handle_by_address: dict[str, Any]) -> GpuLink:
         link_width=_nvml.call_if_supported("nvmlDeviceGetCurrPcieLinkWidth", handle),
         link_width_max=_nvml.call_if_supported("nvmlDeviceGetMaxPcieLinkWidth", handle),
         replay_count=_nvml.call_if_supported("nvmlDeviceGetPcieReplayCounter", handle),
-        bar1_bytes=None if bar1 is None else int(bar1.bar1Total),
-        bar1_free_bytes=None if bar1 is None else int(bar1.bar1Free),
+        bar1_bytes=None if bar1_info is None else int(bar1_info.bar1Total),
+        bar1_free_bytes=None if bar1_info is None else int(bar1_info.bar1Free),
         common_ancestor={
             other_address: int(level) for other_address, level in ancestor_levels.items() if level is not None
         },
@@ -133,6 +133,7 @@ def _query_gpu_link(address: str, handle_by_address: dict[str, Any]) -> GpuLink:
 
 
 def _query_gpu_health(handle: object) -> GpuHealth:
+    # The result is a list: the current mode, and the mode after the next reboot.
     ecc_modes = _nvml.call_if_supported("nvmlDeviceGetEccMode", handle)
     # A tuple: the numbers of corrected and of uncorrected rows, whether a replacement is pending, whether one failed.
     remapped_rows = _nvml.call_if_supported("nvmlDeviceGetRemappedRows", handle)

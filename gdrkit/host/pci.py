@@ -23,7 +23,7 @@ _PCI_DEVICES_FOLDER = "/sys/bus/pci/devices"
 _VENDOR_NVIDIA = 0x10DE
 _VENDOR_MELLANOX = 0x15B3
 _VENDOR_HABANA = 0x1DA3
-# A base class, and then numbers with base class and subclass (linux/pci_ids.h).
+# The first number is a base class. The others contain base class and subclass (linux/pci_ids.h).
 _BASE_CLASS_DISPLAY = 0x03
 _CLASS_NVME, _CLASS_ETHERNET, _CLASS_INFINIBAND, _CLASS_3D, _CLASS_BRIDGE = 0x0108, 0x0200, 0x0207, 0x0302, 0x0604
 

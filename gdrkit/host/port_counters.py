@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gdrkit.host.tree import HostTree
 
-__all__ = ["PortCounters", "PortGrowth", "port_counters", "port_growth", "read_port"]
+__all__ = ["PortCounters", "PortGrowth", "port_counters", "port_growth", "read_port_counters"]
 
 _RDMA_DEVICES_FOLDER = "/sys/class/infiniband"
 # The InfiniBand specification counts port data in words of four bytes. sysfs exports these words.
@@ -42,10 +42,10 @@ class PortGrowth:
 def port_counters(tree: HostTree) -> tuple[PortCounters, ...]:
     """Read the counters of every port of every RDMA device below the root of `tree`."""
     return tuple(
-        read_port(tree, device, int(port))
+        read_port_counters(tree, device, int(port_name))
         for device in tree.names(_RDMA_DEVICES_FOLDER)
-        for port in tree.names(f"{_RDMA_DEVICES_FOLDER}/{device}/ports")
-        if port.isdecimal()
+        for port_name in tree.names(f"{_RDMA_DEVICES_FOLDER}/{device}/ports")
+        if port_name.isdecimal()
     )
 
 
@@ -61,7 +61,7 @@ def _compute_difference(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
 
 
-def read_port(tree: HostTree, device: str, port: int) -> PortCounters:
+def read_port_counters(tree: HostTree, device: str, port: int) -> PortCounters:
     """Read the counters of one port of one RDMA device. The counters of a port that is not in sysfs are None."""
     counters_folder = f"{_RDMA_DEVICES_FOLDER}/{device}/ports/{port}/counters"
     # The rxe driver counts packets in hw_counters only.
@@ -75,15 +75,15 @@ def read_port(tree: HostTree, device: str, port: int) -> PortCounters:
         port=port,
         sent_bytes=None if sent_words is None else sent_words * _WORD_BYTES,
         received_bytes=None if received_words is None else received_words * _WORD_BYTES,
-        sent_packets=_parse_first_number(
+        sent_packets=_read_first_number(
             tree, f"{counters_folder}/port_xmit_packets", f"{hw_counters_folder}/sent_pkts"
         ),
-        received_packets=_parse_first_number(
+        received_packets=_read_first_number(
             tree, f"{counters_folder}/port_rcv_packets", f"{hw_counters_folder}/rcvd_pkts"
         ),
     )
 
 
-def _parse_first_number(tree: HostTree, *paths: str) -> int | None:
+def _read_first_number(tree: HostTree, *paths: str) -> int | None:
     """Return the number in the first of the files that can be read, or None."""
     return next((count for path in paths if (count := tree.number(path)) is not None), None)

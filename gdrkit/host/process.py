@@ -19,7 +19,7 @@ __all__ = [
     "descendants",
     "is_running",
     "process_identity",
-    "starved_s",
+    "processor_wait_s",
     "this_process",
 ]
 
@@ -128,7 +128,7 @@ def descendants(tree: HostTree, process_id: int, *, marker: bytes | None = None)
     return program_by_process_id
 
 
-def starved_s(process_id: int, tree: HostTree | None = None) -> float:
+def processor_wait_s(process_id: int, tree: HostTree | None = None) -> float:
     """Return how long the threads of a process were ready to run but had no processor, in seconds.
 
     The result is the total of the thread that waited longest. It does not include a wait that has not ended. It is 0 if

@@ -14,7 +14,7 @@ STATE_VARIABLE = "GDRKIT_STATE"
 def state_folder() -> Path:
     """Return the path of the folder: GDRKIT_STATE, or ``/dev/shm/gdrkit-<user id>``.
 
-    The default is in memory, so that its contents end with the boot. Programs that share iovs (buffers of USRBIO) must
+    The default folder is in memory, so a reboot deletes its contents. Programs that share iovs (buffers of USRBIO) must
     use the same folder.
     """
     return Path(os.environ.get(STATE_VARIABLE) or f"/dev/shm/gdrkit-{os.geteuid()}")  # noqa: S108 - a PrivateFolder.

@@ -2,7 +2,7 @@
 
 ``probe`` reads the files of the host and queries each API in a child process, so that a damaged library can crash only
 the child. ``diagnose`` applies rules to this machine or to a captured machine. Each rule looks for one cause of
-transfers that are not direct. All later decisions (needs, plans, routes, reports) are pure functions of :class:`Facts`.
+transfers that are not direct. Later decisions, such as which cases can run, depend only on :class:`Facts`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Queries of one API each (CUDA, verbs, NVML, hl-thunk, memory registration), for the facts about a machine.
+"""Functions that query one API each (CUDA, verbs, NVML, hl-thunk, registration) for the facts about a machine.
 
 The module runs as ``python -m gdrkit.inventory.api_query API DESCRIPTOR`` in a child process of ``probe``. It
 initialises CUDA, opens NICs and allocates a little memory, which must not happen in a process that only collects facts.
@@ -83,10 +83,10 @@ def query_verbs() -> VerbsFacts:
     """
     from gdrkit import verbs
 
-    # The keys are the character devices that this process has open while a NIC is open.
-    nodes: dict[evidence.DeviceNode, None] = {}
-    nics = tuple(_collect_nic_facts(nic_info, nodes) for nic_info in verbs.list_nics())
-    return VerbsFacts(nics=nics, libraries=identifying_libraries(evidence.libraries()), nodes=tuple(nodes))
+    # An ordered set (a dict of keys): the character devices that this process has open while a NIC is open.
+    device_nodes: dict[evidence.DeviceNode, None] = {}
+    nics = tuple(_collect_nic_facts(nic_info, device_nodes) for nic_info in verbs.list_nics())
+    return VerbsFacts(nics=nics, libraries=identifying_libraries(evidence.libraries()), nodes=tuple(device_nodes))
 
 
 def query_registration() -> tuple[RouteFacts, ...]:
@@ -99,14 +99,15 @@ def query_registration() -> tuple[RouteFacts, ...]:
     """
     from gdrkit import cuda, verbs
 
-    routes: list[RouteFacts] = []
-    port_by_nic = {nic_info.name: nic_info.active_port or 1 for nic_info in verbs.list_nics()}
+    route_facts: list[RouteFacts] = []
+    # A NIC without an active port can also register memory; it is opened by its port 1.
+    port_by_nic_name = {nic_info.name: nic_info.active_port or 1 for nic_info in verbs.list_nics()}
     for device_index in range(cuda.device_count()):
         with cuda.Device(device_index) as device, device.allocate(_PROBE_MEMORY_BYTES) as memory:
-            for nic_name, port in port_by_nic.items():
+            for nic_name, port in port_by_nic_name.items():
                 with verbs.Nic.open(nic_name, port=port) as nic:
-                    routes += _try_routes(device, memory, nic, nic_name)
-    return tuple(routes)
+                    route_facts += _try_routes(device, memory, nic, nic_name)
+    return tuple(route_facts)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -153,10 +154,10 @@ def _collect_device_facts(device: Device) -> CudaDeviceFacts:
         )
 
 
-def _query_supported_attributes(device: Device, enumeration: type) -> Iterator[tuple[str, int]]:
+def _query_supported_attributes(device: Device, attribute_enum: type) -> Iterator[tuple[str, int]]:
     for attribute_name in _CUDA_ATTRIBUTE_NAMES:
         try:
-            yield attribute_name, device.attribute(getattr(enumeration, attribute_name))
+            yield attribute_name, device.attribute(getattr(attribute_enum, attribute_name))
         except ApiError as error:
             # A driver may be older than the attribute and not know it. Such an attribute is left out of the facts. Any
             # other error is a failure of the API.
@@ -164,8 +165,8 @@ def _query_supported_attributes(device: Device, enumeration: type) -> Iterator[t
                 raise
 
 
-def _collect_nic_facts(nic_info: NicInfo, nodes: dict[evidence.DeviceNode, None]) -> NicFacts:
-    """Open one NIC and query it. Add to `nodes` the character devices that this process has open at that time."""
+def _collect_nic_facts(nic_info: NicInfo, device_nodes: dict[evidence.DeviceNode, None]) -> NicFacts:
+    """Open one NIC and query it. Add to `device_nodes` the character devices that are open meanwhile."""
     from gdrkit import verbs
 
     supports_dmabuf: bool | None = None
@@ -175,7 +176,7 @@ def _collect_nic_facts(nic_info: NicInfo, nodes: dict[evidence.DeviceNode, None]
             raise nic_info.error.clone()
         with verbs.Nic.open(nic_info.name, port=nic_info.active_port or 1) as nic:
             supports_dmabuf = nic.supports_dmabuf()
-            nodes |= dict.fromkeys(evidence.device_nodes())
+            device_nodes |= dict.fromkeys(evidence.device_nodes())
     except GdrkitError as error:
         failure = ApiFailure.of(error, api="verbs", operation="open")
     return NicFacts(

@@ -32,7 +32,7 @@ __all__ = ["FUNCTIONS_MAX", "SCHEMA_VERSION", "Capture", "CapturedFiles", "Recor
 SCHEMA_VERSION = 1
 # A capture has at most this many PCI functions. A large host has 517 functions, and SR-IOV can add some thousands.
 FUNCTIONS_MAX = 4096
-_FOLLOWED_LINKS_MAX, _PATH_BYTES_MAX = 40, 4096  # The kernel's limits MAXSYMLINKS and PATH_MAX.
+_FOLLOWED_LINKS_MAX, _PATH_CHARACTERS_MAX = 40, 4096  # The kernel's limits MAXSYMLINKS and PATH_MAX.
 _PCI_DEVICES_FOLDER = "/sys/bus/pci/devices"
 
 
@@ -75,7 +75,7 @@ class Capture:
     schema_version : int
         Version of the format of captures.
     origin : str
-        Source of the capture, for people: ``gdrkit 0.1.0 facts --save``, ``lspci -vvv``.
+        Source of the capture, for people: ``gdrkit 0.1.0 facts --save``, ``output of lspci``.
     answers : RecordedReads
         Results of the reads of the machine's files.
     facts : Facts or None
@@ -102,8 +102,9 @@ class Capture:
         Raises
         ------
         UsageError
-            ``MALFORMED``: the capture has another version, a path that is not absolute and normalized or is too long,
-            an invalid file name, an unknown type of read, too many PCI functions, or contents that are not base64.
+            ``MALFORMED``: the capture has an unsupported version, a path that is not absolute and normalized or is too
+            long, an invalid file name, an unknown type of read, too many PCI functions, or contents that are not
+            base64.
         """
         if self.schema_version != SCHEMA_VERSION:
             _raise_malformed(f"expected schema_version {SCHEMA_VERSION}, found {self.schema_version}")
@@ -112,15 +113,19 @@ class Capture:
             _raise_malformed(f"{', '.join(sorted(unknown_types))} is not a type of read")
         if len(self.answers.folders.get(_PCI_DEVICES_FOLDER, ())) > FUNCTIONS_MAX:
             _raise_malformed(f"{_PCI_DEVICES_FOLDER} has more than {FUNCTIONS_MAX} PCI functions")
-        # The keys of every table are paths, except that a key of `lines` is a path and words, joined by "|".
-        tables = [getattr(self.answers, table.name) for table in fields(self.answers) if table.name != "refused"]
-        for key in {key for table in (*tables, *self.answers.refused.values()) for key in table}:
+        # Every result is stored under its path, except that a key of `lines` is a path and words, joined by "|".
+        results_by_path = [
+            getattr(self.answers, read_field.name)
+            for read_field in fields(self.answers)
+            if read_field.name != "refused"
+        ]
+        for key in {key for results in (*results_by_path, *self.answers.refused.values()) for key in results}:
             path = key.partition("|")[0] if key in self.answers.lines else key
             if not path.startswith("/") or path != posixpath.normpath(path) or "\0" in path:
                 _raise_malformed(f"{key[:80]!r} is not an absolute and normalized path")
-            _check_length(path)
-        for target in self.answers.links.values():
-            _check_length(target)
+            _check_path_length(path)
+        for link_target in self.answers.links.values():
+            _check_path_length(link_target)
         for names in self.answers.folders.values():
             if any(not name or "/" in name or name in (".", "..") for name in names):
                 _raise_malformed("a folder contains an invalid file name")
@@ -128,9 +133,9 @@ class Capture:
             _check_base64(path, text)
 
 
-def _check_length(path: str) -> None:
-    if len(path) > _PATH_BYTES_MAX:
-        _raise_malformed(f"the path that begins with {path[:80]!r} has more than {_PATH_BYTES_MAX} characters")
+def _check_path_length(path: str) -> None:
+    if len(path) > _PATH_CHARACTERS_MAX:
+        _raise_malformed(f"the path that begins with {path[:80]!r} has more than {_PATH_CHARACTERS_MAX} characters")
 
 
 def _check_base64(path: str, text: str) -> None:
@@ -147,7 +152,7 @@ def _raise_malformed(problem: str) -> None:
 
 
 class CapturedFiles:
-    """Files of a captured machine, whose methods return the recorded results; see :class:`gdrkit.host.Files`."""
+    """A file interface that returns the recorded reads of a captured machine; see :class:`gdrkit.host.Files`."""
 
     def __init__(self, reads: RecordedReads) -> None:
         self.reads = self._reads = reads
@@ -193,7 +198,7 @@ class CapturedFiles:
             raise self._make_absence_error(host_path)
 
     def _exists(self, host_path: str) -> bool:
-        tables = (
+        recorded_results = (
             self._reads.texts,
             self._reads.binaries,
             self._reads.folders,
@@ -201,22 +206,27 @@ class CapturedFiles:
             self._existing_paths,
         )
         if any(
-            path in table for path in dict.fromkeys((host_path, self._resolve_links(host_path))) for table in tables
+            path in results
+            for path in dict.fromkeys((host_path, self._resolve_links(host_path)))
+            for results in recorded_results
         ):
             return True
         folder, _, last_part = self._resolve_links(host_path).rpartition("/")
         return last_part in self._names_by_folder.get(folder or "/", ())
 
     def _find_recorded_path(
-        self, read_type: str, host_path: str, *tables: dict[str, str] | dict[str, tuple[str, ...]]
+        self, read_type: str, host_path: str, *recorded_results: dict[str, str] | dict[str, tuple[str, ...]]
     ) -> str:
-        """Return the path under which one of `tables` has the result, or raise the recorded error."""
+        """Return the path under which one of `recorded_results` has the result.
+
+        If there is none, raise the recorded error, or an error that says that the path is absent.
+        """
         # A result that was recorded under `host_path` itself is preferred, because the captured machine itself followed
         # the links in that path.
         self._raise_recorded_error(read_type, host_path)
         for path in dict.fromkeys((host_path, self._resolve_links(host_path))):
             self._raise_recorded_error(read_type, path)
-            if any(path in table for table in tables):
+            if any(path in results for results in recorded_results):
                 return path
         raise self._make_absence_error(host_path)
 

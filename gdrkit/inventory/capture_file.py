@@ -24,7 +24,7 @@ __all__ = ["parse_capture", "read_capture", "write_capture"]
 # tokens.
 _FILE_BYTES_MAX = 16 << 20
 _TOKENS_MAX = 300_000
-_DEPTH_MAX = 64
+_NESTING_MAX = 64
 _GZIP_MAGIC = b"\x1f\x8b"
 # Matches a JSON string, a bracket, a comma, or the quotation mark of a string that has no end. The quantifiers are
 # possessive, so that no input makes the search backtrack.
@@ -129,8 +129,8 @@ def _check_size(text: str, name: str) -> None:
         problem = (
             f"more than {_TOKENS_MAX} values"
             if token_index >= _TOKENS_MAX
-            else f"values nested more than {_DEPTH_MAX} deep"
-            if depth > _DEPTH_MAX
+            else f"values nested more than {_NESTING_MAX} deep"
+            if depth > _NESTING_MAX
             else f"not JSON: the string at character {match.start()} has no end"
             if symbol == '"'
             else None

@@ -25,11 +25,13 @@ __all__ = ["ChildQuery"]
 
 _OUTPUT_CHARACTERS_MAX = 400
 # The time in which a child was ready to run and had no processor is added to its time limit, up to this value.
-_STARVED_MAX_S = 100.0
+_PROCESSOR_WAIT_MAX_S = 100.0
 
 
 class ChildQuery:
-    """A query by a child process ``python -m MODULE NAME DESCRIPTOR``, which writes its result to the descriptor.
+    """A query by a child process ``python -m MODULE NAME DESCRIPTOR``.
+
+    The child writes its result to the descriptor, as one JSON object with the field ``facts``, ``failure`` or both.
 
     Parameters
     ----------
@@ -66,8 +68,8 @@ class ChildQuery:
     def result(self, timeout_s: float) -> tuple[Any, ApiFailure | None]:
         """Wait for the child, kill its process group, and return its facts (parsed JSON) and its failure.
 
-        Each is None if there is none. A query can return both: the facts that it found before it failed, and the
-        failure.
+        The facts or the failure is None if the child did not report it. A query can return both: the facts that it
+        found before it failed, and the failure.
 
         Parameters
         ----------
@@ -87,9 +89,9 @@ class ChildQuery:
             return None, self._make_failure(Reason.TIMEOUT, message, output)
         if not result_text:
             return None, self._make_failure(Reason.OTHER, _describe_exit(self._child.returncode), output)
-        data = json.loads(result_text)
-        failure = data.get("failure")
-        return data.get("facts"), failure and serialization.from_json_data(ApiFailure, failure)
+        result = json.loads(result_text)
+        failure = result.get("failure")
+        return result.get("facts"), failure and serialization.from_json_data(ApiFailure, failure)
 
     def _wait(self, timeout_s: float) -> bool:
         """Wait until the child has ended, and return True. Return False at the time limit."""
@@ -98,7 +100,7 @@ class ChildQuery:
             try:
                 self._child.wait(remaining_s)
             except subprocess.TimeoutExpired:
-                allowed_s = timeout_s + min(host.starved_s(self._child.pid), _STARVED_MAX_S)
+                allowed_s = timeout_s + min(host.processor_wait_s(self._child.pid), _PROCESSOR_WAIT_MAX_S)
                 remaining_s = allowed_s - (time.monotonic() - start_s)
             else:
                 return True

@@ -74,7 +74,7 @@ def read_config(tree: HostTree, environment: Mapping[str, str]) -> tuple[str | N
 
 
 def get_value(config: Mapping[str, Any], *keys: str) -> Any:  # noqa: ANN401 - a JSON value of any type.
-    """Return the value in nested objects, where `keys` has one key for each level, or None if there is none."""
+    """Return the value at the end of `keys`, one key for each level of nested objects; None if it does not exist."""
     config_part: Any = config
     for key in keys:
         if not isinstance(config_part, dict):

@@ -37,7 +37,7 @@ class Diagnosis:
     unreadable : tuple of Unreadable
         Every file that could not be read, by a rule or when the facts were collected.
     privileges : tuple of str
-        One sentence for each missing privilege: what cannot be read without the privilege, and the rules that need it.
+        One text for each missing privilege: what cannot be read without the privilege, and the rules that need it.
     """
 
     schema_version: int
@@ -58,11 +58,11 @@ class Diagnosis:
         Raises
         ------
         UsageError
-            ``MALFORMED``: the text is not JSON, has another version, or has an invalid field.
+            ``MALFORMED``: the text is not JSON, has an unsupported version, or has an invalid field.
         """
         return serialization.parse_versioned(cls, text, version=SCHEMA_VERSION, where=where)
 
-    def of(self, verdict: Verdict) -> tuple[Finding, ...]:
+    def findings_with(self, verdict: Verdict) -> tuple[Finding, ...]:
         """Return the findings with this verdict."""
         return tuple(finding for finding in self.findings if finding.verdict is verdict)
 
@@ -106,7 +106,9 @@ def _list_missing(machine: Machine) -> Iterator[str]:
         # A file that could not be read, or that is not in the capture, may exist.
         return not tree.exists(path) and all(unreadable_file.path != path for unreadable_file in tree.unreadable)
 
-    has_gpu = any(host.is_gpu(function) for function in machine.functions) or bool(facts.cuda and facts.cuda.devices)
+    has_gpu = any(host.is_gpu(function) for function in machine.pci_functions) or bool(
+        facts.cuda and facts.cuda.devices
+    )
     if not has_gpu and not _is_folder_unknown(tree, "/sys/bus/pci/devices"):
         yield "no NVIDIA GPU on PCI"
     if (

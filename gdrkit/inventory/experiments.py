@@ -40,7 +40,8 @@ _FLUSH_ROUNDS = 50
 _WARM_UP_COPIES = 20
 # Seed of the patterns that are transferred. Any value would do.
 _PATTERN_SEED = 0x6D6F76
-_COPY_TIMEOUT_S = 10.0
+# Time limit for the end of the thread that copies, after it was told to stop.
+_JOIN_TIMEOUT_S = 10.0
 _PCI_DEVICES = "/sys/bus/pci/devices"
 
 
@@ -89,15 +90,15 @@ def _try_stale_key() -> dict[str, str]:
     """
     from gdrkit import cuda, registration
 
-    nics = _list_active_nics()
+    active_nics = _list_active_nics()
     with ExitStack() as stack:
-        nic, device = _open_nic_and_device(stack, *nics[0], 0)
+        nic, device = _open_nic_and_device(stack, *active_nics[0], 0)
         freed_memory = stack.enter_context(device.allocate(2 * MIB))
         # Only a borrowed view of the memory is registered. The owner does not know of this registration, so closing the
         # owner does not deregister it.
         view = stack.enter_context(cuda.borrow(device, freed_memory.address, length_bytes=freed_memory.length_bytes))
         registered_memory: Registration = stack.enter_context(registration.register(view, [nic]))
-        remote = registered_memory.remote(nic, length_bytes=_TRANSFER_BYTES)
+        stale_range = registered_memory.remote(nic, length_bytes=_TRANSFER_BYTES)
         old_buffer_id, old_address = freed_memory.buffer_id(), freed_memory.address
         freed_memory.close()
         new_memory = stack.enter_context(device.allocate(2 * MIB))
@@ -106,7 +107,7 @@ def _try_stale_key() -> dict[str, str]:
         new_buffer_id = new_memory.buffer_id()
         loopback = stack.enter_context(registration.ConnectedPair(nic, length_bytes=_TRANSFER_BYTES))
         loopback.fill(_PATTERN_SEED)
-        status = loopback.write(remote).status.name
+        status = loopback.write(stale_range).status.name
         was_overwritten = new_memory.read(length_bytes=_TRANSFER_BYTES) != b"\x5a" * _TRANSFER_BYTES
         registered_memory.close()
     return {
@@ -124,10 +125,10 @@ def _try_flush() -> dict[str, str]:
     from gdrkit import cuda, registration
 
     observations: dict[str, str] = {}
-    nics = _list_active_nics()
+    active_nics = _list_active_nics()
     for device_index in range(cuda.device_count()):
         with ExitStack() as stack:
-            nic, device = _open_nic_and_device(stack, *nics[0], device_index)
+            nic, device = _open_nic_and_device(stack, *active_nics[0], device_index)
             ordering = registration.Ordering.of(device)
             memory, copied_data = stack.enter_context(device.allocate(_TRANSFER_BYTES)), bytearray(_TRANSFER_BYTES)
             registered_memory = stack.enter_context(registration.register(memory, [nic]))
@@ -160,7 +161,8 @@ def _read_links_under_load() -> dict[str, str]:
             stop_copying = threading.Event()
             data = bytes(_COPY_BYTES)
 
-            # Default values bind the variables of this iteration. A closure would use the values of the last iteration.
+            # The default values bind the variables of this iteration. Without them, the function would use the values
+            # of the iteration that runs when it is called.
             def copy_until_stopped(
                 memory: object = memory, data: bytes = data, stop_copying: threading.Event = stop_copying
             ) -> None:
@@ -169,8 +171,8 @@ def _read_links_under_load() -> dict[str, str]:
 
             for _ in range(_WARM_UP_COPIES):
                 memory.write(data)
-            worker = threading.Thread(target=copy_until_stopped, name=f"copies to GPU {device_index}", daemon=True)
-            worker.start()
+            copy_thread = threading.Thread(target=copy_until_stopped, name=f"copies to GPU {device_index}", daemon=True)
+            copy_thread.start()
             try:
                 # The first part of the path is the host bridge, which has no link above it.
                 for function_address in host.pci_path(tree, device.pci_bus_id.lower())[1:]:
@@ -179,7 +181,7 @@ def _read_links_under_load() -> dict[str, str]:
                     )
             finally:
                 stop_copying.set()
-                join_threads([worker], timeout_s=_COPY_TIMEOUT_S)
+                join_threads([copy_thread], timeout_s=_JOIN_TIMEOUT_S)
     return observations
 
 
@@ -212,7 +214,7 @@ def _fill_bounce_buffer_pool() -> dict[str, str]:
         read_count = driver.properties().max_batch_io
         batch = stack.enter_context(cufile.IoBatch(driver, read_count))
         batch.submit([cufile.BatchRequest(cufile.Opcode.READ, file_handle, cufile.BufferRange(memory))] * read_count)
-        status_counts = Counter(event.status.name for event in batch.status(count_min=read_count))
+        status_counts = Counter(event.status.name for event in batch.fetch_events(count_min=read_count))
     return {
         f"{read_count} reads of {_TRANSFER_BYTES} bytes in one batch": ", ".join(
             f"{result_count} {status_name}" for status_name, result_count in status_counts.items()
@@ -221,6 +223,7 @@ def _fill_bounce_buffer_pool() -> dict[str, str]:
 
 
 def _list_active_nics() -> list[tuple[str, int]]:
+    """Return the name of each NIC that has an active port, and the number of the first such port."""
     from gdrkit import verbs
 
     nics = [(nic_info.name, nic_info.active_port) for nic_info in verbs.list_nics() if nic_info.active_port is not None]
@@ -266,18 +269,18 @@ def main(arguments: list[str] | None = None) -> int:
     UsageError
         There is no experiment of that name.
     """
-    name, descriptor = sys.argv[1:] if arguments is None else arguments
-    if name not in EXPERIMENTS:
-        message = f"the experiment must be one of {', '.join(EXPERIMENTS)}, not {name!r}"
+    experiment_name, descriptor = sys.argv[1:] if arguments is None else arguments
+    if experiment_name not in EXPERIMENTS:
+        message = f"the experiment must be one of {', '.join(EXPERIMENTS)}, not {experiment_name!r}"
         raise UsageError(message)
     # cuFileDriverOpen can close descriptor 0 (the rule cufile-descriptor-0).
     file_id_before = _identify_descriptor_0()
     observations: dict[str, str] = {}
     failure: ApiFailure | None = None
     try:
-        observations = EXPERIMENTS[name]()
+        observations = EXPERIMENTS[experiment_name]()
     except GdrkitError as error:
-        failure = ApiFailure.of(error, api=name, operation=name)
+        failure = ApiFailure.of(error, api=experiment_name, operation=experiment_name)
     if _identify_descriptor_0() != file_id_before:
         observations[DESCRIPTOR_0] = "was closed"
     result = {"facts": serialization.to_json_data(observations), "failure": serialization.to_json_data(failure)}

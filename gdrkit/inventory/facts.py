@@ -317,7 +317,7 @@ class Facts:
         Raises
         ------
         UsageError
-            ``MALFORMED``: the text is not JSON, has another version, or has an invalid field.
+            ``MALFORMED``: the text is not JSON, has an unsupported version, or has an invalid field.
         """
         return serialization.parse_versioned(cls, text, version=SCHEMA_VERSION, where=where)
 

@@ -72,7 +72,7 @@ class GpuProcess:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse the JSON text of a process, as in a step of the observation.
+        """Parse the JSON text with which an observation describes one process.
 
         Raises
         ------
@@ -92,8 +92,8 @@ class GpuProcess:
         return f"pid {self.process_id} ({single_line(self.program)})"
 
     @property
-    def job(self) -> tuple[tuple[str, str], ...]:
-        """Names and values of the variables that identify the job of the process; empty if no scheduler has set any."""
+    def job_variables(self) -> tuple[tuple[str, str], ...]:
+        """Names and values of the variables that identify the job of the process; empty if no scheduler set them."""
         return tuple((name, self.environment[name]) for name in _JOB_VARIABLES if name in self.environment)
 
     @property
@@ -113,20 +113,22 @@ def observe_gpu_processes(*, folder: str = "/dev") -> Observation:
     tree, text_by_step, count_by_errno = host.HostTree(), {}, dict[str, int]()
     for pid in sorted(filter(str.isdecimal, tree.names("/proc")), key=int):
         try:
-            target_by_descriptor = evidence.descriptors(pid)
+            target_by_descriptor = evidence.descriptor_targets(pid)
         except (FileNotFoundError, ProcessLookupError):
             continue  # The process has ended.
         except OSError as error:
             count_by_errno[errno_name(error.errno)] = count_by_errno.get(errno_name(error.errno), 0) + 1
             continue
-        nodes = {
+        device_node_names = {
             target.removeprefix(f"{folder}/")
             for target in target_by_descriptor.values()
             if target.startswith(f"{folder}/")
         }
-        gpus = sorted(node for node in nodes if _GPU_NODE.fullmatch(node))
-        if (gpus or "nvidia-uvm" in nodes) and int(pid) != os.getpid():
-            process = _read_gpu_process(tree, pid, target_by_descriptor, gpus, has_contexts="nvidia-uvm" in nodes)
+        gpus = sorted(node for node in device_node_names if _GPU_NODE.fullmatch(node))
+        if (gpus or "nvidia-uvm" in device_node_names) and int(pid) != os.getpid():
+            process = _read_gpu_process(
+                tree, pid, target_by_descriptor, gpus, has_contexts="nvidia-uvm" in device_node_names
+            )
             text_by_step[process.title] = json.dumps(serialization.to_json_data(process))
     if count_by_errno:
         unreadable_count = sum(count_by_errno.values())
@@ -140,14 +142,15 @@ def observe_gpu_processes(*, folder: str = "/dev") -> Observation:
 def _read_gpu_process(
     tree: host.HostTree, pid: str, target_by_descriptor: dict[int, str], gpus: Iterable[str], *, has_contexts: bool
 ) -> GpuProcess:
-    user_match = re.search(r"^Uid:\s+\d+\s+(\d+)", tree.text(f"/proc/{pid}/status") or "", re.MULTILINE)
+    # The line has the real, the effective, the saved and the file system user ID.
+    effective_user_match = re.search(r"^Uid:\s+\d+\s+(\d+)", tree.text(f"/proc/{pid}/status") or "", re.MULTILINE)
     environ_text = (tree.data(f"/proc/{pid}/environ") or b"").decode("utf-8", "backslashreplace")
     variables = dict(entry.partition("=")[::2] for entry in environ_text.split("\0") if "=" in entry)
     dmabufs = evidence.held_dmabufs(tree, pid, target_by_descriptor)
     return GpuProcess(
         process_id=int(pid),
         program=(tree.text(f"/proc/{pid}/comm") or "").strip(),
-        user_id=int(user_match[1]) if user_match else None,
+        user_id=int(effective_user_match[1]) if effective_user_match else None,
         pid_namespace=_read_namespace(tree, pid, "pid"),
         ipc_namespace=_read_namespace(tree, pid, "ipc"),
         gpus=tuple(gpus),
@@ -157,9 +160,9 @@ def _read_gpu_process(
         dmabufs_count=len(dmabufs),
         dmabuf_bytes=sum(dmabuf.size_bytes for dmabuf in dmabufs),
         environment={
-            key: variables[key]
-            for key in (*_GPU_CHOICE_VARIABLES, *_JOB_VARIABLES, *_RENDEZVOUS_VARIABLES)
-            if key in variables
+            name: variables[name]
+            for name in (*_GPU_CHOICE_VARIABLES, *_JOB_VARIABLES, *_RENDEZVOUS_VARIABLES)
+            if name in variables
         },
     )
 

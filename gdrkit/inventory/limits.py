@@ -22,7 +22,7 @@ _LINK_TEXT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GT/s(?: PCIe)? x(\d{1,9})")
 _PORT_RATE_TEXT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) Gb/sec")
 # Speeds at which the encoding changes (PCI Express Base Specification, 4.2). Below 8 GT/s, 10 bits on the link carry 8
 # bits of data. From 8 GT/s on, 130 bits carry 128. From 64 GT/s on, a flit of 256 bytes carries 236.
-_LONG_CODE_GT_PER_S, _FLIT_GT_PER_S = 8.0, 64.0
+_ENCODING_128B_130B_GT_PER_S, _FLIT_ENCODING_GT_PER_S = 8.0, 64.0
 # PCIe speeds by the generation numbers that NVML uses.
 PCIE_SPEEDS_GT_PER_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 
@@ -94,24 +94,30 @@ def _find_best_link(address: str, facts: Facts) -> str:
     a busy one.
     """
     for gpu in facts.nvml.gpus if facts.nvml else ():
-        speed = PCIE_SPEEDS_GT_PER_S.get(gpu.link_generation_max or 0)
-        if gpu.pci_bus_id.lower() == address.lower() and speed and gpu.link_width_max:
-            return f"{speed} GT/s PCIe x{gpu.link_width_max}"
+        speed_gt_per_s = PCIE_SPEEDS_GT_PER_S.get(gpu.link_generation_max or 0)
+        if gpu.pci_bus_id.lower() == address.lower() and speed_gt_per_s and gpu.link_width_max:
+            return f"{speed_gt_per_s} GT/s PCIe x{gpu.link_width_max}"
     return ""
 
 
-def _compute_link_limit(name: str, link_text: str) -> Limit | None:
+def _compute_link_limit(device_name: str, link_text: str) -> Limit | None:
     match = _LINK_TEXT.fullmatch(link_text)
     if match is None:
         return None
-    speed, width = float(match[1]), int(match[2])
-    efficiency = 236 / 256 if speed >= _FLIT_GT_PER_S else 128 / 130 if speed >= _LONG_CODE_GT_PER_S else 8 / 10
-    return Limit(gb_per_s=speed * width * efficiency / 8, why=f"the link of {name}, {link_text}")
+    speed_gt_per_s, lanes = float(match[1]), int(match[2])
+    efficiency = (
+        236 / 256
+        if speed_gt_per_s >= _FLIT_ENCODING_GT_PER_S
+        else 128 / 130
+        if speed_gt_per_s >= _ENCODING_128B_130B_GT_PER_S
+        else 8 / 10
+    )
+    return Limit(gb_per_s=speed_gt_per_s * lanes * efficiency / 8, why=f"the link of {device_name}, {link_text}")
 
 
-def _compute_port_limits(facts: Facts, names: Collection[str]) -> Iterator[Limit]:
+def _compute_port_limits(facts: Facts, nic_names: Collection[str]) -> Iterator[Limit]:
     for device in facts.rdma_devices:
-        for port in device.ports if device.name in names else ():
+        for port in device.ports if device.name in nic_names else ():
             match = _PORT_RATE_TEXT.match(port.rate or "")
             # The rate of a port that is down is not a limit.
             if match is not None and port.state == "ACTIVE":

@@ -53,10 +53,10 @@ def link_shortfalls(links: Iterable[ExpectedLink], facts: Facts) -> tuple[str, .
     """
     shortfall_texts = []
     for link in links:
-        values = [(name, value) for name, value in LINK_QUANTITIES[link.quantity](facts) if value is not None]
-        too_small_texts = [f"{name} has {value:g}" for name, value in values if value < link.at_least]
-        sufficient_count = len(values) - len(too_small_texts)
-        if values and sufficient_count < link.count:
+        known_values = [(name, value) for name, value in LINK_QUANTITIES[link.quantity](facts) if value is not None]
+        too_small_texts = [f"{name} has {value:g}" for name, value in known_values if value < link.at_least]
+        sufficient_count = len(known_values) - len(too_small_texts)
+        if known_values and sufficient_count < link.count:
             too_small_text = f" ({_join_shortened(too_small_texts)})" if too_small_texts else ""
             shortfall_texts.append(
                 f"{link.quantity}: {sufficient_count} of {link.count} have {link.at_least:g}{too_small_text}; "

@@ -74,7 +74,7 @@ class Machine:
     timeout_s: float = _EXPERIMENT_TIMEOUT_S
 
     @cached_property
-    def functions(self) -> tuple[host.PciDevice, ...]:
+    def pci_functions(self) -> tuple[host.PciDevice, ...]:
         """All PCI functions of the machine."""
         return host.pci_devices(host.HostTree.of(self.files))
 
@@ -88,7 +88,7 @@ class Machine:
         """Whether the machine has a GPU, an accelerator or an RDMA NIC, according to PCI, sysfs or its APIs."""
         facts = self.facts
         return bool(
-            any(host.is_gpu(function) or host.is_nic(function) for function in self.functions)
+            any(host.is_gpu(function) or host.is_nic(function) for function in self.pci_functions)
             or facts.rdma_devices
             or facts.accelerators
             or (facts.cuda and facts.cuda.devices)
@@ -98,8 +98,8 @@ class Machine:
     def observe(self, name: str) -> Observation | None:
         """Return the result of the experiment `name`, or None if there is no result and experiments may not run.
 
-        The first call runs the experiment, in a child process with a time limit. The name ``gpu_processes`` gives the
-        processes that use a GPU, which were read before.
+        The first call runs the experiment, in a child process with a time limit. The observation ``gpu_processes`` is
+        no experiment: :func:`this_machine` has read the processes that use a GPU.
         """
         from gdrkit.inventory.experiments import EXPERIMENTS
 
@@ -133,15 +133,15 @@ class Machine:
 
 
 def this_machine(
-    *, query_apis: bool = True, record: bool = False, run_experiments: bool = True, facts: Facts | None = None
+    *, query_apis: bool = True, record_files: bool = False, run_experiments: bool = True, facts: Facts | None = None
 ) -> Machine:
     """Return the machine on which this process runs.
 
     Parameters
     ----------
     query_apis : bool
-        Whether to query its APIs, in child processes.
-    record : bool
+        Whether to query the APIs of this machine, in child processes.
+    record_files : bool
         Whether to record the files that are read, for :meth:`Machine.capture`.
     run_experiments : bool
         Whether rules may run experiments.
@@ -149,7 +149,7 @@ def this_machine(
         The facts about this machine, if the caller already has them. Otherwise they are collected here.
     """
     files: host.Files = host.DiskFiles()
-    files = Recorder(files) if record else files
+    files = Recorder(files) if record_files else files
     tree = host.HostTree.of(files)
     environment = {
         name: value
@@ -189,7 +189,7 @@ def captured_machine(capture: Capture) -> Machine:
         observations={observation.name: observation for observation in capture.observations},
     )
     pci_device_count = sum(
-        host.is_gpu(function) or host.is_nic(function) or host.is_nvme(function) for function in machine.functions
+        host.is_gpu(function) or host.is_nic(function) or host.is_nvme(function) for function in machine.pci_functions
     )
     device_count = max(pci_device_count, len(facts.rdma_devices), len(facts.nvme), len(facts.gpus))
     if device_count > _DEVICES_MAX:

@@ -14,7 +14,7 @@ DESCRIPTOR_0 = "descriptor 0"
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The result of one experiment, or the reason why there is none. It is also used for the processes with a GPU.
+    """The result of one experiment, or the reason why there is none. The processes that use a GPU have this form, too.
 
     Attributes
     ----------

@@ -83,7 +83,7 @@ def probe(
 
 
 def _read_files(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
-    """Return the facts that the files contain."""
+    """Return the facts that the files of `tree` contain. The facts of the APIs stay empty."""
     is_on_disk = not isinstance(tree.files, CapturedFiles)
     return Facts(
         schema_version=SCHEMA_VERSION,
@@ -124,7 +124,7 @@ def _read_files(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
 
 
 def _is_this_host(tree: host.HostTree) -> bool:
-    """Return whether the files describe this host, also if the reads are recorded."""
+    """Return whether the files are the files of this host. A recorder always reads this host."""
     return tree.is_this_host or isinstance(tree.files, Recorder)
 
 
@@ -183,14 +183,14 @@ class _ApiQueries:
 
 
 def _collect_config_facts(tree: host.HostTree) -> tuple[ConfigFacts, ...]:
-    """Return the config space of each GPU, NIC and NVMe controller, and of the bridges above them."""
+    """Return the facts about the config space of each GPU, NIC and NVMe controller, and of the bridges above them."""
     devices = [
         device
         for device in host.pci_devices(tree)
         if host.is_gpu(device) or host.is_nic(device) or host.is_nvme(device)
     ]
     # The first part of a path is the host bridge, which has no config space below /sys/bus/pci/devices.
-    addresses = dict.fromkeys(part for device in devices for part in host.pci_path(tree, device.address)[1:])
+    addresses = dict.fromkeys(address for device in devices for address in host.pci_path(tree, device.address)[1:])
     config_facts = []
     for address in addresses:
         try:

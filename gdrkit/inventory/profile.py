@@ -173,7 +173,7 @@ class Profile:
     Attributes
     ----------
     name : str
-        Name of its file, without the suffix.
+        Name of the file of the profile, without the suffix ``.toml``.
     about : str
         Description in one sentence.
     extends : str
@@ -219,7 +219,7 @@ class Profile:
         return next((entry.causes for entry in self.refused if fnmatchcase(need, entry.need)), None)
 
     def misfits(self, facts: Facts, substrate: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the reasons why this profile does not fit a machine with these facts and these substrates (by API).
+        """Return the reasons why this profile does not fit a machine. `substrate` has the actual substrate of each API.
 
         The result is empty if the profile fits.
         """
@@ -271,8 +271,10 @@ def _load_profile(name: str, folder: Path, extended_by: tuple[str, ...]) -> Prof
     path = folder / f"{name}.toml"
     profile_names = sorted(file.stem for file in folder.glob("*.toml"))
     if name not in profile_names:
-        choices = ", ".join(profile_names)
-        message = f"the profile must be one of {choices}, not {name!r}" if choices else f"no profile is in {folder}"
+        choices_text = ", ".join(profile_names)
+        message = (
+            f"the profile must be one of {choices_text}, not {name!r}" if choices_text else f"no profile is in {folder}"
+        )
         raise UsageError(message)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -306,7 +308,8 @@ def load_profiles(*, folder: Path | None = None) -> tuple[Profile, ...]:
 def choose_profile(profiles: Sequence[Profile], facts: Facts, substrate: Mapping[str, str]) -> Profile:
     """Return the profile that fits the machine and has the most conditions.
 
-    Of profiles with equally many conditions, the one that names substrates for more APIs is returned.
+    If several such profiles have equally many conditions, return the profile that names substrates for more APIs, and
+    among equal ones the last by name.
 
     Raises
     ------
@@ -316,7 +319,7 @@ def choose_profile(profiles: Sequence[Profile], facts: Facts, substrate: Mapping
     candidates = [profile for profile in profiles if not profile.misfits(facts, substrate)]
     if not candidates:
         message = "no profile fits this machine"
-        raise UsageError(message, what_to_do="name one with --profile")
+        raise UsageError(message, what_to_do="choose a profile with --profile")
     return max(candidates, key=lambda profile: (profile.match.condition_count, len(profile.substrate), profile.name))
 
 

@@ -1,6 +1,6 @@
-"""The measurement of how each GPU of this machine is reached through each NIC.
+"""The measurement of RDMA transfers between each GPU of this machine and its NICs.
 
-gdrkit.registration chooses NICs by the results.
+gdrkit.registration chooses the NICs for a GPU by the results.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Topology:
         Raises
         ------
         UsageError
-            ``MALFORMED``: the text is not JSON, has another version, or has an invalid field.
+            ``MALFORMED``: the text is not JSON, has an unsupported version, or has an invalid field.
         """
         return serialization.parse_versioned(cls, text, version=SCHEMA_VERSION, where=where)
 
@@ -100,7 +100,7 @@ def topology(machine: Machine) -> Topology:
     tree = host.HostTree.of(machine.files)
     devices = tuple(_list_devices(machine, tree))
     addresses = {device.address for device in devices}
-    function_by_address = {function.address: function for function in machine.functions}
+    function_by_address = {function.address: function for function in machine.pci_functions}
     bridge_addresses = dict.fromkeys(
         address for device in devices for address in device.path[1:] if address not in addresses
     )
@@ -136,10 +136,10 @@ def _list_devices(machine: Machine, tree: host.HostTree) -> list[TopologyDevice]
     cuda_index_by_address = {
         device.pci_bus_id.lower(): device.index for device in (machine.facts.cuda.devices if machine.facts.cuda else ())
     }
-    gpus = [function for function in machine.functions if host.is_gpu(function)]
+    gpus = [function for function in machine.pci_functions if host.is_gpu(function)]
     for gpu_index, gpu in enumerate(gpus):
         devices.append(_make_device(tree, f"GPU{cuda_index_by_address.get(gpu.address, gpu_index)}", "gpu", gpu))
-    function_by_address = {function.address: function for function in machine.functions}
+    function_by_address = {function.address: function for function in machine.pci_functions}
     addresses_with_driver: set[str] = set()
     for rdma_device in machine.facts.rdma_devices:
         if rdma_device.pci_address in function_by_address:
@@ -149,7 +149,7 @@ def _list_devices(machine: Machine, tree: host.HostTree) -> list[TopologyDevice]
     # These NICs have no RDMA device, because no driver is loaded for them.
     devices += [
         _make_device(tree, function.address, "nic", function)
-        for function in machine.functions
+        for function in machine.pci_functions
         if host.is_nic(function) and function.address not in addresses_with_driver
     ]
     nvme_name_by_address = {
@@ -157,7 +157,7 @@ def _list_devices(machine: Machine, tree: host.HostTree) -> list[TopologyDevice]
     }
     devices += [
         _make_device(tree, nvme_name_by_address.get(function.address, function.address), "nvme", function)
-        for function in machine.functions
+        for function in machine.pci_functions
         if host.is_nvme(function)
     ]
     return devices
@@ -166,14 +166,14 @@ def _list_devices(machine: Machine, tree: host.HostTree) -> list[TopologyDevice]
 def _make_device(tree: host.HostTree, name: str, kind: str, function: PciDevice) -> TopologyDevice:
     # The kernel reports a speed that it cannot determine as a text that begins with "Unknown".
     speed, width = function.link_speed, function.link_width
-    is_known = speed is not None and speed[:1].isdigit()
+    is_speed_known = speed is not None and speed[:1].isdigit()
     return TopologyDevice(
         name=name,
         kind=kind,
         address=function.address,
         numa_node=function.numa_node,
         path=host.pci_path(tree, function.address)[:-1],
-        link=f"{speed} x{width}" if is_known and width else "",
+        link=f"{speed} x{width}" if is_speed_known and width else "",
     )
 
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["start_server"]
 
 
-def start_server(host: str, port: int, metrics: Callable[[], Iterable[Metric]]) -> tuple[WSGIServer, Thread]:
+def start_server(host: str, port: int, read_metrics: Callable[[], Iterable[Metric]]) -> tuple[WSGIServer, Thread]:
     """Serve the metrics at /metrics in a new thread, and return the HTTP server and the thread.
 
-    `metrics` is called for each request.
+    `read_metrics` is called for each request.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def start_server(host: str, port: int, metrics: Callable[[], Iterable[Metric]]) 
         @staticmethod
         def collect() -> Iterator[object]:
             """Yield the metrics as objects of prometheus_client."""
-            for metric in metrics():
+            for metric in read_metrics():
                 family_type = core_module.CounterMetricFamily if metric.is_counter else core_module.GaugeMetricFamily
                 label_names = [name for name, _ in next(iter(metric.values), ())]
                 family = family_type(metric.name, metric.help, labels=label_names)

@@ -1,7 +1,7 @@
 """Metrics of the machine: RDMA objects and dma-bufs of every process, BAR1, counters of NICs and of nvidia-fs.
 
-The values are read when Prometheus asks for them. If a value cannot be read, the metric has no value instead of
-zero, and ``gdrkit_not_read`` counts the failure. The first failure of each source and cause is also logged.
+The values are read when Prometheus asks for them. If a value cannot be read, the metric has no value (it is not zero),
+and ``gdrkit_not_read`` counts the failure. The first failure of each source and cause is also logged.
 
 A process may run on software twins (libraries that emulate the hardware). Its objects are then in the record of the
 twins, because the kernel does not know them.
@@ -105,7 +105,7 @@ def _make_owner_labels(tree: HostTree, process_id: int | None) -> dict[str, obje
 def _make_rdma_metrics(
     tree: HostTree, twin_uses: dict[int, list[ProcessUse]], not_read_metric: Metric
 ) -> tuple[Metric, ...]:
-    pairs_metric = Metric(
+    queue_pairs_metric = Metric(
         "gdrkit_rdma_queue_pairs", "Queue pairs, from RDMA netlink, or from the record of a software twin."
     )
     regions_metric = Metric(
@@ -125,16 +125,21 @@ def _make_rdma_metrics(
         except OSError as error:
             not_read_metric.add({"source": "rdma_netlink", "cause": error.strerror}, 1)
         else:
-            for pair in queue_pairs:
-                pairs_metric.add(
-                    {"device": pair.device, "type": pair.type, **_make_owner_labels(tree, pair.process_id)}, 1
+            for queue_pair in queue_pairs:
+                queue_pairs_metric.add(
+                    {
+                        "device": queue_pair.device,
+                        "type": queue_pair.type,
+                        **_make_owner_labels(tree, queue_pair.process_id),
+                    },
+                    1,
                 )
             for region in kernel_regions:
                 labels = {"device": region.device, **_make_owner_labels(tree, region.process_id)}
                 regions_metric.add(labels, 1)
                 region_bytes_metric.add(labels, region.length_bytes)
-    _add_twin_objects(twin_uses, pairs_metric, regions_metric, region_bytes_metric)
-    return (pairs_metric, regions_metric, region_bytes_metric)
+    _add_twin_objects(twin_uses, queue_pairs_metric, regions_metric, region_bytes_metric)
+    return (queue_pairs_metric, regions_metric, region_bytes_metric)
 
 
 def _make_process_metrics(
@@ -147,15 +152,15 @@ def _make_process_metrics(
     descriptors_metric = Metric(
         "gdrkit_descriptors", "Open descriptors of a process that has a GPU, a NIC or a dma-buf open."
     )
-    limits_metric = Metric(
+    descriptor_limits_metric = Metric(
         "gdrkit_descriptors_limit", "Soft limit of open descriptors (RLIMIT_NOFILE) of a process in gdrkit_descriptors."
     )
-    pinned_metric = Metric(
+    pinned_bytes_metric = Metric(
         "gdrkit_pinned_bytes", "Memory that RDMA and drivers pinned for a process in gdrkit_descriptors (VmPin)."
     )
     for pid in filter(str.isdecimal, tree.names("/proc")):
         try:
-            target_by_descriptor = evidence.descriptors(pid)
+            target_by_descriptor = evidence.descriptor_targets(pid)
         except (FileNotFoundError, ProcessLookupError):
             continue
         except OSError as error:
@@ -176,11 +181,11 @@ def _make_process_metrics(
         descriptors_metric.add(owner_labels, len(target_by_descriptor))
         open_files_limit = _read_field(tree.text(f"/proc/{pid}/limits"), "Max open files", word_index=3)
         if open_files_limit is not None:
-            limits_metric.add(owner_labels, open_files_limit)
+            descriptor_limits_metric.add(owner_labels, open_files_limit)
         pinned_kib = _read_field(tree.text(f"/proc/{pid}/status"), "VmPin:", word_index=1)
         if pinned_kib is not None:
-            pinned_metric.add(owner_labels, pinned_kib * _KIB)
-    return (dmabufs_metric, dmabuf_bytes_metric, descriptors_metric, limits_metric, pinned_metric)
+            pinned_bytes_metric.add(owner_labels, pinned_kib * _KIB)
+    return (dmabufs_metric, dmabuf_bytes_metric, descriptors_metric, descriptor_limits_metric, pinned_bytes_metric)
 
 
 def _read_field(text: str | None, line_start: str, *, word_index: int) -> int | None:
@@ -276,16 +281,18 @@ def _read_twin_uses(tree: HostTree, not_read_metric: Metric) -> dict[int, list[P
 
 def _add_twin_objects(
     uses_by_process: dict[int, list[ProcessUse]],
-    pairs_metric: Metric,
+    queue_pairs_metric: Metric,
     regions_metric: Metric,
     region_bytes_metric: Metric,
 ) -> None:
-    """Add the verbs objects of the twins, which do not record the device. A process without open objects has 0."""
+    """Add the verbs objects of each process on a twin, also if there are 0. The twins do not record the RDMA device."""
     for process_id, uses_of_process in uses_by_process.items():
         for use in uses_of_process:
             if use.api is Api.VERBS:
                 owner_labels = {"pid": process_id, "program": use.program}
-                pairs_metric.add({"device": _TWIN_LABEL, "type": _TWIN_LABEL, **owner_labels}, use.queue_pairs_count)
+                queue_pairs_metric.add(
+                    {"device": _TWIN_LABEL, "type": _TWIN_LABEL, **owner_labels}, use.queue_pairs_count
+                )
                 regions_metric.add({"device": _TWIN_LABEL, **owner_labels}, use.regions_count)
                 region_bytes_metric.add({"device": _TWIN_LABEL, **owner_labels}, use.region_bytes)
 
@@ -294,10 +301,12 @@ def _make_twin_metrics(uses_by_process: dict[int, list[ProcessUse]]) -> tuple[Me
     objects_metric = Metric(
         "gdrkit_twin_objects", "Objects that a process created on a software twin.", is_counter=True
     )
-    moved_metric = Metric("gdrkit_twin_moved_bytes", "Bytes that a software twin moved for a process.", is_counter=True)
+    moved_bytes_metric = Metric(
+        "gdrkit_twin_moved_bytes", "Bytes that a software twin moved for a process.", is_counter=True
+    )
     for process_id, uses_of_process in uses_by_process.items():
         for use in uses_of_process:
             labels = {"api": use.api.value, "pid": process_id, "program": use.program}
             objects_metric.add(labels, use.objects_count)
-            moved_metric.add(labels, use.moved_bytes)
-    return (objects_metric, moved_metric)
+            moved_bytes_metric.add(labels, use.moved_bytes)
+    return (objects_metric, moved_bytes_metric)

@@ -38,14 +38,14 @@ _watched_objects: dict[int, tuple[str, str, Callable[[], Statistics]]] = {}
 
 @contextlib.contextmanager
 def watch(kind: str, statistics: Callable[[], Statistics], *, name: str = "") -> Iterator[None]:
-    """Export the numbers of an object while the context is open.
+    """Add the statistics of an object to the metrics of this process while the context is open.
 
     Parameters
     ----------
     kind : str
         Kind of the object. It is a part of the metric names: ``cache`` gives ``gdrkit_cache_hits_total{name="..."}``.
     statistics : callable
-        Function that returns the numbers, such as ``cache.statistics``. The thread of the metrics server calls it.
+        Function that returns the statistics, such as ``cache.statistics``. The thread of the metrics server calls it.
     name : str
         Name of the object, to tell objects of one kind apart.
     """
@@ -65,41 +65,41 @@ def process_metrics() -> tuple[Metric, ...]:
     # The lock delays the end of `watch` while the statistics of its object are read, so that the object stays open.
     with _lock:
         for kind, name, statistics in _watched_objects.values():
-            for field, value in _read_numbers(statistics).items():
-                metric_name = f"gdrkit_{kind}_{field}"
-                help_text = f"Number {field!r} of the statistics of each {kind}."
+            for statistic_name, value in _read_statistics(statistics).items():
+                metric_name = f"gdrkit_{kind}_{statistic_name}"
+                help_text = f"Statistic {statistic_name!r} of each {kind}."
                 metric = metric_by_name.setdefault(
-                    metric_name, Metric(metric_name, help_text, is_counter=field not in GAUGES)
+                    metric_name, Metric(metric_name, help_text, is_counter=statistic_name not in GAUGES)
                 )
                 metric.add({"name": name}, value)
     transfers_metric = Metric("gdrkit_transfers", "Finished file transfers of gdrkit.gds.", is_counter=True)
-    moved_metric = Metric(
+    transferred_bytes_metric = Metric(
         "gdrkit_transferred_bytes", "Bytes of finished file transfers of gdrkit.gds.", is_counter=True
     )
     for route, totals in gds.transfer_totals().items():
         transfers_metric.add({"route": route.value}, totals.transfers_count)
-        moved_metric.add({"route": route.value}, totals.moved_bytes)
-    return (*metric_by_name.values(), transfers_metric, moved_metric, *_make_object_metrics())
+        transferred_bytes_metric.add({"route": route.value}, totals.moved_bytes)
+    return (*metric_by_name.values(), transfers_metric, transferred_bytes_metric, *_make_object_metrics())
 
 
 def _make_object_metrics() -> tuple[Metric, ...]:
     """Return the open objects of this process. Kinds with a size are listed even if no object is open."""
     objects_metric = Metric("gdrkit_open_objects", "Open objects of gdrkit by kind.")
     sizes_metric = Metric("gdrkit_open_object_bytes", "Bytes of the open objects by kind, for kinds that have a size.")
-    counts, sizes_bytes = handles.live(), handles.live_bytes()
-    for kind in sorted({*counts, *_SIZED_KINDS}):
-        objects_metric.add({"kind": kind}, counts.get(kind, 0))
+    count_by_kind, bytes_by_kind = handles.live(), handles.live_bytes()
+    for kind in sorted({*count_by_kind, *_SIZED_KINDS}):
+        objects_metric.add({"kind": kind}, count_by_kind.get(kind, 0))
     for kind in _SIZED_KINDS:
-        sizes_metric.add({"kind": kind}, sizes_bytes.get(kind, 0))
+        sizes_metric.add({"kind": kind}, bytes_by_kind.get(kind, 0))
     return (objects_metric, sizes_metric)
 
 
-def _read_numbers(statistics: Callable[[], Statistics]) -> Mapping[str, int]:
+def _read_statistics(statistics: Callable[[], Statistics]) -> Mapping[str, int]:
     try:
-        numbers = statistics()
+        current_statistics = statistics()
     except GdrkitError:
         # The object was closed while it was still watched.
         return {}
-    if dataclasses.is_dataclass(numbers):
-        return {name: value for name, value in dataclasses.asdict(numbers).items() if isinstance(value, int)}
-    return numbers
+    if dataclasses.is_dataclass(current_statistics):
+        return {name: value for name, value in dataclasses.asdict(current_statistics).items() if isinstance(value, int)}
+    return current_statistics

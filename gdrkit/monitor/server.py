@@ -90,9 +90,10 @@ def serve_metrics(host: str, port: int, *, metrics: Callable[[], Iterable[Metric
 
 @contextlib.contextmanager
 def export_statistics(kind: str, address: tuple[str, int], statistics: Callable[[], dict[str, int]]) -> Iterator[None]:
-    """Serve the metrics of this process while the context is open, with these statistics of an agent or a server.
+    """Serve the metrics of this process while the context is open, and add the statistics of an agent or a server.
 
-    `address` is the host and the port of the metrics. Their URL is written to standard error.
+    See :func:`watch` for `kind` and `statistics`. `address` is the host and the port of the metrics. The URL of the
+    metrics is written to standard error.
     """
     with watch(kind, statistics), serve_metrics(*address) as server:
         sys.stderr.write(f"gdrkit: metrics at {server.address}\n")

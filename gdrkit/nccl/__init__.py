@@ -20,7 +20,7 @@ Example::
 
 from __future__ import annotations
 
-from gdrkit.nccl._nccl import version_number
+from gdrkit.nccl._nccl import get_version_code
 from gdrkit.nccl.communicator import (
     Communicator,
     DataType,
@@ -56,5 +56,5 @@ def library_version() -> tuple[int, int, int]:
     SetupMissing
         NCCL is missing.
     """
-    number = version_number()  # NCCL returns 22809 for version 2.28.9.
-    return number // 10_000, number // 100 % 100, number % 100
+    version_code = get_version_code()  # NCCL returns 22809 for version 2.28.9.
+    return version_code // 10_000, version_code // 100 % 100, version_code % 100

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
-    "FUNCTIONS",
+    "ARGUMENT_TYPES",
     "STATUS_NAMES",
     "UNIQUE_ID_BYTES",
     "UniqueId",
     "allocate",
     "call",
     "create_communicator",
-    "error_of",
+    "find_package_folder",
     "get_async_status",
+    "get_unique_id",
+    "get_version_code",
     "load",
-    "package_folder",
+    "make_error",
     "register",
-    "unique_id",
-    "version_number",
 ]
 
 _NCCL_SONAME = "libnccl.so.2"
@@ -76,7 +76,7 @@ class UniqueId(ctypes.Structure):
 
 
 # Argument types of the functions of NCCL. Without them, ctypes would truncate addresses to 32 bits.
-FUNCTIONS: Mapping[str, tuple[type, ...]] = {
+ARGUMENT_TYPES: Mapping[str, tuple[type, ...]] = {
     "ncclGetVersion": (POINTER(c_int),),
     "ncclGetUniqueId": (POINTER(UniqueId),),
     "ncclCommInitRank": (POINTER(c_void_p), c_int, UniqueId, c_int),
@@ -114,7 +114,7 @@ def load() -> ctypes.CDLL:
         loader_error = loader.setup_missing(
             operation=_LOAD_OPERATION, text=str(error), what_to_do=_INSTALL_ADVICE, default_errno=errno.ENOENT
         )
-        folder = package_folder()
+        folder = find_package_folder()
         if loader_error.errno != errno.ENOENT or folder is None:
             raise loader_error from error
     path = folder / "lib" / _NCCL_SONAME
@@ -126,7 +126,7 @@ def load() -> ctypes.CDLL:
         ) from error
 
 
-def package_folder() -> Path | None:
+def find_package_folder() -> Path | None:
     """Return the folder of the Python package nvidia-nccl, or None if it is not installed or has no libnccl."""
     try:
         package = importlib.util.find_spec("nvidia.nccl")
@@ -136,14 +136,14 @@ def package_folder() -> Path | None:
     return next((folder for folder in folders if (folder / "lib" / _NCCL_SONAME).exists()), None)
 
 
-def version_number() -> int:
-    """Return the version of the library in the form of NCCL_VERSION_CODE: 22809 for 2.28.9."""
+def get_version_code() -> int:
+    """Call ncclGetVersion and return the version in the form of NCCL_VERSION_CODE: 22809 for 2.28.9."""
     version = c_int()
     call("ncclGetVersion", ctypes.byref(version))
     return version.value
 
 
-def unique_id() -> bytes:
+def get_unique_id() -> bytes:
     """Call ncclGetUniqueId and return the bytes of the new ncclUniqueId."""
     identity = UniqueId()
     call("ncclGetUniqueId", ctypes.byref(identity))
@@ -152,21 +152,21 @@ def unique_id() -> bytes:
 
 def create_communicator(*, rank: int, ranks_count: int, identity: bytes) -> int:
     """Call ncclCommInitRank and return the ncclComm_t."""
-    handle = c_void_p()
+    communicator_handle = c_void_p()
     call(
         "ncclCommInitRank",
-        ctypes.byref(handle),
+        ctypes.byref(communicator_handle),
         ranks_count,
         UniqueId.from_buffer_copy(identity),
         rank,
         rank=rank,
         nranks=ranks_count,
     )
-    return handle.value or 0
+    return communicator_handle.value or 0
 
 
 def get_async_status(communicator: int) -> int:
-    """Call ncclCommGetAsyncError and return the error of an earlier operation, an ncclResult_t; 0 without one."""
+    """Call ncclCommGetAsyncError and return the status of earlier operations, an ncclResult_t; 0 if none failed."""
     status = c_int()
     call("ncclCommGetAsyncError", communicator, ctypes.byref(status))
     return status.value
@@ -221,12 +221,12 @@ def call(name: str, /, *arguments: object, **error_arguments: object) -> None:
             reason=Reason.NOT_SUPPORTED,
             what_to_do=f"install NCCL {_VERSION_MIN_BY_FUNCTION.get(name, '2.0')} or newer",
         ) from error
-    function.argtypes, function.restype = FUNCTIONS[name], c_int
+    function.argtypes, function.restype = ARGUMENT_TYPES[name], c_int
     if status := function(*arguments):
-        raise error_of(name, status, error_arguments)
+        raise make_error(name, status, error_arguments)
 
 
-def error_of(name: str, status: int, error_arguments: Mapping[str, object]) -> ApiError:
+def make_error(name: str, status: int, error_arguments: Mapping[str, object]) -> ApiError:
     """Return the exception for the call `name` that failed with `status`, an ncclResult_t.
 
     The ``detail`` of the exception is the last error message of NCCL.

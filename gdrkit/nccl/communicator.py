@@ -95,7 +95,7 @@ def create_unique_id() -> bytes:
 
     NCCL starts a thread in the calling process. The ranks find each other through this thread.
     """
-    return _nccl.unique_id()
+    return _nccl.get_unique_id()
 
 
 class Communicator(Resource):
@@ -214,7 +214,7 @@ class Communicator(Resource):
         with self.device.current():
             status = _nccl.get_async_status(self.handle)
         if status:
-            raise _nccl.error_of("ncclCommGetAsyncError", status, {"rank": self.rank})
+            raise _nccl.make_error("ncclCommGetAsyncError", status, {"rank": self.rank})
 
     def abort(self) -> None:
         """Stop all operations and release the communicator without waiting for the other ranks."""
@@ -222,7 +222,7 @@ class Communicator(Resource):
             return
         with self.device.current():
             _nccl.call("ncclCommAbort", self.handle)
-        # The handle 0 tells _release() and the registrations that NCCL has already released the communicator with them.
+        # The handle 0 tells _release() and the registrations that NCCL has already released all of them.
         self._communicator_handle = 0
         self.close()
 
@@ -232,9 +232,12 @@ class Communicator(Resource):
             with self.device.current():
                 _nccl.call("ncclCommDestroy", self._communicator_handle, rank=self.rank)
 
-    def add_registration(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Call `close` before the communicator is destroyed. Return a function that removes `close` again."""
-        return self._registrations.push(close)
+    def add_registration(self, close_registration: Callable[[], None]) -> Callable[[], None]:
+        """Ensure that `close_registration` is called before the communicator is destroyed.
+
+        Return a function that undoes this.
+        """
+        return self._registrations.push(close_registration)
 
 
 class NcclRegistration(Resource):
@@ -248,7 +251,7 @@ class NcclRegistration(Resource):
     Parameters
     ----------
     communicator : Communicator
-        The communicator. When it is closed, it first closes the registration.
+        The communicator. Closing it closes the registration first.
     memory : ReducibleMemory
         The memory. Between the GPUs of a host, NCCL uses only registrations of memory that cuMemCreate allocated, such
         as :class:`~gdrkit.cuda.VmmMemory` and :class:`~gdrkit.nccl.NcclMemory`.

@@ -77,11 +77,11 @@ class NcclLog:
                 uses.append((match["transport"], int(match["address"], 16)))
         return cls(network, dict(channels), tuple(uses))
 
-    def uses_of(self, memory: ReducibleMemory) -> frozenset[str]:
+    def transports_using(self, memory: ReducibleMemory) -> frozenset[str]:
         """Return the transports that used a registration of `memory` or of a part of it; empty if none did."""
-        return self.uses_of_range(memory.address, memory.length_bytes)
+        return self.transports_using_range(memory.address, memory.length_bytes)
 
-    def uses_of_range(self, address: int, length_bytes: int) -> frozenset[str]:
+    def transports_using_range(self, address: int, length_bytes: int) -> frozenset[str]:
         """Return the transports that used a registration in the device addresses [address, address + length_bytes)."""
-        end = address + length_bytes
-        return frozenset(transport for transport, used_address in self.uses if address <= used_address < end)
+        end_address = address + length_bytes
+        return frozenset(transport for transport, used_address in self.uses if address <= used_address < end_address)

@@ -47,7 +47,7 @@ class NcclMemory(CudaMemory):
             cleanup_stack = ReleaseStack()
             cleanup_stack.push(lambda: _nccl.call("ncclMemFree", address))
             try:
-                pointer.synchronize_copies(address)
+                pointer.set_sync_memops(address)
                 kind = pointer.memory_kind(address)
             except ApiError as error:
                 cleanup_stack.run_after(error)

@@ -17,18 +17,18 @@ __all__ = ["describe_observation", "render_page"]
 
 
 def describe_observation(observation: Observation) -> str:
-    """Return as text: verdicts with their evidence, libraries, dma-bufs, and the facts that could not be observed."""
+    """Return the observation as text: verdicts with evidence, libraries, dma-bufs, and facts that were not observed."""
     return escape_controls("\n".join(_describe_lines(observation)))
 
 
 def render_page(observation: Observation) -> str:
     """Return the observation as a self-contained HTML page."""
-    view = {
+    template_variables = {
         "title": " ".join(observation.command),
         "observation": observation,
         "verdicts": [_describe_verdict(route) for route in observation.routes],
     }
-    return make_template_environment(escaped=True).get_template("observation.html.j2").render(view)
+    return make_template_environment(escaped=True).get_template("observation.html.j2").render(template_variables)
 
 
 def _describe_lines(observation: Observation) -> Iterator[str]:
@@ -50,9 +50,9 @@ def _describe_verdict(route: ObservedRoute) -> str:
 
 
 def _list_libraries_and_dmabufs(process: ObservedProcess) -> Iterator[str]:
-    owner = f"{process.program} (pid {process.process_id})"
+    process_text = f"{process.program} (pid {process.process_id})"
     for library in process.libraries:
         twin_text = " (software twin)" if library.is_twin else ""
-        yield f"library: {owner}: {library.name}{twin_text}, {library.path}"
+        yield f"library: {process_text}: {library.name}{twin_text}, {library.path}"
     for dmabuf in process.dmabufs:
-        yield f"dma-buf: {owner}: {rounded_bytes(dmabuf.size_bytes)} of {dmabuf.exporter}"
+        yield f"dma-buf: {process_text}: {rounded_bytes(dmabuf.size_bytes)} of {dmabuf.exporter}"

@@ -1,4 +1,4 @@
-"""The lines in which NCCL and UCX name their transports, if the observed program writes its log to a file."""
+"""The log lines in which NCCL and UCX name their transports, if the observed program has them log to files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gdrkit.nccl import log_environment
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["VARIABLES", "count_transport_lines", "find_log_files", "make_log_environment"]
+__all__ = ["LOG_FILE_VARIABLES", "count_transport_lines", "find_log_files", "make_log_environment"]
 
 # The variables that name the log files. NCCL and UCX replace %p by the process ID and %h by the host name.
-VARIABLES = ("NCCL_DEBUG_FILE", "UCX_LOG_FILE")
+LOG_FILE_VARIABLES = ("NCCL_DEBUG_FILE", "UCX_LOG_FILE")
 # NCCL: "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "Using network IB". UCX: "ep_cfg[0]: tag(tcp/lo rc_mlx5/mlx5_0:1)".
 _TRANSPORT_LINE = re.compile(
-    r"\b(?:Channel \d+/\d+ : .* via (?P<channel>\S+)|Using network (?P<network>\S+)"
+    r"\b(?:Channel \d+/\d+ : .* via (?P<channel_transport>\S+)|Using network (?P<network>\S+)"
     r"|ep_cfg\[\d+\]: (?P<lanes>\w+\([^)]*\)))"
 )
 # count_transport_lines() reads at most the first 4 MiB of a log.
@@ -38,7 +38,7 @@ def find_log_files(environment: Mapping[str, str], process_id: int, working_fold
     """Return the paths of the log files that NCCL and UCX write in the process with this ID, environment and folder."""
     return [
         Path(working_folder, environment[name].replace("%p", str(process_id)).replace("%h", socket.gethostname()))
-        for name in VARIABLES
+        for name in LOG_FILE_VARIABLES
         if environment.get(name)
     ]
 
@@ -52,8 +52,8 @@ def count_transport_lines(path: Path) -> dict[str, int]:
         return {}
     line_count_by_transport: dict[str, int] = {}
     for match in _TRANSPORT_LINE.finditer(text):
-        if match["channel"]:
-            transport_text = f"NCCL: channels via {match['channel']}"
+        if match["channel_transport"]:
+            transport_text = f"NCCL: channels via {match['channel_transport']}"
         elif match["network"]:
             transport_text = f"NCCL: network {match['network']}"
         else:

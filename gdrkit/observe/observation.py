@@ -18,7 +18,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class ObservedLibrary:
-    """A library that can move bytes or that names their path.
+    """A library that moves bytes or chooses their path.
 
     Attributes
     ----------
@@ -57,15 +57,18 @@ class ObservedProcess:
     nodes : tuple of str
         Device nodes that the process had open, such as ``/dev/nvidia0``.
     read_bytes, written_bytes : int or None
-        Bytes that its read and write calls moved, on files, pipes and terminals. None if /proc/<pid>/io was unreadable.
+        Bytes that read and write calls of the process moved, on files, pipes and terminals. None if /proc/<pid>/io was
+        unreadable.
     storage_read_bytes : int or None
         Bytes that were fetched from a storage device for the process.
     mapped_file_bytes : int
         Total size of the mappings of data files that the process had.
     loopback_sent_bytes, remote_sent_bytes, loopback_received_bytes, remote_received_bytes : int
-        Bytes of payload that its TCP sockets sent and received: loopback with this machine, remote with others.
+        Bytes of payload that TCP sockets of the process sent and received: ``loopback`` between processes of this
+        machine, ``remote`` to and from other machines.
     twin_objects, twin_bytes : mapping
-        By API, the number of objects that the process created on software twins, and the bytes that it moved.
+        Number of objects that the process created on the software twin of each API, and bytes that this twin moved for
+        the process, by name of the API.
     """
 
     process_id: int
@@ -89,7 +92,7 @@ class ObservedProcess:
 
 @dataclass(frozen=True, slots=True)
 class PortTraffic:
-    """The increase of the counters of an RDMA port. None: the driver lacks the counter, or it wrapped or saturated."""
+    """The increase of each counter of an RDMA port; None if the driver lacks the counter or the increase is unknown."""
 
     device: str
     port: int
@@ -117,7 +120,7 @@ class ObservedRoute:
     moved_bytes : int or None
         Bytes that took the route, as the evidence counts them; None if nothing counts them.
     evidence : tuple of str
-        One sentence for each observation.
+        One sentence for each observed fact.
     cause : str or None
         The reason why the outcome is not PROVEN.
     """
@@ -140,15 +143,16 @@ class Observation:
     duration_s : float
         Duration of the observation.
     exit_code : int or None
-        Exit code of the command, or the negative number of the signal that ended it; None if it did not end.
+        Exit code of the command, or the negative number of the signal that ended it; None for a process that ran
+        already.
     processes : tuple of ObservedProcess
-        The processes, by process ID.
+        The processes, in the order of their process IDs.
     ports : tuple of PortTraffic
         The RDMA ports of the machine. Their counters include all processes.
     gpus : tuple of GpuTraffic
         The GPUs of the machine. Their counters include all processes.
     nvidia_fs : mapping or None
-        Increase of the counters of nvidia-fs that grew; None if it is not loaded.
+        Increase of each nvidia-fs counter that grew, by name of the counter; None if nvidia-fs is not loaded.
     other_queue_pairs : tuple of RdmaQueuePair
         Queue pairs of other processes and of the kernel on this machine.
     log : tuple of str
@@ -191,7 +195,7 @@ class Observation:
         Raises
         ------
         UsageError
-            ``MALFORMED``: the text is not JSON, has another version, or has an invalid field.
+            ``MALFORMED``: the text is not JSON, has another schema version, or has an invalid field.
         """
         return serialization.parse_versioned(cls, text, version=SCHEMA_VERSION, where=where)
 

@@ -17,7 +17,7 @@ from gdrkit.errors import Api, ApiError, Reason, UsageError, errno_name
 from gdrkit.observe import logs
 from gdrkit.observe.observation import SCHEMA_VERSION, Observation, ObservedProcess, PortTraffic
 from gdrkit.observe.routes import derive_routes
-from gdrkit.observe.sampled_process import SAMPLE_S, SampledProcess, describe_errno
+from gdrkit.observe.sampled_process import SAMPLE_INTERVAL_S, SampledProcess, describe_errno
 from gdrkit.text import format_count
 from gdrkit.twin_run import block_signals, read_usage, supervise
 
@@ -33,7 +33,7 @@ _Object = TypeVar("_Object")
 
 __all__ = ["Observer", "observe_process", "port_traffic", "run_observed"]
 
-# Interval between two searches for the marker in the environments of all processes.
+# Interval between two searches for the marker (see Observer) in the environments of all processes, in seconds.
 _MARKER_SCAN_INTERVAL_S = 0.5
 _SATURATED_COUNT = 0xFFFF_FFFF  # A port counter of 32 bits stops at this value and does not wrap.
 
@@ -47,8 +47,8 @@ class Observer:
     Parameters
     ----------
     marker : bytes or None
-        An entry "NAME=value" of the environment. A process that has it counts as a descendant, even if its parent has
-        ended.
+        An entry "NAME=value" of the environment of the observed command. A process that has this entry counts as a
+        descendant, even if its parent has ended.
     is_attached : bool
         Whether the process ran before the observation. The counts that it and its descendants have at the first sample
         are then subtracted. The counts of descendants that start later are complete.
@@ -61,8 +61,9 @@ class Observer:
         self._tree = host.HostTree()
         self._processes: dict[int, SampledProcess] = {}
         self._other_queue_pairs: dict[tuple[str, int], RdmaQueuePair] = {}
-        self._twin_use_at_start: dict[tuple[Path, int, str], tuple[int, int]] = {}
-        self._twin_use: dict[tuple[Path, int, str], tuple[int, int]] = {}
+        # Numbers of objects and of moved bytes, by path of the usage file, process ID and API.
+        self._twin_counts_at_start: dict[tuple[Path, int, str], tuple[int, int]] = {}
+        self._twin_counts: dict[tuple[Path, int, str], tuple[int, int]] = {}
         self._not_seen: dict[str, None] = {}
         self._gpu_counter = host.GpuTrafficCounter()
         self._start_s = time.monotonic()
@@ -90,15 +91,16 @@ class Observer:
         # sample includes it.
         if self._marker is not None and now_s >= self._next_marker_scan_s:
             marker, self._next_marker_scan_s = self._marker, now_s + _MARKER_SCAN_INTERVAL_S
+        # The counter starts its thread at the first sample, because supervise() forks before it.
         self._gpu_counter.start()
         program_by_process_id = host.descendants(self._tree, process_id, marker=marker)
-        for member_id, program in program_by_process_id.items():
-            new_process = SampledProcess(member_id, program, is_attached=self._is_attaching)
-            self._processes.setdefault(member_id, new_process).program = program
-        sockets = self._query("TCP sockets", evidence.tcp_sockets)
+        for sampled_process_id, program in program_by_process_id.items():
+            new_process = SampledProcess(sampled_process_id, program, is_attached=self._is_attaching)
+            self._processes.setdefault(sampled_process_id, new_process).program = program
+        sockets = self._query_netlink("TCP sockets", evidence.tcp_sockets)
         socket_by_inode = {tcp_socket.inode: tcp_socket for tcp_socket in sockets}
-        for member_id in program_by_process_id:
-            for sentence in self._processes[member_id].sample(self._tree, socket_by_inode, now_s):
+        for sampled_process_id in program_by_process_id:
+            for sentence in self._processes[sampled_process_id].sample(self._tree, socket_by_inode, now_s):
                 self._add_not_seen(sentence)
         self._sample_rdma()
         self._sample_twins()
@@ -130,12 +132,14 @@ class Observer:
         )
         return derive_routes(observation)
 
-    def _query(self, subject: str, query: Callable[[], tuple[_Object, ...]]) -> tuple[_Object, ...]:
+    def _query_netlink(self, subject: str, query: Callable[[], tuple[_Object, ...]]) -> tuple[_Object, ...]:
         try:
             return query()
         except OSError as error:
-            advice = "; the RDMA subsystem of the kernel is not loaded" if error.errno == errno.EPROTONOSUPPORT else ""
-            self._add_not_seen(f"{subject}: netlink: {describe_errno(error)}{advice}")
+            cause_text = (
+                "; the RDMA subsystem of the kernel is not loaded" if error.errno == errno.EPROTONOSUPPORT else ""
+            )
+            self._add_not_seen(f"{subject}: netlink: {describe_errno(error)}{cause_text}")
             return ()
 
     def _add_not_seen(self, sentence: str) -> None:
@@ -143,7 +147,9 @@ class Observer:
         self._not_seen[sentence] = None
 
     def _sample_rdma(self) -> None:
-        queue_pairs: Iterable[RdmaQueuePair] = self._query("RDMA queue pairs and regions", evidence.rdma_queue_pairs)
+        queue_pairs: Iterable[RdmaQueuePair] = self._query_netlink(
+            "RDMA queue pairs and regions", evidence.rdma_queue_pairs
+        )
         for pair in queue_pairs:
             pair_key = (pair.device, pair.number)
             process = self._processes.get(pair.process_id or 0)
@@ -158,7 +164,7 @@ class Observer:
                 process.queue_pairs[pair_key] = pair
         if not self._processes or not self._ports_at_start:
             return
-        regions: Iterable[RdmaRegion] = self._query("RDMA queue pairs and regions", evidence.rdma_regions)
+        regions: Iterable[RdmaRegion] = self._query_netlink("RDMA queue pairs and regions", evidence.rdma_regions)
         for region in regions:
             process = self._processes.get(region.process_id or 0)
             if process is not None:
@@ -169,25 +175,28 @@ class Observer:
             with contextlib.suppress(OSError):
                 for use in read_usage(path):
                     if use.process_id in self._processes:
-                        key = (path, use.process_id, use.api.value)
-                        self._twin_use[key] = (use.objects_count, use.moved_bytes)
+                        counts_key = (path, use.process_id, use.api.value)
+                        self._twin_counts[counts_key] = (use.objects_count, use.moved_bytes)
                         if self._is_attaching:
-                            self._twin_use_at_start.setdefault(key, self._twin_use[key])
+                            self._twin_counts_at_start.setdefault(counts_key, self._twin_counts[counts_key])
 
     def _describe_process(self, process: SampledProcess) -> ObservedProcess:
         twin_objects: dict[str, int] = {}
         twin_bytes: dict[str, int] = {}
-        for key, (objects_count, moved_bytes) in self._twin_use.items():
-            _path, process_id, api = key
+        for counts_key, (objects_count, moved_bytes) in self._twin_counts.items():
+            _path, process_id, api = counts_key
             if process_id == process.process_id:
-                earlier_bytes = self._twin_use_at_start.get(key, (0, 0))[1]
+                bytes_at_start = self._twin_counts_at_start.get(counts_key, (0, 0))[1]
+                # The process may still use the objects that it created before the observation, so they count.
                 twin_objects[api] = twin_objects.get(api, 0) + objects_count
-                twin_bytes[api] = twin_bytes.get(api, 0) + moved_bytes - earlier_bytes
+                twin_bytes[api] = twin_bytes.get(api, 0) + moved_bytes - bytes_at_start
         return process.describe(twin_objects=twin_objects, twin_bytes=twin_bytes)
 
     def _compute_port_traffic(self) -> Iterable[PortTraffic]:
         for before in self._ports_at_start:
-            traffic, not_seen_sentences = port_traffic(before, host.read_port(self._tree, before.device, before.port))
+            traffic, not_seen_sentences = port_traffic(
+                before, host.read_port_counters(self._tree, before.device, before.port)
+            )
             for sentence in not_seen_sentences:
                 self._add_not_seen(sentence)
             yield traffic
@@ -198,7 +207,7 @@ class Observer:
             return None
         if not nvidia_fs.counting:
             self._add_not_seen(
-                "bytes of nvidia-fs: it does not count; echo 1 > /sys/module/nvidia_fs/parameters/rw_stats_enabled"
+                "bytes of nvidia-fs: it does not count them; echo 1 > /sys/module/nvidia_fs/parameters/rw_stats_enabled"
             )
         increase_by_counter = {name: nvidia_fs.increase(self._nvidia_fs_at_start, name) for name in nvidia_fs.counters}
         return {name: increase for name, increase in increase_by_counter.items() if increase > 0}
@@ -255,7 +264,8 @@ def observe_process(process_id: int, *, duration_s: float | None = None) -> Obse
     if identity is None:
         raise _make_process_error(process_id, errno.ESRCH, Reason.BAD_ARGUMENT, "check the process ID")
     try:
-        evidence.descriptors(str(process_id))
+        # This call only checks the access: it fails if this user may not examine the process.
+        evidence.descriptor_targets(str(process_id))
     except FileNotFoundError as error:
         raise _make_process_error(process_id, errno.ESRCH, Reason.BAD_ARGUMENT, "check the process ID") from error
     except PermissionError as error:
@@ -267,7 +277,7 @@ def observe_process(process_id: int, *, duration_s: float | None = None) -> Obse
         with contextlib.suppress(KeyboardInterrupt):
             while host.is_running(identity, tree) is not False and (end_s is None or time.monotonic() < end_s):
                 observer.sample(process_id)
-                time.sleep(SAMPLE_S)
+                time.sleep(SAMPLE_INTERVAL_S)
         return observer.finish((program, f"pid {process_id}"), None)
 
 
@@ -279,7 +289,7 @@ def run_observed(command: Sequence[str], *, with_logs: bool = False) -> tuple[Ob
     command : sequence of str
         The program and its arguments.
     with_logs : bool
-        Make NCCL and UCX write logs that name their transports, in place of the logs that the environment asks for.
+        Whether NCCL and UCX write logs that name their transports, in place of the logs that the environment requests.
 
     Raises
     ------
@@ -287,39 +297,45 @@ def run_observed(command: Sequence[str], *, with_logs: bool = False) -> tuple[Ob
         The command cannot be started: ENOENT (not found), EACCES (not executable) or another errno of execvp.
     """
     marker = f"GDRKIT_OBSERVATION={os.getpid()}.{secrets.token_hex(8)}"
-    name, _, value = marker.partition("=")
+    marker_name, _, marker_value = marker.partition("=")
     # Block the signals before the observer starts NVML, so that the thread which NVML starts inherits the mask.
     command_mask = block_signals()
     with tempfile.TemporaryDirectory(prefix="gdrkit-observe-") as folder, Observer(marker=marker.encode()) as observer:
-        environment = {**os.environ, name: value, **(logs.make_log_environment(Path(folder)) if with_logs else {})}
+        environment = {
+            **os.environ,
+            marker_name: marker_value,
+            **(logs.make_log_environment(Path(folder)) if with_logs else {}),
+        }
         wait_status = supervise(
-            command, environment, observer.sample, signal_mask=command_mask, interval_s_max=SAMPLE_S
+            command, environment, observer.sample, signal_mask=command_mask, interval_s_max=SAMPLE_INTERVAL_S
         )
         return observer.finish(command, os.waitstatus_to_exitcode(wait_status)), wait_status
 
 
 def port_traffic(before: PortCounters, after: PortCounters) -> tuple[PortTraffic, tuple[str, ...]]:
     """Return the growth of each counter of a port, and one sentence for each counter whose growth is unknown."""
-    port, not_seen = f"{before.device} port {before.port}", []
+    port_text, not_seen_sentences = f"{before.device} port {before.port}", []
     growth_by_counter: dict[str, int | None] = {}
     for name in ("sent_bytes", "received_bytes", "sent_packets", "received_packets"):
         first_count, last_count = getattr(before, name), getattr(after, name)
         growth_by_counter[name] = None
         if first_count is None or last_count is None:
             continue
-        title = f"{name.replace('_', ' ')} of {port}"
+        counter_text = f"{name.replace('_', ' ')} of {port_text}"
         if last_count < first_count:
-            not_seen.append(
-                f"{title}: the counter went back from {first_count} to {last_count}, so it wrapped or was reset"
+            not_seen_sentences.append(
+                f"{counter_text}: the counter went back from {first_count} to {last_count}, so it wrapped or was reset"
             )
         # The hardware counts the data in words of four bytes.
         elif first_count == last_count and last_count // (4 if name.endswith("bytes") else 1) == _SATURATED_COUNT:
-            not_seen.append(f"{title}: the counter stands still at its largest value; reset it with perfquery -R")
+            not_seen_sentences.append(
+                f"{counter_text}: the counter stands still at its largest value; reset it with perfquery -R"
+            )
         else:
             growth_by_counter[name] = last_count - first_count
     if before.sent_bytes is None and before.sent_packets is None:
-        not_seen.append(f"traffic of {port}: its driver has no counters in sysfs")
-    return PortTraffic(before.device, before.port, **growth_by_counter), tuple(not_seen)
+        not_seen_sentences.append(f"traffic of {port_text}: its driver has no counters in sysfs")
+    return PortTraffic(before.device, before.port, **growth_by_counter), tuple(not_seen_sentences)
 
 
 def _make_process_error(process_id: int, error_number: int, reason: Reason, what_to_do: str) -> ApiError:

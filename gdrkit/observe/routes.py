@@ -32,8 +32,8 @@ _MANAGEMENT_TYPES = frozenset({"SMI", "GSI"})
 _CHOOSING_LIBRARIES = frozenset({"nccl", "ucx", "libfabric", "nixl"})
 # Below this payload, TCP carried only the messages that set up connections, not the data of a program.
 _TCP_BYTES_MIN = 64 << 10
-# Below this count, the bytes of files may be the code and the settings of a program. From it on, they are taken for a
-# transfer of files to a GPU.
+# If the processes read or mapped at least this many bytes of files, the files are taken to be data for a GPU. Fewer
+# bytes may be the code and the settings of a program.
 _FILE_BYTES_MIN = 16 << 20
 # The files reached the GPU if the bytes that it received over PCIe, divided by the bytes of the files, are within these
 # limits. PCIe headers add about 8 % at 256 bytes per packet, and a program also moves other bytes.
@@ -115,12 +115,13 @@ def _describe_rdma_objects(observation: Observation) -> Iterator[str]:
 
 def _decide_rdma_route_by_counters(observation: Observation, evidence: list[str]) -> ObservedRoute:
     twin_bytes = sum(process.twin_bytes.get("verbs", 0) for process in observation.processes)
-    pairs = [
+    data_pairs = [
         pair for process in observation.processes for pair in process.queue_pairs if pair.type not in _MANAGEMENT_TYPES
     ]
-    devices = {pair.device for pair in pairs}
-    # The kernel does not list the queue pairs of a software twin. Their devices are unknown, so all ports are included.
-    ports = [port for port in observation.ports if port.device in devices or (twin_bytes and not devices)]
+    pair_devices = {pair.device for pair in data_pairs}
+    # The kernel does not list the queue pairs of a software twin, so their devices are unknown. If there are no other
+    # queue pairs, all ports are included.
+    ports = [port for port in observation.ports if port.device in pair_devices or (twin_bytes and not pair_devices)]
     for port in ports:
         if port.has_grown:
             counter_texts = [f"{port.sent_packets} packets sent, {port.received_packets} received"]
@@ -129,23 +130,21 @@ def _decide_rdma_route_by_counters(observation: Observation, evidence: list[str]
                     0, f"{rounded_bytes(port.sent_bytes)} sent, {rounded_bytes(port.received_bytes)} received"
                 )
             evidence.append(f"{port.device} port {port.port}: {'; '.join(counter_texts)}")
-    port_bytes = [
-        port_counter_bytes
-        for port in ports
-        for port_counter_bytes in (port.sent_bytes, port.received_bytes)
-        if port_counter_bytes is not None
+    byte_counts = [
+        byte_count for port in ports for byte_count in (port.sent_bytes, port.received_bytes) if byte_count is not None
     ]
-    moved_bytes = twin_bytes or (max(port_bytes) if port_bytes else None)
+    # Several counters may count the same bytes, as sent and as received, so the largest count is taken, not the sum.
+    moved_bytes = twin_bytes or (max(byte_counts) if byte_counts else None)
     evidence += observation.log
-    own_pairs = {(pair.device, pair.number) for pair in pairs}
+    own_pair_keys = {(pair.device, pair.number) for pair in data_pairs}
     other_process_texts = sorted(
         {
             "the kernel" if pair.process_id is None else f"pid {pair.process_id}"
             for pair in observation.other_queue_pairs
-            if pair.device in devices
+            if pair.device in pair_devices
             and pair.type not in _MANAGEMENT_TYPES
             # A queue pair whose remote end is an observed queue pair moves only bytes of the observed processes.
-            and (pair.device, pair.remote_number) not in own_pairs
+            and (pair.device, pair.remote_number) not in own_pair_keys
         }
     )
     cause = None
@@ -156,7 +155,7 @@ def _decide_rdma_route_by_counters(observation: Observation, evidence: list[str]
             evidence.append(f"{', '.join(sorted(choosing_libraries))} would use RDMA where it is possible")
             cause = f"{cause}; {rounded_bytes(observation.tcp_bytes)} went over TCP"
             return ObservedRoute("rdma", RouteOutcome.FELL_BACK, 0, tuple(evidence), cause)
-    elif not twin_bytes and not any(pair.state in {"RTS", "SQD"} for pair in pairs):
+    elif not twin_bytes and not any(pair.state in {"RTS", "SQD"} for pair in data_pairs):
         cause = "no queue pair was seen in a state in which it can send"
     elif other_process_texts:
         cause = f"the counters of the ports also include {', '.join(other_process_texts)}"
@@ -188,10 +187,10 @@ def _find_used_gpus(observation: Observation) -> list[GpuTraffic]:
     return [gpu for gpu in observation.gpus if f"/dev/nvidia{gpu.minor}" in nodes]
 
 
-def _find_other_gpu_processes(observation: Observation, gpus: list[GpuTraffic]) -> list[str]:
+def _describe_other_gpu_processes(observation: Observation, gpus: list[GpuTraffic]) -> list[str]:
     own_process_ids = {process.process_id for process in observation.processes}
-    # In a container, NVML may list the process IDs of the host. If none of the observed processes is among them, the
-    # other IDs cannot be told apart either, and the result is empty.
+    # In a container, NVML may list the process IDs of the host. If it lists none of the observed processes, its IDs
+    # cannot be compared with theirs, and the result is empty.
     gpu_process_ids = {process_id for gpu in gpus for process_id in gpu.process_ids}
     return (
         [f"pid {process_id}" for process_id in sorted(gpu_process_ids - own_process_ids)]
@@ -210,7 +209,7 @@ def _decide_nvlink_route(observation: Observation) -> ObservedRoute | None:
         for gpu in gpus
     ]
     evidence += observation.log
-    other_process_texts = _find_other_gpu_processes(observation, gpus)
+    other_process_texts = _describe_other_gpu_processes(observation, gpus)
     cause = f"the counters of the GPUs also include {', '.join(other_process_texts)}" if other_process_texts else None
     outcome = RouteOutcome.UNPROVEN if cause else RouteOutcome.PROVEN
     moved_bytes = sum(gpu.nvlink_sent_bytes or 0 for gpu in gpus)
@@ -264,10 +263,10 @@ def _decide_file_route(observation: Observation) -> ObservedRoute | None:
     if byte_counts.nvidia_fs_bytes >= byte_counts.counted_bytes / 2:
         route = "nvfs"
     elif "cufile" in library_names and byte_counts.storage_bytes >= byte_counts.read_bytes / 2:
-        # cuFile reads peer to peer only from the storage device. Bytes from the page cache came through host memory.
+        # Most bytes came from the storage device, not from the page cache, so cuFile may have read them peer to peer.
         route, cause = "unknown", "cuFile may have read peer to peer, which only its own statistics show"
-    other_process_texts = _find_other_gpu_processes(observation, gpus)
-    cause = cause or _explain_unproven_pcie(byte_counts, is_late=any(gpu.late_count for gpu in gpus))
+    other_process_texts = _describe_other_gpu_processes(observation, gpus)
+    cause = cause or _explain_unproven_pcie(byte_counts, has_late_reads=any(gpu.late_count for gpu in gpus))
     cause = cause or (
         f"the counters of the GPUs also include {', '.join(other_process_texts)}" if other_process_texts else None
     )
@@ -275,21 +274,21 @@ def _decide_file_route(observation: Observation) -> ObservedRoute | None:
     return ObservedRoute(route, outcome, byte_counts.counted_bytes, tuple(evidence), cause)
 
 
-def _explain_unproven_pcie(byte_counts: _FileByteCounts, *, is_late: bool) -> str | None:
+def _explain_unproven_pcie(byte_counts: _FileByteCounts, *, has_late_reads: bool) -> str | None:
     """Return why the PCIe counters do not show that the GPUs received the files, or None if they show it."""
     if byte_counts.pcie_bytes is None:
         return "the GPU has no counter of its PCIe traffic"
-    if is_late:
+    if has_late_reads:
         return "the PCIe counters were read too late, and may have wrapped more than once"
     if byte_counts.counted_bytes < _FILE_BYTES_MIN:
         return (
-            f"the files were mapped, and nothing counts which of the {rounded_bytes(byte_counts.mapped_bytes)} "
+            f"the files were mapped, and nothing counts how many of the {rounded_bytes(byte_counts.mapped_bytes)} "
             "were used"
         )
     ratio = byte_counts.pcie_bytes / byte_counts.counted_bytes
     if not _PCIE_RATIO_MIN <= ratio <= _PCIE_RATIO_MAX:
-        limits = f"{_PCIE_RATIO_MIN} to {_PCIE_RATIO_MAX}"
-        return f"PCIe received {ratio:.2f} times the bytes of the files, not {limits} times"
+        limits_text = f"{_PCIE_RATIO_MIN} to {_PCIE_RATIO_MAX}"
+        return f"the GPUs received {ratio:.2f} times the bytes of the files over PCIe, not {limits_text} times"
     return None
 
 

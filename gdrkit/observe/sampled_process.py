@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from gdrkit.evidence import HeldDmabuf, RdmaQueuePair, RdmaRegion, TcpSocket
     from gdrkit.host import HostTree
 
-__all__ = ["SAMPLE_S", "SampledProcess", "describe_errno"]
+__all__ = ["SAMPLE_INTERVAL_S", "SampledProcess", "describe_errno"]
 
-# Interval between two samples.
-SAMPLE_S = 0.05
+# Interval between two samples, in seconds.
+SAMPLE_INTERVAL_S = 0.05
 # The memory map of a process is long, and changes rarely after the start. So the intervals between two reads of it
-# double up to this limit.
+# double up to this limit, in seconds.
 _MAPS_INTERVAL_S_MAX = 2.0
 
 # Names of libraries that move bytes or choose a path, by the beginning of the file name.
@@ -47,9 +47,11 @@ _LIBRARY_NAME_BY_PREFIX = {
 }
 # The native engines of gdrkit are extension modules of Python with equal file names, so the folder identifies them.
 _ENGINE_NAME_BY_PATH_PART = {"/gdrkit/gds/_engine": "gdrkit.gds", "/gdrkit/storage/_engine": "gdrkit.storage"}
-# The fields of a line of /proc/<pid>/maps: addresses, permissions, offset, device, inode, path (proc(5)).
-_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ [1-9]\d*\s+(/.*)$", re.MULTILINE)
+# The fields of a line of /proc/<pid>/maps: addresses, permissions, offset, device, inode, path (proc(5)). Only mappings
+# of files have an inode.
+_FILE_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ [1-9]\d*\s+(/.*)$", re.MULTILINE)
 _DEVICE_NODE_PREFIXES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
+# The target of a link in /proc/<pid>/fd to a socket. The group is the inode of the socket.
 _SOCKET_TARGET = re.compile(r"^socket:\[(\d+)\]$")
 # A data file counts only if the process has mapped at least this many bytes of it.
 _MAPPED_FILE_BYTES_MIN = 1 << 20
@@ -69,12 +71,14 @@ class SampledProcess:
         Name of the program at the last sample.
     is_attached : bool
         Whether the process ran before the observation. Then its counts at the first sample are subtracted.
+    libraries : dict
+        Libraries that move bytes or choose a path, by path of the file that the process has mapped.
     queue_pairs : dict
         The queue pairs of the process, by device and number. The observer adds them.
     regions : dict
         The memory regions of the process, by device, number and length. The observer adds them.
     dmabufs : dict
-        The dma-bufs of which the process had a descriptor open, by inode, or by a hash of the fields without inode.
+        The dma-bufs of which the process had a descriptor open, by inode, or by a hash if they have no inode.
     device_nodes : set of str
         Device nodes that the process had open.
     log_paths : set of Path
@@ -97,10 +101,10 @@ class SampledProcess:
     _sockets_at_start: dict[int, TcpSocket] = field(default_factory=dict, init=False)
     _io_counters: dict[str, int] = field(default_factory=dict, init=False)
     _io_counters_at_start: dict[str, int] = field(default_factory=dict, init=False)
-    _mapped_file_bytes: dict[str, int] = field(default_factory=dict, init=False)
-    _is_new: bool = field(default=True, init=False)
+    _mapped_bytes_by_path: dict[str, int] = field(default_factory=dict, init=False)
+    _is_unsampled: bool = field(default=True, init=False)
     _next_maps_sample_s: float = field(default=0.0, init=False)
-    _maps_interval_s: float = field(default=SAMPLE_S, init=False)
+    _maps_interval_s: float = field(default=SAMPLE_INTERVAL_S, init=False)
 
     def sample(self, tree: HostTree, socket_by_inode: Mapping[int, TcpSocket], now_s: float) -> Iterator[str]:
         """Add the evidence that the process shows now. Yield a sentence for each kind of evidence that cannot be seen.
@@ -115,13 +119,14 @@ class SampledProcess:
             The time, as time.monotonic() returns it.
         """
         pid_text = str(self.process_id)
-        is_start_sample, self._is_new = self._is_new and self.is_attached, False
+        is_start_sample, self._is_unsampled = self._is_unsampled and self.is_attached, False
         self._sample_io(tree, is_start_sample=is_start_sample)
         try:
-            target_by_descriptor = evidence.descriptors(pid_text)
+            target_by_descriptor = evidence.descriptor_targets(pid_text)
         except FileNotFoundError:
             return  # The process has ended.
         except OSError as error:
+            # The state follows the program name in parentheses. If the file cannot be read, the process has ended.
             if (tree.text(f"/proc/{pid_text}/stat") or "Z").rpartition(")")[2].split()[:1] == ["Z"]:
                 return  # A zombie: the process has ended, and its parent has not waited for it yet.
             failure_text = f"pid {pid_text} ({self.program}): {describe_errno(error)}"
@@ -149,11 +154,11 @@ class SampledProcess:
                 tree.link_name(f"/proc/{folder}/ns/net") for folder in ("self", pid_text)
             )
             if network_namespace is not None and network_namespace != own_network_namespace:
-                yield f"TCP sockets of pid {pid_text} ({self.program}): it has another network namespace"
+                yield f"TCP sockets of pid {pid_text} ({self.program}): the process has another network namespace"
 
     def describe(self, *, twin_objects: dict[str, int], twin_bytes: dict[str, int]) -> ObservedProcess:
         """Return the evidence of all samples, with the counts that the twins of the process recorded."""
-        io_counters = {key: value - self._io_counters_at_start.get(key, 0) for key, value in self._io_counters.items()}
+        io_growth = {name: count - self._io_counters_at_start.get(name, 0) for name, count in self._io_counters.items()}
         return ObservedProcess(
             process_id=self.process_id,
             program=self.program,
@@ -162,10 +167,10 @@ class SampledProcess:
             regions=tuple(self.regions.values()),
             dmabufs=tuple(self.dmabufs.values()),
             nodes=tuple(sorted(self.device_nodes)),
-            read_bytes=io_counters.get("rchar"),
-            written_bytes=io_counters.get("wchar"),
-            storage_read_bytes=io_counters.get("read_bytes"),
-            mapped_file_bytes=sum(self._mapped_file_bytes.values()),
+            read_bytes=io_growth.get("rchar"),
+            written_bytes=io_growth.get("wchar"),
+            storage_read_bytes=io_growth.get("read_bytes"),
+            mapped_file_bytes=sum(self._mapped_bytes_by_path.values()),
             loopback_sent_bytes=self._sum_tcp_bytes(is_sent=True, is_loopback=True),
             remote_sent_bytes=self._sum_tcp_bytes(is_sent=True, is_loopback=False),
             loopback_received_bytes=self._sum_tcp_bytes(is_sent=False, is_loopback=True),
@@ -185,25 +190,28 @@ class SampledProcess:
 
     def _sample_maps(self, tree: HostTree) -> None:
         """Add the libraries and the data files that the process has mapped."""
-        mapped_file_bytes: dict[str, int] = {}
-        for begin, end, permissions, path in _MAPPING.findall(tree.text(f"/proc/{self.process_id}/maps") or ""):
+        current_bytes_by_path: dict[str, int] = {}
+        for begin_hex, end_hex, permissions, path in _FILE_MAPPING.findall(
+            tree.text(f"/proc/{self.process_id}/maps") or ""
+        ):
             library_name = _find_library_name(path)
             if library_name is not None:
                 if "x" in permissions and path not in self.libraries:
                     library = evidence.describe_library(path)
                     self.libraries[path] = ObservedLibrary(library_name, path, library.build_id, is_twin(library))
             elif ".so" not in path and not path.startswith(("/memfd:", "/dev/", "/usr/", "/SYSV")):
-                mapped_file_bytes[path] = mapped_file_bytes.get(path, 0) + int(end, 16) - int(begin, 16)
-        for path, size_bytes in mapped_file_bytes.items():
+                mapping_bytes = int(end_hex, 16) - int(begin_hex, 16)
+                current_bytes_by_path[path] = current_bytes_by_path.get(path, 0) + mapping_bytes
+        for path, size_bytes in current_bytes_by_path.items():
             if size_bytes >= _MAPPED_FILE_BYTES_MIN:
-                self._mapped_file_bytes[path] = max(size_bytes, self._mapped_file_bytes.get(path, 0))
+                self._mapped_bytes_by_path[path] = max(size_bytes, self._mapped_bytes_by_path.get(path, 0))
 
     def _sample_environment(self, tree: HostTree) -> None:
         """Add the log files and the usage file of the twins, which the environment of the process names."""
-        folder = f"/proc/{self.process_id}"
-        environ_text = (tree.data(f"{folder}/environ") or b"").decode("utf-8", "backslashreplace")
+        proc_folder = f"/proc/{self.process_id}"
+        environ_text = (tree.data(f"{proc_folder}/environ") or b"").decode("utf-8", "backslashreplace")
         environment = dict(entry.partition("=")[::2] for entry in environ_text.split("\0") if "=" in entry)
-        working_folder = "/".join(tree.link_parts(f"{folder}/cwd")).replace("//", "/") or "/"
+        working_folder = "/".join(tree.link_parts(f"{proc_folder}/cwd")).replace("//", "/") or "/"
         self.log_paths.update(logs.find_log_files(environment, self.process_id, working_folder))
         if environment.get(launch.USAGE_VARIABLE):
             self.usage_file = Path(environment[launch.USAGE_VARIABLE])
@@ -217,10 +225,10 @@ class SampledProcess:
         sockets = {
             inode: tcp_socket for inode, tcp_socket in self._sockets.items() if tcp_socket.is_loopback == is_loopback
         }
-        earlier_bytes = sum(
+        bytes_at_start = sum(
             count_bytes(self._sockets_at_start[inode]) for inode in sockets.keys() & self._sockets_at_start
         )
-        return sum(map(count_bytes, sockets.values())) - earlier_bytes
+        return sum(map(count_bytes, sockets.values())) - bytes_at_start
 
 
 def describe_errno(error: OSError) -> str:

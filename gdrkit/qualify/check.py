@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckResult", "check"]
 
-_RESULT_TEXTS: dict[int, str] = {
+_RESULT_TEXT_BY_EXIT_CODE: dict[int, str] = {
     ExitCode.PROVEN: "ok",
     ExitCode.FAILED: "failed",
     ExitCode.SETUP_MISSING: "set-up is missing",
@@ -40,10 +40,10 @@ _RESULT_TEXTS: dict[int, str] = {
 }
 _TEST_NAME = "test_every_nic_accesses_every_device"
 # The share of the time budget that each query of an API (CUDA, verbs, NVML) may take. The queries run concurrently.
-_QUERY_SHARE = 0.4
+_QUERY_BUDGET_SHARE = 0.4
 # Time for the clean-up of the running case before its process is killed, in seconds.
 _CLEAN_UP_TIMEOUT_S = 0.5
-# The part of the time budget that is kept for the end of the child process.
+# The part of the time budget that is kept for ending the child process, in seconds.
 _END_RESERVE_S = KILL_TIMEOUT_S + _CLEAN_UP_TIMEOUT_S
 
 
@@ -105,7 +105,7 @@ def check(options: Options, *, budget_s: float) -> CheckResult:
             output=Path(folder),
             suites=install_paths().suites / "rdma",
             select=_TEST_NAME,
-            query_timeout_s=budget_s * _QUERY_SHARE,
+            query_timeout_s=budget_s * _QUERY_BUDGET_SHARE,
             clean_up_timeout_s=_CLEAN_UP_TIMEOUT_S,
         )
         try:
@@ -122,7 +122,9 @@ def check(options: Options, *, budget_s: float) -> CheckResult:
 def _describe_result(host_name: str, run: Run, duration_s: float) -> str:
     """Return the line to print: host, result, first cause, what to do, and duration."""
     result_text = (
-        "software only" if run.exit_code == ExitCode.PROVEN and run.software_asked else _RESULT_TEXTS[run.exit_code]
+        "software only"
+        if run.exit_code == ExitCode.PROVEN and run.software_asked
+        else _RESULT_TEXT_BY_EXIT_CODE[run.exit_code]
     )
     line_parts = [host_name, result_text]
     if run.exit_code != ExitCode.NOTHING_PROVEN or not run.causes:

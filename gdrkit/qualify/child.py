@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from gdrkit.report import RunFolder
 
-__all__ = ["CommonFields", "SuiteRunner"]
+__all__ = ["CommonRecordFields", "SuiteRunner"]
 
 # Interval between two reads of the plan and the records of a running child.
 _POLL_INTERVAL_S = 0.1
@@ -42,7 +42,7 @@ _PYTEST_USAGE_ERROR = 4
 
 
 @dataclass(frozen=True, slots=True)
-class CommonFields:
+class CommonRecordFields:
     """The fields that are the same in all records of a run.
 
     The runner needs them for the record of a case whose process ended before the process could write the record.
@@ -90,11 +90,11 @@ class SuiteRunner:
         self._folder = folder
         self._clean_up_timeout_s = clean_up_timeout_s
         self._environment = dict(environment)
-        configuration = install_paths().suites / "pytest.ini"
+        configuration_path = install_paths().suites / "pytest.ini"
         suites = (suites or install_paths().suites).resolve()
         self._command = [
             *(sys.executable, "-m", "pytest", str(suites), f"--ignore={suites / 'meta'}"),
-            *("-c", str(configuration), "--rootdir", str(suites), "-p", "gdrkit.harness.plugin"),
+            *("-c", str(configuration_path), "--rootdir", str(suites), "-p", "gdrkit.harness.plugin"),
             *("-m", "qualify", "--color=no", f"--facts={folder.facts}", *options),
         ]
         self._log_path = folder.path / "pytest.log"
@@ -117,13 +117,16 @@ class SuiteRunner:
         return reader.plan
 
     def run(
-        self, common_fields: CommonFields, on_plan: Callable[[CasePlan], None], on_record: Callable[[Record], None]
+        self,
+        common_fields: CommonRecordFields,
+        on_plan: Callable[[CasePlan], None],
+        on_record: Callable[[Record], None],
     ) -> CasePlan:
         """Collect and run the cases, and return the plan. All cases run in one child process, unless a case ends it.
 
         Parameters
         ----------
-        common_fields : CommonFields
+        common_fields : CommonRecordFields
             The fields for the record of a case that ended or stalled its process.
         on_plan : callable
             Called once with the plan, before the first call of `on_record`.
@@ -171,7 +174,7 @@ class SuiteRunner:
                 process_group=0,
             )
         try:
-            return _watch(child, reader)
+            return _watch_until_exit(child, reader)
         except BaseException:
             child.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -194,7 +197,7 @@ class SuiteRunner:
 
 
 class _OutputReader:
-    """A reader of the plan and the records that a child process writes. It passes them to `on_plan` and `on_record`.
+    """A reader that passes the plan and the records of a child process to `on_plan` and `on_record`.
 
     Attributes
     ----------
@@ -210,7 +213,7 @@ class _OutputReader:
         self._folder = folder
         self._on_plan = on_plan
         self._on_record = on_record
-        self._offset_bytes = 0
+        self._records_offset_bytes = 0
         self.plan: CasePlan | None = None
         self.recorded_cases: set[str] = set()
 
@@ -221,15 +224,15 @@ class _OutputReader:
             self.plan = read_plan(self._folder.plan)
             self._on_plan(self.plan)
             has_new_output = True
-        path = self._folder.records
-        if self.plan is None or not path.exists():
+        records_path = self._folder.records
+        if self.plan is None or not records_path.exists():
             return has_new_output
-        with path.open("rb") as file:
-            file.seek(self._offset_bytes)
+        with records_path.open("rb") as file:
+            file.seek(self._records_offset_bytes)
             data = file.read()
         complete_lines = data[: data.rfind(b"\n") + 1]
-        self._offset_bytes += len(complete_lines)
-        for record in parse_records(complete_lines.split(b"\n"), name=str(path)):
+        self._records_offset_bytes += len(complete_lines)
+        for record in parse_records(complete_lines.split(b"\n"), name=str(records_path)):
             self.recorded_cases.add(record.case)
             self._on_record(record)
             has_new_output = True
@@ -263,7 +266,7 @@ class _ChildExit:
         return f"its process exited with code {self.code}"
 
 
-def _watch(child: subprocess.Popen[bytes], reader: _OutputReader) -> _ChildExit:
+def _watch_until_exit(child: subprocess.Popen[bytes], reader: _OutputReader) -> _ChildExit:
     """Read the plan and the records of a child until the child ends. Kill the child if it writes none for too long."""
     last_output_s = time.monotonic()
     code: int | None = None
@@ -279,7 +282,7 @@ def _watch(child: subprocess.Popen[bytes], reader: _OutputReader) -> _ChildExit:
 
 
 def _make_lost_case_record(
-    case: str, child_exit: str, log_tail: str, profile: str, common_fields: CommonFields
+    case: str, child_exit: str, log_tail: str, profile: str, common_fields: CommonRecordFields
 ) -> Record:
     return Record(
         schema_version=SCHEMA_VERSION,

@@ -37,7 +37,7 @@ _REPAIRABLE_REASONS = frozenset(
         Reason.MEMLOCK_TOO_LOW,
     }
 )
-# The most causes that an outcome lists.
+# Largest number of causes that an outcome lists.
 _CAUSES_MAX = 5
 
 
@@ -108,7 +108,7 @@ def decide(
     return (
         incomplete_outcome
         or _decide_on_links(facts, profile, unproven_required_routes)
-        or _decide_on_hardware(statuses, unproven_required_routes)
+        or _decide_on_routes(statuses, unproven_required_routes)
     )
 
 
@@ -126,7 +126,7 @@ def _decide_on_links(facts: Facts, profile: Profile, unproven_required_routes: t
     )
 
 
-def _decide_on_hardware(statuses: Sequence[RouteStatus], unproven_required_routes: tuple[str, ...]) -> Outcome:
+def _decide_on_routes(statuses: Sequence[RouteStatus], unproven_required_routes: tuple[str, ...]) -> Outcome:
     proven_statuses = [status for status in statuses if status.state is RouteOutcome.PROVEN]
     if not proven_statuses:
         return Outcome(
@@ -165,7 +165,7 @@ def _decide_on_failures(
     if fallback_statuses:
         return Outcome(
             code=ExitCode.FAILED,
-            verdict="A route fell back where direct was required",
+            verdict="A route fell back where a direct transfer was required",
             causes=tuple(f"{status.name}: {status.cause}" for status in fallback_statuses[:_CAUSES_MAX]),
         )
     return None

@@ -1,7 +1,8 @@
 """The plan of a qualification: the cases that can run on this machine, and the reason why each other case cannot.
 
-The pytest plugin writes the plan as plan.json when it has collected the cases. ``gdrkit plan`` shows it. A need is what
-a case requires of the machine. Cases can also run on software twins, libraries that emulate the hardware.
+The pytest plugin of gdrkit writes the plan as plan.json when pytest has collected the cases. ``gdrkit plan`` shows it.
+A need is what a case requires of the machine. Cases can also run on software twins (libraries that emulate the
+hardware).
 """
 
 from __future__ import annotations

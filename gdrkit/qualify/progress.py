@@ -39,7 +39,7 @@ class LineProgress:
     Parameters
     ----------
     stream : TextIO
-        Where the lines are printed.
+        The stream to which the lines are printed.
     period_s : float
         Time between two checks for silence, in seconds. A silence lasts at most twice as long.
     """

@@ -20,7 +20,7 @@ from gdrkit.exit_code import ExitCode
 from gdrkit.host import HostTree, host_identity
 from gdrkit.install_paths import install_paths
 from gdrkit.inventory import Facts, diagnose, load_profile, probe, this_machine, topology
-from gdrkit.qualify.child import CommonFields, SuiteRunner
+from gdrkit.qualify.child import CommonRecordFields, SuiteRunner
 from gdrkit.qualify.interrupt import exit_on_signals
 from gdrkit.qualify.outcome import decide
 from gdrkit.qualify.plan import CasePlan, fitting_sessions
@@ -94,11 +94,11 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class _PreparedRun:
-    """The results of the steps that precede the collection of the cases. `substrate` has the substrate of each API."""
+    """The results of the steps that precede the collection of the cases. `substrates` has the substrate of each API."""
 
     folder: RunFolder
     facts: Facts
-    substrate: dict[str, str]
+    substrates: dict[str, str]
     seed: int
     runner: SuiteRunner
 
@@ -132,7 +132,7 @@ def plan_only(options: Options, progress: Progress) -> dict[str, object]:
     hardware = launch.present_hardware(HostTree())
     return {
         "profile": plan.profile,
-        "substrate": prepared_run.substrate,
+        "substrate": prepared_run.substrates,
         "hardware": {api.value: text for api, text in hardware.items()},
         "sessions": fitting_sessions(hardware, launch.twins_available()),
         "cases": plan_data["cases"],
@@ -141,10 +141,10 @@ def plan_only(options: Options, progress: Progress) -> dict[str, object]:
 
 def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     """Do the steps of :func:`qualify` except the report: run the cases, write run.json, and return run and folder."""
-    started, clock_start_s = dt.datetime.now(dt.UTC), time.monotonic()
-    prepared_run = _prepare_run(options, progress, started)
+    start_time, clock_start_s = dt.datetime.now(dt.UTC), time.monotonic()
+    prepared_run = _prepare_run(options, progress, start_time)
     commit, identity = install_paths().commit(), host_identity(HostTree())
-    common_fields = CommonFields(
+    common_fields = CommonRecordFields(
         facts_digest=prepared_run.facts.digest,
         seed=prepared_run.seed,
         commit=commit,
@@ -153,12 +153,12 @@ def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     )
     unfinished_run = Run(
         schema_version=SCHEMA_VERSION,
-        started=started.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        started=start_time.strftime("%Y-%m-%dT%H:%M:%SZ"),
         duration_s=0.0,
         command=options.command,
         profile=options.profile or "any",
         profile_about="",
-        substrate=prepared_run.substrate,
+        substrate=prepared_run.substrates,
         software_asked=options.uses_only_twins,
         seed=prepared_run.seed,
         commit=commit,
@@ -219,7 +219,7 @@ def _describe_selection(options: Options) -> str:
     )
 
 
-def _prepare_run(options: Options, progress: Progress, started: dt.datetime) -> _PreparedRun:
+def _prepare_run(options: Options, progress: Progress, start_time: dt.datetime) -> _PreparedRun:
     _check_installation()
     tree = HostTree()
     present_hardware = launch.present_hardware(tree)
@@ -229,7 +229,7 @@ def _prepare_run(options: Options, progress: Progress, started: dt.datetime) -> 
     environment = launch.environment(launch_options)
     if options.profile is not None:
         load_profile(options.profile)  # Raise the error for an unknown name now, because the probe below is slow.
-    folder = RunFolder(options.output or install_paths().runs / started.strftime("%Y%m%dT%H%M%SZ"))
+    folder = RunFolder(options.output or install_paths().runs / start_time.strftime("%Y%m%dT%H%M%SZ"))
     folder.make_empty()
     facts = probe(environment=environment, timeout_s=options.query_timeout_s)
     folder.facts.write_text(facts.to_json(), encoding="utf-8")

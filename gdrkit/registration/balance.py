@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 from gdrkit import pattern
 from gdrkit.cuda import DeviceMemory
 from gdrkit.errors import GdrkitError
-from gdrkit.host import HostTree, port_growth, read_port
+from gdrkit.host import HostTree, port_growth, read_port_counters
 from gdrkit.registration.placement import Placement
 from gdrkit.registration.policy import register
 from gdrkit.units import KIB, MIB
@@ -114,14 +114,14 @@ def measure_balance(
     with ExitStack() as stack:
         for worker in workers:
             stack.enter_context(worker)
-        counters_before = [read_port(tree, nic.name, nic.port.number) for nic in nics]
+        counters_before = [read_port_counters(tree, nic.name, nic.port.number) for nic in nics]
         start_s = time.monotonic()
         for worker in workers:
             worker.start(start_s + duration_s)
         for worker in workers:
             worker.join()
         elapsed_s = time.monotonic() - start_s
-        counters_after = [read_port(tree, nic.name, nic.port.number) for nic in nics]
+        counters_after = [read_port_counters(tree, nic.name, nic.port.number) for nic in nics]
         for worker in workers:
             worker.check()
     moved_bytes_by_worker = [worker.moved_bytes for worker in workers]

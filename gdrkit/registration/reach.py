@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from gdrkit import pattern
 from gdrkit.cuda import DeviceMemory
 from gdrkit.errors import BrokenResource, DataMismatch, GdrkitError
-from gdrkit.host import PortGrowth, port_growth, read_port
+from gdrkit.host import PortGrowth, port_growth, read_port_counters
 from gdrkit.registration.connected_pair import ConnectedPair
 from gdrkit.registration.ordering import Ordering
 from gdrkit.registration.policy import register
@@ -274,7 +274,7 @@ class _Measurement:
 
     def _read_counters(self) -> tuple[PortCounters, PortCounters]:
         nic_counters, peer_counters = (
-            read_port(self._tree, nic.name, nic.port.number) for nic in (self._nic, self._peer)
+            read_port_counters(self._tree, nic.name, nic.port.number) for nic in (self._nic, self._peer)
         )
         return nic_counters, peer_counters
 

@@ -1,8 +1,8 @@
 """Records of test cases, and the reports that are made from them.
 
 A record says what one case observed. Facts describe the machine. Every report is derived from records and facts, and
-no part of a report is written by hand. Only :mod:`gdrkit.report.substrate` decides on what the operations of a loaded
-library ran: on hardware, on software in the kernel or on a software twin (a drop-in library that emulates hardware).
+no part of a report is written by hand. Only :mod:`gdrkit.report.substrate` decides what executed the operations of a
+loaded library: hardware, software in the kernel or a software twin (a drop-in library that emulates hardware).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from gdrkit.report.figure import format_number
 from gdrkit.report.noise import compare_samples, make_sample
 from gdrkit.report.record import Record, Verdict
 from gdrkit.report.routes import RouteOutcome, file_statuses, route_statuses
-from gdrkit.report.sweep import describes_hardware, measured_apis, split_number
+from gdrkit.report.sweep import describes_hardware, measured_apis, parse_number_name
 from gdrkit.text import escape_controls, format_count
 
 if TYPE_CHECKING:
@@ -103,12 +103,13 @@ def compare(before: RunContents, after: RunContents, *, noise_percent: float) ->
     before, after : RunContents
         The earlier and the later run.
     noise_percent : float
-        A change of a number by at most this many percent is noise, even if the rounds of a run differ by less.
+        A change of a number by at most this many percent counts as noise. The limit is larger for a number whose rounds
+        scatter more.
     """
-    earlier_records, later_records = _group_by_case(before), _group_by_case(after)
+    earlier_records_by_case, later_records_by_case = _group_by_case(before), _group_by_case(after)
     changes = [
-        *_compare_verdicts(earlier_records, later_records),
-        *_compare_numbers(earlier_records, later_records, noise_percent),
+        *_compare_verdicts(earlier_records_by_case, later_records_by_case),
+        *_compare_numbers(earlier_records_by_case, later_records_by_case, noise_percent),
         *_compare_routes(before, after),
     ]
     return Comparison(
@@ -159,24 +160,25 @@ def _group_by_case(contents: RunContents) -> dict[str, list[tuple[Record, str]]]
 
 
 def _compare_verdicts(
-    earlier_records: dict[str, list[tuple[Record, str]]], later_records: dict[str, list[tuple[Record, str]]]
+    earlier_records_by_case: dict[str, list[tuple[Record, str]]],
+    later_records_by_case: dict[str, list[tuple[Record, str]]],
 ) -> Iterator[Change]:
-    for case, records_before in earlier_records.items():
+    for case, records_before in earlier_records_by_case.items():
         verdict_before = _find_worst_verdict(record.verdict for record, _ in records_before)
         origins = tuple(origin for _, origin in records_before)
-        if case not in later_records:
+        if case not in later_records_by_case:
             # A case that did not run before has no result that could be gone.
             if verdict_before is not Verdict.NOT_RUN:
                 yield Change("verdict", case, "gone", verdict_before.value, "", origins=origins)
             continue
-        verdict_after = _find_worst_verdict(record.verdict for record, _ in later_records[case])
+        verdict_after = _find_worst_verdict(record.verdict for record, _ in later_records_by_case[case])
         if verdict_before is not verdict_after:
             outcome = (
                 "worse"
                 if _VERDICTS_BEST_FIRST.index(verdict_after) > _VERDICTS_BEST_FIRST.index(verdict_before)
                 else "better"
             )
-            origins += tuple(origin for _, origin in later_records[case])
+            origins += tuple(origin for _, origin in later_records_by_case[case])
             yield Change("verdict", case, outcome, verdict_before.value, verdict_after.value, origins=origins)
 
 
@@ -185,41 +187,44 @@ def _find_worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def _compare_numbers(
-    earlier_records: dict[str, list[tuple[Record, str]]],
-    later_records: dict[str, list[tuple[Record, str]]],
+    earlier_records_by_case: dict[str, list[tuple[Record, str]]],
+    later_records_by_case: dict[str, list[tuple[Record, str]]],
     noise_percent: float,
 ) -> Iterator[Change]:
-    for case in [case for case in earlier_records if case in later_records]:
-        before, after = earlier_records[case], later_records[case]
-        names = dict.fromkeys(name for record, _ in before for name in record.numbers)
-        for name in names:
-            name_parts = split_number(name)
-            if name_parts.statistic not in ("", "median") or name_parts.is_bound or _is_metadata(name):
+    for case in [case for case in earlier_records_by_case if case in later_records_by_case]:
+        records_before, records_after = earlier_records_by_case[case], later_records_by_case[case]
+        number_names = dict.fromkeys(number_name for record, _ in records_before for number_name in record.numbers)
+        for number_name in number_names:
+            name_parts = parse_number_name(number_name)
+            if name_parts.statistic not in ("", "median") or name_parts.is_bound or _is_metadata(number_name):
                 continue
-            if any(name in record.numbers for record, _ in after):
-                yield _compare_number(case, name, before, after, noise_percent)
+            if any(number_name in record.numbers for record, _ in records_after):
+                yield _compare_number(case, number_name, records_before, records_after, noise_percent)
 
 
-def _is_metadata(name: str) -> bool:
+def _is_metadata(number_name: str) -> bool:
     """Return whether a number describes how another number was measured, and is not a measurement itself."""
-    return name == "rounds_count" or name.endswith("spread_percent")
+    return number_name == "rounds_count" or number_name.endswith("spread_percent")
 
 
 def _compare_number(
     case: str,
-    name: str,
-    before: Sequence[tuple[Record, str]],
-    after: Sequence[tuple[Record, str]],
+    number_name: str,
+    records_before: Sequence[tuple[Record, str]],
+    records_after: Sequence[tuple[Record, str]],
     noise_percent: float,
 ) -> Change:
-    change_name = f"{case} {name}"
-    origins = tuple(origin for _, origin in (*before, *after))
-    substrates = [{_describe_substrates(record) for record, _ in records_of_run} for records_of_run in (before, after)]
-    # Several records of a case in one run may be from different substrates. Then no common number exists.
-    if substrates[0] != substrates[1] or len(substrates[0]) > 1:
+    change_name = f"{case} {number_name}"
+    origins = tuple(origin for _, origin in (*records_before, *records_after))
+    substrates_of_runs = [
+        {_describe_substrates(record) for record, _ in records_of_run}
+        for records_of_run in (records_before, records_after)
+    ]
+    # Several records of a case in one run may be from different substrates. Then their numbers cannot be combined.
+    if substrates_of_runs[0] != substrates_of_runs[1] or len(substrates_of_runs[0]) > 1:
         substrate_texts = [
             " and ".join(sorted(" ".join(api_texts) or "nothing" for api_texts in substrates_of_run))
-            for substrates_of_run in substrates
+            for substrates_of_run in substrates_of_runs
         ]
         return Change(
             "number",
@@ -230,15 +235,18 @@ def _compare_number(
             origins=origins,
         )
     earlier_sample, later_sample = (
-        make_sample(name, [record.numbers for record, _ in records_of_run]) for records_of_run in (before, after)
+        make_sample(number_name, [record.numbers for record, _ in records_of_run])
+        for records_of_run in (records_before, records_after)
     )
-    change = compare_samples(name, earlier_sample, later_sample, noise_percent=noise_percent)
-    is_hardware = all(describes_hardware(record) for record, _ in (*before, *after))
+    number_change = compare_samples(number_name, earlier_sample, later_sample, noise_percent=noise_percent)
+    is_hardware = all(describes_hardware(record) for record, _ in (*records_before, *records_after))
     value_texts = (
         [format_number(sample.value) for sample in (earlier_sample, later_sample)] if is_hardware else ["", ""]
     )
-    percent, band_percent = round(change.change_percent, 3), round(change.band_percent, 3)
-    return Change("number", change_name, change.outcome, value_texts[0], value_texts[1], percent, band_percent, origins)
+    percent, band_percent = round(number_change.change_percent, 3), round(number_change.band_percent, 3)
+    return Change(
+        "number", change_name, number_change.outcome, value_texts[0], value_texts[1], percent, band_percent, origins
+    )
 
 
 def _describe_substrates(record: Record) -> tuple[str, ...]:
@@ -247,14 +255,14 @@ def _describe_substrates(record: Record) -> tuple[str, ...]:
 
 
 def _compare_routes(before: RunContents, after: RunContents) -> Iterator[Change]:
-    def list_states_by_name(contents: RunContents) -> dict[str, RouteOutcome]:
+    def find_state_by_name(contents: RunContents) -> dict[str, RouteOutcome]:
         statuses: list[RouteStatus | FileStatus] = [*route_statuses(contents.facts, contents.records)]
         statuses += file_statuses(contents.facts, contents.records)
         return {status.name: status.state for status in statuses}
 
-    later_states = list_states_by_name(after)
-    for name, earlier_state in list_states_by_name(before).items():
-        later_state = later_states.get(name)
+    later_state_by_name = find_state_by_name(after)
+    for name, earlier_state in find_state_by_name(before).items():
+        later_state = later_state_by_name.get(name)
         if later_state is None:
             if earlier_state is RouteOutcome.PROVEN:
                 yield Change("route", name, "gone", earlier_state.value, "")

@@ -98,15 +98,15 @@ def _read_run_or_records(path: Path) -> RunContents:
         return RunContents(run, _read_facts(folder), records, origins)
     if is_file(folder.facts) and (is_file(folder.records) or is_file(folder.plan)):
         return _read_unfinished_run(folder)
-    files = [path] if is_file(path) else sorted(path.glob("*.jsonl"))
-    if not files:
+    record_files = [path] if is_file(path) else sorted(path.glob("*.jsonl"))
+    if not record_files:
         message = f"{path} is not the folder of a run: it has neither run.json nor a records file (*.jsonl)"
         raise UsageError(message, what_to_do="name a folder that gdrkit qualify has written, or a records file")
-    records, origins, _ = _read_record_files(files)
+    records, origins, _ = _read_record_files(record_files)
     if not records:
         message = f"{path} has no record"
         raise UsageError(message, reason=Reason.MALFORMED)
-    run = _derive_run(records, verdict=_describe_counts(records), causes=())
+    run = _derive_run(records, verdict=_describe_verdict_counts(records), causes=())
     if is_file(folder.facts):
         return RunContents(run, _read_facts(folder), records, origins)
     return RunContents(run, unknown_facts(), records, origins, has_facts=False)
@@ -200,23 +200,25 @@ def _read_planned_cases(folder: RunFolder) -> tuple[str, list[str]]:
     """Return the name of the profile and the ids of the cases in plan.json. Both are empty without a plan.json."""
     if not is_file(folder.plan):
         return "", []
-    data = serialization.parse_json(read_bytes(folder.plan), where=str(folder.plan))
-    cases = data.get("cases") if isinstance(data, dict) else None
+    plan_data = serialization.parse_json(read_bytes(folder.plan), where=str(folder.plan))
+    cases = plan_data.get("cases") if isinstance(plan_data, dict) else None
     if not isinstance(cases, list):
-        raise make_malformed_error(str(folder.plan), "an object with a list of cases", data)
-    names = [case.get("case") if isinstance(case, dict) else None for case in cases]
-    case_names = [name for name in names if isinstance(name, str)]
-    if len(case_names) < len(names):
+        raise make_malformed_error(str(folder.plan), "an object with a list of cases", plan_data)
+    case_names_or_none = [case.get("case") if isinstance(case, dict) else None for case in cases]
+    case_names = [name for name in case_names_or_none if isinstance(name, str)]
+    if len(case_names) < len(cases):
         where = f"{folder.plan}.cases"
         raise make_malformed_error(where, "the name of each case", cases)
-    profile = data.get("profile") if isinstance(data, dict) else None
+    profile = plan_data.get("profile") if isinstance(plan_data, dict) else None
     return profile if isinstance(profile, str) else "", case_names
 
 
 def _derive_run(records: Sequence[Record], *, verdict: str, causes: tuple[str, ...], facts: Facts | None = None) -> Run:
     """Return the properties of a run that has no run.json, as far as its records show them."""
     first_record = records[0] if records else None
-    record_substrates = [{api: Substrate(name) for api, name in record.substrate.items()} for record in records]
+    record_substrates = [
+        {api: Substrate(substrate_name) for api, substrate_name in record.substrate.items()} for record in records
+    ]
     substrates = combine(record_substrates) if facts is None else substrates_of_facts(facts)
     has_failure = bool(causes) or any(record.is_failure for record in records)
     return Run(
@@ -243,7 +245,7 @@ def _sum_durations_s(records: Sequence[Record]) -> float:
     return round(sum(record.duration_ms for record in records) / 1000, 3)
 
 
-def _describe_counts(records: Sequence[Record]) -> str:
+def _describe_verdict_counts(records: Sequence[Record]) -> str:
     counts = Counter(record.verdict for record in records)
     word_by_verdict = {
         Verdict.PASS: "passed",

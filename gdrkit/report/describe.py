@@ -40,13 +40,16 @@ def describe_facts(facts: Facts) -> str:
 def describe_plan(plan: Mapping[str, Any]) -> str:
     """Describe a plan: the profile, the nox sessions that fit the machine, and every case with its unmet needs."""
     rows = [("profile", str(plan["profile"]))]
-    rows += [(f"{api} runs on", describe(Substrate(name))) for api, name in sorted(plan["substrate"].items())]
-    for name, session in plan["sessions"].items():
-        rows.append((f"nox -s {name}", f"{'fits' if session['fits'] else 'does not fit'}: {session['why']}"))
+    rows += [
+        (f"{api} runs on", describe(Substrate(substrate_name)))
+        for api, substrate_name in sorted(plan["substrate"].items())
+    ]
+    for session_name, session in plan["sessions"].items():
+        rows.append((f"nox -s {session_name}", f"{'fits' if session['fits'] else 'does not fit'}: {session['why']}"))
     lines = [_align(rows), ""]
     for case in plan["cases"]:
-        action = "refused" if case["refused"] else "not run" if case["unmet"] else "run"
-        lines.append(f"{action:8} {case['case']}")
+        decision = "refused" if case["refused"] else "not run" if case["unmet"] else "run"
+        lines.append(f"{decision:8} {case['case']}")
         lines += [f"         {reason['need']}: {reason['text']}" for reason in case["unmet"]]
     return "\n".join(lines)
 
@@ -119,6 +122,7 @@ def _describe_evidence(pci_driver: str | None, node: DeviceNode | None, missing:
 
 
 def _align(rows: list[tuple[str, str]]) -> str:
+    """Return one line for each pair of a name and a text, with all texts in one column."""
     width = min(max((len(name) for name, _ in rows), default=0), 40)
     return "\n".join(f"{name:{width}}  {value}".rstrip() for name, value in rows)
 

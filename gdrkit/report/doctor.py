@@ -46,7 +46,7 @@ def describe_diagnosis(diagnosis: Diagnosis, *, verbose: bool = False) -> str:
     """
     lines = [f"Missing on this machine: {'; '.join(diagnosis.missing)}", ""] if diagnosis.missing else []
     for verdict, heading in _HEADINGS.items():
-        findings = diagnosis.of(verdict)
+        findings = diagnosis.findings_with(verdict)
         if findings:
             lines.append(f"{heading} ({len(findings)}):")
             for finding in findings:
@@ -55,7 +55,7 @@ def describe_diagnosis(diagnosis: Diagnosis, *, verbose: bool = False) -> str:
     if diagnosis.privileges:
         lines += ["Not readable without a privilege:", *(f"  {line}" for line in diagnosis.privileges), ""]
     lines += _describe_unreadable(diagnosis)
-    counts = ", ".join(f"{len(diagnosis.of(verdict))} {word}" for verdict, word in _COUNT_LABELS.items())
+    counts = ", ".join(f"{len(diagnosis.findings_with(verdict))} {label}" for verdict, label in _COUNT_LABELS.items())
     lines.append(f"{len(diagnosis.findings)} known causes: {counts}. `gdrkit explain CODE` describes a cause.")
     return escape_controls("\n".join(lines))
 

@@ -1,6 +1,7 @@
 """Writer of report.json, the report of a run for other programs. Its format is ``reports/schema/report-1.json``.
 
-Every item of the report has a list ``records`` with file and line of the records from which it was derived.
+Each route, failure, group of unproven cases and measurement of the report has a list ``records`` with the file and the
+line of the records from which it was derived.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 from typing import TYPE_CHECKING
 
 from gdrkit.report.record import Verdict
-from gdrkit.report.sweep import describes_hardware, split_number
+from gdrkit.report.sweep import describes_hardware, parse_number_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -46,9 +47,9 @@ def render_document(contents: RunContents, view: View) -> str:
         "facts_digest": contents.facts.digest if contents.has_facts else None,
         "substrate": dict(run.substrate),
         "libraries": [
-            {"api": api.api, "path": path, "build_id": build_id}
-            for api in view.apis
-            for path, build_id in api.libraries
+            {"api": api_view.api, "path": path, "build_id": build_id}
+            for api_view in view.apis
+            for path, build_id in api_view.libraries
         ],
         "counts": {verdict.value: verdicts.count(verdict) for verdict in Verdict},
         "causes": list(run.causes),
@@ -70,7 +71,7 @@ def render_document(contents: RunContents, view: View) -> str:
         ],
         "not_proven": [
             {
-                "what": group.what,
+                "what": group.need_or_api,
                 "reason": group.reason,
                 "unlocked_by": group.needed,
                 "ran": group.ran,
@@ -101,6 +102,6 @@ def _list_origins(cases: Iterable[str], origins: Mapping[str, str]) -> list[Json
 def _list_measurements(contents: RunContents) -> Iterator[Json]:
     """Yield the numbers that were measured on hardware. Numbers of software twins are only in the records."""
     for record, origin in zip(contents.records, contents.origins, strict=True):
-        for name, value in record.numbers.items() if describes_hardware(record) else ():
-            unit = split_number(name).unit
-            yield {"case": record.case, "name": name, "value": value, "unit": unit, "records": [origin]}
+        for number_name, value in record.numbers.items() if describes_hardware(record) else ():
+            unit = parse_number_name(number_name).unit
+            yield {"case": record.case, "name": number_name, "value": value, "unit": unit, "records": [origin]}

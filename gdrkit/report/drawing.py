@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from gdrkit.inventory import Facts
     from gdrkit.report.routes import RouteStatus
 
-__all__ = ["Box", "Drawing", "DrawnDevice", "Link", "Node", "drawn_devices", "make_drawing", "select_drawn_state"]
+__all__ = ["Box", "Drawing", "DrawnDevice", "Link", "NumaFrame", "drawn_devices", "make_drawing", "select_drawn_state"]
 
 WIDTH = 380
 _BOX_WIDTH, _BOX_HEIGHT, _ROW_HEIGHT = 122.0, 30.0, 37.0
 # Left edges of the boxes of GPUs, and of the boxes of other devices.
-_LEFT_X, _RIGHT_X = 10.0, 248.0
-_HEADER_HEIGHT, _NODE_GAP = 24.0, 10.0
+_GPU_BOX_X, _OTHER_BOX_X = 10.0, 248.0
+_HEADER_HEIGHT, _FRAME_GAP = 24.0, 10.0
 _NAME_CHARACTERS_MAX, _DETAIL_CHARACTERS_MAX = 16, 21
 # If a GPU and a NIC have several routes, the first of these states that occurs is drawn.
 _STATES_BY_IMPORTANCE = (RouteOutcome.FELL_BACK, RouteOutcome.PROVEN, RouteOutcome.UNPROVEN, RouteOutcome.NOT_POSSIBLE)
@@ -64,7 +64,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NumaFrame:
     """The frame around the devices of a NUMA node, with its upper edge ``y``."""
 
     label: str
@@ -87,7 +87,7 @@ class Link:
 class Drawing:
     """The layout of the whole drawing. ``description`` is a text for readers who cannot see the drawing."""
 
-    nodes: tuple[Node, ...]
+    frames: tuple[NumaFrame, ...]
     boxes: tuple[Box, ...]
     links: tuple[Link, ...]
     height: float
@@ -103,7 +103,7 @@ def make_drawing(facts: Facts, routes: Sequence[RouteStatus]) -> Drawing | None:
     if not devices:
         return None
     numa_nodes = sorted({device.numa_node for device in devices}, key=lambda node: (node is None, node or 0))
-    nodes: list[Node] = []
+    frames: list[NumaFrame] = []
     boxes: list[Box] = []
     y = 0.0
     for numa_node in numa_nodes:
@@ -111,21 +111,23 @@ def make_drawing(facts: Facts, routes: Sequence[RouteStatus]) -> Drawing | None:
         gpus = [device for device in devices_at_node if device.kind == "gpu"]
         other_devices = [device for device in devices_at_node if device.kind != "gpu"]
         height = _HEADER_HEIGHT + _ROW_HEIGHT * max(len(gpus), len(other_devices))
-        nodes.append(Node("unknown NUMA node" if numa_node is None else f"NUMA node {numa_node}", y, height))
-        for x, column in ((_LEFT_X, gpus), (_RIGHT_X, other_devices)):
+        frames.append(NumaFrame("unknown NUMA node" if numa_node is None else f"NUMA node {numa_node}", y, height))
+        for x, column_devices in ((_GPU_BOX_X, gpus), (_OTHER_BOX_X, other_devices)):
             boxes += [
                 Box(
                     device,
                     x,
-                    y + _HEADER_HEIGHT + _ROW_HEIGHT * row,
+                    y + _HEADER_HEIGHT + _ROW_HEIGHT * row_index,
                     _truncate(device.name, _NAME_CHARACTERS_MAX),
                     _truncate(device.detail, _DETAIL_CHARACTERS_MAX),
                 )
-                for row, device in enumerate(column)
+                for row_index, device in enumerate(column_devices)
             ]
-        y += height + _NODE_GAP
-    links = _draw_links(boxes, routes)
-    return Drawing(tuple(nodes), tuple(boxes), links, round(y - _NODE_GAP, 1), _describe_counts(devices, len(nodes)))
+        y += height + _FRAME_GAP
+    links = _make_links(boxes, routes)
+    return Drawing(
+        tuple(frames), tuple(boxes), links, round(y - _FRAME_GAP, 1), _describe_device_counts(devices, len(frames))
+    )
 
 
 def drawn_devices(facts: Facts, routes: Iterable[RouteStatus]) -> tuple[DrawnDevice, ...]:
@@ -145,13 +147,11 @@ def select_drawn_state(states: Iterable[RouteOutcome]) -> RouteOutcome:
 def _list_gpus(facts: Facts, routes: Iterable[RouteStatus]) -> list[DrawnDevice]:
     pci_function_by_address = {gpu.address.lower(): gpu for gpu in facts.gpus}
     gpus: list[DrawnDevice] = []
-    indices = set()
     for device in facts.cuda.devices if facts.cuda else ():
         pci_function = pci_function_by_address.pop(device.pci_bus_id.lower(), None)
         link_text = _describe_link_width(pci_function.link_speed, pci_function.link_width) if pci_function else ""
         numa_node = pci_function.numa_node if pci_function else None
         gpus.append(DrawnDevice(f"GPU {device.index}", "gpu", f"{device.pci_bus_id} {link_text}".strip(), numa_node))
-        indices.add(device.index)
     # Without facts from CUDA, the routes show which GPUs the run used.
     if facts.cuda is None:
         device_indices = sorted({route.device_index for route in routes})
@@ -184,7 +184,7 @@ def _list_controllers(facts: Facts) -> list[DrawnDevice]:
     ]
 
 
-def _draw_links(boxes: Sequence[Box], routes: Sequence[RouteStatus]) -> tuple[Link, ...]:
+def _make_links(boxes: Sequence[Box], routes: Sequence[RouteStatus]) -> tuple[Link, ...]:
     states_by_pair: dict[tuple[str, str], list[RouteOutcome]] = {}
     for status in routes:
         states_by_pair.setdefault((f"GPU {status.device_index}", status.nic), []).append(status.state)
@@ -212,8 +212,8 @@ def _truncate(text: str, characters_max: int) -> str:
     return text if len(text) <= characters_max else text[: characters_max - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def _describe_counts(devices: Sequence[DrawnDevice], node_count: int) -> str:
+def _describe_device_counts(devices: Sequence[DrawnDevice], numa_node_count: int) -> str:
     noun_by_kind = {"gpu": "GPU", "nic": "NIC", "nvme": "NVMe controller"}
     count_by_kind = {kind: sum(device.kind == kind for device in devices) for kind in noun_by_kind}
     texts = [format_count(count, noun_by_kind[kind]) for kind, count in count_by_kind.items() if count]
-    return f"{', '.join(texts)} at {format_count(node_count, 'NUMA node')}"
+    return f"{', '.join(texts)} at {format_count(numa_node_count, 'NUMA node')}"

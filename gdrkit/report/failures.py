@@ -26,8 +26,9 @@ __all__ = ["Failure", "describe_failures", "failures", "split_remedy"]
 
 _REMEDY_MARK = ". To do: "
 _REMEDY_FOR_UNFORESEEN_ABSENCE = "install what is missing, or declare in the profile that its absence is foreseen"
-# The rule of the doctor whose remedy fits a cause without a remedy. The first pattern that occurs in the cause applies.
-_RULE_BY_CAUSE = (
+# The code of the doctor rule whose remedy a cause without a remedy gets. The first pattern that the cause contains
+# applies.
+_RULE_CODE_BY_CAUSE_PATTERN = (
     (re.compile(r"ID_FS_USAGE|udev"), "udev-database"),
     (re.compile(r"nvidia.fs", re.IGNORECASE), "nvidia-fs-absent"),
     (re.compile(r"compat", re.IGNORECASE), "cufile-compat"),
@@ -47,9 +48,9 @@ class Failure:
     Attributes
     ----------
     cause : str
-        The cause.
+        The cause as text, without the remedy.
     remedy : str
-        What to do.
+        What to do, as text.
     affected : tuple of str
         The cases, routes or APIs that have this failure.
     cases : tuple of str
@@ -77,9 +78,9 @@ def failures(
             cause, remedy = split_remedy(status.cause.removesuffix(f" ({status.fallback_case})"))
             failure_entries.append((cause, remedy or _find_fallback_remedy(cause), status.name, status.fallback_case))
     failure_entries += _make_api_entries(facts.failures)
-    entries_by_cause: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    affected_by_cause_and_remedy: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for cause, remedy, affected, case in failure_entries:
-        entries_by_cause.setdefault((cause, remedy), []).append((affected, case))
+        affected_by_cause_and_remedy.setdefault((cause, remedy), []).append((affected, case))
     seed = records[0].seed if records else 0
     return tuple(
         Failure(
@@ -90,7 +91,7 @@ def failures(
             tuple(affected for affected, _ in affected_and_cases),
             tuple(case for _, case in affected_and_cases),
         )
-        for (cause, remedy), affected_and_cases in entries_by_cause.items()
+        for (cause, remedy), affected_and_cases in affected_by_cause_and_remedy.items()
     )
 
 
@@ -111,7 +112,7 @@ def split_remedy(text: str) -> tuple[str, str]:
 
 def _find_fallback_remedy(cause: str) -> str:
     """Return the remedy of the doctor's rule about this cause, or a general one."""
-    code = next((code for pattern, code in _RULE_BY_CAUSE if pattern.search(cause)), None)
+    code = next((code for pattern, code in _RULE_CODE_BY_CAUSE_PATTERN if pattern.search(cause)), None)
     return _REMEDY_FOR_FALLBACK if code is None else f"{rule_of(code).remedy} (gdrkit explain {code})"
 
 
@@ -128,7 +129,7 @@ def _parse_filter_name(case: str) -> str:
     return case.partition("::")[2].partition("[")[0] or case
 
 
-def _make_api_entries(failures: Sequence[ApiFailure]) -> Iterator[tuple[str, str, str, str]]:
-    for failure in failures:
+def _make_api_entries(api_failures: Sequence[ApiFailure]) -> Iterator[tuple[str, str, str, str]]:
+    for failure in api_failures:
         remedy = failure.what_to_do or "run `gdrkit facts` to see what the API reports"
         yield failure.message, remedy, f"{failure.api}: {failure.operation}", ""

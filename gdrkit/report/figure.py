@@ -24,7 +24,7 @@ WIDTH, HEIGHT = 380, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 370.0, 12.0, 186.0
 # The axis of values has about this many steps.
 _AXIS_STEPS = 4
-_SIZE_LABELS_MAX = 6
+_X_LABELS_MAX = 6
 # Number of styles of curves. The styles differ in colour and in dash pattern, for readers who cannot see the colours.
 _STYLE_COUNT = 6
 _THOUSANDS_GROUPED_FROM = 10_000
@@ -40,23 +40,23 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point of a curve. ``low`` and ``high`` are the y coordinates of the lowest and the highest round."""
+    """A point of a curve. ``lowest_y`` and ``highest_y`` are the y coordinates of the lowest and the highest round."""
 
     x: float
     y: float
-    low: float
-    high: float
+    lowest_y: float
+    highest_y: float
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A curve. ``points`` is the attribute of an SVG polyline, ``style`` the number of a style.
+    """A curve. ``polyline_points`` is the attribute ``points`` of the SVG polyline, ``style`` the number of a style.
 
     ``is_bound`` is true for a limit that was computed, not measured.
     """
 
     name: str
-    points: str
+    polyline_points: str
     marks: tuple[Mark, ...]
     style: int
     is_bound: bool
@@ -66,8 +66,7 @@ class Curve:
 class SweepPlot:
     """The layout of one plot, and a table with the same values.
 
-    ``x_axis`` says what the horizontal axis shows: ``size`` or ``depth``. ``sizes`` and ``values`` are the ticks of the
-    two axes. Each of ``rows`` has a size or depth, and for
+    ``x_axis`` says what the horizontal axis shows: ``size`` or ``depth``. Each of ``rows`` has a size or depth, and for
     each curve the value and the case that measured it.
     """
 
@@ -75,8 +74,8 @@ class SweepPlot:
     unit: str
     x_axis: str
     curves: tuple[Curve, ...]
-    sizes: tuple[Tick, ...]
-    values: tuple[Tick, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
     rows: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
     left: float = _LEFT
     right: float = _RIGHT
@@ -88,15 +87,16 @@ class SweepPlot:
 
 def make_plot(sweep: Sweep) -> SweepPlot:
     """Return the layout of the plot of a sweep."""
-    format_size = format_bytes if sweep.x_axis == "size" else str
-    sizes = sorted({point.size_or_depth for line in sweep.lines for point in line.points})
+    # The values of the horizontal axis are sizes or depths.
+    format_x_value = format_bytes if sweep.x_axis == "size" else str
+    x_values = sorted({point.size_or_depth for line in sweep.lines for point in line.points})
     highest = max(max(point.value, point.highest or 0.0) for line in sweep.lines for point in line.points)
     axis_step = _choose_axis_step(highest)
     axis_end = axis_step * math.ceil(highest / axis_step) if highest > 0 else 1.0
 
-    def compute_x(size: int) -> float:
-        span = math.log2(sizes[-1] / sizes[0]) or 1.0
-        return round(_LEFT + (_RIGHT - _LEFT) * math.log2(size / sizes[0]) / span, 1)
+    def compute_x(x_value: int) -> float:
+        span = math.log2(x_values[-1] / x_values[0]) or 1.0
+        return round(_LEFT + (_RIGHT - _LEFT) * math.log2(x_value / x_values[0]) / span, 1)
 
     def compute_y(value: float) -> float:
         return round(_BOTTOM - (_BOTTOM - _TOP) * value / axis_end, 1)
@@ -112,20 +112,20 @@ def make_plot(sweep: Sweep) -> SweepPlot:
             )
             for point in line.points
         )
-        polyline = " ".join(f"{mark.x},{mark.y}" for mark in marks)
-        curves.append(Curve(line.name, polyline, marks, curve_index % _STYLE_COUNT, line.is_bound))
-    label_interval = math.ceil(len(sizes) / _SIZE_LABELS_MAX)
+        polyline_points = " ".join(f"{mark.x},{mark.y}" for mark in marks)
+        curves.append(Curve(line.name, polyline_points, marks, curve_index % _STYLE_COUNT, line.is_bound))
+    label_interval = math.ceil(len(x_values) / _X_LABELS_MAX)
     return SweepPlot(
         name=sweep.name,
         unit=sweep.unit,
         x_axis=sweep.x_axis,
         curves=tuple(curves),
-        sizes=tuple(Tick(compute_x(size), format_size(size)) for size in sizes[::label_interval]),
-        values=tuple(
+        x_ticks=tuple(Tick(compute_x(x_value), format_x_value(x_value)) for x_value in x_values[::label_interval]),
+        y_ticks=tuple(
             Tick(compute_y(axis_step * count), format_number(axis_step * count))
             for count in range(round(axis_end / axis_step) + 1)
         ),
-        rows=tuple((format_size(size), _make_row(size, sweep.lines)) for size in sizes),
+        rows=tuple((format_x_value(x_value), _make_row(x_value, sweep.lines)) for x_value in x_values),
     )
 
 

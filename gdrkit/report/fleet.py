@@ -24,7 +24,7 @@ from gdrkit.report.record import Verdict
 from gdrkit.report.render import make_template_environment
 from gdrkit.report.routes import RouteOutcome
 from gdrkit.report.run import RunFolder, RunState, is_file, make_file_error, make_folder, write_atomically
-from gdrkit.report.sweep import describes_hardware, split_number
+from gdrkit.report.sweep import describes_hardware, parse_number_name
 from gdrkit.report.view import make_view
 from gdrkit.verdict import NOISE_PERCENT
 
@@ -49,7 +49,7 @@ _DOCUMENT_FIELDS = ("name", "folder", "error", "exit_code", "state", "verdict", 
 class SlowNumber:
     """A number of one host that is worse than the median of all hosts, with the difference in percent.
 
-    ``name`` has the case and the name of the number, ``title`` is the same for readers.
+    ``name`` has the case and the name of the number. ``title`` has the same content in words.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Host:
     name : str
         Name of the host, with its folder if other hosts have the same name.
     folder : str
-        Path relative to the folder of the fleet report.
+        Path of the folder of the run, relative to the folder of the fleet report.
     error : str
         Why the run of the host could not be read. Then ``state`` is ``not readable``, and the fields below are empty.
     exit_code : int or None
@@ -184,12 +184,12 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
         json.dumps(_make_document(fleet, older_folders), indent=2, ensure_ascii=False) + "\n",
     )
     write_atomically(output_folder / "metrics.prom", _merge_metrics(latest_runs, display_name_by_folder))
-    page = (
+    page_html = (
         make_template_environment(escaped=True)
         .get_template("fleet.html.j2")
         .render(fleet=fleet, older=older_folders, noise_percent=NOISE_PERCENT)
     )
-    write_atomically(output_folder / "index.html", page)
+    write_atomically(output_folder / "index.html", page_html)
     return fleet
 
 
@@ -217,8 +217,8 @@ def _make_natural_sort_key(name: str) -> list[tuple[int, str]]:
     ]
 
 
-def _is_run_folder(entry: Path) -> bool:
-    folder = RunFolder(entry)
+def _is_run_folder(path: Path) -> bool:
+    folder = RunFolder(path)
     try:
         return any(is_file(file) for file in (folder.run, folder.facts, folder.records))
     except OSError:
@@ -230,10 +230,10 @@ def _is_run_folder(entry: Path) -> bool:
 def _read_runs(run_folders: Sequence[Path], fleet_folder: Path) -> tuple[list[_HostRun], list[tuple[str, str]]]:
     host_runs: list[_HostRun] = []
     unreadable_folders: list[tuple[str, str]] = []
-    for entry in run_folders:
-        folder = entry.relative_to(fleet_folder).as_posix()
+    for run_folder in run_folders:
+        folder = run_folder.relative_to(fleet_folder).as_posix()
         try:
-            contents = read_contents(entry)
+            contents = read_contents(run_folder)
         except GdrkitError as error:
             unreadable_folders.append((folder, str(error)))
         else:
@@ -254,22 +254,25 @@ def _select_latest(host_runs: Sequence[_HostRun]) -> tuple[list[_HostRun], tuple
 
 
 def _is_same_host(first: RunContents, second: RunContents) -> bool:
-    """Return whether two runs are from the same machine, according to host name, device serials and host id."""
+    """Return whether two runs are from the same machine, according to host name, hardware ids and host id."""
     if not first.run.host or first.run.host != second.run.host:
         return False
-    first_serials, second_serials = _list_device_serials(first), _list_device_serials(second)
-    if first_serials and second_serials:
-        # Machines that were installed from one image have the same host id, but devices with different serial numbers.
-        return bool(first_serials & second_serials)
+    first_ids, second_ids = _list_hardware_ids(first), _list_hardware_ids(second)
+    if first_ids and second_ids:
+        # Machines that were installed from one image have the same host id, but different devices.
+        return bool(first_ids & second_ids)
     return first.run.host_id is not None and first.run.host_id == second.run.host_id
 
 
-def _list_device_serials(contents: RunContents) -> set[str]:
-    """Return the GUIDs and UUIDs of hardware. Emulated devices may have the same on several machines."""
+def _list_hardware_ids(contents: RunContents) -> set[str]:
+    """Return the node GUIDs of NICs and the UUIDs of GPUs.
+
+    Emulated devices are left out, because they may have the same ids on several machines.
+    """
     guids = {device.node_guid for device in contents.facts.rdma_devices if device.has_device and device.node_guid}
-    is_hardware = contents.run.substrate.get("cuda") == "hardware"
+    is_cuda_hardware = contents.run.substrate.get("cuda") == "hardware"
     return guids | {
-        device.uuid for device in (contents.facts.cuda.devices if contents.facts.cuda and is_hardware else ())
+        device.uuid for device in (contents.facts.cuda.devices if contents.facts.cuda and is_cuda_hardware else ())
     }
 
 
@@ -315,19 +318,22 @@ def _find_majority_traits(latest_runs: Sequence[_HostRun]) -> dict[str, str]:
     for host_run in latest_runs:
         for trait, value in _collect_traits(host_run.contents).items():
             counter_by_trait.setdefault(trait, Counter())[value] += 1
-    top_value_by_trait = {trait: counter.most_common(1)[0] for trait, counter in counter_by_trait.items()}
-    return {trait: value for trait, (value, count) in top_value_by_trait.items() if count * 2 > len(latest_runs)}
+    most_common_by_trait = {trait: counter.most_common(1)[0] for trait, counter in counter_by_trait.items()}
+    return {trait: value for trait, (value, count) in most_common_by_trait.items() if count * 2 > len(latest_runs)}
 
 
 def _make_samples(contents: RunContents) -> dict[tuple[str, str], Sample]:
     """Return, by case and name, the sample of every measured number that can be better or worse."""
-    numbers_by_name: dict[tuple[str, str], list[Mapping[str, float]]] = {}
+    numbers_by_case_and_name: dict[tuple[str, str], list[Mapping[str, float]]] = {}
     for record in contents.records:
-        for name in record.numbers if describes_hardware(record) else ():
-            name_parts = split_number(name)
-            if name_parts.better and not name_parts.is_bound and name_parts.statistic in ("", "median"):
-                numbers_by_name.setdefault((record.case, name), []).append(record.numbers)
-    return {(case, name): make_sample(name, numbers) for (case, name), numbers in numbers_by_name.items()}
+        for number_name in record.numbers if describes_hardware(record) else ():
+            name_parts = parse_number_name(number_name)
+            if name_parts.better_sign and not name_parts.is_bound and name_parts.statistic in ("", "median"):
+                numbers_by_case_and_name.setdefault((record.case, number_name), []).append(record.numbers)
+    return {
+        (case, number_name): make_sample(number_name, numbers)
+        for (case, number_name), numbers in numbers_by_case_and_name.items()
+    }
 
 
 def _compute_median_samples(latest_runs: Sequence[_HostRun]) -> dict[tuple[str, str], Sample]:
@@ -344,7 +350,7 @@ def _compute_median_samples(latest_runs: Sequence[_HostRun]) -> dict[tuple[str, 
 
 def _make_host(
     host_run: _HostRun,
-    name: str,
+    display_name: str,
     *,
     majority_traits: Mapping[str, str],
     median_sample_by_number: Mapping[tuple[str, str], Sample],
@@ -360,7 +366,7 @@ def _make_host(
     folder = os.path.relpath(fleet_folder / host_run.folder, output_folder)
     has_page = (fleet_folder / host_run.folder / "index.html").is_file()
     return Host(
-        name=name,
+        name=display_name,
         folder=folder,
         exit_code=contents.run.exit_code,
         state=contents.run.state.value,
@@ -378,22 +384,28 @@ def _make_host(
             for trait, value in majority_traits.items()
             if trait_values[trait] != value
         ),
-        slow=tuple(sorted(_list_slow_numbers(host_run, median_sample_by_number), key=lambda slow: -abs(slow.percent))),
+        slow=tuple(
+            sorted(_list_slow_numbers(host_run, median_sample_by_number), key=lambda number: -abs(number.percent))
+        ),
     )
 
 
 def _list_slow_numbers(
     host_run: _HostRun, median_sample_by_number: Mapping[tuple[str, str], Sample]
 ) -> Iterator[SlowNumber]:
-    for (case, name), sample in host_run.samples.items():
-        median_of_hosts = median_sample_by_number.get((case, name))
+    for (case, number_name), sample in host_run.samples.items():
+        median_of_hosts = median_sample_by_number.get((case, number_name))
         # The percentage of the difference from a median of 0 is undefined.
         if median_of_hosts is not None and median_of_hosts.value:
-            change = compare_samples(name, median_of_hosts, sample)
+            change = compare_samples(number_name, median_of_hosts, sample)
             if change.outcome == "worse":
-                title = " ".join(filter(None, (case_title(case), *number_words(case, name))))
-                texts = format_number(sample.value), format_number(median_of_hosts.value), split_number(name).unit_words
-                yield SlowNumber(f"{case} {name}", title, *texts, round(change.change_percent, 1))
+                title = " ".join(filter(None, (case_title(case), *number_words(case, number_name))))
+                value_texts = (
+                    format_number(sample.value),
+                    format_number(median_of_hosts.value),
+                    parse_number_name(number_name).unit_words,
+                )
+                yield SlowNumber(f"{case} {number_name}", title, *value_texts, round(change.change_percent, 1))
 
 
 def _make_document(fleet: Fleet, older_folders: Sequence[str]) -> dict[str, Json]:
@@ -409,7 +421,8 @@ def _make_document(fleet: Fleet, older_folders: Sequence[str]) -> dict[str, Json
                 "routes": dict(host.routes or {}),
                 "differs": list(host.differs),
                 "slow": [
-                    {name: getattr(slow, name) for name in ("name", "value", "median", "percent")} for slow in host.slow
+                    {name: getattr(slow_number, name) for name in ("name", "value", "median", "percent")}
+                    for slow_number in host.slow
                 ],
             }
             for host in fleet.hosts

@@ -29,15 +29,25 @@ def render_junit(run: Run, records: Sequence[Record]) -> bytes:
     """Return the contents of junit.xml in UTF-8."""
     failed_count = sum(record.is_failure for record in records)
     skipped_count = sum(record.verdict is Verdict.NOT_RUN and not record.is_failure for record in records)
-    counts = {"tests": str(len(records)), "failures": str(failed_count), "errors": "0", "skipped": str(skipped_count)}
+    count_attributes = {
+        "tests": str(len(records)),
+        "failures": str(failed_count),
+        "errors": "0",
+        "skipped": str(skipped_count),
+    }
     seconds_text = f"{sum(record.duration_ms for record in records) / 1000:.3f}"
-    root = ET.Element("testsuites", {"name": "gdrkit qualify", **counts, "time": seconds_text})
-    suite = ET.SubElement(
+    root = ET.Element("testsuites", {"name": "gdrkit qualify", **count_attributes, "time": seconds_text})
+    suite_element = ET.SubElement(
         root,
         "testsuite",
-        {"name": _clean_text(run.profile), "timestamp": run.started.rstrip("Z"), **counts, "time": seconds_text},
+        {
+            "name": _clean_text(run.profile),
+            "timestamp": run.started.rstrip("Z"),
+            **count_attributes,
+            "time": seconds_text,
+        },
     )
-    properties = ET.SubElement(suite, "properties")
+    properties = ET.SubElement(suite_element, "properties")
     property_values = {
         "verdict": run.verdict,
         "state": run.state.value,
@@ -51,20 +61,20 @@ def render_junit(run: Run, records: Sequence[Record]) -> bytes:
     for name, value in property_values.items():
         ET.SubElement(properties, "property", {"name": name, "value": _clean_text(value)})
     for record in records:
-        _add_case(suite, record)
+        _add_case(suite_element, record)
     ET.indent(root)
     document: bytes = ET.tostring(root, encoding="utf-8", xml_declaration=True)
     return document + b"\n"
 
 
-def _add_case(suite: ET.Element, record: Record) -> None:
-    file, _, name = record.case.partition("::")
+def _add_case(suite_element: ET.Element, record: Record) -> None:
+    file, _, case_name = record.case.partition("::")
     attributes = {
         "classname": _clean_text(file.removesuffix(".py").replace("/", ".")),
-        "name": _clean_text(name or file),
+        "name": _clean_text(case_name or file),
         "time": f"{record.duration_ms / 1000:.3f}",
     }
-    case_element = ET.SubElement(suite, "testcase", attributes)
+    case_element = ET.SubElement(suite_element, "testcase", attributes)
     properties = ET.SubElement(case_element, "properties")
     ET.SubElement(properties, "property", {"name": "verdict", "value": record.verdict.value})
     # The case failed with exactly the error that the profile expects for an unmet need of the case.
@@ -74,8 +84,10 @@ def _add_case(suite: ET.Element, record: Record) -> None:
         ET.SubElement(properties, "property", {"name": f"substrate.{api}", "value": substrate})
     reasons_text = _clean_text("; ".join(reason.text for reason in record.reasons))
     if record.is_failure:
-        failure = ET.SubElement(case_element, "failure", {"message": reasons_text, "type": record.verdict.value})
-        failure.text = _clean_text(str(record.evidence.get("traceback", "")))
+        failure_element = ET.SubElement(
+            case_element, "failure", {"message": reasons_text, "type": record.verdict.value}
+        )
+        failure_element.text = _clean_text(str(record.evidence.get("traceback", "")))
     elif record.verdict is Verdict.NOT_RUN:
         ET.SubElement(case_element, "skipped", {"message": reasons_text})
     elif record.verdict is Verdict.UNPROVEN:

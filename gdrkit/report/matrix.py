@@ -70,14 +70,14 @@ class PathCell:
     ----------
     state : str
         The state, as in the record: ``proven``, ``unproven``, ``fell_back`` or ``not_possible``.
-    cause : int
+    cause_number : int
         Number of the cause in :attr:`PathMatrix.causes`, from 1. It is 0 if the path is proven.
     case : str
         A case that tested the path. Empty if no case tested the path.
     """
 
     state: str
-    cause: int
+    cause_number: int
     case: str
 
 
@@ -166,10 +166,12 @@ class DistanceMatrix:
 def path_matrix(facts: Facts, routes: Sequence[RouteStatus], files: Sequence[FileStatus]) -> PathMatrix | None:
     """Return the matrix of all paths of a host, or None if it has no pair of a GPU and a NIC or mount."""
     statuses_by_pair: dict[tuple[int, PathColumn], list[RouteStatus | FileStatus]] = {}
-    for route in routes:
-        statuses_by_pair.setdefault((route.device_index, PathColumn(route.nic, "NIC")), []).append(route)
-    for file in files:
-        statuses_by_pair.setdefault((file.device_index, PathColumn(file.mount, "mount")), []).append(file)
+    for route_status in routes:
+        nic_column = PathColumn(route_status.nic, "NIC")
+        statuses_by_pair.setdefault((route_status.device_index, nic_column), []).append(route_status)
+    for file_status in files:
+        mount_column = PathColumn(file_status.mount, "mount")
+        statuses_by_pair.setdefault((file_status.device_index, mount_column), []).append(file_status)
     if not statuses_by_pair:
         return None
     columns = tuple(
@@ -225,16 +227,16 @@ def balance_matrix(facts: Facts, records: Iterable[Record], topology: Topology |
     loads = balance.loads
     rows = tuple(
         (
-            gpu_name_by_address.get(gpu.lower(), gpu),
+            gpu_name_by_address.get(gpu_address.lower(), gpu_address),
             tuple(
                 (
                     _format_byte_count(moved_bytes),
-                    distances.get(device_name_by_address.get(gpu.lower(), ""), {}).get(load.nic, ""),
+                    distances.get(device_name_by_address.get(gpu_address.lower(), ""), {}).get(load.nic, ""),
                 )
-                for moved_bytes, load in zip(row, loads, strict=False)
+                for moved_bytes, load in zip(bytes_by_nic, loads, strict=False)
             ),
         )
-        for gpu, row in zip(balance.gpus, balance.matrix, strict=False)
+        for gpu_address, bytes_by_nic in zip(balance.gpus, balance.matrix, strict=False)
     )
     totals = (
         ("Counted by the port", tuple(_format_byte_count(load.counted_bytes) for load in loads)),
@@ -242,7 +244,7 @@ def balance_matrix(facts: Facts, records: Iterable[Record], topology: Topology |
         ("Share of the links", tuple(f"{load.expected_percent:.1f} %" for load in loads)),
         ("Link", tuple(f"{load.link_gbit_per_s:g} Gbit/s" if load.link_gbit_per_s else "unknown" for load in loads)),
     )
-    source = (
+    source_text = (
         "port counters" if balance.is_counted else "initiators, because a port has no byte counters or counted nothing"
     )
     return BalanceMatrix(
@@ -250,7 +252,7 @@ def balance_matrix(facts: Facts, records: Iterable[Record], topology: Topology |
         rows=rows,
         totals=totals,
         slow_nics=frozenset(balance.slow_nics),
-        caption=f"Moved bytes in both directions within {balance.duration_s:.1f} s; shares by the {source}",
+        caption=f"Moved bytes in both directions within {balance.duration_s:.1f} s; shares by the {source_text}",
         caveat=""
         if describes_hardware(record)
         else "Not every API ran on hardware, so the numbers do not describe this machine.",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.report.figure import format_three_digits
 from gdrkit.report.limits import link_limit
-from gdrkit.report.sweep import describes_hardware, parse_depth, parse_parameters, split_number
+from gdrkit.report.sweep import describes_hardware, parse_depth, parse_number_name, parse_parameters
 from gdrkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gdrkit.inventory import Facts
     from gdrkit.report.record import Record
 
-__all__ = ["Bound", "Measurement", "case_title", "measurements", "number_words", "readable"]
+__all__ = ["Bound", "Measurement", "case_title", "measurements", "number_words", "to_words"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Measurement:
 
 
 # Words that people write in capitals, and O_DIRECT with its underscore.
-_FIELD_SPELLINGS = re.compile(r"\b(?:cpu|dram|gpu|iops|nic|numa|o direct|rdma)\b", re.IGNORECASE)
+_CAPITALIZED_WORDS = re.compile(r"\b(?:cpu|dram|gpu|iops|nic|numa|o direct|rdma)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class _Candidate:
 
     value: float
     size_or_depth: str
-    name: str
+    number_name: str
     record: Record
 
 
@@ -108,9 +108,9 @@ def measurements(records: Iterable[Record], facts: Facts) -> tuple[Measurement, 
     best_candidates: dict[tuple[str, str, str], _Candidate] = {}
     for record in records:
         for group, quantity, candidate in _list_candidates(record) if describes_hardware(record) else ():
-            name_parts = split_number(candidate.name)
+            name_parts = parse_number_name(candidate.number_name)
             best_candidate = best_candidates.get((group, quantity, name_parts.unit))
-            if best_candidate is None or (candidate.value - best_candidate.value) * name_parts.better > 0:
+            if best_candidate is None or (candidate.value - best_candidate.value) * name_parts.better_sign > 0:
                 best_candidates[group, quantity, name_parts.unit] = candidate
     rows = [
         _make_measurement(group, quantity, candidate, facts)
@@ -118,13 +118,17 @@ def measurements(records: Iterable[Record], facts: Facts) -> tuple[Measurement, 
     ]
     share_by_group: dict[tuple[int, str], float] = {}
     for row in rows:
-        key = (_rank_by_bounds(row), row.group)
-        share_by_group[key] = max(share_by_group.get(key, 0.0), _find_used_share(row))
+        rank_and_group = (_rank_by_bounds(row), row.group)
+        share_by_group[rank_and_group] = max(share_by_group.get(rank_and_group, 0.0), _find_largest_used_share(row))
     # The sort is stable: groups with the same share remain in the order of the records.
-    sorted_groups = sorted(share_by_group, key=lambda key: (key[0], -share_by_group[key]))
-    position_by_group = {key: index for index, key in enumerate(sorted_groups)}
+    sorted_groups = sorted(
+        share_by_group, key=lambda rank_and_group: (rank_and_group[0], -share_by_group[rank_and_group])
+    )
+    position_by_group = {rank_and_group: index for index, rank_and_group in enumerate(sorted_groups)}
     return tuple(
-        sorted(rows, key=lambda row: (position_by_group[_rank_by_bounds(row), row.group], -_find_used_share(row)))
+        sorted(
+            rows, key=lambda row: (position_by_group[_rank_by_bounds(row), row.group], -_find_largest_used_share(row))
+        )
     )
 
 
@@ -133,33 +137,33 @@ def _rank_by_bounds(row: Measurement) -> int:
     return int(all(bound.is_met for bound in row.bounds)) + int(not row.bounds)
 
 
-def _find_used_share(row: Measurement) -> float:
+def _find_largest_used_share(row: Measurement) -> float:
     return max((bound.used_share for bound in row.bounds), default=0.0)
 
 
 def _list_candidates(record: Record) -> Iterator[tuple[str, str, _Candidate]]:
     """Yield each number of a record that a row can show, with the group and the quantity of that row."""
-    for name, value in record.numbers.items():
-        name_parts = split_number(name)
-        if name_parts.statistic not in ("", "median", "p50") or not name_parts.better or name_parts.is_bound:
+    for number_name, value in record.numbers.items():
+        name_parts = parse_number_name(number_name)
+        if name_parts.statistic not in ("", "median", "p50") or not name_parts.better_sign or name_parts.is_bound:
             continue
-        quantity, size_or_depth = number_words(record.case, name)
-        yield case_title(record.case), quantity, _Candidate(value, size_or_depth, name, record)
+        quantity, size_or_depth = number_words(record.case, number_name)
+        yield case_title(record.case), quantity, _Candidate(value, size_or_depth, number_name, record)
 
 
-def number_words(case: str, name: str) -> tuple[str, str]:
+def number_words(case: str, number_name: str) -> tuple[str, str]:
     """Return the quantity of a number, and the size or depth at which it was measured, as words. Both may be empty."""
     size_bytes, parameters = parse_parameters(case)
-    base, depth = parse_depth(split_number(name).base)
+    base, depth = parse_depth(parse_number_name(number_name).base)
     size_or_depth = f"at depth {depth}" if depth else f"at {format_bytes(size_bytes)}" if size_bytes else ""
-    # The unit already shows that the number is a rate.
-    text_parts = (*map(readable, parameters), "" if base == "rate" else readable(base))
+    # The word "rate" is left out, because the unit already shows that the number is a rate.
+    text_parts = (*map(to_words, parameters), "" if base == "rate" else to_words(base))
     return ", ".join(filter(None, text_parts)), size_or_depth
 
 
 def _make_measurement(group: str, quantity: str, candidate: _Candidate, facts: Facts) -> Measurement:
-    numbers, name = candidate.record.numbers, candidate.name
-    base_name = name.removesuffix(f"_{split_number(name).statistic}")
+    numbers, number_name = candidate.record.numbers, candidate.number_name
+    base_name = number_name.removesuffix(f"_{parse_number_name(number_name).statistic}")
     lowest, highest = numbers.get(f"{base_name}_min"), numbers.get(f"{base_name}_max")
     range_text = ""
     if lowest is not None and highest is not None:
@@ -168,7 +172,7 @@ def _make_measurement(group: str, quantity: str, candidate: _Candidate, facts: F
         group=group,
         quantity=f"{quantity} {candidate.size_or_depth}".strip(),
         value=format_three_digits(candidate.value),
-        unit=split_number(name).unit_words,
+        unit=parse_number_name(number_name).unit_words,
         range_text=range_text,
         bounds=tuple(_list_bounds(candidate, facts)),
         case=candidate.record.case,
@@ -178,34 +182,34 @@ def _make_measurement(group: str, quantity: str, candidate: _Candidate, facts: F
 def _list_bounds(candidate: _Candidate, facts: Facts) -> Iterator[Bound]:
     """Yield the bounds with which the case compared the number, or else the limit of the links in the facts."""
     # The evidence "judged" is the list of the comparisons of a number with a bound.
-    checks = candidate.record.evidence.get("judged")
-    has_checks = False
-    for check in checks if isinstance(checks, list) else ():
-        if not isinstance(check, dict) or check.get("number") != candidate.name:
+    comparisons = candidate.record.evidence.get("judged")
+    has_comparisons = False
+    for comparison in comparisons if isinstance(comparisons, list) else ():
+        if not isinstance(comparison, dict) or comparison.get("number") != candidate.number_name:
             continue
-        bound, text = check.get("bound"), check.get("text")
+        bound, text = comparison.get("bound"), comparison.get("text")
         if isinstance(bound, int | float) and not isinstance(bound, bool) and isinstance(text, str):
-            has_checks, is_met = True, check.get("verdict") != "fail"
-            # A check does not name its relation. A value above a bound that is met shows that the bound is a lower
-            # bound.
+            has_comparisons, is_met = True, comparison.get("verdict") != "fail"
+            # A comparison does not say whether its bound is a minimum. A bound that is met is a minimum if the value is
+            # above it.
             relation = "at least" if (bound <= candidate.value) is is_met else "at most"
             source = text.partition("; ")[2] or text
             yield _make_bound(relation, bound, source, candidate.value, is_met=is_met)
-    limit = None if has_checks else link_limit(candidate.record, facts)
-    if limit is not None and split_number(candidate.name).unit == "gb_per_s":
+    limit = None if has_comparisons else link_limit(candidate.record, facts)
+    if limit is not None and parse_number_name(candidate.number_name).unit == "gb_per_s":
         is_met = candidate.value <= limit.gb_per_s
         yield _make_bound("at most", limit.gb_per_s, limit.why, candidate.value, is_met=is_met)
 
 
 def case_title(case: str) -> str:
     """Return the name of the test function of a case as words, without the parameters: ``Pinned copy``."""
-    text = readable(case.rpartition("::")[2].partition("[")[0].removeprefix("test_"))
+    text = to_words(case.rpartition("::")[2].partition("[")[0].removeprefix("test_"))
     return text[:1].upper() + text[1:]
 
 
-def readable(identifier: str) -> str:
+def to_words(identifier: str) -> str:
     """Return an identifier, or a parameter such as ``Direction.WRITE``, as words."""
     enumeration, dot, member = identifier.partition(".")
     text = member.lower() if dot and enumeration[:1].isupper() and member.isupper() else identifier
     words = text.replace("_", " ").strip()
-    return _FIELD_SPELLINGS.sub(lambda match: match[0].upper().replace(" ", "_"), words)
+    return _CAPITALIZED_WORDS.sub(lambda match: match[0].upper().replace(" ", "_"), words)

@@ -27,13 +27,13 @@ __all__ = ["render_metrics"]
 def render_metrics(contents: RunContents, view: View, *, host: str | None = None) -> str:
     """Return the contents of metrics.prom.
 
-    A state has one gauge for each possible value. The gauge of the present value is 1, and the others are 0. If several
-    hosts have the same name, `host` replaces the host name of the run in the label ``host``.
+    A state has one gauge for each possible value. The gauge of the present value is 1, and the others are 0. `host`, if
+    given, replaces the host name of the run in the label ``host``, because several hosts may have the same name.
     """
-    return "".join(_list_families(contents, view, contents.run.host if host is None else host))
+    return "".join(_format_families(contents, view, contents.run.host if host is None else host))
 
 
-def _list_families(contents: RunContents, view: View, host: str) -> Iterator[str]:
+def _format_families(contents: RunContents, view: View, host: str) -> Iterator[str]:
     run = contents.run
     labels = {"host": host, "profile": run.profile}
     started_s = dt.datetime.fromisoformat(run.started).timestamp()
@@ -64,7 +64,7 @@ def _list_families(contents: RunContents, view: View, host: str) -> Iterator[str
     yield _format_family(
         "substrate_info",
         "Substrate of each API.",
-        [({**labels, "api": api, "substrate": name}, 1) for api, name in sorted(run.substrate.items())],
+        [({**labels, "api": api, "substrate": substrate}, 1) for api, substrate in sorted(run.substrate.items())],
     )
     yield _format_family(
         "route", "State of a route between a device and a NIC.", _make_state_samples(labels, view.routes)
@@ -95,16 +95,18 @@ def _make_state_samples(
 def _make_number_samples(labels: dict[str, str], contents: RunContents) -> Iterator[tuple[dict[str, str], float]]:
     written_series: set[tuple[str, str]] = set()
     for record in contents.records:
-        for name, value in record.numbers.items() if describes_hardware(record) else ():
+        for number_name, value in record.numbers.items() if describes_hardware(record) else ():
             # A case that ran twice has two records. Prometheus rejects a file with two values of one series.
-            if (record.case, name) not in written_series:
-                written_series.add((record.case, name))
-                yield {**labels, "case": record.case, "name": name}, value
+            if (record.case, number_name) not in written_series:
+                written_series.add((record.case, number_name))
+                yield {**labels, "case": record.case, "name": number_name}, value
 
 
-def _format_family(name: str, help_text: str, samples: Iterable[tuple[dict[str, str], float]]) -> str:
-    lines = [f"gdrkit_{name}{{{_format_labels(labels)}}} {value:.17g}\n" for labels, value in samples]
-    return f"# HELP gdrkit_{name} {help_text}\n# TYPE gdrkit_{name} gauge\n{''.join(lines)}" if lines else ""
+def _format_family(metric_name: str, help_text: str, samples: Iterable[tuple[dict[str, str], float]]) -> str:
+    lines = [f"gdrkit_{metric_name}{{{_format_labels(labels)}}} {value:.17g}\n" for labels, value in samples]
+    return (
+        f"# HELP gdrkit_{metric_name} {help_text}\n# TYPE gdrkit_{metric_name} gauge\n{''.join(lines)}" if lines else ""
+    )
 
 
 def _format_labels(labels: dict[str, str]) -> str:

@@ -1,8 +1,9 @@
 """Decision whether two measured numbers differ by more than their noise, for comparisons of runs and of hosts.
 
-A case measures a number in several rounds and records the median, the number of rounds and their spread. These give the
-standard error of the median. A difference is noise if it is at most three standard errors of the difference, or at most
-the limit that the caller passes. The larger of these two limits is called the noise band.
+A case measures a number in several rounds and records the median, the number of rounds and their spread. The number of
+rounds and the spread give the standard error of the median. A difference is noise if it is at most three standard
+errors of the difference, or at most the limit that the caller passes. The larger of these two limits is called the
+noise band.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit.report.sweep import split_number
+from gdrkit.report.sweep import parse_number_name
 from gdrkit.verdict import NOISE_PERCENT
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ class NumberChange:
     band_percent: float
 
 
-def compare_samples(name: str, before: Sample, after: Sample, *, noise_percent: float = NOISE_PERCENT) -> NumberChange:
+def compare_samples(
+    number_name: str, before: Sample, after: Sample, *, noise_percent: float = NOISE_PERCENT
+) -> NumberChange:
     """Compare a number before and after a change. The unit in its name shows whether more or less is better.
 
     A change up to `noise_percent` always counts as noise.
@@ -76,7 +79,7 @@ def compare_samples(name: str, before: Sample, after: Sample, *, noise_percent: 
     band_percent = max(
         noise_percent, _clamp_percent(_BAND_STANDARD_ERRORS * math.hypot(before.error_percent, after.error_percent))
     )
-    better_sign = split_number(name).better
+    better_sign = parse_number_name(number_name).better_sign
     if abs(change_percent) <= band_percent:
         outcome = "same"
     elif not better_sign:
@@ -95,25 +98,27 @@ def median_sample(samples: Sequence[Sample]) -> Sample:
     return Sample(statistics.median(sample.value for sample in samples), error_percent)
 
 
-def make_sample(name: str, numbers: Sequence[Mapping[str, float]]) -> Sample:
-    """Return the number `name` from one or more records of a case, with its standard error.
+def make_sample(number_name: str, numbers_of_records: Sequence[Mapping[str, float]]) -> Sample:
+    """Return the number `number_name` from one or more records of a case, with its standard error.
 
     Several records are independent runs. The error is then the larger of two: the error from the differences between
     the runs, and the error from the rounds in each run.
     """
-    numbers_with_name = [record_numbers for record_numbers in numbers if name in record_numbers]
-    values = [record_numbers[name] for record_numbers in numbers_with_name]
+    matching_numbers = [record_numbers for record_numbers in numbers_of_records if number_name in record_numbers]
+    values = [record_numbers[number_name] for record_numbers in matching_numbers]
     value = statistics.median(values)
     rounds_error_percent = statistics.median(
-        _compute_standard_error(name, record_numbers) for record_numbers in numbers_with_name
+        _compute_standard_error(number_name, record_numbers) for record_numbers in matching_numbers
     )
     if len(values) < _ROUNDS_MIN or value == 0:
         return Sample(value, rounds_error_percent)
     try:
-        scatter_percent = statistics.stdev(values) / abs(value) * 100 * _MEDIAN_ERROR_FACTOR / math.sqrt(len(values))
+        records_error_percent = (
+            statistics.stdev(values) / abs(value) * 100 * _MEDIAN_ERROR_FACTOR / math.sqrt(len(values))
+        )
     except OverflowError:
-        scatter_percent = math.inf
-    return Sample(value, max(scatter_percent, rounds_error_percent / math.sqrt(len(values))))
+        records_error_percent = math.inf
+    return Sample(value, max(records_error_percent, rounds_error_percent / math.sqrt(len(values))))
 
 
 def _compute_change_percent(before: float, after: float) -> float:
@@ -127,13 +132,13 @@ def _clamp_percent(percent: float) -> float:
     return max(-_PERCENT_MAX, min(_PERCENT_MAX, percent))
 
 
-def _compute_standard_error(name: str, numbers: Mapping[str, float]) -> float:
-    """Return the standard error of the median `name` in percent, from other numbers of the same record.
+def _compute_standard_error(number_name: str, numbers: Mapping[str, float]) -> float:
+    """Return the standard error of the median `number_name` in percent, from other numbers of the same record.
 
     For ``rate_gb_per_s_median`` these are ``rate_spread_percent``, the distance between the quartiles, and
     ``rounds_count``.
     """
-    name_parts = split_number(name)
+    name_parts = parse_number_name(number_name)
     spread_percent = numbers.get("_".join(filter(None, (name_parts.base, "spread_percent"))))
     round_count = numbers.get("rounds_count", 1.0)
     if spread_percent is None or round_count < _ROUNDS_MIN:

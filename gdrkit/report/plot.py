@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["Line", "Plot", "check_name", "draw", "write_plot"]
+__all__ = ["Line", "Plot", "check_plot_name", "draw", "write_plot"]
 
 _WIDTH, _HEIGHT = 960, 480
 # Widths of the margins around the axes. The right margin has the names of the lines.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 200, 76, 56
 _COLOURS = ("#2f6fd0", "#1f8a5b", "#c2571a", "#7a4fb5", "#8a6d00")
-_STEPS_MAX = 6
+_AXIS_STEPS_MAX = 6
 
 # The style follows the light or dark colour scheme of the browser.
 _STYLE = """
@@ -93,8 +93,9 @@ def draw(plot: Plot) -> str:
     svg_elements += [
         _draw_text(compute_x(size), _HEIGHT - _BOTTOM + 22, format_bytes(size), anchor="middle") for size in sizes
     ]
-    for index, line in enumerate(plot.lines):
-        svg_elements += _draw_line(line, _COLOURS[index % len(_COLOURS)], _TOP + 22 * index, compute_x, compute_y)
+    for line_index, line in enumerate(plot.lines):
+        colour = _COLOURS[line_index % len(_COLOURS)]
+        svg_elements += _draw_line(line, colour, _TOP + 22 * line_index, compute_x, compute_y)
     return "\n".join([*svg_elements, "</svg>", ""])
 
 
@@ -106,18 +107,18 @@ def write_plot(path: Path, plot: Plot) -> None:
     UsageError
         The name ends in neither .html nor .svg.
     """
-    check_name(path)
-    picture = draw(plot)
+    check_plot_name(path)
+    file_text = svg_text = draw(plot)
     if path.suffix == ".html":
         title = html.escape(plot.title)
-        picture = (
+        file_text = (
             f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
-            f'<meta name="viewport" content="width=device-width"><body>\n{picture}</body></html>\n'
+            f'<meta name="viewport" content="width=device-width"><body>\n{svg_text}</body></html>\n'
         )
-    path.write_text(picture, encoding="utf-8")
+    path.write_text(file_text, encoding="utf-8")
 
 
-def check_name(path: Path) -> None:
+def check_plot_name(path: Path) -> None:
     """Raise :class:`~gdrkit.errors.UsageError` unless the name ends in .html or .svg."""
     if path.suffix not in {".html", ".svg"}:
         message = f"the name of a plot must end in .html or .svg, not {path.name!r}"
@@ -131,11 +132,11 @@ def _draw_line(
     compute_x: Callable[[int], float],
     compute_y: Callable[[float], float],
 ) -> Iterator[str]:
-    points = [(compute_x(size), compute_y(value), size, value) for size, value in sorted(line.points)]
-    if points:
-        path_data = " L ".join(f"{point_x:.1f} {point_y:.1f}" for point_x, point_y, _, _ in points)
+    drawn_points = [(compute_x(size), compute_y(value), size, value) for size, value in sorted(line.points)]
+    if drawn_points:
+        path_data = " L ".join(f"{point_x:.1f} {point_y:.1f}" for point_x, point_y, _, _ in drawn_points)
         yield f'<path d="M {path_data}" stroke="{colour}"/>'
-    for point_x, point_y, size, value in points:
+    for point_x, point_y, size, value in drawn_points:
         tooltip = html.escape(f"{line.name}, {format_bytes(size)}: {value:.3g}")
         yield f'<circle cx="{point_x:.1f}" cy="{point_y:.1f}" r="4" fill="{colour}"><title>{tooltip}</title></circle>'
     legend_x = _WIDTH - _RIGHT + 22
@@ -145,7 +146,7 @@ def _draw_line(
 
 def _choose_axis_step(highest: float) -> float:
     """Return the distance of the ticks: 1, 2, 5 or 10 times a power of ten, so that the axis has at most six steps."""
-    step_min = highest / _STEPS_MAX
+    step_min = highest / _AXIS_STEPS_MAX
     power_of_ten: float = 10.0 ** math.floor(math.log10(step_min))
     return next(factor * power_of_ten for factor in (1, 2, 5, 10) if factor * power_of_ten >= step_min)
 

@@ -43,7 +43,7 @@ def describe_balance(balance: Balance) -> str:
         (gpu, *(f"{moved_bytes / 1e6:.0f}" for moved_bytes in row))
         for gpu, row in zip(balance.gpus, balance.matrix, strict=True)
     ]
-    source = (
+    source_text = (
         "by the port counters"
         if balance.is_counted
         else "from the bytes that the initiators moved, because a port has no byte counters or counted nothing"
@@ -63,7 +63,7 @@ def describe_balance(balance: Balance) -> str:
             f"MB that all GPUs and all NICs moved at the same time, in {balance.duration_s:.1f} s",
             *_format_table([("GPU", *nic_names), *matrix_rows]),
             "",
-            f"share of each NIC in all bytes, {source}",
+            f"share of each NIC in all bytes, {source_text}",
             *_format_table([("NIC", "link Gbit/s", "share %", "expected %", ""), *load_rows]),
         ]
     )

@@ -98,7 +98,7 @@ class SeenLibrary:
             path=install_paths().portable(library.path),
             soname=library.soname,
             build_id=library.build_id,
-            # The notes of owner GNU come from the linker. They have only the build id, which has its own field.
+            # The notes of owner GNU come from the linker. The report needs only the build id, which has its own field.
             notes=tuple(note for note in library.notes if note.owner != "GNU"),
             error=library.error,
         )
@@ -184,7 +184,7 @@ class Record:
     libraries : tuple of SeenLibrary
         The libraries that were loaded in the processes of the case.
     seed : int
-        The seed of the run. The same seed gives the same payloads, keys and delays.
+        The seed of the run. The same seed gives the same payloads, memory keys and delays.
     evidence : mapping
         Texts and values that the case recorded for the reader of the report, such as a traceback.
     numbers : mapping
@@ -251,8 +251,8 @@ class Record:
 def append_record(path: str | os.PathLike[str], record: Record) -> None:
     """Append a record to a records file as one line. The folder and the file are created if they do not exist.
 
-    The line is written with one system call, so that a reader never sees half of it. Only after a short write, such as
-    on a full disk, a second call follows.
+    The line is written with one system call, so that a reader never sees a part of it. Only after a short write, such
+    as on a full disk, the function writes the rest with a second call.
     """
     line = json.dumps(serialization.to_json_data(record), ensure_ascii=False, allow_nan=False) + "\n"
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -286,7 +286,7 @@ def read_record_lines(path: str | os.PathLike[str]) -> list[bytes]:
 
 
 def parse_records(lines: Iterable[str | bytes], *, name: str = "records") -> tuple[Record, ...]:
-    """Parse the lines of a records file; see :func:`read_records`."""
+    """Parse the lines of a records file; see :func:`read_records`. An error message begins with `name` and the line."""
     return tuple(
         parse_record(line, f"{name}:{line_number}") for line_number, line in enumerate(lines, start=1) if line.strip()
     )

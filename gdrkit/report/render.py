@@ -93,7 +93,7 @@ def render_markdown(run: Run, facts: Facts, records: Sequence[Record]) -> str:
 
 
 def _make_view_of_records(run: Run, facts: Facts, records: Sequence[Record]) -> object:
-    origins = tuple(f"records.jsonl:{number}" for number in range(1, len(records) + 1))
+    origins = tuple(f"records.jsonl:{line_number}" for line_number in range(1, len(records) + 1))
     return make_view(RunContents(run, facts, tuple(records), origins))
 
 

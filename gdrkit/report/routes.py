@@ -1,8 +1,8 @@
 """The state of each route between GPUs and NICs, and between GPUs and files, derived from the records of a run.
 
 A route is ``proven`` under three conditions. A case that tested the route passed. Every API that the route needs ran on
-hardware. The counters grew by at least the transferred bytes; on a route with a NIC, this is true of both ports. A
-route in any other state has a cause.
+hardware. The bytes took the route: between a GPU and a NIC, the counters of both ports grew by at least the transferred
+bytes; between a GPU and files, the case observed a direct route. A route in any other state has a cause.
 """
 
 from __future__ import annotations
@@ -119,21 +119,21 @@ def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus
     """Return the state of every route from a GPU to a NIC in the facts or records, sorted by GPU and NIC."""
     claims_by_route: dict[tuple[int, str, str], list[tuple[Record, ClaimedRoute]]] = {}
     for record in records:
-        for route in record.routes:
-            claims_by_route.setdefault((route.device_index, route.nic, route.way), []).append((record, route))
-    attempt_by_route = {(route.device_index, route.nic, route.way): route for route in facts.routes}
+        for claim in record.routes:
+            claims_by_route.setdefault((claim.device_index, claim.nic, claim.way), []).append((record, claim))
+    registration_by_route = {(route.device_index, route.nic, route.way): route for route in facts.routes}
     statuses = []
-    for key in sorted(attempt_by_route.keys() | claims_by_route.keys()):
-        route_claims = claims_by_route.get(key, [])
+    for route_key in sorted(registration_by_route.keys() | claims_by_route.keys()):
+        route_claims = claims_by_route.get(route_key, [])
         state, cause = _decide_state_and_cause(route_claims)
-        attempt = attempt_by_route.get(key)
-        if not route_claims and attempt is not None and not attempt.possible:
-            state, cause = RouteOutcome.NOT_POSSIBLE, _describe_registration_error(attempt)
+        registration = registration_by_route.get(route_key)
+        if not route_claims and registration is not None and not registration.possible:
+            state, cause = RouteOutcome.NOT_POSSIBLE, _describe_registration_error(registration)
         cases = tuple(dict.fromkeys(record.case for record, _ in route_claims))
         fallback_case = _find_fallback_case(route_claims)
         statuses.append(
             RouteStatus(
-                *key,
+                *route_key,
                 state=state,
                 cause=cause,
                 cases=cases,
@@ -152,18 +152,18 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
     """
     claims_by_pair: dict[tuple[int, str], list[tuple[Record, ClaimedFile]]] = {}
     for record in records:
-        for file in record.files:
-            claims_by_pair.setdefault((file.device_index, file.mount), []).append((record, file))
+        for claim in record.files:
+            claims_by_pair.setdefault((claim.device_index, claim.mount), []).append((record, claim))
     device_indices = [device.index for device in facts.cuda.devices] if facts.cuda else []
     possible_pairs = {(index, mount) for index in device_indices for mount in _find_shortest_mounts(facts)}
     statuses = []
     for device_index, mount in sorted(possible_pairs | claims_by_pair.keys()):
         pair_claims = claims_by_pair.get((device_index, mount), [])
-        routes = sorted(
-            {file.way for _, file in pair_claims}, key=lambda route: (route not in _DIRECT_FILE_ROUTES, route)
+        methods = sorted(
+            {claim.way for _, claim in pair_claims}, key=lambda method: (method not in _DIRECT_FILE_ROUTES, method)
         ) or [""]
-        for route in routes:
-            route_claims = [(record, file) for record, file in pair_claims if file.way == route]
+        for method in methods:
+            route_claims = [(record, claim) for record, claim in pair_claims if claim.way == method]
             state, cause = _decide_state_and_cause(route_claims, _FILE_ROUTE_APIS)
             caveats = dict.fromkeys(_explain_substrate_of_record(record, ("cuda",)) for record, _ in route_claims)
             caveat = "; ".join(filter(None, caveats))
@@ -171,13 +171,13 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
                 # A fallback on a software twin (a library that emulates the hardware) proves nothing about the hardware
                 # of this machine.
                 state, cause = RouteOutcome.UNPROVEN, f"{caveat}: {cause}"
-            if state is RouteOutcome.PROVEN and route not in _DIRECT_FILE_ROUTES:
-                state, cause = RouteOutcome.UNPROVEN, f"the route of the bytes was {route}, which is not direct"
+            if state is RouteOutcome.PROVEN and method not in _DIRECT_FILE_ROUTES:
+                state, cause = RouteOutcome.UNPROVEN, f"the route of the bytes was {method}, which is not direct"
             cases = tuple(dict.fromkeys(record.case for record, _ in route_claims))
             fallback_case = _find_fallback_case(route_claims)
             statuses.append(
                 FileStatus(
-                    device_index, mount, route, state=state, cause=cause, cases=cases, fallback_case=fallback_case
+                    device_index, mount, method, state=state, cause=cause, cases=cases, fallback_case=fallback_case
                 )
             )
     return tuple(statuses)
@@ -187,8 +187,8 @@ def _find_shortest_mounts(facts: Facts) -> list[str]:
     """Return the shortest mount point of each file system on a block device."""
     shortest_by_device: dict[str, str] = {}
     for mount in facts.mounts:
-        previous = shortest_by_device.get(mount.device)
-        if previous is None or len(mount.mount_point) < len(previous):
+        shortest = shortest_by_device.get(mount.device)
+        if shortest is None or len(mount.mount_point) < len(shortest):
             shortest_by_device[mount.device] = mount.mount_point
     return sorted(shortest_by_device.values())
 
@@ -210,11 +210,11 @@ def unmet_requirements(profile: Profile, statuses: Sequence[RouteStatus]) -> tup
             ]
         else:
             # One proven route to each device is enough.
-            unmet_texts += _list_devices_without_proven_route(matching_statuses)
+            unmet_texts += _describe_devices_without_proven_route(matching_statuses)
     return tuple(unmet_texts)
 
 
-def _list_devices_without_proven_route(statuses: Sequence[RouteStatus]) -> list[str]:
+def _describe_devices_without_proven_route(statuses: Sequence[RouteStatus]) -> list[str]:
     proven_device_indices = {status.device_index for status in statuses if status.state is RouteOutcome.PROVEN}
     return [
         f"no route to GPU {index} is proven"
@@ -222,10 +222,10 @@ def _list_devices_without_proven_route(statuses: Sequence[RouteStatus]) -> list[
     ]
 
 
-def _describe_registration_error(route: RouteFacts) -> str:
-    if route.failure is None:
+def _describe_registration_error(registration: RouteFacts) -> str:
+    if registration.failure is None:
         return "the registration failed"
-    return "; ".join(text for text in (route.failure.message, route.failure.what_to_do) if text)
+    return "; ".join(text for text in (registration.failure.message, registration.failure.what_to_do) if text)
 
 
 def _decide_state_and_cause(
@@ -233,16 +233,16 @@ def _decide_state_and_cause(
 ) -> tuple[RouteOutcome, str]:
     """Return the state of a route and its cause.
 
-    `claims` has the records of all cases that tested the route. A fallback or a failure in one of them outweighs a pass
-    in another.
+    `claims` has each record of a case that tested the route, with the claim of the case about the route. A fallback or
+    a failure in one record outweighs a pass in another.
     """
-    for record, route in claims:
-        if route.fell_back is not None:
-            return RouteOutcome.FELL_BACK, f"{route.fell_back} ({record.case})"
+    for record, claim in claims:
+        if claim.fell_back is not None:
+            return RouteOutcome.FELL_BACK, f"{claim.fell_back} ({record.case})"
     failed_cases = [record.case for record, _ in claims if record.verdict is Verdict.FAIL]
     if failed_cases:
         return RouteOutcome.UNPROVEN, FAILED_CASE_PREFIX + failed_cases[0]
-    causes = [_explain_missing_proof(record, route, apis) for record, route in claims if record.verdict is Verdict.PASS]
+    causes = [_explain_missing_proof(record, claim, apis) for record, claim in claims if record.verdict is Verdict.PASS]
     if "" in causes:
         return RouteOutcome.PROVEN, ""
     if causes:
@@ -256,21 +256,21 @@ def _decide_state_and_cause(
 
 def _find_fallback_case(claims: Iterable[tuple[Record, ClaimedRoute | ClaimedFile]]) -> str:
     """Return the id of the first case with a fallback, or an empty string."""
-    return next((record.case for record, route in claims if route.fell_back is not None), "")
+    return next((record.case for record, claim in claims if claim.fell_back is not None), "")
 
 
 def _find_path(claims: Iterable[tuple[Record, ClaimedRoute]]) -> str:
     """Return ``wire`` if a passed case used two NICs, ``loopback`` if all used a single NIC, else an empty string."""
-    paths = {route.path for record, route in claims if record.verdict is Verdict.PASS}
+    paths = {claim.path for record, claim in claims if record.verdict is Verdict.PASS}
     return next((path for path in ("wire", "loopback") if path in paths), "")
 
 
-def _explain_missing_proof(record: Record, route: ClaimedRoute | ClaimedFile, apis: Sequence[str]) -> str:
+def _explain_missing_proof(record: Record, claim: ClaimedRoute | ClaimedFile, apis: Sequence[str]) -> str:
     """Return why a passed case does not prove its route, or an empty string if it does."""
     cause = _explain_substrate_of_record(record, apis)
-    if cause or not isinstance(route, ClaimedRoute) or route.unproven is None:
+    if cause or not isinstance(claim, ClaimedRoute) or claim.unproven is None:
         return cause
-    return _COUNTER_CAUSES.get(route.unproven, route.unproven)
+    return _COUNTER_CAUSES.get(claim.unproven, claim.unproven)
 
 
 def _explain_substrate_of_record(record: Record, apis: Sequence[str]) -> str:
@@ -281,7 +281,7 @@ def _explain_substrate_of_record(record: Record, apis: Sequence[str]) -> str:
 def why_not_hardware(substrate_by_api: Mapping[str, str], apis: Sequence[str] = _NIC_ROUTE_APIS) -> str:
     """Return why nothing is proven about hardware, or an empty string if all of `apis` ran on hardware."""
     substrates = {api: substrate_by_api.get(api, Substrate.UNKNOWN.value) for api in apis}
-    if all(name == Substrate.TWIN.value for name in substrates.values()):
+    if all(substrate == Substrate.TWIN.value for substrate in substrates.values()):
         return "ran on software twins"
     text_by_substrate = {
         Substrate.TWIN.value: "{} ran on a software twin",
@@ -289,7 +289,9 @@ def why_not_hardware(substrate_by_api: Mapping[str, str], apis: Sequence[str] = 
         Substrate.UNKNOWN.value: "the substrate of {} is unknown",
     }
     return "; ".join(
-        text_by_substrate[name].format(api) for api, name in substrates.items() if name in text_by_substrate
+        text_by_substrate[substrate].format(api)
+        for api, substrate in substrates.items()
+        if substrate in text_by_substrate
     )
 
 

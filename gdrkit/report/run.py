@@ -140,7 +140,7 @@ class Run:
 
 def banner(substrate: Mapping[str, str]) -> str:
     """Return the heading of a report, which names the APIs that ran on a software twin. It is empty if none did."""
-    twin_apis = sorted(api for api, name in substrate.items() if name == "twin")
+    twin_apis = sorted(api for api, substrate_name in substrate.items() if substrate_name == "twin")
     if twin_apis and len(twin_apis) == len(substrate):
         return "software twins: this proves the code, not this machine"
     if twin_apis:
@@ -153,7 +153,7 @@ def banner(substrate: Mapping[str, str]) -> str:
 
 
 class RunFolder:
-    """The files of one run.
+    """The paths of the files of one run.
 
     Parameters
     ----------
@@ -235,7 +235,7 @@ def make_folder(path: Path) -> None:
         raise make_file_error("mkdir", path, error) from error
 
 
-def write_atomically(path: Path, text: str | bytes) -> None:
+def write_atomically(path: Path, contents: str | bytes) -> None:
     """Write a file completely or not at all. The new file is complete before it replaces an existing one.
 
     Raises
@@ -243,7 +243,7 @@ def write_atomically(path: Path, text: str | bytes) -> None:
     SetupMissing
         The kernel refuses to write the file.
     """
-    data = text.encode("utf-8", "backslashreplace") if isinstance(text, str) else text
+    data = contents.encode("utf-8", "backslashreplace") if isinstance(contents, str) else contents
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary_path.write_bytes(data)

@@ -57,7 +57,7 @@ class Substrate(enum.Enum):
 # A test case with several APIs or processes proves no more than its weakest substrate.
 _WEAKEST_FIRST = (Substrate.UNKNOWN, Substrate.TWIN, Substrate.KERNEL_SOFTWARE, Substrate.HARDWARE)
 
-_TEXTS = {
+_SUBSTRATE_TEXTS = {
     Substrate.HARDWARE: "hardware",
     Substrate.KERNEL_SOFTWARE: "software in the kernel",
     Substrate.TWIN: "software twin",
@@ -80,7 +80,7 @@ class _Library(Protocol):
 
 def describe(substrate: Substrate) -> str:
     """Return a substrate as text for the user."""
-    return _TEXTS[substrate]
+    return _SUBSTRATE_TEXTS[substrate]
 
 
 def weakest(substrates: Iterable[Substrate]) -> Substrate:
@@ -97,8 +97,8 @@ def substrate_of(
     libraries: Iterable[_Library],
     facts: Facts,
     *,
-    nics: Collection[str] = (),
-    nodes: Collection[DeviceNode] | None = None,
+    used_nics: Collection[str] = (),
+    open_nodes: Collection[DeviceNode] | None = None,
 ) -> dict[str, Substrate]:
     """Return the substrate of each API among `libraries`. An API without a loaded library is left out.
 
@@ -108,9 +108,9 @@ def substrate_of(
         The libraries that one process had loaded.
     facts : Facts
         The facts, with the evidence of the kernel.
-    nics : collection of str
-        The names of the used NICs. If empty, all NICs of the facts count as used.
-    nodes : collection of DeviceNode or None
+    used_nics : collection of str
+        The names of the NICs that the process used. If empty, all NICs of the facts count as used.
+    open_nodes : collection of DeviceNode or None
         The character devices that the process had open. If None, the devices that were open while the facts about the
         API were collected.
     """
@@ -121,7 +121,7 @@ def substrate_of(
             libraries_by_api.setdefault(api, []).append(library)
     substrates = {}
     for api, api_libraries in libraries_by_api.items():
-        substrate_if_real = _find_real_library_substrate(api, facts, nics, nodes)
+        substrate_if_real = _find_real_library_substrate(api, facts, used_nics, open_nodes)
         substrates[api] = weakest(_find_library_substrate(library, substrate_if_real) for library in api_libraries)
         # If a process has loaded the real library and its twin, it is unknown which of them executed the operations.
         if len({is_twin(library) for library in api_libraries}) > 1:
@@ -167,26 +167,28 @@ def _find_library_substrate(library: _Library, substrate_if_real: Substrate) -> 
 
 
 def _find_real_library_substrate(
-    api: str, facts: Facts, nics: Collection[str], nodes: Collection[DeviceNode] | None
+    api: str, facts: Facts, used_nics: Collection[str], open_nodes: Collection[DeviceNode] | None
 ) -> Substrate:
     """Return the substrate of a library of `api` that is not a twin, according to the evidence of the kernel."""
     if facts.evidence is None:
         return Substrate.UNKNOWN
     if api == "verbs":
-        open_nodes = nodes if nodes is not None else facts.verbs.nodes if facts.verbs else ()
-        return _find_verbs_substrate(facts.evidence, facts, nics, _list_device_numbers(open_nodes))
+        verbs_nodes = open_nodes if open_nodes is not None else facts.verbs.nodes if facts.verbs else ()
+        return _find_verbs_substrate(facts.evidence, facts, used_nics, _list_device_numbers(verbs_nodes))
     if api in {"cuda", "cufile"}:
-        open_nodes = nodes if nodes is not None else facts.cuda.nodes if facts.cuda else ()
-        return _find_cuda_substrate(facts.evidence, facts, _list_device_numbers(open_nodes))
+        cuda_nodes = open_nodes if open_nodes is not None else facts.cuda.nodes if facts.cuda else ()
+        return _find_cuda_substrate(facts.evidence, facts, _list_device_numbers(cuda_nodes))
     # It is not known yet what a real Gaudi driver replies, so no evidence of Gaudi hardware can be checked.
     return Substrate.UNKNOWN
 
 
 def _find_verbs_substrate(
-    evidence: KernelEvidence, facts: Facts, nics: Collection[str], open_device_numbers: Collection[tuple[int, int]]
+    evidence: KernelEvidence, facts: Facts, used_nics: Collection[str], open_device_numbers: Collection[tuple[int, int]]
 ) -> Substrate:
     evidence_by_name = {device.name: device for device in evidence.rdma}
-    nic_names = nics or [nic.name for nic in facts.verbs.nics] if facts.verbs else nics or list(evidence_by_name)
+    nic_names = (
+        used_nics or [nic.name for nic in facts.verbs.nics] if facts.verbs else used_nics or list(evidence_by_name)
+    )
     return weakest(
         _find_nic_substrate(evidence_by_name[name], open_device_numbers)
         if name in evidence_by_name
@@ -210,8 +212,8 @@ def _find_cuda_substrate(
     # In a container, the driver also lists GPUs that the container cannot use. Evidence is required only for the GPUs
     # that CUDA lists.
     used_addresses = {device.pci_bus_id.lower() for device in facts.cuda.devices} if facts.cuda else proven_addresses
-    nodes = [evidence.nvidia_control, *(gpu.node for gpu in evidence.gpus)]
-    is_open = any((node.major, node.minor) in open_device_numbers for node in nodes if node is not None)
+    gpu_nodes = [evidence.nvidia_control, *(gpu.node for gpu in evidence.gpus)]
+    is_open = any((node.major, node.minor) in open_device_numbers for node in gpu_nodes if node is not None)
     is_proven = bool(proven_addresses) and used_addresses <= proven_addresses and not evidence.nvidia_missing
     return Substrate.HARDWARE if is_proven and is_open else Substrate.UNKNOWN
 

@@ -4,7 +4,7 @@ A case may have a size as parameter, such as ``[host_to_device-16MiB]``. Its num
 other parameters name the line. A number with a queue depth in its name, such as ``depth_16_gb_per_s_median``, is a
 point at that depth. Only numbers that were measured on hardware are used.
 
-This module also parses the names of numbers, for all other modules of the package (:func:`split_number`).
+This module also parses the names of numbers, for all other modules of the package (:func:`parse_number_name`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from gdrkit.report.record import Record
 
 __all__ = [
-    "Number",
+    "NumberName",
     "Sweep",
     "SweepLine",
     "SweepPoint",
     "describes_hardware",
     "measured_apis",
     "parse_depth",
+    "parse_number_name",
     "parse_parameters",
-    "split_number",
     "sweeps",
 ]
 
@@ -41,8 +41,8 @@ __all__ = [
 _SIZE_PARAMETER_PATTERN = re.compile(r"^([1-9]\d{0,11})(B|KiB|MiB|GiB)$")
 _BYTES_BY_SIZE_UNIT = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _STATISTIC_SUFFIX_PATTERN = re.compile(r"_(p\d+|min|max|mean|median)$")
-# Each unit as suffix of a name and as text. split_number() takes the first suffix with which a name ends, so
-# ``gb_per_s`` must be before ``s``.
+# The suffix of each unit in a name, and the unit as text. parse_number_name() takes the first suffix with which a name
+# ends, so ``gb_per_s`` must be before ``s``.
 _UNITS = (
     ("gbit_per_s", "Gbit/s"),
     ("gib_per_s", "GiB/s"),
@@ -76,7 +76,7 @@ _LINK_LIMIT_NAME = "limit of the link"
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class NumberName:
     """The parts of the name of a number, such as ``rate_gb_per_s_median``.
 
     Attributes
@@ -99,7 +99,7 @@ class Number:
         return _BOUND_NAME_PATTERN.search(self.base) is not None
 
     @property
-    def better(self) -> int:
+    def better_sign(self) -> int:
         """1 if more is better, -1 if less is better, 0 if neither is."""
         return (self.unit in _MORE_IS_BETTER) - (self.unit in _LESS_IS_BETTER)
 
@@ -139,14 +139,14 @@ class Sweep:
     lines: tuple[SweepLine, ...]
 
 
-def split_number(name: str) -> Number:
+def parse_number_name(name: str) -> NumberName:
     """Return the parts of the name of a number."""
     match = _STATISTIC_SUFFIX_PATTERN.search(name)
     base_name, statistic = (name[: match.start()], match[1]) if match else (name, "")
     for unit, _ in _UNITS:
         if base_name == unit or base_name.endswith(f"_{unit}"):
-            return Number(base_name.removesuffix(unit).rstrip("_"), unit, statistic)
-    return Number(base_name, "", statistic)
+            return NumberName(base_name.removesuffix(unit).rstrip("_"), unit, statistic)
+    return NumberName(base_name, "", statistic)
 
 
 def measured_apis(record: Record) -> tuple[str, ...]:
@@ -194,8 +194,8 @@ def _make_points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, 
     size_bytes, other_parameters = parse_parameters(record.case)
     link_rate_limit = link_limit(record, facts)
     for number_name, value in record.numbers.items():
-        name_parts = split_number(number_name)
-        if name_parts.statistic not in ("", "median") or not name_parts.better or not _is_drawable(value):
+        name_parts = parse_number_name(number_name)
+        if name_parts.statistic not in ("", "median") or not name_parts.better_sign or not _is_drawable(value):
             continue
         base, depth = parse_depth(name_parts.base)
         size_or_depth = depth or size_bytes
@@ -239,11 +239,16 @@ def _is_drawable(value: float) -> bool:
 
 def _list_case_bounds(record: Record, number_name: str, value: float) -> Iterator[tuple[str, float]]:
     """Yield the name and value of each bound with which the case compared the number `number_name`."""
-    checks = record.evidence.get("judged")
-    for check in checks if isinstance(checks, list) else ():
-        bound = check.get("bound") if isinstance(check, dict) and check.get("number") == number_name else None
+    # The evidence "judged" is the list of the comparisons of a number with a bound.
+    comparisons = record.evidence.get("judged")
+    for comparison in comparisons if isinstance(comparisons, list) else ():
+        bound = (
+            comparison.get("bound")
+            if isinstance(comparison, dict) and comparison.get("number") == number_name
+            else None
+        )
         if isinstance(bound, int | float) and not isinstance(bound, bool) and _is_drawable(bound):
-            # The case did not fail, so a bound below the value is a minimum.
+            # The case did not fail, so its value met the bound: a bound below the value is a minimum.
             yield ("at least" if bound <= value else "at most"), float(bound)
 
 
@@ -264,7 +269,8 @@ def _make_lines(points_by_line: dict[tuple[str, bool], list[SweepPoint]]) -> tup
     for line in all_lines:
         if line.is_bound:
             bound_values = tuple((point.size_or_depth, point.value) for point in line.points)
-            # A bound that several lines share is drawn once, with only the last word of its name.
+            # A bound that several lines share is drawn once. Its name keeps only the last word, because the other words
+            # name one of the lines.
             is_shared = bound_values in bound_line_by_values
             bound_line_by_values[bound_values] = SweepLine(
                 line.name.rpartition(" ")[2] if is_shared else line.name, line.points, is_bound=True

@@ -1,8 +1,8 @@
 """Groups of cases that did not run or that ran on software, with the hardware that they need to prove something.
 
 A need is what a case requires of the machine. The profile of the machine can list needs that may be unmet on this
-machine; such needs are foreseen. Software is a software twin (a library that emulates the hardware) or a software
-device of the kernel.
+machine; such an unmet need is foreseen. Software means a software twin (a library that emulates the hardware) or a
+software device of the kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from gdrkit.report.record import Verdict
-from gdrkit.report.sweep import describes_hardware, measured_apis, split_number
+from gdrkit.report.sweep import describes_hardware, measured_apis, parse_number_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ class UnprovenCases:
 
     Attributes
     ----------
-    what : str
+    need_or_api : str
         Name of the unmet need, or of the API that did not run on hardware.
     reason : str
         Why the cases proved nothing.
@@ -65,7 +65,7 @@ class UnprovenCases:
         The ids of the cases.
     """
 
-    what: str
+    need_or_api: str
     reason: str
     needed: str
     ran: bool
@@ -102,8 +102,8 @@ def unproven_cases(records: Sequence[Record]) -> tuple[UnprovenCases, ...]:
             if (substrate := record.substrate.get(api, "")) in _SOFTWARE_TEXTS:
                 cases_on_software.setdefault((api, substrate), []).append(record.case)
     groups = [
-        UnprovenCases(need, text, needed_hardware(need), ran=False, foreseen=foreseen, cases=tuple(cases))
-        for (foreseen, need, text), cases in sorted(cases_not_run.items())
+        UnprovenCases(need, reason_text, needed_hardware(need), ran=False, foreseen=foreseen, cases=tuple(cases))
+        for (foreseen, need, reason_text), cases in sorted(cases_not_run.items())
     ]
     groups += [
         UnprovenCases(
@@ -123,7 +123,9 @@ def unproven_cases(records: Sequence[Record]) -> tuple[UnprovenCases, ...]:
 
 def _measures_hardware(record: Record) -> bool:
     """Return whether a record has a rate or a time that was measured on hardware."""
-    return describes_hardware(record) and any(split_number(name).better for name in record.numbers)
+    return describes_hardware(record) and any(
+        parse_number_name(number_name).better_sign for number_name in record.numbers
+    )
 
 
 def needed_hardware(need: str) -> str:

@@ -20,7 +20,7 @@ from gdrkit.report.measurements import measurements
 from gdrkit.report.record import Record, Verdict
 from gdrkit.report.routes import file_statuses, route_statuses
 from gdrkit.report.substrate import Substrate, describe, weakest
-from gdrkit.report.sweep import describes_hardware, split_number, sweeps
+from gdrkit.report.sweep import describes_hardware, parse_number_name, sweeps
 from gdrkit.report.unproven import unproven_cases
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ class ApiView:
 class CaseView:
     """A case as texts to show.
 
-    ``anchor`` is its HTML id in the page, and ``origin`` is the file and the line of its record. ``library_set`` is the
-    position of its loaded libraries in :attr:`View.library_sets`, counted from 1, or 0 if it had loaded none.
+    ``anchor`` is its HTML id in the page, and ``origin`` is the file and the line of its record. ``library_set_number``
+    is the position of its loaded libraries in :attr:`View.library_sets`, counted from 1, or 0 if it had loaded none.
     """
 
     record: Record
@@ -74,7 +74,7 @@ class CaseView:
     traceback: str
     anchor: str
     origin: str
-    library_set: int
+    library_set_number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,10 @@ class SuiteView:
 class View:
     """All data of a run that the templates use.
 
-    ``headline`` names the GPUs, NICs and drivers of the host. ``counts`` is the result of :func:`_count_verdicts`.
-    ``library_sets`` has the sets of libraries that cases had loaded, without repetitions: most cases have the same set.
-    ``anchors`` maps the id of each case to its HTML id in the page, and ``origins`` to the file and line of its record.
+    ``headline_rows`` names the GPUs, NICs and drivers of the host. ``host_rows`` has more facts about the host.
+    ``counts`` is the result of :func:`_count_verdicts`. ``library_sets`` has the sets of libraries that cases had
+    loaded, without repetitions: most cases have the same set. ``anchors`` maps the id of each case to its HTML id in
+    the page, and ``origins`` to the file and line of its record.
     """
 
     run: Run
@@ -113,8 +114,8 @@ class View:
     suites: tuple[SuiteView, ...]
     library_sets: tuple[tuple[SeenLibrary, ...], ...]
     unproven: tuple[UnprovenCases, ...]
-    headline: tuple[tuple[str, str], ...]
-    host: tuple[tuple[str, str], ...]
+    headline_rows: tuple[tuple[str, str], ...]
+    host_rows: tuple[tuple[str, str], ...]
     anchors: Mapping[str, str]
     origins: Mapping[str, str]
 
@@ -125,8 +126,8 @@ def make_view(contents: RunContents) -> View:
     cases: list[CaseView] = []
     library_sets: dict[tuple[SeenLibrary, ...], int] = {}
     for record_index, (record, origin) in enumerate(zip(records, contents.origins, strict=True)):
-        library_set = library_sets.setdefault(record.libraries, len(library_sets) + 1) if record.libraries else 0
-        cases.append(_make_case_view(record, f"r{record_index}", origin, library_set))
+        library_set_number = library_sets.setdefault(record.libraries, len(library_sets) + 1) if record.libraries else 0
+        cases.append(_make_case_view(record, f"r{record_index}", origin, library_set_number))
     routes, files = route_statuses(facts, records), file_statuses(facts, records)
     # Several records can have the same case. The links lead to the first of them.
     anchors: dict[str, str] = {}
@@ -153,25 +154,25 @@ def make_view(contents: RunContents) -> View:
         suites=_make_suites(cases, anchors),
         library_sets=tuple(library_sets),
         unproven=unproven_cases(records),
-        headline=tuple(make_headline_rows(facts)),
-        host=tuple(make_host_rows(facts)),
+        headline_rows=tuple(make_headline_rows(facts)),
+        host_rows=tuple(make_host_rows(facts)),
         anchors=anchors,
         origins=origins,
     )
 
 
 def _make_suites(cases: Sequence[CaseView], anchors: Mapping[str, str]) -> tuple[SuiteView, ...]:
-    folders: dict[str, dict[str, list[CaseView]]] = {}
+    cases_by_folder_and_file: dict[str, dict[str, list[CaseView]]] = {}
     for case in cases:
         file = case.record.case.partition("::")[0]
-        folders.setdefault(file.rpartition("/")[0] or file, {}).setdefault(file, []).append(case)
+        cases_by_folder_and_file.setdefault(file.rpartition("/")[0] or file, {}).setdefault(file, []).append(case)
     return tuple(
         SuiteView(
             folder,
-            tuple((file, tuple(file_cases)) for file, file_cases in files.items()),
-            _count_verdicts([case.record for file_cases in files.values() for case in file_cases], anchors),
+            tuple((file, tuple(file_cases)) for file, file_cases in cases_by_file.items()),
+            _count_verdicts([case.record for file_cases in cases_by_file.values() for case in file_cases], anchors),
         )
-        for folder, files in folders.items()
+        for folder, cases_by_file in cases_by_folder_and_file.items()
     )
 
 
@@ -189,9 +190,9 @@ def _count_verdicts(records: Sequence[Record], anchors: Mapping[str, str]) -> tu
     listed_verdicts = [
         verdict for verdict in verdict_order if counts[verdict] or verdict in (Verdict.PASS, Verdict.FAIL)
     ]
-    first_anchors = {record.verdict: anchors[record.case] for record in reversed(records)}
+    first_anchor_by_verdict = {record.verdict: anchors[record.case] for record in reversed(records)}
     return tuple(
-        (verdict.value, word_by_verdict[verdict], counts[verdict], first_anchors.get(verdict, ""))
+        (verdict.value, word_by_verdict[verdict], counts[verdict], first_anchor_by_verdict.get(verdict, ""))
         for verdict in listed_verdicts
     )
 
@@ -201,19 +202,19 @@ def _make_api_view(api: str, run: Run, facts: Facts, records: Sequence[Record]) 
     case_substrates = [Substrate(record.substrate[api]) for record in records if api in record.substrate]
     substrate = run.substrate.get(api) or (weakest(case_substrates).value if case_substrates else None)
     file_name_prefix_by_api = {"verbs": "libibverbs.", "cuda": "libcuda.", "cufile": "libcufile.", "hlthunk": "libhl"}
-    api_libraries: dict[tuple[str, str], None] = {}
+    paths_and_build_ids: dict[tuple[str, str], None] = {}
     libraries: list[LoadedLibrary | SeenLibrary] = [*facts.api_libraries(api)]
     libraries += [library for record in records for library in record.libraries]
     for library in libraries:
         if (library.soname or library.path.rpartition("/")[2]).startswith(file_name_prefix_by_api[api]):
-            api_libraries[
+            paths_and_build_ids[
                 install_paths().portable(library.path), library.build_id or library.error or "no build id"
             ] = None
     return ApiView(
         api=api,
         substrate=substrate or "none",
         substrate_text=describe(Substrate(substrate)) if substrate else "not available",
-        libraries=tuple(api_libraries),
+        libraries=tuple(paths_and_build_ids),
         failure={"verbs": facts.verbs_failure, "cuda": facts.cuda_failure, "hlthunk": facts.gaudi_failure}.get(api),
     )
 
@@ -226,7 +227,7 @@ def _list_reported_apis(facts: Facts, records: Sequence[Record]) -> tuple[str, .
     return ("verbs", "cuda", *(api for api in ("cufile", "hlthunk") if api in used_apis))
 
 
-def _make_case_view(record: Record, anchor: str, origin: str, library_set: int) -> CaseView:
+def _make_case_view(record: Record, anchor: str, origin: str, library_set_number: int) -> CaseView:
     evidence = tuple(
         (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
         for key, value in record.evidence.items()
@@ -241,7 +242,7 @@ def _make_case_view(record: Record, anchor: str, origin: str, library_set: int) 
         traceback=str(record.evidence.get("traceback", "")),
         anchor=anchor,
         origin=origin,
-        library_set=library_set,
+        library_set_number=library_set_number,
     )
 
 
@@ -250,9 +251,9 @@ def _format_numbers(numbers: Mapping[str, float]) -> Iterator[tuple[str, str]]:
 
     ``rate_gb_per_s_median`` with its minimum and maximum gives ``rate`` and ``12.3 GB/s (11.9 to 12.6)``.
     """
-    for name, value in numbers.items():
-        name_parts = split_number(name)
-        base_name = name.removesuffix(f"_{name_parts.statistic}")
+    for number_name, value in numbers.items():
+        name_parts = parse_number_name(number_name)
+        base_name = number_name.removesuffix(f"_{name_parts.statistic}")
         if name_parts.statistic in ("min", "max") and f"{base_name}_median" in numbers:
             continue
         lowest, highest = numbers.get(f"{base_name}_min"), numbers.get(f"{base_name}_max")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from gdrkit.safetensors.layout import Placement
 
-__all__ = ["TorchMaker", "find_functions_to_replace", "has_torch"]
+__all__ = ["TorchTensorMaker", "find_functions_to_replace", "has_torch"]
 
 _BYTE_BITS = 8
 _CUDA_ERROR_OUT_OF_MEMORY = 2
@@ -47,7 +47,7 @@ def has_torch() -> bool:
     return "torch" in sys.modules or importlib.util.find_spec("torch") is not None
 
 
-class TorchMaker:
+class TorchTensorMaker:
     """An object that allocates memory and makes tensors in this memory, by torch.
 
     Memory comes from torch's allocator, so that torch counts it, uses it again, and frees its cache if memory is short.
@@ -58,7 +58,7 @@ class TorchMaker:
         torch is not installed.
     """
 
-    name = "pt"
+    framework_name = "pt"
 
     def __init__(self) -> None:
         self._torch = _import("torch", what_to_do="pip install torch, or pass framework='dlpack'")
@@ -105,8 +105,8 @@ class TorchMaker:
         first_tensors: dict[tuple[Any, Any], Any] = {}
         tensors: list[Any] = []
         try:
-            for shape_and_type, equal_entries in itertools.groupby(shapes_and_types):
-                tensor_count = len(list(equal_entries))
+            for shape_and_type, equal_pairs in itertools.groupby(shapes_and_types):
+                tensor_count = len(list(equal_pairs))
                 if shape_and_type not in first_tensors:
                     first_tensors[shape_and_type] = empty(shape_and_type[0], dtype=shape_and_type[1], device=device)
                     tensors.append(first_tensors[shape_and_type])
@@ -136,44 +136,53 @@ class TorchMaker:
     def make_tensors(self, buffer: Any, placements: list[Placement]) -> list[Any]:
         """Return the tensors of a file whose bytes are in `buffer`.
 
-        A run of tensors of one type that follow each other and differ only in the first dimension is made by one call
-        of torch.
+        Consecutive tensors of one type whose shapes differ only in the first dimension form a run. One call of torch
+        makes all tensors of a run.
         """
-        views = {dtype: buffer.view(torch_type) for dtype, torch_type in self._find_torch_types(placements).items()}
+        view_by_dtype = {
+            dtype: buffer.view(torch_type) for dtype, torch_type in self._find_torch_types(placements).items()
+        }
         tensors: list[Any] = []
         first_dimensions: list[int] = []
         run_type_and_shape, run_begin, run_end = None, 0, -1
         for _name, dtype, shape, offset_bytes, length_bytes in placements:
-            sizes = _compute_packed_shape(dtype, shape, length_bytes) if dtype in _PACKED_TYPES else shape
-            if not (sizes and length_bytes and offset_bytes == run_end and (dtype, sizes[1:]) == run_type_and_shape):
-                self._add_run(tensors, views, run_type_and_shape, run_begin, first_dimensions)
-                run_type_and_shape, run_begin, first_dimensions = (dtype, sizes[1:]), offset_bytes, []
-            if not (sizes and length_bytes):
-                view = views[dtype]
-                tensors.append(view.as_strided(sizes, _compute_strides(sizes), offset_bytes // view.element_size()))
-                run_end = -1  # No tensor continues the run.
+            torch_shape = _compute_packed_shape(dtype, shape, length_bytes) if dtype in _PACKED_TYPES else shape
+            if not (
+                torch_shape
+                and length_bytes
+                and offset_bytes == run_end
+                and (dtype, torch_shape[1:]) == run_type_and_shape
+            ):
+                self._add_run(tensors, view_by_dtype, run_type_and_shape, run_begin, first_dimensions)
+                run_type_and_shape, run_begin, first_dimensions = (dtype, torch_shape[1:]), offset_bytes, []
+            if not (torch_shape and length_bytes):
+                view = view_by_dtype[dtype]
+                tensors.append(
+                    view.as_strided(torch_shape, _compute_strides(torch_shape), offset_bytes // view.element_size())
+                )
+                run_end = -1  # With this end, the next tensor does not continue the run.
                 continue
-            first_dimensions.append(sizes[0])
+            first_dimensions.append(torch_shape[0])
             run_end = offset_bytes + length_bytes
-        self._add_run(tensors, views, run_type_and_shape, run_begin, first_dimensions)
+        self._add_run(tensors, view_by_dtype, run_type_and_shape, run_begin, first_dimensions)
         return tensors
 
     def _add_run(
         self,
         tensors: list[Any],
-        views: dict[str, Any],
+        view_by_dtype: dict[str, Any],
         run_type_and_shape: Any,
-        begin_bytes: int,
+        run_offset_bytes: int,
         first_dimensions: list[int],
     ) -> None:
-        """Append the tensors of a run, which begins at the offset `begin_bytes` of the memory, to `tensors`.
+        """Append the tensors of a run to `tensors`. The run begins at the offset `run_offset_bytes` of the memory.
 
-        `run_type_and_shape` has the data type and the shape without the first dimension.
+        `run_type_and_shape` has the data type of the tensors, and their shape without the first dimension.
         """
         if not first_dimensions:
             return
-        view, shape = views[run_type_and_shape[0]], (sum(first_dimensions), *run_type_and_shape[1])
-        joined_tensor = view.as_strided(shape, _compute_strides(shape), begin_bytes // view.element_size())
+        view, shape = view_by_dtype[run_type_and_shape[0]], (sum(first_dimensions), *run_type_and_shape[1])
+        joined_tensor = view.as_strided(shape, _compute_strides(shape), run_offset_bytes // view.element_size())
         # Unlike split, unsafe_split_with_sizes returns parts that may be changed in place also under autograd.
         tensors.extend(
             [joined_tensor]
@@ -183,13 +192,13 @@ class TorchMaker:
 
     def allocate_separate_tensors(self, device_index: int, placements: list[Placement]) -> tuple[list[Any], list[int]]:
         """Return tensors with memory of their own, and the address of each."""
-        torch_types = self._find_torch_types(placements)
+        torch_type_by_dtype = self._find_torch_types(placements)
         tensors = self._make_empty_tensors(
             device_index,
             (
                 (
                     _compute_packed_shape(dtype, shape, length_bytes) if dtype in _PACKED_TYPES else shape,
-                    torch_types[dtype],
+                    torch_type_by_dtype[dtype],
                 )
                 for _name, dtype, shape, _offset_bytes, length_bytes in placements
             ),
@@ -199,9 +208,9 @@ class TorchMaker:
     def _find_torch_types(self, placements: list[Placement]) -> dict[str, Any]:
         """Return the type in torch for each data type of the placements."""
         dtypes = {placement.dtype for placement in placements}
-        types_without_torch = sorted(dtype for dtype in dtypes if self._torch_type_by_dtype[dtype] is None)
-        if types_without_torch:
-            message = f"torch {self._torch.__version__} has no type for {', '.join(types_without_torch)}"
+        dtypes_without_torch_type = sorted(dtype for dtype in dtypes if self._torch_type_by_dtype[dtype] is None)
+        if dtypes_without_torch_type:
+            message = f"torch {self._torch.__version__} has no type for {', '.join(dtypes_without_torch_type)}"
             raise UsageError(message, what_to_do="update torch, or leave these tensors out by `select`")
         return {dtype: self._torch_type_by_dtype[dtype] for dtype in dtypes}
 

@@ -11,9 +11,9 @@ from gdrkit import cuda
 from gdrkit.buffers import MemoryKind
 from gdrkit.errors import UsageError
 from gdrkit.gds import HOST, Route, TransferBuffer, transfer_ranges
-from gdrkit.safetensors._torch import TorchMaker, has_torch
+from gdrkit.safetensors._torch import TorchTensorMaker, has_torch
 from gdrkit.safetensors.layout import Layout, find_share, interleave_columns
-from gdrkit.safetensors.tensors import DlpackMaker
+from gdrkit.safetensors.tensors import DlpackTensorMaker
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ __all__ = [
     "LoadedTensors",
     "are_shares_faster",
     "copy_to_peers",
-    "create_maker",
+    "create_tensor_maker",
     "remember_rates",
 ]
 
@@ -86,7 +86,7 @@ class LoadedTensors(dict[str, Any]):
     metadata: list[dict[str, str] | None]
 
 
-def create_maker(framework: str | None) -> TorchMaker | DlpackMaker:
+def create_tensor_maker(framework: str | None) -> TorchTensorMaker | DlpackTensorMaker:
     """Return the object that allocates memory and makes tensors: by torch, or by DLPack.
 
     Parameters
@@ -94,10 +94,10 @@ def create_maker(framework: str | None) -> TorchMaker | DlpackMaker:
     framework : str or None
         ``pt`` (or ``torch``, ``pytorch``) or ``dlpack``. None: torch if it is installed, else DLPack.
     """
-    if framework == DlpackMaker.name or (framework is None and not has_torch()):
-        return DlpackMaker()
+    if framework == DlpackTensorMaker.framework_name or (framework is None and not has_torch()):
+        return DlpackTensorMaker()
     if framework is None or framework in _TORCH_NAMES:
-        return TorchMaker()
+        return TorchTensorMaker()
     message = f"framework must be 'pt' or 'dlpack', not {framework!r}"
     raise UsageError(message)
 
@@ -108,8 +108,10 @@ class DeviceLoad:
     With `own_memory`, each tensor has memory of its own. Else the tensors of a file share one buffer.
     """
 
-    def __init__(self, maker: TorchMaker | DlpackMaker, device_index: int, *, own_memory: bool) -> None:
-        self.maker, self.device_index, self.own_memory = maker, device_index, own_memory
+    def __init__(
+        self, tensor_maker: TorchTensorMaker | DlpackTensorMaker, device_index: int, *, own_memory: bool
+    ) -> None:
+        self.tensor_maker, self.device_index, self.own_memory = tensor_maker, device_index, own_memory
         self.buffers: list[Any] = []
         self.tensors: LoadedTensors = LoadedTensors()
         self.transfer: Transfer | None = None
@@ -118,27 +120,27 @@ class DeviceLoad:
         # For each file, three numbers for each read: offset in the file, address, length.
         self.reads: list[array[int]] = []
 
-    def place(self, layout: Layout) -> None:
+    def add_file(self, layout: Layout) -> None:
         """Allocate the memory of one file, and add the reads that fill this memory."""
         if self.own_memory:
-            self.reads.append(self._place_each(layout))
+            self.reads.append(self._allocate_separate_tensors(layout))
             return
-        buffer = self.maker.allocate(self.device_index, layout.length_bytes)
+        buffer = self.tensor_maker.allocate(self.device_index, layout.length_bytes)
         self.buffers.append(buffer)
         self.placements.append(layout.placements)
-        address = self.maker.address(buffer)
+        address = self.tensor_maker.address(buffer)
         reads = array("Q", layout.reads)
         reads[1::3] = array("Q", [address + offset for offset in layout.reads[1::3]])
         self.reads.append(reads)
 
-    def _place_each(self, layout: Layout) -> array[int]:
+    def _allocate_separate_tensors(self, layout: Layout) -> array[int]:
         """Allocate memory for each tensor, and return the reads that fill this memory."""
-        tensors, addresses = self.maker.allocate_separate_tensors(self.device_index, layout.placements)
+        tensors, addresses = self.tensor_maker.allocate_separate_tensors(self.device_index, layout.placements)
         self.buffers.append(tensors)
         self._add_tensors(tensors, layout.placements)
         placements = layout.placements
         if len(layout.reads) == _NUMBERS_PER_READ:
-            # The tensors follow each other in the file, so each needs one read.
+            # A single read means that the tensors follow each other in the file. So each tensor needs one read.
             addressed_placements = [
                 (address, placement)
                 for address, placement in zip(addresses, placements, strict=True)
@@ -170,7 +172,7 @@ class DeviceLoad:
     def make_tensors(self) -> None:
         """Make the tensors of each buffer, while their bytes arrive."""
         for buffer, placements in zip(self.buffers, self.placements, strict=False):
-            self._add_tensors(self.maker.make_tensors(buffer, placements), placements)
+            self._add_tensors(self.tensor_maker.make_tensors(buffer, placements), placements)
 
     def _add_tensors(self, tensors: Sequence[Any], placements: Sequence[Placement]) -> None:
         self.tensors.update(zip([placement.name for placement in placements], tensors, strict=True))
@@ -192,35 +194,36 @@ class DeviceLoad:
                 )
             )
             total_bytes += sum(share[2::3])
-        self.maker.wait_for_allocations(self.device_index)
+        self.tensor_maker.wait_for_allocations(self.device_index)
+        # transfer_ranges() takes the addresses from the extents and does not use the address of the buffer.
         self.transfer = transfer_ranges(files, extents, TransferBuffer(0, total_bytes, self.device_index, self.buffers))
 
 
 def remember_rates(loads: Sequence[DeviceLoad], report: LoadReport, *, copy_duration_s: float) -> None:
     """Remember the rates of a load of several devices for :func:`are_shares_faster`."""
     if len(loads) > 1 and report.bytes >= _RATE_MIN_BYTES:
-        indices = frozenset(load.device_index for load in loads)
-        _read_rates[indices] = report.bytes / report.duration_s
+        device_indices = frozenset(load.device_index for load in loads)
+        _read_rates[device_indices] = report.bytes / report.duration_s
         if report.peer_bytes:
-            _copy_rates[indices] = report.peer_bytes / copy_duration_s
+            _copy_rates[device_indices] = report.peer_bytes / copy_duration_s
 
 
-def are_shares_faster(files: Sequence[File], indices: Sequence[int], access: Access) -> bool:
+def are_shares_faster(files: Sequence[File], device_indices: Sequence[int], access: Access) -> bool:
     """Return whether a load by shares takes less time than a load in which each device reads all bytes.
 
     In a load by shares, each of n devices reads 1/n of the bytes, and copies them to the other devices. Shares are
     faster if the last copies between these devices were at least as fast as the last reads. They are also faster if
     the bytes come from a disk and not from the page cache, because a disk is slower than every link.
     """
-    if HOST in indices:
+    if HOST in device_indices:
         return False
     with contextlib.ExitStack() as stack:
-        devices = [stack.enter_context(cuda.Device(index)) for index in indices]
+        devices = [stack.enter_context(cuda.Device(index)) for index in device_indices]
         if not all(cuda.can_access_peer(device, peer) for device in devices for peer in devices if device is not peer):
             return False
-    index_set = frozenset(indices)
+    device_index_set = frozenset(device_indices)
     # Without a rate of an earlier load, shares count as faster.
-    if _copy_rates.get(index_set, math.inf) >= _read_rates.get(index_set, 0.0):
+    if _copy_rates.get(device_index_set, math.inf) >= _read_rates.get(device_index_set, 0.0):
         return True
     return access == "direct" or any(
         file.cached_share(length_bytes=min(file.size_bytes, _CACHE_QUERY_BYTES)) < _CACHED_SHARE_MIN for file in files
@@ -257,8 +260,8 @@ def _list_copies(
 
     Reads of a file that follow each other in the memories of both devices are joined to one copy.
     """
-    for reads in zip(load.reads, peer_load.reads, strict=True):
-        from_share, to_share = (find_share(device_reads, share_index, shares_count) for device_reads in reads)
+    for reads_of_both in zip(load.reads, peer_load.reads, strict=True):
+        from_share, to_share = (find_share(device_reads, share_index, shares_count) for device_reads in reads_of_both)
         from_begin = to_begin = joined_bytes = 0
         for from_address, to_address, length in zip(from_share[1::3], to_share[1::3], from_share[2::3], strict=True):
             if joined_bytes and (from_address, to_address) == (from_begin + joined_bytes, to_begin + joined_bytes):

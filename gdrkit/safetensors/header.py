@@ -73,7 +73,7 @@ class ElementType(NamedTuple):
 
 
 # Name, bits, DLPack code and name in torch, in the order in which safetensors sorts the types for a new file.
-_TYPES = """
+_TYPE_TABLE = """
 BOOL 8 6 bool
 F4 4 17 float4_e2m1fn_x2
 F6_E2M3 6 15 uint8
@@ -99,9 +99,9 @@ U64 64 1 uint64
 """
 ELEMENT_TYPES: Mapping[str, ElementType] = {
     name: ElementType(int(bits), int(code), torch_name)
-    for name, bits, code, torch_name in map(str.split, _TYPES.strip().splitlines())
+    for name, bits, code, torch_name in map(str.split, _TYPE_TABLE.strip().splitlines())
 }
-_BITS_BY_DTYPE = {name: element.bits for name, element in ELEMENT_TYPES.items()}
+_BITS_BY_DTYPE = {name: element_type.bits for name, element_type in ELEMENT_TYPES.items()}
 
 
 class TensorEntry(NamedTuple):
@@ -189,7 +189,7 @@ def parse_header(text: bytes, *, data_bytes: int, path: str) -> Header:
     Parameters
     ----------
     text : bytes
-        The text.
+        The header in UTF-8, without the size field before it.
     data_bytes : int
         Number of bytes in the file after the header.
     path : str
@@ -358,9 +358,9 @@ def _parse_entry(value: Any) -> TensorEntry:  # noqa: ANN401 - any JSON value.
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ELEMENT_TYPES:
         message = f"dtype must be one of {', '.join(ELEMENT_TYPES)}, not {dtype!r:.40}"
-    elif not _are_sizes(shape) or len(shape) > _DIMENSIONS_MAX:
+    elif not _is_size_list(shape) or len(shape) > _DIMENSIONS_MAX:
         message = f"shape must be at most {_DIMENSIONS_MAX} numbers from 0 to 2**63 - 1, not {shape!r:.80}"
-    elif not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:  # noqa: PLR2004 - begin and end.
+    elif not _is_size_list(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:  # noqa: PLR2004 - begin and end.
         message = f"data_offsets must be two numbers from 0 to 2**63 - 1 in order, not {offsets!r:.80}"
     elif (offsets[1] - offsets[0]) * 8 != math.prod(shape) * _BITS_BY_DTYPE[dtype]:
         message = f"{offsets[1] - offsets[0]} bytes do not fit to shape {shape} of {dtype}"
@@ -369,7 +369,7 @@ def _parse_entry(value: Any) -> TensorEntry:  # noqa: ANN401 - any JSON value.
     raise ValueError(message)
 
 
-def _are_sizes(value: object) -> bool:
+def _is_size_list(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= _INTEGER_MAX for item in value)
 
 

@@ -34,13 +34,13 @@ TensorIndex = SupportsIndex | slice | tuple[object, ...] | object
 # A function that returns the index of the part of a tensor to load. Its arguments are the name and the shape.
 Select = Callable[[str, tuple[int, ...]], TensorIndex]
 
-EVERYTHING = ...
+EVERYTHING = ...  # The index of a whole tensor.
 # Tensors of at least this size begin at a multiple of _ALIGNMENT_BYTES, which kernels with vector loads need. Smaller
 # tensors begin at a multiple of their element size, so that one read still fills many scalars.
 _ALIGNED_MIN_BYTES = 256
 _ALIGNMENT_BYTES = 16
-# _new_tuple(Placement, values) is faster than a call of Placement.
-_new_tuple = tuple.__new__
+# _create_named_tuple(Placement, values) is faster than a call of Placement.
+_create_named_tuple = tuple.__new__
 # A part of a tensor: its shape, the offset of each contiguous run from the end of the header, and the size of each run.
 _Part = tuple[tuple[int, ...], Sequence[int], int]
 
@@ -100,13 +100,16 @@ def make_layout(header: Header, select: Select | None = None, *, names: Iterable
     if select is None and names is None and all(entry[2] % _ALIGNMENT_BYTES == 0 for entry in header.tensors.values()):
         # The memory has the layout of the file, so one read fills it.
         placements = [
-            _new_tuple(Placement, (name, dtype, shape, begin, end - begin))
+            _create_named_tuple(Placement, (name, dtype, shape, begin, end - begin))
             for name, (dtype, shape, begin, end) in header.tensors.items()
         ]
         whole_data = (header.data_offset_bytes, 0, header.data_bytes)
         return Layout(placements, array("Q", whole_data if header.data_bytes else ()), header.data_bytes)
+    # The current read copies `read_length` bytes from `read_file_offset` in the file to `read_memory_offset` in the
+    # memory. It grows while tensors follow each other. `read_data_end` is its end, counted from the end of the header,
+    # as `begin`.
     placements, reads = [], array("Q")
-    memory_end = read_file_end = read_length = run_bytes = 0
+    memory_end = read_data_end = read_length = run_bytes = 0
     run_offsets: Sequence[int]
     read_file_offset, read_memory_offset = header.data_offset_bytes, 0
     entries = header.tensors.items() if names is None else [(name, header.tensors[name]) for name in names]
@@ -122,20 +125,20 @@ def make_layout(header: Header, select: Select | None = None, *, names: Iterable
             begin = run_offsets[0] if run_offsets else begin
         alignment = _ALIGNMENT_BYTES if length >= _ALIGNED_MIN_BYTES else -(-ELEMENT_TYPES[dtype].bits // 8)
         offset = memory_end + -memory_end % alignment
-        placements.append(_new_tuple(Placement, (name, dtype, shape, offset, length)))
+        placements.append(_create_named_tuple(Placement, (name, dtype, shape, offset, length)))
         memory_end = offset + length
         # A tensor that follows the last read in the file and in the memory extends this read.
-        if len(run_offsets) <= 1 and begin == read_file_end and offset == read_memory_offset + read_length:
+        if len(run_offsets) <= 1 and begin == read_data_end and offset == read_memory_offset + read_length:
             read_length += length
-            read_file_end += length
+            read_data_end += length
             continue
         if read_length:
             reads.extend((read_file_offset, read_memory_offset, read_length))
         # With a read end of -1, the next tensor does not extend a read.
-        read_length, read_memory_offset, read_file_end = 0, memory_end, -1
+        read_length, read_memory_offset, read_data_end = 0, memory_end, -1
         if len(run_offsets) <= 1:
             read_file_offset, read_memory_offset, read_length = header.data_offset_bytes + begin, offset, length
-            read_file_end = begin + length
+            read_data_end = begin + length
         else:
             file_offsets = [header.data_offset_bytes + run_offset for run_offset in run_offsets]
             reads.extend(
@@ -169,10 +172,10 @@ def _make_part(name: str, entry: TensorEntry, index: TensorIndex) -> _Part | Non
     sizes = entry.shape
     items = _expand_index(name, sizes, index) if isinstance(index, tuple) or not sizes else (index,)
     # The loop narrows the selection dimension by dimension, from the outermost. The selection so far consists of runs,
-    # whose `starts` are in bits from the begin of the tensor. Each run has `unit_count` units that follow each other. A
+    # whose `start_bits` count from the begin of the tensor. Each run has `unit_count` units that follow each other. A
     # unit has one position in the dimensions so far, and all positions in the inner dimensions. Dimensions that the
     # index omits stay complete.
-    starts, unit_count, unit_bits = [0], 1, (entry.end - entry.begin) * 8
+    start_bits, unit_count, unit_bits = [0], 1, (entry.end - entry.begin) * 8
     selected_sizes = []
     for size, item in zip(sizes, items, strict=False):
         if isinstance(item, slice):
@@ -186,19 +189,21 @@ def _make_part(name: str, entry: TensorEntry, index: TensorIndex) -> _Part | Non
             unit_count *= size
             continue
         first_bit = begin * unit_bits
-        starts = [start + first_bit + unit * outer_unit_bits for start in starts for unit in range(unit_count)]
+        start_bits = [
+            start_bit + first_bit + unit * outer_unit_bits for start_bit in start_bits for unit in range(unit_count)
+        ]
         unit_count = end - begin
     shape_of_part = (*selected_sizes, *sizes[len(items) :])
     run_bits = unit_count * unit_bits
-    if not run_bits or not starts:
+    if not run_bits or not start_bits:
         return shape_of_part, (), 0
-    if run_bits % 8 or (unit_bits % 8 and any(start % 8 for start in starts)):
+    if run_bits % 8 or (unit_bits % 8 and any(start_bit % 8 for start_bit in start_bits)):
         message = (
             f"the part {index!r} of tensor {name!r} begins or ends inside a byte, because {entry.dtype} has "
             f"{ELEMENT_TYPES[entry.dtype].bits} bits"
         )
         raise UsageError(message, what_to_do="select an even number of elements of the last dimension")
-    return shape_of_part, [entry.begin + start // 8 for start in starts], run_bits // 8
+    return shape_of_part, [entry.begin + start_bit // 8 for start_bit in start_bits], run_bits // 8
 
 
 def _expand_index(name: str, shape: tuple[int, ...], index: TensorIndex) -> tuple[object, ...]:
@@ -238,13 +243,17 @@ def find_share(reads: array[int], share_index: int, shares_count: int) -> array[
     total_bytes = sum(reads[2::3])
     begin = total_bytes * share_index // shares_count
     end = total_bytes * (share_index + 1) // shares_count
-    # `position` is the number of bytes of the reads so far.
-    share, position = array("Q"), 0
+    # `bytes_before` is the number of bytes of all reads before the current one.
+    share, bytes_before = array("Q"), 0
     for file_offset, memory_offset, length in zip(reads[0::3], reads[1::3], reads[2::3], strict=True):
-        part_begin, part_end = max(begin, position), min(end, position + length)
+        part_begin, part_end = max(begin, bytes_before), min(end, bytes_before + length)
         if part_begin < part_end:
             share.extend(
-                (file_offset + part_begin - position, memory_offset + part_begin - position, part_end - part_begin)
+                (
+                    file_offset + part_begin - bytes_before,
+                    memory_offset + part_begin - bytes_before,
+                    part_end - part_begin,
+                )
             )
-        position += length
+        bytes_before += length
     return share

@@ -20,7 +20,7 @@ from gdrkit.safetensors.devices import (
     LoadReport,
     are_shares_faster,
     copy_to_peers,
-    create_maker,
+    create_tensor_maker,
     remember_rates,
 )
 from gdrkit.safetensors.header import pause_collector, read_header
@@ -53,10 +53,10 @@ class ModelLoad:
         device_loads: list[DeviceLoad],
         *,
         shares_count: int,
-        is_list: bool,
+        returns_list: bool,
     ) -> None:
         self._files, self._headers, self._device_loads = files, headers, device_loads
-        self._shares_count, self._is_list = shares_count, is_list
+        self._shares_count, self._returns_list = shares_count, returns_list
         # The lock is reentrant, because a signal handler may call result() or close() while the interrupted thread has
         # it.
         self._lock = ForkSafeLock(reentrant=True)
@@ -88,8 +88,8 @@ class ModelLoad:
         Parameters
         ----------
         on_progress : callable or None
-            Called about twenty times per second, and at the end, with the bytes that arrived and the bytes requested.
-            An exception that it raises cancels the load.
+            Called about twenty times per second, and at the end, with the number of bytes that arrived and the number
+            requested. An exception that it raises cancels the load.
 
         Returns
         -------
@@ -111,7 +111,7 @@ class ModelLoad:
                     self._abandon()
                     raise
                 self._device_loads = []
-        return self._loaded_tensors if self._is_list else self._loaded_tensors[0]
+        return self._loaded_tensors if self._returns_list else self._loaded_tensors[0]
 
     def close(self) -> None:
         """Cancel the load if it is not over, and wait for its end. The tensors of :meth:`result` stay."""
@@ -126,7 +126,7 @@ class ModelLoad:
         self.close()
 
     def _list_transfers(self) -> list[Transfer]:
-        return [load.transfer for load in self._device_loads if load.transfer is not None]
+        return [device_load.transfer for device_load in self._device_loads if device_load.transfer is not None]
 
     def _finish(
         self, device_loads: list[DeviceLoad], on_progress: Callable[[int, int], None] | None
@@ -137,7 +137,7 @@ class ModelLoad:
         from the same `device_loads`.
         """
         _make_tensors(device_loads)
-        transfers = [load.transfer for load in device_loads if load.transfer is not None]
+        transfers = [device_load.transfer for device_load in device_loads if device_load.transfer is not None]
         if on_progress is not None:
             total_bytes = self.length_bytes
             while not all(transfer.job.wait(int(_PROGRESS_INTERVAL_S * 1e6)) for transfer in transfers):
@@ -155,14 +155,14 @@ class ModelLoad:
         remember_rates(device_loads, report, copy_duration_s=time.monotonic() - copy_start_s)
         for file in self._files:
             file.close()
-        tensors_of_devices = [load.tensors for load in device_loads]
+        tensors_of_devices = [device_load.tensors for device_load in device_loads]
         for tensors in tensors_of_devices:
             tensors.report, tensors.metadata = report, [header.metadata for header in self._headers]
         return tensors_of_devices
 
     def _require_open(self) -> None:
         if self._is_abandoned:
-            # result() has stored the tensors if a signal handler called close() in the meantime.
+            # If a signal handler called close() meanwhile, result() has stored the tensors. They are dropped here.
             self._loaded_tensors = None
             name = "the load"
             raise ClosedResource(name)
@@ -224,15 +224,15 @@ def start_load_files(
     ApiError
         The kernel does not open a file, or a device has too little memory.
     """
-    maker = create_maker(framework)
+    tensor_maker = create_tensor_maker(framework)
     device_indices = [
-        maker.find_device_index(name) for name in (device if isinstance(device, list | tuple) else [device])
+        tensor_maker.find_device_index(name) for name in (device if isinstance(device, list | tuple) else [device])
     ]
     if not device_indices or len(set(device_indices)) != len(device_indices):
         message = f"device must name at least one device, and none twice, not {device!r}"
         raise UsageError(message)
     selections = _expand_selections(select, len(device_indices), share=share)
-    device_loads = [DeviceLoad(maker, device_index, own_memory=own_memory) for device_index in device_indices]
+    device_loads = [DeviceLoad(tensor_maker, device_index, own_memory=own_memory) for device_index in device_indices]
     with contextlib.ExitStack() as open_resources:
         files = [open_resources.enter_context(File(path, access=access, direct="never")) for path in paths]
         if not files:
@@ -245,7 +245,9 @@ def start_load_files(
         is_shared = may_share and (are_shares_faster(files, device_indices, access) if share is None else share)
         open_resources.pop_all()  # From here on, the ModelLoad closes the files.
     shares_count = len(device_indices) if is_shared else 1
-    load = ModelLoad(files, headers, device_loads, shares_count=shares_count, is_list=isinstance(device, list | tuple))
+    load = ModelLoad(
+        files, headers, device_loads, shares_count=shares_count, returns_list=isinstance(device, list | tuple)
+    )
     try:
         layouts: list[Layout] = []
         for device_position, (device_load, selection) in enumerate(zip(device_loads, selections, strict=True)):
@@ -254,7 +256,7 @@ def start_load_files(
                 if device_position == 0 or selection is not selections[device_position - 1]:
                     layouts = [make_layout(header, selection) for header in headers]
                 for layout in layouts:
-                    device_load.place(layout)
+                    device_load.add_file(layout)
             device_load.start(files, device_position if is_shared else 0, shares_count)
     except BaseException:
         load.close()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 from gdrkit.errors import UsageError
 from gdrkit.forks import ForkSafeLock
 from gdrkit.gds import File
-from gdrkit.safetensors.devices import DeviceLoad, create_maker
+from gdrkit.safetensors.devices import DeviceLoad, create_tensor_maker
 from gdrkit.safetensors.header import pause_collector, read_header
 from gdrkit.safetensors.layout import EVERYTHING, make_layout
 from gdrkit.safetensors.loading import ModelLoad
@@ -55,8 +55,8 @@ class safe_open:  # noqa: N801 - the name in safetensors.
         backend: str | None = None,  # noqa: ARG002
         whole_file: bool = False,
     ) -> None:
-        self._maker = create_maker(framework)
-        self._device_index = self._maker.find_device_index(device)
+        self._tensor_maker = create_tensor_maker(framework)
+        self._device_index = self._tensor_maker.find_device_index(device)
         self._whole_file = whole_file
         # The lock is reentrant, because a signal handler may load a tensor while the interrupted thread has it.
         self._lock = ForkSafeLock(reentrant=True)
@@ -118,11 +118,11 @@ class safe_open:  # noqa: N801 - the name in safetensors.
         return tensor
 
     def _load(self, layout: Layout) -> LoadedTensors:
-        device_load = DeviceLoad(self._maker, self._device_index, own_memory=False)
+        device_load = DeviceLoad(self._tensor_maker, self._device_index, own_memory=False)
         # safe_open keeps its file open, so the load gets no file to close.
-        with ModelLoad([], [self._header], [device_load], shares_count=1, is_list=False) as load:
+        with ModelLoad([], [self._header], [device_load], shares_count=1, returns_list=False) as load:
             with pause_collector():
-                device_load.place(layout)
+                device_load.add_file(layout)
                 device_load.start([self._file], share_index=0, shares_count=1)
                 device_load.make_tensors()
             # The traceback of an error keeps this frame, and the frame would keep the memory.
@@ -156,5 +156,5 @@ class TensorSlice:
         if index is None:
             message = "an index may contain only integers, slices and ..., not None"
             raise UsageError(message)
-        is_everything = index in ((), (EVERYTHING,)) if isinstance(index, tuple) else index is EVERYTHING
-        return self._file._load_part(self._name, EVERYTHING if is_everything else index)  # noqa: SLF001 - both classes are one interface.
+        is_whole_tensor = index in ((), (EVERYTHING,)) if isinstance(index, tuple) else index is EVERYTHING
+        return self._file._load_part(self._name, EVERYTHING if is_whole_tensor else index)  # noqa: SLF001 - both classes are one interface.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["patch"]
 
-_lock = threading.Lock()
+_patch_lock = threading.Lock()  # It is held while a block of patch() is active.
 
 
 @contextlib.contextmanager
@@ -43,8 +43,8 @@ def patch(device: Any = None) -> Iterator[None]:  # noqa: ANN401 - every form in
         BUSY: another block is active.
     """
     original_functions = find_functions_to_replace()
-    replacements = {"safe_open": _make_opener(device), "load_file": _make_loader(device)}
-    if not _lock.acquire(blocking=False):
+    replacements = {"safe_open": _make_open_class(device), "load_file": _make_load_function(device)}
+    if not _patch_lock.acquire(blocking=False):
         message = "the functions of safetensors are already replaced, by another block of patch()"
         raise UsageError(message, reason=Reason.BUSY)
     try:
@@ -55,14 +55,15 @@ def patch(device: Any = None) -> Iterator[None]:  # noqa: ANN401 - every form in
             # A module that was imported inside the block has a replacement too.
             _replace(replacements, original_functions)
     finally:
-        _lock.release()
+        _patch_lock.release()
 
 
-def _make_opener(device: Any) -> type[safe_open]:  # noqa: ANN401 - see patch.
+def _make_open_class(device: Any) -> type[safe_open]:  # noqa: ANN401 - see patch.
     class PatchedOpen(safe_open):
         """:class:`safe_open` for one device, which loads a file at the first access to a whole tensor."""
 
-        # A caller may pass the device by position or as the keyword `device`. The name `device` belongs to patch().
+        # A caller may pass the device by position or as the keyword `device`. The parameter cannot have the name
+        # `device`, which is the argument of patch() here. So the keyword is taken from `options`.
         def __init__(self, filename: Any, framework: str = "pt", named_device: Any = "cpu", **options: Any) -> None:  # noqa: ANN401
             device_name = options.pop("device", named_device)
             super().__init__(filename, framework, device_name if device is None else device, whole_file=True, **options)
@@ -70,7 +71,7 @@ def _make_opener(device: Any) -> type[safe_open]:  # noqa: ANN401 - see patch.
     return PatchedOpen
 
 
-def _make_loader(device: Any) -> Any:  # noqa: ANN401 - see patch.
+def _make_load_function(device: Any) -> Any:  # noqa: ANN401 - see patch.
     @functools.wraps(load_file)
     def load(filename: Any, named_device: Any = "cpu", **options: Any) -> Any:  # noqa: ANN401
         options.pop("backend", None)  # gdrkit has no choice of backends.
@@ -80,13 +81,14 @@ def _make_loader(device: Any) -> Any:  # noqa: ANN401 - see patch.
     return load
 
 
-def _replace(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Replace objects in the namespaces of all imported modules. A module may
-    have imported them under other names, so the objects are recognized by their identity.
+def _replace(old_objects: Mapping[str, Any], new_objects: Mapping[str, Any]) -> None:
+    """Replace each object of `old_objects` by the object of the same key in `new_objects`, in all imported modules.
+
+    A module may have imported the objects under other names, so they are recognized by their identity.
     """
-    name_by_id = {id(value): name for name, value in old.items()}
+    name_by_id = {id(value): name for name, value in old_objects.items()}
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", {})
         for attribute, value in list(namespace.items()):
             if id(value) in name_by_id:
-                namespace[attribute] = new[name_by_id[id(value)]]
+                namespace[attribute] = new_objects[name_by_id[id(value)]]

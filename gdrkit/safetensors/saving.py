@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdrkit.gds import TransferBuffer, transfer_ranges
 from gdrkit.gds.new_file import new_file, open_destination
-from gdrkit.safetensors.devices import create_maker
+from gdrkit.safetensors.devices import create_tensor_maker
 from gdrkit.safetensors.header import ELEMENT_TYPES, TensorEntry, pack_header
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def save_file(
     TransferFailed
         The disk is full, or a call failed.
     """
-    maker = create_maker(framework)
-    descriptions = [(name, *maker.describe_tensor(name, tensor)) for name, tensor in tensors.items()]
+    tensor_maker = create_tensor_maker(framework)
+    descriptions = [(name, *tensor_maker.describe_tensor(name, tensor)) for name, tensor in tensors.items()]
     # Items are (name, data type, shape, memory). As in safetensors, large element types come first.
     descriptions.sort(key=lambda item: (-_POSITION_BY_DTYPE[item[1]], item[0]))
     entries, data_end = [], 0
@@ -73,7 +73,7 @@ def save_file(
         extents_by_device: dict[int, tuple[array[int], list[TransferBuffer]]] = {}
         for (_name, entry), (*_rest, memory) in zip(entries, descriptions, strict=True):
             extents, buffers = extents_by_device.setdefault(memory.device_index, (array("Q"), []))
-            # Index of the file, offset in the file, address, length.
+            # An extent has four numbers: index of the file, offset in the file, address, length.
             extents.extend((0, len(header) + entry.begin, memory.address, memory.length_bytes))
             buffers.append(memory)
         transfers = [

@@ -15,7 +15,7 @@ from gdrkit.safetensors.header import ELEMENT_TYPES
 if TYPE_CHECKING:
     from gdrkit.safetensors.layout import Placement
 
-__all__ = ["DlpackMaker", "ModelTensor", "TensorBuffer"]
+__all__ = ["DlpackTensorMaker", "ModelTensor", "TensorBuffer"]
 
 
 class TensorBuffer:
@@ -134,7 +134,7 @@ class ModelTensor:
         if copy or dl_device not in {None, self.__dlpack_device__()}:
             message = "the tensor is exported in place: it cannot be copied or exported to another device"
             raise BufferError(message)
-        element = ELEMENT_TYPES[self.dtype]
+        element_type = ELEMENT_TYPES[self.dtype]
         shape, lanes = self.shape, 1
         if self.dtype == "F4":
             if not shape or shape[-1] % 2:
@@ -145,7 +145,7 @@ class ModelTensor:
             self._buffer,
             self.address,
             shape=shape,
-            element=(element.dlpack_code, element.bits, lanes),
+            element_type=(element_type.dlpack_code, element_type.bits, lanes),
             device_index=self._find_cuda_index(),
             is_versioned=max_version is not None and max_version[0] >= 1,
         )
@@ -158,10 +158,10 @@ class ModelTensor:
         return f"ModelTensor({self.dtype}, {list(self.shape)}, {device_name})"
 
 
-class DlpackMaker:
+class DlpackTensorMaker:
     """An object that allocates memory and makes tensors in this memory, for programs without torch."""
 
-    name = "dlpack"
+    framework_name = "dlpack"
 
     def find_device_index(self, device: Any) -> int:  # noqa: ANN401 - every form in which torch names a device.
         """Return the index of a device that is named as in torch: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or 1."""

@@ -1,7 +1,7 @@
-"""Access to the native engine of the storage service, which is imported at the first use.
+"""Access to the native engine of the storage service. The engine is imported at its first use, not with this file.
 
 ``_engine`` is the native module (``native/storage``). It needs libibverbs. Packing and parsing of frames must also work
-on a machine without libibverbs, so importing this file does not load the module.
+on a machine without libibverbs, so the import of this file does not load the module.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The operations of one batch of transfers of a storage client, and the check of their results.
 
 A long transfer is split into several operations, so that it uses all queue pairs in parallel. Each operation moves a
-subrange of the buffer. The CPU computes and verifies the checksums of bytes in host memory. It never touches bytes in
-device memory.
+subrange of the buffer. The CPU computes and verifies checksums of host memory only. It never touches device memory.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Batch:
     forbid_holes : bool
         Whether a read that meets a hole fails.
     checksum : bool
-        Whether a write has checksums. A read has checksums only if it is into host memory.
+        Whether writes have checksums. Reads always have checksums if they are into host memory, and never otherwise.
 
     Attributes
     ----------
@@ -57,19 +56,19 @@ class Batch:
         self._limits = limits
         self._forbid_holes = forbid_holes
         self._uses_checksums = checksum
-        self._requests: list[tuple[IORequest, list[IOBuffer]]] = []
+        self._requests_with_subranges: list[tuple[IORequest, list[IOBuffer]]] = []
 
-    def add(self, request: IORequest, queue_pairs: Iterator[tuple[int, Nic]]) -> None:
+    def add(self, request: IORequest, queue_pair_choices: Iterator[tuple[int, Nic]]) -> None:
         """Add the operations of a request. Each operation uses the next queue pair.
 
-        `queue_pairs` yields the index and the NIC of a queue pair.
+        `queue_pair_choices` yields, for each operation, the index of its queue pair and the NIC of this queue pair.
         """
         subranges = self._split(request.buffer)
-        self._requests.append((request, subranges))
+        self._requests_with_subranges.append((request, subranges))
         offset_bytes = request.offset_bytes
         for subrange in subranges:
             flags, checksum = self._choose_flags(subrange)
-            queue_pair_index, nic = next(queue_pairs)
+            queue_pair_index, nic = next(queue_pair_choices)
             sub_request = IORequest(request.file, offset_bytes, subrange)
             self.operations.append(self._make_operation(sub_request, queue_pair_index, nic, flags, checksum))
             offset_bytes += subrange.length_bytes
@@ -87,7 +86,7 @@ class Batch:
         result_iterator = iter(results)
         return [
             self._join_results(request, subranges, [next(result_iterator) for _ in subranges])
-            for request, subranges in self._requests
+            for request, subranges in self._requests_with_subranges
         ]
 
     def _split(self, buffer: IOBuffer) -> list[IOBuffer]:
@@ -106,11 +105,12 @@ class Batch:
         if self.opcode is IoOpcode.READ:
             if not subrange.is_device_memory:
                 return flags | OperationFlag.CHECKSUM_WANTED, 0
-            # The device zeroes holes itself, so that the zeros need not be sent.
+            # If the device can zero the holes itself, the server need not send zeros.
             return flags | (OperationFlag.REPORT_HOLES if subrange.can_zero else OperationFlag(0)), 0
         if not self._uses_checksums:
             return flags, 0
         if subrange.is_device_memory:
+            # The CPU must not read device memory, so the server computes the checksum.
             return flags | OperationFlag.CHECKSUM_WANTED, 0
         return flags | OperationFlag.CHECKSUM_GIVEN, subrange.checksum(length_bytes=subrange.length_bytes)
 
@@ -119,7 +119,7 @@ class Batch:
     ) -> Operation:
         """Return the operation that transfers one subrange."""
         length_bytes = sub_request.buffer.length_bytes
-        # File offsets are signed numbers of 64 bits.
+        # File offsets are signed numbers of 64 bits, so the transfer must end at 1 << 63 or before.
         check_range(offset_bytes=sub_request.offset_bytes, length_bytes=length_bytes, size_bytes=1 << 63)
         remote_range = sub_request.buffer.remote(nic)
         return Operation(
@@ -138,7 +138,7 @@ class Batch:
     def _join_results(self, request: IORequest, subranges: list[IOBuffer], results: list[Result]) -> StorageResult:
         """Return the result of a request from the results of its operations."""
         operation_name = self.opcode.name.lower()
-        length_bytes, hole_bytes, checksums, is_complete = 0, 0, [], True
+        length_bytes, hole_bytes, checksums, are_previous_complete = 0, 0, [], True
         for subrange, result in zip(subranges, results, strict=True):
             if result.result < 0:
                 raise storage_error(
@@ -158,14 +158,14 @@ class Batch:
                 checksums.append(result.checksum)
                 if self.opcode is IoOpcode.READ and not subrange.is_device_memory:
                     _verify_checksum(subrange, result)
-            # A read is short at the end of the file. Later subranges begin after this end, so they add no bytes.
-            length_bytes += result.result if is_complete else 0
-            is_complete = is_complete and result.result == subrange.length_bytes
+            # After a short read at the end of the file, later subranges add no bytes: they begin after this end.
+            length_bytes += result.result if are_previous_complete else 0
+            are_previous_complete = are_previous_complete and result.result == subrange.length_bytes
         return StorageResult(length_bytes, tuple(checksums), hole_bytes)
 
 
 def _verify_checksum(subrange: IOBuffer, result: Result) -> None:
-    """Compare the checksum of the bytes that arrived with the checksum that the server sent."""
+    """Raise DataMismatch if the bytes that arrived have another checksum than the server sent."""
     checksum = subrange.checksum(length_bytes=result.result)
     if checksum != result.checksum:
         raise DataMismatch(

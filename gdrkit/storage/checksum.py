@@ -16,20 +16,22 @@ __all__ = ["crc32c", "crc32c_by_table"]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
-_POLYNOMIAL = 0x82F63B78  # The polynomial 0x1EDC6F41 with reversed bits.
+_REVERSED_POLYNOMIAL = 0x82F63B78  # The polynomial 0x1EDC6F41 with reversed bits.
 
 
 class _Crc32c(Protocol):
+    """The type of :func:`crc32c`."""
+
     def __call__(self, data: Buffer, initial: int = 0) -> int: ...
 
 
 def _build_table() -> tuple[int, ...]:
-    """Return the CRC32C of every byte, without the inversions at the begin and the end."""
+    """Return the CRC32C of each of the 256 bytes, without the inversions at the begin and the end."""
     entries = []
     for byte in range(256):
         entry = byte
         for _ in range(8):
-            entry = entry >> 1 ^ (_POLYNOMIAL if entry & 1 else 0)
+            entry = entry >> 1 ^ (_REVERSED_POLYNOMIAL if entry & 1 else 0)
         entries.append(entry)
     return tuple(entries)
 
@@ -46,12 +48,13 @@ def crc32c_by_table(data: Buffer, initial: int = 0) -> int:
 
 
 def crc32c(data: Buffer, initial: int = 0) -> int:
-    """Return the CRC32C of `data`. `initial` is the CRC32C of the bytes before it."""
+    """Return the CRC32C of `data`. `initial` is the CRC32C of the bytes before `data`."""
     return _choose_fastest_function()(data, initial)
 
 
 @cache
 def _choose_fastest_function() -> _Crc32c:
+    """Return the function of the native engine, or of this module if the engine cannot be loaded."""
     try:
         return cast("_Crc32c", engine.crc32c)
     except SetupMissing:

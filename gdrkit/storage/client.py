@@ -55,8 +55,8 @@ class StorageClient:
     token : str or None
         Token of the store, which is needed over TCP; see :func:`gdrkit.storage.token.read_token`.
     nics : sequence of Nic or None
-        NICs that the server can reach. The session has one queue pair for each, up to the limit of the protocol. The
-        caller owns them. With None, the client opens all NICs that have an active port.
+        NICs that the server can reach, which the caller owns. The session has one queue pair for each of the first 16
+        NICs (``messages.LANES_MAX``). None: the client opens all NICs that have an active port.
     timeout_ms : float
         Longest time without a reply of the server, in milliseconds.
     placement : Placement or None
@@ -91,7 +91,7 @@ class StorageClient:
         self._pools: dict[Allocator, MemoryPool] = {}
         try:
             self.nics = self._open_nics() if nics is None else tuple(nics)
-            # The caches of registered device memory, each by the NICs with which it registers.
+            # The caches of registrations of device memory. The key is the NICs with which a cache registers memory.
             self._caches: dict[tuple[verbs.Nic, ...], RegionCache] = {}
             self._close_actions.push(self._close_caches)
             self._orderings: dict[int, Ordering] = {}  # The ordering of each GPU, by its index.
@@ -106,9 +106,9 @@ class StorageClient:
         self._queue_pair_index_by_nic = {
             nic: index for index, nic in enumerate(self.nics[: len(self._session.queue_pairs)])
         }
-        # Operations on host memory use the queue pairs in turn.
+        # Operations on host memory use the NICs, each with its queue pair, in turn.
         self._host_nics_in_turn = itertools.cycle(self._queue_pair_index_by_nic)
-        self._handle = Handle("storage.client")
+        self._live_handle = Handle("storage.client")
         forks.register(self)
 
     @property
@@ -118,7 +118,7 @@ class StorageClient:
 
     @property
     def chunk_bytes(self) -> int:
-        """Number of bytes of a file that one checksum covers."""
+        """Size of a chunk: the number of bytes of a file that one checksum covers."""
         return self._session.chunk_bytes
 
     @property
@@ -179,7 +179,7 @@ class StorageClient:
 
         Closing the buffer returns its memory to the pool. The pool keeps the memory and its registration for later
         buffers of a similar size, at most 256 MiB for each allocator, and for at most 10 s without use. A new buffer
-        contains the bytes that the last buffer in this memory left.
+        contains the bytes that the previous buffer left in this memory.
 
         Parameters
         ----------
@@ -258,7 +258,7 @@ class StorageClient:
                 return
             self._close_actions.run()
             self._is_closed = True
-            self._handle.release()
+            self._live_handle.release()
 
     def after_fork_in_child(self) -> None:
         """Mark the client as closed in a forked child: its connection and memory belong to the parent.
@@ -316,7 +316,7 @@ class StorageClient:
             return batch.join(results)
 
     def _find_cache(self, memory: DeviceBuffer) -> RegionCache:
-        """Return the cache that registers with the NICs that reach the memory now."""
+        """Return the cache that registers memory with the NICs that reach this memory now."""
         with self._lock:
             self._check_open()
             nics = self.nics
@@ -340,14 +340,14 @@ class StorageClient:
             yield self._queue_pair_index_by_nic[nic], nic
 
     def _forget_reach(self, requests: Sequence[IORequest]) -> None:
-        """Forget which NICs reach the GPUs of a failed transfer, so that the next registration measures this again."""
+        """Forget which NICs reach the GPUs of failed requests, so that the next registration measures it again."""
         for device in _list_devices(requests):
             # An error here must not replace the error of the transfer.
             with contextlib.suppress(GdrkitError):
                 self.placement.reach.forget(device.uuid, self.nics)
 
     def _make_visible(self, requests: Sequence[IORequest]) -> None:
-        """Make the writes of the NICs visible to kernels and copies of the GPUs. Most GPUs need no call for that."""
+        """Make the bytes that NICs wrote visible to kernels and copies of the GPUs. Most GPUs need no action."""
         for device in _list_devices(requests):
             ordering = self._orderings.get(device.index)
             if ordering is None:

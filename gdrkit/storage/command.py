@@ -37,24 +37,24 @@ def serve(
     listen: str | None,
     nic_names: Sequence[str],
     chunk_bytes: int | None,
-    sums_generation: int = -1,
+    sums_generation_fd: int = -1,
     export: Callable[[Callable[[], dict[str, int]]], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> int:
     """Serve a store until SIGTERM or SIGINT, and return the exit code.
 
-    The server listens on the address `listen`, or on the default socket of the store if it is None. `export` is called
-    with a function that returns the counters. The context that `export` returns is open while the server runs. For
-    `sums_generation`, see :class:`~gdrkit.storage.store.FileStore`.
+    The server listens on the address `listen`, or on the default socket of the store if it is None. `export` gets a
+    function that returns the counters of the server, and returns a context manager, such as an exporter of metrics. The
+    context is open while the server runs. For `sums_generation_fd`, see :class:`~gdrkit.storage.store.FileStore`.
     """
     logging.basicConfig(level=logging.INFO, format="gdrkit serve: %(message)s", stream=sys.stderr)
     raise_open_files_limit()
-    # A server of root also executes the requests of other users, which an agent sends. Their writes must obey quotas,
-    # and must clear the set-user-ID bits of files, so the server gives up the capabilities that would prevent this.
+    # A server that runs as root also executes requests that an agent sends for other users. Their writes must obey
+    # quotas and clear the set-user-ID bits of files. So the server gives up the capabilities with which it would not.
     drop_write_capabilities()
     # sigwait() below receives the signals. Threads that start from here on inherit the mask and never get them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
-        with FileStore(root, chunk_bytes=chunk_bytes, sums_generation=sums_generation) as store:
+        with FileStore(root, chunk_bytes=chunk_bytes, sums_generation_fd=sums_generation_fd) as store:
             address = ServerAddress(path=store.default_socket()) if listen is None else ServerAddress.parse(listen)
             with StorageServer(store, address, nic_names=nic_names) as server:
                 sys.stdout.write(f"gdrkit serve: {root} at {server.address} by {', '.join(server.nics)}\n")

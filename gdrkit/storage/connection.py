@@ -23,7 +23,7 @@ _DESCRIPTORS_MAX = 4
 
 
 class ControlConnection:
-    """A sender and receiver of control frames. It owns its socket."""
+    """A connected socket that sends and receives control frames. This object owns the socket."""
 
     def __init__(self, connected_socket: socket.socket) -> None:
         self._socket = connected_socket
@@ -51,17 +51,18 @@ class ControlConnection:
     def send(self, frame_type: FrameType, payload: bytes, *, sequence: int, descriptors: Sequence[int] = ()) -> None:
         """Send one frame, with descriptors of this process (SCM_RIGHTS). Raises OSError if the peer is gone."""
         frame_bytes = pack_control(frame_type, payload, sequence=sequence)
-        # A descriptor travels with the first bytes of the frame. send_fds() may send a part of the frame.
-        sent_bytes = socket.send_fds(self._socket, [frame_bytes], list(descriptors)) if descriptors else 0
-        self._socket.sendall(frame_bytes[sent_bytes:])
+        # The descriptors travel with the first bytes of the frame. send_fds() may send only a part of the frame.
+        sent_byte_count = socket.send_fds(self._socket, [frame_bytes], list(descriptors)) if descriptors else 0
+        self._socket.sendall(frame_bytes[sent_byte_count:])
 
-    def receive(self, frame_type: FrameType) -> tuple[bytes, int] | None:
+    def receive(self, expected_type: FrameType) -> tuple[bytes, int] | None:
         """Return payload and sequence of the next frame, or None if the peer ended the connection before the frame.
 
         Raises
         ------
         UsageError
-            MALFORMED: the frame is invalid, or has more descriptors than allowed.
+            MALFORMED: the frame is invalid, has another type than `expected_type`, or has more descriptors than
+            allowed.
         BrokenResource
             The peer ended the connection within the frame.
         TimeoutError
@@ -69,12 +70,12 @@ class ControlConnection:
         """
         self.close_descriptors()
         try:
-            return self._read_frame(frame_type)
+            return self._read_frame(expected_type)
         except BaseException:
             self.close_descriptors()
             raise
 
-    def receive_ready(self, frame_type: FrameType) -> tuple[bytes, int] | None:
+    def receive_ready(self, expected_type: FrameType) -> tuple[bytes, int] | None:
         """Read the next frame from a non-blocking socket. Return None while the frame is incomplete.
 
         Raises
@@ -84,7 +85,7 @@ class ControlConnection:
             connection before the frame.
         """
         try:
-            frame = self._read_frame(frame_type)
+            frame = self._read_frame(expected_type)
         except BlockingIOError:
             return None
         except BaseException:
@@ -120,7 +121,7 @@ class ControlConnection:
         descriptors, self.descriptors = self.descriptors, []
         scm_rights.close_all(descriptors)
 
-    def _read_frame(self, frame_type: FrameType) -> tuple[bytes, int] | None:
+    def _read_frame(self, expected_type: FrameType) -> tuple[bytes, int] | None:
         """Continue to receive the next frame. Return None if the peer ended the connection before the frame."""
         if self._header is None:
             if not self._receive_until(HEADER_BYTES):
@@ -128,8 +129,8 @@ class ControlConnection:
                     return None
                 raise _make_ended_error()
             header = parse_header(self._take_arrived_bytes())
-            if header.type is not frame_type:
-                message = f"frame: the type must be {frame_type.name}, not {header.type.name}"
+            if header.type is not expected_type:
+                message = f"frame: the type must be {expected_type.name}, not {header.type.name}"
                 raise UsageError(message, reason=Reason.MALFORMED)
             self._header = header
         header = self._header
@@ -151,8 +152,8 @@ class ControlConnection:
 
     def _take_arrived_bytes(self) -> bytes:
         """Return the bytes that have arrived, and forget them."""
-        frame_bytes, self._arrived_bytes = bytes(self._arrived_bytes), bytearray()
-        return frame_bytes
+        taken_bytes, self._arrived_bytes = bytes(self._arrived_bytes), bytearray()
+        return taken_bytes
 
     def _receive(self, length_bytes: int) -> bytes:
         if not self._is_unix:

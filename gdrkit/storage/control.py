@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 PATH_CHARACTERS_MAX = 4096
-# Largest number of ranges of one punch_hole.
+# Largest number of ranges of one punch_hole request.
 RANGES_MAX = 1024
 # Largest number of groups of a user, as in Linux (NGROUPS_MAX).
 _GROUPS_MAX = 65536
@@ -93,7 +93,8 @@ REQUESTS: Mapping[str, type[Request]] = {
 }
 _OPERATION_NAME_BY_TYPE = {request_type: name for name, request_type in REQUESTS.items()}
 _TIME_FIELDS = frozenset({"access_time_ns", "modification_time_ns", "change_time_ns"})
-# Largest numbers of characters of the fields with these names. Other texts have at most PATH_CHARACTERS_MAX.
+# Largest number of characters of a text, by the name of its field. Texts in other fields have at most
+# PATH_CHARACTERS_MAX.
 _CHARACTERS_MAX_BY_FIELD: Mapping[str, int] = {
     "client": 256,
     "server": 256,
@@ -190,8 +191,8 @@ def storage_error(operation: str, error_number: int, *, detail: str = "", **argu
 
 
 def _pack(data: Json) -> bytes:
-    # The JSON is ASCII with escapes. A name can contain lone surrogates, which stand for bytes that are not UTF-8, and
-    # UTF-8 cannot encode them.
+    # The JSON is ASCII with escapes, because a name can contain lone surrogates, which UTF-8 cannot encode. They stand
+    # for bytes of the name that are not UTF-8.
     payload = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
     if len(payload) > CONTROL_BYTES_MAX:
         message = f"a control message has at most {CONTROL_BYTES_MAX} bytes, not {len(payload)}"
@@ -202,7 +203,7 @@ def _pack(data: Json) -> bytes:
 def _unpack(payload: bytes) -> dict[str, Json]:
     try:
         data = json.loads(
-            payload.decode(), object_pairs_hook=_reject_duplicate_members, parse_constant=_refuse_constant
+            payload.decode(), object_pairs_hook=_refuse_duplicate_members, parse_constant=_refuse_constant
         )
     except (ValueError, RecursionError) as error:
         message = f"control message: not JSON: {str(error)[:200]}"
@@ -213,7 +214,8 @@ def _unpack(payload: bytes) -> dict[str, Json]:
     return data
 
 
-def _reject_duplicate_members(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+def _refuse_duplicate_members(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    """Return the members of a JSON object. Raise ValueError if a name occurs twice."""
     members = dict(pairs)
     if len(members) != len(pairs):
         message = "an object has two members with one name"
@@ -222,6 +224,7 @@ def _reject_duplicate_members(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def _refuse_constant(constant: str) -> Json:
+    """Refuse NaN, Infinity and -Infinity, which json.loads() accepts although JSON does not have them."""
     message = f"{constant} is not a JSON number"
     raise ValueError(message)
 
@@ -272,7 +275,7 @@ def _check_request(request: Request, where: str) -> None:
             problem = "exactly one of path and handle must be given"
         case messages.PunchHole(ranges=ranges):
             if not 0 < len(ranges) <= RANGES_MAX or any(len(bounds) != 2 or bounds[0] > bounds[1] for bounds in ranges):  # noqa: PLR2004
-                problem = f"there must be 1 to {RANGES_MAX} ranges, each with a begin and an end that is not smaller"
+                problem = f"there must be 1 to {RANGES_MAX} ranges, each with an end that is not smaller than its begin"
         case messages.Rename(exclusive=True, exchange=True):
             problem = "exclusive and exchange exclude each other"
         case messages.Open(mode=mode) | messages.Mkdir(mode=mode) | messages.Chmod(mode=mode) if mode > 0o7777:  # noqa: PLR2004
@@ -280,7 +283,9 @@ def _check_request(request: Request, where: str) -> None:
         case messages.SetUser(uid=uid, gid=gid, groups=groups) if len(groups) > _GROUPS_MAX or (
             max(uid, gid, *groups) > _ID_MAX
         ):
-            problem = f"a user has at most {_GROUPS_MAX} groups, and numbers of at most {_ID_MAX}"
+            problem = (
+                f"a user must have at most {_GROUPS_MAX} groups, and uid, gid and groups must be at most {_ID_MAX}"
+            )
         case messages.Chown(uid=uid, gid=gid) if max(uid or 0, gid or 0) > _ID_MAX:
             problem = f"the numbers of a user and a group must be at most {_ID_MAX}"
     if problem:

@@ -79,7 +79,7 @@ class StorageFile:
         self.client.request(messages.Sync(self.handle), messages.Done)
 
     def close(self) -> None:
-        """Close the file, unless the file or the client is closed. If close() raises, it can be called again."""
+        """Close the file. Do nothing if the file or the client is closed. If close() raises, it can be called again."""
         if not self._is_closed:
             if not self.client.closed:
                 self.client.request(messages.Close(self.handle), messages.Done)

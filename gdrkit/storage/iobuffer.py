@@ -37,17 +37,18 @@ class _Fillable(Protocol):
 class _SharedRegistration:
     """The registered memory that a buffer and its subranges share.
 
-    Host memory has `regions` and a `view`. Device memory has a `lease` of its registration.
+    Host memory has `region_by_nic` and a `view`. Device memory has its object, `memory`, and a `lease` of its
+    registration.
     """
 
     def __init__(self) -> None:
-        self.regions: dict[Nic, Region] = {}
+        self.region_by_nic: dict[Nic, Region] = {}
         self.view: memoryview | None = None
         self.memory: DeviceBuffer | None = None
         self.lease: Lease | None = None
         self.close_actions = ReleaseStack()
         self.closed = False
-        self.handle = Handle("storage.iobuffer")
+        self.live_handle = Handle("storage.iobuffer")
 
     def close(self) -> None:
         if self.closed:
@@ -56,7 +57,7 @@ class _SharedRegistration:
             self.view.release()
         self.close_actions.run()
         self.closed = True
-        self.handle.release()
+        self.live_handle.release()
 
 
 class IOBuffer:
@@ -78,15 +79,15 @@ class IOBuffer:
         self._is_subrange = is_subrange
 
     @classmethod
-    def of_host(cls, buffer: bytearray | mmap.mmap | memoryview, nics: Sequence[Nic]) -> Self:
+    def of_host(cls, memory: bytearray | mmap.mmap | memoryview, nics: Sequence[Nic]) -> Self:
         """Register writable host memory with each of `nics`, which may be empty, and return its buffer."""
         registration = _SharedRegistration()
         try:
             for nic in nics:
-                region = nic.register_host(buffer)
+                region = nic.register_host(memory)
                 registration.close_actions.push(region.close)
-                registration.regions[nic] = region
-            registration.view = memoryview(buffer).cast("B")
+                registration.region_by_nic[nic] = region
+            registration.view = memoryview(memory).cast("B")
         except BaseException:
             registration.close()
             raise
@@ -153,7 +154,7 @@ class IOBuffer:
     def nics(self) -> tuple[Nic, ...]:
         """The NICs with which the memory is registered."""
         registration = self._check_open()
-        return tuple(registration.regions) if registration.lease is None else registration.lease.nics
+        return tuple(registration.region_by_nic) if registration.lease is None else registration.lease.nics
 
     @property
     def closed(self) -> bool:
@@ -181,7 +182,7 @@ class IOBuffer:
         return view[self._offset_bytes : self._offset_bytes + self.length_bytes]
 
     def checksum(self, *, length_bytes: int) -> int:
-        """Return the CRC32C of the first bytes, computed by the CPU. For device memory it raises like :meth:`data`."""
+        """Return the CRC32C of the first bytes. The CPU computes it, so :meth:`data` refuses device memory."""
         return crc32c(self.data()[:length_bytes])
 
     def copy_out(self) -> bytes:
@@ -215,7 +216,7 @@ class IOBuffer:
         offset_bytes, length_bytes = self._offset_bytes, self.length_bytes
         if registration.lease is not None:
             return registration.lease.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
-        return registration.regions[nic].remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        return registration.region_by_nic[nic].remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def close(self) -> None:
         """Deregister the memory. A second close and the close of a subrange do nothing."""

@@ -1,12 +1,12 @@
 """The listener of the storage server: it accepts connections and waits for the first request of each.
 
 A connection is *waiting* until its first request has arrived. A waiting connection costs the server one descriptor and
-no thread. All bytes of the first request must arrive before one deadline. If an address has too many waiting
-connections, the listener closes the oldest of them when a new connection arrives.
+no thread. All bytes of the first request must arrive before one deadline. If one address, or all addresses together,
+have too many waiting connections, the listener closes an old one when a new connection arrives.
 
 Attackers can fill the list of waiting connections, but this does not stop honest clients. accept() returns a TCP
 connection when its first bytes have arrived (TCP_DEFER_ACCEPT), and the listener reads them at once. The client of
-gdrkit sends its whole first request at once, so its connection is never in the list.
+gdrkit sends its whole first request at once, so its connection leaves the list in the same step.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ _REQUEST_TIMEOUT_S = 10.0
 # sessions, so that one host can start clients for all sessions at the same time.
 _WAITING_PER_ADDRESS_MAX = 64
 _WAITING_MAX = 128
-# Largest number of connections to accept before the waiting connections are read again. With a larger number, new
-# connections could evict a waiting connection whose request has arrived.
+# Largest number of connections to accept before the listener reads from the waiting connections again. With a larger
+# number, new connections could evict a waiting connection whose request has arrived but was not read.
 _ACCEPTS_MAX = 16
+# Shortest time between two log lines about refused connections.
 _LOG_PERIOD_S = 10.0
 # Time before the next accept() after a failed one.
 _RETRY_PAUSE_S = 0.1
@@ -69,6 +70,7 @@ class _RefusalLog:
         self._next_line_at_s = 0.0
 
     def add(self, reason: str, address: str) -> None:
+        """Count a refused connection. `address` is for the log."""
         self._counts[reason] += 1
         self._last_address = address
 
@@ -109,13 +111,13 @@ class Listener:
         self._connections_by_address: dict[str, dict[_WaitingConnection, None]] = {}
         self._refusal_log = _RefusalLog()
         self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._wake_read_fd, self._wake_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._socket, selectors.EVENT_READ)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._selector.register(self._wake_read_fd, selectors.EVENT_READ)
 
     def stop(self) -> None:
         """Make :meth:`run` return. Any thread may call this method."""
-        os.write(self._wake_writer, b"x")
+        os.write(self._wake_write_fd, b"x")
 
     def close(self) -> None:
         """Close the listening socket and all waiting connections. Call it after :meth:`run` has returned."""
@@ -125,15 +127,15 @@ class Listener:
         self._refusal_log.write(is_last=True)
         self._selector.close()
         self._socket.close()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
+        os.close(self._wake_read_fd)
+        os.close(self._wake_write_fd)
 
     def run(self) -> None:
         """Accept connections, and call `admit` for each when its first request has arrived."""
         while True:
-            # The data of a key is the waiting connection. It is None for the listening socket and the wake pipe.
+            # The data of a selector key is its waiting connection, or None for the listening socket and the wake pipe.
             ready = {key.fileobj: key.data for key, _ in self._selector.select(self._compute_timeout_s())}
-            if self._wake_reader in ready:
+            if self._wake_read_fd in ready:
                 return
             for waiting_connection in filter(None, ready.values()):
                 self._read_request(waiting_connection)
@@ -161,9 +163,9 @@ class Listener:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                # For example, the process is out of descriptors. The client then waits in the backlog.
+                # For example, the process is out of descriptors. The client then waits in the backlog of the socket.
                 self._refusal_log.add(f"accept: {error.strerror}", "this host")
-                select.select([self._wake_reader], (), (), _RETRY_PAUSE_S)
+                select.select([self._wake_read_fd], (), (), _RETRY_PAUSE_S)
                 return
             self._add_waiting(connected_socket, address)
 
@@ -196,12 +198,12 @@ class Listener:
         If `address` has too many, its oldest connection is closed. Otherwise the oldest connection of the address with
         the most connections is closed.
         """
-        connections = self._connections_by_address.get(address, {})
-        if len(connections) < _WAITING_PER_ADDRESS_MAX:
+        candidates = self._connections_by_address.get(address, {})
+        if len(candidates) < _WAITING_PER_ADDRESS_MAX:
             if len(self._waiting_connections) < _WAITING_MAX:
                 return
-            connections = max(self._connections_by_address.values(), key=len)
-        self._refuse(next(iter(connections)), "replaced by a newer connection before their first request arrived")
+            candidates = max(self._connections_by_address.values(), key=len)
+        self._refuse(next(iter(candidates)), "replaced by a newer connection before their first request arrived")
 
     def _refuse_expired(self) -> None:
         """Refuse the waiting connections whose deadline has passed."""

@@ -14,8 +14,8 @@ A session proceeds as follows:
 
 The session ends when one of its connections ends. The server then closes its files and destroys the queue pairs. If the
 client's NIC refuses access to the memory of an operation (an invalidated key, freed memory), the result is -EREMOTEIO,
-and the server closes the data connection after that result. Operations without a result were not the cause. The client
-may send them again in its next session.
+and the server closes the data connection after that result. Operations without a result did not cause the error. The
+client may send them again in its next session.
 
 A request is ``{"op": NAME, ...}`` with the fields of its class below; optional fields may be missing. A reply is
 ``{"ok": {...}}`` with the fields of the reply's class, or ``{"error": {"errno": N, "message": TEXT}}``. Paths are
@@ -97,7 +97,7 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 1
-# Largest number of queue pairs of a session.
+# Largest number of queue pairs of a session, which the messages call lanes.
 LANES_MAX = 16
 TOKEN_CHARACTERS_MAX = 256
 
@@ -106,9 +106,10 @@ TOKEN_CHARACTERS_MAX = 256
 class StorageHello:
     """Begin a session.
 
-    `token`: content of ``.gdrkit/token`` (required over TCP). `lanes`: one :class:`~gdrkit.verbs.Endpoint` as a mapping
-    per queue pair, 1 to 16. `replaces`: the secret of a session that the client gave up. The server ends that session
-    before the new one begins, so that no request of the old session is executed after a request of the new session.
+    `client`: name of the client program, for the log. `token`: content of ``.gdrkit/token`` (required over TCP).
+    `lanes`: the endpoints of 1 to 16 queue pairs, each an :class:`~gdrkit.verbs.Endpoint` as a mapping. `replaces`: the
+    secret of a session that the client gave up. The server ends that session before the new one begins, so that no
+    request of the old session is executed after a request of the new session.
     """
 
     version: int
@@ -125,8 +126,8 @@ class SessionLimits:
     Attributes
     ----------
     outstanding_max : int
-        Largest number of operations without a result in a session. At this number, the server reads no further
-        requests.
+        Largest number of operations of a session that have no result yet. At this number, the server reads no further
+        requests from the data connection.
     length_bytes_max : int
         Largest length of one operation, in bytes.
     checksum_given_bytes_max : int
@@ -148,8 +149,8 @@ class SessionLimits:
 class HelloReply:
     """The session begins.
 
-    `session`: the secret for :class:`Attach`, 64 hex digits. `lanes`: the server's endpoints. `chunk_bytes`: number of
-    bytes of a file that one checksum covers.
+    `server`: name and version of the server program. `session`: the secret for :class:`Attach`, 64 hex digits. `lanes`:
+    the endpoints of the server's queue pairs. `chunk_bytes`: number of bytes of a file that one checksum covers.
     """
 
     version: int
@@ -162,7 +163,7 @@ class HelloReply:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Make this connection the data connection of a session."""
+    """Make this connection the data connection of a session. `session`: the secret in the :class:`HelloReply`."""
 
     session: str
 
@@ -210,7 +211,7 @@ class FileStat:
 
 @dataclass(frozen=True, slots=True)
 class OpenReply:
-    """The file is open. `handle` identifies it in operations."""
+    """The file is open. `handle` identifies it in later requests and in operations."""
 
     handle: int
     stat: FileStat
@@ -236,7 +237,7 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class List:
-    """List the names of a folder that are greater than `after`, sorted by their bytes. The path "" is the root."""
+    """List the names of a folder in the order of their bytes, all or only after `after`. The path "" is the root."""
 
     path: str
     after: str | None = None
@@ -244,7 +245,7 @@ class List:
 
 @dataclass(frozen=True, slots=True)
 class FolderEntry:
-    """One name of a folder. `kind`: the format bits of its mode (``stat.S_IFMT``)."""
+    """One name in a folder. `kind`: the file type bits of the mode (``stat.S_IFMT``)."""
 
     name: str
     inode: int
@@ -253,7 +254,7 @@ class FolderEntry:
 
 @dataclass(frozen=True, slots=True)
 class ListReply:
-    """Names of a folder. `more`: there are further names, after the last one of this reply."""
+    """Names in a folder. `more`: the folder has further names after the last one of this reply."""
 
     entries: tuple[FolderEntry, ...]
     more: bool
@@ -348,12 +349,12 @@ class PunchHole:
 
 @dataclass(frozen=True, slots=True)
 class Statfs:
-    """Read the space of the file system."""
+    """Read the total and the free space of the file system."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatfsReply:
-    """The result of statvfs(3), in blocks of `block_bytes`."""
+    """The result of statvfs(3). The three numbers of blocks are in units of `block_bytes`; `files` counts inodes."""
 
     block_bytes: int
     blocks: int
@@ -374,7 +375,7 @@ class Chmod:
 
 @dataclass(frozen=True, slots=True)
 class Utimens:
-    """Change times, in nanoseconds since 1970. None keeps a time."""
+    """Change the times of a file, in nanoseconds since 1970. A time that is None stays as it is."""
 
     path: str
     access_time_ns: int | None = None
@@ -383,7 +384,7 @@ class Utimens:
 
 @dataclass(frozen=True, slots=True)
 class Chown:
-    """Change the user and the group. None keeps a value. Only a session with :class:`SetUser` may do this (EPERM)."""
+    """Change the owner and the group. None keeps the current one. A session without :class:`SetUser` gets EPERM."""
 
     path: str
     uid: int | None = None
@@ -392,11 +393,11 @@ class Chown:
 
 @dataclass(frozen=True, slots=True)
 class SetUser:
-    """With the rights of this user, execute the later requests of this session that name a path.
+    """Use the rights of this user for all later requests of this session that name a path.
 
     The kernel of the server checks the rights, and new files belong to the user and to `gid`. New files get the
-    permission bits of the request, and the umask of the server has no effect. Requests with a handle need no rights. A
-    server that is not run by root refuses this request (EPERM).
+    permission bits of the request, and the umask of the server has no effect. Requests with a handle need no further
+    rights. A server that is not run by root refuses this request (EPERM).
     """
 
     uid: int

@@ -40,7 +40,7 @@ class RequestHandler:
         self._is_ended = False
         self.is_attached = False
         self.ended_fd: int = native_session.ended_fd
-        self._handlers: dict[type[Any], Callable[[Any], object]] = {
+        self._handler_by_type: dict[type[Any], Callable[[Any], object]] = {
             messages.Close: self._close,
             messages.Stat: self._stat,
             messages.List: lambda request: store.list(request.path, request.after),
@@ -101,14 +101,14 @@ class RequestHandler:
         self._file_by_handle.clear()
         # The handlers refer to this object. This reference cycle would keep the native session and its descriptors
         # until the garbage collector runs.
-        self._handlers.clear()
+        self._handler_by_type.clear()
 
     def _execute(self, request: Request, descriptors: list[int]) -> object:
         if isinstance(request, messages.Adopt):
             if len(descriptors) != 1:
                 raise OSError(errno.EBADF, f"adopt needs exactly one descriptor, not {len(descriptors)}")
             return self._add_file(self._store.adopt(descriptors[0], read=request.read, write=request.write))
-        handler = self._handlers.get(type(request))
+        handler = self._handler_by_type.get(type(request))
         if handler is None:
             raise OSError(errno.EPROTO, "hello and attach are only valid as the first request of a connection")
         reply = handler(request)
@@ -124,14 +124,14 @@ class RequestHandler:
         return messages.OpenReply(handle=self._last_handle, stat=file_stat(os.fstat(file.fd)))
 
     def _find_file(self, handle: int) -> Any:  # noqa: ANN401 - native object.
-        """Return the file of a handle."""
+        """Return the file of a handle. Raise OSError (EBADF) if the handle is not open."""
         try:
             return self._file_by_handle[handle]
         except KeyError as error:
             raise OSError(errno.EBADF, f"handle {handle} is not open") from error
 
     def _find_writable_file(self, handle: int) -> Any:  # noqa: ANN401 - native object.
-        """Return the file of a handle that is open for writing."""
+        """Return the file of a handle. Raise OSError (EBADF) if the file is not open for writing."""
         file = self._find_file(handle)
         if not file.may_write:
             raise OSError(errno.EBADF, f"file {handle} is not open for writing")

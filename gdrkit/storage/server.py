@@ -40,7 +40,7 @@ __all__ = ["StorageServer"]
 _LOG = logging.getLogger("gdrkit.storage")
 # Longest time without progress in a frame that has begun.
 _FRAME_TIMEOUT_S = 30.0
-# Longest time for which close() waits for the threads, unless its caller passes another.
+# Longest time for which close() waits for the threads, unless its caller passes another time.
 _END_TIMEOUT_S = 60.0
 # The limits of a server. The last three apply to each session, and the reply to hello reports them.
 CONNECTIONS_MAX = 256
@@ -75,7 +75,7 @@ class StorageServer:
         self._store = store
         self._fabric = engine.Fabric(list(nic_names))
         self._lock = threading.Lock()
-        self._sessions: dict[str, RequestHandler] = {}
+        self._session_by_secret: dict[str, RequestHandler] = {}
         self._connection_by_thread: dict[threading.Thread, ControlConnection] = {}
         self._is_closing = False
         listening_socket = address.listen()
@@ -84,7 +84,7 @@ class StorageServer:
             host, port = listening_socket.getsockname()[:2]
             self.address = ServerAddress(host=host, port=port)
         self._listener = Listener(listening_socket, self._admit)
-        self._handle = Handle("storage.server")
+        self._live_handle = Handle("storage.server")
         self._listener_thread = threading.Thread(target=self._listener.run, name="gdrkit-serve", daemon=True)
         self._listener_thread.start()
 
@@ -114,7 +114,7 @@ class StorageServer:
         self._listener.close()
         if self.address.path is not None:
             self.address.path.unlink(missing_ok=True)
-        self._handle.release()
+        self._live_handle.release()
 
     def _end_threads(self, timeout_s: float) -> None:
         """Stop accepting, shut all connections down, and wait for the threads."""
@@ -185,10 +185,10 @@ class StorageServer:
             self._refuse(connection, sequence, errno.EACCES, "the token is not the token of this store")
 
     def _find_session(self, connection: ControlConnection, sequence: int, request: messages.Attach) -> RequestHandler:
-        """Return the session that a data connection belongs to."""
+        """Return the session that a data connection belongs to, and mark it as attached. Refuse an unknown secret."""
         with self._lock:
             # The secret has 256 random bits, so the duration of the search reveals nothing useful.
-            session = self._sessions.get(request.session)
+            session = self._session_by_secret.get(request.session)
             if session is not None and not session.is_attached:
                 session.is_attached = True
                 return session
@@ -200,7 +200,7 @@ class StorageServer:
     def _refuse(
         connection: ControlConnection, sequence: int, error_number: int, message: str, *, log_text: str = ""
     ) -> NoReturn:
-        """Reply with `message`, and raise ConnectionRefused with `log_text`, or with `message` if it is empty."""
+        """Reply with `message`, and raise ConnectionRefused with `log_text`, or if that is empty, with `message`."""
         connection.send(
             FrameType.CONTROL_REPLY, pack_error(messages.ErrorReply(error_number, message)), sequence=sequence
         )
@@ -235,7 +235,7 @@ class StorageServer:
         handler = RequestHandler(self._store, native_session, handles_max=HANDLES_MAX)
         try:
             with self._lock:
-                self._sessions[secret] = handler
+                self._session_by_secret[secret] = handler
             hello_reply = messages.HelloReply(
                 version=messages.PROTOCOL_VERSION,
                 server=f"gdrkit {gdrkit.__version__}",
@@ -254,22 +254,22 @@ class StorageServer:
             self._serve_requests(connection, handler)
         finally:
             with self._lock:
-                del self._sessions[secret]
+                del self._session_by_secret[secret]
             handler.close()
 
     def _end_replaced_session(self, secret: str | None) -> None:
-        """End the session that a client gave up. The thread of that session removes it from `_sessions`.
+        """End the session that a client gave up. The thread of that session removes it from `_session_by_secret`.
 
         The old session may only have been slow. It must not execute a request after the new session has begun.
         """
         with self._lock:
-            replaced_session = self._sessions.get(secret or "")
+            replaced_session = self._session_by_secret.get(secret or "")
         if replaced_session is not None:
             replaced_session.end()
 
     def _check_session_limit(self) -> None:
         with self._lock:
-            if len(self._sessions) >= SESSIONS_MAX:
+            if len(self._session_by_secret) >= SESSIONS_MAX:
                 raise OSError(errno.ENOBUFS, f"the server already has {SESSIONS_MAX} sessions, its limit")
 
     def _serve_requests(self, connection: ControlConnection, handler: RequestHandler) -> None:

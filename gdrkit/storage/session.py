@@ -2,7 +2,7 @@
 
 :class:`~gdrkit.storage.client.StorageClient` and the agent of :mod:`gdrkit.usrbio` use :class:`StorageSession`.
 
-The server is the initiator of all transfers. The client posts no work requests. Its queue pairs only admit the RDMA
+The server is the initiator of all transfers. The client posts no work requests. Its queue pairs only execute the RDMA
 WRITEs and RDMA READs of the server.
 """
 
@@ -49,7 +49,7 @@ class StorageSession:
     timeout_ms : float
         Longest time without a reply of the server, in milliseconds.
     replaces : str or None
-        The `secret` of the previous session, which the server ends first if it still exists.
+        The `secret` of the previous session. The server first ends that session if it still exists.
 
     Attributes
     ----------
@@ -89,8 +89,8 @@ class StorageSession:
         self._connect = connect
         self._timeout_s = timeout_ms / 1000
         self._lock = threading.Lock()
-        self._sequence = 0
-        self._failure = ""
+        self._last_sequence = 0  # The sequence number of the newest request.
+        self._failure_text = ""  # Why the session has failed; empty while it works.
         self._close_actions = ReleaseStack()
         try:
             self._control = self._open_connection()
@@ -118,15 +118,15 @@ class StorageSession:
         """
         operation = operation_of(request)
         with self._lock:
-            if self._failure:
-                raise storage_error(operation, errno.EREMOTEIO, detail=self._failure)
+            if self._failure_text:
+                raise storage_error(operation, errno.EREMOTEIO, detail=self._failure_text)
             try:
                 return self._exchange(self._control, request, reply_type, descriptors)
             except (OSError, UsageError, BrokenResource) as error:
                 # Later replies can no longer be matched to requests, so no further request is sent.
-                self._failure = str(error)
+                self._failure_text = str(error)
                 self.interrupt()
-                raise storage_error(operation, errno.EREMOTEIO, detail=self._failure) from error
+                raise storage_error(operation, errno.EREMOTEIO, detail=self._failure_text) from error
 
     def interrupt(self) -> None:
         """Shut both connections down, which ends the session and wakes every thread that waits for the server."""
@@ -158,11 +158,11 @@ class StorageSession:
 
     def _begin_session(self, client: str, token: str | None, replaces: str | None) -> messages.HelloReply:
         """Send hello with the endpoints of the queue pairs. Connect the queue pairs to the endpoints in the reply."""
-        lanes = tuple(queue_pair.endpoint().to_dict() for queue_pair in self.queue_pairs)
-        hello = messages.StorageHello(messages.PROTOCOL_VERSION, client, lanes, token, replaces)
+        own_endpoints = tuple(queue_pair.endpoint().to_dict() for queue_pair in self.queue_pairs)
+        hello = messages.StorageHello(messages.PROTOCOL_VERSION, client, own_endpoints, token, replaces)
         reply = self._exchange(self._control, hello, messages.HelloReply)
-        if len(reply.lanes) != len(lanes):
-            message = f"hello: the server has {len(reply.lanes)} queue pairs for the {len(lanes)} of the client"
+        if len(reply.lanes) != len(own_endpoints):
+            message = f"hello: the server has {len(reply.lanes)} queue pairs for the {len(own_endpoints)} of the client"
             raise UsageError(message, reason=Reason.MALFORMED)
         for queue_pair, endpoint in zip(self.queue_pairs, reply.lanes, strict=True):
             queue_pair.connect(Endpoint.from_dict(endpoint), reads_max=reply.limits.reads_max)
@@ -172,19 +172,19 @@ class StorageSession:
     def _exchange(
         self, connection: ControlConnection, request: Request, reply_type: type[_Reply], descriptors: Sequence[int] = ()
     ) -> _Reply:
-        """Send a request and return its reply."""
-        self._sequence += 1
+        """Send a request and return its reply. Raise ApiError if the server replied with an error."""
+        self._last_sequence += 1
         payload = pack_request(request)
-        connection.send(FrameType.CONTROL_REQUEST, payload, sequence=self._sequence, descriptors=descriptors)
+        connection.send(FrameType.CONTROL_REQUEST, payload, sequence=self._last_sequence, descriptors=descriptors)
         frame = connection.receive(FrameType.CONTROL_REPLY)
         if frame is None:
             message = "the server ended the connection"
             raise BrokenResource(message, reason=Reason.PEER_GONE)
-        payload, sequence = frame
-        if sequence != self._sequence:
-            message = f"reply: sequence {sequence} does not match request {self._sequence}"
+        reply_payload, sequence = frame
+        if sequence != self._last_sequence:
+            message = f"reply: sequence {sequence} does not match request {self._last_sequence}"
             raise UsageError(message, reason=Reason.MALFORMED)
-        reply = parse_reply(payload, reply_type)
+        reply = parse_reply(reply_payload, reply_type)
         if isinstance(reply, messages.ErrorReply):
             raise storage_error(operation_of(request), reply.errno, detail=reply.message)
         return reply

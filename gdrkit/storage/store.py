@@ -59,9 +59,10 @@ class FileStore:
     chunk_bytes : int or None
         Number of bytes that one checksum covers, a power of two from 4096 to 65536. It is fixed when the store is
         created. None: the existing value, or 4096.
-    sums_generation : int
+    sums_generation_fd : int
         Descriptor of a page of memory that the caller shares with a reader of the checksums in another process. The
-        store increments a counter there when it creates checksums in a new place. -1: there is no such reader.
+        store increments a counter in this page when it creates the checksums of a file in a new place. -1: there is no
+        such reader.
 
     Raises
     ------
@@ -73,10 +74,10 @@ class FileStore:
         The store was created with another chunk size, or by another version.
     """
 
-    def __init__(self, root: Path, *, chunk_bytes: int | None = None, sums_generation: int = -1) -> None:
+    def __init__(self, root: Path, *, chunk_bytes: int | None = None, sums_generation_fd: int = -1) -> None:
         self._close_actions = ReleaseStack()
         self._is_closed = False
-        # The user with whose rights a thread executes requests.
+        # The attribute `user` is the user with whose rights a thread executes requests; see set_user().
         self._thread_state = threading.local()
         try:
             self._root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -89,11 +90,11 @@ class FileStore:
             self.token = self._read_or_create_token()
             sums_folder = self._private_folder.folder("sums")
             self._close_actions.push(sums_folder.close)
-            self.native = engine.Store(sums_folder.fd, self.chunk_bytes, generation=sums_generation)
+            self.native = engine.Store(sums_folder.fd, self.chunk_bytes, generation=sums_generation_fd)
         except BaseException as error:
             self._close_actions.run_after(error)
             raise
-        self._handle = Handle("storage.store")
+        self._live_handle = Handle("storage.store")
 
     def set_user(self, user: SetUser) -> None:
         """Use paths with the rights of this user in all later calls of this thread.
@@ -118,9 +119,9 @@ class FileStore:
         """Open a regular file with the flags of open(2), and return the object of the engine (``_engine.OpenFile``)."""
         _check_visible(path)
         is_for_writing = flags & os.O_ACCMODE != os.O_RDONLY
-        # A file for writing is opened for reading too: a write of a part of a chunk reads the rest of the chunk,
-        # because the checksum covers the whole chunk. With O_NONBLOCK, the open of a FIFO does not block, and adopt()
-        # refuses the FIFO.
+        # A file for writing is opened for reading, too: if a write covers only a part of a chunk, the server reads the
+        # rest of the chunk, because the checksum covers the whole chunk. With O_NONBLOCK, the open of a FIFO does not
+        # block, and adopt() refuses the FIFO.
         needed_access = os.O_RDWR if is_for_writing else os.O_RDONLY
         first_open_access = needed_access if self._user is None else flags & os.O_ACCMODE
         with self._act_as_user():
@@ -162,8 +163,8 @@ class FileStore:
         if is_on_other_device or relative_path.startswith("../") or first_name in _HIDDEN_NAMES:
             raise OSError(errno.EXDEV, "the file of the descriptor is not in this store")
         # The file is opened again, because flags such as O_APPEND belong to the client's descriptor. If a client has a
-        # lease on the file (F_SETLEASE), an open without O_NONBLOCK waits up to 45 s, and the requests after it wait
-        # too.
+        # lease on the file (F_SETLEASE), an open without O_NONBLOCK waits up to 45 s, and later requests of the session
+        # wait, too.
         needed_access = os.O_RDWR if write else os.O_RDONLY
         reopened_fd = os.open(f"/proc/self/fd/{descriptor}", needed_access | os.O_NONBLOCK | os.O_CLOEXEC)
         return self.native.adopt(reopened_fd, read=read, write=write)
@@ -172,8 +173,8 @@ class FileStore:
         """Return the attributes of a path. A symbolic link is not followed."""
         if not path:
             return file_stat(os.fstat(self._root_fd))
-        with self._open_parent(path) as (folder, name):
-            return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
+        with self._open_parent(path) as (folder_fd, name):
+            return file_stat(os.stat(name, dir_fd=folder_fd, follow_symlinks=False))
 
     def list(self, path: str, after: str | None) -> ListReply:
         """Return the names of a folder that are greater than `after`, as many as fit into one reply."""
@@ -181,11 +182,13 @@ class FileStore:
         with self._act_as_user():
             folder_fd = self._open_beneath(path, os.O_RDONLY | os.O_DIRECTORY)
         # The types of the entries are read with the rights of the server, because the user may have no right to do so.
-        with _close_after(folder_fd) as folder:
-            with os.scandir(folder) as entries:
+        with _close_after(folder_fd):
+            with os.scandir(folder_fd) as entries:
                 entry_by_name = {os.fsencode(entry.name): entry for entry in entries}
             after_bytes = b"" if after is None else os.fsencode(after)
-            hidden_names = _HIDDEN_NAMES if os.path.samestat(os.fstat(folder), os.fstat(self._root_fd)) else frozenset()
+            hidden_names = (
+                _HIDDEN_NAMES if os.path.samestat(os.fstat(folder_fd), os.fstat(self._root_fd)) else frozenset()
+            )
             names = sorted(name for name in entry_by_name if name > after_bytes and name not in hidden_names)
             reply_entries, bytes_left = [], _ENTRIES_BYTES_MAX
             for name in names:
@@ -195,7 +198,7 @@ class FileStore:
                 if bytes_left < 0:
                     break
                 with contextlib.suppress(FileNotFoundError):  # The entry was removed after scandir().
-                    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                    status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
                     reply_entries.append(
                         FolderEntry(name=entry.name, inode=status.st_ino, kind=stat.S_IFMT(status.st_mode))
                     )
@@ -203,51 +206,51 @@ class FileStore:
 
     def mkdir(self, path: str, mode: int) -> FileStat:
         """Create a folder."""
-        with self._open_parent(path) as (folder, name):
-            os.mkdir(name, mode & self._folder_mode_mask, dir_fd=folder)
-            return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
+        with self._open_parent(path) as (folder_fd, name):
+            os.mkdir(name, mode & self._folder_mode_mask, dir_fd=folder_fd)
+            return file_stat(os.stat(name, dir_fd=folder_fd, follow_symlinks=False))
 
     def rmdir(self, path: str) -> None:
         """Remove an empty folder."""
-        with self._open_parent(path) as (folder, name):
-            os.rmdir(name, dir_fd=folder)
+        with self._open_parent(path) as (folder_fd, name):
+            os.rmdir(name, dir_fd=folder_fd)
 
     def unlink(self, path: str) -> None:
         """Remove a name of a file. With the last name of the file, remove its checksums too."""
-        with self._open_parent(path) as (folder, name):
-            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            os.unlink(name, dir_fd=folder)
+        with self._open_parent(path) as (folder_fd, name):
+            status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+            os.unlink(name, dir_fd=folder_fd)
         self._remove_sums(status)
 
     def rename(self, path: str, new_path: str, *, exclusive: bool, exchange: bool) -> None:
         """Rename by renameat2(2)."""
-        with self._open_parent(path) as (folder, name), self._open_parent(new_path) as (new_folder, new_name):
+        with self._open_parent(path) as (folder_fd, name), self._open_parent(new_path) as (new_folder_fd, new_name):
             replaced_status = None
             if not exchange:
                 with contextlib.suppress(FileNotFoundError):
-                    replaced_status = os.stat(new_name, dir_fd=new_folder, follow_symlinks=False)
-            moved_status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            engine.rename(folder, name, new_folder, new_name, exclusive=exclusive, exchange=exchange)
+                    replaced_status = os.stat(new_name, dir_fd=new_folder_fd, follow_symlinks=False)
+            moved_status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+            engine.rename(folder_fd, name, new_folder_fd, new_name, exclusive=exclusive, exchange=exchange)
         # rename(2) does nothing if both paths are names of one file.
         if replaced_status is not None and replaced_status.st_ino != moved_status.st_ino:
             self._remove_sums(replaced_status)
 
     def link(self, path: str, new_path: str) -> FileStat:
         """Create a second name (hard link)."""
-        with self._open_parent(path) as (folder, name), self._open_parent(new_path) as (new_folder, new_name):
-            os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
-            return file_stat(os.stat(new_name, dir_fd=new_folder, follow_symlinks=False))
+        with self._open_parent(path) as (folder_fd, name), self._open_parent(new_path) as (new_folder_fd, new_name):
+            os.link(name, new_name, src_dir_fd=folder_fd, dst_dir_fd=new_folder_fd, follow_symlinks=False)
+            return file_stat(os.stat(new_name, dir_fd=new_folder_fd, follow_symlinks=False))
 
     def symlink(self, path: str, target: str) -> FileStat:
         """Create a symbolic link."""
-        with self._open_parent(path) as (folder, name):
-            os.symlink(os.fsencode(target), name, dir_fd=folder)
-            return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
+        with self._open_parent(path) as (folder_fd, name):
+            os.symlink(os.fsencode(target), name, dir_fd=folder_fd)
+            return file_stat(os.stat(name, dir_fd=folder_fd, follow_symlinks=False))
 
     def readlink(self, path: str) -> str:
         """Return the target of a symbolic link."""
-        with self._open_parent(path) as (folder, name):
-            return os.fsdecode(os.readlink(name, dir_fd=folder))
+        with self._open_parent(path) as (folder_fd, name):
+            return os.fsdecode(os.readlink(name, dir_fd=folder_fd))
 
     def chmod(self, path: str, mode: int) -> FileStat:
         """Change the permission bits. A symbolic link fails with ELOOP.
@@ -266,9 +269,11 @@ class FileStore:
         """Change the user and the group, with the rights of the user of this thread."""
         if self._user is None:
             raise OSError(errno.EPERM, "all files belong to the user of the server: this session has no other user")
-        with self._open_parent(path) as (folder, name):
-            os.chown(name, -1 if uid is None else uid, -1 if gid is None else gid, dir_fd=folder, follow_symlinks=False)
-            return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
+        with self._open_parent(path) as (folder_fd, name):
+            os.chown(
+                name, -1 if uid is None else uid, -1 if gid is None else gid, dir_fd=folder_fd, follow_symlinks=False
+            )
+            return file_stat(os.stat(name, dir_fd=folder_fd, follow_symlinks=False))
 
     def utimens(self, path: str, *, access_time_ns: int | None, modification_time_ns: int | None) -> FileStat:
         """Change times. The checksums of the file stay valid."""
@@ -288,8 +293,8 @@ class FileStore:
                 with self._act_as_user():
                     os.utime(self._root_fd, ns=times_ns)
             else:
-                with self._open_parent(path) as (folder, name):
-                    os.utime(name, ns=times_ns, dir_fd=folder, follow_symlinks=False)
+                with self._open_parent(path) as (folder_fd, name):
+                    os.utime(name, ns=times_ns, dir_fd=folder_fd, follow_symlinks=False)
         return self.stat(path)
 
     def statfs(self) -> StatfsReply:
@@ -314,7 +319,7 @@ class FileStore:
         if not self._is_closed:
             self._close_actions.run()
             self._is_closed = True
-            self._handle.release()
+            self._live_handle.release()
 
     @property
     def _user(self) -> SetUser | None:
@@ -359,8 +364,8 @@ class FileStore:
         folder_path, _, name = path.rstrip("/").rpartition("/")
         if name in {"", ".", ".."}:
             raise OSError(errno.EINVAL, f"the last component of the path must be a name, not {name!r}")
-        with self._open_path(folder_path, os.O_PATH | os.O_DIRECTORY) as folder:
-            yield folder, os.fsencode(name)
+        with self._open_path(folder_path, os.O_PATH | os.O_DIRECTORY) as folder_fd:
+            yield folder_fd, os.fsencode(name)
 
     def _remove_sums(self, status: os.stat_result) -> None:
         """Remove the checksums of a file if its last name was removed. `status` was read before the removal."""
@@ -443,7 +448,7 @@ def file_stat(status: os.stat_result) -> FileStat:
         links=status.st_nlink,
         uid=status.st_uid,
         gid=status.st_gid,
-        allocated_bytes=status.st_blocks * 512,
+        allocated_bytes=status.st_blocks * 512,  # st_blocks counts units of 512 bytes.
         access_time_ns=status.st_atime_ns,
         modification_time_ns=status.st_mtime_ns,
         change_time_ns=status.st_ctime_ns,

@@ -50,7 +50,7 @@ def read_token_file(path: Path) -> str:
 
 
 def read_valid_token(read_text: Callable[[str], str], name: str, path: Path) -> str:
-    """Return `read_text(name)` without white space, if that is a valid token. Errors name the file as `path`."""
+    """Return the token that `read_text(name)` returns, without white space around it. Errors show `path`."""
     try:
         token = read_text(name).strip()
     except UnicodeDecodeError as error:

@@ -42,8 +42,9 @@ class Transfers:
         # Bytes that were received and not yet parsed.
         self._received_bytes = bytearray()
         self._tags = itertools.count(1)
-        self._sequence = itertools.count(1)
-        self._failure: str = ""
+        self._sequence_numbers = itertools.count(1)
+        # Why the connection has failed or was closed; empty while it works.
+        self._failure_text: str = ""
 
     def run(self, operations: Sequence[Operation], *, timeout_s: float) -> list[Result]:
         """Give each operation a tag, execute the operations, and return the results in the order of the operations.
@@ -51,11 +52,11 @@ class Transfers:
         Raises
         ------
         ApiError
-            EREMOTEIO: the server is gone or sent an invalid reply. ETIMEDOUT: no reply in time; the connection is
-            closed.
+            EREMOTEIO: the server is gone or sent an invalid reply. ETIMEDOUT: no result arrived within `timeout_s`
+            after the last one, and the connection was closed.
         """
-        if self._failure:
-            raise storage_error("transfer", errno.EREMOTEIO, detail=self._failure)
+        if self._failure_text:
+            raise storage_error("transfer", errno.EREMOTEIO, detail=self._failure_text)
         index_by_tag: dict[int, int] = {}
         results: list[Result | None] = [None] * len(operations)
         unsent_operations = deque(enumerate(operations))
@@ -77,28 +78,28 @@ class Transfers:
 
     def close(self) -> None:
         """Close the socket."""
-        self._failure = self._failure or "the client was closed"
+        self._failure_text = self._failure_text or "the client was closed"
         self._socket.close()
 
     def _pack_next_frame(self, unsent_operations: deque[tuple[int, Operation]], index_by_tag: dict[int, int]) -> bytes:
         """Return the next io request, and add its operations to `index_by_tag`."""
-        operations = []
+        frame_operations = []
         while unsent_operations and len(index_by_tag) < self._outstanding_max:
             operation_index, operation = unsent_operations.popleft()
             tag = next(self._tags)
             index_by_tag[tag] = operation_index
-            operations.append(_add_tag(operation, tag))
-        return pack_operations(operations, sequence=next(self._sequence))
+            frame_operations.append(_add_tag(operation, tag))
+        return pack_operations(frame_operations, sequence=next(self._sequence_numbers))
 
     def _wait_for_socket(self, deadline_s: float, *, is_sending: bool) -> None:
-        """Wait until bytes have arrived, or with `is_sending` until bytes can be sent."""
+        """Wait until bytes have arrived or, if `is_sending`, can be sent. Fail with ETIMEDOUT at the deadline."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | (select.POLLOUT if is_sending else 0))
         remaining_s = deadline_s - time.monotonic()
         if remaining_s <= 0 or not poll.poll(remaining_s * 1000):
-            self._failure = "the server did not answer in time"
+            self._failure_text = "the server did not answer in time"
             self._socket.close()
-            raise storage_error("transfer", errno.ETIMEDOUT, detail=self._failure)
+            raise storage_error("transfer", errno.ETIMEDOUT, detail=self._failure_text)
 
     def _send(self, unsent_bytes: bytearray) -> bytearray:
         """Send as many bytes as possible without waiting, and return the rest."""
@@ -125,7 +126,7 @@ class Transfers:
             while len(self._received_bytes) >= HEADER_BYTES:
                 header = parse_header(bytes(self._received_bytes[:HEADER_BYTES]))
                 frame_end = HEADER_BYTES + header.length
-                # An incomplete reply must wait for its other bytes. A frame of another type need not wait:
+                # An incomplete reply stays until its other bytes have arrived. A frame of another type need not wait:
                 # parse_results() refuses it.
                 if header.type is FrameType.IO_REPLY and len(self._received_bytes) < frame_end:
                     break
@@ -136,7 +137,8 @@ class Transfers:
         return results
 
     def _fail(self, problem: str, cause: Exception | None = None) -> NoReturn:
-        self._failure = problem
+        """Close the socket and raise EREMOTEIO. `problem` becomes the error text of this call and of later ones."""
+        self._failure_text = problem
         self._socket.close()
         raise storage_error("transfer", errno.EREMOTEIO, detail=problem) from cause
 

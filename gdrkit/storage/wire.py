@@ -91,7 +91,7 @@ class FrameType(enum.IntEnum):
 
 
 class IoOpcode(enum.IntEnum):
-    """The direction of an operation."""
+    """The direction of an operation. ``READ``: from the file to the memory of the client."""
 
     READ = 1
     WRITE = 2
@@ -102,8 +102,8 @@ class OperationFlag(enum.IntFlag):
 
     ``FORBID_HOLES``: a read fails with -ENODATA if the range of the file has a hole. ``REPORT_HOLES``: the result of a
     read has the holes, and the server does not write zeros to memory for them. ``CHECKSUM_GIVEN``: a write has the
-    CRC32C of its bytes. If other bytes arrive, it fails with -EBADMSG and changes nothing. ``CHECKSUM_WANTED``: the
-    result has the CRC32C of the moved bytes.
+    CRC32C of its bytes. If other bytes arrive, the write fails with -EBADMSG and changes nothing. ``CHECKSUM_WANTED``:
+    the result has the CRC32C of the moved bytes.
     """
 
     FORBID_HOLES = 1
@@ -148,9 +148,9 @@ class Operation:
     file_offset, length : int
         Range of the file, in bytes.
     remote_address, rkey : int
-        Address and key of the memory in the client, as in its memory region.
+        Address and rkey of the memory of the client, as its memory region has them.
     queue_pair : int
-        Queue pair of the session, as an index into ``lanes`` of ``hello``.
+        Queue pair of the session: its index in ``lanes`` of the hello request.
     opcode : IoOpcode
     flags : OperationFlag
     checksum : int
@@ -179,9 +179,9 @@ class HoleExtent:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of an operation: the number of moved bytes, or a negative errno.
+    """The result of an operation. `result` is the number of moved bytes, or a negative errno.
 
-    At the end of the file, the number is smaller than requested.
+    At the end of the file, this number is smaller than requested.
     """
 
     tag: int
@@ -236,12 +236,12 @@ def pack_results(results: Sequence[Result]) -> bytes:
     if not 0 < len(results) <= OPERATIONS_MAX:
         message = f"a frame must have 1 to {OPERATIONS_MAX} results, not {len(results)}"
         raise UsageError(message)
-    packed_entries = [
+    packed_parts = [
         _RESULT_STRUCT.pack(result.tag, result.result, result.checksum, result.flags, len(result.holes), 0)
         for result in results
     ]
-    packed_entries += [_HOLE_STRUCT.pack(hole.offset, hole.length) for result in results for hole in result.holes]
-    return _pack_frame(FrameType.IO_REPLY, b"".join(packed_entries), count=len(results), sequence=0)
+    packed_parts += [_HOLE_STRUCT.pack(hole.offset, hole.length) for result in results for hole in result.holes]
+    return _pack_frame(FrameType.IO_REPLY, b"".join(packed_parts), count=len(results), sequence=0)
 
 
 def parse_header(data: bytes) -> Header:
@@ -293,19 +293,17 @@ def parse_results(header: Header, payload: bytes) -> tuple[Result, ...]:
         hole_count for *_, hole_count, _reserved in result_rows
     ) * _HOLE_STRUCT.size:
         _refuse("the number of hole extents differs from the number in the results")
-    extents = [
+    all_holes = [
         HoleExtent(offset=offset, length=length) for offset, length in _HOLE_STRUCT.iter_unpack(payload[results_bytes:])
     ]
-    results, extent_index = [], 0
+    results, next_hole_index = [], 0
     for tag, result, checksum, flags, hole_count, reserved in result_rows:
         if flags & ~int(ResultFlag.CHECKSUM_VALID) or reserved or hole_count > HOLES_MAX:
             _refuse(f"a result cannot have flags {flags:#x}, {hole_count} holes, reserved {reserved:#x}")
-        extents_of_result = tuple(extents[extent_index : extent_index + hole_count])
-        extent_index += hole_count
-        _check_holes(result, extents_of_result)
-        results.append(
-            Result(tag=tag, result=result, checksum=checksum, flags=ResultFlag(flags), holes=extents_of_result)
-        )
+        result_holes = tuple(all_holes[next_hole_index : next_hole_index + hole_count])
+        next_hole_index += hole_count
+        _check_holes(result, result_holes)
+        results.append(Result(tag=tag, result=result, checksum=checksum, flags=ResultFlag(flags), holes=result_holes))
     return tuple(results)
 
 
@@ -319,6 +317,7 @@ def _check_holes(result: int, holes: tuple[HoleExtent, ...]) -> None:
 
 
 def _parse_operation(fields: tuple[int, ...]) -> Operation:
+    """Return the operation with these fields, which have the order of ``_OPERATION_STRUCT``."""
     tag, handle, offset, length, address, rkey, queue_pair, opcode_number, flags, checksum, reserved0, reserved1 = (
         fields
     )

@@ -83,7 +83,8 @@ def connect(path: Path, *, timeout_ms: int, sorts_on_disk: bool = False) -> Conn
 
 @contextmanager
 def transaction(connection: Connection) -> Iterator[Connection]:
-    """Run the block in a transaction, and roll it back if the block fails."""
+    """Run the block in a transaction, and roll the transaction back if the block fails."""
+    # IMMEDIATE takes the write lock now, so that no other process can write between a read and a write of the block.
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield connection
@@ -97,7 +98,7 @@ def transaction(connection: Connection) -> Iterator[Connection]:
 
 @contextmanager
 def convert_sqlite_errors(operation: str, **arguments: object) -> Iterator[None]:
-    """Convert errors of SQLite in this block to :class:`ApiError`."""
+    """Convert errors of SQLite in this block to :class:`ApiError`, which shows `operation` and `arguments`."""
     try:
         yield
     except sqlite3.Error as error:
@@ -118,6 +119,7 @@ def convert_sqlite_errors(operation: str, **arguments: object) -> Iterator[None]
 def is_damaged(connection: Connection) -> bool:
     """Return whether SQLite finds damage in the database. The check reads the whole database."""
     try:
+        # The check ends at the first error, because of the argument 1. Without errors, it returns one row, "ok".
         return [row[0] for row in connection.execute("PRAGMA quick_check(1)")] != ["ok"]
     except sqlite3.DatabaseError:
         return True

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AccessCounter"]
 
-# Number of accesses after which the counts are written to the catalogue.
+# Number of counted accesses after which the counts are written to the catalogue.
 _FLUSH_THRESHOLD = 256
 _log = logging.getLogger(__name__)
 
@@ -57,11 +57,11 @@ class AccessCounter:
         self._unwritten_access_count = 0
         self._flush_threshold = _FLUSH_THRESHOLD
 
-    def count(self, name: str, accesses: int = 1) -> None:
-        """Count accesses to a file."""
+    def count(self, name: str, access_count: int = 1) -> None:
+        """Add `access_count` accesses to the count of a file."""
         with self._lock:
-            self._count_by_name[name] += accesses
-            self._unwritten_access_count += accesses
+            self._count_by_name[name] += access_count
+            self._unwritten_access_count += access_count
             is_flush_due = self._unwritten_access_count >= self._flush_threshold
         if is_flush_due:
             self.flush()
@@ -72,18 +72,20 @@ class AccessCounter:
         If another process has locked the catalogue, the counts stay in memory. After any other error, they are dropped.
         """
         with self._lock:
-            counts, self._count_by_name, self._unwritten_access_count = self._count_by_name, Counter(), 0
-        if not counts:
+            count_by_name, self._count_by_name, self._unwritten_access_count = self._count_by_name, Counter(), 0
+        if not count_by_name:
             return
         try:
-            unknown_names = self._catalogue.add_accesses(counts)
-            if counts_of_new_files := {name: counts[name] for name in unknown_names if self._try_record_file(name)}:
-                self._catalogue.add_accesses(counts_of_new_files)
+            unknown_names = self._catalogue.add_accesses(count_by_name)
+            if new_file_counts := {name: count_by_name[name] for name in unknown_names if self._try_record_file(name)}:
+                self._catalogue.add_accesses(new_file_counts)
         except ApiError as error:
-            _log.warning("the accesses of %d files are not in the catalogue yet: %s", len(counts), error)
+            _log.warning(
+                "the accesses to %d files could not be written to the catalogue: %s", len(count_by_name), error
+            )
             if error.reason is Reason.BUSY:
                 with self._lock:
-                    self._count_by_name.update(counts)
+                    self._count_by_name.update(count_by_name)
                     # Readers must not wait for the lock at every access, so the next attempt comes later.
                     self._flush_threshold *= 2
         else:
@@ -92,11 +94,11 @@ class AccessCounter:
     def find_counting_process_ids(self) -> frozenset[int]:
         """Return the IDs of the processes that count their own accesses to these tiers, including this process."""
         inode, own_process_id = os.fstat(self._users_fd).st_ino, str(os.getpid())
-        fields_by_line = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+        lines_of_fields = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
         # The fields are: number, type, ADVISORY, READ or WRITE, process ID, MAJOR:MINOR:INODE. The line of a process
         # that still waits for the lock has an arrow (->) in place of the type.
-        held_locks = [(fields[4], fields[5]) for fields in fields_by_line if fields[1] == "FLOCK"]
-        # MAJOR:MINOR is not always the st_dev of the file, so this method takes it from the line of its own lock.
+        held_locks = [(fields[4], fields[5]) for fields in lines_of_fields if fields[1] == "FLOCK"]
+        # MAJOR:MINOR is not always the st_dev of the file, so it is taken from the line about the lock of this process.
         users_file_ids = {
             locked_file_id
             for holder_id, locked_file_id in held_locks
@@ -115,6 +117,6 @@ class AccessCounter:
         try:
             self._record_file(name)
         except ApiError as error:
-            _log.debug("the accesses of %r are not counted: %s", name, error)
+            _log.debug("the accesses to %r are not counted: %s", name, error)
             return False
         return True

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
     from gdrkit.tiers.finding import TierFinding
     from gdrkit.tiers.manager import TierManager
-    from gdrkit.tiers.migration import Observer
+    from gdrkit.tiers.migration import PhaseObserver
     from gdrkit.tiers.plan import PlannedMove
     from gdrkit.tiers.results import Migrated
 
 __all__ = ["BackgroundRun", "RunOutput"]
 
-# If the run is stopped before one of these phases, the migration is undone, and the file must be copied again later.
+# Phases before which a stop of the run undoes the migration. A later pass must then copy the file again.
 _UNDOABLE_PHASES = frozenset({Phase.RECORD, Phase.COPY, Phase.ATTRIBUTES, Phase.SYNC, Phase.VERIFY, Phase.RENAME})
 
 
@@ -61,8 +61,10 @@ class RunOutput:
         """
         texts = [f"opens by other programs are counted in {', '.join(watched_tiers)}"] if watched_tiers else []
         for reason in dict.fromkeys(reason_by_unwatched_tier.values()):
-            names = ", ".join(tier for tier, tier_reason in reason_by_unwatched_tier.items() if tier_reason == reason)
-            texts.append(f"not counted in {names}: {reason}")
+            tier_names = ", ".join(
+                tier for tier, tier_reason in reason_by_unwatched_tier.items() if tier_reason == reason
+            )
+            texts.append(f"not counted in {tier_names}: {reason}")
         text = f"ready: {'; '.join(texts)}"
         self._print("ready", text, watched=watched_tiers, unwatched=reason_by_unwatched_tier, pid=os.getpid())
 
@@ -76,7 +78,7 @@ class RunOutput:
         self._print("moved", describe_outcome(move, why_not_moved), move=move, why_not_moved=why_not_moved)
 
     def report_pass(self, result: Migrated) -> None:
-        """Report the end of a pass. A pass without moves has no line of text."""
+        """Report the end of a pass. In text form, a pass in which no file had to move has no line."""
         text = f"{result.moved} of {format_count(result.considered, 'file')} moved, {len(result.refused)} not moved"
         self._print("passed", text if result.moved or result.refused else "", result=result)
 
@@ -85,12 +87,12 @@ class RunOutput:
         self._print("failed", f"the pass failed: {error}", error=str(error), reason=error.reason)
 
     def report_lost_opens(self, count: int) -> None:
-        """Report how often the kernel has dropped reports of opened files."""
+        """Report how often the kernel has dropped reports of opened files since the last report."""
         text = f"opens were too fast to be counted: the kernel has dropped reports {format_count(count, 'time')}"
         self._print("lost", text, count=count)
 
     def report_end(self, *, is_complete: bool) -> None:
-        """Report the end of the run, and whether it left no migration that a recovery must complete or undo."""
+        """Report the end of the run. `is_complete` is False if a recovery must complete or undo its last migration."""
         text = (
             "ended" if is_complete else "ended during a migration; the next gdrkit tiers command completes or undoes it"
         )
@@ -131,7 +133,7 @@ class BackgroundRun:
         stop: threading.Event,
         output: RunOutput,
         clock: Callable[[], float] = time.time,
-        observe: Observer | None = None,
+        observe: PhaseObserver | None = None,
     ) -> None:
         self._manager, self._settings = manager, manager.configuration.run
         self._stop, self._output, self._clock = stop, output, clock
@@ -155,28 +157,29 @@ class BackgroundRun:
             if watcher is not None:
                 stack.enter_context(watcher)
             while not self._stop.is_set():
-                quiet_s = self._settings.remaining_quiet_s(self._clock())
-                if not quiet_s:
+                remaining_quiet_s = self._settings.remaining_quiet_s(self._clock())
+                if not remaining_quiet_s:
                     self._run_pass(watcher)
-                self._stop.wait(min(quiet_s, self._settings.interval_s) if quiet_s else self._settings.interval_s)
+                interval_s = self._settings.interval_s
+                self._stop.wait(min(remaining_quiet_s, interval_s) if remaining_quiet_s else interval_s)
 
     def _run_pass(self, watcher: OpenWatcher | None) -> None:
         """Recover interrupted migrations, update the catalogue, and move files as the policy requires."""
         if watcher is not None:
             with convert_os_errors("watch opens"):
                 watcher.refresh()
-            if lost_count := watcher.lost_count - self._reported_lost_count:
-                self._output.report_lost_opens(lost_count)
+            if new_lost_count := watcher.lost_count - self._reported_lost_count:
+                self._output.report_lost_opens(new_lost_count)
                 self._reported_lost_count = watcher.lost_count
         try:
             findings = set(self._manager.check(repair=True))
             for finding in findings - self._reported_findings:
-                if finding.is_wrong:
+                if finding.needs_action:
                     self._output.report_finding(finding)
             self._reported_findings = findings
             self._output.report_pass(
                 self._manager.migrate(
-                    observe=self._observe_or_interrupt, moved=self._output.report_move, pace=self._pace
+                    observe=self._observe_or_interrupt, on_outcome=self._output.report_move, pace=self._pace
                 )
             )
         except _Interrupted:
@@ -200,7 +203,7 @@ class BackgroundRun:
             return None
         try:
             with convert_os_errors("watch opens"):
-                watcher = OpenWatcher([self._manager.folder(name) for name in tier_names], self._manager.accesses)
+                watcher = OpenWatcher([self._manager.folder(name) for name in tier_names], self._manager.access_counter)
         except ApiError as error:
             if self._settings.watch == "required":
                 raise

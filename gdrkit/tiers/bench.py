@@ -51,6 +51,8 @@ class Speed:
 
     Attributes
     ----------
+    length_bytes : int
+        Size of the file that was written and read.
     past_cache : bool
         Whether the benchmark bypassed the page cache by O_DIRECT. False: the file system does not support O_DIRECT, so
         the rates and latencies describe the page cache, not the disk.
@@ -95,9 +97,9 @@ def measure(folder: TierFolder, *, length_bytes: int = DEFAULT_LENGTH_BYTES) -> 
     with convert_os_errors("bench", tier=folder.name):
         buffered_fd, direct_fd = _open_unnamed_file(folder)
         try:
-            memory = mmap.mmap(-1, _CHUNK_BYTES)
-            memory[:] = pattern.payload(_CHUNK_BYTES, seed=_SEED)
-            write_s = _measure_write_s(direct_fd, memory, chunk_count)
+            chunk = mmap.mmap(-1, _CHUNK_BYTES)
+            chunk[:] = pattern.payload(_CHUNK_BYTES, seed=_SEED)
+            write_s = _measure_write_s(direct_fd, chunk, chunk_count)
             # The kernel is advised to drop the file from the page cache before each measurement of reads.
             os.posix_fadvise(buffered_fd, 0, 0, os.POSIX_FADV_DONTNEED)
             read_s = _measure_read_s(direct_fd, chunk_count)
@@ -142,10 +144,10 @@ def _open_unnamed_file(folder: TierFolder) -> tuple[int, int]:
     return buffered_fd, direct_fd
 
 
-def _measure_write_s(descriptor: int, memory: mmap.mmap, chunk_count: int) -> float:
+def _measure_write_s(descriptor: int, chunk: mmap.mmap, chunk_count: int) -> float:
     start_s = time.perf_counter()
     for chunk_index in range(chunk_count):
-        if os.pwritev(descriptor, [memory], chunk_index * _CHUNK_BYTES) != _CHUNK_BYTES:
+        if os.pwritev(descriptor, [chunk], chunk_index * _CHUNK_BYTES) != _CHUNK_BYTES:
             raise OSError(errno.ENOSPC, "the tier is full")
     os.fsync(descriptor)
     return time.perf_counter() - start_s
@@ -155,31 +157,31 @@ def _measure_read_s(descriptor: int, chunk_count: int) -> float:
     # Each thread has its own buffer.
     buffers = [mmap.mmap(-1, _CHUNK_BYTES) for _ in range(min(_READ_THREAD_COUNT, chunk_count))]
 
-    def read(thread_index: int) -> None:
+    def read_chunks(thread_index: int) -> None:
         for chunk_index in range(thread_index, chunk_count, len(buffers)):
             read_bytes = os.preadv(descriptor, [buffers[thread_index]], chunk_index * _CHUNK_BYTES)
             if read_bytes != _CHUNK_BYTES:
                 # The read was short, so there is no byte at this offset to compare.
                 raise DataMismatch(first_offset_bytes=read_bytes, expected=b"", actual=b"", length_bytes=_CHUNK_BYTES)
 
-    with ThreadPoolExecutor(len(buffers)) as threads:
+    with ThreadPoolExecutor(len(buffers)) as executor:
         start_s = time.perf_counter()
-        for future in [threads.submit(read, thread_index) for thread_index in range(len(buffers))]:
+        for future in [executor.submit(read_chunks, thread_index) for thread_index in range(len(buffers))]:
             future.result()
         duration_s = time.perf_counter() - start_s
-    # All chunks of the file have the same bytes, so the chunk that was read last into each buffer is compared.
+    # All chunks of the file have the same bytes, so a check of the last chunk in each buffer is enough.
     for memory in buffers:
         pattern.check(memoryview(memory), seed=_SEED)
     return duration_s
 
 
 def _measure_latencies_us(descriptor: int, length_bytes: int) -> list[float]:
-    generator = random.Random(_SEED)  # noqa: S311 - not used for secrets.
-    memory, latencies_us = mmap.mmap(-1, HOST_PAGE_BYTES), []
+    random_generator = random.Random(_SEED)  # noqa: S311 - not used for secrets.
+    page_buffer, latencies_us = mmap.mmap(-1, HOST_PAGE_BYTES), []
     for _ in range(_LATENCY_READ_COUNT):
-        offset = generator.randrange(length_bytes // HOST_PAGE_BYTES) * HOST_PAGE_BYTES
+        offset = random_generator.randrange(length_bytes // HOST_PAGE_BYTES) * HOST_PAGE_BYTES
         start_s = time.perf_counter()
-        os.preadv(descriptor, [memory], offset)
+        os.preadv(descriptor, [page_buffer], offset)
         latencies_us.append((time.perf_counter() - start_s) * 1e6)
     return latencies_us
 

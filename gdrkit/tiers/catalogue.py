@@ -93,12 +93,12 @@ class TierTotals:
 
 
 class Catalogue(Database):
-    """The catalogue of a set of tiers. The owner closes it when no other object uses it any more.
+    """The catalogue of a set of tiers. The owner closes the catalogue when no other object uses it any more.
 
     Parameters
     ----------
     folder, half_life_s, timeout_ms, clock
-        See :class:`Database`.
+        See :class:`~gdrkit.tiers.database.Database`.
     fill : callable
         Function that fills a new catalogue with the files on disk, by :meth:`put`.
     """
@@ -203,7 +203,7 @@ class Catalogue(Database):
                     continue
                 connection.execute(
                     "UPDATE files SET score = ?, accesses = accesses + ? WHERE id = ?",
-                    (add_accesses_to_score(row[1], accesses=count, at_half_lives=now_half_lives), count, row[0]),
+                    (add_accesses_to_score(row[1], access_count=count, at_half_lives=now_half_lives), count, row[0]),
                 )
         return unknown_names
 
@@ -267,12 +267,12 @@ class Catalogue(Database):
             connection.execute("INSERT OR REPLACE INTO routes VALUES (?, ?, ?, ?, ?)", row)
 
     def identities(self) -> dict[str, str]:
-        """Return the identity that each tier's folder had when gdrkit last used it, by name of the tier."""
+        """Return the identity in the ``tier.json`` of each tier when gdrkit last used the tier, by name of the tier."""
         with self.locked_connection("read identities") as connection:
             return dict(connection.execute("SELECT tier, identity FROM tiers").fetchall())
 
     def record_identity(self, tier: str, identity: str) -> None:
-        """Store the identity of a tier's folder."""
+        """Store the identity that ``tier.json`` states for the folder of a tier."""
         with self.write_transaction("record identity", tier=tier) as connection:
             connection.execute("INSERT OR REPLACE INTO tiers VALUES (?, ?)", (tier, identity))
 

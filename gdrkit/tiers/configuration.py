@@ -230,19 +230,19 @@ def configure(
     UsageError
         A setting is invalid. The message names the setting.
     """
-    path = file or (Path(environ[_CONFIG_VARIABLE]) if environ.get(_CONFIG_VARIABLE) else None)
-    settings = _read_file(path) if path else _FileSettings()
+    toml_path = file or (Path(environ[_CONFIG_VARIABLE]) if environ.get(_CONFIG_VARIABLE) else None)
+    file_settings = _read_toml_file(toml_path) if toml_path else _FileSettings()
     tier_texts = tiers or re.split(r"[;\s]+", environ.get(_TIERS_VARIABLE, "").strip())
     overriding_tiers = tuple(_parse_tier(text) for text in tier_texts if text)
-    configured_tiers = _apply_defaults(overriding_tiers or settings.tiers)
-    folder = (
+    configured_tiers = _apply_defaults(overriding_tiers or file_settings.tiers)
+    catalogue_folder = (
         catalogue
         or environ.get(_CATALOGUE_VARIABLE)
-        or settings.catalogue
+        or file_settings.catalogue
         or configured_tiers[0].directory / OWN_FOLDER / "catalogue"
     )
-    parameters: Any = settings.parameters  # from_json_data has checked the types.
-    return Configuration(tiers=configured_tiers, catalogue=Path(folder), **parameters)
+    parameters: Any = file_settings.parameters  # from_json_data has checked the types.
+    return Configuration(tiers=configured_tiers, catalogue=Path(catalogue_folder), **parameters)
 
 
 def override_run(
@@ -293,26 +293,30 @@ def parse_size(text: str | int) -> int:
     return int(float(match[1]) * unit_bytes) if "." in match[1] else int(match[1]) * unit_bytes
 
 
-def _read_file(path: Path) -> _FileSettings:
+def _read_toml_file(path: Path) -> _FileSettings:
     try:
         with path.open("rb") as file:
-            contents = from_json_data(_TomlFile, tomllib.load(file), where=str(path))
+            toml_file = from_json_data(_TomlFile, tomllib.load(file), where=str(path))
     except OSError as error:
         message = f"{path} cannot be read: {error.strerror}"
         raise UsageError(message, what_to_do="name a TOML file that defines tiers, or omit the option") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         message = f"{path} is not valid TOML: {error}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
-    names = ("half_life_s", "hysteresis", "headroom", "landing", "timeout_ms")
-    parameters = {name: getattr(contents, name) for name in names if getattr(contents, name) is not None}
-    run = contents.run
+    parameter_names = ("half_life_s", "hysteresis", "headroom", "landing", "timeout_ms")
+    parameters = {name: getattr(toml_file, name) for name in parameter_names if getattr(toml_file, name) is not None}
+    run_table = toml_file.run
     parameters["run"] = override_run(
-        RunSettings(), interval_s=run.interval_s, rate=run.rate_per_s, quiet_hours=run.quiet_hours, watch=run.watch
+        RunSettings(),
+        interval_s=run_table.interval_s,
+        rate=run_table.rate_per_s,
+        quiet_hours=run_table.quiet_hours,
+        watch=run_table.watch,
     )
     base_folder = path.resolve().parent
-    tiers = tuple(replace(tier, directory=str(base_folder / tier.directory)) for tier in contents.tiers)
+    tiers = tuple(replace(tier, directory=str(base_folder / tier.directory)) for tier in toml_file.tiers)
     return _FileSettings(
-        tiers, None if contents.catalogue is None else str(base_folder / contents.catalogue), parameters
+        tiers, None if toml_file.catalogue is None else str(base_folder / toml_file.catalogue), parameters
     )
 
 
@@ -329,27 +333,30 @@ def _parse_tier(text: str) -> _TierSettings:
     if not equals_sign or not directory:
         message = f"a tier must be NAME=DIRECTORY[,capacity=SIZE][,accesses_min=N], not {text!r}"
         raise UsageError(message)
-    accesses_min = options.get("accesses_min")
-    if accesses_min is not None and not accesses_min.isdecimal():
-        message = f"accesses_min must be a number of accesses, not {accesses_min!r} ({text!r})"
+    accesses_min_text = options.get("accesses_min")
+    if accesses_min_text is not None and not accesses_min_text.isdecimal():
+        message = f"accesses_min must be a number of accesses, not {accesses_min_text!r} ({text!r})"
         raise UsageError(message)
-    return _TierSettings(name, directory, None if accesses_min is None else int(accesses_min), options.get("capacity"))
+    accesses_min = None if accesses_min_text is None else int(accesses_min_text)
+    return _TierSettings(name, directory, accesses_min, options.get("capacity"))
 
 
 def _apply_defaults(tiers: tuple[_TierSettings, ...]) -> tuple[Tier, ...]:
     """Return the configured tiers, or the default tiers if none is configured, with the defaults for missing values."""
-    settings = tiers or tuple(_TierSettings(name, default.directory) for name, default in DEFAULT_TIERS.items())
-    accesses_min_by_position = [default.accesses_min for default in DEFAULT_TIERS.values()]
+    tier_settings = tiers or tuple(_TierSettings(name, default.directory) for name, default in DEFAULT_TIERS.items())
+    default_accesses_min = [default.accesses_min for default in DEFAULT_TIERS.values()]
     configured_tiers = []
-    for position, tier in enumerate(settings):
+    for position, tier in enumerate(tier_settings):
         accesses_min = tier.accesses_min
         if accesses_min is None:
-            if position == len(settings) - 1:
+            # The last tier is for all other files. Another tier gets the default of its name, or the default of its
+            # position if there are as many tiers as default tiers.
+            if position == len(tier_settings) - 1:
                 accesses_min = 0
             elif tier.name in DEFAULT_TIERS:
                 accesses_min = DEFAULT_TIERS[tier.name].accesses_min
-            elif len(settings) == len(accesses_min_by_position):
-                accesses_min = accesses_min_by_position[position]
+            elif len(tier_settings) == len(default_accesses_min):
+                accesses_min = default_accesses_min[position]
             else:
                 message = f"tier {tier.name!r} must have accesses_min, because it has no default"
                 raise UsageError(message, what_to_do="add accesses_min, e.g. 100 for the hottest files")
@@ -359,17 +366,17 @@ def _apply_defaults(tiers: tuple[_TierSettings, ...]) -> tuple[Tier, ...]:
 
 
 def _check_configuration(configuration: Configuration) -> None:
-    names = [tier.name for tier in configuration.tiers]
-    are_names_valid = all(_NAME_PATTERN.fullmatch(name) for name in names)
+    tier_names = [tier.name for tier in configuration.tiers]
+    are_names_valid = all(_NAME_PATTERN.fullmatch(name) for name in tier_names)
     thresholds = [tier.accesses_min for tier in configuration.tiers]
-    if not names or not are_names_valid or len(set(names)) != len(names):
-        message = f"the names of tiers must differ and consist of letters, digits, '.', '-' and '_', not {names}"
+    if not tier_names or not are_names_valid or len(set(tier_names)) != len(tier_names):
+        message = f"the names of tiers must differ and consist of letters, digits, '.', '-' and '_', not {tier_names}"
         raise UsageError(message)
     if thresholds != sorted(thresholds, reverse=True) or thresholds[-1] != 0:
         message = f"accesses_min must not increase from tier to tier, and must be 0 for the last tier, not {thresholds}"
         raise UsageError(message)
     folders = [tier.directory.resolve() for tier in configuration.tiers]
-    if any(first == second or first in second.parents for first, second in itertools.permutations(folders, 2)):
+    if any(outer == inner or outer in inner.parents for outer, inner in itertools.permutations(folders, 2)):
         message = "the directory of a tier must not be the directory of another tier, or inside that directory"
         raise UsageError(message, what_to_do="configure a separate directory for each tier")
     catalogue = configuration.catalogue.resolve()
@@ -382,10 +389,10 @@ def _check_configuration(configuration: Configuration) -> None:
     if not (configuration.half_life_s > 0 and math.isfinite(configuration.half_life_s)):
         message = f"half_life_s must be positive and finite, not {configuration.half_life_s}"
         raise UsageError(message)
-    for key in ("hysteresis", "headroom"):
-        value = getattr(configuration, key)
-        if not 0 <= value < 1:
-            message = f"{key} must be at least 0 and less than 1, not {value}"
+    for name in ("hysteresis", "headroom"):
+        fraction = getattr(configuration, name)
+        if not 0 <= fraction < 1:
+            message = f"{name} must be at least 0 and less than 1, not {fraction}"
             raise UsageError(message)
     if configuration.timeout_ms < 0:
         message = f"timeout_ms must be at least 0, not {configuration.timeout_ms}"

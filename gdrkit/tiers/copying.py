@@ -68,14 +68,14 @@ def copy_data(
     """
     os.ftruncate(copy_fd, size_bytes)
     digest = hashlib.blake2b()
-    memory = _allocate_buffer()
+    buffer = _allocate_buffer()
     for offset, length in _list_chunks(source_fd, size_bytes, chunk_bytes):
         on_chunk(offset, length)
-        chunk = memory[:length]
-        _read(source_fd, chunk, offset)
+        chunk = buffer[:length]
+        _read_chunk(source_fd, chunk, offset)
         digest.update(b"%d:" % offset)
         digest.update(chunk)
-        _write(copy_fd, chunk, offset)
+        _write_chunk(copy_fd, chunk, offset)
     on_chunk(size_bytes, 0)
     return digest.digest()
 
@@ -91,27 +91,27 @@ def compute_copy_digest(
     """Read a synced copy and return its digest.
 
     The kernel is advised to drop the copy from the page cache, so that the bytes come from the disk. The digest covers
-    the same chunks as the digest of :func:`copy_data`, so the two are equal if the copy is correct. Where the source
-    has a hole, the copy must have zeros. For the parameters see :func:`copy_data`.
+    the same chunks as the digest of :func:`copy_data`, so both digests are equal if the copy is correct. The copy must
+    have zeros for each hole of the source. For the parameters see :func:`copy_data`.
 
     Raises
     ------
     ApiError
-        ``IO_ERROR``: a hole contains data in the copy.
+        ``IO_ERROR``: the copy has other bytes than zeros for a hole of the source.
     """
     os.posix_fadvise(copy_fd, 0, 0, os.POSIX_FADV_DONTNEED)
     digest = hashlib.blake2b()
     previous_end = 0
-    memory = _allocate_buffer()
+    buffer = _allocate_buffer()
     for offset, length in _list_chunks(source_fd, size_bytes, chunk_bytes):
         on_chunk(offset, length)
-        _check_zero(copy_fd, previous_end, offset, memory)
+        _check_hole_is_zero(copy_fd, previous_end, offset, buffer)
         previous_end = offset + length
-        chunk = memory[:length]
-        _read(copy_fd, chunk, offset)
+        chunk = buffer[:length]
+        _read_chunk(copy_fd, chunk, offset)
         digest.update(b"%d:" % offset)
         digest.update(chunk)
-    _check_zero(copy_fd, previous_end, size_bytes, memory)
+    _check_hole_is_zero(copy_fd, previous_end, size_bytes, buffer)
     return digest.digest()
 
 
@@ -127,12 +127,12 @@ def find_first_difference(
 
     For the parameters see :func:`copy_data`.
     """
-    source_memory, copy_memory = _allocate_buffer(), _allocate_buffer()
+    source_buffer, copy_buffer = _allocate_buffer(), _allocate_buffer()
     for offset, length in _list_chunks(source_fd, size_bytes, chunk_bytes):
         on_chunk(offset, length)
-        _read(source_fd, source_memory[:length], offset)
-        _read(copy_fd, copy_memory[:length], offset)
-        mismatch_offset = pattern.find_mismatch(source_memory[:length], copy_memory[:length])
+        _read_chunk(source_fd, source_buffer[:length], offset)
+        _read_chunk(copy_fd, copy_buffer[:length], offset)
+        mismatch_offset = pattern.find_mismatch(source_buffer[:length], copy_buffer[:length])
         if mismatch_offset is not None:
             return offset + mismatch_offset
     return None
@@ -151,8 +151,8 @@ def copy_attributes(source_fd: int, copy_fd: int, source_status: os.stat_result)
         os.fchown(copy_fd, source_status.st_uid, source_status.st_gid)
     # The mode must be set after the owner, because a change of owner clears set-user-id bits and capabilities.
     os.fchmod(copy_fd, stat.S_IMODE(source_status.st_mode))
-    for name in _list_attributes_to_copy(source_fd):
-        os.setxattr(copy_fd, name, os.getxattr(source_fd, name))
+    for attribute_name in _list_attributes_to_copy(source_fd):
+        os.setxattr(copy_fd, attribute_name, os.getxattr(source_fd, attribute_name))
     os.utime(copy_fd, ns=(source_status.st_atime_ns, source_status.st_mtime_ns))
 
 
@@ -185,7 +185,7 @@ def _allocate_buffer() -> memoryview:
     return memoryview(mmap.mmap(-1, CHUNK_BYTES))
 
 
-def _read(descriptor: int, chunk: memoryview, offset: int) -> None:
+def _read_chunk(descriptor: int, chunk: memoryview, offset: int) -> None:
     read_bytes = 0
     while read_bytes < len(chunk):
         new_bytes = os.preadv(descriptor, [chunk[read_bytes:]], offset + read_bytes)
@@ -194,14 +194,14 @@ def _read(descriptor: int, chunk: memoryview, offset: int) -> None:
         read_bytes += new_bytes
 
 
-def _write(descriptor: int, chunk: memoryview, offset: int) -> None:
+def _write_chunk(descriptor: int, chunk: memoryview, offset: int) -> None:
     written_bytes = 0
     while written_bytes < len(chunk):
         written_bytes += os.pwrite(descriptor, chunk[written_bytes:], offset + written_bytes)
 
 
-def _check_zero(descriptor: int, begin: int, end: int, memory: memoryview) -> None:
-    """Raise an error (EIO) if a byte from `begin` to `end` is not zero. `memory` is the buffer for the reads."""
+def _check_hole_is_zero(descriptor: int, begin: int, end: int, buffer: memoryview) -> None:
+    """Raise an error (EIO) if a byte from offset `begin` to `end` is not zero. `buffer` is memory for the reads."""
     offset = begin
     while offset < end:
         try:
@@ -214,8 +214,8 @@ def _check_zero(descriptor: int, begin: int, end: int, memory: memoryview) -> No
                 raise
         if offset >= end:
             return
-        chunk = memory[: min(CHUNK_BYTES, end - offset)]
-        _read(descriptor, chunk, offset)
+        chunk = buffer[: min(CHUNK_BYTES, end - offset)]
+        _read_chunk(descriptor, chunk, offset)
         if bytes(chunk).count(0) != len(chunk):
             error = OSError(errno.EIO, "a hole of the file has data in the copy")
             raise kernel_error(error, "read", offset_bytes=offset)

@@ -243,6 +243,7 @@ class Database(ABC):
         (old_half_life_s,) = connection.execute("SELECT value FROM meta WHERE key = 'half_life_s'").fetchone()
         if old_half_life_s == self._half_life_s:
             return
+        # Only _fill_draft() has begun a transaction. Its database has no files yet, so there are no scores to convert.
         if connection.in_transaction:
             connection.execute("UPDATE meta SET value = ? WHERE key = 'half_life_s'", (self._half_life_s,))
             return
@@ -258,8 +259,10 @@ class Database(ABC):
 
         With `store`, also write the clock to the database. The caller must then have begun a transaction.
         """
-        rows = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('wall_s', 'offset_s')").fetchall())
-        wall_s, stored_wall_s, offset_s = self._clock(), float(rows["wall_s"]), float(rows["offset_s"])
+        meta_by_key = dict(
+            connection.execute("SELECT key, value FROM meta WHERE key IN ('wall_s', 'offset_s')").fetchall()
+        )
+        wall_s, stored_wall_s, offset_s = self._clock(), float(meta_by_key["wall_s"]), float(meta_by_key["offset_s"])
         # If the host's clock was set back, the clock of the catalogue continues from the stored time.
         offset_s += max(0.0, stored_wall_s - wall_s)
         if store:

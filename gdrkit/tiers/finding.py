@@ -14,7 +14,7 @@ class FindingKind(enum.Enum):
     DAMAGED = "damaged"
     """The catalogue is not a valid database."""
     ABSENT = "absent"
-    """The folder of a tier is not the folder that the catalogue knows. Its file system is probably not mounted."""
+    """The tier is not available: its folder cannot be opened, or is not the folder that the catalogue knows."""
     INTERRUPTED = "interrupted"
     """A process died while it migrated the file."""
     MISSING = "missing"
@@ -26,7 +26,7 @@ class FindingKind(enum.Enum):
     CHANGED = "changed"
     """The size of the file, or the number of its hard links, differs from the catalogue."""
     TWICE = "twice"
-    """Two tiers have a file of this name. gdrkit uses the file in the tier that the catalogue states."""
+    """Several tiers have a file of this name. gdrkit uses the file in the tier that the catalogue states."""
     FOREIGN = "foreign"
     """The name belongs to a symbolic link, a device or another special file. gdrkit does not touch it."""
     KEPT = "kept"
@@ -42,8 +42,8 @@ class TierFinding:
     kind : FindingKind
         Type of the finding.
     name, tier : str
-        Name of the file and of its tier. A finding about the catalogue has the path of the catalogue and an empty
-        string.
+        Name of the file and of its tier. A finding about a tier has the name of the tier in both, and a finding about
+        the catalogue has the path of the catalogue and an empty string.
     text : str
         Details in words, for the administrator.
     mended : bool
@@ -57,6 +57,6 @@ class TierFinding:
     mended: bool = False
 
     @property
-    def is_wrong(self) -> bool:
+    def needs_action(self) -> bool:
         """Whether an administrator has to act."""
         return not self.mended and self.kind is not FindingKind.FOREIGN

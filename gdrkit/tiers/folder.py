@@ -38,7 +38,7 @@ __all__ = ["OWN_SUBFOLDERS", "TierFolder"]
 # The folders in ``.gdrkit-tiers``.
 OWN_SUBFOLDERS = ("incoming", "moves", "retired", "kept")
 _OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Largest number of bytes of ``tier.json`` that are read.
+# Largest number of bytes that are read from ``tier.json``.
 _IDENTITY_BYTES_MAX = 4096
 # Mode of gdrkit's own folders.
 _PRIVATE_MODE = 0o700
@@ -134,8 +134,8 @@ class TierFolder:
         with convert_os_errors("open tier", tier=self.name, directory=str(self.directory)):
             try:
                 own_folder_fd = self.own_folder_fd()
-                # All folders are created now: on a full file system, no folder can be created, but an existing one gets
-                # new entries.
+                # All folders are created now, because a full file system has no space for a new folder later. An
+                # existing folder can still get new entries.
                 for subfolder in OWN_SUBFOLDERS:
                     self.own_folder_fd(subfolder)
                 if self.identity is None:
@@ -390,8 +390,8 @@ def _write_once(folder_fd: int, name: str, text: str) -> None:
         with contextlib.suppress(FileExistsError):
             os.link(temporary_name, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
     except PermissionError:
-        # The file system has no hard links, so a later writer replaces the file. Each process reads the file after it
-        # wrote it, so it uses the identity of a later writer that was faster.
+        # The file system has no hard links, so this call may replace a file that another process has just created.
+        # claim() reads the file afterwards, so that this process uses the identity that is in the file then.
         os.rename(temporary_name, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
     else:
         os.unlink(temporary_name, dir_fd=folder_fd)

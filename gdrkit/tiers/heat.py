@@ -17,8 +17,8 @@ __all__ = ["NEVER_ACCESSED", "add_accesses_to_score", "heat", "least_score", "sc
 
 # The score of a file without accesses.
 NEVER_ACCESSED = -math.inf
-# A double has 53 significant bits. If the heat is above 2**60, the addition of a few accesses would not change it.
-_PRECISION_BITS = 60.0
+# A double has 53 significant bits, so the addition of a few accesses would not change a heat above 2**60.
+_LOG2_HEAT_MAX = 60.0
 # Largest exponent for which `heat` computes a power of two. 2.0**1024 would overflow.
 _EXPONENT_MAX = 1000.0
 
@@ -33,12 +33,12 @@ def heat(score: float, *, at_half_lives: float) -> float:
     return 2.0 ** min(score - at_half_lives, _EXPONENT_MAX) if score != NEVER_ACCESSED else 0.0
 
 
-def add_accesses_to_score(score: float, *, accesses: int, at_half_lives: float) -> float:
-    """Return the score of a file after more accesses at the time `at_half_lives`."""
-    exponent = score - at_half_lives
-    if exponent > _PRECISION_BITS:
+def add_accesses_to_score(score: float, *, access_count: int, at_half_lives: float) -> float:
+    """Return the score of a file after `access_count` more accesses at the time `at_half_lives`."""
+    log2_heat = score - at_half_lives
+    if log2_heat > _LOG2_HEAT_MAX:
         return score
-    return math.log2(2.0**exponent + accesses) + at_half_lives
+    return math.log2(2.0**log2_heat + access_count) + at_half_lives
 
 
 def least_score(accesses_min: int, *, at_half_lives: float, share: float = 1.0) -> float:

@@ -97,8 +97,8 @@ def _find_entry(name: str, catalogue: Catalogue) -> Entry | None:
 
 
 def _list_in_search_order(entry: Entry | None, folders: Mapping[str, TierFolder]) -> list[TierFolder]:
-    first_folders = [folders[entry.tier]] if entry is not None and entry.tier in folders else []
-    return [*first_folders, *(folder for folder in folders.values() if folder not in first_folders)]
+    likely_folders = [folders[entry.tier]] if entry is not None and entry.tier in folders else []
+    return [*likely_folders, *(folder for folder in folders.values() if folder not in likely_folders)]
 
 
 def _search_and_open(

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from gdrkit.tiers.catalogue import Entry
     from gdrkit.tiers.configuration import Configuration
     from gdrkit.tiers.folder import TierFolder
-    from gdrkit.tiers.migration import Observer, Phase
+    from gdrkit.tiers.migration import Phase, PhaseObserver
     from gdrkit.tiers.plan import PlannedMove
     from gdrkit.tiers.schedule import Pace
 
@@ -81,8 +81,8 @@ class TierManager:
         self.configuration = configuration
         self._resources = ReleaseStack()
         self._is_closed = False
-        self._tiers = TierSet(configuration)
-        self._resources.push(self._tiers.close)
+        self._tier_set = TierSet(configuration)
+        self._resources.push(self._tier_set.close)
         try:
             self.catalogue = Catalogue(
                 configuration.catalogue,
@@ -92,9 +92,9 @@ class TierManager:
                 fill=self._fill_new_catalogue,
             )
             self._resources.push(self.catalogue.close)
-            self._tiers.exclude_unknown_folders(self.catalogue)
-            self.accesses = AccessCounter(self.catalogue, record_file=self._record_location)
-            self._resources.push(self.accesses.close)
+            self._tier_set.exclude_unknown_folders(self.catalogue)
+            self.access_counter = AccessCounter(self.catalogue, record_file=self._record_location)
+            self._resources.push(self.access_counter.close)
             self.recovery_findings = tuple(self._recover())
         except BaseException as error:
             self._resources.run_after(error)
@@ -126,14 +126,14 @@ class TierManager:
             raise UsageError(message)
         with convert_os_errors("open", name=printable(name)):
             if mode == "r":
-                tier, descriptor = open_for_reading(name, self._tiers.folders, self.catalogue)
+                tier_folder, descriptor = open_for_reading(name, self._tier_set.folders, self.catalogue)
             else:
-                landing_tiers = self._tiers.landing_folders(self.catalogue.totals()) if mode == "a+" else None
-                tier, descriptor = open_for_writing(
-                    name, self._tiers.folders, self.catalogue, landing_tiers=landing_tiers
+                landing_tiers = self._tier_set.landing_folders(self.catalogue.totals()) if mode == "a+" else None
+                tier_folder, descriptor = open_for_writing(
+                    name, self._tier_set.folders, self.catalogue, landing_tiers=landing_tiers
                 )
-        self.accesses.count(name)
-        return TieredFile(name, tier, descriptor, writable=mode != "r", catalogue=self.catalogue)
+        self.access_counter.count(name)
+        return TieredFile(name, tier_folder, descriptor, writable=mode != "r", catalogue=self.catalogue)
 
     def read_into(self, name: str, buffer: object, **options: Any) -> TransferResult:  # noqa: ANN401 - see TieredFile.
         """Read a file into device or host memory, by :meth:`TieredFile.read_into`. The call counts as an access."""
@@ -149,7 +149,7 @@ class TierManager:
             return file.write_from(buffer, **options)
 
     def find(self, name: str) -> Entry:
-        """Return the catalogue's entry of a file.
+        """Return the catalogue's entry of a file. If a tier has the file but the catalogue has no entry, add the entry.
 
         Raises
         ------
@@ -158,12 +158,12 @@ class TierManager:
         """
         self._check_open()
         check_name(name)
-        self.accesses.flush()
+        self.access_counter.flush()
         entry = self.catalogue.find(name)
         if entry is None:
             # The file may have been created outside gdrkit. The call adds such a file to the catalogue.
             with convert_os_errors("find", name=printable(name)):
-                _, descriptor = open_for_reading(name, self._tiers.folders, self.catalogue)
+                _, descriptor = open_for_reading(name, self._tier_set.folders, self.catalogue)
             os.close(descriptor)
             entry = self.catalogue.find(name)
         if entry is None:
@@ -182,10 +182,10 @@ class TierManager:
         self._check_open()
         check_name(name)
         with convert_os_errors("remove", name=printable(name)):
-            tier, descriptor = open_for_reading(name, self._tiers.folders, self.catalogue)
+            tier_folder, descriptor = open_for_reading(name, self._tier_set.folders, self.catalogue)
             try:
                 lock_exclusive(descriptor, name=name)
-                with tier.open_parent(name) as (parent_fd, base_name):
+                with tier_folder.open_parent(name) as (parent_fd, base_name):
                     os.unlink(base_name, dir_fd=parent_fd)
                     os.fsync(parent_fd)
             finally:
@@ -196,7 +196,7 @@ class TierManager:
             if entry is not None and entry.pinned is not None:
                 self._store_pins()
 
-    def move(self, name: str, tier: str, *, observe: Observer | None = None, pace: Pace | None = None) -> int:
+    def move(self, name: str, tier: str, *, observe: PhaseObserver | None = None, pace: Pace | None = None) -> int:
         """Move a file to a tier, regardless of the policy.
 
         Parameters
@@ -226,10 +226,10 @@ class TierManager:
             try:
                 return migrate_file(
                     name,
-                    source=self._tiers.folder(entry.tier),
+                    source=self._tier_set.folder(entry.tier),
                     destination=destination,
                     catalogue=self.catalogue,
-                    limit_bytes=self._tiers.limit_bytes(destination.name, self.catalogue.totals()),
+                    limit_bytes=self._tier_set.limit_bytes(destination.name, self.catalogue.totals()),
                     observe=observe or _ignore_progress,
                     pace=pace,
                 )
@@ -240,8 +240,8 @@ class TierManager:
                 self._record_location(name)
         raise busy_error("migrate", "other processes moved the file at each attempt", name=printable(name))
 
-    def auto_tier(self, name: str, *, observe: Observer | None = None) -> str:
-        """Move one file to the tier that its heat or its pin requires, and return the name of its tier.
+    def auto_tier(self, name: str, *, observe: PhaseObserver | None = None) -> str:
+        """Move a file to the tier that its heat or its pin requires, and return the name of the tier that has it then.
 
         If the required tier is full, a pinned file stays where it is, and any other file gets the next slower tier with
         space. Unlike :meth:`migrate`, this method moves no colder files away to make space.
@@ -255,7 +255,7 @@ class TierManager:
         totals = self.catalogue.totals()
         remaining_limits = [
             replace(tier, limit_bytes=tier.limit_bytes - total.allocated_bytes - total.coming_bytes + own_bytes)
-            for tier in self._tiers.limits(totals)
+            for tier in self._tier_set.limits(totals)
             for total in (totals.get(tier.name, TierTotals()),)
             # The space of the file in its current tier counts as free, so that the file can stay in a full tier.
             for own_bytes in (entry.allocated_bytes if tier.name == entry.tier else 0,)
@@ -278,27 +278,27 @@ class TierManager:
     def plan(self) -> MigrationPlan:
         """Return the migrations that the policy requires now. The caller closes the plan."""
         self._check_open()
-        self.accesses.flush()
-        limits = self._tiers.limits(self.catalogue.totals())
+        self.access_counter.flush()
+        limits = self._tier_set.limits(self.catalogue.totals())
         return MigrationPlan(self.catalogue, limits, hysteresis=self.configuration.hysteresis)
 
     def migrate(
         self,
         *,
-        begin: Callable[[int, int], None] | None = None,
-        observe: Observer | None = None,
-        moved: Callable[[PlannedMove, str], None] | None = None,
+        on_begin: Callable[[int, int], None] | None = None,
+        observe: PhaseObserver | None = None,
+        on_outcome: Callable[[PlannedMove, str], None] | None = None,
         pace: Pace | None = None,
     ) -> Migrated:
         """Move files as the policy requires. A file that cannot be moved now is skipped.
 
         Parameters
         ----------
-        begin : callable or None
+        on_begin : callable or None
             Called once with the number of the files that will be moved, and the space that they take in bytes.
         observe : callable or None
             Called at each phase of each file; see :meth:`move`.
-        moved : callable or None
+        on_outcome : callable or None
             Called after each file with its planned move and the reason why the file was not moved (empty if it was
             moved).
         pace : Pace or None
@@ -307,8 +307,8 @@ class TierManager:
         refused_moves: list[RefusedMove] = []
         moved_count = moved_bytes = 0
         with self.plan() as plan:
-            if begin is not None:
-                begin(plan.count, plan.allocated_bytes)
+            if on_begin is not None:
+                on_begin(plan.count, plan.allocated_bytes)
             for planned_move in plan.moves():
                 why_not_moved = ""
                 try:
@@ -322,8 +322,8 @@ class TierManager:
                     refused_moves.append(
                         RefusedMove(planned_move.name, planned_move.destination, error.reason, why_not_moved)
                     )
-                if moved is not None:
-                    moved(planned_move, why_not_moved)
+                if on_outcome is not None:
+                    on_outcome(planned_move, why_not_moved)
             return Migrated(moved_count, moved_bytes, tuple(refused_moves), plan.considered)
 
     def pin(self, name: str, tier: str | None = None) -> str:
@@ -345,8 +345,8 @@ class TierManager:
     def status(self) -> list[TierStatus]:
         """Return the current state of the tiers, fastest first."""
         self._check_open()
-        self.accesses.flush()
-        totals, folders, routes = self.catalogue.totals(), self._tiers.folders, self.catalogue.routes()
+        self.access_counter.flush()
+        totals, folders, routes = self.catalogue.totals(), self._tier_set.folders, self.catalogue.routes()
         return [
             TierStatus(
                 name=tier.name,
@@ -356,9 +356,9 @@ class TierManager:
                 size_bytes=total.size_bytes,
                 allocated_bytes=total.allocated_bytes,
                 coming_bytes=total.coming_bytes,
-                limit_bytes=self._tiers.limit_bytes(tier.name, totals),
+                limit_bytes=self._tier_set.limit_bytes(tier.name, totals),
                 free_bytes=folders[tier.name].free_bytes() if tier.name in folders else 0,
-                absent=self._tiers.absent.get(tier.name, ""),
+                absent=self._tier_set.absent.get(tier.name, ""),
                 route=routes.get(tier.name, UNOBSERVED),
             )
             for tier in self.configuration.tiers
@@ -375,23 +375,23 @@ class TierManager:
             The only files that are removed are incomplete copies, and old files that a complete copy has replaced.
         """
         self._check_open()
-        self.accesses.flush()
-        findings = [TierFinding(FindingKind.ABSENT, name, name, why) for name, why in self._tiers.absent.items()]
+        self.access_counter.flush()
+        findings = [TierFinding(FindingKind.ABSENT, name, name, why) for name, why in self._tier_set.absent.items()]
         if self.catalogue.is_damaged():
             if repair:
                 self.catalogue.rebuild()
-            path, text = str(self.catalogue.path), "not a valid database"
-            findings.append(TierFinding(FindingKind.DAMAGED, path, "", text, mended=repair))
+            catalogue_path, text = str(self.catalogue.path), "not a valid database"
+            findings.append(TierFinding(FindingKind.DAMAGED, catalogue_path, "", text, mended=repair))
             if not repair:
                 return findings
         if repair:
             findings += self._recover()
         else:
-            findings += find_interrupted_migrations(self._tiers.folders)
-        findings += compare_with_disks(self.catalogue, self._tiers.folders, repair=repair)
+            findings += find_interrupted_migrations(self._tier_set.folders)
+        findings += compare_with_disks(self.catalogue, self._tier_set.folders, repair=repair)
         if any(finding.kind is FindingKind.MISSING and finding.mended for finding in findings):
             self._store_pins()
-        return [*findings, *find_kept_files(self._tiers.folders)]
+        return [*findings, *find_kept_files(self._tier_set.folders)]
 
     def folder(self, tier: str) -> TierFolder:
         """Return the folder of a tier.
@@ -402,25 +402,25 @@ class TierManager:
             The tier is not available.
         """
         self._check_open()
-        return self._tiers.folder(self.configuration.tier(tier).name)
+        return self._tier_set.folder(self.configuration.tier(tier).name)
 
     def close(self) -> None:
         """Write the last access counts to the catalogue, and close it and the tiers. A second close does nothing."""
         if not self._is_closed:
             self._is_closed = True
-            self.accesses.flush()
+            self.access_counter.flush()
             self._resources.run()
             self._handle.release()
 
     def _fill_new_catalogue(self, catalogue: Catalogue) -> None:
         """Fill a new catalogue with the files and the pins on disk."""
-        fill_catalogue(catalogue, self.configuration, self._tiers.folders)
-        for name, tier in read_pins(self._tiers.fastest).items():
+        fill_catalogue(catalogue, self.configuration, self._tier_set.folders)
+        for name, tier in read_pins(self._tier_set.fastest).items():
             catalogue.pin(name, tier)
 
     def _recover(self) -> list[TierFinding]:
         """Recover the migrations of processes that died, and log the findings."""
-        findings = recover(self._tiers.folders, self.catalogue)
+        findings = recover(self._tier_set.folders, self.catalogue)
         for finding in findings:
             _log.warning("%s in %s: %s", printable(finding.name), finding.tier, finding.text)
         return findings
@@ -428,9 +428,9 @@ class TierManager:
     def _record_location(self, name: str) -> None:
         """Find the file on the disks and write its current tier to the catalogue."""
         with convert_os_errors("find", name=printable(name)):
-            tier, descriptor = open_for_reading(name, self._tiers.folders, self.catalogue)
+            tier_folder, descriptor = open_for_reading(name, self._tier_set.folders, self.catalogue)
             try:
-                self.catalogue.record_file(name, tier.name, os.fstat(descriptor))
+                self.catalogue.record_file(name, tier_folder.name, os.fstat(descriptor))
             finally:
                 os.close(descriptor)
 
@@ -442,9 +442,9 @@ class TierManager:
             self._store_pins()
 
     def _store_pins(self) -> None:
-        """Write all pins of the catalogue to the disk. The catalogue has no pins of removed files."""
+        """Write all pins of the catalogue to the disk. This also drops the pins of files that the catalogue removed."""
         with self.catalogue.write_transaction("pin"):
-            write_pins(self._tiers.fastest, self.catalogue.pins())
+            write_pins(self._tier_set.fastest, self.catalogue.pins())
 
     def _check_open(self) -> None:
         if self._is_closed:

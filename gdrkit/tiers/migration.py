@@ -28,7 +28,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import Api, ApiError, DataMismatch, Reason
-from gdrkit.host import rename_new
+from gdrkit.host import rename_without_replacing
 from gdrkit.tiers.copying import (
     CHUNK_BYTES,
     compute_copy_digest,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from gdrkit.tiers.folder import TierFolder
     from gdrkit.tiers.schedule import Pace
 
-__all__ = ["Observer", "Phase", "migrate_file"]
+__all__ = ["Phase", "PhaseObserver", "migrate_file"]
 
 
 class Phase(enum.Enum):
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     # A function that is called with the phase, the name of the file and the progress in bytes: before each phase, and
     # before each chunk that is copied or read back. If the function raises an exception before the old file is removed,
     # the migration is undone.
-    Observer = Callable[[Phase, str, int], None]
+    PhaseObserver = Callable[[Phase, str, int], None]
 
 
 def migrate_file(
@@ -84,7 +84,7 @@ def migrate_file(
     destination: TierFolder,
     catalogue: Catalogue,
     limit_bytes: int,
-    observe: Observer,
+    observe: PhaseObserver,
     pace: Pace | None = None,
 ) -> int:
     """Move a file to another tier.
@@ -100,7 +100,7 @@ def migrate_file(
     limit_bytes : int
         Space that gdrkit may use in the destination in total, in bytes.
     observe : callable
-        Called before each phase, and before each chunk that is copied or read back; see `Observer`.
+        Called before each phase, and before each chunk that is copied or read back; see `PhaseObserver`.
     pace : Pace or None
         The rate limit of a background run. None: the file is copied as fast as possible.
 
@@ -125,7 +125,7 @@ def migrate_file(
         guard = stack.enter_context(Guard(source_fd, name=name))
         with convert_os_errors("open", name=printable(name), tier=source.name):
             _check_file_has_name(source, name, guard.initial_status)
-        _check_links(guard.initial_status, name)
+        _check_single_link(guard.initial_status, name)
         preserve_access_time(source_fd)
         migration = _Migration(name, (source, destination), catalogue, observe, guard, pace=pace)
         # st_blocks counts blocks of 512 bytes.
@@ -152,7 +152,7 @@ class _Migration:
         name: str,
         source_and_destination: tuple[TierFolder, TierFolder],
         catalogue: Catalogue,
-        observe: Observer,
+        observe: PhaseObserver,
         guard: Guard,
         *,
         pace: Pace | None,
@@ -245,12 +245,12 @@ class _Migration:
 
         return on_chunk
 
-    def _sync_if_due(self, pace: Pace, next_bytes: int) -> None:
+    def _sync_if_due(self, pace: Pace, next_chunk_bytes: int) -> None:
         """Sync the copy before more than `pace.unsynced_bytes_max` bytes of it are only in memory."""
-        if self._unsynced_bytes + next_bytes > pace.unsynced_bytes_max:
+        if self._unsynced_bytes + next_chunk_bytes > pace.unsynced_bytes_max:
             os.fdatasync(self._copy_fd)
             self._unsynced_bytes = 0
-        self._unsynced_bytes += next_bytes
+        self._unsynced_bytes += next_chunk_bytes
 
     def _create_copy(self) -> None:
         """Create the empty copy, lock it, and write the record of the migration."""
@@ -274,7 +274,9 @@ class _Migration:
         """Give the copy the name of the file in the destination."""
         self._guard.check()
         with self._destination.open_parent(self._name, create_like=self._source) as (parent_fd, base_name):
-            rename_new(self.id, base_name, folder=self._destination.own_folder_fd("incoming"), new_folder=parent_fd)
+            rename_without_replacing(
+                self.id, base_name, folder_fd=self._destination.own_folder_fd("incoming"), new_folder_fd=parent_fd
+            )
 
     def _sync_destination(self) -> None:
         with self._destination.open_parent(self._name) as (parent_fd, _):
@@ -283,7 +285,7 @@ class _Migration:
     def _retire_source(self) -> None:
         """Rename the old file into the ``retired`` folder. From that moment the copy is the file."""
         retired_fd = self._source.own_folder_fd("retired")
-        self._check_copy()
+        self._check_copy_has_name()
         with self._source.open_parent(self._name) as (parent_fd, base_name):
             self._guard.check()
             os.rename(base_name, self.id, src_dir_fd=parent_fd, dst_dir_fd=retired_fd)
@@ -296,7 +298,7 @@ class _Migration:
         self._guard.check()
         self._completed_steps.pop()
 
-    def _check_copy(self) -> None:
+    def _check_copy_has_name(self) -> None:
         """Check that the copy still has its name: another process may have removed it or moved its folder."""
         file_status = self._destination.stat(self._name)
         if file_status is None or file_status.st_ino != os.fstat(self._copy_fd).st_ino:
@@ -314,7 +316,7 @@ class _Migration:
 
     def _remove_retired_file(self) -> None:
         # This is the last check of both files before one of them is removed.
-        self._check_copy()
+        self._check_copy_has_name()
         self._guard.check()
         retired_fd = self._source.own_folder_fd("retired")
         os.unlink(self.id, dir_fd=retired_fd)
@@ -336,7 +338,7 @@ class _Migration:
             return
         undo_actions = {
             Phase.CATALOGUE: self._restore_catalogue,
-            Phase.RETIRE: self._restore_name,
+            Phase.RETIRE: self._restore_source_name,
             Phase.RENAME: self._remove_copy_name,
             Phase.RECORD: self._remove_copy,
         }
@@ -354,9 +356,11 @@ class _Migration:
     def _restore_catalogue(self) -> None:
         self._catalogue.record_file(self._name, self._source.name, self._guard.initial_status)
 
-    def _restore_name(self) -> None:
+    def _restore_source_name(self) -> None:
         with self._source.open_parent(self._name) as (parent_fd, base_name):
-            rename_new(self.id, base_name, folder=self._source.own_folder_fd("retired"), new_folder=parent_fd)
+            rename_without_replacing(
+                self.id, base_name, folder_fd=self._source.own_folder_fd("retired"), new_folder_fd=parent_fd
+            )
             os.fsync(parent_fd)
         os.fsync(self._source.own_folder_fd("retired"))
 
@@ -390,7 +394,7 @@ def _check_file_has_name(source: TierFolder, name: str, file_status: os.stat_res
         raise FileNotFoundError(errno.ENOENT, "another process has just moved the file")
 
 
-def _check_links(file_status: os.stat_result, name: str) -> None:
+def _check_single_link(file_status: os.stat_result, name: str) -> None:
     if file_status.st_nlink > 1:
         raise ApiError(
             api=Api.NONE,

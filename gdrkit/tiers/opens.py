@@ -50,7 +50,7 @@ class OpenWatcher(Closeable):
     ----------
     folders : sequence of TierFolder
         The tiers.
-    accesses : AccessCounter
+    access_counter : AccessCounter
         The counter to which the watcher adds the opens by other programs.
 
     Attributes
@@ -67,12 +67,12 @@ class OpenWatcher(Closeable):
         EPERM: this process has no CAP_SYS_ADMIN. ENOSYS, EINVAL: the kernel is older than Linux 5.9.
     """
 
-    def __init__(self, folders: Sequence[TierFolder], accesses: AccessCounter) -> None:
-        self._accesses = accesses
+    def __init__(self, folders: Sequence[TierFolder], access_counter: AccessCounter) -> None:
+        self._access_counter = access_counter
         self._reports = OpenReports()
         # The path of each known folder relative to its tier, by file system and file handle. The path is empty for the
         # folder of the tier itself, and None for a folder outside all tiers.
-        self._paths_by_handle: dict[tuple[int, bytes], str | None] = {}
+        self._path_by_folder_key: dict[tuple[int, bytes], str | None] = {}
         self._tiers_by_file_system_id: dict[int, list[TierFolder]] = {}
         self.unwatched: dict[str, str] = {}
         self._wake_fd = -1
@@ -98,7 +98,7 @@ class OpenWatcher(Closeable):
 
         If the counting thread has ended with an error, raise that error.
         """
-        self._paths_by_handle.clear()
+        self._path_by_folder_key.clear()
         if self._counting_future.done():
             self._counting_future.result()
 
@@ -143,7 +143,7 @@ class OpenWatcher(Closeable):
             self._count_opens(opened_files)
             for file in opened_files:
                 is_own_open = (file.process_id, file.name) == (os.getpid(), b"tier.json")
-                if is_own_open and self._find_path_in_tier(folder, file.folder) == OWN_FOLDER:
+                if is_own_open and self._find_path_in_tier(folder, file.folder_handle) == OWN_FOLDER:
                     return True
         return False
 
@@ -159,52 +159,52 @@ class OpenWatcher(Closeable):
             self._count_opens(opened_files)
 
     def _count_opens(self, opened_files: Iterable[OpenedFile]) -> None:
-        counts: Counter[tuple[str, int]] = Counter()
+        count_by_name_and_process: Counter[tuple[str, int]] = Counter()
         for file in opened_files:
             if (name := self._find_logical_name(file)) is not None:
-                counts[name, file.process_id] += 1
-        if not counts:
+                count_by_name_and_process[name, file.process_id] += 1
+        if not count_by_name_and_process:
             return
-        counting_process_ids = self._accesses.find_counting_process_ids()
-        for (name, process_id), count in counts.items():
+        counting_process_ids = self._access_counter.find_counting_process_ids()
+        for (name, process_id), count in count_by_name_and_process.items():
             if process_id not in counting_process_ids:
-                self._accesses.count(name, count)
+                self._access_counter.count(name, count)
 
     def _find_logical_name(self, file: OpenedFile) -> str | None:
         """Return the logical name of a file, or None if it is not a file of a tier."""
-        folder_key = (file.file_system, file.folder)
+        folder_key = (file.file_system_id, file.folder_handle)
         try:
-            folder_path = self._paths_by_handle[folder_key]
+            folder_path = self._path_by_folder_key[folder_key]
         except KeyError:
-            if len(self._paths_by_handle) >= _CACHED_FOLDERS_MAX:
-                self._paths_by_handle.clear()
-            folder_path = self._paths_by_handle[folder_key] = self._find_folder_path(*folder_key)
+            if len(self._path_by_folder_key) >= _CACHED_FOLDERS_MAX:
+                self._path_by_folder_key.clear()
+            folder_path = self._path_by_folder_key[folder_key] = self._find_folder_path(*folder_key)
         if folder_path is None:
             return None
         base_name = os.fsdecode(file.name)
         name = f"{folder_path}/{base_name}" if folder_path else base_name
         return None if name.partition("/")[0] in _RESERVED_FOLDERS else name
 
-    def _find_folder_path(self, file_system_id: int, handle: bytes) -> str | None:
+    def _find_folder_path(self, file_system_id: int, folder_handle: bytes) -> str | None:
         """Return the path of a folder relative to its tier, or None if it is not in a tier."""
         tiers = self._tiers_by_file_system_id.get(file_system_id, ())
-        paths = (self._find_path_in_tier(tier, handle) for tier in tiers)
+        paths = (self._find_path_in_tier(tier, folder_handle) for tier in tiers)
         return next((path for path in paths if path is not None), None)
 
-    def _find_path_in_tier(self, folder: TierFolder, handle: bytes) -> str | None:
+    def _find_path_in_tier(self, tier: TierFolder, folder_handle: bytes) -> str | None:
         """Return the path of a folder relative to this tier, or None if it is not in this tier."""
         try:
-            descriptor = open_by_handle(handle, mount_descriptor=folder.root_fd)
+            folder_fd = open_by_handle(folder_handle, mount_descriptor=tier.root_fd)
         except OSError as error:
             if error.errno == errno.ESTALE:
                 return None  # The folder was removed.
             raise
         try:
-            path = PurePosixPath(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115 - a link of procfs.
+            folder_path = PurePosixPath(os.readlink(f"/proc/self/fd/{folder_fd}"))  # noqa: PTH115 - a link of procfs.
         finally:
-            os.close(descriptor)
-        tier_path = os.readlink(f"/proc/self/fd/{folder.root_fd}")  # noqa: PTH115 - a link of procfs.
-        if not path.is_relative_to(tier_path):
+            os.close(folder_fd)
+        tier_path = os.readlink(f"/proc/self/fd/{tier.root_fd}")  # noqa: PTH115 - a link of procfs.
+        if not folder_path.is_relative_to(tier_path):
             return None
-        relative_path = str(path.relative_to(tier_path))
+        relative_path = str(folder_path.relative_to(tier_path))
         return "" if relative_path == "." else relative_path

@@ -1,4 +1,4 @@
-"""The pins of files to tiers, stored on disk. Users set pins, so the pins must survive the loss of the catalogue.
+"""The pins on disk. A pin keeps a file in one tier. Users set pins, so the pins must survive the loss of the catalogue.
 
 The pins are in the file ``pins.json`` in the ``.gdrkit-tiers`` folder of the fastest tier. The file is always replaced
 as a whole.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["read_pins", "write_pins"]
 
-_FILE_NAME = "pins.json"
+_PINS_FILE_NAME = "pins.json"
 
 
 def read_pins(folder: TierFolder) -> dict[str, str]:
@@ -28,7 +28,7 @@ def read_pins(folder: TierFolder) -> dict[str, str]:
     if own_folder_fd is None:
         return {}
     try:
-        descriptor = os.open(_FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own_folder_fd)
+        descriptor = os.open(_PINS_FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own_folder_fd)
     except OSError:
         return {}
     with os.fdopen(descriptor, encoding="ascii") as file:
@@ -44,9 +44,11 @@ def write_pins(folder: TierFolder, pins: Mapping[str, str]) -> None:
     with convert_os_errors("write pins", tier=folder.name):
         own_folder_fd = folder.own_folder_fd()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(_FILE_NAME + ".new", flags, 0o600, dir_fd=own_folder_fd), "w", encoding="ascii") as file:
+        with os.fdopen(
+            os.open(_PINS_FILE_NAME + ".new", flags, 0o600, dir_fd=own_folder_fd), "w", encoding="ascii"
+        ) as file:
             json.dump(pins, file, sort_keys=True)
             file.flush()
             os.fsync(file.fileno())
-        os.rename(_FILE_NAME + ".new", _FILE_NAME, src_dir_fd=own_folder_fd, dst_dir_fd=own_folder_fd)
+        os.rename(_PINS_FILE_NAME + ".new", _PINS_FILE_NAME, src_dir_fd=own_folder_fd, dst_dir_fd=own_folder_fd)
         os.fsync(own_folder_fd)

@@ -73,8 +73,8 @@ class MigrationPlan:
         now_half_lives = catalogue.now_half_lives()
         self._connection = catalogue.new_connection()
         self._index_by_tier = {tier.name: index for index, tier in enumerate(tiers)}
-        # Moves are grouped by direction and destination, with one table per group. The moves of a group are executed in
-        # the order of the decisions, so rows are only appended.
+        # Moves are grouped by direction (slower or faster) and destination, with one table per group. The moves of a
+        # group are executed in the order of the decisions, so rows are only appended.
         self._group_numbers = range(2 * len(tiers))
         try:
             with convert_sqlite_errors("plan"):
@@ -133,8 +133,8 @@ class MigrationPlan:
         return tier_count - 1 - destination_index if decision.tiers_down > 0 else tier_count + destination_index
 
     def _list_file_rows(self, tiers: Sequence[TierLimits]) -> Iterator[FileRow]:
-        # FileRow requires the order by links, pin and score. If two files are equally hot, the one in the faster tier
-        # comes first, so that it stays there.
+        # The policy requires the order by hard links, pin and score (see FileRow). If two files are equally hot, the
+        # file in the faster tier comes first, so that it stays there.
         tier_order_sql = " ".join(f"WHEN ? THEN {index}" for index in range(len(tiers)))
         rows = self._connection.execute(
             "SELECT id, tier, allocated_bytes, score, pinned, links FROM files ORDER BY "  # noqa: S608 - the numbers come from this module.

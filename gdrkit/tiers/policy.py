@@ -75,7 +75,10 @@ class FileRow(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A file that should move to another tier, which is `tiers_down` places slower (faster, if it is negative)."""
+    """A file that should move to another tier.
+
+    `tiers_down` is the number of tiers from its tier down to the destination. It is negative for a faster destination.
+    """
 
     id: int
     allocated_bytes: int
@@ -107,8 +110,8 @@ def decide(
         Moves in the order of the rows. Files that stay are omitted.
     """
     index_by_tier = {tier.name: index for index, tier in enumerate(tiers)}
-    # Free space by tier index. The tiers begin as empty: each file, also one that stays, takes its space when it is
-    # placed.
+    # Free space by tier index. At first all tiers count as empty. Each file takes its space when it is placed, even if
+    # it stays in its tier.
     free_bytes = [tier.limit_bytes for tier in tiers]
     # For each tier, the least score with which a file may enter it, and the least with which a file may stay in it.
     entry_scores = [least_score(tier.accesses_min, at_half_lives=now_half_lives) for tier in tiers]

@@ -93,9 +93,10 @@ class MoveRecord:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             # json.dumps escapes all characters that are not ASCII.
-            _write(descriptor, json.dumps(to_json_data(move)).encode("ascii"))
+            _write_all(descriptor, json.dumps(to_json_data(move)).encode("ascii"))
             os.fsync(descriptor)
             os.fsync(moves_fd)
+            # The caller has created the copy in this folder.
             os.fsync(folder.own_folder_fd("incoming"))
         except BaseException:
             record.remove()
@@ -132,7 +133,7 @@ def lock_dead_records(folder: TierFolder) -> list[MoveRecord]:
             continue  # The migration has just ended.
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Without a link, the record was removed after it was opened.
+            # A file without links has no name any more: the record was removed after it was opened.
             if not os.fstat(descriptor).st_nlink:
                 raise BlockingIOError  # noqa: TRY301 - the migration ended between the two calls.
         except BlockingIOError:
@@ -149,7 +150,7 @@ def _read_move(descriptor: int) -> RecordedMove | None:
         return None  # The record is incomplete. A migration does nothing before its record is on the disk.
 
 
-def _write(descriptor: int, data: bytes) -> None:
+def _write_all(descriptor: int, data: bytes) -> None:
     written_bytes = 0
     while written_bytes < len(data):
         written_bytes += os.write(descriptor, data[written_bytes:])

@@ -11,7 +11,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
-from gdrkit.host import rename_new
+from gdrkit.host import rename_without_replacing
 from gdrkit.tiers.finding import FindingKind, TierFinding
 from gdrkit.tiers.kernel_errors import convert_os_errors
 from gdrkit.tiers.names import printable
@@ -55,11 +55,11 @@ def recover(folders: Mapping[str, TierFolder], catalogue: Catalogue) -> list[Tie
     for folder in folders.values():
         with convert_os_errors("recover", tier=folder.name):
             findings += _recover_into(folder, folders, catalogue)
-    # A migration creates its record before it retires the file, and removes the record after the retired file. So the
+    # A migration creates its record before it retires the file, and removes the retired file before the record. So the
     # retired files must be listed before the records. A listed file without a record then belongs to no migration.
-    retired_names = {tier: folder.list_own_folder("retired") for tier, folder in folders.items()}
+    retired_names_by_tier = {tier: folder.list_own_folder("retired") for tier, folder in folders.items()}
     recorded_move_ids = set().union(*map(list_recorded_ids, folders.values()))
-    for tier, names in retired_names.items():
+    for tier, names in retired_names_by_tier.items():
         with convert_os_errors("recover", tier=tier):
             findings += _keep_unrecorded_files(folders[tier], set(names) - recorded_move_ids)
     for move_id in set(catalogue.reserved_move_ids()) - recorded_move_ids:
@@ -75,8 +75,8 @@ def _recover_into(folder: TierFolder, folders: Mapping[str, TierFolder], catalog
         if not is_locked:
             return
         records = lock_dead_records(folder)
-        # A migration creates its copy and its record under one lock, so a copy without a record was left by a process
-        # that died between the two.
+        # A migration creates its copy and its record while it holds the shared lock. So a copy without a record is from
+        # a process that died before it had created the record.
         for copy_id in set(folder.list_own_folder("incoming")) - list_recorded_ids(folder):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(copy_id, dir_fd=folder.own_folder_fd("incoming"))
@@ -137,7 +137,7 @@ class _InterruptedMove:
         elif self._retired_status is not None and self._must_restore_name():
             # The retired file has the newest or the only data, so the migration is undone.
             yield from self._discard_copy()
-            self._restore_name()
+            self._restore_source_name()
             catalogue.record_file(name, self._source.name, self._retired_status)
             text = "the file had changed during its migration; it is back in its tier"
             yield TierFinding(FindingKind.INTERRUPTED, name, self._source.name, text, mended=True)
@@ -151,7 +151,8 @@ class _InterruptedMove:
     def _must_restore_name(self) -> bool:
         """Return whether the retired file must get its name back, because it has the newest or the only data.
 
-        Either only the retired file was written during the migration, or the copy does not exist.
+        Either only the retired file was written during the migration, or the copy does not exist and no other file has
+        its name in the destination.
         """
         if self._named_status is not None or self._retired_status is None:
             return False
@@ -185,16 +186,16 @@ class _InterruptedMove:
             yield self._move_to_kept(retired_fd, self._id, self._source, text)
         os.fsync(retired_fd)
 
-    def _restore_name(self) -> None:
+    def _restore_source_name(self) -> None:
         retired_fd = self._source.own_folder_fd("retired")
         with self._source.open_parent(self._move.name, create_like=self._destination) as (parent_fd, base_name):
-            rename_new(self._id, base_name, folder=retired_fd, new_folder=parent_fd)
+            rename_without_replacing(self._id, base_name, folder_fd=retired_fd, new_folder_fd=parent_fd)
             os.fsync(parent_fd)
         os.fsync(retired_fd)
 
     def _move_to_kept(self, parent_fd: int, base_name: str, tier: TierFolder, problem: str) -> TierFinding:
         """Move a file to the ``kept`` folder of its tier, and return the finding."""
-        rename_new(base_name, self._id, folder=parent_fd, new_folder=tier.own_folder_fd("kept"))
+        rename_without_replacing(base_name, self._id, folder_fd=parent_fd, new_folder_fd=tier.own_folder_fd("kept"))
         return TierFinding(FindingKind.KEPT, self._move.name, tier.name, f"{problem}, as kept/{self._id}")
 
 
@@ -202,7 +203,9 @@ def _keep_unrecorded_files(folder: TierFolder, names: set[str]) -> Iterator[Tier
     """Move retired files whose record is gone to the ``kept`` folder. Each may be the only copy of its data."""
     for name in names:
         try:
-            rename_new(name, name, folder=folder.own_folder_fd("retired"), new_folder=folder.own_folder_fd("kept"))
+            rename_without_replacing(
+                name, name, folder_fd=folder.own_folder_fd("retired"), new_folder_fd=folder.own_folder_fd("kept")
+            )
         except FileNotFoundError:
             continue  # The migration has just ended.
         text = "the name and the tier of this file are unknown, because the record of its migration is gone"

@@ -57,15 +57,15 @@ class _ProgressOutput:
         self._bar_task_id = progress_bar.add_task("", total=0) if progress_bar is not None else None
         self._moved_bytes = 0
 
-    def begin(self, count: int, total_bytes: int) -> None:
+    def begin(self, file_count: int, total_bytes: int) -> None:
         """Print how many files and bytes will be moved, or set the length of the progress bar."""
         if self._bar is not None and self._bar_task_id is not None:
             self._bar.update(self._bar_task_id, total=total_bytes)
         else:
-            self._print(f"{format_count(count, 'file')}, {format_size(total_bytes)} to move")
+            self._print(f"{format_count(file_count, 'file')}, {format_size(total_bytes)} to move")
 
     def observe(self, phase: Phase, name: str, offset_bytes: int) -> None:
-        """Update the progress bar for one migration; see :class:`~gdrkit.tiers.migration.Phase`."""
+        """Show the phase and the progress of a migration in the progress bar, if there is one."""
         if self._bar is not None and self._bar_task_id is not None:
             copied_bytes = offset_bytes if phase is Phase.COPY else 0
             text = f"{phase.value} {printable(name)}"
@@ -89,7 +89,8 @@ def run_until_signalled(configuration: Configuration, *, as_json: bool, stream: 
         with TierManager(configuration) as manager:
             BackgroundRun(manager, stop=stop_event, output=output).run()
 
-    # sigwait() below receives the signals. Threads that start from here on inherit the mask and never get them.
+    # sigwait() below receives these signals. Threads that start after this call inherit the mask, so the kernel gives
+    # the signals to none of them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gdrkit-run") as executor:
         run_future = executor.submit(run_in_background)
@@ -112,7 +113,7 @@ def run_until_signalled(configuration: Configuration, *, as_json: bool, stream: 
 def migrate_by_policy(manager: TierManager, *, stream: TextIO) -> Migrated:
     """Move files as the policy requires."""
     with _open_progress_output(stream) as output:
-        return manager.migrate(begin=output.begin, observe=output.observe, moved=output.report_outcome)
+        return manager.migrate(on_begin=output.begin, observe=output.observe, on_outcome=output.report_outcome)
 
 
 def migrate_named(manager: TierManager, names: Sequence[str], destination: str, *, stream: TextIO) -> Migrated:
@@ -162,7 +163,10 @@ def _print_moves(moves: list[PlannedMove], considered_count: int, *, as_json: bo
 
 
 def _plan_named_moves(manager: TierManager, names: Sequence[str], destination: str) -> list[PlannedMove]:
-    """Return the moves of the named files that are not in the destination yet."""
+    """Return the moves of the named files that are not in the destination yet.
+
+    Each move has the reason PINNED, because the user, not the policy, has chosen the destination.
+    """
     tier_name = manager.configuration.tier(destination).name
     entries = map(manager.find, names)
     return [

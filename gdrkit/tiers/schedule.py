@@ -65,8 +65,8 @@ class QuietHours:
     def remaining_s(self, time_s: float) -> float:
         """Return the seconds until the quiet hours end, or 0 if `time_s` (seconds since 1970) is not in them."""
         local_time = time.localtime(time_s)
-        now_s = local_time.tm_hour * 3600 + local_time.tm_min * 60 + local_time.tm_sec
-        since_begin_s, length_s = (now_s - self.begin_s) % _DAY_S, (self.end_s - self.begin_s) % _DAY_S
+        time_of_day_s = local_time.tm_hour * 3600 + local_time.tm_min * 60 + local_time.tm_sec
+        since_begin_s, length_s = (time_of_day_s - self.begin_s) % _DAY_S, (self.end_s - self.begin_s) % _DAY_S
         return float(max(0, length_s - since_begin_s))
 
 
@@ -116,7 +116,7 @@ class Pace:
     """The rate limit of the copies of a background run.
 
     A chunk counts as *paid* when the time has passed that its bytes take at the rate limit. The next chunk is copied
-    when all earlier chunks are paid. Idle time is not saved up, so there are no bursts.
+    when all earlier chunks are paid. Time without copies is not saved up, so there are no bursts afterwards.
 
     Parameters
     ----------
@@ -145,13 +145,13 @@ class Pace:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rate_bytes_per_s, self._wait, self._clock = rate_bytes_per_s, wait, clock
-        # The time, by `clock`, at which all chunks so far are paid.
+        # The time, by `clock`, at which all chunks that spend() has charged are paid.
         self._paid_at_s = -math.inf
         self.unsynced_bytes_max = 32 * MIB
         self.chunk_bytes = CHUNK_BYTES
         if rate_bytes_per_s is not None:
-            bytes_per_pause = align_down(int(rate_bytes_per_s * _PAUSE_S_MAX), alignment_bytes=_CHUNK_BYTES_MIN)
-            self.chunk_bytes = min(CHUNK_BYTES, bytes_per_pause)
+            chunk_bytes = align_down(int(rate_bytes_per_s * _PAUSE_S_MAX), alignment_bytes=_CHUNK_BYTES_MIN)
+            self.chunk_bytes = min(CHUNK_BYTES, chunk_bytes)
 
     def spend(self, length_bytes: int) -> None:
         """Wait until the earlier chunks are paid, then charge the next chunk of `length_bytes`."""

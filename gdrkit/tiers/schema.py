@@ -1,11 +1,12 @@
 """The SQL schema of the catalogue.
 
 The table ``meta`` has the format, the half-life of the scores, and the clock: ``wall_s`` is the host's clock at the
-last write, and ``offset_s`` is added to it, so that the clock never goes back.
+last write, and ``offset_s`` is added to it, so that the clock never goes back. The table ``moves`` has the space that
+migrations in progress have reserved. The table ``tiers`` has the identity of each tier's folder, from ``tier.json``.
 
-Triggers update the totals of a tier, so that a query of the totals need not read a million rows. The triggers do not
-use INSERT OR IGNORE, because the conflict clause of the statement that fires a trigger overrides the clause of the
-trigger.
+Triggers update the totals of a tier, so that a query of the totals need not read a million rows. A trigger cannot use
+INSERT OR IGNORE for a new row of totals: the conflict clause of the statement that fires a trigger overrides the
+clauses in the trigger.
 """
 
 from __future__ import annotations

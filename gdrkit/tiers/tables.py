@@ -77,17 +77,18 @@ def make_status_table(tiers: Sequence[TierStatus]) -> Table:
     table = _make_table(
         "tier", "directory", "for files with", "files", "used", "may use", "free on disk", "coming", "direct route"
     )
-    # A tier is for the files that are not hot enough for the next faster tier. The fastest tier has no upper bound.
+    # A file that is hot enough for the next faster tier belongs there, so the threshold of that tier is the upper bound
+    # of this tier. The fastest tier has none.
     upper_bounds = [None, *(tier.accesses_min for tier in tiers)]
     for tier, upper_bound in zip(tiers, upper_bounds, strict=False):
         if tier.absent:
             table.add_row(tier.name, tier.directory, *[""] * 6, Text(f"absent: {tier.absent}", "bold red"))
             continue
-        accesses = f">= {tier.accesses_min}" if upper_bound is None else f"{tier.accesses_min} - {upper_bound - 1}"
+        accesses_text = f">= {tier.accesses_min}" if upper_bound is None else f"{tier.accesses_min} - {upper_bound - 1}"
         table.add_row(
             tier.name,
             tier.directory,
-            f"{accesses} accesses",
+            f"{accesses_text} accesses",
             str(tier.files),
             format_size(tier.allocated_bytes),
             format_size(tier.limit_bytes),
@@ -111,9 +112,9 @@ def make_findings_table(findings: Iterable[TierFinding]) -> Table:
     """Return the table of the findings, with a column for repairs."""
     table = _make_table("finding", "file", "tier", "", "state")
     for finding in findings:
-        style = "bold red" if finding.is_wrong else "dim"
-        state = Text("repaired", "green") if finding.mended else Text("unchanged", style)
-        table.add_row(finding.kind.value, Text(printable(finding.name)), finding.tier, Text(finding.text), state)
+        style = "bold red" if finding.needs_action else "dim"
+        state_text = Text("repaired", "green") if finding.mended else Text("unchanged", style)
+        table.add_row(finding.kind.value, Text(printable(finding.name)), finding.tier, Text(finding.text), state_text)
     return table
 
 
@@ -154,9 +155,9 @@ def _describe_route(route: TierRoute) -> Text:
     return Text(f"{route.state.value}{route_text}{cause_text}", _STATE_STYLES[route.state])
 
 
-def _make_table(*columns: str) -> Table:
+def _make_table(*column_titles: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        is_number = name in {"files", "used", "may use", "free on disk", "coming", "size", "stated"} or "/s" in name
-        table.add_column(name, justify="right" if is_number or " us" in name else "left", overflow="fold")
+    for title in column_titles:
+        is_number = title in {"files", "used", "may use", "free on disk", "coming", "size", "stated"} or "/s" in title
+        table.add_column(title, justify="right" if is_number or " us" in title else "left", overflow="fold")
     return table

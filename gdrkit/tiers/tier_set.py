@@ -88,28 +88,30 @@ class TierSet:
         is not mounted, or it is on another disk. gdrkit writes nothing into it, and does not report the files of its
         tier as missing.
         """
-        identities, totals = catalogue.identities(), catalogue.totals()
+        identity_by_tier, totals_by_tier = catalogue.identities(), catalogue.totals()
         for name, folder in tuple(self.folders.items()):
-            if name in identities and folder.identity != identities[name]:
-                is_unclaimed = not folder.is_claimed
-                if is_unclaimed or (folder.identity is not None and totals.get(name, TierTotals()).files):
+            if name in identity_by_tier and folder.identity != identity_by_tier[name]:
+                has_no_own_folder = not folder.is_claimed
+                if has_no_own_folder or (folder.identity is not None and totals_by_tier.get(name, TierTotals()).files):
                     cause = f"{folder.directory} is not the folder in the catalogue; is its file system mounted?"
                     advice = (
-                        f" If you recreated the folder: mkdir {folder.directory / OWN_FOLDER}" if is_unclaimed else ""
+                        f" If you recreated the folder: mkdir {folder.directory / OWN_FOLDER}"
+                        if has_no_own_folder
+                        else ""
                     )
                     self.absent[name] = cause + advice
                     del self.folders[name]
                     continue
             folder.claim()
-            if folder.identity is not None and identities.get(name) != folder.identity:
+            if folder.identity is not None and identity_by_tier.get(name) != folder.identity:
                 catalogue.record_identity(name, folder.identity)
 
-    def limits(self, totals: Mapping[str, TierTotals]) -> list[TierLimits]:
+    def limits(self, totals_by_tier: Mapping[str, TierTotals]) -> list[TierLimits]:
         """Return the limits of the available tiers, fastest first, for the policy."""
         tiers = [tier for tier in self._configuration.tiers if tier.name in self.folders]
-        return [TierLimits(tier.name, tier.accesses_min, self.limit_bytes(tier.name, totals)) for tier in tiers]
+        return [TierLimits(tier.name, tier.accesses_min, self.limit_bytes(tier.name, totals_by_tier)) for tier in tiers]
 
-    def landing_folders(self, totals: Mapping[str, TierTotals]) -> list[TierFolder]:
+    def landing_folders(self, totals_by_tier: Mapping[str, TierTotals]) -> list[TierFolder]:
         """Return the folders of the tiers in which a new file may be created, best first.
 
         The landing tier comes first, then the slower tiers, then the faster ones. Full tiers come last.
@@ -118,22 +120,24 @@ class TierSet:
         first_index = names.index(landing_name) if landing_name in names else 0
         ordered_names = [*names[first_index:], *reversed(names[:first_index])]
         full_names = [
-            name for name in ordered_names if _count_used_bytes(name, totals) >= self.limit_bytes(name, totals)
+            name
+            for name in ordered_names
+            if _count_used_bytes(name, totals_by_tier) >= self.limit_bytes(name, totals_by_tier)
         ]
         # The sort is stable, and False (not full) comes before True.
         return [self.folders[name] for name in sorted(ordered_names, key=full_names.__contains__)]
 
-    def limit_bytes(self, name: str, totals: Mapping[str, TierTotals]) -> int:
+    def limit_bytes(self, name: str, totals_by_tier: Mapping[str, TierTotals]) -> int:
         """Return the space that a tier may use, in bytes.
 
-        This is the capacity of the tier, but at most the size of its files plus the free space of the file system, less
-        the headroom.
+        This is the capacity of the tier, or the size of its files plus the free space of the file system if that is
+        less. The headroom is subtracted from it.
         """
         tier, folder = self._configuration.tier(name), self.folders.get(name)
         if folder is None:
             return 0
-        size_bytes = _count_used_bytes(name, totals) + folder.free_bytes()
-        limit_bytes = size_bytes if tier.capacity_bytes is None else min(size_bytes, tier.capacity_bytes)
+        fillable_bytes = _count_used_bytes(name, totals_by_tier) + folder.free_bytes()
+        limit_bytes = fillable_bytes if tier.capacity_bytes is None else min(fillable_bytes, tier.capacity_bytes)
         return int(limit_bytes * (1 - self._configuration.headroom))
 
     def close(self) -> None:
@@ -141,8 +145,8 @@ class TierSet:
         self._resources.run()
 
 
-def _count_used_bytes(name: str, totals: Mapping[str, TierTotals]) -> int:
-    return totals.get(name, TierTotals()).allocated_bytes
+def _count_used_bytes(name: str, totals_by_tier: Mapping[str, TierTotals]) -> int:
+    return totals_by_tier.get(name, TierTotals()).allocated_bytes
 
 
 def _make_unavailable_error(tier: str, cause: str) -> SetupMissing:

@@ -37,8 +37,8 @@ class TieredFile:
     ----------
     name : str
         Logical name of the file.
-    tier : TierFolder
-        Tier of the file when it was opened.
+    tier_folder : TierFolder
+        Folder of the tier that had the file when it was opened.
     descriptor : int
         File descriptor. This object owns it from now on.
     writable : bool
@@ -47,9 +47,11 @@ class TieredFile:
         The catalogue, which gets the size of the file at close.
     """
 
-    def __init__(self, name: str, tier: TierFolder, descriptor: int, *, writable: bool, catalogue: Catalogue) -> None:
+    def __init__(
+        self, name: str, tier_folder: TierFolder, descriptor: int, *, writable: bool, catalogue: Catalogue
+    ) -> None:
         self.name = name
-        self.tier = tier.name
+        self.tier = tier_folder.name
         self.writable = writable
         self._catalogue = catalogue
         self._descriptor = descriptor
@@ -133,14 +135,15 @@ class TieredFile:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
+        # The stack runs the callbacks in reverse order, each even if another one fails.
         with contextlib.ExitStack() as stack:
             stack.callback(self._handle.release)
             stack.callback(os.close, descriptor)
             if self.writable:
                 stack.callback(self._record_size, descriptor)
-            # These objects have opened the file again, so each closes a descriptor of its own.
-            for file in self._gds_file_by_direct.values():
-                stack.callback(file.close)
+            # Each of these objects has opened the file again, so it closes its own descriptor.
+            for gds_file in self._gds_file_by_direct.values():
+                stack.callback(gds_file.close)
 
     def _open_gds_file(self, direct: Direct) -> File:
         """Return the :class:`gdrkit.gds.File` for this file, opened by its descriptor's path."""

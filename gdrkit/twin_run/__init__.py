@@ -4,7 +4,7 @@ A software twin is a drop-in library that emulates the hardware below an API. A 
 behave like the devices of one machine.
 
 :func:`run_on_twins` is the whole command. The other modules have one part each: the state of a domain (`domain_state`),
-the start of the command and its signals (`supervisor`), the record that the twins write (`usage`), the libraries
+the start of the command and its signals (`supervisor`), the counts that the twins write (`usage`), the libraries
 that the processes have mapped (`loaded`), and the lines of the report (`report`).
 """
 

@@ -49,7 +49,7 @@ def run_on_twins(
     command : sequence of str
         The program and its arguments.
     required : frozenset of Api
-        If the command ends with exit code 0 and has not used all of these APIs, the exit code is 125.
+        APIs that the command must use. If it ends with 0 but has not used all of them, the exit code is 125.
     quiet : bool
         Whether to omit the printed report.
     report_file : Path or None
@@ -79,24 +79,25 @@ def run_on_twins(
             usage_file = state_folder / f"run.{os.getpid()}.{secrets.token_hex(4)}"
             create_usage_file(usage_file)
             environment = launch.with_state(environment, options, state=state_folder, usage_file=usage_file)
-        libraries = LoadedLibraries(options.twin_apis, str(usage_file))
+        loaded_libraries = LoadedLibraries(options.twin_apis, str(usage_file))
         try:
-            wait_status = supervise(command, environment, libraries.observe)
-            uses = [] if usage_file is None else read_usage(usage_file)
-            runtimes = [] if usage_file is None else read_runtimes(usage_file)
+            wait_status = supervise(command, environment, loaded_libraries.observe)
+            process_uses = [] if usage_file is None else read_usage(usage_file)
+            runtime_uses = [] if usage_file is None else read_runtimes(usage_file)
         finally:
             # Only the file is removed, because another run may still use the folder.
             if usage_file is not None:
                 usage_file.unlink(missing_ok=True)
-    lines = [] if quiet else report_lines(options.twin_apis, uses, sorted(libraries.real_libraries), runtimes)
-    unused_apis = required - list_used_apis(uses)
+    real_libraries = sorted(loaded_libraries.real_libraries)
+    lines = [] if quiet else report_lines(options.twin_apis, process_uses, real_libraries, runtime_uses)
+    unused_apis = required - list_used_apis(process_uses)
     if unused_apis and wait_status == 0:
         api_names = ", ".join(sorted(api.value for api in unused_apis))
         lines.append(f"the command ended with 0, but it did not use {api_names}, which --require names")
         wait_status = EXIT_NOT_USED << 8  # The wait status of a process that exited with this code.
     if report_file is not None:
         exit_code = os.waitstatus_to_exitcode(wait_status)
-        document = report_document(uses, sorted(libraries.real_libraries), runtimes, exit_code=exit_code)
+        document = report_document(process_uses, real_libraries, runtime_uses, exit_code=exit_code)
         report_file.write_text(json.dumps(document, indent=2) + "\n")
     for line in lines:
         print(f"gdrkit: {escape_controls(line)}", file=sys.stderr)  # noqa: T201 - this is the output of the command.
@@ -113,14 +114,16 @@ def _open_shared_state(options: launch.Launch, environment: dict[str, str]) -> I
         try:
             state_folder = stack.enter_context(enter_domain(environment))
         except OSError as error:
-            _warn(f"no report and no device files in /sys and /dev, because the state cannot be stored: {error}")
+            _warn(
+                f"no report and no device files in /sys and /dev, because the domain's state cannot be stored: {error}"
+            )
             yield None
             return
         writer_program = launch.device_writer()
         if Api.VERBS in options.twin_apis and writer_program is not None:
-            reason = write_devices(state_folder, writer_program, environment)
-            if reason is not None:
-                _warn(f"programs do not see the devices in /sys and /dev: {reason}")
+            failure_text = write_devices(state_folder, writer_program, environment)
+            if failure_text is not None:
+                _warn(f"programs do not see the devices in /sys and /dev: {failure_text}")
         yield state_folder
 
 

@@ -1,9 +1,9 @@
 """Folder with the state of a domain: the device files that programs see, and the port counters.
 
 All processes of ``gdrkit run`` of one user with the same domain share the folder, because a domain is like one machine.
-Each of them holds a shared lock on the folder while its command runs. The last one removes the folder. After a SIGKILL
-of ``gdrkit run`` the folder remains, and the next ``gdrkit run`` of the user removes it, because no process holds its
-lock.
+Each of them holds a shared lock on the folder while its command runs. The last process removes the folder. After a
+SIGKILL of ``gdrkit run`` the folder remains, and the next ``gdrkit run`` of the user removes the folder, because no
+process holds its lock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def enter_domain(environment: Mapping[str, str]) -> Iterator[Path]:
     OSError
         The folder cannot be created, or another user owns it.
     """
-    user_folder = _open_user_folder()
+    user_folder = _create_user_folder()
     _remove_unused_domains(user_folder)
     folder, lock_descriptor = _join_domain(user_folder / _make_domain_key(environment))
     try:
@@ -63,15 +63,15 @@ def write_devices(folder: Path, program: Path, environment: Mapping[str, str]) -
     environment : mapping
         The environment of the command, which decides how many devices there are.
     """
-    tree = folder / "tree"
-    if tree.is_dir():
+    tree_folder = folder / "tree"
+    if tree_folder.is_dir():
         return None
-    # Fault plans and the record of uses are for the command, so `program` does not get their variables.
+    # Fault plans and the usage file are only for the command, so `program` does not get their variables.
     program_environment = {name: value for name, value in environment.items() if name not in _COMMAND_ONLY_VARIABLES}
-    new_tree = folder / f"tree.{os.getpid()}"
+    new_tree_folder = folder / f"tree.{os.getpid()}"
     try:
         result = subprocess.run(
-            [str(program), str(new_tree)],
+            [str(program), str(new_tree_folder)],
             env=program_environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -84,24 +84,24 @@ def write_devices(folder: Path, program: Path, environment: Mapping[str, str]) -
             return (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
         # If another process was faster, its tree is the same, and the rename fails because the folder is not empty.
         with contextlib.suppress(OSError):
-            new_tree.rename(tree)
+            new_tree_folder.rename(tree_folder)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     finally:
-        shutil.rmtree(new_tree, ignore_errors=True)
+        shutil.rmtree(new_tree_folder, ignore_errors=True)
     return None
 
 
 def _make_domain_key(environment: Mapping[str, str]) -> str:
-    # The key has the numbers of devices, because programs with different numbers cannot share a tree. The twins check
-    # the values, so malformed ones need no error here.
+    # The key has the numbers of devices, because programs with different numbers cannot share a tree. Without a
+    # variable, the twins have 2 devices. The twins check the values, so malformed values need no error here.
     device_counts = ["".join(filter(str.isalnum, environment.get(name, "2")))[:8] for name in _DEVICE_COUNT_VARIABLES]
     domain = environment.get("GDRKIT_TWINS_DOMAIN", "default").replace("/", "_")[:32]
     return "-".join([domain, *device_counts])
 
 
-def _open_user_folder() -> Path:
-    """Create and return the folder of this user. Other users cannot enter it."""
+def _create_user_folder() -> Path:
+    """Create the folder of this user if it does not exist, and return it. Other users cannot enter it."""
     shared_memory_folder = Path("/dev/shm")  # noqa: S108 - the folder below it is checked.
     parent_folder = shared_memory_folder if os.access(shared_memory_folder, os.W_OK) else Path(tempfile.gettempdir())
     folder = parent_folder / f"gdrkit-twins-{os.getuid()}"

@@ -1,8 +1,8 @@
 """Search for the processes of a run that have mapped a real library of an API instead of its twin.
 
-A twin is a library that emulates the hardware. The loader replaces real libraries by the twins only in processes that
-have the environment of ``gdrkit run``. So it replaces none in a program that clears the environment, in a program with
-the set-user-ID bit, and in a program with a C library other than glibc.
+A twin is a library that emulates the hardware. The dynamic loader opens a twin in place of a real library only if the
+process has the environment of ``gdrkit run`` (LD_AUDIT). So a program that clears the environment, has the set-user-ID
+bit, or has a C library other than glibc opens the real libraries.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LoadedLibraries:
     twin_apis : frozenset of Api
         The APIs that the run has twins of.
     usage_file : str
-        Path of the usage file. The environment of each process of the run has this path, which identifies the process.
+        Path of the usage file. Each process of the run has this path in its environment, and is found by it.
     """
 
     twin_apis: frozenset[Api]

@@ -67,8 +67,8 @@ def report_lines(
         lines.append(f"{Api.CUDA.value}: twin of {runtime_library} opened by {programs_text}")
     apis_and_paths = dict.fromkeys((library.api, library.path) for library in real_libraries)
     for api_name, path in apis_and_paths:
-        loads = [library for library in real_libraries if library.path == path]
-        programs_text = _describe_programs([(load.program, load.process_id) for load in loads])
+        libraries_at_path = [library for library in real_libraries if library.path == path]
+        programs_text = _describe_programs([(library.program, library.process_id) for library in libraries_at_path])
         lines.append(f"{api_name}: {path}, not the twin, was loaded by {programs_text}")
     if unopened_apis:
         lines.append(f"not used: {', '.join(unopened_apis)}")
@@ -84,8 +84,8 @@ def report_document(
 ) -> dict[str, object]:
     """Return the report as values for JSON.
 
-    It has the exit code, the processes of each API with their objects and bytes, the CUDA runtimes, and the real
-    libraries.
+    The report has the exit code, the processes of each API with their objects and bytes, the CUDA runtimes whose twins
+    were opened, and the real libraries that were loaded.
     """
     apis: dict[str, object] = {}
     for api in sorted({use.api for use in uses}, key=lambda api: api.value):
@@ -127,13 +127,16 @@ def _describe_use(api: Api, uses: Sequence[ProcessUse]) -> str:
 
 def _describe_programs(processes: Sequence[tuple[str, int]]) -> str:
     """Return text such as ``ib_write_bw (pid 12, 13), python3 (pid 14)``."""
-    ids_by_program: dict[str, list[int]] = {}
+    process_ids_by_program: dict[str, list[int]] = {}
     for program, process_id in processes:
-        ids_by_program.setdefault(program, []).append(process_id)
-    texts = []
-    for program, process_ids in list(ids_by_program.items())[:_PROGRAMS_MAX]:
+        process_ids_by_program.setdefault(program, []).append(process_id)
+    program_texts = []
+    for program, process_ids in list(process_ids_by_program.items())[:_PROGRAMS_MAX]:
         ids_text = ", ".join(map(str, process_ids[:_PROCESS_IDS_MAX]))
-        unlisted_count = len(process_ids) - _PROCESS_IDS_MAX
-        texts.append(f"{program} (pid {ids_text}{f' and {unlisted_count} more' if unlisted_count > 0 else ''})")
-    unlisted_count = len(ids_by_program) - _PROGRAMS_MAX
-    return ", ".join(texts) + (f" and {format_count(unlisted_count, 'more program')}" if unlisted_count > 0 else "")
+        unlisted_id_count = len(process_ids) - _PROCESS_IDS_MAX
+        program_texts.append(
+            f"{program} (pid {ids_text}{f' and {unlisted_id_count} more' if unlisted_id_count > 0 else ''})"
+        )
+    unlisted_program_count = len(process_ids_by_program) - _PROGRAMS_MAX
+    more_text = f" and {format_count(unlisted_program_count, 'more program')}" if unlisted_program_count > 0 else ""
+    return ", ".join(program_texts) + more_text

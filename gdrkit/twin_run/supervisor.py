@@ -1,4 +1,4 @@
-"""Supervision of a command: start it, forward signals to it, and end as it ended, as if it had replaced this process.
+"""Supervision of a command: this process starts the command, forwards signals to it, and ends as the command ended.
 
 The command is in the process group of this process and has its standard streams. So the terminal sends its signals
 (Ctrl-C, Ctrl-Z, window size) to both, and this process does not forward them. It forwards signals that other processes
@@ -63,9 +63,8 @@ def supervise(
         Called with the process ID of the command while it runs: first after 20 ms, then at intervals that double up to
         `interval_s_max`, and once when a child has ended, before this process reads its status.
     signal_mask : set of Signals, optional
-        The signal mask of the command. A process that has threads calls :func:`block_signals` before it creates them,
-        and passes the mask that this function returned. If it is None, the command gets the current mask of this
-        thread.
+        The signal mask of the command. A process with threads calls :func:`block_signals` before it creates them, and
+        passes the mask that :func:`block_signals` returned. None: the command gets the current mask of this thread.
     interval_s_max : float
         The longest interval between two calls of `observe`, in seconds.
 
@@ -77,6 +76,8 @@ def supervise(
     sys.stdout.flush()
     sys.stderr.flush()
     command_mask = block_signals() if signal_mask is None else signal_mask
+    # If execvp fails, the child writes the errno into this pipe. If execvp succeeds, the pipe is closed, and read()
+    # returns no bytes.
     error_reader, error_writer = os.pipe2(os.O_CLOEXEC)
     parent_id = os.getpid()
     child_id = os.fork()
@@ -84,11 +85,11 @@ def supervise(
         _execute(command, environment, parent_id, command_mask, error_writer)
     os.close(error_writer)
     with os.fdopen(error_reader, "rb") as reader:
-        error_text = reader.read()
-    if error_text:
+        errno_text = reader.read()
+    if errno_text:
         os.waitpid(child_id, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, command_mask)
-        error_number = int(error_text)
+        error_number = int(errno_text)
         raise ApiError(
             api=Api.KERNEL,
             operation="execvp",
@@ -97,7 +98,7 @@ def supervise(
             errno=error_number,
             arguments={"command": command[0]},
             reason=Reason.NO_PERMISSION if error_number == errno.EACCES else Reason.BAD_ARGUMENT,
-            what_to_do="check the name of the command" if error_number == errno.ENOENT else "make it executable",
+            what_to_do="check the name of the command" if error_number == errno.ENOENT else "make the file executable",
         )
     return _wait_and_observe(child_id, observe, interval_s_max)
 
@@ -106,7 +107,7 @@ def _execute(
     command: Sequence[str],
     environment: Mapping[str, str],
     parent_id: int,
-    child_mask: set[signal.Signals | int],
+    command_mask: set[signal.Signals | int],
     error_descriptor: int,
 ) -> NoReturn:
     """Replace the new child process by the command. If that fails, write the errno to `error_descriptor`."""
@@ -115,7 +116,7 @@ def _execute(
         # Python ignores these signals. Programs expect the default actions.
         for signal_number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(signal_number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, child_mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, command_mask)
         os.execvpe(command[0], list(command), environment)  # noqa: S606 - no shell is involved.
     except OSError as error:
         os.write(error_descriptor, str(error.errno).encode())
@@ -124,6 +125,7 @@ def _execute(
 
 
 def _wait_and_observe(child_id: int, observe: Callable[[int], None], interval_s_max: float) -> int:
+    """Wait for the end of the command, forward signals to it meanwhile, and return its wait status."""
     interval_s = _OBSERVE_FIRST_INTERVAL_S
     next_observation_s = time.monotonic() + interval_s
     while True:
@@ -131,8 +133,8 @@ def _wait_and_observe(child_id: int, observe: Callable[[int], None], interval_s_
         if signal_info is None or signal_info.si_signo == signal.SIGCHLD:
             observe(child_id)
             # The status is polled even without SIGCHLD, because a thread of a library may have taken the signal.
-            if (status := _poll_status(child_id)) is not None:
-                return status
+            if (wait_status := _poll_wait_status(child_id)) is not None:
+                return wait_status
             if signal_info is None:
                 interval_s = min(2 * interval_s, interval_s_max)
                 next_observation_s = time.monotonic() + interval_s
@@ -142,29 +144,29 @@ def _wait_and_observe(child_id: int, observe: Callable[[int], None], interval_s_
                 os.kill(child_id, signal_info.si_signo)
 
 
-def _poll_status(child_id: int) -> int | None:
+def _poll_wait_status(child_id: int) -> int | None:
     """Return the wait status of the command if it has ended. If the terminal stopped it, stop this process too."""
     while True:
-        process_id, status = os.waitpid(child_id, os.WNOHANG | os.WUNTRACED)
+        process_id, wait_status = os.waitpid(child_id, os.WNOHANG | os.WUNTRACED)
         if process_id == 0:
             return None
-        if not os.WIFSTOPPED(status):
-            return status
-        if os.WSTOPSIG(status) in _TERMINAL_STOP_SIGNALS:
+        if not os.WIFSTOPPED(wait_status):
+            return wait_status
+        if os.WSTOPSIG(wait_status) in _TERMINAL_STOP_SIGNALS:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def exit_like(status: int) -> NoReturn:
+def exit_like(wait_status: int) -> NoReturn:
     """End this process as the process with this wait status ended: with its exit code, or by its signal."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if os.WIFSIGNALED(status):
+    if os.WIFSIGNALED(wait_status):
         # This process must not overwrite the core file of the command.
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        signal_number = os.WTERMSIG(status)
+        signal_number = os.WTERMSIG(wait_status)
         if signal_number != signal.SIGKILL:
             signal.signal(signal_number, signal.SIG_DFL)
         os.kill(os.getpid(), signal_number)
         # The signal was blocked, so it is pending. It ends this process as soon as all signals are unblocked.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    os._exit(os.waitstatus_to_exitcode(status))
+    os._exit(os.waitstatus_to_exitcode(wait_status))

@@ -32,6 +32,7 @@ _HEADER = struct.Struct("<8sII48x")
 _SLOT = struct.Struct("<IIIIQQ64sqqq")
 _MAGIC = b"GDRKRUN1"
 _SLOT_COUNT = 4096
+# The state of a slot that a process has filled completely.
 _STATE_READY = 2
 # A dma-buf of the twins is a descriptor of one of these memfds that is open for writing only (model/dmabuf.cpp).
 _DMABUF_MEMFDS = ("/memfd:gdrkit-gpu:", "/memfd:gdrkit-dmabuf:")
@@ -60,7 +61,7 @@ class ProcessUse:
     moved_bytes : int
         Payload bytes that the twin moved for the process. Bytes of verbs are counted at the side of the requester.
     queue_pairs_count, regions_count, region_bytes : int
-        Queue pairs and memory regions of verbs that exist now, and the total length of the regions.
+        Number of queue pairs and of memory regions of verbs that exist now, and the total length of the regions.
     """
 
     api: Api
@@ -129,7 +130,7 @@ def _find_ready_slots(path: Path) -> Iterator[tuple[int, int, str, int, int, int
             yield api_number, process_id, program_name, objects_count, moved_bytes, *current_counts
 
 
-def twin_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple[HeldDmabuf, ...]:
+def twin_dmabufs(tree: HostTree, process: str, target_by_descriptor: dict[int, str]) -> tuple[HeldDmabuf, ...]:
     """Return the dma-bufs of the twins among the open descriptors of a process.
 
     Each descriptor counts as one dma-buf. Inodes do not tell dma-bufs apart, because all dma-bufs of one allocation of
@@ -137,7 +138,7 @@ def twin_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple
     the kernel.
     """
     dmabufs = []
-    for descriptor, target in targets.items():
+    for descriptor, target in target_by_descriptor.items():
         if target.startswith(_DMABUF_MEMFDS):
             flags_match = _FLAGS_LINE.search(tree.text(f"/proc/{process}/fdinfo/{descriptor}") or "")
             with contextlib.suppress(OSError):  # The descriptor may have been closed meanwhile.

@@ -1,4 +1,4 @@
-"""The user-space I/O interface of hf3fs for Python programs, and the agent that serves it.
+"""The user-space I/O interface of 3FS (hf3fs) for Python programs, and the agent that serves it.
 
 The names are the same as in 3FS's ``hf3fs_fuse.io``. Importing this package opens no library. The first call opens the
 client library: gdrkit's own, or the library that ``GDRKIT_USRBIO_LIBRARY`` names.

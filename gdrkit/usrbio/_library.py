@@ -1,8 +1,8 @@
 """The client library of hf3fs: gdrkit's own, or the library that GDRKIT_USRBIO_LIBRARY names.
 
-Only this file imports the native module ``gdrkit.usrbio._hf3fs``. The first call opens the library, which then stays
-open. The native module looks up each function of the library by name, because the libraries of released versions of 3FS
-have no functions for device memory.
+Only this file imports the native module ``gdrkit.usrbio._hf3fs``. The first call of :func:`native` opens the
+library, which then stays open. The native module looks up each function of the library by name, because the libraries
+of released versions of 3FS have no functions for device memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ADVICE_BY_FUNCTION_AND_ERRNO: dict[tuple[str, int], str] = {
     ("hf3fs_prep_io", errno.EAGAIN): "the ring is full: submit, and wait for results",
     ("hf3fs_prep_io", errno.EBADF): "register the descriptor first: register_fd(fd)",
     ("hf3fs_prep_io", errno.EACCES): "open the file for reading if the ring reads, for writing if it writes",
-    ("hf3fs_prep_io", errno.EINVAL): "use at least 1 byte inside one block of an iovec, and a ring of this direction",
+    ("hf3fs_prep_io", errno.EINVAL): "transfer at least 1 byte inside one block of an iovec, in the ring's direction",
     ("hf3fs_reg_fd", errno.EBADF): "open the file below the mount point of 3FS or of a running agent",
     ("hf3fs_reg_fd", errno.EINVAL): "deregister the descriptor before you register it again",
     ("hf3fs_iordestroy", errno.ETIMEDOUT): "find out why the agent hangs; the memory of the I/Os is never released",
@@ -81,11 +81,9 @@ def native() -> NativeModule:
     with _lock:
         if not _opened_modules:
             module: Any = import_native("gdrkit.usrbio._hf3fs")
-            module.failed, module.missing, module.refused = (
-                _make_call_error,
-                _make_missing_function_error,
-                _make_misuse_error,
-            )
+            module.make_call_error = _make_call_error
+            module.make_missing_function_error = _make_missing_function_error
+            module.make_misuse_error = _make_misuse_error
             _open_library(module, library_path())
             _opened_modules.append(module)
         return _opened_modules[0]
@@ -155,7 +153,8 @@ def _make_missing_function_error(operation: str) -> ApiError:
 
 def _make_misuse_error(message: str, reason: str) -> GdrkitError:
     """Return the error of a wrong use of a native object, such as a call after its close."""
-    name, is_found, _ = message.removeprefix("the ").partition(" is ")
-    if reason == Reason.CLOSED.value and is_found:
+    # For a closed object, the message is "the NAME is closed" or "the NAME is destroyed".
+    name, separator, _ = message.removeprefix("the ").partition(" is ")
+    if reason == Reason.CLOSED.value and separator:
         return ClosedResource(name)
     return UsageError(message, reason=Reason(reason))

@@ -108,11 +108,11 @@ def make_gpu_iovec(
 def open_gpu_iovec(
     hf3fs_mount_point: str, identity: str, *, length_bytes: int, device: int = 0, block_size: int = 0
 ) -> Iovec:
-    """Return the iovec of device memory that another process published with the id `identity`.
+    """Return the iovec of device memory that another process published. `identity` is the ``id`` of that iovec.
 
-    `length_bytes` must equal the published size. `device` is the number of the GPU with the memory in this process.
-    The link of device memory has no block size, so `block_size` limits only operations that use the returned iovec.
-    Closing the iovec does not end the publication.
+    `length_bytes` must equal the published size. `device` is the number by which this process names the GPU with the
+    memory. The link of device memory has no block size, so `block_size` limits only operations that use the returned
+    iovec. Closing the iovec does not end the publication.
 
     Raises
     ------
@@ -189,7 +189,7 @@ class GpuSharedBuffer:
         return self.iovec.export_gpu()
 
     def synchronize(self, *, after_transfer: bool) -> None:
-        """Make writes of the device visible to NICs, or writes of NICs to the device (`after_transfer`)."""
+        """Make writes of the device visible to NICs or, with `after_transfer`, writes of NICs visible to the device."""
         self.iovec.sync_gpu(_AFTER_TRANSFER if after_transfer else _BEFORE_TRANSFER)
 
     @property

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-# The memory of a longer block of read_file() is freed at once, and not kept for later iovecs.
+# If a block of read_file() has more bytes, its memory is freed at once, and not kept for later iovecs.
 _READ_FILE_IDLE_BYTES_MAX = 32 * MIB
 
 
@@ -233,10 +233,10 @@ def trim_host_pool(*, idle_bytes_max: int = 0) -> None:
 def open_iovec(
     hf3fs_mount_point: str, identity: str, *, length_bytes: int, block_size: int = 0, numa: int = -1
 ) -> Iovec:
-    """Return the iovec of memory that another process published with the id `identity`; see :func:`make_iovec`.
+    """Return the iovec of memory that another process published; see :func:`make_iovec`.
 
-    Closing the iovec does not remove the published link. After the owner has removed the link, operations fail with
-    EACCES.
+    `identity` is the ``id`` of the other process's iovec. Closing the returned iovec does not remove the published
+    link. After the owner has removed the link, operations fail with EACCES.
     """
     iovec = native().open_iovec(identity, hf3fs_mount_point, length_bytes, block_size, numa)
     _count_as_open(iovec, lambda: None)
@@ -268,14 +268,14 @@ def make_ioring(  # noqa: PLR0917 - the signature that programs for 3FS call by 
         number of operations together, and waits without a limit while there are fewer. Below 0: the agent starts at
         most ``-io_depth`` operations together.
     priority : int or None
-        One of :class:`IorPriority`.
+        One of :class:`IorPriority`. None means NORMAL.
     timeout : int or None
-        With `io_depth` below 0, the longest time that the agent waits to fill a batch, in milliseconds.
+        With `io_depth` below 0, the longest time that the agent waits to fill a batch, in milliseconds. None means 0.
     numa : int
         NUMA node to which the memory of the ring is bound. -1 means no binding.
     flags : int
         1 (HF3FS_IOR_ALLOW_READ_UNCOMMITTED): reads return uncommitted data. 2 (HF3FS_IOR_FORBID_READ_HOLES): a read of
-        a hole fails with ENODATA.
+        a hole fails with ENODATA. Only a ring of priority NORMAL can have flags.
 
     Returns
     -------
@@ -288,6 +288,8 @@ def make_ioring(  # noqa: PLR0917 - the signature that programs for 3FS call by 
     ------
     UsrbioError
         ENOENT: no agent and no 3FS serves this mount point. EACCES: the agent serves another user.
+    UsageError
+        The ring would have flags and another priority than NORMAL.
     """
     return native().ioring(hf3fs_mount_point, entries, for_read, io_depth, priority, timeout, numa, flags)
 
@@ -351,7 +353,7 @@ def read_file(  # noqa: PLR0917 - the signature of 3FS.
 
 
 def _limit_idle_memory() -> None:
-    """Free the idle memory of a large block at once, not only after 3 s. The program may not read another file."""
+    """Free the idle memory of a large block at once, not only after 3 s. The program possibly reads no other file."""
     with suppress(UsrbioUnsupported):
         trim_host_pool(idle_bytes_max=_READ_FILE_IDLE_BYTES_MAX)
 
@@ -359,7 +361,7 @@ def _limit_idle_memory() -> None:
 def _read_blocks(
     iov: Iovec, ring: Ioring, fd: int, offset: int, cb: Callable[[memoryview, int], object] | None
 ) -> Iterator[bytes]:
-    """Read blocks from `offset` to the end of the file. Yield their bytes, or pass them to `cb`."""
+    """Read blocks from `offset` to the end of the file. Yield the bytes of each, or pass each to `cb` and yield b""."""
     while True:
         completion = ring.prepare(iov[:], True, fd, offset).submit().wait(min_results=1)[0]  # noqa: FBT003 - the signature of 3FS.
         if completion.result < 0:
@@ -369,14 +371,14 @@ def _read_blocks(
         with memoryview(iov) as view, view[: completion.result] as block:
             if cb is None:
                 yield bytes(block)
-                next_offset = None
+                callback_result = None
             else:
-                next_offset = cb(block, offset)
+                callback_result = cb(block, offset)
                 yield b""
-        if isinstance(next_offset, int) and not isinstance(next_offset, bool):
-            offset = next_offset
+        if isinstance(callback_result, int) and not isinstance(callback_result, bool):
+            offset = callback_result
             continue
-        if next_offset or completion.result < len(iov):
+        if callback_result or completion.result < len(iov):
             return
         offset += completion.result
 

@@ -36,6 +36,7 @@ MAGIC = 0x8F3F5FFF
 IOCTL_VERSION = 1
 # Folder in the mount point, in which programs publish iovecs and rings by symbolic links.
 VIRTUAL_FOLDER = "3fs-virt"
+# Size of the result of GET_MOUNT_NAME: the name of the mount's folder, padded with zero bytes.
 MOUNT_NAME_BYTES = 32
 # Largest number of ranges of one PUNCH_HOLE.
 PUNCH_HOLE_MAX = 1000

@@ -31,7 +31,7 @@ _ENOTSUPP = 524  # ENOTSUPP is internal to the kernel. NVIDIA's dma-buf returns 
 
 _DMABUF_UNSUPPORTED_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.EPROTONOSUPPORT, _ENOTSUPP})
 
-_REASONS = {
+_REASON_BY_ERRNO = {
     errno.EINVAL: Reason.BAD_ARGUMENT,
     errno.EBADF: Reason.BAD_DESCRIPTOR,
     errno.ENOMEM: Reason.OUT_OF_MEMORY,
@@ -67,7 +67,8 @@ def error_of(
     detail : str
         Further details for the message.
     pinned_bytes : int
-        Size of the host memory that the call pins, in bytes. With it, RLIMIT_MEMLOCK can be named as the cause.
+        Size of the host memory that the call pins, in bytes. If it is above RLIMIT_MEMLOCK, the advice for ENOMEM is to
+        raise this limit.
     """
     error_class, reason, what_to_do = _classify(operation, error_number, pinned_bytes)
     return error_class(
@@ -86,7 +87,7 @@ def error_of(
 def _classify(operation: str, error_number: int | None, pinned_bytes: int) -> tuple[type[ApiError], Reason, str]:
     """Return the class of the exception, its reason, and what to do."""
     error_class: type[ApiError] = ApiError
-    reason = Reason.OTHER if error_number is None else _REASONS.get(error_number, Reason.OTHER)
+    reason = Reason.OTHER if error_number is None else _REASON_BY_ERRNO.get(error_number, Reason.OTHER)
     what_to_do = ""
     if operation == REG_DMABUF_MR and error_number in _DMABUF_UNSUPPORTED_ERRNOS:
         error_class, reason = Unsupported, Reason.DMABUF_REGION_UNSUPPORTED

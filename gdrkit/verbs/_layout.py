@@ -26,7 +26,7 @@ _COMMAND_FD = struct.Struct("@i")
 
 def find_domain_pointer(domain: Any, context: Any) -> int | None:
     """Return the ``ibv_pd *`` in a ``PD`` that was made from `context`, or None if no single candidate is accepted."""
-    # The `Context` object contains its ibv_context pointer. It is one of these words.
+    # One of the words of the `Context` object is the pointer to its ibv_context. It is not known which one.
     context_words, handle, command_fd = set(_read_words(context)), int(domain.handle), int(context.cmd_fd)
     try:
         memory_fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)

@@ -30,22 +30,22 @@ __all__ = [
     "call",
     "close",
     "create_channel",
-    "create_queue",
+    "create_completion_queue",
     "create_queue_pair",
     "domain_pointer",
     "event_fd",
+    "export_host_buffer",
     "exposes_domain_pointers",
-    "host_address",
     "list_devices",
-    "modify",
+    "modify_queue_pair",
     "open_device",
-    "poll",
+    "poll_completions",
     "post_receive",
     "post_send",
     "probe_dmabuf",
     "query_gids",
     "query_ports",
-    "query_state",
+    "query_queue_pair_state",
     "register_address",
     "register_dmabuf",
     "request_notification",
@@ -281,7 +281,7 @@ class _IbvMr(ctypes.Structure):
 assert (_IbvMr.length.offset, _IbvMr.lkey.offset, _IbvMr.rkey.offset) == (24, 36, 40)  # noqa: S101 - the 64-bit ABI.
 
 
-def host_address(view: memoryview) -> tuple[object, int]:
+def export_host_buffer(view: memoryview) -> tuple[object, int]:
     """Return an object that keeps a writable host buffer from being moved or resized, and the address of the buffer."""
     buffer_export = (ctypes.c_char * view.nbytes).from_buffer(view)
     return buffer_export, ctypes.addressof(buffer_export)
@@ -344,16 +344,17 @@ def _make_region(
     def deregister() -> None:
         if region_id not in _open_objects.ids:
             return  # The region is deregistered, or belongs to the parent of this forked process.
-        results: list[int] = []
+        return_codes: list[int] = []
         try:
-            # No signal handler runs between the call and the append. After an interrupt, a second call therefore knows
-            # whether the region is deregistered. Another region could have its address by then.
-            results.extend(map(_load_library().ibv_dereg_mr, (region_pointer,)))
+            # The call and the storing of its result are one call of C code, in which no signal handler runs. After an
+            # interrupt, a second deregister() therefore knows whether the region is gone. It must not call ibv_dereg_mr
+            # again then, because another region could have got the same ibv_mr address.
+            return_codes.extend(map(_load_library().ibv_dereg_mr, (region_pointer,)))
         finally:
-            if results == [0]:
+            if return_codes == [0]:
                 _open_objects.ids.discard(region_id)
-        if results[0]:
-            raise _errors.error_of(operation="ibv_dereg_mr", error_number=results[0], arguments={"lkey": lkey})
+        if return_codes[0]:
+            raise _errors.error_of(operation="ibv_dereg_mr", error_number=return_codes[0], arguments={"lkey": lkey})
 
     return NativeRegion(lkey, int(region_pointer.contents.rkey), iova, deregister)
 
@@ -382,14 +383,14 @@ def event_fd(channel: Any) -> int | None:
     return int(channel.fd) if hasattr(type(channel), "fd") else None
 
 
-def create_queue(context: Any, *, depth: int, channel: Any) -> object:
+def create_completion_queue(context: Any, *, depth: int, channel: Any) -> object:
     """Call ibv_create_cq and return the completion queue."""
     return _create("ibv_create_cq", _load_modules().cq.CQ, context, depth, None, channel, 0, arguments={"cqe": depth})
 
 
-def poll(queue: Any, count: int) -> list[WorkCompletion]:
-    """Return up to `count` completions, by ibv_poll_cq."""
-    _count, entries = call("ibv_poll_cq", queue.poll, count)
+def poll_completions(queue: Any, count_max: int) -> list[WorkCompletion]:
+    """Return up to `count_max` completions, by ibv_poll_cq."""
+    _count, entries = call("ibv_poll_cq", queue.poll, count_max)
     return [
         WorkCompletion(
             entry.wr_id,
@@ -425,15 +426,17 @@ def create_queue_pair(
 
     `limits` has the fields of ibv_qp_cap.
     """
-    module = _load_modules().qp
-    attributes = module.QPInitAttr(
-        qp_type=_QPT_RC, scq=send_queue, rcq=receive_queue, cap=module.QPCap(**limits), sq_sig_all=0
+    qp_module = _load_modules().qp
+    attributes = qp_module.QPInitAttr(
+        qp_type=_QPT_RC, scq=send_queue, rcq=receive_queue, cap=qp_module.QPCap(**limits), sq_sig_all=0
     )
-    pair = _create("ibv_create_qp", module.QP, domain, attributes, arguments=limits)
-    return pair, int(pair.qp_num)
+    queue_pair = _create("ibv_create_qp", qp_module.QP, domain, attributes, arguments=limits)
+    return queue_pair, int(queue_pair.qp_num)
 
 
-def modify(pair: Any, *, mask: int, address: Mapping[str, Any] | None = None, **attributes: int) -> None:
+def modify_queue_pair(
+    queue_pair: Any, *, mask: int, address: Mapping[str, Any] | None = None, **attributes: int
+) -> None:
     """Call ibv_modify_qp with attributes named as in ibv_qp_attr.
 
     `address` has the fields of ibv_ah_attr and of its ibv_global_route.
@@ -442,21 +445,21 @@ def modify(pair: Any, *, mask: int, address: Mapping[str, Any] | None = None, **
     for attribute_name, attribute_value in attributes.items():
         setattr(qp_attr, attribute_name, attribute_value)
     if address is not None:
-        addr, fields = _load_modules().addr, dict(address)
+        addr_module, address_fields = _load_modules().addr, dict(address)
         # pyverbs expects the fields of ibv_global_route in an object of their own.
-        gid, sgid_index, hop_limit = fields.pop("gid"), fields.pop("sgid_index"), fields.pop("hop_limit")
-        route = addr.GlobalRoute(dgid=addr.GID(gid), sgid_index=sgid_index, hop_limit=hop_limit)
-        qp_attr.ah_attr = addr.AHAttr(gr=route, **fields)
-    call("ibv_modify_qp", pair.modify, qp_attr, mask, arguments={"mask": mask, **attributes, **(address or {})})
+        gid, sgid_index, hop_limit = (address_fields.pop(name) for name in ("gid", "sgid_index", "hop_limit"))
+        route = addr_module.GlobalRoute(dgid=addr_module.GID(gid), sgid_index=sgid_index, hop_limit=hop_limit)
+        qp_attr.ah_attr = addr_module.AHAttr(gr=route, **address_fields)
+    call("ibv_modify_qp", queue_pair.modify, qp_attr, mask, arguments={"mask": mask, **attributes, **(address or {})})
 
 
-def query_state(pair: Any) -> int:
+def query_queue_pair_state(queue_pair: Any) -> int:
     """Return the state of a queue pair, by ibv_query_qp."""
-    return int(call("ibv_query_qp", pair.query, _QP_STATE)[0].qp_state)
+    return int(call("ibv_query_qp", queue_pair.query, _QP_STATE)[0].qp_state)
 
 
 def post_send(
-    pair: Any,
+    queue_pair: Any,
     *,
     work_id: int,
     opcode: int,
@@ -478,17 +481,17 @@ def post_send(
     if remote is not None:
         request.set_wr_rdma(*remote)
     try:
-        call("ibv_post_send", pair.post_send, request, arguments={"opcode": opcode, "elements": len(elements)})
+        call("ibv_post_send", queue_pair.post_send, request, arguments={"opcode": opcode, "elements": len(elements)})
     finally:
         _close_all(request, *sges)
 
 
-def post_receive(pair: Any, *, work_id: int, elements: Sequence[tuple[int, int, int]]) -> None:
+def post_receive(queue_pair: Any, *, work_id: int, elements: Sequence[tuple[int, int, int]]) -> None:
     """Post one receive request with ibv_post_recv."""
     sges = [_load_modules().wr.SGE(*element) for element in elements or _EMPTY_ELEMENTS]
     request = _load_modules().wr.RecvWR(wr_id=work_id, num_sge=len(sges), sg=sges)
     try:
-        call("ibv_post_recv", pair.post_recv, request, arguments={"elements": len(elements)})
+        call("ibv_post_recv", queue_pair.post_recv, request, arguments={"elements": len(elements)})
     finally:
         _close_all(request, *sges)
 

@@ -33,9 +33,9 @@ _REQUEST_TYPES = ("unknown", "rdma_write", "rdma_read", "send", "recv")
 _SPIN_S = 50e-6  # The time for which a wait polls without pauses.
 _PAUSE_S = 50e-6  # The first pause between two polls.
 _PAUSE_MAX_S = 1e-3
-_POLL_MAX = 16  # The largest number of completions of one poll.
+_COMPLETIONS_PER_POLL_MAX = 16
 
-_REASONS = {
+_REASON_AND_ADVICE_BY_STATUS = {
     Status.RETRY_EXC_ERR: (
         Reason.PEER_GONE,
         "check that the other side still runs and is connected",
@@ -101,7 +101,7 @@ class Completion:
         """
         if self.status is status:
             return self
-        reason, what_to_do = _REASONS.get(self.status, (Reason.OTHER, ""))
+        reason, what_to_do = _REASON_AND_ADVICE_BY_STATUS.get(self.status, (Reason.OTHER, ""))
         raise ApiError(
             api=Api.VERBS,
             operation=f"wc {self.request}",
@@ -125,7 +125,7 @@ class CompletionQueue(Resource):
         self.depth = depth
         self._channel = _pyverbs.create_channel(nic.context) if events else None
         try:
-            self._queue = _pyverbs.create_queue(nic.context, depth=depth, channel=self._channel)
+            self._queue = _pyverbs.create_completion_queue(nic.context, depth=depth, channel=self._channel)
         except BaseException:
             if self._channel is not None:
                 _pyverbs.close("ibv_destroy_comp_channel", self._channel)
@@ -144,13 +144,15 @@ class CompletionQueue(Resource):
         """The descriptor of the completion channel. None without events, or if pyverbs is older than 59."""
         return None if self._channel is None else _pyverbs.event_fd(self._channel)
 
-    def poll(self, count: int = _POLL_MAX) -> list[Completion]:
+    def poll(self, count: int = _COMPLETIONS_PER_POLL_MAX) -> list[Completion]:
         """Return up to `count` completions that are available now, oldest first."""
         completions = [
             self._undelivered_completions.popleft() for _ in range(min(count, len(self._undelivered_completions)))
         ]
         if len(completions) < count:
-            completions += [_parse_completion(entry) for entry in _pyverbs.poll(self.queue, count - len(completions))]
+            completions += [
+                _parse_completion(entry) for entry in _pyverbs.poll_completions(self.queue, count - len(completions))
+            ]
         return completions
 
     def wait(self, timeout_ms: float, *, qp_number: int | None = None) -> Completion:
@@ -240,7 +242,9 @@ class CompletionQueue(Resource):
             if qp_number in {None, completion.qp_number}:
                 self._undelivered_completions.remove(completion)
                 return completion
-        new_completions = [_parse_completion(entry) for entry in _pyverbs.poll(self.queue, _POLL_MAX)]
+        new_completions = [
+            _parse_completion(entry) for entry in _pyverbs.poll_completions(self.queue, _COMPLETIONS_PER_POLL_MAX)
+        ]
         self._undelivered_completions.extend(new_completions)
         if any(qp_number in {None, completion.qp_number} for completion in new_completions):
             return self._take_next(qp_number)

@@ -195,7 +195,7 @@ class Initiator:
             if not 1 <= value < 2**32:
                 message = f"{name} must be from 1 to {2**32 - 1}, not {value}"
                 raise UsageError(message)
-        result = self._run(
+        result = self._run_native_method(
             "run",
             remote,
             time_limit_s,
@@ -217,7 +217,7 @@ class Initiator:
         time_limit_s: float = _TIME_LIMIT_S,
     ) -> Latencies:
         """Run operations one by one on the first queue pair, and return the time of each; see :meth:`run`."""
-        result = self._run(
+        result = self._run_native_method(
             "run_singly", remote, time_limit_s, direction=direction, length_bytes=length_bytes, operations=operations
         )
         return Latencies(times_ns=tuple(result["times_ns"]), length_bytes=length_bytes)
@@ -231,7 +231,7 @@ class Initiator:
             self._native = None
             self._handle.release()
 
-    def _run(
+    def _run_native_method(
         self,
         method_name: str,
         remote: RemoteRange,

@@ -114,7 +114,7 @@ class Nic(NicContext):
             message = "only a writable, contiguous, non-empty buffer can be registered"
             raise UsageError(message)
         view = view.cast("B")
-        buffer_export, address = _pyverbs.host_address(view)
+        buffer_export, address = _pyverbs.export_host_buffer(view)
         native_region = _pyverbs.register_address(
             self.domain, address=address, length_bytes=view.nbytes, access=int(access), is_device=False
         )

@@ -137,10 +137,10 @@ def _query_device(entry: DeviceEntry) -> NicInfo:
             ports = query_ports(context)
         finally:
             _pyverbs.close("ibv_close_device", context)
-    guid = f"{entry.node_guid:016x}"
+    guid_digits = f"{entry.node_guid:016x}"
     return NicInfo(
         name=entry.name,
-        node_guid=":".join(guid[start : start + 4] for start in range(0, 16, 4)),
+        node_guid=":".join(guid_digits[start : start + 4] for start in range(0, 16, 4)),
         driver=_read_driver_name(_SYSFS_FOLDER / entry.name),
         ports=ports,
         error=failure,

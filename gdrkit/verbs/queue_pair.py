@@ -86,7 +86,7 @@ class QueuePair(Resource):
         self.nic = nic
         self.send_queue = send_queue
         self.receive_queue = receive_queue
-        self._pair, self.number = _pyverbs.create_queue_pair(
+        self._native_queue_pair, self.number = _pyverbs.create_queue_pair(
             nic.domain,
             send_queue=send_queue.queue,
             receive_queue=receive_queue.queue,
@@ -104,11 +104,11 @@ class QueuePair(Resource):
     @property
     def state(self) -> QueuePairState:
         """The state that the device reports now."""
-        return QueuePairState(_pyverbs.query_state(self._require_open_pair()))
+        return QueuePairState(_pyverbs.query_queue_pair_state(self._require_open_native()))
 
     def endpoint(self) -> Endpoint:
         """Return the data that the other side needs to connect to this queue pair."""
-        self._require_open_pair()
+        self._require_open_native()
         return Endpoint(
             qp_number=self.number,
             psn=self._psn,
@@ -145,8 +145,8 @@ class QueuePair(Resource):
             Largest number of retries of a send if the other side has no receive posted (RNR: receiver not ready), 0 to
             6. With 7, the NIC retries for ever, which hides a missing receive.
         rnr_timer_code : int
-            Code of the pause that the other side must make before such a retry (12: 0.64 ms; table in
-            ibv_modify_qp(3)).
+            Code of the pause that the other side must make before it repeats a send for which this side has no receive
+            posted (12: 0.64 ms; table in ibv_modify_qp(3)).
         reads_max : int
             Number of outstanding RDMA READs in each direction. Both sides pass the same number.
 
@@ -156,7 +156,7 @@ class QueuePair(Resource):
             ibv_modify_qp failed. The queue pair stays in its last state.
         """
         port = self.nic.port
-        self._initialize(access)
+        self._move_to_init(access)
         self._modify(
             QueuePairState.RTR,
             _AttributeMask.AV
@@ -165,7 +165,7 @@ class QueuePair(Resource):
             | _AttributeMask.RQ_PSN
             | _AttributeMask.MAX_DEST_RD_ATOMIC
             | _AttributeMask.MIN_RNR_TIMER,
-            address=self._make_address(remote),
+            address=self._make_address_vector(remote),
             path_mtu=mtu_code(min(remote.mtu_bytes, port.mtu_bytes)),
             dest_qp_num=remote.qp_number,
             rq_psn=remote.psn,
@@ -186,7 +186,7 @@ class QueuePair(Resource):
             max_rd_atomic=reads_max,
         )
 
-    def _initialize(self, access: Access) -> None:
+    def _move_to_init(self, access: Access) -> None:
         self._modify(
             QueuePairState.INIT,
             _AttributeMask.PKEY_INDEX | _AttributeMask.PORT | _AttributeMask.ACCESS_FLAGS,
@@ -313,7 +313,7 @@ class QueuePair(Resource):
         """
         elements = _make_elements(target, local_offset_bytes, length_bytes)
         _pyverbs.post_receive(
-            self._require_open_pair(), work_id=encode_work_id(work_id, "recv"), elements=_make_sge_tuples(elements)
+            self._require_open_native(), work_id=encode_work_id(work_id, "recv"), elements=_make_sge_tuples(elements)
         )
 
     def wait(self, timeout_ms: float) -> Completion:
@@ -332,9 +332,9 @@ class QueuePair(Resource):
         super().close()
 
     def _release(self) -> None:
-        _pyverbs.close("ibv_destroy_qp", self._pair)
+        _pyverbs.close("ibv_destroy_qp", self._native_queue_pair)
 
-    def _make_address(self, remote: Endpoint) -> dict[str, int | str]:
+    def _make_address_vector(self, remote: Endpoint) -> dict[str, int | str]:
         """Return the fields of ``ibv_ah_attr`` that address the other side."""
         port = self.nic.port
         # RoCE has no LIDs and is addressed by the GID. InfiniBand is addressed by the LID within a subnet.
@@ -356,8 +356,8 @@ class QueuePair(Resource):
         address: dict[str, int | str] | None = None,
         **attributes: int,
     ) -> None:
-        _pyverbs.modify(
-            self._require_open_pair(),
+        _pyverbs.modify_queue_pair(
+            self._require_open_native(),
             mask=int(mask | _AttributeMask.STATE),
             address=address,
             qp_state=int(state),
@@ -385,7 +385,7 @@ class QueuePair(Resource):
             message = f"immediate must be from 0 to 0xffffffff, not {immediate:#x}"
             raise UsageError(message)
         _pyverbs.post_send(
-            self._require_open_pair(),
+            self._require_open_native(),
             work_id=encode_work_id(work_id, request_type),
             opcode=int(opcode),
             flags=int(flags),
@@ -394,9 +394,9 @@ class QueuePair(Resource):
             immediate=immediate or 0,
         )
 
-    def _require_open_pair(self) -> object:
+    def _require_open_native(self) -> object:
         self._check_open()
-        return self._pair
+        return self._native_queue_pair
 
     def __repr__(self) -> str:
         return f"QueuePair({self.nic.name}, number={self.number}{', closed' if self._is_closed else ''})"

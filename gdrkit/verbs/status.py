@@ -95,14 +95,14 @@ class QueuePairState(enum.IntEnum):
     ERR = 6
 
 
-_MTU_BYTES = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
+_MTU_BYTES_BY_CODE = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 
 def mtu_bytes(code: int) -> int:
     """Return the size of an ``ibv_mtu`` in bytes."""
-    return _MTU_BYTES[code]
+    return _MTU_BYTES_BY_CODE[code]
 
 
 def mtu_code(length_bytes: int) -> int:
     """Return the ``ibv_mtu`` of 256, 512, 1024, 2048 or 4096 bytes."""
-    return next(code for code, size_bytes in _MTU_BYTES.items() if size_bytes == length_bytes)
+    return next(code for code, size_bytes in _MTU_BYTES_BY_CODE.items() if size_bytes == length_bytes)

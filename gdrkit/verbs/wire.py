@@ -16,12 +16,12 @@ from gdrkit.errors import Reason, UsageError
 
 __all__ = ["Endpoint", "RemoteRange"]
 
-_GID = re.compile(r"[0-9a-f]{4}(:[0-9a-f]{4}){7}")
+_GID_PATTERN = re.compile(r"[0-9a-f]{4}(:[0-9a-f]{4}){7}")
 _VALID_MTU_BYTES = frozenset({256, 512, 1024, 2048, 4096})
 
 
 class _PeerValue:
-    """Base of the values that a peer sends, frozen dataclasses that are parsed strictly."""
+    """Base of the frozen dataclasses that a peer sends as JSON and this side parses strictly."""
 
     __slots__ = ()
 
@@ -125,7 +125,7 @@ class Endpoint(_PeerValue):
     def __post_init__(self) -> None:
         self._check_integers(qp_number=2**24 - 1, psn=2**24 - 1, lid=2**16 - 1, mtu_bytes=4096)
         gid: object = self.gid  # A peer is untrusted, so the value may have any type.
-        if not isinstance(gid, str) or not _GID.fullmatch(gid):
+        if not isinstance(gid, str) or not _GID_PATTERN.fullmatch(gid):
             self._refuse(f"has gid {self.gid!r}, which is not eight words of four hex digits")
         if self.mtu_bytes not in _VALID_MTU_BYTES:
             self._refuse(f"has mtu_bytes {self.mtu_bytes}, which is not one of {sorted(_VALID_MTU_BYTES)}")

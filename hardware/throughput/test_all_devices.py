@@ -21,7 +21,7 @@ import pytest
 from gdrkit import gds, host, pattern
 from gdrkit.cuda import PinnedMemory
 from gdrkit.harness.needs import cuda, needs
-from gdrkit.harness.needs.cufile import DISK
+from gdrkit.harness.needs.cufile import DISK_FOLDER
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class PinnedCopy:
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A folder on the disk of the temporary files."""
-    with tempfile.TemporaryDirectory(prefix="gdrkit-throughput-", dir=DISK) as path:
+    with tempfile.TemporaryDirectory(prefix="gdrkit-throughput-", dir=DISK_FOLDER) as path:
         yield Path(path).resolve()
         gds.close_engines()
 

@@ -19,7 +19,7 @@ from support.gds import CACHED_SHARE_MAX, cached_share, drop_from_cache
 
 from gdrkit import gds, pattern
 from gdrkit.harness.needs import cuda, needs
-from gdrkit.harness.needs.cufile import DISK
+from gdrkit.harness.needs.cufile import DISK_FOLDER
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ COLD_CHUNK_BYTES = [pytest.param(size * KIB, id=f"{size}KiB") for size in (1024,
 @pytest.fixture
 def path() -> Iterator[Path]:
     """A path for a file on the disk of the temporary files."""
-    with tempfile.TemporaryDirectory(prefix="gdrkit-throughput-", dir=DISK) as folder:
+    with tempfile.TemporaryDirectory(prefix="gdrkit-throughput-", dir=DISK_FOLDER) as folder:
         yield Path(folder).resolve() / "file"
         gds.close_engines()
         gds.close_driver()
@@ -72,7 +72,7 @@ def measure_read(
             check()
         prepare()
         if is_cold and cached_share(path) > CACHED_SHARE_MAX:
-            evidence.unproven(f"the file system of {DISK} keeps data in the page cache, so that no file is cold")
+            evidence.unproven(f"the file system of {DISK_FOLDER} keeps data in the page cache, so that no file is cold")
             return
         meter.measure_methods(methods, moved_bytes=length_bytes, prepare=prepare, check=check)
 

@@ -126,7 +126,7 @@ def test_registered_memory_is_used(
         log = read_rank_log(tmp_path, rank)
         # For each pair, a list for each buffer: the names of the transports that used the buffer.
         transports_by_pair = {
-            pair_name: [sorted(log.uses_of_range(address, length_bytes)) for address in addresses]
+            pair_name: [sorted(log.transports_using_range(address, length_bytes)) for address in addresses]
             for pair_name, addresses in result["addresses"].items()
         }
         evidence[f"rank{rank}"] = {"uses": transports_by_pair, "channels": log.channels}

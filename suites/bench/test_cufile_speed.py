@@ -33,7 +33,7 @@ from gdrkit.gds.cufile_path import CufilePath
 from gdrkit.harness.needs import cufile as cufile_needs
 from gdrkit.harness.needs import needs
 from gdrkit.harness.needs.cuda import device as needs_device
-from gdrkit.harness.needs.cufile import DISK
+from gdrkit.harness.needs.cufile import DISK_FOLDER
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class CufileBench:
         stream = self.stack.enter_context(self.device.stream())
 
         def read() -> None:
-            with self.driver.buffers.lease(self.memory):
+            with self.driver.buffer_cache.lease(self.memory):
                 transfers = []
                 for offset in range(0, self.length_bytes, part_bytes):
                     length = min(part_bytes, self.length_bytes - offset)
@@ -137,7 +137,7 @@ class CufileBench:
         with self.monitor.watch(self.open(0)):
             read()
         check_all_bytes(memory, self.file, length_bytes=self.length_bytes)
-        return dict(self.monitor.proof.moved)
+        return dict(self.monitor.proof.counter_increases)
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def start_libcufile() -> None:
     The leak check does not count descriptors that a fixture of module scope opens.
     """
     with (
-        tempfile.TemporaryDirectory(dir=DISK) as folder,
+        tempfile.TemporaryDirectory(dir=DISK_FOLDER) as folder,
         udev.provide_entry(Path(folder)),
         contextlib.ExitStack() as stack,
     ):
@@ -169,7 +169,7 @@ def start_libcufile() -> None:
 def bench(start_libcufile: None, device: Device, *, is_measured: bool) -> Iterator[CufileBench]:
     """Yield the benchmark with a file of random bytes. libcufile needs an entry for the disk in udev's database."""
     length_bytes = int(os.environ.get("GDRKIT_BENCH_STORAGE_MIB", "4096" if is_measured else "8")) * MIB
-    parent = os.environ.get("GDRKIT_BENCH_STORAGE_FOLDER", DISK)
+    parent = os.environ.get("GDRKIT_BENCH_STORAGE_FOLDER", DISK_FOLDER)
     folder = Path(tempfile.mkdtemp(prefix="gdrkit-cufile-speed-", dir=parent))
     try:
         with udev.provide_entry(folder), contextlib.ExitStack() as stack:

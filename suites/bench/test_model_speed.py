@@ -28,7 +28,7 @@ from gdrkit import cuda, gds, safetensors
 from gdrkit.errors import Api
 from gdrkit.harness.needs import cuda as cuda_needs
 from gdrkit.harness.needs import host, needs, without_twin
-from gdrkit.harness.needs.cufile import DISK
+from gdrkit.harness.needs.cufile import DISK_FOLDER
 from gdrkit.safetensors.header import pack_header, read_header
 from gdrkit.units import GIB, KIB, MIB
 
@@ -95,7 +95,7 @@ def folder(start_loaders: None) -> Iterator[Path]:
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Create a folder on the disk of the benchmarks. At the end, close the copy engines and remove the folder."""
-    parent = os.environ.get("GDRKIT_BENCH_STORAGE_FOLDER", DISK)
+    parent = os.environ.get("GDRKIT_BENCH_STORAGE_FOLDER", DISK_FOLDER)
     path = Path(tempfile.mkdtemp(prefix="gdrkit-models-", dir=parent))
     try:
         yield path

@@ -34,7 +34,7 @@ except SetupMissing as error:
 
 def test_every_cufile_error_number_has_its_name() -> None:
     numbers = {int(member): f"CU_FILE_{member.name}" for member in _cufile.load().OpError if member != 0}
-    assert numbers == dict(_results.NAMES)
+    assert numbers == dict(_results.STATUS_NAMES)
 
 
 def test_statistics_layout_is_that_of_the_bindings() -> None:

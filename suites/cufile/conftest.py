@@ -11,7 +11,7 @@ from support.cufile_scenarios import ScenarioRunner
 
 from gdrkit import pattern
 from gdrkit.harness.case import CASE_KEY
-from gdrkit.harness.needs.cufile import DISK
+from gdrkit.harness.needs.cufile import DISK_FOLDER
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def scenarios(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterator[ScenarioRunner]:
     """Yield a runner of cuFile scenarios, with a file of 1 MiB on a disk."""
-    with tempfile.TemporaryDirectory(prefix="gdrkit-cufile-", dir=DISK) as folder:
+    with tempfile.TemporaryDirectory(prefix="gdrkit-cufile-", dir=DISK_FOLDER) as folder:
         path = Path(folder) / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))
         yield ScenarioRunner(path, seed, request.node.stash[CASE_KEY], facts)

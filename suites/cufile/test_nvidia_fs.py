@@ -95,7 +95,7 @@ def test_reads_of_this_process_prove_the_route(tmp_path: Path) -> None:
     )
     proof = proof_from_counters(delta=None, nvfs=(counters_before, counters_after))
     assert (proof.route, proof.state, proof.evidence) == (Route.NVFS, RouteState.PROVEN, "nvidia-fs counters")
-    assert proof.moved == {"Reads.ok": 4, "Writes.ok": 0}
+    assert proof.counter_increases == {"Reads.ok": 4, "Writes.ok": 0}
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def _describe_outcome(call: Callable[[], gds.TransferResult]) -> dict[str, Any]:
         fields = {"error_class": type(error).__name__, "reason": error.reason.value, "message": str(error)}
         if not isinstance(error, gds.TransferFailed):
             return fields
-        result = error.transferred
+        result = error.partial_result
         fields |= {"errno": error.errno, "status": error.status, "operation": error.operation}
         fields["arguments"] = dict(error.arguments)
     return fields | {

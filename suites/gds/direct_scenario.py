@@ -43,7 +43,7 @@ def _get_result_or_error(call: Callable[[], gds.TransferResult]) -> dict[str, An
         if isinstance(error, ApiError):
             fields |= {"api": error.api.value, "status": error.status, "errno": error.errno}
         if isinstance(error, gds.TransferFailed):
-            fields |= _to_json_fields(error.transferred) | {"parts": list(error.transferred.range_bytes)}
+            fields |= _to_json_fields(error.partial_result) | {"parts": list(error.partial_result.range_bytes)}
         return fields
 
 

@@ -61,7 +61,7 @@ def test_awaited_transfer_raises_the_error_of_the_transfer(tmp_path: Path) -> No
         async with gds.AsyncFile(tmp_path / "file", direct="never") as file:
             with pytest.raises(gds.TransferFailed) as error_info:
                 await file.read_into(bytearray(20), length_bytes=20)
-            assert (error_info.value.reason, error_info.value.transferred.bytes) == (Reason.END_OF_FILE, 10)
+            assert (error_info.value.reason, error_info.value.partial_result.bytes) == (Reason.END_OF_FILE, 10)
             with pytest.raises(UsageError, match="opened for reading only"):
                 await file.write_from(b"x")
 

@@ -103,7 +103,7 @@ def test_empty_file_has_no_bytes(tmp_path: Path, memory_kind: str, owner_device:
             with pytest.raises(gds.TransferFailed) as error_info:
                 file.read_into(memory.buffer, length_bytes=length_bytes)
             assert error_info.value.reason is Reason.END_OF_FILE
-            assert error_info.value.transferred.bytes == 0
+            assert error_info.value.partial_result.bytes == 0
         assert set(memory.read_all()) == {FILL_BYTE}
 
 
@@ -118,7 +118,7 @@ def test_offset_after_the_end_reads_nothing(
             with pytest.raises(gds.TransferFailed) as error_info:
                 file.read_into(memory.buffer, file_offset_bytes=file_offset_bytes, length_bytes=length_bytes)
             assert error_info.value.reason is Reason.END_OF_FILE
-            assert error_info.value.transferred.range_bytes == (0,)
+            assert error_info.value.partial_result.range_bytes == (0,)
         assert set(memory.read_all()) == {FILL_BYTE}
 
 
@@ -134,12 +134,12 @@ def test_short_file_is_end_of_file(
             file.read_into(memory.buffer, length_bytes=FILE_BYTES)
         assert error_info.value.reason is Reason.END_OF_FILE
         assert error_info.value.arguments["transferred_bytes"] == length_bytes
-        assert error_info.value.transferred.range_bytes == (length_bytes,)
+        assert error_info.value.partial_result.range_bytes == (length_bytes,)
         pattern.check(memory.read_all()[:length_bytes], seed=seed)
         assert set(memory.read_all()[length_bytes:]) == {FILL_BYTE}
         with pytest.raises(gds.TransferFailed) as error_info:
             file.readv(memory.buffer, [(0, 10), (length_bytes - 3, 10), (length_bytes, 10), (1, 10)])
-        assert error_info.value.transferred.range_bytes == (10, 3, 0, 10)
+        assert error_info.value.partial_result.range_bytes == (10, 3, 0, 10)
 
 
 # The first kind is host memory, the third kind is device memory that the file gets by DLPack.
@@ -297,7 +297,7 @@ def test_device_out_of_memory_is_an_error(
                 assert (error_info.value.api, error_info.value.status) == (Api.CUDA, 2)
                 assert (error_info.value.reason, error_info.value.errno) == (Reason.OUT_OF_MEMORY, None)
                 if isinstance(error_info.value, gds.TransferFailed):
-                    assert error_info.value.transferred.bytes == 0
+                    assert error_info.value.partial_result.bytes == 0
         # When the driver can allocate again, the same file and memory can be used.
         assert file.read_into(memory).bytes == FILE_BYTES
         pattern.check(memory.read(), seed=seed)
@@ -309,7 +309,7 @@ def test_repeated_result_raises_new_errors(file: gds.File) -> None:
     for _ in range(3):
         with pytest.raises(gds.TransferFailed) as error_info:
             transfer.result()
-        assert error_info.value.transferred.range_bytes == (0,)
+        assert error_info.value.partial_result.range_bytes == (0,)
         traceback_lengths.add(len(error_info.traceback))
     # If one error object were raised repeatedly, it would collect the frames of all callers and keep their variables.
     assert len(traceback_lengths) == 1

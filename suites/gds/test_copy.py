@@ -104,7 +104,7 @@ def test_failed_copy_leaves_the_old_file(tmp_path: Path, seed: int, device_index
             gds.copy_file(faulty_file.path, copy, device_index=device_index, chunk_bytes=MIB, direct="never")
         assert error_info.value.errno == errno.EIO
         # The error is about one chunk, which begins at 3 MiB and of which 5 bytes arrived.
-        assert error_info.value.transferred.bytes == 5
+        assert error_info.value.partial_result.bytes == 5
     assert copy.read_bytes() == b"old"
     assert list_file_names(tmp_path) == ["copy", "mount"]
 

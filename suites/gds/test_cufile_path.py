@@ -21,7 +21,7 @@ from gdrkit import pattern
 from gdrkit.errors import Api
 from gdrkit.harness.case import CASE_KEY
 from gdrkit.harness.needs import cuda, cufile, needs, software
-from gdrkit.harness.needs.cufile import DISK
+from gdrkit.harness.needs.cufile import DISK_FOLDER
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ PROBE_READS, PROBE_BATCH_READS = 1, 2
 @pytest.fixture
 def scenarios(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterator[ScenarioRunner]:
     """Yield the runner of scenarios with a file of 8 MiB on a disk."""
-    with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder:
+    with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK_FOLDER) as folder:
         path = Path(folder) / "data"
         path.write_bytes(pattern.payload(FILE_BYTES, seed=seed))
         runner = ScenarioRunner(path, seed, request.node.stash[CASE_KEY], facts)

@@ -16,7 +16,7 @@ from gdrkit import pattern
 from gdrkit.errors import Api
 from gdrkit.harness.case import CASE_KEY
 from gdrkit.harness.needs import cuda, cufile, needs, software
-from gdrkit.harness.needs.cufile import DISK
+from gdrkit.harness.needs.cufile import DISK_FOLDER
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ SCENARIO = "there_and_back"
 @pytest.fixture
 def scenarios(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterator[ScenarioRunner]:
     """Yield the runner of scenarios with a file of 1 MiB on a disk."""
-    with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder:
+    with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK_FOLDER) as folder:
         path = Path(folder) / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))
         yield replace(ScenarioRunner(path, seed, request.node.stash[CASE_KEY], facts), program=direct_scenario.__file__)

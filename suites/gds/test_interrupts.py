@@ -17,7 +17,7 @@ from support.python_child import run_python, run_sweep
 from gdrkit import gds
 from gdrkit.errors import Api
 from gdrkit.harness.needs import cuda, cufile, host, needs, software
-from gdrkit.harness.needs.cufile import DISK
+from gdrkit.harness.needs.cufile import DISK_FOLDER
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def test_progress_does_not_stop_the_interpreter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scenario", DIRECT_SCENARIOS)
 def test_interrupted_direct_call_leaves_things_in_order(tmp_path: Path, scenario: str) -> None:
     (tmp_path / "plan").write_text("gdrkit-faults 1\ncufile.route call=* route=p2p\n")
-    with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder, udev.provide_entry(Path(folder)):
+    with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK_FOLDER) as folder, udev.provide_entry(Path(folder)):
         (Path(folder) / "data").write_bytes(bytes(LENGTH_BYTES))
         sweep_interrupts(
             scenario,

@@ -11,7 +11,7 @@ import pytest
 
 from gdrkit import gds, pattern
 from gdrkit.harness.needs import cuda, needs
-from gdrkit.harness.needs.cufile import DISK
+from gdrkit.harness.needs.cufile import DISK_FOLDER
 from gdrkit.host import HostTree, mount_of, mounts
 from gdrkit.units import MIB
 
@@ -26,7 +26,7 @@ def test_file_is_read_into_every_device_with_its_route(
     devices: tuple[Device, ...], evidence: Evidence, seed: int
 ) -> None:
     """Read all bytes. For the table of routes in the report, record the route, and why the route is not direct."""
-    with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder:
+    with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK_FOLDER) as folder:
         path = Path(folder).resolve() / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))
         mount = mount_of(mounts(HostTree()), str(path))

@@ -13,7 +13,7 @@ from support.python_child import run_python, run_sweep
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import cuda, cufile, host, needs, software
-from gdrkit.harness.needs.cufile import DISK
+from gdrkit.harness.needs.cufile import DISK_FOLDER
 
 # handle_inside() installs a signal handler. A signal may come too early, so the handler calls `act` only if it
 # interrupts the function with the name and the module in `function`.
@@ -172,7 +172,7 @@ def test_handler_while_the_engine_of_a_device_is_created(tmp_path: Path) -> None
 @pytest.mark.parametrize("call", ["result", "close"])
 def test_handler_at_any_point_of_a_direct_call(tmp_path: Path, call: str) -> None:
     (tmp_path / "plan").write_text("gdrkit-faults 1\ncufile.route call=* route=p2p\n")
-    with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder, udev.provide_entry(Path(folder)):
+    with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK_FOLDER) as folder, udev.provide_entry(Path(folder)):
         (Path(folder) / "data").write_bytes(bytes(LENGTH_BYTES))
         sweep_handlers(
             call,

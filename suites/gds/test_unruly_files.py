@@ -57,8 +57,8 @@ def test_unreadable_byte_is_eio_after_the_bytes_before_it(
             file.read_into(memory.buffer)
         assert (error_info.value.errno, error_info.value.reason) == (errno.EIO, Reason.IO_ERROR)
         assert (error_info.value.api, error_info.value.operation) == (Api.KERNEL, "pread")
-        assert error_info.value.transferred.range_bytes == (BAD_OFFSET,)
-        assert error_info.value.transferred.bytes == BAD_OFFSET
+        assert error_info.value.partial_result.range_bytes == (BAD_OFFSET,)
+        assert error_info.value.partial_result.bytes == BAD_OFFSET
         pattern.check(memory.read_all()[:BAD_OFFSET], seed=seed)
         # The file and the threads of the engine can still be used.
         next_mib_offset = (BAD_OFFSET + 1) // MIB * MIB + MIB
@@ -84,7 +84,7 @@ def test_bytes_after_a_gap_are_not_counted(
         faulty_file.send("open")
         with pytest.raises(gds.TransferFailed) as error_info:
             transfer.result()
-        assert (error_info.value.transferred.bytes, error_info.value.transferred.range_bytes) == (
+        assert (error_info.value.partial_result.bytes, error_info.value.partial_result.range_bytes) == (
             BAD_OFFSET,
             (BAD_OFFSET,),
         )
@@ -104,7 +104,7 @@ def test_short_read_of_an_unreadable_byte_is_eio(
         with pytest.raises(gds.TransferFailed) as error_info:
             file.read_into(memory.buffer, file_offset_bytes=BAD_OFFSET - 100, length_bytes=4 * KIB)
         assert error_info.value.errno == errno.EIO
-        assert error_info.value.transferred.range_bytes == (100,)
+        assert error_info.value.partial_result.range_bytes == (100,)
         pattern.check(memory.read_all()[:100], seed=seed, offset_bytes=BAD_OFFSET - 100)
 
 
@@ -122,7 +122,7 @@ def test_unwritable_byte_is_eio_after_the_bytes_before_it(
             with pytest.raises(gds.TransferFailed) as error_info:
                 file.write_from(memory.buffer)
             assert (error_info.value.errno, error_info.value.operation) == (errno.EIO, "pwrite")
-            assert error_info.value.transferred.range_bytes == (BAD_OFFSET,)
+            assert error_info.value.partial_result.range_bytes == (BAD_OFFSET,)
     with faulty_file.path.open("rb") as reopened_file:
         assert reopened_file.read(BAD_OFFSET) == data[:BAD_OFFSET]
 
@@ -145,7 +145,7 @@ def test_file_that_shrinks_during_a_read_is_end_of_file(
         with pytest.raises(gds.TransferFailed) as error_info:
             transfer.result()
         assert (error_info.value.reason, error_info.value.errno) == (Reason.END_OF_FILE, None)
-        assert error_info.value.transferred.range_bytes == (BAD_OFFSET,)
+        assert error_info.value.partial_result.range_bytes == (BAD_OFFSET,)
         contents = memory.read_all()
         pattern.check(contents[:BAD_OFFSET], seed=seed)
         assert set(contents[BAD_OFFSET:]) == {0xA5}
@@ -172,7 +172,7 @@ def test_cancelled_read_reports_the_bytes_that_arrived(
         faulty_file.send("open")
         with pytest.raises(gds.TransferFailed) as error_info:
             transfer.result()
-        result = error_info.value.transferred
+        result = error_info.value.partial_result
         assert (error_info.value.reason, error_info.value.errno) == (Reason.CANCELLED, None)
         assert result.range_bytes == (result.bytes,)
         # The chunks in progress were completed, and no other chunk was started.
@@ -216,8 +216,8 @@ def test_full_disk_is_enospc_after_the_written_bytes(
             with pytest.raises(gds.TransferFailed) as error_info:
                 file.write_from(memory.buffer)
             assert (error_info.value.errno, error_info.value.reason) == (errno.ENOSPC, Reason.NO_SPACE)
-            written_bytes = error_info.value.transferred.bytes
-            assert error_info.value.transferred.range_bytes == (written_bytes,)
+            written_bytes = error_info.value.partial_result.bytes
+            assert error_info.value.partial_result.range_bytes == (written_bytes,)
             assert written_bytes <= 8 * MIB
             with (mount / "file").open("rb+") as reopened_file:
                 assert reopened_file.read(written_bytes) == data[:written_bytes]

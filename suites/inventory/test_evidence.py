@@ -154,13 +154,13 @@ def test_twin_has_a_note() -> None:
 def test_descriptors_are_listed_while_they_are_open() -> None:
     read_end, write_end = os.pipe()
     try:
-        targets = evidence.descriptors()
+        targets = evidence.descriptor_targets()
         assert targets[read_end].startswith("pipe:")
         assert targets[read_end] == targets[write_end]
     finally:
         os.close(read_end)
         os.close(write_end)
-    assert read_end not in evidence.descriptors()
+    assert read_end not in evidence.descriptor_targets()
 
 
 def test_unreadable_kernel_log_differs_from_an_empty_one(tmp_path: Path) -> None:

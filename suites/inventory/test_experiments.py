@@ -68,7 +68,7 @@ def machine(facts: Facts) -> Iterator[Machine]:
         may_run_experiments=True,
         timeout_s=60,
     )
-    with udev.provide_entry(cufile.DISK):
+    with udev.provide_entry(cufile.DISK_FOLDER):
         yield this_machine
 
 

@@ -244,7 +244,7 @@ def test_name_of_a_process_cannot_control_a_terminal(tmp_path: Path, program: st
     diagnosis = diagnose(make_machine(tmp_path, observations=observations))
     for text in (describe_diagnosis(diagnosis, verbose=True), diagnosis.to_json()):
         assert all(line.isprintable() for line in text.splitlines()), ascii(text)
-    (finding,) = diagnosis.of(Verdict.FAIL)
+    (finding,) = diagnosis.findings_with(Verdict.FAIL)
     assert finding.text.isprintable()
     assert Diagnosis.from_json(diagnosis.to_json()) == diagnosis
 

@@ -223,19 +223,19 @@ def test_hgx_host_has_no_acs_redirect_between_gpu_and_nic(
 ) -> None:
     machine = captured_machine(read_capture(captures / "gpud" / "lspci-vvv-hgx-h100.txt.gz"))
     tree = HostTree.of(machine.files)
-    spaces_by_address = {function.address: config_space(tree, function.address) for function in machine.functions}
+    spaces_by_address = {function.address: config_space(tree, function.address) for function in machine.pci_functions}
     acs_by_address = {address: space.acs for address, space in spaces_by_address.items() if space and space.acs}
-    assert (len(machine.functions), len(acs_by_address)) == (517, 55)
+    assert (len(machine.pci_functions), len(acs_by_address)) == (517, 55)
     redirecting_addresses = {address for address, control in acs_by_address.items() if control.redirects}
     assert redirecting_addresses == {f"0000:82:0{index}.0" for index in range(4)}
     addresses_below = {
         function.address
-        for function in machine.functions
+        for function in machine.pci_functions
         if redirecting_addresses & set(pci_path(tree, function.address)[:-1])
     }
     # These functions are bridges (class 0x0680), neither GPUs nor NICs.
     assert addresses_below == {f"0000:8{index}:00.0" for index in (3, 4, 5, 6)}
-    assert {function.class_code >> 8 for function in machine.functions if function.address in addresses_below} == {
+    assert {function.class_code >> 8 for function in machine.pci_functions if function.address in addresses_below} == {
         0x0680
     }
     finding = rule_of("acs-redirect").apply(machine)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gdrkit.host import HostTree, ProcessIdentity, is_running, starved_s, this_process
+from gdrkit.host import HostTree, ProcessIdentity, is_running, processor_wait_s, this_process
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,5 +95,5 @@ def test_starvation_is_that_of_the_longest_waiting_thread(tmp_path: Path) -> Non
     }.items():
         (tmp_path / "proc/77/task" / thread_id).mkdir(parents=True)
         (tmp_path / "proc/77/task" / thread_id / "schedstat").write_text(schedstat)
-    assert starved_s(77, HostTree(tmp_path)) == 2.5
-    assert starved_s(78, HostTree(tmp_path)) == 0
+    assert processor_wait_s(77, HostTree(tmp_path)) == 2.5
+    assert processor_wait_s(78, HostTree(tmp_path)) == 0

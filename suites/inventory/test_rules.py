@@ -204,8 +204,8 @@ def test_replayed_capture_of_the_correct_host_is_silent(tmp_path: Path) -> None:
     diagnose(correct_host)
     write_capture(tmp_path / "capture.json", correct_host.capture())
     diagnosis = diagnose(captured_machine(read_capture(tmp_path / "capture.json")))
-    assert not diagnosis.of(Verdict.FAIL)
-    assert {finding.code for finding in diagnosis.of(Verdict.UNPROVEN)} <= NOT_APPLICABLE
+    assert not diagnosis.findings_with(Verdict.FAIL)
+    assert {finding.code for finding in diagnosis.findings_with(Verdict.UNPROVEN)} <= NOT_APPLICABLE
 
 
 def test_every_rule_has_its_own_code_and_texts() -> None:

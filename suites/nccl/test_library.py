@@ -38,13 +38,13 @@ TIMEOUT_S = 60
 
 def read_header() -> str:
     """Return the text of nccl.h."""
-    folder = _nccl.package_folder()
+    folder = _nccl.find_package_folder()
     assert folder is not None
     return (folder / "include" / "nccl.h").read_text()
 
 
 @NEEDS_NCCL
-@pytest.mark.parametrize("function_name", _nccl.FUNCTIONS)
+@pytest.mark.parametrize("function_name", _nccl.ARGUMENT_TYPES)
 def test_argument_widths_match_the_header(function_name: str) -> None:
     declaration = re.search(rf"ncclResult_t\s+{function_name}\(([^)]*)\)", read_header())
     assert declaration is not None
@@ -54,7 +54,7 @@ def test_argument_widths_match_the_header(function_name: str) -> None:
         8 if "*" in parameter else TYPE_SIZES_BYTES[type_name]
         for parameter, type_name in zip(parameters, type_names, strict=True)
     ]
-    assert [ctypes.sizeof(argument_type) for argument_type in _nccl.FUNCTIONS[function_name]] == expected_bytes
+    assert [ctypes.sizeof(argument_type) for argument_type in _nccl.ARGUMENT_TYPES[function_name]] == expected_bytes
 
 
 @NEEDS_NCCL

@@ -44,11 +44,11 @@ class MemoryRange:
 def test_use_of_registered_memory_is_found(line_format: str, transport: str) -> None:
     log = nccl.NcclLog.parse(LINE_PREFIX + line_format.format(BUFFER_ADDRESS))
     assert log.uses == ((transport, BUFFER_ADDRESS),)
-    assert log.uses_of(MemoryRange(BUFFER_ADDRESS, 1)) == {transport}
-    assert log.uses_of(MemoryRange(BUFFER_ADDRESS - 64, 65)) == {transport}
+    assert log.transports_using(MemoryRange(BUFFER_ADDRESS, 1)) == {transport}
+    assert log.transports_using(MemoryRange(BUFFER_ADDRESS - 64, 65)) == {transport}
     assert (
-        log.uses_of(MemoryRange(BUFFER_ADDRESS - 64, 64))
-        == log.uses_of(MemoryRange(BUFFER_ADDRESS + 1, 64))
+        log.transports_using(MemoryRange(BUFFER_ADDRESS - 64, 64))
+        == log.transports_using(MemoryRange(BUFFER_ADDRESS + 1, 64))
         == frozenset()
     )
 

@@ -53,7 +53,7 @@ def test_network_plug_in_accesses_device_memory(tmp_path: Path, evidence: Eviden
     for rank, result in enumerate(results):
         log = read_rank_log(tmp_path, rank)
         transports_by_buffer = [
-            sorted(log.uses_of_range(address, 16 * MIB)) for address in result["addresses"]["registered"]
+            sorted(log.transports_using_range(address, 16 * MIB)) for address in result["addresses"]["registered"]
         ]
         evidence[f"rank{rank}"] = {
             "network": log.network,

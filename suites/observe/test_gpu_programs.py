@@ -20,7 +20,7 @@ from support.python_child import module_command, suites_environ
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import cuda, host, needs, verbs, without_twin
-from gdrkit.harness.needs.cufile import DISK
+from gdrkit.harness.needs.cufile import DISK_FOLDER
 from gdrkit.observe import Observation
 from gdrkit.units import GIB, MIB
 from gdrkit.verdict import RouteOutcome
@@ -44,7 +44,7 @@ REDUCED_BYTES, ROUNDS_COUNT = 256 * MIB, 20
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Yield a folder on a disk, and remove it at the end."""
-    path = Path(tempfile.mkdtemp(prefix="gdrkit-observe-", dir=DISK))
+    path = Path(tempfile.mkdtemp(prefix="gdrkit-observe-", dir=DISK_FOLDER))
     try:
         yield path
     finally:

@@ -277,6 +277,6 @@ def test_keys_never_access_memory_of_another_owner(allocator: AnyAllocator, nic:
     # Before the handles are counted, open the CUDA context and everything else that stays open.
     with allocator.allocate(MEMORY_BYTES) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
-    handles_before = handles.live(), leaks.ledger_handles()
+    handles_before = handles.live(), leaks.count_twin_handles()
     run_state_machine_as_test(hypothesis.seed(seed)(Machine), settings=settings)
-    assert (handles.live(), leaks.ledger_handles()) == handles_before
+    assert (handles.live(), leaks.count_twin_handles()) == handles_before

@@ -141,9 +141,9 @@ def test_substrate_follows_from_libraries_and_kernel_evidence(
 
 
 def test_substrate_of_a_nic_unknown_to_the_kernel_is_unknown() -> None:
-    assert substrate_of([VERBS_LIBRARY], HARDWARE_FACTS, nics=["mlx5_0"]) == {"verbs": Substrate.HARDWARE}
-    assert substrate_of([VERBS_LIBRARY], HARDWARE_FACTS, nics=["mlx5_9"]) == {"verbs": Substrate.UNKNOWN}
-    assert substrate_of([VERBS_LIBRARY], HARDWARE_FACTS, nics=["mlx5_0", "mlx5_9"]) == {"verbs": Substrate.UNKNOWN}
+    assert substrate_of([VERBS_LIBRARY], HARDWARE_FACTS, used_nics=["mlx5_0"]) == {"verbs": Substrate.HARDWARE}
+    assert substrate_of([VERBS_LIBRARY], HARDWARE_FACTS, used_nics=["mlx5_9"]) == {"verbs": Substrate.UNKNOWN}
+    assert substrate_of([VERBS_LIBRARY], HARDWARE_FACTS, used_nics=["mlx5_0", "mlx5_9"]) == {"verbs": Substrate.UNKNOWN}
 
 
 def test_substrate_of_facts_has_the_apis_with_libraries() -> None:
@@ -156,16 +156,16 @@ def test_substrate_of_facts_has_the_apis_with_libraries() -> None:
 
 
 def test_given_device_nodes_override_nodes_of_facts() -> None:
-    assert substrate_of(VENDOR_LIBRARIES, HARDWARE_FACTS, nodes=()) == dict.fromkeys(
+    assert substrate_of(VENDOR_LIBRARIES, HARDWARE_FACTS, open_nodes=()) == dict.fromkeys(
         ("verbs", "cuda"), Substrate.UNKNOWN
     )
     # A device node has a path, a major and a minor number. The major number of NVIDIA devices is 195.
     facts_without_cuda = dataclasses.replace(HARDWARE_FACTS, cuda=None)
     assert substrate_of([CUDA_LIBRARY], facts_without_cuda) == {"cuda": Substrate.UNKNOWN}
-    assert substrate_of([CUDA_LIBRARY], facts_without_cuda, nodes=[DeviceNode("/dev/nvidia0", 195, 0)]) == {
+    assert substrate_of([CUDA_LIBRARY], facts_without_cuda, open_nodes=[DeviceNode("/dev/nvidia0", 195, 0)]) == {
         "cuda": Substrate.HARDWARE
     }
-    assert substrate_of([CUDA_LIBRARY], facts_without_cuda, nodes=[DeviceNode("/dev/null", 1, 3)]) == {
+    assert substrate_of([CUDA_LIBRARY], facts_without_cuda, open_nodes=[DeviceNode("/dev/null", 1, 3)]) == {
         "cuda": Substrate.UNKNOWN
     }
 
@@ -180,7 +180,7 @@ def test_without_verbs_facts_every_nic_of_the_kernel_counts() -> None:
     ):
         kernel_evidence = dataclasses.replace(KERNEL_EVIDENCE, rdma=rdma_devices)
         facts = dataclasses.replace(make_hardware_facts(evidence=kernel_evidence), verbs=None)
-        assert substrate_of([VERBS_LIBRARY], facts, nodes=[nic.node]) == {"verbs": expected_substrate}
+        assert substrate_of([VERBS_LIBRARY], facts, open_nodes=[nic.node]) == {"verbs": expected_substrate}
 
 
 def test_combined_substrate_is_the_weakest() -> None:
@@ -324,7 +324,14 @@ FACTS_WITH_PEER_MEMORY = make_facts(routes=[make_route_facts("peer_memory")])
         ),
         (TWO_CASES_PROFILE, [PASSED_RECORD, FAILED_RECORD], make_facts(), True, 1, "1 of 2 cases failed"),
         (ANY_PROFILE, [PROVEN_RECORD, FAILED_RECORD], make_facts(), False, 1, "1 of 2 cases failed"),
-        (ANY_PROFILE, [FALLBACK_RECORD], make_facts(), False, 1, "A route fell back where direct was required"),
+        (
+            ANY_PROFILE,
+            [FALLBACK_RECORD],
+            make_facts(),
+            False,
+            1,
+            "A route fell back where a direct transfer was required",
+        ),
         (TWO_CASES_PROFILE, [FALLBACK_RECORD, PASSED_RECORD], make_facts(), False, 4, "Nothing was proven on hardware"),
         (
             TWO_CASES_PROFILE,

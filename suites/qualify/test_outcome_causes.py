@@ -100,7 +100,7 @@ def test_first_five_fallbacks_are_listed() -> None:
 
 def test_fallback_fails_a_software_run() -> None:
     outcome = decide(make_facts(), BARE_PROFILE, [make_fallback_record(0)], software_asked=True)
-    assert outcome.verdict == "A route fell back where direct was required"
+    assert outcome.verdict == "A route fell back where a direct transfer was required"
 
 
 def test_fallback_on_a_route_not_required_is_no_failure() -> None:
@@ -251,7 +251,7 @@ HARDWARE_ADVICE = "run it on a machine with a GPU and an RDMA NIC, or add --soft
             False,
             Outcome(
                 ExitCode.FAILED,
-                "A route fell back where direct was required",
+                "A route fell back where a direct transfer was required",
                 ("GPU 0 <- NIC mlx5_0 by dma-buf: through the host (a.py::test_0)",),
                 (),
                 (),

@@ -171,9 +171,9 @@ def test_close_closes_descriptors_that_were_not_taken(channels: tuple[Channel, C
         sender.send({}, descriptors=(file.fileno(),) * 3)
         assert receiver.receive(timeout_s=5) == {}
         # `file` has one descriptor, and the channel has received three more.
-        assert list(evidence.descriptors().values()).count(file.name) == 4
+        assert list(evidence.descriptor_targets().values()).count(file.name) == 4
         receiver.close()
-        assert list(evidence.descriptors().values()).count(file.name) == 1
+        assert list(evidence.descriptor_targets().values()).count(file.name) == 1
     assert receiver.fileno() == -1
 
 
@@ -235,7 +235,7 @@ def test_peer_can_exit_without_clean_up(peer: Peer) -> None:
 
 def test_peer_that_does_not_reply_is_killed(peer: Peer) -> None:
     peer.modules()
-    peer.stop()
+    peer.suspend()
     with pytest.raises(BrokenResource) as error_info:
         peer.request("modules", request_timeout_s=0.05)
     assert error_info.value.reason is Reason.TIMEOUT

@@ -16,7 +16,7 @@ import gdrkit
 from gdrkit.errors import GdrkitError
 from gdrkit.qualify.ranks.admission import AdmittedRanks, RankHello, admit_ranks
 from gdrkit.qualify.ranks.messages import MessageSocket
-from gdrkit.qualify.ranks.rank import join, serve
+from gdrkit.qualify.ranks.rank import connect_to_rank0, serve_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,7 @@ class Admission:
         self._admission_future = self._executor.submit(
             admit_ranks,
             self.listener,
-            count=rank_count,
+            rank_count=rank_count,
             token=TOKEN,
             timeout_s=STEP_TIMEOUT_S,
             should_stop=lambda: self._should_stop,
@@ -61,7 +61,7 @@ class Admission:
 
     def start_rank(self, hello: RankHello, facts: Facts) -> None:
         """Start a rank in another thread. The rank serves until the connection is closed."""
-        self._executor.submit(lambda: serve(join(self.endpoint, hello), facts, {}))
+        self._executor.submit(lambda: serve_requests(connect_to_rank0(self.endpoint, hello), facts, {}))
 
     def wait_for_ranks(self) -> AdmittedRanks:
         """Wait for the end of the admission, and return the ranks that were admitted."""
@@ -160,7 +160,7 @@ def test_second_connection_of_a_rank_is_closed(admission: Admission, facts: Fact
 
 def test_rank_of_another_version_is_rejected(admission: Admission, facts: Facts) -> None:
     admission.start_rank(make_rank_hello(0), facts)
-    rejected_rank = join(admission.endpoint, make_rank_hello(1, version="0.0.9"))
+    rejected_rank = connect_to_rank0(admission.endpoint, make_rank_hello(1, version="0.0.9"))
     admitted_ranks = admission.wait_for_ranks()
     assert list(admitted_ranks.ranks) == [0]
     expected_reason = (
@@ -175,7 +175,7 @@ def test_rank_of_another_version_is_rejected(admission: Admission, facts: Facts)
 @pytest.mark.parametrize("message", [{"facts": "{}"}, {"facts": 7}, {}, {"exit_code": 0}])
 def test_rank_with_malformed_facts_is_rejected(admission: Admission, facts: Facts, message: dict[str, object]) -> None:
     admission.start_rank(make_rank_hello(0), facts)
-    rejected_rank = join(admission.endpoint, make_rank_hello(1))
+    rejected_rank = connect_to_rank0(admission.endpoint, make_rank_hello(1))
     rejected_rank.send(message, timeout_s=STEP_TIMEOUT_S)
     admitted_ranks = admission.wait_for_ranks()
     assert (list(admitted_ranks.ranks), list(admitted_ranks.rejected)) == ([0], [1])
@@ -184,7 +184,7 @@ def test_rank_with_malformed_facts_is_rejected(admission: Admission, facts: Fact
 
 
 def test_rank_that_disconnects_before_its_facts_may_reconnect(admission: Admission, facts: Facts) -> None:
-    join(admission.endpoint, make_rank_hello(1)).close()
+    connect_to_rank0(admission.endpoint, make_rank_hello(1)).close()
     for rank in (0, 1):
         admission.start_rank(make_rank_hello(rank), facts)
     assert list(admission.wait_for_ranks().ranks) == [0, 1]
@@ -211,4 +211,4 @@ def test_rank_that_cannot_connect_reports_all_addresses() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(GdrkitError, match=rf"port {port} of 127\.0\.0\.1 \(.*refused\), 127\.0\.0\.2 \(.*refused\)"):
-        join({"addresses": ["127.0.0.1", "127.0.0.2"], "port": port}, make_rank_hello(1))
+        connect_to_rank0({"addresses": ["127.0.0.1", "127.0.0.2"], "port": port}, make_rank_hello(1))

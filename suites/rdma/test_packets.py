@@ -9,7 +9,7 @@ from support.initiators import connect_initiator
 
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs
-from gdrkit.host import HostTree, read_port
+from gdrkit.host import HostTree, read_port_counters
 from gdrkit.units import MIB
 from gdrkit.verbs import Direction
 
@@ -23,7 +23,7 @@ TRANSFER_BYTES, OPERATIONS, DEPTH = MIB, 8, 2
 
 def read_packet_counters(nic: Nic) -> tuple[int, int] | None:
     """Return how many packets the port of `nic` has sent and received, or None if the port does not count them."""
-    counters = read_port(HostTree(), nic.name, nic.port.number)
+    counters = read_port_counters(HostTree(), nic.name, nic.port.number)
     if counters.sent_packets is None or counters.received_packets is None:
         return None
     return counters.sent_packets, counters.received_packets

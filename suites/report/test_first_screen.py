@@ -18,7 +18,7 @@ from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, RunFolder, Verd
 from gdrkit.report.contents import read_contents
 from gdrkit.report.describe import make_headline_rows
 from gdrkit.report.matrix import balance_matrix, distance_matrix, path_matrix
-from gdrkit.report.measurements import measurements, readable
+from gdrkit.report.measurements import measurements, to_words
 from gdrkit.report.render import render, render_html
 from gdrkit.report.routes import file_statuses, route_statuses
 
@@ -85,8 +85,8 @@ def test_page_says_that_records_do_not_name_the_host(tmp_path: Path) -> None:
 
 
 def test_titles_of_measurements_have_the_field_spelling() -> None:
-    assert readable("o_direct, fastest_threads_cpu") == "O_DIRECT, fastest threads CPU"
-    assert readable("pinned_copy") == "pinned copy"
+    assert to_words("o_direct, fastest_threads_cpu") == "O_DIRECT, fastest threads CPU"
+    assert to_words("pinned_copy") == "pinned copy"
 
 
 def test_cell_has_the_cause_of_its_state() -> None:
@@ -110,7 +110,7 @@ def test_cell_has_the_cause_of_its_state() -> None:
         ("mount", "/data"),
     ]
     # A cell has the state of a pair and the number of its cause. It is None if no case tested the pair.
-    states_and_causes = [[cell and (cell.state, cell.cause) for cell in cells] for _, _, cells in matrix.rows]
+    states_and_causes = [[cell and (cell.state, cell.cause_number) for cell in cells] for _, _, cells in matrix.rows]
     assert states_and_causes == [[("proven", 0), ("unproven", 1), ("fell_back", 2)], [None, ("unproven", 1), None]]
     first_cause = matrix.causes[0]
     assert (first_cause.number, first_cause.text, first_cause.pair_count) == (1, "no counter moved", 2)
@@ -128,7 +128,7 @@ def test_fallback_wins_over_a_proven_route_of_a_pair() -> None:
     ((_, _, (cell,)),) = matrix.rows
     (cause,) = matrix.causes
     assert cell is not None
-    assert (cell.state, cell.cause, cell.case) == ("fell_back", 1, "a.py::test_b")
+    assert (cell.state, cell.cause_number, cell.case) == ("fell_back", 1, "a.py::test_b")
     assert cause.text == "by the host"
 
 
@@ -256,7 +256,7 @@ def test_page_has_findings_of_the_doctor_and_distances(tmp_path: Path) -> None:
     run_folder.diagnosis.write_text(diagnosis.to_json())
     page_html = render(run_folder.path).index.read_text()
     assert f"of {len(diagnosis.findings)} known causes" in page_html
-    assert page_html.count("<code>gdrkit explain ") == len(diagnosis.of(Verdict.FAIL))
+    assert page_html.count("<code>gdrkit explain ") == len(diagnosis.findings_with(Verdict.FAIL))
     assert '<td class="pix">PIX</td>' in page_html
     # A run folder of gdrkit 0.1.0 has no topology.json and no doctor.json.
     run_folder.topology.unlink()

@@ -17,7 +17,7 @@ from gdrkit.report.figure import make_plot
 from gdrkit.report.limits import link_limit
 from gdrkit.report.render import render_html, render_markdown
 from gdrkit.report.routes import RouteOutcome, file_statuses, route_statuses
-from gdrkit.report.sweep import split_number, sweeps
+from gdrkit.report.sweep import parse_number_name, sweeps
 from gdrkit.report.unproven import unproven_cases
 
 if TYPE_CHECKING:
@@ -156,12 +156,12 @@ def test_drawing_has_every_device_and_every_pair() -> None:
     facts = make_host_facts(gpu_count=8, nic_count=8)
     drawing = make_drawing(facts, route_statuses(facts, list(make_host_records(facts))))
     assert drawing is not None
-    assert [node.label for node in drawing.nodes] == ["NUMA node 0", "NUMA node 1"]
+    assert [frame.label for frame in drawing.frames] == ["NUMA node 0", "NUMA node 1"]
     assert (len(drawing.boxes), len(drawing.links)) == (16, 64)
     for box in drawing.boxes:
-        node = drawing.nodes[box.device.numa_node or 0]
-        assert node.y < box.y
-        assert box.y + drawing.box_height <= node.y + node.height
+        frame = drawing.frames[box.device.numa_node or 0]
+        assert frame.y < box.y
+        assert box.y + drawing.box_height <= frame.y + frame.height
     assert drawing.links[-1].state == "fell_back"
 
 
@@ -183,8 +183,8 @@ def test_plot_of_a_sweep_has_values_and_limit() -> None:
     assert [row[0] for row in plot.rows] == ["64 KiB", "1 MiB", "16 MiB", "256 MiB"]
     assert plot.rows[-1][1][0][0] == "55"
     # The axis begins at 0, and every mark is inside the plot.
-    assert plot.values[0].position_px == plot.bottom
-    assert all(plot.top <= mark.high <= mark.y <= mark.low <= plot.bottom for mark in first_curve.marks)
+    assert plot.y_ticks[0].position_px == plot.bottom
+    assert all(plot.top <= mark.highest_y <= mark.y <= mark.lowest_y <= plot.bottom for mark in first_curve.marks)
 
 
 def test_numbers_by_depth_have_a_separate_plot() -> None:
@@ -308,8 +308,8 @@ def test_numbers_of_software_have_no_plot() -> None:
     ],
 )
 def test_name_of_a_number_has_unit_and_better_direction(name: str, expected_parts: tuple[str, str, str, int]) -> None:
-    parts = split_number(name)
-    assert (parts.base, parts.unit, parts.statistic, parts.better) == expected_parts
+    parts = parse_number_name(name)
+    assert (parts.base, parts.unit, parts.statistic, parts.better_sign) == expected_parts
 
 
 def test_unproven_cases_name_the_needed_hardware() -> None:
@@ -319,7 +319,7 @@ def test_unproven_cases_name_the_needed_hardware() -> None:
         make_record(Verdict.NOT_RUN, reasons=(CaseReason("2 needed", need="cuda.device(count_min=2)", foreseen=True),)),
     ]
     *_, throughput = unproven_cases(records)
-    groups = {group.what: (group.needed, group.ran, len(group.cases)) for group in unproven_cases(records)}
+    groups = {group.need_or_api: (group.needed, group.ran, len(group.cases)) for group in unproven_cases(records)}
     assert groups == {
         "cuda.device(count_min=2)": ("that many NVIDIA GPUs in one host, with their driver", False, 1),
         "cuda": ("an NVIDIA GPU with its driver", True, 1),
@@ -327,6 +327,6 @@ def test_unproven_cases_name_the_needed_hardware() -> None:
         "throughput": (throughput.needed, False, 0),
     }
     measured_record = make_record(numbers={"rate_gb_per_s": 1.0}, substrate=HARDWARE)
-    assert [group.what for group in unproven_cases([measured_record])] == []
+    assert [group.need_or_api for group in unproven_cases([measured_record])] == []
     for document in (render_page(records), render_markdown(make_run(), make_facts(), records)):
         assert "an RDMA NIC with an active port" in document

@@ -38,7 +38,7 @@ def proof_to_json(proof: cufile.Proof) -> dict[str, Any]:
         "route": proof.route.value,
         "state": proof.state.value,
         "evidence": proof.evidence,
-        "moved": dict(proof.moved),
+        "moved": dict(proof.counter_increases),
         "causes": [cause.cause.value for cause in proof.causes],
         "why": proof.why,
     }
@@ -214,7 +214,7 @@ def _submit_batch(setup: ScenarioSetup, handle: cufile.FileHandle, opcode: cufil
         batch.submit(make_batch_requests(setup, handle, opcode, request_count))
         events: list[cufile.BatchEvent] = []
         while batch.outstanding:
-            events += batch.status(count_min=1, timeout_s=10)
+            events += batch.fetch_events(count_min=1, timeout_s=10)
     for event in events:
         if event.error is not None:
             raise event.error

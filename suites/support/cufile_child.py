@@ -314,10 +314,10 @@ def batch_stall(arguments: dict[str, Any]) -> dict[str, Any]:
     setup = ScenarioSetup(arguments)
     with cufile.FileHandle(setup.driver, setup.fd) as handle, cufile.IoBatch(setup.driver, 8) as batch:
         batch.submit(make_batch_requests(setup, handle, cufile.Opcode.READ, 4))
-        first_events = batch.status(count_min=1)
-        stalled_events = batch.status(count_min=1, timeout_s=0.05)
+        first_events = batch.fetch_events(count_min=1)
+        stalled_events = batch.fetch_events(count_min=1, timeout_s=0.05)
         batch.cancel()
-        canceled_events = batch.status(count_min=batch.outstanding, timeout_s=5)
+        canceled_events = batch.fetch_events(count_min=batch.outstanding, timeout_s=5)
         result = {
             "first": [event.status.name for event in first_events],
             "stalled": [event.status.name for event in stalled_events],

@@ -79,10 +79,10 @@ class ScenarioRunner:
         scenario_key = json.dumps([scenario, arguments, self.rules, self.environ])
         if scenario_key not in _finished_scenarios:
             result = self.run(scenario, **arguments)
-            # run() appended the scenario and its libraries to `peers`.
-            _finished_scenarios[scenario_key] = result, self.case.peers[-1][1]
+            # run() appended the scenario and its libraries to `peer_libraries`.
+            _finished_scenarios[scenario_key] = result, self.case.peer_libraries[-1][1]
         else:
-            self.case.peers.append((scenario, _finished_scenarios[scenario_key][1]))
+            self.case.peer_libraries.append((scenario, _finished_scenarios[scenario_key][1]))
         return _finished_scenarios[scenario_key][0]
 
     def run_with_udev_unchanged(self, scenario: str, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -113,7 +113,7 @@ class ScenarioRunner:
         assert completed.returncode == 0, f"{scenario} ended with exit code {completed.returncode}: {completed.stderr}"
         result: dict[str, Any] = json.loads(result_json)
         libraries = serialization.from_json_data(tuple[LoadedLibrary, ...], result.pop("libraries"))
-        self.case.peers.append((scenario, libraries))
+        self.case.peer_libraries.append((scenario, libraries))
         return result
 
     @property

@@ -20,7 +20,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from gdrkit.host import rename_new
+from gdrkit.host import rename_without_replacing
 from gdrkit.usrbio.fuse._mfusepy import FuseSession
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class FaultyOperations:
 
     def rename(self, path: str, new_path: str, flags: int = 0) -> None:
         if flags & _RENAME_NOREPLACE:
-            rename_new(self._path(path), self._path(new_path), folder=-1, new_folder=-1)
+            rename_without_replacing(self._path(path), self._path(new_path), folder_fd=-1, new_folder_fd=-1)
         else:
             Path(self._path(path)).rename(self._path(new_path))
 

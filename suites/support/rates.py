@@ -112,9 +112,9 @@ class Meter:
         # The measured APIs are the APIs that the case needs. The process may have loaded further APIs.
         need_prefixes = {need.name.partition(".")[0] for need in declared(request.node)}
         self._apis = sorted(api for prefix, api in _API_BY_NEED_PREFIX.items() if prefix in need_prefixes)
-        substrate = request.config.stash[SESSION_KEY].substrate
+        substrates = request.config.stash[SESSION_KEY].substrates
         self._paths: dict[str, list[str]] = {}
-        self._is_hardware_measured = self.is_on and all(substrate.get(api) is Substrate.HARDWARE for api in self._apis)
+        self._is_hardware_measured = self.is_on and all(substrates.get(api) is Substrate.HARDWARE for api in self._apis)
 
     @property
     def run_count(self) -> int:
@@ -247,7 +247,7 @@ def check_expected_numbers(item: pytest.Item) -> None:
     if (
         not isinstance(apis, list)
         or not isinstance(paths, dict)
-        or not ran_on_hardware(map(str, apis), session.substrate)
+        or not ran_on_hardware(map(str, apis), session.substrates)
     ):
         return
     no_kernel_log = evidence.KernelLog(lines=(), unreadable="not queried")

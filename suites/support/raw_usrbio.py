@@ -317,7 +317,7 @@ class RawClient:
         message = AgentMessage(request, self._sequence, payload, descriptor_count=len(descriptors))
         self.send(protocol.pack(message), descriptors)
         reply = protocol.parse(self.receive(), descriptor_count=0, is_reply=True)
-        assert (reply.request, reply.sequence) == (request, self._sequence)
+        assert (reply.request_type, reply.sequence) == (request, self._sequence)
         if reply.status:
             raise Refusal(reply.status, reply.payload.decode())
         return reply.payload

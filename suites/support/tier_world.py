@@ -54,7 +54,7 @@ def read_contents(manager: TierManager, name: str) -> bytes:
 
 def select_errors(findings: list[TierFinding]) -> list[TierFinding]:
     """Return the findings that are errors and that the check did not repair."""
-    return [finding for finding in findings if finding.is_wrong]
+    return [finding for finding in findings if finding.needs_action]
 
 
 def check_tiers(configuration: Configuration, data_by_name: Mapping[str, bytes]) -> None:

@@ -56,7 +56,8 @@ def configuration_on_fuse(tmp_path: Path, fuse_mount: FaultyMount) -> Configurat
 def is_consistent(manager: TierManager) -> bool:
     """Return whether the catalogue agrees with the disks and no migration is in progress."""
     return (
-        not [finding for finding in manager.check() if finding.is_wrong] and not manager.catalogue.reserved_move_ids()
+        not [finding for finding in manager.check() if finding.needs_action]
+        and not manager.catalogue.reserved_move_ids()
     )
 
 

@@ -33,7 +33,7 @@ def move_and_get_error(manager: TierManager, name: str, destination: str, **opti
     with pytest.raises(ApiError) as error_info:
         manager.move(name, destination, **options)  # type: ignore[arg-type] # the option is an observer.
     assert (manager.find(name).tier, read_contents(manager, name)) == (tier_before, contents_before)
-    assert not [finding for finding in manager.check() if finding.is_wrong]
+    assert not [finding for finding in manager.check() if finding.needs_action]
     assert not manager.catalogue.reserved_move_ids()
     return error_info.value
 

@@ -34,7 +34,7 @@ def opener() -> Iterator[FileOpener]:
 
 def watch_all_tiers(manager: TierManager) -> OpenWatcher:
     """Start a watcher of the opens in all tiers, and return it."""
-    watcher = OpenWatcher([manager.folder(name) for name in TIER_NAMES], manager.accesses)
+    watcher = OpenWatcher([manager.folder(name) for name in TIER_NAMES], manager.access_counter)
     assert (watcher.watched, watcher.unwatched) == (TIER_NAMES, {})
     return watcher
 
@@ -87,7 +87,7 @@ def test_new_file_of_another_program_is_known(
     with watch_all_tiers(manager):
         opener.open_files([path.parent], {"new": 4, "gone": 1})
         removed_path.unlink()
-    manager.accesses.flush()
+    manager.access_counter.flush()
     entry = manager.catalogue.find("new")
     assert entry is not None
     assert (entry.tier, entry.size_bytes, entry.accesses) == ("ssd", 1, 4)

@@ -205,11 +205,11 @@ def test_heat_halves_with_every_half_life() -> None:
 def test_hundred_accesses_are_a_heat_of_100() -> None:
     score = NEVER_ACCESSED
     for index in range(100):
-        score = add_accesses_to_score(score, accesses=1, at_half_lives=NOW_HALF_LIVES + index * 1e-5)
+        score = add_accesses_to_score(score, access_count=1, at_half_lives=NOW_HALF_LIVES + index * 1e-5)
     assert heat(score, at_half_lives=NOW_HALF_LIVES + 1e-3) == pytest.approx(100, rel=1e-3)
     # A score that is far below or far above the time causes no overflow.
-    assert math.isfinite(add_accesses_to_score(score, accesses=1, at_half_lives=NOW_HALF_LIVES + 1e6))
-    assert add_accesses_to_score(1e9, accesses=1, at_half_lives=NOW_HALF_LIVES) == 1e9
+    assert math.isfinite(add_accesses_to_score(score, access_count=1, at_half_lives=NOW_HALF_LIVES + 1e6))
+    assert add_accesses_to_score(1e9, access_count=1, at_half_lives=NOW_HALF_LIVES) == 1e9
 
 
 def test_files_move_up_and_down_by_their_use(configuration: Configuration) -> None:

@@ -169,12 +169,12 @@ def test_migration_leaves_no_descriptor_open(manager: TierManager, failing_phase
         if phase is failing_phase:
             raise OSError(errno.EIO, "injected by the case")
 
-    descriptor_count_before = len(evidence.descriptors())
+    descriptor_count_before = len(evidence.descriptor_targets())
     try:
         manager.move("file", "nvme", observe=fail_in_phase)
     except ApiError:
         assert failing_phase is not None
-    assert len(evidence.descriptors()) == descriptor_count_before
+    assert len(evidence.descriptor_targets()) == descriptor_count_before
 
 
 def test_file_that_moves_before_its_lock_is_found_again(manager: TierManager, configuration: Configuration) -> None:

@@ -21,7 +21,7 @@ from gdrkit import gds, pattern
 from gdrkit.cufile import RouteState
 from gdrkit.errors import Api, ApiError, Reason, UsageError
 from gdrkit.harness.needs import cuda, cufile, needs, software
-from gdrkit.harness.needs.cufile import DISK
+from gdrkit.harness.needs.cufile import DISK_FOLDER
 from gdrkit.tiers import TierManager
 from gdrkit.units import KIB, MIB
 
@@ -177,7 +177,10 @@ def test_bench_reports_the_route_and_status_repeats_it(configuration: Configurat
 @pytest.fixture
 def configuration_on_disk() -> Iterator[Configuration]:
     """Yield the configuration of three tiers in folders of a disk with a udev entry, which libcufile requires."""
-    with tempfile.TemporaryDirectory(prefix="gdrkit-tiers-", dir=DISK) as folder, udev.provide_entry(Path(folder)):
+    with (
+        tempfile.TemporaryDirectory(prefix="gdrkit-tiers-", dir=DISK_FOLDER) as folder,
+        udev.provide_entry(Path(folder)),
+    ):
         yield make_configuration(Path(folder))
 
 

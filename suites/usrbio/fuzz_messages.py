@@ -61,8 +61,8 @@ def _parse_or_einval(parse: Callable[[str], object], text: str) -> None:
 
 def _repack_message(data: bytes, *, descriptor_count: int) -> bytes:
     message = protocol.parse(data, descriptor_count=descriptor_count)
-    payload = _repack_payload(message.request, message.payload)
-    return protocol.pack(AgentMessage(message.request, message.sequence, payload, message.descriptor_count))
+    payload = _repack_payload(message.request_type, message.payload)
+    return protocol.pack(AgentMessage(message.request_type, message.sequence, payload, message.descriptor_count))
 
 
 def _repack_with_each_descriptor_count(data: bytes) -> None:

@@ -83,17 +83,24 @@ def serve_ring(mount_folder: Path) -> Iterator[ServedRing]:
         iov, ring = RawIov(MIB), RawRing(8, for_read=True)
         stack.callback(iov.close)
         stack.callback(ring.close)
-        loop = open_loop(semaphores=mount.semaphores, spin_us=0, outstanding_max=64, server_timeout_ms=60_000)
+        loop = open_loop(semaphore_names=mount.semaphore_names, spin_us=0, outstanding_max=64, server_timeout_ms=60_000)
         stack.callback(loop.stop)
         loop.add_client(CLIENT)
-        # The only element of `keys` is the remote address and the rkey for the only NIC.
-        loop.add_buffer(CLIENT, iov.id.bytes, length=MIB, block_bytes=0, keys=[(1 << 20, 7)], preferred_nics=[])
+        # The only NIC has the remote address 1 MiB and the rkey 7.
+        loop.add_buffer(
+            CLIENT,
+            iov.id.bytes,
+            length_bytes=MIB,
+            block_bytes=0,
+            addresses_and_rkeys=[(1 << 20, 7)],
+            preferred_nic_indices=[],
+        )
         loop.set_file(CLIENT, INODE, read_handle=1, write_handle=0, readable=True, writable=False)
         loop.add_ring(CLIENT, ring.id.bytes, fd=ring.fd, for_read=True, io_depth=0, priority=1, timeout_ms=0, flags=0)
         ring.attach(mount_folder)
         server, data_connection = socket.socketpair()
         stack.enter_context(server)
-        loop.connect(data_connection.detach(), queue_pair_nics=[0], generation=GENERATION)
+        loop.connect(data_connection.detach(), queue_pair_nic_indices=[0], generation=GENERATION)
         yield ServedRing(loop, server, iov, ring)
 
 
@@ -136,7 +143,12 @@ def test_new_session_gets_no_handle_of_the_old_one(tmp_path: Path, new_handle: i
         served_ring.submit(INODE)
         first_operation = served_ring.receive_operation()
         served_ring.loop.add_buffer(
-            CLIENT, refused_iov.id.bytes, length=MIB, block_bytes=0, keys=[(2 << 20, 8)], preferred_nics=[]
+            CLIENT,
+            refused_iov.id.bytes,
+            length_bytes=MIB,
+            block_bytes=0,
+            addresses_and_rkeys=[(2 << 20, 8)],
+            preferred_nic_indices=[],
         )
         served_ring.ring.prepare(refused_iov.id.bytes, inode=INODE, length=KIB)
         served_ring.ring.submit()
@@ -154,7 +166,7 @@ def test_new_session_gets_no_handle_of_the_old_one(tmp_path: Path, new_handle: i
             )
         server, data_connection = socket.socketpair()
         with server:
-            served_ring.loop.connect(data_connection.detach(), queue_pair_nics=[0], generation=GENERATION + 1)
+            served_ring.loop.connect(data_connection.detach(), queue_pair_nic_indices=[0], generation=GENERATION + 1)
             repeated_operation = dataclasses.replace(served_ring, server=server).receive_operation()
         assert (first_operation.handle, repeated_operation.handle) == (1, new_handle)
 

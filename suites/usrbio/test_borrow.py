@@ -237,7 +237,7 @@ def test_client_of_another_user_cannot_borrow() -> None:
     # The arguments of borrow() and of the callbacks are numbers of clients.
     borrowers = Borrowers(
         owner_number=1,
-        uid=1000,
+        owner_uid=1000,
         target="there",
         add_to_client=borrowing_clients.append,
         remove_from_client=borrowing_clients.remove,

@@ -98,7 +98,7 @@ def test_mount_makes_private_folders_and_semaphores(tmp_path: Path) -> None:
         for folder in (mount.virtual_folder, mount.virtual_folder / "iovs", mount.virtual_folder / "publications"):
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         targets = [(mount.virtual_folder / "iovs" / name).readlink() for name in SEMAPHORE_LINKS]
-        assert [f"/{target.name.removeprefix('sem.')}" for target in targets] == list(mount.semaphores)
+        assert [f"/{target.name.removeprefix('sem.')}" for target in targets] == list(mount.semaphore_names)
         assert len(set(targets)) == 3
         assert [stat.S_IMODE(target.stat().st_mode) for target in targets] == [0o600] * 3
     assert not any(target.exists() for target in targets)

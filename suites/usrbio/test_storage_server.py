@@ -113,7 +113,7 @@ def test_server_that_was_killed_is_started_again(server: EmbeddedServer) -> None
 
 def test_failed_start_of_a_server_has_its_exit_code(mount: AgentMount, tmp_path: Path) -> None:
     embedded_server = EmbeddedServer(tmp_path / "missing", mount)
-    with pytest.raises(BrokenResource, match=r"ended with [1-9]\d* before it was ready") as error_info:
+    with pytest.raises(BrokenResource, match=r"ended with exit code [1-9]\d* before it was ready") as error_info:
         embedded_server.prepare()
     assert error_info.value.reason is Reason.PEER_GONE
     assert embedded_server.process_id is None

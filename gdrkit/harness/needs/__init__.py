@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 __all__ = [
     "MARK",
     "Need",
-    "apis",
     "cuda",
     "cufile",
     "declared",
     "gaudi",
     "host",
     "needs",
+    "possible_apis",
     "software",
     "verbs",
     "without_twin",
@@ -40,7 +40,7 @@ __all__ = [
 
 # The name of the pytest mark that :func:`needs` sets.
 MARK = "needs"
-# The first word of the name of a need is the name of its API, except for the words in this table.
+# The first word of the name of a need (``cuda`` in ``cuda.vmm``) is the name of its API, except for these words.
 _API_BY_PREFIX = {"gaudi": Api.HLTHUNK.value}
 
 
@@ -63,10 +63,10 @@ def _iterate_declared_needs(item: pytest.Item) -> Iterator[Need]:
         yield from mark.args
 
 
-def apis(need: Need) -> frozenset[str]:
-    """Return the first two words in the name of a need. One of them may be the name of an API.
+def possible_apis(need: Need) -> frozenset[str]:
+    """Return the first two words in the name of a need. At most one of them is the name of an API.
 
     The words are ``cuda`` and ``vmm`` for ``cuda.vmm``, and ``software`` and ``verbs`` for ``software(verbs)``. The
-    caller ignores words that are not the name of an API.
+    caller must ignore the other words.
     """
     return frozenset(_API_BY_PREFIX.get(word, word) for word in re.split(r"\W", need.name)[:2])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Need", "reason_without_facts", "software", "without_twin"]
 
-# The facts do not name the libraries of these APIs.
+# The facts do not name the libraries of these APIs. Each API has the SONAME of its library here.
 _SONAME_OF_API_WITHOUT_FACTS = {"cufile": "libcufile.so.0"}
 
 
@@ -42,10 +42,10 @@ def reason_without_facts(api: str, failure: ApiFailure | None) -> str:
     return f"{api} does not answer: {error_text}"
 
 
-def _find_library_file(api: str) -> tuple[LoadedLibrary, ...]:
-    """Return the library that the dynamic loader would open for cuFile.
+def _find_library_without_facts(api: str) -> tuple[LoadedLibrary, ...]:
+    """Return the library that the dynamic loader would open for `api`, if the facts do not name libraries of this API.
 
-    The result is empty if there is none, or if `api` is an API whose libraries are in the facts.
+    The result is empty if there is no such library, or if the libraries of `api` are in the facts.
     """
     path = loader.find_library(_SONAME_OF_API_WITHOUT_FACTS[api]) if api in _SONAME_OF_API_WITHOUT_FACTS else None
     return () if path is None else (evidence.describe_library(str(path)),)
@@ -53,6 +53,8 @@ def _find_library_file(api: str) -> tuple[LoadedLibrary, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Software:
+    """The need that the API runs on its software twin; see :func:`software`."""
+
     api: str
 
     @property
@@ -60,13 +62,15 @@ class _Software:
         return f"software({self.api})"
 
     def check(self, facts: Facts) -> str | None:
-        if any(is_twin(library) for library in facts.api_libraries(self.api) or _find_library_file(self.api)):
+        if any(is_twin(library) for library in facts.api_libraries(self.api) or _find_library_without_facts(self.api)):
             return None
         return f"{self.api} does not run on its software twin"
 
 
 @dataclass(frozen=True, slots=True)
 class _WithoutTwin:
+    """The need that the API does not run on its software twin; see :func:`without_twin`."""
+
     api: str
 
     @property

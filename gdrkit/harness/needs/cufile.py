@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gdrkit.inventory import Facts
 
 __all__ = [
-    "DISK",
+    "DISK_FOLDER",
     "SUITES_UDEV_LINE",
     "driver",
     "find_udev_entry",
@@ -29,12 +29,13 @@ __all__ = [
     "vectors",
 ]
 
-# The folder for files that must be on a disk. /tmp is often a file system in memory.
-DISK = Path("/var/tmp")  # noqa: S108 - each case makes its own folder there.
+# A folder on a disk, for files that must not be in memory. /tmp is often a file system in memory.
+DISK_FOLDER = Path("/var/tmp")  # noqa: S108 - each case makes its own folder there.
 
 _UDEV_DATA_FOLDER = Path("/run/udev/data")
 # The line by which the suites mark the udev entries that they have written.
 SUITES_UDEV_LINE = "E:GDRKIT_SUITES=1"
+# The first versions of libcufile (major, minor) that meet the needs `vectors` and `staged_sizes`.
 _VECTORS_VERSION_MIN = (1, 19)
 _STAGED_SIZES_VERSION_MIN = (1, 18)
 
@@ -90,7 +91,7 @@ class _UdevPresent:
     name = "cufile.udev_present"
 
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002
-        if find_udev_entry(DISK) or os.geteuid() == 0:
+        if find_udev_entry(DISK_FOLDER) or os.geteuid() == 0:
             return None
         return "udev's database is not here, and this user may not write it"
 
@@ -100,16 +101,16 @@ class _UdevAbsent:
     name = "cufile.udev_absent"
 
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002
-        return "udev's database is here" if find_udev_entry(DISK) else None
+        return "udev's database is here" if find_udev_entry(DISK_FOLDER) else None
 
 
 def find_udev_entry(path: Path) -> Path | None:
-    """Return the file in udev's database for the block device of a path.
+    """Return the path of the entry (a file) in udev's database for the block device on which `path` is.
 
-    The result is None if there is no such file, or if the suites have written it.
+    The result is None if there is no such entry, or if the suites have written it.
     """
-    device = path.stat().st_dev
-    entry_path = _UDEV_DATA_FOLDER / f"b{os.major(device)}:{os.minor(device)}"
+    device_number = path.stat().st_dev
+    entry_path = _UDEV_DATA_FOLDER / f"b{os.major(device_number)}:{os.minor(device_number)}"
     try:
         return None if SUITES_UDEV_LINE in entry_path.read_text(encoding="utf-8").splitlines() else entry_path
     except OSError:
@@ -117,11 +118,12 @@ def find_udev_entry(path: Path) -> Path | None:
 
 
 driver: Need = _Driver()
+# This need is met if libcufile has calls for several memory ranges, such as cuFileReadv.
 vectors: Need = _Vectors()
 # A staged size is a size that was set while the driver was closed. libcufile 1.18 and later keep it when the driver
 # opens. Older versions discard it; see gdrkit/cufile/parameters.py.
 staged_sizes: Need = _StagedSizes()
-# libcufile reads udev's database to find the device of a file. Without an entry for the device, cases with the need
-# udev_present write a temporary one.
+# libcufile reads udev's database to find the device of a file. Cases with the need udev_present write a temporary entry
+# for the device of DISK_FOLDER if there is none. Cases with the need udev_absent require that there is none.
 udev_present: Need = _UdevPresent()
 udev_absent: Need = _UdevAbsent()

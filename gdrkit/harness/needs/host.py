@@ -41,6 +41,7 @@ __all__ = [
     "variable",
 ]
 
+# Longest run time of a program that is started to find out whether it starts.
 _PROBE_TIMEOUT_S = 30
 
 
@@ -113,18 +114,18 @@ def module(name: str) -> Need:
 
 @dataclass(frozen=True, slots=True)
 class _Variable:
-    variable: str
+    variable_name: str
 
     @property
     def name(self) -> str:
-        return f"host.variable({self.variable})"
+        return f"host.variable({self.variable_name})"
 
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the environment is not in the facts.
-        return None if os.environ.get(self.variable) else f"{self.variable} is not set"
+        return None if os.environ.get(self.variable_name) else f"{self.variable_name} is not set"
 
 
 def variable(name: str) -> Need:
-    """Return the need that an environment variable is set. nox sessions pass paths of optional tools in this way."""
+    """Return the need that an environment variable is set. nox sessions pass paths of optional tools by variables."""
     return _Variable(name)
 
 
@@ -158,7 +159,7 @@ class _Program:
 
 @functools.cache
 def _find_start_failure(*command: str) -> str | None:
-    """Run a program. Return None if it prints something, else the reason why it does not start."""
+    """Run a program. Return None if it prints something to standard output, else the reason why it does not start."""
     try:
         completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PROBE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -243,14 +244,16 @@ def file_system(type_name: str) -> Need:
 
 @dataclass(frozen=True, slots=True)
 class _Capability:
-    capability: str
+    capability_name: str
 
     @property
     def name(self) -> str:
-        return f"host.capability({self.capability})"
+        return f"host.capability({self.capability_name})"
 
     def check(self, facts: Facts) -> str | None:
-        return None if self.capability in facts.limits.capabilities else f"this process has no {self.capability}"
+        return (
+            None if self.capability_name in facts.limits.capabilities else f"this process has no {self.capability_name}"
+        )
 
 
 def capability(name: str) -> Need:

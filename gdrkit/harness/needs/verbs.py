@@ -78,7 +78,7 @@ class _NoWayToDevices:
     def check(self, facts: Facts) -> str | None:
         if facts.verbs is None:
             return reason_without_facts("verbs", facts.verbs_failure)
-        # With a fault plan, the case itself makes the twin refuse every registration.
+        # On the twin, the need is met: the case itself makes the twin refuse every registration, by a fault plan.
         if software("verbs").check(facts) is None:
             return None
         if facts.routes_failure is not None:
@@ -110,7 +110,9 @@ def nic(*, count_min: int = 1) -> Need:
     return _Nic(count_min)
 
 
+# This need is met if every NIC with an active port can register a dma-buf (ibv_reg_dmabuf_mr).
 dmabuf_region: Need = _DmabufRegion()
+# This need is met if a NIC can register device memory by its address (ibv_reg_mr with nvidia-peermem).
 peer_memory: Need = _PeerMemory()
 # This need is met if no NIC can register device memory, or if verbs runs on its twin, which can refuse registrations.
 no_way_to_devices: Need = _NoWayToDevices()

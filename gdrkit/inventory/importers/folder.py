@@ -68,12 +68,13 @@ class _Walker:
     def walk(self, captured_path: str, folder: Path, *, depth: int) -> None:
         """Import the contents of `folder`, which is a copy of `captured_path` on the captured machine.
 
-        The path of the root folder is empty here.
+        For the root folder, `captured_path` is empty.
         """
         if depth > _DEPTH_MAX:
             raise make_malformed_error(self._source_name, f"folders are nested more than {_DEPTH_MAX} deep")
         try:
             with os.scandir(folder) as entries:
+                # One entry more than allowed is enough to detect that the folder has too many.
                 limited_entries = sorted(itertools.islice(entries, self._files_left + 1), key=lambda entry: entry.name)
             self.reads.folders[captured_path or "/"] = tuple(entry.name for entry in limited_entries)
             for entry in limited_entries:
@@ -103,6 +104,7 @@ class _Walker:
             raise make_malformed_error(self._source_name, f"{captured_path} is neither a file nor a folder nor a link")
 
     def _import_file(self, captured_path: str, source_path: str) -> None:
+        # These flags also protect against a file that was replaced by a link or a pipe after the check of its type.
         with os.fdopen(os.open(source_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             data = file.read(_FILE_BYTES_MAX + 1)
         if len(data) > _FILE_BYTES_MAX:

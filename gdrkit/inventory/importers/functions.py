@@ -61,14 +61,14 @@ def parse_address(text: str, source_name: str) -> str:
     return f"{int(domain or '0', 16):04x}:{bus}:{device}.{function}".lower()
 
 
-def make_sysfs_reads(functions: dict[str, PciFunction]) -> RecordedReads:
-    """Return the results that reads of sysfs have on a machine with these functions, which are given by address."""
+def make_sysfs_reads(function_by_address: dict[str, PciFunction]) -> RecordedReads:
+    """Return the results of reads of sysfs on a machine that has the PCI functions in `function_by_address`."""
     reads = RecordedReads()
-    reads.folders["/sys/bus/pci/devices"] = tuple(sorted(functions))
-    rdma_names = sorted(name for function in functions.values() for name in function.rdma_names)
+    reads.folders["/sys/bus/pci/devices"] = tuple(sorted(function_by_address))
+    rdma_names = sorted(name for function in function_by_address.values() for name in function.rdma_names)
     if rdma_names:
         reads.folders["/sys/class/infiniband"] = tuple(rdma_names)
-    for address, function in functions.items():
+    for address, function in function_by_address.items():
         folder = "/".join(("/sys/devices", function.host_bridge, *function.bridges, address))
         reads.links[f"/sys/bus/pci/devices/{address}"] = f"../../..{folder.removeprefix('/sys')}"
         for file_name, text in function.files.items():

@@ -34,8 +34,8 @@ _NUMERIC_IDENTITY = re.compile(r"([0-9a-f]{4}): ([0-9a-f]{4}):([0-9a-f]{4})", re
 _CLASS_NUMBER = re.compile(r"\[([0-9a-f]{4})\]:", re.IGNORECASE)
 _LINK_TEXT = re.compile(r"Speed ([0-9.]+GT/s)(?: \(\w+\))?, Width (x\d+)")
 _READ_REQUEST_TEXT = re.compile(r"MaxReadReq (\d+) bytes")
-# The PCI classes that matter here, by the names that lspci prints (pci.ids). A code has base class, subclass and
-# interface.
+# The PCI classes that matter here, by the names that lspci prints (pci.ids). The bytes of a code are base class,
+# subclass and interface.
 _CLASS_CODE_BY_NAME = {
     "3D controller": 0x030200,
     "VGA compatible controller": 0x030000,
@@ -60,9 +60,9 @@ _ACS_BITS = {"SrcValid": 0x01, "TransBlk": 0x02, "ReqRedir": 0x04, "CmpltRedir":
 _CONFIG_BYTES, _HEADER_BYTES = 4096, 64
 # Offsets of the capabilities in the config space that the importer makes. A real config space can have the PCIe
 # capability and the second extended capability at other offsets.
-_PCIE_OFFSET, _EXTENDED_OFFSETS = 0x40, (0x100, 0x110)
-# A bit of the device control register, and a bit of the control register of ATS.
-_RELAXED_ORDERING, _ATS_ENABLE = 0x10, 0x8000
+_PCIE_CAPABILITY_OFFSET, _EXTENDED_CAPABILITY_OFFSETS = 0x40, (0x100, 0x110)
+# The bit Enable Relaxed Ordering of the device control register, and the bit Enable of the control register of ATS.
+_RELAXED_ORDERING_BIT, _ATS_ENABLE_BIT = 0x10, 0x8000
 
 
 @dataclass
@@ -91,23 +91,27 @@ def import_lspci(data: bytes) -> Capture:
         ``MALFORMED``: the text describes no PCI function, describes a function twice, exceeds the limits of this
         module, or its buses form a cycle.
     """
-    blocks = _split_blocks(data)
-    if not blocks:
+    block_by_address = _split_blocks(data)
+    if not block_by_address:
         raise make_malformed_error(_SOURCE_NAME, "no line begins with a PCI address")
     bridge_by_bus: dict[str, str] = {}
-    for block in blocks.values():
+    for block in block_by_address.values():
         for line in block.lines:
             bus_match = _BUS_LINE.match(line)
             # A bridge that the firmware has not set up has 00 as the number of the bus below it.
             if bus_match and bus_match[2] != "00":
                 domain_and_colon = block.address[: -len("00:00.0")]
                 bridge_by_bus.setdefault(f"{domain_and_colon}{bus_match[2].lower()}", block.address)
-    functions = {address: _parse_function(block, bridge_by_bus) for address, block in blocks.items()}
-    return Capture(schema_version=SCHEMA_VERSION, origin="output of lspci", answers=make_sysfs_reads(functions))
+    function_by_address = {
+        address: _parse_function(block, bridge_by_bus) for address, block in block_by_address.items()
+    }
+    return Capture(
+        schema_version=SCHEMA_VERSION, origin="output of lspci", answers=make_sysfs_reads(function_by_address)
+    )
 
 
 def _split_blocks(data: bytes) -> dict[str, _Block]:
-    blocks: dict[str, _Block] = {}
+    block_by_address: dict[str, _Block] = {}
     block: _Block | None = None
     line_count = 0
     for raw_line in io.BytesIO(data):
@@ -115,17 +119,17 @@ def _split_blocks(data: bytes) -> dict[str, _Block]:
         function_match = _FUNCTION_LINE.match(line)
         if function_match:
             block = _Block(parse_address(function_match[1], _SOURCE_NAME), function_match[2])
-            if block.address in blocks:
+            if block.address in block_by_address:
                 raise make_malformed_error(_SOURCE_NAME, f"it contains {block.address} twice")
-            if len(blocks) >= FUNCTIONS_MAX:
+            if len(block_by_address) >= FUNCTIONS_MAX:
                 raise make_malformed_error(_SOURCE_NAME, f"more than {FUNCTIONS_MAX} functions")
-            blocks[block.address] = block
+            block_by_address[block.address] = block
         elif block is not None and line[:1].isspace():
             line_count += 1
             if line_count > _LINES_MAX:
                 raise make_malformed_error(_SOURCE_NAME, f"more than {_LINES_MAX} lines")
             block.lines.append(line)
-    return blocks
+    return block_by_address
 
 
 def _parse_function(block: _Block, bridge_by_bus: dict[str, str]) -> PciFunction:
@@ -163,7 +167,7 @@ def _parse_links(block: _Block) -> dict[str, str]:
 
 
 def _parse_identity(first_line: str) -> tuple[int, int, int]:
-    """Return the vendor id, device id and class code in the first line of a block, or 0 for an unknown name."""
+    """Return the vendor id, device id and class code in the first line of a block; 0 for an unknown value."""
     # lspci -n prints "0302: 10de:2330".
     identity_match = _NUMERIC_IDENTITY.match(first_line)
     if identity_match:
@@ -174,9 +178,9 @@ def _parse_identity(first_line: str) -> tuple[int, int, int]:
     class_text, _, device_text = first_line.partition(": ")
     class_match = _CLASS_NUMBER.search(first_line)
     class_name = class_text.partition(" [")[0]
-    is_known = class_name in _CLASS_CODE_BY_NAME
+    is_known_class = class_name in _CLASS_CODE_BY_NAME
     class_code = (
-        int(class_match[1], 16) << 8 if class_match and not is_known else _CLASS_CODE_BY_NAME.get(class_name, 0)
+        int(class_match[1], 16) << 8 if class_match and not is_known_class else _CLASS_CODE_BY_NAME.get(class_name, 0)
     )
     ids_match = _VENDOR_AND_DEVICE.search(device_text)
     if ids_match:
@@ -190,28 +194,33 @@ def _build_config_space(block: _Block) -> bytes:
     """Return a config space with the registers that a block describes."""
     if any("<access denied>" in line for line in block.lines):
         return bytes(_HEADER_BYTES)
-    data = bytearray(_CONFIG_BYTES)
+    config_space = bytearray(_CONFIG_BYTES)
     read_request_match = next((match for line in block.lines if (match := _READ_REQUEST_TEXT.search(line))), None)
     if read_request_match:
         # Bit 0x10 of the status register (0x06) says that there is a list of capabilities. The pointer at 0x34 has the
         # offset of the first, which is the PCIe capability (id 0x10) here.
-        struct.pack_into("<H", data, 0x06, 0x10)
-        data[0x34], data[_PCIE_OFFSET] = _PCIE_OFFSET, 0x10
+        struct.pack_into("<H", config_space, 0x06, 0x10)
+        config_space[0x34], config_space[_PCIE_CAPABILITY_OFFSET] = _PCIE_CAPABILITY_OFFSET, 0x10
         # Bits 14:12 of the device control register (offset 8 in the capability) have N for a size of 128 bytes << N.
         size_code = max(0, min(7, int(read_request_match[1][:8]).bit_length() - 8))
-        ordering_bit = _RELAXED_ORDERING if any("RlxdOrd+" in line for line in block.lines) else 0
-        struct.pack_into("<H", data, _PCIE_OFFSET + 8, size_code << 12 | ordering_bit)
+        ordering_bit = _RELAXED_ORDERING_BIT if any("RlxdOrd+" in line for line in block.lines) else 0
+        struct.pack_into("<H", config_space, _PCIE_CAPABILITY_OFFSET + 8, size_code << 12 | ordering_bit)
     acs_text, ats_text = block.find_text("ACSCtl"), block.find_text("ATSCtl")
     acs_control = sum(bit for name, bit in _ACS_BITS.items() if f"{name}+" in (acs_text or ""))
     # The ids of the extended capabilities ACS and ATS, and their control registers.
     extended_capabilities = [(0x000D, acs_control)] if acs_text is not None else []
     if ats_text is not None:
-        extended_capabilities.append((0x000F, _ATS_ENABLE if "Enable+" in ats_text else 0))
+        extended_capabilities.append((0x000F, _ATS_ENABLE_BIT if "Enable+" in ats_text else 0))
     # The list of extended capabilities begins at 0x100, whichever capability is the first.
     for index, (capability_id, control) in enumerate(extended_capabilities):
         # An extended capability: u16 id, 4 bits version, 12 bits offset of the next; then u16 capability, u16 control.
-        next_offset = _EXTENDED_OFFSETS[index + 1] if index + 1 < len(extended_capabilities) else 0
+        next_offset = _EXTENDED_CAPABILITY_OFFSETS[index + 1] if index + 1 < len(extended_capabilities) else 0
         struct.pack_into(
-            "<IHH", data, _EXTENDED_OFFSETS[index], capability_id | 1 << 16 | next_offset << 20, 0, control
+            "<IHH",
+            config_space,
+            _EXTENDED_CAPABILITY_OFFSETS[index],
+            capability_id | 1 << 16 | next_offset << 20,
+            0,
+            control,
         )
-    return bytes(data)
+    return bytes(config_space)

@@ -58,17 +58,23 @@ def import_nccl_topology(data: bytes) -> Capture:
     system = _parse_xml(data)
     if system.tag != "system":
         raise make_malformed_error(_SOURCE_NAME, f"the root element must be <system>, not <{system.tag[:40]}>")
-    functions: dict[str, PciFunction] = {}
+    function_by_address: dict[str, PciFunction] = {}
     for cpu in system.findall("cpu"):
         numa_node = cpu.get("numaid", "-1")
         if not numa_node.lstrip("-").isdecimal() or len(numa_node) > 4:  # noqa: PLR2004 - no node number is longer.
             raise make_malformed_error(_SOURCE_NAME, f"numaid {numa_node[:40]!r} is not a number")
         _import_functions(
-            cpu, functions, host_bridge=f"pci{int(numa_node) & 0xFFFF:04x}:cpu", numa_node=numa_node, bridges=()
+            cpu,
+            function_by_address,
+            host_bridge=f"pci{int(numa_node) & 0xFFFF:04x}:cpu",
+            numa_node=numa_node,
+            bridges=(),
         )
-    if not functions:
+    if not function_by_address:
         raise make_malformed_error(_SOURCE_NAME, "no <cpu> contains a <pci>")
-    return Capture(schema_version=SCHEMA_VERSION, origin="NCCL topology XML", answers=make_sysfs_reads(functions))
+    return Capture(
+        schema_version=SCHEMA_VERSION, origin="NCCL topology XML", answers=make_sysfs_reads(function_by_address)
+    )
 
 
 def _parse_xml(data: bytes) -> Element:
@@ -92,37 +98,46 @@ def _parse_xml(data: bytes) -> Element:
 
 
 def _import_functions(
-    parent: Element, functions: dict[str, PciFunction], *, host_bridge: str, numa_node: str, bridges: tuple[str, ...]
+    parent: Element,
+    function_by_address: dict[str, PciFunction],
+    *,
+    host_bridge: str,
+    numa_node: str,
+    bridges: tuple[str, ...],
 ) -> None:
     if len(bridges) > DEPTH_MAX:
         raise make_malformed_error(_SOURCE_NAME, f"bridges are nested more than {DEPTH_MAX} deep")
     for element in parent.findall("pci"):
         address = parse_address(element.get("busid", ""), _SOURCE_NAME)
-        if address in functions:
+        if address in function_by_address:
             raise make_malformed_error(_SOURCE_NAME, f"it contains {address} twice")
-        if len(functions) >= FUNCTIONS_MAX:
+        if len(function_by_address) >= FUNCTIONS_MAX:
             raise make_malformed_error(_SOURCE_NAME, f"more than {FUNCTIONS_MAX} functions")
-        functions[address] = PciFunction(
+        function_by_address[address] = PciFunction(
             address=address,
             host_bridge=host_bridge,
             bridges=bridges,
             files={"numa_node": numa_node} | _read_attributes(element),
             rdma_names=tuple(_read_rdma_names(element)),
         )
-        _import_functions(element, functions, host_bridge=host_bridge, numa_node=numa_node, bridges=(*bridges, address))
+        _import_functions(
+            element, function_by_address, host_bridge=host_bridge, numa_node=numa_node, bridges=(*bridges, address)
+        )
 
 
 def _read_attributes(element: Element) -> dict[str, str]:
-    files = {file: value for name, file in _SYSFS_FILE_BY_ATTRIBUTE.items() if (value := element.get(name)) is not None}
+    text_by_file = {
+        file: value for name, file in _SYSFS_FILE_BY_ATTRIBUTE.items() if (value := element.get(name)) is not None
+    }
     for name in _HEX_FILES:
-        # A file written by hand may omit vendor and device, but the files of sysfs must contain a number. No vendor has
-        # the id 0.
-        text = files.setdefault(name, "0x0")
+        # A topology written by hand may omit vendor and device, but their files in sysfs must contain a number. No
+        # vendor has the id 0.
+        text = text_by_file.setdefault(name, "0x0")
         try:
             int(text, 16)
         except ValueError as error:
             raise make_malformed_error(_SOURCE_NAME, f"{name} {text[:40]!r} is not a number") from error
-    return files
+    return text_by_file
 
 
 def _read_rdma_names(element: Element) -> list[str]:

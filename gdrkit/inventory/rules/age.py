@@ -16,7 +16,7 @@ __all__ = ["RULES"]
 _VENDOR_NVIDIA, _VENDOR_MELLANOX = 0x10DE, 0x15B3
 # Compute capabilities of the first Kepler GPUs, which brought GPUDirect RDMA, and of the Turing GPUs.
 _KEPLER_CAPABILITY, _TURING_CAPABILITY = (3, 0), (7, 5)
-# The smallest PCI device ID in the list of GPUs that the open kernel modules support. All older GPUs have smaller ones.
+# The smallest PCI device ID in the list of GPUs that the open kernel modules support. All older GPUs have smaller IDs.
 _TURING_DEVICE_ID_MIN = 0x1E02
 _DMABUF_DRIVER_MIN = 515
 _DMABUF_CUDA_MIN = (11, 7)
@@ -25,9 +25,9 @@ _DMABUF_CUDA_MIN = (11, 7)
 _CONNECTX_4_DEVICE_ID = 0x1013
 # NICs before ConnectX-3 have PCI device IDs in this range, which are larger than the IDs of newer NICs.
 _OLDEST_NIC_DEVICE_IDS = range(23000, 27000)
-# The oldest firmware that NVIDIA's tools of 2022 support. These tools are the last ones that support all these NICs.
-# The key is the first number of the firmware version, which identifies the model. The value is the smallest second
-# number: 12.28 for ConnectX-4. Sources: MFT 4.22.1 LTS; for ConnectX-4 (12) mlxup 4.22.1.
+# The oldest firmware that NVIDIA's tools of 2022 support. These tools are the last ones that support all NICs of this
+# table. The key is the first number of the firmware version, which identifies the model. The value is the smallest
+# second number: 12.28 for ConnectX-4. Sources: MFT 4.22.1 LTS; for ConnectX-4 (12) mlxup 4.22.1.
 _FIRMWARE_MIN_BY_MODEL = {12: 28, 14: 32, 16: 35, 18: 33, 20: 35, 22: 35, 24: 35, 26: 35, 28: 35}
 # Parts of the lines with which mlx5_core and mlx4_core report in the kernel log that they refuse old firmware.
 _FIRMWARE_REFUSAL_MESSAGES = ("Driver cmdif rev(", "Installed FW has unsupported command interface revision")
@@ -66,15 +66,15 @@ def _list_gpu_ages(context: RuleContext) -> Iterator[tuple[str, bool, bool]]:
     "NVIDIA/open-gpu-kernel-modules (Turing or later, PCI IDs from 1E02); UCX FAQ (CUDA 11.7, open kernel modules)",
 )
 def _check_gpu_too_old(context: RuleContext) -> RuleResult:
-    not_run_result = context.not_run_without_both()
+    not_run_result = context.not_run_without_gpu_and_nic()
     if not_run_result:
         return not_run_result
-    ages = list(_list_gpu_ages(context))
-    gpus_before_kepler = [name for name, is_before_kepler, _ in ages if is_before_kepler]
+    gpu_ages = list(_list_gpu_ages(context))
+    gpus_before_kepler = [name for name, is_before_kepler, _ in gpu_ages if is_before_kepler]
     if gpus_before_kepler:
         return context.fails(f"no GPUDirect RDMA before Kepler: {', '.join(gpus_before_kepler)}")
     causes = [
-        f"older than Turing, so without dma-bufs: {name}" for name, _, is_before_turing in ages if is_before_turing
+        f"older than Turing, so without dma-bufs: {name}" for name, _, is_before_turing in gpu_ages if is_before_turing
     ]
     driver_version, cuda = context.facts.nvidia_driver_version, context.facts.cuda
     if driver_version is not None:
@@ -87,7 +87,7 @@ def _check_gpu_too_old(context: RuleContext) -> RuleResult:
         if (int(cuda_version_match[1]), int(cuda_version_match[2])) < _DMABUF_CUDA_MIN:
             causes.append(f"the driver supports CUDA {cuda_version_match[0]}, and dma-bufs need 11.7")
     if not causes:
-        if not ages or (driver_version is None and cuda_version_match is None):
+        if not gpu_ages or (driver_version is None and cuda_version_match is None):
             return context.not_run("the GPUs or the version of the driver are unknown")
         return context.passes("every GPU and the driver are new enough for dma-bufs")
     if context.has_peer_memory or "peer_memory" in context.working_routes():
@@ -129,42 +129,46 @@ def _check_nic_too_old(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
     refusal_lines = [
-        line for line in context.machine.kernel_log.lines if any(text in line for text in _FIRMWARE_REFUSAL_MESSAGES)
+        line
+        for line in context.machine.kernel_log.lines
+        if any(message in line for message in _FIRMWARE_REFUSAL_MESSAGES)
     ]
     if refusal_lines:
         context.record("kernel log", refusal_lines[-1])
         return context.fails(f"the driver refused the firmware of a NIC: {refusal_lines[-1]}")
-    old_models, old_firmware_texts, known_count = [], [], 0
-    for name, model, firmware in _list_nic_models(context):
-        known_count += 1
-        context.record(f"model and firmware of {name}", f"MT{model}, {firmware or 'unknown'}")
-        if model is not None and (model < _CONNECTX_4_DEVICE_ID or model in _OLDEST_NIC_DEVICE_IDS):
-            old_models.append(f"{name} (MT{model})")
-        firmware_match = re.match(r"(\d+)\.(\d+)\.", firmware or "")
+    old_nic_texts, old_firmware_texts, known_nic_count = [], [], 0
+    for name, model_number, firmware_version in _list_nic_models(context):
+        known_nic_count += 1
+        context.record(f"model and firmware of {name}", f"MT{model_number}, {firmware_version or 'unknown'}")
+        if model_number is not None and (
+            model_number < _CONNECTX_4_DEVICE_ID or model_number in _OLDEST_NIC_DEVICE_IDS
+        ):
+            old_nic_texts.append(f"{name} (MT{model_number})")
+        firmware_match = re.match(r"(\d+)\.(\d+)\.", firmware_version or "")
         if firmware_match and int(firmware_match[2]) < _FIRMWARE_MIN_BY_MODEL.get(int(firmware_match[1]), 0):
-            old_firmware_texts.append(f"{name} ({firmware})")
-    causes = [f"older than ConnectX-4: {', '.join(old_models)}"] if old_models else []
+            old_firmware_texts.append(f"{name} ({firmware_version})")
+    causes = [f"older than ConnectX-4: {', '.join(old_nic_texts)}"] if old_nic_texts else []
     causes += (
         [f"firmware that NVIDIA no longer supports: {', '.join(old_firmware_texts)}"] if old_firmware_texts else []
     )
-    text = "; ".join(causes)
+    causes_text = "; ".join(causes)
     if not causes:
         return (
-            context.passes(f"ConnectX-4 or newer: {format_count(known_count, 'NIC')}; no old firmware is known")
-            if known_count
+            context.passes(f"ConnectX-4 or newer: {format_count(known_nic_count, 'NIC')}; no old firmware is known")
+            if known_nic_count
             else context.not_run("no NIC of Mellanox, or its model is unknown")
         )
     if context.working_routes():
-        return context.passes(f"{text}, but the registration of GPU memory works")
+        return context.passes(f"{causes_text}, but the registration of GPU memory works")
     # A NIC that is not old may register GPU memory, so old models are the cause only if every NIC is old. Old firmware
     # is the cause only if the kernel log says so, which was checked above.
-    is_every_nic_old = len(old_models) >= max(known_count, len(context.facts.rdma_devices))
+    is_every_nic_old = len(old_nic_texts) >= max(known_nic_count, len(context.facts.rdma_devices))
     if is_every_nic_old and (context.facts.routes or not context.has_peer_memory):
-        return context.fails(text)
+        return context.fails(causes_text)
     attempts_text = (
         "every registration that was tried was refused" if context.facts.routes else "no registration was tried"
     )
-    return context.unproven(f"{text}; {attempts_text}, and nothing here shows whether the NIC is the reason")
+    return context.unproven(f"{causes_text}; {attempts_text}, and nothing here shows whether the NIC is the reason")
 
 
 RULES = (_check_gpu_too_old, _check_nic_too_old)

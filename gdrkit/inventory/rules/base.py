@@ -53,7 +53,7 @@ __all__ = [
 RuleResult: TypeAlias = tuple[Verdict, str]
 
 # The kernel modules of NVIDIA for peer memory, and the names under which they register with the RDMA stack. The RDMA
-# stacks of vendors list the registered names in this folder.
+# stacks of vendors list the registered names in MEMORY_PEERS_FOLDER.
 PEER_MEMORY_MODULES = ("nvidia_peermem", "nv_peer_mem")
 PEER_MEMORY_CLIENTS = ("nv_mem", "nv_mem_nc")
 MEMORY_PEERS_FOLDER = "/sys/kernel/mm/memory_peers"
@@ -147,7 +147,7 @@ class Rule:
             verdict=verdict,
             text=text,
             what_to_do=self.remedy if verdict is Verdict.FAIL else "",
-            read=context.read,
+            read=context.readings,
             unreadable=context.tree.unreadable,
         )
 
@@ -197,7 +197,7 @@ class RuleContext:
         return self.machine.facts
 
     @property
-    def read(self) -> tuple[Reading, ...]:
+    def readings(self) -> tuple[Reading, ...]:
         """The values that were read so far."""
         return tuple(Reading(source, value) for source, value in self._value_by_source.items())
 
@@ -215,9 +215,9 @@ class RuleContext:
 
     def exists(self, path: str) -> bool:
         """Return whether the path exists."""
-        exists = self.tree.exists(path)
-        self.record(path, "exists" if exists else self._describe_absence(path))
-        return exists
+        path_exists = self.tree.exists(path)
+        self.record(path, "exists" if path_exists else self._describe_absence(path))
+        return path_exists
 
     def lines(self, path: str, *words: str) -> tuple[str, ...]:
         """Return the lines of a file that contain one of the words."""
@@ -254,19 +254,19 @@ class RuleContext:
     @cached_property
     def gpus(self) -> tuple[PciDevice, ...]:
         """The GPUs on the PCI bus."""
-        return tuple(function for function in self.machine.functions if is_gpu(function))
+        return tuple(function for function in self.machine.pci_functions if is_gpu(function))
 
     @cached_property
     def nic_functions(self) -> tuple[PciDevice, ...]:
         """The PCI functions of the RDMA devices. If no RDMA device is known, all PCI functions that may be NICs."""
         addresses = {device.pci_address for device in self.facts.rdma_devices}
-        rdma_functions = tuple(function for function in self.machine.functions if function.address in addresses)
-        return rdma_functions or tuple(function for function in self.machine.functions if is_nic(function))
+        rdma_functions = tuple(function for function in self.machine.pci_functions if function.address in addresses)
+        return rdma_functions or tuple(function for function in self.machine.pci_functions if is_nic(function))
 
     @cached_property
     def nvme_functions(self) -> tuple[PciDevice, ...]:
         """The NVMe controllers on the PCI bus."""
-        return tuple(function for function in self.machine.functions if is_nvme(function))
+        return tuple(function for function in self.machine.pci_functions if is_nvme(function))
 
     @property
     def has_gpu(self) -> bool:
@@ -278,7 +278,7 @@ class RuleContext:
         """Whether there is an RDMA device, according to the kernel or to verbs."""
         return bool(self.facts.rdma_devices or (self.facts.verbs and self.facts.verbs.nics))
 
-    def not_run_without_both(self) -> RuleResult | None:
+    def not_run_without_gpu_and_nic(self) -> RuleResult | None:
         """Return the result ``not_run`` if the machine has no GPU or no RDMA device, and None if it has both."""
         if not self.has_gpu:
             return self.not_run("no GPU here")
@@ -302,7 +302,7 @@ class RuleContext:
             )
         return {route.way for route in self.facts.routes if route.possible}
 
-    def pairs(self) -> Iterator[tuple[PciDevice, PciDevice, Distance]]:
+    def gpu_and_device_pairs(self) -> Iterator[tuple[PciDevice, PciDevice, Distance]]:
         """Yield every pair of a GPU with a NIC or NVMe controller, and their distance."""
         for gpu in self.gpus:
             for device in (*self.nic_functions, *self.nvme_functions):
@@ -323,7 +323,7 @@ class RuleContext:
         settings = {name: self.machine.environment.get(name, "") for name in EXPANDABLE_SEGMENTS_VARIABLES}
         for name, setting in settings.items():
             self.record(name, setting or "not set")
-        return any("expandable_segments:true" in text.lower().replace(" ", "") for text in settings.values())
+        return any("expandable_segments:true" in setting.lower().replace(" ", "") for setting in settings.values())
 
     def gpu_processes(self) -> tuple[GpuProcess, ...]:
         """Return the processes that have a GPU open, as far as they could be read."""
@@ -339,8 +339,8 @@ class RuleContext:
         return processes
 
     @property
-    def gpu_processes_gap(self) -> str | None:
-        """A text that says how many processes could not be read; None if there are none, or if no process was read."""
+    def unread_gpu_processes(self) -> str | None:
+        """A text that says how many processes could not be read; None if all were read, or if none was tried."""
         observation = self.machine.observe(GPU_PROCESSES)
         return observation.seen.get(NOT_READABLE) if observation else None
 
@@ -375,9 +375,10 @@ class RuleContext:
         """Return the mounts that may hold data files, each with its block device or None.
 
         These are mounts on a block device, and mounts of network and cluster file systems, overlay, tmpfs and zfs.
-        Mounts below /dev, /sys, /proc, /run and /etc are not included.
+        Mounts below /dev, /sys, /proc, /run and /etc are not included. If a device has several mounts, only the last
+        one is included.
         """
-        file_system_types = (
+        types_without_block_device = (
             "lustre",
             "nfs",
             "nfs4",
@@ -390,11 +391,11 @@ class RuleContext:
             "tmpfs",
             "zfs",
         )
-        # If a device has several mounts, the last one is kept.
+        # The last mount of each device.
         mount_by_device = {}
         for mount in self.machine.all_mounts:
             is_on_block_device = not mount.device.startswith("0:")
-            if (is_on_block_device or mount.kind in file_system_types) and not mount.mount_point.startswith(
+            if (is_on_block_device or mount.kind in types_without_block_device) and not mount.mount_point.startswith(
                 ("/dev", "/sys", "/proc", "/run", "/etc")
             ):
                 mount_by_device[mount.device] = mount
@@ -402,7 +403,7 @@ class RuleContext:
         return tuple((mount, block_device(self.tree, mount.device)) for mount in mount_by_device.values())
 
     def observe(self, name: str) -> Observation | None:
-        """Return the result of an experiment; see :meth:`Machine.observe`."""
+        """Return the result of an experiment, and record its observations; see :meth:`Machine.observe`."""
         observation = self.machine.observe(name)
         for source, value in observation.seen.items() if observation else ():
             self.record(source, value)

@@ -38,7 +38,7 @@ _LISTED_TEXTS_MAX = 4
 def _check_acs_redirect(context: RuleContext) -> RuleResult:
     near_pairs = [
         (gpu, device)
-        for gpu, device, distance in context.pairs()
+        for gpu, device, distance in context.gpu_and_device_pairs()
         if distance in (Distance.PIX, Distance.PXB, Distance.PHB)
     ]
     if not near_pairs:
@@ -160,7 +160,7 @@ def _check_far_apart(context: RuleContext) -> RuleResult:
     # For each GPU and type of device, the distance and the address of the nearest device.
     nearest_by_gpu_and_type: dict[tuple[str, str], tuple[Distance, str]] = {}
     nic_addresses = {nic.address for nic in context.nic_functions}
-    for gpu, device, distance in context.pairs():
+    for gpu, device, distance in context.gpu_and_device_pairs():
         gpu_and_type = (gpu.address, "NIC" if device.address in nic_addresses else "NVMe")
         nearest_by_gpu_and_type[gpu_and_type] = min(
             nearest_by_gpu_and_type.get(gpu_and_type, (Distance.UNKNOWN, device.address)), (distance, device.address)
@@ -197,13 +197,13 @@ def _check_far_apart(context: RuleContext) -> RuleResult:
     experiment="load",
 )
 def _check_link_downgraded(context: RuleContext) -> RuleResult:
-    narrow_links, slow_links, known_count = [], [], 0
+    narrow_link_texts, slow_links, known_link_count = [], [], 0
     for upper_device, lower_device in _list_links(context):
         width_max, speed_max = _find_link_maximum(upper_device, lower_device)
         width, speed = _parse_number(lower_device.link_width), _parse_number(lower_device.link_speed)
         if not (width_max and width in _LINK_WIDTHS) and not (speed_max and speed):
             continue
-        known_count += 1
+        known_link_count += 1
         context.record(
             f"link of {lower_device.address}",
             f"{lower_device.link_speed} x{lower_device.link_width} of {speed_max} GT/s x{width_max:g}"
@@ -211,13 +211,13 @@ def _check_link_downgraded(context: RuleContext) -> RuleResult:
             else "partly known",
         )
         if width_max and width in _LINK_WIDTHS and width < width_max:
-            narrow_links.append(f"{lower_device.address} has x{width:g} of x{width_max:g}")
+            narrow_link_texts.append(f"{lower_device.address} has x{width:g} of x{width_max:g}")
         elif speed_max and speed and speed < speed_max:
             slow_links.append((lower_device, speed_max))
-    if context.facts.virtual_machine is not None and (narrow_links or slow_links):
+    if context.facts.virtual_machine is not None and (narrow_link_texts or slow_links):
         links_text = "; ".join(
             [
-                *narrow_links,
+                *narrow_link_texts,
                 *(
                     f"{function.address} at {function.link_speed} of {speed_max} GT/s"
                     for function, speed_max in slow_links
@@ -225,9 +225,9 @@ def _check_link_downgraded(context: RuleContext) -> RuleResult:
             ]
         )
         return context.unproven(f"{links_text} in this virtual machine, whose links may differ from the hardware")
-    if narrow_links:
-        return context.fails("; ".join(narrow_links))
-    if not known_count:
+    if narrow_link_texts:
+        return context.fails("; ".join(narrow_link_texts))
+    if not known_link_count:
         return context.not_run("no link of a GPU, NIC or NVMe reports its maximum")
     # An idle GPU lowers the speed of its links, so the links above GPUs are read again under load.
     addresses_above_gpus = {address for gpu in context.gpus for address in pci_path(context.tree, gpu.address)}
@@ -241,7 +241,7 @@ def _check_link_downgraded(context: RuleContext) -> RuleResult:
     return (
         _check_under_load(context, slow_links)
         if slow_links
-        else context.passes(f"maximum speed of both ends on {format_count(known_count, 'link')}")
+        else context.passes(f"maximum speed of both ends on {format_count(known_link_count, 'link')}")
     )
 
 
@@ -266,7 +266,7 @@ def _list_links(context: RuleContext) -> list[tuple[PciDevice | None, PciDevice]
 
     The upper end is None if it is not known.
     """
-    function_by_address = {function.address: function for function in context.machine.functions}
+    function_by_address = {function.address: function for function in context.machine.pci_functions}
     links: dict[str, tuple[PciDevice | None, PciDevice]] = {}
     for end_device in (*context.gpus, *context.nic_functions, *context.nvme_functions):
         path_functions = [
@@ -289,11 +289,11 @@ def _find_link_maximum(upper_device: PciDevice | None, lower_device: PciDevice) 
     link_devices = [lower_device] if upper_device is None else [upper_device, lower_device]
     widths = [width for device in link_devices if (width := _parse_number(device.link_width_max)) in _LINK_WIDTHS]
     speeds = [speed for device in link_devices if (speed := _parse_number(device.link_speed_max))]
-    has_width, has_speed = (
+    has_lower_width, has_lower_speed = (
         _parse_number(lower_device.link_width_max) in _LINK_WIDTHS,
         bool(_parse_number(lower_device.link_speed_max)),
     )
-    return (min(widths) if widths and has_width else None), (min(speeds) if speeds and has_speed else None)
+    return (min(widths) if widths and has_lower_width else None), (min(speeds) if speeds and has_lower_speed else None)
 
 
 def _parse_number(text: str | None) -> float | None:
@@ -314,27 +314,26 @@ def _parse_number(text: str | None) -> float | None:
 def _check_small_read_request(context: RuleContext) -> RuleResult:
     if not context.nic_functions:
         return context.not_run("no NIC on PCI")
-    small_requests, known_count, strictly_ordered_count = [], 0, 0
+    small_request_texts, known_nic_count, strictly_ordered_count = [], 0, 0
     for nic in context.nic_functions:
         pci_config = config_space(context.tree, nic.address)
         if pci_config is None or pci_config.max_read_request_bytes is None:
             continue
-        known_count += 1
+        known_nic_count += 1
         strictly_ordered_count += not pci_config.relaxed_ordering
         context.record(
             f"DevCtl of {nic.address}",
             f"MaxReadReq {pci_config.max_read_request_bytes}, RlxdOrd{'+' if pci_config.relaxed_ordering else '-'}",
         )
         if pci_config.max_read_request_bytes < _READ_REQUEST_BYTES_MIN:
-            small_requests.append(f"MaxReadReq of {nic.address} is {pci_config.max_read_request_bytes} bytes")
-    if small_requests:
-        return context.fails("; ".join(small_requests))
-    if not known_count:
+            small_request_texts.append(f"MaxReadReq of {nic.address} is {pci_config.max_read_request_bytes} bytes")
+    if small_request_texts:
+        return context.fails("; ".join(small_request_texts))
+    if not known_nic_count:
         return context.not_run("config space of the NICs cannot be read")
     ordering_text = f"; relaxed ordering is off on {strictly_ordered_count} of them" if strictly_ordered_count else ""
-    return context.passes(
-        f"MaxReadReq of {format_count(known_count, 'NIC')} is at least {_READ_REQUEST_BYTES_MIN} bytes{ordering_text}"
-    )
+    nics_text = format_count(known_nic_count, "NIC")
+    return context.passes(f"MaxReadReq of {nics_text} is at least {_READ_REQUEST_BYTES_MIN} bytes{ordering_text}")
 
 
 @rule(

@@ -20,7 +20,7 @@ _LOGICAL_BLOCK_BYTES_MAX = 4096
 _FILE_SYSTEMS_WITHOUT_DIRECT_IO = ("overlay", "tmpfs", "ramfs", "zfs", "ecryptfs")
 _BAR1_BYTES_MIN, _BAR1_FREE_BYTES_MIN = GIB, 64 * MIB
 # max_device_pinned_mem_size_kb in the cufile.json that NVIDIA ships: 32 GiB. This default is not compared with BAR1.
-_PINNED_DEFAULT_KB = 33554432
+_PINNED_LIMIT_DEFAULT_KB = 33554432
 
 
 def _find_obstacle(mount: Mount, block: BlockDevice | None) -> str | None:
@@ -56,13 +56,15 @@ def _check_file_system(context: RuleContext) -> RuleResult:
     }
     if not obstacle_by_mount_point:
         return context.not_run("no mount of a data file system was found")
-    usable_mounts = [mount_point for mount_point, obstacle in obstacle_by_mount_point.items() if obstacle is None]
+    usable_mount_points = [mount_point for mount_point, obstacle in obstacle_by_mount_point.items() if obstacle is None]
     obstacle_texts = "; ".join(
         f"{mount_point}: {obstacle}" for mount_point, obstacle in obstacle_by_mount_point.items() if obstacle
     )
     return (
-        context.passes(f"usable: {', '.join(usable_mounts)}" + (f"; not {obstacle_texts}" if obstacle_texts else ""))
-        if usable_mounts
+        context.passes(
+            f"usable: {', '.join(usable_mount_points)}" + (f"; not usable: {obstacle_texts}" if obstacle_texts else "")
+        )
+        if usable_mount_points
         else context.fails(obstacle_texts)
     )
 
@@ -79,20 +81,20 @@ def _check_file_system(context: RuleContext) -> RuleResult:
 def _check_direct_io(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    usable_mounts, obstacle_texts = [], []
+    usable_mount_points, obstacle_texts = [], []
     for mount, block in context.file_systems():
-        block_bytes = None
+        logical_block_bytes = None
         if block is not None:
-            block_bytes = context.tree.number(f"/sys/class/block/{block.name}/queue/logical_block_size")
-            context.record(f"/sys/class/block/{block.name}/queue/logical_block_size", block_bytes)
+            logical_block_bytes = context.tree.number(f"/sys/class/block/{block.name}/queue/logical_block_size")
+            context.record(f"/sys/class/block/{block.name}/queue/logical_block_size", logical_block_bytes)
         if mount.kind in _FILE_SYSTEMS_WITHOUT_DIRECT_IO:
             obstacle_texts.append(f"{mount.mount_point}: {mount.kind}")
-        elif block_bytes is not None and block_bytes > _LOGICAL_BLOCK_BYTES_MAX:
-            obstacle_texts.append(f"{mount.mount_point}: blocks of {block_bytes} bytes")
-        elif block_bytes is not None or mount.kind in _NETWORK_FILE_SYSTEMS:
-            usable_mounts.append(mount.mount_point)
-    if usable_mounts:
-        return context.passes(f"aligned direct I/O is possible on {', '.join(usable_mounts)}")
+        elif logical_block_bytes is not None and logical_block_bytes > _LOGICAL_BLOCK_BYTES_MAX:
+            obstacle_texts.append(f"{mount.mount_point}: blocks of {logical_block_bytes} bytes")
+        elif logical_block_bytes is not None or mount.kind in _NETWORK_FILE_SYSTEMS:
+            usable_mount_points.append(mount.mount_point)
+    if usable_mount_points:
+        return context.passes(f"aligned direct I/O is possible on {', '.join(usable_mount_points)}")
     return (
         context.fails("; ".join(obstacle_texts))
         if obstacle_texts
@@ -114,8 +116,8 @@ def _check_bar1_small(context: RuleContext) -> RuleResult:
     sizes_by_gpu = dict(_read_bar1_sizes(context))
     if not sizes_by_gpu:
         return context.not_run("the BAR1 size cannot be read for any GPU")
-    _, config = context.cufile_config()
-    pinned_kb = cufile_json.get_value(config, "properties", "max_device_pinned_mem_size_kb")
+    _, cufile_config = context.cufile_config()
+    pinned_limit_kb = cufile_json.get_value(cufile_config, "properties", "max_device_pinned_mem_size_kb")
     problems = []
     for address, (total_bytes, free_bytes) in sizes_by_gpu.items():
         context.record(
@@ -126,7 +128,11 @@ def _check_bar1_small(context: RuleContext) -> RuleResult:
             problems.append(f"BAR1 of {address} has {format_bytes(total_bytes)}")
         elif free_bytes is not None and free_bytes < _BAR1_FREE_BYTES_MIN:
             problems.append(f"BAR1 of {address} has {format_bytes(free_bytes)} left of {format_bytes(total_bytes)}")
-        elif isinstance(pinned_kb, int) and total_bytes < pinned_kb << 10 and pinned_kb != _PINNED_DEFAULT_KB:
+        elif (
+            isinstance(pinned_limit_kb, int)
+            and total_bytes < pinned_limit_kb << 10
+            and pinned_limit_kb != _PINNED_LIMIT_DEFAULT_KB
+        ):
             problems.append(f"BAR1 of {address} is smaller than max_device_pinned_mem_size_kb")
     if problems:
         return context.fails("; ".join(filter(None, (*problems, describe_dmabuf_holders(context)))))
@@ -173,16 +179,16 @@ def _check_udev_database(context: RuleContext) -> RuleResult:
         if errno_name:
             return context.not_run(f"/run/udev/data cannot be read: {errno_name}")
         return context.fails("/run/udev/data does not exist or is empty")
-    undescribed_mounts = []
+    undescribed_mount_texts = []
     for mount, block in context.file_systems():
         if block is None or mount.kind not in _BLOCK_FILE_SYSTEMS:
             continue
         udev_text = context.text(f"/run/udev/data/b{mount.device}") or ""
-        undescribed_mounts += (
+        undescribed_mount_texts += (
             [] if "E:ID_FS_USAGE=filesystem" in udev_text else [f"{mount.mount_point} (b{mount.device})"]
         )
-    if undescribed_mounts:
-        return context.fails(f"the udev database does not describe the device of {', '.join(undescribed_mounts)}")
+    if undescribed_mount_texts:
+        return context.fails(f"the udev database does not describe the device of {', '.join(undescribed_mount_texts)}")
     return context.passes("the udev database describes the block device of every mount")
 
 

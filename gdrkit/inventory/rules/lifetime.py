@@ -11,7 +11,7 @@ from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
 
 __all__ = ["RULES"]
 
-_NO_GPU = "no GPU here"
+_NO_GPU_TEXT = "no GPU here"
 # Defaults of libcufile for posix_pool_slab_count and io_batchsize.
 _SLAB_COUNTS_DEFAULT = [128, 64, 64]
 _BATCH_SIZE_DEFAULT = 128
@@ -28,7 +28,7 @@ _BATCH_SIZE_DEFAULT = 128
 )
 def _check_vmm_memory(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
-        return context.not_run(_NO_GPU)
+        return context.not_run(_NO_GPU_TEXT)
     if not context.machine.is_environment_known:
         return context.not_run("the capture does not contain the files of this rule")
     if not context.has_expandable_segments:
@@ -58,7 +58,7 @@ def _check_vmm_memory(context: RuleContext) -> RuleResult:
     experiment="stale_key",
 )
 def _check_stale_key(context: RuleContext) -> RuleResult:
-    not_run_result = context.not_run_without_both()
+    not_run_result = context.not_run_without_gpu_and_nic()
     if not_run_result:
         return not_run_result
     observation = context.observe("stale_key")
@@ -83,7 +83,7 @@ def _check_stale_key(context: RuleContext) -> RuleResult:
     experiment="flush",
 )
 def _check_missing_flush(context: RuleContext) -> RuleResult:
-    not_run_result = context.not_run_without_both()
+    not_run_result = context.not_run_without_gpu_and_nic()
     if not_run_result:
         return not_run_result
     observation = context.observe("flush")
@@ -91,13 +91,13 @@ def _check_missing_flush(context: RuleContext) -> RuleResult:
         return context.not_run("the experiment was not run")
     if observation.failure is not None:
         return context.fails(f"the experiment failed: {observation.failure.message}")
-    stale_reads = [
+    stale_read_texts = [
         f"{step}: {result}"
         for step, result in observation.seen.items()
         if step.startswith("old data") and result != "0"
     ]
-    if stale_reads:
-        return context.fails("; ".join(stale_reads))
+    if stale_read_texts:
+        return context.fails("; ".join(stale_read_texts))
     return context.passes("after completion and flush the copy engine of every GPU read the new data each time")
 
 
@@ -114,33 +114,37 @@ def _check_missing_flush(context: RuleContext) -> RuleResult:
 )
 def _check_pool_starved(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
     if not context.has_gpu:
-        return context.not_run(_NO_GPU)
-    path, config = context.cufile_config()
+        return context.not_run(_NO_GPU_TEXT)
+    config_path, cufile_config = context.cufile_config()
     # posix_pool_slab_count has the number of bounce buffers of each size.
-    slab_counts = cufile_json.get_value(config, "properties", "posix_pool_slab_count")
-    configured_batch_size = cufile_json.get_value(config, "properties", "io_batchsize")
+    configured_slab_counts = cufile_json.get_value(cufile_config, "properties", "posix_pool_slab_count")
+    configured_batch_size = cufile_json.get_value(cufile_config, "properties", "io_batchsize")
     buffer_counts = (
-        [count for count in slab_counts if isinstance(count, int)]
-        if isinstance(slab_counts, list)
+        [count for count in configured_slab_counts if isinstance(count, int)]
+        if isinstance(configured_slab_counts, list)
         else _SLAB_COUNTS_DEFAULT
     )
     batch_size = configured_batch_size if isinstance(configured_batch_size, int) else _BATCH_SIZE_DEFAULT
-    if path is not None:
-        context.record(f"{path} properties.posix_pool_slab_count", slab_counts or "not set")
-        context.record(f"{path} properties.io_batchsize", batch_size)
+    if config_path is not None:
+        context.record(f"{config_path} properties.posix_pool_slab_count", configured_slab_counts or "not set")
+        context.record(f"{config_path} properties.io_batchsize", batch_size)
         if sum(buffer_counts) < batch_size:
             return context.fails(f"{sum(buffer_counts)} bounce buffers for batches of {batch_size}")
     observation = context.observe_cufile("pool")
     if observation is not None and observation.failure is None:
-        text = "; ".join(f"{step}: {result}" for step, result in observation.seen.items())
+        results_text = "; ".join(f"{step}: {result}" for step, result in observation.seen.items())
         is_complete = all(result.endswith(" COMPLETE") and "," not in result for result in observation.seen.values())
-        return context.passes(text) if is_complete else context.unproven(f"the batch completed only in part: {text}")
+        return (
+            context.passes(results_text)
+            if is_complete
+            else context.unproven(f"the batch completed only in part: {results_text}")
+        )
     if observation is not None and observation.failure is not None:
         if observation.failure.reason is Reason.TIMEOUT:
             return context.fails("a batch of as many reads as cuFile accepts did not complete")
         # The experiment failed for another reason than a lack of buffers. Other rules report such reasons.
         context.record("a batch of as many reads as cuFile accepts", observation.failure.message)
-    if path is None:
+    if config_path is None:
         return context.not_run("there is no cufile.json with numbers to compare, and no batch was completed")
     if min(buffer_counts, default=batch_size) < batch_size:
         return context.unproven(
@@ -160,7 +164,7 @@ def _check_pool_starved(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - 
 )
 def _check_ucx_without_cuda(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
-        return context.not_run(_NO_GPU)
+        return context.not_run(_NO_GPU_TEXT)
     search_folders = context.machine.environment.get("LD_LIBRARY_PATH", "").split(":")
     from gdrkit.host import cached_libraries
 
@@ -207,8 +211,8 @@ def _check_driver_open(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - o
     if observation.failure is None:
         return context.passes("cuFileDriverOpen succeeded")
     if observation.failure.reason is Reason.TIMEOUT:
-        cause = "" if has_modules else ": there is no /proc/modules"
-        return context.fails(f"cuFileDriverOpen did not return within the time limit{cause}")
+        cause_suffix = "" if has_modules else ": there is no /proc/modules"
+        return context.fails(f"cuFileDriverOpen did not return within the time limit{cause_suffix}")
     if observation.failure.reason is Reason.LIBRARY_MISSING:
         return context.unproven(f"cuFileDriverOpen could not be called: {observation.failure.message}")
     return context.fails(f"the call failed: {observation.failure.message}")

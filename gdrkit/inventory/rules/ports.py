@@ -10,8 +10,8 @@ from gdrkit.units import MIB, format_bytes
 
 __all__ = ["RULES"]
 
-# Interface MTU in bytes that RDMA packets of 4096 bytes need.
-_MTU_MIN = 4200
+# Smallest MTU of an interface, in bytes, with which RDMA packets of 4096 bytes are possible.
+_MTU_BYTES_MIN = 4200
 # The rule reports a limit of locked memory below this value, because a few large registrations would exceed it.
 _MEMLOCK_BYTES_MIN = 512 * MIB
 # Matches a GID whose bytes are all 0: an unused entry of the GID table.
@@ -29,7 +29,7 @@ _EMPTY_GID = re.compile(r"[0:]*")
 def _check_port_down(context: RuleContext) -> RuleResult:
     if not context.has_nic:
         return context.not_run("no RDMA device here")
-    devices_down, usable_count, link_down_texts = [], 0, []
+    devices_down, usable_nic_count, link_down_texts = [], 0, []
     for device in context.facts.rdma_devices:
         for port in device.ports:
             folder = f"/sys/class/infiniband/{device.name}/ports/{port.number}"
@@ -37,18 +37,18 @@ def _check_port_down(context: RuleContext) -> RuleResult:
             down_count = context.tree.number(f"{folder}/counters/link_downed")
             link_down_texts += [f"{device.name} was down {format_count(down_count, 'time')}"] if down_count else []
         is_usable = any(port.state == "ACTIVE" for port in device.ports)
-        usable_count += is_usable
+        usable_nic_count += is_usable
         devices_down += [] if is_usable else [device.name]
     if not context.facts.rdma_devices:
         nics = context.facts.verbs.nics if context.facts.verbs else ()
         devices_down = [nic.name for nic in nics if not nic.active_ports]
-        usable_count = len(nics) - len(devices_down)
+        usable_nic_count = len(nics) - len(devices_down)
     devices_without_ports = [device.name for device in context.facts.rdma_devices if not device.ports]
-    if devices_without_ports and not usable_count:
+    if devices_without_ports and not usable_nic_count:
         return context.not_run("the state of the ports is unknown")
     if devices_down:
         return context.fails(f"no active port on {', '.join(devices_down)}")
-    return context.passes("; ".join([f"{format_count(usable_count, 'NIC')} with an active port", *link_down_texts]))
+    return context.passes("; ".join([f"{format_count(usable_nic_count, 'NIC')} with an active port", *link_down_texts]))
 
 
 def _list_roce_interfaces(context: RuleContext) -> dict[str, tuple[str, ...]]:
@@ -56,10 +56,10 @@ def _list_roce_interfaces(context: RuleContext) -> dict[str, tuple[str, ...]]:
     interfaces_by_device = {}
     for device in context.facts.rdma_devices:
         if any(port.link_layer == "Ethernet" for port in device.ports):
-            names = context.tree.names(f"/sys/class/infiniband/{device.name}/device/net")
+            interface_names = context.tree.names(f"/sys/class/infiniband/{device.name}/device/net")
             # An rxe device has no PCI device. Its file parent has the name of the interface.
             parent_interface = context.tree.text(f"/sys/class/infiniband/{device.name}/parent")
-            interfaces_by_device[device.name] = names or ((parent_interface,) if parent_interface else ())
+            interfaces_by_device[device.name] = interface_names or ((parent_interface,) if parent_interface else ())
     return interfaces_by_device
 
 
@@ -83,9 +83,9 @@ def _check_small_mtu(context: RuleContext) -> RuleResult:
     }
     for name, mtu in mtu_by_interface.items():
         context.record(f"/sys/class/net/{name}/mtu", mtu)
-    small_mtus = [f"{name} has {mtu}" for name, mtu in mtu_by_interface.items() if mtu < _MTU_MIN]
-    if small_mtus:
-        return context.fails("; ".join(small_mtus))
+    small_mtu_texts = [f"{name} has {mtu}" for name, mtu in mtu_by_interface.items() if mtu < _MTU_BYTES_MIN]
+    if small_mtu_texts:
+        return context.fails("; ".join(small_mtu_texts))
     return (
         context.passes("every MTU is at least 4200")
         if mtu_by_interface
@@ -102,13 +102,13 @@ def _check_small_mtu(context: RuleContext) -> RuleResult:
     reads="/sys/class/infiniband/*/ports/*/gids and gid_attrs/types",
 )
 def _check_no_roce_gid(context: RuleContext) -> RuleResult:
-    ports_without_gid, known_count = [], 0
+    ports_without_gid, known_port_count = [], 0
     for device in context.facts.rdma_devices:
         for port in device.ports:
             folder = f"/sys/class/infiniband/{device.name}/ports/{port.number}"
             if port.link_layer != "Ethernet" or not (gid_indices := context.tree.names(f"{folder}/gids")):
                 continue
-            known_count += 1
+            known_port_count += 1
             gid_types = set()
             for gid_index in gid_indices:
                 gid = context.tree.text(f"{folder}/gids/{gid_index}") or ""
@@ -120,7 +120,7 @@ def _check_no_roce_gid(context: RuleContext) -> RuleResult:
         return context.fails(f"no RoCE v2 address on {', '.join(ports_without_gid)}")
     return (
         context.passes("every RoCE port has a RoCE v2 address")
-        if known_count
+        if known_port_count
         else context.not_run("no RoCE port with readable addresses")
     )
 

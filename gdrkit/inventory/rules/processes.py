@@ -26,7 +26,8 @@ _PTRACE_SCOPE_PATH = "/proc/sys/kernel/yama/ptrace_scope"
 _PTRACE_SCOPE_NO_ATTACH = 3
 # The link /proc/self/ns/pid in the first PID namespace of every machine (PROC_PID_INIT_INO of Linux).
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
-_DESCRIPTORS_MIN = 1024
+# The rule reports a smaller limit of open descriptors than this one.
+_DESCRIPTOR_LIMIT_MIN = 1024
 # From this share of used descriptors on, the rule reports that a process or the machine will soon have none left.
 _REPORTED_USE_PERCENT = 80
 _LISTED_TEXTS_MAX, _COMPARED_PROCESSES_MAX = 4, 64
@@ -34,11 +35,11 @@ _LISTED_TEXTS_MAX, _COMPARED_PROCESSES_MAX = 4, 64
 
 def _are_of_one_job(first: GpuProcess, second: GpuProcess) -> bool | None:
     """Return whether two processes are of one job, or None if that is unknown."""
-    if first.job and first.job == second.job:
+    if first.job_variables and first.job_variables == second.job_variables:
         return True
-    if set(first.job) & set(second.job):
+    if set(first.job_variables) & set(second.job_variables):
         return None  # Some variables are equal, others are not: these may be two steps of one job.
-    if dict(first.job).keys() & dict(second.job).keys():
+    if dict(first.job_variables).keys() & dict(second.job_variables).keys():
         return False  # The same scheduler has given them different values.
     return None if first.rendezvous and first.rendezvous == second.rendezvous else False
 
@@ -65,11 +66,11 @@ def _find_obstacle(first: GpuProcess, second: GpuProcess) -> str | None:
 def _find_pairs_with_obstacle(processes: Sequence[GpuProcess]) -> Iterator[tuple[bool | None, str, str]]:
     """Yield an entry for each pair of processes that has an obstacle to CUDA IPC.
 
-    An entry has three values: whether the two are of one job (None: unknown), the obstacle, and a text that names the
-    processes and the obstacle.
+    An entry has three values: whether the two processes are of one job (None: unknown), the obstacle, and a text that
+    names the processes and the obstacle.
     """
-    # The rule compares only one of the processes with equal values, because a hostile capture may have very many.
-    # It keeps the first of them: a dict keeps the last value of a key, so the processes are inserted in reverse.
+    # Of several processes with equal values, the rule compares only the first, because a hostile capture may contain a
+    # great number of processes. A dict keeps the last value of a key, so the processes are inserted in reverse order.
     distinct_processes = {
         (
             process.pid_namespace,
@@ -123,15 +124,21 @@ def _check_cuda_ipc_refused(context: RuleContext) -> RuleResult:
         return context.not_run("no GPU here")
     processes = [process for process in context.gpu_processes() if process.has_contexts]
     obstructed_pairs = list(_find_pairs_with_obstacle(processes))
-    refused_pairs = [
+    refused_pair_texts = [
         text
-        for is_one_job, obstacle, text in obstructed_pairs
-        if is_one_job and obstacle == f"another {_PID_NAMESPACE}"
+        for are_of_one_job, obstacle, text in obstructed_pairs
+        if are_of_one_job and obstacle == f"another {_PID_NAMESPACE}"
     ]
-    if refused_pairs and not context.names(_IMEX_CHANNELS_FOLDER) and not context.is_uncaptured(_IMEX_CHANNELS_FOLDER):
-        return context.fails(_join_shortened(refused_pairs))
-    undecided_texts = [text for is_one_job, _, text in obstructed_pairs if is_one_job is not False]
-    has_shared_job = any(count > 1 for count in Counter(process.job for process in processes if process.job).values())
+    if (
+        refused_pair_texts
+        and not context.names(_IMEX_CHANNELS_FOLDER)
+        and not context.is_uncaptured(_IMEX_CHANNELS_FOLDER)
+    ):
+        return context.fails(_join_shortened(refused_pair_texts))
+    undecided_texts = [text for are_of_one_job, _, text in obstructed_pairs if are_of_one_job is not False]
+    has_shared_job = any(
+        count > 1 for count in Counter(process.job_variables for process in processes if process.job_variables).values()
+    )
     obstacle = _find_ptrace_obstacle(context) if has_shared_job else None
     undecided_texts += [obstacle] if obstacle else []
     if undecided_texts:
@@ -140,17 +147,17 @@ def _check_cuda_ipc_refused(context: RuleContext) -> RuleResult:
         )
     if context.machine.observe(GPU_PROCESSES) is None:
         return context.not_run("the processes that use GPUs were not read")
-    gap = "; ".join(filter(None, (_describe_namespace_gap(context), context.gpu_processes_gap)))
+    unseen_processes = "; ".join(filter(None, (_describe_namespace_gap(context), context.unread_gpu_processes)))
     seen_text = f"saw {format_count(len(processes), 'process', 'processes')} with CUDA contexts"
-    unseen_text = f"; not seen: {gap}" if gap else ""
+    unseen_suffix = f"; not seen: {unseen_processes}" if unseen_processes else ""
     if len(processes) > 1 and (has_shared_job or not obstructed_pairs):
         return context.passes(
-            f"{seen_text}, and no two of one job differ in user, namespace or order of the GPUs{unseen_text}"
+            f"{seen_text}, and no two of one job differ in user, namespace or order of the GPUs{unseen_suffix}"
         )
     unrelated_text = (
-        f", and nothing shows that they are of one job: {_join_shortened([entry[2] for entry in obstructed_pairs])}"
+        f", and nothing shows that they are of one job: {_join_shortened([text for _, _, text in obstructed_pairs])}"
     )
-    return context.not_run(seen_text + (unrelated_text if obstructed_pairs else "") + unseen_text)
+    return context.not_run(seen_text + (unrelated_text if obstructed_pairs else "") + unseen_suffix)
 
 
 def _describe_namespace_gap(context: RuleContext) -> str | None:
@@ -184,31 +191,31 @@ def _check_descriptors_low(context: RuleContext) -> RuleResult:
     if not context.has_gpu and not context.has_nic:
         return context.not_run("neither a GPU nor an RDMA device here")
     causes = list(_find_exhausted_descriptors(context))
-    limit = context.facts.limits.open_files
-    if limit is not None:
-        context.record("/proc/self/limits", f"Max open files {limit}")
-        if limit < _DESCRIPTORS_MIN:
+    descriptor_limit = context.facts.limits.open_files
+    if descriptor_limit is not None:
+        context.record("/proc/self/limits", f"Max open files {descriptor_limit}")
+        if descriptor_limit < _DESCRIPTOR_LIMIT_MIN:
             causes.append(
-                f"this process may open {format_count(limit, 'descriptor')}, "
+                f"this process may open {format_count(descriptor_limit, 'descriptor')}, "
                 "and a job may need one for each registration"
             )
     if causes:
         return context.fails(_join_shortened(causes))
-    if limit is None and not context.facts.limits.memlock_known:
+    if descriptor_limit is None and not context.facts.limits.memlock_known:
         return context.not_run("the limit cannot be read")
-    text = f"{'any number of' if limit is None else limit} descriptors may be open"
-    process_count, gap = len(context.gpu_processes()), context.gpu_processes_gap
+    text = f"{'any number of' if descriptor_limit is None else descriptor_limit} descriptors may be open"
+    process_count, unread_processes = len(context.gpu_processes()), context.unread_gpu_processes
     text += f", and none of {process_count} processes that use a GPU is near its limit" if process_count else ""
-    return context.passes(f"{text}; not seen: {gap}" if gap else text)
+    return context.passes(f"{text}; not seen: {unread_processes}" if unread_processes else text)
 
 
 def _find_exhausted_descriptors(context: RuleContext) -> Iterator[str]:
     """Yield a text for each process that has a GPU open, and for the machine, if few descriptors are left."""
     for process in context.gpu_processes():
-        limit = process.descriptors_max
-        if limit is not None and process.descriptors_count * 100 >= limit * _REPORTED_USE_PERCENT:
+        descriptor_limit = process.descriptors_max
+        if descriptor_limit is not None and process.descriptors_count * 100 >= descriptor_limit * _REPORTED_USE_PERCENT:
             yield (
-                f"{process.title} has {process.descriptors_count} of {limit} descriptors open, "
+                f"{process.title} has {process.descriptors_count} of {descriptor_limit} descriptors open, "
                 f"{process.dmabufs_count} of them dma-bufs"
             )
     # The file has the number of open files, an unused number, and the limit.

@@ -36,21 +36,21 @@ _UNKNOWN_SYMBOL_MESSAGE = "Unknown symbol ib_register_peer_memory_client"
     reads="a registration of 64 KiB by each route; /sys/module/nvidia_peermem, /sys/kernel/mm/memory_peers",
 )
 def _check_no_registration_route(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
-    not_run_result = context.not_run_without_both()
+    not_run_result = context.not_run_without_gpu_and_nic()
     if not_run_result:
         return not_run_result
-    routes, has_module = context.working_routes(), context.has_peer_memory
-    if routes:
+    working_routes, has_peer_memory = context.working_routes(), context.has_peer_memory
+    if working_routes:
         registered_gpus = {route.device_index for route in context.facts.routes if route.possible}
         unregistered_gpus = sorted({route.device_index for route in context.facts.routes} - registered_gpus)
         if unregistered_gpus:
             return context.fails(
                 f"no NIC registers memory of GPU {', '.join(map(str, unregistered_gpus))} by any route"
             )
-        return context.passes(f"registration by {' and by '.join(sorted(routes))} was tried and works")
+        return context.passes(f"registration by {' and by '.join(sorted(working_routes))} was tried and works")
     if context.facts.routes:
         return context.fails("every registration route was tried and refused")
-    if has_module:
+    if has_peer_memory:
         return context.passes("a peer memory module is loaded")
     if context.is_uncaptured("/sys/module/nvidia_peermem"):
         return context.not_run("the capture does not contain the files of this rule")
@@ -109,36 +109,36 @@ def _check_peermem_symbols(context: RuleContext) -> RuleResult:
     "ofiwg/libfabric #12409 (the attribute of the GPU alone)",
 )
 def _check_peermem_refused(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
-    not_run_result = context.not_run_without_both()
+    not_run_result = context.not_run_without_gpu_and_nic()
     if not_run_result:
         return not_run_result
     loaded_modules = [name for name in PEER_MEMORY_MODULES if context.exists(f"/sys/module/{name}")]
     if not loaded_modules:
         return context.not_run("no peer memory module is loaded")
-    module, routes = loaded_modules[0], context.working_routes()
+    module_name, routes = loaded_modules[0], context.working_routes()
     if "peer_memory" in routes:
         return context.passes("registration by peer memory was tried and works")
     if any(route.way == "peer_memory" for route in context.facts.routes):
-        cause = f"{module} is loaded, and registration by peer memory was tried and refused"
+        cause = f"{module_name} is loaded, and registration by peer memory was tried and refused"
         return context.passes(f"{cause}, but dma-buf works instead") if "dmabuf" in routes else context.fails(cause)
-    client_text = _describe_peermem_registration(context, module)
+    client_text = _describe_peermem_registration(context, module_name)
     if client_text:
         return context.passes(f"{client_text}; no registration of GPU memory was tried")
     if context.is_uncaptured(MEMORY_PEERS_FOLDER):
         return context.not_run("the capture does not contain the files of this rule")
-    return context.unproven(f"{module} is loaded, and no registration by peer memory was tried")
+    return context.unproven(f"{module_name} is loaded, and no registration by peer memory was tried")
 
 
-def _describe_peermem_registration(context: RuleContext, module: str) -> str | None:
+def _describe_peermem_registration(context: RuleContext, module_name: str) -> str | None:
     """Return the sign that a loaded module has registered with the RDMA stack, or None. Some stacks show no sign."""
     clients = set(context.names(MEMORY_PEERS_FOLDER)) & set(PEER_MEMORY_CLIENTS)
     if clients:
-        return f"{module} has registered as {' and '.join(sorted(clients))}"
+        return f"{module_name} has registered as {' and '.join(sorted(clients))}"
     # The holders of a kernel module are the modules that call its functions. Which of the two RDMA modules has the
     # function for the registration depends on the RDMA stack.
     for name in _RDMA_MODULES:
-        if module in context.names(f"/sys/module/{name}/holders"):
-            return f"{module} uses {name}, so it has registered with it"
+        if module_name in context.names(f"/sys/module/{name}/holders"):
+            return f"{module_name} uses {name}, so it has registered with the RDMA stack"
     return None
 
 
@@ -178,9 +178,11 @@ def _describe_kernel_without_dmabuf(context: RuleContext) -> str | None:
     """Return the reason why the kernel does not support dma-buf regions, or None if no reason is known."""
     if (0, 0) < context.kernel_version() < _DMABUF_KERNEL_MIN:
         return f"Linux {context.text('/proc/sys/kernel/osrelease')} is older than 5.12"
-    config = context.kernel_config()
+    kernel_config = context.kernel_config()
     missing_options = [
-        name for name in ("DMA_SHARED_BUFFER", "PCI_P2PDMA") if config and f"CONFIG_{name}=y" not in config
+        name
+        for name in ("DMA_SHARED_BUFFER", "PCI_P2PDMA")
+        if kernel_config and f"CONFIG_{name}=y" not in kernel_config
     ]
     return f"the kernel was built without CONFIG_{', CONFIG_'.join(missing_options)}" if missing_options else None
 
@@ -265,7 +267,7 @@ def _check_topology_veto(context: RuleContext) -> RuleResult:
     if text is None:
         return context.not_run(f"{path} cannot be read")
     if setting_match and setting_match[1] == "2":
-        return context.fails("GrdmaPciTopoCheckOverride is 2: denied")
+        return context.fails("GrdmaPciTopoCheckOverride is 2: peer access is denied")
     return context.passes(
         "nothing is denied" if setting_match and setting_match[1] == "1" else "the driver decides, nothing is denied"
     )
@@ -280,7 +282,7 @@ def _check_topology_veto(context: RuleContext) -> RuleResult:
     experiment="p2p",
 )
 def _check_p2p_one_way(context: RuleContext) -> RuleResult:
-    not_run_result = context.not_run_without_both()
+    not_run_result = context.not_run_without_gpu_and_nic()
     if not_run_result:
         return not_run_result
     observation = context.observe("p2p")
@@ -290,10 +292,10 @@ def _check_p2p_one_way(context: RuleContext) -> RuleResult:
         return context.fails(f"the experiment failed: {observation.failure.message}")
     if not observation.seen:
         return context.not_run("there is no pair of GPU and NIC to test")
-    failed_steps = [f"{step}: {result}" for step, result in observation.seen.items() if result != "SUCCESS"]
+    failed_step_texts = [f"{step}: {result}" for step, result in observation.seen.items() if result != "SUCCESS"]
     return (
-        context.fails("; ".join(failed_steps))
-        if failed_steps
+        context.fails("; ".join(failed_step_texts))
+        if failed_step_texts
         else (Verdict.PASS, "writes and reads were tried, and the data is correct")
     )
 

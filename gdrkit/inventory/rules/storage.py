@@ -27,9 +27,10 @@ _NVIDIA_PARAMS_PATH = "/proc/driver/nvidia/params"
 _P2PDMA_DRIVER_MIN = 565
 # The statuses CU_FILE_DRIVER_VERSION_MISMATCH and CU_FILE_DRIVER_NOT_INITIALIZED of cuFileDriverOpen.
 _VERSION_MISMATCH_STATUSES = (5004, 5001)
-# Before this version of Linux, KASLR shrinks the direct map even if P2PDMA is built in. The padding is the default of
-# CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING with memory hotplug, which P2PDMA needs.
-_KASLR_KERNEL_MIN, _KASLR_PADDING_TIB = (6, 15), 10
+# Before this version of Linux, KASLR shrinks the direct map even if P2PDMA is built in. It then covers the memory and a
+# padding. The padding here is the default of CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING with memory hotplug, which P2PDMA
+# needs.
+_WHOLE_DIRECT_MAP_KERNEL_MIN, _DIRECT_MAP_PADDING_TIB = (6, 15), 10
 _REFUSED_RANGE = re.compile(
     r"Hotplugged memory exceeds maximum addressable address, range=(0x[0-9a-f]+)-(0x[0-9a-f]+)", re.IGNORECASE
 )
@@ -52,16 +53,17 @@ def _check_nvidia_fs_absent(context: RuleContext) -> RuleResult:  # noqa: PLR091
     if not context.has_gpu:
         return context.not_run("no GPU here")
     if context.exists(_NVIDIA_FS_FOLDER):
-        registered_drivers = context.text(f"{_NVIDIA_FS_FOLDER}/modules") or ""
-        if not registered_drivers.strip():
+        modules_text = context.text(f"{_NVIDIA_FS_FOLDER}/modules") or ""
+        if not modules_text.strip():
             return context.fails("nvidia-fs is loaded, but no storage driver has registered with it")
         has_local_nvme = any(controller.transport in (None, "pcie") for controller in context.facts.nvme)
-        if has_local_nvme and not re.search(r"^nvme\b", registered_drivers, re.MULTILINE):
+        if has_local_nvme and not re.search(r"^nvme\b", modules_text, re.MULTILINE):
             return context.fails("nvidia-fs is loaded, but the nvme driver has not registered with it")
-        driver_names = ", ".join(line.split(":")[0].strip() for line in registered_drivers.splitlines())
+        driver_names = ", ".join(line.split(":")[0].strip() for line in modules_text.splitlines())
         return context.passes(f"nvidia-fs is loaded, with {driver_names}")
     if context.is_uncaptured(_NVIDIA_FS_FOLDER):
         return context.not_run("the capture does not contain the files of this rule")
+    # The result None, which is not equal to [], means that there is no NVMe controller on PCI.
     if _find_missing_p2pdma_conditions(context) == []:
         return context.passes("nvidia-fs is not loaded, but P2PDMA works instead")
     return context.fails("nvidia-fs is not loaded, and P2PDMA is not possible either")
@@ -124,8 +126,8 @@ def _find_missing_p2pdma_conditions(context: RuleContext) -> list[str] | None:
     )
     if (context.text("/sys/module/nvme_core/parameters/multipath") or "N") != "N":
         missing_conditions.append("nvme_core.multipath is on")
-    _, config = context.cufile_config()
-    if cufile_json.get_value(config, "properties", "use_pci_p2pdma") is not True:
+    _, cufile_config = context.cufile_config()
+    if cufile_json.get_value(cufile_config, "properties", "use_pci_p2pdma") is not True:
         missing_conditions.append("use_pci_p2pdma is not true in cufile.json")
     return missing_conditions
 
@@ -190,32 +192,33 @@ def _check_kaslr_p2pdma(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - 
         return context.not_run(f"the direct map of {context.facts.machine} does not depend on KASLR")
     if not bar1_range_by_gpu or context.kernel_version() == (0, 0):
         return context.not_run("the address of BAR1 or the version of Linux cannot be read")
-    if context.kernel_version() >= _KASLR_KERNEL_MIN:
+    if context.kernel_version() >= _WHOLE_DIRECT_MAP_KERNEL_MIN:
         return context.passes("this version of Linux keeps the direct map whole")
     return _compare_with_direct_map(context, bar1_range_by_gpu)
 
 
 def _compare_with_direct_map(context: RuleContext, bar1_range_by_gpu: dict[str, tuple[int, int]]) -> RuleResult:
     """Compare BAR1 of each GPU with the part of the physical address space that a kernel with KASLR can map."""
-    config = context.kernel_config()
-    if config and "CONFIG_RANDOMIZE_MEMORY=y" not in config:
+    kernel_config = context.kernel_config()
+    if kernel_config and "CONFIG_RANDOMIZE_MEMORY=y" not in kernel_config:
         return context.passes("the kernel was built without KASLR of memory")
     memory_end_bytes = _read_memory_end(context)
     if memory_end_bytes is None:
         return context.not_run("/proc/zoneinfo cannot be read")
-    padding_match = re.search(r"^CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=(0x[0-9a-f]+)$", config, re.MULTILINE)
-    padding_tib = int(padding_match[1], 16) if padding_match else _KASLR_PADDING_TIB
+    padding_match = re.search(r"^CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=(0x[0-9a-f]+)$", kernel_config, re.MULTILINE)
+    padding_tib = int(padding_match[1], 16) if padding_match else _DIRECT_MAP_PADDING_TIB
+    # The end of the memory is rounded up to whole TiB.
     direct_map_tib = -(-memory_end_bytes // _TIB) + padding_tib
     gpus_beyond_map = [
         address
         for address, bar1_range in bar1_range_by_gpu.items()
         if bar1_range[1] >= direct_map_tib * _TIB and not _is_mapped_by_p2pdma(context, address)
     ]
-    text = f"the first {direct_map_tib} TiB of addresses, {padding_tib} TiB more than the memory"
-    context.record("direct map with KASLR", text)
+    map_text = f"the first {direct_map_tib} TiB of addresses, {padding_tib} TiB more than the memory"
+    context.record("direct map with KASLR", map_text)
     if not gpus_beyond_map:
-        return context.passes(f"BAR1 of every GPU is in the direct map, which with KASLR has at least {text}")
-    cause = f"BAR1 of {', '.join(gpus_beyond_map)} is beyond the direct map, which with KASLR has {text}"
+        return context.passes(f"BAR1 of every GPU is in the direct map, which with KASLR has at least {map_text}")
+    cause = f"BAR1 of {', '.join(gpus_beyond_map)} is beyond the direct map, which with KASLR has {map_text}"
     if context.exists(f"{_NVIDIA_FS_FOLDER}/modules"):
         return context.passes(f"{cause}, but nvidia-fs works instead")
     return context.unproven(f"{cause}, unless this kernel has the commit 7ffb791423c7")
@@ -305,20 +308,20 @@ def _check_cufile_compat(context: RuleContext) -> RuleResult:
     if force_variable.lower() in _TRUE_WORDS:
         context.record("CUFILE_FORCE_COMPAT_MODE", force_variable)
         return context.fails("CUFILE_FORCE_COMPAT_MODE forces compatibility mode")
-    path, config = context.cufile_config()
+    config_path, cufile_config = context.cufile_config()
     settings = {
-        name: cufile_json.get_value(config, "properties", name)
+        name: cufile_json.get_value(cufile_config, "properties", name)
         for name in ("force_compat_mode", "allow_compat_mode", "gds_fallback_io", "vanilla_posix_io_mode")
     }
     for name, setting in settings.items():
         context.record(
-            f"{path or cufile_json.DEFAULT_PATH} properties.{name}", "not set" if setting is None else setting
+            f"{config_path or cufile_json.DEFAULT_PATH} properties.{name}", "not set" if setting is None else setting
         )
     forcing_settings = [name for name in ("force_compat_mode", "vanilla_posix_io_mode") if settings[name] is True]
     if forcing_settings:
-        return context.fails(f"{path}: {' and '.join(forcing_settings)} is true")
+        return context.fails(f"{config_path}: {' and '.join(forcing_settings)} is true")
     if settings["allow_compat_mode"] is False and settings["gds_fallback_io"] is not True:
-        return context.passes(f"{path} does not allow compatibility mode: an I/O that cannot be direct fails")
+        return context.passes(f"{config_path} does not allow compatibility mode: an I/O that cannot be direct fails")
     if context.is_uncaptured(cufile_json.DEFAULT_PATH):
         return context.not_run("the capture does not contain the files of this rule")
     return context.unproven("compatibility mode is allowed: an I/O that cannot be direct does not fail")
@@ -336,27 +339,26 @@ def _check_cufile_compat(context: RuleContext) -> RuleResult:
 def _check_silent_fallback(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    _, config = context.cufile_config()
-    log_folder = cufile_json.get_value(config, "logging", "dir")
+    _, cufile_config = context.cufile_config()
+    log_folder = cufile_json.get_value(cufile_config, "logging", "dir")
     log_path = context.machine.environment.get("CUFILE_LOGFILE_PATH", "")
     if not log_path and isinstance(log_folder, str) and log_folder.startswith("/"):
         log_path = posixpath.join(log_folder, "cufile.log")
     fallback_lines = context.lines(log_path, *_FALLBACK_MESSAGES) if log_path.startswith("/") else ()
     if fallback_lines:
         return context.fails(f"{log_path}: {fallback_lines[-1].strip()}")
-    stats = context.tree.text(f"{_NVIDIA_FS_FOLDER}/stats")
-    if stats is None:
+    stats_text = context.tree.text(f"{_NVIDIA_FS_FOLDER}/stats")
+    if stats_text is None:
         return context.not_run("there is no log of cuFile, and there are no counters of nvidia-fs")
     rw_stats_enabled = context.text("/sys/module/nvidia_fs/parameters/rw_stats_enabled")
-    reads_line = next((line for line in stats.splitlines() if line.startswith("Reads")), "")
+    reads_line = next((line for line in stats_text.splitlines() if line.startswith("Reads")), "")
     context.record(f"{_NVIDIA_FS_FOLDER}/stats", reads_line)
     if rw_stats_enabled in ("0", "N"):
         return context.unproven("nvidia-fs does not count: rw_stats_enabled is 0")
-    count_match = re.search(r"n=(\d+)", reads_line)
-    if count_match and int(count_match[1]) > 0:
-        return context.passes(
-            f"nvidia-fs has served {format_count(int(count_match[1]), 'read')}, and no log mentions compatibility mode"
-        )
+    reads_count_match = re.search(r"n=(\d+)", reads_line)
+    if reads_count_match and int(reads_count_match[1]) > 0:
+        reads_text = format_count(int(reads_count_match[1]), "read")
+        return context.passes(f"nvidia-fs has served {reads_text}, and no log mentions compatibility mode")
     return context.unproven("nvidia-fs has not served any reads yet")
 
 

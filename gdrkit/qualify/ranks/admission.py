@@ -38,7 +38,10 @@ _POLL_INTERVAL_S, _ACCEPT_RETRY_INTERVAL_S = 1.0, 0.1
 
 @dataclass(frozen=True, slots=True)
 class RankHello:
-    """The first message of a rank. Every version of gdrkit has the same hello, so that rank 0 can read `version`."""
+    """The first message of a rank. Every version of gdrkit has the same hello, so that rank 0 can read `version`.
+
+    `host` is the identity of the machine of the rank; see :class:`~gdrkit.qualify.ranks.pairs.RankFacts`.
+    """
 
     token: str
     rank: int
@@ -88,7 +91,7 @@ class _Candidate:
 
 
 def admit_ranks(
-    listener: socket.socket, *, count: int, token: str, timeout_s: float, should_stop: Callable[[], bool]
+    listener: socket.socket, *, rank_count: int, token: str, timeout_s: float, should_stop: Callable[[], bool]
 ) -> AdmittedRanks:
     """Admit the ranks that connect to `listener`, until all ranks of the job are admitted or rejected.
 
@@ -96,7 +99,7 @@ def admit_ranks(
     ----------
     listener : socket
         The socket to which the ranks connect.
-    count : int
+    rank_count : int
         Number of ranks of the job.
     token : str
         Secret that only the ranks know.
@@ -108,14 +111,14 @@ def admit_ranks(
     listener.setblocking(False)  # noqa: FBT003 - the signature of the standard library.
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ, None)
-        admission = _Admission(selector, count, token, time.monotonic() + timeout_s)
+        admission = _Admission(selector, rank_count, token, time.monotonic() + timeout_s)
         try:
             while admission.is_open and not should_stop():
-                for key, _ in selector.select(_POLL_INTERVAL_S):
-                    if key.data is None:
+                for selector_key, _ in selector.select(_POLL_INTERVAL_S):
+                    if selector_key.data is None:
                         admission.accept(listener)
-                    elif key.data in admission.candidates:
-                        admission.receive(key.data)
+                    elif selector_key.data in admission.candidates:
+                        admission.receive(selector_key.data)
                 admission.disconnect_late_candidates()
         except BaseException:
             for connection in admission.admitted.connections:
@@ -131,9 +134,9 @@ def admit_ranks(
 class _Admission:
     """The candidates, which are connected peers that may be ranks, and the ranks admitted so far."""
 
-    def __init__(self, selector: selectors.BaseSelector, count: int, token: str, deadline_s: float) -> None:
+    def __init__(self, selector: selectors.BaseSelector, rank_count: int, token: str, deadline_s: float) -> None:
         self._selector = selector
-        self._rank_count = count
+        self._rank_count = rank_count
         self._token = token.encode()
         self._deadline_s = deadline_s
         self.admitted = AdmittedRanks()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["measure_round"]
 
-_MEMORY_BYTES, _DURATION_S = MIB, 2.0
+_MEMORY_BYTES, _ROUND_DURATION_S = MIB, 2.0
 # A pair is slow if its rate is below this fraction of the median rate of the round.
 _SLOW_RATIO = 0.7
 
@@ -73,6 +73,7 @@ class _Transfer:
         """Number of bytes that moved in each direction, as far as the initiator has reported them."""
         return 0 if self.reply is None else self.reply.moved_bytes
 
+    # Each step has the parameter seed, because _attempt() passes it to every step.
     def open_target(self, _seed: int) -> None:
         """Make the target allocate and register memory, and store its reply."""
         arguments = {"nic": self.pair.target_nic, "device": self.pair.device, "length_bytes": _MEMORY_BYTES}
@@ -92,7 +93,7 @@ class _Transfer:
 
     def run(self, seed: int) -> None:
         """Make the initiator transfer for the duration of a round, and store the rate of the pair."""
-        arguments = {"remote": self.remote_memory, "seed": seed, "duration_s": _DURATION_S}
+        arguments = {"remote": self.remote_memory, "seed": seed, "duration_s": _ROUND_DURATION_S}
         reply = serialization.from_json_data(
             _BalanceReply, self.initiator.request("balance", arguments), where="balance"
         )
@@ -129,7 +130,9 @@ def measure_round(round_plan: Round, ranks: Mapping[int, RankProxy], *, seed: in
         hosts = {"initiator": transfer.initiator.rank_facts.host, "target": transfer.target.rank_facts.host}
         transfer.result.evidence |= {"pair": serialization.to_json_data(transfer.pair), "hosts": hosts}
         _attempt(
-            lambda measured, _seed: measured.result.read_libraries(measured.target, measured.initiator),
+            lambda ended_transfer, _seed: ended_transfer.result.read_libraries(
+                ended_transfer.target, ended_transfer.initiator
+            ),
             transfer,
             seed=seed,
         )
@@ -167,21 +170,26 @@ def _compare_counters(transfers: Sequence[_Transfer], counters_before: Mapping[i
     deadline_s = time.monotonic() + COUNTERS_TIMEOUT_S
     while True:
         growth_by_rank: dict[int, PortGrowth] = {
-            rank: port_growth(counters_before[rank], after)
-            for rank, after in _read_counters(transfers).items()
+            rank: port_growth(counters_before[rank], counters_after)
+            for rank, counters_after in _read_counters(transfers).items()
             if rank in counters_before
         }
-        reason_by_rank = {
+        unproven_reason_by_rank = {
             rank: unproven_reason(TransferPath.WIRE, bytes_as_target[rank] + bytes_as_initiator[rank], growth)
             for rank, growth in growth_by_rank.items()
         }
         # Some drivers update their counters late, so the counters are read again until the deadline.
-        if "counters_did_not_grow" not in reason_by_rank.values() or time.monotonic() > deadline_s:
+        if "counters_did_not_grow" not in unproven_reason_by_rank.values() or time.monotonic() > deadline_s:
             break
     for transfer in transfers:
         rank_by_role = {"target": transfer.pair.target, "initiator": transfer.pair.initiator}
         transfer.result.evidence["unproven"] = next(
-            (reason for rank in rank_by_role.values() if (reason := reason_by_rank.get(rank, "counters_missing"))), ""
+            (
+                reason
+                for rank in rank_by_role.values()
+                if (reason := unproven_reason_by_rank.get(rank, "counters_missing"))
+            ),
+            "",
         )
         transfer.result.evidence["port_growth"] = serialization.to_json_data(
             {role: growth_by_rank.get(rank) for role, rank in rank_by_role.items()}

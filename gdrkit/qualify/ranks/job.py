@@ -1,7 +1,7 @@
 """The steps of ``gdrkit qualify --mpi``, an MPI job with several ranks.
 
 Each rank finds rank 0 by MPI, leaves MPI, probes its machine, and executes the requests of rank 0. Rank 0 also plans
-the pairs, has them measured, and writes the report. Before the first pair, rank 0 writes a run.json that says
+the pairs, requests their measurement, and writes the report. Before the first pair, rank 0 writes a run.json that says
 "interrupted". So ``gdrkit report`` can make a report of the measured pairs even if the job is killed.
 """
 
@@ -33,7 +33,7 @@ from gdrkit.qualify.ranks._mpi import exchange_texts
 from gdrkit.qualify.ranks.admission import RankHello, admit_ranks
 from gdrkit.qualify.ranks.balance import measure_round
 from gdrkit.qualify.ranks.pairs import pair_name, plan_pairs, plan_rounds
-from gdrkit.qualify.ranks.rank import join, serve
+from gdrkit.qualify.ranks.rank import connect_to_rank0, serve_requests
 from gdrkit.qualify.ranks.recorder import PairRecorder
 from gdrkit.report import Run, RunFolder, read_records
 from gdrkit.report.render import render
@@ -92,9 +92,9 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
     hello = RankHello(rank0_contact["token"], rank, _identify_host(), gdrkit.__version__)
 
     def join_and_measure() -> int:
-        # Probe before join(): the probe is slow, and a connected rank should send its facts without delay.
+        # Probe before connect_to_rank0(): the probe is slow, and a connected rank should send its facts without delay.
         facts = probe(environment=environment)
-        return serve(join(rank0_contact, hello), facts, environment)
+        return serve_requests(connect_to_rank0(rank0_contact, hello), facts, environment)
 
     _detach_from_mpi()
     if rank != 0:
@@ -184,7 +184,7 @@ class _Job:
         self._options = options
         self._progress = progress
         self._within_hosts = within_hosts
-        self._identity = host_identity(HostTree())
+        self._host_identity = host_identity(HostTree())
         self._start_time, self._clock_start_s = dt.datetime.now(dt.UTC), time.monotonic()
         self.folder = RunFolder(options.output or install_paths().runs / self._start_time.strftime("%Y%m%dT%H%M%SZ"))
 
@@ -192,7 +192,7 @@ class _Job:
         """Admit the ranks, measure, and write the report. Send the exit code of the job to all ranks, and return it."""
         admitted = admit_ranks(
             listener,
-            count=rank_count,
+            rank_count=rank_count,
             token=token,
             timeout_s=_FACTS_TIMEOUT_S,
             should_stop=lambda: not local_rank.is_alive(),
@@ -202,7 +202,7 @@ class _Job:
             if 0 not in admitted.ranks:
                 message = f"rank 0 did not probe its machine within {_FACTS_TIMEOUT_S:g} s"
                 raise local_rank.error or GdrkitError(message)
-            code = self._measure(admitted, rank_count)
+            code = self._measure_and_report(admitted, rank_count)
         except GdrkitError as error:
             # mpirun exits with the code of the rank that ends first, so all ranks need the same code.
             code = int(ExitCode.of(error))
@@ -211,7 +211,7 @@ class _Job:
             admitted.send_exit_code(code)
         return code
 
-    def _measure(self, admitted: AdmittedRanks, rank_count: int) -> int:
+    def _measure_and_report(self, admitted: AdmittedRanks, rank_count: int) -> int:
         ranks = admitted.ranks
         facts = ranks[0].rank_facts.facts
         substrates = {api: substrate.value for api, substrate in substrates_of_facts(facts).items()}
@@ -229,7 +229,7 @@ class _Job:
         case_names += [
             pair_name(pair, f"balance/{round_plan.name}") for round_plan in rounds for pair in round_plan.pairs
         ]
-        planned_cases = tuple(PlannedCase(name, "", (), ()) for name in case_names)
+        planned_cases = tuple(PlannedCase(case=name, title="", needs=(), unmet=()) for name in case_names)
         self._progress.begin_cases(CasePlan(profile=profile.name, cases=planned_cases))
         try:
             for rank, reason in self._list_missing_ranks(admitted, rank_count):
@@ -299,8 +299,8 @@ class _Job:
             seed=self._options.seed or 0,
             commit=install_paths().commit(),
             version=gdrkit.__version__,
-            host=self._identity.name,
-            host_id=self._identity.digest,
+            host=self._host_identity.name,
+            host_id=self._host_identity.digest,
             **outcome,
         )
         self.folder.write_run(run)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gdrkit import evidence, pattern
 from gdrkit.cuda import Device
 from gdrkit.errors import GdrkitError, UsageError
-from gdrkit.host import HostTree, die_with_parent, read_port
+from gdrkit.host import HostTree, die_with_parent, read_port_counters
 from gdrkit.inventory.facts import identifying_libraries
 from gdrkit.qualify.ranks.messages import MessageSocket, PeerGone
 from gdrkit.registration import register
@@ -110,6 +110,7 @@ class _Operations:
         )
         is_write = transfer_direction is Direction.WRITE
         # Before a READ, the local memory gets another pattern, so that a READ without effect is detected.
+        # The pattern differs, because ~seed & 1 and the seed differ in the lowest bit.
         local_seed = seed if is_write else ~seed & 1
         self._initiator.write(pattern.payload(remote_range.length_bytes, seed=local_seed))
         rates_gb_per_s, moved_bytes = [], 0
@@ -176,7 +177,7 @@ class _Operations:
 
     def counters(self) -> object:
         """Return the counters of the port of the NIC that was opened last."""
-        return to_json_data(read_port(HostTree(), *self._nic_and_port))
+        return to_json_data(read_port_counters(HostTree(), *self._nic_and_port))
 
     def libraries(self) -> object:
         """Return the libraries of CUDA, verbs and other APIs that this process has loaded."""

@@ -21,7 +21,7 @@ __all__ = ["MessageSocket", "PeerGone"]
 _RECEIVE_BYTES = 1 << 16
 # Largest length of a message, 64 MiB. The longest message contains the facts of a machine: several hundred KiB for a
 # large machine.
-_LENGTH_BYTES_MAX = 1 << 26
+_MESSAGE_BYTES_MAX = 1 << 26
 
 
 class PeerGone(Exception):
@@ -61,7 +61,7 @@ class MessageSocket:
         except OSError as error:
             raise PeerGone from error
 
-    def receive(self, *, timeout_s: float | None, length_bytes_max: int = _LENGTH_BYTES_MAX) -> dict[str, Any]:
+    def receive(self, *, timeout_s: float | None, length_bytes_max: int = _MESSAGE_BYTES_MAX) -> dict[str, Any]:
         """Return the next message.
 
         Parameters

@@ -105,7 +105,7 @@ def plan_pairs(ranks: Sequence[RankFacts], *, within_hosts: bool) -> tuple[Pair,
             for nic_index, nic in enumerate(target.nics):
                 if not initiators:
                     continue
-                # The next rank in cyclic order.
+                # Choose the next rank in cyclic order. `ranks` is sorted by rank number.
                 initiator = min(initiators, key=lambda candidate: (candidate.rank - target.rank) % (ranks[-1].rank + 1))
                 initiator_nic = initiator.nics[nic_index % len(initiator.nics)]
                 pairs.append(Pair(initiator.rank, initiator_nic, target.rank, nic, device))

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from gdrkit.inventory import Facts
     from gdrkit.qualify.ranks.admission import RankHello
 
-__all__ = ["MeasuringChild", "join", "serve"]
+__all__ = ["MeasuringChild", "connect_to_rank0", "serve_requests"]
 
 _CONNECT_TIMEOUT_S, _WELCOME_TIMEOUT_S, _SEND_TIMEOUT_S = 5.0, 20.0, 30.0
 # The time that a child has to exit after its connection is closed. A child that takes longer is killed.
 _EXIT_TIMEOUT_S = 5.0
-# Smallest timeout of a send or receive, even if less of the time of the request remains.
+# Smallest timeout of a send or receive, even if less time remains for the request.
 _REMAINING_TIME_MIN_S = 0.1
 
 
@@ -117,7 +117,7 @@ class MeasuringChild:
         )
 
 
-def join(rank0_contact: Mapping[str, Any], hello: RankHello) -> MessageSocket:
+def connect_to_rank0(rank0_contact: Mapping[str, Any], hello: RankHello) -> MessageSocket:
     """Connect to rank 0 at the first of its addresses at which rank 0 answers, and return the connection.
 
     Another host may have the same address, such as the address of a container bridge. If another program answers there,
@@ -145,7 +145,7 @@ def join(rank0_contact: Mapping[str, Any], hello: RankHello) -> MessageSocket:
     raise GdrkitError(message, what_to_do="allow TCP connections between the hosts of the job")
 
 
-def serve(connection: MessageSocket, facts: Facts, environment: Mapping[str, str]) -> int:
+def serve_requests(connection: MessageSocket, facts: Facts, environment: Mapping[str, str]) -> int:
     """Send the facts, and execute the requests of rank 0 until it sends the exit code of the job. Return this code.
 
     If rank 0 disconnects without an exit code, return 1.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["PairRecorder", "PairResult", "TargetReply", "close_objects"]
 
 _MEMORY_BYTES, _TRANSFER_BYTES, _OPERATION_COUNT, _ROUND_COUNT = 64 * MIB, MIB, 1024, 10
-# Smaller sizes for software twins and software NICs, because their rates say nothing about a machine.
+# The sizes for software twins and software NICs are smaller, because their rates say nothing about a machine.
 _SMALL_MEMORY_BYTES, _SMALL_TRANSFER_BYTES, _SMALL_OPERATION_COUNT = 256 * KIB, 16 * KIB, 32
 _APIS = ("cuda", "verbs")
 
@@ -180,7 +180,7 @@ class PairRecorder:
             {"nic": pair.initiator_nic, "endpoint": target_reply.endpoint, "length_bytes": memory_bytes},
         )
         target.request("connect", connect_arguments)
-        counters_before, moved_bytes_by_direction = _read_port_counters(target, initiator), []
+        counters_before, moved_bytes_of_directions = _read_port_counters(target, initiator), []
         for direction in ("write", "read"):
             # READ transfers other data than WRITE, so that data left over from the WRITE is detected.
             transfer_seed = seed + (direction == "read")
@@ -195,14 +195,14 @@ class PairRecorder:
                 target.request("check", {"seed": transfer_seed})
             result.numbers[f"{direction}_gb_per_s_median"] = rate.median
             result.numbers[f"{direction}_spread_percent"] = rate.spread_percent
-            moved_bytes_by_direction.append(rate.moved_bytes)
+            moved_bytes_of_directions.append(rate.moved_bytes)
         path, deadline_s = _find_path(pair, target, initiator), time.monotonic() + COUNTERS_TIMEOUT_S
         while True:
             counters_after = _read_port_counters(target, initiator)
             growths = [
                 port_growth(before, after) for before, after in zip(counters_before, counters_after, strict=True)
             ]
-            unproven = unproven_reason(path, min(moved_bytes_by_direction), *growths)
+            unproven = unproven_reason(path, min(moved_bytes_of_directions), *growths)
             # Some drivers update their counters late, so the counters are read again until the deadline.
             if unproven in {"", "counters_missing"} or time.monotonic() > deadline_s:
                 break

@@ -23,68 +23,69 @@ __all__ = ["AgentLoop", "create_semaphore", "limit_arenas", "open_loop"]
 class AgentLoop(Protocol):
     """One native thread that reads the rings of all clients and sends their operations to the storage server.
 
-    A call that adds, changes or removes an object waits until the thread has executed it, without the GIL. Errors are
+    A call that adds, changes or removes an object waits, without the GIL, until the thread has done this. Errors are
     OSError: EEXIST if the object to add exists already, ENOENT if the client does not exist, EBUSY if the object is in
-    use, EINVAL if the memory cannot be a ring, ESHUTDOWN after :meth:`stop`.
+    use, EINVAL if the memory of a new ring is not a valid ring, ESHUTDOWN after :meth:`stop`.
 
     :meth:`remove_buffer`, :meth:`remove_ring` and :meth:`remove_file` return False if operations on the object are
     still in flight after `timeout_ms`, otherwise True, also if the object does not exist.
     """
 
-    def add_client(self, client: int) -> None:
-        """Add a client. Later calls identify the client by the number `client`."""
+    def add_client(self, client_number: int) -> None:
+        """Add a client. Later calls identify the client by its number."""
 
-    def remove_client(self, client: int) -> None:
+    def remove_client(self, client_number: int) -> None:
         """Remove a client. Raise OSError (EBUSY) if the client still has buffers, files or rings."""
 
     def add_buffer(
         self,
-        client: int,
+        client_number: int,
         id: bytes,  # noqa: A002 - the name in the native module.
         *,
-        length: int,
+        length_bytes: int,
         block_bytes: int,
-        keys: Sequence[tuple[int, int]],
-        preferred_nics: Sequence[int],
-        mapping: int = 0,
+        addresses_and_rkeys: Sequence[tuple[int, int]],
+        preferred_nic_indices: Sequence[int],
+        host_address: int = 0,
     ) -> None:
         """Add a buffer.
 
         `id` is the UUID of the publication. No operation may cross a multiple of `block_bytes`, unless `block_bytes` is
-        0. `keys` has, for each NIC of the agent, the remote address and the rkey of the buffer. `preferred_nics` has
-        the indices in `keys` of the NICs that should access the buffer. `mapping` is the address of the buffer in this
-        process if the buffer is host memory, else 0. The loop copies bytes of files from the page cache to this
-        address.
+        0. `addresses_and_rkeys` has, for each NIC of the agent, the remote address and the rkey of the buffer.
+        `preferred_nic_indices` has the indices in `addresses_and_rkeys` of the NICs that should access the buffer.
+        `host_address` is the address of the buffer in this process if the buffer is host memory, else 0. The loop
+        copies bytes of files from the page cache to this address.
         """
 
     def set_file(
         self,
-        client: int,
+        client_number: int,
         inode: int,
         *,
         read_handle: int,
         write_handle: int,
         readable: bool,
         writable: bool,
-        file: int = -1,
+        file_fd: int = -1,
     ) -> None:
         """Add a file, or change its handles and access rights.
 
-        `file` is a descriptor of the file that is open for reading, or -1. The caller still owns the descriptor. After
-        :meth:`set_local_store`, the loop itself reads bytes of the file that are in the page cache. All other
+        `file_fd` is a descriptor of the file that is open for reading, or -1. The caller still owns the descriptor.
+        After :meth:`set_local_store`, the loop itself reads bytes of the file that are in the page cache. All other
         operations go to the storage server, with `read_handle` or `write_handle`.
         """
 
-    def set_local_store(self, sums_folder: int, generation: int) -> None:
+    def set_local_store(self, checksums_folder_fd: int, generation_fd: int) -> None:
         """Set the store on this machine, so that the loop itself may read bytes of its files from the page cache.
 
-        `sums_folder` is a descriptor of the folder with the store's checksums. `generation` is a descriptor of the
-        shared memory in which the storage server counts new checksum files. The caller still owns both descriptors.
+        `checksums_folder_fd` is a descriptor of the folder with the store's checksums. `generation_fd` is a descriptor
+        of the shared memory in which the storage server counts new checksum files. The caller still owns both
+        descriptors.
         """
 
     def add_ring(
         self,
-        client: int,
+        client_number: int,
         id: bytes,  # noqa: A002
         *,
         fd: int,
@@ -99,19 +100,19 @@ class AgentLoop(Protocol):
         For the options see :class:`~gdrkit.usrbio.agent.link_names.RingOptions`.
         """
 
-    def remove_buffer(self, client: int, id: bytes, *, timeout_ms: int) -> bool:  # noqa: A002
+    def remove_buffer(self, client_number: int, id: bytes, *, timeout_ms: int) -> bool:  # noqa: A002
         """Remove a buffer."""
 
-    def remove_ring(self, client: int, id: bytes, *, timeout_ms: int) -> bool:  # noqa: A002
+    def remove_ring(self, client_number: int, id: bytes, *, timeout_ms: int) -> bool:  # noqa: A002
         """Remove a ring."""
 
-    def remove_file(self, client: int, inode: int, *, timeout_ms: int) -> bool:
+    def remove_file(self, client_number: int, inode: int, *, timeout_ms: int) -> bool:
         """Remove a file."""
 
-    def connect(self, socket: int, *, queue_pair_nics: Sequence[int], generation: int) -> None:
-        """Send operations over `socket`, a data connection to the storage server. The loop owns `socket` from now on.
+    def connect(self, socket_fd: int, *, queue_pair_nic_indices: Sequence[int], generation: int) -> None:
+        """Send operations over `socket_fd`, a data connection to the storage server, which the loop owns from now on.
 
-        `queue_pair_nics` has, for each queue pair, the index of its NIC in `keys` of :meth:`add_buffer`. `generation`
+        `queue_pair_nic_indices` has, for each queue pair, the index of its NIC in `addresses_and_rkeys`. `generation`
         identifies the connection in :meth:`events`.
         """
 
@@ -125,15 +126,15 @@ class AgentLoop(Protocol):
         """
 
     def abandon(self) -> None:
-        """Complete the operations that wait for the next session with -EREMOTEIO."""
+        """Complete, with -EREMOTEIO, the operations that wait for the next session."""
 
     def statistics(self) -> dict[str, int]:
-        """Return the counters of the loop by name, counted since its start."""
+        """Return the loop's counters by name. All but ``outstanding`` count since the start of the loop."""
 
     def events(self, timeout_ms: int) -> list[tuple[str, int, bytes, int]]:
         """Return the events since the last call. If there is none, first wait for one, at most `timeout_ms`.
 
-        An event has the fields type, client, id of the ring, and generation of the connection. Its type is
+        An event has the fields type, client number, id of the ring, and generation of the connection. Its type is
         ``ring_broken``, ``disconnected``, or ``silent``: the server has returned no result for `server_timeout_ms`.
         """
 
@@ -142,13 +143,13 @@ class AgentLoop(Protocol):
 
 
 def open_loop(
-    *, semaphores: tuple[str, str, str], spin_us: int, outstanding_max: int, server_timeout_ms: int
+    *, semaphore_names: tuple[str, str, str], spin_us: int, outstanding_max: int, server_timeout_ms: int
 ) -> AgentLoop:
     """Start the native loop of an agent.
 
     Parameters
     ----------
-    semaphores : tuple of str
+    semaphore_names : tuple of str
         Names of the submit semaphores, high priority first.
     spin_us : int
         How long the loop polls for work before it sleeps, in microseconds.
@@ -164,7 +165,10 @@ def open_loop(
         The native parts were not built.
     """
     return native.Loop(
-        semaphores=semaphores, spin_us=spin_us, outstanding_max=outstanding_max, server_timeout_ms=server_timeout_ms
+        semaphore_names=semaphore_names,
+        spin_us=spin_us,
+        outstanding_max=outstanding_max,
+        server_timeout_ms=server_timeout_ms,
     )
 
 

@@ -72,7 +72,7 @@ class Agent:
         The mount. The agent owns it from now on, also if the constructor raises.
     endpoint : ServerEndpoint
         The storage server. The agent closes it.
-    file_access : callable
+    make_file_access : callable
         Called with a file descriptor that a client sent, and the user of the client (``PeerProcess.user``). The
         function owns the descriptor, and returns the access to the file.
     spin_us : int
@@ -86,8 +86,8 @@ class Agent:
         The object that chooses the NICs for device memory. None: create a Placement for this machine.
     user_memory_quota_bytes : int or None
         Limit of the host memory that the clients of one user may publish, in bytes. None means no limit.
-    local_reads : bool
-        Whether the agent itself copies bytes of files from the page cache into host memory. It does this only with a
+    may_read_locally : bool
+        Whether the agent itself may copy bytes of files from the page cache into host memory. It does so only with a
         storage server that it has started.
 
     Attributes
@@ -103,13 +103,13 @@ class Agent:
         mount: AgentMount,
         endpoint: ServerEndpoint,
         *,
-        file_access: Callable[[int, SetUser | None], FileAccess],
+        make_file_access: Callable[[int, SetUser | None], FileAccess],
         spin_us: int = SPIN_US,
         is_one_client_per_process: bool = False,
         server_timeout_ms: int = SERVER_TIMEOUT_MS,
         placement: Placement | None = None,
         user_memory_quota_bytes: int | None = None,
-        local_reads: bool = True,
+        may_read_locally: bool = True,
     ) -> None:
         self.mount = mount
         self._on_close = ReleaseStack()
@@ -119,7 +119,7 @@ class Agent:
             self._on_close.push(nics.close)
             nics.measure_reach()
             self._loop = open_loop(
-                semaphores=mount.semaphores,
+                semaphore_names=mount.semaphore_names,
                 spin_us=spin_us,
                 outstanding_max=_OUTSTANDING_MAX,
                 server_timeout_ms=server_timeout_ms,
@@ -127,7 +127,7 @@ class Agent:
             self._on_close.push(self._loop.stop)
             context = AgentContext(
                 mount.path,
-                file_access=file_access,
+                make_file_access=make_file_access,
                 loop=self._loop,
                 nics=nics,
                 links=mount.links,
@@ -145,7 +145,7 @@ class Agent:
             )
             self._on_close.push(self._server.close)
             self._server.start()
-            if local_reads and endpoint.local_store is not None:
+            if may_read_locally and endpoint.local_store is not None:
                 _set_local_store(self._loop, endpoint.local_store)
                 context.local_store = endpoint.local_store.path
             self._on_close.push(self.service.close)
@@ -161,8 +161,8 @@ class Agent:
         return {
             **self._loop.statistics(),
             "clients": len(self.service.clients),
-            "registrations": self._nics.registrations_count,
-            "session_renewals": self._server.renewals,
+            "registrations": self._nics.registration_count,
+            "session_renewals": self._server.renewal_count,
         }
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class Agent:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 
@@ -190,7 +190,7 @@ def plain_agent(
     placement: Placement | None = None,
     is_shared: bool = False,
     user_memory_quota_bytes: int | None = None,
-    local_reads: bool = True,
+    may_read_locally: bool = True,
 ) -> Agent:
     """Start an agent in plain mode, with a storage server as its child.
 
@@ -204,7 +204,7 @@ def plain_agent(
         See :class:`Agent`.
     is_shared : bool
         Whether to serve all users of the machine. Only root can.
-    user_memory_quota_bytes, local_reads
+    user_memory_quota_bytes, may_read_locally
         See :class:`Agent`.
 
     Raises
@@ -225,12 +225,12 @@ def plain_agent(
     return Agent(
         mount,
         EmbeddedServer(store_folder, mount),
-        file_access=lambda descriptor, _user: DescriptorAccess(descriptor, store_folder),
+        make_file_access=lambda descriptor, _user: DescriptorAccess(descriptor, store_folder),
         spin_us=spin_us,
         server_timeout_ms=server_timeout_ms,
         placement=placement,
         user_memory_quota_bytes=user_memory_quota_bytes,
-        local_reads=local_reads,
+        may_read_locally=may_read_locally,
     )
 
 
@@ -258,7 +258,7 @@ class RunningAgent(Protocol):
         """The mount."""
 
     def statistics(self) -> dict[str, int]:
-        """Return the counters."""
+        """Return the agent's counters by name."""
 
     def close(self) -> None:
         """End the agent."""
@@ -287,8 +287,8 @@ def serve_until_signalled(
         statistics = agent.statistics()
     finally:
         agent.close()
-    counters = ", ".join(f"{name} {count}" for name, count in statistics.items())
-    _print_line({"ended": True, "statistics": statistics}, f"ended: {counters}", as_json=as_json)
+    counters_text = ", ".join(f"{name} {count}" for name, count in statistics.items())
+    _print_line({"ended": True, "statistics": statistics}, f"ended: {counters_text}", as_json=as_json)
 
 
 def block_signals() -> None:

@@ -30,7 +30,7 @@ class AgentError(GdrkitError):
     Attributes
     ----------
     errno : int
-        A positive errno. The functions of the C interface return it.
+        A positive errno, with which the function of the C interface fails.
     """
 
     def __init__(self, error_number: int, message: str) -> None:

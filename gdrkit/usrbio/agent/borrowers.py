@@ -28,33 +28,33 @@ class Borrowers:
     owner_number : int
         Number of the client that published the buffer. This client can borrow the buffer too. The loop already has the
         buffer for it, so only the count changes.
-    uid : int
+    owner_uid : int
         User of the owner. Clients of other users cannot borrow the buffer.
     target : str
         Target of the symbolic link with which the owner published the buffer. A borrower must pass an equal target.
     add_to_client : callable
-        Function that adds the buffer to the client with this number in the agent's native loop.
+        Called with a client number, to add the buffer to this client in the agent's native loop.
     remove_from_client : callable
-        Function that waits for the operations in flight on the buffer of the client with this number, and then removes
-        the buffer from the client.
+        Called with a client number, to wait for the operations in flight of this client on the buffer, and then remove
+        the buffer from the client in the loop.
     """
 
     def __init__(
         self,
         *,
         owner_number: int,
-        uid: int,
+        owner_uid: int,
         target: str,
         add_to_client: Callable[[int], None],
         remove_from_client: Callable[[int], None],
     ) -> None:
         self._owner_number = owner_number
-        self._uid = uid
+        self._owner_uid = owner_uid
         self._target = target
         self._add_to_client = add_to_client
         self._remove_from_client = remove_from_client
         self._lock = threading.Lock()
-        self._borrow_counts: dict[int, int] = {}
+        self._borrow_count_by_client: dict[int, int] = {}
         self._is_unpublished = False
         self._was_borrowed = False
 
@@ -74,8 +74,8 @@ class Borrowers:
         OSError
             `add_to_client` failed: the agent's native loop refused the buffer.
         """
-        if uid != self._uid:
-            raise AgentError(errno.EACCES, f"the buffer belongs to user {self._uid}, not to user {uid}")
+        if uid != self._owner_uid:
+            raise AgentError(errno.EACCES, f"the buffer belongs to user {self._owner_uid}, not to user {uid}")
         if target != self._target:
             raise AgentError(errno.EINVAL, f"the target of the buffer is {self._target!r}, not {target!r}")
         with self._lock:
@@ -83,9 +83,9 @@ class Borrowers:
                 raise AgentError(errno.ENOENT, "the owner has unpublished the buffer")
             # An owner that borrows its own buffer also counts, because it has a second mapping of the buffer.
             self._was_borrowed = True
-            if client_number not in self._borrow_counts and client_number != self._owner_number:
+            if client_number not in self._borrow_count_by_client and client_number != self._owner_number:
                 self._add_to_client(client_number)
-            self._borrow_counts[client_number] = self._borrow_counts.get(client_number, 0) + 1
+            self._borrow_count_by_client[client_number] = self._borrow_count_by_client.get(client_number, 0) + 1
 
     def return_buffer(self, client_number: int, *, all_at_once: bool = False) -> bool:
         """Undo one borrow of a client, or all borrows with `all_at_once`. Return whether the client had a borrow.
@@ -98,12 +98,12 @@ class Borrowers:
             EBUSY: operations are in flight and do not end.
         """
         with self._lock:
-            count = self._borrow_counts.get(client_number, 0)
-            if count == 1 or (count and all_at_once):
+            borrow_count = self._borrow_count_by_client.get(client_number, 0)
+            if borrow_count == 1 or (borrow_count and all_at_once):
                 self._remove_borrower(client_number)
-            elif count:
-                self._borrow_counts[client_number] = count - 1
-            return count > 0
+            elif borrow_count:
+                self._borrow_count_by_client[client_number] = borrow_count - 1
+            return borrow_count > 0
 
     def close(self) -> None:
         """Remove the buffer from all borrowers, because its owner unpublishes it.
@@ -113,11 +113,11 @@ class Borrowers:
         with self._lock:
             self._is_unpublished = True
             removals = ReleaseStack()
-            for client_number in tuple(self._borrow_counts):
+            for client_number in tuple(self._borrow_count_by_client):
                 removals.push(lambda client_number=client_number: self._remove_borrower(client_number))  # type: ignore[misc]
             removals.run()
 
     def _remove_borrower(self, client_number: int) -> None:
         if client_number != self._owner_number:
             self._remove_from_client(client_number)
-        del self._borrow_counts[client_number]
+        del self._borrow_count_by_client[client_number]

@@ -53,8 +53,8 @@ class PeerProcess:
     identity : ProcessIdentity or None
         Identity of the process. None if the process has ended, or if the agent cannot see it.
     user : SetUser or None
-        User and groups of the process. With their rights, the storage server executes requests of the process that name
-        a path. None if the agent is not shared.
+        User and groups of the process. If a request of the process names a path, the storage server executes it with
+        the rights of this user and these groups. None if the agent is not shared.
     """
 
     uid: int
@@ -66,8 +66,8 @@ class PeerProcess:
 class Client:
     """A client of the agent. It can be used by any number of threads.
 
-    Requests that fail raise :class:`~gdrkit.usrbio.agent.agent_error.AgentError`, with the errno that the C interface
-    returns.
+    Requests that fail raise :class:`~gdrkit.usrbio.agent.agent_error.AgentError`. The function of the C interface that
+    sent the request fails with the same errno.
 
     Attributes
     ----------
@@ -92,11 +92,12 @@ class Client:
         self._files: dict[int, RegisteredFile] = {}
         self._is_closed = False
 
-    def publish(self, name: str, target: str, *, handle: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+    def publish(self, name: str, target: str, *, share_handle: bytes = b"", descriptors: Sequence[int] = ()) -> None:
         """Publish an iov or a ring: register its memory, then create the link. This method owns the descriptors.
 
-        For device memory, `handle` is the share handle, and `descriptors` belong to the handle. For host memory without
-        a name, the only descriptor is the memory. Without a descriptor, `target` names the host memory.
+        For device memory, `share_handle` is the share handle, if there is one, and `descriptors` belong to it. For host
+        memory without a name in /dev/shm, `descriptors` has one descriptor of this memory. For other host memory,
+        `descriptors` is empty, and `target` is the path of the memory.
 
         Raises
         ------
@@ -106,13 +107,13 @@ class Client:
         unused_descriptors = list(descriptors)
         try:
             with self._lock:
-                link_name = self._check_publication(name, target, handle=handle, descriptors=descriptors)
+                link_name = self._check_publication(name, target, share_handle=share_handle, descriptors=descriptors)
                 self._context.reserve_name(name, self.number)
                 try:
                     # The descriptors of device memory belong to the share handle. Without a handle they are closed
                     # unused. The descriptor of host memory needs no handle.
                     used_descriptors: list[int] = []
-                    if handle or link_name.device_index is None:
+                    if share_handle or link_name.device_index is None:
                         used_descriptors, unused_descriptors = unused_descriptors, []
                     publication = Publication.create(
                         link_name,
@@ -120,7 +121,7 @@ class Client:
                         client_number=self.number,
                         uid=self.process.uid,
                         owner=self.process.identity,
-                        handle=handle,
+                        share_handle=share_handle,
                         descriptors=used_descriptors,
                         nics=self._context.nics,
                         memory_quota=self._context.memory_quota,
@@ -167,7 +168,7 @@ class Client:
             return self._remove_publication(name, kept_registrations=self._kept_registrations if keep else None)
 
     def drop_kept_registration(self, descriptor: int) -> None:
-        """End the kept registration of a dma-buf or a file of /dev/shm. The caller still owns the descriptor.
+        """End the kept registrations of a dma-buf or a file of /dev/shm. The caller still owns the descriptor.
 
         Raises
         ------
@@ -228,8 +229,8 @@ class Client:
         Raises
         ------
         AgentError
-            EBADF, EXDEV or ESTALE: the descriptor is not of a file of the store. EREMOTEIO: the agent has no session
-            with the server.
+            EBADF, EXDEV or ESTALE: the descriptor is not of a file of the store. EMFILE: the user has registered too
+            many files. EBUSY: the file is being deregistered. EREMOTEIO: the agent has no session with the server.
         """
         access = self._open_file_access(descriptor)
         self.add_file(access)
@@ -326,15 +327,15 @@ class Client:
                 is_retry = next(attempt_numbers) > 1
                 try:
                     request = messages.HardLink(path=path, new_path=new_path)
-                    status = session.call(request, messages.FileStat, user=user)
+                    linked_stat = session.call(request, messages.FileStat, user=user)
                 except AgentError as error:
                     if not is_retry or error.errno != errno.EEXIST:
                         raise
                     # The previous attempt may have created the link although its reply was lost with the session.
-                    status = session.call(messages.Stat(path=new_path), messages.FileStat, user=user)
-                    if status.inode != inode:
+                    linked_stat = session.call(messages.Stat(path=new_path), messages.FileStat, user=user)
+                    if linked_stat.inode != inode:
                         raise
-                if status.inode != inode:  # Another file had `path` when the server created the link.
+                if linked_stat.inode != inode:  # Another file had `path` when the server created the link.
                     session.call(messages.Unlink(path=new_path), messages.Done, user=user)
                     raise AgentError(errno.ESTALE, "the file was renamed meanwhile")
 
@@ -357,7 +358,7 @@ class Client:
         """Remove the publication of a broken ring. The client has to publish a new ring."""
         with self._lock:
             name = next(
-                (name for name, publication in self._publications.items() if publication.name.id == ring_id), None
+                (name for name, publication in self._publications.items() if publication.link_name.id == ring_id), None
             )
             if name is not None:
                 self._remove_publication(name)
@@ -384,7 +385,7 @@ class Client:
                 self._remove_publication(name)
 
     def close(self) -> None:
-        """Release all objects of the client: first the rings, then iovs, then files.
+        """Release all objects of the client: rings, iovs, borrowed iovs, files, and kept registrations, in this order.
 
         If the method raises, the caller may call it again to release the rest.
         """
@@ -394,33 +395,35 @@ class Client:
             ):
                 return
             self._is_closed = True
-            removals = ReleaseStack()  # The removals run in the reverse order: rings, iovs, files, kept memory.
+            removals = ReleaseStack()  # The removals run in the reverse order.
             removals.push(self._kept_registrations.close)
             for inode in tuple(self._files):
                 removals.push(lambda inode=inode: self._remove_file(inode))  # type: ignore[misc]
             for borrowed_name in tuple(self._borrowers_by_name):
                 removals.push(lambda name=borrowed_name: self._return_all_borrows(name))  # type: ignore[misc]
             names_with_rings_last = sorted(
-                self._publications, key=lambda name: self._publications[name].name.ring is not None
+                self._publications, key=lambda name: self._publications[name].link_name.ring_options is not None
             )
             for name in names_with_rings_last:
                 removals.push(lambda name=name: self._end_publication(name))  # type: ignore[misc]
             removals.run()
 
-    def _check_publication(self, name: str, target: str, *, handle: bytes, descriptors: Sequence[int]) -> LinkName:
+    def _check_publication(
+        self, name: str, target: str, *, share_handle: bytes, descriptors: Sequence[int]
+    ) -> LinkName:
         """Check whether the client may publish a name, and return the parsed name."""
         self._check_open()
         link_name = parse_name(name)
         if name in self._publications:
             raise AgentError(errno.EEXIST, f"{name} is already published")
-        if any(publication.name.id == link_name.id for publication in self._publications.values()):
+        if any(publication.link_name.id == link_name.id for publication in self._publications.values()):
             raise AgentError(errno.EEXIST, f"the id of {name} is already published")
         if len(self._publications) >= _PUBLICATIONS_MAX:
             raise AgentError(errno.ENOSPC, f"a client can publish at most {_PUBLICATIONS_MAX} iovs and rings")
-        if link_name.device_index is None and (handle or len(descriptors) > 1):
+        if link_name.device_index is None and (share_handle or len(descriptors) > 1):
             message = (
                 "host memory has no share handle and at most one descriptor, "
-                f"not a handle of {len(handle)} bytes and {len(descriptors)} descriptors"
+                f"not a handle of {len(share_handle)} bytes and {len(descriptors)} descriptors"
             )
             raise AgentError(errno.EINVAL, message)
         if len(target) > _TARGET_CHARACTERS_MAX:
@@ -430,7 +433,7 @@ class Client:
 
     def _open_file_access(self, descriptor: int) -> FileAccess:
         try:
-            return self._context.file_access(descriptor, self.process.user)
+            return self._context.make_file_access(descriptor, self.process.user)
         except OSError as error:
             raise as_agent_error(error) from error
 
@@ -468,7 +471,7 @@ class Client:
         return is_kept
 
     def _end_publication(self, name: str) -> None:
-        """Remove a publication because the client has ended."""
+        """Remove a publication and the name of its shared memory, because the client has ended."""
         self._publications[name].close(remove_shared=True)
         self._forget_publication(name)
 

@@ -92,15 +92,16 @@ class ServerConnection:
         # Number of the data connection that the loop uses. Events of earlier connections are ignored.
         self._generation = 0
         # -1, because the first session also increments the number, but is not a renewal.
-        self._renewals = -1
+        self._renewal_count = -1
+        # The end of the error text of requests that find no session: empty, or a colon and the last error.
         self._error_suffix = ""
         self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
-    def renewals(self) -> int:
+    def renewal_count(self) -> int:
         """The number of sessions after the first one."""
-        return self._renewals
+        return self._renewal_count
 
     def start(self) -> None:
         """Begin the first session, and start the thread that renews it."""
@@ -168,12 +169,12 @@ class ServerConnection:
             self._reopen(session)
             self._generation += 1
             self._loop.connect(
-                os.dup(session.data.fileno()), queue_pair_nics=session.nic_indices, generation=self._generation
+                os.dup(session.data.fileno()), queue_pair_nic_indices=session.nic_indices, generation=self._generation
             )
         except BaseException:
             session.close()
             raise
-        self._renewals += 1
+        self._renewal_count += 1
         self._error_suffix = ""
         self._decide_session(session)
 

@@ -31,7 +31,7 @@ class AgentContext:
     ----------
     root : Path
         The folder of the store, or its FUSE mount. The storage server uses paths relative to `root`.
-    file_access : callable
+    make_file_access : callable
         Called with a file descriptor that a client sent, and the user of the client (``PeerProcess.user``). The
         function owns the descriptor, and returns the access to the file.
     loop : AgentLoop
@@ -60,7 +60,7 @@ class AgentContext:
         self,
         root: Path,
         *,
-        file_access: Callable[[int, SetUser | None], FileAccess],
+        make_file_access: Callable[[int, SetUser | None], FileAccess],
         loop: AgentLoop,
         nics: Nics,
         links: LinkFolder,
@@ -69,7 +69,7 @@ class AgentContext:
         file_quota: FileQuota,
     ) -> None:
         self.root = root
-        self.file_access = file_access
+        self.make_file_access = make_file_access
         self.loop = loop
         self.nics = nics
         self.links = links
@@ -81,7 +81,7 @@ class AgentContext:
         self._server: ServerConnection | None = None
         self._lock = threading.Lock()
         # The number of the client that published each name.
-        self._owner_by_name: dict[str, int] = {}
+        self._owner_number_by_name: dict[str, int] = {}
         # The borrowers of each published iov, by the name of its link.
         self._borrowers_by_name: dict[str, Borrowers] = {}
 
@@ -113,7 +113,7 @@ class AgentContext:
         if not remove(self._drain_timeout_ms):
             raise AgentError(errno.EBUSY, "operations are still in flight")
 
-    def reserve_name(self, name: str, client: int) -> None:
+    def reserve_name(self, name: str, client_number: int) -> None:
         """Reserve the name of a link for a client.
 
         Raises
@@ -122,13 +122,13 @@ class AgentContext:
             EEXIST: another client has published a link with this name.
         """
         with self._lock:
-            if self._owner_by_name.setdefault(name, client) != client:
+            if self._owner_number_by_name.setdefault(name, client_number) != client_number:
                 raise AgentError(errno.EEXIST, f"{name} is already published by another process")
 
     def release_name(self, name: str) -> None:
         """Release the name of a link that is not published any more. The iov can then no longer be borrowed."""
         with self._lock:
-            self._owner_by_name.pop(name, None)
+            self._owner_number_by_name.pop(name, None)
             self._borrowers_by_name.pop(name, None)
 
     def add_borrowers(self, name: str, borrowers: Borrowers) -> None:

@@ -23,8 +23,8 @@ __all__ = ["main"]
 
 def main(store_path: str, socket_path: str, generation_fd: str) -> int:
     """Serve the store until standard input ends or SIGTERM arrives, and return the exit code."""
-    # The signals are blocked before the thread starts, and the thread inherits that. So sigwait() in serve() receives
-    # the SIGTERM that the thread sends.
+    # The signals are blocked before the thread starts, so that they are blocked in the thread too. So sigwait() in
+    # serve() receives the SIGTERM that the thread sends.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     threading.Thread(target=_terminate_at_end_of_input, daemon=True).start()
     return serve(
@@ -32,7 +32,7 @@ def main(store_path: str, socket_path: str, generation_fd: str) -> int:
         listen=f"unix:{socket_path}",
         nic_names=(),
         chunk_bytes=None,
-        sums_generation=int(generation_fd),
+        sums_generation_fd=int(generation_fd),
     )
 
 

@@ -186,19 +186,19 @@ class RegisteredFile:
         AgentError
             The error has the errno of the server's reply. ESTALE: the path now belongs to another file.
         """
-        is_new_permission = not all(
+        grants_new_permission = not all(
             any(getattr(opened_access, permission) for opened_access, handle, _ in self._open_handles if handle)
             or not getattr(access, permission)
             for permission in ("readable", "writable")
         )
-        if is_new_permission:
+        if grants_new_permission:
             self._open_handles.append((access, open_at_server(access, session), session))
         else:
             access.close()
         self._registration_count += 1
 
     def deregister(self) -> bool:
-        """Undo one registration. Return True if it was the last one. Then the caller has to call :meth:`close`.
+        """Undo one registration. Return whether no registration is left. Then the caller has to call :meth:`close`.
 
         Until the last deregistration, the client keeps all access rights, because a deregistration does not name a
         registration.
@@ -209,8 +209,8 @@ class RegisteredFile:
     def reopen(self, session: AgentSession) -> None:
         """Open the file at a new session with every access. An access that the server refuses is closed.
 
-        A refused access is not tried again at a later session. If the file was deleted, another file may have its inode
-        number by then.
+        A refused access is not tried again at a later session: the file may have been deleted, and another file may
+        have its inode number by then.
         """
         reopened_handles: list[tuple[FileAccess, int, AgentSession]] = []
         for access, _old_handle, _old_session in self._open_handles:
@@ -223,7 +223,7 @@ class RegisteredFile:
                     access.close()
         self._open_handles = reopened_handles
 
-    def update_loop(self, loop: AgentLoop, client: int, local_store: Path | None) -> None:
+    def update_loop(self, loop: AgentLoop, client_number: int, local_store: Path | None) -> None:
         """Set the current handles and access rights of the file in the loop.
 
         `local_store` is the store, if the loop itself may read bytes of the file from the page cache, else None.
@@ -233,13 +233,13 @@ class RegisteredFile:
         descriptor = -1 if local_store is None else self._open_local(local_store)
         try:
             loop.set_file(
-                client,
+                client_number,
                 self.inode,
                 read_handle=read_handle,
                 write_handle=write_handle,
                 readable=bool(read_handle),
                 writable=bool(write_handle),
-                file=descriptor,
+                file_fd=descriptor,
             )
         finally:
             if descriptor >= 0:

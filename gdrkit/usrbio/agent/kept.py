@@ -25,22 +25,29 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.agent.mount import LinkFolder
     from gdrkit.usrbio.agent.shared_memory import SharedFile
 
-__all__ = ["KEPT_MAX", "KeptRegistrations", "MemoryKey", "PublishedHostMemory", "make_device_key", "make_host_key"]
+__all__ = [
+    "KEPT_REGISTRATIONS_MAX",
+    "KeptRegistrations",
+    "MemoryKey",
+    "PublishedHostMemory",
+    "make_device_key",
+    "make_host_key",
+]
 
 # Largest number of registrations that the agent keeps for one client.
-KEPT_MAX: Final = 1024
+KEPT_REGISTRATIONS_MAX: Final = 1024
 
 
 class MemoryKey(NamedTuple):
     """The identity of published memory.
 
-    `device` and `inode` are st_dev and st_ino of the dma-buf or of the file of ``/dev/shm``. `offset_bytes` and
-    `length_bytes` are the published range. The fields from `device_index` on are the GPU and the allocation that the
-    link of device memory names.
+    `st_dev` and `st_ino` are the numbers that fstat(2) reports for the dma-buf or the file of ``/dev/shm``.
+    `offset_bytes` and `length_bytes` are the published range. The fields from `device_index` on are the GPU and the
+    allocation that the link of device memory names.
     """
 
-    device: int
-    inode: int
+    st_dev: int
+    st_ino: int
     offset_bytes: int
     length_bytes: int
     device_index: int
@@ -49,19 +56,19 @@ class MemoryKey(NamedTuple):
     ipc_handle: bytes | None
 
 
-def make_device_key(target: DeviceTarget, handle: bytes, descriptors: Sequence[int]) -> MemoryKey | None:
+def make_device_key(target: DeviceTarget, packed_handle: bytes, descriptors: Sequence[int]) -> MemoryKey | None:
     """Return the identity of published device memory, or None if the publication has no dma-buf.
 
     Raises
     ------
     UsageError
-        MALFORMED: the handle is not a valid share handle.
+        MALFORMED: `packed_handle` is not a valid share handle.
     OSError
         The descriptor is not open.
     """
-    if not handle or len(descriptors) != 1:
+    if not packed_handle or len(descriptors) != 1:
         return None
-    share_handle = ShareHandle.parse(handle)
+    share_handle = ShareHandle.parse(packed_handle)
     if share_handle.kind is not ShareKind.DMABUF:
         return None
     status = os.fstat(descriptors[0])
@@ -79,10 +86,10 @@ def make_device_key(target: DeviceTarget, handle: bytes, descriptors: Sequence[i
 
 def make_host_key(shared_file: SharedFile) -> MemoryKey:
     """Return the identity of published host memory, which has no GPU and no allocation."""
-    device, inode = shared_file.identity
+    st_dev, st_ino = shared_file.identity
     return MemoryKey(
-        device,
-        inode,
+        st_dev,
+        st_ino,
         offset_bytes=0,
         length_bytes=shared_file.length_bytes,
         device_index=-1,
@@ -104,8 +111,8 @@ class PublishedHostMemory:
     on_close : ReleaseStack
         The actions of :meth:`close`.
     record_name : str or None
-        While the memory is kept: the name of its last publication, whose record stays. If this agent is killed, the
-        next agent reads the record and removes the memory from /dev/shm.
+        Name of the record that stays while the memory is kept: the name of its last publication. If this agent is
+        killed, the next agent reads the record and removes the memory from /dev/shm. None: the memory is published.
     """
 
     def __init__(self, shared_file: SharedFile, links: LinkFolder) -> None:
@@ -149,16 +156,20 @@ class KeptRegistrations:
         with self._lock:
             return self._registration_by_key.pop(key, None)
 
-    def keep(self, key: MemoryKey, registered_memory: RegisteredMemory | PublishedHostMemory) -> bool:
+    def keep(self, key: MemoryKey, registration: RegisteredMemory | PublishedHostMemory) -> bool:
         """Keep the registration of a publication that has ended.
 
         Return False if the client has too many kept registrations or keeps this memory already, or has ended. The
         caller then still owns the registration.
         """
         with self._lock:
-            if self._is_closed or len(self._registration_by_key) >= KEPT_MAX or key in self._registration_by_key:
+            if (
+                self._is_closed
+                or len(self._registration_by_key) >= KEPT_REGISTRATIONS_MAX
+                or key in self._registration_by_key
+            ):
                 return False
-            self._registration_by_key[key] = registered_memory
+            self._registration_by_key[key] = registration
             return True
 
     def drop(self, descriptor: int) -> None:
@@ -172,7 +183,7 @@ class KeptRegistrations:
         status = os.fstat(descriptor)
         with self._lock:
             keys = [
-                key for key in self._registration_by_key if (key.device, key.inode) == (status.st_dev, status.st_ino)
+                key for key in self._registration_by_key if (key.st_dev, key.st_ino) == (status.st_dev, status.st_ino)
             ]
             if not keys:
                 raise AgentError(errno.ENOENT, "the agent keeps no registration of this memory")
@@ -184,8 +195,8 @@ class KeptRegistrations:
             self._end_registrations(
                 [
                     key
-                    for key, registered_memory in self._registration_by_key.items()
-                    if isinstance(registered_memory, PublishedHostMemory)
+                    for key, registration in self._registration_by_key.items()
+                    if isinstance(registration, PublishedHostMemory)
                 ]
             )
 

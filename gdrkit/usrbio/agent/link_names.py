@@ -20,7 +20,7 @@ from gdrkit.usrbio.agent.agent_error import AgentError
 __all__ = ["DeviceTarget", "LinkName", "Priority", "RingOptions", "parse_device_target", "parse_name"]
 
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_SUFFIXES = (
+_OPTION_PATTERNS = (
     ("block", re.compile(r"b([0-9]{1,19})")),
     ("depth", re.compile(r"([rw])(-?[0-9]{1,10})")),
     ("priority", re.compile(r"p([hl])")),
@@ -66,7 +66,7 @@ class LinkName:
         The UUID of the publication, 16 bytes.
     block_bytes : int
         Block size of host memory in bytes. No operation may cross the end of a block. 0: there is one block.
-    ring : RingOptions or None
+    ring_options : RingOptions or None
         The options of a ring; None for memory.
     device_index : int or None
         The CUDA device number of the memory in the client's process; None for host memory and rings.
@@ -75,7 +75,7 @@ class LinkName:
     text: str
     id: bytes
     block_bytes: int = 0
-    ring: RingOptions | None = None
+    ring_options: RingOptions | None = None
     device_index: int | None = None
 
 
@@ -129,7 +129,7 @@ def _parse_suffixes(text: str, publication_id: bytes, suffixes: list[str]) -> Li
     matches: dict[str, re.Match[str]] = {}
     for suffix in suffixes:
         option_and_match = next(
-            ((option, match) for option, pattern in _SUFFIXES if (match := pattern.fullmatch(suffix))), None
+            ((option, match) for option, pattern in _OPTION_PATTERNS if (match := pattern.fullmatch(suffix))), None
         )
         if option_and_match is None or option_and_match[0] in matches:
             _raise_einval(text, f"the suffix {suffix!r} is unknown or a duplicate")
@@ -156,7 +156,7 @@ def _parse_suffixes(text: str, publication_id: bytes, suffixes: list[str]) -> Li
         timeout_ms=timeout_ms,
         flags=int(matches["flags"][1], 2) if "flags" in matches else 0,
     )
-    return LinkName(text, publication_id, ring=options)
+    return LinkName(text, publication_id, ring_options=options)
 
 
 def _raise_einval(text: str, detail: str) -> NoReturn:

@@ -128,7 +128,7 @@ class AgentListener:
             self._start_thread(connection)
 
     def _start_thread(self, connection: socket.socket) -> None:
-        """Start the thread of a connection, or close the connection if there are too many."""
+        """Start the thread of a connection. Close the connection if too many are open, or if the listener closes."""
         thread = threading.Thread(target=self._serve_connection, args=(connection,), name="agent-client", daemon=True)
         _process_id, uid, _gid = _read_peer_credentials(connection)
         with self._lock:
@@ -179,7 +179,7 @@ def _serve_request(connection: socket.socket, client: Client) -> bool:
             return False
         raise
     except UsageError:
-        # The message has too many descriptors or bytes. The sender gets no reply, as below.
+        # The message has too many descriptors or bytes. Its sender does not use the protocol and gets no reply.
         return False
     if not packed_message:
         _close_all(descriptors)
@@ -205,20 +205,20 @@ def _serve_request(connection: socket.socket, client: Client) -> bool:
 
 def _execute(client: Client, message: AgentMessage, descriptors: list[int]) -> AgentMessage:
     """Execute a request and return its reply. This function owns the descriptors."""
-    handler = _HANDLERS[message.request]
+    handler = _HANDLERS[message.request_type]
     unused_descriptors = list(descriptors)
     try:
         payload = handler(client, message.payload, unused_descriptors)
     finally:
         # Each handler has removed the descriptors that it uses from this list.
         _close_all(unused_descriptors)
-    return AgentMessage(message.request, message.sequence, payload)
+    return AgentMessage(message.request_type, message.sequence, payload)
 
 
 def _make_error_reply(message: AgentMessage, error: AgentError) -> AgentMessage:
     # If the limit cuts a character of several bytes, decode() drops the first part of it.
-    text = str(error).encode()[:_ERROR_TEXT_BYTES_MAX].decode(errors="ignore").encode()
-    return AgentMessage(message.request, message.sequence, text, status=error.errno)
+    encoded_text = str(error).encode()[:_ERROR_TEXT_BYTES_MAX].decode(errors="ignore").encode()
+    return AgentMessage(message.request_type, message.sequence, encoded_text, status=error.errno)
 
 
 def _hello(_client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
@@ -230,7 +230,7 @@ def _hello(_client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
 
 def _publish(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
     request = protocol.parse_publish(payload)
-    client.publish(request.name, request.target, handle=request.share_handle, descriptors=_take_all(descriptors))
+    client.publish(request.name, request.target, share_handle=request.share_handle, descriptors=_take_all(descriptors))
     return b""
 
 

@@ -230,7 +230,7 @@ class RegisteredMemory:
         NIC that cannot access the memory.
     host_address : int
         Address of host memory in this process, or 0 for device memory.
-    preferred_nics : tuple of int
+    preferred_nic_indices : tuple of int
         Indices in ``Nics.all`` of the NICs that are nearest to the memory. Empty: none is preferred.
     """
 
@@ -240,7 +240,7 @@ class RegisteredMemory:
         registration: Registration,
         nics: Sequence[verbs.Nic],
         *,
-        preferred_nics: tuple[int, ...],
+        preferred_nic_indices: tuple[int, ...],
     ) -> None:
         """Take ownership of `memory`. `nics` are all NICs of the agent. Callers use :class:`Nics` instead."""
         self.length_bytes = memory.length_bytes
@@ -249,7 +249,7 @@ class RegisteredMemory:
         self.addresses_and_rkeys = tuple(
             (0, 0) if region is None else (region.remote_address, region.rkey) for region in regions
         )
-        self.preferred_nics = preferred_nics
+        self.preferred_nic_indices = preferred_nic_indices
         self._memory = memory
 
     def close(self) -> None:
@@ -269,7 +269,7 @@ class Nics:
     ----------
     all : tuple of Nic
         The open NICs.
-    registrations_count : int
+    registration_count : int
         How often this object has registered memory. A registration with all NICs counts once.
 
     Raises
@@ -284,7 +284,7 @@ class Nics:
         self._on_close = ReleaseStack()
         self._placement = placement or Placement()
         self._count_lock = threading.Lock()
-        self.registrations_count = 0
+        self.registration_count = 0
         self.all = verbs.open_active_nics()
         for nic in self.all:
             self._on_close.push(nic.close)
@@ -304,7 +304,7 @@ class Nics:
         """
         memory = MappedFile(shared_file.fd, length_bytes=shared_file.length_bytes)
         with _close_after_error(memory):
-            registered_memory = RegisteredMemory(memory, register(memory, self.all), self.all, preferred_nics=())
+            registered_memory = RegisteredMemory(memory, register(memory, self.all), self.all, preferred_nic_indices=())
             self._count_registration()
             return registered_memory
 
@@ -351,7 +351,7 @@ class Nics:
                     message, causes=causes, reason=error.reason, what_to_do=error.what_to_do
                 ) from error
             registered_memory = RegisteredMemory(
-                memory, registration, self.all, preferred_nics=self._find_nearest_nic_indices(memory, nics)
+                memory, registration, self.all, preferred_nic_indices=self._find_nearest_nic_indices(memory, nics)
             )
             self._count_registration()
             return registered_memory
@@ -362,7 +362,7 @@ class Nics:
 
     def _count_registration(self) -> None:
         with self._count_lock:
-            self.registrations_count += 1
+            self.registration_count += 1
 
     def measure_reach(self) -> None:
         """Measure which NICs reach the GPUs that this process can open. The placement stores the results in a file.
@@ -371,8 +371,8 @@ class Nics:
         memory of the GPU.
         """
         with contextlib.suppress(ApiError):
-            for index in range(cuda.device_count()):
-                with contextlib.suppress(GdrkitError), cuda.Device(index) as device:
+            for device_index in range(cuda.device_count()):
+                with contextlib.suppress(GdrkitError), cuda.Device(device_index) as device:
                     self._placement.reach.measured(device, self._connected_nics)
 
     def _find_nearest_nic_indices(self, memory: PublishedDeviceMemory, nics: Sequence[verbs.Nic]) -> tuple[int, ...]:
@@ -386,7 +386,7 @@ class Nics:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 

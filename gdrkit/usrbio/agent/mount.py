@@ -164,13 +164,13 @@ class LinkFolder:
                 namespace=record["namespace"],
                 started_ticks=record["started_ticks"],
             )
-            name, identity = str(record["shared"]), (record["device"], record["inode"])
+            shared_name, identity = str(record["shared"]), (record["device"], record["inode"])
         except (SetupMissing, ValueError, KeyError, TypeError):
-            return True  # The agent was killed before it created the link, or another program wrote the record.
+            return True  # The agent was killed while it wrote the record, or another program wrote the record.
         if is_running(owner) is not False:  # None: this process cannot see whether the owner runs.
             return False
-        if IOV_NAME.fullmatch(name):
-            unlink_shared(name, identity)
+        if IOV_NAME.fullmatch(shared_name):
+            unlink_shared(shared_name, identity)
         return True
 
 
@@ -202,7 +202,7 @@ class AgentMount:
 
     Raises
     ------
-    SetupMissing
+    SetupMissing, ApiError
         EBUSY: another agent serves the mount. EPERM or ELOOP: another user can change ``3fs-virt`` or created it. Other
         errors have the errno of mkdir(2).
     """
@@ -225,9 +225,9 @@ class AgentMount:
         return self.virtual_folder / AGENT_SOCKET
 
     @property
-    def semaphores(self) -> tuple[str, str, str]:
+    def semaphore_names(self) -> tuple[str, str, str]:
         """Names of the submit semaphores, high priority first."""
-        high, normal, low = self._semaphores
+        high, normal, low = self._semaphore_names
         return high, normal, low
 
     def open(self, name: str, flags: int) -> int:
@@ -269,12 +269,12 @@ class AgentMount:
         self.links.clean()
         for name in (AGENT_SOCKET, SERVER_SOCKET):
             private_folder.unlink(name)
-        self._semaphores: list[str] = []
+        self._semaphore_names: list[str] = []
         for name in _SEMAPHORE_LINKS:
             self._add_semaphore(links_folder, name)
 
     def _remove_agent_folder(self) -> None:
-        """Remove the folder that only this agent uses, unless it has other files. The caller holds the agent's lock."""
+        """Remove `agent_folder`, which only this agent uses, unless it has other files. The caller has the lock."""
         assert self._agent_folder is not None  # noqa: S101 - the caller checked it.
         for name in (_AGENT_LOCK, SERVER_LOCK):
             self._private_folder.unlink(name)
@@ -291,21 +291,21 @@ class AgentMount:
     def _add_semaphore(self, links_folder: PrivateFolder, link_name: str) -> None:
         # The link is created first. If the agent is killed between the two steps, the next agent finds the semaphore by
         # the link, and removes it.
-        name = f"hf3fs-submit-ios.{uuid.uuid4()}"
-        os.symlink(SHM_FOLDER / f"sem.{name}", link_name, dir_fd=links_folder.fd)
+        semaphore_name = f"hf3fs-submit-ios.{uuid.uuid4()}"
+        os.symlink(SHM_FOLDER / f"sem.{semaphore_name}", link_name, dir_fd=links_folder.fd)
         self._on_close.push(lambda: _remove_semaphore(links_folder, link_name))
-        create_semaphore(f"/{name}", mode=0o600)
+        create_semaphore(f"/{semaphore_name}", mode=0o600)
         if self.is_shared:
             # The mode is set here because sem_open(3) applies the umask. A user who overwrites the semaphore delays the
             # operations of other users, and does no more harm.
-            (SHM_FOLDER / f"sem.{name}").chmod(0o666)
-        self._semaphores.append(f"/{name}")
+            (SHM_FOLDER / f"sem.{semaphore_name}").chmod(0o666)
+        self._semaphore_names.append(f"/{semaphore_name}")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 

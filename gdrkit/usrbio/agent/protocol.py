@@ -39,7 +39,7 @@ __all__ = [
     "parse_punch",
 ]
 
-# The bytes GDRA as a number.
+# The bytes "GDRA" as a little-endian number.
 MAGIC = 0x41524447
 VERSION = 1
 MESSAGE_BYTES_MAX = 32768
@@ -97,10 +97,10 @@ _DESCRIPTOR_COUNTS = {
 class AgentMessage:
     """One message. `status` is 0 in a request, and 0 or a positive errno in a reply.
 
-    `request` and `sequence` of a reply are equal to the fields of its request.
+    `request_type` and `sequence` of a reply are equal to the fields of its request.
     """
 
-    request: AgentRequest
+    request_type: AgentRequest
     sequence: int
     payload: bytes
     descriptor_count: int = 0
@@ -130,7 +130,7 @@ def pack(message: AgentMessage) -> bytes:
     header = _HEADER.pack(
         MAGIC,
         VERSION,
-        message.request,
+        message.request_type,
         len(message.payload),
         message.descriptor_count,
         message.sequence,
@@ -158,16 +158,18 @@ def parse(data: bytes, *, descriptor_count: int, is_reply: bool = False) -> Agen
     if reserved or status < 0 or (status and not is_reply):
         allowed_status = "at least 0" if is_reply else "0"
         _refuse(f"the reserved field must be 0 and the status {allowed_status}, not {reserved} and {status}")
-    request = AgentRequest(request_number)
+    request_type = AgentRequest(request_number)
     if header_descriptor_count != descriptor_count or (
-        not is_reply and descriptor_count not in _DESCRIPTOR_COUNTS.get(request, range(1))
+        not is_reply and descriptor_count not in _DESCRIPTOR_COUNTS.get(request_type, range(1))
     ):
-        _refuse(f"{request.name} has {descriptor_count} descriptors, and its header says {header_descriptor_count}")
-    return AgentMessage(request, sequence, data[HEADER_BYTES:], descriptor_count, status)
+        _refuse(
+            f"{request_type.name} has {descriptor_count} descriptors, and its header says {header_descriptor_count}"
+        )
+    return AgentMessage(request_type, sequence, data[HEADER_BYTES:], descriptor_count, status)
 
 
 def pack_hello(hello: AgentHello) -> bytes:
-    """Pack the payload of HELLO."""
+    """Pack the payload of HELLO. The name of the library is cut to 31 bytes, before a zero byte."""
     return _HELLO.pack(hello.features, hello.process_id, 0, hello.library.encode()[:31])
 
 
@@ -184,14 +186,14 @@ def parse_hello(payload: bytes) -> AgentHello:
     return AgentHello(features, process_id, _decode_text(library))
 
 
-def pack_publish(publish: PublishRequest) -> bytes:
+def pack_publish(request: PublishRequest) -> bytes:
     """Pack the payload of PUBLISH and BORROW."""
-    name, target = publish.name.encode(), publish.target.encode()
+    name, target = request.name.encode(), request.target.encode()
     return (
-        _PUBLISH_LENGTHS.pack(len(name), len(target), len(publish.share_handle), 0)
+        _PUBLISH_LENGTHS.pack(len(name), len(target), len(request.share_handle), 0)
         + name
         + target
-        + publish.share_handle
+        + request.share_handle
     )
 
 
@@ -210,8 +212,8 @@ def parse_publish(payload: bytes) -> PublishRequest:
 
 def pack_name(name: str) -> bytes:
     """Pack a payload that is one name."""
-    data = name.encode()
-    return _NAME_LENGTH.pack(len(data)) + data
+    encoded_name = name.encode()
+    return _NAME_LENGTH.pack(len(encoded_name)) + encoded_name
 
 
 def parse_name(payload: bytes) -> str:
@@ -242,10 +244,10 @@ def parse_punch(payload: bytes) -> tuple[int, tuple[tuple[int, int], ...]]:
     """Parse the payload of PUNCH_HOLE: flags, and the begin and end of each range."""
     if len(payload) < _PUNCH.size:
         _refuse(f"PUNCH_HOLE has at least {_PUNCH.size} bytes of payload, not {len(payload)}")
-    flags, count, reserved = _PUNCH.unpack_from(payload)
+    flags, range_count, reserved = _PUNCH.unpack_from(payload)
     body = payload[_PUNCH.size :]
-    if reserved or not 0 < count <= RANGES_MAX or len(body) != count * _RANGE.size:
-        _refuse(f"PUNCH_HOLE has 1 to {RANGES_MAX} ranges, not {count} in {len(body)} bytes")
+    if reserved or not 0 < range_count <= RANGES_MAX or len(body) != range_count * _RANGE.size:
+        _refuse(f"PUNCH_HOLE has 1 to {RANGES_MAX} ranges, not {range_count} in {len(body)} bytes")
     return flags, tuple((begin, end) for begin, end in _RANGE.iter_unpack(body))
 
 

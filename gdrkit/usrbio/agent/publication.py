@@ -38,7 +38,7 @@ class Drain(Protocol):
     """A function that removes an object from the loop and waits for its operations in flight."""
 
     def __call__(self, remove: Callable[[int], bool]) -> None:
-        """Call `remove` with a timeout in milliseconds, until it returns True.
+        """Call `remove` with a timeout in milliseconds, until it returns True. Raise AgentError (EBUSY) if it does not.
 
         `remove` returns False if operations are still in flight after the timeout.
         """
@@ -49,8 +49,8 @@ class Publication:
 
     Attributes
     ----------
-    name : LinkName
-        The name of the link.
+    link_name : LinkName
+        The parsed name of the link.
     target : str
         The target of the link.
     shared_file : SharedFile or None
@@ -61,9 +61,9 @@ class Publication:
         The clients that have borrowed the iov. A ring has none.
     """
 
-    def __init__(self, name: LinkName, target: str) -> None:
+    def __init__(self, link_name: LinkName, target: str) -> None:
         """Create a publication without memory. Callers use :meth:`create` instead."""
-        self.name = name
+        self.link_name = link_name
         self.target = target
         self.shared_file: SharedFile | None = None
         self.registered_memory: RegisteredMemory | None = None
@@ -78,13 +78,13 @@ class Publication:
     @classmethod
     def create(
         cls,
-        name: LinkName,
+        link_name: LinkName,
         target: str,
         *,
         client_number: int,
         uid: int,
         owner: ProcessIdentity | None,
-        handle: bytes,
+        share_handle: bytes,
         descriptors: Sequence[int],
         nics: Nics,
         memory_quota: MemoryQuota,
@@ -95,7 +95,7 @@ class Publication:
     ) -> Publication:
         """Register the memory, add it to the loop and create the link. Return the publication.
 
-        `owner` is the client's process, which the link's record names. `handle` is the share handle of device memory.
+        `owner` is the client's process, which the link's record names. `share_handle` is empty if the client sent none.
         The publication owns the descriptors from now on, also if this method raises.
 
         Raises
@@ -103,22 +103,22 @@ class Publication:
         AgentError, GdrkitError
             A step failed. The steps before it were undone.
         """
-        publication = cls(name, target)
+        publication = cls(link_name, target)
         try:
-            if name.device_index is not None:
-                publication._register_device(nics, kept_registrations, handle, descriptors)
+            if link_name.device_index is not None:
+                publication._register_device(nics, kept_registrations, share_handle, descriptors)
             else:
                 publication._open_shared(uid, descriptors, memory_quota, kept_registrations, links)
-            if name.ring is not None:
+            if link_name.ring_options is not None:
                 publication._add_ring(client_number, loop, drain)
             else:
                 if publication.registered_memory is None:
                     publication._register_host(nics, memory_quota)
                 publication._add_buffer(client_number, uid, loop, drain)
-            links.add(name.text, target, owner=owner, shared_file=publication.shared_file)
+            links.add(link_name.text, target, owner=owner, shared_file=publication.shared_file)
             publication._on_close.push(lambda: publication._remove_link(links))
             if publication._host_memory is not None:
-                publication._host_memory.replace_record(name.text)
+                publication._host_memory.replace_record(link_name.text)
                 publication._host_memory.shared_file.mark_published()
             if publication.borrowers is not None:
                 publication._on_close.push(publication.borrowers.close)
@@ -152,18 +152,18 @@ class Publication:
         return self._is_kept
 
     def _register_device(
-        self, nics: Nics, kept_registrations: KeptRegistrations, handle: bytes, descriptors: Sequence[int]
+        self, nics: Nics, kept_registrations: KeptRegistrations, share_handle: bytes, descriptors: Sequence[int]
     ) -> None:
         try:
             device_target = self._parse_and_check_target()
-            self._memory_key = make_device_key(device_target, handle, descriptors)
+            self._memory_key = make_device_key(device_target, share_handle, descriptors)
             kept_registration = None if self._memory_key is None else kept_registrations.take(self._memory_key)
             self.registered_memory = None if isinstance(kept_registration, PublishedHostMemory) else kept_registration
         except BaseException:
             _close_all(descriptors)
             raise
         if self.registered_memory is None:
-            self.registered_memory = nics.register_device(device_target, handle, descriptors)
+            self.registered_memory = nics.register_device(device_target, share_handle, descriptors)
         else:
             _close_all(descriptors)
         self._length_bytes = device_target.length_bytes
@@ -171,9 +171,10 @@ class Publication:
 
     def _parse_and_check_target(self) -> DeviceTarget:
         device_target = parse_device_target(self.target)
-        if device_target.device_index != self.name.device_index:
+        if device_target.device_index != self.link_name.device_index:
             message = (
-                f"the name says device {self.name.device_index}, and the target device {device_target.device_index}"
+                f"the name of the link says device {self.link_name.device_index}, and its target says device "
+                f"{device_target.device_index}"
             )
             raise AgentError(errno.EINVAL, message)
         return device_target
@@ -200,7 +201,8 @@ class Publication:
             shared_file = adopt_unnamed(self.target, descriptors[0], uid=uid)
         else:
             shared_file = open_shared(self.target, uid=uid)
-        host_memory = kept_registrations.take(make_host_key(shared_file)) if self.name.ring is None else None
+        is_ring = self.link_name.ring_options is not None
+        host_memory = None if is_ring else kept_registrations.take(make_host_key(shared_file))
         if isinstance(host_memory, PublishedHostMemory):
             shared_file.close()
         else:
@@ -220,9 +222,9 @@ class Publication:
             and self._host_memory is not None
             and self.registered_memory is not None
         )
-        links.remove(self.name.text, self.target, with_record=not may_keep)
+        links.remove(self.link_name.text, self.target, with_record=not may_keep)
         if may_keep and self._host_memory is not None:
-            self._host_memory.record_name = self.name.text
+            self._host_memory.record_name = self.link_name.text
 
     def _release_host_memory(self) -> None:
         """Keep host memory with its registration, or end both."""
@@ -240,8 +242,8 @@ class Publication:
 
     def _add_ring(self, client_number: int, loop: AgentLoop, drain: Drain) -> None:
         assert self.shared_file is not None  # noqa: S101 - a ring is in host memory.
-        assert self.name.ring is not None  # noqa: S101
-        options, ring_id = self.name.ring, self.name.id
+        assert self.link_name.ring_options is not None  # noqa: S101
+        options, ring_id = self.link_name.ring_options, self.link_name.id
         loop.add_ring(
             client_number,
             ring_id,
@@ -278,22 +280,22 @@ class Publication:
         def add_to_client(client_number: int) -> None:
             loop.add_buffer(
                 client_number,
-                self.name.id,
-                length=self._length_bytes,
-                block_bytes=self.name.block_bytes,
-                keys=registered_memory.addresses_and_rkeys,
-                preferred_nics=registered_memory.preferred_nics,
-                mapping=registered_memory.host_address,
+                self.link_name.id,
+                length_bytes=self._length_bytes,
+                block_bytes=self.link_name.block_bytes,
+                addresses_and_rkeys=registered_memory.addresses_and_rkeys,
+                preferred_nic_indices=registered_memory.preferred_nic_indices,
+                host_address=registered_memory.host_address,
             )
 
         def remove_from_client(client_number: int) -> None:
-            drain(lambda timeout_ms: loop.remove_buffer(client_number, self.name.id, timeout_ms=timeout_ms))
+            drain(lambda timeout_ms: loop.remove_buffer(client_number, self.link_name.id, timeout_ms=timeout_ms))
 
         add_to_client(owner_number)
         self._on_close.push(lambda: remove_from_client(owner_number))
         self.borrowers = Borrowers(
             owner_number=owner_number,
-            uid=uid,
+            owner_uid=uid,
             target=self.target,
             add_to_client=add_to_client,
             remove_from_client=remove_from_client,

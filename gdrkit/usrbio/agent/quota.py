@@ -37,9 +37,9 @@ class MemoryQuota:
     Attributes
     ----------
     free_idle_memory : callable
-        Function that ends the registrations of host memory that clients keep only for later iovs. Its argument is the
-        uid of the user whose clients release memory, because this user would exceed the limit. If the agent cannot pin
-        more memory, the argument is None, which means all users.
+        Function that ends the registrations of host memory that the agent keeps only for later iovs. ``Service`` sets
+        the function. Its argument is the uid of the user whose clients release memory, because this user would exceed
+        the limit. If the agent cannot pin more memory, the argument is None, which means all users.
     """
 
     def __init__(self, user_bytes_max: int | None = None) -> None:

@@ -1,6 +1,7 @@
-"""A thread that ends publications whose links were removed, as 3FS does.
+"""A thread that ends publications whose links were removed.
 
-Programs for 3FS end the publication of their own memory by removing its link, without a message to the agent.
+As with 3FS itself, a program can end the publication of its memory by removing the link, without a message to the
+agent.
 """
 
 from __future__ import annotations

@@ -150,11 +150,18 @@ class EmbeddedServer:
         lock_fd = self._acquire_lock()
         try:
             self._socket_path.unlink(missing_ok=True)
-            module = "gdrkit.usrbio.agent.embedded_server"
+            module_name = "gdrkit.usrbio.agent.embedded_server"
             local_store = self.local_store or LocalStore(self._store, _create_generation_memory())
             self.local_store = local_store
             generation_fd = local_store.generation_fd
-            command = [sys.executable, "-m", module, str(local_store.path), str(self._socket_path), str(generation_fd)]
+            command = [
+                sys.executable,
+                "-m",
+                module_name,
+                str(local_store.path),
+                str(self._socket_path),
+                str(generation_fd),
+            ]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -175,7 +182,7 @@ class EmbeddedServer:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END_TIMEOUT_S)
             self._kill()
-            message = f"the storage server ended with {process.returncode} before it was ready"
+            message = f"the storage server ended with exit code {process.returncode} before it was ready"
             raise BrokenResource(message, reason=Reason.PEER_GONE)
 
     def connect(self) -> socket.socket:
@@ -213,27 +220,27 @@ class EmbeddedServer:
             os.close(local_store.generation_fd)
 
     def _acquire_lock(self) -> int:
-        """Wait for the lock and return its descriptor. A child inherits the lock and holds it until it has ended."""
-        fd = self._mount.open(SERVER_LOCK, os.O_RDWR | os.O_CREAT)
+        """Lock SERVER_LOCK and return its descriptor. A child that inherits it holds the lock until the child ends."""
+        lock_fd = self._mount.open(SERVER_LOCK, os.O_RDWR | os.O_CREAT)
         deadline_s = time.monotonic() + _END_TIMEOUT_S
         while True:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if time.monotonic() > deadline_s:
-                    os.close(fd)
+                    os.close(lock_fd)
                     message = "the storage server of an earlier agent does not end"
                     raise BrokenResource(message, reason=Reason.BUSY) from error
                 time.sleep(_LOCK_POLL_S)
             else:
-                return fd
+                return lock_fd
 
     def _kill(self) -> None:
         """Kill the child and its process group, and wait for their end. Log a warning if a process does not end."""
         process = self._process
         if process is not None:
-            if remaining_text := kill_child(process, timeout_s=_END_TIMEOUT_S):
-                _LOG.warning("the storage server does not end, its disk may hang: %s", remaining_text)
+            if still_running_text := kill_child(process, timeout_s=_END_TIMEOUT_S):
+                _LOG.warning("the storage server does not end, its disk may hang: %s", still_running_text)
             self._process, self._is_given_up = None, False
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
@@ -241,7 +248,7 @@ class EmbeddedServer:
 
 
 def _create_generation_memory() -> int:
-    """Return the descriptor of a page of memory that no process can shrink."""
+    """Create the memory in which the server counts new checksum files: one page that no process can resize."""
     descriptor = os.memfd_create("gdrkit-sums-generation", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, mmap.PAGESIZE)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

@@ -95,7 +95,7 @@ class Service:
                 try:
                     client.drop_kept_host_memory()
                 except GdrkitError as error:
-                    _LOG.warning("the idle memory of process %d stays: %s", client.process.process_id, error)
+                    _LOG.warning("idle memory of process %d is not released: %s", client.process.process_id, error)
 
     def _close(self, client: Client) -> None:
         client.close()

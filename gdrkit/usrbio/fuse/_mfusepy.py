@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 __all__ = [
-    "Caller",
     "FuseSession",
-    "caller",
+    "RequestSender",
     "copy_in",
     "copy_out",
     "missing_dependency",
     "omit_result",
-    "require_root_user",
+    "refuse_restricted_root",
+    "request_sender",
 ]
 
 # The library that replaces fuse_reply_ioctl of libfuse; see omit_result().
@@ -74,7 +74,7 @@ def _make_install_advice() -> str:
     return f"{pip_install('fuse')}, and {system_install('fuse3')}"
 
 
-class Caller(NamedTuple):
+class RequestSender(NamedTuple):
     """User, group and thread that sent a request, from ``fuse_get_context``."""
 
     uid: int
@@ -82,18 +82,18 @@ class Caller(NamedTuple):
     thread_id: int
 
 
-def caller() -> Caller:
+def request_sender() -> RequestSender:
     """Return the sender of the request that this thread executes."""
-    return Caller(*_import_mfusepy().fuse_get_context())
+    return RequestSender(*_import_mfusepy().fuse_get_context())
 
 
-def require_root_user() -> None:
+def refuse_restricted_root() -> None:
     """Raise EPERM if root sent the request without CAP_DAC_OVERRIDE, for example in a container.
 
-    The kernel does not check the names in an ioctl or in a link of ``rm-rf``, and the storage server would use them
-    with all rights of root.
+    The kernel does not check access to the names in an ioctl or in a link of ``rm-rf``. The storage server checks the
+    rights of other users, but would use the names with all rights of root.
     """
-    sender = caller()
+    sender = request_sender()
     if sender.uid != 0:
         return
     effective_capabilities = 0
@@ -153,15 +153,15 @@ class FuseSession:
         self._fuse_class = _make_fuse_class(_import_mfusepy())
         # When libfuse starts, it changes the working folder of the process to the root folder. The constructor restores
         # the working folder.
-        working_folder = os.open(".", os.O_PATH | os.O_CLOEXEC)
+        working_folder_fd = os.open(".", os.O_PATH | os.O_CLOEXEC)
         try:
             self._thread = threading.Thread(target=self._serve_mount, name="gdrkit-fuse", daemon=True)
             self._thread.start()
             while not self._ready.wait(_READY_POLL_S) and self._thread.is_alive() and self._failure is None:
                 pass
         finally:
-            os.fchdir(working_folder)
-            os.close(working_folder)
+            os.fchdir(working_folder_fd)
+            os.close(working_folder_fd)
         if not self._ready.is_set():
             self._thread.join(_MOUNT_TIMEOUT_S)
             raise setup_missing(
@@ -234,7 +234,7 @@ def _make_callback(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a callback that calls `method` and turns its errors into OSError."""
 
     @wraps(method)
-    def call_with_errno(*arguments: Any) -> Any:
+    def call_and_convert_errors(*arguments: Any) -> Any:
         try:
             return method(*arguments)
         except OSError:
@@ -246,7 +246,7 @@ def _make_callback(method: Callable[..., Any]) -> Callable[..., Any]:
                 _log.warning("the FUSE request %s failed with %s: %s", method.__name__, errno_name(error_number), error)
             raise OSError(error_number, os.strerror(error_number)) from error
 
-    return call_with_errno
+    return call_and_convert_errors
 
 
 def _make_fuse_class(module: Any) -> Any:
@@ -314,13 +314,13 @@ _import_lock = threading.Lock()
 
 
 def _import_mfusepy() -> Any:
-    """Return the module mfusepy. The first call loads libfuse3, after the library that replaces its function."""
+    """Return the module mfusepy. The first call loads libfuse3, after the library that replaces fuse_reply_ioctl."""
     with _import_lock, _use_default_library("fuse3"):
         try:
             reply_library = _load_reply_library()
             import mfusepy
 
-            # The replacement calls this function of libfuse.
+            # The replacement passes each reply to this function of libfuse.
             libfuse_reply = mfusepy._libfuse.fuse_reply_ioctl  # noqa: SLF001 - mfusepy has no public name for the library.
             reply_library.gdrkit_fuse_set_reply(ctypes.cast(libfuse_reply, ctypes.c_void_p))
         except ModuleNotFoundError as error:

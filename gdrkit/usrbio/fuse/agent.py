@@ -26,7 +26,7 @@ from gdrkit.usrbio.agent.agent import SERVER_TIMEOUT_MS, SPIN_US, Agent, check_m
 from gdrkit.usrbio.agent.files import PathAccess
 from gdrkit.usrbio.agent.mount import SERVER_SOCKET, AgentMount, check_mount
 from gdrkit.usrbio.agent.server import EmbeddedServer, RemoteServer
-from gdrkit.usrbio.fuse._mfusepy import caller
+from gdrkit.usrbio.fuse._mfusepy import request_sender
 from gdrkit.usrbio.fuse.link_clients import LinkClients
 from gdrkit.usrbio.fuse.mount import FuseMount, unmount_stale
 from gdrkit.usrbio.fuse.store import StoreFiles
@@ -61,19 +61,19 @@ class FuseAgent:
         spin_us: int,
         server_timeout_ms: int,
         user_memory_quota_bytes: int | None = None,
-        local_reads: bool = True,
+        may_read_locally: bool = True,
     ) -> None:
         self.mount = mount
         self._on_close = ReleaseStack()
         self._agent = Agent(
             mount,
             endpoint,
-            file_access=lambda descriptor, user: PathAccess.of_descriptor(descriptor, path, user),
+            make_file_access=lambda descriptor, user: PathAccess.of_descriptor(descriptor, path, user),
             spin_us=spin_us,
             is_one_client_per_process=True,
             server_timeout_ms=server_timeout_ms,
             user_memory_quota_bytes=user_memory_quota_bytes,
-            local_reads=local_reads,
+            may_read_locally=may_read_locally,
         )
         self._on_close.push(self._agent.close)
         try:
@@ -106,7 +106,7 @@ class FuseAgent:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 
@@ -121,7 +121,7 @@ def fuse_agent(
     server_timeout_ms: int = SERVER_TIMEOUT_MS,
     is_shared: bool = False,
     user_memory_quota_bytes: int | None = None,
-    local_reads: bool = True,
+    may_read_locally: bool = True,
 ) -> FuseAgent:
     """Mount the files of a storage server on a folder, and start the agent of the mount.
 
@@ -139,7 +139,7 @@ def fuse_agent(
         See :class:`~gdrkit.usrbio.agent.agent.Agent`.
     is_shared : bool
         Whether to serve all users of the machine. The agent and the storage server must then run as root.
-    user_memory_quota_bytes, local_reads
+    user_memory_quota_bytes, may_read_locally
         See :class:`~gdrkit.usrbio.agent.agent.Agent`.
 
     Raises
@@ -151,8 +151,8 @@ def fuse_agent(
         The mount or the agent failed; see :class:`FuseMount` and :class:`~gdrkit.usrbio.agent.agent.Agent`.
     """
     if (store is None) == (server is None):
-        given_sources = "neither" if store is None else "both"
-        message = f"an agent needs either a store or a server, not {given_sources}: store {store}, server {server}"
+        given_count = "neither" if store is None else "both"
+        message = f"an agent needs either a store or a server, but got {given_count}: store {store}, server {server}"
         raise UsageError(message, what_to_do="name the folder of a store, or HOST:PORT of a running storage server")
     if is_shared:
         check_may_share()
@@ -186,7 +186,7 @@ def fuse_agent(
         spin_us=spin_us,
         server_timeout_ms=server_timeout_ms,
         user_memory_quota_bytes=user_memory_quota_bytes,
-        local_reads=local_reads,
+        may_read_locally=may_read_locally,
     )
 
 
@@ -214,7 +214,7 @@ def _find_requesting_user() -> messages.SetUser:
     If ``/proc/<thread>/status`` cannot be read, as for a thread in another PID namespace, the result has no
     supplementary groups.
     """
-    sender = caller()
+    sender = request_sender()
     groups: tuple[int, ...] = ()
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{sender.thread_id}/status").read_text()
@@ -226,7 +226,7 @@ def _find_requesting_user() -> messages.SetUser:
 def _require_impersonation(store: StoreFiles) -> None:
     """Raise UsageError if the storage server cannot act as other users."""
     try:
-        store.check_users()
+        store.check_impersonation()
     except ApiError as error:
         if error.errno not in {errno.EPERM, errno.EREMOTEIO}:
             raise

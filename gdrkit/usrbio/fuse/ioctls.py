@@ -8,15 +8,15 @@ from pathlib import Path
 
 from gdrkit.errors import ApiError
 from gdrkit.storage import messages
-from gdrkit.usrbio import virtual
-from gdrkit.usrbio.fuse._mfusepy import copy_in, copy_out, omit_result, require_root_user
+from gdrkit.usrbio import virtual as ioctls
+from gdrkit.usrbio.fuse._mfusepy import copy_in, copy_out, omit_result, refuse_restricted_root
 from gdrkit.usrbio.fuse.operations import Operations
 
 __all__ = ["MountOperations"]
 
 # The requests that create, move or remove entries of folders. The kernel does not check the rights of the program on
-# these folders, so only root may send these requests.
-_REQUESTS_THAT_CHANGE_FOLDERS = {virtual.RECURSIVE_RM, virtual.HARDLINK, virtual.MOVE, virtual.REMOVE}
+# these folders; see refuse_restricted_root().
+_REQUESTS_THAT_CHANGE_FOLDERS = {ioctls.RECURSIVE_RM, ioctls.HARDLINK, ioctls.MOVE, ioctls.REMOVE}
 
 
 class MountOperations(Operations):
@@ -28,53 +28,54 @@ class MountOperations(Operations):
         """Execute an ioctl, whose argument or result is at `data_address`. Raise ENOTTY if the ioctl is unknown."""
         request &= 0xFFFFFFFF  # Before libfuse 3.5, the number is a signed int.
         if request in _REQUESTS_THAT_CHANGE_FOLDERS:
-            require_root_user()
+            refuse_restricted_root()
         if result := self._answer_query(request):
             copy_out(data_address, result)
-        elif request == virtual.FSYNC:
+        elif request == ioctls.FSYNC:
             self.fsync(None, 0, fh)
             # The result is four zero bytes, for a libfuse that cannot omit a result.
             copy_out(data_address, bytes(4))
             omit_result()
-        elif request == virtual.RECURSIVE_RM:
+        elif request == ioctls.RECURSIVE_RM:
             self._remove_tree(self._get_open_folder(fh)[0])
             copy_out(data_address, bytes(4))
             omit_result()
-        elif request == virtual.HARDLINK:
-            self._hardlink(fh, copy_in(data_address, virtual.HARDLINK_ARGUMENT.size))
-        elif request == virtual.PUNCH_HOLE:
-            self._punch_hole(fh, copy_in(data_address, virtual.PUNCH_HOLE_ARGUMENT.size))
-        elif request == virtual.MOVE:
-            self._move(fh, copy_in(data_address, virtual.MOVE_ARGUMENT.size))
-        elif request == virtual.REMOVE:
-            self._remove(fh, copy_in(data_address, virtual.REMOVE_ARGUMENT.size))
+        elif request == ioctls.HARDLINK:
+            self._hardlink(fh, copy_in(data_address, ioctls.HARDLINK_ARGUMENT.size))
+        elif request == ioctls.PUNCH_HOLE:
+            self._punch_hole(fh, copy_in(data_address, ioctls.PUNCH_HOLE_ARGUMENT.size))
+        elif request == ioctls.MOVE:
+            self._move(fh, copy_in(data_address, ioctls.MOVE_ARGUMENT.size))
+        elif request == ioctls.REMOVE:
+            self._remove(fh, copy_in(data_address, ioctls.REMOVE_ARGUMENT.size))
         else:
             raise _make_error(errno.ENOTTY)
 
     def _answer_query(self, request: int) -> bytes | None:
         """Return the value that an ioctl queries, or None for other ioctls."""
-        if request == virtual.GET_MAGIC:
-            return virtual.MAGIC.to_bytes(4, "little")
-        if request == virtual.GET_IOCTL_VERSION:
-            return virtual.IOCTL_VERSION.to_bytes(4, "little")
-        if request == virtual.GET_PATH_OFFSET:
+        if request == ioctls.GET_MAGIC:
+            return ioctls.MAGIC.to_bytes(4, "little")
+        if request == ioctls.GET_IOCTL_VERSION:
+            return ioctls.IOCTL_VERSION.to_bytes(4, "little")
+        if request == ioctls.GET_PATH_OFFSET:
+            # In an absolute path, the path below the mount begins at this offset.
             return len(os.fsencode(self._mount)).to_bytes(4, "little")
-        if request == virtual.GET_MOUNT_NAME:
-            name = os.fsencode(Path(self._mount).name)[: virtual.MOUNT_NAME_BYTES - 1]
-            return name.ljust(virtual.MOUNT_NAME_BYTES, b"\0")
+        if request == ioctls.GET_MOUNT_NAME:
+            name = os.fsencode(Path(self._mount).name)[: ioctls.MOUNT_NAME_BYTES - 1]
+            return name.ljust(ioctls.MOUNT_NAME_BYTES, b"\0")
         return None
 
     def _hardlink(self, fh: int, argument: bytes) -> None:
-        folder_inode, padded_name = virtual.HARDLINK_ARGUMENT.unpack(argument)
+        folder_inode, padded_name = ioctls.HARDLINK_ARGUMENT.unpack(argument)
         folder_path = self._find_folder_path(folder_inode)
         self.link(_make_entry_path(folder_path, padded_name), self._find_current_path(None, fh))
 
     def _punch_hole(self, fh: int, argument: bytes) -> None:
         # The bounds are PUNCH_HOLE_MAX begins, and then as many ends.
-        range_count, _flags, *bounds = virtual.PUNCH_HOLE_ARGUMENT.unpack(argument)
-        if not 0 <= range_count <= virtual.PUNCH_HOLE_MAX:
+        range_count, _flags, *bounds = ioctls.PUNCH_HOLE_ARGUMENT.unpack(argument)
+        if not 0 <= range_count <= ioctls.PUNCH_HOLE_MAX:
             raise _make_error(errno.EINVAL)
-        begins, ends = bounds[:range_count], bounds[virtual.PUNCH_HOLE_MAX : virtual.PUNCH_HOLE_MAX + range_count]
+        begins, ends = bounds[:range_count], bounds[ioctls.PUNCH_HOLE_MAX : ioctls.PUNCH_HOLE_MAX + range_count]
         file = self._find_file(fh)
         if not file.writable:
             raise _make_error(errno.EBADF)
@@ -83,14 +84,14 @@ class MountOperations(Operations):
 
     def _move(self, fh: int, argument: bytes) -> None:
         """Rename an entry of the open folder. The flag for the trash has no effect: a store has no trash."""
-        inode, padded_name, new_inode, padded_new_name, _to_trash = virtual.MOVE_ARGUMENT.unpack(argument)
+        inode, padded_name, new_inode, padded_new_name, _to_trash = ioctls.MOVE_ARGUMENT.unpack(argument)
         folder_path = self._find_open_folder_path(fh, inode)
         new_folder_path = self._find_folder_path(new_inode)
         self.rename(_make_entry_path(folder_path, padded_name), _make_entry_path(new_folder_path, padded_new_name))
 
     def _remove(self, fh: int, argument: bytes) -> None:
-        """Remove an entry of the open folder: a file, an empty folder, or with `is_recursive` also a full folder."""
-        inode, padded_name, is_recursive = virtual.REMOVE_ARGUMENT.unpack(argument)
+        """Remove an entry of the open folder. Only with `is_recursive`, a folder may have contents."""
+        inode, padded_name, is_recursive = ioctls.REMOVE_ARGUMENT.unpack(argument)
         path = _make_entry_path(self._find_open_folder_path(fh, inode), padded_name)
         if is_recursive:
             self._remove_tree(path)

@@ -31,12 +31,12 @@ __all__ = ["LinkClients"]
 # Longest wait of close() for the thread. The thread may wait 30 s for a reply of the storage server.
 _END_TIMEOUT_S = 60.0
 # Bytes that wake the thread.
-_STOP, _NEW_CLIENT = b"x", b"."
+_STOP_BYTE, _NEW_CLIENT_BYTE = b"x", b"."
 _LOG = logging.getLogger(__name__)
 
 
 class LinkClients:
-    """The processes that published iovs by links. When a process ends, its publications are removed.
+    """The processes that published iovs or rings by links. When a process ends, its publications are removed.
 
     Parameters
     ----------
@@ -47,8 +47,8 @@ class LinkClients:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._lock = threading.Lock()
-        # The client and the pidfd of each process, by process id, uid and user. A process that changes its user or
-        # groups gets another client.
+        # The client and the pidfd of each process, by process id, uid, and user with groups. A process that changes its
+        # user or groups gets another client.
         self._watched_clients: dict[tuple[int, int, SetUser | None], tuple[Client, int]] = {}
         # Held while files are registered or deregistered. Every open file is registered for every client of its user
         # that has a ring.
@@ -74,7 +74,7 @@ class LinkClients:
         try:
             client = self._find_client(uid, user, _find_process_id(thread_id))
             client.publish(name, target)
-            if parse_name(name).ring is not None:
+            if parse_name(name).ring_options is not None:
                 self._register_open_files(client)
         except AgentError as error:
             raise _make_os_error(error.errno) from error
@@ -140,7 +140,7 @@ class LinkClients:
         BrokenResource
             ``TIMEOUT``: the thread still releases the objects of a process. The caller may call this method again.
         """
-        os.write(self._wake_writer, _STOP)
+        os.write(self._wake_writer, _STOP_BYTE)
         join_threads([self._thread], timeout_s=_END_TIMEOUT_S)
         for fd in (self._wake_reader, self._wake_writer, *(pidfd for _, pidfd in self._watched_clients.values())):
             os.close(fd)
@@ -170,7 +170,7 @@ class LinkClients:
                 raise _make_hidden_process_error(process_id) from error
             client = self._service.open_client(PeerProcess(uid, process_id, process_identity(process_id), user))
             self._watched_clients[process_id, uid, user] = (client, pidfd)
-        os.write(self._wake_writer, _NEW_CLIENT)
+        os.write(self._wake_writer, _NEW_CLIENT_BYTE)
         return client
 
     def _release_ended_processes(self) -> None:
@@ -182,7 +182,7 @@ class LinkClients:
             for fd in (self._wake_reader, *key_by_pidfd):
                 poller.register(fd, select.POLLIN)
             readable_fds = [fd for fd, _ in poller.poll()]
-            if self._wake_reader in readable_fds and _STOP in os.read(self._wake_reader, 4096):
+            if self._wake_reader in readable_fds and _STOP_BYTE in os.read(self._wake_reader, 4096):
                 return
             for pidfd in readable_fds:
                 if pidfd != self._wake_reader:

@@ -43,8 +43,8 @@ def fuse_obstacle() -> str | None:
 
 def _find_obstacle() -> tuple[int, str] | None:
     """Return an errno and the sentence of :func:`fuse_obstacle`, or None if no obstacle is known."""
-    if (dependency := missing_dependency()) is not None:
-        return errno.ENOENT, dependency
+    if (missing_text := missing_dependency()) is not None:
+        return errno.ENOENT, missing_text
     if not _FUSE_DEVICE.exists():
         return errno.ENODEV, "/dev/fuse does not exist: load the kernel module fuse, or give the container the device"
     if not os.access(_FUSE_DEVICE, os.R_OK | os.W_OK):
@@ -145,7 +145,7 @@ class FuseMount:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdrkit.storage import messages
-from gdrkit.usrbio import virtual
 from gdrkit.usrbio.agent.files import PathAccess
-from gdrkit.usrbio.fuse._mfusepy import caller
+from gdrkit.usrbio.fuse._mfusepy import request_sender
+from gdrkit.usrbio.virtual import VIRTUAL_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -130,7 +130,7 @@ class Operations:
     def _list_entries(self, path: str) -> Iterator[tuple[str, dict[str, int], int]]:
         """Yield the entries of a folder of the store."""
         if path == "/":
-            yield virtual.VIRTUAL_FOLDER, self._virtual_folder.attributes(f"/{virtual.VIRTUAL_FOLDER}"), 0
+            yield VIRTUAL_FOLDER, self._virtual_folder.attributes(f"/{VIRTUAL_FOLDER}"), 0
         last_name: str | None = None
         while True:
             reply = self._store.request(messages.List(path=_make_relative(path), after=last_name), messages.ListReply)
@@ -283,8 +283,8 @@ class Operations:
     def close(self) -> None:
         """Close all files that are still open. Call this method after the unmount."""
         with self._lock:
-            open_numbers = list(self._open_files)
-        for fh in open_numbers:
+            open_fhs = list(self._open_files)
+        for fh in open_fhs:
             self.release(None, fh)
 
     # ------------------------------------------------------------------------------------------------------ helpers
@@ -358,7 +358,7 @@ class Operations:
             writable=writable,
             user=self._store.user_of_request(),
         )
-        self._link_clients.add_file(fh, access, uid=caller().uid)
+        self._link_clients.add_file(fh, access, uid=request_sender().uid)
         return fh
 
     def _check_in_store(self, *paths: str) -> None:

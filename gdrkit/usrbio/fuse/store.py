@@ -83,7 +83,7 @@ class StoreFiles:
                 reply = replace(reply, handle=handle)
             return cast("_Result", reply)
 
-    def check_users(self) -> None:
+    def check_impersonation(self) -> None:
         """Check that the server can act as other users.
 
         Raises

@@ -17,7 +17,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from gdrkit.storage import messages
-from gdrkit.usrbio.fuse._mfusepy import caller, require_root_user
+from gdrkit.usrbio.fuse._mfusepy import refuse_restricted_root, request_sender
 from gdrkit.usrbio.virtual import VIRTUAL_FOLDER
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class VirtualFolder:
         """Publish an iov or a ring by a link in ``iovs``, or remove a file or folder by a link in ``rm-rf``."""
         folder_path, name = os.path.split(path)
         if folder_path == _IOVS:
-            sender = caller()
+            sender = request_sender()
             user = self._store.user_of_request()
             self._link_clients.publish(name, target, uid=sender.uid, user=user, thread_id=sender.thread_id)
         elif folder_path == _RM_RF:
@@ -136,17 +136,17 @@ class VirtualFolder:
         folder_path, name = os.path.split(path)
         if folder_path != _IOVS or name.partition(".")[0] == _SEMAPHORE_LINK_STEM:
             raise _make_error(errno.EPERM)
-        self._link_clients.unpublish(name, uid=caller().uid)
+        self._link_clients.unpublish(name, uid=request_sender().uid)
 
     def _is_visible(self, name: str) -> bool:
         """Return whether the requesting user may see a link in ``iovs``: a link of this user, or to a semaphore."""
         if not self._is_shared or name.partition(".")[0] == _SEMAPHORE_LINK_STEM:
             return True
-        return caller().uid in {0, self._link_clients.owner_uid(name)}
+        return request_sender().uid in {0, self._link_clients.owner_uid(name)}
 
     def _remove_all(self, target: str) -> None:
         """Remove the file or folder that `target`, the target of a new link in ``rm-rf``, names."""
-        require_root_user()
+        refuse_restricted_root()
         prefix = f"{self._mount}/"
         # A relative path is refused, because the kernel does not pass the working folder of the requesting process.
         if not target.startswith(prefix) or os.path.normpath(target) != target.rstrip("/"):

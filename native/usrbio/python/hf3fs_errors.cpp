@@ -19,15 +19,15 @@ void set_module(nb::handle loaded_module) noexcept {
 }
 
 void raise_failed(const char* function_name, int error_number, nb::dict arguments) {
-    raise(hf3fs_module.attr("failed")(function_name, error_number, arguments));
+    raise(hf3fs_module.attr("make_call_error")(function_name, error_number, arguments));
 }
 
 void raise_missing(const char* function_name) {
-    raise(hf3fs_module.attr("missing")(function_name));
+    raise(hf3fs_module.attr("make_missing_function_error")(function_name));
 }
 
 void raise_refused(const char* message, const char* reason) {
-    raise(hf3fs_module.attr("refused")(message, reason));
+    raise(hf3fs_module.attr("make_misuse_error")(message, reason));
 }
 
 } // namespace gdrkit::usrbio

@@ -1,6 +1,6 @@
 // Functions by which the module _hf3fs raises Python errors. gdrkit/usrbio/_library.py has the functions that create
-// these errors, including the advice for the user. It stores these functions in the attributes `failed`, `missing` and
-// `refused` of the module.
+// these errors, including the advice for the user. It stores these functions in the attributes `make_call_error`,
+// `make_missing_function_error` and `make_misuse_error` of the module.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -125,10 +125,10 @@ NB_MODULE(_loop, module) {
                 options.server_timeout = Milliseconds(server_timeout_ms);
                 new (self) Loop(options, semaphore_names);
             },
-            nb::kw_only(), nb::arg("semaphores"), nb::arg("spin_us"), nb::arg("outstanding_max"),
+            nb::kw_only(), nb::arg("semaphore_names"), nb::arg("spin_us"), nb::arg("outstanding_max"),
             nb::arg("server_timeout_ms"))
-        .def("add_client", &Loop::add_client, nb::arg("client"), nb::call_guard<GilRelease>())
-        .def("remove_client", &Loop::remove_client, nb::arg("client"), nb::call_guard<GilRelease>())
+        .def("add_client", &Loop::add_client, nb::arg("client_number"), nb::call_guard<GilRelease>())
+        .def("remove_client", &Loop::remove_client, nb::arg("client_number"), nb::call_guard<GilRelease>())
         .def(
             "add_buffer",
             [](Loop& loop, std::uint64_t client_number, const nb::bytes& id, std::uint64_t length,
@@ -146,8 +146,8 @@ NB_MODULE(_loop, module) {
                 const GilRelease release;
                 loop.add_buffer(client_number, spec);
             },
-            nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("length"), nb::arg("block_bytes"), nb::arg("keys"),
-            nb::arg("preferred_nics"), nb::arg("mapping") = 0)
+            nb::arg("client_number"), nb::arg("id"), nb::kw_only(), nb::arg("length_bytes"), nb::arg("block_bytes"),
+            nb::arg("addresses_and_rkeys"), nb::arg("preferred_nic_indices"), nb::arg("host_address") = 0)
         .def(
             "set_file",
             [](Loop& loop, std::uint64_t client_number, std::uint64_t inode, std::uint64_t read_handle,
@@ -156,14 +156,14 @@ NB_MODULE(_loop, module) {
                 const GilRelease release;
                 loop.set_file(client_number, spec, duplicate(file_fd));
             },
-            nb::arg("client"), nb::arg("inode"), nb::kw_only(), nb::arg("read_handle"), nb::arg("write_handle"),
-            nb::arg("readable"), nb::arg("writable"), nb::arg("file") = -1)
+            nb::arg("client_number"), nb::arg("inode"), nb::kw_only(), nb::arg("read_handle"), nb::arg("write_handle"),
+            nb::arg("readable"), nb::arg("writable"), nb::arg("file_fd") = -1)
         .def(
             "set_local_store",
             [](Loop& loop, int checksums_folder_fd, int generation_fd) {
                 loop.set_local_store(duplicate(checksums_folder_fd), duplicate(generation_fd));
             },
-            nb::arg("sums_folder"), nb::arg("generation"), nb::call_guard<GilRelease>())
+            nb::arg("checksums_folder_fd"), nb::arg("generation_fd"), nb::call_guard<GilRelease>())
         .def(
             "add_ring",
             [](Loop& loop, std::uint64_t client_number, const nb::bytes& id, int fd, bool for_read, int io_depth,
@@ -172,8 +172,8 @@ NB_MODULE(_loop, module) {
                 const GilRelease release;
                 loop.add_ring(client_number, spec, fd);
             },
-            nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("fd"), nb::arg("for_read"), nb::arg("io_depth"),
-            nb::arg("priority"), nb::arg("timeout_ms"), nb::arg("flags"))
+            nb::arg("client_number"), nb::arg("id"), nb::kw_only(), nb::arg("fd"), nb::arg("for_read"),
+            nb::arg("io_depth"), nb::arg("priority"), nb::arg("timeout_ms"), nb::arg("flags"))
         .def(
             "remove_buffer",
             [](Loop& loop, std::uint64_t client_number, const nb::bytes& id, int timeout_ms) {
@@ -181,7 +181,7 @@ NB_MODULE(_loop, module) {
                 const GilRelease release;
                 return loop.remove_buffer(client_number, buffer_id, Milliseconds(timeout_ms));
             },
-            nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("timeout_ms"))
+            nb::arg("client_number"), nb::arg("id"), nb::kw_only(), nb::arg("timeout_ms"))
         .def(
             "remove_ring",
             [](Loop& loop, std::uint64_t client_number, const nb::bytes& id, int timeout_ms) {
@@ -189,15 +189,15 @@ NB_MODULE(_loop, module) {
                 const GilRelease release;
                 return loop.remove_ring(client_number, ring_id, Milliseconds(timeout_ms));
             },
-            nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("timeout_ms"))
+            nb::arg("client_number"), nb::arg("id"), nb::kw_only(), nb::arg("timeout_ms"))
         .def(
             "remove_file",
             [](Loop& loop, std::uint64_t client_number, std::uint64_t inode, int timeout_ms) {
                 const GilRelease release;
                 return loop.remove_file(client_number, inode, Milliseconds(timeout_ms));
             },
-            nb::arg("client"), nb::arg("inode"), nb::kw_only(), nb::arg("timeout_ms"))
-        .def("connect", &Loop::connect, nb::arg("socket"), nb::kw_only(), nb::arg("queue_pair_nics"),
+            nb::arg("client_number"), nb::arg("inode"), nb::kw_only(), nb::arg("timeout_ms"))
+        .def("connect", &Loop::connect, nb::arg("socket_fd"), nb::kw_only(), nb::arg("queue_pair_nic_indices"),
              nb::arg("generation"), nb::call_guard<GilRelease>(),
              "Send operations over a socket. The loop owns the socket, and closes it even if this call fails.")
         .def("disconnect", &Loop::disconnect, nb::call_guard<GilRelease>())

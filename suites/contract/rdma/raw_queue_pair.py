@@ -106,7 +106,7 @@ class RawQueuePair:
     @property
     def state(self) -> QueuePairState:
         """The state that ibv_query_qp returns."""
-        return QueuePairState(_pyverbs.query_state(self.queue_pair))
+        return QueuePairState(_pyverbs.query_queue_pair_state(self.queue_pair))
 
     def move_to(self, state: QueuePairState | int, mask: Mask | None = None, **changed_fields: int) -> None:
         """Make one transition to `state` with valid attributes. `changed_fields` replaces values of attributes.
@@ -117,11 +117,13 @@ class RawQueuePair:
         attribute_mask = REQUIRED_ATTRIBUTES.get(QueuePairState(state), Mask(0)) if mask is None else mask
         address = make_loopback_path(self.nic) if Mask.AV in attribute_mask else None
         attributes = {**make_valid_attributes(self.nic), **changed_fields, "qp_state": int(state)}
-        _pyverbs.modify(self.queue_pair, mask=int(attribute_mask | Mask.STATE), address=address, **attributes)
+        _pyverbs.modify_queue_pair(
+            self.queue_pair, mask=int(attribute_mask | Mask.STATE), address=address, **attributes
+        )
 
     def modify(self, mask: Mask, address: dict[str, int | str] | None = None, **attributes: int) -> None:
         """Call ibv_modify_qp with exactly these attributes."""
-        _pyverbs.modify(self.queue_pair, mask=int(mask), address=address, **attributes)
+        _pyverbs.modify_queue_pair(self.queue_pair, mask=int(mask), address=address, **attributes)
 
     def advance_to(self, state: QueuePairState) -> None:
         """Make all transitions from RESET to `state`."""

@@ -121,7 +121,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "no-last-look-at-the-copy-before-the-old-file-goes",
         "gdrkit/tiers/migration.py",
-        "        self._check_copy()\n",
+        "        self._check_copy_has_name()\n",
         "",
         search_from="def _remove",
     ),
@@ -155,7 +155,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "copy-sync-leaves-the-folder-out",
         "gdrkit/gds/new_file.py",
-        "_open_to_sync(destination, stack) if durable else None",
+        "_open_folder_to_sync(destination, stack) if durable else None",
         "None",
     ),
     Patch(
