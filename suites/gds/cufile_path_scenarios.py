@@ -107,13 +107,13 @@ def _wait_until(condition: Callable[[], bool]) -> None:
 
 def _wait_until_registered() -> None:
     """Wait until the memory of a transfer is registered. Then the transfer runs, and later transfers wait for it."""
-    _wait_until(lambda: shared_driver().buffers.registered_bytes > 0)
+    _wait_until(lambda: shared_driver().buffer_cache.registered_bytes > 0)
 
 
 def transfer_whole_file(arguments: dict[str, Any]) -> dict[str, Any]:
     """Read the whole file into memory of gdrkit and of another library, and write new bytes to the file."""
     with _open_setup(arguments) as setup:
-        buffers = shared_driver().buffers
+        buffers = shared_driver().buffer_cache
         started_s = time.monotonic()
         result: dict[str, Any] = {"read": _describe_outcome(lambda: setup.file.read_into(setup.memory))}
         result["read_s"] = time.monotonic() - started_s
@@ -226,7 +226,7 @@ def free_memory_early(arguments: dict[str, Any]) -> dict[str, Any]:
             "early": early_error,
             "result": result,
             "is_expected": is_expected,
-            "registered_bytes": shared_driver().buffers.registered_bytes,
+            "registered_bytes": shared_driver().buffer_cache.registered_bytes,
         }
 
 

@@ -233,7 +233,7 @@ def test_bound_that_no_axis_can_show_is_left_out() -> None:
     (sweep,) = sweeps(records, make_facts())
     (line,) = sweep.lines
     assert [(point.lowest, point.highest) for point in line.points] == [(None, None)] * 2
-    assert [tick.label for tick in make_plot(sweep).values] == ["0", "0.5", "1", "1.5", "2"]
+    assert [tick.label for tick in make_plot(sweep).y_ticks] == ["0", "0.5", "1", "1.5", "2"]
 
 
 def test_bounds_of_a_case_are_drawn() -> None:
