@@ -134,8 +134,8 @@ def native(session: nox.Session) -> None:
 @nox.session(default=False)
 def long(session: nox.Session) -> None:
     """Run the slow checks: the native tests of the release build and with the thread sanitizer, the suites with ten
-    seeds, the state machines, fuzzers and kill campaigns with more repetitions, and a build of the wheels that finds
-    missing includes.
+    seeds, the state machines, fuzzers and kill campaigns with more repetitions, all cases of the review with each
+    defect, and a build of the wheels that finds missing includes.
     """
     run_bin = builds.prepare_run(with_twins=True)
     system_packages.install_fuse()
@@ -146,6 +146,7 @@ def long(session: nox.Session) -> None:
     wheel = [str(run_bin / "pip"), "wheel", "--quiet", "--no-deps", "-C", "cmake.define.GDRKIT_PRECOMPILE=OFF"]
     wheel += ["-C", "cmake.define.CMAKE_UNITY_BUILD=OFF"]
     exit_codes += [call([*wheel, "-w", str(ROOT / "build" / "alone"), str(tree)]) for tree in (ROOT, builds.TWINS)]
+    exit_codes.append(_run_review(run_bin, "--all-files"))
     for seed in long_run.SEEDS:
         command = [*make_pytest_command(run_bin), *ALL_CASES, "-q", *session.posargs]
         exit_codes.append(call([*make_twin_command(run_bin, "--seed", str(seed)), *command]))
@@ -168,11 +169,16 @@ def review(session: nox.Session) -> None:
     fails, and write the results into docs/findings.md.
     """
     run_bin = builds.prepare_run(with_twins=True)
+    fail_unless_zero(session, [_run_review(run_bin, *session.posargs)])
+
+
+def _run_review(run_bin: Path, *options: str) -> int:
+    """Run the review with these options of `meta.defects.run`, and return its exit code."""
     libraries = builds.build_defects(run_bin)
     program = [str(run_bin / "python"), "-m", "meta.defects.run", "--libraries", str(libraries)]
-    command = [*make_twin_command(run_bin), *program, *session.posargs]
+    command = [*make_twin_command(run_bin), *program, *options]
     # The defects are in no installed package. The review and its child processes import them by this PYTHONPATH.
-    fail_unless_zero(session, [call(command, environ=prepend_to_pythonpath(ROOT / "suites"))])
+    return call(command, environ=prepend_to_pythonpath(ROOT / "suites"))
 
 
 @nox.session(default=False)

@@ -196,11 +196,17 @@ def build_wheel() -> None:
 def build_defects(run_bin: Path) -> Path:
     """Build usrbio client libraries with one deliberate defect each, for the session `review`. Return their folder.
 
-    `run_bin` is the bin folder of the environment that runs the suites.
+    `run_bin` is the bin folder of the environment that runs the suites. Beside the patched source files, the libraries
+    consist of objects of the release build, which :func:`prepare_run` has made.
     """
     defect_sources, build_folder = ROOT / "suites" / "meta" / "defects" / "native", ROOT / "build" / "defects"
     tools = ensure_build_tools()
-    options = ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", f"-DGDRKIT_PATCHED={build_folder / 'patched'}"]
+    release_folder = ROOT / "build" / "native" / "release"
+    options = [
+        "-DCMAKE_BUILD_TYPE=RelWithDebInfo",
+        f"-DGDRKIT_PATCHED={build_folder / 'patched'}",
+        f"-DGDRKIT_RELEASE={release_folder}",
+    ]
     steps = (
         ["cmake", "-G", "Ninja", "-S", str(defect_sources), "-B", str(build_folder), *options],
         ["cmake", "--build", str(build_folder)],

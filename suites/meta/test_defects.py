@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 from meta.defects.document import DOCUMENT, render
-from meta.defects.run import classify_run
+from meta.defects.run import classify_run, list_failing_files
 from meta.defects.table import DEFECTS, FINDINGS
 
 from gdrkit.report import CaseReason, Verdict
@@ -52,6 +52,11 @@ def test_document_is_current() -> None:
 
 def test_expected_symptom_is_a_catch() -> None:
     assert classify_run(DEFECT, {DEFECT.case: make_record(Verdict.FAIL, f"so: {DEFECT.symptom}")}).is_caught
+
+
+def test_files_of_all_failing_cases_are_run() -> None:
+    defect = replace(DEFECT, case="x.py::a", also_fails=("y.py::b", "x.py::c"))
+    assert list_failing_files(defect) == {"x.py", "y.py"}
 
 
 def test_named_case_must_fail_too() -> None:

@@ -25,9 +25,9 @@ a path or data as good although no transfer had proven that ([proven.md](proven.
 and a case in `suites/review` detects each of them.
 
 `nox -s review` shows that each case can fail. For each defect, the session starts a separate process in which the
-defect is put back into gdrkit. The case must then fail with the symptom below, and no other case of the review may
-fail. For a defect of the C library, the process loads a build of the library that has the defect. The session prints
-these tables with the observed symptoms, and writes this file.
+defect is put back into gdrkit. The case must then fail with the symptom below, and no other case of its file may fail;
+`nox -s long` requires this of all cases of the review. For a defect of the C library, the process loads a build of the
+library that has the defect. The session prints these tables with the observed symptoms, and writes this file.
 """
 
 

@@ -1,11 +1,12 @@
 """Proof that every case of suites/review can fail: ``python -m meta.defects.run``, with suites/ on PYTHONPATH.
 
-The cases run first without a defect, then once for each defect. A defect in Python replaces functions of gdrkit. For a
-defect in C++, the process loads a build of the usrbio client library from the folder ``--libraries``.
+All cases run first without a defect. Then, for each defect, the cases in the files of its failing cases run or, with
+``--all-files``, all cases. A defect in Python replaces functions of gdrkit. For a defect in C++, the process loads a
+build of the usrbio client library from the folder ``--libraries``.
 
 A defect is caught if its case fails in the body with the expected symptom, the cases in `Defect.also_fails` fail, too,
-and no other case fails. A failure at import, in set-up, in tear-down or with another message does not count. The exit
-code is 0 if every defect is caught, and 1 otherwise.
+and no other case that runs fails. A failure at import, in set-up, in tear-down or with another message does not count.
+The exit code is 0 if every defect is caught, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from gdrkit.report import Record
 
-__all__ = ["DefectOutcome", "classify_run", "main"]
+__all__ = ["DefectOutcome", "classify_run", "list_failing_files", "main"]
 
 SUITES = Path(__file__).resolve().parents[2]
 # Time limit of one run of all cases, in seconds.
@@ -69,13 +70,22 @@ def classify_run(defect: Defect, records: Mapping[str, Record]) -> DefectOutcome
     return DefectOutcome(is_caught=defect.symptom in failure_text, observed_text=failure_text)
 
 
+def list_failing_files(defect: Defect) -> set[str]:
+    """Return the files, below suites/review, of the cases that must fail with this defect."""
+    return {case.partition("::")[0] for case in (defect.case, *defect.also_fails)}
+
+
 def _get_library_path(library_folder: Path, defect: Defect) -> Path:
     """Return the path of the client library with this defect."""
     return library_folder / f"lib{defect.name}.so"
 
 
-def _run_review(defect: Defect | None, library_folder: Path) -> dict[str, Record]:
-    """Run the cases of the review, with or without a defect, and return the records by case (see `Defect.case`)."""
+def _run_review(defect: Defect | None, library_folder: Path, *, all_files: bool) -> dict[str, Record]:
+    """Run cases of the review, with or without a defect, and return the records by case (see `Defect.case`).
+
+    With a defect and without `all_files`, only the files of the cases that must fail are run.
+    """
+    files = [""] if defect is None or all_files else sorted(list_failing_files(defect))
     with tempfile.TemporaryDirectory() as folder:
         records_path = Path(folder) / "records.jsonl"
         environ = dict(os.environ)
@@ -93,7 +103,7 @@ def _run_review(defect: Defect | None, library_folder: Path) -> dict[str, Record
             "-q",
             "--seed=1",
             f"--records={records_path}",
-            str(SUITES / "review"),
+            *(str(SUITES / "review" / file) for file in files),
         ]
         completed = subprocess.run(
             command, env=environ, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, cwd=SUITES.parent
@@ -120,7 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         required=True,
         help="folder with one client library lib<defect>.so for each defect in C++",
     )
-    library_folder = parser.parse_args(arguments).libraries
+    parser.add_argument("--all-files", action="store_true", help="run all cases of the review with each defect")
+    options = parser.parse_args(arguments)
+    library_folder: Path = options.libraries
     native_defects = [defect for defect in DEFECTS.values() if isinstance(defect.injection, NativeDefect)]
     if missing_libraries := [
         _get_library_path(library_folder, defect)
@@ -129,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]:
         print("build these libraries with nox -s review:", *missing_libraries, sep="\n  ")  # noqa: T201
         return 1
-    baseline_records = _run_review(None, library_folder)
+    baseline_records = _run_review(None, library_folder, all_files=True)
     failed_cases = sorted(case for case, record in baseline_records.items() if record.verdict is not Verdict.PASS)
     required_cases = {defect.case for defect in DEFECTS.values()}
     if failed_cases or not required_cases <= baseline_records.keys():
@@ -138,7 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     # A run mostly waits for its peer processes, so four concurrent runs keep two processors busy.
     with ThreadPoolExecutor(max_workers=4) as executor:
-        records_of_each_run = executor.map(lambda defect: _run_review(defect, library_folder), DEFECTS.values())
+        records_of_each_run = executor.map(
+            lambda defect: _run_review(defect, library_folder, all_files=options.all_files), DEFECTS.values()
+        )
         records_by_defect = dict(zip(DEFECTS, records_of_each_run, strict=True))
     outcomes = {name: classify_run(defect, records_by_defect[name]) for name, defect in DEFECTS.items()}
     description_by_finding = {finding.identifier: finding.description for finding in FINDINGS}
