@@ -19,7 +19,7 @@ from gdrkit.safetensors.header import pack_header, parse_header, read_header
 if TYPE_CHECKING:
     from pathlib import Path
 
-FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "5"))
+FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "3"))
 ENTRY_A = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
 ENTRY_B = {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}
 HEADER_TEXT = json.dumps({"a": ENTRY_A}).encode()

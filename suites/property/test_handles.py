@@ -17,7 +17,7 @@ from gdrkit.registration.handle import SHARE_HANDLE_BYTES, ShareHandle, ShareKin
 
 EXAMPLES_COUNT = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
 # 10 s detect regressions. Five minutes (nox -s long) search for unknown defects.
-FUZZ_DURATION_S = float(os.environ.get("GDRKIT_FUZZ_S", "10"))
+FUZZ_DURATION_S = float(os.environ.get("GDRKIT_FUZZ_S", "5"))
 PAGE_BYTES = 4096
 LENGTH_BYTES_MAX = (1 << 63) - 1
 

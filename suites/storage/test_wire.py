@@ -40,7 +40,7 @@ from gdrkit.storage.wire import (
 
 # Number of random examples for each property, and time for the fuzzer.
 EXAMPLE_COUNT = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
-FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "5"))
+FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "3"))
 SUITES = Path(__file__).resolve().parents[1]
 # Each vector has a verdict (right or wrong), a name, and a frame in hexadecimal digits.
 VECTORS = [

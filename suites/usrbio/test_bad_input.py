@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "5"))
+FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "3"))
 # Number of entries of each ring.
 ENTRIES = 8
 # Values of the argument `read` of Ioring.prepare(), which must fit the direction of the ring.

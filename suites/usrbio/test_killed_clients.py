@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-KILLED_CLIENT_COUNT = int(os.environ.get("GDRKIT_KILLED_CLIENTS", "2000"))
+KILLED_CLIENT_COUNT = int(os.environ.get("GDRKIT_KILLED_CLIENTS", "1000"))
 # The first clients start the agent's threads, fill malloc's arenas and grow Python's tables to the size that they keep.
 WARM_UP_CLIENT_COUNT = 200
 # Largest allowed growth of the resident memory of the agent.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic(), host.fuse)
 # Argument of an ioctl that returns a number of four bytes.
 RESULT_BUFFER = bytes(4)
-FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "5"))
+FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "3"))
 
 
 @pytest.fixture(params=["child", "remote"])
