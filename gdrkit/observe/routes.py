@@ -260,7 +260,7 @@ def _decide_file_route(observation: Observation) -> ObservedRoute | None:
         evidence.append(f"nvidia-fs read {rounded_bytes(byte_counts.nvidia_fs_bytes)} directly into GPU memory")
     library_names = _list_library_names(observation)
     route, cause = _decide_host_route(library_names), None
-    if byte_counts.nvidia_fs_bytes >= byte_counts.counted_bytes / 2:
+    if byte_counts.nvidia_fs_bytes and byte_counts.nvidia_fs_bytes >= byte_counts.counted_bytes / 2:
         route = "nvfs"
     elif "cufile" in library_names and byte_counts.storage_bytes >= byte_counts.read_bytes / 2:
         # Most bytes came from the storage device, not from the page cache, so cuFile may have read them peer to peer.

@@ -75,17 +75,20 @@ class AccessCounter:
             count_by_name, self._count_by_name, self._unwritten_access_count = self._count_by_name, Counter(), 0
         if not count_by_name:
             return
+        unwritten_counts = dict(count_by_name)
         try:
-            unknown_names = self._catalogue.add_accesses(count_by_name)
-            if new_file_counts := {name: count_by_name[name] for name in unknown_names if self._try_record_file(name)}:
-                self._catalogue.add_accesses(new_file_counts)
+            unknown_names = self._catalogue.add_accesses(unwritten_counts)
+            unwritten_counts = {name: count_by_name[name] for name in unknown_names}
+            unwritten_counts = {name: count for name, count in unwritten_counts.items() if self._try_record_file(name)}
+            if unwritten_counts:
+                self._catalogue.add_accesses(unwritten_counts)
         except ApiError as error:
             _log.warning(
-                "the accesses to %d files could not be written to the catalogue: %s", len(count_by_name), error
+                "the accesses to %d files could not be written to the catalogue: %s", len(unwritten_counts), error
             )
             if error.reason is Reason.BUSY:
                 with self._lock:
-                    self._count_by_name.update(count_by_name)
+                    self._count_by_name.update(unwritten_counts)
                     # Readers must not wait for the lock at every access, so the next attempt comes later.
                     self._flush_threshold *= 2
         else:
@@ -113,10 +116,18 @@ class AccessCounter:
             os.close(descriptor)
 
     def _try_record_file(self, name: str) -> bool:
-        """Add a file that is not in the catalogue yet. Return whether a tier has the file."""
+        """Add a file that is not in the catalogue yet. Return whether a tier has the file.
+
+        Raises
+        ------
+        ApiError
+            ``BUSY``: another process has locked the catalogue.
+        """
         try:
             self._record_file(name)
         except ApiError as error:
+            if error.reason is Reason.BUSY:
+                raise
             _log.debug("the accesses to %r are not counted: %s", name, error)
             return False
         return True

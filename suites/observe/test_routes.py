@@ -159,8 +159,10 @@ def test_wrong_pcie_bytes_make_a_file_unproven(gpu: GpuTraffic, cause: str) -> N
     assert cause in (route.cause or "")
 
 
-def test_mapped_file_is_unproven() -> None:
-    route = derive_routes_by_name(make_reader("torch", read_bytes=MIB, mapped_file_bytes=GIB), gpus=(GPU,))["posix"]
+@pytest.mark.parametrize("read_bytes", [0, MIB])
+def test_mapped_file_is_unproven(read_bytes: int) -> None:
+    reader = make_reader("torch", read_bytes=read_bytes, mapped_file_bytes=GIB)
+    route = derive_routes_by_name(reader, gpus=(GPU,))["posix"]
     assert route.outcome is RouteOutcome.UNPROVEN
     assert "were mapped" in (route.cause or "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -15,6 +16,7 @@ from support.tier_world import create_file, read_contents
 
 from gdrkit.errors import Api, ApiError, Reason
 from gdrkit.tiers import Configuration, FindingKind, Phase, TierFinding, TierManager
+from gdrkit.tiers.accesses import AccessCounter
 from gdrkit.tiers.heat import heat
 
 if TYPE_CHECKING:
@@ -290,3 +292,26 @@ def test_retired_file_without_a_record_is_kept_and_reported(configuration: Confi
         assert list_finding_kinds(list(manager.recovery_findings)) == [FindingKind.KEPT]
         assert list_finding_kinds(manager.check()) == [FindingKind.KEPT]
     assert (gdrkit_folder / "kept" / "0123").read_bytes() == b"the last of its kind"
+
+
+def test_catalogue_locked_for_new_files_counts_accesses_once(configuration: Configuration) -> None:
+    with TierManager(configuration) as manager:
+        for name in ("known", "new"):
+            create_file(manager, name, 100, seed=1)
+        known_accesses = manager.find("known").accesses
+        manager.catalogue.remove("new")
+        with contextlib.ExitStack() as lock:
+
+            def record_file(name: str) -> None:
+                manager.find(name)
+                lock.enter_context(lock_catalogue(configuration))
+
+            with contextlib.closing(AccessCounter(manager.catalogue, record_file=record_file)) as access_counter:
+                access_counter.count("known", 3)
+                access_counter.count("new", 5)
+                # The accesses to the known file are written. Then the catalogue is locked.
+                access_counter.flush()
+                lock.close()
+                access_counter.flush()
+        assert manager.find("known").accesses == known_accesses + 3
+        assert manager.find("new").accesses == 5
