@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from qualify.child_pytest import ChildRun, run_cases
 from support.json_schema import JSONSCHEMA, find_violations
+from support.records import make_facts
 
 from gdrkit.errors import Api
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import gaudi as gaudi_needs
 from gdrkit.harness.needs import needs, software
 from gdrkit.harness.needs import verbs as verbs_needs
 from gdrkit.install_paths import install_paths
+from gdrkit.inventory import CudaFacts
+from gdrkit.inventory.gaudi import GaudiFacts
+from gdrkit.registration import FlushOption
 from gdrkit.report import Verdict
 from gdrkit.serialization import to_json_data
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from gdrkit.harness.needs import Need
     from gdrkit.inventory import Facts
 
 CASES = '''
@@ -136,6 +144,24 @@ def test_kills_its_peer(peer):
         peer.open_nic()
 '''
 NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA), verbs_needs.nic())
+
+
+DEVICE_NEEDS = [
+    cuda_needs.device(),
+    cuda_needs.dmabuf_export,
+    cuda_needs.flush(FlushOption.HOST),
+    cuda_needs.ordered_writes,
+    gaudi_needs.device(),
+    gaudi_needs.mapped_memory,
+    gaudi_needs.physical_memory,
+]
+
+
+@pytest.mark.parametrize("need", DEVICE_NEEDS, ids=lambda need: need.name)
+def test_need_of_a_device_is_not_met_without_devices(need: Need) -> None:
+    cuda_facts = CudaFacts(driver_version="13.0", devices=(), libraries=())
+    facts = replace(make_facts(), cuda=cuda_facts, gaudi=GaudiFacts(devices=(), libraries=()))
+    assert need.check(facts)
 
 
 @pytest.fixture(scope="module")

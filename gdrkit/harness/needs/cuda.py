@@ -66,6 +66,8 @@ class _Flush:
     def check(self, facts: Facts) -> str | None:
         if facts.cuda is None:
             return reason_without_facts("cuda", facts.cuda_failure)
+        if not facts.cuda.devices:
+            return "no CUDA device"
         return next(
             (
                 f"device {cuda_device.index} has no flush option {self.option.name}"
@@ -83,6 +85,8 @@ class _OrderedWrites:
     def check(self, facts: Facts) -> str | None:
         if facts.cuda is None:
             return reason_without_facts("cuda", facts.cuda_failure)
+        if not facts.cuda.devices:
+            return "no CUDA device"
         return next(
             (
                 f"device {cuda_device.index} sees writes of NICs only after a flush"

@@ -37,6 +37,8 @@ class _MappedMemory:
     def check(self, facts: Facts) -> str | None:
         if facts.gaudi is None:
             return reason_without_facts("hlthunk", facts.gaudi_failure)
+        if not facts.gaudi.devices:
+            return "no Gaudi"
         first_generation_devices = [device for device in facts.gaudi.devices if device.generation == "gaudi"]
         return (
             "the memory of a first-generation Gaudi is not mapped by its driver" if first_generation_devices else None
