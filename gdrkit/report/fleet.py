@@ -165,7 +165,10 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
         )
         for host_run in latest_runs
     ]
-    hosts += [Host(name=folder, folder=folder, error=error) for folder, error in unreadable_folders]
+    hosts += [
+        Host(name=folder, folder=os.path.relpath(path / folder, output_folder), error=error)
+        for folder, error in unreadable_folders
+    ]
     # Hosts that need attention come first.
     hosts.sort(
         key=lambda host: (_rank_urgency(host), not (host.slow or host.differs), _make_natural_sort_key(host.name))

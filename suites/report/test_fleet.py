@@ -46,7 +46,7 @@ try:
     fleet = render_fleet(Path(sys.argv[1]), Path(sys.argv[2]))
 except SetupMissing as error:
     sys.exit(f"{error.operation} {error.status_name} {error.arguments['path']}")
-print(*(host.name for host in fleet.hosts), *fleet.problems, sep="\\n")
+print(*(f"{host.name} {host.folder}" for host in fleet.hosts), *fleet.problems, sep="\\n")
 """
 
 
@@ -290,8 +290,8 @@ def test_unreadable_run_is_a_row_and_unreadable_fleet_an_error() -> None:
         output_folder.chmod(0o777)
         completed = run_program(RENDER_FLEET_UNPRIVILEGED, str(folder / "fleet"), str(output_folder))
         assert completed.returncode == 0, completed.stderr
-        *names, problem = completed.stdout.splitlines()
-        assert names == ["private", "good"]
+        *names_and_folders, problem = completed.stdout.splitlines()
+        assert names_and_folders == ["private ../fleet/private", "good ../fleet/good"]
         assert problem.startswith("private: ")
         assert "EACCES" in problem
         (folder / "fleet").chmod(0o700)

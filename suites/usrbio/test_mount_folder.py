@@ -153,6 +153,12 @@ def test_mount_without_the_right_to_write_is_eacces() -> None:
     assert result.stdout.startswith(f"mkdir {errno.EACCES} NO_PERMISSION give this user the right"), result.stderr
 
 
+def test_missing_mount_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SetupMissing, match="create the folder") as error_info:
+        AgentMount(tmp_path / "missing")
+    assert (error_info.value.errno, error_info.value.reason) == (errno.ENOENT, Reason.OTHER)
+
+
 def test_agent_folder_is_removed_at_close(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()

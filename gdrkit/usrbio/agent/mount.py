@@ -50,6 +50,12 @@ _RECORDS_FOLDER = "publications"
 # Mode of the folders that the clients of a shared agent use. A client can open a file in them whose name it knows, but
 # only the agent can list them.
 _SHARED_FOLDER_MODE = 0o711
+_REASON_BY_ERRNO = {
+    errno.EBUSY: Reason.BUSY,
+    errno.EACCES: Reason.NO_PERMISSION,
+    errno.EPERM: Reason.NO_PERMISSION,
+    errno.EROFS: Reason.NO_PERMISSION,
+}
 # Names of the links to the submit semaphores, high priority first.
 _SEMAPHORE_LINKS = ("submit-ios.ph", "submit-ios", "submit-ios.pl")
 _SEMAPHORE_PATH = re.compile(r"/dev/shm/sem\.(hf3fs-submit-ios\.[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")  # noqa: S108
@@ -249,9 +255,9 @@ class AgentMount:
         except SetupMissing:
             raise
         except OSError as error:
-            raise _make_mount_error(
-                "mkdir", error, self.virtual_folder, "give this user the right to write to the mount"
-            ) from error
+            is_missing = error.errno == errno.ENOENT
+            what_to_do = "create the folder" if is_missing else "give this user the right to write to the mount"
+            raise _make_mount_error("mkdir", error, self.virtual_folder, what_to_do) from error
         self.virtual_fd = private_folder.fd
         try:
             lock_fd = private_folder.lock(_AGENT_LOCK)
@@ -352,6 +358,6 @@ def _make_mount_error(operation: str, error: OSError, path: Path, what_to_do: st
         status_name=errno_name(error_number),
         errno=error_number,
         arguments={"path": str(path)},
-        reason=Reason.BUSY if error_number == errno.EBUSY else Reason.NO_PERMISSION,
+        reason=_REASON_BY_ERRNO.get(error_number, Reason.OTHER),
         what_to_do=what_to_do,
     )
