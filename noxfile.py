@@ -38,7 +38,7 @@ from automation.gdrkit_commands import (
     list_suite_parts,
     make_pytest_command,
     make_twin_command,
-    plan_sessions,
+    read_session_plans,
     run_suites,
 )
 from automation.lint import LINT_REQUIREMENTS, check_cpp, check_style
@@ -108,18 +108,18 @@ def lint(session: nox.Session) -> None:
     """Check style and format with ruff and clang-format, and the C++ code of the product with clang-tidy. With
     `-- --fix`, ruff and clang-format correct what they can.
     """
-    tools = ensure_environment("lint", python=find_interpreter()[0], requirements=LINT_REQUIREMENTS)
+    tools_bin = ensure_environment("lint", python=find_interpreter()[0], requirements=LINT_REQUIREMENTS)
     system_packages.install_packages(system_packages.find_missing_build_packages(find_interpreter()[0]))
-    fail_unless_zero(session, [*check_style(tools, fix="--fix" in session.posargs), *check_cpp(tools)])
+    fail_unless_zero(session, [*check_style(tools_bin, fix="--fix" in session.posargs), *check_cpp(tools_bin)])
 
 
 @nox.session
 def types(session: nox.Session) -> None:
     """Check the types of all Python code of the project with mypy --strict."""
     run_bin = builds.prepare_run(with_twins=False, with_native_parts=False)
-    tools = ensure_environment("types", python=find_interpreter()[0], requirements=TYPES_REQUIREMENTS)
+    tools_bin = ensure_environment("types", python=find_interpreter()[0], requirements=TYPES_REQUIREMENTS)
     options = ["--num-workers=auto", "--python-executable", str(run_bin / "python")]
-    fail_unless_zero(session, [call([str(tools / "mypy"), *options, *session.posargs])])
+    fail_unless_zero(session, [call([str(tools_bin / "mypy"), *options, *session.posargs])])
 
 
 @nox.session
@@ -143,9 +143,11 @@ def long(session: nox.Session) -> None:
     exit_codes = builds.check_native({"release": True, "tsan": True})
     # These wheels are built without the precompiled header and without unity builds, so that a file that lacks an
     # include fails to compile.
-    wheel = [str(run_bin / "pip"), "wheel", "--quiet", "--no-deps", "-C", "cmake.define.GDRKIT_PRECOMPILE=OFF"]
-    wheel += ["-C", "cmake.define.CMAKE_UNITY_BUILD=OFF"]
-    exit_codes += [call([*wheel, "-w", str(ROOT / "build" / "alone"), str(tree)]) for tree in (ROOT, builds.TWINS)]
+    pip_wheel = [str(run_bin / "pip"), "wheel", "--quiet", "--no-deps", "-C", "cmake.define.GDRKIT_PRECOMPILE=OFF"]
+    pip_wheel += ["-C", "cmake.define.CMAKE_UNITY_BUILD=OFF"]
+    exit_codes += [
+        call([*pip_wheel, "-w", str(ROOT / "build" / "alone"), str(folder)]) for folder in (ROOT, builds.TWINS_FOLDER)
+    ]
     exit_codes.append(_run_review(run_bin, "--all-files"))
     for seed in long_run.SEEDS:
         command = [*make_pytest_command(run_bin), *ALL_CASES, "-q", *session.posargs]
@@ -191,7 +193,7 @@ def mutants(session: nox.Session) -> None:
     mutmut_python = (
         ensure_environment("mutants", python=find_interpreter()[0], requirements=MUTANTS_REQUIREMENTS) / "python"
     )
-    tools = builds.ensure_build_tools()
+    tools_bin = builds.ensure_build_tools()
     program = [
         str(run_bin / "python"),
         "-m",
@@ -199,14 +201,14 @@ def mutants(session: nox.Session) -> None:
         "--operators",
         str(mutmut_python),
         "--tools",
-        str(tools),
+        str(tools_bin),
     ]
     exit_unless_zero(call([*program, *session.posargs], environ=prepend_to_pythonpath(ROOT / "suites")))
 
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Measure the overhead of gdrkit, next to other software in the same run. -- --records FILE keeps the numbers."""
+    """Measure the overhead of gdrkit, next to other software in the same run. -- --records FILE stores the numbers."""
     run_bin = builds.prepare_run(with_twins=True)
     programs = builds.build_bench_programs()
     # With the default file size of 4 GiB, the storage benchmarks would take more than nine minutes on the twins, and
@@ -236,7 +238,7 @@ def hardware(session: nox.Session) -> None:
         sys.exit(NOTHING_PROVEN)
     print_line("hardware: " + ", ".join(itertools.chain(*hardware_by_api.values())))
     run_bin = builds.prepare_run(with_twins=bool(missing_apis))
-    for name, session_plan in plan_sessions(run_bin).items():
+    for name, session_plan in read_session_plans(run_bin).items():
         print_line(f"nox -s {name}: {'runs' if session_plan['fits'] else 'does not run'}: {session_plan['why']}")
         if session_plan["fits"]:
             session.notify(name, posargs=[*session_plan["arguments"], *session.posargs])
@@ -271,9 +273,9 @@ def lab(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def peers(session: nox.Session) -> None:
-    """Run stock RDMA programs of Debian and PyPI on the software twins, as their users run them, and print which work:
-    -- [--only TEXT] [--records FILE]. With --lab, the programs also run on the Soft-RoCE of a real kernel. -- cuda runs
-    programs with GPU memory, whose packages take six gigabytes.
+    """Run stock RDMA programs of Debian and PyPI on the software twins, as their users run them, and print which work.
+    Options: -- [--only TEXT] [--records FILE]. With --lab, the programs also run on the Soft-RoCE of a real kernel.
+    -- cuda runs programs with GPU memory, whose packages take six gigabytes.
     """
     os.environ["PATH"] = make_path_with_sbin()
     if session.posargs[:1] == ["cuda"]:
@@ -291,18 +293,20 @@ def peers(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bundle(session: nox.Session) -> None:
-    """Prepare a folder for a machine with GPUs and no package registry: -- --python 3.12 --output build/bundle. On that
-    machine, `python3 build/bundle/gpu.py` or `nox -s gpu` runs the cases. With --extras FOLDER, the wheels of kvikio
-    and numpy are taken from that folder if no registry has them.
+    """Prepare a folder for a machine with GPUs and no package registry. Options: -- --python 3.12
+    --output build/bundle. On that machine, `python3 build/bundle/gpu.py` or `nox -s gpu` runs the cases. With --extras
+    FOLDER, pip also looks in that folder for the wheels of kvikio, numpy and the loaders of model files.
     """
     arguments = iter(session.posargs)
     options = {name.removeprefix("--"): next(arguments, "") for name in arguments}
     if not options.keys() <= {"python", "output", "extras"} or not all(options.values()):
         print_line("usage: nox -s bundle -- [--python VERSION_OR_PATH] [--output FOLDER] [--extras FOLDER]")
         sys.exit(WRONG_USAGE)
-    extras = Path(options["extras"]).resolve() if "extras" in options else None
-    output = Path(options.get("output", ROOT / "build" / "bundle"))
-    fill_bundle(python=options.get("python", "3.12"), output=output, extras=extras)
+    extra_wheels_folder = Path(options["extras"]).resolve() if "extras" in options else None
+    bundle_folder = Path(options.get("output", ROOT / "build" / "bundle"))
+    fill_bundle(
+        python=options.get("python", "3.12"), bundle_folder=bundle_folder, extra_wheels_folder=extra_wheels_folder
+    )
 
 
 @nox.session(default=False)
@@ -366,8 +370,8 @@ def docs(session: nox.Session) -> None:
     """
     run_bin = builds.prepare_run(with_twins=True)
     builds.build_wheel()
-    names = ("documents", "examples", "reference", "sharing_doc", "snippets", "wheel")
-    cases_of_documents = [f"suites/meta/test_{name}.py" for name in names]
+    test_names = ("documents", "examples", "reference", "sharing_doc", "snippets", "wheel")
+    cases_of_documents = [f"suites/meta/test_{name}.py" for name in test_names]
     exit_codes = [
         build_site(run_bin),
         call([*make_pytest_command(run_bin), "-rP", *cases_of_documents, *session.posargs]),

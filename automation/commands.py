@@ -22,9 +22,9 @@ __all__ = [
     "SETUP_MISSING",
     "WRONG_USAGE",
     "call",
-    "exit_setup_missing",
     "exit_unless_zero",
     "exit_with_pytest_code",
+    "exit_with_setup_error",
     "fail_unless_zero",
     "get_output",
     "prepend_to_path",
@@ -50,8 +50,8 @@ def print_line(line: str) -> None:
     print(line, flush=True)
 
 
-def exit_setup_missing(line: str) -> NoReturn:
-    """Print what is missing and exit from nox with code 3."""
+def exit_with_setup_error(line: str) -> NoReturn:
+    """Print what is missing or wrong, and exit from nox with code 3."""
     print_line(line)
     sys.exit(SETUP_MISSING)
 
@@ -66,8 +66,9 @@ def call(
 ) -> int:
     """Print the first `printed_words_max` words of a command, run it and return its exit code.
 
-    The command runs in `folder`, with the variables of nox and of `environ`. With `progress_period_s`, this function
-    prints in each period how long the command has been running. This is meant for a command that prints nothing itself.
+    The command runs in `folder`, with the environment variables of nox and of `environ`. If `progress_period_s` is set,
+    for a command that prints nothing itself, this function prints at that interval how long the command has been
+    running.
     """
     shown_command = [os.path.relpath(word, ROOT) if word.startswith(f"{ROOT}/") else word for word in command]
     print_line(
@@ -93,7 +94,7 @@ def call(
 def run_or_exit(command: Sequence[str], *, environ: dict[str, str] | None = None, folder: Path = ROOT) -> None:
     """Run a command of the set-up, and exit from nox with code 3 if it fails."""
     if call(command, environ=environ, folder=folder, progress_period_s=_PROGRESS_PERIOD_S) != 0:
-        exit_setup_missing("The set-up failed; the output above says why.")
+        exit_with_setup_error("The set-up failed; the output above says why.")
 
 
 def get_output(command: Sequence[str]) -> str:
@@ -103,9 +104,9 @@ def get_output(command: Sequence[str]) -> str:
     return ""
 
 
-def prepend_to_path(tools: Path) -> dict[str, str]:
-    """Return a PATH for child processes on which the programs in the folder `tools` are found first."""
-    return {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+def prepend_to_path(folder: Path) -> dict[str, str]:
+    """Return a PATH for child processes on which the programs in `folder` are found first."""
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
 
 def prepend_to_pythonpath(folder: Path) -> dict[str, str]:
@@ -114,7 +115,10 @@ def prepend_to_pythonpath(folder: Path) -> dict[str, str]:
 
 
 def exit_unless_zero(code: int) -> None:
-    """Exit from nox with `code` unless it is 0. After a failure of the session, nox itself would exit with code 1."""
+    """Exit from nox with `code` unless it is 0.
+
+    A session that fails without this function makes nox exit with code 1, whatever `code` is.
+    """
     if code:
         sys.exit(code)
 

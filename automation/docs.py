@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from automation.builds import BROWSERS, ensure_playwright
+from automation.builds import BROWSER_PROGRAMS, ensure_playwright
 from automation.commands import ROOT, call, prepend_to_pythonpath, print_line
 from automation.environments import ensure_environment
 from automation.machine import find_interpreter
@@ -40,7 +40,7 @@ def build_site(run_bin: Path) -> int:
 def take_pictures(run_bin: Path, report_page: Path) -> int:
     """Take the pictures of the README from a report page, for docs/pictures. Return 0 or the exit code."""
     environ = ensure_playwright()
-    browser_program = next(filter(None, map(shutil.which, BROWSERS)))
+    browser_program = next(filter(None, map(shutil.which, BROWSER_PROGRAMS)))
     pictures_folder = ROOT / "docs" / "pictures"
     command = [str(run_bin / "python"), "-m", "automation.site.pictures"]
     command += [str(browser_program), str(report_page), str(pictures_folder)]

@@ -9,18 +9,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automation.commands import ROOT, call, exit_setup_missing, print_line, run_or_exit
+from automation.commands import ROOT, call, exit_with_setup_error, print_line, run_or_exit
 from automation.machine import python_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["BUILD_CONSTRAINTS", "ENVIRONMENTS", "compute_digest", "ensure_environment", "lock_environments"]
+__all__ = ["BUILD_CONSTRAINT_VARIABLES", "ENVIRONMENTS", "compute_digest", "ensure_environment", "lock_environments"]
 
 ENVIRONMENTS = ROOT / ".nox"
-# The constraints limit Cython, because pyverbs 59.0 does not build with later releases. pip since 25.3
-# reads PIP_BUILD_CONSTRAINT, and an older pip reads PIP_CONSTRAINT.
-BUILD_CONSTRAINTS = dict.fromkeys(
+# Environment variables that name a file of constraints for pip. The file limits the version of Cython, because pyverbs
+# 59.0 does not build with later releases. pip since 25.3 reads PIP_BUILD_CONSTRAINT, and an older pip reads
+# PIP_CONSTRAINT.
+BUILD_CONSTRAINT_VARIABLES = dict.fromkeys(
     ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), str(ROOT / ".ci" / "build-constraints.txt")
 )
 
@@ -50,11 +51,12 @@ def ensure_environment(
         if not _has_digest(digest_file, expected_digest):
             print_line(f"making the environment {folder.relative_to(ROOT)}")
             if Path(sys.prefix) == folder:
-                exit_setup_missing(
-                    f"nox runs in {folder.relative_to(ROOT)} and cannot replace that environment. Use another nox."
+                exit_with_setup_error(
+                    f"nox runs in {folder.relative_to(ROOT)} and cannot replace that environment. "
+                    "Start nox from another environment."
                 )
             run_or_exit([sys.executable, "-m", "virtualenv", "--quiet", "--clear", "--python", python, str(folder)])
-            run_or_exit([*pip_install, *requirements], environ=BUILD_CONSTRAINTS)
+            run_or_exit([*pip_install, *requirements], environ=BUILD_CONSTRAINT_VARIABLES)
             digest_file.write_text(expected_digest)
         if optional_requirements and not _has_digest(optional_digest_file, expected_digest):
             if call([*pip_install, "--no-deps", *optional_requirements]) == 0:
@@ -72,8 +74,8 @@ def _has_digest(digest_file: Path, expected_digest: str) -> bool:
 def lock_environments() -> Iterator[None]:
     """Hold the lock that lets only one nox at a time change the environments and builds of this tree."""
     ENVIRONMENTS.mkdir(exist_ok=True)
-    with (ENVIRONMENTS / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with (ENVIRONMENTS / "lock").open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         yield
 
 

@@ -13,8 +13,8 @@ from automation.commands import (
     ROOT,
     SETUP_MISSING,
     call,
-    exit_setup_missing,
     exit_with_pytest_code,
+    exit_with_setup_error,
     fail_unless_zero,
     get_output,
     print_line,
@@ -32,7 +32,7 @@ __all__ = [
     "list_suite_parts",
     "make_pytest_command",
     "make_twin_command",
-    "plan_sessions",
+    "read_session_plans",
     "run_suites",
 ]
 
@@ -49,15 +49,15 @@ _SLOWEST_SUITES_FIRST = (
 _SLOWEST_META_FIRST = ("test_snippets", "test_wheel", "test_second_library", "test_project_rules", "test_examples")
 
 
-def plan_sessions(run_bin: Path) -> dict[str, dict[str, Any]]:
+def read_session_plans(run_bin: Path) -> dict[str, dict[str, Any]]:
     """Return, for each nox session that tests hardware, what `gdrkit plan --json` prints about it.
 
     The entry of a session has the arguments of the session, and says whether the session fits this machine and why.
     """
-    plan = get_output([str(run_bin / "gdrkit"), "plan", "--json"])
-    if not plan:
-        exit_setup_missing(f"`{run_bin / 'gdrkit'} plan --json` printed nothing; run it to see why.")
-    sessions: dict[str, dict[str, Any]] = json.loads(plan)["sessions"]
+    plan_json = get_output([str(run_bin / "gdrkit"), "plan", "--json"])
+    if not plan_json:
+        exit_with_setup_error(f"`{run_bin / 'gdrkit'} plan --json` printed nothing; run it to see why.")
+    sessions: dict[str, dict[str, Any]] = json.loads(plan_json)["sessions"]
     return {name: entry for name, entry in sessions.items() if entry["hardware"]}
 
 
@@ -87,7 +87,7 @@ def run_suites(
     *launcher: str,
     measures_coverage: bool = False,
 ) -> None:
-    """Run the cases of each part in a separate process, several at the same time, and report the failures.
+    """Run each part, a group of case files, in a separate process, several at the same time, and report the failures.
 
     If the setup of a part is missing (code 3) or pytest refuses an option (code 4), nox ends with 3 or 2. If a part
     failed for another reason, the session fails, and nox continues with the next session.
@@ -104,7 +104,7 @@ def run_suites(
         module_and_options = ["-m", "coverage", "run", *_COVERAGE_OPTIONS, *module_and_options]
     command_prefix = [*launcher, python, *module_and_options]
     parts = [Part(name, (*command_prefix, "-q", *map(str, paths))) for name, paths in paths_by_part.items()]
-    code_by_part = call_side_by_side(parts, jobs=choose_job_count())
+    code_by_part = call_side_by_side(parts, jobs_max=choose_job_count())
     if measures_coverage:
         _print_coverage(run_bin)
     for name, code in code_by_part.items():

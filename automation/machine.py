@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from automation.commands import exit_setup_missing
+from automation.commands import exit_with_setup_error
 from gdrkit.remedies import package_manager, system_install
 
 __all__ = [
@@ -28,9 +28,9 @@ PYTHON_VERSION_MIN = (3, 11)
 
 
 def find_hardware() -> dict[str, list[str]]:
-    """Return, for each API, one text for each driver or device that sysfs and procfs show.
+    """Return the names of the drivers and devices that sysfs and procfs show, by API: verbs, cuda and hlthunk (Gaudi).
 
-    All lists are empty on a machine without RDMA devices and GPUs.
+    All lists are empty on a machine without RDMA devices, GPUs and Gaudi accelerators.
     """
     nics = [f"RDMA device {path.name}" for path in sorted(Path("/sys/class/infiniband").glob("*"))]
     gpus = ["the NVIDIA driver"] if Path("/proc/driver/nvidia/version").exists() else []
@@ -75,7 +75,9 @@ def find_interpreter() -> tuple[str, bool]:
         (python for python in (base_python, *other_pythons) if python_version(python) >= PYTHON_VERSION_MIN), None
     )
     if candidate is None:
-        exit_setup_missing(f"gdrkit needs Python 3.11 or newer, and this machine has none: {system_install('python3')}")
+        exit_with_setup_error(
+            f"gdrkit needs Python 3.11 or newer, and this machine has none: {system_install('python3')}"
+        )
     return candidate, True
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from automation.builds import PYVERBS_REQUIREMENT, ensure_build_tools
 from automation.commands import prepend_to_path, run_or_exit
-from automation.environments import BUILD_CONSTRAINTS, ENVIRONMENTS, ensure_environment, lock_environments
+from automation.environments import BUILD_CONSTRAINT_VARIABLES, ENVIRONMENTS, ensure_environment, lock_environments
 from automation.machine import find_interpreter
 from automation.system_packages import find_missing_build_packages, find_missing_pyverbs_packages, install_packages
 
@@ -42,7 +42,7 @@ _CUDA_REQUIREMENTS_WITHOUT_DEPENDENCIES = (
 _RDMA_CORE = Path("rdma-core")
 _RDMA_CORE_TESTS = _RDMA_CORE / "tests"
 # The libraries that pyverbs needs on Soft-RoCE.
-_LIBRARIES = ("libibverbs.so", "librdmacm.so", "libmlx5.so", "libefa.so")
+_RDMA_CORE_LIBRARIES = ("libibverbs.so", "librdmacm.so", "libmlx5.so", "libefa.so")
 # The provider library of Soft-RoCE.
 _PROVIDER_LIBRARY = f"librxe-rdmav{PYVERBS_REQUIREMENT.partition('==')[2].partition('.')[0]}.so"
 
@@ -88,24 +88,26 @@ def _install_pyverbs(bin_folder: Path, tests_folder: Path, libraries_folder: Pat
     tests are copied.
     """
     build_folder = ENVIRONMENTS / "peers-build"
-    tools = ensure_build_tools()
+    tools_bin = ensure_build_tools()
     pip_install = [str(bin_folder / "pip"), "install", "--quiet", "--no-clean", "--no-cache-dir", "--force-reinstall"]
     with lock_environments():
         shutil.rmtree(build_folder, ignore_errors=True)
         build_folder.mkdir()
-        environ = {**BUILD_CONSTRAINTS, "TMPDIR": str(build_folder)}
+        environ = {**BUILD_CONSTRAINT_VARIABLES, "TMPDIR": str(build_folder)}
         run_or_exit([*pip_install, "--no-binary", "pyverbs", PYVERBS_REQUIREMENT], environ=environ)
-        source = next(path for path in build_folder.glob("pip-*/*") if (path / _RDMA_CORE_TESTS).is_dir())
-        shutil.copytree(source / _RDMA_CORE_TESTS, tests_folder, dirs_exist_ok=True)
+        source_folder = next(path for path in build_folder.glob("pip-*/*") if (path / _RDMA_CORE_TESTS).is_dir())
+        shutil.copytree(source_folder / _RDMA_CORE_TESTS, tests_folder, dirs_exist_ok=True)
         if libraries_folder is not None:
-            _build_libraries(source / _RDMA_CORE, libraries_folder, tools)
+            _build_libraries(source_folder / _RDMA_CORE, libraries_folder, tools_bin)
         shutil.rmtree(build_folder)
 
 
-def _build_libraries(source: Path, folder: Path, tools: Path) -> None:
-    """Build rdma-core's libraries in `folder`/lib. With IN_PLACE, the libraries search for providers there."""
-    environ = prepend_to_path(tools)
+def _build_libraries(source_folder: Path, build_folder: Path, tools_bin: Path) -> None:
+    """Build rdma-core's libraries in `build_folder`/lib. With IN_PLACE, the libraries search for providers there."""
+    environ = prepend_to_path(tools_bin)
     options = ("-GNinja", "-DCMAKE_BUILD_TYPE=Release", "-DIN_PLACE=1", "-DNO_PYVERBS=1", "-DNO_MAN_PAGES=1")
-    run_or_exit([str(tools / "cmake"), *options, "-S", str(source), "-B", str(folder)], environ=environ)
-    targets = [f"lib/{name}" for name in (*_LIBRARIES, _PROVIDER_LIBRARY)]
-    run_or_exit([str(tools / "ninja"), "-C", str(folder), *targets], environ=environ)
+    run_or_exit(
+        [str(tools_bin / "cmake"), *options, "-S", str(source_folder), "-B", str(build_folder)], environ=environ
+    )
+    targets = [f"lib/{name}" for name in (*_RDMA_CORE_LIBRARIES, _PROVIDER_LIBRARY)]
+    run_or_exit([str(tools_bin / "ninja"), "-C", str(build_folder), *targets], environ=environ)

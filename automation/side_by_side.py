@@ -33,7 +33,7 @@ class Part:
 class _RunningCommand:
     part: Part
     process: subprocess.Popen[bytes]
-    output: BinaryIO
+    output_file: BinaryIO
     start_s: float
 
     @property
@@ -50,23 +50,23 @@ def choose_job_count() -> int:
     return min(2 * (os.cpu_count() or 1), _JOBS_MAX)
 
 
-def call_side_by_side(parts: Sequence[Part], *, jobs: int) -> dict[str, int]:
-    """Start the commands in the given order, at most `jobs` at the same time, and return their exit codes by name.
+def call_side_by_side(parts: Sequence[Part], *, jobs_max: int) -> dict[str, int]:
+    """Start the commands in the given order, at most `jobs_max` at the same time, and return their exit codes by name.
 
     The output of a command is printed when it ends. If no command ends for 30 s, a line names the running commands.
     """
     waiting_parts, running_commands, exit_codes = list(parts), list[_RunningCommand](), dict[str, int]()
-    print_line(f"{len(parts)} parts, {jobs} at a time")
+    print_line(f"{len(parts)} parts, {jobs_max} at a time")
     last_print_time_s = time.monotonic()
     try:
         while waiting_parts or running_commands:
-            while waiting_parts and len(running_commands) < jobs:
+            while waiting_parts and len(running_commands) < jobs_max:
                 running_commands.append(_start(waiting_parts.pop(0)))
             ended_commands = [command for command in running_commands if command.process.poll() is not None]
             for command in ended_commands:
                 running_commands.remove(command)
                 exit_codes[command.part.name] = command.process.returncode
-                _print_output(command, position=f"{len(exit_codes)} of {len(parts)}")
+                _print_output(command, progress_text=f"{len(exit_codes)} of {len(parts)}")
             if ended_commands:
                 last_print_time_s = time.monotonic()
             elif time.monotonic() - last_print_time_s >= _PROGRESS_PERIOD_S:
@@ -80,22 +80,22 @@ def call_side_by_side(parts: Sequence[Part], *, jobs: int) -> dict[str, int]:
         for command in running_commands:
             command.process.terminate()
             command.process.wait()
-            command.output.close()
+            command.output_file.close()
     return exit_codes
 
 
 def _start(part: Part) -> _RunningCommand:
-    output = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed when the command has ended.
+    output_file = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed when the command has ended.
     process = subprocess.Popen(
-        part.command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        part.command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output_file, stderr=subprocess.STDOUT
     )
-    return _RunningCommand(part, process, output, time.monotonic())
+    return _RunningCommand(part, process, output_file, time.monotonic())
 
 
-def _print_output(command: _RunningCommand, *, position: str) -> None:
-    with command.output as output:
-        output.seek(0)
-        text = output.read().decode(errors="replace").rstrip()
+def _print_output(command: _RunningCommand, *, progress_text: str) -> None:
+    with command.output_file as output_file:
+        output_file.seek(0)
+        text = output_file.read().decode(errors="replace").rstrip()
     code = command.process.returncode
-    print_line(f"---- {command.part.name}: exit code {code} after {command.elapsed_s:.0f} s ({position})")
+    print_line(f"---- {command.part.name}: exit code {code} after {command.elapsed_s:.0f} s ({progress_text})")
     print_line(text)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automation.commands import call, exit_setup_missing, get_output, print_line
+from automation.commands import call, exit_with_setup_error, get_output, print_line
 from automation.machine import SYSTEM_PYTHON, make_path_with_sbin, python_version
 from gdrkit.remedies import OS_RELEASE, package_manager, package_names
 
@@ -124,14 +124,14 @@ def install_packages(packages: Sequence[str], *, os_release: Path = OS_RELEASE) 
             f"This machine has a vendor's RDMA stack ({vendor_stack}). {manager} might replace parts of it and is not "
             "called."
         )
-        exit_setup_missing(
+        exit_with_setup_error(
             "Install the missing packages from the vendor's repository, then try again: " + " ".join(names)
         )
     if not shutil.which(manager):
-        exit_setup_missing(f"{manager} is not installed. Install these packages, then try again: " + " ".join(names))
+        exit_with_setup_error(f"{manager} is not installed. Install these packages, then try again: " + " ".join(names))
     command = _make_install_command(manager, names)
     if os.geteuid() != 0:
-        exit_setup_missing("Run this line, then try again:  sudo " + " ".join(command))
+        exit_with_setup_error("Run this line, then try again:  sudo " + " ".join(command))
     changes = _simulate_installation(manager, command)
     if changes is None:
         refresh_command = [manager, "update", "-q"] if manager == "apt-get" else [manager, "makecache", "-q"]
@@ -139,11 +139,11 @@ def install_packages(packages: Sequence[str], *, os_release: Path = OS_RELEASE) 
         call(refresh_command, printed_words_max=3)
         changes = _simulate_installation(manager, command)
     if changes is None:
-        exit_setup_missing(f"{manager} cannot install these packages; this line shows why:  " + " ".join(command))
+        exit_with_setup_error(f"{manager} cannot install these packages; this line shows why:  " + " ".join(command))
     _check_changes(manager, changes)
     quiet_options = ["-qq", "-o", "Dpkg::Use-Pty=0", *_LOCK_WAIT_OPTIONS] if manager == "apt-get" else ["-q"]
     if call([*command, *quiet_options], environ={"DEBIAN_FRONTEND": "noninteractive"}) != 0:
-        exit_setup_missing(f"{manager} failed; its output is above.")
+        exit_with_setup_error(f"{manager} failed; its output is above.")
 
 
 def install_fuse() -> None:
@@ -185,10 +185,10 @@ def find_vendor_stack() -> str | None:
     if shutil.which("ofed_info"):
         return "ofed_info is installed"
     for row in get_output(["/sbin/ldconfig", "-p"]).splitlines():
-        name, _, path = row.strip().partition(" ")
+        name, _, description = row.strip().partition(" ")
         if name != "libibverbs.so.1":
             continue
-        path = os.path.realpath(path.rpartition("=> ")[2])
+        path = os.path.realpath(description.rpartition("=> ")[2])
         owner = _find_owner(path)
         if not owner:
             return f"{path} belongs to no package"
@@ -223,7 +223,7 @@ def list_dnf_changes(output: str) -> list[Change]:
         if row.split()[:1] == ["replacing"]:
             changes.append(Change(row.split()[1], replaces=True, is_allowed=False, text=row.strip()))
             continue
-        # dnf wraps a row after a long name, so the columns are counted and not the lines.
+        # dnf wraps a row after a long name, so a change ends after its last column, not with its line.
         words += row.split()
         if len(words) >= _DNF_COLUMNS and words[0] != "Package":
             name, replaces = words[0], not section.startswith("installing")
@@ -238,7 +238,7 @@ def _check_changes(manager: str, changes: Sequence[Change]) -> None:
     """Print the changes. Exit from nox with code 3 if one of them is not allowed."""
     forbidden_changes = [change.text for change in changes if not change.is_allowed]
     if forbidden_changes:
-        exit_setup_missing(
+        exit_with_setup_error(
             f"{manager} would replace these installed packages, so nothing was installed. Replace them yourself if you "
             "agree: " + "; ".join(forbidden_changes)
         )

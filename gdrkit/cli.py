@@ -308,7 +308,7 @@ def run_command(
         raise UsageError(message, what_to_do="add --software, or start the command without gdrkit")
     twin_apis = launch.APIS_WITH_TWINS if apis is None else launch.parse_apis(apis)
     launch_options = launch.Launch(twin_apis=twin_apis, seed=seed, faults=faults, isolated=isolated)
-    warning = launch.describe_unused_hardware(launch_options, host.HostTree())
+    warning = launch.describe_hardware_replaced_by_twins(launch_options, host.HostTree())
     if warning:
         click.echo(f"gdrkit: {warning}", err=True)
     required_apis = frozenset[Api]() if require is None else launch.parse_apis(require)

@@ -1,4 +1,4 @@
-"""The exceptions of gdrkit. All of them are subclasses of :class:`GdrkitError`.
+"""The exceptions of gdrkit. All errors are subclasses of :class:`GdrkitError`; :class:`GdrkitWarning` is a warning.
 
 The class of an exception says where the fault is:
 
@@ -49,8 +49,8 @@ __all__ = [
 class Api(enum.Enum):
     """The foreign interface that reported an error.
 
-    ``USRBIO`` is the user-space I/O of 3FS, ``STORAGE`` a storage server, and ``TWINS`` the software twins. ``NONE``:
-    gdrkit itself reports the error.
+    ``USRBIO`` is the user-space I/O of 3FS, ``STORAGE`` a storage server, ``LOADER`` the dynamic loader (dlopen), and
+    ``TWINS`` the software twins. ``NONE``: gdrkit itself reports the error.
     """
 
     VERBS = "verbs"
@@ -136,7 +136,7 @@ def errno_name(errno_value: int | None) -> str:
     """
     if errno_value is None:
         return "no errno"
-    if errno_value == 524:  # noqa: PLR2004 - the kernel leaks its internal ENOTSUPP to user space; it is in no errno.h.
+    if errno_value == 524:  # noqa: PLR2004 - the kernel leaks its ENOTSUPP to user space, whose errno.h lacks it.
         return "ENOTSUPP"
     if errno_value == _errno.EOPNOTSUPP:
         # Linux uses one number for ENOTSUP and EOPNOTSUPP; the kernel and libibverbs mean EOPNOTSUPP.
@@ -156,7 +156,7 @@ _OS_ERROR_FIELDS = ("errno", "strerror", "filename")
 _MAPPING_FIELDS = frozenset({"arguments", "handles"})
 # Name of an attribute of the classes that _find_os_error_class makes. Its value is the ApiError class from which the
 # class is derived.
-_DECLARED_CLASS_FIELD = "_declared_class"
+_API_ERROR_CLASS_ATTRIBUTE = "_api_error_class"
 # This type has the arguments of _restore_error: the class of an error, its `args`, its attributes, and its fields of
 # OSError.
 _ErrorFields = tuple[type["GdrkitError"], tuple[Any, ...], dict[str, Any], dict[str, Any]]
@@ -201,7 +201,7 @@ class GdrkitError(Exception):
         # An OSError keeps its own fields outside of __dict__. A read-only mapping cannot be pickled, but a dict can.
         os_error_fields = {name: getattr(self, name) for name in _OS_ERROR_FIELDS} if isinstance(self, OSError) else {}
         fields = {name: dict(value) if name in _MAPPING_FIELDS else value for name, value in vars(self).items()}
-        return getattr(cls, _DECLARED_CLASS_FIELD, cls), self.args, fields, os_error_fields
+        return getattr(cls, _API_ERROR_CLASS_ATTRIBUTE, cls), self.args, fields, os_error_fields
 
     def __str__(self) -> str:
         return f"{self.message}. To do: {self.what_to_do}" if self.what_to_do else self.message
@@ -300,7 +300,7 @@ def _find_os_error_class(cls: type[ApiError], errno_value: int) -> type[ApiError
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        _DECLARED_CLASS_FIELD: cls,
+        _API_ERROR_CLASS_ATTRIBUTE: cls,
     }
     return cast("type[ApiError]", type(cls.__name__, (cls, builtin_class), class_attributes))
 
@@ -374,7 +374,7 @@ class DataMismatch(GdrkitError):
     first_offset_bytes : int or None
         Offset of the first wrong byte from the beginning of the checked range. None: only checksums were compared.
     expected, actual : bytes
-        Up to 16 bytes from that offset on, or the checksums (CRC-32C, four bytes, the highest first).
+        Up to 16 bytes from that offset on, or the CRC-32C checksums, four bytes in big-endian order.
     length_bytes : int
         Size of the checked range in bytes.
     """

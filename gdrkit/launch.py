@@ -37,7 +37,7 @@ __all__ = [
     "Launch",
     "TwinControl",
     "api_of_library",
-    "describe_unused_hardware",
+    "describe_hardware_replaced_by_twins",
     "device_writer",
     "environment",
     "is_twin",
@@ -278,7 +278,7 @@ def present_hardware(tree: HostTree) -> dict[Api, str]:
     return hardware_by_api
 
 
-def describe_unused_hardware(launch: Launch, tree: HostTree) -> str | None:
+def describe_hardware_replaced_by_twins(launch: Launch, tree: HostTree) -> str | None:
     """Return one line that names the hardware that the child will not use because of its twins, or None."""
     descriptions = [
         f"{api.value} runs on its software twin and does not use {hardware}"

@@ -32,18 +32,18 @@ def list_all_programs() -> dict[str, list[str]]:
 def map_names_to_programs(programs: dict[str, list[str]]) -> dict[str, list[str]]:
     """Return, for the full name of each public object, the paths of the programs that show it."""
     names_by_object: dict[int, list[str]] = {}
-    objects: dict[int, Any] = {}
+    public_objects: dict[int, Any] = {}
     for module_name, module in list_public_modules().items():
         for name in module.__all__:
             public_object = getattr(module, name)
-            objects[id(public_object)] = public_object
+            public_objects[id(public_object)] = public_object
             names_by_object.setdefault(id(public_object), []).append(f"{module_name}.{name}")
-    producers = {
+    producers_by_object = {
         object_id: set(_find_producers(public_object))
-        for object_id, public_object in objects.items()
+        for object_id, public_object in public_objects.items()
         if inspect.isclass(public_object)
     }
-    programs_by_object: dict[int, set[str]] = {object_id: set() for object_id in objects}
+    programs_by_object: dict[int, set[str]] = {object_id: set() for object_id in public_objects}
     for path, sources in programs.items():
         used_names = {name for source in sources for name in find_used_names(source)}
         referenced_names = {name.rpartition(".")[2] for name in used_names} | {
@@ -53,10 +53,10 @@ def map_names_to_programs(programs: dict[str, list[str]]) -> dict[str, list[str]
         # The package of a called method is not known, so each package that the program uses is assumed.
         possible_calls = {(package, name) for package in packages for name in referenced_names}
         for object_id, names in names_by_object.items():
-            if used_names & set(names) or possible_calls & producers.get(object_id, set()):
+            if used_names & set(names) or possible_calls & producers_by_object.get(object_id, set()):
                 programs_by_object[object_id].add(path)
     # A program that shows a class also shows its bases.
-    for object_id, public_object in objects.items():
+    for object_id, public_object in public_objects.items():
         for base in public_object.__mro__[1:] if inspect.isclass(public_object) else ():
             if id(base) in programs_by_object:
                 programs_by_object[id(base)] |= programs_by_object[object_id]

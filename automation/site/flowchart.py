@@ -58,7 +58,7 @@ def parse(text: str) -> Flowchart:
 
 def draw(chart: Flowchart) -> str:
     """Return the flowchart as an SVG element."""
-    centers: dict[str, tuple[float, float]] = {}
+    label_positions: dict[str, tuple[float, float]] = {}
     shapes = []
     for row_index, (title, names) in enumerate(chart.rows.items()):
         top = row_index * _ROW_HEIGHT + 8
@@ -67,14 +67,15 @@ def draw(chart: Flowchart) -> str:
         for index, name in enumerate(names):
             # y is the baseline of the text. The middle of the box is 5 units above it.
             x, y = _WIDTH * (index + 0.5) / len(names), top + 40
-            centers[name] = (x, y)
+            label_positions[name] = (x, y)
             left = x - _BOX_WIDTH / 2
             shapes.append(
                 f'<rect x="{left:.0f}" y="{y - _BOX_HEIGHT / 2 - 5:.0f}" width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" '
                 f'rx="4"/><text x="{x:.0f}" y="{y:.0f}">{html.escape(name)}</text>'
             )
     for start, end in chart.edges:
-        (x1, y1), (x2, y2) = centers[start], centers[end]
+        (x1, y1), (x2, y2) = label_positions[start], label_positions[end]
+        # The arrow leaves its box at the bottom, and ends 4 units above the other box, so that the head fits between.
         y1, y2 = y1 + _BOX_HEIGHT / 2 - 5, y2 - _BOX_HEIGHT / 2 - 9
         middle = (y1 + y2) / 2
         curve = f"M{x1:.0f} {y1:.0f}C{x1:.0f} {middle:.0f} {x2:.0f} {middle:.0f} {x2:.0f} {y2:.0f}"

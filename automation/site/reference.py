@@ -70,15 +70,17 @@ def make_api_pages(links_by_name: dict[str, list[str]]) -> dict[str, str]:
     for module_name, module in modules.items():
         parts = [f"# {module_name}\n", _make_directive("automodule", module_name, "no-members")]
         for name in module.__all__:
-            value, full_name = getattr(module, name), f"{module_name}.{name}"
+            public_object, full_name = getattr(module, name), f"{module_name}.{name}"
             parts.append(f"## {name}\n")
-            if inspect.ismodule(value):
-                parts.append(f"The module [{value.__name__}]({value.__name__}.md).\n")
-            elif id(value) in page_by_object and (inspect.isclass(value) or inspect.isfunction(value)):
-                parts.append(f"The same as {{py:obj}}`{page_by_object[id(value)]}`.\n")
+            if inspect.ismodule(public_object):
+                parts.append(f"The module [{public_object.__name__}]({public_object.__name__}.md).\n")
+            elif id(public_object) in page_by_object and (
+                inspect.isclass(public_object) or inspect.isfunction(public_object)
+            ):
+                parts.append(f"The same as {{py:obj}}`{page_by_object[id(public_object)]}`.\n")
             else:
-                page_by_object[id(value)] = full_name
-                parts.append(_make_directive(*_make_object_directive(full_name, value)))
+                page_by_object[id(public_object)] = full_name
+                parts.append(_make_directive(*_make_object_directive(full_name, public_object)))
             links = links_by_name.get(full_name, [])
             if links:
                 parts.append(f"Used in {', '.join(links)}.\n")
@@ -104,11 +106,11 @@ def _make_object_directive(full_name: str, public_object: object) -> tuple[str, 
     return (
         ("autofunction", full_name)
         if callable(public_object)
-        else ("py:data", full_name, f"value: {_shorten(public_object)}")
+        else ("py:data", full_name, f"value: {_shorten_repr(public_object)}")
     )
 
 
-def _shorten(value: object) -> str:
+def _shorten_repr(value: object) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= _VALUE_CHARACTERS_MAX else f"{text[:_VALUE_CHARACTERS_MAX]} ..."
 
@@ -118,9 +120,9 @@ def _make_directive(name: str, argument: str, *options: str) -> str:
     return "\n".join(["```{eval-rst}", *lines, "```", ""])
 
 
-def _take_first_paragraph(value: object) -> str:
+def _take_first_paragraph(documented_object: object) -> str:
     """Return the first paragraph of a docstring for the cell of a table."""
-    text = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()).replace("|", "\\|")
+    text = " ".join((inspect.getdoc(documented_object) or "").split("\n\n")[0].split()).replace("|", "\\|")
     return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`").removesuffix("::")
 
 
@@ -189,7 +191,7 @@ def make_errors_page() -> str:
 
 
 def _make_exception_row(error_class: type[errors.GdrkitError]) -> str:
-    # ExitCode.of reads only the class of the error.
+    # ExitCode.of reads only the class of the error, so the error is made without its arguments.
     code = ExitCode.of(BaseException.__new__(error_class))
     link = f"[{error_class.__name__}](api/gdrkit.errors.md#{error_class.__name__.lower()})"
     return f"| {link} | `{error_class.__mro__[1].__name__}` | {_take_first_paragraph(error_class)} | {int(code)} |"

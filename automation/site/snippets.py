@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
-    "EXAMPLES",
-    "GUIDES",
+    "EXAMPLES_FOLDER",
+    "GUIDES_OUTSIDE_DOCS",
     "ROOT",
     "Snippet",
     "find_snippets",
@@ -23,9 +23,9 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "docs" / "examples"
+EXAMPLES_FOLDER = ROOT / "docs" / "examples"
 # The guides are these documents and all documents in docs/ except findings.md, which `nox -s review` writes.
-GUIDES = ("README.md", "CONTRIBUTING.md")
+GUIDES_OUTSIDE_DOCS = ("README.md", "CONTRIBUTING.md")
 _FENCE = re.compile(r"^```(?P<language>\w*)$")
 
 
@@ -57,12 +57,12 @@ class Snippet:
 def list_guides() -> list[Path]:
     """Return the documents whose code the cases of suites/meta check."""
     documents = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "findings.md"]
-    return [*(ROOT / name for name in GUIDES), *documents]
+    return [*(ROOT / name for name in GUIDES_OUTSIDE_DOCS), *documents]
 
 
 def list_example_files() -> list[Path]:
     """Return the programs in docs/examples."""
-    return sorted(EXAMPLES.glob("*.py"))
+    return sorted(EXAMPLES_FOLDER.glob("*.py"))
 
 
 def find_snippets(path: Path) -> Iterator[Snippet]:
@@ -95,15 +95,15 @@ def find_used_names(source: str) -> set[str]:
             full_names |= {alias.name.partition(".")[0]: "gdrkit" for alias in node.names if "gdrkit" in alias.name}
     used_names = set()
     for node in ast.walk(tree):
-        words = _make_dotted_name(node)
-        if words and words[0] in full_names:
-            used_names.add(".".join([full_names[words[0]], *words[1:]]))
+        name_parts = _make_dotted_name(node)
+        if name_parts and name_parts[0] in full_names:
+            used_names.add(".".join([full_names[name_parts[0]], *name_parts[1:]]))
     return used_names
 
 
 def _make_dotted_name(node: ast.AST) -> list[str]:
     """Return the parts of a dotted name, or an empty list for any other expression."""
     if isinstance(node, ast.Attribute):
-        words = _make_dotted_name(node.value)
-        return [*words, node.attr] if words else []
+        name_parts = _make_dotted_name(node.value)
+        return [*name_parts, node.attr] if name_parts else []
     return [node.id] if isinstance(node, ast.Name) else []

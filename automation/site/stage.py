@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from automation.site.examples import list_all_programs, map_names_to_programs
 from automation.site.flowchart import draw, parse
 from automation.site.reference import API_FOLDER, make_api_pages, make_commands_page, make_errors_page
-from automation.site.snippets import EXAMPLES, ROOT, list_example_files, list_guides
+from automation.site.snippets import EXAMPLES_FOLDER, ROOT, list_example_files, list_guides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ _START_DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "README.md")
 _FLOWCHART = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _EXAMPLES_PAGE = "docs/examples/README.md"
-# The contents list of the site has these generated pages at the beginning of this section of docs/README.md.
+# In the contents list of the site, the generated pages come first in this section of docs/README.md.
 _REFERENCE_SECTION = "Reference"
 _REFERENCE_PAGES = [f"{API_FOLDER}/README.md", "docs/reference/commands.md", "docs/reference/errors.md"]
 
@@ -68,11 +68,11 @@ def read_navigation() -> dict[str, list[str]]:
     links_by_section = {
         title: re.findall(r"^- \[[^\]]+\]\(([^)#]+\.md)\)", body, re.MULTILINE) for title, body in sections
     }
-    contents = {
+    pages_by_section = {
         title: [os.path.normpath(f"docs/{link}") for link in links] for title, links in links_by_section.items()
     }
-    contents[_REFERENCE_SECTION][:0] = _REFERENCE_PAGES
-    return contents
+    pages_by_section[_REFERENCE_SECTION][:0] = _REFERENCE_PAGES
+    return pages_by_section
 
 
 def check_external_links() -> list[str]:
@@ -158,7 +158,7 @@ def _make_examples_page() -> str:
         rows.append(f"| [{path.name}]({path.stem}.md) | {' '.join(docstring.split(chr(10) * 2)[0].split())} |")
     table = "\n".join(["| program | contents |", "|---|---|", *rows])
     entries = "\n".join(path.stem for path in list_example_files())
-    introduction = (EXAMPLES / "README.md").read_text()
+    introduction = (EXAMPLES_FOLDER / "README.md").read_text()
     return f"{introduction}\n{table}\n\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
 
 

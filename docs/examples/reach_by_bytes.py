@@ -26,7 +26,7 @@ with cuda.Device(0) as device:
 
     # The table measures only what was not measured before, and stores the results for other programs.
     table = ReachTable(tree)
-    assert all(result.moved for result in table.measured(device, nics))
+    assert all(result.moved for result in table.get_results(device, nics))
 
     # ConnectedPair connects two queue pairs and moves bytes. The port counters are read before and after.
     nic_name = nics[0].name

@@ -17,8 +17,8 @@ with tempfile.TemporaryDirectory() as folder_name, cuda.Device(0) as device, dev
     for index in range(4):
         (folder / f"part{index}").write_bytes(os.urandom(MIB // 4))
 
-    # By default (direct="preferred"), the engine moves the bytes if the direct path is not proven, and gdrkit warns
-    # once. This example ignores the warning.
+    # By default (direct="preferred"), gdrkit copies through pinned host memory if the direct path is not proven, and
+    # warns once. This example ignores the warning.
     with warnings.catch_warnings(), gds.File(folder / "part0") as file:
         warnings.simplefilter("ignore", gds.FallbackWarning)
         result = file.read_into(memory, length_bytes=1000)
@@ -28,9 +28,10 @@ with tempfile.TemporaryDirectory() as folder_name, cuda.Device(0) as device, dev
     with gds.File(folder / "part1", direct="never") as file:
         transfer: gds.Transfer = file.start_readv(memory, [(0, 4096), (8192, 4096)])
         assert transfer.result(timeout_s=10).range_bytes == (4096, 4096)
+        # cached_share() is the fraction of the file's bytes that are in the page cache.
         assert 0 <= file.cached_share() <= 1
 
-    # read_files() reads many whole files into one memory, one after the other.
+    # read_files() reads many whole files into one buffer. Each file starts where the previous one ends.
     lengths = [MIB // 4] * 4
     gds.read_files([folder / f"part{index}" for index in range(4)], memory, lengths).result()
     assert memory.read(length_bytes=16) == (folder / "part0").read_bytes()[:16]
@@ -44,15 +45,15 @@ with tempfile.TemporaryDirectory() as folder_name, cuda.Device(0) as device, dev
 
     asyncio.run(read_two_ranges())
 
-    # The error of a failed transfer says how many bytes of each range arrived.
+    # This read fails, because it requests more bytes than the file has. The error says how many bytes arrived.
     with gds.File(folder / "part2", direct="never") as file:
         try:
             file.read_into(memory, length_bytes=MIB)
         except gds.TransferFailed as error:
             print(error.reason.value, "after", error.partial_result.bytes, "bytes")
 
-    # A durable write returns when the bytes are on the disk. copy_file() copies through GPU memory, and compares the
-    # copy with its source.
+    # A durable write returns when the bytes are on the disk. copy_file() copies through GPU memory. With check=True, it
+    # compares the copy with its source.
     with gds.File(folder / "written", "w", direct="never") as file:
         file.write_from(memory, length_bytes=MIB, durable=True)
     copy_result = gds.copy_file(folder / "written", folder / "copied", direct="never", check=True)

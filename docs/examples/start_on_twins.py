@@ -1,4 +1,7 @@
-"""Start a program on software twins (libraries that emulate the hardware), which inject the faults of a plan."""
+"""Start a program on software twins (libraries that emulate the hardware), with a plan of faults to inject.
+
+The plan shows the format. The program only lists the NICs, so the registration that would fail does not occur.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ ibv_reg_dmabuf_mr  call=1  errno=EOPNOTSUPP
 PROGRAM = "from gdrkit import verbs; print([info.name for info in verbs.list_nics()])"
 
 print("twins:", sorted(api.value for api in launch.twins_available()))
-print("hardware that a twin would replace:", launch.describe_unused_hardware(launch.Launch(), host.HostTree()))
+print(
+    "hardware that a twin would replace:", launch.describe_hardware_replaced_by_twins(launch.Launch(), host.HostTree())
+)
 assert launch.parse_apis("verbs,cuda") == {Api.VERBS, Api.CUDA}
 assert launch.api_of_library("/usr/lib/libibverbs.so.1") is Api.VERBS
 
@@ -25,6 +30,7 @@ with tempfile.TemporaryDirectory() as folder:
     plan_path = Path(folder) / "plan"
     plan_path.write_text(PLAN)
     assert faultplan.read_plan(plan_path) == faultplan.parse_plan(PLAN)
+    # isolated=True: the twins of this program do not see the twins of other processes.
     settings = launch.Launch(twin_apis=launch.APIS_WITH_TWINS, seed=7, faults=plan_path, isolated=True)
     # The environment sets variables of the dynamic loader, so that the child process loads the twins.
     environment = launch.environment(settings)

@@ -22,7 +22,7 @@ KIB = 1024
 
 @contextlib.contextmanager
 def run_agent(folder: str) -> Iterator[None]:
-    """Run an agent in plain mode, which means that the mount is the folder with the files."""
+    """Run an agent in plain mode: it mounts no file system (FUSE). The mount point and the store are one folder."""
     command = [sys.executable, "-m", "gdrkit", "agent", folder, "--store", folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -56,7 +56,7 @@ with tempfile.TemporaryDirectory() as mount, run_agent(mount):
         (completion,) = write_ring.prepare(iov[0:4096], False, fd, 8192).submit().wait(min_results=1)
         assert completion.result == 4096
         usrbio.force_fsync(fd)
-        # Another process opens the memory by its id.
+        # Another process can open the memory by its id. Here the same process does it.
         with usrbio.open_iovec(mount, iov.id, length_bytes=64 * KIB) as same_iov:
             assert bytes(memoryview(same_iov)[:4]) == b"0123"
 
@@ -69,7 +69,8 @@ with tempfile.TemporaryDirectory() as mount, run_agent(mount):
         shared_buffer.close()
         shared_buffer.unlink()
     data = usrbio.read_file(path, mount, block_size=64 * KIB)
-    usrbio.trim_host_pool()  # Until this call, or for 3 s, new iovs reuse the memory of closed iovs.
+    # Free the memory of closed iovs. Without this call, the pool keeps it for 3 s, so that new iovs can reuse it.
+    usrbio.trim_host_pool()
     assert data is not None
     assert data[:4] == b"0123"
 

@@ -34,12 +34,12 @@ with tempfile.TemporaryDirectory() as folder:
     assert report.parse_records(path.read_text().splitlines()) == (record,)
 
 facts = inventory.probe(query_apis=False)
-print("name of a route:", report.route_name(0, "mlx5_0", "dmabuf"))
+print("name of a route:", report.route_name(device_index=0, nic="mlx5_0", method="dmabuf"))
 print("routes of this machine:", [status.name for status in report.route_statuses(facts, [record])])
 # The substrate of each API in this process. If the libraries of an API have different substrates, the result is the
 # substrate that proves least: a twin proves less than hardware.
 print(report.substrate_of(evidence.libraries(), facts))
-assert report.weakest([report.Substrate.HARDWARE, report.Substrate.TWIN]) is report.Substrate.TWIN
+assert report.weakest_substrate([report.Substrate.HARDWARE, report.Substrate.TWIN]) is report.Substrate.TWIN
 
 # A run writes these files into its folder.
 print([path.name for path in report.RunFolder("reports/runs/example").files])

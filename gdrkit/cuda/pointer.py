@@ -1,7 +1,8 @@
 """Queries to the CUDA driver about the memory at a device address, and the setting SYNC_MEMOPS of this memory.
 
 The functions work for memory of every library, such as torch.
-Sources: ``cuPointerGetAttribute``, ``cuPointerSetAttribute`` and ``cuMemGetAddressRange`` of the CUDA driver API.
+Sources: ``cuPointerGetAttribute``, ``cuPointerSetAttribute``, ``cuMemGetAddressRange``, ``cuMemRetainAllocationHandle``
+and ``cuCtxSetFlags`` of the CUDA driver API.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Search for the causes why transfers between a file and a GPU are not direct on this machine.
 
-The functions read /proc and /run of the host through a :class:`~gdrkit.cufile.nvidia_fs.Tree`, so that the files of
-another machine can be examined, too.
+The functions read /proc and /run through a :class:`~gdrkit.cufile.nvidia_fs.Tree`, so that a caller can pass files of
+another machine. The file descriptor itself must be open in this process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from gdrkit.cufile.nvidia_fs import Tree
 
-__all__ = ["Cause", "Obstacle", "find_file_storage", "obstacles", "request_obstacles"]
+__all__ = ["Cause", "Obstacle", "find_file_storage", "obstacles", "transfer_obstacles"]
 
 _UDEV_FOLDER = "/run/udev/data"
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
@@ -39,6 +39,7 @@ class Cause(enum.Enum):
     NOT_O_DIRECT = "not_o_direct"
     UNALIGNED = "unaligned"
     HOST_MEMORY = "host_memory"
+    # No counter shows the route of the transfer.
     NOT_COUNTED = "not_counted"
     UNEXPLAINED = "unexplained"
 
@@ -55,7 +56,7 @@ class Obstacle:
         Description of the cause, for messages.
     what_to_do : str
         Advice how to remove the cause.
-    refuses : bool
+    prevents_registration : bool
         True: because of this cause, libcufile refuses to register the file. False: libcufile registers the file, but
         transfers are not direct.
     """
@@ -63,7 +64,7 @@ class Obstacle:
     cause: Cause
     text: str
     what_to_do: str
-    refuses: bool = False
+    prevents_registration: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def obstacles(tree: Tree, fd: int, *, compat_forced: bool = False) -> tuple[Obst
     return tuple(_find_file_obstacles(tree, fd, compat_forced=compat_forced))
 
 
-def request_obstacles(*, alignment_bits: int, host_memory: bool = False) -> tuple[Obstacle, ...]:
+def transfer_obstacles(*, alignment_bits: int, host_memory: bool = False) -> tuple[Obstacle, ...]:
     """Return the obstacles that one transfer has in addition to the obstacles of its file.
 
     Parameters
@@ -140,7 +141,7 @@ def _find_file_obstacles(tree: Tree, fd: int, *, compat_forced: bool) -> Iterato
             Cause.TMPFS,
             f"the file is on {storage.file_system}, which is not storage",
             "put the file on a disk",
-            refuses=True,
+            prevents_registration=True,
         )
     else:
         yield from _find_storage_obstacles(tree, storage)
@@ -162,7 +163,7 @@ def _find_storage_obstacles(tree: Tree, storage: FileStorage) -> Iterator[Obstac
             Cause.NO_UDEV_DATABASE,
             f"{storage.udev_entry} has no ID_FS_USAGE=filesystem, so libcufile does not find the device of the file",
             "mount /run/udev of the host into the container, read-only",
-            refuses=True,
+            prevents_registration=True,
         )
     if storage.file_system is not None and storage.file_system not in _BLOCK_FILE_SYSTEMS:
         is_layered = storage.file_system.partition(".")[0] in _LAYERED_FILE_SYSTEMS

@@ -148,7 +148,7 @@ class RouteMonitor:
         self.proof = Proof(Route.UNKNOWN, RouteState.UNPROVEN)
 
     @contextlib.contextmanager
-    def watch(self, fd: int, *, request_obstacles: tuple[Obstacle, ...] = ()) -> Iterator[RouteMonitor]:
+    def watch(self, fd: int, *, transfer_obstacles: tuple[Obstacle, ...] = ()) -> Iterator[RouteMonitor]:
         """Read the counters before and after the block, and set :attr:`proof`.
 
         Parameters
@@ -156,9 +156,9 @@ class RouteMonitor:
         fd : int
             Descriptor of the file of the transfers. If the route is not proven, the obstacles of the file become
             causes.
-        request_obstacles : tuple of Obstacle
+        transfer_obstacles : tuple of Obstacle
             Obstacles that these transfers have besides their file; see
-            :func:`gdrkit.cufile.obstacles.request_obstacles`.
+            :func:`gdrkit.cufile.obstacles.transfer_obstacles`.
         """
         # Reset the proof, because an exception in the block must not leave the proof of earlier transfers.
         self.proof = Proof(Route.UNKNOWN, RouteState.UNPROVEN)
@@ -172,12 +172,12 @@ class RouteMonitor:
         nvfs = (nvfs_before, read_nvidia_fs(self._tree))
         statistics_error = error_text_before or error_text_after
         self.proof = proof_from_counters(
-            delta=delta, nvfs=nvfs, causes=request_obstacles, statistics_error=statistics_error
+            delta=delta, nvfs=nvfs, causes=transfer_obstacles, statistics_error=statistics_error
         )
         if self.proof.state is not RouteState.PROVEN:
             # The causes are searched only if there is no proof, because the search reads several files, which takes
             # longer than a short transfer.
-            causes = (*request_obstacles, *obstacles(self._tree, fd, compat_forced=_is_compat_forced()))
+            causes = (*transfer_obstacles, *obstacles(self._tree, fd, compat_forced=_is_compat_forced()))
             self.proof = proof_from_counters(delta=delta, nvfs=nvfs, causes=causes, statistics_error=statistics_error)
 
     def _read_statistics(self) -> tuple[StatisticsSnapshot | None, str]:
@@ -240,9 +240,9 @@ def proof_from_counters(
 def failed_registration_proof(tree: Tree, fd: int, error: ApiError) -> Proof:
     """Return the proof for a file that libcufile refused to register: an unknown route, with the causes."""
     file_obstacles = obstacles(tree, fd, compat_forced=_is_compat_forced())
-    causes = tuple(obstacle for obstacle in file_obstacles if obstacle.refuses)
+    causes = tuple(obstacle for obstacle in file_obstacles if obstacle.prevents_registration)
     if not causes:
-        causes = (Obstacle(Cause.UNEXPLAINED, str(error), error.what_to_do, refuses=True),)
+        causes = (Obstacle(Cause.UNEXPLAINED, str(error), error.what_to_do, prevents_registration=True),)
     return Proof(Route.UNKNOWN, RouteState.NOT_POSSIBLE, f"{error.operation} failed: {error.status_name}", {}, causes)
 
 

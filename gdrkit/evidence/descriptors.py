@@ -1,4 +1,4 @@
-"""Reader of the open file descriptors of a process, and of the dma-bufs among them."""
+"""Readers of the open file descriptors of a process, and of the dma-bufs and device nodes among them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HeldDmabuf", "descriptor_targets", "device_nodes", "held_dmabufs"]
 
-# The link /proc/PID/fd/N of a dma-buf points to "/dmabuf:" and the name that the exporter or a user gave the dma-buf.
+# The link /proc/PID/fd/N of a dma-buf points to "/dmabuf:" and the name that DMA_BUF_SET_NAME gave the dma-buf, if any.
 _DMABUF_PREFIX = "/dmabuf:"
 _FDINFO_FIELD_PATTERN = re.compile(r"^(?P<name>size|exp_name|ino):\s*(?P<value>\S+)\s*$", re.MULTILINE)
 _DEVICE_PATH_PREFIXES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
@@ -28,7 +28,8 @@ class HeldDmabuf:
     Attributes
     ----------
     inode : int
-        Number that identifies the dma-buf on this machine, also in other processes. 0 before Linux 5.3.
+        Number that identifies the dma-buf on this machine, also in other processes. 0 before Linux 5.14, because older
+        kernels do not print it in /proc/PID/fdinfo.
     exporter : str
         Name of the exporting driver, e.g. ``nvidia``.
     size_bytes : int

@@ -19,7 +19,7 @@ from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
 from gdrkit import cuda, cufile
-from gdrkit.cufile.obstacles import request_obstacles
+from gdrkit.cufile.obstacles import transfer_obstacles
 from gdrkit.errors import ApiError, GdrkitError
 from gdrkit.gds._native import call_native
 from gdrkit.gds.cufile_driver import RegisteredRanges, shared_driver
@@ -60,7 +60,11 @@ def probe_cufile(fd: int, device_index: int) -> DirectPathResult:
         native_file = open_file(f"/proc/self/fd/{fd}", _query_access_mode(fd) | os.O_DIRECT)
     except OSError as error:
         return DirectPathResult(None, f"the file system does not support O_DIRECT ({error.strerror})")
-    obstacles = [obstacle.text for obstacle in cufile.obstacles(HostTree(), native_file.fileno()) if obstacle.refuses]
+    obstacles = [
+        obstacle.text
+        for obstacle in cufile.obstacles(HostTree(), native_file.fileno())
+        if obstacle.prevents_registration
+    ]
     if obstacles:
         return DirectPathResult(None, f"cuFile: {'; '.join(obstacles)}")
     if os.fstat(native_file.fileno()).st_size < _BLOCK_BYTES:
@@ -140,7 +144,7 @@ class CufilePath:
         alignment_bits = 0
         for offset, address, length in zip(extents[1::4], extents[2::4], extents[3::4], strict=True):
             alignment_bits |= offset | address | length
-        return "; ".join(obstacle.text for obstacle in request_obstacles(alignment_bits=alignment_bits))
+        return "; ".join(obstacle.text for obstacle in transfer_obstacles(alignment_bits=alignment_bits))
 
     def submit(
         self,

@@ -42,7 +42,7 @@ class ProcessIdentity:
         16 random bytes that the kernel chooses at boot; zeros if this process cannot read them.
     process_id : int
         Process ID in its own PID namespace.
-    namespace : int
+    pid_namespace : int
         Inode number of that namespace; 0 if it cannot be read.
     started_ticks : int
         Start time in clock ticks since the boot.
@@ -50,7 +50,7 @@ class ProcessIdentity:
 
     boot_id: bytes
     process_id: int
-    namespace: int
+    pid_namespace: int
     started_ticks: int
 
 
@@ -60,7 +60,7 @@ def this_process(tree: HostTree | None = None) -> ProcessIdentity:
     return ProcessIdentity(
         boot_id=_read_boot_id(tree),
         process_id=os.getpid(),
-        namespace=_read_namespace(tree),
+        pid_namespace=_read_pid_namespace(tree),
         started_ticks=_read_start_time_and_state(tree, "self")[0] or 0,
     )
 
@@ -72,7 +72,10 @@ def process_identity(process_id: int, tree: HostTree | None = None) -> ProcessId
     if started_ticks is None:
         return None
     return ProcessIdentity(
-        boot_id=_read_boot_id(tree), process_id=process_id, namespace=_read_namespace(tree), started_ticks=started_ticks
+        boot_id=_read_boot_id(tree),
+        process_id=process_id,
+        pid_namespace=_read_pid_namespace(tree),
+        started_ticks=started_ticks,
     )
 
 
@@ -85,8 +88,8 @@ def is_running(identity: ProcessIdentity, tree: HostTree | None = None) -> bool 
     boot_id = _read_boot_id(tree)
     if boot_id != identity.boot_id and any(boot_id) and any(identity.boot_id):
         return False
-    namespace = _read_namespace(tree)
-    if not namespace or namespace != identity.namespace:
+    pid_namespace = _read_pid_namespace(tree)
+    if not pid_namespace or pid_namespace != identity.pid_namespace:
         return None
     started_ticks, state = _read_start_time_and_state(tree, str(identity.process_id))
     if started_ticks is not None:
@@ -163,7 +166,7 @@ def _read_boot_id(tree: HostTree) -> bytes:
         return bytes(BOOT_ID_BYTES)
 
 
-def _read_namespace(tree: HostTree) -> int:
+def _read_pid_namespace(tree: HostTree) -> int:
     match = re.fullmatch(r"pid:\[(\d+)\]", tree.link_name("/proc/self/ns/pid") or "")
     # The kernel stores the inode number of a namespace in 32 bits.
     return int(match[1]) & 0xFFFF_FFFF if match else 0

@@ -35,12 +35,12 @@ class Limit:
     ----------
     gb_per_s : float
         Rate in one direction, in 10**9 bytes per second.
-    why : str
+    source : str
         Name of the link or port, with the speed and width of the link or the rate of the port.
     """
 
     gb_per_s: float
-    why: str
+    source: str
 
 
 def path_limit(topology: Topology, facts: Facts, names: Collection[str]) -> Limit | None:
@@ -112,7 +112,7 @@ def _compute_link_limit(device_name: str, link_text: str) -> Limit | None:
         if speed_gt_per_s >= _ENCODING_128B_130B_GT_PER_S
         else 8 / 10
     )
-    return Limit(gb_per_s=speed_gt_per_s * lanes * efficiency / 8, why=f"the link of {device_name}, {link_text}")
+    return Limit(gb_per_s=speed_gt_per_s * lanes * efficiency / 8, source=f"the link of {device_name}, {link_text}")
 
 
 def _compute_port_limits(facts: Facts, nic_names: Collection[str]) -> Iterator[Limit]:
@@ -121,4 +121,4 @@ def _compute_port_limits(facts: Facts, nic_names: Collection[str]) -> Iterator[L
             match = _PORT_RATE_TEXT.match(port.rate or "")
             # The rate of a port that is down is not a limit.
             if match is not None and port.state == "ACTIVE":
-                yield Limit(gb_per_s=float(match[1]) / 8, why=f"the port of {device.name}, {port.rate}")
+                yield Limit(gb_per_s=float(match[1]) / 8, source=f"the port of {device.name}, {port.rate}")

@@ -50,14 +50,14 @@ class NcclLog:
         log does not name it. Ranks of one host may be connected without the plug-in.
     channels : mapping
         Number of channels by transport, such as ``P2P/CUMEM`` or ``NET/IB/0/GDRDMA``.
-    uses : tuple
+    registration_uses : tuple
         One pair (transport, device address) for each use of registered memory. Transports are ``IPC`` for other GPUs
         of the host, ``NET``, ``NVLS`` and ``COLLNET``.
     """
 
     network: str
     channels: Mapping[str, int]
-    uses: tuple[tuple[str, int], ...]
+    registration_uses: tuple[tuple[str, int], ...]
 
     @classmethod
     def read(cls, path: Path) -> NcclLog:
@@ -67,15 +67,15 @@ class NcclLog:
     @classmethod
     def parse(cls, text: str) -> NcclLog:
         """Extract the evidence from the text of a log. Unknown lines are ignored."""
-        network, channels, uses = "", Counter[str](), []
+        network, channels, registration_uses = "", Counter[str](), []
         for line in text.splitlines():
             if match := _NETWORK_LINE.search(line):
                 network = match["name"]
             elif match := _CHANNEL_LINE.search(line):
                 channels[match["transport"]] += 1
             elif match := _REGISTRATION_USE_LINE.search(line):
-                uses.append((match["transport"], int(match["address"], 16)))
-        return cls(network, dict(channels), tuple(uses))
+                registration_uses.append((match["transport"], int(match["address"], 16)))
+        return cls(network, dict(channels), tuple(registration_uses))
 
     def transports_using(self, memory: ReducibleMemory) -> frozenset[str]:
         """Return the transports that used a registration of `memory` or of a part of it; empty if none did."""
@@ -84,4 +84,6 @@ class NcclLog:
     def transports_using_range(self, address: int, length_bytes: int) -> frozenset[str]:
         """Return the transports that used a registration in the device addresses [address, address + length_bytes)."""
         end_address = address + length_bytes
-        return frozenset(transport for transport, used_address in self.uses if address <= used_address < end_address)
+        return frozenset(
+            transport for transport, used_address in self.registration_uses if address <= used_address < end_address
+        )

@@ -237,7 +237,7 @@ def _prepare_run(options: Options, progress: Progress, start_time: dt.datetime) 
     folder.topology.write_text(topology(machine).to_json(), encoding="utf-8")
     folder.diagnosis.write_text(diagnose(machine).to_json(), encoding="utf-8")
     substrates = {api: substrate.value for api, substrate in substrates_of_facts(facts).items()}
-    for line in (banner(substrates), launch.describe_unused_hardware(launch_options, tree)):
+    for line in (banner(substrates), launch.describe_hardware_replaced_by_twins(launch_options, tree)):
         if line:
             progress.print_line(line)
     pytest_options = [f"--seed={seed}", f"--command={options.command}"]

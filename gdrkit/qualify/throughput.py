@@ -81,7 +81,7 @@ def check_numbers(
         limit = limits.get(name.removesuffix(_RATE_SUFFIX)) if name.endswith(_RATE_SUFFIX) else None
         if limit is not None:
             bound_value = limit.gb_per_s * (1 + _LIMIT_TOLERANCE_PERCENT / 100)
-            text = f"{name} is {measured_value:.4g}; {limit.why} carries {limit.gb_per_s:.4g}"
+            text = f"{name} is {measured_value:.4g}; {limit.source} carries {limit.gb_per_s:.4g}"
             checks.append(_make_check(name, measured_value, bound_value, text, is_maximum=True))
         for expected in profile.expected:
             if fnmatchcase(case, expected.case) and fnmatchcase(name, expected.number):
@@ -96,7 +96,7 @@ def _check_expected(
         expected_value, origin = expected.value, expected.source
     elif limit is not None:
         expected_value = limit.gb_per_s * (expected.limit_percent or 0.0) / 100
-        origin = f"{expected.limit_percent:g} % of {limit.gb_per_s:.4g}, {limit.why}; {expected.source}"
+        origin = f"{expected.limit_percent:g} % of {limit.gb_per_s:.4g}, {limit.source}; {expected.source}"
     else:
         return []  # The profile expects a percentage of the limit, but the limit is unknown.
     tolerance_ratio = expected.tolerance_percent / 100

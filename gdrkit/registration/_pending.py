@@ -296,7 +296,7 @@ class PendingRegistrations:
             raise pending.error.clone()
         return pending.entry
 
-    def refuse_wait(self, action: str) -> None:
+    def raise_if_wait_would_deadlock(self, action: str) -> None:
         """Raise UsageError(BUSY) if this thread is registering or deregistering memory.
 
         The caller is then in a signal handler or a finalizer. It must not wait for the call that it interrupted.

@@ -4,8 +4,9 @@ Registering memory takes long. A cached registration only needs a check whether 
 driver call for each chunk of the memory.
 
 An entry is one whole allocation, registered with every NIC of the cache. Its key is the base, the size and the driver's
-buffer id of each chunk of the allocation. The address alone is not enough: memory that was freed and allocated again at
-the same address has another buffer id, and needs another registration.
+buffer id of each chunk of the allocation. VMM memory (cuMemMap) can have several chunks, other memory normally has one.
+The address alone is not enough: memory that was freed and allocated again at the same address has another buffer id,
+and needs another registration. An entry is *linked* as long as lookups can find it.
 
 The cache does not hold its lock while it registers memory. If several threads look up the same allocation, only one of
 them registers it. When gdrkit frees memory, it first removes the memory's entries from the cache. A leased entry is
@@ -62,8 +63,8 @@ class RegionCache:
     route : RegistrationRoute or None
         The only method of registration to use. With None, :func:`~gdrkit.registration.register` chooses the method.
     regions_max : int
-        Largest number of entries, above 0. Leased entries are not evicted, so the cache can exceed this limit and the
-        next one while they are leased.
+        Largest number of entries, above 0. Leased entries are not evicted, so the cache can exceed `regions_max` and
+        `bytes_max` while they are leased.
     bytes_max : int
         Largest size of the registered memory in bytes, above 0. A larger allocation is not cached: it is deregistered
         when its leases end.
@@ -133,8 +134,8 @@ class RegionCache:
         ----------
         memory : DeviceBuffer
             The memory to lease. The whole allocation under it is registered, so that later lookups of any part hit. If
-            gdrkit owns the memory, freeing it from now on first removes its entries from the cache, and fails while it
-            is leased.
+            gdrkit owns the memory, a later free first removes the entries of the memory from the cache. The free fails
+            while a lease is open.
         offset_bytes, length_bytes : int
             The range in `memory`. A length of None means up to the end.
 
@@ -144,9 +145,9 @@ class RegionCache:
             See :func:`~gdrkit.registration.register`. Every thread that waited for this registration raises an error
             with the same fields. A failure is not cached, so the next lookup tries again.
         UsageError
-            The object is not memory, or the range is not inside it. BUSY: the memory was freed or remapped while it was
-            registered; or the caller is a signal handler or a
-            finalizer, and the interrupted call is changing the cache or is registering memory.
+            The object is not memory, or the range is not inside it. BUSY: the memory was freed or remapped while the
+            cache was registering it; or the caller is a signal handler or a finalizer, and the interrupted call is
+            changing the cache or is registering memory.
         ClosedResource
             The memory or the cache is closed.
         """
@@ -165,7 +166,7 @@ class RegionCache:
         if entry is not None:
             with self._lock:
                 if entry.is_linked and not self._is_closing:
-                    entry.lease_marks.append(None)
+                    entry.lease_marks.append(None)  # One item for each lease; see CacheEntry.
                     self._hits += 1
                     self._by_last_use.move_to_end(entry)
                 else:
@@ -217,7 +218,7 @@ class RegionCache:
         with self._lock:
             if self._is_closed:
                 return
-            self._pending_registrations.refuse_wait("close the region cache")
+            self._pending_registrations.raise_if_wait_would_deadlock("close the region cache")
             self._is_closing = True
             try:
                 self._wait_until_unused(timeout_ms)
@@ -328,7 +329,7 @@ class RegionCache:
                 self._check_leasable(memory)
                 joined_registration = self._pending_registrations.find(own_registration.key)
                 if joined_registration is not None:
-                    self._pending_registrations.refuse_wait(f"lease the memory at {memory.address:#x}")
+                    self._pending_registrations.raise_if_wait_would_deadlock(f"lease the memory at {memory.address:#x}")
                     joined_registration.waiter_count += 1
                 else:
                     # Another thread may have registered this key since this thread searched the index.
@@ -418,8 +419,8 @@ class RegionCache:
     def _finish_lease(self, entry: CacheEntry) -> None:
         """Finish a lease whose item in `lease_marks` was removed, in most cases without taking the lock.
 
-        A thread that deregisters or evicts entries, or closes the cache, counts the leases first. Before that, it makes
-        one of the three conditions below true. Removing and counting the items are atomic. If the thread counts after
+        A thread that deregisters or evicts entries, or closes the cache, first makes one of the three conditions below
+        true, and then counts the leases. Removing and counting the items are atomic. If the thread counts after
         the removal, it does not count this lease. If it counts before the removal, the condition is already true here,
         and this call cleans up.
         """

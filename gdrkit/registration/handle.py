@@ -135,7 +135,7 @@ class ShareHandle:
             self.device_uuid,
             self.owner.boot_id,
             self.owner.process_id,
-            self.owner.namespace,
+            self.owner.pid_namespace,
             self.owner.started_ticks,
             self.ipc,
             bytes(_DIGEST_BYTES),
@@ -170,7 +170,7 @@ class ShareHandle:
             owner=ProcessIdentity(
                 boot_id=fields["owner_boot_id"],
                 process_id=fields["owner_process_id"],
-                namespace=fields["owner_namespace"],
+                pid_namespace=fields["owner_namespace"],
                 started_ticks=fields["owner_started_ticks"],
             ),
             **{name: fields[name] for name in _UNCHANGED_FIELDS},

@@ -32,7 +32,7 @@ __all__ = ["GdrManager", "GdrObstacle", "GdrState", "GpuState"]
 
 @dataclass(frozen=True, slots=True)
 class GdrObstacle:
-    """A reason why direct transfers are not possible with one GPU or any GPU, with the fields of the error."""
+    """A reason why direct transfers are impossible, for one GPU or for all. It has the fields of the error."""
 
     api: Api
     message: str
@@ -128,7 +128,8 @@ class GdrManager:
     Raises
     ------
     UsageError
-        NO_DEVICE: one of `nic_names` is not the name of a NIC. BAD_ARGUMENT: a limit of the caches is not above 0.
+        NO_DEVICE: one of `nic_names` is not the name of a NIC. BAD_ARGUMENT: a GPU is available,
+        and a limit of its cache is not above 0.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class GdrManager:
             See :meth:`device`. Another cause is that no NIC reaches the GPU any more.
         """
         device = self.device(gpu_index)
-        nics = self.placement.usable(device, self._nics)
+        nics = self.placement.usable_nics(device, self._nics)
         with self._caches_lock:
             cache = self._caches.get((gpu_index, nics))
             return self._make_cache(gpu_index, nics) if cache is None else cache
@@ -242,7 +243,7 @@ class GdrManager:
         return nic, lease.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def close(self, *, timeout_ms: float | None = 0) -> None:
-        """Close the caches, the NICs and the devices, in this order. A second close does nothing.
+        """Close the caches, then the devices, then the NICs. A second close does nothing.
 
         Parameters
         ----------
@@ -285,7 +286,7 @@ class GdrManager:
             failures.append(error.clone())
         if not failures and not self._nics:
             failures.append(UsageError("no NIC has an active port", reason=Reason.NO_DEVICE))
-        gpu_states = tuple(self._probe(device, is_enabled=not failures) for device in devices)
+        gpu_states = tuple(self._probe(device, should_test=not failures) for device in devices)
         if not failures and not self._devices:
             failures.append(
                 RegistrationFailed(
@@ -305,19 +306,19 @@ class GdrManager:
             self._close_stack.push(nic.close)
         return nics
 
-    def _probe(self, device: cuda.Device, *, is_enabled: bool) -> GpuState:
+    def _probe(self, device: cuda.Device, *, should_test: bool) -> GpuState:
         """Find out which NICs reach the device's memory, and return the state of the GPU.
 
-        If `is_enabled` is false, nothing is tested, and the GPU stays unused.
+        If `should_test` is false, nothing is tested, and the GPU stays unused.
         """
         route: RegistrationRoute | None = None
         obstacle: GdrObstacle | None = None
         nic_names: tuple[str, ...] = ()
         reach_results: tuple[Reach, ...] = ()
-        if is_enabled:
+        if should_test:
             try:
-                reach_results = self.placement.reach.measured(device, self._nics)
-                nics = self.placement.usable(device, self._nics)
+                reach_results = self.placement.reach.get_results(device, self._nics)
+                nics = self.placement.usable_nics(device, self._nics)
                 # A cache registers with all these NICs by one method, so test that this is possible.
                 with device.allocate(GPU_RDMA_PAGE_BYTES) as memory, register(memory, nics) as registration:
                     route, nic_names = registration.route, tuple(nic.name for nic in nics)

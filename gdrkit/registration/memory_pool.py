@@ -75,7 +75,7 @@ class PooledMemory(Closeable):
     Attributes
     ----------
     memory : DeviceBuffer
-        The whole allocation, which is longer than the requested memory. The pool owns it.
+        The whole allocation, which is at least as long as the requested memory. The pool owns it.
     length_bytes : int
         The requested length, in bytes. The requested memory is the beginning of the allocation.
     """

@@ -51,8 +51,8 @@ class Placement:
         self.reach = ReachTable() if reach is None else reach
         # For each set of equally near NICs, the number of choices so far. The key has the names of the NICs.
         self._turn_count_by_nics: dict[tuple[str, ...], int] = {}
-        # The results of nearest(): the indices of the nearest NICs in its argument `nics`. The key has the PCI address
-        # of the GPU and the names of `nics`.
+        # The results of nearest_nics(): the indices of the nearest NICs in its argument `nics`. The key has the PCI
+        # address of the GPU and the names of `nics`.
         self._nearest_indices_by_query: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
         # The lock is reentrant, because a signal handler may choose a NIC while its thread has the lock.
         self._lock = ForkSafeLock(reentrant=True)
@@ -87,7 +87,7 @@ class Placement:
         match = _RATE.match(rate_text or "")
         return 0.0 if match is None else float(match[1])
 
-    def usable(self, device: PrimaryContext, nics: Sequence[Nic]) -> tuple[Nic, ...]:
+    def usable_nics(self, device: PrimaryContext, nics: Sequence[Nic]) -> tuple[Nic, ...]:
         """Return the NICs that reach the GPU, in the order of `nics`. Measure the NICs whose reach is unknown.
 
         Raises
@@ -98,7 +98,7 @@ class Placement:
             Memory of the GPU could not be allocated for a measurement.
         """
         _require_nics(nics)
-        results = self.reach.measured(device, nics)
+        results = self.reach.get_results(device, nics)
         usable_nics = tuple(nic for nic, result in zip(nics, results, strict=True) if result.moved)
         if not usable_nics:
             message = f"no NIC reaches the memory of GPU {device.index}"
@@ -111,7 +111,7 @@ class Placement:
             )
         return usable_nics
 
-    def nearest(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> tuple[Nic, ...]:
+    def nearest_nics(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> tuple[Nic, ...]:
         """Return the NICs with the smallest distance to the GPU and, of these, the fastest, in the order of `nics`."""
         _require_nics(nics)
         key = (gpu_pci_bus_id, tuple(nic.name for nic in nics))
@@ -128,7 +128,7 @@ class Placement:
 
     def choose(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> Nic:
         """Return one of the :meth:`nearest` NICs, each in its turn. Each set of nearest NICs has its own turn count."""
-        nearest_nics = self.nearest(gpu_pci_bus_id, nics)
+        nearest_nics = self.nearest_nics(gpu_pci_bus_id, nics)
         nic_names = tuple(nic.name for nic in nearest_nics)
         with self._lock:
             turn_count = self._turn_count_by_nics.get(nic_names, 0)

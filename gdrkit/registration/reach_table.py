@@ -62,7 +62,7 @@ class ReachTable:
         # The lock is reentrant, because a signal handler may use the table while its thread has the lock.
         self._lock = ForkSafeLock(reentrant=True)
 
-    def measured(self, device: PrimaryContext, nics: Sequence[Nic]) -> tuple[Reach, ...]:
+    def get_results(self, device: PrimaryContext, nics: Sequence[Nic]) -> tuple[Reach, ...]:
         """Return the result for each NIC, in the order of `nics`. Measure the NICs whose result is missing or too old.
 
         Raises

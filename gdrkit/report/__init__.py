@@ -20,7 +20,7 @@ from gdrkit.report.record import (
 )
 from gdrkit.report.routes import RouteOutcome, RouteStatus, route_name, route_statuses
 from gdrkit.report.run import Run, RunFolder, RunState
-from gdrkit.report.substrate import Substrate, substrate_of, weakest
+from gdrkit.report.substrate import Substrate, substrate_of, weakest_substrate
 
 __all__ = [
     "CaseReason",
@@ -41,5 +41,5 @@ __all__ = [
     "route_name",
     "route_statuses",
     "substrate_of",
-    "weakest",
+    "weakest_substrate",
 ]

@@ -198,7 +198,7 @@ def _list_bounds(candidate: _Candidate, facts: Facts) -> Iterator[Bound]:
     limit = None if has_comparisons else link_limit(candidate.record, facts)
     if limit is not None and parse_number_name(candidate.number_name).unit == "gb_per_s":
         is_met = candidate.value <= limit.gb_per_s
-        yield _make_bound("at most", limit.gb_per_s, limit.why, candidate.value, is_met=is_met)
+        yield _make_bound("at most", limit.gb_per_s, limit.source, candidate.value, is_met=is_met)
 
 
 def case_title(case: str) -> str:

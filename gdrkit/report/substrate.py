@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gdrkit.evidence import DeviceNode, ElfNote, KernelEvidence, RdmaEvidence
     from gdrkit.inventory import Facts
 
-__all__ = ["Substrate", "combine", "describe", "is_twin", "substrate_of", "substrates_of_facts", "weakest"]
+__all__ = ["Substrate", "combine", "describe", "is_twin", "substrate_of", "substrates_of_facts", "weakest_substrate"]
 
 _API_BY_SONAME = {
     "libibverbs.so.1": "verbs",
@@ -83,7 +83,7 @@ def describe(substrate: Substrate) -> str:
     return _SUBSTRATE_TEXTS[substrate]
 
 
-def weakest(substrates: Iterable[Substrate]) -> Substrate:
+def weakest_substrate(substrates: Iterable[Substrate]) -> Substrate:
     """Return the weakest of several substrates, or ``UNKNOWN`` if there is none."""
     return min(substrates, key=_WEAKEST_FIRST.index, default=Substrate.UNKNOWN)
 
@@ -122,7 +122,9 @@ def substrate_of(
     substrates = {}
     for api, api_libraries in libraries_by_api.items():
         substrate_if_real = _find_real_library_substrate(api, facts, used_nics, open_nodes)
-        substrates[api] = weakest(_find_library_substrate(library, substrate_if_real) for library in api_libraries)
+        substrates[api] = weakest_substrate(
+            _find_library_substrate(library, substrate_if_real) for library in api_libraries
+        )
         # If a process has loaded the real library and its twin, it is unknown which of them executed the operations.
         if len({is_twin(library) for library in api_libraries}) > 1:
             substrates[api] = Substrate.UNKNOWN
@@ -144,7 +146,7 @@ def combine(substrates_of_processes: Iterable[Mapping[str, Substrate]]) -> dict[
     substrates: dict[str, Substrate] = {}
     for process_substrates in substrates_of_processes:
         for api, substrate in process_substrates.items():
-            substrates[api] = weakest((substrate, substrates.get(api, substrate)))
+            substrates[api] = weakest_substrate((substrate, substrates.get(api, substrate)))
     return substrates
 
 
@@ -189,7 +191,7 @@ def _find_verbs_substrate(
     nic_names = (
         used_nics or [nic.name for nic in facts.verbs.nics] if facts.verbs else used_nics or list(evidence_by_name)
     )
-    return weakest(
+    return weakest_substrate(
         _find_nic_substrate(evidence_by_name[name], open_device_numbers)
         if name in evidence_by_name
         else Substrate.UNKNOWN

@@ -19,7 +19,7 @@ from gdrkit.report.matrix import balance_matrix, distance_matrix, path_matrix
 from gdrkit.report.measurements import measurements
 from gdrkit.report.record import Record, Verdict
 from gdrkit.report.routes import file_statuses, route_statuses
-from gdrkit.report.substrate import Substrate, describe, weakest
+from gdrkit.report.substrate import Substrate, describe, weakest_substrate
 from gdrkit.report.sweep import describes_hardware, parse_number_name, sweeps
 from gdrkit.report.unproven import unproven_cases
 
@@ -200,7 +200,7 @@ def _count_verdicts(records: Sequence[Record], anchors: Mapping[str, str]) -> tu
 def _make_api_view(api: str, run: Run, facts: Facts, records: Sequence[Record]) -> ApiView:
     # If run.json has no substrate for the API, such as for cuFile, the report shows the weakest substrate of all cases.
     case_substrates = [Substrate(record.substrate[api]) for record in records if api in record.substrate]
-    substrate = run.substrate.get(api) or (weakest(case_substrates).value if case_substrates else None)
+    substrate = run.substrate.get(api) or (weakest_substrate(case_substrates).value if case_substrates else None)
     file_name_prefix_by_api = {"verbs": "libibverbs.", "cuda": "libcuda.", "cufile": "libcufile.", "hlthunk": "libhl"}
     paths_and_build_ids: dict[tuple[str, str], None] = {}
     libraries: list[LoadedLibrary | SeenLibrary] = [*facts.api_libraries(api)]

@@ -44,7 +44,7 @@ class TensorBuffer:
         if device_index == HOST:
             self._memory = mmap.mmap(-1, size_bytes)
             buffer_description = describe_buffer(self._memory, writable=True)
-            buffer_description.release()
+            buffer_description.release()  # This ends the access to the mmap object. The address stays valid.
             self.address = buffer_description.address
         else:
             self._device = cuda.Device(device_index)
@@ -129,7 +129,7 @@ class ModelTensor:
         Raises
         ------
         BufferError
-            A copy or another device was requested, or F4 elements do not fill the last dimension in pairs.
+            A copy or another device was requested, or an F4 tensor is a scalar or has an odd last dimension.
         """
         if copy or dl_device not in {None, self.__dlpack_device__()}:
             message = "the tensor is exported in place: it cannot be copied or exported to another device"
@@ -159,7 +159,10 @@ class ModelTensor:
 
 
 class DlpackTensorMaker:
-    """An object that allocates memory and makes tensors in this memory, for programs without torch."""
+    """An object that allocates memory and makes tensors in this memory, for programs without torch.
+
+    It has the same methods as :class:`gdrkit.safetensors._torch.TorchTensorMaker`.
+    """
 
     framework_name = "dlpack"
 

@@ -97,7 +97,7 @@ class StorageClient:
             self._orderings: dict[int, Ordering] = {}  # The ordering of each GPU, by its index.
             self._session = self._begin_session(token)
             self._close_actions.push(self._session.close)
-            self._transfers = Transfers(self._session.data, outstanding_max=self._session.limits.outstanding_max)
+            self._transfers = Transfers(self._session.data_socket, outstanding_max=self._session.limits.outstanding_max)
             self._close_actions.push(self._transfers.close)
         except BaseException as error:
             self._close_actions.run_after(error)
@@ -122,9 +122,9 @@ class StorageClient:
         return self._session.chunk_bytes
 
     @property
-    def server(self) -> str:
+    def server_program(self) -> str:
         """Name and version of the server program."""
-        return self._session.server
+        return self._session.server_program
 
     @property
     def closed(self) -> bool:
@@ -321,7 +321,7 @@ class StorageClient:
             self._check_open()
             nics = self.nics
             if isinstance(memory, CudaMemory):
-                nics = self.placement.usable(memory.device, tuple(self._queue_pair_index_by_nic))
+                nics = self.placement.usable_nics(memory.device, tuple(self._queue_pair_index_by_nic))
             cache = self._caches.get(nics)
             if cache is None:
                 cache = self._caches[nics] = RegionCache(nics)

@@ -53,15 +53,15 @@ class StorageSession:
 
     Attributes
     ----------
-    data : socket.socket
-        The data connection, without a timeout. :meth:`close` closes it.
+    data_socket : socket.socket
+        The socket of the data connection, without a timeout. :meth:`close` closes it.
     limits : SessionLimits
         The limits of the server.
     secret : str
         The secret that identifies the session at the server.
     chunk_bytes : int
         Number of bytes of a file that one checksum covers.
-    server : str
+    server_program : str
         Name and version of the server program.
     queue_pairs : tuple of QueuePair
         The queue pairs, in the order of `nics`.
@@ -97,11 +97,11 @@ class StorageSession:
             self.queue_pairs = tuple(self._create_queue_pair(nic) for nic in nics[: messages.LANES_MAX])
             reply = self._begin_session(client, token, replaces)
             self.limits, self.secret = reply.limits, reply.session
-            self.chunk_bytes, self.server = reply.chunk_bytes, reply.server
+            self.chunk_bytes, self.server_program = reply.chunk_bytes, reply.server
             data_connection = self._open_connection()
             self._exchange(data_connection, messages.Attach(reply.session), messages.Done)
-            self.data = data_connection.detach_socket()
-            self._close_actions.push(self.data.close)
+            self.data_socket = data_connection.detach_socket()
+            self._close_actions.push(self.data_socket.close)
         except BaseException as error:
             self._close_actions.run_after(error)
             raise
@@ -131,7 +131,7 @@ class StorageSession:
     def interrupt(self) -> None:
         """Shut both connections down, which ends the session and wakes every thread that waits for the server."""
         self._control.shut_down()
-        shut_down(self.data)
+        shut_down(self.data_socket)
 
     def fail_queue_pairs(self) -> None:
         """Put the queue pairs into the error state. Afterwards no transfer of the server can arrive."""

@@ -41,12 +41,14 @@ def add_accesses_to_score(score: float, *, access_count: int, at_half_lives: flo
     return math.log2(2.0**log2_heat + access_count) + at_half_lives
 
 
-def least_score(accesses_min: int, *, at_half_lives: float, share: float = 1.0) -> float:
-    """Return the least score of a file whose heat is at least `accesses_min` times `share` at the time `at_half_lives`.
+def least_score(accesses_min: int, *, at_half_lives: float, threshold_factor: float = 1.0) -> float:
+    """Return the least score of a file whose heat at `at_half_lives` is at least `accesses_min` * `threshold_factor`.
 
     The first accesses of a file have already lost a little weight when the last one happens. Therefore half an access
     is subtracted: with `accesses_min` 100, a file gets this score at its 100th access.
     """
     return (
-        score_from_heat(accesses_min * share - 0.5, at_half_lives=at_half_lives) if accesses_min > 0 else NEVER_ACCESSED
+        score_from_heat(accesses_min * threshold_factor - 0.5, at_half_lives=at_half_lives)
+        if accesses_min > 0
+        else NEVER_ACCESSED
     )

@@ -324,7 +324,7 @@ class TierManager:
                     )
                 if on_outcome is not None:
                     on_outcome(planned_move, why_not_moved)
-            return Migrated(moved_count, moved_bytes, tuple(refused_moves), plan.considered)
+            return Migrated(moved_count, moved_bytes, tuple(refused_moves), plan.considered_count)
 
     def pin(self, name: str, tier: str | None = None) -> str:
         """Pin a file to a tier, by default to its current one. The next run of the policy moves the file to that tier.

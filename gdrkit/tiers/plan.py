@@ -64,12 +64,12 @@ class MigrationPlan:
     ----------
     count, allocated_bytes : int
         Number of files to move, and the space that they take, in bytes.
-    considered : int
+    considered_count : int
         Number of all files that the policy examined.
     """
 
     def __init__(self, catalogue: Catalogue, tiers: Sequence[TierLimits], *, hysteresis: float) -> None:
-        self.considered = self.count = self.allocated_bytes = 0
+        self.considered_count = self.count = self.allocated_bytes = 0
         now_half_lives = catalogue.now_half_lives()
         self._connection = catalogue.new_connection()
         self._index_by_tier = {tier.name: index for index, tier in enumerate(tiers)}
@@ -142,7 +142,7 @@ class MigrationPlan:
             [tier.name for tier in tiers],
         )
         for row in rows:
-            self.considered += 1
+            self.considered_count += 1
             yield FileRow(*row)
 
     def __enter__(self) -> Self:

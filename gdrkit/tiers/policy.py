@@ -115,7 +115,9 @@ def decide(
     free_bytes = [tier.limit_bytes for tier in tiers]
     # For each tier, the least score with which a file may enter it, and the least with which a file may stay in it.
     entry_scores = [least_score(tier.accesses_min, at_half_lives=now_half_lives) for tier in tiers]
-    stay_scores = [least_score(tier.accesses_min, at_half_lives=now_half_lives, share=1 - hysteresis) for tier in tiers]
+    stay_scores = [
+        least_score(tier.accesses_min, at_half_lives=now_half_lives, threshold_factor=1 - hysteresis) for tier in tiers
+    ]
     for row in rows:
         current_index = index_by_tier.get(row.tier)
         if current_index is None:

@@ -147,7 +147,7 @@ def print_plan(
         _print_moves(moves, len(names), as_json=as_json, stream=stream)
         return
     with manager.plan() as plan:
-        _print_moves(list(plan.moves()), plan.considered, as_json=as_json, stream=stream)
+        _print_moves(list(plan.moves()), plan.considered_count, as_json=as_json, stream=stream)
 
 
 def _print_moves(moves: list[PlannedMove], considered_count: int, *, as_json: bool, stream: TextIO) -> None:

@@ -42,8 +42,8 @@ static_assert(sizeof(Uuid) == 16 && alignof(Uuid) == 1);
 enum DeviceAttribute : int {
     device_compute_mode = 20,
     device_unified_addressing = 41,
-    device_flush_writes_options = 117, // Bit 0 (..._OPTION_HOST): cuFlushGPUDirectRDMAWrites works.
-    device_writes_ordering = 118,      // From writes_ordering_owner on, the GPU needs no flush to see NIC writes.
+    device_flush_writes_options = 117, // If bit 0 (..._OPTION_HOST) is set, cuFlushGPUDirectRDMAWrites works.
+    device_writes_ordering = 118,      // With at least writes_ordering_owner, the GPU sees NIC writes without a flush.
 };
 inline constexpr int compute_mode_prohibited = 2; // CU_COMPUTEMODE_PROHIBITED
 inline constexpr int writes_ordering_owner = 100; // CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
@@ -139,7 +139,7 @@ inline const char* result_name(const Driver& driver, Result result) noexcept {
 struct LoadFailure {
     enum class Step { open_library, find_function, initialize } step;
     std::string library_error; // Message of dlopen.
-    const char* function;      // Name of the missing function.
+    const char* function_name; // Name of the missing function.
     Result result;             // Result of cuInit.
 };
 

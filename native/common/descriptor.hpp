@@ -14,7 +14,7 @@ public:
     Descriptor(const Descriptor&) = delete;
     Descriptor& operator=(const Descriptor&) = delete;
     Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-    // `other` gets the previous descriptor of this object, and closes it.
+    // `other` gets the previous descriptor of this object, and closes it when `other` is destroyed.
     Descriptor& operator=(Descriptor&& other) noexcept {
         std::swap(fd_, other.fd_);
         return *this;

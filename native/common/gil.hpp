@@ -1,5 +1,5 @@
 // Helpers for native modules of Python: a block that releases the global interpreter lock (GIL), and calls of Python
-// functions that survive the end of the interpreter.
+// functions that do not abort the process if the interpreter ends meanwhile.
 #pragma once
 
 #include <Python.h>

@@ -19,7 +19,7 @@ struct CachestatRange {
     std::uint64_t offset;
     std::uint64_t length;
 };
-struct CachestatCounts {
+struct CachestatCounts { // Numbers of pages.
     std::uint64_t cached;
     std::uint64_t dirty;
     std::uint64_t writeback;
@@ -65,7 +65,7 @@ Residency query_residency_by_mincore(int fd, std::uint64_t offset, std::uint64_t
     }
     // Bit 0 of the byte of a page is set if the page is in the page cache; see mincore(2).
     const auto cached_pages_count =
-        std::count_if(page_states.begin(), page_states.end(), [](unsigned char page) { return page & 1; });
+        std::count_if(page_states.begin(), page_states.end(), [](unsigned char page_state) { return page_state & 1; });
     return make_residency(static_cast<std::uint64_t>(cached_pages_count), pages_count);
 }
 
@@ -77,7 +77,8 @@ Residency query_residency(int fd, std::uint64_t offset, std::uint64_t length) {
             return make_residency(counts.cached, count_pages(offset, length));
         }
         if (errno != ENOSYS) {
-            return make_residency(1, 1); // For example, hugetlbfs has no cachestat. The range counts as cached.
+            return make_residency(1,
+                                  1); // This file system, e.g. hugetlbfs, has no cachestat. The range counts as cached.
         }
         has_cachestat.store(false, std::memory_order_relaxed);
     }

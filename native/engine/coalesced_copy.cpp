@@ -7,26 +7,26 @@
 
 namespace gdrkit::engine {
 
-CoalescedCopy::CoalescedCopy(Chunk&& chunk, std::size_t buffer_index, std::byte* memory, std::uint64_t slice_bytes)
-    : chunk_(std::move(chunk)), buffer_index_(buffer_index), buffer_(memory), slice_bytes_(slice_bytes),
-      results_((chunk_.bytes + slice_bytes - 1) / slice_bytes), unfilled_slices_count_(results_.size()) {}
+CoalescedCopy::CoalescedCopy(Chunk&& chunk, std::size_t buffer_index, std::byte* buffer, std::uint64_t slice_bytes)
+    : chunk_(std::move(chunk)), buffer_index_(buffer_index), buffer_(buffer), slice_bytes_(slice_bytes),
+      slice_results_((chunk_.bytes + slice_bytes - 1) / slice_bytes), unfilled_slices_count_(slice_results_.size()) {}
 
 bool CoalescedCopy::claim(const std::shared_ptr<CoalescedCopy>& copy, Chunk& chunk) {
     const std::size_t slice_index = copy->claimed_slices_count_.fetch_add(1, std::memory_order_relaxed);
     if (slice_index >= copy->slice_count()) {
         return false;
     }
-    chunk.copy = copy;
+    chunk.coalesced_copy = copy;
     chunk.slice_index = slice_index;
     return true;
 }
 
-CoalescedCopies::CoalescedCopies(Contexts& contexts, Staging& staging, std::byte* slab, const Tuning& tuning)
+CoalescedCopies::CoalescedCopies(PrimaryContexts& contexts, Staging& staging, std::byte* slab, const Tuning& tuning)
     : contexts_(contexts), staging_(staging), slab_(slab), tuning_(tuning), free_buffers_(tuning.coalesced_count) {
     std::iota(free_buffers_.begin(), free_buffers_.end(), std::size_t{0});
 }
 
-CopyStream& CoalescedCopies::stream_of(int device) {
+CopyStream& CoalescedCopies::activate_stream(int device) {
     const std::lock_guard lock(mutex_);
     std::unique_ptr<CopyStream>& stream = streams_[device];
     if (!stream) {
@@ -45,7 +45,7 @@ const CopyStream& CoalescedCopies::submitted_stream(int device) {
 }
 
 std::shared_ptr<CoalescedCopy> CoalescedCopies::open(Chunk& chunk) {
-    stream_of(chunk.job->device());
+    activate_stream(chunk.job->device());
     const std::size_t buffer_index = take_buffer_index();
     chunk.opens_coalesced_copy = false;
     return std::make_shared<CoalescedCopy>(std::move(chunk), buffer_index,
@@ -71,12 +71,12 @@ std::size_t CoalescedCopies::take_buffer_index() {
 }
 
 void CoalescedCopies::fill(const Chunk& chunk) {
-    CoalescedCopy& copy = *chunk.copy;
+    CoalescedCopy& copy = *chunk.coalesced_copy;
     const Part& part = copy.part();
     const std::uint64_t slice_begin = chunk.slice_index * copy.slice_bytes_;
     const std::uint64_t slice_length = std::min(copy.slice_bytes_, part.length - slice_begin);
     Job& job = *copy.chunk_.job;
-    IoResult& result = copy.results_[chunk.slice_index];
+    IoResult& result = copy.slice_results_[chunk.slice_index];
     try {
         result = read_buffered(job.file(part), job.extent(part).offset + part.extent_offset + slice_begin, slice_length,
                                copy.buffer_ + slice_begin);
@@ -84,7 +84,7 @@ void CoalescedCopies::fill(const Chunk& chunk) {
         result.failure = error.failure();
     }
     if (copy.unfilled_slices_count_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-        submit(chunk.copy);
+        submit(chunk.coalesced_copy);
     }
 }
 
@@ -92,7 +92,7 @@ void CoalescedCopies::submit(const std::shared_ptr<CoalescedCopy>& copy) {
     Part& part = copy->part();
     Job& job = *copy->chunk_.job;
     std::uint64_t expected_bytes = 0; // Bytes up to the end of the slice if no slice is short.
-    for (const IoResult& result : copy->results_) {
+    for (const IoResult& result : copy->slice_results_) {
         part.done_bytes += result.bytes;
         expected_bytes = std::min(expected_bytes + copy->slice_bytes_, part.length);
         if (result.failure) {
@@ -104,7 +104,7 @@ void CoalescedCopies::submit(const std::shared_ptr<CoalescedCopy>& copy) {
     }
     CopyStream* stream = nullptr;
     try {
-        stream = &stream_of(job.device());
+        stream = &activate_stream(job.device());
         if (part.done_bytes != 0) {
             stream->copy_to_device(job.extent(part).address + part.extent_offset, copy->buffer_, part.done_bytes);
         }

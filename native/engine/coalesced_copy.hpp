@@ -33,7 +33,7 @@ public:
 
     // Claims the next slice that no worker has claimed, and stores it in `chunk`. Returns false if no slice is left.
     static bool claim(const std::shared_ptr<CoalescedCopy>& copy, Chunk& chunk);
-    std::size_t slice_count() const noexcept { return results_.size(); }
+    std::size_t slice_count() const noexcept { return slice_results_.size(); }
 
 private:
     friend class CoalescedCopies;
@@ -44,7 +44,7 @@ private:
     const std::size_t buffer_index_;
     std::byte* const buffer_;
     const std::uint64_t slice_bytes_;
-    std::vector<IoResult> results_; // One result for each slice. The worker that submits the copy reads them all.
+    std::vector<IoResult> slice_results_; // One result for each slice. The worker that submits the copy reads them all.
     std::atomic<std::size_t> claimed_slices_count_{0};
     std::atomic<std::size_t> unfilled_slices_count_;
 };
@@ -53,10 +53,10 @@ private:
 class CoalescedCopies {
 public:
     // `slab` is staging memory with space for all buffers.
-    CoalescedCopies(Contexts& contexts, Staging& staging, std::byte* slab, const Tuning& tuning);
+    CoalescedCopies(PrimaryContexts& contexts, Staging& staging, std::byte* slab, const Tuning& tuning);
 
-    // True while a worker opens a coalesced copy. Meanwhile the other workers open no copy, and wait for the slices of
-    // this copy.
+    // Returns a flag that is set while a worker opens a coalesced copy. Meanwhile the other workers open no copy, and
+    // wait for the slices of this copy.
     std::atomic<bool>& is_copy_opening() noexcept { return is_copy_opening_; }
     // Turns a chunk into a coalesced copy. Waits for the oldest copy if no buffer is free. If the device cannot be
     // used, throws Error and leaves the chunk unchanged.
@@ -73,7 +73,7 @@ public:
 
 private:
     // Returns the stream for a device and makes its context current. Creates the stream at the first use.
-    CopyStream& stream_of(int device);
+    CopyStream& activate_stream(int device);
     // Returns the existing stream of a submitted copy. Calls no CUDA function, so that it also works after a CUDA
     // failure.
     const CopyStream& submitted_stream(int device);
@@ -87,7 +87,7 @@ private:
     // Frees the buffer and tells the job that the chunk is complete.
     void release(CoalescedCopy& copy);
 
-    Contexts& contexts_;
+    PrimaryContexts& contexts_;
     Staging& staging_;
     std::byte* const slab_;
     const Tuning tuning_;

@@ -66,7 +66,7 @@ bool Completion::wait(std::chrono::nanoseconds timeout) noexcept {
     }
     return wait_for_word(state_, timeout, [&](std::uint32_t state) {
         if (state == running) {
-            // The word is no longer `running`, so wait_for_word() does not sleep now, but calls this function again.
+            // The word is no longer `running`, so wait_for_word() does not sleep now, but calls this lambda again.
             state_.compare_exchange_strong(state, awaited);
         }
         return state == over;

@@ -17,13 +17,13 @@ constexpr std::chrono::microseconds pause_max{80};
 
 } // namespace
 
-Contexts::~Contexts() {
+PrimaryContexts::~PrimaryContexts() {
     for (const auto& [device, context] : retained_contexts_) {
         cuda::driver().primary_release(device);
     }
 }
 
-cuda::Context Contexts::get(int ordinal) {
+cuda::Context PrimaryContexts::get(int ordinal) {
     const std::lock_guard lock(mutex_);
     if (const auto retained = retained_contexts_.find(ordinal); retained != retained_contexts_.end()) {
         return retained->second;
@@ -36,7 +36,7 @@ cuda::Context Contexts::get(int ordinal) {
     return retained_contexts_[device] = context;
 }
 
-cuda::Context Contexts::get_any() {
+cuda::Context PrimaryContexts::get_any() {
     const std::lock_guard lock(mutex_);
     return retained_contexts_.empty() ? nullptr : retained_contexts_.begin()->second;
 }
@@ -119,8 +119,9 @@ void CopyStream::wait(std::size_t buffer_index) const {
 
 void CopyStream::drain() const noexcept {
     const cuda::Driver& driver = cuda::driver();
-    // If the failed call was cuCtxSetCurrent, the thread may have no current context or another context, with which
-    // cuStreamSynchronize would fail too. Therefore this function makes the context current itself.
+    // The call after whose failure the caller drains the stream may be cuCtxSetCurrent. The thread then has no current
+    // context or another context, with which cuStreamSynchronize would fail too. Therefore this function makes the
+    // context current itself.
     const bool is_pushed = driver.context_push(context_) == cuda::success;
     driver.stream_synchronize(stream_);
     if (is_pushed) {

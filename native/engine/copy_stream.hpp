@@ -11,13 +11,13 @@
 namespace gdrkit::engine {
 
 // The primary contexts of the devices in use, each retained once.
-class Contexts {
+class PrimaryContexts {
 public:
-    Contexts() = default;
-    Contexts(const Contexts&) = delete;
-    Contexts& operator=(const Contexts&) = delete;
+    PrimaryContexts() = default;
+    PrimaryContexts(const PrimaryContexts&) = delete;
+    PrimaryContexts& operator=(const PrimaryContexts&) = delete;
     // Releases all contexts. No thread may still use one of them.
-    ~Contexts();
+    ~PrimaryContexts();
     // Returns the primary context of the device with this ordinal. Throws Error.
     cuda::Context get(int ordinal);
     // Returns one of the retained contexts, or null if there is none.
@@ -55,7 +55,7 @@ public:
     void make_current() const { cuda::check("cuCtxSetCurrent", cuda::driver().context_set(context_)); }
     cuda::Context context() const noexcept { return context_; }
     // copy_to_device() and copy_to_host() queue a copy. After the copies of a staging buffer, record_event() queues the
-    // event of the buffer, for which wait() waits. All three throw Error.
+    // event of the buffer, for which wait() waits. All these functions throw Error.
     void copy_to_device(cuda::DevicePointer to, const std::byte* from, std::size_t length) const;
     void copy_to_host(std::byte* to, cuda::DevicePointer from, std::size_t length) const;
     void record_event(std::size_t buffer_index) const;

@@ -17,7 +17,7 @@ const Driver* open_driver() {
         case LoadFailure::Step::open_library:
             throw make_kernel_error("dlopen", ENOENT);
         case LoadFailure::Step::find_function:
-            throw make_kernel_error(load_failure->function, ENOSYS);
+            throw make_kernel_error(load_failure->function_name, ENOSYS);
         case LoadFailure::Step::initialize:
             throw Error({.api = Api::cuda,
                          .operation = "cuInit",

@@ -8,8 +8,8 @@ namespace gdrkit::engine::cuda {
 
 using namespace gdrkit::cuda;
 
-// Returns the initialized driver of this process. Throws Error: ENOENT of dlopen, ENOSYS for a missing function, or the
-// result of cuInit. A failure is not cached, because a driver may be installed later.
+// Returns the initialized driver of this process. Throws Error with ENOENT if dlopen fails, with ENOSYS if a
+// function is missing, or with the result of cuInit. A failure is not cached, because a driver may be installed later.
 const Driver& driver();
 
 // Returns the description of a failed driver call, with the name of its result (CUDA_ERROR_..., or "unknown").

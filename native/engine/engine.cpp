@@ -16,7 +16,7 @@ namespace gdrkit::engine {
 namespace {
 
 // Maximum length of the job queue. submit() blocks while the queue is full.
-constexpr std::size_t jobs_max = 256;
+constexpr std::size_t queued_jobs_max = 256;
 // A sleep of a worker may end this much later than requested. With the default of Linux, 50 us, the short sleeps of
 // CopyStream::wait would take several times as long.
 constexpr unsigned long timer_slack_ns = 1000;
@@ -91,7 +91,7 @@ void Engine::run_worker(std::size_t worker_index) {
 bool Engine::submit(const std::shared_ptr<Job>& job, std::chrono::nanoseconds timeout) {
     std::unique_lock lock(mutex_);
     const auto is_refused = [&] { return is_closing_ || closings_count_ != 0; };
-    if (!queue_not_full_.wait_for(lock, timeout, [&] { return jobs_.size() < jobs_max || is_refused(); })) {
+    if (!queue_not_full_.wait_for(lock, timeout, [&] { return jobs_.size() < queued_jobs_max || is_refused(); })) {
         return false;
     }
     if (is_refused()) {

@@ -32,8 +32,8 @@ public:
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Queues a job. Waits while the queue is full, at most `timeout`. Returns whether the job is queued. Throws Error:
-    // ESHUTDOWN during and after close(), or the error of pthread_create.
+    // Queues a job. Waits while the queue is full, at most `timeout`. Returns whether the job is queued. Throws Error
+    // with ESHUTDOWN during and after close(), or with the error of pthread_create.
     bool submit(const std::shared_ptr<Job>& job, std::chrono::nanoseconds timeout = no_limit);
 
     // Moves one range of a file on the calling thread, without the queue. The bytes have arrived when the call returns.
@@ -70,7 +70,7 @@ private:
 
     const Tuning tuning_;
     const int numa_node_;
-    Contexts contexts_; // The CUDA contexts of the devices.
+    PrimaryContexts contexts_; // The CUDA contexts of the devices.
     Staging staging_;
     CoalescedCopies coalesced_copies_;
     std::mutex mutex_;                       // Protects the members below, up to threads_.

@@ -1,4 +1,4 @@
-// Opens and closes the files of the copy engine, finds their alignment for O_DIRECT, and counts their users.
+// Opens and closes the files of the copy engine, finds their alignment for O_DIRECT, and counts their uses.
 #include "engine/file.hpp"
 
 #include <fcntl.h>
@@ -50,9 +50,9 @@ int File::buffered_fd() {
 
 int File::direct_fd() {
     if (const int fd = direct_fd_.load(std::memory_order_acquire); fd >= 0) {
-        return direct_open_errno() == 0 ? fd : -1;
+        return direct_errno() == 0 ? fd : -1;
     }
-    if (direct_open_errno() != 0) {
+    if (direct_errno() != 0) {
         return -1;
     }
     const int fd = buffered_fd();
@@ -98,7 +98,7 @@ void File::remove_pending(std::uint64_t bytes) noexcept {
 
 bool File::begin_use() noexcept {
     // The use is counted before the flag is read, so that a close that starts now waits for the use or is seen here.
-    users_count_.fetch_add(1);
+    uses_count_.fetch_add(1);
     if (is_closing_.load()) {
         end_use();
         return false;
@@ -107,13 +107,13 @@ bool File::begin_use() noexcept {
 }
 
 void File::end_use() noexcept {
-    if (users_count_.fetch_sub(1) == 1 && is_closing_.load()) {
-        futex_wake_all(users_count_);
+    if (uses_count_.fetch_sub(1) == 1 && is_closing_.load()) {
+        futex_wake_all(uses_count_);
     }
 }
 
 bool File::wait_until_unused(std::chrono::nanoseconds timeout) noexcept {
-    return wait_for_word(users_count_, timeout, [](std::uint32_t count) { return count == 0; });
+    return wait_for_word(uses_count_, timeout, [](std::uint32_t count) { return count == 0; });
 }
 
 bool File::begin_close(std::chrono::nanoseconds timeout) noexcept {
@@ -130,7 +130,7 @@ void File::end_close() noexcept {
 void File::close() {
     const std::lock_guard lock(open_mutex_);
     is_closed_.store(true);
-    if (users_count_.load() != 0) {
+    if (uses_count_.load() != 0) {
         return;
     }
     direct_fd_.store(-1, std::memory_order_relaxed);

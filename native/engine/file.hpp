@@ -30,12 +30,12 @@ public:
     int buffered_fd();
     // Returns the descriptor without O_DIRECT if the file is open, else -1.
     int fd() const noexcept { return fd_.load(std::memory_order_acquire); }
-    // Returns the descriptor with O_DIRECT, or -1 if the file system does not support it (see direct_open_errno).
+    // Returns the descriptor with O_DIRECT, or -1 if O_DIRECT has failed (see direct_errno()).
     int direct_fd();
     // Returns the errno with which an open or a transfer with O_DIRECT failed, or 0.
-    int direct_open_errno() const noexcept { return direct_errno_.load(std::memory_order_relaxed); }
+    int direct_errno() const noexcept { return direct_errno_.load(std::memory_order_relaxed); }
     void disable_direct(int errno_value) noexcept { direct_errno_.store(errno_value, std::memory_order_relaxed); }
-    // The alignment of offsets, lengths and memory for O_DIRECT, in bytes, a power of two.
+    // Returns the alignment that O_DIRECT needs for offsets, lengths and memory, in bytes. It is a power of two.
     std::uint64_t alignment_bytes() const noexcept { return alignment_bytes_.load(std::memory_order_relaxed); }
     // Returns the current size of the file. Throws Error.
     std::uint64_t size_bytes();
@@ -53,7 +53,7 @@ public:
     // is closed, or while a FileClosing object exists.
     bool begin_use() noexcept;
     // Counts one more use. The caller must already have a use, so that the file is open.
-    void add_use() noexcept { users_count_.fetch_add(1); }
+    void add_use() noexcept { uses_count_.fetch_add(1); }
     void end_use() noexcept;
     // Waits until there are no uses, at most `timeout`. Returns whether there are none.
     bool wait_until_unused(std::chrono::nanoseconds timeout) noexcept;
@@ -88,7 +88,7 @@ private:
     std::atomic<int> direct_errno_{0};
     std::atomic<std::uint64_t> alignment_bytes_{4096};
     std::atomic<std::uint64_t> pending_bytes_{0};
-    std::atomic<std::uint32_t> users_count_{0};
+    std::atomic<std::uint32_t> uses_count_{0};
     std::atomic<std::uint32_t> is_close_running_{0}; // 1 from begin_close() to end_close().
     std::atomic<bool> is_closing_{false};
     std::atomic<bool> is_closed_{false};

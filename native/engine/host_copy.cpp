@@ -65,14 +65,14 @@ IoResult read_direct(File& file, std::uint64_t offset, std::uint64_t length, std
         return read_buffered(file, offset, length, aligned_buffer + offset_in_block);
     }
     const std::uint64_t alignment = file.alignment_bytes();
-    const std::uint64_t begin = offset - offset_in_block;
+    const std::uint64_t aligned_offset = offset - offset_in_block;
     const std::uint64_t aligned_length = round_up(offset_in_block + length, alignment);
     IoResult result =
         repeat_call("pread", aligned_length, [&](std::uint64_t done_bytes, std::uint64_t call_bytes) -> ssize_t {
             // A read that ends inside a block has reached the end of the file, so nothing more is read with O_DIRECT.
-            return (done_bytes & (alignment - 1)) != 0
-                       ? 0
-                       : pread(fd, aligned_buffer + done_bytes, call_bytes, static_cast<off_t>(begin + done_bytes));
+            return (done_bytes & (alignment - 1)) != 0 ? 0
+                                                       : pread(fd, aligned_buffer + done_bytes, call_bytes,
+                                                               static_cast<off_t>(aligned_offset + done_bytes));
         });
     if (result.failure && result.failure->number == EINVAL && result.bytes == 0) {
         // This file system accepts O_DIRECT in open(2), but not in pread(2).

@@ -16,12 +16,12 @@ namespace {
 // O_DIRECT.
 constexpr std::uint64_t window_max_bytes = 128U << 20U;
 constexpr std::uint64_t window_min_bytes = 1U << 20U;
-// If less than a quarter of a window is cached, the window is not made smaller, and is read with O_DIRECT.
-constexpr std::uint64_t cold_divisor = 4;
+// A window is made smaller only if at least a quarter of it is cached. With less, the window is read with O_DIRECT.
+constexpr std::uint64_t shrink_min_cached_divisor = 4;
 // The sizes of chunks are multiples of this number.
 constexpr std::uint64_t chunk_step_bytes = 64U << 10U;
 // Largest number of short extents in one chunk.
-constexpr std::size_t parts_max = 1024;
+constexpr std::size_t parts_per_chunk_max = 1024;
 // Number of chunks per worker into which a short job is split.
 constexpr std::uint64_t chunks_per_worker = 2;
 
@@ -36,16 +36,17 @@ Job::Job(Direction direction, Access access, int device, std::vector<std::shared
         files_[extent.file_index]->add_pending(extent.length);
     }
     for (const std::shared_ptr<File>& file : files_) {
-        // No chunk removes this byte, so the file stays open until end_locked(), when its data is on the disk.
+        // For a durable job, one pending byte that no chunk removes keeps the file open until end_locked(), when its
+        // data is on the disk.
         file->add_pending(is_durable_ ? 1 : 0);
         file->add_use();
     }
     const std::uint64_t even_share_bytes = total_bytes_ / (sharing_workers_count() * chunks_per_worker) + 1;
-    const std::uint64_t first_bytes = std::min(tuning_.first_chunk_bytes, tuning_.chunk_bytes);
-    chunk_min_bytes_ = std::clamp(even_share_bytes, std::min(chunk_step_bytes, first_bytes), first_bytes);
+    const std::uint64_t first_chunk_bytes = std::min(tuning_.first_chunk_bytes, tuning_.chunk_bytes);
+    chunk_min_bytes_ = std::clamp(even_share_bytes, std::min(chunk_step_bytes, first_chunk_bytes), first_chunk_bytes);
     chunks_count_ = total_bytes_ / chunk_min_bytes_ + 1;
     skip_taken_extents();
-    if (next_extent_ == extents_.size()) {
+    if (next_extent_index_ == extents_.size()) {
         end_locked();
     }
 }
@@ -54,8 +55,8 @@ Job::Job(Direction direction, Access access, int device, std::vector<std::shared
 // has the size that the workers can read while the device copies the chunks before it. At the end the chunks are small
 // again, so that all workers finish at about the same time.
 std::uint64_t Job::next_chunk_bytes() const {
-    const std::uint64_t bytes = std::min(taken_bytes_, total_bytes_ - taken_bytes_) / sharing_workers_count();
-    return std::clamp(bytes / chunk_step_bytes * chunk_step_bytes, chunk_min_bytes_, tuning_.chunk_bytes);
+    const std::uint64_t share_bytes = std::min(taken_bytes_, total_bytes_ - taken_bytes_) / sharing_workers_count();
+    return std::clamp(share_bytes / chunk_step_bytes * chunk_step_bytes, chunk_min_bytes_, tuning_.chunk_bytes);
 }
 
 // Returns the size of the next coalesced copy, or 0 if the next chunk is not coalesced: for writes, for host memory,
@@ -71,8 +72,8 @@ std::uint64_t Job::next_coalesced_bytes() const {
 }
 
 void Job::skip_taken_extents() {
-    while (next_extent_ < extents_.size() && extents_[next_extent_].length == next_offset_) {
-        ++next_extent_;
+    while (next_extent_index_ < extents_.size() && extents_[next_extent_index_].length == next_offset_) {
+        ++next_extent_index_;
         next_offset_ = 0;
         window_end_ = 0;
     }
@@ -80,7 +81,7 @@ void Job::skip_taken_extents() {
 
 TakeResult Job::take(Chunk& chunk, std::atomic<bool>& is_copy_opening) {
     const std::lock_guard lock(mutex_);
-    if (is_stopped_ || next_extent_ == extents_.size()) {
+    if (is_stopped_ || next_extent_index_ == extents_.size()) {
         return TakeResult::nothing;
     }
     chunk.parts.clear();
@@ -88,7 +89,7 @@ TakeResult Job::take(Chunk& chunk, std::atomic<bool>& is_copy_opening) {
     chunk.is_direct = false;
     chunk.holds_reservation = false;
     chunk.opens_coalesced_copy = false;
-    Extent& extent = extents_[next_extent_];
+    Extent& extent = extents_[next_extent_index_];
     if (next_offset_ > 0 || extent.length > next_chunk_bytes()) {
         try {
             const TakeResult take_result = take_from_long_extent(chunk, extent, is_copy_opening);
@@ -97,7 +98,7 @@ TakeResult Job::take(Chunk& chunk, std::atomic<bool>& is_copy_opening) {
             }
         } catch (const Error& error) {
             progress_.failure = error.failure();
-            progress_.failed_extent = next_extent_;
+            progress_.failed_extent = next_extent_index_;
             is_stopped_ = true;
             if (chunks_in_progress_ == 0) {
                 end_locked();
@@ -139,7 +140,7 @@ bool Job::is_next_direct(Extent& extent) {
         std::uint64_t window_bytes = window_max_bytes;
         Residency residency = file.residency_of(file_offset, std::min(bytes_left, window_bytes));
         while (residency.state == CacheState::some &&
-               residency.cached_pages_count * cold_divisor >= residency.pages_count &&
+               residency.cached_pages_count * shrink_min_cached_divisor >= residency.pages_count &&
                window_bytes > window_min_bytes) {
             window_bytes /= 4;
             residency = file.residency_of(file_offset, std::min(bytes_left, window_bytes));
@@ -195,7 +196,7 @@ TakeResult Job::take_from_long_extent(Chunk& chunk, Extent& extent, std::atomic<
     chunk.opens_coalesced_copy = opens_coalesced_copy;
     reservations_count_ += needs_reservation ? 1 : 0;
     chunk.bytes = length;
-    chunk.parts.push_back(Part{.extent_index = next_extent_, .extent_offset = next_offset_, .length = length});
+    chunk.parts.push_back(Part{.extent_index = next_extent_index_, .extent_offset = next_offset_, .length = length});
     next_offset_ += length;
     skip_taken_extents();
     return TakeResult::chunk;
@@ -205,9 +206,9 @@ void Job::take_short_extents(Chunk& chunk) {
     const std::uint64_t bytes_max = next_chunk_bytes();
     const bool needs_slack = access_ == Access::direct && direction_ == Direction::read;
     std::uint64_t slack_left_bytes = slack_bytes;
-    while (next_extent_ < extents_.size() && next_offset_ == 0 && chunk.parts.size() < parts_max &&
-           chunk.bytes + extents_[next_extent_].length <= bytes_max) {
-        const Extent& extent = extents_[next_extent_];
+    while (next_extent_index_ < extents_.size() && next_offset_ == 0 && chunk.parts.size() < parts_per_chunk_max &&
+           chunk.bytes + extents_[next_extent_index_].length <= bytes_max) {
+        const Extent& extent = extents_[next_extent_index_];
         // The worker needs slack to read a part with O_DIRECT (see slack_bytes). needed_slack_bytes is an estimate,
         // because a file that is not open yet reports the alignment of most disks.
         const std::uint64_t needed_slack_bytes = needs_slack ? 2 * files_[extent.file_index]->alignment_bytes() : 0;
@@ -215,7 +216,7 @@ void Job::take_short_extents(Chunk& chunk) {
             break;
         }
         slack_left_bytes -= std::min(needed_slack_bytes, slack_left_bytes);
-        chunk.parts.push_back(Part{.extent_index = next_extent_, .extent_offset = 0, .length = extent.length});
+        chunk.parts.push_back(Part{.extent_index = next_extent_index_, .extent_offset = 0, .length = extent.length});
         chunk.bytes += extent.length;
         next_offset_ = extent.length;
         skip_taken_extents();
@@ -235,13 +236,13 @@ void Job::release_reservation() {
 }
 
 void Job::complete(Chunk& chunk, std::uint64_t direct_bytes) {
-    std::uint64_t bytes = 0;
+    std::uint64_t done_bytes = 0;
     for (const Part& part : chunk.parts) {
-        bytes += part.done_bytes;
+        done_bytes += part.done_bytes;
         file(part).remove_pending(part.length);
     }
     std::unique_lock lock(mutex_);
-    if (bytes < chunk.bytes) {
+    if (done_bytes < chunk.bytes) {
         for (const Part& part : chunk.parts) {
             if (part.done_bytes < part.length) {
                 Extent& extent = extents_[part.extent_index];
@@ -250,7 +251,7 @@ void Job::complete(Chunk& chunk, std::uint64_t direct_bytes) {
             }
         }
     }
-    progress_.bytes += bytes;
+    progress_.bytes += done_bytes;
     progress_.direct_bytes += direct_bytes;
     --chunks_in_progress_;
     if (!is_work_finished_locked()) {
@@ -292,7 +293,7 @@ void Job::fail(std::uint32_t extent_index, Failure failure) {
 
 void Job::cancel() {
     const std::lock_guard lock(mutex_);
-    if (!is_over() && next_extent_ < extents_.size() && !is_stopped_) {
+    if (!is_over() && next_extent_index_ < extents_.size() && !is_stopped_) {
         is_stopped_ = true;
         progress_.is_cancelled = true;
         if (chunks_in_progress_ == 0) {
@@ -302,18 +303,18 @@ void Job::cancel() {
 }
 
 void Job::end_locked() {
-    // No worker has taken the bytes from here on, so they did not arrive.
-    if (next_extent_ < extents_.size()) {
-        extents_[next_extent_].first_missing_offset =
-            std::min(extents_[next_extent_].first_missing_offset, next_offset_);
-        for (std::uint32_t index = next_extent_ + 1; index < extents_.size(); ++index) {
+    // No worker has taken the bytes from next_offset_ on, so they did not arrive.
+    if (next_extent_index_ < extents_.size()) {
+        extents_[next_extent_index_].first_missing_offset =
+            std::min(extents_[next_extent_index_].first_missing_offset, next_offset_);
+        for (std::uint32_t index = next_extent_index_ + 1; index < extents_.size(); ++index) {
             extents_[index].first_missing_offset = 0;
         }
     }
     for (const std::shared_ptr<File>& file : files_) {
         file->close_reopenable_descriptors();
-        if (file->direct_open_errno() != 0) {
-            progress_.direct_open_errno = file->direct_open_errno();
+        if (file->direct_errno() != 0) {
+            progress_.direct_open_errno = file->direct_errno();
         }
         file->end_use();
     }

@@ -86,8 +86,8 @@ struct Chunk {
     // work, a worker needs a reservation, which it gets together with the chunk.
     bool holds_reservation = false;
     bool opens_coalesced_copy = false; // The worker that takes the chunk opens a coalesced copy for it.
-    // If `copy` is set, the work is to fill one slice of this copy, and the members above are not used.
-    std::shared_ptr<CoalescedCopy> copy;
+    // If `coalesced_copy` is set, the work is to fill one slice of this copy, and the members above are not used.
+    std::shared_ptr<CoalescedCopy> coalesced_copy;
     std::size_t slice_index = 0;
 };
 
@@ -98,7 +98,7 @@ struct Progress {
     bool is_cancelled = false;           // The job was cancelled before all chunks were started.
     std::optional<Failure> failure;      // The first failure.
     std::uint32_t failed_extent = 0;     // Index of the extent of this failure.
-    int direct_open_errno = 0;           // The errno with which the file system refused O_DIRECT.
+    int direct_open_errno = 0;           // The errno with which O_DIRECT failed, or 0.
     std::chrono::nanoseconds duration{}; // Time from the creation of the job to its end. Valid when the job is over.
 };
 
@@ -173,10 +173,10 @@ private:
     std::uint64_t next_coalesced_bytes() const;
     std::size_t reservations_max(bool is_direct) const;
     std::size_t sharing_workers_count() const;
-    // Advances next_extent_ and next_offset_ to the next bytes that are not taken.
+    // Advances next_extent_index_ and next_offset_ to the next bytes that are not taken.
     void skip_taken_extents();
     bool is_work_finished_locked() const {
-        return chunks_in_progress_ == 0 && (is_stopped_ || next_extent_ == extents_.size());
+        return chunks_in_progress_ == 0 && (is_stopped_ || next_extent_index_ == extents_.size());
     }
     std::optional<Failure> make_durable();
     std::unique_lock<std::mutex> lock_unless_over();
@@ -194,8 +194,8 @@ private:
     std::size_t chunks_count_ = 0;
 
     std::mutex mutex_;
-    std::uint32_t next_extent_ = 0; // Index of the first extent that is not taken completely.
-    std::uint64_t next_offset_ = 0; // Number of bytes of this extent that are taken.
+    std::uint32_t next_extent_index_ = 0; // Index of the first extent that is not taken completely.
+    std::uint64_t next_offset_ = 0;       // Number of bytes of this extent that are taken.
     std::uint64_t taken_bytes_ = 0;
     // take() chooses between O_DIRECT and the page cache for one window of a long extent at a time.
     std::uint64_t window_end_ = 0; // Offset in the extent of the end of the current window.

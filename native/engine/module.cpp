@@ -93,9 +93,9 @@ private:
 
 // A use of a file by Python code. Raises FileClosed if the file is closed. `index` is the index of the file in the
 // arguments of the call.
-class PythonUse {
+class PythonFileUse {
 public:
-    explicit PythonUse(const std::shared_ptr<File>& file, std::size_t index = 0) : thread_entry_(file), use_(file) {
+    explicit PythonFileUse(const std::shared_ptr<File>& file, std::size_t index = 0) : thread_entry_(file), use_(file) {
         if (!use_.file()) {
             raise_closed(index);
         }
@@ -279,12 +279,12 @@ std::vector<Extent> unpack_extents(nb::handle flat_rows, std::size_t files_count
     if (!is_list) {
         row_buffer.emplace(flat_rows);
     }
-    const std::size_t size =
+    const std::size_t size_bytes =
         is_list ? nb::len(flat_rows) * sizeof(std::uint64_t) : static_cast<std::size_t>(row_buffer->view.len);
-    if (size % sizeof(Row) != 0 || size / sizeof(Row) > UINT32_MAX) {
+    if (size_bytes % sizeof(Row) != 0 || size_bytes / sizeof(Row) > UINT32_MAX) {
         raise({.api = Api::kernel, .operation = "extents", .number = EINVAL, .name = {}});
     }
-    std::vector<Extent> extents(size / sizeof(Row));
+    std::vector<Extent> extents(size_bytes / sizeof(Row));
     for (std::size_t index = 0; index < extents.size(); ++index) {
         Row row{};
         if (is_list) {
@@ -308,7 +308,7 @@ std::vector<Extent> unpack_extents(nb::handle flat_rows, std::size_t files_count
 
 // Converts a list of files. Each item is a path (bytes), which the job opens and closes, or an OpenFile, for which this
 // function adds a use to `uses`.
-std::vector<std::shared_ptr<File>> convert_files(const nb::list& files, int flags, std::vector<PythonUse>& uses) {
+std::vector<std::shared_ptr<File>> convert_files(const nb::list& files, int flags, std::vector<PythonFileUse>& uses) {
     std::vector<std::shared_ptr<File>> native_files;
     native_files.reserve(nb::len(files));
     for (const nb::handle item : files) {
@@ -340,16 +340,17 @@ nb::dict make_progress_dict(const Progress& progress) {
 }
 
 void bind_jobs(nb::module_& module) {
-    nb::class_<PythonUse>(module, "FileUse", "A use of a file, which ends with its `with` block or with this object.")
-        .def("__enter__", [](PythonUse& self) { return self.file(); })
+    nb::class_<PythonFileUse>(module, "FileUse",
+                              "A use of a file, which ends with its `with` block or with this object.")
+        .def("__enter__", [](PythonFileUse& self) { return self.file(); })
         .def(
-            "__exit__", [](PythonUse& self, nb::handle, nb::handle, nb::handle) { self.end(); }, "error_class"_a.none(),
-            "error"_a.none(), "traceback"_a.none());
+            "__exit__", [](PythonFileUse& self, nb::handle, nb::handle, nb::handle) { self.end(); },
+            "error_class"_a.none(), "error"_a.none(), "traceback"_a.none());
     nb::class_<File>(module, "OpenFile", "An open file, with a second descriptor for O_DIRECT.")
         .def(nb::new_([](int fd) { return make_file(Descriptor(fd)); }), "fd"_a)
         .def_static("open", &open_file, "path"_a, "flags"_a, "mode"_a, "folder"_a = AT_FDCWD)
         .def(
-            "begin_use", [](const std::shared_ptr<File>& self) { return PythonUse(self); },
+            "begin_use", [](const std::shared_ptr<File>& self) { return PythonFileUse(self); },
             "Return a use of the file. close() waits for its end. Raise FileClosed if the file is closed.")
         .def(
             "close",
@@ -379,14 +380,14 @@ void bind_jobs(nb::module_& module) {
         .def(
             "size_bytes",
             [](const std::shared_ptr<File>& self) {
-                const PythonUse use(self);
+                const PythonFileUse use(self);
                 return without_gil([&] { return self->size_bytes(); });
             },
             "Return the size of the file. Raise FileClosed if the file is closed.")
         .def(
             "direct", [](File& self) { return without_gil([&] { return self.direct_fd() >= 0; }); },
             "Return whether the file system supports O_DIRECT for the file; see direct_open_errno.")
-        .def_prop_ro("direct_open_errno", &File::direct_open_errno)
+        .def_prop_ro("direct_open_errno", &File::direct_errno)
         .def_prop_ro("alignment_bytes", &File::alignment_bytes)
         .def(
             "residency",
@@ -462,7 +463,7 @@ void bind_engine(nb::module_& module) {
             [](ClosingEngine& self, bool write, int access, int device, const nb::list& files, nb::handle flat_extents,
                int flags, bool durable, nb::handle transfer) {
                 std::vector<Extent> extents = unpack_extents(flat_extents, nb::len(files));
-                std::vector<PythonUse> uses; // These keep the files open until the job has its own uses.
+                std::vector<PythonFileUse> uses; // These keep the files open until the job has its own uses.
                 Engine& engine = self.engine;
                 auto job = std::make_shared<Job>(write ? Direction::write : Direction::read,
                                                  static_cast<Access>(access), device, convert_files(files, flags, uses),

@@ -60,7 +60,7 @@ std::size_t slab_bytes_of(const Tuning& tuning) {
     return std::max(tuning.buffers_count * buffer_bytes_of(tuning), direct_bytes + slack_bytes);
 }
 
-Worker::Worker(Dispatcher& dispatcher, Contexts& contexts, Staging& staging, CoalescedCopies& coalesced_copies,
+Worker::Worker(Dispatcher& dispatcher, PrimaryContexts& contexts, Staging& staging, CoalescedCopies& coalesced_copies,
                std::byte* slab, const Tuning& tuning)
     : dispatcher_(dispatcher), contexts_(contexts), staging_(staging), coalesced_copies_(coalesced_copies), slab_(slab),
       tuning_(tuning), buffers_(tuning.buffers_count) {}
@@ -81,9 +81,9 @@ void Worker::run() {
             }
         }
         const TakeResult take_result = take(chunk);
-        if (take_result == TakeResult::chunk && chunk.copy) {
+        if (take_result == TakeResult::chunk && chunk.coalesced_copy) {
             coalesced_copies_.fill(chunk);
-            chunk.copy.reset();
+            chunk.coalesced_copy.reset();
             current_stream_ = nullptr;
         } else if (take_result == TakeResult::chunk && chunk.opens_coalesced_copy) {
             open_coalesced(chunk);
@@ -93,7 +93,7 @@ void Worker::run() {
             while (pending_buffers_count_ != 0 && (fills_slab(chunk) || fills_slab(newest_buffer.chunk))) {
                 complete_oldest();
             }
-            start(next_buffer_index_, chunk);
+            start_chunk(next_buffer_index_, chunk);
         } else if (!complete_oldest() && !complete_coalesced() && take_result == TakeResult::nothing) {
             return;
         }
@@ -110,7 +110,7 @@ TakeResult Worker::take(Chunk& chunk) {
         reserved_job_.reset();
         job->release_reservation();
         const TakeResult take_result = dispatcher_.take_work(chunk, false);
-        if (take_result == TakeResult::chunk && !chunk.copy && chunk.holds_reservation && chunk.job == job) {
+        if (take_result == TakeResult::chunk && !chunk.coalesced_copy && chunk.holds_reservation && chunk.job == job) {
             return take_result;
         }
         dispatcher_.wake_another_worker();
@@ -145,7 +145,7 @@ bool Worker::complete_coalesced() {
     return !coalesced_copies_.is_copy_opening() && coalesced_copies_.complete_oldest(true);
 }
 
-CopyStream& Worker::stream_of(int device) {
+CopyStream& Worker::activate_stream(int device) {
     std::unique_ptr<CopyStream>& stream = streams_[device];
     if (!stream) {
         const cuda::Context context = contexts_.get(device);
@@ -168,8 +168,8 @@ std::byte* Worker::memory_of(std::size_t buffer_index, const Chunk& chunk) const
 
 // Returns the number of parts from `first_index` on that follow each other in one file, and their size. One read or
 // write moves all of them, because they also follow each other in the staging memory.
-Worker::Run Worker::find_run_at(const Chunk& chunk, std::size_t first_index) {
-    Run run{.parts_count = 0, .length = 0};
+Worker::FileRun Worker::find_run_at(const Chunk& chunk, std::size_t first_index) {
+    FileRun run{.parts_count = 0, .length = 0};
     const Extent& first_extent = chunk.job->extent(chunk.parts[first_index]);
     const std::uint64_t run_offset = first_extent.offset + chunk.parts[first_index].extent_offset;
     for (std::size_t index = first_index; index < chunk.parts.size(); ++index) {
@@ -187,16 +187,16 @@ Worker::Run Worker::find_run_at(const Chunk& chunk, std::size_t first_index) {
 
 // Divides the bytes that one read or write has moved among the parts of its run. Reports a failure for the first part
 // that is not complete. Returns false if the run failed.
-bool Worker::distribute_result(Chunk& chunk, std::size_t first_index, const Run& run, const IoResult& result) {
+bool Worker::distribute_result(Chunk& chunk, std::size_t first_index, const FileRun& run, const IoResult& result) {
     std::uint64_t bytes_left = result.bytes;
-    bool is_reported = !result.failure;
+    bool is_failure_reported = !result.failure;
     for (std::size_t index = first_index; index < first_index + run.parts_count; ++index) {
         Part& part = chunk.parts[index];
         part.done_bytes = std::min(bytes_left, part.length);
         bytes_left -= part.done_bytes;
-        if (!is_reported && (part.done_bytes < part.length || index + 1 == first_index + run.parts_count)) {
+        if (!is_failure_reported && (part.done_bytes < part.length || index + 1 == first_index + run.parts_count)) {
             chunk.job->fail(part.extent_index, *result.failure);
-            is_reported = true;
+            is_failure_reported = true;
         }
     }
     return !result.failure;
@@ -232,12 +232,13 @@ bool Worker::wants_direct(const Chunk& chunk, const Part& part, std::uint64_t le
     return residency.cached_pages_count * 2 < residency.pages_count && file.direct_fd() >= 0;
 }
 
-// Sets the position of each part in the staging memory. Throws Error if a file cannot be opened.
+// Decides for each part whether its I/O uses O_DIRECT, and sets its position in the staging memory. Throws Error if a
+// file cannot be opened.
 void Worker::assign_staging_offsets(Chunk& chunk) {
     std::uint64_t staging_offset = 0;
     std::uint64_t slack_left_bytes = slack_bytes;
     for (std::size_t first_index = 0; first_index < chunk.parts.size();) {
-        const Run run = find_run_at(chunk, first_index);
+        const FileRun run = find_run_at(chunk, first_index);
         const Part& first_part = chunk.parts[first_index];
         const File& file = chunk.job->file(first_part);
         const bool may_be_direct =
@@ -275,7 +276,7 @@ IoResult Worker::write_run(const Chunk& chunk, const Part& part, std::uint64_t l
                           : write_buffered(file, offset, length, from);
 }
 
-void Worker::start(std::size_t buffer_index, Chunk& chunk) {
+void Worker::start_chunk(std::size_t buffer_index, Chunk& chunk) {
     if (chunk.job->device() == host_memory) {
         move_host_chunk(chunk);
         return;
@@ -285,7 +286,7 @@ void Worker::start(std::size_t buffer_index, Chunk& chunk) {
     chunk.job.reset();
     buffer.direct_bytes = 0;
     try {
-        CopyStream& stream = stream_of(buffer.chunk.job->device());
+        CopyStream& stream = activate_stream(buffer.chunk.job->device());
         buffer.stream = &stream;
         assign_staging_offsets(buffer.chunk);
         if (buffer.chunk.job->direction() == Direction::read) {
@@ -313,7 +314,7 @@ void Worker::start_read(std::size_t buffer_index, CopyStream& stream) {
     Chunk& chunk = buffer.chunk;
     std::byte* const base = memory_of(buffer_index, chunk);
     for (std::size_t first_index = 0; first_index < chunk.parts.size();) {
-        const Run run = find_run_at(chunk, first_index);
+        const FileRun run = find_run_at(chunk, first_index);
         IoResult result;
         try {
             result = read_run(chunk, chunk.parts[first_index], run.length, base);
@@ -351,12 +352,12 @@ bool Worker::complete_oldest() {
     if (pending_buffers_count_ == 0) {
         return false;
     }
-    const std::size_t count = buffers_.size();
-    complete((next_buffer_index_ + count - pending_buffers_count_) % count);
+    const std::size_t buffers_count = buffers_.size();
+    complete_buffer((next_buffer_index_ + buffers_count - pending_buffers_count_) % buffers_count);
     return true;
 }
 
-void Worker::complete(std::size_t buffer_index) {
+void Worker::complete_buffer(std::size_t buffer_index) {
     Buffer& buffer = buffers_[buffer_index];
     Chunk& chunk = buffer.chunk;
     buffer.is_pending = false;
@@ -382,7 +383,7 @@ void Worker::complete(std::size_t buffer_index) {
 std::uint64_t Worker::write_parts(Chunk& chunk, const std::byte* base) {
     std::uint64_t direct_bytes = 0;
     for (std::size_t first_index = 0; first_index < chunk.parts.size();) {
-        const Run run = find_run_at(chunk, first_index);
+        const FileRun run = find_run_at(chunk, first_index);
         IoResult result;
         try {
             result = write_run(chunk, chunk.parts[first_index], run.length, base);

@@ -34,7 +34,7 @@ std::size_t slab_bytes_of(const Tuning& tuning);
 
 class Worker {
 public:
-    Worker(Dispatcher& dispatcher, Contexts& contexts, Staging& staging, CoalescedCopies& coalesced_copies,
+    Worker(Dispatcher& dispatcher, PrimaryContexts& contexts, Staging& staging, CoalescedCopies& coalesced_copies,
            std::byte* slab, const Tuning& tuning);
 
     // Runs until the dispatcher has no more work and is closing.
@@ -50,7 +50,7 @@ private:
     };
 
     // Consecutive parts of a chunk that also follow each other in one file.
-    struct Run {
+    struct FileRun {
         std::size_t parts_count;
         std::uint64_t length;
     };
@@ -63,19 +63,19 @@ private:
     bool complete_coalesced();
     // Reads a chunk into a staging buffer and queues its copy to the device. For a write, queues the copy from the
     // device. The buffer is pending afterwards. A chunk of host memory is moved at once.
-    void start(std::size_t buffer_index, Chunk& chunk);
+    void start_chunk(std::size_t buffer_index, Chunk& chunk);
     void start_read(std::size_t buffer_index, CopyStream& stream);
     void start_write(std::size_t buffer_index, CopyStream& stream);
     // Waits for the copy of a pending buffer. For a write, writes its bytes to the files. Completes the chunk.
-    void complete(std::size_t buffer_index);
+    void complete_buffer(std::size_t buffer_index);
     // Completes the oldest pending buffer. Returns false if no buffer is pending.
     bool complete_oldest();
     void move_host_chunk(Chunk& chunk);
     // Returns the stream for a device and makes its context current. Creates the stream at the first use.
-    CopyStream& stream_of(int device);
+    CopyStream& activate_stream(int device);
     void assign_staging_offsets(Chunk& chunk);
-    static Run find_run_at(const Chunk& chunk, std::size_t first_index);
-    static bool distribute_result(Chunk& chunk, std::size_t first_index, const Run& run, const IoResult& result);
+    static FileRun find_run_at(const Chunk& chunk, std::size_t first_index);
+    static bool distribute_result(Chunk& chunk, std::size_t first_index, const FileRun& run, const IoResult& result);
     bool wants_direct(const Chunk& chunk, const Part& part, std::uint64_t length);
     // read_run() and write_run() move `length` bytes of the file: a part and the parts that follow it in its run.
     // `base` is the beginning of the staging memory of the chunk, or of a part that is not staged.
@@ -90,7 +90,7 @@ private:
     std::byte* memory_of(std::size_t buffer_index, const Chunk& chunk) const;
 
     Dispatcher& dispatcher_;
-    Contexts& contexts_;
+    PrimaryContexts& contexts_;
     Staging& staging_;
     CoalescedCopies& coalesced_copies_;
     std::byte* const slab_;

@@ -24,7 +24,7 @@ _SUMMARY_LINES = pytest.StashKey[list[str]]()
 @pytest.fixture(autouse=True)
 def _record_numbers(request: pytest.FixtureRequest, evidence: Evidence) -> Iterator[None]:
     if "benchmark" not in request.fixturenames:
-        # The case measures and records its numbers itself.
+        # A case without the fixture `benchmark` measures and records its numbers itself.
         yield
         return
     benchmark: BenchmarkFixture = request.getfixturevalue("benchmark")
@@ -34,8 +34,8 @@ def _record_numbers(request: pytest.FixtureRequest, evidence: Evidence) -> Itera
         return
     stats = benchmark.stats.stats
     evidence.number("rounds_count", stats.rounds)
-    for name in ("median", "min", "max"):
-        evidence.number(f"time_ms_{name}", getattr(stats, name) * 1e3)
+    for statistic_name in ("median", "min", "max"):
+        evidence.number(f"time_ms_{statistic_name}", getattr(stats, statistic_name) * 1e3)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def measure_interleaved(
     """Measure several calls. In each round, every call is repeated `calls_count` times before the next call follows.
 
     Every second round has the reverse order, because a call affects the next call: on a busy machine, the scheduler
-    prefers a thread that has slept, so a call after a call that sleeps is interrupted less often.
+    prefers a thread that has just slept. It therefore interrupts a call less often if the call before it has slept.
 
     A load that lasts longer than a round slows all calls. A shorter load affects a few rounds, but not the medians. The
     times include the Python loop around the calls, which is the same for every call.

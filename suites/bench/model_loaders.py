@@ -1,6 +1,7 @@
-"""Loaders of model files, with which `gdrkit.safetensors` is compared. Each loader has its fastest documented settings.
+"""Loaders of model files for the benchmarks: `gdrkit.safetensors`, and the other packages with which it is compared.
 
-A loader is a function that loads the files into GPU memory and returns torch tensors by name.
+A loader is a function that loads the files into GPU memory and returns torch tensors by name. Each loader uses the
+fastest settings that its package documents.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["list_loaders"]
 
-_DEVICE = "cuda:0"
+_TORCH_DEVICE = "cuda:0"
 _THREADS_COUNT = 16
 
 
@@ -40,13 +41,13 @@ def list_loaders() -> dict[str, Callable[[Sequence[Path]], dict[str, Any]]]:
 
 
 def _load_by_gdrkit(paths: Sequence[Path]) -> safetensors.LoadedTensors:
-    tensors: safetensors.LoadedTensors = safetensors.load_files(paths, _DEVICE)
+    tensors: safetensors.LoadedTensors = safetensors.load_files(paths, _TORCH_DEVICE)
     return tensors
 
 
 def _load_by_gdrkit_per_tensor(paths: Sequence[Path]) -> safetensors.LoadedTensors:
-    """Load each tensor into memory of its own. By default, the tensors of a file share one memory."""
-    tensors: safetensors.LoadedTensors = safetensors.load_files(paths, _DEVICE, own_memory=True)
+    """Load each tensor into memory of its own. By default, the tensors of a file share one allocation."""
+    tensors: safetensors.LoadedTensors = safetensors.load_files(paths, _TORCH_DEVICE, own_memory=True)
     return tensors
 
 
@@ -54,14 +55,14 @@ def _load_by_safetensors(paths: Sequence[Path]) -> dict[str, Any]:
     load_file = importlib.import_module("safetensors.torch").load_file
     tensors: dict[str, Any] = {}
     for path in paths:
-        tensors.update(load_file(path, device=_DEVICE))
+        tensors.update(load_file(path, device=_TORCH_DEVICE))
     return tensors
 
 
 def _load_by_fastsafetensors(paths: Sequence[Path]) -> dict[str, Any]:
-    library, torch = importlib.import_module("fastsafetensors"), importlib.import_module("torch")
-    loader = library.SafeTensorsFileLoader(
-        library.SingleGroup(), torch.device(_DEVICE), max_threads=_THREADS_COUNT, nogds=True
+    fastsafetensors, torch = importlib.import_module("fastsafetensors"), importlib.import_module("torch")
+    loader = fastsafetensors.SafeTensorsFileLoader(
+        fastsafetensors.SingleGroup(), torch.device(_TORCH_DEVICE), max_threads=_THREADS_COUNT, nogds=True
     )
     try:
         loader.add_filenames({0: [str(path) for path in paths]})
@@ -87,15 +88,15 @@ class _TensorsWithOwner(dict[str, Any]):
 
 def _load_by_runai(paths: Sequence[Path]) -> dict[str, Any]:
     os.environ.setdefault("RUNAI_STREAMER_CONCURRENCY", str(_THREADS_COUNT))
-    library = importlib.import_module("runai_model_streamer")
-    with library.SafetensorsStreamer() as streamer:
+    runai_model_streamer = importlib.import_module("runai_model_streamer")
+    with runai_model_streamer.SafetensorsStreamer() as streamer:
         streamer.stream_files([str(path) for path in paths])
-        return {name: tensor.to(_DEVICE) for name, tensor in streamer.get_tensors()}
+        return {name: tensor.to(_TORCH_DEVICE) for name, tensor in streamer.get_tensors()}
 
 
 def _load_by_instanttensor(paths: Sequence[Path]) -> dict[str, Any]:
-    library = importlib.import_module("instanttensor")
-    with library.safe_open([str(path) for path in paths], framework="pt", device=0) as file:
+    instanttensor = importlib.import_module("instanttensor")
+    with instanttensor.safe_open([str(path) for path in paths], framework="pt", device=0) as file:
         return {name: tensor.clone() for name, tensor in file.tensors()}
 
 
@@ -110,7 +111,7 @@ def _load_by_kvikio(paths: Sequence[Path]) -> dict[str, Any]:
     for path in paths:
         with gds.File(path, direct="never") as gds_file:
             header = read_header(gds_file)
-        buffer = torch.empty(header.data_bytes, dtype=torch.uint8, device=_DEVICE)
+        buffer = torch.empty(header.data_bytes, dtype=torch.uint8, device=_TORCH_DEVICE)
         torch.cuda.current_stream().synchronize()
         file = kvikio.CuFile(str(path))
         files_and_futures.append((file, file.pread(buffer, file_offset=header.data_offset_bytes)))

@@ -57,7 +57,7 @@ def log_progress(line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TransferMeasurement:
-    """The rate of one transfer, and the processor time of this process during the transfer."""
+    """The rate of one transfer, and the processor time that this process spent on each GiB."""
 
     rate_gb_per_s: float
     cpu_s_per_gib: float
@@ -72,24 +72,24 @@ class Series:
 
     @property
     def rate_gb_per_s(self) -> float:
-        """Median rate."""
+        """Median rate, in GB/s (10^9 bytes)."""
         return statistics.median(measurement.rate_gb_per_s for measurement in self.measurements)
 
     @property
     def cpu_s_per_gib(self) -> float:
-        """Median processor time."""
+        """Median processor time, in seconds per GiB."""
         return statistics.median(measurement.cpu_s_per_gib for measurement in self.measurements)
 
     @property
-    def spread(self) -> float:
+    def spread_ratio(self) -> float:
         """Difference between the highest and the lowest rate, as a share of the median."""
         rates = [measurement.rate_gb_per_s for measurement in self.measurements]
         return (max(rates) - min(rates)) / self.rate_gb_per_s
 
     def __str__(self) -> str:
-        rates = " ".join(f"{measurement.rate_gb_per_s:.2f}" for measurement in self.measurements)
+        rates_text = " ".join(f"{measurement.rate_gb_per_s:.2f}" for measurement in self.measurements)
         return (
-            f"{self.name}: {self.rate_gb_per_s:.2f} GB/s ({rates}; spread {self.spread:.1%}), "
+            f"{self.name}: {self.rate_gb_per_s:.2f} GB/s ({rates_text}; spread {self.spread_ratio:.1%}), "
             f"{self.cpu_s_per_gib:.3f} CPU s/GiB"
         )
 
@@ -116,8 +116,8 @@ def measure_in_turn(
 ) -> dict[str, Series]:
     """Measure several transfers in turn. Every second round measures them in reverse order.
 
-    An attempt consists of all rounds. The results of all
-    attempts are printed. The return value is the attempt with the smallest spread.
+    An attempt consists of all rounds. Its spread is the largest spread of a transfer. All attempts are printed. The
+    function returns the series of the attempt with the smallest spread, by the name of the transfer.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ def measure_in_turn(
     prepare : callable, optional
         Function that is called before each transfer, outside of the measured time.
     spread_max : float
-        Largest spread that is accepted. After an attempt with a larger spread, another attempt follows.
+        Largest spread of an attempt that is accepted. After an attempt with a larger spread, another attempt follows.
     attempts_count : int
         Maximum number of attempts.
     """
@@ -146,13 +146,14 @@ def measure_in_turn(
         for transfer_series in series_by_name.values():
             log_progress(f"  {transfer_series}")
         attempts.append(series_by_name)
-        spread = max(transfer_series.spread for transfer_series in series_by_name.values())
+        spread = max(transfer_series.spread_ratio for transfer_series in series_by_name.values())
         if spread <= spread_max or rounds_count == 1:
             break
         if attempt_index + 1 < attempts_count:
             log_progress(f"  spread {spread:.1%}: another attempt")
     return min(
-        attempts, key=lambda series_by_name: max(transfer_series.spread for transfer_series in series_by_name.values())
+        attempts,
+        key=lambda series_by_name: max(transfer_series.spread_ratio for transfer_series in series_by_name.values()),
     )
 
 
@@ -210,15 +211,17 @@ class Kvikio:
 
         self.version = str(kvikio.__version__)
         self._module: Any = kvikio
-        self._settings: dict[str, object] = {}
+        self._applied_settings: dict[str, object] = {}
         self._module.defaults.set({"compat_mode": kvikio.CompatMode.ON})
 
     def apply_settings(self, **settings: object) -> None:
         """Apply only the settings whose value changes, to keep the thread pool if possible."""
-        changed_settings = {name: value for name, value in settings.items() if self._settings.get(name) != value}
+        changed_settings = {
+            name: value for name, value in settings.items() if self._applied_settings.get(name) != value
+        }
         if changed_settings:
             self._module.defaults.set(changed_settings)
-            self._settings.update(changed_settings)
+            self._applied_settings.update(changed_settings)
 
     def open(self, path: Path, mode: str = "r") -> Any:  # noqa: ANN401 - kvikio has no types.
         """Open a file as a kvikio.CuFile."""
@@ -272,11 +275,11 @@ def create_random_file(path: Path, length_bytes: int) -> None:
         file.truncate(length_bytes)
         fd = file.fileno()
 
-        def write(offset: int) -> None:
+        def write_chunk(offset: int) -> None:
             os.pwrite(fd, os.urandom(min(_FILL_CHUNK_BYTES, length_bytes - offset)), offset)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(write, range(0, length_bytes, _FILL_CHUNK_BYTES)))
+            list(pool.map(write_chunk, range(0, length_bytes, _FILL_CHUNK_BYTES)))
         os.fsync(fd)
 
 
@@ -286,13 +289,13 @@ def split_file(path: Path, folder: Path, part_bytes: int) -> list[Path]:
     with path.open("rb") as source:
         offsets = range(0, path.stat().st_size, part_bytes)
 
-        def write(offset: int) -> Path:
+        def write_part(offset: int) -> Path:
             part_path = folder / f"{offset // part_bytes:05}"
             part_path.write_bytes(os.pread(source.fileno(), part_bytes, offset))
             return part_path
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(write, offsets))
+            return list(pool.map(write_part, offsets))
 
 
 def allocate_host_memory(stack: ExitStack, length_bytes: int) -> mmap.mmap:
@@ -307,7 +310,7 @@ def check_all_bytes(memory: CudaMemory | mmap.mmap, path: Path, *, length_bytes:
     """Require that the memory has the bytes of the file. Several threads compare the bytes."""
     with path.open("rb") as file:
 
-        def check(offset: int) -> None:
+        def check_chunk(offset: int) -> None:
             chunk_bytes = min(_CHECK_CHUNK_BYTES, length_bytes - offset)
             if isinstance(memory, mmap.mmap):
                 contents = memory[offset : offset + chunk_bytes]
@@ -316,7 +319,7 @@ def check_all_bytes(memory: CudaMemory | mmap.mmap, path: Path, *, length_bytes:
             assert contents == os.pread(file.fileno(), chunk_bytes, offset), offset
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(check, range(0, length_bytes, _CHECK_CHUNK_BYTES)))
+            list(pool.map(check_chunk, range(0, length_bytes, _CHECK_CHUNK_BYTES)))
 
 
 def drop_cache(path: Path) -> None:
@@ -336,14 +339,14 @@ def make_direct_reader(
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     stack.callback(os.close, fd)
-    size_bytes = os.fstat(fd).st_size if length_bytes is None else length_bytes
+    total_bytes = os.fstat(fd).st_size if length_bytes is None else length_bytes
     buffers = [stack.enter_context(mmap.mmap(-1, part_bytes)) for _ in range(threads_count)]
     for buffer in buffers:
         buffer.madvise(mmap.MADV_HUGEPAGE)
         buffer[:] = bytes(part_bytes)
 
     def read() -> None:
-        offsets: Iterator[int] = iter(range(0, size_bytes, part_bytes))
+        offsets: Iterator[int] = iter(range(0, total_bytes, part_bytes))
         lock = threading.Lock()
 
         def read_parts(buffer: mmap.mmap) -> None:
@@ -352,7 +355,7 @@ def make_direct_reader(
                     offset = next(offsets, None)
                 if offset is None:
                     return
-                requested_bytes = min(part_bytes, size_bytes - offset)
+                requested_bytes = min(part_bytes, total_bytes - offset)
                 assert os.preadv(fd, [memoryview(buffer)[:requested_bytes]], offset) == requested_bytes
 
         threads = [threading.Thread(target=read_parts, args=(buffer,)) for buffer in buffers]
@@ -369,7 +372,8 @@ def make_pinned_copier(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Allocate pinned host memory. Return a function that copies it into device memory, and a function that frees it.
 
-    The first function only copies, so its rate is the rate of the PCIe bus.
+    The host memory has at most 256 MiB. The first function copies it repeatedly, until `length_bytes` of the device
+    memory are written. It does nothing else, so its rate is the rate of the PCIe bus.
     """
     from cuda.bindings import driver
 

@@ -2,8 +2,9 @@
 
 The table helps the developers to choose the defaults of ``gdrkit.gds.EngineOptions``.
 
-There are five kinds of transfer, such as cached reads. Each kind is measured in at most five rounds, until a time
-limit. Each round measures all settings once, so that a change of the machine's load affects all settings alike.
+There are five kinds of transfer: cached reads, cached reads into host memory, writes, durable writes, and cold reads.
+Each kind is measured in at most five rounds, until a time limit. Each round measures all settings once, so that a
+change of the machine's load affects all settings alike.
 
 Before each cached read, another engine reads the file, and a copy of pinned memory uses the bus. As in a real program,
 the processor caches then no longer have the data of the previous read.
@@ -45,11 +46,11 @@ __all__ = ["Sweep", "SweepRow", "format_table"]
 # Values for some fields of EngineOptions. The other fields keep their defaults.
 Options = dict[str, int]
 
-DEFAULT: Options = {}
+DEFAULT_SETTING: Options = {}
 # The settings to measure for each kind of transfer.
-CACHED_READS: list[Options] = [
-    DEFAULT,
-    # This value equals the default of `chunk_bytes`. It turns coalesced copies off: each thread fills its copies alone.
+CACHED_READ_SETTINGS: list[Options] = [
+    DEFAULT_SETTING,
+    # This value is not above `chunk_bytes`, so it turns coalesced copies off: each thread fills its copies alone.
     {"coalesced_bytes": 4 * MIB},
     {"coalesced_bytes": 4 * MIB, "chunk_bytes": 2 * MIB, "buffers_count": 3},
     *(
@@ -61,16 +62,16 @@ CACHED_READS: list[Options] = [
     {"chunk_bytes": 2 * MIB, "first_chunk_bytes": 2 * MIB},
     {"polls_device": False},
 ]
-HOST_READS: list[Options] = [
-    DEFAULT,
+HOST_READ_SETTINGS: list[Options] = [
+    DEFAULT_SETTING,
     *(
         {"workers_count": workers, "chunk_bytes": chunk_mib * MIB, "first_chunk_bytes": first_mib * MIB}
         for workers, chunk_mib, first_mib in ((16, 4, 4), (16, 8, 1), (16, 16, 16), (14, 8, 8), (12, 8, 8), (8, 8, 8))
     ),
 ]
-BUFFERED_WRITES: list[Options] = [DEFAULT, {"buffered_writers_count": 1}, {"buffered_writers_count": 3}]
-DURABLE_WRITES: list[Options] = [
-    DEFAULT,
+BUFFERED_WRITE_SETTINGS: list[Options] = [DEFAULT_SETTING, {"buffered_writers_count": 1}, {"buffered_writers_count": 3}]
+DURABLE_WRITE_SETTINGS: list[Options] = [
+    DEFAULT_SETTING,
     *(
         {"direct_writers_count": workers, "direct_write_bytes": size_mib * MIB}
         for workers, size_mib in ((1, 16), (1, 64), (2, 8), (3, 16), (4, 16))
@@ -78,8 +79,8 @@ DURABLE_WRITES: list[Options] = [
 ]
 # The last settings use less staging memory, so they occupy less of the processor caches. This can be faster in a
 # virtual machine, because the process of the host that emulates the disk may use the same caches.
-COLD_READS: list[Options] = [
-    DEFAULT,
+COLD_READ_SETTINGS: list[Options] = [
+    DEFAULT_SETTING,
     *(
         {"direct_readers_count": readers, "direct_read_bytes": size_mib * MIB}
         for readers, size_mib in ((1, 4), (1, 8), (2, 2), (2, 8), (3, 4), (4, 2), (4, 4), (4, 16), (8, 4))
@@ -94,7 +95,7 @@ COLD_READS: list[Options] = [
     ),
 ]
 # Pairs for readers that read with O_DIRECT and copy nothing: the number of threads, and the size of each read in MiB.
-RAW_READERS = ((1, 4), (1, 16), (2, 4), (2, 8), (4, 4), (4, 16))
+RAW_READER_SETTINGS = ((1, 4), (1, 16), (2, 4), (2, 8), (4, 4), (4, 16))
 # Time limit of each kind of transfer, in seconds. The creation of the file is not included.
 TIME_LIMITS_S = {"cached read": 24.0, "host read": 8.0, "write": 8.0, "durable write": 14.0, "cold read": 48.0}
 ROUNDS_MAX = 5
@@ -122,10 +123,10 @@ class SweepRow:
         if not self.rates_gb_per_s:
             return f"{self.kind:14} {'-':>7} {'-':>7} {'-':>7} {'-':>6}  {self.setting} (not measured: time limit)"
         cpu_s = statistics.median(self.cpu_s_per_gib)
-        rates = (
+        numbers_text = (
             f"{self.rate_gb_per_s:7.2f} {max(self.rates_gb_per_s):7.2f} {min(self.rates_gb_per_s):7.2f} {cpu_s:6.3f}"
         )
-        return f"{self.kind:14} {rates}  {self.setting}"
+        return f"{self.kind:14} {numbers_text}  {self.setting}"
 
 
 def format_table(rows: Sequence[SweepRow]) -> list[str]:
@@ -137,11 +138,11 @@ def format_table(rows: Sequence[SweepRow]) -> list[str]:
 
 
 def _describe_options(options: Options) -> str:
-    words = [
+    option_texts = [
         f"{key.removesuffix('_bytes')} {value >> 10} KiB" if key.endswith("_bytes") else f"{key} {value}"
         for key, value in options.items()
     ]
-    return ", ".join(words) or "default"
+    return ", ".join(option_texts) or "default"
 
 
 def _do_nothing() -> None:
@@ -178,37 +179,42 @@ class Sweep:
         """
         length_bytes = self.memory.length_bytes
         with contextlib.ExitStack() as stack:
-            copy, free_memory = make_pinned_copier(self.device, self.memory, length_bytes=length_bytes)
+            copy_pinned, free_memory = make_pinned_copier(self.device, self.memory, length_bytes=length_bytes)
             stack.callback(free_memory)
-            other_engine = Engine(EngineOptions(chunk_bytes=4 * MIB, buffers_count=3))
-            stack.callback(other_engine.close)
+            disturbing_engine = Engine(EngineOptions(chunk_bytes=4 * MIB, buffers_count=3))
+            stack.callback(disturbing_engine.close)
 
             def disturb_caches_and_bus() -> None:
-                self._read(other_engine, length_bytes)
-                copy()
+                self._read(disturbing_engine, length_bytes)
+                copy_pinned()
 
-            peers: dict[str, Callable[[], object]] = {"pinned copy": copy}
-            self._measure(
-                "cached read", CACHED_READS, self._read, length_bytes, prepare=disturb_caches_and_bus, peers=peers
+            peers: dict[str, Callable[[], object]] = {"pinned copy": copy_pinned}
+            self._measure_kind(
+                "cached read",
+                CACHED_READ_SETTINGS,
+                self._read,
+                length_bytes,
+                prepare=disturb_caches_and_bus,
+                peers=peers,
             )
         self._measure_host_reads(length_bytes)
         half_bytes = length_bytes // 2
         for kind, settings, transfer in (
-            ("write", BUFFERED_WRITES, self._write),
-            ("durable write", DURABLE_WRITES, self._write_durably),
+            ("write", BUFFERED_WRITE_SETTINGS, self._write),
+            ("durable write", DURABLE_WRITE_SETTINGS, self._write_durably),
         ):
-            self._measure(kind, settings, transfer, half_bytes, prepare=self._remove_written_file)
+            self._measure_kind(kind, settings, transfer, half_bytes, prepare=self._remove_written_file)
         self._remove_written_file()
         with contextlib.ExitStack() as stack:
             raw_readers = {
                 f"raw O_DIRECT, {threads} x {part_mib} MiB": make_direct_reader(
                     self.source, stack, threads_count=threads, part_bytes=part_mib * MIB, length_bytes=half_bytes
                 )
-                for threads, part_mib in RAW_READERS
+                for threads, part_mib in RAW_READER_SETTINGS
             }
-            self._measure(
+            self._measure_kind(
                 "cold read",
-                COLD_READS,
+                COLD_READ_SETTINGS,
                 self._read,
                 half_bytes,
                 prepare=self._drop_source,
@@ -217,7 +223,7 @@ class Sweep:
             )
         return self.rows
 
-    def _measure(
+    def _measure_kind(
         self,
         kind: str,
         settings: Iterable[Options],
@@ -251,31 +257,31 @@ class Sweep:
         clears_memory : bool
             Whether the device memory is cleared before each transfer of an engine.
         """
-        is_short = self.time_factor == 0
+        is_short_run = self.time_factor == 0
         peers = dict(peers or {})
         with contextlib.ExitStack() as stack:
             # The engines come before the peers, because the time may not suffice for all transfers.
             transfers: dict[str, Callable[[], object]] = {}
-            for options in list(settings)[: 2 if is_short else None]:
+            for options in list(settings)[: 2 if is_short_run else None]:
                 engine = Engine(replace(base_options or EngineOptions(), **options))  # type: ignore[arg-type]
                 stack.callback(engine.close)
                 transfers[_describe_options(options)] = partial(transfer, engine, length_bytes)
                 # The first read pins the memory of the engine and creates its streams.
                 self._read(engine, min(length_bytes, 256 * MIB), access="buffered")
-            transfers.update(list(peers.items())[: 2 if is_short else None])
+            transfers.update(list(peers.items())[: 2 if is_short_run else None])
             rows = {name: SweepRow(kind, name, name not in peers) for name in transfers}
             self.rows += rows.values()
             deadline_s = time.monotonic() + TIME_LIMITS_S[kind] * self.time_factor
-            for round_index in range(1 if is_short else ROUNDS_MAX):
+            for round_index in range(1 if is_short_run else ROUNDS_MAX):
                 for name in list(transfers)[:: -1 if round_index % 2 else 1]:
-                    if not is_short and time.monotonic() > deadline_s:
+                    if not is_short_run and time.monotonic() > deadline_s:
                         break
                     prepare()
                     if clears_memory and rows[name].is_engine:
                         self.memory.fill(0)
-                    result = measure(transfers[name], length_bytes)
-                    rows[name].rates_gb_per_s.append(result.rate_gb_per_s)
-                    rows[name].cpu_s_per_gib.append(result.cpu_s_per_gib)
+                    measurement = measure(transfers[name], length_bytes)
+                    rows[name].rates_gb_per_s.append(measurement.rate_gb_per_s)
+                    rows[name].cpu_s_per_gib.append(measurement.cpu_s_per_gib)
         transfers_count = sum(len(row.rates_gb_per_s) for row in rows.values())
         log_progress(f"{kind}: {transfers_count} transfers with {len(rows)} settings")
 
@@ -306,7 +312,9 @@ class Sweep:
                     device_and_address=device_and_address,
                 )
 
-            self._measure("host read", HOST_READS, read, length_bytes, prepare=_do_nothing, base_options=HOST_OPTIONS)
+            self._measure_kind(
+                "host read", HOST_READ_SETTINGS, read, length_bytes, prepare=_do_nothing, base_options=HOST_OPTIONS
+            )
 
     def _transfer(
         self,
@@ -330,7 +338,7 @@ class Sweep:
                 write=flags != os.O_RDONLY,
                 device_index=device_index,
                 files=[file],
-                # Index in `files`, offset in the file, address, length.
+                # The extent has four numbers: index in `files`, offset in the file, address, length.
                 extents=[0, 0, address, length_bytes],
                 access=access,
                 durable=durable,

@@ -5,8 +5,7 @@ the lease. A hit queries the buffer id once by cuPointerGetAttribute, and should
 query. With 10,000 regions, a hit should take at most 1.5 times as long as with 10 regions. The case records the ratios
 of the medians, and asserts only that each call is a hit.
 
-All calls are measured in turn 300 times, so that the load of the machine affects all of them. Run this with
---benchmark-enable.
+With --benchmark-enable, all calls are measured in turn 300 times, so that the load of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ def test_cache_hit_beside_a_pointer_query(
 ) -> None:
     from cuda.bindings import driver
 
-    buffer_id = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+    buffer_id_attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
     is_measured = request.config.getoption("--benchmark-enable")
     with limit_open_files(16_384), contextlib.ExitStack() as stack:
         memories = [stack.enter_context(device.allocate(64 * KIB)) for _ in range(max(REGION_COUNTS))]
         address = memories[0].address
         measured_calls: dict[str, Callable[[], object]] = {
-            "query": lambda: driver.cuPointerGetAttribute(buffer_id, address),
+            "query": lambda: driver.cuPointerGetAttribute(buffer_id_attribute, address),
         }
         caches = {}
         for count in REGION_COUNTS:
@@ -62,22 +61,22 @@ def test_cache_hit_beside_a_pointer_query(
             caches[count] = stack.enter_context(cache)
             for memory in memories[:count]:
                 cache.lease(memory).close()
-            measured_calls[f"hit_{count}"] = _make_cache_hit(cache, memories[count // 2])
-        # Borrowed memory, such as a tensor, lies in a registered allocation. The cache finds the region by address.
+            measured_calls[f"hit_{count}"] = _make_hit_function(cache, memories[count // 2])
+        # The borrowed memory, like a tensor, is a part of an allocation. The cache finds the region by its address.
         borrowed_memory = cuda.borrow(device, memories[5000].address + 4 * KIB, length_bytes=4 * KIB)
-        measured_calls["borrowed_hit_10000"] = _make_cache_hit(caches[10_000], stack.enter_context(borrowed_memory))
+        measured_calls["borrowed_hit_10000"] = _make_hit_function(caches[10_000], stack.enter_context(borrowed_memory))
         # Make each call once before the measurement. The first hit changes the internal state of a cache, later hits
         # do not.
         for call in measured_calls.values():
             call()
-        calls_before, statistics_before = (
+        verbs_calls_before, statistics_before = (
             read_call_counts(Api.VERBS),
             {count: cache.statistics() for count, cache in caches.items()},
         )
         times = measure_interleaved(
             measured_calls, rounds_count=300 if is_measured else 1, calls_count=200 if is_measured else 1
         )
-        assert read_call_counts(Api.VERBS) == calls_before
+        assert read_call_counts(Api.VERBS) == verbs_calls_before
         for count, cache in caches.items():
             statistics = cache.statistics()
             assert (statistics.misses, statistics.regions) == (statistics_before[count].misses, count)
@@ -91,6 +90,6 @@ def test_cache_hit_beside_a_pointer_query(
         evidence.number("most_over_fewest_regions_ratio", times["hit_10000"].median_ns / times["hit_10"].median_ns)
 
 
-def _make_cache_hit(cache: RegionCache, memory: DeviceBuffer) -> Callable[[], None]:
+def _make_hit_function(cache: RegionCache, memory: DeviceBuffer) -> Callable[[], None]:
     """Return a function that makes one cache hit."""
     return lambda: cache.lease(memory).close()

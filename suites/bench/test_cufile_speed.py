@@ -65,9 +65,9 @@ class CufileBench:
     def __init__(self, file: Path, device: Device, stack: contextlib.ExitStack, *, length_bytes: int) -> None:
         self.file, self.device, self.stack, self.length_bytes = file, device, stack, length_bytes
         self.memory, self.unregistered_memory = (stack.enter_context(device.allocate(length_bytes)) for _ in range(2))
-        self.driver = SharedDriver(CufileOptions(workers_count=max(workers for workers, _ in SETTINGS)))
-        stack.callback(self.driver.close)
-        self.monitor = cufile.RouteMonitor(self.driver.driver, self.driver.host_tree)
+        self.shared_driver = SharedDriver(CufileOptions(workers_count=max(workers for workers, _ in SETTINGS)))
+        stack.callback(self.shared_driver.close)
+        self.route_monitor = cufile.RouteMonitor(self.shared_driver.driver, self.shared_driver.host_tree)
 
     def open(self, flags: int) -> int:
         """Open the file, and return its descriptor. The end of `stack` closes it."""
@@ -77,7 +77,7 @@ class CufileBench:
 
     def make_one_thread_reader(self, flags: int, call_bytes: int) -> Callable[[], None]:
         """Return a function that reads by one call after the other, into memory that is not registered."""
-        handle = self.stack.enter_context(cufile.FileHandle(self.driver.driver, self.open(flags)))
+        handle = self.stack.enter_context(cufile.FileHandle(self.shared_driver.driver, self.open(flags)))
 
         def read() -> None:
             for offset in range(0, self.length_bytes, call_bytes):
@@ -94,9 +94,10 @@ class CufileBench:
     ) -> Callable[[], None]:
         """Return a function that reads by the cuFile path of gdrkit.gds, as ranges of `range_bytes` or as one range."""
         file = native.OpenFile(os.open(self.file, os.O_RDONLY | flags))
-        cufile_path = CufilePath(self.driver, file, self.device.index, options)
+        cufile_path = CufilePath(self.shared_driver, file, self.device.index, options)
         self.stack.callback(cufile_path.close)
         memory = self.memory if options.registers_memory else self.unregistered_memory
+        # Each extent has four numbers: index of the file, offset in the file, address, length.
         extents: list[int] = []
         for offset in range(0, self.length_bytes, range_bytes or self.length_bytes):
             length = min(range_bytes or self.length_bytes, self.length_bytes - offset)
@@ -112,13 +113,14 @@ class CufileBench:
     def make_stream_reader(self, flags: int, part_bytes: int) -> Callable[[], None]:
         """Return a function that reads by asynchronous calls on one stream, into registered memory.
 
-        With several streams that read into the same registered memory, cuFile 1.15 in compat mode reads wrong bytes.
+        The function uses only one stream, because cuFile 1.15 in compat mode reads wrong bytes if several streams read
+        into the same registered memory.
         """
-        handle = self.stack.enter_context(cufile.FileHandle(self.driver.driver, self.open(flags)))
+        handle = self.stack.enter_context(cufile.FileHandle(self.shared_driver.driver, self.open(flags)))
         stream = self.stack.enter_context(self.device.stream())
 
         def read() -> None:
-            with self.driver.buffer_cache.lease(self.memory):
+            with self.shared_driver.buffer_cache.lease(self.memory):
                 transfers = []
                 for offset in range(0, self.length_bytes, part_bytes):
                     length = min(part_bytes, self.length_bytes - offset)
@@ -134,10 +136,10 @@ class CufileBench:
     def read_and_get_counters(self, read: Callable[[], None], memory: CudaMemory) -> dict[str, int]:
         """Read once into cleared memory, check every byte, and return the increase of the counters of libcufile."""
         memory.fill(0)
-        with self.monitor.watch(self.open(0)):
+        with self.route_monitor.watch(self.open(0)):
             read()
         check_all_bytes(memory, self.file, length_bytes=self.length_bytes)
-        return dict(self.monitor.proof.counter_increases)
+        return dict(self.route_monitor.proof.counter_increases)
 
 
 @pytest.fixture
@@ -169,8 +171,8 @@ def start_libcufile() -> None:
 def bench(start_libcufile: None, device: Device, *, is_measured: bool) -> Iterator[CufileBench]:
     """Yield the benchmark with a file of random bytes. libcufile needs an entry for the disk in udev's database."""
     length_bytes = int(os.environ.get("GDRKIT_BENCH_STORAGE_MIB", "4096" if is_measured else "8")) * MIB
-    parent = os.environ.get("GDRKIT_BENCH_STORAGE_FOLDER", DISK_FOLDER)
-    folder = Path(tempfile.mkdtemp(prefix="gdrkit-cufile-speed-", dir=parent))
+    parent_folder = os.environ.get("GDRKIT_BENCH_STORAGE_FOLDER", DISK_FOLDER)
+    folder = Path(tempfile.mkdtemp(prefix="gdrkit-cufile-speed-", dir=parent_folder))
     try:
         with udev.provide_entry(folder), contextlib.ExitStack() as stack:
             create_random_file(folder / "file", length_bytes)
@@ -205,12 +207,12 @@ def test_threads_beside_one_thread(bench: CufileBench, evidence: Evidence, acces
 
 
 def test_many_small_ranges_beside_one_thread(bench: CufileBench, evidence: Evidence, *, is_measured: bool) -> None:
-    """Read cached ranges of 64 KiB. No batch is used, because in compat mode its reads are not direct."""
+    """Read cached ranges of 64 KiB. The cuFile path makes no batch, because in compat mode no read is direct."""
     methods = {
         "one_thread": bench.make_one_thread_reader(0, SMALL_RANGE_BYTES),
         "path": bench.make_path_reader(0, CufileOptions(), SMALL_RANGE_BYTES),
     }
-    # Fewer rounds, because one thread needs several seconds for the 65,536 calls.
+    # There are fewer rounds here, because one thread needs several seconds for the 65,536 calls.
     measure_and_record(bench, evidence, methods, rounds_count=3 if is_measured else 1, attempts_count=1)
 
 
@@ -223,23 +225,27 @@ def measure_and_record(
     attempts_count: int = 2,
 ) -> None:
     """Check the bytes and the counters of each method, measure the methods in turn, and record the rates."""
-    memories = {name: bench.unregistered_memory if name in UNREGISTERED_METHODS else bench.memory for name in methods}
-    counters = {}
+    memory_by_method = {
+        name: bench.unregistered_memory if name in UNREGISTERED_METHODS else bench.memory for name in methods
+    }
+    counters_by_method = {}
     for name, read in methods.items():
         # If the bytes are wrong, the record of the failed case names the method.
         evidence["checked_method"] = name
-        counters[name] = bench.read_and_get_counters(read, memories[name])
-    evidence["counters"] = counters
+        counters_by_method[name] = bench.read_and_get_counters(read, memory_by_method[name])
+    evidence["counters"] = counters_by_method
     evidence["file_bytes"] = bench.length_bytes
-    assert all(method_counters.get("n_posix_reads", 0) > 0 for method_counters in counters.values())
-    series = measure_in_turn(methods, bench.length_bytes, rounds_count=rounds_count, attempts_count=attempts_count)
+    assert all(method_counters.get("n_posix_reads", 0) > 0 for method_counters in counters_by_method.values())
+    series_by_method = measure_in_turn(
+        methods, bench.length_bytes, rounds_count=rounds_count, attempts_count=attempts_count
+    )
     if rounds_count == 1:
         return
-    for name, method_series in series.items():
+    for name, method_series in series_by_method.items():
         evidence.number(f"{name}_gb_per_s_median", method_series.rate_gb_per_s)
         evidence.number(f"{name}_cpu_s_per_gib", method_series.cpu_s_per_gib)
-        evidence.number(f"{name}_spread_ratio", method_series.spread)
+        evidence.number(f"{name}_spread_ratio", method_series.spread_ratio)
         if name != "one_thread":
-            ratio = method_series.rate_gb_per_s / series["one_thread"].rate_gb_per_s
+            ratio = method_series.rate_gb_per_s / series_by_method["one_thread"].rate_gb_per_s
             evidence.number(f"{name}_over_one_thread_ratio", ratio)
             log_progress(f"{name} is {ratio:.2f} times as fast as one thread")

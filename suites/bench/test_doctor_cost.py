@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from gdrkit.harness.evidence import Evidence
 
-POLICIES = {os.SCHED_OTHER: "other", os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr", os.SCHED_BATCH: "batch"}
+SCHEDULING_POLICY_NAMES = {os.SCHED_OTHER: "other", os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr", os.SCHED_BATCH: "batch"}
 
 
 def measure_doctor(
@@ -32,7 +32,7 @@ def measure_doctor(
 ) -> None:
     """Measure a command that runs the doctor. Each run must exit with a code of the doctor and print its summary."""
     policy = os.sched_getscheduler(0)
-    evidence["scheduling"] = POLICIES.get(policy, str(policy))
+    evidence["scheduling"] = SCHEDULING_POLICY_NAMES.get(policy, str(policy))
     evidence.number("load_1min_count", os.getloadavg()[0])
     rounds_count = 9 if benchmark.enabled else 1
 
@@ -40,6 +40,7 @@ def measure_doctor(
         completed = subprocess.run(
             command, env=environ, cwd="/", capture_output=True, text=True, check=False, timeout=100
         )
+        # The doctor exits with 0 (no cause was found), 1 (a cause was found) or 4 (no GPU and no NIC).
         assert completed.returncode in (0, 1, 4), completed.stderr
         assert f"{len(RULES)} known causes: " in completed.stdout
 

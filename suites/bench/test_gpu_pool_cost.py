@@ -3,8 +3,8 @@
 A GPU iov is GPU memory that a USRBIO client shares with the agent. With the pool, the library reuses the allocation and
 its exports, and the agent reuses the registration. With a limit of 0, there is no pool, so the time of each iov
 includes allocation, export and registration. The goal on an H200 is that an iov of 1 MiB takes at most a fifth of the
-time without the pool. The goal is not asserted. Calls with and without the pool are measured in turn. Run this with
---benchmark-enable.
+time without the pool. The goal is not asserted. With --benchmark-enable, calls with and without the pool are measured
+in turn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIZES_MIB = (1, 64)
 
 
 def make_create_and_destroy(mount: Path, length_bytes: int, pool_bytes: int) -> Callable[[], None]:
-    """Return a function that creates and destroys one iov, after it sets the limit of the pool."""
+    """Return a function that sets the limit of the pool to `pool_bytes`, and then creates and destroys one iov."""
 
     def create_and_destroy() -> None:
         usrbio.limit_gpu_pool(idle_bytes_max=pool_bytes, idle_ms_max=600_000)

@@ -5,8 +5,8 @@ next iov of the same size reuses this memory, which the library clears (docs/usr
 GDRKIT_USRBIO_HOST_POOL_BYTES=0, every iov gets new memory. A program that uses iovs has a ring, which keeps the
 connection to the agent open. In the measurement "alone", there is no ring, so each iov opens a connection.
 
-The goals on an idle machine are 2 ms for 64 KiB, and 20 ms for 64 MiB. They are not asserted. Run this with
---benchmark-enable.
+The goals on an idle machine are 2 ms for 64 KiB, and 20 ms for 64 MiB. They are not asserted. The option
+--benchmark-enable turns the measurement on.
 """
 
 from __future__ import annotations

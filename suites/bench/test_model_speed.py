@@ -47,9 +47,9 @@ pytestmark = [
 ROUNDS_COUNT = 5
 _CHUNK_BYTES = 16 * MIB
 # kvikio reads whole files and does not parse the format, so the numbers `best_loader` do not include it.
-_LOADERS_WITHOUT_FORMAT = frozenset({"kvikio"})
+_LOADERS_WITHOUT_PARSER = frozenset({"kvikio"})
 _LOADERS_OF_GDRKIT = ("gdrkit", "gdrkit_per_tensor")
-# Shapes of a layer with about 218 million parameters, as in models with 8 billion.
+# Shapes of the tensors of one layer with about 218 million parameters, as in models with 8 billion parameters.
 _LAYER_SHAPES = (
     (4096, 4096),
     (1024, 4096),
@@ -120,12 +120,12 @@ def create_model(path: Path, shapes: Sequence[tuple[int, ...]]) -> int:
         file.truncate(len(header) + data_bytes)
         file.flush()
 
-        def fill(offset: int) -> None:
+        def fill_chunk(offset: int) -> None:
             data = os.urandom(min(_CHUNK_BYTES, data_bytes - offset))
             os.pwrite(file.fileno(), data, len(header) + offset)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(fill, range(0, data_bytes, _CHUNK_BYTES)))
+            list(pool.map(fill_chunk, range(0, data_bytes, _CHUNK_BYTES)))
         os.fsync(file.fileno())
     return data_bytes
 
@@ -138,12 +138,12 @@ def check_tensors(tensors: Mapping[str, Any], paths: Sequence[Path]) -> None:
     for path in paths:
         with gds.File(path, direct="never") as file:
             header = read_header(file)
-        data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-        data = data[header.data_offset_bytes :]
+        file_bytes = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        tensor_bytes = file_bytes[header.data_offset_bytes :]
         for name, entry in header.tensors.items():
             actual = tensors[name].contiguous().view(-1).view(torch.uint8)
             assert tuple(tensors[name].shape) == entry.shape, name
-            assert torch.equal(actual, data[entry.begin : entry.end].to(actual.device)), name
+            assert torch.equal(actual, tensor_bytes[entry.begin : entry.end].to(actual.device)), name
             checked_names.add(name)
     assert checked_names == set(tensors)
 
@@ -185,12 +185,14 @@ def check_and_measure(
     )
 
 
-def record(evidence: Evidence, prefix: str, series: Mapping[str, Series]) -> None:
+def record_rates(evidence: Evidence, prefix: str, series_by_loader: Mapping[str, Series]) -> None:
     """Record the rate and the processor time of each loader, and the fastest loader of another package."""
-    for name, loader_series in series.items():
+    for name, loader_series in series_by_loader.items():
         evidence.number(f"{prefix}_{name}_gb_per_s", loader_series.rate_gb_per_s)
         evidence.number(f"{prefix}_{name}_cpu_s_per_gib", loader_series.cpu_s_per_gib)
-    other_series = {name: loader_series for name, loader_series in series.items() if name not in _LOADERS_OF_GDRKIT}
+    other_series = {
+        name: loader_series for name, loader_series in series_by_loader.items() if name not in _LOADERS_OF_GDRKIT
+    }
     if other_series:
         fastest_loader = max(other_series, key=lambda name: other_series[name].rate_gb_per_s)
         evidence[f"{prefix}_best_other"] = fastest_loader
@@ -198,7 +200,7 @@ def record(evidence: Evidence, prefix: str, series: Mapping[str, Series]) -> Non
         rates_of_parsing_loaders = [
             loader_series.rate_gb_per_s
             for name, loader_series in other_series.items()
-            if name not in _LOADERS_WITHOUT_FORMAT
+            if name not in _LOADERS_WITHOUT_PARSER
         ]
         if rates_of_parsing_loaders:
             evidence.number(f"{prefix}_best_loader_gb_per_s", max(rates_of_parsing_loaders))
@@ -219,7 +221,7 @@ def test_files_of_a_model_beside_other_loaders(
         free_memory()
     evidence.number("pinned_copy_gb_per_s", pinned_series["pinned"].rate_gb_per_s)
     cached_series = check_and_measure(paths, length_bytes, evidence, rounds_count=rounds_count)
-    record(evidence, "cached", cached_series)
+    record_rates(evidence, "cached", cached_series)
     evidence.number("cached_per_tensor_gdrkit_gb_per_s", cached_series["gdrkit_per_tensor"].rate_gb_per_s)
     log_progress("4 files, cold")
 
@@ -227,7 +229,7 @@ def test_files_of_a_model_beside_other_loaders(
         for path in paths:
             drop_cache(path)
 
-    record(
+    record_rates(
         evidence,
         "cold",
         check_and_measure(
@@ -241,24 +243,24 @@ def test_files_of_a_model_beside_other_loaders(
     )
 
 
-@pytest.mark.parametrize("state", ["cached", "cold"])
+@pytest.mark.parametrize("cache_state", ["cached", "cold"])
 def test_one_large_file_beside_other_loaders(
-    device: Device, folder: Path, evidence: Evidence, *, is_measured: bool, state: str
+    device: Device, folder: Path, evidence: Evidence, *, is_measured: bool, cache_state: str
 ) -> None:
     """Load 16 GB with 291 tensors."""
     shapes = (*(_LAYER_SHAPES * 32), (128256, 4096), (128256, 4096), (4096,)) if is_measured else ((64, 64), (64,))
     path = folder / "large.safetensors"
     length_bytes = create_model(path, shapes)
-    log_progress(f"{len(shapes)} tensors, {length_bytes / 1e9:.1f} GB, {state}")
-    series = check_and_measure(
+    log_progress(f"{len(shapes)} tensors, {length_bytes / 1e9:.1f} GB, {cache_state}")
+    series_by_loader = check_and_measure(
         [path],
         length_bytes,
         evidence,
         rounds_count=ROUNDS_COUNT if is_measured else 1,
-        prepare=None if state == "cached" else partial(drop_cache, path),
-        omitted_loaders=[] if state == "cached" else ["gdrkit_per_tensor"],
+        prepare=None if cache_state == "cached" else partial(drop_cache, path),
+        omitted_loaders=[] if cache_state == "cached" else ["gdrkit_per_tensor"],
     )
-    record(evidence, f"large_{state}", series)
+    record_rates(evidence, f"large_{cache_state}", series_by_loader)
 
 
 def test_small_tensors_beside_other_loaders(
@@ -270,13 +272,15 @@ def test_small_tensors_beside_other_loaders(
     length_bytes = create_model(path, [(64, 16 * KIB // 2 // 64)] * tensor_count)
     for prefix, prepare in (("small_tensors", None), ("small_tensors_cold", partial(drop_cache, path))):
         log_progress(f"{prefix}: {tensor_count} tensors of 16 KiB")
-        series = check_and_measure([path], length_bytes, evidence, rounds_count=rounds_count, prepare=prepare)
-        tensors_per_s = {name: loader_series.rate_gb_per_s * 1e9 / (16 * KIB) for name, loader_series in series.items()}
+        series_by_loader = check_and_measure([path], length_bytes, evidence, rounds_count=rounds_count, prepare=prepare)
+        tensors_per_s = {
+            name: loader_series.rate_gb_per_s * 1e9 / (16 * KIB) for name, loader_series in series_by_loader.items()
+        }
         for name, rate in tensors_per_s.items():
             evidence.number(f"{prefix}_{name}_per_s", rate)
-            evidence.number(f"{prefix}_{name}_cpu_s_per_gib", series[name].cpu_s_per_gib)
+            evidence.number(f"{prefix}_{name}_cpu_s_per_gib", series_by_loader[name].cpu_s_per_gib)
         rates_of_other_loaders = [
-            rate for name, rate in tensors_per_s.items() if name not in {*_LOADERS_OF_GDRKIT, *_LOADERS_WITHOUT_FORMAT}
+            rate for name, rate in tensors_per_s.items() if name not in {*_LOADERS_OF_GDRKIT, *_LOADERS_WITHOUT_PARSER}
         ]
         if rates_of_other_loaders:
             evidence.number(f"{prefix}_best_other_per_s", max(rates_of_other_loaders))
@@ -312,8 +316,10 @@ def test_two_devices_beside_one(
     check_tensors(joined_tensors, paths)
     del tensors, first_halves, second_halves, joined_tensors
     torch.cuda.empty_cache()
-    series = measure_in_turn(transfers, length_bytes, rounds_count=ROUNDS_COUNT if is_measured else 1, attempts_count=1)
-    for name, transfer_series in series.items():
+    series_by_transfer = measure_in_turn(
+        transfers, length_bytes, rounds_count=ROUNDS_COUNT if is_measured else 1, attempts_count=1
+    )
+    for name, transfer_series in series_by_transfer.items():
         # The rate counts the bytes that arrive on both devices.
         copies_count = 2 if name.startswith("both") else 1
         evidence.number(f"two_devices_{name}_gb_per_s", copies_count * transfer_series.rate_gb_per_s)

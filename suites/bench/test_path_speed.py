@@ -5,8 +5,8 @@ reads have at least half of the rate of `pread` in one thread. The goals are not
 busy.
 
 The record also has two more measurements. One is the processor time of an operation, which depends less on the load of
-the machine. The other is the rate of a bare copy: a program with two threads that make the same memory copies as
-the path, and nothing else. The bare copy is not an upper bound, because in some runs it was slower than the path.
+the machine. The other is the rate of a bare copy: two threads of a program make the same memory copies as the path, and
+nothing else. The bare copy is not an upper bound, because in some runs it was slower than the path.
 
 All processes share two cores, even if the machine has more. In one case, the scheduler of the kernel places the
 threads. In the other case, the session thread of the server has a core for itself, because it has as much work as all
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
 FILE_BYTES = 64 * MIB
-ROUNDS, DURATION_MS = 9, 300
+ROUNDS_COUNT, DURATION_MS = 9, 300
 # Settings of the verbs twin (a library that emulates NICs). By default, the twin delays completions at random, which
 # limits the rate. It also has two NICs, and their threads would need more than two cores. Real libraries ignore these
 # variables.
@@ -126,7 +126,7 @@ def measure(agent: AgentProcess, path: Path, *options: str) -> dict[str, list[di
 
 
 def compute_operations_per_s(measurement: dict[str, Any]) -> float:
-    """Return the rate of a measurement."""
+    """Return the rate of a measurement, in operations per second."""
     return float(measurement["operations"] / measurement["passed_s"])
 
 
@@ -138,13 +138,13 @@ def compute_median_share(measurements: list[dict[str, Any]], peer_measurements: 
     )
 
 
-@pytest.mark.parametrize("placement", ["by the system", "session apart"])
+@pytest.mark.parametrize("thread_placement", ["by the system", "session apart"])
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS)
 def test_reads_beside_the_kernel(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     memory_kind: str,
-    placement: str,
+    thread_placement: str,
     seed: int,
     evidence: Evidence,
     summary: list[str],
@@ -156,9 +156,9 @@ def test_reads_beside_the_kernel(
     with restrict_to_two_cores() as cores, AgentProcess(tmp_path, "--no-local-reads") as agent:
         evidence["cores"] = len(cores)
         file = create_file(tmp_path, seed)
-        if placement == "session apart":
+        if thread_placement == "session apart":
             isolate_session(agent, cores)
-        options = ["--kind", memory_kind, "--rounds", str(ROUNDS), "--ms", str(DURATION_MS)]
+        options = ["--kind", memory_kind, "--rounds", str(ROUNDS_COUNT), "--ms", str(DURATION_MS)]
         if len(cores) > 1:
             options += ["--cores", f"{cores[0]},{cores[-1]}"]
         measurements = measure(agent, file, *options)
@@ -166,7 +166,7 @@ def test_reads_beside_the_kernel(
     evidence["load_1min"] = [load_before, os.getloadavg()[0]]
     for size, (usrbio_name, kernel_name, copy_name, goal) in MEASUREMENTS.items():
         if kernel_name not in measurements:
-            summary.append(f"{memory_kind:6} {size}, {placement}: {kernel_name} is not allowed on this system")
+            summary.append(f"{memory_kind:6} {size}, {thread_placement}: {kernel_name} is not allowed on this system")
             continue
         share = compute_median_share(measurements[usrbio_name], measurements[kernel_name])
         evidence.number(f"{usrbio_name}_share_of_{kernel_name}_ratio_median", share)
@@ -176,7 +176,8 @@ def test_reads_beside_the_kernel(
             )
             for process in measurements[name][0]["cpu_s"]:
                 cpu_us = statistics.median(
-                    round_["cpu_s"][process] / round_["operations"] * 1e6 for round_ in measurements[name]
+                    measurement["cpu_s"][process] / measurement["operations"] * 1e6
+                    for measurement in measurements[name]
                 )
                 evidence.number(f"{name}_{process}_cpu_us_median", cpu_us)
         copies_text = ""
@@ -188,19 +189,19 @@ def test_reads_beside_the_kernel(
                 compute_median_share(measurements[usrbio_name], measurements[copy_name]),
             )
             copies_text = f"; only the copies, by two threads: {copy_share:.2f}"
-        cpu_us = sum(
+        usrbio_cpu_us = sum(
             evidence.numbers[f"{usrbio_name}_{process}_cpu_us_median"] for process in ("client", "agent", "server")
         )
         kernel_cpu_us = evidence.numbers[f"{kernel_name}_client_cpu_us_median"]
         summary.append(
-            f"{memory_kind:6} {size} reads, {placement}: {share:.2f} x {kernel_name} "
+            f"{memory_kind:6} {size} reads, {thread_placement}: {share:.2f} x {kernel_name} "
             f"(goal on idle cores: {goal}{copies_text}); "
-            f"processor time {cpu_us / kernel_cpu_us:.1f} x {kernel_name}; load {load_before:.1f}"
+            f"processor time {usrbio_cpu_us / kernel_cpu_us:.1f} x {kernel_name}; load {load_before:.1f}"
         )
 
 
 def format_size(length_bytes: int) -> str:
-    """Return a size as the names of recorded numbers have it, such as 4k or 1m."""
+    """Return the text for a size in the names of recorded numbers, such as 4k or 1m."""
     return f"{length_bytes // MIB}m" if length_bytes >= MIB else f"{length_bytes // KIB}k"
 
 
@@ -223,7 +224,7 @@ def test_reads_beside_io_uring(
     evidence: Evidence,
     summary: list[str],
 ) -> None:
-    """Measure usrbio and io_uring in turn. Both keep the same number of reads in flight; each wait is for half of them.
+    """Measure usrbio and io_uring in turn. Both keep equally many reads in flight, and wait for half of them at a time.
 
     A file of the kind "plain" has no checksums. With "fuse", the client opens such a file on a FUSE mount of the agent.
     """
@@ -247,7 +248,9 @@ def test_reads_beside_io_uring(
         program_options = (*cores_option, *peer_option, "--rounds", "5", "--ms", "400")
         measurements = measure(agent, agent.mount / "file", "--points", points, *program_options)
     assert agent.statistics["failed"] == 0
-    if round_trips_ns := [1e9 / compute_operations_per_s(trips) for trips in measurements.get("round_trip", [])]:
+    if round_trips_ns := [
+        1e9 / compute_operations_per_s(measurement) for measurement in measurements.get("round_trip", [])
+    ]:
         evidence.number("processor_round_trip_ns_min", min(round_trips_ns))
         evidence.number("processor_round_trip_ns_max", max(round_trips_ns))
         summary.append(
@@ -269,12 +272,14 @@ def test_reads_beside_io_uring(
         evidence.number(f"{name}_ratio_min", min(ratios))
         evidence.number(f"{name}_ratio_max", max(ratios))
         evidence.number(f"{name}_per_s_median", statistics.median(map(compute_operations_per_s, usrbio_measurements)))
-        times_us = {process: compute_cpu_us(usrbio_measurements, process) for process in ("client", "agent", "server")}
-        times_us["io_uring"] = compute_cpu_us(io_uring_measurements, "client")
-        for process, time_us in times_us.items():
+        cpu_times_us = {
+            process: compute_cpu_us(usrbio_measurements, process) for process in ("client", "agent", "server")
+        }
+        cpu_times_us["io_uring"] = compute_cpu_us(io_uring_measurements, "client")
+        for process, time_us in cpu_times_us.items():
             evidence.number(f"{name}_{process}_cpu_us_median", time_us)
         summary.append(
             f"{file_kind} {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) x io_uring, "
             f"goal {goal}; processor time in us: "
-            + ", ".join(f"{key} {cpu_us:.2f}" for key, cpu_us in times_us.items())
+            + ", ".join(f"{process} {cpu_us:.2f}" for process, cpu_us in cpu_times_us.items())
         )

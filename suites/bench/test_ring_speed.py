@@ -21,7 +21,7 @@ import pytest
 if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
-ROUNDS, BATCHES = 15, 20000
+ROUNDS_COUNT, BATCHES_COUNT = 15, 20000
 # Names of the numbers in the record, by the names in the output of the measuring program.
 RECORD_NAMES = {
     "usrbio, agent spins up to 50 us, 3 batches in flight": "spinning",
@@ -39,21 +39,21 @@ def test_ring_operation_beside_its_peers(evidence: Evidence, summary: list[str])
     program = Path(os.environ["GDRKIT_BENCH_PROGRAMS"]) / "usrbio_ring_bench"
     load_before = os.getloadavg()[0]
     completed = subprocess.run(
-        [str(program), str(ROUNDS), str(BATCHES)], capture_output=True, text=True, check=False, timeout=170
+        [str(program), str(ROUNDS_COUNT), str(BATCHES_COUNT)], capture_output=True, text=True, check=False, timeout=170
     )
     assert completed.returncode == 0, completed.stderr
     evidence["load_1min"] = [load_before, os.getloadavg()[0]]
-    lines = [json.loads(line) for line in completed.stdout.splitlines()]
-    assert {line["name"] for line in lines} <= RECORD_NAMES.keys()
-    for line in lines:
-        name = RECORD_NAMES[line["name"]]
-        if "ratio" in line:
-            evidence.number(f"{name}_ratio_median", line["ratio"])
-            goal = f"goal on idle cores: {line['limit']}"
-            summary.append(f"{line['name']}: {line['ratio']:.2f} ({goal}); load {load_before:.1f}")
-        elif "not_run" in line:
-            summary.append(f"{line['name']}: {line['not_run']}")
+    results = [json.loads(line) for line in completed.stdout.splitlines()]
+    assert {result["name"] for result in results} <= RECORD_NAMES.keys()
+    for result in results:
+        name = RECORD_NAMES[result["name"]]
+        if "ratio" in result:
+            evidence.number(f"{name}_ratio_median", result["ratio"])
+            goal_text = f"goal on idle cores: {result['limit']}"
+            summary.append(f"{result['name']}: {result['ratio']:.2f} ({goal_text}); load {load_before:.1f}")
+        elif "not_run" in result:
+            summary.append(f"{result['name']}: {result['not_run']}")
         else:
-            evidence.number(f"{name}_client_cpu_ns_median", line["client_cpu_ns_per_operation"])
-            evidence.number(f"{name}_client_cpu_ns_min", line["client_cpu_ns_per_operation_min"])
-            evidence["batch"] = line["batch"]
+            evidence.number(f"{name}_client_cpu_ns_median", result["client_cpu_ns_per_operation"])
+            evidence.number(f"{name}_client_cpu_ns_min", result["client_cpu_ns_per_operation_min"])
+            evidence["batch"] = result["batch"]

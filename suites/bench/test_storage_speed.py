@@ -66,7 +66,7 @@ class Bench:
         self.length_bytes = memory.length_bytes
         self.rounds_count = 5 if is_measured else 1
         self.repeats_count = 2 if is_measured else 1
-        self.threads_counts = (8, 16, 32) if is_measured else (2,)
+        self.thread_counts = (8, 16, 32) if is_measured else (2,)
         self.file = folder / "file"
         self.stack = contextlib.ExitStack()
         self.kvikio = Kvikio(self.stack)
@@ -87,7 +87,7 @@ class Bench:
                 f"auto_direct_io_{direction}": auto_direct,
             }
             for auto_direct in auto_direct_values
-            for threads in self.threads_counts
+            for threads in self.thread_counts
             for task_mib in (4, 16)
             if threads <= threads_max and (threads, task_mib) != (32, 4)
         }
@@ -130,9 +130,9 @@ def test_device_file_transfers_beside_kvikio(bench: Bench) -> None:
     create_random_file(bench.file, bench.length_bytes)
     log_progress("the file is created")
     with gds.File(bench.file, direct="never") as file:
-        kvikio_setting = measure_cached_reads(bench, file)
+        kvikio_setting_name = measure_cached_reads(bench, file)
         measure_small_reads(bench, file)
-        measure_many_files(bench, file, kvikio_setting)
+        measure_many_files(bench, file, kvikio_setting_name)
         measure_cold_reads(bench, file)
     measure_writes(bench)
     bench.evidence["kvikio"] = bench.kvikio.version
@@ -148,7 +148,7 @@ def test_host_file_reads_beside_kvikio(bench: Bench) -> None:
 
 
 def measure_cached_reads(bench: Bench, file: gds.File) -> str:
-    """Measure cached reads by gdrkit and kvikio, and pinned copies. Return the fastest setting of kvikio."""
+    """Measure cached reads by gdrkit and kvikio, and pinned copies. Return the name of kvikio's fastest setting."""
     log_progress("cached reads: fastest setting of kvikio")
     settings = bench.list_kvikio_settings("read", auto_direct_values=(False,))
     candidates = {
@@ -167,15 +167,15 @@ def measure_cached_reads(bench: Bench, file: gds.File) -> str:
             "kvikio": candidates[fastest_name],
             "pinned copy": copy,
         }
-        series = measure_in_turn(reads, bench.length_bytes, rounds_count=bench.rounds_count)
+        series_by_name = measure_in_turn(reads, bench.length_bytes, rounds_count=bench.rounds_count)
         free_memory()
     bench.check_reader(lambda: file.read_into(bench.memory))
-    bench.record_rate("cached_read_gdrkit", series["gdrkit"])
-    bench.record_rate("cached_read_kvikio_best", series["kvikio"])
-    bench.record_rate("pinned_copy", series["pinned copy"])
-    bench.record("cached_read_gdrkit_spread_ratio", series["gdrkit"].spread)
-    bench.record("cached_read_kvikio_spread_ratio", series["kvikio"].spread)
-    bench.record("pinned_copy_spread_ratio", series["pinned copy"].spread)
+    bench.record_rate("cached_read_gdrkit", series_by_name["gdrkit"])
+    bench.record_rate("cached_read_kvikio_best", series_by_name["kvikio"])
+    bench.record_rate("pinned_copy", series_by_name["pinned copy"])
+    bench.record("cached_read_gdrkit_spread_ratio", series_by_name["gdrkit"].spread_ratio)
+    bench.record("cached_read_kvikio_spread_ratio", series_by_name["kvikio"].spread_ratio)
+    bench.record("pinned_copy_spread_ratio", series_by_name["pinned copy"].spread_ratio)
     return fastest_name
 
 
@@ -187,9 +187,9 @@ def measure_host_reads(bench: Bench, file: gds.File) -> None:
     candidates = {name: bench.kvikio.make_reader(bench.file, memory, **setting) for name, setting in settings.items()}
     fastest_name = find_fastest(candidates, bench.length_bytes, repeats_count=bench.repeats_count)
     readers = {"gdrkit": lambda: file.read_into(memory), "kvikio": candidates[fastest_name]}
-    series = measure_in_turn(readers, bench.length_bytes, rounds_count=bench.rounds_count)
-    bench.record_rate("host_read_gdrkit", series["gdrkit"])
-    bench.record_rate("host_read_kvikio", series["kvikio"])
+    series_by_name = measure_in_turn(readers, bench.length_bytes, rounds_count=bench.rounds_count)
+    bench.record_rate("host_read_gdrkit", series_by_name["gdrkit"])
+    bench.record_rate("host_read_kvikio", series_by_name["kvikio"])
     memory[:] = bytes(bench.length_bytes)
     file.read_into(memory)
     check_all_bytes(memory, bench.file, length_bytes=bench.length_bytes)
@@ -224,11 +224,11 @@ def measure_small_reads(bench: Bench, file: gds.File) -> None:
         ("random_4k", parallel_readers, 3),
         ("one_4k_at_a_time", sequential_readers, 1),
     ):
-        series = measure_in_turn(
+        series_by_name = measure_in_turn(
             readers, reads_count * PAGE_BYTES, rounds_count=bench.rounds_count, attempts_count=attempts_count
         )
-        bench.record(f"{name}_gdrkit_ops_per_s", series["gdrkit"].rate_gb_per_s * 1e9 / PAGE_BYTES)
-        bench.record(f"{name}_kvikio_ops_per_s", series["kvikio"].rate_gb_per_s * 1e9 / PAGE_BYTES)
+        bench.record(f"{name}_gdrkit_ops_per_s", series_by_name["gdrkit"].rate_gb_per_s * 1e9 / PAGE_BYTES)
+        bench.record(f"{name}_kvikio_ops_per_s", series_by_name["kvikio"].rate_gb_per_s * 1e9 / PAGE_BYTES)
 
 
 def make_kvikio_small_readers(bench: Bench, offsets: list[int]) -> dict[str, Callable[[], object]]:
@@ -263,39 +263,38 @@ def make_kvikio_small_readers(bench: Bench, offsets: list[int]) -> dict[str, Cal
 
     candidates: dict[str, Callable[[], object]] = {"kvikio, one thread": partial(read_every_nth, 0, 1)}
     candidates |= {f"kvikio, {count} threads": partial(read_in_threads, count) for count in (2, 4, 8)}
-    candidates |= {
-        f"kvikio, {count} in its pool": partial(read_in_thread_pool, count) for count in bench.threads_counts
-    }
+    candidates |= {f"kvikio, {count} in its pool": partial(read_in_thread_pool, count) for count in bench.thread_counts}
     return candidates
 
 
-def measure_many_files(bench: Bench, file: gds.File, kvikio_setting: str) -> None:
+def measure_many_files(bench: Bench, file: gds.File, kvikio_setting_name: str) -> None:
     """Measure cached reads of the same data from many files. Each transfer opens and closes all files."""
-    counts = (64, 4096) if bench.rounds_count > 1 else (64, 512)
-    for part_bytes in (bench.length_bytes // count for count in counts):
+    file_counts = (64, 4096) if bench.rounds_count > 1 else (64, 512)
+    for part_bytes in (bench.length_bytes // files_count for files_count in file_counts):
         paths = split_file(bench.file, bench.folder / f"parts_{part_bytes}", part_bytes)
         os.sync()
         name = f"{len(paths)} x {part_bytes >> 10} KiB"
         log_progress(f"cached reads of {name}")
-        lengths = [part_bytes] * len(paths)
+        lengths_bytes = [part_bytes] * len(paths)
 
-        def read(paths: list[Path] = paths, lengths: list[int] = lengths) -> object:
-            return gds.read_files(paths, bench.memory, lengths).result()
+        def read(paths: list[Path] = paths, lengths_bytes: list[int] = lengths_bytes) -> object:
+            return gds.read_files(paths, bench.memory, lengths_bytes).result()
 
         bench.check_reader(read)
-        setting = bench.list_kvikio_settings("read", auto_direct_values=(False,))[kvikio_setting]
-        kvikio_read = bench.kvikio.make_files_reader(paths, bench.memory, **setting)
+        kvikio_options = bench.list_kvikio_settings("read", auto_direct_values=(False,))[kvikio_setting_name]
+        kvikio_read = bench.kvikio.make_files_reader(paths, bench.memory, **kvikio_options)
         readers: dict[str, Callable[[], Any]] = {"gdrkit": read, "one file": lambda: file.read_into(bench.memory)}
         with bench.device.current():
             bench.check_reader(kvikio_read)
-            series = measure_in_turn(
+            series_by_name = measure_in_turn(
                 {**readers, "kvikio": kvikio_read}, bench.length_bytes, rounds_count=bench.rounds_count
             )
-        kind = "64x64mib" if len(paths) == 64 else "4096x1mib"
-        bench.record_rate(f"cached_{kind}", series["gdrkit"])
-        bench.record_rate(f"cached_{kind}_kvikio", series["kvikio"])
+        record_prefix = "64x64mib" if len(paths) == 64 else "4096x1mib"
+        bench.record_rate(f"cached_{record_prefix}", series_by_name["gdrkit"])
+        bench.record_rate(f"cached_{record_prefix}_kvikio", series_by_name["kvikio"])
         bench.record(
-            f"cached_{kind}_of_one_file_ratio", series["gdrkit"].rate_gb_per_s / series["one file"].rate_gb_per_s
+            f"cached_{record_prefix}_of_one_file_ratio",
+            series_by_name["gdrkit"].rate_gb_per_s / series_by_name["one file"].rate_gb_per_s,
         )
 
 
@@ -321,23 +320,23 @@ def measure_cold_reads(bench: Bench, file: gds.File) -> None:
         name: bench.kvikio.make_reader(bench.file, bench.memory, **setting) for name, setting in settings.items()
     }
     with bench.device.current():
-        fastest_name = find_fastest(kvikio_readers, bench.length_bytes, repeats_count=1, prepare=drop_file)
-        bench.evidence["cold_read_best"] = [fastest_raw_reader, fastest_name]
+        fastest_kvikio_reader = find_fastest(kvikio_readers, bench.length_bytes, repeats_count=1, prepare=drop_file)
+        bench.evidence["cold_read_best"] = [fastest_raw_reader, fastest_kvikio_reader]
         drop_file()
         bench.check_reader(lambda: file.read_into(bench.memory))
         readers: dict[str, Callable[[], object]] = {
             "gdrkit": lambda: file.read_into(bench.memory),
             "raw": raw_readers[fastest_raw_reader],
-            "kvikio": kvikio_readers[fastest_name],
+            "kvikio": kvikio_readers[fastest_kvikio_reader],
         }
-        series = measure_in_turn(
+        series_by_name = measure_in_turn(
             readers, bench.length_bytes, rounds_count=bench.rounds_count, prepare=drop_file, attempts_count=2
         )
-    bench.record_rate("cold_read_gdrkit", series["gdrkit"])
-    bench.record_rate("cold_read_raw", series["raw"])
-    bench.record_rate("cold_read_kvikio_best", series["kvikio"])
-    bench.record("cold_read_gdrkit_spread_ratio", series["gdrkit"].spread)
-    bench.record("cold_read_raw_spread_ratio", series["raw"].spread)
+    bench.record_rate("cold_read_gdrkit", series_by_name["gdrkit"])
+    bench.record_rate("cold_read_raw", series_by_name["raw"])
+    bench.record_rate("cold_read_kvikio_best", series_by_name["kvikio"])
+    bench.record("cold_read_gdrkit_spread_ratio", series_by_name["gdrkit"].spread_ratio)
+    bench.record("cold_read_raw_spread_ratio", series_by_name["raw"].spread_ratio)
 
 
 def measure_writes(bench: Bench) -> None:
@@ -354,31 +353,33 @@ def measure_writes(bench: Bench) -> None:
             file.write_from(bench.memory, durable=sync)
 
     for sync in (False, True):
-        kind = "write_fsync" if sync else "write"
+        record_prefix = "write_fsync" if sync else "write"
         log_progress(f"device to file, {'with' if sync else 'without'} fsync: fastest setting of kvikio")
         settings = bench.list_kvikio_settings("write", auto_direct_values=(True,), threads_max=16)
-        peers = {
+        kvikio_writers = {
             name: bench.kvikio.make_writer(written_file, bench.memory, sync=sync, **setting)
             for name, setting in settings.items()
         }
         with bench.device.current():
-            fastest_name = find_fastest(peers, bench.length_bytes, repeats_count=1, prepare=remove_written_file)
-            bench.evidence[f"{kind}_kvikio_best"] = fastest_name
+            fastest_name = find_fastest(
+                kvikio_writers, bench.length_bytes, repeats_count=1, prepare=remove_written_file
+            )
+            bench.evidence[f"{record_prefix}_kvikio_best"] = fastest_name
             writers: dict[str, Callable[[], object]] = {
                 "gdrkit": partial(write, sync=sync),
-                "kvikio": peers[fastest_name],
+                "kvikio": kvikio_writers[fastest_name],
             }
             for transfer in writers.values():
                 remove_written_file()
                 transfer()
                 check_all_bytes(bench.memory, written_file, length_bytes=bench.length_bytes)
-            series = measure_in_turn(
+            series_by_name = measure_in_turn(
                 writers,
                 bench.length_bytes,
                 rounds_count=bench.rounds_count,
                 prepare=remove_written_file,
                 attempts_count=1,
             )
-        bench.record_rate(f"{kind}_gdrkit", series["gdrkit"])
-        bench.record_rate(f"{kind}_kvikio", series["kvikio"])
+        bench.record_rate(f"{record_prefix}_gdrkit", series_by_name["gdrkit"])
+        bench.record_rate(f"{record_prefix}_kvikio", series_by_name["kvikio"])
         remove_written_file()

@@ -1,9 +1,9 @@
-"""Time of short transfers between files and host memory, beside kvikio and beside the system calls themselves.
+"""Time of short transfers between files and host memory, compared with kvikio and with the system calls themselves.
 
 All calls are measured in turn, so that the load of the machine affects all of them. kvikio runs without cuFile
 (compatibility mode). One case measures only the start of a transfer, as processor time of the calling thread,
 because other threads move the bytes. Another case compares awaited reads with pread(2) in threads of the event loop.
-Run this with --benchmark-enable; GDRKIT_BENCH_STORAGE_FOLDER sets the folder of the file.
+Without --benchmark-enable, each case runs only one round. GDRKIT_BENCH_STORAGE_FOLDER sets the folder of the file.
 """
 
 from __future__ import annotations

@@ -33,15 +33,16 @@ def _generate_rows(files_count: int, now_half_lives: float) -> Iterator[tuple[ob
     """Yield rows of the catalogue: files of several sizes in all tiers, most of them rarely used.
 
     `now_half_lives` is the current time in half-lives of the heat. One file in a hundred is pinned to a tier, and one
-    file in a hundred has two hard links.
+    file in a hundred has two hard links. The values of a row stand in the order of `columns` in main().
     """
     rng = random.Random(files_count)
     for file_number in range(files_count):
         score = score_from_heat(rng.paretovariate(0.5), at_half_lives=now_half_lives - rng.uniform(0, 8))
-        size_bytes, percent = rng.choice(_SIZES_BYTES), rng.randrange(100)
-        pinned_tier = rng.choice(TIER_NAMES) if percent == 0 else None
+        size_bytes, random_percent = rng.choice(_SIZES_BYTES), rng.randrange(100)
+        pinned_tier = rng.choice(TIER_NAMES) if random_percent == 0 else None
+        links_count = 2 if random_percent == 1 else 1
         name = f"folder-{file_number % 1000}/file-{file_number}".encode()
-        yield name, rng.choice(TIER_NAMES), size_bytes, size_bytes, 2 if percent == 1 else 1, score, 1, pinned_tier
+        yield name, rng.choice(TIER_NAMES), size_bytes, size_bytes, links_count, score, 1, pinned_tier
 
 
 def _get_peak_mib() -> float:
@@ -69,7 +70,7 @@ def main() -> None:
             with MigrationPlan(manager.catalogue, limits, hysteresis=0.1) as plan:
                 wall_s.append(time.perf_counter() - begin_s)
                 processor_s.append(time.process_time() - processor_begin_s)
-                assert plan.considered == files_count
+                assert plan.considered_count == files_count
                 moves_count = plan.count
     measurements = {"seconds": wall_s, "processor_s": processor_s, "moves": moves_count, "peak_mib": _get_peak_mib()}
     print(json.dumps(measurements))  # noqa: T201

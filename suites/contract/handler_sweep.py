@@ -1,8 +1,8 @@
 """A program that runs a signal handler at every point of a call that takes a lock, for test_signal_handlers.py.
 
-``python -m contract.handler_sweep SCENARIO FOLDER`` prints ``POINTS points`` if the call and the handler have ended at
-every point, and no object was left open. A point is an instruction of gdrkit after which CPython may run the handler.
-FOLDER has the file ``model.safetensors`` with the tensor ``a``.
+``python -m contract.handler_sweep SCENARIO FOLDER`` prints the number of points, as in ``87 points``, if the call and
+the handler ended at every point and left no object open. A point is an instruction of gdrkit after which CPython may
+run the handler. FOLDER has the file ``model.safetensors`` with the tensor ``a``.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ if TYPE_CHECKING:
 
 __all__ = ["SCENARIOS", "main"]
 
-# A call that takes longer than this counts as a call that never ends.
+# A point that takes longer than this counts as a deadlock: the program prints its stacks and exits.
 _TIMEOUT_S = 30.0
-_LENGTH_BYTES = 4096
+_MEMORY_BYTES = 4096
 # The call and the handler may fail for these reasons, because each can close an object that the other uses.
 _ALLOWED_REASONS = frozenset({Reason.CLOSED, Reason.BUSY, Reason.CANCELLED})
 
 
 class _InterruptedCall(NamedTuple):
-    """A call, the handler that interrupts it in a folder or file of gdrkit, and a check that runs after both."""
+    """A call, the handler that interrupts it, and a check that runs after both.
+
+    The handler runs only in contextlib, and in files of gdrkit whose path in the package begins with `source_path`.
+    """
 
     call: Callable[[], object]
     handler: Callable[[], object]
@@ -56,12 +59,12 @@ def _retain_context(_folder: Path) -> Iterator[_InterruptedCall]:
 
 @contextlib.contextmanager
 def _lease_buffer(_folder: Path, *, handler_closes_memory: bool = False) -> Iterator[_InterruptedCall]:
-    with cuda.Device(0) as device, cufile.Driver() as driver, device.allocate(_LENGTH_BYTES) as memory:
+    with cuda.Device(0) as device, cufile.Driver() as driver, device.allocate(_MEMORY_BYTES) as memory:
         cache = cufile.BufferCache(driver)
 
         def lease() -> None:
             with cache.lease(memory):
-                assert cache.registered_bytes in (0, _LENGTH_BYTES)
+                assert cache.registered_bytes in (0, _MEMORY_BYTES)
 
         yield _InterruptedCall(lease, memory.close if handler_closes_memory else lease)
         memory.close()
@@ -75,7 +78,7 @@ def _lease_buffer_and_close_memory(folder: Path) -> contextlib.AbstractContextMa
 
 @contextlib.contextmanager
 def _close_memory(_folder: Path) -> Iterator[_InterruptedCall]:
-    with cuda.Device(0) as device, cufile.Driver() as driver, device.allocate(_LENGTH_BYTES) as memory:
+    with cuda.Device(0) as device, cufile.Driver() as driver, device.allocate(_MEMORY_BYTES) as memory:
         cache = cufile.BufferCache(driver)
         with cache.lease(memory):
             pass
@@ -92,15 +95,15 @@ def _close_memory(_folder: Path) -> Iterator[_InterruptedCall]:
 
 @contextlib.contextmanager
 def _use_stream(_folder: Path) -> Iterator[_InterruptedCall]:
-    with cuda.Device(0) as device, cufile.Driver() as driver, device.allocate(_LENGTH_BYTES) as memory:
+    with cuda.Device(0) as device, cufile.Driver() as driver, device.allocate(_MEMORY_BYTES) as memory:
         stream, other_stream = device.stream(), device.stream()
         with cufile.RegisteredBuffer(driver, memory) as buffer:
 
-            def use(used_stream: cuda.Stream) -> None:
+            def use_stream(used_stream: cuda.Stream) -> None:
                 with buffer.use_stream(used_stream, "read"):
                     pass
 
-            yield _InterruptedCall(lambda: use(stream), lambda: use(other_stream))
+            yield _InterruptedCall(lambda: use_stream(stream), lambda: use_stream(other_stream))
 
 
 @contextlib.contextmanager
@@ -129,19 +132,19 @@ def _get_tensors(folder: Path) -> Iterator[_InterruptedCall]:
 
 @contextlib.contextmanager
 def _allocate_host_memory(_folder: Path) -> Iterator[_InterruptedCall]:
-    yield _InterruptedCall(lambda: HostMemory(_LENGTH_BYTES).close(), lambda: HostMemory(_LENGTH_BYTES).close())
+    yield _InterruptedCall(lambda: HostMemory(_MEMORY_BYTES).close(), lambda: HostMemory(_MEMORY_BYTES).close())
 
 
 @contextlib.contextmanager
 def _allocate_from_memory_pool(_folder: Path) -> Iterator[_InterruptedCall]:
     with MemoryPool(HostAllocator(), idle_bytes_max=4 * GPU_RDMA_PAGE_BYTES) as pool:
-        pool.allocate(_LENGTH_BYTES).close()
+        pool.allocate(_MEMORY_BYTES).close()
 
-        def use() -> None:
-            with pool.allocate(_LENGTH_BYTES), pool.allocate(_LENGTH_BYTES):
+        def allocate_two_blocks() -> None:
+            with pool.allocate(_MEMORY_BYTES), pool.allocate(_MEMORY_BYTES):
                 assert pool.statistics().in_use_blocks >= 2
 
-        yield _InterruptedCall(use, use)
+        yield _InterruptedCall(allocate_two_blocks, allocate_two_blocks)
         assert pool.statistics().in_use_blocks == 0
 
 
@@ -150,23 +153,23 @@ def _allocate_from_buffer_pool(_folder: Path) -> Iterator[_InterruptedCall]:
     (opened_nic,) = verbs.open_active_nics(count_max=1)
     with opened_nic as nic, BufferPool(HostAllocator(), [nic], buffer_bytes=64, count=2) as pool:
 
-        def use() -> None:
+        def fill_buffer() -> None:
             with pool.allocate() as buffer:
                 buffer.write(b"data")
                 assert pool.statistics().free <= 1
 
-        yield _InterruptedCall(use, use)
+        yield _InterruptedCall(fill_buffer, fill_buffer)
         assert pool.statistics().free == 2
 
 
 class _CacheCalls:
-    """The calls of a cache of registrations that interrupt each other, by their names."""
+    """Calls on one RegionCache, as methods. :func:`_use_region_cache` selects a call and a handler by method name."""
 
     def __init__(self, cache: RegionCache, memory: DeviceBuffer, other_memories: list[DeviceBuffer]) -> None:
         self.cache = cache
         self.memory = memory
         self.other_memories = other_memories
-        # Lookups no longer find the entry of this lease.
+        # After invalidate(), the lease still holds its entry, but lookups no longer find the entry.
         self.unlinked_lease = cache.lease(memory)
         cache.invalidate(memory.address, length_bytes=1)
 
@@ -175,7 +178,7 @@ class _CacheCalls:
             assert lease.remote(self.cache.nics[0]).address == self.memory.address
 
     def lease_others(self) -> None:
-        """Lease the other memories. The last lease evicts the first entry of the cache."""
+        """Lease the other memories. If `memory` is registered, the cache exceeds two regions and evicts an entry."""
         for memory in self.other_memories:
             self.cache.lease(memory).close()
 
@@ -204,7 +207,7 @@ class _CacheCalls:
     def check(self) -> None:
         """Require that each call is possible after the handler, and that nothing stays registered."""
         if self.memory.closed:
-            # The memory was not freed while it was registered.
+            # close() of the memory has removed its entry from the cache, so that no freed memory is registered.
             assert self.cache.invalidate(self.memory.address, length_bytes=1) == 0
         self.end_lease()
         with contextlib.suppress(ClosedResource):  # The cache or the memory may be closed.
@@ -222,12 +225,15 @@ class _CacheCalls:
 def _use_region_cache(
     call_name: str, handler_name: str, *, is_registered: bool = True, source_path: str = "registration"
 ) -> Iterator[_InterruptedCall]:
-    """Interrupt a method of _CacheCalls. `is_registered` is whether the memory is registered before."""
+    """Interrupt one method of _CacheCalls by another method.
+
+    `is_registered` is whether the cache has an entry of the memory before the call.
+    """
     (opened_nic,) = verbs.open_active_nics(count_max=1)
     with cuda.Device(0) as device, opened_nic as nic, RegionCache([nic], regions_max=2) as cache:
         # CUDA memory does not support a close in a handler that interrupts its own cuMemFree.
         allocator: Allocator = HostAllocator() if call_name == handler_name == "close_memory" else device
-        memory, *other_memories = (allocator.allocate(_LENGTH_BYTES) for _ in range(3))
+        memory, *other_memories = (allocator.allocate(_MEMORY_BYTES) for _ in range(3))
         calls = _CacheCalls(cache, memory, other_memories)
         if handler_name != "end_lease":
             calls.end_lease()
@@ -241,17 +247,17 @@ def _measure_reach(_folder: Path, *, handler_forgets: bool = False) -> Iterator[
     (opened_nic,) = verbs.open_active_nics(count_max=1)
     with cuda.Device(0) as device, opened_nic as nic:
         table = ReachTable()
-        table.forget(device.uuid, [nic])  # The file has the result of the sweep before.
+        table.forget(device.uuid, [nic])  # The file of the table has the result of the previous point.
 
         def measure() -> None:
-            (reach,) = table.measured(device, [nic])
+            (reach,) = table.get_results(device, [nic])
             assert reach.moved
 
         def forget() -> None:
             table.forget(device.uuid, [nic])
 
         handler = forget if handler_forgets else measure
-        # A measurement has thousands of points outside this file.
+        # A measurement has thousands of points in other files, which would take too long.
         yield _InterruptedCall(measure, handler, measure, source_path="registration/reach_table.py")
 
 
@@ -277,8 +283,8 @@ SCENARIOS: dict[str, Callable[[Path], contextlib.AbstractContextManager[_Interru
     "region_close_memory_lease": lambda _folder: _use_region_cache("close_memory", "lease"),
     "region_close": lambda _folder: _use_region_cache("close_cache", "close_cache"),
     "region_close_end": lambda _folder: _use_region_cache("close_cache", "end_lease"),
-    # An interrupt between the end of lease() and the `with` block would leave the lease open. So there is none in
-    # cache.py and lease.py.
+    # An interrupt between the end of lease() and the `with` block would leave the lease open. So the handler runs only
+    # in registration/_*.py, not in cache.py and lease.py.
     "region_lease_interrupt": lambda _folder: _use_region_cache(
         "lease", "interrupt", is_registered=False, source_path="registration/_"
     ),
@@ -307,7 +313,7 @@ def _raise_unexpected(errors: list[GdrkitError]) -> None:
 
 
 def _run_handler_at(interrupted_call: _InterruptedCall, point: int) -> str:
-    """Run the handler at a point of the call. Return its source line, or "" if the call has fewer points."""
+    """Run the handler at a point of the call. Return the point's source line, or "" if the call has fewer points."""
     errors: list[GdrkitError] = []
 
     def handle() -> None:

@@ -18,7 +18,7 @@ from support.tracer import trace_process
 from gdrkit import children
 from gdrkit.errors import BrokenResource, Reason
 
-# This program starts another process, prints its process id and waits.
+# This program starts another process, prints the process ID of that process, and waits.
 _START_CHILD_PROGRAM = """
 import subprocess, sys, time
 print(subprocess.Popen(["sleep", "100"], stdout=subprocess.DEVNULL).pid, flush=True)
@@ -76,13 +76,13 @@ def test_child_that_outlives_sigkill_is_abandoned(*, leads_group: bool) -> None:
 
 def test_spawned_child_inherits_no_descriptors(tmp_path: Path) -> None:
     inherited_fd = os.dup(0)
-    os.set_inheritable(inherited_fd, True)  # noqa: FBT003 - the function takes no names.
+    os.set_inheritable(inherited_fd, True)  # noqa: FBT003 - the function takes no keyword arguments.
     child, output_path = children.SpawnedChild(), tmp_path / "output"
     command = [sys.executable, "-c", _PRINT_DESCRIPTORS_PROGRAM]
     child.start(command, os.environ, output_path=str(output_path), error_output_path=str(tmp_path / "error_output"))
     os.close(inherited_fd)
     assert child.wait(60) == child.returncode == 3
-    # Descriptor 3 is the folder /proc/self/fd, which the child has open while it lists it.
+    # Descriptor 3 is the folder /proc/self/fd, which the child has open while it lists the folder.
     assert output_path.read_text() == "[0, 1, 2, 3] True \n"
     assert child.end() == ""
 
@@ -103,8 +103,8 @@ def test_spawned_child_ends_while_sigchld_is_ignored(tmp_path: Path) -> None:
     previous_handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         child = children.SpawnedChild()
-        paths = {"output_path": str(tmp_path / "output"), "error_output_path": str(tmp_path / "error_output")}
-        child.start(["/bin/true"], {}, **paths)
+        output_paths = {"output_path": str(tmp_path / "output"), "error_output_path": str(tmp_path / "error_output")}
+        child.start(["/bin/true"], {}, **output_paths)
         assert child.wait(60) == 0
     finally:
         signal.signal(signal.SIGCHLD, previous_handler)

@@ -28,33 +28,33 @@ if TYPE_CHECKING:
 pytestmark = needs(cuda_needs.device())
 
 INVALID_VALUE, INVALID_CONTEXT, NOT_SUPPORTED = 1, 201, 801  # CUresult values
-PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
+PCIE_MAPPING_FLAG = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
 # The CUDA twin (a library that emulates the driver and its GPUs), the kernel and the NVIDIA driver refuse mmap(2) of a
 # dma-buf with one of these errnos. 524 is ENOTSUPP, an errno of the kernel without a name in the errno module.
-MMAP_ERRNOS = {errno.EACCES, errno.EINVAL, 524}
+MMAP_REFUSAL_ERRNOS = {errno.EACCES, errno.EINVAL, 524}
 
-# This program accesses device memory by the CPU. The access must end the program.
+# This program accesses device memory by the CPU. The access must end the program with SIGSEGV before "survived".
 CPU_ACCESS_PROGRAM = """
 import ctypes, sys
 from gdrkit import cuda
 with cuda.Device(0) as device, device.allocate(65536) as memory:
     print("allocated", flush=True)
-    {access}
+    {access_statement}
     print("survived", flush=True)
 """
 
 
 @pytest.mark.qualify
 @pytest.mark.parametrize(
-    "access",
+    "access_statement",
     [
         pytest.param("ctypes.string_at(memory.address, 16)", id="read"),
         pytest.param("ctypes.memmove(memory.address, b'x' * 16, 16)", id="write"),
     ],
 )
-def test_cpu_memcpy_on_device_memory_faults(access: str, evidence: Evidence) -> None:
+def test_cpu_memcpy_on_device_memory_faults(access_statement: str, evidence: Evidence) -> None:
     child = subprocess.run(
-        [sys.executable, "-c", CPU_ACCESS_PROGRAM.format(access=access)],
+        [sys.executable, "-c", CPU_ACCESS_PROGRAM.format(access_statement=access_statement)],
         capture_output=True,
         text=True,
         check=False,
@@ -72,7 +72,7 @@ def test_a_dmabuf_has_its_size_and_cannot_be_mapped(device: Device) -> None:
         assert os.lseek(dmabuf.fd, 0, os.SEEK_END) == 64 * KIB
         with pytest.raises(OSError, match=r".") as error_info:
             mmap.mmap(dmabuf.fd, 64 * KIB)
-        assert error_info.value.errno in MMAP_ERRNOS
+        assert error_info.value.errno in MMAP_REFUSAL_ERRNOS
 
 
 @needs(cuda_needs.dmabuf_export)
@@ -91,7 +91,7 @@ def test_interior_range_is_exported_in_pages_with_its_offset(device: Device) -> 
         pytest.param(4 * KIB, 4 * KIB, 0, 0, id="page-in-the-middle"),
         pytest.param(1, 4 * KIB, 0, INVALID_VALUE, id="odd-address"),
         pytest.param(0, 4 * KIB + 1, 0, INVALID_VALUE, id="odd-length"),
-        pytest.param(0, 64 * KIB, PCIE_MAPPING, NOT_SUPPORTED, id="pcie-mapping"),
+        pytest.param(0, 64 * KIB, PCIE_MAPPING_FLAG, NOT_SUPPORTED, id="pcie-mapping"),
     ],
 )
 def test_dmabuf_export_status_matches_the_measured_table(

@@ -1,4 +1,4 @@
-"""DmabufRange owns a dma-buf descriptor, which can be closed, taken or duplicated.
+"""DmabufRange owns a dma-buf descriptor, which the caller can close, take over or duplicate.
 
 A range that is garbage-collected closes its descriptor and causes a warning. The last cases check check_range().
 
@@ -45,7 +45,7 @@ def test_second_close_does_not_close_a_reused_descriptor() -> None:
     dmabuf.close()
     reused_fd = _open_descriptor()
     try:
-        # The kernel reuses the lowest free number. A second close of the descriptor would close another file.
+        # The kernel reuses the lowest free number. A second close of this number would close another file.
         assert reused_fd == fd
         dmabuf.close()
         assert _is_open(reused_fd)

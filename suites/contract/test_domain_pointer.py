@@ -22,8 +22,8 @@ pytestmark = needs(verbs.nic())
 
 
 def test_domain_pointer_is_known_and_registers_regions(nic: Nic) -> None:
-    pointer = _pyverbs.domain_pointer(nic.domain)
-    assert pointer
+    domain_pointer = _pyverbs.domain_pointer(nic.domain)
+    assert domain_pointer
     # libibverbs gets the pointer as the protection domain. With a wrong pointer, the call would crash or return EINVAL.
     with nic.register_host(bytearray(KIB)) as region:
         assert region.rkey

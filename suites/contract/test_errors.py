@@ -101,10 +101,10 @@ def test_leak_error_counts_handles_by_kind() -> None:
 
 
 def test_reason_values_are_stable() -> None:
-    values = [reason.value for reason in Reason]
-    assert len(values) == len(set(values))
-    assert all(value == reason.name.lower() for value, reason in zip(values, Reason, strict=True))
-    assert pickle.loads(pickle.dumps(Reason.PEER_GONE)) is Reason.PEER_GONE  # noqa: S301 - the bytes are of this process.
+    reason_values = [reason.value for reason in Reason]
+    assert len(reason_values) == len(set(reason_values))
+    assert all(value == reason.name.lower() for value, reason in zip(reason_values, Reason, strict=True))
+    assert pickle.loads(pickle.dumps(Reason.PEER_GONE)) is Reason.PEER_GONE  # noqa: S301 - this process wrote the bytes.
 
 
 ERROR_FIELDS = {
@@ -128,7 +128,7 @@ class _SystemError(ApiError, OSError):
 
 
 def _make_kernel_error(error_number: int, error_class: type[ApiError] = ApiError, **fields: Any) -> ApiError:  # noqa: ANN401
-    """Return an error of open(2). `fields` replaces some of the default fields."""
+    """Return an error of open(2) with the default fields and `fields`, which also replace default fields."""
     default_fields: dict[str, Any] = {
         "api": Api.KERNEL,
         "operation": "open",
@@ -239,7 +239,7 @@ def test_cloned_error_has_all_fields_and_no_traceback(error: errors.GdrkitError)
     assert clone is not error
     assert (str(clone), clone.args, clone.__notes__) == (str(error), error.args, ["a note"])
     assert clone.__notes__ is not error.__notes__
-    # The causes and the notes of a clone are copies, which the other assertions compare.
+    # A clone has copies of the causes and notes, which other assertions of this case compare.
     clone_fields, original_fields = (
         vars(clone) | {"causes": (), "__notes__": []},
         vars(error) | {"causes": (), "__notes__": []},
@@ -254,15 +254,15 @@ def test_cloned_error_has_all_fields_and_no_traceback(error: errors.GdrkitError)
 
 @pytest.mark.parametrize("error", _make_errors_of_all_classes(), ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(
-    "duplicate",
-    [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))],  # noqa: S301 - the bytes are of this process.
+    "copy_error",
+    [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))],  # noqa: S301 - this process wrote the bytes.
     ids=["copy", "deepcopy", "pickle"],
 )
 def test_error_can_be_copied_and_pickled(
-    error: errors.GdrkitError, duplicate: Callable[[errors.GdrkitError], errors.GdrkitError]
+    error: errors.GdrkitError, copy_error: Callable[[errors.GdrkitError], errors.GdrkitError]
 ) -> None:
     error.add_note("a note")
-    copied_error = duplicate(error)
+    copied_error = copy_error(error)
     assert type(copied_error) is type(error)
     assert copied_error is not error
     assert (str(copied_error), copied_error.args, copied_error.__notes__) == (str(error), error.args, error.__notes__)

@@ -137,7 +137,7 @@ for handle in open_handles:
 
 
 class ResourceClosedInItsRelease(Resource):
-    """A resource that a signal handler closes while the driver releases it. The first release fails."""
+    """A resource whose release calls close(), as a signal handler could do during release. The first release fails."""
 
     def __init__(self) -> None:
         super().__init__("case.closed_in_release", name="resource of a case")

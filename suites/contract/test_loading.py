@@ -21,6 +21,7 @@ import pytest
 from gdrkit import loader
 from gdrkit.errors import Reason, SetupMissing
 
+# This program makes one call twice, and prints a list with the fields of each SetupMissing that the call raised.
 _CALL_TWICE_PROGRAM = """
 import json, sys
 from gdrkit import cuda, verbs
@@ -35,8 +36,8 @@ print(json.dumps(errors_of_calls))
 """
 
 
-def _call_twice(call: str, folder: Path) -> list[list[object]]:
-    environment = os.environ | {"LD_LIBRARY_PATH": str(folder), "LD_AUDIT": ""}
+def _call_twice(call: str, library_folder: Path) -> list[list[object]]:
+    environment = os.environ | {"LD_LIBRARY_PATH": str(library_folder), "LD_AUDIT": ""}
     program = _CALL_TWICE_PROGRAM.format(call=call)
     child = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
@@ -46,30 +47,33 @@ def _call_twice(call: str, folder: Path) -> list[list[object]]:
     return errors_of_calls
 
 
-CALLS = [
+CALLS_AND_SONAMES = [
     pytest.param("cuda.device_count()", "libcuda.so.1", id="cuda"),
     pytest.param("verbs.list_nics()", "libibverbs.so.1", id="verbs"),
 ]
 
 
 def _assert_same_error_twice(
-    errors_of_calls: list[list[object]], *, operation: str, expected_errno: int, reason: Reason
+    errors_of_calls: list[list[object]], *, expected_operation: str, expected_errno: int, expected_reason: Reason
 ) -> None:
     assert len(errors_of_calls) == 2, "the second call must fail as the first one did"
     assert errors_of_calls[0] == errors_of_calls[1]
     _api, failed_call, error_number, error_reason, what_to_do = errors_of_calls[0]
-    assert (failed_call, error_number, error_reason) == (operation, expected_errno, reason.value)
+    assert (failed_call, error_number, error_reason) == (expected_operation, expected_errno, expected_reason.value)
     assert what_to_do
 
 
-@pytest.mark.parametrize(("call", "soname"), CALLS)
-@pytest.mark.parametrize("size_bytes", [0, 3, 40, 5000])
-def test_truncated_library_is_reported_as_damaged(call: str, soname: str, size_bytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("call", "soname"), CALLS_AND_SONAMES)
+@pytest.mark.parametrize("kept_bytes", [0, 3, 40, 5000])
+def test_truncated_library_is_reported_as_damaged(call: str, soname: str, kept_bytes: int, tmp_path: Path) -> None:
     elf_bytes = Path(sys.executable).resolve().read_bytes()  # Any valid ELF file would do.
-    (tmp_path / soname).write_bytes(elf_bytes[:size_bytes])
+    (tmp_path / soname).write_bytes(elf_bytes[:kept_bytes])
     errors_of_calls = _call_twice(call, tmp_path)
     _assert_same_error_twice(
-        errors_of_calls, operation=f"dlopen {soname}", expected_errno=errno.ENOEXEC, reason=Reason.LIBRARY_DAMAGED
+        errors_of_calls,
+        expected_operation=f"dlopen {soname}",
+        expected_errno=errno.ENOEXEC,
+        expected_reason=Reason.LIBRARY_DAMAGED,
     )
 
 
@@ -100,14 +104,17 @@ def test_loader_message_is_mapped_to_an_errno(message: str, expected_errno: int,
     assert (error.what_to_do == "install x") == (expected_errno == errno.ENOENT)
 
 
-@pytest.mark.parametrize(("call", "soname"), CALLS)
+@pytest.mark.parametrize(("call", "soname"), CALLS_AND_SONAMES)
 def test_32_bit_library_is_reported_as_wrong_abi(call: str, soname: str, tmp_path: Path) -> None:
     elf_bytes = bytearray(Path(sys.executable).resolve().read_bytes()[:8192])
     elf_bytes[4] = 1  # Byte 4 is EI_CLASS, and 1 is ELFCLASS32.
     (tmp_path / soname).write_bytes(elf_bytes)
     errors_of_calls = _call_twice(call, tmp_path)
     _assert_same_error_twice(
-        errors_of_calls, operation=f"dlopen {soname}", expected_errno=errno.ELIBBAD, reason=Reason.LIBRARY_WRONG_ABI
+        errors_of_calls,
+        expected_operation=f"dlopen {soname}",
+        expected_errno=errno.ELIBBAD,
+        expected_reason=Reason.LIBRARY_WRONG_ABI,
     )
 
 
@@ -119,9 +126,9 @@ def test_libcuda_without_its_function_table_is_wrong_abi(tmp_path: Path) -> None
     )
     _assert_same_error_twice(
         _call_twice("cuda.device_count()", tmp_path),
-        operation="dlopen libcuda.so.1",
+        expected_operation="dlopen libcuda.so.1",
         expected_errno=errno.ELIBBAD,
-        reason=Reason.LIBRARY_WRONG_ABI,
+        expected_reason=Reason.LIBRARY_WRONG_ABI,
     )
 
 
@@ -130,8 +137,8 @@ def test_import_of_packages_opens_no_library() -> None:
 import sys
 import gdrkit, gdrkit.cuda, gdrkit.verbs, gdrkit.registration
 print([name for name in sys.modules if name.split(".")[0] in {"pyverbs", "cuda", "numpy"}])
-maps = open("/proc/self/maps").read()
-print([name for name in ("libcuda", "libibverbs", "librdmacm", "libcufile", "libhl-thunk") if name in maps])
+memory_map = open("/proc/self/maps").read()
+print([name for name in ("libcuda", "libibverbs", "librdmacm", "libcufile", "libhl-thunk") if name in memory_map])
 """
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert child.stdout.split("\n")[:2] == ["[]", "[]"]
@@ -139,11 +146,11 @@ print([name for name in ("libcuda", "libibverbs", "librdmacm", "libcufile", "lib
 
 def test_failed_import_of_pyverbs_is_a_new_error_each_time(tmp_path: Path) -> None:
     # Each call must raise a new error object: the traceback of a reused object would grow with each call.
-    package = tmp_path / "pyverbs"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise ImportError('cannot be imported')")
+    package_folder = tmp_path / "pyverbs"
+    package_folder.mkdir()
+    (package_folder / "__init__.py").write_text("raise ImportError('cannot be imported')")
     # gdrkit.loader imports pyverbs only if the package has an extension module for this Python.
-    (package / f"device{EXTENSION_SUFFIXES[0]}").touch()
+    (package_folder / f"device{EXTENSION_SUFFIXES[0]}").touch()
     program = """
 import traceback
 from gdrkit import verbs

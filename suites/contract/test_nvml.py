@@ -36,7 +36,7 @@ _P2P_READ = 0
 
 @pytest.fixture(autouse=True)
 def nvml() -> Iterator[None]:
-    """Initialize NVML for the case."""
+    """Initialize NVML before each case, and shut it down after the case."""
     pynvml.nvmlInit()
     yield
     pynvml.nvmlShutdown()
@@ -51,7 +51,7 @@ def call_driver(function_name: str, *arguments: Any) -> Any:  # noqa: ANN401 - a
     return results[0] if len(results) == 1 else results
 
 
-def get_attribute(device_index: int, attribute: int) -> int:
+def get_device_attribute(device_index: int, attribute: int) -> int:
     from cuda.bindings import driver
 
     return int(call_driver("cuDeviceGetAttribute", driver.CUdevice_attribute(attribute), device_index))
@@ -72,9 +72,11 @@ def test_nvml_and_cuda_agree_about_every_device(device: Device) -> None:
         assert pynvml.nvmlDeviceGetIndex(handle_by_uuid) == pynvml.nvmlDeviceGetIndex(handle)
         device_name = call_driver("cuDeviceGetName", _NAME_BUFFER_BYTES, device_index).partition(b"\0")[0].decode()
         assert pynvml.nvmlDeviceGetName(handle) == device_name
-        capability = [get_attribute(device_index, attribute) for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR)]
+        capability = [
+            get_device_attribute(device_index, attribute) for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR)
+        ]
         assert list(pynvml.nvmlDeviceGetCudaComputeCapability(handle)) == capability
-        assert pynvml.nvmlDeviceGetPciInfo(handle).bus == get_attribute(device_index, _PCI_BUS_ID)
+        assert pynvml.nvmlDeviceGetPciInfo(handle).bus == get_device_attribute(device_index, _PCI_BUS_ID)
         # The total of NVML includes memory that the driver reserves. The total of CUDA excludes it.
         assert pynvml.nvmlDeviceGetMemoryInfo(handle).total >= call_driver("cuDeviceTotalMem", device_index)
 
@@ -100,9 +102,9 @@ def test_nvml_twin_has_no_links_and_no_counters(device: Device) -> None:
     (field,) = pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES])
     assert field.nvmlReturn == pynvml.NVML_ERROR_NOT_SUPPORTED
     assert pynvml.nvmlDeviceGetP2PStatus(handle, peer_handle, _P2P_READ) == pynvml.NVML_P2P_STATUS_OK
-    fabric = pynvml.c_nvmlGpuFabricInfoV_t()
-    pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(fabric))
-    assert fabric.state == pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED
+    fabric_info = pynvml.c_nvmlGpuFabricInfoV_t()
+    pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(fabric_info))
+    assert fabric_info.state == pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED
 
 
 @needs(software(Api.CUDA))

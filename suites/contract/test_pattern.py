@@ -28,7 +28,9 @@ def test_part_of_a_payload_has_the_bytes_of_the_whole() -> None:
 def test_shift_or_other_seed_changes_the_bytes() -> None:
     payload = pattern.payload(4 * KIB, seed=1)
     assert payload != pattern.payload(4 * KIB, seed=2)
-    assert all(payload != pattern.payload(4 * KIB, seed=1, offset_bytes=shift) for shift in (1, 64, 4 * KIB, MIB))
+    assert all(
+        payload != pattern.payload(4 * KIB, seed=1, offset_bytes=shift_bytes) for shift_bytes in (1, 64, 4 * KIB, MIB)
+    )
 
 
 def test_payload_has_no_period_within_blocks() -> None:

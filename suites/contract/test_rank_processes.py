@@ -33,10 +33,10 @@ def test_rank_sees_all_devices_with_its_own_first() -> None:
 
 
 def test_first_line_of_rank_0_is_passed_to_the_others(tmp_path: Path) -> None:
-    first_command = make_rank_command("print('an id'); print('done')")
+    rank_0_command = make_rank_command("print('an id'); print('done')")
     other_command = make_rank_command("import sys; print(sys.stdin.readline().strip().upper())")
     output = run_ranks(
-        [first_command, other_command, other_command], folder=tmp_path, environ=os.environ, deadline_s=DEADLINE_S
+        [rank_0_command, other_command, other_command], folder=tmp_path, environ=os.environ, deadline_s=DEADLINE_S
     )
     assert output == [["an id", "done"], ["AN ID"], ["AN ID"]]
 

@@ -37,7 +37,7 @@ def receive_directly(connection: socket.socket) -> Iterator[Sequence[int]]:
 
 
 @contextlib.contextmanager
-def receive_by_frame(connection: socket.socket) -> Iterator[Sequence[int]]:
+def receive_by_control_connection(connection: socket.socket) -> Iterator[Sequence[int]]:
     control = ControlConnection(connection)
     assert control.receive(FrameType.CONTROL_REQUEST) is not None
     yield control.descriptors
@@ -60,13 +60,13 @@ def receive_by_handle_message(connection: socket.socket) -> Iterator[Sequence[in
         yield message.descriptors
 
 
-FRAME = pack_control(FrameType.CONTROL_REQUEST, b"{}", sequence=1)
+CONTROL_FRAME = pack_control(FrameType.CONTROL_REQUEST, b"{}", sequence=1)
 HANDLE_MESSAGE = make_handle(kind=ShareKind.DMABUF, ipc=bytes(64), address=4096, descriptor_count=1).pack()
 # Each entry has a receiver, a message that is valid with one descriptor, and the smallest number of descriptors that
 # the receiver refuses.
 RECEIVERS: list[Any] = [
     pytest.param(receive_directly, b"text", 5, id="module"),
-    pytest.param(receive_by_frame, FRAME, 5, id="storage"),
+    pytest.param(receive_by_control_connection, CONTROL_FRAME, 5, id="storage"),
     pytest.param(receive_by_channel, json.dumps({"descriptors": 1}).encode() + b"\n", 17, id="peer"),
     pytest.param(receive_by_handle_message, HANDLE_MESSAGE, 2, id="handle_message"),
 ]
@@ -97,7 +97,7 @@ def assert_refused(receive: Receiver, connection: socket.socket) -> UsageError:
 @pytest.mark.parametrize(("receive", "message_bytes", "refused_count"), RECEIVERS)
 def test_received_descriptor_is_close_on_exec(receive: Receiver, message_bytes: bytes, refused_count: int) -> None:
     # A program that this process starts must not inherit descriptors from the storage service or from peers.
-    assert refused_count > 1
+    assert refused_count > 1  # The receiver accepts the one descriptor of the message.
     with make_socket_with_message(message_bytes, 1) as connection, receive(connection) as descriptors:
         assert [os.get_inheritable(descriptor) for descriptor in descriptors] == [False]
 
@@ -116,7 +116,7 @@ def test_too_many_descriptors_are_refused_and_closed(
 def test_dropped_descriptors_are_refused_and_the_rest_closed(
     receive: Receiver, message_bytes: bytes, refused_count: int
 ) -> None:
-    assert refused_count > 1
+    assert refused_count > 1  # The receiver accepts the one descriptor that the kernel does not drop.
     with make_socket_with_message(message_bytes, 2) as connection:
         lowest_free_fd = os.dup(0)
         os.close(lowest_free_fd)
@@ -134,8 +134,12 @@ def test_dropped_descriptors_are_refused_and_the_rest_closed(
 def test_message_without_descriptors_has_none() -> None:
     with make_socket_with_message(b"text", 0) as connection, receive_directly(connection) as descriptors:
         assert not descriptors
-    with make_socket_with_message(FRAME, 0) as connection, receive_by_frame(connection) as descriptors:
+    with (
+        make_socket_with_message(CONTROL_FRAME, 0) as connection,
+        receive_by_control_connection(connection) as descriptors,
+    ):
         assert not descriptors
+    # The messages for these receivers announce one descriptor, so the receivers refuse a message without descriptors.
     for receive in (receive_by_channel, receive_by_handle_message):
         with make_socket_with_message(
             HANDLE_MESSAGE if receive is receive_by_handle_message else b'{"descriptors": 1}\n', 0
@@ -144,7 +148,7 @@ def test_message_without_descriptors_has_none() -> None:
 
 
 def test_frame_that_ends_early_closes_its_descriptors() -> None:
-    for message_bytes in (FRAME[:10], FRAME[:-1], b"x" * len(FRAME)):
+    for message_bytes in (CONTROL_FRAME[:10], CONTROL_FRAME[:-1], b"x" * len(CONTROL_FRAME)):
         with make_socket_with_message(message_bytes, 2) as connection:
             control = ControlConnection(connection)
             descriptors_before = list_open_descriptors()
@@ -180,7 +184,7 @@ def test_random_messages_are_received_or_refused(
         with sending_socket, tempfile.TemporaryFile() as file:
             for data, count in messages:
                 socket.send_fds(sending_socket, [data], [file.fileno()] * count)
-        received_bytes, descriptor_count, reasons = b"", 0, set[Reason]()
+        received_bytes, received_descriptor_count, reasons = b"", 0, set[Reason]()
         has_ended = False
         while not has_ended and not reasons:
             try:
@@ -191,12 +195,12 @@ def test_random_messages_are_received_or_refused(
                 reasons.add(error.reason)
             else:
                 received_bytes += data
-                descriptor_count += len(descriptors)
+                received_descriptor_count += len(descriptors)
                 scm_rights.close_all(descriptors)
                 has_ended = not data
         if any(count > descriptors_max for _data, count in messages):
             assert reasons == {Reason.MALFORMED}
         else:
             assert received_bytes == b"".join(data for data, _count in messages)
-            assert descriptor_count == sum(count for _data, count in messages)
+            assert received_descriptor_count == sum(count for _data, count in messages)
     assert list_open_descriptors() == descriptors_before

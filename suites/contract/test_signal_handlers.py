@@ -33,15 +33,15 @@ thread = threading.Thread(target=device.context_handle)
 thread.start()
 while "cuda.primary_context" not in handles.live():
     assert thread.is_alive()
-child = os.fork()
-if child == 0:
+child_pid = os.fork()
+if child_pid == 0:
     faulthandler.dump_traceback_later(20, exit=True)
     try:
         device.context_handle()
     except GdrkitError:  # A driver may refuse every call of a forked child.
         pass
     os._exit(7)  # Only a child that did not hang exits with 7.
-status = os.waitpid(child, 0)[1]
+status = os.waitpid(child_pid, 0)[1]
 thread.join()
 device.close()
 print(os.waitstatus_to_exitcode(status))
@@ -71,7 +71,7 @@ def sweep_handler(scenario: str, folder: Path) -> None:
 
 
 def test_sweep_has_each_point_where_python_runs_handlers() -> None:
-    """Older versions of Interrupter lacked the entries of functions and, with Python 3.13, nearly all points."""
+    """Older versions of Interrupter missed the start of each function and, with Python 3.13, nearly all points."""
     point_functions = []
     for point in itertools.count(1):
         interrupter = Interrupter(point, __file__, handler=lambda: None)
@@ -101,6 +101,7 @@ def test_handler_while_a_context_is_retained(tmp_path: Path) -> None:
 @needs(cuda.device(), software(Api.CUDA))
 def test_fork_while_a_context_is_retained(tmp_path: Path) -> None:
     """In an older version, the child waited for ever for a lock that a thread of its parent held."""
+    # The fault plan delays the twin's first call by 2 s, so that the fork happens during the call.
     (tmp_path / "plan").write_text("gdrkit-faults 1\ncuDevicePrimaryCtxRetain call=1 delay_us=2000000\n")
     completed = run_python("-c", FORK_PROGRAM, GDRKIT_TWINS_FAULTS=str(tmp_path / "plan"))
     assert (completed.returncode, completed.stdout) == (0, "7\n"), completed.stderr

@@ -1,4 +1,4 @@
-"""Endpoints and remote memory ranges from peers are parsed strictly: a malformed one raises UsageError(MALFORMED)."""
+"""Endpoints and remote memory ranges from peers are parsed strictly: a malformed value raises UsageError(MALFORMED)."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_part_of_a_remote_range_stays_inside() -> None:
         whole_range.part(offset_bytes=4000, length_bytes=96)
 
 
-def _assert_malformed(value_class: type[RemoteRange | Endpoint], data: object) -> None:
+def _assert_malformed(value_class: type[RemoteRange | Endpoint], json_value: object) -> None:
     with pytest.raises(UsageError) as error_info:
-        value_class.from_dict(data)
+        value_class.from_dict(json_value)
     assert error_info.value.reason is Reason.MALFORMED

@@ -1,4 +1,4 @@
-"""Fixture for the cuFile cases: a file of known bytes on a disk."""
+"""Fixture for the cuFile cases: a runner that calls cuFile in child processes, with a file of known bytes on a disk."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def scenarios(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterator[ScenarioRunner]:
-    """Yield a runner of cuFile scenarios, with a file of 1 MiB on a disk."""
+    """Yield a runner of cuFile scenarios, with a file of 1 MiB on a disk.
+
+    A scenario is a function that calls cuFile in a child process.
+    """
     with tempfile.TemporaryDirectory(prefix="gdrkit-cufile-", dir=DISK_FOLDER) as folder:
-        path = Path(folder) / "data"
-        path.write_bytes(pattern.payload(MIB, seed=seed))
-        yield ScenarioRunner(path, seed, request.node.stash[CASE_KEY], facts)
+        data_path = Path(folder) / "data"
+        data_path.write_bytes(pattern.payload(MIB, seed=seed))
+        yield ScenarioRunner(data_path, seed, request.node.stash[CASE_KEY], facts)

@@ -1,8 +1,9 @@
 """A program that interrupts cufile.probe() at every point, for test_probe.py.
 
-``python -m cufile.interrupt_sweep`` prints ``POINTS points`` if no interrupt left a child process. Otherwise, it prints
-the point at which the interrupt left a child process. The timeout of the probe is so short that the probe kills its
-child. Some of the interrupts therefore hit the code that kills the child.
+A point is a place in the code where CPython may run a signal handler (see support/interrupts.py).
+``python -m cufile.interrupt_sweep`` prints ``N points``, the number of points, if no interrupt left a child process.
+Otherwise, it prints the point at which the interrupt left a child process. The timeout of the probe is so short that
+the probe kills its child. Some of the interrupts therefore hit the code that kills the child.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ def _has_children() -> bool:
 
 
 def _interrupt_each_point() -> str:
-    for point in itertools.count(1):
-        interrupter = Interrupter(point, str(Path(gdrkit.__file__).parent), subprocess.__file__)
+    """Call the probe with an interrupt at each point in turn, and return the line to print."""
+    for point_number in itertools.count(1):
+        interrupter = Interrupter(point_number, str(Path(gdrkit.__file__).parent), subprocess.__file__)
         with contextlib.suppress(SetupMissing):
             interrupter.call(lambda: cufile.probe(timeout_s=_PROBE_TIMEOUT_S))
         if _has_children():
-            return f"point {point}, {interrupter.interrupted_at}: the child was left behind"
+            return f"point {point_number}, {interrupter.interrupted_at}: the child was left behind"
         if not interrupter.interrupted_at:
-            return f"{point - 1} points"
+            return f"{point_number - 1} points"
     raise AssertionError
 
 

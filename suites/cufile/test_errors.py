@@ -25,7 +25,7 @@ NEEDS_TWIN = needs(software(Api.CUFILE))
 
 
 def test_invalid_arguments_are_typed_errors(scenarios: ScenarioRunner, evidence: Evidence) -> None:
-    results = scenarios.run_once("bad_input")
+    results = scenarios.run_cached("bad_input")
     evidence["answers"] = results
     error_types = {name: result["failure"]["kind"] for name, result in results.items() if "failure" in result}
     usage_error_calls = ["negative_offset", "overflowing_offset", "negative_length", "beyond_memory", "no_batch"]
@@ -47,7 +47,7 @@ def test_invalid_arguments_are_typed_errors(scenarios: ScenarioRunner, evidence:
 
 
 def test_end_of_file_is_a_short_count(scenarios: ScenarioRunner, evidence: Evidence) -> None:
-    results = scenarios.run_once("bad_input")
+    results = scenarios.run_cached("bad_input")
     evidence["answers"] = {name: results[name] for name in ("beyond_end", "over_the_end", "nothing")}
     assert results["beyond_end"] == {"value": 0}
     assert results["over_the_end"] == {"value": 64 << 10}
@@ -64,7 +64,7 @@ def test_stream_that_does_not_exist_is_refused(scenarios: ScenarioRunner, eviden
 @NEEDS_TWIN
 def test_statistics_do_not_start_at_level_off(scenarios: ScenarioRunner, evidence: Evidence) -> None:
     """The case needs the cuFile twin, because libcufile 1.15 accepts level 0 (off) and returns success."""
-    evidence["answer"] = result = scenarios.run_once("bad_input")["level"]
+    evidence["answer"] = result = scenarios.run_cached("bad_input")["level"]
     assert result["failure"]["operation"] == "cuFileStatsStart"
 
 
@@ -101,7 +101,7 @@ def test_error_keeps_its_number(
     scenarios: ScenarioRunner, tmp_path: Path, fault: tuple[str, str, str, int | None]
 ) -> None:
     faulty_scenarios = scenarios.with_faults(tmp_path, *(rule for rule, *_ in FAULTS))
-    results = faulty_scenarios.run_once("every_call", calls=[call for _, call, *_ in FAULTS])["calls"]
+    results = faulty_scenarios.run_cached("every_call", calls=[call for _, call, *_ in FAULTS])["calls"]
     rule, _, operation, error_number = fault
     failure = results[FAULTS.index(fault)]["failure"]
     assert (failure["operation"], failure["status"]) == (operation, int(rule.rpartition("=")[2]))
@@ -117,5 +117,5 @@ def test_stalled_batch_times_out_and_can_be_canceled(scenarios: ScenarioRunner, 
         "stalled": [],
         "canceled": ["CANCELED"] * 3,
         "outstanding": 0,
-        "is_expected": True,
+        "is_data_correct": True,
     }

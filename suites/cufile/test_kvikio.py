@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 pytestmark = needs(cuda.device(), cufile.driver, cufile.udev_present, host.module("kvikio"), host.module("numpy"))
 
 
-@pytest.mark.parametrize("mode", ["on", "auto", "off"])
-def test_kvikio_moves_every_byte(scenarios: ScenarioRunner, evidence: Evidence, mode: str) -> None:
+@pytest.mark.parametrize("compat_mode", ["on", "auto", "off"])
+def test_kvikio_moves_every_byte(scenarios: ScenarioRunner, evidence: Evidence, compat_mode: str) -> None:
     """With compat mode `on`, kvikio copies through host memory without libcufile, so the route is unproven."""
-    results = scenarios.run_once("by_kvikio", modes=["on", "auto", "off"])
+    results = scenarios.run_cached("by_kvikio", modes=["on", "auto", "off"])
     evidence["kvikio"] = results
-    result = results[mode]
-    assert (result["read"], result["is_expected"], result["write"], result["written"]) == (MIB, True, MIB, True)
+    result = results[compat_mode]
+    assert (result["read"], result["is_data_correct"], result["write"], result["written"]) == (MIB, True, MIB, True)
     # The proof has this route and state. Mode `auto` is missing, because its use of libcufile depends on the machine.
     expected_proofs = {"on": ("unknown", "unproven"), "off": ("posix", "fell_back")}
-    if mode in expected_proofs:
-        assert (result["proof"]["route"], result["proof"]["state"]) == expected_proofs[mode]
+    if compat_mode in expected_proofs:
+        assert (result["proof"]["route"], result["proof"]["state"]) == expected_proofs[compat_mode]
 
 
 def test_missing_file_keeps_its_errno(scenarios: ScenarioRunner, evidence: Evidence) -> None:
-    failure = scenarios.run_once("by_kvikio", modes=["on", "auto", "off"])["missing"]["failure"]
+    failure = scenarios.run_cached("by_kvikio", modes=["on", "auto", "off"])["missing"]["failure"]
     evidence["failure"] = failure
     assert failure["operation"] == "kvikio.CuFile"
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 NEEDS_TWIN = needs(software(Api.CUFILE), software(Api.CUDA))
 
-# This program opens the driver, and prints the fields of the error, or an empty list.
-_OPEN_PROGRAM = """
+# This program opens the driver. It prints the fields of the error, or an empty list if the driver opens.
+_OPEN_DRIVER_PROGRAM = """
 import json
 from gdrkit import cufile
 from gdrkit.errors import SetupMissing
@@ -43,8 +43,8 @@ except SetupMissing as error:
 
 
 def open_driver_in_child(environ: dict[str, str], *, timeout_s: float = 30) -> list[Any]:
-    """Open the driver in a new process. Return the fields of the error, or an empty list."""
-    program = _OPEN_PROGRAM.format(timeout_s=timeout_s)
+    """Open the driver in a new process. Return the fields of the error, or an empty list if the driver opens."""
+    program = _OPEN_DRIVER_PROGRAM.format(timeout_s=timeout_s)
     completed = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
     error_fields: list[Any] = json.loads(completed.stdout.splitlines()[-1])
     return error_fields
@@ -61,9 +61,9 @@ def test_probe_and_driver_open_succeed(evidence: Evidence) -> None:
 
 @NEEDS_TWIN
 def test_slow_open_ends_in_a_timeout(tmp_path: Path) -> None:
-    plan_path = tmp_path / "plan"
-    plan_path.write_text("gdrkit-faults 1\ncuFileDriverOpen call=* delay_us=10000000\n")
-    error_fields = open_driver_in_child({**os.environ, "GDRKIT_TWINS_FAULTS": str(plan_path)}, timeout_s=1)
+    fault_plan_path = tmp_path / "plan"
+    fault_plan_path.write_text("gdrkit-faults 1\ncuFileDriverOpen call=* delay_us=10000000\n")
+    error_fields = open_driver_in_child({**os.environ, "GDRKIT_TWINS_FAULTS": str(fault_plan_path)}, timeout_s=1)
     assert error_fields == ["cuFileDriverOpen in a child process", None, None, "timeout"]
 
 
@@ -87,9 +87,9 @@ def test_missing_libcufile_is_named_in_the_error() -> None:
 @NEEDS_TWIN
 @pytest.mark.parametrize("status", [5001, 5011, 5033])
 def test_driver_error_keeps_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    plan_path = tmp_path / "plan"
-    plan_path.write_text(f"gdrkit-faults 1\ncuFileDriverOpen call=* status={status}\n")
-    monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(plan_path))
+    fault_plan_path = tmp_path / "plan"
+    fault_plan_path.write_text(f"gdrkit-faults 1\ncuFileDriverOpen call=* status={status}\n")
+    monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(fault_plan_path))
     with pytest.raises(SetupMissing) as error_info:
         cufile.probe()
     assert (error_info.value.api, error_info.value.status, error_info.value.operation) == (
@@ -101,11 +101,11 @@ def test_driver_error_keeps_its_number(tmp_path: Path, monkeypatch: pytest.Monke
 
 @NEEDS_TWIN
 def test_error_of_the_child_is_raised_by_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_path = tmp_path / "plan"
+    fault_plan_path = tmp_path / "plan"
     # If the cuFile twin (a library that emulates libcufile) cannot parse the plan, its cuFileDriverOpen returns
     # CU_FILE_INVALID_VALUE (5022).
-    plan_path.write_text("no plan at all\n")
-    monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(plan_path))
+    fault_plan_path.write_text("no plan at all\n")
+    monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(fault_plan_path))
     with pytest.raises(SetupMissing) as error_info:
         cufile.probe()
     assert error_info.value.status == 5022
@@ -121,9 +121,9 @@ def test_interrupted_probe_leaves_no_child() -> None:
 def test_probe_does_not_wait_for_a_grandchild(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, leaves_process_group: bool
 ) -> None:
-    # The child of the probe imports this sitecustomize, which starts a grandchild. The grandchild inherits the output
-    # pipe of the child and keeps it open. So the probe must not wait for the end of the pipe after it has killed the
-    # child.
+    # The child of the probe imports this sitecustomize, which starts a grandchild. Both then wait, so the probe times
+    # out and kills the process group of the child. A grandchild that has called setsid() survives. It has inherited the
+    # output pipe of the child and keeps it open, so the probe must not wait for the end of the pipe.
     (tmp_path / "sitecustomize.py").write_text(
         f"""
 import os, signal, sys

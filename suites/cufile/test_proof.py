@@ -75,6 +75,7 @@ def test_averages_of_a_difference_are_those_of_its_operations() -> None:
 
 
 def test_difference_has_no_rates_and_the_last_batch() -> None:
+    """A difference of two rates means nothing, so it is left out. A counter of the last batch keeps its later value."""
     rate_counters = {"read_bw_bytes_per_sec": 5, "read_ops_per_sec": 5, "batch_read_bw_bytes": 5}
     snapshot_before = make_snapshot(
         {**rate_counters, "read_bytes": 10, "last_batch_read_bytes": 30}, read_utilization=1, n_p2p_reads=1
@@ -102,8 +103,8 @@ def test_obstacles_are_found_below_a_root(tmp_path: Path) -> None:
             Cause.NO_NVIDIA_FS,
             Cause.NOT_O_DIRECT,
         ]
-        folder = tmp_path / "root" / "proc" / "driver" / "nvidia-fs"
-        folder.mkdir(parents=True)
-        (folder / "modules").write_text("")
+        nvidia_fs_folder = tmp_path / "root" / "proc" / "driver" / "nvidia-fs"
+        nvidia_fs_folder.mkdir(parents=True)
+        (nvidia_fs_folder / "modules").write_text("")
         causes_with_nvidia_fs = [obstacle.cause for obstacle in cufile.obstacles(host_tree, fd)]
         assert causes_with_nvidia_fs == [Cause.NO_UDEV_DATABASE, Cause.NO_STORAGE_MODULE, Cause.NOT_O_DIRECT]

@@ -23,7 +23,7 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A write of `length_bytes` bytes at `offset_bytes` of the file. The data is the pattern with this seed."""
+    """A write of `length_bytes` bytes at `offset_bytes` of the file. The data is the test pattern of `seed`."""
 
     offset_bytes: int
     length_bytes: int
@@ -41,7 +41,7 @@ class Write:
         return sorted({self.offset_bytes, end, *page_offsets, *range(self.offset_bytes, end, SEGMENT_BYTES)})
 
     def to_tuple(self) -> tuple[int, int, int]:
-        """Return offset, length and seed, for a command of the client."""
+        """Return offset, length and seed, as the command ``write`` of the client takes them."""
         return (self.offset_bytes, self.length_bytes, self.seed)
 
 
@@ -58,24 +58,24 @@ class FileModel:
 
     def __init__(self, contents: bytes) -> None:
         self.contents = bytearray(contents)
-        self._in_progress: list[Write] = []
+        self._writes_in_progress: list[Write] = []
         self.acknowledged_count = 0
 
     def submit(self, writes: Sequence[Write]) -> None:
         """Add writes that the file may contain from now on. They must not overlap any other write in progress."""
-        self._in_progress += writes
+        self._writes_in_progress += writes
 
     def acknowledge(self, write: Write) -> None:
         """Mark a write as acknowledged. The file must contain it from now on."""
-        self._in_progress.remove(write)
+        self._writes_in_progress.remove(write)
         self.contents[write.offset_bytes : write.offset_bytes + write.length_bytes] = write.data
         self.acknowledged_count += 1
 
     def check_and_adopt(self, actual: bytes) -> None:
-        """Check the actual contents of the file after all writes have ended. Expect these contents from now on."""
+        """Check the actual contents of the file after all writes have ended, and make them the expected contents."""
         assert len(actual) == len(self.contents), f"the file has {len(actual)} bytes instead of {len(self.contents)}"
-        expected_contents = bytearray(self.contents)
-        for write in self._in_progress:
+        adopted_contents = bytearray(self.contents)
+        for write in self._writes_in_progress:
             data = write.data
             for begin, end in pairwise(write.list_boundaries()):
                 actual_range = actual[begin:end]
@@ -85,10 +85,10 @@ class FileModel:
                 }, (
                     f"bytes {begin} to {end} of {write} are neither the old nor the new data: "
                     f"{actual_range[:16].hex()} ..., {len(actual_range) - actual_range.count(0)} bytes are not 0; "
-                    f"writes in progress: {self._in_progress}"
+                    f"writes in progress: {self._writes_in_progress}"
                 )
-                expected_contents[begin:end] = actual_range
-        mismatch = pattern.find_mismatch(expected_contents, actual)
-        assert mismatch is None, f"an acknowledged write is lost: byte {mismatch} was not written"
-        self.contents = expected_contents
-        self._in_progress.clear()
+                adopted_contents[begin:end] = actual_range
+        mismatch_offset = pattern.find_mismatch(adopted_contents, actual)
+        assert mismatch_offset is None, f"an acknowledged write is lost: the byte at {mismatch_offset} is wrong"
+        self.contents = adopted_contents
+        self._writes_in_progress.clear()

@@ -2,7 +2,7 @@
 
 After each kill, the campaign makes three checks. The operations of the other processes have the expected results, the
 killed process has left no resources, and no acknowledged write is lost. :mod:`fault.kill_phases` brings the processes
-into the phase in which the victim is to be killed.
+into the phase in which the campaign kills one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from fault.file_model import FileModel
 from fault.kill_phases import ENTER_PHASE, KILL_POINTS, LOCAL_KILL_POINTS, Processes
-from fault.usrbio_client import UsrbioClient, list_published_links, list_shared_memory
+from fault.usrbio_client import UsrbioClient, list_mapped_memory_names, list_published_link_names
 from support.kill_campaign import KillCampaign
 from support.processes import HungError, is_gone, list_open_paths, wait_until
 from support.raw_usrbio import AgentProcess
@@ -33,7 +33,7 @@ __all__ = ["AgentCampaign"]
 
 _FILE_BYTES = 4 * MIB
 _VERIFIED_WRITE_BYTES = 64 * KIB
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory.
+_SHM_FOLDER = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory.
 
 
 class AgentCampaign(KillCampaign[tuple[str, str]]):
@@ -59,7 +59,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
 
     Attributes
     ----------
-    kills_by_memory : dict of str to int
+    kills_by_memory_kind : dict of str to int
         Number of kills for each kind of the client's memory, ``host`` or ``device``.
     acknowledged_count : int
         Number of acknowledged writes.
@@ -68,7 +68,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
     def __init__(self, mount: Path, traps: Traps, rng: Random, *, local_reads: bool) -> None:
         super().__init__(LOCAL_KILL_POINTS if local_reads else KILL_POINTS, rng)
         self._local_reads = local_reads
-        self.kills_by_memory = {"host": 0, "device": 0}
+        self.kills_by_memory_kind = {"host": 0, "device": 0}
         self.acknowledged_count = 0
         self._mount = mount
         self._traps = traps
@@ -76,7 +76,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         contents = pattern.payload(_FILE_BYTES, seed=rng.randrange(1 << 63))
         self._file_path.write_bytes(contents)
         self._bystander_file_path.write_bytes(bytes(MIB))
-        self._model = FileModel(contents)
+        self._file_model = FileModel(contents)
         self._processes: Processes | None = None
         self._clients: list[UsrbioClient] = []
 
@@ -91,9 +91,9 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
             self._enter_session(processes)
         else:
             ENTER_PHASE[phase](processes, self._file_path)
-        shared_memory_names = list_shared_memory(processes.client.process.pid)
+        shared_memory_names = list_mapped_memory_names(processes.client.process.pid)
         self._kill_victim(victim, processes)
-        self.kills_by_memory[self._memory_kind] += 1
+        self.kills_by_memory_kind[self._memory_kind] += 1
         match victim:
             case "client":
                 self._check_without_client(processes, shared_memory_names)
@@ -104,11 +104,11 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         # A new client reads the whole file through the agent.
         self._client = self._open_client(self._file_path, self._choose_memory_kind())
         copy_path = self._mount.parent / "copy"
-        results = self._client.call("save", into=str(copy_path))
+        results = self._client.call("save", copy_path=str(copy_path))
         assert isinstance(results, list)
         assert sum(results) == _FILE_BYTES, f"the results of the reads are {results}"
-        self._model.check_and_adopt(copy_path.read_bytes())
-        self.acknowledged_count = self._model.acknowledged_count
+        self._file_model.check_and_adopt(copy_path.read_bytes())
+        self.acknowledged_count = self._file_model.acknowledged_count
 
     def _make_processes(self) -> Processes:
         return Processes(
@@ -116,7 +116,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
             agent_process_id=self._agent.process.pid,
             server_process_id=self._agent.server_process_id(),
             traps=self._traps,
-            model=self._model,
+            file_model=self._file_model,
             rng=self._rng,
         )
 
@@ -163,12 +163,13 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         for client in (self._bystander, processes.client):
             # The agent starts a new server, and both clients continue with their files, memory and rings.
             wait_until(lambda client=client: self._is_served(client), "the new server works")  # type: ignore[misc]
-        shared_memory_names = list_shared_memory(processes.client.process.pid)
+        shared_memory_names = list_mapped_memory_names(processes.client.process.pid)
         self._close_client(processes.client)
         self._check_nothing_left(shared_memory_names)
 
     def _check_without_agent(self, processes: Processes, phase: str, shared_memory_names: set[str]) -> None:
         """Check that the operations of both clients fail, and that a new agent removes what the killed agent left."""
+        # In these three phases, the client waits for a reply. The call of the phase "unpublish" may also succeed.
         if phase in {"publish", "register"}:
             assert processes.client.read_reply().get("errno") == errno.EREMOTEIO
         elif phase == "unpublish":
@@ -181,7 +182,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
             assert (phase == "completed") == any(result > 0 for result in results), (phase, results)
         if processes.pending_read_bytes:
             assert processes.collect_read() == -errno.EREMOTEIO
-        shared_memory_names |= list_shared_memory(processes.client.process.pid) | list_shared_memory(
+        shared_memory_names |= list_mapped_memory_names(processes.client.process.pid) | list_mapped_memory_names(
             self._bystander.process.pid
         )
         self._bystander.start("write_and_verify", offset=0, length=_VERIFIED_WRITE_BYTES, seed=1)
@@ -194,15 +195,16 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         entry_names = {path.name for path in (self._mount / "3fs-virt").iterdir()}
         permanent_names = {"agent.lock", "agent.sock", "iovs", "publications", "server.lock", "server.sock"}
         assert entry_names <= permanent_names, entry_names
-        assert not shared_memory_names & _list_all_shared_memory()
+        assert not shared_memory_names & _list_all_memory_names()
 
     def _check_nothing_left(self, shared_memory_names: set[str]) -> None:
         """Wait until the agent has released the links, the shared memory and the open files of an ended client."""
         wait_until(
-            lambda: list_published_links(self._mount) == self._bystander.link_names, "the links of the client are gone"
+            lambda: list_published_link_names(self._mount) == self._bystander.link_names,
+            "the links of the client are gone",
         )
         wait_until(
-            lambda: not shared_memory_names & _list_all_shared_memory(), "the shared memory of the client is gone"
+            lambda: not shared_memory_names & _list_all_memory_names(), "the shared memory of the client is gone"
         )
         agent_process_id = self._agent.process.pid
         wait_until(
@@ -212,12 +214,12 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         self._use_both_queue_pairs()
         try:
             wait_until(
-                lambda: len(list_open_paths(agent_process_id)) == self._open_files_count,
+                lambda: len(list_open_paths(agent_process_id)) == self._initial_open_file_count,
                 "the agent has as many open files as at its start",
             )
         except HungError as error:
             error.add_note(
-                f"{self._open_files_count} open files at the start of the agent, "
+                f"{self._initial_open_file_count} open files at the start of the agent, "
                 f"now {sorted(list_open_paths(agent_process_id))}"
             )
             raise
@@ -247,14 +249,14 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
             client.start("write_and_verify", offset=0, length=_VERIFIED_WRITE_BYTES, seed=2)
         else:
             # A write would change the file, whose contents the model tracks. So this client only reads.
-            client.start("save", into=os.devnull)
+            client.start("save", copy_path=os.devnull)
         reply = client.read_reply()
         assert reply.get("errno") in {None, errno.EREMOTEIO}, reply
         results = reply.get("result")
         return results is True or (isinstance(results, list) and all(result > 0 for result in results))
 
     def _choose_memory_kind(self) -> str:
-        self._memory_kind = self._rng.choice(sorted(self.kills_by_memory))
+        self._memory_kind = self._rng.choice(sorted(self.kills_by_memory_kind))
         return self._memory_kind
 
     def _open_client(self, file_path: Path, memory_kind: str) -> UsrbioClient:
@@ -269,13 +271,13 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
 
     def _start_agent(self) -> None:
         self._agent = AgentProcess(self._mount, "--local-reads" if self._local_reads else "--no-local-reads")
-        assert list_published_links(self._mount) == set()
+        assert list_published_link_names(self._mount) == set()
         self._bystander = self._open_client(self._bystander_file_path, "host")
         # The first client with device memory makes the agent open files that stay open. Therefore such a client runs
         # before the open files are counted.
         self._close_client(self._open_client(self._bystander_file_path, "device"))
         self._use_both_queue_pairs()
-        self._open_files_count = len(list_open_paths(self._agent.process.pid))
+        self._initial_open_file_count = len(list_open_paths(self._agent.process.pid))
 
     def __enter__(self) -> Self:
         self._start_agent()
@@ -299,6 +301,6 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         error.add_note(f"errors of the agent: {self._agent.error_output}")
 
 
-def _list_all_shared_memory() -> set[str]:
-    """Return the names of the shared memory of all processes."""
-    return {path.name for path in _SHARED_MEMORY.iterdir()}
+def _list_all_memory_names() -> set[str]:
+    """Return the names of all files of POSIX shared memory, of any process."""
+    return {path.name for path in _SHM_FOLDER.iterdir()}

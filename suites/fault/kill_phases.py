@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from fault.traps import Traps
     from fault.usrbio_client import UsrbioClient
 
-__all__ = ["ENTER_PHASE", "KILL_POINTS", "LOCAL_KILL_POINTS", "TRAPPED_CALLS", "Processes"]
+__all__ = ["ENTER_PHASE", "KILL_POINTS", "LOCAL_KILL_POINTS", "TRAP_BY_CALL", "Processes"]
 
 # Name of the trap for each call or event in the fault plan of the verbs twin (a library that emulates NICs). The server
 # transfers data by RDMA. The event "wc.OPCODE" comes before a request transfers data, "wc.OPCODE.landed" afterwards.
-TRAPPED_CALLS = {
+TRAP_BY_CALL = {
     "ibv_reg_mr": "register",
     "ibv_reg_dmabuf_mr": "register",
     "ibv_dereg_mr": "deregister",
@@ -51,7 +51,7 @@ class Processes:
     agent_process_id, server_process_id : int
         Process ids of the agent and of its storage server.
     stopped_process_ids : set of int
-        Process ids of the stopped processes.
+        Ids of the processes that a trap or :meth:`stop` has stopped.
     pending_writes : list of Write
         Writes that were submitted and not collected.
     pending_read_bytes : int
@@ -65,14 +65,14 @@ class Processes:
         agent_process_id: int,
         server_process_id: int,
         traps: Traps,
-        model: FileModel,
+        file_model: FileModel,
         rng: Random,
     ) -> None:
         self.client = client
         self.agent_process_id = agent_process_id
         self.server_process_id = server_process_id
         self.traps = traps
-        self.model = model
+        self.file_model = file_model
         self.rng = rng
         self.stopped_process_ids: set[int] = set()
         self.pending_writes: list[Write] = []
@@ -88,7 +88,7 @@ class Processes:
         self.traps.wait_for(trap, process_id)
         self.stopped_process_ids.add(process_id)
 
-    def is_trapped_before(self, has_passed: Callable[[], bool], trap: str, process_id: int) -> bool:
+    def wait_for_trap_or(self, has_passed: Callable[[], bool], trap: str, process_id: int) -> bool:
         """Wait until the trap has stopped the process or `has_passed` returns true. Return whether it was trapped.
 
         If `has_passed` returns true first, disarm the trap.
@@ -109,14 +109,15 @@ class Processes:
 
     def submit_writes(self, *lengths: int) -> list[Write]:
         """Have the client submit writes of these lengths, at random offsets of the file and without overlaps."""
-        unwritten_bytes = len(self.model.contents) - sum(lengths)
-        # Number of unwritten bytes of the file before each write.
-        unwritten_counts = sorted(self.rng.randrange(unwritten_bytes + 1) for _ in lengths)
+        unwritten_bytes = len(self.file_model.contents) - sum(lengths)
+        # The offset of a write is the number of unwritten bytes before it plus the lengths of the earlier writes. So no
+        # two writes overlap.
+        unwritten_bytes_before_writes = sorted(self.rng.randrange(unwritten_bytes + 1) for _ in lengths)
         written_bytes, writes = 0, []
-        for unwritten_count, length_bytes in zip(unwritten_counts, lengths, strict=True):
-            writes.append(Write(unwritten_count + written_bytes, length_bytes, self.rng.randrange(1 << 63)))
+        for unwritten_bytes_before, length_bytes in zip(unwritten_bytes_before_writes, lengths, strict=True):
+            writes.append(Write(unwritten_bytes_before + written_bytes, length_bytes, self.rng.randrange(1 << 63)))
             written_bytes += length_bytes
-        self.model.submit(writes)
+        self.file_model.submit(writes)
         self.client.call("write", operations=[write.to_tuple() for write in writes])
         self.pending_writes = writes
         return writes
@@ -126,17 +127,18 @@ class Processes:
         self.client.start("wait", for_read=False, count=len(self.pending_writes))
         reply = self.client.read_reply()
         assert "errno" not in reply, reply
-        results = reply["result"]
-        assert isinstance(results, list)
-        assert len(results) == len(self.pending_writes), (
-            f"only {len(results)} of {len(self.pending_writes)} results arrived before the timeout: {results}"
+        indices_and_results = reply["result"]
+        assert isinstance(indices_and_results, list)
+        assert len(indices_and_results) == len(self.pending_writes), (
+            f"only {len(indices_and_results)} of {len(self.pending_writes)} results arrived before the timeout: "
+            f"{indices_and_results}"
         )
-        for index, result in results:
+        for index, result in indices_and_results:
             write = self.pending_writes[index]
             if result == write.length_bytes:
-                self.model.acknowledge(write)
+                self.file_model.acknowledge(write)
         self.pending_writes = []
-        return [result for _, result in results]
+        return [result for _, result in indices_and_results]
 
     def submit_read(self, length_bytes: int) -> None:
         """Have the client submit a read of the beginning of the file."""
@@ -264,7 +266,7 @@ def _is_stopped_before_reply(processes: Processes, file_path: Path, first_write:
             processes.traps.arm("poll")
             processes.resume(processes.server_process_id)
             # If one poll returned all completions, the server does not poll again, and the ring has the completions.
-            if not processes.is_trapped_before(lambda: ring.has_completions, "poll", processes.server_process_id):
+            if not processes.wait_for_trap_or(lambda: ring.has_completions, "poll", processes.server_process_id):
                 return False
             if _has_write(file_path, first_write):
                 wait_until(lambda: is_idle(processes.agent_process_id), "the agent has processed all replies")

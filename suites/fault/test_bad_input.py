@@ -1,6 +1,6 @@
 """An unusable environment (permissions, limits, a failing driver) raises an error with operation, errno and advice.
 
-Each case makes a call in a child process, because limits and fault plans apply to a whole process. The cases of
+Each case makes a call in a child process, because limits and fault plans apply to a whole process. The cases for
 missing, truncated and incompatible libraries are in suites/contract/test_loading.py.
 """
 
@@ -32,8 +32,8 @@ except ApiError as error:
     print(json.dumps([type(error).__name__, error.api.value, error.operation, error.errno, error.reason.value,
                       error.what_to_do]))
 """
-OPEN_NIC = "verbs.Nic.open(verbs.list_nics()[0].name)"
-REGISTER_16_MIB = "verbs.Nic.open(verbs.list_nics()[0].name).register_host(bytearray(16 << 20))"
+OPEN_NIC_CALL = "verbs.Nic.open(verbs.list_nics()[0].name)"
+REGISTER_16_MIB_CALL = "verbs.Nic.open(verbs.list_nics()[0].name).register_host(bytearray(16 << 20))"
 
 
 def make_call_and_get_error(call: str, *, command_prefix: tuple[str, ...] = (), **environ: str) -> list[object]:
@@ -58,7 +58,7 @@ def test_missing_rdma_permission_names_the_files(tmp_path: Path, expected_errno:
     # list_nics() calls ibv_open_device to list the ports, and ignores its error. Nic.open() reports the error.
     plan_path = write_plan(tmp_path, f"gdrkit-faults 1\nibv_open_device call=* errno={expected_errno}\n")
     error_type, api, operation, error_number, reason, what_to_do = make_call_and_get_error(
-        OPEN_NIC, GDRKIT_TWINS_FAULTS=plan_path
+        OPEN_NIC_CALL, GDRKIT_TWINS_FAULTS=plan_path
     )
     assert (error_type, api, operation, error_number) == ("SetupMissing", "verbs", "ibv_open_device", expected_errno)
     assert reason == Reason.NO_PERMISSION.value
@@ -84,7 +84,7 @@ def test_cuda_init_failure_has_advice(tmp_path: Path, status: int, reason: Reaso
 def test_low_memlock_limit_is_named_with_advice() -> None:
     # The limit does not apply to a process with CAP_IPC_LOCK, such as a process of root. So the child process drops
     # this capability.
-    low_limit_command = (
+    low_limit_prefix = (
         "setpriv",
         "--bounding-set=-ipc_lock",
         "--inh-caps=-ipc_lock",
@@ -92,7 +92,7 @@ def test_low_memlock_limit_is_named_with_advice() -> None:
         "--memlock=65536:65536",
     )
     error_type, api, operation, error_number, reason, what_to_do = make_call_and_get_error(
-        REGISTER_16_MIB, command_prefix=low_limit_command
+        REGISTER_16_MIB_CALL, command_prefix=low_limit_prefix
     )
     assert (error_type, api, operation, error_number) == ("SetupMissing", "verbs", "ibv_reg_mr", errno.ENOMEM)
     assert reason == Reason.MEMLOCK_TOO_LOW.value
@@ -135,15 +135,15 @@ def test_malformed_fault_plan_is_refused_before_the_start(tmp_path: Path, plan_t
 
 @needs(verbs.nic(), cuda.device(), software(Api.VERBS), software(Api.CUDA))
 @pytest.mark.parametrize(
-    ("call", "operation", "expected_errno"),
+    ("call", "expected_operation", "expected_errno"),
     [("verbs.list_nics()", "ibv_get_device_list", errno.EINVAL), ("cuda.device_count()", "cuInit", None)],
 )
 def test_twin_with_a_malformed_plan_fails_at_its_first_call(
-    tmp_path: Path, call: str, operation: str, expected_errno: int | None
+    tmp_path: Path, call: str, expected_operation: str, expected_errno: int | None
 ) -> None:
     plan_path = write_plan(tmp_path, "gdrkit-faults 1\nibv_reg_mr call=x errno=14\ncuMemAlloc_v2 call=x status=2\n")
-    _type, _api, failed_call, error_number, _reason, what_to_do = make_call_and_get_error(
+    _type, _api, failed_operation, error_number, _reason, what_to_do = make_call_and_get_error(
         call, GDRKIT_TWINS_FAULTS=plan_path
     )
-    assert (failed_call, error_number) == (operation, expected_errno)
+    assert (failed_operation, error_number) == (expected_operation, expected_errno)
     assert what_to_do

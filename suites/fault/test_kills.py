@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from fault.kill_campaign import AgentCampaign
-from fault.kill_phases import KILL_POINTS, LOCAL_KILL_POINTS, TRAPPED_CALLS
+from fault.kill_phases import KILL_POINTS, LOCAL_KILL_POINTS, TRAP_BY_CALL
 from fault.traps import Traps
 
 from gdrkit.errors import Api
@@ -45,7 +45,7 @@ def test_kill_of_any_process_in_any_phase_loses_nothing(
     rng = random.Random(seed)
     mount = tmp_path / "mount"
     mount.mkdir()
-    traps = Traps(tmp_path / "traps", TRAPPED_CALLS)
+    traps = Traps(tmp_path / "traps", TRAP_BY_CALL)
     monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(traps.plan_path))
     # Without the pool of GPU memory, the agent deregisters each iov (published memory) when the client unpublishes it.
     # This deregistration is a phase of the campaign.
@@ -56,13 +56,13 @@ def test_kill_of_any_process_in_any_phase_loses_nothing(
         campaign.run(kills_per_pair * pair_count)
     kill_counts = {f"{victim} in {phase}": count for (victim, phase), count in campaign.kill_counts.items()}
     evidence["hits"] = kill_counts
-    evidence["kinds"] = campaign.kills_by_memory
+    evidence["kinds"] = campaign.kills_by_memory_kind
     evidence["acknowledged_writes"] = campaign.acknowledged_count
     with capsys.disabled():
         print()  # noqa: T201 - the run shows the counts.
         for kill_point, count in kill_counts.items():
             print(f"  {kill_point:<22}{count:>5}")  # noqa: T201
-        kill_count = sum(kill_counts.values())
-        writes_count, kills_by_memory = campaign.acknowledged_count, campaign.kills_by_memory
-        print(f"  {'kills':<22}{kill_count:>5}, {writes_count} acknowledged writes, {kills_by_memory}")  # noqa: T201
+        total_kill_count = sum(kill_counts.values())
+        acknowledged_count, kills_by_memory_kind = campaign.acknowledged_count, campaign.kills_by_memory_kind
+        print(f"  {'kills':<22}{total_kill_count:>5}, {acknowledged_count} acknowledged writes, {kills_by_memory_kind}")  # noqa: T201
     assert min(kill_counts.values()) == kills_per_pair

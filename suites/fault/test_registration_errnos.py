@@ -1,6 +1,6 @@
 """If a verbs call of a registration fails, gdrkit raises the documented error for the errno and leaves nothing open.
 
-Afterwards, the next attempt succeeds. docs/registration.md shows the table MEANINGS.
+Afterwards, the next attempt succeeds. docs/registration.md shows the table DOCUMENTED_ERRORS.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ERRNOS = (
 )
 
 # Exception and reason that gdrkit raises for each errno. Unsupported means that the registration route does not exist.
-_DEFAULT_MEANINGS = {
+_DEFAULT_ERRORS = {
     errno.EOPNOTSUPP: (Unsupported, Reason.NOT_SUPPORTED),
     errno.EPROTONOSUPPORT: (Unsupported, Reason.NOT_SUPPORTED),
     ENOTSUPP: (ApiError, Reason.OTHER),
@@ -49,15 +49,19 @@ _DEFAULT_MEANINGS = {
     errno.EBADF: (ApiError, Reason.BAD_DESCRIPTOR),
     errno.EPERM: (ApiError, Reason.NO_PERMISSION),
 }
-_NO_DMABUF = (Unsupported, Reason.DMABUF_REGION_UNSUPPORTED)
+_DMABUF_REFUSED = (Unsupported, Reason.DMABUF_REGION_UNSUPPORTED)
 # Exception and reason that gdrkit raises for each verbs call and errno.
-MEANINGS = {
-    "ibv_reg_dmabuf_mr": _DEFAULT_MEANINGS
-    | {errno.EOPNOTSUPP: _NO_DMABUF, errno.EPROTONOSUPPORT: _NO_DMABUF, ENOTSUPP: _NO_DMABUF},
-    "ibv_reg_mr": _DEFAULT_MEANINGS | {errno.EFAULT: (Unsupported, Reason.PEER_MEMORY_UNSUPPORTED)},
-    "ibv_dereg_mr": _DEFAULT_MEANINGS,
-    "ibv_alloc_pd": _DEFAULT_MEANINGS,
-    "ibv_open_device": _DEFAULT_MEANINGS | {errno.EPERM: (SetupMissing, Reason.NO_PERMISSION)},
+DOCUMENTED_ERRORS = {
+    "ibv_reg_dmabuf_mr": _DEFAULT_ERRORS
+    | {
+        errno.EOPNOTSUPP: _DMABUF_REFUSED,
+        errno.EPROTONOSUPPORT: _DMABUF_REFUSED,
+        ENOTSUPP: _DMABUF_REFUSED,
+    },
+    "ibv_reg_mr": _DEFAULT_ERRORS | {errno.EFAULT: (Unsupported, Reason.PEER_MEMORY_UNSUPPORTED)},
+    "ibv_dereg_mr": _DEFAULT_ERRORS,
+    "ibv_alloc_pd": _DEFAULT_ERRORS,
+    "ibv_open_device": _DEFAULT_ERRORS | {errno.EPERM: (SetupMissing, Reason.NO_PERMISSION)},
 }
 ROUTE_BY_CALL = {"ibv_reg_dmabuf_mr": RegistrationRoute.DMABUF, "ibv_reg_mr": RegistrationRoute.PEER_MEMORY}
 
@@ -66,7 +70,7 @@ each_errno = pytest.mark.parametrize("error_number", ERRNOS, ids=errno_name)
 
 def check_error(error: BaseException, operation: str, error_number: int) -> None:
     """Require that the error is the documented one for this verbs call and errno."""
-    error_type, reason = MEANINGS[operation][error_number]
+    error_type, reason = DOCUMENTED_ERRORS[operation][error_number]
     assert type(error) is error_type
     assert isinstance(error, ApiError)
     assert (error.operation, error.errno, error.reason) == (operation, error_number, reason)
@@ -90,7 +94,7 @@ def test_failed_registration_leaves_nothing(
             cache.lease(memory)
         error: BaseException = error_info.value
         if isinstance(error, RegistrationFailed):
-            # The cache may use only this route, and the route does not exist.
+            # The error says that the NIC does not support this route, and the cache may use no other.
             assert error.reason is Reason.NO_ROUTE
             (error,) = error.causes
             assert isinstance(error, Unsupported)
@@ -117,9 +121,9 @@ def test_failed_host_registration_leaves_nothing(nics: tuple[Nic, ...], call_num
         ):
             cache.lease(memory)
         error: BaseException = error_info.value
-        error_type, reason = _DEFAULT_MEANINGS[error_number]
+        error_type, reason = _DEFAULT_ERRORS[error_number]
         if error_type is Unsupported:
-            # Host memory has no other route.
+            # The cache has no other route for host memory, so RegistrationFailed wraps the error.
             assert isinstance(error, RegistrationFailed)
             (error,) = error.causes
         assert isinstance(error, error_type)
@@ -138,7 +142,7 @@ def test_only_unsupported_dmabuf_leads_to_peer_memory(device: Device, nics: tupl
         device.allocate(64 * KIB) as memory,
         inject_faults(Api.VERBS, f"ibv_reg_dmabuf_mr call=1 errno={error_number}"),
     ):
-        if MEANINGS["ibv_reg_dmabuf_mr"][error_number] == _NO_DMABUF:
+        if DOCUMENTED_ERRORS["ibv_reg_dmabuf_mr"][error_number] == _DMABUF_REFUSED:
             with register(memory, nics) as registration:
                 assert registration.route is RegistrationRoute.PEER_MEMORY
                 check_error(registration.refusals[0], "ibv_reg_dmabuf_mr", error_number)

@@ -55,11 +55,11 @@ class Traps:
 
     def has_caught(self, trap: str, process_id: int) -> bool:
         """Return whether the trap has stopped this process. It must not have stopped another process."""
-        files = list(self._folder.glob(f"{trap}.*"))
-        assert all(file.suffix == f".{process_id}" for file in files), (
-            f"the trap stopped {files}, not process {process_id}"
+        renamed_files = list(self._folder.glob(f"{trap}.*"))
+        assert all(file.suffix == f".{process_id}" for file in renamed_files), (
+            f"the trap {trap} stopped a process other than {process_id}: {renamed_files}"
         )
-        return bool(files) and is_stopped(process_id)
+        return bool(renamed_files) and is_stopped(process_id)
 
     def wait_for(self, trap: str, process_id: int, *, timeout_s: float = WAIT_S) -> None:
         """Wait until the trap has stopped this process, and remove the file of the trap."""

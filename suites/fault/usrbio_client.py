@@ -2,7 +2,8 @@
 
 A case uses :class:`UsrbioClient`, which runs ``python -m fault.usrbio_client MOUNT FILE KIND``. KIND is the kind of
 memory that the program uses: ``host`` or ``device``. The program reads commands as JSON, one per line. For each
-command, the program prints its result or its errno as one line of JSON. So the case knows which command is executed.
+command, the program prints its result or its errno as one line of JSON. So the case knows which command the program
+executes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from gdrkit import cuda, pattern, usrbio
 if TYPE_CHECKING:
     from gdrkit.usrbio.native_types import Ioring, Iovec
 
-__all__ = ["RingMemory", "UsrbioClient", "list_published_links", "list_shared_memory", "main"]
+__all__ = ["RingMemory", "UsrbioClient", "list_mapped_memory_names", "list_published_link_names", "main"]
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory.
+_SHM_FOLDER = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory.
 _START_TIMEOUT_S = 60.0
 # A client waits for completions at most WAIT_S. In addition, a busy machine may delay the reply of the client by this
 # time.
@@ -51,9 +52,9 @@ class UsrbioClient(LineChild):
 
     def open(self) -> None:
         """Let the client open its file, its memory and its rings."""
-        links_before = list_published_links(self._mount)
+        links_before = list_published_link_names(self._mount)
         self.call("open", timeout_s=_START_TIMEOUT_S)
-        self.link_names = list_published_links(self._mount) - links_before
+        self.link_names = list_published_link_names(self._mount) - links_before
 
     def start(self, command: str, **arguments: object) -> None:
         """Send a command without waiting for its result, which :meth:`read_reply` returns."""
@@ -94,7 +95,7 @@ class RingMemory:
         descriptor_path = next(
             link
             for link in Path(f"/proc/{agent_process_id}/fd").iterdir()
-            if _read_link(link).startswith(f"{_SHARED_MEMORY}/{shared_memory_name}")
+            if _read_link(link).startswith(f"{_SHM_FOLDER}/{shared_memory_name}")
         )
         descriptor = os.open(descriptor_path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -119,17 +120,19 @@ class RingMemory:
         self._memory.close()
 
 
-def list_published_links(mount: Path) -> set[str]:
+def list_published_link_names(mount: Path) -> set[str]:
     """Return the names of the symbolic links by which clients have published memory in a mount."""
     names = {path.name for path in (mount / "3fs-virt" / "iovs").iterdir()}
+    # The links "submit-ios..." name the submit semaphores of the agent.
     return {name for name in names if not name.startswith("submit-ios")}
 
 
-def list_shared_memory(process_id: int) -> set[str]:
+def list_mapped_memory_names(process_id: int) -> set[str]:
     """Return the names of the shared memory of usrbio that a process has mapped."""
     map_lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
-    paths = (line.split(maxsplit=5)[5] for line in map_lines if f"{_SHARED_MEMORY}/hf3fs-iov-" in line)
-    return {path.removeprefix(f"{_SHARED_MEMORY}/").removesuffix(" (deleted)") for path in paths}
+    # The sixth field of a line is the path of the mapped file.
+    paths = (line.split(maxsplit=5)[5] for line in map_lines if f"{_SHM_FOLDER}/hf3fs-iov-" in line)
+    return {path.removeprefix(f"{_SHM_FOLDER}/").removesuffix(" (deleted)") for path in paths}
 
 
 def _read_link(link: Path) -> str:
@@ -148,24 +151,24 @@ class _Application:
         self._file_path = file_path
         self._device: cuda.Device | None = cuda.Device(0) if memory_kind == "device" else None
         self._memory: cuda.DeviceMemory | None = None
-        self._stack = contextlib.ExitStack()
+        self._exit_stack = contextlib.ExitStack()
         self._rings: dict[bool, Ioring] = {}
         self._published_iovs: list[Iovec] = []
 
     def open(self) -> None:
         """Open the file, the memory, and a ring for each direction."""
         self._fd = os.open(self._file_path, os.O_RDWR | os.O_CLOEXEC)
-        self._stack.callback(os.close, self._fd)
+        self._exit_stack.callback(os.close, self._fd)
         usrbio.register_fd(self._fd)
-        self._stack.callback(usrbio.deregister_fd, self._fd)
+        self._exit_stack.callback(usrbio.deregister_fd, self._fd)
         if self._device is not None:
-            self._memory = self._stack.enter_context(self._device.allocate(_IOV_BYTES))
-            self._iov = self._stack.enter_context(usrbio.make_gpu_iovec(self._mount, self._memory))
+            self._memory = self._exit_stack.enter_context(self._device.allocate(_IOV_BYTES))
+            self._iov = self._exit_stack.enter_context(usrbio.make_gpu_iovec(self._mount, self._memory))
         else:
-            self._iov = self._stack.enter_context(usrbio.create_iovec(self._mount, length_bytes=_IOV_BYTES))
+            self._iov = self._exit_stack.enter_context(usrbio.create_iovec(self._mount, length_bytes=_IOV_BYTES))
         for for_read in (False, True):
             ring = usrbio.make_ioring(self._mount, _RING_ENTRIES, for_read=for_read)
-            self._rings[for_read] = self._stack.enter_context(ring)
+            self._rings[for_read] = self._exit_stack.enter_context(ring)
 
     def publish(self) -> None:
         """Publish another iov (memory for transfers)."""
@@ -196,17 +199,17 @@ class _Application:
         ring.submit()
 
     def wait(self, *, for_read: bool, count: int) -> list[tuple[int, int]]:
-        """Wait for `count` completions. Return index and result of each completion that arrived before the timeout."""
+        """Wait for `count` completions. Return (index of the operation, result) for each that arrived in time."""
         completions = self._rings[for_read].wait(
             min_results=count, max_results=count, timeout=timedelta(seconds=WAIT_S)
         )
         return [(int(str(completion.userdata)), completion.result) for completion in completions]
 
-    def save(self, into: str) -> list[int]:
-        """Read the whole file through the agent, save it to another file, and return the results of the reads."""
+    def save(self, copy_path: str) -> list[int]:
+        """Read the whole file through the agent, save its bytes in another file, and return the result of each read."""
         results: list[int] = []
         length_bytes = os.fstat(self._fd).st_size
-        with Path(into).open("wb") as file:
+        with Path(copy_path).open("wb") as file:
             for offset_bytes in range(0, length_bytes, 1 << 20):
                 chunk_bytes = min(1 << 20, length_bytes - offset_bytes)
                 self.read([(offset_bytes, chunk_bytes, 0)])
@@ -229,7 +232,7 @@ class _Application:
         """Release everything."""
         while self._published_iovs:
             self.unpublish()
-        self._stack.close()
+        self._exit_stack.close()
 
     def _write_memory(self, offset_bytes: int, data: bytes) -> None:
         if self._memory is not None:

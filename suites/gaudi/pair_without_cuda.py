@@ -2,7 +2,7 @@
 
 test_without_cuda.py runs it as ``python -m gaudi.pair_without_cuda``. The program starts a peer process, which writes
 and reads the memory by RDMA. The program checks the bytes by copies that the device makes. It prints a JSON object with
-the libraries and Python modules of both processes.
+the generation of the Gaudi, the libraries and Python modules of both processes, and the text of /proc/self/maps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_LENGTH_BYTES = 100_001
+_MEMORY_BYTES = 100_001
 _SEED = 20_240_229
 
 
@@ -33,17 +33,17 @@ def main() -> None:
     nic_name = next(info.name for info in verbs.list_nics() if info.active)
     with (
         gaudi.Device(0) as device,
-        device.allocate(_LENGTH_BYTES) as memory,
+        device.allocate(_MEMORY_BYTES) as memory,
         verbs.Nic.open(nic_name) as nic,
-        nic.completion_queue(depth=16) as queue,
-        nic.queue_pair(queue) as queue_pair,
+        nic.completion_queue(depth=16) as completion_queue,
+        nic.queue_pair(completion_queue) as queue_pair,
         register(memory, [nic]) as registration,
     ):
         peer_pair = peer.open_nic(nic_name).queue_pair()
         peer_pair.join(queue_pair)
         peer_pair.write(registration.remote(nic), seed=_SEED).expect(Status.SUCCESS)
         pattern.check(memory.read(), seed=_SEED)
-        memory.write(pattern.payload(_LENGTH_BYTES, seed=_SEED + 1))
+        memory.write(pattern.payload(_MEMORY_BYTES, seed=_SEED + 1))
         peer_pair.read(registration.remote(nic), seed=_SEED + 1).completion.expect(Status.SUCCESS)
         print(  # noqa: T201 - the result of the program.
             json.dumps(
@@ -51,7 +51,7 @@ def main() -> None:
                     "generation": device.generation.value,
                     "libraries": [_list_file_names(evidence.libraries()), _list_file_names(peer.libraries())],
                     "modules": [sorted({module.partition(".")[0] for module in sys.modules}), sorted(peer.modules())],
-                    "mapped": Path("/proc/self/maps").read_text(),
+                    "memory_map": Path("/proc/self/maps").read_text(),
                 }
             )
         )

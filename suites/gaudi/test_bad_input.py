@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 EXPORT_FUNCTION = "hlthunk_device_mapped_memory_export_dmabuf_fd"
 EXPORT_FLAGS = os.O_RDWR | os.O_CLOEXEC
-SIZE_BYTES = 64 * KIB
+ALLOCATION_BYTES = 64 * KIB
 PROGRAM_WITHOUT_DEVICE = """
 from gdrkit import gaudi
 from gdrkit.errors import ApiError, UsageError
@@ -46,7 +46,7 @@ needs_mapped_memory = needs(gaudi_needs.device(), gaudi_needs.mapped_memory)
     [
         {"flags": os.O_RDWR},
         {"offset": 1},
-        {"size": SIZE_BYTES + 1},
+        {"size": ALLOCATION_BYTES + 1},
         {"size": 0},
         {"size": 1 << 40},
         {"offset": 1 << 40},
@@ -55,11 +55,11 @@ needs_mapped_memory = needs(gaudi_needs.device(), gaudi_needs.mapped_memory)
     ids=["wrong flags", "odd offset", "odd size", "no size", "too long", "too far", "no address"],
 )
 def test_invalid_export_arguments_are_refused(gaudi: Device, changed_arguments: dict[str, int]) -> None:
-    with gaudi.allocate(SIZE_BYTES) as memory:
+    with gaudi.allocate(ALLOCATION_BYTES) as memory:
         arguments = {
             "fd": gaudi.fd,
             "addr": memory.address,
-            "size": SIZE_BYTES,
+            "size": ALLOCATION_BYTES,
             "offset": 0,
             "flags": EXPORT_FLAGS,
             **changed_arguments,
@@ -80,6 +80,7 @@ def test_invalid_export_arguments_are_refused(gaudi: Device, changed_arguments: 
     [
         ("hlthunk_device_memory_map", {"handle": 4711, "hint_addr": 0}, Reason.BAD_ARGUMENT),
         ("hlthunk_device_memory_free", {"handle": 4711}, Reason.BAD_ARGUMENT),
+        # gdrkit reports each EINVAL of an unmap as BUSY, because an open dma-buf is the usual cause.
         ("hlthunk_memory_unmap", {"device_virt_addr": 4096}, Reason.BUSY),
     ],
 )
@@ -99,7 +100,7 @@ def test_call_on_missing_memory_is_refused(
 @needs_mapped_memory
 def test_second_free_is_refused(gaudi: Device) -> None:
     fd = gaudi.fd
-    arguments = {"fd": fd, "size": SIZE_BYTES, "page_size": 0, "contiguous": True, "shared": False}
+    arguments = {"fd": fd, "size": ALLOCATION_BYTES, "page_size": 0, "contiguous": True, "shared": False}
     handle = _hlthunk.call("hlthunk_device_memory_alloc", **arguments)
     _hlthunk.call("hlthunk_device_memory_free", fd=fd, handle=handle)
     with pytest.raises(ApiError) as error_info:
@@ -110,6 +111,7 @@ def test_second_free_is_refused(gaudi: Device) -> None:
 @needs(gaudi_needs.device())
 def test_descriptor_of_another_file_is_refused(gaudi: Device) -> None:
     read_fd, write_fd = os.pipe()
+    # A pipe has no ioctl of hl-thunk (ENOTTY), and no file is open with the number 1 << 20 (EBADF).
     for fd, expected_errno in ((read_fd, errno.ENOTTY), (1 << 20, errno.EBADF)):
         with pytest.raises(ApiError) as error_info:
             _hlthunk.call("hlthunk_memory_unmap", fd=fd, device_virt_addr=0)
@@ -120,9 +122,11 @@ def test_descriptor_of_another_file_is_refused(gaudi: Device) -> None:
 
 
 @needs(gaudi_needs.device())
-@pytest.mark.parametrize(("offset_bytes", "length_bytes"), [(-1, 10), (SIZE_BYTES, 1), (0, SIZE_BYTES + 1), (5, 0)])
+@pytest.mark.parametrize(
+    ("offset_bytes", "length_bytes"), [(-1, 10), (ALLOCATION_BYTES, 1), (0, ALLOCATION_BYTES + 1), (5, 0)]
+)
 def test_part_outside_the_memory_is_refused(gaudi: Device, offset_bytes: int, length_bytes: int) -> None:
-    with gaudi.allocate(SIZE_BYTES) as memory:
+    with gaudi.allocate(ALLOCATION_BYTES) as memory:
         with pytest.raises(UsageError) as error_info:
             memory.export_dmabuf(offset_bytes=offset_bytes, length_bytes=length_bytes)
         assert error_info.value.reason is Reason.BAD_ARGUMENT

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from gdrkit.gaudi import Device
 
-SIZE_BYTES = 64 * KIB
+MEMORY_BYTES = 64 * KIB
 # An out-parameter has this value before a call that must not change it.
 FD_NOT_SET = -77
 
@@ -39,25 +39,25 @@ def test_documented_export_by_handle_is_refused(raw_device: RawDevice) -> None:
     The header has (device_fd, addr, size, flags). The documented call therefore passes the handle as the descriptor of
     the device, and the address of ``fd`` as the address of the memory.
     """
-    handle, address = raw_device.allocate_mapped(SIZE_BYTES)
+    handle, address = raw_device.allocate_mapped(MEMORY_BYTES)
     fd = ctypes.c_int(FD_NOT_SET)
     result = raw_device.call(
-        "hlthunk_device_memory_export_dmabuf_fd", handle, ctypes.addressof(fd), SIZE_BYTES, EXPORT_FLAGS
+        "hlthunk_device_memory_export_dmabuf_fd", handle, ctypes.addressof(fd), MEMORY_BYTES, EXPORT_FLAGS
     )
     assert result < 0
     assert fd.value == FD_NOT_SET
     # With the right descriptor, the handle is still not an address.
-    assert get_errno(raw_device.export_physical(handle, SIZE_BYTES)) == errno.EINVAL
+    assert get_errno(raw_device.export_physical(handle, MEMORY_BYTES)) == errno.EINVAL
     assert (raw_device.unmap(address), raw_device.free(handle)) == (0, 0)
 
 
 @needs_mapped_memory
 def test_documented_export_with_three_arguments_is_refused(raw_device: RawDevice) -> None:
     """Call ``hlthunk_device_mapped_memory_export_dmabuf_fd(addr, size, &fd)``, without device, offset and flags."""
-    handle, address = raw_device.allocate_mapped(SIZE_BYTES)
+    handle, address = raw_device.allocate_mapped(MEMORY_BYTES)
     fd = ctypes.c_int(FD_NOT_SET)
     function_name = "hlthunk_device_mapped_memory_export_dmabuf_fd"
-    result = raw_device.call(function_name, address, SIZE_BYTES, ctypes.addressof(fd), 0, 0)
+    result = raw_device.call(function_name, address, MEMORY_BYTES, ctypes.addressof(fd), 0, 0)
     assert get_errno(result) == errno.EINVAL
     assert fd.value == FD_NOT_SET
     assert (raw_device.unmap(address), raw_device.free(handle)) == (0, 0)
@@ -65,18 +65,18 @@ def test_documented_export_with_three_arguments_is_refused(raw_device: RawDevice
 
 @needs_mapped_memory
 def test_export_of_mapped_host_memory_is_refused(raw_device: RawDevice) -> None:
-    """Export memory "mapped via hlthunk_host_memory_map()". The kernel knows the address, and refuses the export."""
-    buffer = bytearray(SIZE_BYTES)
+    """Export host memory, as a document proposes. The kernel knows the mapped address, and refuses the export."""
+    buffer = bytearray(MEMORY_BYTES)
     address = raw_device.map_host(buffer)
-    assert get_errno(raw_device.export(address, SIZE_BYTES)) == errno.EINVAL
+    assert get_errno(raw_device.export(address, MEMORY_BYTES)) == errno.EINVAL
     assert raw_device.unmap(address) == 0
 
 
 @needs_mapped_memory
 def test_documented_export_with_five_arguments_succeeds(raw_device: RawDevice) -> None:
     """Pass device, mapped address, size, offset 0 and O_RDWR | O_CLOEXEC."""
-    handle, address = raw_device.allocate_mapped(SIZE_BYTES)
-    fd = raw_device.export(address, SIZE_BYTES)
+    handle, address = raw_device.allocate_mapped(MEMORY_BYTES)
+    fd = raw_device.export(address, MEMORY_BYTES)
     assert fd >= 0
     os.close(fd)
     assert (raw_device.unmap(address), raw_device.free(handle)) == (0, 0)
@@ -90,7 +90,9 @@ def test_documented_export_of_address_0_is_refused(raw_device: RawDevice) -> Non
     43 as descriptors.
     """
     for function_name in ("hlthunk_device_memory_export_dmabuf_fd", "hlthunk_device_mapped_memory_export_dmabuf_fd"):
-        assert get_errno(raw_device.call(function_name, raw_device.fd, 0, SIZE_BYTES, 0, EXPORT_FLAGS)) == errno.EINVAL
+        assert (
+            get_errno(raw_device.call(function_name, raw_device.fd, 0, MEMORY_BYTES, 0, EXPORT_FLAGS)) == errno.EINVAL
+        )
 
 
 @pytest.mark.parametrize("function_name", ["hlthunk_host_memory_unmap", "hlthunk_import_dmabuf"])
@@ -103,7 +105,7 @@ def test_documented_function_does_not_exist(raw_device: RawDevice, function_name
 
 @needs(gaudi_needs.device())
 def test_export_of_host_memory_raises_unsupported(gaudi: Device) -> None:
-    buffer = bytearray(SIZE_BYTES)
+    buffer = bytearray(MEMORY_BYTES)
     with gaudi.map_host(buffer) as mapping:
         with pytest.raises(Unsupported) as error_info:
             mapping.export_dmabuf()

@@ -1,6 +1,7 @@
 """The cases of this folder also pass on Gaudi 1 and on Gaudi 3. By default, the hl-thunk twin emulates Gaudi 2.
 
-GDRKIT_TWINS_GAUDI selects the generation, and must be set before a process starts.
+The hl-thunk twin is a library that emulates hl-thunk and its devices. GDRKIT_TWINS_GAUDI selects the generation, and
+must be set before a process starts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 
 from gdrkit.harness.needs import needs, software
 
-GAUDI_SUITE = Path(__file__).parent
+GAUDI_FOLDER = Path(__file__).parent
 # The child process does not run these files. This file would run itself. test_without_cuda.py already runs on all
 # generations. The other files are slow, or do not depend on the generation.
 IGNORED_FILES = (
@@ -30,18 +31,18 @@ IGNORED_FILES = (
 
 @needs(software("hlthunk"))
 @pytest.mark.timeout(600)
-# Each entry has a generation and the number of cases that must pass on it at least.
-@pytest.mark.parametrize(("generation", "passed_min"), [("gaudi", 38), ("gaudi3", 66)])
-def test_cases_pass_on_generation(generation: str, passed_min: int) -> None:
-    ignore_options = [f"--ignore={GAUDI_SUITE / name}" for name in IGNORED_FILES]
+# Each entry has a generation and the minimum number of cases that must pass on it.
+@pytest.mark.parametrize(("generation", "passed_count_min"), [("gaudi", 38), ("gaudi3", 66)])
+def test_cases_pass_on_generation(generation: str, passed_count_min: int) -> None:
+    ignore_options = [f"--ignore={GAUDI_FOLDER / name}" for name in IGNORED_FILES]
     command = [
         sys.executable,
         "-m",
         "pytest",
         "-q",
         "-c",
-        str(GAUDI_SUITE.parent / "pytest.ini"),
-        str(GAUDI_SUITE),
+        str(GAUDI_FOLDER.parent / "pytest.ini"),
+        str(GAUDI_FOLDER),
         *ignore_options,
     ]
     completed = subprocess.run(
@@ -55,4 +56,4 @@ def test_cases_pass_on_generation(generation: str, passed_min: int) -> None:
     assert completed.returncode == 0, completed.stdout[-5000:] + completed.stderr[-2000:]
     passed_match = re.search(r"(\d+) passed", completed.stdout)
     assert passed_match is not None
-    assert int(passed_match[1]) >= passed_min
+    assert int(passed_match[1]) >= passed_count_min

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PCI_DEVICE_FOLDER = "sys/bus/pci/devices/0000:33:00.0"
-COUNT_PROGRAM = "from gdrkit import gaudi; print(gaudi.device_count())"
+DEVICE_COUNT_PROGRAM = "from gdrkit import gaudi; print(gaudi.device_count())"
 
 
 def create_host_with_gaudi2(root: Path, driver: str | None) -> HostTree:
@@ -54,7 +54,7 @@ def test_facts_name_the_twin(facts: Facts) -> None:
 def test_child_program_loads_the_twin() -> None:
     command = [sys.executable, "-m", "gdrkit", "run", "--software", "--apis", "hlthunk", "--"]
     completed = subprocess.run(
-        [*command, sys.executable, "-c", COUNT_PROGRAM], capture_output=True, text=True, check=True, timeout=60
+        [*command, sys.executable, "-c", DEVICE_COUNT_PROGRAM], capture_output=True, text=True, check=True, timeout=60
     )
     assert completed.stdout == "2\n"
 
@@ -84,7 +84,8 @@ def test_gaudi_seen_only_in_files_is_unknown(facts: Facts, tmp_path: Path, drive
     """The substrate is unknown: the sysfs files may be a copy, and gdrkit cannot check any evidence of a real Gaudi."""
     file_facts = probe(create_host_with_gaudi2(tmp_path, driver), query_apis=False)
     assert facts.gaudi is not None
-    # Without the ELF notes of the twin, this record looks like the record of a real library.
+    # Without the ELF notes of the twin (a library that emulates hl-thunk), this record looks like the record of a real
+    # library.
     real_library = dataclasses.replace(facts.gaudi.libraries[0], soname="libhl-thunk.so", notes=(), error=None)
     facts_with_library = dataclasses.replace(
         file_facts, gaudi=dataclasses.replace(facts.gaudi, libraries=(real_library,))

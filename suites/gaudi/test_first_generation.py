@@ -58,6 +58,7 @@ def test_export_with_offset_is_refused_on_gaudi1(raw_device: RawDevice, user_mem
 
 
 def test_gaudi1_memory_is_allocated_by_gdrkit(gaudi: Device) -> None:
+    # 5000 bytes take two pages.
     with gaudi.allocate(5000) as first_memory, gaudi.allocate(100) as second_memory:
         assert first_memory.address + 2 * PAGE_BYTES == second_memory.address
         first_memory.write(b"one" * 1000)

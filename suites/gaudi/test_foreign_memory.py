@@ -39,27 +39,37 @@ def test_memory_of_other_code_is_found_with_its_bounds(
     gaudi: Device, foreign_device: RawDevice, pages_count: int
 ) -> None:
     size_bytes = pages_count * gaudi.page_bytes
-    handle, base = foreign_device.allocate_mapped(size_bytes)
-    end = base + size_bytes
-    for address, length_bytes in ((base, 1), (base, size_bytes), (base + 4099, 5000), (end - 1, 1)):
+    handle, base_address = foreign_device.allocate_mapped(size_bytes)
+    end_address = base_address + size_bytes
+    for address, length_bytes in (
+        (base_address, 1),
+        (base_address, size_bytes),
+        (base_address + 4099, 5000),
+        (end_address - 1, 1),
+    ):
         with gaudi.query(address, length_bytes=length_bytes) as query_result:
             assert (query_result.kind, query_result.base, query_result.length_bytes) == (
                 MemoryKind.GAUDI,
-                base,
+                base_address,
                 size_bytes,
             )
             assert query_result.dmabuf is not None
-            assert (query_result.dmabuf.offset_bytes, query_result.dmabuf.address) == (address - base, address)
+            assert (query_result.dmabuf.offset_bytes, query_result.dmabuf.address) == (address - base_address, address)
             assert (query_result.dmabuf.length_bytes, query_result.dmabuf.size_bytes) == (length_bytes, size_bytes)
-    for address, length_bytes in ((base - 1, 2), (end - 1, 2), (end + gaudi.page_bytes, 1), (0, 1)):
+    for address, length_bytes in (
+        (base_address - 1, 2),
+        (end_address - 1, 2),
+        (end_address + gaudi.page_bytes, 1),
+        (0, 1),
+    ):
         with pytest.raises(UsageError) as error_info:
             gaudi.query(address, length_bytes=length_bytes)
         assert error_info.value.reason is Reason.NOT_DEVICE_MEMORY
     # The query has left no dma-buf open. Otherwise, the driver would refuse to unmap the memory.
-    assert foreign_device.unmap(base) == 0
+    assert foreign_device.unmap(base_address) == 0
     assert foreign_device.free(handle) == 0
     with pytest.raises(UsageError):
-        gaudi.query(base)
+        gaudi.query(base_address)
 
 
 def test_host_memory_mapped_by_other_code_is_not_found(gaudi: Device, foreign_device: RawDevice) -> None:
@@ -76,8 +86,8 @@ def test_host_memory_mapped_by_other_code_is_not_found(gaudi: Device, foreign_de
 def test_memory_of_other_code_is_written_by_rdma(
     gaudi: Device, foreign_device: RawDevice, nic: Nic, peer: Peer, seed: int
 ) -> None:
-    handle, base = foreign_device.allocate_mapped(gaudi.page_bytes)
-    query_result = gaudi.query(base + 4099, length_bytes=10_000)
+    handle, base_address = foreign_device.allocate_mapped(gaudi.page_bytes)
+    query_result = gaudi.query(base_address + 4099, length_bytes=10_000)
     assert query_result.dmabuf is not None
     with (
         DmabufMemory(query_result.dmabuf) as memory,
@@ -86,7 +96,7 @@ def test_memory_of_other_code_is_written_by_rdma(
     ):
         peer_pair.write(registration.remote(nic), seed=seed).expect(Status.SUCCESS)
         device_bytes = bytearray(10_000)
-        gaudi.copies.read_into(base + 4099, memoryview(device_bytes))
+        gaudi.copies.read_into(base_address + 4099, memoryview(device_bytes))
         pattern.check(bytes(device_bytes), seed=seed)
-    assert foreign_device.unmap(base) == 0
+    assert foreign_device.unmap(base_address) == 0
     assert foreign_device.free(handle) == 0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = needs(gaudi.device(), gaudi.mapped_memory)
 
 PAGE_BYTES = 4 * KIB
-SIZE_BYTES = 64 * KIB
+ALLOCATION_BYTES = 64 * KIB
 # With this offset, offset + size exceeds 64 bits.
 OVERFLOWING_OFFSET = (1 << 64) - PAGE_BYTES
 
@@ -38,17 +38,17 @@ class MappedAllocation(NamedTuple):
 
 @pytest.fixture
 def allocation(raw_device: RawDevice) -> Iterator[MappedAllocation]:
-    """Yield a mapped allocation of `SIZE_BYTES` bytes."""
-    handle, address = raw_device.allocate_mapped(SIZE_BYTES)
+    """Yield a mapped allocation of `ALLOCATION_BYTES` bytes."""
+    handle, address = raw_device.allocate_mapped(ALLOCATION_BYTES)
     yield MappedAllocation(handle, address)
     assert raw_device.unmap(address) == 0
     assert raw_device.free(handle) == 0
 
 
 def test_mapped_address_is_exported(raw_device: RawDevice, allocation: MappedAllocation) -> None:
-    fd = raw_device.export(allocation.address, SIZE_BYTES)
+    fd = raw_device.export(allocation.address, ALLOCATION_BYTES)
     assert fd >= 0
-    assert os.lseek(fd, 0, os.SEEK_END) == SIZE_BYTES
+    assert os.lseek(fd, 0, os.SEEK_END) == ALLOCATION_BYTES
     assert fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
     with pytest.raises(OSError, match="Errno"):
         mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
@@ -59,10 +59,10 @@ def test_mapped_address_is_exported(raw_device: RawDevice, allocation: MappedAll
 def test_other_flags_are_refused_by_the_library(
     raw_device: RawDevice, allocation: MappedAllocation, flags: int
 ) -> None:
-    assert get_errno(raw_device.export(allocation.address, SIZE_BYTES, flags=flags)) == errno.EINVAL
+    assert get_errno(raw_device.export(allocation.address, ALLOCATION_BYTES, flags=flags)) == errno.EINVAL
     # The library checks the flags first, so an invalid descriptor is not reported.
-    assert get_errno(raw_device.export(allocation.address, SIZE_BYTES, flags=flags, fd=1 << 20)) == errno.EINVAL
-    assert get_errno(raw_device.export(allocation.address, SIZE_BYTES, fd=1 << 20)) == errno.EBADF
+    assert get_errno(raw_device.export(allocation.address, ALLOCATION_BYTES, flags=flags, fd=1 << 20)) == errno.EINVAL
+    assert get_errno(raw_device.export(allocation.address, ALLOCATION_BYTES, fd=1 << 20)) == errno.EBADF
 
 
 @pytest.mark.parametrize("displacement_bytes", [PAGE_BYTES, 1, -PAGE_BYTES])
@@ -111,15 +111,15 @@ def test_free_of_mapped_memory_is_refused(raw_device: RawDevice, allocation: Map
 
 
 def test_export_of_unmapped_memory_is_refused(raw_device: RawDevice) -> None:
-    handle, address = raw_device.allocate_mapped(SIZE_BYTES)
+    handle, address = raw_device.allocate_mapped(ALLOCATION_BYTES)
     assert raw_device.unmap(address) == 0
-    assert get_errno(raw_device.export(address, SIZE_BYTES)) == errno.EINVAL
+    assert get_errno(raw_device.export(address, ALLOCATION_BYTES)) == errno.EINVAL
     assert get_errno(raw_device.unmap(address)) == errno.EINVAL
     assert raw_device.free(handle) == 0
 
 
 def test_free_of_freed_memory_is_refused(raw_device: RawDevice) -> None:
-    handle = raw_device.allocate(SIZE_BYTES)
+    handle = raw_device.allocate(ALLOCATION_BYTES)
     assert raw_device.free(handle) == 0
     assert get_errno(raw_device.free(handle)) == errno.EINVAL
     assert get_errno(raw_device.map(handle)) == errno.EINVAL
@@ -128,7 +128,7 @@ def test_free_of_freed_memory_is_refused(raw_device: RawDevice) -> None:
 
 @pytest.mark.parametrize(
     ("length_bytes", "page_bytes", "expected_errno"),
-    [(0, 0, errno.EINVAL), (SIZE_BYTES, 3 << 20, errno.EINVAL), (1 << 60, 0, errno.ENOMEM)],
+    [(0, 0, errno.EINVAL), (ALLOCATION_BYTES, 3 << 20, errno.EINVAL), (1 << 60, 0, errno.ENOMEM)],
     ids=["nothing", "no power of two", "too much"],
 )
 def test_invalid_allocation_size_or_page_is_refused(

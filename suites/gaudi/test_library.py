@@ -26,10 +26,10 @@ import json
 from gdrkit import gaudi
 from gdrkit.errors import ApiError
 try:
-    print(json.dumps({{"answer": {expression}}}))
+    print(json.dumps({{"value": {expression}}}))
 except ApiError as error:
     print(json.dumps({{"kind": type(error).__name__, "operation": error.operation, "errno": error.errno,
-        "reason": error.reason.value, "to_do": error.what_to_do, "detail": error.detail}}))
+        "reason": error.reason.value, "what_to_do": error.what_to_do, "detail": error.detail}}))
 """
 ALLOCATE_EXPRESSION = "gaudi.Device(pci_bus_id='0000:33:00.0').allocate(4096)"
 
@@ -73,44 +73,46 @@ def evaluate_in_child(expression: str, folder: Path) -> dict[str, object]:
 
 
 def build_library(folder: Path, file_name: str, *compiler_options: str) -> None:
+    """Compile LIBRARY_SOURCE to the shared library `folder`/`file_name`."""
     (folder / "thunk.c").write_text(LIBRARY_SOURCE)
     command = ["cc", "-shared", "-fPIC", "-o", str(folder / file_name), *compiler_options, str(folder / "thunk.c")]
     subprocess.run(command, check=True, capture_output=True)
 
 
 def test_missing_library_is_one_error_with_advice(tmp_path: Path) -> None:
-    error = evaluate_in_child("gaudi.device_count()", tmp_path)
-    assert (error["kind"], error["errno"]) == ("SetupMissing", errno.ENOENT)
-    assert error["reason"] == Reason.LIBRARY_MISSING.value
-    assert "habanalabs" in str(error["to_do"])
+    error_fields = evaluate_in_child("gaudi.device_count()", tmp_path)
+    assert (error_fields["kind"], error_fields["errno"]) == ("SetupMissing", errno.ENOENT)
+    assert error_fields["reason"] == Reason.LIBRARY_MISSING.value
+    assert "habanalabs" in str(error_fields["what_to_do"])
 
 
-@pytest.mark.parametrize("name", ["libhl-thunk.so", "libhlthunk.so"])
-def test_damaged_library_is_named(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"\x7fELF\x02\x01\x01" + b"\0" * 30)
-    error = evaluate_in_child("gaudi.device_count()", tmp_path)
-    assert (error["kind"], error["reason"]) == ("SetupMissing", Reason.LIBRARY_DAMAGED.value)
-    assert name in str(error["operation"])
+@pytest.mark.parametrize("library_name", ["libhl-thunk.so", "libhlthunk.so"])
+def test_damaged_library_is_named(tmp_path: Path, library_name: str) -> None:
+    (tmp_path / library_name).write_bytes(b"\x7fELF\x02\x01\x01" + b"\0" * 30)
+    error_fields = evaluate_in_child("gaudi.device_count()", tmp_path)
+    assert (error_fields["kind"], error_fields["reason"]) == ("SetupMissing", Reason.LIBRARY_DAMAGED.value)
+    assert library_name in str(error_fields["operation"])
 
 
 @needs(host.compiler)
-@pytest.mark.parametrize("name", ["libhl-thunk.so", "libhlthunk.so"])
-def test_both_library_names_are_found(tmp_path: Path, name: str) -> None:
-    build_library(tmp_path, name)
-    assert evaluate_in_child("gaudi.list_devices()[0].module_id", tmp_path) == {"answer": 5}
+@pytest.mark.parametrize("library_name", ["libhl-thunk.so", "libhlthunk.so"])
+def test_both_library_names_are_found(tmp_path: Path, library_name: str) -> None:
+    build_library(tmp_path, library_name)
+    assert evaluate_in_child("gaudi.list_devices()[0].module_id", tmp_path) == {"value": 5}
 
 
 @needs(host.compiler)
 @pytest.mark.parametrize("compiler_options", [["-DOLD"], []], ids=["the form of 2021", "no allocation at all"])
 def test_allocation_of_unknown_signature_is_never_called(tmp_path: Path, compiler_options: list[str]) -> None:
     build_library(tmp_path, "libhl-thunk.so", *compiler_options)
-    error = evaluate_in_child(ALLOCATE_EXPRESSION, tmp_path)
-    assert (error["kind"], error["operation"]) == ("SetupMissing", "hlthunk_device_memory_alloc")
-    assert (error["errno"], error["reason"]) == (errno.ELIBBAD, Reason.LIBRARY_WRONG_ABI.value)
-    assert "2022-06" in str(error["to_do"])
+    error_fields = evaluate_in_child(ALLOCATE_EXPRESSION, tmp_path)
+    assert (error_fields["kind"], error_fields["operation"]) == ("SetupMissing", "hlthunk_device_memory_alloc")
+    assert (error_fields["errno"], error_fields["reason"]) == (errno.ELIBBAD, Reason.LIBRARY_WRONG_ABI.value)
+    assert "2022-06" in str(error_fields["what_to_do"])
 
 
 @needs(host.compiler)
 def test_library_without_count_is_probed_by_device_number(tmp_path: Path) -> None:
+    # This option renames the function, so the library does not export hlthunk_get_device_count().
     build_library(tmp_path, "libhl-thunk.so", "-Dhlthunk_get_device_count=hlthunk_something_else")
-    assert evaluate_in_child("gaudi.device_count()", tmp_path) == {"answer": 1}
+    assert evaluate_in_child("gaudi.device_count()", tmp_path) == {"value": 1}

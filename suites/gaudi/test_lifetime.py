@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 pytestmark = needs(gaudi_needs.device(), verbs.nic(), verbs.dmabuf_region)
-SIZE_BYTES = 64 * KIB
+ALLOCATION_BYTES = 64 * KIB
 
 
 def assert_close_is_refused(memory: GaudiMemory) -> ApiError:
@@ -42,7 +42,7 @@ def assert_close_is_refused(memory: GaudiMemory) -> ApiError:
 
 
 def test_region_survives_the_close_of_its_descriptor(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
-    with gaudi.allocate(SIZE_BYTES) as memory:
+    with gaudi.allocate(ALLOCATION_BYTES) as memory:
         with memory.export_dmabuf() as dmabuf:
             region = nic.register_dmabuf(dmabuf)
         with region, connect_peer_queue_pair(nic, peer) as peer_pair:
@@ -52,7 +52,7 @@ def test_region_survives_the_close_of_its_descriptor(gaudi: Device, nic: Nic, pe
 
 @needs(gaudi_needs.mapped_memory)
 def test_memory_cannot_be_freed_while_registered_here(gaudi: Device, nic: Nic) -> None:
-    memory = gaudi.allocate(SIZE_BYTES)
+    memory = gaudi.allocate(ALLOCATION_BYTES)
     with memory.export_dmabuf() as dmabuf:
         region = nic.register_dmabuf(dmabuf)
     assert "still alive" in assert_close_is_refused(memory).what_to_do
@@ -63,9 +63,11 @@ def test_memory_cannot_be_freed_while_registered_here(gaudi: Device, nic: Nic) -
 
 @needs(gaudi_needs.mapped_memory)
 def test_memory_cannot_be_freed_while_registered_by_a_peer(gaudi: Device, peer: Peer) -> None:
-    memory = gaudi.allocate(SIZE_BYTES)
+    memory = gaudi.allocate(ALLOCATION_BYTES)
     with memory.export_dmabuf() as dmabuf:
-        region = peer.nic.register_dmabuf(dmabuf.fd, offset_bytes=0, length_bytes=SIZE_BYTES, address=dmabuf.address)
+        region = peer.nic.register_dmabuf(
+            dmabuf.fd, offset_bytes=0, length_bytes=ALLOCATION_BYTES, address=dmabuf.address
+        )
     assert_close_is_refused(memory)
     region.close()
     memory.close()
@@ -73,7 +75,7 @@ def test_memory_cannot_be_freed_while_registered_by_a_peer(gaudi: Device, peer: 
 
 @needs(gaudi_needs.mapped_memory)
 def test_memory_cannot_be_freed_while_a_descriptor_is_open(gaudi: Device) -> None:
-    memory = gaudi.allocate(SIZE_BYTES)
+    memory = gaudi.allocate(ALLOCATION_BYTES)
     dmabuf = memory.export_dmabuf()
     duplicate_dmabuf = dmabuf.dup()
     dmabuf.close()
@@ -83,7 +85,7 @@ def test_memory_cannot_be_freed_while_a_descriptor_is_open(gaudi: Device) -> Non
 
 
 def test_free_by_gdrkit_deregisters_first(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
-    memory = gaudi.allocate(SIZE_BYTES)
+    memory = gaudi.allocate(ALLOCATION_BYTES)
     registration = register(memory, [nic])
     remote_range = registration.remote(nic)
     memory.close()
@@ -95,9 +97,9 @@ def test_free_by_gdrkit_deregisters_first(gaudi: Device, nic: Nic, peer: Peer, s
 @needs(gaudi_needs.mapped_memory)
 def test_dmabuf_survives_the_close_of_its_device(nic: Nic, peer: Peer, seed: int) -> None:
     with RawDevice() as raw_device:
-        _handle, address = raw_device.allocate_mapped(SIZE_BYTES)
+        _handle, address = raw_device.allocate_mapped(ALLOCATION_BYTES)
         dmabuf = DmabufRange(
-            raw_device.export(address, SIZE_BYTES), offset_bytes=0, length_bytes=SIZE_BYTES, address=address
+            raw_device.export(address, ALLOCATION_BYTES), offset_bytes=0, length_bytes=ALLOCATION_BYTES, address=address
         )
         region = nic.register_dmabuf(dmabuf)
         dmabuf.close()
@@ -118,7 +120,7 @@ def test_exports_are_counted_separately(gaudi: Device, nic: Nic) -> None:
     def count_open_exports() -> object:
         return (launch.twin_control().ledger("hlthunk") or {})["exports"]
 
-    with gaudi.allocate(SIZE_BYTES) as memory:
+    with gaudi.allocate(ALLOCATION_BYTES) as memory:
         first_dmabuf, second_dmabuf = memory.export_dmabuf(), memory.export_dmabuf(length_bytes=4096)
         region = nic.register_dmabuf(first_dmabuf)
         assert count_open_exports() == 2

@@ -336,15 +336,18 @@ def test_gaudi_memory_has_no_share_handle(gaudi: Device, kind: ShareKind) -> Non
 def test_peer_registers_a_part_by_its_descriptor(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with (
         gaudi.allocate(256 * KIB) as memory,
-        nic.completion_queue() as queue,
-        nic.queue_pair(queue) as queue_pair,
+        nic.completion_queue() as completion_queue,
+        nic.queue_pair(completion_queue) as queue_pair,
         nic.register_host(bytearray(pattern.payload(8 * KIB, seed=seed))) as host_region,
     ):
         memory.write(bytes(256 * KIB))
         # The peer has no Gaudi and no valid pointer to the memory. The descriptor is enough.
-        with memory.export_dmabuf(offset_bytes=4097, length_bytes=9 * KIB) as part:
+        with memory.export_dmabuf(offset_bytes=4097, length_bytes=9 * KIB) as part_dmabuf:
             region = peer.nic.register_dmabuf(
-                part.fd, offset_bytes=part.offset_bytes, length_bytes=part.length_bytes, address=part.address
+                part_dmabuf.fd,
+                offset_bytes=part_dmabuf.offset_bytes,
+                length_bytes=part_dmabuf.length_bytes,
+                address=part_dmabuf.address,
             )
         peer_pair = peer.queue_pair()
         peer_pair.join(queue_pair)

@@ -29,10 +29,11 @@ def list_reference_calls() -> list[Call]:
 def test_call_order_and_arguments_match_perftest(nic: Nic) -> None:
     expected_calls = list_reference_calls()
     function_names = {call.name for call in expected_calls}
-    assert nic.supports_dmabuf()  # The probe also calls functions of verbs, so it must run first.
+    # The first call of supports_dmabuf() probes by a registration, which must not be among the compared calls.
+    assert nic.supports_dmabuf()
     with (
         Device(pci_bus_id=list_devices()[0].pci_bus_id) as device,
-        device.allocate(1048000) as memory,
+        device.allocate(1048000) as memory,  # gaudi_calls.txt has this size.
         register(memory, [nic]),
     ):
         pass
@@ -45,7 +46,7 @@ def test_call_order_and_arguments_match_perftest(nic: Nic) -> None:
 def test_missing_swapped_or_changed_call_is_detected() -> None:
     expected_calls = list_reference_calls()
     # In these calls, the name of each variable is also its value.
-    calls_with_names = [
+    calls_without_variables = [
         dataclasses.replace(
             call,
             arguments={name: value.replace("$", "") for name, value in call.arguments.items()},
@@ -53,9 +54,16 @@ def test_missing_swapped_or_changed_call_is_detected() -> None:
         )
         for call in expected_calls
     ]
-    assert find_difference(expected_calls, calls_with_names) is None
-    assert find_difference(expected_calls, calls_with_names[:-1]) is not None
-    assert find_difference(expected_calls, [*calls_with_names[1::-1], *calls_with_names[2:]]) is not None
-    # A document describes this wrong call, which passes the handle as the address (see test_documents.py).
-    wrong_call = dataclasses.replace(calls_with_names[3], arguments={**calls_with_names[3].arguments, "addr": "handle"})
-    assert find_difference(expected_calls, [*calls_with_names[:3], wrong_call, *calls_with_names[4:]]) is not None
+    assert find_difference(expected_calls, calls_without_variables) is None
+    assert find_difference(expected_calls, calls_without_variables[:-1]) is not None
+    # The slice [1::-1] swaps the first two calls.
+    assert find_difference(expected_calls, [*calls_without_variables[1::-1], *calls_without_variables[2:]]) is not None
+    # The call with the index 3 is the export. A document describes a wrong export, which passes the handle as the
+    # address (see test_documents.py).
+    wrong_call = dataclasses.replace(
+        calls_without_variables[3], arguments={**calls_without_variables[3].arguments, "addr": "handle"}
+    )
+    assert (
+        find_difference(expected_calls, [*calls_without_variables[:3], wrong_call, *calls_without_variables[4:]])
+        is not None
+    )

@@ -66,9 +66,9 @@ class Importer:
 def importer(nic: Nic) -> Iterator[Importer]:
     """Yield an importer on the first NIC."""
     with (
-        nic.completion_queue(depth=16) as queue,
-        nic.queue_pair(queue) as requester,
-        nic.queue_pair(queue) as responder,
+        nic.completion_queue(depth=16) as completion_queue,
+        nic.queue_pair(completion_queue) as requester,
+        nic.queue_pair(completion_queue) as responder,
         nic.register_host(bytearray(ACCESS_BYTES)) as host_region,
     ):
         requester.connect(responder.endpoint())

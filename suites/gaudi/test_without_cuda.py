@@ -33,7 +33,7 @@ def assert_no_cuda(report: dict[str, Any]) -> None:
     # The peer needs only an address and an rkey. It opens no Gaudi device and loads no hl-thunk.
     assert not any(name.startswith("libhl") for name in peer_libraries)
     assert not [name for name in (*gaudi_libraries, *peer_libraries) if name.startswith(("libcuda", "libnvidia"))]
-    assert "libcuda" not in str(report["mapped"])
+    assert "libcuda" not in str(report["memory_map"])
     assert "cuda" not in {name for modules in report["modules"] for name in modules}
 
 

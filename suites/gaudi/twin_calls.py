@@ -34,13 +34,13 @@ def parse_call(line: str) -> Call:
 
 def read_calls(*function_names: str) -> list[Call]:
     """Return the calls of these functions to both twins so far, ordered by time."""
-    lines: list[tuple[int, str]] = []
+    timed_calls: list[tuple[int, str]] = []
     for api in ("verbs", "hlthunk"):
         ledger = launch.twin_control().ledger(api) or {}
         for line in cast("list[str]", ledger.get("trace", [])):
             time_ns, _, call_text = line.partition(" ")
-            lines.append((int(time_ns), call_text))
-    calls = (parse_call(call_text) for _time_ns, call_text in sorted(lines))
+            timed_calls.append((int(time_ns), call_text))
+    calls = (parse_call(call_text) for _time_ns, call_text in sorted(timed_calls))
     return [call for call in calls if call.name in function_names]
 
 
@@ -54,17 +54,17 @@ def find_difference(expected_calls: Iterable[Call], actual_calls: Iterable[Call]
     expected_calls, actual_calls = list(expected_calls), list(actual_calls)
     if [call.name for call in expected_calls] != [call.name for call in actual_calls]:
         return f"the calls are {[call.name for call in actual_calls]}, not {[call.name for call in expected_calls]}"
-    for expected_call, call in zip(expected_calls, actual_calls, strict=True):
+    for expected_call, actual_call in zip(expected_calls, actual_calls, strict=True):
         comparisons = [
-            (expected_call.arguments[name], call.arguments.get(name), name) for name in expected_call.arguments
+            (expected_call.arguments[name], actual_call.arguments.get(name), name) for name in expected_call.arguments
         ]
         if expected_call.result is not None:
-            comparisons.append((expected_call.result, call.result, "the result"))
-        for expected_value, value, name in comparisons:
+            comparisons.append((expected_call.result, actual_call.result, "the result"))
+        for expected_value, value, value_name in comparisons:
             is_variable = bool(expected_value) and expected_value.startswith("$")
             assigned_value = variables.setdefault(expected_value, value or "") if is_variable else expected_value
             if value is None or _parse_number(value) != _parse_number(assigned_value or ""):
-                return f"{call.name}: {name} is {value}, not {expected_value} ({assigned_value})"
+                return f"{actual_call.name}: {value_name} is {value}, not {expected_value} ({assigned_value})"
     return None
 
 

@@ -20,7 +20,7 @@ __all__ = ["close_engines", "memory_kind", "owner_device"]
 
 @pytest.fixture(autouse=True)
 def close_engines() -> Iterator[None]:
-    """Close the engines and the cuFile driver after each case. Then the harness detects handles that are still open."""
+    """Close the engines and the cuFile driver after each case, because the harness then reports open handles."""
     yield
     gds.close_engines()
     gds.close_driver()

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_LENGTH_BYTES = 1 * MIB
+_FILE_BYTES = 1 * MIB
 
 
 def _to_json_fields(result: gds.TransferResult) -> dict[str, Any]:
-    return {"bytes": result.bytes, "route": result.route.value, "why": result.why_not_direct}
+    return {"bytes": result.bytes, "route": result.route.value, "why_not_direct": result.why_not_direct}
 
 
 def _get_result_or_error(call: Callable[[], gds.TransferResult]) -> dict[str, Any]:
-    """Return the result of a call, or its error."""
+    """Return the fields of the result of a call. If the call fails, return the fields of its error."""
     try:
         return _to_json_fields(call())
     except GdrkitError as error:
@@ -43,49 +43,49 @@ def _get_result_or_error(call: Callable[[], gds.TransferResult]) -> dict[str, An
         if isinstance(error, ApiError):
             fields |= {"api": error.api.value, "status": error.status, "errno": error.errno}
         if isinstance(error, gds.TransferFailed):
-            fields |= _to_json_fields(error.partial_result) | {"parts": list(error.partial_result.range_bytes)}
+            fields |= _to_json_fields(error.partial_result) | {"range_bytes": list(error.partial_result.range_bytes)}
         return fields
 
 
 def read_and_write(arguments: dict[str, Any]) -> dict[str, Any]:
     """Read and write with every method of `gds.File`. Return the routes, and whether the bytes are as expected."""
     path, seed = Path(arguments["path"]), int(arguments["seed"])
-    data, new_data = (pattern.payload(_LENGTH_BYTES, seed=data_seed) for data_seed in (seed, seed + 1))
-    result: dict[str, Any] = {}
-    with cuda.Device(0) as device, device.allocate(_LENGTH_BYTES) as memory:
+    data, new_data = (pattern.payload(_FILE_BYTES, seed=data_seed) for data_seed in (seed, seed + 1))
+    report: dict[str, Any] = {}
+    with cuda.Device(0) as device, device.allocate(_FILE_BYTES) as memory:
         with gds.File(path, "r+", direct=arguments.get("direct", "preferred")) as file:
-            result["read"] = _get_result_or_error(lambda: file.read_into(memory))
-            result["read_is_expected"] = memory.read() == data
+            report["read"] = _get_result_or_error(lambda: file.read_into(memory))
+            report["read_is_expected"] = memory.read() == data
             memory.fill(0)
-            ranges = [(_LENGTH_BYTES // 2, _LENGTH_BYTES // 2), (0, _LENGTH_BYTES // 2)]
-            result["readv"] = _get_result_or_error(lambda: file.readv(memory, ranges))
-            result["readv_is_expected"] = memory.read() == data[_LENGTH_BYTES // 2 :] + data[: _LENGTH_BYTES // 2]
-            result["odd"] = _get_result_or_error(
+            ranges = [(_FILE_BYTES // 2, _FILE_BYTES // 2), (0, _FILE_BYTES // 2)]
+            report["readv"] = _get_result_or_error(lambda: file.readv(memory, ranges))
+            report["readv_is_expected"] = memory.read() == data[_FILE_BYTES // 2 :] + data[: _FILE_BYTES // 2]
+            report["unaligned_read"] = _get_result_or_error(
                 lambda: file.read_into(memory, file_offset_bytes=3, length_bytes=5 * KIB)
             )
-            result["odd_is_expected"] = memory.read(length_bytes=5 * KIB) == data[3 : 3 + 5 * KIB]
+            report["unaligned_read_is_expected"] = memory.read(length_bytes=5 * KIB) == data[3 : 3 + 5 * KIB]
             memory.write(new_data)
-            result["write"] = _get_result_or_error(lambda: file.write_from(memory))
-            result["future"] = _get_result_or_error(lambda: file.start_read_into(memory).result())
-        result["written"] = path.read_bytes() == new_data
-    return result
+            report["write"] = _get_result_or_error(lambda: file.write_from(memory))
+            report["started_read"] = _get_result_or_error(lambda: file.start_read_into(memory).result())
+        report["is_written"] = path.read_bytes() == new_data
+    return report
 
 
 def main() -> None:
-    """Run the scenario with the arguments from standard input, and write its result."""
+    """Run the scenario with the arguments from standard input, and write its report."""
     arguments = json.loads(sys.stdin.read())
     with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
-        result = read_and_write(arguments)
-    result["warnings"] = [
+        report = read_and_write(arguments)
+    report["warnings"] = [
         str(warning.message) for warning in caught_warnings if issubclass(warning.category, gds.FallbackWarning)
     ]
     gds.close_engines()
     gds.close_driver()
-    result["opened"] = " ".join(library.path for library in evidence.libraries())
-    result["libraries"] = serialization.to_json_data(identifying_libraries(evidence.libraries()))
+    report["library_paths"] = " ".join(library.path for library in evidence.libraries())
+    report["libraries"] = serialization.to_json_data(identifying_libraries(evidence.libraries()))
     with os.fdopen(arguments["result_fd"], "w", encoding="utf-8") as file:
-        json.dump(result, file)
+        json.dump(report, file)
 
 
 if __name__ == "__main__":

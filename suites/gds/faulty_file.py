@@ -6,13 +6,12 @@ bytes of the pattern. The process reads one command per line from standard input
 
 - ``eio OFFSET``: reads and writes of the byte at OFFSET fail with EIO.
 - ``end OFFSET``: the file ends at OFFSET, although its size in stat(2) stays the same.
-- ``gate OFFSET END``: reads of bytes from OFFSET to END block until the command ``open``. When the first read blocks,
-  the process prints ``waiting``.
+- ``gate OFFSET END``: reads of bytes from OFFSET to END block until the command ``open``.
 - ``gate-opens``: from now on, each open of the file blocks until the command ``open``.
 - ``open``: blocked requests continue.
 
-At the end of standard input, the process unmounts the file system and exits. A case uses :class:`FaultyFile`, which
-starts the process.
+The process prints ``waiting`` when a request blocks for the first time. At the end of standard input, the process
+unmounts the file system and exits. A case uses :class:`FaultyFile`, which starts the process.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FaultyFile"]
 
+# A blocked request continues after this time, even without the command `open`.
 _GATE_TIMEOUT_S = 90.0
 _DATA_PATH = "/data"
 
@@ -59,9 +59,9 @@ class FaultyFile(LineChild):
 
 
 class _Operations:
-    """The FUSE operations. Each method without a docstring implements the FUSE operation of the same name."""
+    """The FUSE operations. Each public method without a docstring implements the FUSE operation of the same name."""
 
-    use_ns = True
+    use_ns = True  # mfusepy warns if this attribute is not set.
 
     def __init__(self, data: bytes) -> None:
         self._data = bytearray(data)
@@ -71,7 +71,7 @@ class _Operations:
         self._gated_range = (0, 0)
         self._are_opens_gated = False
         self._gate_open_event = threading.Event()
-        # The first read that blocks acquires this lock, so that only one read prints `waiting`.
+        # The first request that blocks acquires this lock and keeps it, so that only one request prints `waiting`.
         self._waiting_report_lock = threading.Lock()
 
     def execute(self, line: str) -> None:
@@ -106,7 +106,7 @@ class _Operations:
     def open(self, path: str, flags: int) -> int:
         if self._are_opens_gated:
             self._wait_at_gate()
-        return 1
+        return 1  # The file handle. The other operations ignore it.
 
     def read(self, path: str, length_bytes: int, offset: int, handle: int) -> bytes:
         begin, end = self._gated_range
@@ -154,7 +154,7 @@ def main() -> int:
         os._exit(subprocess.run([*unmount_command, mount], check=False).returncode)
 
     threading.Thread(target=execute_commands, daemon=True).start()
-    os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")
+    os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")  # The import of mfusepy reads this variable.
     import mfusepy
 
     mfusepy.FUSE(operations, mount, foreground=True, fsname="gdrkit-faulty")

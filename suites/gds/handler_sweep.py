@@ -1,9 +1,10 @@
 """A program that runs signal handlers at every point of one call of gdrkit.gds, for test_signal_handlers.py.
 
 ``python -m gds.handler_sweep CALL PATH [DIRECT]`` runs each of :data:`HANDLERS` at each point of a call of
-:data:`CALLS`, and prints ``POINTS points`` if every call and every handler has ended. The engines are created anew for
-each call. After each call, the program checks that the file is closed or can be read, that no transfer is in progress,
-and that the memory can be freed.
+:data:`CALLS`, and prints ``POINTS points`` if every call and every handler has ended. A point is a place at which
+CPython may run a signal handler; see :mod:`support.interrupts`. The engines are created anew for each call. After each
+call, the program checks that the file is closed or can be read, that no transfer is in progress, and that the memory
+can be freed.
 With DIRECT, the memory is device memory, and DIRECT is the argument ``direct`` of the file. If DIRECT is ``required``,
 transfers take longer. So only the first two handlers run, and only at every fifth point.
 """
@@ -38,7 +39,7 @@ _ALLOWED_REASONS = frozenset({Reason.CLOSED, Reason.BUSY, Reason.CANCELLED})
 
 
 class _CallObjects:
-    """The objects of one call: an open file, memory for the call, and memory for the handler."""
+    """The objects of one call: an open file, memory for the call, memory for the handler, and the started transfer."""
 
     def __init__(self, path: Path, memories: list[Any], direct: str) -> None:
         self.path = path
@@ -122,7 +123,7 @@ def _run_handler_at_each_point(
                 memory.clear() if isinstance(memory, bytearray) else memory.close()
             if not source_line:
                 return point - 1
-    raise AssertionError
+    raise AssertionError  # itertools.count() does not end.
 
 
 def main() -> None:

@@ -4,7 +4,8 @@
 succeeded, or else the failed check. While the exception of the interrupt is still alive, the program checks that the
 file can be closed, that no transfer stays in progress, and that no byte is written to memory that was released. Then it
 checks that the memory can be used, and that as many descriptors are open as before. With a MOUNT, reads of the file
-block (``gds.faulty_file``) until the call was interrupted.
+block (``gds.faulty_file``) until the call was interrupted. A point is a place at which CPython may run a signal
+handler; see :mod:`support.interrupts`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ SCENARIOS: dict[str, tuple[Callable[[_CallObjects], object], bool]] = {
     "direct_result": (lambda objects: objects.files[0].start_read_into(objects.device_memory).result(), True),
 }
 # In these scenarios, the sweep also interrupts code of Python's standard library.
-_LIBRARY_SCENARIOS = ("direct_result",)
+_STANDARD_LIBRARY_SCENARIOS = ("direct_result",)
 
 
 def _close_in_time(file: gds.File) -> bool:
@@ -128,11 +129,11 @@ def _interrupt_at(scenario: str, objects: _CallObjects, point: int, open_gate: C
         file = objects.open()
         if objects.device_memory is not None:
             file.start_read_into(objects.device_memory).result()  # The probe of the direct path is not interrupted.
-    library_folders = [str(Path(os.__file__).parent)] if scenario in _LIBRARY_SCENARIOS else []
-    interrupter = Interrupter(point, str(Path(gdrkit.__file__).parent), *library_folders)
+    standard_library_folders = [str(Path(os.__file__).parent)] if scenario in _STANDARD_LIBRARY_SCENARIOS else []
+    interrupter = Interrupter(point, str(Path(gdrkit.__file__).parent), *standard_library_folders)
     error = interrupter.call(lambda: call(objects))
-    was_in_use = _is_in_use(objects.memory)
-    bytes_before = bytes(objects.memory)
+    was_memory_in_use = _is_in_use(objects.memory)
+    bytes_at_interrupt = bytes(objects.memory)
     open_gate()
     for file in objects.files:
         if not _close_in_time(file):
@@ -142,9 +143,9 @@ def _interrupt_at(scenario: str, objects: _CallObjects, point: int, open_gate: C
     if native.in_progress:
         return interrupter.interrupted_at, f"still in progress: {native.in_progress}"
     gds.close_engines()  # This waits for every job of the engine.
-    if not was_in_use and bytes(objects.memory) != bytes_before:
+    if not was_memory_in_use and bytes(objects.memory) != bytes_at_interrupt:
         return interrupter.interrupted_at, "bytes arrived in memory that was released"
-    del error
+    del error  # The traceback of the interrupt kept the frames of the call alive, and so their memory.
     gc.collect()
     if _is_in_use(objects.memory):
         return interrupter.interrupted_at, "the memory is still in use"
@@ -152,6 +153,7 @@ def _interrupt_at(scenario: str, objects: _CallObjects, point: int, open_gate: C
 
 
 def _interrupt_each_point(scenario: str, path: Path, faulty_file: FaultyFile | None, device_memory: object) -> str:
+    """Return the line that the program prints: the number of points, or the first failed check and its point."""
     descriptor_count = -1
     # The probe of a direct path has hundreds of points and takes long. Therefore only every fifth point is interrupted.
     for point in itertools.count(1, 5 if scenario == "direct_first" else 1):
@@ -173,14 +175,14 @@ def _interrupt_each_point(scenario: str, path: Path, faulty_file: FaultyFile | N
             return f"point {point}, {source_line}: {failed_check}"
         if not source_line:
             return f"{point - 1} points"
-    raise AssertionError
+    raise AssertionError  # itertools.count() does not end.
 
 
 def _block_first_read(faulty_file: FaultyFile) -> None:
     """Block a read before the sweep.
 
-    The process of the file prints ``waiting`` only for the first read that blocks. During the sweep, that line could
-    come between any two replies.
+    The process of the file prints ``waiting`` only for the first read that blocks. If that read were part of the sweep,
+    this line could come between any two replies to commands.
     """
     faulty_file.send(f"gate 0 {LENGTH_BYTES}")
     with gds.File(faulty_file.path, direct="never") as file:

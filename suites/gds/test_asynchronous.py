@@ -38,6 +38,7 @@ def test_awaited_transfers_move_the_bytes(
     async def write_and_read() -> None:
         async with gds.AsyncFile(tmp_path / "file", "w", direct="never") as file:
             assert (await file.write_from(memory.buffer, durable=True)).bytes == len(data)
+            # One range: offset in the file, length, and offset in the buffer.
             assert (await file.writev(memory.buffer, [(len(data), 5, 1)])).range_bytes == (5,)
         async with gds.AsyncFile(tmp_path / "file", direct="never") as file:
             memory.write(bytes(len(data)))
@@ -93,11 +94,11 @@ def test_thousand_reads_at_once_leave_nothing_open(
 
     with allocate_memory(memory_kind, len(data), owner_device) as memory:
         results = asyncio.run(read())
-        contents = memory.read_all()
+        memory_bytes = memory.read_all()
         for index, result in enumerate(results):
             if isinstance(result, gds.TransferResult):
-                part = slice(index * 4 * KIB, (index + 1) * 4 * KIB)
-                assert (result.bytes, contents[part]) == (4 * KIB, data[part])
+                read_slice = slice(index * 4 * KIB, (index + 1) * 4 * KIB)
+                assert (result.bytes, memory_bytes[read_slice]) == (4 * KIB, data[read_slice])
             else:
                 assert isinstance(result, asyncio.CancelledError)
                 assert index % 2 == 1
@@ -183,17 +184,18 @@ def test_cancelled_coroutine_ends_after_its_transfer(tmp_path: Path) -> None:
 def test_error_of_a_signal_handler_loses_no_end(tmp_path: Path, line_number: int) -> None:
     """A signal handler raises an exception while the event loop collects the completed jobs.
 
-    A trace function takes the place of the handler. It raises the exception at a line of the method that collects.
+    A trace function takes the place of the handler. It raises the exception before line `line_number` of the method
+    that collects.
     """
     (tmp_path / "data").write_bytes(bytes(4 * KIB))
-    lines_left = line_number
+    lines_until_error = line_number
 
     def raise_at_line(frame: FrameType, event: str, _argument: object) -> Any:  # noqa: ANN401 - a function or None.
-        nonlocal lines_left
+        nonlocal lines_until_error
         if frame.f_code is not LoopWaits._complete_futures.__code__:  # noqa: SLF001 - where a signal may arrive.
             return None
-        lines_left -= event == "line"
-        if lines_left == 0:
+        lines_until_error -= event == "line"
+        if lines_until_error == 0:
             raise ValueError
         return raise_at_line
 
@@ -201,11 +203,11 @@ def test_error_of_a_signal_handler_loses_no_end(tmp_path: Path, line_number: int
         return (await transfer).bytes
 
     async def read_all(file: gds.File) -> int:
-        asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)  # Do not log the ValueError.
         transfers = [file.start_read_into(bytearray(4 * KIB)) for _ in range(3)]
         tasks = [asyncio.create_task(read(transfer)) for transfer in transfers]
-        _, pending = await asyncio.wait(tasks, timeout=5)
-        return len(pending)
+        _, pending_tasks = await asyncio.wait(tasks, timeout=5)
+        return len(pending_tasks)
 
     with gds.File(tmp_path / "data", direct="never") as file:
         sys.settrace(raise_at_line)

@@ -225,8 +225,8 @@ def test_array_that_overstates_its_size_is_refused(file: gds.File, device: Devic
 @needs(cuda.device())
 def test_dlpack_memory_is_released_after_an_error(file: gds.File, device: Device) -> None:
     memory = device.allocate(MIB)
-    all_invalid_options: list[dict[str, Any]] = [{"file_offset_bytes": -1}, {"length_bytes": 2 * MIB}]
-    for invalid_options in all_invalid_options:
+    option_sets: list[dict[str, Any]] = [{"file_offset_bytes": -1}, {"length_bytes": 2 * MIB}]
+    for invalid_options in option_sets:
         with pytest.raises(UsageError):
             file.start_read_into(DlpackBuffer(memory), **invalid_options)
         with pytest.raises(UsageError):
@@ -270,12 +270,13 @@ def test_closed_engine_is_created_again(file: gds.File, seed: int) -> None:
     engine.close()
     engine.close()
     with pytest.raises(ApiError) as error_info:
+        # The extent is the index of the file, the offset in the file, an address and the length.
         engine.submit(write=False, device_index=gds.HOST, files=[os.fsencode(file.path)], extents=[0, 0, 4096, 1])
     assert (error_info.value.errno, error_info.value.reason) == (errno.ESHUTDOWN, Reason.CLOSED)
 
 
-# For these calls of the engine, the CUDA driver allocates memory. The calls pin memory, create a stream or an event, or
-# copy.
+# Functions of the CUDA driver that the engine calls, and that allocate memory: they pin memory, create a stream or an
+# event, or copy.
 CALLS_THAT_ALLOCATE = ["cuMemHostRegister_v2", "cuStreamCreate", "cuEventCreate", "cuMemcpyHtoDAsync_v2"]
 
 
@@ -326,9 +327,8 @@ def test_timeouts_that_are_no_positive_number(file: gds.File) -> None:
             transfer.result(float("nan"), on_progress=on_progress)
         assert transfer.result(float("inf"), on_progress=on_progress).bytes == FILE_BYTES
         assert transfer.result(1e300, on_progress=on_progress).bytes == FILE_BYTES
-        assert (
-            transfer.result(-1.0, on_progress=on_progress).bytes == FILE_BYTES
-        )  # The transfer is over, so there is nothing to wait for.
+        # The transfer is over, so result() has nothing to wait for.
+        assert transfer.result(-1.0, on_progress=on_progress).bytes == FILE_BYTES
 
 
 @needs(host.fuse)

@@ -28,6 +28,7 @@ def list_file_names(folder: Path) -> list[str]:
 
 
 def run_bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command with files of 4 MiB (--size 4), and measure each point for the shortest time (--seconds 0)."""
     command = [sys.executable, "-m", "gdrkit", "bench", "storage", "--size", "4", "--seconds", "0"]
     return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=100)
 
@@ -64,6 +65,7 @@ def test_bench_prints_no_rates_of_a_twin(tmp_path: Path) -> None:
     process = run_bench("--folder", tmp_path, "--direct", "never")
     assert process.returncode == 0
     assert "durable write" in process.stdout
+    # On the twin, the table has "-" in place of the rates.
     is_twin = "the rates do not describe this machine" in process.stdout
     rows = [line.split() for line in process.stdout.splitlines() if "cached read" in line]
     assert {"-" in row for row in rows} == {is_twin}
@@ -86,10 +88,10 @@ def test_invalid_bench_arguments_exit_with_2(options: list[str], error_text: str
 def test_plot_has_each_point_at_its_height(tmp_path: Path) -> None:
     lines = [Line("slow & <steady>", [(4 * KIB, 1.0), (MIB, 2.0)]), Line("fast", [(4 * KIB, 4.0), (MIB, 8.0)])]
     plot = Plot(title="Title", note="note", unit="GB/s", lines=lines)
-    root = ET.fromstring(draw(plot))  # noqa: S314 - the text was written by this program.
+    svg_root = ET.fromstring(draw(plot))  # noqa: S314 - the text was written by this program.
     circles = {
         circle.findtext(f"{SVG_NAMESPACE}title"): circle
-        for circle in root.iter(f"{SVG_NAMESPACE}circle")
+        for circle in svg_root.iter(f"{SVG_NAMESPACE}circle")
         if len(circle)
     }
     y_by_title = {title: float(circle.get("cy", "")) for title, circle in circles.items()}

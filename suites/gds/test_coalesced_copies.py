@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 pytestmark = needs(cuda.device(), software(Api.CUDA))
 
 LENGTH_BYTES = 24 * MIB + 5
+# With the first options, coalesced copies are off, and a copy moves at most one chunk of 1 MiB. With the second
+# options, a copy moves up to 4 MiB.
 CHUNK_OPTIONS = EngineOptions(chunk_bytes=MIB, coalesced_bytes=MIB)
 COALESCED_OPTIONS = EngineOptions(chunk_bytes=MIB, coalesced_bytes=4 * MIB, coalesced_count=2, slice_bytes=300 * KIB)
 

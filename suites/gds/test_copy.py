@@ -77,7 +77,7 @@ def test_refused_copy_changes_nothing(tmp_path: Path) -> None:
     for destination in ("file", "link", "."):
         with pytest.raises(UsageError):
             gds.copy_file(tmp_path / "file", tmp_path / destination, device_index=gds.HOST)
-    for source, destination, expected_errno, failed_name in (
+    for source, destination, expected_errno, name_in_error in (
         ("missing", "new", errno.ENOENT, "missing"),
         (".", "new", errno.EISDIR, "."),
         ("file", "none/new", errno.ENOENT, "none"),
@@ -86,7 +86,7 @@ def test_refused_copy_changes_nothing(tmp_path: Path) -> None:
             gds.copy_file(tmp_path / source, tmp_path / destination, device_index=gds.HOST)
         assert (error_info.value.errno, error_info.value.arguments["path"]) == (
             expected_errno,
-            str(tmp_path / failed_name),
+            str(tmp_path / name_in_error),
         )
     assert list_file_names(tmp_path) == ["file", "link"]
     assert (tmp_path / "file").read_bytes() == b"1234"

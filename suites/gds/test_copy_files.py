@@ -84,20 +84,20 @@ def test_mode_of_a_copy_is_that_of_cp(tmp_path: Path, mode: int, umask: int) -> 
     source = tmp_path / "source"
     source.write_bytes(b"#!/bin/sh\n")
     source.chmod(mode)
-    # make_copy_command() ends with the option --host, which comes after the paths here.
+    # The command of gdrkit ends with the option --host. Here it comes after the paths, so it is cut off first.
     for tool_command in (["cp"], make_copy_command()[:-1]):
         folder = tmp_path / Path(tool_command[0]).name
         folder.mkdir()
         (folder / "old").write_bytes(b"")
         (folder / "old").chmod(0o640)
         for name in ("new", "old"):
-            memory_options = ["--host"] if len(tool_command) > 1 else []
-            subprocess.run([*tool_command, str(source), str(folder / name), *memory_options], check=True, umask=umask)
-    modes = [
+            host_options = ["--host"] if len(tool_command) > 1 else []
+            subprocess.run([*tool_command, str(source), str(folder / name), *host_options], check=True, umask=umask)
+    cp_modes, gdrkit_modes = (
         [stat.S_IMODE((folder / name).stat().st_mode) for name in ("new", "old")]
         for folder in (tmp_path / "cp", tmp_path / Path(sys.executable).name)
-    ]
-    assert modes[0] == modes[1]
+    )
+    assert gdrkit_modes == cp_modes
 
 
 @needs(host.capability("CAP_SETUID"))
@@ -114,11 +114,11 @@ def test_copy_of_a_setuid_program_is_not_setuid(tmp_path: Path) -> None:
 @needs(host.capability("CAP_SETUID"))
 def test_replaced_file_keeps_its_owner(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"1234")
-    old = tmp_path / "old"
-    old.touch(mode=0o640)
-    os.chown(old, 1234, 5678)
-    copy_file(tmp_path / "source", old)
-    file_status = old.stat()
+    old_copy = tmp_path / "old"
+    old_copy.touch(mode=0o640)
+    os.chown(old_copy, 1234, 5678)
+    copy_file(tmp_path / "source", old_copy)
+    file_status = old_copy.stat()
     assert (file_status.st_uid, file_status.st_gid, stat.S_IMODE(file_status.st_mode)) == (1234, 5678, 0o640)
 
 
@@ -134,8 +134,8 @@ become_unprivileged()
 folder = Path(sys.argv[1])
 gds.copy_file(folder / "source", folder / "old", device_index=gds.HOST)
 """
-    # This user cannot give the copy the group of the old file. So the copy must not give the group bits of the old file
-    # to another group.
+    # The program runs as an unprivileged user, which cannot give the copy the group of the old file. So the copy must
+    # not give the group bits of the old file to another group.
     with folder_for_all_users() as folder:
         folder.chmod(0o777)
         (folder / "source").write_bytes(b"1234")
@@ -151,14 +151,14 @@ def test_partial_copy_has_no_name(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(bytes(MIB))
     source.chmod(0o600)
-    names_during_copy: list[list[str]] = []
+    name_lists_during_copy: list[list[str]] = []
     copy_file(
         source,
         tmp_path / "copy",
-        on_progress=lambda _done_bytes, _total_bytes: names_during_copy.append(list_file_names(tmp_path)),
+        on_progress=lambda _done_bytes, _total_bytes: name_lists_during_copy.append(list_file_names(tmp_path)),
     )
-    assert names_during_copy
-    assert all(names == ["source"] for names in names_during_copy)
+    assert name_lists_during_copy
+    assert all(names == ["source"] for names in name_lists_during_copy)
 
 
 @needs(host.fuse)
@@ -171,13 +171,13 @@ def test_partial_copy_is_private_without_tmpfile(
     source.chmod(0o644 if has_old_copy else 0o600)
     if has_old_copy:
         (folder / "copy").touch(mode=0o600)
-    modes: list[int] = []
+    modes_during_copy: list[int] = []
 
     def record_modes(_done_bytes: int, _total_bytes: int) -> None:
-        modes.extend(stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir())
+        modes_during_copy.extend(stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir())
 
     copy_file(source, folder / "copy", on_progress=record_modes)
-    assert set(modes) == {0o600}
+    assert set(modes_during_copy) == {0o600}
     assert list_file_names(folder) == ["copy"]
     assert (folder / "copy").read_bytes() == bytes(MIB)
 
@@ -328,7 +328,7 @@ def test_signal_leaves_no_partial_copy(
         faulty_file = stack.enter_context(FaultyFile(tmp_path / "mount", length_bytes=4 * MIB, seed=seed))
         faulty_file.send(f"gate {2 * MIB} {4 * MIB}")
         # A child inherits ignored signals, and a shell starts background processes with SIGINT ignored. So this process
-        # sets the default action before it starts the child.
+        # sets the default action before it starts the child, and restores the previous action at the end.
         stack.callback(signal.signal, signal_number, signal.signal(signal_number, signal.SIG_DFL))
         process = stack.enter_context(
             subprocess.Popen(make_copy_command(faulty_file.path, folder / "copy"), stderr=subprocess.PIPE, text=True)

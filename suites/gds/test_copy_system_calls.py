@@ -8,7 +8,7 @@ import stat
 from typing import TYPE_CHECKING
 
 import pytest
-from support.system_calls import SystemCall, run_observed
+from support.system_calls import SystemCall, run_with_intercepted_calls
 
 from gdrkit import cuda, gds
 from gdrkit.errors import ApiError
@@ -41,7 +41,7 @@ def run_copy(
 ) -> None:
     """Copy the file ``source`` to `destination`. `reply` determines the results of the system calls in `call_names`."""
     source = destination.parent.parent / "source"
-    run_observed(
+    run_with_intercepted_calls(
         lambda: gds.copy_file(source, destination, device_index=gds.HOST, direct="never", durable=durable),
         *call_names.split(),
         reply=reply,
@@ -57,47 +57,50 @@ def test_durable_copy_syncs_data_then_name(
         (folder / "copy").write_bytes(b"old")
     call_names: list[str] = []
 
-    def record(call: SystemCall) -> None:
+    def record_name(call: SystemCall) -> None:
         is_folder_fsync = call.name == "fsync" and call.path == str(folder)
         call_names.append("fsync of the folder" if is_folder_fsync else call.name)
 
-    run_copy(folder / "copy", "fsync linkat renameat", record, durable=durable)
+    run_copy(folder / "copy", "fsync linkat renameat", record_name, durable=durable)
     assert call_names == (["fsync", *naming_calls, "fsync of the folder"] if durable else naming_calls)
 
 
 @needs(host.capability("CAP_SETUID"))
 @pytest.mark.parametrize(
-    ("refused_owners", "group", "mode"), [([], 5678, 0o664), ([1234], 5678, 0o664), ([1234, UNCHANGED_ID], None, 0o604)]
+    ("refused_owners", "expected_gid", "expected_mode"),
+    [([], 5678, 0o664), ([1234], 5678, 0o664), ([1234, UNCHANGED_ID], None, 0o604)],
 )
-def test_replaced_file_keeps_its_group(folder: Path, refused_owners: list[int], group: int | None, mode: int) -> None:
+def test_replaced_file_keeps_its_group(
+    folder: Path, refused_owners: list[int], expected_gid: int | None, expected_mode: int
+) -> None:
     copy = folder / "copy"
     copy.touch()
     os.chown(copy, 1234, 5678)
     copy.chmod(0o664)
     requested_ids: list[tuple[int, ...]] = []
 
-    def refuse(call: SystemCall) -> int | None:
-        requested_ids.append(call.arguments[1:3])
+    def refuse_owner(call: SystemCall) -> int | None:
+        requested_ids.append(call.arguments[1:3])  # Arguments 1 and 2 of fchown(2) are the owner and the group.
         return -errno.EPERM if call.arguments[1] in refused_owners else None
 
-    run_copy(copy, "fchown", refuse)
+    run_copy(copy, "fchown", refuse_owner)
     assert requested_ids == ([(1234, 5678), (UNCHANGED_ID, 5678)] if refused_owners else [(1234, 5678)])
     file_status = copy.stat()
-    assert file_status.st_gid == (os.getegid() if group is None else group)
-    assert stat.S_IMODE(file_status.st_mode) == mode
+    assert file_status.st_gid == (os.getegid() if expected_gid is None else expected_gid)
+    assert stat.S_IMODE(file_status.st_mode) == expected_mode
 
 
 @pytest.mark.parametrize("error_number", [errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS])
 def test_file_system_without_tmpfile_gets_a_hidden_name(folder: Path, error_number: int) -> None:
-    listings: list[list[str]] = []
+    name_lists: list[list[str]] = []
 
-    def refuse(call: SystemCall) -> int | None:
+    def refuse_tmpfile(call: SystemCall) -> int | None:
         if call.name == "renameat":
-            listings.append([path.name for path in folder.iterdir()])
+            name_lists.append([path.name for path in folder.iterdir()])
         return -error_number if call.name == "openat" and call.arguments[2] & os.O_TMPFILE == os.O_TMPFILE else None
 
-    run_copy(folder / "copy", "openat renameat", refuse)
-    ((temporary_name,),) = listings
+    run_copy(folder / "copy", "openat renameat", refuse_tmpfile)
+    ((temporary_name,),) = name_lists
     assert temporary_name.startswith(".gdrkit-")
     assert temporary_name.endswith(".part")
     assert [path.name for path in folder.iterdir()] == ["copy"]
@@ -120,11 +123,12 @@ def test_failed_call_leaves_the_old_file(folder: Path, call_name: str, error_num
     copy.write_bytes(b"old")
     copy.chmod(0o640)
 
-    def fail(call: SystemCall) -> int | None:
+    def fail_call(call: SystemCall) -> int | None:
+        # Argument 2 of openat(2) has the flags. Only the open of the copy has O_TMPFILE.
         return -error_number if call_name != "openat" or call.arguments[2] & os.O_TMPFILE == os.O_TMPFILE else None
 
     with pytest.raises(ApiError) as error_info:
-        run_copy(copy, call_name, fail, durable=True)
+        run_copy(copy, call_name, fail_call, durable=True)
     assert (error_info.value.operation, error_info.value.errno) == ("create", error_number)
     assert error_info.value.arguments == {"path": str(copy)}
     assert [path.name for path in folder.iterdir()] == ["copy"]
@@ -134,12 +138,12 @@ def test_failed_call_leaves_the_old_file(folder: Path, call_name: str, error_num
 def test_name_that_appears_during_a_copy_is_replaced(folder: Path) -> None:
     call_names: list[str] = []
 
-    def create_file(call: SystemCall) -> None:
+    def create_destination(call: SystemCall) -> None:
         if not call_names:
             (folder / "copy").write_bytes(b"of another program")
         call_names.append(call.name)
 
-    run_copy(folder / "copy", "linkat renameat", create_file)
+    run_copy(folder / "copy", "linkat renameat", create_destination)
     assert call_names == ["linkat", "linkat", "renameat"]
     assert [path.name for path in folder.iterdir()] == ["copy"]
     assert (folder / "copy").read_bytes() == bytes(64 * KIB)
@@ -173,11 +177,11 @@ def test_hole_without_data_is_copied_unread(folder: Path) -> None:
     # byte, so it succeeds although the read fails.
     read_offsets: list[int] = []
 
-    def fail(call: SystemCall) -> int:
-        read_offsets.append(call.arguments[3])
+    def fail_read(call: SystemCall) -> int:
+        read_offsets.append(call.arguments[3])  # Argument 3 of pread64(2) is the offset.
         return -errno.EIO
 
-    run_copy(folder / "copy", "pread64", fail)
+    run_copy(folder / "copy", "pread64", fail_read)
     assert read_offsets == [MIB - 1]
     assert (folder / "copy").read_bytes() == bytes(MIB)
 
@@ -188,11 +192,11 @@ def test_bytes_pass_through_the_first_device_by_default(folder: Path) -> None:
     with cuda.Device(0) as device:
         free_bytes_before = device.memory_info().free_bytes
 
-        def observe(_done_bytes: int, _total_bytes: int) -> None:
+        def record_free_bytes(_done_bytes: int, _total_bytes: int) -> None:
             free_bytes.append(device.memory_info().free_bytes)
 
         (folder.parent / "source").write_bytes(bytes(8 * MIB))
-        gds.copy_file(folder.parent / "source", folder / "copy", direct="never", on_progress=observe)
+        gds.copy_file(folder.parent / "source", folder / "copy", direct="never", on_progress=record_free_bytes)
         # The copy allocates two chunks, each as large as the file.
         assert min(free_bytes) <= free_bytes_before - 2 * 8 * MIB
         assert (folder / "copy").read_bytes() == bytes(8 * MIB)

@@ -1,4 +1,4 @@
-"""A CufileJob counts the bytes of each range that arrived, also if its parts have any size and arrive in any order."""
+"""A CufileJob counts the arrived bytes of each range, whatever the sizes and the order of its parts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from gdrkit.gds.cufile_job import CufileJob
 if TYPE_CHECKING:
     from gdrkit.gds.cufile_job import CufilePart
 
+# Address of the first range. The cases do not access this memory.
 ADDRESS = 1 << 40
 PART_BYTES = 8
 
@@ -54,12 +55,14 @@ def test_arrived_bytes_end_at_the_first_gap(case_seed: int) -> None:
     extents = make_random_extents(generator)
     job = CufileJob(write=False, extents=extents)
     parts = take_all(job)
-    file_offsets = {part.address: part.file_offset_bytes for part in parts}
+    file_offset_by_address = {part.address: part.file_offset_bytes for part in parts}
     for file_offset_bytes, address, length_bytes in zip(extents[1::4], extents[2::4], extents[3::4], strict=True):
         # Each byte of each range is in exactly one part, at the right offset of the file.
-        for index in range(length_bytes):
-            (part,) = (part for part in parts if part.address <= address + index < part.address + part.length_bytes)
-            assert file_offsets[part.address] - part.address == file_offset_bytes - address
+        for byte_index in range(length_bytes):
+            (part,) = (
+                part for part in parts if part.address <= address + byte_index < part.address + part.length_bytes
+            )
+            assert file_offset_by_address[part.address] - part.address == file_offset_bytes - address
     generator.shuffle(parts)
     moved_addresses: set[int] = set()
     for part in parts:

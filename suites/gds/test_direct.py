@@ -34,7 +34,7 @@ SCENARIO = "there_and_back"
 
 
 @pytest.fixture
-def scenarios(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterator[ScenarioRunner]:
+def runner(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterator[ScenarioRunner]:
     """Yield the runner of scenarios with a file of 1 MiB on a disk."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK_FOLDER) as folder:
         path = Path(folder) / "data"
@@ -43,9 +43,12 @@ def scenarios(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterat
 
 
 def has_expected_bytes(report: dict[str, Any]) -> bool:
-    """Return whether all reads and writes of a report transferred the expected bytes."""
+    """Return whether all reads and writes of a scenario transferred the expected bytes, by its report."""
     return bool(
-        report["read_is_expected"] and report["readv_is_expected"] and report["odd_is_expected"] and report["written"]
+        report["read_is_expected"]
+        and report["readv_is_expected"]
+        and report["unaligned_read_is_expected"]
+        and report["is_written"]
     )
 
 
@@ -53,74 +56,70 @@ def has_expected_bytes(report: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("direct", ["preferred", "required"])
 @NEEDS_CUFILE_TWIN
 def test_proven_direct_path_is_used(
-    scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, route: str, direct: str
+    runner: ScenarioRunner, tmp_path: Path, evidence: Evidence, route: str, direct: str
 ) -> None:
-    report = scenarios.with_faults(tmp_path, f"cufile.route call=* route={route}").run(SCENARIO, direct=direct)
+    report = runner.with_faults(tmp_path, f"cufile.route call=* route={route}").run(SCENARIO, direct=direct)
     evidence["answer"] = report
-    for call in ("read", "readv", "write", "future"):
-        assert report[call] == {"bytes": MIB, "route": route, "why": ""}, call
+    for call in ("read", "readv", "write", "started_read"):
+        assert report[call] == {"bytes": MIB, "route": route, "why_not_direct": ""}, call
     if direct == "preferred":
         # A direct transfer must consist of whole blocks. The engine transfers any other range, and the result has the
         # reason.
-        assert report["odd"]["route"] == "engine"
-        assert "multiple of 4096" in report["odd"]["why"]
+        assert report["unaligned_read"]["route"] == "engine"
+        assert "multiple of 4096" in report["unaligned_read"]["why_not_direct"]
         assert has_expected_bytes(report)
         assert len(report["warnings"]) == 1
     else:
-        assert report["odd"]["reason"] == "not_direct"
+        assert report["unaligned_read"]["reason"] == "not_direct"
         assert report["warnings"] == []
 
 
 @needs(cufile.udev_present)
-def test_cufile_fallback_uses_the_engine_and_names_the_cause(scenarios: ScenarioRunner, evidence: Evidence) -> None:
-    report = scenarios.run(SCENARIO)
+def test_cufile_fallback_uses_the_engine_and_names_the_cause(runner: ScenarioRunner, evidence: Evidence) -> None:
+    report = runner.run(SCENARIO)
     evidence["answer"] = report
     assert has_expected_bytes(report)
-    for call in ("read", "readv", "write", "future"):
+    for call in ("read", "readv", "write", "started_read"):
         assert (report[call]["bytes"], report[call]["route"]) == (MIB, "engine"), call
-        assert "nvidia-fs is not loaded" in report[call]["why"]
+        assert "nvidia-fs is not loaded" in report[call]["why_not_direct"]
     assert len(report["warnings"]) == 1
 
 
 @needs(cufile.udev_present)
-def test_required_direct_path_fails_without_one(scenarios: ScenarioRunner, evidence: Evidence) -> None:
-    report = scenarios.run(SCENARIO, direct="required")
+def test_required_direct_path_fails_without_one(runner: ScenarioRunner, evidence: Evidence) -> None:
+    report = runner.run(SCENARIO, direct="required")
     evidence["answer"] = report
-    for call in ("read", "readv", "odd", "write", "future"):
+    for call in ("read", "readv", "unaligned_read", "write", "started_read"):
         assert (report[call]["error_class"], report[call]["reason"]) == ("Unsupported", "not_direct"), call
         assert "nvidia-fs is not loaded" in report[call]["message"]
-    assert not report["written"]
+    assert not report["is_written"]
 
 
 @NEEDS_CUFILE_TWIN
-def test_unproven_direct_path_is_not_used(scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence) -> None:
-    faulty_scenarios = scenarios.with_faults(
-        tmp_path, "cufile.route call=* route=p2p", "cuFileGetStatsL3 call=* status=5022"
-    )
-    report = faulty_scenarios.run(SCENARIO)
+def test_unproven_direct_path_is_not_used(runner: ScenarioRunner, tmp_path: Path, evidence: Evidence) -> None:
+    faulty_runner = runner.with_faults(tmp_path, "cufile.route call=* route=p2p", "cuFileGetStatsL3 call=* status=5022")
+    report = faulty_runner.run(SCENARIO)
     evidence["answer"] = report
     assert has_expected_bytes(report)
     assert report["read"]["route"] == "engine"
-    assert "CU_FILE_INVALID_VALUE (5022)" in report["read"]["why"]
-    assert faulty_scenarios.run(SCENARIO, direct="required")["read"]["reason"] == "not_direct"
+    assert "CU_FILE_INVALID_VALUE (5022)" in report["read"]["why_not_direct"]
+    assert faulty_runner.run(SCENARIO, direct="required")["read"]["reason"] == "not_direct"
 
 
 @pytest.mark.parametrize("direct", ["preferred", "required"])
 @NEEDS_CUFILE_TWIN
 def test_lost_direct_path_is_reported_by_that_transfer(
-    scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, direct: str
+    runner: ScenarioRunner, tmp_path: Path, evidence: Evidence, direct: str
 ) -> None:
-    """Only the probe of the first block takes the direct route. The first transfer and all later ones report that."""
-    faulty_scenarios = scenarios.with_faults(
-        tmp_path, "cufile.route call=1 route=nvfs", "cufile.route call=* route=posix"
-    )
-    report = faulty_scenarios.run(SCENARIO, direct=direct)
+    """Only the probe of the first block takes the direct route. All transfers report another route."""
+    faulty_runner = runner.with_faults(tmp_path, "cufile.route call=1 route=nvfs", "cufile.route call=* route=posix")
+    report = faulty_runner.run(SCENARIO, direct=direct)
     evidence["answer"] = report
     assert (report["read"]["bytes"], report["read"]["route"]) == (MIB, "posix")
-    assert report["read"]["why"]
+    assert report["read"]["why_not_direct"]
     assert report["read_is_expected"]
     if direct == "preferred":
-        assert [report[call]["route"] for call in ("readv", "write", "future")] == ["engine"] * 3
+        assert [report[call]["route"] for call in ("readv", "write", "started_read")] == ["engine"] * 3
         assert has_expected_bytes(report)
     else:
         assert report["read"]["reason"] == "not_direct"
@@ -128,20 +127,20 @@ def test_lost_direct_path_is_reported_by_that_transfer(
 
 
 @NEEDS_CUFILE_TWIN
-def test_route_is_unknown_if_counting_stops(scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence) -> None:
-    # gdrkit reads the counters before and after each transfer. The first two reads belong to the probe, and the next
-    # two reads, which fail, to the first transfer.
-    faulty_scenarios = scenarios.with_faults(
+def test_route_is_unknown_if_counting_stops(runner: ScenarioRunner, tmp_path: Path, evidence: Evidence) -> None:
+    # gdrkit reads the counters before and after each transfer. Calls 1 and 2 of cuFileGetStatsL3 belong to the probe.
+    # Calls 3 and 4, which fail, belong to the first transfer.
+    faulty_runner = runner.with_faults(
         tmp_path, "cufile.route call=* route=p2p", "cuFileGetStatsL3 call=3-4 status=5022"
     )
-    report = faulty_scenarios.run(SCENARIO, direct="required")
+    report = faulty_runner.run(SCENARIO, direct="required")
     evidence["answer"] = report
     assert (report["read"]["route"], report["read"]["reason"]) == ("unknown", "not_direct")
-    assert "not_counted" in report["read"]["why"]
+    assert "not_counted" in report["read"]["why_not_direct"]
 
 
 @pytest.mark.parametrize(
-    ("rule", "api", "status", "expected_errno"),
+    ("fault_rule", "api", "status", "expected_errno"),
     [
         ("cuFileRead call=2 status=5", "kernel", 5, 5),
         ("cuFileRead call=2 status=5010", "cufile", 5010, None),
@@ -150,9 +149,9 @@ def test_route_is_unknown_if_counting_stops(scenarios: ScenarioRunner, tmp_path:
 )
 @NEEDS_CUFILE_TWIN
 def test_failed_direct_transfer_keeps_its_number(
-    scenarios: ScenarioRunner, tmp_path: Path, rule: str, api: str, status: int, expected_errno: int | None
+    runner: ScenarioRunner, tmp_path: Path, fault_rule: str, api: str, status: int, expected_errno: int | None
 ) -> None:
-    report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p", rule).run(SCENARIO)
+    report = runner.with_faults(tmp_path, "cufile.route call=* route=p2p", fault_rule).run(SCENARIO)
     failed_read = report["read"]
     assert (failed_read["error_class"], failed_read["api"], failed_read["status"], failed_read["errno"]) == (
         "TransferFailed",
@@ -160,16 +159,16 @@ def test_failed_direct_transfer_keeps_its_number(
         status,
         expected_errno,
     )
-    assert (failed_read["bytes"], failed_read["parts"]) == (0, [0])
+    assert (failed_read["bytes"], failed_read["range_bytes"]) == (0, [0])
     assert report["readv"]["bytes"] == MIB
 
 
 @needs(cufile.udev_absent)
-def test_missing_udev_is_a_cause_and_libcufile_is_not_loaded(scenarios: ScenarioRunner, evidence: Evidence) -> None:
-    with udev.remove_entry(scenarios.path.parent):
-        report = scenarios.run_with_udev_unchanged(SCENARIO)
+def test_missing_udev_is_a_cause_and_libcufile_is_not_loaded(runner: ScenarioRunner, evidence: Evidence) -> None:
+    with udev.remove_entry(runner.path.parent):
+        report = runner.run_with_udev_unchanged(SCENARIO)
     evidence["answer"] = report
     assert has_expected_bytes(report)
     assert report["read"]["route"] == "engine"
-    assert "ID_FS_USAGE" in report["read"]["why"]
-    assert "libcufile" not in report["opened"]
+    assert "ID_FS_USAGE" in report["read"]["why_not_direct"]
+    assert "libcufile" not in report["library_paths"]

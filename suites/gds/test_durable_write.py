@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.system_calls import SystemCall, run_observed
+from support.system_calls import SystemCall, run_with_intercepted_calls
 
 from gdrkit import gds
 from gdrkit.errors import ApiError
@@ -34,18 +34,18 @@ def test_durable_write_syncs_the_file_after_its_bytes(tmp_path: Path, durable: b
     path = tmp_path / "file"
     contents_at_sync: list[bytes] = []
 
-    def record(call: SystemCall) -> None:
+    def record_contents(call: SystemCall) -> None:
         assert call.path == str(path)
         contents_at_sync.append(path.read_bytes())
 
-    run_observed(lambda: write_with_new_engine(path, durable=durable), "fdatasync", reply=record)
+    run_with_intercepted_calls(lambda: write_with_new_engine(path, durable=durable), "fdatasync", reply=record_contents)
     assert contents_at_sync == ([DATA] if durable else [])
     assert path.read_bytes() == DATA
 
 
 def test_failed_fdatasync_fails_the_write(tmp_path: Path) -> None:
     with pytest.raises(ApiError) as error_info:
-        run_observed(
+        run_with_intercepted_calls(
             lambda: write_with_new_engine(tmp_path / "file", durable=True), "fdatasync", reply=lambda _: -errno.EIO
         )
     assert (error_info.value.operation, error_info.value.errno) == ("fdatasync", errno.EIO)

@@ -14,15 +14,15 @@ from gdrkit.harness.needs import host, needs
 if TYPE_CHECKING:
     from pathlib import Path
 
-# A program that forks while a read is blocked (gds.faulty_file). The child runs one of CASES in place of the line
-# CASE, and must end.
+# A program that forks while a read is blocked (gds.faulty_file). One of FORK_STEPS replaces the line FORK_STEP. A step
+# forks by `for _ in run_in_child():`. Only the child runs the block of this statement, and the child must end.
 BLOCKED_READ_PROGRAM = """
 import asyncio, os, sys, threading, time
 from pathlib import Path
 from gds.faulty_file import FaultyFile
 from gdrkit import gds
 from gdrkit.errors import UsageError
-mount, other_path = Path(sys.argv[1]) / "mount", Path(sys.argv[1]) / "other"
+mount, other_path = Path(sys.argv[1]) / "mount", Path(sys.argv[1]) / "other_file"
 mount.mkdir()
 other_path.write_bytes(b"data")
 length_bytes = 4096
@@ -54,34 +54,34 @@ with FaultyFile(mount, length_bytes=length_bytes, seed=1) as faulty_file:
     faulty_file.expect_line("waiting")
     waiting_thread = threading.Thread(target=transfer.result)
     waiting_thread.start()
-    CASE
+    FORK_STEP
     faulty_file.send("open")
     waiting_thread.join()
     assert transfer.result().bytes == length_bytes
     file.close()
 print("done")
 """
-CASES = {
+FORK_STEPS = {
     "close": """
     for _ in run_in_child():
-        descriptors_count = len(os.listdir("/proc/self/fd"))
+        descriptor_count_before = len(os.listdir("/proc/self/fd"))
         file.close()
-        assert len(os.listdir("/proc/self/fd")) < descriptors_count
+        assert len(os.listdir("/proc/self/fd")) < descriptor_count_before
     """,
     "read": """
     for _ in run_in_child():
-        with gds.File(other_path, direct="never") as other:
-            assert other.start_read_into(bytearray(4)).result().bytes == 4
+        with gds.File(other_path, direct="never") as other_file:
+            assert other_file.start_read_into(bytearray(4)).result().bytes == 4
         gds.close_engines()
     """,
     "engine_of_the_parent": """
     engine = gds.Engine()
     for _ in run_in_child():
-        with gds.File(other_path, direct="never") as other, other.in_use() as native_file:
+        with gds.File(other_path, direct="never") as other_file, other_file.in_use() as native_file:
             buffer = gds.describe_buffer(bytearray(4), writable=True)
             extents = [0, 0, buffer.address, 4]  # index of the file, offset in the file, address, length
             job = engine.submit(write=False, device_index=gds.HOST, files=[native_file], extents=extents)
-            assert job.wait(10_000_000)
+            assert job.wait(10_000_000)  # The timeout is in microseconds.
         engine.close()
     engine.close()
     """,
@@ -113,23 +113,23 @@ if child_pid == 0:
         os._exit(1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child_pid, 0)[1]))
 """
-# A program whose signal handler forks during close(), which waits for a use by another thread.
+# A program whose signal handler forks during close(). The close waits, because another thread uses the file.
 HANDLER_PROGRAM = """
 import os, signal, sys, threading, time
 from gdrkit import gds
 file = gds.File(sys.argv[1], direct="never")
-begun_event, end_event, child_pids, parent_pid = threading.Event(), threading.Event(), [], os.getpid()
+use_begun_event, end_use_event, child_pids, parent_pid = threading.Event(), threading.Event(), [], os.getpid()
 def use():
     with file.in_use():
-        begun_event.set()
-        end_event.wait()
+        use_begun_event.set()
+        end_use_event.wait()
 thread = threading.Thread(target=use)
 thread.start()
-begun_event.wait()
+use_begun_event.wait()
 def handle(*_):
     child_pids.append(os.fork())
     if os.getpid() == parent_pid:
-        end_event.set()
+        end_use_event.set()
 signal.signal(signal.SIGALRM, handle)
 signal.setitimer(signal.ITIMER_REAL, 0.1)
 file.close()
@@ -180,9 +180,9 @@ def run_program(program: str, *arguments: object) -> None:
 
 
 @needs(host.fuse)
-@pytest.mark.parametrize("case_name", CASES)
-def test_child_of_a_process_with_a_running_transfer(tmp_path: Path, case_name: str) -> None:
-    run_program(BLOCKED_READ_PROGRAM.replace("    CASE\n", CASES[case_name].strip(" ")), tmp_path)
+@pytest.mark.parametrize("step_name", FORK_STEPS)
+def test_child_of_a_process_with_a_running_transfer(tmp_path: Path, step_name: str) -> None:
+    run_program(BLOCKED_READ_PROGRAM.replace("    FORK_STEP\n", FORK_STEPS[step_name].strip(" ")), tmp_path)
 
 
 def test_child_leaves_the_event_of_its_parent() -> None:

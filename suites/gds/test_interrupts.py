@@ -49,8 +49,9 @@ start_barrier.wait()
 threading.Event().wait(0.05)
 """
 # The beginning of programs with an object that the interpreter drops after it has begun to end the daemon threads. At
-# that time, the globals of the program are gone, so methods keep what they need in default arguments.
-LATE_PROGRAM = """
+# that time, the globals of the program are gone, so methods keep what they need in default arguments. The module
+# `holder` in sys.modules keeps the object until then.
+LATE_DROP_PRELUDE = """
 import os, sys, threading, time, types
 from gdrkit import gds
 path, start_barrier = sys.argv[1], threading.Barrier(5)
@@ -66,7 +67,7 @@ def start_daemons(target):
     threading.Event().wait(0.05)
 """
 # When the interpreter drops an object, the object closes a file that daemon threads read.
-LATE_CLOSE_PROGRAM = f"""{LATE_PROGRAM}
+LATE_CLOSE_PROGRAM = f"""{LATE_DROP_PRELUDE}
 class Closer:
     def __del__(self, spin=spin, write=os.write):
         spin(0.3)
@@ -84,7 +85,7 @@ holder.closer = closer
 del closer, file, read
 """
 # The dropped object and a daemon thread close the same file, while another daemon thread uses the file.
-TWO_CLOSES_PROGRAM = f"""{LATE_PROGRAM}
+TWO_CLOSES_PROGRAM = f"""{LATE_DROP_PRELUDE}
 class Closer:
     def __del__(self, spin=spin, write=os.write):
         spin(0.3)
@@ -106,7 +107,7 @@ holder.closer = closer
 del closer, file, use_or_close
 """
 # Daemon threads close files, with many transfers in progress, so that the interpreter ends threads inside close().
-DAEMON_CLOSE_PROGRAM = f"""{LATE_PROGRAM}
+DAEMON_CLOSE_PROGRAM = f"""{LATE_DROP_PRELUDE}
 class SlowObject:
     def __del__(self, spin=spin):
         spin(0.5)
@@ -143,15 +144,15 @@ with FaultyFile(mount, length_bytes=length_bytes, seed=1) as faulty_file:
         faulty_file.send("gate-opens")
         transfer = file.start_read_into(bytearray(length_bytes))
         faulty_file.expect_line("waiting")
-        begun_event = threading.Event()
+        query_begun_event = threading.Event()
         def query():
-            begun_event.set()
+            query_begun_event.set()
             file.start_read_into(bytearray(1), length_bytes=0)
             transfer.bytes_moved
         thread = threading.Thread(target=query)
         started_s = time.monotonic()
         thread.start()
-        begun_event.wait()
+        query_begun_event.wait()
         thread.join(0.2)
         # If a call held the GIL, this thread could continue only after the time limit of the gate.
         assert time.monotonic() - started_s < 30
@@ -192,7 +193,7 @@ def test_ctrl_c_ends_the_wait_for_a_transfer(tmp_path: Path, seed: int, call: st
             main_thread = threading.get_ident()
             handled_event = threading.Event()
 
-            def handle(signal_number: int, frame: FrameType | None) -> None:
+            def handle_signal(signal_number: int, frame: FrameType | None) -> None:
                 # A second signal may arrive before the case has handled the first signal. The second signal must
                 # interrupt nothing.
                 if not handled_event.is_set():
@@ -206,7 +207,7 @@ def test_ctrl_c_ends_the_wait_for_a_transfer(tmp_path: Path, seed: int, call: st
             # If the signal does not interrupt the call, the gate opens after 10 s, and the case fails.
             gate_timer = threading.Timer(10.0, faulty_file.send, ["open"])
             interrupting_thread = threading.Thread(target=interrupt)
-            previous_handler = signal.signal(signal.SIGINT, handle)
+            previous_handler = signal.signal(signal.SIGINT, handle_signal)
             gate_timer.start()
             interrupting_thread.start()
             try:

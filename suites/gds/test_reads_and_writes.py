@@ -66,12 +66,14 @@ def test_read_returns_the_bytes_of_the_file(
                 buffer_offset_bytes=buffer_offset_bytes,
             )
             assert (result.bytes, result.range_bytes, result.route) == (length_bytes, (length_bytes,), gds.Route.ENGINE)
-            contents = memory.read_all()
+            memory_bytes = memory.read_all()
             assert (
-                contents[buffer_offset_bytes : buffer_offset_bytes + length_bytes]
+                memory_bytes[buffer_offset_bytes : buffer_offset_bytes + length_bytes]
                 == data[file_offset_bytes : file_offset_bytes + length_bytes]
             )
-            assert set(contents[:buffer_offset_bytes] + contents[buffer_offset_bytes + length_bytes :]) == {0xA5}
+            assert set(memory_bytes[:buffer_offset_bytes] + memory_bytes[buffer_offset_bytes + length_bytes :]) == {
+                0xA5
+            }
 
 
 def test_short_transfer_needs_no_thread_of_the_engine(tmp_path: Path) -> None:
@@ -166,6 +168,7 @@ def test_short_read_with_direct_access_bypasses_the_cache(
 ) -> None:
     """An older version used the page cache for short reads, even for a file with access="direct"."""
     data = pattern.payload(MIB, seed=seed)
+    # The step is a prime number, so that the offsets are not multiples of a block.
     ranges = [(offset_bytes, length_bytes) for offset_bytes in range(0, MIB - length_bytes, 7919)]
     total_bytes = len(ranges) * length_bytes
     with mount_new_file_system("ext4", tmp_path / "disk") as disk:
@@ -292,9 +295,9 @@ def test_devices_transfer_at_the_same_time(tmp_path: Path, seed: int, devices: t
     data = pattern.payload(6 * MIB + 1, seed=seed)
     (tmp_path / "file").write_bytes(data)
 
-    def copy_through_device(index: int) -> None:
-        path = tmp_path / f"copy{index}"
-        device = devices[index % len(devices)]
+    def copy_through_device(copy_index: int) -> None:
+        path = tmp_path / f"copy{copy_index}"
+        device = devices[copy_index % len(devices)]
         with device.allocate(len(data)) as memory:
             with gds.File(tmp_path / "file", direct="never") as file:
                 file.read_into(memory)
@@ -321,6 +324,7 @@ def test_many_whole_files_are_one_transfer(
         assert memory.read_all() == b"".join(path.read_bytes() for path in paths)
 
 
+# A program that reads a file before a fork, and after the fork in the parent and in the child.
 FORKING_PROGRAM = """
 import os, sys
 from gdrkit import gds

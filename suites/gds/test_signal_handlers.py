@@ -16,12 +16,12 @@ from gdrkit.harness.needs import cuda, cufile, host, needs, software
 from gdrkit.harness.needs.cufile import DISK_FOLDER
 
 # handle_inside() installs a signal handler. A signal may come too early, so the handler calls `act` only if it
-# interrupts the function with the name and the module in `function`.
+# interrupts the function with this name in this module.
 HANDLE_INSIDE = """
 import signal
-def handle_inside(function, act):
+def handle_inside(function_and_module, act):
     def handle(_signal, frame):
-        while frame is not None and (frame.f_code.co_name, frame.f_globals["__name__"]) != function:
+        while frame is not None and (frame.f_code.co_name, frame.f_globals["__name__"]) != function_and_module:
             frame = frame.f_back
         if frame is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -37,14 +37,14 @@ from gdrkit import gds
 from gdrkit.errors import ApiError, ClosedResource, Reason
 faulthandler.dump_traceback_later(20, exit=True)
 file = gds.File(sys.argv[1], direct="never")
-begun_event, end_event, errors = threading.Event(), threading.Event(), []
+use_begun_event, end_use_event, errors = threading.Event(), threading.Event(), []
 def use():
     with file.in_use():
-        begun_event.set()
-        end_event.wait()
+        use_begun_event.set()
+        end_use_event.wait()
 thread = threading.Thread(target=use)
 thread.start()
-begun_event.wait()
+use_begun_event.wait()
 def close():
     try:
         with file.in_use():  # The native close has not begun yet: try again later.
@@ -56,7 +56,7 @@ def close():
         file.close()
     except ApiError as error:
         errors.append(error)
-    end_event.set()
+    end_use_event.set()
 handle_inside(("close", "gdrkit.gds.opening"), close)
 file.close()
 thread.join()
@@ -66,7 +66,7 @@ assert "signal handler" in str(error) and isinstance(error, OSError) and file.cl
 print("done")
 """
 # The beginning of programs with a transfer that is in progress until the file system gets the command `open`.
-BLOCKED_PROGRAM = f"""{HANDLE_INSIDE}
+BLOCKED_TRANSFER_PRELUDE = f"""{HANDLE_INSIDE}
 import faulthandler, os, sys
 from pathlib import Path
 from gds.faulty_file import FaultyFile
@@ -75,26 +75,26 @@ faulthandler.dump_traceback_later(40, exit=True)
 faulty_file = FaultyFile(Path(sys.argv[1]), length_bytes=4096, seed=1).__enter__()
 faulty_file.send("gate 0 4096")
 file, memory = gds.File(faulty_file.path, direct="never"), bytearray(4096)
-def start(engine):
+def start_job(engine):
     with file.in_use() as native_file:
         buffer = gds.describe_buffer(memory, writable=True)
         extents = [0, 0, buffer.address, 4096]  # index of the file, offset in the file, address, length
         return engine.submit(write=False, device_index=gds.HOST, files=[native_file], extents=extents)
 def interrupt():
     raise KeyboardInterrupt
-inside_close = ("close", "gdrkit.gds.engine")
+engine_close = ("close", "gdrkit.gds.engine")
 """
 # Ctrl-C ends the wait of Engine.close(), and the engine takes further jobs.
-ENGINE_PROGRAM = f"""{BLOCKED_PROGRAM}
+ENGINE_CLOSE_PROGRAM = f"""{BLOCKED_TRANSFER_PRELUDE}
 engine = gds.Engine()
-jobs = [start(engine)]
+jobs = [start_job(engine)]
 faulty_file.expect_line("waiting")
-handle_inside(inside_close, interrupt)
+handle_inside(engine_close, interrupt)
 try:
     engine.close()
 except KeyboardInterrupt:
     assert not engine.closed and not jobs[0].is_over()
-    jobs.append(start(engine))
+    jobs.append(start_job(engine))
 faulty_file.send("open")
 engine.close()
 assert len(jobs) == 2 and all(job.is_over() for job in jobs) and engine.closed
@@ -104,11 +104,11 @@ print("done")
 """
 # Ctrl-C ends the wait of close_engines(). Later transfers use another engine, and the next call of
 # close_engines() closes both engines.
-ENGINES_PROGRAM = f"""{BLOCKED_PROGRAM}
+CLOSE_ENGINES_PROGRAM = f"""{BLOCKED_TRANSFER_PRELUDE}
 from gdrkit.handles import live
 transfer = file.start_read_into(memory)
 faulty_file.expect_line("waiting")
-handle_inside(inside_close, interrupt)
+handle_inside(engine_close, interrupt)
 try:
     gds.close_engines()
 except KeyboardInterrupt:
@@ -123,8 +123,9 @@ file.close()
 faulty_file.__exit__()
 print("done")
 """
-# A signal handler forks while close_engines() waits. The child closes its copy of the engine at once.
-FORK_PROGRAM = f"""{BLOCKED_PROGRAM}
+# A signal handler forks while close_engines() waits. The child closes its copy of the engine at once, and exits with
+# code 7.
+HANDLER_FORK_PROGRAM = f"""{BLOCKED_TRANSFER_PRELUDE}
 parent_pid, child_pids = os.getpid(), []
 def fork():
     child_pids.append(os.fork())
@@ -132,7 +133,7 @@ def fork():
         faulty_file.send("open")
 transfer = file.start_read_into(memory)
 faulty_file.expect_line("waiting")
-handle_inside(inside_close, fork)
+handle_inside(engine_close, fork)
 gds.close_engines()
 if os.getpid() != parent_pid:
     os._exit(7)
@@ -142,11 +143,11 @@ faulty_file.__exit__()
 print("done")
 """
 # Ctrl-C ends a program that waits for a transfer when the interpreter exits.
-EXIT_PROGRAM = f"""{BLOCKED_PROGRAM}
+EXIT_PROGRAM = f"""{BLOCKED_TRANSFER_PRELUDE}
 transfer = file.start_read_into(memory)
 faulty_file.expect_line("waiting")
 print("done", flush=True)
-handle_inside(inside_close, interrupt)
+handle_inside(engine_close, interrupt)
 """
 
 
@@ -191,7 +192,9 @@ def test_close_inside_a_close_raises_edeadlk(tmp_path: Path) -> None:
 
 
 @needs(host.fuse)
-@pytest.mark.parametrize("program", [ENGINE_PROGRAM, ENGINES_PROGRAM, FORK_PROGRAM], ids=["one", "all", "fork"])
+@pytest.mark.parametrize(
+    "program", [ENGINE_CLOSE_PROGRAM, CLOSE_ENGINES_PROGRAM, HANDLER_FORK_PROGRAM], ids=["one", "all", "fork"]
+)
 def test_signal_ends_the_wait_of_an_engine(tmp_path: Path, program: str) -> None:
     """In older versions, the signal was handled only after the last job."""
     completed = run_python("-c", program, tmp_path)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
 
 THREAD_COUNT = 8
-# The transfers of all threads fit into the queue of an engine.
+# With this number, the transfers of all threads fit into the queue of an engine.
 STARTS_PER_THREAD = 30
 # A program that forks while one of its threads holds a lock of gdrkit.gds, during a slow call of the CUDA driver
 # or of cuFile.
@@ -116,13 +116,13 @@ def test_close_waits_for_the_transfers_of_all_threads(tmp_path: Path, seed: int)
         faulty_file.send(f"gate 0 {4 * KIB}")
         with gds.File(faulty_file.path) as file, ThreadPoolExecutor(THREAD_COUNT) as pool:
 
-            def start() -> list[bytearray]:
+            def start_reads() -> list[bytearray]:
                 buffers = [bytearray(4 * KIB) for _ in range(STARTS_PER_THREAD)]
                 for buffer in buffers:
                     file.start_read_into(buffer)
                 return buffers
 
-            futures = [pool.submit(start) for _ in range(THREAD_COUNT)]
+            futures = [pool.submit(start_reads) for _ in range(THREAD_COUNT)]
             buffers = [buffer for future in futures for buffer in future.result()]
             faulty_file.expect_line("waiting")
             faulty_file.send("open")
@@ -169,9 +169,10 @@ def test_start_time_does_not_grow_with_running_transfers(tmp_path: Path, seed: i
                 durations_ns.append(time.thread_time_ns() - start_ns)
             faulty_file.expect_line("waiting")
             faulty_file.send("open")
-    few_running_ns, many_running_ns = statistics.median(durations_ns[10:40]), statistics.median(durations_ns[-30:])
-    assert many_running_ns < 3 * few_running_ns, (
-        f"{few_running_ns} ns with 10 to 40 running transfers, {many_running_ns} ns with 210 to 240"
+    start_ns_with_few = statistics.median(durations_ns[10:40])
+    start_ns_with_many = statistics.median(durations_ns[-30:])
+    assert start_ns_with_many < 3 * start_ns_with_few, (
+        f"{start_ns_with_few} ns with 10 to 40 running transfers, {start_ns_with_many} ns with 210 to 240"
     )
 
 
@@ -216,16 +217,19 @@ def test_dropped_futures_are_settled_by_later_transfers(tmp_path: Path) -> None:
 def test_dropped_future_counts_and_lasts_until_its_last_byte(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(bytes(64 * KIB))
     with gds.File(tmp_path / "data", direct="never") as file:
-        count_before, bytes_before = gds.transfer_totals().get(gds.Route.ENGINE, (0, 0))
+        transfer_count_before, transferred_bytes_before = gds.transfer_totals().get(gds.Route.ENGINE, (0, 0))
         start_s = time.monotonic()
         transfer = file.start_read_into(bytearray(64 * KIB))
         wait_until(transfer.done, "the transfer to end")
         end_s = time.monotonic()
-        assert gds.transfer_totals()[gds.Route.ENGINE] == (count_before + 1, bytes_before + 64 * KIB)
+        assert gds.transfer_totals()[gds.Route.ENGINE] == (
+            transfer_count_before + 1,
+            transferred_bytes_before + 64 * KIB,
+        )
         # The duration must end with the last byte, not with the call of result().
         wait_until(lambda: time.monotonic() > end_s + 0.02, "some time after the end")
         assert 0 < transfer.result().duration_s <= end_s - start_s
-        assert gds.transfer_totals()[gds.Route.ENGINE].transfers_count == count_before + 1
+        assert gds.transfer_totals()[gds.Route.ENGINE].transfers_count == transfer_count_before + 1
 
 
 @needs(host.fuse)
@@ -276,14 +280,14 @@ def test_finalizer_of_a_buffer_may_start_a_transfer(tmp_path: Path) -> None:
 
 
 @needs(cuda.device(), software("cuda"), software("cufile"))
-@pytest.mark.parametrize("module", ["engine", "cufile"])
-def test_fork_during_an_open_leaves_no_lock_held(tmp_path: Path, module: str) -> None:
-    delayed_call = {"engine": "cuDevicePrimaryCtxRetain", "cufile": "cuFileDriverOpen"}[module]
-    plan = tmp_path / "plan"
-    plan.write_text(f"gdrkit-faults 1\n{delayed_call} call=1 delay_us=3000000\n")
+@pytest.mark.parametrize("locked_module", ["engine", "cufile"])
+def test_fork_during_an_open_leaves_no_lock_held(tmp_path: Path, locked_module: str) -> None:
+    delayed_call = {"engine": "cuDevicePrimaryCtxRetain", "cufile": "cuFileDriverOpen"}[locked_module]
+    plan_path = tmp_path / "plan"
+    plan_path.write_text(f"gdrkit-faults 1\n{delayed_call} call=1 delay_us=3000000\n")
     completed = subprocess.run(
-        [sys.executable, "-c", FORKING_PROGRAM, module],
-        env={**os.environ, "GDRKIT_TWINS_FAULTS": str(plan)},
+        [sys.executable, "-c", FORKING_PROGRAM, locked_module],
+        env={**os.environ, "GDRKIT_TWINS_FAULTS": str(plan_path)},
         capture_output=True,
         text=True,
         check=False,

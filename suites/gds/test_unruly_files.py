@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from gdrkit.cuda import Device
 
-EVERY_MEMORY_KIND = pytest.mark.parametrize("memory_kind", HOST_AND_DEVICE, indirect=True)
-EVERY_ACCESS = pytest.mark.parametrize("access", ["automatic", "buffered"])
+ON_HOST_AND_DEVICE = pytest.mark.parametrize("memory_kind", HOST_AND_DEVICE, indirect=True)
+AUTOMATIC_AND_BUFFERED = pytest.mark.parametrize("access", ["automatic", "buffered"])
 LENGTH_BYTES = 24 * MIB
 # More bytes than all threads of an engine read at a time.
 LONG_BYTES = 128 * MIB
@@ -43,8 +43,8 @@ def faulty_file(request: pytest.FixtureRequest, tmp_path: Path, seed: int) -> It
 
 
 @needs(host.fuse)
-@EVERY_MEMORY_KIND
-@EVERY_ACCESS
+@ON_HOST_AND_DEVICE
+@AUTOMATIC_AND_BUFFERED
 def test_unreadable_byte_is_eio_after_the_bytes_before_it(
     faulty_file: FaultyFile, seed: int, memory_kind: str, owner_device: Device | None, access: gds.Access
 ) -> None:
@@ -67,7 +67,7 @@ def test_unreadable_byte_is_eio_after_the_bytes_before_it(
 
 
 @needs(host.fuse)
-@EVERY_MEMORY_KIND
+@ON_HOST_AND_DEVICE
 def test_bytes_after_a_gap_are_not_counted(
     faulty_file: FaultyFile, seed: int, memory_kind: str, owner_device: Device | None
 ) -> None:
@@ -92,7 +92,7 @@ def test_bytes_after_a_gap_are_not_counted(
 
 
 @needs(host.fuse)
-@EVERY_MEMORY_KIND
+@ON_HOST_AND_DEVICE
 def test_short_read_of_an_unreadable_byte_is_eio(
     faulty_file: FaultyFile, seed: int, memory_kind: str, owner_device: Device | None
 ) -> None:
@@ -109,8 +109,8 @@ def test_short_read_of_an_unreadable_byte_is_eio(
 
 
 @needs(host.fuse)
-@EVERY_MEMORY_KIND
-@EVERY_ACCESS
+@ON_HOST_AND_DEVICE
+@AUTOMATIC_AND_BUFFERED
 def test_unwritable_byte_is_eio_after_the_bytes_before_it(
     faulty_file: FaultyFile, seed: int, memory_kind: str, owner_device: Device | None, access: gds.Access
 ) -> None:
@@ -128,8 +128,8 @@ def test_unwritable_byte_is_eio_after_the_bytes_before_it(
 
 
 @needs(host.fuse)
-@EVERY_MEMORY_KIND
-@EVERY_ACCESS
+@ON_HOST_AND_DEVICE
+@AUTOMATIC_AND_BUFFERED
 def test_file_that_shrinks_during_a_read_is_end_of_file(
     faulty_file: FaultyFile, seed: int, memory_kind: str, owner_device: Device | None, access: gds.Access
 ) -> None:
@@ -146,14 +146,14 @@ def test_file_that_shrinks_during_a_read_is_end_of_file(
             transfer.result()
         assert (error_info.value.reason, error_info.value.errno) == (Reason.END_OF_FILE, None)
         assert error_info.value.partial_result.range_bytes == (BAD_OFFSET,)
-        contents = memory.read_all()
-        pattern.check(contents[:BAD_OFFSET], seed=seed)
-        assert set(contents[BAD_OFFSET:]) == {0xA5}
+        memory_bytes = memory.read_all()
+        pattern.check(memory_bytes[:BAD_OFFSET], seed=seed)
+        assert set(memory_bytes[BAD_OFFSET:]) == {0xA5}
 
 
 @needs(host.fuse)
-@EVERY_MEMORY_KIND
-@EVERY_ACCESS
+@ON_HOST_AND_DEVICE
+@AUTOMATIC_AND_BUFFERED
 @pytest.mark.parametrize("faulty_file", [LONG_BYTES], indirect=True, ids=["long"])
 def test_cancelled_read_reports_the_bytes_that_arrived(
     faulty_file: FaultyFile, seed: int, memory_kind: str, owner_device: Device | None, access: gds.Access
@@ -198,8 +198,8 @@ def test_etimedout_of_a_disk_is_no_timeout_of_result(tmp_path: Path) -> None:
 
 
 @needs(host.capability("CAP_SYS_ADMIN"))
-@EVERY_MEMORY_KIND
-@EVERY_ACCESS
+@ON_HOST_AND_DEVICE
+@AUTOMATIC_AND_BUFFERED
 def test_full_disk_is_enospc_after_the_written_bytes(
     tmp_path: Path, seed: int, memory_kind: str, owner_device: Device | None, access: gds.Access
 ) -> None:
@@ -230,15 +230,15 @@ def test_full_disk_is_enospc_after_the_written_bytes(
 
 
 @needs(host.fuse)
-@pytest.mark.parametrize("read_bytes", [4 * KIB, MIB])
-def test_other_threads_run_during_a_read(faulty_file: FaultyFile, seed: int, read_bytes: int) -> None:
+@pytest.mark.parametrize("read_length_bytes", [4 * KIB, MIB])
+def test_other_threads_run_during_a_read(faulty_file: FaultyFile, seed: int, read_length_bytes: int) -> None:
     faulty_file.send(f"gate 0 {LENGTH_BYTES}")
-    memory = bytearray(read_bytes)
+    memory = bytearray(read_length_bytes)
     with gds.File(faulty_file.path) as file, ThreadPoolExecutor(1) as pool:
         read_future = pool.submit(file.read_into, memory)
         # If the reading thread held the GIL, this thread could not run here.
         faulty_file.expect_line("waiting")
         assert not read_future.done()
         faulty_file.send("open")
-        assert read_future.result().bytes == read_bytes
+        assert read_future.result().bytes == read_length_bytes
     pattern.check(memory, seed=seed)

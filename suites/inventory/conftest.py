@@ -1,4 +1,4 @@
-"""Fixture with the captures of real machines."""
+"""Fixture with the folder of the captures of real machines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["captures"]
+__all__ = ["captures_folder"]
 
 
 @pytest.fixture
-def captures() -> Path:
+def captures_folder() -> Path:
     """Return the folder with the captures of real machines. Cases that use it must have the need ``host.captures``."""
     return Path(os.environ["GDRKIT_CAPTURES"])

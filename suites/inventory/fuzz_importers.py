@@ -54,8 +54,8 @@ _LSPCI_OUTPUT = b"""0000:00:01.0 PCI bridge [0604]: Intel Corporation Device 352
 02:00.0 Infiniband controller: Mellanox Technologies MT2910 [15b3:1021]
 \tCapabilities: <access denied>
 """
-# A copied folder of sysfs. Each line has a path, a blank, and the contents of the file or, for a link, @ and the
-# target.
+# A description of a copied folder of sysfs. Each line has a path, a space, and the contents of the file. For a link,
+# "@" and the target follow the space.
 _COPIED_TREE = b"""mlx5_0/ports/1/state 4: ACTIVE
 mlx5_0/ports/1/phys_state 5: LinkUp
 mlx5_0/ports/1/rate 400 Gb/sec (4X NDR)
@@ -65,7 +65,7 @@ mlx5_0/fw_ver 28.41.1000
 mlx5_0/device @../../../devices/pci0000:00/0000:00:01.0
 mlx5_1/ports/1/state @../../../mlx5_0/ports/1/state
 """
-_CAPTURE = json.dumps(
+_CAPTURE_JSON = json.dumps(
     {
         "schema_version": 1,
         "origin": "a case",
@@ -79,6 +79,7 @@ _CAPTURE = json.dumps(
         },
     }
 ).encode()
+# Words that the fuzzer may insert into an input.
 _TOKENS = (
     b"<pci busid=",
     b"</pci>",
@@ -92,10 +93,10 @@ _TOKENS = (
 )
 
 
-def _import_and_examine(import_capture: Callable[[bytes], Capture], data: bytes) -> None:
-    """Import the data, and compute facts, topology and diagnosis of the captured machine."""
+def _import_and_examine(import_capture: Callable[[bytes], Capture], input_bytes: bytes) -> None:
+    """Import the input, and compute facts, topology and diagnosis of the captured machine."""
     try:
-        imported_capture = import_capture(data)
+        imported_capture = import_capture(input_bytes)
     except UsageError as error:
         if error.reason is not Reason.MALFORMED:
             raise
@@ -106,23 +107,24 @@ def _import_and_examine(import_capture: Callable[[bytes], Capture], data: bytes)
     machine.facts.to_json()
 
 
-def _import_folder(data: bytes) -> Capture:
-    path = Path(tempfile.mkdtemp(prefix="gdrkit-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))  # noqa: S108, PTH112
+def _import_folder(tree_description: bytes) -> Capture:
+    root = Path(tempfile.mkdtemp(prefix="gdrkit-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))  # noqa: S108, PTH112
     try:
-        _write_tree(path / "tree", data)
-        return read_capture(path / "tree")
+        _write_tree(root / "tree", tree_description)
+        return read_capture(root / "tree")
     finally:
-        shutil.rmtree(path)
+        shutil.rmtree(root)
 
 
-def _write_tree(root: Path, data: bytes) -> None:
+def _write_tree(root: Path, tree_description: bytes) -> None:
+    """Write the files and links of a description with the format of _COPIED_TREE. Limit their number and depth."""
     (root / "mlx5_0" / "ports").mkdir(parents=True)
-    for line in data.split(b"\n")[:40]:
+    for line in tree_description.split(b"\n")[:40]:
         relative_path, _, content = line.partition(b" ")
-        parts = [part for part in relative_path.split(b"/") if part not in (b"", b".", b"..")][:12]
-        if not parts or any(len(part) > 200 or b"\0" in part for part in parts):
+        names = [name for name in relative_path.split(b"/") if name not in (b"", b".", b"..")][:12]
+        if not names or any(len(name) > 200 or b"\0" in name for name in names):
             continue
-        path = os.path.join(os.fsencode(root), *parts)  # noqa: PTH118 - names of bytes.
+        path = os.path.join(os.fsencode(root), *names)  # noqa: PTH118 - the names are bytes.
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
             if content.startswith(b"@") and b"\0" not in content and len(content) > 1:
@@ -149,7 +151,7 @@ TARGETS = {
     "nccl": _make_target(parse_capture, _TOPOLOGY_XML),
     "lspci": _make_target(parse_capture, _LSPCI_OUTPUT),
     "folder": _make_target(_import_folder, _COPIED_TREE),
-    "capture": _make_target(parse_capture, _CAPTURE),
+    "capture": _make_target(parse_capture, _CAPTURE_JSON),
 }
 
 if __name__ == "__main__":

@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACS_REDIRECT",
-    "GPU",
+    "GPU_ADDRESS",
+    "GPU_SWITCH_PORT",
     "HEALTHY_FILES",
     "LINKS",
-    "NIC",
-    "NVME",
-    "SWITCH_PORT",
+    "NIC_ADDRESS",
+    "NVME_ADDRESS",
     "make_config_space",
     "make_gpu_processes",
     "make_machine",
 ]
 
 # PCI addresses. PORTS has, for each device, the downstream port of the switch.
-GPU, NIC, NVME = "0000:03:00.0", "0000:04:00.0", "0000:05:00.0"
+GPU_ADDRESS, NIC_ADDRESS, NVME_ADDRESS = "0000:03:00.0", "0000:04:00.0", "0000:05:00.0"
 ROOT_PORT, SWITCH = "0000:00:01.0", "0000:01:00.0"
-PORTS = {GPU: "0000:02:00.0", NIC: "0000:02:01.0", NVME: "0000:02:02.0"}
-SWITCH_PORT = PORTS[GPU]
+PORTS = {GPU_ADDRESS: "0000:02:00.0", NIC_ADDRESS: "0000:02:01.0", NVME_ADDRESS: "0000:02:02.0"}
+GPU_SWITCH_PORT = PORTS[GPU_ADDRESS]
 # An ACS control word with the bits source validation, request redirect, completion redirect, upstream forwarding.
 ACS_REDIRECT = 0x1D
 
@@ -58,12 +58,12 @@ _PCI_FUNCTIONS = {
     ROOT_PORT: (f"pci0000:00/{ROOT_PORT}", 0x8086, 0x352A, 0x060400, "pcieport", 16),
     SWITCH: (_SWITCH_PATH, 0x1000, 0xC030, 0x060400, "pcieport", 16),
     **{
-        port: (f"{_SWITCH_PATH}/{port}", 0x1000, 0xC030, 0x060400, "pcieport", 4 if device == NVME else 16)
+        port: (f"{_SWITCH_PATH}/{port}", 0x1000, 0xC030, 0x060400, "pcieport", 4 if device == NVME_ADDRESS else 16)
         for device, port in PORTS.items()
     },
-    GPU: (f"{_SWITCH_PATH}/{PORTS[GPU]}/{GPU}", 0x10DE, 0x2335, 0x030200, "nvidia", 16),
-    NIC: (f"{_SWITCH_PATH}/{PORTS[NIC]}/{NIC}", 0x15B3, 0x1021, 0x020000, "mlx5_core", 16),
-    NVME: (f"{_SWITCH_PATH}/{PORTS[NVME]}/{NVME}", 0x144D, 0xA824, 0x010802, "nvme", 4),
+    GPU_ADDRESS: (f"{_SWITCH_PATH}/{PORTS[GPU_ADDRESS]}/{GPU_ADDRESS}", 0x10DE, 0x2335, 0x030200, "nvidia", 16),
+    NIC_ADDRESS: (f"{_SWITCH_PATH}/{PORTS[NIC_ADDRESS]}/{NIC_ADDRESS}", 0x15B3, 0x1021, 0x020000, "mlx5_core", 16),
+    NVME_ADDRESS: (f"{_SWITCH_PATH}/{PORTS[NVME_ADDRESS]}/{NVME_ADDRESS}", 0x144D, 0xA824, 0x010802, "nvme", 4),
 }
 _CUFILE_JSON = """{
     // The recommended settings.
@@ -78,10 +78,13 @@ _CUFILE_JSON = """{
 """
 
 
-def make_config_space(*, acs: int | None = None, ats: bool | None = None, read_request_bytes: int = 4096) -> bytes:
+def make_config_space(
+    *, acs_control: int | None = None, ats_enabled: bool | None = None, read_request_bytes: int = 4096
+) -> bytes:
     """Return a configuration space of 4 KiB with the PCIe capability.
 
-    It also has the capability ACS with the control word `acs`, and ATS in the state `ats`, unless they are None.
+    If `acs_control` is not None, it has the capability ACS with this control word. If `ats_enabled` is not None, it has
+    the capability ATS.
     """
     data = bytearray(4096)
     # The status register announces a list of capabilities: power management at 0x40, and PCIe at 0x60.
@@ -93,31 +96,33 @@ def make_config_space(*, acs: int | None = None, ats: bool | None = None, read_r
     # As on real devices, the first extended capability is error reporting (ID 1). ACS (ID 0x0D) is at 0x150, and ATS
     # (ID 0x0F) at 0x160. A header has the ID, the version (from bit 16) and the offset of the next capability (from bit
     # 20). Then ACS and ATS have a capability register and a control register.
-    next_offset = 0x150 if acs is not None else 0x160 if ats is not None else 0
+    next_offset = 0x150 if acs_control is not None else 0x160 if ats_enabled is not None else 0
     struct.pack_into("<I", data, 0x100, 0x0001 | 2 << 16 | next_offset << 20)
-    if acs is not None:
-        struct.pack_into("<IHH", data, 0x150, 0x000D | 1 << 16 | (0x160 if ats is not None else 0) << 20, 0x1F, acs)
-    if ats is not None:
-        struct.pack_into("<IHH", data, 0x160, 0x000F | 1 << 16, 0, 0x8000 if ats else 0)
+    if acs_control is not None:
+        struct.pack_into(
+            "<IHH", data, 0x150, 0x000D | 1 << 16 | (0x160 if ats_enabled is not None else 0) << 20, 0x1F, acs_control
+        )
+    if ats_enabled is not None:
+        struct.pack_into("<IHH", data, 0x160, 0x000F | 1 << 16, 0, 0x8000 if ats_enabled else 0)
     return bytes(data)
 
 
 def _make_function_files() -> dict[str, str | bytes]:
     files: dict[str, str | bytes] = {}
-    for address, (path, vendor, device, class_code, _, width) in _PCI_FUNCTIONS.items():
+    for address, (path, vendor_id, device_id, class_code, _, link_width) in _PCI_FUNCTIONS.items():
         folder = f"/sys/devices/{path}"
         is_bridge = class_code == 0x060400
         files |= {
-            f"{folder}/vendor": f"{vendor:#06x}\n",
-            f"{folder}/device": f"{device:#06x}\n",
+            f"{folder}/vendor": f"{vendor_id:#06x}\n",
+            f"{folder}/device": f"{device_id:#06x}\n",
             f"{folder}/class": f"{class_code:#08x}\n",
             f"{folder}/numa_node": "0\n",
             f"{folder}/current_link_speed": "32.0 GT/s PCIe\n",
             f"{folder}/max_link_speed": "32.0 GT/s PCIe\n",
-            f"{folder}/current_link_width": f"{width}\n",
-            f"{folder}/max_link_width": f"{width}\n",
+            f"{folder}/current_link_width": f"{link_width}\n",
+            f"{folder}/max_link_width": f"{link_width}\n",
             f"{folder}/config": make_config_space(
-                acs=0x01 if is_bridge else None, ats=True if address == NIC else None
+                acs_control=0x01 if is_bridge else None, ats_enabled=True if address == NIC_ADDRESS else None
             ),
         }
     return files
@@ -145,7 +150,7 @@ HEALTHY_FILES: dict[str, str | bytes] = {
     f"{_NIC_PORT_FOLDER}/gids/2": "0000:0000:0000:0000:0000:0000:0000:0000\n",
     f"{_NIC_PORT_FOLDER}/gid_attrs/types/0": "IB/RoCE v1\n",
     f"{_NIC_PORT_FOLDER}/gid_attrs/types/1": "RoCE v2\n",
-    f"/sys/devices/{_PCI_FUNCTIONS[NIC][0]}/net/eth0/mtu": "9000\n",
+    f"/sys/devices/{_PCI_FUNCTIONS[NIC_ADDRESS][0]}/net/eth0/mtu": "9000\n",
     "/sys/class/net/eth0/mtu": "9000\n",
     "/sys/class/nvme/nvme0/transport": "pcie\n",
     "/sys/class/nvme/nvme0/model": "PM9A3\n",
@@ -157,7 +162,7 @@ HEALTHY_FILES: dict[str, str | bytes] = {
     "/sys/module/nvme_core/parameters/multipath": "N\n",
     "/proc/cmdline": "BOOT_IMAGE=/vmlinuz root=/dev/nvme0n1p1 intel_iommu=on iommu=pt\n",
     # BAR1 of the GPU has 256 GiB and begins at 4 TiB.
-    f"/sys/devices/{_PCI_FUNCTIONS[GPU][0]}/resource": (
+    f"/sys/devices/{_PCI_FUNCTIONS[GPU_ADDRESS][0]}/resource": (
         "0x00000000b8000000 0x00000000b8ffffff 0x0000000000040200\n"
         "0x0000040000000000 0x0000043fffffffff 0x000000000014220c\n"
     ),
@@ -209,9 +214,9 @@ LINKS: dict[str, str] = {
         f"/sys/devices/{function_fields[0]}/driver": f"/sys/bus/pci/drivers/{function_fields[4]}"
         for function_fields in _PCI_FUNCTIONS.values()
     },
-    f"/sys/devices/{_PCI_FUNCTIONS[GPU][0]}/iommu_group": "/sys/kernel/iommu_groups/7",
-    "/sys/class/infiniband/mlx5_0/device": f"../../../devices/{_PCI_FUNCTIONS[NIC][0]}",
-    "/sys/class/nvme/nvme0/device": f"../../../devices/{_PCI_FUNCTIONS[NVME][0]}",
+    f"/sys/devices/{_PCI_FUNCTIONS[GPU_ADDRESS][0]}/iommu_group": "/sys/kernel/iommu_groups/7",
+    "/sys/class/infiniband/mlx5_0/device": f"../../../devices/{_PCI_FUNCTIONS[NIC_ADDRESS][0]}",
+    "/sys/class/nvme/nvme0/device": f"../../../devices/{_PCI_FUNCTIONS[NVME_ADDRESS][0]}",
     "/sys/dev/block/259:1": "../../devices/block/nvme0n1/nvme0n1p1",
 }
 
@@ -238,7 +243,7 @@ def _write_files(root: Path, files: Mapping[str, str | bytes | None], links: Map
 
 
 def make_gpu_processes(*changes: Mapping[str, Any], unreadable: str = "") -> dict[str, Observation]:
-    """Return the observation of the processes of one job. Each mapping makes a process with these fields changed.
+    """Return the observation of the processes of one job. Each of `changes` adds a process with these fields changed.
 
     `unreadable` states what could not be read, and is empty if everything was read.
     """
@@ -259,8 +264,12 @@ def make_gpu_processes(*changes: Mapping[str, Any], unreadable: str = "") -> dic
     processes = [
         replace(process, process_id=process.process_id + index, **change) for index, change in enumerate(changes)
     ]
-    texts = {process.title: json.dumps(serialization.to_json_data(process)) for process in processes}
-    return {GPU_PROCESSES: Observation(GPU_PROCESSES, seen=texts | ({NOT_READABLE: unreadable} if unreadable else {}))}
+    json_by_title = {process.title: json.dumps(serialization.to_json_data(process)) for process in processes}
+    return {
+        GPU_PROCESSES: Observation(
+            GPU_PROCESSES, seen=json_by_title | ({NOT_READABLE: unreadable} if unreadable else {})
+        )
+    }
 
 
 def make_machine(
@@ -268,8 +277,8 @@ def make_machine(
     *,
     files: Mapping[str, str | bytes | None] | None = None,
     links: Mapping[str, str | None] | None = None,
-    attributes: Mapping[str, int] | None = None,
-    dmabuf: bool = True,
+    cuda_attributes: Mapping[str, int] | None = None,
+    nic_supports_dmabuf: bool = True,
     working_routes: tuple[str, ...] = ("dmabuf", "peer_memory"),
     kernel_log_lines: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
@@ -284,9 +293,9 @@ def make_machine(
         Empty folder for the files.
     files, links : mapping, optional
         Other contents of files and other targets of links, by path. None removes the file or the link.
-    attributes : mapping, optional
+    cuda_attributes : mapping, optional
         Other attributes of the CUDA device, by name without the prefix ``CU_DEVICE_ATTRIBUTE_``.
-    dmabuf : bool
+    nic_supports_dmabuf : bool
         Whether the NIC supports dma-buf regions.
     working_routes : tuple of str
         The registration routes that work.
@@ -301,12 +310,18 @@ def make_machine(
     """
     _write_files(root, {**HEALTHY_FILES, **(files or {})}, {**LINKS, **(links or {})})
     facts_of_files = probe(HostTree(root), environment=environment or {}, query_apis=False)
-    device = CudaDeviceFacts(
-        index=0, name="NVIDIA H200", uuid="GPU-0", pci_bus_id=GPU, attributes=_CUDA_ATTRIBUTES | dict(attributes or {})
+    cuda_device = CudaDeviceFacts(
+        index=0,
+        name="NVIDIA H200",
+        uuid="GPU-0",
+        pci_bus_id=GPU_ADDRESS,
+        attributes=_CUDA_ATTRIBUTES | dict(cuda_attributes or {}),
     )
-    nic = NicFacts(name="mlx5_0", driver="mlx5_core", node_guid="", active_ports=(1,), dmabuf=dmabuf, failure=None)
-    link = GpuLink(
-        pci_bus_id=GPU,
+    nic = NicFacts(
+        name="mlx5_0", driver="mlx5_core", node_guid="", active_ports=(1,), dmabuf=nic_supports_dmabuf, failure=None
+    )
+    gpu_link = GpuLink(
+        pci_bus_id=GPU_ADDRESS,
         link_generation=5,
         link_generation_max=5,
         link_width=16,
@@ -317,13 +332,13 @@ def make_machine(
         common_ancestor={},
     )
     api_facts: dict[str, Any] = {
-        "cuda": CudaFacts(driver_version="13.0", devices=(device,), libraries=()),
+        "cuda": CudaFacts(driver_version="13.0", devices=(cuda_device,), libraries=()),
         "verbs": VerbsFacts(nics=(nic,), libraries=()),
         "routes": tuple(
             RouteFacts(device_index=0, nic="mlx5_0", way=route, possible=route in working_routes, failure=None)
             for route in ("dmabuf", "peer_memory")
         ),
-        "nvml": NvmlFacts(driver_version="580.159.04", gpus=(link,)),
+        "nvml": NvmlFacts(driver_version="580.159.04", gpus=(gpu_link,)),
     }
     return Machine(
         files=DiskFiles(root),

@@ -9,10 +9,10 @@ from typing import Any
 
 from inventory.healthy_machine import (
     ACS_REDIRECT,
-    GPU,
+    GPU_ADDRESS,
+    GPU_SWITCH_PORT,
     HEALTHY_FILES,
-    NIC,
-    SWITCH_PORT,
+    NIC_ADDRESS,
     make_config_space,
     make_gpu_processes,
 )
@@ -24,7 +24,7 @@ from gdrkit.inventory.observation import DESCRIPTOR_0
 from gdrkit.units import GIB, MIB
 
 __all__ = [
-    "EXPANDABLE_SEGMENTS",
+    "EXPANDABLE_SEGMENTS_VARIABLES",
     "FAILING_EXAMPLES",
     "HCA_FOLDER",
     "JOB_VARIABLES",
@@ -32,13 +32,13 @@ __all__ = [
     "NO_RDMA_FILES",
     "PASSING_EXAMPLES",
     "PEER_MEMORY_CLIENT_FILE",
-    "PTRACE_CAPABILITY",
+    "PTRACE_CAPABILITY_FILES",
     "make_failed_driver_open",
 ]
 
 _SWITCH_PATH = "pci0000:00/0000:00:01.0/0000:01:00.0"
-_GPU_FOLDER = f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/{GPU}"
-_NIC_FOLDER = f"/sys/devices/{_SWITCH_PATH}/0000:02:01.0/{NIC}"
+_GPU_FOLDER = f"/sys/devices/{_SWITCH_PATH}/{GPU_SWITCH_PORT}/{GPU_ADDRESS}"
+_NIC_FOLDER = f"/sys/devices/{_SWITCH_PATH}/0000:02:01.0/{NIC_ADDRESS}"
 HCA_FOLDER = "/sys/class/infiniband/mlx5_0"
 _NIC_PORT_FOLDER = f"{HCA_FOLDER}/ports/1"
 NO_RDMA_FILES: dict[str, str | None] = {
@@ -57,16 +57,18 @@ _HIGH_BAR1_RESOURCE = (
     "0x00000000b8000000 0x00000000b8ffffff 0x0000000000040200\n"
     "0x00002a0000000000 0x00002a3fffffffff 0x000000000014220c\n"
 )
-_REFUSED_RANGE = "range=0x2a0000000000-0x2a3fffffffff, maximum=0xbffffffffff"
+_REFUSED_RANGE_TEXT = "range=0x2a0000000000-0x2a3fffffffff, maximum=0xbffffffffff"
 _VIRTUAL_MACHINE_FILES = {"/proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu vme hypervisor\n"}
 _SLOW_LINK_FILES = {f"{_GPU_FOLDER}/current_link_speed": "2.5 GT/s PCIe\n"}
 # The numbers are the link generation and its maximum, the link width and its maximum, and the replay count.
-_SMALL_BAR1 = GpuLink(GPU, 5, 5, 16, 16, 0, bar1_bytes=256 * MIB, bar1_free_bytes=200 * MIB, common_ancestor={})
-_FULL_BAR1 = GpuLink(GPU, 5, 5, 16, 16, 0, bar1_bytes=256 * GIB, bar1_free_bytes=MIB, common_ancestor={})
+_SMALL_BAR1_LINK = GpuLink(
+    GPU_ADDRESS, 5, 5, 16, 16, 0, bar1_bytes=256 * MIB, bar1_free_bytes=200 * MIB, common_ancestor={}
+)
+_FULL_BAR1_LINK = GpuLink(GPU_ADDRESS, 5, 5, 16, 16, 0, bar1_bytes=256 * GIB, bar1_free_bytes=MIB, common_ancestor={})
 JOB_VARIABLES = {"SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "0,1"}
 # The process has CAP_SYS_PTRACE.
-PTRACE_CAPABILITY = {"/proc/self/status": "CapEff:\t0000000000080000\n"}
-EXPANDABLE_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+PTRACE_CAPABILITY_FILES = {"/proc/self/status": "CapEff:\t0000000000080000\n"}
+EXPANDABLE_SEGMENTS_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def _make_mountinfo(file_system: str, options: str = "rw") -> dict[str, str]:
@@ -100,7 +102,7 @@ def _make_link_with_errors(*, corrected: int = 0, uncorrected: int = 0, is_remap
         has_remapping_failed=False,
         active_nvlinks=18,
     )
-    return GpuLink(GPU, 5, 5, 16, 16, 0, 256 * GIB, 255 * GIB, common_ancestor={}, health=health)
+    return GpuLink(GPU_ADDRESS, 5, 5, 16, 16, 0, 256 * GIB, 255 * GIB, common_ancestor={}, health=health)
 
 
 # The arguments of inventory.healthy_machine.make_machine, by the code of the rule and the name of the example. Each
@@ -112,7 +114,11 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("peermem-refused", "no client"): {"files": {PEER_MEMORY_CLIENT_FILE: None}, "working_routes": ()},
     ("peermem-refused", "a registered module"): {"working_routes": ()},
-    ("no-dmabuf-region", "the NIC refuses"): {"dmabuf": False, "working_routes": (), "files": NO_PEER_MEMORY_FILES},
+    ("no-dmabuf-region", "the NIC refuses"): {
+        "nic_supports_dmabuf": False,
+        "working_routes": (),
+        "files": NO_PEER_MEMORY_FILES,
+    },
     ("no-dmabuf-region", "an old kernel"): {
         "facts": {"verbs": None, "routes": ()},
         "files": NO_PEER_MEMORY_FILES | {"/proc/sys/kernel/osrelease": "5.4.0-generic\n"},
@@ -122,7 +128,7 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "files": NO_PEER_MEMORY_FILES | {"/boot/config-6.8.0-60-generic": "CONFIG_DMA_SHARED_BUFFER=y\n"},
     },
     ("no-dmabuf-export", "the driver refuses"): {
-        "attributes": {"DMA_BUF_SUPPORTED": 0},
+        "cuda_attributes": {"DMA_BUF_SUPPORTED": 0},
         "files": NO_PEER_MEMORY_FILES,
     },
     ("no-dmabuf-export", "the proprietary module"): {
@@ -130,10 +136,10 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "files": NO_PEER_MEMORY_FILES
         | {"/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04\n"},
     },
-    ("no-gpudirect", "a consumer GPU"): {"attributes": {"GPU_DIRECT_RDMA_SUPPORTED": 0}},
+    ("no-gpudirect", "a consumer GPU"): {"cuda_attributes": {"GPU_DIRECT_RDMA_SUPPORTED": 0}},
     ("topology-veto", "denied"): {"files": {"/proc/driver/nvidia/params": "GrdmaPciTopoCheckOverride: 2\n"}},
     ("gpu-too-old", "Volta"): {
-        "attributes": {"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 0},
+        "cuda_attributes": {"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 0},
         "working_routes": (),
         "files": NO_PEER_MEMORY_FILES,
     },
@@ -141,7 +147,7 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "facts": {"cuda": None, "routes": ()},
         "files": NO_PEER_MEMORY_FILES | {f"{_GPU_FOLDER}/device": "0x15f8\n"},
     },
-    ("gpu-too-old", "Fermi"): {"attributes": {"COMPUTE_CAPABILITY_MAJOR": 2}},
+    ("gpu-too-old", "Fermi"): {"cuda_attributes": {"COMPUTE_CAPABILITY_MAJOR": 2}},
     ("gpu-too-old", "driver 470"): {
         "working_routes": (),
         "files": NO_PEER_MEMORY_FILES
@@ -162,10 +168,10 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "kernel_log_lines": ("mlx5_core 0000:04:00.0: Driver cmdif rev(5) differs from firmware's(4)",)
     },
     ("acs-redirect", "a port of the switch"): {
-        "files": {f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/config": make_config_space(acs=ACS_REDIRECT)}
+        "files": {f"/sys/devices/{_SWITCH_PATH}/{GPU_SWITCH_PORT}/config": make_config_space(acs_control=ACS_REDIRECT)}
     },
     ("ats-off-in-vm", "ATS off"): {
-        "files": _VIRTUAL_MACHINE_FILES | {f"{_NIC_FOLDER}/config": make_config_space(ats=False)}
+        "files": _VIRTUAL_MACHINE_FILES | {f"{_NIC_FOLDER}/config": make_config_space(ats_enabled=False)}
     },
     ("iommu-translates", "the group is translated"): {"files": {"/sys/kernel/iommu_groups/7/type": "DMA-FQ\n"}},
     ("iommu-translates", "pass-through on Arm"): {
@@ -173,9 +179,9 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "facts": {"machine": "aarch64"},
     },
     ("far-apart", "another socket"): {
-        "links": {f"/sys/bus/pci/devices/{GPU}": f"../../../devices/pci0000:80/0000:80:01.0/{GPU}"},
+        "links": {f"/sys/bus/pci/devices/{GPU_ADDRESS}": f"../../../devices/pci0000:80/0000:80:01.0/{GPU_ADDRESS}"},
         "files": {
-            f"/sys/devices/pci0000:80/0000:80:01.0/{GPU}/{name}": content
+            f"/sys/devices/pci0000:80/0000:80:01.0/{GPU_ADDRESS}/{name}": content
             for name, content in {
                 "vendor": "0x10de\n",
                 "device": "0x2335\n",
@@ -188,10 +194,10 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("link-downgraded", "a slow NIC"): {"files": {f"{_NIC_FOLDER}/current_link_speed": "16.0 GT/s PCIe\n"}},
     ("link-downgraded", "slow under load"): {
         "files": _SLOW_LINK_FILES,
-        "observations": {"load": Observation("load", seen={GPU: "8.0 GT/s PCIe"})},
+        "observations": {"load": Observation("load", seen={GPU_ADDRESS: "8.0 GT/s PCIe"})},
     },
     ("small-read-request", "128 bytes"): {
-        "files": {f"{_NIC_FOLDER}/config": make_config_space(ats=True, read_request_bytes=128)}
+        "files": {f"{_NIC_FOLDER}/config": make_config_space(ats_enabled=True, read_request_bytes=128)}
     },
     ("gpu-errors", "fallen off the bus"): {
         "kernel_log_lines": ("NVRM: Xid (PCI:0000:03:00): 79, pid='<unknown>', GPU has fallen off the bus.",)
@@ -234,7 +240,7 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("kaslr-p2pdma", "in the kernel log"): {
         "files": _NO_NVIDIA_FS_FILES | {f"{_GPU_FOLDER}/resource": _HIGH_BAR1_RESOURCE},
-        "kernel_log_lines": (f"Hotplugged memory exceeds maximum addressable address, {_REFUSED_RANGE}",),
+        "kernel_log_lines": (f"Hotplugged memory exceeds maximum addressable address, {_REFUSED_RANGE_TEXT}",),
     },
     ("cufile-descriptor-0", "nodes are missing"): {"files": {"/dev/nvidia-fs0": None}},
     ("cufile-descriptor-0", "seen"): {
@@ -252,13 +258,13 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("direct-io", "large blocks"): {"files": {"/sys/class/block/nvme0n1/queue/logical_block_size": "16384\n"}},
     ("direct-io", "tmpfs alone"): {"files": {"/proc/self/mountinfo": "22 1 0:40 / / rw - tmpfs tmpfs rw\n"}},
-    ("bar1-small", "256 MiB"): {"facts": {"nvml": NvmlFacts("580.159.04", (_SMALL_BAR1,))}},
-    ("bar1-small", "full"): {"facts": {"nvml": NvmlFacts("580.159.04", (_FULL_BAR1,))}},
+    ("bar1-small", "256 MiB"): {"facts": {"nvml": NvmlFacts("580.159.04", (_SMALL_BAR1_LINK,))}},
+    ("bar1-small", "full"): {"facts": {"nvml": NvmlFacts("580.159.04", (_FULL_BAR1_LINK,))}},
     ("udev-database", "none"): {"files": {"/run/udev/data/b259:1": None}},
     ("udev-database", "without the device"): {"files": {"/run/udev/data/b259:1": None, "/run/udev/data/b8:0": ""}},
     ("vmm-memory", "expandable segments"): {
-        "environment": EXPANDABLE_SEGMENTS,
-        "attributes": {"GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED": 0},
+        "environment": EXPANDABLE_SEGMENTS_VARIABLES,
+        "cuda_attributes": {"GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED": 0},
     },
     ("pool-starved", "few slabs"): {
         "files": {"/etc/cufile.json": '{"properties": {"io_batchsize": 128, "posix_pool_slab_count": [16]}}'}
@@ -270,7 +276,7 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
 
 # Arguments of the same form. The rule passes on the machine of the example.
 PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
-    ("no-registration-route", "peer memory alone"): {"working_routes": ("peer_memory",), "dmabuf": False},
+    ("no-registration-route", "peer memory alone"): {"working_routes": ("peer_memory",), "nic_supports_dmabuf": False},
     ("peermem-refused", "dma-buf instead"): {"working_routes": ("dmabuf",)},
     ("peermem-refused", "a registered module, and nothing was tried"): {"facts": {"routes": ()}},
     ("peermem-refused", "ib_core is used"): {
@@ -281,13 +287,13 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "files": {PEER_MEMORY_CLIENT_FILE: None, "/sys/module/ib_uverbs/holders/nvidia_peermem": ""},
         "facts": {"routes": ()},
     },
-    ("no-dmabuf-region", "peer memory instead"): {"dmabuf": False, "working_routes": ("peer_memory",)},
-    ("no-dmabuf-export", "peer memory instead"): {"attributes": {"DMA_BUF_SUPPORTED": 0}},
+    ("no-dmabuf-region", "peer memory instead"): {"nic_supports_dmabuf": False, "working_routes": ("peer_memory",)},
+    ("no-dmabuf-export", "peer memory instead"): {"cuda_attributes": {"DMA_BUF_SUPPORTED": 0}},
     ("gpu-too-old", "peer memory instead"): {
-        "attributes": {"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 0}
+        "cuda_attributes": {"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 0}
     },
     ("gpu-too-old", "Turing"): {
-        "attributes": {"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 5},
+        "cuda_attributes": {"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 5},
         "files": NO_PEER_MEMORY_FILES,
         "working_routes": ("dmabuf",),
     },
@@ -297,16 +303,16 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "working_routes": (),
     },
     ("acs-redirect", "source validation alone"): {
-        "files": {f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/config": make_config_space(acs=0x01)}
+        "files": {f"/sys/devices/{_SWITCH_PATH}/{GPU_SWITCH_PORT}/config": make_config_space(acs_control=0x01)}
     },
     ("acs-redirect", "above the switch"): {
-        "files": {"/sys/devices/pci0000:00/0000:00:01.0/config": make_config_space(acs=ACS_REDIRECT)}
+        "files": {"/sys/devices/pci0000:00/0000:00:01.0/config": make_config_space(acs_control=ACS_REDIRECT)}
     },
     ("ats-off-in-vm", "ATS on"): {"files": _VIRTUAL_MACHINE_FILES},
     ("iommu-translates", "no groups"): {"links": {f"{_GPU_FOLDER}/iommu_group": None}},
     ("link-downgraded", "slow when idle"): {
         "files": _SLOW_LINK_FILES,
-        "observations": {"load": Observation("load", seen={GPU: "32.0 GT/s PCIe"})},
+        "observations": {"load": Observation("load", seen={GPU_ADDRESS: "32.0 GT/s PCIe"})},
     },
     ("gpu-errors", "corrected errors alone"): {
         "facts": {"nvml": NvmlFacts("580.159.04", (_make_link_with_errors(corrected=9),))}
@@ -331,12 +337,15 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "observations": make_gpu_processes({}, {}, {"user_id": 0, "environment": {}})
     },
     ("cuda-ipc-refused", "ptrace is allowed"): {
-        "environment": EXPANDABLE_SEGMENTS,
+        "environment": EXPANDABLE_SEGMENTS_VARIABLES,
         "files": {"/proc/sys/kernel/yama/ptrace_scope": "0\n"},
     },
-    ("cuda-ipc-refused", "the capability"): {"environment": EXPANDABLE_SEGMENTS, "files": PTRACE_CAPABILITY},
+    ("cuda-ipc-refused", "the capability"): {
+        "environment": EXPANDABLE_SEGMENTS_VARIABLES,
+        "files": PTRACE_CAPABILITY_FILES,
+    },
     ("cuda-ipc-refused", "expandable segments without a job"): {
-        "environment": EXPANDABLE_SEGMENTS,
+        "environment": EXPANDABLE_SEGMENTS_VARIABLES,
         "observations": make_gpu_processes({"environment": {}}, {"environment": {}}),
     },
     ("descriptors-low", "the usual limit"): {
@@ -367,9 +376,9 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("cufile-descriptor-0", "nvidia-fs is not loaded"): {"files": _NO_NVIDIA_FS_FILES | {"/dev/nvidia-fs0": None}},
     ("cufile-descriptor-0", "descriptor 0 is still open"): {
         "files": {"/dev/nvidia-fs0": None},
-        "observations": make_failed_driver_open(Reason.OTHER, 5001),
+        "observations": make_failed_driver_open(Reason.OTHER, 5001),  # CU_FILE_DRIVER_NOT_INITIALIZED
     },
     ("file-system", "xfs"): {"files": _make_mountinfo("xfs")},
-    ("vmm-memory", "expandable segments"): {"environment": EXPANDABLE_SEGMENTS},
+    ("vmm-memory", "expandable segments"): {"environment": EXPANDABLE_SEGMENTS_VARIABLES},
     ("driver-open", "success"): {"observations": {"driver_open": Observation("driver_open", seen={"opened": "yes"})}},
 }

@@ -8,7 +8,7 @@ import struct
 from typing import TYPE_CHECKING
 
 import pytest
-from inventory.healthy_machine import HEALTHY_FILES, NIC, make_config_space, make_machine
+from inventory.healthy_machine import HEALTHY_FILES, NIC_ADDRESS, make_config_space, make_machine
 
 from gdrkit.errors import ApiError, Reason
 from gdrkit.host import HostTree, block_device, mount_of, mounts, parse_config_space, pci_devices, virtual_machine
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 def make_config_space_with(offset: int, value: int, struct_format: str = "<I") -> bytes:
     """Return a valid config space with another value at one offset. `struct_format` is the format of the value."""
-    data = bytearray(make_config_space(acs=0x1D, ats=True))
-    struct.pack_into(struct_format, data, offset, value)
-    return bytes(data)
+    config_space = bytearray(make_config_space(acs_control=0x1D, ats_enabled=True))
+    struct.pack_into(struct_format, config_space, offset, value)
+    return bytes(config_space)
 
 
 # A valid config space has capabilities at 0x40 and 0x60, with the offset of the next capability in the second byte
-# (0x41 and 0x61). It has extended capabilities at 0x100, 0x150 and 0x160, with the offset of the next one from bit 20.
+# (0x41 and 0x61). It has extended capabilities at 0x100, 0x150 and 0x160. The offset of the next extended capability
+# begins at bit 20 of a header.
 HOSTILE_CONFIG_SPACES = {
     "too short": (b"\0" * 63, "a header has 64"),
     "empty": (b"", "a header has 64"),
@@ -45,17 +46,19 @@ HOSTILE_CONFIG_SPACES = {
 
 @pytest.mark.parametrize("example_name", HOSTILE_CONFIG_SPACES)
 def test_hostile_config_space_is_one_clear_error(example_name: str) -> None:
-    data, error_text = HOSTILE_CONFIG_SPACES[example_name]
+    config_space, error_text = HOSTILE_CONFIG_SPACES[example_name]
     with pytest.raises(ApiError, match=error_text) as error_info:
-        parse_config_space(data, name=NIC)
+        parse_config_space(config_space, name=NIC_ADDRESS)
     assert error_info.value.reason is Reason.MALFORMED
-    assert NIC in str(error_info.value)
+    assert NIC_ADDRESS in str(error_info.value)
 
 
 def test_random_config_space_is_read_or_refused() -> None:
     generator = random.Random(5)
     for _ in range(2000):
-        data = bytearray(make_config_space(acs=0x1D, ats=True)[: generator.choice((64, 65, 128, 256, 257, 4096))])
+        data = bytearray(
+            make_config_space(acs_control=0x1D, ats_enabled=True)[: generator.choice((64, 65, 128, 256, 257, 4096))]
+        )
         for _change in range(generator.randint(0, 6)):
             data[generator.randrange(len(data))] = generator.randrange(256)
         reasons = set()
@@ -67,16 +70,16 @@ def test_random_config_space_is_read_or_refused() -> None:
 
 
 def test_whole_config_space_has_its_registers() -> None:
-    space = parse_config_space(make_config_space(acs=0x1D, ats=False, read_request_bytes=512))
-    assert space.acs is not None
-    assert (str(space.acs), space.ats_enabled) == ("SrcValid+ ReqRedir+ CmpltRedir+ UpstreamFwd+", False)
-    assert (space.max_read_request_bytes, space.relaxed_ordering, space.is_whole) == (512, True, True)
-    header = parse_config_space(make_config_space(acs=0x1D)[:64])
+    config = parse_config_space(make_config_space(acs_control=0x1D, ats_enabled=False, read_request_bytes=512))
+    assert config.acs is not None
+    assert (str(config.acs), config.ats_enabled) == ("SrcValid+ ReqRedir+ CmpltRedir+ UpstreamFwd+", False)
+    assert (config.max_read_request_bytes, config.relaxed_ordering, config.is_whole) == (512, True, True)
+    header = parse_config_space(make_config_space(acs_control=0x1D)[:64])
     assert (header.acs, header.max_read_request_bytes, header.is_whole) == (None, None, False)
 
 
 def test_rule_with_hostile_config_space_is_unproven(tmp_path: Path) -> None:
-    path = next(name for name in HEALTHY_FILES if name.endswith(f"{NIC}/config"))
+    path = next(path for path in HEALTHY_FILES if path.endswith(f"{NIC_ADDRESS}/config"))
     finding = rule_of("small-read-request").apply(
         make_machine(tmp_path, files={path: HOSTILE_CONFIG_SPACES["capabilities loop"][0]})
     )
@@ -84,6 +87,7 @@ def test_rule_with_hostile_config_space_is_unproven(tmp_path: Path) -> None:
     assert "loops at 0x40" in finding.text
 
 
+# "४" is the Devanagari digit 4: str.isdigit() and int() accept it.
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00\x01" * 20, b"\0", b"9" * 5000, "४".encode(), b"0x", b"-"])
 def test_files_with_wrong_contents_raise_no_error(tmp_path: Path, content: bytes) -> None:
     files = {

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 GROWTH_MAX_BYTES = 256 << 20
 # Limit of the processor time of a command. Elapsed time would depend on the load of the machine.
 CPU_TIME_MAX_S = 30
-SMALLEST_CAPTURE = {"schema_version": 1, "origin": "a case", "answers": {}}
-# The program runs a command of gdrkit, and reports its peak memory, its processor time and its exit code.
-PROGRAM = """
+EMPTY_CAPTURE = {"schema_version": 1, "origin": "a case", "answers": {}}
+# This program runs a command of gdrkit, and prints peak memory, processor time and exit code to standard error.
+MEASURED_PROGRAM = """
 import re, sys, time
 from gdrkit.cli import main
 try:
@@ -41,7 +41,7 @@ except SystemExit as exit_error:
 
 def measure_command(*arguments: str) -> tuple[int, int, str]:
     """Run a command, check its processor time, and return its peak memory in bytes, its exit code and its messages."""
-    command = [sys.executable, "-c", PROGRAM, *arguments]
+    command = [sys.executable, "-c", MEASURED_PROGRAM, *arguments]
     process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     *messages, last_line = process.stderr.splitlines()
     marker, peak_kib, cpu_s, exit_code = last_line.split()
@@ -52,16 +52,16 @@ def measure_command(*arguments: str) -> tuple[int, int, str]:
 
 @cache
 def measure_baseline_peak(command: str) -> int:
-    """Return the peak memory of a command on the smallest capture."""
+    """Return the peak memory of a command on the empty capture, in bytes."""
     with tempfile.NamedTemporaryFile("w") as file:
-        file.write(json.dumps(SMALLEST_CAPTURE))
+        file.write(json.dumps(EMPTY_CAPTURE))
         file.flush()
         return measure_command(command, "--replay", file.name)[0]
 
 
 def make_capture_with_reads(**fields: object) -> bytes:
     """Return a capture whose recorded reads have these fields, for example `texts` or `links`."""
-    return json.dumps({**SMALLEST_CAPTURE, "answers": fields}, ensure_ascii=False).encode()
+    return json.dumps({**EMPTY_CAPTURE, "answers": fields}, ensure_ascii=False).encode()
 
 
 def make_capture_with_list(element: bytes, count: int) -> bytes:
@@ -103,6 +103,7 @@ def make_topology_with_bridges(bridges_count: int, leaves_count: int) -> bytes:
 
 
 HOSTILE_CAPTURES: dict[str, Callable[[], bytes]] = {
+    # The length is 80 MB before compression.
     "millions of lists": lambda: gzip.compress(make_capture_with_list(b"[]", 80_000_000 // 3), 1),
     "as many lists as allowed": lambda: make_capture_with_list(b"[]", 149_000),
     "objects": lambda: make_capture_with_list(b'{"a":1}', 2_000_000),
@@ -111,7 +112,7 @@ HOSTILE_CAPTURES: dict[str, Callable[[], bytes]] = {
     "deep": lambda: b"[" * 5_000_000,
     "wide text": lambda: make_capture_with_reads(texts={"/a": "\N{GRINNING FACE}" + "a" * 15_000_000}),
     "unterminated string": lambda: b'{"a": "' + b'\\"' * 7_000_000,
-    "UTF-16": lambda: json.dumps(SMALLEST_CAPTURE).encode("utf-16-le"),
+    "UTF-16": lambda: json.dumps(EMPTY_CAPTURE).encode("utf-16-le"),
     "lone surrogates": lambda: make_capture_with_reads(texts={"/a": "x"}).replace(b"x", b"\\ud800" * 1_000_000),
     "a folder of many names": lambda: make_capture_with_reads(
         folders={"/sys/bus/pci/devices": make_pci_addresses(150_000)}

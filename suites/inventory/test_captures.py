@@ -53,18 +53,18 @@ def test_checks_of_a_capture_equal_those_of_the_machine(tmp_path: Path, file_nam
 
 
 def test_facts_are_saved_and_replayed_by_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(*arguments: str) -> str:
+    def run_gdrkit(*arguments: str) -> str:
         with pytest.raises(SystemExit) as exit_info:
             main(arguments)
         assert exit_info.value.code in (0, 1, 4)
         return capsys.readouterr().out
 
     capture_path = str(tmp_path / "machine.json.gz")
-    facts = json.loads(run("facts", "--no-apis", "--save", capture_path, "--json"))
-    assert json.loads(run("facts", "--replay", capture_path, "--json")) == facts
-    doctor = json.loads(run("doctor", "--replay", capture_path, "--json"))
-    assert len(doctor["findings"]) == len(RULES)
-    assert "places" in json.loads(run("topology", "--replay", capture_path, "--json"))
+    facts = json.loads(run_gdrkit("facts", "--no-apis", "--save", capture_path, "--json"))
+    assert json.loads(run_gdrkit("facts", "--replay", capture_path, "--json")) == facts
+    diagnosis = json.loads(run_gdrkit("doctor", "--replay", capture_path, "--json"))
+    assert len(diagnosis["findings"]) == len(RULES)
+    assert "places" in json.loads(run_gdrkit("topology", "--replay", capture_path, "--json"))
 
 
 def test_unread_path_differs_from_absent_path(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_links_of_a_capture_stay_inside_it() -> None:
         texts={"/inside/name": "inside"},
     )
     files = CapturedFiles(recorded_reads)
-    for name in ("/a", "/b", "/c"):
+    for path in ("/a", "/b", "/c"):
         with pytest.raises(OSError, match=r".") as error_info:
-            files.read(name)
+            files.read(path)
         assert error_info.value.errno in (errno.ENODATA, errno.ENOENT)
     with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
         files.read("/d/x")
@@ -133,9 +133,9 @@ HOSTILE_READS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("example_name", HOSTILE_READS)
 def test_hostile_capture_is_one_clear_error(example_name: str) -> None:
-    data = {"schema_version": 1, "origin": "a case", "answers": HOSTILE_READS[example_name]}
+    capture_data = {"schema_version": 1, "origin": "a case", "answers": HOSTILE_READS[example_name]}
     with pytest.raises(UsageError, match=r"^capture") as error_info:
-        parse_capture(json.dumps(data).encode())
+        parse_capture(json.dumps(capture_data).encode())
     assert error_info.value.reason is Reason.MALFORMED
 
 

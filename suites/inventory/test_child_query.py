@@ -96,19 +96,20 @@ def mount_silent_file_system(folder: Path) -> Iterator[threading.Event]:
     The yielded event is set when a process waits.
     """
     folder.mkdir()
-    descriptor = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-    options = f"fd={descriptor},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}"
+    fuse_fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    options = f"fd={fuse_fd},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}"
     command = ["mount", "-i", "-t", "fuse", "-o", options, "silent", str(folder)]
-    subprocess.run(command, check=True, pass_fds=[descriptor])
+    subprocess.run(command, check=True, pass_fds=[fuse_fd])
     request_event = threading.Event()
 
     def serve() -> None:
         # A request begins with its length, its opcode and its ID.
-        request_id = struct.unpack_from("=8xQ", os.read(descriptor, 1 << 17))[0]
-        reply_bytes = _INIT_REPLY.size
-        os.write(descriptor, _INIT_REPLY.pack(reply_bytes, 0, request_id, 7, 31, 0, 0, 0, 0, 4096, 1, 0, 0, 0))
+        request_id = struct.unpack_from("=8xQ", os.read(fuse_fd, 1 << 17))[0]
+        reply_length_bytes = _INIT_REPLY.size
+        # The reply states protocol 7.31, writes of at most 4096 bytes and time stamps with a granularity of 1 ns.
+        os.write(fuse_fd, _INIT_REPLY.pack(reply_length_bytes, 0, request_id, 7, 31, 0, 0, 0, 0, 4096, 1, 0, 0, 0))
         # The next request gets no reply. From now on, the process that made the request waits uninterruptibly.
-        os.read(descriptor, 1 << 17)
+        os.read(fuse_fd, 1 << 17)
         request_event.set()
 
     server_thread = threading.Thread(target=serve, daemon=True)
@@ -117,7 +118,7 @@ def mount_silent_file_system(folder: Path) -> Iterator[threading.Event]:
         yield request_event
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
-        os.close(descriptor)  # The kernel then fails the waiting requests.
+        os.close(fuse_fd)  # The kernel then fails the waiting requests.
 
 
 @needs(host.fuse, host.capability("CAP_SYS_ADMIN"))
@@ -136,6 +137,8 @@ def test_child_in_state_d_is_abandoned_and_reported(tmp_path: Path) -> None:
     assert duration_s < DURATION_MAX_S
 
 
+# A program that adds the experiment "planted" to the experiments of gdrkit, and runs the experiment that its argument
+# names.
 EXPERIMENT_PROGRAM = """
     import os, sys
     from gdrkit.errors import UsageError

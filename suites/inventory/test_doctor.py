@@ -26,7 +26,7 @@ from gdrkit.report.doctor import describe_diagnosis, describe_rule, list_rules, 
 from gdrkit.report.topology import describe_topology
 from gdrkit.verdict import Verdict
 
-PRINT_LIMITS_OF_UNPRIVILEGED_USER = """
+PRINT_UNPRIVILEGED_LIMITS_PROGRAM = """
 import json, resource
 from gdrkit import serialization
 from gdrkit.host import HostTree, Limits, process_limits
@@ -68,8 +68,10 @@ def test_doctor_names_what_an_ordinary_user_cannot_read() -> None:
 def test_json_and_text_have_the_same_findings(tmp_path: Path) -> None:
     diagnosis = diagnose(make_machine(tmp_path, **FAILING_EXAMPLES["acs-redirect", "a port of the switch"]))
     description = describe_diagnosis(diagnosis)
-    data = json.loads(diagnosis.to_json())
-    assert [finding["code"] for finding in data["findings"] if finding["verdict"] == "fail"] == ["acs-redirect"]
+    diagnosis_data = json.loads(diagnosis.to_json())
+    assert [finding["code"] for finding in diagnosis_data["findings"] if finding["verdict"] == "fail"] == [
+        "acs-redirect"
+    ]
     assert "Present (1):" in description
     assert "ACSCtl of 0000:02:00.0: SrcValid+ ReqRedir+ CmpltRedir+ UpstreamFwd+" in description
     assert "To do: switch off ACS" in description
@@ -167,7 +169,7 @@ def test_remedy_in_cufile_json_works(tmp_path: Path, example_name: str) -> None:
 @needs(host.capability("CAP_SETUID"), host.capability("CAP_IPC_LOCK"))
 def test_remedy_of_a_low_memlock_limit_works(tmp_path: Path) -> None:
     healthy_host, rule = make_machine(tmp_path), rule_of("memlock-low")
-    process = run_program(PRINT_LIMITS_OF_UNPRIVILEGED_USER)
+    process = run_program(PRINT_UNPRIVILEGED_LIMITS_PROGRAM)
     assert process.returncode == 0, process.stderr
     # The kernel reports both limits: for a user without the capability, and for this process, which has the capability.
     for limits, verdict in (

@@ -50,12 +50,12 @@ def make_elf(*, soname: bytes = b"libexample.so.1", notes: bytes = b"") -> bytes
         )
     )
     # The dynamic section has DT_STRTAB (5), DT_STRSZ (10), DT_SONAME (14, an offset in the strings) and DT_NULL (0).
-    entries = ((5, strings_offset), (10, len(strings)), (14, 1), (0, 0))
-    dynamic_section = b"".join(struct.pack("<qQ", tag, value) for tag, value in entries)
+    dynamic_entries = ((5, strings_offset), (10, len(strings)), (14, 1), (0, 0))
+    dynamic_section = b"".join(struct.pack("<qQ", tag, value) for tag, value in dynamic_entries)
     return header + segments + notes + dynamic_section + strings
 
 
-# The notes are the build ID (type 3 of the owner GNU), and a note as the twins have it.
+# The notes are the build ID (type 3 of the owner GNU), and a note like the note in each software twin.
 COMPLETE_ELF = make_elf(notes=pack_note(b"GNU", 3, bytes(range(20))) + pack_note(b"GDRKIT", 1, b"verbs twin\0"))
 
 
@@ -85,8 +85,8 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 @given(st.lists(st.tuples(st.integers(0, len(COMPLETE_ELF) - 1), st.integers(0, 255)), min_size=1, max_size=8))
 def test_damaged_elf_file_is_parsed_or_refused(changes: list[tuple[int, int]]) -> None:
     data = bytearray(COMPLETE_ELF)
-    for offset, value in changes:
-        data[offset] = value
+    for offset, new_byte in changes:
+        data[offset] = new_byte
     # Any other exception fails the case.
     with contextlib.suppress(ApiError):
         assert isinstance(evidence.parse_elf(bytes(data)), evidence.ElfFile)
@@ -97,37 +97,37 @@ def test_packet_counters_are_read_from_either_folder(tmp_path: Path) -> None:
     for name, value in {"hw_counters/sent_pkts": 7, "hw_counters/rcvd_pkts": 8}.items():
         (port_folder / name).parent.mkdir(parents=True, exist_ok=True)
         (port_folder / name).write_text(f"{value}\n")
-    (rxe,) = host.port_counters(host.HostTree(tmp_path))
-    assert (rxe.sent_packets, rxe.received_packets, rxe.sent_bytes) == (7, 8, None)
+    (rxe_counters,) = host.port_counters(host.HostTree(tmp_path))
+    assert (rxe_counters.sent_packets, rxe_counters.received_packets, rxe_counters.sent_bytes) == (7, 8, None)
     # A counter in the folder `counters` has priority.
     (port_folder / "counters").mkdir()
     (port_folder / "counters/port_xmit_packets").write_text("9\n")
-    (rxe_with_counters,) = host.port_counters(host.HostTree(tmp_path))
-    assert (rxe_with_counters.sent_packets, rxe_with_counters.received_packets) == (9, 8)
+    (counters_of_both_folders,) = host.port_counters(host.HostTree(tmp_path))
+    assert (counters_of_both_folders.sent_packets, counters_of_both_folders.received_packets) == (9, 8)
 
 
 def test_libraries_of_this_process_are_those_of_its_map() -> None:
-    libraries = {library.path: library for library in evidence.libraries()}
+    library_by_path = {library.path: library for library in evidence.libraries()}
     # These are the files with an executable mapping.
     mapped_paths = set(re.findall(r"^\S+ ..x. \S+ \S+ \d+ +(/.*)$", Path("/proc/self/maps").read_text(), re.MULTILINE))
-    assert set(libraries) == mapped_paths
-    (libc,) = [library for library in libraries.values() if library.soname == "libc.so.6"]
+    assert set(library_by_path) == mapped_paths
+    (libc,) = [library for library in library_by_path.values() if library.soname == "libc.so.6"]
     assert libc.build_id
     assert libc.error is None
 
 
 def test_deleted_or_damaged_libraries_have_an_error(tmp_path: Path) -> None:
     (tmp_path / "libcut.so").write_bytes(COMPLETE_ELF[:100])
-    maps = tmp_path / "proc" / "self" / "maps"
-    maps.parent.mkdir(parents=True)
-    lines = [
+    maps_path = tmp_path / "proc" / "self" / "maps"
+    maps_path.parent.mkdir(parents=True)
+    mapping_lines = [
         f"7f00-7f01 r-xp 00000000 08:01 12 {' ' * 20}{tmp_path}/libcut.so",
         f"7f02-7f03 r-xp 00000000 08:01 13 {' ' * 20}/opt/libgone.so (deleted)",
         f"7f04-7f05 r-xp 00000000 08:01 14 {' ' * 20}{tmp_path}/never there.so",
         f"7f06-7f07 rw-p 00000000 08:01 15 {' ' * 20}{tmp_path}/data.bin",
         "7f08-7f09 r-xp 00000000 00:00 0 [vdso]",
     ]
-    maps.write_text("\n".join(lines) + "\n")
+    maps_path.write_text("\n".join(mapping_lines) + "\n")
     truncated, deleted, absent = evidence.libraries(host.HostTree(tmp_path))
     assert truncated.error is not None
     assert "cut" in truncated.path
@@ -154,9 +154,9 @@ def test_twin_has_a_note() -> None:
 def test_descriptors_are_listed_while_they_are_open() -> None:
     read_end, write_end = os.pipe()
     try:
-        targets = evidence.descriptor_targets()
-        assert targets[read_end].startswith("pipe:")
-        assert targets[read_end] == targets[write_end]
+        target_by_descriptor = evidence.descriptor_targets()
+        assert target_by_descriptor[read_end].startswith("pipe:")
+        assert target_by_descriptor[read_end] == target_by_descriptor[write_end]
     finally:
         os.close(read_end)
         os.close(write_end)

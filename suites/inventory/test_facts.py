@@ -52,10 +52,10 @@ def test_facts_cannot_be_changed(empty_facts: Facts) -> None:
 def test_error_of_malformed_facts_names_the_field(
     empty_facts: Facts, field: str, value: object, error_text: str
 ) -> None:
-    data = json.loads(empty_facts.to_json())
-    data[field] = value
+    facts_data = json.loads(empty_facts.to_json())
+    facts_data[field] = value
     with pytest.raises(UsageError, match=error_text.replace("[", r"\[").replace("]", r"\]")) as error_info:
-        Facts.from_json(json.dumps(data))
+        Facts.from_json(json.dumps(facts_data))
     assert error_info.value.reason is Reason.MALFORMED
 
 
@@ -100,7 +100,7 @@ def test_profiles_of_the_project_are_valid() -> None:
 
 
 def test_profiles_of_the_project_have_no_duplicate() -> None:
-    """A developer who changes one of two equal entries could forget the other one."""
+    """If a profile has an entry twice, a developer could change one entry and forget the other."""
     for profile in load_profiles():
         entries: list[object] = [
             *profile.foreseen,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from inventory.healthy_machine import make_gpu_processes, make_machine
-from inventory.rule_examples import JOB_VARIABLES, PTRACE_CAPABILITY
+from inventory.rule_examples import JOB_VARIABLES, PTRACE_CAPABILITY_FILES
 from support.other_user import folder_for_all_users, run_program
 
 from gdrkit import serialization
@@ -53,7 +53,7 @@ print(json.dumps(serialization.to_json_data(observe_gpu_processes(folder=sys.arg
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def node_folder() -> Iterator[Path]:
     """Yield a folder with files that have the names of device nodes."""
     with folder_for_all_users() as path:
         for name in NODE_NAMES:
@@ -63,15 +63,15 @@ def folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def hold_nodes(
-    folder: Path,
+    node_folder: Path,
     *options: str,
-    user: str = "0",
-    nodes: tuple[str, ...] = NODE_NAMES,
+    user_id: str = "0",
+    node_names: tuple[str, ...] = NODE_NAMES,
     program_text: str = HOLD_FILES_PROGRAM,
 ) -> Iterator[None]:
     """Run a process of a job that holds the nodes open until the block ends. `options` are options of unshare(1)."""
     prefix = ["unshare", *options] if options else []
-    command = [*prefix, sys.executable, "-c", program_text, user, *(str(folder / name) for name in nodes)]
+    command = [*prefix, sys.executable, "-c", program_text, user_id, *(str(node_folder / name) for name in node_names)]
     environ = {**os.environ, "SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "0", "TOKEN": "of the job"}
     with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -91,24 +91,25 @@ def count_refused_processes(observation: Observation) -> int:
     return int(match[1]) if match else 0
 
 
-def test_process_has_its_user_limits_and_variables(folder: Path) -> None:
-    with hold_nodes(folder, user=str(os.geteuid())):
-        (process,) = parse_processes(observe_gpu_processes(folder=str(folder)))
+def test_process_has_its_user_limits_and_variables(node_folder: Path) -> None:
+    with hold_nodes(node_folder, user_id=str(os.geteuid())):
+        (process,) = parse_processes(observe_gpu_processes(folder=str(node_folder)))
     assert (process.user_id, process.gpus, process.has_contexts) == (os.geteuid(), ("nvidia0",), True)
     assert process.pid_namespace == os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - no Path is at hand.
     assert process.descriptors_count >= len(NODE_NAMES) + 3
+    # The observation contains only the variables that the rules use, so not TOKEN.
     assert process.environment == {"CUDA_VISIBLE_DEVICES": "0", "SLURM_JOB_ID": "17"}
 
 
-def test_process_without_contexts_is_a_monitor(folder: Path) -> None:
-    with hold_nodes(folder, user=str(os.geteuid()), nodes=("nvidiactl", "nvidia0")):
-        (process,) = parse_processes(observe_gpu_processes(folder=str(folder)))
+def test_process_without_contexts_is_a_monitor(node_folder: Path) -> None:
+    with hold_nodes(node_folder, user_id=str(os.geteuid()), node_names=("nvidiactl", "nvidia0")):
+        (process,) = parse_processes(observe_gpu_processes(folder=str(node_folder)))
     assert not process.has_contexts
 
 
 @needs(host.capability("CAP_SYS_ADMIN"), host.capability("CAP_SETUID"), host.program("unshare"))
 @pytest.mark.parametrize(
-    ("options", "user", "verdict", "expected_text"),
+    ("options", "user_id", "verdict", "expected_text"),
     [
         ((), "0", Verdict.PASS, "no two of one job"),
         (("--pid", "--fork"), "0", Verdict.FAIL, "another PID namespace"),
@@ -117,20 +118,20 @@ def test_process_without_contexts_is_a_monitor(folder: Path) -> None:
     ],
 )
 def test_real_processes_cannot_share_by_cuda_ipc(
-    folder: Path, tmp_path: Path, options: tuple[str, ...], user: str, verdict: Verdict, expected_text: str
+    node_folder: Path, tmp_path: Path, options: tuple[str, ...], user_id: str, verdict: Verdict, expected_text: str
 ) -> None:
-    with hold_nodes(folder), hold_nodes(folder, *options, user=user):
-        observation = observe_gpu_processes(folder=str(folder))
+    with hold_nodes(node_folder), hold_nodes(node_folder, *options, user_id=user_id):
+        observation = observe_gpu_processes(folder=str(node_folder))
     assert len(parse_processes(observation)) == 2
     finding = rule_of("cuda-ipc-refused").apply(make_machine(tmp_path, observations={GPU_PROCESSES: observation}))
     assert (finding.verdict, expected_text in finding.text) == (verdict, True), finding.text
 
 
 @needs(host.capability("CAP_SETUID"), host.capability("CAP_SYS_PTRACE"))
-def test_unprivileged_reader_names_what_root_sees(folder: Path, tmp_path: Path) -> None:
-    with hold_nodes(folder), hold_nodes(folder):
-        completed = run_program(OBSERVE_AS_OTHER_USER_PROGRAM, str(folder))
-        privileged_observation = observe_gpu_processes(folder=str(folder))
+def test_unprivileged_reader_names_what_root_sees(node_folder: Path, tmp_path: Path) -> None:
+    with hold_nodes(node_folder), hold_nodes(node_folder):
+        completed = run_program(OBSERVE_AS_OTHER_USER_PROGRAM, str(node_folder))
+        privileged_observation = observe_gpu_processes(folder=str(node_folder))
     assert completed.returncode == 0, completed.stderr
     unprivileged_observation = serialization.from_json_data(Observation, json.loads(completed.stdout))
     assert (len(parse_processes(privileged_observation)), len(parse_processes(unprivileged_observation))) == (2, 0)
@@ -146,8 +147,8 @@ def test_unprivileged_reader_names_what_root_sees(folder: Path, tmp_path: Path) 
         assert [line for line in diagnosis.privileges if "CAP_SYS_PTRACE" in line] == expected_lines
 
 
-RENDEZVOUS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-OTHER_NAMESPACE = {"pid_namespace": 4026532801}
+RENDEZVOUS_VARIABLES = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+OTHER_PID_NAMESPACE = {"pid_namespace": 4026532801}
 
 
 @pytest.mark.parametrize(
@@ -155,25 +156,29 @@ OTHER_NAMESPACE = {"pid_namespace": 4026532801}
     [
         # No two processes belong to one job: they have no job ID, or different job IDs.
         ({"environment": {}}, {"environment": {}, "user_id": 1001}, Verdict.NOT_RUN),
-        ({"environment": {}}, {"environment": {}, **OTHER_NAMESPACE}, Verdict.NOT_RUN),
+        ({"environment": {}}, {"environment": {}, **OTHER_PID_NAMESPACE}, Verdict.NOT_RUN),
         (
             {"environment": JOB_VARIABLES},
-            {"environment": JOB_VARIABLES | {"SLURM_JOB_ID": "18"}, **OTHER_NAMESPACE},
+            {"environment": JOB_VARIABLES | {"SLURM_JOB_ID": "18"}, **OTHER_PID_NAMESPACE},
             Verdict.NOT_RUN,
         ),
         # Two containers may both have the default address of torchrun, so an equal address does not show that they run
         # one job.
-        ({"environment": RENDEZVOUS}, {"environment": RENDEZVOUS, **OTHER_NAMESPACE}, Verdict.UNPROVEN),
+        (
+            {"environment": RENDEZVOUS_VARIABLES},
+            {"environment": RENDEZVOUS_VARIABLES, **OTHER_PID_NAMESPACE},
+            Verdict.UNPROVEN,
+        ),
         (
             {"environment": JOB_VARIABLES},
-            {"environment": JOB_VARIABLES | {"PMIX_NAMESPACE": "x"}, **OTHER_NAMESPACE},
+            {"environment": JOB_VARIABLES | {"PMIX_NAMESPACE": "x"}, **OTHER_PID_NAMESPACE},
             Verdict.UNPROVEN,
         ),
         ({}, {"ipc_namespace": 4026532802}, Verdict.UNPROVEN),
         ({}, {"user_id": 1001}, Verdict.UNPROVEN),
         ({}, {"environment": JOB_VARIABLES | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}}, Verdict.UNPROVEN),
         ({}, {"environment": JOB_VARIABLES | {"CUDA_VISIBLE_DEVICES": "1,0"}}, Verdict.UNPROVEN),
-        ({}, OTHER_NAMESPACE, Verdict.FAIL),
+        ({}, OTHER_PID_NAMESPACE, Verdict.FAIL),
     ],
 )
 def test_only_pid_namespaces_of_one_job_are_a_cause(
@@ -189,7 +194,7 @@ def test_only_pid_namespaces_of_one_job_are_a_cause(
 def test_imex_channel_leaves_pid_namespaces_undecided(tmp_path: Path) -> None:
     """If there is an IMEX channel, UCX and PyTorch use fabric handles instead of CUDA IPC (openucx/ucx #11514)."""
     files = {"/dev/nvidia-caps-imex-channels/channel0": ""}
-    observed_machine = make_machine(tmp_path, files=files, observations=make_gpu_processes({}, OTHER_NAMESPACE))
+    observed_machine = make_machine(tmp_path, files=files, observations=make_gpu_processes({}, OTHER_PID_NAMESPACE))
     assert rule_of("cuda-ipc-refused").apply(observed_machine).verdict is Verdict.UNPROVEN
 
 
@@ -198,8 +203,8 @@ def test_imex_channel_leaves_pid_namespaces_undecided(tmp_path: Path) -> None:
     ("changes", "files", "verdict"),
     [
         (({}, {}), {}, Verdict.UNPROVEN),
-        (({}, {}), PTRACE_CAPABILITY, Verdict.PASS),
-        (({}, {}), PTRACE_CAPABILITY | {"/proc/sys/kernel/yama/ptrace_scope": "3\n"}, Verdict.UNPROVEN),
+        (({}, {}), PTRACE_CAPABILITY_FILES, Verdict.PASS),
+        (({}, {}), PTRACE_CAPABILITY_FILES | {"/proc/sys/kernel/yama/ptrace_scope": "3\n"}, Verdict.UNPROVEN),
         (({},), {}, Verdict.NOT_RUN),
         ((), {}, Verdict.NOT_RUN),
     ],
@@ -216,7 +221,7 @@ def test_expandable_segments_need_ptrace_in_a_job(
 
 
 def test_capture_without_the_processes_stays_valid(tmp_path: Path) -> None:
-    """Earlier versions wrote captures without this observation."""
+    """Captures of earlier versions have no observation of the GPU processes."""
     machine_without_processes = replace(make_machine(tmp_path), observations={})
     findings = {
         rule_code: rule_of(rule_code).apply(machine_without_processes)
@@ -238,7 +243,7 @@ def test_container_says_that_it_sees_no_process_outside(tmp_path: Path) -> None:
 @pytest.mark.parametrize("program", ["\x1b]0;x\x07", "\x9b2J", "a\nb", "\u202ex"])
 def test_name_of_a_process_cannot_control_a_terminal(tmp_path: Path, program: str) -> None:
     """Each user can choose the names of their processes (PR_SET_NAME), and root reads these names."""
-    observations = make_gpu_processes({}, {"program": program, **OTHER_NAMESPACE})
+    observations = make_gpu_processes({}, {"program": program, **OTHER_PID_NAMESPACE})
     # The other texts of a capture can contain such characters too.
     observations[GPU_PROCESSES].seen[NOT_READABLE] = program
     diagnosis = diagnose(make_machine(tmp_path, observations=observations))
@@ -250,12 +255,12 @@ def test_name_of_a_process_cannot_control_a_terminal(tmp_path: Path, program: st
 
 
 @needs(host.capability("CAP_SYS_PTRACE"))
-def test_name_set_by_a_process_is_escaped(folder: Path) -> None:
+def test_name_set_by_a_process_is_escaped(node_folder: Path) -> None:
     program_text = HOLD_FILES_PROGRAM.replace(
         "import os, sys", "import os, sys; open('/proc/self/comm', 'w').write('\\x1b[2Jx')"
     )
-    with hold_nodes(folder, user=str(os.geteuid()), program_text=program_text):
-        observation = observe_gpu_processes(folder=str(folder))
+    with hold_nodes(node_folder, user_id=str(os.geteuid()), program_text=program_text):
+        observation = observe_gpu_processes(folder=str(node_folder))
     (title,) = observation.seen.keys() - {NOT_READABLE}
     assert "(\\x1b[2Jx)" in title
 

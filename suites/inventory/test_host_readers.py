@@ -1,4 +1,7 @@
-"""Readers of sysfs, procfs and the cache of the dynamic loader. The cases write small trees of files for them."""
+"""Tests of the readers of sysfs, procfs and the cache of the dynamic loader, and of the functions that use them.
+
+Most cases write a small tree of files and read it. The last two cases read the files of this host.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +32,25 @@ Max address space         unlimited            unlimited            bytes
 
 def write_tree(root: Path, files: Mapping[str, str], links: Mapping[str, str] | None = None) -> host.HostTree:
     """Write files (contents by path) and links (targets by path) below `root`, and return a tree that reads them."""
-    for name, content in files.items():
-        path = root / name
+    for relative_path, content in files.items():
+        path = root / relative_path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    for name, target in (links or {}).items():
-        path = root / name
+    for relative_path, target in (links or {}).items():
+        path = root / relative_path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(target)
     return host.HostTree(root)
 
 
-def make_pci_files(address: str, vendor: str, device: str, class_code: str) -> dict[str, str]:
+def make_pci_files(address: str, vendor_id: str, device_id: str, class_code: str) -> dict[str, str]:
     """Return the files of sysfs that describe a PCI function."""
     folder = f"sys/bus/pci/devices/{address}"
-    return {f"{folder}/vendor": f"{vendor}\n", f"{folder}/device": f"{device}\n", f"{folder}/class": f"{class_code}\n"}
+    return {
+        f"{folder}/vendor": f"{vendor_id}\n",
+        f"{folder}/device": f"{device_id}\n",
+        f"{folder}/class": f"{class_code}\n",
+    }
 
 
 def test_gpus_are_found_without_a_driver(tmp_path: Path) -> None:
@@ -94,9 +101,13 @@ def test_rdma_device_has_driver_ports_and_pci_address(tmp_path: Path) -> None:
     assert tree.unreadable == ()
 
 
-@pytest.mark.parametrize(("description", "driver"), [("rxe", "rxe"), ("Software iWARP stack", "siw"), ("host1", None)])
-def test_rdma_device_without_a_bus_is_kernel_software(tmp_path: Path, description: str, driver: str | None) -> None:
-    tree = write_tree(tmp_path, {"sys/class/infiniband/dev0/node_desc": f"{description}\n"})
+@pytest.mark.parametrize(
+    ("node_description", "driver"), [("rxe", "rxe"), ("Software iWARP stack", "siw"), ("host1", None)]
+)
+def test_rdma_device_without_a_bus_is_kernel_software(
+    tmp_path: Path, node_description: str, driver: str | None
+) -> None:
+    tree = write_tree(tmp_path, {"sys/class/infiniband/dev0/node_desc": f"{node_description}\n"})
     (device,) = host.rdma_devices(tree)
     assert not device.has_device
     assert device.driver == driver
@@ -217,15 +228,17 @@ def test_truncated_loader_cache_gives_only_complete_entries(tmp_path: Path) -> N
 
 def test_overridden_hardware_is_named(tmp_path: Path) -> None:
     tree = write_tree(tmp_path, {"dev/nvidiactl": "", "sys/class/infiniband/mlx5_0/node_guid": "1\n"})
-    description = launch.describe_unused_hardware(launch.Launch(twin_apis=launch.APIS_WITH_TWINS), tree)
+    description = launch.describe_hardware_replaced_by_twins(launch.Launch(twin_apis=launch.APIS_WITH_TWINS), tree)
     assert description is not None
     assert "verbs" in description
     assert "mlx5_0" in description
     assert "an NVIDIA driver" in description
-    cuda_only_description = launch.describe_unused_hardware(launch.Launch(twin_apis=frozenset({Api.CUDA})), tree)
+    cuda_only_description = launch.describe_hardware_replaced_by_twins(
+        launch.Launch(twin_apis=frozenset({Api.CUDA})), tree
+    )
     assert cuda_only_description is not None
     assert "mlx5_0" not in cuda_only_description
-    assert launch.describe_unused_hardware(launch.Launch(), tree) is None
+    assert launch.describe_hardware_replaced_by_twins(launch.Launch(), tree) is None
 
 
 def test_habana_accelerators_are_hardware_of_hl_thunk(tmp_path: Path) -> None:

@@ -105,11 +105,11 @@ def test_lspci_output_has_functions_bridges_and_registers() -> None:
     assert (gpu.vendor_id, gpu.device_id, gpu.class_code) == (0x10DE, 0x2330, 0x030200)
     assert (nic.vendor_id, nic.class_code) == (0x15B3, 0x020700)
     assert pci_path(tree, "0000:01:00.0") == ("pci0000:00", "0000:00:01.0", "0000:01:00.0")
-    space = config_space(tree, "0000:00:01.0")
-    assert space is not None
-    assert space.acs is not None
-    assert (str(space.acs), space.acs.redirects) == ("SrcValid+ ReqRedir+ CmpltRedir+ UpstreamFwd+", True)
-    assert space.max_read_request_bytes == 512
+    bridge_space = config_space(tree, "0000:00:01.0")
+    assert bridge_space is not None
+    assert bridge_space.acs is not None
+    assert (str(bridge_space.acs), bridge_space.acs.redirects) == ("SrcValid+ ReqRedir+ CmpltRedir+ UpstreamFwd+", True)
+    assert bridge_space.max_read_request_bytes == 512
     space_with_ats = config_space(tree, "0000:01:00.0")
     assert space_with_ats is not None
     assert (space_with_ats.acs, space_with_ats.ats_enabled) == (None, False)
@@ -137,9 +137,9 @@ def test_copied_tree_has_ports_and_follows_no_outer_link(tmp_path: Path) -> None
     )
 
 
-def make_bridge_chain(count: int) -> bytes:
-    bridge_elements = b"".join(b'<pci busid="0000:%02x:00.0">' % bus for bus in range(count))
-    return b'<system><cpu numaid="0">' + bridge_elements + b"</pci>" * count + b"</cpu></system>"
+def make_bridge_chain(bridge_count: int) -> bytes:
+    bridge_elements = b"".join(b'<pci busid="0000:%02x:00.0">' % bus for bus in range(bridge_count))
+    return b'<system><cpu numaid="0">' + bridge_elements + b"</pci>" * bridge_count + b"</cpu></system>"
 
 
 ENTITY_BOMB = b"""<?xml version="1.0"?><!DOCTYPE system [<!ENTITY a "aaaaaaaaaa">
@@ -193,24 +193,26 @@ def test_bad_copied_tree_is_one_clear_error(tmp_path: Path) -> None:
 
 
 @NEEDS_CAPTURES
-def test_h100_topology_has_the_expected_distances(captures: Path) -> None:
-    pci_topology = topology(captured_machine(read_capture(captures / "oci-hpc" / "H100-topology.xml")))
+def test_h100_topology_has_the_expected_distances(captures_folder: Path) -> None:
+    pci_topology = topology(captured_machine(read_capture(captures_folder / "oci-hpc" / "H100-topology.xml")))
     # In this file each GPU shares a switch with one dual-port NIC, and each CPU has four such pairs.
     nic_index_pairs = ["0 1", "3 4", "5 6", "7 8", "9 10", "12 13", "14 15", "16 17"]
-    nic_names = [[f"mlx5_{index}" for index in pair.split()] for pair in nic_index_pairs]
+    nic_names_by_gpu = [[f"mlx5_{index}" for index in pair.split()] for pair in nic_index_pairs]
     gpu_names = [device.name for device in pci_topology.places if device.kind == "gpu"]
     assert gpu_names == [f"GPU{index}" for index in range(8)]
-    assert {device.name for device in pci_topology.places if device.kind == "nic"} == set(itertools.chain(*nic_names))
+    assert {device.name for device in pci_topology.places if device.kind == "nic"} == set(
+        itertools.chain(*nic_names_by_gpu)
+    )
     for gpu_index, nic_index in itertools.product(range(8), range(8)):
         expected_distance = "PIX" if gpu_index == nic_index else "PHB" if gpu_index // 4 == nic_index // 4 else "SYS"
-        assert {pci_topology.distance(f"GPU{gpu_index}", name).name for name in nic_names[nic_index]} == {
+        assert {pci_topology.distance(f"GPU{gpu_index}", name).name for name in nic_names_by_gpu[nic_index]} == {
             expected_distance
         }
 
 
 @NEEDS_CAPTURES
-def test_virtual_machine_topology_pairs_gpus_and_nics(captures: Path) -> None:
-    pci_topology = topology(captured_machine(read_capture(captures / "azhpc-images" / "ndv5-topo.xml")))
+def test_virtual_machine_topology_pairs_gpus_and_nics(captures_folder: Path) -> None:
+    pci_topology = topology(captured_machine(read_capture(captures_folder / "azhpc-images" / "ndv5-topo.xml")))
     gpus, nics = ([device for device in pci_topology.places if device.kind == kind] for kind in ("gpu", "nic"))
     assert (len(gpus), len(nics)) == (8, 8)
     for gpu in gpus:
@@ -219,14 +221,14 @@ def test_virtual_machine_topology_pairs_gpus_and_nics(captures: Path) -> None:
 
 @NEEDS_CAPTURES
 def test_hgx_host_has_no_acs_redirect_between_gpu_and_nic(
-    captures: Path,
+    captures_folder: Path,
 ) -> None:
-    machine = captured_machine(read_capture(captures / "gpud" / "lspci-vvv-hgx-h100.txt.gz"))
+    machine = captured_machine(read_capture(captures_folder / "gpud" / "lspci-vvv-hgx-h100.txt.gz"))
     tree = HostTree.of(machine.files)
     spaces_by_address = {function.address: config_space(tree, function.address) for function in machine.pci_functions}
     acs_by_address = {address: space.acs for address, space in spaces_by_address.items() if space and space.acs}
     assert (len(machine.pci_functions), len(acs_by_address)) == (517, 55)
-    redirecting_addresses = {address for address, control in acs_by_address.items() if control.redirects}
+    redirecting_addresses = {address for address, acs in acs_by_address.items() if acs.redirects}
     assert redirecting_addresses == {f"0000:82:0{index}.0" for index in range(4)}
     addresses_below = {
         function.address
@@ -243,8 +245,8 @@ def test_hgx_host_has_no_acs_redirect_between_gpu_and_nic(
 
 
 @NEEDS_CAPTURES
-def test_infiniband_tree_has_ports_and_rates(captures: Path) -> None:
-    machine = captured_machine(read_capture(captures / "gpud" / "sys-class-infiniband-h100.0"))
+def test_infiniband_tree_has_ports_and_rates(captures_folder: Path) -> None:
+    machine = captured_machine(read_capture(captures_folder / "gpud" / "sys-class-infiniband-h100.0"))
     ndr_port = ("400 Gb/sec (4X NDR)", "InfiniBand", "28.41.1000")
     expected_ports = {f"mlx5_{index}": ndr_port for index in (0, 1, 4, 5, 6, 7, 8, 9)}
     expected_ports["mlx5_bond_0"] = ("200 Gb/sec (2X NDR)", "Ethernet", "32.38.3056")
@@ -275,8 +277,8 @@ def test_fuzzer_finds_no_defect(importer: str) -> None:
         "azhpc-images/ndv5-topo.xml",
     ],
 )
-def test_real_machine_has_no_cause_of_age_or_processes(captures: Path, capture_name: str) -> None:
-    machine = captured_machine(read_capture(captures / capture_name))
+def test_real_machine_has_no_cause_of_age_or_processes(captures_folder: Path, capture_name: str) -> None:
+    machine = captured_machine(read_capture(captures_folder / capture_name))
     codes = ("peermem-refused", "gpu-too-old", "nic-too-old", "kaslr-p2pdma", "cufile-descriptor-0")
     verdicts = {rule_of(code).apply(machine).verdict for code in (*codes, "cuda-ipc-refused", "descriptors-low")}
     assert verdicts <= {Verdict.PASS, Verdict.NOT_RUN}
@@ -293,10 +295,10 @@ def test_real_machine_has_no_cause_of_age_or_processes(captures: Path, capture_n
     ],
 )
 def test_old_nic_in_a_real_tree_is_found(
-    captures: Path, tmp_path: Path, path_pattern: str, content: str, verdict: Verdict
+    captures_folder: Path, tmp_path: Path, path_pattern: str, content: str, verdict: Verdict
 ) -> None:
     devices_folder = tmp_path / "sys" / "class" / "infiniband"
-    shutil.copytree(captures / "gpud" / "sys-class-infiniband-h100.0", devices_folder)
+    shutil.copytree(captures_folder / "gpud" / "sys-class-infiniband-h100.0", devices_folder)
     for path in devices_folder.glob(path_pattern):
         path.write_text(content)
     # The captured folder has no PCI functions, and the rule needs a GPU.

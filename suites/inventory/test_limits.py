@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
-from inventory.healthy_machine import GPU, HEALTHY_FILES, make_machine
+from inventory.healthy_machine import GPU_ADDRESS, HEALTHY_FILES, make_machine
 from support.hosts import make_host_facts
 
 from gdrkit.host import NvmlFacts
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FACTS = make_host_facts(gpu_count=1, nic_count=1)
 
 
-def compute_gpu_limit(facts: Facts) -> float | None:
+def compute_gpu_limit_gb_per_s(facts: Facts) -> float | None:
     """Return the limit of GPU 0 in GB/s, or None if it is unknown."""
     limit = device_limit(facts, devices={0}, nics=())
     return None if limit is None else round(limit.gb_per_s, 2)
@@ -46,13 +46,13 @@ def test_limit_of_a_link_follows_from_speed_and_width(
 ) -> None:
     (gpu,) = FACTS.gpus
     gpu_with_link = dataclasses.replace(gpu, link_speed=speed, link_width=width)
-    assert compute_gpu_limit(dataclasses.replace(FACTS, gpus=(gpu_with_link,))) == limit_gb_per_s
+    assert compute_gpu_limit_gb_per_s(dataclasses.replace(FACTS, gpus=(gpu_with_link,))) == limit_gb_per_s
 
 
 def test_limit_of_a_path_is_its_slowest_link() -> None:
     limit = device_limit(FACTS, devices={0}, nics={"mlx5_0"})
     assert limit is not None
-    assert (limit.gb_per_s, limit.why) == (50.0, "the port of mlx5_0, 400 Gb/sec (4X NDR)")
+    assert (limit.gb_per_s, limit.source) == (50.0, "the port of mlx5_0, 400 Gb/sec (4X NDR)")
     assert device_limit(FACTS, devices={7}, nics={"mlx5_7"}) is None
 
 
@@ -67,9 +67,9 @@ def test_port_that_is_down_is_not_a_limit() -> None:
 
 
 def test_limit_of_an_idle_gpu_is_its_maximum_link(tmp_path: Path) -> None:
-    (speed_path,) = (path for path in HEALTHY_FILES if path.endswith(f"/{GPU}/current_link_speed"))
+    (speed_path,) = (path for path in HEALTHY_FILES if path.endswith(f"/{GPU_ADDRESS}/current_link_speed"))
     idle_machine = make_machine(tmp_path, files={speed_path: "2.5 GT/s PCIe\n"})
-    assert compute_gpu_limit(idle_machine.facts) == 63.02
+    assert compute_gpu_limit_gb_per_s(idle_machine.facts) == 63.02
     limit = path_limit(topology(idle_machine), idle_machine.facts, ["GPU0"])
     assert limit is not None
     assert round(limit.gb_per_s, 2) == 63.02
@@ -79,7 +79,7 @@ def test_limit_of_an_idle_gpu_is_its_maximum_link(tmp_path: Path) -> None:
     (link,) = facts.nvml.gpus
     link_without_maximum = dataclasses.replace(link, link_generation_max=None)
     nvml = NvmlFacts(driver_version="580.159.04", gpus=(link_without_maximum,))
-    assert compute_gpu_limit(dataclasses.replace(facts, nvml=nvml)) == 4.0
+    assert compute_gpu_limit_gb_per_s(dataclasses.replace(facts, nvml=nvml)) == 4.0
 
 
 def test_limit_is_unknown_in_a_virtual_machine() -> None:

@@ -46,7 +46,7 @@ def make_nic(index: int, *, rate: str = "400 Gb/sec (4X NDR)", state: str = "ACT
 @pytest.fixture
 def dgx_facts(tmp_path: Path) -> Facts:
     """Return facts about a DGX H100: eight ports with 400 Gbit/s, and two storage ports, one slow and one down."""
-    facts = probe(HostTree(tmp_path / "empty"), query_apis=False)
+    empty_facts = probe(HostTree(tmp_path / "empty"), query_apis=False)
     cuda_devices = tuple(
         CudaDeviceFacts(index, "NVIDIA H100 80GB HBM3", "", f"0000:{index:02x}:00.0", {}) for index in range(GPU_COUNT)
     )
@@ -56,7 +56,7 @@ def dgx_facts(tmp_path: Path) -> Facts:
         make_nic(9, state="DOWN"),
     ]
     return replace(
-        facts,
+        empty_facts,
         cuda=CudaFacts("13.0", cuda_devices, ()),
         nvml=NvmlFacts("580.159.04", tuple(map(make_gpu_link, range(GPU_COUNT)))),
         rdma_devices=tuple(nics),
@@ -144,8 +144,8 @@ def test_every_number_of_a_public_profile_has_a_url(profile_name: str) -> None:
 
 
 @needs(host.captures)
-def test_topology_of_oci_has_the_links_of_its_profile(captures: Path) -> None:
-    facts = captured_machine(read_capture(captures / "oci-hpc" / "H100-topology.xml")).facts
+def test_topology_of_oci_has_the_links_of_its_profile(captures_folder: Path) -> None:
+    facts = captured_machine(read_capture(captures_folder / "oci-hpc" / "H100-topology.xml")).facts
     links = [link for link in load_profile("oci-h100").links if link.quantity.startswith("gpu_pcie")]
     assert len(facts.gpus) == GPU_COUNT
     assert len(links) == 2
@@ -156,8 +156,8 @@ def test_topology_of_oci_has_the_links_of_its_profile(captures: Path) -> None:
 
 
 @needs(host.captures)
-def test_infiniband_tree_has_the_ports_of_an_hgx(captures: Path) -> None:
-    facts = captured_machine(read_capture(captures / "gpud" / "sys-class-infiniband-h100.0")).facts
+def test_infiniband_tree_has_the_ports_of_an_hgx(captures_folder: Path) -> None:
+    facts = captured_machine(read_capture(captures_folder / "gpud" / "sys-class-infiniband-h100.0")).facts
     (port_link,) = (link for link in load_profile("dgx-h100").links if link.quantity == "nic_gbit_per_s")
     assert link_shortfalls([port_link], facts) == ()
     assert "8 of 9 have 400 (mlx5_bond_0 port 1 has 200)" in link_shortfalls([replace(port_link, count=9)], facts)[0]

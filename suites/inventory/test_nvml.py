@@ -28,13 +28,13 @@ MEMORY_MAP = Path("/proc/self/maps")
 
 def query_nvml(folder: Path) -> list[object]:
     """Query NVML in a process whose dynamic loader searches `folder` first, and return the fields of the error."""
-    # The library in LD_AUDIT would load the software twin of NVML (a library that emulates it) instead of the wrong
-    # file.
+    # LD_AUDIT is empty, because it may name a library that loads the software twin of NVML (a library that emulates
+    # NVML) instead of the wrong file.
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "LD_AUDIT": ""}
-    result = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-c", QUERY_PROGRAM], env=environment, capture_output=True, text=True, check=True, timeout=60
     )
-    error_fields: list[object] = json.loads(result.stdout)
+    error_fields: list[object] = json.loads(child.stdout)
     return error_fields
 
 
@@ -45,9 +45,9 @@ def find_libm() -> Path:
     return next(Path(path) for path in paths if "/libm.so" in path or "/libm-" in path)
 
 
-# A path in the place of the content stands for the content of that file.
+# If `content` is a path, the case copies the content of that file.
 @pytest.mark.parametrize(
-    ("content", "status_name", "errno_number", "reason"),
+    ("content", "status_name", "error_number", "reason"),
     [
         (b"", "ENOEXEC", errno.ENOEXEC, Reason.LIBRARY_DAMAGED),
         (b"no library" * 100, "ENOEXEC", errno.ENOEXEC, Reason.LIBRARY_DAMAGED),
@@ -56,11 +56,11 @@ def find_libm() -> Path:
     ids=["empty", "text", "program"],
 )
 def test_file_that_is_not_a_library_is_refused(
-    tmp_path: Path, content: bytes | Path, status_name: str, errno_number: int, reason: Reason
+    tmp_path: Path, content: bytes | Path, status_name: str, error_number: int, reason: Reason
 ) -> None:
-    data = content.read_bytes() if isinstance(content, Path) else content
-    (tmp_path / "libnvidia-ml.so.1").write_bytes(data)
-    expected_error = ["loader", "dlopen libnvidia-ml.so.1", status_name, errno_number, reason.value]
+    library_bytes = content.read_bytes() if isinstance(content, Path) else content
+    (tmp_path / "libnvidia-ml.so.1").write_bytes(library_bytes)
+    expected_error = ["loader", "dlopen libnvidia-ml.so.1", status_name, error_number, reason.value]
     assert query_nvml(tmp_path) == expected_error
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from inventory.healthy_machine import GPU, make_machine
+from inventory.healthy_machine import GPU_ADDRESS, make_machine
 from inventory.rule_examples import (
     FAILING_EXAMPLES,
     HCA_FOLDER,
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 # These rules need an experiment on devices. test_experiments.py tests them.
 CODES_WITH_EXPERIMENT = {"p2p-one-way", "stale-key", "missing-flush"}
-CODES = [rule.code for rule in RULES if rule.code not in CODES_WITH_EXPERIMENT]
+RULE_CODES = [rule.code for rule in RULES if rule.code not in CODES_WITH_EXPERIMENT]
 # These rules do not apply to the correct host. For each of them, PASSING_EXAMPLES has a variant of the host on which
 # the rule passes.
-NOT_APPLICABLE = {"ats-off-in-vm", "driver-open"}
+NOT_APPLICABLE_CODES = {"ats-off-in-vm", "driver-open"}
 
 
 def apply_rule(root: Path, rule_code: str, changes: dict[str, Any]) -> Finding:
@@ -49,7 +49,7 @@ def apply_rule(root: Path, rule_code: str, changes: dict[str, Any]) -> Finding:
     return rule_of(rule_code).apply(make_machine(root, **changes))
 
 
-@pytest.mark.parametrize("rule_code", [rule_code for rule_code in CODES if rule_code not in NOT_APPLICABLE])
+@pytest.mark.parametrize("rule_code", [rule_code for rule_code in RULE_CODES if rule_code not in NOT_APPLICABLE_CODES])
 def test_rule_passes_on_the_correct_host(tmp_path: Path, rule_code: str) -> None:
     finding = apply_rule(tmp_path, rule_code, {})
     assert (finding.verdict, finding.what_to_do) == (Verdict.PASS, ""), finding.text
@@ -86,10 +86,10 @@ def test_missing_proc_modules_is_named(tmp_path: Path) -> None:
 
 def test_bar1_beyond_the_direct_map_is_undecided(tmp_path: Path) -> None:
     """The fix (Linux commit 7ffb791423c7) was backported, so the version does not show whether a kernel has the fix."""
-    changes = PASSING_EXAMPLES["kaslr-p2pdma", "a large padding"]["files"] | {
+    files = PASSING_EXAMPLES["kaslr-p2pdma", "a large padding"]["files"] | {
         "/boot/config-6.8.0-60-generic": "CONFIG_RANDOMIZE_MEMORY=y\nCONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=0x28\n"
     }
-    finding = apply_rule(tmp_path, "kaslr-p2pdma", {"files": changes})
+    finding = apply_rule(tmp_path, "kaslr-p2pdma", {"files": files})
     # 2 TiB of memory and 40 TiB of padding end where BAR1 begins.
     assert (finding.verdict, "first 42 TiB" in finding.text) == (Verdict.UNPROVEN, True), finding.text
 
@@ -97,8 +97,8 @@ def test_bar1_beyond_the_direct_map_is_undecided(tmp_path: Path) -> None:
 def test_configuration_of_the_kernel_is_decompressed_in_part(tmp_path: Path) -> None:
     """A capture may hold 64 MiB of text in 64 KiB of gzip data."""
     kernel_config = b"CONFIG_RANDOMIZE_MEMORY=y\nCONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=0x28\n" + bytes(64 * MIB)
-    changes = {"/boot/config-6.8.0-60-generic": None, "/proc/config.gz": gzip.compress(kernel_config)}
-    files = PASSING_EXAMPLES["kaslr-p2pdma", "a large padding"]["files"] | changes
+    changed_files = {"/boot/config-6.8.0-60-generic": None, "/proc/config.gz": gzip.compress(kernel_config)}
+    files = PASSING_EXAMPLES["kaslr-p2pdma", "a large padding"]["files"] | changed_files
     changed_host = make_machine(tmp_path, files=files)
     tracemalloc.start()
     try:
@@ -111,7 +111,7 @@ def test_configuration_of_the_kernel_is_decompressed_in_part(tmp_path: Path) -> 
 
 
 def test_p2pmem_folder_without_memory_proves_no_mapping(tmp_path: Path) -> None:
-    """Linux creates p2pmem before it maps the memory, and keeps p2pmem if that fails (pci_p2pdma_add_resource)."""
+    """Linux creates p2pmem, then maps the memory, and keeps p2pmem if the mapping fails (pci_p2pdma_add_resource)."""
     changes = PASSING_EXAMPLES["kaslr-p2pdma", "P2PDMA has mapped BAR1"]
     files = {name: "0\n" if name.endswith("/p2pmem/size") else text for name, text in changes["files"].items()}
     finding = apply_rule(tmp_path, "kaslr-p2pdma", {"files": files})
@@ -125,7 +125,7 @@ def test_call_that_never_returned_shows_no_descriptor_0(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("relative_path", ["memory_peers/amdkfd/version", "holders/ib_uverbs", "none"])
 def test_peermem_that_nothing_lists_is_undecided(tmp_path: Path, relative_path: str) -> None:
-    """A loaded module has support for peer memory, because without it, nv_mem_client_init() returns EINVAL."""
+    """A loaded module was built with support for peer memory: without it, nv_mem_client_init() returns EINVAL."""
     parent_folder = {"memory_peers/amdkfd/version": "/sys/kernel/mm", "holders/ib_uverbs": "/sys/module/ib_core"}.get(
         relative_path
     )
@@ -172,7 +172,7 @@ def test_old_nic_without_a_gpu_is_not_judged(tmp_path: Path, rule_code: str, exa
     """A storage server with an old NIC and no GPU has no defect."""
     changes = FAILING_EXAMPLES[rule_code, example_name]
     changes = changes | {
-        "links": changes.get("links", {}) | {f"/sys/bus/pci/devices/{GPU}": None},
+        "links": changes.get("links", {}) | {f"/sys/bus/pci/devices/{GPU_ADDRESS}": None},
         "facts": {"cuda": None, "routes": ()},
     }
     finding = apply_rule(tmp_path, rule_code, changes)
@@ -180,12 +180,12 @@ def test_old_nic_without_a_gpu_is_not_judged(tmp_path: Path, rule_code: str, exa
 
 
 def test_every_rule_has_a_passing_and_a_failing_tree(capsys: pytest.CaptureFixture[str]) -> None:
-    passing_codes = {rule_code for rule_code, _ in PASSING_EXAMPLES} | (set(CODES) - NOT_APPLICABLE)
+    passing_codes = {rule_code for rule_code, _ in PASSING_EXAMPLES} | (set(RULE_CODES) - NOT_APPLICABLE_CODES)
     failing_codes = {rule_code for rule_code, _ in FAILING_EXAMPLES}
     with capsys.disabled():
         print("\npassing trees:", *sorted(passing_codes))  # noqa: T201 - for the reader of the log.
         print("failing trees:", *sorted(failing_codes))  # noqa: T201
-    assert passing_codes == failing_codes == set(CODES)
+    assert passing_codes == failing_codes == set(RULE_CODES)
 
 
 @pytest.mark.parametrize(("rule_code", "example_name"), FAILING_EXAMPLES)
@@ -205,7 +205,7 @@ def test_replayed_capture_of_the_correct_host_is_silent(tmp_path: Path) -> None:
     write_capture(tmp_path / "capture.json", correct_host.capture())
     diagnosis = diagnose(captured_machine(read_capture(tmp_path / "capture.json")))
     assert not diagnosis.findings_with(Verdict.FAIL)
-    assert {finding.code for finding in diagnosis.findings_with(Verdict.UNPROVEN)} <= NOT_APPLICABLE
+    assert {finding.code for finding in diagnosis.findings_with(Verdict.UNPROVEN)} <= NOT_APPLICABLE_CODES
 
 
 def test_every_rule_has_its_own_code_and_texts() -> None:
@@ -232,8 +232,8 @@ def test_unreadable_files_are_reported_and_not_judged(tmp_path: Path) -> None:
     healthy_host = make_machine(root)
     for port_address in ("0000:02:00.0", "0000:02:01.0", "0000:02:02.0"):
         # An ordinary user can read only the header.
-        config = root / f"sys/bus/pci/devices/{port_address}/config"
-        config.write_bytes(config.read_bytes()[:64])
+        config_path = root / f"sys/bus/pci/devices/{port_address}/config"
+        config_path.write_bytes(config_path.read_bytes()[:64])
     (root / "run/udev/data/b259:1").unlink()
     (root / "run/udev/data/b259:1").mkdir()  # A folder cannot be read as a file.
     finding = rule_of("acs-redirect").apply(healthy_host)

@@ -46,7 +46,7 @@ PATH_OF_MISSING_PART = {
 
 
 # One process examines the machine, so that the APIs are queried once.
-EXAMINE_MACHINE = """
+EXAMINE_MACHINE_PROGRAM = """
 import json
 from gdrkit import inventory
 machine = inventory.this_machine()
@@ -57,16 +57,16 @@ print(json.dumps([json.loads(result.to_json()) for result in results]))
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[tuple[dict[str, Any], ...]]:
-    """Yield facts, topology and diagnosis of this machine, which its real libraries report."""
+    """Yield facts, topology and diagnosis of this machine, as a process without twins reports them."""
     environment = launch.environment(launch.Launch(twin_apis=frozenset()))
-    command = [sys.executable, "-c", EXAMINE_MACHINE]
+    command = [sys.executable, "-c", EXAMINE_MACHINE_PROGRAM]
     with udev.lock_entries():
         process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=110)
         assert process.returncode == 0, process.stderr
         yield tuple(json.loads(_hide_mount_points(process.stdout)))
 
 
-def _hide_mount_points(text: str) -> str:
+def _hide_mount_points(json_text: str) -> str:
     """Replace the mount points of this machine, because a record must not reveal them."""
     paths = {mount.mount_point for mount in mounts(HostTree())}
     # Findings name these folders, which exist on every machine.
@@ -75,8 +75,8 @@ def _hide_mount_points(text: str) -> str:
         (path for path in paths if path != "/" and not path.startswith(common_folders)), key=len, reverse=True
     )
     for index, path in enumerate(private_paths, start=1):
-        text = text.replace(json.dumps(path, ensure_ascii=False)[1:-1], f"/mount-{index}")
-    return text
+        json_text = json_text.replace(json.dumps(path, ensure_ascii=False)[1:-1], f"/mount-{index}")
+    return json_text
 
 
 def is_present(path: str) -> bool:

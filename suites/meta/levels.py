@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["IMPORTS_WITHIN_A_LEVEL", "IMPORT_CIRCLES", "IMPORT_LEVELS", "REAL_API_LEVEL", "SEAMS"]
+__all__ = ["API_BINDING_LEVEL", "IMPORTS_WITHIN_A_LEVEL", "IMPORT_CIRCLES", "IMPORT_LEVELS", "SEAMS"]
 
 # The packages and modules of gdrkit/ by level, level 0 first. A package imports only from lower levels.
 IMPORT_LEVELS: tuple[frozenset[str], ...] = (
@@ -36,7 +36,7 @@ IMPORT_LEVELS: tuple[frozenset[str], ...] = (
 )
 
 # In each pair, the first package may import the second, although both have the same level. Packages of level 2 are
-# never listed: each package wraps one real API, and must not depend on another API.
+# never listed: each package wraps one foreign API, and must not depend on another API.
 IMPORTS_WITHIN_A_LEVEL: frozenset[tuple[str, str]] = frozenset(
     {
         ("__main__", "cli"),
@@ -51,8 +51,8 @@ IMPORTS_WITHIN_A_LEVEL: frozenset[tuple[str, str]] = frozenset(
     }
 )
 
-# The level of the packages that wrap one real API each.
-REAL_API_LEVEL = 2
+# The index in IMPORT_LEVELS of the packages that wrap one foreign API each.
+API_BINDING_LEVEL = 2
 
 # The modules of each set import each other in a circle. Remove a set when its circle is gone, and add no further set.
 IMPORT_CIRCLES: frozenset[frozenset[str]] = frozenset(

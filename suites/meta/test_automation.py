@@ -282,7 +282,7 @@ def test_side_by_side_keeps_output_and_exit_codes(capfd: pytest.CaptureFixture[s
         )
         for name, other_name, exit_code in (("first", "second", 0), ("second", "first", 3))
     ]
-    assert call_side_by_side(parts, jobs=2) == {"first": 0, "second": 3}
+    assert call_side_by_side(parts, jobs_max=2) == {"first": 0, "second": 3}
     output = capfd.readouterr().out
     assert "first\nfirst\nfirst\n" in output
     assert "second\nsecond\nsecond\n" in output
@@ -291,7 +291,7 @@ def test_side_by_side_keeps_output_and_exit_codes(capfd: pytest.CaptureFixture[s
 def test_side_by_side_runs_no_more_than_jobs(tmp_path: Path) -> None:
     # mkdir fails if another command runs at the same time.
     command = f"mkdir {tmp_path}/one && rmdir {tmp_path}/one"
-    exit_codes = call_side_by_side([make_shell_part(str(number), command) for number in range(5)], jobs=1)
+    exit_codes = call_side_by_side([make_shell_part(str(number), command) for number in range(5)], jobs_max=1)
     assert exit_codes == dict.fromkeys(map(str, range(5)), 0)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from meta.levels import IMPORT_LEVELS, IMPORTS_WITHIN_A_LEVEL, REAL_API_LEVEL
+from meta.levels import API_BINDING_LEVEL, IMPORT_LEVELS, IMPORTS_WITHIN_A_LEVEL
 from meta.rules import RULES, Rule
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ def test_project_follows_the_rule(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rule_detects_a_violation(rule: Rule, tmp_path: Path) -> None:
-    write_tree(tmp_path, rule.must_fail)
+    write_tree(tmp_path, rule.violating_files)
     assert list(rule.find_violations(tmp_path))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rule_accepts_valid_code(rule: Rule, tmp_path: Path) -> None:
-    write_tree(tmp_path, rule.must_pass)
+    write_tree(tmp_path, rule.valid_files)
     assert not list(rule.find_violations(tmp_path))
 
 
@@ -46,4 +46,4 @@ def test_package_has_one_level() -> None:
 
 
 def test_real_api_packages_never_import_each_other() -> None:
-    assert not {package for pair in IMPORTS_WITHIN_A_LEVEL for package in pair} & IMPORT_LEVELS[REAL_API_LEVEL]
+    assert not {package for pair in IMPORTS_WITHIN_A_LEVEL for package in pair} & IMPORT_LEVELS[API_BINDING_LEVEL]

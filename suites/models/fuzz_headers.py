@@ -30,6 +30,7 @@ _VALID_HEADER = json.dumps(
     },
     separators=(",", ":"),
 ).encode()
+# The fuzzer inserts these words into headers.
 _TOKENS = (
     b'"a":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}',
     b'"dtype"',
@@ -48,14 +49,14 @@ _TOKENS = (
 )
 
 
-def _check_header(data: bytes) -> None:
+def _check_header(header_bytes: bytes) -> None:
     try:
-        parsed_header = header.parse_header(data, data_bytes=_DATA_BYTES, path="model.safetensors")
+        parsed_header = header.parse_header(header_bytes, data_bytes=_DATA_BYTES, path="model.safetensors")
     except UsageError as error:
         if error.reason is not Reason.MALFORMED:
             raise
         return
-    json_object = json.loads(data)
+    json_object = json.loads(header_bytes)
     assert json_object.pop("__metadata__", None) == parsed_header.metadata
     for name, fields in json_object.items():
         entry = parsed_header.tensors[name]
@@ -71,6 +72,7 @@ def _check_header(data: bytes) -> None:
         assert (entry.end - entry.begin) * 8 == math.prod(entry.shape) * ELEMENT_TYPES[entry.dtype].bits, name
         data_offset = entry.end
     assert data_offset == _DATA_BYTES
+    # pack_header() begins with the size of the header, in 8 bytes.
     packed_header = header.pack_header(parsed_header.tensors.items(), parsed_header.metadata)[8:]
     reparsed_header = header.parse_header(packed_header, data_bytes=_DATA_BYTES, path="model.safetensors")
     assert (reparsed_header.tensors, reparsed_header.metadata) == (parsed_header.tensors, parsed_header.metadata)

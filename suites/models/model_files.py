@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["TENSORS_OF_EVERY_TYPE", "ModelFile", "compute_tensor_bytes", "pack_file", "write_model"]
+__all__ = ["TENSORS_OF_EVERY_TYPE", "ModelFile", "compute_size_bytes", "pack_file", "write_model"]
 
 # Name, type and shape of tensors: one of each data type, an empty tensor, and a tensor without dimensions. The shape
 # (3, 8) has 24 elements, so that also elements of 4 or 6 bits fill whole bytes.
@@ -29,7 +29,7 @@ class ModelFile(NamedTuple):
     """A model file, and the bytes and shapes of its tensors by their names."""
 
     path: Path
-    tensors: dict[str, bytes]
+    tensor_data: dict[str, bytes]
     shapes: dict[str, tuple[int, ...]]
 
 
@@ -42,7 +42,7 @@ def pack_file(header: Any, data: bytes = b"") -> bytes:  # noqa: ANN401 - any JS
     return struct.pack("<Q", len(header_bytes)) + header_bytes + data
 
 
-def compute_tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
+def compute_size_bytes(dtype: str, shape: Sequence[int]) -> int:
     """Return the size of a tensor in a file, in bytes."""
     return math.prod(shape) * ELEMENT_TYPES[dtype].bits // 8
 
@@ -56,11 +56,11 @@ def write_model(
 ) -> ModelFile:
     """Write a file with tensors of these names, types and shapes, and with random bytes."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    contents, data_offset = {}, 0
+    tensor_data, data_offset = {}, 0
     for index, (name, dtype, shape) in enumerate(tensors):
-        contents[name] = pattern.payload(compute_tensor_bytes(dtype, shape), seed=seed + index)
-        end = data_offset + len(contents[name])
+        tensor_data[name] = pattern.payload(compute_size_bytes(dtype, shape), seed=seed + index)
+        end = data_offset + len(tensor_data[name])
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [data_offset, end]}
         data_offset = end
-    path.write_bytes(pack_file(header, b"".join(contents.values())))
-    return ModelFile(path, contents, {name: shape for name, _dtype, shape in tensors})
+    path.write_bytes(pack_file(header, b"".join(tensor_data.values())))
+    return ModelFile(path, tensor_data, {name: shape for name, _dtype, shape in tensors})

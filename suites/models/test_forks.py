@@ -1,4 +1,4 @@
-"""A forked child can load model files even if a thread of its parent loaded one, with a lock, during the fork."""
+"""A forked child can close a load and read an open model file, even if a thread held the lock during the fork."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_load_is_closed_in_a_forked_child(tmp_path: Path, seed: int) -> None:
     with start_load_files([model.path], framework="dlpack") as load:
         with hold_in_another_thread(get_lock(load)):
             assert run_in_forked_child(load.close) == 0
-        assert load.result()["a"].read() == model.tensors["a"]
+        assert load.result()["a"].read() == model.tensor_data["a"]
 
 
 def test_file_is_read_in_a_forked_child(tmp_path: Path, seed: int) -> None:
@@ -28,7 +28,7 @@ def test_file_is_read_in_a_forked_child(tmp_path: Path, seed: int) -> None:
     with safe_open(model.path, "dlpack") as open_file:
 
         def read_in_child() -> None:
-            assert open_file.get_tensors()["a"].read() == model.tensors["a"]
+            assert open_file.get_tensors()["a"].read() == model.tensor_data["a"]
 
         with hold_in_another_thread(get_lock(open_file)):
             assert run_in_forked_child(read_in_child) == 0

@@ -8,7 +8,7 @@ import struct
 from typing import TYPE_CHECKING
 
 import pytest
-from models.model_files import TENSORS_OF_EVERY_TYPE, compute_tensor_bytes, pack_file, write_model
+from models.model_files import TENSORS_OF_EVERY_TYPE, compute_size_bytes, pack_file, write_model
 from support.fuzz import run_fuzzer
 
 from gdrkit import gds
@@ -29,23 +29,23 @@ def test_header_of_every_data_type_is_read(tmp_path: Path, seed: int) -> None:
     model = write_model(tmp_path / "file", TENSORS_OF_EVERY_TYPE, seed=seed, metadata={"format": "pt"})
     with gds.File(model.path, direct="never") as file:
         header = read_header(file)
-        contents = model.path.read_bytes()[header.data_offset_bytes :]
+        tensor_data = model.path.read_bytes()[header.data_offset_bytes :]
     assert header.metadata == {"format": "pt"}
     assert {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()} == {
         name: (dtype, shape) for name, dtype, shape in TENSORS_OF_EVERY_TYPE
     }
-    assert {name: contents[entry.begin : entry.end] for name, entry in header.tensors.items()} == model.tensors
-    assert header.data_bytes == len(contents)
+    assert {name: tensor_data[entry.begin : entry.end] for name, entry in header.tensors.items()} == model.tensor_data
+    assert header.data_bytes == len(tensor_data)
 
 
 def test_packed_header_is_padded_and_read_again() -> None:
     entries = {"a": TensorEntry("F32", (2, 3), 0, 24), "\N{GREEK SMALL LETTER ALPHA}": TensorEntry("U8", (), 24, 25)}
-    data = pack_header(entries.items(), {"k": "v"})
+    packed_header = pack_header(entries.items(), {"k": "v"})
     # The packed header begins with its size, in 8 bytes.
-    assert len(data) % 8 == 0
-    assert struct.unpack("<Q", data[:8]) == (len(data) - 8,)
-    header = parse_header(data[8:], data_bytes=25, path="x")
-    assert (header.tensors, header.metadata, header.data_offset_bytes) == (entries, {"k": "v"}, len(data))
+    assert len(packed_header) % 8 == 0
+    assert struct.unpack("<Q", packed_header[:8]) == (len(packed_header) - 8,)
+    header = parse_header(packed_header[8:], data_bytes=25, path="x")
+    assert (header.tensors, header.metadata, header.data_offset_bytes) == (entries, {"k": "v"}, len(packed_header))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_header_that_cannot_be_packed_is_refused(
         pack_header(entries, metadata)
 
 
-# The same header in the form in which safetensors writes it. The parser has a faster path for this form.
+# The header of HEADER_TEXT without blanks, as safetensors writes it. The parser has a faster path for this form.
 COMPACT_HEADER_TEXT = json.dumps({"a": ENTRY_A}, separators=(",", ":")).encode()
 
 
@@ -72,7 +72,7 @@ def _pack_changed_entry(**changes: object) -> bytes:
     return pack_file({"a": {**ENTRY_A, **changes}}, bytes(4))
 
 
-# The contents of a file, and a part of the message that explains why it is refused.
+# Each value has the contents of a file, and a part of the message that explains why the parser refuses the file.
 INVALID_FILES = {
     "empty-file": (b"", "the file has 0 bytes"),
     "no-size": (b"1234567", "the file has 7 bytes"),
@@ -164,9 +164,9 @@ INVALID_FILES = {
 }
 
 
-@pytest.mark.parametrize("name", INVALID_FILES)
-def test_invalid_file_is_refused_with_its_cause(tmp_path: Path, name: str) -> None:
-    contents, message = INVALID_FILES[name]
+@pytest.mark.parametrize("case_id", INVALID_FILES)
+def test_invalid_file_is_refused_with_its_cause(tmp_path: Path, case_id: str) -> None:
+    contents, message = INVALID_FILES[case_id]
     (tmp_path / "model").write_bytes(contents)
     with gds.File(tmp_path / "model", direct="never") as file:
         with pytest.raises(UsageError, match=message) as error_info:
@@ -178,7 +178,7 @@ def test_invalid_file_is_refused_with_its_cause(tmp_path: Path, name: str) -> No
 def test_tensors_are_in_the_order_of_their_bytes() -> None:
     header = parse_header(json.dumps({"b": ENTRY_B, "a": ENTRY_A}).encode(), data_bytes=8, path="x")
     assert list(header.tensors) == ["a", "b"]
-    assert sum(compute_tensor_bytes(entry.dtype, entry.shape) for entry in header.tensors.values()) == 8
+    assert sum(compute_size_bytes(entry.dtype, entry.shape) for entry in header.tensors.values()) == 8
 
 
 @pytest.mark.timeout(FUZZ_S + 120)

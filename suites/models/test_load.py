@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
     from gdrkit.gds import Access
 
-DEVICES = [
+DEVICE_ARGUMENTS = [
     pytest.param("cpu", id="host"),
     pytest.param("cuda", marks=needs(cuda.device()), id="device"),
 ]
-ON_EVERY_DEVICE = pytest.mark.parametrize("device_argument", DEVICES)
+ON_EVERY_DEVICE = pytest.mark.parametrize("device_argument", DEVICE_ARGUMENTS)
 # In the file, the data of these tensors begin at the offsets 0, 602, 4602, 4605 and 4885 after the header. In memory,
 # the loader aligns each tensor of at least 256 bytes to 16 bytes.
 UNALIGNED_TENSORS = (
@@ -50,7 +50,7 @@ UNALIGNED_TENSORS = (
 )
 
 
-def read_tensors(tensors: Mapping[str, ModelTensor]) -> dict[str, bytes]:
+def read_tensor_data(tensors: Mapping[str, ModelTensor]) -> dict[str, bytes]:
     """Return the bytes of each tensor."""
     return {name: tensor.read() for name, tensor in tensors.items()}
 
@@ -69,7 +69,7 @@ def test_every_tensor_arrives(
     model = write_model(tmp_path / "model", tensors, seed=seed, metadata={"format": "pt"})
     loaded_tensors = load_file(model.path, device_argument, framework="dlpack", own_memory=own_memory)
     assert isinstance(loaded_tensors, LoadedTensors)
-    assert read_tensors(loaded_tensors) == model.tensors
+    assert read_tensor_data(loaded_tensors) == model.tensor_data
     assert {name: tensor.shape for name, tensor in loaded_tensors.items()} == model.shapes
     assert {name: tensor.dtype for name, tensor in loaded_tensors.items()} == {
         name: dtype for name, dtype, _ in tensors
@@ -77,7 +77,7 @@ def test_every_tensor_arrives(
     assert loaded_tensors.metadata == [{"format": "pt"}]
     assert (loaded_tensors.report.route, loaded_tensors.report.bytes) == (
         gds.Route.ENGINE,
-        sum(map(len, model.tensors.values())),
+        sum(map(len, model.tensor_data.values())),
     )
     assert all(tensor.address % 16 == 0 for tensor in loaded_tensors.values() if tensor.length_bytes >= 256)
     assert handles.live().get("gds.file", 0) == 0
@@ -91,17 +91,17 @@ def test_several_files_are_loaded_at_once(tmp_path: Path, seed: int, device_argu
         )
         for index in range(3)
     ]
-    progress: list[tuple[int, int]] = []
+    progress_reports: list[tuple[int, int]] = []
     loaded_tensors = load_files(
         [model.path for model in models],
         device_argument,
         framework="dlpack",
-        on_progress=lambda arrived_bytes, total_bytes: progress.append((arrived_bytes, total_bytes)),
+        on_progress=lambda arrived_bytes, total_bytes: progress_reports.append((arrived_bytes, total_bytes)),
     )
-    expected_tensors = {name: data for model in models for name, data in model.tensors.items()}
-    assert read_tensors(loaded_tensors) == expected_tensors
-    model_bytes = sum(map(len, expected_tensors.values()))
-    assert progress[-1] == (model_bytes, model_bytes)
+    expected_data = {name: data for model in models for name, data in model.tensor_data.items()}
+    assert read_tensor_data(loaded_tensors) == expected_data
+    model_bytes = sum(map(len, expected_data.values()))
+    assert progress_reports[-1] == (model_bytes, model_bytes)
 
 
 SLICES = [
@@ -122,9 +122,9 @@ SLICES = [
 def test_slice_reads_only_its_bytes(tmp_path: Path, seed: int, device_argument: str, index: object) -> None:
     shape = (4, 8, 6)
     model = write_model(tmp_path / "model", [("x", "U8", (5,)), ("w", "I16", shape), ("y", "U8", (4,))], seed=seed)
-    elements = memoryview(model.tensors["w"]).cast("h").tolist()
-    nested = [[elements[(i * 8 + j) * 6 : (i * 8 + j) * 6 + 6] for j in range(8)] for i in range(4)]
-    expected_elements, part_shape = slice_lists(nested, shape, index)
+    elements = memoryview(model.tensor_data["w"]).cast("h").tolist()
+    nested_lists = [[elements[(i * 8 + j) * 6 : (i * 8 + j) * 6 + 6] for j in range(8)] for i in range(4)]
+    expected_elements, part_shape = slice_lists(nested_lists, shape, index)
     with safe_open(model.path, "dlpack", device_argument) as file:
         tensor_slice = file.get_slice("w")
         assert (tensor_slice.get_shape(), tensor_slice.get_dtype()) == ([4, 8, 6], "I16")
@@ -140,9 +140,9 @@ def test_slice_reads_only_its_bytes(tmp_path: Path, seed: int, device_argument: 
 
 
 def slice_lists(
-    nested: list[list[list[int]]], shape: tuple[int, ...], index: object
+    nested_lists: list[list[list[int]]], shape: tuple[int, ...], index: object
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return the elements and the shape of `nested[index]` by the rules of numpy. `nested` has three dimensions."""
+    """Return the elements and the shape of `nested_lists[index]`, in three dimensions, by the rules of numpy."""
     index_items: list[Any] = list(index) if isinstance(index, tuple) else [index]
     if ... in index_items:
         ellipsis_index = index_items.index(...)
@@ -156,7 +156,7 @@ def slice_lists(
         len(indexes) for indexes, item in zip(selected_indexes, index_items, strict=True) if isinstance(item, slice)
     )
     return [
-        nested[i][j][k] for i in selected_indexes[0] for j in selected_indexes[1] for k in selected_indexes[2]
+        nested_lists[i][j][k] for i in selected_indexes[0] for j in selected_indexes[1] for k in selected_indexes[2]
     ], part_shape
 
 
@@ -188,8 +188,8 @@ def test_open_file_has_the_interface_of_safetensors(
     model = write_model(tmp_path / "model", [("b", "F16", (9, 9)), ("a", "U8", ())], seed=seed, metadata={"k": "v"})
     with safe_open(model.path, framework="dlpack", device=device_argument, whole_file=whole_file) as file:
         assert (file.keys(), file.offset_keys(), file.metadata()) == (["a", "b"], ["b", "a"], {"k": "v"})
-        assert file.get_tensor("b").read() == file.get_slice("b")[...].read() == model.tensors["b"]
-        assert read_tensors(file.get_tensors()) == model.tensors
+        assert file.get_tensor("b").read() == file.get_slice("b")[...].read() == model.tensor_data["b"]
+        assert read_tensor_data(file.get_tensors()) == model.tensor_data
         with pytest.raises(UsageError, match="has no tensor 'c'"):
             file.get_tensor("c")
     with pytest.raises(ClosedResource):
@@ -200,12 +200,12 @@ def test_open_file_has_the_interface_of_safetensors(
 @pytest.mark.parametrize("share", [False, True], ids=["each-reads", "shares"])
 def test_two_devices_get_all_tensors(tmp_path: Path, seed: int, *, share: bool) -> None:
     models = [write_model(tmp_path / str(index), [(f"{index}", "BF16", (700, 1025))], seed=seed) for index in range(2)]
-    expected_tensors = {name: data for model in models for name, data in model.tensors.items()}
+    expected_data = {name: data for model in models for name, data in model.tensor_data.items()}
     paths = [model.path for model in models]
     loaded_tensors = load_files(paths, ["cuda:0", "cuda:1"], framework="dlpack", share=share)
-    assert [read_tensors(tensors) for tensors in loaded_tensors] == [expected_tensors, expected_tensors]
+    assert [read_tensor_data(tensors) for tensors in loaded_tensors] == [expected_data, expected_data]
     assert [tensor.device_index for tensors in loaded_tensors for tensor in tensors.values()] == [0, 0, 1, 1]
-    total_bytes = sum(map(len, expected_tensors.values()))
+    total_bytes = sum(map(len, expected_data.values()))
     report = loaded_tensors[0].report
     assert (report.bytes, report.peer_bytes) == ((total_bytes, total_bytes) if share else (2 * total_bytes, 0))
 
@@ -216,28 +216,29 @@ def test_each_device_loads_its_own_selection(tmp_path: Path, seed: int) -> None:
         write_model(tmp_path / str(index), [(f"{index}.w", "U8", (6, 1001)), (f"{index}.b", "F32", (7,))], seed=seed)
         for index in range(2)
     ]
-    expected_tensors = {name: data for model in models for name, data in model.tensors.items()}
+    expected_data = {name: data for model in models for name, data in model.tensor_data.items()}
 
-    def select_rows(rank: int, name: str, _shape: tuple[int, ...]) -> object:
-        return slice(rank * 3, rank * 3 + 3) if name.endswith("w") else ...
+    def select_rows(device_index: int, name: str, _shape: tuple[int, ...]) -> object:
+        return slice(device_index * 3, device_index * 3 + 3) if name.endswith("w") else ...
 
     paths = [model.path for model in models]
-    selections = [partial(select_rows, rank) for rank in range(2)]
+    selections = [partial(select_rows, device_index) for device_index in range(2)]
     loaded_tensors = load_files(paths, ["cuda:0", "cuda:1"], framework="dlpack", select=selections)
-    for rank, tensors in enumerate(loaded_tensors):
-        assert read_tensors(tensors) == {
-            name: data[rank * 3003 : (rank + 1) * 3003] if name.endswith("w") else data
-            for name, data in expected_tensors.items()
+    # Each device loads three of the six rows of `w`. A row has 1001 bytes.
+    for device_index, tensors in enumerate(loaded_tensors):
+        assert read_tensor_data(tensors) == {
+            name: data[device_index * 3003 : (device_index + 1) * 3003] if name.endswith("w") else data
+            for name, data in expected_data.items()
         }
-        assert {tensor.device_index for tensor in tensors.values()} == {rank}
+        assert {tensor.device_index for tensor in tensors.values()} == {device_index}
     # Each file has 6006 bytes of `w`, which the devices divide, and 28 bytes of `b`, which both devices load.
     assert loaded_tensors[0].report.bytes == 2 * 6006 + 2 * 2 * 28
     assert loaded_tensors[0].report.peer_bytes == 0
     whole_tensors, half_tensors = load_files(
         paths, ["cuda:0", "cuda:1"], framework="dlpack", select=[None, selections[1]], own_memory=True
     )
-    assert read_tensors(whole_tensors) == expected_tensors
-    assert read_tensors(half_tensors) == read_tensors(loaded_tensors[1])
+    assert read_tensor_data(whole_tensors) == expected_data
+    assert read_tensor_data(half_tensors) == read_tensor_data(loaded_tensors[1])
 
 
 @needs(cuda.device(count_min=2))
@@ -262,32 +263,32 @@ def test_error_of_one_selection_ends_the_load_of_all(tmp_path: Path, seed: int) 
 
 @needs(cuda.device(count_min=2), software("cuda"))
 def test_devices_share_reads_if_copies_are_faster(tmp_path: Path, seed: int) -> None:
-    length_bytes = 32 * MIB
-    models = [write_model(tmp_path / name, [(name, "U8", (length_bytes // 2,))], seed=seed) for name in ("a", "b")]
-    expected_tensors = models[0].tensors | models[1].tensors
+    total_bytes = 32 * MIB
+    models = [write_model(tmp_path / name, [(name, "U8", (total_bytes // 2,))], seed=seed) for name in ("a", "b")]
+    expected_data = models[0].tensor_data | models[1].tensor_data
 
     def load_and_get_peer_bytes(access: Access = "automatic") -> int:
         paths = [model.path for model in models]
         loaded_tensors = load_files(paths, ["cuda:0", "cuda:1"], framework="dlpack", access=access)
-        assert [read_tensors(tensors) for tensors in loaded_tensors] == [expected_tensors] * 2
+        assert [read_tensor_data(tensors) for tensors in loaded_tensors] == [expected_data] * 2
         peer_bytes: int = loaded_tensors[0].report.peer_bytes
         return peer_bytes
 
     slow_copy_fault = "cuMemcpyPeerAsync call=1 delay_us=1000000"
     with inject_faults(Api.CUDA, slow_copy_fault):
-        assert load_and_get_peer_bytes() == length_bytes, "the first load is shared, because no rates are known"
+        assert load_and_get_peer_bytes() == total_bytes, "the first load is shared, because no rates are known"
     assert load_and_get_peer_bytes() == 0, "copies were slower than reads"
     with inject_faults(Api.CUDA, slow_copy_fault):
-        assert load_and_get_peer_bytes("direct") == length_bytes, "the disk is read once even if copies were slower"
+        assert load_and_get_peer_bytes("direct") == total_bytes, "the disk is read once even if copies were slower"
     assert load_and_get_peer_bytes() == 0, "both files are cached"
     drop_from_cache(models[1].path)
     with inject_faults(Api.CUDA, slow_copy_fault):
-        assert load_and_get_peer_bytes() == length_bytes, "the second file is not cached"
+        assert load_and_get_peer_bytes() == total_bytes, "the second file is not cached"
     models[1].path.read_bytes()
-    # The engine copies the bytes that it has read from a file to a GPU by this function, so reads become slow.
+    # The engine calls this function to copy the bytes of a file to a GPU, so the delay makes reads slow.
     with inject_faults(Api.CUDA, "cuMemcpyHtoDAsync_v2 call=1 delay_us=4000000"):
         assert load_and_get_peer_bytes() == 0, "the copies of the last shared load were slower than its reads"
-    assert load_and_get_peer_bytes() == length_bytes, "reads were slower than copies"
+    assert load_and_get_peer_bytes() == total_bytes, "reads were slower than copies"
 
 
 @ON_EVERY_DEVICE
@@ -296,7 +297,7 @@ def test_saved_tensors_are_loaded_again(tmp_path: Path, seed: int, device_argume
     loaded_tensors = load_file(model.path, device_argument, framework="dlpack")
     save_file(loaded_tensors, tmp_path / "saved", {"k": "v"}, framework="dlpack", durable=True)
     reloaded_tensors = load_file(tmp_path / "saved", framework="dlpack")
-    assert read_tensors(reloaded_tensors) == model.tensors
+    assert read_tensor_data(reloaded_tensors) == model.tensor_data
     assert reloaded_tensors.metadata == [{"k": "v"}]
 
 
@@ -306,7 +307,7 @@ def test_numpy_takes_a_tensor_that_outlives_its_file(tmp_path: Path, seed: int) 
 
     model = write_model(tmp_path / "model", [("a", "F32", (4, 5)), ("b", "I64", ()), ("c", "F32", (0, 3))], seed=seed)
     arrays = {name: np.from_dlpack(tensor) for name, tensor in load_file(model.path, framework="dlpack").items()}
-    assert {name: array.tobytes() for name, array in arrays.items()} == model.tensors
+    assert {name: array.tobytes() for name, array in arrays.items()} == model.tensor_data
     assert {name: array.shape for name, array in arrays.items()} == model.shapes
 
 
@@ -314,18 +315,18 @@ def test_numpy_takes_a_tensor_that_outlives_its_file(tmp_path: Path, seed: int) 
 def test_memory_lives_as_long_as_a_dlpack_consumer(tmp_path: Path, seed: int, device: Device) -> None:
     length_bytes = 64 * MIB
     model = write_model(tmp_path / "model", [("a", "U8", (length_bytes,))], seed=seed)
-    free_bytes = device.memory_info().free_bytes
+    free_bytes_before = device.memory_info().free_bytes
     tensor = load_file(model.path, device.index, framework="dlpack")["a"]
     # The capsule stands for a library that took the memory by DLPack.
     capsule, address = tensor.__dlpack__(max_version=(1, 0)), tensor.address
     del tensor
     with borrow(device, address, length_bytes=length_bytes) as memory:
-        assert memory.read() == model.tensors["a"]
-    assert device.memory_info().free_bytes <= free_bytes - length_bytes
+        assert memory.read() == model.tensor_data["a"]
+    assert device.memory_info().free_bytes <= free_bytes_before - length_bytes
     del capsule
     gds.close_engines()
     # A real driver keeps some memory of its own after the first copies.
-    assert device.memory_info().free_bytes > free_bytes - length_bytes // 2
+    assert device.memory_info().free_bytes > free_bytes_before - length_bytes // 2
 
 
 @ON_EVERY_DEVICE
@@ -391,7 +392,7 @@ def test_model_larger_than_the_device_is_out_of_memory(tmp_path: Path, seed: int
         load_files([small_model.path, tmp_path / "model"], device.index, framework="dlpack")
     assert error_info.value.reason is Reason.OUT_OF_MEMORY
     assert device.memory_info().free_bytes == free_bytes
-    # The process keeps the primary context of the device, so its count may have changed.
+    # The process keeps the primary context of the device, so the number of open contexts may have changed.
     assert handles.live() == handles_before | {"cuda.primary_context": handles.live().get("cuda.primary_context", 0)}
 
 

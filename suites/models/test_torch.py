@@ -35,10 +35,11 @@ def test_every_type_is_a_tensor_of_torch(tmp_path: Path, seed: int, *, own_memor
     torch = importlib.import_module("torch")
     model = write_model(tmp_path / "model", TENSORS_OF_EVERY_TYPE, seed=seed)
     loaded_tensors = safetensors.load_file(model.path, own_memory=own_memory)
-    assert get_tensor_bytes(loaded_tensors) == model.tensors
+    assert get_tensor_bytes(loaded_tensors) == model.tensor_data
     for name, dtype, shape in TENSORS_OF_EVERY_TYPE:
         tensor, element_type = loaded_tensors[name], safetensors.ELEMENT_TYPES[dtype]
         assert tensor.dtype is getattr(torch, element_type.torch_name)
+        # If elements have less than 8 bits, torch counts bytes in the last dimension.
         expected_shape = (*shape[:-1], shape[-1] * element_type.bits // 8) if element_type.bits < 8 else shape
         assert tuple(tensor.shape) == expected_shape
         assert tensor.is_contiguous()
@@ -48,7 +49,7 @@ def test_tensors_outlive_the_dict(tmp_path: Path, seed: int) -> None:
     model = write_model(tmp_path / "model", [("a", "I32", (300, 7)), ("b", "U8", (5,))], seed=seed)
     tensor = safetensors.load_file(model.path)["a"]
     tensor += 0  # This writes the memory, which must not be read-only.
-    assert get_tensor_bytes({"a": tensor})["a"] == model.tensors["a"]
+    assert get_tensor_bytes({"a": tensor})["a"] == model.tensor_data["a"]
 
 
 @NEEDS_SAFETENSORS
@@ -78,7 +79,7 @@ def test_patch_replaces_the_functions_and_restores_them(tmp_path: Path, seed: in
         importlib.import_module("safetensors"),
         importlib.import_module("safetensors.torch"),
     )
-    originals = (safetensors_package.safe_open, safetensors_torch.safe_open, safetensors_torch.load_file)
+    original_functions = (safetensors_package.safe_open, safetensors_torch.safe_open, safetensors_torch.load_file)
     model = write_model(tmp_path / "model", [("a", "F32", (8, 3))], seed=seed)
     expected_tensor = safetensors_torch.load_file(model.path)["a"]
     with safetensors.patch():
@@ -91,7 +92,11 @@ def test_patch_replaces_the_functions_and_restores_them(tmp_path: Path, seed: in
         with pytest.raises(UsageError) as error_info, safetensors.patch():
             pass
         assert error_info.value.reason is Reason.BUSY
-    assert (safetensors_package.safe_open, safetensors_torch.safe_open, safetensors_torch.load_file) == originals
+    assert (
+        safetensors_package.safe_open,
+        safetensors_torch.safe_open,
+        safetensors_torch.load_file,
+    ) == original_functions
 
 
 @NEEDS_SAFETENSORS

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
 
 NEEDS_NCCL = needs(host.module("nvidia.nccl"))
-# Sizes of the parameter types in nccl.h, in bytes. ncclComm_t and cudaStream_t are pointers, as each type with `*` is.
+# Sizes of the parameter types in nccl.h, in bytes. Each type with `*` is a pointer of 8 bytes.
 TYPE_SIZES_BYTES = {
     "int": 4,
     "ncclDataType_t": 4,
@@ -33,7 +33,7 @@ TYPE_SIZES_BYTES = {
     "cudaStream_t": 8,
     "ncclUniqueId": 128,
 }
-TIMEOUT_S = 60
+CHILD_TIMEOUT_S = 60
 
 
 def read_header() -> str:
@@ -46,9 +46,9 @@ def read_header() -> str:
 @NEEDS_NCCL
 @pytest.mark.parametrize("function_name", _nccl.ARGUMENT_TYPES)
 def test_argument_widths_match_the_header(function_name: str) -> None:
-    declaration = re.search(rf"ncclResult_t\s+{function_name}\(([^)]*)\)", read_header())
-    assert declaration is not None
-    parameters = declaration[1].split(",")
+    declaration_match = re.search(rf"ncclResult_t\s+{function_name}\(([^)]*)\)", read_header())
+    assert declaration_match is not None
+    parameters = declaration_match[1].split(",")
     type_names = [re.sub(r"\bconst\b", "", parameter).rpartition(" ")[0].strip() for parameter in parameters]
     expected_bytes = [
         8 if "*" in parameter else TYPE_SIZES_BYTES[type_name]
@@ -77,8 +77,10 @@ def test_enumerations_match_the_header() -> None:
 def test_communicator_ids_are_unique() -> None:
     # NCCL keeps a thread for each id until the process ends, so a child process creates the ids.
     program = "from gdrkit import nccl; print(*nccl.library_version(), *(nccl.create_unique_id().hex() for _ in '12'))"
-    output = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, timeout=TIMEOUT_S)
-    major, _minor, _patch, first_id, second_id = output.stdout.decode().split()
+    completed = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, timeout=CHILD_TIMEOUT_S
+    )
+    major, _minor, _patch, first_id, second_id = completed.stdout.decode().split()
     assert int(major) >= 2
     assert first_id != second_id
     assert len(first_id) == len(second_id) == 2 * _nccl.UNIQUE_ID_BYTES
@@ -93,10 +95,10 @@ def test_failure_is_an_error_with_call_status_and_message(tmp_path: Path) -> Non
         "try:\n    _nccl.call('ncclCommGetAsyncError', 0, None, comm=0)\n"
         "except ApiError as error:\n    print(error.api.value, error.operation, error.status_name, error.reason.value)"
     )
-    output = subprocess.run(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, timeout=TIMEOUT_S, cwd=tmp_path
+    completed = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, timeout=CHILD_TIMEOUT_S, cwd=tmp_path
     )
-    assert output.stdout.decode().split() == ["nccl", "ncclCommGetAsyncError", "ncclInvalidArgument", "bad_argument"]
+    assert completed.stdout.decode().split() == ["nccl", "ncclCommGetAsyncError", "ncclInvalidArgument", "bad_argument"]
 
 
 @needs(cuda.device())
@@ -127,11 +129,11 @@ def test_damaged_library_is_an_error_with_advice(tmp_path: Path) -> None:
         "try:\n    nccl.library_version()\nexcept SetupMissing as error:\n    print(error.errno, error.operation)"
     )
     library_path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("LD_LIBRARY_PATH", "")]))
-    output = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "LD_LIBRARY_PATH": library_path},
         stdout=subprocess.PIPE,
         check=True,
-        timeout=TIMEOUT_S,
+        timeout=CHILD_TIMEOUT_S,
     )
-    assert output.stdout.decode().split() == ["8", "dlopen", "libnccl.so.2"]  # 8 is ENOEXEC.
+    assert completed.stdout.decode().split() == ["8", "dlopen", "libnccl.so.2"]  # 8 is ENOEXEC.

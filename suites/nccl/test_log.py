@@ -1,4 +1,4 @@
-"""`NcclLog` reads in the log of NCCL which registered memory NCCL used, and which network connects the ranks.
+"""`NcclLog` finds in the log of NCCL which registered memory NCCL used, and which network connects the ranks.
 
 The log lines of the cases have the formats of NCCL 2.28.9 and 2.32.3.
 """
@@ -43,7 +43,8 @@ class MemoryRange:
 )
 def test_use_of_registered_memory_is_found(line_format: str, transport: str) -> None:
     log = nccl.NcclLog.parse(LINE_PREFIX + line_format.format(BUFFER_ADDRESS))
-    assert log.uses == ((transport, BUFFER_ADDRESS),)
+    assert log.registration_uses == ((transport, BUFFER_ADDRESS),)
+    # The use counts only for a range that contains the address of the buffer.
     assert log.transports_using(MemoryRange(BUFFER_ADDRESS, 1)) == {transport}
     assert log.transports_using(MemoryRange(BUFFER_ADDRESS - 64, 65)) == {transport}
     assert (
@@ -65,7 +66,7 @@ def test_use_of_registered_memory_is_found(line_format: str, transport: str) -> 
     ],
 )
 def test_attempt_is_not_a_use(line: str) -> None:
-    assert nccl.NcclLog.parse(LINE_PREFIX + line).uses == ()
+    assert nccl.NcclLog.parse(LINE_PREFIX + line).registration_uses == ()
 
 
 def test_network_and_channels_are_counted(tmp_path: Path) -> None:

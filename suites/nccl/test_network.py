@@ -1,4 +1,4 @@
-"""NCCL reduces memory of gdrkit over its network plug-in for NICs, and the NICs access the device memory directly.
+"""NCCL reduces memory of gdrkit by the NCCL plug-in for NICs, and the NICs access the device memory directly.
 
 All ranks run on one host. Environment variables forbid NVLink, PCIe and shared memory, so NCCL must use the NICs.
 """
@@ -43,10 +43,12 @@ ENVIRON_WITH_NICS_ONLY = {
 
 @pytest.mark.qualify
 @NEEDS_NICS
-@pytest.mark.parametrize("memory", ["vmm", "nccl"])
-def test_network_plug_in_accesses_device_memory(tmp_path: Path, evidence: Evidence, seed: int, memory: str) -> None:
+@pytest.mark.parametrize("memory_type", ["vmm", "nccl"])
+def test_network_plug_in_accesses_device_memory(
+    tmp_path: Path, evidence: Evidence, seed: int, memory_type: str
+) -> None:
     environ = {**ENVIRON_WITH_NICS_ONLY, **nccl.log_environment(tmp_path)}
-    options = ["--memory", memory, "--length-bytes", str(16 * MIB), "--rounds", "1", "--seed", str(seed)]
+    options = ["--memory", memory_type, "--length-bytes", str(16 * MIB), "--rounds", "1", "--seed", str(seed)]
     # Each rank checks the bytes of its result.
     results = run_all_reduces(tmp_path, RANKS_COUNT, *options, "--registered", environ=environ)
     evidence["nccl"] = {"version": results[0]["version"], "libraries": results[0]["libraries"]}

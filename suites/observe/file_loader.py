@@ -74,10 +74,10 @@ LOADERS: dict[str, Callable[[Path], bytes]] = {
 }
 
 
-def create_file(loader: str, path: Path, blocks_count: int) -> None:
+def create_file(loader_name: str, path: Path, blocks_count: int) -> None:
     """Write a file of `blocks_count` equal blocks, in the format that the loader reads."""
     block = pattern.payload(BLOCK_BYTES, seed=_SEED)
-    if loader == "torch":
+    if loader_name == "torch":
         torch: Any = importlib.import_module("torch")
         torch.save(torch.frombuffer(bytearray(block), dtype=torch.uint8).repeat(blocks_count), path)
         return

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["GDRKIT_COMMAND", "TWIN_HOLDER_COMMAND", "read_metrics_url", "scrape", "start_gdrkit"]
 
 GDRKIT_COMMAND = [sys.executable, "-m", "gdrkit"]
-# Arguments of LineChild: start twin_holder.py, which holds memory regions and dma-bufs of the twins on command.
+# Arguments with which LineChild starts twin_holder.py on the twins (libraries that emulate the hardware). The program
+# holds memory regions and dma-bufs.
 TWIN_HOLDER_COMMAND = (
     *("gdrkit", "run", "--software", "--isolated", "--quiet", "--"),
     *(sys.executable, "-m", "observe.twin_holder"),

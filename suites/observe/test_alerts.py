@@ -41,15 +41,17 @@ def test_prometheus_warns_of_a_leak_alone(tmp_path: Path, device: Device, nic: N
         steady_cache = stack.enter_context(RegionCache([nic], regions_max=1))
         for name, cache in (("leaking", leaking_cache), ("steady", steady_cache)):
             stack.enter_context(monitor.watch("cache", cache.statistics, name=name))
-        server = stack.enter_context(monitor.serve_metrics("127.0.0.1", 0))
+        metrics_server = stack.enter_context(monitor.serve_metrics("127.0.0.1", 0))
         stop_event = threading.Event()
-        worker = threading.Thread(target=lease_until_stopped, args=(device, leaking_cache, steady_cache, stop_event))
-        worker.start()
+        leasing_thread = threading.Thread(
+            target=lease_until_stopped, args=(device, leaking_cache, steady_cache, stop_event)
+        )
+        leasing_thread.start()
         try:
-            assert wait_for_alerts(tmp_path, server.address, {"GdrkitCacheGrows"}, "name") == {"leaking"}
+            assert wait_for_alerts(tmp_path, metrics_server.address, {"GdrkitCacheGrows"}, "name") == {"leaking"}
         finally:
             stop_event.set()
-            worker.join()
+            leasing_thread.join()
 
 
 def lease_until_stopped(
@@ -121,7 +123,7 @@ def wait_for_alerts(folder: Path, metrics_url: str, alert_names: set[str], label
                     prometheus.wait(0.5)
                 fired_alerts |= query_fired_alerts(f"http://127.0.0.1:{port}/api/v1/alerts", alert_names, label)
                 if {name for name, _ in fired_alerts} == alert_names:
-                    return {value for _, value in fired_alerts}
+                    return {label_value for _, label_value in fired_alerts}
         finally:
             prometheus.terminate()
             prometheus.wait(30)

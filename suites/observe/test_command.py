@@ -49,16 +49,16 @@ with contextlib.ExitStack() as stack:
     time.sleep(0.3)
 """
 WRITTEN_BYTES = 4 * MIB
-# The program writes 4 MiB. After a line on its standard input, a child process also writes 4 MiB. Both then wait for
-# the end of the standard input.
+# The program writes 4 MiB. After a line on its standard input, it starts a child process, which also writes 4 MiB. Both
+# processes then wait for the end of the standard input.
 FORKING_PROGRAM = f"""
 import os, sys
-null = os.open("/dev/null", os.O_WRONLY)
-os.write(null, bytes({WRITTEN_BYTES}))
+null_fd = os.open("/dev/null", os.O_WRONLY)
+os.write(null_fd, bytes({WRITTEN_BYTES}))
 os.write(1, b"written\\n")
 os.read(0, 100)
 if os.fork() == 0:
-    os.write(null, bytes({WRITTEN_BYTES}))
+    os.write(null_fd, bytes({WRITTEN_BYTES}))
     os.write(1, b"written\\n")
 while os.read(0, 100):
     pass
@@ -81,10 +81,13 @@ time.sleep(0.3)
 
 
 def observe(
-    report_path: Path, command: Sequence[str], *, prefix: Sequence[str] = (), options: Sequence[str] = ()
+    report_path: Path, command: Sequence[str], *, outer_command: Sequence[str] = (), options: Sequence[str] = ()
 ) -> Observation:
-    """Run a command, which must succeed, by `gdrkit observe`, and return the observation."""
-    full_command = [*prefix, *OBSERVE_COMMAND, "--report", str(report_path), *options, "--", *command]
+    """Run a command, which must succeed, by `gdrkit observe`, and return the observation.
+
+    `outer_command` runs `gdrkit observe` itself.
+    """
+    full_command = [*outer_command, *OBSERVE_COMMAND, "--report", str(report_path), *options, "--", *command]
     completed = subprocess.run(full_command, capture_output=True, text=True, check=False, timeout=60)
     assert completed.returncode == 0, completed.stderr
     return Observation.from_json(report_path.read_text())
@@ -92,7 +95,9 @@ def observe(
 
 @needs(software(Api.VERBS))
 def test_write_on_the_twin_is_rdma(tmp_path: Path) -> None:
-    observation = observe(tmp_path / "report", [sys.executable, "-c", RDMA_WRITE_PROGRAM], prefix=TWIN_RUN_COMMAND)
+    observation = observe(
+        tmp_path / "report", [sys.executable, "-c", RDMA_WRITE_PROGRAM], outer_command=TWIN_RUN_COMMAND
+    )
     route = observation.route("rdma")
     assert route is not None
     assert (route.outcome, route.moved_bytes) == (RouteOutcome.PROVEN, 8 * MIB)
@@ -127,9 +132,9 @@ def test_payload_over_tcp_is_counted_once(tmp_path: Path) -> None:
 def test_ucx_over_tcp_fell_back_from_rdma(tmp_path: Path) -> None:
     # The client starts when the kernel lists a listener on the port: 14447 is 386F in hexadecimal, 0A is TCP_LISTEN.
     listener_check = "cat /proc/net/tcp /proc/net/tcp6 | grep -q ':386F 0*:0000 0A '"
-    server = f"ucx_perftest -p 14447 >/dev/null & until {listener_check}; do sleep 0.1; done;"
-    client = "ucx_perftest 127.0.0.1 -p 14447 -t tag_bw -s 1000000 -n 300 >/dev/null; wait"
-    command = ["env", "UCX_TLS=tcp,self", "sh", "-c", f"{server} {client}"]
+    server_command = f"ucx_perftest -p 14447 >/dev/null & until {listener_check}; do sleep 0.1; done;"
+    client_command = "ucx_perftest 127.0.0.1 -p 14447 -t tag_bw -s 1000000 -n 300 >/dev/null; wait"
+    command = ["env", "UCX_TLS=tcp,self", "sh", "-c", f"{server_command} {client_command}"]
     observation = observe(tmp_path / "report", command, options=["--logs"])
     rdma_route, tcp_route = observation.route("rdma"), observation.route("tcp")
     assert rdma_route is not None
@@ -164,7 +169,7 @@ def test_running_process_is_observed_from_now_on() -> None:
 
 
 def test_child_that_starts_after_the_attach_counts_in_full() -> None:
-    """In an older version, the counts of such a child at its first sample were subtracted."""
+    """An older version subtracted the counters that the child had at its first sample."""
     with (
         subprocess.Popen(
             [sys.executable, "-c", FORKING_PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0

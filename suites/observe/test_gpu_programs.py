@@ -36,7 +36,8 @@ pytestmark = [needs(cuda.device(), without_twin(Api.CUDA)), pytest.mark.timeout(
 FILE_BLOCKS_COUNT = 4 * GIB // BLOCK_BYTES
 # The route that the verdict must name for each loader.
 ROUTE_BY_LOADER = {"gdrkit": "engine", "kvikio": "posix", "torch": "posix"}
-# The headers of PCIe packets with 256 bytes of data add about 8 %.
+# Allowed ratio of the bytes that the GPU received over PCIe to the bytes of the file. The headers of PCIe packets with
+# 256 bytes of data add about 8 %.
 PCIE_RATIO_MIN, PCIE_RATIO_MAX = 0.98, 1.12
 REDUCED_BYTES, ROUNDS_COUNT = 256 * MIB, 20
 

@@ -43,8 +43,8 @@ METRIC_PREFIX_BY_SOURCE = {
     "nvml": "gdrkit_bar1_",
     "nvidia_fs": "gdrkit_nvidia_fs_",
 }
-# The costs of a reading are the mean of READING_COUNT readings, beside PROCESS_COUNT idle processes, whose descriptors
-# are read too. Prometheus is expected to scrape every SCRAPE_INTERVAL_S.
+# A case measures the mean CPU time of READING_COUNT readings while PROCESS_COUNT idle processes exist. The monitor
+# reads their descriptors too. Prometheus is expected to scrape every SCRAPE_INTERVAL_S.
 PROCESS_COUNT, READING_COUNT, SCRAPE_INTERVAL_S = 300, 10, 15
 
 
@@ -67,19 +67,19 @@ def test_missing_source_has_a_cause_and_no_value() -> None:
         assert monitor_process.stderr is not None
         log = monitor_process.stderr.read()
     for source, prefix in METRIC_PREFIX_BY_SOURCE.items():
-        cause_samples = [
+        cause_sample_names = [
             sample_name
             for sample_name in samples
             if sample_name.startswith("gdrkit_not_read{") and f'source="{source}"' in sample_name
         ]
         # Samples of twins do not come from these sources.
-        value_samples = [
+        value_sample_names = [
             sample_name
             for sample_name in samples
             if sample_name.startswith(prefix) and 'device="twin"' not in sample_name
         ]
-        assert cause_samples or value_samples or source == "rdma_netlink", source
-        assert log.count(f"not read: {source}, ") == len(cause_samples)
+        assert cause_sample_names or value_sample_names or source == "rdma_netlink", source
+        assert log.count(f"not read: {source}, ") == len(cause_sample_names)
 
 
 @needs(host.capability("CAP_SETUID"))
@@ -140,23 +140,23 @@ def test_reading_costs_less_than_one_percent_of_a_core() -> None:
 
 
 def test_machine_is_read_once_in_the_interval() -> None:
-    reader, eager_reader = monitor.MachineReader(interval_s=600), monitor.MachineReader(interval_s=0)
+    reader, uncached_reader = monitor.MachineReader(interval_s=600), monitor.MachineReader(interval_s=0)
     assert reader.read() is reader.read()
-    assert eager_reader.read() is not eager_reader.read()
+    assert uncached_reader.read() is not uncached_reader.read()
 
 
 def test_thread_of_the_server_receives_no_signals() -> None:
     threads_before = {thread.native_id for thread in threading.enumerate()}
-    mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    signal_mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with monitor.serve_metrics("127.0.0.1", 0, metrics=tuple):
         (thread_id,) = {thread.native_id for thread in threading.enumerate()} - threads_before
-        status = Path(f"/proc/self/task/{thread_id}/status").read_text()
-    (blocked_signals_hex,) = re.findall(r"^SigBlk:\s*([0-9a-f]+)$", status, re.MULTILINE)
+        status_text = Path(f"/proc/self/task/{thread_id}/status").read_text()
+    (blocked_signals_hex,) = re.findall(r"^SigBlk:\s*([0-9a-f]+)$", status_text, re.MULTILINE)
     assert all(
         int(blocked_signals_hex, 16) >> (signal_number - 1) & 1
         for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     )
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask_before
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == signal_mask_before
 
 
 def read_cpu_time_s(process_id: int) -> float:
@@ -249,7 +249,7 @@ def test_registrations_of_another_process_leave_zero() -> None:
     assert read_process_samples(process_id) == {}
 
 
-def read_own_metrics() -> dict[str, float]:
+def read_own_samples() -> dict[str, float]:
     """Return the samples of this process. A key is a metric and its first label: `gdrkit_open_objects verbs.region`."""
     return {
         f"{metric.name} {labels[0][1]}": value
@@ -258,25 +258,25 @@ def read_own_metrics() -> dict[str, float]:
     }
 
 
-def compute_changes(metrics_before: dict[str, float]) -> dict[str, float]:
-    """Return by how much each sample of this process differs from `metrics_before`, without equal samples."""
+def compute_changes(samples_before: dict[str, float]) -> dict[str, float]:
+    """Return by how much each sample of this process differs from `samples_before`, without equal samples."""
     return {
-        name: value - metrics_before.get(name, 0)
-        for name, value in read_own_metrics().items()
-        if value != metrics_before.get(name, 0)
+        name: value - samples_before.get(name, 0)
+        for name, value in read_own_samples().items()
+        if value != samples_before.get(name, 0)
     }
 
 
 @needs(cuda_needs.device(), verbs.nic())
 def test_own_regions_dmabufs_and_pinned_memory_are_counted(device: Device, nic: Nic) -> None:
-    metrics_before = read_own_metrics()
+    samples_before = read_own_samples()
     with (
         device.allocate(8192) as memory,
         memory.export_dmabuf(),
         PinnedMemory(device, 4096),
         nic.register_host(bytearray(100)),
     ):
-        changes = compute_changes(metrics_before)
+        changes = compute_changes(samples_before)
     # Other types are open too: the context and the memory of the device.
     object_types = ("verbs.region", "dmabuf_range", "cuda.pinned")
     assert {name: value for name, value in changes.items() if name.endswith(object_types)} == {
@@ -288,19 +288,19 @@ def test_own_regions_dmabufs_and_pinned_memory_are_counted(device: Device, nic: 
         "gdrkit_open_object_bytes cuda.pinned": 4096,
     }
     assert (
-        read_own_metrics()["gdrkit_open_object_bytes verbs.region"]
-        == metrics_before["gdrkit_open_object_bytes verbs.region"]
+        read_own_samples()["gdrkit_open_object_bytes verbs.region"]
+        == samples_before["gdrkit_open_object_bytes verbs.region"]
     )
 
 
 @pytest.mark.parametrize("length_bytes", [1 << 10, 1 << 20])
 def test_short_and_long_transfers_are_counted(tmp_path: Path, length_bytes: int) -> None:
     (tmp_path / "data").write_bytes(bytes(length_bytes))
-    metrics_before = read_own_metrics()
+    samples_before = read_own_samples()
     with gds.File(tmp_path / "data", direct="never") as file:
         file.read_into(bytearray(length_bytes))
     gds.close_engines()
-    assert compute_changes(metrics_before) == {
+    assert compute_changes(samples_before) == {
         "gdrkit_transfers engine": 1,
         "gdrkit_transferred_bytes engine": length_bytes,
     }
@@ -312,8 +312,8 @@ def test_agent_and_server_export_their_counters(tmp_path: Path, command: str) ->
     arguments = ["serve", "--store", str(tmp_path)] if command == "server" else ["agent", str(tmp_path)]
     if command == "agent":
         arguments += ["--store", str(tmp_path)]
-    with start_gdrkit(*arguments, "--metrics", "127.0.0.1:0") as server_process:
-        samples = scrape(read_metrics_url(server_process.stderr))
+    with start_gdrkit(*arguments, "--metrics", "127.0.0.1:0") as command_process:
+        samples = scrape(read_metrics_url(command_process.stderr))
     assert any(name.startswith(f"gdrkit_{command}_") for name in samples)
 
 

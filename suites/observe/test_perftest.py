@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
     from gdrkit.verbs import Nic
 
-# `gdrkit observe` reads the state of perftest only now and then. So many transfers take seconds in an emulated machine,
-# so that at least one reading shows the queue pair and the region.
-LENGTH_BYTES, OPERATIONS = 65536, 1000
+# `gdrkit observe` reads the state of perftest at intervals. 1000 transfers take seconds in an emulated machine, so at
+# least one reading shows the queue pair and the region.
+TRANSFER_BYTES, TRANSFER_COUNT = 65536, 1000
 
 
 @needs(verbs.nic(count_min=2), host.program("ib_write_bw"))
@@ -34,13 +34,13 @@ def test_packets_of_perftest_are_those_of_the_path_mtu(
     perftest.run_perftest(
         nic,
         Direction.WRITE,
-        length_bytes=LENGTH_BYTES,
-        operations=OPERATIONS,
+        length_bytes=TRANSFER_BYTES,
+        operations=TRANSFER_COUNT,
         depth=16,
         list_length=1,
         reads_max=1,
         peer=peer_nic,
-        observer=[sys.executable, "-m", "gdrkit", "observe", "--report", str(report_path), "--"],
+        observer_command=[sys.executable, "-m", "gdrkit", "observe", "--report", str(report_path), "--"],
     )
     observation = Observation.from_json(report_path.read_text())
     route = observation.route("rdma")
@@ -50,7 +50,7 @@ def test_packets_of_perftest_are_those_of_the_path_mtu(
     (perftest_process,) = [process for process in observation.processes if process.program == "ib_write_bw"]
     assert perftest_process.twin_objects.get("verbs") or (perftest_process.queue_pairs and perftest_process.regions)
     (port,) = [port for port in observation.ports if port.device == nic.name]
-    # Each operation has one packet for each part of its bytes that fits into the path MTU. The division rounds up.
-    expected_packets = OPERATIONS * -(-LENGTH_BYTES // nic.port.mtu_bytes)
+    # The NIC sends each transfer in packets of at most the path MTU. The division rounds up.
+    expected_packets = TRANSFER_COUNT * -(-TRANSFER_BYTES // nic.port.mtu_bytes)
     evidence["packets"] = {"expected": expected_packets, "sent": port.sent_packets, "mtu": nic.port.mtu_bytes}
     assert port.sent_packets == pytest.approx(expected_packets, rel=0.02)

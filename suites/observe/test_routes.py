@@ -20,6 +20,7 @@ QUEUE_PAIR = RdmaQueuePair("mlx5_0", 1, 10, 20, "RC", "RTS", 7)
 PORT = PortTraffic("mlx5_0", 1, 500 * MIB, 4 * MIB, 120_000, 60_000)
 PORT_WITHOUT_TRAFFIC = PortTraffic("mlx5_0", 1, 0, 0, 0, 0)
 # PCI address, minor, received and sent bytes over PCIe, received and sent bytes over NVLink, late_count, process IDs.
+# The GPU has received 1 GiB of data and 8 % of packet headers.
 GPU = GpuTraffic("0000:1b:00.0", 0, int(1.08 * GIB), 20 * MIB, 0, 0, 0, ())
 
 
@@ -57,7 +58,7 @@ def test_counters_that_stand_still_prove_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other_queue_pair", "cause"),
+    ("other_queue_pair", "cause_part"),
     [
         (dataclasses.replace(QUEUE_PAIR, number=20, remote_number=10, process_id=8), None),
         (dataclasses.replace(QUEUE_PAIR, number=99, remote_number=98, process_id=8), "include pid 8"),
@@ -67,15 +68,15 @@ def test_counters_that_stand_still_prove_nothing() -> None:
     ],
     ids=["peer", "process", "kernel", "management", "device"],
 )
-def test_others_on_the_port_make_rdma_unproven(other_queue_pair: RdmaQueuePair, cause: str | None) -> None:
+def test_others_on_the_port_make_rdma_unproven(other_queue_pair: RdmaQueuePair, cause_part: str | None) -> None:
     route = derive_routes_by_name(
         make_process("verbs", queue_pairs=(QUEUE_PAIR,)), ports=(PORT,), other_queue_pairs=(other_queue_pair,)
     )["rdma"]
-    if cause is None:
+    if cause_part is None:
         assert (route.outcome, route.cause) == (RouteOutcome.PROVEN, None)
     else:
         assert route.outcome is RouteOutcome.UNPROVEN
-        assert cause in (route.cause or "")
+        assert cause_part in (route.cause or "")
 
 
 def test_unconnected_queue_pair_proves_nothing() -> None:
@@ -143,7 +144,7 @@ def test_counters_of_nvidia_fs_prove_nvfs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "cause"),
+    ("gpu", "cause_part"),
     [
         (dataclasses.replace(GPU, pcie_received_bytes=GIB // 2), "0.50 times"),
         (dataclasses.replace(GPU, pcie_received_bytes=2 * GIB), "2.00 times"),
@@ -153,10 +154,10 @@ def test_counters_of_nvidia_fs_prove_nvfs() -> None:
     ],
     ids=["half", "double", "none", "late", "shared"],
 )
-def test_wrong_pcie_bytes_make_a_file_unproven(gpu: GpuTraffic, cause: str) -> None:
+def test_wrong_pcie_bytes_make_a_file_unproven(gpu: GpuTraffic, cause_part: str) -> None:
     route = derive_routes_by_name(make_reader("torch"), gpus=(gpu,))["posix"]
     assert route.outcome is RouteOutcome.UNPROVEN
-    assert cause in (route.cause or "")
+    assert cause_part in (route.cause or "")
 
 
 @pytest.mark.parametrize("read_bytes", [0, MIB])
@@ -199,7 +200,7 @@ def test_late_reading_of_a_growing_counter_is_counted() -> None:
     assert (counter.growth, counter.late_count) == (20, 1)
 
 
-# A port counts words of 4 bytes, and its counter stays at 0xFFFF_FFFF. gdrkit converts the words to bytes.
+# A port counts words of 4 bytes, and a full counter stays at 0xFFFF_FFFF. gdrkit converts the words to bytes.
 @pytest.mark.parametrize(
     ("value_before", "value_after", "expected_gap"),
     [(500, 400, "went back from 500 to 400"), (0xFFFF_FFFF * 4, 0xFFFF_FFFF * 4, "stands still"), (None, None, None)],

@@ -2,8 +2,8 @@
 
 `python -m observe.twin_holder` prints its process ID. Then it executes the commands on its standard input, and prints
 `done` after each: `cycle N` registers and deregisters N times, `hold N` opens N regions and N dma-bufs, and `release`
-closes all open ones. `leak` opens a region and a dma-buf every 0.01 s until the next command. Twins are libraries that
-emulate the hardware below an API.
+closes all open regions and dma-bufs. `leak` opens a region and a dma-buf every 0.01 s until the next command. Twins are
+libraries that emulate the hardware below an API.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gdrkit.verbs import Nic
 
 __all__ = ["MEMORY_BYTES", "REGION_BYTES"]
 
-# Size of each memory region, and of the device memory of which each dma-buf is exported.
+# Size of each memory region, and of the device memory from which every dma-buf is exported.
 REGION_BYTES = 4 * KIB
 MEMORY_BYTES = 64 * KIB
 

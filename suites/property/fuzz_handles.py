@@ -13,7 +13,7 @@ from gdrkit.registration.handle import SHARE_HANDLE_BYTES, ShareHandle, ShareKin
 
 __all__ = ["TARGET"]
 
-# A share handle is a body and the first 16 bytes of its SHA-256.
+# A packed share handle is a body, followed by the first 16 bytes of the SHA-256 of the body.
 _CHECKSUM_BYTES = 16
 _BODY_BYTES = SHARE_HANDLE_BYTES - _CHECKSUM_BYTES
 
@@ -21,10 +21,10 @@ _BODY_BYTES = SHARE_HANDLE_BYTES - _CHECKSUM_BYTES
 def _check_parsers(data: bytes) -> None:
     """Parse the data as a share handle and as a GDR handle.
 
-    The share handle is parsed as it is, and again with a valid checksum. The GDR handle is parsed as it is, and again
-    with a valid length.
+    For each of the two, the data is parsed unchanged, and again with a valid checksum (share handle) or with a valid
+    length (GDR handle).
     """
-    # A fuzzer cannot guess a SHA-256. With a valid SHA-256, it also reaches the code after the check of the SHA-256.
+    # A fuzzer cannot guess a SHA-256. Only data with a valid SHA-256 reaches the code after the check of the SHA-256.
     body = data[:_BODY_BYTES].ljust(_BODY_BYTES, b"\0")
     for candidate in (data, body + hashlib.sha256(body).digest()[:_CHECKSUM_BYTES]):
         fuzz.require_round_trip(lambda packed: ShareHandle.parse(packed).pack(), candidate)
@@ -32,7 +32,7 @@ def _check_parsers(data: bytes) -> None:
         fuzz.require_round_trip(lambda packed: GdrHandle.parse(packed).pack(), candidate)
 
 
-def _make_valid_handles() -> list[bytes]:
+def _pack_valid_share_handles() -> list[bytes]:
     """Return a packed share handle of each kind."""
     ipc_handle = ShareHandle(
         kind=ShareKind.IPC,
@@ -41,7 +41,7 @@ def _make_valid_handles() -> list[bytes]:
         length_bytes=7,
         ipc=bytes(range(64)),
         device_uuid=bytes(range(1, 17)),
-        owner=ProcessIdentity(boot_id=bytes(range(16)), process_id=1234, namespace=4026531836, started_ticks=99),
+        owner=ProcessIdentity(boot_id=bytes(range(16)), process_id=1234, pid_namespace=4026531836, started_ticks=99),
     )
     vmm_handle = dataclasses.replace(
         ipc_handle,
@@ -58,7 +58,7 @@ def _make_valid_handles() -> list[bytes]:
     return [handle.pack() for handle in (ipc_handle, vmm_handle, dmabuf_handle)]
 
 
-TARGET = fuzz.FuzzTarget(_check_parsers, _make_valid_handles(), (ShareHandle, GdrHandle), length_max_bytes=384)
+TARGET = fuzz.FuzzTarget(_check_parsers, _pack_valid_share_handles(), (ShareHandle, GdrHandle), length_max_bytes=384)
 
 if __name__ == "__main__":
     fuzz.main({"handles": TARGET})

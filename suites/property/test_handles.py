@@ -16,7 +16,7 @@ from gdrkit.registration.gdr_handle import GDR_HANDLE_BYTES, GdrHandle
 from gdrkit.registration.handle import SHARE_HANDLE_BYTES, ShareHandle, ShareKind
 
 EXAMPLES_COUNT = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
-# 10 s detect regressions. Five minutes (nox -s long) search for unknown defects.
+# 5 s are enough to detect regressions. ``nox -s long`` sets five minutes, to search for unknown defects.
 FUZZ_DURATION_S = float(os.environ.get("GDRKIT_FUZZ_S", "5"))
 PAGE_BYTES = 4096
 LENGTH_BYTES_MAX = (1 << 63) - 1
@@ -29,10 +29,10 @@ def draw_handle(draw: st.DrawFn) -> ShareHandle:
     owner = ProcessIdentity(
         boot_id=draw(st.binary(min_size=16, max_size=16)),
         process_id=draw(st.integers(1, (1 << 32) - 1)),
-        namespace=draw(st.integers(0, (1 << 32) - 1)),
+        pid_namespace=draw(st.integers(0, (1 << 32) - 1)),
         started_ticks=draw(st.integers(0, (1 << 64) - 1)),
     )
-    uuid = draw(st.binary(min_size=16, max_size=16).filter(any))
+    device_uuid = draw(st.binary(min_size=16, max_size=16).filter(any))
     if kind is ShareKind.VMM:
         chunk_count, chunk_bytes = draw(st.integers(1, 253)), PAGE_BYTES * draw(st.integers(1, 1 << 40))
         offset_bytes = draw(st.integers(0, chunk_bytes - 1))
@@ -46,15 +46,15 @@ def draw_handle(draw: st.DrawFn) -> ShareHandle:
             length_bytes=end_offset_bytes - offset_bytes,
             chunk_bytes=chunk_bytes,
             descriptor_count=chunk_count,
-            device_uuid=uuid,
+            device_uuid=device_uuid,
             owner=owner,
         )
     allocation_bytes = draw(st.integers(1, LENGTH_BYTES_MAX))
     offset_bytes = draw(st.integers(0, allocation_bytes - 1))
     length_bytes = draw(st.integers(1, allocation_bytes - offset_bytes))
     is_ipc = kind is ShareKind.IPC
-    page_max = ((1 << 64) - length_bytes - offset_bytes % PAGE_BYTES) // PAGE_BYTES
-    address = 0 if is_ipc else PAGE_BYTES * draw(st.integers(1, page_max)) + offset_bytes % PAGE_BYTES
+    page_number_max = ((1 << 64) - length_bytes - offset_bytes % PAGE_BYTES) // PAGE_BYTES
+    address = 0 if is_ipc else PAGE_BYTES * draw(st.integers(1, page_number_max)) + offset_bytes % PAGE_BYTES
     return ShareHandle(
         kind=kind,
         allocation_bytes=allocation_bytes,
@@ -63,7 +63,7 @@ def draw_handle(draw: st.DrawFn) -> ShareHandle:
         address=address,
         descriptor_count=0 if is_ipc else 1,
         ipc=draw(st.binary(min_size=64, max_size=64).filter(any)) if is_ipc else bytes(64),
-        device_uuid=uuid,
+        device_uuid=device_uuid,
         owner=owner,
     )
 
@@ -79,22 +79,22 @@ def check_refused(data: bytes) -> None:
 @settings(max_examples=EXAMPLES_COUNT, deadline=None)
 @given(draw_handle())
 def test_handle_round_trips(handle: ShareHandle) -> None:
-    data = handle.pack()
-    assert len(data) == SHARE_HANDLE_BYTES
-    assert ShareHandle.parse(data) == handle
+    packed_handle = handle.pack()
+    assert len(packed_handle) == SHARE_HANDLE_BYTES
+    assert ShareHandle.parse(packed_handle) == handle
 
 
 @settings(max_examples=EXAMPLES_COUNT, deadline=None)
 @given(draw_handle(), st.data())
 def test_changed_handle_is_refused(handle: ShareHandle, data: st.DataObject) -> None:
-    valid_data = handle.pack()
+    packed_handle = handle.pack()
     offset = data.draw(st.integers(0, SHARE_HANDLE_BYTES - 1))
     inserted_bytes = data.draw(st.binary(min_size=1, max_size=32))
-    changed_data = valid_data[:offset] + inserted_bytes + valid_data[offset + len(inserted_bytes) :]
-    check_refused(valid_data[:offset])
-    check_refused(valid_data[:offset] + inserted_bytes + valid_data[offset:])
-    if changed_data != valid_data:
-        check_refused(changed_data)
+    changed_handle = packed_handle[:offset] + inserted_bytes + packed_handle[offset + len(inserted_bytes) :]
+    check_refused(packed_handle[:offset])
+    check_refused(packed_handle[:offset] + inserted_bytes + packed_handle[offset:])
+    if changed_handle != packed_handle:
+        check_refused(changed_handle)
 
 
 @settings(max_examples=EXAMPLES_COUNT, deadline=None)
@@ -114,12 +114,17 @@ def test_random_bytes_are_refused(data: bytes) -> None:
     )
 )
 def test_80_byte_handle_round_trips_or_is_refused(data: bytes) -> None:
-    ipc, length_bytes, device_index = (
+    ipc_handle, length_bytes, device_index = (
         data[:64],
         int.from_bytes(data[64:72], "little"),
         int.from_bytes(data[72:], "little"),
     )
-    if len(data) == GDR_HANDLE_BYTES and any(ipc) and 0 < length_bytes <= LENGTH_BYTES_MAX and device_index < 1 << 31:
+    if (
+        len(data) == GDR_HANDLE_BYTES
+        and any(ipc_handle)
+        and 0 < length_bytes <= LENGTH_BYTES_MAX
+        and device_index < 1 << 31
+    ):
         assert GdrHandle.parse(data).pack() == data
         return
     with pytest.raises(UsageError) as error_info:

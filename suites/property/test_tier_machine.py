@@ -40,7 +40,7 @@ names = strategies.sampled_from(FILE_NAMES)
 tiers = strategies.sampled_from(TIER_NAMES)
 phases = strategies.sampled_from(list(Phase))
 seeds = strategies.integers(0, 1000)
-sizes = strategies.integers(0, FILE_BYTES_MAX)
+byte_counts = strategies.integers(0, FILE_BYTES_MAX)
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class TierMachine(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp(prefix="gdrkit-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))  # noqa: PTH112, S108
         self.configuration = make_configuration(self.root, half_life_s=DAY_S)
         self.now_s = 1_800_000_000.0  # In January 2027.
-        # The model dictionary: the expected contents of each file by its name.
+        # The model dictionary: the expected contents of each file, by the name of the file.
         self.model: dict[str, bytes] = {}
         # The tier to which each pinned file is pinned, by the name of the file.
         self.pins: dict[str, str] = {}
@@ -88,7 +88,7 @@ class TierMachine(RuleBasedStateMachine):
         return any(writer.name == name for writer in self.writers)
 
     def _save_contents_for_readers(self, name: str) -> None:
-        """Save the current contents for the open readers, whose descriptors refer to the old file."""
+        """Save the contents that the open readers of a file still read after it is moved or removed."""
         for reader in self.readers:
             if reader.name == name and reader.contents_when_moved is None:
                 reader.contents_when_moved = self.model[name]
@@ -101,7 +101,7 @@ class TierMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------------------------- files
 
-    @rule(name=names, size_bytes=sizes, seed=seeds)
+    @rule(name=names, size_bytes=byte_counts, seed=seeds)
     def create(self, name: str, size_bytes: int, seed: int) -> None:
         if name in self.model:
             return
@@ -124,7 +124,7 @@ class TierMachine(RuleBasedStateMachine):
             with pytest.raises(ApiError):
                 self.manager.remove(name)
 
-    @rule(name=names, offset_bytes=sizes, seed=seeds)
+    @rule(name=names, offset_bytes=byte_counts, seed=seeds)
     def write(self, name: str, offset_bytes: int, seed: int) -> None:
         if name in self.model:
             with self.manager.open(name, "r+") as file:
@@ -149,16 +149,16 @@ class TierMachine(RuleBasedStateMachine):
             self.writers.append(OpenFile(name, self.manager.open(name, "r+")))
 
     @precondition(lambda self: self.writers)
-    @rule(choice=seeds, offset_bytes=sizes, seed=seeds)
-    def write_by_an_open_writer(self, choice: int, offset_bytes: int, seed: int) -> None:
-        open_file = self.writers[choice % len(self.writers)]
+    @rule(file_number=seeds, offset_bytes=byte_counts, seed=seeds)
+    def write_by_an_open_writer(self, file_number: int, offset_bytes: int, seed: int) -> None:
+        open_file = self.writers[file_number % len(self.writers)]
         self._write(open_file.file, open_file.name, offset_bytes, seed)
 
     @precondition(lambda self: self.writers or self.readers)
-    @rule(choice=seeds)
-    def close_a_file(self, choice: int) -> None:
+    @rule(file_number=seeds)
+    def close_a_file(self, file_number: int) -> None:
         open_files = [*self.writers, *self.readers]
-        open_file = open_files[choice % len(open_files)]
+        open_file = open_files[file_number % len(open_files)]
         open_file.file.close()
         (self.writers if open_file in self.writers else self.readers).remove(open_file)
 
@@ -188,7 +188,7 @@ class TierMachine(RuleBasedStateMachine):
         self._save_contents_if_moved(name, self.manager.find(name).tier, destination)
         self.manager.move(name, destination, observe=read_in_phase)
 
-    @rule(name=names, destination=tiers, phase=phases, offset_bytes=sizes, seed=seeds)
+    @rule(name=names, destination=tiers, phase=phases, offset_bytes=byte_counts, seed=seeds)
     def move_with_a_writer(self, name: str, destination: str, phase: Phase, offset_bytes: int, seed: int) -> None:
         """Open and write the file during the migration: the write succeeds whether or not the migration completes."""
         if name not in self.model or self._has_writer(name):
@@ -219,7 +219,7 @@ class TierMachine(RuleBasedStateMachine):
         if name not in self.model:
             return
         source = self.manager.find(name).tier
-        # An empty file has no chunk that is copied or verified, so its migration completes.
+        # The migration of an empty file copies and verifies no chunk, so it begins neither of these two phases.
         reaches_phase = bool(self.model[name]) or phase not in {Phase.COPY, Phase.VERIFY}
         self.migration_process.start(self.configuration, name, destination, phase=phase.value, signal_name="kill")
         exit_code = self.migration_process.wait_for_exit_code()
@@ -273,9 +273,9 @@ class TierMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------------------- environment
 
-    @rule(days=strategies.floats(-400, 400))
-    def set_the_clock(self, days: float) -> None:
-        self.now_s += days * DAY_S
+    @rule(shift_days=strategies.floats(-400, 400))
+    def shift_the_clock(self, shift_days: float) -> None:
+        self.now_s += shift_days * DAY_S
 
     @rule()
     def restart(self) -> None:
@@ -298,10 +298,10 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_disks_have_each_file_once(self) -> None:
-        files = list(self._read_files_on_disk())
-        assert sorted(name for name, _tier, _data in files) == sorted(self.model)
-        for name, tier, data in files:
-            assert data == self.model[name], name
+        files_on_disk = list(self._read_files_on_disk())
+        assert sorted(name for name, _tier, _contents in files_on_disk) == sorted(self.model)
+        for name, tier, contents in files_on_disk:
+            assert contents == self.model[name], name
             entry = self.manager.catalogue.find(name)
             assert entry is not None
             assert (entry.tier, entry.pinned) == (tier, self.pins.get(name))
@@ -324,8 +324,8 @@ class TierMachine(RuleBasedStateMachine):
         for open_file in (*self.readers, *self.writers):
             open_file.file.close()
         try:
-            # A writer that was opened before a restart does not record the new size of the file in the catalogue. The
-            # first check may report and repair such a size.
+            # A writer that was opened before a restart of the manager does not record the new size of the file in the
+            # catalogue. The first check may report and repair such a size.
             assert {finding.kind for finding in self.manager.check(repair=True)} <= {FindingKind.CHANGED}
             assert not self.manager.check()
         finally:

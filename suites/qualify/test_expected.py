@@ -87,7 +87,7 @@ def test_path_limit_is_the_limit_of_its_slowest_link() -> None:
     assert gpu_limit is not None
     assert gpu_and_nic_limit is not None
     assert (round(gpu_limit.gb_per_s, 2), round(gpu_and_nic_limit.gb_per_s, 2)) == (63.02, 7.88)
-    assert "mlx5_0" in gpu_and_nic_limit.why
+    assert "mlx5_0" in gpu_and_nic_limit.source
 
 
 def test_path_limit_is_unknown_for_an_unknown_device() -> None:

@@ -38,7 +38,7 @@ from gdrkit.report import (
     route_name,
     route_statuses,
     substrate_of,
-    weakest,
+    weakest_substrate,
 )
 from gdrkit.report.substrate import substrates_of_facts
 
@@ -184,8 +184,8 @@ def test_without_verbs_facts_every_nic_of_the_kernel_counts() -> None:
 
 
 def test_combined_substrate_is_the_weakest() -> None:
-    assert weakest([Substrate.HARDWARE, Substrate.TWIN, Substrate.KERNEL_SOFTWARE]) is Substrate.TWIN
-    assert weakest([]) is Substrate.UNKNOWN
+    assert weakest_substrate([Substrate.HARDWARE, Substrate.TWIN, Substrate.KERNEL_SOFTWARE]) is Substrate.TWIN
+    assert weakest_substrate([]) is Substrate.UNKNOWN
 
 
 @pytest.mark.parametrize(

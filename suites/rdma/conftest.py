@@ -15,6 +15,9 @@ __all__ = ["memory_kind"]
 
 @pytest.fixture
 def memory_kind(request: pytest.FixtureRequest, nic: Nic) -> RdmaMemoryKind:
-    """Return host memory for the parameter None, or device memory for a registration route, from ``MEMORY_KINDS``."""
+    """Return the memory kind for a parameter from ``MEMORY_KINDS``.
+
+    The parameter None means host memory. A registration route means device memory that is registered by this route.
+    """
     device = None if request.param is None else request.getfixturevalue("device")
     return RdmaMemoryKind(nic=nic, device=device, route=request.param)

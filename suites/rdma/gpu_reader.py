@@ -33,7 +33,7 @@ _THREAD_COUNT = 256
 _JIT_LOG_BYTES = 8192
 # Results of cuModuleLoadDataEx on a driver that runs no PTX kernels. Any other error means that the kernel below is
 # wrong.
-_NO_KERNEL_ERRORS = (
+_UNSUPPORTED_PTX_ERRORS = (
     "CUDA_ERROR_NOT_SUPPORTED",
     "CUDA_ERROR_JIT_COMPILER_NOT_FOUND",
     "CUDA_ERROR_JIT_COMPILATION_DISABLED",
@@ -143,7 +143,8 @@ class ReadResult:
     stale_words_count : int
         Number of words of the data that were old after the flag was seen.
     early_words_count : int
-        Number of words that were new before the first poll. If the reader began before the writes, some words were old.
+        Number of words that were new before the first poll. If it is less than the number of all words, the reader
+        began before all writes had arrived.
     polls_count : int
         Number of reads of the flag.
     """
@@ -156,9 +157,9 @@ class ReadResult:
 
 @dataclass(frozen=True, slots=True)
 class ReaderMemory:
-    """The words of the data, which begin at the first byte of `memory`, and the flag, which is one word."""
+    """The words of the data, which begin at the first byte of `data_memory`, and the flag, which is one word."""
 
-    memory: DeviceMemory
+    data_memory: DeviceMemory
     words_count: int
     flag_memory: DeviceMemory
     flag_offset_bytes: int
@@ -185,7 +186,7 @@ class Reader(Protocol):
 
 
 class NoKernelsError(Exception):
-    """The driver runs no kernels that are given as PTX."""
+    """The driver cannot run a kernel that is given as PTX."""
 
 
 def make_words(round_number: int, words_count: int) -> array[int]:
@@ -199,7 +200,7 @@ def _compute_first_word(round_number: int) -> int:
 
 
 def open_reader(device: Device, reader_memory: ReaderMemory) -> Reader:
-    """Return a kernel that reads, or copies of a stream if the driver runs no kernels."""
+    """Return a KernelReader, or a CopyReader if the driver cannot run kernels."""
     try:
         return KernelReader(device, reader_memory)
     except NoKernelsError as error:
@@ -228,7 +229,7 @@ class KernelReader:
         arguments = (
             reader_memory.flag_memory.address + reader_memory.flag_offset_bytes,
             round_number,
-            reader_memory.memory.address,
+            reader_memory.data_memory.address,
             reader_memory.words_count,
             _compute_first_word(round_number),
             POLLS_MAX if is_polling else 1,
@@ -237,6 +238,7 @@ class KernelReader:
         self.stream.fill(self._result_memory, 0)
         kernel_parameters = (arguments, (ctypes.c_uint64,) * len(arguments))
         stream = driver.CUstream(self.stream.handle)
+        # The grid has one block of _THREAD_COUNT threads, without dynamic shared memory.
         with self.stream.current():
             result = driver.cuLaunchKernel(self._kernel, 1, 1, 1, _THREAD_COUNT, 1, 1, 0, stream, kernel_parameters, 0)
         _require_success(result, "cuLaunchKernel")
@@ -280,7 +282,7 @@ class CopyReader:
         self.stream.synchronize()
         if int.from_bytes(flag_bytes, "little") != self._round_number:
             return ReadResult(is_flag_seen=False, stale_words_count=0, early_words_count=0, polls_count=1)
-        self.stream.read_into(reader_memory.memory, data_bytes)
+        self.stream.read_into(reader_memory.data_memory, data_bytes)
         self.stream.synchronize()
         expected_words = make_words(self._round_number, reader_memory.words_count)
         stale_count = 0
@@ -303,20 +305,20 @@ def _load_kernel(device: Device, stack: ExitStack) -> Any:  # noqa: ANN401 - the
     """Compile the kernel and return its function. `stack` unloads it."""
     from cuda.bindings import driver
 
-    log = bytearray(_JIT_LOG_BYTES)
+    jit_log = bytearray(_JIT_LOG_BYTES)
     options = {
-        driver.CUjit_option.CU_JIT_ERROR_LOG_BUFFER: log,
-        driver.CUjit_option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES: len(log),
+        driver.CUjit_option.CU_JIT_ERROR_LOG_BUFFER: jit_log,
+        driver.CUjit_option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES: len(jit_log),
     }
     with device.current():
         result, module = driver.cuModuleLoadDataEx(
             PTX.encode() + b"\0", len(options), list(options), list(options.values())
         )
-        if result.name in _NO_KERNEL_ERRORS:
+        if result.name in _UNSUPPORTED_PTX_ERRORS:
             message = f"cuModuleLoadDataEx: {result.name}"
             raise NoKernelsError(message)
         _require_success(
-            (result,), f"cuModuleLoadDataEx: {log.partition(bytes(1))[0].decode(errors='replace').strip()}"
+            (result,), f"cuModuleLoadDataEx: {jit_log.partition(bytes(1))[0].decode(errors='replace').strip()}"
         )
         stack.callback(_unload_kernel, device, module)
         return _require_success(driver.cuModuleGetFunction(module, _KERNEL_NAME.encode()), "cuModuleGetFunction")

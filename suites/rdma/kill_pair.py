@@ -1,8 +1,7 @@
-"""Two processes that write to each other without end: ``kill_pair.py first|second``. The first process starts the
-second.
+"""Two processes that write to each other by RDMA without end: ``kill_pair.py first|second``.
 
-If one process is killed, a write of the other process fails. The other process ends with exit code 0 if the status of
-this write is RETRY_EXC_ERR, and with exit code 1 otherwise.
+The first process starts the second. If one process is killed, a write of the other process fails. The other process
+ends with exit code 0 if the status of this write is RETRY_EXC_ERR, and with exit code 1 otherwise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Litmus cases of visibility: NICs write data and then a flag to GPU memory, and a GPU kernel or copy reads both.
 
-``python -m rdma.litmus`` runs all cases in a separate process, for example on GPUs with another write ordering. It
-prints for each shape and method whether the GPU saw the new flag and the new data.
+``python -m rdma.litmus`` runs all cases in a process of its own, in which the software twin (an emulated GPU) can have
+another write ordering. It prints for each shape and method whether the GPU saw the new flag and the new data.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FlagPlace(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The operation and the queue pairs that move the data and the flag into the memory of the GPU."""
+    """The operation that moves the data into the memory of the GPU, and the place of the flag that follows the data."""
 
     data_operation: DataOperation
     flag_place: FlagPlace
@@ -67,7 +67,7 @@ class Shape:
     def is_in_order(self) -> bool:
         """Whether the queue pair orders the flag after the data, so that both can be posted at once.
 
-        A flag by another queue pair, or a flag after a READ, is not ordered.
+        A flag that another queue pair writes, and a flag after a READ, are not ordered.
         """
         return self.flag_place is not FlagPlace.OTHER_NIC and self.data_operation is not DataOperation.READ
 
@@ -161,10 +161,10 @@ class Litmus:
     def run(self, method: Method, *, duration_s: float = 0.0) -> VisibilityResult:
         """Repeat the shape for `duration_s`, but at least once, and return what the reader observed."""
         result = VisibilityResult(self.reader.type_name)
-        end_s = time.monotonic() + duration_s
+        deadline_s = time.monotonic() + duration_s
         while not result.unseen_flags_count:
             result.add(self._run_round(method))
-            if time.monotonic() >= end_s:
+            if time.monotonic() >= deadline_s:
                 break
         return result
 
@@ -231,11 +231,11 @@ class Litmus:
         from cuda.bindings import driver
 
         wait_flags = driver.CUstreamWaitValue_flags
-        flags = wait_flags.CU_STREAM_WAIT_VALUE_EQ | wait_flags.CU_STREAM_WAIT_VALUE_FLUSH
+        wait_and_flush_flags = wait_flags.CU_STREAM_WAIT_VALUE_EQ | wait_flags.CU_STREAM_WAIT_VALUE_FLUSH
         stream = self.reader.stream
         with stream.current():
             (result,) = driver.cuStreamWaitValue32(
-                driver.CUstream(stream.handle), self._zero_word.address, 0, int(flags)
+                driver.CUstream(stream.handle), self._zero_word.address, 0, int(wait_and_flush_flags)
             )
         assert int(result) == 0, f"cuStreamWaitValue32: {result.name}"
 

@@ -35,8 +35,8 @@ _TIMEOUT_S = 60
 # Number of bytes of each unit in the output. Older versions of perftest write MB, but mean MiB.
 _UNIT_BYTES = {"MB/sec": 2**20, "MiB/sec": 2**20}
 # The header line of the table of results, and a row of the table.
-_HEADER = re.compile(r"^\s*#bytes\s+#iterations\s+BW peak\[(\S+)\]\s+BW average\[(\S+)\]", re.MULTILINE)
-_ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+([\d.]+)\s+([\d.]+)(?:\s+[\d.]+)*\s*$", re.MULTILINE)
+_HEADER_REGEX = re.compile(r"^\s*#bytes\s+#iterations\s+BW peak\[(\S+)\]\s+BW average\[(\S+)\]", re.MULTILINE)
+_ROW_REGEX = re.compile(r"^\s*(\d+)\s+(\d+)\s+([\d.]+)\s+([\d.]+)(?:\s+[\d.]+)*\s*$", re.MULTILINE)
 # State of a listener (TCP_LISTEN) in /proc/net/tcp.
 _LISTEN_STATE = "0A"
 
@@ -76,8 +76,8 @@ def parse_output(output: str) -> PerftestResult:
     ValueError
         The output has no result. The message has the last line of the output.
     """
-    header = _HEADER.search(output)
-    rows = list(_ROW.finditer(output, header.end())) if header else []
+    header = _HEADER_REGEX.search(output)
+    rows = list(_ROW_REGEX.finditer(output, header.end())) if header else []
     if header is None or len(rows) != 1 or header[2] not in _UNIT_BYTES:
         lines = [line for line in output.splitlines() if line.strip("-* ")]
         message = f"perftest printed no result; its last line is {lines[-1] if lines else ''!r}"
@@ -96,12 +96,12 @@ def run_perftest(
     list_length: int,
     reads_max: int,
     peer: Nic | None = None,
-    observer: Sequence[str] = (),
+    observer_command: Sequence[str] = (),
 ) -> PerftestResult:
     """Run perftest from `nic` to `peer`, by default to `nic` itself, and return the result of the active process.
 
-    `observer` is the beginning of the command of the active process, such as ``gdrkit observe --``. `depth` is the
-    number of outstanding operations, `list_length` the number of operations in one call of ibv_post_send, and
+    `observer_command` is the beginning of the command of the active process, such as ``gdrkit observe --``. `depth` is
+    the number of outstanding operations, `list_length` the number of operations in one call of ibv_post_send, and
     `reads_max` the number of outstanding RDMA READs of a queue pair.
     """
     port = find_free_port()
@@ -112,6 +112,7 @@ def run_perftest(
     options += ["-p", str(port), *(["-o", str(reads_max)] if direction is Direction.READ else [])]
 
     def make_command(device_nic: Nic) -> list[str]:
+        # -d, -i and -x select the device, the port and the index of the GID.
         device_options = ["-d", device_nic.name, "-i", str(device_nic.port.number), "-x", str(device_nic.gid_index)]
         return [PROGRAMS[direction], *device_options, *options]
 
@@ -121,7 +122,7 @@ def run_perftest(
             "a listener of perftest",
         )
         start_s = time.monotonic()
-        with start_program([*observer, *make_command(nic), "127.0.0.1"]) as active_process:
+        with start_program([*observer_command, *make_command(nic), "127.0.0.1"]) as active_process:
             output, _ = active_process.communicate(timeout=_TIMEOUT_S)
         process_lifetime_s = time.monotonic() - start_s
         # If the passive process did not start, its output has the reason.
@@ -153,7 +154,7 @@ def is_listening(process_id: int, port: int) -> bool:
 
     A test connection is not possible, because perftest would treat it as its peer.
     """
-    # The columns of a row are: number, local address, remote address, state, and others.
+    # The first columns are: row number, local address and port, remote address and port, state.
     table_paths = [Path("/proc", str(process_id), "net", name) for name in ("tcp", "tcp6")]
     rows = [
         line.split()

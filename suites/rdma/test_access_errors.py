@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LENGTH_BYTES = 256 * KIB
 # RdmaMemoryKind.memory() fills the memory with these bytes.
 UNCHANGED_DATA = b"\xa5" * LENGTH_BYTES
-# If these bits of the key of a region are inverted, the key belongs to no region.
+# Bits to invert in the key of a region. The result is a key of no region.
 WRONG_KEY_BITS = 0x0100_0001
 
 pytestmark = pytest.mark.qualify
@@ -63,8 +63,8 @@ def test_access_one_byte_out_of_bounds_is_refused(
 def test_write_without_remote_write_access_is_refused(
     nic: Nic, peer: Peer, seed: int, memory_kind: RdmaMemoryKind
 ) -> None:
-    access = Access.LOCAL_WRITE | Access.REMOTE_READ
-    with memory_kind.memory(access=access) as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
+    access_without_write = Access.LOCAL_WRITE | Access.REMOTE_READ
+    with memory_kind.memory(access=access_without_write) as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
         remote_range = memory.remote(length_bytes=4 * KIB)
         peer_pair.write(remote_range, seed=seed).expect(Status.REM_ACCESS_ERR)
         assert memory.read() == UNCHANGED_DATA
@@ -72,8 +72,8 @@ def test_write_without_remote_write_access_is_refused(
 
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 def test_read_without_remote_read_access_is_refused(nic: Nic, peer: Peer, memory_kind: RdmaMemoryKind) -> None:
-    access = Access.LOCAL_WRITE | Access.REMOTE_WRITE
-    with memory_kind.memory(access=access) as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
+    access_without_read = Access.LOCAL_WRITE | Access.REMOTE_WRITE
+    with memory_kind.memory(access=access_without_read) as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
         remote_range = memory.remote(length_bytes=4 * KIB)
         peer_pair.read(remote_range).completion.expect(Status.REM_ACCESS_ERR)
 

@@ -30,7 +30,7 @@ DURATION_S = 2.0
 
 
 # A program that measures the balance of all NICs and GPUs. The case starts it with `gdrkit run`, because the program
-# needs more devices than this process has, and port counters.
+# needs port counters, and more devices than this process has.
 BALANCE_PROGRAM = """
 import json
 from contextlib import ExitStack
@@ -76,12 +76,12 @@ def test_transfers_that_lose_their_bytes_are_an_error(
 @pytest.mark.timeout(240)
 def test_slow_nic_among_eight_is_named_and_its_share_is_counted(tmp_path: Path) -> None:
     fault_plan = tmp_path / "fault_plan"
-    rules = [f"wc.{operation} call=* delay_us=20000 nic=twin5" for operation in ("rdma_write", "rdma_read")]
-    fault_plan.write_text("\n".join(["gdrkit-faults 1", *rules, ""]))
+    fault_rules = [f"wc.{operation} call=* delay_us=20000 nic=twin5" for operation in ("rdma_write", "rdma_read")]
+    fault_plan.write_text("\n".join(["gdrkit-faults 1", *fault_rules, ""]))
     device_variables = {"GDRKIT_TWINS_NICS": "8", "GDRKIT_TWINS_GPUS": "8"}
-    command = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--quiet", "--"]
+    run_command = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--quiet", "--"]
     child = subprocess.run(
-        [*command, sys.executable, "-c", BALANCE_PROGRAM],
+        [*run_command, sys.executable, "-c", BALANCE_PROGRAM],
         env={**os.environ, **device_variables, "GDRKIT_TWINS_FAULTS": str(fault_plan), "GDRKIT_TWINS_LATE_US": "0"},
         capture_output=True,
         text=True,

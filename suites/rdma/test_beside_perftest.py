@@ -1,4 +1,4 @@
-"""The native initiator and perftest run in turn on the same NIC: both must transfer all bytes.
+"""gdrkit's native initiator and perftest transfer in turn by the same NIC: both must transfer all bytes.
 
 The record has the ratio of their throughputs. The cases do not assert the ratio, because they would fail on a busy
 machine.
@@ -67,24 +67,24 @@ def read_sent_packets(nic: Nic) -> int | None:
 def test_initiator_and_perftest_transfer_all_bytes(
     nic: Nic, seed: int, evidence: Evidence, request: pytest.FixtureRequest, direction: Direction
 ) -> None:
-    round_count = MEASURED_ROUNDS if request.config.getoption("--benchmark-enable") else UNMEASURED_ROUNDS
+    rounds_count = MEASURED_ROUNDS if request.config.getoption("--benchmark-enable") else UNMEASURED_ROUNDS
     burst_options = {"length_bytes": LENGTH_BYTES, "operations": OPERATIONS, "depth": DEPTH, "list_length": LIST_LENGTH}
     data, zeros = pattern.payload(LENGTH_BYTES, seed=seed), bytes(LENGTH_BYTES)
     is_write = direction is Direction.WRITE
-    # Rates in GB/s. The first rate of each list is a warm-up and is not compared.
-    initiator_rates: list[float] = []
-    perftest_rates: list[float] = []
+    # The first rate of each list is a warm-up and is not compared.
+    initiator_gb_per_s: list[float] = []
+    perftest_gb_per_s: list[float] = []
     memory = bytearray(LENGTH_BYTES)
     with (
         nic.register_host(memory) as region,
         connect_initiator(nic, memory_bytes=LENGTH_BYTES) as initiator,
     ):
-        for _ in range(round_count + 1):
+        for _ in range(rounds_count + 1):
             initiator.write(data if is_write else zeros)
             memory[:] = zeros if is_write else data
             burst = initiator.run(direction, region.remote(), **burst_options)
             pattern.check(bytes(memory) if is_write else initiator.read(), seed=seed)
-            initiator_rates.append(burst.moved_bytes / burst.elapsed_ns)
+            initiator_gb_per_s.append(burst.moved_bytes / burst.elapsed_ns)
             packets_before = read_sent_packets(nic)
             perftest_result = perftest.run_perftest(
                 nic,
@@ -105,14 +105,17 @@ def test_initiator_and_perftest_transfer_all_bytes(
             )
             if packets_before is not None and packets_after is not None and nic.port.mtu_bytes:
                 assert packets_after - packets_before >= perftest_result.moved_bytes // nic.port.mtu_bytes
-            perftest_rates.append(perftest_result.bytes_per_s / 1e9)
-    evidence["operations"] = {**burst_options, "rounds": round_count}
-    evidence["in_turn_gb_per_s"] = {"initiator": initiator_rates, "perftest": perftest_rates}
+            perftest_gb_per_s.append(perftest_result.bytes_per_s / 1e9)
+    evidence["operations"] = {**burst_options, "rounds": rounds_count}
+    evidence["in_turn_gb_per_s"] = {"initiator": initiator_gb_per_s, "perftest": perftest_gb_per_s}
     # perftest prints 0 if it cannot determine the frequency of the processor.
-    valid_rates = [rate for rate in perftest_rates[1:] if rate]
-    if valid_rates:
-        evidence.number("rounds_count", len(valid_rates))
-        initiator_median, perftest_median = statistics.median(initiator_rates[1:]), statistics.median(valid_rates)
+    valid_perftest_gb_per_s = [rate for rate in perftest_gb_per_s[1:] if rate]
+    if valid_perftest_gb_per_s:
+        evidence.number("rounds_count", len(valid_perftest_gb_per_s))
+        initiator_median, perftest_median = (
+            statistics.median(initiator_gb_per_s[1:]),
+            statistics.median(valid_perftest_gb_per_s),
+        )
         evidence.number("initiator_gb_per_s_median", initiator_median)
         evidence.number("perftest_gb_per_s_median", perftest_median)
         evidence.number("initiator_over_perftest_ratio", initiator_median / perftest_median)
@@ -125,7 +128,7 @@ def test_perftest_output_is_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    "output",
     [
         "",
         "Number of iterations must be a multiple of post list size\n",
@@ -134,6 +137,6 @@ def test_perftest_output_is_parsed() -> None:
     ],
     ids=["nothing", "refused", "cut_off", "unknown_unit"],
 )
-def test_unknown_perftest_output_is_an_error(text: str) -> None:
+def test_unknown_perftest_output_is_an_error(output: str) -> None:
     with pytest.raises(ValueError, match="perftest printed no result"):
-        perftest.parse_output(text)
+        perftest.parse_output(output)

@@ -1,4 +1,7 @@
-"""Queue pairs of two network namespaces are connected over TCP (GDRKIT_TWINS_FABRIC), as in two containers."""
+"""Verbs twins (libraries that emulate NICs) connect two network namespaces over TCP, as between two containers.
+
+The environment variable GDRKIT_TWINS_FABRIC makes a twin carry the traffic of its queue pairs over TCP.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ RETRY_LIMIT_S = 10.0
 
 
 class FabricProcess:
-    """A process in a network namespace; see :mod:`support.fabric_machine`."""
+    """A process in a network namespace, which stands for a machine. It runs :mod:`support.fabric_machine`."""
 
     def __init__(self, namespace: str, *, secret: str) -> None:
         self.process = subprocess.Popen(
@@ -43,10 +46,10 @@ class FabricProcess:
         # The process writes its endpoint, and the address and the key of its memory.
         self.endpoint_and_memory = cast("dict[str, dict[str, str]]", self._receive())
 
-    def send(self, value: object) -> None:
-        """Send a value to the process, as one line of JSON."""
+    def send(self, message: object) -> None:
+        """Send a message to the process, as one line of JSON."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(value) + "\n")
+        self.process.stdin.write(json.dumps(message) + "\n")
         self.process.stdin.flush()
 
     def run(self, **command: int) -> str:
@@ -99,6 +102,7 @@ def start_two_machines(
             stack.callback(machine.process.kill)
             machines.append(machine)
         first_machine, second_machine = machines
+        # Each process connects to the endpoint that it receives, and later writes to the memory of its peer.
         first_machine.send(second_machine.endpoint_and_memory)
         second_machine.send(first_machine.endpoint_and_memory)
         yield first_machine, second_machine
@@ -147,8 +151,9 @@ def test_machine_with_another_secret_is_refused(namespaces: tuple[str, str]) -> 
     "program", ["ib_write_bw", "ib_read_bw", "ib_send_bw", "ib_send_bw -c UD", "ib_atomic_bw", "ib_write_lat"]
 )
 def test_perftest_runs_between_machines(namespaces: tuple[str, str], program: str) -> None:
+    # 18515 is the default port of perftest. It is free, because the namespaces are new.
     environ, port = make_fabric_environ("s" * 16), 18515
-    # A latency program does fewer operations, because in each of them both processes wait for a processor once.
+    # A latency program does fewer operations, because in each operation both processes wait for a processor once.
     operations = 100 if program.endswith("_lat") else 1000
     command = [*program.split(), "-F", "-d", "twin0", "-x", "1", "-n", str(operations), "-p", str(port)]
     passive_command, active_command = (["ip", "netns", "exec", name, *command] for name in namespaces)

@@ -113,8 +113,8 @@ def test_endless_burst_is_ended_by_another_thread(nic: Nic) -> None:
 
         thread = threading.Thread(target=run_endless_burst)
         thread.start()
-        # The burst must not hold the interpreter lock, because this thread would then wait for ever. The close of the
-        # region ends the burst with an error.
+        # The close of the region ends the burst with an error. If the burst held the interpreter lock, this thread
+        # could never close the region.
         region.close()
         thread.join()
     assert [error.status for error in errors] == [Status.REM_ACCESS_ERR]

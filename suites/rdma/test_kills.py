@@ -39,11 +39,11 @@ RUN_COMMAND = (sys.executable, "-m", "gdrkit", "run", "--software", "--apis", "v
 
 
 class ProcessPair:
-    """A `gdrkit run` of :mod:`rdma.kill_pair`. A variable of the environment identifies its processes."""
+    """A `gdrkit run` of :mod:`rdma.kill_pair`. An environment variable marks its processes."""
 
     def __init__(self, environ: dict[str, str]) -> None:
-        self._marker = f"GDRKIT_TEST_PAIR={secrets.token_hex(8)}"
-        name, _, value = self._marker.partition("=")
+        self._environ_entry = f"GDRKIT_TEST_PAIR={secrets.token_hex(8)}"
+        name, _, value = self._environ_entry.partition("=")
         self._process = subprocess.Popen(
             [*RUN_COMMAND, *module_command("rdma.kill_pair", "first")],
             env={**environ, name: value},
@@ -52,15 +52,15 @@ class ProcessPair:
             stderr=subprocess.DEVNULL,
         )
 
-    def list_processes(self) -> list[int]:
+    def list_process_ids(self) -> list[int]:
         """Return the process IDs of all processes of the pair that have not ended."""
         self._process.poll()
-        return find_processes(self._marker)
+        return find_process_ids(self._environ_entry)
 
     def is_complete(self) -> bool:
         """Return whether exactly three processes of the pair run: `gdrkit run` and the two programs."""
-        commands = [read_process_file(process_id, "cmdline") for process_id in self.list_processes()]
-        return len(commands) == 3 and any(command.endswith(b"\0second\0") for command in commands)
+        command_lines = [read_process_file(process_id, "cmdline") for process_id in self.list_process_ids()]
+        return len(command_lines) == 3 and any(line.endswith(b"\0second\0") for line in command_lines)
 
     def kill_until_ended(self, rng: random.Random) -> None:
         """Kill a process of the pair, and require that the others end by themselves and without an error.
@@ -68,11 +68,11 @@ class ProcessPair:
         `gdrkit run` starts a short-lived helper that writes the emulated sysfs. If the helper was killed, the pair
         goes on, and another process is killed.
         """
-        while running_ids := self.list_processes():
+        while running_ids := self.list_process_ids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rng.choice(running_ids), signal.SIGKILL)
             wait_until(
-                lambda: not self.list_processes() or self.is_complete(),
+                lambda: not self.list_process_ids() or self.is_complete(),
                 "the end of a pair whose process was killed",
                 timeout_s=END_TIMEOUT_S,
             )
@@ -80,18 +80,18 @@ class ProcessPair:
 
     def close(self) -> None:
         """End all processes of the pair."""
-        for process_id in self.list_processes():
+        for process_id in self.list_process_ids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGKILL)
         self._process.wait()
 
 
-def find_processes(variable: str) -> list[int]:
-    """Return the process IDs whose environment has this variable with this value, ``NAME=VALUE``."""
+def find_process_ids(environ_entry: str) -> list[int]:
+    """Return the IDs of the processes whose environment contains this entry, ``NAME=VALUE``."""
     process_ids = []
     for folder in Path("/proc").glob("[0-9]*"):
         process_id = int(folder.name)
-        if variable.encode() in read_process_file(process_id, "environ").split(b"\0"):
+        if environ_entry.encode() in read_process_file(process_id, "environ").split(b"\0"):
             process_ids.append(process_id)
     return process_ids
 
@@ -104,12 +104,15 @@ def read_process_file(process_id: int, file_name: str) -> bytes:
         return b""
 
 
-def list_remains(domain: str, temporary_folder: Path) -> list[str]:
-    """Return the state folders, the sockets and the temporary files that the processes of a twin domain have left."""
+def list_leftovers(domain: str, temporary_folder: Path) -> list[str]:
+    """Return the state folders, sockets and temporary files that the processes of a twin domain have left behind.
+
+    The environment variable GDRKIT_TWINS_DOMAIN of a process names its domain.
+    """
     state_folder = Path(f"/dev/shm/gdrkit-twins-{os.getuid()}")  # noqa: S108 - gdrkit run uses this folder.
-    remains = [str(path) for path in state_folder.glob(f"{domain}*")] if state_folder.exists() else []
-    remains += [line for line in Path("/proc/net/unix").read_text().splitlines() if f"/{domain}/" in line]
-    return remains + [str(path) for path in temporary_folder.iterdir()]
+    leftovers = [str(path) for path in state_folder.glob(f"{domain}*")] if state_folder.exists() else []
+    leftovers += [line for line in Path("/proc/net/unix").read_text().splitlines() if f"/{domain}/" in line]
+    return leftovers + [str(path) for path in temporary_folder.iterdir()]
 
 
 @pytest.mark.timeout(120 + 4 * KILL_DURATION_S)
@@ -136,7 +139,7 @@ def test_kills_of_processes_leave_nothing_behind(tmp_path: Path, seed: int, evid
             pair.kill_until_ended(rng)
     # The next gdrkit run removes the folder of a gdrkit run that was killed.
     subprocess.run([*RUN_COMMAND, "true"], env=environ, check=True)
-    assert find_processes(f"GDRKIT_TWINS_DOMAIN={domain}") == []
-    assert list_remains(domain, tmp_path) == []
+    assert find_process_ids(f"GDRKIT_TWINS_DOMAIN={domain}") == []
+    assert list_leftovers(domain, tmp_path) == []
     evidence["kills"] = kills_count + PAIR_COUNT
     assert kills_count > 0

@@ -69,7 +69,7 @@ def test_message_longer_than_the_receive_fails_on_both_sides(nic: Nic, peer: Pee
         peer_pair.join(local_pair)
         local_pair.post_receive(region, work_id=1)
         # By the InfiniBand specification (9.9.3), the sender gets an invalid request error and the receiver a length
-        # error. rxe reports operation errors.
+        # error. rxe reports operation errors instead.
         sent_status = peer_pair.send(seed=seed, length_bytes=4 * KIB + 1).status
         received_status = local_pair.wait_received(5_000).status
     assert sent_status in {Status.REM_INV_REQ_ERR, Status.REM_OP_ERR}

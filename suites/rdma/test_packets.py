@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
     from gdrkit.verbs import Nic
 
-# Each operation has so many packets that the request packet of a READ is less than the tolerance of 2 %.
+# Each operation has so many packets that the one request packet of a READ stays within the tolerance of 2 %.
 TRANSFER_BYTES, OPERATIONS, DEPTH = MIB, 8, 2
 
 
@@ -44,7 +44,7 @@ def read_repeated_packets(responder: Nic) -> int:
 def test_ports_count_the_packets_of_the_path_mtu(
     nics: tuple[Nic, ...], seed: int, evidence: Evidence, nic_index: int, direction: Direction
 ) -> None:
-    """The two ends are different NICs, so that data packets and acknowledgements are counted by different counters."""
+    """Transfer between two different NICs, so that different counters count data packets and acknowledgements."""
     nic, peer_nic = nics[nic_index], nics[1 - nic_index]
     data, is_write = pattern.payload(TRANSFER_BYTES, seed=seed), direction is Direction.WRITE
     memory = bytearray(TRANSFER_BYTES) if is_write else bytearray(data)
@@ -62,16 +62,17 @@ def test_ports_count_the_packets_of_the_path_mtu(
     if None in counters_before:
         evidence.unproven("the port has no packet counters (counters_missing)")
         return
-    increases = [
+    counter_increases = [
         tuple(map(int.__sub__, count_after, count_before))
         for count_before, count_after in zip(counters_before, counters_after, strict=True)
         if count_before and count_after
     ]
-    (sent_packets, received_packets), (peer_sent_packets, peer_received_packets) = increases
+    (sent_packets, received_packets), (peer_sent_packets, peer_received_packets) = counter_increases
     expected_packets = OPERATIONS * -(-TRANSFER_BYTES // nic.port.mtu_bytes)
     evidence["packets"] = {"expected": expected_packets, "mtu": nic.port.mtu_bytes, "repeated": repeated_packets}
-    evidence["growth"] = {"nic": increases[0], "peer": increases[1]}
-    # The two counters of the other direction count acknowledgements or requests, whose number is not known.
+    evidence["growth"] = {"nic": counter_increases[0], "peer": counter_increases[1]}
+    # Only the two counters of the data packets are checked. The other two count acknowledgements or requests, whose
+    # number is not known.
     if is_write:
         assert (sent_packets - repeated_packets, peer_received_packets - repeated_packets) == pytest.approx(
             (expected_packets, expected_packets), rel=0.02

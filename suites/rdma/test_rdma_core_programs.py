@@ -24,6 +24,6 @@ from gdrkit.harness.needs import host, needs, software, verbs
 )
 def test_rdma_core_program_lists_the_twins(command: list[str]) -> None:
     run_on_twins = [sys.executable, "-m", "gdrkit", "run", "--software", "--quiet", "--"]
-    process = subprocess.run([*run_on_twins, *command], capture_output=True, text=True, check=False, timeout=60)
-    assert (process.returncode, process.stderr) == (0, "")
-    assert all(name in process.stdout for name in ("twin0", "twin1"))
+    completed = subprocess.run([*run_on_twins, *command], capture_output=True, text=True, check=False, timeout=60)
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert all(name in completed.stdout for name in ("twin0", "twin1"))

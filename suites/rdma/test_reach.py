@@ -72,10 +72,10 @@ def test_every_nic_accesses_every_device(
 ) -> None:
     require_registration(devices, nics, route)
     neighbor_pairs = zip(nics, nics[1:] + nics[:1], strict=True)
-    pairs = dict.fromkeys([*((nic, nic) for nic in nics), *neighbor_pairs])
-    results = measure_devices(devices, list(pairs), tree=HostTree(), route=route)
+    nic_pairs = dict.fromkeys([*((nic, nic) for nic in nics), *neighbor_pairs])
+    results = measure_devices(devices, list(nic_pairs), tree=HostTree(), route=route)
     record_results(results, devices, evidence)
-    # The case fails if a NIC moved no bytes of a GPU, neither in loopback nor with the next NIC.
+    # For each GPU and NIC, a transfer in loopback or with the next NIC must have moved bytes.
     reached_pairs = {(reach.gpu_uuid, reach.nic) for reach in results if reach.moved}
     for reach in results:
         if (reach.gpu_uuid, reach.nic) not in reached_pairs and reach.failure is not None:
@@ -102,9 +102,9 @@ def test_nics_of_this_host_access_devices_for_each_other(
 @needs(software(Api.VERBS), software(Api.CUDA))
 def test_command_stores_the_reach_and_proves_nothing_on_twins(state_folder: Path) -> None:
     command = [sys.executable, "-m", "gdrkit", "reach", "--json"]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert process.returncode == 0, process.stderr
-    rows = json.loads(process.stdout)["reach"]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert completed.returncode == 0, completed.stderr
+    rows = json.loads(completed.stdout)["reach"]
     assert {(row["state"], row["cause"]) for row in rows} == {("unproven", "ran on software twins")}
     assert {(row["nic"] == row["peer_nic"], row["path"]) for row in rows} == {(True, "loopback"), (False, "wire")}
     reach_file_text = (state_folder / "reach").read_text()

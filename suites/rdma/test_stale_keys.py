@@ -58,19 +58,20 @@ def test_old_key_after_a_raw_free_never_accesses_the_new_owner(
 ) -> None:
     with (
         RawMemory(device, 2 * MIB) as first_memory,
-        cuda.borrow(device, first_memory.address, length_bytes=2 * MIB) as memory,
-        register_by_route(memory, [nic], route=RegistrationRoute.DMABUF) as registration,
+        cuda.borrow(device, first_memory.address, length_bytes=2 * MIB) as borrowed_memory,
+        register_by_route(borrowed_memory, [nic], route=RegistrationRoute.DMABUF) as registration,
         connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
         remote_range = registration.remote(nic, length_bytes=64 * KIB)
         peer_pair.write(remote_range, seed=seed).expect(Status.SUCCESS)
-        old_allocation_key = memory.allocation_key()
+        old_allocation_key = borrowed_memory.allocation_key()
         first_memory.free()  # This calls cuMemFree. gdrkit does not notice it, so the region stays registered.
         with RawMemory(device, 2 * MIB) as second_memory:
             # The next allocation gets the same address with another buffer id, as observed on an H200.
             assert second_memory.address == first_memory.address
             with cuda.borrow(device, second_memory.address, length_bytes=2 * MIB) as successor:
                 new_allocation_key = successor.allocation_key()
+                # An allocation key has (address, length, buffer id) for each allocation.
                 evidence["buffer_ids"] = [old_allocation_key[0][2], new_allocation_key[0][2]]
                 assert new_allocation_key != old_allocation_key
                 successor.fill(0x5A)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = NEEDS_DMABUF
 
-# Each case repeats its shape for this time.
+# Each case repeats its transfers for this time.
 DURATION_S = 0.2
 
 NEEDS_OF_FLAG_PLACE = {FlagPlace.OTHER_NIC: needs(verbs.nic(count_min=2))}

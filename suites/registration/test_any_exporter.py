@@ -1,4 +1,4 @@
-"""Memory of any dma-buf exporter: gdrkit registers it by its descriptor, caches it by its identity, and shares it."""
+"""Memory of any dma-buf exporter: gdrkit registers its dma-buf, finds it in caches, and shares it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
     from gdrkit.verbs import Nic
 
+# Offset and length of the part of a dma-buf that REGISTERING_PROGRAM registers.
 OFFSET_BYTES, PART_BYTES = 64 * KIB + 4099, 300_001
 # Device files of kernel drivers that export dma-bufs.
-EXPORTERS = [pytest.param(path, marks=needs(host.device_file(path))) for path in (UDMABUF, DMA_HEAP, VGEM)]
-# A program without CUDA that registers the dma-buf of an inherited descriptor, to which a peer then writes. Its
-# arguments are the number of the descriptor and the seed.
-REGISTER_INHERITED_DESCRIPTOR = f"""
+EXPORTER_PATHS = [pytest.param(path, marks=needs(host.device_file(path))) for path in (UDMABUF, DMA_HEAP, VGEM)]
+# A program without CUDA that registers a part of the dma-buf of an inherited descriptor, and lets a peer write to this
+# part. Its arguments are the number of the descriptor and the seed.
+REGISTERING_PROGRAM = f"""
 import sys
 from pathlib import Path
 from gdrkit import verbs
@@ -45,8 +46,8 @@ from support.memory_kinds import connect_peer_queue_pair
 fd, seed = int(sys.argv[1]), int(sys.argv[2])
 nic = verbs.open_active_nics()[0]
 with nic, RegionCache([nic]) as cache, Peer() as peer, connect_peer_queue_pair(nic, peer) as peer_pair:
-    part = DmabufRange.from_fd(fd, offset_bytes={OFFSET_BYTES}, length_bytes={PART_BYTES})
-    with DmabufMemory(part) as memory, cache.lease(memory) as lease:
+    dmabuf_range = DmabufRange.from_fd(fd, offset_bytes={OFFSET_BYTES}, length_bytes={PART_BYTES})
+    with DmabufMemory(dmabuf_range) as memory, cache.lease(memory) as lease:
         peer_pair.write(lease.remote(nic), seed=seed).expect(Status.SUCCESS)
 assert "libcuda" not in Path("/proc/self/maps").read_text()
 """
@@ -57,7 +58,7 @@ assert "libcuda" not in Path("/proc/self/maps").read_text()
 def test_process_without_cuda_registers_an_inherited_descriptor(device: Device, seed: int) -> None:
     with device.allocate(MIB) as memory, memory.export_dmabuf() as dmabuf:
         memory.fill(0)
-        command = [sys.executable, "-c", REGISTER_INHERITED_DESCRIPTOR, str(dmabuf.fd), str(seed)]
+        command = [sys.executable, "-c", REGISTERING_PROGRAM, str(dmabuf.fd), str(seed)]
         subprocess.run(command, env=suites_environ(), pass_fds=(dmabuf.fd,), check=True, timeout=120)
         pattern.check(memory.read(offset_bytes=OFFSET_BYTES, length_bytes=PART_BYTES), seed=seed)
         assert memory.read(length_bytes=OFFSET_BYTES) == bytes(OFFSET_BYTES)
@@ -123,7 +124,7 @@ def test_memory_that_the_cpu_cannot_map_is_not_copied(dmabufs: tuple[int, int]) 
 
 
 def test_descriptor_without_a_size_is_refused() -> None:
-    # Neither descriptor -1, nor one that is not open, nor a pipe has a size.
+    # Descriptor -1, a descriptor that is not open, and a pipe have no size.
     read_fd, write_fd = os.pipe()
     handles_before = handles.live()
     for fd in (-1, 987_654, read_fd):
@@ -144,11 +145,11 @@ def test_range_outside_the_dmabuf_is_refused(
         DmabufRange.from_fd(dmabufs[0], offset_bytes=offset_and_length[0], length_bytes=offset_and_length[1])
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
-def test_memory_of_a_kernel_exporter_is_copied_by_the_cpu(exporter: str, seed: int) -> None:
+@pytest.mark.parametrize("exporter_path", EXPORTER_PATHS)
+def test_memory_of_a_kernel_exporter_is_copied_by_the_cpu(exporter_path: str, seed: int) -> None:
     with (
-        export_dmabuf(exporter, MIB) as fd,
-        export_dmabuf(exporter, MIB) as other_fd,
+        export_dmabuf(exporter_path, MIB) as fd,
+        export_dmabuf(exporter_path, MIB) as other_fd,
         DmabufMemory(DmabufRange.from_fd(fd, offset_bytes=4099, length_bytes=100_000)) as memory,
         DmabufMemory(DmabufRange.from_fd(fd)) as whole_memory,
         DmabufMemory(DmabufRange.from_fd(other_fd)) as other_memory,
@@ -160,14 +161,14 @@ def test_memory_of_a_kernel_exporter_is_copied_by_the_cpu(exporter: str, seed: i
 
 
 @needs(verbs.no_way_to_devices, verbs.nic())
-@pytest.mark.parametrize("exporter", EXPORTERS)
-def test_kernel_exporter_is_refused_by_a_nic_without_dmabufs(exporter: str, nic: Nic) -> None:
+@pytest.mark.parametrize("exporter_path", EXPORTER_PATHS)
+def test_kernel_exporter_is_refused_by_a_nic_without_dmabufs(exporter_path: str, nic: Nic) -> None:
     """Soft-RoCE registers no dma-bufs, and this memory has no other registration route, so the error has one cause."""
     with contextlib.ExitStack() as stack:
         if launch.twin_control().ledger("verbs") is not None:  # The NIC is a twin, so it must refuse as Soft-RoCE does.
             stack.enter_context(inject_faults(Api.VERBS, "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"))
         memory = stack.enter_context(
-            DmabufMemory(DmabufRange.from_fd(stack.enter_context(export_dmabuf(exporter, MIB))))
+            DmabufMemory(DmabufRange.from_fd(stack.enter_context(export_dmabuf(exporter_path, MIB))))
         )
         handles_before = handles.live()
         with pytest.raises(RegistrationFailed) as error_info:

@@ -93,11 +93,11 @@ def test_other_part_of_a_registered_allocation_is_a_hit(device: Device, nic: Nic
 def test_hit_makes_no_verbs_call(allocator: AnyAllocator, nic: Nic) -> None:
     with allocator.allocate(256 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
-        calls_before = read_call_counts(Api.VERBS)
+        call_counts_before = read_call_counts(Api.VERBS)
         for offset_bytes in range(0, 256 * KIB, 4 * KIB):
             with cache.lease(memory, offset_bytes=offset_bytes) as lease:
                 assert lease.remote(nic).length_bytes == 256 * KIB - offset_bytes
-        assert read_call_counts(Api.VERBS) == calls_before
+        assert read_call_counts(Api.VERBS) == call_counts_before
 
 
 @NEEDS_DMABUF
@@ -159,10 +159,10 @@ def test_free_by_gdrkit_removes_the_entry_first(allocator: AnyAllocator, nic: Ni
             remote_range = lease.remote(nic, length_bytes=KIB)
         memory.close()
         assert (cache.statistics().regions, cache.statistics().registered_bytes) == (0, 0)
-        with allocator.allocate(256 * KIB) as successor:
-            successor.fill(0x5A)
+        with allocator.allocate(256 * KIB) as new_memory:
+            new_memory.fill(0x5A)
             peer_pair.write(remote_range, seed=seed).expect(Status.REM_ACCESS_ERR)
-            assert successor.read() == b"\x5a" * (256 * KIB)
+            assert new_memory.read() == b"\x5a" * (256 * KIB)
 
 
 def test_free_of_leased_memory_is_refused_until_lease_ends(allocator: AnyAllocator, nic: Nic) -> None:
@@ -327,9 +327,9 @@ def test_invalid_range_or_limit_is_refused(allocator: AnyAllocator, nic: Nic) ->
         for offset_bytes, length_bytes in ((-1, 1), (0, 0), (0, 64 * KIB + 1), (64 * KIB, None), (1 << 63, 1 << 63)):
             with pytest.raises(UsageError):
                 cache.lease(memory, offset_bytes=offset_bytes, length_bytes=length_bytes)
-    for options in ({"regions_max": 0}, {"bytes_max": 0}):
+    for limits in ({"regions_max": 0}, {"bytes_max": 0}):
         with pytest.raises(UsageError):
-            RegionCache([nic], **options)  # type: ignore[arg-type]
+            RegionCache([nic], **limits)  # type: ignore[arg-type]
     with pytest.raises(UsageError):
         RegionCache([])
     with pytest.raises(UsageError):

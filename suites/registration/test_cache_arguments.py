@@ -76,9 +76,9 @@ def test_representation_names_the_nics_and_the_state(allocator: AnyAllocator, ni
 
 @needs(software(Api.VERBS))
 @pytest.mark.usefixtures("_restore_signal_handler")
-@pytest.mark.parametrize("is_after_registration", [False, True], ids=["during registration", "after registration"])
+@pytest.mark.parametrize("raises_after_registration", [False, True], ids=["during registration", "after registration"])
 def test_interrupted_waiter_keeps_no_lease(
-    allocator: AnyAllocator, nic: Nic, tmp_path: Path, *, is_after_registration: bool
+    allocator: AnyAllocator, nic: Nic, tmp_path: Path, *, raises_after_registration: bool
 ) -> None:
     """One thread registers. The main thread waits for this registration, until a third thread interrupts it."""
     # This call probes the NIC now, so the fault rule below counts only registrations.
@@ -90,10 +90,10 @@ def test_interrupted_waiter_keeps_no_lease(
         main_thread_id = threading.get_ident()
 
         def raise_in_the_waiter(_number: int, _frame: FrameType | None) -> None:
-            # If `is_after_registration` is true, the handler raises only after the registration is complete.
-            if is_after_registration:
+            # If `raises_after_registration` is true, the handler raises only after the registration is complete.
+            if raises_after_registration:
                 hold_file.unlink()
-            while is_after_registration and registering_thread.is_alive() and cache.statistics().in_flight:
+            while raises_after_registration and registering_thread.is_alive() and cache.statistics().in_flight:
                 pass
             raise SignalReceived
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic())
 
 LENGTH_BYTES = 64 * KIB
-ALL_ZERO = CacheStatistics(
+ZERO_STATISTICS = CacheStatistics(
     hits=0,
     misses=0,
     registrations=0,
@@ -42,7 +42,7 @@ ALL_ZERO = CacheStatistics(
 
 def make_statistics(**counters: int) -> CacheStatistics:
     """Return statistics with these counters. All other counters are 0."""
-    return dataclasses.replace(ALL_ZERO, **counters)
+    return dataclasses.replace(ZERO_STATISTICS, **counters)
 
 
 def lease_until_refused(cache: RegionCache, memory: HostMemory) -> None:
@@ -53,7 +53,7 @@ def lease_until_refused(cache: RegionCache, memory: HostMemory) -> None:
 
 def test_lookups_and_leases_are_counted(nic: Nic) -> None:
     with HostMemory(LENGTH_BYTES) as memory, RegionCache([nic]) as cache:
-        assert cache.statistics() == ALL_ZERO
+        assert cache.statistics() == ZERO_STATISTICS
         unchanged_counters = {"misses": 1, "registrations": 1, "regions": 1, "registered_bytes": LENGTH_BYTES}
         with cache.lease(memory):
             assert cache.statistics() == make_statistics(**unchanged_counters, leases=1)

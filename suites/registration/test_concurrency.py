@@ -90,13 +90,13 @@ def is_lease_refused(cache: RegionCache, memory: DeviceMemory | HostMemory) -> b
 
 
 class ObservedMemory(HostMemory):
-    """Host memory that calls `before_first_key` at the first call of allocation_key()."""
+    """Host memory that calls `on_first_key` at the first call of allocation_key()."""
 
-    before_first_key: Callable[[], None] | None = None
+    on_first_key: Callable[[], None] | None = None
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
-        """Call `before_first_key` once, and return the key of the mapping."""
-        callback, self.before_first_key = self.before_first_key, None
+        """Call `on_first_key` once, and return the key of the mapping."""
+        callback, self.on_first_key = self.on_first_key, None
         if callback is not None:
             callback()
         return super().allocation_key()
@@ -113,7 +113,7 @@ def test_registration_that_another_thread_just_completed_is_used(nic: Nic) -> No
 
         # The cache reads the key after it has searched its index, and before it registers the memory. So the other
         # thread registers between these two steps.
-        memory.before_first_key = register_in_another_thread
+        memory.on_first_key = register_in_another_thread
         cache.lease(memory).close()
         statistics = cache.statistics()
         assert (statistics.registrations, statistics.misses, statistics.hits) == (1, 1, 1)
@@ -255,6 +255,7 @@ def test_random_lookups_and_invalidations_leave_no_region(
 
         def lease_and_invalidate(index: int) -> None:
             for round_index in range(20):
+                # Every fifth round of a thread invalidates a memory. The other rounds lease it.
                 memory = memories[(index * 7 + round_index * 5) % 6]
                 if (index + round_index) % 5 == 0:
                     cache.invalidate(memory.address, length_bytes=1)

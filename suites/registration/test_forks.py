@@ -85,14 +85,14 @@ def test_objects_of_verbs_stay_when_a_child_closes_them(nic: Nic) -> None:
     ):
 
         def close_objects_in_child() -> None:
-            calls_before = read_call_counts(Api.VERBS)
+            call_counts_before = read_call_counts(Api.VERBS)
             for resource in (queue_pair, completion_queue, registration.region(parent_nic), registration, parent_nic):
                 resource.close()
-            assert read_call_counts(Api.VERBS) == calls_before
+            assert read_call_counts(Api.VERBS) == call_counts_before
             # The child can close the objects that it created.
             verbs.Nic.open(nic.name, port=nic.port.number).close()
-            calls_after = read_call_counts(Api.VERBS)
-            assert calls_after["ibv_dealloc_pd"] == calls_before.get("ibv_dealloc_pd", 0) + 1
+            call_counts_after = read_call_counts(Api.VERBS)
+            assert call_counts_after["ibv_dealloc_pd"] == call_counts_before.get("ibv_dealloc_pd", 0) + 1
 
         assert run_in_forked_child(close_objects_in_child) == 0
 
@@ -102,12 +102,12 @@ def test_manager_is_closed_in_a_forked_child() -> None:
     with GdrManager() as manager:
 
         def close_manager_in_child() -> None:
-            calls_before = read_call_counts(Api.VERBS), read_call_counts(Api.CUDA)
+            call_counts_before = read_call_counts(Api.VERBS), read_call_counts(Api.CUDA)
             manager.close()
             assert manager.closed
             with pytest.raises(ClosedResource):
                 _ = manager.nics
-            assert (read_call_counts(Api.VERBS), read_call_counts(Api.CUDA)) == calls_before
+            assert (read_call_counts(Api.VERBS), read_call_counts(Api.CUDA)) == call_counts_before
 
         assert run_in_forked_child(close_manager_in_child) == 0
         assert manager.state.available

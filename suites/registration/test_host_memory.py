@@ -54,10 +54,10 @@ def test_new_mapping_at_the_same_address_is_a_miss() -> None:
         with HostMemory(LENGTH_BYTES) as memory:
             allocation_key = memory.allocation_key()
             assert memory.make_existence_check(allocation_key)()
-            ((base, length_bytes, mapping_id),) = allocation_key
-            assert (base, length_bytes) == (memory.address, LENGTH_BYTES)
+            ((base_address, length_bytes, mapping_id),) = allocation_key
+            assert (base_address, length_bytes) == (memory.address, LENGTH_BYTES)
             mapping_ids.add(mapping_id)
-            addresses.add(base)
+            addresses.add(base_address)
         assert not memory.make_existence_check(allocation_key)()
     assert len(mapping_ids) == 20
     # The kernel reuses the address that was just unmapped, so the address alone does not identify the memory.
@@ -73,14 +73,14 @@ def test_old_key_never_accesses_the_next_mapping(nic: Nic, peer: Peer, seed: int
                 old_range = lease.remote(nic)
                 peer_pair.write(old_range, seed=seed).expect(Status.SUCCESS)
             pattern.check(memory.read(), seed=seed)
-            address = memory.address
-        with HostMemory(LENGTH_BYTES) as successor:
-            assert successor.address == address
-            with cache.lease(successor) as lease:
+            old_address = memory.address
+        with HostMemory(LENGTH_BYTES) as new_memory:
+            assert new_memory.address == old_address
+            with cache.lease(new_memory) as lease:
                 assert lease.remote(nic).rkey != old_range.rkey
                 assert (cache.statistics().hits, cache.statistics().misses) == (0, 2)
             peer_pair.write(old_range, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
-            assert successor.read() == bytes(LENGTH_BYTES)
+            assert new_memory.read() == bytes(LENGTH_BYTES)
 
 
 @NEEDS_NIC

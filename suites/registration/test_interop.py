@@ -32,7 +32,8 @@ LENGTH_BYTES = 64 * KIB
 class ArrayWithInterface:
     """An array of another library, with ``__cuda_array_interface__``.
 
-    `fields` replace fields of the interface. A field with the value "absent" is left out.
+    `fields` replace fields of the interface. A field with the value "absent" is left out. `offset_bytes`, which is not
+    a field, is added to the address of the memory.
     """
 
     def __init__(self, memory: DeviceMemory, **fields: object) -> None:
@@ -130,7 +131,7 @@ def test_malformed_array_interface_is_refused(device: Device, fields: dict[str, 
 
 def test_read_only_array_needs_read_only_argument(device: Device) -> None:
     with device.allocate(LENGTH_BYTES) as memory:
-        array = ArrayWithInterface(memory, data=(memory.address, True))
+        array = ArrayWithInterface(memory, data=(memory.address, True))  # True means that the array is read-only.
         with pytest.raises(UsageError):
             cuda.wrap(array, device=device)
         cuda.wrap(array, device=device, read_only=True).close()
@@ -155,6 +156,8 @@ def test_managed_memory_is_refused_with_advice(device: Device) -> None:
 
 def test_managed_and_host_memory_by_dlpack_are_refused(device: Device) -> None:
     class ArrayOnOtherDevice(DlpackArray):
+        """An array that names a device of the type `device_type` in place of the device of the memory."""
+
         def __dlpack_device__(self) -> tuple[int, int]:
             return device_type, 0
 
@@ -193,18 +196,20 @@ def test_unconsumed_capsule_releases_the_memory(device: Device) -> None:
 
 
 def test_capsule_can_be_consumed_once(device: Device) -> None:
-    class ArrayOfCapsule(DlpackArray):
+    class ArrayWithOneCapsule(DlpackArray):
+        """An array that returns the same object, `capsule`, at each call."""
+
         def __dlpack__(self, *, stream: int | None = None) -> object:
             return capsule
 
     with device.allocate(LENGTH_BYTES) as memory:
         capsule = memory.__dlpack__()
-        with cuda.wrap(ArrayOfCapsule(memory), device=device), pytest.raises(UsageError) as error_info:
-            cuda.wrap(ArrayOfCapsule(memory), device=device)
+        with cuda.wrap(ArrayWithOneCapsule(memory), device=device), pytest.raises(UsageError) as error_info:
+            cuda.wrap(ArrayWithOneCapsule(memory), device=device)
         assert error_info.value.reason is Reason.MALFORMED
         capsule = object()
         with pytest.raises(UsageError) as error_info:
-            cuda.wrap(ArrayOfCapsule(memory), device=device)
+            cuda.wrap(ArrayWithOneCapsule(memory), device=device)
         assert error_info.value.reason is Reason.MALFORMED
 
 

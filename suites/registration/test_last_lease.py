@@ -1,6 +1,7 @@
 """The last lease of an invalidated cache entry deregisters the memory when it ends.
 
-In the cases, other threads invalidate or evict the entry, free its memory or close the cache at the same time.
+In the cases, other threads invalidate or evict the entry, free its memory or close the cache while a lease or a
+deregistration ends.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def test_leases_ending_during_invalidate_deregister_once(allocator: AnyAllocator
                 action()
 
             actions: list[Callable[[], object]] = [lease.close for lease in leases]
+            # The thread that invalidates is not the same in all rounds.
             actions.insert(round_index % 4, lambda: cache.invalidate(memory.address, length_bytes=1))
             with ThreadPoolExecutor(4) as pool:
                 list(pool.map(run_at_once, actions))

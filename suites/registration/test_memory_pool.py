@@ -47,11 +47,11 @@ def test_blocks_grow_in_powers_of_two_then_in_halves(length_bytes: int, expected
 
 
 def test_memory_of_the_pool_is_registered_once(allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int) -> None:
-    rng = random.Random(seed)
+    generator = random.Random(seed)
     with MemoryPool(allocator) as pool, RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:
         for round_index in range(60):
             # The length is between 4 KiB and 2 MiB.
-            length_bytes = int(4 * KIB * 2 ** rng.uniform(0, 9))
+            length_bytes = int(4 * KIB * 2 ** generator.uniform(0, 9))
             with (
                 pool.allocate(length_bytes) as pooled_memory,
                 cache.lease(pooled_memory.memory, length_bytes=length_bytes) as lease,
@@ -86,6 +86,7 @@ def test_limits_free_the_longest_idle(device: Device) -> None:
         memory_in_use.close()
     with MemoryPool(device, idle_ms_max=0) as pool:
         pool.allocate(1).close()
+        # This allocation frees the idle block, which was idle for longer than 0 ms.
         pool.allocate(MIB).close()
         assert pool.statistics().idle_blocks <= 1
 
@@ -110,6 +111,7 @@ def test_threads_never_share_memory(device: Device) -> None:
 
     def allocate_repeatedly(thread_index: int) -> None:
         for round_index in range(50):
+            # The length is 64, 128 or 256 KiB.
             with pool.allocate((64 << (round_index + thread_index) % 3) * KIB) as pooled_memory:
                 with lock:
                     assert pooled_memory.memory.address not in addresses_in_use

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.no_way_to_devices, verbs.nic(), cuda.device(), cuda.dmabuf_export)
 
-# Function and errno of the cause for each route.
+# Function that fails, and its errno, for each route.
 DMABUF_CAUSE = ("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
 ADDRESS_CAUSE = ("ibv_reg_mr", errno.EFAULT)
 
@@ -40,7 +40,8 @@ def refuse_both_routes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if launch.twin_control().ledger("verbs") is not None:
             rules = [
-                f"{function} call=* errno={error_number}" for function, error_number in (DMABUF_CAUSE, ADDRESS_CAUSE)
+                f"{function_name} call=* errno={error_number}"
+                for function_name, error_number in (DMABUF_CAUSE, ADDRESS_CAUSE)
             ]
             stack.enter_context(inject_faults(Api.VERBS, *rules))
         yield
@@ -50,11 +51,11 @@ def register_and_get_causes(
     memory: CudaMemory, nics: tuple[Nic, ...], *, route: RegistrationRoute | None = None, access: Access | None = None
 ) -> list[tuple[str, int | None]]:
     """Register memory, which must fail. Return the function and the errno of each cause of the error."""
-    options = {} if access is None else {"access": access}
+    access_option = {} if access is None else {"access": access}
     with refuse_both_routes():
         handles_before = handles.live()
         with pytest.raises(RegistrationFailed) as error_info:
-            register(memory, nics, route=route, **options)
+            register(memory, nics, route=route, **access_option)
         assert handles.live() == handles_before
     assert error_info.value.reason is Reason.NO_ROUTE
     causes = [cause for cause in error_info.value.causes if isinstance(cause, ApiError)]

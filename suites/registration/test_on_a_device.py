@@ -100,28 +100,28 @@ def test_reused_address_has_a_new_buffer_id_and_key(
         old_allocation.free()
         with (
             RawMemory(device, 2 * MIB) as new_allocation,
-            cuda.borrow(device, new_allocation.address, length_bytes=2 * MIB) as successor,
+            cuda.borrow(device, new_allocation.address, length_bytes=2 * MIB) as new_memory,
         ):
             assert new_allocation.address == old_allocation.address
-            evidence["buffer_ids"] = [old_buffer_id, successor.buffer_id()]
-            assert successor.buffer_id() != old_buffer_id
-            successor.fill(0x5A)
+            evidence["buffer_ids"] = [old_buffer_id, new_memory.buffer_id()]
+            assert new_memory.buffer_id() != old_buffer_id
+            new_memory.fill(0x5A)
             misses_before = cache.statistics().misses
-            with cache.lease(successor) as lease:
+            with cache.lease(new_memory) as lease:
                 assert cache.statistics().misses == misses_before + 1
                 assert lease.remote(nic).rkey != old_range.rkey
                 # The old key may still be valid, but it must not access the new memory.
                 peer_pair.write(old_range, seed=seed + 1)
-                assert successor.read() == b"\x5a" * (2 * MIB)
+                assert new_memory.read() == b"\x5a" * (2 * MIB)
 
 
 @pytest.fixture(scope="module")
 def torch() -> ModuleType:
     """Return PyTorch. Its CUDA context is created here, before the check for leaked handles of a case begins."""
-    module = importlib.import_module("torch")
-    module.zeros(1, device="cuda:0")
-    module.cuda.synchronize()
-    return module
+    torch_module = importlib.import_module("torch")
+    torch_module.zeros(1, device="cuda:0")
+    torch_module.cuda.synchronize()
+    return torch_module
 
 
 @NEEDS_DMABUF

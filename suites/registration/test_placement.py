@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 
+# support.pci_tree describes where each address is in the tree. 0000:ff:00.0 is not there.
 @pytest.mark.parametrize(
-    ("nic_address", "distance"),
+    ("nic_address", "expected_distance"),
     [
         ("0000:04:00.0", Distance.PIX),
         ("0000:05:00.0", Distance.PIX),
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
         ("0000:ff:00.0", Distance.UNKNOWN),
     ],
 )
-def test_distance_follows_the_pci_tree(tmp_path: Path, nic_address: str, distance: Distance) -> None:
-    assert Placement(create_pci_tree(tmp_path, {"nic": nic_address})).distance(GPU_ADDRESS, "nic") is distance
+def test_distance_follows_the_pci_tree(tmp_path: Path, nic_address: str, expected_distance: Distance) -> None:
+    assert Placement(create_pci_tree(tmp_path, {"nic": nic_address})).distance(GPU_ADDRESS, "nic") is expected_distance
 
 
 def test_device_missing_in_sysfs_has_unknown_distance(tmp_path: Path) -> None:
@@ -100,12 +101,12 @@ with GdrManager(gpu_indices=[0], tree=HostTree(sys.argv[1])) as manager, Peer() 
             name: counters[counter_name] - traffic_before[name][counter_name]
             for name, counters in read_traffic(Api.VERBS).items()
         }
-    print(json.dumps({"nics": list(manager.state.nics), "used": nic_names, "served": served_bytes}))
+    print(json.dumps({"nics": list(manager.state.nics), "used_nics": nic_names, "served_bytes": served_bytes}))
 """
 
 
 def run_transfers(root: Path) -> dict[str, object]:
-    """Run four transfers in a child with the PCI tree in `root`. Return the NICs and the bytes that each NIC served."""
+    """Run four transfers in a child with the PCI tree in `root`. Return the report that the program prints."""
     child = subprocess.run(
         [sys.executable, "-c", _TRANSFERS_PROGRAM, str(root)],
         env=suites_environ() | {"GDRKIT_TWINS_NICS": "4"},
@@ -115,8 +116,8 @@ def run_transfers(root: Path) -> dict[str, object]:
         timeout=60,
     )
     assert child.returncode == 0, child.stdout + child.stderr
-    result: dict[str, object] = json.loads(child.stdout)
-    return result
+    report: dict[str, object] = json.loads(child.stdout)
+    return report
 
 
 NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
@@ -125,23 +126,34 @@ NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
 @NEEDS_DMABUF
 @NEEDS_TWINS
 def test_nearest_nic_transfers_the_bytes(tmp_path: Path, device: Device) -> None:
-    nics = {"twin0": "0000:81:00.0", "twin1": "0000:06:00.0", "twin2": "0000:04:00.0", "twin3": "0000:41:00.0"}
-    create_pci_tree(tmp_path, nics, pci_paths=make_pci_paths(device.pci_bus_id))
-    result = run_transfers(tmp_path)
-    assert result["nics"] == list(nics)
-    assert result["used"] == ["twin2"] * 4
-    assert result["served"] == {"twin0": 0, "twin1": 0, "twin2": 400_000, "twin3": 0}
+    address_by_nic = {
+        "twin0": "0000:81:00.0",
+        "twin1": "0000:06:00.0",
+        "twin2": "0000:04:00.0",
+        "twin3": "0000:41:00.0",
+    }
+    create_pci_tree(tmp_path, address_by_nic, pci_paths=make_pci_paths(device.pci_bus_id))
+    report = run_transfers(tmp_path)
+    assert report["nics"] == list(address_by_nic)
+    assert report["used_nics"] == ["twin2"] * 4
+    assert report["served_bytes"] == {"twin0": 0, "twin1": 0, "twin2": 400_000, "twin3": 0}
 
 
 @NEEDS_DMABUF
 @NEEDS_TWINS
 def test_nics_that_are_equally_near_take_turns(tmp_path: Path, device: Device) -> None:
-    nics = {"twin0": "0000:41:00.0", "twin1": "0000:04:00.0", "twin2": "0000:81:00.0", "twin3": "0000:07:00.0"}
+    address_by_nic = {
+        "twin0": "0000:41:00.0",
+        "twin1": "0000:04:00.0",
+        "twin2": "0000:81:00.0",
+        "twin3": "0000:07:00.0",
+    }
+    # The NIC at 0000:07:00.0 is below the same port of the switch as the NIC at 0000:04:00.0.
     pci_paths = make_pci_paths(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH_PATH}/0000:02:00.0/0000:07:00.0", 0)}
-    create_pci_tree(tmp_path, nics, pci_paths=pci_paths)
-    result = run_transfers(tmp_path)
-    assert result["used"] == ["twin1", "twin3", "twin1", "twin3"]
-    assert result["served"] == {"twin0": 0, "twin1": 200_000, "twin2": 0, "twin3": 200_000}
+    create_pci_tree(tmp_path, address_by_nic, pci_paths=pci_paths)
+    report = run_transfers(tmp_path)
+    assert report["used_nics"] == ["twin1", "twin3", "twin1", "twin3"]
+    assert report["served_bytes"] == {"twin0": 0, "twin1": 200_000, "twin2": 0, "twin3": 200_000}
 
 
 @needs(verbs.nic(count_min=2))
@@ -154,8 +166,8 @@ def test_faster_link_wins_among_equally_near_nics(tmp_path: Path, nics: tuple[Ni
         (port_folder / "rate").write_text(f"{link_rate}\n")
     placement = Placement(tree)
     assert [placement.link_gbit_per_s(nic) for nic in nics[:2]] == [200.0, 400.0]
-    assert placement.nearest(GPU_ADDRESS, nics[:2]) == (nics[1],)
+    assert placement.nearest_nics(GPU_ADDRESS, nics[:2]) == (nics[1],)
     # The faster NIC moves away from the GPU. The nearer NIC wins over it.
     (tmp_path / f"sys/class/infiniband/{nic_names[1]}/device").unlink()
     (tmp_path / f"sys/class/infiniband/{nic_names[1]}/device").symlink_to("../../../0000:81:00.0")
-    assert Placement(tree).nearest(GPU_ADDRESS, nics[:2]) == (nics[0],)
+    assert Placement(tree).nearest_nics(GPU_ADDRESS, nics[:2]) == (nics[0],)

@@ -1,4 +1,4 @@
-"""A pool of registered buffers serves threads in order of arrival, and never gives one buffer to two of them."""
+"""A pool of registered buffers serves threads in order of arrival, and never gives one buffer to two threads."""
 
 from __future__ import annotations
 
@@ -48,16 +48,20 @@ def test_slice_is_closed_with_its_buffer(allocator: AnyAllocator, nic: Nic, peer
     ):
         with pool.allocate() as buffer:
             buffer.write(b"\xa5" * BUFFER_BYTES)
-            view = buffer.slice(offset_bytes=100, length_bytes=1000).slice(offset_bytes=10)
-            assert (view.address, len(view)) == (buffer.address + 110, 990)
-            peer_pair.write(view.remote(nic, offset_bytes=5), seed=seed).expect(Status.SUCCESS)
+            nested_slice = buffer.slice(offset_bytes=100, length_bytes=1000).slice(offset_bytes=10)
+            assert (nested_slice.address, len(nested_slice)) == (buffer.address + 110, 990)
+            peer_pair.write(nested_slice.remote(nic, offset_bytes=5), seed=seed).expect(Status.SUCCESS)
             pattern.check(buffer.read(offset_bytes=115, length_bytes=985), seed=seed)
             assert buffer.read(length_bytes=115) == b"\xa5" * 115
             assert buffer.read(offset_bytes=1100) == b"\xa5" * (BUFFER_BYTES - 1100)
             for offset_bytes, length_bytes in ((0, 991), (-1, 2), (990, None), (1 << 63, 1)):
                 with pytest.raises(UsageError):
-                    view.slice(offset_bytes=offset_bytes, length_bytes=length_bytes)
-        for method_call in (view.read, lambda: view.remote(nic), lambda: view.slice(offset_bytes=0)):
+                    nested_slice.slice(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        for method_call in (
+            nested_slice.read,
+            lambda: nested_slice.remote(nic),
+            lambda: nested_slice.slice(offset_bytes=0),
+        ):
             with pytest.raises(ClosedResource):
                 method_call()
 
@@ -65,11 +69,11 @@ def test_slice_is_closed_with_its_buffer(allocator: AnyAllocator, nic: Nic, peer
 @needs(software(Api.VERBS))
 def test_allocate_makes_no_verbs_call(allocator: AnyAllocator, nic: Nic) -> None:
     with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=2) as pool:
-        calls_before = read_call_counts(Api.VERBS)
+        call_counts_before = read_call_counts(Api.VERBS)
         for _ in range(10):
             with pool.allocate() as buffer:
                 assert buffer.remote(nic).length_bytes == BUFFER_BYTES
-        assert read_call_counts(Api.VERBS) == calls_before
+        assert read_call_counts(Api.VERBS) == call_counts_before
 
 
 def test_allocate_from_an_empty_pool_times_out(allocator: AnyAllocator, nic: Nic) -> None:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 pytestmark = [NEEDS_DMABUF, needs(software(Api.VERBS), software(Api.CUDA), verbs.nic(count_min=2))]
 
 # Fault rules: the NIC twin1 registers memory, but its writes or its reads complete with RETRY_EXC_ERR (12).
-NO_WRITES = "wc.rdma_write call=* status=12 nic=twin1"
-NO_READS = "wc.rdma_read call=* status=12 nic=twin1"
-# With status 0, they complete with success, and move no bytes.
+FAILED_WRITES = "wc.rdma_write call=* status=12 nic=twin1"
+FAILED_READS = "wc.rdma_read call=* status=12 nic=twin1"
+# With status 0, the writes or reads complete with success, and move no bytes.
 SILENTLY_LOST_WRITES = "wc.rdma_write call=* status=0 nic=twin1"
 SILENTLY_LOST_READS = "wc.rdma_read call=* status=0 nic=twin1"
 
@@ -42,8 +42,8 @@ def create_counter_files(root: Path, nics: tuple[Nic, ...], **counters: int) -> 
     for nic in nics:
         folder = root / f"sys/class/infiniband/{nic.name}/ports/{nic.port.number}/counters"
         folder.mkdir(parents=True)
-        for name, value in counters.items():
-            (folder / name).write_text(f"{value}\n")
+        for counter_name, count in counters.items():
+            (folder / counter_name).write_text(f"{count}\n")
     return HostTree(root)
 
 
@@ -88,7 +88,13 @@ def test_bytes_that_no_port_counts_are_unproven(
 
 @pytest.mark.parametrize(
     "rule",
-    [NO_WRITES, NO_READS, SILENTLY_LOST_WRITES, SILENTLY_LOST_READS, "ibv_reg_mr call=* errno=EFAULT nic=twin1"],
+    [
+        FAILED_WRITES,
+        FAILED_READS,
+        SILENTLY_LOST_WRITES,
+        SILENTLY_LOST_READS,
+        "ibv_reg_mr call=* errno=EFAULT nic=twin1",
+    ],
 )
 def test_nic_that_moves_nothing_is_left_out_and_named(
     device: Device, nics: tuple[Nic, ...], rule: str, caplog: pytest.LogCaptureFixture
@@ -97,28 +103,28 @@ def test_nic_that_moves_nothing_is_left_out_and_named(
     rules = [rule, *(["ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP nic=twin1"] if rule.startswith("ibv_") else [])]
     placement = Placement(reach=ReachTable(retry_after_s=0))
     with inject_faults(Api.VERBS, *rules), caplog.at_level(logging.WARNING):
-        assert placement.usable(device, nics) == tuple(nic for nic in nics if nic.name != "twin1")
-    results = {reach.nic: reach for reach in placement.reach.measured(device, nics)}
+        assert placement.usable_nics(device, nics) == tuple(nic for nic in nics if nic.name != "twin1")
+    reach_by_nic_name = {reach.nic: reach for reach in placement.reach.get_results(device, nics)}
     assert f"NIC twin1 is left out for GPU {device.pci_bus_id}" in caplog.text
     # The measurement after the fault shows that twin1 works, so twin1 is used again.
-    assert results["twin1"].moved
-    assert placement.usable(device, nics) == nics
+    assert reach_by_nic_name["twin1"].moved
+    assert placement.usable_nics(device, nics) == nics
     assert f"NIC twin1 reaches GPU {device.pci_bus_id} again" in caplog.text
 
 
 def test_failed_nic_is_measured_again_only_later(device: Device, nics: tuple[Nic, ...]) -> None:
     placement = Placement(reach=ReachTable(retry_after_s=3600))
-    with inject_faults(Api.VERBS, NO_WRITES):
-        placement.usable(device, nics)
-    assert "twin1" not in {nic.name for nic in placement.usable(device, nics)}
+    with inject_faults(Api.VERBS, FAILED_WRITES):
+        placement.usable_nics(device, nics)
+    assert "twin1" not in {nic.name for nic in placement.usable_nics(device, nics)}
     placement.reach.forget(device.uuid, nics)
-    assert placement.usable(device, nics) == nics
+    assert placement.usable_nics(device, nics) == nics
 
 
 def test_gpu_without_a_working_nic_has_every_cause(device: Device, nics: tuple[Nic, ...]) -> None:
     # Status 10 is REM_ACCESS_ERR.
     with inject_faults(Api.VERBS, "wc.rdma_read call=* status=10"), pytest.raises(RegistrationFailed) as error_info:
-        Placement().usable(device, nics)
+        Placement().usable_nics(device, nics)
     assert len(error_info.value.causes) == len(nics)
     for cause in error_info.value.causes:
         assert isinstance(cause, RegistrationFailed)
@@ -134,19 +140,19 @@ def count_registrations() -> int:
 def test_other_table_reads_the_file_and_measures_nothing(
     device: Device, nics: tuple[Nic, ...], state_folder: Path
 ) -> None:
-    with inject_faults(Api.VERBS, NO_WRITES):
-        first_results = ReachTable().measured(device, nics)
+    with inject_faults(Api.VERBS, FAILED_WRITES):
+        first_results = ReachTable().get_results(device, nics)
     assert (state_folder / "reach").stat().st_mode & 0o777 == 0o600
-    registrations_before = count_registrations()
-    second_results = ReachTable().measured(device, nics)
-    assert count_registrations() == registrations_before
+    registration_count_before = count_registrations()
+    second_results = ReachTable().get_results(device, nics)
+    assert count_registrations() == registration_count_before
     assert [(reach.nic, reach.state, reach.measured_s) for reach in second_results] == [
         (reach.nic, reach.state, reach.measured_s) for reach in first_results
     ]
     assert [reach.moved for reach in second_results] == [nic.name != "twin1" for nic in nics]
     assert "12" in next(reach.cause for reach in second_results if not reach.moved)
     # The NIC that failed is due for another measurement, and only this NIC is measured.
-    third_results = ReachTable(retry_after_s=0).measured(device, nics)
+    third_results = ReachTable(retry_after_s=0).get_results(device, nics)
     assert all(reach.moved for reach in third_results)
 
 
@@ -154,13 +160,13 @@ def test_other_table_reads_the_file_and_measures_nothing(
     "file_text", ["", "gdrkit-reach 2\n", "gdrkit-reach 1\nrubbish\ngpu=GPU-0 nic=twin0 moved=yes\n"]
 )
 def test_malformed_file_is_ignored(device: Device, nics: tuple[Nic, ...], state_folder: Path, file_text: str) -> None:
-    ReachTable().measured(device, nics)
+    ReachTable().get_results(device, nics)
     (state_folder / "reach").write_text(file_text)
-    registrations_before = count_registrations()
-    results = ReachTable().measured(device, nics)
+    registration_count_before = count_registrations()
+    results = ReachTable().get_results(device, nics)
     assert all(reach.moved for reach in results)
     # Each NIC was measured again, with one registration.
-    assert count_registrations() == registrations_before + len(nics)
+    assert count_registrations() == registration_count_before + len(nics)
 
 
 def test_full_file_keeps_the_newest_results(device: Device, nics: tuple[Nic, ...], state_folder: Path) -> None:
@@ -180,16 +186,16 @@ def test_full_file_keeps_the_newest_results(device: Device, nics: tuple[Nic, ...
 def test_file_that_others_may_have_written_is_ignored(
     device: Device, nics: tuple[Nic, ...], state_folder: Path
 ) -> None:
-    ReachTable().measured(device, nics)
+    ReachTable().get_results(device, nics)
     (state_folder / "reach").chmod(0o666)
-    registrations_before = count_registrations()
-    ReachTable().measured(device, nics)
-    assert count_registrations() == registrations_before + len(nics)
+    registration_count_before = count_registrations()
+    ReachTable().get_results(device, nics)
+    assert count_registrations() == registration_count_before + len(nics)
 
 
 def test_manager_uses_only_nics_that_moved_bytes(nics: tuple[Nic, ...]) -> None:
     placement = Placement(reach=ReachTable(retry_after_s=0))
-    with inject_faults(Api.VERBS, NO_WRITES), GdrManager(gpu_indices=[0], placement=placement) as manager:
+    with inject_faults(Api.VERBS, FAILED_WRITES), GdrManager(gpu_indices=[0], placement=placement) as manager:
         (gpu,) = manager.state.gpus
         assert manager.state.available
         assert gpu.nics == tuple(nic.name for nic in nics if nic.name != "twin1")
@@ -214,11 +220,11 @@ def test_manager_without_moved_bytes_is_unavailable() -> None:
 def test_stale_result_of_another_reach_is_a_new_measurement(
     device: Device, nics: tuple[Nic, ...], state_folder: Path
 ) -> None:
-    ReachTable().measured(device, nics)
+    ReachTable().get_results(device, nics)
     # The file says that the NIC had another GID when it was measured.
-    file = state_folder / "reach"
-    file.write_text(file.read_text().replace(nics[0].gid, "fe80:0000:0000:0000:0000:0000:0000:0001"))
-    registrations_before = count_registrations()
-    results: tuple[Reach, ...] = ReachTable().measured(device, nics)
-    assert count_registrations() == registrations_before + 1
+    reach_file = state_folder / "reach"
+    reach_file.write_text(reach_file.read_text().replace(nics[0].gid, "fe80:0000:0000:0000:0000:0000:0000:0001"))
+    registration_count_before = count_registrations()
+    results: tuple[Reach, ...] = ReachTable().get_results(device, nics)
+    assert count_registrations() == registration_count_before + 1
     assert all(reach.moved for reach in results)

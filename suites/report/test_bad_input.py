@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
     from gdrkit.serialization import Json
 
-# HTML, terminal control characters, a direction mark, Markdown and the comment of a Prometheus file.
+# The text has HTML, terminal control characters, a direction mark, Markdown and the comment of a Prometheus file.
 HOSTILE_TEXT = '</title><script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\x9b31m\u202e|`"\\\n# HELP'
-# The overflow id of Linux, as the id of a user and of a group without privileges and files.
+# The overflow id of Linux. A user and a group with this id have no privileges and own no files.
 UNPRIVILEGED_ID = 65534
 # Valid JSON values that a reader of JSON may not expect.
 ODD_VALUES: tuple[Json, ...] = (None, True, 0, -1, 10**400, 5e-324, 1.7e308, "", "\ud800", "9" * 5000, [1], {"a": 0})
-# Program that executes its arguments as an unprivileged user.
-EXECUTE_UNPRIVILEGED_PROGRAM = (
+# Template of a program that executes its arguments as an unprivileged user. The braces stand for the id of the user.
+EXECUTE_UNPRIVILEGED_TEMPLATE = (
     "import os, sys; os.setgroups([]); os.setgid({0}); os.setuid({0}); os.execv(sys.executable, sys.argv[1:])"
 )
 
@@ -64,7 +64,7 @@ def read_and_get_error(folder: RunFolder) -> str:
 
 
 @pytest.mark.parametrize(
-    ("line", "expected_text"),
+    ("malformed_line", "expected_text"),
     [
         (b'{"schema_version": 1, "case": "a', "not JSON"),
         (b"\xff\xfe\x00", "utf-8"),
@@ -76,18 +76,21 @@ def read_and_get_error(folder: RunFolder) -> str:
     ],
     ids=["half", "binary", "deep", "nan", "version", "foreign", "null"],
 )
-def test_malformed_record_is_refused_with_its_line(run_folder: RunFolder, line: bytes, expected_text: str) -> None:
+def test_malformed_record_is_refused_with_its_line(
+    run_folder: RunFolder, malformed_line: bytes, expected_text: str
+) -> None:
     with run_folder.records.open("ab") as file:
-        file.write(line + b"\n")
+        file.write(malformed_line + b"\n")
     message = read_and_get_error(run_folder)
     assert message.startswith(f"{run_folder.records}:4: ")
     assert expected_text in message
 
 
-@pytest.mark.parametrize("value", ['"much"', "1e999", "true", "null"])
-def test_invalid_number_is_refused(run_folder: RunFolder, value: str) -> None:
-    line = run_folder.records.read_text().splitlines()[0].replace('"numbers": {}', f'"numbers": {{"rate_us": {value}}}')
-    run_folder.records.write_text(line + "\n")
+@pytest.mark.parametrize("number_json", ['"much"', "1e999", "true", "null"])
+def test_invalid_number_is_refused(run_folder: RunFolder, number_json: str) -> None:
+    first_line = run_folder.records.read_text().splitlines()[0]
+    invalid_line = first_line.replace('"numbers": {}', f'"numbers": {{"rate_us": {number_json}}}')
+    run_folder.records.write_text(invalid_line + "\n")
     assert "numbers.rate_us" in read_and_get_error(run_folder)
 
 
@@ -139,7 +142,7 @@ def replace_value(data: Json, path: tuple[str | int, ...], value: Json) -> Json:
 @pytest.mark.parametrize("file_name", ["run.json", "facts.json", "plan.json", "records.jsonl"])
 def test_odd_value_of_a_field_gives_a_report_or_one_error(tmp_path: Path, file_name: str) -> None:
     facts = make_host_facts(gpu_count=1, nic_count=1)
-    # The records have several copy sizes, so that the report has a plot, and one record of each other type.
+    # The records are copies of several sizes, which give the report a plot, and one record of each other type.
     records = [record for record in make_host_records(facts) if "16MiB" not in record.case][:8]
     folder = RunFolder(write_run(tmp_path / "run", facts, records))
     file = folder.path / file_name
@@ -181,14 +184,14 @@ def test_killed_run_has_a_report(run_folder: RunFolder) -> None:
     )
     with run_folder.records.open("ab") as file:
         file.write(b'{"schema_version": 1, "case": "a.py::te')
-    process = run_gdrkit("report", run_folder.path)
-    assert process.returncode == 0, process.stderr
-    page = run_folder.index.read_text()
-    assert '<h1><span class="mark bad"></span>The run did not end</h1>' in page
-    assert "no record of 2 of 5 cases; the first of them is a.py::test_3" in page
-    assert "the last line of records.jsonl is cut off" in page
+    completed = run_gdrkit("report", run_folder.path)
+    assert completed.returncode == 0, completed.stderr
+    page_html = run_folder.index.read_text()
+    assert '<h1><span class="mark bad"></span>The run did not end</h1>' in page_html
+    assert "no record of 2 of 5 cases; the first of them is a.py::test_3" in page_html
+    assert "the last line of records.jsonl is cut off" in page_html
     # A killed run has no run.json, so the page does not name this file.
-    assert "run.json" not in page.partition("<footer>")[2]
+    assert "run.json" not in page_html.partition("<footer>")[2]
     assert json.loads(run_folder.report.read_text())["exit_code"] == 1
 
 
@@ -207,38 +210,39 @@ def test_cost_of_a_long_plan_does_not_grow_with_the_records(run_folder: RunFolde
         return time.process_time() - start_s
 
     cpu_s_without_plan = measure_cpu_s([])
-    # A search of all records for each planned case would compare 200 million names and take ten times as long.
+    # A search of all records for each planned case would compare 200 million names, and take more than ten times as
+    # long.
     assert measure_cpu_s(case_names) < cpu_s_without_plan * 10
 
 
 def test_records_alone_have_a_report_in_another_folder(run_folder: RunFolder, tmp_path: Path) -> None:
-    process = run_gdrkit("report", run_folder.records, "--output", tmp_path / "made")
-    assert process.returncode == 0, process.stderr
-    page = (tmp_path / "made" / "index.html").read_text()
-    assert "Records of 3 cases: 3 passed" in page
-    assert "This host" not in page
+    completed = run_gdrkit("report", run_folder.records, "--output", tmp_path / "made")
+    assert completed.returncode == 0, completed.stderr
+    page_html = (tmp_path / "made" / "index.html").read_text()
+    assert "Records of 3 cases: 3 passed" in page_html
+    assert "This host" not in page_html
 
 
 def test_records_alone_replace_no_report(run_folder: RunFolder) -> None:
     render(run_folder.path)
     files_before = {file.name: file.read_bytes() for file in run_folder.path.iterdir()}
-    process = run_gdrkit("report", run_folder.records)
-    assert (process.returncode, process.stdout) == (2, "")
-    (line,) = process.stderr.splitlines()
+    completed = run_gdrkit("report", run_folder.records)
+    assert (completed.returncode, completed.stdout) == (2, "")
+    (line,) = completed.stderr.splitlines()
     assert "--output DIR" in line
     assert {file.name: file.read_bytes() for file in run_folder.path.iterdir()} == files_before
 
 
-@pytest.mark.parametrize("variant", ["no_records", "empty", "no_facts"])
-def test_folder_without_a_run_is_wrong_usage(tmp_path: Path, variant: str) -> None:
-    if variant == "empty":
+@pytest.mark.parametrize("folder_content", ["no_records", "empty", "no_facts"])
+def test_folder_without_a_run_is_wrong_usage(tmp_path: Path, folder_content: str) -> None:
+    if folder_content == "empty":
         (tmp_path / "records.jsonl").touch()
-    if variant == "no_facts":
+    if folder_content == "no_facts":
         RunFolder(tmp_path).write_run(make_run())
-    process = run_gdrkit("report", tmp_path)
-    assert process.returncode == 2
-    assert len(process.stderr.splitlines()) == 1
-    assert "Traceback" not in process.stderr
+    completed = run_gdrkit("report", tmp_path)
+    assert completed.returncode == 2
+    assert len(completed.stderr.splitlines()) == 1
+    assert "Traceback" not in completed.stderr
 
 
 def test_failed_write_keeps_the_earlier_report(run_folder: RunFolder) -> None:
@@ -257,21 +261,22 @@ def test_failed_write_keeps_the_earlier_report(run_folder: RunFolder) -> None:
 @pytest.mark.parametrize("command", ["report", "qualify"])
 def test_missing_write_permission_has_exit_code_3(command: str) -> None:
     output_option = {"report": [], "qualify": ["--output"]}[command]
-    # Every start of pytest removes the permissions of other users from the folder that contains `tmp_path`.
+    # The case does not use `tmp_path`, because every start of pytest removes the permissions of other users from the
+    # folder that contains it.
     with folder_for_all_users() as folder:
         run_folder = RunFolder(write_run(folder / "run", make_facts(), [make_record()]))
         arguments = [sys.executable, "-m", "gdrkit", command, *output_option, str(run_folder.path)]
-        process = subprocess.run(
-            [sys.executable, "-c", EXECUTE_UNPRIVILEGED_PROGRAM.format(UNPRIVILEGED_ID), *arguments],
+        completed = subprocess.run(
+            [sys.executable, "-c", EXECUTE_UNPRIVILEGED_TEMPLATE.format(UNPRIVILEGED_ID), *arguments],
             capture_output=True,
             text=True,
             check=False,
         )
         assert run_folder.records.exists()
-    assert process.returncode == 3, process.stderr
-    assert "EACCES" in process.stderr.splitlines()[-1]
-    assert "--output" in process.stderr
-    assert "Traceback" not in process.stderr
+    assert completed.returncode == 3, completed.stderr
+    assert "EACCES" in completed.stderr.splitlines()[-1]
+    assert "--output" in completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
 def test_hostile_host_name_is_text_in_every_document(run_folder: RunFolder) -> None:
@@ -283,7 +288,7 @@ def test_hostile_host_name_is_text_in_every_document(run_folder: RunFolder) -> N
     for file in (documents.index, documents.summary, documents.metrics, documents.junit):
         document_text = file.read_text()
         assert [character for character in "\x1b\x07\x9b\u202e" if character in document_text] == [], file.name
-    # The line end in the host name does not begin a new line.
+    # The line end in the host name does not begin a new line of the metrics.
     assert [
         line for line in documents.metrics.read_text().splitlines() if line.startswith("# HELP") and "owned" in line
     ] == []
@@ -293,10 +298,10 @@ def test_hostile_folder_name_is_escaped_in_errors(tmp_path: Path) -> None:
     folder = tmp_path / "x\x1b[2J"
     folder.mkdir()
     (folder / "run.json").write_text("{")
-    process = run_gdrkit("report", folder)
-    assert process.returncode == 2
-    assert "\x1b" not in process.stderr + process.stdout
-    assert "\\x1b[2J" in process.stderr
+    completed = run_gdrkit("report", folder)
+    assert completed.returncode == 2
+    assert "\x1b" not in completed.stderr + completed.stdout
+    assert "\\x1b[2J" in completed.stderr
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gdrkit.report import Record
 
-ON_TWINS = {"verbs": "twin", "cuda": "twin"}
+TWIN_SUBSTRATE = {"verbs": "twin", "cuda": "twin"}
 PAIR_COUNT, ROUND_COUNT, RELATIVE_NOISE, RELATIVE_REGRESSION = 1000, 15, 0.03, 0.10
 RATE_NAME = "rate_gb_per_s_median"
 
@@ -42,7 +42,7 @@ def compare_records(before: Record, after: Record) -> Comparison:
 
 
 def make_measured_record(draw_noise_factor: Callable[[], float], rate: float) -> Record:
-    """Return a record with the median and the spread of several rounds. The rate of each round has a noise factor."""
+    """Return a record with the median and the spread of several rounds. Each rate has a random noise factor."""
     round_rates = sorted(rate * draw_noise_factor() for _ in range(ROUND_COUNT))
     lower_quartile, median, upper_quartile = statistics.quantiles(round_rates, n=4)
     numbers = {
@@ -54,7 +54,7 @@ def make_measured_record(draw_noise_factor: Callable[[], float], rate: float) ->
 
 
 def make_single_number_record(draw_noise_factor: Callable[[], float], rate: float) -> Record:
-    """Return a record with one number and no spread. `draw_noise_factor` returns the noise factor of the number."""
+    """Return a record with one number and no spread. The number has one random noise factor."""
     return make_record(numbers={"rate_gb_per_s": rate * draw_noise_factor()}, substrate=HARDWARE)
 
 
@@ -72,13 +72,13 @@ def test_regression_of_10_percent_exceeds_noise_of_3_percent(
     false_alarms_max: int,
     misses_max: int,
 ) -> None:
-    generator = random.Random(20261121)
+    rng = random.Random(20261121)
 
     def draw_noise_factor() -> float:
         return (
-            generator.gauss(1.0, RELATIVE_NOISE)
+            rng.gauss(1.0, RELATIVE_NOISE)
             if make_noisy_record is make_measured_record
-            else generator.uniform(1 - RELATIVE_NOISE, 1 + RELATIVE_NOISE)
+            else rng.uniform(1 - RELATIVE_NOISE, 1 + RELATIVE_NOISE)
         )
 
     false_alarm_count = sum(
@@ -98,7 +98,7 @@ def test_regression_of_10_percent_exceeds_noise_of_3_percent(
 
 
 @pytest.mark.parametrize(
-    ("name", "before", "after", "outcome"),
+    ("number_name", "before", "after", "outcome"),
     [
         ("rate_gb_per_s", 50.0, 40.0, "worse"),
         ("rate_gb_per_s", 40.0, 50.0, "better"),
@@ -109,8 +109,12 @@ def test_regression_of_10_percent_exceeds_noise_of_3_percent(
         ("rate_gb_per_s", 0.0, 1.0, "better"),
     ],
 )
-def test_direction_of_a_change_follows_from_the_unit(name: str, before: float, after: float, outcome: str) -> None:
-    earlier_record, later_record = (make_record(numbers={name: value}, substrate=HARDWARE) for value in (before, after))
+def test_direction_of_a_change_follows_from_the_unit(
+    number_name: str, before: float, after: float, outcome: str
+) -> None:
+    earlier_record, later_record = (
+        make_record(numbers={number_name: value}, substrate=HARDWARE) for value in (before, after)
+    )
     (change,) = compare_records(earlier_record, later_record).changes
     assert change.outcome == outcome
     assert change.origins == ("records.jsonl:1", "records.jsonl:1")
@@ -147,14 +151,14 @@ def test_records_of_one_side_are_combined() -> None:
 def test_numbers_of_different_substrates_are_not_compared() -> None:
     hardware_record = make_record(numbers={"rate_gb_per_s": 50.0}, substrate=HARDWARE)
     (change,) = compare_records(
-        hardware_record, make_record(numbers={"rate_gb_per_s": 1.0}, substrate=ON_TWINS)
+        hardware_record, make_record(numbers={"rate_gb_per_s": 1.0}, substrate=TWIN_SUBSTRATE)
     ).changes
     assert change.outcome == "not_comparable"
 
 
 def test_numbers_of_twins_have_a_change_and_no_value() -> None:
     earlier_record, later_record = (
-        make_record(numbers={"rate_gb_per_s": rate}, substrate=ON_TWINS) for rate in (12.345, 6.0)
+        make_record(numbers={"rate_gb_per_s": rate}, substrate=TWIN_SUBSTRATE) for rate in (12.345, 6.0)
     )
     comparison = compare_records(earlier_record, later_record)
     assert comparison.is_worse

@@ -1,4 +1,4 @@
-"""gdrkit renders the page, the summary and the JUnit XML of a run. They are well-formed for any text in its files."""
+"""gdrkit renders the page, the summary and the JUnit XML of a run. They stay well-formed for any text in its files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VOID_ELEMENTS = {"meta", "link", "br", "hr", "img", "input"}
 LOADING_ELEMENTS = {"link", "img", "iframe", "object", "embed", "base", "form"}
 HOSTILE_TEXT = "</code><script>alert(1)</script>\"'&<b onload=x>|`\x00\x1b[31m\u202e"
 SEARCH_SCRIPT = (install_paths().templates / "search.js").read_text()
-ON_TWINS = {"verbs": "twin", "cuda": "twin"}
+TWIN_SUBSTRATE = {"verbs": "twin", "cuda": "twin"}
 TWIN_BANNER = "software twins: this proves the code, not this machine"
 
 
@@ -51,7 +51,7 @@ class PageParser(HTMLParser):
         super().__init__()
         self.open_tags: list[str] = []
         self.tags: list[str] = []
-        self.lines: list[str] = []
+        self.visible_lines: list[str] = []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
@@ -74,10 +74,10 @@ class PageParser(HTMLParser):
         if "script" in self.open_tags:
             assert data == SEARCH_SCRIPT
         elif "style" not in self.open_tags and "head" not in self.open_tags and data.strip():
-            self.lines.append(data.strip())
+            self.visible_lines.append(data.strip())
 
 
-def read_page(page_html: str) -> PageParser:
+def parse_page(page_html: str) -> PageParser:
     page = PageParser()
     page.feed(page_html)
     page.close()
@@ -107,8 +107,8 @@ def test_hostile_text_stays_text_in_the_page() -> None:
     run = dataclasses.replace(
         make_run(verdict=HOSTILE_TEXT), causes=(HOSTILE_TEXT,), to_do=(HOSTILE_TEXT,), command=HOSTILE_TEXT
     )
-    page = read_page(render_html(run, make_facts(), make_hostile_records()))
-    assert sum("alert(1)" in line for line in page.lines) >= 8
+    page = parse_page(render_html(run, make_facts(), make_hostile_records()))
+    assert sum("alert(1)" in line for line in page.visible_lines) >= 8
 
 
 def test_hostile_text_stays_text_in_xml() -> None:
@@ -154,14 +154,14 @@ def test_hostile_text_begins_no_line_in_markdown() -> None:
 def test_any_text_is_valid_in_every_field(text: str) -> None:
     record = make_record(Verdict.FAIL, case=text or "x", title=text, reasons=(CaseReason(text),), evidence={"k": text})
     run = make_run(verdict=text)
-    read_page(render_html(run, make_facts(), [record]))
+    parse_page(render_html(run, make_facts(), [record]))
     ET.fromstring(render_junit(run, [record]))  # noqa: S314 - our own document.
 
 
 @pytest.mark.parametrize(
-    ("substrate", "first_line"),
+    ("substrate", "first_line_start"),
     [
-        (ON_TWINS, TWIN_BANNER),
+        (TWIN_SUBSTRATE, TWIN_BANNER),
         (
             {"verbs": "twin", "cuda": "hardware"},
             "verbs ran on software twins and cuda on the libraries of this machine: this run proves no",
@@ -169,25 +169,33 @@ def test_any_text_is_valid_in_every_field(text: str) -> None:
         ({"verbs": "hardware", "cuda": "hardware"}, "It is done"),
     ],
 )
-def test_first_line_names_the_apis_on_software(substrate: dict[str, str], first_line: str) -> None:
+def test_first_line_names_the_apis_on_software(substrate: dict[str, str], first_line_start: str) -> None:
     run = make_run(verdict="It is done", substrate=substrate)
-    lines = [line for line in read_page(render_html(run, make_facts(), [])).lines if line != "Host name not recorded"]
-    assert (lines[0], lines[1].startswith(first_line)) == ("Skip to the report", True)
-    assert render_markdown(run, make_facts(), []).lstrip("# ").startswith(first_line)
+    lines = [
+        line
+        for line in parse_page(render_html(run, make_facts(), [])).visible_lines
+        if line != "Host name not recorded"
+    ]
+    assert (lines[0], lines[1].startswith(first_line_start)) == ("Skip to the report", True)
+    assert render_markdown(run, make_facts(), []).lstrip("# ").startswith(first_line_start)
 
 
 def test_only_numbers_of_hardware_are_in_the_page() -> None:
     numbers = {"rate_gb_per_s": 387.25}
-    for substrate, is_shown in ((ON_TWINS, False), ({"verbs": "hardware", "cuda": "hardware"}, True), ({}, False)):
+    for substrate, is_shown in (
+        (TWIN_SUBSTRATE, False),
+        ({"verbs": "hardware", "cuda": "hardware"}, True),
+        ({}, False),
+    ):
         record = make_record(numbers=numbers, substrate=substrate)
         assert ("387.25" in render_html(make_run(), make_facts(), [record])) is is_shown
 
 
 def test_tables_have_captions_and_cases_have_details() -> None:
     library = SeenLibrary.of("case", TWIN_LIBRARY)
-    record = make_record(title="A title.", evidence={"moved_bytes": 5}, libraries=(library,), substrate=ON_TWINS)
+    record = make_record(title="A title.", evidence={"moved_bytes": 5}, libraries=(library,), substrate=TWIN_SUBSTRATE)
     facts = make_facts(routes=[make_route_facts("dmabuf"), make_route_facts("peer_memory", is_possible=False)])
-    page = read_page(render_html(make_run(substrate=ON_TWINS), facts, [record]))
+    page = parse_page(render_html(make_run(substrate=TWIN_SUBSTRATE), facts, [record]))
     assert page.tags.count("table") == page.tags.count("caption") == 7
     assert page.tags.count("h1") == 1
     for expected_text in (
@@ -196,11 +204,11 @@ def test_tables_have_captions_and_cases_have_details() -> None:
         "not possible",
         "ibv_reg_mr failed: Bad address (EFAULT); load a module",
     ):
-        assert any(expected_text in line for line in page.lines), expected_text
+        assert any(expected_text in line for line in page.visible_lines), expected_text
 
 
 def test_page_without_cases_has_a_note() -> None:
-    assert "No case ran." in read_page(render_html(make_run(), make_facts(), [])).lines
+    assert "No case ran." in parse_page(render_html(make_run(), make_facts(), [])).visible_lines
 
 
 def test_junit_counts_are_those_of_the_verdicts() -> None:
@@ -211,7 +219,7 @@ def test_junit_counts_are_those_of_the_verdicts() -> None:
         make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=False),)),
         make_record(Verdict.UNPROVEN, reasons=(CaseReason("no counter moved"),)),
     ]
-    suite = ET.fromstring(render_junit(make_run(substrate=ON_TWINS), records))[0]  # noqa: S314 - our own document.
+    suite = ET.fromstring(render_junit(make_run(substrate=TWIN_SUBSTRATE), records))[0]  # noqa: S314 - our own document.
     assert {name: suite.get(name) for name in ("tests", "failures", "skipped", "errors")} == {
         "tests": "5",
         "failures": "2",
@@ -236,7 +244,7 @@ def test_records_are_read_back_as_the_same_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "expected_text"),
+    ("invalid_line", "expected_text"),
     [
         ("{", "not JSON"),
         ("[]", "schema_version"),
@@ -244,9 +252,9 @@ def test_records_are_read_back_as_the_same_values(tmp_path: Path) -> None:
         ('{"schema_version": 1}', "case"),
     ],
 )
-def test_other_json_is_refused_with_its_line(line: str, expected_text: str) -> None:
+def test_other_json_is_refused_with_its_line(invalid_line: str, expected_text: str) -> None:
     with pytest.raises(UsageError, match=expected_text) as error_info:
-        parse_records(["", line], name="records.jsonl")
+        parse_records(["", invalid_line], name="records.jsonl")
     assert error_info.value.reason is Reason.MALFORMED
     assert "records.jsonl:2" in error_info.value.message
 
@@ -255,9 +263,9 @@ def test_report_is_rendered_again_from_the_files_of_the_run(tmp_path: Path) -> N
     folder = RunFolder(tmp_path)
     with pytest.raises(UsageError, match=r"it has neither run\.json nor"):
         render(tmp_path)
-    folder.write_run(make_run(substrate=ON_TWINS))
+    folder.write_run(make_run(substrate=TWIN_SUBSTRATE))
     folder.facts.write_text(make_facts().to_json())
-    append_record(folder.records, make_record(substrate=ON_TWINS))
+    append_record(folder.records, make_record(substrate=TWIN_SUBSTRATE))
     render(tmp_path)
     first_page = folder.index.read_text()
     folder.index.unlink()

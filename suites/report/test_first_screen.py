@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from gdrkit.report.matrix import PathMatrix
 
 
-def make_matrix(records: list[Record]) -> PathMatrix:
+def make_path_matrix(records: list[Record]) -> PathMatrix:
     matrix = path_matrix(make_facts(), route_statuses(make_facts(), records), file_statuses(make_facts(), records))
     assert matrix is not None
     return matrix
 
 
 def make_topology() -> Topology:
+    # The fields are the name, kind, PCI address, NUMA node, bridges above the device, and PCIe link.
     devices = (
         TopologyDevice("GPU0", "gpu", "0000:1b:00.0", 0, (), "32.0 GT/s PCIe x16"),
         TopologyDevice("mlx5_0", "nic", "0000:1c:00.0", 0, (), ""),
@@ -103,7 +104,7 @@ def test_cell_has_the_cause_of_its_state() -> None:
             case="a.py::test_c", files=(ClaimedFile(0, "/data", "engine", "no nvidia-fs"),), substrate=HARDWARE
         ),
     ]
-    matrix = make_matrix(records)
+    matrix = make_path_matrix(records)
     assert [(column.kind, column.name) for column in matrix.columns] == [
         ("NIC", "mlx5_0"),
         ("NIC", "mlx5_1"),
@@ -124,7 +125,7 @@ def test_fallback_wins_over_a_proven_route_of_a_pair() -> None:
             case="a.py::test_b", routes=(ClaimedRoute(0, "mlx5_0", "peer_memory", "by the host"),), substrate=HARDWARE
         ),
     ]
-    matrix = make_matrix(records)
+    matrix = make_path_matrix(records)
     ((_, _, (cell,)),) = matrix.rows
     (cause,) = matrix.causes
     assert cell is not None
@@ -201,7 +202,7 @@ def test_measurement_has_value_unit_limit_and_source() -> None:
 
 
 def test_missed_expectation_is_marked_with_its_source() -> None:
-    check = {
+    judged_check = {
         "number": "rate_gb_per_s_median",
         "found": 40.0,
         "bound": 49.5,
@@ -209,7 +210,10 @@ def test_missed_expectation_is_marked_with_its_source() -> None:
         "text": "rate_gb_per_s_median is 40; expected 55, tolerance 10 % (measured on one H200)",
     }
     record = make_record(
-        case="a.py::test_copy", numbers={"rate_gb_per_s_median": 40.0}, substrate=HARDWARE, evidence={"judged": [check]}
+        case="a.py::test_copy",
+        numbers={"rate_gb_per_s_median": 40.0},
+        substrate=HARDWARE,
+        evidence={"judged": [judged_check]},
     )
     (row,) = measurements([record], make_facts())
     (bound,) = row.bounds
@@ -298,7 +302,7 @@ def test_failed_cases_of_several_pairs_are_one_cause() -> None:
         )
         for nic in ("mlx5_0", "mlx5_1")
     ]
-    matrix = make_matrix(records)
+    matrix = make_path_matrix(records)
     assert [(cause.text, cause.pair_count) for cause in matrix.causes] == [("a case of this path failed", 2)]
     ((_, _, cells),) = matrix.rows
     assert [cell and cell.case for cell in cells] == ["a.py::test_write[mlx5_0]", "a.py::test_write[mlx5_1]"]

@@ -51,7 +51,7 @@ print(*(f"{host.name} {host.folder}" for host in fleet.hosts), *fleet.problems, 
 
 
 def write_host_run(folder: Path, host_name: str, *, facts: Facts = FACTS, rate_factor: float = 1.0) -> Path:
-    """Write the run of a host into `folder`. The name of the folder is the GUID of its NIC, so that hosts differ."""
+    """Write the run of a host into `folder`. The GUID of the NIC is the name of the folder, so that hosts differ."""
     (nic,) = facts.rdma_devices
     facts_of_host = dataclasses.replace(
         facts, rdma_devices=(dataclasses.replace(nic, node_guid=folder.name),), cuda=None
@@ -73,7 +73,7 @@ def test_hosts_are_rows_with_links_to_their_pages(tmp_path: Path) -> None:
 
 
 TWIN_SUBSTRATE = {"verbs": "twin", "cuda": "twin"}
-# The fields in which a run differs from a passed run on hardware, and the state that every report gives it.
+# The fields in which a run differs from a passed run on hardware, and the state of this run in every report.
 FIELDS_AND_STATES: list[tuple[dict[str, Any], str]] = [
     ({}, "qualified"),
     ({"software_asked": True, "substrate": TWIN_SUBSTRATE}, "software only"),
@@ -150,10 +150,10 @@ def test_slower_and_different_hosts_are_named(tmp_path: Path) -> None:
         write_host_run(tmp_path / f"run{host_index}", f"node{host_index}", rate_factor=0.8 if host_index == 2 else 0.99)
     facts_of_old_driver = dataclasses.replace(FACTS, nvidia_driver_version="570.1")
     write_host_run(tmp_path / "run4", "node4", facts=facts_of_old_driver)
-    hosts = {row.name: row for row in render_fleet(tmp_path).hosts}
-    assert {name for name, row in hosts.items() if row.slow} == {"node2"}
-    assert round(hosts["node2"].slow[0].percent) == -19
-    assert {name: row.differs for name, row in hosts.items() if row.differs} == {
+    row_by_host = {row.name: row for row in render_fleet(tmp_path).hosts}
+    assert {name for name, row in row_by_host.items() if row.slow} == {"node2"}
+    assert round(row_by_host["node2"].slow[0].percent) == -19
+    assert {name: row.differs for name, row in row_by_host.items() if row.differs} == {
         "node4": ("NVIDIA driver is 570.1, on most hosts 580.159.04",)
     }
 
@@ -187,9 +187,9 @@ def test_slower_numbers_are_those_beyond_their_noise(
     for host_index in range(5):
         record = make_record(numbers=numbers if host_index == 2 else numbers_of_other_hosts, substrate=HARDWARE)
         write_run(tmp_path / f"run{host_index}", FACTS, [record], host=f"node{host_index}", host_id=f"{host_index}")
-    hosts = {row.name: row for row in render_fleet(tmp_path).hosts}
-    assert [slow_number.percent for slow_number in hosts["node2"].slow] == expected_percents
-    assert [row.slow for name, row in hosts.items() if name != "node2"] == [()] * 4
+    row_by_host = {row.name: row for row in render_fleet(tmp_path).hosts}
+    assert [slow_number.percent for slow_number in row_by_host["node2"].slow] == expected_percents
+    assert [row.slow for name, row in row_by_host.items() if name != "node2"] == [()] * 4
     assert f"by more than {NOISE_PERCENT:g} %" in (tmp_path / "index.html").read_text()
 
 
@@ -300,7 +300,7 @@ def test_unreadable_run_is_a_row_and_unreadable_fleet_an_error() -> None:
 
 
 def test_folder_name_that_is_not_utf_8_has_a_row_and_a_link(tmp_path: Path) -> None:
-    # Hosts are sorted by the numbers in their names. int() refuses a text of 5000 digits.
+    # Hosts are sorted by the numbers in their names. int() refuses a text of 5000 digits, so the sort must not use it.
     render(write_host_run(tmp_path / "odd", "9" * 5000))
     (tmp_path / "odd").rename(os.fsdecode(os.fsencode(tmp_path) + b"/node\xff:1"))
     write_host_run(tmp_path / "other", "node10")

@@ -73,9 +73,11 @@ def browser() -> Iterator[Browser]:
     # Only the environment of `nox -s pages` has Playwright.
     from playwright.sync_api import sync_playwright
 
-    program = next(filter(None, map(shutil.which, BROWSER_PROGRAMS)))
+    browser_path = next(filter(None, map(shutil.which, BROWSER_PROGRAMS)))
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        chromium = playwright.chromium.launch(
+            executable_path=browser_path, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         yield chromium
         chromium.close()
 
@@ -96,8 +98,8 @@ def open_page(browser: Browser, path: Path, *, width_px: int, is_dark: bool = Fa
 def find_overflow(page: Page) -> list[str]:
     """Return a line if the page is wider than the window, and a line for each element that extends beyond it."""
     overflow_px = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-    elements = [str(element) for element in page.evaluate(OVERFLOW_SCRIPT)]
-    return [f"the page is {overflow_px} pixels too wide", *elements] if overflow_px > 0 else elements
+    element_lines = [str(line) for line in page.evaluate(OVERFLOW_SCRIPT)]
+    return [f"the page is {overflow_px} pixels too wide", *element_lines] if overflow_px > 0 else element_lines
 
 
 def find_violations(page: Page) -> list[str]:
@@ -118,8 +120,8 @@ def make_page(page_name: str, output_folder: Path) -> Path:
     records = [record for record in make_host_records(facts) if device_count or record.verdict is Verdict.NOT_RUN]
     run_path = write_run(output_folder / "run", facts, records)
     if page_name == "bare":
-        bare_run = {"exit_code": 4, "verdict": "Nothing was proven on hardware", "substrate": {}}
-        RunFolder(run_path).write_run(dataclasses.replace(RunFolder(run_path).read_run(), **bare_run))  # type: ignore[arg-type]
+        bare_run_fields = {"exit_code": 4, "verdict": "Nothing was proven on hardware", "substrate": {}}
+        RunFolder(run_path).write_run(dataclasses.replace(RunFolder(run_path).read_run(), **bare_run_fields))  # type: ignore[arg-type]
     return render(run_path).index
 
 
@@ -155,12 +157,13 @@ def test_page_fits_and_axe_finds_nothing(
     assert messages == []
     assert find_overflow(page) == []
     assert find_violations(page) == []
-    background = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
-    assert background == {"light": "rgb(252, 252, 250)", "dark": "rgb(21, 23, 26)"}[scheme]
+    background_color = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    assert background_color == {"light": "rgb(252, 252, 250)", "dark": "rgb(21, 23, 26)"}[scheme]
 
 
 def test_page_of_a_thousand_cases_is_short_and_searchable(browser: Browser) -> None:
     page, messages = open_page(browser, SAMPLE_REPORT, width_px=1280)
+    # Each table row with an id is a case.
     assert page.locator("tr[id]").count() >= 844
     assert page.evaluate("document.documentElement.scrollHeight") < HEIGHT_MAX_PX
     page.fill("#search", "copy device")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # A sample in the text format of Prometheus: a name, labels with escaped values, and a number.
-METRIC_SAMPLE = re.compile(r'^gdrkit_[a-z_]+\{([a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*\} -?[0-9.e+-]+$')
+METRIC_SAMPLE_REGEX = re.compile(r'^gdrkit_[a-z_]+\{([a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*\} -?[0-9.e+-]+$')
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +65,9 @@ def test_misspelt_keyword_of_a_schema_is_found() -> None:
 
 @JSONSCHEMA
 def test_records_conform_to_their_schema(run_folder: RunFolder) -> None:
-    lines = [json.loads(line) for line in run_folder.records.read_text().splitlines()]
-    assert [problem for line in lines for problem in find_violations("record-1.json", line)] == []
-    assert any(line["files"] for line in lines)
+    record_objects = [json.loads(line) for line in run_folder.records.read_text().splitlines()]
+    assert [violation for record in record_objects for violation in find_violations("record-1.json", record)] == []
+    assert any(record["files"] for record in record_objects)
 
 
 def test_every_measurement_names_its_record(run_folder: RunFolder) -> None:
@@ -84,8 +84,8 @@ def test_every_measurement_names_its_record(run_folder: RunFolder) -> None:
 def test_metrics_are_valid_for_a_collector(run_folder: RunFolder) -> None:
     lines = run_folder.metrics.read_text().splitlines()
     samples = [line for line in lines if not line.startswith("#")]
-    assert [line for line in samples if not METRIC_SAMPLE.match(line)] == []
-    # No series occurs twice, and the type of every family is stated once.
+    assert [line for line in samples if not METRIC_SAMPLE_REGEX.match(line)] == []
+    # No series occurs twice, and the type of every metric family is stated once.
     series = [line.rpartition(" ")[0] for line in samples]
     assert len(set(series)) == len(series)
     families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
@@ -108,7 +108,7 @@ def test_metrics_escape_every_label_value(tmp_path: Path) -> None:
     run_folder.write_run(run)
     lines = render(run_folder.path).metrics.read_text().splitlines()
     samples = [line for line in lines if not line.startswith("#")]
-    assert [line for line in samples if not METRIC_SAMPLE.match(line)] == []
+    assert [line for line in samples if not METRIC_SAMPLE_REGEX.match(line)] == []
     escaped_text = r"a \"quoted\" \\ name\\x01 {x=\"1\"} 7"
     assert f'gdrkit_exit_code{{host="{escaped_text}",profile="{escaped_text}"}} 0' in lines
     assert any(r'nic="mlx5\"0\\",way="way\"",state="unproven"} 1' in line for line in lines)

@@ -181,6 +181,7 @@ def test_plot_of_a_sweep_has_values_and_limit() -> None:
     first_curve = plot.curves[0]
     assert (first_curve.marks[0].x, first_curve.marks[-1].x) == (plot.left, plot.right)
     assert [row[0] for row in plot.rows] == ["64 KiB", "1 MiB", "16 MiB", "256 MiB"]
+    # A row has the size, and for each curve the value and its case.
     assert plot.rows[-1][1][0][0] == "55"
     # The axis begins at 0, and every mark is inside the plot.
     assert plot.y_ticks[0].position_px == plot.bottom
@@ -197,10 +198,10 @@ def test_numbers_by_depth_have_a_separate_plot() -> None:
     assert [row[0] for row in make_plot(sweep).rows] == ["1", "4", "16"]
 
 
-# In each row, the size or depth is 0 or too large, or the rate is too large, too small or negative. The braces stand
-# for a direction.
+# In each parameter set, the size or depth is 0 or too large, or the rate is too large, too small or negative. The
+# braces stand for a direction.
 @pytest.mark.parametrize(
-    ("case", "numbers"),
+    ("case_template", "numbers"),
     [
         ("a.py::test_a[{}-0B]", {"rate_gb_per_s_median": 1.0}),
         ("a.py::test_a[{}-0GiB]", {"rate_gb_per_s_median": 1.0}),
@@ -211,14 +212,14 @@ def test_numbers_by_depth_have_a_separate_plot() -> None:
         ("a.py::test_a[{}-1MiB]", {"rate_gb_per_s_median": -1.0}),
     ],
 )
-def test_point_that_no_axis_can_show_is_left_out(case: str, numbers: dict[str, float]) -> None:
-    cases = [case.format(direction) for direction in ("read", "write")]
+def test_point_that_no_axis_can_show_is_left_out(case_template: str, numbers: dict[str, float]) -> None:
+    cases = [case_template.format(direction) for direction in ("read", "write")]
     odd_records = [make_record(case=case, numbers=numbers, substrate=HARDWARE) for case in cases]
-    good_records = [
+    valid_records = [
         make_record(case=f"a.py::test_a[{size}]", numbers={"rate_gb_per_s_median": 2.0}, substrate=HARDWARE)
         for size in ("1MiB", "2MiB")
     ]
-    (sweep,) = sweeps([*odd_records, *good_records], make_facts())
+    (sweep,) = sweeps([*odd_records, *valid_records], make_facts())
     assert [[point.size_or_depth for point in line.points] for line in sweep.lines] == [[1 << 20, 2 << 20]]
     assert len(make_plot(sweep).rows) == 2
 
@@ -264,7 +265,7 @@ def test_limit_of_a_route_is_its_slower_link() -> None:
     record_with_route = make_record(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),))
     limit = link_limit(record_with_route, facts)
     assert limit is not None
-    assert (limit.gb_per_s, limit.why) == (50.0, "the port of mlx5_0, 400 Gb/sec (4X NDR)")
+    assert (limit.gb_per_s, limit.source) == (50.0, "the port of mlx5_0, 400 Gb/sec (4X NDR)")
     assert link_limit(make_record(), facts) is None
     assert link_limit(record_with_route, make_facts()) is None
     limit_of_copy = link_limit(make_record(case="a.py::test_copy[host_to_device-1MiB]"), facts)
@@ -318,13 +319,13 @@ def test_unproven_cases_name_the_needed_hardware() -> None:
         make_record(substrate=substrate, uses=("cuda", "verbs")),
         make_record(Verdict.NOT_RUN, reasons=(CaseReason("2 needed", need="cuda.device(count_min=2)", foreseen=True),)),
     ]
-    *_, throughput = unproven_cases(records)
+    *_, throughput_group = unproven_cases(records)
     groups = {group.need_or_api: (group.needed, group.ran, len(group.cases)) for group in unproven_cases(records)}
     assert groups == {
         "cuda.device(count_min=2)": ("that many NVIDIA GPUs in one host, with their driver", False, 1),
         "cuda": ("an NVIDIA GPU with its driver", True, 1),
         "verbs": ("an RDMA NIC with an active port", True, 1),
-        "throughput": (throughput.needed, False, 0),
+        "throughput": (throughput_group.needed, False, 0),
     }
     measured_record = make_record(numbers={"rate_gb_per_s": 1.0}, substrate=HARDWARE)
     assert [group.need_or_api for group in unproven_cases([measured_record])] == []

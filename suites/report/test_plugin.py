@@ -44,7 +44,7 @@ def test_whose_needs_are_met(evidence, seed):
     evidence.number("time_ms", 1.5)
     assert seed >= 0
 """
-# Tests that the plugin fails, although pytest alone would not: one skips itself, the other leaves a file open.
+# Tests that fail with the plugin, but not with pytest alone: one skips itself, the other leaves a file open.
 FAILING_TESTS = """
 import os, pytest
 from gdrkit.harness.needs import host, needs
@@ -137,6 +137,7 @@ def test_profile_any_foresees_every_unmet_need(tmp_path: Path) -> None:
 )
 def test_profile_that_does_not_fit_is_an_error(tmp_path: Path, profile: str, expected_text: str) -> None:
     completed, _ = run_pytest_with_plugin(tmp_path, MIXED_TESTS, "--gdrkit-profile", profile)
+    # pytest exits with 4 after a usage error.
     assert completed.returncode == 4
     assert expected_text in completed.stderr
 

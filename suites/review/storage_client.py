@@ -39,7 +39,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
             memory.fill(_CANARY)
             with client.open(request["path"]) as file:
                 result = file.read(buffer, offset_bytes=offset_bytes)
-        contents = memory.read(length_bytes=length_bytes)
+        memory_contents = memory.read(length_bytes=length_bytes)
     # A short read leaves the memory after its data unchanged.
     expected_bytes = bytearray(pattern.payload(result.length_bytes, seed=seed, offset_bytes=offset_bytes))
     # Holes are ranges of file offsets that are read as zeros.
@@ -50,7 +50,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         "length_bytes": result.length_bytes,
         "hole_bytes": result.hole_bytes,
         "checksums": result.checksums,
-        "is_expected": contents == bytes(expected_bytes),
+        "is_data_correct": memory_contents == bytes(expected_bytes),
     }
 
 

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 NEEDS_IPC = needs(cuda_needs.device(), cuda_needs.ipc)
-# Fault plans: every call of this function of the verbs twin (a library that emulates NICs) fails with this errno.
+# Rules of fault plans: every call of the function in the verbs twin (a library that emulates NICs) fails with the
+# errno.
 NO_NICS = "ibv_get_device_list call=* errno=ENOSYS"
 NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
 
@@ -74,7 +75,7 @@ for kind in ShareKind:
 
 
 def test_export_without_cuda_fails_with_enotsup() -> None:
-    """Finding 2: without CUDA an export returned a placeholder and reported success."""
+    """Finding 2: without CUDA, an export returned a placeholder and reported success."""
     # Without LD_LIBRARY_PATH and LD_AUDIT, the process does not load the twins. With CUDA_VISIBLE_DEVICES=-1, a real
     # driver shows no device.
     environ = {name: value for name, value in os.environ.items() if name not in {"LD_LIBRARY_PATH", "LD_AUDIT"}}
@@ -153,7 +154,7 @@ def test_memory_without_address_is_not_registered_by_address(nic: Nic, peer: Pee
 @pytest.mark.qualify
 @NEEDS_DMABUF
 def test_old_key_after_a_free_is_refused(device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence) -> None:
-    """Finding 5: the cache kept the region of freed memory registered, so the key of the region still worked."""
+    """Finding 5: the cache kept the region of freed memory registered, so the rkey of the region still worked."""
     with RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:
         memory = device.allocate(256 * KIB)
         with cache.lease(memory) as lease:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 NEEDS_IPC = needs(cuda_needs.device(), cuda_needs.ipc)
 NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
-# Fault plans: every call of this function of the verbs twin (a library that emulates NICs) fails with this errno.
+# Rules of fault plans: every call of the function in the verbs twin (a library that emulates NICs) fails with the
+# errno.
 NO_NICS = "ibv_get_device_list call=* errno=ENOSYS"
 NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
 NO_PEER_MEMORY = "ibv_reg_mr call=* errno=EFAULT"
@@ -90,8 +91,8 @@ def test_borrowed_memories_of_one_pointer_keep_their_keys(device: Device, nic: N
             status = peer_pair.write(remote_range, seed=seed).status
             assert status is Status.SUCCESS, f"the other memory lost its region: {status.name}"
         # A refused write moves its queue pair to the error state, so this write has a queue pair of its own.
-        with connect_peer_queue_pair(nic, peer) as second_pair:
-            status = second_pair.write(remote_range, seed=seed + 1).status
+        with connect_peer_queue_pair(nic, peer) as second_peer_pair:
+            status = second_peer_pair.write(remote_range, seed=seed + 1).status
         assert status is Status.REM_ACCESS_ERR, f"the region outlived its last lease: {status.name}"
         pattern.check(memory.read(length_bytes=KIB), seed=seed)
 
@@ -109,7 +110,7 @@ def test_export_of_interior_memory_keeps_its_offset(device: Device, peer: Peer, 
 
 @NEEDS_IPC
 def test_80_byte_handle_of_interior_memory_is_refused(device: Device) -> None:
-    """Defect c: the 80-byte handle has no field for an offset, and was exported for interior memory."""
+    """Defect c: gdrkit exported interior memory as an 80-byte handle, which has no field for an offset."""
     with (
         device.allocate(MIB) as allocation,
         cuda.borrow(device, allocation.address + 4096, length_bytes=KIB) as interior_memory,
@@ -123,7 +124,7 @@ def test_80_byte_handle_of_interior_memory_is_refused(device: Device) -> None:
 @needs(software(Api.VERBS), verbs_needs.nic(count_min=2))
 def test_memory_is_registered_with_every_nic_or_none(device: Device, nics: tuple[Nic, ...]) -> None:
     """Defect e: a registration with one NIC counted as success, and transfers by the other NICs failed later."""
-    # Each NIC probes its support once by a registration, which must not be one of the counted calls.
+    # supports_dmabuf() probes each NIC once, by a registration. The fault plan must not count these calls.
     assert all(nic.supports_dmabuf() for nic in nics)
     with device.allocate(64 * KIB) as memory, inject_faults(Api.VERBS, "ibv_reg_dmabuf_mr call=2 errno=ENOMEM"):
         handles_before = handles.live()
@@ -196,7 +197,7 @@ def test_leased_region_is_not_registered_twice(device: Device, nic: Nic) -> None
 
 @NEEDS_DMABUF
 def test_reused_address_gets_a_new_key(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
-    """Defect k: after a free that bypassed gdrkit, the cache returned the old key for new memory at that address."""
+    """Defect k: after a free that bypassed gdrkit, the cache returned the old rkey for new memory at that address."""
     address = allocate_raw(device, 2 * MIB)
     with RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:
         with cuda.borrow(device, address, length_bytes=2 * MIB) as memory, cache.lease(memory) as old_lease:
@@ -231,8 +232,8 @@ def test_range_with_a_remapped_chunk_gets_a_new_key(device: Device, nic: Nic) ->
 def test_device_of_a_received_handle_is_checked(devices: tuple[Device, ...], peer: Peer) -> None:
     """Defect l: the device of memory from another process was not checked.
 
-    The handle contains the number that the owner uses for the device. So the driver must say which device has the
-    memory.
+    The handle contains the device number of the owner, which may be wrong in this process. So gdrkit must ask the
+    driver which device has the memory.
     """
     peer_memory = peer.device().allocate(64 * KIB)
     for owner_device_index in (0, 1, (1 << 31) - 1):

@@ -1,4 +1,4 @@
-"""Regression cases for defects by which gdrkit claimed what no transferred byte had proven.
+"""Regression cases for defects: gdrkit reported routes, visible data or usable NICs that no transfer had proven.
 
 The defects have the letters p to t in docs/findings.md. A docstring says what the defect was. `nox -s review` restores
 each defect, and shows that its case then fails.
@@ -33,16 +33,17 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
-HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
-# With this environment, kernels on the GPUs of the CUDA twin see the bytes that a NIC wrote only after a flush.
-FLUSH_ENVIRON = {"GDRKIT_TWINS_WRITES_ORDERING": "0"}
+HARDWARE_SUBSTRATES = {"verbs": "hardware", "cuda": "hardware"}
+# With this environment, kernels on the GPUs of the CUDA twin (a library that emulates the driver and its GPUs) see the
+# bytes that a NIC wrote only after a flush.
+ENVIRON_WITH_REQUIRED_FLUSHES = {"GDRKIT_TWINS_WRITES_ORDERING": "0"}
 
 
-def run_child(program: str, *arguments: object) -> None:
+def run_program_with_required_flushes(program: str, *arguments: object) -> None:
     """Run a program on GPUs that need flushes, and require that its exit code is 0."""
     with subprocess.Popen(
         [sys.executable, "-c", program, *map(str, arguments)],
-        env=suites_environ() | FLUSH_ENVIRON,
+        env=suites_environ() | ENVIRON_WITH_REQUIRED_FLUSHES,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         process_group=0,
@@ -60,8 +61,8 @@ def run_child(program: str, *arguments: object) -> None:
 
 def test_route_without_counted_bytes_is_unproven() -> None:
     """Defect p: a route counted as proven because of the loaded libraries, without the counters of the ports."""
-    proven_record = make_record(routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE)
-    claimed_record = make_record(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE)
+    proven_record = make_record(routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE_SUBSTRATES)
+    claimed_record = make_record(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE_SUBSTRATES)
     states = [route_statuses(make_facts(), [record])[0].state for record in (proven_record, claimed_record)]
     assert states == [RouteOutcome.PROVEN, RouteOutcome.UNPROVEN], f"the states are {states}"
 
@@ -101,7 +102,7 @@ with run_storage_server(root / "store", root / "log") as server, cuda.Device(0) 
 @NEEDS_TWINS
 def test_read_of_the_storage_client_is_visible(tmp_path: Path, seed: int) -> None:
     """Defect r: the caller had to flush the writes of the NIC after a read."""
-    run_child(READ_PROGRAM, tmp_path, seed)
+    run_program_with_required_flushes(READ_PROGRAM, tmp_path, seed)
 
 
 # Program that reads a file with usrbio into device memory, and compares the memory with the file.
@@ -115,6 +116,7 @@ mount, seed, length = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 fd = os.open(f"{mount}/file", os.O_RDONLY)
 usrbio.register_fd(fd)
 with Application(mount, memory_kind="device", length_bytes=length) as application:
+    # A transfer has a descriptor, an offset in the memory, an offset in the file, and a length.
     assert application.read((fd, 0, 0, length)) == [length]
     try:
         application.check(0, length, seed=seed, file_offset=0)
@@ -129,7 +131,7 @@ def test_read_is_visible_after_hf3fs_wait_for_ios(tmp_path: Path, seed: int) -> 
     """Defect r: the application had to call hf3fs_iovsync_gpu after a read."""
     (tmp_path / "file").write_bytes(pattern.payload(MIB, seed=seed))
     with AgentProcess(tmp_path):
-        run_child(WAIT_PROGRAM, tmp_path, seed, MIB)
+        run_program_with_required_flushes(WAIT_PROGRAM, tmp_path, seed, MIB)
 
 
 @NEEDS_DMABUF
@@ -148,10 +150,10 @@ def test_client_library_is_available_only_if_bytes_moved(device: Device, nics: t
     # Every RDMA write ends with IBV_WC_RETRY_EXC_ERR (12). ReachTable stores its results in a file, which the client
     # library reads.
     with inject_faults(Api.VERBS, "wc.rdma_write call=* status=12"):
-        ReachTable().measured(device, nics)
+        ReachTable().get_results(device, nics)
     assert not usrbio.gdr_available(), "GDR is available although no bytes moved"
     # With retry_after_s=0, the failed NICs are measured again at once.
-    ReachTable(retry_after_s=0).measured(device, nics)
+    ReachTable(retry_after_s=0).get_results(device, nics)
     assert usrbio.gdr_available()
     assert usrbio.gdr_device_count() == 1
 
@@ -163,5 +165,5 @@ def test_nic_that_moves_nothing_is_not_used(device: Device, nics: tuple[Nic, ...
     """Defect t: a NIC was used because it had registered the memory, although its DMA failed."""
     # Every RDMA read by the first NIC ends with IBV_WC_RETRY_EXC_ERR (12).
     with inject_faults(Api.VERBS, f"wc.rdma_read call=* status=12 nic={nics[0].name}"):
-        usable_nics = Placement().usable(device, nics)
+        usable_nics = Placement().usable_nics(device, nics)
     assert usable_nics == nics[1:], f"{nics[0].name} is used although it moves nothing"

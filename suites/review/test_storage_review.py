@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 CLIENT_PROGRAM = Path(__file__).with_name("storage_client.py")
 FILE_NAME = "weights.bin"
-_TIMEOUT_S = 60
+_CHILD_TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +67,13 @@ def run_client(server: StorageServer, operation: str, **arguments: int | list[tu
         capture_output=True,
         text=True,
         check=False,
-        timeout=_TIMEOUT_S,
+        timeout=_CHILD_TIMEOUT_S,
     )
     signal_name = "" if completed.returncode >= 0 else signal.Signals(-completed.returncode).name
     assert not signal_name, f"the CPU accessed device memory: {signal_name} killed the client in a {operation}"
     assert completed.returncode == 0, completed.stderr
     result: dict[str, Any] = json.loads(completed.stdout)
-    assert result["is_expected"], f"wrong bytes in device memory: {result}"
+    assert result["is_data_correct"], f"wrong bytes in device memory: {result}"
     return result
 
 

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 NEEDS_DEVICE = needs(cuda_needs.device())
 NEEDS_IPC = needs(cuda_needs.device(), cuda_needs.ipc)
-LENGTH_BYTES = 64 * KIB
+MEMORY_BYTES = 64 * KIB
 # Value of `for_read` of a ring and of `read` of an operation.
 FOR_READ = True
 # HF3FS_IOR_FORBID_READ_HOLES of hf3fs_usrbio.h.
 FORBID_READ_HOLES = 2
 # O_CREAT | O_EXCL.
 O_CREAT_EXCL = 0o300
-_TIMEOUT_S = 60
+_CHILD_TIMEOUT_S = 60
 
 # Program that opens memory of another process by the id of its publication, or by a handle if the handle is not null.
 # It prints the digest of the bytes, or the error.
@@ -96,14 +96,14 @@ def compute_digest_in_another_process(mount: Path, *, identity: str = "", handle
 
     If `handle` is None, `identity` is the id of the publication.
     """
-    request = [str(mount), identity, LENGTH_BYTES, None if handle is None else handle.hex()]
+    request = [str(mount), identity, MEMORY_BYTES, None if handle is None else handle.hex()]
     completed = subprocess.run(
         [sys.executable, "-c", OPEN_PROGRAM],
         input=json.dumps(request),
         capture_output=True,
         text=True,
         check=False,
-        timeout=_TIMEOUT_S,
+        timeout=_CHILD_TIMEOUT_S,
     )
     assert completed.returncode == 0, completed.stderr
     return str(json.loads(completed.stdout))
@@ -112,9 +112,9 @@ def compute_digest_in_another_process(mount: Path, *, identity: str = "", handle
 @NEEDS_IPC
 def test_published_memory_is_the_same_in_another_process(device: Device, mount: Path, seed: int) -> None:
     """Defect d: the library published the owner's virtual address, which is not valid in another process."""
-    data = pattern.payload(LENGTH_BYTES, seed=seed)
-    with usrbio.make_gpu_iovec(str(mount), length_bytes=LENGTH_BYTES) as iovec:
-        with cuda.borrow(device, iovec.address, length_bytes=LENGTH_BYTES) as memory:
+    data = pattern.payload(MEMORY_BYTES, seed=seed)
+    with usrbio.make_gpu_iovec(str(mount), length_bytes=MEMORY_BYTES) as iovec:
+        with cuda.borrow(device, iovec.address, length_bytes=MEMORY_BYTES) as memory:
             memory.write(data)
         digest = compute_digest_in_another_process(mount, identity=iovec.id)
         assert digest == hashlib.sha256(data).hexdigest(), f"the opener of published memory has other bytes: {digest}"
@@ -123,8 +123,8 @@ def test_published_memory_is_the_same_in_another_process(device: Device, mount: 
 @NEEDS_IPC
 def test_shared_buffer_is_the_same_in_another_process(device: Device, mount: Path, seed: int) -> None:
     """Defect d: the handle contained the owner's virtual address, which is not valid in another process."""
-    data = pattern.payload(LENGTH_BYTES, seed=seed)
-    with usrbio.GpuSharedBuffer.create(str(mount), length_bytes=LENGTH_BYTES, device=device.index) as shared_buffer:
+    data = pattern.payload(MEMORY_BYTES, seed=seed)
+    with usrbio.GpuSharedBuffer.create(str(mount), length_bytes=MEMORY_BYTES, device=device.index) as shared_buffer:
         shared_buffer.memory.write(data)
         digest = compute_digest_in_another_process(mount, handle=shared_buffer.export())
         assert digest == hashlib.sha256(data).hexdigest(), f"the importer of a handle has other bytes: {digest}"
@@ -133,7 +133,7 @@ def test_shared_buffer_is_the_same_in_another_process(device: Device, mount: Pat
 @NEEDS_DEVICE
 def test_device_memory_is_published_as_device_memory(device: Device, mount: Path) -> None:
     """Finding 6: a device pointer was wrapped into a host buffer and published as host memory."""
-    with device.allocate(LENGTH_BYTES) as memory, usrbio.make_gpu_iovec(str(mount), memory) as iovec:
+    with device.allocate(MEMORY_BYTES) as memory, usrbio.make_gpu_iovec(str(mount), memory) as iovec:
         assert iovec.is_gpu, "device memory was published as host memory"
         assert list_published_links(mount) == [f"{iovec.id}.gdr.d{device.index}"]
         with pytest.raises((TypeError, BufferError)):
@@ -143,18 +143,18 @@ def test_device_memory_is_published_as_device_memory(device: Device, mount: Path
 @NEEDS_DEVICE
 def test_creation_fails_if_the_memory_cannot_be_published(device: Device, mount: Path, tmp_path: Path) -> None:
     """Defect f: the library ignored the result of symlink(2) and reported success."""
-    other_folder = tmp_path / "no-mount"
-    other_folder.mkdir()
+    folder_without_links = tmp_path / "no-mount"
+    folder_without_links.mkdir()
     with pytest.raises(usrbio.UsrbioError) as error_info:
-        usrbio.create_iovec(str(other_folder), length_bytes=LENGTH_BYTES).close()
+        usrbio.create_iovec(str(folder_without_links), length_bytes=MEMORY_BYTES).close()
     assert error_info.value.errno == errno.ENOENT
-    with device.allocate(LENGTH_BYTES) as memory:
+    with device.allocate(MEMORY_BYTES) as memory:
         identity = str(uuid.uuid4())
         link = mount / "3fs-virt" / "iovs" / f"{identity}.gdr.d{device.index}"
         link.symlink_to("other-owner")
         # The link exists, so symlink(2) fails. Memory of a GPU must have the block size 0.
         with pytest.raises(usrbio.UsrbioError) as error_info:
-            native().wrap_gpu_iovec(memory.address, LENGTH_BYTES, identity, str(mount), 0, device.index, memory).close()
+            native().wrap_gpu_iovec(memory.address, MEMORY_BYTES, identity, str(mount), 0, device.index, memory).close()
         assert error_info.value.errno == errno.EEXIST
     assert str(link.readlink()) == "other-owner"
 
@@ -163,14 +163,14 @@ def test_range_that_overflows_is_refused(mount_with_semaphore: Path) -> None:
     """Defect m: the sum of address and length overflowed to an address inside the memory."""
     library, mount = load_client_library(), str(mount_with_semaphore).encode()
     iov, ring = Iov(), Ior()
-    assert library.hf3fs_iovcreate(iov, mount, LENGTH_BYTES, 0, -1) == 0
+    assert library.hf3fs_iovcreate(iov, mount, MEMORY_BYTES, 0, -1) == 0
     assert library.hf3fs_iorcreate4(ring, mount, 8, FOR_READ, 0, 0, -1, 0) == 0
     # hf3fs_prep_io checks the range and then the descriptor. Descriptor 0 is not registered, so EBADF shows that the
     # range was accepted.
-    assert library.hf3fs_prep_io(ring, iov, FOR_READ, iov.base + 1, 0, 0, LENGTH_BYTES - 1, None) == -errno.EBADF
+    assert library.hf3fs_prep_io(ring, iov, FOR_READ, iov.base + 1, 0, 0, MEMORY_BYTES - 1, None) == -errno.EBADF
     # Each range ends at the end of the memory, modulo 2**64.
-    for begin_address in (iov.base + LENGTH_BYTES, (1 << 64) - KIB, iov.base - 1):
-        length_bytes = (iov.base + LENGTH_BYTES - begin_address) % (1 << 64)
+    for begin_address in (iov.base + MEMORY_BYTES, (1 << 64) - KIB, iov.base - 1):
+        length_bytes = (iov.base + MEMORY_BYTES - begin_address) % (1 << 64)
         result = library.hf3fs_prep_io(ring, iov, FOR_READ, begin_address, 0, 0, length_bytes, None)
         assert result == -errno.EINVAL, f"hf3fs_prep_io accepted {length_bytes} bytes from {begin_address:#x}"
     library.hf3fs_iordestroy(ring)

@@ -104,7 +104,10 @@ def test_ipc_handle_of_freed_memory_is_refused_by_the_driver(device: Device, pee
 @NEEDS_IPC
 @needs(software(Api.CUDA))
 def test_changed_ipc_handle_is_refused_by_the_twin(device: Device, peer: Peer) -> None:
-    """The case runs only on the CUDA twin, because the driver of an H200 opened handles with a flipped bit."""
+    """The case runs only on the CUDA twin, a library that emulates the driver.
+
+    The driver of an H200 opened handles with a flipped bit.
+    """
     with receive_message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
         altered_message = HandleMessage(replace(message.handle, ipc=flip_bit(message.handle.ipc, 100)).pack())
     error = require_error(import_memory, device, altered_message)
@@ -143,6 +146,7 @@ def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer:
             error = require_error(nic.register_dmabuf, dmabuf)
             assert isinstance(error, ApiError)
             assert (error.operation, error.errno) == ("ibv_reg_dmabuf_mr", errno.EINVAL)
+        # gdrkit itself compares the size of the descriptor with the size in the handle.
         ordinary_file.truncate(1)
         with HandleMessage(message.data, [os.dup(ordinary_file.fileno())]) as altered_message:
             assert require_error(import_dmabuf, altered_message).reason is Reason.MALFORMED
@@ -167,13 +171,13 @@ def test_a_closed_descriptor_is_refused(device: Device) -> None:
     with device.allocate(64 * KIB) as memory, export_memory(memory, kind=ShareKind.DMABUF) as message:
         (fd,) = message.descriptors
         # The message closes its descriptor at the end of the block, so the number must be open again by then.
-        duplicate = os.dup(fd)
+        duplicate_fd = os.dup(fd)
         os.close(fd)
         error = require_error(import_dmabuf, message)
         assert isinstance(error, ApiError)
         assert (error.operation, error.errno) == ("lseek", errno.EBADF)
-        os.dup2(duplicate, fd)
-        os.close(duplicate)
+        os.dup2(duplicate_fd, fd)
+        os.close(duplicate_fd)
     with pytest.raises(ClosedResource):
         import_dmabuf(message)
 
@@ -245,8 +249,8 @@ def test_export_of_host_memory_is_refused(
 
 @NEEDS_IPC
 def test_an_unknown_device_is_named(device: Device) -> None:
-    for index in (-1, cuda.device_count(), 1 << 40):
-        assert require_error(device_at, index).reason is Reason.NO_DEVICE
+    for device_index in (-1, cuda.device_count(), 1 << 40):
+        assert require_error(device_at, device_index).reason is Reason.NO_DEVICE
 
 
 @NEEDS_IPC
@@ -264,8 +268,8 @@ def test_80_byte_handle_with_wrong_fields_is_refused(device: Device, peer: Peer)
         (packed_handle[:72] + (1 << 32).to_bytes(8, "little"), Reason.MALFORMED),
         (replace(valid_handle, length_bytes=64 * KIB + 1).pack(), Reason.MALFORMED),
     ]
-    for invalid_data, expected_reason in invalid_handles:
-        error = require_error(import_gdr, device, invalid_data)
+    for invalid_handle, expected_reason in invalid_handles:
+        error = require_error(import_gdr, device, invalid_handle)
         assert type(error) is UsageError
         assert error.reason is expected_reason
     peer_memory.close()
@@ -302,7 +306,7 @@ import json
 from gdrkit.errors import GdrkitError
 from gdrkit.registration.handle import ShareHandle, ShareKind
 from gdrkit.registration.share import device_at, device_of, export_address
-handle = ShareHandle.parse(bytes.fromhex("{data}"))
+handle = ShareHandle.parse(bytes.fromhex("{handle_hex}"))
 calls = [lambda: device_at(0), lambda: device_of(handle)]
 calls += [lambda kind=kind: export_address(1 << 40, length_bytes=4096, device_index=0, kind=kind) for kind in ShareKind]
 for call in calls:
@@ -318,7 +322,7 @@ def test_export_without_cuda_is_unsupported() -> None:
     # driver shows no device.
     environ = {name: value for name, value in os.environ.items() if name not in {"LD_LIBRARY_PATH", "LD_AUDIT"}}
     environ |= {"CUDA_VISIBLE_DEVICES": "-1"}
-    program = WITHOUT_CUDA_PROGRAM.format(data=make_handle().pack().hex())
+    program = WITHOUT_CUDA_PROGRAM.format(handle_hex=make_handle().pack().hex())
     completed = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
     results = [json.loads(line) for line in completed.stdout.splitlines()]
     assert results == [[Unsupported.__name__, errno.ENOTSUP]] * 5

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from gdrkit.harness.peer import Peer
     from gdrkit.verbs import Nic
 
-# CUDA_ERROR_INVALID_VALUE.
-INVALID_VALUE = 1
+# A CUresult of cuda.h.
+CUDA_ERROR_INVALID_VALUE = 1
 
 
 @pytest.mark.qualify
@@ -52,7 +52,7 @@ def test_ipc_handle_opened_by_its_owner_is_refused(device: Device) -> None:
 def test_vmm_memory_has_no_ipc_handle(device: Device) -> None:
     with VmmMemory.create(device, 2 * MIB) as memory, pytest.raises(ApiError) as error_info:
         cuda.export_handle(memory)
-    assert (error_info.value.operation, error_info.value.status) == ("cuIpcGetMemHandle", INVALID_VALUE)
+    assert (error_info.value.operation, error_info.value.status) == ("cuIpcGetMemHandle", CUDA_ERROR_INVALID_VALUE)
 
 
 @needs(cuda_needs.device(), cuda_needs.ipc, cuda_needs.dmabuf_export)
@@ -63,7 +63,7 @@ def test_memory_of_another_process_cannot_be_exported_again(device: Device, peer
         pytest.raises(Unsupported) as error_info,
     ):
         imported_memory.export_dmabuf()
-    assert error_info.value.status == INVALID_VALUE
+    assert error_info.value.status == CUDA_ERROR_INVALID_VALUE
     assert "the process that allocated it" in error_info.value.what_to_do
     peer_memory.close()
 
@@ -96,7 +96,7 @@ def test_peer_registers_a_received_dmabuf(device: Device, nic: Nic, peer: Peer, 
         nic.queue_pair(completion_queue) as local_pair,
         nic.register_host(bytearray(pattern.payload(64 * KIB, seed=seed))) as host_region,
     ):
-        # In the peer, the memory has another address. With this address, the peer registers the dma-buf of the owner.
+        # The peer registers the dma-buf of the owner with the address that the memory has in the peer.
         imported_memory = peer.device().open_ipc(cuda.export_handle(memory), length_bytes=256 * KIB)
         region = peer.nic.register_dmabuf(
             dmabuf.fd,

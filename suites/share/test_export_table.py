@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs(cuda_needs.device(), cuda_needs.ipc, cuda_needs.vmm, cuda_needs.dmabuf_export)
 
-LENGTH_BYTES = 2 * MIB
+MEMORY_BYTES = 2 * MIB
 MEMORY_KINDS = sorted({row.memory for row in EXPORTS}, key=str)
 
 
@@ -44,21 +44,21 @@ def allocate_memory_of_kind(kind: MemoryKind, device: Device, peer: Peer) -> Ite
     """Yield new memory of a kind: its address, and its buffer object if gdrkit supports the kind."""
     match kind:
         case MemoryKind.CUDA:
-            with device.allocate(LENGTH_BYTES) as memory:
+            with device.allocate(MEMORY_BYTES) as memory:
                 yield memory.address, memory
         case MemoryKind.CUDA_VMM:
-            with VmmMemory.create(device, LENGTH_BYTES) as vmm_memory:
+            with VmmMemory.create(device, MEMORY_BYTES) as vmm_memory:
                 yield vmm_memory.address, vmm_memory
         case MemoryKind.CUDA_IMPORTED:
-            with cuda.open_handle(device, peer.device().allocate(LENGTH_BYTES).export_ipc()) as imported_memory:
+            with cuda.open_handle(device, peer.device().allocate(MEMORY_BYTES).export_ipc()) as imported_memory:
                 yield imported_memory.address, imported_memory
         case MemoryKind.CUDA_POOL:
-            address = allocate_raw_from_pool(device, LENGTH_BYTES)
-            with cuda.borrow(device, address, length_bytes=LENGTH_BYTES) as borrowed_memory:
+            address = allocate_raw_from_pool(device, MEMORY_BYTES)
+            with cuda.borrow(device, address, length_bytes=MEMORY_BYTES) as borrowed_memory:
                 yield address, borrowed_memory
             free_raw(device, address)
         case _:  # CUDA_MANAGED, which gdrkit does not support.
-            address = allocate_raw_managed(device, LENGTH_BYTES)
+            address = allocate_raw_managed(device, MEMORY_BYTES)
             yield address, None
             free_raw(device, address)
 
@@ -73,11 +73,11 @@ def get_export_status(row: ExportRow, device: Device, address: int, memory: Cuda
         return get_ipc_export_status(device, address)
     # Offset, length and flags of the dma-buf export. Flag 1 is CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE.
     arguments_by_part = {
-        "whole": (0, LENGTH_BYTES, 0),
-        "page": (4096, LENGTH_BYTES - 4096, 0),
+        "whole": (0, MEMORY_BYTES, 0),
+        "page": (4096, MEMORY_BYTES - 4096, 0),
         "odd_address": (1, 4096, 0),
         "odd_length": (0, 4097, 0),
-        "pcie": (0, LENGTH_BYTES, 1),
+        "pcie": (0, MEMORY_BYTES, 1),
     }
     offset_bytes, length_bytes, flags = arguments_by_part[row.part]
     status, fd = export_raw_dmabuf(device, address + offset_bytes, length_bytes=length_bytes, flags=flags)
@@ -117,4 +117,4 @@ def test_managed_memory_is_refused_with_advice(device: Device, peer: Peer) -> No
         allocate_memory_of_kind(MemoryKind.CUDA_MANAGED, device, peer) as (address, _memory),
         pytest.raises(Unsupported, match="moves between host and device"),
     ):
-        cuda.borrow(device, address, length_bytes=LENGTH_BYTES)
+        cuda.borrow(device, address, length_bytes=MEMORY_BYTES)

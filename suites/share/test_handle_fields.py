@@ -40,18 +40,21 @@ def test_handle_bytes_match_the_documented_layout(device: Device, seed: int) -> 
         assert len(packed_handle) == SHARE_HANDLE_BYTES == 192
         # Magic number, version 1, kind 1 (IPC), and the length of 192 bytes.
         assert packed_handle[:16] == b"GDRSHARE\x01\x00\x01\x00\xc0\x00\x00\x00"
-        # Allocation, offset and length; address, chunk size and number of descriptors are 0 for IPC.
-        sizes = [int.from_bytes(packed_handle[offset : offset + 8], "little") for offset in (16, 24, 32, 40, 48, 56)]
-        assert sizes == [MIB, 4096, 100, 0, 0, 0]
+        # Then six fields of 8 bytes: allocation size, offset, length, address, chunk size, number of descriptors. The
+        # last three are 0 for IPC.
+        field_values = [
+            int.from_bytes(packed_handle[offset : offset + 8], "little") for offset in (16, 24, 32, 40, 48, 56)
+        ]
+        assert field_values == [MIB, 4096, 100, 0, 0, 0]
         # The process id of the owner, and the IPC handle of CUDA.
         assert int.from_bytes(packed_handle[96:100], "little") == os.getpid()
         assert packed_handle[112:176] == cuda.export_handle(memory) == export_gdr(memory)[:64]
         memory.write(pattern.payload(16, seed=seed))
 
 
-@pytest.mark.parametrize("length", [0, 1, 80, SHARE_HANDLE_BYTES - 1, SHARE_HANDLE_BYTES + 1, 4096])
-def test_a_handle_of_another_length_is_refused(length: int) -> None:
-    parse_and_get_error((make_handle().pack() * 30)[:length])
+@pytest.mark.parametrize("length_bytes", [0, 1, 80, SHARE_HANDLE_BYTES - 1, SHARE_HANDLE_BYTES + 1, 4096])
+def test_a_handle_of_another_length_is_refused(length_bytes: int) -> None:
+    parse_and_get_error((make_handle().pack() * 30)[:length_bytes])
 
 
 def test_any_flipped_bit_is_refused() -> None:
@@ -66,7 +69,7 @@ def test_handle_of_another_version_is_refused_by_name() -> None:
     assert "version 2" in error.message
 
 
-# Fields that are out of their limits or contradict the other fields of a valid handle.
+# Each entry changes fields of a valid handle to values that are out of their limits or contradict the other fields.
 WRONG_FIELDS = [
     pytest.param({"length_bytes": 0}, id="empty"),
     pytest.param({"allocation_bytes": 0}, id="no-allocation"),

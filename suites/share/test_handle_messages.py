@@ -41,7 +41,7 @@ def test_descriptors_of_two_parts_are_counted_together() -> None:
     valid_data = make_handle().pack()
     receiver, sender = socket.socketpair()
     with receiver, sender, tempfile.TemporaryFile() as file:
-        # Each part has 200 descriptors, fewer than the limit of 253. Both parts together exceed the limit.
+        # Each part has 200 descriptors, fewer than the limit of 253 (SCM_MAX_FD). Both parts together exceed the limit.
         for data in (valid_data[:10], valid_data[10:]):
             sender.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 200))])
         assert require_error(receive, receiver).reason is Reason.MALFORMED

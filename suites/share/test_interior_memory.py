@@ -134,8 +134,8 @@ def test_80_byte_handle_needs_a_whole_allocation(device: Device, peer: Peer, see
             bytes(8),
         )
         import_reply = peer.request("share.import_gdr", device=peer.device().handle_number, handle=packed_handle.hex())
-        contents = peer.request("cuda.contents", memory=import_reply["handle"], offset_bytes=0, length_bytes=4096)
-        pattern.check(bytes.fromhex(contents), seed=seed)
+        contents_hex = peer.request("cuda.contents", memory=import_reply["handle"], offset_bytes=0, length_bytes=4096)
+        pattern.check(bytes.fromhex(contents_hex), seed=seed)
         with (
             cuda.borrow(device, memory.address + 256, length_bytes=1024) as interior_memory,
             pytest.raises(UsageError) as error_info,

@@ -1,4 +1,4 @@
-"""Test vectors of handles of shared memory: the C library and this package create and refuse the same bytes.
+"""Test vectors of handles of shared memory: the C library and gdrkit create and refuse the same bytes.
 
 The native tests of the C library read the same file of vectors.
 """
@@ -15,7 +15,7 @@ from gdrkit.host import ProcessIdentity
 from gdrkit.registration.gdr_handle import GdrHandle
 from gdrkit.registration.handle import ShareHandle, ShareKind
 
-VECTORS = Path(__file__).parents[1] / "vectors" / "share_handles.txt"
+VECTORS_PATH = Path(__file__).parents[1] / "vectors" / "share_handles.txt"
 
 
 class Vector(NamedTuple):
@@ -27,7 +27,7 @@ class Vector(NamedTuple):
     handle_format: str
     verdict: str
     name: str
-    data: bytes
+    packed_handle: bytes
     fields: dict[str, str]
 
     def parse_integer(self, field_name: str) -> int:
@@ -40,7 +40,7 @@ class Vector(NamedTuple):
 def _read_vectors(verdict: str) -> list[Vector]:
     """Return the vectors with this verdict, good or bad."""
     vectors = []
-    for line in VECTORS.read_text(encoding="utf-8").splitlines():
+    for line in VECTORS_PATH.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue
         handle_format, line_verdict, name, data_hex, *field_texts = line.split(" ")
@@ -73,7 +73,7 @@ def _make_handle(vector: Vector) -> ShareHandle | GdrHandle:
         owner=ProcessIdentity(
             boot_id=vector.parse_hex("boot_id"),
             process_id=vector.parse_integer("process_id"),
-            namespace=vector.parse_integer("namespace"),
+            pid_namespace=vector.parse_integer("namespace"),
             started_ticks=vector.parse_integer("started_ticks"),
         ),
         ipc=vector.parse_hex("ipc"),
@@ -86,12 +86,12 @@ _HANDLE_CLASS_BY_FORMAT: dict[str, type[ShareHandle | GdrHandle]] = {"share": Sh
 @pytest.mark.parametrize("vector", _read_vectors("good"), ids=_make_case_id)
 def test_valid_vector_parses_the_same_in_both_languages(vector: Vector) -> None:
     handle = _make_handle(vector)
-    assert handle.pack() == vector.data
-    assert _HANDLE_CLASS_BY_FORMAT[vector.handle_format].parse(vector.data) == handle
+    assert handle.pack() == vector.packed_handle
+    assert _HANDLE_CLASS_BY_FORMAT[vector.handle_format].parse(vector.packed_handle) == handle
 
 
 @pytest.mark.parametrize("vector", _read_vectors("bad"), ids=_make_case_id)
 def test_invalid_vector_is_refused_in_both_languages(vector: Vector) -> None:
     with pytest.raises(UsageError) as error_info:
-        _HANDLE_CLASS_BY_FORMAT[vector.handle_format].parse(vector.data)
+        _HANDLE_CLASS_BY_FORMAT[vector.handle_format].parse(vector.packed_handle)
     assert error_info.value.reason is Reason.MALFORMED

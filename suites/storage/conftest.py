@@ -32,5 +32,5 @@ def client(server: StorageServer) -> Iterator[StorageClient]:
 
 @pytest.fixture
 def memory(request: pytest.FixtureRequest) -> StorageMemoryKind:
-    """Return host or device memory, as the parameter of the case requests; see ``support.storage.MEMORY_KINDS``."""
+    """Return the memory kind that the parameter of the case names, one of ``support.storage.MEMORY_KINDS``."""
     return StorageMemoryKind(device=request.getfixturevalue("device") if request.param == "device" else None)

@@ -15,13 +15,13 @@ from gdrkit.storage.wire import HEADER_BYTES, FrameType
 
 __all__ = ["TARGET", "repack_frame"]
 
-# Each line of this file has: right or wrong, a name, and the bytes of a frame in hexadecimal digits.
-_VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "frames.txt"
-_CHECKSUM = struct.Struct("<I")
+# Each line of this file has the word right or wrong, a name, and the bytes of a frame in hexadecimal digits.
+_FRAMES_PATH = Path(__file__).resolve().parents[1] / "vectors" / "frames.txt"
+_CHECKSUM_STRUCT = struct.Struct("<I")
 
 
 def repack_frame(frame: bytes) -> bytes:
-    """Parse a frame, pack the result, and return the packed frame. The result equals a valid `frame`."""
+    """Parse a frame and pack the parsed values again. For a valid frame, the returned bytes equal `frame`."""
     header = wire.parse_header(frame[:HEADER_BYTES])
     payload = frame[HEADER_BYTES:]
     if header.type is FrameType.IO_REQUEST:
@@ -49,17 +49,17 @@ def _check_all_parsers(data: bytes) -> None:
 
 
 def _add_checksums(data: bytes) -> bytes:
-    """Return the data as a frame with valid checksums, so that the fuzzer also reaches the code after the check."""
+    """Return the data as a frame with valid checksums, so that the fuzzer gets past their check."""
     # The last 8 bytes of a header are the CRC32C of the payload and the CRC32C of the header before it.
     header = data[: HEADER_BYTES - 8].ljust(HEADER_BYTES - 8, b"\0")
     payload = data[HEADER_BYTES:]
-    header += _CHECKSUM.pack(crc32c(payload))
-    return header + _CHECKSUM.pack(crc32c(header)) + payload
+    header += _CHECKSUM_STRUCT.pack(crc32c(payload))
+    return header + _CHECKSUM_STRUCT.pack(crc32c(header)) + payload
 
 
 def _read_valid_frames() -> list[bytes]:
-    lines = [line.split() for line in _VECTORS.read_text().splitlines()]
-    return [bytes.fromhex(fields[2]) for fields in lines if fields and fields[0] == "right"]
+    rows = [line.split() for line in _FRAMES_PATH.read_text().splitlines()]
+    return [bytes.fromhex(fields[2]) for fields in rows if fields and fields[0] == "right"]
 
 
 TARGET = fuzz.FuzzTarget(_check_all_parsers, _read_valid_frames(), (wire, control, serialization))

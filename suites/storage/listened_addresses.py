@@ -1,4 +1,4 @@
-"""A listener of the storage server with clients on several hosts: ``python -m storage.listened_addresses ACTION``.
+"""A program that connects to a listener from many addresses: ``python -m storage.listened_addresses ACTION``.
 
 The program needs a network namespace in which it may add addresses to the loopback device. It prints its results as
 JSON. ACTION is ``refuse`` or ``fill``: see :func:`log_refused_addresses` and :func:`find_closed_connections`.
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _TIMEOUT_S = 10.0
-_ADDED_ADDRESSES = (
+# Addresses with prefix lengths that the program adds to the loopback device. Each stands for a client host.
+_LOOPBACK_ADDRESSES = (
     *("192.0.2.1/32", "192.0.2.2/32", "192.0.2.3/32"),
     *("2001:db8::1/128", "2001:db8:0:0:ffff::1/128", "2001:db8:0:1::1/128"),
 )
@@ -37,11 +38,11 @@ _CLIENT_HOSTS = (
     *("127.0.0.1", "::1", "192.0.2.1", "::ffff:192.0.2.1"),
     *("2001:db8::1", "2001:db8:0:0:ffff::1", "2001:db8:0:1::1"),
 )
-# Number of silent connections of each host of `fill`. The sum is 128, the limit of the listener.
-_SILENT_COUNT_BY_HOST = {"192.0.2.1": 40, "192.0.2.2": 50, "192.0.2.3": 38}
+# Number of silent connections that `fill` opens from each host. The sum is 128, the limit of the listener.
+_SILENT_CONNECTION_COUNT_BY_HOST = {"192.0.2.1": 40, "192.0.2.2": 50, "192.0.2.3": 38}
 
 
-def _refuse_admission(_connection: ControlConnection, _payload: bytes, _sequence: int) -> None:
+def _fail_on_complete_request(_connection: ControlConnection, _payload: bytes, _sequence: int) -> None:
     message = "the program sends no complete request"
     raise AssertionError(message)
 
@@ -54,7 +55,7 @@ def _run_listener(address: str) -> Iterator[int]:
     else:
         listening_socket = socket.create_server((address, 0))
     port = listening_socket.getsockname()[1]
-    listener = Listener(listening_socket, _refuse_admission)
+    listener = Listener(listening_socket, _fail_on_complete_request)
     thread = threading.Thread(target=listener.run)
     thread.start()
     try:
@@ -74,12 +75,12 @@ def log_refused_addresses() -> dict[str, str]:
             _run_listener("::" if ":" in host else "0.0.0.0") as port,  # noqa: S104 - in a network namespace.
             socket.create_connection((host, port), _TIMEOUT_S, source_address=(host, 0)) as connection,
         ):
-            # 64 zero bytes are no valid request, so the listener refuses the connection.
+            # 64 zero bytes are not a valid request, so the listener refuses the connection.
             connection.sendall(bytes(64))
             with contextlib.suppress(ConnectionResetError):
                 connection.recv(1)
-    addresses = [line.partition("; the last from ")[2] for line in log_stream.getvalue().splitlines()]
-    return dict(zip(_CLIENT_HOSTS, addresses, strict=True))
+    logged_addresses = [line.partition("; the last from ")[2] for line in log_stream.getvalue().splitlines()]
+    return dict(zip(_CLIENT_HOSTS, logged_addresses, strict=True))
 
 
 def find_closed_connections() -> dict[str, list[int]]:
@@ -90,7 +91,7 @@ def find_closed_connections() -> dict[str, list[int]]:
                 stack.enter_context(socket.create_connection(("192.0.2.1", port), _TIMEOUT_S, source_address=(host, 0)))
                 for _ in range(connection_count)
             ]
-            for host, connection_count in _SILENT_COUNT_BY_HOST.items()
+            for host, connection_count in _SILENT_CONNECTION_COUNT_BY_HOST.items()
         }
         # The listener refuses this last connection after it has accepted all other connections and closed one of them.
         with socket.create_connection(("127.0.0.1", port), _TIMEOUT_S) as last_connection:
@@ -109,7 +110,7 @@ def main(action: str) -> None:
     """Add the addresses, run the action, and print its result."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     # With nodad, an IPv6 address can be used at once, without duplicate address detection.
-    for address in _ADDED_ADDRESSES:
+    for address in _LOOPBACK_ADDRESSES:
         subprocess.run(["ip", "address", "add", address, "dev", "lo", *(["nodad"] * (":" in address))], check=True)
     print(json.dumps({"refuse": log_refused_addresses, "fill": find_closed_connections}[action]()))  # noqa: T201
 

@@ -26,17 +26,17 @@ _POLL_PERIOD_S = 0.05
 
 def main(host: str, port: int, connection_count: int) -> None:
     """Attack until the end of standard input."""
-    frame = pack_control(FrameType.CONTROL_REQUEST, pack_request(messages.ReadStatistics()), sequence=1)
+    request_frame = pack_control(FrameType.CONTROL_REQUEST, pack_request(messages.ReadStatistics()), sequence=1)
     sent_bytes_by_connection: dict[socket.socket, int] = {}
-    opened_count, next_byte_s, is_ready = 0, 0.0, False
+    opened_count, next_byte_s, has_printed_ready = 0, 0.0, False
     while not select.select([sys.stdin], (), (), _POLL_PERIOD_S)[0]:
         poller = select.poll()
         for connection in sent_bytes_by_connection:
             poller.register(connection, select.POLLIN)
         connections_by_descriptor = {connection.fileno(): connection for connection in sent_bytes_by_connection}
-        # The server sends nothing before it has a whole request, so a connection with an event was closed.
-        closed_events = poller.poll(0)
-        for descriptor, _events in closed_events:
+        # The server sends nothing before it has a whole request, so an event means that it closed the connection.
+        close_events = poller.poll(0)
+        for descriptor, _events in close_events:
             connection = connections_by_descriptor[descriptor]
             with contextlib.suppress(OSError):
                 connection.recv(4096)
@@ -49,18 +49,18 @@ def main(host: str, port: int, connection_count: int) -> None:
                 connection.close()
                 break
             opened_count += 1
-            # Every second connection sends a byte at once. The other connections are silent at first.
+            # Half of the connections send a byte at once. The other connections are silent at first.
             sent_bytes_by_connection[connection] = 0
             if opened_count % 2:
                 with contextlib.suppress(OSError):
-                    sent_bytes_by_connection[connection] = connection.send(frame[:1])
+                    sent_bytes_by_connection[connection] = connection.send(request_frame[:1])
         if time.monotonic() >= next_byte_s:
             next_byte_s = time.monotonic() + _BYTE_PERIOD_S
             for connection, sent_bytes in sent_bytes_by_connection.items():
                 with contextlib.suppress(OSError):
-                    sent_bytes_by_connection[connection] += connection.send(frame[sent_bytes : sent_bytes + 1])
-        if not is_ready and closed_events:
-            is_ready = True
+                    sent_bytes_by_connection[connection] += connection.send(request_frame[sent_bytes : sent_bytes + 1])
+        if not has_printed_ready and close_events:
+            has_printed_ready = True
             sys.stdout.write("ready\n")
             sys.stdout.flush()
     sys.stdout.write(f"{opened_count}\n")

@@ -1,4 +1,4 @@
-"""Limits and deadlines of connections without a session, and an attack on a storage server that serves a client."""
+"""Tests of limits and deadlines of connections without a session, and of a client during an attack on its server."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # 100,000 operations.
 OPERATION_COUNT = int(os.environ.get("GDRKIT_HONEST_OPERATIONS", "2000"))
 SLOW_CONNECTION_COUNT = 300
-BATCH_OPERATIONS, OPERATION_BYTES = 50, 4 * KIB
+OPERATIONS_PER_BATCH, OPERATION_BYTES = 50, 4 * KIB
 NEW_NETWORK_NAMESPACE = ("unshare", "--user", "--map-root-user", "--net")
 # The need of cases in a new network namespace: this user may create the namespace, and the kernel supports IPv6.
 NETWORK_NAMESPACE = host.program(
@@ -97,7 +97,7 @@ def is_closed_by_server(connected_socket: socket.socket, timeout_s: float) -> bo
 @needs(verbs.nic())
 @pytest.mark.timeout(300 + OPERATION_COUNT / 50)
 def test_client_works_beside_slow_hellos(server: StorageServer, nic: Nic, seed: int, evidence: Evidence) -> None:
-    data = pattern.payload(BATCH_OPERATIONS * OPERATION_BYTES, seed=seed)
+    data = pattern.payload(OPERATIONS_PER_BATCH * OPERATION_BYTES, seed=seed)
     operation_count = session_count = 0
     with run_slow_hellos(server) as connection_counts:
         begin_s = time.monotonic()
@@ -126,7 +126,9 @@ def test_client_works_beside_slow_hellos(server: StorageServer, nic: Nic, seed: 
                         received_data[:] = bytes(len(data))
                         results = client.batch_write([write_request for write_request, _ in request_pairs])
                         results += client.batch_read([read_request for _, read_request in request_pairs])
-                        assert [result.length_bytes for result in results] == [OPERATION_BYTES] * (2 * BATCH_OPERATIONS)
+                        assert [result.length_bytes for result in results] == [OPERATION_BYTES] * (
+                            2 * OPERATIONS_PER_BATCH
+                        )
                         assert received_data == data
                         operation_count += len(results)
         duration_s = time.monotonic() - begin_s

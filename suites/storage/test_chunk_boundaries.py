@@ -1,4 +1,4 @@
-"""A file that is truncated near the end of a chunk and extended again has zeros after that, and no wrong checksum."""
+"""A file is truncated near a chunk boundary and extended again: the new bytes are zeros, and all checksums match."""
 
 from __future__ import annotations
 

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from gdrkit.storage.control import Request
 
 ENDPOINT: dict[str, int | str] = {"qp_number": 1}
+# Limit of the length of a path and of an error message.
 TEXT_CHARACTERS_MAX = 4096
-# An example of the request of every operation.
+# One example request of each operation.
 REQUESTS_BY_OPERATION: dict[str, Request] = {
     "hello": messages.StorageHello(1, "client", (ENDPOINT,), token="secret", replaces="other"),  # noqa: S106 - not a password.
     "attach": messages.Attach("session"),
@@ -111,9 +112,9 @@ def test_text_of_a_hello_reply_has_a_limit(field: str) -> None:
     length_max = {"server": 256, "session": 64}[field]
     limits = messages.SessionLimits(1, 1, 1, 1, 1)
     for length in (length_max, length_max + 1):
-        texts = {"server": "s", "session": "s", field: "x" * length}
+        text_fields = {"server": "s", "session": "s", field: "x" * length}
         payload = pack_reply(
-            messages.HelloReply(version=1, lanes=(ENDPOINT,), limits=limits, chunk_bytes=4096, **texts)
+            messages.HelloReply(version=1, lanes=(ENDPOINT,), limits=limits, chunk_bytes=4096, **text_fields)
         )
         if length == length_max:
             reply = parse_reply(payload, messages.HelloReply)
@@ -210,7 +211,7 @@ def test_other_numbers_are_not_negative() -> None:
 
 
 def test_change_time_of_a_reply_may_be_negative() -> None:
-    # The last three fields are times.
+    # The last three fields are times in nanoseconds since 1970.
     file_stat = messages.FileStat(1, 1, 1, 1, 1, 1, 1, -1, -2, -3)
     assert parse_reply(pack_reply(file_stat), messages.FileStat) == file_stat
 

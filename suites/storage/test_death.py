@@ -46,7 +46,7 @@ def begin_session(server: StorageServer, nic: Nic, *, replaces: str | None = Non
         timeout_ms=10_000,
         replaces=replaces,
     )
-    session.data.settimeout(10)
+    session.data_socket.settimeout(10)
     return session
 
 
@@ -126,9 +126,9 @@ def test_replaced_session_ends_before_the_new_one_begins(
     (server.root / "file").write_bytes(bytes(MIB))
     session.request(messages.Open("file", write=True), messages.OpenReply)
     with begin_session(server, nic, replaces=session.secret):
-        readable, _, _ = select.select([session.data], [], [], 0)
+        readable, _, _ = select.select([session.data_socket], [], [], 0)
         assert readable, "the new session began before the data connection of the replaced session ended"
-        assert session.data.recv(1) == b""
+        assert session.data_socket.recv(1) == b""
     # An unknown secret is not an error: its session may have ended long ago.
     begin_session(server, nic, replaces="0" * 64).close()
 
@@ -147,7 +147,7 @@ def test_second_data_connection_of_a_session_is_refused(server: StorageServer, s
         connection.close()
     # The session and its first data connection continue.
     assert session.request(messages.Stat(""), messages.FileStat).links >= 1
-    assert select.select([session.data], [], [], 0)[0] == []
+    assert select.select([session.data_socket], [], [], 0)[0] == []
 
 
 @needs(verbs.nic())
@@ -201,7 +201,7 @@ def test_each_invalid_operation_gets_its_own_errno(server: StorageServer, sessio
     open_reply = session.request(messages.Open("file", write=True), messages.OpenReply)
     u64_max, handle = (1 << 64) - 1, open_reply.handle
     # The arguments are tag, handle, file offset, length, remote address, rkey, index of the queue pair, and opcode.
-    error_by_operation = {
+    errno_by_operation = {
         Operation(1, handle + 1, 0, 1, 0, 0, 0, IoOpcode.READ): errno.EBADF,  # The handle is unknown.
         Operation(2, handle, 0, 1, 0, 0, 1, IoOpcode.READ): errno.EINVAL,  # The session has only queue pair 0.
         Operation(3, handle, 0, 1, 0, 0, 65535, IoOpcode.WRITE): errno.EINVAL,
@@ -209,7 +209,7 @@ def test_each_invalid_operation_gets_its_own_errno(server: StorageServer, sessio
         Operation(5, handle, (1 << 63) - 1, 2, 0, 0, 0, IoOpcode.WRITE): errno.EFBIG,  # The range ends above 2^63 - 1.
         Operation(6, handle, 0, u64_max, 0, 0, 0, IoOpcode.READ): errno.EINVAL,
         Operation(7, handle, 0, 2, u64_max, 0, 0, IoOpcode.READ): errno.EINVAL,  # The memory range ends above 2^64.
-        # A write whose checksum is given must be shorter.
+        # A write with a given checksum has at most `checksum_given_bytes_max` bytes, which is less than 1 MiB.
         Operation(8, handle, 0, MIB, 0, 0, 0, IoOpcode.WRITE, OperationFlag.CHECKSUM_GIVEN): errno.EMSGSIZE,
         Operation(9, handle, 0, 0, 0, 0, 0, IoOpcode.READ): 0,
         Operation(10, handle, MIB, 1, 0, 0, 0, IoOpcode.READ): 0,  # The range begins at the end of the file.
@@ -220,9 +220,9 @@ def test_each_invalid_operation_gets_its_own_errno(server: StorageServer, sessio
         Operation(14, handle, (1 << 63) - 1, 1, 0, 0, 0, IoOpcode.WRITE): errno.EFBIG,
         Operation(15, handle, (1 << 63) - 1, 0, 0, 0, 0, IoOpcode.READ): 0,
     }
-    transfers = Transfers(session.data, outstanding_max=100)
-    results = transfers.run(list(error_by_operation), timeout_s=20)
-    assert [-result.result for result in results] == list(error_by_operation.values())
+    transfers = Transfers(session.data_socket, outstanding_max=100)
+    results = transfers.run(list(errno_by_operation), timeout_s=20)
+    assert [-result.result for result in results] == list(errno_by_operation.values())
 
 
 @needs(verbs.nic())
@@ -249,19 +249,19 @@ def test_invalid_frame_ends_the_session(server: StorageServer, session: StorageS
     changed_frame = bytearray(valid_frame)
     changed_frame[random.Random(seed).randrange(len(valid_frame))] ^= 0x10
     # The fault "control" is a frame of the control connection on the data connection.
-    data_connection = ControlConnection(session.data.dup())
+    data_connection = ControlConnection(session.data_socket.dup())
     if fault == "control":
         data_connection.send(FrameType.CONTROL_REQUEST, pack_request(messages.Statfs()), sequence=1)
     else:
-        session.data.sendall(
+        session.data_socket.sendall(
             {"garbage": os.urandom(999), "truncated": valid_frame[:-1], "changed": bytes(changed_frame)}[fault]
         )
     data_connection.close()
     if fault == "truncated":
-        session.data.shutdown(socket.SHUT_WR)
+        session.data_socket.shutdown(socket.SHUT_WR)
     # If the server closes the connection before reading all bytes, the kernel resets the connection.
     with contextlib.suppress(ConnectionResetError):
-        assert session.data.recv(1) == b""
+        assert session.data_socket.recv(1) == b""
     # The server closes the control connection after the data connection.
     readable, _, _ = select.select([session._control], [], [], 20)  # noqa: SLF001 - the session has no event for its end.
     assert readable

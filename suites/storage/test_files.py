@@ -144,15 +144,16 @@ def test_failed_close_of_a_file_can_be_repeated(server: StorageServer) -> None:
                 with pytest.raises(ApiError) as error_info:
                     file.close()
                 assert error_info.value.errno == errno.EREMOTEIO
+    # The client is closed, so close() sends no request.
     file.close()
 
 
 def test_listen_does_not_change_the_umask(tmp_path: Path) -> None:
-    old_umask, is_stopping = os.umask(0), threading.Event()
+    old_umask, stop_event = os.umask(0), threading.Event()
     file_modes: set[int] = set()
 
     def create_files() -> None:
-        while not is_stopping.is_set():
+        while not stop_event.is_set():
             (tmp_path / "file").touch()
             file_modes.add(stat.S_IMODE((tmp_path / "file").stat().st_mode))
             (tmp_path / "file").unlink()
@@ -167,7 +168,7 @@ def test_listen_does_not_change_the_umask(tmp_path: Path) -> None:
             assert stat.S_IMODE(address.path.stat().st_mode) == 0o600
             address.path.unlink()
     finally:
-        is_stopping.set()
+        stop_event.set()
         thread.join()
         os.umask(old_umask)
     assert file_modes == {0o666}
@@ -204,7 +205,7 @@ def test_transfer_against_the_open_mode_fails_with_ebadf(client: StorageClient) 
         with client.open("file", read=False, write=True) as write_only_file, pytest.raises(ApiError) as error_info:
             write_only_file.read(buffer, offset_bytes=0)
         assert error_info.value.errno == errno.EBADF
-        # This file is closed.
+        # The with statement has closed `write_only_file`.
         with pytest.raises(ApiError) as error_info:
             write_only_file.write(buffer, offset_bytes=0)
         assert error_info.value.errno == errno.EBADF

@@ -1,4 +1,4 @@
-"""Invalid frames on the data connection, and a file of checksums (a sums file) that belongs to another file."""
+"""Tests of invalid frames on the data connection, and of a checksum file (sums file) that belongs to another file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from support.storage import StorageServer
 
 FILE_BYTES = 64 * KIB
-VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "frames.txt"
+FRAMES_PATH = Path(__file__).resolve().parents[1] / "vectors" / "frames.txt"
 
 
 def find_sums_file(root: Path, name: str) -> Path:
@@ -30,8 +30,8 @@ def find_sums_file(root: Path, name: str) -> Path:
 
 @needs(verbs.nic())
 def test_invalid_frame_gets_no_result_and_ends_the_session(server: StorageServer) -> None:
-    lines = [line.split() for line in VECTORS.read_text().splitlines() if line and not line.startswith("#")]
-    invalid_frames = {name: bytes.fromhex(frame) for verdict, name, frame in lines if verdict == "wrong"}
+    rows = [line.split() for line in FRAMES_PATH.read_text().splitlines() if line and not line.startswith("#")]
+    invalid_frames = {name: bytes.fromhex(frame_hex) for validity, name, frame_hex in rows if validity == "wrong"}
     assert {"version", "magic"} <= invalid_frames.keys()
     # This vector is a valid frame and one more byte. On a connection, that byte begins the next frame, so nothing is
     # invalid.

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 pytestmark = [NEEDS_DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
 
 READ_BYTES, READ_COUNT = 65536, 8
-# The program reads a file into GPU 0, and prints the number of bytes that each NIC of the client served: the server
-# sends RDMA WRITEs to these NICs. For the second read, a fault plan lets one NIC register memory, but every RDMA WRITE
-# or READ by that NIC ends with IBV_WC_RETRY_EXC_ERR (12). For the third read, there is no fault plan.
+# The program reads a file into GPU 0 by one batch of requests, and prints how many bytes each NIC of the client served:
+# the server sends RDMA WRITEs to these NICs. If a failing NIC is named, the program reads the file twice more. In the
+# second read, by a fault plan, this NIC can register memory, but every RDMA WRITE or READ by the NIC ends with
+# IBV_WC_RETRY_EXC_ERR (12). In the third read, there is no fault plan.
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -48,14 +49,14 @@ def read_served_bytes():
 
 def read_into_gpu(client, file, device):
     with device.allocate(len(data)) as memory, client.register(memory) as buffer:
-        bytes_before = read_served_bytes()
+        served_bytes_before = read_served_bytes()
         requests = [
             IORequest(file, offset, buffer.subrange(offset_bytes=offset, length_bytes=read_bytes))
             for offset in range(0, len(data), read_bytes)
         ]
         assert sum(result.length_bytes for result in client.batch_read(requests)) == len(data)
         assert memory.read() == data
-        print(json.dumps({name: served - bytes_before[name] for name, served in read_served_bytes().items()}))
+        print(json.dumps({nic: count - served_bytes_before[nic] for nic, count in read_served_bytes().items()}))
 
 with run_storage_server(root / "store", root / "log") as server, cuda.Device(0) as device:
     (root / "store" / "file").write_bytes(data)
@@ -75,13 +76,13 @@ with run_storage_server(root / "store", root / "log") as server, cuda.Device(0) 
 
 
 def measure_bytes_by_nic(
-    root: Path, nics: Mapping[str, str], gpu: Device, *, failing_nic: str, seed: int
+    root: Path, pci_address_by_nic: Mapping[str, str], gpu: Device, *, failing_nic: str, seed: int
 ) -> list[dict[str, int]]:
-    """Run the program, and return for each of its reads the number of bytes that each NIC served."""
+    """Run the program, and return how many bytes each NIC served each time that the program read the file."""
     # The tree has the GPU at the address that its driver reports, and the PCI device of twin1 beside it.
     pci_paths = make_pci_paths(gpu.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH_PATH}/0000:02:00.0/0000:07:00.0", 0)}
     (root / "tree").mkdir()
-    create_pci_tree(root / "tree", nics, pci_paths=pci_paths)
+    create_pci_tree(root / "tree", pci_address_by_nic, pci_paths=pci_paths)
     child = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(root), failing_nic, str(seed), str(READ_BYTES), str(READ_COUNT)],
         env=suites_environ() | {"GDRKIT_TWINS_NICS": "4"},
@@ -98,11 +99,16 @@ def measure_bytes_by_nic(
 
 # twin1 and twin2 share a switch with the GPU. twin3 is on the same NUMA node as the GPU, and twin0 is on the other
 # node.
-NICS = {"twin0": "0000:81:00.0", "twin1": "0000:07:00.0", "twin2": "0000:04:00.0", "twin3": "0000:41:00.0"}
+PCI_ADDRESS_BY_NIC = {
+    "twin0": "0000:81:00.0",
+    "twin1": "0000:07:00.0",
+    "twin2": "0000:04:00.0",
+    "twin3": "0000:41:00.0",
+}
 
 
 def test_reads_into_a_gpu_use_the_near_nics_only(tmp_path: Path, device: Device, seed: int) -> None:
-    (served_bytes,) = measure_bytes_by_nic(tmp_path, NICS, device, failing_nic="", seed=seed)
+    (served_bytes,) = measure_bytes_by_nic(tmp_path, PCI_ADDRESS_BY_NIC, device, failing_nic="", seed=seed)
     half_bytes = READ_BYTES * READ_COUNT // 2
     assert served_bytes == {"twin0": 0, "twin1": half_bytes, "twin2": half_bytes, "twin3": 0}
 
@@ -112,9 +118,11 @@ def test_nic_that_moves_nothing_is_left_out_until_it_works(
     tmp_path: Path, device: Device, seed: int, failing_nic: str
 ) -> None:
     _, bytes_with_fault, bytes_without_fault = measure_bytes_by_nic(
-        tmp_path, NICS, device, failing_nic=failing_nic, seed=seed
+        tmp_path, PCI_ADDRESS_BY_NIC, device, failing_nic=failing_nic, seed=seed
     )
     total_bytes = READ_BYTES * READ_COUNT
     other_nic = {"twin1": "twin2", "twin2": "twin1"}[failing_nic]
-    assert bytes_with_fault == {name: total_bytes if name == other_nic else 0 for name in NICS}
-    assert bytes_without_fault == {name: total_bytes // 2 if name in {failing_nic, other_nic} else 0 for name in NICS}
+    assert bytes_with_fault == {name: total_bytes if name == other_nic else 0 for name in PCI_ADDRESS_BY_NIC}
+    assert bytes_without_fault == {
+        name: total_bytes // 2 if name in {failing_nic, other_nic} else 0 for name in PCI_ADDRESS_BY_NIC
+    }

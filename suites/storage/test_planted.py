@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PLANTED_TOKEN = "0" * 64 + "\n"
-STORE_FILES = ["lock", "store.json", "sums", "token"]
+# Entries of the private folder .gdrkit of a store: three files, and the folder `sums`.
+PRIVATE_NAMES = ["lock", "store.json", "sums", "token"]
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def open_and_get_error(root: Path) -> SetupMissing:
 
 
 @needs(verbs.nic())
-@pytest.mark.parametrize("name", STORE_FILES)
+@pytest.mark.parametrize("name", PRIVATE_NAMES)
 def test_link_in_private_folder_of_store_is_refused(root: Path, tmp_path: Path, name: str) -> None:
     private_folder, link_target = root / ".gdrkit", tmp_path / "elsewhere"
     (private_folder / name).rename(link_target)
@@ -54,7 +55,7 @@ def test_link_in_private_folder_of_store_is_refused(root: Path, tmp_path: Path, 
 
 
 @needs(verbs.nic())
-@pytest.mark.parametrize("name", STORE_FILES)
+@pytest.mark.parametrize("name", PRIVATE_NAMES)
 def test_dangling_link_in_store_creates_nothing(root: Path, tmp_path: Path, name: str) -> None:
     private_folder = root / ".gdrkit"
     (private_folder / name).rmdir() if name == "sums" else (private_folder / name).unlink()
@@ -106,7 +107,7 @@ def test_store_folder_planted_by_another_user_is_refused() -> None:
 
 
 @needs(verbs.nic(), host.capability("CAP_SETUID"))
-@pytest.mark.parametrize("name", STORE_FILES)
+@pytest.mark.parametrize("name", PRIVATE_NAMES)
 def test_private_file_of_another_user_is_refused(root: Path, name: str) -> None:
     os.chown(root / ".gdrkit" / name, 65534, -1)
     error = open_and_get_error(root)

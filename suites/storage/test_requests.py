@@ -65,7 +65,7 @@ def test_client_knows_the_limits_of_the_server(client: StorageClient) -> None:
     assert 0 < limits.checksum_given_bytes_max < GIB
     assert limits.reads_max >= 1
     assert client.chunk_bytes == 4096
-    assert client.server == f"gdrkit {gdrkit.__version__}"
+    assert client.server_program == f"gdrkit {gdrkit.__version__}"
 
 
 def test_first_request_must_begin_a_session(server: StorageServer) -> None:
@@ -83,7 +83,8 @@ def test_hello_of_another_version_is_refused(server: StorageServer) -> None:
 
 
 def test_hello_with_an_invalid_name_is_einval(server: StorageServer) -> None:
-    # Python represents invalid bytes of a file name as U+DC80 to U+DCFF. U+D800 represents no byte, so it is refused.
+    # In a text from a client, U+DC80 to U+DCFF stand for bytes that are not UTF-8, as in os.fsdecode(). U+D800 stands
+    # for no byte, so the server refuses it.
     reply = get_error_of_first_request(
         server, messages.StorageHello(1, "\ud800", ({"qp_number": 1},), token=server.token())
     )
@@ -205,7 +206,7 @@ def test_server_raises_its_limit_of_open_files(tmp_path: Path) -> None:
         assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE) == (min(hard_limit, 1 << 20), hard_limit)
 
 
-# The server needs a descriptor for each open file, and further descriptors.
+# The server needs a descriptor for each of the 4096 open files, and further descriptors.
 @needs(host.open_files(5000))
 def test_session_has_at_most_4096_open_files(server: StorageServer, client: StorageClient) -> None:
     (server.root / "file").touch()
@@ -218,12 +219,12 @@ def test_session_has_at_most_4096_open_files(server: StorageServer, client: Stor
 
 
 @needs(STRACE)
-@pytest.mark.parametrize(("data_only", "call"), [(False, "fsync"), (True, "fdatasync")])
+@pytest.mark.parametrize(("data_only", "call_name"), [(False, "fsync"), (True, "fdatasync")])
 def test_sync_reports_the_error_of_its_call(
-    server: StorageServer, client: StorageClient, call: str, *, data_only: bool
+    server: StorageServer, client: StorageClient, call_name: str, *, data_only: bool
 ) -> None:
     handle = client.request(messages.Open("file", write=True, create=True), messages.OpenReply).handle
-    with fail_next_call(server.process.pid, call, "EIO"):
+    with fail_next_call(server.process.pid, call_name, "EIO"):
         assert get_refused_errno(client, messages.Sync(handle, data_only=data_only)) == errno.EIO
     client.request(messages.Sync(handle, data_only=data_only), messages.Done)
 

@@ -1,4 +1,4 @@
-"""The store of a storage server, used without a server: its format, its methods, and the files that it refuses."""
+"""Tests of the store of a storage server, without a server: its format, its methods, and the files that it refuses."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_chunk_size_is_kept_in_store_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    "store_json_text",
     [
         "",
         "[1]",
@@ -89,9 +89,9 @@ def test_chunk_size_is_kept_in_store_json(tmp_path: Path) -> None:
         '{"format": 1, "chunk_bytes": "4096"}',
     ],
 )
-def test_store_json_of_another_format_is_refused(tmp_path: Path, text: str) -> None:
+def test_store_json_of_another_format_is_refused(tmp_path: Path, store_json_text: str) -> None:
     FileStore(tmp_path).close()
-    (tmp_path / ".gdrkit" / "store.json").write_text(text)
+    (tmp_path / ".gdrkit" / "store.json").write_text(store_json_text)
     with pytest.raises(UsageError) as error_info:
         FileStore(tmp_path)
     assert error_info.value.reason is Reason.MALFORMED
@@ -135,8 +135,8 @@ def test_open_gives_the_requested_access(
     file = store.open("file", flags=flags)
     assert (file.may_read, file.may_write) == (may_read, may_write)
     # A file for writing is opened for reading too: a write of a part of a chunk reads the rest of the chunk.
-    access = fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_ACCMODE
-    assert access == (os.O_RDWR if may_write else os.O_RDONLY)
+    access_mode = fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_ACCMODE
+    assert access_mode == (os.O_RDWR if may_write else os.O_RDONLY)
     assert (root / "file").read_bytes() == b"content"
 
 
@@ -240,7 +240,8 @@ def test_rename_replaces_exchanges_or_is_exclusive(store: FileStore, root: Path)
 
 def test_full_reply_is_the_last_if_no_entry_is_left(store: FileStore, root: Path) -> None:
     # A reply has at most 63 KiB. Each entry counts as 80 bytes plus its name as a JSON string. These names have 48
-    # bytes with their quotes, so 504 entries are exactly 63 KiB.
+    # bytes with their quotes, so 504 entries are exactly 63 KiB. The second argument of list() is the last name of the
+    # previous reply.
     names = [f"{index:046}" for index in range(504)]
     for name in names:
         (root / name).touch()
@@ -312,16 +313,16 @@ def test_times_that_are_not_given_are_kept(store: FileStore, root: Path) -> None
 
 
 def test_space_is_the_result_of_statvfs(store: FileStore, root: Path) -> None:
-    space, statvfs_result = store.statfs(), os.statvfs(root)
-    assert (space.block_bytes, space.blocks, space.files) == (
+    statfs_reply, statvfs_result = store.statfs(), os.statvfs(root)
+    assert (statfs_reply.block_bytes, statfs_reply.blocks, statfs_reply.files) == (
         statvfs_result.f_frsize,
         statvfs_result.f_blocks,
         statvfs_result.f_files,
     )
-    assert space.name_bytes_max == statvfs_result.f_namemax
-    # Other processes use the file system during the case.
-    assert space.blocks_free == pytest.approx(statvfs_result.f_bfree, rel=0.1)
-    assert space.blocks_available == pytest.approx(statvfs_result.f_bavail, rel=0.1)
-    assert space.files_free == pytest.approx(statvfs_result.f_ffree, rel=0.1)
+    assert statfs_reply.name_bytes_max == statvfs_result.f_namemax
+    # Other processes use the file system during the case, so the numbers of free blocks and files may change.
+    assert statfs_reply.blocks_free == pytest.approx(statvfs_result.f_bfree, rel=0.1)
+    assert statfs_reply.blocks_available == pytest.approx(statvfs_result.f_bavail, rel=0.1)
+    assert statfs_reply.files_free == pytest.approx(statvfs_result.f_ffree, rel=0.1)
     if statvfs_result.f_bfree != statvfs_result.f_bavail:
-        assert space.blocks_free > space.blocks_available
+        assert statfs_reply.blocks_free > statfs_reply.blocks_available

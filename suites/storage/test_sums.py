@@ -160,23 +160,23 @@ def test_partly_written_chunk_has_no_sum(server: StorageServer, client: StorageC
     old_data, new_data = os.urandom(FILE_BYTES), os.urandom(FILE_BYTES)
     # RLIMIT_FSIZE applies to all files of the server. This offset is larger than the files of the software twins
     # (libraries that emulate the hardware), so the limit does not affect them.
-    begin_bytes, written_bytes = 2 * MIB, 20 * KIB + 100
+    write_offset_bytes, written_bytes = 2 * MIB, 20 * KIB + 100
     with client.open("file", write=True, create=True) as file:
-        write_to_file(client, file, old_data, offset_bytes=begin_bytes)
+        write_to_file(client, file, old_data, offset_bytes=write_offset_bytes)
         resource.prlimit(
-            server.process.pid, resource.RLIMIT_FSIZE, (begin_bytes + written_bytes, resource.RLIM_INFINITY)
+            server.process.pid, resource.RLIMIT_FSIZE, (write_offset_bytes + written_bytes, resource.RLIM_INFINITY)
         )
         with pytest.raises(ApiError) as error_info:
-            write_to_file(client, file, new_data, offset_bytes=begin_bytes)
+            write_to_file(client, file, new_data, offset_bytes=write_offset_bytes)
         assert error_info.value.errno == errno.EFBIG
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         assert (
-            read_from_file(client, file, offset_bytes=begin_bytes, length_bytes=FILE_BYTES)
+            read_from_file(client, file, offset_bytes=write_offset_bytes, length_bytes=FILE_BYTES)
             == new_data[:written_bytes] + old_data[written_bytes:]
         )
         # The failed write ended inside chunk 5.
         for chunk_index, has_sum in ((4, True), (5, False), (6, True)):
-            offset_bytes = begin_bytes + chunk_index * CHUNK_BYTES
+            offset_bytes = write_offset_bytes + chunk_index * CHUNK_BYTES
             corrupt_byte(server.root / "file", offset_bytes)
             if has_sum:
                 with pytest.raises(ApiError) as error_info:

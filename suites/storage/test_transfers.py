@@ -1,6 +1,6 @@
-"""Reads and writes of files with many lengths, odd offsets, and holes, and at the end of a file.
+"""Tests of reads and writes of files with many lengths, odd offsets, and holes, and at the end of a file.
 
-Every byte is compared.
+They compare every byte.
 """
 
 from __future__ import annotations
@@ -101,26 +101,26 @@ def test_holes_read_as_zeros_or_fail_if_forbidden(
 def test_batch_of_small_transfers_at_random_offsets(
     server: StorageServer, client: StorageClient, memory: StorageMemoryKind, seed: int
 ) -> None:
-    generator = random.Random(seed)
+    rng = random.Random(seed)
     content = bytearray(os.urandom(2 * MIB))
     (server.root / "file").write_bytes(content)
     with client.open("file", write=True) as file, memory.register_copy(client, os.urandom(MIB)) as buffer:
         buffer_data = memory.read_buffer(buffer)
-        writes = []
+        write_requests = []
         for index in range(128):
-            length = generator.randint(1, 8 * KIB)
-            file_offset = index * 16 * KIB + generator.randint(0, 8 * KIB)
-            buffer_offset = generator.randint(0, MIB - length)
+            length = rng.randint(1, 8 * KIB)
+            file_offset = index * 16 * KIB + rng.randint(0, 8 * KIB)
+            buffer_offset = rng.randint(0, MIB - length)
             buffer_range = buffer.subrange(offset_bytes=buffer_offset, length_bytes=length)
-            writes.append(IORequest(file, file_offset, buffer_range))
+            write_requests.append(IORequest(file, file_offset, buffer_range))
             content[file_offset : file_offset + length] = buffer_data[buffer_offset : buffer_offset + length]
-        client.batch_write(writes)
+        client.batch_write(write_requests)
         assert (server.root / "file").read_bytes() == content
-        reads = [
+        read_requests = [
             IORequest(file, 16 * KIB * index + 1, buffer.subrange(offset_bytes=4 * KIB * index, length_bytes=4 * KIB))
             for index in range(100)
         ]
-        client.batch_read(reads)
+        client.batch_read(read_requests)
         received_data = memory.read_buffer(buffer)
         for index in range(100):
             assert received_data[4 * KIB * index :][: 4 * KIB] == content[16 * KIB * index + 1 :][: 4 * KIB]
@@ -136,7 +136,7 @@ def test_write_of_device_memory_returns_its_checksum(client: StorageClient, memo
 
 @needs(verbs.nic())
 def test_bytes_with_another_checksum_name_both_checksums(server: StorageServer, nics: tuple[Nic, ...]) -> None:
-    """The server sent the checksum of other bytes than the NIC delivered."""
+    """The reply of the server has the checksum of other bytes than the bytes that the NIC delivered."""
     data = os.urandom(4 * KIB)
     (server.root / "file").write_bytes(data)
     with server.connect(nics[0]) as client, client.open("file") as file, client.register(bytearray(data)) as buffer:

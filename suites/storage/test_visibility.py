@@ -31,7 +31,7 @@ from support.storage import run_storage_server
 
 root, seed = Path(sys.argv[1]), int(sys.argv[2])
 data = pattern.payload(1 << 20, seed=seed)
-steps = {}
+flush_count_by_step = {}
 with run_storage_server(root / "store", root / "log") as server, cuda.Device(0) as device:
     (root / "store" / "file").write_bytes(data)
     with server.connect() as client, device.allocate(len(data)) as memory, client.register(memory) as buffer:
@@ -40,23 +40,23 @@ with run_storage_server(root / "store", root / "log") as server, cuda.Device(0) 
             flushes_before = count_flushes()
             assert file.read(buffer, offset_bytes=0).length_bytes == len(data)
             pattern.check(memory.read(), seed=seed)
-            steps["read into the GPU"] = count_flushes() - flushes_before
+            flush_count_by_step["read into the GPU"] = count_flushes() - flushes_before
             # The batch reads each half of the file into the other half of the memory.
-            half = len(data) // 2
-            parts = [buffer.subrange(offset_bytes=part * half, length_bytes=half) for part in (1, 0)]
-            client.batch_read([IORequest(file, part * half, parts[part]) for part in (0, 1)])
-            assert memory.read() == data[half:] + data[:half]
-            steps["batch into the GPU"] = count_flushes() - flushes_before
+            half_bytes = len(data) // 2
+            swapped_halves = [buffer.subrange(offset_bytes=begin, length_bytes=half_bytes) for begin in (half_bytes, 0)]
+            client.batch_read([IORequest(file, index * half_bytes, swapped_halves[index]) for index in (0, 1)])
+            assert memory.read() == data[half_bytes:] + data[:half_bytes]
+            flush_count_by_step["batch into the GPU"] = count_flushes() - flushes_before
             file.write(buffer, offset_bytes=0)
             file.read(host_buffer, offset_bytes=0)
-            assert bytes(host_buffer.data()) == data[half:] + data[:half]
-            steps["write, and read into host memory"] = count_flushes() - flushes_before
-print(json.dumps(steps))
+            assert bytes(host_buffer.data()) == data[half_bytes:] + data[:half_bytes]
+            flush_count_by_step["write, and read into host memory"] = count_flushes() - flushes_before
+print(json.dumps(flush_count_by_step))
 """
 
 
-# The orderings are the values NONE, OWNER and ALL_DEVICES of CU_GPU_DIRECT_RDMA_WRITES_ORDERING. From OWNER on, the GPU
-# needs no flush.
+# The orderings 0, 100 and 200 are CU_GPU_DIRECT_RDMA_WRITES_ORDERING_NONE, _OWNER and _ALL_DEVICES. A GPU needs flushes
+# only with NONE.
 @pytest.mark.parametrize(("ordering", "expected_flush_counts"), [(0, (1, 2, 2)), (100, (0, 0, 0)), (200, (0, 0, 0))])
 def test_reads_into_a_gpu_flush_only_if_the_gpu_needs_it(
     tmp_path: Path, seed: int, ordering: int, expected_flush_counts: tuple[int, ...]

@@ -38,36 +38,36 @@ from gdrkit.storage.wire import (
     parse_results,
 )
 
-# Number of random examples for each property, and time for the fuzzer.
+# Number of random examples of each property test, and duration of the fuzzer.
 EXAMPLE_COUNT = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
-FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "3"))
-SUITES = Path(__file__).resolve().parents[1]
-# Each vector has a verdict (right or wrong), a name, and a frame in hexadecimal digits.
-VECTORS = [
+FUZZ_DURATION_S = float(os.environ.get("GDRKIT_FUZZ_S", "3"))
+SUITES_FOLDER = Path(__file__).resolve().parents[1]
+# Each vector has the word right or wrong, a name, and a frame in hexadecimal digits.
+FRAME_VECTORS = [
     line.split()
-    for line in (SUITES / "vectors" / "frames.txt").read_text().splitlines()
+    for line in (SUITES_FOLDER / "vectors" / "frames.txt").read_text().splitlines()
     if line and not line.startswith("#")
 ]
-UINT64 = st.integers(0, (1 << 64) - 1)
+UINT64_VALUES = st.integers(0, (1 << 64) - 1)
 # A program whose daemon threads compute checksums while the interpreter ends.
 DAEMON_PROGRAM = """
 import threading, time
 from gdrkit.storage._native import engine
-class SlowEnd:
+class SlowDestructor:
     def __del__(self):
         end_s = time.monotonic() + 0.5
         while time.monotonic() < end_s:
             pass
-slow_end = SlowEnd()  # The interpreter deletes this object after it has begun to end the other threads.
-started = threading.Barrier(9)
+slow_destructor = SlowDestructor()  # The interpreter deletes this object after it has begun to end the other threads.
+start_barrier = threading.Barrier(9)  # 8 threads and the main thread wait for each other.
 def compute():
     data = bytes(1 << 20)
-    started.wait()
+    start_barrier.wait()
     while True:
         engine.crc32c_portable(data)
 for _ in range(8):
     threading.Thread(target=compute, daemon=True).start()
-started.wait()
+start_barrier.wait()
 threading.Event().wait(0.05)
 """
 READ_FLAGS = [OperationFlag.FORBID_HOLES, OperationFlag.CHECKSUM_WANTED, OperationFlag.REPORT_HOLES]
@@ -84,7 +84,7 @@ def draw_operation(draw: st.DrawFn) -> Operation:
     for flag in draw(st.sets(st.sampled_from(allowed_flags))):
         flags |= flag
     checksum = draw(st.integers(0, (1 << 32) - 1)) if flags & OperationFlag.CHECKSUM_GIVEN else 0
-    tag, handle, file_offset, length, remote_address = (draw(UINT64) for _ in range(5))
+    tag, handle, file_offset, length, remote_address = (draw(UINT64_VALUES) for _ in range(5))
     rkey, queue_pair = draw(st.integers(0, (1 << 32) - 1)), draw(st.integers(0, 65535))
     return Operation(
         tag,
@@ -104,26 +104,27 @@ def draw_operation(draw: st.DrawFn) -> Operation:
 def draw_result(draw: st.DrawFn) -> Result:
     """Draw any valid result, with holes."""
     result = draw(st.integers(-4096, 1 << 40))
-    edges = sorted(draw(st.sets(st.integers(0, max(result, 0)), max_size=8)))
-    holes = tuple(HoleExtent(begin, end - begin) for begin, end in zip(edges[::2], edges[1::2], strict=False))
+    hole_edges = sorted(draw(st.sets(st.integers(0, max(result, 0)), max_size=8)))
+    holes = tuple(HoleExtent(begin, end - begin) for begin, end in zip(hole_edges[::2], hole_edges[1::2], strict=False))
     flags = draw(st.sampled_from((ResultFlag(0), ResultFlag.CHECKSUM_VALID)))
-    return Result(draw(UINT64), result, draw(st.integers(0, (1 << 32) - 1)), flags, holes)
+    return Result(draw(UINT64_VALUES), result, draw(st.integers(0, (1 << 32) - 1)), flags, holes)
 
 
 @pytest.mark.parametrize(
-    ("verdict", "frame"), [pytest.param(verdict, frame, id=name) for verdict, name, frame in VECTORS]
+    ("validity", "frame_hex"),
+    [pytest.param(validity, frame_hex, id=name) for validity, name, frame_hex in FRAME_VECTORS],
 )
-def test_vectors_are_parsed_or_refused_as_in_cpp(verdict: str, frame: str) -> None:
-    if verdict == "right":
-        assert repack_frame(bytes.fromhex(frame)) == bytes.fromhex(frame)
+def test_vectors_are_parsed_or_refused_as_in_cpp(validity: str, frame_hex: str) -> None:
+    if validity == "right":
+        assert repack_frame(bytes.fromhex(frame_hex)) == bytes.fromhex(frame_hex)
     else:
         with pytest.raises(UsageError) as error_info:
-            repack_frame(bytes.fromhex(frame))
+            repack_frame(bytes.fromhex(frame_hex))
         assert error_info.value.reason is Reason.MALFORMED
 
 
 @settings(max_examples=EXAMPLE_COUNT, deadline=None)
-@given(st.lists(draw_operation(), min_size=1, max_size=20), UINT64)
+@given(st.lists(draw_operation(), min_size=1, max_size=20), UINT64_VALUES)
 def test_operations_survive_packing_and_parsing(operations: list[Operation], sequence: int) -> None:
     frame = pack_operations(operations, sequence=sequence)
     header = parse_header(frame[:HEADER_BYTES])
@@ -150,16 +151,16 @@ def test_any_changed_byte_is_refused(operations: list[Operation], data: st.DataO
 
 @settings(max_examples=EXAMPLE_COUNT, deadline=None)
 @given(st.binary(max_size=3000), st.integers(0, 3000))
-def test_checksums_by_instruction_and_by_table_are_equal(data: bytes, split_at: int) -> None:
+def test_checksums_by_instruction_and_by_table_are_equal(data: bytes, split_index: int) -> None:
     expected_checksum = crc32c_by_table(data)
     assert crc32c(data) == engine.crc32c(data) == engine.crc32c_portable(data) == expected_checksum
-    head, tail = data[:split_at], data[split_at:]
+    head, tail = data[:split_index], data[split_index:]
     assert engine.crc32c(tail, crc32c(head)) == crc32c_by_table(tail, crc32c_by_table(head)) == expected_checksum
     assert engine.crc32c_combine(crc32c(head), crc32c(tail), len(tail)) == expected_checksum
 
 
 def test_daemon_threads_do_not_abort_the_exit() -> None:
-    """In an older version, the process aborted when the interpreter ended a thread that came back from native code."""
+    """In an older version, the process aborted when the interpreter ended a thread that returned from native code."""
     for _ in range(3):
         completed_process = subprocess.run(
             [sys.executable, "-c", DAEMON_PROGRAM], capture_output=True, text=True, check=False
@@ -167,7 +168,7 @@ def test_daemon_threads_do_not_abort_the_exit() -> None:
         assert completed_process.returncode == 0, completed_process.stderr
 
 
-JSON = st.recursive(
+JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=10,
@@ -175,7 +176,7 @@ JSON = st.recursive(
 
 
 @settings(max_examples=EXAMPLE_COUNT, deadline=None)
-@given(st.sampled_from(sorted(REQUESTS)), st.dictionaries(st.text(max_size=12), JSON, max_size=5))
+@given(st.sampled_from(sorted(REQUESTS)), st.dictionaries(st.text(max_size=12), JSON_VALUES, max_size=5))
 def test_any_json_object_is_a_request_or_is_refused(operation_name: str, fields: dict[str, object]) -> None:
     payload = json.dumps({"op": operation_name, **fields}).encode()
     with contextlib.suppress(UsageError):
@@ -248,6 +249,6 @@ def test_invalid_reply_is_malformed(payload: bytes) -> None:
     assert error_info.value.reason is Reason.MALFORMED
 
 
-@pytest.mark.timeout(FUZZ_S + 120)
+@pytest.mark.timeout(FUZZ_DURATION_S + 120)
 def test_fuzzer_finds_no_defect_in_the_parsers() -> None:
-    run_fuzzer("storage.fuzz_frames", seconds=FUZZ_S)
+    run_fuzzer("storage.fuzz_frames", seconds=FUZZ_DURATION_S)

@@ -38,7 +38,7 @@ def proof_to_json(proof: cufile.Proof) -> dict[str, Any]:
         "route": proof.route.value,
         "state": proof.state.value,
         "evidence": proof.evidence,
-        "moved": dict(proof.counter_increases),
+        "counter_increases": dict(proof.counter_increases),
         "causes": [cause.cause.value for cause in proof.causes],
         "why": proof.why,
     }

@@ -56,7 +56,7 @@ def every_call(arguments: dict[str, Any]) -> dict[str, Any]:
         with cufile.FileHandle(setup.driver, setup.fd) as handle:
             try:
                 with setup.monitor.watch(setup.fd):
-                    moved_bytes, is_expected = CALLS[call_name](setup, handle)
+                    moved_bytes, is_data_correct = CALLS[call_name](setup, handle)
             except GdrkitError as error:
                 results.append({"failure": error_to_json(error)})
             else:
@@ -64,7 +64,7 @@ def every_call(arguments: dict[str, Any]) -> dict[str, Any]:
                 results.append(
                     {
                         "bytes": moved_bytes,
-                        "is_expected": is_expected,
+                        "is_data_correct": is_data_correct,
                         "proof": proof,
                         "empty_write_count": setup.empty_write_count,
                     }
@@ -96,7 +96,7 @@ def one_read(arguments: dict[str, Any]) -> dict[str, Any]:
                     moved_bytes = handle.read(setup.memory, length_bytes=length_bytes)
                 result = {
                     "bytes": moved_bytes,
-                    "is_expected": setup.has_file_data(length_bytes),
+                    "is_data_correct": setup.has_file_data(length_bytes),
                     "proof": proof_to_json(setup.monitor.proof),
                 }
                 setup.monitor.proof.require_direct()
@@ -174,7 +174,7 @@ def staged_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
     }
     with cufile.Driver(timeout_s=None) as driver:
         result["batch_open"] = driver.properties().max_batch_io
-        result["set_open"] = call_to_json(lambda: parameters.set_size(parameters.Size.IO_BATCHSIZE, 16))
+        result["set_while_open"] = call_to_json(lambda: parameters.set_size(parameters.Size.IO_BATCHSIZE, 16))
         result["use_count"] = driver.use_count()
     return result
 
@@ -251,7 +251,7 @@ def pending_read(arguments: dict[str, Any]) -> dict[str, Any]:
         result |= {
             "done_later": pending.done,
             "bytes_later": pending.bytes(),
-            "is_expected": setup.has_file_data(FILE_BYTES),
+            "is_data_correct": setup.has_file_data(FILE_BYTES),
         }
     setup.close()
     return result
@@ -293,7 +293,7 @@ def several_streams(arguments: dict[str, Any]) -> dict[str, Any]:
             stream.synchronize()
         result = {
             "bytes": [transfer.bytes() for transfer in pending_reads],
-            "is_expected": setup.has_file_data(FILE_BYTES),
+            "is_data_correct": setup.has_file_data(FILE_BYTES),
             "refusals": refusals,
             "address": setup.memory.address,
             "streams": [stream.handle for stream in streams],
@@ -323,7 +323,7 @@ def batch_stall(arguments: dict[str, Any]) -> dict[str, Any]:
             "stalled": [event.status.name for event in stalled_events],
             "canceled": [event.status.name for event in canceled_events],
             "outstanding": batch.outstanding,
-            "is_expected": setup.has_file_data(RANGE_BYTES),
+            "is_data_correct": setup.has_file_data(RANGE_BYTES),
         }
     setup.close()
     return result
@@ -343,7 +343,7 @@ def by_kvikio(arguments: dict[str, Any]) -> dict[str, Any]:
                 moved_bytes = file.read(setup.memory).bytes()
             results[mode] = {
                 "read": moved_bytes,
-                "is_expected": setup.has_file_data(FILE_BYTES),
+                "is_data_correct": setup.has_file_data(FILE_BYTES),
                 "proof": proof_to_json(setup.monitor.proof),
             }
             setup.fill_memory_for_writing()

@@ -29,7 +29,7 @@ __all__ = ["ScenarioRunner"]
 
 # Time limit of a scenario. A scenario takes about a second.
 _TIMEOUT_S = 60
-# Results and loaded libraries of earlier scenarios, for cases that run an equal scenario (`run_once`).
+# Results and loaded libraries of earlier scenarios, for cases that run an equal scenario (`run_cached`).
 _finished_scenarios: dict[str, tuple[dict[str, Any], tuple[LoadedLibrary, ...]]] = {}
 
 
@@ -74,7 +74,7 @@ class ScenarioRunner:
         with udev.provide_entry(self.path.parent):
             return self.run_with_udev_unchanged(scenario, **arguments)
 
-    def run_once(self, scenario: str, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401
+    def run_cached(self, scenario: str, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401
         """Return the result of :meth:`run`. The scenario runs only once for all cases with equal arguments."""
         scenario_key = json.dumps([scenario, arguments, self.rules, self.environ])
         if scenario_key not in _finished_scenarios:

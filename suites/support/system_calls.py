@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SystemCall", "run_observed"]
+__all__ = ["SystemCall", "run_with_intercepted_calls"]
 
 # System call numbers by machine and name.
 _CALL_NUMBERS = {
@@ -117,7 +117,9 @@ class _Program(ctypes.Structure):
     _fields_ = (("len", ctypes.c_uint16), ("filter", ctypes.POINTER(_Instruction)))
 
 
-def run_observed(action: Callable[[], object], *call_names: str, reply: Callable[[SystemCall], int | None]) -> None:
+def run_with_intercepted_calls(
+    action: Callable[[], object], *call_names: str, reply: Callable[[SystemCall], int | None]
+) -> None:
     """Run `action` in a thread, and call `reply` before each system call of these names that the thread makes.
 
     If `reply` returns None, the kernel executes the call. If `reply` returns a number, the call is not executed and

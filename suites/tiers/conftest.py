@@ -36,6 +36,6 @@ def configuration(tmp_path: Path) -> Configuration:
 
 @pytest.fixture
 def manager(configuration: Configuration) -> Iterator[TierManager]:
-    """Open a manager of three tiers in folders."""
+    """Yield a manager of three tiers in folders."""
     with TierManager(configuration) as tier_manager:
         yield tier_manager

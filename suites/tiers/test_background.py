@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 STOP_TIMEOUT_S = 20.0
 # A busy machine may need this time to start the command or to migrate hundreds of files.
 WORK_TIMEOUT_S = 240.0
-# The time that the clock of a case returns first, in seconds since 1970, and the length of a day.
+# The time that the clock of a case returns first, in seconds since 1970.
 FAKE_NOW_S = 1_800_000_000.0
 DAY_S = 86400
-# Program that runs the command as an unprivileged user.
-RUN_UNPRIVILEGED = """
+# Program that runs `gdrkit tiers run` as an unprivileged user.
+UNPRIVILEGED_RUN_PROGRAM = """
 import sys
 import gdrkit.cli, gdrkit.tiers.runs
 from support.other_user import become_unprivileged
@@ -60,7 +60,7 @@ class RunningCommand:
         self.events: list[dict[str, Any]] = []
 
     def wait_for_event(self, name: str) -> dict[str, Any]:
-        """Read events until one with this name, and return it."""
+        """Read events up to the first event with this name, and return that event."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.events.append(json.loads(line))
@@ -126,8 +126,10 @@ def test_hot_files_of_another_program_end_on_the_fast_tier(tmp_path: Path, seed:
     names = [f"set-{index % 7}/{index}" for index in range(1000)]
     data_by_name = {name: pattern.payload(4 * KIB, seed=seed + index) for index, name in enumerate(names)}
     # The first 15 files get enough opens for the tier nvme (100), and the next 25 files enough for ssd (10).
-    open_counts = dict(zip(names, [*range(115, 100, -1), *(rng.randint(12, 60) for _ in range(25))], strict=False))
-    open_counts |= {name: rng.randint(1, 5) for name in names[40:200]}
+    open_count_by_name = dict(
+        zip(names, [*range(115, 100, -1), *(rng.randint(12, 60) for _ in range(25))], strict=False)
+    )
+    open_count_by_name |= {name: rng.randint(1, 5) for name in names[40:200]}
     for index, name in enumerate(names):
         tier_name = "nvme" if index >= 980 else "hdd"
         path = configuration.tier(tier_name).directory / name
@@ -138,7 +140,7 @@ def test_hot_files_of_another_program_end_on_the_fast_tier(tmp_path: Path, seed:
         FileOpener() as file_opener,
     ):
         assert run.wait_for_event("passed")["result"]["considered"] == 1000
-        file_opener.open_files([tier.directory for tier in configuration.tiers], open_counts, seed=seed)
+        file_opener.open_files([tier.directory for tier in configuration.tiers], open_count_by_name, seed=seed)
         hot_names, warm_names = names[:15], names[15:40]
         wait_until(
             lambda: (
@@ -162,15 +164,15 @@ def test_stop_in_a_copy_undoes_it_in_time(tmp_path: Path, signal_number: int) ->
         manager.pin("file", "nvme")
     # With this rate, the copy takes two minutes.
     with run_command_in_background(configuration, "--rate=64KiB", "--watch=never") as run:
-        incoming = configuration.tier("nvme").directory / ".gdrkit-tiers" / "incoming"
+        incoming_folder = configuration.tier("nvme").directory / ".gdrkit-tiers" / "incoming"
         wait_until(
-            lambda: any(path.stat().st_blocks for path in incoming.iterdir()),
+            lambda: any(path.stat().st_blocks for path in incoming_folder.iterdir()),
             "the copy has bytes",
             timeout_s=WORK_TIMEOUT_S,
         )
         assert run.stop(signal_number) == {"event": "ended", "is_complete": True}
     assert [event["event"] for event in run.events] == ["ready", "ended"]
-    assert not list(incoming.iterdir())
+    assert not list(incoming_folder.iterdir())
     check_tiers(configuration, data_by_name)
     with TierManager(configuration) as manager:
         assert manager.find("file").tier == "hdd"
@@ -209,14 +211,14 @@ def run_until_wait(
     on_wait: Callable[[float], None],
     **options: Any,  # noqa: ANN401 - arguments of BackgroundRun.
 ) -> tuple[list[str], str]:
-    """Run a background run until its `wait_count`-th wait. Return the names of its events, and its output."""
-    waits_done = 0
+    """Execute a background run until its `wait_count`-th wait. Return the names of its events, and its output."""
+    wait_count_so_far = 0
 
     def count_wait(timeout_s: float) -> None:
-        nonlocal waits_done
-        waits_done += 1
+        nonlocal wait_count_so_far
+        wait_count_so_far += 1
         on_wait(timeout_s)
-        if waits_done == wait_count:
+        if wait_count_so_far == wait_count:
             stop.set()
 
     stop, output = StopEventWithoutWaits(count_wait), io.StringIO()
@@ -226,11 +228,11 @@ def run_until_wait(
     return [json.loads(line)["event"] for line in lines], output.getvalue()
 
 
-def make_quiet_settings(time_s: float, *, begin_s: int, end_s: int) -> RunSettings:
+def make_quiet_settings(time_s: float, *, begin_offset_s: int, end_offset_s: int) -> RunSettings:
     """Return settings with quiet hours that begin and end at these offsets in seconds from `time_s`."""
     local_time = time.localtime(time_s)
     time_of_day_s = local_time.tm_hour * 3600 + local_time.tm_min * 60 + local_time.tm_sec
-    quiet_hours = QuietHours((time_of_day_s + begin_s) % DAY_S, (time_of_day_s + end_s) % DAY_S)
+    quiet_hours = QuietHours((time_of_day_s + begin_offset_s) % DAY_S, (time_of_day_s + end_offset_s) % DAY_S)
     return RunSettings(quiet_hours=(quiet_hours,), interval_s=1800, watch="never")
 
 
@@ -242,11 +244,13 @@ def test_first_pass_waits_for_the_end_of_quiet_hours(configuration: Configuratio
         wait_lengths_s.append(timeout_s)
         now_s += timeout_s
 
-    settings = make_quiet_settings(now_s, begin_s=-3600, end_s=2400)
-    events, _ = run_until_wait(replace(configuration, run=settings), wait_count=3, on_wait=on_wait, clock=lambda: now_s)
+    settings = make_quiet_settings(now_s, begin_offset_s=-3600, end_offset_s=2400)
+    event_names, _ = run_until_wait(
+        replace(configuration, run=settings), wait_count=3, on_wait=on_wait, clock=lambda: now_s
+    )
     # The run waits twice for the end of the quiet hours, and once for the next pass.
     assert wait_lengths_s == [1800, 600, 1800]
-    assert events == ["ready", "passed"]
+    assert event_names == ["ready", "passed"]
 
 
 def test_begin_of_quiet_hours_undoes_a_migration(configuration: Configuration) -> None:
@@ -268,9 +272,9 @@ def test_begin_of_quiet_hours_undoes_a_migration(configuration: Configuration) -
         assert phases[-1] is (Phase.COPY if now_s == FAKE_NOW_S + 60 else Phase.DONE)
         now_s += timeout_s
 
-    configuration = replace(configuration, run=make_quiet_settings(now_s, begin_s=60, end_s=120))
-    events, _ = run_until_wait(configuration, wait_count=2, on_wait=on_wait, clock=lambda: now_s, observe=observe)
-    assert events == ["ready", "moved", "passed"]
+    configuration = replace(configuration, run=make_quiet_settings(now_s, begin_offset_s=60, end_offset_s=120))
+    event_names, _ = run_until_wait(configuration, wait_count=2, on_wait=on_wait, clock=lambda: now_s, observe=observe)
+    assert event_names == ["ready", "moved", "passed"]
     check_tiers(configuration, {"file": data})
 
 
@@ -301,26 +305,26 @@ def test_failed_pass_does_not_end_the_run(tmp_path: Path) -> None:
         create_file(locking_manager, "file", 4 * KIB, seed=1)
         locking_manager.pin("file", "nvme")
         lock_stack.enter_context(locking_manager.catalogue.write_transaction("lock"))
-        events, output = run_until_wait(configuration, wait_count=2, on_wait=lambda _: lock_stack.close())
-        assert events == ["ready", "failed", "moved", "passed"]
+        event_names, output = run_until_wait(configuration, wait_count=2, on_wait=lambda _: lock_stack.close())
+        assert event_names == ["ready", "failed", "moved", "passed"]
         assert "busy" in output
 
 
 def test_pass_recovers_the_migration_of_a_killed_process(configuration: Configuration) -> None:
     copy_path = configuration.tier("nvme").directory / "file"
-    copy_exists: list[bool] = []
+    copy_exists_at_wait: list[bool] = []
     with TierManager(configuration) as manager, MigrationProcess() as migration_process:
         data = create_file(manager, "file", 4 * KIB, seed=1)
 
         def on_wait(_: float) -> None:
-            if not copy_exists:
+            if not copy_exists_at_wait:
                 migration_process.start(configuration, "file", "nvme", phase=Phase.RETIRE.value)
                 assert migration_process.wait_for_exit_code() == -signal.SIGKILL
-            copy_exists.append(copy_path.exists())
+            copy_exists_at_wait.append(copy_path.exists())
 
         run_until_wait(replace(configuration, run=RunSettings(watch="never")), wait_count=2, on_wait=on_wait)
     # The killed migration left its copy, and the next pass removed the copy.
-    assert copy_exists == [True, False]
+    assert copy_exists_at_wait == [True, False]
     check_tiers(configuration, {"file": data})
 
 
@@ -370,7 +374,7 @@ def test_run_without_privileges_says_what_is_not_counted(watch_mode: str) -> Non
         configuration = make_configuration(root)
         for path in (root, *(tier.directory for tier in configuration.tiers)):
             path.chmod(0o777)
-        command, environ = make_program_command(RUN_UNPRIVILEGED, os.environ)
+        command, environ = make_program_command(UNPRIVILEGED_RUN_PROGRAM, os.environ)
         command += [f"--tier={tier.name}={tier.directory}" for tier in configuration.tiers]
         command += [f"--catalogue={root / 'catalogue'}", f"--watch={watch_mode}", "--json"]
         with subprocess.Popen(

@@ -57,7 +57,7 @@ def test_lost_catalogue_is_rebuilt(configuration: Configuration) -> None:
             tier: tier for tier in data_by_tier
         }
         assert {tier: read_contents(manager, f"folder/{tier}") for tier in data_by_tier} == data_by_tier
-        # A pin is also stored in the tier, so it is not lost. The heat of the files is lost, but this moves no file.
+        # A pin is also stored in the tier, so it is not lost. The heat of the files is lost, which moves no file.
         with manager.plan() as plan:
             assert [(move.name, move.destination) for move in plan.moves()] == [("folder/ssd", "nvme")]
 
@@ -123,13 +123,13 @@ def test_catalogue_without_a_routes_table_is_used(configuration: Configuration) 
 def test_damage_inside_the_catalogue_is_found_and_repaired(configuration: Configuration) -> None:
     data_by_name = {f"file-{index}": bytes([index]) * 100 for index in range(200)}
     for name, data in data_by_name.items():
-        (configuration.tiers[1].directory / name).write_bytes(data)
+        (configuration.tier("ssd").directory / name).write_bytes(data)
     TierManager(configuration).close()
     database_path = find_database(configuration)
     page_count = database_path.stat().st_size // DATABASE_PAGE_BYTES
     with database_path.open("r+b") as file:
-        # gdrkit reads the first seven pages when it opens the catalogue, so they stay intact. The later pages contain
-        # the rows of the files.
+        # gdrkit reads the first seven pages when it opens the catalogue, so they must stay intact. The later pages
+        # contain the rows of the files.
         file.seek(DATABASE_PAGE_BYTES * 7)
         file.write(b"\xa5" * DATABASE_PAGE_BYTES * (page_count - 7))
     with TierManager(configuration) as manager:
@@ -225,7 +225,7 @@ def test_change_of_the_half_life_keeps_the_heat(configuration: Configuration) ->
 def test_name_in_two_tiers_is_reported_and_both_files_stay(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         data = create_file(manager, "file", 1000, seed=1)
-        path_in_nvme = configuration.tiers[0].directory / "file"
+        path_in_nvme = configuration.tier("nvme").directory / "file"
         path_in_nvme.write_bytes(b"another program's")
         (finding,) = manager.check()
         assert (finding.kind, finding.tier) == (FindingKind.TWICE, "hdd")
@@ -264,7 +264,7 @@ def test_changes_outside_gdrkit_are_found_and_recorded(manager: TierManager, con
 
 def test_file_moved_outside_gdrkit_is_migrated(manager: TierManager, configuration: Configuration) -> None:
     data = create_file(manager, "file", 1000, seed=1)
-    (configuration.tiers[2].directory / "file").rename(configuration.tiers[1].directory / "file")
+    (configuration.tier("hdd").directory / "file").rename(configuration.tier("ssd").directory / "file")
     manager.move("file", "nvme")
     assert (manager.find("file").tier, read_contents(manager, "file")) == ("nvme", data)
     assert not manager.check()
@@ -277,16 +277,16 @@ def test_totals_equal_those_of_the_disks(manager: TierManager, configuration: Co
     with manager.open("f5", "r+") as file:
         os.ftruncate(file.fileno(), 3)
     for tier in manager.status():
-        files = [path for path in (configuration.tier(tier.name).directory).iterdir() if path.is_file()]
-        assert tier.files == len(files)
-        assert tier.size_bytes == sum(path.stat().st_size for path in files)
-        assert tier.allocated_bytes == sum(path.stat().st_blocks * 512 for path in files)
+        file_paths = [path for path in (configuration.tier(tier.name).directory).iterdir() if path.is_file()]
+        assert tier.files == len(file_paths)
+        assert tier.size_bytes == sum(path.stat().st_size for path in file_paths)
+        assert tier.allocated_bytes == sum(path.stat().st_blocks * 512 for path in file_paths)
 
 
 def test_retired_file_without_a_record_is_kept_and_reported(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         create_file(manager, "file", 1000, seed=1)
-    gdrkit_folder = configuration.tiers[2].directory / ".gdrkit-tiers"
+    gdrkit_folder = configuration.tier("hdd").directory / ".gdrkit-tiers"
     (gdrkit_folder / "retired" / "0123").write_bytes(b"the last of its kind")
     with TierManager(configuration) as manager:
         assert list_finding_kinds(list(manager.recovery_findings)) == [FindingKind.KEPT]

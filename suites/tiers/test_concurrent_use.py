@@ -50,19 +50,19 @@ def move_unless_busy(manager: TierManager, name: str, tier: str) -> None:
 
 def test_readers_continue_while_a_file_moves(manager: TierManager) -> None:
     data = create_file(manager, "file", FILE_BYTES, seed=1)
-    is_finished = threading.Event()
+    finish_event = threading.Event()
 
     def read_repeatedly() -> int:
         read_count = 0
-        while not is_finished.is_set():
+        while not finish_event.is_set():
             assert read_contents(manager, "file") == data
             read_count += 1
         return read_count
 
-    with ThreadPoolExecutor(3) as threads:
-        readers = [threads.submit(read_repeatedly) for _ in range(3)]
+    with ThreadPoolExecutor(3) as executor:
+        readers = [executor.submit(read_repeatedly) for _ in range(3)]
         with contextlib.ExitStack() as stack:
-            stack.callback(is_finished.set)
+            stack.callback(finish_event.set)
             for tier in itertools.islice(itertools.cycle(TIER_NAMES), MOVE_COUNT):
                 manager.move("file", tier)
         assert all(reader.result() > 0 for reader in readers)
@@ -70,17 +70,17 @@ def test_readers_continue_while_a_file_moves(manager: TierManager) -> None:
 
 def test_writes_during_moves_are_not_lost(manager: TierManager) -> None:
     create_file(manager, "file", FILE_BYTES, seed=1)
-    is_finished, last_version = threading.Event(), [0]
+    finish_event, last_version = threading.Event(), [0]
 
     def write_versions() -> None:
-        while not is_finished.is_set():
+        while not finish_event.is_set():
             last_version[0] += 1
             with manager.open("file", "r+") as file:
                 assert os.pwrite(file.fileno(), make_contents(last_version[0]), 0) == FILE_BYTES
 
     def check_versions() -> None:
         newest_read_version = 0
-        while not is_finished.is_set():
+        while not finish_event.is_set():
             version_before_read = last_version[0]
             with manager.open("file") as file:
                 version, inverted_version = RECORD.unpack(os.pread(file.fileno(), RECORD.size, 0))
@@ -90,10 +90,10 @@ def test_writes_during_moves_are_not_lost(manager: TierManager) -> None:
                 assert version >= newest_read_version, "the file has the bytes of an older version"
                 newest_read_version = max(newest_read_version, min(version, version_before_read))
 
-    with ThreadPoolExecutor(2) as threads:
-        futures = [threads.submit(write_versions), threads.submit(check_versions)]
+    with ThreadPoolExecutor(2) as executor:
+        futures = [executor.submit(write_versions), executor.submit(check_versions)]
         with contextlib.ExitStack() as stack:
-            stack.callback(is_finished.set)
+            stack.callback(finish_event.set)
             for tier in itertools.islice(itertools.cycle(TIER_NAMES), MOVE_COUNT):
                 move_unless_busy(manager, "file", tier)
         for future in futures:
@@ -104,19 +104,19 @@ def test_writes_during_moves_are_not_lost(manager: TierManager) -> None:
 
 def test_waiting_writer_opens_the_new_file_of_that_name(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "file", 1000, seed=1)
-    path = configuration.tiers[2].directory / "file"
+    path = configuration.tier("hdd").directory / "file"
 
     def is_writer_waiting() -> bool:
         # In /proc/locks, "->" marks a request that waits for a lock.
         waiting_locks = [line for line in Path("/proc/locks").read_text().splitlines() if "-> FLOCK" in line]
         return any(f":{inode} " in line for line in waiting_locks)
 
-    with path.open("rb") as old_file, ThreadPoolExecutor(1) as threads:
+    with path.open("rb") as old_file, ThreadPoolExecutor(1) as executor:
         inode = os.fstat(old_file.fileno()).st_ino
         fcntl.flock(old_file, fcntl.LOCK_EX)
-        writer = threads.submit(manager.open, "file", "r+")
+        writer = executor.submit(manager.open, "file", "r+")
         wait_until(is_writer_waiting, "the writer waits for the lock")
-        path.rename(configuration.tiers[0].directory / "elsewhere")
+        path.rename(configuration.tier("nvme").directory / "elsewhere")
         path.write_bytes(b"new")
         fcntl.flock(old_file, fcntl.LOCK_UN)
         with writer.result() as file:
@@ -145,7 +145,7 @@ def test_processes_share_one_catalogue(configuration: Configuration) -> None:
 
 @pytest.mark.timeout(300)
 def test_processes_that_start_together_create_one_catalogue(configuration: Configuration) -> None:
-    (configuration.tiers[1].directory / "file").write_bytes(b"here")
+    (configuration.tier("ssd").directory / "file").write_bytes(b"here")
     opening_program = """
 import sys
 from pathlib import Path
@@ -177,11 +177,11 @@ with TierManager(make_configuration(Path(sys.argv[1]))) as manager:
 
 def test_two_managers_create_a_file_once(configuration: Configuration) -> None:
     with TierManager(configuration) as first_manager, TierManager(configuration) as second_manager:
-        with ThreadPoolExecutor(2) as threads:
+        with ThreadPoolExecutor(2) as executor:
             for index in range(20):
                 name = f"folder-{index}/file"
                 files = list(
-                    threads.map(lambda manager, name=name: manager.open(name, "a+"), (first_manager, second_manager))
+                    executor.map(lambda manager, name=name: manager.open(name, "a+"), (first_manager, second_manager))
                 )
                 assert len({os.fstat(file.fileno()).st_ino for file in files}) == 1
                 for file in files:

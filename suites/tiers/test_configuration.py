@@ -10,8 +10,9 @@ from gdrkit.errors import UsageError
 from gdrkit.tiers import DEFAULT_TIERS, Tier, configure
 from gdrkit.tiers.configuration import parse_size
 from gdrkit.tiers.tables import format_size
+from gdrkit.units import MIB
 
-TOML = """
+TIERS_TOML = """
 catalogue = "index"
 half_life_s = 3600
 landing = "slow"
@@ -45,9 +46,9 @@ def test_default_tiers_are_the_required_ones() -> None:
 
 def test_file_sets_every_parameter(tmp_path: Path) -> None:
     path = tmp_path / "tiers.toml"
-    path.write_text(TOML)
+    path.write_text(TIERS_TOML)
     configuration = configure(file=path, environ={})
-    assert configuration.tiers == (Tier("fast", tmp_path / "a", 50, 3 << 29), Tier("slow", Path("/b"), 0))
+    assert configuration.tiers == (Tier("fast", tmp_path / "a", 50, 1536 * MIB), Tier("slow", Path("/b"), 0))
     assert (configuration.catalogue, configuration.half_life_s, configuration.landing_tier.name) == (
         tmp_path / "index",
         3600,
@@ -58,7 +59,7 @@ def test_file_sets_every_parameter(tmp_path: Path) -> None:
 
 def test_arguments_override_the_environment_and_the_file(tmp_path: Path) -> None:
     path = tmp_path / "tiers.toml"
-    path.write_text(TOML.replace('landing = "slow"', ""))
+    path.write_text(TIERS_TOML.replace('landing = "slow"', ""))
     environ = {"GDRKIT_TIERS_CONFIG": str(path), "GDRKIT_TIERS": "nvme=/x ssd=/y", "GDRKIT_TIERS_CATALOGUE": "/z"}
     configuration = configure(environ=environ)
     assert [tier.name for tier in configuration.tiers] == ["nvme", "ssd"]

@@ -68,7 +68,7 @@ def test_full_device_is_reported_as_no_space(configuration_on_ext4: Configuratio
         large_file = configuration_on_ext4.tiers[0].directory / ".gdrkit-tiers" / "junk"
 
         def fill_device(phase: Phase, name: str, offset_bytes: int) -> None:
-            # The migration checked the free space before this phase.
+            # The migration checked the free space before this phase, so the copy itself meets the full device.
             if phase is Phase.COPY and offset_bytes == 4 * MIB:
                 with contextlib.suppress(OSError), large_file.open("wb", buffering=0) as file:
                     while file.write(bytes(MIB)):
@@ -126,9 +126,9 @@ from gdrkit.tiers import TierManager
 configuration = make_configuration(Path(sys.argv[1]))
 become_unprivileged()
 with TierManager(configuration) as manager:
-    for name, to in (("theirs", "ssd"), ("file", "nvme")):
+    for name, destination in (("theirs", "ssd"), ("file", "nvme")):
         try:
-            manager.move(name, to)
+            manager.move(name, destination)
         except ApiError as error:
             print(name, error.errno, error.reason.value)
     print([finding.kind.value for finding in manager.check()])
@@ -145,10 +145,10 @@ with TierManager(configuration) as manager:
         root_file.chmod(0o600)
         (root / "hdd" / "file").write_bytes(b"readable by every user")
         os.chown(root / "hdd" / "file", UNPRIVILEGED_UID, UNPRIVILEGED_UID)
-        completed = run_program(program, str(root))
+        completed_process = run_program(program, str(root))
         # 13 is EACCES.
-        assert completed.stdout.splitlines() == ["theirs 13 no_permission", "file 13 no_permission", "[]"], (
-            completed.stderr
+        assert completed_process.stdout.splitlines() == ["theirs 13 no_permission", "file 13 no_permission", "[]"], (
+            completed_process.stderr
         )
         assert root_file.read_bytes() == b"readable by root only"
 

@@ -2,8 +2,8 @@
 
 After a restart, the file is in exactly one tier, and the catalogue agrees with the disks. The environment variable
 GDRKIT_TIER_KILLS is the number of kills per campaign, spread evenly over all phases: 20 by default, 300 in
-``nox -s long``. A campaign can be
-repeated with the seed of its run (``--seed``). The cases of a power loss are in test_power_cuts.py.
+``nox -s long``. A campaign can be repeated with the seed of its run (``--seed``). The cases of a power loss are in
+test_power_cuts.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_killed_migration_loses_no_byte(
 ) -> None:
     with contextlib.ExitStack() as stack:
         if file_system != "folders":
-            # Two tiers have file systems of their own. The third one is a folder.
+            # Two tiers have file systems of their own. The third tier is a folder.
             stack.enter_context(mount_new_file_system(file_system, tmp_path / TIER_NAMES[0]))
             stack.enter_context(mount_new_file_system(file_system, tmp_path / TIER_NAMES[1]))
         migration_process = stack.enter_context(MigrationProcess())

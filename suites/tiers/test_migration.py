@@ -147,19 +147,19 @@ def test_open_for_writing_ends_the_migration(manager: TierManager, configuration
         if current_phase is phase and offset_bytes in {0, 100_000}:
             # Any program may open the file like this. Without O_NONBLOCK, the call would wait for the end of the
             # migration.
-            paths = [
+            possible_paths = [
                 get_path(configuration, "hdd", "file"),
                 *get_path(configuration, "hdd", ".gdrkit-tiers/retired").iterdir(),
             ]
-            path = next(path for path in paths if path.exists())
+            path = next(path for path in possible_paths if path.exists())
             with pytest.raises(BlockingIOError):
                 os.open(path, os.O_WRONLY | os.O_NONBLOCK)
 
     assert move_and_get_error(manager, "file", "nvme", observe=open_for_writing).reason is Reason.BUSY
-    # Each step first checks for writers, so the migration fails in this phase, not in the next.
+    # Each step first checks for writers, so the migration fails in the phase in which the writer opened the file.
     assert phases[-1] is phase
     if phase is Phase.RETIRE:
-        # The file was not renamed, because a rename changes the ctime.
+        # A rename would have changed the ctime. So the migration has not renamed the file.
         assert get_path(configuration, "hdd", "file").stat().st_ctime_ns == ctime_ns_before
     manager.move("file", "nvme")
 

@@ -1,4 +1,4 @@
-"""Migrations: the return value of a move, its locks, and all fields of its errors. An undo changes no other files."""
+"""Tests of migrations: the return value, locks, all fields of the errors, and other files in the place of the file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.system_calls import SystemCall, run_observed
+from support.system_calls import SystemCall, run_with_intercepted_calls
 from support.tier_world import create_file, read_contents, select_errors
 
 from gdrkit.errors import Api, ApiError, DataMismatch, GdrkitError, Reason
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gdrkit.tiers import Configuration, TierManager
 
 # Number of hexadecimal digits of the id of a migration.
-MIGRATION_ID_LENGTH = 32
+MIGRATION_ID_DIGIT_COUNT = 32
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def nvme(configuration: Configuration) -> Path:
     return configuration.tier("nvme").directory
 
 
-def fail_in_phase(manager: TierManager, phase: Phase, action: Callable[[], object]) -> GdrkitError:
+def get_migration_error(manager: TierManager, phase: Phase, action: Callable[[], object]) -> GdrkitError:
     """Migrate the file ``file``, call `action` at the beginning of `phase`, and return the error of the migration."""
 
     def observe(current_phase: Phase, _name: str, offset_bytes: int) -> None:
@@ -78,9 +78,9 @@ def test_migration_takes_its_locks_in_order(manager: TierManager, hdd: Path, nvm
     def record_lock(call: SystemCall) -> None:
         folder, _, name = call.path.rpartition("/")
         # The name of a copy or of a record contains the id of the migration, which is random.
-        flock_calls.append((folder if len(name) >= MIGRATION_ID_LENGTH else call.path, call.arguments[1]))
+        flock_calls.append((folder if len(name) >= MIGRATION_ID_DIGIT_COUNT else call.path, call.arguments[1]))
 
-    run_observed(lambda: manager.move("file", "nvme"), "flock", reply=record_lock)
+    run_with_intercepted_calls(lambda: manager.move("file", "nvme"), "flock", reply=record_lock)
     gdrkit_folder = nvme / ".gdrkit-tiers"
     assert flock_calls[:-1] == [
         (str(hdd / "file"), fcntl.LOCK_EX | fcntl.LOCK_NB),
@@ -103,7 +103,7 @@ def test_changed_byte_in_the_copy_is_a_data_mismatch(manager: TierManager, nvme:
     size_bytes = offset_bytes // CHUNK_BYTES * CHUNK_BYTES + 1000
     data = create_file(manager, "file", size_bytes, seed=1)
     wrong_byte = bytes([data[offset_bytes] ^ 1])
-    error = fail_in_phase(manager, Phase.SYNC, lambda: write_to_copy(nvme, wrong_byte, offset_bytes))
+    error = get_migration_error(manager, Phase.SYNC, lambda: write_to_copy(nvme, wrong_byte, offset_bytes))
     assert isinstance(error, DataMismatch)
     assert (error.first_offset_bytes, error.length_bytes) == (offset_bytes, size_bytes)
     assert error.expected == data[offset_bytes : offset_bytes + 16]
@@ -113,13 +113,13 @@ def test_changed_byte_in_the_copy_is_a_data_mismatch(manager: TierManager, nvme:
 
 def test_byte_that_is_read_wrong_only_once_is_an_io_error(manager: TierManager, nvme: Path) -> None:
     data = create_file(manager, "file", CHUNK_BYTES + 1000, seed=1)
-    # The first chunk is wrong when it is read back, and right again before the second chunk is read.
-    changes = iter([bytes([data[5] ^ 1]), data[5:6]])
+    # The case corrupts a byte of the copy before the first chunk is verified, and restores the byte before the second.
+    replacement_bytes = iter([bytes([data[5] ^ 1]), data[5:6]])
 
     def observe(phase: Phase, _name: str, _offset_bytes: int) -> None:
-        change = next(changes, None) if phase is Phase.VERIFY else None
-        if change is not None:
-            write_to_copy(nvme, change, 5)
+        replacement_byte = next(replacement_bytes, None) if phase is Phase.VERIFY else None
+        if replacement_byte is not None:
+            write_to_copy(nvme, replacement_byte, 5)
 
     with pytest.raises(ApiError, match="a second comparison finds no difference") as error_info:
         manager.move("file", "nvme", observe=observe)
@@ -132,7 +132,7 @@ def test_failure_after_the_removal_notes_the_new_tier(
     manager: TierManager, hdd: Path, nvme: Path, phase: Phase
 ) -> None:
     data = create_file(manager, "file", 1000, seed=1)
-    error = fail_in_phase(manager, phase, raise_io_error)
+    error = get_migration_error(manager, phase, raise_io_error)
     assert error.__notes__ == ["'file' was moved to nvme, although a later step failed"]
     assert (nvme / "file").read_bytes() == data
     assert not (hdd / "file").exists()
@@ -145,7 +145,7 @@ def test_failure_after_the_removal_notes_the_new_tier(
 @pytest.mark.parametrize("phase", list(Phase)[:-2])
 def test_failure_before_the_removal_has_no_note(manager: TierManager, phase: Phase) -> None:
     create_file(manager, "file", 1000, seed=1)
-    error = fail_in_phase(manager, phase, raise_io_error)
+    error = get_migration_error(manager, phase, raise_io_error)
     assert isinstance(error, ApiError)
     assert not hasattr(error, "__notes__")
     assert (error.api, error.operation, error.errno, error.reason) == (
@@ -173,7 +173,7 @@ def test_hard_link_error_has_every_field(manager: TierManager, hdd: Path) -> Non
 @pytest.mark.parametrize("phase", [Phase.RETIRE, Phase.REMOVE])
 def test_missing_copy_error_has_every_field(manager: TierManager, nvme: Path, phase: Phase) -> None:
     create_file(manager, "file", 1000, seed=1)
-    error = fail_in_phase(manager, phase, (nvme / "file").unlink)
+    error = get_migration_error(manager, phase, (nvme / "file").unlink)
     assert isinstance(error, ApiError)
     assert (error.operation, error.errno, error.arguments) == (
         "migrate",
@@ -189,7 +189,7 @@ def test_symbolic_link_in_place_of_the_file_is_busy(manager: TierManager, hdd: P
         (hdd / "file").rename(hdd / "other")
         (hdd / "file").symlink_to(hdd / "other")
 
-    error = fail_in_phase(manager, Phase.RETIRE, replace_by_symbolic_link)
+    error = get_migration_error(manager, Phase.RETIRE, replace_by_symbolic_link)
     assert isinstance(error, ApiError)
     assert (error.operation, error.reason, error.arguments) == ("migrate", Reason.BUSY, {"name": "file"})
     assert (hdd / "file").is_symlink()
@@ -205,7 +205,7 @@ def test_symbolic_link_in_place_of_the_copy_stays(manager: TierManager, hdd: Pat
         (nvme / "file").symlink_to(nvme / "elsewhere")
         raise_io_error()
 
-    error = fail_in_phase(manager, Phase.FOLDER, replace_by_symbolic_link)
+    error = get_migration_error(manager, Phase.FOLDER, replace_by_symbolic_link)
     (note,) = error.__notes__
     assert "unlink(name='file') failed: File exists (EEXIST)" in note
     assert "another file has the name" in note

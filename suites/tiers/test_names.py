@@ -82,7 +82,7 @@ def test_folder_replaced_by_a_link_is_not_followed(
     manager: TierManager, configuration: Configuration, folder_outside: Path, phase: Phase, tier: str
 ) -> None:
     data = create_file(manager, "folder/file", 1000, seed=1)
-    # This file creates the folder in nvme.
+    # The creation of this file also creates the folder in nvme.
     create_file(manager, "folder/other", 1000, seed=2, tier="nvme")
     folder = configuration.tier(tier).directory / "folder"
 
@@ -106,7 +106,7 @@ def test_folder_replaced_by_a_link_is_not_followed(
 def test_special_file_is_not_touched(manager: TierManager, configuration: Configuration, file_type: str) -> None:
     import socket
 
-    path = configuration.tiers[2].directory / "special"
+    path = configuration.tier("hdd").directory / "special"
     with socket.socket(socket.AF_UNIX) as listener:
         if file_type == "socket":
             listener.bind(str(path))

@@ -27,7 +27,7 @@ pytestmark = needs(host.open_reports)
 
 @pytest.fixture
 def opener() -> Iterator[FileOpener]:
-    """Start another program, which opens files."""
+    """Yield another program, which opens files when a case requests it."""
     with FileOpener() as program:
         yield program
 
@@ -55,8 +55,8 @@ def test_opens_by_other_programs_are_counted_once(
     with watch_all_tiers(manager):
         opener.open_files([nvme], {names[0]: 120, names[1]: 3, names[2]: 1})
         opener.open_files([hdd.parent], {"outside": 5})
-        # manager.open() counts once, by itself. Other opens by this process, and opens of gdrkit's own files, do not
-        # count.
+        # manager.open() itself counts its open, and the watcher does not. Other opens by this process, and opens of
+        # gdrkit's own files, do not count.
         manager.open("file").close()
         (nvme / "file").read_bytes()
         opener.open_files([nvme], {".gdrkit-tiers/tier.json": 2})

@@ -27,7 +27,7 @@ UNLIMITED_BYTES = 1 << 60
 
 
 def make_tier_limits(*limits_bytes: int) -> list[TierLimits]:
-    """Return the tiers nvme, ssd and hdd with these limits, by default without a limit."""
+    """Return the tiers nvme, ssd and hdd with the default thresholds and these limits, by default UNLIMITED_BYTES."""
     tier_fields = zip(("nvme", "ssd", "hdd"), (100, 10, 0), limits_bytes or (UNLIMITED_BYTES,) * 3, strict=True)
     return [TierLimits(*fields) for fields in tier_fields]
 
@@ -62,6 +62,7 @@ def test_default_thresholds_select_the_tier(accesses: int, expected_tier: str, c
     )
 
 
+# With a hysteresis of 0.1, a file stays in nvme (threshold 100) while its heat is at least 90.
 @pytest.mark.parametrize(("accesses", "is_kept"), [(99, True), (91, True), (90, True), (89, False), (10, False)])
 def test_file_stays_within_the_hysteresis(accesses: int, *, is_kept: bool) -> None:
     assert (get_decisions(make_file_row(accesses, "nvme")) == []) == is_kept
@@ -167,7 +168,7 @@ def test_least_score_of_a_tier_is_enough() -> None:
     lowest_score_to_enter = least_score(100, at_half_lives=NOW_HALF_LIVES)
     for score, tier in ((lowest_score_to_enter, "nvme"), (math.nextafter(lowest_score_to_enter, 0), "ssd")):
         assert [decision.destination for decision in get_decisions(FileRow(1, "hdd", 100, score, None, 1))] == [tier]
-    lowest_score_to_stay = least_score(100, at_half_lives=NOW_HALF_LIVES, share=0.9)
+    lowest_score_to_stay = least_score(100, at_half_lives=NOW_HALF_LIVES, threshold_factor=0.9)
     for score, destinations in ((lowest_score_to_stay, []), (math.nextafter(lowest_score_to_stay, 0), ["ssd"])):
         assert [
             decision.destination for decision in get_decisions(FileRow(1, "nvme", 100, score, None, 1))

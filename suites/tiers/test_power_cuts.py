@@ -34,7 +34,7 @@ FILE_SYSTEMS = [
     for file_system in ("ext4", "xfs")
 ]
 # The tiers that have a block device of their own.
-DEVICE_TIERS = TIER_NAMES[:2]
+DEVICE_TIER_NAMES = TIER_NAMES[:2]
 # A short run tests the phases around the fsync calls. ``nox -s long`` tests all phases.
 SYNC_PHASES = (Phase.VERIFY, Phase.RETIRE, Phase.RETIRED, Phase.FORGET, Phase.DONE)
 PHASES = SYNC_PHASES if len(Phase) * 10 > KILL_COUNT else tuple(Phase)
@@ -42,7 +42,9 @@ PHASES = SYNC_PHASES if len(Phase) * 10 > KILL_COUNT else tuple(Phase)
 
 def make_configuration_of_copies(configuration: Configuration, root: Path) -> Configuration:
     """Return a configuration of the tiers that have a device. Their folders are the mounted copies in `root`."""
-    tiers = [replace(tier, directory=root / tier.name) for tier in configuration.tiers if tier.name in DEVICE_TIERS]
+    tiers = [
+        replace(tier, directory=root / tier.name) for tier in configuration.tiers if tier.name in DEVICE_TIER_NAMES
+    ]
     # The configuration requires the threshold 0 for the slowest tier.
     return replace(configuration, tiers=(tiers[0], replace(tiers[1], accesses_min=0)), catalogue=root / "catalogue")
 
@@ -52,15 +54,15 @@ def make_configuration_of_copies(configuration: Configuration, root: Path) -> Co
 @pytest.mark.timeout(300)
 def test_power_loss_loses_no_byte(tmp_path: Path, seed: int, file_system: str, synced_side: str) -> None:
     with contextlib.ExitStack() as stack:
-        for tier in DEVICE_TIERS:
+        for tier in DEVICE_TIER_NAMES:
             stack.enter_context(mount_new_file_system(file_system, tmp_path / tier))
         migration_process = stack.enter_context(MigrationProcess())
         configuration = make_configuration(tmp_path)
         for index, phase in enumerate(PHASES):
-            # The migrations go down and up alternately.
-            name, source, destination = f"folder-{index}/{phase.value}", *DEVICE_TIERS[:: 1 - 2 * (index % 2)]
+            # The migrations go to the slower and to the faster tier alternately: the step of the slice is 1 or -1.
+            name, source, destination = f"folder-{index}/{phase.value}", *DEVICE_TIER_NAMES[:: 1 - 2 * (index % 2)]
             with TierManager(configuration) as manager:
-                expected_files = {name: create_file(manager, name, 300 * KIB + index, seed=seed + index, tier=source)}
+                data_by_name = {name: create_file(manager, name, 300 * KIB + index, seed=seed + index, tier=source)}
             subprocess.run(["sync"], check=True)
             process_id = migration_process.start(
                 configuration, name, destination, phase=phase.value, signal_name="stop"
@@ -77,9 +79,9 @@ def test_power_loss_loses_no_byte(tmp_path: Path, seed: int, file_system: str, s
             copies_folder = tmp_path / f"after-{phase.value}"
             copies_folder.mkdir()
             with contextlib.ExitStack() as mount_stack:
-                for tier in DEVICE_TIERS:
+                for tier in DEVICE_TIER_NAMES:
                     mount_stack.enter_context(mount_image_copy(file_system, tmp_path / tier, copies_folder / tier))
-                check_tiers(make_configuration_of_copies(configuration, copies_folder), expected_files)
+                check_tiers(make_configuration_of_copies(configuration, copies_folder), data_by_name)
             os.kill(process_id, signal.SIGCONT)
             assert migration_process.wait_for_exit_code() == 0
             with TierManager(configuration) as manager:

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from support.system_calls import SystemCall, run_observed
+from support.system_calls import SystemCall, run_with_intercepted_calls
 from support.tier_world import create_file, read_contents
 
 from gdrkit.errors import UsageError
@@ -156,7 +156,9 @@ def test_paced_copy_is_synced_in_parts(manager: TierManager) -> None:
         if "/incoming/" in call.path:
             sync_positions.append(last_position)
 
-    run_observed(lambda: manager.move("file", "nvme", observe=observe, pace=pace), "fdatasync", reply=record_sync)
+    run_with_intercepted_calls(
+        lambda: manager.move("file", "nvme", observe=observe, pace=pace), "fdatasync", reply=record_sync
+    )
     assert sync_positions == [(Phase.COPY, 4 * MIB), (Phase.COPY, 8 * MIB)]
 
 
@@ -169,7 +171,7 @@ def test_file_and_arguments_set_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "error_text"),
+    ("toml_line", "error_text"),
     [
         ("interval_s = 0", "interval_s must be positive"),
         ("interval_s = 1e400", "interval_s"),
@@ -181,8 +183,8 @@ def test_file_and_arguments_set_the_run(tmp_path: Path) -> None:
         ("speed = 1", "speed"),
     ],
 )
-def test_invalid_run_settings_are_refused(tmp_path: Path, text: str, error_text: str) -> None:
+def test_invalid_run_settings_are_refused(tmp_path: Path, toml_line: str, error_text: str) -> None:
     path = tmp_path / "tiers.toml"
-    path.write_text(f"[run]\n{text}\n")
+    path.write_text(f"[run]\n{toml_line}\n")
     with pytest.raises(UsageError, match=error_text):
         configure(file=path, environ={})

@@ -1,4 +1,4 @@
-"""The system calls of a migration: the order of the fsync calls, the locks, and calls that fail."""
+"""The system calls of a migration of a file to another storage tier: order of the fsync calls, locks, and failures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.system_calls import SystemCall, run_observed
+from support.system_calls import SystemCall, run_with_intercepted_calls
 from support.tier_world import create_file, read_contents, select_errors
 
 from gdrkit import evidence, pattern
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from gdrkit.tiers import Configuration, TierManager
 
-# The result that the thread gets although its system call is not executed: a number from 0, or a negative errno. With
-# None, the kernel executes the call.
+# The result that replaces a system call: a number of at least 0, or a negative errno. The kernel does not execute the
+# call then. With None, the kernel executes the call.
 Reply = int | None
 # The two system calls by which os.preadv() of Python may read, separated by a blank.
 READ_CALLS = "preadv preadv2"
@@ -33,7 +33,7 @@ READ_CALLS = "preadv preadv2"
 
 def run_move(manager: TierManager, name: str, *, reply: Callable[[SystemCall], Reply], call_names: str) -> None:
     """Move a file to the fastest tier. `reply` gives the results of the system calls that `call_names` lists."""
-    run_observed(lambda: manager.move(name, "nvme"), *call_names.split(), reply=reply)
+    run_with_intercepted_calls(lambda: manager.move(name, "nvme"), *call_names.split(), reply=reply)
 
 
 def require_failed_move(
@@ -70,7 +70,7 @@ def trace_move(manager: TierManager, root: Path, name: str) -> list[str]:
     def observe(phase: Phase, _name: str, offset_bytes: int) -> None:
         trace.append(f"{phase.value} {offset_bytes}")
 
-    run_observed(lambda: manager.move(name, "nvme", observe=observe), "fsync", reply=record_fsync)
+    run_with_intercepted_calls(lambda: manager.move(name, "nvme", observe=observe), "fsync", reply=record_fsync)
     return [entry for entry in trace if "catalogue/" not in entry]
 
 
@@ -116,7 +116,7 @@ def test_undone_migration_is_synced(manager: TierManager, configuration: Configu
         manager.move("a/file", "nvme", observe=fail_after_retirement)
 
     with pytest.raises(ApiError):
-        run_observed(move, "fsync", reply=lambda call: synced_paths.append(call.path))
+        run_with_intercepted_calls(move, "fsync", reply=lambda call: synced_paths.append(call.path))
     hdd, nvme = (configuration.tier(tier).directory for tier in ("hdd", "nvme"))
     tier_paths = [Path(path) for path in synced_paths if configuration.catalogue not in Path(path).parents]
     assert tier_paths == [hdd / "a", hdd / ".gdrkit-tiers/retired", nvme / ".gdrkit-tiers/moves"]
@@ -128,7 +128,7 @@ def test_copy_is_read_from_the_disk_after_its_sync(manager: TierManager) -> None
 
     def record_call(call: SystemCall) -> None:
         if "/incoming/" in call.path:
-            # The arguments of fadvise64 are: descriptor, offset, length, advice. Without its suffix, preadv2 is preadv.
+            # The arguments of fadvise64 are: descriptor, offset, length, advice. preadv2 is recorded as preadv.
             calls.append((call.name.removesuffix("2"), call.arguments[1:4] if call.name == "fadvise64" else ()))
 
     run_move(manager, "file", reply=record_call, call_names=f"fsync fadvise64 {READ_CALLS}")
@@ -142,7 +142,7 @@ def test_copy_is_private_and_locked_in_every_phase(manager: TierManager, configu
     locked_phases = []
 
     def observe(phase: Phase, _name: str, _offset_bytes: int) -> None:
-        # The copy has a temporary name in `incoming`, and from the rename on its final name.
+        # The copy has a temporary name in `incoming`, and its final name after the rename.
         copy_paths = [*(nvme / ".gdrkit-tiers/incoming").iterdir(), *nvme.glob("file")]
         for path in copy_paths:
             if phase in {Phase.COPY, Phase.ATTRIBUTES}:
@@ -254,13 +254,14 @@ def test_file_moves_if_its_access_time_cannot_be_kept(manager: TierManager) -> N
     data = create_file(manager, "file", 1000, seed=1)
     refused_flags = []
 
-    def refuse(call: SystemCall) -> Reply:
+    def refuse_noatime(call: SystemCall) -> Reply:
+        # The arguments of fcntl are: descriptor, command, and here the flags of the descriptor.
         if call.arguments[1] != fcntl.F_SETFL:
             return None
         refused_flags.append(call.arguments[2] & os.O_NOATIME)
         return -errno.EPERM
 
-    run_move(manager, "file", reply=refuse, call_names="fcntl")
+    run_move(manager, "file", reply=refuse_noatime, call_names="fcntl")
     assert refused_flags == [os.O_NOATIME]
     assert (manager.find("file").tier, read_contents(manager, "file")) == ("nvme", data)
 
@@ -300,7 +301,7 @@ def test_short_reads_are_continued(manager: TierManager) -> None:
         descriptor, iovecs_address, _, offset_bytes, *_ = call.arguments
         read_position = (is_copy(call), offset_bytes)
         if read_position in read_positions:
-            return -errno.EIO  # A migration that repeats a read must fail, because it would never end.
+            return -errno.EIO  # Without an error, a migration that repeats a read would never end.
         read_positions.append(read_position)
         address, length_bytes = (ctypes.c_size_t * 2).from_address(iovecs_address)  # The fields of struct iovec.
         buffer = (ctypes.c_char * min(length_bytes, 300)).from_address(address)
@@ -308,7 +309,7 @@ def test_short_reads_are_continued(manager: TierManager) -> None:
 
     run_move(manager, "file", reply=read_300_bytes, call_names=READ_CALLS)
     assert read_positions == [
-        (is_of_copy, offset_bytes) for is_of_copy in (False, True) for offset_bytes in (0, 300, 600, 900)
+        (is_read_of_copy, offset_bytes) for is_read_of_copy in (False, True) for offset_bytes in (0, 300, 600, 900)
     ]
     assert (manager.find("file").tier, read_contents(manager, "file")) == ("nvme", data)
 
@@ -339,8 +340,8 @@ def test_hole_with_data_in_the_copy_is_an_error(
 
     def write_into_hole(phase: Phase, _name: str, _offset_bytes: int) -> None:
         if phase is Phase.SYNC:
-            (copy,) = incoming_folder.iterdir()
-            with copy.open("r+b") as file:
+            (copy_path,) = incoming_folder.iterdir()
+            with copy_path.open("r+b") as file:
                 os.pwrite(file.fileno(), b"x", offset_bytes)
 
     data = read_contents(manager, "sparse")
@@ -360,11 +361,12 @@ def test_copy_without_seek_data_is_read_completely(manager: TierManager, error_n
         os.pwrite(file.fileno(), b"x", 9 * MIB)
         os.ftruncate(file.fileno(), 10 * MIB)
 
-    def refuse(call: SystemCall) -> Reply:
+    def refuse_seek_data(call: SystemCall) -> Reply:
+        # The arguments of lseek are: descriptor, offset, whence.
         return -error_number if is_copy(call) and call.arguments[2] == os.SEEK_DATA else None
 
     if is_moved:
-        run_move(manager, "sparse", reply=refuse, call_names="lseek")
+        run_move(manager, "sparse", reply=refuse_seek_data, call_names="lseek")
         assert read_contents(manager, "sparse") == bytes(9 * MIB) + b"x" + bytes(MIB - 1)
     else:
-        assert require_failed_move(manager, "sparse", reply=refuse, call_names="lseek").errno == error_number
+        assert require_failed_move(manager, "sparse", reply=refuse_seek_data, call_names="lseek").errno == error_number

@@ -1,4 +1,7 @@
-"""Transfers between memory and files of the tiers: their bytes, and the route that the result and the tier report."""
+"""Tests of transfers between memory and files in storage tiers.
+
+They check the bytes, and the route in the result of the transfer and in the status of the tier.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from gdrkit.tiers import Configuration
 
 # States of the route of a tier after a transfer between a file and device memory.
-ROUTE_STATES = {RouteState.PROVEN, RouteState.FELL_BACK, RouteState.UNPROVEN}
+DEVICE_ROUTE_STATES = {RouteState.PROVEN, RouteState.FELL_BACK, RouteState.UNPROVEN}
 
 
 @pytest.fixture
@@ -116,7 +119,7 @@ def test_route_to_device_memory_is_reported(manager: TierManager, device: Device
         manager.write_from("file", memory)
     assert read_contents(manager, "file") == bytes([7]) * MIB
     nvme_tier, *other_tiers = manager.status()
-    assert nvme_tier.route.state in ROUTE_STATES
+    assert nvme_tier.route.state in DEVICE_ROUTE_STATES
     assert nvme_tier.route.route == result.route.value
     evidence["route"] = nvme_tier.route
     # Only an observed direct route is reported as proven. For any other route, the tier reports a cause.
@@ -157,21 +160,23 @@ def _catch_error_reasons() -> Iterator[list[Reason]]:
         reasons.append(error.reason)
 
 
-def run_tiers(configuration: Configuration, *arguments: str, **environ: str) -> list[dict[str, Any]]:
+def run_tiers_command(configuration: Configuration, *arguments: str, **environ: str) -> list[dict[str, Any]]:
     """Run a command of ``gdrkit tiers`` in a process, and return its JSON output."""
     tiers = " ".join(f"{tier.name}={tier.directory}" for tier in configuration.tiers)
-    settings = {"GDRKIT_TIERS": tiers, "GDRKIT_TIERS_CATALOGUE": str(configuration.catalogue), **environ}
+    set_variables = {"GDRKIT_TIERS": tiers, "GDRKIT_TIERS_CATALOGUE": str(configuration.catalogue), **environ}
     command = [sys.executable, "-m", "gdrkit", "tiers", *arguments, "--json"]
-    completed = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=True)
-    output: list[dict[str, Any]] = json.loads(completed.stdout)
+    completed_process = subprocess.run(
+        command, env={**os.environ, **set_variables}, capture_output=True, text=True, check=True
+    )
+    output: list[dict[str, Any]] = json.loads(completed_process.stdout)
     return output
 
 
 @needs(cuda.device())
 def test_bench_reports_the_route_and_status_repeats_it(configuration: Configuration) -> None:
-    bench_routes = [tier["route"] for tier in run_tiers(configuration, "bench", "--size", "8MiB")]
-    assert {route["state"] for route in bench_routes} <= {state.value for state in ROUTE_STATES}
-    assert [tier["route"] for tier in run_tiers(configuration, "status")] == bench_routes
+    bench_routes = [tier["route"] for tier in run_tiers_command(configuration, "bench", "--size", "8MiB")]
+    assert {route["state"] for route in bench_routes} <= {state.value for state in DEVICE_ROUTE_STATES}
+    assert [tier["route"] for tier in run_tiers_command(configuration, "status")] == bench_routes
 
 
 @pytest.fixture
@@ -198,21 +203,24 @@ NEEDS_CUFILE_TWIN = needs(cuda.device(), software(Api.CUFILE), cufile.udev_prese
 @pytest.mark.parametrize("route", ["p2p", "nvfs"])
 def test_proven_route_is_reported_as_proven(tmp_path: Path, configuration_on_disk: Configuration, route: str) -> None:
     environ = make_fault_environ(tmp_path, f"cufile.route call=* route={route}")
-    routes = [tier["route"] for tier in run_tiers(configuration_on_disk, "bench", "--size", "8MiB", **environ)]
+    routes = [tier["route"] for tier in run_tiers_command(configuration_on_disk, "bench", "--size", "8MiB", **environ)]
     assert routes == [{"state": "proven", "route": route, "why": ""}] * 3
-    assert [tier["route"] for tier in run_tiers(configuration_on_disk, "status")] == routes
+    assert [tier["route"] for tier in run_tiers_command(configuration_on_disk, "status")] == routes
 
 
 @NEEDS_CUFILE_TWIN
-# The probe is one call of cuFile, and each read of 8 MiB is eight calls. A file of 16 MiB has two timed reads.
+# A read of 8 MiB makes 8 calls of cuFile. Call 1 is the probe, calls 2 to 9 are the untimed read, and calls 10 to 17
+# and 18 to 25 are the two timed reads.
 @pytest.mark.parametrize("first_posix_call", [1 + 8 + 1, 1 + 8 + 8 + 1], ids=["first", "second"])
 def test_bench_route_is_the_worst_of_the_timed_reads(
     tmp_path: Path, configuration_on_disk: Configuration, first_posix_call: int
 ) -> None:
-    """The probe and the untimed first read take the direct route. The first or only the second timed read does not."""
+    """The probe and the untimed read are direct. Both timed reads, or only the second, take the POSIX route."""
     environ = make_fault_environ(
         tmp_path, f"cufile.route call=1-{first_posix_call - 1} route=p2p", "cufile.route call=* route=posix"
     )
-    nvme_route, *_ = [tier["route"] for tier in run_tiers(configuration_on_disk, "bench", "--size", "16MiB", **environ)]
+    nvme_route, *_ = [
+        tier["route"] for tier in run_tiers_command(configuration_on_disk, "bench", "--size", "16MiB", **environ)
+    ]
     assert (nvme_route["state"], nvme_route["route"]) == ("fell_back", "posix")
     assert nvme_route["why"]

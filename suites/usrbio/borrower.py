@@ -2,8 +2,8 @@
 
 The process reads one command per line. ``open ID LENGTH``, ``open_gpu ID LENGTH [DEVICE]`` and ``import HANDLE`` open
 memory. ``read OFFSET LENGTH`` reads from OFFSET of the file to OFFSET of the memory that was opened last, and ``close``
-closes this memory. ``hello`` does nothing, and ``end`` ends the process. After each command the process prints the
-number of bytes that it has read, 0, or a negative errno.
+closes this memory. ``hello`` does nothing, and ``end`` ends the process. The process prints one number after each
+command: the number of bytes after ``read``, 0 after the other commands, and a negative errno after a failure.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = ["Borrower"]
 class Borrower(LineChild):
     """The process, which a case starts and controls. `visible_devices` is its CUDA_VISIBLE_DEVICES."""
 
-    def __init__(self, mount: Path, file: Path, *, visible_devices: str | None = None) -> None:
-        device_environ = {} if visible_devices is None else {"CUDA_VISIBLE_DEVICES": visible_devices}
-        super().__init__("usrbio.borrower", mount, file, environ={**os.environ, **device_environ})
+    def __init__(self, mount: Path, file_path: Path, *, visible_devices: str | None = None) -> None:
+        visible_devices_environ = {} if visible_devices is None else {"CUDA_VISIBLE_DEVICES": visible_devices}
+        super().__init__("usrbio.borrower", mount, file_path, environ={**os.environ, **visible_devices_environ})
         # The reply shows that the process has started.
         assert self.call("hello") == 0
 
@@ -50,10 +50,10 @@ class Borrower(LineChild):
 def _open_iov(mount: str, command: str, arguments: Sequence[str]) -> Iovec:
     if command == "import":
         return usrbio.import_gpu_iovec(mount, bytes.fromhex(arguments[0]))
-    iov_id, length_bytes, *device = arguments
+    iov_id, length_bytes, *optional_device = arguments
     if command == "open_gpu":
         return usrbio.open_gpu_iovec(
-            mount, iov_id, length_bytes=int(length_bytes), device=int(device[0]) if device else 0
+            mount, iov_id, length_bytes=int(length_bytes), device=int(optional_device[0]) if optional_device else 0
         )
     return usrbio.open_iovec(mount, iov_id, length_bytes=int(length_bytes))
 
@@ -65,9 +65,9 @@ def _read_file(ring: Ioring, iov: Iovec, fd: int, offset: int, length: int) -> i
 
 
 def _main(program_arguments: Sequence[str]) -> int:
-    mount, file = program_arguments
+    mount, file_path = program_arguments
     with contextlib.ExitStack() as stack:
-        fd = os.open(file, os.O_RDONLY)
+        fd = os.open(file_path, os.O_RDONLY)
         stack.callback(os.close, fd)
         usrbio.register_fd(fd)
         stack.callback(usrbio.deregister_fd, fd)

@@ -1,4 +1,7 @@
-"""Fuzz target of the agent's messages, link names and link targets: ``python -m usrbio.fuzz_messages --seconds 10``."""
+"""Fuzz target for the parsers of the agent's messages, link names and link targets.
+
+Start it with ``python -m usrbio.fuzz_messages --seconds 10``.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ __all__ = ["TARGET"]
 
 _UUID = "0f0e0d0c-0b0a-0908-0706-050403020100"
 _DEVICE_TARGET = "gdr://v2/device/0/allocation/2097152/offset/4096/size/65536/"
-_PAYLOAD_BYTES = struct.Struct("=I")
+_LENGTH_FIELD = struct.Struct("=I")
 # Offset in the header of the payload length, in bytes.
-_PAYLOAD_BYTES_OFFSET = 8
+_LENGTH_FIELD_OFFSET = 8
 
 
 def _repack_payload(request: AgentRequest, payload: bytes) -> bytes:
@@ -68,16 +71,16 @@ def _repack_message(data: bytes, *, descriptor_count: int) -> bytes:
 def _repack_with_each_descriptor_count(data: bytes) -> None:
     """Parse the data as a message that arrived with each possible number of descriptors.
 
-    Do the same with the data after its header got a valid payload length.
+    Then do the same with a copy of the data whose header has the right payload length.
     """
-    for candidate in (data, _set_valid_length(data)):
+    for message_bytes in (data, _set_valid_length(data)):
         for descriptor_count in range(protocol.DESCRIPTORS_MAX + 1):
-            fuzz.require_round_trip(partial(_repack_message, descriptor_count=descriptor_count), candidate)
+            fuzz.require_round_trip(partial(_repack_message, descriptor_count=descriptor_count), message_bytes)
 
 
 def _set_valid_length(data: bytes) -> bytes:
     header = bytearray(data[: protocol.HEADER_BYTES].ljust(protocol.HEADER_BYTES, b"\0"))
-    _PAYLOAD_BYTES.pack_into(header, _PAYLOAD_BYTES_OFFSET, max(0, len(data) - protocol.HEADER_BYTES))
+    _LENGTH_FIELD.pack_into(header, _LENGTH_FIELD_OFFSET, max(0, len(data) - protocol.HEADER_BYTES))
     return bytes(header) + data[protocol.HEADER_BYTES :]
 
 

@@ -1,7 +1,7 @@
 """Fuzz target of the agent that serves a FUSE mount: it gets random ioctls, links and ring contents.
 
-``GDRKIT_FUZZ_MOUNT=DIR python -m usrbio.fuzz_mount --seconds 10``. The program fuzzes in the folder ``fuzzed`` of the
-mount, and makes the folder again when an input has removed it.
+Start it with ``GDRKIT_FUZZ_MOUNT=DIR python -m usrbio.fuzz_mount --seconds 10``. The program fuzzes in the folder
+``fuzzed`` of the mount, and makes the folder again when an input has removed it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IOCTL_REQUESTS = (
 )
 # Folders of 3fs-virt. A link that a client makes there is a request to the agent.
 _VIRTUAL_FOLDERS = ("iovs", "rm-rf", "set-conf", "get-conf", "")
-# Number of inputs that are written to one ring. After them, a new ring is published, because the agent removes a ring
+# Number of inputs that the fuzzer writes to one ring. Then it publishes a new ring, because the agent removes a ring
 # with invalid indices.
 _RING_INPUTS_MAX = 16
 # Placeholders in inputs for the inode number of the folder (8 bytes), the path of the folder, and the path of shared
@@ -66,8 +66,8 @@ class _Fuzzer:
             inode = self._folder.stat().st_ino.to_bytes(8, "little")
             # The bits 16 to 29 of an ioctl request are the size of its argument.
             argument_bytes = request >> 16 & 0x3FFF
-            content = data[2:].replace(_INODE_PLACEHOLDER, inode)[:argument_bytes]
-            argument = bytearray(content.ljust(argument_bytes, b"\0"))
+            unpadded_argument = data[2:].replace(_INODE_PLACEHOLDER, inode)[:argument_bytes]
+            argument = bytearray(unpadded_argument.ljust(argument_bytes, b"\0"))
             fcntl.ioctl(fd, request, argument)
         finally:
             os.close(fd)
@@ -85,7 +85,7 @@ class _Fuzzer:
         link.unlink()
 
     def write_ring(self, data: bytes) -> None:
-        """Prepare four valid reads, overwrite a part of the ring, and submit: the first two bytes select its offset."""
+        """Prepare four valid reads, overwrite a part of the ring, and submit. The first two bytes select the offset."""
         if self._ring is None or self._ring_input_count == _RING_INPUTS_MAX:
             self._replace_ring()
         assert self._ring is not None
@@ -118,7 +118,7 @@ def _get_fuzzer() -> _Fuzzer:
 
 
 def check(data: bytes) -> None:
-    """Send an input to the mount, in the way that its first byte selects.
+    """Send an input to the mount by the method that its first byte selects.
 
     The system calls for the input may fail. Afterwards, stat(2) of the mount must succeed.
     """
@@ -132,7 +132,7 @@ def check(data: bytes) -> None:
 
 
 def _make_valid_inputs() -> list[bytes]:
-    name = b"file".ljust(256, b"\0")
+    file_name_field = b"file".ljust(256, b"\0")
     # The index of a request in _IOCTL_REQUESTS, and a valid argument of the request.
     arguments = (
         (1, b""),
@@ -141,10 +141,10 @@ def _make_valid_inputs() -> list[bytes]:
         # PUNCH_HOLE: one range, no flags, 1000 starts, and the first end, 4096.
         (5, b"\1" + bytes(7) + bytes(8) + bytes(8000) + b"\0\x10" + bytes(6)),
         # MOVE: old folder and name, new folder and name.
-        (6, _INODE_PLACEHOLDER + name + _INODE_PLACEHOLDER + b"moved".ljust(256, b"\0")),
+        (6, _INODE_PLACEHOLDER + file_name_field + _INODE_PLACEHOLDER + b"moved".ljust(256, b"\0")),
         # REMOVE: folder and name, and a flag: recursive.
-        (7, _INODE_PLACEHOLDER + name),
-        (7, _INODE_PLACEHOLDER + name + b"\1"),
+        (7, _INODE_PLACEHOLDER + file_name_field),
+        (7, _INODE_PLACEHOLDER + file_name_field + b"\1"),
         (2, b""),
         (3, b""),
     )

@@ -66,18 +66,18 @@ def _poll_completions(ring: RawRing, count: int) -> None:
 
     The semaphore is corrupt, so the function polls the indices of the ring.
     """
-    end_s = time.monotonic() + _COMPLETION_TIMEOUT_S
+    deadline_s = time.monotonic() + _COMPLETION_TIMEOUT_S
     while (
         ring.index(_COMPLETION_HEAD) - ring.index(_COMPLETION_TAIL)
-    ) % ring.slot_count < count and time.monotonic() < end_s:
+    ) % ring.slot_count < count and time.monotonic() < deadline_s:
         _pause(0.0005)
 
 
-def corrupt_completions(mount: Path, round_number: int) -> None:
+def corrupt_completion_semaphore(mount: Path, round_number: int) -> None:
     """Write invalid values into the completion semaphore of the client's ring, which the agent posts."""
     with _connect_with_ring(mount, 64 * KIB) as (_, iov, ring):
-        for value, waiters, private in _INVALID_SEMAPHORES:
-            _SEMAPHORE.pack_into(ring.memory, ring.semaphore_offset, waiters << 32 | value, private)
+        for value, waiter_count, private in _INVALID_SEMAPHORES:
+            _SEMAPHORE.pack_into(ring.memory, ring.semaphore_offset, waiter_count << 32 | value, private)
             # No file with this inode is registered, so the agent completes the operation with EBADF.
             ring.prepare(iov.id.bytes, inode=round_number, length=4096)
             ring.submit()
@@ -85,20 +85,20 @@ def corrupt_completions(mount: Path, round_number: int) -> None:
             ring.set_index(_COMPLETION_TAIL, ring.index(_COMPLETION_HEAD))
 
 
-def corrupt_submissions(mount: Path, round_number: int) -> None:
+def corrupt_submit_semaphores(mount: Path, round_number: int) -> None:
     """Write invalid values into the submit semaphores, which all clients post.
 
     In every fourth round, truncate the files of the semaphores.
     """
-    for link in ("submit-ios.ph", "submit-ios", "submit-ios.pl"):
-        with (mount / "3fs-virt" / "iovs" / link).readlink().open("r+b") as file:
+    for link_name in ("submit-ios.ph", "submit-ios", "submit-ios.pl"):
+        with (mount / "3fs-virt" / "iovs" / link_name).readlink().open("r+b") as file:
             if round_number % 4 == 0:
                 os.truncate(file.fileno(), 0)
                 _pause(0.002)
             elif os.fstat(file.fileno()).st_size >= _SEMAPHORE.size:
-                value, waiters, private = _INVALID_SEMAPHORES[round_number % len(_INVALID_SEMAPHORES)]
+                value, waiter_count, private = _INVALID_SEMAPHORES[round_number % len(_INVALID_SEMAPHORES)]
                 # A write to mapped memory would fault if another attacker truncates the file at the same time.
-                os.pwrite(file.fileno(), _SEMAPHORE.pack(waiters << 32 | value, private), 0)
+                os.pwrite(file.fileno(), _SEMAPHORE.pack(waiter_count << 32 | value, private), 0)
     _pause(0.001)
 
 
@@ -116,7 +116,11 @@ def truncate_memory(mount: Path, round_number: int) -> None:
 
 
 # The function of each attack. A call executes one round.
-ATTACKS = {"completions": corrupt_completions, "submissions": corrupt_submissions, "memory": truncate_memory}
+ATTACKS = {
+    "completions": corrupt_completion_semaphore,
+    "submissions": corrupt_submit_semaphores,
+    "memory": truncate_memory,
+}
 
 
 def main(mount: Path, attack: str) -> None:
@@ -126,7 +130,7 @@ def main(mount: Path, attack: str) -> None:
         try:
             ATTACKS[attack](mount, round_number)
         except Refusal as error:
-            # An attack ends the session of the agent with its server. Until the next session, the agent may refuse
+            # An attack ends the session between the agent and its server. Until the next session, the agent may refuse
             # requests.
             if error.errno not in {errno.EREMOTEIO, errno.EBUSY}:
                 raise

@@ -18,8 +18,8 @@ from gdrkit import usrbio
 
 def read_huge_page_bytes(process_id: int | str) -> int:
     """Return how many bytes of shared memory a process has mapped with huge pages."""
-    lines = Path(f"/proc/{process_id}/smaps").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("ShmemPmdMapped:"))
+    smaps_lines = Path(f"/proc/{process_id}/smaps").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in smaps_lines if line.startswith("ShmemPmdMapped:"))
 
 
 def main() -> None:
@@ -29,13 +29,13 @@ def main() -> None:
     with AgentProcess(mount_point) as agent:
         iov = usrbio.create_iovec(str(mount_point), length_bytes=iov_bytes)
         memoryview(iov)[:] = bytes(iov_bytes)
-        huge_bytes_by_process = {
+        huge_page_bytes_by_process = {
             "client": read_huge_page_bytes("self"),
             "agent": read_huge_page_bytes(agent.process.pid),
         }
         iov.close()
         assert agent.terminate() == 0, agent.error_output
-    sys.stdout.write(json.dumps(huge_bytes_by_process))
+    sys.stdout.write(json.dumps(huge_page_bytes_by_process))
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ def _run_client(mount: Path, last_step_index: int) -> None:
     if last_step_index == 2:
         _kill_this_process()
     inode = client.register_file(os.open(mount / "input", os.O_RDONLY))
-    for index in range(4):
-        ring.prepare(iov.id.bytes, inode=inode, length=64 * KIB, buffer_offset=index * 64 * KIB)
+    for read_index in range(4):
+        ring.prepare(iov.id.bytes, inode=inode, length=64 * KIB, buffer_offset=read_index * 64 * KIB)
     ring.submit()
     if last_step_index == 3:
         _kill_this_process()
@@ -49,9 +49,9 @@ def _run_client(mount: Path, last_step_index: int) -> None:
     _kill_this_process()
 
 
-def main(mount: Path, count: int) -> None:
+def main(mount: Path, client_count: int) -> None:
     """Fork the clients, and require that each ends by a signal."""
-    for client_index in range(count):
+    for client_index in range(client_count):
         process_id = os.fork()
         if process_id == 0:
             try:

@@ -1,8 +1,8 @@
 """A process that creates GPU iovs: ``python -m usrbio.pooled_client MOUNT COUNT SEED [--hold]``.
 
 It creates COUNT iovs of mixed sizes, up to two at a time, checks that each begins with zeros, and destroys them. Then
-it prints the statistics of its GPU memory pool as JSON. With ``--hold`` it keeps the idle memory of the pool until its
-standard input is closed. Then it frees the memory, and prints the statistics again.
+it prints the statistics of gdrkit's pool of GPU memory as JSON. With ``--hold`` it keeps the idle memory of the pool
+until its standard input is closed. Then it frees the memory, and prints the statistics again.
 """
 
 from __future__ import annotations

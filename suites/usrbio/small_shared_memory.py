@@ -20,13 +20,13 @@ FILE_SYSTEM_MIB = 128
 
 
 def main() -> None:
-    """Mount a tmpfs on /dev/shm, start an agent, create and close iovs, and start the second process with "second"."""
+    """Run the check. If the program has the additional argument "second", be its second process."""
     mount_point = sys.argv[1]
     if len(sys.argv) > 2:
         usrbio.create_iovec(mount_point, length_bytes=FILE_SYSTEM_MIB // 2 * MIB).close()
         return
-    options = f"size={FILE_SYSTEM_MIB}m"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", "/dev/shm"], check=True)  # noqa: S108 - the folder of shm_open(3).
+    mount_options = f"size={FILE_SYSTEM_MIB}m"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", mount_options, "tmpfs", "/dev/shm"], check=True)  # noqa: S108 - the folder of shm_open(3).
     with AgentProcess(Path(mount_point)) as agent:
         iovs = [usrbio.create_iovec(mount_point, length_bytes=FILE_SYSTEM_MIB // 4 * MIB) for _ in range(3)]
         for iov in iovs:

@@ -70,13 +70,13 @@ def refused_with(expected_errno: int) -> contextlib.AbstractContextManager[pytes
 def test_ring_reads_and_writes_a_file(agent: AgentProcess, seed: int) -> None:
     with RawClient(agent.mount) as client, contextlib.ExitStack() as stack:
         assert client.hello().library.startswith("gdrkit ")
-        iov, reader, writer = RawIov(4 * MIB), RawRing(64, for_read=True), RawRing(64, for_read=False)
-        for memory in (iov, reader, writer):
+        iov, read_ring, write_ring = RawIov(4 * MIB), RawRing(64, for_read=True), RawRing(64, for_read=False)
+        for memory in (iov, read_ring, write_ring):
             stack.callback(memory.close)
         client.publish_iov(iov)
-        client.publish_ring(reader)
-        client.publish_ring(writer)
-        assert {iov.name(), reader.link_name, writer.link_name} < list_link_names(agent.mount)
+        client.publish_ring(read_ring)
+        client.publish_ring(write_ring)
+        assert {iov.name(), read_ring.link_name, write_ring.link_name} < list_link_names(agent.mount)
         source_fd = stack.enter_context(open_descriptor(agent.mount / "file", os.O_RDONLY))
         copy_fd = stack.enter_context(open_descriptor(agent.mount / "copy", os.O_RDWR | os.O_CREAT))
         inode, copy_inode = client.register_file(source_fd), client.register_file(copy_fd)
@@ -84,16 +84,16 @@ def test_ring_reads_and_writes_a_file(agent: AgentProcess, seed: int) -> None:
         chunk_bytes = 64 * KIB
         offsets = range(0, FILE_BYTES, chunk_bytes)
         for offset in offsets:
-            reader.prepare(
+            read_ring.prepare(
                 iov.id.bytes, inode=inode, length=chunk_bytes, buffer_offset=offset, file_offset=offset, userdata=offset
             )
-        reader.submit()
-        results = {userdata: result for _, result, userdata in reader.wait(len(offsets))}
+        read_ring.submit()
+        results = {userdata: result for _, result, userdata in read_ring.wait(len(offsets))}
         assert results == {offset: min(chunk_bytes, FILE_BYTES - offset) for offset in offsets}
         pattern.check(iov.memory[:FILE_BYTES], seed=seed)
-        writer.prepare(iov.id.bytes, inode=copy_inode, length=FILE_BYTES)
-        writer.submit()
-        assert [result for _, result, _ in writer.wait(1)] == [FILE_BYTES]
+        write_ring.prepare(iov.id.bytes, inode=copy_inode, length=FILE_BYTES)
+        write_ring.submit()
+        assert [result for _, result, _ in write_ring.wait(1)] == [FILE_BYTES]
         pattern.check((agent.mount / "copy").read_bytes(), seed=seed)
     assert agent.terminate() == 0, agent.error_output
     assert agent.statistics["operations"] == len(offsets) + 1
@@ -148,8 +148,10 @@ def test_invalid_ring_entry_completes_with_its_errno(agent: AgentProcess) -> Non
 
 
 # Index 0 is the head of the submissions, index 3 the tail of the completions.
-@pytest.mark.parametrize(("index", "value"), [(0, 1 << 20), (0, -1), (3, -5)])
-def test_ring_with_invalid_indices_breaks_and_others_work(agent: AgentProcess, index: int, value: int) -> None:
+@pytest.mark.parametrize(("index_number", "index_value"), [(0, 1 << 20), (0, -1), (3, -5)])
+def test_ring_with_invalid_indices_breaks_and_others_work(
+    agent: AgentProcess, index_number: int, index_value: int
+) -> None:
     with RawClient(agent.mount) as client, contextlib.ExitStack() as stack:
         iov, broken_ring, intact_ring = RawIov(MIB), RawRing(8, for_read=True), RawRing(8, for_read=True)
         for memory in (iov, broken_ring, intact_ring):
@@ -161,11 +163,11 @@ def test_ring_with_invalid_indices_breaks_and_others_work(agent: AgentProcess, i
         inode = client.register_file(fd)
         # The agent may read the ring as soon as the ring has an entry, so an invalid tail is written before prepare().
         # An invalid head is written after prepare(), because prepare() changes the head.
-        if index:
-            broken_ring.set_index(index, value)
+        if index_number:
+            broken_ring.set_index(index_number, index_value)
         broken_ring.prepare(iov.id.bytes, inode=inode, length=KIB)
-        if not index:
-            broken_ring.set_index(index, value)
+        if not index_number:
+            broken_ring.set_index(index_number, index_value)
         broken_ring.submit()
         intact_ring.prepare(iov.id.bytes, inode=inode, length=KIB)
         intact_ring.submit()
@@ -204,15 +206,15 @@ def test_refused_publication_leaves_no_link(agent: AgentProcess, tmp_path: Path)
         missing_path = str(iov.path.with_name(f"hf3fs-iov-{uuid.uuid4()}"))
         short_iov = RawIov(100)
         stack.callback(short_iov.close)
-        linked_iov = RawIov(KIB)
-        stack.callback(linked_iov.close)
-        linked_iov.path.unlink()
-        linked_iov.path.symlink_to(iov.path)
+        symlinked_iov = RawIov(KIB)
+        stack.callback(symlinked_iov.close)
+        symlinked_iov.path.unlink()
+        symlinked_iov.path.symlink_to(iov.path)
         for name, target, expected_errno in [
             (iov.name(), missing_path, errno.ENOENT),
             (iov.name(), "/etc/passwd", errno.EINVAL),
             (iov.name(), f"{iov.path.parent}/../../etc/passwd", errno.EINVAL),
-            (linked_iov.name(), str(linked_iov.path), errno.EINVAL),
+            (symlinked_iov.name(), str(symlinked_iov.path), errno.EINVAL),
             (iov.name(".x"), str(iov.path), errno.EINVAL),
             ("../evil", str(iov.path), errno.EINVAL),
             (f"{short_iov.id}.r0", str(short_iov.path), errno.EINVAL),
@@ -269,7 +271,8 @@ def test_punch_hole_and_hard_link_change_the_file_system(agent: AgentProcess, se
 def test_malformed_message_ends_only_its_connection(agent: AgentProcess) -> None:
     hello_message = protocol.pack(AgentMessage(AgentRequest.HELLO, 1, bytes(48)))
     with RawClient(agent.mount) as valid_client, open_descriptor(agent.mount / "file", os.O_RDONLY) as fd:
-        for data, descriptors in [
+        # Too short, truncated, a wrong magic number, too long, a descriptor that HELLO does not take, and too many.
+        for message_bytes, descriptors in [
             (b"x", []),
             (hello_message[:-1], []),
             (b"X" + hello_message[1:], []),
@@ -278,7 +281,7 @@ def test_malformed_message_ends_only_its_connection(agent: AgentProcess) -> None
             (hello_message, [fd] * 5),
         ]:
             with RawClient(agent.mount) as malformed_client:
-                malformed_client.send(data, descriptors)
+                malformed_client.send(message_bytes, descriptors)
                 assert malformed_client.receive() == b""
         # The length of the name, 65535, is above the length of the payload.
         with refused_with(errno.EINVAL):
@@ -306,9 +309,9 @@ def test_unnamed_memory_is_named_until_its_client_ends(agent: AgentProcess) -> N
         os.ftruncate(memory_fd, 64 * KIB)
         read_only_fd = os.open(f"/proc/self/fd/{memory_fd}", os.O_RDONLY)
         stack.callback(os.close, read_only_fd)
-        other_folder_fd = os.open(agent.mount, os.O_TMPFILE | os.O_RDWR, 0o600)
-        stack.callback(os.close, other_folder_fd)
-        os.ftruncate(other_folder_fd, 64 * KIB)
+        other_file_system_fd = os.open(agent.mount, os.O_TMPFILE | os.O_RDWR, 0o600)
+        stack.callback(os.close, other_file_system_fd)
+        os.ftruncate(other_file_system_fd, 64 * KIB)
         with RawClient(agent.mount) as client:
             # A wrong name, a wrong folder, a read-only descriptor, two descriptors, and a file of another file system.
             for target, descriptors in (
@@ -318,8 +321,8 @@ def test_unnamed_memory_is_named_until_its_client_ends(agent: AgentProcess) -> N
                 (str(path), [memory_fd, memory_fd]),
                 (
                     str(path),
-                    [other_folder_fd]
-                    if os.fstat(other_folder_fd).st_dev != shm_folder.stat().st_dev
+                    [other_file_system_fd]
+                    if os.fstat(other_file_system_fd).st_dev != shm_folder.stat().st_dev
                     else [read_only_fd],
                 ),
             ):
@@ -337,10 +340,12 @@ def test_unnamed_memory_is_named_until_its_client_ends(agent: AgentProcess) -> N
             with refused_with(errno.EINVAL):
                 client.publish(second_name, str(shm_folder / f"hf3fs-iov-{second_name}"), descriptors=[memory_fd])
         with RawClient(agent.mount) as other_client:
+            # The agent removes the memory after its client has disconnected.
             while path.exists():
                 other_client.hello()
 
 
+# Id of a user without privileges.
 OTHER_UID = 65534
 
 

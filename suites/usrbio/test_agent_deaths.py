@@ -38,8 +38,8 @@ client.publish_ring(ring)
 inode = client.register_file(os.open(mount / "file", os.O_RDONLY))
 print("published", flush=True)
 for _ in range(1 << 30):
-    for number in range(16):
-        ring.prepare(iov.id.bytes, inode=inode, length=64 << 10, buffer_offset=number << 16)
+    for read_index in range(16):
+        ring.prepare(iov.id.bytes, inode=inode, length=64 << 10, buffer_offset=read_index << 16)
     ring.submit()
     ring.wait(16)
 """
@@ -168,12 +168,12 @@ def test_other_user_is_refused_by_the_agent() -> None:
         # Normally the mode of the socket refuses other users. With this mode, the agent itself must refuse them.
         for path in (mount / "3fs-virt", mount / "3fs-virt" / "agent.sock"):
             path.chmod(0o777)
-        result = run_program(HELLO_PROGRAM, str(mount))
+        result = run_program(OTHER_USER_PROGRAM, str(mount))
         assert result.stdout == f"{errno.EACCES}\n", result.stderr
         assert agent.terminate() == 0, agent.error_output
 
 
-HELLO_PROGRAM = """
+OTHER_USER_PROGRAM = """
 import sys
 from pathlib import Path
 from support.python_child import suites_environ
@@ -223,6 +223,7 @@ def test_hanging_server_is_killed_and_writes_nothing_later(mount: Path, seed: in
     ):
         iov, ring, server_process_id = stop_server_and_submit(agent, client, stack)
         assert [result for _, result, _ in ring.wait(1)] == [-errno.EREMOTEIO]
+        # The old server must not overwrite this memory when it continues.
         iov.memory[:] = b"\xee" * MIB
         continue_process(server_process_id)
         inode = (mount / "file").stat().st_ino

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from gdrkit.usrbio.agent._agent_loop import AgentLoop
 
-# Number of the client, inode numbers, and number of the data connection in events of the loop.
-CLIENT, INODE, UNKNOWN_INODE, GENERATION = 1, 5, 6, 3
+# Id of the client, inode numbers, and number of the data connection in events of the loop.
+CLIENT_ID, INODE, UNKNOWN_INODE, GENERATION = 1, 5, 6, 3
 EVENTS_TIMEOUT_MS = 10_000
 # Numbers of two of the four indices of a ring, for RawRing.index().
 SUBMISSION_HEAD, COMPLETION_TAIL = 0, 3
@@ -85,18 +85,20 @@ def serve_ring(mount_folder: Path) -> Iterator[ServedRing]:
         stack.callback(ring.close)
         loop = open_loop(semaphore_names=mount.semaphore_names, spin_us=0, outstanding_max=64, server_timeout_ms=60_000)
         stack.callback(loop.stop)
-        loop.add_client(CLIENT)
-        # The only NIC has the remote address 1 MiB and the rkey 7.
+        loop.add_client(CLIENT_ID)
+        # For the only NIC, the memory has the remote address 1 MiB and the rkey 7.
         loop.add_buffer(
-            CLIENT,
+            CLIENT_ID,
             iov.id.bytes,
             length_bytes=MIB,
             block_bytes=0,
             addresses_and_rkeys=[(1 << 20, 7)],
             preferred_nic_indices=[],
         )
-        loop.set_file(CLIENT, INODE, read_handle=1, write_handle=0, readable=True, writable=False)
-        loop.add_ring(CLIENT, ring.id.bytes, fd=ring.fd, for_read=True, io_depth=0, priority=1, timeout_ms=0, flags=0)
+        loop.set_file(CLIENT_ID, INODE, read_handle=1, write_handle=0, readable=True, writable=False)
+        loop.add_ring(
+            CLIENT_ID, ring.id.bytes, fd=ring.fd, for_read=True, io_depth=0, priority=1, timeout_ms=0, flags=0
+        )
         ring.attach(mount_folder)
         server, data_connection = socket.socketpair()
         stack.enter_context(server)
@@ -143,7 +145,7 @@ def test_new_session_gets_no_handle_of_the_old_one(tmp_path: Path, new_handle: i
         served_ring.submit(INODE)
         first_operation = served_ring.receive_operation()
         served_ring.loop.add_buffer(
-            CLIENT,
+            CLIENT_ID,
             refused_iov.id.bytes,
             length_bytes=MIB,
             block_bytes=0,
@@ -152,17 +154,18 @@ def test_new_session_gets_no_handle_of_the_old_one(tmp_path: Path, new_handle: i
         )
         served_ring.ring.prepare(refused_iov.id.bytes, inode=INODE, length=KIB)
         served_ring.ring.submit()
-        # The result says that a NIC has refused the memory of the second operation, which ends the session. The first
-        # operation waits for the next session.
+        # The result says that a NIC has refused the memory of the second operation. This result ends the session. The
+        # first operation waits for the next session.
         served_ring.server.sendall(
             wire.pack_results([wire.Result(served_ring.receive_operation().tag, -errno.EREMOTEIO)])
         )
         assert "disconnected" in served_ring.wait_for_event_names()
+        # The result True says that only the operations on the refused memory fail.
         assert served_ring.loop.disconnect()
         assert served_ring.wait_for_results(1) == [-errno.EREMOTEIO]
         if new_handle:
             served_ring.loop.set_file(
-                CLIENT, INODE, read_handle=new_handle, write_handle=0, readable=True, writable=False
+                CLIENT_ID, INODE, read_handle=new_handle, write_handle=0, readable=True, writable=False
             )
         server, data_connection = socket.socketpair()
         with server:
@@ -182,8 +185,8 @@ def test_second_result_of_an_operation_ends_the_connection(tmp_path: Path) -> No
 
 def test_submission_head_that_goes_backwards_breaks_the_ring(tmp_path: Path) -> None:
     with serve_ring(tmp_path) as served_ring:
-        # The loop claims the entries in order. So the first operation is in flight when the second has failed, and both
-        # entries are claimed: the head 1 is a step backwards.
+        # The loop claims the entries in order. So when the second operation has failed, the loop has claimed both, and
+        # the head 1 is a step backwards.
         served_ring.submit(INODE, UNKNOWN_INODE)
         assert served_ring.wait_for_results(1) == [-errno.EBADF]
         served_ring.ring.set_index(SUBMISSION_HEAD, 1)

@@ -42,7 +42,7 @@ pytestmark = needs(verbs.nic())
 
 FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "3"))
 # Number of entries of each ring.
-ENTRIES = 8
+RING_ENTRIES = 8
 # Values of the argument `read` of Ioring.prepare(), which must fit the direction of the ring.
 READ, WRITE = True, False
 TIMEOUT = timedelta(seconds=10)
@@ -81,10 +81,10 @@ def open_memory_and_rings(mount: Path, *, block_size: int = 0) -> Iterator[tuple
     """Yield memory of 1 MiB, a ring of reads and a ring of writes."""
     with (
         usrbio.create_iovec(str(mount), length_bytes=MIB, block_size=block_size) as iov,
-        usrbio.make_ioring(str(mount), ENTRIES) as reader,
-        usrbio.make_ioring(str(mount), ENTRIES, for_read=False) as writer,
+        usrbio.make_ioring(str(mount), RING_ENTRIES) as read_ring,
+        usrbio.make_ioring(str(mount), RING_ENTRIES, for_read=False) as write_ring,
     ):
-        yield iov, reader, writer
+        yield iov, read_ring, write_ring
 
 
 def submit_and_get_results(ring: Ioring, count: int = 1) -> list[int]:
@@ -95,12 +95,16 @@ def submit_and_get_results(ring: Ioring, count: int = 1) -> list[int]:
 
 
 def test_path_outside_of_a_mount_is_refused(agent: AgentProcess, tmp_path: Path) -> None:
-    paths_and_errnos = ((tmp_path, errno.ENOENT), (tmp_path / "none", errno.ENOENT), ("/" + "m" * 256, errno.EINVAL))
-    for path, expected_errno in paths_and_errnos:
+    refused_paths = (
+        (tmp_path, errno.ENOENT),
+        (tmp_path / "none", errno.ENOENT),
+        ("/" + "m" * 256, errno.EINVAL),
+    )
+    for path, expected_errno in refused_paths:
         with refused_with(expected_errno):
             usrbio.create_iovec(str(path), length_bytes=MIB)
         with refused_with(expected_errno):
-            usrbio.make_ioring(str(path), ENTRIES)
+            usrbio.make_ioring(str(path), RING_ENTRIES)
     assert usrbio.extract_mount_point(tmp_path) is None
     assert usrbio.extract_mount_point(agent.mount) == str(agent.mount)
     with open_file(tmp_path / "outside", is_registered=False) as fd:
@@ -114,26 +118,26 @@ def test_path_outside_of_a_mount_is_refused(agent: AgentProcess, tmp_path: Path)
 
 
 def test_full_ring_is_eagain_and_loses_nothing(agent: AgentProcess, seed: int) -> None:
-    data = pattern.payload(ENTRIES * KIB, seed=seed)
-    with open_file(agent.mount / "file") as fd, open_memory_and_rings(agent.mount) as (iov, _, writer):
-        memoryview(iov)[: len(data)] = data
-        for index in range(ENTRIES):
-            writer.prepare(iov[index * KIB : (index + 1) * KIB], WRITE, fd, index * KIB)
+    expected_bytes = pattern.payload(RING_ENTRIES * KIB, seed=seed)
+    with open_file(agent.mount / "file") as fd, open_memory_and_rings(agent.mount) as (iov, _, write_ring):
+        memoryview(iov)[: len(expected_bytes)] = expected_bytes
+        for index in range(RING_ENTRIES):
+            write_ring.prepare(iov[index * KIB : (index + 1) * KIB], WRITE, fd, index * KIB)
         with refused_with(errno.EAGAIN):
-            writer.prepare(iov[:KIB], WRITE, fd, 0)
-        assert submit_and_get_results(writer, ENTRIES) == [KIB] * ENTRIES
-        writer.prepare(iov[:KIB], WRITE, fd, len(data))
-        assert submit_and_get_results(writer) == [KIB]
-    assert (agent.mount / "file").read_bytes() == data + data[:KIB]
+            write_ring.prepare(iov[:KIB], WRITE, fd, 0)
+        assert submit_and_get_results(write_ring, RING_ENTRIES) == [KIB] * RING_ENTRIES
+        write_ring.prepare(iov[:KIB], WRITE, fd, len(expected_bytes))
+        assert submit_and_get_results(write_ring) == [KIB]
+    assert (agent.mount / "file").read_bytes() == expected_bytes + expected_bytes[:KIB]
 
 
 def test_unregistered_descriptor_is_ebadf(agent: AgentProcess) -> None:
     with (
-        open_memory_and_rings(agent.mount) as (iov, reader, _),
+        open_memory_and_rings(agent.mount) as (iov, read_ring, _),
         open_file(agent.mount / "file", is_registered=False) as fd,
     ):
         with refused_with(errno.EBADF):
-            reader.prepare(iov[:1], READ, fd, 0)
+            read_ring.prepare(iov[:1], READ, fd, 0)
         usrbio.register_fd(fd)
         with refused_with(errno.EINVAL):
             usrbio.register_fd(fd)
@@ -141,7 +145,7 @@ def test_unregistered_descriptor_is_ebadf(agent: AgentProcess) -> None:
         for unregistered_fd in (fd, -1, -fd, 1 << 30):
             usrbio.deregister_fd(unregistered_fd)
             with refused_with(errno.EBADF):
-                reader.prepare(iov[:1], READ, unregistered_fd, 0)
+                read_ring.prepare(iov[:1], READ, unregistered_fd, 0)
         for unregistered_fd in (-1, 1 << 30):
             with refused_with(errno.EBADF):
                 usrbio.register_fd(unregistered_fd)
@@ -149,31 +153,31 @@ def test_unregistered_descriptor_is_ebadf(agent: AgentProcess) -> None:
 
 def test_descriptor_without_the_access_right_is_refused(agent: AgentProcess) -> None:
     (agent.mount / "file").write_bytes(b"x" * KIB)
-    with open_memory_and_rings(agent.mount) as (iov, reader, writer):
+    with open_memory_and_rings(agent.mount) as (iov, read_ring, write_ring):
         with open_file(agent.mount / "file", os.O_RDONLY) as fd:
             with refused_with(errno.EACCES):
-                writer.prepare(iov[:1], WRITE, fd, 0)
+                write_ring.prepare(iov[:1], WRITE, fd, 0)
             with refused_with(errno.EBADF):
                 usrbio.punch_hole(fd, [0], [1])
         with open_file(agent.mount / "file", os.O_WRONLY) as fd, refused_with(errno.EACCES):
-            reader.prepare(iov[:1], READ, fd, 0)
+            read_ring.prepare(iov[:1], READ, fd, 0)
         with open_file(agent.mount / "file") as fd, refused_with(errno.EINVAL):
-            reader.prepare(iov[:1], WRITE, fd, 0)
+            read_ring.prepare(iov[:1], WRITE, fd, 0)
     assert (agent.mount / "file").read_bytes() == b"x" * KIB
 
 
 def test_invalid_range_is_einval(agent: AgentProcess) -> None:
     with (
         open_file(agent.mount / "file") as fd,
-        open_memory_and_rings(agent.mount, block_size=64 * KIB) as (iov, reader, _),
+        open_memory_and_rings(agent.mount, block_size=64 * KIB) as (iov, read_ring, _),
     ):
         for invalid_slice in (iov[64 * KIB - 1 : 64 * KIB + 1], iov[: 64 * KIB + 1], iov[:0]):
             with refused_with(errno.EINVAL):
-                reader.prepare(invalid_slice, READ, fd, 0)
+                read_ring.prepare(invalid_slice, READ, fd, 0)
         # The end of these reads is above the largest file offset, 2**63 - 1.
         for offset in ((1 << 63) - 1, 1 << 63, (1 << 64) - 1):
             with refused_with(errno.EINVAL):
-                reader.prepare(iov[:2], READ, fd, offset)
+                read_ring.prepare(iov[:2], READ, fd, offset)
         for starts, ends in ([], []), ([2], [1]):
             with refused_with(errno.EINVAL):
                 usrbio.punch_hole(fd, starts, ends)
@@ -182,8 +186,8 @@ def test_invalid_range_is_einval(agent: AgentProcess) -> None:
         # The last argument is flags, which must be 0.
         with refused_with(errno.EINVAL):
             usrbio.punch_hole(fd, [0], [1], 1)
-        reader.prepare(iov[64 * KIB : 128 * KIB], READ, fd, 0)
-        assert submit_and_get_results(reader) == [0]
+        read_ring.prepare(iov[64 * KIB : 128 * KIB], READ, fd, 0)
+        assert submit_and_get_results(read_ring) == [0]
 
 
 def test_pointer_outside_of_the_iov_is_einval_in_c(agent: AgentProcess) -> None:
@@ -195,12 +199,12 @@ def test_pointer_outside_of_the_iov_is_einval_in_c(agent: AgentProcess) -> None:
     iov_bytes = ctypes.c_size_t(64 * KIB)
     # The last arguments are: the block size 0 (none) or the I/O depth 0, and the NUMA node -1 (any).
     assert library.hf3fs_iovcreate(iov, mount, iov_bytes, ctypes.c_size_t(0), -1) == 0
-    assert library.hf3fs_iorcreate(ring, mount, ENTRIES, READ, 0, -1) == 0
+    assert library.hf3fs_iorcreate(ring, mount, RING_ENTRIES, READ, 0, -1) == 0
     # The first field of struct hf3fs_iov is the address of the memory.
     base_address = int.from_bytes(iov.raw[:8], sys.byteorder)
     fd = os.open(agent.mount / "file", os.O_RDWR | os.O_CREAT, 0o600)
     assert library.hf3fs_reg_fd(fd, ctypes.c_uint64(0)) <= 0
-    # The functions hf3fs_reg_fd, hf3fs_hardlink and hf3fs_punchhole return a positive errno.
+    # The functions hf3fs_reg_fd, hf3fs_hardlink and hf3fs_punchhole return a positive errno if they fail.
     assert library.hf3fs_reg_fd(fd, ctypes.c_uint64(0)) == errno.EINVAL
     assert (
         library.hf3fs_hardlink(os.fsencode(agent.mount / "none"), os.fsencode(agent.mount / "second")) == errno.ENOENT
@@ -233,27 +237,27 @@ def test_full_disk_is_enospc_and_keeps_acknowledged_writes(tmp_path: Path, seed:
         with (
             AgentProcess(mount),
             open_file(mount / "file") as fd,
-            open_memory_and_rings(mount) as (iov, reader, writer),
+            open_memory_and_rings(mount) as (iov, read_ring, write_ring),
         ):
             acknowledged_bytes = 0
             results: list[int] = []
             # Write until the disk is full.
             while not results or results[-1] == MIB:
                 memoryview(iov)[:] = pattern.payload(MIB, seed=seed, offset_bytes=acknowledged_bytes)
-                writer.prepare(iov[:], WRITE, fd, acknowledged_bytes)
-                results += submit_and_get_results(writer)
+                write_ring.prepare(iov[:], WRITE, fd, acknowledged_bytes)
+                results += submit_and_get_results(write_ring)
                 acknowledged_bytes += max(results[-1], 0)
                 assert acknowledged_bytes <= 8 * MIB
             assert results[-1] == -errno.ENOSPC
             assert acknowledged_bytes >= 4 * MIB
             for offset in range(0, acknowledged_bytes, MIB):
-                reader.prepare(iov[:], READ, fd, offset)
-                assert submit_and_get_results(reader) == [MIB]
+                read_ring.prepare(iov[:], READ, fd, offset)
+                assert submit_and_get_results(read_ring) == [MIB]
                 pattern.check(memoryview(iov)[:], seed=seed, offset_bytes=offset)
             # After space was freed, the file and the ring can be used again.
             usrbio.punch_hole(fd, [0], [4 * MIB])
-            writer.prepare(iov[:], WRITE, fd, acknowledged_bytes)
-            assert submit_and_get_results(writer) == [MIB]
+            write_ring.prepare(iov[:], WRITE, fd, acknowledged_bytes)
+            assert submit_and_get_results(write_ring) == [MIB]
     finally:
         subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
@@ -289,15 +293,15 @@ def test_refused_publication_closes_its_descriptors(agent: AgentProcess, target:
 
 def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: int) -> None:
     rng, agent_process_id = random.Random(seed), agent.process.pid
-    with open_file(agent.mount / "file") as fd, open_memory_and_rings(agent.mount) as (iov, _, writer):
+    with open_file(agent.mount / "file") as fd, open_memory_and_rings(agent.mount) as (iov, _, write_ring):
         # The first transfer through a NIC opens descriptors that stay open.
-        for index in range(2 * ENTRIES):
-            writer.prepare(iov[:KIB], WRITE, fd, index * KIB)
-            assert submit_and_get_results(writer) == [KIB]
-        files_before = Counter(list_open_paths(agent_process_id))
-        for data in changed_inputs(MESSAGE_FUZZ_TARGET, seed, 500):
+        for index in range(2 * RING_ENTRIES):
+            write_ring.prepare(iov[:KIB], WRITE, fd, index * KIB)
+            assert submit_and_get_results(write_ring) == [KIB]
+        path_counts_before = Counter(list_open_paths(agent_process_id))
+        for message_bytes in changed_inputs(MESSAGE_FUZZ_TARGET, seed, 500):
             with RawClient(agent.mount) as peer, contextlib.suppress(ConnectionError):
-                peer.send(data, [fd] * rng.randrange(4))
+                peer.send(message_bytes, [fd] * rng.randrange(4))
                 # Some peers wait for the reply, others close the connection at once.
                 if rng.randrange(2):
                     peer.socket.shutdown(socket.SHUT_WR)
@@ -305,17 +309,19 @@ def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: i
         with contextlib.ExitStack() as idle_clients:
             for _ in range(64):
                 idle_clients.enter_context(RawClient(agent.mount))
-            writer.prepare(iov[:], WRITE, fd, 0)
-            assert submit_and_get_results(writer) == [MIB]
+            write_ring.prepare(iov[:], WRITE, fd, 0)
+            assert submit_and_get_results(write_ring) == [MIB]
         try:
             wait_until(
-                lambda: Counter(list_open_paths(agent_process_id)) == files_before,
+                lambda: Counter(list_open_paths(agent_process_id)) == path_counts_before,
                 "the agent has closed its descriptors",
                 timeout_s=60,
             )
         except HungError as error:
-            files_after = Counter(list_open_paths(agent_process_id))
-            error.add_note(f"opened: {files_after - files_before}, closed: {files_before - files_after}")
+            path_counts_after = Counter(list_open_paths(agent_process_id))
+            error.add_note(
+                f"opened: {path_counts_after - path_counts_before}, closed: {path_counts_before - path_counts_after}"
+            )
             raise
 
 

@@ -1,4 +1,4 @@
-"""A link to device memory without a dma-buf: the agent can register this memory only as peer memory."""
+"""A client publishes device memory by a link without a dma-buf: the agent can register it only as peer memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def memory(device: cuda.Device) -> Iterator[cuda.DeviceMemory]:
         yield device_memory
 
 
-def make_link(memory: cuda.DeviceMemory) -> tuple[uuid.UUID, str, str]:
+def describe_link(memory: cuda.DeviceMemory) -> tuple[uuid.UUID, str, str]:
     """Return UUID, name and target of a link that publishes `memory` by a CUDA IPC handle instead of a dma-buf."""
     iov_id = uuid.uuid4()
     with memory.device.current():
@@ -44,17 +44,17 @@ def make_link(memory: cuda.DeviceMemory) -> tuple[uuid.UUID, str, str]:
 
 @needs(verbs.peer_memory)
 @pytest.mark.parametrize(
-    "agent_devices",
+    "agent_visible_devices",
     [None, pytest.param("1,0", marks=needs(cuda_needs.device(count_min=2)), id="agent-numbers-devices-differently")],
 )
 def test_link_alone_registers_memory_by_its_address(
-    tmp_path: Path, memory: cuda.DeviceMemory, agent_devices: str | None, seed: int
+    tmp_path: Path, memory: cuda.DeviceMemory, agent_visible_devices: str | None, seed: int
 ) -> None:
-    device_environ = {} if agent_devices is None else {"CUDA_VISIBLE_DEVICES": agent_devices}
+    visible_devices_environ = {} if agent_visible_devices is None else {"CUDA_VISIBLE_DEVICES": agent_visible_devices}
     (tmp_path / "file").write_bytes(pattern.payload(MIB, seed=seed))
-    iov_id, link_name, target = make_link(memory)
+    iov_id, link_name, target = describe_link(memory)
     memory.fill(0xA5)
-    agent_process = AgentProcess(tmp_path, environ={**os.environ, **device_environ})
+    agent_process = AgentProcess(tmp_path, environ={**os.environ, **visible_devices_environ})
     with agent_process as agent, RawClient(tmp_path) as client, contextlib.ExitStack() as stack:
         ring = RawRing(4, for_read=True)
         stack.callback(ring.close)
@@ -79,7 +79,7 @@ def test_device_memory_is_read_without_the_socket(tmp_path: Path, memory: cuda.D
     mount.mkdir()
     store.mkdir()
     (store / "file").write_bytes(pattern.payload(MIB, seed=seed))
-    iov_id, link_name, target = make_link(memory)
+    iov_id, link_name, target = describe_link(memory)
     memory.fill(0xA5)
     with AgentProcess(mount, "--store", str(store), "--fuse") as agent:
         client = LinkClient(mount)
@@ -99,7 +99,7 @@ def test_device_memory_is_read_without_the_socket(tmp_path: Path, memory: cuda.D
 
 
 def test_link_with_the_size_of_another_allocation_is_refused(tmp_path: Path, memory: cuda.DeviceMemory) -> None:
-    _iov_id, link_name, target = make_link(memory)
+    _iov_id, link_name, target = describe_link(memory)
     with memory.device.current():
         allocation = address_range(memory.address)
     wrong_target = target.replace(
@@ -117,7 +117,7 @@ def test_link_alone_without_peer_memory_is_refused(
     tmp_path: Path, memory: cuda.DeviceMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GDRKIT_TWINS_PEERMEM", "0")
-    _iov_id, link_name, target = make_link(memory)
+    _iov_id, link_name, target = describe_link(memory)
     with AgentProcess(tmp_path) as agent, RawClient(tmp_path) as client:
         # Without peer memory, the registration by the address fails with EFAULT.
         with pytest.raises(Refusal, match="EFAULT") as error_info:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 needs_nic = needs(verbs.nic())
 needs_device = needs(verbs.nic(), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
 # The commands by which a Borrower opens or imports memory.
-METHODS = [
+BORROW_METHODS = [
     pytest.param("open", marks=needs_nic),
     pytest.param("open_gpu", marks=needs_device),
     pytest.param("import", marks=needs_device),
@@ -72,7 +72,7 @@ class Owner:
         self.borrow_command = ["import", iov.export_gpu().hex()] if method == "import" else [method, iov.id, FILE_BYTES]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BORROW_METHODS)
 def test_owner_and_borrower_use_memory_until_the_owner_ends(agent: AgentProcess, method: str, seed: int) -> None:
     owner = Owner(agent.mount, method)
     with contextlib.ExitStack() as stack:
@@ -90,7 +90,7 @@ def test_owner_and_borrower_use_memory_until_the_owner_ends(agent: AgentProcess,
         borrower.close()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BORROW_METHODS)
 def test_end_of_a_borrower_does_not_affect_the_owner(agent: AgentProcess, method: str, seed: int) -> None:
     owner = Owner(agent.mount, method)
     fd = os.open(agent.mount / "file", os.O_RDONLY)
@@ -167,7 +167,7 @@ class TwoClients:
     def return_iov(self, client: RawClient) -> None:
         client.request(AgentRequest.RETURN_BORROWED, protocol.pack_name(self.iov.name()))
 
-    def read(self) -> int:
+    def read_by_other(self) -> int:
         """Read a file into the iov by the ring of the other client, and return the result."""
         self.other_ring.prepare(self.iov.id.bytes, inode=self.inode, length=4096)
         self.other_ring.submit()
@@ -195,7 +195,7 @@ def test_only_a_published_iov_can_be_borrowed(clients: TwoClients) -> None:
         clients.other.publish_iov(clients.iov)
     with refused_with(errno.ENOENT):
         clients.return_iov(clients.other)
-    assert clients.read() == -errno.EACCES
+    assert clients.read_by_other() == -errno.EACCES
 
 
 @needs_nic
@@ -208,27 +208,29 @@ def test_iov_is_borrowed_until_every_borrow_is_returned(clients: TwoClients) -> 
     clients.borrow(clients.other)
     clients.borrow(clients.other)
     clients.return_iov(clients.other)
-    assert clients.read() == 4096
+    assert clients.read_by_other() == 4096
     with refused_with(errno.ENOENT):
         clients.other.unpublish(clients.iov.name())
     clients.return_iov(clients.other)
-    assert clients.read() == -errno.EACCES
+    assert clients.read_by_other() == -errno.EACCES
 
 
 @needs_nic
 def test_unpublish_or_end_of_the_owner_ends_the_borrowing(clients: TwoClients) -> None:
     clients.borrow(clients.other)
     clients.owner.unpublish(clients.iov.name())
-    assert clients.read() == -errno.EACCES
+    assert clients.read_by_other() == -errno.EACCES
     with refused_with(errno.ENOENT):
         clients.return_iov(clients.other)
     clients.owner.publish_iov(clients.iov)
-    assert clients.read() == -errno.EACCES, "a new publication is not borrowed yet"
+    assert clients.read_by_other() == -errno.EACCES, "a new publication is not borrowed yet"
     clients.borrow(clients.other)
-    assert clients.read() == 4096
+    assert clients.read_by_other() == 4096
     clients.owner.close()
     wait_until(
-        lambda: clients.read() == -errno.EACCES, "the iov of an ended owner is not borrowed any more", timeout_s=60
+        lambda: clients.read_by_other() == -errno.EACCES,
+        "the iov of an ended owner is not borrowed any more",
+        timeout_s=60,
     )
 
 

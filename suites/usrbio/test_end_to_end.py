@@ -112,8 +112,8 @@ def test_every_byte_of_a_file_is_read_and_written_back(
     with (agent.mount / "copy").open("rb") as copied_file, (agent.mount / "file").open("rb") as original_file:
         assert copied_file.read(5) == bytes(5)
         original_file.seek(file_offset)
-        while data := original_file.read(CHUNK_BYTES):
-            assert copied_file.read(len(data)) == data
+        while expected_chunk := original_file.read(CHUNK_BYTES):
+            assert copied_file.read(len(expected_chunk)) == expected_chunk
         assert copied_file.read() == b""
     evidence["bytes"] = 2 * length_bytes
 
@@ -127,6 +127,7 @@ def test_read_at_the_end_of_a_file_is_short(
     fd = open_file("file")
     with Application(agent.mount, memory_kind=memory_kind, length_bytes=MIB) as application:
         application.fill(CANARY_BYTE)
+        # The fields of each transfer are the descriptor, the memory offset, the file offset, and the length.
         transfers = [(fd, 0, 0, 128 * KIB), (fd, 128 * KIB, file_bytes - 1, 4096), (fd, 256 * KIB, file_bytes, 4096)]
         assert application.read(*transfers, (fd, 512 * KIB, file_bytes + MIB, 1)) == [file_bytes, 1, 0, 0]
         application.check(0, file_bytes, seed=seed, file_offset=0)

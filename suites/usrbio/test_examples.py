@@ -31,21 +31,23 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The built examples by name. pkg-config of the installed package provides the compiler flags."""
     from pathlib import Path
 
-    package = Path(gdrkit.__file__).parent / "usrbio"
-    flags = subprocess.run(
+    package_folder = Path(gdrkit.__file__).parent / "usrbio"
+    pkg_config_flags = subprocess.run(
         ["pkg-config", "--cflags", "--libs", "hf3fs_api_shared"],
-        env=os.environ | {"PKG_CONFIG_PATH": str(package / "lib" / "pkgconfig")},
+        env=os.environ | {"PKG_CONFIG_PATH": str(package_folder / "lib" / "pkgconfig")},
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split()
-    folder = tmp_path_factory.mktemp("examples")
+    programs_folder = tmp_path_factory.mktemp("examples")
     compiler_options = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O1"]
     for name in EXAMPLES:
-        source = package / "examples" / f"{name}.c"
-        library = [*flags, f"-Wl,-rpath,{package / 'lib'}", "-ldl"]
-        subprocess.run(["cc", *compiler_options, str(source), "-o", str(folder / name), *library], check=True)
-    return {name: folder / name for name in EXAMPLES}
+        source_path = package_folder / "examples" / f"{name}.c"
+        library_options = [*pkg_config_flags, f"-Wl,-rpath,{package_folder / 'lib'}", "-ldl"]
+        subprocess.run(
+            ["cc", *compiler_options, str(source_path), "-o", str(programs_folder / name), *library_options], check=True
+        )
+    return {name: programs_folder / name for name in EXAMPLES}
 
 
 @pytest.fixture

@@ -227,7 +227,7 @@ def test_refused_publication_is_the_errno_of_symlink(
 
 
 def test_link_is_removed_when_its_process_ends(agent: AgentProcess) -> None:
-    script = """
+    publishing_program = """
 import os, sys
 from multiprocessing import shared_memory, resource_tracker
 from gdrkit import usrbio
@@ -238,7 +238,7 @@ shm.unlink()
 sys.stdin.read()
 os._exit(0)
 """
-    command = [sys.executable, "-c", script, str(agent.mount)]
+    command = [sys.executable, "-c", publishing_program, str(agent.mount)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         link_name = process.stdout.readline().strip()
@@ -291,12 +291,12 @@ def test_other_user_is_refused_by_the_kernel() -> None:
     with folder_for_all_users() as folder:
         for name in ("mount", "store"):
             (folder / name).mkdir()
-        script = (
+        listing_program = (
             "import os, sys\nfrom support.other_user import become_unprivileged\nbecome_unprivileged()\n"
             "print(os.listdir(sys.argv[2]))\nos.listdir(sys.argv[1])\n"
         )
         with start_agent((folder / "mount", folder / "store")):
-            result = run_program(script, str(folder / "mount"), str(folder))
+            result = run_program(listing_program, str(folder / "mount"), str(folder))
     assert result.returncode != 0
     assert "mount" in result.stdout
     assert "PermissionError" in result.stderr

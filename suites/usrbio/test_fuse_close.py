@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = needs(host.fuse, verbs.nic())
-# During the first close, PATH has no program that unmounts. The program prints the operation and the reason of its
-# error, and whether the folder is still mounted; then, after the second close, whether the folder is mounted, and the
-# kinds of the open objects.
-PROGRAM = """
+# During the first close, PATH has no program that unmounts. For this close, the program prints the operation and the
+# reason of the error, and whether the folder is still mounted. For the second close, it prints whether the folder is
+# still mounted, and the kinds of the open objects.
+TWO_CLOSES_PROGRAM = """
 import json, os, sys
 from pathlib import Path
 from gdrkit import handles
@@ -46,9 +46,15 @@ print(json.dumps({"first": first_result, "second": [is_mounted(), list(handles.l
 
 
 def test_close_after_a_failed_unmount_unmounts(tmp_path: Path) -> None:
-    for name in ("mount", "store", "empty"):
-        (tmp_path / name).mkdir()
-    command = [sys.executable, "-c", PROGRAM, *(str(tmp_path / name) for name in ("mount", "store", "empty"))]
+    paths = [tmp_path / name for name in ("mount", "store", "empty")]
+    for path in paths:
+        path.mkdir()
+    command = [
+        sys.executable,
+        "-c",
+        TWO_CLOSES_PROGRAM,
+        *map(str, paths),
+    ]
     completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert completed.returncode == 0, completed.stderr
     close_results = json.loads(completed.stdout)

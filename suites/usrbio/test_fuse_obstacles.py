@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # The machine itself has FUSE, so that the hidden /dev/fuse is the only obstacle.
 pytestmark = needs(host.fuse, host.program("unshare", "--user", "--map-root-user", "--mount", "echo", "allowed"))
-PROGRAM = """
+MOUNT_PROGRAM = """
 import errno, sys
 from pathlib import Path
 from gdrkit.errors import SetupMissing
@@ -35,6 +35,6 @@ mount --rbind /mnt /dev
 exec "$@" """
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
     completed = subprocess.run(
-        [*command, sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False
+        [*command, sys.executable, "-c", MOUNT_PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert completed.stdout.split() == ["ENODEV", "no_device"], completed.stderr

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic(), verbs.dmabuf_region, cuda_needs.device(), cuda_needs.dmabuf_export)
 
 # Limits of the pool of this process: bytes of idle memory, and an idle time that no case reaches.
-POOL_BYTES = 64 * MIB
+POOL_IDLE_BYTES_MAX = 64 * MIB
 LONG_IDLE_MS = 10 * 60 * 1000
 # One client creates IOV_COUNT iovs. The agent may register memory at most REGISTRATIONS_MAX times for them.
 IOV_COUNT = 10_000
@@ -48,7 +48,7 @@ REGISTRATIONS_MAX = 32
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[AgentProcess]:
     """Set the limits of the pool of this process, yield a running agent, and free the idle memory of the pool."""
-    usrbio.limit_gpu_pool(idle_bytes_max=POOL_BYTES, idle_ms_max=LONG_IDLE_MS)
+    usrbio.limit_gpu_pool(idle_bytes_max=POOL_IDLE_BYTES_MAX, idle_ms_max=LONG_IDLE_MS)
     with AgentProcess(tmp_path) as agent_process:
         yield agent_process
         usrbio.trim_gpu_pool()
@@ -71,7 +71,7 @@ def fill(device: cuda.Device, iov: Iovec, byte: int) -> None:
         memory.write(bytes([byte]) * len(iov), offset_bytes=0)
 
 
-def list_links(mount: Path) -> set[str]:
+def list_link_names(mount: Path) -> set[str]:
     """Return the names of the links by which clients publish iovs and rings."""
     return {entry.name for entry in (mount / "3fs-virt" / "iovs").iterdir() if not entry.name.startswith("submit-ios")}
 
@@ -84,7 +84,7 @@ def start_client_process(mount: Path, iov_count: int, seed: int, *options: str) 
 @needs(software(Api.VERBS))
 @pytest.mark.timeout(600)
 def test_iovs_of_mixed_sizes_need_few_registrations(tmp_path: Path, seed: int) -> None:
-    # The agent is in this process, so this process can count its calls of ibv_reg_dmabuf_mr.
+    # The agent is in this process, so this process can count the agent's calls of ibv_reg_dmabuf_mr.
     with plain_agent(tmp_path, tmp_path) as agent:
         registrations_before = read_call_counts(Api.VERBS).get("ibv_reg_dmabuf_mr", 0)
         with start_client_process(tmp_path, IOV_COUNT, seed) as process:
@@ -96,19 +96,19 @@ def test_iovs_of_mixed_sizes_need_few_registrations(tmp_path: Path, seed: int) -
         )
         assert statistics["hits"] + statistics["misses"] == IOV_COUNT
         assert statistics["misses"] == agent.statistics()["registrations"]
-        assert list_links(tmp_path) == set()
+        assert list_link_names(tmp_path) == set()
 
 
 def test_next_iov_reuses_memory_with_zeros_and_another_id(agent: AgentProcess, device: cuda.Device) -> None:
     statistics_before = usrbio.gpu_pool_statistics()
     with usrbio.make_gpu_iovec(str(agent.mount), length_bytes=MIB) as first_iov:
-        address, first_links = first_iov.address, list_links(agent.mount)
+        address, first_link_names = first_iov.address, list_link_names(agent.mount)
         fill(device, first_iov, 0xA5)
-    assert list_links(agent.mount) == set()
+    assert list_link_names(agent.mount) == set()
     assert usrbio.gpu_pool_statistics().idle_bytes == MIB
     with usrbio.make_gpu_iovec(str(agent.mount), length_bytes=MIB - 4097) as second_iov:
         assert second_iov.address == address
-        assert not list_links(agent.mount) & first_links
+        assert not list_link_names(agent.mount) & first_link_names
         assert read_contents(device, second_iov) == bytes(MIB - 4097)
         statistics = usrbio.gpu_pool_statistics()
         assert (statistics.idle_blocks, statistics.in_use_bytes) == (0, MIB)
@@ -185,7 +185,7 @@ def test_idle_time_and_limit_free_the_longest_idle(agent: AgentProcess) -> None:
     usrbio.trim_gpu_pool(idle_bytes_max=8 * MIB)
     statistics = usrbio.gpu_pool_statistics()
     assert (statistics.idle_blocks, statistics.idle_bytes) == (1, 8 * MIB)
-    usrbio.limit_gpu_pool(idle_bytes_max=POOL_BYTES, idle_ms_max=20)
+    usrbio.limit_gpu_pool(idle_bytes_max=POOL_IDLE_BYTES_MAX, idle_ms_max=20)
     wait_until(lambda: usrbio.gpu_pool_statistics().idle_blocks == 0, "no block is idle", timeout_s=30)
     assert usrbio.gpu_pool_statistics().trimmed_blocks - trimmed_before == 3
 
@@ -199,7 +199,7 @@ def test_limit_of_zero_turns_the_pool_off(agent: AgentProcess) -> None:
 
 
 def test_idle_memory_of_an_ended_agent_is_not_reused(tmp_path: Path, device: cuda.Device) -> None:
-    usrbio.limit_gpu_pool(idle_bytes_max=POOL_BYTES, idle_ms_max=LONG_IDLE_MS)
+    usrbio.limit_gpu_pool(idle_bytes_max=POOL_IDLE_BYTES_MAX, idle_ms_max=LONG_IDLE_MS)
     with AgentProcess(tmp_path), usrbio.make_gpu_iovec(str(tmp_path), length_bytes=MIB) as iov:
         fill(device, iov, 1)
     misses_before = usrbio.gpu_pool_statistics().misses

@@ -62,13 +62,13 @@ def test_attack_by_shared_memory_hurts_no_other_client(
         finally:
             attacker.kill()
         assert honest_client.returncode == 0, honest_client.stderr
-        statistics = json.loads(honest_client.stdout)
-        assert statistics["failed"] == {}
-        assert statistics["wrong_bytes"] == 0
-        assert statistics["operations"] >= OPERATION_COUNT
+        honest_statistics = json.loads(honest_client.stdout)
+        assert honest_statistics["failed"] == {}
+        assert honest_statistics["wrong_bytes"] == 0
+        assert honest_statistics["operations"] >= OPERATION_COUNT
         assert attacker.returncode == 0
         assert attack_count > 0
         assert agent.terminate() == 0, agent.error_output
     evidence.number("attacks_count", attack_count)
-    evidence["honest_client"] = statistics
+    evidence["honest_client"] = honest_statistics
     evidence["agent"] = agent.statistics

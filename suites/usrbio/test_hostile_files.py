@@ -66,7 +66,7 @@ def test_file_with_a_lease_stops_no_other_client(tmp_path: Path) -> None:
 
 
 def open_mounted_file(connection: Connection) -> None:
-    """Mount a file of another file system on a file in /dev/shm, and send the errno with which the agent refuses it."""
+    """Mount a file of another file system on a file in /dev/shm, and send the errno of open_shared()."""
     libc = ctypes.CDLL(None, use_errno=True)
     target = SHM_FOLDER / f"hf3fs-test-{os.getpid()}"
     assert libc.unshare(_CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())

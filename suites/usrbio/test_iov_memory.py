@@ -48,10 +48,12 @@ def test_read_file_leaves_little_memory_mapped(tmp_path: Path, evidence: Evidenc
     with AgentProcess(tmp_path) as agent:
         # The first call starts threads, whose stacks stay mapped.
         usrbio.read_file(path, str(tmp_path), block_size=MIB, cb=ignore_block)
-        mapped_bytes_before = {process: read_mapped_bytes(process) for process in ("self", agent.process.pid)}
+        mapped_bytes_before = {process_id: read_mapped_bytes(process_id) for process_id in ("self", agent.process.pid)}
         for _ in range(8):
             assert usrbio.read_file(path, str(tmp_path), block_size=64 * MIB, cb=ignore_block) is None
-        added_bytes = [read_mapped_bytes(process) - size_bytes for process, size_bytes in mapped_bytes_before.items()]
+        added_bytes = [
+            read_mapped_bytes(process_id) - bytes_before for process_id, bytes_before in mapped_bytes_before.items()
+        ]
         evidence["added_bytes"] = added_bytes
         # The eight calls would add 512 MiB if their memory stayed mapped.
         assert max(added_bytes) < 64 * MIB
@@ -89,10 +91,10 @@ IOV_PROGRAM = """
 import json, pathlib, sys
 from gdrkit import usrbio
 mount, sizes = sys.argv[1], [int(size) for size in sys.argv[2:]]
-links = pathlib.Path(mount, "3fs-virt", "iovs")
+links_folder = pathlib.Path(mount, "3fs-virt", "iovs")
 for size in sizes:
     with usrbio.create_iovec(mount, length_bytes=size) as iov:
-        (link,) = [link for link in links.iterdir() if not link.name.startswith("submit-ios")]
+        (link,) = [link for link in links_folder.iterdir() if not link.name.startswith("submit-ios")]
         memory = memoryview(iov)
         print(json.dumps([link.readlink().name, bytes(memory) == bytes(size), link.name]), flush=True)
         memory[:] = b"x" * size
@@ -108,7 +110,8 @@ def start_iov_program(mount: Path, *sizes: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def read_lines(process: subprocess.Popen[str], count: int) -> list[tuple[str, bool, str]]:
+def read_iov_lines(process: subprocess.Popen[str], count: int) -> list[tuple[str, bool, str]]:
+    """Return (file name, whether the iov began with zeros, link name) for each of the next `count` lines."""
     assert process.stdout is not None
     return [tuple(json.loads(process.stdout.readline())) for _ in range(count)]
 
@@ -116,10 +119,10 @@ def read_lines(process: subprocess.Popen[str], count: int) -> list[tuple[str, bo
 def test_next_iov_of_the_same_size_gets_the_memory(tmp_path: Path) -> None:
     sizes = [REUSABLE_BYTES, REUSABLE_BYTES, 2 * REUSABLE_BYTES, REUSABLE_BYTES, 64 * KIB, 64 * KIB]
     with AgentProcess(tmp_path) as agent, start_iov_program(tmp_path, *sizes) as process:
-        lines = read_lines(process, len(sizes))
-        memory_paths = [Path("/dev/shm", name) for name, _, _ in lines]  # noqa: S108 - the folder of shm_open(3).
-        assert all(is_zero for _, is_zero, _ in lines)
-        assert len({link for _, _, link in lines}) == len(sizes)
+        iov_lines = read_iov_lines(process, len(sizes))
+        memory_paths = [Path("/dev/shm", name) for name, _, _ in iov_lines]  # noqa: S108 - the folder of shm_open(3).
+        assert all(is_zero for _, is_zero, _ in iov_lines)
+        assert len({link for _, _, link in iov_lines}) == len(sizes)
         assert memory_paths[0] == memory_paths[1] == memory_paths[3] != memory_paths[2]
         # The client does not reuse the memory of iovs below 4 MiB.
         assert memory_paths[4] != memory_paths[5]
@@ -160,7 +163,7 @@ def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
         client.publish_ring(ring)
         inode = client.register_file(file.fileno())
 
-        def read_result(iov_id: bytes) -> int:
+        def read_and_get_result(iov_id: bytes) -> int:
             ring.prepare(iov_id, inode=inode, length=4 * KIB)
             ring.submit()
             ((_, result, _),) = ring.wait(1)
@@ -173,7 +176,7 @@ def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
         next_id = uuid.uuid4()
         client.publish(str(next_id), str(iov.path))
         assert {path.name for path in records_folder.iterdir()} == {ring.link_name, str(next_id)}
-        assert (read_result(next_id.bytes), read_result(iov.id.bytes)) == (4 * KIB, -errno.EACCES)
+        assert (read_and_get_result(next_id.bytes), read_and_get_result(iov.id.bytes)) == (4 * KIB, -errno.EACCES)
         pattern.check(iov.memory[: 4 * KIB], seed=2)
         with RawClient(tmp_path) as borrower:
             request = protocol.PublishRequest(str(next_id), str(iov.path), b"")
@@ -199,7 +202,7 @@ def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
 
 
 def unpublish_and_keep(client: RawClient, name: str) -> int:
-    """Remove a publication, and return 1 if the agent keeps its registration."""
+    """Remove a publication, and return 1 if the agent keeps its registration, else 0."""
     return protocol.parse_number(client.request(AgentRequest.UNPUBLISH_AND_KEEP, protocol.pack_name(name)))
 
 
@@ -260,15 +263,15 @@ def test_late_bytes_do_not_reach_the_next_iov(tmp_path: Path) -> None:
 
 def test_memory_is_removed_at_exit_after_the_agent_was_killed(tmp_path: Path) -> None:
     with AgentProcess(tmp_path) as agent, start_iov_program(tmp_path, REUSABLE_BYTES, 64 * KIB) as process:
-        (file_name, _, _), _ = read_lines(process, 2)  # The first iov is destroyed before the second is created.
-        path = Path("/dev/shm", file_name)  # noqa: S108 - the folder of shm_open(3).
+        (file_name, _, _), _ = read_iov_lines(process, 2)  # The first iov is destroyed before the second is created.
+        memory_path = Path("/dev/shm", file_name)  # noqa: S108 - the folder of shm_open(3).
         process.send_signal(signal.SIGSTOP)  # A stopped client cannot free the memory itself.
         agent.kill()
-        assert path.exists()
+        assert memory_path.exists()
         process.send_signal(signal.SIGCONT)
         process.communicate("")
         assert process.returncode == 0
-        assert not path.exists()
+        assert not memory_path.exists()
 
 
 def count_open_iov_files(agent: AgentProcess) -> int:
@@ -279,20 +282,20 @@ def count_open_iov_files(agent: AgentProcess) -> int:
 @pytest.mark.parametrize("killed_process", ["client", "agent"])
 def test_idle_memory_of_a_killed_process_is_removed(tmp_path: Path, killed_process: str) -> None:
     with AgentProcess(tmp_path) as agent, start_iov_program(tmp_path, REUSABLE_BYTES) as process:
-        ((file_name, _, _),) = read_lines(process, 1)
-        path = Path("/dev/shm", file_name)  # noqa: S108 - the folder of shm_open(3).
+        ((file_name, _, _),) = read_iov_lines(process, 1)
+        memory_path = Path("/dev/shm", file_name)  # noqa: S108 - the folder of shm_open(3).
         # The name of the link of an iov is a UUID.
         wait_until(lambda: not any((tmp_path / "3fs-virt" / "iovs").glob("*-*-*-*-*")), "the iov is destroyed")
-        assert path.exists()
+        assert memory_path.exists()
         process.send_signal(signal.SIGSTOP)  # A stopped client cannot free the memory itself.
         if killed_process == "agent":
             agent.kill()
         process.kill()
         process.communicate()
         if killed_process == "agent":
-            assert path.exists()
+            assert memory_path.exists()
             with AgentProcess(tmp_path):
-                assert not path.exists()
+                assert not memory_path.exists()
         else:
-            wait_until(lambda: not path.exists(), "the agent removes the memory")
+            wait_until(lambda: not memory_path.exists(), "the agent removes the memory")
             assert not any((tmp_path / "3fs-virt" / "publications").iterdir())

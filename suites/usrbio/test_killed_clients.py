@@ -40,8 +40,8 @@ class ResourceCounts(NamedTuple):
 
 def read_resident_kib(process_id: int) -> int:
     """Return the resident memory of a process in KiB."""
-    status = Path(f"/proc/{process_id}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+    status_text = Path(f"/proc/{process_id}/status").read_text()
+    return next(int(line.split()[1]) for line in status_text.splitlines() if line.startswith("VmRSS"))
 
 
 def count_resources(agent: AgentProcess) -> ResourceCounts:
@@ -74,7 +74,7 @@ def test_agent_does_not_grow_by_killed_clients(tmp_path: Path, seed: int, eviden
         idle_counts = count_resources(agent)
         resident_before_kib = read_resident_kib(agent.process.pid)
         kill_clients(agent, KILLED_CLIENT_COUNT)
-        # The counts may be lower: in `idle_counts`, the thread of the last client may have been about to end.
+        # The new counts may be lower, because the last client's thread may still have run when `idle_counts` was read.
         wait_until(
             lambda: all(
                 count <= idle_count for count, idle_count in zip(count_resources(agent), idle_counts, strict=True)

@@ -89,6 +89,7 @@ def test_corrupt_cached_bytes_are_not_returned(tmp_path: Path, seed: int) -> Non
         application.check(0, 16 * KIB, seed=seed, file_offset=0)
         flip_bit(tmp_path / "file", 9000)
         assert application.read((fd, 0, 0, 4 * KIB), (fd, 4 * KIB, 8 * KIB, 4 * KIB)) == [4 * KIB, -errno.EIO]
+    # The storage server executed the read of the corrupt bytes.
     assert agent.statistics["local_reads"] == 3
 
 

@@ -79,12 +79,12 @@ def open_unnamed_file(folder: Path = SHM_FOLDER, *, length_bytes: int = 1, flags
 
 
 def list_open_descriptors() -> set[str]:
-    """Return the descriptors of this process."""
+    """Return the numbers of the open descriptors of this process."""
     return set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the names are enough.
 
 
 def is_open(descriptor: int) -> bool:
-    """Return whether this process has the descriptor."""
+    """Return whether the descriptor is open in this process."""
     return Path(f"/proc/self/fd/{descriptor}").exists()
 
 
@@ -197,7 +197,8 @@ def test_sockets_and_links_of_a_killed_agent_are_removed(tmp_path: Path) -> None
         assert other_file.exists()
 
 
-# An agent removes the memory of a record only if the owner has ended, the inode is the same, and the name fits an iov.
+# An agent removes the memory that a record names only if the owner has ended, the inode is the same, and the file has
+# the name of an iov.
 @pytest.mark.parametrize("case", ["removed", "another file", "owner runs", "other name"])
 def test_memory_of_an_ended_client_is_removed(tmp_path: Path, memory_path: Path, case: str) -> None:
     AgentMount(tmp_path).close()
@@ -209,7 +210,7 @@ def test_memory_of_an_ended_client_is_removed(tmp_path: Path, memory_path: Path,
     record = {
         "boot_id": owner.boot_id.hex(),
         "process_id": owner.process_id,
-        "namespace": owner.namespace,
+        "namespace": owner.pid_namespace,
         "started_ticks": owner.started_ticks,
         "shared": shared_path.name,
         "device": status.st_dev,
@@ -332,6 +333,7 @@ def test_name_of_unnamed_memory_must_be_free(memory_path: Path) -> None:
     assert memory_path.read_bytes() == b"x"
 
 
+# Each fault says which property of the target or of the descriptor is wrong.
 @pytest.mark.parametrize(
     ("fault", "expected_errno"),
     [
@@ -388,7 +390,7 @@ def test_record_names_the_owner_of_a_link(links: LinkFolder, tmp_path: Path, mem
     assert json.loads((tmp_path / "records" / "name").read_text()) == {
         "boot_id": owner.boot_id.hex(),
         "process_id": os.getpid(),
-        "namespace": owner.namespace,
+        "namespace": owner.pid_namespace,
         "started_ticks": owner.started_ticks,
         "shared": memory_path.name,
         "device": status.st_dev,

@@ -1,4 +1,4 @@
-"""The agent has the storage server access device memory through the NICs that are nearest to the GPU."""
+"""For device memory, the agent chooses the NICs nearest to the GPU for the transfers of the storage server."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 pytestmark = [NEEDS_DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
 
 FILE_BYTES = 16 * MIB
-# The agent runs in this program, so that the program can count the bytes by NIC. The NICs of the agent serve the RDMA
-# writes of the storage server. The application is another process.
-PROGRAM = """
+# The agent runs in this program, so that the program can count the bytes that each NIC moves. The NICs of the agent
+# serve the RDMA writes of the storage server. The application is another process.
+AGENT_PROGRAM = """
 import json, subprocess, sys
 from pathlib import Path
 from gdrkit.errors import Api
@@ -44,8 +44,9 @@ with plain_agent(mount, mount, placement=Placement(HostTree(tree))):
     traffic_before = read_traffic(Api.VERBS)
     command = module_command("support.application", mount, mount / "file", mount / "copy", "--kind", sys.argv[4])
     subprocess.run([*command, "--seed", seed, "--rounds", "1"], check=True, stdout=subprocess.DEVNULL, timeout=60)
-    traffic_after, counter = read_traffic(Api.VERBS), "served_write_bytes"
-    print(json.dumps({nic: row[counter] - traffic_before[nic][counter] for nic, row in traffic_after.items()}))
+    traffic_after, counter_name = read_traffic(Api.VERBS), "served_write_bytes"
+    print(json.dumps({nic: counters[counter_name] - traffic_before[nic][counter_name]
+                      for nic, counters in traffic_after.items()}))
 """
 
 
@@ -60,7 +61,7 @@ def measure_bytes_by_nic(
     plan_path.write_text(f"gdrkit-faults 1\n{fault_rules}")
     (mount / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
     child = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(mount), str(tree), str(seed), memory_kind],
+        [sys.executable, "-c", AGENT_PROGRAM, str(mount), str(tree), str(seed), memory_kind],
         env=suites_environ() | {"GDRKIT_TWINS_NICS": "4", "GDRKIT_TWINS_FAULTS": str(plan_path)},
         capture_output=True,
         text=True,
@@ -95,8 +96,8 @@ def test_device_memory_is_accessed_by_the_nearest_nics(
         "twin2": "0000:04:00.0",
         "twin3": "0000:41:00.0",
     }
-    paths = make_pci_paths(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH_PATH}/0000:02:00.0/0000:07:00.0", 0)}
-    create_pci_tree(tree, pci_address_by_nic, pci_paths=paths)
+    pci_paths = make_pci_paths(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH_PATH}/0000:02:00.0/0000:07:00.0", 0)}
+    create_pci_tree(tree, pci_address_by_nic, pci_paths=pci_paths)
     served_bytes = measure_bytes_by_nic(mount, tree, seed=seed, memory_kind="device")
     assert {nic for nic, byte_count in served_bytes.items() if byte_count} == nearest_nics
 

@@ -138,17 +138,17 @@ def test_operation_errors_without_the_socket(fuse_folder: Path) -> None:
             read_ring.submit()
             assert [result for _, result, _ in read_ring.wait(1)] == [4096]
 
-        def result_after_close() -> int:
+        def read_after_close() -> int:
             read_ring.prepare(iov.id.bytes, inode=inode, length=4096)
             read_ring.submit()
             ((_, result, _),) = read_ring.wait(1)
             return result
 
         # The kernel informs the agent of a close(2) only some time after the call.
-        wait_until(lambda: result_after_close() == -errno.EBADF, "the closed file is refused", timeout_s=10)
+        wait_until(lambda: read_after_close() == -errno.EBADF, "the closed file is refused", timeout_s=10)
 
 
-def read_until_killed(mount: Path, progress: Connection) -> None:
+def read_until_killed(mount: Path, progress_sender: Connection) -> None:
     """Read a file by a ring again and again, and send a message after each batch."""
     with (
         contextlib.closing(RawIov(MIB)) as iov,
@@ -160,7 +160,7 @@ def read_until_killed(mount: Path, progress: Connection) -> None:
                 read_ring.prepare(iov.id.bytes, inode=inode, length=64 * KIB)
             read_ring.submit()
             assert {result for _, result, _ in read_ring.wait(8)} == {64 * KIB}
-            progress.send(None)
+            progress_sender.send(None)
 
 
 def test_killed_clients_leave_nothing_behind(fuse_folder: Path, seed: int) -> None:
@@ -175,19 +175,19 @@ def test_killed_clients_leave_nothing_behind(fuse_folder: Path, seed: int) -> No
     ):
         own_links = set(client.iovs_folder.iterdir())
         for _ in range(8):
-            progress, sender = fork_context.Pipe(duplex=False)
-            process = fork_context.Process(target=read_until_killed, args=(fuse_folder, sender))
+            progress_receiver, progress_sender = fork_context.Pipe(duplex=False)
+            process = fork_context.Process(target=read_until_killed, args=(fuse_folder, progress_sender))
             process.start()
             for _ in range(random_source.randrange(1, 40)):
-                assert progress.poll(30)
-                progress.recv()
+                assert progress_receiver.poll(30)
+                progress_receiver.recv()
             client_links = set(client.iovs_folder.iterdir()) - own_links
             assert len(client_links) == 3
             memory_files = [link.readlink() for link in client_links]
             process.kill()
             process.join()
-            progress.close()
-            sender.close()
+            progress_receiver.close()
+            progress_sender.close()
             wait_until(
                 lambda: set(client.iovs_folder.iterdir()) == own_links,
                 "the agent removes the links of the killed client",
@@ -387,9 +387,9 @@ def test_plain_folder_has_no_ioctls_of_3fs(tmp_path: Path) -> None:
 
 def read_mapped_iov_bytes(agent: AgentProcess) -> int:
     """Return how many bytes of iovs and rings an agent has mapped."""
-    lines = Path(f"/proc/{agent.process.pid}/maps").read_text().splitlines()
-    ranges = [line.split()[0].split("-") for line in lines if "/hf3fs-iov-" in line]
-    return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
+    map_lines = Path(f"/proc/{agent.process.pid}/maps").read_text().splitlines()
+    address_ranges = [line.split()[0].split("-") for line in map_lines if "/hf3fs-iov-" in line]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in address_ranges)
 
 
 def test_removed_link_frees_memory_in_plain_mode(tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_removed_link_frees_memory_in_plain_mode(tmp_path: Path) -> None:
         ring_bytes = read_mapped_iov_bytes(agent)
         inode = client.register_file(file.fileno())
 
-        def read_result() -> int:
+        def read_and_get_result() -> int:
             ring.prepare(iov.id.bytes, inode=inode, length=4096)
             ring.submit()
             ((_, result, _),) = ring.wait(1)
@@ -415,8 +415,8 @@ def test_removed_link_frees_memory_in_plain_mode(tmp_path: Path) -> None:
         for _ in range(2):
             client.publish_iov(iov)
             assert read_mapped_iov_bytes(agent) == ring_bytes + MIB
-            assert read_result() == 4096
+            assert read_and_get_result() == 4096
             (iovs_folder / iov.name()).unlink()
             wait_until(lambda: read_mapped_iov_bytes(agent) == ring_bytes, "the agent unmaps the memory", timeout_s=10)
-            assert read_result() == -errno.EACCES
+            assert read_and_get_result() == -errno.EACCES
         assert agent.terminate() == 0, agent.error_output

@@ -29,7 +29,7 @@ def virtual_folder(tmp_path: Path) -> Path:
 
 
 def open_and_get_error(virtual_folder: Path) -> SetupMissing:
-    """Return the error of opening the mount."""
+    """Open the mount, which must fail, and return the error."""
     with pytest.raises(SetupMissing) as error_info:
         AgentMount(virtual_folder.parent).close()
     assert error_info.value.what_to_do

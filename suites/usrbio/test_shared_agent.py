@@ -57,18 +57,18 @@ def mode(request: pytest.FixtureRequest) -> str:
 def mount(mode: str, tmp_path: Path) -> Iterator[Path]:
     """Yield the mount of a shared agent, in which every user can create files."""
     with folder_for_all_users() as folder, contextlib.ExitStack() as stack:
-        path = folder / "mount"
-        store = path if mode == "plain" else tmp_path / "store"
-        for new_folder in {path, store}:
+        mount_folder = folder / "mount"
+        store = mount_folder if mode == "plain" else tmp_path / "store"
+        for new_folder in {mount_folder, store}:
             new_folder.mkdir()
         store.chmod(0o1777)
         options = {"plain": [], "fuse": ["--store", str(store), "--fuse"]}.get(mode)
         if options is None:
             server = stack.enter_context(run_storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0"))
             options = ["--server", server.address, "--token-file", str(store / ".gdrkit" / "token")]
-        agent = stack.enter_context(AgentProcess(path, *options, "--shared", "--user-memory-mib", "8"))
-        yield path
-        memory_files = list_shared_memory_files(path)
+        agent = stack.enter_context(AgentProcess(mount_folder, *options, "--shared", "--user-memory-mib", "8"))
+        yield mount_folder
+        memory_files = list_shared_memory_files(mount_folder)
         assert agent.terminate() == 0, agent.error_output
     assert [file for file in memory_files if file.exists()] == []
 
@@ -99,10 +99,11 @@ def try_attacks(
         folder_fd = os.open(mount, os.O_RDONLY | os.O_DIRECTORY)
         readable_inode = client.register_file(read_fd)
 
-        def request(request_type: AgentRequest, payload: bytes, *descriptors: int) -> Callable[[], object]:
+        # The functions make_... return an action: a function without arguments that makes one attempt.
+        def make_request(request_type: AgentRequest, payload: bytes, *descriptors: int) -> Callable[[], object]:
             return lambda: client.request(request_type, payload, descriptors)
 
-        def transfer_or_raise(ring: RawRing, iov_id: bytes, inode: int) -> Callable[[], object]:
+        def make_transfer(ring: RawRing, iov_id: bytes, inode: int) -> Callable[[], object]:
             def run() -> None:
                 if (result := transfer(ring, iov_id, inode)) < 0:
                     raise OSError(-result, "the operation failed")
@@ -113,17 +114,17 @@ def try_attacks(
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
                 server.connect(f"/proc/self/fd/{virtual_fd}/server.sock")
 
-        def make_list_action(folder: Path) -> Callable[[], object]:
+        def make_listing(folder: Path) -> Callable[[], object]:
             return lambda: list(folder.iterdir())
 
         pack_name, hole_payload = protocol.pack_name, protocol.pack_punch(0, ((0, 4096),))
         actions: dict[str, Callable[[], object]] = {
-            "list 3fs-virt": make_list_action(virtual_folder),
-            "list iovs": make_list_action(virtual_folder / "iovs"),
-            "list publications": make_list_action(virtual_folder / "publications"),
+            "list 3fs-virt": make_listing(virtual_folder),
+            "list iovs": make_listing(virtual_folder / "iovs"),
+            "list publications": make_listing(virtual_folder / "publications"),
             "open agent.lock": lambda: os.open(virtual_folder / "agent.lock", os.O_RDONLY),
             "connect to server.sock": connect_to_server,
-            "list .gdrkit": make_list_action(mount / ".gdrkit"),
+            "list .gdrkit": make_listing(mount / ".gdrkit"),
             "create a file in 3fs-virt": (virtual_folder / "x").touch,
             "create a link in iovs": lambda: (virtual_folder / "iovs" / "x").symlink_to("/dev/shm/x"),  # noqa: S108
             "remove the link of an iov": (virtual_folder / "iovs" / victim["iov"]).unlink,
@@ -131,22 +132,22 @@ def try_attacks(
             "remove the memory of an iov": Path(victim["target"]).unlink,
             "publish the memory of an iov": lambda: client.publish(RawIov(4096).name(), victim["target"]),
             "publish the name of an iov": lambda: client.publish(victim["iov"], str(iov.path)),
-            "borrow an iov": request(
+            "borrow an iov": make_request(
                 AgentRequest.BORROW,
                 protocol.pack_publish(protocol.PublishRequest(victim["iov"], victim["target"], b"")),
             ),
-            "return an iov": request(AgentRequest.RETURN_BORROWED, pack_name(victim["iov"])),
-            "unpublish an iov": request(AgentRequest.UNPUBLISH, pack_name(victim["iov"])),
-            "unpublish a ring": request(AgentRequest.UNPUBLISH, pack_name(victim["ring"])),
+            "return an iov": make_request(AgentRequest.RETURN_BORROWED, pack_name(victim["iov"])),
+            "unpublish an iov": make_request(AgentRequest.UNPUBLISH, pack_name(victim["iov"])),
+            "unpublish a ring": make_request(AgentRequest.UNPUBLISH, pack_name(victim["ring"])),
             "open a private file": lambda: private_file.open("rb"),
             "open a readable file for writing": lambda: readable_file.open("r+b"),
             "register a file by O_PATH": lambda: client.register_file(path_fd),
-            "deregister a file": request(AgentRequest.DEREGISTER_FILE, protocol.pack_number(victim["inode"])),
-            "punch a hole into a readable file": request(AgentRequest.PUNCH_HOLE, hole_payload, read_fd),
-            "link a readable file": request(AgentRequest.HARD_LINK, pack_name("linked"), read_fd, folder_fd),
-            "read a private file": transfer_or_raise(ring, iov.id.bytes, victim["inode"]),
-            "read into an iov": transfer_or_raise(ring, victim["id"], readable_inode),
-            "write a readable file": transfer_or_raise(write_ring, iov.id.bytes, readable_inode),
+            "deregister a file": make_request(AgentRequest.DEREGISTER_FILE, protocol.pack_number(victim["inode"])),
+            "punch a hole into a readable file": make_request(AgentRequest.PUNCH_HOLE, hole_payload, read_fd),
+            "link a readable file": make_request(AgentRequest.HARD_LINK, pack_name("linked"), read_fd, folder_fd),
+            "read a private file": make_transfer(ring, iov.id.bytes, victim["inode"]),
+            "read into an iov": make_transfer(ring, victim["id"], readable_inode),
+            "write a readable file": make_transfer(write_ring, iov.id.bytes, readable_inode),
             "publish more than the quota": lambda: client.publish_iov(RawIov(8 * MIB)),
         }
         connection.send({label: catch_errno(action) for label, action in actions.items()})
@@ -245,11 +246,11 @@ def use_files(mount: Path, paths: list[Path], *, by_rings: bool) -> Callable[[Co
 def test_rights_are_those_of_the_kernel(mount: Path) -> None:
     paths = []
     for owner in (0, ALICE, BOB):
-        for mode in (0o600, 0o640, 0o660, 0o644, 0o666, 0o400, 0o000):
-            path = mount / f"{owner}-{mode:o}"
+        for file_mode in (0o600, 0o640, 0o660, 0o644, 0o666, 0o400, 0o000):
+            path = mount / f"{owner}-{file_mode:o}"
             path.write_bytes(bytes(64 * KIB))
             os.chown(path, owner, GROUP)
-            path.chmod(mode)
+            path.chmod(file_mode)
             paths.append(path)
     for uid, groups in ((0, [0]), (ALICE, []), (BOB, [GROUP])):
         with (

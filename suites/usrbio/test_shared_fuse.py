@@ -47,22 +47,22 @@ def folders() -> Iterator[tuple[Path, Path]]:
 def make_tree(root: Path) -> None:
     """Create files and folders of several users, with several modes."""
     for owner in (0, ALICE, BOB):
-        for mode in (0o700, 0o750, 0o744, 0o1777, 0o2775):
-            folder = root / f"{owner}-{mode:o}"
+        for folder_mode in (0o700, 0o750, 0o744, 0o1777, 0o2775):
+            folder = root / f"{owner}-{folder_mode:o}"
             folder.mkdir()
             for name, file_mode in (("secret", 0o600), ("public", 0o666), ("target", 0o200)):
                 (folder / name).write_bytes(b"content")
                 os.chown(folder / name, owner, GROUP)
                 (folder / name).chmod(file_mode)
             os.chown(folder, owner, GROUP)
-            folder.chmod(mode)
+            folder.chmod(folder_mode)
 
 
 def make_operations(folder: Path) -> dict[str, Callable[[], object]]:
     """Return operations on the entries of a folder, by their labels."""
     secret, public, target = folder / "secret", folder / "public", folder / "target"
 
-    def write(path: Path, flags: int) -> Callable[[], object]:
+    def make_write(path: Path, flags: int) -> Callable[[], object]:
         def run() -> None:
             fd = os.open(path, flags, 0o666)
             try:
@@ -72,7 +72,7 @@ def make_operations(folder: Path) -> dict[str, Callable[[], object]]:
 
         return run
 
-    def set_times(path: Path, times_ns: tuple[int, int] | None) -> Callable[[], object]:
+    def make_set_times(path: Path, times_ns: tuple[int, int] | None) -> Callable[[], object]:
         return lambda: os.utime(path, ns=times_ns) if times_ns else os.utime(path)
 
     return {
@@ -81,21 +81,21 @@ def make_operations(folder: Path) -> dict[str, Callable[[], object]]:
         "read secret": secret.read_bytes,
         "read public": public.read_bytes,
         "read target": target.read_bytes,
-        "write secret": write(secret, os.O_WRONLY),
-        "write public": write(public, os.O_WRONLY),
-        "write target": write(target, os.O_WRONLY),
-        "read and write target": write(target, os.O_RDWR),
+        "write secret": make_write(secret, os.O_WRONLY),
+        "write public": make_write(public, os.O_WRONLY),
+        "write target": make_write(target, os.O_WRONLY),
+        "read and write target": make_write(target, os.O_RDWR),
         "truncate secret": lambda: os.truncate(secret, 3),
         "truncate public": lambda: os.truncate(public, 3),
-        "set times of public": set_times(public, (10**9, 2 * 10**9)),
-        "touch public": set_times(public, None),
-        "set times of secret": set_times(secret, (10**9, 2 * 10**9)),
+        "set times of public": make_set_times(public, (10**9, 2 * 10**9)),
+        "touch public": make_set_times(public, None),
+        "set times of secret": make_set_times(secret, (10**9, 2 * 10**9)),
         "chmod public": lambda: public.chmod(0o640),
         "chmod back": lambda: public.chmod(0o666),
         "give public away": lambda: os.chown(public, BOB, -1),
         "change the group of public": lambda: os.chown(public, -1, GROUP),
-        "create": write(folder / "new", os.O_WRONLY | os.O_CREAT | os.O_EXCL),
-        "create or open": write(folder / "public", os.O_WRONLY | os.O_CREAT),
+        "create": make_write(folder / "new", os.O_WRONLY | os.O_CREAT | os.O_EXCL),
+        "create or open": make_write(folder / "public", os.O_WRONLY | os.O_CREAT),
         "create without rights": lambda: os.close(os.open(folder / "odd", os.O_WRONLY | os.O_CREAT, 0o400)),
         "mkdir": lambda: (folder / "inner").mkdir(0o777),
         "chmod the folder": lambda: (folder / "inner").chmod(0o2770),
@@ -123,15 +123,18 @@ def try_operations(root: Path, connection: Connection) -> None:
 
 
 def read_attributes(root: Path) -> dict[str, tuple[int, int, int, int]]:
-    """Return mode, user, group and size of every entry of a tree. The sizes of folders depend on the file system."""
+    """Return mode, user, group and size of every entry of a tree.
+
+    The size of a folder is 0 here, because the actual size depends on the file system.
+    """
     attributes = {}
     for parent, folders, files in os.walk(root):
         for name in (*folders, *files):
             path = Path(parent, name)
             status = path.lstat()
-            size = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
-            attributes[str(path.relative_to(root))] = (status.st_mode, status.st_uid, status.st_gid, size)
-    return {name: status for name, status in attributes.items() if not name.startswith("3fs-virt")}
+            size_bytes = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
+            attributes[str(path.relative_to(root))] = (status.st_mode, status.st_uid, status.st_gid, size_bytes)
+    return {path: values for path, values in attributes.items() if not path.startswith("3fs-virt")}
 
 
 @pytest.mark.parametrize(("uid", "groups"), USERS)
@@ -164,8 +167,8 @@ def publish_by_links(mount: Path, connection: Connection) -> None:
         client.publish_iov(iov)
         client.publish_ring(ring)
         inode = os.fstat(file.fileno()).st_ino
-        names = {"iov": iov.name(), "target": str(iov.path), "ring": ring.link_name}
-        connection.send({**names, "path": str(path), "inode": inode, "id": iov.id.bytes})
+        published_names = {"iov": iov.name(), "target": str(iov.path), "ring": ring.link_name}
+        connection.send({**published_names, "path": str(path), "inode": inode, "id": iov.id.bytes})
         while True:
             connection.recv()
             iov.memory[:] = bytes(64 * KIB)
@@ -183,10 +186,10 @@ def try_attacks(mount: Path, victim: dict[str, Any], connection: Connection) -> 
     own_file = mount / f"own-{os.getuid()}"
     own_file.write_bytes(bytes(64 * KIB))
 
-    def ioctl(request: int, argument: bytes, fd: int = root_fd) -> Callable[[], object]:
+    def make_ioctl(request: int, argument: bytes, fd: int = root_fd) -> Callable[[], object]:
         return lambda: fcntl.ioctl(fd, request, bytearray(argument))
 
-    def transfer_or_raise(iov_id: bytes, inode: int) -> Callable[[], object]:
+    def make_transfer(iov_id: bytes, inode: int) -> Callable[[], object]:
         def run() -> None:
             if (result := transfer(ring, iov_id, inode)) < 0:
                 raise OSError(-result, "the operation failed")
@@ -213,8 +216,8 @@ def try_attacks(mount: Path, victim: dict[str, Any], connection: Connection) -> 
             "remove the link of a ring": (iovs_folder / victim["ring"]).unlink,
             "publish the name of an iov": lambda: (iovs_folder / victim["iov"]).symlink_to(iov.path),
             "publish the memory of an iov": lambda: (iovs_folder / RawIov(4096).name()).symlink_to(victim["target"]),
-            "read a private file by a ring": transfer_or_raise(iov.id.bytes, victim["inode"]),
-            "read into an iov": transfer_or_raise(victim["id"], inode),
+            "read a private file by a ring": make_transfer(iov.id.bytes, victim["inode"]),
+            "read into an iov": make_transfer(victim["id"], inode),
             "open a private file": lambda: private_file.open("rb"),
             "remove a private file": private_file.unlink,
             "rename a private file": lambda: private_file.rename(mount / "taken"),
@@ -224,18 +227,20 @@ def try_attacks(mount: Path, victim: dict[str, Any], connection: Connection) -> 
             "change the times of a private file": lambda: os.utime(private_file),
             "truncate a private file": lambda: os.truncate(private_file, 0),
             "remove a tree by rm-rf": lambda: (mount / "3fs-virt" / "rm-rf" / "x").symlink_to(mount / "folder"),
-            "ioctl REMOVE": ioctl(virtual.REMOVE, virtual.REMOVE_ARGUMENT.pack(root_inode, private_name, 0)),
-            "ioctl REMOVE of a tree": ioctl(virtual.REMOVE, virtual.REMOVE_ARGUMENT.pack(root_inode, b"folder", 1)),
-            "ioctl MOVE": ioctl(
+            "ioctl REMOVE": make_ioctl(virtual.REMOVE, virtual.REMOVE_ARGUMENT.pack(root_inode, private_name, 0)),
+            "ioctl REMOVE of a tree": make_ioctl(
+                virtual.REMOVE, virtual.REMOVE_ARGUMENT.pack(root_inode, b"folder", 1)
+            ),
+            "ioctl MOVE": make_ioctl(
                 virtual.MOVE, virtual.MOVE_ARGUMENT.pack(root_inode, private_name, root_inode, b"taken", 0)
             ),
-            "ioctl RECURSIVE_RM": ioctl(virtual.RECURSIVE_RM, bytes(4), folder_fd),
-            "ioctl HARDLINK": ioctl(
+            "ioctl RECURSIVE_RM": make_ioctl(virtual.RECURSIVE_RM, bytes(4), folder_fd),
+            "ioctl HARDLINK": make_ioctl(
                 virtual.HARDLINK,
                 virtual.HARDLINK_ARGUMENT.pack(os.fstat(folder_fd).st_ino, b"linked"),
                 file.fileno(),
             ),
-            "ioctl PUNCH_HOLE": ioctl(
+            "ioctl PUNCH_HOLE": make_ioctl(
                 # PUNCH_HOLE: one range, no flags, 1000 starts and 1000 ends. The range is from 0 to 4096.
                 virtual.PUNCH_HOLE,
                 virtual.PUNCH_HOLE_ARGUMENT.pack(1, 0, *[0] * 1000, 4096, *[0] * 999),
@@ -335,10 +340,11 @@ def test_ring_has_the_files_of_its_user_only(folders: tuple[Path, Path]) -> None
         assert user.receive() == [4 * KIB, -errno.EBADF]
 
 
-# Arguments of a call of prctl(2) in the process that then starts the server by exec. PR_CAPBSET_DROP, CAP_SETUID: the
-# kernel takes a capability from root at exec if it is not in the bounding set.
+# SERVER_PROGRAM calls prctl(2) with these arguments, and then starts the server by exec. This pair is PR_CAPBSET_DROP
+# and CAP_SETUID: at exec, root does not get a capability that is missing in the bounding set.
 WITHOUT_SETUID = "24, 7"
-# PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP: a thread that acts as another user keeps the capabilities of root.
+# This pair is PR_SET_SECUREBITS and SECBIT_NO_SETUID_FIXUP: a thread that acts as another user keeps root's
+# capabilities.
 WITH_CAPABILITIES_OF_ROOT = "28, 4"
 SERVER_PROGRAM = """
 import ctypes, os, sys

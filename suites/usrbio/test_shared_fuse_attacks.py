@@ -58,11 +58,11 @@ def attack_by_rename(mount: Path, connection: Connection) -> None:
         argument = virtual.MOVE_ARGUMENT.pack(inode, name, inode, new_name, 0)
         fcntl.ioctl(folder_fd, virtual.MOVE, bytearray(argument))
     with publish_iov_and_ring(mount) as (client, _iov, _ring):
-        hole = protocol.pack_punch(0, ((0, 64 * KIB),))
+        hole_payload = protocol.pack_punch(0, ((0, 64 * KIB),))
         connection.send(
             [
                 catch_errno(lambda: client.register_file(fd)),
-                catch_errno(lambda: client.request(AgentRequest.PUNCH_HOLE, hole, [fd])),
+                catch_errno(lambda: client.request(AgentRequest.PUNCH_HOLE, hole_payload, [fd])),
             ]
         )
 
@@ -101,8 +101,11 @@ def test_new_session_reopens_files_as_their_user() -> None:
             assert bob.receive() == 4 * KIB
             # Until the agent notices the end of the session, its own reads of cached bytes have the old access.
             # The second mode would allow the access, but a file that the server has refused once stays refused.
-            for mode, results_before_renewal in ((0o600, {-errno.EREMOTEIO, 4 * KIB}), (0o644, {-errno.EREMOTEIO})):
-                stored_file.chmod(mode)
+            for file_mode, results_before_renewal in (
+                (0o600, {-errno.EREMOTEIO, 4 * KIB}),
+                (0o644, {-errno.EREMOTEIO}),
+            ):
+                stored_file.chmod(file_mode)
                 os.kill(agent.server_process_id(), signal.SIGKILL)
                 results = [-errno.EREMOTEIO]
 

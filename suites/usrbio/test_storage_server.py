@@ -72,11 +72,11 @@ def test_server_has_a_process_group_of_its_own(server: EmbeddedServer) -> None:
 
 
 def test_server_that_was_given_up_is_started_again(server: EmbeddedServer) -> None:
-    server.give_up()
+    server.kill_if_child()
     server.prepare()
     first_process_id = server.process_id
-    server.give_up()
-    server.give_up()
+    server.kill_if_child()
+    server.kill_if_child()
     server.prepare()
     assert server.process_id != first_process_id
     assert not is_running(first_process_id)
@@ -91,7 +91,7 @@ def test_stopped_server_that_was_given_up_is_killed_at_once(server: EmbeddedServ
     process_id = server.process_id
     assert process_id is not None
     os.kill(process_id, signal.SIGSTOP)
-    server.give_up()
+    server.kill_if_child()
     wait_options = os.WEXITED | os.WNOWAIT | os.WNOHANG
     wait_until(lambda: os.waitid(os.P_PID, process_id, wait_options) is not None, "the server is killed")
 
@@ -198,7 +198,7 @@ def test_connection_to_a_remote_server_has_no_delay() -> None:
         with remote_server.connect() as connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert connection.gettimeout() == 30
-        remote_server.give_up()
+        remote_server.kill_if_child()
         remote_server.close()
         assert remote_server.token == "token"  # noqa: S105 - not a password.
 

@@ -28,7 +28,7 @@ def test_ring_index_is_reused_before_its_completion_is_returned(tmp_path: Path) 
     with AgentProcess(tmp_path) as agent:
         fd = os.open(tmp_path / "file", os.O_RDONLY)
         usrbio.register_fd(fd)
-        iovec = usrbio.create_iovec(str(tmp_path), length_bytes=4 * KIB)
+        iov = usrbio.create_iovec(str(tmp_path), length_bytes=4 * KIB)
         ring = usrbio.make_ioring(str(tmp_path), 1, for_read=True)
         completed_rounds: list[object] = []
 
@@ -39,22 +39,22 @@ def test_ring_index_is_reused_before_its_completion_is_returned(tmp_path: Path) 
                     for completed_slice in ring.wait(min_results=1, timeout=timedelta(seconds=30))
                 )
 
-        waiter = threading.Thread(target=collect_completions)
-        waiter.start()
+        waiting_thread = threading.Thread(target=collect_completions)
+        waiting_thread.start()
         for round_index in range(ROUND_COUNT):
             while True:
                 try:
-                    ring.prepare(iovec[0:512], read=True, fd=fd, off=0, userdata=round_index)
+                    ring.prepare(iov[0:512], read=True, fd=fd, off=0, userdata=round_index)
                 except usrbio.UsrbioError as error:
                     if error.errno != errno.EAGAIN:
                         raise
                 else:
                     break
             ring.submit()
-        waiter.join()
+        waiting_thread.join()
         assert completed_rounds == list(range(ROUND_COUNT))
         ring.destroy()
         usrbio.deregister_fd(fd)
         os.close(fd)
-        iovec.close()
+        iov.close()
         assert agent.terminate() == 0, agent.error_output

@@ -34,7 +34,7 @@ __all__ = [
 
 # Ids of two users and of a group, which need no entries in /etc/passwd and /etc/group.
 ALICE, BOB, GROUP = 65533, 65532, 65531
-_FORK = multiprocessing.get_context("fork")
+_FORK_CONTEXT = multiprocessing.get_context("fork")
 _PR_SET_DUMPABLE = 4
 
 
@@ -54,19 +54,19 @@ class UserProcess:
     """
 
     def __init__(self, uid: int, function: Callable[[Connection], None], *, groups: list[int] | None = None) -> None:
-        self.connection, other_end = _FORK.Pipe()
+        self.connection, child_connection = _FORK_CONTEXT.Pipe()
 
         def run() -> None:
             try:
                 _become_user(uid, groups or [])
-                function(other_end)
+                function(child_connection)
             except BaseException:
-                other_end.send(traceback.format_exc())
+                child_connection.send(traceback.format_exc())
                 raise
 
-        self.process = _FORK.Process(target=run)
+        self.process = _FORK_CONTEXT.Process(target=run)
         self.process.start()
-        other_end.close()
+        child_connection.close()
 
     def receive(self) -> Any:  # noqa: ANN401 - any object that the function sends.
         """Return the next object that the function sent."""

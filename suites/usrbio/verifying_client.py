@@ -1,7 +1,7 @@
 """A client that writes through a ring, reads the data back and compares it, while other clients attack the agent.
 
 ``python -m usrbio.verifying_client MOUNT OPERATIONS`` prints a JSON object with the number of operations, the number of
-failures by their result, and the number of bytes that differ.
+failures for each result, and the number of bytes that differ.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def main(mount: Path, operation_count: int) -> None:
     usrbio.register_fd(fd)
     with (
         usrbio.create_iovec(str(mount), length_bytes=_RING_ENTRIES * _OPERATION_BYTES) as iov,
-        usrbio.make_ioring(str(mount), _RING_ENTRIES) as reader,
-        usrbio.make_ioring(str(mount), _RING_ENTRIES, for_read=False) as writer,
+        usrbio.make_ioring(str(mount), _RING_ENTRIES) as read_ring,
+        usrbio.make_ioring(str(mount), _RING_ENTRIES, for_read=False) as write_ring,
         contextlib.ExitStack() as stack,
     ):
         memory = stack.enter_context(memoryview(iov))
         for batch_index in range(-(-operation_count // (2 * _RING_ENTRIES))):
             expected_bytes = pattern.payload(len(memory), seed=batch_index)
             memory[:] = expected_bytes
-            for ring, for_read in ((writer, False), (reader, True)):
+            for ring, for_read in ((write_ring, False), (read_ring, True)):
                 if for_read:
                     memory[:] = bytes(len(memory))
                 for begin in range(0, len(memory), _OPERATION_BYTES):

@@ -169,7 +169,9 @@ class ServerConnection:
             self._reopen(session)
             self._generation += 1
             self._loop.connect(
-                os.dup(session.data.fileno()), queue_pair_nic_indices=session.nic_indices, generation=self._generation
+                os.dup(session.data_socket.fileno()),
+                queue_pair_nic_indices=session.nic_indices,
+                generation=self._generation,
             )
         except BaseException:
             session.close()
@@ -186,7 +188,7 @@ class ServerConnection:
         self._withdraw_session()
         if self._ending_session is not None:
             if self._is_server_hanging:
-                self._endpoint.give_up()
+                self._endpoint.kill_if_child()
             self._ending_session.interrupt()
             self._ending_session.close()
             was_ended_by_memory = self._ending_session.was_ended_by_memory = self._loop.disconnect()
@@ -242,7 +244,7 @@ class ServerConnection:
                 self._begin_session()
             except TimeoutError as error:
                 # The server accepts connections but does not answer.
-                self._endpoint.give_up()
+                self._endpoint.kill_if_child()
                 self._error_suffix = f": {error}"
                 self._abandon()
             except (GdrkitError, OSError, EOFError) as error:

@@ -339,7 +339,9 @@ class Nics:
         with _close_after_error(memory):
             try:
                 nics = (
-                    self.all if memory.device is None else self._placement.usable(memory.device, self._connected_nics)
+                    self.all
+                    if memory.device is None
+                    else self._placement.usable_nics(memory.device, self._connected_nics)
                 )
                 registration = register(memory, nics)
             except RegistrationFailed as error:
@@ -373,13 +375,13 @@ class Nics:
         with contextlib.suppress(ApiError):
             for device_index in range(cuda.device_count()):
                 with contextlib.suppress(GdrkitError), cuda.Device(device_index) as device:
-                    self._placement.reach.measured(device, self._connected_nics)
+                    self._placement.reach.get_results(device, self._connected_nics)
 
     def _find_nearest_nic_indices(self, memory: PublishedDeviceMemory, nics: Sequence[verbs.Nic]) -> tuple[int, ...]:
         """Return which of `nics` are nearest to the GPU of the memory, as indices into `self.all`."""
         if memory.device is None:
             return ()
-        nearest_nics = self._placement.nearest(memory.device.pci_bus_id, nics)
+        nearest_nics = self._placement.nearest_nics(memory.device.pci_bus_id, nics)
         return tuple(index for index, nic in enumerate(self.all) if nic in nearest_nics)
 
     def __enter__(self) -> Self:

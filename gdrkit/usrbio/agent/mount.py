@@ -152,7 +152,7 @@ class LinkFolder:
         record = {
             "boot_id": owner.boot_id.hex(),
             "process_id": owner.process_id,
-            "namespace": owner.namespace,
+            "namespace": owner.pid_namespace,
             "started_ticks": owner.started_ticks,
             "shared": shared_file.name,
             "device": shared_file.identity[0],
@@ -167,7 +167,7 @@ class LinkFolder:
             owner = ProcessIdentity(
                 boot_id=bytes.fromhex(record["boot_id"]),
                 process_id=record["process_id"],
-                namespace=record["namespace"],
+                pid_namespace=record["namespace"],
                 started_ticks=record["started_ticks"],
             )
             shared_name, identity = str(record["shared"]), (record["device"], record["inode"])

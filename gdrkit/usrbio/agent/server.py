@@ -75,7 +75,7 @@ class ServerEndpoint(Protocol):
     def connect(self) -> socket.socket:
         """Return a new connection to the server."""
 
-    def give_up(self) -> None:
+    def kill_if_child(self) -> None:
         """Kill a server that hangs, if it is a child. Otherwise it could continue later and execute old requests."""
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class RemoteServer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 
-    def give_up(self) -> None:
+    def kill_if_child(self) -> None:
         """Do nothing: the agent cannot kill this server."""
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class EmbeddedServer:
         self._mount = mount
         self._socket_path = mount.virtual_folder / SERVER_SOCKET
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_given_up = False
+        self._is_killed = False
 
     @property
     def process_id(self) -> int | None:
@@ -144,7 +144,7 @@ class EmbeddedServer:
             TIMEOUT: the child was not ready in time. PEER_GONE: the child ended. BUSY: the server of an earlier agent
             does not end.
         """
-        if self._process is not None and not self._is_given_up and self._process.poll() is None:
+        if self._process is not None and not self._is_killed and self._process.poll() is None:
             return
         self._kill()
         lock_fd = self._acquire_lock()
@@ -197,14 +197,14 @@ class EmbeddedServer:
             raise
         return connection
 
-    def give_up(self) -> None:
+    def kill_if_child(self) -> None:
         """Kill the child. Otherwise a child that is stopped, or waits for a disk, could execute old requests later."""
         if self._process is not None:
             # The child may take long to end. _kill() waits for its end.
             if self._process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
-            self._is_given_up = True
+            self._is_killed = True
 
     def close(self) -> None:
         """Close the child's standard input, wait until the child ends, and kill it if it does not end."""
@@ -241,7 +241,7 @@ class EmbeddedServer:
         if process is not None:
             if still_running_text := kill_child(process, timeout_s=_END_TIMEOUT_S):
                 _LOG.warning("the storage server does not end, its disk may hang: %s", still_running_text)
-            self._process, self._is_given_up = None, False
+            self._process, self._is_killed = None, False
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()

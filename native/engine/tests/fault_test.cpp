@@ -139,7 +139,7 @@ int run_small_transfers(bool is_write, int expected_result) {
 int run_drain_without_context() {
     const Bytes data = pattern(small_bytes, 3);
     DeviceMemory memory(0, small_bytes);
-    Contexts contexts;
+    PrimaryContexts contexts;
     const CopyStream stream(contexts.get(0), 1);
     // A copy from memory that is not pinned would end before copy_to_device() returns.
     Staging staging(small_bytes, any_node);

@@ -149,7 +149,7 @@ void check_without_direct() {
     const AlignedMemory memory = aligned_memory_for(65536);
     const IoResult result = read_direct(file, 0, 100, memory.bytes.get());
     CHECK(!result.failure && result.bytes == 100 && !result.used_direct);
-    CHECK(file.direct_open_errno() != 0 && file.direct_fd() < 0);
+    CHECK(file.direct_errno() != 0 && file.direct_fd() < 0);
 }
 
 // A close waits for the calls that use the descriptor. Meanwhile the file refuses new calls. If the thread that closes

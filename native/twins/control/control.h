@@ -1,7 +1,7 @@
 /* The control interface of the twins, with which tests query a twin's state and replace its fault plan. Every twin
- * but the twin of NVML exports the first two functions, with the symbol version GDRKIT_TWIN_1. Look them up by dlsym in
- * the library whose state you want, for example libibverbs.so.1. They are not part of the interface that the twin
- * emulates.
+ * but the twins of NVML and of the CUDA runtime exports the first two functions. The twins of libibverbs, librdmacm and
+ * libhl-thunk give them the symbol version GDRKIT_TWIN_1. Look the functions up by dlsym in the library whose state you
+ * want, for example libibverbs.so.1. They are not part of the interface that the twin emulates.
  */
 #pragma once
 

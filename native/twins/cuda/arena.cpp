@@ -33,8 +33,8 @@ Arena& arena() {
 }
 
 // Map an empty file with PROT_NONE and return the base; 0 on failure. The kernel cannot pin a page beyond the end of a
-// file, so ibv_reg_mr fails with EFAULT for device addresses, as on a machine with a GPU. The kernel could pin
-// the pages of an anonymous PROT_NONE mapping, and ibv_reg_mr would succeed.
+// file, so without a peer memory module, ibv_reg_mr fails with EFAULT for device addresses, as on a machine with a GPU.
+// If the mapping were anonymous, the kernel could pin its pages, and ibv_reg_mr would succeed.
 std::uint64_t map_inaccessible(std::uint64_t length_bytes) {
     const Fd empty_file(memfd_create("gdrkit-nothing", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (!empty_file || fcntl(empty_file.get(), F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SEAL) != 0) {
@@ -76,8 +76,9 @@ std::uint64_t take_from_chunk_locked(Arena* address_arena, std::uint64_t length_
         address_arena->reserved_ranges.emplace(base, new_chunk_bytes);
         address_arena->chunk_end = base + new_chunk_bytes;
     }
-    const bool fills_granules = length_bytes % vmm_granularity_bytes == 0;
-    address_arena->chunk_unused_begin = base + round_up(length_bytes, page_bytes) + (fills_granules ? 0 : page_bytes);
+    const bool is_multiple_of_granularity = length_bytes % vmm_granularity_bytes == 0;
+    address_arena->chunk_unused_begin =
+        base + round_up(length_bytes, page_bytes) + (is_multiple_of_granularity ? 0 : page_bytes);
     return base;
 }
 

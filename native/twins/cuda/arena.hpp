@@ -8,7 +8,7 @@ namespace gdrkit::twin::cuda {
 
 inline constexpr std::uint64_t page_bytes = 4096;
 inline constexpr std::uint64_t address_granularity_bytes = 512; // alignment of cuMemAlloc, as on an H200
-// Granularity of cuMemCreate, as on an H200.
+// Granularity of cuMemCreate in bytes, as on an H200.
 inline constexpr std::uint64_t vmm_granularity_bytes = std::uint64_t{2} << 20;
 // Allocations of this size or larger begin at a multiple of vmm_granularity_bytes. Smaller allocations are packed.
 inline constexpr std::uint64_t min_aligned_bytes = std::uint64_t{1} << 20;
@@ -17,8 +17,9 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
-// The address of an allocation and its size class. As on an H200, small allocations begin at multiples of 512 bytes, so
-// most of them are not page-aligned.
+// The address of an allocation and its size class. The size class is the length, rounded up to a multiple of 512 bytes;
+// a freed slot is reused only for an allocation of the same size class. As on an H200, small allocations begin at
+// multiples of 512 bytes, so most of them are not page-aligned.
 struct Slot {
     std::uint64_t base = 0;
     std::uint64_t size_class_bytes = 0;
@@ -33,7 +34,7 @@ void free_slot(const Slot& slot);
 
 // Reserve an address range for cuMemAddressReserve and return its base; 0 on failure.
 std::uint64_t reserve_addresses(std::uint64_t length_bytes, std::uint64_t alignment_bytes);
-// Unmap a reserved range. free_slot(), in contrast, keeps the addresses reserved.
+// Unmap a range of reserve_addresses(). free_slot(), in contrast, keeps the addresses reserved for later slots.
 void free_addresses(std::uint64_t base, std::uint64_t length_bytes);
 
 // Return whether the address lies in a reserved range of this process, allocated or not.

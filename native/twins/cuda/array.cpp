@@ -16,8 +16,8 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// The largest arrays of an H200, in elements, except `layers_max`, the number of layers. `size_3d_max` is the limit of
-// each side of a three-dimensional array.
+// These are the limits of an H200. Widths, heights and sizes are in elements. `size_3d_max` limits each side of a
+// three-dimensional array, and `layers_max` limits the number of layers.
 constexpr std::size_t width_max = 131072, height_max = 65536, size_3d_max = 16384, layers_max = 2048;
 
 struct Mipmap {
@@ -55,8 +55,8 @@ std::uint64_t count_channel_bytes(std::int32_t format) {
     }
 }
 
-// A cubemap is square and has 6 faces; a layered cubemap has 6 faces per layer. The depth is the number of all
-// faces.
+// Return whether an H200 allows an array of this size. A cubemap is square and has 6 faces; a layered cubemap has 6
+// faces per layer. The depth of a cubemap is its number of faces, in all layers.
 bool has_valid_size(const ArrayDescription& description) {
     const auto& [width, height, depth, format, channels, flags] = description;
     if ((flags & array_cubemap) != 0) {
@@ -154,7 +154,7 @@ Result create_mipmap(const ContextRef& context, Handle* handle, const ArrayDescr
         handle == nullptr || level_count == 0 || result != success) {
         return result == success ? invalid_value : result;
     }
-    // The depth counts the layers or faces, of which each level has the same number.
+    // The depth of such an array is its number of layers or faces. Each level has the same number, so it is not halved.
     const bool has_layers = (description->flags & (array_layered | array_cubemap)) != 0;
     const std::size_t longest_side =
         std::max({description->width, description->height, has_layers ? 0 : description->depth});

@@ -1,4 +1,5 @@
-// The rules of captures: which streams, events and calls belong to a capture, and what invalidates a capture.
+// The rules of stream captures (cuStreamBeginCapture): which streams, events and calls belong to a capture, and what
+// invalidates a capture.
 #include "cuda/capture.hpp"
 
 #include <algorithm>
@@ -9,7 +10,7 @@ namespace gdrkit::twin::cuda {
 namespace {
 
 // The capture mode of this thread, which cuThreadExchangeStreamCaptureMode sets.
-thread_local int thread_mode = capture_mode_global;
+thread_local int mode_of_this_thread = capture_mode_global;
 
 // The captures that have not ended; guarded by graph_mutex().
 std::vector<CaptureRef>& captures() {
@@ -30,7 +31,7 @@ std::vector<StreamRef> list_streams(const CaptureRef& capture) {
 
 // Return whether a capture has a stream for which the predicate is true. Invalidate every such capture, unless
 // `keeps_captures_valid`.
-template <typename Predicate> bool invalidate_if(Predicate&& predicate, bool keeps_captures_valid = false) {
+template <typename Predicate> bool invalidate_captures_if(Predicate&& predicate, bool keeps_captures_valid = false) {
     bool has_matching_capture = false;
     for (const CaptureRef& capture : captures()) {
         if (std::ranges::any_of(list_streams(capture), predicate)) {
@@ -78,16 +79,16 @@ bool is_joined(const CaptureRef& capture, const StreamRef& origin) {
 } // namespace
 
 int& thread_capture_mode() {
-    return thread_mode;
+    return mode_of_this_thread;
 }
 
-Result begin_capture(const StreamRef& stream, int mode, GraphRef graph, std::vector<NodeRef> dependencies) {
-    static std::uint64_t last_id = 0;
+Result begin_capture_locked(const StreamRef& stream, int mode, GraphRef graph, std::vector<NodeRef> dependencies) {
+    static std::uint64_t last_capture_id = 0;
     if (stream->capture) {
         return illegal_state;
     }
     auto capture = std::make_shared<Capture>();
-    capture->id = ++last_id;
+    capture->id = ++last_capture_id;
     capture->is_graph_new = graph == nullptr;
     capture->graph = graph ? std::move(graph) : make_graph();
     capture->graph->is_capturing = true;
@@ -99,7 +100,7 @@ Result begin_capture(const StreamRef& stream, int mode, GraphRef graph, std::vec
     return success;
 }
 
-Result end_capture(const StreamRef& stream, Handle* handle) {
+Result end_capture_locked(const StreamRef& stream, Handle* handle) {
     const CaptureRef capture = stream->capture;
     if (!capture) {
         return illegal_state;
@@ -189,17 +190,19 @@ Result capture_event_wait(const ContextRef& context, const StreamRef& stream,
     const CaptureRef capture_of_event = event ? event->capture.lock() : nullptr;
     const CaptureRef& capture_of_stream = stream->capture;
     if (!capture_of_event) {
-        // No active capture has the event. If the stream is captured, its capture would depend on work outside of it.
-        // Otherwise the capture of the event has ended; callers exclude events that were recorded outside of captures.
+        // The event belongs to no active capture. If the stream is captured, the wait would make its capture depend on
+        // work outside of the capture. If the stream is not captured, the capture of the event has ended, because the
+        // caller ensures that the stream is captured or that the event was recorded in a captured stream.
         if (capture_of_stream) {
             capture_of_stream->is_invalidated = true;
         }
-        return capture_of_stream ? stream_capture_isolation : captured_event;
+        return capture_of_stream ? stream_capture_isolation : Result::captured_event;
     }
     if (capture_of_event->is_invalidated || (capture_of_stream && capture_of_stream->is_invalidated)) {
         return stream_capture_invalidated;
     }
     if (stream == context->legacy_stream) {
+        // The legacy stream cannot join a capture.
         capture_of_event->is_invalidated = true;
         return stream_capture_implicit;
     }
@@ -222,26 +225,26 @@ Result refuse_captured_event(const CapturedEvent& event) {
         return invalid_value;
     }
     capture->is_invalidated = true;
-    return captured_event;
+    return Result::captured_event;
 }
 
-Result check_legacy_stream(const ContextRef& context, bool keeps_captures_valid) {
+Result refuse_legacy_stream_during_capture(const ContextRef& context, bool keeps_captures_valid) {
     std::lock_guard lock(graph_mutex());
-    const bool has_captured_blocking_stream = invalidate_if(
+    const bool has_captured_blocking_stream = invalidate_captures_if(
         [&](const StreamRef& stream) { return stream->is_blocking() && stream->context.lock() == context; },
         keeps_captures_valid);
     return has_captured_blocking_stream ? stream_capture_implicit : success;
 }
 
-Result check_synchronisation(const ContextRef& context) {
+Result refuse_synchronize_during_capture(const ContextRef& context) {
     std::lock_guard lock(graph_mutex());
     const bool has_captured_stream =
-        invalidate_if([&](const StreamRef& stream) { return stream->context.lock() == context; });
+        invalidate_captures_if([&](const StreamRef& stream) { return stream->context.lock() == context; });
     return has_captured_stream ? stream_capture_unsupported : success;
 }
 
 Result check_unsafe_call() {
-    if (thread_mode == capture_mode_relaxed) {
+    if (mode_of_this_thread == capture_mode_relaxed) {
         return success;
     }
     std::lock_guard lock(graph_mutex());
@@ -251,7 +254,7 @@ Result check_unsafe_call() {
         // thread forbids it only if the capture's mode and the mode of this thread are both global.
         const bool began_in_this_thread = capture->thread_id == std::this_thread::get_id();
         if (began_in_this_thread ? capture->mode != capture_mode_relaxed
-                                 : capture->mode == capture_mode_global && thread_mode == capture_mode_global) {
+                                 : capture->mode == capture_mode_global && mode_of_this_thread == capture_mode_global) {
             capture->is_invalidated = true;
             result = stream_capture_unsupported;
         }

@@ -14,10 +14,10 @@ namespace gdrkit::twin::cuda {
 struct Capture {
     std::uint64_t id = 0;
     GraphRef graph;
-    bool is_graph_new = false; // the capture created the graph; if the capture succeeds, the program owns the graph
-    int mode = capture_mode_global;             // CUstreamCaptureMode
-    std::thread::id thread_id;                  // the thread that began the capture
-    std::weak_ptr<Stream> origin;               // the stream in which the capture began and must end
+    bool is_graph_new = false;      // the capture created the graph, which the program owns if the capture succeeds
+    int mode = capture_mode_global; // CUstreamCaptureMode
+    std::thread::id thread_id;      // the thread that began the capture
+    std::weak_ptr<Stream> origin;   // the stream in which the capture began and must end
     std::vector<std::weak_ptr<Stream>> streams; // the origin, and the streams that have joined
     bool is_invalidated = false;
 };
@@ -31,10 +31,10 @@ struct CapturedEvent {
 };
 
 // Begin a capture in a stream. The capture adds nodes to `graph`, or to a new graph if `graph` is null. The first
-// captured node depends on `dependencies`, which are nodes of `graph`. end_capture ends the capture and stores the
-// handle of the graph, or 0 if the capture failed. Both functions require graph_mutex().
-Result begin_capture(const StreamRef& stream, int mode, GraphRef graph, std::vector<NodeRef> dependencies);
-Result end_capture(const StreamRef& stream, Handle* graph);
+// captured node depends on `dependencies`, which are nodes of `graph`. end_capture_locked ends the capture and stores
+// the handle of the graph, or 0 if the capture failed. The caller of both functions holds graph_mutex().
+Result begin_capture_locked(const StreamRef& stream, int mode, GraphRef graph, std::vector<NodeRef> dependencies);
+Result end_capture_locked(const StreamRef& stream, Handle* graph);
 
 // Return the capture mode of this thread (CUstreamCaptureMode): it determines which captures the calls of this thread
 // may invalidate.
@@ -74,11 +74,11 @@ Result refuse_captured_event(const CapturedEvent& event);
 // Check a call that uses the legacy stream of the context. Fail with stream_capture_implicit if a blocking stream of
 // the context is captured, because the legacy stream would wait for that stream. Also invalidate the capture of that
 // stream, unless `keeps_captures_valid`.
-Result check_legacy_stream(const ContextRef& context, bool keeps_captures_valid = false);
+Result refuse_legacy_stream_during_capture(const ContextRef& context, bool keeps_captures_valid = false);
 
 // Check a call that waits for all work of the context. Such a call cannot be captured, so if a stream of the context is
 // captured, fail with stream_capture_unsupported and invalidate the capture.
-Result check_synchronisation(const ContextRef& context);
+Result refuse_synchronize_during_capture(const ContextRef& context);
 
 // Check a potentially unsafe call of this thread, such as an allocation. Invalidate every capture whose mode, together
 // with the mode of this thread (cuThreadExchangeStreamCaptureMode), forbids the call. Fail with

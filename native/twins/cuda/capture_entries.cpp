@@ -17,6 +17,7 @@ template <typename Body> Result run_capture_entry(std::string_view symbol, Handl
     });
 }
 
+// The default handle, 0, also means the legacy stream.
 bool is_legacy_stream(Handle handle) {
     return handle == default_stream_handle || handle == legacy_stream_handle;
 }
@@ -32,7 +33,7 @@ Result begin_capture_to_new_graph(std::string_view symbol, Handle handle, int mo
             return result != success ? result : invalid_value;
         }
         std::lock_guard lock(graph_mutex());
-        return begin_capture(stream, mode, nullptr, {});
+        return begin_capture_locked(stream, mode, nullptr, {});
     });
 }
 
@@ -46,7 +47,7 @@ struct CaptureOutputs {
     std::size_t* dependency_count;
 };
 
-Result query_capture(const StreamRef& stream, const CaptureOutputs& outputs) {
+Result store_capture_outputs(const StreamRef& stream, const CaptureOutputs& outputs) {
     if (outputs.status == nullptr) {
         return invalid_value;
     }
@@ -84,8 +85,9 @@ Result query_capture(const StreamRef& stream, const CaptureOutputs& outputs) {
 }
 
 Result query_capture(std::string_view symbol, Handle handle, const CaptureOutputs& outputs) {
-    return run_capture_entry(
-        symbol, handle, [&](const ContextRef&, const StreamRef& stream) { return query_capture(stream, outputs); });
+    return run_capture_entry(symbol, handle, [&](const ContextRef&, const StreamRef& stream) {
+        return store_capture_outputs(stream, outputs);
+    });
 }
 
 Result update_dependencies(const StreamRef& stream, const Handle* node_handles, const EdgeData* edge_data,
@@ -132,13 +134,13 @@ GDRKIT_CUDA_ENTRY Result cuStreamBeginCaptureToGraph(Handle handle, Handle graph
             find_nodes(*graph, dependencies, dependency_count, &nodes) != success) {
             return invalid_value;
         }
-        return begin_capture(stream, mode, graph, std::move(nodes));
+        return begin_capture_locked(stream, mode, graph, std::move(nodes));
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamEndCapture(Handle handle, Handle* graph) {
     return run_capture_entry("cuStreamEndCapture", handle, [&](const ContextRef&, const StreamRef& stream) {
-        return graph == nullptr ? invalid_value : end_capture(stream, graph);
+        return graph == nullptr ? invalid_value : end_capture_locked(stream, graph);
     });
 }
 

@@ -48,12 +48,13 @@ bool is_valid_body(const Graph& graph) {
     });
 }
 
-bool has_same_nodes(const Graph& graph, const Graph& other) {
+bool have_matching_nodes(const Graph& graph, const Graph& other) {
     return std::ranges::equal(graph.nodes, other.nodes, [](const NodeRef& left, const NodeRef& right) {
         const auto* const conditional = std::get_if<ConditionalNode>(&left->parameters);
         return get_node_type(*left) == get_node_type(*right) &&
                left->dependencies.size() == right->dependencies.size() &&
-               (conditional == nullptr || has_same_bodies(*conditional, std::get<ConditionalNode>(right->parameters)));
+               (conditional == nullptr ||
+                have_same_structure(*conditional, std::get<ConditionalNode>(right->parameters)));
     });
 }
 
@@ -94,17 +95,17 @@ Result choose_body(const ConditionalNode& node, GraphRef* body) {
                              "kernels\n");
         return not_supported;
     }
-    // IF runs body 0 if the value is not zero; else body 1, if it has two bodies. SWITCH runs the body whose
-    // index is the value, if there is one.
+    // An IF node runs body 0 if the value is not zero, else body 1 if it has two bodies. A SWITCH node runs the body
+    // whose index is the value, if there is one. A WHILE node runs no body, because its value is zero here.
     const std::size_t body_index = node.type == conditional_switch ? value : value != 0 ? 0 : 1;
     *body = body_index < node.bodies.size() && node.type != conditional_while ? node.bodies[body_index] : nullptr;
     return success;
 }
 
-bool has_same_bodies(const ConditionalNode& node, const ConditionalNode& other) {
+bool have_same_structure(const ConditionalNode& node, const ConditionalNode& other) {
     return node.type == other.type &&
            std::ranges::equal(node.bodies, other.bodies, [](const GraphRef& left, const GraphRef& right) {
-               return has_same_nodes(*left, *right);
+               return have_matching_nodes(*left, *right);
            });
 }
 

@@ -12,13 +12,14 @@ namespace gdrkit::twin::cuda {
 // invalid_value if another node uses the condition.
 Result make_conditional(const GraphRef& graph, ConditionalParameters* parameters, ConditionalNode* node);
 
-// Store the graph that a launch of the node runs; null if it runs none. Fail if the launch would not end.
+// Store the graph that a launch of the node runs; null if it runs none. Fail if the node would run its graph without
+// end.
 Result choose_body(const ConditionalNode& node, GraphRef* body);
 
-// Return whether two conditional nodes have the same type, and graphs whose nodes have the same types and numbers of
-// dependencies. Only then can an update of an executable graph replace one node by the other. The conditions, and the
-// parameters of the nodes in the graphs, may differ.
-bool has_same_bodies(const ConditionalNode& node, const ConditionalNode& other);
+// Return whether two conditional nodes have the same type and the same structure: corresponding nodes of their body
+// graphs have the same type and the same number of dependencies. Only then can an update of an executable graph replace
+// one conditional node by the other. The conditions, and the parameters of the body nodes, may differ.
+bool have_same_structure(const ConditionalNode& node, const ConditionalNode& other);
 
 // Fail with invalid_value if the graph has a condition that no node uses, or if a graph that a conditional node runs
 // contains a node of a type that CUDA does not allow in such a graph.

@@ -30,7 +30,7 @@ struct PrimaryContext {
     ContextRef context;
     std::uint64_t reference_count = 0;
     std::uint32_t flags = 0;
-    bool is_ending = false; // a thread destroys the contents of the context, so no other thread may retain it
+    bool is_ending = false; // a thread is destroying the contents; calls that retain or release the context wait
 };
 
 struct Contexts {
@@ -47,8 +47,9 @@ Contexts& contexts() {
     return *instance;
 }
 
-// The context stack of one thread. When the thread ends, the stack is emptied but not destroyed, because destructors of
-// static objects may still call the driver in the main thread. The union prevents the destruction of the vector.
+// The context stack of one thread. When the thread ends, the stack is emptied but not destroyed: after this,
+// destructors of static objects may still call the driver in the main thread, and then use the stack. The union
+// prevents the destruction of the vector.
 struct ThreadStack {
     union {
         std::vector<ContextRef> contexts;
@@ -63,7 +64,8 @@ std::vector<ContextRef>& thread_stack() {
 }
 
 // Initial limits as observed on an H200, in the order of CUlimit: stack size, printf buffer and malloc heap in bytes;
-// synchronisation depth and pending launches of the device runtime; L2 fetch granularity in bytes; and others.
+// synchronisation depth and pending launches of the device runtime; L2 fetch granularity in bytes. The last four
+// limits, for the persisting L2 cache and for CUDA in Graphics, are 0.
 constexpr std::uint64_t default_limits[limit_count] = {1024, 1 << 20, 8 << 20, 2, 2048, 64, 0, 0, 0, 0};
 
 ContextRef make_context_locked(Contexts* all_contexts, Device device, std::uint32_t flags) {
@@ -317,9 +319,10 @@ GDRKIT_CUDA_ENTRY Result cuCtxCreate_v2(Handle* handle, unsigned flags, Device d
     return run_entry("cuCtxCreate_v2", [&] { return create_context(handle, flags, device); });
 }
 
-GDRKIT_CUDA_ENTRY Result cuCtxCreate_v3(Handle* handle, void* affinity, int count, unsigned flags, Device device) {
+GDRKIT_CUDA_ENTRY Result cuCtxCreate_v3(Handle* handle, void* affinity, int affinity_count, unsigned flags,
+                                        Device device) {
     return run_entry("cuCtxCreate_v3", [&] {
-        const bool has_no_parameters = affinity == nullptr && count == 0;
+        const bool has_no_parameters = affinity == nullptr && affinity_count == 0;
         return has_no_parameters ? create_context(handle, flags, device) : not_supported;
     });
 }

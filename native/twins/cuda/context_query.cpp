@@ -23,7 +23,7 @@ Result find_context_or_current(Handle handle, const ContextRef& current, Context
 // Wait for all queued work of a context. For a primary context, wait also for the green contexts of its device. If a
 // stream of the context is being captured, invalidate the capture and fail with stream_capture_unsupported.
 Result wait_for_context(const ContextRef& context) {
-    const Result result = check_synchronisation(context);
+    const Result result = refuse_synchronize_during_capture(context);
     if (result == success) {
         synchronise(context);
         for (const ContextRef& green_context :

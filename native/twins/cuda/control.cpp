@@ -25,7 +25,7 @@ extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, s
     return std::snprintf(buffer, size_bytes, "%s", json.c_str());
 }
 
-// The twin of NVML calls this function.
+// The twin of NVML calls this function. control.h describes its result.
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_gpu_usage(int physical_number,
                                                                     unsigned long long* used_bytes) {
     const auto device = cuda::find_ordinal(physical_number);

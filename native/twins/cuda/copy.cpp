@@ -46,10 +46,10 @@ CopyRequest make_contiguous_copy(std::uint64_t to, std::uint64_t from, std::uint
 
 namespace {
 
-// Queue a copy by `queue_work`, and wait for the copy if the real driver would wait.
+// Check a synchronous copy, call `queue_work` to queue it, and wait until it is done if the real driver would wait.
 template <typename QueueWork>
-Result copy_and_wait(const ContextRef& context, const CopyRequest& request, QueueWork&& queue_work) {
-    if (const Result result = check_legacy_stream(context); result != success) {
+Result run_synchronous_copy(const ContextRef& context, const CopyRequest& request, QueueWork&& queue_work) {
+    if (const Result result = refuse_legacy_stream_during_capture(context); result != success) {
         return result;
     }
     if (is_empty(request)) {
@@ -87,7 +87,7 @@ Result prepare_copy(const ContextRef& context, const CopyRequest& request, std::
 }
 
 Result copy_synchronous(const ContextRef& context, const CopyRequest& request) {
-    return copy_and_wait(context, request, [&](std::function<void()> work, Timing timing) {
+    return run_synchronous_copy(context, request, [&](std::function<void()> work, Timing timing) {
         return enqueue(get_legacy_stream(context), std::move(work), timing);
     });
 }
@@ -109,7 +109,7 @@ Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handl
     }
     const bool must_wait = to.is_pageable;
     if (from.is_pageable && !must_wait) {
-        stage_pageable(&from);
+        stage_pageable_source(&from);
     }
     const MarkerRef marker = enqueue(
         stream, [to = std::move(to), from = std::move(from)] { copy_spans(to, from); }, Timing::delayed);
@@ -119,21 +119,24 @@ Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handl
     return success;
 }
 
-Result copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_handle, Handle from_handle) {
+Result copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_context_handle,
+                 Handle from_context_handle) {
     ContextRef to_context, from_context;
-    if (find_context(to_handle, &to_context) != success || find_context(from_handle, &from_context) != success) {
+    if (find_context(to_context_handle, &to_context) != success ||
+        find_context(from_context_handle, &from_context) != success) {
         return invalid_context;
     }
-    return copy_and_wait(context, request, [&](std::function<void()> work, Timing timing) {
+    return run_synchronous_copy(context, request, [&](std::function<void()> work, Timing timing) {
         return enqueue_barrier(get_legacy_stream(context), std::move(work), timing,
                                {context, to_context, from_context});
     });
 }
 
-Result enqueue_copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_handle, Handle from_handle,
-                         Handle stream_handle) {
+Result enqueue_copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_context_handle,
+                         Handle from_context_handle, Handle stream_handle) {
     ContextRef to_context, from_context;
-    if (find_context(to_handle, &to_context) != success || find_context(from_handle, &from_context) != success) {
+    if (find_context(to_context_handle, &to_context) != success ||
+        find_context(from_context_handle, &from_context) != success) {
         return invalid_context;
     }
     return enqueue_copy(context, request, stream_handle);

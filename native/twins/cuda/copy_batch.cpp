@@ -67,7 +67,7 @@ GDRKIT_CUDA_ENTRY Result cuMemcpyBatchAsync(const DevicePointer* to, const Devic
         const CopyBatch batch{to, from, lengths_bytes, copy_count, attributes, attribute_starts, attribute_count};
         const Result result = copy_batch(context, batch, stream);
         if (result != success && failed_index != nullptr) {
-            // The twin never reports the index of a copy. With SIZE_MAX, CUDA reports an error of the whole call.
+            // The twin never reports which copy failed. In CUDA, SIZE_MAX means that the error concerns the whole call.
             *failed_index = SIZE_MAX;
         }
         return result;

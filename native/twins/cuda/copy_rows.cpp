@@ -21,7 +21,7 @@ bool fits(std::uint64_t first, std::uint64_t count, std::uint64_t end) {
 }
 
 // Find the address of one side of a copy, and the memory to which the address may refer.
-Result find_base(const CopySide3d& side, std::uint64_t* address, AllowedMemory* allowed_memory) {
+Result find_side_address(const CopySide3d& side, std::uint64_t* address, AllowedMemory* allowed_memory) {
     switch (side.memory_type) {
     case memory_host:
         *address = reinterpret_cast<std::uint64_t>(side.host);
@@ -57,7 +57,7 @@ Result replace_array(const CopyExtent& extent, CopySide3d* side) {
 }
 
 // Compute the layout of one side of a copy, and the memory to which its address may refer. The pitch matters only if
-// there are several rows, and the height only if there are several slices.
+// the copy uses a row other than row 0, and the height only if the copy uses a slice other than slice 0.
 Result compute_layout(const CopySide3d& requested_side, const CopyExtent& extent, Layout* layout,
                       AllowedMemory* allowed_memory) {
     CopySide3d side = requested_side;
@@ -67,7 +67,7 @@ Result compute_layout(const CopySide3d& requested_side, const CopyExtent& extent
         }
     }
     std::uint64_t address = 0, pitch_bytes = 0, slice_bytes = 0;
-    if (const Result result = find_base(side, &address, allowed_memory); result != success) {
+    if (const Result result = find_side_address(side, &address, allowed_memory); result != success) {
         return result;
     }
     if (side.lod != 0) {

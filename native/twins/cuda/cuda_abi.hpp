@@ -250,7 +250,7 @@ struct IpcHandle { // CUipcMemHandle and CUipcEventHandle
 };
 static_assert(sizeof(IpcHandle) == 64);
 
-struct DeviceProperties { // CUdevprop
+struct DeviceProperties { // CUdevprop; memory sizes in bytes, clock rate in kHz
     std::int32_t max_threads_per_block;
     std::int32_t max_threads_dim[3];
     std::int32_t max_grid_size[3];
@@ -359,5 +359,5 @@ static_assert(sizeof(ContextParameters) == 24 && offsetof(ContextParameters, cig
 
 } // namespace gdrkit::twin::cuda
 
-// Marks an exported function: C linkage and default visibility. No exception may leave the function.
+// This macro gives an exported function C linkage and default visibility. No exception may leave the function.
 #define GDRKIT_CUDA_ENTRY extern "C" [[gnu::visibility("default")]]

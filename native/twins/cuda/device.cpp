@@ -90,7 +90,7 @@ int query_attribute(Device device, int attribute) {
     return entry == std::end(attribute_values) ? 0 : entry->value;
 }
 
-// Run the body of an exported function that queries one device and stores its answer at `output`.
+// Run the body of an exported function that queries one device and stores the result at `output`.
 template <typename Value, typename Body>
 Result run_device_entry(std::string_view symbol, Device device, Value* output, Body&& body) {
     return run_entry(symbol, [&] {
@@ -102,7 +102,7 @@ Result run_device_entry(std::string_view symbol, Device device, Value* output, B
 }
 
 Result fill_uuid(Uuid* uuid, Device device) {
-    *uuid = find_uuid_of_physical(get_physical_number(device));
+    *uuid = get_uuid_of_physical_device(get_physical_number(device));
     return success;
 }
 
@@ -185,12 +185,12 @@ GDRKIT_CUDA_ENTRY Result cuDeviceComputeCapability(int* major, int* minor, Devic
 GDRKIT_CUDA_ENTRY Result cuDeviceGetPCIBusId(char* buffer, int size_bytes, Device device) {
     return run_device_entry("cuDeviceGetPCIBusId", device, buffer, [&] {
         char bus_id[16];
-        const int length =
+        const int bus_id_length =
             std::snprintf(bus_id, sizeof bus_id, "0000:%02X:00.0", first_gpu_pci_bus + get_physical_number(device));
-        if (size_bytes <= length) {
+        if (size_bytes <= bus_id_length) {
             return invalid_value;
         }
-        std::memcpy(buffer, bus_id, static_cast<std::size_t>(length) + 1);
+        std::memcpy(buffer, bus_id, static_cast<std::size_t>(bus_id_length) + 1);
         return success;
     });
 }

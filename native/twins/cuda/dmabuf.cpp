@@ -30,8 +30,8 @@ Result collect_extents(std::uint64_t address, std::uint64_t length_bytes, std::v
         if (!range || !is_exportable(*range)) {
             return invalid_value;
         }
-        // The range may map only a part of the memory. This is the address at which the first byte of the memory would
-        // be.
+        // The range may map only a part of the memory. `memory_base` is the address that byte 0 of the memory would
+        // have if the range mapped all of it.
         const std::uint64_t memory_base = range->base - range->memory_offset;
         const std::uint64_t extent_end = std::min(end, memory_base + range->memory->length_bytes());
         if (extent_end <= next_address) {

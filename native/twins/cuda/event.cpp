@@ -28,7 +28,7 @@ struct Event {
         marker = std::move(new_marker);
         captured_state = std::move(new_captured_state);
     }
-    std::shared_ptr<CapturedEvent> get_captured_record() {
+    std::shared_ptr<CapturedEvent> get_captured_state() {
         std::lock_guard lock(mutex);
         return captured_state;
     }
@@ -56,7 +56,7 @@ Result record_event(const ContextRef& context, Handle handle, Handle stream_hand
     if (flags != 0 && !(flags == event_record_external && is_captured_stream)) {
         return invalid_value;
     }
-    // With this flag, the graph gets a node that records the event at each launch.
+    // With event_record_external, the graph gets a node that records the event at each launch.
     if (flags == event_record_external) {
         return capture_node(stream, RecordNode{handle});
     }
@@ -65,8 +65,8 @@ Result record_event(const ContextRef& context, Handle handle, Handle stream_hand
         return success;
     }
     if (event->shared_event) {
-        // Other processes cannot see a marker. So work in the stream ends the record in the state that the processes
-        // share.
+        // Other processes cannot see a marker, so keep the record in the state that the processes share. The work that
+        // is queued here ends the record when the stream reaches it.
         const std::uint32_t record_number = event->shared_event->begin_record();
         try {
             enqueue(
@@ -94,7 +94,7 @@ Result query_elapsed_time(float* milliseconds, Handle start_handle, Handle end_h
         return invalid_handle;
     }
     for (const auto& event : {start, end}) {
-        if (const auto captured_state = event->get_captured_record()) {
+        if (const auto captured_state = event->get_captured_state()) {
             return refuse_captured_event(*captured_state);
         }
     }
@@ -137,8 +137,8 @@ Result find_record(Handle handle, EventRecord* record) {
     }
     record->marker = event->get_recorded_marker();
     record->shared_event = event->shared_event;
-    record->record_number = event->shared_event ? event->shared_event->get_last_record() : 0;
-    record->captured_state = event->get_captured_record();
+    record->record_number = event->shared_event ? event->shared_event->get_last_record_number() : 0;
+    record->captured_state = event->get_captured_state();
     return success;
 }
 

@@ -46,7 +46,7 @@ void fill_bytes(const Operand& to, std::uint32_t value, std::uint64_t element_by
     std::memcpy(pattern, &value, sizeof pattern);
     std::uint64_t byte_index = 0;
     for (const std::span<std::byte> span : to.spans) {
-        if (element_bytes == 1) {
+        if (element_bytes == 1) { // the fast path of the loop below
             std::ranges::fill(span, pattern[0]);
             continue;
         }
@@ -57,12 +57,12 @@ void fill_bytes(const Operand& to, std::uint32_t value, std::uint64_t element_by
     std::ranges::for_each(to.viewed_bytes, update_view);
 }
 
-// SyncMode says whether a call waits for its memset. if_required: the call waits in the cases in which the real
-// driver's synchronous memset waits.
+// SyncMode says whether a call waits for its memset: with `if_required`, the call waits in the cases in which a
+// synchronous memset of the real driver waits; with `asynchronous`, it never waits.
 enum class SyncMode { if_required, asynchronous };
 
-// Queue a memset. As with the real driver, even with SyncMode::if_required the call returns before a memset of device
-// memory is done, unless SYNC_MEMOPS is set for the memory or the context.
+// Queue a memset. As with the real driver, even a call with SyncMode::if_required does not wait for a memset of device
+// memory, unless SYNC_MEMOPS is set for the memory or the context.
 Result enqueue_fill(const ContextRef& context, const Fill& request, Handle stream_handle, SyncMode sync_mode) {
     StreamRef stream;
     if (const Result result = find_stream(stream_handle, context, &stream, CapturePolicy::allow); result != success) {

@@ -33,7 +33,7 @@ private:
     std::byte* view_ = nullptr;
 };
 
-// Bytes of memory that the GPU writes, and the address of the same bytes in the view.
+// Bytes of memory that a copy or memset of the GPU writes, and the address of the same bytes in the view.
 struct ViewedBytes {
     std::span<std::byte> bytes;
     std::byte* view;
@@ -46,7 +46,7 @@ std::unique_lock<std::mutex> lock_views();
 // Copy bytes that the GPU has just written to memory, from the memory to the view.
 void update_view(const ViewedBytes& written_bytes);
 
-// Copy all memory that has a view, with the bytes that NICs have written, to the view.
+// Copy all memory that has a view to its view, so that the GPU sees the bytes that NICs have written.
 void flush_remote_writes();
 
 } // namespace gdrkit::twin::cuda

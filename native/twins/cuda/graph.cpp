@@ -101,20 +101,21 @@ bool is_graph_memory(DevicePointer address) {
 
 std::uint64_t count_graph_memory_bytes(Device device) {
     std::lock_guard lock(graphs().memory_mutex);
-    std::uint64_t sum = 0;
+    std::uint64_t allocated_bytes = 0;
     for (const GraphMemory* memory : graphs().registered_memory) {
         if (memory->device == device && find_range_by_base(memory->slot.base)) {
-            sum += memory->length_bytes;
+            allocated_bytes += memory->length_bytes;
         }
     }
-    return sum;
+    return allocated_bytes;
 }
 
 NodeType get_node_type(const Node& node) {
-    constexpr NodeType types[] = {node_empty,        node_copy,       node_fill,     node_host, node_graph,
-                                  node_record_event, node_wait_event, node_allocate, node_free, node_conditional};
-    static_assert(std::size(types) == std::variant_size_v<NodeParameters>);
-    return types[node.parameters.index()];
+    constexpr NodeType types_by_index[] = {node_empty, node_copy,         node_fill,       node_host,
+                                           node_graph, node_record_event, node_wait_event, node_allocate,
+                                           node_free,  node_conditional};
+    static_assert(std::size(types_by_index) == std::variant_size_v<NodeParameters>);
+    return types_by_index[node.parameters.index()];
 }
 
 bool has_memory_nodes(const Graph& graph) {
@@ -178,7 +179,7 @@ GraphRef clone_graph(const Graph& graph) {
             }
         }
         copy_of_node[node] = add_node(clone, std::move(parameters), {});
-        copy_of_node[node]->origin = node->handle;
+        copy_of_node[node]->original_handle = node->handle;
     }
     for (const NodeRef& node : graph.nodes) {
         for (const NodeRef& dependency : node->dependencies) {
@@ -224,7 +225,8 @@ GDRKIT_CUDA_ENTRY Result cuGraphClone(Handle* clone, Handle original) {
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeFindInClone(Handle* node, Handle original, Handle clone) {
     return run_with_graph("cuGraphNodeFindInClone", clone, [&](const GraphRef& graph) {
-        const auto entry = std::ranges::find(graph->nodes, original, [](const NodeRef& copy) { return copy->origin; });
+        const auto entry =
+            std::ranges::find(graph->nodes, original, [](const NodeRef& copy) { return copy->original_handle; });
         if (node == nullptr || original == 0 || entry == graph->nodes.end()) {
             return invalid_value;
         }

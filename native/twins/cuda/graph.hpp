@@ -17,7 +17,8 @@
 namespace gdrkit::twin::cuda {
 
 // The memory of an allocation node. The address stays reserved for the node. A range exists at this address only
-// while the memory is allocated.
+// while the memory is allocated. GraphMemory is a Pool, because get_pool_access() reads the access flags of a range of
+// MemoryKind::pool from a Pool.
 struct GraphMemory : Pool {
     GraphMemory() = default;
     GraphMemory(const GraphMemory&) = delete;
@@ -78,7 +79,7 @@ struct Node {
     std::weak_ptr<Graph> graph;
     NodeParameters parameters;
     std::vector<std::shared_ptr<Node>> dependencies;
-    Handle origin = 0; // the node of which this node of a cloned graph is a copy, or 0
+    Handle original_handle = 0; // the node of which this node of a cloned graph is a copy, or 0
 };
 using NodeRef = std::shared_ptr<Node>;
 
@@ -136,8 +137,8 @@ bool has_uncopyable_nodes(const Graph& graph);
 // is listed twice.
 Result find_nodes(const Graph& graph, const Handle* handles, std::size_t count, std::vector<NodeRef>* nodes);
 
-// Return whether all edges have default data. The node types of the twin allow no other edges. A null pointer stands
-// for default data.
+// Return whether all edges have default data, the only data that the node types of the twin allow. A null pointer
+// stands for default data.
 bool is_default_edge_data(const EdgeData* edge_data, std::size_t edge_count);
 
 NodeRef add_node(const GraphRef& graph, NodeParameters parameters, std::vector<NodeRef> dependencies);
@@ -153,8 +154,8 @@ Result make_allocation(AllocateParameters* parameters, AllocateNode* node);
 
 // Return whether this address lies in the memory of any allocation node.
 bool is_graph_memory(DevicePointer address);
-// Return the number of bytes that allocation nodes have allocated on a device now. record_graph_memory_use raises the
-// high-water marks of the device to that number.
+// Return the number of bytes that graphs have allocated on a device and not freed. record_graph_memory_use() raises
+// each high-water mark of the device to this number if the mark is lower.
 std::uint64_t count_graph_memory_bytes(Device device);
 void record_graph_memory_use(Device device);
 

@@ -12,7 +12,7 @@ namespace gdrkit::twin::cuda {
 namespace {
 
 // An executable graph. `graph` is a copy of the original graph, and each node of the copy has the handle of its
-// original in `origin`.
+// original in `original_handle`.
 struct Executable {
     Handle handle = 0;
     GraphRef graph;
@@ -41,11 +41,11 @@ bool has_cycle(const Graph& graph) {
 
 Result instantiate_graph(Handle* executable_handle, Handle graph_handle, std::uint64_t flags) {
     const GraphRef graph = find_graph(graph_handle);
-    constexpr std::uint64_t known_flags = instantiate_auto_free | instantiate_upload | instantiate_node_priority;
+    constexpr std::uint64_t supported_flags = instantiate_auto_free | instantiate_upload | instantiate_node_priority;
     if (executable_handle == nullptr || !graph || graph->is_capturing) {
         return invalid_value;
     }
-    if ((flags & ~known_flags) != 0) {
+    if ((flags & ~supported_flags) != 0) {
         return flags == instantiate_device_launch ? not_supported : invalid_value;
     }
     if (has_cycle(*graph) || (has_memory_nodes(*graph) && !graph->executable.expired())) {
@@ -116,7 +116,7 @@ Result update_graph(Handle executable_handle, Handle graph_handle, UpdateInforma
     if (executable_nodes.size() != new_nodes.size()) {
         return fail(update_topology_changed, 0);
     }
-    const auto index_of = [](const auto& nodes, const NodeRef& node) {
+    const auto find_index = [](const auto& nodes, const NodeRef& node) {
         return std::ranges::find(nodes, node) - nodes.begin();
     };
     for (std::size_t node_index = 0; node_index < executable_nodes.size(); ++node_index) {
@@ -125,8 +125,8 @@ Result update_graph(Handle executable_handle, Handle graph_handle, UpdateInforma
         }
         for (std::size_t dependency_index = 0; dependency_index < executable_nodes[node_index]->dependencies.size();
              ++dependency_index) {
-            if (index_of(executable_nodes, executable_nodes[node_index]->dependencies[dependency_index]) !=
-                index_of(new_nodes, new_nodes[node_index]->dependencies[dependency_index])) {
+            if (find_index(executable_nodes, executable_nodes[node_index]->dependencies[dependency_index]) !=
+                find_index(new_nodes, new_nodes[node_index]->dependencies[dependency_index])) {
                 return fail(update_topology_changed, new_nodes[node_index]->handle);
             }
         }
@@ -137,7 +137,7 @@ Result update_graph(Handle executable_handle, Handle graph_handle, UpdateInforma
         if (get_node_type(*executable_nodes[node_index]) == node_allocate ||
             get_node_type(*executable_nodes[node_index]) == node_free ||
             (conditional != nullptr &&
-             !has_same_bodies(*conditional, std::get<ConditionalNode>(new_nodes[node_index]->parameters)))) {
+             !have_same_structure(*conditional, std::get<ConditionalNode>(new_nodes[node_index]->parameters)))) {
             return fail(update_parameters_changed, new_nodes[node_index]->handle);
         }
     }
@@ -155,7 +155,8 @@ NodeRef find_copy(const ExecutableRef& executable, Handle original_handle) {
         return nullptr;
     }
     const auto& nodes = executable->graph->nodes;
-    const auto entry = std::ranges::find(nodes, original_handle, [](const NodeRef& node) { return node->origin; });
+    const auto entry =
+        std::ranges::find(nodes, original_handle, [](const NodeRef& node) { return node->original_handle; });
     return entry == nodes.end() ? nullptr : *entry;
 }
 
@@ -172,8 +173,8 @@ template <typename Type> Result set_parameters(Handle executable_handle, Handle 
     return result;
 }
 
-// Find an executable graph and check that the node can be disabled: CUDA allows that only for copies, memsets and
-// kernels.
+// Find an executable graph and check that the program can disable its node: CUDA allows this only for copies, memsets
+// and kernels, and the twin has no kernels.
 Result find_executable_with_disableable_node(Handle executable_handle, Handle node_handle, ExecutableRef* executable) {
     *executable = executables().find(executable_handle);
     const NodeRef node = find_copy(*executable, node_handle);
@@ -206,6 +207,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphInstantiateWithParams(Handle* executable, Handle
         const Result result = instantiate_graph(executable, graph, parameters->flags);
         const GraphRef source_graph = find_graph(graph);
         const bool has_invalid_structure = result != success && source_graph && has_cycle(*source_graph);
+        // The twin does not search for a node of the cycle. It reports the first node of the graph.
         parameters->error_node = has_invalid_structure ? source_graph->nodes.front()->handle : 0;
         parameters->result = result == success       ? instantiate_success
                              : has_invalid_structure ? instantiate_invalid_structure

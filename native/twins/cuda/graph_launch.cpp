@@ -18,9 +18,9 @@ namespace {
 
 // The preparation of one launch. It allocates and frees the memory of the graph at once, and collects the other work in
 // `steps_`. If it fails, it undoes its changes to memory.
-class Launch {
+class LaunchPreparation {
 public:
-    Launch(ContextRef context, std::uint64_t flags, const std::vector<Handle>& disabled_nodes)
+    LaunchPreparation(ContextRef context, std::uint64_t flags, const std::vector<Handle>& disabled_nodes)
         : context_(std::move(context)), flags_(flags), disabled_nodes_(disabled_nodes) {}
 
     Result prepare(const Graph& graph) {
@@ -51,7 +51,7 @@ public:
 private:
     Result prepare_graph(const Graph& graph) {
         for (const NodeRef& node : draw_random_order(graph)) {
-            if (std::ranges::find(disabled_nodes_, node->origin) != disabled_nodes_.end()) {
+            if (std::ranges::find(disabled_nodes_, node->original_handle) != disabled_nodes_.end()) {
                 continue;
             }
             if (const Result result =
@@ -114,7 +114,8 @@ private:
             if (const Result result = remove_range(base, {MemoryKind::pool}, &range); result != success) {
                 return result;
             }
-            // When the stream reaches this step, the step drops its reference, which frees the memory.
+            // When the stream reaches this step, the step drops its reference to the range. Without references, the
+            // memory is freed.
             steps_.emplace_back([range]() mutable { range.reset(); });
             freed_ranges_.push_back(range);
         }
@@ -197,10 +198,10 @@ std::vector<NodeRef> draw_random_order(const Graph& graph) {
 
 Result prepare_launch(const ContextRef& context, const Graph& graph, std::uint64_t flags,
                       const std::vector<Handle>& disabled_nodes, std::function<void()>* work) {
-    Launch launch(context, flags, disabled_nodes);
-    const Result result = launch.prepare(graph);
+    LaunchPreparation preparation(context, flags, disabled_nodes);
+    const Result result = preparation.prepare(graph);
     if (result == success) {
-        *work = launch.take_work();
+        *work = preparation.take_work();
     }
     return result;
 }

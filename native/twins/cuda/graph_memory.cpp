@@ -13,7 +13,7 @@ namespace {
 // CUgraphMem_attribute
 enum GraphMemoryAttribute : int { graph_used = 0, graph_used_high = 1, graph_reserved = 2, graph_reserved_high = 3 };
 
-// The high-water marks of each device in bytes, since the program reset them: [0] of used, [1] of reserved memory.
+// The high-water marks of each device in bytes, since the program last reset them: [0] of used, [1] of reserved memory.
 // graph_mutex() guards them.
 std::map<Device, std::array<std::uint64_t, 2>>& high_water_marks() {
     static auto* const instance = new std::map<Device, std::array<std::uint64_t, 2>>;
@@ -44,7 +44,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetGraphMemAttribute(Device device, int attribu
     });
 }
 
-// A program can only reset a high-water mark, by writing 0.
+// A program can change only the high-water marks, and only by writing 0, which resets the mark to the current use.
 GDRKIT_CUDA_ENTRY Result cuDeviceSetGraphMemAttribute(Device device, int attribute, const std::uint64_t* value) {
     return run_graph_entry("cuDeviceSetGraphMemAttribute", [&] {
         if (!device_exists(device)) {

@@ -39,11 +39,11 @@ Result add_to_graph(Handle* node_handle, const Insertion& insertion, NodeParamet
 // Add a node that frees memory. Fail if another node of the graph already frees the address.
 Result add_free_node(Handle* node_handle, const Insertion& insertion, DevicePointer pointer) {
     const GraphRef graph = find_graph(insertion.graph);
-    const bool is_freed = graph && std::ranges::any_of(graph->nodes, [=](const NodeRef& node) {
-                              const auto* const free = std::get_if<FreeNode>(&node->parameters);
-                              return free != nullptr && free->pointer == pointer;
-                          });
-    return is_freed ? invalid_value : add_to_graph(node_handle, insertion, FreeNode{pointer});
+    const bool has_free_node = graph && std::ranges::any_of(graph->nodes, [=](const NodeRef& node) {
+                                   const auto* const free = std::get_if<FreeNode>(&node->parameters);
+                                   return free != nullptr && free->pointer == pointer;
+                               });
+    return has_free_node ? invalid_value : add_to_graph(node_handle, insertion, FreeNode{pointer});
 }
 
 Result add_child_node(Handle* node_handle, const Insertion& insertion, Handle child) {
@@ -213,6 +213,7 @@ Result make_allocation(AllocateParameters* parameters, AllocateNode* node) {
     register_graph_memory(memory.get());
     parameters->pointer = memory->slot.base;
     node->parameters = *parameters;
+    // `access` refers to an array of the program, which may not exist after the call.
     node->parameters.access = nullptr;
     node->parameters.access_count = 0;
     node->memory = std::move(memory);

@@ -1,4 +1,4 @@
-// Queries and changes of the structure of graphs: nodes, dependencies, edges.
+// Functions that query and change the structure of graphs: nodes, dependencies and edges.
 #include <algorithm>
 #include <cstdio>
 #include <iterator>

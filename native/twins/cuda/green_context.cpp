@@ -16,9 +16,9 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// A split of multiprocessors makes parts that consist of whole groups. These are the numbers of multiprocessors in a
-// group, for compute capability 9.0. A group of 8 can run all blocks of a cluster at the same time. With
-// split_ignore_coscheduling, a group may be smaller.
+// A split divides the multiprocessors of a resource into parts that consist of whole groups. These are the numbers of
+// multiprocessors in a group, for compute capability 9.0. A group of 8 can run all thread blocks of a cluster at the
+// same time. With split_ignore_coscheduling, a group has only 2 multiprocessors.
 constexpr std::uint32_t coscheduled_group_size = 8, smallest_group_size = 2;
 // This number marks a resource that the twin has made. Its bytes are "sm".
 constexpr std::uint32_t resource_magic = 0x6d73;
@@ -66,7 +66,8 @@ Result store_resource(DeviceResource* output, int type, const DeviceResource& re
 }
 
 // The arguments of cuDevSmResourceSplitByCount. `*part_count` is the wanted number of parts, and becomes the actual
-// number, or the largest possible number if `parts` is null.
+// number, or the largest possible number if `parts` is null. `*remaining` receives the multiprocessors that are in no
+// part.
 struct SplitArguments {
     DeviceResource* parts;
     std::uint32_t* part_count;
@@ -120,7 +121,8 @@ Result split_resource(const SplitArguments& split) {
     return success;
 }
 
-// Store the sum of resources in `total`. Several resources must be different parts of the same split.
+// Store the sum of resources in `total`, whose count must be 0 before the call. Several resources must be different
+// parts of the same split.
 Result sum_resources(std::span<const DeviceResource> resources, DeviceResource* total) {
     std::set<std::uint32_t> part_indices;
     for (const DeviceResource& resource : resources) {

@@ -39,11 +39,11 @@ Result allocate_host(const ContextRef& context, void** pointer, std::size_t leng
 
 // Return whether every page of the range is mapped in this process.
 bool is_mapped(std::uint64_t base, std::uint64_t length_bytes) {
-    const std::uint64_t first_page = base / page_bytes * page_bytes;
-    const std::uint64_t page_count = (round_up(base + length_bytes, page_bytes) - first_page) / page_bytes;
+    const std::uint64_t first_page_base = base / page_bytes * page_bytes;
+    const std::uint64_t page_count = (round_up(base + length_bytes, page_bytes) - first_page_base) / page_bytes;
     std::vector<unsigned char> residency(page_count);
     // mincore fails with ENOMEM for pages that are not mapped.
-    return mincore(reinterpret_cast<void*>(first_page), page_count * page_bytes, residency.data()) == 0;
+    return mincore(reinterpret_cast<void*>(first_page_base), page_count * page_bytes, residency.data()) == 0;
 }
 
 Result register_host(const ContextRef& context, void* pointer, std::size_t length_bytes, unsigned flags) {

@@ -29,17 +29,17 @@ struct ReplyMessage {
 };
 static_assert(sizeof(ReplyMessage) == 32);
 
-struct Mapping {
+struct ImportedMapping {
     RangeRef range;
-    std::uint64_t open_count = 0; // number of cuIpcOpenMemHandle calls without their cuIpcCloseMemHandle
+    std::uint64_t open_count = 0; // number of cuIpcOpenMemHandle calls minus cuIpcCloseMemHandle calls
 };
 
 struct Ipc {
     std::mutex mutex;
     std::map<std::uint64_t, std::weak_ptr<Range>> exported_ranges; // key: buffer id
-    std::map<std::pair<std::uint64_t, std::uint64_t>, Mapping>
-        imported_mappings; // key: HandleMessage::owner_service_id, buffer id
-    bool is_handler_registered = false;
+    std::map<std::pair<std::uint64_t, std::uint64_t>, ImportedMapping>
+        imported_mappings;              // key: HandleMessage::owner_service_id, buffer id
+    bool is_handler_registered = false; // the control service calls serve_memory()
 };
 
 Ipc& ipc() {
@@ -79,12 +79,13 @@ void serve_memory(std::span<const std::byte> request, std::vector<std::byte>* re
     std::memcpy(reply->data(), &message, sizeof message);
 }
 
+// Request the memory of an IPC handle from the owning process, check the reply, and map the memory in this process.
 Result request_memory(const HandleMessage& message, MemoryRef* memory, Device* device, ReplyMessage* reply_message) {
     std::vector<std::byte> request(sizeof message.object_id), reply;
     std::memcpy(request.data(), &message.object_id, sizeof message.object_id);
     std::vector<Fd> fds;
     // An H200 distinguishes two errors: the owner is gone (invalid_handle), or the memory was freed (invalid_value).
-    if (!send_control_request(message.owner_service_id, request_cuda_ipc, request, &reply, &fds)) {
+    if (!send_control_request(message.owner_service_id, cuda_ipc_request, request, &reply, &fds)) {
         return invalid_handle;
     }
     if (reply.size() != sizeof *reply_message) {
@@ -127,14 +128,14 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcH
     // only the lock of ipc().
     static auto* const open_mutex = new std::mutex;
     std::lock_guard open_lock(*open_mutex);
-    const std::pair key{message.owner_service_id, message.object_id};
+    const std::pair mapping_key{message.owner_service_id, message.object_id};
     {
         std::lock_guard lock(ipc_table.mutex);
         // Drop mappings that were destroyed with their context.
         std::erase_if(ipc_table.imported_mappings, [](const auto& entry) {
             return find_range_by_base(entry.second.range->base) != entry.second.range;
         });
-        if (const auto found_entry = ipc_table.imported_mappings.find(key);
+        if (const auto found_entry = ipc_table.imported_mappings.find(mapping_key);
             found_entry != ipc_table.imported_mappings.end()) {
             ++found_entry->second.open_count;
             *pointer = found_entry->second.range->base;
@@ -148,7 +149,7 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcH
     range->context = context->contents_owner;
     add_range(range);
     std::lock_guard lock(ipc_table.mutex);
-    ipc_table.imported_mappings[key] = {range, 1};
+    ipc_table.imported_mappings[mapping_key] = {range, 1};
     *pointer = range->base;
     return success;
 }
@@ -209,7 +210,7 @@ HandleMessage export_memory(const RangeRef& range) {
     Ipc& ipc_table = ipc();
     std::lock_guard lock(ipc_table.mutex);
     if (!ipc_table.is_handler_registered) {
-        register_handler(request_cuda_ipc, serve_memory);
+        register_handler(cuda_ipc_request, serve_memory);
         ipc_table.is_handler_registered = true;
     }
     std::erase_if(ipc_table.exported_ranges, [](const auto& entry) { return entry.second.expired(); });

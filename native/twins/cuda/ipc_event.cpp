@@ -37,7 +37,7 @@ Result open_event(const ContextRef& context, const IpcHandle& handle, Handle* ev
     std::vector<std::byte> request(sizeof message.object_id), reply;
     std::memcpy(request.data(), &message.object_id, sizeof message.object_id);
     std::vector<Fd> fds;
-    if (!send_control_request(message.owner_service_id, request_cuda_ipc_event, request, &reply, &fds)) {
+    if (!send_control_request(message.owner_service_id, cuda_ipc_event_request, request, &reply, &fds)) {
         return invalid_handle;
     }
     auto shared_event = fds.size() == 1 ? SharedEvent::adopt(std::move(fds[0])) : nullptr;
@@ -58,11 +58,11 @@ GDRKIT_CUDA_ENTRY Result cuIpcGetEventHandle(IpcHandle* handle, Handle event) {
         if (!find_exportable_event(event)) {
             return invalid_handle;
         }
-        // std::call_once() would make this library refer to thread-local variables of libstdc++. This library is built
-        // with the initial-exec TLS model, so these variables would have to be in static TLS. They are not in static
-        // TLS if dlopen() loaded libstdc++.
+        // Do not use std::call_once(): this library would then refer to thread-local variables of libstdc++. It is
+        // built with the initial-exec TLS model, so these variables must be in static TLS. They are not in static TLS
+        // if dlopen() has loaded libstdc++.
         [[maybe_unused]] static const bool is_registered = [] {
-            register_handler(request_cuda_ipc_event, serve_event);
+            register_handler(cuda_ipc_event_request, serve_event);
             return true;
         }();
         HandleMessage message{};

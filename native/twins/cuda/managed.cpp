@@ -139,7 +139,8 @@ Result set_advice(DevicePointer pointer, std::uint64_t length_bytes, int advice_
     }
     if (is_access_advice || advice_type == advise_set_preferred_location) {
         if (check_location(&location) != success) {
-            return invalid_value; // also for a device that does not exist, for which a prefetch returns invalid_device
+            // If a device does not exist, a prefetch fails with invalid_device, but cuMemAdvise with invalid_value.
+            return invalid_value;
         }
     }
     Pages pages;
@@ -154,7 +155,7 @@ Result set_advice(DevicePointer pointer, std::uint64_t length_bytes, int advice_
     return success;
 }
 
-// Return the location that all parts have, or a location of type location_none.
+// Return the value of `member` if all parts have the same value, else a location of type location_none.
 Location find_common_location(std::span<Advice* const> parts, Location Advice::*member) {
     const Location first = parts.front()->*member;
     const bool is_common = std::ranges::all_of(parts, [&](const Advice* part) {

@@ -35,13 +35,13 @@ Result allocate_in_context(const ContextRef& context, DevicePointer* pointer, st
 }
 
 // Wait for queued work that may still use the memory. Pool memory needs no wait, because it is freed in stream order.
-void wait_for_users(const Range& range, const ContextRef& current_context) {
+void wait_for_queued_work(const Range& range, const ContextRef& current_context) {
     if (range.kind == MemoryKind::pool) {
         return;
     }
-    ContextRef owner;
-    if (find_context(range.context, &owner) == success) {
-        synchronise(owner);
+    ContextRef owning_context;
+    if (find_context(range.context, &owning_context) == success) {
+        synchronise(owning_context);
     }
     synchronise(current_context);
 }
@@ -136,7 +136,7 @@ GDRKIT_CUDA_ENTRY Result cuMemFree_v2(DevicePointer pointer) {
             return success;
         }
         if (const RangeRef range = find_range_by_base(pointer)) {
-            wait_for_users(*range, context);
+            wait_for_queued_work(*range, context);
         }
         RangeRef range;
         const Result result =

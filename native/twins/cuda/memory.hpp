@@ -142,7 +142,7 @@ Result make_shared_host_range(Device device, std::uint64_t length_bytes, RangeRe
 // Return a range for memory that make_shared_host_range has allocated in this or another process.
 RangeRef map_shared_host_memory(MemoryRef memory, std::uint64_t length_bytes);
 // Remove a range (an allocation or a mapping) from the address space and the ledger. Fail with invalid_value if no
-// range of one of these kinds begins at `address`. If the program has freed it before, the ledger ends the process.
+// range of one of these kinds begins at `address`. If the program frees a range twice, the ledger ends the process.
 Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kinds, RangeRef* range);
 // Return the name under which the ledger counts ranges of this memory kind.
 std::string_view get_ledger_kind(MemoryKind kind);

@@ -53,17 +53,17 @@ Result resolve_ranges(std::uint64_t address, std::uint64_t length_bytes, const C
 }
 
 // Resolve one row, which is a contiguous range.
-Result resolve_row(std::uint64_t address, std::uint64_t length_bytes, const Context& context, AllowedMemory allowed,
-                   Access access, Operand* operand) {
+Result resolve_row(std::uint64_t address, std::uint64_t length_bytes, const Context& context,
+                   AllowedMemory allowed_memory, Access access, Operand* operand) {
     if (address == 0 || address + length_bytes < address) {
         return invalid_value;
     }
     if (find_range(address)) {
         return resolve_ranges(address, length_bytes, context, access, operand);
     }
-    // No allocation or registration contains the address, so it must be unregistered host memory: not an address for
-    // device memory, and without an allocation or registration in the bytes behind it.
-    if (allowed == AllowedMemory::device_only || is_device_address(address) ||
+    // No allocation or registration contains the address, so only unregistered host memory is valid here. Fail if the
+    // address is reserved for device memory, or if an allocation or registration begins in the later bytes.
+    if (allowed_memory == AllowedMemory::device_only || is_device_address(address) ||
         !list_ranges(address, length_bytes).empty()) {
         return invalid_value;
     }
@@ -72,7 +72,8 @@ Result resolve_row(std::uint64_t address, std::uint64_t length_bytes, const Cont
     return success;
 }
 
-// Compute the number of bytes from the first byte to the end of the last row. Return false if the number overflows.
+// Compute the number of bytes from the first byte to the end of the last row. The layout must have at least one row.
+// Return false if the number overflows.
 bool compute_extent(const Layout& layout, std::uint64_t* length_bytes) {
     std::uint64_t rows_bytes = 0, slices_bytes = 0;
     return !__builtin_mul_overflow(layout.height - 1, layout.pitch_bytes, &rows_bytes) &&
@@ -83,23 +84,23 @@ bool compute_extent(const Layout& layout, std::uint64_t* length_bytes) {
 
 } // namespace
 
-Result check_layout(const Layout& layout, const Context& context, AllowedMemory allowed, Access access) {
+Result check_layout(const Layout& layout, const Context& context, AllowedMemory allowed_memory, Access access) {
     // All rows must be in one allocation or in adjacent VMM mappings, so check the bytes from the first to the last row
     // as one long row.
     std::uint64_t length_bytes = 0;
     Operand whole_extent;
     return compute_extent(layout, &length_bytes)
-               ? resolve_row(layout.address, length_bytes, context, allowed, access, &whole_extent)
+               ? resolve_row(layout.address, length_bytes, context, allowed_memory, access, &whole_extent)
                : invalid_value;
 }
 
-Result resolve_layout(const Layout& layout, const Context& context, AllowedMemory allowed, Access access,
+Result resolve_layout(const Layout& layout, const Context& context, AllowedMemory allowed_memory, Access access,
                       Operand* operand) {
-    Result result = check_layout(layout, context, allowed, access);
+    Result result = check_layout(layout, context, allowed_memory, access);
     for (std::uint64_t slice = 0; result == success && slice < layout.depth; ++slice) {
         std::uint64_t address = layout.address + slice * layout.slice_bytes;
         for (std::uint64_t row = 0; result == success && row < layout.height; ++row, address += layout.pitch_bytes) {
-            result = resolve_row(address, layout.width_bytes, context, allowed, access, operand);
+            result = resolve_row(address, layout.width_bytes, context, allowed_memory, access, operand);
         }
     }
     return result;
@@ -126,7 +127,7 @@ void copy_spans(const Operand& to, const Operand& from) {
     std::ranges::for_each(to.viewed_bytes, update_view);
 }
 
-void stage_pageable(Operand* operand) {
+void stage_pageable_source(Operand* operand) {
     std::size_t length_bytes = 0;
     for (const auto& span : operand->spans) {
         length_bytes += span.size();

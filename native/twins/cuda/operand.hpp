@@ -13,13 +13,14 @@
 
 namespace gdrkit::twin::cuda {
 
-// The memory that an address may refer to.
+// The memory that an address may refer to. `device_only` excludes only host memory that CUDA has neither allocated nor
+// registered, because a device cannot access this memory.
 enum class AllowedMemory { any, device_only };
 enum class Access { read, write };
 
 // The bytes of one side: slices of rows. A contiguous range is one row.
 struct Layout {
-    std::uint64_t address = 0; // of the first byte
+    std::uint64_t address = 0; // address of the first byte
     std::uint64_t width_bytes = 0;
     std::uint64_t height = 1;      // the number of rows in a slice
     std::uint64_t depth = 1;       // the number of slices
@@ -39,17 +40,17 @@ struct Operand {
 };
 
 // Find the memory of a layout. Fail with invalid_value if the memory is not allocated, not accessible or not allowed.
-Result resolve_layout(const Layout& layout, const Context& context, AllowedMemory allowed, Access access,
+Result resolve_layout(const Layout& layout, const Context& context, AllowedMemory allowed_memory, Access access,
                       Operand* operand);
 
 // Check a layout as resolve_layout() does, at a cost that does not depend on the number of rows.
-Result check_layout(const Layout& layout, const Context& context, AllowedMemory allowed, Access access);
+Result check_layout(const Layout& layout, const Context& context, AllowedMemory allowed_memory, Access access);
 
 // Copy the bytes of an operand to another one of the same size.
 void copy_spans(const Operand& to, const Operand& from);
 
 // Copy a pageable source to a staging buffer, which the operand then refers to. The real driver, too, reads a pageable
 // source before the call returns.
-void stage_pageable(Operand* operand);
+void stage_pageable_source(Operand* operand);
 
 } // namespace gdrkit::twin::cuda

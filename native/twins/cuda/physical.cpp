@@ -1,4 +1,4 @@
-// Physical device memory: allocation from a device's capacity, and memory that stays used after it was freed because a
+// Physical device memory: allocation from a device's capacity, and freed memory that still counts as used, because a
 // dma-buf or another process references it.
 #include <sys/mman.h>
 

@@ -87,6 +87,7 @@ Result set_current_pool(const Location& location, Handle handle) {
     return success;
 }
 
+// A kernel without NUMA support lists no nodes in sysfs, so node 0 always counts as existing.
 bool numa_node_exists(int node) {
     const std::string path = "/sys/devices/system/node/node" + std::to_string(node);
     return node == 0 || (node > 0 && access(path.c_str(), F_OK) == 0);
@@ -100,7 +101,7 @@ bool is_default_pool(Handle handle) {
 }
 
 // Allocate memory from a pool. Fail for an imported pool: only the process that owns the pool can allocate from it.
-// `device` is the stream's device. It becomes the device of the new range if the pool has memory of the host.
+// `device` is the stream's device. If the pool has memory of the host, the new range names this device.
 Result allocate_from_pool(const PoolRef& pool, Device device, DevicePointer* pointer, std::uint64_t length_bytes) {
     if (pointer == nullptr || !pool || pool->is_imported()) {
         return invalid_value;
@@ -149,7 +150,7 @@ Result set_attribute(Pool* pool, int attribute, const void* value) {
     std::lock_guard lock(pool->mutex);
     std::uint64_t attribute_value = 0;
     if (attribute >= pool_reuse_follow_event_dependencies && attribute <= pool_reuse_allow_internal_dependencies) {
-        std::memcpy(&pool->reuse[static_cast<std::size_t>(attribute)], value, sizeof(int));
+        std::memcpy(&pool->reuse_attributes[static_cast<std::size_t>(attribute)], value, sizeof(int));
         return success;
     }
     std::memcpy(&attribute_value, value, sizeof attribute_value);
@@ -157,7 +158,7 @@ Result set_attribute(Pool* pool, int attribute, const void* value) {
         pool->release_threshold_bytes = attribute_value;
         return success;
     }
-    // A program can only reset the high-water marks, by writing 0.
+    // A program can write only 0 to a high-water mark, which resets the mark to the current use.
     if ((attribute == pool_reserved_high || attribute == pool_used_high) && attribute_value == 0) {
         pool->used_high_bytes = pool->used_bytes;
         return success;
@@ -175,7 +176,7 @@ Result get_attribute(Pool* pool, int attribute, void* value) {
     case pool_reuse_follow_event_dependencies:
     case pool_reuse_allow_opportunistic:
     case pool_reuse_allow_internal_dependencies:
-        std::memcpy(value, &pool->reuse[static_cast<std::size_t>(attribute)], sizeof(int));
+        std::memcpy(value, &pool->reuse_attributes[static_cast<std::size_t>(attribute)], sizeof(int));
         return success;
     case pool_release_threshold:
         return write_value(pool->release_threshold_bytes);

@@ -23,8 +23,8 @@ struct Pool {
     // in that process. For other pools: 0.
     std::uint64_t owner_service_id = 0;
     Handle handle_in_owner = 0;
-    std::mutex mutex;                     // guards the following members
-    std::array<int, 4> reuse{0, 1, 1, 1}; // reuse attributes; index: attribute number, 1 to 3
+    std::mutex mutex;                                // guards the following members
+    std::array<int, 4> reuse_attributes{0, 1, 1, 1}; // index: CUmemPool_attribute, 1 to 3; element 0 is unused
     std::uint64_t release_threshold_bytes = 0;
     std::uint64_t used_bytes = 0;
     std::uint64_t used_high_bytes = 0; // the largest used_bytes since the program last reset this mark

@@ -15,6 +15,7 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
+// With these seals on the memfd of an exported pool, no process can change its content or size.
 constexpr int pool_seals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE;
 
 // Export a pool as a shareable handle: a sealed memfd with the message that identifies the pool.
@@ -39,11 +40,11 @@ Result export_pool(const Pool& pool, int* pool_fd) {
 Result import_pool(int pool_fd, Handle* pool_handle) {
     IpcHandle ipc_handle{};
     HandleMessage message{};
-    struct stat status {};
-    if (fstat(pool_fd, &status) != 0) {
+    struct stat file_status {};
+    if (fstat(pool_fd, &file_status) != 0) {
         return errno == EBADF ? unknown_error : invalid_value;
     }
-    if (fcntl(pool_fd, F_GET_SEALS) != pool_seals || status.st_size != sizeof ipc_handle ||
+    if (fcntl(pool_fd, F_GET_SEALS) != pool_seals || file_status.st_size != sizeof ipc_handle ||
         pread(pool_fd, &ipc_handle, sizeof ipc_handle, 0) != static_cast<ssize_t>(sizeof ipc_handle) ||
         !read_handle(pool_magic, ipc_handle, &message)) {
         return invalid_value;

@@ -12,9 +12,9 @@ namespace gdrkit::twin::cuda {
 #include "cuda/functions.def"
 #undef X
 
-// Return whether a function has this name. Store the address of its newest signature in CUDA `version`, or null if all
-// signatures are newer.
-bool find_entry(std::string_view name, int version, void** entry);
+// Return whether a function has this name. Set *entry to the address of the newest signature that CUDA
+// `requested_version` has, or to null if all signatures of the function are newer.
+bool find_entry(std::string_view name, int requested_version, void** entry);
 
 namespace {
 
@@ -33,7 +33,7 @@ constexpr Function functions[] = {
 
 } // namespace
 
-bool find_entry(std::string_view name, int version, void** entry) {
+bool find_entry(std::string_view name, int requested_version, void** entry) {
     bool is_known = false;
     int newest_version = 0;
     *entry = nullptr;
@@ -42,7 +42,7 @@ bool find_entry(std::string_view name, int version, void** entry) {
             continue;
         }
         is_known = true;
-        if (function.since <= version && function.since > newest_version) {
+        if (function.since <= requested_version && function.since > newest_version) {
             newest_version = function.since;
             *entry = reinterpret_cast<void*>(function.entry);
         }

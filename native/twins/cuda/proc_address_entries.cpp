@@ -5,18 +5,18 @@
 namespace gdrkit::twin::cuda {
 
 // proc_address.cpp defines and describes this function.
-bool find_entry(std::string_view name, int version, void** entry);
+bool find_entry(std::string_view name, int requested_version, void** entry);
 
 namespace {
 
-Result get_proc_address(const char* name, void** entry, int version, std::uint64_t flags, int* status) {
+Result get_proc_address(const char* name, void** entry, int requested_version, std::uint64_t flags, int* status) {
     // The flags select the legacy or the per-thread form of a function. The twin returns the same function for both, so
     // it only checks the flags.
     const bool has_valid_flags = (flags & ~std::uint64_t{proc_legacy_stream | proc_per_thread_stream}) == 0;
-    if (name == nullptr || entry == nullptr || !has_valid_flags || version > driver_version) {
+    if (name == nullptr || entry == nullptr || !has_valid_flags || requested_version > driver_version) {
         return invalid_value;
     }
-    const bool is_known = find_entry(name, version, entry);
+    const bool is_known = find_entry(name, requested_version, entry);
     if (status != nullptr) {
         *status = !is_known ? proc_symbol_not_found : *entry == nullptr ? proc_version_not_sufficient : proc_success;
     }
@@ -25,17 +25,17 @@ Result get_proc_address(const char* name, void** entry, int version, std::uint64
 
 } // namespace
 
-GDRKIT_CUDA_ENTRY Result cuGetProcAddress(const char* name, void** entry, int version, std::uint64_t flags) {
+GDRKIT_CUDA_ENTRY Result cuGetProcAddress(const char* name, void** entry, int requested_version, std::uint64_t flags) {
     return run_entry_before_init("cuGetProcAddress", [&] {
-        const Result result = get_proc_address(name, entry, version, flags, nullptr);
+        const Result result = get_proc_address(name, entry, requested_version, flags, nullptr);
         return result == success && *entry == nullptr ? not_found : result;
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuGetProcAddress_v2(const char* name, void** entry, int version, std::uint64_t flags,
+GDRKIT_CUDA_ENTRY Result cuGetProcAddress_v2(const char* name, void** entry, int requested_version, std::uint64_t flags,
                                              int* status) {
     return run_entry_before_init("cuGetProcAddress_v2",
-                                 [&] { return get_proc_address(name, entry, version, flags, status); });
+                                 [&] { return get_proc_address(name, entry, requested_version, flags, status); });
 }
 
 } // namespace gdrkit::twin::cuda

@@ -35,8 +35,8 @@ RangeRef find_range_locked(const AddressSpace& space, std::uint64_t address) {
 std::vector<RangeRef> find_overlapping_locked(const AddressSpace& space, std::uint64_t base,
                                               std::uint64_t length_bytes) {
     std::vector<RangeRef> overlapping;
-    if (RangeRef first = find_range_locked(space, base); first && first->base < base) {
-        overlapping.push_back(std::move(first));
+    if (RangeRef range_with_base = find_range_locked(space, base); range_with_base && range_with_base->base < base) {
+        overlapping.push_back(std::move(range_with_base));
     }
     for (auto entry = space.ranges.lower_bound(base); entry != space.ranges.end() && entry->first - base < length_bytes;
          ++entry) {

@@ -1,4 +1,5 @@
-// A table of objects (streams, events, pools ...) by handle, which also enters them in the ledger of live handles.
+// A table that finds objects (streams, events, pools ...) by their handle. The table also enters the handles in the
+// ledger of live handles.
 #pragma once
 
 #include <map>
@@ -16,12 +17,12 @@ namespace gdrkit::twin::cuda {
 
 template <typename Object> class Registry {
 public:
-    // `kind` is the name under which the ledger counts the objects. It must be a string literal.
-    explicit Registry(std::string_view kind) : kind_(kind) {}
+    // `ledger_kind` is the name under which the ledger counts the objects. It must be a string literal.
+    explicit Registry(std::string_view ledger_kind) : ledger_kind_(ledger_kind) {}
 
     void add(Handle handle, std::shared_ptr<Object> object) {
         std::lock_guard lock(mutex_);
-        ledger_add(kind_, handle);
+        ledger_add(ledger_kind_, handle);
         objects_.emplace(handle, std::move(object));
         removed_with_context_.erase(handle);
     }
@@ -32,7 +33,7 @@ public:
         return entry == objects_.end() ? nullptr : entry->second;
     }
 
-    // Call the function with each object.
+    // Call the function with each object, while the table is locked.
     template <typename Function> void for_each(Function&& function) {
         std::lock_guard lock(mutex_);
         for (const auto& [handle, object] : objects_) {
@@ -44,7 +45,7 @@ public:
     // released the handle before, the ledger ends the process (model/ledger.hpp).
     [[nodiscard]] std::shared_ptr<Object> take(Handle handle) {
         std::lock_guard lock(mutex_);
-        if (removed_with_context_.contains(handle) || !ledger_remove(kind_, handle)) {
+        if (removed_with_context_.contains(handle) || !ledger_remove(ledger_kind_, handle)) {
             return nullptr;
         }
         const auto entry = objects_.find(handle);
@@ -58,7 +59,7 @@ public:
         std::vector<std::shared_ptr<Object>> removed_objects;
         std::lock_guard lock(mutex_);
         for (auto entry = objects_.begin(); entry != objects_.end();) {
-            if (predicate(*entry->second) && ledger_remove(kind_, entry->first)) {
+            if (predicate(*entry->second) && ledger_remove(ledger_kind_, entry->first)) {
                 removed_with_context_.insert(entry->first);
                 removed_objects.push_back(std::move(entry->second));
                 entry = objects_.erase(entry);
@@ -70,7 +71,7 @@ public:
     }
 
 private:
-    const std::string_view kind_;
+    const std::string_view ledger_kind_;
     std::mutex mutex_;
     std::map<Handle, std::shared_ptr<Object>> objects_;
     // Handles of objects that take_if has removed. The release of such a handle is an error, but not a double release.

@@ -21,7 +21,8 @@ constexpr std::uint64_t state_bytes = 4096;
 // A waiting thread checks at this interval whether the recording process has ended.
 constexpr timespec check_interval{0, 50'000'000}; // 50 ms
 
-// Describe a lock of the byte that belongs to a record. The byte may be behind the end of the file.
+// Make the argument of fcntl for a lock of the byte that belongs to a record. The byte may be behind the end of the
+// file.
 struct flock make_lock_request(std::uint32_t record_number, short lock_type) {
     struct flock lock {};
     lock.l_type = lock_type;
@@ -63,12 +64,12 @@ std::uint32_t SharedEvent::begin_record() {
     while (true) {
         // Lock the byte before another process can see the number.
         const std::uint32_t record_number = last_record_number + 1;
-        unfinished_records_.insert(record_number);
+        unfinished_record_numbers_.insert(record_number);
         set_lock(record_number, F_RDLCK);
         if (state_->last_record_number.compare_exchange_strong(last_record_number, record_number)) {
             return record_number;
         }
-        unfinished_records_.erase(record_number); // another process has taken this record number
+        unfinished_record_numbers_.erase(record_number); // another process has taken this record number
         set_lock(record_number, F_UNLCK);
     }
 }
@@ -76,7 +77,7 @@ std::uint32_t SharedEvent::begin_record() {
 void SharedEvent::end_record(std::uint32_t record_number) {
     {
         std::lock_guard lock(mutex_);
-        unfinished_records_.erase(record_number);
+        unfinished_record_numbers_.erase(record_number);
         set_lock(record_number, F_UNLCK);
     }
     state_->ended_count.fetch_add(1);
@@ -91,7 +92,7 @@ void SharedEvent::set_lock(std::uint32_t record_number, short lock_type) {
 bool SharedEvent::is_done(std::uint32_t record_number) {
     {
         std::lock_guard lock(mutex_);
-        if (unfinished_records_.contains(record_number)) {
+        if (unfinished_record_numbers_.contains(record_number)) {
             return false;
         }
     }

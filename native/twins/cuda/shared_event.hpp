@@ -1,4 +1,4 @@
-// The state of an interprocess event: memory that all processes with a handle of the event map.
+// The state of an interprocess event: memory that is mapped by every process that has a handle of the event.
 #pragma once
 
 #include <atomic>
@@ -11,13 +11,14 @@
 
 namespace gdrkit::twin::cuda {
 
-// Records of the event are numbered from 1 on, in all processes together. A record is done when the work before it in
-// its stream is done, or when its process has ended. Records in different streams may be done in any order.
+// A record is one cuEventRecord of the event. Records are numbered from 1 on, in all processes together. A record is
+// done when the work before it in its stream is done, or when its process has ended. Records in different streams may
+// be done in any order.
 class SharedEvent {
 public:
     // Make the state of a new event. Return null if the system has no memory or no descriptors left.
     static std::shared_ptr<SharedEvent> make();
-    // Map the state that another process has created. Return null if the descriptor is not such a state.
+    // Map the state that another process has created. Return null if the descriptor does not refer to such a state.
     static std::shared_ptr<SharedEvent> adopt(Fd fd);
 
     SharedEvent(const SharedEvent&) = delete;
@@ -31,13 +32,13 @@ public:
     void end_record(std::uint32_t record_number);
 
     // Return the number of the last record; 0 if the event was never recorded.
-    [[nodiscard]] std::uint32_t get_last_record() const { return state_->last_record_number.load(); }
+    [[nodiscard]] std::uint32_t get_last_record_number() const { return state_->last_record_number.load(); }
     [[nodiscard]] bool is_done(std::uint32_t record_number);
     void wait_until_done(std::uint32_t record_number);
 
 private:
     struct State {
-        std::atomic<std::uint32_t> last_record_number; // number of the last record
+        std::atomic<std::uint32_t> last_record_number; // 0: the event was never recorded
         std::atomic<std::uint32_t> ended_count; // number of the records that have ended; the futex of waiting threads
     };
     static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
@@ -52,9 +53,9 @@ private:
     Fd fd_;
     State* state_;
     std::mutex mutex_;
-    // Unfinished records of this process. The set is needed because F_OFD_GETLK does not report the locks of the same
-    // open file description.
-    std::set<std::uint32_t> unfinished_records_;
+    // Numbers of the unfinished records of this process. The set is needed because F_OFD_GETLK does not report the
+    // locks of the same open file description.
+    std::set<std::uint32_t> unfinished_record_numbers_;
 };
 
 } // namespace gdrkit::twin::cuda

@@ -17,7 +17,7 @@ namespace {
 // All streams share one mutex and one condition variable, which is simple and fast enough for a twin.
 struct StreamEngine {
     std::mutex mutex;
-    std::condition_variable changed; // notified when work is queued or done, and when a stream is closed
+    std::condition_variable state_changed; // notified when work is queued or done, and when a stream is closed
     std::uint64_t last_stream_id = 0;
 };
 
@@ -50,13 +50,13 @@ void run_stream_thread(StreamRef stream) {
     StreamEngine& stream_engine = engine();
     std::unique_lock lock(stream_engine.mutex);
     while (true) {
-        stream_engine.changed.wait(lock, [&] { return !stream->queue.empty() || stream->is_closed; });
+        stream_engine.state_changed.wait(lock, [&] { return !stream->queue.empty() || stream->is_closed; });
         if (stream->queue.empty()) {
             break;
         }
         Work work = std::move(stream->queue.front());
         stream->queue.pop_front();
-        stream_engine.changed.wait(lock, [&] { return are_all_done_locked(work.dependencies); });
+        stream_engine.state_changed.wait(lock, [&] { return are_all_done_locked(work.dependencies); });
         lock.unlock();
         if (work.is_delayed) {
             sleep_random_delay();
@@ -70,7 +70,7 @@ void run_stream_thread(StreamRef stream) {
         lock.lock();
         work.marker->is_done = true;
         work.marker->completion_time = std::chrono::steady_clock::now();
-        stream_engine.changed.notify_all();
+        stream_engine.state_changed.notify_all();
     }
     stream->has_thread = false;
     remove_from_context_locked(stream);
@@ -105,7 +105,7 @@ void close_stream(const StreamRef& stream) {
     if (!stream->has_thread) {
         remove_from_context_locked(stream);
     }
-    stream_engine.changed.notify_all();
+    stream_engine.state_changed.notify_all();
 }
 
 StreamRef get_legacy_stream(const ContextRef& context) {
@@ -140,8 +140,8 @@ void add_barrier_locked(const ContextRef& context, std::vector<MarkerRef>* marke
     }
 }
 
-// Add the work for which a stream waits without a request of the program: the legacy stream and the blocking streams of
-// a context wait for each other, and all streams wait for a copy between contexts.
+// Add the markers of the work for which a stream waits without a request of the program: the legacy stream and the
+// blocking streams of a context wait for each other, and all streams wait for a copy between contexts.
 void add_implicit_dependencies_locked(const StreamRef& stream, std::vector<MarkerRef>* dependencies) {
     const ContextRef context = stream->context.lock();
     if (!context) {
@@ -170,7 +170,7 @@ MarkerRef enqueue_locked(StreamEngine* stream_engine, const StreamRef& stream, s
     MarkerRef marker = work.marker;
     stream->last_marker = marker;
     stream->queue.push_back(std::move(work));
-    stream_engine->changed.notify_all();
+    stream_engine->state_changed.notify_all();
     return marker;
 }
 
@@ -215,13 +215,13 @@ void complete_marker(const MarkerRef& marker) {
     std::lock_guard lock(stream_engine.mutex);
     marker->is_done = true;
     marker->completion_time = std::chrono::steady_clock::now();
-    stream_engine.changed.notify_all();
+    stream_engine.state_changed.notify_all();
 }
 
 void wait_until_done(const MarkerRef& marker) {
     StreamEngine& stream_engine = engine();
     std::unique_lock lock(stream_engine.mutex);
-    stream_engine.changed.wait(lock, [&] { return marker->is_done; });
+    stream_engine.state_changed.wait(lock, [&] { return marker->is_done; });
 }
 
 std::vector<MarkerRef> list_unfinished_markers(const StreamRef& stream) {
@@ -249,7 +249,7 @@ bool are_done(const std::vector<MarkerRef>& markers) {
 void wait_until_done(const std::vector<MarkerRef>& markers) {
     StreamEngine& stream_engine = engine();
     std::unique_lock lock(stream_engine.mutex);
-    stream_engine.changed.wait(lock, [&] { return are_all_done_locked(markers); });
+    stream_engine.state_changed.wait(lock, [&] { return are_all_done_locked(markers); });
 }
 
 std::chrono::steady_clock::time_point get_completion_time(const MarkerRef& marker) {
@@ -278,7 +278,7 @@ void close_streams(const ContextRef& context) {
     for (const StreamRef& stream : std::exchange(context->streams, {})) {
         stream->is_closed = true;
     }
-    stream_engine.changed.notify_all();
+    stream_engine.state_changed.notify_all();
 }
 
 } // namespace gdrkit::twin::cuda

@@ -15,7 +15,7 @@
 
 namespace gdrkit::twin::cuda {
 
-// The mutex of stream.cpp guards both members.
+// A marker tells whether queued work is done, and when it was done. The mutex of stream.cpp guards both members.
 struct Marker {
     bool is_done = false;
     std::chrono::steady_clock::time_point completion_time{};

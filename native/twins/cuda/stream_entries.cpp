@@ -33,7 +33,7 @@ template <typename Value> Result write_output(Value* output, Value value) {
     return success;
 }
 
-// Find a stream, whether it is captured or not.
+// Find a stream, even if it is captured.
 Result find_any_stream(Handle handle, const ContextRef& context, StreamRef* stream) {
     if (handle == default_stream_handle || handle == legacy_stream_handle) {
         *stream = get_legacy_stream(context);
@@ -57,13 +57,13 @@ Result run_stream_entry(std::string_view symbol, Handle handle, CapturePolicy ca
     });
 }
 
-// Query a property of a stream, which may be captured.
-template <typename Value, typename Property>
-Result query_stream(std::string_view symbol, Handle handle, Value* value, Property&& property) {
+// Store a property of a stream, which may be captured, in *output.
+template <typename Value, typename GetProperty>
+Result query_stream(std::string_view symbol, Handle handle, Value* output, GetProperty&& get_property) {
     return run_entry_in_context(symbol, [&](const ContextRef& context) {
         StreamRef stream;
         const Result result = find_any_stream(handle, context, &stream);
-        return result == success ? write_output<Value>(value, property(*stream)) : result;
+        return result == success ? write_output<Value>(output, get_property(*stream)) : result;
     });
 }
 
@@ -105,7 +105,7 @@ Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream, 
         return result;
     }
     if (*stream == get_legacy_stream(context)) {
-        return check_legacy_stream(context, capture_policy == CapturePolicy::manage);
+        return refuse_legacy_stream_during_capture(context, capture_policy == CapturePolicy::manage);
     }
     return capture_policy != CapturePolicy::refuse ? success : refuse_captured_stream(*stream);
 }
@@ -182,7 +182,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamWaitEvent(Handle handle, Handle event, unsigned
             return capture_event_wait(context, stream, record.captured_state);
         }
         if (stream == get_legacy_stream(context)) {
-            if (const Result result = check_legacy_stream(context); result != success) {
+            if (const Result result = refuse_legacy_stream_during_capture(context); result != success) {
                 return result;
             }
         }

@@ -75,9 +75,9 @@ bool is_valid_resource(const ResourceDescription& resource) {
 
 bool is_valid_texture(const TextureDescription& texture, int resource_type) {
     // CUfilter_mode has the values 0 and 1, CUaddress_mode the values 0 to 3.
-    const auto is_filter = [](int mode) { return mode == 0 || mode == 1; };
+    const auto is_filter_mode = [](int mode) { return mode == 0 || mode == 1; };
     return std::ranges::all_of(texture.address_modes, [](int mode) { return mode >= 0 && mode <= 3; }) &&
-           is_filter(texture.filter_mode) && is_filter(texture.mipmap_filter_mode) &&
+           is_filter_mode(texture.filter_mode) && is_filter_mode(texture.mipmap_filter_mode) &&
            (texture.flags & ~known_texture_flags) == 0 &&
            (resource_type != resource_mipmap || (texture.flags & texture_normalized_coordinates) != 0);
 }
@@ -119,12 +119,13 @@ Result create_surface(const ContextRef& context, Handle* handle, const ResourceD
     return success;
 }
 
-// Run `body` with a texture or surface. The body stores a description in *description, which is only checked here.
+// Run `body` with a texture or surface. The body stores its result in *description; this function only checks that
+// `description` is not null.
 template <typename Object, typename Description, typename Body>
-Result query_object(std::string_view symbol, Registry<Object>* objects, Handle handle, Description* description,
+Result query_object(std::string_view symbol, Registry<Object>* registry, Handle handle, Description* description,
                     Body&& body) {
     return run_entry_in_context(symbol, [&](const ContextRef&) {
-        const auto object = objects->find(handle);
+        const auto object = registry->find(handle);
         return object && description != nullptr ? body(*object) : invalid_value;
     });
 }

@@ -9,14 +9,14 @@
 
 namespace gdrkit::twin::cuda {
 
-// CUresourcetype, CU_TRSF_*
+// CUresourcetype
 enum TextureResource : std::int32_t {
     resource_array = 0,
     resource_mipmap = 1,
     resource_linear = 2,
     resource_pitch = 3
 };
-inline constexpr std::uint32_t texture_normalized_coordinates = 2;
+inline constexpr std::uint32_t texture_normalized_coordinates = 2; // CU_TRSF_NORMALIZED_COORDINATES
 
 struct LinearResource {
     DevicePointer address;
@@ -37,7 +37,7 @@ struct RowsResource {
 struct ResourceDescription { // CUDA_RESOURCE_DESC
     std::int32_t type;
     union {
-        Handle array; // of an array or a mipmapped array
+        Handle array; // handle of an array or a mipmapped array
         LinearResource linear;
         RowsResource rows;
         std::uint64_t words[16];

@@ -1,4 +1,4 @@
-// CUDA_VISIBLE_DEVICES, as driver 580 evaluates it on an H200.
+// Evaluates CUDA_VISIBLE_DEVICES as driver 580 does on an H200.
 
 #include "cuda/visible_devices.hpp"
 
@@ -26,19 +26,19 @@ std::optional<int> parse_leading_number(std::string_view text) {
 }
 
 // Return the hexadecimal digits of a UUID, in lower case and without hyphens, up to the first other character.
-std::string parse_leading_digits(std::string_view text) {
+std::string parse_leading_hex_digits(std::string_view text) {
     std::string digits;
-    for (const char letter : text) {
-        if (std::isxdigit(static_cast<unsigned char>(letter)) != 0) {
-            digits += static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
-        } else if (letter != '-') {
+    for (const char character : text) {
+        if (std::isxdigit(static_cast<unsigned char>(character)) != 0) {
+            digits += static_cast<char>(std::tolower(static_cast<unsigned char>(character)));
+        } else if (character != '-') {
             break;
         }
     }
     return digits;
 }
 
-std::string format_digits(const Uuid& uuid) {
+std::string format_hex_digits(const Uuid& uuid) {
     constexpr char hex_digits[] = "0123456789abcdef";
     std::string digits;
     for (const char byte : uuid.bytes) {
@@ -50,14 +50,14 @@ std::string format_digits(const Uuid& uuid) {
 
 // Return the physical number of the device whose UUID begins with the digits of the text, or nullopt if no device or
 // more than one device matches.
-std::optional<int> find_physical_by_uuid(std::string_view text, const std::vector<Uuid>& uuids) {
+std::optional<int> find_physical_number_by_uuid(std::string_view text, const std::vector<Uuid>& uuids) {
     if (!text.starts_with(uuid_prefix)) {
         return std::nullopt;
     }
-    const std::string digits = parse_leading_digits(text.substr(uuid_prefix.size()));
+    const std::string digits = parse_leading_hex_digits(text.substr(uuid_prefix.size()));
     std::optional<int> matching_number;
     for (std::size_t physical_number = 0; physical_number < uuids.size() && !digits.empty(); ++physical_number) {
-        if (format_digits(uuids[physical_number]).starts_with(digits)) {
+        if (format_hex_digits(uuids[physical_number]).starts_with(digits)) {
             if (matching_number) {
                 return std::nullopt;
             }
@@ -70,12 +70,12 @@ std::optional<int> find_physical_by_uuid(std::string_view text, const std::vecto
 std::vector<Uuid> list_machine_uuids() {
     std::vector<Uuid> uuids;
     for (unsigned physical_number = 0; physical_number < config().gpu_count; ++physical_number) {
-        uuids.push_back(find_uuid_of_physical(static_cast<int>(physical_number)));
+        uuids.push_back(get_uuid_of_physical_device(static_cast<int>(physical_number)));
     }
     return uuids;
 }
 
-VisibleDevices read_selection() {
+VisibleDevices read_visible_devices() {
     const std::vector<Uuid> uuids = list_machine_uuids();
     if (const char* const value = std::getenv("CUDA_VISIBLE_DEVICES"); value != nullptr) {
         return select_devices(value, uuids);
@@ -89,7 +89,7 @@ VisibleDevices read_selection() {
 
 } // namespace
 
-Uuid find_uuid_of_physical(int physical_number) {
+Uuid get_uuid_of_physical_device(int physical_number) {
     const GpuUuid bytes = make_gpu_uuid(physical_number);
     Uuid uuid{};
     std::memcpy(uuid.bytes, bytes.data(), sizeof uuid.bytes);
@@ -101,13 +101,14 @@ VisibleDevices select_devices(std::string_view value, const std::vector<Uuid>& u
     // The first entry decides whether the entries are numbers or UUIDs. Like the driver, ignore the first entry that
     // does not name a device, and all entries after it. Refuse a list that names a device twice.
     const bool has_uuids = value.starts_with(uuid_prefix);
+    std::string_view remaining_entries = value;
     for (bool is_last = false; !is_last;) {
-        const auto comma = value.find(',');
-        const std::string_view entry = value.substr(0, comma);
+        const auto comma = remaining_entries.find(',');
+        const std::string_view entry = remaining_entries.substr(0, comma);
         is_last = comma == std::string_view::npos;
-        value.remove_prefix(is_last ? value.size() : comma + 1);
+        remaining_entries.remove_prefix(is_last ? remaining_entries.size() : comma + 1);
         const std::optional<int> physical_number =
-            has_uuids ? find_physical_by_uuid(entry, uuids) : parse_leading_number(entry);
+            has_uuids ? find_physical_number_by_uuid(entry, uuids) : parse_leading_number(entry);
         if (!physical_number || *physical_number < 0 || *physical_number >= static_cast<int>(uuids.size())) {
             break;
         }
@@ -122,7 +123,7 @@ VisibleDevices select_devices(std::string_view value, const std::vector<Uuid>& u
 
 const VisibleDevices& visible_devices() {
     // The object is never destroyed, because threads of the twin may read it while the process exits.
-    static const auto* const selection = new VisibleDevices(read_selection());
+    static const auto* const selection = new VisibleDevices(read_visible_devices());
     return *selection;
 }
 

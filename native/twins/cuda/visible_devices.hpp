@@ -19,7 +19,7 @@ struct VisibleDevices {
 
 // Return the UUID of a device of the emulated machine. The UUID is the same in every process of a domain
 // (GDRKIT_TWINS_DOMAIN).
-Uuid find_uuid_of_physical(int physical_number);
+Uuid get_uuid_of_physical_device(int physical_number);
 
 // Return the devices that a value of CUDA_VISIBLE_DEVICES selects on a machine whose devices have these UUIDs.
 VisibleDevices select_devices(std::string_view value, const std::vector<Uuid>& uuids);

@@ -243,7 +243,7 @@ GDRKIT_CUDA_ENTRY Result cuMemRetainAllocationHandle(Handle* handle, void* point
         if (vmm_table.allocations.find(allocation->handle)) {
             ++allocation->reference_count;
         } else {
-            // The program has released the handle. It becomes valid again.
+            // The program has released the handle. The handle becomes valid again.
             allocation->reference_count = 1;
             vmm_table.allocations.add(allocation->handle, allocation);
         }
@@ -344,29 +344,30 @@ GDRKIT_CUDA_ENTRY Result cuMemGetAccess(unsigned long long* flags, const Locatio
 
 // ---- sharing between processes
 
-GDRKIT_CUDA_ENTRY Result cuMemExportToShareableHandle(void* shareable, Handle handle, int handle_type,
+GDRKIT_CUDA_ENTRY Result cuMemExportToShareableHandle(void* shareable_handle, Handle handle, int handle_type,
                                                       unsigned long long flags) {
     return run_entry("cuMemExportToShareableHandle", [&] {
         const AllocationRef allocation = vmm().allocations.find(handle);
-        if (shareable == nullptr || !allocation || flags != 0 || handle_type != handle_posix_fd ||
+        if (shareable_handle == nullptr || !allocation || flags != 0 || handle_type != handle_posix_fd ||
             (allocation->properties.requested_handle_types & handle_posix_fd) == 0) {
             return invalid_value;
         }
-        const int fd = export_shareable(allocation->memory->fd());
+        const int fd = export_shareable_handle(allocation->memory->fd());
         if (fd < 0) {
             return operating_system_error;
         }
-        *static_cast<int*>(shareable) = fd;
+        *static_cast<int*>(shareable_handle) = fd;
         return success;
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuMemImportFromShareableHandle(Handle* handle, void* shareable, int handle_type) {
+GDRKIT_CUDA_ENTRY Result cuMemImportFromShareableHandle(Handle* handle, void* shareable_handle, int handle_type) {
     return run_entry_in_context("cuMemImportFromShareableHandle", [&](const ContextRef& context) {
         if (handle == nullptr || handle_type != handle_posix_fd) {
             return invalid_value;
         }
-        const int memory_fd = import_shareable(static_cast<int>(reinterpret_cast<std::intptr_t>(shareable)));
+        const int memory_fd =
+            import_shareable_handle(static_cast<int>(reinterpret_cast<std::intptr_t>(shareable_handle)));
         if (memory_fd < 0) { // a negative errno
             return memory_fd == -EBADF ? unknown_error : invalid_value;
         }

@@ -39,8 +39,8 @@ std::uint32_t read_word(const Range& range, std::uint64_t address) {
     return load_word(view == nullptr ? bytes : view);
 }
 
-Result enqueue_wait(const ContextRef& context, const StreamRef& stream, DevicePointer address, std::uint32_t value,
-                    std::uint32_t flags) {
+Result enqueue_value_wait(const ContextRef& context, const StreamRef& stream, DevicePointer address,
+                          std::uint32_t value, std::uint32_t flags) {
     const bool is_flushing = (flags & wait_flush) != 0;
     const std::uint32_t condition = flags & ~wait_flush;
     const RangeRef range = find_range(address);
@@ -71,7 +71,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamWaitValue32_v2(Handle handle, DevicePointer add
     return run_entry_in_context("cuStreamWaitValue32_v2", [&](const ContextRef& context) {
         StreamRef stream;
         const Result result = find_stream(handle, context, &stream);
-        return result == success ? enqueue_wait(context, stream, address, value, flags) : result;
+        return result == success ? enqueue_value_wait(context, stream, address, value, flags) : result;
     });
 }
 

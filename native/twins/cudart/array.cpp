@@ -7,15 +7,15 @@ namespace gdrkit::twin::cudart {
 namespace {
 
 // Return the driver's format for channels of this size and kind, or 0 if the driver has none.
-std::int32_t get_driver_format(int bits, int kind) {
-    const bool is_signed = kind == channel_signed;
-    if (kind == channel_float) {
-        return bits == 16 ? cuda::format_half : bits == 32 ? cuda::format_float : 0;
+std::int32_t get_driver_format(int channel_bits, int channel_kind) {
+    const bool is_signed = channel_kind == channel_signed;
+    if (channel_kind == channel_float) {
+        return channel_bits == 16 ? cuda::format_half : channel_bits == 32 ? cuda::format_float : 0;
     }
-    if (!is_signed && kind != channel_unsigned) {
+    if (!is_signed && channel_kind != channel_unsigned) {
         return 0;
     }
-    switch (bits) {
+    switch (channel_bits) {
     case 8:
         return is_signed ? cuda::format_signed_8 : cuda::format_unsigned_8;
     case 16:
@@ -108,9 +108,9 @@ GDRKIT_CUDART_ENTRY Error cudaMalloc3DArray(Handle* array, const ChannelFormat* 
 }
 
 GDRKIT_CUDART_ENTRY Error cudaMallocMipmappedArray(Handle* mipmap, const ChannelFormat* format, Extent extent,
-                                                   unsigned levels, unsigned flags) {
+                                                   unsigned level_count, unsigned flags) {
     return create_array(format, extent, flags, [&](const cuda::ArrayDescription* description) {
-        return call(&Driver::cuMipmappedArrayCreate, mipmap, description, levels);
+        return call(&Driver::cuMipmappedArrayCreate, mipmap, description, level_count);
     });
 }
 

@@ -7,24 +7,24 @@ namespace gdrkit::twin::cudart {
 namespace {
 
 // Describe one side of a 2D copy: memory with a pitch, or an array.
-cuda::CopySide2d make_memory_side(const void* memory, std::size_t pitch, std::uint32_t type) {
-    return {0, 0, type, memory, to_address(memory), nullptr, pitch};
+cuda::CopySide2d make_memory_side(const void* memory, std::size_t pitch_bytes, std::uint32_t memory_type) {
+    return {0, 0, memory_type, memory, to_address(memory), nullptr, pitch_bytes};
 }
 
 cuda::CopySide2d make_array_side(Handle array, std::size_t x_bytes, std::size_t y) {
     return {x_bytes, y, cuda::memory_array, nullptr, 0, reinterpret_cast<void*>(array), 0};
 }
 
-// Check and run a copy of rows. `pitch` is the pitch of the memory, or the width of the copy if both sides are arrays.
-// `stream` is null for a synchronous function, which copies in the default stream of its form.
-Error copy_rows(const cuda::Copy2d& copy, std::size_t pitch, int kind, const Handle* stream) {
+// Check and run a copy of rows. `pitch_bytes` is the pitch of the memory, or the width of the copy if both sides are
+// arrays. `stream` is null for a synchronous function, which copies in the default stream of its form.
+Error copy_rows(const cuda::Copy2d& copy, std::size_t pitch_bytes, int kind, const Handle* stream) {
     if (copy.width_bytes == 0 || copy.height == 0) {
         return success;
     }
-    if (!is_valid_kind(kind)) {
+    if (!is_valid_copy_kind(kind)) {
         return invalid_memcpy_direction;
     }
-    if (copy.width_bytes > pitch) {
+    if (copy.width_bytes > pitch_bytes) {
         return invalid_pitch_value;
     }
     if (stream != nullptr) {
@@ -34,25 +34,25 @@ Error copy_rows(const cuda::Copy2d& copy, std::size_t pitch, int kind, const Han
                          : call(&Driver::cuMemcpy2DUnaligned_v2, &copy);
 }
 
-Error copy_rows_to_array(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t pitch,
+Error copy_rows_to_array(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t pitch_bytes,
                          std::size_t width_bytes, std::size_t height, int kind, const Handle* stream) {
     return run_entry_in_context([&] {
-        return copy_rows({make_memory_side(from, pitch, get_source_type(kind)), make_array_side(array, x_bytes, y),
-                          width_bytes, height},
-                         pitch, kind, stream);
+        return copy_rows({make_memory_side(from, pitch_bytes, get_source_memory_type(kind)),
+                          make_array_side(array, x_bytes, y), width_bytes, height},
+                         pitch_bytes, kind, stream);
     });
 }
 
-Error copy_rows_from_array(void* to, std::size_t pitch, Handle array, std::size_t x_bytes, std::size_t y,
+Error copy_rows_from_array(void* to, std::size_t pitch_bytes, Handle array, std::size_t x_bytes, std::size_t y,
                            std::size_t width_bytes, std::size_t height, int kind, const Handle* stream) {
     return run_entry_in_context([&] {
-        return copy_rows({make_array_side(array, x_bytes, y), make_memory_side(to, pitch, get_destination_type(kind)),
-                          width_bytes, height},
-                         pitch, kind, stream);
+        return copy_rows({make_array_side(array, x_bytes, y),
+                          make_memory_side(to, pitch_bytes, get_destination_memory_type(kind)), width_bytes, height},
+                         pitch_bytes, kind, stream);
     });
 }
 
-// Store the offset, in bytes, of a position from the begin of the array. The rows of an array have no gaps.
+// Store the offset of a position from the beginning of the array. The rows of an array have no gaps.
 Error compute_offset(Handle array, std::size_t x_bytes, std::size_t y, std::size_t* offset_bytes) {
     std::size_t row_bytes = 0;
     const Error error = get_row_bytes(array, &row_bytes);
@@ -60,13 +60,13 @@ Error compute_offset(Handle array, std::size_t x_bytes, std::size_t y, std::size
     return error;
 }
 
-// Copy a range to an array. The range may continue over the end of a row.
+// Copy contiguous memory to a range of an array. The range may continue in the next rows.
 Error copy_range_to_array(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t length_bytes,
                           int kind, Handle stream) {
     return run_entry_in_context([&] {
         std::size_t offset_bytes = 0;
         if (const Error error = compute_offset(array, x_bytes, y, &offset_bytes);
-            error != success || !is_valid_kind(kind)) {
+            error != success || !is_valid_copy_kind(kind)) {
             return error == success ? invalid_memcpy_direction : error;
         }
         return call(&Driver::cuMemcpyHtoAAsync_v2, array, offset_bytes, from, length_bytes, resolve_stream(stream));
@@ -78,7 +78,7 @@ Error copy_range_from_array(void* to, Handle array, std::size_t x_bytes, std::si
     return run_entry_in_context([&] {
         std::size_t offset_bytes = 0;
         if (const Error error = compute_offset(array, x_bytes, y, &offset_bytes);
-            error != success || !is_valid_kind(kind)) {
+            error != success || !is_valid_copy_kind(kind)) {
             return error == success ? invalid_memcpy_direction : error;
         }
         return call(&Driver::cuMemcpyAtoHAsync_v2, to, array, offset_bytes, length_bytes, resolve_stream(stream));
@@ -93,27 +93,27 @@ Error wait_for_default_stream(Error error) {
 } // namespace
 
 GDRKIT_SYNC_FORM(cudaMemcpy2DToArray)
-(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t pitch, std::size_t width_bytes,
+(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t pitch_bytes, std::size_t width_bytes,
  std::size_t height, int kind) {
-    return copy_rows_to_array(array, x_bytes, y, from, pitch, width_bytes, height, kind, nullptr);
+    return copy_rows_to_array(array, x_bytes, y, from, pitch_bytes, width_bytes, height, kind, nullptr);
 }
 
 GDRKIT_STREAM_FORM(cudaMemcpy2DToArrayAsync)
-(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t pitch, std::size_t width_bytes,
+(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t pitch_bytes, std::size_t width_bytes,
  std::size_t height, int kind, Handle stream) {
-    return copy_rows_to_array(array, x_bytes, y, from, pitch, width_bytes, height, kind, &stream);
+    return copy_rows_to_array(array, x_bytes, y, from, pitch_bytes, width_bytes, height, kind, &stream);
 }
 
 GDRKIT_SYNC_FORM(cudaMemcpy2DFromArray)
-(void* to, std::size_t pitch, Handle array, std::size_t x_bytes, std::size_t y, std::size_t width_bytes,
+(void* to, std::size_t pitch_bytes, Handle array, std::size_t x_bytes, std::size_t y, std::size_t width_bytes,
  std::size_t height, int kind) {
-    return copy_rows_from_array(to, pitch, array, x_bytes, y, width_bytes, height, kind, nullptr);
+    return copy_rows_from_array(to, pitch_bytes, array, x_bytes, y, width_bytes, height, kind, nullptr);
 }
 
 GDRKIT_STREAM_FORM(cudaMemcpy2DFromArrayAsync)
-(void* to, std::size_t pitch, Handle array, std::size_t x_bytes, std::size_t y, std::size_t width_bytes,
+(void* to, std::size_t pitch_bytes, Handle array, std::size_t x_bytes, std::size_t y, std::size_t width_bytes,
  std::size_t height, int kind, Handle stream) {
-    return copy_rows_from_array(to, pitch, array, x_bytes, y, width_bytes, height, kind, &stream);
+    return copy_rows_from_array(to, pitch_bytes, array, x_bytes, y, width_bytes, height, kind, &stream);
 }
 
 GDRKIT_SYNC_FORM(cudaMemcpy2DArrayToArray)
@@ -151,13 +151,14 @@ GDRKIT_SYNC_FORM(cudaMemcpyArrayToArray)
 (Handle to, std::size_t to_x_bytes, std::size_t to_y, Handle from, std::size_t from_x_bytes, std::size_t from_y,
  std::size_t length_bytes, int) {
     return run_entry_in_context([&] {
-        std::size_t to_offset = 0, from_offset = 0;
-        Error error = compute_offset(to, to_x_bytes, to_y, &to_offset);
+        std::size_t to_offset_bytes = 0, from_offset_bytes = 0;
+        Error error = compute_offset(to, to_x_bytes, to_y, &to_offset_bytes);
         if (error == success) {
-            error = compute_offset(from, from_x_bytes, from_y, &from_offset);
+            error = compute_offset(from, from_x_bytes, from_y, &from_offset_bytes);
         }
-        return error == success ? call(&Driver::cuMemcpyAtoA_v2, to, to_offset, from, from_offset, length_bytes)
-                                : error;
+        return error == success
+                   ? call(&Driver::cuMemcpyAtoA_v2, to, to_offset_bytes, from, from_offset_bytes, length_bytes)
+                   : error;
     });
 }
 

@@ -23,7 +23,7 @@ GDRKIT_STREAM_FORM(cudaStreamIsCapturing)(Handle stream, int* status) {
     return call_in_context(&Driver::cuStreamIsCapturing, resolve_stream(stream), status);
 }
 
-// The last function before #endif has another name in CUDA 12, but the same body as in CUDA 13.
+// The function whose body follows #endif has the suffix _v2 in CUDA 12.
 #if GDRKIT_CUDART_MAJOR == 12
 GDRKIT_STREAM_FORM(cudaStreamGetCaptureInfo)(Handle stream, int* status, std::uint64_t* id) {
     return call_in_context(&Driver::cuStreamGetCaptureInfo, resolve_stream(stream), status, id);

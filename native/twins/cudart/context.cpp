@@ -23,11 +23,13 @@ namespace {
 // The device that this thread selected. The selection has an effect only while the thread has no current context.
 thread_local Device selected_device = 0;
 
-// A primary context that the twin has retained. Its handle stays the same if a reset destroys it and a later call
-// creates it again. Only the driver knows whether the context exists, because the program may reset it through the
+// A primary context that the twin has retained. Its handle stays the same if a reset destroys the context and a later
+// call creates it again. Only the driver knows whether the context exists, because the program may reset it through the
 // driver.
 struct PrimaryContext {
-    std::mutex mutex; // per device: a thread holds it while cuDevicePrimaryCtxRetain waits for a reset of the device
+    // Each device has a mutex, because a thread holds it while cuDevicePrimaryCtxRetain waits for a reset of the
+    // device.
+    std::mutex mutex;
     std::atomic<Handle> context{0};
     bool is_retained = false; // true: the twin has retained the context since its last reset
 };
@@ -54,9 +56,9 @@ Error select_device(Device device) {
 }
 
 bool is_primary_context_active(Device device) {
-    unsigned flags = 0;
+    unsigned ignored_flags = 0;
     int is_active = 0;
-    return call(&Driver::cuDevicePrimaryCtxGetState, device, &flags, &is_active) == success && is_active != 0;
+    return call(&Driver::cuDevicePrimaryCtxGetState, device, &ignored_flags, &is_active) == success && is_active != 0;
 }
 
 // Return whether the context is a primary context that was reset, by any thread, and store its device.
@@ -73,13 +75,13 @@ bool was_reset(Handle context, Device* device) {
 
 // Return whether the context is the primary context of the device. The device must have an active primary context,
 // because cuDevicePrimaryCtxRetain would create one.
-bool is_primary(Handle context, Device device) {
-    Handle primary = 0;
-    if (call(&Driver::cuDevicePrimaryCtxRetain, &primary, device) != success) {
+bool is_primary_context_of(Handle context, Device device) {
+    Handle primary_handle = 0;
+    if (call(&Driver::cuDevicePrimaryCtxRetain, &primary_handle, device) != success) {
         return false;
     }
     call(&Driver::cuDevicePrimaryCtxRelease_v2, device);
-    return primary == context;
+    return primary_handle == context;
 }
 
 Error reset_device() {
@@ -91,7 +93,8 @@ Error reset_device() {
     }
     // If the current context is not a primary context, the real function destroys only the state of the runtime for
     // that context. The twin has no such state.
-    if (call(&Driver::cuCtxGetCurrent, &context) == success && context != 0 && !is_primary(context, device)) {
+    if (call(&Driver::cuCtxGetCurrent, &context) == success && context != 0 &&
+        !is_primary_context_of(context, device)) {
         return success;
     }
     // Another thread may retain the context between the unlock and the reset. That thread notices the reset at its next
@@ -238,23 +241,23 @@ GDRKIT_CUDART_ENTRY Error cudaDeviceFlushGPUDirectRDMAWrites(int target, int sco
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceEnablePeerAccess(Device peer, unsigned flags) {
     return run_entry_in_context([&] {
-        Handle context = 0;
+        Handle peer_context = 0;
         Error error = check_device(peer);
         if (error == success) {
-            error = get_primary_context(peer, &context);
+            error = get_primary_context(peer, &peer_context);
         }
-        return error == success ? call(&Driver::cuCtxEnablePeerAccess, context, flags) : error;
+        return error == success ? call(&Driver::cuCtxEnablePeerAccess, peer_context, flags) : error;
     });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceDisablePeerAccess(Device peer) {
     return run_entry_in_context([&] {
-        Handle context = 0;
+        Handle peer_context = 0;
         Error error = check_device(peer);
         if (error == success) {
-            error = get_primary_context(peer, &context);
+            error = get_primary_context(peer, &peer_context);
         }
-        return error == success ? call(&Driver::cuCtxDisablePeerAccess, context) : error;
+        return error == success ? call(&Driver::cuCtxDisablePeerAccess, peer_context) : error;
     });
 }
 

@@ -46,8 +46,8 @@ Error copy_in_stream(void* to, const void* from, std::size_t length_bytes, int k
 
 cuda::Copy2d make_rows_copy(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
                             std::size_t width_bytes, std::size_t height, int kind) {
-    return {{0, 0, get_source_type(kind), from, to_address(from), nullptr, from_pitch},
-            {0, 0, get_destination_type(kind), to, to_address(to), nullptr, to_pitch},
+    return {{0, 0, get_source_memory_type(kind), from, to_address(from), nullptr, from_pitch},
+            {0, 0, get_destination_memory_type(kind), to, to_address(to), nullptr, to_pitch},
             width_bytes,
             height};
 }
@@ -59,7 +59,7 @@ Error check_and_copy_rows(std::size_t to_pitch, std::size_t from_pitch, std::siz
     if (width_bytes == 0 || height == 0) {
         return success;
     }
-    if (!is_valid_kind(kind)) {
+    if (!is_valid_copy_kind(kind)) {
         return invalid_memcpy_direction;
     }
     if (width_bytes > to_pitch || width_bytes > from_pitch) {
@@ -108,19 +108,19 @@ unsigned char to_byte(int value) {
     return static_cast<unsigned char>(value);
 }
 
-// A volume to fill with the byte `value`. `pitch` is the number of bytes from a row to the next row, and `slice_bytes`
-// the number of bytes from a slice to the next slice. The width of the extent is in bytes.
+// A volume to fill with `fill_byte`. `pitch_bytes` is the distance from a row to the next row, and `slice_bytes` the
+// distance from a slice to the next slice. The width of the extent is in bytes.
 struct Volume {
     Address address;
-    std::size_t pitch, slice_bytes;
+    std::size_t pitch_bytes, slice_bytes;
     Extent extent;
-    unsigned char value;
+    unsigned char fill_byte;
 };
 
 // Check that all bytes of a volume are allocated. The driver checks each slice more strictly when it fills the slice.
 Error check_allocated(const Volume& volume) {
     Address end = 0, rows_bytes = 0, slices_bytes = 0;
-    if (__builtin_mul_overflow(volume.extent.height - 1, volume.pitch, &rows_bytes) ||
+    if (__builtin_mul_overflow(volume.extent.height - 1, volume.pitch_bytes, &rows_bytes) ||
         __builtin_mul_overflow(volume.extent.depth - 1, volume.slice_bytes, &slices_bytes) ||
         __builtin_add_overflow(volume.address, volume.extent.width, &end) ||
         __builtin_add_overflow(end, rows_bytes, &end) || __builtin_add_overflow(end, slices_bytes, &end)) {
@@ -154,8 +154,8 @@ Error fill_volume(const PitchedPointer& memory, int value, const Extent& extent,
         return invalid_value;
     }
     if (extent.height == memory.y_size || extent.depth == 1) {
-        // The rows of all slices follow each other at the distance `pitch`, so the driver checks and fills them in one
-        // call.
+        // The rows of all slices follow each other at the distance `pitch_bytes`, so the driver checks and fills them
+        // in one call.
         return __builtin_mul_overflow(extent.height, extent.depth, &volume.extent.height) ? invalid_value
                                                                                           : fill_rows(volume);
     }
@@ -169,7 +169,7 @@ Error fill_volume(const PitchedPointer& memory, int value, const Extent& extent,
 
 Error fill_volume_in_stream(const PitchedPointer& memory, int value, const Extent& extent, Handle stream) {
     return fill_volume(memory, value, extent, [&](const Volume& rows) {
-        return call(&Driver::cuMemsetD2D8Async, rows.address, rows.pitch, rows.value, rows.extent.width,
+        return call(&Driver::cuMemsetD2D8Async, rows.address, rows.pitch_bytes, rows.fill_byte, rows.extent.width,
                     rows.extent.height, stream);
     });
 }
@@ -178,7 +178,7 @@ Error fill_volume_in_stream(const PitchedPointer& memory, int value, const Exten
 // host is filled.
 Error fill_volume_synchronously(const PitchedPointer& memory, int value, const Extent& extent) {
     return fill_volume(memory, value, extent, [](const Volume& rows) {
-        return call(&Driver::cuMemsetD2D8_v2, rows.address, rows.pitch, rows.value, rows.extent.width,
+        return call(&Driver::cuMemsetD2D8_v2, rows.address, rows.pitch_bytes, rows.fill_byte, rows.extent.width,
                     rows.extent.height);
     });
 }

@@ -92,7 +92,7 @@ struct Copy3d { // cudaMemcpy3DParms
     Position to_position;
     PitchedPointer to;
     Extent extent;
-    std::int32_t kind;
+    std::int32_t kind; // CopyKind
 };
 static_assert(sizeof(Copy3d) == 160 && offsetof(Copy3d, to_array) == 64 && offsetof(Copy3d, kind) == 152);
 
@@ -136,7 +136,7 @@ struct DeviceProperties {
     std::int32_t clock_khz;
 #endif
     std::size_t total_constant_bytes;
-    std::int32_t major, minor;
+    std::int32_t major, minor; // compute capability
     std::size_t texture_alignment;
     std::size_t texture_pitch_alignment;
 #if GDRKIT_CUDART_MAJOR == 12

@@ -95,24 +95,25 @@ Error add_node(Handle* node, Handle graph, const Handle* dependencies, const cud
     if (parameters == nullptr) {
         return invalid_value;
     }
-    cuda::NodeParameterUnion converted{};
-    converted.type = parameters->type;
-    std::copy_n(parameters->words, std::size(converted.words), converted.words);
+    cuda::NodeParameterUnion driver_parameters{};
+    driver_parameters.type = parameters->type;
+    std::copy_n(parameters->words, std::size(driver_parameters.words), driver_parameters.words);
     if (parameters->type == cuda::node_copy) {
-        converted.copy = {};
-        converted.copy.context = context;
-        if (const Error error = convert_copy(&parameters->copy.copy, &converted.copy.copy); error != success) {
+        driver_parameters.copy = {};
+        driver_parameters.copy.context = context;
+        if (const Error error = convert_copy(&parameters->copy.copy, &driver_parameters.copy.copy); error != success) {
             return error;
         }
     } else if (parameters->type == cuda::node_fill) {
-        converted.fill = {parameters->fill, context};
+        driver_parameters.fill = {parameters->fill, context};
     }
-    const Error error = call(&Driver::cuGraphAddNode_v2, node, graph, dependencies, edge_data, count, &converted);
+    const Error error =
+        call(&Driver::cuGraphAddNode_v2, node, graph, dependencies, edge_data, count, &driver_parameters);
     if (error == success && parameters->type == cuda::node_allocate) {
-        parameters->allocate.pointer = converted.allocate.pointer;
+        parameters->allocate.pointer = driver_parameters.allocate.pointer;
     }
     if (error == success && parameters->type == cuda::node_conditional) {
-        parameters->conditional.bodies = converted.conditional.bodies;
+        parameters->conditional.bodies = driver_parameters.conditional.bodies;
     }
     return error;
 }

@@ -20,17 +20,18 @@ Error allocate(void** pointer, std::size_t length_bytes) {
     return error;
 }
 
-Error allocate_pitched(void** pointer, std::size_t* pitch, std::size_t width_bytes, std::size_t row_count) {
-    if (pointer == nullptr || pitch == nullptr) {
+Error allocate_pitched(void** pointer, std::size_t* pitch_bytes, std::size_t width_bytes, std::size_t row_count) {
+    if (pointer == nullptr || pitch_bytes == nullptr) {
         return invalid_value;
     }
     Address address = 0;
     if (width_bytes == 0 || row_count == 0) {
         *pointer = nullptr;
-        *pitch = 0;
+        *pitch_bytes = 0;
         return success;
     }
-    const Error error = call(&Driver::cuMemAllocPitch_v2, &address, pitch, width_bytes, row_count, pitch_element_bytes);
+    const Error error =
+        call(&Driver::cuMemAllocPitch_v2, &address, pitch_bytes, width_bytes, row_count, pitch_element_bytes);
     if (error == success) {
         *pointer = reinterpret_cast<void*>(address);
     }
@@ -76,9 +77,9 @@ GDRKIT_CUDART_ENTRY Error cudaFree(void* pointer) {
     return call_in_context(&Driver::cuMemFree_v2, to_address(pointer));
 }
 
-GDRKIT_CUDART_ENTRY Error cudaMallocPitch(void** pointer, std::size_t* pitch, std::size_t width_bytes,
+GDRKIT_CUDART_ENTRY Error cudaMallocPitch(void** pointer, std::size_t* pitch_bytes, std::size_t width_bytes,
                                           std::size_t height) {
-    return run_entry_in_context([&] { return allocate_pitched(pointer, pitch, width_bytes, height); });
+    return run_entry_in_context([&] { return allocate_pitched(pointer, pitch_bytes, width_bytes, height); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaMalloc3D(PitchedPointer* pointer, Extent extent) {
@@ -110,7 +111,7 @@ GDRKIT_CUDART_ENTRY Error cudaMallocManaged(void** pointer, std::size_t length_b
     });
 }
 
-// The last function before #endif has another name in CUDA 12, but the same body as in CUDA 13.
+// The function whose body follows #endif has the suffix _v2 in CUDA 12.
 #if GDRKIT_CUDART_MAJOR == 12
 GDRKIT_CUDART_ENTRY Error cudaMemAdvise(const void* pointer, std::size_t length_bytes, int advice, Device device) {
     return call_in_context(&Driver::cuMemAdvise, to_address(pointer), length_bytes, advice, device);
@@ -228,15 +229,15 @@ GDRKIT_CUDART_ENTRY Error cudaMemPoolTrimTo(Handle pool, std::size_t kept_bytes)
     return call_in_context(&Driver::cuMemPoolTrimTo, pool, kept_bytes);
 }
 
-GDRKIT_CUDART_ENTRY Error cudaMemPoolExportToShareableHandle(void* shareable, Handle pool, int handle_type,
+GDRKIT_CUDART_ENTRY Error cudaMemPoolExportToShareableHandle(void* shareable_handle, Handle pool, int handle_type,
                                                              unsigned flags) {
-    return call_in_context(&Driver::cuMemPoolExportToShareableHandle, shareable, pool, handle_type,
+    return call_in_context(&Driver::cuMemPoolExportToShareableHandle, shareable_handle, pool, handle_type,
                            std::uint64_t{flags});
 }
 
-GDRKIT_CUDART_ENTRY Error cudaMemPoolImportFromShareableHandle(Handle* pool, void* shareable, int handle_type,
+GDRKIT_CUDART_ENTRY Error cudaMemPoolImportFromShareableHandle(Handle* pool, void* shareable_handle, int handle_type,
                                                                unsigned flags) {
-    return call_in_context(&Driver::cuMemPoolImportFromShareableHandle, pool, shareable, handle_type,
+    return call_in_context(&Driver::cuMemPoolImportFromShareableHandle, pool, shareable_handle, handle_type,
                            std::uint64_t{flags});
 }
 

@@ -6,19 +6,19 @@
 
 namespace gdrkit::twin::cudart {
 
-inline bool is_valid_kind(int kind) {
+inline bool is_valid_copy_kind(int kind) {
     return kind >= host_to_host && kind <= inferred;
 }
 
-// Return the type of memory of the source or the destination. For `inferred`, the driver determines the type from the
-// address.
-inline std::uint32_t get_source_type(int kind) {
+// Return the CUmemorytype of the source or the destination of a copy of this kind (CopyKind). For `inferred`, the
+// driver determines the type from the address.
+inline std::uint32_t get_source_memory_type(int kind) {
     return kind == inferred                                     ? cuda::memory_unified
            : kind == device_to_host || kind == device_to_device ? cuda::memory_device
                                                                 : cuda::memory_host;
 }
 
-inline std::uint32_t get_destination_type(int kind) {
+inline std::uint32_t get_destination_memory_type(int kind) {
     return kind == inferred                                     ? cuda::memory_unified
            : kind == host_to_device || kind == device_to_device ? cuda::memory_device
                                                                 : cuda::memory_host;
@@ -31,7 +31,7 @@ inline cuda::CopySide3d make_copy_side(const Position& position, const PitchedPo
 }
 
 // Store the sizes of an element and of a row of an array, in bytes.
-inline Error get_array_bytes(Handle array, std::size_t* element_bytes, std::size_t* row_bytes) {
+inline Error get_element_and_row_bytes(Handle array, std::size_t* element_bytes, std::size_t* row_bytes) {
     cuda::ArrayDescription description{};
     const Error error = call(&Driver::cuArray3DGetDescriptor_v2, &description, array);
     const std::int32_t format = description.format;
@@ -45,14 +45,14 @@ inline Error get_array_bytes(Handle array, std::size_t* element_bytes, std::size
 
 inline Error get_row_bytes(Handle array, std::size_t* row_bytes) {
     std::size_t element_bytes = 0;
-    return get_array_bytes(array, &element_bytes, row_bytes);
+    return get_element_and_row_bytes(array, &element_bytes, row_bytes);
 }
 
 // Describe an array as one side of a copy, and store the size of its elements. `position.x` counts elements.
 inline Error describe_array_side(const void* array, const Position& position, cuda::CopySide3d* side,
                                  std::size_t* element_bytes) {
     std::size_t row_bytes = 0;
-    const Error error = get_array_bytes(to_address(array), element_bytes, &row_bytes);
+    const Error error = get_element_and_row_bytes(to_address(array), element_bytes, &row_bytes);
     *side = {};
     side->x_bytes = position.x * *element_bytes;
     side->y = position.y;
@@ -68,12 +68,12 @@ inline Error convert_copy(const Copy3d* copy, cuda::Copy3d* converted) {
     if (copy == nullptr) {
         return invalid_value;
     }
-    if (!is_valid_kind(copy->kind)) {
+    if (!is_valid_copy_kind(copy->kind)) {
         return invalid_memcpy_direction;
     }
-    *converted = {make_copy_side(copy->from_position, copy->from, get_source_type(copy->kind)),
-                  make_copy_side(copy->to_position, copy->to, get_destination_type(copy->kind)), copy->extent.width,
-                  copy->extent.height, copy->extent.depth};
+    *converted = {make_copy_side(copy->from_position, copy->from, get_source_memory_type(copy->kind)),
+                  make_copy_side(copy->to_position, copy->to, get_destination_memory_type(copy->kind)),
+                  copy->extent.width, copy->extent.height, copy->extent.depth};
     std::size_t element_bytes = 1;
     Error error = success;
     if (copy->from_array != nullptr) {

@@ -77,7 +77,7 @@ GDRKIT_STREAM_FORM(cudaMallocFromPoolAsync)(void** pointer, std::size_t length_b
     });
 }
 
-// The last function before #endif has another name in CUDA 12, but the same body as in CUDA 13.
+// The function whose body follows #endif has the suffix _v2 in CUDA 12.
 #if GDRKIT_CUDART_MAJOR == 12
 GDRKIT_STREAM_FORM(cudaMemPrefetchAsync)(const void* pointer, std::size_t length_bytes, Device device, Handle stream) {
     return call_in_context(&Driver::cuMemPrefetchAsync, to_address(pointer), length_bytes, device,

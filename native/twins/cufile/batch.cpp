@@ -31,7 +31,7 @@ constexpr std::string_view batch_ledger_kind = "cufile_batch";
 struct Batch {
     std::mutex mutex;
     std::condition_variable changed; // notified when an entry has ended
-    unsigned capacity = 0;           // maximum number of unfinished entries plus `completed`
+    unsigned capacity = 0;           // largest number of unfinished entries and `completed` together
     std::deque<IoParameters> pending;
     // The entry that the worker has dequeued but not started. Between the two steps it waits for a random delay
     // and for a delay of the fault plan. In this time cuFileBatchIOCancel can remove the entry.

@@ -24,7 +24,7 @@ struct Buffer {
 
 struct Buffers {
     std::mutex mutex;
-    std::map<std::uint64_t, Buffer> registered; // by base address
+    std::map<std::uint64_t, Buffer> buffer_by_base;
 };
 
 Buffers& buffers() {
@@ -35,17 +35,17 @@ Buffers& buffers() {
 void add_registration(std::uint64_t base, std::size_t length_bytes, const MemoryLocation& location) {
     Buffers& buffer_table = buffers();
     std::lock_guard lock(buffer_table.mutex);
-    if (buffer_table.registered.contains(base)) {
+    if (buffer_table.buffer_by_base.contains(base)) {
         throw CufileError{memory_already_registered};
     }
     ledger_add(buffer_ledger_kind, base);
-    buffer_table.registered.emplace(base, Buffer{length_bytes, location});
+    buffer_table.buffer_by_base.emplace(base, Buffer{length_bytes, location});
 }
 
 Buffer remove_registration(std::uint64_t base) {
     Buffers& buffer_table = buffers();
     std::lock_guard lock(buffer_table.mutex);
-    if (const auto entry = buffer_table.registered.find(base); entry != buffer_table.registered.end()) {
+    if (const auto entry = buffer_table.buffer_by_base.find(base); entry != buffer_table.buffer_by_base.end()) {
         // Without a current context the real library returns success and leaves the memory pinned (observed with 1.15
         // and 1.20). The twin fails instead, so that tests notice this leak.
         require_current_context(entry->second.location);
@@ -53,7 +53,7 @@ Buffer remove_registration(std::uint64_t base) {
     if (!ledger_remove(buffer_ledger_kind, base)) {
         throw CufileError{memory_not_registered};
     }
-    return buffer_table.registered.extract(base).mapped();
+    return buffer_table.buffer_by_base.extract(base).mapped();
 }
 
 } // namespace
@@ -62,8 +62,8 @@ bool check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_
                       const MemoryLocation& location) {
     Buffers& buffer_table = buffers();
     std::lock_guard lock(buffer_table.mutex);
-    const auto entry = buffer_table.registered.find(base);
-    if (entry == buffer_table.registered.end()) {
+    const auto entry = buffer_table.buffer_by_base.find(base);
+    if (entry == buffer_table.buffer_by_base.end()) {
         return false;
     }
     if (entry->second.location.buffer_id != location.buffer_id) {
@@ -78,10 +78,10 @@ bool check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_
 void drop_buffers() {
     Buffers& buffer_table = buffers();
     std::lock_guard lock(buffer_table.mutex);
-    for (const auto& [base, buffer] : buffer_table.registered) {
+    for (const auto& [base, buffer] : buffer_table.buffer_by_base) {
         static_cast<void>(ledger_remove(buffer_ledger_kind, base));
     }
-    buffer_table.registered.clear();
+    buffer_table.buffer_by_base.clear();
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileBufRegister(const void* address, std::size_t length_bytes, int flags) {

@@ -36,7 +36,7 @@ enum Status : int {
     batch_full = 5037,
     no_memory = 5043,
     io_error = 5044,
-    max_status = 5050,
+    max_status = 5050, // CU_FILE_IO_MAX_ERROR: the largest code that a fault plan may inject
 };
 
 // CUfileError_t. Most functions return this structure by value; cuFileRead and similar functions return a

@@ -24,7 +24,7 @@ struct DriverState {
     bool is_driver_open = false;
     long use_count = 0;      // calls of cuFileDriverOpen minus calls of cuFileDriverClose
     int operation_count = 0; // number of objects of class OperationInProgress
-    CompatModes compat_modes;
+    CompatSettings compat_settings;
     std::vector<std::array<std::uint8_t, 16>> uuids; // of all GPUs, by ordinal
 };
 
@@ -42,10 +42,10 @@ void open_driver(DriverState* driver_state) {
     }
     if (!driver_state->is_driver_open) {
         driver_state->uuids = initialize_cuda();
-        driver_state->compat_modes = apply_parameters();
+        driver_state->compat_settings = apply_parameters();
         // No transfer of device memory would be possible: compat mode is not allowed, and the fault plan has no rule
         // that enables a direct path.
-        if (!driver_state->compat_modes.allow_compat && !FaultSite("cufile.route").has_rule()) {
+        if (!driver_state->compat_settings.allow_compat && !FaultSite("cufile.route").has_rule()) {
             throw CufileError{driver_not_initialized};
         }
         driver_state->is_driver_open = true;
@@ -104,10 +104,10 @@ void require_open_driver() {
     }
 }
 
-CompatModes get_compat_modes() {
+CompatSettings get_compat_settings() {
     DriverState& driver_state = driver();
     std::lock_guard lock(driver_state.mutex);
-    return driver_state.compat_modes;
+    return driver_state.compat_settings;
 }
 
 std::uint64_t count_properties_calls() {
@@ -175,7 +175,8 @@ GDRKIT_CUFILE_ENTRY Error cuFileDriverGetProperties(DriverProperties* properties
         ++properties_call_count;
         // Report that nvidia-fs is not loaded: its version is 0.0, and it supports no file systems.
         *properties = {};
-        const bool allows_compat = is_open() ? get_compat_modes().allow_compat : get_bool_parameter(bool_allow_compat);
+        const bool allows_compat =
+            is_open() ? get_compat_settings().allow_compat : get_bool_parameter(bool_allow_compat);
         properties->nvfs.poll_threshold_kb = get_size_parameter(size_poll_threshold_kb);
         properties->nvfs.max_direct_io_kb = get_size_parameter(size_max_direct_io_kb);
         properties->nvfs.control_flags = (get_bool_parameter(bool_poll_mode) ? 1U << use_poll_mode_bit : 0U) |

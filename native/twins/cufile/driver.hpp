@@ -10,20 +10,20 @@
 namespace gdrkit::twin::cufile {
 
 // Settings of compat mode, in which the bytes of a transfer move through host memory.
-struct CompatModes {
+struct CompatSettings {
     bool allow_compat = true;  // false: a transfer that cannot take a direct path fails
     bool force_compat = false; // true: every transfer uses compat mode
 };
 
-// Open the driver if it is closed. The use count stays the same. The registration of a file or a buffer
-// opens the driver in this way.
+// Open the driver if it is closed. The use count stays the same. The registration of a file or of a buffer
+// opens the driver by this function.
 void ensure_open();
 // Throw CufileError (driver_not_initialized) unless the driver is open.
 void require_open_driver();
 [[nodiscard]] bool is_open();
 
 // Return the settings, and the UUIDs of the devices, that were determined when the driver was opened.
-[[nodiscard]] CompatModes get_compat_modes();
+[[nodiscard]] CompatSettings get_compat_settings();
 [[nodiscard]] std::vector<std::array<std::uint8_t, 16>> get_device_uuids();
 
 // Return the number of calls of cuFileDriverGetProperties in this process. A transfer of a stream through the

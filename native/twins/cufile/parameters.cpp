@@ -20,13 +20,13 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-struct Limits {
+struct SizeLimits {
     std::size_t default_value, min, max;
 };
 
 // Defaults and limits of cuFile 1.15 on an H200; index: CUFileSizeTConfigParameter_t. A maximum of 0 means that the
 // real library derives the maximum from the GPU. The twin does not check such a maximum.
-constexpr Limits size_limits[size_parameter_count] = {
+constexpr SizeLimits size_limits[size_parameter_count] = {
     {0, 0, 3},                 // profile_stats
     {128, 1, 256},             // execution_max_io_queue_depth
     {4, 0, 32},                // execution_max_io_threads
@@ -41,7 +41,13 @@ constexpr Limits size_limits[size_parameter_count] = {
     {5, 1, 1000},              // properties_batch_io_timeout_ms
 };
 // Defaults of cuFile; index: CUFileBoolConfigParameter_t. The default of the parameters from 5 on is false.
-constexpr bool bool_defaults[bool_parameter_count] = {false, true, false, false, true};
+constexpr bool bool_defaults[bool_parameter_count] = {
+    false, // properties_use_poll_mode
+    true,  // properties_allow_compat_mode
+    false, // force_compat_mode
+    false, // fs_misc_api_check_aggressive
+    true,  // execution_parallel_io
+};
 constexpr int removed_bool_parameter = 5; // CUFILE_PARAM_PROFILE_NVTX, which cuFile no longer has
 
 enum StringParameter { string_logging_level = 0, string_log_path = 1, string_log_folder = 2, string_transport = 3 };
@@ -130,16 +136,16 @@ std::string find_json_value(std::string_view text, std::string_view key) {
 }
 
 // Return the value that a call of the program has set, else the value of the environment variable, else the value in
-// cufile.json (`text_in_file`, empty if there is none), else the default.
-bool resolve_bool(const std::optional<bool>& value_of_call, const char* variable_name, const std::string& text_in_file,
-                  bool default_value) {
-    if (value_of_call) {
-        return *value_of_call;
+// cufile.json (`json_value`, empty if there is none), else the default.
+bool resolve_bool(const std::optional<bool>& value_set_by_call, const char* variable_name,
+                  const std::string& json_value, bool default_value) {
+    if (value_set_by_call) {
+        return *value_set_by_call;
     }
     if (const auto value_of_variable = read_bool_variable(variable_name)) {
         return *value_of_variable;
     }
-    return text_in_file.empty() ? default_value : text_in_file == "true";
+    return json_value.empty() ? default_value : json_value == "true";
 }
 
 // Implement cuFileGetParameterSizeT or cuFileGetParameterBool for a type with `count` parameters.
@@ -186,7 +192,7 @@ void store_size_parameter(int index, std::size_t value) {
 } // namespace
 
 void set_size_parameter(int index, std::size_t value) {
-    const Limits& limits = size_limits[index];
+    const SizeLimits& limits = size_limits[index];
     if (value < limits.min || (limits.max != 0 && value > limits.max)) {
         throw CufileError{invalid_value};
     }
@@ -199,20 +205,20 @@ void set_bool_parameter(int index, bool value) {
     all_parameters.bool_values[index] = value;
 }
 
-CompatModes apply_parameters() {
+CompatSettings apply_parameters() {
     const std::string config_text = read_configuration();
     Parameters& all_parameters = parameters();
     std::lock_guard lock(all_parameters.mutex);
-    CompatModes modes;
-    modes.allow_compat =
+    CompatSettings settings;
+    settings.allow_compat =
         resolve_bool(all_parameters.bool_values[bool_allow_compat], "CUFILE_ALLOW_COMPAT_MODE",
                      find_json_value(config_text, "allow_compat_mode"), bool_defaults[bool_allow_compat]);
-    modes.force_compat =
+    settings.force_compat =
         resolve_bool(all_parameters.bool_values[bool_force_compat], "CUFILE_FORCE_COMPAT_MODE",
                      find_json_value(config_text, "force_compat_mode"), bool_defaults[bool_force_compat]);
     // From now on get_bool_parameter returns the effective values.
-    all_parameters.bool_values[bool_allow_compat] = modes.allow_compat;
-    all_parameters.bool_values[bool_force_compat] = modes.force_compat;
+    all_parameters.bool_values[bool_allow_compat] = settings.allow_compat;
+    all_parameters.bool_values[bool_force_compat] = settings.force_compat;
     const char* const level_variable = std::getenv("CUFILE_STATS_LEVEL");
     const std::string requested_level =
         level_variable != nullptr ? level_variable : find_json_value(config_text, "cufile_stats");
@@ -221,7 +227,7 @@ CompatModes apply_parameters() {
     } else if (!requested_level.empty()) {
         set_default_level(std::atoi(requested_level.c_str()));
     }
-    return modes;
+    return settings;
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetParameterSizeT(int index, std::size_t* value) {

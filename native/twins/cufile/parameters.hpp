@@ -25,7 +25,7 @@ enum BoolParameter { bool_poll_mode = 0, bool_allow_compat = 1, bool_force_compa
 // Determine the settings of compat mode and the level of the statistics when the driver is opened. Return the settings
 // of compat mode. A value that the program has set by a call overrides the environment variable, which overrides
 // cufile.json. The variable CUFILE_ENV_PATH_JSON contains the path of this file.
-CompatModes apply_parameters();
+CompatSettings apply_parameters();
 // Return the value that the program has set by a call, else the default. For the two parameters of compat mode, after
 // apply_parameters(), return the effective value, which can come from the environment or cufile.json.
 std::size_t get_size_parameter(int index);

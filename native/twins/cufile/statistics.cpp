@@ -45,18 +45,18 @@ std::size_t find_histogram_bin(std::size_t length_bytes) {
 
 // Add a transfer to the counters of one type of call: operations, bytes, sum of the durations, and the average and the
 // rates that are computed from these numbers.
-void add_transfer(OpCounter* ops, std::uint64_t* bytes, std::uint64_t* bandwidth, std::uint64_t* average_us,
-                  std::uint64_t* ops_per_s, std::uint64_t* sum_us, const TransferRecord& record) {
+void add_transfer(OpCounter* ops, std::uint64_t* bytes, std::uint64_t* bytes_per_s, std::uint64_t* latency_average_us,
+                  std::uint64_t* ops_per_s, std::uint64_t* latency_sum_us, const TransferRecord& record) {
     if (record.result < 0) {
         ++ops->err;
         return;
     }
     ++ops->ok;
     *bytes += static_cast<std::uint64_t>(record.result);
-    *sum_us += static_cast<std::uint64_t>(record.duration.count());
-    *average_us = *sum_us / ops->ok;
-    *bandwidth = compute_rate_per_s(*bytes, *sum_us);
-    *ops_per_s = compute_rate_per_s(ops->ok, *sum_us);
+    *latency_sum_us += static_cast<std::uint64_t>(record.duration.count());
+    *latency_average_us = *latency_sum_us / ops->ok;
+    *bytes_per_s = compute_rate_per_s(*bytes, *latency_sum_us);
+    *ops_per_s = compute_rate_per_s(ops->ok, *latency_sum_us);
 }
 
 // Return whether the statistics count the transfer as part of a batch. Vectored calls are batches inside cuFile.
@@ -64,7 +64,7 @@ bool is_batch_transfer(const TransferRecord& record) {
     return record.call_type == CallType::batch || record.call_type == CallType::vector;
 }
 
-void count_basic(StatsLevel1* basic, const TransferRecord& record) {
+void count_at_level_1(StatsLevel1* basic, const TransferRecord& record) {
     if (is_batch_transfer(record)) {
         (record.is_write ? basic->batch_write_bytes : basic->batch_read_bytes) +=
             static_cast<std::uint64_t>(std::max<ssize_t>(record.result, 0));
@@ -111,9 +111,8 @@ GpuStats* get_gpu_counters(Statistics* all_statistics, int device) {
     return device < 0 || device >= max_gpus ? nullptr : &all_statistics->counters.gpus[device];
 }
 
-// Copy the first `size_bytes` bytes of the level 3 structure. In a cuFile version without vectored calls,
-// the level 1 structure has no counters of these calls. The fields of level 2 then follow without a gap, so skip these
-// counters.
+// Copy the first `size_bytes` bytes of the level 3 structure. In a cuFile version without vectored calls, the level 1
+// structure has no counters of these calls, and the fields of level 2 follow without a gap. So skip these counters.
 void copy_layout_of_version(const StatsLevel3& counters, void* destination, std::size_t size_bytes) {
     constexpr std::size_t vector_counters_begin = offsetof(StatsLevel1, readv_ops),
                           vector_counters_end = sizeof(StatsLevel1);
@@ -153,7 +152,7 @@ void count_transfer(const TransferRecord& record) {
     if (!all_statistics.is_started) {
         return;
     }
-    count_basic(&all_statistics.counters.detailed.basic, record);
+    count_at_level_1(&all_statistics.counters.detailed.basic, record);
     if (record.result >= 0) {
         auto& histogram = record.is_write ? all_statistics.counters.detailed.write_size_kb_hist
                                           : all_statistics.counters.detailed.read_size_kb_hist;
@@ -228,7 +227,7 @@ void set_default_level(int level) {
     std::lock_guard lock(all_statistics.mutex);
     if (!all_statistics.is_level_set_by_call && level >= 0 && level <= max_level) {
         all_statistics.level = level;
-        // With such a level, counting starts at once, without cuFileStatsStart.
+        // With a default level above 0, counting starts at once, without cuFileStatsStart.
         all_statistics.is_started = level > 0;
     }
 }

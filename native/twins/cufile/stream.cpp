@@ -35,8 +35,8 @@ struct UnfinishedTransfer {
 
 struct Streams {
     std::mutex mutex;
-    std::map<Stream, unsigned> flags_by_stream; // registered streams only
-    std::list<UnfinishedTransfer> unfinished;   // oldest first
+    std::map<Stream, unsigned> flags_by_stream;         // registered streams only
+    std::list<UnfinishedTransfer> unfinished_transfers; // oldest first
 };
 
 Streams& streams() {
@@ -59,20 +59,20 @@ public:
         Streams& stream_table = streams();
         std::lock_guard lock(stream_table.mutex);
         const auto concurrent_transfer =
-            std::ranges::find_if(stream_table.unfinished, [&](const UnfinishedTransfer& unfinished) {
+            std::ranges::find_if(stream_table.unfinished_transfers, [&](const UnfinishedTransfer& unfinished) {
                 return unfinished.buffer == transfer.buffer && unfinished.stream != transfer.stream;
             });
-        if (concurrent_transfer != stream_table.unfinished.end()) {
+        if (concurrent_transfer != stream_table.unfinished_transfers.end()) {
             concurrent_range_ = concurrent_transfer->range;
         }
-        entry_ = stream_table.unfinished.insert(stream_table.unfinished.end(), transfer);
+        entry_ = stream_table.unfinished_transfers.insert(stream_table.unfinished_transfers.end(), transfer);
     }
     UnfinishedEntry(const UnfinishedEntry&) = delete;
     UnfinishedEntry& operator=(const UnfinishedEntry&) = delete;
     ~UnfinishedEntry() {
         Streams& stream_table = streams();
         std::lock_guard lock(stream_table.mutex);
-        stream_table.unfinished.erase(entry_);
+        stream_table.unfinished_transfers.erase(entry_);
     }
 
     // Return the range of a transfer of another stream that used the same buffer and was unfinished when this transfer
@@ -88,7 +88,7 @@ private:
 // point to variables of the program, or to submitted_range for arguments that the stream's flags declare as fixed.
 struct QueuedTransfer {
     OperationInProgress operation_in_progress; // keeps the cuFile driver from being closed before the transfer is done
-    std::optional<UnfinishedEntry> unfinished;
+    std::optional<UnfinishedEntry> unfinished_entry;
     bool is_write = false;
     void* buffer = nullptr;
     const std::size_t* length_bytes = nullptr;
@@ -110,7 +110,7 @@ ssize_t run_queued_transfer(const QueuedTransfer& queued) {
                             *queued.length_bytes,
                             *queued.file_offset,
                             *queued.buffer_offset,
-                            queued.unfinished->concurrent_range(),
+                            queued.unfinished_entry->concurrent_range(),
                             queued.properties_call_count};
     // Until the transfer starts, the program may make the length smaller, but not larger.
     return transfer.length_bytes > queued.submitted_range.length_bytes ? -invalid_value
@@ -128,8 +128,8 @@ void run_in_stream(void* argument) {
     worker.join();
 }
 
-Error enqueue(std::string_view symbol, bool is_write, FileHandle file, void* buffer, std::size_t* length_bytes,
-              off_t* file_offset, off_t* buffer_offset, ssize_t* result, Stream stream) {
+Error queue_transfer(std::string_view symbol, bool is_write, FileHandle file, void* buffer, std::size_t* length_bytes,
+                     off_t* file_offset, off_t* buffer_offset, ssize_t* result, Stream stream) {
     return run_entry(symbol, [&] {
         require_open_driver();
         if (buffer == nullptr || length_bytes == nullptr || file_offset == nullptr || buffer_offset == nullptr ||
@@ -150,7 +150,7 @@ Error enqueue(std::string_view symbol, bool is_write, FileHandle file, void* buf
         queued->buffer = buffer;
         queued->result = result;
         queued->submitted_range = {file, *length_bytes, *file_offset, *buffer_offset};
-        queued->unfinished.emplace(UnfinishedTransfer{stream, buffer, queued->submitted_range});
+        queued->unfinished_entry.emplace(UnfinishedTransfer{stream, buffer, queued->submitted_range});
         const TransferRange& submitted = queued->submitted_range;
         queued->length_bytes = (flags & fixed_file_size) != 0 ? &submitted.length_bytes : length_bytes;
         queued->file_offset = (flags & fixed_file_offset) != 0 ? &submitted.file_offset : file_offset;
@@ -164,12 +164,14 @@ Error enqueue(std::string_view symbol, bool is_write, FileHandle file, void* buf
 
 GDRKIT_CUFILE_ENTRY Error cuFileReadAsync(FileHandle file, void* buffer, std::size_t* length_bytes, off_t* file_offset,
                                           off_t* buffer_offset, ssize_t* result, Stream stream) {
-    return enqueue("cuFileReadAsync", false, file, buffer, length_bytes, file_offset, buffer_offset, result, stream);
+    return queue_transfer("cuFileReadAsync", false, file, buffer, length_bytes, file_offset, buffer_offset, result,
+                          stream);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileWriteAsync(FileHandle file, void* buffer, std::size_t* length_bytes, off_t* file_offset,
                                            off_t* buffer_offset, ssize_t* result, Stream stream) {
-    return enqueue("cuFileWriteAsync", true, file, buffer, length_bytes, file_offset, buffer_offset, result, stream);
+    return queue_transfer("cuFileWriteAsync", true, file, buffer, length_bytes, file_offset, buffer_offset, result,
+                          stream);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileStreamRegister(Stream stream, unsigned flags) {

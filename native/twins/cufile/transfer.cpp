@@ -38,16 +38,16 @@ struct RouteChoice {
 RouteChoice choose_route(const Transfer& transfer, const File& file, const MemoryLocation& location) {
     const Route supported_route =
         static_cast<Route>(find_injected_fault("cufile.route").value_or(static_cast<int>(Route::posix)));
-    const CompatModes compat_modes = get_compat_modes();
+    const CompatSettings compat_settings = get_compat_settings();
     // A bit below the alignment is set if an offset or the length is unaligned.
     const auto combined_bits = static_cast<std::uint64_t>(transfer.file_offset) |
                                static_cast<std::uint64_t>(transfer.buffer_offset) | transfer.length_bytes;
     RouteChoice choice;
     choice.is_unaligned = combined_bits % direct_alignment_bytes != 0;
-    if (location.is_device && file.is_direct && !choice.is_unaligned && !compat_modes.force_compat) {
+    if (location.is_device && file.is_direct && !choice.is_unaligned && !compat_settings.force_compat) {
         choice.route = supported_route;
     }
-    if (choice.route == Route::posix && location.is_device && !compat_modes.allow_compat) {
+    if (choice.route == Route::posix && location.is_device && !compat_settings.allow_compat) {
         throw CufileError{io_not_supported};
     }
     return choice;
@@ -125,7 +125,8 @@ ssize_t transfer_host_memory(const Transfer& transfer, const File& file) {
 
 // In compat mode, if several streams use one registration at the same time, the real library (1.15) mixes up the bytes
 // of their transfers. Emulate this error: overwrite bytes that this transfer has stored with bytes of the concurrent
-// transfer. A read takes them from the other file range, a write from the other place in the buffer.
+// transfer. A read takes these bytes from the file range of the concurrent transfer, a write from its place in the
+// buffer.
 void mix_up_bytes(const Transfer& transfer, const File& file, const MemoryLocation& location, std::size_t moved_bytes) {
     Transfer wrong_transfer = transfer;
     wrong_transfer.length_bytes = std::min(moved_bytes, transfer.concurrent_range->length_bytes);
@@ -203,12 +204,12 @@ ssize_t transfer_vectors(std::string_view symbol, bool is_write, FileHandle file
                                     vectors[index].length_bytes,
                                     file_offset + static_cast<off_t>(total_bytes),
                                     0};
-            const ssize_t moved_bytes = run_transfer_without_throwing(transfer);
-            if (moved_bytes < 0 && total_bytes == 0) {
-                return report_failed_transfer(static_cast<int>(-moved_bytes));
+            const ssize_t bytes_or_error = run_transfer_without_throwing(transfer);
+            if (bytes_or_error < 0 && total_bytes == 0) {
+                return report_failed_transfer(static_cast<int>(-bytes_or_error));
             }
-            total_bytes += static_cast<std::size_t>(std::max<ssize_t>(moved_bytes, 0));
-            if (moved_bytes < 0 || static_cast<std::size_t>(moved_bytes) < vectors[index].length_bytes) {
+            total_bytes += static_cast<std::size_t>(std::max<ssize_t>(bytes_or_error, 0));
+            if (bytes_or_error < 0 || static_cast<std::size_t>(bytes_or_error) < vectors[index].length_bytes) {
                 break;
             }
         }
@@ -251,8 +252,8 @@ ssize_t run_transfer(const Transfer& transfer) {
 
 ssize_t run_transfer_without_throwing(const Transfer& transfer) {
     try {
-        const ssize_t moved_bytes = run_transfer(transfer);
-        return moved_bytes == -1 ? -errno : moved_bytes;
+        const ssize_t transfer_result = run_transfer(transfer);
+        return transfer_result == -1 ? -errno : transfer_result;
     } catch (const CufileError& error) {
         return -error.status;
     } catch (const std::bad_alloc&) {

@@ -12,7 +12,8 @@
 
 namespace gdrkit::twin::cufile {
 
-// The ranges of a transfer: length_bytes bytes from file_offset on in the file and from buffer_offset on in the buffer.
+// The ranges of a transfer. It moves length_bytes bytes between the file, from file_offset on, and the buffer, from
+// buffer_offset on. The offsets are in bytes.
 struct TransferRange {
     FileHandle file = nullptr;
     std::size_t length_bytes = 0;

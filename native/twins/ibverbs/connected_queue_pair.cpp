@@ -51,8 +51,8 @@ ConnectedQueuePair::~ConnectedQueuePair() {
 
 int ConnectedQueuePair::open() {
     wake_eventfd_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    takeover_timer_ = Fd(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
-    if (!wake_eventfd_ || !takeover_timer_) {
+    poll_timeout_timer_ = Fd(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+    if (!wake_eventfd_ || !poll_timeout_timer_) {
         return errno;
     }
     if (const int error = listen(); error != 0) {
@@ -190,15 +190,15 @@ void ConnectedQueuePair::fail(const Lock& lock, ibv_event_type event, const Conn
     }
 }
 
-void ConnectedQueuePair::push_completions(const Lock& lock) {
+void ConnectedQueuePair::push_completions_to_cq(const Lock& lock) {
     if (!unpushed_completions_.empty() && !send_cq_->push(unpushed_completions_)) {
         fail(lock, IBV_EVENT_QP_FATAL, nullptr);
     }
     unpushed_completions_.clear();
 }
 
-// Queue the completion of a send request for push_completions. A successful unsignaled request has no completion; the
-// next completion frees its slot.
+// Queue the completion of a send request for push_completions_to_cq. A successful unsignaled request has no completion;
+// the next completion frees its slot.
 void ConnectedQueuePair::complete_send(const Lock&, const SendWork& work, ibv_wc_status status) {
     if (status == IBV_WC_SUCCESS && !work.is_signaled) {
         ++unsignaled_count_;

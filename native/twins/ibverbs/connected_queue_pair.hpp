@@ -107,7 +107,7 @@ private:
     };
 
     // Progress of the send queue. Only its owner uses it: the requester thread, or the application's thread that has
-    // borrowed it (is_borrowed_).
+    // borrowed it (is_requester_borrowed_).
     struct RequesterState {
         // Send requests that are not started, started (all but the last are completely submitted), and finished. Each
         // list is in posted order.
@@ -166,7 +166,7 @@ private:
                           bool is_solicited);
     void drop_completions();
     void raise(ibv_event_type event);
-    void push_completions(const Lock& lock);
+    void push_completions_to_cq(const Lock& lock);
     void shut_down_connections(const Lock& lock, const Connection* spared_connection);
     [[nodiscard]] bool no_connection_serves() const;
     [[nodiscard]] bool can_receive_requests() const {
@@ -207,7 +207,7 @@ private:
     void progress_at_poll() override;
     void request_wake_for_responses() override;
     void run_borrowed_turn(Lock* lock);
-    void arm_takeover_timer(const Lock& lock);
+    void arm_poll_timeout(const Lock& lock);
     static bool has_fault_rule(ibv_wr_opcode opcode);
 
     // Functions of the requester that run without the lock (requester_submit.cpp, requester_direct.cpp,
@@ -256,8 +256,9 @@ private:
     void run_responder(Connection* connection);
     std::unique_ptr<Link> accept_handshake(Connection* connection);
     void serve_requests(Connection* connection, Link* link, IncomingMessage* incoming);
-    std::optional<std::uint32_t> serve_write_batch(Connection* connection, Link* link, std::uint32_t first_number,
-                                                   std::uint32_t end_number, const IncomingMessage& incoming);
+    std::optional<std::uint32_t> serve_write_batch(Connection* connection, Link* link,
+                                                   std::uint32_t first_request_number, std::uint32_t end_request_number,
+                                                   const IncomingMessage& incoming);
     bool serve_request(Connection* connection, Link* link, std::uint32_t request_number, IncomingMessage* incoming);
     wire::Response execute(const wire::Request& request, Link* link, IncomingMessage* incoming,
                            const Connection& connection);
@@ -324,13 +325,13 @@ private:
     // While the requester thread sleeps, a thread of the application may borrow requester_state_ and do the work itself
     // (requester_borrow.cpp). The requester thread waits until the borrower has returned it.
     RequesterState requester_state_;
-    bool is_borrowed_ = false;
+    bool is_requester_borrowed_ = false;
     // True if a thread of the application has sent requests that have no response yet. Polling the completion queue
     // handles their responses.
     std::atomic<bool> awaits_poll_{false};
     // Wakes the requester thread, so that it takes over requests whose completion queue is not polled.
-    Fd takeover_timer_;
-    bool is_takeover_armed_ = false;
+    Fd poll_timeout_timer_;
+    bool is_poll_timeout_armed_ = false;
     // The connection to the peer. Only the owner of requester_state_ uses and closes the socket. Other threads may shut
     // it down while they hold the lock.
     Fd peer_socket_;

@@ -81,11 +81,11 @@ int DatagramQueuePair::open_receivers() {
         qp_num_ = 2 + static_cast<std::uint32_t>(random_u64() % (multicast_qpn - 3));
         if (!config().fabric_addresses.empty()) {
             std::uint16_t udp_port = 0;
-            const int socket = open_fabric_receiver(make_fabric_address(gid), &udp_port);
-            if (socket < 0) {
-                return -socket;
+            const int socket_fd = open_fabric_receiver(make_fabric_address(gid), &udp_port);
+            if (socket_fd < 0) {
+                return -socket_fd;
             }
-            remote_receiver_ = std::make_shared<Receiver>(Receiver{Fd(socket), std::nullopt, true});
+            remote_receiver_ = std::make_shared<Receiver>(Receiver{Fd(socket_fd), std::nullopt, true});
             qp_num_ = static_cast<std::uint32_t>(random_u64() % 0xff) << 16 | udp_port;
         }
         reservation_fd = reserve_name(wire::make_socket_name(gid, qp_num_));
@@ -94,11 +94,11 @@ int DatagramQueuePair::open_receivers() {
         return -reservation_fd;
     }
     qp_num_reservation_ = Fd(reservation_fd);
-    const int socket = open_datagram_receiver(make_datagram_socket_name(gid, qp_num_));
-    if (socket < 0) {
-        return -socket;
+    const int socket_fd = open_datagram_receiver(make_datagram_socket_name(gid, qp_num_));
+    if (socket_fd < 0) {
+        return -socket_fd;
     }
-    Receivers receivers{std::make_shared<Receiver>(Receiver{Fd(socket), std::nullopt, false})};
+    Receivers receivers{std::make_shared<Receiver>(Receiver{Fd(socket_fd), std::nullopt, false})};
     if (remote_receiver_ != nullptr) {
         receivers.push_back(remote_receiver_);
     }
@@ -257,14 +257,14 @@ int DatagramQueuePair::attach(const ibv_gid& group) {
     auto receiver = std::make_shared<Receiver>();
     receiver->group = group;
     // Each member of a group has an index, and the index is in the name of its socket. Take the first free index.
-    int socket = -EADDRINUSE;
-    for (unsigned member_index = 0; member_index < max_multicast_members && socket == -EADDRINUSE; ++member_index) {
-        socket = open_datagram_receiver(make_multicast_socket_name(group, member_index));
+    int socket_fd = -EADDRINUSE;
+    for (unsigned member_index = 0; member_index < max_multicast_members && socket_fd == -EADDRINUSE; ++member_index) {
+        socket_fd = open_datagram_receiver(make_multicast_socket_name(group, member_index));
     }
-    if (socket < 0) {
-        return socket == -EADDRINUSE ? ENOMEM : -socket;
+    if (socket_fd < 0) {
+        return socket_fd == -EADDRINUSE ? ENOMEM : -socket_fd;
     }
-    receiver->socket = Fd(socket);
+    receiver->socket = Fd(socket_fd);
     auto receivers = std::make_shared<Receivers>(*receivers_);
     receivers->push_back(std::move(receiver));
     receivers_ = std::move(receivers);

@@ -34,8 +34,8 @@ public:
 
     int open() override;
     void close() override;
-    // Carry out ibv_modify_qp. Return 0, EINVAL, or EPERM if the new Q_Key is a controlled one and the process has no
-    // CAP_NET_RAW.
+    // Carry out ibv_modify_qp. Return 0, EINVAL, or EPERM if the new Q_Key is controlled (its highest bit is set) and
+    // the process has no CAP_NET_RAW.
     int modify(const ibv_qp_attr& attr, int attr_mask) override;
     void query(ibv_qp_attr* attr, ibv_qp_init_attr* init_attr) override;
     int post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) override;
@@ -102,18 +102,20 @@ private:
     void progress_at_poll() override;
     void request_wake_for_responses() override;
     static bool has_send_fault_rule();
-    bool deliver_due(const Lock& lock, DelayedCompletions* delayed_completions, CompletionQueue* queue);
+    bool deliver_due_completions(const Lock& lock, DelayedCompletions* delayed_completions, CompletionQueue* queue);
     bool flush(const Lock& lock);
-    bool send_posted(Lock* lock);
-    bool receive_arrived(Lock* lock);
+    bool send_posted_requests(Lock* lock);
+    bool receive_arrived_datagrams(Lock* lock);
     void raise_events(const Lock& lock);
     void wait_for_work(Lock* lock);
     [[nodiscard]] Clock::time_point find_next_deadline() const;
 
     // Transfer of one datagram (datagram_transfer.cpp). A function without a `Lock` parameter runs without the lock.
-    // Return the status of the request, or nullopt if the queue of the destination is full and the thread must try
-    // again.
+
+    // Send the datagram of a request. Return the status of the request, or nullopt if the queue of the destination is
+    // full and the thread must try again.
     std::optional<ibv_wc_status> transmit(DatagramWork* work, std::uint32_t own_qkey);
+    // Copy the payload of a request to send_buffer_. Return the status of the request.
     ibv_wc_status gather(const SendWork& work);
     [[nodiscard]] DatagramHeader make_header(const DatagramWork& work, const AddressVector& destination,
                                              std::uint32_t own_qkey) const;
@@ -125,6 +127,8 @@ private:
     bool send_to(const std::string& socket_name, const DatagramHeader& header, DatagramWork* work);
     // Receive one frame. Return false if none has arrived. `header->magic` is 0 if the frame must be dropped.
     bool receive_frame(const Receiver& receiver, DatagramHeader* header);
+    // Copy the network header and the payload from receive_buffer_ to the memory of a receive request. Return the
+    // status of the request.
     ibv_wc_status scatter(const ReceiveWork& work, const DatagramHeader& header);
     void deliver_frame(Lock* lock, const DatagramHeader& header);
 

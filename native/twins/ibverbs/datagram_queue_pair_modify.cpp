@@ -58,7 +58,7 @@ bool may_use_raw_packets() {
     return syscall(SYS_capget, &header, capabilities) == 0 && (capabilities[0].effective & (1U << CAP_NET_RAW)) != 0;
 }
 
-int check_values(const ibv_qp_attr& attr, int attr_mask) {
+int check_datagram_attribute_values(const ibv_qp_attr& attr, int attr_mask) {
     const auto is_selected = [=](int bit) { return (attr_mask & bit) != 0; };
     if ((is_selected(IBV_QP_PKEY_INDEX) && attr.pkey_index != 0) || (is_selected(IBV_QP_PORT) && attr.port_num != 1)) {
         return EINVAL;
@@ -78,7 +78,7 @@ int DatagramQueuePair::modify(const ibv_qp_attr& attr, int attr_mask) {
     if (const int error = check_transition(state_, new_state, attr_mask); error != 0) {
         return error;
     }
-    if (const int error = check_values(attr, attr_mask); error != 0) {
+    if (const int error = check_datagram_attribute_values(attr, attr_mask); error != 0) {
         return error;
     }
     if (new_state == IBV_QPS_RESET) {

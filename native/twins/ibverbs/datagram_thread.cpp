@@ -18,7 +18,7 @@ constexpr int max_rounds_per_turn = 16;
 constexpr std::chrono::microseconds retry_interval{30};
 // If a thread of the application has polled within this time, that thread is expected to receive the datagrams, and the
 // pair's thread does not wait for them.
-constexpr std::chrono::microseconds takeover_time{1000};
+constexpr std::chrono::microseconds poll_timeout{1000};
 // If a call posts more bytes than this, the pair's thread sends them. Else the call itself sends them.
 constexpr std::uint64_t max_caller_send_bytes = 16U << 10;
 
@@ -44,18 +44,18 @@ void DatagramQueuePair::run() {
 bool DatagramQueuePair::make_progress(Lock* lock) {
     is_making_progress_ = true;
     bool has_progress = flush(*lock);
-    has_progress |= receive_arrived(lock);
-    has_progress |= send_posted(lock);
-    has_progress |= deliver_due(*lock, &delayed_send_completions_, send_cq_.get());
-    has_progress |= deliver_due(*lock, &delayed_receive_completions_, receive_cq_.get());
+    has_progress |= receive_arrived_datagrams(lock);
+    has_progress |= send_posted_requests(lock);
+    has_progress |= deliver_due_completions(*lock, &delayed_send_completions_, send_cq_.get());
+    has_progress |= deliver_due_completions(*lock, &delayed_receive_completions_, receive_cq_.get());
     raise_events(*lock);
     is_making_progress_ = false;
     state_changed_.notify_all();
     return has_progress;
 }
 
-// Do a turn in a thread of the application. Requests with a fault rule are left to the pair's thread, because the rule
-// may delay a request, and a call of the application must not be delayed.
+// Do a turn in a thread of the application. If a fault rule for sends exists, leave posted requests to the pair's
+// thread, because the rule may delay a request, and a call of the application must not be delayed.
 void DatagramQueuePair::make_progress_in_caller(Lock* lock) {
     if (!is_asleep_ || is_making_progress_ || is_closing_ || (!posted_sends_.empty() && has_send_fault_rule())) {
         return;
@@ -88,12 +88,14 @@ void DatagramQueuePair::progress_at_poll() {
 
 void DatagramQueuePair::request_wake_for_responses() {
     Lock lock(mutex_);
-    polled_at_ = {};
+    polled_at_ = {}; // so wait_for_work() waits for datagrams, and does not leave them to a polling thread
     notify_change(lock);
 }
 
-// Push the completions whose delay has passed. Completions are in order, so a delayed one also delays the later ones.
-bool DatagramQueuePair::deliver_due(const Lock& lock, DelayedCompletions* delayed_completions, CompletionQueue* queue) {
+// Push the completions whose due time has come to the completion queue. Completions stay in order, so a delayed
+// completion also delays the later completions.
+bool DatagramQueuePair::deliver_due_completions(const Lock& lock, DelayedCompletions* delayed_completions,
+                                                CompletionQueue* queue) {
     const Clock::time_point now = Clock::now();
     std::vector<Completion> due_completions;
     for (; !delayed_completions->empty() && delayed_completions->front().due_time <= now;
@@ -141,7 +143,7 @@ void DatagramQueuePair::raise_events(const Lock&) {
     }
 }
 
-bool DatagramQueuePair::send_posted(Lock* lock) {
+bool DatagramQueuePair::send_posted_requests(Lock* lock) {
     bool has_progress = false;
     for (int round = 0; round < max_rounds_per_turn && state_ == IBV_QPS_RTS && !posted_sends_.empty() && !is_closing_;
          ++round) {
@@ -173,7 +175,7 @@ bool DatagramQueuePair::send_posted(Lock* lock) {
     return has_progress;
 }
 
-bool DatagramQueuePair::receive_arrived(Lock* lock) {
+bool DatagramQueuePair::receive_arrived_datagrams(Lock* lock) {
     bool has_progress = false;
     for (int round = 0; round < max_rounds_per_turn && !is_closing_; ++round) {
         const std::shared_ptr<const Receivers> receivers = receivers_;
@@ -221,11 +223,11 @@ void DatagramQueuePair::wait_for_work(Lock* lock) {
         return;
     }
     auto deadline = find_next_deadline();
-    const bool is_polled = Clock::now() - polled_at_ < takeover_time;
+    const bool is_polled = Clock::now() - polled_at_ < poll_timeout;
     const std::shared_ptr<const Receivers> receivers = receivers_;
     std::vector<pollfd> poll_fds{{wake_eventfd_.get(), POLLIN, 0}};
     if (is_polled) {
-        deadline = std::min(deadline, Clock::now() + takeover_time);
+        deadline = std::min(deadline, Clock::now() + poll_timeout);
     } else {
         for (const auto& receiver : *receivers) {
             poll_fds.push_back({receiver->socket.get(), POLLIN, 0});

@@ -19,11 +19,11 @@ constexpr std::size_t max_stalled_names = 64;
 // A send request whose Q_Key has this bit uses the Q_Key of its queue pair instead.
 constexpr std::uint32_t controlled_qkey_bit = 0x80000000U;
 
-// Call move(region, address, offset, part_bytes) for each part of a request's memory, up to `size_bytes` bytes in
-// total. Return the status of the request.
-template <typename Sges, typename Move>
+// Call move_part(region, address, offset, part_bytes) for each part of a request's memory, up to `size_bytes` bytes in
+// total. `offset` counts the bytes of the parts before. Return the status of the request.
+template <typename Sges, typename MovePart>
 ibv_wc_status move_bytes(const Sges& sges, std::size_t size_bytes, const ProtectionDomain* domain, unsigned access,
-                         Move move) {
+                         MovePart move_part) {
     std::size_t offset = 0;
     for (const ibv_sge& sge : sges) {
         const std::size_t part_bytes = std::min<std::size_t>(sge.length, size_bytes - offset);
@@ -31,7 +31,7 @@ ibv_wc_status move_bytes(const Sges& sges, std::size_t size_bytes, const Protect
             continue;
         }
         const auto region = find_by_lkey(sge.lkey, domain, access, sge.addr, part_bytes);
-        if (region == nullptr || move(region.get(), sge.addr, offset, part_bytes) != RegionError::none) {
+        if (region == nullptr || move_part(region.get(), sge.addr, offset, part_bytes) != RegionError::none) {
             return IBV_WC_LOC_PROT_ERR;
         }
         offset += part_bytes;
@@ -56,11 +56,11 @@ bool DatagramQueuePair::has_send_fault_rule() {
 }
 
 std::optional<ibv_wc_status> DatagramQueuePair::transmit(DatagramWork* work, std::uint32_t own_qkey) {
-    FaultSite& before_send = fault_site_before_send();
-    FaultSite& after_send = fault_site_after_send();
+    FaultSite& before_send_site = fault_site_before_send();
+    FaultSite& after_send_site = fault_site_after_send();
     const bool has_started = std::exchange(work->has_started, true);
     if (!has_started) {
-        if (const auto fault = find_injected_fault(&before_send)) {
+        if (const auto fault = find_injected_fault(&before_send_site)) {
             return static_cast<ibv_wc_status>(*fault);
         }
     }
@@ -98,7 +98,7 @@ std::optional<ibv_wc_status> DatagramQueuePair::transmit(DatagramWork* work, std
     Traffic::Direction& sent_traffic = context_->device->traffic.sent;
     ++sent_traffic.requests;
     sent_traffic.send_bytes += work->send_work.length_bytes;
-    const auto fault = find_injected_fault(&after_send);
+    const auto fault = find_injected_fault(&after_send_site);
     return fault ? static_cast<ibv_wc_status>(*fault) : IBV_WC_SUCCESS;
 }
 

@@ -76,9 +76,9 @@ const std::vector<std::unique_ptr<Device>>& devices() {
     return *instance;
 }
 
-void append_traffic(std::string* json, const std::string& prefix, const Traffic::Direction& direction) {
+void append_traffic(std::string* json, const std::string& name_prefix, const Traffic::Direction& direction) {
     const auto append_field = [&](const char* name, std::uint64_t value) {
-        *json += (json->ends_with('{') ? "\"" : ",\"") + prefix + name + "\":" + std::to_string(value);
+        *json += (json->ends_with('{') ? "\"" : ",\"") + name_prefix + name + "\":" + std::to_string(value);
     };
     append_field("write_bytes", direction.write_bytes);
     append_field("read_bytes", direction.read_bytes);

@@ -16,7 +16,7 @@ namespace gdrkit::twin::verbs {
 namespace {
 
 // Offsets and lengths of copies must be multiples of this number of bytes, as on a ConnectX.
-constexpr std::uint64_t copy_alignment = 4;
+constexpr std::uint64_t copy_alignment_bytes = 4;
 // Allocations are aligned to pages of 4 KiB, so a client may request an alignment of at most 2^12 bytes.
 constexpr std::uint32_t max_log_alignment = 12;
 // As in the kernel, a region of device memory must be zero-based: its addresses are offsets in the region.
@@ -51,21 +51,21 @@ private:
 class DeviceMemory : public Memory {
 public:
     DeviceMemory(std::shared_ptr<Allocation> allocation, std::uint64_t offset)
-        : allocation_(std::move(allocation)), begin_(allocation_->address + offset) {}
+        : allocation_(std::move(allocation)), first_byte_(allocation_->address + offset) {}
     int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size_bytes) override {
-        bounce->copy_in_mapped(bounce_offset, begin_ + offset, size_bytes);
+        bounce->copy_in_mapped(bounce_offset, first_byte_ + offset, size_bytes);
         return 0;
     }
     int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset,
               std::size_t size_bytes) override {
-        bounce.copy_out_mapped(bounce_offset, begin_ + offset, size_bytes);
+        bounce.copy_out_mapped(bounce_offset, first_byte_ + offset, size_bytes);
         return 0;
     }
-    std::byte* mapped_address(std::uint64_t offset) override { return begin_ + offset; }
+    std::byte* mapped_address(std::uint64_t offset) override { return first_byte_ + offset; }
 
 private:
     const std::shared_ptr<Allocation> allocation_;
-    std::byte* const begin_;
+    std::byte* const first_byte_;
 };
 
 struct DeviceMemoryHandle {
@@ -78,7 +78,7 @@ DeviceMemoryHandle* get_dm_handle(ibv_dm* dm) {
 }
 
 int check_copy(ibv_dm* dm, std::uint64_t offset, std::size_t length) {
-    if (!is_alive("ibv_dm", dm) || offset % copy_alignment != 0 || length % copy_alignment != 0) {
+    if (!is_alive("ibv_dm", dm) || offset % copy_alignment_bytes != 0 || length % copy_alignment_bytes != 0) {
         return EINVAL;
     }
     return get_dm_handle(dm)->impl->covers(offset, length) ? 0 : EFAULT;

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::uint64_t timestamp_flags =
     IBV_WC_EX_WITH_COMPLETION_TIMESTAMP | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK;
-// VLAN tags, flow tags and tag matching belong to features that the device does not have.
+// Flags for VLAN tags, flow tags and tag matching are missing, because the device does not have these features.
 constexpr std::uint64_t supported_wc_flags = IBV_WC_STANDARD_FLAGS | timestamp_flags;
 constexpr std::uint32_t supported_comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS | IBV_CQ_INIT_ATTR_MASK_PD;
 constexpr std::uint32_t supported_creation_flags =
@@ -28,7 +28,7 @@ const Completion& get_current_completion(ibv_cq_ex* cq) {
 
 // Take the next completion from the queue. The ibv_wc_read_* functions then return its fields. Return 0, ENOENT (the
 // queue is empty) or EIO (overrun).
-int take_next(ibv_cq_ex* cq) {
+int take_next_completion(ibv_cq_ex* cq) {
     CompletionQueueHandle* const handle = get_extended_cq_handle(cq);
     const int error = handle->impl->take(&handle->current_completion);
     if (error == 0) {
@@ -44,7 +44,7 @@ int start_poll(ibv_cq_ex* cq, ibv_poll_cq_attr* attr) {
     }
     CompletionQueueHandle* const handle = get_extended_cq_handle(cq);
     handle->poll_lock.acquire();
-    const int error = take_next(cq);
+    const int error = take_next_completion(cq);
     // A client must not call ibv_end_poll after a start that failed.
     handle->is_in_extended_poll = error == 0;
     if (error != 0) {
@@ -64,7 +64,7 @@ void require_started_poll(const CompletionQueueHandle& handle, const char* funct
 
 int next_poll(ibv_cq_ex* cq) {
     require_started_poll(*get_extended_cq_handle(cq), "ibv_next_poll");
-    return take_next(cq);
+    return take_next_completion(cq);
 }
 
 void end_poll(ibv_cq_ex* cq) {
@@ -111,10 +111,10 @@ int check_extended_attributes(const ibv_cq_init_attr_ex& attr) {
         return EOPNOTSUPP;
     }
     const bool has_flags = (attr.comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS) != 0;
-    const bool has_domain = (attr.comp_mask & IBV_CQ_INIT_ATTR_MASK_PD) != 0;
+    const bool has_parent_domain = (attr.comp_mask & IBV_CQ_INIT_ATTR_MASK_PD) != 0;
     const bool is_valid = (attr.comp_mask & ~supported_comp_mask) == 0 &&
                           (!has_flags || (attr.flags & ~supported_creation_flags) == 0) &&
-                          (!has_domain || is_parent_domain(attr.parent_domain));
+                          (!has_parent_domain || is_parent_domain(attr.parent_domain));
     return is_valid ? 0 : EINVAL;
 }
 

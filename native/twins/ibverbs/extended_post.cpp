@@ -18,7 +18,8 @@ namespace {
 // Bits of ibv_qp_ex::wr_flags that the twin accepts.
 constexpr unsigned supported_wr_flags = IBV_SEND_FENCE | IBV_SEND_SIGNALED | IBV_SEND_SOLICITED;
 
-// The operations that a queue pair can have: of the type UD (datagram), UC (unreliable), and RC or XRC (reliable).
+// The operations (IBV_QP_EX_WITH_*) that a queue pair can have, by its type: UD (datagram), UC (unreliable), and RC or
+// XRC (reliable).
 constexpr std::uint64_t datagram_operations = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM;
 constexpr std::uint64_t unreliable_operations = datagram_operations | IBV_QP_EX_WITH_SEND_WITH_INV |
                                                 IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM |
@@ -49,7 +50,7 @@ int complete_list(ibv_qp_ex* qp) {
     QueuePair& pair = *get_extended_qp_handle(qp)->impl;
     const auto fault = find_injected_fault("ibv_wr_complete");
     int error = fault ? *fault : builder->check(pair.type(), pair.count_free_send_slots());
-    if (ibv_send_wr* const list = builder->link(); error == 0 && list != nullptr) {
+    if (ibv_send_wr* const list = builder->link_requests(); error == 0 && list != nullptr) {
         ibv_send_wr* bad_wr = nullptr;
         error = pair.post_send(list, &bad_wr);
     }
@@ -89,7 +90,7 @@ void add_bind(ibv_qp_ex* qp, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_i
     wr.bind_mw.rkey = rkey;
     wr.bind_mw.bind_info = *info;
     if (make_binding(mw, rkey, *info) == nullptr) {
-        get_extended_qp_handle(qp)->builder->fail(EINVAL);
+        get_extended_qp_handle(qp)->builder->record_error(EINVAL);
     }
 }
 
@@ -100,7 +101,7 @@ void add_invalidation(ibv_qp_ex* qp, ibv_wr_opcode opcode, std::uint32_t rkey) {
 void set_datagram_address(ibv_qp_ex* qp, ibv_ah* ah, std::uint32_t remote_qpn, std::uint32_t remote_qkey) {
     RequestBuilder* const builder = get_builder(qp, "ibv_wr_set_ud_addr");
     if (!is_alive("ibv_ah", ah)) {
-        builder->fail(EINVAL);
+        builder->record_error(EINVAL);
     } else if (ibv_send_wr* const wr = builder->last_request()) {
         wr->wr.ud = {ah, remote_qpn, remote_qkey};
     }
@@ -193,7 +194,7 @@ ibv_send_wr& RequestBuilder::add(const ibv_qp_ex& qp, ibv_wr_opcode opcode) {
     // The inline flag of the client is ignored: only ibv_wr_set_inline_data makes a request inline.
     const unsigned flags = qp.wr_flags & ~IBV_SEND_INLINE;
     if ((flags & ~supported_wr_flags) != 0) {
-        fail(EINVAL);
+        record_error(EINVAL);
     }
     ibv_send_wr& wr = requests_.emplace_back().wr;
     wr.wr_id = qp.wr_id;
@@ -204,7 +205,7 @@ ibv_send_wr& RequestBuilder::add(const ibv_qp_ex& qp, ibv_wr_opcode opcode) {
 
 ibv_send_wr* RequestBuilder::last_request() {
     if (requests_.empty()) {
-        fail(EINVAL);
+        record_error(EINVAL);
         return nullptr;
     }
     return &requests_.back().wr;
@@ -215,7 +216,7 @@ void RequestBuilder::set_sges(const ibv_sge* sges, std::size_t count, std::uint3
         return;
     }
     if (count > max_count) {
-        fail(ENOMEM);
+        record_error(ENOMEM);
         return;
     }
     requests_.back().sges.assign(sges, sges + count);
@@ -229,14 +230,14 @@ void RequestBuilder::set_inline(const ibv_data_buf* buffers, std::size_t count, 
     inline_data.clear();
     for (const ibv_data_buf* buffer = buffers; buffer != buffers + count; ++buffer) {
         if (buffer->length > max_bytes - inline_data.size()) {
-            fail(ENOMEM);
+            record_error(ENOMEM);
             return;
         }
         const auto* const bytes = static_cast<const std::byte*>(buffer->addr);
         inline_data.insert(inline_data.end(), bytes, bytes + buffer->length);
     }
     if (!carries_data(requests_.back().wr.opcode)) {
-        fail(EINVAL);
+        record_error(EINVAL);
     }
     requests_.back().wr.send_flags |= IBV_SEND_INLINE;
 }
@@ -246,6 +247,7 @@ int RequestBuilder::check(ibv_qp_type type, std::uint32_t free_slot_count) const
         return error_;
     }
     for (const auto& [wr, sges, inline_data] : requests_) {
+        // An atomic operation returns 8 bytes.
         const bool is_valid_atomic =
             !is_atomic(wr.opcode) || count_total_bytes(sges.data(), static_cast<int>(sges.size())) == 8;
         const bool is_valid_datagram =
@@ -258,7 +260,7 @@ int RequestBuilder::check(ibv_qp_type type, std::uint32_t free_slot_count) const
     return requests_.size() > free_slot_count ? ENOMEM : 0;
 }
 
-ibv_send_wr* RequestBuilder::link() {
+ibv_send_wr* RequestBuilder::link_requests() {
     ibv_send_wr* next = nullptr;
     for (auto request = requests_.rbegin(); request != requests_.rend(); ++request) {
         ibv_send_wr& wr = request->wr;

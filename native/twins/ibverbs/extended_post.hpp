@@ -30,12 +30,12 @@ public:
     void set_sges(const ibv_sge* sges, std::size_t count, std::uint32_t max_count);
     void set_inline(const ibv_data_buf* buffers, std::size_t count, std::uint32_t max_bytes);
     // Record an error. ibv_wr_complete returns the first error of the list.
-    void fail(int error) { error_ = error_ == 0 ? error : error_; }
+    void record_error(int error) { error_ = error_ == 0 ? error : error_; }
 
     // Return 0, or the errno with which the list fails. If check() returns 0, the queue pair accepts the whole list.
     [[nodiscard]] int check(ibv_qp_type type, std::uint32_t free_slot_count) const;
     // Link the requests to a list for ibv_post_send. Return the first request; nullptr if there is none.
-    ibv_send_wr* link();
+    ibv_send_wr* link_requests();
 
     // A thread holds this lock from ibv_wr_start to ibv_wr_complete or ibv_wr_abort, and during ibv_post_send.
     std::binary_semaphore lock{1};

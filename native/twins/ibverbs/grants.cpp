@@ -1,4 +1,5 @@
-// Gives and revokes grants. A grant lets the process of the peer copy directly to and from a region of this process.
+// Gives and revokes grants. A grant lets the process of the requester copy directly to and from a region of this
+// process, the responder.
 
 #include "ibverbs/grants.hpp"
 
@@ -72,7 +73,7 @@ void GrantIssuer::grant(Region* region, unsigned access) {
     if (mapped_address == nullptr) {
         return;
     }
-    const std::uint32_t slot = next_slot_++ % GrantTable::slot_count;
+    const std::uint32_t slot = grant_count_++ % GrantTable::slot_count;
     revoke_slot(slot);
     granted_rkeys_[slot] = region->rkey;
     Grant& grant = table_->grants[slot];

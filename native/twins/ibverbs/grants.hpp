@@ -23,10 +23,10 @@ class Region;
 struct Grant {
     std::atomic<std::uint32_t> is_valid{0};
     std::uint32_t rkey = 0;
-    // The range [begin, begin + length_bytes) of addresses that the peer's requests contain. `mapped_address` is the
-    // address of its first byte in the responder's process.
+    // Requests address the region by the range [begin, begin + length_bytes). `mapped_address` is the address of the
+    // first byte of the region in the responder's process.
     std::uint64_t begin = 0, length_bytes = 0, mapped_address = 0;
-    std::uint32_t access = 0; // the permitted ones of IBV_ACCESS_REMOTE_WRITE and IBV_ACCESS_REMOTE_READ
+    std::uint32_t access = 0; // the permitted flags among IBV_ACCESS_REMOTE_WRITE and IBV_ACCESS_REMOTE_READ
 };
 
 // The grants of a connection, in its shared memory. A requester stores the slot that it will use and then loads
@@ -38,7 +38,7 @@ struct GrantTable {
     // bytes that it has copied.
     alignas(64) std::atomic<std::uint32_t> used_slot{0};
     std::atomic<std::uint64_t> request_count{0}, write_bytes{0}, read_bytes{0};
-    // The responder writes this.
+    // The responder writes the grants.
     alignas(64) Grant grants[slot_count];
 };
 
@@ -77,7 +77,7 @@ private:
     // Keys of the grants that this process has given; 0: the slot is free. The table itself is not trusted, because the
     // peer can write it.
     std::array<std::uint32_t, GrantTable::slot_count> granted_rkeys_{};
-    std::uint32_t next_slot_ = 0;
+    std::uint32_t grant_count_ = 0; // grants given so far; modulo slot_count, it is the slot of the next grant
     // True if the requester's process has ended or is considered stopped. Then no revocation waits for it any more.
     bool is_requester_gone_ = false;
     // Values of the requester's counters at the last collect_traffic().

@@ -10,6 +10,7 @@
 #include <fstream>
 #include <mutex>
 #include <string>
+#include <string_view>
 
 #include "ibverbs/memory.hpp"
 #include "model/dmabuf.hpp"
@@ -40,23 +41,24 @@ struct PageRange {
 
 PageRange get_pages(const void* address, std::uint64_t length_bytes) {
     const auto first_address = reinterpret_cast<std::uint64_t>(address);
-    const std::uint64_t mask = page_bytes() - 1;
-    return {first_address & ~mask, (first_address + length_bytes + mask) & ~mask};
+    const std::uint64_t page_mask = page_bytes() - 1;
+    return {first_address & ~page_mask, (first_address + length_bytes + page_mask) & ~page_mask};
 }
 
 bool has_cap_ipc_lock() {
     constexpr unsigned cap_ipc_lock = 14; // the bit of CAP_IPC_LOCK in the mask of effective capabilities (CapEff)
-    std::ifstream status("/proc/self/status");
-    for (std::string line; std::getline(status, line);) {
-        if (line.starts_with("CapEff:")) {
-            return ((std::strtoull(line.c_str() + 7, nullptr, 16) >> cap_ipc_lock) & 1) != 0;
+    std::ifstream status_file("/proc/self/status");
+    constexpr std::string_view label = "CapEff:";
+    for (std::string line; std::getline(status_file, line);) {
+        if (line.starts_with(label)) {
+            return ((std::strtoull(line.c_str() + label.size(), nullptr, 16) >> cap_ipc_lock) & 1) != 0;
         }
     }
     return false;
 }
 
-// Add to the locked memory. If the sum exceeds RLIMIT_MEMLOCK, return ENOMEM, or EPERM if the limit is 0. Like the
-// kernel, count a page once for each region that contains it. The limit is read at each call because it may change
+// Add bytes to the locked memory. If the sum exceeds RLIMIT_MEMLOCK, return ENOMEM, or EPERM if the limit is 0. Like
+// the kernel, count a page once for each region that contains it. The limit is read at each call because it may change
 // while the process runs.
 int charge_locked_bytes(std::uint64_t bytes) {
     LockedMemory& locked = locked_memory();
@@ -173,7 +175,7 @@ int make_mapped_dmabuf(int fd, std::uint64_t offset_bytes, std::uint64_t length_
     }
     Fd attachment = std::move(imported.attachment);
     trim_to_range(&imported, &offset_bytes, length_bytes);
-    void* const base = map_imported(imported);
+    void* const base = map_imported_dmabuf(imported);
     if (base == nullptr) {
         return errno;
     }

@@ -5,7 +5,7 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Map each 32-bit value to a different 32-bit value (the last steps of MurmurHash3).
+// Return a scrambled value. Different values have different results. These are the last steps of MurmurHash3.
 std::uint32_t scramble_bits(std::uint32_t value) {
     value = (value ^ value >> 16) * 0x85ebca6b;
     value = (value ^ value >> 13) * 0xc2b2ae35;

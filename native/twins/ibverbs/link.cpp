@@ -66,7 +66,7 @@ struct Link::ControlBlock {
 
 namespace {
 
-// Space of the control block. The payload ring follows it.
+// This number of bytes is reserved for the control block. The payload ring follows.
 constexpr std::size_t control_bytes = 4 * 4096;
 constexpr std::size_t shared_memory_bytes = control_bytes + payload_ring_bytes;
 
@@ -215,7 +215,7 @@ void Link::publish_responses(std::uint32_t published_count, int socket) {
     }
 }
 
-bool Link::take_wake(int socket) {
+bool Link::consume_wakes(int socket) {
     char wake_bytes[64];
     const ssize_t received_bytes = recv(socket, wake_bytes, sizeof wake_bytes, MSG_DONTWAIT);
     return received_bytes > 0 || (received_bytes < 0 && (errno == EAGAIN || errno == EINTR));

@@ -26,14 +26,14 @@ struct GrantTable;
 // Poll a condition for at most 100 us, and return whether it is true. If the result is false, the caller goes to sleep.
 // In a virtual machine, a sleep and a wake-up take tens of microseconds, so polling costs less if the peer is about to
 // act. sched_yield lets other threads run meanwhile. If another thread then keeps the processor for more than 50 us,
-// this thread sleeps instead of polling for the next 20 ms, because the scheduler prefers a thread that wakes up to a
+// this thread does not poll in the next 20 ms, but sleeps at once. The scheduler prefers a thread that wakes up to a
 // thread that yields.
 template <typename Condition> bool spin_until(Condition is_true) {
     using Clock = std::chrono::steady_clock;
     constexpr std::chrono::microseconds spin_time{100}, longest_yield{50}, no_spin_time{20'000};
-    static thread_local Clock::time_point spin_again_at{};
+    static thread_local Clock::time_point no_spin_before{};
     auto now = Clock::now();
-    if (now < spin_again_at) {
+    if (now < no_spin_before) {
         return is_true();
     }
     const auto deadline = now + spin_time;
@@ -41,7 +41,7 @@ template <typename Condition> bool spin_until(Condition is_true) {
         sched_yield();
         const auto yielded_at = std::exchange(now, Clock::now());
         if (now - yielded_at > longest_yield) {
-            spin_again_at = now + no_spin_time;
+            no_spin_before = now + no_spin_time;
             return is_true();
         }
         if (now >= deadline) {
@@ -82,7 +82,7 @@ public:
 
     // Reserve space in the payload ring and return its offset; nullopt if there is not enough space at present.
     std::optional<std::uint32_t> reserve(std::size_t size_bytes);
-    // Return the number of bytes that were ever reserved. Its value after a reservation is the mark with which
+    // Return the number of bytes that were ever reserved. The number after a reservation is the mark with which
     // release_up_to() releases that reservation.
     [[nodiscard]] std::uint64_t reserved_bytes() const { return reserved_bytes_; }
     // Release all space up to `mark`, a value of reserved_bytes(). Space must be released in the order of the
@@ -97,7 +97,7 @@ public:
     // Return the number of responses that the responder has published.
     [[nodiscard]] std::uint32_t response_count() const;
     [[nodiscard]] wire::Response read_response(std::uint32_t request_number) const;
-    // Tell the responder to drop all requests that it has not started, and drain the pipe.
+    // Tell the responder to drop all requests that it has not started. Then remove all spliced pages from the pipe.
     virtual void mark_ended();
     // Request a wake-up when `awaited_count` responses exist. Return false if they exist already.
     bool request_wake_at(std::uint32_t awaited_count);
@@ -106,7 +106,7 @@ public:
     // Return whether publish_requests may wait for the peer.
     [[nodiscard]] virtual bool may_wait_for_peer() const { return false; }
     // Read and discard the wake-ups. Return false if the peer is gone.
-    virtual bool take_wake(int socket);
+    virtual bool consume_wakes(int socket);
 
     // Functions of the responder.
 
@@ -128,7 +128,8 @@ public:
     virtual bool wait_for_request(std::uint32_t served_count, int socket);
 
 protected:
-    // Offset of the payload ring in the memory.
+    // Offset of the payload ring in the shared memory. The control block with the rings of requests and responses is in
+    // the pages before it.
     static constexpr std::uint32_t payload_offset = 4 * 4096;
 
     // Create memory with empty rings. Return nullptr and set errno on failure.

@@ -9,8 +9,8 @@ using namespace gdrkit::twin::verbs;
 
 namespace {
 
-// Return the pair if it can be in this multicast group, else nullptr. As in the kernel (ib_attach_mcast), only datagram
-// pairs and multicast GIDs are valid.
+// Return the datagram queue pair behind `qp`. Return nullptr if `qp` is not a live datagram queue pair, or `group` is
+// not a multicast GID. The kernel refuses both too (ib_attach_mcast).
 DatagramQueuePair* find_datagram_pair(ibv_qp* qp, const ibv_gid& group) {
     if (!is_alive("ibv_qp", qp) || qp->qp_type != IBV_QPT_UD || !is_multicast_gid(group)) {
         return nullptr;

@@ -37,7 +37,7 @@ public:
     // Carry out a copy as copy_with_peer does. Only one thread at a time may call this function. The last bytes are
     // copied after all others, because programs poll the last byte of a message that a peer writes.
     bool run(const PeerCopy& copy);
-    // Take part in the copy that another thread runs, if any. Does nothing if this thread has recently waited for a
+    // Take part in the copy that another thread runs, if any. Do nothing if this thread has recently waited for a
     // processor.
     void help();
     // Call sched_yield, unless another thread has recently kept the processor for a whole time slice. If another thread
@@ -60,8 +60,8 @@ private:
     PeerCopy copy_{};
     std::size_t begin_offset_ = 0, end_offset_ = 0; // the part that no thread has taken
     Clock::time_point next_begin_at_{};             // the earliest time at which a thread begins the next piece
-    // Time between the starts of two pieces: half of the time that the last piece took, at most `longest_gap`.
-    Clock::duration gap_{};
+    // Time between the starts of two pieces: half of the time that the last piece took, at most `longest_start_gap`.
+    Clock::duration start_gap_{};
     std::atomic<bool> has_free_pieces_{false};
     std::atomic<bool> has_failed_{false};
     std::atomic<int> active_count_{0}; // number of threads that copy a piece

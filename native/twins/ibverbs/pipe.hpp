@@ -1,7 +1,8 @@
 // A pipe that moves large write payloads with one copy instead of two. The requester splices the pages of its memory
-// into the pipe (vmsplice), and the responder reads them into the memory of its region. For an unmapped address, both
-// system calls fail with EFAULT and raise no signal. Spliced pages stay valid until they are read, even if the process
-// of the requester dies. When a queue pair stops in a live process, the requester drains the pipe.
+// into the pipe (vmsplice), and the responder reads them into the memory of its region. For an unmapped address,
+// vmsplice and the read call fail with EFAULT and raise no signal. Spliced pages stay valid until they are read, even
+// if the process of the requester dies. When a queue pair stops in a live process, the requester removes all pages from
+// the pipe.
 #pragma once
 
 #include <sys/uio.h>
@@ -27,7 +28,7 @@ public:
 
     // The read end, which the requester passes to the responder.
     [[nodiscard]] int reader() const { return reader_.get(); }
-    // The capacity in pages; 0 if the pipe cannot be used. A partly used page counts as a page.
+    // The capacity in pages of 4096 bytes; 0 if the pipe cannot be used. A partly used page counts as a page.
     [[nodiscard]] std::uint32_t max_pages() const { return max_pages_; }
     // Return the number of pages that contain bytes of [address, address + size).
     static std::uint32_t count_pages(std::uint64_t address, std::uint64_t size_bytes);

@@ -23,14 +23,14 @@ namespace {
 constexpr std::uint64_t mtu_bytes = 4096;
 constexpr std::uint64_t header_bytes = 14 + 40 + 8 + 12 + 4;
 
-// Return the counters of all devices of the domain, or nullptr if state_variable is not set in the environment or the
-// file is unusable.
+// Return the counters of all devices of the domain, or nullptr if the environment variable of the state folder is not
+// set or the file is unusable.
 PortCounters* map_counters() {
-    const char* const state_folder = std::getenv(state_variable);
+    const char* const state_folder = std::getenv(state_folder_variable);
     if (state_folder == nullptr) {
         return nullptr;
     }
-    const Fd fd(open((std::string(state_folder) + counters_name).c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+    const Fd fd(open((std::string(state_folder) + counters_file_name).c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
     struct stat status {};
     if (!fd || fstat(fd.get(), &status) != 0 || status.st_size != static_cast<off_t>(counters_file_bytes)) {
         return nullptr;

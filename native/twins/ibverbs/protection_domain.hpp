@@ -13,7 +13,8 @@ struct ProtectionDomain {
     // Number of live objects of the domain, for example memory regions and queue pairs. A domain with live objects
     // cannot be deallocated.
     std::atomic<int> child_count{0};
-    // For a parent domain, the domain that it was made from: the objects of both may be used together.
+    // For a parent domain, the domain from which it was made: the objects of both may be used together. nullptr for
+    // other domains.
     ProtectionDomain* base = nullptr;
     // The thread domain of a parent domain, or nullptr.
     ibv_td* thread_domain = nullptr;

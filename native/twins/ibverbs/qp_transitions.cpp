@@ -27,7 +27,8 @@ constexpr int responder_rts_attributes = rts_attributes | IBV_QP_MIN_RNR_TIMER;
 constexpr int init_attributes = IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
 constexpr int path_attributes = IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
 constexpr int optional_path_attributes = IBV_QP_ALT_PATH | IBV_QP_ACCESS_FLAGS | IBV_QP_PKEY_INDEX;
-constexpr int drained_attributes =
+// Attributes of every connected queue pair that may change while its send queue is drained (SQD).
+constexpr int sqd_attributes =
     IBV_QP_AV | IBV_QP_ALT_PATH | IBV_QP_ACCESS_FLAGS | IBV_QP_PKEY_INDEX | IBV_QP_PATH_MIG_STATE;
 constexpr int requester_attributes = IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC;
 constexpr int responder_attributes = IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
@@ -40,7 +41,7 @@ constexpr Transition reliable_transitions[] = {
     {IBV_QPS_RTS, IBV_QPS_RTS, 0, responder_rts_attributes},
     {IBV_QPS_RTS, IBV_QPS_SQD, 0, IBV_QP_EN_SQD_ASYNC_NOTIFY},
     {IBV_QPS_SQD, IBV_QPS_RTS, 0, responder_rts_attributes},
-    {IBV_QPS_SQD, IBV_QPS_SQD, 0, drained_attributes | requester_attributes | responder_attributes | IBV_QP_PORT},
+    {IBV_QPS_SQD, IBV_QPS_SQD, 0, sqd_attributes | requester_attributes | responder_attributes | IBV_QP_PORT},
 };
 
 constexpr Transition unreliable_transitions[] = {
@@ -51,7 +52,7 @@ constexpr Transition unreliable_transitions[] = {
     {IBV_QPS_RTS, IBV_QPS_RTS, 0, rts_attributes},
     {IBV_QPS_RTS, IBV_QPS_SQD, 0, IBV_QP_EN_SQD_ASYNC_NOTIFY},
     {IBV_QPS_SQD, IBV_QPS_RTS, 0, rts_attributes},
-    {IBV_QPS_SQD, IBV_QPS_SQD, 0, drained_attributes},
+    {IBV_QPS_SQD, IBV_QPS_SQD, 0, sqd_attributes},
 };
 
 constexpr Transition xrc_send_transitions[] = {
@@ -62,7 +63,7 @@ constexpr Transition xrc_send_transitions[] = {
     {IBV_QPS_RTS, IBV_QPS_RTS, 0, rts_attributes},
     {IBV_QPS_RTS, IBV_QPS_SQD, 0, IBV_QP_EN_SQD_ASYNC_NOTIFY},
     {IBV_QPS_SQD, IBV_QPS_RTS, 0, rts_attributes},
-    {IBV_QPS_SQD, IBV_QPS_SQD, 0, drained_attributes | requester_attributes | IBV_QP_PORT},
+    {IBV_QPS_SQD, IBV_QPS_SQD, 0, sqd_attributes | requester_attributes | IBV_QP_PORT},
 };
 
 constexpr Transition xrc_receive_transitions[] = {
@@ -73,7 +74,7 @@ constexpr Transition xrc_receive_transitions[] = {
     {IBV_QPS_RTS, IBV_QPS_RTS, 0, responder_rts_attributes},
     {IBV_QPS_RTS, IBV_QPS_SQD, 0, IBV_QP_EN_SQD_ASYNC_NOTIFY},
     {IBV_QPS_SQD, IBV_QPS_RTS, 0, responder_rts_attributes},
-    {IBV_QPS_SQD, IBV_QPS_SQD, 0, drained_attributes | responder_attributes | IBV_QP_PORT | IBV_QP_TIMEOUT},
+    {IBV_QPS_SQD, IBV_QPS_SQD, 0, sqd_attributes | responder_attributes | IBV_QP_PORT | IBV_QP_TIMEOUT},
 };
 
 std::span<const Transition> get_transitions(ibv_qp_type type) {
@@ -97,7 +98,7 @@ constexpr unsigned supported_access_flags = flush_access_flags | IBV_ACCESS_LOCA
 constexpr int max_rd_atomic_count = 16;
 
 bool is_valid_path(const ibv_ah_attr& path) {
-    // On Ethernet, only GIDs address a path.
+    // On Ethernet, only GIDs address a path. A service level (sl) has 4 bits.
     return path.port_num == 1 && path.is_global == 1 && path.grh.sgid_index < gid_count && path.sl < 16;
 }
 

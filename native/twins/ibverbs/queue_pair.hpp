@@ -72,20 +72,20 @@ struct QueuePairHandle {
     // The extended structure begins with an ibv_qp.
     ibv_qp_ex public_qp_ex{};
     std::shared_ptr<QueuePair> impl;
-    // Counts the events of this structure. A structure that ibv_open_qp made has its own counter; all others have the
-    // counter of `impl`.
+    // Counts the asynchronous events that name this ibv_qp. An ibv_qp that ibv_open_qp made has its own counter; all
+    // others have the counter of `impl`.
     std::shared_ptr<EventCounter> async_event_counter;
     ibv_xrcd* xrcd = nullptr;                // set for an XRC receive queue pair
     std::unique_ptr<RequestBuilder> builder; // set for an extended queue pair
-    bool was_ready = false;                  // whether ibv_modify_qp has moved the pair to the state RTR
+    bool has_reached_rtr = false;            // whether ibv_modify_qp has moved the pair to the state RTR
 };
 
 inline QueuePairHandle* get_qp_handle(ibv_qp* qp) {
     return reinterpret_cast<QueuePairHandle*>(qp);
 }
 
-// Post a list of send requests. If another thread builds a list of the queue pair (ibv_wr_start), wait until that
-// list has ended.
+// Post a list of send requests. If another thread builds a list of requests of the queue pair (ibv_wr_start), wait
+// until that thread calls ibv_wr_complete or ibv_wr_abort.
 int post_list(QueuePairHandle* handle, ibv_send_wr* list, ibv_send_wr** bad_wr);
 
 // Acknowledge one asynchronous event of this queue pair. ibv_ack_async_event calls this function.

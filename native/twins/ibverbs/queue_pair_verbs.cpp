@@ -302,7 +302,7 @@ int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int attr_mask) {
     const int error = handle->impl->modify(*attr, attr_mask);
     if (error == 0 && (attr_mask & IBV_QP_STATE) != 0) {
         qp->state = attr->qp_state;
-        if (attr->qp_state == IBV_QPS_RTR && !std::exchange(handle->was_ready, true)) {
+        if (attr->qp_state == IBV_QPS_RTR && !std::exchange(handle->has_reached_rtr, true)) {
             gdrkit::twin::record_ready_queue_pair();
         }
     }

@@ -83,7 +83,7 @@ RegionError Region::read_from_pipe(std::span<iovec> chunks, Pipe* pipe, std::siz
     return error == 0 ? RegionError::none : error == EPIPE ? RegionError::lost : RegionError::fault;
 }
 
-RegionError Region::atomic_update(std::uint64_t address, std::uint64_t* original,
+RegionError Region::atomic_update(std::uint64_t address, std::uint64_t* original_value,
                                   const std::function<std::uint64_t(std::uint64_t)>& compute_new) {
     // All regions share this mutex, because two regions may cover the same memory.
     static std::mutex* const atomic_mutex = new std::mutex;
@@ -91,16 +91,16 @@ RegionError Region::atomic_update(std::uint64_t address, std::uint64_t* original
     // The buffer is not shared with a peer, so that no peer can change the value between the read and the write.
     static BounceBuffer* bounce = nullptr;
     if (bounce == nullptr) {
-        bounce = BounceBuffer::make(sizeof *original).release();
+        bounce = BounceBuffer::make(sizeof *original_value).release();
     }
     if (bounce == nullptr) {
         return RegionError::fault;
     }
-    if (const RegionError error = read(address, bounce, 0, sizeof *original); error != RegionError::none) {
+    if (const RegionError error = read(address, bounce, 0, sizeof *original_value); error != RegionError::none) {
         return error;
     }
-    std::memcpy(original, bounce->data_at(0), sizeof *original);
-    const std::uint64_t new_value = compute_new(*original);
+    std::memcpy(original_value, bounce->data_at(0), sizeof *original_value);
+    const std::uint64_t new_value = compute_new(*original_value);
     std::memcpy(bounce->data_at(0), &new_value, sizeof new_value);
     return write(address, *bounce, 0, sizeof new_value);
 }
@@ -111,8 +111,8 @@ std::byte* Region::add_issuer(std::weak_ptr<GrantIssuer> issuer) {
     if (address != nullptr) {
         std::lock_guard issuers_lock(issuers_mutex_);
         // Remove expired issuers, and the entry that the same issuer has already.
-        std::erase_if(issuers_, [&](const std::weak_ptr<GrantIssuer>& earlier) {
-            return earlier.expired() || (!earlier.owner_before(issuer) && !issuer.owner_before(earlier));
+        std::erase_if(issuers_, [&](const std::weak_ptr<GrantIssuer>& known_issuer) {
+            return known_issuer.expired() || (!known_issuer.owner_before(issuer) && !issuer.owner_before(known_issuer));
         });
         issuers_.push_back(std::move(issuer));
     }

@@ -40,7 +40,8 @@ public:
     RegionError read(std::uint64_t address, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size_bytes);
     RegionError write(std::uint64_t address, const BounceBuffer& bounce, std::size_t bounce_offset,
                       std::size_t size_bytes);
-    // Return whether the memory is mapped in this process. If it is not, the four functions below must not be called.
+    // Return whether the memory is mapped in this process. If it is not, splice_to_pipe() and read_from_pipe() must not
+    // be called.
     [[nodiscard]] bool is_mapped();
     // Splice the chunk [address, address + size) into a pipe, or read it out of a pipe.
     RegionError splice_to_pipe(std::uint64_t address, Pipe* pipe, std::size_t size_bytes);
@@ -49,9 +50,9 @@ public:
     // the number of chunks before the first failure.
     RegionError splice_to_pipe(std::span<iovec> chunks, Pipe* pipe, std::size_t* succeeded_count);
     RegionError read_from_pipe(std::span<iovec> chunks, Pipe* pipe, std::size_t* succeeded_count);
-    // Replace the 8 bytes at `address` by compute_new(old value), and store the old value in *original. The update is
-    // atomic with respect to all atomic requests of this process.
-    RegionError atomic_update(std::uint64_t address, std::uint64_t* original,
+    // Replace the 8 bytes at `address` by compute_new(old value), and store the old value in *original_value. The
+    // update is atomic with respect to all atomic requests of this process.
+    RegionError atomic_update(std::uint64_t address, std::uint64_t* original_value,
                               const std::function<std::uint64_t(std::uint64_t)>& compute_new);
 
     // Call do_access(address in this process) while the region stays registered. Return RegionError::fault if

@@ -51,7 +51,7 @@ int make_memory(void* address, std::uint64_t length, bool must_be_writable, std:
         return make_host_memory(address, length, must_be_writable, memory);
     }
     // Without a peer memory module the kernel cannot pin pages at a device address.
-    if (!config().peermem || make_cuda_memory(device_address, length, memory) != 0) {
+    if (!config().has_peermem || make_cuda_memory(device_address, length, memory) != 0) {
         return EFAULT;
     }
     return 0;
@@ -161,8 +161,8 @@ std::optional<int> find_registration_fault(std::string_view function, const ibv_
     if (!is_alive("ibv_pd", pd)) {
         return find_injected_fault(function);
     }
-    const std::string_view nic = pd->context->device->name;
-    return find_injected_fault(function, {&nic, 1});
+    const std::string_view nic_name = pd->context->device->name;
+    return find_injected_fault(function, {&nic_name, 1});
 }
 
 } // namespace
@@ -232,13 +232,14 @@ ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, 
     gdrkit::twin::trace("ibv_reg_dmabuf_mr offset=%llu length=%zu iova=%#llx fd=%d access=%d",
                         static_cast<unsigned long long>(offset), length, static_cast<unsigned long long>(iova), fd,
                         access);
-    const auto flags = static_cast<unsigned>(access);
+    const auto access_flags = static_cast<unsigned>(access);
     std::unique_ptr<Memory> memory;
-    if (const int error = make_dmabuf_memory(offset, length, iova, fd, flags, &memory); error != 0) {
+    if (const int error = make_dmabuf_memory(offset, length, iova, fd, access_flags, &memory); error != 0) {
         return fail_null(error);
     }
     // The real library reports the offset as the address of the region, whatever the iova is.
-    ibv_mr* const mr = make_region_handle(pd, reinterpret_cast<void*>(offset), length, iova, flags, std::move(memory));
+    ibv_mr* const mr =
+        make_region_handle(pd, reinterpret_cast<void*>(offset), length, iova, access_flags, std::move(memory));
     get_mr_handle(mr)->has_fixed_memory = true;
     return mr;
 }

@@ -1,6 +1,6 @@
 // The requester thread of a queue pair. It dequeues posted send requests, sends them in order (requester_submit.cpp)
 // and completes them after a random delay. When the pair is in the error state, the thread flushes the send queue and
-// the receive queue.
+// the receive queue. A parameter of the type Lock shows that the caller holds mutex_.
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -23,7 +23,8 @@ constexpr std::size_t max_queued_sends = 64;
 void ConnectedQueuePair::run_requester() {
     Lock lock(mutex_);
     for (;;) {
-        state_changed_.wait(lock, [this] { return !is_borrowed_; });
+        // A thread of the application that borrowed requester_state_ must return it first.
+        state_changed_.wait(lock, [this] { return !is_requester_borrowed_; });
         // close() may set is_closing_ during the wait above, and does not wake this thread there. So check it here.
         if (is_closing_) {
             abort_requests(lock);
@@ -95,15 +96,15 @@ void ConnectedQueuePair::complete_finished(const Lock& lock) {
         }
         // If a state change of this pair interrupted a request, the request is flushed later.
         if (requester.first_send_error && *requester.first_send_error != IBV_WC_WR_FLUSH_ERR) {
-            const std::uint64_t delay_us =
+            const std::uint64_t loss_delay_us =
                 *requester.first_send_error == IBV_WC_RETRY_EXC_ERR ? compute_loss_delay_us(attr_) : 0;
             complete_delayed(lock, std::move(requester.started_sends.front()), *requester.first_send_error,
-                             std::max(delay_us, random_delay_us()));
+                             std::max(loss_delay_us, random_delay_us()));
             requester.started_sends.pop_front();
-            push_completions(lock);
+            push_completions_to_cq(lock);
             enter_error(lock, nullptr);
         }
-        push_completions(lock);
+        push_completions_to_cq(lock);
     } else {
         requester.finished_sends.clear();
     }
@@ -128,8 +129,8 @@ void ConnectedQueuePair::disconnect(const Lock&) {
     link_.reset();
 }
 
-// Stop sending after the pair has left RTS and SQD. In the state ERR, unfinished requests go back to the send queue,
-// where flush() completes them. In the state RESET they are discarded.
+// Stop sending after the pair was closed, or has left RTS and SQD. In the state ERR, unfinished requests go back to the
+// send queue, where flush() completes them. In every other state they are discarded.
 void ConnectedQueuePair::abort_requests(const Lock& lock) {
     RequesterState& requester = requester_state_;
     disconnect(lock);
@@ -159,7 +160,7 @@ bool ConnectedQueuePair::deliver_due_completions(const Lock& lock) {
         delayed_completions_.pop_front();
         has_completed_any = true;
     }
-    push_completions(lock);
+    push_completions_to_cq(lock);
     return has_completed_any;
 }
 
@@ -173,7 +174,7 @@ bool ConnectedQueuePair::flush(Lock* lock) {
     if (!must_flush()) {
         return false;
     }
-    const std::uint64_t generation = generation_;
+    const std::uint64_t generation_at_start = generation_;
     is_flushing_ = true;
     lock->unlock();
     sleep_random_delay();
@@ -181,13 +182,13 @@ bool ConnectedQueuePair::flush(Lock* lock) {
     is_flushing_ = false;
     state_changed_.notify_all();
     // A reset during the delay has discarded the requests.
-    if (generation != generation_ || !must_flush()) {
+    if (generation_at_start != generation_ || !must_flush()) {
         return true;
     }
     for (; !posted_sends_.empty(); posted_sends_.pop_front()) {
         complete_send(*lock, posted_sends_.front(), IBV_WC_WR_FLUSH_ERR);
     }
-    push_completions(*lock);
+    push_completions_to_cq(*lock);
     ibv_wc flush_wc{};
     flush_wc.status = IBV_WC_WR_FLUSH_ERR;
     flush_wc.opcode = IBV_WC_RECV;
@@ -209,14 +210,15 @@ bool ConnectedQueuePair::raise_last_wqe_event(const Lock&) {
     return true;
 }
 
-// Wait until there is something to do: a response, a posted request, another state, or a deadline.
+// Wait until the requester thread has work: a response, a posted request, another state, or a deadline.
 void ConnectedQueuePair::wait_for_work(Lock* lock) {
     RequesterState& requester = requester_state_;
     if (has_pending_change_) {
         return;
     }
-    // If the peer has requests, poll before sleeping, because it will probably respond soon. Otherwise sleep at once,
-    // so that a thread of the application can send the next request itself.
+    // If the peer has requests, poll before sleeping, because it will probably respond soon. Otherwise sleep at once:
+    // while this thread sleeps, a thread of the application that posts the next request can also send it, without a
+    // switch of threads (requester_borrow.cpp).
     if (!requester.chunks_in_flight.empty()) {
         const auto count_new_responses = [&] { return link_->response_count() - requester.handled_count; };
         const std::uint32_t wanted_response_count = get_wake_threshold();
@@ -257,12 +259,13 @@ std::uint32_t ConnectedQueuePair::get_wake_threshold() const {
     return static_cast<std::uint32_t>((requester_state_.chunks_in_flight.size() + 1) / 2);
 }
 
-// Sleep until the deadline, a change, a message of the peer, or the takeover timer (requester_borrow.cpp).
+// Sleep until the deadline, a call of notify_change(), a message of the peer, or the poll timeout
+// (requester_borrow.cpp).
 void ConnectedQueuePair::sleep(Lock* lock, Clock::time_point deadline) {
     const bool has_peer = link_ != nullptr && !requester_state_.is_peer_gone;
     // The kernel ignores an entry with a negative descriptor.
     pollfd poll_fds[3] = {{wake_eventfd_.get(), POLLIN, 0},
-                          {takeover_timer_.get(), POLLIN, 0},
+                          {poll_timeout_timer_.get(), POLLIN, 0},
                           {has_peer ? link_->wake_fd(peer_socket_.get()) : -1, POLLIN, 0}};
     timespec timeout{};
     if (deadline != Clock::time_point::max()) {
@@ -274,17 +277,17 @@ void ConnectedQueuePair::sleep(Lock* lock, Clock::time_point deadline) {
     ppoll(poll_fds, 3, deadline == Clock::time_point::max() ? nullptr : &timeout, nullptr);
     lock->lock();
     is_requester_asleep_ = false;
-    state_changed_.wait(*lock, [this] { return !is_borrowed_; });
+    state_changed_.wait(*lock, [this] { return !is_requester_borrowed_; });
     eventfd_t event_count = 0;
     if ((poll_fds[0].revents & POLLIN) != 0) {
         eventfd_read(wake_eventfd_.get(), &event_count);
     }
     if ((poll_fds[1].revents & POLLIN) != 0) {
-        eventfd_read(takeover_timer_.get(), &event_count); // a timer is read like an event descriptor
-        is_takeover_armed_ = false;
+        eventfd_read(poll_timeout_timer_.get(), &event_count); // a timer is read like an event descriptor
+        is_poll_timeout_armed_ = false;
     }
     if (poll_fds[2].revents != 0 && link_ != nullptr) {
-        requester_state_.is_peer_gone |= !link_->take_wake(peer_socket_.get());
+        requester_state_.is_peer_gone |= !link_->consume_wakes(peer_socket_.get());
     }
 }
 

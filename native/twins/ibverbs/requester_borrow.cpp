@@ -13,14 +13,14 @@ namespace {
 // so that the call returns soon.
 constexpr std::uint64_t max_caller_send_bytes = 16U << 10;
 // After this time, the requester thread handles the responses that no poll has handled.
-constexpr long takeover_ns = 500'000;
+constexpr long poll_timeout_ns = 500'000;
 
 } // namespace
 
 // Send the posted requests in this thread, if the requester thread sleeps and has nothing else to do. Return false if
 // the requester thread must be woken to send them.
 bool ConnectedQueuePair::try_send_in_caller(Lock* lock, std::uint64_t posted_bytes) {
-    if (!is_requester_asleep_ || is_borrowed_ || state_ != IBV_QPS_RTS || link_ == nullptr ||
+    if (!is_requester_asleep_ || is_requester_borrowed_ || state_ != IBV_QPS_RTS || link_ == nullptr ||
         posted_bytes > max_caller_send_bytes || link_->may_wait_for_peer() || requester_state_.is_peer_gone ||
         !delayed_completions_.empty()) {
         return false;
@@ -42,8 +42,9 @@ void ConnectedQueuePair::progress_at_poll() {
         return;
     }
     Lock lock(mutex_, std::try_to_lock);
-    if (lock.owns_lock() && is_requester_asleep_ && !is_borrowed_ && state_ == IBV_QPS_RTS && link_ != nullptr &&
-        !requester_state_.chunks_in_flight.empty() && link_->response_count() != requester_state_.handled_count) {
+    if (lock.owns_lock() && is_requester_asleep_ && !is_requester_borrowed_ && state_ == IBV_QPS_RTS &&
+        link_ != nullptr && !requester_state_.chunks_in_flight.empty() &&
+        link_->response_count() != requester_state_.handled_count) {
         run_borrowed_turn(&lock);
     }
 }
@@ -54,38 +55,38 @@ void ConnectedQueuePair::progress_at_poll() {
 void ConnectedQueuePair::request_wake_for_responses() {
     if (awaits_poll_) {
         Lock lock(mutex_);
-        if (is_requester_asleep_ && !is_borrowed_ && link_ != nullptr && !requester_state_.chunks_in_flight.empty() &&
-            !link_->request_wake_at(requester_state_.handled_count + 1)) {
+        if (is_requester_asleep_ && !is_requester_borrowed_ && link_ != nullptr &&
+            !requester_state_.chunks_in_flight.empty() && !link_->request_wake_at(requester_state_.handled_count + 1)) {
             notify_change(lock);
         }
     }
 }
 
-// Run a send turn in this thread. Then wake the requester thread if it must continue, or let the takeover timer wake it
+// Run a send turn in this thread. Then wake the requester thread if it must continue, or let the poll timeout wake it
 // if no thread polls for the responses.
 void ConnectedQueuePair::run_borrowed_turn(Lock* lock) {
     RequesterState& requester = requester_state_;
-    is_borrowed_ = true;
+    is_requester_borrowed_ = true;
     run_send_turn(lock);
-    is_borrowed_ = false;
+    is_requester_borrowed_ = false;
     state_changed_.notify_all();
     awaits_poll_ = !requester.chunks_in_flight.empty();
-    const bool must_thread_continue = !requester.queued_sends.empty() || !posted_sends_.empty() ||
-                                      requester.has_pending_chunk || requester.local_error ||
-                                      requester.first_send_error || requester.is_peer_gone ||
-                                      !delayed_completions_.empty() || state_ != IBV_QPS_RTS;
-    if (must_thread_continue ||
+    const bool must_requester_continue = !requester.queued_sends.empty() || !posted_sends_.empty() ||
+                                         requester.has_pending_chunk || requester.local_error ||
+                                         requester.first_send_error || requester.is_peer_gone ||
+                                         !delayed_completions_.empty() || state_ != IBV_QPS_RTS;
+    if (must_requester_continue ||
         // The application waits for an event, and will not poll before it.
         (awaits_poll_ && send_cq_->is_armed() && !link_->request_wake_at(requester.handled_count + 1))) {
         notify_change(*lock);
-    } else if (awaits_poll_ && !is_takeover_armed_) {
-        arm_takeover_timer(*lock);
+    } else if (awaits_poll_ && !is_poll_timeout_armed_) {
+        arm_poll_timeout(*lock);
     }
 }
 
-void ConnectedQueuePair::arm_takeover_timer(const Lock&) {
-    const itimerspec once{{0, 0}, {0, takeover_ns}};
-    is_takeover_armed_ = timerfd_settime(takeover_timer_.get(), 0, &once, nullptr) == 0;
+void ConnectedQueuePair::arm_poll_timeout(const Lock&) {
+    const itimerspec once{{0, 0}, {0, poll_timeout_ns}};
+    is_poll_timeout_armed_ = timerfd_settime(poll_timeout_timer_.get(), 0, &once, nullptr) == 0;
 }
 
 } // namespace gdrkit::twin::verbs

@@ -26,8 +26,8 @@ std::uint64_t compute_all_tries_us(const ibv_qp_attr& attr) {
     return (4096ULL << attr.timeout) / 1000 * (attr.retry_cnt + 1U);
 }
 
-// Return for how long the requester tries to connect, computed from the timeout and retry_cnt attributes. 0 means
-// without limit.
+// Return for how long the requester tries to connect, computed from the timeout and retry_cnt attributes. 0 means that
+// it tries without a time limit.
 std::uint64_t compute_retry_time_us(const ibv_qp_attr& attr) {
     if (attr.timeout == 0) {
         return 0;
@@ -41,8 +41,8 @@ ibv_wc_status ConnectedQueuePair::connect_to_peer(const ibv_qp_attr& attr) {
     if (peer_socket_) {
         return IBV_WC_SUCCESS;
     }
-    const std::uint64_t retry_us = compute_retry_time_us(attr);
-    const auto deadline = Clock::now() + std::chrono::microseconds(retry_us);
+    const std::uint64_t retry_time_us = compute_retry_time_us(attr);
+    const auto deadline = Clock::now() + std::chrono::microseconds(retry_time_us);
     for (;;) {
         if (Fd socket(connect_socket(attr)); socket) {
             {
@@ -58,7 +58,7 @@ ibv_wc_status ConnectedQueuePair::connect_to_peer(const ibv_qp_attr& attr) {
             Lock lock(mutex_);
             peer_socket_.reset();
         }
-        if (!is_reliable() || (retry_us != 0 && Clock::now() >= deadline)) {
+        if (!is_reliable() || (retry_time_us != 0 && Clock::now() >= deadline)) {
             return choose_connection_lost_status();
         }
         if (!sleep_unless_interrupted(pause_between_attempts_us)) {
@@ -108,7 +108,7 @@ bool ConnectedQueuePair::handshake(const ibv_qp_attr& attr) {
     wire::ConnectReply reply{};
     if ((!is_remote && link_ == nullptr) || !send_all(socket, &connect_request, sizeof connect_request) ||
         (!is_remote && !send_fds(socket, link_->fds())) || !recv_all(socket, &reply, sizeof reply) ||
-        reply.magic != wire::magic || reply.ready != 1) {
+        reply.magic != wire::magic || reply.is_accepted != 1) {
         return false;
     }
     if (is_remote) {
@@ -144,7 +144,7 @@ void ConnectedQueuePair::lose_connection() {
     }
     RequesterState fresh_state;
     fresh_state.local_error = requester.local_error;
-    // A request that failed locally is the last started one. It stays started and keeps its error.
+    // A request that failed locally is the last started one. It stays in started_sends and keeps its error.
     const std::size_t failed_count = requester.local_error ? 1 : 0;
     for (; requester.started_sends.size() > failed_count; requester.started_sends.pop_front()) {
         requester.finished_sends.push_back(std::move(requester.started_sends.front()));

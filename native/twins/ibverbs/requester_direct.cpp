@@ -14,17 +14,17 @@ constexpr std::uint64_t max_segment_bytes = 1U << 20;
 // A list of requests that is copied by one call has at most this number of bytes.
 constexpr std::uint64_t max_list_bytes = 64U << 10;
 // The system may reuse the process id of a peer that has ended. So a copy first checks the connection if the last check
-// is older than this.
+// is older than this interval.
 constexpr std::chrono::milliseconds peer_check_interval{1};
 
 // Return the range of the peer's memory that the request needs. If the request is not a copy of one range, `access` is
 // 0, and the requester cannot carry it out itself.
 PeerRange get_peer_range(const SendWork& work) {
-    const bool has_one_range = work.length_bytes > 0 && (work.is_inline || work.sges.size() == 1);
+    const bool copies_one_range = work.length_bytes > 0 && (work.is_inline || work.sges.size() == 1);
     unsigned access = 0;
-    if (has_one_range && work.opcode == IBV_WR_RDMA_WRITE) {
+    if (copies_one_range && work.opcode == IBV_WR_RDMA_WRITE) {
         access = IBV_ACCESS_REMOTE_WRITE;
-    } else if (has_one_range && work.opcode == IBV_WR_RDMA_READ) {
+    } else if (copies_one_range && work.opcode == IBV_WR_RDMA_READ) {
         access = IBV_ACCESS_REMOTE_READ;
     }
     return {work.rkey, access, work.remote_address, work.length_bytes};
@@ -73,7 +73,7 @@ bool ConnectedQueuePair::is_peer_alive() {
     RequesterState& requester = requester_state_;
     if (const auto now = Clock::now(); now - requester.last_peer_check_at >= peer_check_interval) {
         requester.last_peer_check_at = now;
-        requester.is_peer_gone |= !link_->take_wake(peer_socket_.get());
+        requester.is_peer_gone |= !link_->consume_wakes(peer_socket_.get());
     }
     return !requester.is_peer_gone;
 }
@@ -107,8 +107,9 @@ bool ConnectedQueuePair::copy_directly(const SendWork& work, const ibv_qp_attr& 
     return true;
 }
 
-// Copy the last started request and the queued requests after it by one system call, if they are small, have the same
-// type and keys, and use one local region. Return false if fewer than two requests qualify or the copy failed.
+// Copy the data of the last started request and of the queued requests after it by one system call, if they are small,
+// have the same type and keys, and use one local region. Return false if fewer than two requests meet these conditions
+// or the copy failed.
 bool ConnectedQueuePair::copy_list(const SendWork& work, const ibv_qp_attr& attr) {
     Fifo<SendWork>& queued_sends = requester_state_.queued_sends;
     if (queued_sends.empty() || work.is_inline || has_fault_rule(work.opcode)) {
@@ -149,7 +150,7 @@ bool ConnectedQueuePair::copy_list(const SendWork& work, const ibv_qp_attr& attr
     return true;
 }
 
-// Count the first started request, which was copied, and move it to the finished ones.
+// Count the first started request, whose data was copied, and move it to the finished requests.
 void ConnectedQueuePair::finish_copied(const PeerRange& range, const ibv_qp_attr& attr) {
     peer_memory_->count_request(range);
     requester_state_.copied_bytes += range.size_bytes;
@@ -169,8 +170,8 @@ bool ConnectedQueuePair::copy_segment(const SendWork& work, const PeerRange& ran
            }) == RegionError::none;
 }
 
-// Move the first started request, which was carried out, to the finished ones. If the fault plan injects an error, set
-// it as the error of the request instead.
+// Move the first started request, which was carried out, to the finished requests. If the fault plan injects an error,
+// keep the request started and set first_send_error instead.
 void ConnectedQueuePair::finish_first_started(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     if (const auto fault = find_fault_after(requester.started_sends.front().opcode, attr)) {

@@ -12,7 +12,7 @@ constexpr std::size_t min_splice_bytes = 4096;
 
 // Return the local region of a scatter-gather entry if it permits the access; else nullptr. The pointer is valid until
 // the next call. The last region is cached, because most requests use the same region again. A cached region cannot be
-// confused with a later one, because keys are not reused.
+// confused with a later one, because a key is reused only after all 2^32 keys were used.
 Region* ConnectedQueuePair::find_local_region(const ibv_sge& sge, unsigned required_access) {
     std::shared_ptr<Region>& cached = requester_state_.cached_region;
     if (cached == nullptr || cached->lkey != sge.lkey || cached->is_revoked() ||
@@ -48,7 +48,7 @@ ibv_wc_status ConnectedQueuePair::splice_payload(const SendWork& work, const wir
     return all_spliced ? IBV_WC_SUCCESS : IBV_WC_LOC_PROT_ERR;
 }
 
-// Queue the payload of this request. publish() will splice it.
+// Add the payload of this request to pending_splices. flush_splices() splices it into the pipe.
 void ConnectedQueuePair::queue_splice(const SendWork& work) {
     const ibv_sge& sge = work.sges.front();
     requester_state_.splice_region = requester_state_.cached_region;
@@ -64,8 +64,8 @@ bool ConnectedQueuePair::can_queue_splice(const SendWork& work, const wire::Requ
            (requester.pending_splices.empty() || requester.splice_region == requester.cached_region);
 }
 
-// Splice all queued payloads. If one cannot be spliced, its request gets the local error, and the requests after it go
-// back to the queue as if they had not started.
+// Splice all queued payloads. If one cannot be spliced, its request fails with a local error, and the requests after it
+// go back to queued_sends as if they had not started.
 void ConnectedQueuePair::flush_splices() {
     RequesterState& requester = requester_state_;
     if (requester.pending_splices.empty()) {
@@ -80,8 +80,8 @@ void ConnectedQueuePair::flush_splices() {
     if (error == RegionError::none) {
         return;
     }
-    // The requests after the failed one go back to the queue. The last started request goes back too if its payload was
-    // not queued: it has a chunk that is not submitted, or a local error.
+    // The requests after the failed one go back to queued_sends. The last started request goes back too if its payload
+    // is not in pending_splices, because it has a chunk that is not submitted, or a local error.
     std::size_t requeued_count = splice_count - succeeded_count - 1;
     if (requester.has_pending_chunk || requester.local_error) {
         requester.has_pending_chunk = false;

@@ -10,8 +10,8 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Publish the submitted chunks after this number of bytes. The peer can then start with them while this thread prepares
-// the next ones.
+// Publish the submitted chunks when they have this number of bytes. The peer can then start with these chunks while
+// this thread prepares the next chunks.
 constexpr std::uint64_t publish_after_bytes = 64U << 10;
 
 // Time that each min_rnr_timer code stands for, in microseconds.
@@ -81,7 +81,7 @@ struct FaultSites {
     FaultSites(std::string_view before_name, std::string_view landed_name) : before(before_name), landed(landed_name) {}
 };
 
-// Return the fault points of a request; nullptr for requests that have none.
+// Return the two fault points of requests with this opcode; nullptr if they have none.
 FaultSites* find_fault_sites(ibv_wr_opcode opcode) {
     if (changes_keys(opcode)) {
         return nullptr;
@@ -102,21 +102,22 @@ FaultSites* find_fault_sites(ibv_wr_opcode opcode) {
 
 // Count a request, and return the status that the fault plan injects. A rule with nic= applies if it names the NIC of
 // the requester, or the NIC of the responder if the responder is on this machine.
-std::optional<int> find_path_fault(FaultSite* site, const Device& requester, const ibv_qp_attr& attr) {
+std::optional<int> find_request_fault(FaultSite* site, const Device& requester, const ibv_qp_attr& attr) {
     if (!site->has_rule()) {
         return find_injected_fault(site);
     }
     // The second name is replaced if the responder is on this machine.
-    std::array<std::string_view, 2> nics = {requester.public_device.name, requester.public_device.name};
+    std::array<std::string_view, 2> nic_names = {requester.public_device.name, requester.public_device.name};
     for (unsigned index = 0; index < device_count(); ++index) {
         if (std::memcmp(&device_at(index).gid, &attr.ah_attr.grh.dgid, sizeof(ibv_gid)) == 0) {
-            nics[1] = device_at(index).public_device.name;
+            nic_names[1] = device_at(index).public_device.name;
         }
     }
-    return find_injected_fault(site, nics);
+    return find_injected_fault(site, nic_names);
 }
 
-// Return whether the chunk consumes a receive request of the peer, so that the peer may not be ready for it.
+// Return whether the chunk consumes a receive request of the peer. The peer refuses such a chunk as not ready if it has
+// no receive request.
 bool needs_receive(const wire::Request& request) {
     return request.opcode == wire::Opcode::send ? request.chunk_offset_bytes == 0
                                                 : (request.flags & wire::flag_immediate) != 0 && is_last_chunk(request);
@@ -138,14 +139,14 @@ void ConnectedQueuePair::count_without_fault(ibv_wr_opcode opcode) {
 
 std::optional<int> ConnectedQueuePair::find_fault_after(ibv_wr_opcode opcode, const ibv_qp_attr& attr) {
     FaultSites* const sites = find_fault_sites(opcode);
-    return sites == nullptr ? std::nullopt : find_path_fault(&sites->landed, *context_->device, attr);
+    return sites == nullptr ? std::nullopt : find_request_fault(&sites->landed, *context_->device, attr);
 }
 
 // Submit chunks and handle responses. Return whether there was progress.
 bool ConnectedQueuePair::make_progress(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     requester.copied_bytes = 0;
-    const bool has_submitted_chunk = submit_requests(attr);
+    const bool has_submission_progress = submit_requests(attr);
     const bool has_handled_response = handle_responses(attr);
     if (!requester.first_send_error && requester.chunks_in_flight.empty() && requester.local_error) {
         requester.first_send_error = requester.local_error;
@@ -155,13 +156,13 @@ bool ConnectedQueuePair::make_progress(const ibv_qp_attr& attr) {
     if (is_connection_lost) {
         lose_connection();
     }
-    return has_submitted_chunk || has_handled_response || is_connection_lost || requester.first_send_error;
+    return has_submission_progress || has_handled_response || is_connection_lost || requester.first_send_error;
 }
 
 // Start requests and submit their chunks until one of them must wait or fails. Return whether there was progress.
 bool ConnectedQueuePair::submit_requests(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
-    bool has_submitted_chunk = false;
+    bool has_progress = false;
     while (!requester.local_error && !requester.first_send_error && !requester.is_peer_gone &&
            (requester.has_pending_chunk || !requester.queued_sends.empty())) {
         // Stop if the peer may refuse the last chunk as not ready, if many bytes were copied directly (their
@@ -177,12 +178,12 @@ bool ConnectedQueuePair::submit_requests(const ibv_qp_attr& attr) {
             (requester.has_pending_chunk && !submit_chunk())) {
             break;
         }
-        has_submitted_chunk = true;
+        has_progress = true;
     }
     if (requester.submitted_count != requester.published_count) {
         publish();
     }
-    return has_submitted_chunk;
+    return has_progress;
 }
 
 // Start the next queued request. Return false if it must wait for earlier ones.
@@ -199,7 +200,7 @@ bool ConnectedQueuePair::start_next_send(const ibv_qp_attr& attr) {
         change_keys(work);
         return true;
     }
-    const std::optional<int> fault = site != nullptr ? find_path_fault(site, *context_->device, attr) : std::nullopt;
+    const std::optional<int> fault = site != nullptr ? find_request_fault(site, *context_->device, attr) : std::nullopt;
     if (fault == IBV_WC_SUCCESS) {
         // The request completes with success, and moves no bytes.
         requester.finished_sends.push_back(std::move(requester.started_sends.back()));
@@ -294,8 +295,8 @@ bool ConnectedQueuePair::submit_chunk() {
     if (requester.chunks_in_flight.size() == Link::slot_count || !reserve_payload(work, &request, &page_count)) {
         return false;
     }
-    const bool is_spliced_later = page_count > 0 && can_queue_splice(work, request);
-    if (is_spliced_later) {
+    const bool is_splice_queued = page_count > 0 && can_queue_splice(work, request);
+    if (is_splice_queued) {
         queue_splice(work);
     } else {
         flush_splices();
@@ -304,11 +305,11 @@ bool ConnectedQueuePair::submit_chunk() {
         }
     }
     if (wire::carries_payload(request.opcode)) {
-        const ibv_wc_status status = is_spliced_later ? IBV_WC_SUCCESS
+        const ibv_wc_status status = is_splice_queued ? IBV_WC_SUCCESS
                                      : page_count > 0 ? splice_payload(work, request)
                                                       : copy_payload(work, request, /*to_memory=*/false);
         if (status != IBV_WC_SUCCESS) {
-            // The chunk is not published, and no other chunk is submitted on this connection.
+            // The chunk is not published. No further chunk is submitted while local_error is set.
             requester.local_error = status;
             return true;
         }
@@ -384,8 +385,8 @@ void ConnectedQueuePair::handle_response(const wire::Response& response, const i
     if (returns_data(work.opcode)) {
         // The old value of an atomic request is in the response, not in the payload ring.
         if (chunk.request.opcode != wire::Opcode::read) {
-            std::memcpy(link_->memory().data_at(chunk.request.payload_offset), &response.original,
-                        sizeof response.original);
+            std::memcpy(link_->memory().data_at(chunk.request.payload_offset), &response.original_value,
+                        sizeof response.original_value);
         }
         if (const ibv_wc_status status = copy_payload(work, chunk.request, /*to_memory=*/true);
             status != IBV_WC_SUCCESS) {

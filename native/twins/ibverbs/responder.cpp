@@ -1,5 +1,6 @@
 // The threads of a queue pair that accept connections of peers (acceptor) and serve the requests of the peers
-// (responders). A responder checks key, bounds, permission and queue pair state for every chunk.
+// (responders). A responder checks key, bounds, permission and queue pair state for every chunk. A parameter of the
+// type Lock shows that the caller holds mutex_.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -20,7 +21,7 @@ namespace {
 // this side was ready, or come from untrusted clients.
 constexpr std::size_t max_connections = 16;
 
-// Return the type of the queue pairs that send to a queue pair of this type.
+// Return the type of a queue pair that sends to a queue pair of the given type.
 ibv_qp_type get_peer_type(ibv_qp_type type) {
     switch (type) {
     case IBV_QPT_XRC_RECV:
@@ -33,7 +34,8 @@ ibv_qp_type get_peer_type(ibv_qp_type type) {
     }
 }
 
-// After receiver_not_ready the requester may send the request again. Any other failure ends the connection.
+// Return whether the connection ends after a response with this status. After receiver_not_ready the requester may send
+// the request again. Any other failure ends the connection.
 bool ends_connection(wire::Status status) {
     return status != wire::Status::done && status != wire::Status::receiver_not_ready;
 }
@@ -123,6 +125,7 @@ std::unique_ptr<Link> ConnectedQueuePair::accept_handshake(Connection* connectio
         return nullptr;
     }
     static const std::uint64_t probe_value = random_u64();
+    // The reply refuses the peer (0) until the checks below have passed.
     wire::ConnectReply reply{
         wire::magic, 0, reinterpret_cast<std::uint64_t>(&probe_value), probe_value, context_->device->index, 0};
     // Grants let the process of the peer copy directly to and from regions (grants.hpp).
@@ -132,13 +135,13 @@ std::unique_ptr<Link> ConnectedQueuePair::accept_handshake(Connection* connectio
     {
         Lock lock(mutex_);
         if (can_receive_requests() && is_expected_peer(lock, connect_request) && !is_closing_) {
-            reply.ready = 1;
+            reply.is_accepted = 1;
             connection->is_serving = true;
             connection->generation = generation_;
             connection->grants = std::move(grants);
         }
     }
-    if (!send_all(socket, &reply, sizeof reply) || reply.ready != 1) {
+    if (!send_all(socket, &reply, sizeof reply) || reply.is_accepted != 1) {
         close_grants(*connection); // before the link, whose memory has the grants, is destroyed
         return nullptr;
     }
@@ -347,17 +350,18 @@ wire::Response ConnectedQueuePair::execute_atomic(const wire::Request& request, 
     const auto region =
         find_by_rkey(request.rkey, get_target_domain(incoming), qp_num_, IBV_ACCESS_REMOTE_ATOMIC, &address, 8);
     wire::Response response = wire::make_response(wire::Status::done);
-    const auto compute_new = [&](std::uint64_t original) {
+    const auto compute_new = [&](std::uint64_t original_value) {
         if (request.opcode == wire::Opcode::fetch_and_add) {
-            return original + request.compare_or_add;
+            return original_value + request.compare_or_add;
         }
-        return original == request.compare_or_add ? request.swap : original;
+        return original_value == request.compare_or_add ? request.swap : original_value;
     };
-    const RegionError error =
-        region == nullptr ? RegionError::refused : region->atomic_update(address, &response.original, compute_new);
+    const RegionError error = region == nullptr ? RegionError::refused
+                                                : region->atomic_update(address, &response.original_value, compute_new);
     return error == RegionError::none ? response : fail_request(error, connection);
 }
 
+// Return the response that refuses a request. Before that, put a reliable pair in the error state and raise the event.
 wire::Response ConnectedQueuePair::fail_request(wire::Status status, ibv_event_type event,
                                                 const Connection& connection) {
     Lock lock(mutex_);

@@ -75,8 +75,9 @@ void ConnectedQueuePair::return_receive(IncomingMessage* incoming, const Connect
     if (!incoming->is_active) {
         return;
     }
-    // The message did not complete. Its receive request goes back to the front of the queue, for the next message or to
-    // be flushed. A pair in the error state flushes the request instead of returning it to a shared queue.
+    // The message is incomplete. Its receive request goes back to the front of the queue, where the next message takes
+    // it or flush() completes it. A pair in the error state flushes the request instead of returning it to a shared
+    // queue.
     if (incoming->shared_queue != nullptr && state_ == IBV_QPS_ERR && connection.generation == generation_) {
         ibv_wc flush_wc{};
         flush_wc.status = IBV_WC_WR_FLUSH_ERR;
@@ -102,6 +103,7 @@ void ConnectedQueuePair::drop_message(const wire::Request& request, IncomingMess
     incoming->is_dropped = request.opcode == wire::Opcode::send && !wire::is_last_chunk(request);
 }
 
+// Copy the payload of a chunk from the payload ring to the buffers of the receive request (its scatter-gather list).
 RegionError ConnectedQueuePair::scatter(const IncomingMessage& incoming, const wire::Request& request,
                                         const BounceBuffer& bounce) {
     std::uint64_t skip_bytes = request.chunk_offset_bytes;

@@ -19,13 +19,15 @@ bool is_complete_piped_write(const wire::Request& request) {
 
 } // namespace
 
-// Serve the requests from `first_number` to before `end_number`, as long as they are complete writes into one region
-// and their payload is in the pipe. Return the number of served requests. Return 0 if serve_request, which detects all
-// errors, must serve the next request. Return nullopt if the connection ends.
+// Serve the requests from `first_request_number` on, but not `end_request_number`, as long as they are complete writes
+// into one region and their payload is in the pipe. Return the number of served requests. Return 0 if serve_request,
+// which detects all errors, must serve the next request. Return nullopt if the connection ends.
 std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* connection, Link* link,
-                                                                   std::uint32_t first_number, std::uint32_t end_number,
+                                                                   std::uint32_t first_request_number,
+                                                                   std::uint32_t end_request_number,
                                                                    const IncomingMessage& incoming) {
-    if (end_number - first_number < 2 || incoming.is_active || !is_reliable() || xrc_domain_ != nullptr) {
+    if (end_request_number - first_request_number < 2 || incoming.is_active || !is_reliable() ||
+        xrc_domain_ != nullptr) {
         return 0;
     }
     wire::Request first_request{};
@@ -34,9 +36,9 @@ std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* c
     std::uint32_t request_count = 0;
     std::shared_ptr<Region> region;
     for (; request_count < max_batch_requests && batch_bytes < max_batch_bytes &&
-           first_number + request_count != end_number;
+           first_request_number + request_count != end_request_number;
          ++request_count) {
-        const wire::Request request = link->read_request(first_number + request_count);
+        const wire::Request request = link->read_request(first_request_number + request_count);
         if (!is_complete_piped_write(request)) {
             break;
         }
@@ -45,8 +47,8 @@ std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* c
             std::uint64_t address = request.remote_address;
             region =
                 find_by_rkey(request.rkey, domain_, qp_num_, IBV_ACCESS_REMOTE_WRITE, &address, request.message_bytes);
-            // If a memory window has this rkey, its bounds differ from the region's bounds. Then serve its writes one
-            // by one.
+            // If a memory window has this rkey, its bounds differ from the region's bounds. Then serve_request serves
+            // the writes one by one.
             if (region != nullptr && region->rkey != request.rkey) {
                 region.reset();
             }
@@ -75,19 +77,20 @@ std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* c
     }
     const auto served_count = static_cast<std::uint32_t>(succeeded_count);
     for (std::uint32_t index = 0; index < served_count; ++index) {
-        link->put_response(first_number + index, wire::make_response(wire::Status::done));
+        link->put_response(first_request_number + index, wire::make_response(wire::Status::done));
     }
     if (served_count > 0) {
-        link->publish_responses(first_number + served_count, connection->socket.get());
+        link->publish_responses(first_request_number + served_count, connection->socket.get());
     }
     if (error == RegionError::none) {
         return served_count;
     }
-    // The read has removed the payload of the failed write from the pipe, so the connection ends. With
-    // RegionError::lost the requester itself has drained the pipe and does not wait for a response.
+    // The read has removed the payload of the failed write from the pipe, so the write cannot be tried again and the
+    // connection ends. RegionError::lost means that the requester itself has drained the pipe and does not wait for a
+    // response.
     if (error != RegionError::lost) {
-        link->put_response(first_number + served_count, fail_request(error, *connection));
-        link->publish_responses(first_number + served_count + 1, connection->socket.get());
+        link->put_response(first_request_number + served_count, fail_request(error, *connection));
+        link->publish_responses(first_request_number + served_count + 1, connection->socket.get());
     }
     return std::nullopt;
 }

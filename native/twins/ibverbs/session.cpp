@@ -110,20 +110,23 @@ constexpr std::array fault_points = {
     make_status_point("wc.send.landed"),
 };
 
+// Rules for fault points with these prefixes belong to this twin: it refuses an unknown name, and other twins ignore
+// the rules.
 constexpr std::array<std::string_view, 3> point_prefixes = {"ibv_", "_ibv_", "wc."};
 
+// Read the configuration and the fault plan. Return an error text, or an empty string if both are valid.
 std::string load_session() {
     record_use(UsedApi::verbs);
-    const std::string fault_error = load_faults(fault_points, point_prefixes);
-    return config().error.empty() ? fault_error : config().error;
+    const std::string fault_plan_error = load_faults(fault_points, point_prefixes);
+    return config().error.empty() ? fault_plan_error : config().error;
 }
 
 } // namespace
 
 const std::string& start_session() {
     // The text is never destroyed, because a thread of a queue pair may read it while the process exits.
-    static const std::string* const error = new std::string(load_session());
-    return *error;
+    static const std::string* const error_text = new std::string(load_session());
+    return *error_text;
 }
 
 std::optional<int> find_injected_fault(std::string_view point, std::span<const std::string_view> nics) {

@@ -62,8 +62,8 @@ void SharedReceiveQueue::put_back(ReceiveWork work) {
 int SharedReceiveQueue::modify(const ibv_srq_attr& attr, int attr_mask) {
     const auto max_wr = static_cast<std::uint32_t>(make_device_attributes(*domain_->context->device).max_srq_wr);
     std::lock_guard lock(mutex_);
-    const bool has_size = (attr_mask & IBV_SRQ_MAX_WR) != 0;
-    const std::uint32_t new_size = has_size ? attr.max_wr : max_requests_;
+    const bool changes_size = (attr_mask & IBV_SRQ_MAX_WR) != 0;
+    const std::uint32_t new_size = changes_size ? attr.max_wr : max_requests_;
     const std::uint32_t new_limit = (attr_mask & IBV_SRQ_LIMIT) != 0 ? attr.srq_limit : limit_;
     // The kernel's rxe_srq_chk_attr and rxe_queue_resize refuse the same values.
     if ((attr_mask & ~(IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT)) != 0 || new_size == 0 || new_size > max_wr ||

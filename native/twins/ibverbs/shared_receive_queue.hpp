@@ -57,7 +57,8 @@ private:
     std::mutex mutex_;
     std::uint32_t max_requests_;
     const std::uint32_t max_sges_;
-    std::uint32_t limit_ = 0; // 0: no event is requested
+    // take() raises the event when fewer requests than this number are left. 0: no event is requested.
+    std::uint32_t limit_ = 0;
     std::deque<ReceiveWork> requests_;
     const std::shared_ptr<WorkQueueSlots> slots_ = std::make_shared<WorkQueueSlots>();
 };

@@ -14,7 +14,7 @@ namespace {
 struct Rate {
     ibv_rate rate;
     int mbps;
-    // Multiple of 2.5 Gbit/s; 0 if the library defines none for this rate.
+    // The rate as a multiple of 2.5 Gbit/s; 0 if the library defines no multiple for this rate.
     int multiple;
 };
 

@@ -18,19 +18,20 @@ namespace {
 // Send a message and its payload. `has_more` tells the kernel that another message follows at once.
 bool send_message(int socket, const void* message, std::size_t message_bytes, const std::byte* payload,
                   std::size_t payload_bytes, bool has_more) {
-    iovec parts[2] = {{const_cast<void*>(message), message_bytes}, {const_cast<std::byte*>(payload), payload_bytes}};
+    iovec message_parts[2] = {{const_cast<void*>(message), message_bytes},
+                              {const_cast<std::byte*>(payload), payload_bytes}};
     msghdr header{};
-    header.msg_iov = parts;
+    header.msg_iov = message_parts;
     header.msg_iovlen = 2;
-    ssize_t result = 0;
+    ssize_t sent_bytes_or_error = 0;
     do {
-        result = sendmsg(socket, &header, MSG_NOSIGNAL | (has_more ? MSG_MORE : 0));
-    } while (result < 0 && errno == EINTR);
-    if (result < 0) {
+        sent_bytes_or_error = sendmsg(socket, &header, MSG_NOSIGNAL | (has_more ? MSG_MORE : 0));
+    } while (sent_bytes_or_error < 0 && errno == EINTR);
+    if (sent_bytes_or_error < 0) {
         return false;
     }
-    // A large message may be sent in part.
-    const auto sent_bytes = static_cast<std::size_t>(result);
+    // sendmsg may send only a part of a large message. Then send the rest.
+    const auto sent_bytes = static_cast<std::size_t>(sent_bytes_or_error);
     if (sent_bytes < message_bytes) {
         return send_all(socket, static_cast<const char*>(message) + sent_bytes, message_bytes - sent_bytes) &&
                send_all(socket, payload, payload_bytes);
@@ -83,13 +84,13 @@ void TcpLink::mark_ended() {
     }
 }
 
-bool TcpLink::publish_requests(std::uint32_t count, int socket) {
-    store_request_count(count);
-    while (sent_count_ != count) {
+bool TcpLink::publish_requests(std::uint32_t published_count, int socket) {
+    store_request_count(published_count);
+    while (sent_count_ != published_count) {
         const wire::Request request = read_request(sent_count_++);
         const std::size_t payload_bytes = wire::carries_payload(request.opcode) ? request.chunk_bytes : 0;
         if (!send_message(socket, &request, sizeof request, memory().data_at(request.payload_offset), payload_bytes,
-                          sent_count_ != count)) {
+                          sent_count_ != published_count)) {
             return false;
         }
     }
@@ -100,9 +101,9 @@ int TcpLink::wake_fd(int) const {
     return wake_eventfd_.get();
 }
 
-bool TcpLink::take_wake(int) {
-    eventfd_t count = 0;
-    eventfd_read(wake_eventfd_.get(), &count);
+bool TcpLink::consume_wakes(int) {
+    eventfd_t wake_count = 0;
+    eventfd_read(wake_eventfd_.get(), &wake_count);
     return !is_peer_gone_;
 }
 
@@ -116,8 +117,8 @@ void TcpLink::run_receiver() {
     eventfd_write(wake_eventfd_.get(), 1);
 }
 
-// Receive the next response. Return false at the end of the connection, or if the response is malformed or belongs to
-// no request.
+// Receive the response to the request `request_number`, the next one without a response. Return false at the end of the
+// connection, or if the response is malformed or belongs to no request.
 bool TcpLink::receive_response(std::uint32_t request_number) {
     wire::Response response{};
     if (!recv_all(socket_.get(), &response, sizeof response) || request_count() - request_number - 1 >= slot_count) {
@@ -149,9 +150,9 @@ bool TcpLink::wait_for_request(std::uint32_t served_count, int socket) {
     return true;
 }
 
-void TcpLink::publish_responses(std::uint32_t count, int socket) {
-    store_response_count(count);
-    for (; sent_count_ != count; ++sent_count_) {
+void TcpLink::publish_responses(std::uint32_t published_count, int socket) {
+    store_response_count(published_count);
+    for (; sent_count_ != published_count; ++sent_count_) {
         const wire::Response response = read_response(sent_count_);
         // A failure is ignored, because the responder notices a dead requester when it waits for the next request.
         send_message(socket, &response, sizeof response, memory().data_at(payload_offset),

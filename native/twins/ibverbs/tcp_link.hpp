@@ -20,12 +20,12 @@ public:
     static std::unique_ptr<Link> make_responder();
     ~TcpLink() override;
 
-    bool publish_requests(std::uint32_t count, int socket) override;
+    bool publish_requests(std::uint32_t published_count, int socket) override;
     void mark_ended() override;
     [[nodiscard]] int wake_fd(int socket) const override;
     [[nodiscard]] bool may_wait_for_peer() const override { return true; }
-    bool take_wake(int socket) override;
-    void publish_responses(std::uint32_t count, int socket) override;
+    bool consume_wakes(int socket) override;
+    void publish_responses(std::uint32_t published_count, int socket) override;
     bool wait_for_request(std::uint32_t served_count, int socket) override;
 
 private:

@@ -42,6 +42,9 @@ bool is_bindable(const KeyTable& table, const WindowBinding& binding) {
            region.covers(binding.address, binding.length_bytes);
 }
 
+// Return whether the window may be bound as the request says. A window of type 1 may be bound again without an
+// invalidation, and an empty range unbinds it. A window of type 2 must be invalidated first. The caller holds the lock
+// of the key table.
 bool is_valid_binding(const KeyTable& table, const WindowBinding& binding, const ProtectionDomain* qp_domain) {
     const Window& window = *binding.window;
     const auto window_entry = table.windows.find(get_window_index(window.rkey));
@@ -92,11 +95,11 @@ bool bind_window(const WindowBinding& binding, const ProtectionDomain* qp_domain
 bool invalidate_window(std::uint32_t rkey, const ProtectionDomain* qp_domain, std::uint32_t qp_num) {
     KeyTable& table = key_table();
     std::lock_guard lock(table.mutex);
-    const auto entry = table.windows.find(get_window_index(rkey));
-    if (entry == table.windows.end()) {
+    const auto window_entry = table.windows.find(get_window_index(rkey));
+    if (window_entry == table.windows.end()) {
         return false;
     }
-    Window& window = *entry->second;
+    Window& window = *window_entry->second;
     if (window.rkey != rkey || window.type != IBV_MW_TYPE_2 || window.region == nullptr || window.qp_num != qp_num ||
         !is_same_protection(window.domain, qp_domain)) {
         return false;
@@ -109,11 +112,11 @@ std::shared_ptr<Region> find_by_window(std::uint32_t rkey, const ProtectionDomai
                                        unsigned required_access, std::uint64_t* address, std::uint64_t size_bytes) {
     KeyTable& table = key_table();
     std::lock_guard lock(table.mutex);
-    const auto entry = table.windows.find(get_window_index(rkey));
-    if (entry == table.windows.end()) {
+    const auto window_entry = table.windows.find(get_window_index(rkey));
+    if (window_entry == table.windows.end()) {
         return nullptr;
     }
-    const Window& window = *entry->second;
+    const Window& window = *window_entry->second;
     if (window.rkey != rkey || window.region == nullptr || !is_same_protection(window.domain, domain) ||
         (window.type == IBV_MW_TYPE_2 && window.qp_num != qp_num) ||
         (window.access & required_access) != required_access) {
@@ -143,8 +146,8 @@ ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type) {
         std::lock_guard lock(table.mutex);
         // Bind requests can give a window any key with the window's index, so no region may have one of these keys.
         const auto is_index_used = [&table](std::uint32_t index) {
-            for (std::uint32_t tag = 0; tag <= 0xff; ++tag) {
-                if (table.by_rkey.contains(index << 8 | tag)) {
+            for (std::uint32_t low_key_byte = 0; low_key_byte <= 0xff; ++low_key_byte) {
+                if (table.by_rkey.contains(index << 8 | low_key_byte)) {
                     return true;
                 }
             }

@@ -9,11 +9,11 @@
 namespace gdrkit::twin::verbs::wire {
 
 std::string make_socket_name(const ibv_gid& gid, std::uint32_t qp_num) {
-    char digits[3];
+    char byte_text[3];
     std::string name = "qp.";
     for (const std::uint8_t byte : gid.raw) {
-        std::snprintf(digits, sizeof digits, "%02x", byte);
-        name += digits;
+        std::snprintf(byte_text, sizeof byte_text, "%02x", byte);
+        name += byte_text;
     }
     char qp_num_text[16];
     std::snprintf(qp_num_text, sizeof qp_num_text, ".%06x", qp_num & 0xffffffU);
@@ -34,8 +34,8 @@ bool is_well_formed(const ConnectRequest& connect_request) {
 }
 
 bool is_well_formed(const Request& request) {
-    // Only a send can invalidate a key, whose number takes the place of immediate data. Only a write with payload can
-    // use the pipe.
+    // Only a send can invalidate a key, which then takes the place of immediate data. Only a write with payload can use
+    // the pipe.
     if (request.magic != magic || request.opcode > Opcode::fetch_and_add ||
         (request.flags & ~(flag_immediate | flag_solicited | flag_piped | flag_invalidate)) != 0 ||
         ((request.flags & flag_invalidate) != 0 &&

@@ -1,8 +1,8 @@
-// Messages between two queue pairs. A connection starts with a ConnectRequest, the descriptors of the shared memory
-// (link.hpp) and a ConnectReply. After that, requests and responses are in the shared memory. The socket then carries
-// only wake-ups, and the end of file on the socket means that the peer is gone. Two machines have no shared memory, so
-// their socket carries the requests and responses (tcp_link.hpp). A message larger than a chunk is sent as several
-// requests.
+// Messages between two queue pairs. A connection starts with a ConnectRequest, the descriptors of the shared memory and
+// of the pipe (link.hpp), and a ConnectReply. After that, requests and responses are in the shared memory. The socket
+// then carries only wake-ups, and the end of file on the socket means that the peer is gone. Queue pairs on two
+// machines have no shared memory, so their socket carries the requests and responses (tcp_link.hpp). A message larger
+// than a chunk is sent as several requests.
 //
 // Both sides have the same version and byte order, so the structures are sent as they are in memory. The magic number
 // and the checks of sizes detect peers that do not speak this protocol.
@@ -39,7 +39,7 @@ static_assert(sizeof(ConnectRequest) == 64);
 struct ConnectReply {
     std::uint32_t magic;
     // 1: the queue pair accepts this peer. 0: it refuses the peer; on hardware it would drop the peer's packets.
-    std::uint32_t ready;
+    std::uint32_t is_accepted;
     // A random number, and its address in the responder's process. A requester that reads this number at this address
     // of the peer's process knows that it can access the memory of the right process (peer_memory.hpp).
     std::uint64_t probe_address;
@@ -72,6 +72,7 @@ struct Request {
     std::uint32_t immediate_data;
     // Offset of this chunk's payload in the shared memory: the source of a send or write, the destination of a read.
     std::uint32_t payload_offset;
+    // For an atomic request: the value to compare with or to add, and the value that a successful comparison stores.
     std::uint64_t compare_or_add;
     std::uint64_t swap;
     // Number of the shared receive queue to which an XRC request goes; 0 for other transports.
@@ -90,7 +91,7 @@ struct Response {
     // For a read: number of payload bytes that the responder returns.
     std::uint32_t payload_bytes;
     // For an atomic request: the old value.
-    std::uint64_t original;
+    std::uint64_t original_value;
 };
 static_assert(sizeof(Response) == 24);
 

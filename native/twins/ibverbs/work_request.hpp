@@ -45,9 +45,9 @@ struct SendWork {
     std::uint32_t immediate_data = 0; // the immediate data, or the rkey that the request invalidates
     std::uint64_t remote_address = 0;
     std::uint32_t rkey = 0;
-    std::uint64_t compare_or_add = 0; // the value that a compare-and-swap compares, or the addend of a fetch-and-add
-    std::uint64_t swap = 0;
-    std::uint32_t remote_srq_number = 0; // for an XRC queue pair
+    std::uint64_t compare_or_add = 0;    // the value that a compare-and-swap compares, or the addend of a fetch-and-add
+    std::uint64_t swap = 0;              // the value that a successful compare-and-swap stores
+    std::uint32_t remote_srq_number = 0; // the shared receive queue of the peer, for an XRC queue pair
     std::uint64_t length_bytes = 0;
     ScatterGatherList sges;
     // The payload of an inline request, copied when the request was posted.
@@ -74,7 +74,7 @@ bool carries_data(ibv_wr_opcode opcode);
 // Return whether the request only changes the keys of its own device: it binds or invalidates a memory window.
 bool changes_keys(ibv_wr_opcode opcode);
 // Translate a request whose list of entries was checked, and copy its inline data. `all_signaled` is sq_sig_all of the
-// queue pair: every request gets a completion.
+// queue pair: if it is true, every request gets a completion.
 SendWork to_send_work(const ibv_send_wr& wr, bool all_signaled, std::uint64_t length_bytes);
 ReceiveWork to_receive_work(const ibv_recv_wr& wr);
 

@@ -33,9 +33,9 @@ int open_file_domain(const Device* device, int fd, int oflags, std::shared_ptr<X
     if (fstat(fd, &status) != 0) {
         return EBADF;
     }
-    SharedDomains& shared = shared_domains();
-    std::lock_guard lock(shared.mutex);
-    std::weak_ptr<XrcDomain>& entry = shared.domains[{device, status.st_dev, status.st_ino}];
+    SharedDomains& shared_domain_table = shared_domains();
+    std::lock_guard lock(shared_domain_table.mutex);
+    std::weak_ptr<XrcDomain>& entry = shared_domain_table.domains[{device, status.st_dev, status.st_ino}];
     *domain = entry.lock();
     if (*domain != nullptr) {
         return (oflags & O_EXCL) != 0 ? EINVAL : 0;

@@ -1,7 +1,7 @@
 // XRC domains. Each message names a shared receive queue of the domain, and the receive queue pairs of the domain
-// deliver the message to that queue. Clients that open the same file get the same domain. The domain owns
-// the receive queue pairs. ibv_create_qp_ex creates a receive queue pair with its first ibv_qp, and ibv_open_qp adds a
-// further ibv_qp. The queue pair is destroyed with its last ibv_qp.
+// deliver the message to that queue. Clients that open the same file get the same domain. The domain owns its receive
+// queue pairs. ibv_create_qp_ex creates a receive queue pair with its first ibv_qp, and ibv_open_qp adds a further
+// ibv_qp. The queue pair is destroyed with its last ibv_qp.
 #pragma once
 
 #include <atomic>
@@ -44,8 +44,8 @@ private:
     };
 
     std::mutex mutex_;
-    std::map<std::uint32_t, std::shared_ptr<SharedReceiveQueue>> queues_; // by their numbers
-    std::map<std::uint32_t, ReceiveQp> receive_qps_;                      // by their queue pair numbers
+    std::map<std::uint32_t, std::shared_ptr<SharedReceiveQueue>> queues_; // by queue number
+    std::map<std::uint32_t, ReceiveQp> receive_qps_;                      // by queue pair number
 };
 
 struct XrcDomainHandle {

@@ -19,7 +19,7 @@
 namespace {
 
 constexpr const char* twins_variable = "GDRKIT_TWINS_LIBRARIES"; // paths of the twins, separated by colons
-constexpr std::size_t hash_characters = 8;                       // auditwheel adds "-" and this number of digits
+constexpr std::size_t hash_characters = 8; // auditwheel adds "-" and this number of hexadecimal digits
 
 constexpr bool is_hash(std::string_view text) {
     return text.size() == hash_characters && text.find_first_not_of("0123456789abcdef") == std::string_view::npos;
@@ -65,17 +65,19 @@ static_assert(get_major_version("/a/libcudart.so.12") == "12" &&
               get_major_version("libcudart-c3a75b33.so.12.9.79") == "12");
 static_assert(get_major_version("libcudart.so").empty());
 
-// The CUDA runtime has a twin for each of several versions, which differ in their structures.
-constexpr bool has_versions(std::string_view library) {
+// Return whether the library has several twins, one for each major version. Only the CUDA runtime has several, because
+// its structures differ between versions.
+constexpr bool has_twin_per_version(std::string_view library) {
     return get_stem(library) == "libcudart";
 }
 
-// Return whether the twin replaces a library of this name and this version. If the version is unknown, the first of
-// several twins replaces the library.
+// Return whether the twin replaces a library of this name and this version. If the version is unknown (an empty text),
+// every twin of this library does, so the first of them in the list replaces the library.
 constexpr bool replaces(std::string_view twin, std::string_view library, std::string_view major_version) {
-    const std::string_view stem = get_stem(library);
+    const std::string_view library_stem = get_stem(library);
     const bool has_other_version = !major_version.empty() && major_version != get_major_version(twin);
-    return !stem.empty() && stem == get_stem(twin) && !(has_versions(library) && has_other_version);
+    return !library_stem.empty() && library_stem == get_stem(twin) &&
+           !(has_twin_per_version(library) && has_other_version);
 }
 constexpr bool replaces(std::string_view twin, std::string_view library) {
     return replaces(twin, library, get_major_version(library));
@@ -140,9 +142,9 @@ struct ElfFile {
         if (name_offset == 0 || !find_segment(has_string_table, &string_segment)) {
             return false;
         }
-        const std::uint64_t begin =
+        const std::uint64_t soname_offset =
             string_segment.p_offset + (string_table_address - string_segment.p_vaddr) + name_offset;
-        for (std::size_t index = 0; index < sizeof buffer && read(begin + index, &buffer[index]); ++index) {
+        for (std::size_t index = 0; index < sizeof buffer && read(soname_offset + index, &buffer[index]); ++index) {
             if (buffer[index] == '\0') {
                 return true;
             }
@@ -172,35 +174,35 @@ bool read_soname(const char* path, char (&buffer)[PATH_MAX]) {
 
 // Return the first number of the version of a library, from its name, else from the name of the file to which its
 // symbolic links lead, else from its SONAME. The returned text may point into the buffer.
-std::string_view find_major_version(const char* library, char (&buffer)[PATH_MAX]) {
-    std::string_view major_version = get_major_version(library);
-    if (major_version.empty() && realpath(library, buffer) != nullptr) {
+std::string_view find_major_version(const char* library_path, char (&buffer)[PATH_MAX]) {
+    std::string_view major_version = get_major_version(library_path);
+    if (major_version.empty() && realpath(library_path, buffer) != nullptr) {
         major_version = get_major_version(buffer);
     }
-    if (major_version.empty() && read_soname(library, buffer)) {
+    if (major_version.empty() && read_soname(library_path, buffer)) {
         major_version = get_major_version(buffer);
     }
     return major_version;
 }
 
 // Return the path of the twin that replaces this library, or nullptr. The library may not exist.
-char* find_twin(const char* library) {
+char* find_twin(const char* library_path) {
     // A copy of the variable that is never freed, with NUL in place of the colons: the loader keeps the C strings that
     // la_objsearch returns.
     static char* const twin_paths = [] {
         const char* const variable_value = std::getenv(twins_variable);
-        const std::string_view text = variable_value == nullptr ? "" : variable_value;
-        auto* const copy = static_cast<char*>(std::calloc(text.size() + 2, 1));
-        for (std::size_t index = 0; copy != nullptr && index < text.size(); ++index) {
-            copy[index] = text[index] == ':' ? '\0' : text[index];
+        const std::string_view path_list = variable_value == nullptr ? "" : variable_value;
+        auto* const path_list_copy = static_cast<char*>(std::calloc(path_list.size() + 2, 1));
+        for (std::size_t index = 0; path_list_copy != nullptr && index < path_list.size(); ++index) {
+            path_list_copy[index] = path_list[index] == ':' ? '\0' : path_list[index];
         }
-        return copy;
+        return path_list_copy;
     }();
     char buffer[PATH_MAX];
     const std::string_view major_version =
-        has_versions(library) ? find_major_version(library, buffer) : std::string_view();
+        has_twin_per_version(library_path) ? find_major_version(library_path, buffer) : std::string_view();
     for (char* path = twin_paths; path != nullptr && *path != '\0'; path += std::string_view(path).size() + 1) {
-        if (replaces(path, library, major_version)) {
+        if (replaces(path, library_path, major_version)) {
             return path;
         }
     }
@@ -212,8 +214,8 @@ char* find_twin(const char* library) {
 extern "C" {
 
 [[gnu::visibility("default")]] unsigned la_version(unsigned version) {
-    // The older of the loader's version and this library's version is returned: every version of the interface has the
-    // functions that this library uses, and the loader refuses a version that it does not know.
+    // Return the older version of the interface: the loader's or this library's (LAV_CURRENT). The loader refuses a
+    // version that it does not know, and every version has the functions that this library uses.
     return version < LAV_CURRENT ? version : LAV_CURRENT;
 }
 
@@ -225,10 +227,11 @@ extern "C" {
     if (flag == LA_SER_ORIG && !has_folder) {
         return const_cast<char*>(name);
     }
-    // Do not replace a path that does not exist: a later path of this search may have the file whose version selects
-    // the twin. The loader searches its own folders last. In these folders the twin replaces even a missing file.
-    const bool is_library_path = (flag & (LA_SER_LIBPATH | LA_SER_RUNPATH)) != 0;
-    if (is_library_path && has_versions(name) && get_major_version(name).empty() && access(name, F_OK) != 0) {
+    // Do not replace a path of LD_LIBRARY_PATH or of a RUNPATH that does not exist: a later path of this search may
+    // have the file whose version selects the twin. The loader searches its own folders last. In these folders the twin
+    // replaces even a missing file.
+    const bool is_in_search_path = (flag & (LA_SER_LIBPATH | LA_SER_RUNPATH)) != 0;
+    if (is_in_search_path && has_twin_per_version(name) && get_major_version(name).empty() && access(name, F_OK) != 0) {
         return const_cast<char*>(name);
     }
     char* const twin = find_twin(name);

@@ -26,24 +26,25 @@ bool exists(const char* path) {
     return syscall(SYS_faccessat, AT_FDCWD, path, F_OK) == 0;
 }
 
-// Return the folder of the tree, or an empty text if there is none. The variable is read once, because a program may
-// change its environment.
+// Return the folder of the tree, or an empty text if there is none. The environment variable of the state folder is
+// read only once, because a program may change its environment.
 std::string_view get_tree_folder() {
-    static char folder[max_path_bytes];
+    static char tree_folder[max_path_bytes];
     static int cached_length = -1;
     int folder_length = __atomic_load_n(&cached_length, __ATOMIC_ACQUIRE);
     if (folder_length < 0) {
-        const char* const state_folder = std::getenv(state_variable);
-        // Threads that come here at the same time write the same bytes.
-        folder_length =
-            state_folder == nullptr ? 0 : std::snprintf(folder, sizeof folder, "%s%s", state_folder, tree_name);
+        const char* const state_folder = std::getenv(state_folder_variable);
+        // Several threads may write to `tree_folder` at the same time, but they write the same bytes.
+        folder_length = state_folder == nullptr
+                            ? 0
+                            : std::snprintf(tree_folder, sizeof tree_folder, "%s%s", state_folder, tree_folder_name);
         // A longer path leaves too few bytes in Path for the files below the folder, so the tree is not used.
-        if (folder_length >= static_cast<int>(sizeof folder) / 2) {
+        if (folder_length >= static_cast<int>(sizeof tree_folder) / 2) {
             folder_length = 0;
         }
         __atomic_store_n(&cached_length, folder_length, __ATOMIC_RELEASE);
     }
-    return {folder, static_cast<std::size_t>(folder_length)};
+    return {tree_folder, static_cast<std::size_t>(folder_length)};
 }
 
 // Folders that the tree replaces as a whole, so that programs see only the RDMA devices of the verbs twin.
@@ -53,7 +54,7 @@ constexpr std::string_view replaced_folders[] = {
 };
 static_assert(replaced_folders[4].ends_with(host_bridge_name));
 // A path below this folder leads to the tree only if it does not exist on this machine.
-constexpr std::string_view pci_devices = "/sys/bus/pci/devices/";
+constexpr std::string_view pci_devices_folder = "/sys/bus/pci/devices/";
 
 // A folder that ends with ':' stands for all PCI addresses with this beginning.
 bool is_in_folder(std::string_view path, std::string_view folder) {
@@ -61,8 +62,8 @@ bool is_in_folder(std::string_view path, std::string_view folder) {
            (folder.ends_with(':') || path.size() == folder.size() || path[folder.size()] == '/');
 }
 
-bool is_device_path(const char* file) {
-    const std::string_view path = file;
+bool is_device_path(const char* pathname) {
+    const std::string_view path = pathname;
     if (!path.starts_with("/sys/") && !path.starts_with("/dev/infiniband")) {
         return false;
     }
@@ -71,23 +72,22 @@ bool is_device_path(const char* file) {
             return true;
         }
     }
-    return path.size() > pci_devices.size() && path.starts_with(pci_devices) && !exists(file);
+    return path.size() > pci_devices_folder.size() && path.starts_with(pci_devices_folder) && !exists(pathname);
 }
 
-// Store the absolute path of `file`, which is relative to a folder's descriptor or AT_FDCWD. Return false if it is too
-// long or the folder has no path.
-bool make_absolute(int folder_fd, const char* file, char* absolute, std::size_t size_bytes) {
+// Store the absolute path of `pathname`, a path relative to the folder of `folder_fd` or, with AT_FDCWD, to the current
+// folder. Return false if the absolute path is too long or the folder has no path.
+bool make_absolute(int folder_fd, const char* pathname, char* absolute_path, std::size_t size_bytes) {
     char proc_link[64];
     if (folder_fd == AT_FDCWD) {
         std::snprintf(proc_link, sizeof proc_link, "/proc/self/cwd");
     } else {
         std::snprintf(proc_link, sizeof proc_link, "/proc/self/fd/%d", folder_fd);
     }
-    const long folder_length = syscall(SYS_readlinkat, AT_FDCWD, proc_link, absolute, size_bytes - 1);
-    return folder_length > 0 &&
-           static_cast<std::size_t>(std::snprintf(absolute + folder_length,
-                                                  size_bytes - static_cast<std::size_t>(folder_length), "/%s", file)) <
-               size_bytes - static_cast<std::size_t>(folder_length);
+    const long folder_length = syscall(SYS_readlinkat, AT_FDCWD, proc_link, absolute_path, size_bytes - 1);
+    return folder_length > 0 && static_cast<std::size_t>(std::snprintf(
+                                    absolute_path + folder_length, size_bytes - static_cast<std::size_t>(folder_length),
+                                    "/%s", pathname)) < size_bytes - static_cast<std::size_t>(folder_length);
 }
 
 constexpr std::string_view counter_names[] = {"port_xmit_data", "port_rcv_data", "port_xmit_packets",
@@ -99,8 +99,8 @@ const char* get_file_name(const char* path) {
 }
 
 bool is_counter_name(const char* name) {
-    for (const std::string_view counter : counter_names) {
-        if (counter == name) {
+    for (const std::string_view counter_name : counter_names) {
+        if (counter_name == name) {
             return true;
         }
     }
@@ -117,38 +117,39 @@ std::uint64_t get_counter_value(const PortCounters& counters, std::string_view n
 
 bool read_counters(int device_index, PortCounters* counters) {
     char path[max_path_bytes];
-    const std::string_view tree = get_tree_folder();
-    const auto state_length = static_cast<int>(tree.size() - std::strlen(tree_name));
-    std::snprintf(path, sizeof path, "%.*s%s", state_length, tree.data(), counters_name);
+    const std::string_view tree_folder = get_tree_folder();
+    const auto state_folder_length = static_cast<int>(tree_folder.size() - std::strlen(tree_folder_name));
+    std::snprintf(path, sizeof path, "%.*s%s", state_folder_length, tree_folder.data(), counters_file_name);
     const int fd = open_directly(path, O_RDONLY);
     if (fd < 0) {
         return false;
     }
-    const long length = syscall(SYS_pread64, fd, counters, sizeof *counters,
-                                static_cast<long>(static_cast<std::size_t>(device_index) * sizeof *counters));
+    const long read_bytes = syscall(SYS_pread64, fd, counters, sizeof *counters,
+                                    static_cast<long>(static_cast<std::size_t>(device_index) * sizeof *counters));
     syscall(SYS_close, fd);
-    return length == sizeof *counters;
+    return read_bytes == sizeof *counters;
 }
 
 } // namespace
 
-Path::Path(int folder_fd, const char* file) : file_(file) {
-    const std::string_view tree = get_tree_folder();
-    if (file == nullptr || tree.empty()) {
+Path::Path(int folder_fd, const char* pathname) : original_path_(pathname) {
+    const std::string_view tree_folder = get_tree_folder();
+    if (pathname == nullptr || tree_folder.empty()) {
         return;
     }
     const int saved_errno = errno;
-    if (is_device_path(file)) {
-        const int length =
-            std::snprintf(tree_path_, sizeof tree_path_, "%.*s%s", static_cast<int>(tree.size()), tree.data(), file);
+    if (is_device_path(pathname)) {
+        const int length = std::snprintf(tree_path_, sizeof tree_path_, "%.*s%s", static_cast<int>(tree_folder.size()),
+                                         tree_folder.data(), pathname);
         is_replaced_ = length < static_cast<int>(sizeof tree_path_);
         if (is_replaced_) {
             find_counter(tree_path_);
         }
-    } else if (file[0] != '/' && is_counter_name(get_file_name(file)) &&
-               make_absolute(folder_fd, file, tree_path_, sizeof tree_path_) && is_in_folder(tree_path_, tree)) {
-        // The program has opened or entered a folder of the tree. There libc would open the counter's file, which
-        // contains 0.
+    } else if (pathname[0] != '/' && is_counter_name(get_file_name(pathname)) &&
+               make_absolute(folder_fd, pathname, tree_path_, sizeof tree_path_) &&
+               is_in_folder(tree_path_, tree_folder)) {
+        // The program has opened or entered a folder of the tree. There libc would open the counter's file of the tree,
+        // which always contains 0.
         find_counter(tree_path_);
     }
     errno = saved_errno;
@@ -162,11 +163,11 @@ void Path::find_counter(const char* tree_path) {
         return;
     }
     for (const char* component = tree_path; (component = std::strstr(component, "/twin")) != nullptr; ++component) {
-        unsigned device = 0;
+        unsigned device_number = 0;
         int prefix_length = 0;
-        if (std::sscanf(component, "/twin%2u/ports/1/counters/%n", &device, &prefix_length) == 1 && prefix_length > 0 &&
-            component + prefix_length == name && device < max_devices) {
-            device_index_ = static_cast<int>(device);
+        if (std::sscanf(component, "/twin%2u/ports/1/counters/%n", &device_number, &prefix_length) == 1 &&
+            prefix_length > 0 && component + prefix_length == name && device_number < max_devices) {
+            device_index_ = static_cast<int>(device_number);
             counter_name_ = name;
         }
     }
@@ -193,9 +194,10 @@ int open_counter(const Path& path, int flags) {
 }
 
 char* strip_tree_folder(char* path) {
-    const std::string_view tree = get_tree_folder();
-    if (path != nullptr && !tree.empty() && std::string_view(path).starts_with(tree) && path[tree.size()] == '/') {
-        std::memmove(path, path + tree.size(), std::strlen(path + tree.size()) + 1);
+    const std::string_view tree_folder = get_tree_folder();
+    if (path != nullptr && !tree_folder.empty() && std::string_view(path).starts_with(tree_folder) &&
+        path[tree_folder.size()] == '/') {
+        std::memmove(path, path + tree_folder.size(), std::strlen(path + tree_folder.size()) + 1);
     }
     return path;
 }

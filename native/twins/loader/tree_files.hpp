@@ -7,13 +7,14 @@
 
 namespace gdrkit::twin {
 
-// This variable names the folder with the state of the domain (the emulated machine). `gdrkit run` creates the folder.
-inline constexpr const char* state_variable = "GDRKIT_TWINS_STATE";
+// This environment variable has the path of the folder with the state of the domain (the emulated machine). `gdrkit
+// run` creates the folder.
+inline constexpr const char* state_folder_variable = "GDRKIT_TWINS_STATE";
 
 // Paths below that folder. The folder `tree` contains the device files under the same paths as below /. The file
 // `counters` has one PortCounters for each device.
-inline constexpr const char* tree_name = "/tree";
-inline constexpr const char* counters_name = "/counters";
+inline constexpr const char* tree_folder_name = "/tree";
+inline constexpr const char* counters_file_name = "/counters";
 inline constexpr std::size_t max_devices = 16;
 
 // Traffic of all processes of the domain that passed the port of a device since the folder was created. A byte count

@@ -89,24 +89,25 @@ void write_pci_function(const fs::path& tree, const fs::path& folder, const PciF
     write_link(tree / "sys/bus/pci/devices" / function.address, folder);
 }
 
-// Write a PCIe switch below a root port of its own, and return the folders of its two downstream ports. Programs regard
-// a NIC and a GPU below one switch as neighbours.
-// Bus numbers: 0x40 + index for a switch, 0x60 + index for its downstream ports, 0x80 + index for a NIC, and
-// first_gpu_pci_bus + index for a GPU.
+// Write a PCIe switch below a root port of its own, and return the folders of its two downstream ports, for a NIC and
+// for a GPU. Programs regard a NIC and a GPU below one switch as neighbours. Bus numbers: 0x40 + index for a switch,
+// 0x60 + index for its downstream ports, 0x80 + index for a NIC, and first_gpu_pci_bus + index for a GPU.
 std::pair<fs::path, fs::path> write_switch(const fs::path& tree, unsigned index) {
     const fs::path host_bridge = tree / "sys/devices" / host_bridge_name;
     const auto make_bridge_function = [](std::string address) {
         return PciFunction{std::move(address), "0xfff0", "0x0002", bridge_class};
     };
-    const std::string root_port = format("7d00:00:%02x.0", index + 1),
-                      upstream_port = format("7d00:%02x:00.0", 0x40 + index);
-    write_pci_function(tree, host_bridge / root_port, make_bridge_function(root_port));
-    write_pci_function(tree, host_bridge / root_port / upstream_port, make_bridge_function(upstream_port));
-    const std::string nic_port = format("7d00:%02x:00.0", 0x60 + index),
-                      gpu_port = format("7d00:%02x:01.0", 0x60 + index);
-    write_pci_function(tree, host_bridge / root_port / upstream_port / nic_port, make_bridge_function(nic_port));
-    write_pci_function(tree, host_bridge / root_port / upstream_port / gpu_port, make_bridge_function(gpu_port));
-    return {host_bridge / root_port / upstream_port / nic_port, host_bridge / root_port / upstream_port / gpu_port};
+    const std::string root_port_address = format("7d00:00:%02x.0", index + 1),
+                      upstream_port_address = format("7d00:%02x:00.0", 0x40 + index);
+    write_pci_function(tree, host_bridge / root_port_address, make_bridge_function(root_port_address));
+    write_pci_function(tree, host_bridge / root_port_address / upstream_port_address,
+                       make_bridge_function(upstream_port_address));
+    const std::string nic_port_address = format("7d00:%02x:00.0", 0x60 + index),
+                      gpu_port_address = format("7d00:%02x:01.0", 0x60 + index);
+    const fs::path switch_folder = host_bridge / root_port_address / upstream_port_address;
+    write_pci_function(tree, switch_folder / nic_port_address, make_bridge_function(nic_port_address));
+    write_pci_function(tree, switch_folder / gpu_port_address, make_bridge_function(gpu_port_address));
+    return {switch_folder / nic_port_address, switch_folder / gpu_port_address};
 }
 
 std::string format_guid(const void* guid) {
@@ -118,7 +119,7 @@ std::string format_guid(const void* guid) {
 // Return the rate of the port in the form of the kernel's file (drivers/infiniband/core/sysfs.c). ibv_port_attr has the
 // codes 1, 2, 4 and 8 for the widths 1X, 4X, 8X and 12X.
 std::string format_rate(const ibv_port_attr& port) {
-    const int lanes = port.active_width == 1 ? 1 : port.active_width == 2 ? 4 : port.active_width == 4 ? 8 : 12;
+    const int lane_count = port.active_width == 1 ? 1 : port.active_width == 2 ? 4 : port.active_width == 4 ? 8 : 12;
     struct Speed {
         std::uint8_t code;
         const char* name;
@@ -127,7 +128,7 @@ std::string format_rate(const ibv_port_attr& port) {
     for (const Speed& speed : {Speed{1, "SDR", 2.5}, Speed{2, "DDR", 5}, Speed{4, "QDR", 10}, Speed{8, "FDR10", 10},
                                Speed{16, "FDR", 14}, Speed{32, "EDR", 25}, Speed{64, "HDR", 50}}) {
         if (speed.code == port.active_speed) {
-            return format("%g Gb/sec (%dX %s)", speed.gigabits_per_lane * lanes, lanes, speed.name);
+            return format("%g Gb/sec (%dX %s)", speed.gigabits_per_lane * lane_count, lane_count, speed.name);
         }
     }
     return "0 Gb/sec";
@@ -143,23 +144,24 @@ void write_gids(const fs::path& folder, ibv_context* context, int table_length) 
     for (int index = 0; index < table_length; ++index) {
         write_file(folder / "gids" / std::to_string(index), "0000:0000:0000:0000:0000:0000:0000:0000");
     }
-    std::vector<ibv_gid_entry> entries(256);
+    std::vector<ibv_gid_entry> entries(256); // more than a device of the twin has
     const ssize_t count = ibv_query_gid_table(context, entries.data(), entries.size(), 0);
     if (count < 0) {
         throw std::runtime_error("ibv_query_gid_table failed");
     }
     entries.resize(static_cast<std::size_t>(count));
     for (const ibv_gid_entry& entry : entries) {
-        const std::string index = std::to_string(entry.gid_index);
+        const std::string index_text = std::to_string(entry.gid_index);
         std::string gid_text;
-        for (unsigned byte = 0; byte < sizeof entry.gid.raw; byte += 2) {
-            gid_text += format("%s%02x%02x", byte == 0 ? "" : ":", entry.gid.raw[byte], entry.gid.raw[byte + 1]);
+        for (unsigned byte_index = 0; byte_index < sizeof entry.gid.raw; byte_index += 2) {
+            gid_text += format("%s%02x%02x", byte_index == 0 ? "" : ":", entry.gid.raw[byte_index],
+                               entry.gid.raw[byte_index + 1]);
         }
-        write_file(folder / "gids" / index, gid_text);
-        write_file(folder / "gid_attrs/types" / index,
+        write_file(folder / "gids" / index_text, gid_text);
+        write_file(folder / "gid_attrs/types" / index_text,
                    entry.gid_type == IBV_GID_TYPE_ROCE_V2 ? "RoCE v2" : "IB/RoCE v1");
         // The packets of the twin stay in this machine, so their network interface is the loopback.
-        write_file(folder / "gid_attrs/ndevs" / index, "lo");
+        write_file(folder / "gid_attrs/ndevs" / index_text, "lo");
     }
 }
 
@@ -196,41 +198,41 @@ void write_port(const fs::path& folder, ibv_context* context) {
     write_file(folder / "hw_counters/lifespan", "10"); // milliseconds
 }
 
-void write_nic(const fs::path& tree, const fs::path& port_folder, unsigned index, ibv_device* device) {
+void write_nic(const fs::path& tree, const fs::path& switch_port_folder, unsigned index, ibv_device* device) {
     ibv_context* const context = ibv_open_device(device);
     ibv_device_attr attributes{};
     if (context == nullptr || ibv_query_device(context, &attributes) != 0) {
         throw std::runtime_error("ibv_query_device failed");
     }
     const PciFunction function{format("7d00:%02x:00.0", 0x80 + index), "0xfff0", "0x0001", ethernet_class};
-    const fs::path function_folder = port_folder / function.address;
+    const fs::path function_folder = switch_port_folder / function.address;
     write_pci_function(tree, function_folder, function);
 
-    const std::string name = ibv_get_device_name(device);
-    const fs::path folder = function_folder / "infiniband" / name;
-    write_file(folder / "node_type", "1: CA");
-    write_file(folder / "node_guid", format_guid(&attributes.node_guid));
-    write_file(folder / "sys_image_guid", format_guid(&attributes.sys_image_guid));
-    write_file(folder / "node_desc", "software twin " + name);
-    write_file(folder / "fw_ver", attributes.fw_ver);
-    write_file(folder / "hca_type", "twin");
-    write_file(folder / "board_id", "twin");
-    write_file(folder / "hw_rev", format("%x", attributes.hw_ver));
-    write_port(folder / "ports/1", context);
+    const std::string device_name = ibv_get_device_name(device);
+    const fs::path infiniband_folder = function_folder / "infiniband" / device_name;
+    write_file(infiniband_folder / "node_type", "1: CA");
+    write_file(infiniband_folder / "node_guid", format_guid(&attributes.node_guid));
+    write_file(infiniband_folder / "sys_image_guid", format_guid(&attributes.sys_image_guid));
+    write_file(infiniband_folder / "node_desc", "software twin " + device_name);
+    write_file(infiniband_folder / "fw_ver", attributes.fw_ver);
+    write_file(infiniband_folder / "hca_type", "twin");
+    write_file(infiniband_folder / "board_id", "twin");
+    write_file(infiniband_folder / "hw_rev", format("%x", attributes.hw_ver));
+    write_port(infiniband_folder / "ports/1", context);
     // Programs take the PCI address from the last part of this link's target.
-    fs::create_symlink("../../../" + function.address, folder / "device");
-    write_link(folder / "subsystem", tree / "sys/class/infiniband");
-    write_link(tree / "sys/class/infiniband" / name, folder);
+    fs::create_symlink("../../../" + function.address, infiniband_folder / "device");
+    write_link(infiniband_folder / "subsystem", tree / "sys/class/infiniband");
+    write_link(tree / "sys/class/infiniband" / device_name, infiniband_folder);
 
-    const std::string verbs_name = device->dev_name;
-    const fs::path verbs_folder = function_folder / "infiniband_verbs" / verbs_name;
-    write_file(verbs_folder / "ibdev", name);
+    const std::string verbs_device_name = device->dev_name;
+    const fs::path verbs_folder = function_folder / "infiniband_verbs" / verbs_device_name;
+    write_file(verbs_folder / "ibdev", device_name);
     write_file(verbs_folder / "abi_version", "1");
     // Major number 231 and first minor number 192 belong to uverbs (drivers/infiniband/core/uverbs_main.c).
     write_file(verbs_folder / "dev", format("231:%u", 192 + index));
     fs::create_symlink("../../../" + function.address, verbs_folder / "device");
-    write_link(tree / "sys/class/infiniband_verbs" / verbs_name, verbs_folder);
-    write_device_node(tree / "dev/infiniband" / verbs_name);
+    write_link(tree / "sys/class/infiniband_verbs" / verbs_device_name, verbs_folder);
+    write_device_node(tree / "dev/infiniband" / verbs_device_name);
     ibv_close_device(context);
 }
 
@@ -249,16 +251,16 @@ void write_tree(const fs::path& tree) {
     write_file(tree / "dev/infiniband/rdma_cm", "");
     const unsigned gpu_count = config().gpu_count;
     for (unsigned index = 0; index < std::max(static_cast<unsigned>(nic_count), gpu_count); ++index) {
-        const auto [nic_port, gpu_port] = write_switch(tree, index);
+        const auto [nic_port_folder, gpu_port_folder] = write_switch(tree, index);
         if (index < static_cast<unsigned>(nic_count)) {
-            write_nic(tree, nic_port, index, devices[index]);
+            write_nic(tree, nic_port_folder, index, devices[index]);
         }
         if (index < gpu_count) {
             // cuDeviceGetPCIBusId returns the same address.
             const PciFunction gpu{format("0000:%02x:00.0", first_gpu_pci_bus + index),
                                   format("0x%04x", gpu_pci_vendor_id), format("0x%04x", gpu_pci_device_id),
                                   display_class};
-            write_pci_function(tree, gpu_port / gpu.address, gpu);
+            write_pci_function(tree, gpu_port_folder / gpu.address, gpu);
         }
     }
     ibv_free_device_list(devices);

@@ -42,15 +42,15 @@ bool parse_number(std::string_view text, std::uint64_t* value) {
     return error == std::errc{} && end == text.data() + text.size() && !text.empty();
 }
 
-std::uint64_t read_number(Config* config, const char* variable, std::uint64_t fallback, std::uint64_t largest) {
+std::uint64_t read_number(Config* config, const char* variable, std::uint64_t default_value, std::uint64_t max_value) {
     const char* text = std::getenv(variable);
     if (text == nullptr) {
-        return fallback;
+        return default_value;
     }
     std::uint64_t value = 0;
-    if (!parse_number(text, &value) || value > largest) {
-        report_malformed(config, variable, text, "a number from 0 to " + std::to_string(largest));
-        return fallback;
+    if (!parse_number(text, &value) || value > max_value) {
+        report_malformed(config, variable, text, "a number from 0 to " + std::to_string(max_value));
+        return default_value;
     }
     return value;
 }
@@ -142,12 +142,12 @@ Config read_config() {
     config.gaudi_generation = read_gaudi_generation(&config);
     config.gaudi_bar_mib = read_number(&config, "GDRKIT_TWINS_GAUDI_BAR_MIB", 0, 1 << 20);
     config.cufile_version = read_cufile_version(&config);
-    config.peermem = read_number(&config, "GDRKIT_TWINS_PEERMEM", 1, 1) != 0;
+    config.has_peermem = read_number(&config, "GDRKIT_TWINS_PEERMEM", 1, 1) != 0;
     config.udev_knows_all_disks = read_number(&config, "GDRKIT_TWINS_UDEV", 1, 1) != 0;
     config.max_delay_us =
         static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_LATE_US", config.max_delay_us, 10'000'000));
-    config.late_share_percent =
-        static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_LATE_SHARE", config.late_share_percent, 100));
+    config.delayed_percent =
+        static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_LATE_SHARE", config.delayed_percent, 100));
     config.writes_ordering =
         static_cast<int>(read_number(&config, "GDRKIT_TWINS_WRITES_ORDERING", config.writes_ordering, 200));
     config.flush_options =
@@ -178,7 +178,7 @@ std::uint64_t random_u64() {
 
 std::uint64_t random_delay_us() {
     const Config& settings = config();
-    if (settings.max_delay_us == 0 || random_u64() % 100 >= settings.late_share_percent) {
+    if (settings.max_delay_us == 0 || random_u64() % 100 >= settings.delayed_percent) {
         return 0;
     }
     return random_u64() % (settings.max_delay_us + 1);

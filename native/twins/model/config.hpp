@@ -29,15 +29,18 @@ struct Config {
     // The PCI BAR of a Gaudi maps this number of MiB of its memory, from the first byte on. 0: it maps all memory.
     std::uint64_t gaudi_bar_mib = 0;
     int cufile_version = 1200;        // in the form of cuFileGetVersion: 1150 for 1.15
-    bool peermem = true;              // true: ibv_reg_mr accepts device addresses, as with the nvidia_peermem module
+    bool has_peermem = true;          // true: ibv_reg_mr accepts device addresses, as with the nvidia_peermem module
     bool udev_knows_all_disks = true; // false: cuFile registers only files on disks in udev's database
-    int writes_ordering = 100;        // attribute GPU_DIRECT_RDMA_WRITES_ORDERING of the GPUs
-    int flush_options = 1;            // attribute GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS of the GPUs
+    // Attribute GPU_DIRECT_RDMA_WRITES_ORDERING of the GPUs. 100 is CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER.
+    int writes_ordering = 100;
+    // Attribute GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS of the GPUs. 1 is CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST.
+    int flush_options = 1;
     std::string fault_plan_path;
     unsigned max_delay_us = 300; // largest random delay of a completion or of a stream's work
-    // Share of the completions, and of the work in streams, that is delayed at random. A small share is enough to find
-    // code that relies on an order that hardware does not guarantee, and programs still run at nearly full speed.
-    unsigned late_share_percent = 1;
+    // Percentage of the completions, and of the work in streams, that are delayed by a random time. A small percentage
+    // is enough to find code that relies on an order that hardware does not guarantee, and programs still run at nearly
+    // full speed.
+    unsigned delayed_percent = 1;
     // Error text if a variable is malformed, else empty. The text has already been printed on stderr. The first
     // function that a client calls (ibv_get_device_list, cuInit) must then fail.
     std::string error;
@@ -49,7 +52,7 @@ const Config& config();
 // Every thread may call this function.
 std::uint64_t random_u64();
 
-// Return 0 or, with a probability of late_share_percent, a random delay from 0 to max_delay_us microseconds.
+// Return 0 or, with a probability of delayed_percent, a random delay from 0 to max_delay_us microseconds.
 std::uint64_t random_delay_us();
 
 // Sleep for random_delay_us() microseconds.

@@ -104,7 +104,7 @@ Exports& exports() {
     return *instance;
 }
 
-// The entry of one extent in the reply to request_dmabuf_extents. The memfd of the extent is passed beside the reply.
+// The entry of one extent in the reply to dmabuf_extents_request. The memfd of the extent is passed beside the reply.
 struct ExtentMessage {
     std::uint64_t offset_bytes, length_bytes;
 };
@@ -124,7 +124,7 @@ void drop_unreferenced_exports(Exports* export_table) {
                   [](const auto& entry) { return !is_opened_elsewhere(entry.second.placeholder.get()); });
 }
 
-// Handle request_dmabuf_extents, whose body is the id of a placeholder. Leave the reply empty if the id is not known.
+// Handle dmabuf_extents_request, whose body is the id of a placeholder. Leave the reply empty if the id is not known.
 void serve_extents(std::span<const std::byte> request, std::vector<std::byte>* reply, std::vector<Fd>* fds) {
     std::uint64_t id = 0;
     if (request.size() != sizeof id) {
@@ -159,7 +159,7 @@ int export_placeholder(std::string_view prefix, std::span<const Extent> extents,
         new_export.extents.push_back({Fd(memory_fd), extent.offset_bytes, extent.length_bytes});
         length_bytes += extent.length_bytes;
     }
-    register_handler(request_dmabuf_extents, serve_extents);
+    register_handler(dmabuf_extents_request, serve_extents);
     const std::uint64_t id = random_u64();
     char name[64];
     std::snprintf(name, sizeof name, "%s%016llx:%016llx", prefix.data(),
@@ -202,7 +202,7 @@ int import_placeholder(std::string_view service_and_dmabuf_ids, std::uint64_t le
     std::vector<std::byte> request(sizeof id), reply;
     std::memcpy(request.data(), &id, sizeof id);
     std::vector<Fd> fds;
-    if (!send_control_request(service_id, request_dmabuf_extents, request, &reply, &fds)) {
+    if (!send_control_request(service_id, dmabuf_extents_request, request, &reply, &fds)) {
         return -ENODEV;
     }
     if (reply.size() != fds.size() * sizeof(ExtentMessage)) {
@@ -280,14 +280,14 @@ bool is_dmabuf_alive(std::uint64_t id) {
     return false;
 }
 
-int export_shareable(int memory_fd) {
+int export_shareable_handle(int memory_fd) {
     // A shareable handle must not be accepted as a dma-buf. So export a separate placeholder over the whole
     // allocation.
     const Extent entire_allocation{memory_fd, 0, get_file_size(memory_fd)};
     return export_placeholder(shareable_name_prefix, {&entire_allocation, 1});
 }
 
-int import_shareable(int fd) {
+int import_shareable_handle(int fd) {
     const FdName fd_name = read_fd_name(fd);
     if (!fd_name.is_open) {
         return -EBADF;
@@ -356,7 +356,7 @@ int import_dmabuf(int fd, ImportedDmabuf* imported) {
     return 0;
 }
 
-void* map_imported(const ImportedDmabuf& imported) {
+void* map_imported_dmabuf(const ImportedDmabuf& imported) {
     void* const base =
         mmap(nullptr, imported.length_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) {

@@ -36,11 +36,11 @@ int export_tracked_dmabuf(std::span<const Extent> extents, std::uint64_t* id);
 bool is_dmabuf_alive(std::uint64_t id);
 
 // Export the memory as a shareable handle of CUDA's virtual memory management. The handle is a memfd named gdrkit-vmm,
-// so that it cannot be imported as a dma-buf.
-int export_shareable(int memory_fd);
+// so that import_dmabuf refuses it.
+int export_shareable_handle(int memory_fd);
 // Return a read-write descriptor of the memory of a shareable handle. Return -EINVAL if `fd` is not a shareable handle,
 // and -EBADF if `fd` is not open.
-int import_shareable(int fd);
+int import_shareable_handle(int fd);
 
 struct ImportedDmabuf {
     struct OwnedExtent {
@@ -67,7 +67,7 @@ int import_dmabuf(int fd, ImportedDmabuf* imported);
 
 // Map the extents as one contiguous read-write range of this process. Return nullptr and set errno on failure. The
 // caller unmaps the range by munmap(base, imported.length_bytes).
-void* map_imported(const ImportedDmabuf& imported);
+void* map_imported_dmabuf(const ImportedDmabuf& imported);
 
 // Return whether a dma-buf, a shareable handle or an import of this memory exists in any process. `fd` is the
 // descriptor of make_device_memory; that descriptor, its duplicates and their mappings do not count.

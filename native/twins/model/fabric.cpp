@@ -60,8 +60,8 @@ void set_time_limits(int socket, const timeval& limit) {
 }
 
 // Let the kernel send small messages at once, and break the connection if the peer's machine does not acknowledge data
-// for `timeout` (0: never). A stopped peer process
-// does not time out, because its kernel still acknowledges data, as a NIC does.
+// for `timeout` (0: never). A stopped peer process does not time out, because its kernel still acknowledges data, as a
+// NIC does.
 void set_peer_timeout(int socket, std::chrono::milliseconds timeout) {
     set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
     if (timeout.count() > 0) {
@@ -86,10 +86,10 @@ bool authenticate_to_server(int socket) {
 }
 
 HmacDigest make_datagram_digest(const iovec& header, const iovec& payload, std::size_t payload_bytes) {
-    const auto* const bytes = static_cast<const char*>(payload.iov_base);
+    const auto* const payload_begin = static_cast<const char*>(payload.iov_base);
     return hmac_sha256(
         config().fabric_secret,
-        {"datagram", {static_cast<const char*>(header.iov_base), header.iov_len}, {bytes, payload_bytes}});
+        {"datagram", {static_cast<const char*>(header.iov_base), header.iov_len}, {payload_begin, payload_bytes}});
 }
 
 // Open a socket of this type at a free port of the address. Return the socket or -errno, and store the port.

@@ -1,5 +1,6 @@
-// TCP connections between the machines of a fabric (GDRKIT_TWINS_FABRIC). Both sides prove that they have the same
-// secret before any other message. The connection is neither encrypted nor protected against changes on its way.
+// TCP connections between the machines of a fabric: a set of hosts whose verbs twins act as one RDMA network
+// (GDRKIT_TWINS_FABRIC). Both ends of a connection prove that they have the same secret before any other message. The
+// connection is neither encrypted nor protected against changes on its way.
 //
 // No name service is needed: the GID of a NIC is its IP address, and the low 16 bits of a queue pair number are the
 // port on which the queue pair listens. RDMA programs exchange both anyway.

@@ -106,7 +106,7 @@ constexpr NamedCode route_names[] = {{"p2p", 1}, {"nvfs", 2}, {"posix", 3}};
 constexpr std::uint32_t max_rule_delay_us = 10'000'000;
 
 // A hold= rule ends after this time, so that a test that does not remove its file cannot block a process for ever.
-constexpr std::chrono::seconds max_hold{60};
+constexpr std::chrono::seconds max_hold_time{60};
 
 // Prefixes of the fault points of all twins. A rule for a name with none of these prefixes is an error in every twin.
 constexpr std::array<std::string_view, 8> all_prefixes = {"ibv_", "_ibv_",  "wc.",     "rdma_",
@@ -296,10 +296,10 @@ void stop_process_if_file_exists(const std::string& file) {
     }
 }
 
-// Wait while the file exists, at most for max_hold. A test removes the file when the other threads have reached a
+// Wait while the file exists, at most for max_hold_time. A test removes the file when the other threads have reached a
 // certain point. So the order of events does not depend on the speed of the machine.
 void wait_while_file_exists(const std::string& file) {
-    const auto deadline = std::chrono::steady_clock::now() + max_hold;
+    const auto deadline = std::chrono::steady_clock::now() + max_hold_time;
     while (access(file.c_str(), F_OK) == 0 && std::chrono::steady_clock::now() < deadline) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }

@@ -13,7 +13,8 @@ namespace gdrkit::twin {
 // cuFile transfer: p2p (code 1), nvfs (2) or posix (3).
 enum class FaultKind { errno_value, status, route };
 
-// A function name that a plan may use, with the type and the range (code_min to code_max) of the result in its rules.
+// A name that a plan may use: a function, or a step inside of a function, such as cufile.route. The result in a rule
+// for this name has the type `kind` and is from code_min to code_max.
 struct FaultPoint {
     std::string_view name;
     FaultKind kind;
@@ -39,7 +40,8 @@ std::optional<int> find_injected_fault(std::string_view point_name, std::span<co
 // The counter of one fault point. It is never destroyed.
 struct FaultCount;
 
-// A fault point of a function that is called often. If no rule names the point, a call is counted without a lock.
+// A place in the code that calls find_injected_fault often. An object of this class finds the counter of its fault
+// point only once. If no rule names the point, a call is counted without a lock.
 class FaultSite {
 public:
     explicit FaultSite(std::string_view point_name);

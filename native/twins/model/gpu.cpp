@@ -13,7 +13,7 @@ namespace gdrkit::twin {
 namespace {
 
 // Parse the hexadecimal number before the separator, and remove the number and the separator from the text. If the
-// separator is 0, the whole text is the number.
+// separator is 0, the whole text is the number. Return false if there is no separator or no valid number.
 bool parse_hex_field(std::string_view* text, char separator, int* value) {
     const auto end = separator == 0 ? text->size() : text->find(separator);
     if (end == std::string_view::npos) {
@@ -30,10 +30,11 @@ bool parse_hex_field(std::string_view* text, char separator, int* value) {
 GpuUuid make_gpu_uuid(int number) {
     const std::string text = config().domain + "/" + std::to_string(number);
     GpuUuid uuid{};
-    std::uint64_t hash = 0xcbf29ce484222325; // the offset basis of the 64-bit FNV-1a hash
+    constexpr std::uint64_t fnv_offset_basis = 0xcbf29ce484222325, fnv_prime = 0x100000001b3; // of 64-bit FNV-1a
+    std::uint64_t hash = fnv_offset_basis;
     for (std::size_t offset = 0; offset < uuid.size(); offset += sizeof hash) {
         for (const char letter : text) {
-            hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3;
+            hash = (hash ^ static_cast<unsigned char>(letter)) * fnv_prime;
         }
         std::memcpy(uuid.data() + offset, &hash, sizeof hash);
     }

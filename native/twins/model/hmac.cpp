@@ -11,9 +11,9 @@ namespace {
 
 constexpr std::size_t block_bytes = Sha256::block_bytes;
 
-HmacDigest sha256(std::string_view first, std::initializer_list<std::string_view> parts) {
+HmacDigest sha256(std::string_view first_part, std::initializer_list<std::string_view> parts) {
     Sha256 hash;
-    hash.add(first);
+    hash.add(first_part);
     for (const std::string_view part : parts) {
         hash.add(part);
     }

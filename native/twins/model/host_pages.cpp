@@ -24,13 +24,13 @@ namespace {
 bool is_populate_supported() {
     static const bool is_supported = [] {
         const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-        void* const probe = mmap(nullptr, page_bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (probe == MAP_FAILED) {
+        void* const probe_page = mmap(nullptr, page_bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (probe_page == MAP_FAILED) {
             return false;
         }
-        const bool is_populated = madvise(probe, page_bytes, MADV_POPULATE_READ) == 0;
-        munmap(probe, page_bytes);
-        return is_populated && madvise(probe, page_bytes, MADV_POPULATE_READ) != 0;
+        const bool is_populated = madvise(probe_page, page_bytes, MADV_POPULATE_READ) == 0;
+        munmap(probe_page, page_bytes);
+        return is_populated && madvise(probe_page, page_bytes, MADV_POPULATE_READ) != 0;
     }();
     return is_supported;
 }

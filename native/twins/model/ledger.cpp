@@ -31,7 +31,8 @@ struct Stack {
     }
 };
 
-using Key = std::pair<std::string_view, std::uint64_t>;
+// The kind and the value of a handle.
+using HandleKey = std::pair<std::string_view, std::uint64_t>;
 
 struct ReleasedHandle {
     Stack creation_stack, release_stack;
@@ -42,9 +43,9 @@ struct ReleasedHandle {
 
 struct Ledger {
     std::mutex mutex;
-    std::map<Key, Stack> live;
-    std::map<Key, ReleasedHandle> released;
-    std::deque<std::pair<Key, std::uint64_t>> release_order; // handle and sequence number, oldest release first
+    std::map<HandleKey, Stack> live_handles; // with the stack of the creation
+    std::map<HandleKey, ReleasedHandle> released_handles;
+    std::deque<std::pair<HandleKey, std::uint64_t>> release_order; // handle and sequence number, oldest release first
     std::uint64_t release_count = 0;
 };
 
@@ -63,33 +64,35 @@ void print_stack(const char* title, const Stack& stack) {
 
 void ledger_add(std::string_view kind, std::uint64_t handle) {
     record_object(kind);
-    Ledger& handles = ledger();
-    std::lock_guard lock(handles.mutex);
+    Ledger& ledger_state = ledger();
+    std::lock_guard lock(ledger_state.mutex);
     // An allocator may reuse the address of a released object. Releasing the new object is not a double release.
-    handles.released.erase(Key{kind, handle});
-    handles.live.emplace(Key{kind, handle}, Stack::capture());
+    ledger_state.released_handles.erase(HandleKey{kind, handle});
+    ledger_state.live_handles.emplace(HandleKey{kind, handle}, Stack::capture());
 }
 
 bool ledger_remove(std::string_view kind, std::uint64_t handle) {
-    Ledger& handles = ledger();
-    std::lock_guard lock(handles.mutex);
-    const Key key{kind, handle};
-    if (auto entry = handles.live.find(key); entry != handles.live.end()) {
-        const std::uint64_t sequence_number = ++handles.release_count;
-        handles.released.insert_or_assign(key, ReleasedHandle{entry->second, Stack::capture(), sequence_number});
-        handles.live.erase(entry);
-        handles.release_order.emplace_back(key, sequence_number);
-        if (handles.release_order.size() > max_remembered_releases) {
-            const auto& [oldest_key, oldest_sequence_number] = handles.release_order.front();
-            if (const auto oldest = handles.released.find(oldest_key);
-                oldest != handles.released.end() && oldest->second.sequence_number == oldest_sequence_number) {
-                handles.released.erase(oldest);
+    Ledger& ledger_state = ledger();
+    std::lock_guard lock(ledger_state.mutex);
+    const HandleKey key{kind, handle};
+    if (auto entry = ledger_state.live_handles.find(key); entry != ledger_state.live_handles.end()) {
+        const std::uint64_t sequence_number = ++ledger_state.release_count;
+        ledger_state.released_handles.insert_or_assign(
+            key, ReleasedHandle{entry->second, Stack::capture(), sequence_number});
+        ledger_state.live_handles.erase(entry);
+        ledger_state.release_order.emplace_back(key, sequence_number);
+        if (ledger_state.release_order.size() > max_remembered_releases) {
+            const auto& [oldest_key, oldest_sequence_number] = ledger_state.release_order.front();
+            if (const auto oldest = ledger_state.released_handles.find(oldest_key);
+                oldest != ledger_state.released_handles.end() &&
+                oldest->second.sequence_number == oldest_sequence_number) {
+                ledger_state.released_handles.erase(oldest);
             }
-            handles.release_order.pop_front();
+            ledger_state.release_order.pop_front();
         }
         return true;
     }
-    if (auto entry = handles.released.find(key); entry != handles.released.end()) {
+    if (auto entry = ledger_state.released_handles.find(key); entry != ledger_state.released_handles.end()) {
         std::fprintf(stderr, "gdrkit twin: double release of %.*s 0x%llx\n", static_cast<int>(kind.size()), kind.data(),
                      static_cast<unsigned long long>(handle));
         print_stack("it was created at", entry->second.creation_stack);
@@ -101,16 +104,16 @@ bool ledger_remove(std::string_view kind, std::uint64_t handle) {
 }
 
 bool ledger_holds(std::string_view kind, std::uint64_t handle) {
-    Ledger& handles = ledger();
-    std::lock_guard lock(handles.mutex);
-    return handles.live.contains(Key{kind, handle});
+    Ledger& ledger_state = ledger();
+    std::lock_guard lock(ledger_state.mutex);
+    return ledger_state.live_handles.contains(HandleKey{kind, handle});
 }
 
 std::string ledger_json() {
-    Ledger& handles = ledger();
-    std::lock_guard lock(handles.mutex);
+    Ledger& ledger_state = ledger();
+    std::lock_guard lock(ledger_state.mutex);
     std::map<std::string_view, std::size_t> counts;
-    for (const auto& [key, stack] : handles.live) {
+    for (const auto& [key, stack] : ledger_state.live_handles) {
         ++counts[key.first];
     }
     std::string json = "{";
@@ -121,10 +124,10 @@ std::string ledger_json() {
 }
 
 std::string ledger_text() {
-    Ledger& handles = ledger();
-    std::lock_guard lock(handles.mutex);
+    Ledger& ledger_state = ledger();
+    std::lock_guard lock(ledger_state.mutex);
     std::string text;
-    for (const auto& [key, stack] : handles.live) {
+    for (const auto& [key, stack] : ledger_state.live_handles) {
         char line[64];
         std::snprintf(line, sizeof line, " 0x%llx created at\n", static_cast<unsigned long long>(key.second));
         text += std::string(key.first) + line;

@@ -102,8 +102,8 @@ bool send_control_request(std::uint64_t service_id, std::uint32_t type, std::spa
                           std::vector<std::byte>* reply, std::vector<Fd>* fds);
 
 // Types of control requests.
-inline constexpr std::uint32_t request_dmabuf_extents = 1;
-inline constexpr std::uint32_t request_cuda_ipc = 2;
-inline constexpr std::uint32_t request_cuda_ipc_event = 3;
+inline constexpr std::uint32_t dmabuf_extents_request = 1;
+inline constexpr std::uint32_t cuda_ipc_request = 2;
+inline constexpr std::uint32_t cuda_ipc_event_request = 3;
 
 } // namespace gdrkit::twin

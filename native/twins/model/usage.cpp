@@ -90,9 +90,9 @@ Slot* claim_slot() {
     }();
     for (std::uint32_t index = 0; index < file.slot_count; ++index) {
         Slot& slot = file.slots[index];
-        SlotState expected = SlotState::free;
-        if (slot.state.load(std::memory_order_relaxed) == expected &&
-            slot.state.compare_exchange_strong(expected, SlotState::claimed)) {
+        SlotState expected_state = SlotState::free;
+        if (slot.state.load(std::memory_order_relaxed) == expected_state &&
+            slot.state.compare_exchange_strong(expected_state, SlotState::claimed)) {
             slot.api = static_cast<std::uint32_t>(used_api.load());
             slot.process_id = static_cast<std::uint32_t>(getpid());
             std::strncpy(slot.program, program_invocation_short_name, sizeof slot.program - 1);

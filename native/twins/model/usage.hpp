@@ -8,7 +8,7 @@
 
 namespace gdrkit::twin {
 
-// The twins of the CUDA runtime count no objects, because the CUDA twin counts the objects.
+// The twins of the CUDA runtime (cuda_runtime_*) count no objects, because the CUDA twin counts them.
 enum class UsedApi : std::uint32_t {
     none = 0,
     verbs = 1,

@@ -32,16 +32,16 @@ template <typename Body> int run_if_initialized(Body&& body) {
 
 // Run the body of an exported function that queries one GPU and stores a result. The body gets the GPU's number. Return
 // `invalid_argument` if the handle is not valid or `result` is null.
-template <typename Value, typename Body> int run_gpu_entry(const Gpu* gpu, Value* result, Body&& body) {
+template <typename Value, typename Body> int run_if_arguments_valid(const Gpu* gpu, Value* result, Body&& body) {
     return run_if_initialized([&] {
-        const int number = find_gpu_number(gpu);
-        return number < 0 || result == nullptr ? invalid_argument : std::forward<Body>(body)(number);
+        const int gpu_number = find_gpu_number(gpu);
+        return gpu_number < 0 || result == nullptr ? invalid_argument : std::forward<Body>(body)(gpu_number);
     });
 }
 
 // Store a value that is the same for every GPU.
 template <typename Value> int store_constant(const Gpu* gpu, Value* result, Value value) {
-    return run_gpu_entry(gpu, result, [&](int) {
+    return run_if_arguments_valid(gpu, result, [&](int) {
         *result = value;
         return success;
     });

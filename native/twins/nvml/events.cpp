@@ -96,7 +96,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedEventTypes(const Gpu* gpu, std::uint
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceRegisterEvents(const Gpu* gpu, std::uint64_t event_types, const EventSet* set) {
-    return run_gpu_entry(gpu, set, [&](int) {
+    return run_if_arguments_valid(gpu, set, [&](int) {
         return !is_event_set(set) ? invalid_argument : (event_types & ~xid_error) != 0 ? unsupported : success;
     });
 }

@@ -12,8 +12,8 @@ namespace {
 // Run the body of an exported function about two GPUs. The body gets whether both handles mean the same GPU.
 template <typename Value, typename Body>
 int run_pair_entry(const Gpu* first, const Gpu* second, Value* result, Body&& body) {
-    return run_gpu_entry(first, result,
-                         [&](int) { return find_gpu_number(second) < 0 ? invalid_argument : body(first == second); });
+    return run_if_arguments_valid(
+        first, result, [&](int) { return find_gpu_number(second) < 0 ? invalid_argument : body(first == second); });
 }
 
 } // namespace
@@ -48,7 +48,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetGpuFabricInfo(const Gpu* gpu, FabricInfo* inf
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetGpuFabricInfoV(const Gpu* gpu, FabricInfoV2* info) {
-    return run_gpu_entry(gpu, info, [&](int) {
+    return run_if_arguments_valid(gpu, info, [&](int) {
         const std::uint32_t version = info->version;
         if (version != fabric_v2_version && version != fabric_v3_version) {
             return argument_version_mismatch;
@@ -62,7 +62,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetGpuFabricInfoV(const Gpu* gpu, FabricInfoV2* 
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetFieldValues(const Gpu* gpu, int count, FieldValue* values) {
-    return run_gpu_entry(gpu, values, [&](int) {
+    return run_if_arguments_valid(gpu, values, [&](int) {
         if (count < 0) {
             return invalid_argument;
         }

@@ -19,7 +19,7 @@ constexpr unsigned pcie_counter_end = 2; // NVML_PCIE_UTIL_COUNT: the counters a
 
 // Store `value` if the caller's structure has the same version.
 template <typename Value> int store_versioned(const Gpu* gpu, Value* result, const Value& value) {
-    return run_gpu_entry(gpu, result, [&](int) {
+    return run_if_arguments_valid(gpu, result, [&](int) {
         if (result->version != value.version) {
             return argument_version_mismatch;
         }
@@ -35,7 +35,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetVirtualizationMode(const Gpu* gpu, int* mode)
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetMigMode(const Gpu* gpu, unsigned* current_mode, unsigned* pending_mode) {
-    return run_gpu_entry(gpu, current_mode, [&](int) {
+    return run_if_arguments_valid(gpu, current_mode, [&](int) {
         if (pending_mode == nullptr) {
             return invalid_argument;
         }
@@ -83,7 +83,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetPerformanceState(const Gpu* gpu, int* state) 
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedPerformanceStates(const Gpu* gpu, int* states, unsigned length_bytes) {
-    return run_gpu_entry(gpu, states, [&](int) {
+    return run_if_arguments_valid(gpu, states, [&](int) {
         if (length_bytes < sizeof *states) {
             return insufficient_size;
         }
@@ -102,7 +102,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetPowerUsage(const Gpu* gpu, unsigned* power_mw
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetPcieThroughput(const Gpu* gpu, unsigned counter, unsigned* kilobytes_per_s) {
-    return run_gpu_entry(gpu, kilobytes_per_s, [&](int) {
+    return run_if_arguments_valid(gpu, kilobytes_per_s, [&](int) {
         if (counter >= pcie_counter_end) {
             return invalid_argument;
         }

@@ -26,9 +26,9 @@ inline std::vector<std::pair<std::string, std::string>> read_table(const char* p
             continue;
         }
         std::istringstream words(line);
-        std::string first, second, extra_word;
-        CHECK(words >> first >> second && !(words >> extra_word));
-        table.emplace_back(first, second);
+        std::string first_word, second_word, extra_word;
+        CHECK(words >> first_word >> second_word && !(words >> extra_word));
+        table.emplace_back(first_word, second_word);
     }
     return table;
 }

@@ -1,5 +1,5 @@
-// Test of the software twin of libcuda: compares the declarations of cuda_abi.hpp with the real cuda.h at compile time,
-// if that header is installed.
+// Test of the software twin of libcuda. At compile time, it compares the constants and structures of cuda_abi.hpp,
+// array_abi.hpp and graph_abi.hpp with the real cuda.h. CMake builds this test only if that header is installed.
 #include <cuda.h>
 
 #include "cuda/array_abi.hpp"

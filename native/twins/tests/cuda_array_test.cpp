@@ -67,23 +67,25 @@ void test_volume_is_copied() {
 
 // The copy functions for one-dimensional arrays take an offset and a length in bytes.
 void test_parts_are_named_by_offsets() {
-    const PlaneDescription plane{width, 0, format_unsigned_8, 1};
+    const PlaneDescription plane_description{width, 0, format_unsigned_8, 1};
     Handle array = 0;
-    EXPECT_SUCCESS("cuArrayCreate_v2", &array, &plane);
+    EXPECT_SUCCESS("cuArrayCreate_v2", &array, &plane_description);
     const u64 memory = allocate(width);
-    const auto bytes = make_pattern(width, 2);
+    const auto source_bytes = make_pattern(width, 2);
     std::vector<unsigned char> read_bytes(width);
-    EXPECT_SUCCESS("cuMemcpyHtoA_v2", array, u64{0}, static_cast<const void*>(bytes.data()), u64{width});
+    EXPECT_SUCCESS("cuMemcpyHtoA_v2", array, u64{0}, static_cast<const void*>(source_bytes.data()), u64{width});
     EXPECT_SUCCESS("cuMemcpyAtoD_v2", memory, array, u64{0}, u64{width});
-    CHECK(read_device(memory, width) == bytes);
+    CHECK(read_device(memory, width) == source_bytes);
+    // Set the bytes 90 to 99 of the array to 9, and copy the last five of them to the start of the array.
     EXPECT_SUCCESS("cuMemsetD8_v2", memory, static_cast<unsigned char>(9), u64{10});
     EXPECT_SUCCESS("cuMemcpyDtoA_v2", array, u64{90}, memory, u64{10});
     EXPECT_SUCCESS("cuMemcpyAtoA_v2", array, u64{0}, array, u64{95}, u64{5});
     EXPECT_SUCCESS("cuMemcpyAtoHAsync_v2", static_cast<void*>(read_bytes.data()), array, u64{0}, u64{width}, Handle{0});
     EXPECT_SUCCESS("cuCtxSynchronize");
-    CHECK(read_bytes[0] == 9 && read_bytes[4] == 9 && read_bytes[5] == bytes[5] && read_bytes[89] == bytes[89] &&
-          read_bytes[99] == 9);
-    EXPECT_RESULT(invalid_value, "cuMemcpyHtoA_v2", array, u64{1}, static_cast<const void*>(bytes.data()), u64{width});
+    CHECK(read_bytes[0] == 9 && read_bytes[4] == 9 && read_bytes[5] == source_bytes[5] &&
+          read_bytes[89] == source_bytes[89] && read_bytes[99] == 9);
+    EXPECT_RESULT(invalid_value, "cuMemcpyHtoA_v2", array, u64{1}, static_cast<const void*>(source_bytes.data()),
+                  u64{width});
     PlaneDescription queried_description{};
     EXPECT_SUCCESS("cuArrayGetDescriptor_v2", &queried_description, array);
     CHECK(queried_description.width == width && queried_description.height == 0 && queried_description.channels == 1);
@@ -98,7 +100,7 @@ void test_mipmap_has_levels() {
     const ArrayDescription description{64, 16, 0, format_half, 4, 0};
     Handle mipmap = 0, level = 0;
     EXPECT_SUCCESS("cuMipmappedArrayCreate", &mipmap, &description, 99U);
-    // Only 7 levels exist: the level with the index 6 is one element wide (64 >> 6).
+    // Only 7 of the 99 requested levels exist: the level with the index 6 is one element wide (64 >> 6).
     ArrayDescription queried_description{};
     for (unsigned index = 0; index < 7; ++index) {
         EXPECT_SUCCESS("cuMipmappedArrayGetLevel", &level, mipmap, index);
@@ -121,6 +123,7 @@ void test_wrong_descriptions_are_refused() {
         EXPECT_RESULT(expected_result, "cuArray3DCreate_v2", &array,
                       static_cast<const ArrayDescription*>(&description));
     };
+    // The values of a description are width, height, depth, format, channels and flags.
     expect_create_result(invalid_value, {0, 1, 0, format_float, 1, 0});
     expect_create_result(invalid_value, {1, 1, 0, 0x77, 1, 0});                     // 0x77 is not a format
     expect_create_result(invalid_value, {1, 1, 0, format_float, 3, 0});             // an element has 1, 2 or 4 channels
@@ -130,7 +133,7 @@ void test_wrong_descriptions_are_refused() {
     expect_create_result(not_supported, {8, 8, 0, format_float, 1, 0x40});          // CUDA_ARRAY3D_SPARSE
     expect_create_result(invalid_value, {8, 8, 0, format_float, 1, 0x4000});        // not a flag
     EXPECT_RESULT(invalid_value, "cuArray3DCreate_v2", &array, static_cast<const ArrayDescription*>(nullptr));
-    EXPECT_RESULT(invalid_handle, "cuArrayDestroy", Handle{5});
+    EXPECT_RESULT(invalid_handle, "cuArrayDestroy", Handle{5}); // 5 is not a handle of an array
 }
 
 // A reset of the context destroys its arrays.

@@ -79,7 +79,7 @@ void test_captured_work_runs_at_launch() {
     EXPECT_SUCCESS("cuMemcpyDtoHAsync_v2", static_cast<void*>(copied_bytes.data()), second_memory, buffer_bytes,
                    stream);
     EXPECT_SUCCESS(
-        "cuLaunchHostFunc", stream, +[](void* flag) { *static_cast<bool*>(flag) = true; },
+        "cuLaunchHostFunc", stream, +[](void* was_called_flag) { *static_cast<bool*>(was_called_flag) = true; },
         static_cast<void*>(&was_called));
     const Handle graph = end_capture(stream);
     CHECK(count_nodes(graph) == 4 && copied_bytes[0] == 0 && !was_called);
@@ -101,11 +101,11 @@ void test_event_lets_a_stream_join() {
     EXPECT_SUCCESS("cuEventRecord", fork_event, stream);
     EXPECT_SUCCESS("cuStreamWaitEvent", side_stream, fork_event, 0U);
     int capture_status = -1;
-    u64 capture_id = 0, side_capture_id = 0, nodes_count = 0;
+    u64 capture_id = 0, side_capture_id = 0, node_count = 0;
     Handle graph = 0;
     const Handle* nodes = nullptr;
-    EXPECT_SUCCESS("cuStreamGetCaptureInfo_v2", stream, &capture_status, &capture_id, &graph, &nodes, &nodes_count);
-    CHECK(capture_status == capture_active && nodes_count == 1 && nodes[0] != 0 && graph != 0);
+    EXPECT_SUCCESS("cuStreamGetCaptureInfo_v2", stream, &capture_status, &capture_id, &graph, &nodes, &node_count);
+    CHECK(capture_status == capture_active && node_count == 1 && nodes[0] != 0 && graph != 0);
     EXPECT_SUCCESS("cuStreamGetCaptureInfo", side_stream, &capture_status, &side_capture_id);
     CHECK(capture_status == capture_active && capture_id == side_capture_id && capture_id != 0);
     fill(memory, 2, side_stream);
@@ -151,26 +151,26 @@ void test_capture_has_edge_data_for_each_node() {
         EXPECT_SUCCESS("cuGraphAddEmptyNode", &node, graph, static_cast<const Handle*>(nullptr), u64{0});
     }
     int capture_status = -1;
-    u64 capture_id = 0, nodes_count = 7;
+    u64 capture_id = 0, node_count = 7; // a call that stores no nodes must not change the 7
     Handle captured_graph = 0;
     const Handle* nodes = nullptr;
     const EdgeData* edge_data = nullptr;
     EXPECT_SUCCESS("cuStreamGetCaptureInfo_v3", stream, &capture_status, &capture_id, &captured_graph, &nodes,
-                   &edge_data, &nodes_count);
-    CHECK(capture_status == capture_none && nodes == nullptr && edge_data == nullptr && nodes_count == 7);
+                   &edge_data, &node_count);
+    CHECK(capture_status == capture_none && nodes == nullptr && edge_data == nullptr && node_count == 7);
     EXPECT_SUCCESS("cuStreamGetCaptureInfo_v3", stream, &capture_status, &capture_id, &captured_graph,
-                   static_cast<const Handle**>(nullptr), &edge_data, &nodes_count);
+                   static_cast<const Handle**>(nullptr), &edge_data, &node_count);
     EXPECT_SUCCESS("cuStreamBeginCaptureToGraph", stream, graph, static_cast<const Handle*>(dependencies.data()),
                    static_cast<const EdgeData*>(nullptr), u64{dependencies.size()}, int{capture_mode_relaxed});
     capture_status = -1;
     EXPECT_RESULT(invalid_value, "cuStreamGetCaptureInfo_v3", stream, &capture_status, &capture_id, &captured_graph,
-                  static_cast<const Handle**>(nullptr), &edge_data, &nodes_count);
-    CHECK(capture_status == capture_active && edge_data == nullptr && nodes_count == 7);
+                  static_cast<const Handle**>(nullptr), &edge_data, &node_count);
+    CHECK(capture_status == capture_active && edge_data == nullptr && node_count == 7);
     EXPECT_SUCCESS("cuStreamGetCaptureInfo_v3", stream, &capture_status, &capture_id, &captured_graph, &nodes,
-                   &edge_data, &nodes_count);
-    CHECK(capture_status == capture_active && captured_graph == graph && nodes_count == dependencies.size());
+                   &edge_data, &node_count);
+    CHECK(capture_status == capture_active && captured_graph == graph && node_count == dependencies.size());
     CHECK(std::equal(dependencies.begin(), dependencies.end(), nodes));
-    CHECK(std::all_of(edge_data, edge_data + nodes_count,
+    CHECK(std::all_of(edge_data, edge_data + node_count,
                       [](const EdgeData& edge) { return edge.from_port == 0 && edge.to_port == 0 && edge.type == 0; }));
     CHECK(end_capture(stream) == graph);
     EXPECT_SUCCESS("cuGraphDestroy", graph);
@@ -183,7 +183,7 @@ void test_other_edge_data_is_refused() {
     Handle graph = 0, node = 0;
     EXPECT_SUCCESS("cuGraphCreate", &graph, 0U);
     EXPECT_SUCCESS("cuGraphAddEmptyNode", &node, graph, static_cast<const Handle*>(nullptr), u64{0});
-    const auto check_calls = [&](EdgeData edge, int expected_result) {
+    const auto check_calls_with_edge = [&](EdgeData edge, int expected_result) {
         const Handle* const dependency = &node;
         const EdgeData* const edge_data = &edge;
         Handle dependent_node = 0;
@@ -201,11 +201,12 @@ void test_other_edge_data_is_refused() {
                       unsigned{capture_add_dependencies});
         CHECK(end_capture(stream) == graph);
     };
-    check_calls({}, success);
-    check_calls({1, 0, 0, {}}, invalid_value);
-    check_calls({0, 1, 0, {}}, invalid_value);
-    check_calls({0, 0, 1, {}}, invalid_value);
-    check_calls({0, 0, 0, {1}}, invalid_value);
+    // The members of EdgeData are from_port, to_port, type and reserved bytes.
+    check_calls_with_edge({}, success);
+    check_calls_with_edge({1, 0, 0, {}}, invalid_value);
+    check_calls_with_edge({0, 1, 0, {}}, invalid_value);
+    check_calls_with_edge({0, 0, 1, {}}, invalid_value);
+    check_calls_with_edge({0, 0, 0, {1}}, invalid_value);
     EXPECT_SUCCESS("cuGraphDestroy", graph);
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
 }
@@ -213,12 +214,12 @@ void test_other_edge_data_is_refused() {
 void test_captured_allocations_become_nodes() {
     const Handle stream = create_stream();
     const u64 result_memory = allocate(buffer_bytes);
-    u64 pointer = 0;
+    u64 captured_pointer = 0;
     begin_capture(stream);
-    EXPECT_SUCCESS("cuMemAllocAsync", &pointer, buffer_bytes, stream);
-    fill(pointer, 4, stream);
-    EXPECT_SUCCESS("cuMemcpyDtoDAsync_v2", result_memory, pointer, buffer_bytes, stream);
-    EXPECT_SUCCESS("cuMemFreeAsync", pointer, stream);
+    EXPECT_SUCCESS("cuMemAllocAsync", &captured_pointer, buffer_bytes, stream);
+    fill(captured_pointer, 4, stream);
+    EXPECT_SUCCESS("cuMemcpyDtoDAsync_v2", result_memory, captured_pointer, buffer_bytes, stream);
+    EXPECT_SUCCESS("cuMemFreeAsync", captured_pointer, stream);
     const Handle graph = end_capture(stream);
     CHECK(count_nodes(graph) == 4);
     launch_and_destroy(graph, stream);

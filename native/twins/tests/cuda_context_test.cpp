@@ -69,14 +69,14 @@ void test_created_context_is_current_until_destroyed() {
     EXPECT_SUCCESS("cuCtxGetId", first_context, &first_id);
     EXPECT_SUCCESS("cuCtxGetId", Handle{0}, &second_id);
     CHECK(first_id != 0 && first_id != second_id);
-    unsigned version = 0;
-    EXPECT_SUCCESS("cuCtxGetApiVersion", first_context, &version);
-    CHECK(version == 3020);
+    unsigned api_version = 0;
+    EXPECT_SUCCESS("cuCtxGetApiVersion", first_context, &api_version);
+    CHECK(api_version == 3020);
     EXPECT_SUCCESS("cuCtxEnablePeerAccess", first_context, 0U);
     EXPECT_RESULT(peer_access_already_enabled, "cuCtxEnablePeerAccess", first_context, 0U);
     EXPECT_SUCCESS("cuCtxDisablePeerAccess", first_context);
     EXPECT_RESULT(peer_access_not_enabled, "cuCtxDisablePeerAccess", first_context);
-    // The two contexts are on one device here.
+    // A context cannot enable access to its own device: second_context is also the current context here.
     EXPECT_RESULT(peer_access_unsupported, "cuCtxEnablePeerAccess", second_context, 0U);
     EXPECT_SUCCESS("cuCtxPopCurrent_v2", &popped_context);
     CHECK(popped_context == second_context && get_current_context() == first_context);
@@ -97,7 +97,7 @@ void test_created_context_is_current_until_destroyed() {
     EXPECT_RESULT(invalid_handle, "cuStreamDestroy_v2", stream);
     EXPECT_RESULT(invalid_handle, "cuEventDestroy_v2", event);
     EXPECT_RESULT(invalid_context, "cuCtxPushCurrent_v2", first_context);
-    EXPECT_RESULT(invalid_context, "cuCtxDestroy_v2", Handle{0x1234});
+    EXPECT_RESULT(invalid_context, "cuCtxDestroy_v2", Handle{0x1234}); // not a handle of a context
     EXPECT_SUCCESS("cuCtxDestroy_v2", second_context);
 }
 
@@ -121,20 +121,20 @@ void test_context_settings_are_stored() {
     CHECK(heap_limit_bytes == 123456);
     EXPECT_RESULT(invalid_value, "cuCtxGetLimit", &heap_limit_bytes, limit_count);
     EXPECT_SUCCESS("cuFlushGPUDirectRDMAWrites", 0, int{flush_to_owner});
-    EXPECT_RESULT(invalid_value, "cuFlushGPUDirectRDMAWrites", 0, 5);
-    EXPECT_RESULT(invalid_context, "cuCtxDestroy_v2", context); // a primary context is released, not destroyed
+    EXPECT_RESULT(invalid_value, "cuFlushGPUDirectRDMAWrites", 0, 5); // 5 is not a scope
+    EXPECT_RESULT(invalid_context, "cuCtxDestroy_v2", context);       // a primary context is released, not destroyed
     EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 0);
 }
 
 void test_second_destroy_aborts() {
-    const int status = run_in_child([] {
+    const int wait_status = run_in_child([] {
         Handle context = 0;
         call_driver("cuInit", 0U);
         call_driver("cuCtxCreate_v2", &context, 0U, 0);
         call_driver("cuCtxDestroy_v2", context);
         call_driver("cuCtxDestroy_v2", context);
     });
-    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
+    CHECK(WIFSIGNALED(wait_status) && WTERMSIG(wait_status) == SIGABRT);
 }
 
 } // namespace

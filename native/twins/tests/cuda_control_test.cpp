@@ -21,13 +21,15 @@ bool ledger_contains(const std::string& text) {
     return read_ledger().find(text) != std::string::npos;
 }
 
-// Run cuInit in a child process that reads the fault plan `plan` from a file, and check the result.
-void check_plan_from_environment(const char* plan, int expected_result) {
+// Run cuInit in a child process that reads this fault plan from a file, and check the result. The first line of a plan
+// names the format. Each other line is a rule: a function, the numbers of its calls (the first is 1, and * means all
+// calls), and the result of these calls as status= or errno=.
+void check_plan_from_environment(const char* plan_text, int expected_result) {
     char plan_path[] = "/tmp/gdrkit-faults-XXXXXX";
     const int fd = mkstemp(plan_path);
     CHECK(fd >= 0);
     close(fd);
-    std::ofstream(plan_path) << plan;
+    std::ofstream(plan_path) << plan_text;
     const int status = run_in_child([&] {
         setenv("GDRKIT_TWINS_FAULTS", plan_path, 1);
         EXPECT_RESULT(expected_result, "cuInit", 0U);
@@ -37,6 +39,7 @@ void check_plan_from_environment(const char* plan, int expected_result) {
 }
 
 void test_plans_from_environment() {
+    // The status 999 is CUDA_ERROR_UNKNOWN.
     check_plan_from_environment("gdrkit-faults 1\ncuInit call=1 status=999\n", unknown_error);
     check_plan_from_environment("gdrkit-faults 1\n# rules of other twins are ignored\nibv_reg_mr call=* errno=14\n",
                                 success);
@@ -45,15 +48,17 @@ void test_plans_from_environment() {
     check_plan_from_environment("gdrkit-faults 1\ncuInit call=1 errno=5\n", invalid_value);
     // cuModuleLoad is not implemented, so a plan cannot make it fail.
     check_plan_from_environment("gdrkit-faults 1\ncuModuleLoad call=1 status=1\n", invalid_value);
+    // A plan without the first line is refused.
     check_plan_from_environment("something else\n", invalid_value);
 }
 
 void test_injected_failure_has_no_effect() {
-    const u64 free_before = query_free_memory();
+    const u64 free_bytes_before = query_free_memory();
     // The status 2 is CUDA_ERROR_OUT_OF_MEMORY, and 719 is CUDA_ERROR_LAUNCH_FAILED.
     CHECK(call_driver("gdrkit_twin_faults",
                       "gdrkit-faults 1\ncuMemAlloc_v2 call=2-3 status=2\ncuCtxSynchronize call=* status=719\n") == 0);
     u64 pointer = 0, second_pointer = 0;
+    // The calls 2 and 3 of cuMemAlloc_v2 fail, and store no pointer.
     EXPECT_SUCCESS("cuMemAlloc_v2", &pointer, u64{4096});
     EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &second_pointer, u64{4096});
     EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &second_pointer, u64{4096});
@@ -69,7 +74,7 @@ void test_injected_failure_has_no_effect() {
     CHECK(ledger_contains("\"cuMemAlloc_v2\":4"));
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
     EXPECT_SUCCESS("cuMemFree_v2", second_pointer);
-    CHECK(query_free_memory() == free_before);
+    CHECK(query_free_memory() == free_bytes_before);
 }
 
 void test_ledger_lists_live_handles() {

@@ -14,10 +14,10 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-// Run `body` in a child process with the environment variable `variable` set to `value`.
-template <typename Body> void run_with_variable(const char* variable, const char* value, Body&& body) {
+// Run `body` in a child process with the environment variable `variable_name` set to `value`.
+template <typename Body> void run_with_variable(const char* variable_name, const char* value, Body&& body) {
     const int status = run_in_child([&] {
-        setenv(variable, value, 1);
+        setenv(variable_name, value, 1);
         body();
     });
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
@@ -42,7 +42,7 @@ void test_environment_sets_device_count() {
 }
 
 // Return the UUID of a device in the form that nvidia-smi prints: GPU- and five groups of hexadecimal digits.
-std::string format_uuid(int device) {
+std::string get_uuid_text(int device) {
     Uuid uuid{};
     EXPECT_SUCCESS("cuDeviceGetUuid_v2", &uuid, device);
     std::string uuid_text = "GPU-";
@@ -57,29 +57,29 @@ std::string format_uuid(int device) {
 }
 
 // Check that a process with this value of CUDA_VISIBLE_DEVICES has exactly the devices with these UUIDs.
-void expect_visible(const std::string& value, const std::vector<std::string>& expected_uuids) {
-    run_with_variable("CUDA_VISIBLE_DEVICES", value.c_str(), [&] {
+void expect_visible_devices(const std::string& variable_value, const std::vector<std::string>& expected_uuids) {
+    run_with_variable("CUDA_VISIBLE_DEVICES", variable_value.c_str(), [&] {
         EXPECT_SUCCESS("cuInit", 0U);
         int count = -1;
         EXPECT_SUCCESS("cuDeviceGetCount", &count);
         CHECK(count == static_cast<int>(expected_uuids.size()));
         for (int device = 0; device < count; ++device) {
-            CHECK(format_uuid(device) == expected_uuids[static_cast<std::size_t>(device)]);
+            CHECK(get_uuid_text(device) == expected_uuids[static_cast<std::size_t>(device)]);
         }
-        EXPECT_RESULT(invalid_device, "cuDeviceGet", &count, count);
+        EXPECT_RESULT(invalid_device, "cuDeviceGet", &count, count); // the indices are 0 to count - 1
     });
 }
 
 // For values that make at most one device visible, the expected results were observed on an H200 with driver 580.159.
 void test_visible_devices_select_and_order() {
     // A child process reports the UUIDs of both devices, because this process must not call cuInit before the later
-    // forks.
+    // forks. The text of a UUID has 40 characters.
     std::string first_uuid, second_uuid;
     int sockets[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
     const int status = run_in_child([&] {
         EXPECT_SUCCESS("cuInit", 0U);
-        const std::string both_uuids = format_uuid(0) + format_uuid(1);
+        const std::string both_uuids = get_uuid_text(0) + get_uuid_text(1);
         CHECK(gdrkit::twin::send_all(sockets[1], both_uuids.data(), both_uuids.size()));
     });
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
@@ -98,24 +98,25 @@ void test_visible_devices_select_and_order() {
     for (const std::string& value : {std::string("0,0"), std::string("1,0,1"), first_uuid + "," + first_uuid}) {
         run_with_variable("CUDA_VISIBLE_DEVICES", value.c_str(), [] { EXPECT_RESULT(invalid_device, "cuInit", 0U); });
     }
-    // The first invalid entry ends the list. The number of an entry ends at the first character that is not a digit.
+    // The first invalid entry ends the list. The number of an entry ends at the first character that is not a digit,
+    // and the driver keeps only its low 32 bits: 4294967296 (2^32) means 0.
     for (const char* value : {"0", "0,2", " 0", "0 ", "+0", "0x0", "00", "-0", "0abc", "0;1", "0,", "0,-1", "0,abc",
                               "0,,1", "4294967296"}) {
-        expect_visible(value, {first_uuid});
+        expect_visible_devices(value, {first_uuid});
     }
     // An entry may also be a UUID: shortened, in upper case, without hyphens, or with other characters behind it.
     std::string upper_case_uuid = first_uuid, compact_uuid = first_uuid;
     std::ranges::transform(upper_case_uuid.begin() + 4, upper_case_uuid.end(), upper_case_uuid.begin() + 4,
                            [](char c) { return static_cast<char>(std::toupper(static_cast<unsigned char>(c))); });
     std::erase(compact_uuid, '-');
-    compact_uuid.insert(3, "-");
+    compact_uuid.insert(3, "-"); // the hyphen of the prefix "GPU-"
     for (const std::string& value : {first_uuid, first_uuid.substr(0, 12), upper_case_uuid, compact_uuid,
                                      first_uuid + "x", first_uuid + ",0", "0," + first_uuid}) {
-        expect_visible(value, {first_uuid});
+        expect_visible_devices(value, {first_uuid});
     }
-    expect_visible("1,0", {second_uuid, first_uuid});
-    expect_visible(second_uuid + "," + first_uuid, {second_uuid, first_uuid});
-    expect_visible("1", {second_uuid});
+    expect_visible_devices("1,0", {second_uuid, first_uuid});
+    expect_visible_devices(second_uuid + "," + first_uuid, {second_uuid, first_uuid});
+    expect_visible_devices("1", {second_uuid});
 }
 
 void test_devices_have_distinct_ids() {
@@ -134,11 +135,11 @@ void test_devices_have_distinct_ids() {
     CHECK(device == 0);
     EXPECT_SUCCESS("cuDeviceGetByPCIBusId", &device, "0000:a1:00");
     CHECK(device == 1);
-    for (const char* invalid_id : {"", "x", "0000:a1", "0000:a0:00.0.0", "-1:0.0"}) {
-        EXPECT_RESULT(invalid_value, "cuDeviceGetByPCIBusId", &device, invalid_id);
+    for (const char* invalid_bus_id : {"", "x", "0000:a1", "0000:a0:00.0.0", "-1:0.0"}) {
+        EXPECT_RESULT(invalid_value, "cuDeviceGetByPCIBusId", &device, invalid_bus_id);
     }
-    for (const char* unused_id : {"0000:c0:00.0", "0001:a0:00.0", "a0:01.0", "ffff:ff:1f.0"}) {
-        EXPECT_RESULT(invalid_device, "cuDeviceGetByPCIBusId", &device, unused_id);
+    for (const char* unused_bus_id : {"0000:c0:00.0", "0001:a0:00.0", "a0:01.0", "ffff:ff:1f.0"}) {
+        EXPECT_RESULT(invalid_device, "cuDeviceGetByPCIBusId", &device, unused_bus_id);
     }
     Uuid first_uuid{}, first_uuid_again{}, second_uuid{};
     EXPECT_SUCCESS("cuDeviceGetUuid_v2", &first_uuid, 0);
@@ -161,12 +162,14 @@ void test_attributes_have_expected_values() {
     CHECK(query_attribute(device_unified_addressing) == 1 && query_attribute(device_vmm_supported) == 1);
     CHECK(query_attribute(device_memory_pools_supported) == 1 && query_attribute(device_compute_capability_major) == 9);
     CHECK(query_attribute(device_pci_bus_id, 1) == query_attribute(device_pci_bus_id, 0) + 1);
+    // Every attribute of the driver can be queried.
     for (int attribute = 1; attribute <= device_attribute_last; ++attribute) {
         query_attribute(attribute);
     }
     int value = 0, major = 0, minor = -1;
     EXPECT_RESULT(invalid_value, "cuDeviceGetAttribute", &value, 0, 0);
     EXPECT_RESULT(invalid_value, "cuDeviceGetAttribute", &value, 148, 0); // the last attribute is 147
+    // The devices are 0 and 1.
     EXPECT_RESULT(invalid_device, "cuDeviceGetAttribute", &value, 1, 9);
     EXPECT_RESULT(invalid_device, "cuDeviceGet", &value, 2);
     EXPECT_SUCCESS("cuDeviceComputeCapability", &major, &minor, 0);
@@ -177,14 +180,14 @@ void test_attributes_have_expected_values() {
 }
 
 void test_peer_access_needs_two_devices() {
-    int has_access = -1;
-    EXPECT_SUCCESS("cuDeviceCanAccessPeer", &has_access, 0, 1);
-    CHECK(has_access == 1);
-    EXPECT_SUCCESS("cuDeviceCanAccessPeer", &has_access, 0, 0);
-    CHECK(has_access == 0);
-    EXPECT_SUCCESS("cuDeviceGetP2PAttribute", &has_access, static_cast<int>(p2p_access_supported), 0, 1);
-    CHECK(has_access == 1);
-    EXPECT_RESULT(invalid_device, "cuDeviceGetP2PAttribute", &has_access, static_cast<int>(p2p_access_supported), 0, 0);
+    int can_access = -1;
+    EXPECT_SUCCESS("cuDeviceCanAccessPeer", &can_access, 0, 1);
+    CHECK(can_access == 1);
+    EXPECT_SUCCESS("cuDeviceCanAccessPeer", &can_access, 0, 0);
+    CHECK(can_access == 0);
+    EXPECT_SUCCESS("cuDeviceGetP2PAttribute", &can_access, static_cast<int>(p2p_access_supported), 0, 1);
+    CHECK(can_access == 1);
+    EXPECT_RESULT(invalid_device, "cuDeviceGetP2PAttribute", &can_access, static_cast<int>(p2p_access_supported), 0, 0);
 }
 
 } // namespace

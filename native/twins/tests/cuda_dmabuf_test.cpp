@@ -33,7 +33,7 @@ class ImportedMapping {
 public:
     explicit ImportedMapping(int fd) {
         CHECK(import_dmabuf(fd, &imported_dmabuf_) == 0);
-        base_ = static_cast<unsigned char*>(map_imported(imported_dmabuf_));
+        base_ = static_cast<unsigned char*>(map_imported_dmabuf(imported_dmabuf_));
         CHECK(base_ != nullptr);
     }
     ImportedMapping(const ImportedMapping&) = delete;
@@ -58,6 +58,7 @@ void test_invalid_ranges_are_refused() {
     // The flag 1 is CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE, and 2 is not a flag.
     CHECK(export_range(pointer, 4096, &fd, range_handle_dmabuf, 1) == not_supported);
     CHECK(export_range(pointer, 4096, &fd, range_handle_dmabuf, 2) == invalid_value);
+    // No allocation is at 0x1000. The other range ends beyond 2^64.
     CHECK(export_range(0x1000, 4096, &fd) == invalid_value);
     CHECK(export_range(pointer, ~u64{4095}, &fd) == invalid_value);
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
@@ -77,8 +78,8 @@ void test_exported_ranges_map_device_memory() {
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
 }
 
-// A small allocation may begin in the middle of a page, but only whole pages can be exported. The allocation begins
-// in the dma-buf at the offset that its address has in the page.
+// A small allocation may begin in the middle of a page, but only whole pages can be exported. The offset of the
+// allocation in the dma-buf is then the offset of its address in the page.
 void test_small_allocation_is_exported_by_pages() {
     const u64 first_memory = allocate(100), second_memory = allocate(5000);
     const u64 pointer = second_memory % 4096 != 0 ? second_memory : first_memory;
@@ -95,13 +96,13 @@ void test_small_allocation_is_exported_by_pages() {
 }
 
 void test_dmabuf_keeps_freed_memory() {
-    const u64 free_before = query_free_memory();
+    const u64 free_bytes_before = query_free_memory();
     const u64 pointer = allocate(4 << 20);
     const u64 buffer_id = query_buffer_id(pointer);
     write_device(pointer, {1, 2, 3});
     Fd dmabuf_fd = export_and_check(pointer, 4 << 20);
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
-    CHECK(free_before - query_free_memory() == 4 << 20);
+    CHECK(free_bytes_before - query_free_memory() == 4 << 20);
     // The address is reused, while the dma-buf keeps the old pages alive.
     const u64 new_pointer = allocate(4 << 20);
     CHECK(new_pointer == pointer && query_buffer_id(new_pointer) > buffer_id);
@@ -112,11 +113,11 @@ void test_dmabuf_keeps_freed_memory() {
         view[0] = 77;
         CHECK(read_device(new_pointer, 1)[0] == 9);
         dmabuf_fd.reset();
-        CHECK(free_before - query_free_memory() == 8 << 20); // the importer still references the freed memory
+        CHECK(free_bytes_before - query_free_memory() == 8 << 20); // the importer still references the freed memory
     }
-    CHECK(free_before - query_free_memory() == 4 << 20);
+    CHECK(free_bytes_before - query_free_memory() == 4 << 20);
     EXPECT_SUCCESS("cuMemFree_v2", new_pointer);
-    CHECK(query_free_memory() == free_before);
+    CHECK(query_free_memory() == free_bytes_before);
 }
 
 } // namespace

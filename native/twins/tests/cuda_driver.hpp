@@ -24,7 +24,7 @@ namespace gdrkit::twin::cuda {
 using u64 = std::uint64_t;
 
 // Return the dlopen handle of the CUDA twin.
-inline void* driver() {
+inline void* driver_library() {
     static void* const driver_handle = [] {
         void* handle = dlopen(GDRKIT_CUDA_TWIN, RTLD_NOW | RTLD_LOCAL);
         if (handle == nullptr) {
@@ -39,7 +39,7 @@ inline void* driver() {
 // Call a function of the driver by name. The arguments must have the types of the API: lengths, addresses and handles
 // are u64.
 template <typename... Arguments> int call_driver(const char* symbol, Arguments... arguments) {
-    void* const function_address = dlsym(driver(), symbol);
+    void* const function_address = dlsym(driver_library(), symbol);
     if (function_address == nullptr) {
         std::fprintf(stderr, "%s is not exported\n", symbol);
         std::exit(1);
@@ -47,7 +47,7 @@ template <typename... Arguments> int call_driver(const char* symbol, Arguments..
     return reinterpret_cast<int (*)(Arguments...)>(function_address)(arguments...);
 }
 
-// Call a function of the driver by name, and check that it returns `code`.
+// Call a function of the driver by name, and check that it returns the status `code`.
 #define EXPECT_RESULT(code, ...)                                                                                       \
     do {                                                                                                               \
         const int result_ = call_driver(__VA_ARGS__);                                                                  \
@@ -125,7 +125,7 @@ template <typename Body> int run_in_child(Body&& body) {
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        // Remove the signal handlers of the sanitizers, because the test expects that the signal ends the process.
+        // Remove the signal handlers of the sanitizers, because some tests expect that a signal ends the child.
         signal(SIGSEGV, SIG_DFL);
         signal(SIGABRT, SIG_DFL);
         if (std::freopen("/dev/null", "w", stderr) == nullptr) {

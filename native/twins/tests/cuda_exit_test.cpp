@@ -29,6 +29,6 @@ MemoryOwner memory_owner;
 
 int main() {
     use_primary_context();
-    driver();
+    driver_library();
     memory_owner.memory = allocate(100);
 }

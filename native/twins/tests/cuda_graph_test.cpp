@@ -24,7 +24,7 @@ Handle create_stream() {
     return stream;
 }
 
-Copy3d make_copy(u64 to_address, u64 from_address) {
+Copy3d describe_copy(u64 to_address, u64 from_address) {
     Copy3d copy{};
     copy.to.memory_type = copy.from.memory_type = memory_unified;
     copy.to.device = to_address;
@@ -36,7 +36,7 @@ Copy3d make_copy(u64 to_address, u64 from_address) {
 
 Handle add_copy(Handle graph, const std::vector<Handle>& dependencies, u64 to_address, u64 from_address) {
     Handle node = 0;
-    const Copy3d copy = make_copy(to_address, from_address);
+    const Copy3d copy = describe_copy(to_address, from_address);
     EXPECT_SUCCESS("cuGraphAddMemcpyNode", &node, graph, dependencies.data(), u64{dependencies.size()}, &copy,
                    Handle{0});
     return node;
@@ -81,7 +81,8 @@ void test_launch_follows_dependencies() {
     const Handle graph = create_graph(), stream = create_stream();
     const u64 first_memory = allocate(buffer_bytes), second_memory = allocate(buffer_bytes);
     static std::atomic<int> call_count{0};
-    const HostParameters host_parameters{[](void* count) { ++*static_cast<std::atomic<int>*>(count); }, &call_count};
+    const HostParameters host_parameters{[](void* counter) { ++*static_cast<std::atomic<int>*>(counter); },
+                                         &call_count};
     // The program adds the nodes in the reverse order of their dependencies.
     Handle host_node = 0;
     EXPECT_SUCCESS("cuGraphAddHostNode", &host_node, graph, no_nodes, u64{0}, &host_parameters);
@@ -177,7 +178,7 @@ void test_child_graph_and_clone_are_copies() {
 // execution of the node that frees it.
 void test_memory_nodes_allocate_at_each_launch() {
     const Handle graph = create_graph(), stream = create_stream();
-    const u64 free_before = query_free_memory(), result_memory = allocate(buffer_bytes);
+    const u64 free_bytes_before = query_free_memory(), result_memory = allocate(buffer_bytes);
     AllocateParameters allocation_parameters{};
     allocation_parameters.pool.allocation_type = allocation_pinned;
     allocation_parameters.pool.location = {location_device, 0};
@@ -206,12 +207,12 @@ void test_memory_nodes_allocate_at_each_launch() {
     EXPECT_SUCCESS("cuGraphExecDestroy", executable);
     EXPECT_SUCCESS("cuGraphDestroy", graph);
     EXPECT_SUCCESS("cuMemFree_v2", result_memory);
-    CHECK(wait_for_free_memory(free_before));
+    CHECK(wait_for_free_memory(free_bytes_before));
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
 }
 
-// The used memory is the memory that graphs allocated and that was not freed. The high mark is the largest value since
-// the program set it to 0.
+// The used memory is the memory that graphs allocated and that was not freed. The high mark is its largest size since
+// the program reset the mark, by setting it to 0.
 void test_memory_of_graphs_is_counted() {
     const Handle graph = create_graph(), stream = create_stream();
     AllocateParameters allocation_parameters{};
@@ -224,25 +225,25 @@ void test_memory_of_graphs_is_counted() {
         EXPECT_SUCCESS("cuDeviceGetGraphMemAttribute", 0, attribute, &value);
         return value;
     };
-    // CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT, USED_MEM_HIGH, RESERVED_MEM_CURRENT and RESERVED_MEM_HIGH
-    constexpr int used_current = 0, used_high = 1, reserved_current = 2, reserved_high = 3;
+    // The attributes are CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT, USED_MEM_HIGH, RESERVED_MEM_CURRENT and RESERVED_MEM_HIGH.
+    constexpr int used_attribute = 0, used_high_attribute = 1, reserved_attribute = 2, reserved_high_attribute = 3;
     u64 zero = 0;
-    EXPECT_SUCCESS("cuDeviceSetGraphMemAttribute", 0, used_high, &zero);
-    CHECK(query_attribute(used_current) == 0 && query_attribute(used_high) == 0);
+    EXPECT_SUCCESS("cuDeviceSetGraphMemAttribute", 0, used_high_attribute, &zero);
+    CHECK(query_attribute(used_attribute) == 0 && query_attribute(used_high_attribute) == 0);
     EXPECT_SUCCESS("cuGraphAddMemAllocNode", &allocation_node, graph, no_nodes, u64{0}, &allocation_parameters);
     const Handle executable = instantiate_graph(graph);
-    CHECK(query_attribute(used_current) == 0);
+    CHECK(query_attribute(used_attribute) == 0);
     launch_and_wait(executable, stream);
-    CHECK(query_attribute(used_current) == buffer_bytes && query_attribute(used_high) == buffer_bytes &&
-          query_attribute(reserved_current) == buffer_bytes);
+    CHECK(query_attribute(used_attribute) == buffer_bytes && query_attribute(used_high_attribute) == buffer_bytes &&
+          query_attribute(reserved_attribute) == buffer_bytes);
     EXPECT_SUCCESS("cuMemFree_v2", allocation_parameters.pointer);
-    CHECK(query_attribute(used_current) == 0 && query_attribute(used_high) == buffer_bytes &&
-          query_attribute(reserved_high) >= buffer_bytes);
-    EXPECT_RESULT(invalid_value, "cuDeviceSetGraphMemAttribute", 0, used_current, &zero);
-    EXPECT_SUCCESS("cuDeviceSetGraphMemAttribute", 0, used_high, &zero);
-    CHECK(query_attribute(used_high) == 0);
+    CHECK(query_attribute(used_attribute) == 0 && query_attribute(used_high_attribute) == buffer_bytes &&
+          query_attribute(reserved_high_attribute) >= buffer_bytes);
+    EXPECT_RESULT(invalid_value, "cuDeviceSetGraphMemAttribute", 0, used_attribute, &zero);
+    EXPECT_SUCCESS("cuDeviceSetGraphMemAttribute", 0, used_high_attribute, &zero);
+    CHECK(query_attribute(used_high_attribute) == 0);
     EXPECT_RESULT(invalid_value, "cuDeviceGetGraphMemAttribute", 0, 4, &zero); // 4 is not an attribute
-    EXPECT_RESULT(invalid_device, "cuDeviceGetGraphMemAttribute", 99, used_current, &zero);
+    EXPECT_RESULT(invalid_device, "cuDeviceGetGraphMemAttribute", 99, used_attribute, &zero);
     EXPECT_SUCCESS("cuDeviceGraphMemTrim", 0);
     EXPECT_SUCCESS("cuGraphExecDestroy", executable);
     EXPECT_SUCCESS("cuGraphDestroy", graph);
@@ -300,17 +301,18 @@ void test_event_nodes_record_and_wait() {
 // A user object lives as long as the program, a graph or an executable graph refers to it.
 void test_user_object_lives_as_long_as_its_graphs() {
     static std::atomic<int> destroyed_count{0};
-    const auto wait_until_destroyed = [](int count) {
+    const auto wait_until_destroyed = [](int expected_count) {
         const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-        while (destroyed_count != count && std::chrono::steady_clock::now() < deadline) {
+        while (destroyed_count != expected_count && std::chrono::steady_clock::now() < deadline) {
             sched_yield();
         }
-        return destroyed_count == count;
+        return destroyed_count == expected_count;
     };
-    const auto count_destruction = +[](void* count) { ++*static_cast<std::atomic<int>*>(count); };
+    const auto count_destruction = +[](void* counter) { ++*static_cast<std::atomic<int>*>(counter); };
     const Handle graph = create_graph();
     Handle graph_object = 0, program_object = 0;
-    // The last two arguments are the number of references and CU_USER_OBJECT_NO_DESTRUCTOR_SYNC (1), which is required.
+    // The last two arguments are the number of references and the flags. The flag CU_USER_OBJECT_NO_DESTRUCTOR_SYNC (1)
+    // is required, so the first call fails.
     EXPECT_RESULT(invalid_value, "cuUserObjectCreate", &graph_object, static_cast<void*>(&destroyed_count),
                   count_destruction, 1U, 0U);
     EXPECT_SUCCESS("cuUserObjectCreate", &graph_object, static_cast<void*>(&destroyed_count), count_destruction, 1U,
@@ -357,7 +359,7 @@ void test_conditional_node_runs_one_graph() {
     struct Row {
         int type;
         unsigned body_count, condition_value;
-        int running_body;
+        int running_body_index;
     };
     const Handle stream = create_stream();
     const u64 memory = allocate(buffer_bytes);
@@ -377,7 +379,7 @@ void test_conditional_node_runs_one_graph() {
         const Handle executable = instantiate_graph(graph);
         launch_and_wait(executable, stream);
         CHECK(read_device(memory, buffer_bytes) ==
-              std::vector<unsigned char>(buffer_bytes, static_cast<unsigned char>(row.running_body + 1)));
+              std::vector<unsigned char>(buffer_bytes, static_cast<unsigned char>(row.running_body_index + 1)));
         EXPECT_RESULT(invalid_value, "cuGraphDestroy", bodies[0]);
         EXPECT_SUCCESS("cuGraphExecDestroy", executable);
         EXPECT_SUCCESS("cuGraphDestroy", graph);
@@ -470,9 +472,10 @@ void test_launch_after_free_is_refused() {
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
 }
 
-// A query for edge data without the nodes fails and stores nothing. `count` is the capacity of the arrays in a call
-// with an array of nodes, and only a result in a call without. Like the driver of an H200, cuGraphGetEdges stores
-// default data also in the unused elements, and the other queries leave these elements unchanged.
+// A query for edge data without the nodes fails and stores nothing. In a call with an array of nodes, `count` is first
+// the capacity of the arrays, and then the number of edges. In a call without arrays, it is only a result. Like the
+// driver of an H200, cuGraphGetEdges stores default data also in the unused elements of the array of edge data, and the
+// other queries leave these elements unchanged.
 void test_edge_data_is_stored_with_the_nodes() {
     const Handle graph = create_graph();
     Handle first_node = 0, second_node = 0;
@@ -497,8 +500,9 @@ void test_edge_data_is_stored_with_the_nodes() {
     EXPECT_RESULT(invalid_value, "cuGraphGetEdges_v2", graph, from_pointer, no_handles, edge_data.data(), &count);
     EXPECT_RESULT(invalid_value, "cuGraphGetEdges_v2", graph, no_handles, to_pointer, edge_data.data(), &count);
     CHECK(count == 2 && has_untouched_edges(0));
-    const auto check_one_edge = [&](Handle expected_from, bool clears_unused_element) {
-        CHECK(count == 1 && from_nodes[0] == expected_from && from_nodes[1] == 0);
+    // Check the result of a query, and reset the arguments for the next query.
+    const auto check_and_reset_edge = [&](Handle expected_node, bool clears_unused_element) {
+        CHECK(count == 1 && from_nodes[0] == expected_node && from_nodes[1] == 0);
         CHECK(edge_data[0].from_port == 0 && edge_data[0].to_port == 0 && edge_data[0].type == 0);
         CHECK(clears_unused_element ? edge_data[1].type == 0 : has_untouched_edges(1));
         count = 2;
@@ -506,18 +510,18 @@ void test_edge_data_is_stored_with_the_nodes() {
     };
     EXPECT_SUCCESS("cuGraphGetEdges_v2", graph, from_pointer, to_pointer, edge_data.data(), &count);
     CHECK(to_nodes[0] == second_node && to_nodes[1] == 0);
-    check_one_edge(first_node, true);
+    check_and_reset_edge(first_node, true);
     EXPECT_SUCCESS("cuGraphNodeGetDependencies_v2", second_node, from_pointer, edge_data.data(), &count);
-    check_one_edge(first_node, false);
+    check_and_reset_edge(first_node, false);
     EXPECT_SUCCESS("cuGraphNodeGetDependentNodes_v2", first_node, from_pointer, edge_data.data(), &count);
-    check_one_edge(second_node, false);
+    check_and_reset_edge(second_node, false);
     EXPECT_SUCCESS("cuGraphDestroy", graph);
 }
 
 void test_wrong_graphs_are_refused() {
     const Handle graph = create_graph(), second_graph = create_graph();
     Handle first_node = 0, second_node = 0, unused_handle = 0;
-    EXPECT_RESULT(invalid_value, "cuGraphCreate", &unused_handle, 1U);
+    EXPECT_RESULT(invalid_value, "cuGraphCreate", &unused_handle, 1U); // the flags must be 0
     EXPECT_SUCCESS("cuGraphAddEmptyNode", &first_node, graph, no_nodes, u64{0});
     EXPECT_SUCCESS("cuGraphAddEmptyNode", &second_node, graph, &first_node, u64{1});
     EXPECT_RESULT(invalid_value, "cuGraphAddEmptyNode", &unused_handle, second_graph, &first_node, u64{1});
@@ -528,12 +532,14 @@ void test_wrong_graphs_are_refused() {
     EXPECT_RESULT(invalid_value, "cuGraphRemoveDependencies", graph, &second_node, &first_node, u64{1});
     // A graph with a cycle cannot be instantiated.
     EXPECT_SUCCESS("cuGraphAddDependencies", graph, &second_node, &first_node, u64{1});
-    InstantiateParameters parameters{0, 0, 1, 9};
+    InstantiateParameters parameters{0, 0, 1, 9}; // flags, upload_stream, error_node and result
     EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithParams", &unused_handle, graph, &parameters);
     CHECK(parameters.result == instantiate_invalid_structure && parameters.error_node != 0);
     EXPECT_SUCCESS("cuGraphRemoveDependencies", graph, &second_node, &first_node, u64{1});
-    EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithFlags", &unused_handle, graph, u64{0x100});
-    Copy3d copy = make_copy(0x1000, 0x2000);
+    EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithFlags", &unused_handle, graph,
+                  u64{0x100}); // 0x100 is not a flag
+    // The addresses of this copy are not device memory, and 5 is not a context.
+    Copy3d copy = describe_copy(0x1000, 0x2000);
     copy.to.memory_type = memory_device;
     const Copy3d* const copy_pointer = &copy;
     EXPECT_RESULT(invalid_value, "cuGraphAddMemcpyNode", &unused_handle, graph, no_nodes, u64{0}, copy_pointer,

@@ -16,9 +16,11 @@ DeviceResource query_device_resource(Device device = 0) {
     return resource;
 }
 
+// Split `input` into groups of at least `group_size_min` multiprocessors. `count` is the capacity of `parts`, and then
+// the number of groups. `remainder` gets the other multiprocessors.
 int split_resource(DeviceResource* parts, std::uint32_t* count, const DeviceResource& input, DeviceResource* remainder,
-                   unsigned flags, unsigned size_min) {
-    return call_driver("cuDevSmResourceSplitByCount", parts, count, &input, remainder, flags, size_min);
+                   unsigned flags, unsigned group_size_min) {
+    return call_driver("cuDevSmResourceSplitByCount", parts, count, &input, remainder, flags, group_size_min);
 }
 
 Handle make_descriptor(std::vector<DeviceResource> resources) {
@@ -58,7 +60,7 @@ void test_resource_is_split() {
 void test_wrong_resources_are_refused() {
     DeviceResource resource = query_device_resource(), part{}, other_part{};
     std::uint32_t count = 1;
-    Handle handle = 0;
+    Handle unused_handle = 0;
     EXPECT_RESULT(invalid_resource_type, "cuDeviceGetDevResource", 0, &resource, 1000);
     EXPECT_RESULT(invalid_device, "cuDeviceGetDevResource", 99, &resource, multiprocessor_resource);
     CHECK(split_resource(&part, nullptr, resource, nullptr, 0, 8) == invalid_value);
@@ -73,18 +75,19 @@ void test_wrong_resources_are_refused() {
     // The resources of one descriptor must be different groups of one split.
     for (const DeviceResource& second_part : {part, other_part}) {
         const DeviceResource resource_pair[] = {part, second_part};
-        EXPECT_RESULT(invalid_resource_configuration, "cuDevResourceGenerateDesc", &handle,
+        EXPECT_RESULT(invalid_resource_configuration, "cuDevResourceGenerateDesc", &unused_handle,
                       static_cast<const DeviceResource*>(resource_pair), 2U);
     }
-    EXPECT_RESULT(invalid_value, "cuDevResourceGenerateDesc", &handle, static_cast<const DeviceResource*>(&part), 0U);
+    EXPECT_RESULT(invalid_value, "cuDevResourceGenerateDesc", &unused_handle, static_cast<const DeviceResource*>(&part),
+                  0U);
     const Handle descriptor = make_descriptor({part});
-    EXPECT_RESULT(invalid_value, "cuGreenCtxCreate", &handle, descriptor, 0, 0U);
-    EXPECT_RESULT(invalid_value, "cuGreenCtxCreate", &handle, Handle{5}, 0, green_context_default_stream_flag);
-    EXPECT_RESULT(invalid_device, "cuGreenCtxCreate", &handle, descriptor, 1, green_context_default_stream_flag);
+    EXPECT_RESULT(invalid_value, "cuGreenCtxCreate", &unused_handle, descriptor, 0, 0U);
+    EXPECT_RESULT(invalid_value, "cuGreenCtxCreate", &unused_handle, Handle{5}, 0, green_context_default_stream_flag);
+    EXPECT_RESULT(invalid_device, "cuGreenCtxCreate", &unused_handle, descriptor, 1, green_context_default_stream_flag);
     EXPECT_RESULT(invalid_context, "cuGreenCtxDestroy", Handle{5});
 }
 
-// A green context can have several groups of one split, and a program can split their sum again.
+// A green context can have several parts of one split. Its resource is their sum, which a program can split again.
 void test_green_context_has_its_resources() {
     DeviceResource parts[2] = {}, remainder{}, queried_resource{};
     std::uint32_t count = 2;

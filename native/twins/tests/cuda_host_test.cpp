@@ -20,9 +20,9 @@ void test_pinned_memory_is_mapped_for_device() {
     unsigned flags = 0;
     EXPECT_SUCCESS("cuMemHostGetFlags", &flags, host_memory);
     CHECK(flags == host_alloc_devicemap);
-    const u64 memory = allocate(5000);
-    EXPECT_SUCCESS("cuMemcpyHtoD_v2", memory, static_cast<const void*>(host_memory), u64{5000});
-    CHECK(read_device(memory, 5000) == std::vector<unsigned char>(5000, 3));
+    const u64 device_memory = allocate(5000);
+    EXPECT_SUCCESS("cuMemcpyHtoD_v2", device_memory, static_cast<const void*>(host_memory), u64{5000});
+    CHECK(read_device(device_memory, 5000) == std::vector<unsigned char>(5000, 3));
     // A memset of host memory is done when the call returns.
     EXPECT_SUCCESS("cuMemsetD8_v2", device_address, static_cast<unsigned char>(4), u64{5000});
     CHECK(static_cast<unsigned char*>(host_memory)[4999] == 4);
@@ -30,6 +30,7 @@ void test_pinned_memory_is_mapped_for_device() {
     EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&memory_type), static_cast<int>(pointer_memory_type),
                    device_address);
     CHECK(memory_type == memory_host);
+    // Host memory cannot be exported as a dma-buf. Only cuMemFreeHost frees it, and only by the address of its start.
     int fd = -1;
     EXPECT_RESULT(invalid_value, "cuMemGetHandleForAddressRange", static_cast<void*>(&fd), device_address, u64{4096},
                   range_handle_dmabuf, u64{0});
@@ -41,7 +42,7 @@ void test_pinned_memory_is_mapped_for_device() {
     EXPECT_SUCCESS("cuMemHostAlloc", &host_memory, u64{0}, 0U);
     CHECK(host_memory == nullptr);
     EXPECT_RESULT(invalid_value, "cuMemHostAlloc", &host_memory, u64{10}, 8U); // 8 is not a flag
-    EXPECT_SUCCESS("cuMemFree_v2", memory);
+    EXPECT_SUCCESS("cuMemFree_v2", device_memory);
 }
 
 void test_registered_memory_can_be_copied() {
@@ -65,11 +66,11 @@ void test_registered_memory_can_be_copied() {
     // Read-only memory cannot be the destination of a copy.
     void* const read_only_memory = mmap(nullptr, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     EXPECT_SUCCESS("cuMemHostRegister_v2", read_only_memory, u64{4096}, static_cast<unsigned>(host_register_read_only));
-    const u64 memory = allocate(4096);
-    EXPECT_SUCCESS("cuMemcpyHtoD_v2", memory, static_cast<const void*>(read_only_memory), u64{4096});
-    EXPECT_RESULT(invalid_value, "cuMemcpyDtoH_v2", read_only_memory, memory, u64{4096});
+    const u64 device_memory = allocate(4096);
+    EXPECT_SUCCESS("cuMemcpyHtoD_v2", device_memory, static_cast<const void*>(read_only_memory), u64{4096});
+    EXPECT_RESULT(invalid_value, "cuMemcpyDtoH_v2", read_only_memory, device_memory, u64{4096});
     EXPECT_SUCCESS("cuMemHostUnregister", read_only_memory);
-    EXPECT_SUCCESS("cuMemFree_v2", memory);
+    EXPECT_SUCCESS("cuMemFree_v2", device_memory);
     munmap(read_only_memory, 4096);
     // Device memory cannot be registered as host memory.
     EXPECT_RESULT(invalid_value, "cuMemHostRegister_v2", reinterpret_cast<void*>(allocate(4096)), u64{4096}, 0U);
@@ -86,6 +87,7 @@ void test_managed_memory_is_accessible_by_cpu() {
     EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&is_managed), static_cast<int>(pointer_is_managed),
                    pointer);
     CHECK(is_managed == 1);
+    // Managed memory cannot be exported as a dma-buf, or shared by CUDA IPC.
     int fd = -1;
     EXPECT_RESULT(invalid_value, "cuMemGetHandleForAddressRange", static_cast<void*>(&fd), pointer, u64{4096},
                   range_handle_dmabuf, u64{0});

@@ -15,7 +15,7 @@ using namespace gdrkit::twin::cuda;
 namespace {
 
 constexpr unsigned interprocess_flags = event_interprocess | event_disable_timing;
-// Messages between the processes.
+// The processes send each other these messages.
 constexpr char event_was_recorded = 'r', may_continue = 'c';
 
 // Blocks a stream until open() is called.
@@ -65,7 +65,7 @@ int run_owner(int socket) {
     Gate closed_gate(stream);
     EXPECT_SUCCESS("cuEventRecord", event, stream);
     send_value(socket, event_was_recorded);
-    receive_value<char>(socket);
+    receive_value<char>(socket); // never returns
     return 1;
 }
 
@@ -106,7 +106,7 @@ void test_invalid_arguments_are_refused() {
     IpcHandle handle{};
     // An interprocess event needs the flag event_disable_timing too.
     EXPECT_RESULT(invalid_value, "cuEventCreate", &event, static_cast<unsigned>(event_interprocess));
-    EXPECT_RESULT(map_failed, "cuIpcOpenEventHandle", &event, handle);
+    EXPECT_RESULT(map_failed, "cuIpcOpenEventHandle", &event, handle); // a handle of zeros
     EXPECT_RESULT(invalid_handle, "cuIpcGetEventHandle", &handle, Handle{77});
     const Handle ordinary_event = create_event(event_disable_timing), shared_event = create_event(interprocess_flags);
     EXPECT_RESULT(invalid_handle, "cuIpcGetEventHandle", &handle, ordinary_event);
@@ -135,7 +135,8 @@ void test_event_without_record_is_done() {
     EXPECT_SUCCESS("cuEventDestroy_v2", event);
 }
 
-// A stream waits for one record of an event. The wait does not end when a later record in another stream is done.
+// A stream waits for the record that was the last one at the call of cuStreamWaitEvent. The wait does not end when a
+// later record in another stream is done.
 void test_records_are_done_in_any_order() {
     const Handle event = create_event(interprocess_flags);
     Handle slow_stream = 0, idle_stream = 0, waiting_stream = 0;

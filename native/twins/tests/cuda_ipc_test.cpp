@@ -14,7 +14,7 @@ namespace {
 
 constexpr unsigned lazy_peer_access = ipc_lazy_enable_peer_access;
 
-// Messages between the owner and the importer.
+// The owner and the importer send each other these messages.
 constexpr char importer_has_written = 'w', owner_has_freed = 'f', importer_has_closed = 'c';
 
 IpcHandle get_handle(u64 pointer) {
@@ -29,8 +29,8 @@ int run_owner(int socket) {
     const u64 small_memory = allocate(5000), large_memory = allocate(3 << 20);
     write_device(large_memory, make_pattern(3 << 20, 1));
     // All addresses of an allocation have the same handle.
-    const IpcHandle handle = get_handle(large_memory), handle_of_second_page = get_handle(large_memory + 4096);
-    CHECK(std::memcmp(&handle, &handle_of_second_page, sizeof handle) == 0);
+    const IpcHandle handle = get_handle(large_memory), second_page_handle = get_handle(large_memory + 4096);
+    CHECK(std::memcmp(&handle, &second_page_handle, sizeof handle) == 0);
     // A process cannot open a handle of its own memory.
     u64 opened_pointer = 0;
     EXPECT_RESULT(invalid_context, "cuIpcOpenMemHandle_v2", &opened_pointer, handle, lazy_peer_access);
@@ -38,14 +38,14 @@ int run_owner(int socket) {
     send_value(socket, get_handle(small_memory));
     CHECK(receive_value<char>(socket) == importer_has_written);
     CHECK(read_device(large_memory + 7, 100) == make_pattern(100, 2));
-    const u64 free_before = query_free_memory();
+    const u64 free_bytes_before = query_free_memory();
     EXPECT_SUCCESS("cuMemFree_v2", large_memory);
-    CHECK(query_free_memory() == free_before); // the importer still references the memory
+    CHECK(query_free_memory() == free_bytes_before); // the importer still references the memory
     send_value(socket, owner_has_freed);
     CHECK(receive_value<char>(socket) == importer_has_closed);
-    CHECK(wait_for_free_memory(free_before + (3 << 20)));
+    CHECK(wait_for_free_memory(free_bytes_before + (3 << 20)));
     send_value(socket, get_handle(small_memory));
-    receive_value<char>(socket); // the test kills this process here
+    receive_value<char>(socket); // never returns, because the test kills this process here
     return 1;
 }
 
@@ -69,7 +69,7 @@ void test_imported_memory_outlives_free_by_owner() {
     EXPECT_RESULT(invalid_value, "cuIpcGetMemHandle", &exported_handle, pointer);
     EXPECT_RESULT(invalid_value, "cuMemFree_v2", pointer);
     CHECK(query_buffer_id(pointer) != 0);
-    // The range of a small imported allocation begins at its pointer.
+    // The address range of a small imported allocation begins at its pointer, even if the pointer is inside of a page.
     u64 small_pointer = 0, base = 0, length_bytes = 0;
     EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &small_pointer, small_handle, lazy_peer_access);
     EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length_bytes, small_pointer);
@@ -98,7 +98,9 @@ void test_invalid_handles_are_refused() {
     u64 pointer = 0;
     IpcHandle zero_handle{};
     EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, zero_handle, lazy_peer_access);
+    // The flag CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS is required.
     EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, valid_handle, 0U);
+    // A handle with one changed bit is refused, because its checksum is wrong.
     for (std::size_t index = 0; index < sizeof valid_handle.reserved; ++index) {
         IpcHandle corrupted_handle = valid_handle;
         corrupted_handle.reserved[index] ^= 0x40;
@@ -128,7 +130,7 @@ IpcHandle redirect_to_this_process(IpcHandle handle) {
 // The importer refuses memory whose file the owner could truncate, because the size of the file is not sealed.
 void test_untrusted_owner_is_refused() {
     bool is_sealed = false;
-    register_handler(request_cuda_ipc, [&](auto, auto* reply, auto* fds) {
+    register_handler(cuda_ipc_request, [&](auto, auto* reply, auto* fds) {
         struct { // the layout of ReplyMessage in cuda/ipc.cpp
             u64 length_bytes = 100, memory_offset = 0, memory_bytes = 4096;
             std::int32_t physical_number = 0;

@@ -7,7 +7,7 @@ using namespace gdrkit::twin::cuda;
 namespace {
 
 constexpr u64 page_bytes = 4096, memory_bytes = 4 * page_bytes;
-// The twin has two devices. The id of a host location has no meaning.
+// The twin has the devices 0 and 1. The id of a host location has no meaning.
 constexpr Location first_device{location_device, 0}, second_device{location_device, 1},
     missing_device{location_device, 2}, host_location{location_host, 7}, no_location{location_none, 0};
 
@@ -28,7 +28,8 @@ void advise(u64 pointer, u64 length_bytes, int advice, Location location) {
     EXPECT_SUCCESS("cuMemAdvise_v2", pointer, length_bytes, advice, location);
 }
 
-// The query of several pages reports an attribute only if all pages have it.
+// A query of several pages reports an attribute only if all these pages have it. The advice about a part of a page
+// applies to the whole page.
 void test_advice_belongs_to_pages() {
     const u64 memory = allocate_managed();
     CHECK(query_attribute(range_read_mostly, memory, memory_bytes) == 0);
@@ -102,12 +103,13 @@ void test_wrong_arguments_are_refused() {
     EXPECT_RESULT(invalid_value, "cuMemAdvise_v2", memory, page_bytes, int{advise_set_accessed_by},
                   Location{location_host_numa, 0});
     // A result has 4 bytes, or a multiple of 4 for range_accessed_by. 9 is not an attribute.
-    int value = 0;
-    EXPECT_RESULT(invalid_value, "cuMemRangeGetAttribute", static_cast<void*>(&value), u64{8}, int{range_read_mostly},
-                  memory, page_bytes);
-    EXPECT_RESULT(invalid_value, "cuMemRangeGetAttribute", static_cast<void*>(&value), u64{0}, int{range_accessed_by},
-                  memory, page_bytes);
-    EXPECT_RESULT(invalid_value, "cuMemRangeGetAttribute", static_cast<void*>(&value), u64{4}, 9, memory, page_bytes);
+    int unused_value = 0;
+    EXPECT_RESULT(invalid_value, "cuMemRangeGetAttribute", static_cast<void*>(&unused_value), u64{8},
+                  int{range_read_mostly}, memory, page_bytes);
+    EXPECT_RESULT(invalid_value, "cuMemRangeGetAttribute", static_cast<void*>(&unused_value), u64{0},
+                  int{range_accessed_by}, memory, page_bytes);
+    EXPECT_RESULT(invalid_value, "cuMemRangeGetAttribute", static_cast<void*>(&unused_value), u64{4}, 9, memory,
+                  page_bytes);
     // Only a whole allocation can be attached. 3 is not a flag.
     EXPECT_RESULT(invalid_value, "cuStreamAttachMemAsync", stream, memory, page_bytes, unsigned{attach_host});
     EXPECT_RESULT(invalid_value, "cuStreamAttachMemAsync", stream, memory, u64{0}, 3U);

@@ -32,8 +32,8 @@ void test_cpu_access_faults() {
     }
 }
 
-// The kernel ignores PROT_NONE when it pins memory, and in reads and writes of /proc/self/mem. The twin must still be
-// safe: a device address has no pages.
+// The kernel ignores PROT_NONE when it pins memory, and in reads and writes of /proc/self/mem. So that the kernel
+// cannot access device memory either, no pages are mapped at device addresses.
 void test_kernel_cannot_pin() {
     const u64 pointer = allocate(4096);
     const Fd memory_file(open("/proc/self/mem", O_RDWR | O_CLOEXEC));
@@ -65,6 +65,7 @@ void test_bounds_are_exact() {
     EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", reinterpret_cast<u64>(source), source, u64{1});
     EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, static_cast<const void*>(nullptr), u64{1});
     EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, source, ~u64{0});
+    // A copy of 0 bytes needs no valid address.
     EXPECT_SUCCESS("cuMemcpyHtoD_v2", u64{0x10}, source, u64{0});
     EXPECT_RESULT(invalid_value, "cuMemsetD8_v2", pointer, static_cast<unsigned char>(1), u64{101});
     // A memset of 16-bit or 32-bit values needs an aligned address.
@@ -111,7 +112,8 @@ void test_reused_address_has_new_id() {
     EXPECT_SUCCESS("cuMemFree_v2", old_pointer);
     const u64 new_pointer = allocate(1 << 21);
     CHECK(new_pointer == old_pointer && query_buffer_id(new_pointer) > old_buffer_id);
-    // Small allocations share a page, so at most one of these two allocations begins at a page boundary.
+    // Small allocations are aligned to 512 bytes and share pages, so at most one of these two begins at a page
+    // boundary.
     const u64 first_small_pointer = allocate(100), second_small_pointer = allocate(300);
     CHECK(first_small_pointer % 512 == 0 && second_small_pointer % 512 == 0 &&
           (first_small_pointer % 4096 != 0 || second_small_pointer % 4096 != 0));
@@ -120,12 +122,13 @@ void test_reused_address_has_new_id() {
     for (const u64 pointer : {new_pointer, first_small_pointer, second_small_pointer}) {
         EXPECT_SUCCESS("cuMemFree_v2", pointer);
     }
+    // A free of the null pointer does nothing. Other addresses must be the start of an allocation.
     EXPECT_SUCCESS("cuMemFree_v2", u64{0});
     EXPECT_RESULT(invalid_value, "cuMemFree_v2", new_pointer + 64);
 }
 
 void test_memory_usage_is_counted() {
-    const u64 free_before = query_free_memory();
+    const u64 free_bytes_before = query_free_memory();
     u64 pointer = 0;
     // The device has 8 GiB of memory.
     EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &pointer, (u64{8} << 30) + 1);
@@ -133,10 +136,10 @@ void test_memory_usage_is_counted() {
     EXPECT_RESULT(invalid_value, "cuMemAlloc_v2", &pointer, u64{0});
     // This allocation uses no host memory yet, because the kernel allocates pages at the first write.
     const u64 large_memory = allocate(u64{6} << 30);
-    CHECK(free_before - query_free_memory() == u64{6} << 30);
+    CHECK(free_bytes_before - query_free_memory() == u64{6} << 30);
     EXPECT_RESULT(out_of_memory, "cuMemAlloc_v2", &pointer, u64{3} << 30);
     EXPECT_SUCCESS("cuMemFree_v2", large_memory);
-    CHECK(query_free_memory() == free_before);
+    CHECK(query_free_memory() == free_bytes_before);
     u64 pitch_bytes = 0;
     EXPECT_SUCCESS("cuMemAllocPitch_v2", &pointer, &pitch_bytes, u64{1000}, u64{10}, 4U);
     CHECK(pitch_bytes == 1024);
@@ -197,9 +200,9 @@ void test_peer_copy_between_devices() {
     EXPECT_SUCCESS("cuCtxGetCurrent", &first_context);
     EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &second_context, 1);
     EXPECT_SUCCESS("cuCtxPushCurrent_v2", second_context);
-    const u64 free_before = query_free_memory();
+    const u64 free_bytes_before = query_free_memory();
     const u64 second_memory = allocate(100);
-    CHECK(query_free_memory() < free_before && query_attribute<int>(second_memory, pointer_device_ordinal) == 1);
+    CHECK(query_free_memory() < free_bytes_before && query_attribute<int>(second_memory, pointer_device_ordinal) == 1);
     const auto bytes = make_pattern(100, 9);
     write_device(first_memory, bytes);
     EXPECT_SUCCESS("cuMemcpyPeer", second_memory, second_context, first_memory, first_context, u64{100});

@@ -9,6 +9,7 @@
 
 namespace gdrkit::twin::cuda {
 
+// The second process. Its destructor waits until the process ends, and checks that it exited with 0 or was killed.
 class Peer {
 public:
     // Run this executable again, with the argument "peer" and the descriptor of one end of a socket pair.

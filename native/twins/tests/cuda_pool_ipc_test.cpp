@@ -12,7 +12,7 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-// Messages between the owner and the importer.
+// The owner and the importer send each other these messages.
 constexpr char importer_has_written = 'w', owner_has_freed = 'f', importer_has_freed = 'd';
 
 // The locations whose pools are shared: a device, and the memory of a NUMA node.
@@ -56,9 +56,9 @@ IpcHandle export_pointer(u64 pointer) {
     return pointer_data;
 }
 
-// Create a pool and send it with one of its pointers to the importer. Free both after the importer has freed its
-// import.
-void serve_pool(int socket, const Location& location) {
+// Create a pool, and send the pool and a pointer to its memory to the importer. Free the memory and destroy the pool
+// after the importer has freed its pointer.
+void share_pool(int socket, const Location& location) {
     const Handle pool = create_pool(handle_posix_fd, location);
     const u64 pointer = allocate_from(pool, 70000);
     write_device(pointer, make_pattern(70000, 1));
@@ -79,12 +79,12 @@ void serve_pool(int socket, const Location& location) {
 int run_owner(int socket) {
     use_primary_context(1);
     for (const Location& location : locations) {
-        serve_pool(socket, location);
+        share_pool(socket, location);
     }
     return 0;
 }
 
-// Import the pool and the pointer that serve_pool() sends, use the memory, and check what an imported pool refuses.
+// Import the pool and the pointer that share_pool() sends, use the memory, and check what an imported pool refuses.
 void import_from(const Peer& owner, const Location& location) {
     std::vector<Fd> fds;
     CHECK(recv_fds(owner.socket(), 1, &fds));
@@ -127,7 +127,7 @@ void test_imported_pool_has_memory_of_its_owner() {
 }
 
 void test_malformed_handles_of_pools_are_refused() {
-    // A pool without a handle type cannot be exported.
+    // A pool without a handle type (`private_pool`) cannot be exported.
     const Handle pool = create_pool(handle_posix_fd), other_pool = create_pool(handle_posix_fd),
                  private_pool = create_pool(handle_none);
     Handle imported_pool = 0;
@@ -158,7 +158,7 @@ void test_malformed_handles_of_pools_are_refused() {
     EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, pool, &pointer_data);
     EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, imported_pool, &unused_data);
     for (std::size_t index = 0; index < sizeof pointer_data.reserved; ++index) {
-        pointer_data.reserved[index] ^= 0x40;
+        pointer_data.reserved[index] ^= 0x40; // change one bit, and restore it below
         EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &imported_pointer, imported_pool, &pointer_data);
         pointer_data.reserved[index] ^= 0x40;
     }

@@ -21,17 +21,17 @@ void test_default_pool_allocates_in_stream_order() {
     EXPECT_RESULT(invalid_value, "cuMemPoolDestroy", default_pool);
     EXPECT_SUCCESS("cuStreamCreate", &stream, unsigned{stream_non_blocking});
     u64 pointer = 0;
-    const u64 free_before = query_free_memory();
+    const u64 free_bytes_before = query_free_memory();
     EXPECT_SUCCESS("cuMemAllocAsync", &pointer, u64{2} << 20, stream);
     CHECK(query_pool_attribute(default_pool, pool_used_current) == 2 << 20);
     EXPECT_SUCCESS("cuStreamSynchronize", stream);
     write_device(pointer, make_pattern(100, 1));
-    u64 pool_of_pointer = 0, context = 1;
-    EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&pool_of_pointer),
-                   static_cast<int>(pointer_mempool_handle), pointer);
+    u64 owning_pool = 0, context = 1;
+    EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&owning_pool), static_cast<int>(pointer_mempool_handle),
+                   pointer);
     EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&context), static_cast<int>(pointer_context), pointer);
     // Memory of a pool belongs to no context, and legacy CUDA IPC cannot share it.
-    CHECK(pool_of_pointer == default_pool && context == 0);
+    CHECK(owning_pool == default_pool && context == 0);
     int fd = -1;
     EXPECT_SUCCESS("cuMemGetHandleForAddressRange", static_cast<void*>(&fd), pointer, u64{2} << 20, range_handle_dmabuf,
                    u64{0});
@@ -44,7 +44,7 @@ void test_default_pool_allocates_in_stream_order() {
     EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", static_cast<void*>(&unused_id),
                   static_cast<int>(pointer_buffer_id), pointer);
     EXPECT_SUCCESS("cuStreamSynchronize", stream);
-    CHECK(query_free_memory() == free_before && query_pool_attribute(default_pool, pool_used_current) == 0);
+    CHECK(query_free_memory() == free_bytes_before && query_pool_attribute(default_pool, pool_used_current) == 0);
     CHECK(query_pool_attribute(default_pool, pool_used_high) == 2 << 20);
     u64 new_pointer = 0;
     EXPECT_SUCCESS("cuMemAllocAsync", &new_pointer, u64{2} << 20, stream);
@@ -148,11 +148,11 @@ void test_host_pool_has_host_memory() {
         u64 pointer = 0, host_pointer = 0;
         EXPECT_SUCCESS("cuMemPoolCreate", &pool, &properties);
         EXPECT_SUCCESS("cuCtxSynchronize");
-        const u64 free_before = query_free_memory();
+        const u64 free_bytes_before = query_free_memory();
         EXPECT_RESULT(out_of_memory, "cuMemAllocFromPoolAsync", &pointer, u64{2} << 20, pool, Handle{0});
         EXPECT_SUCCESS("cuMemAllocFromPoolAsync", &pointer, u64{10000}, pool, Handle{0});
         EXPECT_SUCCESS("cuStreamSynchronize", Handle{0});
-        CHECK(query_free_memory() == free_before && query_pool_attribute(pool, pool_used_current) == 10000);
+        CHECK(query_free_memory() == free_bytes_before && query_pool_attribute(pool, pool_used_current) == 10000);
         auto* const host_bytes = reinterpret_cast<unsigned char*>(pointer);
         const std::vector<unsigned char> pattern = make_pattern(10000, 3);
         std::copy(pattern.begin(), pattern.end(), host_bytes);
@@ -198,14 +198,15 @@ void test_wrong_host_pools_are_refused() {
 // Each location has a default pool, and a current pool, which the program can set.
 void test_locations_have_current_pools() {
     const Location host_location{location_host, 5}, device_location{location_device, 0},
-        missing_location{location_device, 99};
+        missing_device_location{location_device, 99};
     PoolProperties properties{};
     properties.allocation_type = allocation_pinned;
     properties.location = {location_host, 0};
     Handle default_pool = 0, pool = 0, current_pool = 0;
     EXPECT_SUCCESS("cuMemGetDefaultMemPool", &default_pool, &host_location, int{allocation_pinned});
     EXPECT_RESULT(not_supported, "cuMemGetDefaultMemPool", &current_pool, &host_location, int{allocation_managed});
-    EXPECT_RESULT(invalid_device, "cuMemGetDefaultMemPool", &current_pool, &missing_location, int{allocation_pinned});
+    EXPECT_RESULT(invalid_device, "cuMemGetDefaultMemPool", &current_pool, &missing_device_location,
+                  int{allocation_pinned});
     EXPECT_RESULT(invalid_value, "cuMemPoolDestroy", default_pool);
     EXPECT_SUCCESS("cuMemPoolCreate", &pool, &properties);
     EXPECT_SUCCESS("cuMemSetMemPool", &host_location, int{allocation_pinned}, pool);

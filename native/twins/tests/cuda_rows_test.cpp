@@ -31,8 +31,8 @@ u64 address_of(const std::vector<unsigned char>& bytes) {
     return reinterpret_cast<u64>(bytes.data());
 }
 
-// Copy rows to device memory with a pitch of 2 * pitch, each to byte 3 of its row, and copy three rows back. The bytes
-// between the copied rows stay unchanged.
+// Copy rows to device memory whose pitch is 2 * pitch. The copy begins at byte 3 of each row of the memory. Then copy
+// three rows back. The bytes between the copied rows stay unchanged.
 void test_rows_are_copied_exactly() {
     const u64 memory = allocate(2 * pitch * rows);
     write_device(memory, std::vector(2 * pitch * rows, canary));
@@ -66,7 +66,8 @@ void test_volume_is_copied_between_devices() {
     contexts[1] = use_primary_context(1);
     const u64 target_memory = allocate(volume_bytes);
     write_device(target_memory, std::vector(volume_bytes, canary));
-    // The synchronous copy writes the columns from 0 on, and the asynchronous copy writes the columns from 60 on.
+    // The synchronous copy writes the columns from 0 on, and the asynchronous copy writes the columns from 60 on. Both
+    // read from row 2 on.
     for (const bool is_async : {false, true}) {
         Copy3d copy{make_unified_side(source_memory, pitch, slice_rows),
                     make_unified_side(target_memory, pitch, slice_rows), width, rows, slices};

@@ -75,18 +75,18 @@ void test_async_copy_is_delayed() {
 }
 
 // The mean delay is half of the largest delay, which main() sets. The sum of 20 random delays is almost certainly more
-// than a quarter of the expected sum.
+// than a quarter of the expected sum, which is `round_count * delay_max / 2`.
 void test_work_is_delayed_at_random() {
-    constexpr int rounds_count = 20;
+    constexpr int round_count = 20;
     const Handle stream = create_stream(stream_non_blocking);
     const u64 memory = allocate(8);
     unsigned char* const host_memory = allocate_pinned(8);
     const auto begin = std::chrono::steady_clock::now();
-    for (int round = 0; round < rounds_count; ++round) {
+    for (int round = 0; round < round_count; ++round) {
         EXPECT_SUCCESS("cuMemcpyDtoHAsync_v2", static_cast<void*>(host_memory), memory, u64{8}, stream);
         EXPECT_SUCCESS("cuStreamSynchronize", stream);
     }
-    CHECK(std::chrono::steady_clock::now() - begin > rounds_count * delay_max / 8);
+    CHECK(std::chrono::steady_clock::now() - begin > round_count * delay_max / 8);
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
     EXPECT_SUCCESS("cuMemFreeHost", static_cast<void*>(host_memory));
     EXPECT_SUCCESS("cuMemFree_v2", memory);
@@ -117,7 +117,8 @@ void test_default_stream_waits_for_blocking_streams() {
     EXPECT_SUCCESS("cuMemsetD8Async", memory, static_cast<unsigned char>(1), u64{4}, blocking_stream);
     EXPECT_SUCCESS("cuMemsetD8_v2", memory, static_cast<unsigned char>(2), u64{4});
     EXPECT_RESULT(not_ready, "cuStreamQuery", Handle{0});
-    // The default stream now waits for the gate. A non-blocking stream runs, and another blocking stream waits.
+    // The default stream now waits for the gate. A non-blocking stream does not wait. Another blocking stream waits for
+    // the default stream.
     EXPECT_SUCCESS("cuMemsetD8Async", memory, static_cast<unsigned char>(3), u64{4}, non_blocking_stream);
     EXPECT_SUCCESS("cuStreamSynchronize", non_blocking_stream);
     const Handle second_blocking_stream = create_stream(0);
@@ -219,7 +220,7 @@ void test_host_function_must_not_call_driver() {
 }
 
 void test_stream_queries_return_properties() {
-    Handle stream = 0, context = 0, context_of_stream = 0;
+    Handle stream = 0, context = 0, stream_context = 0;
     // The driver replaces a priority out of range by the nearest allowed priority, here -5.
     EXPECT_SUCCESS("cuStreamCreateWithPriority", &stream, static_cast<unsigned>(stream_non_blocking), -99);
     unsigned flags = 0;
@@ -228,13 +229,14 @@ void test_stream_queries_return_properties() {
     EXPECT_SUCCESS("cuStreamGetFlags", stream, &flags);
     EXPECT_SUCCESS("cuStreamGetPriority", stream, &priority);
     EXPECT_SUCCESS("cuStreamGetDevice", stream, &device);
-    EXPECT_SUCCESS("cuStreamGetCtx", stream, &context_of_stream);
+    EXPECT_SUCCESS("cuStreamGetCtx", stream, &stream_context);
     EXPECT_SUCCESS("cuStreamGetId", stream, &stream_id);
     EXPECT_SUCCESS("cuStreamGetId", Handle{0}, &default_stream_id);
     EXPECT_SUCCESS("cuStreamIsCapturing", stream, &capture_status);
     EXPECT_SUCCESS("cuCtxGetCurrent", &context);
+    // 0 is CU_STREAM_CAPTURE_STATUS_NONE.
     CHECK(flags == stream_non_blocking && priority == -5 && device == 0 && capture_status == 0);
-    CHECK(context_of_stream == context && stream_id != default_stream_id);
+    CHECK(stream_context == context && stream_id != default_stream_id);
     EXPECT_SUCCESS("cuStreamSynchronize", Handle{per_thread_stream_handle});
     EXPECT_RESULT(invalid_value, "cuStreamCreate", &stream, 2U); // not a flag
     EXPECT_RESULT(invalid_handle, "cuStreamSynchronize", Handle{0x99});
@@ -282,9 +284,10 @@ void test_destroyed_stream_finishes() {
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-// cuMemcpyPeer runs its copy after all earlier work, and before all later work, of both contexts in its arguments and
-// of the current context. This is true even for streams that do not wait for the default stream. The call does
-// not wait for the copy. In this test, the arguments name the second context twice, and the first context is current.
+// cuMemcpyPeer runs its copy after all earlier work, and before all later work, of three contexts: the current context
+// and both contexts in its arguments. This is true even for streams that do not wait for the default stream. The call
+// does not wait for the copy. In this test, the arguments name the second context twice, and the first context is
+// current.
 void test_peer_copy_waits_for_all_streams() {
     constexpr u64 length_bytes = 100;
     Handle first_context = 0, second_context = 0;

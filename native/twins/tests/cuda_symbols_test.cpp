@@ -1,6 +1,6 @@
 // Tests that the software twin of libcuda exports the functions of its contract (a list in native/twins/contracts),
 // that unimplemented functions fail as documented, and that cuGetProcAddress finds every function that cuda-bindings
-// requests. Also tests of error names, of calls before cuInit, and of a forked child.
+// requests. Other tests check error names, calls before cuInit, and a forked child.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -13,7 +13,7 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-// A line of functions.def.
+// A line of functions.def: one form of a function, such as cuMemAlloc_v2 of cuMemAlloc.
 struct Function {
     const char* name;
     int since; // CUDA version that introduced this form of the function, or 0 if cuGetProcAddress does not return it
@@ -57,21 +57,21 @@ void test_unimplemented_functions_fail() {
 
 // The twin has no export tables. cuGetExportTable stores null, so that the CUDA runtime does not use an old value.
 void test_export_table_is_null() {
-    int content = 0;
-    const void* export_table = &content;
-    EXPECT_RESULT(not_supported, "cuGetExportTable", &export_table, static_cast<const void*>(&content));
+    int placeholder = 0;
+    const void* export_table = &placeholder;
+    EXPECT_RESULT(not_supported, "cuGetExportTable", &export_table, static_cast<const void*>(&placeholder));
     CHECK(export_table == nullptr);
 }
 
 void test_proc_address_returns_newest_form() {
-    for (const auto& [name, version_text] : read_table(GDRKIT_CONTRACTS "/cuda.symbols")) {
+    for (const auto& [requested_name, version_text] : read_table(GDRKIT_CONTRACTS "/cuda.symbols")) {
         const int version = std::stoi(version_text);
         // The newest form of the function that the requested version of CUDA already had.
         const Function* newest_form = nullptr;
         bool is_known = false;
         for (const Function& function : functions) {
-            is_known |= name == function.name;
-            if (name == function.name && function.since != 0 && function.since <= version &&
+            is_known |= requested_name == function.name;
+            if (requested_name == function.name && function.since != 0 && function.since <= version &&
                 (newest_form == nullptr || function.since > newest_form->since)) {
                 newest_form = &function;
             }
@@ -80,14 +80,14 @@ void test_proc_address_returns_newest_form() {
         void* function_address = nullptr;
         int lookup_status = -1;
         for (const u64 flags : {u64{proc_default}, u64{proc_legacy_stream}, u64{proc_per_thread_stream}}) {
-            const int result =
-                call_driver("cuGetProcAddress_v2", name.c_str(), &function_address, version, flags, &lookup_status);
+            const int result = call_driver("cuGetProcAddress_v2", requested_name.c_str(), &function_address, version,
+                                           flags, &lookup_status);
             if (version > driver_version) {
                 CHECK(result == invalid_value);
                 continue;
             }
             CHECK(result == success && lookup_status == proc_success);
-            CHECK(function_address != nullptr && function_address == dlsym(driver(), newest_form->symbol));
+            CHECK(function_address != nullptr && function_address == dlsym(driver_library(), newest_form->symbol));
         }
     }
 }
@@ -107,7 +107,7 @@ void test_proc_address_reports_unknown_functions() {
                   &lookup_status); // 8 is not a flag
     EXPECT_RESULT(not_found, "cuGetProcAddress", "cuNothing", &function_address, 12000, u64{0});
     EXPECT_SUCCESS("cuGetProcAddress", "cuMemAlloc", &function_address, 13000, u64{0});
-    CHECK(function_address == dlsym(driver(), "cuMemAlloc_v2"));
+    CHECK(function_address == dlsym(driver_library(), "cuMemAlloc_v2"));
 }
 
 void test_error_names() {

@@ -12,6 +12,7 @@ namespace {
 // Values of CUtensorMapDataType.
 constexpr int type_uint8 = 0, type_float32 = 7, type_16u4_align8 = 13, type_16u6_align16 = 15;
 
+// A CUtensorMap.
 struct alignas(128) Map {
     std::array<u64, 16> words{};
 };
@@ -88,7 +89,7 @@ void test_wrong_tiled_tensors_are_refused() {
     CHECK(encode_tiled_with([](Parameters& p) { p.rank = 0; }) == invalid_value);
     CHECK(encode_tiled_with([](Parameters& p) { p.rank = 6; }) == invalid_value);
     CHECK(encode_tiled_with([](Parameters& p) { p.rank = 2, p.interleave = 1; }) == invalid_value);
-    CHECK(encode_tiled_with([](Parameters& p) { p.type = 16; }) == invalid_value);
+    CHECK(encode_tiled_with([](Parameters& p) { p.type = 16; }) == invalid_value); // 16 is not a data type
     CHECK(encode_tiled_with([](Parameters& p) { p.address += 8; }) == invalid_value);
     CHECK(encode_tiled_with([](Parameters& p) { p.address += 16; }) == success);
     CHECK(encode_tiled_with([](Parameters& p) { p.address += 16, p.interleave = 2, p.swizzle = 1; }) == invalid_value);
@@ -113,8 +114,8 @@ void test_wrong_tiled_tensors_are_refused() {
     CHECK(encode_tiled_with([](Parameters& p) { p.fill = 1, p.type = type_uint8; }) == invalid_value);
     // A map must be aligned to 64 bytes.
     Parameters valid_parameters;
-    alignas(128) std::array<std::byte, 256> memory{};
-    EXPECT_RESULT(invalid_value, "cuTensorMapEncodeTiled", static_cast<void*>(memory.data() + 32),
+    alignas(128) std::array<std::byte, 256> map_memory{};
+    EXPECT_RESULT(invalid_value, "cuTensorMapEncodeTiled", static_cast<void*>(map_memory.data() + 32),
                   valid_parameters.type, valid_parameters.rank, reinterpret_cast<void*>(valid_parameters.address),
                   static_cast<const u64*>(valid_parameters.extents.data()),
                   static_cast<const u64*>(valid_parameters.strides_bytes.data()),

@@ -8,13 +8,14 @@ using namespace gdrkit::twin::cuda;
 namespace {
 
 Handle create_array(unsigned flags) {
+    // The members are the width, height and depth, the format and number of the channels, and the flags.
     const ArrayDescription description{16, 8, 0, format_float, 1, flags};
     Handle array = 0;
     EXPECT_SUCCESS("cuArray3DCreate_v2", &array, &description);
     return array;
 }
 
-ResourceDescription make_resource(int type, Handle array) {
+ResourceDescription describe_resource(int type, Handle array) {
     ResourceDescription resource{};
     resource.type = type;
     resource.array = array;
@@ -33,10 +34,11 @@ void test_texture_of_an_array_keeps_its_descriptions() {
     description.address_modes[0] = 3; // CU_TR_ADDRESS_MODE_BORDER
     description.filter_mode = 1;      // CU_TR_FILTER_MODE_LINEAR
     description.border[2] = 0.5F;
+    // The members of a view begin with the format, width, height and depth.
     const ViewDescription view{1, 16, 8, 0, 0, 0, 0, 0, {}};
     ViewDescription queried_view{};
     ResourceDescription resource{};
-    CHECK(create_texture(&texture, make_resource(resource_array, array), description, &view) == success);
+    CHECK(create_texture(&texture, describe_resource(resource_array, array), description, &view) == success);
     EXPECT_SUCCESS("cuTexObjectGetResourceDesc", &resource, texture);
     CHECK(resource.type == resource_array && resource.array == array);
     EXPECT_SUCCESS("cuTexObjectGetTextureDesc", &queried_description, texture);
@@ -46,14 +48,16 @@ void test_texture_of_an_array_keeps_its_descriptions() {
     CHECK(queried_view.width == 16 && queried_view.height == 8);
     EXPECT_SUCCESS("cuTexObjectDestroy", texture);
     EXPECT_RESULT(invalid_value, "cuTexObjectGetTextureDesc", &queried_description, texture);
-    CHECK(create_texture(&texture, make_resource(resource_array, array), description) == success);
+    CHECK(create_texture(&texture, describe_resource(resource_array, array), description) == success);
     EXPECT_RESULT(invalid_value, "cuTexObjectGetResourceViewDesc", &queried_view, texture);
     EXPECT_SUCCESS("cuTexObjectDestroy", texture);
     EXPECT_SUCCESS("cuArrayDestroy", array);
-    CHECK(create_texture(&texture, make_resource(resource_array, array), description) == invalid_value);
+    CHECK(create_texture(&texture, describe_resource(resource_array, array), description) == invalid_value);
 }
 
 // The memory of a texture must be aligned to 512 bytes and must contain all rows. An element has 1, 2 or 4 channels.
+// The members of a linear resource are the address, format, number of channels and length in bytes. A pitched resource
+// has instead of the length the width, height and pitch of its rows.
 void test_texture_of_memory_is_checked() {
     const u64 memory = allocate(4096);
     Handle texture = 0;
@@ -86,7 +90,7 @@ void test_texture_of_memory_is_checked() {
 void test_wrong_textures_are_refused() {
     const Handle array = create_array(0);
     Handle texture = 0, mipmap = 0;
-    ResourceDescription resource = make_resource(resource_array, array);
+    ResourceDescription resource = describe_resource(resource_array, array);
     TextureDescription description{};
     description.address_modes[2] = 4; // not an address mode
     CHECK(create_texture(&texture, resource, description) == invalid_value);
@@ -96,17 +100,18 @@ void test_wrong_textures_are_refused() {
     description = {};
     description.filter_mode = 2; // not a filter mode
     CHECK(create_texture(&texture, resource, description) == invalid_value);
-    resource.flags = 1;
+    resource.flags = 1; // must be 0
     CHECK(create_texture(&texture, resource, {}) == invalid_value);
-    CHECK(create_texture(&texture, make_resource(4, array), {}) == invalid_value);
-    CHECK(create_texture(&texture, make_resource(resource_mipmap, array), {}) == invalid_value);
+    // 4 is not a type of a resource, and `array` is not a mipmapped array.
+    CHECK(create_texture(&texture, describe_resource(4, array), {}) == invalid_value);
+    CHECK(create_texture(&texture, describe_resource(resource_mipmap, array), {}) == invalid_value);
     // The coordinates of a mipmapped array must be normalized.
     const ArrayDescription mipmap_description{16, 8, 0, format_float, 1, 0};
     EXPECT_SUCCESS("cuMipmappedArrayCreate", &mipmap, &mipmap_description, 2U);
     description = {};
-    CHECK(create_texture(&texture, make_resource(resource_mipmap, mipmap), description) == invalid_value);
+    CHECK(create_texture(&texture, describe_resource(resource_mipmap, mipmap), description) == invalid_value);
     description.flags = texture_normalized_coordinates;
-    CHECK(create_texture(&texture, make_resource(resource_mipmap, mipmap), description) == success);
+    CHECK(create_texture(&texture, describe_resource(resource_mipmap, mipmap), description) == success);
     EXPECT_SUCCESS("cuTexObjectDestroy", texture);
     EXPECT_SUCCESS("cuMipmappedArrayDestroy", mipmap);
     EXPECT_SUCCESS("cuArrayDestroy", array);
@@ -114,9 +119,9 @@ void test_wrong_textures_are_refused() {
 
 // A surface needs an array that was created with the flag array_surface.
 void test_surface_of_an_array() {
-    const Handle array = create_array(array_surface), array_without_flag = create_array(0);
+    const Handle array = create_array(array_surface), array_without_surface_flag = create_array(0);
     Handle surface = 0;
-    ResourceDescription resource = make_resource(resource_array, array_without_flag), queried_resource{};
+    ResourceDescription resource = describe_resource(resource_array, array_without_surface_flag), queried_resource{};
     EXPECT_RESULT(invalid_value, "cuSurfObjectCreate", &surface, static_cast<const ResourceDescription*>(&resource));
     resource.array = array;
     EXPECT_SUCCESS("cuSurfObjectCreate", &surface, static_cast<const ResourceDescription*>(&resource));
@@ -125,14 +130,14 @@ void test_surface_of_an_array() {
     EXPECT_SUCCESS("cuSurfObjectDestroy", surface);
     EXPECT_RESULT(invalid_value, "cuSurfObjectGetResourceDesc", &queried_resource, surface);
     EXPECT_SUCCESS("cuArrayDestroy", array);
-    EXPECT_SUCCESS("cuArrayDestroy", array_without_flag);
+    EXPECT_SUCCESS("cuArrayDestroy", array_without_surface_flag);
 }
 
 // The destruction of a context destroys its textures. A later cuTexObjectDestroy fails.
 void test_texture_ends_with_its_context() {
     Handle context = 0, texture = 0;
     EXPECT_SUCCESS("cuCtxCreate_v2", &context, 0U, 0);
-    CHECK(create_texture(&texture, make_resource(resource_array, create_array(0)), {}) == success);
+    CHECK(create_texture(&texture, describe_resource(resource_array, create_array(0)), {}) == success);
     EXPECT_SUCCESS("cuCtxDestroy_v2", context);
     EXPECT_RESULT(invalid_value, "cuTexObjectDestroy", texture);
 }

@@ -9,12 +9,12 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-constexpr int rounds_count = 40;
+constexpr int round_count = 40;
 
 void allocate_copy_free(unsigned seed) {
     Handle stream = 0;
     EXPECT_SUCCESS("cuStreamCreate", &stream, seed % 2); // every second thread uses a non-blocking stream
-    for (int round = 0; round < rounds_count; ++round) {
+    for (int round = 0; round < round_count; ++round) {
         const u64 length_bytes = 1 + (seed * 977 + static_cast<unsigned>(round) * 131) % 20000;
         const u64 memory = allocate(length_bytes);
         const auto bytes = make_pattern(length_bytes, seed);

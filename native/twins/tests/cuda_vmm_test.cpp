@@ -11,7 +11,7 @@ namespace {
 
 constexpr u64 granule_bytes = 2 << 20; // granularity of reservations and allocations
 
-// Messages between the owner of the memory and the importer.
+// The owner of the memory and the importer send each other these messages.
 constexpr char importer_has_written = 'd', owner_has_released = 'x';
 
 AllocationProperties make_properties(int device = 0) {
@@ -70,12 +70,13 @@ int run_importer(int socket) {
 void test_exported_memory_is_shared_by_processes() {
     Peer importer;
     use_primary_context();
-    const u64 free_before = query_free_memory(), pointer = reserve_addresses(granule_bytes);
+    const u64 free_bytes_before = query_free_memory(), pointer = reserve_addresses(granule_bytes);
     const Handle handle = create_memory();
     map_memory(pointer, handle);
     CHECK(set_access(pointer, granule_bytes, access_read_write) == success);
     write_device(pointer, make_pattern(1000, 5));
     int fd = -1;
+    // The memory was created for export as a file descriptor, not as a fabric handle.
     EXPECT_RESULT(invalid_value, "cuMemExportToShareableHandle", static_cast<void*>(&fd), handle,
                   static_cast<int>(handle_fabric), u64{0});
     EXPECT_SUCCESS("cuMemExportToShareableHandle", static_cast<void*>(&fd), handle, static_cast<int>(handle_posix_fd),
@@ -88,12 +89,12 @@ void test_exported_memory_is_shared_by_processes() {
     EXPECT_SUCCESS("cuMemUnmap", pointer, granule_bytes);
     EXPECT_SUCCESS("cuMemRelease", handle);
     EXPECT_SUCCESS("cuMemAddressFree", pointer, granule_bytes);
-    CHECK(free_before - query_free_memory() == granule_bytes); // the importer still references the memory
+    CHECK(free_bytes_before - query_free_memory() == granule_bytes); // the importer still references the memory
     send_value(importer.socket(), owner_has_released);
     // Wait until the importer has exited: the kernel then closes its socket.
     char byte = 0;
     CHECK(recv(importer.socket(), &byte, 1, 0) == 0);
-    CHECK(wait_for_free_memory(free_before));
+    CHECK(wait_for_free_memory(free_bytes_before));
 }
 
 void test_copy_crosses_adjacent_mappings() {
@@ -132,7 +133,7 @@ void test_copy_crosses_adjacent_mappings() {
     // A read-only mapping refuses writes.
     CHECK(set_access(pointer, granule_bytes, access_read) == success);
     EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, static_cast<const void*>(bytes.data()), u64{10});
-    read_device(pointer, 10);
+    read_device(pointer, 10); // succeeds
     u64 access_flags = 9;
     const Location first_device{location_device, 0}, second_device{location_device, 1};
     EXPECT_SUCCESS("cuMemGetAccess", &access_flags, &first_device, pointer);
@@ -200,7 +201,7 @@ void test_released_handle_can_be_retained_again() {
     CHECK(retained_handle == handle);
     EXPECT_SUCCESS("cuMemRelease", handle);
     EXPECT_SUCCESS("cuMemRelease", handle);
-    // A released handle of mapped memory can be retained again.
+    // The mappings keep the memory alive, and a released handle of mapped memory can be retained again.
     read_device(pointer, 3);
     EXPECT_SUCCESS("cuMemRetainAllocationHandle", &retained_handle, reinterpret_cast<void*>(pointer));
     EXPECT_SUCCESS("cuMemRelease", retained_handle);

@@ -35,8 +35,8 @@ void launch_twice_and_destroy(Handle graph, Handle stream) {
 void test_captured_copies_are_launched() {
     const Handle stream = create_stream();
     void *const source_memory = allocate(buffer_bytes), *const target_memory = allocate(buffer_bytes);
-    int status = -1;
-    u64 capture_id = 0, dependencies_count = 0;
+    int capture_status = -1;
+    u64 capture_id = 0, dependency_count = 0;
     Handle graph = 0, captured_graph = 0;
     const Handle* dependencies = nullptr;
     EXPECT_OK("cudaStreamBeginCapture", stream, int{cuda::capture_mode_global});
@@ -44,18 +44,18 @@ void test_captured_copies_are_launched() {
               int{device_to_device}, stream);
     EXPECT_OK("cudaMemsetAsync", source_memory, 0, buffer_bytes, stream);
 #if GDRKIT_CUDART_MAJOR == 12
-    EXPECT_OK("cudaStreamGetCaptureInfo_v2", stream, &status, &capture_id, &captured_graph, &dependencies,
-              &dependencies_count);
+    EXPECT_OK("cudaStreamGetCaptureInfo_v2", stream, &capture_status, &capture_id, &captured_graph, &dependencies,
+              &dependency_count);
 #else
     const cuda::EdgeData* edge_data = nullptr;
-    EXPECT_OK("cudaStreamGetCaptureInfo", stream, &status, &capture_id, &captured_graph, &dependencies, &edge_data,
-              &dependencies_count);
+    EXPECT_OK("cudaStreamGetCaptureInfo", stream, &capture_status, &capture_id, &captured_graph, &dependencies,
+              &edge_data, &dependency_count);
 #endif
-    CHECK(status == cuda::capture_active && capture_id != 0 && dependencies_count == 1);
+    CHECK(capture_status == cuda::capture_active && capture_id != 0 && dependency_count == 1);
     EXPECT_OK("cudaStreamEndCapture", stream, &graph);
     CHECK(graph == captured_graph);
-    EXPECT_OK("cudaStreamIsCapturing", stream, &status);
-    CHECK(status == cuda::capture_none);
+    EXPECT_OK("cudaStreamIsCapturing", stream, &capture_status);
+    CHECK(capture_status == cuda::capture_none);
     Handle executable = 0;
     EXPECT_OK("cudaGraphInstantiateWithFlags", &executable, graph, u64{0});
     for (unsigned seed = 1; seed < 4; ++seed) {
@@ -138,10 +138,11 @@ void test_conditional_node_runs_one_graph() {
 #else
     EXPECT_OK("cudaGraphAddNode", &conditional_node, graph, static_cast<const Handle*>(nullptr),
               static_cast<const cuda::EdgeData*>(nullptr), u64{0}, &parameters);
-    const cuda::EdgeData other_edge_data{1, 0, 0, {}};
+    // The twin supports only edges with default data. Here, from_port is 1.
+    const cuda::EdgeData non_default_edge_data{1, 0, 0, {}};
     Handle refused_node = 0;
-    EXPECT_ERROR(invalid_value, "cudaGraphAddNode", &refused_node, graph, &conditional_node, &other_edge_data, u64{1},
-                 &parameters);
+    EXPECT_ERROR(invalid_value, "cudaGraphAddNode", &refused_node, graph, &conditional_node, &non_default_edge_data,
+                 u64{1}, &parameters);
 #endif
     for (unsigned index = 0; index < 2; ++index) {
         const cuda::FillParameters fill_parameters{reinterpret_cast<u64>(memory), 0, index + 1, 1, buffer_bytes, 1};
@@ -155,11 +156,11 @@ void test_conditional_node_runs_one_graph() {
     EXPECT_OK("cudaStreamDestroy", stream);
 }
 
-// In a copy with an array, positions and extents count elements.
+// In a copy with an array, positions and extents count elements. An element has two channels of 16 bits, so 4 bytes.
 void test_arrays_are_copied() {
     constexpr u64 width = 20, height = 5, row_bytes = width * 4;
     const ChannelFormat format{16, 16, 0, 0, channel_unsigned};
-    Handle array = 0, volume_array = 0, mipmap = 0, level = 0;
+    Handle array = 0, volume_array = 0, mipmap = 0, level_array = 0;
     EXPECT_OK("cudaMallocArray", &array, &format, u64{width}, u64{height}, 0U);
     std::vector<unsigned char> source_bytes = make_pattern(row_bytes * height, 6), copied_bytes(source_bytes.size());
     EXPECT_OK("cudaMemcpy2DToArray", array, u64{0}, u64{0}, static_cast<const void*>(source_bytes.data()),
@@ -168,12 +169,12 @@ void test_arrays_are_copied() {
               u64{row_bytes}, u64{height}, int{device_to_host});
     CHECK(copied_bytes == source_bytes);
     EXPECT_OK("cudaMalloc3DArray", &volume_array, &format, Extent{width, height, 2}, 0U);
-    const auto as_pointer = [](Handle handle) { return reinterpret_cast<void*>(handle); };
-    Copy3d copy{as_pointer(array), {1, 1, 0},       {}, as_pointer(volume_array), {2, 2, 1}, {},
+    const auto to_pointer = [](Handle handle) { return reinterpret_cast<void*>(handle); };
+    Copy3d copy{to_pointer(array), {1, 1, 0},       {}, to_pointer(volume_array), {2, 2, 1}, {},
                 {width - 2, 3, 1}, device_to_device};
     EXPECT_OK("cudaMemcpy3D", static_cast<const Copy3d*>(&copy));
     copy = {
-        as_pointer(volume_array), {2, 2, 1},     {}, nullptr, {}, {copied_bytes.data(), row_bytes, row_bytes, height},
+        to_pointer(volume_array), {2, 2, 1},     {}, nullptr, {}, {copied_bytes.data(), row_bytes, row_bytes, height},
         {width - 2, 3, 1},        device_to_host};
     EXPECT_OK("cudaMemcpy3D_ptds", static_cast<const Copy3d*>(&copy));
     CHECK(
@@ -190,11 +191,13 @@ void test_arrays_are_copied() {
     CHECK(queried_format.x == 16 && queried_format.y == 16 && queried_format.z == 0 &&
           queried_format.kind == channel_unsigned && extent.depth == 2 && flags == 0);
     EXPECT_OK("cudaMallocMipmappedArray", &mipmap, &format, Extent{width, height, 0}, 3U, 0U);
-    EXPECT_OK("cudaGetMipmappedArrayLevel", &level, mipmap, 1U);
-    EXPECT_OK("cudaArrayGetInfo", &queried_format, &extent, &flags, level);
+    EXPECT_OK("cudaGetMipmappedArrayLevel", &level_array, mipmap, 1U);
+    EXPECT_OK("cudaArrayGetInfo", &queried_format, &extent, &flags, level_array);
     CHECK(extent.width == width / 2 && extent.height == height / 2);
+    // All channels of an element must have the same number of bits.
     const ChannelFormat uneven_format{8, 16, 0, 0, channel_unsigned};
-    EXPECT_ERROR(invalid_channel_descriptor, "cudaMallocArray", &level, &uneven_format, u64{width}, u64{height}, 0U);
+    EXPECT_ERROR(invalid_channel_descriptor, "cudaMallocArray", &level_array, &uneven_format, u64{width}, u64{height},
+                 0U);
     EXPECT_OK("cudaFreeMipmappedArray", mipmap);
     EXPECT_OK("cudaFreeArray", array);
     EXPECT_OK("cudaFreeArray", volume_array);
@@ -236,10 +239,10 @@ void test_managed_memory_is_prefetched() {
               device_location);
 #endif
     for (const int attribute : {cuda::range_preferred_location, cuda::range_last_prefetch_location}) {
-        int location = -9;
-        EXPECT_OK("cudaMemRangeGetAttribute", static_cast<void*>(&location), u64{4}, attribute, constant_memory,
+        int device_ordinal = -9;
+        EXPECT_OK("cudaMemRangeGetAttribute", static_cast<void*>(&device_ordinal), u64{4}, attribute, constant_memory,
                   buffer_bytes);
-        CHECK(location == 1);
+        CHECK(device_ordinal == 1);
     }
     EXPECT_OK("cudaStreamAttachMemAsync", Handle{0}, memory, u64{0}, 2U); // cudaMemAttachHost
     EXPECT_OK("cudaDeviceSynchronize");

@@ -12,9 +12,9 @@ namespace gdrkit::twin::cudart {
 using cuda::u64;
 
 // Return the dlopen handle of the twin of the CUDA runtime.
-inline void* runtime() {
+inline void* runtime_library() {
     static void* const handle = [] {
-        cuda::driver(); // open the CUDA twin first, so that the runtime finds it by its SONAME
+        cuda::driver_library(); // open the CUDA twin first, so that the runtime finds it by its SONAME
         void* const runtime_handle = dlopen(GDRKIT_CUDART_TWIN, RTLD_NOW | RTLD_LOCAL);
         if (runtime_handle == nullptr) {
             std::fprintf(stderr, "%s\n", dlerror());
@@ -26,7 +26,7 @@ inline void* runtime() {
 }
 
 inline void* find_function(const char* symbol) {
-    void* const function_address = dlsym(runtime(), symbol);
+    void* const function_address = dlsym(runtime_library(), symbol);
     if (function_address == nullptr) {
         std::fprintf(stderr, "%s is not exported\n", symbol);
         std::exit(1);
@@ -34,12 +34,12 @@ inline void* find_function(const char* symbol) {
     return function_address;
 }
 
-// Call a function by name. Arguments must have the types of the interface: lengths and handles are u64.
+// Call a function of the runtime by name. The arguments must have the types of the API: lengths and handles are u64.
 template <typename... Arguments> int call_runtime(const char* symbol, Arguments... arguments) {
     return reinterpret_cast<int (*)(Arguments...)>(find_function(symbol))(arguments...);
 }
 
-// Call a function of the runtime by name, and check that it returns `code`.
+// Call a function of the runtime by name, and check that it returns the error code `code`.
 #define EXPECT_ERROR(code, ...)                                                                                        \
     do {                                                                                                               \
         const int error_ = call_runtime(__VA_ARGS__);                                                                  \
@@ -67,21 +67,21 @@ inline std::vector<unsigned char> read_memory(const void* from_address, u64 leng
     return bytes;
 }
 
-// Return what `body` writes to standard error.
+// Run `body`, and return the text that it writes to standard error.
 template <typename Body> std::string capture_stderr(Body&& body) {
     std::fflush(stderr);
-    const int saved_fd = dup(STDERR_FILENO);
-    std::FILE* const file = std::tmpfile();
-    CHECK(saved_fd >= 0 && file != nullptr && dup2(fileno(file), STDERR_FILENO) >= 0);
+    const int saved_stderr_fd = dup(STDERR_FILENO);
+    std::FILE* const capture_file = std::tmpfile();
+    CHECK(saved_stderr_fd >= 0 && capture_file != nullptr && dup2(fileno(capture_file), STDERR_FILENO) >= 0);
     body();
-    CHECK(dup2(saved_fd, STDERR_FILENO) >= 0);
-    close(saved_fd);
-    std::rewind(file);
+    CHECK(dup2(saved_stderr_fd, STDERR_FILENO) >= 0);
+    close(saved_stderr_fd);
+    std::rewind(capture_file);
     std::string stderr_text;
-    for (int byte = std::fgetc(file); byte != EOF; byte = std::fgetc(file)) {
+    for (int byte = std::fgetc(capture_file); byte != EOF; byte = std::fgetc(capture_file)) {
         stderr_text += static_cast<char>(byte);
     }
-    std::fclose(file);
+    std::fclose(capture_file);
     return stderr_text;
 }
 

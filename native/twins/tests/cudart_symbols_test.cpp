@@ -26,13 +26,12 @@ void test_exports_match_contract() {
     CHECK(symbols.erase(symbol_version) == 1); // the linker also defines a symbol with the name of the version
     for (const auto& [symbol, convention] : read_conventions()) {
         CHECK(symbols.erase(symbol) == 1);
-        CHECK(dlvsym(runtime(), symbol.c_str(), symbol_version) == find_function(symbol.c_str()));
+        CHECK(dlvsym(runtime_library(), symbol.c_str(), symbol_version) == find_function(symbol.c_str()));
     }
     CHECK(symbols.empty());
 }
 
-// Each call of an unimplemented function fails, and the first call prints one line. This needs no
-// initialized driver.
+// Each call of an unimplemented function fails, even before the driver is initialized. The first call prints one line.
 void test_unimplemented_functions_fail() {
     int unimplemented_count = 0;
     const std::string stderr_text = capture_stderr([&] {

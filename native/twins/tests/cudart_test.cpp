@@ -58,7 +58,7 @@ void test_versions_and_devices() {
     void* function_address = nullptr;
     EXPECT_OK("cudaGetDriverEntryPointByVersion", "cuMemAlloc", &function_address, 12000U, u64{0},
               static_cast<int*>(nullptr));
-    CHECK(function_address == dlsym(cuda::driver(), "cuMemAlloc_v2"));
+    CHECK(function_address == dlsym(cuda::driver_library(), "cuMemAlloc_v2"));
 }
 
 // cudaGetDeviceProperties returns the values of the driver, and writes nothing past the end of the structure.
@@ -74,7 +74,8 @@ void test_properties_fill_the_structure() {
     };
     std::vector<DeviceProperties> all_properties;
     if (GDRKIT_CUDART_MAJOR == 12) {
-        // Programs that were built for CUDA 11 call cudaGetDeviceProperties, with a smaller structure.
+        // Programs that were built for CUDA 11 call cudaGetDeviceProperties, with a smaller structure, which ends
+        // before host_register_supported.
         all_properties = {
             query_properties("cudaGetDeviceProperties", offsetof(DeviceProperties, host_register_supported)),
             query_properties("cudaGetDeviceProperties_v2", sizeof(DeviceProperties))};
@@ -111,7 +112,7 @@ void test_ranges_are_copied() {
                   int{inferred});
         CHECK(host_bytes == bytes);
     }
-    EXPECT_OK("cudaMemset", memory, 0x1ee, u64{10}); // only the low byte counts
+    EXPECT_OK("cudaMemset", memory, 0x1ee, u64{10}); // only the low byte counts, which is the canary
     CHECK(read_memory(memory, 11)[9] == canary && read_memory(memory, 11)[10] == bytes[10]);
     EXPECT_ERROR(invalid_value, "cudaMemset", memory, 0, u64{1001});
     EXPECT_ERROR(invalid_memcpy_direction, "cudaMemcpy", memory, static_cast<const void*>(host_bytes.data()), u64{1},
@@ -223,6 +224,7 @@ void test_volumes_are_ordered_between_devices() {
     std::memset(pinned_memory, canary, 8);
     EXPECT_OK("cudaStreamCreateWithFlags", &stream, 1U); // cudaStreamNonBlocking
     PeerCopy3d copy{};
+    // The members of a PitchedPointer are the address, the pitch, and the width and number of the rows.
     copy.from = {first_memory, 2, 2, 2};
     copy.to = {second_memory, 2, 2, 2};
     copy.to_device = 1;
@@ -394,6 +396,7 @@ void test_errors_belong_to_threads() {
 // Programs that nvcc compiled register their kernels when they start. The twin refuses every launch of a kernel, and
 // prints one line that names the kernel.
 void test_launch_is_refused() {
+    // The addresses of these variables stand for a fat binary and for the host functions of two kernels.
     static const char fat_binary[16] = {}, kernel = 0, unregistered_kernel = 0;
     const auto register_binary = reinterpret_cast<void** (*)(const void*)>(find_function("__cudaRegisterFatBinary"));
     void** const binary_handle = register_binary(fat_binary);
@@ -402,6 +405,8 @@ void test_launch_is_refused() {
         find_function("__cudaRegisterFunction"))(binary_handle, &kernel, nullptr, "_Z3addPfS_i", -1, nullptr, nullptr,
                                                  nullptr, nullptr, nullptr);
     reinterpret_cast<void (*)(void**)>(find_function("__cudaRegisterFatBinaryEnd"))(binary_handle);
+    // For a launch by <<<...>>>, compiled code pushes the configuration of the launch, and pops it to launch the
+    // kernel.
     const Dimensions grid{1, 2, 3}, block{4, 5, 6};
     Dimensions popped_grid{}, popped_block{};
     u64 shared_bytes = 0, stream = 0;
@@ -458,7 +463,7 @@ void test_reset_does_not_block_other_threads() {
         std::this_thread::yield();
     }
     std::promise<void> done_promise;
-    // A new thread uses the device 0.
+    // The device 0 is selected in a new thread.
     std::thread other_thread([&] {
         EXPECT_OK("cudaFree", allocate(100));
         done_promise.set_value();
@@ -499,7 +504,8 @@ void test_call_waits_for_a_reset_of_its_device() {
     EXPECT_OK("cudaFree", memory_future.get());
 }
 
-// The runtime asks the driver whether a primary context exists, because the program may reset it with the driver API.
+// The runtime asks the driver whether a primary context exists, because the program may have reset the context with the
+// driver API.
 void test_reset_by_the_driver_is_noticed() {
     EXPECT_OK("cudaSetDevice", 1);
     unsigned flags = 9, driver_flags = 9;
@@ -509,7 +515,7 @@ void test_reset_by_the_driver_is_noticed() {
     CHECK(is_context_active(1));
     EXPECT_OK("cudaDeviceReset");
     CHECK(!is_context_active(1));
-    // cudaGetDeviceFlags creates no context.
+    // cudaGetDeviceFlags returns the flags of the driver, and creates no context.
     int is_active = 9;
     CHECK(cuda::call_driver("cuDevicePrimaryCtxGetState", 1, &driver_flags, &is_active) == 0);
     EXPECT_OK("cudaGetDeviceFlags", &flags);
@@ -588,7 +594,7 @@ void test_processes_share_memory_and_events() {
     EXPECT_OK("cudaMemcpyAsync", memory, static_cast<const void*>(bytes.data()), u64{1000}, int{host_to_device},
               stream);
     EXPECT_OK("cudaEventRecord", event, stream);
-    cuda::send_value(owner.socket(), 'r'); // the event is recorded
+    cuda::send_value(owner.socket(), 'r'); // tell the owner that the event is recorded
     EXPECT_OK("cudaStreamSynchronize", stream);
     EXPECT_OK("cudaIpcCloseMemHandle", memory);
     EXPECT_OK("cudaEventDestroy", event);

@@ -13,7 +13,8 @@ namespace {
 
 constexpr std::size_t page_bytes = 4096;
 
-// Return an entry that transfers one page: the page `index` of the file and of the memory. Its cookie is index + 1.
+// Return an entry that transfers one page: the page `index` of the file and of the memory. The cookie of the entry is
+// index + 1, so the events of a batch have the keys 1, 2 and so on in wait_for_events().
 IoParameters make_entry(const TestFile& test_file, std::size_t index, Opcode opcode = opcode_read) {
     IoParameters entry{};
     entry.mode = mode_batch;
@@ -35,10 +36,10 @@ int submit_entries(BatchHandle batch, std::vector<IoParameters> entries) {
     return call_for_status("cuFileBatchIOSubmit", batch, static_cast<unsigned>(entries.size()), entries.data(), 0U);
 }
 
-// Wait until `count` entries have completed, and return their events by cookie.
-std::map<u64, IoEvent> wait_for_events(BatchHandle batch, unsigned count) {
+// Wait until `expected_count` entries have completed, and return their events by cookie.
+std::map<u64, IoEvent> wait_for_events(BatchHandle batch, unsigned expected_count) {
     std::map<u64, IoEvent> events_by_cookie;
-    while (events_by_cookie.size() < count) {
+    while (events_by_cookie.size() < expected_count) {
         IoEvent events[8];
         unsigned event_count = 8;
         EXPECT_STATUS(success, "cuFileBatchIOGetStatus", batch, 1U, &event_count, static_cast<IoEvent*>(events),
@@ -65,7 +66,7 @@ void test_batch_transfers_each_entry_once() {
         CHECK(event.status == io_complete && event.result == page_bytes && cookie >= 1 && cookie <= 32);
     }
     CHECK(cuda::read_device(test_file.memory, 32 * page_bytes) ==
-          std::vector(test_file.bytes.begin(), test_file.bytes.begin() + 32 * page_bytes));
+          std::vector(test_file.initial_bytes.begin(), test_file.initial_bytes.begin() + 32 * page_bytes));
     CHECK(submit_entries(batch, {make_entry(test_file, 0)}) == success);
     wait_for_events(batch, 1);
     call<void>("cuFileBatchIODestroy", batch);
@@ -101,7 +102,7 @@ void test_invalid_arguments_are_refused() {
 void test_defaults_are_those_of_an_h200() {
     struct ParameterLimits {
         int parameter;
-        std::size_t value, min, max;
+        std::size_t default_value, min, max;
     };
     // The parameters are CUFILE_PARAM_EXECUTION_MAX_IO_QUEUE_DEPTH (1), EXECUTION_MAX_IO_THREADS (2),
     // EXECUTION_MAX_REQUEST_PARALLELISM (4), PROPERTIES_MAX_DIRECT_IO_SIZE_KB (5), PROPERTIES_PER_BUFFER_CACHE_SIZE_KB
@@ -115,7 +116,7 @@ void test_defaults_are_those_of_an_h200() {
         std::size_t value = 0, min = 0, max = 0;
         EXPECT_STATUS(success, "cuFileGetParameterSizeT", limits.parameter, &value);
         EXPECT_STATUS(success, "cuFileGetParameterMinMaxValue", limits.parameter, &min, &max);
-        CHECK(value == limits.value && min == limits.min && max == limits.max);
+        CHECK(value == limits.default_value && min == limits.min && max == limits.max);
     }
     std::size_t pinned_kb = 0;
     EXPECT_STATUS(success, "cuFileGetParameterSizeT", 8, &pinned_kb);
@@ -153,7 +154,7 @@ void test_stalled_entry_can_be_canceled() {
     call<void>("cuFileBatchIODestroy", batch);
 }
 
-// Destroying a batch waits for the running transfer, because the caller may free the memory afterwards.
+// cuFileBatchIODestroy waits for the running transfer, because the caller may free the memory afterwards.
 void test_destroy_waits_for_running_transfer() {
     const TestFile test_file;
     set_fault_plan("cufile.route call=1 delay_us=300000");
@@ -165,7 +166,8 @@ void test_destroy_waits_for_running_transfer() {
     }
     call<void>("cuFileBatchIODestroy", batch);
     CHECK(cuda::read_device(test_file.memory + 3 * page_bytes, page_bytes) ==
-          std::vector(test_file.bytes.begin() + 3 * page_bytes, test_file.bytes.begin() + 4 * page_bytes));
+          std::vector(test_file.initial_bytes.begin() + 3 * page_bytes,
+                      test_file.initial_bytes.begin() + 4 * page_bytes));
 }
 
 // Several threads create batches, and destroy some of them while transfers are unfinished.
@@ -173,12 +175,12 @@ void test_concurrent_batches() {
     const TestFile test_file;
     std::atomic<int> completed_count{0};
     std::vector<std::thread> threads;
-    for (std::size_t thread = 0; thread < 4; ++thread) {
-        threads.emplace_back([&test_file, &completed_count, thread] {
+    for (std::size_t thread_index = 0; thread_index < 4; ++thread_index) {
+        threads.emplace_back([&test_file, &completed_count, thread_index] {
             for (int round = 0; round < 8; ++round) {
                 const BatchHandle batch = create_batch(8);
-                CHECK(submit_entries(batch, {make_entry(test_file, thread), make_entry(test_file, thread + 4)}) ==
-                      success);
+                CHECK(submit_entries(batch, {make_entry(test_file, thread_index),
+                                             make_entry(test_file, thread_index + 4)}) == success);
                 if (round % 2 == 0) {
                     completed_count += static_cast<int>(wait_for_events(batch, 2).size());
                 }

@@ -17,10 +17,10 @@ namespace gdrkit::twin::cufile {
 using cuda::u64;
 
 // Return the dlopen handle of the cuFile twin.
-inline void* library() {
+inline void* twin_library() {
     static void* const library_handle = [] {
         // Open the CUDA twin first, so that the cuFile twin finds it as libcuda.so.1.
-        cuda::driver();
+        cuda::driver_library();
         void* handle = dlopen(GDRKIT_CUFILE_TWIN, RTLD_NOW | RTLD_LOCAL);
         if (handle == nullptr) {
             std::fprintf(stderr, "%s\n", dlerror());
@@ -33,7 +33,7 @@ inline void* library() {
 
 // Call a function of the cuFile twin by name.
 template <typename Result, typename... Arguments> Result call(const char* symbol, Arguments... arguments) {
-    void* const function_address = dlsym(library(), symbol);
+    void* const function_address = dlsym(twin_library(), symbol);
     if (function_address == nullptr) {
         std::fprintf(stderr, "%s is not exported\n", symbol);
         std::exit(1);
@@ -41,13 +41,13 @@ template <typename Result, typename... Arguments> Result call(const char* symbol
     return reinterpret_cast<Result (*)(Arguments...)>(function_address)(arguments...);
 }
 
-// Call a function that returns CUfileError_t, and return its CUfileOpError. The arguments must have the types of the
-// API.
+// Call a function that returns CUfileError_t, and return the CUfileOpError in it. The arguments must have the types of
+// the API.
 template <typename... Arguments> int call_for_status(const char* symbol, Arguments... arguments) {
     return call<Error>(symbol, arguments...).error;
 }
 
-// Call a function that returns CUfileError_t, and check that its CUfileOpError is `code`.
+// Call a function that returns CUfileError_t, and check that the CUfileOpError in the result is `code`.
 #define EXPECT_STATUS(code, ...)                                                                                       \
     do {                                                                                                               \
         const int result_ = call_for_status(__VA_ARGS__);                                                              \
@@ -58,14 +58,15 @@ template <typename... Arguments> int call_for_status(const char* symbol, Argumen
         }                                                                                                              \
     } while (0)
 
+// Replace the fault plan of the twin by these rules, one a line. An empty text removes all rules.
 inline void set_fault_plan(const std::string& rules) {
     CHECK(call<int>("gdrkit_twin_faults", ("gdrkit-faults 1\n" + rules + "\n").c_str()) == 0);
 }
 
 inline std::string read_ledger() {
-    std::vector<char> text(1 << 16);
-    CHECK(call<int>("gdrkit_twin_ledger", text.data(), text.size()) > 0);
-    return text.data();
+    std::vector<char> ledger_text(1 << 16);
+    CHECK(call<int>("gdrkit_twin_ledger", ledger_text.data(), ledger_text.size()) > 0);
+    return ledger_text.data();
 }
 
 inline int register_file(int fd, FileHandle* handle) {
@@ -90,11 +91,11 @@ inline ssize_t write_file(FileHandle file, u64 buffer, std::size_t length_bytes,
                          buffer_offset);
 }
 
-// A registered temporary file with the content `bytes`, and device memory of the same size. The constructor opens the
-// driver. The destructor closes the driver and checks that no handles are left.
+// A registered temporary file, which first has the content `initial_bytes`, and device memory of the same size. The
+// constructor opens the driver. The destructor closes the driver and checks that no handles are left.
 struct TestFile {
     static constexpr std::size_t length_bytes = 1 << 18;
-    std::vector<unsigned char> bytes = cuda::make_pattern(length_bytes, 7);
+    std::vector<unsigned char> initial_bytes = cuda::make_pattern(length_bytes, 7);
     int fd = -1;
     FileHandle file = nullptr;
     u64 memory = 0;
@@ -104,7 +105,7 @@ struct TestFile {
         std::string file_path = GDRKIT_DISK "/cufile-XXXXXX";
         const int buffered_fd = mkstemp(file_path.data());
         CHECK(buffered_fd >= 0 &&
-              pwrite(buffered_fd, bytes.data(), length_bytes, 0) == static_cast<ssize_t>(length_bytes));
+              pwrite(buffered_fd, initial_bytes.data(), length_bytes, 0) == static_cast<ssize_t>(length_bytes));
         fd = open(file_path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC);
         CHECK(fd >= 0);
         close(buffered_fd);

@@ -1,5 +1,5 @@
 // Tests of the software twin of libcufile (GPUDirect Storage): which path a transfer takes, and the statistics of the
-// transfers.
+// transfers. The path is posix (compat mode), or a direct path: p2p or nvfs.
 #include <cstring>
 
 #include "cufile_library.hpp"
@@ -10,7 +10,7 @@ using namespace gdrkit::twin::cufile;
 namespace {
 
 constexpr std::size_t page_bytes = 4096;
-// CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE and CUFILE_PARAM_FORCE_COMPAT_MODE
+// The parameters are CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE and CUFILE_PARAM_FORCE_COMPAT_MODE.
 constexpr int allow_compat_parameter = 1, force_compat_parameter = 2;
 
 StatsLevel3 read_statistics() {
@@ -90,11 +90,11 @@ void test_compat_mode_off_refuses_posix() {
 }
 
 // cufile.json is JSON with comments in the forms // and /* */. A string may contain these signs, and a string value may
-// be equal to a key. Each row has the text of the file, and the parameters allow_compat_mode and force_compat_mode.
-// libcufile 1.20 finds the same strings and comments.
+// be equal to a key. Each row has the text of the file, and the expected parameters allow_compat_mode and
+// force_compat_mode. libcufile 1.20 finds the same strings and comments.
 void test_config_file_is_read() {
     struct Row {
-        const char* text;
+        const char* config_text;
         bool allow_compat, force_compat;
     };
     const Row rows[] = {
@@ -111,8 +111,9 @@ void test_config_file_is_read() {
     for (const Row& row : rows) {
         std::string config_path = GDRKIT_DISK "/cufile-json-XXXXXX";
         const int fd = mkstemp(config_path.data());
-        const auto length_bytes = static_cast<ssize_t>(std::strlen(row.text));
-        CHECK(fd >= 0 && write(fd, row.text, static_cast<std::size_t>(length_bytes)) == length_bytes && close(fd) == 0);
+        const auto length_bytes = static_cast<ssize_t>(std::strlen(row.config_text));
+        CHECK(fd >= 0 && write(fd, row.config_text, static_cast<std::size_t>(length_bytes)) == length_bytes &&
+              close(fd) == 0);
         // Each row needs a process of its own, because the first cuFileDriverOpen of a process fixes the parameters.
         const int status = cuda::run_in_child([&] {
             CHECK(setenv("CUFILE_ENV_PATH_JSON", config_path.c_str(), 1) == 0);
@@ -125,14 +126,14 @@ void test_config_file_is_read() {
             CHECK(allow_compat == row.allow_compat && force_compat == row.force_compat);
         });
         if (status != 0) {
-            std::fprintf(stderr, "this cufile.json is read wrongly: %s\n", row.text);
+            std::fprintf(stderr, "this cufile.json is read wrongly: %s\n", row.config_text);
         }
         CHECK(unlink(config_path.c_str()) == 0 && status == 0);
     }
 }
 
-// The batch counters count each transfer of a batch as submitted by aio or by p2p. The counters of a GPU do not include
-// the transfers of batches.
+// The batch counters count each transfer of a batch as submitted by aio (asynchronous I/O of the kernel) or by p2p. The
+// counters of a GPU do not include the transfers of batches.
 void test_batch_transfers_are_counted_by_submission() {
     const TestFile test_file;
     start_statistics();

@@ -19,6 +19,7 @@ struct AsyncArguments {
     ssize_t result = -1;
 };
 
+// Queue a transfer between the file and the memory of `test_file` in a stream. Return the status of the call.
 int start_async(const char* symbol, const TestFile& test_file, u64 stream, AsyncArguments* arguments) {
     return call_for_status(symbol, test_file.file, to_pointer(test_file.memory), &arguments->length_bytes,
                            &arguments->file_offset, &arguments->buffer_offset, &arguments->result, stream);
@@ -59,7 +60,7 @@ void test_transfers_run_in_stream_order() {
     const auto file_content = test_file.file_content();
     // The stream first read the data into device memory and then wrote it to the file.
     CHECK(std::vector(file_content.begin() + 8 * page_bytes, file_content.begin() + 9 * page_bytes) ==
-          std::vector(test_file.bytes.begin(), test_file.bytes.begin() + page_bytes));
+          std::vector(test_file.initial_bytes.begin(), test_file.initial_bytes.begin() + page_bytes));
     CHECK(cuda::call_driver("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
@@ -73,7 +74,8 @@ void test_unfixed_arguments_are_read_late() {
     first_gate.open();
     synchronize_stream(stream);
     CHECK(cuda::read_device(test_file.memory, page_bytes) ==
-          std::vector(test_file.bytes.begin() + 4 * page_bytes, test_file.bytes.begin() + 5 * page_bytes));
+          std::vector(test_file.initial_bytes.begin() + 4 * page_bytes,
+                      test_file.initial_bytes.begin() + 5 * page_bytes));
     // The flags declare all arguments of later calls in this stream as fixed, so the library reads them at the call.
     EXPECT_STATUS(success, "cuFileStreamRegister", stream, unsigned{stream_flags_mask});
     AsyncArguments fixed_arguments;
@@ -83,9 +85,9 @@ void test_unfixed_arguments_are_read_late() {
     second_gate.open();
     synchronize_stream(stream);
     CHECK(cuda::read_device(test_file.memory, page_bytes) ==
-          std::vector(test_file.bytes.begin(), test_file.bytes.begin() + page_bytes));
+          std::vector(test_file.initial_bytes.begin(), test_file.initial_bytes.begin() + page_bytes));
     EXPECT_STATUS(success, "cuFileStreamDeregister", stream);
-    // A second deregistration aborts.
+    // A second deregistration aborts the process.
     const int status = cuda::run_in_child([stream] { call_for_status("cuFileStreamDeregister", stream); });
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
     CHECK(cuda::call_driver("cuStreamDestroy_v2", stream) == cuda::success);
@@ -137,7 +139,7 @@ void test_failure_is_in_result() {
     const TestFile test_file;
     const u64 stream = create_stream();
     AsyncArguments arguments;
-    // The status 5 is EIO, and 5010 is CU_FILE_NVFS_DRIVER_ERROR.
+    // The status 5 is EIO, and 5010 is CU_FILE_NVFS_DRIVER_ERROR. The result of a failed call is the negative status.
     set_fault_plan("cufile.async_io call=1 status=5\ncufile.async_io call=2 status=5010");
     CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
     synchronize_stream(stream);
@@ -181,8 +183,8 @@ void test_streams_mix_up_the_bytes_of_one_registration() {
     AsyncArguments first_arguments{page_bytes, 4 * page_bytes, 0},
         second_arguments{page_bytes, 5 * page_bytes, page_bytes};
     run_both_transfers("cuFileReadAsync", test_file, &first_arguments, &second_arguments);
-    CHECK(copy_page(test_file.device_content(), 0) == copy_page(test_file.bytes, 4));
-    CHECK(copy_page(test_file.device_content(), 1) == copy_page(test_file.bytes, 4));
+    CHECK(copy_page(test_file.device_content(), 0) == copy_page(test_file.initial_bytes, 4));
+    CHECK(copy_page(test_file.device_content(), 1) == copy_page(test_file.initial_bytes, 4));
     // In one stream, the second transfer starts after the first, and both transfer the right bytes.
     const u64 stream = create_stream();
     for (AsyncArguments* arguments : {&first_arguments, &second_arguments}) {
@@ -190,12 +192,12 @@ void test_streams_mix_up_the_bytes_of_one_registration() {
     }
     synchronize_stream(stream);
     CHECK(cuda::call_driver("cuStreamDestroy_v2", stream) == cuda::success);
-    CHECK(copy_page(test_file.device_content(), 0) == copy_page(test_file.bytes, 4));
-    CHECK(copy_page(test_file.device_content(), 1) == copy_page(test_file.bytes, 5));
+    CHECK(copy_page(test_file.device_content(), 0) == copy_page(test_file.initial_bytes, 4));
+    CHECK(copy_page(test_file.device_content(), 1) == copy_page(test_file.initial_bytes, 5));
     AsyncArguments first_write{page_bytes, 8 * page_bytes, 0}, second_write{page_bytes, 9 * page_bytes, page_bytes};
     run_both_transfers("cuFileWriteAsync", test_file, &first_write, &second_write);
-    CHECK(copy_page(test_file.file_content(), 8) == copy_page(test_file.bytes, 4));
-    CHECK(copy_page(test_file.file_content(), 9) == copy_page(test_file.bytes, 4));
+    CHECK(copy_page(test_file.file_content(), 8) == copy_page(test_file.initial_bytes, 4));
+    CHECK(copy_page(test_file.file_content(), 9) == copy_page(test_file.initial_bytes, 4));
     EXPECT_STATUS(success, "cuFileBufDeregister", static_cast<const void*>(to_pointer(test_file.memory)));
 }
 
@@ -207,8 +209,8 @@ void test_streams_with_a_direct_path_keep_their_bytes() {
     AsyncArguments first_arguments{page_bytes, 4 * page_bytes, 0},
         second_arguments{page_bytes, 5 * page_bytes, page_bytes};
     run_both_transfers("cuFileReadAsync", test_file, &first_arguments, &second_arguments);
-    CHECK(copy_page(test_file.device_content(), 0) == copy_page(test_file.bytes, 4));
-    CHECK(copy_page(test_file.device_content(), 1) == copy_page(test_file.bytes, 5));
+    CHECK(copy_page(test_file.device_content(), 0) == copy_page(test_file.initial_bytes, 4));
+    CHECK(copy_page(test_file.device_content(), 1) == copy_page(test_file.initial_bytes, 5));
     EXPECT_STATUS(success, "cuFileBufDeregister", static_cast<const void*>(to_pointer(test_file.memory)));
 }
 
@@ -235,7 +237,7 @@ void test_offset_in_unregistered_memory_is_eio() {
                           stream) == success);
     synchronize_stream(stream);
     CHECK(arguments.result == page_bytes);
-    CHECK(copy_page(test_file.device_content(), 2) == copy_page(test_file.bytes, 0));
+    CHECK(copy_page(test_file.device_content(), 2) == copy_page(test_file.initial_bytes, 0));
     CHECK(cuda::call_driver("cuStreamDestroy_v2", stream) == cuda::success);
 }
 

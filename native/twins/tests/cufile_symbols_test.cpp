@@ -13,7 +13,7 @@ using namespace gdrkit::twin::cufile;
 
 namespace {
 
-// Each function of the twin, with the way in which it reports an error (contracts/cufile.conventions).
+// Each pair has a function of the twin, and the convention by which it reports an error (contracts/cufile.conventions).
 constexpr std::pair<const char*, const char*> functions[] = {
 #define X(symbol, convention) {#symbol, #convention},
 #include "cufile/functions.def"
@@ -42,7 +42,7 @@ void test_symbols_of_bindings_exist() {
     int name_count = 0;
     for (std::string line; std::getline(file, line);) {
         if (!line.empty() && line[0] != '#') {
-            CHECK(dlsym(library(), line.c_str()) != nullptr);
+            CHECK(dlsym(twin_library(), line.c_str()) != nullptr);
             ++name_count;
         }
     }
@@ -50,14 +50,14 @@ void test_symbols_of_bindings_exist() {
 }
 
 void test_unsupported_functions_fail() {
-    int function_count = 0;
+    int unsupported_function_count = 0;
     for (const auto& [symbol, convention] : functions) {
         if (std::string_view(convention) == "unsupported") {
             EXPECT_STATUS(platform_not_supported, symbol);
-            ++function_count;
+            ++unsupported_function_count;
         }
     }
-    CHECK(function_count == 5);
+    CHECK(unsupported_function_count == 5);
 }
 
 void test_calls_before_open_fail() {
@@ -90,12 +90,13 @@ void test_driver_closes_with_last_use() {
     EXPECT_STATUS(driver_not_initialized, "cuFileDriverClose");
 }
 
-// The parameter 9 is CUFILE_PARAM_PROPERTIES_IO_BATCHSIZE, the maximum number of entries of a batch, and 11 is
+// Parameters that a program sets take effect at cuFileDriverOpen, and cannot be changed while the driver is open. The
+// parameter 9 is CUFILE_PARAM_PROPERTIES_IO_BATCHSIZE, the maximum number of entries of a batch, and 11 is
 // CUFILE_PARAM_PROPERTIES_BATCH_IO_TIMEOUT_MS.
 void test_parameters_apply_at_open() {
     EXPECT_STATUS(success, "cuFileSetParameterSizeT", 9, std::size_t{16});
-    // The query of limits reports a maximum of 1000 ms for the time-out of a batch, but the call accepts a larger
-    // value.
+    // cuFileGetParameterMinMaxValue reports a maximum of 1000 ms for the time-out of a batch, but
+    // cuFileSetParameterSizeT accepts a larger value.
     EXPECT_STATUS(success, "cuFileSetParameterSizeT", 11, std::size_t{5000});
     EXPECT_STATUS(success, "cuFileDriverOpen");
     DriverProperties properties{};
@@ -115,6 +116,7 @@ void test_injected_failure_happens_once() {
 }
 
 void test_invalid_fault_plan_is_refused() {
+    // 9999 is not a status of cuFile, and cufile.nothing is not a fault point.
     CHECK(call<int>("gdrkit_twin_faults", "gdrkit-faults 1\ncuFileDriverOpen call=1 status=9999\n") == EINVAL);
     CHECK(call<int>("gdrkit_twin_faults", "gdrkit-faults 1\ncufile.nothing call=1 status=5011\n") == EINVAL);
 }

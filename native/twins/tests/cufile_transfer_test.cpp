@@ -19,16 +19,16 @@ void test_data_is_read_and_written() {
     const TestFile test_file;
     CHECK(read_file(test_file.file, test_file.memory, TestFile::length_bytes) ==
           static_cast<ssize_t>(TestFile::length_bytes));
-    CHECK(test_file.device_content() == test_file.bytes);
+    CHECK(test_file.device_content() == test_file.initial_bytes);
     // Read an odd number of bytes from an odd file offset to an odd memory offset.
     CHECK(read_file(test_file.file, test_file.memory, 1001, 77, 13) == 1001);
     CHECK(cuda::read_device(test_file.memory + 13, 1001) ==
-          std::vector(test_file.bytes.begin() + 77, test_file.bytes.begin() + 77 + 1001));
+          std::vector(test_file.initial_bytes.begin() + 77, test_file.initial_bytes.begin() + 77 + 1001));
     const auto new_data = cuda::make_pattern(3 * page_bytes, 99);
     cuda::write_device(test_file.memory, new_data);
     CHECK(write_file(test_file.file, test_file.memory, new_data.size(), page_bytes) ==
           static_cast<ssize_t>(new_data.size()));
-    auto expected_content = test_file.bytes;
+    auto expected_content = test_file.initial_bytes;
     std::copy(new_data.begin(), new_data.end(), expected_content.begin() + page_bytes);
     CHECK(test_file.file_content() == expected_content);
 }
@@ -49,9 +49,10 @@ void test_vectors_are_filled_in_order() {
     CHECK(call<ssize_t>("cuFileReadv", test_file.file, first_vector, std::size_t{2}, off_t{page_bytes}, 0U) ==
           3 * page_bytes);
     CHECK(cuda::read_device(test_file.memory + 8 * page_bytes, page_bytes) ==
-          std::vector(test_file.bytes.begin() + page_bytes, test_file.bytes.begin() + 2 * page_bytes));
+          std::vector(test_file.initial_bytes.begin() + page_bytes, test_file.initial_bytes.begin() + 2 * page_bytes));
     CHECK(cuda::read_device(test_file.memory, 2 * page_bytes) ==
-          std::vector(test_file.bytes.begin() + 2 * page_bytes, test_file.bytes.begin() + 4 * page_bytes));
+          std::vector(test_file.initial_bytes.begin() + 2 * page_bytes,
+                      test_file.initial_bytes.begin() + 4 * page_bytes));
     // The call needs at least one vector, and its flags must be 0.
     CHECK(call<ssize_t>("cuFileReadv", test_file.file, first_vector, std::size_t{0}, off_t{0}, 0U) == -invalid_value);
     CHECK(call<ssize_t>("cuFileReadv", test_file.file, first_vector, std::size_t{2}, off_t{0}, 1U) == -invalid_value);
@@ -62,7 +63,7 @@ void test_data_is_read_into_host_memory() {
     std::vector<unsigned char> host_bytes(TestFile::length_bytes);
     CHECK(read_file(test_file.file, reinterpret_cast<u64>(host_bytes.data()), host_bytes.size()) ==
           static_cast<ssize_t>(host_bytes.size()));
-    CHECK(host_bytes == test_file.bytes);
+    CHECK(host_bytes == test_file.initial_bytes);
 }
 
 void test_invalid_arguments_are_refused() {
@@ -97,7 +98,7 @@ void test_transfer_beyond_registered_buffer_is_refused() {
     CHECK(read_file(test_file.file, test_file.memory, 2 * page_bytes) == 2 * page_bytes);
     CHECK(read_file(test_file.file, test_file.memory, page_bytes, 0, page_bytes + 1) == -invalid_mapping_range);
     EXPECT_STATUS(success, "cuFileBufDeregister", base);
-    // A second deregistration aborts.
+    // A second deregistration aborts the process.
     const int status = cuda::run_in_child([base] { call_for_status("cuFileBufDeregister", base); });
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
 }
@@ -114,8 +115,8 @@ void test_freed_buffer_is_refused() {
 
 void test_reused_descriptor_is_refused() {
     TestFile test_file;
-    // The file descriptor of a registered file now refers to another file. That file is on the same file system, so
-    // only the inode numbers differ.
+    // The test makes the file descriptor of a registered file refer to another file. That file is on the same file
+    // system, so only the inode numbers differ.
     std::string other_path = GDRKIT_DISK "/cufile-XXXXXX";
     const int other_fd = mkstemp(other_path.data());
     CHECK(other_fd >= 0 && unlink(other_path.c_str()) == 0);
@@ -135,10 +136,10 @@ void test_only_files_on_disks_are_registered() {
     const int directory_fd = open("/", O_RDONLY | O_CLOEXEC);
     CHECK(register_file(directory_fd, &handle) == invalid_file_type);
     close(directory_fd);
-    const int memfd = memfd_create("none", MFD_CLOEXEC);
+    const int memfd = memfd_create("none", MFD_CLOEXEC); // a file in a tmpfs
     CHECK(register_file(memfd, &handle) == handle_not_registered);
     close(memfd);
-    CHECK(register_file(999'999, &handle) == invalid_value);
+    CHECK(register_file(999'999, &handle) == invalid_value); // not an open descriptor
     CHECK(register_file(test_file.fd, &handle) == handle_already_registered);
     CHECK(handle == nullptr);
 }

@@ -12,11 +12,12 @@ namespace {
 
 constexpr std::size_t page_bytes = 4096;
 constexpr unsigned char untouched_byte = 0xee;
-// Sizes and offsets in cufile.h of 1.15.
+// The sizes and offsets are from cufile.h of version 1.15, in bytes.
 constexpr std::size_t level1_bytes = 512, level2_bytes = 1024, level3_bytes = 5000;
 constexpr std::size_t read_histogram_offset = 512, gpu_count_offset = 1024, gpus_offset = 1032;
 
-// Call a function that returns statistics, and check that it writes exactly the `size_bytes` of the structure.
+// Call a function that stores statistics, and check that it writes exactly the `size_bytes` bytes of the structure.
+// Return the bytes.
 std::vector<unsigned char> query_statistics(const char* symbol, std::size_t size_bytes) {
     std::vector<unsigned char> bytes(level3_bytes + page_bytes, untouched_byte);
     EXPECT_STATUS(success, symbol, static_cast<void*>(bytes.data()));
@@ -40,8 +41,8 @@ void test_statistics_have_the_layout_of_the_version() {
     const auto level1 = query_statistics("cuFileGetStatsL1", level1_bytes),
                level2 = query_statistics("cuFileGetStatsL2", level2_bytes),
                level3 = query_statistics("cuFileGetStatsL3", level3_bytes);
-    for (const auto& level : {level1, level2, level3}) {
-        CHECK(read_value<u64>(level, offsetof(StatsLevel1, read_ops)) == 1);
+    for (const auto& statistics_bytes : {level1, level2, level3}) {
+        CHECK(read_value<u64>(statistics_bytes, offsetof(StatsLevel1, read_ops)) == 1);
     }
     // The sixth counter of a histogram counts the reads of 16 to 31 KiB.
     CHECK(read_value<u64>(level2, read_histogram_offset + 5 * sizeof(u64)) == 1);

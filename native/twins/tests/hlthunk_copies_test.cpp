@@ -12,7 +12,8 @@ namespace {
 constexpr u64 page_bytes = 4096;
 constexpr std::uint32_t linear_dma_header = opcode_lin_dma << 24; // the opcode is in bits 24 to 31
 
-// Host memory that is mapped for the device: a packet and the data that it copies.
+// Host memory that is mapped for the device: a packet and the data that it copies. The members of a packet are the
+// number of bytes, the control word, and the addresses of the source and the destination.
 struct StagingBuffer {
     LinearDma packet;
     char bytes[3 * page_bytes];
@@ -35,6 +36,7 @@ void test_copies_from_user_command_buffer(int fd) {
     CHECK(wait_for_submission(fd, first_sequence, &status, 0) == 0 && status == wait_completed);
     CHECK(staging->bytes[page_bytes] == 7 && staging->bytes[page_bytes + 99] == 7 &&
           staging->bytes[page_bytes + 100] == 0);
+    // These sequence numbers belong to no submission.
     CHECK(wait_for_submission(fd, second_sequence + 1, &status) == -EINVAL &&
           wait_for_submission(fd, 0, &status) == -EINVAL);
     CHECK(wait_for_submission(fd, first_sequence, nullptr) == -EINVAL);
@@ -50,13 +52,14 @@ void test_copies_from_user_command_buffer(int fd) {
     chunk.queue_index = 0;
     chunk.cb_handle = 12345; // not a mapped address
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == -EINVAL);
-    in.num_chunks_execute = 0;
+    in.num_chunks_execute = 0; // a submission without commands
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == -EINVAL);
 
     // A copy to a device address that is not mapped aborts the submission, and the driver resets the device.
     staging->packet = {8, linear_dma_header, staged_bytes_address, device_address + (u64{1} << 40)};
     const u64 aborted_sequence = submit_mapped(fd, &staging->packet, staging_address);
     CHECK(wait_for_submission(fd, aborted_sequence, &status) == -EIO && status == wait_aborted);
+    // Until the program closes the device, all calls for its memory fail.
     CHECK(allocate(fd, page_bytes) == 0 && errno == EBUSY && unmap_memory(fd, device_address) == -EBUSY &&
           free_memory(fd, handle) == -EBUSY);
     CHECK(export_mapped(fd, device_address, page_bytes) == -EBUSY);
@@ -70,35 +73,35 @@ void test_copies_from_driver_command_buffer(int fd) {
     auto* const packet = static_cast<LinearDma*>(
         mmap(nullptr, page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(handle)));
     CHECK(packet != MAP_FAILED);
-    auto* const bytes =
+    auto* const host_bytes =
         static_cast<char*>(mmap(nullptr, 2 * page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    const u64 host_address = map_host(fd, bytes, 2 * page_bytes);
-    HardwareInfo info{};
-    CHECK(call_library("hlthunk_get_hw_ip_info", fd, &info) == 0);
-    std::memset(bytes, 5, 100);
+    const u64 host_address = map_host(fd, host_bytes, 2 * page_bytes);
+    HardwareInfo hardware_info{};
+    CHECK(call_library("hlthunk_get_hw_ip_info", fd, &hardware_info) == 0);
+    std::memset(host_bytes, 5, 100);
     Chunk chunk{handle, 0, sizeof(LinearDma), 0, 0, {}};
     SubmissionIn in{nullptr, &chunk, 0, 1, 0};
     SubmissionOut out{};
-    *packet = {100, linear_dma_header, host_address, info.dram_base_address};
+    *packet = {100, linear_dma_header, host_address, hardware_info.dram_base_address};
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) ==
           -EINVAL); // the control word lacks the bits `linear` and `reg_barrier`
     constexpr std::uint32_t control = linear_dma_header | ctl_gaudi1_linear | ctl_gaudi1_reg_barrier;
     std::uint32_t status = 9;
-    *packet = {100, control, host_address, info.dram_base_address};
+    *packet = {100, control, host_address, hardware_info.dram_base_address};
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == 0 &&
           wait_for_submission(fd, out.seq, &status) == 0);
-    *packet = {100, control, info.dram_base_address, host_address + page_bytes};
+    *packet = {100, control, hardware_info.dram_base_address, host_address + page_bytes};
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == 0 &&
           wait_for_submission(fd, out.seq, &status) == 0);
-    CHECK(status == wait_completed && bytes[page_bytes] == 5 && bytes[page_bytes + 99] == 5 &&
-          bytes[page_bytes + 100] == 0);
-    chunk.cb_handle = handle + page_bytes;
+    CHECK(status == wait_completed && host_bytes[page_bytes] == 5 && host_bytes[page_bytes + 99] == 5 &&
+          host_bytes[page_bytes + 100] == 0);
+    chunk.cb_handle = handle + page_bytes; // not a handle of a command buffer
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == -EINVAL);
     munmap(packet, page_bytes);
     CHECK(call_library("hlthunk_destroy_command_buffer", fd, handle) == 0 &&
           call_library("hlthunk_destroy_command_buffer", fd, handle) == -EINVAL);
     CHECK(unmap_memory(fd, host_address) == 0);
-    munmap(bytes, 2 * page_bytes);
+    munmap(host_bytes, 2 * page_bytes);
 }
 
 } // namespace

@@ -21,7 +21,7 @@ using u64 = std::uint64_t;
 inline constexpr std::uint32_t export_flags = O_RDWR | O_CLOEXEC;
 
 // Return the dlopen handle of the hl-thunk twin.
-inline void* library() {
+inline void* twin_library() {
     static void* const library_handle = [] {
         void* handle = dlopen(GDRKIT_HLTHUNK_TWIN, RTLD_NOW | RTLD_LOCAL);
         if (handle == nullptr) {
@@ -37,9 +37,9 @@ inline void* library() {
 // in the C interface.
 template <typename Result = int, typename... Arguments>
 Result call_library(const char* symbol, Arguments... arguments) {
-    void* const function = dlsym(library(), symbol);
-    CHECK(function != nullptr);
-    return reinterpret_cast<Result (*)(Arguments...)>(function)(arguments...);
+    void* const function_address = dlsym(twin_library(), symbol);
+    CHECK(function_address != nullptr);
+    return reinterpret_cast<Result (*)(Arguments...)>(function_address)(arguments...);
 }
 
 inline int open_first_device() {
@@ -47,10 +47,12 @@ inline int open_first_device() {
     CHECK(fd >= 0);
     return fd;
 }
+// Allocate device memory with pages of this size (0: the default of the device). Return its handle, or 0 with errno.
 inline u64 allocate(int fd, u64 size_bytes, u64 page_bytes = 0) {
     return call_library<u64>("hlthunk_device_memory_alloc", fd, size_bytes, page_bytes, true /* contiguous */,
                              false /* shared */);
 }
+// Map allocated memory into the address space of the device. Return its device address, or 0 with errno.
 inline u64 map_memory(int fd, u64 handle, u64 address_hint = 0) {
     return call_library<u64>("hlthunk_device_memory_map", fd, handle, address_hint);
 }
@@ -82,6 +84,7 @@ inline u64 submit_mapped(int fd, LinearDma* packet, u64 packet_address, unsigned
     CHECK(call_library("hlthunk_command_submission", fd, &in, &out) == 0);
     return out.seq;
 }
+// Wait until the submission ends, and store its WaitStatus. Return 0 or a negative errno value.
 inline int wait_for_submission(int fd, u64 sequence, std::uint32_t* status, u64 timeout_us = 30'000'000) {
     return call_library("hlthunk_wait_for_cs", fd, sequence, timeout_us, status);
 }
@@ -89,9 +92,9 @@ inline int wait_for_submission(int fd, u64 sequence, std::uint32_t* status, u64 
 // Return the JSON text with the numbers of handles, exports and devices that the twin holds.
 inline std::string read_ledger() {
     std::string text(1 << 20, '\0');
-    const int size_bytes = call_library("gdrkit_twin_ledger", text.data(), text.size());
-    CHECK(size_bytes > 0 && static_cast<std::size_t>(size_bytes) < text.size());
-    text.resize(static_cast<std::size_t>(size_bytes));
+    const int length_bytes = call_library("gdrkit_twin_ledger", text.data(), text.size());
+    CHECK(length_bytes > 0 && static_cast<std::size_t>(length_bytes) < text.size());
+    text.resize(static_cast<std::size_t>(length_bytes));
     return text;
 }
 

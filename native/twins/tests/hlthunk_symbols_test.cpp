@@ -36,19 +36,20 @@ static_assert(device_operational == static_cast<int>(HL_DEVICE_STATUS_OPERATIONA
 
 namespace {
 
-// Return the convention of each symbol in the contract: whether it is implemented, and else how it reports an error.
+// Return the convention of each symbol in the contract: either it is implemented, or the convention says how it fails
+// (contracts/hlthunk.conventions).
 std::map<std::string, std::string> read_contract() {
     std::ifstream file(GDRKIT_CONTRACTS "/hlthunk.conventions");
     CHECK(file.is_open());
-    std::map<std::string, std::string> table;
+    std::map<std::string, std::string> conventions;
     for (std::string line; std::getline(file, line);) {
         if (!line.empty() && line[0] != '#') {
             std::istringstream words(line);
             std::string symbol, convention;
-            CHECK(words >> symbol >> convention && table.emplace(symbol, convention).second);
+            CHECK(words >> symbol >> convention && conventions.emplace(symbol, convention).second);
         }
     }
-    return table;
+    return conventions;
 }
 
 // Return the names that the library defines in its dynamic symbol table.
@@ -56,20 +57,20 @@ std::set<std::string> read_exported_symbols() {
     std::ifstream file(GDRKIT_HLTHUNK_TWIN, std::ios::binary);
     std::stringstream content;
     content << file.rdbuf();
-    const std::string bytes = content.str();
+    const std::string elf_bytes = content.str();
     Elf64_Ehdr header;
-    std::memcpy(&header, bytes.data(), sizeof header);
+    std::memcpy(&header, elf_bytes.data(), sizeof header);
     std::vector<Elf64_Shdr> sections(header.e_shnum);
-    std::memcpy(sections.data(), bytes.data() + header.e_shoff, sections.size() * sizeof(Elf64_Shdr));
+    std::memcpy(sections.data(), elf_bytes.data() + header.e_shoff, sections.size() * sizeof(Elf64_Shdr));
     std::set<std::string> names;
     for (const Elf64_Shdr& section : sections) {
         if (section.sh_type != SHT_DYNSYM) {
             continue;
         }
-        const char* const string_table = bytes.data() + sections[section.sh_link].sh_offset;
+        const char* const string_table = elf_bytes.data() + sections[section.sh_link].sh_offset;
         for (std::size_t offset = 0; offset < section.sh_size; offset += sizeof(Elf64_Sym)) {
             Elf64_Sym symbol;
-            std::memcpy(&symbol, bytes.data() + section.sh_offset + offset, sizeof symbol);
+            std::memcpy(&symbol, elf_bytes.data() + section.sh_offset + offset, sizeof symbol);
             // The absolute symbols are names of versions (HLTNK_1.0), not functions.
             if (symbol.st_shndx != SHN_UNDEF && symbol.st_shndx != SHN_ABS &&
                 ELF64_ST_BIND(symbol.st_info) != STB_LOCAL) {
@@ -89,7 +90,7 @@ void test_exports_match_contract() {
 }
 
 void test_unimplemented_functions_fail() {
-    int failing_count = 0;
+    int minus_errno_count = 0;
     for (const auto& [symbol, convention] : read_contract()) {
         errno = 0;
         if (convention == "minus_errno") {
@@ -97,31 +98,32 @@ void test_unimplemented_functions_fail() {
         } else if (convention == "null") {
             CHECK(call_library<void*>(symbol.c_str()) == nullptr && errno == EOPNOTSUPP);
         }
-        failing_count += convention == "minus_errno";
+        minus_errno_count += convention == "minus_errno";
     }
-    CHECK(failing_count > 60);
+    CHECK(minus_errno_count > 60);
 }
 
 // A program that was built in 2021 passes the smaller structure of that year. The function of the symbol version
 // HLTNK_1.0 must not write beyond it.
 void test_hardware_info_of_2021_keeps_its_size() {
     using GetInfo = int (*)(int, void*);
-    const auto get_info_2021 = reinterpret_cast<GetInfo>(dlvsym(library(), "hlthunk_get_hw_ip_info", "HLTNK_1.0"));
+    const auto get_info_2021 = reinterpret_cast<GetInfo>(dlvsym(twin_library(), "hlthunk_get_hw_ip_info", "HLTNK_1.0"));
     CHECK(get_info_2021 != nullptr &&
-          get_info_2021 != reinterpret_cast<GetInfo>(dlsym(library(), "hlthunk_get_hw_ip_info")));
+          get_info_2021 != reinterpret_cast<GetInfo>(dlsym(twin_library(), "hlthunk_get_hw_ip_info")));
+    // The argument 1 is the index of the device.
     const int fd = call_library("hlthunk_open_control", 1, static_cast<const char*>(nullptr));
-    HardwareInfo info{};
-    CHECK(call_library("hlthunk_get_hw_ip_info", fd, &info) == 0);
-    unsigned char bytes[sizeof(HardwareInfo)];
-    std::memset(bytes, 0xee, sizeof bytes);
-    CHECK(get_info_2021(fd, bytes) == 0);
-    for (std::size_t index = sizeof(HardwareInfo2021); index < sizeof bytes; ++index) {
-        CHECK(bytes[index] == 0xee);
+    HardwareInfo current_info{};
+    CHECK(call_library("hlthunk_get_hw_ip_info", fd, &current_info) == 0);
+    unsigned char info_bytes[sizeof(HardwareInfo)];
+    std::memset(info_bytes, 0xee, sizeof info_bytes);
+    CHECK(get_info_2021(fd, info_bytes) == 0);
+    for (std::size_t index = sizeof(HardwareInfo2021); index < sizeof info_bytes; ++index) {
+        CHECK(info_bytes[index] == 0xee);
     }
     HardwareInfo2021 old_info;
-    std::memcpy(&old_info, bytes, sizeof old_info);
-    CHECK(old_info.dram_size == info.dram_size && old_info.module_id == info.module_id);
-    CHECK(old_info.dram_enabled == 1 && old_info.dram_page_size == info.dram_page_size);
+    std::memcpy(&old_info, info_bytes, sizeof old_info);
+    CHECK(old_info.dram_size == current_info.dram_size && old_info.module_id == current_info.module_id);
+    CHECK(old_info.dram_enabled == 1 && old_info.dram_page_size == current_info.dram_page_size);
     CHECK(call_library("hlthunk_close", fd) == 0);
 }
 
@@ -139,7 +141,7 @@ void test_device_names_and_ids() {
     CHECK(call_library("hlthunk_get_hw_ip_info", control_fd, &info) == 0 && info.dram_enabled == 1 &&
           info.module_id != 1);
     CHECK(call_library("hlthunk_get_hw_ip_info", control_fd, static_cast<HardwareInfo*>(nullptr)) == -EINVAL);
-    // A control device only supports queries.
+    // The descriptor of a control device (hlthunk_open_control) only supports queries.
     CHECK(allocate(control_fd, 4096) == 0 && errno == ENOTTY);
     const int fd = call_library("hlthunk_open_by_module_id", info.module_id);
     CHECK(fd >= 0 && call_library("hlthunk_get_device_name_from_fd", fd) ==

@@ -187,7 +187,7 @@ Fd connect_as_peer(const QueuePairAddress& from, const QueuePairAddress& to) {
         from.psn,    IBV_GID_TYPE_ROCE_V2, IBV_QPT_RC, 0};
     wire::ConnectReply reply{};
     CHECK(socket && send_all(socket.get(), &connect_request, sizeof connect_request));
-    CHECK(recv_all(socket.get(), &reply, sizeof reply) && reply.ready == 1);
+    CHECK(recv_all(socket.get(), &reply, sizeof reply) && reply.is_accepted == 1);
     return socket;
 }
 

@@ -58,7 +58,7 @@ struct HostilePeer {
         wire::ConnectReply reply{};
         CHECK(socket && send_all(socket.get(), &connect_request, sizeof connect_request) &&
               send_fds(socket.get(), link->fds()));
-        CHECK(recv_all(socket.get(), &reply, sizeof reply) && reply.ready == 1);
+        CHECK(recv_all(socket.get(), &reply, sizeof reply) && reply.is_accepted == 1);
     }
     // Wait until the target ends the connection.
     void expect_end() {

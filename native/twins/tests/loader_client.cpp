@@ -1,7 +1,7 @@
-// Test of the audit library of the software twin of libibverbs. This program is linked by DT_RPATH to a copy of
-// libibverbs with another name, as auditwheel links the libraries of a wheel. The audit library must replace the copy
-// by the twin. CMake sets LD_AUDIT for the test. Without LD_AUDIT, the program would call the copy, which reports no
-// devices.
+// Test of the audit library of the software twin of libibverbs. This program is linked to a copy of libibverbs with
+// another name, and finds the copy by its DT_RPATH. This is how auditwheel links the libraries of a wheel. The audit
+// library must replace the copy by the twin. CMake sets LD_AUDIT for the test. Without LD_AUDIT, the program would call
+// the copy, which reports no devices.
 #include <dlfcn.h>
 #include <infiniband/verbs.h>
 

@@ -33,7 +33,7 @@ using namespace gdrkit::twin;
 namespace {
 
 constexpr std::uint64_t mib = 1 << 20;
-// Request type of the control service that the twins do not use. Its handlers in this file reply with the request.
+// Only these tests use this type of requests to the control service. Their handlers reply with the data of the request.
 constexpr std::uint32_t echo_request = 77;
 
 // Run `body` in a child process. Return the wait status of the child, and store its stderr in `stderr_text`.
@@ -54,9 +54,9 @@ int run_in_child(const std::function<void()>& body, std::string* stderr_text) {
         stderr_text->append(chunk.data(), static_cast<std::size_t>(count));
     }
     close(pipe_ends[0]);
-    int status = 0;
-    CHECK(waitpid(child_pid, &status, 0) == child_pid);
-    return status;
+    int wait_status = 0;
+    CHECK(waitpid(child_pid, &wait_status, 0) == child_pid);
+    return wait_status;
 }
 
 void test_whole_export_cannot_be_mapped() {
@@ -70,17 +70,17 @@ void test_whole_export_cannot_be_mapped() {
     CHECK(lseek(dmabuf.get(), 0, SEEK_END) == static_cast<off_t>(mib));
     ImportedDmabuf imported;
     CHECK(import_dmabuf(dmabuf.get(), &imported) == 0 && imported.length_bytes == mib);
-    auto* mapped = static_cast<char*>(map_imported(imported));
-    auto* memory_view = static_cast<char*>(mmap(nullptr, mib, PROT_READ, MAP_SHARED, memory.get(), 0));
-    mapped[5] = 7;
-    CHECK(memory_view[5] == 7);
+    auto* mapped_bytes = static_cast<char*>(map_imported_dmabuf(imported));
+    auto* memory_bytes = static_cast<char*>(mmap(nullptr, mib, PROT_READ, MAP_SHARED, memory.get(), 0));
+    mapped_bytes[5] = 7;
+    CHECK(memory_bytes[5] == 7);
     dmabuf.reset();
     imported.extents.clear();
     imported.attachment.reset();
     CHECK(has_other_references(memory.get())); // the mapping alone keeps the pages alive
-    munmap(mapped, mib);
+    munmap(mapped_bytes, mib);
     CHECK(!has_other_references(memory.get()));
-    munmap(memory_view, mib);
+    munmap(memory_bytes, mib);
 }
 
 void test_parts_form_one_dmabuf() {
@@ -91,14 +91,14 @@ void test_parts_form_one_dmabuf() {
     CHECK(has_other_references(first_memory.get()) && has_other_references(second_memory.get()));
     ImportedDmabuf imported;
     CHECK(import_dmabuf(dmabuf.get(), &imported) == 0 && imported.extents.size() == 2);
-    auto* mapped = static_cast<char*>(map_imported(imported));
-    CHECK(mapped != nullptr);
-    mapped[1] = 9;
-    mapped[8193] = 11;
+    auto* mapped_bytes = static_cast<char*>(map_imported_dmabuf(imported));
+    CHECK(mapped_bytes != nullptr);
+    mapped_bytes[1] = 9;
+    mapped_bytes[8193] = 11;
     char byte = 0;
     CHECK(pread(first_memory.get(), &byte, 1, 4097) == 1 && byte == 9);
     CHECK(pread(second_memory.get(), &byte, 1, 1) == 1 && byte == 11);
-    munmap(mapped, imported.length_bytes);
+    munmap(mapped_bytes, imported.length_bytes);
     imported.extents.clear();
     imported.attachment.reset();
     dmabuf.reset();
@@ -136,11 +136,11 @@ void test_foreign_descriptors_are_refused() {
 void test_shareable_handle_is_not_a_dmabuf() {
     const Fd memory(make_device_memory(mib));
     const Extent part{memory.get(), 4096, 4096};
-    const Fd handle(export_shareable(memory.get())), dmabuf(export_dmabuf({&part, 1}));
+    const Fd handle(export_shareable_handle(memory.get())), dmabuf(export_dmabuf({&part, 1}));
     ImportedDmabuf imported;
     CHECK(import_dmabuf(handle.get(), &imported) == -EINVAL);
-    CHECK(import_shareable(dmabuf.get()) == -EINVAL && import_shareable(9999) == -EBADF);
-    const Fd imported_memory(import_shareable(handle.get()));
+    CHECK(import_shareable_handle(dmabuf.get()) == -EINVAL && import_shareable_handle(9999) == -EBADF);
+    const Fd imported_memory(import_shareable_handle(handle.get()));
     CHECK(imported_memory && lseek(imported_memory.get(), 0, SEEK_END) == static_cast<off_t>(mib));
 }
 
@@ -162,10 +162,10 @@ void test_import_of_parts_needs_live_owner() {
     }
     std::vector<Fd> fds;
     CHECK(recv_fds(socket_ends[0], 1, &fds));
-    ImportedDmabuf imported, late_import;
+    ImportedDmabuf imported, import_after_exit;
     CHECK(import_dmabuf(fds[0].get(), &imported) == 0 && imported.length_bytes == 4096);
     CHECK(send_all(socket_ends[0], "q", 1) && waitpid(owner_pid, nullptr, 0) == owner_pid);
-    CHECK(import_dmabuf(fds[0].get(), &late_import) == -ENODEV);
+    CHECK(import_dmabuf(fds[0].get(), &import_after_exit) == -ENODEV);
     char byte = 0;
     CHECK(pread(imported.extents[0].fd.get(), &byte, 1, 8192) == 1 && byte == 'x');
     close(socket_ends[0]);
@@ -177,7 +177,8 @@ void test_plan_injects_failures() {
                                  {.name = "wc.send", .kind = FaultKind::status}};
     const std::string_view prefixes[] = {"ibv_", "wc."};
     CHECK(load_faults(points, prefixes).empty());
-    // Each rule has the name of a call and the numbers of the calls that fail, such as the second and the third.
+    // A rule names a fault point (a function, or a step such as wc.send), the numbers of the calls that fail, such as
+    // the second and the third, and the result of these calls.
     // Rules for the calls of other twins (here cuMemAlloc_v2 and rdma_connect) have no effect in this twin.
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=2-3 errno=EFAULT # why\nwc.send call=* status=12\n"
                          "cuMemAlloc_v2 call=1 status=2\nrdma_connect call=1 errno=EIO\n")
@@ -200,8 +201,8 @@ void test_plan_delays_calls() {
 // Create an empty file and return its path. A rule with `hold=PATH` delays calls while the file exists.
 std::string make_hold_file() {
     std::string path = "/tmp/gdrkit-hold-XXXXXX";
-    const int descriptor = mkstemp(path.data());
-    CHECK(descriptor >= 0 && close(descriptor) == 0);
+    const int fd = mkstemp(path.data());
+    CHECK(fd >= 0 && close(fd) == 0);
     return path;
 }
 
@@ -209,13 +210,13 @@ void test_calls_that_are_delayed_at_the_same_time_are_counted() {
     const std::string hold_path = make_hold_file();
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=1-2 hold=" + hold_path + "\n").empty());
     const auto make_call = [] { CHECK(!find_injected_fault("ibv_reg_mr")); };
-    std::thread first(make_call), second(make_call);
+    std::thread first_thread(make_call), second_thread(make_call);
     while (format_delayed_calls_json() != R"({"ibv_reg_mr":2})") {
         std::this_thread::yield();
     }
     CHECK(unlink(hold_path.c_str()) == 0);
-    first.join();
-    second.join();
+    first_thread.join();
+    second_thread.join();
     make_call();
     CHECK(format_delayed_calls_json() == R"({"ibv_reg_mr":2})");
 }
@@ -224,16 +225,16 @@ void test_plan_holds_calls_while_a_file_exists() {
     const std::string hold_path = make_hold_file();
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=1 errno=EFAULT hold=" + hold_path + "\n").empty());
     std::atomic<bool> has_ended{false};
-    std::thread held_call([&] {
+    std::thread held_thread([&] {
         CHECK(find_injected_fault("ibv_reg_mr") == EFAULT);
         has_ended = true;
     });
     while (format_delayed_calls_json() != R"({"ibv_reg_mr":1})") {
         std::this_thread::yield();
     }
-    CHECK(!find_injected_fault("ibv_reg_mr") && !has_ended); // The second call is not held.
+    CHECK(!find_injected_fault("ibv_reg_mr") && !has_ended); // the rule does not hold the second call
     CHECK(unlink(hold_path.c_str()) == 0);
-    held_call.join();
+    held_thread.join();
     CHECK(has_ended && replace_faults("gdrkit-faults 1\nibv_reg_mr call=1 hold=here\n").starts_with("line 2: "));
 }
 
@@ -242,11 +243,14 @@ void test_rule_applies_to_the_calls_of_its_nic() {
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=* errno=EFAULT nic=twin2\n").empty());
     CHECK(find_injected_fault("ibv_reg_mr", nics) == EFAULT && !find_injected_fault("ibv_reg_mr", std::span(nics, 1)) &&
           !find_injected_fault("ibv_reg_mr"));
+    // wc.send is declared without has_nic, and the other rule has no result.
     CHECK(replace_faults("gdrkit-faults 1\nwc.send call=* status=12 nic=twin2\n").starts_with("line 2: "));
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=* nic=twin2\n").starts_with("line 2: "));
     CHECK(replace_faults("gdrkit-faults 1\nwc.send call=* status=12\n").empty());
 }
 
+// A malformed plan does not replace the current plan. The previous test left a plan that makes wc.send fail with the
+// status 12.
 void test_malformed_plan_is_rejected() {
     for (const char* malformed_plan :
          {"", "gdrkit-faults 2\n", "ibv_reg_mr call=1 errno=1\n", "gdrkit-faults 1\nibv_reg_mr call=0 errno=1\n",
@@ -267,6 +271,7 @@ void test_double_release_aborts_with_stacks() {
     std::string stderr_text;
     const int status = run_in_child(
         [] {
+            // The second removal must abort the process. An exit code of 3 means that a removal only failed.
             ledger_add("thing", 5);
             if (!ledger_remove("thing", 5) || !ledger_remove("thing", 5)) {
                 _exit(3);
@@ -338,8 +343,8 @@ void test_control_service_with_untrusted_peers() {
 // A hostile process reports extents for its dma-buf, whose first length already exceeds the dma-buf. The sum of the
 // lengths overflows to the size of the dma-buf.
 void test_overflowing_extents_are_refused() {
-    register_handler(request_dmabuf_extents, [](auto, auto* reply, auto* fds) {
-        constexpr std::uint64_t quarter = std::uint64_t{1} << 62;
+    register_handler(dmabuf_extents_request, [](auto, auto* reply, auto* fds) {
+        constexpr std::uint64_t quarter = std::uint64_t{1} << 62; // of 2^64
         for (const std::uint64_t length : {std::uint64_t{16384}, quarter, quarter, quarter, quarter - 8192}) {
             const std::uint64_t offset_and_length[] = {0, length};
             const auto* bytes = reinterpret_cast<const std::byte*>(offset_and_length);
@@ -409,27 +414,27 @@ void test_malformed_variable_is_an_error() {
 
 void test_fifo_reuses_memory() {
     Fifo<int> fifo;
-    std::deque<int> expected;
-    std::mt19937 random(5);
+    std::deque<int> reference; // must always have the same numbers as `fifo`
+    std::mt19937 generator(5);
     for (int number = 0; number < 20000; ++number) {
         // The queue mostly grows for 1000 rounds, then mostly shrinks for 1000 rounds, and so on.
-        const bool is_growing = random() % 100 < (number / 1000 % 2 == 0 ? 70U : 30U);
-        if (is_growing || expected.empty()) {
-            const bool is_at_end = random() % 4 != 0;
-            is_at_end ? fifo.push_back(number) : fifo.push_front(number);
-            is_at_end ? expected.push_back(number) : expected.push_front(number);
-        } else if (random() % 4 != 0) {
+        const bool must_push = generator() % 100 < (number / 1000 % 2 == 0 ? 70U : 30U);
+        if (must_push || reference.empty()) {
+            const bool uses_back = generator() % 4 != 0;
+            uses_back ? fifo.push_back(number) : fifo.push_front(number);
+            uses_back ? reference.push_back(number) : reference.push_front(number);
+        } else if (generator() % 4 != 0) {
             fifo.pop_front();
-            expected.pop_front();
+            reference.pop_front();
         } else {
             fifo.pop_back();
-            expected.pop_back();
+            reference.pop_back();
         }
-        CHECK(fifo.size() == expected.size() && fifo.empty() == expected.empty());
-        for (std::size_t index = 0; index < expected.size(); ++index) {
-            CHECK(fifo[index] == expected[index]);
+        CHECK(fifo.size() == reference.size() && fifo.empty() == reference.empty());
+        for (std::size_t index = 0; index < reference.size(); ++index) {
+            CHECK(fifo[index] == reference[index]);
         }
-        CHECK(expected.empty() || (fifo.front() == expected.front() && fifo.back() == expected.back()));
+        CHECK(reference.empty() || (fifo.front() == reference.front() && fifo.back() == reference.back()));
     }
     fifo.clear();
     CHECK(fifo.empty() && fifo.push_back(7) == 7 && fifo.size() == 1);
@@ -446,7 +451,7 @@ void test_share_of_delays() {
         CHECK(delay_us <= config().max_delay_us);
         delay_count += delay_us > 0 ? 1 : 0;
     }
-    CHECK(config().late_share_percent == 10 && delay_count > draw_count / 20 && delay_count < draw_count / 5);
+    CHECK(config().delayed_percent == 10 && delay_count > draw_count / 20 && delay_count < draw_count / 5);
 }
 
 void test_hmac_has_the_digests_of_rfc_4231() {
@@ -461,7 +466,7 @@ void test_hmac_has_the_digests_of_rfc_4231() {
     };
     CHECK(compute_hex_hmac("Jefe", {"what do ya want ", "for nothing?"}) ==
           "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
-    // HMAC hashes a key that is longer than a block (64 bytes).
+    // HMAC first hashes a key that is longer than a block (64 bytes).
     CHECK(compute_hex_hmac(std::string(131, '\xaa'), {"Test Using Larger Than Block-Size Key - Hash Key First"}) ==
           "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
     CHECK(is_equal_digest(hmac_sha256("a", {"b"}), hmac_sha256("a", {"b"})));
@@ -481,6 +486,7 @@ int main() {
     test_export_lives_until_last_importer();
     test_foreign_descriptors_are_refused();
     test_shareable_handle_is_not_a_dmabuf();
+    // The first test of fault plans declares the fault points for the other tests of plans.
     test_plan_injects_failures();
     test_plan_holds_calls_while_a_file_exists();
     test_plan_delays_calls();

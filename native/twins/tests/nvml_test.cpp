@@ -1,6 +1,6 @@
 // Tests of the software twin of libnvidia-ml (NVML): its exports match the contract, unimplemented functions fail as
 // documented, structures of older versions keep their size, and the process list contains this process while it has a
-// CUDA context.
+// CUDA context. The tests run with three GPUs.
 #include <sched.h>
 
 #include <cstddef>
@@ -33,15 +33,15 @@ constexpr Function functions[] = {
 template <typename... Arguments> int call_nvml(const char* symbol, Arguments... arguments) {
     static void* const library = dlopen(GDRKIT_NVML_TWIN, RTLD_NOW | RTLD_LOCAL);
     CHECK(library != nullptr);
-    void* const function = dlsym(library, symbol);
-    CHECK(function != nullptr);
-    return reinterpret_cast<int (*)(Arguments...)>(function)(arguments...);
+    void* const function_address = dlsym(library, symbol);
+    CHECK(function_address != nullptr);
+    return reinterpret_cast<int (*)(Arguments...)>(function_address)(arguments...);
 }
 
 Gpu* get_gpu(unsigned index) {
-    Gpu* handle = nullptr;
-    CHECK(call_nvml("nvmlDeviceGetHandleByIndex_v2", index, &handle) == nvml::success);
-    return handle;
+    Gpu* gpu = nullptr;
+    CHECK(call_nvml("nvmlDeviceGetHandleByIndex_v2", index, &gpu) == nvml::success);
+    return gpu;
 }
 
 void test_exports_match_contract() {
@@ -70,15 +70,14 @@ void check_unimplemented_functions(int expected_result) {
 }
 
 void test_invalid_arguments_are_refused() {
-    Gpu* handle = nullptr;
+    Gpu* gpu = nullptr;
     unsigned value = 0;
     char name[8];
-    CHECK(call_nvml("nvmlDeviceGetHandleByIndex_v2", 3U, &handle) == nvml::invalid_argument);
-    CHECK(call_nvml("nvmlDeviceGetHandleByUUID", "GPU-0", &handle) == nvml::not_found);
-    CHECK(call_nvml("nvmlDeviceGetHandleByPciBusId_v2", "nonsense", &handle) == nvml::invalid_argument);
-    CHECK(call_nvml("nvmlDeviceGetHandleByPciBusId_v2", "00000000:A3:00.0", &handle) == nvml::not_found);
-    CHECK(call_nvml("nvmlDeviceGetHandleByPciBusId_v2", "0000:a2:00.0", &handle) == nvml::success &&
-          handle == get_gpu(2));
+    CHECK(call_nvml("nvmlDeviceGetHandleByIndex_v2", 3U, &gpu) == nvml::invalid_argument);
+    CHECK(call_nvml("nvmlDeviceGetHandleByUUID", "GPU-0", &gpu) == nvml::not_found);
+    CHECK(call_nvml("nvmlDeviceGetHandleByPciBusId_v2", "nonsense", &gpu) == nvml::invalid_argument);
+    CHECK(call_nvml("nvmlDeviceGetHandleByPciBusId_v2", "00000000:A3:00.0", &gpu) == nvml::not_found);
+    CHECK(call_nvml("nvmlDeviceGetHandleByPciBusId_v2", "0000:a2:00.0", &gpu) == nvml::success && gpu == get_gpu(2));
     CHECK(call_nvml("nvmlDeviceGetIndex", static_cast<Gpu*>(nullptr), &value) == nvml::invalid_argument);
     CHECK(call_nvml("nvmlDeviceGetIndex", get_gpu(1), static_cast<unsigned*>(nullptr)) == nvml::invalid_argument);
     CHECK(call_nvml("nvmlDeviceGetName", get_gpu(1), name, 8U) == nvml::insufficient_size);
@@ -86,8 +85,8 @@ void test_invalid_arguments_are_refused() {
     CHECK(call_nvml("nvmlDeviceGetMemoryInfo_v2", get_gpu(0), &memory) == nvml::argument_version_mismatch);
 }
 
-// A program that calls an old function passes a smaller structure, and the function must not write beyond it. The tests
-// fill the memory with 0xee to detect such writes.
+// A program that calls an old function passes a smaller structure, and the function must not write beyond it. The test
+// fills the memory with 0xee to detect such writes.
 void test_old_structures_keep_their_size() {
     for (const auto& [symbol, length_bytes] : {std::pair{"nvmlDeviceGetPciInfo", nvml::pci_info_v1_bytes},
                                                std::pair{"nvmlDeviceGetPciInfo_v2", nvml::pci_info_v2_bytes},
@@ -101,11 +100,12 @@ void test_old_structures_keep_their_size() {
         std::memcpy(&pci_ids, bytes + offsetof(nvml::PciInfo, pci_device_id), sizeof pci_ids);
         CHECK(pci_ids == 0xfff110de); // as in sysfs, where write_devices.cpp writes the two ids
     }
-    nvml::FabricInfoV3 fabric{};
-    std::memset(static_cast<void*>(&fabric), 0xee, sizeof fabric);
-    fabric.base.version = nvml::fabric_v2_version;
-    CHECK(call_nvml("nvmlDeviceGetGpuFabricInfoV", get_gpu(0), &fabric) == nvml::success);
-    CHECK(fabric.base.version == nvml::fabric_v2_version && fabric.base.state == 0 && fabric.health_summary == 0xee);
+    nvml::FabricInfoV3 fabric_info{};
+    std::memset(static_cast<void*>(&fabric_info), 0xee, sizeof fabric_info);
+    fabric_info.base.version = nvml::fabric_v2_version;
+    CHECK(call_nvml("nvmlDeviceGetGpuFabricInfoV", get_gpu(0), &fabric_info) == nvml::success);
+    CHECK(fabric_info.base.version == nvml::fabric_v2_version && fabric_info.base.state == 0 &&
+          fabric_info.health_summary == 0xee);
 }
 
 void test_versioned_structures_name_the_gpu() {
@@ -118,8 +118,8 @@ void test_versioned_structures_name_the_gpu() {
     uuid.version = nvml::uuid_version;
     uuid.type = nvml::uuid_text_type;
     CHECK(call_nvml("nvmlDeviceGetUUID", get_gpu(1), static_cast<char*>(uuid.text), 41U) == nvml::success);
-    Gpu* handle = nullptr;
-    CHECK(call_nvml("nvmlDeviceGetHandleByUUIDV", &uuid, &handle) == nvml::success && handle == get_gpu(1));
+    Gpu* gpu = nullptr;
+    CHECK(call_nvml("nvmlDeviceGetHandleByUUIDV", &uuid, &gpu) == nvml::success && gpu == get_gpu(1));
     nvml::Pdi pdi{nvml::pdi_version, 0}, other_pdi = pdi;
     CHECK(call_nvml("nvmlDeviceGetPdi", get_gpu(0), &pdi) == nvml::success);
     CHECK(call_nvml("nvmlDeviceGetPdi", get_gpu(1), &other_pdi) == nvml::success && pdi.value != other_pdi.value);
@@ -134,15 +134,15 @@ void test_versioned_structures_name_the_gpu() {
 void test_gpu_is_near_to_processors_and_gpus() {
     unsigned long mask_words[2]{};
     CHECK(call_nvml("nvmlDeviceGetCpuAffinity", get_gpu(0), 2U, &mask_words[0]) == nvml::success);
-    cpu_set_t allowed{};
-    CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+    cpu_set_t allowed_cpus{};
+    CHECK(sched_getaffinity(0, sizeof allowed_cpus, &allowed_cpus) == 0);
     for (std::size_t cpu = 0; cpu < 128; ++cpu) {
-        CHECK(((mask_words[cpu / 64] >> (cpu % 64)) & 1) == (CPU_ISSET(cpu, &allowed) ? 1UL : 0UL));
+        CHECK(((mask_words[cpu / 64] >> (cpu % 64)) & 1) == (CPU_ISSET(cpu, &allowed_cpus) ? 1UL : 0UL));
     }
     CHECK(call_nvml("nvmlDeviceGetCpuAffinityWithinScope", get_gpu(0), 2U, &mask_words[0], 2U) ==
           nvml::invalid_argument); // the scopes are 0 (NUMA node) and 1 (socket)
     CHECK(call_nvml("nvmlDeviceGetMemoryAffinity", get_gpu(0), 2U, &mask_words[0], 0U) == nvml::success);
-    CHECK(mask_words[0] == 1 && mask_words[1] == 0);
+    CHECK(mask_words[0] == 1 && mask_words[1] == 0); // the NUMA node 0
     Gpu* nearest_gpus[3]{};
     unsigned nearest_count = 1;
     CHECK(call_nvml("nvmlDeviceGetTopologyNearestGpus", get_gpu(1), nvml::topology_host_bridge, &nearest_count,
@@ -163,7 +163,7 @@ void test_gpu_is_near_to_processors_and_gpus() {
 void test_gpu_is_idle() {
     unsigned value = 9, pending_mode = 9;
     std::uint64_t reasons = 9;
-    int states[3] = {9, 9, 9};
+    int performance_states[3] = {9, 9, 9};
     for (const char* symbol :
          {"nvmlDeviceGetVirtualizationMode", "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetC2cModeInfoV",
           "nvmlDeviceGetPerformanceState", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetPcieReplayCounter"}) {
@@ -175,21 +175,25 @@ void test_gpu_is_idle() {
           pending_mode == 0);
     CHECK(call_nvml("nvmlDeviceGetCurrentClocksEventReasons", get_gpu(0), &reasons) == nvml::success &&
           reasons == 1); // nvmlClocksEventReasonGpuIdle
-    CHECK(call_nvml("nvmlDeviceGetSupportedPerformanceStates", get_gpu(0), &states[0], 8U) == nvml::success);
-    CHECK(states[0] == 0 && states[1] == 32 && states[2] == 9); // 32: NVML_PSTATE_UNKNOWN
-    CHECK(call_nvml("nvmlDeviceGetSupportedPerformanceStates", get_gpu(0), &states[0], 3U) == nvml::insufficient_size);
-    nvml::DynamicPstates info[2];
-    std::memset(static_cast<void*>(info), 0xee, sizeof info);
-    CHECK(call_nvml("nvmlDeviceGetDynamicPstatesInfo", get_gpu(0), &info[0]) == nvml::success);
-    CHECK(info[0].utilization[7].threshold_down == 0 && info[1].flags == 0xeeeeeeee);
+    CHECK(call_nvml("nvmlDeviceGetSupportedPerformanceStates", get_gpu(0), &performance_states[0], 8U) ==
+          nvml::success);
+    CHECK(performance_states[0] == 0 && performance_states[1] == 32 &&
+          performance_states[2] == 9); // 32: NVML_PSTATE_UNKNOWN
+    CHECK(call_nvml("nvmlDeviceGetSupportedPerformanceStates", get_gpu(0), &performance_states[0], 3U) ==
+          nvml::insufficient_size);
+    nvml::DynamicPstates pstates_info[2];
+    std::memset(static_cast<void*>(pstates_info), 0xee, sizeof pstates_info);
+    CHECK(call_nvml("nvmlDeviceGetDynamicPstatesInfo", get_gpu(0), &pstates_info[0]) == nvml::success);
+    CHECK(pstates_info[0].utilization[7].threshold_down == 0 && pstates_info[1].flags == 0xeeeeeeee);
     for (const char* symbol : {"nvmlDeviceGetAddressingMode", "nvmlDeviceGetCapabilities"}) {
-        nvml::VersionedValue versioned{nvml::versioned_value_version, 9};
-        CHECK(call_nvml(symbol, get_gpu(0), &versioned) == nvml::success && versioned.value == 0);
-        versioned.version = 0;
-        CHECK(call_nvml(symbol, get_gpu(0), &versioned) == nvml::argument_version_mismatch);
+        nvml::VersionedValue versioned_value{nvml::versioned_value_version, 9};
+        CHECK(call_nvml(symbol, get_gpu(0), &versioned_value) == nvml::success && versioned_value.value == 0);
+        versioned_value.version = 0;
+        CHECK(call_nvml(symbol, get_gpu(0), &versioned_value) == nvml::argument_version_mismatch);
     }
     nvml::RepairStatus repair{nvml::repair_status_version, 9, 9};
     CHECK(call_nvml("nvmlDeviceGetRepairStatus", get_gpu(0), &repair) == nvml::success && repair.is_tpc_pending == 0);
+    // The counters are NVML_PCIE_UTIL_TX_BYTES (0) and NVML_PCIE_UTIL_RX_BYTES (1).
     CHECK(call_nvml("nvmlDeviceGetPcieThroughput", get_gpu(0), 1U, &value) == nvml::success && value == 0);
     CHECK(call_nvml("nvmlDeviceGetPcieThroughput", get_gpu(0), 2U, &value) == nvml::invalid_argument);
     CHECK(call_nvml("nvmlDeviceGetCurrPcieLinkGeneration", get_gpu(0), &value) == nvml::success && value == 5);
@@ -201,23 +205,24 @@ void test_wait_for_events_ends_with_its_timeout() {
     using Milliseconds = std::chrono::milliseconds;
     const auto get_time = [] { return std::chrono::steady_clock::now(); };
     nvml::EventSet *event_set = nullptr, *other_event_set = nullptr;
-    std::uint64_t types = 0;
+    std::uint64_t event_types = 0;
     unsigned char event_data[32];
     CHECK(call_nvml("nvmlEventSetCreate", &event_set) == nvml::success &&
           call_nvml("nvmlEventSetCreate", &other_event_set) == nvml::success);
     CHECK(event_set != other_event_set &&
-          call_nvml("nvmlDeviceGetSupportedEventTypes", get_gpu(0), &types) == nvml::success &&
-          types == 8); // nvmlEventTypeXidCriticalError
-    CHECK(call_nvml("nvmlDeviceRegisterEvents", get_gpu(0), types, event_set) == nvml::success);
-    CHECK(call_nvml("nvmlDeviceRegisterEvents", get_gpu(0), types | 1, event_set) == nvml::unsupported);
+          call_nvml("nvmlDeviceGetSupportedEventTypes", get_gpu(0), &event_types) == nvml::success &&
+          event_types == 8); // nvmlEventTypeXidCriticalError
+    CHECK(call_nvml("nvmlDeviceRegisterEvents", get_gpu(0), event_types, event_set) == nvml::success);
+    CHECK(call_nvml("nvmlDeviceRegisterEvents", get_gpu(0), event_types | 1, event_set) == nvml::unsupported);
     const auto begin = get_time();
     CHECK(call_nvml("nvmlEventSetWait_v2", event_set, static_cast<void*>(event_data), 30U) == nvml::timeout);
     CHECK(get_time() - begin >= Milliseconds(30));
     CHECK(call_nvml("nvmlEventSetFree", event_set) == nvml::success &&
           call_nvml("nvmlEventSetFree", event_set) == nvml::invalid_argument);
     CHECK(call_nvml("nvmlEventSetWait_v2", event_set, static_cast<void*>(event_data), 30U) == nvml::invalid_argument);
-    CHECK(call_nvml("nvmlDeviceRegisterEvents", get_gpu(0), types, event_set) == nvml::invalid_argument);
+    CHECK(call_nvml("nvmlDeviceRegisterEvents", get_gpu(0), event_types, event_set) == nvml::invalid_argument);
     CHECK(call_nvml("nvmlEventSetFree", other_event_set) == nvml::success);
+    // The field `version` contains the size of the structure and, in the bits 24 to 31, the version 1.
     nvml::SystemEventSetRequest set_request{0, nullptr};
     CHECK(call_nvml("nvmlSystemEventSetCreate", &set_request) == nvml::argument_version_mismatch);
     set_request.version = sizeof set_request | 1U << 24;
@@ -225,7 +230,7 @@ void test_wait_for_events_ends_with_its_timeout() {
     // The event types 1 and 2 mean that a driver was bound or unbound.
     nvml::SystemEventRegistration registration{sizeof registration | 1U << 24, 1 | 2, set_request.set};
     CHECK(call_nvml("nvmlSystemRegisterEvents", &registration) == nvml::success);
-    registration.event_types = 4;
+    registration.event_types = 4; // not an event type
     CHECK(call_nvml("nvmlSystemRegisterEvents", &registration) == nvml::invalid_argument);
     nvml::SystemEventWait wait_request{sizeof wait_request | 1U << 24, 1, set_request.set, event_data, 1, 9};
     CHECK(call_nvml("nvmlSystemEventSetWait", &wait_request) == nvml::timeout && wait_request.event_count == 0);
@@ -235,20 +240,20 @@ void test_wait_for_events_ends_with_its_timeout() {
 
 void test_uuid_may_have_no_prefix() {
     char uuid_text[41] = {};
-    Gpu* handle = nullptr;
+    Gpu* gpu = nullptr;
     CHECK(call_nvml("nvmlDeviceGetUUID", get_gpu(1), &uuid_text[0], 41U) == nvml::success);
-    CHECK(call_nvml("nvmlDeviceGetHandleByUUID", static_cast<const char*>(uuid_text + 4), &handle) == nvml::success);
-    CHECK(handle == get_gpu(1)); // uuid_text + 4 is behind the prefix "GPU-"
-    CHECK(call_nvml("nvmlDeviceGetHandleByUUID", static_cast<const char*>(uuid_text + 5), &handle) == nvml::not_found);
+    CHECK(call_nvml("nvmlDeviceGetHandleByUUID", static_cast<const char*>(uuid_text + 4), &gpu) == nvml::success);
+    CHECK(gpu == get_gpu(1)); // uuid_text + 4 is behind the prefix "GPU-"
+    CHECK(call_nvml("nvmlDeviceGetHandleByUUID", static_cast<const char*>(uuid_text + 5), &gpu) == nvml::not_found);
 }
 
 void test_gpus_near_to_a_processor() {
-    cpu_set_t allowed{};
-    CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+    cpu_set_t allowed_cpus{};
+    CHECK(sched_getaffinity(0, sizeof allowed_cpus, &allowed_cpus) == 0);
     for (unsigned cpu = 0; cpu < 64; ++cpu) {
         Gpu* near_gpus[3]{};
         unsigned near_count = 0;
-        const bool is_allowed = CPU_ISSET(cpu, &allowed);
+        const bool is_allowed = CPU_ISSET(cpu, &allowed_cpus);
         CHECK(call_nvml("nvmlSystemGetTopologyGpuSet", cpu, &near_count, static_cast<Gpu**>(nullptr)) == nvml::success);
         CHECK(near_count == (is_allowed ? 3U : 0U));
         CHECK(call_nvml("nvmlSystemGetTopologyGpuSet", cpu, &near_count, &near_gpus[0]) == nvml::success);
@@ -279,6 +284,7 @@ void test_process_is_listed_while_it_has_a_context() {
     CHECK(cuda::call_driver("cuMemFree_v2", pointer) == cuda::success);
 }
 
+// main() has initialized the library before, so only the second shutdown ends it.
 void test_every_init_needs_a_shutdown() {
     unsigned gpu_count = 0;
     CHECK(call_nvml("nvmlInitWithFlags", 0U) == nvml::success);

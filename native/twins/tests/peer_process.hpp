@@ -24,8 +24,8 @@ template <typename Message> Message receive_value(int socket) {
     return message;
 }
 
-// The second process, and the socket that is connected to it. The first argument of the process is the file
-// descriptor number of its end of the socket pair.
+// The second process, and the socket that is connected to it. The first argument of the process is the number of the
+// file descriptor of its end of the socket pair.
 struct PeerProcess {
     pid_t pid = 0;
     Fd socket;

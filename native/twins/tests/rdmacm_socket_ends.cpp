@@ -19,9 +19,9 @@ using namespace gdrkit::twin::tests;
 namespace {
 
 constexpr std::size_t data_bytes = 100'000; // more than one buffer of the stream
-constexpr int wait_ms = 30'000;
+constexpr int wait_max_ms = 30'000;
 
-// The commands to the second process.
+// The first process sends these commands to the second process, which replies with is_done.
 constexpr char shut_reads = 'r', shut_writes = 'w', shut_both = 'b', close_socket = 'c', send_data = 's',
                receive_byte = '1', query_events = 'p', send_and_end = 'e', receive_data = 'D', is_done = 'd';
 
@@ -32,13 +32,15 @@ short query_events_now(int socket) {
     return descriptor.revents;
 }
 
-// Sleep in rpoll until it reports one of these events. POLLHUP and POLLERR always end the sleep.
-short wait_for_events(int socket, short events, int timeout_ms = wait_ms) {
+// Sleep in rpoll until it reports one of these events, and return the reported events (0 after the timeout). POLLHUP
+// and POLLERR always end the sleep.
+short wait_for_events(int socket, short events, int timeout_ms = wait_max_ms) {
     pollfd descriptor{socket, events, 0};
     CHECK(rpoll(&descriptor, 1, timeout_ms) >= 0);
     return descriptor.revents;
 }
 
+// Return the errno of the last failure (SO_ERROR), and clear it.
 int take_socket_error(int socket) {
     int error = -1;
     socklen_t length = sizeof error;
@@ -46,8 +48,9 @@ int take_socket_error(int socket) {
     return error;
 }
 
-// Sleep in rpoll, without a request for other events, until it reports POLLHUP or POLLERR. This must be `event`.
-void expect_event(int socket, short event) {
+// Sleep in rpoll, without a request for other events, until it reports POLLHUP or POLLERR. Check that it reports
+// `event`.
+void expect_hangup_or_error(int socket, short event) {
     const short reported_events = wait_for_events(socket, 0);
     if (reported_events != event) {
         std::fprintf(stderr, "expected the event %#x, got %#x and the error %d\n", event, reported_events,
@@ -57,8 +60,8 @@ void expect_event(int socket, short event) {
 }
 
 // Query until rpoll reports exactly these events. Some events come a little later than the call that causes them.
-void expect_events(int socket, short events) {
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_ms);
+void expect_exact_events(int socket, short events) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_max_ms);
     while (query_events_now(socket) != events) {
         if (std::chrono::steady_clock::now() >= deadline) {
             std::fprintf(stderr, "expected the events %#x, got %#x\n", events, query_events_now(socket));
@@ -73,16 +76,17 @@ void expect_end_of_data(int socket) {
     CHECK(rrecv(socket, &byte, 1, 0) == 0);
 }
 
-// Wait until all the data has arrived, without receiving it.
+// Wait until `data_bytes` bytes have arrived, without receiving them.
 void wait_for_data(int socket) {
     std::vector<std::uint8_t> bytes(data_bytes);
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_ms);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_max_ms);
     while (rrecv(socket, bytes.data(), bytes.size(), MSG_PEEK) != static_cast<ssize_t>(data_bytes)) {
         CHECK(std::chrono::steady_clock::now() < deadline);
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
 }
 
+// Receive `data_bytes` bytes, and check that they have the pattern of fill_pattern().
 void expect_data(int socket) {
     std::vector<std::uint8_t> bytes(data_bytes);
     const ssize_t received_bytes = rrecv(socket, bytes.data(), bytes.size(), MSG_WAITALL);
@@ -96,18 +100,18 @@ void expect_data(int socket) {
 
 // The second process runs this function. It accepts one connection if the first process asks for it, and executes
 // commands.
-int run_peer(int control) {
+int run_peer(int control_socket) {
     const int listener = rsocket(AF_INET, SOCK_STREAM, 0);
     IpEndpoint address("127.0.0.1");
     socklen_t length = sizeof address.storage;
     CHECK(rbind(listener, address, sizeof(sockaddr_in)) == 0 && rlisten(listener, 4) == 0);
     CHECK(rgetsockname(listener, address, &length) == 0);
-    send_value(control, address.storage);
-    int socket = receive_value<bool>(control) ? raccept(listener, nullptr, nullptr) : -1;
+    send_value(control_socket, address.storage);
+    int socket = receive_value<bool>(control_socket) ? raccept(listener, nullptr, nullptr) : -1;
     std::vector<std::uint8_t> data(data_bytes);
     fill_pattern(data.data(), data.size());
     char command = 0, byte = 0;
-    while (recv_all(control, &command, 1)) {
+    while (recv_all(control_socket, &command, 1)) {
         switch (command) {
         case shut_reads:
             CHECK(rshutdown(socket, SHUT_RD) == 0);
@@ -136,12 +140,12 @@ int run_peer(int control) {
             CHECK(rrecv(socket, &byte, 1, 0) == 1);
             break;
         case query_events:
-            send_value(control, query_events_now(socket));
+            send_value(control_socket, query_events_now(socket));
             break;
         default:
             return 1;
         }
-        send_value(control, is_done);
+        send_value(control_socket, is_done);
     }
     CHECK((socket < 0 || rclose(socket) == 0) && rclose(listener) == 0);
     return 0;
@@ -153,10 +157,10 @@ struct Stream {
     sockaddr_storage peer_address = receive_value<sockaddr_storage>(process.socket.get());
     int client = rsocket(AF_INET, SOCK_STREAM, 0);
 
-    explicit Stream(bool is_connected = true) {
+    explicit Stream(bool must_connect = true) {
         CHECK(client >= 0);
-        send_value(process.socket.get(), is_connected);
-        CHECK(!is_connected || connect() == 0);
+        send_value(process.socket.get(), must_connect);
+        CHECK(!must_connect || connect() == 0);
     }
     ~Stream() {
         CHECK(rclose(client) == 0);
@@ -181,7 +185,7 @@ struct Stream {
     }
     void expect_peer_events(short events) {
         short reported_events = 0;
-        for (int attempt = 0; attempt < wait_ms && (reported_events = query_peer_events()) != events; ++attempt) {
+        for (int attempt = 0; attempt < wait_max_ms && (reported_events = query_peer_events()) != events; ++attempt) {
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
         CHECK(reported_events == events);
@@ -192,7 +196,7 @@ struct Stream {
     }
     // Check the state after the connection has ended without an error.
     void expect_disconnected() {
-        expect_events(client, POLLIN | POLLOUT | POLLHUP);
+        expect_exact_events(client, POLLIN | POLLOUT | POLLHUP);
         expect_end_of_data(client);
         CHECK_FAILS(rsend(client, "x", 1, 0), ECONNRESET);
         CHECK(take_socket_error(client) == 0);
@@ -203,13 +207,13 @@ struct Stream {
 
 void test_end_of_the_peers_writes_is_not_a_hangup() {
     Stream stream;
-    expect_events(stream.client, POLLOUT);
+    expect_exact_events(stream.client, POLLOUT);
     stream.command_peer(send_data);
     stream.command_peer(shut_writes);
     expect_data(stream.client);
     CHECK(wait_for_events(stream.client, POLLIN) == POLLIN);
     expect_end_of_data(stream.client);
-    expect_events(stream.client, POLLIN | POLLOUT);
+    expect_exact_events(stream.client, POLLIN | POLLOUT);
     CHECK(wait_for_events(stream.client, 0, 150) == 0); // neither POLLHUP nor POLLERR
     CHECK(rsend(stream.client, "x", 1, 0) == 1);
     stream.command_peer(receive_byte);
@@ -242,9 +246,9 @@ void test_own_end_of_writes_lets_the_peer_send() {
     stream.expect_peer_events(POLLIN | POLLOUT);
     stream.command_peer(send_data);
     expect_data(stream.client);
-    expect_events(stream.client, POLLOUT);
+    expect_exact_events(stream.client, POLLOUT);
     stream.command_peer(shut_writes);
-    expect_event(stream.client, POLLHUP);
+    expect_hangup_or_error(stream.client, POLLHUP);
     stream.expect_disconnected();
 }
 
@@ -261,14 +265,14 @@ void test_peer_does_not_learn_of_an_end_of_reads() {
     stream.expect_disconnected();
 }
 
-// rpoll reports POLLHUP even if the program has not read the data yet, but only after a delay, because `rstream -T a`
-// stops at POLLHUP.
-void test_hangup_comes_together_with_data(char command) {
+// rpoll reports POLLHUP even if the program has not read the data yet, but only after a delay of 300 ms, because
+// `rstream -T a` (a test program of librdmacm) stops at POLLHUP, and should have read the data before.
+void test_hangup_comes_together_with_data(char ending_command) {
     Stream stream;
     stream.command_peer(send_data);
     const auto begin = std::chrono::steady_clock::now();
-    stream.command_peer(command);
-    expect_event(stream.client, POLLHUP);
+    stream.command_peer(ending_command);
+    expect_hangup_or_error(stream.client, POLLHUP);
     CHECK(std::chrono::steady_clock::now() - begin >= std::chrono::milliseconds(300));
     CHECK(query_events_now(stream.client) == (POLLIN | POLLOUT | POLLHUP));
     expect_data(stream.client);
@@ -280,21 +284,21 @@ void test_killed_peer_hangs_up() {
     stream.command_peer(send_data);
     // rsend returns when the data is posted, so a kill before the arrival of the data would lose it.
     wait_for_data(stream.client);
-    std::thread killer([&] {
+    std::thread kill_thread([&] {
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
         stream.kill_peer();
     });
-    expect_event(stream.client, POLLHUP);
-    killer.join();
+    expect_hangup_or_error(stream.client, POLLHUP);
+    kill_thread.join();
     expect_data(stream.client);
     stream.expect_disconnected();
 }
 
 void test_killed_peer_ends_calls_that_wait() {
     Stream receiving_stream, sending_stream;
-    std::thread receiver([&] { expect_end_of_data(receiving_stream.client); });
-    std::thread sender([&] {
-        // The peer reads nothing, so the calls wait when its buffers are full.
+    std::thread receive_thread([&] { expect_end_of_data(receiving_stream.client); });
+    std::thread send_thread([&] {
+        // The peer reads nothing, so rsend waits when the buffers of the peer are full.
         const std::vector<char> bytes(1 << 20);
         while (rsend(sending_stream.client, bytes.data(), bytes.size(), 0) > 0) {
         }
@@ -303,8 +307,8 @@ void test_killed_peer_ends_calls_that_wait() {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     receiving_stream.kill_peer();
     sending_stream.kill_peer();
-    receiver.join();
-    sender.join();
+    receive_thread.join();
+    send_thread.join();
     CHECK((query_events_now(receiving_stream.client) & (POLLHUP | POLLERR)) == POLLHUP);
     // The twin reports either the end of the connection or the failed transfer, depending on which comes first.
     CHECK((query_events_now(sending_stream.client) & (POLLHUP | POLLERR)) != 0);
@@ -315,10 +319,10 @@ void test_failed_transfer_is_an_error_event() {
     Stream stream;
     const auto replace_plan =
         reinterpret_cast<ReplacePlan>(dlsym(dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW), "gdrkit_twin_faults"));
-    // 12 is IBV_WC_RETRY_EXC_ERR: the host of the peer has lost its power.
+    // 12 is IBV_WC_RETRY_EXC_ERR, as if the host of the peer had lost its power.
     CHECK(replace_plan("gdrkit-faults 1\nwc.send call=1 status=12\n") == 0);
     CHECK(rsend(stream.client, "x", 1, 0) == 1);
-    expect_event(stream.client, POLLERR);
+    expect_hangup_or_error(stream.client, POLLERR);
     CHECK(replace_plan("gdrkit-faults 1\n") == 0);
     CHECK((query_events_now(stream.client) & ~POLLOUT) == (POLLIN | POLLERR));
     expect_end_of_data(stream.client);
@@ -329,34 +333,35 @@ void test_failed_transfer_is_an_error_event() {
 
 void test_own_shutdown_wakes_a_thread_that_waits() {
     Stream stream;
-    std::thread waiter([&] { CHECK((wait_for_events(stream.client, POLLIN) & POLLIN) != 0); });
+    std::thread wait_thread([&] { CHECK((wait_for_events(stream.client, POLLIN) & POLLIN) != 0); });
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     CHECK(rshutdown(stream.client, SHUT_RDWR) == 0);
-    waiter.join();
+    wait_thread.join();
     stream.expect_peer_events(POLLIN | POLLOUT | POLLHUP);
     stream.expect_disconnected();
 }
 
 void test_rselect_reports_a_hangup_as_readable_and_exception() {
     Stream stream;
-    const auto select_all = [&](fd_set sets[3], int timeout_s) {
+    const auto select_all = [&](fd_set fd_sets[3], int timeout_s) {
         for (int index = 0; index < 3; ++index) {
-            FD_ZERO(&sets[index]);
-            FD_SET(stream.client, &sets[index]);
+            FD_ZERO(&fd_sets[index]);
+            FD_SET(stream.client, &fd_sets[index]);
         }
         timeval timeout{timeout_s, 0};
-        return rselect(stream.client + 1, &sets[0], &sets[1], &sets[2], &timeout);
+        return rselect(stream.client + 1, &fd_sets[0], &fd_sets[1], &fd_sets[2], &timeout);
     };
-    fd_set sets[3];
-    CHECK(select_all(sets, 0) == 1 && FD_ISSET(stream.client, &sets[1]));
-    CHECK(!FD_ISSET(stream.client, &sets[0]) && !FD_ISSET(stream.client, &sets[2]));
+    fd_set fd_sets[3]; // readable, writable and exceptions
+    CHECK(select_all(fd_sets, 0) == 1 && FD_ISSET(stream.client, &fd_sets[1]));
+    CHECK(!FD_ISSET(stream.client, &fd_sets[0]) && !FD_ISSET(stream.client, &fd_sets[2]));
     stream.command_peer(shut_both);
-    expect_event(stream.client, POLLHUP);
-    CHECK(select_all(sets, 30) == 3 && FD_ISSET(stream.client, &sets[0]) && FD_ISSET(stream.client, &sets[2]));
+    expect_hangup_or_error(stream.client, POLLHUP);
+    CHECK(select_all(fd_sets, 30) == 3 && FD_ISSET(stream.client, &fd_sets[0]) && FD_ISSET(stream.client, &fd_sets[2]));
 }
 
-void expect_refused(int socket, sockaddr* address) {
-    expect_events(socket, POLLIN | POLLOUT | POLLERR);
+// Check the state of an rsocket after its connection was refused, and close it.
+void check_refused_and_close(int socket, sockaddr* address) {
+    expect_exact_events(socket, POLLIN | POLLOUT | POLLERR);
     CHECK(take_socket_error(socket) == ECONNREFUSED && take_socket_error(socket) == 0);
     CHECK(query_events_now(socket) == (POLLIN | POLLOUT | POLLERR));
     CHECK_FAILS(rconnect(socket, address, sizeof(sockaddr_in)), ENOTCONN);
@@ -371,11 +376,11 @@ void test_refused_connection_is_an_error_event() {
     CHECK_FAILS(rsend(blocking_socket, "x", 1, 0), ENOTCONN);
     CHECK(query_events_now(blocking_socket) == 0 && rshutdown(blocking_socket, SHUT_RDWR) == 0);
     CHECK_FAILS(rconnect(blocking_socket, address, sizeof(sockaddr_in)), ECONNREFUSED);
-    expect_refused(blocking_socket, address);
+    check_refused_and_close(blocking_socket, address);
     CHECK(rfcntl(nonblocking_socket, F_SETFL, O_NONBLOCK) == 0);
     CHECK_FAILS(rconnect(nonblocking_socket, address, sizeof(sockaddr_in)), EINPROGRESS);
-    expect_event(nonblocking_socket, POLLERR);
-    expect_refused(nonblocking_socket, address);
+    expect_hangup_or_error(nonblocking_socket, POLLERR);
+    check_refused_and_close(nonblocking_socket, address);
     CHECK_FAILS(rclose(nonblocking_socket), EBADF);
     CHECK_FAILS(rsocket(AF_UNIX, SOCK_STREAM, 0), ENOTSUP);
 }

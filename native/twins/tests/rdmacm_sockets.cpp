@@ -22,16 +22,17 @@ struct Streams {
     explicit Streams(int io_mapping_count = 0) {
         CHECK(listener >= 0 && client >= 0);
         for (const int socket : {listener, client}) {
-            // The level SOL_RDMA and the option RDMA_IOMAPSIZE of rsocket.h.
+            // 0x10000 is the level SOL_RDMA, and 3 is the option RDMA_IOMAPSIZE of rsocket.h: how many mapped
+            // buffers of the peer the rsocket can store.
             CHECK(rsetsockopt(socket, 0x10000, 3, &io_mapping_count, sizeof io_mapping_count) == 0);
         }
         IpEndpoint address("127.0.0.1");
         CHECK(rbind(listener, address, sizeof(sockaddr_in)) == 0 && rlisten(listener, 4) == 0);
         socklen_t length = sizeof address.storage;
         CHECK(rgetsockname(listener, address, &length) == 0 && length == sizeof(sockaddr_in));
-        std::thread acceptor([this] { server = raccept(listener, nullptr, nullptr); });
+        std::thread accept_thread([this] { server = raccept(listener, nullptr, nullptr); });
         CHECK(rconnect(client, address, length) == 0);
-        acceptor.join();
+        accept_thread.join();
         CHECK(server >= 0);
     }
     ~Streams() {
@@ -72,6 +73,7 @@ void test_bytes_move_over_the_queue_pairs_of_the_twin() {
     std::thread sender([&] { send_pattern(streams.client, large_bytes); });
     expect_pattern(streams.server, large_bytes);
     sender.join();
+    // The ledger of the verbs twin counts the bytes that its queue pairs sent.
     const auto read_ledger =
         reinterpret_cast<ReadLedger>(dlsym(dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW), "gdrkit_twin_ledger"));
     std::string ledger_json(65536, '\0');
@@ -101,9 +103,9 @@ void test_parts_and_short_reads() {
     CHECK(rwritev(streams.client, parts, 2) == 8);
     char head[2], tail[16];
     const iovec targets[] = {{head, 2}, {tail, 16}};
-    ssize_t size_bytes = 0;
+    ssize_t read_bytes = 0;
     CHECK(rrecv(streams.server, tail, 8, MSG_PEEK | MSG_WAITALL) > 0);
-    CHECK((size_bytes = rreadv(streams.server, targets, 2)) == 8);
+    CHECK((read_bytes = rreadv(streams.server, targets, 2)) == 8);
     CHECK(std::memcmp(head, "ab", 2) == 0 && std::memcmp(tail, "cdefgh", 6) == 0);
 }
 
@@ -117,30 +119,30 @@ void test_nonblocking_calls_do_not_wait() {
     // The peer reads nothing, so the buffers become full.
     std::vector<char> bytes(65536);
     std::size_t sent_bytes = 0;
-    ssize_t size_bytes = 0;
-    pollfd descriptor{streams.server, POLLOUT, 0};
+    ssize_t accepted_bytes = 0;
+    pollfd poll_entry{streams.server, POLLOUT, 0};
     do {
         CHECK(sent_bytes < (64U << 20));
-        size_bytes = rsend(streams.server, bytes.data(), bytes.size(), 0);
-        sent_bytes += size_bytes > 0 ? static_cast<std::size_t>(size_bytes) : 0;
-    } while (size_bytes > 0 || rpoll(&descriptor, 1, 300) == 1);
+        accepted_bytes = rsend(streams.server, bytes.data(), bytes.size(), 0);
+        sent_bytes += accepted_bytes > 0 ? static_cast<std::size_t>(accepted_bytes) : 0;
+    } while (accepted_bytes > 0 || rpoll(&poll_entry, 1, 300) == 1);
     CHECK(errno == EAGAIN);
     for (std::size_t received_bytes = 0; received_bytes < sent_bytes;) {
         const ssize_t part_bytes = rrecv(streams.client, bytes.data(), bytes.size(), 0);
         CHECK(part_bytes > 0);
         received_bytes += static_cast<std::size_t>(part_bytes);
     }
-    CHECK(rpoll(&descriptor, 1, 10'000) == 1 && descriptor.revents == POLLOUT);
+    CHECK(rpoll(&poll_entry, 1, 10'000) == 1 && poll_entry.revents == POLLOUT);
 }
 
 void test_poll_waits_for_rsockets_and_other_descriptors() {
     Streams streams;
     int pipe_ends[2];
     CHECK(pipe(pipe_ends) == 0);
-    pollfd descriptors[] = {{streams.server, POLLIN, 0}, {pipe_ends[0], POLLIN, 0}};
-    CHECK(rpoll(descriptors, 2, 20) == 0);
+    pollfd poll_entries[] = {{streams.server, POLLIN, 0}, {pipe_ends[0], POLLIN, 0}};
+    CHECK(rpoll(poll_entries, 2, 20) == 0);
     CHECK(write(pipe_ends[1], "x", 1) == 1);
-    CHECK(rpoll(descriptors, 2, 10'000) == 1 && descriptors[1].revents == POLLIN);
+    CHECK(rpoll(poll_entries, 2, 10'000) == 1 && poll_entries[1].revents == POLLIN);
     CHECK(rsend(streams.client, "x", 1, 0) == 1);
     fd_set readable;
     FD_ZERO(&readable);
@@ -156,16 +158,19 @@ void test_mapped_buffer_gets_writes_before_later_data() {
     Streams streams(1);
     std::vector<std::uint8_t> target(100'000), source(50'000);
     fill_pattern(source.data(), source.size());
-    // The client is not told of a buffer without PROT_WRITE, so this buffer does not count as a mapping of the client,
-    // and its end does not remove the other mapping with the same offset.
-    std::vector<std::uint8_t> own_buffer(100);
-    CHECK(riomap(streams.server, own_buffer.data(), own_buffer.size(), PROT_NONE, 0, 4096) == 4096);
+    // The client can store one mapped buffer of the server. The server does not announce a buffer without PROT_WRITE to
+    // the client. So such a buffer does not count, and its riounmap does not remove the other mapping at the same
+    // offset. A second buffer with PROT_WRITE is refused.
+    std::vector<std::uint8_t> unannounced_buffer(100);
+    CHECK(riomap(streams.server, unannounced_buffer.data(), unannounced_buffer.size(), PROT_NONE, 0, 4096) == 4096);
     CHECK(riomap(streams.server, target.data(), target.size(), PROT_WRITE, 0, 4096) == 4096);
     CHECK(riomap(streams.server, source.data(), source.size(), PROT_WRITE, 0, -1) == -1 && errno == ENOMEM);
-    CHECK(riounmap(streams.server, own_buffer.data(), own_buffer.size()) == 0);
-    send_pattern(streams.server, 1); // the mapping is known once later data has been received
+    CHECK(riounmap(streams.server, unannounced_buffer.data(), unannounced_buffer.size()) == 0);
+    // The client knows the mapping as soon as it has received data that the server sent later.
+    send_pattern(streams.server, 1);
     expect_pattern(streams.client, 1);
     CHECK(riowrite(streams.client, source.data(), source.size(), 4096 + 1000, 0) == source.size());
+    // The mapping begins at the offset 4096.
     CHECK(riowrite(streams.client, source.data(), 1, 4095, 0) == static_cast<std::size_t>(-1));
     send_pattern(streams.client, 1);
     expect_pattern(streams.server, 1);
@@ -175,22 +180,23 @@ void test_mapped_buffer_gets_writes_before_later_data() {
 
 void test_datagrams_have_their_sender() {
     const int receiver = rsocket(AF_INET, SOCK_DGRAM, 0), sender = rsocket(AF_INET, SOCK_DGRAM, 0);
-    IpEndpoint address("127.0.0.1", 7272), source("127.0.0.1", 7273);
-    CHECK(rbind(receiver, address, sizeof(sockaddr_in)) == 0 && rbind(sender, source, sizeof(sockaddr_in)) == 0);
+    IpEndpoint receiver_address("127.0.0.1", 7272), sender_address("127.0.0.1", 7273);
+    CHECK(rbind(receiver, receiver_address, sizeof(sockaddr_in)) == 0 &&
+          rbind(sender, sender_address, sizeof(sockaddr_in)) == 0);
     char bytes[16] = {};
     CHECK_FAILS(rrecv(receiver, bytes, sizeof bytes, MSG_DONTWAIT), EAGAIN);
-    CHECK(rsendto(sender, "hello", 5, 0, address, sizeof(sockaddr_in)) == 5);
-    CHECK(rsendto(sender, "again", 6, 0, address, sizeof(sockaddr_in)) == 6);
-    sockaddr_storage from{};
-    socklen_t length = sizeof from;
-    CHECK(rrecvfrom(receiver, bytes, sizeof bytes, 0, reinterpret_cast<sockaddr*>(&from), &length) == 5);
+    CHECK(rsendto(sender, "hello", 5, 0, receiver_address, sizeof(sockaddr_in)) == 5);
+    CHECK(rsendto(sender, "again", 6, 0, receiver_address, sizeof(sockaddr_in)) == 6);
+    sockaddr_storage reported_address{};
+    socklen_t length = sizeof reported_address;
+    CHECK(rrecvfrom(receiver, bytes, sizeof bytes, 0, reinterpret_cast<sockaddr*>(&reported_address), &length) == 5);
     CHECK(std::memcmp(bytes, "hello", 5) == 0 && length == sizeof(sockaddr_in));
-    CHECK(std::memcmp(&from, static_cast<sockaddr*>(source), sizeof(sockaddr_in)) == 0);
+    CHECK(std::memcmp(&reported_address, static_cast<sockaddr*>(sender_address), sizeof(sockaddr_in)) == 0);
     CHECK(rrecv(receiver, bytes, 2, 0) == 2); // the rest of a datagram is lost
-    CHECK(rconnect(receiver, reinterpret_cast<sockaddr*>(&from), length) == 0);
+    CHECK(rconnect(receiver, reinterpret_cast<sockaddr*>(&reported_address), length) == 0);
     CHECK(rsend(receiver, "back", 4, 0) == 4 && rrecv(sender, bytes, sizeof bytes, 0) == 4);
-    const std::vector<char> too_long(5000);
-    CHECK_FAILS(rsend(receiver, too_long.data(), too_long.size(), 0), EMSGSIZE);
+    const std::vector<char> too_long_datagram(5000);
+    CHECK_FAILS(rsend(receiver, too_long_datagram.data(), too_long_datagram.size(), 0), EMSGSIZE);
     IpEndpoint unused_address("127.0.0.1", 7274);
     CHECK_FAILS(rsendto(sender, "x", 1, 0, unused_address, sizeof(sockaddr_in)), ECONNREFUSED);
     CHECK(rclose(sender) == 0 && rclose(receiver) == 0);

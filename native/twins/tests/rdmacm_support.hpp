@@ -20,22 +20,22 @@ constexpr int no_listener_status = 8, rejected_by_program_status = 28;
 // An IPv4 or IPv6 address with a port.
 struct IpEndpoint {
     sockaddr_storage storage{};
-    explicit IpEndpoint(const char* text, std::uint16_t port = 0) {
+    explicit IpEndpoint(const char* address_text, std::uint16_t port = 0) {
         auto& ipv4 = reinterpret_cast<sockaddr_in&>(storage);
         auto& ipv6 = reinterpret_cast<sockaddr_in6&>(storage);
-        if (inet_pton(AF_INET, text, &ipv4.sin_addr) == 1) {
+        if (inet_pton(AF_INET, address_text, &ipv4.sin_addr) == 1) {
             ipv4.sin_family = AF_INET;
             ipv4.sin_port = htons(port);
             return;
         }
-        CHECK(inet_pton(AF_INET6, text, &ipv6.sin6_addr) == 1);
+        CHECK(inet_pton(AF_INET6, address_text, &ipv6.sin6_addr) == 1);
         ipv6.sin6_family = AF_INET6;
         ipv6.sin6_port = htons(port);
     }
     operator sockaddr*() { return reinterpret_cast<sockaddr*>(&storage); }
 };
 
-// An event channel, and the events that a test expects on it.
+// An event channel, with functions that take the next event and check it.
 struct EventChannel {
     rdma_event_channel* channel = rdma_create_event_channel();
     EventChannel() { CHECK(channel != nullptr); }
@@ -47,7 +47,7 @@ struct EventChannel {
         pollfd poll_fd{channel->fd, POLLIN, 0};
         return poll(&poll_fd, 1, timeout_ms) == 1;
     }
-    // Take the next event, which must have this type. The test acknowledges it.
+    // Take the next event, which must have this type. The caller acknowledges it.
     [[nodiscard]] rdma_cm_event* take_event(rdma_cm_event_type type) const {
         rdma_cm_event* event = nullptr;
         CHECK(is_readable(30'000));
@@ -59,6 +59,7 @@ struct EventChannel {
         CHECK(event->event == type);
         return event;
     }
+    // Take the next event, check its type and status, and acknowledge it.
     void expect_event(rdma_cm_event_type type, int status = 0) const {
         rdma_cm_event* const event = take_event(type);
         if (event->status != status) {
@@ -75,6 +76,7 @@ inline rdma_cm_id* create_id(const EventChannel& channel, rdma_port_space ps = R
     return id;
 }
 
+// Bind the identifier to an address and listen. Return the port, which the twin chooses if `port` is 0.
 inline std::uint16_t listen_on_address(rdma_cm_id* id, const char* address, std::uint16_t port = 0, int backlog = 8) {
     CHECK(rdma_bind_addr(id, IpEndpoint(address, port)) == 0);
     CHECK(rdma_listen(id, backlog) == 0);
@@ -83,6 +85,7 @@ inline std::uint16_t listen_on_address(rdma_cm_id* id, const char* address, std:
 
 inline ibv_qp_init_attr make_small_queue_attributes(ibv_qp_type type = IBV_QPT_RC) {
     ibv_qp_init_attr attributes{};
+    // The members are the maximum numbers of send and receive work requests, of SGEs of each, and of inline bytes.
     attributes.cap = {4, 4, 1, 1, 0};
     attributes.qp_type = type;
     attributes.sq_sig_all = 1;
@@ -117,7 +120,7 @@ inline rdma_conn_param make_parameters(const void* data, std::size_t size_bytes)
     return parameters;
 }
 
-// Call and expect a failure with this errno.
+// Make the call, and check that it returns -1 with this errno.
 #define CHECK_FAILS(call, expected_errno)                                                                              \
     do {                                                                                                               \
         errno = 0;                                                                                                     \
@@ -126,7 +129,8 @@ inline rdma_conn_param make_parameters(const void* data, std::size_t size_bytes)
     } while (0)
 
 // A listener and a client identifier, each with its own channel. The client has a queue pair and a resolved route to
-// the listener. send_request() sends the connection request and takes its event. establish() also accepts the request.
+// the listener. send_request() sends the connection request, and returns the event that the listener gets. establish()
+// also accepts the request.
 struct ConnectionPair {
     EventChannel server_channel, client_channel;
     rdma_cm_id* listener = create_id(server_channel);

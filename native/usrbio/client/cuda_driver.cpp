@@ -19,7 +19,7 @@ void log_failure(const Driver& driver, const LoadFailure& failure) {
                  failure.library_error.c_str());
         break;
     case LoadFailure::Step::find_function:
-        log_line(LogLevel::warning, "CUDA is not available: the driver has no %s", failure.function);
+        log_line(LogLevel::warning, "CUDA is not available: the driver has no %s", failure.function_name);
         break;
     case LoadFailure::Step::initialize:
         log_line(LogLevel::warning, "CUDA is not available: cuInit() failed: %s (%d)",

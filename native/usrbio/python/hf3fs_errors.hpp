@@ -1,6 +1,6 @@
-// Functions by which the module _hf3fs raises Python errors. gdrkit/usrbio/_library.py has the functions that create
-// these errors, including the advice for the user. It stores these functions in the attributes `make_call_error`,
-// `make_missing_function_error` and `make_misuse_error` of the module.
+// Functions by which the module _hf3fs raises Python errors. gdrkit/usrbio/_library.py has the Python functions that
+// create these errors, with the advice for the user. _library.py stores these Python functions in the attributes
+// `make_call_error`, `make_missing_function_error` and `make_misuse_error` of _hf3fs.
 #pragma once
 
 #include <nanobind/nanobind.h>

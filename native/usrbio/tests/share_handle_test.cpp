@@ -1,5 +1,5 @@
 // Tests of share handles (share_handle.hpp) with the test vectors in suites/vectors, which the tests of the Python
-// implementation also use; and tests of the two parts of a handle, the SHA-256 checksum and the identity of a process.
+// implementation also use; and tests of two parts of a handle, the SHA-256 checksum and the identity of a process.
 #include "usrbio/client/share_handle.hpp"
 
 #include <unistd.h>
@@ -26,8 +26,9 @@ std::vector<std::uint8_t> parse_hex(const std::string& text) {
     return bytes;
 }
 
-// One line of share_handles.txt. The words of a line are: the format ("share" or "gdr"), the verdict ("good" or "bad"),
-// the name of the vector, the bytes of the handle in hexadecimal digits ("-": no bytes), and the fields as NAME=VALUE.
+// One line of share_handles.txt. The words of a line are: the format ("share", or "gdr" for the older handle without
+// offset, version and checksum), the verdict ("good" or "bad"), the name of the vector, the bytes of the handle in
+// hexadecimal digits ("-": no bytes), and the fields as NAME=VALUE.
 struct TestVector {
     std::string format, verdict, name;
     std::vector<std::uint8_t> bytes;

@@ -19,13 +19,13 @@ __all__ = ["READ_WRITE_ACCESS", "WAIT_MS", "connect_queue_pairs", "create_queue_
 
 # The access that SEND, RDMA WRITE and RDMA READ need. Atomic operations are not allowed.
 READ_WRITE_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
-# Soft-RoCE in an emulated guest is slow. Only a failing case waits this long.
+# Time limit of the wait for one completion. It is long, because Soft-RoCE in an emulated guest is slow.
 WAIT_MS = 20_000.0
 
 
 @contextlib.contextmanager
 def connect_queue_pairs(
-    nic: Nic, *, limits: dict[str, int] | None = None, access: Access = READ_WRITE_ACCESS, **options: int
+    nic: Nic, *, limits: dict[str, int] | None = None, responder_access: Access = READ_WRITE_ACCESS, **options: int
 ) -> Iterator[tuple[QueuePair, QueuePair]]:
     """Yield the requester and the responder. Each of these queue pairs has a separate completion queue.
 
@@ -35,27 +35,27 @@ def connect_queue_pairs(
         The NIC of both queue pairs.
     limits : dict of str to int, optional
         Limits of both queue pairs, as for :func:`create_queue_pair`.
-    access : Access
-        The access that the responder allows.
+    responder_access : Access
+        The access that the responder allows. The requester allows READ_WRITE_ACCESS.
     options : int
         Further options of ``QueuePair.connect``.
     """
     with create_queue_pair(nic, limits=limits) as requester, create_queue_pair(nic, limits=limits) as responder:
         requester.connect(responder.endpoint(), access=READ_WRITE_ACCESS, **options)
-        responder.connect(requester.endpoint(), access=access, **options)
+        responder.connect(requester.endpoint(), access=responder_access, **options)
         yield requester, responder
 
 
 @contextlib.contextmanager
 def create_queue_pair(
-    nic: Nic, *, limits: dict[str, int] | None = None, queue: CompletionQueue | None = None
+    nic: Nic, *, limits: dict[str, int] | None = None, completion_queue: CompletionQueue | None = None
 ) -> Iterator[QueuePair]:
     """Yield a queue pair in the state RESET.
 
-    Its completion queue is `queue`, or a new one. `limits` are the limits of ``Nic.queue_pair``.
+    If `completion_queue` is None, the queue pair gets a new one. `limits` are arguments of ``Nic.queue_pair``.
     """
     with contextlib.ExitStack() as stack:
-        completion_queue = queue or stack.enter_context(nic.completion_queue())
+        completion_queue = completion_queue or stack.enter_context(nic.completion_queue())
         yield stack.enter_context(nic.queue_pair(completion_queue, completion_queue, **(limits or {})))
 
 

@@ -1,4 +1,4 @@
-"""Calls of libibverbs by ctypes. Unlike pyverbs, they do not destroy dependent objects first."""
+"""Calls of libibverbs through ctypes, because pyverbs destroys the dependent objects of an object before the object."""
 
 from __future__ import annotations
 
@@ -41,17 +41,19 @@ class _QueuePairAttributes(ctypes.Structure):
 class CtypesVerbs:
     """An open device. Methods that create an object return its address. Other methods return 0 or an errno."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, nic_name: str) -> None:
         self._library = library = ctypes.CDLL("libibverbs.so.1", use_errno=True)
-        pointer = ctypes.c_void_p
+        pointer_type = ctypes.c_void_p
         for function in ("open_device", "alloc_pd", "create_cq", "create_comp_channel", "create_qp", "reg_mr"):
-            getattr(library, f"ibv_{function}").restype = pointer
-        library.ibv_get_device_list.restype = ctypes.POINTER(pointer)
+            getattr(library, f"ibv_{function}").restype = pointer_type
+        library.ibv_get_device_list.restype = ctypes.POINTER(pointer_type)
         library.ibv_get_device_name.restype = ctypes.c_char_p
-        count = ctypes.c_int()
-        devices = library.ibv_get_device_list(ctypes.byref(count))
-        device_by_name = {library.ibv_get_device_name(pointer(device)): device for device in devices[: count.value]}
-        self._context = self._require_pointer(library.ibv_open_device(pointer(device_by_name[name.encode()])))
+        device_count = ctypes.c_int()
+        devices = library.ibv_get_device_list(ctypes.byref(device_count))
+        device_by_name = {
+            library.ibv_get_device_name(pointer_type(device)): device for device in devices[: device_count.value]
+        }
+        self._context = self._require_pointer(library.ibv_open_device(pointer_type(device_by_name[nic_name.encode()])))
         library.ibv_free_device_list(devices)
         self._memory = ctypes.create_string_buffer(_MEMORY_BYTES)
 
@@ -65,6 +67,7 @@ class CtypesVerbs:
 
     def create_completion_queue(self, channel: ctypes.c_void_p | None = None) -> ctypes.c_void_p:
         """Call ibv_create_cq."""
+        # The arguments are a depth of 16 completions, no user context, the channel, and completion vector 0.
         return self._require_pointer(self._library.ibv_create_cq(self._context, 16, None, channel, 0))
 
     def create_queue_pair(self, domain: ctypes.c_void_p, completion_queue: ctypes.c_void_p) -> ctypes.c_void_p:

@@ -28,7 +28,7 @@ class Mask(enum.IntFlag):
     ACCESS_FLAGS = 1 << 3
     PKEY_INDEX = 1 << 4
     PORT = 1 << 5
-    AV = 1 << 7
+    AV = 1 << 7  # the address vector: the path to the peer
     PATH_MTU = 1 << 8
     TIMEOUT = 1 << 9
     RETRY_CNT = 1 << 10
@@ -64,7 +64,7 @@ def make_valid_attributes(nic: Nic) -> dict[str, int]:
         "port_num": nic.port.number,
         "qp_access_flags": int(Access.REMOTE_READ | Access.REMOTE_WRITE),
         "path_mtu": _MTU_256,
-        "dest_qp_num": 17,
+        "dest_qp_num": 17,  # This can be any number, because no case sends a packet to the peer.
         "rq_psn": 1,
         "sq_psn": 1,
         "max_dest_rd_atomic": 1,
@@ -98,15 +98,15 @@ class RawQueuePair:
 
     def __post_init__(self) -> None:
         limits = {"max_send_wr": 4, "max_recv_wr": 4, "max_send_sge": 1, "max_recv_sge": 1, "max_inline_data": 0}
-        completion_queue = self.completion_queue.queue
-        self.queue_pair, self.number = _pyverbs.create_queue_pair(
-            self.nic.domain, send_queue=completion_queue, receive_queue=completion_queue, limits=limits
+        native_queue = self.completion_queue.queue
+        self.native_queue_pair, self.number = _pyverbs.create_queue_pair(
+            self.nic.domain, send_queue=native_queue, receive_queue=native_queue, limits=limits
         )
 
     @property
     def state(self) -> QueuePairState:
         """The state that ibv_query_qp returns."""
-        return QueuePairState(_pyverbs.query_queue_pair_state(self.queue_pair))
+        return QueuePairState(_pyverbs.query_queue_pair_state(self.native_queue_pair))
 
     def move_to(self, state: QueuePairState | int, mask: Mask | None = None, **changed_fields: int) -> None:
         """Make one transition to `state` with valid attributes. `changed_fields` replaces values of attributes.
@@ -115,15 +115,15 @@ class RawQueuePair:
         requires.
         """
         attribute_mask = REQUIRED_ATTRIBUTES.get(QueuePairState(state), Mask(0)) if mask is None else mask
-        address = make_loopback_path(self.nic) if Mask.AV in attribute_mask else None
+        path_fields = make_loopback_path(self.nic) if Mask.AV in attribute_mask else None
         attributes = {**make_valid_attributes(self.nic), **changed_fields, "qp_state": int(state)}
         _pyverbs.modify_queue_pair(
-            self.queue_pair, mask=int(attribute_mask | Mask.STATE), address=address, **attributes
+            self.native_queue_pair, mask=int(attribute_mask | Mask.STATE), address=path_fields, **attributes
         )
 
-    def modify(self, mask: Mask, address: dict[str, int | str] | None = None, **attributes: int) -> None:
-        """Call ibv_modify_qp with exactly these attributes."""
-        _pyverbs.modify_queue_pair(self.queue_pair, mask=int(mask), address=address, **attributes)
+    def modify(self, mask: Mask, path_fields: dict[str, int | str] | None = None, **attributes: int) -> None:
+        """Call ibv_modify_qp with exactly these attributes. `path_fields` are the fields of the attribute AV."""
+        _pyverbs.modify_queue_pair(self.native_queue_pair, mask=int(mask), address=path_fields, **attributes)
 
     def advance_to(self, state: QueuePairState) -> None:
         """Make all transitions from RESET to `state`."""
@@ -134,7 +134,7 @@ class RawQueuePair:
     def post_send(self, work_id: int) -> None:
         """Post a SEND without data."""
         _pyverbs.post_send(
-            self.queue_pair,
+            self.native_queue_pair,
             work_id=work_id,
             opcode=_OPCODE_SEND,
             flags=_SIGNALED,
@@ -145,11 +145,11 @@ class RawQueuePair:
 
     def post_receive(self, work_id: int) -> None:
         """Post a receive without memory."""
-        _pyverbs.post_receive(self.queue_pair, work_id=work_id, elements=())
+        _pyverbs.post_receive(self.native_queue_pair, work_id=work_id, elements=())
 
     def close(self) -> None:
         """Call ibv_destroy_qp."""
-        _pyverbs.close("ibv_destroy_qp", self.queue_pair)
+        _pyverbs.close("ibv_destroy_qp", self.native_queue_pair)
 
 
 @contextlib.contextmanager

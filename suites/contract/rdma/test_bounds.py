@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-LENGTH_BYTES = 8 * KIB + 5
-UNTOUCHED = b"\xa5" * LENGTH_BYTES
+REGION_BYTES = 8 * KIB + 5
+UNTOUCHED = b"\xa5" * REGION_BYTES
 
 # Bits to flip in a key, so that the key belongs to no region.
 FLIPPED_KEY_BITS = 0x0100_0001
@@ -40,19 +40,19 @@ def post_and_wait(
 
 @OPERATIONS
 @pytest.mark.parametrize(
-    ("begin_offset", "length_bytes"),
+    ("offset_bytes", "length_bytes"),
     [
         pytest.param(-1, 16, id="from-the-byte-before"),
-        pytest.param(LENGTH_BYTES - 15, 16, id="to-the-byte-after"),
-        pytest.param(0, LENGTH_BYTES + 1, id="one-byte-too-long"),
-        pytest.param(LENGTH_BYTES, 1, id="after-the-end"),
+        pytest.param(REGION_BYTES - 15, 16, id="to-the-byte-after"),
+        pytest.param(0, REGION_BYTES + 1, id="one-byte-too-long"),
+        pytest.param(REGION_BYTES, 1, id="after-the-end"),
         pytest.param(1 << 40, 16, id="far-away"),
     ],
 )
 def test_remote_bytes_outside_the_region_are_inaccessible(
-    nic: Nic, operation: str, begin_offset: int, length_bytes: int
+    nic: Nic, operation: str, offset_bytes: int, length_bytes: int
 ) -> None:
-    remote_bytes, local_bytes = bytearray(UNTOUCHED), bytearray(LENGTH_BYTES + 1)
+    remote_bytes, local_bytes = bytearray(UNTOUCHED), bytearray(REGION_BYTES + 1)
     with (
         connect_queue_pairs(nic) as (requester, _),
         nic.register_host(local_bytes) as local_region,
@@ -60,10 +60,10 @@ def test_remote_bytes_outside_the_region_are_inaccessible(
     ):
         whole_range = remote_region.remote()
         outside_range = RemoteRange(
-            address=whole_range.address + begin_offset, rkey=whole_range.rkey, length_bytes=length_bytes
+            address=whole_range.address + offset_bytes, rkey=whole_range.rkey, length_bytes=length_bytes
         )
         assert post_and_wait(operation, requester, local_region, outside_range) is Status.REM_ACCESS_ERR
-    assert (bytes(remote_bytes), bytes(local_bytes)) == (UNTOUCHED, bytes(LENGTH_BYTES + 1))
+    assert (bytes(remote_bytes), bytes(local_bytes)) == (UNTOUCHED, bytes(REGION_BYTES + 1))
 
 
 @OPERATIONS
@@ -71,8 +71,8 @@ def test_remote_bytes_outside_the_region_are_inaccessible(
     ("offset_bytes", "length_bytes"),
     [
         pytest.param(0, 1, id="first-byte"),
-        pytest.param(LENGTH_BYTES - 1, 1, id="last-byte"),
-        pytest.param(0, LENGTH_BYTES, id="all"),
+        pytest.param(REGION_BYTES - 1, 1, id="last-byte"),
+        pytest.param(0, REGION_BYTES, id="all"),
         pytest.param(4095, 2, id="over-a-page"),
     ],
 )
@@ -105,8 +105,8 @@ def test_request_of_length_0_needs_no_key(nic: Nic, operation: str) -> None:
 
 
 @OPERATIONS
-@pytest.mark.parametrize("begin_offset", [pytest.param(-1, id="before"), pytest.param(KIB - 15, id="after")])
-def test_local_bytes_outside_the_region_are_inaccessible(nic: Nic, operation: str, begin_offset: int) -> None:
+@pytest.mark.parametrize("offset_bytes", [pytest.param(-1, id="before"), pytest.param(KIB - 15, id="after")])
+def test_local_bytes_outside_the_region_are_inaccessible(nic: Nic, operation: str, offset_bytes: int) -> None:
     remote_bytes, local_bytes = bytearray(b"\xa5" * KIB), bytearray(KIB)
     with (
         connect_queue_pairs(nic) as (requester, _),
@@ -115,7 +115,7 @@ def test_local_bytes_outside_the_region_are_inaccessible(nic: Nic, operation: st
     ):
         element = local_region.element()
         outside_elements = [
-            ScatterGatherElement(address=element.address + begin_offset, length_bytes=16, lkey=element.lkey)
+            ScatterGatherElement(address=element.address + offset_bytes, length_bytes=16, lkey=element.lkey)
         ]
         assert (
             post_and_wait(operation, requester, outside_elements, remote_region.remote(length_bytes=16))

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-UNKNOWN_ACCESS = 1 << 19  # No access flag has this bit. A library may ignore only the optional flags, bits 20 to 29.
+# No access flag has this bit. A library may ignore only the optional flags, bits 20 to 29.
+UNKNOWN_ACCESS_FLAG = 1 << 19
 
 
 @pytest.fixture
@@ -36,15 +37,15 @@ def pages_address() -> Iterator[int]:
 
 @pytest.mark.parametrize("length_bytes", [1, 4095, HOST_PAGE_BYTES, 64 * KIB + 1, MIB + 3])
 def test_any_length_at_any_address_can_be_registered(nic: Nic, length_bytes: int) -> None:
-    data = memoryview(bytearray(length_bytes + 7))[7:]
-    with nic.register_host(data) as region:
+    misaligned_buffer = memoryview(bytearray(length_bytes + 7))[7:]
+    with nic.register_host(misaligned_buffer) as region:
         assert region.length_bytes == length_bytes
         assert region.remote().length_bytes == length_bytes
 
 
 def test_regions_of_one_buffer_have_separate_keys(nic: Nic) -> None:
-    data = bytearray(HOST_PAGE_BYTES)
-    regions = [nic.register_host(data) for _ in range(16)]
+    buffer = bytearray(HOST_PAGE_BYTES)
+    regions = [nic.register_host(buffer) for _ in range(16)]
     assert len({region.rkey for region in regions}) == 16
     assert len({region.lkey for region in regions}) == 16
     for region in regions:
@@ -52,17 +53,17 @@ def test_regions_of_one_buffer_have_separate_keys(nic: Nic) -> None:
 
 
 def test_region_survives_deregistration_of_an_overlapping_one(nic: Nic, seed: int) -> None:
-    data = bytearray(HOST_PAGE_BYTES)
+    remote_bytes = bytearray(HOST_PAGE_BYTES)
     local_bytes = bytearray(pattern.payload(HOST_PAGE_BYTES, seed=seed))
     with (
         connect_queue_pairs(nic) as (requester, _),
         nic.register_host(local_bytes) as local_region,
-        nic.register_host(data) as remaining_region,
+        nic.register_host(remote_bytes) as remaining_region,
     ):
-        nic.register_host(data).close()
+        nic.register_host(remote_bytes).close()
         requester.post_write(local_region, remaining_region.remote(), work_id=1)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
-        pattern.check(data, seed=seed)
+        pattern.check(remote_bytes, seed=seed)
 
 
 def test_read_only_memory_is_registered_only_for_reading(nic: Nic) -> None:
@@ -104,7 +105,7 @@ def test_remote_write_access_needs_local_write(nic: Nic, pages_address: int, acc
 
 def test_unknown_access_flag_is_refused(nic: Nic, pages_address: int) -> None:
     # The driver refuses the flag as invalid (EINVAL) or as unsupported (EOPNOTSUPP).
-    access = int(READ_WRITE_ACCESS) | UNKNOWN_ACCESS
+    access = int(READ_WRITE_ACCESS) | UNKNOWN_ACCESS_FLAG
     with require_errno(errno.EINVAL, errno.EOPNOTSUPP), register(nic, pages_address, length_bytes=16, access=access):
         pass
 

@@ -20,13 +20,13 @@ pytestmark = needs(verbs.nic())
 
 # If the queue pair does not allow a request, the responder may report an access error or an invalid request.
 NOT_ALLOWED_STATUSES = frozenset({Status.REM_ACCESS_ERR, Status.REM_INV_REQ_ERR})
-# If the NIC cannot write to the memory of a receive, the specification requires a protection error. rxe reports a QP
-# operation error.
-NOT_FILLED_STATUSES = frozenset({Status.LOC_PROT_ERR, Status.LOC_QP_OP_ERR})
-
-# By the specification (10.10.5), an unknown local key or a local key of another domain causes a protection error. rxe
+# If the NIC cannot write to the memory of a receive, the InfiniBand specification requires a protection error. rxe
 # reports a QP operation error.
-NO_SUCH_KEY_STATUSES = frozenset({Status.LOC_PROT_ERR, Status.LOC_QP_OP_ERR})
+UNWRITABLE_RECEIVE_STATUSES = frozenset({Status.LOC_PROT_ERR, Status.LOC_QP_OP_ERR})
+
+# By the InfiniBand specification (10.10.5), an unknown local key or a local key of another domain causes a protection
+# error. rxe reports a QP operation error.
+WRONG_LOCAL_KEY_STATUSES = frozenset({Status.LOC_PROT_ERR, Status.LOC_QP_OP_ERR})
 # Bits to flip in a key, so that the key belongs to no region.
 FLIPPED_KEY_BITS = 0x0100_0001
 
@@ -58,7 +58,7 @@ def test_read_needs_remote_read_access(nic: Nic) -> None:
 def test_write_needs_access_of_the_queue_pair(nic: Nic) -> None:
     remote_bytes = bytearray(KIB)
     with (
-        connect_queue_pairs(nic, access=Access.REMOTE_READ) as (requester, _),
+        connect_queue_pairs(nic, responder_access=Access.REMOTE_READ) as (requester, _),
         nic.register_host(bytearray(b"\xa5" * KIB)) as local_region,
         nic.register_host(remote_bytes) as remote_region,
     ):
@@ -70,7 +70,7 @@ def test_write_needs_access_of_the_queue_pair(nic: Nic) -> None:
 def test_read_needs_access_of_the_queue_pair(nic: Nic) -> None:
     local_bytes = bytearray(KIB)
     with (
-        connect_queue_pairs(nic, access=Access.REMOTE_WRITE) as (requester, _),
+        connect_queue_pairs(nic, responder_access=Access.REMOTE_WRITE) as (requester, _),
         nic.register_host(local_bytes) as local_region,
         nic.register_host(bytearray(b"\xa5" * KIB)) as remote_region,
     ):
@@ -99,7 +99,7 @@ def test_send_with_a_wrong_local_key_fails_at_the_requester(nic: Nic) -> None:
     with connect_queue_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as local_region:
         element = local_region.element()
         requester.post_send([replace(element, lkey=element.lkey ^ FLIPPED_KEY_BITS)], work_id=1)
-        assert requester.wait(WAIT_MS).status in NO_SUCH_KEY_STATUSES
+        assert requester.wait(WAIT_MS).status in WRONG_LOCAL_KEY_STATUSES
 
 
 def test_read_into_read_only_memory_fails_at_the_requester(nic: Nic) -> None:
@@ -115,17 +115,17 @@ def test_read_into_read_only_memory_fails_at_the_requester(nic: Nic) -> None:
 
 
 def test_receive_into_read_only_memory_fails_on_both_sides(nic: Nic) -> None:
-    local_bytes = bytearray(KIB)
+    receive_bytes = bytearray(KIB)
     with (
         connect_queue_pairs(nic) as (requester, responder),
         nic.register_host(bytearray(b"\xa5" * KIB)) as send_region,
-        nic.register_host(local_bytes, access=Access.REMOTE_READ) as receive_region,
+        nic.register_host(receive_bytes, access=Access.REMOTE_READ) as receive_region,
     ):
         responder.post_receive(receive_region, work_id=1)
         requester.post_send(send_region, work_id=2)
         assert requester.wait(WAIT_MS).status is Status.REM_OP_ERR
-        assert responder.wait_received(WAIT_MS).status in NOT_FILLED_STATUSES
-    assert local_bytes == bytes(KIB)
+        assert responder.wait_received(WAIT_MS).status in UNWRITABLE_RECEIVE_STATUSES
+    assert receive_bytes == bytes(KIB)
 
 
 def test_remote_key_of_another_domain_is_refused(nic: Nic) -> None:
@@ -150,4 +150,4 @@ def test_local_key_of_another_domain_is_refused(nic: Nic) -> None:
     ):
         element: ScatterGatherElement = foreign_region.element()
         requester.post_write([element], remote_region.remote(), work_id=1)
-        assert requester.wait(WAIT_MS).status in NO_SUCH_KEY_STATUSES
+        assert requester.wait(WAIT_MS).status in WRONG_LOCAL_KEY_STATUSES

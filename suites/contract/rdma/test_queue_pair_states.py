@@ -34,7 +34,7 @@ RESET, INIT, RTR, RTS, ERR = (
     QueuePairState.ERR,
 )
 STATE_BEFORE = {INIT: RESET, RTR: INIT, RTS: RTR}
-REQUIRED_CASES = [
+REQUIRED_ATTRIBUTE_CASES = [
     pytest.param(state, attribute, id=f"{state.name}-without-{attribute.name}")
     for state, attributes in REQUIRED_ATTRIBUTES.items()
     for attribute in Mask
@@ -44,7 +44,7 @@ REQUIRED_CASES = [
 
 @pytest.fixture
 def queue_pair(nic: Nic) -> Iterator[RawQueuePair]:
-    """Yield a queue pair in RESET."""
+    """Yield a queue pair in the state RESET."""
     with nic.completion_queue() as completion_queue:
         raw_queue_pair = RawQueuePair(nic, completion_queue)
         yield raw_queue_pair
@@ -58,7 +58,7 @@ def test_queue_pair_goes_from_reset_to_rts_in_three_steps(queue_pair: RawQueuePa
         assert queue_pair.state is state
 
 
-@pytest.mark.parametrize(("state", "missing_attribute"), REQUIRED_CASES)
+@pytest.mark.parametrize(("state", "missing_attribute"), REQUIRED_ATTRIBUTE_CASES)
 def test_transition_without_a_required_attribute_is_refused(
     queue_pair: RawQueuePair, state: QueuePairState, missing_attribute: Mask
 ) -> None:
@@ -114,7 +114,7 @@ def test_transition_with_a_foreign_attribute_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("state", "invalid_value"),
+    ("state", "invalid_attribute"),
     [
         pytest.param(INIT, {"port_num": 0}, id="port-0"),
         pytest.param(INIT, {"port_num": 200}, id="port-200"),
@@ -123,21 +123,21 @@ def test_transition_with_a_foreign_attribute_is_refused(
     ],
 )
 def test_invalid_attribute_value_is_refused(
-    queue_pair: RawQueuePair, state: QueuePairState, invalid_value: dict[str, int]
+    queue_pair: RawQueuePair, state: QueuePairState, invalid_attribute: dict[str, int]
 ) -> None:
     queue_pair.advance_to(STATE_BEFORE[state])
     with require_errno(errno.EINVAL):
-        queue_pair.move_to(state, REQUIRED_ATTRIBUTES[state], **invalid_value)
+        queue_pair.move_to(state, REQUIRED_ATTRIBUTES[state], **invalid_attribute)
     assert queue_pair.state is STATE_BEFORE[state]
 
 
 def test_gid_index_without_a_gid_is_refused(queue_pair: RawQueuePair, nic: Nic) -> None:
     queue_pair.advance_to(INIT)
     # The largest index that fits into ibv_global_route is outside the GID table, or at an empty entry.
-    address = make_loopback_path(nic, sgid_index=255)
+    path_fields = make_loopback_path(nic, sgid_index=255)
     attributes = {**make_valid_attributes(nic), "qp_state": int(RTR)}
     with require_errno(errno.EINVAL, errno.ENODATA):
-        queue_pair.modify(REQUIRED_ATTRIBUTES[RTR] | Mask.STATE, address, **attributes)
+        queue_pair.modify(REQUIRED_ATTRIBUTES[RTR] | Mask.STATE, path_fields, **attributes)
     assert queue_pair.state is INIT
 
 

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic())
 
 REGION_BYTES = 80 * KIB
-# Message lengths in bytes: none, one byte, and lengths near the packet size of each path MTU.
-LENGTHS = [0, 1, 255, 1024, 1025, 4097, 64 * KIB]
+# Lengths in bytes: empty, one byte, lengths near the path MTUs of 256, 1024 and 4096 bytes, and many packets.
+MESSAGE_LENGTHS = [0, 1, 255, 1024, 1025, 4097, 64 * KIB]
 IMMEDIATES = [0, 1, 0x01020304, 0xFFFFFFFF]
-# If a message is longer than the receive, the requester gets an invalid request error and the receiver gets a length
-# error, by the specification (9.9.3). rxe reports an operation error on both sides.
-TOO_LONG_AT_REQUESTER = frozenset({Status.REM_INV_REQ_ERR, Status.REM_OP_ERR})
-TOO_LONG_AT_RECEIVER = frozenset({Status.LOC_LEN_ERR, Status.LOC_QP_OP_ERR})
+# If a message is longer than the receive, the InfiniBand specification (9.9.3) requires an invalid request error at the
+# requester and a length error at the receiver. rxe reports an operation error on both sides.
+TOO_LONG_REQUESTER_STATUSES = frozenset({Status.REM_INV_REQ_ERR, Status.REM_OP_ERR})
+TOO_LONG_RECEIVER_STATUSES = frozenset({Status.LOC_LEN_ERR, Status.LOC_QP_OP_ERR})
 
 
 def make_quarter_elements(region: Region, length_bytes: int) -> list[ScatterGatherElement]:
@@ -49,13 +49,13 @@ def post_receives(queue_pair: QueuePair, count: int) -> None:
         queue_pair.post_receive((), work_id=work_id)
 
 
-@pytest.mark.parametrize("length_bytes", LENGTHS)
+@pytest.mark.parametrize("length_bytes", MESSAGE_LENGTHS)
 def test_message_arrives_and_bytes_after_it_are_unchanged(nic: Nic, seed: int, length_bytes: int) -> None:
     payload = pattern.payload(length_bytes, seed=seed)
     destination_bytes = bytearray(REGION_BYTES)
     with (
         connect_queue_pairs(nic) as (requester, responder),
-        nic.register_host(bytearray(payload) or bytearray(1)) as source_region,
+        nic.register_host(bytearray(payload) or bytearray(1)) as source_region,  # An empty buffer cannot be registered.
         nic.register_host(destination_bytes) as destination_region,
     ):
         responder.post_receive(destination_region, work_id=1)
@@ -127,15 +127,15 @@ def test_elements_are_gathered_in_order(nic: Nic, seed: int, operation: str) -> 
     destination_bytes = bytearray(8 * KIB)
     with (
         connect_queue_pairs(nic) as (requester, responder),
-        nic.register_host(bytearray(payload)) as source,
+        nic.register_host(bytearray(payload)) as source_region,
         nic.register_host(destination_bytes) as destination_region,
     ):
         if operation == "send":
             responder.post_receive(destination_region, work_id=1)
-            requester.post_send(make_quarter_elements(source, 8 * KIB), work_id=2)
+            requester.post_send(make_quarter_elements(source_region, 8 * KIB), work_id=2)
             responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
         else:
-            requester.post_write(make_quarter_elements(source, 8 * KIB), destination_region.remote(), work_id=2)
+            requester.post_write(make_quarter_elements(source_region, 8 * KIB), destination_region.remote(), work_id=2)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
     assert destination_bytes == reverse_quarters(payload)
 
@@ -146,15 +146,15 @@ def test_elements_are_scattered_in_order(nic: Nic, seed: int, operation: str) ->
     destination_bytes = bytearray(8 * KIB)
     with (
         connect_queue_pairs(nic) as (requester, responder),
-        nic.register_host(bytearray(payload)) as source,
+        nic.register_host(bytearray(payload)) as source_region,
         nic.register_host(destination_bytes) as destination_region,
     ):
         if operation == "send":
             responder.post_receive(make_quarter_elements(destination_region, 8 * KIB), work_id=1)
-            requester.post_send(source, work_id=2)
+            requester.post_send(source_region, work_id=2)
             responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
         else:
-            requester.post_read(make_quarter_elements(destination_region, 8 * KIB), source.remote(), work_id=2)
+            requester.post_read(make_quarter_elements(destination_region, 8 * KIB), source_region.remote(), work_id=2)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
     assert reverse_quarters(bytes(destination_bytes)) == payload
 
@@ -165,6 +165,7 @@ def test_too_many_elements_are_refused(nic: Nic, operation: str) -> None:
         connect_queue_pairs(nic, limits={"elements_max": 2}) as (requester, _),
         nic.register_host(bytearray(KIB)) as region,
     ):
+        # A device may grant more elements than the two that were requested, but not 1000.
         elements = [region.element(length_bytes=1)] * 1000
         with require_errno(errno.EINVAL):
             (requester.post_send if operation == "send" else requester.post_receive)(elements, work_id=1)
@@ -172,14 +173,14 @@ def test_too_many_elements_are_refused(nic: Nic, operation: str) -> None:
 
 def test_inline_bytes_can_be_changed_after_the_post(nic: Nic, seed: int) -> None:
     payload = pattern.payload(32, seed=seed)
-    source, destination_bytes = bytearray(payload), bytearray(32)
+    source_bytes, destination_bytes = bytearray(payload), bytearray(32)
     with (
         connect_queue_pairs(nic, limits={"inline_bytes_max": 32}) as (requester, _),
-        nic.register_host(source) as local_region,
+        nic.register_host(source_bytes) as local_region,
         nic.register_host(destination_bytes) as destination_region,
     ):
         requester.post_write(local_region, destination_region.remote(), work_id=1, inline=True)
-        memoryview(source)[:] = bytes(32)
+        memoryview(source_bytes)[:] = bytes(32)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
     assert destination_bytes == payload
 
@@ -222,8 +223,8 @@ def test_message_longer_than_the_receive_fails_on_both_sides(nic: Nic) -> None:
     with connect_queue_pairs(nic) as (requester, responder), nic.register_host(bytearray(4 * KIB)) as region:
         responder.post_receive(region, work_id=1, length_bytes=2 * KIB)
         requester.post_send(region, work_id=2, length_bytes=2 * KIB + 1)
-        assert requester.wait(WAIT_MS).status in TOO_LONG_AT_REQUESTER
-        assert responder.wait_received(WAIT_MS).status in TOO_LONG_AT_RECEIVER
+        assert requester.wait(WAIT_MS).status in TOO_LONG_REQUESTER_STATUSES
+        assert responder.wait_received(WAIT_MS).status in TOO_LONG_RECEIVER_STATUSES
 
 
 @pytest.mark.parametrize("operation", ["send", "write-with-immediate"])

@@ -1,4 +1,4 @@
-"""Ports, indexes and devices that do not exist (ibv_query_port(3), ibv_query_gid(3), ibv_query_pkey(3))."""
+"""Ports, GID indexes and devices that do not exist are refused (ibv_query_port(3), ibv_query_gid(3))."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic())
 
 
-@pytest.mark.parametrize("port", [0, 200])
-def test_missing_port_is_refused(nic: Nic, port: int) -> None:
+@pytest.mark.parametrize("port_number", [0, 200])
+def test_missing_port_is_refused(nic: Nic, port_number: int) -> None:
     with require_errno(errno.EINVAL):
-        _pyverbs.call("ibv_query_port", nic.context.query_port, port)  # type: ignore[attr-defined]
+        _pyverbs.call("ibv_query_port", nic.context.query_port, port_number)  # type: ignore[attr-defined]
 
 
 def test_open_with_a_missing_port_or_gid_is_refused(nic: Nic) -> None:

@@ -63,9 +63,9 @@ def leave_out_flush(client: Any) -> None:
 def accept_registered_gpu(manager: Any) -> None:
     """`GdrManager` is available if memory can be registered, even if no bytes move"""
 
-    def _probe(self: Any, device: Any, *, is_enabled: bool) -> Any:
+    def _probe(self: Any, device: Any, *, should_test: bool) -> Any:
         route = obstacle = None
-        if is_enabled:
+        if should_test:
             try:
                 with device.allocate(65536) as memory, manager.register(memory, self._nics) as registration:
                     route = registration.route
@@ -80,10 +80,10 @@ def accept_registered_gpu(manager: Any) -> None:
 
 def use_every_nic(placement: Any) -> None:
     """if a NIC reaches a GPU, all NICs are used for it"""
-    original_function = placement.Placement.usable
+    original_function = placement.Placement.usable_nics
 
-    def usable(self: Any, device: Any, nics: Any) -> Any:
+    def usable_nics(self: Any, device: Any, nics: Any) -> Any:
         original_function(self, device, nics)
         return tuple(nics)
 
-    placement.Placement.usable = usable
+    placement.Placement.usable_nics = usable_nics

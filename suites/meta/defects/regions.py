@@ -39,9 +39,9 @@ def accept_unregistrable_gpu(manager: Any) -> None:
     """`GdrManager` starts with a GPU whose memory no NIC can register"""
     original_function = manager.GdrManager._probe
 
-    def _probe(self: Any, device: Any, *, is_enabled: bool) -> Any:
-        state = original_function(self, device, is_enabled=is_enabled)
-        if not is_enabled:
+    def _probe(self: Any, device: Any, *, should_test: bool) -> Any:
+        state = original_function(self, device, should_test=should_test)
+        if not should_test:
             return state
         self._devices[device.index] = device
         route = manager.RegistrationRoute.DMABUF
