@@ -124,7 +124,7 @@ def test_rate_without_an_expectation_is_checked_by_link_limits(
 @pytest.mark.parametrize("substrate", [Substrate.TWIN, Substrate.HARDWARE])
 def test_rate_below_its_expectation_fails_only_on_hardware(substrate: Substrate) -> None:
     # The namespaces replace the session of the harness and the item of pytest.
-    evidence, session = Evidence(), SimpleNamespace(substrate={"cuda": substrate}, profile=load_profile("h200-1"))
+    evidence, session = Evidence(), SimpleNamespace(substrates={"cuda": substrate}, profile=load_profile("h200-1"))
     session.facts = probe(query_apis=False)
     item = SimpleNamespace(nodeid=COPY_CASE, stash={CASE_KEY: SimpleNamespace(evidence=evidence)})
     item.config = SimpleNamespace(stash={SESSION_KEY: session})
