@@ -10,10 +10,10 @@ function(gdrkit_cuda_test name)
     GDRKIT_CONTRACTS="${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../contracts")
   target_link_libraries(cuda_${name}_test PRIVATE gdrkit_twin_model)
   add_test(NAME cuda_${name} COMMAND cuda_${name}_test)
-  # A separate domain keeps tests that run at the same time apart. These tests fork while threads run, which
-  # ThreadSanitizer must accept.
+  gdrkit_set_domain(domain cuda_${name})
+  # These tests fork while threads run, which ThreadSanitizer must accept.
   set_tests_properties(cuda_${name} PROPERTIES TIMEOUT 120
-    ENVIRONMENT "GDRKIT_TWINS_DOMAIN=cuda-${name};TSAN_OPTIONS=die_after_fork=0")
+    ENVIRONMENT "GDRKIT_TWINS_DOMAIN=${domain};TSAN_OPTIONS=die_after_fork=0")
 endfunction()
 
 foreach(name IN ITEMS symbols device context green_context memory managed rows host dmabuf stream ipc ipc_event vmm pool pool_ipc graph capture array tensor_map texture control thread exit)

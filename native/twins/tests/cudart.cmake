@@ -12,8 +12,9 @@ function(gdrkit_cudart_test major name)
     GDRKIT_CONTRACT="${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../contracts/cudart${major}.conventions")
   target_link_libraries(${target} PRIVATE gdrkit_twin_model)
   add_test(NAME ${target} COMMAND ${target})
+  gdrkit_set_domain(domain ${target})
   set_tests_properties(${target} PROPERTIES TIMEOUT 120
-    ENVIRONMENT "GDRKIT_TWINS_DOMAIN=${target};TSAN_OPTIONS=die_after_fork=0")
+    ENVIRONMENT "GDRKIT_TWINS_DOMAIN=${domain};TSAN_OPTIONS=die_after_fork=0")
 endfunction()
 
 foreach(major IN ITEMS 12 13)

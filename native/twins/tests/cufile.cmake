@@ -13,9 +13,10 @@ function(gdrkit_cufile_test name)
     GDRKIT_CONTRACTS="${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../contracts")
   target_link_libraries(cufile_${name}_test PRIVATE gdrkit_twin_model)
   add_test(NAME cufile_${name} COMMAND cufile_${name}_test)
+  gdrkit_set_domain(domain cufile_${name})
   # The tests fork while threads run, which ThreadSanitizer must accept.
   set_tests_properties(cufile_${name} PROPERTIES TIMEOUT 120
-    ENVIRONMENT "GDRKIT_TWINS_DOMAIN=cufile-${name};TSAN_OPTIONS=die_after_fork=0")
+    ENVIRONMENT "GDRKIT_TWINS_DOMAIN=${domain};TSAN_OPTIONS=die_after_fork=0")
 endfunction()
 
 foreach(name IN ITEMS symbols transfer statistics batch stream version)

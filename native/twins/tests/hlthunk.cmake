@@ -10,14 +10,13 @@ function(gdrkit_hlthunk_program name)
   target_link_libraries(hlthunk_${name}_test PRIVATE Threads::Threads ${CMAKE_DL_LIBS})
 endfunction()
 
-# Add a test that runs a program for one Gaudi generation, with the environment variables that follow. Each test has a
-# separate domain, so that tests that run at the same time do not share devices.
+# Add a test that runs a program for one Gaudi generation, with the environment variables that follow.
 function(gdrkit_hlthunk_test name generation)
   string(REGEX REPLACE "[^a-zA-Z0-9]" "" suffix "${generation}${ARGN}")
-  string(SUBSTRING "${name}${suffix}" 0 28 domain)
+  gdrkit_set_domain(domain hlthunk.${name}.${suffix})
   add_test(NAME hlthunk.${name}.${suffix} COMMAND hlthunk_${name}_test)
   set_tests_properties(hlthunk.${name}.${suffix} PROPERTIES TIMEOUT 120
-    ENVIRONMENT "GDRKIT_TWINS_DOMAIN=hl.${domain};GDRKIT_TWINS_GAUDI=${generation};${ARGN}")
+    ENVIRONMENT "GDRKIT_TWINS_DOMAIN=${domain};GDRKIT_TWINS_GAUDI=${generation};${ARGN}")
 endfunction()
 
 foreach(name IN ITEMS symbols rules copies lifetime)

@@ -8,4 +8,5 @@ target_compile_definitions(nvml_test PRIVATE
   GDRKIT_CONTRACTS="${CMAKE_CURRENT_LIST_DIR}/../contracts")
 target_link_libraries(nvml_test PRIVATE gdrkit_twin_model)
 add_test(NAME nvml COMMAND nvml_test)
-set_tests_properties(nvml PROPERTIES TIMEOUT 60 ENVIRONMENT "GDRKIT_TWINS_DOMAIN=nvml;GDRKIT_TWINS_GPUS=3")
+gdrkit_set_domain(domain nvml)
+set_tests_properties(nvml PROPERTIES TIMEOUT 60 ENVIRONMENT "GDRKIT_TWINS_DOMAIN=${domain};GDRKIT_TWINS_GPUS=3")

@@ -7,7 +7,7 @@ find_library(GDRKIT_CUDA_DRIVER NAMES libcuda.so.1 HINTS ${GDRKIT_CUDA})
 function(gdrkit_gpu_test name)
   add_test(NAME usrbio.${name} COMMAND usrbio_${name}_test)
   set_tests_properties(usrbio.${name} PROPERTIES TIMEOUT 300 ENVIRONMENT
-    "LD_LIBRARY_PATH=${ARGV1};GDRKIT_TWINS_DOMAIN=usrbio-${name};GDRKIT_TWINS_GPUS=2")
+    "LD_LIBRARY_PATH=${ARGV1};GDRKIT_TWINS_DOMAIN=usrbio-${name}-${GDRKIT_BUILD_NAME};GDRKIT_TWINS_GPUS=2")
 endfunction()
 
 foreach(name share_handle gpu_target gpu_pool gpu_iov gpu_share gpu_agent gpu_fault gpu_absent)
