@@ -53,8 +53,8 @@ RDMA_OR_GPU_PACKAGE = re.compile(r"ibverbs|rdma|ibumad|mlx|mlnx|ofed|doca|nvidia
 DISTRIBUTORS = re.compile(r"debian|ubuntu|red ?hat|rocky|alma|centos|fedora|oracle america", re.IGNORECASE)
 # The repositories of the distributions, as dnf names them.
 DNF_RELEASE_REPOSITORY = re.compile(r"baseos|appstream|crb|extras|epel|rhel-|ol\d+_|fedora|updates")
-# After its first start, a machine often runs apt-get in the background, so apt-get waits up to 600 s for the lock of
-# the package database. dnf waits by default.
+# After its first start, a machine often runs apt-get in the background. So the installation by apt-get waits up to
+# 600 s for the lock of the package database. dnf waits by default.
 _LOCK_WAIT_OPTIONS = ("-o", "DPkg::Lock::Timeout=600")
 _DNF_COLUMNS = 6  # Name, architecture, version, repository, and a size of two words.
 
@@ -139,7 +139,9 @@ def install_packages(packages: Sequence[str], *, os_release: Path = OS_RELEASE) 
         call(refresh_command, printed_words_max=3)
         changes = _simulate_installation(manager, command)
     if changes is None:
-        exit_with_setup_error(f"{manager} cannot install these packages; this line shows why:  " + " ".join(command))
+        exit_with_setup_error(
+            f"{manager} cannot install these packages. To see why, run this line:  " + " ".join(command)
+        )
     _check_changes(manager, changes)
     quiet_options = ["-qq", "-o", "Dpkg::Use-Pty=0", *_LOCK_WAIT_OPTIONS] if manager == "apt-get" else ["-q"]
     if call([*command, *quiet_options], environ={"DEBIAN_FRONTEND": "noninteractive"}) != 0:

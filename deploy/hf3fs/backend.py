@@ -43,8 +43,8 @@ def _raise_if_3fs_is_installed() -> None:
     context = DistributionFinder.Context(name=_REAL_DISTRIBUTION, path=folders)
     for distribution in MetadataPathFinder.find_distributions(context):
         message = (
-            f"{_REAL_DISTRIBUTION} {distribution.version} of 3FS is installed in {folders[0]}, and gdrkit-hf3fs has "
-            "the same modules. To use 3FS, do not install gdrkit-hf3fs. To use gdrkit, uninstall the package of 3FS: "
-            f"pip uninstall {_REAL_DISTRIBUTION}"
+            f"{_REAL_DISTRIBUTION} {distribution.version} of 3FS is installed in {distribution.locate_file('')}, and "
+            "gdrkit-hf3fs has the same modules. To use 3FS, do not install gdrkit-hf3fs. To use gdrkit, uninstall the "
+            f"package of 3FS: pip uninstall {_REAL_DISTRIBUTION}"
         )
         raise RuntimeError(message)

@@ -40,8 +40,8 @@ with cuda.Device(0) as device:
             print("the exporting process cannot open the handle:", error)
 
     # VmmMemory uses cuMemCreate and cuMemMap. By default, the memory is a single chunk.
-    with cuda.VmmMemory.create(device, 2 * cuda.granularity_bytes(device)) as memory:
-        print("VMM memory with", memory.chunk_count, "chunk(s)")
+    with cuda.VmmMemory.create(device, 2 * cuda.granularity_bytes(device)) as vmm_memory:
+        print("VMM memory with", vmm_memory.chunk_count, "chunk(s)")
 
     # Copies on a stream, with pinned memory of the host and events.
     with (
@@ -49,18 +49,18 @@ with cuda.Device(0) as device:
         device.allocate(MIB) as target,
         cuda.PinnedMemory(device, MIB) as pinned_memory,
         device.stream() as stream,
-        cuda.Event(device) as begin,
-        cuda.Event(device) as end,
+        cuda.Event(device) as begin_event,
+        cuda.Event(device) as end_event,
     ):
         pinned_memory.view()[:] = b"\x5a" * MIB
-        stream.record(begin)
+        stream.record(begin_event)
         stream.write(source, pinned_memory.view())
         stream.copy(source, target)
-        stream.record(end)
-        end.synchronize()
-        assert end.elapsed_ms(begin) >= 0
+        stream.record(end_event)
+        end_event.synchronize()
+        assert end_event.elapsed_ms(begin_event) >= 0
         assert target.read(length_bytes=4) == b"\x5a" * 4
-        # For a stream of another library, gdrkit needs only its handle. The call waits for all work of the stream.
+        # A stream of another library is named by its handle. The call returns when all work of the stream is done.
         with device.current():
             cuda.wait_for_stream(stream.handle)
 

@@ -46,16 +46,16 @@ with tempfile.NamedTemporaryFile(dir=folder) as file:
         driver.statistics.start(cufile.Level.PER_GPU)
         monitor = cufile.RouteMonitor(driver, tree)
         try:
-            handle = cufile.FileHandle(driver, fd)
+            file_handle = cufile.FileHandle(driver, fd)
         except ApiError as error:
             print(cufile.failed_registration_proof(tree, fd, error).why)
             sys.exit()
-        with handle:
+        with file_handle:
             # The monitor observes the route of synchronous calls, with and without registered memory.
             with monitor.watch(fd):
-                assert handle.read(memory) == MIB
+                assert file_handle.read(memory) == MIB
                 with cufile.RegisteredBuffer(driver, memory):
-                    assert handle.write(memory, length_bytes=4096) == 4096
+                    assert file_handle.write(memory, length_bytes=4096) == 4096
             try:
                 monitor.proof.require_direct()
             except cufile.DirectPathError as error:
@@ -63,34 +63,36 @@ with tempfile.NamedTemporaryFile(dir=folder) as file:
 
             # A proof can also be derived from the counters of libcufile alone.
             snapshot_before = driver.statistics.snapshot()
-            handle.read(memory)
+            file_handle.read(memory)
             proof = cufile.proof_from_counters(delta=driver.statistics.snapshot().since(snapshot_before))
             print("route by the counters:", proof.state.value, proof.route.value)
 
             # The cache keeps the registration until the memory is freed.
             cache = cufile.BufferCache(driver)
             with cache.lease(memory):
-                handle.read(memory, length_bytes=4096, offset_bytes=8192)
+                file_handle.read(memory, length_bytes=4096, offset_bytes=8192)
 
             # An asynchronous read on one stream.
             with device.stream() as stream, cufile.RegisteredStream(driver, stream.handle):
-                pending_read = handle.read_async(stream, memory, length_bytes=65536)
+                pending_read = file_handle.read_async(stream, memory, length_bytes=65536)
                 stream.synchronize()
                 assert pending_read.bytes() == 65536
 
             # A batch of two reads.
             with cufile.IoBatch(driver, 2) as batch:
-                ranges = [cufile.BufferRange(memory, offset_bytes=offset, length_bytes=4096) for offset in (0, 65536)]
+                memory_ranges = [
+                    cufile.BufferRange(memory, offset_bytes=offset, length_bytes=4096) for offset in (0, 65536)
+                ]
                 batch.submit(
                     [
                         cufile.BatchRequest(
-                            cufile.Opcode.READ, handle, memory_range, file_offset_bytes=memory_range.offset_bytes
+                            cufile.Opcode.READ, file_handle, memory_range, file_offset_bytes=memory_range.offset_bytes
                         )
-                        for memory_range in ranges
+                        for memory_range in memory_ranges
                     ]
                 )
                 events: list[cufile.BatchEvent] = []
-                while len(events) < len(ranges):
+                while len(events) < len(memory_ranges):
                     events += batch.fetch_events(count_min=1, timeout_s=5)
                 assert {event.status for event in events} == {cufile.BatchStatus.COMPLETE}
     os.close(fd)

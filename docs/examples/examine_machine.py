@@ -23,16 +23,17 @@ print(inventory.rule_of("memlock-low").title)
 topology = inventory.topology(machine)
 for place in topology.places:
     print(place.kind, place.name, place.address)
+# path_limit() returns the limit of the slowest link of these places. device_limit() needs no topology.
 link_limit = inventory.path_limit(topology, facts, [place.name for place in topology.places])
 print("limit of the links:", link_limit.gb_per_s if link_limit else "unknown")
-assert inventory.device_limit(facts, devices=[], nics=[]) is None
+assert inventory.device_limit(facts, devices=[], nics=[]) is None  # A path without devices has no limit.
 
-# A capture contains the facts about this machine. Another machine can diagnose it by the same rules.
+# A capture contains the facts about this machine. Another machine can diagnose the capture by the same rules.
 with tempfile.TemporaryDirectory() as folder:
-    path = Path(folder) / "machine.json.gz"
-    inventory.write_capture(path, machine.capture())
-    capture = inventory.read_capture(path)
-    assert inventory.parse_capture(path.read_bytes()) == capture
+    capture_path = Path(folder) / "machine.json.gz"
+    inventory.write_capture(capture_path, machine.capture())
+    capture = inventory.read_capture(capture_path)
+    assert inventory.parse_capture(capture_path.read_bytes()) == capture
     machine_of_capture = inventory.captured_machine(capture)
     capture_diagnosis = inventory.diagnose(machine_of_capture)
     assert [finding.code for finding in capture_diagnosis.findings] == [finding.code for finding in diagnosis.findings]
@@ -47,5 +48,5 @@ profile = inventory.choose_profile(inventory.load_profiles(), facts, {})
 print("profile:", profile.name)
 assert inventory.load_profile(profile.name) == profile
 # Print which links of a DGX H100 this machine lacks.
-for sentence in inventory.link_shortfalls(inventory.load_profile("dgx-h100").links, facts):
-    print(sentence)
+for shortfall_text in inventory.link_shortfalls(inventory.load_profile("dgx-h100").links, facts):
+    print(shortfall_text)

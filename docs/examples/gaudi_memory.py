@@ -20,8 +20,12 @@ with nic, gaudi.Device(0) as device:
             print("registered by", registration.route.value)
         with device.query(memory.address) as queried_memory:
             assert queried_memory.kind is memory.kind
-    # A pool is one allocation, exported once as a dma-buf. All parts of the pool are registered by this dma-buf.
-    with device.pool(1 << 20) as pool, pool.allocate(65536) as part, register(part, [nic]) as registration:
+    # A pool is one allocation, exported once as a dma-buf. All memory of the pool is registered by this dma-buf.
+    with (
+        device.pool(1 << 20) as pool,
+        pool.allocate(65536) as pooled_memory,
+        register(pooled_memory, [nic]) as registration,
+    ):
         assert registration.remote(nic).length_bytes == 65536
     # map_host() lets the device access host memory.
     with mmap.mmap(-1, 65536) as buffer, device.map_host(buffer):

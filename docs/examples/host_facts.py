@@ -62,9 +62,9 @@ print("waited for a processor:", host.processor_wait_s(os.getpid(), tree), "s")
 
 # Create a folder that only this user can use. rename_without_replacing() fails if the new name exists.
 with tempfile.TemporaryDirectory() as parent_folder:
-    with host.PrivateFolder.below(Path(parent_folder) / "private") as private:
-        private.write_text("token", "secret\n")
-        assert private.read_text("token") == "secret\n"
+    with host.PrivateFolder.below(Path(parent_folder) / "private") as private_folder:
+        private_folder.write_text("token", "secret\n")
+        assert private_folder.read_text("token") == "secret\n"
     (Path(parent_folder) / "old").write_text("")
     folder_fd = os.open(parent_folder, os.O_RDONLY | os.O_DIRECTORY)
     host.rename_without_replacing("old", "new", folder_fd=folder_fd, new_folder_fd=folder_fd)

@@ -52,9 +52,9 @@ with tempfile.TemporaryDirectory() as folder_name:
         )
 
     # start_load_files() returns a future. At the end of the block, a load that still runs is cancelled.
-    with safetensors.start_load_files(paths, "cpu", framework="dlpack") as load:
-        load.cancel()
-        print(load.bytes_moved, "of", load.length_bytes, "bytes")
+    with safetensors.start_load_files(paths, "cpu", framework="dlpack") as pending_load:
+        pending_load.cancel()
+        print(pending_load.bytes_moved, "of", pending_load.length_bytes, "bytes")
 
     # save_file() writes GPU memory to a file. The file gets its name only when all its bytes are written.
     safetensors.save_file(tensors, folder / "saved.safetensors", {"origin": "example"}, framework="dlpack")

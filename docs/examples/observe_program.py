@@ -15,9 +15,9 @@ listener = socket.create_server(("127.0.0.1", 0))
 sender = socket.create_connection(listener.getsockname())
 receiver, _ = listener.accept()
 sender.sendall(bytes(100_000))
-received = 0
-while received < 100_000:
-    received += len(receiver.recv(65536))
+received_bytes = 0
+while received_bytes < 100_000:
+    received_bytes += len(receiver.recv(65536))
 time.sleep(0.5)
 """
 
@@ -27,8 +27,8 @@ print(observe.describe_observation(observation))
 assert observation.route("tcp") is not None
 assert observe.Observation.from_json(observation.to_json()) == observation
 assert observe.derive_routes(observation).routes == observation.routes
-page = observe.render_page(observation)
-print(len(page), "characters of HTML;", [process.program for process in observation.processes])
+html_page = observe.render_page(observation)
+print(len(html_page), "characters of HTML;", [process.program for process in observation.processes])
 
 # Observe a process that already runs. Transfers before this call do not count.
 with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:

@@ -56,5 +56,5 @@ with nics[0] as nic, mmap.mmap(-1, LENGTH_BYTES) as target, nic.register_host(ta
         burst = initiator.run(verbs.Direction.WRITE, region.remote(), length_bytes=LENGTH_BYTES, operations=4, depth=2)
         assert burst.moved_bytes == 4 * LENGTH_BYTES
         pattern.check(target[:], seed=2)
-        latencies = initiator.run_singly(verbs.Direction.READ, region.remote(), length_bytes=8, operations=3)
-        assert len(latencies.times_ns) == 3
+        latency_result = initiator.run_singly(verbs.Direction.READ, region.remote(), length_bytes=8, operations=3)
+        assert len(latency_result.times_ns) == 3

@@ -40,11 +40,16 @@ with cuda.Device(0) as device:
         pair.write(registration.remote(nics[0])).expect()
         pair.read(registration.remote(nics[0])).expect()
     # The port sent and received 8192 bytes: 4096 of the write, and 4096 of the read.
-    growth = host.port_growth(counters_before, host.read_port_counters(tree, nic_name, 1))
-    print("port counted", growth.sent_bytes, "bytes:", unproven_reason(results[0].path, 8192, growth) or "proven")
+    counter_growth = host.port_growth(counters_before, host.read_port_counters(tree, nic_name, 1))
+    print(
+        "port counted",
+        counter_growth.sent_bytes,
+        "bytes:",
+        unproven_reason(results[0].path, 8192, counter_growth) or "proven",
+    )
     print(len(host.port_counters(tree)), "ports")
 
-    # All NICs and GPUs at the same time: does each NIC carry its share?
+    # measure_balance() transfers between all NICs and GPUs at the same time, and shows how much each NIC carries.
     for load in measure_balance([device], nics, duration_s=0.2).loads:
         print(load.nic, f"{load.share_percent:.0f} % of {load.expected_percent:.0f} %", "slow" if load.is_slow else "")
 for nic in nics:

@@ -32,8 +32,8 @@ with tempfile.TemporaryDirectory() as folder_name, cuda.Device(0) as device, dev
         assert 0 <= file.cached_share() <= 1
 
     # read_files() reads many whole files into one buffer. Each file starts where the previous one ends.
-    lengths = [MIB // 4] * 4
-    gds.read_files([folder / f"part{index}" for index in range(4)], memory, lengths).result()
+    lengths_bytes = [MIB // 4] * 4
+    gds.read_files([folder / f"part{index}" for index in range(4)], memory, lengths_bytes).result()
     assert memory.read(length_bytes=16) == (folder / "part0").read_bytes()[:16]
 
     # In a coroutine, each transfer is awaited. If the coroutine is cancelled, the transfer is too.

@@ -57,8 +57,8 @@ with buffers.DmabufRange.from_fd(memfd, offset_bytes=4096) as dmabuf:
 own_socket, peer_socket = socket.socketpair()
 with own_socket, peer_socket:
     socket.send_fds(own_socket, [b"x"], [memfd])
-    message, received_descriptors = scm_rights.receive(peer_socket, length_bytes=1, descriptors_max=1)
-    assert (message, len(received_descriptors)) == (b"x", 1)
+    received_bytes, received_descriptors = scm_rights.receive(peer_socket, length_bytes=1, descriptors_max=1)
+    assert (received_bytes, len(received_descriptors)) == (b"x", 1)
     scm_rights.close_all(received_descriptors)
 os.close(memfd)
 
@@ -105,6 +105,7 @@ class Counter:
 counter = Counter()
 with counter.lock:
     assert counter.lock.locked()
+# The child exits with its count, which is 0.
 if os.fork() == 0:
     os._exit(counter.count)
 assert os.wait()[1] == 0
@@ -138,14 +139,14 @@ try:
         loader.import_package("missing_package", extension="device", folder="/nonexistent", what_to_do="install it")
 except errors.SetupMissing as error:
     print(error)
-engine = loader.LazyModule("gdrkit.gds._engine")
-print("imported at its first use:", loader.import_native("gdrkit.gds._engine").__name__, engine)
+lazy_module = loader.LazyModule("gdrkit.gds._engine")
+print("imported at its first use:", loader.import_native("gdrkit.gds._engine").__name__, lazy_module)
 missing_error = loader.setup_missing(
     operation="dlopen", text="libx: not found", what_to_do="install x", default_errno=errno.ENOENT
 )
 assert isinstance(missing_error, errors.SetupMissing)
-paths = install_paths.install_paths()
-assert Path(paths.suites).is_dir()
+installed_paths = install_paths.install_paths()
+assert Path(installed_paths.suites).is_dir()
 
 # remedies returns the commands that install missing packages with the package manager of this machine.
 print(remedies.package_manager(), remedies.system_install("g++"), remedies.pip_install("fuse"), sep="; ")

@@ -31,8 +31,8 @@ with tempfile.TemporaryDirectory() as folder:
     plan_path.write_text(PLAN)
     assert faultplan.read_plan(plan_path) == faultplan.parse_plan(PLAN)
     # isolated=True: the twins of this program do not see the twins of other processes.
-    settings = launch.Launch(twin_apis=launch.APIS_WITH_TWINS, seed=7, faults=plan_path, isolated=True)
+    launch_settings = launch.Launch(twin_apis=launch.APIS_WITH_TWINS, seed=7, faults=plan_path, isolated=True)
     # The environment sets variables of the dynamic loader, so that the child process loads the twins.
-    environment = launch.environment(settings)
+    environment = launch.environment(launch_settings)
     command = [sys.executable, "-c", PROGRAM]
     print(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip())

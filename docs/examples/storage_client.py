@@ -15,10 +15,10 @@ with tempfile.TemporaryDirectory() as store_folder:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         # The server prints "files at ADDRESS by NICS".
-        address = server.stdout.readline().partition(" at ")[2].partition(" by ")[0]
+        server_address = server.stdout.readline().partition(" at ")[2].partition(" by ")[0]
         try:
             with (
-                StorageClient(address) as client,
+                StorageClient(server_address) as client,
                 client.register(bytearray(b"x" * (1 << 20))) as buffer,
                 client.open("numbers", read=True, write=True, create=True) as file,
                 cuda.Device(0) as device,

@@ -59,7 +59,7 @@ class CudaStream(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether the stream was destroyed, after all of its work was done."""
+        """Whether the stream was destroyed. It must not be destroyed before all of its work is done."""
 
     def query(self) -> bool:
         """Return whether all work of the stream is done."""

@@ -25,7 +25,7 @@ _cufile_totals: dict[Route, list[int]] = {}
 
 
 def count_transfer(route: Route, moved_bytes: int) -> None:
-    """Add a transfer by cuFile that is over, even if it failed after a part of its bytes."""
+    """Count a cuFile transfer that has ended. A failed transfer counts too, with the bytes that it moved."""
     with _cufile_totals_lock:
         totals = _cufile_totals.setdefault(route, [0, 0])
         totals[0] += 1

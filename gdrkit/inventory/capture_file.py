@@ -1,4 +1,7 @@
-"""Reader and writer of capture files: JSON, optionally compressed by gzip, and the formats of the importers."""
+"""Reader and writer of capture files: JSON, optionally compressed by gzip.
+
+The reader also accepts the output of lspci, a topology XML of NCCL, and a folder with a copy of parts of /sys or /proc.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,9 @@ def write_capture(path: str | os.PathLike[str], capture: Capture) -> None:
 
 
 def read_capture(path: str | os.PathLike[str]) -> Capture:
-    """Read a capture: a file of :func:`write_capture`, a topology XML of NCCL, the output of lspci, or a copied folder.
+    """Read a capture: a file of :func:`write_capture`, a topology XML of NCCL, the output of lspci, or a folder.
+
+    The folder has a copy of parts of /sys or /proc; see :mod:`gdrkit.inventory.importers`.
 
     Raises
     ------
@@ -118,7 +123,10 @@ def _parse_json(data: bytes, name: str) -> Capture:
 
 
 def _check_size(text: str, name: str) -> None:
-    """Raise an error if the values of a JSON text would take too much memory. This is checked before parsing."""
+    """Raise an error if the values of a JSON text would take too much memory, or if a string has no end.
+
+    This is checked before parsing.
+    """
     depth = 0
     for token_index, match in enumerate(_TOKEN.finditer(text)):
         symbol = match[0]
@@ -127,7 +135,7 @@ def _check_size(text: str, name: str) -> None:
         elif symbol in "]}":
             depth -= 1
         problem = (
-            f"more than {_TOKENS_MAX} values"
+            f"more than {_TOKENS_MAX} strings, brackets and commas"
             if token_index >= _TOKENS_MAX
             else f"values nested more than {_NESTING_MAX} deep"
             if depth > _NESTING_MAX

@@ -26,14 +26,14 @@ def render_page(observation: Observation) -> str:
     template_variables = {
         "title": " ".join(observation.command),
         "observation": observation,
-        "verdicts": [_describe_verdict(route) for route in observation.routes],
+        "verdicts": [_describe_route_and_outcome(route) for route in observation.routes],
     }
     return make_template_environment(escaped=True).get_template("observation.html.j2").render(template_variables)
 
 
 def _describe_lines(observation: Observation) -> Iterator[str]:
     for route in observation.routes:
-        yield _describe_verdict(route)
+        yield _describe_route_and_outcome(route)
         if route.cause:
             yield f"  because {route.cause}"
         for sentence in route.evidence:
@@ -44,7 +44,7 @@ def _describe_lines(observation: Observation) -> Iterator[str]:
         yield f"not seen: {sentence}"
 
 
-def _describe_verdict(route: ObservedRoute) -> str:
+def _describe_route_and_outcome(route: ObservedRoute) -> str:
     moved_text = "" if not route.moved_bytes else f", {rounded_bytes(route.moved_bytes)}"
     return f"{route.route}: {route.outcome.value.replace('_', ' ')}{moved_text}"
 
@@ -55,4 +55,4 @@ def _list_libraries_and_dmabufs(process: ObservedProcess) -> Iterator[str]:
         twin_text = " (software twin)" if library.is_twin else ""
         yield f"library: {process_text}: {library.name}{twin_text}, {library.path}"
     for dmabuf in process.dmabufs:
-        yield f"dma-buf: {process_text}: {rounded_bytes(dmabuf.size_bytes)} of {dmabuf.exporter}"
+        yield f"dma-buf: {process_text}: {rounded_bytes(dmabuf.size_bytes)}, exported by {dmabuf.exporter}"

@@ -1,4 +1,7 @@
-"""The log lines in which NCCL and UCX name their transports, if the observed program has them log to files."""
+"""Find the log files of NCCL and UCX, and count the lines that name a transport.
+
+The libraries write log files if the observed program runs with the variables of :func:`make_log_environment`.
+"""
 
 from __future__ import annotations
 

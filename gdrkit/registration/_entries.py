@@ -142,13 +142,14 @@ class EntryIndex:
         self._chunks: list[_Chunk] = []
         self._is_changing = False  # Whether add() or remove() is running, or was interrupted by an exception.
 
-    def find(self, address: int, end: int) -> CacheEntry | None:
-        """Return an entry that contains all of [address, end), or None."""
+    def find(self, begin: int, end: int) -> CacheEntry | None:
+        """Return an entry that contains all of [begin, end), or None."""
         self._repair()
-        position = bisect_right(self._bases, address)
-        if position:
-            for entry in self._chunks[position - 1].entries:
-                if entry.base <= address and end <= entry.end:
+        # The chunk before this index is the last chunk that begins at or below `begin`.
+        index = bisect_right(self._bases, begin)
+        if index:
+            for entry in self._chunks[index - 1].entries:
+                if entry.base <= begin and end <= entry.end:
                     return entry
         return None
 
@@ -180,8 +181,8 @@ class EntryIndex:
             entry
             for entry in self.find_overlapping(key[0][0], end_address(key))
             if any(
-                (base, size, buffer_id) not in existing_chunks and overlaps(key, base, base + size)
-                for base, size, buffer_id in entry.key
+                (base, length_bytes, buffer_id) not in existing_chunks and overlaps(key, base, base + length_bytes)
+                for base, length_bytes, buffer_id in entry.key
             )
         ]
 
@@ -206,11 +207,11 @@ class EntryIndex:
         # counted; see RegionCache._finish_lease.
         entry.is_linked = False
         for base, _length_bytes, _buffer_id in entry.key:
-            position = bisect_left(self._bases, base)
-            self._chunks[position].entries.remove(entry)
-            if not self._chunks[position].entries:
-                del self._chunks[position]
-                del self._bases[position]
+            index = bisect_left(self._bases, base)
+            self._chunks[index].entries.remove(entry)
+            if not self._chunks[index].entries:
+                del self._chunks[index]
+                del self._bases[index]
         for memory in entry.indexed_memories:
             self.by_memory.pop(memory, None)
         entry.indexed_memories.clear()
@@ -220,11 +221,11 @@ class EntryIndex:
 
     def _add_chunks(self, entry: CacheEntry) -> None:
         for base, length_bytes, _buffer_id in entry.key:
-            position = bisect_left(self._bases, base)
-            if position == len(self._bases) or self._bases[position] != base:
-                self._bases.insert(position, base)
-                self._chunks.insert(position, _Chunk(base, base + length_bytes))
-            self._chunks[position].entries.append(entry)
+            index = bisect_left(self._bases, base)
+            if index == len(self._bases) or self._bases[index] != base:
+                self._bases.insert(index, base)
+                self._chunks.insert(index, _Chunk(base, base + length_bytes))
+            self._chunks[index].entries.append(entry)
         self._linked_bytes += entry.length_bytes
 
     def _repair(self) -> None:

@@ -7,10 +7,10 @@ An entry that is leased when it is unlinked (lookups no longer find it) stays re
 thread that ends that lease deregisters the entry. Until then, gdrkit refuses to free the memory and to close
 the cache.
 
-A signal handler or a finalizer may use the cache while the call that it interrupted runs a method of the cache, too. If
-the interrupted call does not have the lock, the handler can call all methods, but a call that would have to wait for
-the interrupted call fails. If the interrupted call has the lock, the handler can lease cached memory and close leases.
-Calls that would add or remove entries fail with UsageError(BUSY).
+A signal handler or a finalizer may use the cache although it has interrupted a method of the cache. If the interrupted
+call does not have the lock, the handler can call all methods, but a call that would have to wait for the interrupted
+call fails. If the interrupted call has the lock, the handler can lease cached memory and close leases. Calls that would
+add or remove entries fail with UsageError(BUSY).
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class PendingDeregistrations:
         The entries. Access to them requires the lock of the cache.
     """
 
-    def __init__(self, lock: CacheLock) -> None:
-        self._lock = lock
+    def __init__(self, cache_lock: CacheLock) -> None:
+        self._cache_lock = cache_lock
         self.entries: set[CacheEntry] = set()
 
     @property
@@ -116,7 +116,7 @@ class PendingDeregistrations:
         return sum(entry.deregistration_failed for entry in self.entries)
 
     @property
-    def thread_ids(self) -> set[int]:
+    def deregistering_thread_ids(self) -> set[int]:
         """Identifiers of the threads that are deregistering entries."""
         return {entry.deregistering_thread_id for entry in self.entries} - {0}
 
@@ -127,13 +127,13 @@ class PendingDeregistrations:
     def deregister(
         self, begin: int = 0, end: int = _ADDRESS_END, *, raise_errors: bool, retry_failed: bool = False
     ) -> None:
-        """Deregister the entries that overlap [begin, end), except if they are leased or another thread does so.
+        """Deregister the entries that overlap [begin, end) and that are neither leased nor being deregistered.
 
         With `retry_failed`, this includes entries that libibverbs failed to deregister before. Lookups pass False as
         `raise_errors`, because they must not raise the errors of unrelated entries.
         """
         first_error: GdrkitError | None = None
-        with self._lock.lock:
+        with self._cache_lock.lock:
             entries = [
                 entry
                 for entry in self.find_overlapping(begin, end)
@@ -153,7 +153,7 @@ class PendingDeregistrations:
     def deregister_and_wait(self, begin: int = 0, end: int = _ADDRESS_END) -> None:
         """Deregister the unleased entries that overlap [begin, end), and wait for threads that deregister some of them.
 
-        This method tries the entries again that libibverbs failed to deregister before.
+        Entries that libibverbs failed to deregister before are tried again.
 
         Raises
         ------
@@ -163,17 +163,17 @@ class PendingDeregistrations:
             BUSY: the caller is a signal handler, and the interrupted call is deregistering entries.
         """
 
-        def is_done() -> bool:
+        def are_deregistrations_done() -> bool:
             return not any(entry.deregistering_thread_id for entry in self.find_overlapping(begin, end))
 
         must_repeat = True
         while must_repeat:
             self.deregister(begin, end, raise_errors=True, retry_failed=True)
-            with self._lock.lock:
-                if not is_done() and threading.get_ident() in self.thread_ids:
+            with self._cache_lock.lock:
+                if not are_deregistrations_done() and threading.get_ident() in self.deregistering_thread_ids:
                     message = f"the interrupted call is deregistering memory in [{begin:#x}, {end:#x})"
                     raise UsageError(message, reason=Reason.BUSY, what_to_do=_RETRY_ADVICE)
-                self._lock.wait_for(is_done)
+                self._cache_lock.wait_for(are_deregistrations_done)
                 # A deregistration in another thread may have failed, or a lease may have ended without a
                 # deregistration.
                 must_repeat = any(entry.can_be_deregistered for entry in self.find_overlapping(begin, end))
@@ -183,7 +183,7 @@ class PendingDeregistrations:
         thread_id = threading.get_ident()
         is_claimed = False
         try:
-            with self._lock.lock:
+            with self._cache_lock.lock:
                 if entry not in self.entries or not entry.can_be_deregistered:
                     return
                 entry.deregistering_thread_id, is_claimed = thread_id, True
@@ -195,10 +195,10 @@ class PendingDeregistrations:
             # If a signal handler raised an exception, the memory may still be open. Then the next call tries again.
             if is_claimed:
                 entry.deregistering_thread_id = 0
-                with self._lock.lock:
+                with self._cache_lock.lock:
                     if entry.memory.closed:
                         self.entries.discard(entry)
-                    self._lock.notify_all()
+                    self._cache_lock.notify_all()
 
 
 class PendingRegistration:
@@ -207,11 +207,11 @@ class PendingRegistration:
     When it is done, either `entry` or `error` has the result, or neither if the registering thread was interrupted.
     """
 
-    __slots__ = ("entry", "error", "is_done", "is_unlinked", "key", "thread_id", "waiter_count")
+    __slots__ = ("entry", "error", "is_done", "is_unlinked", "key", "registering_thread_id", "waiter_count")
 
     def __init__(self, key: AllocationKey) -> None:
         self.key = key
-        self.thread_id = threading.get_ident()  # The thread that registers.
+        self.registering_thread_id = threading.get_ident()
         self.entry: CacheEntry | None = None
         self.error: GdrkitError | None = None
         self.is_done = False
@@ -225,11 +225,11 @@ class PendingRegistrations:
     Every member except :meth:`abandon` and :meth:`wait_for` requires the lock of the cache.
     """
 
-    def __init__(self, lock: CacheLock, deregistrations: PendingDeregistrations) -> None:
-        self._lock = lock
+    def __init__(self, cache_lock: CacheLock, deregistrations: PendingDeregistrations) -> None:
+        self._cache_lock = cache_lock
         self._deregistrations = deregistrations
-        self._by_key: dict[AllocationKey, PendingRegistration] = {}
-        self._pending: set[PendingRegistration] = set()  # The registrations in _by_key, and the unlinked ones.
+        self._joinable_by_key: dict[AllocationKey, PendingRegistration] = {}
+        self._pending: set[PendingRegistration] = set()  # The registrations in _joinable_by_key, and the unlinked ones.
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -241,19 +241,19 @@ class PendingRegistrations:
 
     def find(self, key: AllocationKey) -> PendingRegistration | None:
         """Return the pending registration of `key` that a new lookup may join, or None."""
-        return self._by_key.get(key)
+        return self._joinable_by_key.get(key)
 
     def start(self, pending: PendingRegistration) -> None:
         """Add a registration. No registration that lookups of its key can join may be pending."""
         self._pending.add(pending)
-        self._by_key[pending.key] = pending
+        self._joinable_by_key[pending.key] = pending
 
     def complete(self, pending: PendingRegistration) -> None:
         """Remove a registration that has its entry or its error, or was interrupted, and wake the waiting threads."""
         self._pending.discard(pending)
-        if self._by_key.get(pending.key) is pending:
-            self._by_key.pop(pending.key)
-        self._lock.notify_all()
+        if self._joinable_by_key.get(pending.key) is pending:
+            self._joinable_by_key.pop(pending.key)
+        self._cache_lock.notify_all()
         pending.is_done = True
 
     def abandon(self, pending: PendingRegistration, error: BaseException) -> None:
@@ -266,7 +266,7 @@ class PendingRegistrations:
         # threads. Only errors of gdrkit are passed on. After any other exception, the waiting threads search the index
         # again.
         shared_error = error.clone() if isinstance(error, GdrkitError) else None
-        with self._lock.lock:
+        with self._cache_lock.lock:
             entry, was_complete = pending.entry, pending.is_done
             if not was_complete:
                 if entry is not None:
@@ -282,11 +282,11 @@ class PendingRegistrations:
     def wait_for(self, pending: PendingRegistration) -> CacheEntry | None:
         """Wait for a registration that the caller has joined. Return its entry, or None if it was interrupted."""
         try:
-            with self._lock.lock:
-                self._lock.wait_for(lambda: pending.is_done)
+            with self._cache_lock.lock:
+                self._cache_lock.wait_for(lambda: pending.is_done)
         except BaseException:
             # A signal handler raised it. If the registration is complete, this thread has a lease, which must end.
-            with self._lock.lock:
+            with self._cache_lock.lock:
                 pending.waiter_count -= 1
                 entry = pending.entry if pending.is_done else None
             if entry is not None:
@@ -301,17 +301,19 @@ class PendingRegistrations:
 
         The caller is then in a signal handler or a finalizer. It must not wait for the call that it interrupted.
         """
-        thread_ids = self._deregistrations.thread_ids | {pending.thread_id for pending in self._pending}
-        if threading.get_ident() in thread_ids:
+        registering_thread_ids = {pending.registering_thread_id for pending in self._pending}
+        if threading.get_ident() in registering_thread_ids | self._deregistrations.deregistering_thread_ids:
             message = f"cannot {action}, because the interrupted call is registering or deregistering memory"
             raise UsageError(message, reason=Reason.BUSY, what_to_do=_RETRY_ADVICE)
 
     def unlink(self, begin: int, end: int) -> int:
         """Stop new lookups from joining the pending registrations that overlap [begin, end). Return their number."""
-        overlapping_registrations = [pending for key, pending in self._by_key.items() if overlaps(key, begin, end)]
+        overlapping_registrations = [
+            pending for key, pending in self._joinable_by_key.items() if overlaps(key, begin, end)
+        ]
         for pending in overlapping_registrations:
             pending.is_unlinked = True
-            del self._by_key[pending.key]
+            del self._joinable_by_key[pending.key]
         return len(overlapping_registrations)
 
     def count_overlapping(self, begin: int, end: int) -> int:
@@ -335,7 +337,7 @@ def register_allocation(
     Parameters
     ----------
     finish_lease : callable
-        The function that a lease of the entry calls after it has removed its mark.
+        The function that a lease of the entry calls after it has removed its item from `CacheEntry.lease_marks`.
 
     Raises
     ------
@@ -347,7 +349,7 @@ def register_allocation(
     try:
         registration = register(allocation, nics, access=access, route=route)
         # The memory may have been freed or remapped since the caller read the key. If the chunks of the key still exist
-        # now, they are what was registered.
+        # now, they are the registered memory.
         if (allocation.address, allocation.length_bytes) != (
             key[0][0],
             end_address(key) - key[0][0],

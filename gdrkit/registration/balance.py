@@ -110,7 +110,7 @@ def measure_balance(
         A transfer failed, or its bytes were wrong.
     """
     tree = HostTree() if tree is None else tree
-    workers = [_Worker(device, nic) for device in devices for nic in nics]
+    workers = [_TransferWorker(device, nic) for device in devices for nic in nics]
     with ExitStack() as stack:
         for worker in workers:
             stack.enter_context(worker)
@@ -175,7 +175,7 @@ def _make_loads(
     )
 
 
-class _Worker:
+class _TransferWorker:
     """A thread that transfers between one GPU and one NIC. It is a context manager that owns its connection."""
 
     def __init__(self, device: PrimaryContext, nic: Nic) -> None:
@@ -191,8 +191,8 @@ class _Worker:
             self._memory.fill(0)
             registration = stack.enter_context(register(self._memory, [self._nic]))
             self._remote_range = registration.remote(self._nic)
-            queue = stack.enter_context(self._nic.completion_queue(depth=16))
-            responder = stack.enter_context(self._nic.queue_pair(queue))
+            completion_queue = stack.enter_context(self._nic.completion_queue(depth=16))
+            responder = stack.enter_context(self._nic.queue_pair(completion_queue))
             self._initiator = stack.enter_context(Initiator(self._nic.name, memory_bytes=_MEMORY_BYTES))
             responder.connect(self._initiator.endpoints()[0], reads_max=self._initiator.reads_max)
             self._initiator.connect([responder.endpoint()], reads_max=self._initiator.reads_max)
@@ -218,14 +218,14 @@ class _Worker:
             pattern.check(self._initiator.read(), seed=_PATTERN_SEED)
 
     def _run(self, deadline_s: float) -> None:
-        has_zeroed_memory = False
+        has_zeroed_host_memory = False
         try:
             while time.monotonic() < deadline_s:
                 for direction in (Direction.WRITE, Direction.READ):
-                    if not has_zeroed_memory and direction is Direction.READ:
+                    if not has_zeroed_host_memory and direction is Direction.READ:
                         # From here on, the memory of the host has the pattern only if this READ moves the bytes.
                         self._initiator.write(bytes(_MEMORY_BYTES))
-                        has_zeroed_memory = True
+                        has_zeroed_host_memory = True
                     burst = self._initiator.run(
                         direction,
                         self._remote_range,

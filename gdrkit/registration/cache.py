@@ -96,7 +96,8 @@ class RegionCache:
         self._create_lock_and_index()
         # For each memory whose owner notifies the cache before a free: the function that cancels the notification.
         self._watched_memories: dict[DeviceBuffer, Callable[[], None]] = {}
-        self._hits = self._misses = self._registrations = self._evictions = self._invalidations = 0
+        self._hit_count = self._miss_count = self._registration_count = 0
+        self._eviction_count = self._invalidation_count = 0
         # Whether the linked entries exceed a limit. This is possible, because leased entries are not evicted.
         self._is_over_limit = False
         self._is_closing = self._is_closed = False
@@ -112,11 +113,11 @@ class RegionCache:
         """Return a consistent snapshot of the counters."""
         with self._lock:
             return CacheStatistics(
-                hits=self._hits,
-                misses=self._misses,
-                registrations=self._registrations,
-                evictions=self._evictions,
-                invalidations=self._invalidations,
+                hits=self._hit_count,
+                misses=self._miss_count,
+                registrations=self._registration_count,
+                evictions=self._eviction_count,
+                invalidations=self._invalidation_count,
                 regions=len(self._by_last_use),
                 registered_bytes=sum(entry.length_bytes for entry in self._list_entries()),
                 leases=self._count_leases(),
@@ -126,16 +127,16 @@ class RegionCache:
             )
 
     def lease(self, memory: DeviceBuffer, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Lease:
-        """Return a lease of a range of memory: its registration stays valid until the lease is closed.
+        """Return a lease of a range of memory. The memory stays registered until the lease is closed.
 
         The caller must not free the memory before it closes the lease.
 
         Parameters
         ----------
         memory : DeviceBuffer
-            The memory to lease. The whole allocation under it is registered, so that later lookups of any part hit. If
-            gdrkit owns the memory, a later free first removes the entries of the memory from the cache. The free fails
-            while a lease is open.
+            The memory to lease. The whole allocation that contains it is registered, so that later lookups of any part
+            hit. If gdrkit owns the memory, a later free first removes the entries of the memory from the cache. The
+            free fails while a lease is open.
         offset_bytes, length_bytes : int
             The range in `memory`. A length of None means up to the end.
 
@@ -167,7 +168,7 @@ class RegionCache:
             with self._lock:
                 if entry.is_linked and not self._is_closing:
                     entry.lease_marks.append(None)  # One item for each lease; see CacheEntry.
-                    self._hits += 1
+                    self._hit_count += 1
                     self._by_last_use.move_to_end(entry)
                 else:
                     entry = None  # Another thread has unlinked it, or closes the cache.
@@ -279,10 +280,10 @@ class RegionCache:
             entry.release_lease()
             raise
         with self._lock:
-            self._hits -= 1  # The lookup has counted the invalid entry as a hit.
+            self._hit_count -= 1  # The lookup has counted the invalid entry as a hit.
             if entry.is_linked:
                 self._unlink(entry)
-                self._invalidations += 1
+                self._invalidation_count += 1
         entry.release_lease()
         return False
 
@@ -300,7 +301,7 @@ class RegionCache:
                 entry = self._index.find(address, end)
                 if entry is not None:
                     entry.lease_marks.append(None)
-                    self._hits += 1
+                    self._hit_count += 1
                     self._by_last_use.move_to_end(entry)
                     if memory in self._watched_memories:
                         self._index.remember(memory, entry)
@@ -337,7 +338,7 @@ class RegionCache:
                     if existing_entry is not None and existing_entry.key == own_registration.key:
                         return None
                     self._pending_registrations.start(own_registration)
-                self._misses += 1
+                self._miss_count += 1
             if joined_registration is None:
                 return self._register(own_registration, memory)
         except BaseException as error:
@@ -361,7 +362,7 @@ class RegionCache:
             pending, memory, self.nics, access=self.access, route=self.route, finish_lease=self._finish_lease
         )
         with self._lock:
-            self._registrations += 1
+            self._registration_count += 1
             # If an exception interrupts this call, the entry is not linked, and its last lease deregisters it.
             self._pending_deregistrations.entries.add(entry)
             # The waiting threads get their leases here, so that the entry is not evicted before they wake up.
@@ -390,7 +391,7 @@ class RegionCache:
         """Link an entry, and unlink the entries that it replaces or evicts. The caller deregisters them."""
         for invalid_entry in self._index.find_invalidated_entries(entry.key):
             self._unlink(invalid_entry)
-            self._invalidations += 1
+            self._invalidation_count += 1
         self._index.add(entry)
         self._pending_deregistrations.entries.discard(entry)
         self._evict()
@@ -413,7 +414,7 @@ class RegionCache:
         evicted_entries = self._index.select_evictions()
         for entry in evicted_entries:
             self._unlink(entry)
-        self._evictions += len(evicted_entries)
+        self._eviction_count += len(evicted_entries)
         self._is_over_limit = self._index.is_over_limit
 
     def _finish_lease(self, entry: CacheEntry) -> None:
@@ -449,7 +450,7 @@ class RegionCache:
         for entry in overlapping_entries:
             self._unlink(entry)
         count = len(overlapping_entries) + self._pending_registrations.unlink(begin, end)
-        self._invalidations += count
+        self._invalidation_count += count
         return count
 
     def _watch(self, memory: DeviceBuffer) -> None:
@@ -480,8 +481,10 @@ class RegionCache:
                 if not entries and not registering_count:
                     self._watched_memories.pop(memory, None)
                     return
-        users = f"{format_count(lease_count, 'lease')} and {format_count(registering_count, 'pending registration')}"
-        message = f"the memory is still in use by {users}"
+        users_text = (
+            f"{format_count(lease_count, 'lease')} and {format_count(registering_count, 'pending registration')}"
+        )
+        message = f"the memory is still in use by {users_text}"
         raise UsageError(message, reason=Reason.BUSY, what_to_do="close the leases first, then free the memory")
 
     def __enter__(self) -> Self:

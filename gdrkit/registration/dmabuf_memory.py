@@ -52,12 +52,12 @@ class DmabufMemory(MemoryResource):
     def __init__(self, dmabuf: DmabufRange) -> None:
         self._dmabuf = dmabuf
         try:
-            device, self._inode = dmabuf.identity
+            device_number, self._inode = dmabuf.identity
             self._dmabuf_size_bytes = dmabuf.size_bytes
         except BaseException:
             dmabuf.close()
             raise
-        self._base_address = ((device << 64 | self._inode) + 1) * _ADDRESS_RANGE_BYTES
+        self._base_address = ((device_number << 64 | self._inode) + 1) * _ADDRESS_RANGE_BYTES
         super().__init__(
             MemoryKind.DMABUF, address=self._base_address + dmabuf.offset_bytes, length_bytes=dmabuf.length_bytes
         )

@@ -80,7 +80,7 @@ def export_gdr(memory: CudaMemory) -> bytes:
         if explained_error is error:
             raise  # `raise error from error` would make the error its own cause.
         raise explained_error from error
-    _refuse_inside_allocation(memory)
+    _refuse_unless_at_allocation_base(memory)
     return GdrHandle(ipc=ipc, length_bytes=memory.length_bytes, device_index=memory.device.index).pack()
 
 
@@ -107,7 +107,7 @@ def import_gdr(device: cuda.Device, data: bytes) -> SharedMemory:
     return SharedMemory(allocation, offset_bytes=0, length_bytes=handle.length_bytes)
 
 
-def _refuse_inside_allocation(memory: CudaMemory) -> None:
+def _refuse_unless_at_allocation_base(memory: CudaMemory) -> None:
     if memory.address != memory.allocation_key()[0][0]:
         message = f"memory at {memory.address:#x} begins inside its allocation, and this handle has no offset"
         raise UsageError(message, what_to_do="use export_memory(..., kind=ShareKind.IPC): its handle has an offset")

@@ -119,10 +119,10 @@ class HandleMessage:
     def __del__(self) -> None:
         if getattr(self, "_descriptors", ()):
             # The descriptors are closed first, because a warning filter may turn the warning into an error.
-            count = len(self._descriptors)
+            descriptor_count = len(self._descriptors)
             self.close()
             warnings.warn(
-                f"a handle message with {format_count(count, 'descriptor')} was never closed",
+                f"a handle message with {format_count(descriptor_count, 'descriptor')} was never closed",
                 GdrkitWarning,
                 stacklevel=1,
             )

@@ -143,7 +143,7 @@ class GdrManager:
         bytes_max: int = 1024 * GIB,
     ) -> None:
         self.placement = Placement(tree) if placement is None else placement
-        self._close_stack = ReleaseStack()  # Closes the NICs, devices and caches in the reverse order.
+        self._close_stack = ReleaseStack()  # It closes the NICs, devices and caches in the reverse order of opening.
         self._nics: tuple[verbs.Nic, ...] = ()
         self._devices: dict[int, cuda.Device] = {}  # The available GPUs, by GPU number.
         # The lock is reentrant, because a signal handler may call cache() while its thread has the lock.

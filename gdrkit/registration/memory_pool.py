@@ -124,7 +124,7 @@ class MemoryPool(Closeable):
         # For each idle allocation, the time at which it became idle. The allocation that is idle longest is the first.
         self._idle_since_s_by_memory: dict[DeviceBuffer, float] = {}
         self._in_use: dict[PooledMemory, None] = {}
-        self._hits = self._misses = self._trimmed_block_count = 0
+        self._hit_count = self._miss_count = self._trimmed_block_count = 0
         self._is_copy_in_child = False  # In a forked child this is true, and close() frees nothing.
         self._is_closed = False
         self._handle = Handle("registration.memory_pool")
@@ -143,8 +143,8 @@ class MemoryPool(Closeable):
                 idle_bytes=self._count_idle_bytes(),
                 in_use_blocks=len(self._in_use),
                 in_use_bytes=sum(pooled_memory.memory.length_bytes for pooled_memory in tuple(self._in_use)),
-                hits=self._hits,
-                misses=self._misses,
+                hits=self._hit_count,
+                misses=self._miss_count,
                 trimmed_blocks=self._trimmed_block_count,
             )
 
@@ -154,7 +154,7 @@ class MemoryPool(Closeable):
         Raises
         ------
         ApiError
-            The allocator failed. If it was out of memory, the pool has freed all idle memory and tried again first.
+            The allocator failed. If it was out of memory, the pool first freed all idle memory and tried again.
         UsageError
             The length is not above 0.
         ClosedResource
@@ -168,12 +168,12 @@ class MemoryPool(Closeable):
             self._check_open()
             memory = self._take_idle(length_bytes)
             if memory is not None:
-                self._hits += 1
+                self._hit_count += 1
                 return self._mark_in_use(memory, length_bytes)
         memory = self._allocate_block(block_bytes(length_bytes))
         with self._lock:
             if not self._is_closed:
-                self._misses += 1
+                self._miss_count += 1
                 return self._mark_in_use(memory, length_bytes)
         memory.close()
         raise ClosedResource(_POOL_NAME)

@@ -26,7 +26,7 @@ __all__ = ["Distance", "Placement"]
 
 _RDMA_DEVICES_FOLDER = "/sys/class/infiniband"
 # The beginning of a port's file `rate`, such as "400 Gb/sec (4X NDR)".
-_RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec")
+_RATE_PATTERN = re.compile(r"(\d+(?:\.\d+)?) Gb/sec")
 
 
 class Placement:
@@ -84,7 +84,7 @@ class Placement:
     def link_gbit_per_s(self, nic: Nic) -> float:
         """Return the rate of the NIC's link in Gbit/s, or 0 if sysfs does not show it."""
         rate_text = self._tree.text(f"{_RDMA_DEVICES_FOLDER}/{nic.name}/ports/{nic.port.number}/rate")
-        match = _RATE.match(rate_text or "")
+        match = _RATE_PATTERN.match(rate_text or "")
         return 0.0 if match is None else float(match[1])
 
     def usable_nics(self, device: PrimaryContext, nics: Sequence[Nic]) -> tuple[Nic, ...]:
@@ -114,20 +114,20 @@ class Placement:
     def nearest_nics(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> tuple[Nic, ...]:
         """Return the NICs with the smallest distance to the GPU and, of these, the fastest, in the order of `nics`."""
         _require_nics(nics)
-        key = (gpu_pci_bus_id, tuple(nic.name for nic in nics))
-        nearest_indices = self._nearest_indices_by_query.get(key)
+        query = (gpu_pci_bus_id, tuple(nic.name for nic in nics))
+        nearest_indices = self._nearest_indices_by_query.get(query)
         if nearest_indices is None:
             # Each transfer calls this function, so the files of sysfs are read only once. The smallest rank is the
             # best.
             ranks = [(self._find_distance(gpu_pci_bus_id, nic.name), -self.link_gbit_per_s(nic)) for nic in nics]
             best_rank = min(ranks)
-            nearest_indices = self._nearest_indices_by_query[key] = tuple(
+            nearest_indices = self._nearest_indices_by_query[query] = tuple(
                 index for index, rank in enumerate(ranks) if rank == best_rank
             )
         return tuple(nics[index] for index in nearest_indices)
 
     def choose(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> Nic:
-        """Return one of the :meth:`nearest` NICs, each in its turn. Each set of nearest NICs has its own turn count."""
+        """Return one of the :meth:`nearest_nics`. They take turns, and each set of nearest NICs has its own turn."""
         nearest_nics = self.nearest_nics(gpu_pci_bus_id, nics)
         nic_names = tuple(nic.name for nic in nearest_nics)
         with self._lock:

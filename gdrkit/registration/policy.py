@@ -47,7 +47,7 @@ class RegistrationRoute(enum.Enum):
 
 
 class Registration:
-    """Memory that some NICs can access; made by :func:`register`.
+    """Memory that some NICs can access. :func:`register` creates it.
 
     It must be closed before the memory is freed. If gdrkit owns the memory, :meth:`DeviceBuffer.close` closes the
     registration before it frees the memory.
@@ -68,7 +68,7 @@ class Registration:
         self.route = route
         self.refusals = refusals
         self._regions: dict[Nic, Region] = {}
-        self._resources = ReleaseStack()
+        self._release_stack = ReleaseStack()
         self._is_closed = False
         self._handle = Handle("registration")
         # The memory calls close() before it is freed. This function removes that callback.
@@ -118,18 +118,18 @@ class Registration:
         """
         if self._is_closed:
             return
-        self._resources.run()
+        self._release_stack.run()
         # If an exception of a signal handler interrupts these statements, the next close of the memory repeats them.
         self._handle.release()
         self._is_closed = True
         self._remove_close_callback()
 
     def _add_dmabuf(self, dmabuf: DmabufRange) -> None:
-        self._resources.push(dmabuf.close)
+        self._release_stack.push(dmabuf.close)
 
     def _add_region(self, nic: Nic, region: Region) -> None:
         self._regions[nic] = region
-        self._resources.push(region.close)
+        self._release_stack.push(region.close)
 
     def __enter__(self) -> Self:
         return self
@@ -185,7 +185,7 @@ def register(
     for method in methods:
         registration = Registration(memory, method, tuple(refusals))
         try:
-            _REGISTER_BY_ROUTE[method](registration, nics, access)
+            _REGISTER_FUNCTION_BY_ROUTE[method](registration, nics, access)
         except Unsupported as error:
             registration.close()
             # The registration keeps the refusals. A clone has no traceback, which would keep the frames of all callers
@@ -290,7 +290,7 @@ def _require_address(memory: RegistrableMemory) -> None:
         )
 
 
-_REGISTER_BY_ROUTE = {
+_REGISTER_FUNCTION_BY_ROUTE = {
     RegistrationRoute.DMABUF: _register_dmabuf,
     RegistrationRoute.PEER_MEMORY: _register_peer_memory,
     RegistrationRoute.HOST: _register_host,

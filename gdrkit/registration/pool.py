@@ -176,7 +176,7 @@ class BufferPool:
 
     Parameters
     ----------
-    device : Allocator
+    allocator : Allocator
         The allocator of the memory: a :class:`~gdrkit.cuda.Device`, or a :class:`~gdrkit.host.HostAllocator`.
     nics : sequence of Nic
         The NICs to register with. If the registration with one NIC fails, the constructor raises.
@@ -197,7 +197,13 @@ class BufferPool:
     """
 
     def __init__(
-        self, device: Allocator, nics: Sequence[Nic], *, buffer_bytes: int, count: int, access: Access = TRANSFER_ACCESS
+        self,
+        allocator: Allocator,
+        nics: Sequence[Nic],
+        *,
+        buffer_bytes: int,
+        count: int,
+        access: Access = TRANSFER_ACCESS,
     ) -> None:
         if buffer_bytes <= 0 or count <= 0:
             message = f"buffer_bytes and count must be above 0, not {buffer_bytes} and {count}"
@@ -207,7 +213,7 @@ class BufferPool:
         self.count = count
         # Each buffer begins at a page boundary, so that two buffers never share a page that a NIC pins.
         stride_bytes = align_up(buffer_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
-        self._memory = device.allocate(stride_bytes * count)
+        self._memory = allocator.allocate(stride_bytes * count)
         try:
             self._registration = register(self._memory, nics, access=access)
         except BaseException:
@@ -219,10 +225,10 @@ class BufferPool:
         self._free_offsets = deque(index * stride_bytes for index in range(count))
         self._waiters: deque[_Waiter] = deque()  # The threads that wait for a buffer, the longest wait first.
         self._in_use: set[RdmaBuffer] = set()
-        self._allocations = self._timeouts = self._waits = 0
+        self._allocation_count = self._timeout_count = self._wait_count = 0
         self._is_closed = False
-        # The memory calls _refuse_while_used before it is freed. So it cannot be freed while a buffer is in use.
-        self._memory.before_release(self._refuse_while_used)
+        # The memory calls _raise_if_in_use before it is freed. So it cannot be freed while a buffer is in use.
+        self._memory.before_release(self._raise_if_in_use)
         self._handle = Handle("registration.pool")
         self._is_copy_in_child = False  # In a forked child this is true, and close() frees nothing.
         forks.register(self)
@@ -239,9 +245,9 @@ class BufferPool:
                 buffers=self.count,
                 free=len(self._free_offsets),
                 waiting=len(self._waiters),
-                allocations=self._allocations,
-                timeouts=self._timeouts,
-                waits=self._waits,
+                allocations=self._allocation_count,
+                timeouts=self._timeout_count,
+                waits=self._wait_count,
             )
 
     def allocate(self, *, timeout_ms: float | None = None) -> RdmaBuffer:
@@ -273,10 +279,10 @@ class BufferPool:
             raise
         with self._lock:
             if waiter.offset_bytes is not None:
-                self._waits += 1
+                self._wait_count += 1
                 return self._make_buffer(waiter.offset_bytes)
             self._waiters.remove(waiter)
-            self._timeouts += 1
+            self._timeout_count += 1
         message = f"none of the {self.count} buffers of the pool became free within {timeout_ms} ms"
         raise UsageError(message, reason=Reason.TIMEOUT, what_to_do="close buffers sooner, or create a larger pool")
 
@@ -291,9 +297,9 @@ class BufferPool:
         if self._is_copy_in_child:
             return
         with self._lock:
-            self._is_closed = True  # First, so that no signal handler allocates a buffer after the check.
+            self._is_closed = True  # This comes first, so that no signal handler allocates a buffer after the check.
             try:
-                self._refuse_while_used()
+                self._raise_if_in_use()
             except UsageError:
                 self._is_closed = False
                 raise
@@ -308,14 +314,14 @@ class BufferPool:
         self._waiters = deque()
         self._in_use = set()
 
-    def _refuse_while_used(self) -> None:
+    def _raise_if_in_use(self) -> None:
         used_count = self.count - len(self._free_offsets)
         if used_count:
             message = f"the pool still has {format_count(used_count, 'buffer')} in use"
             raise UsageError(message, reason=Reason.BUSY, what_to_do="close the buffers first")
 
     def _make_buffer(self, offset_bytes: int) -> RdmaBuffer:
-        self._allocations += 1
+        self._allocation_count += 1
         buffer = RdmaBuffer(
             self._memory,
             self._registration,
@@ -337,7 +343,7 @@ class BufferPool:
         if self._waiters:
             waiter = self._waiters.popleft()
             waiter.offset_bytes = offset_bytes
-            waiter.buffer_assigned.release()
+            waiter.assignment_lock.release()
         else:
             self._free_offsets.append(offset_bytes)
 
@@ -366,18 +372,18 @@ class BufferPool:
 class _Waiter:
     """One waiting thread in the queue. A closed buffer is assigned to the first waiter."""
 
-    __slots__ = ("buffer_assigned", "offset_bytes")
+    __slots__ = ("assignment_lock", "offset_bytes")
 
     def __init__(self) -> None:
         # This lock is released when a buffer is assigned, possibly by a signal handler of the waiting thread. So its
         # methods must be C code. A threading.Event would not do: its methods are Python code that takes another lock,
         # and a signal handler that interrupts this code would wait for that lock forever.
-        self.buffer_assigned = threading.Lock()
-        self.buffer_assigned.acquire()
+        self.assignment_lock = threading.Lock()
+        self.assignment_lock.acquire()
         self.offset_bytes: int | None = None  # The offset of the assigned buffer; None before.
 
     def wait_for_buffer(self, timeout_s: float | None) -> None:
         """Wait until a buffer is assigned or the time is over."""
-        self.buffer_assigned.acquire(
+        self.assignment_lock.acquire(
             timeout=-1 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)
         )

@@ -148,7 +148,7 @@ def unproven_reason(path: TransferPath, transfer_bytes: int, *growths: PortGrowt
 
 def measure_reach(
     device: PrimaryContext,
-    pairs: Sequence[tuple[Nic, Nic]],
+    nic_pairs: Sequence[tuple[Nic, Nic]],
     *,
     tree: HostTree,
     route: RegistrationRoute | None = None,
@@ -160,7 +160,7 @@ def measure_reach(
     ----------
     device : PrimaryContext
         The GPU.
-    pairs : sequence of (Nic, Nic)
+    nic_pairs : sequence of (Nic, Nic)
         In each pair, first the NIC that accesses the memory of the GPU, then the NIC that posts the requests.
     tree : HostTree
         The host whose sysfs has the port counters.
@@ -176,13 +176,14 @@ def measure_reach(
     """
     with DeviceMemory(device, _PAGE_BYTES) as memory:
         return tuple(
-            _Measurement(memory, pair, tree=tree, counters_timeout_s=counters_timeout_s).run(route) for pair in pairs
+            _Measurement(memory, pair, tree=tree, counters_timeout_s=counters_timeout_s).run(route)
+            for pair in nic_pairs
         )
 
 
 def measure_devices(
     devices: Sequence[PrimaryContext],
-    pairs: Sequence[tuple[Nic, Nic]],
+    nic_pairs: Sequence[tuple[Nic, Nic]],
     *,
     tree: HostTree,
     route: RegistrationRoute | None = None,
@@ -196,7 +197,7 @@ def measure_devices(
     results: list[Reach] = []
     failed_pairs: set[tuple[Nic, Nic]] = set()
     for device in devices:
-        tried_pairs = [pair for pair in pairs if pair not in failed_pairs]
+        tried_pairs = [pair for pair in nic_pairs if pair not in failed_pairs]
         pair_results = measure_reach(device, tried_pairs, tree=tree, route=route, counters_timeout_s=counters_timeout_s)
         results += pair_results
         failed_pairs |= {
@@ -247,29 +248,29 @@ class _Measurement:
         )
 
     def _transfer(self, registration: Registration) -> None:
-        remote = registration.remote(self._nic, length_bytes=_PAGE_BYTES)
+        remote_range = registration.remote(self._nic, length_bytes=_PAGE_BYTES)
         counters_before = self._read_counters()
         try:
             with self._connect() as connected_pair:
-                self._check_write(connected_pair, remote)
+                self._check_write(connected_pair, remote_range)
             with self._connect() as connected_pair:
-                self._check_read(connected_pair, remote)
+                self._check_read(connected_pair, remote_range)
         finally:
             self._growths = self._wait_for_growth(counters_before)
 
     def _connect(self) -> ConnectedPair:
         return ConnectedPair(self._nic, self._peer, length_bytes=_PAGE_BYTES)
 
-    def _check_write(self, connected_pair: ConnectedPair, remote: RemoteRange) -> None:
+    def _check_write(self, connected_pair: ConnectedPair, remote_range: RemoteRange) -> None:
         self._memory.write(pattern.payload(_PAGE_BYTES, seed=_OLD_SEED))
         connected_pair.fill(_WRITE_SEED)
-        connected_pair.write(remote).expect()
+        connected_pair.write(remote_range).expect()
         Ordering.of(self._device).make_visible(self._device)
         _check_pattern(self._memory.read(), _WRITE_SEED, "RDMA WRITE")
 
-    def _check_read(self, connected_pair: ConnectedPair, remote: RemoteRange) -> None:
+    def _check_read(self, connected_pair: ConnectedPair, remote_range: RemoteRange) -> None:
         self._memory.write(pattern.payload(_PAGE_BYTES, seed=_READ_SEED))
-        connected_pair.read(remote).expect()
+        connected_pair.read(remote_range).expect()
         _check_pattern(connected_pair.data, _READ_SEED, "RDMA READ")
 
     def _read_counters(self) -> tuple[PortCounters, PortCounters]:
@@ -296,10 +297,10 @@ class _Measurement:
             time.sleep(_COUNTERS_PAUSE_S)
 
 
-def _check_pattern(data: bytes | bytearray, seed: int, request: str) -> None:
+def _check_pattern(data: bytes | bytearray, seed: int, request_name: str) -> None:
     """Raise BrokenResource unless `data` has the pattern of `seed`."""
     try:
         pattern.check(data, seed=seed)
     except DataMismatch as error:
-        message = f"{request} succeeded, but {error.message}"
+        message = f"{request_name} succeeded, but {error.message}"
         raise BrokenResource(message) from error

@@ -57,7 +57,7 @@ class ReachTable:
     def __init__(self, tree: HostTree | None = None, *, retry_after_s: float = _RETRY_AFTER_S) -> None:
         self._tree = HostTree() if tree is None else tree
         self._retry_after_s = retry_after_s
-        self._results: dict[_Key, Reach] = {}
+        self._result_by_key: dict[_Key, Reach] = {}
         self._has_read_file = False
         # The lock is reentrant, because a signal handler may use the table while its thread has the lock.
         self._lock = ForkSafeLock(reentrant=True)
@@ -73,7 +73,7 @@ class ReachTable:
         with self._lock:
             if not self._has_read_file:
                 for key, stored_result in _read_file().items():
-                    self._results.setdefault(key, stored_result)
+                    self._result_by_key.setdefault(key, stored_result)
                 self._has_read_file = True
             # A signal handler may call forget() from here on. So this dict keeps the results that are returned.
             result_by_nic = {
@@ -84,16 +84,14 @@ class ReachTable:
             return tuple(result_by_nic[nic] for nic in nics)
 
     def store(self, results: Iterable[Reach]) -> None:
-        """Keep the results of measurements. If a GPU and a NIC have several results, keep the result that proves
-        most.
-        """
+        """Store the results of measurements: for each GPU and NIC, the result that proves most."""
         best_results: dict[_Key, Reach] = {}
         for result in results:
             key = (result.gpu_uuid, result.nic_gid)
             if key not in best_results or _rank_proof(result) > _rank_proof(best_results[key]):
                 best_results[key] = result
         with self._lock:
-            self._results |= best_results
+            self._result_by_key |= best_results
             _write_file(best_results.values())
 
     def forget(self, gpu_uuid: str, nics: Sequence[Nic]) -> None:
@@ -101,12 +99,12 @@ class ReachTable:
         keys = {(gpu_uuid, nic.gid) for nic in nics}
         with self._lock:
             for key in keys:
-                self._results.pop(key, None)
+                self._result_by_key.pop(key, None)
             _write_file((), forgotten_keys=keys)
 
     def _find_current(self, key: _Key) -> Reach | None:
         """Return the result of this key, or None if there is no result or the result is too old."""
-        result = self._results.get(key)
+        result = self._result_by_key.get(key)
         if result is None:
             return None
         if result.route is None and result.failure is None:
@@ -120,7 +118,7 @@ class ReachTable:
     def _measure(self, device: PrimaryContext, nics: Sequence[Nic], result_by_nic: dict[Nic, Reach]) -> None:
         """Measure in loopback the NICs that are missing in `result_by_nic`, and add their results.
 
-        If a NIC fails in loopback, measure it again with a NIC that works as the peer.
+        If a NIC fails in loopback, measure it again with a working NIC as its peer.
         """
         nics_to_measure = [nic for nic in nics if nic not in result_by_nic]
         results = dict(
@@ -142,12 +140,12 @@ class ReachTable:
                 results[nic] = result if result.moved else results[nic]
         for nic, result in results.items():
             self._log_change(device, nic, result)
-            self._results[device.uuid, nic.gid] = result
+            self._result_by_key[device.uuid, nic.gid] = result
         result_by_nic |= results
         _write_file(results.values())
 
     def _log_change(self, device: PrimaryContext, nic: Nic, result: Reach) -> None:
-        previous_result = self._results.get((device.uuid, nic.gid))
+        previous_result = self._result_by_key.get((device.uuid, nic.gid))
         if not result.moved:
             _LOG.warning("NIC %s is left out for GPU %s: %s", nic.name, device.pci_bus_id, result.cause)
         elif previous_result is not None and not previous_result.moved:

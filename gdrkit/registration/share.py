@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from gdrkit.buffers import DeviceBuffer
 
 __all__ = [
-    "ANY_EXPORTER",
+    "ANY_EXPORTER_UUID",
     "SharedMemory",
     "device_at",
     "device_of",
@@ -56,7 +56,7 @@ __all__ = [
 
 
 # The device UUID in a handle whose dma-buf comes from an exporter that gdrkit does not know.
-ANY_EXPORTER = b"any dma-buf".ljust(16, b"\0")
+ANY_EXPORTER_UUID = b"any dma-buf".ljust(16, b"\0")
 
 
 class SharedMemory(CudaMemory):
@@ -114,12 +114,12 @@ def export_memory(
         raise UsageError(message)
     if isinstance(memory, DmabufMemory) and kind is ShareKind.DMABUF:
         with memory.export_dmabuf(offset_bytes=offset_bytes, length_bytes=length_bytes) as dmabuf:
-            return _make_dmabuf_message(dmabuf, device_uuid=ANY_EXPORTER)
+            return _make_dmabuf_message(dmabuf, device_uuid=ANY_EXPORTER_UUID)
     if not isinstance(memory, CudaMemory):
         raise _make_unsupported_error(
             "export_memory", f"{memory.kind.value} memory is not CUDA memory", "share CUDA memory"
         )
-    return _EXPORTERS[kind](memory, offset_bytes, length_bytes)
+    return _EXPORT_FUNCTION_BY_KIND[kind](memory, offset_bytes, length_bytes)
 
 
 def export_address(address: int, *, length_bytes: int, device_index: int, kind: ShareKind) -> HandleMessage:
@@ -177,7 +177,7 @@ def device_of(handle: ShareHandle) -> cuda.Device:
 
 
 def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedMemory:
-    """Map memory of another process into this one, and return its shared part.
+    """Map memory of another process into this process, and return the part that the handle shares.
 
     Parameters
     ----------
@@ -202,9 +202,9 @@ def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedM
         message = "a dma-buf has no address in this process"
         raise UsageError(message, what_to_do="call import_dmabuf(), and register the result with a NIC")
     _require_device(device, handle)
-    _require_owner(handle)
+    _require_running_owner(handle)
     try:
-        allocation = _OPENERS[handle.kind](device, handle, handle_message.descriptors)
+        allocation = _OPEN_FUNCTION_BY_KIND[handle.kind](device, handle, handle_message.descriptors)
     except ApiError as error:
         # If the owner has ended since the check above, report this instead of the error of the driver.
         if is_running(handle.owner) is False:
@@ -246,7 +246,7 @@ def import_dmabuf(handle_message: HandleMessage) -> DmabufRange:
     if handle.kind is not ShareKind.DMABUF:
         message = f"a handle of the kind {handle.kind.name} has no dma-buf"
         raise UsageError(message, what_to_do="pass this message to import_memory()")
-    _require_owner(handle)
+    _require_running_owner(handle)
     (fd,) = handle_message.descriptors
     with DmabufRange.from_fd(fd) as whole_dmabuf:
         if whole_dmabuf.size_bytes != handle.allocation_bytes:
@@ -334,7 +334,7 @@ def _make_dmabuf_message(dmabuf: DmabufRange, *, device_uuid: bytes) -> HandleMe
     return HandleMessage(handle.pack(), [dmabuf.take()])
 
 
-_EXPORTERS = {ShareKind.IPC: _export_ipc, ShareKind.VMM: _export_vmm, ShareKind.DMABUF: _export_dmabuf}
+_EXPORT_FUNCTION_BY_KIND = {ShareKind.IPC: _export_ipc, ShareKind.VMM: _export_vmm, ShareKind.DMABUF: _export_dmabuf}
 
 
 def _open_ipc(device: cuda.Device, handle: ShareHandle, _descriptors: Sequence[int]) -> CudaMemory:
@@ -345,7 +345,7 @@ def _open_vmm(device: cuda.Device, handle: ShareHandle, descriptors: Sequence[in
     return VmmMemory.import_shareable(device, descriptors, chunk_bytes=handle.chunk_bytes)
 
 
-_OPENERS = {ShareKind.IPC: _open_ipc, ShareKind.VMM: _open_vmm}
+_OPEN_FUNCTION_BY_KIND = {ShareKind.IPC: _open_ipc, ShareKind.VMM: _open_vmm}
 
 
 def _locate_in_allocation(memory: CudaMemory, offset_bytes: int) -> tuple[int, int]:
@@ -377,7 +377,7 @@ def _make_wrong_device_error(handle: ShareHandle) -> UsageError:
     return UsageError(message, reason=Reason.NO_DEVICE, what_to_do="import it on that device, on the owner's machine")
 
 
-def _require_owner(handle: ShareHandle) -> None:
+def _require_running_owner(handle: ShareHandle) -> None:
     # None means that this process cannot see the owner (it is in another container). Then the driver decides.
     if is_running(handle.owner) is False:
         raise _make_owner_gone_error(handle)

@@ -13,16 +13,16 @@ def crc32c_portable(data: object, initial: int = 0) -> int: ...
 
 def crc32c_combine(first: int, second: int, second_bytes: int) -> int: ...
 
-def open_beneath(folder: int, path: bytes, flags: int, mode: int = 0, by_steps: bool = False) -> int: ...
+def open_beneath(folder: int, path: bytes, flags: int, mode: int = 0, by_component: bool = False) -> int: ...
 
 def rename(from_folder: int, name: bytes, to_folder: int, new_name: bytes, *, exclusive: bool, exchange: bool) -> None: ...
 
 class Store:
     """
-    The files of a store and their checksums. The caller keeps `sums_folder` open and closes it.
+    The files of a store and their checksums (sums). `sums_folder_fd` is a descriptor of the folder with the sums files. The caller keeps this descriptor open and closes it.
     """
 
-    def __init__(self, sums_folder: int, chunk_bytes: int, *, generation: int = -1) -> None: ...
+    def __init__(self, sums_folder_fd: int, chunk_bytes: int, *, generation_fd: int = -1) -> None: ...
 
     def adopt(self, fd: int, *, read: bool, write: bool) -> OpenFile:
         """
@@ -64,7 +64,7 @@ class Fabric:
 class Session:
     """The queue pairs, the open files and the thread of one client."""
 
-    def __init__(self, store: Store, fabric: Fabric, endpoints: Sequence[dict], *, outstanding_max: int, length_bytes_max: int) -> None: ...
+    def __init__(self, store: Store, fabric: Fabric, peer_endpoints: Sequence[dict], *, outstanding_max: int, length_bytes_max: int) -> None: ...
 
     @property
     def endpoints(self) -> list: ...
@@ -81,7 +81,7 @@ class Session:
 
     def start(self, data_fd: int) -> None:
         """
-        Start the thread that serves the data connection. The session owns the descriptor, even if this raises.
+        Start the thread that serves the data connection. The session owns the descriptor, even if the call raises.
         """
 
     def close(self) -> None: ...

@@ -90,7 +90,7 @@ class FileStore:
             self.token = self._read_or_create_token()
             sums_folder = self._private_folder.folder("sums")
             self._close_actions.push(sums_folder.close)
-            self.native = engine.Store(sums_folder.fd, self.chunk_bytes, generation=sums_generation_fd)
+            self.native = engine.Store(sums_folder.fd, self.chunk_bytes, generation_fd=sums_generation_fd)
         except BaseException as error:
             self._close_actions.run_after(error)
             raise

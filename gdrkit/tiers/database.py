@@ -1,8 +1,9 @@
 """The database file of the catalogue, which is rebuilt if it is lost or damaged, and the clock of the catalogue.
 
-The database is the file ``catalogue-N.sqlite`` with the largest N. A process that has an older file open switches to
-the newest one at its next call. A damaged file is never renamed or removed: another process may have it open, and
-SQLite finds the write-ahead log of a database by the name of the database.
+The catalogue records the tier and the accesses of each file. It is stored in an SQLite database: the file
+``catalogue-N.sqlite`` with the largest N. A process that has an older file open switches to the newest one at its next
+call. A damaged file is never renamed or removed: another process may have it open, and SQLite finds the write-ahead log
+of a database by the name of the database.
 
 The clock is the host's clock without backward steps. If an administrator sets the host's clock back, the clock of the
 catalogue continues from its latest value. Otherwise, all accesses would seem more recent, so the heat of all files (the
@@ -38,7 +39,7 @@ __all__ = ["Database"]
 _FILE_NAME_PATTERN = re.compile(r"catalogue-(\d{6})\.sqlite")
 # Interval between two attempts to lock the folder, in seconds.
 _LOCK_INTERVAL_S = 0.02
-# Least time to wait for another process that rebuilds the catalogue, in seconds, even if the configured timeout is
+# Least time to wait for another process that rebuilds the database, in seconds, even if the configured timeout is
 # shorter.
 _REBUILD_TIMEOUT_S_MIN = 60.0
 _log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class Database(ABC):
         self._file_number = self._inode = 0
         with convert_os_errors("open catalogue", folder=str(folder)):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._handle = Handle("tiers.catalogue")
+        self._live_handle = Handle("tiers.catalogue")  # It counts this database as an open object, for leak checks.
         try:
             self._open()
         except BaseException:
@@ -105,7 +106,10 @@ class Database(ABC):
         return self._make_path(self._file_number)
 
     def new_connection(self) -> Connection:
-        """Return a separate connection, which sorts on disk, to the same database. The caller closes the connection."""
+        """Return another connection to the same database. The caller closes it.
+
+        For sorting, SQLite uses temporary files instead of memory in this connection.
+        """
         with self.locked_connection("connect"):
             return connect(self.path, timeout_ms=self._timeout_ms, sorts_on_disk=True)
 
@@ -125,7 +129,7 @@ class Database(ABC):
                 yield connection
 
     def rebuild(self) -> None:
-        """Create a new catalogue from the files on disk."""
+        """Create a new database from the files on disk."""
         with self._lock:
             self._rebuild(self._file_number)
 
@@ -140,7 +144,7 @@ class Database(ABC):
             connection, self._connection, self._file_number = self._connection, None, -1
             if connection is not None:
                 connection.close()
-            self._handle.release()
+            self._live_handle.release()
 
     @contextmanager
     def locked_connection(self, operation: str, **arguments: object) -> Iterator[Connection]:
@@ -243,7 +247,8 @@ class Database(ABC):
         (old_half_life_s,) = connection.execute("SELECT value FROM meta WHERE key = 'half_life_s'").fetchone()
         if old_half_life_s == self._half_life_s:
             return
-        # Only _fill_draft() has begun a transaction. Its database has no files yet, so there are no scores to convert.
+        # A transaction is open here only if _fill_draft() is the caller. The draft has no files yet, so there are no
+        # scores to convert.
         if connection.in_transaction:
             connection.execute("UPDATE meta SET value = ? WHERE key = 'half_life_s'", (self._half_life_s,))
             return
@@ -272,7 +277,7 @@ class Database(ABC):
 
     @contextmanager
     def _hold_creation_lock(self) -> Iterator[None]:
-        """Hold the lock of the folder, so that only one process creates a catalogue."""
+        """Hold the lock of the folder, so that only one process creates a database."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         with convert_os_errors("lock catalogue", folder=str(self.folder)):
             lock_fd = os.open(self.folder / "lock", flags, 0o600)

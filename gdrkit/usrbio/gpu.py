@@ -106,9 +106,9 @@ def make_gpu_iovec(
 
 
 def open_gpu_iovec(
-    hf3fs_mount_point: str, identity: str, *, length_bytes: int, device: int = 0, block_size: int = 0
+    hf3fs_mount_point: str, iovec_id: str, *, length_bytes: int, device: int = 0, block_size: int = 0
 ) -> Iovec:
-    """Return the iovec of device memory that another process published. `identity` is the ``id`` of that iovec.
+    """Return the iovec of device memory that another process published. `iovec_id` is the ``id`` of that iovec.
 
     `length_bytes` must equal the published size. `device` is the number by which this process names the GPU with the
     memory. The link of device memory has no block size, so `block_size` limits only operations that use the returned
@@ -119,7 +119,7 @@ def open_gpu_iovec(
     UsrbioError
         ENOENT: the memory is not published. Else see :func:`make_gpu_iovec`.
     """
-    return _count_as_open(native().open_gpu_iovec(identity, hf3fs_mount_point, length_bytes, block_size, device))
+    return _count_as_open(native().open_gpu_iovec(iovec_id, hf3fs_mount_point, length_bytes, block_size, device))
 
 
 def import_gpu_iovec(hf3fs_mount_point: str, handle: bytes) -> Iovec:

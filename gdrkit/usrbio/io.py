@@ -191,13 +191,13 @@ def make_iovec(shm: SharedBlock, hf3fs_mount_point: str, block_size: int = 0, nu
         The library refused the memory.
     """
     module = native()
-    identity = str(uuid.uuid4())
+    iovec_id = str(uuid.uuid4())
     # The agent and 3FS read the block size from the name of the link.
     block_size_suffix = f".b{block_size}" if block_size > 0 else ""
-    link_path = Path(hf3fs_mount_point, "3fs-virt", "iovs", f"{identity}{block_size_suffix}")
+    link_path = Path(hf3fs_mount_point, "3fs-virt", "iovs", f"{iovec_id}{block_size_suffix}")
     link_path.symlink_to(os.path.normpath(f"/dev/shm/{shm.name}"))  # noqa: S108 - the agent opens this path.
     try:
-        iovec = module.iovec(shm.buf, identity, hf3fs_mount_point, block_size, numa)
+        iovec = module.iovec(shm.buf, iovec_id, hf3fs_mount_point, block_size, numa)
     except BaseException:
         link_path.unlink(missing_ok=True)
         raise
@@ -231,14 +231,14 @@ def trim_host_pool(*, idle_bytes_max: int = 0) -> None:
 
 
 def open_iovec(
-    hf3fs_mount_point: str, identity: str, *, length_bytes: int, block_size: int = 0, numa: int = -1
+    hf3fs_mount_point: str, iovec_id: str, *, length_bytes: int, block_size: int = 0, numa: int = -1
 ) -> Iovec:
     """Return the iovec of memory that another process published; see :func:`make_iovec`.
 
-    `identity` is the ``id`` of the other process's iovec. Closing the returned iovec does not remove the published
+    `iovec_id` is the ``id`` of the other process's iovec. Closing the returned iovec does not remove the published
     link. After the owner has removed the link, operations fail with EACCES.
     """
-    iovec = native().open_iovec(identity, hf3fs_mount_point, length_bytes, block_size, numa)
+    iovec = native().open_iovec(iovec_id, hf3fs_mount_point, length_bytes, block_size, numa)
     _count_as_open(iovec, lambda: None)
     return iovec
 

@@ -47,7 +47,7 @@ class Iovec(Protocol):
 
     @property
     def block_size(self) -> int:
-        """Size of the blocks in bytes. 0 means one block."""
+        """Size in bytes of the blocks whose borders no operation may cross. 0: the whole memory is one block."""
 
     @property
     def is_gpu(self) -> bool:
@@ -136,7 +136,7 @@ class Ioring(Protocol):
         ----------
         max_results, min_results : int
             Highest and lowest number of operations in the result. If the timeout expires, the result has fewer than
-            `min_results`. A `max_results` below 1 or below `min_results` is raised to the larger of these two.
+            `min_results`. At most max(`max_results`, `min_results`, 1) operations are returned.
         timeout : timedelta or None
             Longest wait. None means no limit.
         """
@@ -184,7 +184,7 @@ class NativeModule(Protocol):
         for_read: bool,  # noqa: FBT001
         io_depth: int,
         priority: int | None,
-        timeout: int | None,
+        timeout_ms: int | None,
         numa: int,
         flags: int,
     ) -> Ioring: ...
@@ -192,7 +192,7 @@ class NativeModule(Protocol):
     def create_iovec(self, hf3fs_mount_point: str, length_bytes: int, block_size: int, numa: int) -> Iovec: ...
 
     def open_iovec(
-        self, identity: str, hf3fs_mount_point: str, length_bytes: int, block_size: int, numa: int
+        self, iovec_id: str, hf3fs_mount_point: str, length_bytes: int, block_size: int, numa: int
     ) -> Iovec: ...
 
     def create_gpu_iovec(self, hf3fs_mount_point: str, length_bytes: int, block_size: int, device: int) -> Iovec: ...
@@ -201,7 +201,7 @@ class NativeModule(Protocol):
         self,
         address: int,
         length_bytes: int,
-        identity: str,
+        iovec_id: str,
         hf3fs_mount_point: str,
         block_size: int,
         device: int,
@@ -209,7 +209,7 @@ class NativeModule(Protocol):
     ) -> Iovec: ...
 
     def open_gpu_iovec(
-        self, identity: str, hf3fs_mount_point: str, length_bytes: int, block_size: int, device: int
+        self, iovec_id: str, hf3fs_mount_point: str, length_bytes: int, block_size: int, device: int
     ) -> Iovec: ...
 
     def import_gpu_iovec(self, handle: bytes, hf3fs_mount_point: str) -> Iovec: ...

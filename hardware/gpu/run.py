@@ -59,7 +59,7 @@ class Part:
     is_optional: bool = False
 
     @property
-    def root(self) -> str:
+    def root_folder(self) -> str:
         """Root folder for pytest, relative to the data folder of the installed gdrkit package."""
         return self.cases[0].partition("/")[0]
 
@@ -249,7 +249,7 @@ def _make_environment(options: argparse.Namespace, site_folder: Path, temporary_
 def _run_parts(options: argparse.Namespace, site_folder: Path, temporary_folder: Path) -> int:
     environment = _make_environment(options, site_folder, temporary_folder)
     data_folder = site_folder / "gdrkit" / "_data"
-    launcher, substrates = _choose_launcher(is_software=options.software)
+    launcher, substrate_option = _choose_launcher(uses_only_twins=options.software)
     placeholder_by_path = {site_folder: "{site}", options.bundle.resolve(): "{bundle}"}
     json_by_file_name = {
         file_name: _describe_machine(arguments, launcher, environment, temporary_folder, placeholder_by_path)
@@ -266,7 +266,14 @@ def _run_parts(options: argparse.Namespace, site_folder: Path, temporary_folder:
             continue
         records_file = temporary_folder / f"{part_name}.jsonl"
         command = [*launcher, sys.executable, "-m", "pytest", "-c", str(data_folder / "suites" / "pytest.ini")]
-        command += [f"--rootdir={data_folder / part.root}", "-q", "-rfE", "--tb=short", "--substrate", substrates]
+        command += [
+            f"--rootdir={data_folder / part.root_folder}",
+            "-q",
+            "-rfE",
+            "--tb=short",
+            "--substrate",
+            substrate_option,
+        ]
         command += [
             "--records",
             str(records_file),
@@ -295,10 +302,10 @@ def _run_parts(options: argparse.Namespace, site_folder: Path, temporary_folder:
     return EXIT_FAILED if any(exit_codes) else 0
 
 
-def _choose_launcher(*, is_software: bool) -> tuple[list[str], str]:
+def _choose_launcher(*, uses_only_twins: bool) -> tuple[list[str], str]:
     """Return the first words of each command (empty without a twin), and the value of the option --substrate."""
     run_command = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated"]
-    if is_software:
+    if uses_only_twins:
         _print_line("gpu: every API runs on its software twin")
         return [*run_command, "--"], "software"
     if any(Path("/sys/class/infiniband").glob("*")):

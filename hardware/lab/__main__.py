@@ -32,7 +32,8 @@ DEFAULT_CASES = (
     *("suites/contract/rdma", "suites/rdma", "suites/registration", "suites/property/test_cache_machine.py"),
     "suites/observe/test_perftest.py",
 )
-# Emulated devices need 20 s to move the bytes of these cases, which `nox -s suites` also runs.
+# If the guest is emulated, both runs leave out these cases, because the transfer of their bytes would take 20 s. `nox
+# -s suites` also runs these cases.
 LARGE_CASES = (
     "rdma/test_first_light.py::test_remote_write_arrives_in_memory[64MiB",
     "rdma/test_first_light.py::test_remote_read_returns_memory[64MiB",
@@ -51,8 +52,8 @@ def main() -> int:
     options = _parse_options()
     os.environ.setdefault("GDRKIT_EXAMPLES", EXAMPLE_COUNT)
     options.output.mkdir(parents=True, exist_ok=True)
-    records_files = {name: options.output / f"{name}.jsonl" for name in ("twin", "kernel")}
-    for path in records_files.values():
+    records_file_by_run = {name: options.output / f"{name}.jsonl" for name in ("twin", "kernel")}
+    for path in records_file_by_run.values():
         path.unlink(missing_ok=True)
     pytest_arguments = options.cases
     # If no argument names a file or folder of this project, all arguments are options for the default cases.
@@ -63,28 +64,30 @@ def main() -> int:
         machine = None if options.here else configure_machine(options)
         if machine is not None and not machine.use_kvm:
             pytest_arguments = [*pytest_arguments, *(f"--deselect={case}" for case in LARGE_CASES)]
-        twin_command = _make_pytest_command(records_files["twin"], pytest_arguments, ["--software", "--isolated"], [])
+        twin_command = _make_pytest_command(
+            records_file_by_run["twin"], pytest_arguments, ["--software", "--isolated"], []
+        )
         if machine is None or machine.use_kvm:
             # The runs measure transfer rates, so neither may slow down the other.
             twin_exit_code = subprocess.call(twin_command, cwd=PROJECT_ROOT)
             if machine is None:
-                kernel_exit_code = _run_here(records_files["kernel"], pytest_arguments, options)
+                kernel_exit_code = _run_here(records_file_by_run["kernel"], pytest_arguments, options)
             else:
-                kernel_exit_code = _run_in_guest(machine, records_files["kernel"], pytest_arguments, options)
+                kernel_exit_code = _run_in_guest(machine, records_file_by_run["kernel"], pytest_arguments, options)
         else:
-            # The rates of an emulated guest mean nothing, and it leaves most of one processor idle. So the cases run on
-            # the twins at the same time. The guest reads the bytecode files through a cache, so they must not change
-            # while it runs.
+            # The rates of an emulated guest mean nothing, and the guest leaves most of one processor idle. So the cases
+            # run on the twins at the same time. The guest reads the bytecode files through a cache, so they must not
+            # change while it runs.
             for name in ("gdrkit", "suites", "hardware"):
                 compileall.compile_dir(PROJECT_ROOT / name, quiet=1)
             with _BackgroundRun(twin_command) as twin_run:
-                kernel_exit_code = _run_in_guest(machine, records_files["kernel"], pytest_arguments, options)
+                kernel_exit_code = _run_in_guest(machine, records_file_by_run["kernel"], pytest_arguments, options)
                 _print_line("lab: the same cases on the twins")
                 twin_exit_code = twin_run.finish()
     except LabError as error:
         _print_line(f"lab: {error}")
         return EXIT_SETUP_MISSING
-    return _evaluate(records_files, [twin_exit_code, kernel_exit_code], options)
+    return _evaluate(records_file_by_run, [twin_exit_code, kernel_exit_code], options)
 
 
 class _BackgroundRun(Closeable):
@@ -153,15 +156,15 @@ def _run_in_guest(
     # pytest-benchmark fail at once, because there is no repository for them.
     commit = install_paths().commit()
     environ |= {"GIT_DIR": os.devnull} | ({} if commit is None else {"GDRKIT_COMMIT": commit})
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in environ.items()]
+    export_lines = [f"export {name}={shlex.quote(value)}" for name, value in environ.items()]
     script_file = options.output / "cases.sh"
     script_file.write_text(
-        "\n".join([*exports, f"cd {shlex.quote(str(PROJECT_ROOT))}", f"exec {shlex.join(command)}", ""])
+        "\n".join([*export_lines, f"cd {shlex.quote(str(PROJECT_ROOT))}", f"exec {shlex.join(command)}", ""])
     )
     accelerator = "KVM" if machine.use_kvm else "TCG (KVM is not usable here; TCG is slower, with the same results)"
-    _print_line(f"lab: {machine.image.name} in a virtual machine by {accelerator}")
+    _print_line(f"lab: {machine.kernel_image.name} in a virtual machine by {accelerator}")
     return machine.run(
-        script_file, output=options.output, limits=Limits(boot_s=options.boot_limit_s, run_s=options.limit_s)
+        script_file, output_folder=options.output, limits=Limits(boot_s=options.boot_limit_s, run_s=options.limit_s)
     )
 
 
@@ -184,21 +187,21 @@ def _run_here(records_file: Path, pytest_arguments: list[str], options: argparse
         raise LabError(message) from error
 
 
-def _evaluate(records_files: dict[str, Path], exit_codes: list[int], options: argparse.Namespace) -> int:
+def _evaluate(records_file_by_run: dict[str, Path], exit_codes: list[int], options: argparse.Namespace) -> int:
     """Print the comparison and all problems, and return the exit code."""
     runs_without_records = [
-        name for name, path in records_files.items() if not path.exists() or not path.stat().st_size
+        name for name, path in records_file_by_run.items() if not path.exists() or not path.stat().st_size
     ]
     if runs_without_records:
         _print_line(f"lab: no records of the run on {' and '.join(runs_without_records)}; see its output above")
         return EXIT_FAILED
-    pairs = compare(records_files["twin"], records_files["kernel"])
+    pairs = compare(records_file_by_run["twin"], records_file_by_run["kernel"])
     _print_line(format_table(pairs))
-    kernel_records = read_records(records_files["kernel"])
+    kernel_records = read_records(records_file_by_run["kernel"])
     agreeing_count = sum(pair.agrees for pair in pairs)
     differing_pairs = [pair for pair in pairs if pair.differs]
     problems = [f"{pair.case}: {pair.twin} on the twin, {pair.kernel} on this kernel" for pair in differing_pairs]
-    problems += find_wrong_substrates(read_records(records_files["twin"]), frozenset({"twin"}))
+    problems += find_wrong_substrates(read_records(records_file_by_run["twin"]), frozenset({"twin"}))
     problems += find_wrong_substrates(kernel_records, frozenset({"kernel_software", "hardware"}))
     problems += find_missing_refusals(kernel_records, load_profile(kernel_records[0].profile))
     for record in kernel_records:
@@ -217,7 +220,7 @@ def _evaluate(records_files: dict[str, Path], exit_codes: list[int], options: ar
         f"lab: {format_count(len(differing_pairs), 'case')} with different outcomes; "
         f"{not_run_count} did not run on both and are not counted"
     )
-    runs_and_exit_codes = zip(records_files, exit_codes, strict=True)
+    runs_and_exit_codes = zip(records_file_by_run, exit_codes, strict=True)
     problems += [f"the run on {name} ended with exit code {code}" for name, code in runs_and_exit_codes if code]
     if agreeing_count < options.agreeing_min:
         problems.append(

@@ -52,9 +52,9 @@ class Machine:
 
     Attributes
     ----------
-    image : Path
+    kernel_image : Path
         The kernel image, FOLDER/boot/vmlinuz-VERSION. Its modules are in FOLDER/lib/modules.
-    tools : Path
+    tools_folder : Path
         The folder with vng, the command of virtme-ng.
     use_kvm : bool
         Whether KVM is used. Without it, QEMU emulates the processor (TCG).
@@ -62,12 +62,12 @@ class Machine:
         Folders that are read often and do not change during the run. The guest reads them through a cache.
     """
 
-    image: Path
-    tools: Path
+    kernel_image: Path
+    tools_folder: Path
     use_kvm: bool
     cached_folders: tuple[str, ...] = ()
 
-    def run(self, script: Path, *, output: Path, limits: Limits) -> int:
+    def run(self, script_file: Path, *, output_folder: Path, limits: Limits) -> int:
         """Boot the machine, run the script with two rxe devices, shut down, and return the exit code of the script.
 
         If the machine does not boot in time, it is started a second time, because the boot of an emulated machine
@@ -75,9 +75,9 @@ class Machine:
 
         Parameters
         ----------
-        script : Path
+        script_file : Path
             The script. bash runs it as root.
-        output : Path
+        output_folder : Path
             The only folder into which the guest may write.
 
         Raises
@@ -86,49 +86,64 @@ class Machine:
             The machine failed to boot in time twice, did not end in time, or ended without the exit code of the script.
         """
         try:
-            return self._run_once(script, output=output, limits=limits)
+            return self._run_once(script_file, output_folder=output_folder, limits=limits)
         except BootTimeoutError as error:
             print(f"lab: {error}; it is started again", flush=True)  # noqa: T201 - users read it.
-        return self._run_once(script, output=output, limits=limits)
+        return self._run_once(script_file, output_folder=output_folder, limits=limits)
 
-    def _run_once(self, script: Path, *, output: Path, limits: Limits) -> int:
+    def _run_once(self, script_file: Path, *, output_folder: Path, limits: Limits) -> int:
         # guest.sh creates `booted` when the kernel has booted, and writes the exit code of the script to `code`.
         for file_name in ("booted", "code"):
-            (output / file_name).unlink(missing_ok=True)
-        process = self._start(script, output)
+            (output_folder / file_name).unlink(missing_ok=True)
+        process = self._start(script_file, output_folder)
         printer_thread = threading.Thread(target=_print_output, args=(process,))
         printer_thread.start()
         try:
-            if not self._wait(process, output / "booted", limits.boot_s):
+            if not self._wait(process, output_folder / "booted", limits.boot_s):
                 raise BootTimeoutError(_describe_timeout(f"did not boot within {limits.boot_s:g} s"))
             if not self._wait(process, None, limits.run_s):
                 raise LabError(_describe_timeout(f"booted, but did not end within {limits.run_s:g} s"))
         finally:
             _kill(process)
             printer_thread.join()
-        code_file = output / "code"
-        code_text = code_file.read_text().strip() if code_file.exists() else ""
-        if not code_text.isdecimal():
+        exit_code_file = output_folder / "code"
+        exit_code_text = exit_code_file.read_text().strip() if exit_code_file.exists() else ""
+        if not exit_code_text.isdecimal():
             message = f"the virtual machine ended without a result (exit code of vng: {process.returncode}): "
             message += "see its output above"
             raise LabError(message)
-        return int(code_text)
+        return int(exit_code_text)
 
-    def _start(self, script: Path, output: Path) -> subprocess.Popen[bytes]:
-        search_path = f"{self.tools}{os.pathsep}{os.environ['PATH']}"
+    def _start(self, script_file: Path, output_folder: Path) -> subprocess.Popen[bytes]:
+        search_path = f"{self.tools_folder}{os.pathsep}{os.environ['PATH']}"
         guest_command = shlex.join(
-            ["bash", str(_LAB_FOLDER / "guest.sh"), str(output), str(script), *self.cached_folders]
+            ["bash", str(_LAB_FOLDER / "guest.sh"), str(output_folder), str(script_file), *self.cached_folders]
         )
-        command = [str(self.tools / "vng"), "--run", str(self.image), *([] if self.use_kvm else ["--disable-kvm"])]
+        command = [
+            str(self.tools_folder / "vng"),
+            "--run",
+            str(self.kernel_image),
+            *([] if self.use_kvm else ["--disable-kvm"]),
+        ]
         # 9p is used, because virtiofs needs a daemon that some distributions do not have.
-        command += ["--force-9p", "--cpus", "2", "--memory", "2G", "--rwdir", str(output), "--exec", guest_command]
+        command += [
+            "--force-9p",
+            "--cpus",
+            "2",
+            "--memory",
+            "2G",
+            "--rwdir",
+            str(output_folder),
+            "--exec",
+            guest_command,
+        ]
         # guest.sh mounts the second export of the host's files with a cache. The export needs a PCI device, which the
         # machine type microvm does not support.
         command += ["--disable-microvm", f"--qemu-opts={_SECOND_EXPORT_OPTIONS}"]
         # vng runs in a new session, so that vng, QEMU and all other child processes can be killed together.
         return subprocess.Popen(
             command,
-            cwd=output,
+            cwd=output_folder,
             env={**os.environ, "PATH": search_path},
             stdin=subprocess.DEVNULL,
             # virtme-ng opens its standard output a second time. If standard output were a file, virtme-ng would
@@ -155,10 +170,10 @@ def _describe_timeout(event_text: str) -> str:
     return f"the virtual machine {event_text}, and was killed: try again on a machine with less load"
 
 
-def check_programs(tools: Path) -> None:
+def check_programs(tools_folder: Path) -> None:
     """Raise :class:`LabError` if a program that the lab needs is missing."""
-    if not (tools / "vng").exists():
-        message = f"vng is not in {tools}: pip install virtme-ng"
+    if not (tools_folder / "vng").exists():
+        message = f"vng is not in {tools_folder}: pip install virtme-ng"
         raise LabError(message)
     missing_programs = [name for name in _PROGRAMS if not shutil.which(name)]
     if missing_programs:
@@ -196,8 +211,8 @@ def can_virtualize(*, cpuinfo: Path = Path("/proc/cpuinfo"), device: Path = Path
 def _print_output(process: subprocess.Popen[bytes]) -> None:
     """Print the output of the process as it arrives."""
     assert process.stdout is not None  # noqa: S101 - the process was started with a pipe.
-    with process.stdout as output:
-        while output_bytes := output.read1():  # type: ignore[attr-defined]
+    with process.stdout as output_pipe:
+        while output_bytes := output_pipe.read1():  # type: ignore[attr-defined]
             sys.stdout.write(output_bytes.decode("utf-8", "replace"))
             sys.stdout.flush()
 

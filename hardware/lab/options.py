@@ -48,8 +48,8 @@ def configure_machine(options: argparse.Namespace) -> Machine:
     cached_folders = tuple(str(folder) for folder in folders if folder.is_dir())
     cache_folder = options.cache or _BUILD_FOLDER / ("kernel-backports" if options.backports else "kernel")
     return Machine(
-        image=find_kernel_image(cache_folder.resolve(), backports=options.backports),
-        tools=options.tools,
+        kernel_image=find_kernel_image(cache_folder.resolve(), backports=options.backports),
+        tools_folder=options.tools,
         use_kvm=use_kvm,
         cached_folders=cached_folders,
     )

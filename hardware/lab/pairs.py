@@ -106,6 +106,7 @@ def format_table(pairs: Iterable[Pair]) -> str:
     rows = [("case", "twin", "rxe", "")]  # rxe: the kernel's RDMA devices (Soft-RoCE).
     mark_by_pair = {pair: "DIFFERS" if pair.differs else "" for pair in pairs}
     rows += [(pair.case, pair.twin, pair.kernel, mark) for pair, mark in mark_by_pair.items()]
+    # The last column, the mark, gets no padding.
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
         " | ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip(" |")

@@ -89,7 +89,10 @@ def _compare_with_gpu(options: argparse.Namespace) -> int:
     results_file = options.records.with_suffix(".cases")
     run_cuda_python(options.python, options.tests, _make_device_under_test(options), results_file)
     joined_results = join_results(options.gpu_results, results_file)
-    numbers = {"counted_count": float(len(joined_results.counted)), "passed_count": float(joined_results.passed_count)}
+    numbers = {
+        "counted_count": float(len(joined_results.counted_cases)),
+        "passed_count": float(joined_results.passed_count),
+    }
     numbers |= {
         "passed_percent": joined_results.share_percent,
         # Number of cases that pass on the twin but fail on the GPU, because the twin accepts more.
@@ -99,11 +102,11 @@ def _compare_with_gpu(options: argparse.Namespace) -> int:
     environment_folder = str(Path(options.python).parents[1])
     failure_text_by_case = {
         case: failure_text.replace(str(options.tests.resolve()), "TESTS").replace(environment_folder, "ENVIRONMENT")
-        for case, failure_text in joined_results.failure_texts.items()
+        for case, failure_text in joined_results.failure_text_by_case.items()
     }
     evidence: dict[str, object] = {
-        "gpu": dict(joined_results.gpu),
-        "twin": dict(joined_results.twin),
+        "gpu": dict(joined_results.gpu_machine),
+        "twin": dict(joined_results.twin_machine),
         "not_passed": failure_text_by_case,
     }
     record = make_record(

@@ -18,7 +18,7 @@ import numpy as np
 
 LENGTH_BYTES = (4 << 20) + 1000
 _TIMEOUT_S, _PAUSE_S = 40.0, 0.002
-# Indices of the device that is copied from, and of the device that is copied to.
+# The source device and the target device of each copy, as device indices.
 _DEVICE_PAIRS = ((0, 1), (1, 0))
 
 
@@ -237,14 +237,14 @@ class _Driver:
     """The CUDA driver in cuda.bindings, with methods that allocate and copy GPU memory."""
 
     def __init__(self) -> None:
-        self._driver: Any = importlib.import_module("cuda.bindings.driver")
+        self._bindings: Any = importlib.import_module("cuda.bindings.driver")
         self._call("cuInit", 0)
         self._call("cuCtxSetCurrent", self._call("cuDevicePrimaryCtxRetain", 0))
 
     def _call(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 - the types of cuda.bindings.
-        error, *results = getattr(self._driver, name)(*arguments)
-        if int(error):
-            sys.exit(f"{name} failed: {error!r}")
+        status, *results = getattr(self._bindings, name)(*arguments)
+        if int(status):
+            sys.exit(f"{name} failed: {status!r}")
         return results[0] if results else None
 
     def allocate(self, length_bytes: int) -> _GpuMemory:
@@ -273,10 +273,10 @@ def cupy_refusal(cupy: Any) -> str:  # noqa: ANN401 - as torch_copies().
 
 def bindings_refusal(runtime: Any) -> str:  # noqa: ANN401 - as torch_copies().
     """Count the devices by cuda.bindings.runtime, which also contains the CUDA runtime as a static library."""
-    error = runtime.cudaGetDeviceCount()[0]
-    if not int(error):
+    status = runtime.cudaGetDeviceCount()[0]
+    if not int(status):
         sys.exit("the static CUDA runtime was not refused")
-    return f"refused: {error!r}"
+    return f"refused: {status!r}"
 
 
 def main() -> None:

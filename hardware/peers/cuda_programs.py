@@ -22,10 +22,10 @@ _COPY_SETTINGS = ("UCX_TLS=cuda_copy,tcp,self", "UCX_PROTO_INFO=y")
 _EXPANDABLE_SETTING = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 # The twin prints the line that refuses a static CUDA runtime exactly once. The expression does not match if there are
 # two such lines.
-_REFUSED_RUNTIME = (
+_REFUSED_RUNTIME_PATTERN = (
     r"(?s)\A(?!.*as a static library.*as a static library).*contains the CUDA runtime as a static library"
 )
-_REFUSED_KERNEL = r"the launch of the kernel .*elementwise_kernel.* fails with cudaErrorNotSupported"
+_REFUSED_KERNEL_PATTERN = r"the launch of the kernel .*elementwise_kernel.* fails with cudaErrorNotSupported"
 
 
 def list_cuda_programs(python: str) -> list[StockProgram]:
@@ -52,7 +52,7 @@ def _list_torch_programs(python: str) -> list[StockProgram]:
             data_check=CHECKED_BY_PROGRAM,
             moved_bytes_min=moved_mib_min * _MIB,
             apis=("cuda",),
-            output=f"^{case}: right",
+            output_pattern=f"^{case}: right",
         )
         # A case moves slightly more than 4 MiB in each copy: torch_streams makes 3 copies in each of 20 rounds.
         for subject, case, moved_mib_min, settings in (
@@ -66,7 +66,7 @@ def _list_torch_programs(python: str) -> list[StockProgram]:
     # PYTHONPATH makes torch_rdma.py import gdrkit from this tree.
     rdma_command = ("env", f"PYTHONPATH={_FOLDER.parents[1]}", python, str(_FOLDER / "torch_rdma.py"))
     name = "torch, a file by gdrkit.gds, by RDMA to the tensor of a second process"
-    apis, output = ("verbs", "cuda"), r"by RDMA \(dmabuf\): right$"
+    apis, output_pattern = ("verbs", "cuda"), r"by RDMA \(dmabuf\): right$"
     programs.append(
         StockProgram(
             name,
@@ -75,7 +75,7 @@ def _list_torch_programs(python: str) -> list[StockProgram]:
             data_check=CHECKED_BY_PROGRAM,
             moved_bytes_min=8 * _MIB,
             apis=apis,
-            output=output,
+            output_pattern=output_pattern,
         )
     )
     return programs
@@ -91,7 +91,7 @@ def _list_kvikio_programs(python: str) -> list[StockProgram]:
             moved_bytes_min=24 * _MIB,
             # With on and auto, kvikio reads and writes the files itself, without cuFile.
             apis=("cufile", "cuda") if mode == "off" else ("cuda",),
-            output="^kvikio_files: right",
+            output_pattern="^kvikio_files: right",
         )
         for mode in ("on", "off", "auto")
     ]
@@ -106,7 +106,7 @@ def _list_nixl_programs(python: str) -> list[StockProgram]:
             data_check=CHECKED_BY_PROGRAM,
             moved_bytes_min=8 * _MIB,
             apis=apis,
-            output="^nixl_files: right",
+            output_pattern="^nixl_files: right",
         )
         for backend, memory, apis in (
             ("GDS", "GPU", ("cufile", "cuda")),
@@ -132,7 +132,7 @@ def _list_nixl_programs(python: str) -> list[StockProgram]:
                 data_check=CHECKED_BY_PROGRAM,
                 moved_bytes_min=moved_mib_min * _MIB,
                 apis=apis,
-                output=rf"zero-copy +\| {transport}/",
+                output_pattern=rf"zero-copy +\| {transport}/",
             )
         )
     return programs
@@ -145,7 +145,7 @@ def _list_ucx_programs(python: str) -> list[StockProgram]:
     """
     ucx_folder = next(Path(python).parents[1].glob("lib/python*/site-packages/libucx"), Path("libucx"))
     programs = []
-    for transport, settings, output in (
+    for transport, settings, output_pattern in (
         ("cuda_copy", _COPY_SETTINGS, r"cuda_copy/cuda"),
         ("cuda_ipc", _IPC_SETTINGS, r"zero-copy +\| cuda_ipc/cuda"),
     ):
@@ -167,7 +167,7 @@ def _list_ucx_programs(python: str) -> list[StockProgram]:
                 data_check=CHECKED_BY_COUNTERS,
                 moved_bytes_min=20 * _MIB,
                 apis=("cuda",),
-                output=output,
+                output_pattern=output_pattern,
             )
         )
     return programs
@@ -176,15 +176,22 @@ def _list_ucx_programs(python: str) -> list[StockProgram]:
 def _list_refused_programs(python: str) -> list[StockProgram]:
     """Return the programs that a twin refuses. Each program prints one line with the reason, and ends."""
     return [
-        StockProgram(name, package, _make_command(python, case), data_check=REFUSED, apis=("cuda",), output=output)
-        for name, package, case, output in (
-            ("torch, a kernel: refused", "torch", "torch_kernel", _REFUSED_KERNEL),
-            ("cupy, static CUDA runtime: refused", "cupy-cuda12x", "cupy_refusal", _REFUSED_RUNTIME),
+        StockProgram(
+            name,
+            package,
+            _make_command(python, case),
+            data_check=REFUSED,
+            apis=("cuda",),
+            output_pattern=output_pattern,
+        )
+        for name, package, case, output_pattern in (
+            ("torch, a kernel: refused", "torch", "torch_kernel", _REFUSED_KERNEL_PATTERN),
+            ("cupy, static CUDA runtime: refused", "cupy-cuda12x", "cupy_refusal", _REFUSED_RUNTIME_PATTERN),
             (
                 "cuda.bindings.runtime, static CUDA runtime: refused",
                 "cuda-bindings",
                 "bindings_refusal",
-                _REFUSED_RUNTIME,
+                _REFUSED_RUNTIME_PATTERN,
             ),
         )
     ]

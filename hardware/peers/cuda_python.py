@@ -1,6 +1,6 @@
 """cuda-python's own tests on the CUDA twin, joined case by case with their results on a GPU.
 
-cuda_python_child.py makes the file of results of each machine. A case counts if it passes on the GPU and needs neither
+cuda_python_child.py writes the results file of each machine. A case counts if it passes on the GPU and needs neither
 kernels, nor a compiler, nor the CUDA runtime that is linked statically into cuda.bindings.runtime.
 """
 
@@ -35,44 +35,50 @@ class CudaPythonJoin:
 
     Attributes
     ----------
-    gpu, twin : mapping
+    gpu_machine, twin_machine : mapping
         For each of the two machines, the versions of the packages and of the driver, and the device.
     outcomes : mapping
         For each case, its outcome on the GPU and on the twin: ``pass``, ``fail``, ``skip``, ``crash``,
         ``not collected`` or ``absent``.
-    counted : frozenset of str
+    counted_cases : frozenset of str
         The cases that count: they pass on the GPU and need nothing that the twin lacks.
-    failure_texts : mapping
+    failure_text_by_case : mapping
         For each case that counts and does not pass on the twin, its outcome on the twin.
     """
 
-    gpu: Mapping[str, str]
-    twin: Mapping[str, str]
+    gpu_machine: Mapping[str, str]
+    twin_machine: Mapping[str, str]
     outcomes: Mapping[str, tuple[str, str]]
-    counted: frozenset[str]
-    failure_texts: Mapping[str, str] = field(default_factory=dict)
+    counted_cases: frozenset[str]
+    failure_text_by_case: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def passed_count(self) -> int:
         """Number of the cases that count and pass on the twin."""
-        return len(self.counted) - len(self.failure_texts)
+        return len(self.counted_cases) - len(self.failure_text_by_case)
 
     @property
     def share_percent(self) -> float:
         """Percentage of the counted cases that pass on the twin."""
-        return 100.0 * self.passed_count / len(self.counted) if self.counted else 0.0
+        return 100.0 * self.passed_count / len(self.counted_cases) if self.counted_cases else 0.0
 
     @property
     def cases_passing_only_on_twin(self) -> list[str]:
         """The cases that pass on the twin and fail on the GPU. There must be none."""
-        return [case for case, (gpu, twin) in self.outcomes.items() if gpu == _FAIL and twin == _PASS]
+        return [
+            case
+            for case, (gpu_outcome, twin_outcome) in self.outcomes.items()
+            if gpu_outcome == _FAIL and twin_outcome == _PASS
+        ]
 
     @property
     def failure(self) -> str:
         """The sentence that says why the twin does not pass, or an empty string."""
         reasons = []
         if self.share_percent < SHARE_MIN_PERCENT:
-            reasons.append(f"{self.share_percent:.1f} % of {len(self.counted)} cases pass, not {SHARE_MIN_PERCENT:g} %")
+            reasons.append(
+                f"{self.share_percent:.1f} % of {len(self.counted_cases)} cases pass, not {SHARE_MIN_PERCENT:g} %"
+            )
         cases = self.cases_passing_only_on_twin
         if cases:
             count_text = "1 case passes" if len(cases) == 1 else f"{len(cases)} cases pass"
@@ -93,8 +99,8 @@ def join_results(gpu_file: Path, twin_file: Path) -> CudaPythonJoin:
     twin_machine, twin_results = _read_results(twin_file)
     absent_result: dict[str, Any] = {"outcome": "absent", "needs": []}
     outcomes: dict[str, tuple[str, str]] = {}
-    counted: set[str] = set()
-    failure_texts: dict[str, str] = {}
+    counted_cases: set[str] = set()
+    failure_text_by_case: dict[str, str] = {}
     for case in [*gpu_results, *(case for case in twin_results if case not in gpu_results)]:
         gpu_result, twin_result = gpu_results.get(case, absent_result), twin_results.get(case, absent_result)
         gpu_outcome, twin_outcome = _get_outcome(gpu_result), _get_outcome(twin_result)
@@ -102,22 +108,23 @@ def join_results(gpu_file: Path, twin_file: Path) -> CudaPythonJoin:
         needs = {*gpu_result["needs"], *twin_result["needs"]}
         if gpu_outcome != _PASS or needs or _EXCLUDING_TEXT_PATTERN.search(twin_result["outcome"]):
             continue
-        counted.add(case)
+        counted_cases.add(case)
         if twin_outcome != _PASS:
-            failure_texts[case] = " ".join(twin_result["outcome"].split())
-    return CudaPythonJoin(gpu_machine, twin_machine, outcomes, frozenset(counted), failure_texts)
+            failure_text_by_case[case] = " ".join(twin_result["outcome"].split())
+    return CudaPythonJoin(gpu_machine, twin_machine, outcomes, frozenset(counted_cases), failure_text_by_case)
 
 
-def format_share_table(join: CudaPythonJoin) -> str:
+def format_share_table(joined_results: CudaPythonJoin) -> str:
     """Return a table in Markdown: for each module of tests, the cases that count and how many pass on the twin."""
-    count_by_module = Counter(_get_module_name(case) for case in join.counted)
-    failure_count_by_module = Counter(_get_module_name(case) for case in join.failure_texts)
+    count_by_module = Counter(_get_module_name(case) for case in joined_results.counted_cases)
+    failure_count_by_module = Counter(_get_module_name(case) for case in joined_results.failure_text_by_case)
     rows = ["| module of tests | passes on the GPU, counted | of these, passes on the twin |", "|---|---|---|"]
     rows += [
         f"| `{module}` | {count} | {count - failure_count_by_module[module]} |"
         for module, count in sorted(count_by_module.items())
     ]
-    rows.append(f"| all | {len(join.counted)} | {join.passed_count} ({join.share_percent:.1f} %) |")
+    passed_text = f"{joined_results.passed_count} ({joined_results.share_percent:.1f} %)"
+    rows.append(f"| all | {len(joined_results.counted_cases)} | {passed_text} |")
     return "\n".join(rows)
 
 

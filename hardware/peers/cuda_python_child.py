@@ -49,8 +49,7 @@ _KERNEL_NAME_PATTERN = re.compile(
     r"|\bObjectCode\b|\bget_saxpy",
     re.IGNORECASE,
 )
-# Device.sync() of cuda.core calls the CUDA runtime. In the tests, the names of variables for devices
-# contain "dev".
+# Device.sync() of cuda.core calls the CUDA runtime. In the tests, the names of variables for devices contain "dev".
 _DEVICE_SYNC_PATTERN = re.compile(r"dev\w*\.sync\(")
 
 
@@ -58,8 +57,8 @@ class _Recorder:
     """A plugin of pytest that appends the outcome of each case to the results file."""
 
     def __init__(self, results_file: Path) -> None:
-        self._results = results_file
-        self._started_tests = {line["test"] for line in _read_json_lines(results_file)}
+        self._results_file = results_file
+        self._started_tests = {entry["test"] for entry in _read_json_lines(results_file)}
         self._outcomes: dict[str, str] = {}
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:  # noqa: ANN401 - pytest's type.
@@ -84,9 +83,9 @@ class _Recorder:
         if report.when == "teardown":
             self._write({"test": report.nodeid, "outcome": self._outcomes.pop(report.nodeid, "pass")})
 
-    def _write(self, line: dict[str, object]) -> None:
-        with self._results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+    def _write(self, entry: dict[str, object]) -> None:
+        with self._results_file.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
 
 
 def pytest_configure(config: Any) -> None:  # noqa: ANN401 - pytest's type.
@@ -150,7 +149,7 @@ def _find_called_functions(functions: list[Any]) -> Iterator[types.FunctionType]
         visited_object = getattr(visited_object, "__func__", visited_object)
         if isinstance(visited_object, type):
             unvisited_objects += [
-                entry for entry in vars(visited_object).values() if isinstance(entry, types.FunctionType)
+                member for member in vars(visited_object).values() if isinstance(member, types.FunctionType)
             ]
         elif (
             isinstance(visited_object, types.FunctionType)
@@ -160,7 +159,9 @@ def _find_called_functions(functions: list[Any]) -> Iterator[types.FunctionType]
             seen_functions.add(visited_object)
             yield visited_object
             named_objects = (visited_object.__globals__.get(name) for name in _list_names(visited_object.__code__))
-            unvisited_objects += [entry for entry in named_objects if isinstance(entry, types.FunctionType | type)]
+            unvisited_objects += [
+                named_object for named_object in named_objects if isinstance(named_object, types.FunctionType | type)
+            ]
 
 
 def _is_in_tests_folder(file_name: str) -> bool:
@@ -236,6 +237,7 @@ def run_module(folder: Path, module: Path, results_file: Path) -> list[dict[str,
 def _describe_machine() -> dict[str, str]:
     """Return the versions of the packages and of the driver, and the name and number of the devices."""
     driver: Any = importlib.import_module("cuda.bindings.driver")
+    # Each function returns a tuple, which begins with the status. A result follows.
     driver.cuInit(0)
     device_name = driver.cuDeviceGetName(64, driver.cuDeviceGet(0)[1])[1].partition(b"\0")[0].decode()
     versions = {package: metadata.version(package) for package in ("cuda-core", "cuda-bindings", "cuda-pathfinder")}

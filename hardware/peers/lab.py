@@ -68,7 +68,7 @@ class Difference:
         return self.kernel == _PASS and not self.absence_reason
 
 
-def run_in_guest(options: argparse.Namespace, output: Path) -> Path:
+def run_in_guest(options: argparse.Namespace, output_folder: Path) -> Path:
     """Run the programs in the guest and return the file of their records.
 
     Raises
@@ -77,8 +77,8 @@ def run_in_guest(options: argparse.Namespace, output: Path) -> Path:
         The virtual machine cannot run, or did not end in time.
     """
     machine = configure_machine(options)
-    output.mkdir(parents=True, exist_ok=True)
-    records_file = output / f"{machine.image.name.partition('-')[2]}.jsonl"
+    output_folder.mkdir(parents=True, exist_ok=True)
+    records_file = output_folder / f"{machine.kernel_image.name.partition('-')[2]}.jsonl"
     records_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "hardware.peers", "--here", *_GUEST_DEVICE_OPTIONS, "--records", str(records_file)]
     command += ["--timeout-s", str(_GUEST_TIMEOUT_S), "--only", options.only, "--debian-only"]
@@ -87,12 +87,14 @@ def run_in_guest(options: argparse.Namespace, output: Path) -> Path:
     environ = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     commit = install_paths().commit()
     environ |= {} if commit is None else {"GDRKIT_COMMIT": commit}
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in environ.items()]
-    script_file = output / "peers.sh"
+    export_lines = [f"export {name}={shlex.quote(value)}" for name, value in environ.items()]
+    script_file = output_folder / "peers.sh"
     script_file.write_text(
-        "\n".join([*exports, f"cd {shlex.quote(str(_PROJECT_ROOT))}", f"exec {shlex.join(command)}", ""])
+        "\n".join([*export_lines, f"cd {shlex.quote(str(_PROJECT_ROOT))}", f"exec {shlex.join(command)}", ""])
     )
-    machine.run(script_file, output=output, limits=Limits(boot_s=options.boot_limit_s, run_s=options.limit_s))
+    machine.run(
+        script_file, output_folder=output_folder, limits=Limits(boot_s=options.boot_limit_s, run_s=options.limit_s)
+    )
     return records_file
 
 

@@ -51,8 +51,8 @@ class StockProgram:
         The twins of both processes together must have moved at least this number of bytes.
     apis : tuple of str
         The APIs that the program uses. The twin of the first API must have moved the bytes.
-    output : str
-        A regular expression that the output of the client must contain.
+    output_pattern : str
+        A regular expression that must match in the output of the client.
     sent_file_bytes : int
         Length of the file ``{folder}/source``, which is written before the start. The program must copy it to
         ``{folder}/copy``. 0: there is no file.
@@ -70,7 +70,7 @@ class StockProgram:
     data_check: str = CHECKED_BY_COUNTERS
     moved_bytes_min: int = 0
     apis: tuple[str, ...] = ("verbs",)
-    output: str = ""
+    output_pattern: str = ""
     sent_file_bytes: int = 0
     timeout_s: float = 0.0
     expected_unused_api: str = ""
@@ -90,8 +90,10 @@ def list_debian_programs() -> list[StockProgram]:
 def _list_ibverbs_programs() -> list[StockProgram]:
     package = "ibverbs-utils"
     programs = [
-        StockProgram("ibv_devices", package, ("ibv_devices",), data_check=NOTHING_MOVED, output="{device}"),
-        StockProgram("ibv_devinfo -v", package, ("ibv_devinfo", "-v"), data_check=NOTHING_MOVED, output="PORT_ACTIVE"),
+        StockProgram("ibv_devices", package, ("ibv_devices",), data_check=NOTHING_MOVED, output_pattern="{device}"),
+        StockProgram(
+            "ibv_devinfo -v", package, ("ibv_devinfo", "-v"), data_check=NOTHING_MOVED, output_pattern="PORT_ACTIVE"
+        ),
     ]
     option_texts_by_program: dict[str, tuple[str, ...]] = {
         "ibv_rc_pingpong": ("", "-e", "-s 65536 -m 4096", "-r 16 -l 1", "-N", "-t"),
@@ -125,7 +127,7 @@ def _list_ibverbs_programs() -> list[StockProgram]:
                     data_check=CHECKED_BY_PROGRAM,
                     # Each side sends 100 messages (-n).
                     moved_bytes_min=2 * 100 * length_bytes,
-                    output=r"bytes in .* seconds",
+                    output_pattern=r"bytes in .* seconds",
                 )
             )
     # ibv_xsrq_pingpong has no option that checks the data. By default, each side sends 5 messages of 4,096 bytes.
@@ -139,13 +141,13 @@ def _list_ibverbs_programs() -> list[StockProgram]:
 def _list_perftest_programs() -> list[StockProgram]:
     """Return every test of perftest, once with each type of connection, and once with each of some other options."""
     # The types of connection that each test supports.
-    connections_by_test = {"write": ("RC", "UC", "XRC"), "read": ("RC", "XRC"), "send": ("RC", "UC", "UD", "XRC")}
-    connections_by_test["atomic"] = ("RC", "XRC")
+    connection_types_by_test = {"write": ("RC", "UC", "XRC"), "read": ("RC", "XRC"), "send": ("RC", "UC", "UD", "XRC")}
+    connection_types_by_test["atomic"] = ("RC", "XRC")
     programs = []
-    for test, connections in connections_by_test.items():
+    for test, connection_types in connection_types_by_test.items():
         for quantity in ("bw", "lat"):
             program = f"ib_{test}_{quantity}"
-            option_texts = [f"-c {connection}" for connection in connections]
+            option_texts = [f"-c {connection_type}" for connection_type in connection_types]
             option_texts += ["--use_old_post_send", "-R"]
             if test == "send":
                 option_texts += ["--use-srq", "-c UD -R"]
@@ -179,7 +181,7 @@ def _make_perftest_program(program: str, option_text: str) -> StockProgram:
         (*command, "{address}"),
         command,
         moved_bytes_min=operation_count * length_bytes,
-        output=r"^\s*\d+\s+\d+\s+[\d.]+",
+        output_pattern=r"^\s*\d+\s+\d+\s+[\d.]+",
     )
 
 
@@ -196,9 +198,9 @@ def _list_rdmacm_programs() -> list[StockProgram]:
     ) -> StockProgram:
         return StockProgram(name, package, client, server, data_check=data_check, moved_bytes_min=moved_bytes_min)
 
-    rping = ("rping", "-a", "{address}", "-p", "{port}", "-C", "100", "-V", "-v", "-S", "1000")
+    rping_command = ("rping", "-a", "{address}", "-p", "{port}", "-C", "100", "-V", "-v", "-S", "1000")
     programs = [
-        make_pair("rping -C 100 -V -v", (*rping, "-c"), (*rping, "-s"), CHECKED_BY_PROGRAM, 100 * 1000),
+        make_pair("rping -C 100 -V -v", (*rping_command, "-c"), (*rping_command, "-s"), CHECKED_BY_PROGRAM, 100 * 1000),
         make_pair(
             "ucmatose",
             ("ucmatose", *server_option, "-C", "20"),
@@ -231,7 +233,7 @@ def _list_rdmacm_programs() -> list[StockProgram]:
             ("cmtime", *server_option, "-c", "20", "-p", "{port}"),
             ("cmtime", "-c", "20", "-p", "{port}"),
             data_check=NOTHING_MOVED,
-            output=r"^disconnect\b",
+            output_pattern=r"^disconnect\b",
         ),
         StockProgram(
             "rcopy",
@@ -243,6 +245,7 @@ def _list_rdmacm_programs() -> list[StockProgram]:
             sent_file_bytes=1 << 20,
         ),
     ]
+    # The option -T makes the calls blocking (b), nonblocking (n) or asynchronous (a), or verifies the data (v).
     for program in ("rstream", "riostream"):
         for mode in ("b", "n", "a"):
             command = (program, "-p", "{port}", "-S", "65536", "-C", "50", "-T", mode, "-T", "v")
@@ -253,8 +256,8 @@ def _list_rdmacm_programs() -> list[StockProgram]:
     all_sizes_program = make_pair("rstream", ("rstream", "-p", "{port}", *server_option), ("rstream", "-p", "{port}"))
     programs.append(dataclasses.replace(all_sizes_program, timeout_s=300.0))
     # Without -b, the server binds the first address that the resolver gives, which may be ::1.
-    udpong = ("udpong", "-p", "{port}", "-C", "50")
-    programs.append(make_pair("udpong", (*udpong, *server_option), (*udpong, "-b", "{address}")))
+    udpong_command = ("udpong", "-p", "{port}", "-C", "50")
+    programs.append(make_pair("udpong", (*udpong_command, *server_option), (*udpong_command, "-b", "{address}")))
     return programs
 
 
@@ -262,7 +265,11 @@ def _list_libfabric_programs() -> list[StockProgram]:
     package = "libfabric-bin"
     programs = [
         StockProgram(
-            "fi_info -p verbs", package, ("fi_info", "-p", "verbs"), data_check=NOTHING_MOVED, output="provider: verbs"
+            "fi_info -p verbs",
+            package,
+            ("fi_info", "-p", "verbs"),
+            data_check=NOTHING_MOVED,
+            output_pattern="provider: verbs",
         )
     ]
     for provider, endpoint in (("verbs", "msg"), ("verbs;ofi_rxm", "rdm")):
@@ -281,7 +288,9 @@ def _list_libfabric_programs() -> list[StockProgram]:
 
 def _list_ucx_programs() -> list[StockProgram]:
     package = "ucx-utils"
-    programs = [StockProgram("ucx_info -d", package, ("ucx_info", "-d"), data_check=NOTHING_MOVED, output="rc_verbs")]
+    programs = [
+        StockProgram("ucx_info -d", package, ("ucx_info", "-d"), data_check=NOTHING_MOVED, output_pattern="rc_verbs")
+    ]
     operation_count = 2000
     for transport, tests in {
         "rc_verbs": ("put_lat", "put_bw", "get", "am_lat", "am_bw", "fadd"),

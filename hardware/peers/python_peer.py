@@ -49,7 +49,7 @@ class GpuBuffer:
     def __init__(self) -> None:
         self._runtime = ctypes.CDLL("libcudart.so.12")
         pointer = ctypes.c_void_p()
-        self._check(self._runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(LENGTH_BYTES)))
+        self._exit_on_error(self._runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(LENGTH_BYTES)))
         self.address = pointer.value or 0
 
     def write(self, content: Any) -> None:  # noqa: ANN401 - as HostBuffer.write().
@@ -63,14 +63,14 @@ class GpuBuffer:
         return content
 
     def _copy(self, destination_address: int, source_address: int, copy_kind: int) -> None:
-        length = ctypes.c_size_t(LENGTH_BYTES)
-        self._check(
+        length_bytes = ctypes.c_size_t(LENGTH_BYTES)
+        self._exit_on_error(
             self._runtime.cudaMemcpy(
-                ctypes.c_void_p(destination_address), ctypes.c_void_p(source_address), length, copy_kind
+                ctypes.c_void_p(destination_address), ctypes.c_void_p(source_address), length_bytes, copy_kind
             )
         )
 
-    def _check(self, error_code: int) -> None:
+    def _exit_on_error(self, error_code: int) -> None:
         if error_code:
             sys.exit(f"the CUDA runtime failed with error {error_code}")
 

@@ -17,8 +17,8 @@ import unittest
 from pathlib import Path
 from typing import Any, TextIO
 
-# Modules of tests for the devices of one vendor. These tests are not run.
-VENDOR_MODULES = ("test_mlx5", "test_efa", "test_hns", "test_mana", "test_irdma")
+# Modules of tests for the devices of one vendor have names with these prefixes. These tests are not run.
+VENDOR_MODULE_PREFIXES = ("test_mlx5", "test_efa", "test_hns", "test_mana", "test_irdma")
 
 
 class _Recorder(unittest.TestResult):
@@ -101,7 +101,7 @@ def main() -> int:
     empty_package.__path__ = [tests]
     sys.modules["tests"] = empty_package
     module_names = [
-        path.stem for path in sorted(Path(tests).glob("test_*.py")) if not path.stem.startswith(VENDOR_MODULES)
+        path.stem for path in sorted(Path(tests).glob("test_*.py")) if not path.stem.startswith(VENDOR_MODULE_PREFIXES)
     ]
     suite = unittest.TestSuite()
     with Path(results_file).open("w", encoding="utf-8") as file:

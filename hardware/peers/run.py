@@ -141,8 +141,9 @@ class _Process:
 
     def describe_end(self) -> str:
         """Return a text with the exit code of the ended process, and the last line of text that the program printed."""
-        lines = [line.strip() for line in self.output.splitlines() if not line.startswith(_LAUNCHER_PREFIX)]
-        text_lines = [line for line in lines if line.strip("-")]
+        program_lines = [line.strip() for line in self.output.splitlines() if not line.startswith(_LAUNCHER_PREFIX)]
+        # Some programs end their output with a line of hyphens.
+        text_lines = [line for line in program_lines if line.strip("-")]
         return ": ".join([f"ended with exit code {self.popen.returncode}", *text_lines[-1:]])
 
     def is_running(self) -> bool:
@@ -155,7 +156,7 @@ class _Process:
         return not self.is_running()
 
     def terminate(self) -> None:
-        """Terminate the process and its children. Kill them if the process does not end in time."""
+        """Send SIGTERM to the process and its children, wait for the process, and kill what still runs of them."""
         for signal_number, timeout_s in ((signal.SIGTERM, _END_TIMEOUT_S), (signal.SIGKILL, _END_TIMEOUT_S)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.popen.pid, signal_number)
@@ -184,9 +185,11 @@ def run_program(program: StockProgram, device_under_test: DeviceUnderTest) -> Pr
             if device_under_test.counts_bytes
             else None
         )
-        pattern = program.output.format_map(placeholders) if "{" in program.output else program.output
-        if not failure and pattern and not re.search(pattern, client.output, re.MULTILINE):
-            failure = f"the output does not contain {pattern!r}"
+        output_pattern = (
+            program.output_pattern.format_map(placeholders) if "{" in program.output_pattern else program.output_pattern
+        )
+        if not failure and output_pattern and not re.search(output_pattern, client.output, re.MULTILINE):
+            failure = f"the output does not contain {output_pattern!r}"
         if not failure and program.sent_file_bytes and _read_if_present(folder / "copy") != source_content:
             failure = "the copied file differs from its source"
         if not failure and moved_bytes is not None and moved_bytes < program.moved_bytes_min:
@@ -195,7 +198,8 @@ def run_program(program: StockProgram, device_under_test: DeviceUnderTest) -> Pr
         record_placeholders = {**placeholders, "folder": "FOLDER"}
         command = shlex.join(_remove_root_path(word.format_map(record_placeholders)) for word in program.client)
         outputs = {
-            name: _get_last_lines(process.output) for name, process in zip(("first", "last"), processes, strict=False)
+            position: _get_last_lines(process.output)
+            for position, process in zip(("first", "last"), processes, strict=False)
         }
         return ProgramOutcome(failure, moved_bytes, duration_s, command, outputs if failure else {}, client.output)
 
@@ -211,6 +215,7 @@ def _run_processes(
         device_under_test = dataclasses.replace(
             device_under_test, launcher=(*device_under_test.launcher, f"--require={program.expected_unused_api}")
         )
+        # The launcher ends with this exit code if no process used the required API, as is expected here.
         expected_exit_code = EXIT_NOT_USED
     server_command, client_command = (
         [word.format_map(placeholders) for word in command] for command in (program.server, program.client)
@@ -236,7 +241,7 @@ def _run_processes(
         if client.popen.returncode != expected_exit_code:
             return [*servers, client], f"the client {client.describe_end()}"
         if servers and not servers[0].wait_until(min(deadline_s, time.monotonic() + _END_TIMEOUT_S)):
-            # Some servers, such as the servers of rcopy and rdma_xserver, serve further clients until this program ends
+            # Some servers, such as the servers of rcopy and rdma_xserver, serve further clients until a signal ends
             # them.
             servers[0].terminate()
         elif servers and servers[0].popen.returncode != expected_exit_code:
@@ -257,12 +262,12 @@ def _await_listener(server: _Process, port: int) -> None:
 def _is_listening(port: int) -> bool:
     """Return whether a program listens on the port.
 
-    The function does not connect to the port, because the server would take the connection for its client. Instead it
+    The function does not connect to the port, because the server would think that its client connects. Instead it
     reads the kernel's lists of TCP and Unix sockets. The twin of librdmacm listens on Unix sockets.
     """
-    # Columns of /proc/net/tcp: number, local address and port, remote address and port, state.
-    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        rows = [line.split() for line in table.read_text().splitlines()[1:]] if table.exists() else []
+    # Columns of /proc/net/tcp: row number, local address and port, remote address and port, state.
+    for table_path in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        rows = [line.split() for line in table_path.read_text().splitlines()[1:]] if table_path.exists() else []
         if any(row[1].endswith(f":{port:04X}") and row[3] == _LISTEN_STATE for row in rows):
             return True
     # The twin gives its Unix sockets names that end in: GID, a letter for the port space with the port in hex, hash of

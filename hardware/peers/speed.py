@@ -51,17 +51,17 @@ class _SpeedGoal:
     ----------
     name : str
         Name of the ratio in the record.
-    figure, reference : str
-        Names of the two figures.
+    figure_name, reference_name : str
+        Names of the two figures, the figure of the twin and the reference.
     limit : float
-        Limit of figure / reference.
+        Limit of the ratio, the figure divided by the reference.
     is_upper_limit : bool
         Whether the ratio must be at most the limit; else it must be at least the limit.
     """
 
     name: str
-    figure: str
-    reference: str
+    figure_name: str
+    reference_name: str
     limit: float
     is_upper_limit: bool = False
 
@@ -70,7 +70,7 @@ class _SpeedGoal:
         return ratio <= self.limit if self.is_upper_limit else ratio >= self.limit
 
     def __str__(self) -> str:
-        return f"{self.figure} / {self.reference} {'<=' if self.is_upper_limit else '>='} {self.limit:g}"
+        return f"{self.figure_name} / {self.reference_name} {'<=' if self.is_upper_limit else '>='} {self.limit:g}"
 
 
 _GOALS = (
@@ -91,10 +91,10 @@ def measure_speed(device_under_test: DeviceUnderTest, print_line: Callable[[str]
     """
     device_without_twins = dataclasses.replace(device_under_test, launcher=())
     put_options = ("-t", "ucp_put_bw", "-s", str(_LARGE_BYTES), "-n", "2000")
-    # rc_v is rc_verbs, with ud_verbs to set up connections.
+    # In UCX_TLS, rc_v means: rc_verbs for the transfers, and ud_verbs to set up connections.
     verbs_settings = ("UCX_TLS=rc_v,self", "UCX_NET_DEVICES={device}:1")
     tcp_settings = ("UCX_TLS=tcp,self", "UCX_NET_DEVICES=lo")
-    figures: dict[str, Callable[[], float]] = {
+    measure_by_figure: dict[str, Callable[[], float]] = {
         "ucx_tcp_tag_lat_us": lambda: _run_and_parse(
             _make_ucx_program(tcp_settings, "-t", "tag_lat", "-s", "8", "-n", "20000"),
             device_without_twins,
@@ -115,11 +115,13 @@ def measure_speed(device_under_test: DeviceUnderTest, print_line: Callable[[str]
             / _MIB_PER_GB
         ),
     }
-    values_by_figure: dict[str, list[float]] = {name: [] for name in figures}
+    values_by_figure: dict[str, list[float]] = {name: [] for name in measure_by_figure}
     for turn in range(TURNS_COUNT):
-        for name, measure in figures.items():
+        for name, measure in measure_by_figure.items():
             values_by_figure[name].append(measure())
-        print_line(f"turn {turn + 1}: " + ", ".join(f"{name} {values_by_figure[name][-1]:.2f}" for name in figures))
+        print_line(
+            f"turn {turn + 1}: " + ", ".join(f"{name} {values_by_figure[name][-1]:.2f}" for name in measure_by_figure)
+        )
     return values_by_figure
 
 
@@ -135,8 +137,8 @@ def make_speed_numbers(values_by_figure: Mapping[str, list[float]]) -> dict[str,
         ):
             numbers[f"{stem}_{statistic}_{unit}"] = value
     for goal in _GOALS:
-        numbers[goal.name] = statistics.median(values_by_figure[goal.figure]) / statistics.median(
-            values_by_figure[goal.reference]
+        numbers[goal.name] = statistics.median(values_by_figure[goal.figure_name]) / statistics.median(
+            values_by_figure[goal.reference_name]
         )
     return numbers
 
@@ -167,13 +169,13 @@ def make_speed_record(
     )
 
 
-def _make_perftest_program(program: str, *options: str) -> StockProgram:
-    command = (program, "-F", "-d", "{device}", "-x", "{gid}", "-p", "{port}", *options)
-    return StockProgram(program, "perftest", (*command, "{address}"), command)
+def _make_perftest_program(program_name: str, *options: str) -> StockProgram:
+    command = (program_name, "-F", "-d", "{device}", "-x", "{gid}", "-p", "{port}", *options)
+    return StockProgram(program_name, "perftest", (*command, "{address}"), command)
 
 
-def _measure_bandwidth_gbps(program: str, device_under_test: DeviceUnderTest) -> float:
-    bandwidth_program = _make_perftest_program(program, "-s", str(_LARGE_BYTES), "-n", "5000", "--report_gbits")
+def _measure_bandwidth_gbps(program_name: str, device_under_test: DeviceUnderTest) -> float:
+    bandwidth_program = _make_perftest_program(program_name, "-s", str(_LARGE_BYTES), "-n", "5000", "--report_gbits")
     # perftest prints 10^9 bits per second. The figure is in 10^9 bytes per second.
     return _run_and_parse(bandwidth_program, device_under_test, _PERFTEST_AVERAGE_GBITPS) / 8
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _DEVICE = 0
-_TIMEOUT_MS = 30_000
+_WRITE_TIMEOUT_MS = 30_000
 
 
 def receive(connection: Connection, path: str, length_bytes: int) -> None:
@@ -56,9 +56,9 @@ def receive(connection: Connection, path: str, length_bytes: int) -> None:
 
 def send(path: Path, length_bytes: int) -> None:
     """Read the file into a tensor, write it into the tensor of the receiver, and print the result."""
-    context = multiprocessing.get_context("spawn")
-    connection, child_connection = context.Pipe()
-    receiver = context.Process(target=receive, args=(child_connection, str(path), length_bytes), daemon=True)
+    spawn_context = multiprocessing.get_context("spawn")
+    connection, child_connection = spawn_context.Pipe()
+    receiver = spawn_context.Process(target=receive, args=(child_connection, str(path), length_bytes), daemon=True)
     receiver.start()
     child_connection.close()
     tensor = torch.empty(length_bytes, dtype=torch.uint8, device=f"cuda:{_DEVICE}")
@@ -77,7 +77,7 @@ def send(path: Path, length_bytes: int) -> None:
         connection.send(queue_pair.endpoint())
         connection.recv()  # "connected"
         queue_pair.post_write(registration.region(nic), remote_range, work_id=1)
-        queue_pair.wait(timeout_ms=_TIMEOUT_MS).expect(verbs.Status.SUCCESS)
+        queue_pair.wait(timeout_ms=_WRITE_TIMEOUT_MS).expect(verbs.Status.SUCCESS)
         connection.send("written")
         registration_route, wrong_byte_count = connection.recv()
     receiver.join()

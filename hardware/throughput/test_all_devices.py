@@ -1,6 +1,6 @@
 """Throughput of pinned copies and cached files with all GPUs of a host at once, compared with one GPU.
 
-Every method of a case moves the same number of bytes, into one GPU or into all of them. The rate of all GPUs can be
+All methods of a case move the same number of bytes. A method uses one GPU or all of them. The rate of all GPUs can be
 limited by their links, by a link that several GPUs share, or by the processors. Therefore the records also have the
 rate of copies out of the page cache and the NUMA node of each GPU. Every case checks the bytes of each GPU.
 """
@@ -44,16 +44,16 @@ HOST_THREADS_PER_DEVICE_MAX = gds.EngineOptions().workers_count
 class PinnedCopy:
     """Memory of one device, pinned host memory of the same length, and a stream for copies between them."""
 
-    memory: CudaMemory
-    pinned: PinnedMemory
+    device_memory: CudaMemory
+    pinned_memory: PinnedMemory
     stream: Stream
 
     def start(self, *, is_write: bool) -> None:
         """Start a copy in the stream: into the device if `is_write` is true, else from the device."""
         if is_write:
-            self.stream.write(self.memory, self.pinned.view())
+            self.stream.write(self.device_memory, self.pinned_memory.view())
         else:
-            self.stream.read_into(self.memory, self.pinned.view())
+            self.stream.read_into(self.device_memory, self.pinned_memory.view())
 
 
 @pytest.fixture
@@ -75,14 +75,16 @@ def test_pinned_copies_of_all_devices(
         for index, copy in enumerate(copies):
             payload = pattern.payload(length_bytes, seed=seed + index)
             if is_write:
-                copy.pinned.view()[:] = payload
+                copy.pinned_memory.view()[:] = payload
             else:
-                copy.memory.write(payload)
+                copy.device_memory.write(payload)
         rates = meter.measure_methods(
             make_copy_methods(copies, is_write=is_write), moved_bytes=length_bytes * len(copies)
         )
         for index, copy in enumerate(copies):
-            pattern.check(copy.memory.read() if is_write else bytes(copy.pinned.view()), seed=seed + index)
+            pattern.check(
+                copy.device_memory.read() if is_write else bytes(copy.pinned_memory.view()), seed=seed + index
+            )
     evidence["numa_nodes"] = read_numa_nodes(devices)
     if rates:
         evidence.number("all_over_one_ratio", rates["all"].median / rates["one"].median)
@@ -183,5 +185,5 @@ def make_host_reader(files: Sequence[gds.File], stack: contextlib.ExitStack) -> 
 
 def read_numa_nodes(devices: Sequence[Device]) -> dict[str, int | None]:
     """Return the NUMA node of each device, or None if the firmware does not state it."""
-    numa_nodes = {pci.address: pci.numa_node for pci in host.pci_devices(host.HostTree())}
-    return {f"GPU{device.index}": numa_nodes.get(device.pci_bus_id) for device in devices}
+    numa_node_by_address = {pci.address: pci.numa_node for pci in host.pci_devices(host.HostTree())}
+    return {f"GPU{device.index}": numa_node_by_address.get(device.pci_bus_id) for device in devices}

@@ -30,7 +30,7 @@ SIZES = [pytest.param(size * MIB, id=f"{size}MiB") for size in (1, 16, 256)]
 @pytest.mark.parametrize("direction", ["host_to_device", "device_to_host"])
 def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, length_bytes: int) -> None:
     length_bytes = meter.choose_length(length_bytes)
-    repeat_count = meter.count_transfers_per_round(length_bytes)
+    copies_per_round = meter.count_transfers_per_round(length_bytes)
     data = pattern.payload(length_bytes, seed=seed)
     is_write = direction == "host_to_device"
     meter.record_path(f"GPU{device.index}")
@@ -44,15 +44,15 @@ def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, le
         else:
             memory.write(data)
 
-        def copy_all() -> None:
-            for _ in range(repeat_count):
+        def copy_one_round() -> None:
+            for _ in range(copies_per_round):
                 if is_write:
                     stream.write(memory, pinned_memory.view())
                 else:
                     stream.read_into(memory, pinned_memory.view())
             stream.synchronize()
 
-        meter.measure(copy_all, moved_bytes=length_bytes * repeat_count)
+        meter.measure(copy_one_round, moved_bytes=length_bytes * copies_per_round)
         pattern.check(memory.read() if is_write else bytes(pinned_memory.view()), seed=seed)
 
 
@@ -60,7 +60,7 @@ def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, le
 def test_copy_within_a_device(meter: Meter, device: Device, seed: int) -> None:
     length_bytes = meter.choose_length(256 * MIB)
     # A copy within a device is fast, so a round has up to 16 times as many copies.
-    repeat_count = meter.count_transfers_per_round(length_bytes // 16)
+    copies_per_round = meter.count_transfers_per_round(length_bytes // 16)
     with (
         device.allocate(length_bytes) as source,
         device.allocate(length_bytes) as destination,
@@ -68,12 +68,12 @@ def test_copy_within_a_device(meter: Meter, device: Device, seed: int) -> None:
     ):
         source.write(pattern.payload(length_bytes, seed=seed))
 
-        def copy_all() -> None:
-            for _ in range(repeat_count):
+        def copy_one_round() -> None:
+            for _ in range(copies_per_round):
                 stream.copy(source, destination)
             stream.synchronize()
 
-        meter.measure(copy_all, moved_bytes=length_bytes * repeat_count)
+        meter.measure(copy_one_round, moved_bytes=length_bytes * copies_per_round)
         pattern.check(destination.read(), seed=seed)
 
 
@@ -83,7 +83,7 @@ def test_peer_copy_beside_a_copy_through_the_host(
 ) -> None:
     first_device, second_device = devices[:2]
     assert can_access_peer(first_device, second_device)
-    length_bytes, repeat_count = meter.choose_length(256 * MIB), 4
+    length_bytes, copies_per_round = meter.choose_length(256 * MIB), 4
     with (
         first_device.allocate(length_bytes) as source,
         second_device.allocate(length_bytes) as destination,
@@ -94,24 +94,24 @@ def test_peer_copy_beside_a_copy_through_the_host(
     ):
 
         def copy_directly() -> None:
-            for _ in range(repeat_count):
+            for _ in range(copies_per_round):
                 first_stream.copy(source, destination)
             first_stream.synchronize()
 
-        def copy_by_host() -> None:
-            for _ in range(repeat_count):
+        def copy_through_host() -> None:
+            for _ in range(copies_per_round):
                 first_stream.read_into(source, pinned_memory.view())
                 first_stream.synchronize()
                 second_stream.write(destination, pinned_memory.view())
                 second_stream.synchronize()
 
         source.write(pattern.payload(length_bytes, seed=seed))
-        for copy in (copy_directly, copy_by_host):
+        for copy in (copy_directly, copy_through_host):
             destination.fill(0)
             copy()
             pattern.check(destination.read(), seed=seed)
         rates = meter.measure_methods(
-            {"direct": copy_directly, "by_host": copy_by_host}, moved_bytes=length_bytes * repeat_count
+            {"direct": copy_directly, "by_host": copy_through_host}, moved_bytes=length_bytes * copies_per_round
         )
         pattern.check(destination.read(), seed=seed)
     if rates:
@@ -121,7 +121,7 @@ def test_peer_copy_beside_a_copy_through_the_host(
 @needs(cuda.device(), cuda.ipc)
 def test_copy_from_imported_memory(meter: Meter, device: Device, peer: Peer, seed: int) -> None:
     length_bytes = meter.choose_length(256 * MIB)
-    repeat_count = meter.count_transfers_per_round(length_bytes // 16)
+    copies_per_round = meter.count_transfers_per_round(length_bytes // 16)
     peer_memory = peer.device().allocate(length_bytes)
     peer_memory.write(seed=seed)
     with (
@@ -130,12 +130,12 @@ def test_copy_from_imported_memory(meter: Meter, device: Device, peer: Peer, see
         device.stream() as stream,
     ):
 
-        def copy_all() -> None:
-            for _ in range(repeat_count):
+        def copy_one_round() -> None:
+            for _ in range(copies_per_round):
                 stream.copy(imported_memory, destination)
             stream.synchronize()
 
-        meter.measure(copy_all, moved_bytes=length_bytes * repeat_count)
+        meter.measure(copy_one_round, moved_bytes=length_bytes * copies_per_round)
         pattern.check(destination.read(), seed=seed)
 
 
@@ -144,7 +144,7 @@ def test_peer_copy_from_imported_memory(meter: Meter, devices: tuple[Device, ...
     first_device, second_device = devices[:2]
     length_bytes = meter.choose_length(256 * MIB)
     # A copy over NVLink is fast, so a round has up to 4 times as many copies.
-    repeat_count = meter.count_transfers_per_round(length_bytes // 4)
+    copies_per_round = meter.count_transfers_per_round(length_bytes // 4)
     peer_memory = peer.device(1).allocate(length_bytes)
     peer_memory.write(seed=seed)
     with (
@@ -154,10 +154,10 @@ def test_peer_copy_from_imported_memory(meter: Meter, devices: tuple[Device, ...
         peer_access(first_device, second_device),
     ):
 
-        def copy_all() -> None:
-            for _ in range(repeat_count):
+        def copy_one_round() -> None:
+            for _ in range(copies_per_round):
                 stream.copy(imported_memory, destination)
             stream.synchronize()
 
-        meter.measure(copy_all, moved_bytes=length_bytes * repeat_count)
+        meter.measure(copy_one_round, moved_bytes=length_bytes * copies_per_round)
         pattern.check(destination.read(), seed=seed)

@@ -54,7 +54,9 @@ def measure_read(
     path.write_bytes(pattern.payload(length_bytes, seed=seed))
     with contextlib.ExitStack() as stack, device.allocate(length_bytes) as memory:
         stack.callback(gds.close_engines)
-        methods, why_not_direct = FileTransferMethods(path, memory, device, chunk_bytes, stack).get_methods(write=False)
+        methods, why_not_direct = FileTransferMethods(path, memory, device, chunk_bytes, stack).get_methods(
+            is_write=False
+        )
         evidence["not_direct"] = why_not_direct
 
         def prepare() -> None:
@@ -104,7 +106,7 @@ def test_write(
         chunk_bytes = min(length_bytes, file_bytes)
         methods, why_not_direct = FileTransferMethods(
             path, memory, device, chunk_bytes, stack, durable=durable
-        ).get_methods(write=True)
+        ).get_methods(is_write=True)
         evidence["not_direct"] = why_not_direct
         payload_by_seed = {
             payload_seed: pattern.payload(file_bytes, seed=payload_seed) for payload_seed in (seed, seed ^ 1)

@@ -35,7 +35,7 @@ SIZES = [pytest.param(size * MIB, id=f"{size}MiB") for size in (1, 64)]
 def check_and_clear_target(
     memory: DeviceMemory, initiator: Initiator, direction: Direction, staging_buffer: bytearray, seed: int
 ) -> None:
-    """Check the target of the transfer and clear it, so that the next check shows what the next method moved."""
+    """Check the target of the transfer, and clear it, so that the next check does not find old bytes."""
     zeros = bytes(len(staging_buffer))
     if direction is Direction.WRITE:
         pattern.check(memory.read(), seed=seed)
@@ -52,7 +52,7 @@ def test_direct_beside_copies(
     meter: Meter, gaudi: Device, nic: Nic, seed: int, evidence: Evidence, direction: Direction, length_bytes: int
 ) -> None:
     length_bytes = meter.choose_length(length_bytes)
-    repeat_count = meter.count_transfers_per_round(length_bytes)
+    transfers_per_round = meter.count_transfers_per_round(length_bytes)
     data, is_write = pattern.payload(length_bytes, seed=seed), direction is Direction.WRITE
     staging_buffer = bytearray(length_bytes)
     with (
@@ -66,10 +66,10 @@ def test_direct_beside_copies(
         else:
             memory.write(data)
 
-        def run_initiator(remote_memory: object) -> None:
+        def move_by_nic(target_memory: object) -> None:
             initiator.run(
                 direction,
-                registration.remote(nic) if remote_memory is memory else staging_region.remote(),
+                registration.remote(nic) if target_memory is memory else staging_region.remote(),
                 length_bytes=OPERATION_BYTES,
                 operations=length_bytes // OPERATION_BYTES,
                 depth=QUEUE_DEPTH,
@@ -77,22 +77,22 @@ def test_direct_beside_copies(
             )
 
         def transfer_directly() -> None:
-            for _ in range(repeat_count):
-                run_initiator(memory)
+            for _ in range(transfers_per_round):
+                move_by_nic(memory)
 
         def transfer_by_copies() -> None:
-            for _ in range(repeat_count):
+            for _ in range(transfers_per_round):
                 if is_write:
-                    run_initiator(staging_buffer)
+                    move_by_nic(staging_buffer)
                     memory.write(staging_buffer)
                 else:
                     memory.read_into(staging_buffer)
-                    run_initiator(staging_buffer)
+                    move_by_nic(staging_buffer)
 
         methods = {"direct": transfer_directly, "copies": transfer_by_copies}
         rates = meter.measure_methods(
             methods,
-            moved_bytes=length_bytes * repeat_count,
+            moved_bytes=length_bytes * transfers_per_round,
             check=lambda: check_and_clear_target(memory, initiator, direction, staging_buffer, seed),
         )
     evidence["registration_route"] = registration.route.value
@@ -104,18 +104,18 @@ def test_direct_beside_copies(
 @pytest.mark.parametrize("length_bytes", SIZES)
 def test_copy_by_the_device(meter: Meter, gaudi: Device, seed: int, direction: str, length_bytes: int) -> None:
     length_bytes = meter.choose_length(length_bytes)
-    repeat_count = meter.count_transfers_per_round(length_bytes)
+    transfers_per_round = meter.count_transfers_per_round(length_bytes)
     buffer = bytearray(pattern.payload(length_bytes, seed=seed))
     with gaudi.allocate(length_bytes) as memory:
         memory.write(buffer)
 
-        def copy_all() -> None:
-            for _ in range(repeat_count):
+        def copy_one_round() -> None:
+            for _ in range(transfers_per_round):
                 if direction == "host_to_device":
                     memory.write(buffer)
                 else:
                     memory.read_into(buffer)
 
-        meter.measure(copy_all, moved_bytes=length_bytes * repeat_count)
+        meter.measure(copy_one_round, moved_bytes=length_bytes * transfers_per_round)
         pattern.check(memory.read(), seed=seed)
         pattern.check(bytes(buffer), seed=seed)

@@ -35,7 +35,7 @@ NEEDS_RANKS = needs(
     without_twin(Api.CUDA),
     host.module("nvidia.nccl"),
 )
-# NCCL registers only memory of cuMemCreate, which ncclMemAlloc uses as well.
+# NCCL registers only memory that cuMemCreate allocated. ncclMemAlloc calls cuMemCreate as well.
 REGISTRABLE_KINDS = ["vmm", "nccl"]
 MEMORY_KINDS = [
     pytest.param("malloc", [], id="malloc"),
@@ -85,27 +85,27 @@ def measure_all_reduce(
     pair ``registered``, whose buffers are registered with NCCL.
     """
     size_options = ["--length-bytes", str(length_bytes), "--rounds", str(meter.run_count)]
-    results = run_all_reduces(folder, ranks_count, *size_options, *options, environ=environ)
+    rank_results = run_all_reduces(folder, ranks_count, *size_options, *options, environ=environ)
     evidence["nccl"] = {
-        "version": results[0]["version"],
-        "libraries": results[0]["libraries"],
+        "version": rank_results[0]["version"],
+        "libraries": rank_results[0]["libraries"],
         "environment": {**NO_MULTICAST, **LOOPBACK, **environ},
     }
     if not meter.is_on:
         return
-    # In an all-reduce of n devices, each device sends and receives 2 (n - 1) / n of the bytes. The slowest rank
+    # In an all-reduce of n devices, each device sends (and receives) 2 (n - 1) / n of the bytes. The slowest rank
     # determines the time of a round.
-    carried_bytes = int(length_bytes * 2 * (ranks_count - 1) / ranks_count)
+    sent_bytes = int(length_bytes * 2 * (ranks_count - 1) / ranks_count)
     rates = {}
-    for pair_name in results[0]["times_s"]:
+    for pair_name in rank_results[0]["times_s"]:
         times_s = [
             max(rank_times_s)
-            for rank_times_s in zip(*(result["times_s"][pair_name] for result in results), strict=True)
+            for rank_times_s in zip(*(rank_result["times_s"][pair_name] for rank_result in rank_results), strict=True)
         ]
-        cpu_s = sum(sum(result["cpu_s"][pair_name][WARM_UP_ROUNDS:]) for result in results)
+        cpu_s = sum(sum(rank_result["cpu_s"][pair_name][WARM_UP_ROUNDS:]) for rank_result in rank_results)
         record_name = "bus" if pair_name == "plain" else f"{pair_name}_bus"
         rates[pair_name] = meter.record(
-            record_name, Rates.from_times(carried_bytes, times_s[WARM_UP_ROUNDS:], cpu_s=cpu_s)
+            record_name, Rates.from_times(sent_bytes, times_s[WARM_UP_ROUNDS:], cpu_s=cpu_s)
         )
     if "registered" in rates:
         evidence.number("registered_over_plain_ratio", rates["registered"].median / rates["plain"].median)
@@ -121,13 +121,13 @@ def test_registered_memory_is_used(
     # Each rank has a log of its own.
     environ = {**NCCL_ENVIRONMENT, **nccl.log_environment(tmp_path)}
     options = ["--memory", memory, "--length-bytes", str(length_bytes), "--rounds", "1", "--seed", str(seed)]
-    results = run_all_reduces(tmp_path, len(devices), *options, "--registered", environ=environ)
-    for rank, result in enumerate(results):
+    rank_results = run_all_reduces(tmp_path, len(devices), *options, "--registered", environ=environ)
+    for rank, rank_result in enumerate(rank_results):
         log = read_rank_log(tmp_path, rank)
         # For each pair, a list for each buffer: the names of the transports that used the buffer.
         transports_by_pair = {
             pair_name: [sorted(log.transports_using_range(address, length_bytes)) for address in addresses]
-            for pair_name, addresses in result["addresses"].items()
+            for pair_name, addresses in rank_result["addresses"].items()
         }
         evidence[f"rank{rank}"] = {"uses": transports_by_pair, "channels": log.channels}
         assert any("IPC" in transports for transports in transports_by_pair["registered"])

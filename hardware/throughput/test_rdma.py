@@ -147,7 +147,7 @@ def test_every_pair_of_gpu_and_nic(
     evidence: Evidence,
     route: RegistrationRoute,
 ) -> None:
-    """Measure WRITE and READ of 1 MiB for each pair.
+    """Measure WRITE and READ of 1 MiB for each pair of GPU and NIC.
 
     Also record how much faster pairs on one PCIe switch are than pairs on different sockets.
     """
@@ -168,13 +168,14 @@ def test_every_pair_of_gpu_and_nic(
                     medians_by_distance.setdefault((distance, direction), []).append(rates.median)
             evidence.route(device=device, nic=nic, method=route)
     for direction in Direction:
-        # PIX: the path crosses at most one PCIe switch. SYS: it crosses the link between NUMA nodes.
-        rates_behind_one_switch, rates_across_sockets = (
+        # A path of distance PIX between GPU and NIC crosses at most one PCIe switch. A path of distance SYS crosses the
+        # link between NUMA nodes.
+        medians_behind_one_switch, medians_across_sockets = (
             medians_by_distance.get((Distance.PIX, direction)),
             medians_by_distance.get((Distance.SYS, direction)),
         )
-        if rates_behind_one_switch and rates_across_sockets:
-            ratio = statistics.median(rates_behind_one_switch) / statistics.median(rates_across_sockets)
+        if medians_behind_one_switch and medians_across_sockets:
+            ratio = statistics.median(medians_behind_one_switch) / statistics.median(medians_across_sockets)
             evidence.number(f"{direction.value}_same_switch_over_across_sockets_ratio", ratio)
 
 
@@ -216,7 +217,7 @@ def measure_pair(
 def test_direct_write_beside_a_copy_through_the_host(
     meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence, length_bytes: int
 ) -> None:
-    """Record the ratio of the direct rate to the rate through host memory. It should exceed 1 from 64 KiB on."""
+    """Record the ratio of the direct rate to the rate through host memory. It should exceed 1 for 64 KiB or more."""
     operation_count = meter.choose_count(64, small_count=4)
     with (
         register_device_memory(device, nic, length_bytes=length_bytes) as (memory, registration),
@@ -232,18 +233,18 @@ def test_direct_write_beside_a_copy_through_the_host(
             for _ in range(operation_count):
                 initiator.run(Direction.WRITE, device_range, length_bytes=length_bytes, operations=1)
 
-        def write_by_host() -> None:
+        def write_through_host() -> None:
             for _ in range(operation_count):
                 initiator.run(Direction.WRITE, pinned_range, length_bytes=length_bytes, operations=1)
                 stream.write(memory, pinned_memory.view())
                 stream.synchronize()
 
-        for write in (write_directly, write_by_host):
+        for write in (write_directly, write_through_host):
             memory.fill(0)
             write()
             pattern.check(memory.read(), seed=seed)
         rates = meter.measure_methods(
-            {"direct": write_directly, "by_host": write_by_host}, moved_bytes=length_bytes * operation_count
+            {"direct": write_directly, "by_host": write_through_host}, moved_bytes=length_bytes * operation_count
         )
         pattern.check(memory.read(), seed=seed)
     if rates:

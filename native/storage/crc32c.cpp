@@ -1,4 +1,4 @@
-// CRC32C by three methods: tables, the CRC instruction, and carry-less multiplication ("folding").
+// Computes CRC32C by three methods: tables, the CRC instruction, and carry-less multiplication ("folding").
 #include "storage/crc32c.hpp"
 
 #include <array>
@@ -226,14 +226,14 @@ GDRKIT_FOLD_TARGET inline __m512i fold(__m512i block, __m512i factors, __m512i n
 // Returns the same CRC as compute_crc_by_instruction(). `size` must be a multiple of fold_bytes and not 0.
 GDRKIT_FOLD_TARGET std::uint32_t compute_crc_by_folding(const unsigned char* bytes, std::size_t size,
                                                         std::uint32_t crc) noexcept {
-    // The far factors shift a part to the next 256 bytes (2048 bits), and the near factors to the next 64 bytes (512
+    // A part has 64 bytes. The far factors shift a part by 256 bytes (2048 bits), and the near factors by 64 bytes (512
     // bits).
     constexpr std::int64_t far_high = shift_factor(2048), far_low = shift_factor(2048 + 64);
     constexpr std::int64_t near_high = shift_factor(512), near_low = shift_factor(512 + 64);
     const __m512i far_factors = _mm512_set4_epi64(far_high, far_low, far_high, far_low);
     const __m512i near_factors = _mm512_set4_epi64(near_high, near_low, near_high, near_low);
-    // The parts are 64 bytes each. The CRC before the bytes is combined with the first bytes. Then each part is folded
-    // into the part 256 bytes after it, and at the end the parts are folded into the last part.
+    // The CRC before the bytes is combined with the first 4 bytes. Then each part is folded into the part 256 bytes
+    // after it. At the end, the four parts are folded into the last part.
     __m512i parts[4];
     for (std::size_t part_index = 0; part_index < 4; ++part_index) {
         parts[part_index] = _mm512_loadu_si512(bytes + 64 * part_index);
@@ -275,9 +275,9 @@ const bool use_folding = can_fold();
 
 } // namespace
 
-std::uint32_t crc32c_portable(const void* data, std::size_t size, std::uint32_t initial) noexcept {
+std::uint32_t crc32c_portable(const void* data, std::size_t size, std::uint32_t initial_crc) noexcept {
     const auto* bytes = static_cast<const unsigned char*>(data);
-    std::uint32_t crc = ~initial;
+    std::uint32_t crc = ~initial_crc;
     for (; size >= 8; bytes += 8, size -= 8) {
         const std::uint64_t word = load_word(bytes) ^ crc; // Needs little endian, which frames.hpp asserts.
         crc = 0;
@@ -291,12 +291,12 @@ std::uint32_t crc32c_portable(const void* data, std::size_t size, std::uint32_t 
     return ~crc;
 }
 
-std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t initial) noexcept {
+std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t initial_crc) noexcept {
     if (!use_crc_instruction) {
-        return crc32c_portable(data, size, initial);
+        return crc32c_portable(data, size, initial_crc);
     }
     const auto* bytes = static_cast<const unsigned char*>(data);
-    std::uint32_t crc = ~initial;
+    std::uint32_t crc = ~initial_crc;
     if (use_folding && size >= folding_min_bytes) {
         const std::size_t folded_bytes = size / fold_bytes * fold_bytes;
         crc = compute_crc_by_folding(bytes, folded_bytes, crc);

@@ -1,5 +1,5 @@
-// CRC32C (Castagnoli) of frames and of the chunks of files. Uses carry-less multiplication or the CRC instruction if
-// the processor has them, otherwise tables.
+// Functions that compute CRC32C (Castagnoli) checksums of frames and of the chunks of files. They use carry-less
+// multiplication or the CRC instruction if the processor has them, otherwise tables.
 #pragma once
 
 #include <cstddef>
@@ -7,13 +7,14 @@
 
 namespace gdrkit::storage {
 
-// Returns the CRC of the data. `initial` is the CRC of the bytes before the data.
-std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t initial = 0) noexcept;
+// Returns the CRC of the data, continued from `initial_crc`, the CRC of the bytes before the data.
+std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t initial_crc = 0) noexcept;
 
-// Like crc32c, but always with tables. The tests compare the results of both functions.
-std::uint32_t crc32c_portable(const void* data, std::size_t size, std::uint32_t initial = 0) noexcept;
+// Does the same as crc32c, but always with tables. The tests compare the results of both functions.
+std::uint32_t crc32c_portable(const void* data, std::size_t size, std::uint32_t initial_crc = 0) noexcept;
 
-// Computes one CRC for each of `chunks_count` consecutive chunks, which is faster than a call of crc32c for each chunk.
+// Stores in `crcs` one CRC for each of `chunks_count` consecutive chunks. One call is faster than a call of crc32c for
+// each chunk.
 void crc32c_chunks(const std::byte* data, std::size_t chunk_bytes, std::size_t chunks_count,
                    std::uint32_t* crcs) noexcept;
 

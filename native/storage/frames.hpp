@@ -56,8 +56,8 @@ struct Operation {
     std::uint16_t queue_pair; // Index of the session's queue pair for the transfer.
     std::uint8_t opcode;
     std::uint8_t flags;
-    std::uint32_t checksum; // CRC32C of the bytes to write, or 0 without checksum_given.
-    std::uint32_t reserved0;
+    std::uint32_t checksum;  // CRC32C of the bytes to write, or 0 without checksum_given.
+    std::uint32_t reserved0; // The reserved fields must be 0.
     std::uint64_t reserved1;
 };
 static_assert(sizeof(Operation) == 64 && offsetof(Operation, rkey) == 40 && offsetof(Operation, checksum) == 48);

@@ -72,10 +72,10 @@ struct BufferView {
 };
 
 template <std::uint32_t (*compute_crc)(const void*, std::size_t, std::uint32_t) noexcept>
-std::uint32_t compute_checksum(nb::handle data, std::uint32_t initial) {
+std::uint32_t compute_checksum(nb::handle data, std::uint32_t initial_crc) {
     const BufferView buffer(data);
     const GilRelease release;
-    return compute_crc(buffer.view.buf, static_cast<std::size_t>(buffer.view.len), initial);
+    return compute_crc(buffer.view.buf, static_cast<std::size_t>(buffer.view.len), initial_crc);
 }
 
 verbs::Endpoint parse_endpoint(const nb::dict& fields) {
@@ -114,17 +114,19 @@ std::map<std::string, std::uint64_t> read_counters(Store& store) {
 }
 
 void bind_files(nb::module_& module) {
-    nb::class_<Store>(module, "Store",
-                      "The files of a store and their checksums. The caller keeps `sums_folder` open and closes it.")
+    nb::class_<Store>(
+        module, "Store",
+        "The files of a store and their checksums (sums). `sums_folder_fd` is a descriptor of the folder with "
+        "the sums files. The caller keeps this descriptor open and closes it.")
         .def(
             "__init__",
-            [](Store* self, int sums_folder, std::uint32_t chunk_bytes, int generation_fd) {
+            [](Store* self, int sums_folder_fd, std::uint32_t chunk_bytes, int generation_fd) {
                 if (chunk_bytes < 4096 || chunk_bytes > 65536 || (chunk_bytes & (chunk_bytes - 1)) != 0) {
                     raise_os_error(EINVAL, "chunk_bytes must be a power of two from 4096 to 65536");
                 }
-                new (self) Store(sums_folder, chunk_bytes, generation_fd);
+                new (self) Store(sums_folder_fd, chunk_bytes, generation_fd);
             },
-            "sums_folder"_a, "chunk_bytes"_a, nb::kw_only(), "generation"_a = -1)
+            "sums_folder_fd"_a, "chunk_bytes"_a, nb::kw_only(), "generation_fd"_a = -1)
         .def(
             "adopt",
             [](Store& self, int fd, bool may_read, bool may_write) {
@@ -169,8 +171,8 @@ void bind_sessions(nb::module_& module) {
         "The open RDMA devices of a server. An empty list of names opens every device with an active port.")
         .def(
             "__init__",
-            [](Fabric* self, const std::vector<std::string>& names) {
-                run_without_gil([&] { return new (self) Fabric(names); });
+            [](Fabric* self, const std::vector<std::string>& device_names) {
+                run_without_gil([&] { return new (self) Fabric(device_names); });
             },
             "names"_a)
         .def_prop_ro("names", [](const Fabric& self) {
@@ -184,18 +186,19 @@ void bind_sessions(nb::module_& module) {
         .def(
             "__init__",
             [](Session* self, std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric,
-               const std::vector<nb::dict>& peer_endpoints, std::uint32_t outstanding_max,
+               const std::vector<nb::dict>& endpoint_dicts, std::uint32_t outstanding_max,
                std::uint64_t length_bytes_max) {
-                std::vector<verbs::Endpoint> peers;
-                for (const nb::dict& endpoint : peer_endpoints) {
-                    peers.push_back(parse_endpoint(endpoint));
+                std::vector<verbs::Endpoint> client_endpoints;
+                for (const nb::dict& endpoint_dict : endpoint_dicts) {
+                    client_endpoints.push_back(parse_endpoint(endpoint_dict));
                 }
                 SessionLimits limits;
                 limits.outstanding_max = outstanding_max;
                 limits.length_bytes_max = length_bytes_max;
-                run_without_gil([&] { return new (self) Session(std::move(store), std::move(fabric), peers, limits); });
+                run_without_gil(
+                    [&] { return new (self) Session(std::move(store), std::move(fabric), client_endpoints, limits); });
             },
-            "store"_a, "fabric"_a, "endpoints"_a, nb::kw_only(), "outstanding_max"_a, "length_bytes_max"_a)
+            "store"_a, "fabric"_a, "peer_endpoints"_a, nb::kw_only(), "outstanding_max"_a, "length_bytes_max"_a)
         .def_prop_ro("endpoints",
                      [](const Session& self) {
                          nb::list endpoints;
@@ -204,7 +207,9 @@ void bind_sessions(nb::module_& module) {
                          }
                          return endpoints;
                      })
+        // Largest number of outstanding RDMA READs of the server on one queue pair.
         .def_prop_ro("reads_max", &Session::reads_max)
+        // A descriptor that becomes readable when the session has ended.
         .def_prop_ro("ended_fd", &Session::ended_fd)
         .def("add_file", &Session::add_file, "handle"_a, "file"_a)
         .def("remove_file", &Session::remove_file, "handle"_a, nb::call_guard<GilRelease>())
@@ -215,7 +220,8 @@ void bind_sessions(nb::module_& module) {
                 run_without_gil([&] { self.start(std::move(owned_descriptor)); });
             },
             "data_fd"_a,
-            "Start the thread that serves the data connection. The session owns the descriptor, even if this raises.")
+            "Start the thread that serves the data connection. The session owns the descriptor, even if the call "
+            "raises.")
         .def("close", &Session::close, nb::call_guard<GilRelease>());
 }
 
@@ -226,22 +232,24 @@ void bind_sessions(nb::module_& module) {
 NB_MODULE(_engine, module) {
     namespace storage = gdrkit::storage;
     module.doc() = "The native part of the storage service: RDMA transfers, files and their checksums.";
+    // Largest write for which a client may send the checksum.
     module.attr("CHECKSUM_GIVEN_BYTES_MAX") = storage::SessionLimits{}.segment_bytes;
     module.def("crc32c", &storage::compute_checksum<storage::crc32c>, "data"_a, "initial"_a = 0);
     module.def("crc32c_portable", &storage::compute_checksum<storage::crc32c_portable>, "data"_a, "initial"_a = 0);
     module.def("crc32c_combine", &storage::crc32c_combine, "first"_a, "second"_a, "second_bytes"_a);
     module.def(
         "open_beneath",
-        [](int folder, const nb::bytes& path, int flags, unsigned mode, bool by_steps) {
+        // If `by_component` is true, this function works as on kernels without openat2(2).
+        [](int folder, const nb::bytes& path, int flags, unsigned mode, bool by_component) {
             const std::string path_string(path.c_str(), path.size());
             const int descriptor = storage::run_without_gil([&] {
-                return by_steps ? storage::open_beneath_by_steps(folder, path_string, flags, mode)
-                                : storage::open_beneath(folder, path_string, flags, mode);
+                return by_component ? storage::open_beneath_by_component(folder, path_string, flags, mode)
+                                    : storage::open_beneath(folder, path_string, flags, mode);
             });
             storage::check_status(descriptor, "open");
             return descriptor;
         },
-        "folder"_a, "path"_a, "flags"_a, "mode"_a = 0, "by_steps"_a = false);
+        "folder"_a, "path"_a, "flags"_a, "mode"_a = 0, "by_component"_a = false);
     module.def(
         "rename",
         [](int from_folder, const nb::bytes& name, int to_folder, const nb::bytes& new_name, bool exclusive,

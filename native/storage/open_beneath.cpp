@@ -30,7 +30,7 @@ int release_if_on_same_device(int folder_fd, Descriptor&& descriptor) {
 
 } // namespace
 
-int open_beneath_by_steps(int folder_fd, const std::string& path, int flags, unsigned mode) {
+int open_beneath_by_component(int folder_fd, const std::string& path, int flags, unsigned mode) {
     if (!path.empty() && path.front() == '/') {
         return -EXDEV;
     }
@@ -81,8 +81,8 @@ int open_beneath(int folder_fd, const std::string& path, int flags, unsigned mod
         }
         if (errno == ENOSYS || errno == EPERM) {
             // ENOSYS means that the kernel has no openat2. EPERM may come from a container whose seccomp filter does
-            // not know openat2. If the file system returned EPERM, open_beneath_by_steps() fails with EPERM, too.
-            return open_beneath_by_steps(folder_fd, path, flags, mode);
+            // not know openat2. If the file system returned EPERM, open_beneath_by_component() fails with EPERM, too.
+            return open_beneath_by_component(folder_fd, path, flags, mode);
         }
         // EAGAIN means that another process renamed a folder meanwhile, so the kernel could not check the path. Try
         // again, at most 64 times.

@@ -12,6 +12,6 @@ int open_beneath(int folder_fd, const std::string& path, int flags, unsigned mod
 
 // Does the same for kernels without openat2(2) (before 5.6): opens one folder of the path after the other. Refuses
 // every ".." (EXDEV), also if the path stays below the folder.
-int open_beneath_by_steps(int folder_fd, const std::string& path, int flags, unsigned mode);
+int open_beneath_by_component(int folder_fd, const std::string& path, int flags, unsigned mode);
 
 } // namespace gdrkit::storage

@@ -15,6 +15,7 @@ namespace gdrkit::storage {
 inline constexpr std::uint32_t holes_max = 4096;
 // Largest average number of holes per result in one reply.
 inline constexpr std::uint32_t holes_per_result_max = 64;
+// Largest payload of an io_reply.
 inline constexpr std::uint32_t reply_bytes_max =
     operations_max * (sizeof(Result) + holes_per_result_max * sizeof(HoleExtent));
 

@@ -44,12 +44,12 @@ QueuePairs::Connection::Connection(verbs::Device& device, std::size_t index_of_d
     : device_index(index_of_device), reads_max(device.reads_max()), completion_queue(device, transfers_per_pair_max),
       queue_pair(device, completion_queue, transfers_per_pair_max) {}
 
-QueuePairs::QueuePairs(Fabric& fabric, const std::vector<verbs::Endpoint>& peers) {
+QueuePairs::QueuePairs(Fabric& fabric, const std::vector<verbs::Endpoint>& client_endpoints) {
     const auto& devices = fabric.devices();
-    for (const verbs::Endpoint& peer : peers) {
+    for (const verbs::Endpoint& client_endpoint : client_endpoints) {
         const std::size_t device_index = fabric.take_device_index();
         connections_.push_back(std::make_unique<Connection>(*devices[device_index], device_index));
-        connections_.back()->queue_pair.connect(peer, devices[device_index]->reads_max());
+        connections_.back()->queue_pair.connect(client_endpoint, devices[device_index]->reads_max());
     }
 }
 
@@ -62,32 +62,33 @@ std::vector<verbs::Endpoint> QueuePairs::endpoints() const {
 }
 
 std::uint8_t QueuePairs::reads_max() const {
-    std::uint8_t smallest = 255;
+    std::uint8_t smallest_reads_max = 255;
     for (const auto& connection : connections_) {
-        smallest = std::min(smallest, connection->reads_max);
+        smallest_reads_max = std::min(smallest_reads_max, connection->reads_max);
     }
-    return smallest;
+    return smallest_reads_max;
 }
 
 bool QueuePairs::has_space(std::size_t pair_index, std::size_t transfers_count) const {
     const Connection& connection = *connections_[pair_index];
-    return connection.ids_in_progress.size() + connection.unposted.size() + transfers_count <= transfers_per_pair_max;
+    return connection.ids_in_progress.size() + connection.unposted_transfers.size() + transfers_count <=
+           transfers_per_pair_max;
 }
 
 void QueuePairs::add(std::size_t pair_index, const verbs::Transfer& transfer) {
     Connection& connection = *connections_[pair_index];
-    connection.unposted.push_back(transfer);
-    if (connection.unposted.size() >= list_length_max) {
+    connection.unposted_transfers.push_back(transfer);
+    if (connection.unposted_transfers.size() >= list_length_max) {
         post(connection);
     }
 }
 
 bool QueuePairs::post(Connection& connection) {
-    if (connection.unposted.empty()) {
+    if (connection.unposted_transfers.empty()) {
         return !connection.is_broken;
     }
-    connection.unposted.back().is_signaled = true;
-    for (verbs::Transfer& transfer : connection.unposted) {
+    connection.unposted_transfers.back().is_signaled = true;
+    for (verbs::Transfer& transfer : connection.unposted_transfers) {
         // The wr_id of a transfer is its position in the order of posting, so that a completion shows how many
         // transfers have completed.
         connection.ids_in_progress.push_back(static_cast<std::uint32_t>(transfer.id));
@@ -95,8 +96,8 @@ bool QueuePairs::post(Connection& connection) {
     }
     std::size_t accepted_count = 0;
     const int error_number =
-        connection.is_broken ? EIO : connection.queue_pair.post(connection.unposted, accepted_count);
-    connection.unposted.clear();
+        connection.is_broken ? EIO : connection.queue_pair.post(connection.unposted_transfers, accepted_count);
+    connection.unposted_transfers.clear();
     connection.is_broken |= error_number != 0;
     return error_number == 0;
 }

@@ -46,7 +46,7 @@ enum class TransferStatus : std::uint8_t {
 class QueuePairs {
 public:
     // Creates a queue pair for each of the client's queue pairs, and connects it. Throws verbs::Error.
-    QueuePairs(Fabric& fabric, const std::vector<verbs::Endpoint>& peers);
+    QueuePairs(Fabric& fabric, const std::vector<verbs::Endpoint>& client_endpoints);
 
     std::size_t size() const noexcept { return connections_.size(); }
     std::vector<verbs::Endpoint> endpoints() const;
@@ -57,8 +57,8 @@ public:
 
     // Returns whether the queue pair has space for this many more transfers.
     bool has_space(std::size_t pair_index, std::size_t transfers_count) const;
-    // Stores a transfer until flush() posts it, or until this function posts a full list. poll() reports the transfer
-    // by its `id`.
+    // Stores a transfer for the next list of its queue pair. flush() posts the list, or add() itself when the list is
+    // full. poll() reports the transfer by its `id`.
     void add(std::size_t pair_index, const verbs::Transfer& transfer);
     // Posts the stored transfers. Returns false if a queue pair failed.
     bool flush();
@@ -80,7 +80,7 @@ private:
         std::uint8_t reads_max;
         verbs::CompletionQueue completion_queue;
         verbs::QueuePair queue_pair;
-        std::vector<verbs::Transfer> unposted;     // Transfers that add() stored for the next list.
+        std::vector<verbs::Transfer> unposted_transfers; // Transfers that add() stored for the next list.
         std::deque<std::uint32_t> ids_in_progress; // The callers' ids of the posted transfers, in the order of posting.
         // Numbers of transfers since the queue pair was created.
         std::uint64_t posted_count = 0, completed_count = 0;

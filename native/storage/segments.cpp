@@ -56,8 +56,8 @@ std::uint32_t Session::allocate_segment() {
 
 void Session::free_segment(Segment& segment) {
     staging_->release(segment.buffer);
-    --segment.pending->segments_in_progress;
-    segment.pending = nullptr;
+    --segment.pending_operation->segments_in_progress;
+    segment.pending_operation = nullptr;
     free_segments_.push_back(segment.index);
 }
 
@@ -75,7 +75,7 @@ bool Session::begin_segment(PendingOperation& pending) {
         return false;
     }
     Segment& segment = *segments_[allocate_segment()];
-    segment.pending = &pending;
+    segment.pending_operation = &pending;
     segment.buffer = buffer;
     segment.begin = pending.started_bytes;
     segment.length = length;
@@ -90,7 +90,7 @@ bool Session::begin_segment(PendingOperation& pending) {
         add_transfer(segment, 0, length);
     }
     if (segment.transfers_in_progress == 0) {
-        // There is nothing to move: the range is a hole or after the end of the file, or the read failed.
+        // There is nothing to move: the range is a hole or after the end of the file, or the operation failed.
         free_segment(segment);
     }
     if (length > small_segment_bytes) {
@@ -101,16 +101,17 @@ bool Session::begin_segment(PendingOperation& pending) {
 }
 
 void Session::begin_read(Segment& segment) {
-    PendingOperation& pending = *segment.pending;
+    PendingOperation& pending = *segment.pending_operation;
     const Operation& operation = pending.operation;
-    const auto read_result = pending.file->inode->read(pending.file->fd.get(), operation.file_offset + segment.begin,
-                                                       segment.length, {segment.buffer.data, segment.buffer.size});
-    if (read_result.result < 0) {
-        pending.error = read_result.result;
+    const auto read_result =
+        pending.file->inode->read(pending.file->fd.get(), operation.file_offset + segment.begin, segment.length,
+                                  {segment.buffer.data, segment.buffer.size_bytes});
+    if (read_result.bytes_or_error < 0) {
+        pending.error = read_result.bytes_or_error;
         pending.is_cut_short = true;
         return;
     }
-    const auto read_bytes = static_cast<std::size_t>(read_result.result);
+    const auto read_bytes = static_cast<std::size_t>(read_result.bytes_or_error);
     pending.is_cut_short = read_bytes < segment.length;
     segment.length = read_bytes;
     segment.buffer_offset = read_result.buffer_offset;
@@ -131,7 +132,7 @@ void Session::begin_read(Segment& segment) {
 // operation instead. Returns true if the segment has no hole. The caller must then add one transfer for the whole
 // segment.
 bool Session::add_transfers_between_holes(Segment& segment) {
-    PendingOperation& pending = *segment.pending;
+    PendingOperation& pending = *segment.pending_operation;
     const int fd = pending.file->fd.get();
     const auto segment_file_begin = static_cast<off_t>(pending.operation.file_offset + segment.begin);
     const auto segment_file_end = segment_file_begin + static_cast<off_t>(segment.length);
@@ -176,7 +177,7 @@ bool Session::add_transfers_between_holes(Segment& segment) {
 }
 
 void Session::add_transfer(Segment& segment, std::size_t offset_in_segment, std::size_t length) {
-    const Operation& operation = segment.pending->operation;
+    const Operation& operation = segment.pending_operation->operation;
     const bool is_read = static_cast<Opcode>(operation.opcode) == Opcode::read;
     verbs::Transfer transfer{};
     transfer.direction = is_read ? verbs::Transfer::Direction::to_peer : verbs::Transfer::Direction::from_peer;
@@ -197,7 +198,7 @@ bool Session::poll_completions() {
 
 void Session::complete_transfer(std::uint32_t segment_index, TransferStatus status) {
     Segment& segment = *segments_[segment_index];
-    PendingOperation& pending = *segment.pending;
+    PendingOperation& pending = *segment.pending_operation;
     if (status != TransferStatus::succeeded) {
         // This failure ends the session. Only the operation whose transfer was refused gets a result. It gets the
         // result at once, because its queue pair is broken, so that no more of its bytes can arrive at the client. The
@@ -224,7 +225,7 @@ void Session::complete_transfer(std::uint32_t segment_index, TransferStatus stat
 }
 
 void Session::finish_write(Segment& segment) {
-    PendingOperation& pending = *segment.pending;
+    PendingOperation& pending = *segment.pending_operation;
     if (pending.error != 0) {
         return; // An earlier segment of the operation has failed.
     }

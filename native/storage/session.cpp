@@ -25,8 +25,8 @@ constexpr std::size_t small_buffer_bytes_min = 16384, small_buffers_count = 256,
 constexpr std::size_t receive_buffer_bytes = 1 << 18;
 // If more bytes of unsent replies than this wait, the session receives no further requests.
 constexpr std::size_t backlog_bytes_max = 1 << 20;
-// A session that ends after a failure waits at most this time each time the socket has no space for its last replies.
-// Then it waits about this time at most for the client to close the connection.
+// After a failure, a session waits for the client at most this long whenever the socket has no space for the last
+// replies, and then about this long until the client closes the connection.
 constexpr int final_timeout_ms = 1000;
 // Longest wait for the completion that shows which transfer broke a queue pair.
 constexpr std::chrono::milliseconds cause_timeout{50};
@@ -53,10 +53,10 @@ void raise_event(int event_fd) {
 } // namespace
 
 Session::Session(std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric,
-                 const std::vector<verbs::Endpoint>& peers, const SessionLimits& limits)
+                 const std::vector<verbs::Endpoint>& client_endpoints, const SessionLimits& limits)
     : store_(std::move(store)), fabric_(std::move(fabric)), limits_(limits), stop_event_(create_event()),
       ended_event_(create_event()) {
-    queue_pairs_.emplace(*fabric_, peers);
+    queue_pairs_.emplace(*fabric_, client_endpoints);
     std::vector<verbs::Device*> devices;
     for (const auto& device : fabric_->devices()) {
         devices.push_back(device.get());
@@ -202,8 +202,8 @@ bool Session::parse_frames() {
         if (header && static_cast<FrameType>(header->type) != FrameType::io_request) {
             refusal_reason = "a data connection must carry io requests only";
         }
-        // The frame waits until its operations fit into the limit. If no operation is outstanding, the session accepts
-        // every frame.
+        // The frame waits until its operations fit into the limit outstanding_max. If no operation is outstanding, the
+        // session accepts every frame.
         if (refusal_reason != nullptr || unparsed_bytes.size() < sizeof(FrameHeader) + header->length ||
             (outstanding_count_ != 0 && outstanding_count_ + header->count > limits_.outstanding_max)) {
             break;

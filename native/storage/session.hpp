@@ -32,8 +32,8 @@ struct SessionLimits {
 class Session {
 public:
     // Creates the queue pairs, and connects each to a queue pair of the client. Throws verbs::Error.
-    Session(std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric, const std::vector<verbs::Endpoint>& peers,
-            const SessionLimits& limits);
+    Session(std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric,
+            const std::vector<verbs::Endpoint>& client_endpoints, const SessionLimits& limits);
     Session(const Session&) = delete;
     Session& operator=(const Session&) = delete;
     ~Session();
@@ -45,8 +45,8 @@ public:
     void add_file(std::uint64_t handle, std::shared_ptr<OpenFile> file);
     bool remove_file(std::uint64_t handle);
 
-    // Takes ownership of the data connection. A thread serves it until the client or close() ends it. May be called
-    // once.
+    // Takes ownership of the data connection. A thread serves the connection until the client closes it or close() is
+    // called. start() may be called once.
     void start(Descriptor data_connection);
     // Returns a descriptor that becomes readable when the session has stopped serving.
     int ended_fd() const noexcept { return ended_event_.get(); }

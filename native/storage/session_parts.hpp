@@ -19,12 +19,12 @@ struct Session::PendingOperation {
     std::uint32_t segments_in_progress = 0;
     std::uint32_t checksum = 0; // CRC32C of the bytes moved so far.
     bool is_cut_short = false;  // No further segment starts, because of an error or the end of the file.
-    bool is_finished = false;
+    bool is_finished = false;   // The result waits to be sent.
     std::vector<HoleExtent> holes;
 
     // Prepares the object for another operation. Containers keep their capacity.
-    void reset(const Operation& next) noexcept {
-        operation = next;
+    void reset(const Operation& next_operation) noexcept {
+        operation = next_operation;
         file.reset();
         started_bytes = moved_bytes = 0;
         error = 0;
@@ -38,12 +38,12 @@ struct Session::PendingOperation {
 
 // A part of an operation that fits into a buffer of the staging memory.
 struct Session::Segment {
-    PendingOperation* pending = nullptr; // Null if the segment is free.
+    PendingOperation* pending_operation = nullptr; // Null if the segment is free.
     verbs::Staging::Buffer buffer;
     std::uint32_t index = 0;       // Index in Session::segments_. Also the id of this segment's transfers.
-    std::uint64_t begin = 0;       // Offset of its first byte in the operation.
+    std::uint64_t begin = 0;       // Offset of the first byte of the segment in the operation.
     std::size_t length = 0;        // Bytes to move.
-    std::size_t buffer_offset = 0; // Offset of the bytes in the buffer.
+    std::size_t buffer_offset = 0; // Offset of these bytes in the buffer.
     std::uint32_t transfers_in_progress = 0;
     bool has_failed = false; // One of its transfers has failed.
 };

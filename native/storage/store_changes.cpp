@@ -58,7 +58,7 @@ std::int64_t Inode::write(int file_fd, std::uint64_t offset, std::span<const std
         }
     }
     std::size_t written_bytes = 0;
-    if (!sums_.is_open()) {
+    if (!sums_.is_open()) { // The file has no name any more, so it gets no sums.
         const int status = write_all(file_fd, offset, data, written_bytes);
         return status != 0 ? status : static_cast<std::int64_t>(data.size());
     }
@@ -76,7 +76,7 @@ std::int64_t Inode::write(int file_fd, std::uint64_t offset, std::span<const std
     }
     thread_local std::vector<Sum> old_sums, new_sums;
     thread_local std::vector<std::uint32_t> crcs; // CRCs of the chunks that are written completely.
-    thread_local Edge edge;
+    thread_local EdgeChunk edge_chunk;
     old_sums.resize(chunks_count);
     new_sums.resize(chunks_count);
     crcs.resize(chunks_count);
@@ -94,19 +94,20 @@ std::int64_t Inode::write(int file_fd, std::uint64_t offset, std::span<const std
         }
         const std::uint64_t change_begin = std::max(offset, chunk_begin),
                             change_end = std::min<std::uint64_t>(end, chunk_begin + chunk_bytes);
-        if (const int status = load_edge(file_fd, chunk, file_bytes, edge); status != 0) {
+        if (const int status = load_edge_chunk(file_fd, chunk, file_bytes, edge_chunk); status != 0) {
             return status;
         }
         const auto change_begin_in_chunk = static_cast<std::size_t>(change_begin - chunk_begin),
                    change_end_in_chunk = static_cast<std::size_t>(change_end - chunk_begin);
         // If the write begins after the end of the file, the bytes between are zeros.
-        if (edge.length < change_begin_in_chunk) {
-            std::memset(edge.bytes.data() + edge.length, 0, change_begin_in_chunk - edge.length);
+        if (edge_chunk.length < change_begin_in_chunk) {
+            std::memset(edge_chunk.bytes.data() + edge_chunk.length, 0, change_begin_in_chunk - edge_chunk.length);
         }
-        std::memcpy(edge.bytes.data() + change_begin_in_chunk, data.data() + (change_begin - offset),
+        std::memcpy(edge_chunk.bytes.data() + change_begin_in_chunk, data.data() + (change_begin - offset),
                     change_end_in_chunk - change_begin_in_chunk);
-        const std::size_t length = std::max(edge.length, change_end_in_chunk);
-        new_sums[index] = {crc32c(edge.bytes.data(), length), static_cast<std::uint32_t>(length), SumState::valid};
+        const std::size_t length = std::max(edge_chunk.length, change_end_in_chunk);
+        new_sums[index] = {crc32c(edge_chunk.bytes.data(), length), static_cast<std::uint32_t>(length),
+                           SumState::valid};
     }
     // All new sums are known now. The chunks have no valid sums during the write, so that no sum is wrong if the server
     // is killed meanwhile.
@@ -116,7 +117,7 @@ std::int64_t Inode::write(int file_fd, std::uint64_t offset, std::span<const std
     }
     const int status = write_all(file_fd, offset, data, written_bytes);
     // If the write failed, the chunks before the failure get their new sums. The chunk that is partly written gets
-    // none, and the chunks after it get their old sums.
+    // no valid sum, and the chunks after it get their old sums.
     for (std::size_t index = 0; index < chunks_count; ++index) {
         const std::uint64_t chunk_begin = (first_chunk + index) * chunk_bytes;
         const bool is_complete = status == 0 || chunk_begin + chunk_bytes <= offset + written_bytes;
@@ -172,14 +173,15 @@ int Inode::truncate(int file_fd, std::uint64_t new_file_bytes) {
     const bool is_shrinking = new_file_bytes < static_cast<std::uint64_t>(stat_before.st_size);
     const Sum old_sum = sums_.get(tail_chunk);
     Sum new_sum = old_sum;
-    thread_local Edge edge;
+    thread_local EdgeChunk edge_chunk;
     if (is_shrinking && tail_bytes != 0 && old_sum.state == SumState::valid) {
         // The file will end inside the tail chunk, so the new sum of this chunk covers only the bytes that remain.
         const auto old_file_bytes = static_cast<std::uint64_t>(stat_before.st_size);
-        if (const int status = load_edge(file_fd, tail_chunk, old_file_bytes, edge); status != 0) {
+        if (const int status = load_edge_chunk(file_fd, tail_chunk, old_file_bytes, edge_chunk); status != 0) {
             return status;
         }
-        new_sum = {crc32c(edge.bytes.data(), tail_bytes), static_cast<std::uint32_t>(tail_bytes), SumState::valid};
+        new_sum = {crc32c(edge_chunk.bytes.data(), tail_bytes), static_cast<std::uint32_t>(tail_bytes),
+                   SumState::valid};
         if (const int status = sums_.reserve(tail_chunk, tail_chunk + 1); status != 0) {
             return status;
         }
@@ -223,7 +225,7 @@ int Inode::punch(int file_fd, std::uint64_t begin, std::uint64_t end) {
     }
     discard_sums_if_changed_outside(stat_before);
     const std::uint64_t first_chunk = begin / chunk_bytes, last_chunk = (end - 1) / chunk_bytes;
-    thread_local Edge edge;
+    thread_local EdgeChunk edge_chunk;
     std::array<Sum, 2> edge_sums; // New sums of the first and of the last chunk.
     for (const std::uint64_t chunk : {first_chunk, last_chunk}) {
         Sum& sum = edge_sums[chunk == first_chunk ? 0 : 1];
@@ -231,14 +233,15 @@ int Inode::punch(int file_fd, std::uint64_t begin, std::uint64_t end) {
         if (sums_.get(chunk).state != SumState::valid) {
             continue;
         }
-        if (const int status = load_edge(file_fd, chunk, file_bytes, edge); status != 0) {
+        if (const int status = load_edge_chunk(file_fd, chunk, file_bytes, edge_chunk); status != 0) {
             return status;
         }
         const auto hole_begin_in_chunk = static_cast<std::size_t>(std::max(begin, chunk_begin) - chunk_begin);
         const auto hole_end_in_chunk =
             static_cast<std::size_t>(std::min<std::uint64_t>(end, chunk_begin + chunk_bytes) - chunk_begin);
-        std::memset(edge.bytes.data() + hole_begin_in_chunk, 0, hole_end_in_chunk - hole_begin_in_chunk);
-        sum = {crc32c(edge.bytes.data(), edge.length), static_cast<std::uint32_t>(edge.length), SumState::valid};
+        std::memset(edge_chunk.bytes.data() + hole_begin_in_chunk, 0, hole_end_in_chunk - hole_begin_in_chunk);
+        sum = {crc32c(edge_chunk.bytes.data(), edge_chunk.length), static_cast<std::uint32_t>(edge_chunk.length),
+               SumState::valid};
     }
     sums_.begin_change();
     for (std::uint64_t chunk = first_chunk; chunk <= last_chunk; ++chunk) {

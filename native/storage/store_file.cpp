@@ -49,8 +49,8 @@ bool are_all_zero(std::span<const std::byte> bytes) {
 
 } // namespace
 
-Store::Store(int sums_folder, std::uint32_t chunk_bytes, int generation_fd)
-    : sums_folder_(sums_folder), chunk_bytes_(chunk_bytes) {
+Store::Store(int sums_folder_fd, std::uint32_t chunk_bytes, int generation_fd)
+    : sums_folder_fd_(sums_folder_fd), chunk_bytes_(chunk_bytes) {
     if (chunk_bytes < 4096 || chunk_bytes > chunk_bytes_max || (chunk_bytes & (chunk_bytes - 1)) != 0) {
         throw std::system_error(EINVAL, std::generic_category(), "chunk_bytes");
     }
@@ -113,10 +113,10 @@ void Store::remove_sums(std::uint64_t inode_number) {
 
 int Inode::open_sums(int file_fd, bool create) {
     const std::string name = make_sums_name(inode_number_);
-    if (create && mkdirat(store_.sums_folder_, name.substr(0, 2).c_str(), 0700) != 0 && errno != EEXIST) {
+    if (create && mkdirat(store_.sums_folder_fd_, name.substr(0, 2).c_str(), 0700) != 0 && errno != EEXIST) {
         return -errno;
     }
-    return sums_.open(store_.sums_folder_, name.c_str(), create, file_fd, store_.chunk_bytes_, store_.generation_);
+    return sums_.open(store_.sums_folder_fd_, name.c_str(), create, file_fd, store_.chunk_bytes_, store_.generation_);
 }
 
 void Inode::remove_sums() {
@@ -127,7 +127,7 @@ void Inode::remove_sums() {
     // If the subfolder does not exist, there is nothing to remove. A symbolic link in place of the subfolder is not
     // followed.
     if (const Descriptor subfolder(
-            open_beneath(store_.sums_folder_, name.substr(0, slash_index), O_PATH | O_DIRECTORY, 0));
+            open_beneath(store_.sums_folder_fd_, name.substr(0, slash_index), O_PATH | O_DIRECTORY, 0));
         subfolder) {
         unlinkat(subfolder.get(), name.c_str() + slash_index + 1, 0);
     }
@@ -236,19 +236,19 @@ Inode::ReadResult Inode::read(int file_fd, std::uint64_t offset, std::size_t len
     }
 }
 
-int Inode::load_edge(int file_fd, std::uint64_t chunk, std::uint64_t file_bytes, Edge& edge) {
+int Inode::load_edge_chunk(int file_fd, std::uint64_t chunk, std::uint64_t file_bytes, EdgeChunk& edge_chunk) {
     const std::size_t chunk_bytes = store_.chunk_bytes_;
     const std::uint64_t chunk_begin = chunk * chunk_bytes;
-    edge.length = chunk_begin >= file_bytes ? 0 : std::min<std::uint64_t>(chunk_bytes, file_bytes - chunk_begin);
-    const std::span<std::byte> bytes(edge.bytes.data(), edge.length);
+    edge_chunk.length = chunk_begin >= file_bytes ? 0 : std::min<std::uint64_t>(chunk_bytes, file_bytes - chunk_begin);
+    const std::span<std::byte> bytes(edge_chunk.bytes.data(), edge_chunk.length);
     const std::int64_t read_bytes = read_fully(file_fd, chunk_begin, bytes);
     if (read_bytes < 0) {
         return static_cast<int>(read_bytes);
     }
-    edge.length = static_cast<std::size_t>(read_bytes);
+    edge_chunk.length = static_cast<std::size_t>(read_bytes);
     // The new sum will cover the unchanged bytes of the chunk, too. So this function verifies them first. Otherwise
     // corrupt bytes would get a valid sum.
-    return matches_sum(chunk, bytes.first(edge.length)) ? 0 : report_corruption(chunk);
+    return matches_sum(chunk, bytes.first(edge_chunk.length)) ? 0 : report_corruption(chunk);
 }
 
 } // namespace gdrkit::storage

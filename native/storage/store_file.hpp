@@ -27,7 +27,8 @@ struct Counters {
 class Store;
 
 // An inode with open files. All OpenFile objects of the inode share this object. The parameter `file_fd` of the methods
-// is a descriptor of the inode's file. A method that returns int returns 0 or -errno.
+// is a descriptor of the inode's file, and `chunk` is the index of a chunk in this file. A method that returns int
+// returns 0 or -errno.
 class Inode {
 public:
     Inode(Store& store, std::uint64_t inode_number) : store_(store), inode_number_(inode_number) {}
@@ -35,7 +36,7 @@ public:
     struct ReadResult {
         // Number of bytes, which is less than requested at the end of the file, or -errno. -EIO means that the bytes
         // differ from the written bytes.
-        std::int64_t result;
+        std::int64_t bytes_or_error;
         std::size_t buffer_offset; // Position of the first requested byte in the buffer.
     };
     // Reads all chunks that the range overlaps, and verifies their sums. The buffer must have space for `length` bytes
@@ -54,17 +55,17 @@ public:
 private:
     friend class Store;
     // The bytes of the first or last chunk of a change, if only a part of the chunk changes.
-    struct Edge {
+    struct EdgeChunk {
         std::size_t length = 0; // Length of the chunk before the change, in bytes.
         std::array<std::byte, chunk_bytes_max> bytes;
     };
 
     int open_sums(int file_fd, bool create);
     void discard_sums_if_changed_outside(const struct stat& file_stat);
-    // Returns true also if the chunk has no valid sum.
+    // Returns whether the bytes of a chunk match its sum. Returns true also if the chunk has no valid sum.
     bool matches_sum(std::uint64_t chunk, std::span<const std::byte> bytes) const;
     // Reads a chunk of a file of `file_bytes` bytes and verifies its sum.
-    int load_edge(int file_fd, std::uint64_t chunk, std::uint64_t file_bytes, Edge& edge);
+    int load_edge_chunk(int file_fd, std::uint64_t chunk, std::uint64_t file_bytes, EdgeChunk& edge_chunk);
     // Writes all bytes of `data`. Sets `written_bytes`, also if a write fails.
     int write_all(int file_fd, std::uint64_t offset, std::span<const std::byte> data, std::size_t& written_bytes) const;
     static void set_modification_time_to_now(int file_fd);
@@ -87,11 +88,13 @@ struct OpenFile {
     bool may_read = false, may_write = false;
 };
 
+// The inodes with open files, and the descriptor of the folder with their sums. All sessions of a server share this
+// object.
 class Store {
 public:
     // The caller owns the descriptors. `chunk_bytes` is a power of two from 4096 to 65536. `generation_fd` is the
     // descriptor of the memory for SumsGeneration, or -1 if no other process reads the sums. Throws std::system_error.
-    Store(int sums_folder, std::uint32_t chunk_bytes, int generation_fd = -1);
+    Store(int sums_folder_fd, std::uint32_t chunk_bytes, int generation_fd = -1);
 
     // Makes an OpenFile of an open descriptor. `may_read` and `may_write` are the rights of the client. Throws
     // std::system_error.
@@ -104,7 +107,7 @@ public:
 
 private:
     friend class Inode;
-    const int sums_folder_;
+    const int sums_folder_fd_;
     const std::uint32_t chunk_bytes_;
     SumsGeneration generation_;
     Counters counters_;

@@ -27,8 +27,8 @@ namespace {
 
 constexpr std::uint64_t page_bytes = 4096, entries_per_page = page_bytes / sizeof(std::uint64_t);
 constexpr char magic[8] = {'G', 'D', 'R', 'S', 'U', 'M', 'S', '1'};
-// If a server is killed during a change, the file's mtime is at most this much earlier or later than the start of the
-// change. The mtime may be earlier than the start, because the kernel's clock for mtimes ticks every 1 to 10 ms.
+// If a server is killed during a change, the file's mtime is earlier or later than the start of the change by at most
+// these times. The mtime may be earlier than the start, because the kernel's clock for mtimes ticks every 1 to 10 ms.
 constexpr std::int64_t mtime_before_change_max_ns = 20'000'000, mtime_after_change_max_ns = 200'000'000;
 
 // Packs a sum into 64 bits: from the lowest bit, 32 bits of CRC, 2 bits of state and 30 bits of length.
@@ -104,12 +104,12 @@ int SumsGeneration::open(int memory_fd, bool may_advance) {
     if (memory_stat.st_size < static_cast<off_t>(page_bytes) || (seals & F_SEAL_SHRINK) == 0) {
         return -EINVAL;
     }
-    void* const mapped =
+    void* const mapped_address =
         mmap(nullptr, page_bytes, may_advance ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, memory_fd, 0);
-    if (mapped == MAP_FAILED) {
+    if (mapped_address == MAP_FAILED) {
         return -errno;
     }
-    counter_ = static_cast<std::atomic<std::uint64_t>*>(mapped);
+    counter_ = static_cast<std::atomic<std::uint64_t>*>(mapped_address);
     return 0;
 }
 
@@ -137,13 +137,13 @@ int SumsFile::map(std::uint64_t chunks_count) {
     if (static_cast<std::uint64_t>(file_stat.st_size) < mapped_bytes) {
         generation_->advance();
     }
-    void* const mapped = mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
-    if (mapped == MAP_FAILED) {
+    void* const mapped_address = mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+    if (mapped_address == MAP_FAILED) {
         return -errno;
     }
     unmap();
-    header_ = static_cast<Header*>(mapped);
-    entries_ = reinterpret_cast<std::uint64_t*>(static_cast<std::byte*>(mapped) + page_bytes);
+    header_ = static_cast<Header*>(mapped_address);
+    entries_ = reinterpret_cast<std::uint64_t*>(static_cast<std::byte*>(mapped_address) + page_bytes);
     capacity_ = pages_count * entries_per_page;
     has_disk_space_.resize(pages_count, false);
     return 0;
@@ -199,9 +199,10 @@ int SumsFile::discard_if_outdated(int file_fd, std::uint32_t chunk_bytes) {
     if (change_begin_ns != 0) {
         // The server was killed during a change, so the changed chunks have no valid sums. If the mtime of the file is
         // near the start of this change, no other program has changed the file, and the other sums stay valid.
-        const std::int64_t modification_ns = current_version.seconds * 1'000'000'000LL + current_version.nanoseconds;
-        if (modification_ns >= change_begin_ns - mtime_before_change_max_ns &&
-            modification_ns <= change_begin_ns + mtime_after_change_max_ns) {
+        const std::int64_t mtime_ns =
+            current_version.mtime_seconds * 1'000'000'000LL + current_version.mtime_nanoseconds;
+        if (mtime_ns >= change_begin_ns - mtime_before_change_max_ns &&
+            mtime_ns <= change_begin_ns + mtime_after_change_max_ns) {
             end_change(current_version);
             return 0;
         }
@@ -265,8 +266,8 @@ void SumsFile::discard_from(std::uint64_t first_chunk) noexcept {
             std::fill(has_disk_space_.begin() + static_cast<std::ptrdiff_t>(first_whole_page), has_disk_space_.end(),
                       false);
         } else {
-            // Not every file system can punch holes. Entries that are 0 are not written, because their page may have no
-            // disk space.
+            // Not every file system can punch holes. Entries that are 0 are not written: if their page had no disk
+            // space and the disk were full, the write would raise SIGBUS.
             for (std::uint64_t chunk = first_whole_page * entries_per_page; chunk < capacity_; ++chunk) {
                 if (load_atomically(entries_[chunk]) != 0) {
                     store_atomically(entries_[chunk], std::uint64_t{0});
@@ -285,9 +286,9 @@ void SumsFile::begin_change() noexcept {
 }
 
 void SumsFile::end_change(const FileVersion& version) noexcept {
-    store_atomically(header_->version.seconds, version.seconds);
-    store_atomically(header_->version.nanoseconds, version.nanoseconds);
-    store_atomically(header_->version.size, version.size);
+    store_atomically(header_->version.mtime_seconds, version.mtime_seconds);
+    store_atomically(header_->version.mtime_nanoseconds, version.mtime_nanoseconds);
+    store_atomically(header_->version.size_bytes, version.size_bytes);
     store_atomically(header_->change_begin_ns, std::int64_t{0});
 }
 
@@ -308,15 +309,15 @@ std::int64_t read_cached(int file_fd, void* destination, std::size_t length, std
     }
 }
 
-int SumsReader::open(int folder_fd, int file_fd) {
+int SumsReader::open(int sums_folder_fd, int file_fd) {
     fd_ = Descriptor();
-    struct stat inode_info {};
-    if (fstat(file_fd, &inode_info) != 0) {
+    struct stat file_stat {};
+    if (fstat(file_fd, &file_stat) != 0) {
         return -errno;
     }
-    Descriptor sums_fd(open_beneath(folder_fd, make_sums_name(inode_info.st_ino), O_RDONLY, 0));
+    Descriptor sums_fd(open_beneath(sums_folder_fd, make_sums_name(file_stat.st_ino), O_RDONLY, 0));
     if (!sums_fd) {
-        return sums_fd.get();
+        return sums_fd.get(); // The value is -errno.
     }
     SumsFile::Header header{};
     const std::int64_t read_bytes = read_cached(sums_fd.get(), &header, sizeof header, 0);

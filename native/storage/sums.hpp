@@ -33,7 +33,7 @@ struct Sum {
 // The modification time and size of a file after the server's last change. If fstat returns other values, another
 // program has changed the file.
 struct FileVersion {
-    std::int64_t seconds = 0, nanoseconds = 0, size = 0;
+    std::int64_t mtime_seconds = 0, mtime_nanoseconds = 0, size_bytes = 0;
     bool operator==(const FileVersion&) const = default;
     static FileVersion of(const struct stat& file_stat) {
         return {file_stat.st_mtim.tv_sec, file_stat.st_mtim.tv_nsec, file_stat.st_size};
@@ -71,7 +71,8 @@ std::string make_sums_name(std::uint64_t inode_number);
 
 // The sums file, as the server reads and changes it. Sums that are stored in the shared mapping survive a SIGKILL of
 // the server, and the class stores them in program order. So after a SIGKILL, the file contains all sums that were
-// stored before the last write(2) of data. The caller must hold the lock of the inode.
+// stored before the last write(2) of data. The caller must hold the lock of the inode. A chunk is given by its index in
+// the data.
 class SumsFile {
 public:
     SumsFile() = default;
@@ -126,10 +127,10 @@ private:
 // reader never waits for a disk, so it does not map the sums file: a page fault could wait for a disk.
 class SumsReader {
 public:
-    // Opens the sums of the inode of `file_fd`. May be called again. Returns 0 or -errno: -ENOENT if the file has no
-    // sums, -ESTALE if the header of the sums file is incomplete or belongs to an earlier file with this inode number,
-    // -EAGAIN if a disk must be read.
-    int open(int folder_fd, int file_fd);
+    // Opens the sums of the inode of `file_fd`, and may be called again. `sums_folder_fd` is a descriptor of the folder
+    // with the sums files. Returns 0 or -errno: -ENOENT if the file has no sums, -ESTALE if the header of the sums file
+    // is incomplete or belongs to an earlier file with this inode number, -EAGAIN if a disk must be read.
+    int open(int sums_folder_fd, int file_fd);
     std::uint32_t chunk_bytes() const noexcept { return chunk_bytes_; }
     static constexpr std::size_t sums_per_read_max = 64; // Largest number of sums that one read() returns.
     // Reads the sums of the chunks from `first_chunk` on. Chunks after the end of the sums file have unknown sums.
@@ -142,7 +143,8 @@ private:
 };
 
 // Calls preadv2(2) with RWF_NOWAIT, which reads only bytes in the page cache. It makes the system call directly,
-// because the function of glibc is a cancellation point, which costs some nanoseconds. Returns -errno after an error.
+// because the function of glibc is a cancellation point, which costs some nanoseconds. Returns the number of bytes, or
+// -errno.
 std::int64_t read_cached(int file_fd, void* destination, std::size_t length, std::uint64_t offset) noexcept;
 
 } // namespace gdrkit::storage

@@ -26,7 +26,7 @@ struct DeviceList {
     ~DeviceList() { ibv_free_device_list(devices); }
 };
 
-bool starts_with(const ibv_gid& gid, std::initializer_list<std::uint8_t> bytes) {
+bool gid_starts_with(const ibv_gid& gid, std::initializer_list<std::uint8_t> bytes) {
     return std::equal(bytes.begin(), bytes.end(), gid.raw);
 }
 
@@ -58,33 +58,33 @@ bool parse_gid(const std::string& text, ibv_gid& gid) {
             }
             continue;
         }
-        const int digit = character >= '0' && character <= '9'   ? character - '0'
-                          : character >= 'a' && character <= 'f' ? character - 'a' + 10
-                                                                 : -1;
-        if (digit < 0) {
+        const int digit_value = character >= '0' && character <= '9'   ? character - '0'
+                                : character >= 'a' && character <= 'f' ? character - 'a' + 10
+                                                                       : -1;
+        if (digit_value < 0) {
             return false;
         }
         auto& byte = gid.raw[digit_index / 2];
-        byte = static_cast<std::uint8_t>(digit_index % 2 == 0 ? digit << 4 : byte | digit);
+        byte = static_cast<std::uint8_t>(digit_index % 2 == 0 ? digit_value << 4 : byte | digit_value);
         ++digit_index;
     }
     return true;
 }
 
 std::vector<std::string> Device::list_names() {
-    const DeviceList list;
+    const DeviceList device_list;
     std::vector<std::string> names;
-    for (int index = 0; index < list.count; ++index) {
-        names.emplace_back(ibv_get_device_name(list.devices[index]));
+    for (int index = 0; index < device_list.count; ++index) {
+        names.emplace_back(ibv_get_device_name(device_list.devices[index]));
     }
     return names;
 }
 
 Device::Device(const std::string& name) : name_(name) {
-    const DeviceList list;
-    ibv_device** const list_end = list.devices + list.count;
-    ibv_device** const matching_device =
-        std::find_if(list.devices, list_end, [&](ibv_device* device) { return name == ibv_get_device_name(device); });
+    const DeviceList device_list;
+    ibv_device** const list_end = device_list.devices + device_list.count;
+    ibv_device** const matching_device = std::find_if(
+        device_list.devices, list_end, [&](ibv_device* device) { return name == ibv_get_device_name(device); });
     if (matching_device == list_end) {
         throw Error("no such RDMA device", ENODEV, name);
     }
@@ -126,13 +126,13 @@ void Device::choose_gid() {
     for (int index = 0; index < port_attributes_.gid_tbl_len; ++index) {
         ibv_gid_entry entry{};
         if (ibv_query_gid_ex(context_.get(), port_, static_cast<std::uint32_t>(index), &entry, 0) != 0) {
-            continue; // The entry of the table is empty.
+            continue; // This entry of the GID table is empty.
         }
         Rank rank{false, false, false, index};
         if (port_attributes_.link_layer == IBV_LINK_LAYER_ETHERNET) {
             // An IPv4 address is in the GID ::ffff:a.b.c.d. A link-local address begins with fe80.
-            const bool is_ipv4 = starts_with(entry.gid, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff});
-            rank = {entry.gid_type != IBV_GID_TYPE_ROCE_V2, !is_ipv4, starts_with(entry.gid, {0xfe, 0x80}), index};
+            const bool is_ipv4 = gid_starts_with(entry.gid, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff});
+            rank = {entry.gid_type != IBV_GID_TYPE_ROCE_V2, !is_ipv4, gid_starts_with(entry.gid, {0xfe, 0x80}), index};
         }
         if (!has_gid || rank < best_rank) {
             has_gid = true;

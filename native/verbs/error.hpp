@@ -1,4 +1,4 @@
-// The exception of native/verbs: the name of the failed function or the refused request, and an errno.
+// The exception that native/verbs throws. It has an errno and the name of the failed function or refused request.
 #pragma once
 
 #include <cerrno>

@@ -70,11 +70,11 @@ void Initiator::connect(std::span<const Endpoint> peers, std::uint8_t reads_max)
 
 void Initiator::check_burst(const Burst& burst) const {
     const auto refuse = [](const char* reason) { throw Error("burst", EINVAL, reason); };
-    if (burst.length_bytes == 0 || burst.slots == 0 || burst.operations == 0 || burst.depth == 0 ||
+    if (burst.length_bytes == 0 || burst.slot_count == 0 || burst.operation_count == 0 || burst.depth == 0 ||
         burst.list_length == 0) {
         refuse("length_bytes, slots, operations, depth and list_length must be at least 1");
     }
-    if (burst.slots > memory_bytes_ / burst.length_bytes) {
+    if (burst.slot_count > memory_bytes_ / burst.length_bytes) {
         refuse("slots * length_bytes must be at most memory_bytes");
     }
     if (burst.depth > depth_max_ * queue_pairs_.size() || burst.list_length > burst.depth ||
@@ -86,7 +86,7 @@ void Initiator::check_burst(const Burst& burst) const {
 void Initiator::post(const Burst& burst, std::size_t pair_index, std::uint64_t first_operation_index,
                      std::uint32_t count) {
     for (std::uint32_t index = 0; index < count; ++index) {
-        const std::uint64_t slot_offset = (first_operation_index + index) % burst.slots * burst.length_bytes;
+        const std::uint64_t slot_offset = (first_operation_index + index) % burst.slot_count * burst.length_bytes;
         Transfer& transfer = transfers_[index];
         transfer.direction = burst.direction;
         transfer.is_signaled = index + 1 == count;
@@ -118,7 +118,7 @@ bool Initiator::poll_completions(const Burst& burst, Outcome& outcome) {
             }
             const auto operation_count = static_cast<std::uint32_t>(completion.wr_id);
             in_progress_counts_[completion.wr_id >> count_bits] -= operation_count;
-            outcome.done += operation_count;
+            outcome.completed_count += operation_count;
         }
         if (completions_count > 0) {
             return true;
@@ -140,16 +140,17 @@ Outcome Initiator::run(const Burst& burst) {
     std::size_t pair_index = 0; // Queue pair for the next list. The queue pairs take turns.
     std::fill(in_progress_counts_.begin(), in_progress_counts_.end(), 0);
     const auto begin_time = Clock::now();
-    while (outcome.done < burst.operations) {
+    while (outcome.completed_count < burst.operation_count) {
         std::size_t full_pair_count = 0; // Number of consecutive queue pairs without space for the list.
-        while (posted_count < burst.operations && posted_count - outcome.done < burst.depth &&
+        while (posted_count < burst.operation_count && posted_count - outcome.completed_count < burst.depth &&
                full_pair_count < queue_pairs_.size()) {
-            const auto next_list_length = std::min<std::uint64_t>(
-                {burst.list_length, burst.operations - posted_count, burst.depth - (posted_count - outcome.done)});
+            const auto next_list_length =
+                std::min<std::uint64_t>({burst.list_length, burst.operation_count - posted_count,
+                                         burst.depth - (posted_count - outcome.completed_count)});
             const auto operation_count = static_cast<std::uint32_t>(next_list_length);
             // An incomplete list is posted only if it is the last one. Otherwise, wait for completions until a complete
             // list fits into the depth.
-            if (operation_count < burst.list_length && posted_count + operation_count < burst.operations) {
+            if (operation_count < burst.list_length && posted_count + operation_count < burst.operation_count) {
                 break;
             }
             if (in_progress_counts_[pair_index] + operation_count > depth_max_) {
@@ -171,13 +172,13 @@ Outcome Initiator::run(const Burst& burst) {
 
 Outcome Initiator::run_singly(const Burst& burst, std::span<std::uint64_t> times_ns) {
     check_burst(burst);
-    if (times_ns.size() != burst.operations) {
+    if (times_ns.size() != burst.operation_count) {
         throw Error("burst", EINVAL, "times_ns must have one element per operation");
     }
     Outcome outcome;
     std::fill(in_progress_counts_.begin(), in_progress_counts_.end(), 0);
     const auto begin_time = Clock::now();
-    for (std::uint64_t index = 0; index < burst.operations; ++index) {
+    for (std::uint64_t index = 0; index < burst.operation_count; ++index) {
         const auto operation_begin = Clock::now();
         post(burst, 0, index, 1);
         if (!poll_completions(burst, outcome)) {

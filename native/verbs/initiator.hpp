@@ -18,14 +18,14 @@
 namespace gdrkit::verbs {
 
 // The operations of a measurement. The memory of both sides is divided into slots of length_bytes. Operation i moves
-// slot i % slots, so the caller can check the data of every slot afterwards.
+// slot i % slot_count, so the caller can check the data of every slot afterwards.
 struct Burst {
     Transfer::Direction direction = Transfer::Direction::to_peer;
     std::uint32_t length_bytes = 0;
-    std::uint32_t slots = 1;       // Number of slots.
-    std::uint64_t operations = 0;  // Number of operations.
+    std::uint32_t slot_count = 1;
+    std::uint64_t operation_count = 0;
     std::uint32_t depth = 1;       // Number of operations in progress at the same time, over all queue pairs.
-    std::uint32_t list_length = 1; // Number of operations per ibv_post_send. Only the last of a list is signaled.
+    std::uint32_t list_length = 1; // Number of operations per ibv_post_send. Only the last one is signaled.
     std::uint64_t remote_address = 0;
     std::uint32_t remote_key = 0;
     std::chrono::nanoseconds time_limit{0}; // Longest time without a completion.
@@ -34,7 +34,7 @@ struct Burst {
 // The result of a measurement. After a status other than IBV_WC_SUCCESS, the queue pairs are broken.
 struct Outcome {
     std::uint64_t elapsed_ns = 0;
-    std::uint64_t done = 0; // Number of operations that have completed.
+    std::uint64_t completed_count = 0; // Number of completed operations.
     ibv_wc_status status = IBV_WC_SUCCESS;
     std::uint32_t vendor_error = 0;
     bool timed_out = false;
@@ -60,7 +60,7 @@ public:
     // burst, the errno of ibv_post_send, or EIO if ibv_poll_cq fails.
     Outcome run(const Burst& burst);
     // Runs the operations one after another on the first queue pair, and writes the time of each operation to
-    // `times_ns`. This span must have burst.operations elements.
+    // `times_ns`. This span must have burst.operation_count elements.
     Outcome run_singly(const Burst& burst, std::span<std::uint64_t> times_ns);
 
 private:
@@ -68,7 +68,8 @@ private:
     // Posts `count` operations as one list, of which the first is operation number `first_operation_index` of the
     // burst.
     void post(const Burst& burst, std::size_t pair_index, std::uint64_t first_operation_index, std::uint32_t count);
-    // Waits for at least one completion. Returns false on a timeout or a failed completion.
+    // Waits for at least one completion and adds the completed operations to `outcome`. Returns false if a completion
+    // has failed or none has arrived in time; `outcome` then has the reason.
     bool poll_completions(const Burst& burst, Outcome& outcome);
 
     Device device_;

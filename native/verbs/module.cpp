@@ -65,8 +65,8 @@ Burst make_burst(bool to_peer, std::uint64_t remote_address, std::uint32_t remot
     Burst burst;
     burst.direction = to_peer ? Transfer::Direction::to_peer : Transfer::Direction::from_peer;
     burst.length_bytes = length_bytes;
-    burst.slots = slots;
-    burst.operations = operations;
+    burst.slot_count = slots;
+    burst.operation_count = operations;
     burst.depth = depth;
     burst.list_length = list_length;
     burst.remote_address = remote_address;
@@ -78,7 +78,7 @@ Burst make_burst(bool to_peer, std::uint64_t remote_address, std::uint32_t remot
 nb::dict make_outcome_dict(const Outcome& outcome) {
     nb::dict fields;
     fields["elapsed_ns"] = outcome.elapsed_ns;
-    fields["done"] = outcome.done;
+    fields["done"] = outcome.completed_count;
     fields["status"] = static_cast<int>(outcome.status);
     fields["vendor_error"] = outcome.vendor_error;
     fields["timed_out"] = outcome.timed_out;

@@ -75,9 +75,9 @@ void CompletionQueue::arm() {
 }
 
 void CompletionQueue::take_events() {
-    ibv_cq* queue = nullptr;
-    void* context = nullptr;
-    while (ibv_get_cq_event(channel_.get(), &queue, &context) == 0) {
+    ibv_cq* unused_queue = nullptr;
+    void* unused_context = nullptr;
+    while (ibv_get_cq_event(channel_.get(), &unused_queue, &unused_context) == 0) {
         // ibv_ack_cq_events takes a lock, so one call acknowledges many events.
         if (++unacknowledged_count_ == events_per_ack) {
             ibv_ack_cq_events(queue_.get(), unacknowledged_count_);
@@ -178,6 +178,7 @@ int QueuePair::post(std::span<const Transfer> transfers, std::size_t& posted_cou
     if (transfers_count == 0) {
         return 0;
     }
+    // On an error, the driver sets bad_request to the first request that was not posted.
     ibv_send_wr* bad_request = nullptr;
     const int error_number = ibv_post_send(pair_.get(), requests_.data(), &bad_request);
     posted_count = error_number == 0        ? transfers_count

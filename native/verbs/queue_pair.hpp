@@ -66,6 +66,7 @@ private:
     Owned<ibv_qp> pair_;
     std::uint32_t psn_;
     std::uint32_t transfers_max_;
+    // Scratch space of post(), one element for each transfer.
     std::vector<ibv_send_wr> requests_;
     std::vector<ibv_sge> scatter_gather_entries_;
 };

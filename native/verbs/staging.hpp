@@ -20,8 +20,8 @@ public:
     // A buffer of the staging memory. `data` is null if take() found no free buffer.
     struct Buffer {
         std::byte* data = nullptr;
-        std::size_t size = 0;
-        std::uint32_t index = 0; // Number of the buffer in the staging memory, for release().
+        std::size_t size_bytes = 0;
+        std::uint32_t index = 0; // Index among all buffers, small ones first. release() needs it.
         explicit operator bool() const noexcept { return data != nullptr; }
     };
 
@@ -30,9 +30,10 @@ public:
     Staging& operator=(const Staging&) = delete;
     ~Staging();
 
-    // Returns a free small buffer if `size_bytes` fit into it, otherwise a free large buffer. If no buffer of this size
-    // is free, `data` is null, even if a larger one is free. The buffer that was released last is used first, because
-    // its memory is still in the processor cache.
+    // Returns a free small buffer if `size_bytes` fit into it, otherwise a free large buffer. `data` is null if
+    // `size_bytes` do not fit into a large buffer, or no buffer of the chosen kind is free: a large buffer does not
+    // replace a small one. The buffer that was released last is used first, because its memory is still in the
+    // processor cache.
     Buffer take(std::size_t size_bytes);
     void release(const Buffer& buffer);
     std::size_t large_bytes() const noexcept { return layout_.large_bytes; }

@@ -1,19 +1,18 @@
 """Rate of usrbio reads (ring, agent, storage server, NIC), compared with kernel reads of the same cached file.
 
-On two idle cores, the goals are: 4 KiB reads at depth 64 have at least a quarter of the rate of io_uring, and 1 MiB
-reads have at least half of the rate of `pread` in one thread. The goals are not asserted, because the machine may be
-busy.
+In test_reads_beside_the_kernel, the agent sends all reads to the server (--no-local-reads). On two idle cores, its
+goals are: 4 KiB reads at depth 64 have at least a quarter of the rate of io_uring, and 1 MiB reads have at least half
+of the rate of `pread` in one thread. The record also has the rate of a bare copy: two threads of a program make the
+same memory copies as the path, and nothing else. The bare copy is not an upper bound, because in some runs it was
+slower than the path. The threads have two placements. With one, the scheduler of the kernel places them. With the
+other, the session thread of the server has a core for itself, because it has as much work as all other threads
+together.
 
-The record also has two more measurements. One is the processor time of an operation, which depends less on the load of
-the machine. The other is the rate of a bare copy: two threads of a program make the same memory copies as the path, and
-nothing else. The bare copy is not an upper bound, because in some runs it was slower than the path.
+In test_reads_beside_io_uring, the agent may execute reads itself. Its goals are in IO_URING_GOALS.
 
-All processes share two cores, even if the machine has more. In one case, the scheduler of the kernel places the
-threads. In the other case, the session thread of the server has a core for itself, because it has as much work as all
-other threads together. `nox -s bench` builds the measuring program, ``usrbio_path_bench``.
-
-In the case beside io_uring, the agent may execute reads itself. In the case beside the kernel, the agent sends all
-reads to the server (--no-local-reads).
+No goal is asserted, because the machine may be busy. The record also has the processor time of an operation, which
+depends less on the load of the machine. All processes share two cores, even if the machine has more. `nox -s bench`
+builds the measuring program, ``usrbio_path_bench``.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def create_file(mount: Path, seed: int) -> Path:
 
 @contextlib.contextmanager
 def restrict_to_two_cores() -> Iterator[list[int]]:
-    """Restrict this process and its new child processes to two cores, and yield the numbers of the cores."""
+    """Restrict this thread, and the processes that it starts, to two cores. Yield the numbers of the cores."""
     cores_before = os.sched_getaffinity(0)
     cores = sorted(cores_before)[:2]
     os.sched_setaffinity(0, cores)
@@ -103,7 +102,7 @@ def isolate_session(agent: AgentProcess, cores: list[int]) -> None:
     # This thread starts the client process, which inherits the affinity. restrict_to_two_cores() restores the
     # affinity at its end.
     os.sched_setaffinity(0, {cores[0]})
-    for process_id in (agent.process.pid, agent.server_process_id()):
+    for process_id in (agent.process.pid, agent.find_server_process_id()):
         for task in Path(f"/proc/{process_id}/task").iterdir():
             # A thread may end after iterdir() has listed it.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -112,10 +111,13 @@ def isolate_session(agent: AgentProcess, cores: list[int]) -> None:
 
 
 def measure(agent: AgentProcess, path: Path, *options: str) -> dict[str, list[dict[str, Any]]]:
-    """Run the measuring program. Return the measurements of all rounds, by the name of the measurement."""
+    """Run the measuring program. Return the measurements of all rounds, by the name of the measurement.
+
+    Each line of its output is a measurement. ``turn`` is the name, and ``passed_s`` the duration in seconds.
+    """
     program = Path(os.environ["GDRKIT_BENCH_PROGRAMS"]) / "usrbio_path_bench"
     command = [str(program), str(agent.mount), str(path), *options]
-    command += ["--pid", f"agent={agent.process.pid}", "--pid", f"server={agent.server_process_id()}"]
+    command += ["--pid", f"agent={agent.process.pid}", "--pid", f"server={agent.find_server_process_id()}"]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
     measurements: dict[str, list[dict[str, Any]]] = {}
@@ -130,11 +132,11 @@ def compute_operations_per_s(measurement: dict[str, Any]) -> float:
     return float(measurement["operations"] / measurement["passed_s"])
 
 
-def compute_median_share(measurements: list[dict[str, Any]], peer_measurements: list[dict[str, Any]]) -> float:
+def compute_median_share(measurements: list[dict[str, Any]], baseline_measurements: list[dict[str, Any]]) -> float:
     """Return the median of the ratios of all rounds. The two rates of a ratio were measured in the same round."""
     return statistics.median(
-        compute_operations_per_s(measurement) / compute_operations_per_s(peer)
-        for measurement, peer in zip(measurements, peer_measurements, strict=True)
+        compute_operations_per_s(measurement) / compute_operations_per_s(baseline)
+        for measurement, baseline in zip(measurements, baseline_measurements, strict=True)
     )
 
 
@@ -164,7 +166,7 @@ def test_reads_beside_the_kernel(
         measurements = measure(agent, file, *options)
     assert agent.statistics["failed"] == 0
     evidence["load_1min"] = [load_before, os.getloadavg()[0]]
-    for size, (usrbio_name, kernel_name, copy_name, goal) in MEASUREMENTS.items():
+    for size, (usrbio_name, kernel_name, bare_copy_name, goal) in MEASUREMENTS.items():
         if kernel_name not in measurements:
             summary.append(f"{memory_kind:6} {size}, {thread_placement}: {kernel_name} is not allowed on this system")
             continue
@@ -180,22 +182,22 @@ def test_reads_beside_the_kernel(
                     for measurement in measurements[name]
                 )
                 evidence.number(f"{name}_{process}_cpu_us_median", cpu_us)
-        copies_text = ""
-        if copy_name in measurements:
-            copy_share = compute_median_share(measurements[copy_name], measurements[kernel_name])
-            evidence.number(f"{copy_name}_share_of_{kernel_name}_ratio_median", copy_share)
+        bare_copy_text = ""
+        if bare_copy_name in measurements:
+            bare_copy_share = compute_median_share(measurements[bare_copy_name], measurements[kernel_name])
+            evidence.number(f"{bare_copy_name}_share_of_{kernel_name}_ratio_median", bare_copy_share)
             evidence.number(
-                f"{usrbio_name}_share_of_{copy_name}_ratio_median",
-                compute_median_share(measurements[usrbio_name], measurements[copy_name]),
+                f"{usrbio_name}_share_of_{bare_copy_name}_ratio_median",
+                compute_median_share(measurements[usrbio_name], measurements[bare_copy_name]),
             )
-            copies_text = f"; only the copies, by two threads: {copy_share:.2f}"
+            bare_copy_text = f"; bare copy by two threads: {bare_copy_share:.2f} x {kernel_name}"
         usrbio_cpu_us = sum(
             evidence.numbers[f"{usrbio_name}_{process}_cpu_us_median"] for process in ("client", "agent", "server")
         )
         kernel_cpu_us = evidence.numbers[f"{kernel_name}_client_cpu_us_median"]
         summary.append(
             f"{memory_kind:6} {size} reads, {thread_placement}: {share:.2f} x {kernel_name} "
-            f"(goal on idle cores: {goal}{copies_text}); "
+            f"(goal on idle cores: {goal}){bare_copy_text}; "
             f"processor time {usrbio_cpu_us / kernel_cpu_us:.1f} x {kernel_name}; load {load_before:.1f}"
         )
 
@@ -243,9 +245,9 @@ def test_reads_beside_io_uring(
         if file_kind == "checksums":
             create_file(store, seed)
         points = ",".join(f"{length_bytes}:{depth}" for length_bytes, depth in IO_URING_GOALS)
-        peer_option = ("--peer-file", str(store / "file"))
+        io_uring_file_option = ("--peer-file", str(store / "file"))
         cores_option = ("--cores", f"{cores[0]},{cores[-1]}") if len(cores) > 1 else ()
-        program_options = (*cores_option, *peer_option, "--rounds", "5", "--ms", "400")
+        program_options = (*cores_option, *io_uring_file_option, "--rounds", "5", "--ms", "400")
         measurements = measure(agent, agent.mount / "file", "--points", points, *program_options)
     assert agent.statistics["failed"] == 0
     if round_trips_ns := [

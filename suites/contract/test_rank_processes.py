@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.nccl_rank import visible_devices
+from support.nccl_rank import order_visible_devices
 from support.rank_processes import RankError, run_ranks
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ def make_rank_command(program: str) -> list[str]:
 
 
 def test_rank_sees_all_devices_with_its_own_first() -> None:
-    assert [visible_devices({}, rank=rank, rank_count=3) for rank in range(3)] == [
+    assert [order_visible_devices({}, rank=rank, rank_count=3) for rank in range(3)] == [
         list("012"),
         list("120"),
         list("201"),
     ]
-    assert visible_devices({"CUDA_VISIBLE_DEVICES": "5,GPU-7"}, rank=1, rank_count=2) == ["GPU-7", "5"]
+    assert order_visible_devices({"CUDA_VISIBLE_DEVICES": "5,GPU-7"}, rank=1, rank_count=2) == ["GPU-7", "5"]
 
 
 def test_first_line_of_rank_0_is_passed_to_the_others(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""gdrkit reports the route of a transfer, and the causes of a fallback, from the counters of libcufile.
+"""gdrkit reports the route of a transfer from the counters of libcufile, and the causes of a fallback.
 
 The scenarios that these cases run are functions in ``support/cufile_child.py``.
 """
@@ -40,14 +40,15 @@ def test_compat_mode_is_reported_as_fell_back(scenarios: ScenarioRunner, evidenc
     assert result["proof"]["counter_increases"]["n_posix_reads"] >= 1
     assert (result["proof"]["route"], result["proof"]["state"]) == ("posix", "fell_back")
     assert "no_nvidia_fs" in result["proof"]["causes"]
-    assert result["fell_back"]["kind"] == "DirectPathError"
-    assert "nvidia-fs is not loaded" in result["fell_back"]["message"]
+    assert result["require_direct_error"]["kind"] == "DirectPathError"
+    assert "nvidia-fs is not loaded" in result["require_direct_error"]["message"]
 
 
 @needs(cufile.udev_absent)
 def test_missing_udev_database_is_a_cause(scenarios: ScenarioRunner, evidence: Evidence) -> None:
+    # run() would add an entry for the disk to udev's database.
     with udev.remove_entry(scenarios.path.parent):
-        result = scenarios.run_with_udev_unchanged("one_read")
+        result = scenarios.run_without_adding_udev_entry("one_read")
     evidence["read"] = result
     assert result["failure"]["status"] == 5027  # CU_FILE_HANDLE_NOT_REGISTERED
     assert result["proof"]["state"] == "not_possible"
@@ -59,7 +60,7 @@ def test_tmpfs_is_a_cause(scenarios: ScenarioRunner, evidence: Evidence) -> None
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         scenarios.path = Path(folder) / "data"
         scenarios.path.write_bytes(pattern.payload(MIB, seed=scenarios.seed))
-        result = scenarios.run_with_udev_unchanged("one_read", direct=_allows_o_direct(scenarios.path))
+        result = scenarios.run_without_adding_udev_entry("one_read", direct=_allows_o_direct(scenarios.path))
     evidence["read"] = result
     assert result["proof"]["causes"][0] == "tmpfs"
     # cuFile 1.18 and newer register the file, and copy through host memory. Older versions refuse the file with
@@ -98,7 +99,7 @@ def test_uncounted_transfer_is_unproven(scenarios: ScenarioRunner, evidence: Evi
     assert result["is_data_correct"]
     assert (result["proof"]["route"], result["proof"]["state"]) == ("unknown", "unproven")
     assert result["proof"]["causes"] == ["not_counted"]
-    assert result["fell_back"]["kind"] == "DirectPathError"
+    assert result["require_direct_error"]["kind"] == "DirectPathError"
 
 
 @pytest.mark.qualify
@@ -112,14 +113,14 @@ def test_direct_read_is_proven_by_its_counters(
     assert result["is_data_correct"]
     assert (result["proof"]["route"], result["proof"]["state"]) == (route, "proven")
     assert result["proof"]["counter_increases"] == {f"n_{route}_reads": 1, "n_total_reads": 1}
-    assert "fell_back" not in result
+    assert "require_direct_error" not in result
 
 
 @pytest.mark.parametrize("call", CALLS)
 @NEEDS_TWIN
 def test_every_call_can_be_proven(scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, call: str) -> None:
-    faulty_scenarios = scenarios.with_faults(tmp_path, "cufile.route call=* route=nvfs")
-    result = faulty_scenarios.run_cached("every_call", calls=CALLS)["calls"][CALLS.index(call)]
+    planned_scenarios = scenarios.with_faults(tmp_path, "cufile.route call=* route=nvfs")
+    result = planned_scenarios.run_cached("every_call", calls=CALLS)["calls"][CALLS.index(call)]
     evidence["call"] = result
     assert result["is_data_correct"]
     assert (result["proof"]["route"], result["proof"]["state"]) == ("nvfs", "proven")
@@ -127,10 +128,10 @@ def test_every_call_can_be_proven(scenarios: ScenarioRunner, tmp_path: Path, evi
 
 @NEEDS_TWIN
 def test_batch_with_one_host_transfer_is_unproven(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    faulty_scenarios = scenarios.with_faults(
+    planned_scenarios = scenarios.with_faults(
         tmp_path, "cufile.route call=5 route=posix", "cufile.route call=* route=p2p"
     )
-    proof = faulty_scenarios.run("every_call", calls=["batch_read"])["calls"][0]["proof"]
+    proof = planned_scenarios.run("every_call", calls=["batch_read"])["calls"][0]["proof"]
     # The batch has 16 reads. The fault plan sends one of them through host memory.
     assert (proof["counter_increases"]["batch_p2p_submit_ops"], proof["counter_increases"]["batch_aio_submit_ops"]) == (
         15,
@@ -141,10 +142,10 @@ def test_batch_with_one_host_transfer_is_unproven(scenarios: ScenarioRunner, tmp
 
 @NEEDS_TWIN
 def test_failed_statistics_are_unproven(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    faulty_scenarios = scenarios.with_faults(
+    planned_scenarios = scenarios.with_faults(
         tmp_path, "cufile.route call=* route=p2p", "cuFileGetStatsL3 call=* status=5022"
     )
-    result = faulty_scenarios.run("one_read")
+    result = planned_scenarios.run("one_read")
     assert result["is_data_correct"]
     assert (result["proof"]["route"], result["proof"]["state"]) == ("unknown", "unproven")
     assert "CU_FILE_INVALID_VALUE (5022)" in result["proof"]["why"]
@@ -163,8 +164,8 @@ def test_driver_without_compat_mode_does_not_open(scenarios: ScenarioRunner, evi
 def test_read_without_compat_mode_does_not_fall_back(
     scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence
 ) -> None:
-    faulty_scenarios = scenarios.with_faults(tmp_path, "cufile.route call=* route=posix")
-    result = faulty_scenarios.run("one_read", flags={"ALLOW_COMPAT_MODE": False})
+    planned_scenarios = scenarios.with_faults(tmp_path, "cufile.route call=* route=posix")
+    result = planned_scenarios.run("one_read", flags={"ALLOW_COMPAT_MODE": False})
     evidence["read"] = result
     assert result["failure"]["kind"] == "Unsupported"
     assert result["failure"]["status"] == 5008  # CU_FILE_IO_NOT_SUPPORTED

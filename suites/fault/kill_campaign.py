@@ -114,7 +114,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         return Processes(
             client=self._client,
             agent_process_id=self._agent.process.pid,
-            server_process_id=self._agent.server_process_id(),
+            server_process_id=self._agent.find_server_process_id(),
             traps=self._traps,
             file_model=self._file_model,
             rng=self._rng,
@@ -127,7 +127,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         os.kill(old_server_process_id, signal.SIGKILL)
 
         def list_new_servers() -> list[int]:
-            return [pid for pid in self._agent.child_process_ids() if pid != old_server_process_id]
+            return [pid for pid in self._agent.list_child_process_ids() if pid != old_server_process_id]
 
         wait_until(lambda: bool(list_new_servers()), "the agent starts another server")
         (processes.server_process_id,) = list_new_servers()

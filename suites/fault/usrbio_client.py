@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.processes import WAIT_S, LineChild
+from support.processes import WAIT_S, LineChildProcess
 
 from gdrkit import cuda, pattern, usrbio
 
@@ -36,7 +36,7 @@ _IOV_BYTES = 8 << 20
 _RING_ENTRIES = 64
 
 
-class UsrbioClient(LineChild):
+class UsrbioClient(LineChildProcess):
     """The child process with the application, and the methods by which its parent sends it commands.
 
     Attributes

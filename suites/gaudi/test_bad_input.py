@@ -1,4 +1,4 @@
-"""Invalid input to gdrkit.gaudi: each call raises one typed error with the errno, and all memory stays usable."""
+"""Invalid input to gdrkit.gaudi and malformed variables of its twin: each call fails with one typed error."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_invalid_export_arguments_are_refused(gaudi: Device, changed_arguments: 
         assert (error_info.value.errno, error_info.value.reason) == (errno.EINVAL, Reason.BAD_ARGUMENT)
         assert dict(error_info.value.arguments) == arguments
         assert "hlthunk_device_memory_map" in error_info.value.what_to_do
-        # The memory is unchanged, and the next valid export succeeds.
+        # The memory stays usable: the next valid export succeeds.
         memory.export_dmabuf().close()
 
 
@@ -146,6 +146,7 @@ def test_machine_without_gaudi_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
 @needs(software("hlthunk"))
 @pytest.mark.parametrize(
     ("variable", "value"),
+    # GDRKIT_TWINS_GAUDI is the model of the emulated devices, and GDRKIT_TWINS_GAUDIS is their number.
     [("GDRKIT_TWINS_GAUDI", "gaudi4"), ("GDRKIT_TWINS_GAUDIS", "many"), ("GDRKIT_TWINS_GAUDI_BAR_MIB", "-1")],
 )
 def test_malformed_twin_variable_is_reported_in_one_line(

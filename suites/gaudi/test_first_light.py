@@ -1,4 +1,4 @@
-"""A peer process writes to Gaudi memory and reads from it by RDMA. Device copies verify every byte."""
+"""A peer process writes to Gaudi memory and reads from it by RDMA. The cases compare every byte."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from support.processes import LineChild
+from support.processes import LineChildProcess
 
 from gdrkit import pattern
 
@@ -38,7 +38,7 @@ _GATE_TIMEOUT_S = 90.0
 _DATA_PATH = "/data"
 
 
-class FaultyFile(LineChild):
+class FaultyFile(LineChildProcess):
     """The process of the file system, which is mounted on the empty folder `mount`."""
 
     def __init__(self, mount: Path, *, length_bytes: int, seed: int) -> None:

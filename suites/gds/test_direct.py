@@ -166,7 +166,7 @@ def test_failed_direct_transfer_keeps_its_number(
 @needs(cufile.udev_absent)
 def test_missing_udev_is_a_cause_and_libcufile_is_not_loaded(runner: ScenarioRunner, evidence: Evidence) -> None:
     with udev.remove_entry(runner.path.parent):
-        report = runner.run_with_udev_unchanged(SCENARIO)
+        report = runner.run_without_adding_udev_entry(SCENARIO)
     evidence["answer"] = report
     assert has_expected_bytes(report)
     assert report["read"]["route"] == "engine"

@@ -279,7 +279,7 @@ def make_machine(
     links: Mapping[str, str | None] | None = None,
     cuda_attributes: Mapping[str, int] | None = None,
     nic_supports_dmabuf: bool = True,
-    working_routes: tuple[str, ...] = ("dmabuf", "peer_memory"),
+    working_registration_methods: tuple[str, ...] = ("dmabuf", "peer_memory"),
     kernel_log_lines: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
     observations: Mapping[str, Observation] | None = None,
@@ -297,7 +297,7 @@ def make_machine(
         Other attributes of the CUDA device, by name without the prefix ``CU_DEVICE_ATTRIBUTE_``.
     nic_supports_dmabuf : bool
         Whether the NIC supports dma-buf regions.
-    working_routes : tuple of str
+    working_registration_methods : tuple of str
         The registration routes that work.
     kernel_log_lines : tuple of str
         Lines of the kernel log.
@@ -335,7 +335,9 @@ def make_machine(
         "cuda": CudaFacts(driver_version="13.0", devices=(cuda_device,), libraries=()),
         "verbs": VerbsFacts(nics=(nic,), libraries=()),
         "routes": tuple(
-            RouteFacts(device_index=0, nic="mlx5_0", way=route, possible=route in working_routes, failure=None)
+            RouteFacts(
+                device_index=0, nic="mlx5_0", way=route, possible=route in working_registration_methods, failure=None
+            )
             for route in ("dmabuf", "peer_memory")
         ),
         "nvml": NvmlFacts(driver_version="580.159.04", gpus=(gpu_link,)),

@@ -106,17 +106,20 @@ def _make_link_with_errors(*, corrected: int = 0, uncorrected: int = 0, is_remap
 
 
 # The arguments of inventory.healthy_machine.make_machine, by the code of the rule and the name of the example. Each
-# rule fails on the machine of its examples.
+# rule fails on the machine of its examples. A file or link with the value None does not exist on the machine.
 FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
-    ("no-registration-route", "every route refused"): {"working_routes": (), "files": NO_PEER_MEMORY_FILES},
+    ("no-registration-route", "every route refused"): {
+        "working_registration_methods": (),
+        "files": NO_PEER_MEMORY_FILES,
+    },
     ("peermem-symbols", "refused by the kernel"): {
         "kernel_log_lines": ("nvidia_peermem: disagrees about version of symbol ib_register_peer_memory_client",)
     },
-    ("peermem-refused", "no client"): {"files": {PEER_MEMORY_CLIENT_FILE: None}, "working_routes": ()},
-    ("peermem-refused", "a registered module"): {"working_routes": ()},
+    ("peermem-refused", "no client"): {"files": {PEER_MEMORY_CLIENT_FILE: None}, "working_registration_methods": ()},
+    ("peermem-refused", "a registered module"): {"working_registration_methods": ()},
     ("no-dmabuf-region", "the NIC refuses"): {
         "nic_supports_dmabuf": False,
-        "working_routes": (),
+        "working_registration_methods": (),
         "files": NO_PEER_MEMORY_FILES,
     },
     ("no-dmabuf-region", "an old kernel"): {
@@ -140,7 +143,7 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("topology-veto", "denied"): {"files": {"/proc/driver/nvidia/params": "GrdmaPciTopoCheckOverride: 2\n"}},
     ("gpu-too-old", "Volta"): {
         "cuda_attributes": {"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 0},
-        "working_routes": (),
+        "working_registration_methods": (),
         "files": NO_PEER_MEMORY_FILES,
     },
     ("gpu-too-old", "Pascal without CUDA"): {
@@ -149,7 +152,7 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("gpu-too-old", "Fermi"): {"cuda_attributes": {"COMPUTE_CAPABILITY_MAJOR": 2}},
     ("gpu-too-old", "driver 470"): {
-        "working_routes": (),
+        "working_registration_methods": (),
         "files": NO_PEER_MEMORY_FILES
         | {"/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.256.02\n"},
     },
@@ -157,13 +160,19 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "facts": {"cuda": CudaFacts(driver_version="11.4", devices=(), libraries=()), "routes": ()},
         "files": NO_PEER_MEMORY_FILES,
     },
-    ("nic-too-old", "ConnectX-3 Pro"): {"files": {f"{HCA_FOLDER}/hca_type": "MT4103\n"}, "working_routes": ()},
+    ("nic-too-old", "ConnectX-3 Pro"): {
+        "files": {f"{HCA_FOLDER}/hca_type": "MT4103\n"},
+        "working_registration_methods": (),
+    },
     ("nic-too-old", "Connect-IB without a driver"): {
         "links": {f"{HCA_FOLDER}/device": None},
         "files": NO_RDMA_FILES | {f"{_NIC_FOLDER}/device": "0x1011\n"},
-        "working_routes": (),
+        "working_registration_methods": (),
     },
-    ("nic-too-old", "InfiniHost"): {"files": {f"{HCA_FOLDER}/hca_type": "MT25208\n"}, "working_routes": ()},
+    ("nic-too-old", "InfiniHost"): {
+        "files": {f"{HCA_FOLDER}/hca_type": "MT25208\n"},
+        "working_registration_methods": (),
+    },
     ("nic-too-old", "firmware refused by the driver"): {
         "kernel_log_lines": ("mlx5_core 0000:04:00.0: Driver cmdif rev(5) differs from firmware's(4)",)
     },
@@ -276,8 +285,11 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
 
 # Arguments of the same form. The rule passes on the machine of the example.
 PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
-    ("no-registration-route", "peer memory alone"): {"working_routes": ("peer_memory",), "nic_supports_dmabuf": False},
-    ("peermem-refused", "dma-buf instead"): {"working_routes": ("dmabuf",)},
+    ("no-registration-route", "peer memory alone"): {
+        "working_registration_methods": ("peer_memory",),
+        "nic_supports_dmabuf": False,
+    },
+    ("peermem-refused", "dma-buf instead"): {"working_registration_methods": ("dmabuf",)},
     ("peermem-refused", "a registered module, and nothing was tried"): {"facts": {"routes": ()}},
     ("peermem-refused", "ib_core is used"): {
         "files": {PEER_MEMORY_CLIENT_FILE: None, "/sys/module/ib_core/holders/nvidia_peermem": ""},
@@ -287,7 +299,10 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "files": {PEER_MEMORY_CLIENT_FILE: None, "/sys/module/ib_uverbs/holders/nvidia_peermem": ""},
         "facts": {"routes": ()},
     },
-    ("no-dmabuf-region", "peer memory instead"): {"nic_supports_dmabuf": False, "working_routes": ("peer_memory",)},
+    ("no-dmabuf-region", "peer memory instead"): {
+        "nic_supports_dmabuf": False,
+        "working_registration_methods": ("peer_memory",),
+    },
     ("no-dmabuf-export", "peer memory instead"): {"cuda_attributes": {"DMA_BUF_SUPPORTED": 0}},
     ("gpu-too-old", "peer memory instead"): {
         "cuda_attributes": {"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 0}
@@ -295,12 +310,12 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("gpu-too-old", "Turing"): {
         "cuda_attributes": {"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 5},
         "files": NO_PEER_MEMORY_FILES,
-        "working_routes": ("dmabuf",),
+        "working_registration_methods": ("dmabuf",),
     },
     ("nic-too-old", "old firmware that works"): {"files": {f"{HCA_FOLDER}/fw_ver": "28.34.1002\n"}},
     ("nic-too-old", "firmware of 2022"): {
         "files": {f"{HCA_FOLDER}/fw_ver": "28.35.1012\n"},
-        "working_routes": (),
+        "working_registration_methods": (),
     },
     ("acs-redirect", "source validation alone"): {
         "files": {f"/sys/devices/{_SWITCH_PATH}/{GPU_SWITCH_PORT}/config": make_config_space(acs_control=0x01)}

@@ -140,7 +140,10 @@ def test_peermem_that_nothing_lists_is_undecided(tmp_path: Path, relative_path: 
 @pytest.mark.parametrize("facts", [{}, {"routes": ()}])
 def test_old_firmware_alone_is_undecided(tmp_path: Path, facts: dict[str, Any]) -> None:
     """Old firmware and an unloaded nvidia_peermem have the same effect, but different remedies."""
-    changes = {"files": NO_PEER_MEMORY_FILES | {f"{HCA_FOLDER}/fw_ver": "28.34.1002\n"}, "working_routes": ()}
+    changes = {
+        "files": NO_PEER_MEMORY_FILES | {f"{HCA_FOLDER}/fw_ver": "28.34.1002\n"},
+        "working_registration_methods": (),
+    }
     finding = apply_rule(tmp_path, "nic-too-old", changes | {"facts": facts})
     assert (finding.verdict, "28.34.1002" in finding.text) == (Verdict.UNPROVEN, True), finding.text
 

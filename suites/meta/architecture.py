@@ -47,20 +47,25 @@ _TAIL = """\
 
 def render(root: Path = ROOT) -> str:
     """Return the text of docs/architecture.md for the tree at `root`."""
-    levels = {package: level for level, packages in enumerate(IMPORT_LEVELS) for package in packages}
-    levels = {package: level for package, level in levels.items() if level >= LOWEST_DRAWN_LEVEL}
+    level_by_package = {package: level for level, packages in enumerate(IMPORT_LEVELS) for package in packages}
+    level_by_package = {package: level for package, level in level_by_package.items() if level >= LOWEST_DRAWN_LEVEL}
     # All modules of the command line are drawn as one box.
-    box_names = {package: "cli" if package.startswith(("cli", "__main__")) else package for package in levels}
+    box_names = {package: "cli" if package.startswith(("cli", "__main__")) else package for package in level_by_package}
     edges_between_boxes = {
-        (box_names[package], box_names[imported])
-        for _, package, imported in find_cross_package_imports(root)
-        if package in levels and imported in levels and box_names[package] != box_names[imported]
+        (box_names[package], box_names[imported_package])
+        for _, package, imported_package in find_cross_package_imports(root)
+        if package in level_by_package
+        and imported_package in level_by_package
+        and box_names[package] != box_names[imported_package]
     }
     lines = ["flowchart TD"]
     for level in reversed(range(LOWEST_DRAWN_LEVEL, len(IMPORT_LEVELS))):
         lines.append(f'  subgraph level{level}["level {level}"]')
         lines += [
-            f"    {name}" for name in sorted({box_names[package] for package in levels if levels[package] == level})
+            f"    {name}"
+            for name in sorted(
+                {box_names[package] for package in level_by_package if level_by_package[package] == level}
+            )
         ]
         lines.append("  end")
     lines += [f"  {start} --> {end}" for start, end in sorted(_remove_shortcuts(edges_between_boxes))]

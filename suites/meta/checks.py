@@ -28,7 +28,7 @@ __all__ = [
     "find_imports_within_level",
     "find_locking_finalizers",
     "find_machine_paths",
-    "find_missing_docstrings_and_all",
+    "find_missing_docstrings_and_dunder_all",
     "find_missing_readmes",
     "find_packages_without_level",
     "find_replaced_functions",
@@ -43,7 +43,7 @@ __all__ = [
 # These files may catch every exception: they run all actions of a list, and then raise or pass on the exceptions.
 CATCH_ALL_FILES: frozenset[str] = frozenset({"gdrkit/handles.py"})
 
-# Functions that import the module that their first argument names.
+# Functions that import or search for the module that their first argument names.
 _IMPORT_FUNCTIONS = {"__import__", "find_spec", "import_module", "import_native"}
 
 # Words for a stand-in of a real library. Only report/substrate.py may contain them, because only that file may
@@ -76,11 +76,11 @@ _UNFINISHED_WORK_PATTERN = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 _MACHINE_PATH_PATTERN = re.compile(r"(?<![\w}./-])/(?:work|opt|home|root|Users)/[^\s\"'<&]*")
 
 
-def _parse_modules(root: Path, *sources: str) -> Iterator[tuple[str, ast.Module]]:
+def _parse_modules(root: Path, *relative_paths: str) -> Iterator[tuple[str, ast.Module]]:
     """Yield the path below `root` and the syntax tree of every Python file in these files and folders."""
-    for source in sources:
-        source_path = root / source
-        for path in sorted(source_path.rglob("*.py")) if source_path.is_dir() else [source_path]:
+    for relative_path in relative_paths:
+        file_or_folder = root / relative_path
+        for path in sorted(file_or_folder.rglob("*.py")) if file_or_folder.is_dir() else [file_or_folder]:
             if path.is_file():
                 yield path.relative_to(root).as_posix(), ast.parse(path.read_text(), filename=str(path))
 
@@ -167,19 +167,22 @@ def find_imports_within_level(root: Path) -> Iterator[str]:
 
 def _find_imported_modules(root: Path) -> dict[str, set[str]]:
     """Return, for each module of gdrkit, the modules of its own package that it imports anywhere in its source."""
-    trees = {
+    trees_by_module = {
         path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree
         for path, tree in _parse_modules(root, "gdrkit")
     }
     imports_by_module: dict[str, set[str]] = {}
-    for module, tree in trees.items():
-        package = module.split(".")[:2]
+    for module, tree in trees_by_module.items():
+        package_parts = module.split(".")[:2]
         # For `from module import function`, _find_imports() yields module.function. The imported module is the part
         # before the last dot.
-        names = {
-            name if name in trees or name in SEAMS else name.rpartition(".")[0] for _line, name in _find_imports(tree)
+        imported_names = {
+            name if name in trees_by_module or name in SEAMS else name.rpartition(".")[0]
+            for _line, name in _find_imports(tree)
         }
-        imports_by_module[module] = {name for name in names & trees.keys() - {module} if name.split(".")[:2] == package}
+        imports_by_module[module] = {
+            name for name in imported_names & trees_by_module.keys() - {module} if name.split(".")[:2] == package_parts
+        }
     return imports_by_module
 
 
@@ -227,14 +230,14 @@ def find_imports_outside_seams(root: Path) -> Iterator[str]:
 
 
 def find_stand_in_words(root: Path) -> Iterator[str]:
-    """Yield words such as mock and simulated in the product."""
+    """Yield the words in gdrkit/ that name a stand-in, such as mock and simulated, outside of `SUBSTRATE_FILE`."""
     for path in sorted((root / "gdrkit").rglob("*.py")):
         relative_path = path.relative_to(root).as_posix()
         if relative_path != SUBSTRATE_FILE:
             for line_number, line in enumerate(path.read_text().splitlines(), start=1):
                 yield from (
-                    f"{relative_path}:{line_number} contains {word[0]}"
-                    for word in _STAND_IN_WORD_PATTERN.finditer(line)
+                    f"{relative_path}:{line_number} contains {match[0]}"
+                    for match in _STAND_IN_WORD_PATTERN.finditer(line)
                 )
 
 
@@ -254,7 +257,7 @@ def find_replaced_functions(root: Path) -> Iterator[str]:
 
 
 def find_skips_outside_harness(root: Path) -> Iterator[str]:
-    """Yield the skips of cases outside of the harness."""
+    """Yield the names by which pytest or unittest skips cases, outside of gdrkit/harness."""
     banned_names = {"pytest.skip", "pytest.importorskip", "pytest.mark.skip", "pytest.mark.skipif"}
     for path, tree in _parse_modules(root, "suites", "gdrkit"):
         if path.startswith("gdrkit/harness/"):
@@ -283,7 +286,8 @@ def find_swallowed_errors(root: Path) -> Iterator[str]:
             if isinstance(node, ast.ExceptHandler):
                 caught_types = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
                 catches_all = any(
-                    caught is None or _get_dotted_name(caught) in catch_all_types for caught in caught_types
+                    caught_type is None or _get_dotted_name(caught_type) in catch_all_types
+                    for caught_type in caught_types
                 )
                 if catches_all and not any(map(_raises_or_exits, ast.walk(node))):
                     yield f"{path}:{node.lineno} catches every exception and raises none"
@@ -301,14 +305,14 @@ def _find_functions(tree: ast.Module) -> dict[str, list[ast.AST]]:
 
     The name of a class stands for its constructor.
     """
-    functions: dict[str, list[ast.AST]] = {}
+    definitions_by_name: dict[str, list[ast.AST]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            functions.setdefault(node.name, []).append(node)
+            definitions_by_name.setdefault(node.name, []).append(node)
         elif isinstance(node, ast.ClassDef):
             constructors = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
-            functions.setdefault(node.name, []).extend(constructors)
-    return functions
+            definitions_by_name.setdefault(node.name, []).extend(constructors)
+    return definitions_by_name
 
 
 def _find_finalizers(tree: ast.Module) -> Iterator[str]:
@@ -332,17 +336,17 @@ def _takes_lock(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _BLOCKING_METHODS
 
 
-def _find_callable_functions(tree: ast.Module, trees: Mapping[str, ast.Module]) -> dict[str, list[ast.AST]]:
+def _find_callable_functions(tree: ast.Module, trees_by_path: Mapping[str, ast.Module]) -> dict[str, list[ast.AST]]:
     """Return the functions of a module and of the modules of gdrkit that it imports, by name."""
-    functions = _find_functions(tree)
+    definitions_by_name = _find_functions(tree)
     for _line, name in _find_imports(tree):
         name_parts = name.split(".")
         # The imported module is the whole name or a beginning of it: gdrkit.cuda in `from gdrkit.cuda import Device`.
         paths = ("/".join(name_parts[:end]) + ".py" for end in range(2, len(name_parts) + 1))
-        for imported_tree in (trees[path] for path in paths if path in trees):
+        for imported_tree in (trees_by_path[path] for path in paths if path in trees_by_path):
             for function_name, nodes in _find_functions(imported_tree).items():
-                functions.setdefault(function_name, []).extend(nodes)
-    return functions
+                definitions_by_name.setdefault(function_name, []).extend(nodes)
+    return definitions_by_name
 
 
 def find_locking_finalizers(root: Path) -> Iterator[str]:
@@ -350,12 +354,16 @@ def find_locking_finalizers(root: Path) -> Iterator[str]:
 
     A call counts as a call of every function of that name in the module and in the modules of gdrkit that it imports.
     """
-    trees = dict(_parse_modules(root, "gdrkit"))
-    for path, tree in trees.items():
-        functions, unvisited, visited = _find_callable_functions(tree, trees), list(_find_finalizers(tree)), set[str]()
+    trees_by_path = dict(_parse_modules(root, "gdrkit"))
+    for path, tree in trees_by_path.items():
+        definitions_by_name, unvisited, visited = (
+            _find_callable_functions(tree, trees_by_path),
+            list(_find_finalizers(tree)),
+            set[str](),
+        )
         while unvisited:
             function_name = unvisited.pop()
-            definitions = () if function_name in visited else functions.get(function_name, ())
+            definitions = () if function_name in visited else definitions_by_name.get(function_name, ())
             nodes = [node for definition in definitions for node in ast.walk(definition)]
             visited.add(function_name)
             unvisited += (_get_function_name(node) for node in nodes if isinstance(node, ast.Call))
@@ -381,13 +389,13 @@ def find_sleeping_cases(root: Path) -> Iterator[str]:
                 yield f"{path}:{node.lineno} sleeps"
 
 
-def find_missing_docstrings_and_all(root: Path) -> Iterator[str]:
-    """Yield the modules without a docstring, and the modules of the product without ``__all__``."""
+def find_missing_docstrings_and_dunder_all(root: Path) -> Iterator[str]:
+    """Yield the modules without a docstring, and the modules of gdrkit/ and native/ (not tests) without ``__all__``."""
     for path, tree in _parse_modules(root, "gdrkit", "suites", "native", "automation", "noxfile.py"):
         if not ast.get_docstring(tree):
             yield f"{path} has no docstring"
-        is_product = path.startswith(("gdrkit/", "native/")) and "/tests/" not in path
-        if is_product and not any(
+        needs_dunder_all = path.startswith(("gdrkit/", "native/")) and "/tests/" not in path
+        if needs_dunder_all and not any(
             isinstance(target, ast.Name) and target.id == "__all__"
             for node in tree.body
             if isinstance(node, ast.Assign | ast.AnnAssign)
@@ -410,7 +418,8 @@ def find_unfinished_work(root: Path) -> Iterator[str]:
             continue
         for line_number, line in enumerate(path.read_text().splitlines(), start=1):
             yield from (
-                f"{relative_path}:{line_number} contains {word[0]}" for word in _UNFINISHED_WORK_PATTERN.finditer(line)
+                f"{relative_path}:{line_number} contains {match[0]}"
+                for match in _UNFINISHED_WORK_PATTERN.finditer(line)
             )
 
 

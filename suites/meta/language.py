@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CHECKED_PATHS",
     "GONE_WORDS",
-    "TEST_NAME_MAX",
+    "TEST_NAME_CHARS_MAX",
     "find_chained_pronouns",
     "find_gone_words",
     "find_headless_openings",
@@ -131,19 +131,19 @@ _HEADLESS_OPENING = re.compile(
 _CHAINED_PRONOUN = re.compile(r"\b(?:that|those|the ones?) of\b", re.IGNORECASE)
 _TEST_DEFINITION = re.compile(r"^\s*(?:async )?def (test_\w+)\(")
 # Maximum number of characters in the name of a case.
-TEST_NAME_MAX = 60
+TEST_NAME_CHARS_MAX = 60
 
 
 def find_gone_words(root: Path) -> Iterator[str]:
     """Yield one line for each use of a word or phrase that the project no longer uses."""
     for location, line in _read_lines(root):
-        text = _LEGITIMATE_PHRASES.sub("", line)
-        for word in _WORD_PATTERN.findall(text):
+        checked_text = _LEGITIMATE_PHRASES.sub("", line)
+        for word in _WORD_PATTERN.findall(checked_text):
             replacement = GONE_WORDS.get(word.lower())
             if replacement:
                 yield f"{location} contains {word}; the term is: {replacement}"
-        for phrase, replacement in _GONE_PHRASES.items():
-            for match in phrase.finditer(text):
+        for phrase_pattern, replacement in _GONE_PHRASES.items():
+            for match in phrase_pattern.finditer(checked_text):
                 yield f"{location} contains {match[0]}; the form is: {replacement}"
 
 
@@ -168,11 +168,13 @@ def find_chained_pronouns(root: Path) -> Iterator[str]:
 
 
 def find_long_test_names(root: Path) -> Iterator[str]:
-    """Yield one line for each case whose name is longer than TEST_NAME_MAX characters."""
+    """Yield one line for each case whose name is longer than TEST_NAME_CHARS_MAX characters."""
     for location, line in _read_lines(root):
         match = _TEST_DEFINITION.match(line)
-        if match and len(match[1]) > TEST_NAME_MAX:
-            yield f"{location}: the name {match[1]} has {len(match[1])} characters; the maximum is {TEST_NAME_MAX}"
+        if match and len(match[1]) > TEST_NAME_CHARS_MAX:
+            test_name = match[1]
+            length_and_maximum = f"{len(test_name)} characters; the maximum is {TEST_NAME_CHARS_MAX}"
+            yield f"{location}: the name {test_name} has {length_and_maximum}"
 
 
 def _read_lines(root: Path) -> Iterator[tuple[str, str]]:

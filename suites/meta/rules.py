@@ -159,7 +159,7 @@ RULES = (
     Rule(
         name="a module has a docstring and an __all__",
         why="A newcomer reads the docstring first. A name that is not in __all__ may change.",
-        find_violations=checks.find_missing_docstrings_and_all,
+        find_violations=checks.find_missing_docstrings_and_dunder_all,
         violating_files={"gdrkit/units.py": "'''Sizes.'''\nKIB = 1024\n"},
         valid_files={"gdrkit/units.py": "'''Sizes.'''\n__all__ = ['KIB']\nKIB = 1024\n"},
     ),

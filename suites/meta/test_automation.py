@@ -69,8 +69,10 @@ def write_program(folder: Path, name: str, script: str) -> None:
 def run_install(folder: Path, distribution: str = "debian") -> subprocess.CompletedProcess[str]:
     """Run the installation of a package and a compiler with PATH set to `folder`, on a machine of this distribution."""
     (folder / "os-release").write_text(f'NAME="A Linux"\nID="{distribution}"\n')
-    arguments = f"['xfsprogs', 'g++'], os_release=pathlib.Path({str(folder / 'os-release')!r})"
-    program = f"import pathlib; from automation import system_packages; system_packages.install_packages({arguments})"
+    argument_code = f"['xfsprogs', 'g++'], os_release=pathlib.Path({str(folder / 'os-release')!r})"
+    program = (
+        f"import pathlib; from automation import system_packages; system_packages.install_packages({argument_code})"
+    )
     environ = {**os.environ, "PATH": str(folder), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
@@ -85,7 +87,8 @@ def test_failed_optional_packages_are_named_and_tried_again(tmp_path: Path) -> N
         "third==3",
     ]
     (tmp_path / "run" / "bin").mkdir(parents=True)
-    # The environment exists, but pip could not install the two optional packages.
+    # The environment exists, but pip could not install the two optional packages. The script in place of pip fails
+    # until the file `network` exists.
     (tmp_path / "run" / "made-from").write_text(environments.compute_digest(digest_arguments, []))
     write_program(tmp_path / "run" / "bin", "pip", f'echo "$@" >> {tmp_path}/calls; test -e {tmp_path}/network')
     program = f"""
@@ -123,16 +126,16 @@ def test_apt_may_update_within_the_release_only(apt_line: str, *, replaces: bool
 
 
 def test_dnf_may_update_within_the_release_only() -> None:
-    changes = {change.package: change for change in system_packages.list_dnf_changes(DNF_REFUSED_TRANSACTION)}
-    assert [name for name, change in changes.items() if not change.replaces] == [
+    change_by_package = {change.package: change for change in system_packages.list_dnf_changes(DNF_REFUSED_TRANSACTION)}
+    assert [name for name, change in change_by_package.items() if not change.replaces] == [
         "xfsprogs",
         "python3.12-a-module-with-a-long-name",
         "inih",
     ]
-    assert changes["glibc"].replaces
-    forbidden_packages = [name for name, change in changes.items() if not change.is_allowed]
+    assert change_by_package["glibc"].replaces
+    forbidden_packages = [name for name, change in change_by_package.items() if not change.is_allowed]
     assert forbidden_packages == ["mlnx-tools.noarch", "libibverbs", "kernel-headers", "openmpi"]
-    assert changes["libibverbs"].text == "upgrading: libibverbs x86_64 51.0-1.el9_5 baseos"
+    assert change_by_package["libibverbs"].text == "upgrading: libibverbs x86_64 51.0-1.el9_5 baseos"
 
 
 def test_apt_is_not_called_beside_a_vendor_stack(tmp_path: Path) -> None:
@@ -215,7 +218,7 @@ def test_dnf_installs_what_its_dry_run_announced(tmp_path: Path, updated_package
 
 
 @pytest.mark.parametrize(
-    ("os_release", "command"),
+    ("os_release_text", "expected_command"),
     [
         ('ID="rhel"\n', "dnf install gcc-c++ rdma-core-devel python3.12-devel fuse3 fuse3-libs"),
         (
@@ -225,10 +228,10 @@ def test_dnf_installs_what_its_dry_run_announced(tmp_path: Path, updated_package
         ("ID=ubuntu\nID_LIKE=debian\n", "apt-get install g++ libibverbs-dev python3.12-dev fuse3"),
     ],
 )
-def test_remedy_has_the_names_of_the_distribution(tmp_path: Path, os_release: str, command: str) -> None:
-    (tmp_path / "os-release").write_text(os_release)
+def test_remedy_has_the_names_of_the_distribution(tmp_path: Path, os_release_text: str, expected_command: str) -> None:
+    (tmp_path / "os-release").write_text(os_release_text)
     packages = ("g++", "libibverbs-dev", "python3.12-dev", "fuse3")
-    assert remedies.system_install(*packages, os_release=tmp_path / "os-release") == command
+    assert remedies.system_install(*packages, os_release=tmp_path / "os-release") == expected_command
     assert remedies.system_install("g++", os_release=tmp_path / "missing") == "apt-get install g++"
 
 
@@ -257,13 +260,13 @@ def test_program_that_is_not_python_has_version_zero(tmp_path: Path) -> None:
 
 
 def test_digest_changes_with_arguments_and_contents(tmp_path: Path) -> None:
-    source = tmp_path / "pyproject.toml"
-    source.write_text("a")
-    first_digest = environments.compute_digest(["pip"], [source])
-    assert environments.compute_digest(["pip"], [source]) == first_digest
-    assert environments.compute_digest(["pip", ""], [source]) != first_digest
-    source.write_text("b")
-    assert environments.compute_digest(["pip"], [source]) != first_digest
+    digested_file = tmp_path / "pyproject.toml"
+    digested_file.write_text("a")
+    first_digest = environments.compute_digest(["pip"], [digested_file])
+    assert environments.compute_digest(["pip"], [digested_file]) == first_digest
+    assert environments.compute_digest(["pip", ""], [digested_file]) != first_digest
+    digested_file.write_text("b")
+    assert environments.compute_digest(["pip"], [digested_file]) != first_digest
 
 
 def make_shell_part(name: str, script: str) -> Part:

@@ -26,6 +26,7 @@ FOUND_BY_DLSYM = {"cuGetProcAddress_v2"}
 
 
 def read_contract_symbols(file_name: str) -> set[str]:
+    """Return the functions that a file lists. A file has @@ before the default version; importers have one @."""
     lines = (CONTRACTS_FOLDER / file_name).read_text().splitlines()
     return {line.split()[0].replace("@@", "@") for line in lines if line and not line.startswith("#")}
 

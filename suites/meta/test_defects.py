@@ -25,14 +25,14 @@ DEFECTS_MIN = 31
 DEFECT = next(iter(DEFECTS.values()))
 
 
-def make_record(verdict: Verdict, *texts: str) -> Record:
-    reasons = tuple(CaseReason(text=text) for text in texts)
+def make_record(verdict: Verdict, *reason_texts: str) -> Record:
+    reasons = tuple(CaseReason(text=text) for text in reason_texts)
     return cast("Record", SimpleNamespace(verdict=verdict, reasons=reasons))
 
 
 def test_every_finding_has_a_case() -> None:
     assert {finding.identifier for finding in FINDINGS} == {*"123456", *"abcdefghijklmnopqrst"}
-    assert {defect.finding for defect in DEFECTS.values()} == {finding.identifier for finding in FINDINGS}
+    assert {defect.finding_identifier for defect in DEFECTS.values()} == {finding.identifier for finding in FINDINGS}
     assert len(DEFECTS) >= DEFECTS_MIN
 
 

@@ -82,13 +82,13 @@ def test_storage_program_prints_the_documented_output(tmp_path: Path) -> None:
     (program,) = read_blocks("storage.md", "python")
     (tmp_path / "store.py").write_text(program)
     # `line` is the first line of the server: gdrkit serve: DIR at HOST:PORT by NICS
-    run_client = 'line=${line##* at }\npython store.py "${line%% by *}" store/.gdrkit/token\n'
-    assert is_in_document(run_on_twins(f"{START_SERVER}{run_client}{TERMINATE_SERVICE}", tmp_path), "storage.md")
+    client_commands = 'line=${line##* at }\npython store.py "${line%% by *}" store/.gdrkit/token\n'
+    assert is_in_document(run_on_twins(f"{START_SERVER}{client_commands}{TERMINATE_SERVICE}", tmp_path), "storage.md")
 
 
-@pytest.mark.parametrize("name", ["gaudi.md", "registration.md"])
-def test_first_program_of_the_document_runs(tmp_path: Path, name: str) -> None:
-    (tmp_path / "program.py").write_text(read_blocks(name, "python")[0])
+@pytest.mark.parametrize("document", ["gaudi.md", "registration.md"])
+def test_first_program_of_the_document_runs(tmp_path: Path, document: str) -> None:
+    (tmp_path / "program.py").write_text(read_blocks(document, "python")[0])
     assert run_on_twins("python program.py\n", tmp_path) == ""
 
 
@@ -113,10 +113,10 @@ def run_in_two_shells(document: str, documented_service: str, documented_client:
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     with subprocess.Popen(
         ["bash", "-c", f"exec {service_command}"], cwd=folder, env=environ, stdout=subprocess.PIPE
-    ) as server:
+    ) as service_process:
         try:
-            assert server.stdout is not None
-            assert server.stdout.readline()
+            assert service_process.stdout is not None
+            assert service_process.stdout.readline()
             result = subprocess.run(
                 ["bash", "-c", client_command],
                 cwd=folder,
@@ -127,8 +127,8 @@ def run_in_two_shells(document: str, documented_service: str, documented_client:
                 timeout=60,
             )
         finally:
-            server.terminate()
-        assert server.wait(30) == 0
+            service_process.terminate()
+        assert service_process.wait(30) == 0
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -136,9 +136,9 @@ def run_in_two_shells(document: str, documented_service: str, documented_client:
 def test_storage_commands_work_in_two_shells(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store.py").write_text(read_blocks("storage.md", "python")[0])
-    server = "gdrkit serve --store DIR --listen 0.0.0.0:7070"
-    client = "python store.py 127.0.0.1:7070 DIR/.gdrkit/token"
-    assert is_in_document(run_in_two_shells("storage.md", server, client, tmp_path), "storage.md")
+    server_command = "gdrkit serve --store DIR --listen 0.0.0.0:7070"
+    client_command = "python store.py 127.0.0.1:7070 DIR/.gdrkit/token"
+    assert is_in_document(run_in_two_shells("storage.md", server_command, client_command, tmp_path), "storage.md")
 
 
 def test_usrbio_commands_work_in_two_shells(tmp_path: Path) -> None:

@@ -21,12 +21,12 @@ def call_run_py(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(RUN_PY), *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("name", run.PARTS)
-def test_part_has_its_cases_and_is_in_the_readme(name: str) -> None:
-    part = run.PARTS[name]
+@pytest.mark.parametrize("part_name", run.PARTS)
+def test_part_has_its_cases_and_is_in_the_readme(part_name: str) -> None:
+    part = run.PARTS[part_name]
     assert [case for case in part.cases if not (PROJECT_ROOT / case).exists()] == []
-    assert part.root in {"suites", "hardware"}
-    assert f"`{name}`" in (PROJECT_ROOT / "hardware" / "README.md").read_text()
+    assert part.root_folder in {"suites", "hardware"}
+    assert f"`{part_name}`" in (PROJECT_ROOT / "hardware" / "README.md").read_text()
 
 
 def test_every_benchmark_of_a_gpu_belongs_to_a_part() -> None:

@@ -12,7 +12,7 @@ from gdrkit import pattern
 from gdrkit.harness.needs import host, needs
 from gdrkit.units import KIB
 
-SOURCES = Path(__file__).resolve().parents[2] / "deploy" / "hf3fs"
+PACKAGE_FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "hf3fs"
 # The program makes the calls of SGLang's client for 3FS: it creates rings, publishes shared memory, and then unlinks
 # the shared memory. Like that client, it does not import multiprocessing.shared_memory, so hf3fs_fuse.io must import
 # it. The program writes two chunks from standard input to a file, with a gap of one chunk between them, and reads them
@@ -61,7 +61,9 @@ def run_python(folder: Path, *arguments: str, stdin_data: bytes = b"") -> subpro
 
 def test_names_of_3fs_write_and_read_blocks(tmp_path: Path) -> None:
     payload = pattern.payload(128 * KIB, seed=6)
-    result = run_python(SOURCES, *RUN_ON_TWINS, "-c", CLIENT_PROGRAM, str(tmp_path), str(64 * KIB), stdin_data=payload)
+    result = run_python(
+        PACKAGE_FOLDER, *RUN_ON_TWINS, "-c", CLIENT_PROGRAM, str(tmp_path), str(64 * KIB), stdin_data=payload
+    )
     assert result.returncode == 0, result.stderr.decode()
     assert result.stdout == payload
     file_data = (tmp_path / "file").read_bytes()
@@ -69,7 +71,7 @@ def test_names_of_3fs_write_and_read_blocks(tmp_path: Path) -> None:
 
 
 def test_names_beside_the_native_module_are_refused(tmp_path: Path) -> None:
-    shutil.copytree(SOURCES, tmp_path / "both", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE_FOLDER, tmp_path / "both", ignore=shutil.ignore_patterns("__pycache__"))
     # Python imports a package rather than a module of the same name. This empty package stands for the native module
     # of 3FS.
     (tmp_path / "both" / "hf3fs_py_usrbio").mkdir()
@@ -89,6 +91,6 @@ def test_build_beside_the_package_of_3fs_is_refused(tmp_path: Path) -> None:
     metadata_folder = tmp_path / "site" / "hf3fs_py_usrbio-1.2.9.dist-info"
     metadata_folder.mkdir(parents=True)
     (metadata_folder / "METADATA").write_text("Metadata-Version: 2.1\nName: hf3fs_py_usrbio\nVersion: 1.2.9\n")
-    result = run_python(SOURCES, "-c", program, str(tmp_path / "site"), str(tmp_path))
+    result = run_python(PACKAGE_FOLDER, "-c", program, str(tmp_path / "site"), str(tmp_path))
     assert b"hf3fs_py_usrbio 1.2.9 of 3FS is installed" in result.stderr
     assert not list(tmp_path.glob("*.whl"))

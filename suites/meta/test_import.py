@@ -10,7 +10,7 @@ import pytest
 from meta.levels import IMPORT_LEVELS
 
 # This program prints the libraries that `import gdrkit` adds to the libraries of the interpreter, and all modules.
-PRINT_IMPORTED = """
+PRINT_IMPORTED_PROGRAM = """
 import json, sys
 def read_mapped_files():
     with open("/proc/self/maps") as maps:
@@ -20,7 +20,7 @@ import gdrkit
 print(json.dumps({"mapped": sorted(read_mapped_files() - files_before), "modules": sorted(sys.modules)}))
 """
 # This program runs a command of gdrkit and then prints all imported modules.
-RUN_COMMAND = """
+RUN_COMMAND_PROGRAM = """
 import atexit, json, sys
 atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=sys.stderr))
 from gdrkit.cli import main
@@ -39,7 +39,7 @@ ALLOWED_PACKAGES = {"click", "gdrkit"}
 
 def import_in_child() -> dict[str, list[str]]:
     """Return the libraries and modules that a child process has after `import gdrkit`."""
-    result = subprocess.run([sys.executable, "-c", PRINT_IMPORTED], check=True, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", PRINT_IMPORTED_PROGRAM], check=True, capture_output=True, text=True)
     imported: dict[str, list[str]] = json.loads(result.stdout)
     return imported
 
@@ -56,7 +56,7 @@ def test_import_loads_no_foreign_module() -> None:
 @pytest.mark.parametrize("command_name", ["--version", "--help", "version"])
 def test_short_command_imports_only_light_packages(command_name: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", RUN_COMMAND, command_name], check=True, capture_output=True, text=True
+        [sys.executable, "-c", RUN_COMMAND_PROGRAM, command_name], check=True, capture_output=True, text=True
     )
     assert "gdrkit" in result.stdout
     bare_result = subprocess.run(

@@ -21,14 +21,14 @@ class Cache:
     def lease(self): ...
 def test_helper(): ...
 """
-GUIDE = "# Guide\n\n## Which NIC, and why?\n"
+GUIDE_TEXT = "# Guide\n\n## Which NIC, and why?\n"
 # The files of a small tree. The references of the items below point to its files.
 TREE_FILES = {
     "gdrkit/cache.py": PYTHON_SOURCE,
     "native/cache.cpp": "// invalidate() is in cache.py.\nint lease_count() { return 0; }\n",
     "native/cache_test.cpp": "void test_lease() {}\nvoid test_unused() {}\nint main() { test_lease(); }\n",
     "suites/test_cache.py": "def test_lease():\n    ...\n",
-    "docs/cache.md": GUIDE,
+    "docs/cache.md": GUIDE_TEXT,
 }
 VALID_ITEM = Item("a cache", State.DONE, ("gdrkit/cache.py::Cache",), ("suites/test_cache.py::test_lease",))
 PARTLY_ITEM = replace(VALID_ITEM, state=State.PARTLY, note="no eviction")
@@ -58,7 +58,7 @@ def test_findings_show_every_item() -> None:
         )
 
 
-def find_problems_of(tmp_path: Path, *items: Item) -> list[str]:
+def find_problems_in_small_tree(tmp_path: Path, *items: Item) -> list[str]:
     """Return the problems of a document with these items in a tree with the files of `TREE_FILES`."""
     for name, text in TREE_FILES.items():
         path = tmp_path / name
@@ -84,7 +84,7 @@ VALID_ITEMS = [
 
 @pytest.mark.parametrize("item", VALID_ITEMS)
 def test_item_with_existing_references_has_no_problem(tmp_path: Path, item: Item) -> None:
-    assert find_problems_of(tmp_path, item) == []
+    assert find_problems_in_small_tree(tmp_path, item) == []
 
 
 INVALID_ITEMS = [
@@ -110,12 +110,12 @@ INVALID_ITEMS = [
 
 @pytest.mark.parametrize("item", INVALID_ITEMS)
 def test_item_with_a_missing_reference_is_a_problem(tmp_path: Path, item: Item) -> None:
-    (problem,) = find_problems_of(tmp_path, item)
+    (problem,) = find_problems_in_small_tree(tmp_path, item)
     assert problem.startswith("009 a cache: ")
 
 
 def test_item_that_is_listed_twice_is_a_problem(tmp_path: Path) -> None:
-    assert find_problems_of(tmp_path, VALID_ITEM, PARTLY_ITEM) == ["009 a cache: the item is listed 2 times"]
+    assert find_problems_in_small_tree(tmp_path, VALID_ITEM, PARTLY_ITEM) == ["009 a cache: the item is listed 2 times"]
 
 
 @pytest.mark.parametrize("item_lines", ['state = "finished"', 'state = "done"\nevidence = "none"'])

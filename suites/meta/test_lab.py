@@ -154,8 +154,10 @@ def test_guest_is_started_again_if_its_boot_hangs(lab_folder: Path, capsys: pyte
     # The first start hangs before the boot. After a boot, the guest creates `booted`, and it writes its exit code to
     # `code`.
     write_script(lab_folder / "bin" / "vng", "[ -e hung ] || { : >hung; exec sleep 1000; }; : >booted; echo 3 >code")
-    machine = Machine(image=lab_folder / "kernel" / "boot" / "vmlinuz-1", tools=lab_folder / "bin", use_kvm=False)
-    assert machine.run(lab_folder / "no_script", output=lab_folder, limits=Limits(boot_s=8, run_s=30)) == 3
+    machine = Machine(
+        kernel_image=lab_folder / "kernel" / "boot" / "vmlinuz-1", tools_folder=lab_folder / "bin", use_kvm=False
+    )
+    assert machine.run(lab_folder / "no_script", output_folder=lab_folder, limits=Limits(boot_s=8, run_s=30)) == 3
     assert "did not boot within 8 s" in capsys.readouterr().out
 
 
@@ -169,10 +171,12 @@ def test_guest_is_started_again_if_its_boot_hangs(lab_folder: Path, capsys: pyte
 )
 def test_guest_that_hangs_is_killed_with_its_children(lab_folder: Path, guest_script: str) -> None:
     write_script(lab_folder / "bin" / "vng", guest_script)
-    machine = Machine(image=lab_folder / "kernel" / "boot" / "vmlinuz-1", tools=lab_folder / "bin", use_kvm=False)
+    machine = Machine(
+        kernel_image=lab_folder / "kernel" / "boot" / "vmlinuz-1", tools_folder=lab_folder / "bin", use_kvm=False
+    )
     start_s = time.monotonic()
     with pytest.raises(LabError, match="did not end within 1 s"):
-        machine.run(lab_folder / "no_script", output=lab_folder, limits=Limits(boot_s=30, run_s=1))
+        machine.run(lab_folder / "no_script", output_folder=lab_folder, limits=Limits(boot_s=30, run_s=1))
     # run() returns only after every process that could write to the output has ended.
     assert time.monotonic() - start_s < 60
 

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from meta.mutants.modules import CASES, MODULES
+from meta.mutants.modules import CASES_BY_FILE, FILES_BY_MODULE
 from meta.mutants.mutant import (
     Mutant,
     MutantOutcome,
+    MutantResult,
     PatchMismatch,
-    Result,
     find_changed_lines,
     read_equivalent_reasons,
 )
 from meta.mutants.patches import PATCHES, Patch, make_mutant
 from meta.mutants.run import compute_score, draw_mutants, read_recorded_kills, try_all_mutants, write_records
 from meta.mutants.worker import BaselineFailed, Worker
-from support.json_schema import JSONSCHEMA, find_violations
+from support.json_schema import NEEDS_JSONSCHEMA, find_violations
 
 from gdrkit.report import Verdict, read_records
 
@@ -50,7 +50,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """A worker that has a copy of this tree."""
     # The copy is in the file system of the environment, so that its files can be linked.
     folder = TREE / "build" / "mutants" / f"meta-{tmp_path_factory.getbasetemp().name}"
-    new_worker = Worker(folder, source=TREE, environment=Path(sys.prefix))
+    new_worker = Worker(folder, source_tree=TREE, environment_folder=Path(sys.prefix))
     yield new_worker
     new_worker.remove()
 
@@ -103,10 +103,10 @@ def test_case_that_fails_once_does_not_kill(worker: Worker) -> None:
     flaky_file.write_text(
         "from pathlib import Path\n\n"
         "def test_flaky() -> None:\n"
-        f"    count = Path({str(count_file)!r})\n"
-        "    runs = int(count.read_text()) + 1 if count.exists() else 1\n"
-        "    count.write_text(str(runs))\n"
-        "    assert runs != 2\n"
+        f"    count_file = Path({str(count_file)!r})\n"
+        "    run_count = int(count_file.read_text()) + 1 if count_file.exists() else 1\n"
+        "    count_file.write_text(str(run_count))\n"
+        "    assert run_count != 2\n"
     )
     mutant = make_mutant_with(MUTATED_DOCSTRING, '"""."""', cases=("suites/qualify/test_flaky.py",))
     try:
@@ -125,7 +125,7 @@ def test_equivalent_mutant_is_not_run() -> None:
 
 
 def test_seed_gives_the_same_sample_twice() -> None:
-    modules = {"outcome": MODULES["outcome"], "requests": MODULES["requests"]}
+    modules = {"outcome": FILES_BY_MODULE["outcome"], "requests": FILES_BY_MODULE["requests"]}
     first_sample, second_sample, sample_of_another_seed = (
         draw_mutants(MUTMUT_PYTHON, TREE, modules, seed=seed, count=10) for seed in ("1", "1", "2")
     )
@@ -138,9 +138,9 @@ def test_seed_gives_the_same_sample_twice() -> None:
 
 
 def test_every_module_of_the_table_exists() -> None:
-    assert all(MODULES.values())
-    assert not [file for file in CASES if not (TREE / file).is_file()]
-    paths = {word for cases in CASES.values() for word in cases if word.startswith("suites/")}
+    assert all(FILES_BY_MODULE.values())
+    assert not [file for file in CASES_BY_FILE if not (TREE / file).is_file()]
+    paths = {word for cases in CASES_BY_FILE.values() for word in cases if word.startswith("suites/")}
     assert not [path for path in paths if not (TREE / path).exists()]
 
 
@@ -176,10 +176,10 @@ def test_changed_lines_are_those_that_differ() -> None:
 def test_equivalent_mutants_do_not_count() -> None:
     mutant = make_mutant(PATCHES[0], TREE)
     outcomes = [MutantOutcome.KILLED] * 8 + [MutantOutcome.TIMEOUT, MutantOutcome.SURVIVED, MutantOutcome.EQUIVALENT]
-    assert compute_score([Result(mutant, outcome) for outcome in outcomes]) == 0.9
+    assert compute_score([MutantResult(mutant, outcome) for outcome in outcomes]) == 0.9
 
 
-@JSONSCHEMA
+@NEEDS_JSONSCHEMA
 def test_retry_runs_only_mutants_that_were_not_killed(tmp_path: Path) -> None:
     killed_mutant, survivor, records_path = (
         make_mutant(PATCHES[0], TREE),
@@ -187,10 +187,10 @@ def test_retry_runs_only_mutants_that_were_not_killed(tmp_path: Path) -> None:
         tmp_path / "mutants.jsonl",
     )
     earlier_results = [
-        Result(
+        MutantResult(
             killed_mutant, MutantOutcome.KILLED, "suites/a.py::test_b", duration_s=1.0, baseline_s=2.0, limit_s=90.0
         ),
-        Result(survivor, MutantOutcome.SURVIVED),
+        MutantResult(survivor, MutantOutcome.SURVIVED),
     ]
     write_records(records_path, earlier_results, seed="1", command="x", duration_s=9.0)
     recorded_kills = read_recorded_kills(records_path, [killed_mutant, survivor])
@@ -204,10 +204,10 @@ def test_retry_runs_only_mutants_that_were_not_killed(tmp_path: Path) -> None:
 
 def test_record_has_a_row_for_each_mutant_and_a_summary(tmp_path: Path) -> None:
     mutant, records_path = make_mutant(PATCHES[0], TREE), tmp_path / "mutants.jsonl"
-    killed_result = Result(mutant, MutantOutcome.KILLED, "suites/a.py::test_b", duration_s=1.0)
+    killed_result = MutantResult(mutant, MutantOutcome.KILLED, "suites/a.py::test_b", duration_s=1.0)
     write_records(
         records_path,
-        [killed_result] * 8 + [Result(mutant, MutantOutcome.SURVIVED)],
+        [killed_result] * 8 + [MutantResult(mutant, MutantOutcome.SURVIVED)],
         seed="1",
         command="x",
         duration_s=9.0,
@@ -216,8 +216,9 @@ def test_record_has_a_row_for_each_mutant_and_a_summary(tmp_path: Path) -> None:
     assert not [
         problem for record_object in record_objects for problem in find_violations("record-1.json", record_object)
     ]
-    *rows, summary = read_records(records_path)
-    assert [row.verdict for row in rows] == [Verdict.PASS] * 8 + [Verdict.FAIL]
-    assert {"module", "line", "operator", "before", "after", "outcome", "killing_test"} <= rows[0].evidence.keys()
-    assert (summary.case, summary.verdict) == ("meta/mutants::summary", Verdict.FAIL)
+    *mutant_records, summary_record = read_records(records_path)
+    assert [record.verdict for record in mutant_records] == [Verdict.PASS] * 8 + [Verdict.FAIL]
+    first_evidence = mutant_records[0].evidence
+    assert {"module", "line", "operator", "before", "after", "outcome", "killing_test"} <= first_evidence.keys()
+    assert (summary_record.case, summary_record.verdict) == ("meta/mutants::summary", Verdict.FAIL)
     assert '"score_share": 0.8889' in records_path.read_text().splitlines()[-1]

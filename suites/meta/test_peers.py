@@ -19,7 +19,7 @@ from support.records import make_record
 
 from gdrkit.report import CaseReason, Verdict, append_record
 from hardware.lab.errors import LabError
-from hardware.peers import run as run_module
+from hardware.peers import run as peers_runner
 from hardware.peers.cuda_programs import list_cuda_programs
 from hardware.peers.cuda_python import join_results
 from hardware.peers.cuda_python_child import run_module as run_cuda_python_module
@@ -36,7 +36,7 @@ DEVICE_ON_TWINS = DeviceUnderTest(
 )
 
 # This program runs a client and a server that write their process IDs to files, and sleep.
-RUN_SLEEPERS = """
+RUN_SLEEPERS_PROGRAM = """
 import sys
 from hardware.peers.programs import StockProgram
 from hardware.peers.run import DeviceUnderTest, run_program
@@ -56,11 +56,11 @@ def make_program(client_script: str, server_script: str = "", **fields: object) 
 @pytest.mark.parametrize(
     ("stock_program", "expected_failure"),
     [
-        (make_program("echo done", output="^done$"), ""),
+        (make_program("echo done", output_pattern="^done$"), ""),
         (make_program("exit 3"), "the client ended with exit code 3"),
         (make_program("true", "exit 4"), "the server ended with exit code 4"),
         (make_program("echo no device; echo ------; exit 3"), "the client ended with exit code 3: no device"),
-        (make_program("echo wrong", output="^done$"), "the output does not contain '^done$'"),
+        (make_program("echo wrong", output_pattern="^done$"), "the output does not contain '^done$'"),
         (make_program("cp {folder}/source {folder}/copy", sent_file_bytes=1000), ""),
         (make_program("true", sent_file_bytes=1000), "the copied file differs from its source"),
     ],
@@ -82,7 +82,7 @@ def test_program_with_a_longer_limit_is_not_killed_before() -> None:
 
 def test_programs_end_with_a_killed_runner(tmp_path: Path) -> None:
     """The programs have sessions of their own, so a signal to the group of the runner does not reach them."""
-    with subprocess.Popen([sys.executable, "-c", RUN_SLEEPERS, str(tmp_path)], env=suites_environ()) as runner:
+    with subprocess.Popen([sys.executable, "-c", RUN_SLEEPERS_PROGRAM, str(tmp_path)], env=suites_environ()) as runner:
         for role in ("server", "client"):
             wait_until(partial(has_line, tmp_path / role), f"the start of the {role}", timeout_s=60)
         runner.kill()
@@ -106,16 +106,21 @@ def test_program_that_moves_no_bytes_over_the_twin_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("client", "expected_failure"), [("true", ""), ("exit 3", "the client ended with exit code 3")]
+    ("client_script", "expected_failure"), [("true", ""), ("exit 3", "the client ended with exit code 3")]
 )
-def test_program_that_does_not_use_an_api_must_end_with_125(client: str, expected_failure: str) -> None:
+def test_program_that_does_not_use_an_api_must_end_with_125(client_script: str, expected_failure: str) -> None:
     # `gdrkit run --require=verbs` ends with 125 if the program succeeds without a use of verbs.
-    assert run_program(make_program(client, expected_unused_api="verbs"), DEVICE_ON_TWINS).failure == expected_failure
+    assert (
+        run_program(make_program(client_script, expected_unused_api="verbs"), DEVICE_ON_TWINS).failure
+        == expected_failure
+    )
 
 
 def test_command_of_a_record_has_no_path_of_this_tree() -> None:
-    root = Path(run_module.__file__).resolve().parents[2]
-    outcome = run_program(make_program(f"true {root}/noxfile.py; PYTHONPATH={root} true"), DEVICE_WITHOUT_TWINS)
+    project_root = Path(peers_runner.__file__).resolve().parents[2]
+    outcome = run_program(
+        make_program(f"true {project_root}/noxfile.py; PYTHONPATH={project_root} true"), DEVICE_WITHOUT_TWINS
+    )
     assert outcome.command == "sh -c 'true noxfile.py; PYTHONPATH=. true'"
 
 
@@ -161,7 +166,7 @@ def test_case_of_cuda_python_counts_only_without_kernels(tmp_path: Path) -> None
         "m.py::one_gpu": ("skip: two GPUs", "pass", []),
     }
     joined_results = join_results(*write_results(tmp_path, results_by_case))
-    assert joined_results.counted == {"m.py::both", "m.py::twin_fails", "m.py::twin_skips"}
+    assert joined_results.counted_cases == {"m.py::both", "m.py::twin_fails", "m.py::twin_skips"}
     assert (
         joined_results.passed_count,
         round(joined_results.share_percent, 1),
@@ -205,15 +210,15 @@ def write_results(folder: Path, results_by_case: dict[str, tuple[str, str, list[
 
     The value of each case is its outcome on the GPU, its outcome on the twin, and what the case needs.
     """
-    files = [folder / "gpu.jsonl", folder / "twin.jsonl"]
-    for index, file in enumerate(files):
+    result_files = [folder / "gpu.jsonl", folder / "twin.jsonl"]
+    for index, file in enumerate(result_files):
         lines: list[dict[str, object]] = [{"machine": {"device": file.stem}}]
         lines += [
             {"test": case, "outcome": case_results[index], "needs": case_results[2]}
             for case, case_results in results_by_case.items()
         ]
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return files
+    return result_files
 
 
 @pytest.mark.parametrize(
@@ -243,7 +248,7 @@ def test_kernel_that_ran_no_tests_of_rdma_core_is_an_error(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("metric", "value", "expected_reason"),
+    ("metric", "measured_value", "expected_reason"),
     [
         ("ib_write_lat_us", 0.6, ""),
         ("ib_write_lat_us", 0.61, "ib_write_lat_us / ucx_tcp_tag_lat_us <= 0.6 does not hold: 0.61"),
@@ -251,10 +256,10 @@ def test_kernel_that_ran_no_tests_of_rdma_core_is_an_error(tmp_path: Path) -> No
         ("ucx_verbs_put_bw_gbps", 1.9, "ucx_verbs_put_bw_gbps / ucx_tcp_put_bw_gbps >= 2 does not hold: 1.90"),
     ],
 )
-def test_speed_passes_only_within_its_limits(metric: str, value: float, expected_reason: str) -> None:
+def test_speed_passes_only_within_its_limits(metric: str, measured_value: float, expected_reason: str) -> None:
     metric_names = ("ucx_tcp_tag_lat_us", "memcpy_gbps", "ib_write_bw_gbps", "ib_read_bw_gbps", "ucx_tcp_put_bw_gbps")
     values_by_metric = {name: [1.0, 9.0, 1.0] for name in metric_names}
-    values_by_metric |= {"ib_write_lat_us": [0.5] * 3, "ucx_verbs_put_bw_gbps": [2.0] * 3, metric: [value] * 3}
+    values_by_metric |= {"ib_write_lat_us": [0.5] * 3, "ucx_verbs_put_bw_gbps": [2.0] * 3, metric: [measured_value] * 3}
     record = make_speed_record(values_by_metric, load=(0.0, 0.0), duration_s=1.0)
     assert "; ".join(reason.text for reason in record.reasons) == expected_reason
     assert (record.verdict is Verdict.PASS) == (not expected_reason)

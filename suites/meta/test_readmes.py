@@ -15,10 +15,10 @@ CASES_MIN = 12
 def test_suites_readme_lists_the_qualification_cases() -> None:
     command = [sys.executable, "-m", "pytest", str(SUITES), f"--ignore={SUITES / 'meta'}", "-m", "qualify"]
     collection = subprocess.run([*command, "--collect-only", "-q"], check=True, capture_output=True, text=True)
-    cases = {line.partition("[")[0] for line in collection.stdout.splitlines() if "::" in line}
+    qualification_cases = {line.partition("[")[0] for line in collection.stdout.splitlines() if "::" in line}
     listed_cases = set(re.findall(r"^- `(\S+::\S+)`$", (SUITES / "README.md").read_text(), re.MULTILINE))
-    assert len(cases) >= CASES_MIN
-    assert listed_cases == cases
+    assert len(qualification_cases) >= CASES_MIN
+    assert listed_cases == qualification_cases
 
 
 def test_suites_readme_lists_the_folders() -> None:

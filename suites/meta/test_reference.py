@@ -61,7 +61,8 @@ def test_public_class_or_function_has_a_docstring() -> None:
         f"{module_name}.{name}"
         for module_name, module in reference.list_public_modules().items()
         for name in module.__all__
-        if (inspect.isclass(value := getattr(module, name)) or inspect.isfunction(value)) and not value.__doc__
+        if (inspect.isclass(public_object := getattr(module, name)) or inspect.isfunction(public_object))
+        and not public_object.__doc__
     ]
     assert undocumented == ["gdrkit.usrbio.ioring", "gdrkit.usrbio.iovec"]
 
@@ -75,12 +76,12 @@ def needs_an_example(public_object: object) -> bool:
 
 
 def test_name_that_programs_call_has_an_example() -> None:
-    programs = map_names_to_programs(list_all_programs())
+    programs_by_name = map_names_to_programs(list_all_programs())
     names_without_example = {
         f"{module_name}.{name}"
         for module_name, module in reference.list_public_modules().items()
         for name in module.__all__
-        if needs_an_example(getattr(module, name)) and not programs[f"{module_name}.{name}"]
+        if needs_an_example(getattr(module, name)) and not programs_by_name[f"{module_name}.{name}"]
     }
     assert names_without_example == set(NAMES_WITHOUT_EXAMPLE)
 

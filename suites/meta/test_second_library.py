@@ -15,6 +15,8 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 # The fixture compiles the client library, which takes minutes on a busy machine.
 pytestmark = [needs(host.compiler), pytest.mark.timeout(600)]
 
+# This program reads a file with the library in GDRKIT_USRBIO_LIBRARY. It checks that the library reports no GPU, and
+# that calls with GPU memory fail with ENOTSUP.
 CLIENT_PROGRAM = """
 import errno, os, sys
 from pathlib import Path
@@ -55,7 +57,7 @@ with AgentProcess(mount) as agent:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library_without_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Path of the usrbio client library without the GPU extension (CMake: ENABLE_GDR=OFF), built without CMake."""
     folder = tmp_path_factory.mktemp("second")
     path, unit_path, native_folder = folder / "libhf3fs_api_shared.so", folder / "all.cpp", PROJECT_ROOT / "native"
@@ -69,13 +71,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_binding_works_without_the_gpu_extension(library: Path, tmp_path: Path) -> None:
+def test_binding_works_without_the_gpu_extension(library_without_gpu: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--"]
     command = [*launcher, sys.executable, "-c", CLIENT_PROGRAM, str(tmp_path)]
     python_path = os.pathsep.join([str(PROJECT_ROOT / "suites"), *filter(None, sys.path)])
     result = subprocess.run(
         command,
-        env=os.environ | {"GDRKIT_USRBIO_LIBRARY": str(library), "PYTHONPATH": python_path},
+        env=os.environ | {"GDRKIT_USRBIO_LIBRARY": str(library_without_gpu), "PYTHONPATH": python_path},
         capture_output=True,
         text=True,
         check=False,

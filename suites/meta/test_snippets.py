@@ -114,25 +114,26 @@ def make_twin_environment(folder: Path) -> dict[str, str]:
     return environ | tier_variables | {"HOME": str(folder)}
 
 
-def run_command(line: str, folder: Path, environ: dict[str, str]) -> str:
+def run_command(command_line: str, folder: Path, environ: dict[str, str]) -> str:
     """Run one command by a shell, and return its output. A service is terminated after its first line."""
-    if line.startswith(SERVICE_COMMANDS):
+    if command_line.startswith(SERVICE_COMMANDS):
         with subprocess.Popen(
-            ["bash", "-c", f"exec {line}"], cwd=folder, env=environ, stdout=subprocess.PIPE
+            ["bash", "-c", f"exec {command_line}"], cwd=folder, env=environ, stdout=subprocess.PIPE
         ) as service:
             assert service.stdout is not None
             first_line = service.stdout.readline()
             service.terminate()
             service.stdout.read()
-            assert service.wait(30) == 0, line
+            assert service.wait(30) == 0, command_line
         return first_line.decode()
     result = subprocess.run(
-        ["bash", "-c", line], cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=200
+        ["bash", "-c", command_line], cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=200
     )
     allowed_codes = next(
-        (allowed_codes for command, allowed_codes in EXIT_CODES_BY_COMMAND.items() if line.startswith(command)), {0}
+        (allowed_codes for command, allowed_codes in EXIT_CODES_BY_COMMAND.items() if command_line.startswith(command)),
+        {0},
     )
-    assert result.returncode in allowed_codes, f"{line}\n{result.stdout}{result.stderr}"
+    assert result.returncode in allowed_codes, f"{command_line}\n{result.stdout}{result.stderr}"
     return result.stdout
 
 
@@ -154,9 +155,9 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_snippet_is_in_the_table(evidence: Evidence) -> None:
     entry_kinds = [find_entry(snippet).split()[0] for snippet in SNIPPETS]
-    counts = {kind: entry_kinds.count(kind) for kind in sorted(set(entry_kinds))}
-    evidence["snippets"] = {"total": len(SNIPPETS), **counts}
-    print(f"{len(SNIPPETS)} blocks of code: {counts}")  # noqa: T201 - `pytest -rP` shows the count
+    count_by_kind = {kind: entry_kinds.count(kind) for kind in sorted(set(entry_kinds))}
+    evidence["snippets"] = {"total": len(SNIPPETS), **count_by_kind}
+    print(f"{len(SNIPPETS)} blocks of code: {count_by_kind}")  # noqa: T201 - `pytest -rP` shows the count
     assert set(entry_kinds) <= {"run", "program", "tutorial", "by", "session", "not"}
 
 
@@ -181,13 +182,13 @@ def test_named_case_exists() -> None:
 
 
 def test_named_session_exists() -> None:
-    sessions = set(re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE))
+    defined_sessions = set(re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE))
     named_sessions = {
         find_entry(snippet).split()[1] for snippet in SNIPPETS if find_entry(snippet).startswith("session ")
     }
     for path in list_guides():
         named_sessions |= set(re.findall(r"nox -s (\w+)", path.read_text()))
-    assert named_sessions <= sessions
+    assert named_sessions <= defined_sessions
 
 
 def parse_commands(snippet: Snippet) -> list[str]:
@@ -219,15 +220,15 @@ def insert_into_frames(snippet: Snippet) -> list[tuple[str, str]]:
     if snippet.document != "docs/sharing.md":
         frame = FRAME_BY_DOCUMENT[snippet.document]
         return [(frame.replace("BODY", indent(snippet.text, 8)), "")]
-    imports, owner, importer, agent = re.split(
+    import_code, owner_code, importer_code, agent_code = re.split(
         r"^# (?:the owner|the other process|an agent with a NIC)$", snippet.text, flags=re.MULTILINE
     )
-    frame = SHARING_FRAME.replace("IMPORTS", imports)
+    frame = SHARING_FRAME.replace("IMPORTS", import_code)
     return [
-        (frame.replace("OWNER", indent(owner, 8)).replace("PEER", indent(importer, 4)), "IPC"),
+        (frame.replace("OWNER", indent(owner_code, 8)).replace("PEER", indent(importer_code, 4)), "IPC"),
         (
-            frame.replace("OWNER", indent(owner.replace("ShareKind.IPC", "ShareKind.DMABUF"), 8)).replace(
-                "PEER", indent(agent, 4)
+            frame.replace("OWNER", indent(owner_code.replace("ShareKind.IPC", "ShareKind.DMABUF"), 8)).replace(
+                "PEER", indent(agent_code, 4)
             ),
             "DMABUF",
         ),

@@ -18,7 +18,7 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 WHEELS_FOLDER = PROJECT_ROOT / "build" / "wheels"
 # A wheel has these folders below gdrkit/_data/.
 DATA_FOLDERS = ("suites/", "hardware/profiles/", "reports/templates/", "reports/schema/")
-PRINT_DEVICES = """
+PRINT_DEVICES_PROGRAM = """
 import json
 from gdrkit import cuda, verbs
 print(json.dumps({"nics": len(verbs.list_nics()), "gpus": cuda.device_count()}))
@@ -68,25 +68,25 @@ def test_wheel_has_the_files_of_a_qualification(wheel: Path) -> None:
     assert [file_name for file_name in file_names if file_name.endswith(".pyc") or "/suites/meta/" in file_name] == []
 
 
-def is_native_part(name: str) -> bool:
+def is_native_part(file_name: str) -> bool:
     """Return whether a file is a build output in the package: a module, a library or a header."""
-    parts = Path(name).parts
-    return parts[0] == "gdrkit" and (name.endswith(".so") or parts[2:3] in {("lib",), ("include",)})
+    parts = Path(file_name).parts
+    return parts[0] == "gdrkit" and (file_name.endswith(".so") or parts[2:3] in {("lib",), ("include",)})
 
 
 def test_wheel_has_exactly_the_native_parts_of_this_tree(wheel: Path) -> None:
     # The noxfile built these files into the checkout for this run.
-    files = [
+    checkout_files = [
         path.relative_to(PROJECT_ROOT).as_posix() for path in (PROJECT_ROOT / "gdrkit").rglob("*") if path.is_file()
     ]
-    built_parts = set(filter(is_native_part, files))
+    built_parts = set(filter(is_native_part, checkout_files))
     assert built_parts
     assert set(filter(is_native_part, zipfile.ZipFile(wheel).namelist())) == built_parts
 
 
 def test_wheel_runs_programs_on_the_twins(bin_folder: Path, tmp_path: Path) -> None:
     command = [str(bin_folder / "gdrkit"), "run", "--software", "--"]
-    output = run_successfully([*command, str(bin_folder / "python"), "-c", PRINT_DEVICES], tmp_path)
+    output = run_successfully([*command, str(bin_folder / "python"), "-c", PRINT_DEVICES_PROGRAM], tmp_path)
     devices = json.loads(output.splitlines()[-1])
     assert devices["nics"] > 0
     assert devices["gpus"] > 0

@@ -15,12 +15,12 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["GDRKIT_COMMAND", "TWIN_HOLDER_COMMAND", "read_metrics_url", "scrape", "start_gdrkit"]
+__all__ = ["GDRKIT_COMMAND", "REGION_HOLDER_COMMAND", "read_metrics_url", "scrape", "start_gdrkit"]
 
 GDRKIT_COMMAND = [sys.executable, "-m", "gdrkit"]
-# Arguments with which LineChild starts twin_holder.py on the twins (libraries that emulate the hardware). The program
-# holds memory regions and dma-bufs.
-TWIN_HOLDER_COMMAND = (
+# Arguments with which LineChildProcess starts twin_holder.py on the twins (libraries that emulate the hardware). The
+# program holds memory regions and dma-bufs.
+REGION_HOLDER_COMMAND = (
     *("gdrkit", "run", "--software", "--isolated", "--quiet", "--"),
     *(sys.executable, "-m", "observe.twin_holder"),
 )

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from observe.metrics_client import TWIN_HOLDER_COMMAND, read_metrics_url, start_gdrkit
-from support.processes import LineChild
+from observe.metrics_client import REGION_HOLDER_COMMAND, read_metrics_url, start_gdrkit
+from support.processes import LineChildProcess
 
 from gdrkit import monitor
 from gdrkit.errors import Api
@@ -71,8 +71,8 @@ def test_prometheus_warns_of_the_process_that_leaks(tmp_path: Path) -> None:
     write_short_rules(tmp_path)
     with (
         start_gdrkit("monitor", "--listen", "127.0.0.1:0", "--interval", "0.1") as monitor_process,
-        LineChild(*TWIN_HOLDER_COMMAND) as healthy_child,
-        LineChild(*TWIN_HOLDER_COMMAND) as leaking_child,
+        LineChildProcess(*REGION_HOLDER_COMMAND) as healthy_child,
+        LineChildProcess(*REGION_HOLDER_COMMAND) as leaking_child,
     ):
         healthy_child.read_line()
         leaking_process_id = leaking_child.read_line()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.kernel_exporters import DMA_HEAP, UDMABUF, VGEM
 from support.other_user import folder_for_all_users, make_program_command, run_program
-from support.processes import LineChild
+from support.processes import LineChildProcess
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import host, needs, software
@@ -148,7 +148,7 @@ def test_ucx_over_tcp_fell_back_from_rdma(tmp_path: Path) -> None:
     "device", [pytest.param(path, marks=needs(host.device_file(path)), id=path) for path in (UDMABUF, DMA_HEAP, VGEM)]
 )
 def test_dmabuf_of_another_process_is_seen(device: str) -> None:
-    with LineChild("observe.dmabuf_holder", device, MIB) as child:
+    with LineChildProcess("observe.dmabuf_holder", device, MIB) as child:
         child.expect_line("ready")
         full_command = [*OBSERVE_COMMAND, "--pid", str(child.process.pid), "--seconds", "0.2", "--json"]
         completed = subprocess.run(full_command, capture_output=True, check=True, timeout=60)

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from observe.metrics_client import GDRKIT_COMMAND, TWIN_HOLDER_COMMAND, read_metrics_url, scrape, start_gdrkit
+from observe.metrics_client import GDRKIT_COMMAND, REGION_HOLDER_COMMAND, read_metrics_url, scrape, start_gdrkit
 from observe.twin_holder import MEMORY_BYTES, REGION_BYTES
 from support.initiators import connect_initiator
 from support.other_user import run_program
-from support.processes import LineChild
+from support.processes import LineChildProcess
 
 from gdrkit import gds, monitor
 from gdrkit.cuda import PinnedMemory
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 REGISTRATION_COUNT = 10_000
-# Sources of metrics that a machine may lack, each with the prefix of its metrics. If no RDMA object exists, a machine
-# with NICs has no metric of rdma_netlink.
+# Sources of metrics that a machine may lack, each with the prefix of its metrics.
 METRIC_PREFIX_BY_SOURCE = {
     "rdma_netlink": "gdrkit_rdma_",
     "nvml": "gdrkit_bar1_",
@@ -78,6 +77,7 @@ def test_missing_source_has_a_cause_and_no_value() -> None:
             for sample_name in samples
             if sample_name.startswith(prefix) and 'device="twin"' not in sample_name
         ]
+        # On a machine with NICs and without an RDMA object, rdma_netlink has neither a value nor a cause.
         assert cause_sample_names or value_sample_names or source == "rdma_netlink", source
         assert log.count(f"not read: {source}, ") == len(cause_sample_names)
 
@@ -112,7 +112,7 @@ sample_count = sum(("pid", sys.argv[1]) in labels for values in metrics.values()
 cause = (("source", "descriptors_of_processes"), ("cause", "Permission denied"))
 print(json.dumps([sample_count, metrics["gdrkit_not_read"].get(cause, 0)]))
 """
-    with LineChild(*TWIN_HOLDER_COMMAND) as child:
+    with LineChildProcess(*REGION_HOLDER_COMMAND) as child:
         process_id = child.read_line()
         child.write_line("hold 5")
         child.expect_line("done")
@@ -230,7 +230,7 @@ def read_process_samples(process_id: str) -> dict[str, float]:
 
 @needs(software(Api.VERBS), software(Api.CUDA))
 def test_registrations_of_another_process_leave_zero() -> None:
-    with LineChild(*TWIN_HOLDER_COMMAND) as child:
+    with LineChildProcess(*REGION_HOLDER_COMMAND) as child:
         process_id = child.read_line()
         for line in ("hold 5", f"cycle {REGISTRATION_COUNT}"):
             child.write_line(line)

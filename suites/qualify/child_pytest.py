@@ -28,12 +28,12 @@ class ChildRun:
     records: dict[str, Record]
 
 
-def run_cases(folder: Path, facts: Facts, source: str, *options: str) -> ChildRun:
-    """Write the Python text `source` to a file in `folder`, and run its cases with these options of pytest.
+def run_cases(folder: Path, facts: Facts, case_source: str, *options: str) -> ChildRun:
+    """Write the Python text `case_source` to a file in `folder`, and run its cases with these options of pytest.
 
     The harness takes the facts about the machine from `facts`, and queries no API.
     """
-    (folder / "test_cases.py").write_text(textwrap.dedent(source), encoding="utf-8")
+    (folder / "test_cases.py").write_text(textwrap.dedent(case_source), encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\nfilterwarnings = error\n")
     records_path = folder / "records.jsonl"
     (folder / "facts.json").write_text(facts.to_json(), encoding="utf-8")

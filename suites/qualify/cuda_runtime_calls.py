@@ -41,8 +41,8 @@ class PointerAttributes(ctypes.Structure):
 class CallRecorder:
     """Calls functions of the runtime and records their results."""
 
-    def __init__(self, library: str) -> None:
-        self.runtime = ctypes.CDLL(library)
+    def __init__(self, library_name: str) -> None:
+        self.runtime = ctypes.CDLL(library_name)
         self.results: dict[str, list[Any]] = {}
         version = c_int()
         assert self.runtime.cudaRuntimeGetVersion(byref(version)) == 0
@@ -132,12 +132,18 @@ def call_memory_functions(recorder: CallRecorder) -> None:
     recorder.call(
         "no bytes", "cudaMallocManaged", byref(pointer), c_size_t(0), c_uint(MEM_ATTACH_GLOBAL), output=pointer
     )
-    pitch = c_size_t()
+    pitch_bytes = c_size_t()
     recorder.call(
-        "100 x 10", "cudaMallocPitch", byref(pointer), byref(pitch), c_size_t(100), c_size_t(10), output=pitch
+        "100 x 10",
+        "cudaMallocPitch",
+        byref(pointer),
+        byref(pitch_bytes),
+        c_size_t(100),
+        c_size_t(10),
+        output=pitch_bytes,
     )
     recorder.call("of rows", "cudaFree", pointer)
-    recorder.call("0 x 10", "cudaMallocPitch", byref(pointer), byref(pitch), c_size_t(0), c_size_t(10))
+    recorder.call("0 x 10", "cudaMallocPitch", byref(pointer), byref(pitch_bytes), c_size_t(0), c_size_t(10))
     host_buffer = ctypes.create_string_buffer(64 * KIB)
     # The address of the first page that begins in the buffer. A page has 4096 bytes.
     page_address = c_void_p((ctypes.addressof(host_buffer) + 4095) & ~4095)
@@ -155,7 +161,7 @@ def call_memory_functions(recorder: CallRecorder) -> None:
 
 
 def call_copy_functions(recorder: CallRecorder) -> None:
-    """Call the functions of copies and memsets, also with wrong directions, lengths and pitches."""
+    """Call the functions that copy and set memory, also with wrong directions, lengths and pitches."""
     device_memory = recorder.call_for_pointer("cudaMalloc", c_size_t(4 * KIB))
     pinned_memory = recorder.call_for_pointer("cudaMallocHost", c_size_t(4 * KIB))
     host_buffer, second_host_buffer = ctypes.create_string_buffer(4 * KIB), ctypes.create_string_buffer(4 * KIB)
@@ -290,6 +296,7 @@ def call_stream_functions(recorder: CallRecorder) -> None:
     recorder.call("null", "cudaStreamCreate", None)
     recorder.call("unknown flags", "cudaStreamCreateWithFlags", byref(created_object), c_uint(6))
     for priority in (-99, 99):
+        # The flag 1 is cudaStreamNonBlocking.
         recorder.call(f"{priority}", "cudaStreamCreateWithPriority", byref(created_object), c_uint(1), priority)
         recorder.call(f"of {priority}", "cudaStreamGetPriority", created_object, byref(int_output), output=int_output)
         flags = c_uint()
@@ -304,6 +311,7 @@ def call_stream_functions(recorder: CallRecorder) -> None:
     recorder.call("legacy", "cudaStreamBeginCapture", c_void_p(1), 0)
     recorder.call("unknown mode", "cudaThreadExchangeStreamCaptureMode", byref(c_int(9)))
     recorder.call("unknown flags", "cudaEventCreateWithFlags", byref(created_object), c_uint(0x80))
+    # The runtime requires EVENT_DISABLE_TIMING together with EVENT_INTERPROCESS.
     recorder.call("with timing", "cudaEventCreateWithFlags", byref(created_object), c_uint(EVENT_INTERPROCESS))
     recorder.call("null", "cudaEventDestroy", None)
     timed_event, untimed_event = (

@@ -42,11 +42,11 @@ class PoolProperties(ctypes.Structure):
 
 
 class MemsetParameters(ctypes.Structure):
-    """The structure cudaMemsetParams."""
+    """The structure cudaMemsetParams. The width is a number of elements, and the height is a number of rows."""
 
     _fields_ = (
         ("destination", c_void_p),
-        ("pitch", c_size_t),
+        ("pitch_bytes", c_size_t),
         ("value", c_uint),
         ("element_bytes", c_uint),
         ("width", c_size_t),
@@ -148,7 +148,7 @@ def call_managed_memory_functions(recorder: CallRecorder) -> None:
     ):
         symbol = f"cudaMemAdvise{suffix}"
         recorder.call(title, "cudaMemAdvise", address, c_size_t(KIB), advice, location, symbol=symbol)
-    value_size, query_function_name = c_size_t(4), "cudaMemRangeGetAttribute"
+    value_bytes, query_function_name = c_size_t(4), "cudaMemRangeGetAttribute"
     # cudaMemRangeAttribute: ReadMostly, PreferredLocation, AccessedBy, LastPrefetchLocation, PreferredLocationType,
     # PreferredLocationId, and an unknown attribute.
     for attribute in (1, 2, 3, 4, 5, 6, 9):
@@ -157,7 +157,7 @@ def call_managed_memory_functions(recorder: CallRecorder) -> None:
             title,
             query_function_name,
             byref(attribute_value),
-            value_size,
+            value_bytes,
             attribute,
             managed_memory,
             c_size_t(KIB),
@@ -167,7 +167,7 @@ def call_managed_memory_functions(recorder: CallRecorder) -> None:
         "of all pages",
         query_function_name,
         byref(attribute_value),
-        value_size,
+        value_bytes,
         1,
         managed_memory,
         c_size_t(64 * KIB),
@@ -175,7 +175,13 @@ def call_managed_memory_functions(recorder: CallRecorder) -> None:
     )
     recorder.call("8 bytes", query_function_name, byref(attribute_value), c_size_t(8), 1, managed_memory, c_size_t(KIB))
     recorder.call(
-        "memory of the device", query_function_name, byref(attribute_value), value_size, 1, device_memory, c_size_t(KIB)
+        "memory of the device",
+        query_function_name,
+        byref(attribute_value),
+        value_bytes,
+        1,
+        device_memory,
+        c_size_t(KIB),
     )
     attach_function_name = "cudaStreamAttachMemAsync"
     # The flag 1 is cudaMemAttachGlobal, and 4 is cudaMemAttachSingle.
@@ -201,36 +207,42 @@ def call_capture_functions(recorder: CallRecorder) -> None:
     graph, allocated_pointer, status, host_buffer = c_void_p(), c_void_p(), c_int(), ctypes.create_string_buffer(KIB)
     recorder.call("not captured", "cudaStreamEndCapture", stream, byref(graph))
     recorder.call("unknown mode", "cudaStreamBeginCapture", stream, 9)
-    begin_capture, end_function_name, size = (
+    begin_capture, end_function_name, one_kib = (
         recorder.runtime.cudaStreamBeginCapture,
         "cudaStreamEndCapture",
         c_size_t(KIB),
     )
     for title, captured_stream, mode, function_name, arguments in (
         ("nothing", stream, 0, "cudaStreamBeginCapture", (stream, 0)),
-        ("memset", stream, 0, "cudaMemsetAsync", (memory, 1, size, stream)),
-        ("copy from the host", stream, 0, "cudaMemcpyAsync", (memory, host_buffer, size, HOST_TO_DEVICE, stream)),
+        ("memset", stream, 0, "cudaMemsetAsync", (memory, 1, one_kib, stream)),
+        ("copy from the host", stream, 0, "cudaMemcpyAsync", (memory, host_buffer, one_kib, HOST_TO_DEVICE, stream)),
         (
             "copy of freed memory",
             stream,
             0,
             "cudaMemcpyAsync",
-            (memory, c_void_p(0x1000), size, DEVICE_TO_DEVICE, stream),
+            (memory, c_void_p(0x1000), one_kib, DEVICE_TO_DEVICE, stream),
         ),
-        ("allocation", stream, 0, "cudaMalloc", (byref(allocated_pointer), size)),
-        ("allocation, relaxed", stream, 2, "cudaMalloc", (byref(allocated_pointer), size)),
-        ("allocation in the stream", stream, 0, "cudaMallocAsync", (byref(allocated_pointer), size, stream)),
-        ("synchronous copy", stream, 0, "cudaMemcpy", (memory, host_buffer, size, HOST_TO_DEVICE)),
-        ("synchronous copy, blocking", blocking_stream, 0, "cudaMemcpy", (memory, host_buffer, size, HOST_TO_DEVICE)),
+        ("allocation", stream, 0, "cudaMalloc", (byref(allocated_pointer), one_kib)),
+        ("allocation, relaxed", stream, 2, "cudaMalloc", (byref(allocated_pointer), one_kib)),
+        ("allocation in the stream", stream, 0, "cudaMallocAsync", (byref(allocated_pointer), one_kib, stream)),
+        ("synchronous copy", stream, 0, "cudaMemcpy", (memory, host_buffer, one_kib, HOST_TO_DEVICE)),
+        (
+            "synchronous copy, blocking",
+            blocking_stream,
+            0,
+            "cudaMemcpy",
+            (memory, host_buffer, one_kib, HOST_TO_DEVICE),
+        ),
         (
             "synchronous copy, blocking, relaxed",
             blocking_stream,
             2,
             "cudaMemcpy",
-            (memory, host_buffer, size, HOST_TO_DEVICE),
+            (memory, host_buffer, one_kib, HOST_TO_DEVICE),
         ),
-        ("default stream", stream, 0, "cudaMemsetAsync", (memory, 1, size, None)),
-        ("default stream, blocking", blocking_stream, 0, "cudaMemsetAsync", (memory, 1, size, None)),
+        ("default stream", stream, 0, "cudaMemsetAsync", (memory, 1, one_kib, None)),
+        ("default stream, blocking", blocking_stream, 0, "cudaMemsetAsync", (memory, 1, one_kib, None)),
         ("status of the default stream, blocking", blocking_stream, 0, "cudaStreamIsCapturing", (None, byref(status))),
         ("synchronise the stream", stream, 0, "cudaStreamSynchronize", (stream,)),
         ("query the stream", stream, 0, "cudaStreamQuery", (stream,)),
@@ -255,7 +267,7 @@ def call_capture_functions(recorder: CallRecorder) -> None:
     recorder.call("in a captured stream", "cudaEventRecord", event, stream)
     recorder.call("join", "cudaStreamWaitEvent", blocking_stream, event, c_uint(0))
     recorder.call("joined", "cudaStreamIsCapturing", blocking_stream, byref(status), output=status)
-    recorder.call("joined stream", "cudaMemsetAsync", memory, 1, size, blocking_stream)
+    recorder.call("joined stream", "cudaMemsetAsync", memory, 1, one_kib, blocking_stream)
     recorder.call("not joined", end_function_name, stream, byref(graph))
     recorder.call("recorded in an ended capture", "cudaEventQuery", event)
     recorder.call("recorded again", "cudaEventRecord", event, None)
@@ -335,7 +347,7 @@ def call_array_functions(recorder: CallRecorder) -> None:
     # The arguments of cudaMemcpy2DToArray are array, x offset in bytes, y offset in rows, source, source pitch, width
     # in bytes, height in rows, and direction.
     zero_offset, row_bytes, row_count = c_size_t(0), c_size_t(80), c_size_t(5)
-    for title, x_offset_bytes, pitch, width, height, direction in (
+    for title, x_offset_bytes, pitch_bytes, width, height, direction in (
         ("all", 0, 80, 80, 5, HOST_TO_DEVICE),
         ("default", 0, 80, 80, 5, DEFAULT),
         ("unknown direction", 0, 80, 80, 5, 9),
@@ -345,7 +357,7 @@ def call_array_functions(recorder: CallRecorder) -> None:
         ("small pitch", 0, 79, 80, 5, HOST_TO_DEVICE),
         ("nothing", 0, 80, 0, 5, HOST_TO_DEVICE),
     ):
-        pitch_and_size = (c_size_t(pitch), c_size_t(width), c_size_t(height))
+        pitch_and_size = (c_size_t(pitch_bytes), c_size_t(width), c_size_t(height))
         recorder.call(
             title,
             "cudaMemcpy2DToArray",

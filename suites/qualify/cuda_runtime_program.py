@@ -63,8 +63,8 @@ def read_memory(memory: ctypes.c_void_p) -> bytes:
     return buffer.raw
 
 
-def copy_and_fill_memory() -> None:
-    """Copy to and from the device, and fill memory in a stream."""
+def check_copies_and_memset() -> None:
+    """Copy to and from the device, fill memory in a stream, and check the bytes."""
     data = bytes(range(250)) * (LENGTH_BYTES // 250)
     memory, stream, event, attributes = (
         allocate_device_memory(),
@@ -163,7 +163,7 @@ runtime.cudaGetErrorName.restype = ctypes.c_char_p
 if sys.argv[2:] == [IMPORTER_ARGUMENT]:
     import_memory()
 else:
-    copy_and_fill_memory()
+    check_copies_and_memset()
     check_last_error_of_threads()
     check_kernel_is_refused()
     share_memory()

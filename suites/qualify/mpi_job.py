@@ -30,7 +30,7 @@ _MARKER_VARIABLE = "GDRKIT_SUITES_JOB"
 GDRKIT_COMMAND = (sys.executable, "-m", "gdrkit")
 # Open MPI runs this program to start its daemon on another machine. The first argument is the name of the machine,
 # which is also the name of its network namespace and becomes its host name.
-_REMOTE_SHELL = """#!/bin/sh
+_REMOTE_SHELL_SCRIPT = """#!/bin/sh
 host=$1; shift
 exec ip netns exec "$host" unshare --uts sh -c 'hostname "$0"; exec sh -c "$*"' "$host" "$@"
 """
@@ -70,7 +70,7 @@ class MpiJob:
 
     def read_environments(self) -> dict[int, dict[str, str]]:
         """Return the environment variables of each running process of the job, by process id."""
-        environment_by_id = {}
+        environment_by_process_id = {}
         for process_folder in Path("/proc").iterdir():
             # The process may end while this loop reads its environment.
             with contextlib.suppress(OSError):
@@ -78,11 +78,11 @@ class MpiJob:
                     process_folder.name.isdecimal()
                     and f"{_MARKER_VARIABLE}={self.marker}".encode() in (process_folder / "environ").read_bytes()
                 ):
-                    pairs = (process_folder / "environ").read_bytes().decode(errors="replace").split("\0")
-                    environment_by_id[int(process_folder.name)] = dict(
-                        pair.split("=", 1) for pair in pairs if "=" in pair
+                    name_value_pairs = (process_folder / "environ").read_bytes().decode(errors="replace").split("\0")
+                    environment_by_process_id[int(process_folder.name)] = dict(
+                        pair.split("=", 1) for pair in name_value_pairs if "=" in pair
                     )
-        return environment_by_id
+        return environment_by_process_id
 
     def find_measuring_process(self, rank: int) -> int:
         """Return the id of the child process that a rank started for its measurements."""
@@ -90,6 +90,7 @@ class MpiJob:
 
     def find_rank_process(self, rank: int) -> int:
         """Return the id of the process that mpirun started for a rank."""
+        # In /proc/PID/cmdline, a null byte ends each argument.
         return self._find_process(rank, b"qualify\0")
 
     def _find_process(self, rank: int, command_part: bytes) -> int:
@@ -98,8 +99,8 @@ class MpiJob:
         for process_id, environment in sorted(self.read_environments().items(), reverse=True):
             # A process may have ended since read_environments() returned.
             with contextlib.suppress(OSError):
-                command = Path(f"/proc/{process_id}/cmdline").read_bytes()
-                if environment.get("OMPI_COMM_WORLD_RANK") == str(rank) and command_part in command:
+                command_line = Path(f"/proc/{process_id}/cmdline").read_bytes()
+                if environment.get("OMPI_COMM_WORLD_RANK") == str(rank) and command_part in command_line:
                     return process_id
         message = f"rank {rank} has no process with {command_part!r}"
         raise AssertionError(message)
@@ -110,7 +111,7 @@ class MpiJob:
             for process_id in running_processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGKILL)
-            # Only mpirun is left. It is a child of this process, so wait() waits for its end.
+            # If only mpirun is left, the loop ends: mpirun is a child of this process, so wait() waits for its end.
             if running_processes.keys() == {self.process.pid}:
                 break
         self.process.wait()
@@ -139,8 +140,8 @@ def run_job_on_four_machines(
     output_folder: Path, *, command: Sequence[str] = GDRKIT_COMMAND, variables: Mapping[str, str] | None = None
 ) -> Iterator[MpiJob]:
     """Run ``command qualify --mpi`` with a rank in each of four namespaces. Remove the namespaces at the end."""
-    prefix = f"gk{secrets.token_hex(4)}"
-    hosts, switch_namespace = [f"{prefix}{index}" for index in range(1, 5)], f"{prefix}0"
+    namespace_prefix = f"gk{secrets.token_hex(4)}"
+    hosts, switch_namespace = [f"{namespace_prefix}{index}" for index in range(1, 5)], f"{namespace_prefix}0"
     try:
         _run_ip("netns", "add", switch_namespace)
         _run_ip("-n", switch_namespace, "link", "add", "bridge", "type", "bridge")
@@ -171,7 +172,7 @@ def _run_job_in_namespaces(
 ) -> Iterator[MpiJob]:
     with tempfile.TemporaryDirectory(prefix="gdrkit-", ignore_cleanup_errors=True) as temporary_folder:
         remote_shell = Path(temporary_folder, "remote_shell")
-        remote_shell.write_text(_REMOTE_SHELL)
+        remote_shell.write_text(_REMOTE_SHELL_SCRIPT)
         remote_shell.chmod(0o700)
         # With plm_rsh_no_tree_spawn, mpirun starts all daemons itself.
         remote_shell_options = ["--mca", "plm_rsh_agent", str(remote_shell), "--mca", "plm_rsh_no_tree_spawn", "1"]
@@ -216,11 +217,11 @@ def _create_connected_hosts(hosts: list[str]) -> None:
         _run_ip("-n", host, "link", "set", "lo", "up")
     first_host, second_host = hosts
     # Each network interface is one NIC of the twins. The first interface of a machine has the name of the machine.
-    for suffix, network in (("", "10.77.0"), ("b", "10.78.0")):
+    for suffix, network_prefix in (("", "10.77.0"), ("b", "10.78.0")):
         peer_options = ["peer", "name", second_host + suffix, "netns", second_host]
         _run_ip("link", "add", first_host + suffix, "netns", first_host, "type", "veth", *peer_options)
         for index, host in enumerate(hosts, start=1):
-            _run_ip("-n", host, "addr", "add", f"{network}.{index}/24", "dev", host + suffix)
+            _run_ip("-n", host, "addr", "add", f"{network_prefix}.{index}/24", "dev", host + suffix)
             _run_ip("-n", host, "link", "set", host + suffix, "up")
 
 

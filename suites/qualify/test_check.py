@@ -22,7 +22,7 @@ pytestmark = [needs(software(Api.VERBS), software(Api.CUDA)), pytest.mark.timeou
 # Each cause has a rule of a fault plan (a file that makes calls of the software twins fail), the exit code of
 # `gdrkit check`, and a text that the printed line must contain. With the status 0, a transfer completes with success
 # but moves no bytes.
-CAUSES = {
+EXPECTATION_BY_CAUSE = {
     "no dma-buf regions": ("ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP", 1, "no dma-buf regions on twin0"),
     "no peer memory": ("ibv_reg_mr call=* errno=EFAULT", 1, "ibv_reg_mr"),
     "lost writes": ("wc.rdma_write call=* status=12", 1, "IBV_WC_RETRY_EXC_ERR (12)"),
@@ -59,9 +59,9 @@ def test_check_without_a_fault_is_one_line_and_exit_0(tmp_path: Path) -> None:
     assert ": software only: The code passed on software twins [" in line
 
 
-@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("cause", EXPECTATION_BY_CAUSE)
 def test_check_names_the_cause_in_one_line(tmp_path: Path, cause: str) -> None:
-    rule, exit_code, expected_text = CAUSES[cause]
+    rule, exit_code, expected_text = EXPECTATION_BY_CAUSE[cause]
     result = run_gdrkit_check(tmp_path, rule, "--budget", "120")
     (line,) = result.stdout.splitlines()
     assert expected_text in line

@@ -84,11 +84,11 @@ def test_traced():
 REPORT_FILES = {"facts.json", "index.html", "junit.xml", "plan.json", "records.jsonl", "run.json", "summary.md"}
 
 
-def make_qualify_command(folder: Path, source: str) -> list[str]:
-    """Write the cases in the Python text `source` to a file, and return the command that runs them."""
+def make_qualify_command(folder: Path, case_source: str) -> list[str]:
+    """Write the cases in the Python text `case_source` to a file, and return the command that runs them."""
     suites_folder = folder / "suites"
     suites_folder.mkdir()
-    (suites_folder / "test_cases.py").write_text(source)
+    (suites_folder / "test_cases.py").write_text(case_source)
     return [
         sys.executable,
         "-m",
@@ -101,8 +101,8 @@ def make_qualify_command(folder: Path, source: str) -> list[str]:
     ]
 
 
-def run_qualify(folder: Path, source: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [*make_qualify_command(folder, source), *options]
+def run_qualify(folder: Path, case_source: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [*make_qualify_command(folder, case_source), *options]
     return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
 
 
@@ -115,9 +115,9 @@ def find_first_result_line(output: str) -> str:
 def test_passing_software_run_exits_with_0(tmp_path: Path) -> None:
     process = run_qualify(tmp_path, PASSING_CASES, "--software", "--seed", "3", "--json")
     assert process.returncode == 0, process.stderr
-    output = json.loads(process.stdout)
-    assert output["run"]["verdict"] == "The code passed on software twins"
-    assert {status["state"] for status in output["routes"]} <= {"unproven", "not_possible"}
+    printed_object = json.loads(process.stdout)
+    assert printed_object["run"]["verdict"] == "The code passed on software twins"
+    assert {status["state"] for status in printed_object["routes"]} <= {"unproven", "not_possible"}
     assert find_first_result_line(process.stderr) == "software twins: this proves the code, not this machine"
     report_folder = tmp_path / "report"
     assert {path.name for path in report_folder.iterdir()} >= REPORT_FILES
@@ -186,6 +186,7 @@ def test_damaged_twins_exit_with_3_and_write_a_report(tmp_path: Path) -> None:
     }
     for folder, soname in soname_by_folder.items():
         (tmp_path / "lib" / folder).mkdir(parents=True)
+        # A library that has only the ELF magic number cannot be loaded.
         (tmp_path / "lib" / folder / soname).write_bytes(b"\x7fELF")
     variables = {"GDRKIT_TWINS_LIB": str(tmp_path / "lib"), "LD_LIBRARY_PATH": ""}
     process = run_qualify(tmp_path, PASSING_CASES, "--software", "--profile", "any", **variables)
@@ -196,7 +197,7 @@ def test_damaged_twins_exit_with_3_and_write_a_report(tmp_path: Path) -> None:
 
 @pytest.fixture
 def default_signal(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
-    """Set the signal of the parameter to its default action, and return it. Children inherit the action.
+    """Restore the default action of the signal in the parameter, and return the signal. Children inherit the action.
 
     Under nohup, this process ignores SIGHUP. Its children would ignore the signal too.
     """

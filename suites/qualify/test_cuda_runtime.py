@@ -22,11 +22,12 @@ pytestmark = needs(software(Api.CUDA))
 
 RUN_COMMAND = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--apis", "cuda", "--"]
 MEMORY_PROGRAM = str(Path(__file__).with_name("cuda_runtime_program.py"))
-RUNTIMES = ["libcudart.so.12", "libcudart.so.13"]
+RUNTIME_SONAMES = ["libcudart.so.12", "libcudart.so.13"]
 CALLS_PROGRAM = Path(__file__).with_name("cuda_runtime_calls.py")
 GRAPH_CALLS_PROGRAM = Path(__file__).with_name("cuda_runtime_graph_calls.py")
 SUITES_FOLDER = CALLS_PROGRAM.parents[1]
 # Calls whose result on the twin differs from the result on an H200, each with the reason of the difference.
+# Attribute 119 is cudaDevAttrMemoryPoolSupportedHandleTypes.
 EXPECTED_DIFFERENCES = {
     "cudaGetDeviceCount: one device": "the machine of the twins has two GPUs",
     "cudaDeviceGetAttribute: value of 119": "an H200 also has fabric handles of memory pools",
@@ -53,17 +54,17 @@ def run_on_twins(*arguments: str, environment: dict[str, str] | None = None) -> 
 @pytest.mark.parametrize(
     ("program", "expected_differences"), [(CALLS_PROGRAM, EXPECTED_DIFFERENCES), (GRAPH_CALLS_PROGRAM, {})]
 )
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("runtime_soname", RUNTIME_SONAMES)
 def test_results_and_errors_are_those_of_a_real_runtime(
-    runtime: str, program: Path, expected_differences: dict[str, str]
+    runtime_soname: str, program: Path, expected_differences: dict[str, str]
 ) -> None:
-    process = run_on_twins(str(program), runtime, environment={**os.environ, "PYTHONPATH": str(SUITES_FOLDER)})
+    process = run_on_twins(str(program), runtime_soname, environment={**os.environ, "PYTHONPATH": str(SUITES_FOLDER)})
     assert process.returncode == 0, process.stderr
     twin_results, gpu_results = json.loads(process.stdout), json.loads(program.with_suffix(".json").read_text())
     assert twin_results.keys() == gpu_results.keys()
-    different_titles = {title for title, result in gpu_results.items() if twin_results[title] != result}
-    assert different_titles == expected_differences.keys(), {
-        title: (twin_results[title], gpu_results[title]) for title in different_titles
+    titles_with_differences = {title for title, result in gpu_results.items() if twin_results[title] != result}
+    assert titles_with_differences == expected_differences.keys(), {
+        title: (twin_results[title], gpu_results[title]) for title in titles_with_differences
     }
 
 
@@ -75,9 +76,9 @@ def copy_twin(soname: str, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_program_moves_memory_and_kernel_is_refused(runtime: str) -> None:
-    process = run_on_twins(MEMORY_PROGRAM, runtime)
+@pytest.mark.parametrize("runtime_soname", RUNTIME_SONAMES)
+def test_program_moves_memory_and_kernel_is_refused(runtime_soname: str) -> None:
+    process = run_on_twins(MEMORY_PROGRAM, runtime_soname)
     assert (process.returncode, process.stdout) == (0, "done\n"), process.stderr
     refusal_line, *report_lines = process.stderr.splitlines()
     assert refusal_line == (
@@ -85,24 +86,26 @@ def test_program_moves_memory_and_kernel_is_refused(runtime: str) -> None:
         "the software twin of CUDA runs no kernels"
     )
     assert re.match(r"gdrkit: cuda: twin opened by \S+ \(pid \d+, \d+\); \d+ memory allocations; ", report_lines[0])
-    assert re.fullmatch(rf"gdrkit: cuda: twin of {re.escape(runtime)} opened by \S+ \(pid \d+, \d+\)", report_lines[1])
+    assert re.fullmatch(
+        rf"gdrkit: cuda: twin of {re.escape(runtime_soname)} opened by \S+ \(pid \d+, \d+\)", report_lines[1]
+    )
     assert len(report_lines) == 2
 
 
 @pytest.mark.parametrize(
-    ("file_name", "expected_twin"),
+    ("file_name", "expected_twin_soname"),
     [
         ("libcudart.so.12", "libcudart.so.12"),
         ("libcudart-c3a75b33.so.13.0.96", "libcudart.so.13"),
-        ("libcudart.so", "libcudart.so.13"),  # The SONAME in the file has the version.
+        ("libcudart.so", "libcudart.so.13"),  # Only the SONAME in the file has the version.
     ],
 )
-def test_twin_of_the_same_version_replaces_a_runtime(file_name: str, expected_twin: str, tmp_path: Path) -> None:
-    copied_runtime = copy_twin("libcudart.so.13", tmp_path / file_name)
-    process = run_on_twins("-c", PRINT_MAPS_PROGRAM, str(copied_runtime))
+def test_twin_of_the_same_version_replaces_a_runtime(file_name: str, expected_twin_soname: str, tmp_path: Path) -> None:
+    copied_runtime_path = copy_twin("libcudart.so.13", tmp_path / file_name)
+    process = run_on_twins("-c", PRINT_MAPS_PROGRAM, str(copied_runtime_path))
     assert process.returncode == 0, process.stderr
-    assert f"/{expected_twin}\n" in process.stdout
-    assert str(copied_runtime) not in process.stdout
+    assert f"/{expected_twin_soname}\n" in process.stdout
+    assert str(copied_runtime_path) not in process.stdout
 
 
 def test_link_to_a_runtime_tells_its_version(tmp_path: Path) -> None:
@@ -114,11 +117,11 @@ def test_link_to_a_runtime_tells_its_version(tmp_path: Path) -> None:
     (tmp_path / "libcudart.so.13").symlink_to("libcudart.so.13.0.96")
     (tmp_path / "libcudart.so").symlink_to("libcudart.so.13")
     (tmp_path / "empty").mkdir()
-    process_by_path = run_on_twins("-c", PRINT_MAPS_PROGRAM, str(tmp_path / "libcudart.so"))
+    process_opening_path = run_on_twins("-c", PRINT_MAPS_PROGRAM, str(tmp_path / "libcudart.so"))
     # The search must continue after a folder without the library.
     environment = {**os.environ, "LD_LIBRARY_PATH": f"{tmp_path / 'empty'}:{tmp_path}"}
-    process_by_name = run_on_twins("-c", PRINT_MAPS_PROGRAM, "libcudart.so", environment=environment)
-    for process in (process_by_path, process_by_name):
+    process_opening_name = run_on_twins("-c", PRINT_MAPS_PROGRAM, "libcudart.so", environment=environment)
+    for process in (process_opening_path, process_opening_name):
         assert process.returncode == 0, process.stderr
         assert "/libcudart.so.13\n" in process.stdout
         assert str(tmp_path) not in process.stdout
@@ -136,7 +139,7 @@ def test_runtime_of_unknown_version_is_replaced(library_content: bytes | None, t
 
 
 def test_runtime_of_another_version_is_not_replaced(tmp_path: Path) -> None:
-    copied_runtime = copy_twin("libcudart.so.12", tmp_path / "libcudart.so.11.0")
-    process = run_on_twins("-c", PRINT_MAPS_PROGRAM, str(copied_runtime))
+    copied_runtime_path = copy_twin("libcudart.so.12", tmp_path / "libcudart.so.11.0")
+    process = run_on_twins("-c", PRINT_MAPS_PROGRAM, str(copied_runtime_path))
     assert process.returncode == 0, process.stderr
-    assert str(copied_runtime) in process.stdout
+    assert str(copied_runtime_path) in process.stdout

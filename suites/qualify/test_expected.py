@@ -1,4 +1,7 @@
-"""Checks of measured numbers against the expectations of a profile and the limits of the links."""
+"""Checks of measured numbers against the expectations of a profile and the limits of the links.
+
+A profile is a file about one kind of machine.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tests of the two parsers of fault plans, in gdrkit and in the software twins. Both must accept the same plans.
 
 Software twins are libraries that emulate the hardware below an API. A fault plan is a file that tells the twins which
-calls must fail.
+calls to fail or to delay.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from gdrkit.errors import Api, ApiError, Reason
 from gdrkit.faultplan import FaultRule, parse_plan, read_plan
 from gdrkit.harness.needs import needs, software
 
-HEADER = "gdrkit-faults 1\n"
+PLAN_HEADER = "gdrkit-faults 1\n"
 
+# Each entry has the rules of a plan, without the header.
 VALID_PLANS = {
     "empty": "",
     "comments": "# a comment\n\n   \nibv_reg_mr call=1 errno=14 # why\n",
@@ -72,14 +73,14 @@ MALFORMED_PLANS = {
 
 @pytest.mark.parametrize("plan_name", VALID_PLANS)
 def test_valid_plan_is_accepted(plan_name: str) -> None:
-    parse_plan(HEADER + VALID_PLANS[plan_name])
+    parse_plan(PLAN_HEADER + VALID_PLANS[plan_name])
 
 
 @pytest.mark.parametrize("plan_name", MALFORMED_PLANS)
 def test_malformed_plan_is_an_error_with_its_line(plan_name: str) -> None:
-    rules, line_number = MALFORMED_PLANS[plan_name]
+    rules_text, line_number = MALFORMED_PLANS[plan_name]
     with pytest.raises(ApiError) as error_info:
-        parse_plan(HEADER + rules)
+        parse_plan(PLAN_HEADER + rules_text)
     error = error_info.value
     assert (error.api, error.operation, error.errno) == (Api.TWINS, "read fault plan", errno.EINVAL)
     assert error.reason is Reason.MALFORMED
@@ -98,7 +99,7 @@ def test_plan_without_its_version_is_refused(plan_text: str) -> None:
 def test_function_without_a_twin_is_refused() -> None:
     """Each twin ignores rules for functions of other libraries, so only gdrkit can refuse a rule for malloc."""
     with pytest.raises(ApiError, match="malloc"):
-        parse_plan(HEADER + "malloc call=1 errno=12\n")
+        parse_plan(PLAN_HEADER + "malloc call=1 errno=12\n")
 
 
 @pytest.mark.parametrize(
@@ -118,14 +119,14 @@ def test_status_limits_are_those_in_the_error(fault_point: str, status_min: int,
     0 is allowed only where a transfer can succeed without moving bytes.
     """
     for status in (status_min, status_max):
-        assert parse_plan(f"{HEADER}{fault_point} call=1 status={status}\n")[0].code == status
+        assert parse_plan(f"{PLAN_HEADER}{fault_point} call=1 status={status}\n")[0].code == status
     for status in (status_min - 1, status_max + 1):
         with pytest.raises(ApiError, match=f"expected a number from {status_min} to {status_max} after status="):
-            parse_plan(f"{HEADER}{fault_point} call=1 status={status}\n")
+            parse_plan(f"{PLAN_HEADER}{fault_point} call=1 status={status}\n")
 
 
 def test_parsed_rule_has_the_calls_and_code_of_its_line() -> None:
-    assert parse_plan(HEADER + "ibv_reg_mr call=2-4 errno=EFAULT\ncuInit call=* status=3\n") == (
+    assert parse_plan(PLAN_HEADER + "ibv_reg_mr call=2-4 errno=EFAULT\ncuInit call=* status=3\n") == (
         FaultRule("ibv_reg_mr", 2, 4, "errno", errno.EFAULT),
         FaultRule("cuInit", 1, None, "status", 3),
     )
@@ -144,11 +145,11 @@ def test_twin_has_the_same_grammar(plan_name: str, capfd: pytest.CaptureFixture[
 
     verbs.list_nics()  # This call loads the twin.
     if plan_name in VALID_PLANS:
-        launch.twin_control().set_faults("verbs", HEADER + VALID_PLANS[plan_name])
-        launch.twin_control().set_faults("verbs", HEADER)  # A plan without rules ends all faults.
+        launch.twin_control().set_faults("verbs", PLAN_HEADER + VALID_PLANS[plan_name])
+        launch.twin_control().set_faults("verbs", PLAN_HEADER)  # A plan without rules ends all faults.
         return
-    rules, line_number = MALFORMED_PLANS[plan_name]
+    rules_text, line_number = MALFORMED_PLANS[plan_name]
     with pytest.raises(OSError, match="malformed") as error_info:
-        launch.twin_control().set_faults("verbs", HEADER + rules)
+        launch.twin_control().set_faults("verbs", PLAN_HEADER + rules_text)
     assert error_info.value.errno == errno.EINVAL
     assert f"line {line_number}" in capfd.readouterr().err

@@ -1,7 +1,7 @@
 """Attempts to fake hardware evidence: twins without their ELF note, and mounted files that describe devices.
 
-Each attempt runs in a new user and mount namespace, where every user may mount files over /proc, /sys and /dev. Twins
-are libraries that emulate the hardware below an API.
+gdrkit must not take an attempt for hardware. Each attempt runs in a new user and mount namespace, where every user may
+mount files over /proc, /sys and /dev. Twins are libraries that emulate the hardware below an API.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def query_evidence_after_mounts(mount_script: str) -> dict[str, Any]:
     """Run a shell script that mounts files in new namespaces. Return the kernel evidence that gdrkit finds there."""
     process = run_in_namespaces(mount_script, [sys.executable, "-c", PRINT_EVIDENCE_PROGRAM])
     assert process.returncode == 0, process.stderr
-    evidence: dict[str, Any] = json.loads(process.stdout)
-    return evidence
+    kernel_evidence: dict[str, Any] = json.loads(process.stdout)
+    return kernel_evidence
 
 
 @NEEDS_NAMESPACES
@@ -137,15 +137,15 @@ def test_device_file_of_another_type_is_not_a_gpu() -> None:
         # The script replaces /dev by an empty folder, and keeps the device /dev/null as /mnt/old/null.
         mount_script = "mount -t tmpfs none /mnt; mkdir /mnt/old; touch /mnt/old/null\n"
         mount_script += "mount --bind /dev/null /mnt/old/null; mount -t tmpfs none /dev\n"
-        evidence = query_evidence_after_mounts(mount_script + device_commands)
-        assert (evidence["gpus"], evidence["nvidia_version"]) == ([], None)
-        assert expected_error in evidence["nvidia_missing"][0]
+        kernel_evidence = query_evidence_after_mounts(mount_script + device_commands)
+        assert (kernel_evidence["gpus"], kernel_evidence["nvidia_version"]) == ([], None)
+        assert expected_error in kernel_evidence["nvidia_missing"][0]
 
 
 @NEEDS_NAMESPACES
 def test_device_list_outside_procfs_is_not_evidence(tmp_path: Path) -> None:
     (tmp_path / "devices").write_text("Character devices:\n  1 nvidia\n  1 infiniband_verbs\n\nBlock devices:\n")
-    evidence = query_evidence_after_mounts(f"mount --bind {tmp_path / 'devices'} /proc/devices")
-    for missing_reasons in (evidence["nvidia_missing"], evidence["rdma_missing"]):
+    kernel_evidence = query_evidence_after_mounts(f"mount --bind {tmp_path / 'devices'} /proc/devices")
+    for missing_reasons in (kernel_evidence["nvidia_missing"], kernel_evidence["rdma_missing"]):
         assert "/proc/devices is not on procfs: something is mounted there" in missing_reasons[0]
-    assert (evidence["gpus"], evidence["rdma"]) == ([], [])
+    assert (kernel_evidence["gpus"], kernel_evidence["rdma"]) == ([], [])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from qualify.child_pytest import ChildRun, run_cases
-from support.json_schema import JSONSCHEMA, find_violations
+from support.json_schema import NEEDS_JSONSCHEMA, find_violations
 from support.records import make_facts
 
 from gdrkit.errors import Api
@@ -176,7 +176,7 @@ def get_reason_texts(child_run: ChildRun, case_name: str) -> list[str]:
 
 
 @NEEDS_TWINS
-@JSONSCHEMA
+@NEEDS_JSONSCHEMA
 def test_case_has_one_record_that_conforms_to_the_schema(child_run: ChildRun) -> None:
     assert len(child_run.records) == CASES.count("\ndef test_")
     for record in child_run.records.values():
@@ -322,13 +322,13 @@ def test_killed_peer_does_not_fail_its_case(child_run: ChildRun) -> None:
 
 @NEEDS_TWINS
 def test_unmet_need_that_is_not_foreseen_fails_the_run(tmp_path: Path, facts: Facts) -> None:
-    source = """
+    case_source = """
     from gdrkit.harness.needs import needs, verbs
     def test_pass(): ...
     @needs(verbs.nic(count_min=99))
     def test_many(): ...
     """
-    child_run = run_cases(tmp_path, facts, source, "--profile=bare")
+    child_run = run_cases(tmp_path, facts, case_source, "--profile=bare")
     assert child_run.exit_code == 1
     assert child_run.records["test_many"].verdict is Verdict.NOT_RUN
     assert child_run.records["test_many"].is_failure
@@ -367,19 +367,21 @@ def test_module_that_skips_itself_fails_the_run(tmp_path: Path, facts: Facts) ->
 
 
 def test_plan_is_written_without_running_cases(tmp_path: Path, facts: Facts) -> None:
-    source = """
+    case_source = """
     from gdrkit.harness.needs import needs, verbs
     @needs(verbs.nic(count_min=99))
     def test_many():
         "Title."
     def test_one(): ...
     """
-    child_run = run_cases(tmp_path, facts, source, "--collect-only", f"--plan={tmp_path}/plan.json", "--profile=any")
+    child_run = run_cases(
+        tmp_path, facts, case_source, "--collect-only", f"--plan={tmp_path}/plan.json", "--profile=any"
+    )
     assert child_run.records == {}
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert [case["case"] for case in plan["cases"]] == ["test_cases.py::test_many", "test_cases.py::test_one"]
     assert plan["cases"][0]["title"] == "Title."
     assert plan["cases"][0]["unmet"][0]["need"] == "verbs.nic(count_min=99)"
     (tmp_path / "selected").write_text("test_cases.py::test_one\n")
-    selected_run = run_cases(tmp_path, facts, source, f"--cases={tmp_path}/selected", "--profile=any")
+    selected_run = run_cases(tmp_path, facts, case_source, f"--cases={tmp_path}/selected", "--profile=any")
     assert list(selected_run.records) == ["test_one"]

@@ -33,10 +33,10 @@ def test_library_path_begins_with_the_selected_twins() -> None:
     environment_with_all_twins = launch.environment(
         launch.Launch(twin_apis=launch.APIS_WITH_TWINS), base={"LD_LIBRARY_PATH": "/opt/lib"}
     )
-    folders = environment_with_all_twins["LD_LIBRARY_PATH"].split(":")
+    library_folders = environment_with_all_twins["LD_LIBRARY_PATH"].split(":")
     twin_count = len(launch.APIS_WITH_TWINS)
-    assert folders[twin_count:] == ["/opt/lib"]
-    assert {Path(folder).name for folder in folders[:twin_count]} >= {"cuda", "hlthunk", "ibverbs"}
+    assert library_folders[twin_count:] == ["/opt/lib"]
+    assert {Path(folder).name for folder in library_folders[:twin_count]} >= {"cuda", "hlthunk", "ibverbs"}
     environment_with_cuda_twin = launch.environment(
         launch.Launch(twin_apis=frozenset({Api.CUDA})), base=environment_with_all_twins
     )
@@ -107,7 +107,7 @@ def test_run_executes_the_command_with_the_twins() -> None:
     assert process.returncode == 0
 
 
-# perftest opens libcuda by the name libcuda.so. The program requires that this name leads to the twin too.
+# perftest opens libcuda by the name libcuda.so. The program below fails unless this name leads to the twin, too.
 OPEN_LIBCUDA_PROGRAM = """
 import ctypes
 libraries = [ctypes.CDLL(name) for name in ("libcuda.so", "libcuda.so.1")]
@@ -179,8 +179,8 @@ def test_traceback_is_printed_on_request(tmp_path: Path) -> None:
     assert "Traceback" in run_gdrkit("run", "--software", "--", "true", **variables).stderr
 
 
-# The program adds a command that fails with EPIPE to gdrkit, and runs the command. If click sees an OSError with EPIPE,
-# it ends the process without a message. gdrkit must print the error.
+# The program adds to gdrkit a command that fails with EPIPE, and runs this command. click ends the process without a
+# message if it catches an OSError with EPIPE, so gdrkit must print the error itself.
 FAILING_COMMAND_PROGRAM = """
 import errno
 from gdrkit import cli

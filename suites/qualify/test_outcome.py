@@ -89,11 +89,15 @@ def make_facts_with_gpu(**fields: object) -> Facts:
         ([TWIN_LIBRARY, VERBS_LIBRARY], HARDWARE_FACTS, {"verbs": "unknown"}),
         ([VERBS_LIBRARY, TWIN_LIBRARY], HARDWARE_FACTS, {"verbs": "unknown"}),
         # The facts contain the devices, but no evidence of the kernel for them.
-        (VENDOR_LIBRARIES, make_facts(rdma=[NIC], driver=DRIVER_VERSION), {"verbs": "unknown", "cuda": "unknown"}),
+        (
+            VENDOR_LIBRARIES,
+            make_facts(rdma_devices=[NIC], driver_version=DRIVER_VERSION),
+            {"verbs": "unknown", "cuda": "unknown"},
+        ),
         (VENDOR_LIBRARIES, make_hardware_facts(evidence=None), {"verbs": "unknown", "cuda": "unknown"}),
         # The kernel reports neither a GPU nor a NIC.
         (VENDOR_LIBRARIES, make_hardware_facts(evidence=KernelEvidence()), {"verbs": "unknown", "cuda": "unknown"}),
-        # The devices exist, but the library had none of them open.
+        # The devices exist, but the process has not opened the device nodes of one API.
         (VENDOR_LIBRARIES, make_hardware_facts(is_cuda_open=False), {"verbs": "hardware", "cuda": "unknown"}),
         (VENDOR_LIBRARIES, make_hardware_facts(is_verbs_open=False), {"verbs": "unknown", "cuda": "hardware"}),
         ([VERBS_LIBRARY], make_facts_with_nic(name="mlx5_1"), {"verbs": "unknown"}),
@@ -354,17 +358,17 @@ FACTS_WITH_PEER_MEMORY = make_facts(routes=[make_route_facts("peer_memory")])
         (
             ANY_PROFILE,
             [PROVEN_RECORD],
-            make_facts(failure=API_FAILURE),
+            make_facts(cuda_failure=API_FAILURE),
             False,
             3,
             "The set-up of this machine is not complete",
         ),
-        (ANY_PROFILE, [FAILED_RECORD], make_facts(failure=API_FAILURE), False, 1, "1 of 1 case failed"),
+        (ANY_PROFILE, [FAILED_RECORD], make_facts(cuda_failure=API_FAILURE), False, 1, "1 of 1 case failed"),
         (ANY_PROFILE, [PASSED_RECORD], make_facts(), False, 4, "Nothing was proven on hardware"),
         (
             ANY_PROFILE,
             [PASSED_RECORD],
-            make_facts(failure=dataclasses.replace(API_FAILURE, reason=Reason.NO_DEVICE)),
+            make_facts(cuda_failure=dataclasses.replace(API_FAILURE, reason=Reason.NO_DEVICE)),
             False,
             4,
             "Nothing was",
@@ -396,7 +400,7 @@ def test_profile_may_require_one_route_for_each_device() -> None:
 
 
 def test_incomplete_setup_repeats_the_advice_of_its_api() -> None:
-    outcome = decide(make_facts(failure=API_FAILURE), ANY_PROFILE, [PASSED_RECORD], software_asked=False)
+    outcome = decide(make_facts(cuda_failure=API_FAILURE), ANY_PROFILE, [PASSED_RECORD], software_asked=False)
     assert outcome.to_do == ("install the driver",)
 
 

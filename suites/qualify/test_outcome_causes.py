@@ -160,7 +160,7 @@ def test_set_up_that_can_be_completed_exits_with_3(reason: Reason) -> None:
         message="dlopen failed",
         what_to_do="",
     )
-    outcome = decide(make_facts(failure=failure), STRICT_PROFILE, [PASSED_RECORD], software_asked=False)
+    outcome = decide(make_facts(cuda_failure=failure), STRICT_PROFILE, [PASSED_RECORD], software_asked=False)
     assert (outcome.code, outcome.causes, outcome.to_do) == (ExitCode.SETUP_MISSING, ("dlopen failed",), ())
     assert len(outcome.required) == 1
 
@@ -281,7 +281,7 @@ def test_outcome_has_every_field(
     is_software_run: bool,
     expected_outcome: Outcome,
 ) -> None:
-    facts = make_facts(routes=[make_route_facts(method) for method in registration_methods], failure=failure)
+    facts = make_facts(routes=[make_route_facts(method) for method in registration_methods], cuda_failure=failure)
     profile = dataclasses.replace(STRICT_PROFILE, cases_min=1)
     assert decide(facts, profile, records, software_asked=is_software_run) == expected_outcome
 

@@ -1,4 +1,4 @@
-"""Tests of peers, processes that execute operations for a case, and of the messages between a case and its peers."""
+"""Tests of peers (processes that execute operations for a case), and of the messages between a case and its peers."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_two_processes_write_and_read_each_others_memory(nic: Nic, peer: Peer, s
         assert peer_queue_pair.state == "RTS"
         peer_queue_pair.write(region.remote(), seed=seed, local_offset_bytes=3, stream_offset_bytes=17).expect()
         peer_queue_pair.read(region.remote(), seed=seed, stream_offset_bytes=17).completion.expect()
-        # At the offset 0 of the pattern of `seed`, the peer expects other bytes.
+        # Without stream_offset_bytes, the peer compares the bytes with the pattern from offset 0 on.
         with pytest.raises(DataMismatch):
             peer_queue_pair.read(region.remote(), seed=seed)
         buffer = peer.buffer(1000)
@@ -309,6 +309,7 @@ def test_peer_with_a_cuda_device_has_not_loaded_verbs(seed: int) -> None:
 def test_peer_that_outlives_sigkill_is_broken() -> None:
     peer = Peer()
     peer.modules()
+    # While a child process is traced, its parent cannot wait for its end, even after SIGKILL.
     with trace_process(peer.process_id):
         with pytest.raises(BrokenResource, match="was left behind") as error_info:
             peer.kill()

@@ -31,7 +31,10 @@ TOKEN = "token of the job"  # noqa: S105 - the token protects nothing here.
 
 
 def make_rank_hello(rank: int, *, version: str = gdrkit.__version__) -> RankHello:
-    """Return the hello of a rank. It names the host of the rank: host name ``near``, boot id, network namespace."""
+    """Return the hello of a rank, the first message that it sends to rank 0.
+
+    The hello names the host of the rank by host name (``near``), boot id and network namespace.
+    """
     return RankHello(TOKEN, rank, "near 01234567 1", version)
 
 
@@ -160,7 +163,7 @@ def test_second_connection_of_a_rank_is_closed(admission: Admission, facts: Fact
 
 def test_rank_of_another_version_is_rejected(admission: Admission, facts: Facts) -> None:
     admission.start_rank(make_rank_hello(0), facts)
-    rejected_rank = connect_to_rank0(admission.endpoint, make_rank_hello(1, version="0.0.9"))
+    rejected_connection = connect_to_rank0(admission.endpoint, make_rank_hello(1, version="0.0.9"))
     admitted_ranks = admission.wait_for_ranks()
     assert list(admitted_ranks.ranks) == [0]
     expected_reason = (
@@ -168,19 +171,19 @@ def test_rank_of_another_version_is_rejected(admission: Admission, facts: Facts)
     )
     assert admitted_ranks.rejected == {1: expected_reason}
     admitted_ranks.send_exit_code(1)
-    assert rejected_rank.receive(timeout_s=STEP_TIMEOUT_S) == {"exit_code": 1}
-    rejected_rank.close()
+    assert rejected_connection.receive(timeout_s=STEP_TIMEOUT_S) == {"exit_code": 1}
+    rejected_connection.close()
 
 
 @pytest.mark.parametrize("message", [{"facts": "{}"}, {"facts": 7}, {}, {"exit_code": 0}])
 def test_rank_with_malformed_facts_is_rejected(admission: Admission, facts: Facts, message: dict[str, object]) -> None:
     admission.start_rank(make_rank_hello(0), facts)
-    rejected_rank = connect_to_rank0(admission.endpoint, make_rank_hello(1))
-    rejected_rank.send(message, timeout_s=STEP_TIMEOUT_S)
+    rejected_connection = connect_to_rank0(admission.endpoint, make_rank_hello(1))
+    rejected_connection.send(message, timeout_s=STEP_TIMEOUT_S)
     admitted_ranks = admission.wait_for_ranks()
     assert (list(admitted_ranks.ranks), list(admitted_ranks.rejected)) == ([0], [1])
     assert admitted_ranks.rejected[1].startswith("rank 1 (near): its message is malformed: ")
-    rejected_rank.close()
+    rejected_connection.close()
 
 
 def test_rank_that_disconnects_before_its_facts_may_reconnect(admission: Admission, facts: Facts) -> None:

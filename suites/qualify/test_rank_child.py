@@ -16,14 +16,14 @@ from support.tracer import trace_process
 from gdrkit.qualify.ranks.rank import MeasuringChild
 
 TIMEOUT_S = 60.0
-# The child runs such a program at its start, as its sitecustomize module.
+# The child runs this program at its start, as its sitecustomize module, so its first reply is late.
 SLOW_START_PROGRAM = "import time; time.sleep(30)"
 # The command of the child is `python -m gdrkit.qualify.ranks.measure DESCRIPTOR PARENT`. DESCRIPTOR is the socket to
-# the rank. The program finds it in sys.orig_argv, and sends an invalid reply.
+# the rank. The program finds DESCRIPTOR in sys.orig_argv, and writes an invalid reply to this socket.
 INVALID_REPLY_PROGRAM = (
     "import os, sys\nif len(sys.orig_argv) > 3: os.write(int(sys.orig_argv[3]), b'not JSON\\n'); os.read(0, 1)"
 )
-# A rank that starts its child, and then waits for a signal.
+# A program that plays a rank: it starts a measuring child, and then waits for a signal.
 RANK_PROGRAM = """
 import os, signal
 from gdrkit.qualify.ranks.rank import MeasuringChild

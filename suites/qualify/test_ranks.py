@@ -86,8 +86,8 @@ def test_killed_measuring_process_fails_one_pair_only(tmp_path: Path) -> None:
     assert (exit_code, len(records), len(failed_records)) == (1, 8, 1)
     assert "rank 0" in failed_records[0].reasons[0].text
     for record in records:
-        hosts = cast("dict[str, str]", record.evidence["hosts"])
-        assert hosts["initiator"] != hosts["target"]
+        host_by_role = cast("dict[str, str]", record.evidence["hosts"])
+        assert host_by_role["initiator"] != host_by_role["target"]
         assert record.verdict is Verdict.FAIL or record.substrate == {"cuda": "twin", "verbs": "twin"}
     assert (tmp_path / "out" / "index.html").is_file()
 
@@ -111,19 +111,19 @@ def test_killed_job_has_a_report_of_the_measured_pairs(tmp_path: Path) -> None:
 def test_folder_of_a_killed_job_has_no_file_of_an_earlier_job(tmp_path: Path) -> None:
     """The earlier job had more ranks than the killed job. run.json must name the machine of the killed job."""
     run_folder = RunFolder(tmp_path / "out")
-    old_files = (
+    old_paths = (
         *run_folder.files,
         run_folder.path / "hosts" / "rank-0.json",
         run_folder.path / "hosts" / "rank-9.json",
     )
     (run_folder.path / "hosts").mkdir(parents=True)
-    for file in old_files:
-        file.write_text("of an earlier job")
+    for path in old_paths:
+        path.write_text("of an earlier job")
     with run_job_on_this_machine(run_folder.path) as job:
         job.wait_for_line("2 of 2 ranks")
         job.kill()
-    assert not [file for file in old_files if file.exists() and file.read_text() == "of an earlier job"]
-    assert sorted(file.name for file in (run_folder.path / "hosts").iterdir()) == ["rank-0.json", "rank-1.json"]
+    assert not [path for path in old_paths if path.exists() and path.read_text() == "of an earlier job"]
+    assert sorted(path.name for path in (run_folder.path / "hosts").iterdir()) == ["rank-0.json", "rank-1.json"]
     identity, run_data = host_identity(HostTree()), run_folder.read_run()
     assert (run_data.host, run_data.host_id) == (identity.name, identity.digest)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from qualify.child_pytest import ChildRun, run_cases
-from support.json_schema import JSONSCHEMA, find_violations
+from support.json_schema import NEEDS_JSONSCHEMA, find_violations
 from support.records import make_record
 
 from gdrkit.errors import Api, Reason, UsageError
@@ -267,7 +267,7 @@ def test_expected_refusal_is_recorded_as_not_run(child_run: ChildRun, case_name:
     assert (record.routes, record.numbers) == ((), {})
 
 
-@JSONSCHEMA
+@NEEDS_JSONSCHEMA
 @pytest.mark.parametrize("case_name", REFUSED_CASES)
 def test_record_of_a_refusal_conforms_to_the_schema(child_run: ChildRun, case_name: str) -> None:
     assert find_violations("record-1.json", json.loads(json.dumps(to_json_data(child_run.records[case_name])))) == []

@@ -42,10 +42,10 @@ import contextlib
 from pathlib import Path
 from gdrkit.verbs import Nic
 LENGTH_BYTES = 1 << 20
-COUNTERS = Path("/sys/class/infiniband/twin0/ports/1/counters")
+COUNTERS_FOLDER = Path("/sys/class/infiniband/twin0/ports/1/counters")
 def print_counters():
     names = ("port_xmit_data", "port_rcv_data", "port_xmit_packets", "port_rcv_packets")
-    print(*((COUNTERS / name).read_text().strip() for name in names))
+    print(*((COUNTERS_FOLDER / name).read_text().strip() for name in names))
 print_counters()
 with contextlib.ExitStack() as stack:
     nic = stack.enter_context(Nic.open("twin0"))
@@ -246,14 +246,14 @@ def test_interrupt_of_the_terminal_arrives_once() -> None:
         "while not count:\n    time.sleep(0.01)\n"
         "time.sleep(0.5)\nprint('interrupts', count, flush=True)\n"
     )
-    child_id, terminal_descriptor = pty.fork()
-    if child_id == 0:
+    gdrkit_process_id, terminal_descriptor = pty.fork()
+    if gdrkit_process_id == 0:
         os.execv(sys.executable, [*RUN_COMMAND, "--quiet", "--", sys.executable, "-c", program])  # noqa: S606 - no shell.
     terminal_output = read_terminal_until(terminal_descriptor, "True")
     # The terminal sends SIGINT for Ctrl-C to gdrkit and to the command. gdrkit must not forward its SIGINT.
     os.write(terminal_descriptor, b"\x03")
     terminal_output += read_terminal_until(terminal_descriptor, "interrupts")
-    _, wait_status = os.waitpid(child_id, 0)
+    _, wait_status = os.waitpid(gdrkit_process_id, 0)
     os.close(terminal_descriptor)
     assert os.waitstatus_to_exitcode(wait_status) == 0, terminal_output
     assert "interrupts 1" in terminal_output
@@ -273,9 +273,9 @@ def copy_twin(folder: Path, api: Api, file_name: str) -> Path:
     """Copy a twin to a path outside the folder of the twins. gdrkit takes the copy for a real library."""
     environment = launch.environment(launch.Launch(twin_apis=frozenset({api})), base={})
     twin_path = Path(environment["GDRKIT_TWINS_LIBRARIES"].split(":")[0])
-    twin_copy = folder / file_name
-    twin_copy.write_bytes(twin_path.read_bytes())
-    return twin_copy
+    twin_copy_path = folder / file_name
+    twin_copy_path.write_bytes(twin_path.read_bytes())
+    return twin_copy_path
 
 
 # A program that opens the library with the path in its first argument, and prints which files it has mapped.
@@ -292,10 +292,10 @@ PRINT_MAPS_PROGRAM = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('
     ],
 )
 def test_twin_replaces_a_library_that_is_opened_by_path(api: Api, file_name: str, tmp_path: Path) -> None:
-    twin_copy = copy_twin(tmp_path, api, file_name)
-    process = run_on_twins(sys.executable, "-c", PRINT_MAPS_PROGRAM, str(twin_copy))
+    twin_copy_path = copy_twin(tmp_path, api, file_name)
+    process = run_on_twins(sys.executable, "-c", PRINT_MAPS_PROGRAM, str(twin_copy_path))
     assert process.returncode == 0, process.stderr
-    assert str(twin_copy) not in process.stdout
+    assert str(twin_copy_path) not in process.stdout
     assert "not the twin" not in process.stderr
 
 
@@ -317,10 +317,10 @@ def test_static_cuda_runtime_is_refused_with_one_line() -> None:
     # The program makes the call twice, but only the first call prints the line.
     process = run_on_twins(sys.executable, "-c", REQUEST_EXPORT_TABLE_PROGRAM, options=("--quiet",))
     assert process.returncode == 0, process.stderr
-    (line,) = process.stderr.splitlines()
-    assert line.startswith("gdrkit: python")
-    for text in ("static library", "undocumented export tables", "cuGetExportTable", "run it on a GPU"):
-        assert text in line
+    (error_line,) = process.stderr.splitlines()
+    assert error_line.startswith("gdrkit: python")
+    for expected_text in ("static library", "undocumented export tables", "cuGetExportTable", "run it on a GPU"):
+        assert expected_text in error_line
 
 
 def test_library_without_version_is_the_same_twin() -> None:
@@ -334,14 +334,14 @@ def test_library_without_version_is_the_same_twin() -> None:
 
 
 def test_real_library_is_named(tmp_path: Path) -> None:
-    twin_copy = copy_twin(tmp_path, Api.CUDA, "libcuda.so.1")
+    twin_copy_path = copy_twin(tmp_path, Api.CUDA, "libcuda.so.1")
     # The program sleeps, because gdrkit reads at intervals which files the running processes have mapped.
-    program = f"import ctypes, time; ctypes.CDLL({str(twin_copy)!r}); time.sleep(1)"
-    without_loader_variables = ("env", "-u", "LD_AUDIT", "-u", "LD_LIBRARY_PATH", "-u", "LD_PRELOAD")
-    process = run_on_twins(*without_loader_variables, sys.executable, "-c", program)
+    program = f"import ctypes, time; ctypes.CDLL({str(twin_copy_path)!r}); time.sleep(1)"
+    unset_loader_variables_command = ("env", "-u", "LD_AUDIT", "-u", "LD_LIBRARY_PATH", "-u", "LD_PRELOAD")
+    process = run_on_twins(*unset_loader_variables_command, sys.executable, "-c", program)
     assert process.returncode == 0, process.stderr
     assert re.search(
-        rf"gdrkit: cuda: {re.escape(str(twin_copy))}, not the twin, was loaded by \S+ \(pid \d+\)", process.stderr
+        rf"gdrkit: cuda: {re.escape(str(twin_copy_path))}, not the twin, was loaded by \S+ \(pid \d+\)", process.stderr
     )
 
 
@@ -376,6 +376,7 @@ def test_port_counters_grow_by_the_bytes_that_pass() -> None:
 
 
 def test_real_devices_are_not_hidden_without_the_twin() -> None:
+    # Without the verbs twin, sysfs shows the real devices, and none of them has the name twin0.
     process = run_on_twins("ls", "/sys/class/infiniband/twin0", options=("--apis", "cuda"))
     assert process.returncode != 0
 

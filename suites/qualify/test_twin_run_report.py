@@ -50,10 +50,10 @@ def test_cuda_runtime_has_a_slot_of_its_own(tmp_path: Path) -> None:
     write_slot(usage_file, 0, SLOT_COMPLETE, 5, 12, 0, 0, 0, b"torch", 0, 0, 0)
     write_slot(usage_file, 1, SLOT_COMPLETE, 2, 12, 0, 7, 4096, b"torch", 0, 0, 0)
     write_slot(usage_file, 2, SLOT_COMPLETE, 6, 13, 0, 0, 0, b"nixl", 0, 0, 0)
-    process_uses, runtimes = read_usage(usage_file), read_runtimes(usage_file)
+    process_uses, runtime_uses = read_usage(usage_file), read_runtimes(usage_file)
     assert process_uses == [ProcessUse(Api.CUDA, 12, "torch", 7, 4096)]
-    assert runtimes == [RuntimeUse("libcudart.so.12", 12, "torch"), RuntimeUse("libcudart.so.13", 13, "nixl")]
-    assert report_lines(frozenset({Api.CUDA}), process_uses, [], runtimes) == [
+    assert runtime_uses == [RuntimeUse("libcudart.so.12", 12, "torch"), RuntimeUse("libcudart.so.13", 13, "nixl")]
+    assert report_lines(frozenset({Api.CUDA}), process_uses, [], runtime_uses) == [
         "cuda: twin opened by torch (pid 12); 7 memory allocations; 4.1 kB moved",
         "cuda: twin of libcudart.so.12 opened by torch (pid 12)",
         "cuda: twin of libcudart.so.13 opened by nixl (pid 13)",

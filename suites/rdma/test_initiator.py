@@ -69,7 +69,7 @@ def test_burst_of_reads_by_several_queue_pairs_reads_every_slot(
     memory_bytes = 32 * 4 * KIB
     with (
         memory_kind.memory(length_bytes=memory_bytes) as memory,
-        connect_initiator(nic, memory_bytes=memory_bytes, queue_pairs=3) as initiator,
+        connect_initiator(nic, memory_bytes=memory_bytes, queue_pair_count=3) as initiator,
     ):
         memory.write(pattern.payload(memory_bytes, seed=seed))
         initiator.run(Direction.READ, memory.remote(), length_bytes=4 * KIB, operations=64, depth=24, list_length=2)

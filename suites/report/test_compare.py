@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.hosts import HARDWARE, make_host_facts, make_host_records, write_run
+from support.hosts import HARDWARE_SUBSTRATES, make_host_facts, make_host_records, write_run
 from support.records import make_facts, make_proven_route, make_record, make_run
 
 from gdrkit.report import CaseReason, ClaimedRoute, Verdict
@@ -50,12 +50,12 @@ def make_measured_record(draw_noise_factor: Callable[[], float], rate: float) ->
         "rate_spread_percent": (upper_quartile - lower_quartile) / median * 100,
         "rounds_count": ROUND_COUNT,
     }
-    return make_record(numbers=numbers, substrate=HARDWARE)
+    return make_record(numbers=numbers, substrate=HARDWARE_SUBSTRATES)
 
 
 def make_single_number_record(draw_noise_factor: Callable[[], float], rate: float) -> Record:
     """Return a record with one number and no spread. The number has one random noise factor."""
-    return make_record(numbers={"rate_gb_per_s": rate * draw_noise_factor()}, substrate=HARDWARE)
+    return make_record(numbers={"rate_gb_per_s": rate * draw_noise_factor()}, substrate=HARDWARE_SUBSTRATES)
 
 
 def is_worse(before: Record, after: Record) -> bool:
@@ -113,7 +113,7 @@ def test_direction_of_a_change_follows_from_the_unit(
     number_name: str, before: float, after: float, outcome: str
 ) -> None:
     earlier_record, later_record = (
-        make_record(numbers={number_name: value}, substrate=HARDWARE) for value in (before, after)
+        make_record(numbers={number_name: value}, substrate=HARDWARE_SUBSTRATES) for value in (before, after)
     )
     (change,) = compare_records(earlier_record, later_record).changes
     assert change.outcome == outcome
@@ -123,7 +123,7 @@ def test_direction_of_a_change_follows_from_the_unit(
 def test_noise_band_widens_with_the_spread() -> None:
     numbers = {"rate_spread_percent": 40.0, "rounds_count": 15.0}
     earlier_record, later_record = (
-        make_record(numbers={RATE_NAME: rate, **numbers}, substrate=HARDWARE) for rate in (50.0, 40.0)
+        make_record(numbers={RATE_NAME: rate, **numbers}, substrate=HARDWARE_SUBSTRATES) for rate in (50.0, 40.0)
     )
     (change,) = compare_records(earlier_record, later_record).changes
     assert change.outcome == "same"
@@ -133,8 +133,11 @@ def test_noise_band_widens_with_the_spread() -> None:
 
 def test_extreme_numbers_are_compared_without_an_error() -> None:
     # The differences and ratios of these numbers exceed the range of a float.
-    before = [make_record(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (1.7e308, -1.7e308, 5e-324)]
-    after = make_record(numbers={"rate_gb_per_s": 1.7e308}, substrate=HARDWARE)
+    before = [
+        make_record(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE_SUBSTRATES)
+        for rate in (1.7e308, -1.7e308, 5e-324)
+    ]
+    after = make_record(numbers={"rate_gb_per_s": 1.7e308}, substrate=HARDWARE_SUBSTRATES)
     comparison = compare(make_contents(*before), make_contents(after), noise_percent=5.0)
     (change,) = comparison.changes
     assert (change.outcome, change.change_percent, change.band_percent) == ("same", 1e9, 1e9)
@@ -142,14 +145,16 @@ def test_extreme_numbers_are_compared_without_an_error() -> None:
 
 
 def test_records_of_one_side_are_combined() -> None:
-    before = [make_record(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (50.0, 10.0, 51.0)]
-    after = make_record(numbers={"rate_gb_per_s": 49.5}, substrate=HARDWARE)
+    before = [
+        make_record(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE_SUBSTRATES) for rate in (50.0, 10.0, 51.0)
+    ]
+    after = make_record(numbers={"rate_gb_per_s": 49.5}, substrate=HARDWARE_SUBSTRATES)
     (change,) = compare(make_contents(*before), make_contents(after), noise_percent=5.0).changes
     assert (change.before, change.outcome) == ("50", "same")
 
 
 def test_numbers_of_different_substrates_are_not_compared() -> None:
-    hardware_record = make_record(numbers={"rate_gb_per_s": 50.0}, substrate=HARDWARE)
+    hardware_record = make_record(numbers={"rate_gb_per_s": 50.0}, substrate=HARDWARE_SUBSTRATES)
     (change,) = compare_records(
         hardware_record, make_record(numbers={"rate_gb_per_s": 1.0}, substrate=TWIN_SUBSTRATE)
     ).changes
@@ -168,10 +173,10 @@ def test_numbers_of_twins_have_a_change_and_no_value() -> None:
 
 def test_worse_verdicts_and_routes_are_found() -> None:
     route = make_proven_route(0, "mlx5_0")
-    good_record = make_record(routes=(route,), substrate=HARDWARE)
+    good_record = make_record(routes=(route,), substrate=HARDWARE_SUBSTRATES)
     fallback_route = ClaimedRoute(0, "mlx5_0", "dmabuf", "by the host")
     bad_record = make_record(
-        Verdict.UNPROVEN, routes=(fallback_route,), reasons=(CaseReason("not seen"),), substrate=HARDWARE
+        Verdict.UNPROVEN, routes=(fallback_route,), reasons=(CaseReason("not seen"),), substrate=HARDWARE_SUBSTRATES
     )
     changes = compare_records(good_record, bad_record).changes
     worse_changes = {(change.kind, change.before, change.after) for change in changes if change.outcome == "worse"}
@@ -184,7 +189,7 @@ def test_worse_verdicts_and_routes_are_found() -> None:
 def test_hostile_name_is_escaped() -> None:
     name = "a.py::test\x1b[2J\x9b31m\u202e\ud800[ü]"
     earlier_record, later_record = (
-        make_record(case=name, numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (50.0, 40.0)
+        make_record(case=name, numbers={"rate_gb_per_s": rate}, substrate=HARDWARE_SUBSTRATES) for rate in (50.0, 40.0)
     )
     comparison = compare_records(earlier_record, later_record)
     for text in (comparison.to_json(), describe_comparison(comparison)):

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from support.hosts import HARDWARE, make_host_facts, make_host_records, write_run
+from support.hosts import HARDWARE_SUBSTRATES, make_host_facts, make_host_records, write_run
 from support.records import make_facts, make_proven_route, make_record, make_run
 
 from gdrkit import serialization
@@ -92,16 +92,18 @@ def test_titles_of_measurements_have_the_field_spelling() -> None:
 
 def test_cell_has_the_cause_of_its_state() -> None:
     records = [
-        make_record(routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE),
+        make_record(routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE_SUBSTRATES),
         make_record(
             Verdict.UNPROVEN,
             case="a.py::test_b",
             routes=(ClaimedRoute(0, "mlx5_1", "dmabuf"), ClaimedRoute(1, "mlx5_1", "dmabuf")),
             reasons=(CaseReason("no counter moved"),),
-            substrate=HARDWARE,
+            substrate=HARDWARE_SUBSTRATES,
         ),
         make_record(
-            case="a.py::test_c", files=(ClaimedFile(0, "/data", "engine", "no nvidia-fs"),), substrate=HARDWARE
+            case="a.py::test_c",
+            files=(ClaimedFile(0, "/data", "engine", "no nvidia-fs"),),
+            substrate=HARDWARE_SUBSTRATES,
         ),
     ]
     matrix = make_path_matrix(records)
@@ -120,9 +122,11 @@ def test_cell_has_the_cause_of_its_state() -> None:
 
 def test_fallback_wins_over_a_proven_route_of_a_pair() -> None:
     records = [
-        make_record(case="a.py::test_a", routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE),
+        make_record(case="a.py::test_a", routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE_SUBSTRATES),
         make_record(
-            case="a.py::test_b", routes=(ClaimedRoute(0, "mlx5_0", "peer_memory", "by the host"),), substrate=HARDWARE
+            case="a.py::test_b",
+            routes=(ClaimedRoute(0, "mlx5_0", "peer_memory", "by the host"),),
+            substrate=HARDWARE_SUBSTRATES,
         ),
     ]
     matrix = make_path_matrix(records)
@@ -212,7 +216,7 @@ def test_missed_expectation_is_marked_with_its_source() -> None:
     record = make_record(
         case="a.py::test_copy",
         numbers={"rate_gb_per_s_median": 40.0},
-        substrate=HARDWARE,
+        substrate=HARDWARE_SUBSTRATES,
         evidence={"judged": [judged_check]},
     )
     (row,) = measurements([record], make_facts())
@@ -225,7 +229,9 @@ def test_missed_expectation_is_marked_with_its_source() -> None:
 def test_best_of_several_sizes_is_shown_for_rate_and_time() -> None:
     records = [
         make_record(
-            case=f"a.py::test_a[{size}]", numbers={"rate_gb_per_s": rate, "wait_us_median": time_us}, substrate=HARDWARE
+            case=f"a.py::test_a[{size}]",
+            numbers={"rate_gb_per_s": rate, "wait_us_median": time_us},
+            substrate=HARDWARE_SUBSTRATES,
         )
         for size, rate, time_us in (("1MiB", 5.0, 9.0), ("2MiB", 7.0, 12.0), ("4MiB", 6.0, 20.0))
     ]
@@ -237,10 +243,10 @@ def test_measurements_nearest_to_their_bounds_are_first() -> None:
     def make_judged_record(case: str, measured_value: float, bound: float, verdict: str) -> Record:
         check = {"number": "rate_gb_per_s", "bound": bound, "verdict": verdict, "text": "a; source"}
         numbers = {"rate_gb_per_s": measured_value, "wait_us": 3.0}
-        return make_record(case=case, numbers=numbers, substrate=HARDWARE, evidence={"judged": [check]})
+        return make_record(case=case, numbers=numbers, substrate=HARDWARE_SUBSTRATES, evidence={"judged": [check]})
 
     records = [
-        make_record(case="a.py::test_free", numbers={"rate_gb_per_s": 99.0}, substrate=HARDWARE),
+        make_record(case="a.py::test_free", numbers={"rate_gb_per_s": 99.0}, substrate=HARDWARE_SUBSTRATES),
         make_judged_record("a.py::test_far", 90.0, 30.0, "pass"),
         make_judged_record("a.py::test_near[a]", 60.0, 30.0, "pass"),
         make_judged_record("a.py::test_missed", 20.0, 30.0, "fail"),

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.hosts import HARDWARE, make_host_facts, make_host_records, write_run
+from support.hosts import HARDWARE_SUBSTRATES, make_host_facts, make_host_records, write_run
 from support.other_user import folder_for_all_users, run_program
 from support.records import make_record
 
@@ -185,7 +185,9 @@ def test_slower_numbers_are_those_beyond_their_noise(
     # The other hosts have 10 for each measured value, and the same spread and number of rounds.
     numbers_of_other_hosts = {name: 10.0 if value in {8.0, 9.6, 12.0} else value for name, value in numbers.items()}
     for host_index in range(5):
-        record = make_record(numbers=numbers if host_index == 2 else numbers_of_other_hosts, substrate=HARDWARE)
+        record = make_record(
+            numbers=numbers if host_index == 2 else numbers_of_other_hosts, substrate=HARDWARE_SUBSTRATES
+        )
         write_run(tmp_path / f"run{host_index}", FACTS, [record], host=f"node{host_index}", host_id=f"{host_index}")
     row_by_host = {row.name: row for row in render_fleet(tmp_path).hosts}
     assert [slow_number.percent for slow_number in row_by_host["node2"].slow] == expected_percents
@@ -197,7 +199,9 @@ def test_records_of_a_case_in_one_host_are_combined(tmp_path: Path) -> None:
     for host_index in range(4):
         # On one host, the case ran three times. Only one of its rates is low, and the median counts.
         rates = (8.0, 10.0, 10.1) if host_index == 2 else (10.0,)
-        records = [make_record(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in reversed(rates)]
+        records = [
+            make_record(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE_SUBSTRATES) for rate in reversed(rates)
+        ]
         write_run(tmp_path / f"run{host_index}", FACTS, records, host=f"node{host_index}", host_id=f"{host_index}")
     assert [row.slow for row in render_fleet(tmp_path).hosts] == [()] * 4
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from defusedxml import ElementTree
 from support.hosts import make_host_facts, make_host_records, write_run
-from support.json_schema import JSONSCHEMA, find_unknown_keywords, find_violations
+from support.json_schema import NEEDS_JSONSCHEMA, find_unknown_keywords, find_violations
 from support.records import NIC, make_facts, make_record
 
 from gdrkit.report import CaseReason, ClaimedRoute, RunFolder, Verdict, read_records
@@ -35,12 +35,12 @@ def read_report(run_folder: RunFolder) -> dict[str, Any]:
     return report_data
 
 
-@JSONSCHEMA
+@NEEDS_JSONSCHEMA
 def test_report_conforms_to_its_schema(run_folder: RunFolder) -> None:
     assert find_violations("report-1.json", read_report(run_folder)) == []
 
 
-@JSONSCHEMA
+@NEEDS_JSONSCHEMA
 def test_schema_rejects_missing_and_unknown_fields(run_folder: RunFolder) -> None:
     report_data = read_report(run_folder)
     report_data["extra"] = report_data.pop("verdict")
@@ -53,7 +53,7 @@ def test_schema_rejects_missing_and_unknown_fields(run_folder: RunFolder) -> Non
     ]
 
 
-@JSONSCHEMA
+@NEEDS_JSONSCHEMA
 def test_misspelt_keyword_of_a_schema_is_found() -> None:
     misspelt_schema = {"type": "array", "minItem": 1}
     schema = {
@@ -63,7 +63,7 @@ def test_misspelt_keyword_of_a_schema_is_found() -> None:
     assert list(find_unknown_keywords(schema)) == ["$.properties.a.items.minItem", "$.allOf[0].then.minimun"]
 
 
-@JSONSCHEMA
+@NEEDS_JSONSCHEMA
 def test_records_conform_to_their_schema(run_folder: RunFolder) -> None:
     record_objects = [json.loads(line) for line in run_folder.records.read_text().splitlines()]
     assert [violation for record in record_objects for violation in find_violations("record-1.json", record)] == []
@@ -103,7 +103,7 @@ def test_metrics_escape_every_label_value(tmp_path: Path) -> None:
     record = make_record(
         case='a.py::test["x"]', numbers={"rate_gb_per_s": 1.0}, substrate={"cuda": "hardware"}, routes=(claimed_route,)
     )
-    run_folder = RunFolder(write_run(tmp_path, make_facts(rdma=[nic]), [record], host=ODD_TEXT))
+    run_folder = RunFolder(write_run(tmp_path, make_facts(rdma_devices=[nic]), [record], host=ODD_TEXT))
     run = dataclasses.replace(run_folder.read_run(), profile=ODD_TEXT, commit='"', version="\\")
     run_folder.write_run(run)
     lines = render(run_folder.path).metrics.read_text().splitlines()

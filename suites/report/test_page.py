@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from support.hosts import HARDWARE, make_host_facts, make_host_records
+from support.hosts import HARDWARE_SUBSTRATES, make_host_facts, make_host_records
 from support.records import TWIN_LIBRARY, make_facts, make_library, make_record, make_run
 
 from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, SeenLibrary, Verdict
@@ -94,7 +94,7 @@ def test_fallback_has_a_link_to_the_case_that_detected_it() -> None:
             case=f"a.py::test_{name}",
             routes=(ClaimedRoute(0, "mlx5_0", "dmabuf", cause),),
             files=(ClaimedFile(0, "/data", "posix", cause),),
-            substrate={**HARDWARE, "cufile": "hardware"},
+            substrate={**HARDWARE_SUBSTRATES, "cufile": "hardware"},
         )
         for name, cause in (("direct", None), ("first", cause_text), ("second", cause_text))
     ]
@@ -191,7 +191,7 @@ def test_plot_of_a_sweep_has_values_and_limit() -> None:
 def test_numbers_by_depth_have_a_separate_plot() -> None:
     numbers = {f"depth_{depth}_gb_per_s_median": depth / 2 for depth in (1, 4, 16)}
     case = "rdma.py::test_by_depth[write-dmabuf]"
-    (sweep,) = sweeps([make_record(case=case, numbers=numbers, substrate=HARDWARE)], make_facts())
+    (sweep,) = sweeps([make_record(case=case, numbers=numbers, substrate=HARDWARE_SUBSTRATES)], make_facts())
     (line,) = sweep.lines
     assert (sweep.x_axis, line.name) == ("depth", "write dmabuf")
     assert [(point.size_or_depth, point.value) for point in line.points] == [(1, 0.5), (4, 2.0), (16, 8.0)]
@@ -214,9 +214,9 @@ def test_numbers_by_depth_have_a_separate_plot() -> None:
 )
 def test_point_that_no_axis_can_show_is_left_out(case_template: str, numbers: dict[str, float]) -> None:
     cases = [case_template.format(direction) for direction in ("read", "write")]
-    odd_records = [make_record(case=case, numbers=numbers, substrate=HARDWARE) for case in cases]
+    odd_records = [make_record(case=case, numbers=numbers, substrate=HARDWARE_SUBSTRATES) for case in cases]
     valid_records = [
-        make_record(case=f"a.py::test_a[{size}]", numbers={"rate_gb_per_s_median": 2.0}, substrate=HARDWARE)
+        make_record(case=f"a.py::test_a[{size}]", numbers={"rate_gb_per_s_median": 2.0}, substrate=HARDWARE_SUBSTRATES)
         for size in ("1MiB", "2MiB")
     ]
     (sweep,) = sweeps([*odd_records, *valid_records], make_facts())
@@ -228,7 +228,9 @@ def test_bound_that_no_axis_can_show_is_left_out() -> None:
     checks = [{"number": "rate_gb_per_s_median", "bound": bound} for bound in (10**400, -(10**400), 1e308, True, "1")]
     numbers = {"rate_gb_per_s_median": 2.0, "rate_gb_per_s_min": -1.0, "rate_gb_per_s_max": 1.7e308}
     records = [
-        make_record(case=f"a.py::test_a[{size}]", numbers=numbers, substrate=HARDWARE, evidence={"judged": checks})
+        make_record(
+            case=f"a.py::test_a[{size}]", numbers=numbers, substrate=HARDWARE_SUBSTRATES, evidence={"judged": checks}
+        )
         for size in ("1MiB", "2MiB")
     ]
     (sweep,) = sweeps(records, make_facts())
@@ -287,7 +289,7 @@ def test_numbers_of_software_have_no_plot() -> None:
     cases = [f"a.py::test_a[{size}]" for size in ("1MiB", "2MiB")]
     # `uses` has the APIs that the numbers of a case describe. If it is empty, they describe all APIs of the substrate.
     for substrate, uses, plot_count in (
-        (HARDWARE, (), 1),
+        (HARDWARE_SUBSTRATES, (), 1),
         ({"cuda": "hardware", "verbs": "twin"}, (), 0),
         ({"cuda": "hardware", "verbs": "twin"}, ("cuda",), 1),
         ({"cuda": "hardware", "verbs": "twin"}, ("cuda", "verbs"), 0),
@@ -327,7 +329,7 @@ def test_unproven_cases_name_the_needed_hardware() -> None:
         "verbs": ("an RDMA NIC with an active port", True, 1),
         "throughput": (throughput_group.needed, False, 0),
     }
-    measured_record = make_record(numbers={"rate_gb_per_s": 1.0}, substrate=HARDWARE)
+    measured_record = make_record(numbers={"rate_gb_per_s": 1.0}, substrate=HARDWARE_SUBSTRATES)
     assert [group.need_or_api for group in unproven_cases([measured_record])] == []
     for document in (render_page(records), render_markdown(make_run(), make_facts(), records)):
         assert "an RDMA NIC with an active port" in document

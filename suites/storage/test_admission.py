@@ -177,7 +177,7 @@ def test_refused_connections_share_a_log_line(server: StorageServer) -> None:
             server.connect(token="wrong")  # noqa: S106 - not a password.
     server.process.terminate()
     assert server.process.wait(20) == 0
-    lines = [line for line in server.log_text().splitlines() if "refused" in line]
+    lines = [line for line in server.read_log().splitlines() if "refused" in line]
     assert len(lines) <= 3, lines
     assert sum(int(count) for count in re.findall(r"refused: (\d+)", "\n".join(lines))) == 53, lines
 
@@ -185,7 +185,7 @@ def test_refused_connections_share_a_log_line(server: StorageServer) -> None:
 @needs(verbs.nic())
 def test_refused_connection_is_logged_within_10_s(server: StorageServer) -> None:
     def is_logged(line_count: int) -> bool:
-        return server.log_text().count("connections refused: 1 ") == line_count
+        return server.read_log().count("connections refused: 1 ") == line_count
 
     # The server logs the first refusal at once, and the second refusal 10 s after the first.
     for line_count in (1, 2):

@@ -93,7 +93,7 @@ def test_hello_with_an_invalid_name_is_einval(server: StorageServer) -> None:
     # The server logs its own text about the cause, and no text that an unknown client has sent.
     server.process.terminate()
     assert server.process.wait(20) == 0
-    assert "because the request has an invalid file name" in server.log_text()
+    assert "because the request has an invalid file name" in server.read_log()
 
 
 def test_hello_and_attach_inside_a_session_are_refused(client: StorageClient) -> None:

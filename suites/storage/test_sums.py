@@ -80,7 +80,7 @@ def test_corrupt_chunk_fails_each_read_that_contains_it(server: StorageServer, c
         )
         # Three reads and one write needed the corrupt chunk.
         assert client.statistics()["corruptions"] == 4
-        assert server.log_text().count("the data differ from those written") == 4
+        assert server.read_log().count("the data differ from those written") == 4
         write_to_file(client, file, data[5 * CHUNK_BYTES :][:CHUNK_BYTES], offset_bytes=5 * CHUNK_BYTES)
         assert read_from_file(client, file, offset_bytes=0, length_bytes=FILE_BYTES) == data
 

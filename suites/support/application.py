@@ -90,25 +90,28 @@ class Application:
         else:
             memoryview(self.iov)[offset_bytes : offset_bytes + len(data)] = data
 
-    def fill(self, byte: int) -> None:
+    def fill(self, byte_value: int) -> None:
         """Set every byte of the memory to this value."""
-        for begin in range(0, self.length_bytes, _CHUNK_BYTES):
-            self.write_memory(begin, bytes([byte]) * min(_CHUNK_BYTES, self.length_bytes - begin))
+        for chunk_begin in range(0, self.length_bytes, _CHUNK_BYTES):
+            self.write_memory(chunk_begin, bytes([byte_value]) * min(_CHUNK_BYTES, self.length_bytes - chunk_begin))
 
     def check(self, offset_bytes: int, length_bytes: int, *, seed: int, file_offset: int) -> None:
         """Require that the memory holds the pattern of `seed`, from offset `file_offset` of the pattern on."""
-        for begin in range(0, length_bytes, _CHUNK_BYTES):
-            chunk_bytes = min(_CHUNK_BYTES, length_bytes - begin)
+        for chunk_begin in range(0, length_bytes, _CHUNK_BYTES):
+            chunk_bytes = min(_CHUNK_BYTES, length_bytes - chunk_begin)
             pattern.check(
-                self.read_memory(offset_bytes + begin, chunk_bytes), seed=seed, offset_bytes=file_offset + begin
+                self.read_memory(offset_bytes + chunk_begin, chunk_bytes),
+                seed=seed,
+                offset_bytes=file_offset + chunk_begin,
             )
 
     def write_pattern(self, offset_bytes: int, length_bytes: int, *, seed: int, file_offset: int) -> None:
         """Write the pattern of `seed`, from offset `file_offset` of the pattern on, to the memory."""
-        for begin in range(0, length_bytes, _CHUNK_BYTES):
-            chunk_bytes = min(_CHUNK_BYTES, length_bytes - begin)
+        for chunk_begin in range(0, length_bytes, _CHUNK_BYTES):
+            chunk_bytes = min(_CHUNK_BYTES, length_bytes - chunk_begin)
             self.write_memory(
-                offset_bytes + begin, pattern.payload(chunk_bytes, seed=seed, offset_bytes=file_offset + begin)
+                offset_bytes + chunk_begin,
+                pattern.payload(chunk_bytes, seed=seed, offset_bytes=file_offset + chunk_begin),
             )
 
     def read(self, *transfers: Transfer, ring_index: int = 0) -> list[int]:
@@ -157,7 +160,7 @@ def _main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("mount")
     parser.add_argument("file", help="file to read, with the pattern of --seed")
-    parser.add_argument("copy", help="file to write, which is then read again")
+    parser.add_argument("copy", help="file to write and then to read again")
     parser.add_argument("--kind", choices=MEMORY_KINDS, default="host", help="kind of the memory")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--rounds", type=int, default=8, help="number of rounds, each with 32 parts of the files")
@@ -176,14 +179,18 @@ def _main(arguments: Sequence[str]) -> int:
             # Each pair has an offset in the memory and an offset in the file.
             offset_pairs = [(index * 64 * KIB, rng.randrange(file_bytes - 64 * KIB)) for index in range(32)]
             # Each range has these offsets and a length. With a file descriptor before them, it is a Transfer.
-            ranges = [(*pair, length) for pair, length in zip(offset_pairs, lengths, strict=True)]
+            transfer_ranges = [(*pair, length) for pair, length in zip(offset_pairs, lengths, strict=True)]
             for fd, writes_first in ((source_fd, False), (copy_fd, True)):
                 if writes_first:
-                    assert application.write(*((fd, *file_range) for file_range in ranges)) == lengths, "a short write"
+                    assert (
+                        application.write(*((fd, *transfer_range) for transfer_range in transfer_ranges)) == lengths
+                    ), "a short write"
                     application.fill(0)
-                assert application.read(*((fd, *file_range) for file_range in ranges)) == lengths, "a short read"
+                assert application.read(*((fd, *transfer_range) for transfer_range in transfer_ranges)) == lengths, (
+                    "a short read"
+                )
                 transferred_bytes += sum(lengths) * (1 + writes_first)
-                for memory_offset, file_offset, length in ranges:
+                for memory_offset, file_offset, length in transfer_ranges:
                     application.check(memory_offset, length, seed=options.seed, file_offset=file_offset)
     sys.stdout.write(json.dumps({"bytes": transferred_bytes, "pid": os.getpid()}) + "\n")
     return 0

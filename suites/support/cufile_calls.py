@@ -54,7 +54,7 @@ def error_to_json(error: GdrkitError) -> dict[str, Any]:
 def call_to_json(call: Callable[[], object]) -> dict[str, Any]:
     """Return the value of a call, or its error, as JSON data.
 
-    If the value has a method `close`, it is closed, and the name of its type is returned instead.
+    A value with a method `close` is closed, and the name of its type is returned instead.
     """
     try:
         value = call()
@@ -108,11 +108,11 @@ class ScenarioSetup:
     def zero_memory(self) -> None:
         self.memory.fill(0)
 
-    def is_written(self, length_bytes: int) -> bool:
+    def is_file_written(self, length_bytes: int) -> bool:
         """Return whether the file begins with the data of :meth:`fill_memory_for_writing`."""
         return self.path.read_bytes()[:length_bytes] == pattern.payload(length_bytes, seed=self.seed + 1)
 
-    def is_unchanged(self) -> bool:
+    def is_file_unchanged(self) -> bool:
         """Return whether the file has its original contents."""
         return self.path.read_bytes() == pattern.payload(FILE_BYTES, seed=self.seed)
 
@@ -140,7 +140,7 @@ def _read_registered(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[i
 def _write(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
     setup.fill_memory_for_writing()
     moved_bytes = handle.write(setup.memory)
-    return moved_bytes, setup.is_written(FILE_BYTES)
+    return moved_bytes, setup.is_file_written(FILE_BYTES)
 
 
 def _readv(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
@@ -162,7 +162,7 @@ def _writev(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]
             cufile.BufferRange(setup.memory, RANGE_BYTES, RANGE_BYTES),
         ]
     )
-    return moved_bytes, setup.is_written(2 * RANGE_BYTES)
+    return moved_bytes, setup.is_file_written(2 * RANGE_BYTES)
 
 
 def _read_async(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
@@ -193,8 +193,8 @@ def _write_async(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, 
             pending_write = handle.write_async(stream, setup.memory)
             stream.synchronize()
             moved_bytes = pending_write.bytes()
-            if moved_bytes or not setup.is_unchanged():
-                return moved_bytes, setup.is_written(FILE_BYTES)
+            if moved_bytes or not setup.is_file_unchanged():
+                return moved_bytes, setup.is_file_written(FILE_BYTES)
     return 0, False
 
 
@@ -227,7 +227,7 @@ def _batch_read(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, b
 
 def _batch_write(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
     setup.fill_memory_for_writing()
-    return _submit_batch(setup, handle, cufile.Opcode.WRITE), setup.is_written(FILE_BYTES)
+    return _submit_batch(setup, handle, cufile.Opcode.WRITE), setup.is_file_written(FILE_BYTES)
 
 
 CALLS: dict[str, Callable[[ScenarioSetup, cufile.FileHandle], tuple[int, bool]]] = {

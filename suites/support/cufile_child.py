@@ -32,7 +32,7 @@ from support.cufile_calls import (
 from gdrkit import cuda, cufile, evidence, serialization
 from gdrkit.cufile import parameters
 from gdrkit.errors import ApiError, GdrkitError, UsageError
-from gdrkit.inventory.facts import identifying_libraries
+from gdrkit.inventory.facts import select_identifying_libraries
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def one_read(arguments: dict[str, Any]) -> dict[str, Any]:
                 }
                 setup.monitor.proof.require_direct()
             except cufile.DirectPathError as error:
-                result["fell_back"] = error_to_json(error)
+                result["require_direct_error"] = error_to_json(error)
             except ApiError as error:
                 result = {"failure": error_to_json(error)}
     setup.close()
@@ -218,9 +218,9 @@ def without_context(arguments: dict[str, Any]) -> dict[str, Any]:
     memory = _MemoryWithoutContext(setup.memory.address, setup.memory.length_bytes)
 
     def read_async() -> int:
-        pending = handle.read_async(_StreamWithoutContext(stream), memory)
+        transfer = handle.read_async(_StreamWithoutContext(stream), memory)
         stream.synchronize()
-        return pending.bytes()
+        return transfer.bytes()
 
     with cufile.FileHandle(setup.driver, setup.fd) as handle, setup.device.stream() as stream:
         result = {
@@ -230,7 +230,7 @@ def without_context(arguments: dict[str, Any]) -> dict[str, Any]:
             "register_stream": call_to_json(lambda: cufile.RegisteredStream(setup.driver, stream.handle)),
             "read_async": call_to_json(read_async),
         }
-        # With `setup.memory`, gdrkit makes the CUDA context current for the call. So this thread can register it.
+        # With `setup.memory`, gdrkit makes the CUDA context current, so this thread can register the memory.
         with cufile.RegisteredBuffer(setup.driver, setup.memory):
             result["registered"] = call_to_json(lambda: (handle.read(setup.memory), setup.has_file_data(FILE_BYTES)))
     setup.close()
@@ -241,16 +241,16 @@ def pending_read(arguments: dict[str, Any]) -> dict[str, Any]:
     """Query an asynchronous read before and after its stream has executed the read."""
     setup = ScenarioSetup(arguments)
     with cufile.FileHandle(setup.driver, setup.fd) as handle, setup.device.stream() as stream:
-        pending = handle.read_async(stream, setup.memory)
+        transfer = handle.read_async(stream, setup.memory)
         result: dict[str, Any] = {
-            "done": pending.done,
-            "bytes": call_to_json(pending.bytes),
+            "done": transfer.done,
+            "bytes": call_to_json(transfer.bytes),
             "close": call_to_json(handle.close),
         }
         stream.synchronize()
         result |= {
-            "done_later": pending.done,
-            "bytes_later": pending.bytes(),
+            "done_later": transfer.done,
+            "bytes_later": transfer.bytes(),
             "is_data_correct": setup.has_file_data(FILE_BYTES),
         }
     setup.close()
@@ -335,20 +335,25 @@ def by_kvikio(arguments: dict[str, Any]) -> dict[str, Any]:
 
     setup = ScenarioSetup(arguments)
     results: dict[str, Any] = {}
-    for mode in arguments["modes"]:
+    for compat_mode in arguments["modes"]:
         setup.restore_file()
         setup.zero_memory()
-        with _kvikio.apply_settings(_kvikio.KvikioSettings(thread_count=2, task_bytes=256 * KIB, compat_mode=mode)):
+        with _kvikio.apply_settings(
+            _kvikio.KvikioSettings(thread_count=2, task_bytes=256 * KIB, compat_mode=compat_mode)
+        ):
             with _kvikio.KvikioFile(setup.path) as file, setup.monitor.watch(setup.fd):
                 moved_bytes = file.read(setup.memory).bytes()
-            results[mode] = {
+            results[compat_mode] = {
                 "read": moved_bytes,
                 "is_data_correct": setup.has_file_data(FILE_BYTES),
                 "proof": proof_to_json(setup.monitor.proof),
             }
             setup.fill_memory_for_writing()
             with _kvikio.KvikioFile(setup.path, "r+") as file:
-                results[mode] |= {"write": file.write(setup.memory).bytes(), "written": setup.is_written(FILE_BYTES)}
+                results[compat_mode] |= {
+                    "write": file.write(setup.memory).bytes(),
+                    "written": setup.is_file_written(FILE_BYTES),
+                }
     results["missing"] = call_to_json(lambda: _kvikio.KvikioFile(setup.path.parent / "missing"))
     results["version"] = _kvikio.kvikio_version()
     setup.close()
@@ -391,7 +396,7 @@ def main() -> None:
     """Run the scenario that the command line names."""
     arguments = json.load(sys.stdin)
     result = SCENARIOS[sys.argv[1]](arguments)
-    result["libraries"] = serialization.to_json_data(identifying_libraries(evidence.libraries()))
+    result["libraries"] = serialization.to_json_data(select_identifying_libraries(evidence.libraries()))
     with os.fdopen(arguments["result_fd"], "w", encoding="utf-8") as file:
         json.dump(result, file)
 

@@ -72,7 +72,7 @@ class ScenarioRunner:
         libcufile reads the type of the file system from that entry.
         """
         with udev.provide_entry(self.path.parent):
-            return self.run_with_udev_unchanged(scenario, **arguments)
+            return self.run_without_adding_udev_entry(scenario, **arguments)
 
     def run_cached(self, scenario: str, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401
         """Return the result of :meth:`run`. The scenario runs only once for all cases with equal arguments."""
@@ -85,15 +85,15 @@ class ScenarioRunner:
             self.case.peer_libraries.append((scenario, _finished_scenarios[scenario_key][1]))
         return _finished_scenarios[scenario_key][0]
 
-    def run_with_udev_unchanged(self, scenario: str, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Run a scenario with udev's database as it is, and return the result of the scenario."""
+    def run_without_adding_udev_entry(self, scenario: str, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Run a scenario without the entry that :meth:`run` adds to udev's database, and return its result."""
         with tempfile.TemporaryFile() as result_file:
             fault_variables = {} if self.plan_path is None else {"GDRKIT_TWINS_FAULTS": str(self.plan_path)}
             arguments = {"path": str(self.path), "seed": self.seed, "result_fd": result_file.fileno(), **arguments}
             completed = subprocess.run(
                 [sys.executable, self.program, scenario],
                 input=json.dumps(arguments),
-                # Without this variable, libcufile writes its log to the current folder.
+                # Without CUFILE_LOGFILE_PATH, libcufile writes its log to the current folder.
                 env={
                     "CUFILE_LOGFILE_PATH": f"{tempfile.gettempdir()}/cufile.log",
                     # With 0, the twin reads udev's database, as libcufile does. run() provides the entry of the disk.

@@ -16,30 +16,30 @@ from dataclasses import asdict
 from gdrkit import pattern
 from gdrkit.verbs import Endpoint, Nic, RemoteRange
 
-LENGTH_BYTES = 3 * 2**20 + 5
+MEMORY_BYTES = 3 * 2**20 + 5
 
 
 def main() -> None:
     """Connect to the peer, and carry out the commands from standard input."""
-    buffer = bytearray(LENGTH_BYTES)
+    buffer = bytearray(MEMORY_BYTES)
     with (
         Nic.open("twin0") as nic,
         nic.register_host(buffer) as region,
         nic.completion_queue() as completion_queue,
         nic.queue_pair(completion_queue) as queue_pair,
     ):
-        memory_range = RemoteRange(region.address, region.rkey, LENGTH_BYTES)
+        memory_range = RemoteRange(region.address, region.rkey, MEMORY_BYTES)
         _write_line({"endpoint": asdict(queue_pair.endpoint()), "memory": asdict(memory_range)})
         peer_message = json.loads(sys.stdin.readline())
         queue_pair.connect(Endpoint(**peer_message["endpoint"]))
         for line in sys.stdin:
             command = json.loads(line)
             if "write" in command:
-                memoryview(buffer)[:] = pattern.payload(LENGTH_BYTES, seed=command["write"])
+                memoryview(buffer)[:] = pattern.payload(MEMORY_BYTES, seed=command["write"])
                 queue_pair.post_write(region, RemoteRange(**peer_message["memory"]), work_id=1)
                 _write_line(queue_pair.wait(30_000).status.name)
             else:
-                is_same = buffer == pattern.payload(LENGTH_BYTES, seed=command["check"])
+                is_same = buffer == pattern.payload(MEMORY_BYTES, seed=command["check"])
                 _write_line("same" if is_same else "different")
 
 

@@ -1,7 +1,7 @@
 """Error injection: a fault plan makes calls of a software twin in this process fail for the duration of a block.
 
-A software twin is a library that emulates the hardware below an API. A fault plan is a file that tells the twins which
-calls must fail.
+A software twin is a library that emulates the hardware below an API. A fault plan is a text that tells the twins which
+calls to fail or to delay.
 """
 
 from __future__ import annotations

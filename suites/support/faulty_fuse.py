@@ -47,15 +47,15 @@ class FaultyOperations:
         self._directory_paths: dict[int, str] = {}
         self._lock = threading.Lock()
         # Wrap each operation in a function that first looks for the operation in FAULTS.
-        for name in dir(self):
-            if not name.startswith("_"):
-                setattr(self, name, self._with_faults(name, getattr(self, name)))
+        for operation_name in dir(self):
+            if not operation_name.startswith("_"):
+                setattr(self, operation_name, self._with_faults(operation_name, getattr(self, operation_name)))
 
     def getattr(self, path: str | None, fd: int | None = None) -> dict[str, int]:
         stat_result = os.fstat(fd) if fd else os.lstat(self._path(path))
         field_names = ("st_mode", "st_ino", "st_nlink", "st_size", "st_uid", "st_gid", "st_blocks")
-        times = {f"st_{name}": getattr(stat_result, f"st_{name}_ns") for name in ("atime", "mtime", "ctime")}
-        return {name: getattr(stat_result, name) for name in field_names} | times
+        times_ns = {f"st_{name}": getattr(stat_result, f"st_{name}_ns") for name in ("atime", "mtime", "ctime")}
+        return {name: getattr(stat_result, name) for name in field_names} | times_ns
 
     def opendir(self, path: str) -> int:
         with self._lock:
@@ -65,8 +65,8 @@ class FaultyOperations:
 
     def readdir(self, _path: str | None, handle: int) -> list[tuple[str, dict[str, int], int]]:
         folder = self._path(self._directory_paths[handle])
-        names = (".", "..", *(entry.name for entry in Path(folder).iterdir()))
-        status_by_name = {name: os.lstat(f"{folder}/{name}") for name in names}
+        entry_names = (".", "..", *(entry.name for entry in Path(folder).iterdir()))
+        status_by_name = {name: os.lstat(f"{folder}/{name}") for name in entry_names}
         # Each entry is a name, attributes and the offset 0. The attributes include the inode number, because libfuse
         # omits entries whose inode number is 0.
         return [
@@ -163,9 +163,9 @@ class FaultyMount:
             folder.mkdir()
         self._faults_file.touch()
 
-    def set_faults(self, **requests: int) -> None:
+    def set_faults(self, **error_number_by_request: int) -> None:
         """Make these requests fail with these errnos from now on. All other requests succeed again."""
-        lines = "".join(f"{name} {error_number}\n" for name, error_number in requests.items())
+        lines = "".join(f"{name} {error_number}\n" for name, error_number in error_number_by_request.items())
         # The rename is atomic, because the program may read FAULTS at any time.
         new_file = self._faults_file.with_suffix(".new")
         new_file.write_text(lines)

@@ -1,6 +1,6 @@
 """Methods to transfer a whole file between disk and device memory, for measurements that compare them.
 
-Each method transfers one chunk after the other, all of the same length:
+Each method transfers the file in chunks of the same length, one after the other:
 
 - ``direct``: gdrkit with the direct path. It is omitted if a first read of the file is not direct.
 - ``engine``: gdrkit with its copy engine, through pinned host memory.
@@ -62,18 +62,18 @@ class FileTransferMethods:
     def _offsets(self) -> range:
         return range(0, self.memory.length_bytes, self.chunk_bytes)
 
-    def get_methods(self, *, write: bool) -> tuple[dict[str, Callable[[], object]], str]:
+    def get_methods(self, *, is_write: bool) -> tuple[dict[str, Callable[[], object]], str]:
         """Return the methods by name, and why ``direct`` is omitted (an empty text if it is included).
 
-        Each method writes the whole file if `write` is true, else it reads the whole file.
+        Each method writes the whole file if `is_write` is true, else it reads the whole file.
         """
         methods = {
-            "engine": self._make_gdrkit_method("never", write=write),
-            "posix": self._make_posix_method(write=write),
+            "engine": self._make_gdrkit_method("never", is_write=is_write),
+            "posix": self._make_posix_method(is_write=is_write),
         }
         fallback_reason = self._find_fallback_reason()
         if not fallback_reason:
-            methods = {"direct": self._make_gdrkit_method("required", write=write), **methods}
+            methods = {"direct": self._make_gdrkit_method("required", is_write=is_write), **methods}
         return methods, fallback_reason
 
     def _find_fallback_reason(self) -> str:
@@ -81,15 +81,17 @@ class FileTransferMethods:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", gds.FallbackWarning)
             with gds.File(self.path) as file:
-                result = file.read_into(self.memory)
-        return "" if result.route in _DIRECT_ROUTES else result.why_not_direct or f"the route was {result.route.value}"
+                transfer_result = file.read_into(self.memory)
+        if transfer_result.route in _DIRECT_ROUTES:
+            return ""
+        return transfer_result.why_not_direct or f"the route was {transfer_result.route.value}"
 
-    def _make_gdrkit_method(self, direct: gds.Direct, *, write: bool) -> Callable[[], object]:
-        file = self.stack.enter_context(gds.File(self.path, "r+" if write else "r", direct=direct))
+    def _make_gdrkit_method(self, direct: gds.Direct, *, is_write: bool) -> Callable[[], object]:
+        file = self.stack.enter_context(gds.File(self.path, "r+" if is_write else "r", direct=direct))
 
         def transfer_file() -> None:
             for offset in self._offsets:
-                if write:
+                if is_write:
                     file.write_from(
                         self.memory,
                         file_offset_bytes=offset,
@@ -104,7 +106,7 @@ class FileTransferMethods:
 
         return transfer_file
 
-    def _make_posix_method(self, *, write: bool) -> Callable[[], object]:
+    def _make_posix_method(self, *, is_write: bool) -> Callable[[], object]:
         file_fd = os.open(self.path, os.O_RDWR)
         self.stack.callback(os.close, file_fd)
         stream = self.stack.enter_context(self.device.stream())
@@ -112,7 +114,7 @@ class FileTransferMethods:
 
         def transfer_file() -> None:
             for offset in self._offsets:
-                if write:
+                if is_write:
                     stream.read_into(self.memory, pinned_memory.view(), offset_bytes=offset)
                     stream.synchronize()
                     assert os.pwrite(file_fd, pinned_memory.view(), offset) == self.chunk_bytes

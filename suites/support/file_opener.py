@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.processes import LineChild
+from support.processes import LineChildProcess
 
 from gdrkit.tiers import Configuration, Tier, TierManager
 
@@ -28,19 +28,20 @@ __all__ = ["FileOpener"]
 _SEARCHES_MAX = 16
 
 
-class FileOpener(LineChild):
+class FileOpener(LineChildProcess):
     """The program as a child process."""
 
     def __init__(self) -> None:
         super().__init__("support.file_opener")
 
-    def open_files(self, folders: Sequence[Path], counts: Mapping[str, int], *, seed: int = 0) -> None:
-        """Open and read each file `counts[name]` times, in random order, and wait for the end.
+    def open_files(self, folders: Sequence[Path], open_counts: Mapping[str, int], *, seed: int = 0) -> None:
+        """Open and read each file `open_counts[name]` times, in random order, and wait for the end.
 
         Each file is in one of the folders, and may move to another folder at any time. The kernel (fanotify) merges
-        equal events of one process. So each process opens a file at most once, and `counts[name]` processes open it.
+        equal events of one process. So each process opens a file at most once, and `open_counts[name]` processes open
+        the file.
         """
-        self._execute({"folders": [str(folder) for folder in folders], "counts": dict(counts), "seed": seed})
+        self._execute({"folders": [str(folder) for folder in folders], "open_counts": dict(open_counts), "seed": seed})
 
     def open_by_name(self, configuration: Configuration, name: str, *, count: int) -> None:
         """Open a file of the tiers `count` times by a :class:`TierManager`.
@@ -55,11 +56,11 @@ class FileOpener(LineChild):
         self.expect_line("done")
 
 
-def _open_in_rounds(folders: Sequence[str], counts: Mapping[str, int], *, seed: int) -> None:
+def _open_in_rounds(folders: Sequence[str], open_counts: Mapping[str, int], *, seed: int) -> None:
     """Fork a child for each round. The child opens each file that still needs an open, in random order."""
     rng = random.Random(seed)
-    for round_index in range(max(counts.values(), default=0)):
-        names = [name for name, count in counts.items() if count > round_index]
+    for round_index in range(max(open_counts.values(), default=0)):
+        names = [name for name, open_count in open_counts.items() if open_count > round_index]
         rng.shuffle(names)
         child_pid = os.fork()
         if child_pid == 0:
@@ -83,8 +84,8 @@ def main() -> None:
     with ExitStack() as stack:
         for line in sys.stdin:
             task = json.loads(line)
-            if "counts" in task:
-                _open_in_rounds(task["folders"], task["counts"], seed=task["seed"])
+            if "open_counts" in task:
+                _open_in_rounds(task["folders"], task["open_counts"], seed=task["seed"])
             else:
                 tiers = tuple(
                     Tier(name, Path(directory), accesses_min) for name, directory, accesses_min in task["tiers"]

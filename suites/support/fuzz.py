@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import ModuleType
 
-__all__ = ["FuzzTarget", "changed_inputs", "main", "require_round_trip", "run_fuzzer"]
+__all__ = ["FuzzTarget", "generate_changed_inputs", "main", "require_round_trip", "run_fuzzer"]
 
 # Extreme values of a 64-bit integer in eight bytes: -1 or the unsigned maximum, 0, and the most negative number.
 _EXTREME_INTEGERS = (b"\xff" * 8, bytes(8), b"\0" * 7 + b"\x80")
@@ -78,7 +78,7 @@ class FuzzTarget:
         return bytes(data)
 
 
-def changed_inputs(target: FuzzTarget, seed: int, count: int | None = None) -> Iterator[bytes]:
+def generate_changed_inputs(target: FuzzTarget, seed: int, count: int | None = None) -> Iterator[bytes]:
     """Yield `count` valid inputs with random changes, or infinitely many if `count` is None."""
     rng = random.Random(seed)
     for _ in itertools.repeat(None) if count is None else range(count):
@@ -140,7 +140,7 @@ def main(targets: Mapping[str, FuzzTarget]) -> None:
     for data in target.valid_inputs:
         target.check_input(data)
     changed_input_count = _check_until(
-        changed_inputs(target, options.seed), target.check_input, time.monotonic() + method_duration_s
+        generate_changed_inputs(target, options.seed), target.check_input, time.monotonic() + method_duration_s
     )
     atheris_remark = (
         f"and then atheris for {method_duration_s:g} s" if has_atheris else "atheris is not installed for this Python"
@@ -207,13 +207,13 @@ def _insert_token(target: FuzzTarget, data: bytearray, offset: int, rng: random.
 
 
 def _insert_copy(_target: FuzzTarget, data: bytearray, offset: int, rng: random.Random) -> None:
-    begin = rng.randrange(len(data) + 1)
-    data[offset:offset] = data[begin : begin + rng.randint(1, 120)]
+    copy_begin = rng.randrange(len(data) + 1)
+    data[offset:offset] = data[copy_begin : copy_begin + rng.randint(1, 120)]
 
 
-def _delete(target: FuzzTarget, data: bytearray, offset: int, rng: random.Random) -> None:
+def _delete_bytes(target: FuzzTarget, data: bytearray, offset: int, rng: random.Random) -> None:
     del data[offset : offset + rng.randint(1, 20 if target.tokens else 8)]
 
 
-_BINARY_CHANGES = (_replace_field, _replace_by_extreme, _delete, _insert_bytes)
-_TEXT_CHANGES = (_replace_byte, _insert_token, _delete, _insert_copy)
+_BINARY_CHANGES = (_replace_field, _replace_by_extreme, _delete_bytes, _insert_bytes)
+_TEXT_CHANGES = (_replace_byte, _insert_token, _delete_bytes, _insert_copy)

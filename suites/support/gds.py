@@ -104,10 +104,13 @@ def allocate_memory(memory_kind: str, length_bytes: int, device: Device | None) 
         # This raises BufferError if a memoryview of the array still exists.
         host_memory.extend(b"free")
         return
-    wrapper_classes: dict[str, Callable[[CudaMemory], object]] = {"dlpack": DlpackBuffer, "interface": CudaArrayBuffer}
+    wrapper_class_by_kind: dict[str, Callable[[CudaMemory], object]] = {
+        "dlpack": DlpackBuffer,
+        "interface": CudaArrayBuffer,
+    }
     with device.allocate(length_bytes) as memory:
         memory.fill(0xA5)
-        yield Memory(memory if memory_kind == "device" else wrapper_classes[memory_kind](memory), memory)
+        yield Memory(memory if memory_kind == "device" else wrapper_class_by_kind[memory_kind](memory), memory)
 
 
 def drop_from_cache(path: Path, *, offset_bytes: int = 0, length_bytes: int = 0) -> None:

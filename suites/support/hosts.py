@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from gdrkit.inventory import Facts
     from gdrkit.report import Record
 
-__all__ = ["HARDWARE", "make_host_facts", "make_host_records", "write_run"]
+__all__ = ["HARDWARE_SUBSTRATES", "make_host_facts", "make_host_records", "write_run"]
 
-# Substrate of a run whose APIs all used hardware.
-HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
+# Substrates of a run in which verbs and CUDA used hardware.
+HARDWARE_SUBSTRATES = {"verbs": "hardware", "cuda": "hardware"}
 # Sizes in the ids of the synthetic throughput cases.
 SIZE_LABELS = ("64KiB", "1MiB", "16MiB", "256MiB")
 
@@ -40,7 +40,9 @@ def make_host_facts(*, gpu_count: int, nic_count: int) -> Facts:
         for index, gpu in enumerate(gpus)
     )
     return dataclasses.replace(
-        make_facts(driver="580.159.04", rdma=[_make_nic(index, nic_count) for index in range(nic_count)]),
+        make_facts(
+            driver_version="580.159.04", rdma_devices=[_make_nic(index, nic_count) for index in range(nic_count)]
+        ),
         gpus=gpus,
         cuda=CudaFacts(driver_version="13.0", devices=devices, libraries=()),
     )
@@ -87,16 +89,16 @@ def write_run(
     path: Path, facts: Facts, records: Sequence[Record], *, host: str = "node1", host_id: str | None = None
 ) -> Path:
     """Write the files of a run with these facts and records, but no report, to the folder `path`, and return `path`."""
-    folder = RunFolder(path)
-    folder.make_empty()
+    run_folder = RunFolder(path)
+    run_folder.make_empty()
     has_failures = any(record.is_failure for record in records)
     run = make_run(
         exit_code=int(has_failures), verdict="2 of 12 cases failed" if has_failures else "Every route is proven"
     )
-    folder.write_run(dataclasses.replace(run, host=host, host_id=host_id, substrate=HARDWARE))
-    folder.facts.write_text(facts.to_json(), encoding="utf-8")
+    run_folder.write_run(dataclasses.replace(run, host=host, host_id=host_id, substrate=HARDWARE_SUBSTRATES))
+    run_folder.facts.write_text(facts.to_json(), encoding="utf-8")
     for record in records:
-        append_record(folder.records, record)
+        append_record(run_folder.records, record)
     return path
 
 
@@ -132,17 +134,19 @@ def _make_route_record(device_index: int, nic: str, outcome_index: int) -> Recor
     case = f"rdma/test_first_light.py::test_remote_write[{device_index}-{nic}]"
     claimed_route = make_proven_route(device_index, nic)
     if outcome_index == 0:
-        return make_record(case=case, routes=(claimed_route,), substrate=HARDWARE)
+        return make_record(case=case, routes=(claimed_route,), substrate=HARDWARE_SUBSTRATES)
     if outcome_index == 1:
         reason = CaseReason("the port's counter did not move")
-        return make_record(Verdict.UNPROVEN, case=case, routes=(claimed_route,), substrate=HARDWARE, reasons=(reason,))
+        return make_record(
+            Verdict.UNPROVEN, case=case, routes=(claimed_route,), substrate=HARDWARE_SUBSTRATES, reasons=(reason,)
+        )
     if outcome_index == 2:
-        fallback = dataclasses.replace(
+        fallback_route = dataclasses.replace(
             claimed_route, fell_back="registered by a copy through the host. To do: load nvidia-peermem"
         )
-        return make_record(case=case, routes=(fallback,), substrate=HARDWARE)
-    error = "VerbsError: ibv_reg_dmabuf_mr failed: Operation not supported (EOPNOTSUPP)"
-    reason = CaseReason(f"{error}. To do: update the driver of the NIC")
+        return make_record(case=case, routes=(fallback_route,), substrate=HARDWARE_SUBSTRATES)
+    error_text = "VerbsError: ibv_reg_dmabuf_mr failed: Operation not supported (EOPNOTSUPP)"
+    reason = CaseReason(f"{error_text}. To do: update the driver of the NIC")
     return make_record(
         Verdict.FAIL, case=case, reasons=(reason,), routes=(claimed_route,), evidence={"traceback": "line 1\nline 2"}
     )

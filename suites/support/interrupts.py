@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["Interrupter"]
 
 # After these instructions, the interpreter of Python 3.11 to 3.13 checks whether a signal has arrived. Interrupter
-# counts a point after each of these instructions. At some points the interpreter does not check: after the call of a
-# Python function.
-_CHECKED_INSTRUCTION = re.compile(r"CALL(_KW|_FUNCTION_EX)?|(POP_)?JUMP_BACKWARD(_IF_\w+)?|RESUME")
+# counts a point after each of these instructions. It also counts a point after the call of a Python function, where the
+# interpreter does not check.
+_INSTRUCTION_BEFORE_CHECK = re.compile(r"CALL(_KW|_FUNCTION_EX)?|(POP_)?JUMP_BACKWARD(_IF_\w+)?|RESUME")
 # The two low bits of the argument of RESUME tell where the function continues: at its start (0), or after "yield" (1),
 # "yield from" (2) or "await" (3). After the last two, the interpreter does not check.
 _RESUME_MASK, _RESUME_YIELD_FROM = 3, 2
@@ -32,7 +32,7 @@ def _is_followed_by_check(bytecode: bytes, offset: int) -> bool:
     opcode_name, argument = opcode.opname[bytecode[offset]], bytecode[offset + 1]
     if opcode_name == "RESUME" and argument & _RESUME_MASK >= _RESUME_YIELD_FROM:
         return False
-    return _CHECKED_INSTRUCTION.fullmatch(opcode_name) is not None
+    return _INSTRUCTION_BEFORE_CHECK.fullmatch(opcode_name) is not None
 
 
 def _raise_interrupt() -> None:
@@ -86,18 +86,17 @@ class Interrupter:
         if not code.co_filename.startswith(self._path_prefixes):
             return None
         bytecode = self._bytecodes.setdefault(code, code.co_code)
-        # Whether CPython may run a signal handler before the next instruction.
-        is_point = False
+        may_run_handler = False
 
         def trace_instruction(frame: FrameType, event: str, _argument: object) -> Callable[..., Any]:
-            nonlocal is_point
-            if event == "opcode" and is_point and not self.interrupted_at:
+            nonlocal may_run_handler
+            if event == "opcode" and may_run_handler and not self.interrupted_at:
                 self._points_left -= 1
                 if self._points_left == 0:
                     self.interrupted_at = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
                     self._handler()
             # After an instruction that raised an exception, the interpreter does not check for signals.
-            is_point = event != "exception" and _is_followed_by_check(bytecode, frame.f_lasti)
+            may_run_handler = event != "exception" and _is_followed_by_check(bytecode, frame.f_lasti)
             return trace_instruction
 
         # Python 3.13.0 ignores f_trace_opcodes of a frame without f_trace, so set both.

@@ -12,10 +12,10 @@ from gdrkit.install_paths import install_paths
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["JSONSCHEMA", "find_unknown_keywords", "find_violations"]
+__all__ = ["NEEDS_JSONSCHEMA", "find_unknown_keywords", "find_violations"]
 
 # Mark of the cases that need the package jsonschema.
-JSONSCHEMA = needs(host.module("jsonschema"))
+NEEDS_JSONSCHEMA = needs(host.module("jsonschema"))
 
 # Keywords that jsonschema does not check separately: annotations, and keywords that belong to `if`.
 _UNCHECKED_KEYWORDS = frozenset({"$schema", "$id", "title", "description", "then", "else"})

@@ -21,7 +21,7 @@ def read_call_counts(api: Api) -> dict[str, int]:
 
 
 def read_traffic(api: Api) -> dict[str, dict[str, int]]:
-    """Return the counters of each NIC: bytes and requests that it sent, and (``served_...``) served for peers."""
+    """Return the counters of each NIC: sent bytes and requests, and (``served_...``) those served for its peers."""
     return cast("dict[str, dict[str, int]]", _read_counters(api)["traffic"])
 
 

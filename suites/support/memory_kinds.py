@@ -219,7 +219,7 @@ def connect_peer_queue_pair(nic: Nic, peer: Peer, **options: int) -> Iterator[Pe
     The queue pair of this process posts no requests. Both queue pairs use the same NIC, because two NICs of a host may
     be on separate networks. The options are passed to ``QueuePair.connect``.
     """
-    with nic.completion_queue(depth=16) as completion_queue, nic.queue_pair(completion_queue) as local_pair:
-        peer_pair = peer.open_nic(nic.name, port=nic.port.number, gid_index=nic.gid_index).queue_pair()
-        peer_pair.join(local_pair, **options)
-        yield peer_pair
+    with nic.completion_queue(depth=16) as completion_queue, nic.queue_pair(completion_queue) as local_queue_pair:
+        peer_queue_pair = peer.open_nic(nic.name, port=nic.port.number, gid_index=nic.gid_index).queue_pair()
+        peer_queue_pair.join(local_queue_pair, **options)
+        yield peer_queue_pair

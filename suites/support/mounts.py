@@ -66,17 +66,17 @@ def _mount(file_system: str, image: Path, mount: Path) -> Iterator[None]:
         yield
     finally:
         # A failed case may have left files open. Then only the lazy unmount succeeds.
-        completed = subprocess.run(["umount", str(mount)], capture_output=True, check=False, env=_environ())
+        completed = subprocess.run(["umount", str(mount)], capture_output=True, check=False, env=_make_environ())
         if completed.returncode != 0:
             _run("umount", "-l", str(mount))
 
 
 def _run(*command: str) -> None:
-    completed = subprocess.run(command, capture_output=True, text=True, check=False, env=_environ())
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, env=_make_environ())
     assert completed.returncode == 0, f"{' '.join(command)} failed: {completed.stderr}"
 
 
-def _environ() -> dict[str, str]:
+def _make_environ() -> dict[str, str]:
     # These programs run without the libraries that `gdrkit run` preloads. With the audit library, the loader refuses
     # libraries whose thread-local storage needs a large alignment, such as liburcu, which mkfs.xfs uses.
     inherited_variables = {name: value for name, value in os.environ.items() if name not in {"LD_AUDIT", "LD_PRELOAD"}}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gdrkit.buffers import DeviceBuffer
     from gdrkit.registration import RdmaBuffer
 
-__all__ = ["Allocator", "main", "visible_devices"]
+__all__ = ["Allocator", "main", "order_visible_devices"]
 
 
 class Allocator:
@@ -70,13 +70,13 @@ def main() -> None:
     # A core dump would be as large as the device memory, and the stack that faulthandler prints is sufficient.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
-        visible_devices(os.environ, rank=options.rank, rank_count=options.ranks)
+        order_visible_devices(os.environ, rank=options.rank, rank_count=options.ranks)
     )
     _print_line(json.dumps(_measure(options)))
     _log_step("end")
 
 
-def visible_devices(environ: Mapping[str, str], *, rank: int, rank_count: int) -> list[str]:
+def order_visible_devices(environ: Mapping[str, str], *, rank: int, rank_count: int) -> list[str]:
     """Return the devices in CUDA_VISIBLE_DEVICES of a rank: first its own device, then the devices of the other ranks.
 
     The CUDA runtime, and so NCCL, uses the first device. The other devices stay visible, so that NCCL can use

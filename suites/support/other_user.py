@@ -45,8 +45,8 @@ gdrkit.cli.main()
 @contextlib.contextmanager
 def folder_for_all_users() -> Iterator[Path]:
     """Yield a temporary folder that every user may enter and list."""
-    with tempfile.TemporaryDirectory(prefix="gdrkit-") as name:
-        folder = Path(name).resolve()
+    with tempfile.TemporaryDirectory(prefix="gdrkit-") as folder_name:
+        folder = Path(folder_name).resolve()
         folder.chmod(0o755)
         yield folder
 

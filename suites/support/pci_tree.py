@@ -30,11 +30,11 @@ PCI_PATHS = {
 
 
 def create_pci_tree(
-    root: Path, nics: Mapping[str, str], *, pci_paths: Mapping[str, tuple[str, int]] = PCI_PATHS
+    root: Path, address_by_nic: Mapping[str, str], *, pci_paths: Mapping[str, tuple[str, int]] = PCI_PATHS
 ) -> HostTree:
     """Create the sysfs files of PCI devices and of RDMA devices below `root`.
 
-    `nics` maps the name of each RDMA device to its PCI address.
+    `address_by_nic` maps the name of each RDMA device to its PCI address.
     """
     for address, (path, numa_node) in pci_paths.items():
         folder = root / "sys/devices" / path
@@ -43,7 +43,7 @@ def create_pci_tree(
         link = root / "sys/bus/pci/devices" / address
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(f"../../../devices/{path}")
-    for name, address in nics.items():
+    for name, address in address_by_nic.items():
         nic_folder = root / "sys/class/infiniband" / name
         nic_folder.mkdir(parents=True)
         # gdrkit reads only the last component of this link, so its target need not exist.

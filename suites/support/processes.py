@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "WAIT_S",
     "HungError",
-    "LineChild",
+    "LineChildProcess",
     "is_gone",
     "is_idle",
     "is_stopped",
@@ -44,12 +44,15 @@ class HungError(AssertionError):
 
 
 def wait_until(condition: Callable[[], bool], description: str, *, timeout_s: float = WAIT_S) -> None:
-    """Wait until the condition holds; raise :class:`HungError` with the description after the timeout."""
+    """Wait until the condition holds. After the timeout, raise :class:`HungError`.
+
+    The error contains `description`, which names the condition, for example "process 12 is stopped".
+    """
     # No thread sets this event, so a wait for the event is a pause.
     end_s, never_set_event = time.monotonic() + timeout_s, threading.Event()
     while not condition():
         if time.monotonic() > end_s:
-            message = f"timeout after {timeout_s} s: {description}"
+            message = f"timeout after {timeout_s} s of waiting for: {description}"
             raise HungError(message)
         never_set_event.wait(_POLL_PERIOD_S)
 
@@ -69,10 +72,10 @@ def is_idle(process_id: int) -> bool:
 def is_gone(process_id: int) -> bool:
     """Return whether the process has ended. A zombie, for which its parent has not yet waited, has ended, too."""
     try:
-        stat = Path(f"/proc/{process_id}/stat").read_text()
+        stat_text = Path(f"/proc/{process_id}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return True
-    return _read_state(stat) in {"Z", "X"}
+    return _read_state(stat_text) in {"Z", "X"}
 
 
 def stop_process(process_id: int) -> None:
@@ -106,19 +109,19 @@ def list_open_paths(process_id: int) -> list[str]:
 def _read_thread_states(process_id: int) -> list[str]:
     """Return the state letter of each thread, or an empty list if a thread or the process has just ended."""
     try:
-        stats = [(task / "stat").read_text() for task in Path(f"/proc/{process_id}/task").iterdir()]
+        stat_texts = [(task / "stat").read_text() for task in Path(f"/proc/{process_id}/task").iterdir()]
     except (FileNotFoundError, ProcessLookupError):
         return []
-    return [_read_state(stat) for stat in stats]
+    return [_read_state(stat_text) for stat_text in stat_texts]
 
 
-def _read_state(stat: str) -> str:
+def _read_state(stat_text: str) -> str:
     """Return the state letter in the contents of a file ``stat`` of /proc."""
     # The name of the program is in parentheses, and may contain blanks and parentheses.
-    return stat.rpartition(")")[2].split()[0]
+    return stat_text.rpartition(")")[2].split()[0]
 
 
-class LineChild:
+class LineChildProcess:
     """A module of the suites in a child process that exchanges lines of text with the case.
 
     Use it as a context manager. At the end of the block, the process is killed if it still runs.
@@ -149,7 +152,7 @@ class LineChild:
             message = f"{self._module} printed no line within {timeout_s} s"
             raise HungError(message)
         line = self._output.readline().decode().strip()
-        assert line, f"{self._module} has ended"
+        assert line, f"{self._module} has ended or printed an empty line"
         return line
 
     def expect_line(self, expected: str) -> None:
@@ -169,9 +172,7 @@ class LineChild:
         self.process.kill()
         self.process.wait(WAIT_S)
         for pipe in (self._input, self._output):
-            # A line that the process did not read is lost.
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+            pipe.close()
 
     def __enter__(self) -> Self:
         return self

@@ -142,9 +142,9 @@ def _wait_for_all(ranks: Sequence[_Rank], deadline_s: float) -> str | None:
                 return f"the ranks did not end within {deadline_s:g} s"
             for selector_key, _ in events:
                 rank = selector_key.data
-                data = os.read(selector_key.fd, _READ_BYTES_MAX)
-                rank.output_data += data
-                if data:
+                new_output = os.read(selector_key.fd, _READ_BYTES_MAX)
+                rank.output_data += new_output
+                if new_output:
                     continue
                 # No data means that the rank has closed its output.
                 selector.unregister(selector_key.fileobj)

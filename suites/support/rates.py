@@ -81,18 +81,18 @@ class Rates:
         cpu_s : float
             Processor time of all rounds together, in seconds.
         """
-        rates = sorted(moved_bytes / time_s / 1e9 for time_s in times_s)
-        median = statistics.median(rates)
+        rates_gb_per_s = sorted(moved_bytes / time_s / 1e9 for time_s in times_s)
+        median = statistics.median(rates_gb_per_s)
         first_quartile, _, third_quartile = (
-            statistics.quantiles(rates, n=4) if len(rates) > 1 else (median, median, median)
+            statistics.quantiles(rates_gb_per_s, n=4) if len(rates_gb_per_s) > 1 else (median, median, median)
         )
         return cls(
             median=median,
-            minimum=rates[0],
-            maximum=rates[-1],
+            minimum=rates_gb_per_s[0],
+            maximum=rates_gb_per_s[-1],
             spread_percent=(third_quartile - first_quartile) / median * 100,
-            rounds_count=len(rates),
-            cpu_s_per_gib=cpu_s / len(rates) / (moved_bytes / GIB),
+            rounds_count=len(rates_gb_per_s),
+            cpu_s_per_gib=cpu_s / len(rates_gb_per_s) / (moved_bytes / GIB),
         )
 
 
@@ -113,7 +113,7 @@ class Meter:
         need_prefixes = {need.name.partition(".")[0] for need in declared(request.node)}
         self._apis = sorted(api for prefix, api in _API_BY_NEED_PREFIX.items() if prefix in need_prefixes)
         substrates = request.config.stash[SESSION_KEY].substrates
-        self._paths: dict[str, list[str]] = {}
+        self._device_names_by_rate: dict[str, list[str]] = {}
         self._is_hardware_measured = self.is_on and all(substrates.get(api) is Substrate.HARDWARE for api in self._apis)
 
     @property
@@ -209,8 +209,8 @@ class Meter:
 
     def record_path(self, *devices: str, name: str = "rate") -> None:
         """Record the devices, such as ``GPU0`` and ``mlx5_0``, whose links limit the rate `name`."""
-        self._paths[name] = list(devices)
-        self._evidence["ways"] = self._paths
+        self._device_names_by_rate[name] = list(devices)
+        self._evidence["ways"] = self._device_names_by_rate
 
     def record_apis(self) -> None:
         """Record the measured APIs."""
@@ -243,10 +243,10 @@ def _compute_rates(moved_bytes: int, rounds: Sequence[tuple[float, float]]) -> R
 def check_expected_numbers(item: pytest.Item) -> None:
     """Fail a case if its numbers were measured on hardware and are worse than the profile of the machine expects."""
     case_evidence, session = item.stash[CASE_KEY].evidence, item.config.stash[SESSION_KEY]
-    apis, paths = case_evidence.values.get("measured_apis"), case_evidence.values.get("ways", {})
+    apis, device_names_by_rate = case_evidence.values.get("measured_apis"), case_evidence.values.get("ways", {})
     if (
         not isinstance(apis, list)
-        or not isinstance(paths, dict)
+        or not isinstance(device_names_by_rate, dict)
         or not ran_on_hardware(map(str, apis), session.substrates)
     ):
         return
@@ -254,7 +254,9 @@ def check_expected_numbers(item: pytest.Item) -> None:
     machine = Machine(files=host.DiskFiles(), facts=session.facts, kernel_log=no_kernel_log, environment={})
     machine_topology = topology(machine)
     rate_limits = {
-        name: limit for name, path in paths.items() if (limit := path_limit(machine_topology, session.facts, path))
+        rate_name: limit
+        for rate_name, device_names in device_names_by_rate.items()
+        if (limit := path_limit(machine_topology, session.facts, device_names))
     }
     checks = check_numbers(item.nodeid, case_evidence.numbers, profile=session.profile, limits=rate_limits)
     case_evidence["judged"] = checks

@@ -130,7 +130,7 @@ class AgentProcess:
         assert isinstance(statistics, dict)
         return statistics
 
-    def child_process_ids(self) -> list[int]:
+    def list_child_process_ids(self) -> list[int]:
         """Return the ids of the agent's child processes. The only possible child is its storage server."""
         process_ids: list[int] = []
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
@@ -139,9 +139,9 @@ class AgentProcess:
                 process_ids += [int(process_id) for process_id in (task / "children").read_text().split()]
         return process_ids
 
-    def server_process_id(self) -> int:
+    def find_server_process_id(self) -> int:
         """Return the id of the storage server's process."""
-        return self.child_process_ids()[0]
+        return self.list_child_process_ids()[0]
 
     def _read_first_line(self) -> str:
         assert self.process.stdout is not None
@@ -218,7 +218,7 @@ class RawRing(_SharedMemory):
         # The agent reads the indices at any time. ctypes writes an index with one store. struct writes it byte by byte,
         # so the agent could read a half-written index.
         self._indices = (ctypes.c_int32 * 4).from_buffer(self.memory)
-        self._submit_semaphore: int | None = None
+        self._submit_semaphore_address: int | None = None
 
     def attach(self, mount: Path) -> None:
         """Open the submit semaphore of the agent for the priority of the ring."""
@@ -226,16 +226,16 @@ class RawRing(_SharedMemory):
             (priority for priority in (".ph", ".pl") if self.link_name.endswith(priority)), ""
         )
         semaphore_path = (mount / "3fs-virt" / "iovs" / semaphore_link).readlink()
-        self._submit_semaphore = _LIBC.sem_open(f"/{semaphore_path.name.removeprefix('sem.')}".encode(), 0)
-        assert self._submit_semaphore
+        self._submit_semaphore_address = _LIBC.sem_open(f"/{semaphore_path.name.removeprefix('sem.')}".encode(), 0)
+        assert self._submit_semaphore_address
 
     def index(self, index_number: int) -> int:
         """Return one of the four indices: 0 and 1 are head and tail of the submissions, 2 and 3 of the completions."""
         return self._indices[index_number]
 
-    def set_index(self, index_number: int, value: int) -> None:
+    def set_index(self, index_number: int, new_value: int) -> None:
         """Set one of the four indices, which have the same numbers as in :meth:`index`."""
-        self._indices[index_number] = value
+        self._indices[index_number] = new_value
 
     def prepare(
         self, iov_id: bytes, *, inode: int, length: int, buffer_offset: int = 0, file_offset: int = 0, userdata: int = 0
@@ -263,7 +263,7 @@ class RawRing(_SharedMemory):
 
     def submit(self) -> None:
         """Post the submit semaphore, so that the agent reads the submissions of the ring."""
-        assert _LIBC.sem_post(ctypes.c_void_p(self._submit_semaphore)) == 0
+        assert _LIBC.sem_post(ctypes.c_void_p(self._submit_semaphore_address)) == 0
 
     def wait(self, count: int, *, timeout_s: float = 30.0) -> list[tuple[int, int, int]]:
         """Return slot index, result and userdata of `count` completions, or of fewer completions after the timeout."""
@@ -291,8 +291,8 @@ class RawRing(_SharedMemory):
     def close(self) -> None:
         """Close the submit semaphore, and unmap and remove the memory."""
         del self._view, self._indices
-        if self._submit_semaphore:
-            _LIBC.sem_close(ctypes.c_void_p(self._submit_semaphore))
+        if self._submit_semaphore_address:
+            _LIBC.sem_close(ctypes.c_void_p(self._submit_semaphore_address))
         super().close()
 
 
@@ -335,9 +335,11 @@ class RawClient:
         payload = protocol.pack_hello(AgentHello(0, os.getpid(), "raw"))
         return protocol.parse_hello(self.request(AgentRequest.HELLO, payload))
 
-    def publish(self, name: str, target: str, handle: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+    def publish(self, link_name: str, target: str, handle: bytes = b"", descriptors: Sequence[int] = ()) -> None:
         """Publish a link with any name and target, also invalid ones."""
-        self.request(AgentRequest.PUBLISH, protocol.pack_publish(PublishRequest(name, target, handle)), descriptors)
+        self.request(
+            AgentRequest.PUBLISH, protocol.pack_publish(PublishRequest(link_name, target, handle)), descriptors
+        )
 
     def publish_iov(self, iov: RawIov, suffix: str = "") -> None:
         """Publish an iov."""
@@ -348,9 +350,9 @@ class RawClient:
         self.publish(ring.link_name, str(ring.path))
         ring.attach(self.mount)
 
-    def unpublish(self, name: str) -> None:
-        """Remove the link `name` that :meth:`publish` created."""
-        self.request(AgentRequest.UNPUBLISH, protocol.pack_name(name))
+    def unpublish(self, link_name: str) -> None:
+        """Remove the link `link_name` that :meth:`publish` created."""
+        self.request(AgentRequest.UNPUBLISH, protocol.pack_name(link_name))
 
     def register_file(self, descriptor: int) -> int:
         """Register a file, and return its inode number."""
@@ -390,6 +392,6 @@ class LinkClient:
         ring.path.unlink()
         ring.attach(self.mount)
 
-    def unpublish(self, name: str) -> None:
+    def unpublish(self, link_name: str) -> None:
         """Remove a link."""
-        (self.iovs_folder / name).unlink()
+        (self.iovs_folder / link_name).unlink()

@@ -66,7 +66,10 @@ KERNEL_EVIDENCE = KernelEvidence(
 
 
 def make_library(soname: str, *, notes: tuple[ElfNote, ...] = (), error: str | None = None) -> LoadedLibrary:
-    """Return a loaded library with this SONAME."""
+    """Return a loaded library with this SONAME.
+
+    With `error`, the file is damaged, so that only its file name contains the SONAME.
+    """
     path = f"/usr/lib/{soname}"
     return LoadedLibrary(path=path, soname=None if error else soname, build_id="ab12", notes=notes, error=error)
 
@@ -75,7 +78,7 @@ def make_library(soname: str, *, notes: tuple[ElfNote, ...] = (), error: str | N
 TWIN_LIBRARY = make_library("libibverbs.so.1", notes=(ElfNote("GDRKIT", 1, "ibverbs twin"),))
 
 
-def make_route_facts(way: str, *, is_possible: bool = True) -> RouteFacts:
+def make_route_facts(method: str, *, is_possible: bool = True) -> RouteFacts:
     """Return the facts of a registration route (``dmabuf`` or ``peer_memory``) between GPU 0 and mlx5_0."""
     failure = ApiFailure(
         api="verbs",
@@ -88,16 +91,16 @@ def make_route_facts(way: str, *, is_possible: bool = True) -> RouteFacts:
         what_to_do="load a module",
     )
     return RouteFacts(
-        device_index=0, nic="mlx5_0", way=way, possible=is_possible, failure=None if is_possible else failure
+        device_index=0, nic="mlx5_0", way=method, possible=is_possible, failure=None if is_possible else failure
     )
 
 
 def make_facts(
     *,
-    rdma: Sequence[RdmaDevice] = (),
-    driver: str | None = None,
+    rdma_devices: Sequence[RdmaDevice] = (),
+    driver_version: str | None = None,
     routes: Sequence[RouteFacts] = (),
-    failure: ApiFailure | None = None,
+    cuda_failure: ApiFailure | None = None,
 ) -> Facts:
     """Return the facts of a machine that has only these components."""
     return Facts(
@@ -106,14 +109,14 @@ def make_facts(
         python="CPython 3.11.2",
         kernel=KernelFacts(None, None, (), 0, ()),
         gpus=(),
-        nvidia_driver_version=driver,
-        rdma_devices=tuple(rdma),
+        nvidia_driver_version=driver_version,
+        rdma_devices=tuple(rdma_devices),
         libraries=(),
         packages=(),
         limits=Limits(memlock_bytes=None, memlock_known=True, open_files=1024, capabilities=()),
         container=(),
         cuda=None,
-        cuda_failure=failure,
+        cuda_failure=cuda_failure,
         verbs=None,
         verbs_failure=None,
         routes=tuple(routes),
@@ -132,16 +135,16 @@ def make_hardware_facts(
     gpu = CudaDeviceFacts(index=0, name="NVIDIA H200", uuid="GPU-0", pci_bus_id="0000:1B:00.0", attributes={})
     nic = NicFacts(name=NIC.name, driver="mlx5", node_guid="", active_ports=(1,), dmabuf=True, failure=None)
     return dataclasses.replace(
-        make_facts(rdma=[NIC], driver=DRIVER_VERSION),
+        make_facts(rdma_devices=[NIC], driver_version=DRIVER_VERSION),
         cuda=CudaFacts("13.0", (gpu,), (), nodes=(_CONTROL_NODE, _GPU_NODE) if is_cuda_open else ()),
         verbs=VerbsFacts((nic,), (), nodes=(_UVERBS_NODE,) if is_verbs_open else ()),
         evidence=evidence,
     )
 
 
-def make_proven_route(device_index: int, nic: str, way: str = "dmabuf") -> ClaimedRoute:
+def make_proven_route(device_index: int, nic: str, method: str = "dmabuf") -> ClaimedRoute:
     """Return a route that is proven: the port counters of its two NICs grew by at least the transferred bytes."""
-    return ClaimedRoute(device_index, nic, way, path="wire", peer_nic="mlx5_9", unproven=None)
+    return ClaimedRoute(device_index, nic, method, path="wire", peer_nic="mlx5_9", unproven=None)
 
 
 def make_record(

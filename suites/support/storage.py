@@ -76,7 +76,7 @@ class StorageServer:
         """Return the token of the store."""
         return read_token(self.root)
 
-    def log_text(self) -> str:
+    def read_log(self) -> str:
         """Return the text that the server wrote to standard error."""
         return self.log.read_text()
 
@@ -146,9 +146,9 @@ def run_storage_server(root: Path, log: Path, *options: str, program: Sequence[s
         assert process.stdout is not None
         readable, _, _ = select.select([process.stdout], [], [], _START_TIMEOUT_S)
         # The line has the form "gdrkit serve: ... at ADDRESS by ...".
-        line = process.stdout.readline().decode() if readable else ""
-        assert line.startswith("gdrkit serve:"), (line, log.read_text())
-        address = line.partition(" at ")[2].partition(" by ")[0]
+        start_line = process.stdout.readline().decode() if readable else ""
+        assert start_line.startswith("gdrkit serve:"), (start_line, log.read_text())
+        address = start_line.partition(" at ")[2].partition(" by ")[0]
         yield StorageServer(root=root, process=process, address=address, log=log)
         if process.poll() is None:
             process.terminate()

@@ -73,12 +73,16 @@ _CALL_NUMBERS = {
     },
 }
 _LIBC = ctypes.CDLL(None, use_errno=True)
-# Constants of linux/prctl.h, linux/seccomp.h and linux/filter.h: a prctl option, an operation of seccomp(2) and its
-# flag, instructions of a BPF program, return values of a filter, ioctls of the listener, and a flag of a reply.
+# PR_SET_NO_NEW_PRIVS (linux/prctl.h).
 _SET_NO_NEW_PRIVS = 38
+# SECCOMP_SET_MODE_FILTER and SECCOMP_FILTER_FLAG_NEW_LISTENER (linux/seccomp.h), operation and flag of seccomp(2).
 _SET_MODE_FILTER, _FLAG_NEW_LISTENER = 1, 8
+# Instructions of the BPF program: BPF_LD | BPF_W | BPF_ABS, BPF_JMP | BPF_JEQ | BPF_K and BPF_RET | BPF_K.
 _LOAD_CALL_NUMBER, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+# Return values of the BPF program: SECCOMP_RET_ALLOW and SECCOMP_RET_USER_NOTIF.
 _RETURN_ALLOW, _RETURN_NOTIFY = 0x7FFF0000, 0x7FC00000
+# SECCOMP_IOCTL_NOTIF_RECV and SECCOMP_IOCTL_NOTIF_SEND, ioctls of the listener, and SECCOMP_USER_NOTIF_FLAG_CONTINUE, a
+# flag of a reply.
 _IOCTL_RECEIVE, _IOCTL_SEND, _REPLY_CONTINUE = 0xC0502100, 0xC0182101, 1
 # struct seccomp_notif (id, pid, flags, call number, machine, instruction pointer, six arguments) and
 # struct seccomp_notif_resp (id, return value, negative errno, flags).
@@ -142,8 +146,8 @@ def run_with_intercepted_calls(
 
     end_event_fd = os.eventfd(0)
     try:
-        with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(install_filter_and_act)
+        with ThreadPoolExecutor(1) as executor:
+            future = executor.submit(install_filter_and_act)
             future.add_done_callback(lambda _: os.eventfd_write(end_event_fd, 1))
             listener_fd = listener_queue.get()
             if listener_fd >= 0:
@@ -160,17 +164,17 @@ def _install_filter(call_numbers: list[int], seccomp_number: int) -> int:
     """Install a filter for these calls in this thread, and return the descriptor for its notifications."""
     # If the call number matches, the filter jumps to the last instruction, which notifies this process. Otherwise it
     # reaches the instruction before the last, which allows the call.
-    jumps = [
+    jump_instructions = [
         _Instruction(_JUMP_IF_EQUAL, len(call_numbers) - index, 0, call_number)
         for index, call_number in enumerate(call_numbers)
     ]
-    returns = [_Instruction(_RETURN, 0, 0, _RETURN_ALLOW), _Instruction(_RETURN, 0, 0, _RETURN_NOTIFY)]
-    program = [_Instruction(_LOAD_CALL_NUMBER, 0, 0, 0), *jumps, *returns]
-    instructions = (_Instruction * len(program))(*program)
+    return_instructions = [_Instruction(_RETURN, 0, 0, _RETURN_ALLOW), _Instruction(_RETURN, 0, 0, _RETURN_NOTIFY)]
+    program = [_Instruction(_LOAD_CALL_NUMBER, 0, 0, 0), *jump_instructions, *return_instructions]
+    instruction_array = (_Instruction * len(program))(*program)
     # Without privileges, seccomp(2) requires this attribute of the thread.
     _LIBC.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     listener_fd = _LIBC.syscall(
-        seccomp_number, _SET_MODE_FILTER, _FLAG_NEW_LISTENER, ctypes.byref(_Program(len(program), instructions))
+        seccomp_number, _SET_MODE_FILTER, _FLAG_NEW_LISTENER, ctypes.byref(_Program(len(program), instruction_array))
     )
     if listener_fd < 0:
         raise OSError(ctypes.get_errno(), "seccomp(SECCOMP_SET_MODE_FILTER) failed")
@@ -185,15 +189,15 @@ def _serve(
     poll.register(listener_fd, select.POLLIN)
     poll.register(end_event_fd, select.POLLIN)
     while end_event_fd not in dict(poll.poll()):
-        data = bytearray(_NOTIFICATION.size)
+        notification_data = bytearray(_NOTIFICATION.size)
         try:
-            fcntl.ioctl(listener_fd, _IOCTL_RECEIVE, data)
+            fcntl.ioctl(listener_fd, _IOCTL_RECEIVE, notification_data)
         except OSError as error:
             # ENOENT: a signal interrupted the system call, and the thread makes it again.
             if error.errno != errno.ENOENT:
                 raise
             continue
-        notification_id, _, _, call_number, _, _, *arguments = _NOTIFICATION.unpack(data)
+        notification_id, _, _, call_number, _, _, *arguments = _NOTIFICATION.unpack(notification_data)
         signed_arguments = tuple(argument - (1 << 64) if argument >> 63 else argument for argument in arguments)
         result = reply(
             SystemCall(name_by_number[call_number], _read_descriptor_path(signed_arguments[0]), signed_arguments)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from support.kill_campaign import KillCampaign
-from support.processes import LineChild
+from support.processes import LineChildProcess
 from support.tier_world import TIER_NAMES, check_tiers, create_file
 
 from gdrkit import pattern
@@ -45,7 +45,7 @@ _BUSY_EXIT_CODE, _FAILED_EXIT_CODE = 1, 2
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
-class MigrationProcess(LineChild):
+class MigrationProcess(LineChildProcess):
     """A process that migrates files. It forks a child process for each migration.
 
     A campaign makes hundreds of migrations. With the fork, Python imports the modules only once for all of them.
@@ -63,7 +63,7 @@ class MigrationProcess(LineChild):
         tier_name: str,
         *,
         phase: str | None = None,
-        count: int = 1,
+        phase_begin_count: int = 1,
         signal_name: str = "kill",
         prints_phases: bool = False,
         in_background: bool = False,
@@ -80,8 +80,8 @@ class MigrationProcess(LineChild):
             Name of the new tier.
         phase : str, optional
             Phase in which the process sends a signal to itself; None for no signal.
-        count : int
-            The process sends the signal when the phase begins for the `count`-th time.
+        phase_begin_count : int
+            The process sends the signal when the phase has begun this number of times.
         signal_name : str
             The signal: ``kill`` for SIGKILL, ``stop`` for SIGSTOP.
         prints_phases : bool
@@ -97,7 +97,12 @@ class MigrationProcess(LineChild):
             "name": name,
             "to": tier_name,
         }
-        task |= {"phase": phase, "count": count, "signal_name": signal_name, "prints_phases": prints_phases}
+        task |= {
+            "phase": phase,
+            "phase_begin_count": phase_begin_count,
+            "signal_name": signal_name,
+            "prints_phases": prints_phases,
+        }
         task["in_background"] = in_background
         self.write_line(json.dumps(task))
         self._migration_process_id = int(self.read_line().removeprefix("pid "))
@@ -136,7 +141,7 @@ class TierCampaign(KillCampaign[str]):
 
     Attributes
     ----------
-    reached_count : int
+    timely_outside_kill_count : int
         Number of kills from outside that reached a migration before it completed.
     """
 
@@ -152,7 +157,7 @@ class TierCampaign(KillCampaign[str]):
         self._in_background = in_background
         self.configuration = configuration
         self._migration_process = migration_process
-        self.reached_count = 0
+        self.timely_outside_kill_count = 0
         self._data_by_name: dict[str, bytes] = {}
         lengths_bytes = {"empty": 0, "small": 17, "folder/page": 4 * KIB, "folder/odd": 100_003, "large": _LARGE_BYTES}
         with TierManager(configuration) as manager:
@@ -184,9 +189,14 @@ class TierCampaign(KillCampaign[str]):
             raise
 
     def _kill_in_phase(self, name: str, new_tier: str, phase: str) -> None:
-        count = self._rng.randint(1, 3) if phase in _REPEATED_PHASES else 1
+        phase_begin_count = self._rng.randint(1, 3) if phase in _REPEATED_PHASES else 1
         self._migration_process.start(
-            self.configuration, name, new_tier, phase=phase, count=count, in_background=self._in_background
+            self.configuration,
+            name,
+            new_tier,
+            phase=phase,
+            phase_begin_count=phase_begin_count,
+            in_background=self._in_background,
         )
         assert self._migration_process.wait_for_exit_code() == -signal.SIGKILL, (
             f"the migration was not killed in {phase}"
@@ -202,7 +212,7 @@ class TierCampaign(KillCampaign[str]):
         # On a busy machine, the migration may already have ended.
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)
-        self.reached_count += self._migration_process.wait_for_exit_code() == -signal.SIGKILL
+        self.timely_outside_kill_count += self._migration_process.wait_for_exit_code() == -signal.SIGKILL
 
     def _change_random_file(self) -> None:
         """Write to a random file. So a later check detects if a migration restores old contents of a file."""
@@ -227,7 +237,7 @@ def _migrate(task: dict[str, Any]) -> None:
             os.write(1, f"{phase.value} {offset_bytes}\n".encode())
         if phase.value == task["phase"]:
             begin_count += 1
-            if begin_count == task["count"]:
+            if begin_count == task["phase_begin_count"]:
                 os.kill(os.getpid(), _SIGNALS[task["signal_name"]])
 
     # The rate limit makes the copy of the large file take a tenth of a second.

@@ -14,7 +14,7 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from support.processes import LineChild
+from support.processes import LineChildProcess
 
 from gdrkit import usrbio
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Borrower"]
 
 
-class Borrower(LineChild):
+class Borrower(LineChildProcess):
     """The process, which a case starts and controls. `visible_devices` is its CUDA_VISIBLE_DEVICES."""
 
     def __init__(self, mount: Path, file_path: Path, *, visible_devices: str | None = None) -> None:

@@ -136,7 +136,7 @@ def test_killed_server_is_started_again(mount: Path, seed: int) -> None:
         fd = os.open(mount / "file", os.O_RDONLY)
         stack.callback(os.close, fd)
         inode = client.register_file(fd)
-        os.kill(agent.server_process_id(), signal.SIGKILL)
+        os.kill(agent.find_server_process_id(), signal.SIGKILL)
         results: list[int] = []
 
         def is_served_again() -> bool:
@@ -202,7 +202,7 @@ def stop_server_and_submit(
     fd = os.open(client.mount / "file", os.O_RDONLY)
     stack.callback(os.close, fd)
     inode = client.register_file(fd)
-    server_process_id = agent.server_process_id()
+    server_process_id = agent.find_server_process_id()
     os.kill(server_process_id, signal.SIGSTOP)
     stack.callback(continue_process, server_process_id)
     ring.prepare(iov.id.bytes, inode=inode, length=MIB)
@@ -238,7 +238,7 @@ def test_hanging_server_is_killed_and_writes_nothing_later(mount: Path, seed: in
         wait_until(is_served_again, "a new server serves the ring", timeout_s=60)
         assert iov.memory[:4096] == pattern.payload(MIB, seed=seed)[4096:8192]
         assert iov.memory[4096:] == b"\xee" * (MIB - 4096)
-        assert agent.server_process_id() != server_process_id
+        assert agent.find_server_process_id() != server_process_id
         assert agent.terminate() == 0, agent.error_output
 
 

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from support.fuzz import changed_inputs, run_fuzzer
+from support.fuzz import generate_changed_inputs, run_fuzzer
 from support.other_user import folder_for_all_users, run_program
 from support.processes import HungError, list_open_paths, wait_until
 from support.raw_usrbio import AgentProcess, RawClient, Refusal
@@ -299,7 +299,7 @@ def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: i
             write_ring.prepare(iov[:KIB], WRITE, fd, index * KIB)
             assert submit_and_get_results(write_ring) == [KIB]
         path_counts_before = Counter(list_open_paths(agent_process_id))
-        for message_bytes in changed_inputs(MESSAGE_FUZZ_TARGET, seed, 500):
+        for message_bytes in generate_changed_inputs(MESSAGE_FUZZ_TARGET, seed, 500):
             with RawClient(agent.mount) as peer, contextlib.suppress(ConnectionError):
                 peer.send(message_bytes, [fd] * rng.randrange(4))
                 # Some peers wait for the reply, others close the connection at once.

@@ -106,7 +106,7 @@ def test_new_session_reopens_files_as_their_user() -> None:
                 (0o644, {-errno.EREMOTEIO}),
             ):
                 stored_file.chmod(file_mode)
-                os.kill(agent.server_process_id(), signal.SIGKILL)
+                os.kill(agent.find_server_process_id(), signal.SIGKILL)
                 results = [-errno.EREMOTEIO]
 
                 def ask(results: list[int] = results, ignored_results: set[int] = results_before_renewal) -> bool:

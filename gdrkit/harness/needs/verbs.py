@@ -1,5 +1,7 @@
 """Needs about RDMA NICs: a number of active NICs, and the methods by which they can register device memory.
 
+In the facts of a machine, a route is a GPU, a NIC and a registration method (`way`: ``dmabuf`` or ``peer_memory``).
+
 Some needs depend on the software twin of verbs, a library that emulates libibverbs and the NICs below it.
 """
 
@@ -70,7 +72,7 @@ class _PeerMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _NoWayToDevices:
+class _NoDeviceRegistration:
     @property
     def name(self) -> str:
         return "verbs.no_way_to_devices"
@@ -101,7 +103,10 @@ class _ForeignDmabuf:
         # dma-buf of a real GPU. The copy calls need an address, and memory of another process has no address in this
         # process.
         if twin_apis == ["verbs"]:
-            return "the software twin of verbs reaches memory of a real GPU only where the process has its address"
+            return (
+                "the software twin of verbs can access memory of a real GPU only if the memory has an address in this "
+                "process"
+            )
         return _DmabufRegion().check(facts)
 
 
@@ -115,6 +120,6 @@ dmabuf_region: Need = _DmabufRegion()
 # This need is met if a NIC can register device memory by its address (ibv_reg_mr with nvidia-peermem).
 peer_memory: Need = _PeerMemory()
 # This need is met if no NIC can register device memory, or if verbs runs on its twin, which can refuse registrations.
-no_way_to_devices: Need = _NoWayToDevices()
+no_way_to_devices: Need = _NoDeviceRegistration()
 # This need is met if NICs can register a dma-buf of another process, whose memory has no address in this process.
 foreign_dmabuf: Need = _ForeignDmabuf()

@@ -90,7 +90,7 @@ def _check_gpu_too_old(context: RuleContext) -> RuleResult:
         if not gpu_ages or (driver_version is None and cuda_version_match is None):
             return context.not_run("the GPUs or the version of the driver are unknown")
         return context.passes("every GPU and the driver are new enough for dma-bufs")
-    if context.has_peer_memory or "peer_memory" in context.working_routes():
+    if context.has_peer_memory or "peer_memory" in context.working_registration_methods():
         return context.passes(f"{'; '.join(causes)}, but peer memory works instead")
     return context.fails("; ".join(causes))
 
@@ -158,7 +158,7 @@ def _check_nic_too_old(context: RuleContext) -> RuleResult:
             if known_nic_count
             else context.not_run("no NIC of Mellanox, or its model is unknown")
         )
-    if context.working_routes():
+    if context.working_registration_methods():
         return context.passes(f"{causes_text}, but the registration of GPU memory works")
     # A NIC that is not old may register GPU memory, so old models are the cause only if every NIC is old. Old firmware
     # is the cause only if the kernel log says so, which was checked above.

@@ -293,7 +293,7 @@ class RuleContext:
         )
         return any([self.exists(path) for path in paths])  # noqa: C419 - every path must be recorded.
 
-    def working_routes(self) -> set[str]:
+    def working_registration_methods(self) -> set[str]:
         """Return the routes by which at least one NIC could register the memory of a GPU, and record all attempts."""
         for route in self.facts.routes:
             self.record(

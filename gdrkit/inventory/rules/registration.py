@@ -39,15 +39,15 @@ def _check_no_registration_route(context: RuleContext) -> RuleResult:  # noqa: P
     not_run_result = context.not_run_without_gpu_and_nic()
     if not_run_result:
         return not_run_result
-    working_routes, has_peer_memory = context.working_routes(), context.has_peer_memory
-    if working_routes:
+    working_methods, has_peer_memory = context.working_registration_methods(), context.has_peer_memory
+    if working_methods:
         registered_gpus = {route.device_index for route in context.facts.routes if route.possible}
         unregistered_gpus = sorted({route.device_index for route in context.facts.routes} - registered_gpus)
         if unregistered_gpus:
             return context.fails(
                 f"no NIC registers memory of GPU {', '.join(map(str, unregistered_gpus))} by any route"
             )
-        return context.passes(f"registration by {' and by '.join(sorted(working_routes))} was tried and works")
+        return context.passes(f"registration by {' and by '.join(sorted(working_methods))} was tried and works")
     if context.facts.routes:
         return context.fails("every registration route was tried and refused")
     if has_peer_memory:
@@ -115,12 +115,16 @@ def _check_peermem_refused(context: RuleContext) -> RuleResult:  # noqa: PLR0911
     loaded_modules = [name for name in PEER_MEMORY_MODULES if context.exists(f"/sys/module/{name}")]
     if not loaded_modules:
         return context.not_run("no peer memory module is loaded")
-    module_name, routes = loaded_modules[0], context.working_routes()
-    if "peer_memory" in routes:
+    module_name, working_methods = loaded_modules[0], context.working_registration_methods()
+    if "peer_memory" in working_methods:
         return context.passes("registration by peer memory was tried and works")
     if any(route.way == "peer_memory" for route in context.facts.routes):
         cause = f"{module_name} is loaded, and registration by peer memory was tried and refused"
-        return context.passes(f"{cause}, but dma-buf works instead") if "dmabuf" in routes else context.fails(cause)
+        return (
+            context.passes(f"{cause}, but dma-buf works instead")
+            if "dmabuf" in working_methods
+            else context.fails(cause)
+        )
     client_text = _describe_peermem_registration(context, module_name)
     if client_text:
         return context.passes(f"{client_text}; no registration of GPU memory was tried")
@@ -169,7 +173,7 @@ def _check_no_dmabuf_region(context: RuleContext) -> RuleResult:
         return context.not_run("the capture does not contain the files of this rule")
     if cause is None:
         return context.unproven("the kernel supports dma-buf regions; verbs did not report whether the NIC does")
-    if context.has_peer_memory or "peer_memory" in context.working_routes():
+    if context.has_peer_memory or "peer_memory" in context.working_registration_methods():
         return context.passes(f"{cause}, but peer memory works instead")
     return context.fails(cause)
 

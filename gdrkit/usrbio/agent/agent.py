@@ -28,7 +28,7 @@ from gdrkit.usrbio.agent.listener import AgentListener
 from gdrkit.usrbio.agent.memory import Nics
 from gdrkit.usrbio.agent.mount import AgentMount, check_mount
 from gdrkit.usrbio.agent.quota import SHARED_FILES_MAX, FileQuota, MemoryQuota
-from gdrkit.usrbio.agent.removed_links import RemovedLinks
+from gdrkit.usrbio.agent.removed_links import RemovedLinkWatcher
 from gdrkit.usrbio.agent.server import EmbeddedServer
 from gdrkit.usrbio.agent.service import Service
 
@@ -149,7 +149,7 @@ class Agent:
                 _set_local_store(self._loop, endpoint.local_store)
                 context.local_store = endpoint.local_store.path
             self._on_close.push(self.service.close)
-            self._on_close.push(RemovedLinks(mount.links, self.service).close)
+            self._on_close.push(RemovedLinkWatcher(mount.links, self.service).close)
             listener = AgentListener(mount, self.service)
             self._on_close.push(listener.close)
         except BaseException as error:

@@ -40,7 +40,8 @@ _USER_CONNECTIONS_MAX = 256
 _BACKLOG = 128
 # Pause after accept() failed.
 _ACCEPT_PAUSE_S = 0.05
-# Longest wait of close() for the threads. A thread may wait 30 s for a reply of the storage server.
+# Longest wait of close() for the listener thread, and then for the threads of all connections. A thread may wait 30 s
+# for a reply of the storage server.
 _END_TIMEOUT_S = 60.0
 _ERROR_TEXT_BYTES_MAX = 2048
 # struct ucred of unix(7): process id, user and group.
@@ -75,7 +76,7 @@ class AgentListener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             # A socket address has a length limit. A path through the descriptor of the folder is short.
-            address = f"/proc/self/fd/{mount.virtual_fd}/{mount.socket_path.name}"
+            address = f"/proc/self/fd/{mount.virtual_folder_fd}/{mount.socket_path.name}"
             self._socket.bind(address)
             # No client can connect before listen(), so the mode is set in time. A change of the umask would affect all
             # threads.
@@ -93,7 +94,8 @@ class AgentListener:
         Raises
         ------
         BrokenResource
-            ``TIMEOUT``: a thread still releases the objects of a client. The caller may call this method again.
+            ``TIMEOUT``: the listener thread, or a thread that releases the objects of a client, has not ended. The
+            caller may call this method again.
         """
         with self._lock:
             self._is_closing = True
@@ -210,13 +212,13 @@ def _execute(client: Client, message: AgentMessage, descriptors: list[int]) -> A
     try:
         payload = handler(client, message.payload, unused_descriptors)
     finally:
-        # Each handler has removed the descriptors that it uses from this list.
+        # Each handler has removed the descriptors that it keeps from this list. Close the others.
         _close_all(unused_descriptors)
     return AgentMessage(message.request_type, message.sequence, payload)
 
 
 def _make_error_reply(message: AgentMessage, error: AgentError) -> AgentMessage:
-    # If the limit cuts a character of several bytes, decode() drops the first part of it.
+    # If the limit splits a character of several bytes, decode() drops the incomplete character.
     encoded_text = str(error).encode()[:_ERROR_TEXT_BYTES_MAX].decode(errors="ignore").encode()
     return AgentMessage(message.request_type, message.sequence, encoded_text, status=error.errno)
 
@@ -229,21 +231,23 @@ def _hello(_client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
 
 
 def _publish(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
+    """Publish an iov or a ring. For device memory, the request contains the packed share handle."""
     request = protocol.parse_publish(payload)
     client.publish(request.name, request.target, share_handle=request.share_handle, descriptors=_take_all(descriptors))
     return b""
 
 
 def _unpublish(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
+    """End the publication of an iov or a ring, and deregister its memory."""
     client.unpublish(protocol.parse_name(payload))
     return b""
 
 
-def _unpublish_and_keep(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
+def _unpublish_and_keep_registration(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
     return protocol.pack_number(client.unpublish(protocol.parse_name(payload), keep=True))
 
 
-def _drop_kept(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
+def _drop_kept_registration(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
     flags = protocol.parse_number(payload)
     if flags:
         raise AgentError(errno.EINVAL, f"flags must be 0, not {flags}")
@@ -299,8 +303,8 @@ _HANDLERS: dict[AgentRequest, Callable[[Client, bytes, list[int]], bytes]] = {
     AgentRequest.HARD_LINK: _hard_link,
     AgentRequest.BORROW: _borrow,
     AgentRequest.RETURN_BORROWED: _return_borrowed,
-    AgentRequest.UNPUBLISH_AND_KEEP: _unpublish_and_keep,
-    AgentRequest.DROP_KEPT: _drop_kept,
+    AgentRequest.UNPUBLISH_AND_KEEP: _unpublish_and_keep_registration,
+    AgentRequest.DROP_KEPT: _drop_kept_registration,
 }
 
 
@@ -323,6 +327,7 @@ def _identify_peer(connection: socket.socket, *, is_shared: bool) -> PeerProcess
     user = None
     if is_shared:
         packed_groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES_MAX)
+        # SetUser is the message with which the agent requests the rights of this user from the storage server.
         user = SetUser(uid, gid, tuple(group for (group,) in struct.iter_unpack("I", packed_groups)))
     return PeerProcess(uid, process_id, process_identity(process_id) if process_id > 0 else None, user)
 

@@ -199,7 +199,7 @@ class AgentMount:
         The mount.
     virtual_folder : Path
         The path of ``3fs-virt``.
-    virtual_fd : int
+    virtual_folder_fd : int
         A descriptor of ``3fs-virt``.
     links : LinkFolder
         The links of publications.
@@ -258,7 +258,7 @@ class AgentMount:
             is_missing = error.errno == errno.ENOENT
             what_to_do = "create the folder" if is_missing else "give this user the right to write to the mount"
             raise _make_mount_error("mkdir", error, self.virtual_folder, what_to_do) from error
-        self.virtual_fd = private_folder.fd
+        self.virtual_folder_fd = private_folder.fd
         try:
             lock_fd = private_folder.lock(_AGENT_LOCK)
         except BlockingIOError as error:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.agent.mount import LinkFolder
     from gdrkit.usrbio.agent.service import Service
 
-__all__ = ["RemovedLinks"]
+__all__ = ["RemovedLinkWatcher"]
 
 # Longest wait of close() for the thread. The thread may wait for operations in flight.
 _END_TIMEOUT_S = 60.0
 _LOG = logging.getLogger(__name__)
 
 
-class RemovedLinks:
+class RemovedLinkWatcher:
     """A thread that watches the folder of the links until :meth:`close`.
 
     Parameters

@@ -191,7 +191,7 @@ class EmbeddedServer:
         try:
             connection.settimeout(_START_TIMEOUT_S)
             # A socket address has a length limit. A path through the descriptor of the folder is short.
-            connection.connect(f"/proc/self/fd/{self._mount.virtual_fd}/{self._socket_path.name}")
+            connection.connect(f"/proc/self/fd/{self._mount.virtual_folder_fd}/{self._socket_path.name}")
         except BaseException:
             connection.close()
             raise

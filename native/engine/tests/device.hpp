@@ -27,38 +27,38 @@ public:
     DeviceMemory(int device, u64 length) : device_(device), length_(length) {
         CHECK(call_driver("cuInit", 0U) == 0);
         CHECK(call_driver("cuDevicePrimaryCtxRetain", &context_, device) == 0);
-        in_context([&] { CHECK(call_driver("cuMemAlloc_v2", &address_, length) == 0); });
+        call_in_context([&] { CHECK(call_driver("cuMemAlloc_v2", &address_, length) == 0); });
         fill();
     }
     DeviceMemory(const DeviceMemory&) = delete;
     DeviceMemory& operator=(const DeviceMemory&) = delete;
     ~DeviceMemory() {
-        in_context([&] { CHECK(call_driver("cuMemFree_v2", address_) == 0); });
+        call_in_context([&] { CHECK(call_driver("cuMemFree_v2", address_) == 0); });
         CHECK(call_driver("cuDevicePrimaryCtxRelease_v2", device_) == 0);
     }
     u64 address() const { return address_; }
     int device() const { return device_; }
     void fill() { write(Bytes(length_, filler)); }
     void write(const Bytes& bytes) {
-        in_context([&] {
+        call_in_context([&] {
             CHECK(call_driver("cuMemcpyHtoD_v2", address_, static_cast<const void*>(bytes.data()), u64{bytes.size()}) ==
                   0);
         });
     }
     // Waits for all work on the device.
     void synchronize() {
-        in_context([&] { CHECK(call_driver("cuCtxSynchronize") == 0); });
+        call_in_context([&] { CHECK(call_driver("cuCtxSynchronize") == 0); });
     }
     Bytes read(u64 offset, u64 length) {
         Bytes bytes(length);
-        in_context([&] {
+        call_in_context([&] {
             CHECK(call_driver("cuMemcpyDtoH_v2", static_cast<void*>(bytes.data()), address_ + offset, length) == 0);
         });
         return bytes;
     }
 
 private:
-    template <typename Function> void in_context(const Function& function) {
+    template <typename Function> void call_in_context(const Function& function) {
         CHECK(call_driver("cuCtxPushCurrent_v2", context_) == 0);
         function();
         void* popped_context = nullptr;

@@ -195,7 +195,7 @@ void check_missing_device(const Folder& folder, Engine& engine) {
 }
 
 // Returns the number of bytes that each thread of an engine has read, largest first. Returns an empty list if the
-// kernel does not count them.
+// kernel does not count the bytes.
 std::vector<u64> list_bytes_by_thread() {
     std::vector<u64> read_bytes_by_thread;
     for (const auto& thread_folder : std::filesystem::directory_iterator("/proc/self/task")) {
@@ -237,8 +237,9 @@ void check_direct_readers(const Folder& folder) {
 
 int main() {
     const Folder folder;
-    check_direct_readers(folder); // No other engine may have threads, because the check counts their reads.
-    std::size_t open_files_before = 0;
+    // This check is the first, because it would also count the reads of the threads of an earlier engine.
+    check_direct_readers(folder);
+    std::size_t open_files_count_before = 0;
     for (int round = 0; round < 2; ++round) {
         {
             Engine engine(small_tuning(), any_node);
@@ -252,7 +253,7 @@ int main() {
             check_missing_device(folder, engine);
         }
         // The driver keeps some files open after the first round.
-        CHECK(round == 0 || count_open_files() == open_files_before);
-        open_files_before = count_open_files();
+        CHECK(round == 0 || count_open_files() == open_files_count_before);
+        open_files_count_before = count_open_files();
     }
 }

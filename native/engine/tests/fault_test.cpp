@@ -93,7 +93,7 @@ int run_large_transfers(bool is_write, int expected_result) {
     const Bytes data = pattern(3 * mib, 1);
     const Descriptor fd = create_file(folder.path_of("file"), data);
     DeviceMemory memory(0, data.size());
-    const std::size_t open_files_before = count_open_files();
+    const std::size_t open_files_count_before = count_open_files();
     for (int engine_index = 0; engine_index < 3; ++engine_index) {
         Engine engine(small_tuning(), any_node);
         int failures_count = 0;
@@ -104,48 +104,49 @@ int run_large_transfers(bool is_write, int expected_result) {
         CHECK(engine_index != 0 || failures_count >= 1);
         CHECK(engine_index != 2 || failures_count == 0);
     }
-    CHECK(count_open_files() == open_files_before);
+    CHECK(count_open_files() == open_files_count_before);
     return 0;
 }
 
-constexpr u64 small_bytes = 64 * kib;
+constexpr u64 small_transfer_bytes = 64 * kib;
 
 // When a failed small transfer returns, its copy must be over, because the caller may free its memory, and the next
-// transfer uses the staging memory.
+// transfer uses the same staging memory.
 int run_small_transfers(bool is_write, int expected_result) {
     const Folder folder;
-    const Bytes data = pattern(small_bytes, 1);
+    const Bytes data = pattern(small_transfer_bytes, 1);
     const Descriptor fd = create_file(folder.path_of("file"), data);
-    DeviceMemory memory(0, small_bytes);
+    DeviceMemory memory(0, small_transfer_bytes);
     Engine engine(small_tuning(), any_node);
     File file(duplicate(fd));
-    const IoResult failed_result =
-        engine.transfer_small(is_write ? Direction::write : Direction::read, file, 0, memory.address(), small_bytes, 0);
+    const IoResult failed_result = engine.transfer_small(is_write ? Direction::write : Direction::read, file, 0,
+                                                         memory.address(), small_transfer_bytes, 0);
     CHECK(failed_result.failure && failed_result.failure->number == expected_result && failed_result.bytes == 0);
     CHECK(contents(fd) == data);
     if (!is_write) {
         memory.fill();
         memory.synchronize();
-        CHECK(memory.read(0, small_bytes) == Bytes(small_bytes, filler));
+        CHECK(memory.read(0, small_transfer_bytes) == Bytes(small_transfer_bytes, filler));
     }
-    const IoResult next_result = engine.transfer_small(Direction::read, file, 0, memory.address(), small_bytes, 0);
-    CHECK(!next_result.failure && next_result.bytes == small_bytes);
-    CHECK(memory.read(0, small_bytes) == data);
+    const IoResult next_result =
+        engine.transfer_small(Direction::read, file, 0, memory.address(), small_transfer_bytes, 0);
+    CHECK(!next_result.failure && next_result.bytes == small_transfer_bytes);
+    CHECK(memory.read(0, small_transfer_bytes) == data);
     CHECK(get_current_context() == nullptr);
     return 0;
 }
 
 // A thread that could not make a context current must also be able to wait for the copies.
 int run_drain_without_context() {
-    const Bytes data = pattern(small_bytes, 3);
-    DeviceMemory memory(0, small_bytes);
+    const Bytes data = pattern(small_transfer_bytes, 3);
+    DeviceMemory memory(0, small_transfer_bytes);
     PrimaryContexts contexts;
     const CopyStream stream(contexts.get(0), 1);
     // A copy from memory that is not pinned would end before copy_to_device() returns.
-    Staging staging(small_bytes, any_node);
+    Staging staging(small_transfer_bytes, any_node);
     staging.pin();
     std::ranges::copy(data, staging.data());
-    stream.copy_to_device(memory.address(), staging.data(), small_bytes);
+    stream.copy_to_device(memory.address(), staging.data(), small_transfer_bytes);
     std::thread([&] {
         CHECK(get_current_context() == nullptr);
         stream.drain();
@@ -153,7 +154,7 @@ int run_drain_without_context() {
     }).join();
     memory.fill();
     memory.synchronize();
-    CHECK(memory.read(0, small_bytes) == Bytes(small_bytes, filler));
+    CHECK(memory.read(0, small_transfer_bytes) == Bytes(small_transfer_bytes, filler));
     staging.unpin();
     return 0;
 }
@@ -161,26 +162,27 @@ int run_drain_without_context() {
 // Each allocation of a small transfer fails in turn. No context stays current, and the next transfer works.
 void check_allocations() {
     const Folder folder;
-    const Bytes data = pattern(small_bytes, 2);
+    const Bytes data = pattern(small_transfer_bytes, 2);
     const Descriptor fd = create_file(folder.path_of("file"), data);
-    DeviceMemory memory(0, small_bytes);
+    DeviceMemory memory(0, small_transfer_bytes);
     File file(duplicate(fd));
     int failing_index = 0;
-    for (bool has_reached_end = false; !has_reached_end; ++failing_index) {
+    for (bool has_each_allocation_failed = false; !has_each_allocation_failed; ++failing_index) {
         CHECK(failing_index < 100);
         Engine engine(small_tuning(), any_node);
         memory.fill();
         allocations_left = failing_index;
         try {
-            CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small_bytes, 0).bytes ==
-                  small_bytes);
-            has_reached_end = allocations_left >= 0; // The transfer needed fewer allocations, so each has failed once.
+            CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small_transfer_bytes, 0).bytes ==
+                  small_transfer_bytes);
+            has_each_allocation_failed = allocations_left >= 0; // The transfer needed fewer allocations.
         } catch (const std::bad_alloc&) {
         }
         allocations_left = -1;
         CHECK(get_current_context() == nullptr);
-        CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small_bytes, 0).bytes == small_bytes);
-        CHECK(memory.read(0, small_bytes) == data);
+        CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small_transfer_bytes, 0).bytes ==
+              small_transfer_bytes);
+        CHECK(memory.read(0, small_transfer_bytes) == data);
     }
     CHECK(failing_index >= 3); // At least two allocations have failed.
 }
@@ -227,6 +229,7 @@ constexpr Fault faults[] = {
     {"cuMemcpyHtoDAsync_v2", "9", unknown_error, false},
     {"cuEventRecord", "9", unknown_error, false},
     {"cuEventQuery", "9", unknown_error, false},
+    // This call belongs to the first chunk of a write, which has no coalesced copies.
     {"cuEventQuery", "1", unknown_error, true},
     // The thread that completes a coalesced copy cannot make a context current. The copy must end before its buffer is
     // used again.

@@ -27,6 +27,7 @@ struct AlignedMemory {
         CHECK(bytes);
         std::memset(bytes.get(), 0xa5, length);
     }
+    // Frees `bytes`.
     struct Free {
         void operator()(std::byte* memory) const { std::free(memory); }
     };
@@ -35,7 +36,7 @@ struct AlignedMemory {
 };
 
 // Returns memory for a range of `length` bytes, with space for one more block at both ends.
-AlignedMemory aligned_memory_for(u64 length) {
+AlignedMemory make_aligned_memory(u64 length) {
     return AlignedMemory((length + 4 * 4096) / 4096 * 4096);
 }
 
@@ -48,7 +49,7 @@ void check_unaligned_reads(const Folder& folder) {
     for (const u64 offset : offsets) {
         for (const u64 length : lengths) {
             drop_cache(fd);
-            const AlignedMemory memory = aligned_memory_for(length);
+            const AlignedMemory memory = make_aligned_memory(length);
             const IoResult result = read_direct(file, offset, length, memory.bytes.get());
             CHECK(!result.failure && result.bytes == length);
             // O_DIRECT reads whole blocks, so the range begins inside the first block in memory.
@@ -67,7 +68,7 @@ void check_unaligned_writes(const Folder& folder) {
     for (const u64 offset : offsets) {
         for (const u64 length : lengths) {
             const Bytes new_data = pattern(length, ++seed);
-            const AlignedMemory memory = aligned_memory_for(length);
+            const AlignedMemory memory = make_aligned_memory(length);
             std::memcpy(memory.bytes.get() + get_offset_in_block(file, offset), new_data.data(), length);
             const IoResult result = write_direct(file, offset, length, memory.bytes.get());
             CHECK(!result.failure && result.bytes == length);
@@ -84,7 +85,7 @@ void check_end_of_file(const Folder& folder) {
     File file(duplicate(fd));
     for (const u64 offset : {u64{0}, u64{1}, u64{4096}, u64{8192}, u64{8200}, u64{data.size()}, u64{1} << 40U}) {
         drop_cache(fd);
-        const AlignedMemory memory = aligned_memory_for(65536);
+        const AlignedMemory memory = make_aligned_memory(65536);
         const u64 expected_bytes = offset < data.size() ? data.size() - offset : 0;
         const IoResult result = read_direct(file, offset, 65536, memory.bytes.get());
         CHECK(!result.failure && result.bytes == expected_bytes);
@@ -117,22 +118,22 @@ void check_residency(const Folder& folder) {
 // A File that was made from a descriptor stays open.
 void check_descriptors(const Folder& folder) {
     const Descriptor fd = create_file(folder.path_of("held"), pattern(mib, 7));
-    const std::size_t open_files_before = count_open_files();
+    const std::size_t open_files_count_before = count_open_files();
     {
         File reopenable_file(folder.path_of("held"), O_RDONLY, 0);
         reopenable_file.add_pending(10);
         CHECK(reopenable_file.buffered_fd() >= 0);
         reopenable_file.direct_fd();
         reopenable_file.remove_pending(4);
-        CHECK(count_open_files() > open_files_before);
+        CHECK(count_open_files() > open_files_count_before);
         reopenable_file.remove_pending(6);
-        CHECK(count_open_files() == open_files_before);
+        CHECK(count_open_files() == open_files_count_before);
         File descriptor_file(duplicate(fd));
         descriptor_file.direct_fd();
         descriptor_file.close_reopenable_descriptors();
         CHECK(fcntl(descriptor_file.buffered_fd(), F_GETFD) >= 0);
     }
-    CHECK(count_open_files() == open_files_before && fcntl(fd.get(), F_GETFD) >= 0);
+    CHECK(count_open_files() == open_files_count_before && fcntl(fd.get(), F_GETFD) >= 0);
     File missing_file(folder.path_of("missing"), O_RDONLY, 0);
     try {
         missing_file.buffered_fd();
@@ -146,7 +147,7 @@ void check_descriptors(const Folder& folder) {
 void check_without_direct() {
     const Descriptor fd(open("/proc/self/status", O_RDONLY | O_CLOEXEC));
     File file(duplicate(fd));
-    const AlignedMemory memory = aligned_memory_for(65536);
+    const AlignedMemory memory = make_aligned_memory(65536);
     const IoResult result = read_direct(file, 0, 100, memory.bytes.get());
     CHECK(!result.failure && result.bytes == 100 && !result.used_direct);
     CHECK(file.direct_errno() != 0 && file.direct_fd() < 0);
@@ -155,7 +156,7 @@ void check_without_direct() {
 // A close waits for the calls that use the descriptor. Meanwhile the file refuses new calls. If the thread that closes
 // the file gives up, the file accepts calls again. Only one thread at a time may close a file.
 void check_uses(const Folder& folder) {
-    const std::size_t open_files_before = count_open_files();
+    const std::size_t open_files_count_before = count_open_files();
     const auto file = std::make_shared<File>(open_file(folder.path_of("uses")));
     file->direct_fd();
     FileUse first_use(file);
@@ -180,7 +181,7 @@ void check_uses(const Folder& folder) {
     next_closer.join();
     const FileClosing closing(*file, true);
     file->close();
-    CHECK(file->is_closed() && !FileUse(file).file() && count_open_files() == open_files_before);
+    CHECK(file->is_closed() && !FileUse(file).file() && count_open_files() == open_files_count_before);
 }
 
 // A forked child closes the file without a wait, because no thread of the child could end the uses of the parent.
@@ -190,14 +191,15 @@ void check_fork(const Folder& folder) {
     const FileUse use(file);
     const pid_t child = fork();
     if (child == 0) {
-        const std::size_t open_files_before = count_open_files();
+        const std::size_t open_files_count_before = count_open_files();
         const int fd = file->buffered_fd();
         const std::size_t direct_descriptors_count = file->direct_fd() >= 0 ? 1 : 0;
         const auto replacement_file = file->replace_after_fork();
         const bool is_same_and_unused =
             replacement_file->buffered_fd() == fd && replacement_file->wait_until_unused(std::chrono::seconds(0));
         replacement_file->close();
-        _exit(is_same_and_unused && count_open_files() == open_files_before - 1 - direct_descriptors_count ? 0 : 1);
+        _exit(is_same_and_unused && count_open_files() == open_files_count_before - 1 - direct_descriptors_count ? 0
+                                                                                                                 : 1);
     }
     int status = -1;
     CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);

@@ -90,7 +90,8 @@ inline Descriptor create_file(const std::string& path, const Bytes& bytes) {
     return descriptor;
 }
 
-// Returns a second descriptor of an open file. A File closes the descriptor that it gets, so tests give it this one.
+// Returns a second descriptor of an open file. A File closes the descriptor that it gets, so tests pass the
+// duplicate to it.
 inline Descriptor duplicate(const Descriptor& descriptor) {
     return Descriptor(fcntl(descriptor.get(), F_DUPFD_CLOEXEC, 0));
 }

@@ -106,7 +106,7 @@ void check_short_file(const Folder& folder) {
 
 // A job opens and closes the files that are given by path, even if one of them is missing.
 void check_paths(const Folder& folder) {
-    const std::size_t open_files_before = count_open_files();
+    const std::size_t open_files_count_before = count_open_files();
     std::vector<std::shared_ptr<File>> files;
     std::vector<Extent> extents;
     Bytes expected_data, memory(3 * mib);
@@ -121,7 +121,8 @@ void check_paths(const Folder& folder) {
         }
         const auto job = start_job(engine, Direction::read, host_memory, files, extents);
         CHECK(job->wait(-1) && is_complete(job->progress(), expected_data.size()));
-        CHECK(sub_range(memory, 0, expected_data.size()) == expected_data && count_open_files() == open_files_before);
+        CHECK(sub_range(memory, 0, expected_data.size()) == expected_data &&
+              count_open_files() == open_files_count_before);
         for (const u64 length : {u64{100}, 2 * mib}) {
             const auto missing_file = std::make_shared<File>(folder.path_of("missing"), O_RDONLY, 0);
             const auto failed_job = start_job(engine, Direction::read, host_memory, {files[39], missing_file},
@@ -129,7 +130,7 @@ void check_paths(const Folder& folder) {
                                                Extent{1, 0, address_of(memory) + mib, std::min(length, mib)}});
             CHECK(failed_job->wait(-1) && failed_job->progress().failure->number == ENOENT);
             CHECK(failed_job->progress().failed_extent == 1 && failed_job->arrived_bytes()[1] == 0);
-            CHECK(count_open_files() == open_files_before);
+            CHECK(count_open_files() == open_files_count_before);
         }
     }
 }
@@ -154,17 +155,17 @@ void check_query_does_not_sleep(const Folder& folder) {
     Job job(Direction::read, Access::automatic, host_memory, {make_file(fd)}, {Extent{0, 0, address_of(memory), kib}},
             small_tuning());
     constexpr int queries_count = 100;
-    auto shortest_time = std::chrono::nanoseconds::max();
+    auto shortest_round_time = std::chrono::nanoseconds::max();
     for (int round = 0; round < 10; ++round) {
         const auto begin_time = std::chrono::steady_clock::now();
         for (int query = 0; query < queries_count; ++query) {
             CHECK(!job.wait(0));
         }
-        shortest_time =
-            std::min<std::chrono::nanoseconds>(shortest_time, std::chrono::steady_clock::now() - begin_time);
+        shortest_round_time =
+            std::min<std::chrono::nanoseconds>(shortest_round_time, std::chrono::steady_clock::now() - begin_time);
     }
     // The limit is half of the timer slack for each query.
-    CHECK(shortest_time < queries_count * std::chrono::microseconds(25));
+    CHECK(shortest_round_time < queries_count * std::chrono::microseconds(25));
 }
 
 // A write is divided among the few workers that may write at the same time, a read among all workers.
@@ -268,7 +269,7 @@ void check_close(const Folder& folder) {
     while (gdrkit::test::has_thread("gdrkit-engine")) {
         std::this_thread::yield(); // The threads of the previous engine must be gone before they are counted below.
     }
-    const std::size_t open_files_before = count_open_files(), threads_count_before = count_threads();
+    const std::size_t open_files_count_before = count_open_files(), threads_count_before = count_threads();
     Bytes memory(data.size());
     {
         Engine engine(small_tuning(), any_node);
@@ -288,7 +289,7 @@ void check_close(const Folder& folder) {
     while (count_threads() > threads_count_before) {
         std::this_thread::yield();
     }
-    CHECK(count_open_files() == open_files_before && count_threads() == threads_count_before);
+    CHECK(count_open_files() == open_files_count_before && count_threads() == threads_count_before);
 }
 
 // If the thread that closes the engine gives up while a job is in progress, the engine stays open. Several threads may

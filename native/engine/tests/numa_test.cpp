@@ -31,21 +31,22 @@ void check_nodes(const Folder& folder) {
 }
 
 void check_processors(const Folder& folder) {
-    cpu_set_t allowed_cpus, cpus;
+    cpu_set_t allowed_cpus, node_cpus;
     CHECK(sched_getaffinity(0, sizeof allowed_cpus, &allowed_cpus) == 0);
     int cpu = 0;
     while (!CPU_ISSET(cpu, &allowed_cpus)) {
         ++cpu;
     }
     const std::string cpulist_path = folder.path_of("cpus") + "/devices/system/node/node1/cpulist";
-    CHECK(!cpus_of_node(1, cpus, folder.path_of("cpus")) && !cpus_of_node(-1, cpus));
+    CHECK(!cpus_of_node(1, node_cpus, folder.path_of("cpus")) && !cpus_of_node(-1, node_cpus));
     // Processors that this process may not use, or whose numbers are too large for a cpu_set_t, are left out.
     write_line(cpulist_path, std::to_string(cpu) + ",1000-1023");
-    CHECK(cpus_of_node(1, cpus, folder.path_of("cpus")) && CPU_COUNT(&cpus) == 1 && CPU_ISSET(cpu, &cpus));
+    CHECK(cpus_of_node(1, node_cpus, folder.path_of("cpus")) && CPU_COUNT(&node_cpus) == 1 &&
+          CPU_ISSET(cpu, &node_cpus));
     write_line(cpulist_path, "0-1023,5000-999999");
-    CHECK(cpus_of_node(1, cpus, folder.path_of("cpus")) && CPU_EQUAL(&cpus, &allowed_cpus));
+    CHECK(cpus_of_node(1, node_cpus, folder.path_of("cpus")) && CPU_EQUAL(&node_cpus, &allowed_cpus));
     write_line(cpulist_path, "");
-    CHECK(!cpus_of_node(1, cpus, folder.path_of("cpus")));
+    CHECK(!cpus_of_node(1, node_cpus, folder.path_of("cpus")));
 }
 
 } // namespace

@@ -51,13 +51,14 @@ std::vector<std::byte> make_random_bytes(std::size_t size, unsigned seed) {
     return bytes;
 }
 
+// Reads from the server's file. Returns the number of bytes, or -errno.
 std::int64_t read_file(OpenFile& file, std::uint64_t offset, std::vector<std::byte>& destination) {
     std::vector<std::byte> buffer(destination.size() + 2 * chunk_bytes);
-    const auto result = file.inode->read(file.fd.get(), offset, destination.size(), buffer);
-    if (result.result > 0) {
-        std::memcpy(destination.data(), buffer.data() + result.buffer_offset, static_cast<std::size_t>(result.result));
+    const auto [bytes_or_error, buffer_offset] = file.inode->read(file.fd.get(), offset, destination.size(), buffer);
+    if (bytes_or_error > 0) {
+        std::memcpy(destination.data(), buffer.data() + buffer_offset, static_cast<std::size_t>(bytes_or_error));
     }
-    return result.result;
+    return bytes_or_error;
 }
 
 // A file with random changes has the same bytes as a copy in memory with the same changes.
@@ -153,6 +154,7 @@ void test_killed_write_leaves_valid_sums() {
         if (child == 0) {
             Store store(folder.sums_folder.get(), chunk_bytes);
             const auto file = folder.open_file(store);
+            // After some writes, the parent may kill this process in the middle of any later write.
             for (unsigned write_index = 0;; ++write_index) {
                 const auto data = make_random_bytes(20 * chunk_bytes + 100, write_index + 1000);
                 file->inode->write(file->fd.get(), 10 * chunk_bytes + 7, data);
@@ -200,10 +202,10 @@ void test_partly_written_chunk_has_no_sum() {
     CHECK(setrlimit(RLIMIT_FSIZE, &small_limit) == 0);
     CHECK(file->inode->write(file->fd.get(), 0, new_data) == -EFBIG);
     CHECK(setrlimit(RLIMIT_FSIZE, &previous_limit) == 0);
-    auto expected = old_data;
-    std::copy(new_data.begin(), new_data.begin() + file_bytes_max, expected.begin());
-    std::vector<std::byte> data_read(expected.size());
-    CHECK(read_file(*file, 0, data_read) == static_cast<std::int64_t>(data_read.size()) && data_read == expected);
+    auto expected_data = old_data;
+    std::copy(new_data.begin(), new_data.begin() + file_bytes_max, expected_data.begin());
+    std::vector<std::byte> data_read(expected_data.size());
+    CHECK(read_file(*file, 0, data_read) == static_cast<std::int64_t>(data_read.size()) && data_read == expected_data);
     CHECK(store.counters().corruptions == 0);
     std::vector<std::byte> chunk_read(chunk_bytes);
     for (const std::size_t chunk : {4U, 5U, 6U}) { // Chunk 5 is partly written.
@@ -237,17 +239,17 @@ void test_open_stays_below_the_folder() {
     const StoreFolder folder;
     CHECK(mkdirat(folder.fd.get(), "a", 0700) == 0 && symlinkat("a", folder.fd.get(), "link") == 0);
     CHECK(close(openat(folder.fd.get(), "a/file", O_CREAT | O_WRONLY | O_CLOEXEC, 0600)) == 0);
-    for (const auto open_function : {&open_beneath, &open_beneath_by_steps}) {
-        // Returns 0 if the path can be opened, or the errno.
-        const auto open_errno = [&](const char* path, int flags = O_RDONLY) {
+    for (const auto open_function : {&open_beneath, &open_beneath_by_component}) {
+        // Opens and closes the path. Returns 0 if it can be opened, or the errno.
+        const auto try_open = [&](const char* path, int flags = O_RDONLY) {
             const int fd_or_error = open_function(folder.fd.get(), path, flags, 0600);
             const Descriptor opened_file(fd_or_error);
             return opened_file ? 0 : -fd_or_error;
         };
-        CHECK(open_errno("a/file") == 0 && open_errno("", O_DIRECTORY) == 0 && open_errno("a", O_DIRECTORY) == 0);
-        CHECK(open_errno("link/file") == ELOOP && open_errno("link") == ELOOP);
-        CHECK(open_errno("../x") == EXDEV && open_errno("/etc") == EXDEV && open_errno("a/../../etc") == EXDEV);
-        CHECK(open_errno("b") == ENOENT && open_errno("a/file/x") == ENOTDIR);
+        CHECK(try_open("a/file") == 0 && try_open("", O_DIRECTORY) == 0 && try_open("a", O_DIRECTORY) == 0);
+        CHECK(try_open("link/file") == ELOOP && try_open("link") == ELOOP);
+        CHECK(try_open("../x") == EXDEV && try_open("/etc") == EXDEV && try_open("a/../../etc") == EXDEV);
+        CHECK(try_open("b") == ENOENT && try_open("a/file/x") == ENOTDIR);
     }
 }
 

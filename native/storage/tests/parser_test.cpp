@@ -62,7 +62,7 @@ void set_crcs(Bytes& frame) {
     std::memcpy(frame.data(), &header, sizeof header);
 }
 
-// Checks the frames of a file, and returns the valid ones. The fields of a line are "right" or "wrong", a name,
+// Checks the frames of a file, and returns the valid frames. The fields of a line are "right" or "wrong", a name,
 // and the bytes of the frame in hexadecimal digits.
 std::vector<Bytes> check_vectors(const char* path) {
     std::ifstream file(path);

@@ -263,8 +263,8 @@ void test_operation_does_not_see_state_of_an_earlier_one(const Fixture& fixture)
 }
 
 void wait_for_end(Session& session) {
-    pollfd polled{session.ended_fd(), POLLIN, 0};
-    CHECK(poll(&polled, 1, 30000) == 1);
+    pollfd ended_pollfd{session.ended_fd(), POLLIN, 0};
+    CHECK(poll(&ended_pollfd, 1, 30000) == 1);
 }
 
 // If operations use the rkey of a region that the client has deregistered (a stale rkey), the session ends.

@@ -84,10 +84,10 @@ std::uint64_t take_from_chunk_locked(Arena* address_arena, std::uint64_t length_
 
 } // namespace
 
-Slot allocate_slot(std::uint64_t length_bytes) {
+AddressSlot allocate_address_slot(std::uint64_t length_bytes) {
     Arena& address_arena = arena();
     std::lock_guard lock(address_arena.mutex);
-    Slot slot{0, round_up(length_bytes, address_granularity_bytes)};
+    AddressSlot slot{0, round_up(length_bytes, address_granularity_bytes)};
     if (auto& free_bases = address_arena.free_bases[slot.size_class_bytes]; !free_bases.empty()) {
         slot.base = free_bases.back();
         free_bases.pop_back();
@@ -107,7 +107,7 @@ Slot allocate_slot(std::uint64_t length_bytes) {
     return slot;
 }
 
-void free_slot(const Slot& slot) {
+void free_address_slot(const AddressSlot& slot) {
     Arena& address_arena = arena();
     std::lock_guard lock(address_arena.mutex);
     address_arena.free_bases[slot.size_class_bytes].push_back(slot.base);

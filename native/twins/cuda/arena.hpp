@@ -20,7 +20,7 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
 // The address of an allocation and its size class. The size class is the length, rounded up to a multiple of 512 bytes;
 // a freed slot is reused only for an allocation of the same size class. As on an H200, small allocations begin at
 // multiples of 512 bytes, so most of them are not page-aligned.
-struct Slot {
+struct AddressSlot {
     std::uint64_t base = 0;
     std::uint64_t size_class_bytes = 0;
 
@@ -29,12 +29,12 @@ struct Slot {
 
 // Return a slot of at least `length_bytes`: the most recently freed slot of that size class, or a new slot. Its base is
 // 0 if no address space is left.
-Slot allocate_slot(std::uint64_t length_bytes);
-void free_slot(const Slot& slot);
+AddressSlot allocate_address_slot(std::uint64_t length_bytes);
+void free_address_slot(const AddressSlot& slot);
 
 // Reserve an address range for cuMemAddressReserve and return its base; 0 on failure.
 std::uint64_t reserve_addresses(std::uint64_t length_bytes, std::uint64_t alignment_bytes);
-// Unmap a range of reserve_addresses(). free_slot(), in contrast, keeps the addresses reserved for later slots.
+// Unmap a range of reserve_addresses(). free_address_slot(), in contrast, keeps the addresses reserved for later slots.
 void free_addresses(std::uint64_t base, std::uint64_t length_bytes);
 
 // Return whether the address lies in a reserved range of this process, allocated or not.

@@ -87,12 +87,12 @@ Result check_description(const ArrayDescription* description) {
 }
 
 Result make_array(const ContextRef& context, const ArrayDescription& description, ArrayRef* new_array) {
-    if (const Result result = check_unsafe_call(); result != success) {
+    if (const Result result = check_call_during_captures(); result != success) {
         return result;
     }
     auto array = std::make_shared<Array>();
     array->description = description;
-    array->context = context->contents_owner;
+    array->context = context->owning_context;
     array->element_bytes = count_element_bytes(description.format, description.channels);
     array->row_bytes = description.width * array->element_bytes;
     array->row_count = std::max<std::size_t>(description.height, 1);
@@ -100,7 +100,7 @@ Result make_array(const ContextRef& context, const ArrayDescription& description
     const Result result = allocate(MemoryKind::device, context->device,
                                    array->row_bytes * array->row_count * array->slice_count, &array->range);
     if (result == success) {
-        array->range->context = context->contents_owner;
+        array->range->context = context->owning_context;
         add_range(array->range);
         *new_array = std::move(array);
     }
@@ -129,7 +129,7 @@ void free_array_memory(const Array& array) {
     }
     if (find_range_by_base(array.range->base) == array.range &&
         remove_range(array.range->base, {MemoryKind::device}, &range) == success) {
-        free_slot(range->slot);
+        free_address_slot(range->slot);
     }
 }
 
@@ -159,7 +159,7 @@ Result create_mipmap(const ContextRef& context, Handle* handle, const ArrayDescr
     const std::size_t longest_side =
         std::max({description->width, description->height, has_layers ? 0 : description->depth});
     auto mipmap = std::make_shared<Mipmap>();
-    mipmap->context = context->contents_owner;
+    mipmap->context = context->owning_context;
     ArrayDescription level_description = *description;
     // In the last possible level, the longest side has one element.
     const unsigned actual_level_count =

@@ -243,7 +243,7 @@ Result refuse_synchronize_during_capture(const ContextRef& context) {
     return has_captured_stream ? stream_capture_unsupported : success;
 }
 
-Result check_unsafe_call() {
+Result check_call_during_captures() {
     if (mode_of_this_thread == capture_mode_relaxed) {
         return success;
     }

@@ -70,7 +70,7 @@ constexpr std::uint64_t default_limits[limit_count] = {1024, 1 << 20, 8 << 20, 2
 
 ContextRef make_context_locked(Contexts* all_contexts, Device device, std::uint32_t flags) {
     auto context = std::make_shared<Context>();
-    context->handle = context->contents_owner = make_handle();
+    context->handle = context->owning_context = make_handle();
     context->id = ++all_contexts->last_context_id;
     context->device = device;
     context->flags = flags | context_map_host;
@@ -113,7 +113,7 @@ Result create_context(Handle* handle, std::uint32_t flags, Device device) {
         context->is_alive = true;
         all_contexts.live_contexts.emplace(context->handle, context);
     }
-    ledger_add(ledger_kind, context->handle);
+    record_open_handle(ledger_kind, context->handle);
     thread_stack().push_back(context);
     *handle = context->handle;
     return success;
@@ -132,7 +132,7 @@ ContextRef retain_primary(Device device) {
         primary.context->flags = primary.flags | context_map_host;
         primary.context->is_alive = true;
         all_contexts.live_contexts.emplace(primary.context->handle, primary.context);
-        ledger_add(primary_ledger_kind, primary.context->handle);
+        record_open_handle(primary_ledger_kind, primary.context->handle);
     }
     return primary.context;
 }
@@ -162,7 +162,7 @@ Result release_primary(Device device, bool drops_all_references) {
     }
     if (released_context) {
         destroy_contents(released_context);
-        const bool is_removed = ledger_remove(primary_ledger_kind, released_context->handle);
+        const bool is_removed = record_closed_handle(primary_ledger_kind, released_context->handle);
         std::lock_guard lock(all_contexts.mutex);
         all_contexts.primary_contexts[device].is_ending = false;
         all_contexts.context_ended.notify_all();
@@ -211,7 +211,7 @@ ContextRef make_green_context(Device device, Handle green_context) {
     std::lock_guard lock(all_contexts.mutex);
     const ContextRef context = make_context_locked(&all_contexts, device, primary->flags);
     context->green_context = green_context;
-    context->contents_owner = primary->handle;
+    context->owning_context = primary->handle;
     context->is_alive = true;
     all_contexts.live_contexts.emplace(context->handle, context);
     return context;
@@ -351,7 +351,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxDestroy_v2(Handle handle) {
             return invalid_context;
         }
         // If two threads destroy the same context, only one of them removes the ledger entry. The other fails here.
-        if (!ledger_remove(ledger_kind, handle)) {
+        if (!record_closed_handle(ledger_kind, handle)) {
             return invalid_context;
         }
         {

@@ -63,7 +63,7 @@ GraphMemory::~GraphMemory() {
         std::lock_guard lock(graphs().memory_mutex);
         graphs().registered_memory.erase(this);
     }
-    free_slot(slot);
+    free_address_slot(slot);
 }
 
 GraphRef make_graph() {

@@ -24,7 +24,7 @@ struct GraphMemory : Pool {
     GraphMemory(const GraphMemory&) = delete;
     GraphMemory& operator=(const GraphMemory&) = delete;
     ~GraphMemory();
-    Slot slot;
+    AddressSlot slot;
     std::uint64_t length_bytes = 0;
 };
 

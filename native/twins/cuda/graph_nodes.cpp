@@ -206,7 +206,7 @@ Result make_allocation(AllocateParameters* parameters, AllocateNode* node) {
         }
         memory->access[access.location.id] = access.flags;
     }
-    memory->slot = allocate_slot(parameters->length_bytes);
+    memory->slot = allocate_address_slot(parameters->length_bytes);
     if (memory->slot.base == 0) {
         return out_of_memory;
     }

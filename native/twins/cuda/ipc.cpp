@@ -146,7 +146,7 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcH
     if (const Result result = map_imported_memory(message, MemoryKind::ipc, &range); result != success) {
         return result;
     }
-    range->context = context->contents_owner;
+    range->context = context->owning_context;
     add_range(range);
     std::lock_guard lock(ipc_table.mutex);
     ipc_table.imported_mappings[mapping_key] = {range, 1};
@@ -184,7 +184,7 @@ Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeR
         return success;
     }
     // The slot begins at a page, so that the allocation has the same page offset as in the owning process.
-    const Slot slot = allocate_slot(round_up(reply_message.memory_bytes, min_aligned_bytes));
+    const AddressSlot slot = allocate_address_slot(round_up(reply_message.memory_bytes, min_aligned_bytes));
     if (slot.base == 0) {
         return out_of_memory;
     }
@@ -252,7 +252,7 @@ GDRKIT_CUDA_ENTRY Result cuIpcCloseMemHandle(DevicePointer pointer) {
         synchronise(context);
         const Result result = remove_range(pointer, {MemoryKind::ipc}, &range);
         if (result == success) {
-            free_slot(range->slot);
+            free_address_slot(range->slot);
         }
         return result;
     });

@@ -1,4 +1,4 @@
-// cuMemAlloc, cuMemAllocManaged, cuMemFree and queries of device memory.
+// The software twin of libcuda: cuMemAlloc, cuMemAllocManaged, cuMemFree and queries of device memory.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -19,7 +19,7 @@ Result allocate_in_context(const ContextRef& context, DevicePointer* pointer, st
     if (pointer == nullptr || length_bytes == 0) {
         return invalid_value;
     }
-    if (const Result result = check_unsafe_call(); result != success) {
+    if (const Result result = check_call_during_captures(); result != success) {
         return result;
     }
     RangeRef range;
@@ -27,14 +27,15 @@ Result allocate_in_context(const ContextRef& context, DevicePointer* pointer, st
     if (allocate_result != success) {
         return allocate_result;
     }
-    range->context = context->contents_owner;
+    range->context = context->owning_context;
     range->gpu_direct_rdma_capable = true;
     add_range(range);
     *pointer = range->base;
     return success;
 }
 
-// Wait for queued work that may still use the memory. Pool memory needs no wait, because it is freed in stream order.
+// Wait for queued work that may still use the memory. As in CUDA, cuMemFree does not wait for memory of a pool
+// (cuMemAllocAsync): the program must have completed all accesses.
 void wait_for_queued_work(const Range& range, const ContextRef& current_context) {
     if (range.kind == MemoryKind::pool) {
         return;
@@ -52,18 +53,19 @@ Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, Rang
     if (length_bytes > device_capacity_bytes) {
         return out_of_memory;
     }
-    const Slot slot = allocate_slot(length_bytes);
+    const AddressSlot slot = allocate_address_slot(length_bytes);
     if (slot.base == 0) {
         return out_of_memory;
     }
     const Result result = make_range(kind, device, length_bytes, slot, allocated_range);
     if (result != success) {
-        free_slot(slot);
+        free_address_slot(slot);
     }
     return result;
 }
 
-Result make_range(MemoryKind kind, Device device, std::uint64_t length_bytes, const Slot& slot, RangeRef* new_range) {
+Result make_range(MemoryKind kind, Device device, std::uint64_t length_bytes, const AddressSlot& slot,
+                  RangeRef* new_range) {
     auto range = std::make_shared<Range>();
     const Result result = Memory::make(device, slot.get_page_offset_bytes() + length_bytes, &range->memory);
     if (result != success) {
@@ -111,14 +113,14 @@ GDRKIT_CUDA_ENTRY Result cuMemAllocManaged(DevicePointer* pointer, std::size_t l
         if (pointer == nullptr || length_bytes == 0 || (flags != attach_global && flags != attach_host)) {
             return invalid_value;
         }
-        if (const Result result = check_unsafe_call(); result != success) {
+        if (const Result result = check_call_during_captures(); result != success) {
             return result;
         }
         const RangeRef range = make_host_range(MemoryKind::managed, length_bytes);
         if (!range) {
             return out_of_memory;
         }
-        range->context = context->contents_owner;
+        range->context = context->owning_context;
         range->device = context->device;
         range->sync_memops = true;
         add_range(range);
@@ -129,7 +131,7 @@ GDRKIT_CUDA_ENTRY Result cuMemAllocManaged(DevicePointer* pointer, std::size_t l
 
 GDRKIT_CUDA_ENTRY Result cuMemFree_v2(DevicePointer pointer) {
     return run_entry_in_context("cuMemFree_v2", [&](const ContextRef& context) {
-        if (const Result result = check_unsafe_call(); result != success) {
+        if (const Result result = check_call_during_captures(); result != success) {
             return result;
         }
         if (pointer == 0) {
@@ -148,7 +150,7 @@ GDRKIT_CUDA_ENTRY Result cuMemFree_v2(DevicePointer pointer) {
             record_pool_free(range->pool, range->length_bytes);
         }
         if (range->slot.base != 0) {
-            free_slot(range->slot);
+            free_address_slot(range->slot);
         }
         return success;
     });

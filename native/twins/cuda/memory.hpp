@@ -87,7 +87,7 @@ struct Range {
 
     MemoryRef memory;                    // null for managed and host memory
     std::uint64_t memory_offset = 0;     // offset of the range in `memory`, in bytes
-    Slot slot;                           // addresses of the range in the arena; empty (base 0) for other memory
+    AddressSlot slot;                    // addresses of the range in the arena; empty (base 0) for other memory
     std::shared_ptr<void> owning_object; // keeps the host pages, the VMM allocation or the pool alive
 
     std::byte* host = nullptr;    // CPU address of managed and host memory, equal to base; else null
@@ -133,7 +133,7 @@ void set_access(const RangeRef& range, Device device, int flags);
 // Allocate memory (kinds device and pool) at a new address. The caller adds the range to the address space.
 Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, RangeRef* range);
 // Do the same as allocate() at the address of a slot that the caller has allocated.
-Result make_range(MemoryKind kind, Device device, std::uint64_t length_bytes, const Slot& slot, RangeRef* range);
+Result make_range(MemoryKind kind, Device device, std::uint64_t length_bytes, const AddressSlot& slot, RangeRef* range);
 // Allocate host memory (kinds managed and host_alloc); null on failure. The caller adds the range to the address space.
 RangeRef make_host_range(MemoryKind kind, std::uint64_t length_bytes);
 // Allocate memory of the host (kind pool) that processes can share. `device` is only stored in the range, because every

@@ -467,13 +467,13 @@ GDRKIT_CUDA_ENTRY Result cuMemFreeAsync(DevicePointer pointer, Handle stream_han
             record_pool_free(range->pool, range->length_bytes);
         }
         // The pointer is invalid from now on. The memory and the address are freed when the stream reaches this work.
-        const Slot slot = range->slot;
+        const AddressSlot slot = range->slot;
         enqueue(
             stream,
             [range = std::move(range), slot]() mutable {
                 range.reset();
                 if (slot.base != 0) {
-                    free_slot(slot);
+                    free_address_slot(slot);
                 }
             },
             Timing::delayed);

@@ -47,7 +47,7 @@ std::vector<RangeRef> find_overlapping_locked(const AddressSpace& space, std::ui
 
 void add_range_locked(AddressSpace* space, const RangeRef& range) {
     space->removed_with_context.erase(range->base);
-    ledger_add(get_ledger_kind(range->kind), range->base);
+    record_open_handle(get_ledger_kind(range->kind), range->base);
     space->ranges.emplace(range->base, range);
 }
 
@@ -134,7 +134,7 @@ Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kin
             return invalid_value;
         }
         RangeRef range = entry->second;
-        if (!ledger_remove(get_ledger_kind(range->kind), address)) {
+        if (!record_closed_handle(get_ledger_kind(range->kind), address)) {
             return invalid_value;
         }
         space.ranges.erase(entry);
@@ -143,9 +143,9 @@ Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kin
     }
     if (!space.removed_with_context.contains(address)) {
         for (const MemoryKind kind : kinds) {
-            // No range begins at this address. If a freed range began there, this is a double free, and ledger_remove
-            // ends the process.
-            if (ledger_remove(get_ledger_kind(kind), address)) {
+            // No range begins at this address. If a freed range began there, this is a double free, and
+            // record_closed_handle ends the process.
+            if (record_closed_handle(get_ledger_kind(kind), address)) {
                 break;
             }
         }
@@ -160,7 +160,7 @@ void destroy_context_memory(Handle context) {
         std::lock_guard lock(space.mutex);
         for (auto entry = space.ranges.begin(); entry != space.ranges.end();) {
             const RangeRef& range = entry->second;
-            if (range->context == context && ledger_remove(get_ledger_kind(range->kind), range->base)) {
+            if (range->context == context && record_closed_handle(get_ledger_kind(range->kind), range->base)) {
                 space.removed_with_context.insert(range->base);
                 removed_ranges.push_back(range);
                 entry = space.ranges.erase(entry);
@@ -171,7 +171,7 @@ void destroy_context_memory(Handle context) {
     }
     for (const RangeRef& range : removed_ranges) {
         if (range->slot.base != 0) {
-            free_slot(range->slot);
+            free_address_slot(range->slot);
         }
     }
 }

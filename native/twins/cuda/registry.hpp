@@ -22,7 +22,7 @@ public:
 
     void add(Handle handle, std::shared_ptr<Object> object) {
         std::lock_guard lock(mutex_);
-        ledger_add(ledger_kind_, handle);
+        record_open_handle(ledger_kind_, handle);
         objects_.emplace(handle, std::move(object));
         removed_with_context_.erase(handle);
     }
@@ -45,7 +45,7 @@ public:
     // released the handle before, the ledger ends the process (model/ledger.hpp).
     [[nodiscard]] std::shared_ptr<Object> take(Handle handle) {
         std::lock_guard lock(mutex_);
-        if (removed_with_context_.contains(handle) || !ledger_remove(ledger_kind_, handle)) {
+        if (removed_with_context_.contains(handle) || !record_closed_handle(ledger_kind_, handle)) {
             return nullptr;
         }
         const auto entry = objects_.find(handle);
@@ -59,7 +59,7 @@ public:
         std::vector<std::shared_ptr<Object>> removed_objects;
         std::lock_guard lock(mutex_);
         for (auto entry = objects_.begin(); entry != objects_.end();) {
-            if (predicate(*entry->second) && ledger_remove(ledger_kind_, entry->first)) {
+            if (predicate(*entry->second) && record_closed_handle(ledger_kind_, entry->first)) {
                 removed_with_context_.insert(entry->first);
                 removed_objects.push_back(std::move(entry->second));
                 entry = objects_.erase(entry);

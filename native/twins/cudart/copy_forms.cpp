@@ -12,7 +12,7 @@ Error copy(void* to, const void* from, std::size_t length_bytes, int kind) {
     }
     switch (kind) {
     case host_to_host:
-    case inferred:
+    case memcpy_default:
         return call(&Driver::cuMemcpy, to_address(to), to_address(from), length_bytes);
     case host_to_device:
         return call(&Driver::cuMemcpyHtoD_v2, to_address(to), from, length_bytes);
@@ -31,7 +31,7 @@ Error copy_in_stream(void* to, const void* from, std::size_t length_bytes, int k
     }
     switch (kind) {
     case host_to_host:
-    case inferred:
+    case memcpy_default:
         return call(&Driver::cuMemcpyAsync, to_address(to), to_address(from), length_bytes, stream);
     case host_to_device:
         return call(&Driver::cuMemcpyHtoDAsync_v2, to_address(to), from, length_bytes, stream);
@@ -74,9 +74,9 @@ Error convert_copy(const PeerCopy3d* copy, cuda::Copy3d* converted) {
     if (copy == nullptr) {
         return invalid_value;
     }
-    const Copy3d copy_without_devices{
-        copy->from_array, copy->from_position, copy->from, copy->to_array, copy->to_position,
-        copy->to,         copy->extent,        inferred};
+    const Copy3d copy_without_devices{copy->from_array, copy->from_position, copy->from,
+                                      copy->to_array,   copy->to_position,   copy->to,
+                                      copy->extent,     memcpy_default};
     Error error = check_device(copy->from_device);
     if (error == success) {
         error = check_device(copy->to_device);

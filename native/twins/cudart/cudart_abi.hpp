@@ -39,8 +39,14 @@ using Handle = std::uint64_t;  // cudaStream_t, cudaEvent_t, cudaMemPool_t, CUco
 
 inline constexpr Handle per_thread_stream = 2; // cudaStreamPerThread
 
-// cudaMemcpyKind
-enum CopyKind : int { host_to_host = 0, host_to_device = 1, device_to_host = 2, device_to_device = 3, inferred = 4 };
+// cudaMemcpyKind. With memcpy_default (cudaMemcpyDefault), the addresses determine the direction.
+enum CopyKind : int {
+    host_to_host = 0,
+    host_to_device = 1,
+    device_to_host = 2,
+    device_to_device = 3,
+    memcpy_default = 4
+};
 
 // cudaMemoryType of managed memory. The other types have the numbers of CUmemorytype, and 0 is unregistered memory.
 inline constexpr std::int32_t memory_managed = 3;

@@ -71,7 +71,7 @@ Position make_position(const cuda::CopySide3d& side) {
     return {side.x_bytes, side.y, side.z};
 }
 
-// Store the parameters of a copy node. The handles of arrays are not stored, and the kind is always `inferred`.
+// Store the parameters of a copy node. The handles of arrays are not stored, and the kind is always `memcpy_default`.
 Error query_copy(Handle node, Copy3d* copy) {
     cuda::Copy3d driver_copy{};
     const Error error = copy == nullptr ? invalid_value : call(&Driver::cuGraphMemcpyNodeGetParams, node, &driver_copy);
@@ -83,7 +83,7 @@ Error query_copy(Handle node, Copy3d* copy) {
                  make_position(driver_copy.to),
                  make_pitched_pointer(driver_copy.to),
                  {driver_copy.width_bytes, driver_copy.height, driver_copy.depth},
-                 inferred};
+                 memcpy_default};
     }
     return error;
 }

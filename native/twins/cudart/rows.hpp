@@ -7,19 +7,19 @@
 namespace gdrkit::twin::cudart {
 
 inline bool is_valid_copy_kind(int kind) {
-    return kind >= host_to_host && kind <= inferred;
+    return kind >= host_to_host && kind <= memcpy_default;
 }
 
-// Return the CUmemorytype of the source or the destination of a copy of this kind (CopyKind). For `inferred`, the
+// Return the CUmemorytype of the source or the destination of a copy of this kind (CopyKind). For `memcpy_default`, the
 // driver determines the type from the address.
 inline std::uint32_t get_source_memory_type(int kind) {
-    return kind == inferred                                     ? cuda::memory_unified
+    return kind == memcpy_default                               ? cuda::memory_unified
            : kind == device_to_host || kind == device_to_device ? cuda::memory_device
                                                                 : cuda::memory_host;
 }
 
 inline std::uint32_t get_destination_memory_type(int kind) {
-    return kind == inferred                                     ? cuda::memory_unified
+    return kind == memcpy_default                               ? cuda::memory_unified
            : kind == host_to_device || kind == device_to_device ? cuda::memory_device
                                                                 : cuda::memory_host;
 }

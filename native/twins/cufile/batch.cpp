@@ -30,24 +30,24 @@ constexpr std::string_view batch_ledger_kind = "cufile_batch";
 
 struct Batch {
     std::mutex mutex;
-    std::condition_variable changed; // notified when an entry has ended
-    unsigned capacity = 0;           // largest number of unfinished entries and `completed` together
-    std::deque<IoParameters> pending;
+    std::condition_variable entry_ended; // notified when an entry has ended
+    unsigned capacity = 0;               // largest number of unfinished entries and `completed_events` together
+    std::deque<IoParameters> pending_entries;
     // The entry that the worker has dequeued but not started. Between the two steps it waits for a random delay
     // and for a delay of the fault plan. In this time cuFileBatchIOCancel can remove the entry.
     std::optional<IoParameters> dequeued_entry;
     bool is_transferring = false; // the worker is transferring the bytes of an entry
     bool has_worker = false;
-    std::deque<IoEvent> completed; // entries that ended, also with an error, not yet returned to the program
+    std::deque<IoEvent> completed_events; // events of ended entries that were not yet returned to the program
 
     // The caller of the following functions holds `mutex`.
     [[nodiscard]] std::size_t count_unfinished() const {
-        return pending.size() + (dequeued_entry ? 1 : 0) + (is_transferring ? 1 : 0);
+        return pending_entries.size() + (dequeued_entry ? 1 : 0) + (is_transferring ? 1 : 0);
     }
     // Store the result of an entry: a number of bytes, -errno or a negative CUfileOpError.
     void finish(const IoParameters& parameters, IoStatus status, ssize_t result) {
-        completed.push_back({parameters.cookie, status, static_cast<std::size_t>(result)});
-        changed.notify_all();
+        completed_events.push_back({parameters.cookie, status, static_cast<std::size_t>(result)});
+        entry_ended.notify_all();
     }
 };
 using BatchRef = std::shared_ptr<Batch>;
@@ -104,9 +104,9 @@ void run_dequeued_entry(const BatchRef& batch, std::unique_lock<std::mutex>* loc
 
 void run_worker(const BatchRef& batch) {
     std::unique_lock lock(batch->mutex);
-    while (!batch->pending.empty()) {
-        batch->dequeued_entry = batch->pending.front();
-        batch->pending.pop_front();
+    while (!batch->pending_entries.empty()) {
+        batch->dequeued_entry = batch->pending_entries.front();
+        batch->pending_entries.pop_front();
         run_dequeued_entry(batch, &lock);
     }
     batch->has_worker = false;
@@ -121,10 +121,10 @@ void cancel_waiting_entries(Batch* batch) {
         batch->finish(*batch->dequeued_entry, io_canceled, 0);
         batch->dequeued_entry.reset();
     }
-    for (const IoParameters& parameters : batch->pending) {
+    for (const IoParameters& parameters : batch->pending_entries) {
         batch->finish(parameters, io_canceled, 0);
     }
-    batch->pending.clear();
+    batch->pending_entries.clear();
 }
 
 void check_parameters(const IoParameters& parameters) {
@@ -160,7 +160,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSetUp(BatchHandle* handle, unsigned capac
         const std::uint64_t handle_value = random_u64() >> 2 | std::uint64_t{1} << 62;
         Batches& batch_table = batches();
         std::lock_guard lock(batch_table.mutex);
-        ledger_add(batch_ledger_kind, handle_value);
+        record_open_handle(batch_ledger_kind, handle_value);
         batch_table.batch_by_handle.emplace(handle_value, std::move(batch));
         *handle = reinterpret_cast<BatchHandle>(handle_value);
     });
@@ -178,11 +178,11 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSubmit(BatchHandle handle, unsigned count
         }
         std::for_each(entries, entries + count, check_parameters);
         std::lock_guard lock(batch->mutex);
-        if (count > batch->capacity -
-                        std::min<std::size_t>(batch->capacity, batch->count_unfinished() + batch->completed.size())) {
+        if (count > batch->capacity - std::min<std::size_t>(batch->capacity, batch->count_unfinished() +
+                                                                                 batch->completed_events.size())) {
             throw CufileError{batch_full};
         }
-        batch->pending.insert(batch->pending.end(), entries, entries + count);
+        batch->pending_entries.insert(batch->pending_entries.end(), entries, entries + count);
         if (!batch->has_worker) {
             batch->has_worker = true;
             // The thread is detached, because the fault plan may delay it until long after the batch is destroyed.
@@ -205,15 +205,19 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOGetStatus(BatchHandle handle, unsigned co
         const auto time_limit = parse_timeout(timeout);
         std::unique_lock lock(batch->mutex);
         // Also return if no entry is unfinished, because then no more results can come.
-        const auto can_return = [&] { return batch->completed.size() >= count_min || batch->count_unfinished() == 0; };
+        const auto can_return = [&] {
+            return batch->completed_events.size() >= count_min || batch->count_unfinished() == 0;
+        };
         if (!time_limit) {
-            batch->changed.wait(lock, can_return);
+            batch->entry_ended.wait(lock, can_return);
         } else {
-            batch->changed.wait_for(lock, *time_limit, can_return);
+            batch->entry_ended.wait_for(lock, *time_limit, can_return);
         }
-        const auto returned_count = static_cast<unsigned>(std::min<std::size_t>(*count, batch->completed.size()));
-        std::copy_n(batch->completed.begin(), returned_count, events);
-        batch->completed.erase(batch->completed.begin(), batch->completed.begin() + returned_count);
+        const auto returned_count =
+            static_cast<unsigned>(std::min<std::size_t>(*count, batch->completed_events.size()));
+        std::copy_n(batch->completed_events.begin(), returned_count, events);
+        batch->completed_events.erase(batch->completed_events.begin(),
+                                      batch->completed_events.begin() + returned_count);
         *count = returned_count;
     });
 }
@@ -233,7 +237,7 @@ GDRKIT_CUFILE_ENTRY void cuFileBatchIODestroy(BatchHandle handle) {
         Batches& batch_table = batches();
         std::lock_guard lock(batch_table.mutex);
         const auto handle_value = reinterpret_cast<std::uint64_t>(handle);
-        if (!ledger_remove(batch_ledger_kind, handle_value)) {
+        if (!record_closed_handle(batch_ledger_kind, handle_value)) {
             // This function cannot report an error. It must not end the process, because NIXL destroys handles that it
             // has never set up. So it only prints a line.
             std::fprintf(stderr, "gdrkit twin: cuFileBatchIODestroy(%p): not a batch handle, or already destroyed\n",
@@ -245,7 +249,7 @@ GDRKIT_CUFILE_ENTRY void cuFileBatchIODestroy(BatchHandle handle) {
     cancel_waiting_entries(batch.get());
     // Wait for the transfer that is in progress, because the caller may free its memory after this call.
     std::unique_lock lock(batch->mutex);
-    batch->changed.wait(lock, [&] { return !batch->is_transferring; });
+    batch->entry_ended.wait(lock, [&] { return !batch->is_transferring; });
     count_operation(&StatsLevel1::batch_destroy_ops, true);
 }
 

@@ -38,7 +38,7 @@ void add_registration(std::uint64_t base, std::size_t length_bytes, const Memory
     if (buffer_table.buffer_by_base.contains(base)) {
         throw CufileError{memory_already_registered};
     }
-    ledger_add(buffer_ledger_kind, base);
+    record_open_handle(buffer_ledger_kind, base);
     buffer_table.buffer_by_base.emplace(base, Buffer{length_bytes, location});
 }
 
@@ -50,7 +50,7 @@ Buffer remove_registration(std::uint64_t base) {
         // and 1.20). The twin fails instead, so that tests notice this leak.
         require_current_context(entry->second.location);
     }
-    if (!ledger_remove(buffer_ledger_kind, base)) {
+    if (!record_closed_handle(buffer_ledger_kind, base)) {
         throw CufileError{memory_not_registered};
     }
     return buffer_table.buffer_by_base.extract(base).mapped();
@@ -79,7 +79,7 @@ void drop_buffers() {
     Buffers& buffer_table = buffers();
     std::lock_guard lock(buffer_table.mutex);
     for (const auto& [base, buffer] : buffer_table.buffer_by_base) {
-        static_cast<void>(ledger_remove(buffer_ledger_kind, base));
+        static_cast<void>(record_closed_handle(buffer_ledger_kind, base));
     }
     buffer_table.buffer_by_base.clear();
 }

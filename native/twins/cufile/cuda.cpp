@@ -102,11 +102,11 @@ std::vector<std::array<std::uint8_t, 16>> initialize_cuda() {
     int device_count = 0;
     check_result(cuda().cuInit(0));
     check_result(cuda().cuDeviceGetCount(&device_count));
-    std::vector<std::array<std::uint8_t, 16>> uuids(static_cast<std::size_t>(device_count));
+    std::vector<std::array<std::uint8_t, 16>> device_uuids(static_cast<std::size_t>(device_count));
     for (int device = 0; device < device_count; ++device) {
-        check_result(cuda().cuDeviceGetUuid_v2(uuids[static_cast<std::size_t>(device)].data(), device));
+        check_result(cuda().cuDeviceGetUuid_v2(device_uuids[static_cast<std::size_t>(device)].data(), device));
     }
-    return uuids;
+    return device_uuids;
 }
 
 MemoryLocation find_location(u64 address) {
@@ -148,7 +148,7 @@ void check_allocated(u64 address, std::size_t length_bytes) {
     // The driver reports ranges only to a thread with a current context. The threads of this library have none.
     const ScopedContext scoped_context(location);
     // Check one mapping after the other: a program can place several mappings side by side with cuMemMap and use them
-    // as one range, but the driver reports each mapping as a range.
+    // as one range, but for an address the driver reports only the range of its mapping.
     const u64 end = address + length_bytes;
     while (address < end) {
         u64 base = 0;

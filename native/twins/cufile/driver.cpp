@@ -25,7 +25,7 @@ struct DriverState {
     long use_count = 0;      // calls of cuFileDriverOpen minus calls of cuFileDriverClose
     int operation_count = 0; // number of objects of class OperationInProgress
     CompatSettings compat_settings;
-    std::vector<std::array<std::uint8_t, 16>> uuids; // of all GPUs, by ordinal
+    std::vector<std::array<std::uint8_t, 16>> device_uuids; // of all GPUs; index: ordinal
 };
 
 DriverState& driver() {
@@ -41,7 +41,7 @@ void open_driver(DriverState* driver_state) {
         throw CufileError{invalid_value};
     }
     if (!driver_state->is_driver_open) {
-        driver_state->uuids = initialize_cuda();
+        driver_state->device_uuids = initialize_cuda();
         driver_state->compat_settings = apply_parameters();
         // No transfer of device memory would be possible: compat mode is not allowed, and the fault plan has no rule
         // that enables a direct path.
@@ -76,10 +76,10 @@ Error close_driver(std::string_view symbol) {
 
 // Implement a function such as cuFileDriverSetMaxCacheSize, which sets one parameter. While the driver is open, these
 // functions return success and have no effect.
-Error set_parameter_if_closed(std::string_view symbol, SizeParameter index, std::size_t value) {
+Error set_parameter_if_closed(std::string_view symbol, SizeParameter parameter, std::size_t value) {
     return run_entry(symbol, [&] {
         if (!is_open()) {
-            set_size_parameter(index, value);
+            set_size_parameter(parameter, value);
         }
     });
 }
@@ -117,7 +117,7 @@ std::uint64_t count_properties_calls() {
 std::vector<std::array<std::uint8_t, 16>> get_device_uuids() {
     DriverState& driver_state = driver();
     std::lock_guard lock(driver_state.mutex);
-    return driver_state.uuids;
+    return driver_state.device_uuids;
 }
 
 OperationInProgress::OperationInProgress() {
@@ -190,11 +190,11 @@ GDRKIT_CUFILE_ENTRY Error cuFileDriverGetProperties(DriverProperties* properties
     });
 }
 
-GDRKIT_CUFILE_ENTRY Error cuFileDriverSetPollMode(bool poll, std::size_t threshold_kb) {
+GDRKIT_CUFILE_ENTRY Error cuFileDriverSetPollMode(bool use_poll_mode, std::size_t threshold_kb) {
     return run_entry("cuFileDriverSetPollMode", [&] {
         if (!is_open()) {
             set_size_parameter(size_poll_threshold_kb, threshold_kb);
-            set_bool_parameter(bool_poll_mode, poll);
+            set_bool_parameter(bool_poll_mode, use_poll_mode);
         }
     });
 }

@@ -77,17 +77,17 @@ FileRef inspect_file(const Description* description) {
         throw CufileError{description->type == userspace_fs ? io_not_supported : invalid_value};
     }
     auto file = std::make_shared<File>();
-    struct stat status {};
+    struct stat file_status {};
     file->fd = description->handle.fd;
     const int flags = fcntl(file->fd, F_GETFL);
-    if (flags < 0 || fstat(file->fd, &status) != 0) {
+    if (flags < 0 || fstat(file->fd, &file_status) != 0) {
         throw CufileError{invalid_value};
     }
-    if (!S_ISREG(status.st_mode)) {
+    if (!S_ISREG(file_status.st_mode)) {
         throw CufileError{invalid_file_type};
     }
-    file->device = status.st_dev;
-    file->inode = status.st_ino;
+    file->device = file_status.st_dev;
+    file->inode = file_status.st_ino;
     file->is_direct = (flags & O_DIRECT) != 0;
     check_file_system(file->fd, file->device);
     file->buffered_fd = reopen(file->fd, flags);
@@ -107,7 +107,7 @@ void add_registration(FileHandle* handle, FileRef file) {
     }
     // The handle is a random non-canonical address, so that dereferencing the handle faults.
     const std::uint64_t handle_value = random_u64() >> 2 | std::uint64_t{1} << 62;
-    ledger_add(handle_ledger_kind, handle_value);
+    record_open_handle(handle_ledger_kind, handle_value);
     file_table.file_by_handle.emplace(handle_value, std::move(file));
     *handle = reinterpret_cast<FileHandle>(handle_value);
 }
@@ -126,9 +126,9 @@ FileRef find_file(FileHandle handle) {
         file = entry->second;
     }
     // The descriptor may have been closed and its number reused for another file.
-    struct stat status {};
+    struct stat file_status {};
     const bool is_same_file =
-        fstat(file->fd, &status) == 0 && status.st_dev == file->device && status.st_ino == file->inode;
+        fstat(file->fd, &file_status) == 0 && file_status.st_dev == file->device && file_status.st_ino == file->inode;
     return is_same_file ? file : nullptr;
 }
 
@@ -136,7 +136,7 @@ void drop_files() {
     Files& file_table = files();
     std::lock_guard lock(file_table.mutex);
     for (const auto& [handle_value, file] : file_table.file_by_handle) {
-        static_cast<void>(ledger_remove(handle_ledger_kind, handle_value));
+        static_cast<void>(record_closed_handle(handle_ledger_kind, handle_value));
     }
     file_table.file_by_handle.clear();
 }
@@ -158,7 +158,7 @@ GDRKIT_CUFILE_ENTRY void cuFileHandleDeregister(FileHandle handle) {
     Files& file_table = files();
     std::lock_guard lock(file_table.mutex);
     // This function cannot report an error, so an invalid handle ends the process, like a double release.
-    if (!ledger_remove(handle_ledger_kind, handle_value)) {
+    if (!record_closed_handle(handle_ledger_kind, handle_value)) {
         std::fprintf(stderr, "gdrkit twin: cuFileHandleDeregister(%p): not a file handle, or already deregistered\n",
                      handle);
         std::abort();

@@ -18,8 +18,8 @@ using namespace gdrkit::twin;
 namespace gdrkit::twin::cufile {
 namespace {
 
-// functions.def lists every function as X(symbol, kind). Each kind is a macro here: `implemented` expands to a fault
-// point, `nothing` and `unsupported` expand to nothing.
+// functions.def lists every exported function as X(symbol, kind). Each kind is a macro here: `implemented` expands to a
+// fault point of the function, `nothing` and `unsupported` expand to no fault point.
 #define implemented(symbol) {#symbol, FaultKind::status, max_status},
 #define nothing(symbol)
 #define unsupported(symbol)
@@ -29,8 +29,9 @@ constexpr FaultPoint fault_points[] = {
     // Fault points that are not functions: the path of a transfer, an entry of a batch, and a transfer of a stream.
     {"cufile.route", FaultKind::route},
     {"cufile.batch_io", FaultKind::status, max_status},
-    // A plan may also have status=0. The transfer then moves no bytes and reports 0 bytes, as was observed with cuFile
-    // 1.15.
+    // For a transfer of a stream, a plan may also have status=0. The transfer then moves no bytes and reports 0 bytes,
+    // as
+    // was observed with cuFile 1.15.
     {"cufile.async_io", FaultKind::status, max_status, 0},
 };
 #undef X

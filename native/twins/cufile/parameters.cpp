@@ -148,13 +148,13 @@ bool resolve_bool(const std::optional<bool>& value_set_by_call, const char* vari
     return json_value.empty() ? default_value : json_value == "true";
 }
 
-// Implement cuFileGetParameterSizeT or cuFileGetParameterBool for a type with `count` parameters.
+// Implement cuFileGetParameterSizeT or cuFileGetParameterBool for a type with `parameter_count` parameters.
 template <typename Value>
-Error get_parameter(std::string_view symbol, Value* value, int index, int count, Value (*read_value)(int)) {
+Error get_parameter(std::string_view symbol, Value* value, int index, int parameter_count, Value (*read_value)(int)) {
     return run_entry(symbol, [&] {
-        // `count` tells whether this is a bool parameter. Only a bool parameter was removed.
-        if (value == nullptr || index < 0 || index >= count ||
-            (count == bool_parameter_count && index == removed_bool_parameter)) {
+        // Only a bool parameter was removed. The parameter is a bool if `parameter_count` is bool_parameter_count.
+        if (value == nullptr || index < 0 || index >= parameter_count ||
+            (parameter_count == bool_parameter_count && index == removed_bool_parameter)) {
             throw CufileError{invalid_value};
         }
         *value = read_value(index);
@@ -219,9 +219,9 @@ CompatSettings apply_parameters() {
     // From now on get_bool_parameter returns the effective values.
     all_parameters.bool_values[bool_allow_compat] = settings.allow_compat;
     all_parameters.bool_values[bool_force_compat] = settings.force_compat;
-    const char* const level_variable = std::getenv("CUFILE_STATS_LEVEL");
+    const char* const level_from_environment = std::getenv("CUFILE_STATS_LEVEL");
     const std::string requested_level =
-        level_variable != nullptr ? level_variable : find_json_value(config_text, "cufile_stats");
+        level_from_environment != nullptr ? level_from_environment : find_json_value(config_text, "cufile_stats");
     if (all_parameters.size_values[size_profile_stats]) {
         set_default_level(static_cast<int>(*all_parameters.size_values[size_profile_stats]));
     } else if (!requested_level.empty()) {

@@ -77,6 +77,7 @@ void count_at_level_1(StatsLevel1* basic, const TransferRecord& record) {
     }
 }
 
+// Return the counter of the successful transfers that took the route of this transfer.
 std::uint64_t* find_route_counter(GpuStats* gpu, const TransferRecord& record) {
     switch (record.route) {
     case Route::p2p:
@@ -126,7 +127,7 @@ void copy_layout_of_version(const StatsLevel3& counters, void* destination, std:
 }
 
 // Copy the statistics of a level. The level 3 structure begins with the level 2 structure, which begins with the level
-// 1 structure. So every level is the first `size_bytes` bytes of the level 3 structure.
+// 1 structure. So the structure of each level is the first `size_bytes` bytes of the level 3 structure.
 Error copy_statistics(std::string_view symbol, int level, void* destination, std::size_t size_bytes) {
     return run_entry(symbol, [&] {
         require_open_driver();

@@ -99,31 +99,32 @@ struct QueuedTransfer {
     std::uint64_t properties_call_count = cufile::count_properties_calls();
 };
 
-ssize_t run_queued_transfer(const QueuedTransfer& queued) {
+ssize_t run_queued_transfer(const QueuedTransfer& queued_transfer) {
     if (const auto code = find_injected_fault("cufile.async_io")) {
         return -*code;
     }
     const Transfer transfer{CallType::stream,
-                            queued.is_write,
-                            queued.submitted_range.file,
-                            queued.buffer,
-                            *queued.length_bytes,
-                            *queued.file_offset,
-                            *queued.buffer_offset,
-                            queued.unfinished_entry->concurrent_range(),
-                            queued.properties_call_count};
+                            queued_transfer.is_write,
+                            queued_transfer.submitted_range.file,
+                            queued_transfer.buffer,
+                            *queued_transfer.length_bytes,
+                            *queued_transfer.file_offset,
+                            *queued_transfer.buffer_offset,
+                            queued_transfer.unfinished_entry->concurrent_range(),
+                            queued_transfer.properties_call_count};
     // Until the transfer starts, the program may make the length smaller, but not larger.
-    return transfer.length_bytes > queued.submitted_range.length_bytes ? -invalid_value
-                                                                       : run_transfer_without_throwing(transfer);
+    return transfer.length_bytes > queued_transfer.submitted_range.length_bytes
+               ? -invalid_value
+               : run_transfer_without_throwing(transfer);
 }
 
 // Run a queued transfer as a host function of the stream. A host function must not call the CUDA driver. So another
 // thread carries out the transfer, and the stream waits for that thread.
 void run_in_stream(void* argument) {
-    const std::unique_ptr<QueuedTransfer> queued(static_cast<QueuedTransfer*>(argument));
-    std::thread worker = start_signal_blocking_thread([&queued] {
+    const std::unique_ptr<QueuedTransfer> queued_transfer(static_cast<QueuedTransfer*>(argument));
+    std::thread worker = start_signal_blocking_thread([&queued_transfer] {
         sleep_random_delay();
-        *queued->result = run_queued_transfer(*queued);
+        *queued_transfer->result = run_queued_transfer(*queued_transfer);
     });
     worker.join();
 }
@@ -145,18 +146,19 @@ Error queue_transfer(std::string_view symbol, bool is_write, FileHandle file, vo
             return;
         }
         const unsigned flags = get_registered_flags(stream);
-        auto queued = std::make_unique<QueuedTransfer>();
-        queued->is_write = is_write;
-        queued->buffer = buffer;
-        queued->result = result;
-        queued->submitted_range = {file, *length_bytes, *file_offset, *buffer_offset};
-        queued->unfinished_entry.emplace(UnfinishedTransfer{stream, buffer, queued->submitted_range});
-        const TransferRange& submitted = queued->submitted_range;
-        queued->length_bytes = (flags & fixed_file_size) != 0 ? &submitted.length_bytes : length_bytes;
-        queued->file_offset = (flags & fixed_file_offset) != 0 ? &submitted.file_offset : file_offset;
-        queued->buffer_offset = (flags & fixed_buffer_offset) != 0 ? &submitted.buffer_offset : buffer_offset;
-        launch_host_function(location, stream, run_in_stream, queued.get());
-        static_cast<void>(queued.release()); // run_in_stream deletes the object
+        auto queued_transfer = std::make_unique<QueuedTransfer>();
+        queued_transfer->is_write = is_write;
+        queued_transfer->buffer = buffer;
+        queued_transfer->result = result;
+        queued_transfer->submitted_range = {file, *length_bytes, *file_offset, *buffer_offset};
+        queued_transfer->unfinished_entry.emplace(UnfinishedTransfer{stream, buffer, queued_transfer->submitted_range});
+        const TransferRange& submitted_range = queued_transfer->submitted_range;
+        queued_transfer->length_bytes = (flags & fixed_file_size) != 0 ? &submitted_range.length_bytes : length_bytes;
+        queued_transfer->file_offset = (flags & fixed_file_offset) != 0 ? &submitted_range.file_offset : file_offset;
+        queued_transfer->buffer_offset =
+            (flags & fixed_buffer_offset) != 0 ? &submitted_range.buffer_offset : buffer_offset;
+        launch_host_function(location, stream, run_in_stream, queued_transfer.get());
+        static_cast<void>(queued_transfer.release()); // run_in_stream deletes the object
     });
 }
 
@@ -186,7 +188,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileStreamRegister(Stream stream, unsigned flags) {
         if (!stream_table.flags_by_stream.emplace(stream, flags).second) {
             throw CufileError{invalid_value};
         }
-        ledger_add(stream_ledger_kind, stream);
+        record_open_handle(stream_ledger_kind, stream);
     });
 }
 
@@ -195,7 +197,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileStreamDeregister(Stream stream) {
         require_open_driver();
         Streams& stream_table = streams();
         std::lock_guard lock(stream_table.mutex);
-        if (!ledger_remove(stream_ledger_kind, stream)) {
+        if (!record_closed_handle(stream_ledger_kind, stream)) {
             throw CufileError{invalid_value};
         }
         stream_table.flags_by_stream.erase(stream);

@@ -24,6 +24,7 @@ namespace {
 
 // A direct transfer (p2p or nvfs) requires offsets and a length that are multiples of this number.
 constexpr std::uint64_t direct_alignment_bytes = 4096;
+// A transfer moves its bytes in chunks of at most this size, because a staging buffer holds one chunk.
 constexpr std::size_t max_chunk_bytes = 1 << 20;
 
 struct RouteChoice {
@@ -125,8 +126,8 @@ ssize_t transfer_host_memory(const Transfer& transfer, const File& file) {
 
 // In compat mode, if several streams use one registration at the same time, the real library (1.15) mixes up the bytes
 // of their transfers. Emulate this error: overwrite bytes that this transfer has stored with bytes of the concurrent
-// transfer. A read takes these bytes from the file range of the concurrent transfer, a write from its place in the
-// buffer.
+// transfer. A read takes these bytes from the file range of the concurrent transfer, a write from the buffer range of
+// the concurrent transfer.
 void mix_up_bytes(const Transfer& transfer, const File& file, const MemoryLocation& location, std::size_t moved_bytes) {
     Transfer wrong_transfer = transfer;
     wrong_transfer.length_bytes = std::min(moved_bytes, transfer.concurrent_range->length_bytes);
@@ -186,17 +187,17 @@ ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
 }
 
 ssize_t transfer_vectors(std::string_view symbol, bool is_write, FileHandle file, const IoVector* vectors,
-                         std::size_t count, off_t file_offset, unsigned flags) {
+                         std::size_t vector_count, off_t file_offset, unsigned flags) {
     return run_data_entry(symbol, [&]() -> ssize_t {
         if (config().cufile_version < first_version_with_vectors) {
             throw CufileError{platform_not_supported};
         }
-        if (vectors == nullptr || count == 0 || flags != 0) {
+        if (vectors == nullptr || vector_count == 0 || flags != 0) {
             throw CufileError{invalid_value};
         }
         const auto start_time = std::chrono::steady_clock::now();
         std::size_t total_bytes = 0;
-        for (std::size_t index = 0; index < count; ++index) {
+        for (std::size_t index = 0; index < vector_count; ++index) {
             const Transfer transfer{CallType::vector,
                                     is_write,
                                     file,

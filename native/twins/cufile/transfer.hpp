@@ -32,7 +32,8 @@ struct Transfer {
     // The range of a transfer of another stream that used the same buffer and was unfinished when this transfer was
     // queued, if there was one.
     std::optional<TransferRange> concurrent_range = std::nullopt;
-    // The value of count_properties_calls() when this transfer was queued on a stream.
+    // The value of count_properties_calls() when this transfer was queued on a stream. If the value has changed when
+    // the transfer runs, a transfer by the posix route fails (see transfer.cpp).
     std::uint64_t properties_call_count = 0;
 };
 

@@ -13,9 +13,9 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["ledger", "loaded", "set_faults"]
+__all__ = ["get_loaded_twin", "ledger", "set_faults"]
 
-_LIBRARY_NAMES = {
+_LIBRARY_NAME_PREFIXES = {
     "verbs": "libibverbs.so",
     "rdmacm": "librdmacm.so",
     "cuda": "libcuda.so",
@@ -27,15 +27,16 @@ _EXECUTABLE_MAPPING = re.compile(r"^\S+ ..x. \S+ \S+ \d+\s+(/.*)$", re.MULTILINE
 _BUFFER_STEP_BYTES = 4096
 
 
-def loaded(api: str) -> ctypes.CDLL | None:
+def get_loaded_twin(api: str) -> ctypes.CDLL | None:
     """Return the loaded twin of `api` (``verbs``, ``rdmacm``, ``cuda``, ``cufile`` or ``hlthunk``).
 
     Return None if this process has not loaded that library, or has loaded the real one.
     """
+    name_prefix = _LIBRARY_NAME_PREFIXES[api]
     for path in dict.fromkeys(
         _EXECUTABLE_MAPPING.findall(Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape"))
     ):
-        if os.path.basename(path).startswith(_LIBRARY_NAMES[api]):  # noqa: PTH119 - a path as printed by the kernel.
+        if os.path.basename(path).startswith(name_prefix):  # noqa: PTH119 - a path as printed by the kernel.
             # RTLD_NOLOAD returns the library that is already loaded, and never loads another one.
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
             if hasattr(library, "gdrkit_twin_ledger"):
@@ -48,7 +49,7 @@ def ledger(api: str) -> dict[str, object] | None:
 
     native/twins/control/control.h describes the fields. Return None if no twin of `api` is loaded.
     """
-    library = loaded(api)
+    library = get_loaded_twin(api)
     if library is None:
         return None
     size_bytes = _BUFFER_STEP_BYTES
@@ -74,7 +75,7 @@ def set_faults(api: str, plan: str) -> None:
         ENOENT: no twin of `api` is loaded in this process. EINVAL: the plan is malformed; the twin prints the error on
         stderr.
     """
-    library = loaded(api)
+    library = get_loaded_twin(api)
     if library is None:
         raise OSError(errno.ENOENT, "no twin is loaded in this process", api)
     error_number = int(library.gdrkit_twin_faults(plan.encode()))

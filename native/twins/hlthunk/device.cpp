@@ -28,7 +28,8 @@ constexpr std::uint64_t mib = std::uint64_t{1} << 20;
 constexpr Properties properties_by_generation[] = {
     // name, pci_id, card_name, has_virtual_memory, dram_base, dram_user_base, dram_bytes, default_page_bytes,
     // dram_virtual_base, host_virtual_base
-    {gaudi1, pci_id_gaudi1, "HL205", false, 0x20000000, 0x20000000 + 512 * mib, 32 * gib, 2 * mib, 0, 0x1000000000000},
+    {DeviceName::gaudi1, pci_id_gaudi1, "HL205", false, 0x20000000, 0x20000000 + 512 * mib, 32 * gib, 2 * mib, 0,
+     0x1000000000000},
     {DeviceName::gaudi2, pci_id_gaudi2, "HL225", true, 0x1001000000000000, 0x1001000000000000 + 48 * mib, 96 * gib,
      48 * mib, 0x1001000600000000, 0xfff0000000000000},
     {DeviceName::gaudi3, pci_id_gaudi3, "HL325L", true, 0x1001000000000000, 0x1001000000000000 + 32 * mib, 128 * gib,
@@ -37,11 +38,11 @@ constexpr Properties properties_by_generation[] = {
 
 // A device file is a memfd here. Its name, as /proc/self/fd shows it, is one of these prefixes and the index of the
 // device.
-constexpr std::string_view file_name_prefix = "/memfd:gdrkit-accel:";
+constexpr std::string_view device_file_name_prefix = "/memfd:gdrkit-accel:";
 constexpr std::string_view control_file_name_prefix = "/memfd:gdrkit-accel-control:";
-// Size of a device file. A program maps a command buffer by mmap of this file, with the handle as offset. So the size
-// must be larger than all handles.
-constexpr off_t file_bytes = off_t{1} << 44;
+// Size of a device file. A program maps a command buffer by mmap of this file, with the handle of the command buffer as
+// offset. So the size must be larger than these handles.
+constexpr off_t device_file_bytes = off_t{1} << 44;
 
 struct OpenDevice {
     DeviceRef device;
@@ -61,24 +62,24 @@ DeviceTable& device_table() {
     return *instance;
 }
 
-// Read the name of the file of a descriptor into `target`. Return an empty text on failure.
-std::string_view read_fd_link(int fd, char (&target)[128]) {
+// Read the name of the file of a descriptor into `name_buffer`. Return the name, or an empty text on failure.
+std::string_view read_fd_link(int fd, char (&name_buffer)[128]) {
     char link_path[64];
     std::snprintf(link_path, sizeof link_path, "/proc/self/fd/%d", fd);
-    const ssize_t size_bytes = readlink(link_path, target, sizeof target);
-    return size_bytes < 0 ? std::string_view() : std::string_view(target, static_cast<std::size_t>(size_bytes));
+    const ssize_t size_bytes = readlink(link_path, name_buffer, sizeof name_buffer);
+    return size_bytes < 0 ? std::string_view() : std::string_view(name_buffer, static_cast<std::size_t>(size_bytes));
 }
 
 // Create a device file. Return its descriptor or -errno.
 int make_device_file(std::string_view prefix, unsigned index) {
-    char name[64]; // without the "/memfd:" of the prefix, which the kernel adds
-    std::snprintf(name, sizeof name, "%s%u", prefix.substr(prefix.find(':') + 1).data(), index);
-    Fd file(memfd_create(name, MFD_CLOEXEC));
-    return !file || ftruncate(file.get(), file_bytes) != 0 ? -errno : file.release();
+    char memfd_name[64]; // without the "/memfd:" of the prefix, which the kernel adds
+    std::snprintf(memfd_name, sizeof memfd_name, "%s%u", prefix.substr(prefix.find(':') + 1).data(), index);
+    Fd device_file(memfd_create(memfd_name, MFD_CLOEXEC));
+    return !device_file || ftruncate(device_file.get(), device_file_bytes) != 0 ? -errno : device_file.release();
 }
 
 // Open the memfd again, for the program. Return a descriptor or -errno. While the program has this descriptor open,
-// has_other_references returns true. It does not count the descriptor that memfd_create returned, which the twin keeps.
+// has_other_references returns true. That function does not count the descriptor of memfd_create, which the twin keeps.
 int reopen(int fd) {
     char link_path[64];
     std::snprintf(link_path, sizeof link_path, "/proc/self/fd/%d", fd);
@@ -98,7 +99,7 @@ const Properties& properties() {
 
 Device::Device(unsigned index, Fd file, Fd reservation)
     : index(index), file(std::move(file)), reservation_(std::move(reservation)) {
-    ledger_add("gaudi_device", reinterpret_cast<std::uint64_t>(this));
+    record_open_handle("gaudi_device", reinterpret_cast<std::uint64_t>(this));
 }
 
 Device::~Device() {
@@ -107,22 +108,23 @@ Device::~Device() {
         is_stopping_ = true;
     }
     changed.notify_all();
-    if (worker_.joinable()) {
-        worker_.join();
+    if (job_thread_.joinable()) {
+        job_thread_.join();
     }
     // Objects that the program did not free are destroyed with the context, as in the kernel. In the ledger, their
     // handles are XORed with the address of the device, because other devices may have the same handles.
     const auto self = reinterpret_cast<std::uint64_t>(this);
     for (const auto& [address, mapping] : mappings) {
-        static_cast<void>(ledger_remove(mapping.allocation ? "gaudi_mapping" : "gaudi_host_mapping", self ^ address));
+        static_cast<void>(
+            record_closed_handle(mapping.allocation ? "gaudi_mapping" : "gaudi_host_mapping", self ^ address));
     }
     for (const auto& [handle, allocation] : allocations) {
-        static_cast<void>(ledger_remove("gaudi_memory", self ^ handle));
+        static_cast<void>(record_closed_handle("gaudi_memory", self ^ handle));
     }
     for (const auto& [handle, buffer] : command_buffers) {
-        static_cast<void>(ledger_remove("gaudi_command_buffer", self ^ handle));
+        static_cast<void>(record_closed_handle("gaudi_command_buffer", self ^ handle));
     }
-    static_cast<void>(ledger_remove("gaudi_device", self));
+    static_cast<void>(record_closed_handle("gaudi_device", self));
 }
 
 std::size_t Device::count_live_exports() {
@@ -141,27 +143,27 @@ bool Device::is_in_use() {
 }
 
 DeviceRef find_device(int fd, int* error) {
-    struct stat status {};
-    if (fstat(fd, &status) != 0) {
+    struct stat file_status {};
+    if (fstat(fd, &file_status) != 0) {
         *error = EBADF;
         return nullptr;
     }
     DeviceTable& table = device_table();
     std::lock_guard lock(table.mutex);
     for (const OpenDevice& open_device : table.open_devices) {
-        if (open_device.filesystem == status.st_dev && open_device.inode == status.st_ino) {
+        if (open_device.filesystem == file_status.st_dev && open_device.inode == file_status.st_ino) {
             *error = open_device.owner_pid == getpid() ? 0 : ENODEV;
             return open_device.owner_pid == getpid() ? open_device.device : nullptr;
         }
     }
-    char target[128];
-    *error = read_fd_link(fd, target).starts_with(file_name_prefix) ? ENODEV : ENOTTY;
+    char name_buffer[128];
+    *error = read_fd_link(fd, name_buffer).starts_with(device_file_name_prefix) ? ENODEV : ENOTTY;
     return nullptr;
 }
 
 bool find_device_index(int fd, unsigned* index, int* error) {
-    char target[128];
-    const std::string_view file_name = read_fd_link(fd, target);
+    char name_buffer[128];
+    const std::string_view file_name = read_fd_link(fd, name_buffer);
     if (file_name.starts_with(control_file_name_prefix)) {
         *index = static_cast<unsigned>(
             std::strtoul(std::string(file_name.substr(control_file_name_prefix.size())).c_str(), nullptr, 10));
@@ -186,16 +188,16 @@ int open_device(unsigned index) {
     if (!reservation) {
         return reservation.get() == -EADDRINUSE ? -EBUSY : reservation.get();
     }
-    Fd file(make_device_file(file_name_prefix, index));
+    Fd file(make_device_file(device_file_name_prefix, index));
     if (!file) {
         return file.get();
     }
     const int client_fd = reopen(file.get());
-    struct stat status {};
-    if (client_fd < 0 || fstat(client_fd, &status) != 0) {
+    struct stat file_status {};
+    if (client_fd < 0 || fstat(client_fd, &file_status) != 0) {
         return client_fd < 0 ? client_fd : -errno;
     }
-    OpenDevice new_device{nullptr, getpid(), status.st_dev, status.st_ino};
+    OpenDevice new_device{nullptr, getpid(), file_status.st_dev, file_status.st_ino};
     new_device.device = std::make_shared<Device>(index, std::move(file), std::move(reservation));
     DeviceTable& table = device_table();
     std::lock_guard lock(table.mutex);

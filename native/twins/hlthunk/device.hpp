@@ -119,8 +119,8 @@ private:
     bool run_copy(const LinearDma& copy);
     // The source or the target of a copy.
     struct CopyOperand {
-        int fd = -1;              // memfd of device memory; -1 for host memory
-        std::uint64_t offset = 0; // in the memfd, or the address in host memory
+        int fd = -1;                         // memfd of device memory; -1 for host memory
+        std::uint64_t offset_or_address = 0; // offset in the memfd, or address in host memory if `fd` is -1
     };
     // Find the memory at a device address or, on the first Gaudi, a physical address. Return false if there is none.
     // run_jobs() then emulates the page fault and the reset of the device.
@@ -129,7 +129,7 @@ private:
     Fd reservation_; // a listening socket; while it exists, no process can open this device again
     std::deque<Job> jobs_;
     bool is_stopping_ = false;
-    std::thread worker_;
+    std::thread job_thread_;
 };
 
 using DeviceRef = std::shared_ptr<Device>;

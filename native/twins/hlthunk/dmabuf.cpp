@@ -54,11 +54,11 @@ int export_physical(Device* device, const ExportRequest& request) {
 // Export by mapped address, as programs do on later generations. The address must be the start of a mapping of device
 // memory, and all pages of that memory must be in the BAR.
 int export_mapped(Device* device, const ExportRequest& request) {
-    const auto entry = device->mappings.find(request.address);
-    if (entry == device->mappings.end() || !entry->second.allocation || !covers_whole_pages(request)) {
+    const auto mapping_entry = device->mappings.find(request.address);
+    if (mapping_entry == device->mappings.end() || !mapping_entry->second.allocation || !covers_whole_pages(request)) {
         return -EINVAL;
     }
-    const Allocation& allocation = *entry->second.allocation;
+    const Allocation& allocation = *mapping_entry->second.allocation;
     if (!is_inside(request.offset_bytes, request.size_bytes, 0, allocation.total_bytes) ||
         !is_in_bar(allocation.physical_address, allocation.total_bytes)) {
         return -EINVAL;
@@ -67,7 +67,7 @@ int export_mapped(Device* device, const ExportRequest& request) {
     std::uint64_t dmabuf_id = 0;
     const int fd = export_tracked_dmabuf({&extent, 1}, &dmabuf_id);
     if (fd >= 0) {
-        entry->second.dmabuf_ids.push_back(dmabuf_id);
+        mapping_entry->second.dmabuf_ids.push_back(dmabuf_id);
     }
     return fd;
 }

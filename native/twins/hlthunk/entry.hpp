@@ -55,9 +55,9 @@ template <typename Body> int run_value_or_error_entry(std::string_view symbol, B
 // Do the same for a function that returns an address or a handle, or 0 with errno set. Its body stores the address or
 // handle through its argument and returns 0 or an errno.
 template <typename Body> std::uint64_t run_u64_entry(std::string_view symbol, Body&& body) {
-    std::uint64_t value = 0;
-    const int error = run_entry(symbol, [&] { return std::forward<Body>(body)(&value); });
-    return error != 0 ? 0 : value;
+    std::uint64_t address_or_handle = 0;
+    const int error = run_entry(symbol, [&] { return std::forward<Body>(body)(&address_or_handle); });
+    return error != 0 ? 0 : address_or_handle;
 }
 
 } // namespace gdrkit::twin::gaudi

@@ -32,9 +32,10 @@ constexpr FaultPoint fault_points[] = {
 #undef null
 #undef nothing
 
-// The twin checks the rules of a fault plan whose names have this prefix, and ignores all others.
+// The twin checks the rules of a fault plan for functions with this prefix, and ignores all other rules.
 constexpr std::array<std::string_view, 1> fault_prefixes = {"hlthunk_"};
 
+// Return the error text, which is empty if the environment and the fault plan are valid.
 std::string load_config_and_plan() {
     const std::string& config_error = config().error;
     record_use(UsedApi::hlthunk);

@@ -14,6 +14,7 @@ namespace {
 // A page of order n has 2^n bytes, so these are pages of 2 MiB to 1 GiB.
 constexpr unsigned smallest_page_order = 21, largest_page_order = 30;
 
+// Convert a value for the formats %llu and %#llx of trace().
 unsigned long long to_ull(std::uint64_t value) {
     return value;
 }
@@ -54,6 +55,8 @@ std::uint64_t find_lowest_gap(const Ranges& used_ranges, std::uint64_t base, std
     return candidate < end && end - candidate >= length_bytes ? candidate : 0;
 }
 
+// Store the page size for an allocation in *page_bytes: the requested size, or the default if 0 is requested. Return
+// EINVAL if the requested size is not supported.
 int choose_page_size(std::uint64_t requested_page_bytes, std::uint64_t* page_bytes) {
     if (requested_page_bytes == 0) {
         *page_bytes = properties().default_page_bytes;
@@ -95,7 +98,7 @@ int allocate(Device* device, std::uint64_t size_bytes, std::uint64_t requested_p
     allocation->is_shared = is_shared;
     allocation->handle = *handle = ++device->last_allocation_handle;
     device->allocated_ranges.emplace(allocation->physical_address, allocation->total_bytes);
-    ledger_add("gaudi_memory", get_ledger_id(*device, allocation->handle));
+    record_open_handle("gaudi_memory", get_ledger_id(*device, allocation->handle));
     device->allocations.emplace(allocation->handle, std::move(allocation));
     return 0;
 }
@@ -106,13 +109,13 @@ int free_allocation(Device* device, std::uint64_t handle) {
         return 0;
     }
     std::lock_guard lock(device->mutex);
-    const auto entry = device->allocations.find(handle & UINT32_MAX);
-    if (entry == device->allocations.end() || entry->second->mapping_count > 0) {
+    const auto allocation_entry = device->allocations.find(handle & UINT32_MAX);
+    if (allocation_entry == device->allocations.end() || allocation_entry->second->mapping_count > 0) {
         return EINVAL;
     }
-    device->allocated_ranges.erase(entry->second->physical_address);
-    static_cast<void>(ledger_remove("gaudi_memory", get_ledger_id(*device, entry->first)));
-    device->allocations.erase(entry);
+    device->allocated_ranges.erase(allocation_entry->second->physical_address);
+    static_cast<void>(record_closed_handle("gaudi_memory", get_ledger_id(*device, allocation_entry->first)));
+    device->allocations.erase(allocation_entry);
     return 0;
 }
 
@@ -121,6 +124,7 @@ std::uint64_t count_mapped_bytes(const auto& mapping_entry) {
     return round_up(mapping_entry.second.length_bytes + mapping_entry.first % host_page_bytes, host_page_bytes);
 }
 
+// Return whether no mapping of the device overlaps this range of device addresses.
 bool is_range_free(const Device& device, std::uint64_t begin, std::uint64_t length_bytes) {
     auto next = device.mappings.lower_bound(begin);
     if (next != device.mappings.end() && next->first - begin < length_bytes) {
@@ -132,11 +136,11 @@ bool is_range_free(const Device& device, std::uint64_t begin, std::uint64_t leng
 // Map an allocation, at the device address `hint_address` if it is usable. Store the device address in *address.
 int map_allocation(Device* device, std::uint64_t handle, std::uint64_t hint_address, std::uint64_t* address) {
     std::lock_guard lock(device->mutex);
-    const auto entry = device->allocations.find(handle & UINT32_MAX);
-    if (entry == device->allocations.end()) {
+    const auto allocation_entry = device->allocations.find(handle & UINT32_MAX);
+    if (allocation_entry == device->allocations.end()) {
         return EINVAL;
     }
-    const std::shared_ptr<Allocation>& allocation = entry->second;
+    const std::shared_ptr<Allocation>& allocation = allocation_entry->second;
     const Properties& device_properties = properties();
     // The range of device addresses is larger than the memory, because an allocation can be mapped several times.
     const std::uint64_t base = device_properties.dram_virtual_base, end = base + 16 * device_properties.dram_bytes;
@@ -152,7 +156,7 @@ int map_allocation(Device* device, std::uint64_t handle, std::uint64_t hint_addr
     }
     ++allocation->mapping_count;
     device->mappings.emplace(*address, Mapping{allocation, 0, allocation->total_bytes, {}});
-    ledger_add("gaudi_mapping", get_ledger_id(*device, *address));
+    record_open_handle("gaudi_mapping", get_ledger_id(*device, *address));
     return 0;
 }
 
@@ -164,6 +168,7 @@ int check_can_pin(std::uint64_t begin, std::uint64_t length_bytes) {
     return check_mapped(first_page_address, end, true);
 }
 
+// Map host memory. Store the device address in *address.
 int map_host(Device* device, std::uint64_t host_address, std::uint64_t size_bytes, std::uint64_t* address) {
     if (size_bytes == 0 || host_address + size_bytes < host_address) {
         return EINVAL;
@@ -182,17 +187,17 @@ int map_host(Device* device, std::uint64_t host_address, std::uint64_t size_byte
     }
     *address = page_address + page_offset;
     device->mappings.emplace(*address, Mapping{nullptr, host_address, size_bytes, {}});
-    ledger_add("gaudi_host_mapping", get_ledger_id(*device, *address));
+    record_open_handle("gaudi_host_mapping", get_ledger_id(*device, *address));
     return 0;
 }
 
 int unmap(Device* device, std::uint64_t address) {
     std::lock_guard lock(device->mutex);
-    const auto entry = device->mappings.find(address);
-    if (entry == device->mappings.end()) {
+    const auto mapping_entry = device->mappings.find(address);
+    if (mapping_entry == device->mappings.end()) {
         return EINVAL;
     }
-    Mapping& mapping = entry->second;
+    Mapping& mapping = mapping_entry->second;
     std::erase_if(mapping.dmabuf_ids, [](std::uint64_t id) { return !is_dmabuf_alive(id); });
     if (!mapping.dmabuf_ids.empty()) {
         return EINVAL; // a dma-buf that was exported from this mapping is alive
@@ -200,9 +205,9 @@ int unmap(Device* device, std::uint64_t address) {
     if (mapping.allocation) {
         --mapping.allocation->mapping_count;
     }
-    static_cast<void>(
-        ledger_remove(mapping.allocation ? "gaudi_mapping" : "gaudi_host_mapping", get_ledger_id(*device, address)));
-    device->mappings.erase(entry);
+    static_cast<void>(record_closed_handle(mapping.allocation ? "gaudi_mapping" : "gaudi_host_mapping",
+                                           get_ledger_id(*device, address)));
+    device->mappings.erase(mapping_entry);
     return 0;
 }
 

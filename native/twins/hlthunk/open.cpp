@@ -20,10 +20,11 @@ namespace {
 
 constexpr std::size_t bus_id_length = 12; // 0000:33:00.0
 
+// Return the bus id of a device. The devices have the PCI bus numbers 0x33, 0x34, and so on.
 std::string make_bus_id(unsigned index) {
-    char text[16];
-    std::snprintf(text, sizeof text, "0000:%02x:00.0", 0x33 + index);
-    return text;
+    char bus_id[16];
+    std::snprintf(bus_id, sizeof bus_id, "0000:%02x:00.0", 0x33 + index);
+    return bus_id;
 }
 
 // Module ids differ from device indexes, as on a real board.
@@ -34,6 +35,7 @@ std::uint32_t get_module_id(unsigned index) {
 // Return the index of the device with this bus id, or -1 if no device has it. The bus id may lack the PCI domain, and
 // characters after a complete bus id are ignored.
 int find_index_by_bus_id(const char* bus_id) {
+    // A bus id without the PCI domain, such as 33:00.0, has 7 characters.
     std::string full_bus_id = std::strlen(bus_id) == 7 ? "0000:" + std::string(bus_id) : std::string(bus_id);
     full_bus_id.resize(std::min(full_bus_id.size(), bus_id_length));
     for (unsigned index = 0; index < config().gaudi_count; ++index) {
@@ -44,7 +46,7 @@ int find_index_by_bus_id(const char* bus_id) {
     return -1;
 }
 
-int find_index_by_module(std::uint32_t module_id) {
+int find_index_by_module_id(std::uint32_t module_id) {
     for (unsigned index = 0; index < config().gaudi_count; ++index) {
         if (get_module_id(index) == module_id) {
             return static_cast<int>(index);
@@ -135,7 +137,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_open(int device_name, const char* bus_id) {
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_open_by_module_id(std::uint32_t module_id) {
     const int fd = run_value_or_error_entry("hlthunk_open_by_module_id", [&] {
-        const int index = find_index_by_module(module_id);
+        const int index = find_index_by_module_id(module_id);
         // For an unknown module id the real library returns -1, the value of -EPERM.
         return index < 0 ? -EPERM : open_device(static_cast<unsigned>(index));
     });
@@ -156,7 +158,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control_by_name(int device_name, const cha
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control_by_module_id(std::uint32_t module_id) {
     return run_value_or_error_entry("hlthunk_open_control_by_module_id", [&] {
-        const int index = find_index_by_module(module_id);
+        const int index = find_index_by_module_id(module_id);
         return index < 0 ? -EBADF : open_control_device(static_cast<unsigned>(index));
     });
 }

@@ -18,8 +18,8 @@
 namespace gdrkit::twin::gaudi {
 namespace {
 
-constexpr std::uint64_t max_buffer_bytes = 2 << 20;     // HL_MAX_CB_SIZE
-constexpr std::uint64_t buffer_spacing_bytes = 4 << 20; // distance between command buffers in the device file
+constexpr std::uint64_t max_command_buffer_bytes = 2 << 20;     // HL_MAX_CB_SIZE
+constexpr std::uint64_t command_buffer_spacing_bytes = 4 << 20; // distance between command buffers in the device file
 // On the first Gaudi, the upper bits of a destination address are a part of the context id.
 constexpr std::uint64_t destination_mask_gaudi1 = (std::uint64_t{1} << 56) - 1;
 constexpr std::uint64_t max_wait_us = 3'600'000'000; // one hour, so that no deadline overflows
@@ -62,26 +62,27 @@ bool copy_file_and_host(int fd, std::uint64_t offset, std::uint64_t host_address
 
 // Parse the packets of a command buffer and append their copies to *copies. Return 0, EINVAL for a malformed packet or
 // EOPNOTSUPP for a packet that the twin does not implement. On real hardware, only the driver of the first Gaudi checks
-// packets at submission; later devices fail when they execute a wrong packet.
-int parse_packets(std::span<const std::byte> bytes, std::vector<LinearDma>* copies) {
+// packets at submission; later devices fail when they execute a wrong packet. The twin checks the
+// packets of all generations at submission.
+int parse_packets(std::span<const std::byte> unparsed_bytes, std::vector<LinearDma>* copies) {
     const bool is_gaudi1 = !properties().has_virtual_memory;
-    while (!bytes.empty()) {
+    while (!unparsed_bytes.empty()) {
         // Every packet begins with these 8 bytes. The second word is the control word.
         std::uint32_t header[2] = {};
-        if (bytes.size() < sizeof header) {
+        if (unparsed_bytes.size() < sizeof header) {
             return EINVAL;
         }
-        std::memcpy(header, bytes.data(), sizeof header);
+        std::memcpy(header, unparsed_bytes.data(), sizeof header);
         const unsigned opcode = get_opcode(header[1]);
         if (opcode == opcode_nop) {
-            bytes = bytes.subspan(sizeof header);
+            unparsed_bytes = unparsed_bytes.subspan(sizeof header);
             continue;
         }
-        if (opcode != opcode_lin_dma || bytes.size() < sizeof(LinearDma)) {
+        if (opcode != opcode_lin_dma || unparsed_bytes.size() < sizeof(LinearDma)) {
             return opcode != opcode_lin_dma ? EOPNOTSUPP : EINVAL;
         }
         LinearDma packet{};
-        std::memcpy(&packet, bytes.data(), sizeof packet);
+        std::memcpy(&packet, unparsed_bytes.data(), sizeof packet);
         if ((packet.ctl & ctl_memset) != 0) {
             return EOPNOTSUPP;
         }
@@ -91,7 +92,7 @@ int parse_packets(std::span<const std::byte> bytes, std::vector<LinearDma>* copi
         }
         packet.dst_addr &= is_gaudi1 ? destination_mask_gaudi1 : UINT64_MAX;
         copies->push_back(packet);
-        bytes = bytes.subspan(sizeof packet);
+        unparsed_bytes = unparsed_bytes.subspan(sizeof packet);
     }
     return 0;
 }
@@ -104,19 +105,19 @@ int read_chunk(Device* device, const Chunk& chunk, std::vector<LinearDma>* copie
         // The twin implements only the DMA queues. No generation has a queue index above 1024.
         return chunk.queue_index > 1024 ? EINVAL : EOPNOTSUPP;
     }
-    // Later generations require the flag that the packets are in memory of the program. The driver of the first Gaudi
-    // ignores the flag, because the queues only accept command buffers of the driver.
+    // Later generations require chunk_flag_user_buffer, which says that the packets are in memory of the program. The
+    // driver of the first Gaudi ignores the flag, because its queues accept only command buffers of the driver.
     if (properties().has_virtual_memory && (chunk.cs_chunk_flags & chunk_flag_user_buffer) == 0) {
         return EINVAL;
     }
     // The smallest packet is a header of 8 bytes.
-    if (chunk.cb_size < 8 || chunk.cb_size > max_buffer_bytes) {
+    if (chunk.cb_size < 8 || chunk.cb_size > max_command_buffer_bytes) {
         return EINVAL;
     }
     std::vector<std::byte> packets(chunk.cb_size);
     if (!properties().has_virtual_memory) {
-        const auto entry = device->command_buffers.find(chunk.cb_handle);
-        if (entry == device->command_buffers.end() || chunk.cb_size > entry->second.size_bytes ||
+        const auto buffer_entry = device->command_buffers.find(chunk.cb_handle);
+        if (buffer_entry == device->command_buffers.end() || chunk.cb_size > buffer_entry->second.size_bytes ||
             pread(device->file.get(), packets.data(), packets.size(), static_cast<off_t>(chunk.cb_handle)) !=
                 static_cast<ssize_t>(packets.size())) {
             return EINVAL;
@@ -128,8 +129,8 @@ int read_chunk(Device* device, const Chunk& chunk, std::vector<LinearDma>* copie
     if (next_mapping == device->mappings.begin()) {
         return EINVAL;
     }
-    const auto& [address, mapping] = *std::prev(next_mapping);
-    const std::uint64_t offset = chunk.cb_handle - address;
+    const auto& [mapping_address, mapping] = *std::prev(next_mapping);
+    const std::uint64_t offset = chunk.cb_handle - mapping_address;
     if (mapping.allocation || offset > mapping.length_bytes || chunk.cb_size > mapping.length_bytes - offset) {
         return EINVAL;
     }
@@ -172,8 +173,8 @@ bool Device::find_operand(std::uint64_t address, std::uint64_t length_bytes, Cop
     const Properties& device_properties = properties();
     const auto next_mapping = mappings.upper_bound(address);
     if (next_mapping != mappings.begin()) {
-        const auto& [begin, mapping] = *std::prev(next_mapping);
-        const std::uint64_t offset = address - begin;
+        const auto& [mapping_address, mapping] = *std::prev(next_mapping);
+        const std::uint64_t offset = address - mapping_address;
         if (offset <= mapping.length_bytes && length_bytes <= mapping.length_bytes - offset) {
             *operand = mapping.allocation ? CopyOperand{mapping.allocation->memfd.get(), offset}
                                           : CopyOperand{-1, mapping.host_address + offset};
@@ -197,19 +198,20 @@ bool Device::run_copy(const LinearDma& copy) {
         return false;
     }
     if (source.fd >= 0 && target.fd >= 0) {
-        return copy_between_files(target.fd, target.offset, source.fd, source.offset, copy.tsize);
+        return copy_between_files(target.fd, target.offset_or_address, source.fd, source.offset_or_address, copy.tsize);
     }
     if (source.fd < 0 && target.fd < 0) {
         return false; // the device does not copy from host to host
     }
-    return target.fd < 0 ? copy_file_and_host(source.fd, source.offset, target.offset, copy.tsize, true)
-                         : copy_file_and_host(target.fd, target.offset, source.offset, copy.tsize, false);
+    return target.fd < 0
+               ? copy_file_and_host(source.fd, source.offset_or_address, target.offset_or_address, copy.tsize, true)
+               : copy_file_and_host(target.fd, target.offset_or_address, source.offset_or_address, copy.tsize, false);
 }
 
 std::uint64_t Device::submit(std::vector<LinearDma> copies) {
     std::lock_guard lock(mutex);
-    if (!worker_.joinable()) {
-        worker_ = start_signal_blocking_thread([this] { run_jobs(); });
+    if (!job_thread_.joinable()) {
+        job_thread_ = start_signal_blocking_thread([this] { run_jobs(); });
     }
     jobs_.push_back({++last_sequence_number, std::move(copies)});
     changed.notify_all();
@@ -232,7 +234,8 @@ void Device::run_jobs() {
             aborted_sequence_number == 0 &&
             std::all_of(job.copies.begin(), job.copies.end(), [this](const LinearDma& copy) { return run_copy(copy); });
         if (!has_succeeded && aborted_sequence_number == 0) {
-            // The device has a page fault: the driver resets it, and this context becomes unusable.
+            // A failed copy has the effect of a page fault: the driver resets the device, and this context becomes
+            // unusable.
             aborted_sequence_number = job.sequence_number;
             is_operational = false;
         }
@@ -248,13 +251,14 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_request_command_buffer(int fd, std::uint32_t si
         if (!device) {
             return handle == nullptr ? EINVAL : error;
         }
-        if (size_bytes == 0 || size_bytes > max_buffer_bytes) {
+        if (size_bytes == 0 || size_bytes > max_command_buffer_bytes) {
             return EINVAL;
         }
         std::lock_guard lock(device->mutex);
-        *handle = ++device->last_command_buffer_number * buffer_spacing_bytes;
+        *handle = ++device->last_command_buffer_number * command_buffer_spacing_bytes;
         device->command_buffers.emplace(*handle, CommandBuffer{size_bytes});
-        ledger_add("gaudi_command_buffer", reinterpret_cast<std::uint64_t>(device.get()) ^ *handle);
+        // Two devices can have equal handles, so the ledger gets the combination of the device and the handle.
+        record_open_handle("gaudi_command_buffer", reinterpret_cast<std::uint64_t>(device.get()) ^ *handle);
         return 0;
     });
 }
@@ -271,7 +275,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_destroy_command_buffer(int fd, std::uint64_t ha
             return EINVAL;
         }
         static_cast<void>(
-            ledger_remove("gaudi_command_buffer", reinterpret_cast<std::uint64_t>(device.get()) ^ handle));
+            record_closed_handle("gaudi_command_buffer", reinterpret_cast<std::uint64_t>(device.get()) ^ handle));
         return 0;
     });
 }

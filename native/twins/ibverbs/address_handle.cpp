@@ -20,7 +20,7 @@ namespace {
 constexpr std::uint8_t roce_v1_next_header = 0x1b;
 
 // Return whether an address handle can have this path. As in the kernel (rdma_check_ah_attr, ib_resolve_eth_dmac), a
-// path on Ethernet needs a global route to a GID that is not zero.
+// path on Ethernet needs a global route to a GID that is not zero. A device has only the port 1.
 bool is_valid_path(const ibv_ah_attr& path) {
     constexpr ibv_gid no_gid{};
     return path.port_num == 1 && path.is_global == 1 && path.grh.sgid_index < gid_count && path.sl < 16 &&
@@ -29,9 +29,9 @@ bool is_valid_path(const ibv_ah_attr& path) {
 
 // Return the index in the GID table of the device at which this GID has this type, or -1 with errno EINVAL.
 int find_gid_index(const Device& device, const ibv_gid& gid, ibv_gid_type gid_type) {
-    for (unsigned index = 0; index < gid_count; ++index) {
-        if (is_same_gid(device.gid, gid) && get_gid_type(index) == gid_type) {
-            return static_cast<int>(index);
+    for (unsigned gid_index = 0; gid_index < gid_count; ++gid_index) {
+        if (is_same_gid(device.gid, gid) && get_gid_type(gid_index) == gid_type) {
+            return static_cast<int>(gid_index);
         }
     }
     return fail_minus1(EINVAL);
@@ -53,14 +53,15 @@ bool read_ipv4_header(const ibv_grh& grh, iphdr* ipv4) {
     if (ipv4->version != 4 || ipv4->ihl != sizeof *ipv4 / 4) {
         return false;
     }
-    std::uint16_t words[sizeof *ipv4 / 2];
-    std::memcpy(words, ipv4, sizeof *ipv4);
-    std::uint32_t sum = 0;
-    for (const std::uint16_t word : words) {
-        sum += word;
+    std::uint16_t header_words[sizeof *ipv4 / 2];
+    std::memcpy(header_words, ipv4, sizeof *ipv4);
+    std::uint32_t word_sum = 0;
+    for (const std::uint16_t word : header_words) {
+        word_sum += word;
     }
-    sum = (sum & 0xffff) + (sum >> 16);
-    return (sum & 0xffff) + (sum >> 16) == 0xffff;
+    // Add the carries, in the upper 16 bits, to the lower 16 bits. The addition can carry once more.
+    word_sum = (word_sum & 0xffff) + (word_sum >> 16);
+    return (word_sum & 0xffff) + (word_sum >> 16) == 0xffff;
 }
 
 // Store in *route the route back to the sender of the datagram that has this network header. Return 0, or -1 with errno

@@ -15,24 +15,25 @@ namespace gdrkit::twin::verbs {
 namespace {
 
 // With these seals no process can shrink the memfd, so access to a mapping of the memfd never raises SIGBUS.
-constexpr int seals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW;
+constexpr int required_seals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW;
 
 } // namespace
 
 std::unique_ptr<BounceBuffer> BounceBuffer::make(std::size_t size_bytes) {
     Fd fd(memfd_create("gdrkit-bounce", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    if (!fd || ftruncate(fd.get(), static_cast<off_t>(size_bytes)) != 0 || fcntl(fd.get(), F_ADD_SEALS, seals) != 0) {
+    if (!fd || ftruncate(fd.get(), static_cast<off_t>(size_bytes)) != 0 ||
+        fcntl(fd.get(), F_ADD_SEALS, required_seals) != 0) {
         return nullptr;
     }
     return map(std::move(fd), size_bytes);
 }
 
 std::unique_ptr<BounceBuffer> BounceBuffer::adopt(Fd fd, std::size_t size_bytes) {
-    struct stat status {};
-    if (fstat(fd.get(), &status) != 0) {
+    struct stat file_status {};
+    if (fstat(fd.get(), &file_status) != 0) {
         return nullptr;
     }
-    if (fcntl(fd.get(), F_GET_SEALS) != seals || static_cast<std::size_t>(status.st_size) != size_bytes) {
+    if (fcntl(fd.get(), F_GET_SEALS) != required_seals || static_cast<std::size_t>(file_status.st_size) != size_bytes) {
         errno = EINVAL;
         return nullptr;
     }
@@ -40,11 +41,12 @@ std::unique_ptr<BounceBuffer> BounceBuffer::adopt(Fd fd, std::size_t size_bytes)
 }
 
 std::unique_ptr<BounceBuffer> BounceBuffer::map(Fd fd, std::size_t size_bytes) {
-    void* const data = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
-    if (data == MAP_FAILED) {
+    void* const mapped_memory = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+    if (mapped_memory == MAP_FAILED) {
         return nullptr;
     }
-    return std::unique_ptr<BounceBuffer>(new BounceBuffer(std::move(fd), static_cast<std::byte*>(data), size_bytes));
+    return std::unique_ptr<BounceBuffer>(
+        new BounceBuffer(std::move(fd), static_cast<std::byte*>(mapped_memory), size_bytes));
 }
 
 BounceBuffer::~BounceBuffer() {
@@ -55,8 +57,8 @@ BounceBuffer::~BounceBuffer() {
 // emulate the DMA of a device. A program knows from completions when the DMA has ended, and another process may poll
 // these completions. ThreadSanitizer does not know this order and would report data races.
 
-int BounceBuffer::copy_in(std::size_t offset, const void* memory, std::size_t size_bytes) {
-    const char* source = static_cast<const char*>(memory);
+int BounceBuffer::copy_in(std::size_t offset, const void* client_memory, std::size_t size_bytes) {
+    const char* source = static_cast<const char*>(client_memory);
     while (size_bytes > 0) {
         const long moved_bytes = syscall(SYS_pwrite64, fd_.get(), source, size_bytes, offset);
         if (moved_bytes < 0 && errno == EINTR) {
@@ -72,8 +74,8 @@ int BounceBuffer::copy_in(std::size_t offset, const void* memory, std::size_t si
     return 0;
 }
 
-int BounceBuffer::copy_out(std::size_t offset, void* memory, std::size_t size_bytes) const {
-    char* target = static_cast<char*>(memory);
+int BounceBuffer::copy_out(std::size_t offset, void* client_memory, std::size_t size_bytes) const {
+    char* target = static_cast<char*>(client_memory);
     while (size_bytes > 0) {
         const long moved_bytes = syscall(SYS_pread64, fd_.get(), target, size_bytes, offset);
         if (moved_bytes < 0 && errno == EINTR) {
@@ -110,7 +112,7 @@ void BounceBuffer::copy_out_mapped(std::size_t offset, std::byte* memory, std::s
 
 #else
 
-// Without rep movsb, system calls copy, which ThreadSanitizer does not see either.
+// Without rep movsb, the functions copy by system calls, which ThreadSanitizer does not intercept either.
 
 void BounceBuffer::copy_in_mapped(std::size_t offset, const std::byte* memory, std::size_t size_bytes) {
     copy_in(offset, memory, size_bytes);

@@ -30,8 +30,8 @@ public:
 
     // Copy from client memory into the buffer, or out of the buffer into client memory. Return 0 or an errno. The
     // caller ensures that [offset, offset + size_bytes) lies within the buffer.
-    int copy_in(std::size_t offset, const void* memory, std::size_t size_bytes);
-    int copy_out(std::size_t offset, void* memory, std::size_t size_bytes) const;
+    int copy_in(std::size_t offset, const void* client_memory, std::size_t size_bytes);
+    int copy_out(std::size_t offset, void* client_memory, std::size_t size_bytes) const;
     // Like copy_in and copy_out, but for memory that the twin has mapped from a sealed memfd. These copies cannot fail.
     void copy_in_mapped(std::size_t offset, const std::byte* memory, std::size_t size_bytes);
     void copy_out_mapped(std::size_t offset, std::byte* memory, std::size_t size_bytes) const;

@@ -51,8 +51,8 @@ bool CompletionQueue::push_one(const Completion& completion) {
             context_->raise(public_cq_, IBV_EVENT_CQ_ERR, async_event_counter);
             return false;
         }
-        // The client has asked to ignore overruns, so the oldest completion is lost. The slots that polling it would
-        // have freed stay used.
+        // The client has asked to ignore overruns, so the oldest completion is lost. The slots that it covers are
+        // then never freed.
         completions_.pop_front();
     }
     completions_.push_back(completion);
@@ -65,8 +65,8 @@ bool CompletionQueue::push_one(const Completion& completion) {
 
 // Remove the first completion and free the slots that it covers. The caller holds the lock.
 void CompletionQueue::pop_first() {
-    const Completion& first = completions_.front();
-    first.work_queue_slots->used_count -= first.freed_slot_count;
+    const Completion& first_completion = completions_.front();
+    first_completion.work_queue_slots->used_count -= first_completion.freed_slot_count;
     completions_.pop_front();
     has_completions_or_overrun_ = !completions_.empty();
 }
@@ -121,7 +121,7 @@ int CompletionQueue::resize(std::size_t capacity) {
     // Soft-RoCE carries out many requests in the call that posts them, so the check below sees their completions. In
     // the twin, threads carry the requests out later. Give the threads 20 ms: if the twin accepted a smaller size too
     // early, the completions of these requests would overrun the queue.
-    for (int tries = 0; tries < 20 && capacity < capacity_ && completions_.size() <= capacity; ++tries) {
+    for (int attempt = 0; attempt < 20 && capacity < capacity_ && completions_.size() <= capacity; ++attempt) {
         lock.unlock();
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
         lock.lock();

@@ -140,7 +140,7 @@ inline CompletionQueueHandle* get_cq_handle(ibv_cq* cq) {
 
 // Arguments of the functions that create a completion queue.
 struct CompletionQueueRequest {
-    std::uint32_t cqe = 0;
+    std::uint32_t cqe = 0; // capacity, in completions
     void* cq_context = nullptr;
     ibv_comp_channel* channel = nullptr;
     std::uint32_t comp_vector = 0;

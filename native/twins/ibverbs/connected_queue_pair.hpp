@@ -190,7 +190,7 @@ private:
     void requeue_sends(const Lock& lock, Fifo<SendWork>* sends);
     void complete_finished(const Lock& lock);
     void abort_requests(const Lock& lock);
-    void complete_delayed(const Lock& lock, SendWork work, ibv_wc_status status, std::uint64_t delay_us);
+    void complete_after_delay(const Lock& lock, SendWork work, ibv_wc_status status, std::uint64_t delay_us);
     bool deliver_due_completions(const Lock& lock);
     bool flush(Lock* lock);
     bool raise_last_wqe_event(const Lock& lock);
@@ -216,7 +216,7 @@ private:
     bool submit_requests(const ibv_qp_attr& attr);
     bool start_next_send(const ibv_qp_attr& attr);
     void change_keys(const SendWork& work);
-    bool must_wait_for_earlier(const SendWork& next_send, FaultSite* site);
+    bool must_wait_for_earlier_sends(const SendWork& next_send, FaultSite* site);
     ibv_wc_status prepare_send(const SendWork& work, const ibv_qp_attr& attr);
     bool submit_chunk();
     bool has_grant(const SendWork& work);
@@ -224,11 +224,11 @@ private:
     bool is_peer_alive();
     bool copy_directly(const SendWork& work, const ibv_qp_attr& attr);
     bool copy_segment(const SendWork& work, const PeerRange& range, std::uint64_t offset);
-    bool copy_list(const SendWork& work, const ibv_qp_attr& attr);
-    void finish_copied(const PeerRange& range, const ibv_qp_attr& attr);
+    bool copy_requests_together(const SendWork& work, const ibv_qp_attr& attr);
+    void finish_copied_request(const PeerRange& range, const ibv_qp_attr& attr);
     void finish_first_started(const ibv_qp_attr& attr);
     static void count_without_fault(ibv_wr_opcode opcode);
-    std::optional<int> find_fault_after(ibv_wr_opcode opcode, const ibv_qp_attr& attr);
+    std::optional<int> find_fault_of_landed_request(ibv_wr_opcode opcode, const ibv_qp_attr& attr);
     bool reserve_payload(const SendWork& work, wire::Request* request, std::uint32_t* page_count);
     std::uint32_t count_pages_to_splice(const SendWork& work, const wire::Request& request);
     void publish();

@@ -22,8 +22,8 @@ struct AllocationRange {
     std::uint64_t buffer_id;
 };
 
-// Makes a CUDA context the current one of this thread for the lifetime of the object. The object is false if the driver
-// refuses the context.
+// Makes a CUDA context the current one of this thread for the lifetime of the object. The object converts to
+// false if the driver refuses the context.
 class CurrentContext {
 public:
     CurrentContext(const CudaDriver& driver, CudaDriver::Handle context) : driver_(driver) {
@@ -156,12 +156,12 @@ int CudaMemory::detach_if_freed(std::uint64_t offset, std::size_t size_bytes) {
     if (detached_memory_ != nullptr || are_allocations_unchanged(address_ + offset, address_ + offset + size_bytes)) {
         return 0;
     }
-    void* const memory =
+    void* const host_memory =
         mmap(nullptr, length_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) {
+    if (host_memory == MAP_FAILED) {
         return errno;
     }
-    detached_memory_ = static_cast<std::byte*>(memory);
+    detached_memory_ = static_cast<std::byte*>(host_memory);
     return 0;
 }
 

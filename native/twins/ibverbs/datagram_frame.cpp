@@ -22,13 +22,13 @@ constexpr std::size_t udp_header_bytes = 8, base_header_bytes = 12, datagram_hea
 static_assert(sizeof(iphdr) == 20);
 
 std::string format_hex(const ibv_gid& gid) {
-    std::string text;
+    std::string hex_text;
     char digits[3];
     for (const std::uint8_t byte : gid.raw) {
         std::snprintf(digits, sizeof digits, "%02x", byte);
-        text += digits;
+        hex_text += digits;
     }
-    return text;
+    return hex_text;
 }
 
 // Return the number of bytes between the network header and the end of the packet. The payload is padded to 4 bytes.
@@ -42,15 +42,16 @@ std::uint16_t count_transport_bytes(const DatagramHeader& header) {
 
 // Return the checksum of an IPv4 header whose checksum field is 0 (RFC 1071).
 std::uint16_t compute_ipv4_checksum(const iphdr& header) {
-    std::uint16_t words[sizeof header / 2];
-    std::memcpy(words, &header, sizeof header);
-    std::uint32_t sum = 0;
-    for (const std::uint16_t word : words) {
-        sum += word;
+    std::uint16_t header_words[sizeof header / 2];
+    std::memcpy(header_words, &header, sizeof header);
+    std::uint32_t word_sum = 0;
+    for (const std::uint16_t word : header_words) {
+        word_sum += word;
     }
-    sum = (sum & 0xffff) + (sum >> 16);
-    sum = (sum & 0xffff) + (sum >> 16);
-    return static_cast<std::uint16_t>(~sum);
+    // Add the carries, in the upper 16 bits, to the lower 16 bits. The addition can carry once more.
+    word_sum = (word_sum & 0xffff) + (word_sum >> 16);
+    word_sum = (word_sum & 0xffff) + (word_sum >> 16);
+    return static_cast<std::uint16_t>(~word_sum);
 }
 
 // Make the IPv4 header of a RoCE v2 packet between two GIDs that are IPv4 addresses.

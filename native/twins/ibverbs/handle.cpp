@@ -33,17 +33,17 @@ std::uint32_t make_next_handle() {
 }
 
 void track(std::string_view type_name, const void* object) {
-    ledger_add(type_name, get_ledger_key(object));
+    record_open_handle(type_name, get_ledger_key(object));
 }
 
 bool is_alive(std::string_view type_name, const void* object) {
-    // If the handle is not live, ledger_remove aborts (double release) or returns false (unknown handle).
+    // If the handle is not live, record_closed_handle aborts (double release) or returns false (unknown handle).
     return object != nullptr &&
-           (ledger_holds(type_name, get_ledger_key(object)) || ledger_remove(type_name, get_ledger_key(object)));
+           (ledger_holds(type_name, get_ledger_key(object)) || record_closed_handle(type_name, get_ledger_key(object)));
 }
 
 bool untrack(std::string_view type_name, const void* object) {
-    return ledger_remove(type_name, get_ledger_key(object));
+    return record_closed_handle(type_name, get_ledger_key(object));
 }
 
 void quarantine(std::shared_ptr<void> object) {

@@ -92,14 +92,14 @@ void ConnectedQueuePair::complete_finished(const Lock& lock) {
     if (state_ != IBV_QPS_RESET) {
         for (; !requester.finished_sends.empty(); requester.finished_sends.pop_front()) {
             count_sent(requester.finished_sends.front());
-            complete_delayed(lock, std::move(requester.finished_sends.front()), IBV_WC_SUCCESS, random_delay_us());
+            complete_after_delay(lock, std::move(requester.finished_sends.front()), IBV_WC_SUCCESS, random_delay_us());
         }
         // If a state change of this pair interrupted a request, the request is flushed later.
         if (requester.first_send_error && *requester.first_send_error != IBV_WC_WR_FLUSH_ERR) {
             const std::uint64_t loss_delay_us =
                 *requester.first_send_error == IBV_WC_RETRY_EXC_ERR ? compute_loss_delay_us(attr_) : 0;
-            complete_delayed(lock, std::move(requester.started_sends.front()), *requester.first_send_error,
-                             std::max(loss_delay_us, random_delay_us()));
+            complete_after_delay(lock, std::move(requester.started_sends.front()), *requester.first_send_error,
+                                 std::max(loss_delay_us, random_delay_us()));
             requester.started_sends.pop_front();
             push_completions_to_cq(lock);
             enter_error(lock, nullptr);
@@ -142,8 +142,8 @@ void ConnectedQueuePair::abort_requests(const Lock& lock) {
     mark_idle(lock);
 }
 
-void ConnectedQueuePair::complete_delayed(const Lock& lock, SendWork work, ibv_wc_status status,
-                                          std::uint64_t delay_us) {
+void ConnectedQueuePair::complete_after_delay(const Lock& lock, SendWork work, ibv_wc_status status,
+                                              std::uint64_t delay_us) {
     if (delay_us == 0 && delayed_completions_.empty()) {
         complete_send(lock, work, status);
     } else {

@@ -86,7 +86,7 @@ bool ConnectedQueuePair::copy_directly(const SendWork& work, const ibv_qp_attr& 
         !is_peer_alive()) {
         return false;
     }
-    if (copy_list(work, attr)) {
+    if (copy_requests_together(work, attr)) {
         return true;
     }
     const PeerRange range = get_peer_range(work);
@@ -103,14 +103,14 @@ bool ConnectedQueuePair::copy_directly(const SendWork& work, const ibv_qp_attr& 
             return false;
         }
     }
-    finish_copied(range, attr);
+    finish_copied_request(range, attr);
     return true;
 }
 
 // Copy the data of the last started request and of the queued requests after it by one system call, if they are small,
 // have the same type and keys, and use one local region. Return false if fewer than two requests meet these conditions
 // or the copy failed.
-bool ConnectedQueuePair::copy_list(const SendWork& work, const ibv_qp_attr& attr) {
+bool ConnectedQueuePair::copy_requests_together(const SendWork& work, const ibv_qp_attr& attr) {
     Fifo<SendWork>& queued_sends = requester_state_.queued_sends;
     if (queued_sends.empty() || work.is_inline || has_fault_rule(work.opcode)) {
         return false;
@@ -140,18 +140,18 @@ bool ConnectedQueuePair::copy_list(const SendWork& work, const ibv_qp_attr& attr
         }) != RegionError::none) {
         return false;
     }
-    finish_copied(ranges[0], attr);
+    finish_copied_request(ranges[0], attr);
     for (std::size_t index = 1; index < request_count && !requester_state_.first_send_error; ++index) {
         requester_state_.started_sends.push_back(std::move(queued_sends.front()));
         queued_sends.pop_front();
         count_without_fault(requester_state_.started_sends.front().opcode);
-        finish_copied(ranges[index], attr);
+        finish_copied_request(ranges[index], attr);
     }
     return true;
 }
 
 // Count the first started request, whose data was copied, and move it to the finished requests.
-void ConnectedQueuePair::finish_copied(const PeerRange& range, const ibv_qp_attr& attr) {
+void ConnectedQueuePair::finish_copied_request(const PeerRange& range, const ibv_qp_attr& attr) {
     peer_memory_->count_request(range);
     requester_state_.copied_bytes += range.size_bytes;
     finish_first_started(attr);
@@ -174,7 +174,7 @@ bool ConnectedQueuePair::copy_segment(const SendWork& work, const PeerRange& ran
 // keep the request started and set first_send_error instead.
 void ConnectedQueuePair::finish_first_started(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
-    if (const auto fault = find_fault_after(requester.started_sends.front().opcode, attr)) {
+    if (const auto fault = find_fault_of_landed_request(requester.started_sends.front().opcode, attr)) {
         requester.first_send_error = static_cast<ibv_wc_status>(*fault);
         return;
     }

@@ -137,7 +137,7 @@ void ConnectedQueuePair::count_without_fault(ibv_wr_opcode opcode) {
     }
 }
 
-std::optional<int> ConnectedQueuePair::find_fault_after(ibv_wr_opcode opcode, const ibv_qp_attr& attr) {
+std::optional<int> ConnectedQueuePair::find_fault_of_landed_request(ibv_wr_opcode opcode, const ibv_qp_attr& attr) {
     FaultSites* const sites = find_fault_sites(opcode);
     return sites == nullptr ? std::nullopt : find_request_fault(&sites->landed, *context_->device, attr);
 }
@@ -191,7 +191,7 @@ bool ConnectedQueuePair::start_next_send(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     FaultSites* const sites = find_fault_sites(requester.queued_sends.front().opcode);
     FaultSite* const site = sites != nullptr ? &sites->before : nullptr;
-    if (must_wait_for_earlier(requester.queued_sends.front(), site)) {
+    if (must_wait_for_earlier_sends(requester.queued_sends.front(), site)) {
         return false;
     }
     const SendWork& work = requester.started_sends.push_back(std::move(requester.queued_sends.front()));
@@ -249,7 +249,7 @@ void ConnectedQueuePair::change_keys(const SendWork& work) {
 // Return whether the next request must wait for earlier requests. A fenced request waits for reads and atomic requests.
 // A request that changes keys, or has a rule in the fault plan, waits for all earlier requests, so that it does not
 // affect them.
-bool ConnectedQueuePair::must_wait_for_earlier(const SendWork& next_send, FaultSite* site) {
+bool ConnectedQueuePair::must_wait_for_earlier_sends(const SendWork& next_send, FaultSite* site) {
     RequesterState& requester = requester_state_;
     if ((next_send.is_fenced && requester.pending_data_response_count > 0) ||
         (changes_keys(next_send.opcode) && !requester.started_sends.empty()) || must_drain_for_copy(next_send)) {

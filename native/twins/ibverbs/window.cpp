@@ -33,7 +33,7 @@ void unbind(Window* window) {
 }
 
 // Return whether the region permits the binding. The caller holds the lock of the key table.
-bool is_bindable(const KeyTable& table, const WindowBinding& binding) {
+bool region_permits_binding(const KeyTable& table, const WindowBinding& binding) {
     const Region& region = *binding.region;
     const auto region_entry = table.by_lkey.find(region.lkey);
     return region_entry != table.by_lkey.end() && region_entry->second == binding.region && !region.refuses_windows &&
@@ -55,10 +55,10 @@ bool is_valid_binding(const KeyTable& table, const WindowBinding& binding, const
     }
     if (window.type == IBV_MW_TYPE_1) {
         return (binding.access & IBV_ACCESS_ZERO_BASED) == 0 &&
-               (binding.length_bytes == 0 || (binding.region != nullptr && is_bindable(table, binding)));
+               (binding.length_bytes == 0 || (binding.region != nullptr && region_permits_binding(table, binding)));
     }
     return window.region == nullptr && binding.region != nullptr && binding.length_bytes > 0 &&
-           is_bindable(table, binding);
+           region_permits_binding(table, binding);
 }
 
 } // namespace

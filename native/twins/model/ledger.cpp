@@ -62,7 +62,7 @@ void print_stack(const char* title, const Stack& stack) {
 
 } // namespace
 
-void ledger_add(std::string_view kind, std::uint64_t handle) {
+void record_open_handle(std::string_view kind, std::uint64_t handle) {
     record_object(kind);
     Ledger& ledger_state = ledger();
     std::lock_guard lock(ledger_state.mutex);
@@ -71,7 +71,7 @@ void ledger_add(std::string_view kind, std::uint64_t handle) {
     ledger_state.live_handles.emplace(HandleKey{kind, handle}, Stack::capture());
 }
 
-bool ledger_remove(std::string_view kind, std::uint64_t handle) {
+bool record_closed_handle(std::string_view kind, std::uint64_t handle) {
     Ledger& ledger_state = ledger();
     std::lock_guard lock(ledger_state.mutex);
     const HandleKey key{kind, handle};

@@ -15,13 +15,13 @@ namespace gdrkit::twin {
 // exists because a program may run for days, and its memory must not grow with each release.
 inline constexpr std::size_t max_remembered_releases = 128;
 
-// Add a new handle. `kind` is its type and must be a string literal ("ibv_mr", "cuda_memory").
-void ledger_add(std::string_view kind, std::uint64_t handle);
+// Add a new handle to the ledger. `kind` is its type and must be a string literal ("ibv_mr", "cuda_memory").
+void record_open_handle(std::string_view kind, std::uint64_t handle);
 
 // Remove a live handle and return true. If the handle was released before, print the stacks of its creation, first and
 // second release on stderr and abort the process. Return false for a handle that never existed; the caller then fails
 // by the convention of its API.
-[[nodiscard]] bool ledger_remove(std::string_view kind, std::uint64_t handle);
+[[nodiscard]] bool record_closed_handle(std::string_view kind, std::uint64_t handle);
 
 // Return whether the handle is live.
 [[nodiscard]] bool ledger_holds(std::string_view kind, std::uint64_t handle);

@@ -20,7 +20,7 @@ namespace {
 
 // The bits of the event types that the twin accepts: nvmlEventTypeXidCriticalError for a GPU, and
 // nvmlSystemEventTypeGpuDriverUnbind (1) and nvmlSystemEventTypeGpuDriverBind (2) for the system.
-constexpr std::uint64_t xid_error = 8, all_system_events = 1 | 2;
+constexpr std::uint64_t xid_error_event = 8, all_system_events = 1 | 2;
 
 struct EventSets {
     std::mutex mutex;
@@ -92,12 +92,12 @@ GDRKIT_NVML_ENTRY int nvmlEventSetFree(const EventSet* set) {
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedEventTypes(const Gpu* gpu, std::uint64_t* event_types) {
-    return store_constant(gpu, event_types, xid_error);
+    return store_constant(gpu, event_types, xid_error_event);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceRegisterEvents(const Gpu* gpu, std::uint64_t event_types, const EventSet* set) {
     return run_if_arguments_valid(gpu, set, [&](int) {
-        return !is_event_set(set) ? invalid_argument : (event_types & ~xid_error) != 0 ? unsupported : success;
+        return !is_event_set(set) ? invalid_argument : (event_types & ~xid_error_event) != 0 ? unsupported : success;
     });
 }
 

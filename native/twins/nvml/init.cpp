@@ -151,13 +151,14 @@ GDRKIT_NVML_ENTRY int nvmlSystemGetProcessName(unsigned pid, char* buffer, unsig
         if (buffer == nullptr || length_bytes == 0) {
             return invalid_argument;
         }
-        std::ifstream file("/proc/" + std::to_string(pid) + "/cmdline");
-        std::string name;
-        if (!std::getline(file, name, '\0')) {
+        // The name of a process is the first argument of its command line.
+        std::ifstream command_line_file("/proc/" + std::to_string(pid) + "/cmdline");
+        std::string process_name;
+        if (!std::getline(command_line_file, process_name, '\0')) {
             return not_found;
         }
         // Like the real library, cut the name if the buffer is too small.
-        return store_text(name.substr(0, length_bytes - 1), buffer, length_bytes);
+        return store_text(process_name.substr(0, length_bytes - 1), buffer, length_bytes);
     });
 }
 

@@ -174,7 +174,7 @@ inline constexpr std::uint32_t fabric_v3_version = sizeof(FabricInfoV3) | 3U << 
 static_assert(fabric_v2_version == 0x02000024 && fabric_v3_version == 0x03000028);
 
 inline constexpr int architecture_hopper = 9;   // NVML_DEVICE_ARCH_HOPPER: compute capability 9.0
-inline constexpr int topology_host_bridge = 30; // NVML_TOPOLOGY_HOSTBRIDGE: the path between two GPUs crosses one
+inline constexpr int topology_host_bridge = 30; // NVML_TOPOLOGY_HOSTBRIDGE: the GPUs are below one PCIe host bridge
 // NVML_P2P_STATUS_* and NVML_P2P_CAPS_INDEX_*. `p2p_end` is the first value that is not a capability.
 enum P2pStatus { p2p_ok = 0, p2p_not_supported = 5 };
 enum P2pCapability { p2p_read = 0, p2p_write = 1, p2p_nvlink = 2, p2p_atomics = 3, p2p_pci = 4, p2p_end = 5 };

@@ -9,7 +9,7 @@
 namespace gdrkit::twin::nvml {
 namespace {
 
-// Run the body of an exported function about two GPUs. The body gets whether both handles mean the same GPU.
+// Run the body of an exported function about two GPUs. The body gets true if both handles mean the same GPU.
 template <typename Value, typename Body>
 int run_pair_entry(const Gpu* first, const Gpu* second, Value* result, Body&& body) {
     return run_if_arguments_valid(

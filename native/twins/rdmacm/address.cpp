@@ -20,8 +20,9 @@ constexpr std::size_t ipv4_offset = 12;
 } // namespace
 
 bool IpAddress::is_any() const {
-    const std::size_t begin = family == AF_INET ? ipv4_offset : 0;
-    return std::all_of(bytes.raw + begin, bytes.raw + sizeof bytes.raw, [](std::uint8_t byte) { return byte == 0; });
+    const std::size_t first_byte = family == AF_INET ? ipv4_offset : 0;
+    return std::all_of(bytes.raw + first_byte, bytes.raw + sizeof bytes.raw,
+                       [](std::uint8_t byte) { return byte == 0; });
 }
 
 bool IpAddress::is_loopback() const {
@@ -126,7 +127,7 @@ bool is_host_address(const IpAddress& address) {
     return address.is_loopback() || std::find(addresses.begin(), addresses.end(), address) != addresses.end();
 }
 
-int choose_source_address(const IpAddress& destination, IpAddress* source) {
+int choose_source_by_route(const IpAddress& destination, IpAddress* source) {
     const Fd socket(::socket(destination.family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     if (!socket) {
         return errno;

@@ -15,13 +15,13 @@ struct IpAddress {
     ibv_gid bytes{};
     std::uint32_t scope_id = 0;
 
-    [[nodiscard]] bool is_any() const;
+    [[nodiscard]] bool is_any() const; // 0.0.0.0 or ::
     [[nodiscard]] bool is_loopback() const;
     [[nodiscard]] bool is_multicast() const;
     bool operator==(const IpAddress& other) const;
 };
 
-// Return the length of an AF_INET or AF_INET6 address in bytes, or 0 if it is neither.
+// Return the length of an AF_INET or AF_INET6 address in bytes, or 0 for another family and for nullptr.
 socklen_t get_address_length(const sockaddr* address);
 // Return the address without its port. An address whose family is not AF_INET6 is read as an AF_INET address.
 IpAddress get_ip(const sockaddr* address);
@@ -34,9 +34,9 @@ IpAddress make_loopback_address(int family);
 bool is_host_address(const IpAddress& address);
 // Return the addresses of the interfaces of this host, of both families.
 std::vector<IpAddress> list_host_addresses();
-// Store the source address of the packets that this host sends to `destination`. Return 0 or an errno of the routing
-// (ENETUNREACH ...).
-int choose_source_address(const IpAddress& destination, IpAddress* source);
+// Store the source address of the packets that this host sends to `destination`. Return 0 or an errno, for
+// example ENETUNREACH if there is no route.
+int choose_source_by_route(const IpAddress& destination, IpAddress* source);
 
 bool is_same_gid(const ibv_gid& left, const ibv_gid& right);
 std::string format_gid(const ibv_gid& gid); // 32 hexadecimal digits

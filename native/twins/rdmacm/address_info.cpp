@@ -75,8 +75,8 @@ rdma_addrinfo* make_entry(const rdma_addrinfo* hints, const sockaddr* address, s
     entry->ai_family = address->sa_family;
     fill_types(entry, hints, socket_type);
     const bool is_passive = (entry->ai_flags & rai_passive) != 0;
-    char*& name = is_passive ? entry->ai_src_canonname : entry->ai_dst_canonname;
-    name = canonical_name == nullptr ? nullptr : strdup(canonical_name);
+    char*& entry_name = is_passive ? entry->ai_src_canonname : entry->ai_dst_canonname;
+    entry_name = canonical_name == nullptr ? nullptr : strdup(canonical_name);
     if (!fill_addresses(entry, hints, address, length)) {
         rdma_freeaddrinfo(entry);
         return nullptr;
@@ -137,14 +137,14 @@ int rdma_getaddrinfo(const char* node, const char* service, const rdma_addrinfo*
     entry->ai_flags = hints->ai_flags;
     entry->ai_family = hints->ai_family;
     fill_types(entry, hints, make_hints(hints).ai_socktype);
-    const auto copy_if_set = [](const sockaddr* source, socklen_t length, sockaddr** address,
-                                socklen_t* address_bytes) {
-        if (source == nullptr || length == 0) {
+    const auto copy_if_set = [](const sockaddr* hint_address, socklen_t hint_length, sockaddr** entry_address,
+                                socklen_t* entry_length) {
+        if (hint_address == nullptr || hint_length == 0) {
             return true;
         }
-        *address_bytes = length;
-        *address = copy_address(source, length);
-        return *address != nullptr;
+        *entry_length = hint_length;
+        *entry_address = copy_address(hint_address, hint_length);
+        return *entry_address != nullptr;
     };
     if (!copy_if_set(hints->ai_src_addr, hints->ai_src_len, &entry->ai_src_addr, &entry->ai_src_len) ||
         !copy_if_set(hints->ai_dst_addr, hints->ai_dst_len, &entry->ai_dst_addr, &entry->ai_dst_len)) {

@@ -15,7 +15,7 @@ namespace gdrkit::twin::rdmacm {
 namespace {
 
 // Bind an identifier in the state idle. The caller holds the lock of the connection manager.
-int bind_identifier(Identifier* id, const IpAddress& address, std::uint16_t port) {
+int bind_identifier(Identifier* identifier, const IpAddress& address, std::uint16_t port) {
     std::optional<LocalGid> local_gid;
     if (!address.is_any()) {
         local_gid = find_local_gid(address);
@@ -25,20 +25,20 @@ int bind_identifier(Identifier* id, const IpAddress& address, std::uint16_t port
             return is_host_address(address) ? ENODEV : EADDRNOTAVAIL;
         }
     }
-    if (const int error = claim_port(id, address, port); error != 0) {
+    if (const int error = claim_port(identifier, address, port); error != 0) {
         return error;
     }
     if (local_gid) {
-        set_local_gid(id, *local_gid);
+        set_local_gid(identifier, *local_gid);
     }
-    set_source_address(id, address, id->port_claim.port);
-    id->state = State::bound;
+    set_source_address(identifier, address, identifier->port_claim.port);
+    identifier->state = State::bound;
     return 0;
 }
 
 // Choose the source address for a destination. Return 0 or an errno, which an ADDR_ERROR event reports.
-int choose_source(const Identifier& id, const IpAddress& destination, IpAddress* source) {
-    *source = get_ip(&id.public_id.route.addr.src_addr);
+int choose_source_address(const Identifier& identifier, const IpAddress& destination, IpAddress* source) {
+    *source = get_ip(&identifier.public_id.route.addr.src_addr);
     if (!source->is_any()) {
         return source->family == destination.family ? 0 : EINVAL;
     }
@@ -46,16 +46,16 @@ int choose_source(const Identifier& id, const IpAddress& destination, IpAddress*
         *source = destination; // the packets stay on this host
         return 0;
     }
-    return choose_source_address(destination, source);
+    return choose_source_by_route(destination, source);
 }
 
 // Resolve the destination of the identifier. Return 0 or an errno, which an ADDR_ERROR event reports.
-int resolve_destination(Identifier* id, IpAddress destination) {
+int resolve_destination(Identifier* identifier, IpAddress destination) {
     if (destination.is_any()) {
         destination = make_loopback_address(destination.family); // as the kernel does
     }
     IpAddress source;
-    if (const int error = choose_source(*id, destination, &source); error != 0) {
+    if (const int error = choose_source_address(*identifier, destination, &source); error != 0) {
         return error;
     }
     const auto local_gid = find_local_gid(source);
@@ -64,26 +64,27 @@ int resolve_destination(Identifier* id, IpAddress destination) {
     }
     // If the destination is not on this host, its GID consists of the same bytes as its address.
     const auto destination_gid = find_local_gid(destination);
-    id->remote_gid = destination_gid ? destination_gid->gid() : destination.bytes;
-    set_local_gid(id, *local_gid);
-    set_source_address(id, source, id->port_claim.port);
-    store_address(&id->public_id.route.addr.dst_storage, destination, get_port(&id->public_id.route.addr.dst_addr));
-    id->public_id.route.addr.addr.ibaddr.dgid = id->remote_gid;
+    identifier->remote_gid = destination_gid ? destination_gid->gid() : destination.bytes;
+    set_local_gid(identifier, *local_gid);
+    set_source_address(identifier, source, identifier->port_claim.port);
+    store_address(&identifier->public_id.route.addr.dst_storage, destination,
+                  get_port(&identifier->public_id.route.addr.dst_addr));
+    identifier->public_id.route.addr.addr.ibaddr.dgid = identifier->remote_gid;
     return 0;
 }
 
 // Make the path record that rdma_resolve_route stores in the identifier.
-ibv_sa_path_rec make_path(const Identifier& id) {
+ibv_sa_path_rec make_path(const Identifier& identifier) {
     ibv_sa_path_rec path{};
-    path.dgid = id.remote_gid;
-    path.sgid = id.local_gid->gid();
+    path.dgid = identifier.remote_gid;
+    path.sgid = identifier.local_gid->gid();
     path.hop_limit = 64;
-    path.traffic_class = id.tos;
+    path.traffic_class = identifier.tos;
     path.reversible = 1;
     path.numb_path = 1;
     path.pkey = 0xffff;                                                          // the default partition key
     path.mtu_selector = path.rate_selector = path.packet_life_time_selector = 2; // IB_SA_EQ: the exact values
-    path.mtu = static_cast<std::uint8_t>(id.local_gid->device->port_attr.active_mtu);
+    path.mtu = static_cast<std::uint8_t>(identifier.local_gid->device->port_attr.active_mtu);
     path.rate = IBV_RATE_100_GBPS;
     path.packet_life_time = 16; // CMA_IBOE_PACKET_LIFETIME of the kernel
     return path;
@@ -91,25 +92,25 @@ ibv_sa_path_rec make_path(const Identifier& id) {
 
 } // namespace
 
-int resolve_route_now(Identifier* id) {
+int resolve_route_now(Identifier* identifier) {
     auto* const path = static_cast<ibv_sa_path_rec*>(std::calloc(1, sizeof(ibv_sa_path_rec)));
     if (path == nullptr) {
         return ENOMEM;
     }
-    *path = make_path(*id);
-    std::free(id->public_id.route.path_rec);
-    id->public_id.route.path_rec = path;
-    id->public_id.route.num_paths = 1;
+    *path = make_path(*identifier);
+    std::free(identifier->public_id.route.path_rec);
+    identifier->public_id.route.path_rec = path;
+    identifier->public_id.route.num_paths = 1;
     return 0;
 }
 
-int bind_to_any(Identifier* id, int family) {
+int bind_to_any(Identifier* identifier, int family) {
     IpAddress any_address;
     any_address.family = family;
     if (family == AF_INET) {
         any_address.bytes.raw[10] = any_address.bytes.raw[11] = 0xff; // 0.0.0.0 in the form ::ffff:0.0.0.0
     }
-    return bind_identifier(id, any_address, 0);
+    return bind_identifier(identifier, any_address, 0);
 }
 
 extern "C" {

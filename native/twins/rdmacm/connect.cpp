@@ -87,8 +87,8 @@ bool record_listener(const IpAddress& address, std::uint16_t port, bool was_foun
     static std::mutex mutex;
     // The set is never destroyed, because threads of the program may connect while the process exits.
     static auto* const destinations = new std::set<std::pair<std::string, std::uint16_t>>();
-    const auto* const bytes = reinterpret_cast<const char*>(address.bytes.raw);
-    const std::pair destination(std::string(bytes, sizeof address.bytes.raw), port);
+    const auto* const address_bytes = reinterpret_cast<const char*>(address.bytes.raw);
+    const std::pair destination(std::string(address_bytes, sizeof address.bytes.raw), port);
     std::lock_guard lock(mutex);
     if (was_found) {
         destinations->insert(destination);

@@ -33,8 +33,8 @@ constexpr std::chrono::milliseconds timewait_duration{537};
 // Replace the timer of the connection. The timer does not keep the connection alive.
 void set_timer(Connection* connection, std::chrono::milliseconds delay, void (*on_expiry)(Connection*)) {
     cancel_timer(connection->timer_token);
-    connection->timer_token = start_timer(delay, [weak = connection->weak_from_this(), on_expiry] {
-        if (const auto expired_connection = weak.lock()) {
+    connection->timer_token = start_timer(delay, [weak_connection = connection->weak_from_this(), on_expiry] {
+        if (const auto expired_connection = weak_connection.lock()) {
             expired_connection->timer_token = 0;
             on_expiry(expired_connection.get());
         }
@@ -86,7 +86,8 @@ void enter_timewait(Connection* connection) {
     });
 }
 
-// Report RDMA_CM_EVENT_DISCONNECTED, but only once. Until then, a connected identifier has the state connecting.
+// Report RDMA_CM_EVENT_DISCONNECTED, but only once. An identifier has the state `connecting` from its connection
+// request to this report, also while it is connected.
 void report_disconnected(Connection* connection, int status) {
     if (connection->id != nullptr && connection->id->state == State::connecting) {
         connection->id->state = State::disconnected;
@@ -269,8 +270,8 @@ void on_reject(Connection* connection, const wire::Message& rejection) {
 // Act on a valid message. A message that does not fit the phase ends the connection.
 void on_message(Connection* connection, const wire::Message& message) {
     const Phase phase = connection->phase;
-    const bool is_connected = phase == Phase::established || phase == Phase::sent_reply ||
-                              phase == Phase::received_reply || phase == Phase::sent_disconnect;
+    const bool can_be_disconnected = phase == Phase::established || phase == Phase::sent_reply ||
+                                     phase == Phase::received_reply || phase == Phase::sent_disconnect;
     switch (message.type) {
     case wire::Type::request:
     case wire::Type::datagram_request:
@@ -293,7 +294,7 @@ void on_message(Connection* connection, const wire::Message& message) {
         return phase == Phase::waits_for_reply || phase == Phase::sent_reply ? on_reject(connection, message)
                                                                              : on_end(connection);
     case wire::Type::disconnect_request:
-        if (!is_connected) {
+        if (!can_be_disconnected) {
             return on_end(connection);
         }
         connection->phase = Phase::received_disconnect;
@@ -351,7 +352,7 @@ void accept_connections(Identifier* listener, int listening_fd) {
         }
         auto connection = std::make_shared<Connection>();
         connection->socket = std::move(socket);
-        connection->listener = listener->self;
+        connection->listener = listener->pointer_to_self;
         connection->phase = Phase::waits_for_request;
         start_reading(connection);
         set_timer(connection.get(), request_timeout,
@@ -441,7 +442,7 @@ bool disconnect(Identifier* id) {
 }
 
 void close_identifier(Identifier* id) {
-    *id->self = nullptr; // a connection that still waits for a request now has no listener
+    *id->pointer_to_self = nullptr; // a connection that still waits for a request now has no listener
     for (auto& [socket, token] : id->listening_sockets) {
         unwatch(token);
     }

@@ -30,8 +30,8 @@ enum class Phase {
 struct Connection : std::enable_shared_from_this<Connection> {
     Fd socket;
     Identifier* id = nullptr; // nullptr before the peer's request arrives, and after rdma_destroy_id
-    // Only the passive side has a listener, until the program can take the peer's request. The pointer becomes nullptr
-    // when the listener is destroyed.
+    // Only the passive side has a listener, until the program can take the peer's request. The inner pointer becomes
+    // nullptr when the listener is destroyed.
     std::shared_ptr<Identifier*> listener;
     Phase phase = Phase::waits_for_reply;
     Token watch_token = 0, timer_token = 0;

@@ -56,17 +56,17 @@ const std::vector<std::unique_ptr<CmDevice>>& get_cm_devices(int* error) {
         return *devices;
     }
     int device_count = 0;
-    ibv_device** const list = ibv_get_device_list(&device_count);
-    if (list == nullptr) {
+    ibv_device** const device_list = ibv_get_device_list(&device_count);
+    if (device_list == nullptr) {
         *error = errno;
         return *devices;
     }
     for (int index = 0; index < device_count; ++index) {
-        if (auto device = open_device(list[index])) {
+        if (auto device = open_device(device_list[index])) {
             devices->push_back(std::move(device));
         }
     }
-    ibv_free_device_list(list);
+    ibv_free_device_list(device_list);
     return *devices;
 }
 
@@ -128,19 +128,19 @@ ibv_context** rdma_get_devices(int* num_devices) {
     int error = 0;
     std::lock_guard lock(manager_mutex());
     const auto& devices = get_cm_devices(&error);
-    auto** const list =
+    auto** const contexts =
         error != 0 ? nullptr : static_cast<ibv_context**>(std::calloc(devices.size() + 1, sizeof(ibv_context*)));
-    if (list == nullptr) {
+    if (contexts == nullptr) {
         errno = error != 0 ? error : ENOMEM;
         return nullptr;
     }
     for (std::size_t index = 0; index < devices.size(); ++index) {
-        list[index] = devices[index]->verbs;
+        contexts[index] = devices[index]->verbs;
     }
     if (num_devices != nullptr) {
         *num_devices = static_cast<int>(devices.size());
     }
-    return list;
+    return contexts;
 }
 
 void rdma_free_devices(ibv_context** list) {

@@ -12,16 +12,18 @@ namespace {
 
 constexpr int resolve_timeout_ms = 2000;
 
+// Return the errno of a call that returned `result`: 0, or -1 with errno set.
 int get_errno(int result) {
     return result == 0 ? 0 : errno;
 }
 
-int bind_endpoint(rdma_cm_id* id, const rdma_addrinfo& info) {
-    return get_errno(rdma_bind_addr(id, info.ai_src_addr));
+int bind_endpoint(rdma_cm_id* id, const rdma_addrinfo& address_info) {
+    return get_errno(rdma_bind_addr(id, address_info.ai_src_addr));
 }
 
-int resolve_endpoint(rdma_cm_id* id, const rdma_addrinfo& info) {
-    const int error = get_errno(rdma_resolve_addr(id, info.ai_src_addr, info.ai_dst_addr, resolve_timeout_ms));
+int resolve_endpoint(rdma_cm_id* id, const rdma_addrinfo& address_info) {
+    const int error =
+        get_errno(rdma_resolve_addr(id, address_info.ai_src_addr, address_info.ai_dst_addr, resolve_timeout_ms));
     return error != 0 ? error : get_errno(rdma_resolve_route(id, resolve_timeout_ms));
 }
 

@@ -142,14 +142,14 @@ rdma_event_channel* rdma_create_event_channel(void) {
         return nullptr;
     }
     channel->public_channel.fd = channel->events.fd();
-    ledger_add("rdma_event_channel", reinterpret_cast<std::uint64_t>(channel.get()));
+    record_open_handle("rdma_event_channel", reinterpret_cast<std::uint64_t>(channel.get()));
     return &channel.release()->public_channel;
 }
 
 void rdma_destroy_event_channel(rdma_event_channel* channel) {
     Channel* const channel_object = get_channel(channel);
     if (channel_object != nullptr &&
-        ledger_remove("rdma_event_channel", reinterpret_cast<std::uint64_t>(channel_object))) {
+        record_closed_handle("rdma_event_channel", reinterpret_cast<std::uint64_t>(channel_object))) {
         delete channel_object;
     }
 }
@@ -170,7 +170,7 @@ int rdma_get_cm_event(rdma_event_channel* channel, rdma_cm_event** event) {
             }
             program_event->event_counter = queued_event.event_counter;
             if (prepare_event(queued_event, program_event.get())) {
-                ledger_add("rdma_cm_event", reinterpret_cast<std::uint64_t>(program_event.get()));
+                record_open_handle("rdma_cm_event", reinterpret_cast<std::uint64_t>(program_event.get()));
                 *event = &program_event.release()->public_event;
                 return 0;
             }
@@ -184,7 +184,7 @@ int rdma_ack_cm_event(rdma_cm_event* event) {
     return run_call("rdma_ack_cm_event", [&] {
         auto* const program_event = reinterpret_cast<ProgramEvent*>(event);
         if (program_event == nullptr ||
-            !ledger_remove("rdma_cm_event", reinterpret_cast<std::uint64_t>(program_event))) {
+            !record_closed_handle("rdma_cm_event", reinterpret_cast<std::uint64_t>(program_event))) {
             return EINVAL;
         }
         // Keep a reference to the counter: after acknowledge(), a thread in rdma_destroy_id may free the identifier at
@@ -197,7 +197,7 @@ int rdma_ack_cm_event(rdma_cm_event* event) {
 }
 
 const char* rdma_event_str(rdma_cm_event_type event) {
-    static constexpr const char* names[] = {
+    static constexpr const char* event_names[] = {
         "RDMA_CM_EVENT_ADDR_RESOLVED",  "RDMA_CM_EVENT_ADDR_ERROR",      "RDMA_CM_EVENT_ROUTE_RESOLVED",
         "RDMA_CM_EVENT_ROUTE_ERROR",    "RDMA_CM_EVENT_CONNECT_REQUEST", "RDMA_CM_EVENT_CONNECT_RESPONSE",
         "RDMA_CM_EVENT_CONNECT_ERROR",  "RDMA_CM_EVENT_UNREACHABLE",     "RDMA_CM_EVENT_REJECTED",
@@ -205,7 +205,7 @@ const char* rdma_event_str(rdma_cm_event_type event) {
         "RDMA_CM_EVENT_MULTICAST_JOIN", "RDMA_CM_EVENT_MULTICAST_ERROR", "RDMA_CM_EVENT_ADDR_CHANGE",
         "RDMA_CM_EVENT_TIMEWAIT_EXIT",
     };
-    return event < std::size(names) ? names[event] : "UNKNOWN EVENT";
+    return event < std::size(event_names) ? event_names[event] : "UNKNOWN EVENT";
 }
 
 } // extern "C"

@@ -14,11 +14,11 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// Return whether the object exists. If the program has released it before, ledger_remove aborts the process. If there
-// was never such an object, ledger_remove returns false.
+// Return whether the object exists. If the program has released it before, record_closed_handle aborts the process. If
+// there was never such an object, record_closed_handle returns false.
 bool is_alive(std::string_view type_name, const void* object) {
     const auto handle = reinterpret_cast<std::uint64_t>(object);
-    return object != nullptr && (ledger_holds(type_name, handle) || ledger_remove(type_name, handle));
+    return object != nullptr && (ledger_holds(type_name, handle) || record_closed_handle(type_name, handle));
 }
 
 void drop_events(Identifier* id) {
@@ -40,7 +40,7 @@ void destroy_unreported_requests(Identifier* listener) {
         if (new_id->pd_device != nullptr) {
             release_default_pd(new_id->pd_device);
         }
-        if (ledger_remove("rdma_cm_id", reinterpret_cast<std::uint64_t>(new_id))) {
+        if (record_closed_handle("rdma_cm_id", reinterpret_cast<std::uint64_t>(new_id))) {
             delete new_id;
         }
     }
@@ -77,7 +77,7 @@ int make_identifier(rdma_event_channel* channel, void* context, rdma_port_space 
     identifier->public_id.qp_type = qp_type;
     identifier->psn = static_cast<std::uint32_t>(random_u64() & 0xffffff);
     identifier->qkey = udp_qkey;
-    ledger_add("rdma_cm_id", reinterpret_cast<std::uint64_t>(identifier.get()));
+    record_open_handle("rdma_cm_id", reinterpret_cast<std::uint64_t>(identifier.get()));
     *id = identifier.release();
     return 0;
 }
@@ -142,7 +142,7 @@ int rdma_destroy_id(rdma_cm_id* id) {
         }
         // As in librdmacm, wait until the program has acknowledged the events that it took.
         identifier->event_counter->wait_until_acknowledged();
-        if (!ledger_remove("rdma_cm_id", reinterpret_cast<std::uint64_t>(identifier))) {
+        if (!record_closed_handle("rdma_cm_id", reinterpret_cast<std::uint64_t>(identifier))) {
             return EINVAL;
         }
         if (identifier->pd_device != nullptr) {

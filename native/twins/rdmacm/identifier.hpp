@@ -29,6 +29,7 @@ struct QueuedEvent {
     Identifier* new_id = nullptr; // for a request, the identifier of the new connection
     rdma_cm_event_type type{};
     int status = 0;
+    // The parameters for rdma_cm_event::param. Their private data is in `private_data` below.
     rdma_conn_param conn{};
     rdma_ud_param ud{};
     bool is_datagram = false; // the parameters of the event are in `ud`, not in `conn`
@@ -67,8 +68,8 @@ struct Identifier {
     ~Identifier() { std::free(public_id.route.path_rec); }
 
     rdma_cm_id public_id{}; // first, because programs hold pointers to it
-    // A pointer to this identifier, for connections that wait for a request. close_identifier() sets it to nullptr.
-    std::shared_ptr<Identifier*> self = std::make_shared<Identifier*>(this);
+    // Shared with connections that wait for a request. close_identifier() sets the inner pointer to nullptr.
+    std::shared_ptr<Identifier*> pointer_to_self = std::make_shared<Identifier*>(this);
     State state = State::idle;
     Channel* channel = nullptr;
     bool is_synchronous = false; // the identifier owns its channel, and each call waits for its event

@@ -13,11 +13,11 @@ namespace gdrkit::twin::rdmacm {
 namespace {
 
 // Copy the value of an option. Return false if `value` is null or its length is not the size of `Value`.
-template <typename Value> bool read_value(const void* value, std::size_t length, Value* copy) {
-    if (value == nullptr || length != sizeof *copy) {
+template <typename Value> bool read_value(const void* value, std::size_t length, Value* typed_value) {
+    if (value == nullptr || length != sizeof *typed_value) {
         return false;
     }
-    std::memcpy(copy, value, sizeof *copy);
+    std::memcpy(typed_value, value, sizeof *typed_value);
     return true;
 }
 
@@ -53,13 +53,14 @@ int set_id_option(Identifier* id, int option, const void* value, std::size_t len
 
 // Resolve the route with path records that the program got from a subnet administrator. The first record must connect
 // the identifier's two GIDs. Everything else in the records is ignored: the route is the same as by rdma_resolve_route.
-int set_path(Identifier* id, const void* value, std::size_t length) {
+int set_path_records(Identifier* id, const void* value, std::size_t length) {
     if (value == nullptr || length == 0 || length % sizeof(ibv_path_data) != 0 || id->state != State::addr_resolved) {
         return EINVAL;
     }
-    ibv_path_data path;
-    std::memcpy(&path, value, sizeof path);
-    if (!is_same_gid(path.path.dgid, id->remote_gid) || !is_same_gid(path.path.sgid, id->local_gid->gid())) {
+    ibv_path_data first_record;
+    std::memcpy(&first_record, value, sizeof first_record);
+    if (!is_same_gid(first_record.path.dgid, id->remote_gid) ||
+        !is_same_gid(first_record.path.sgid, id->local_gid->gid())) {
         return EINVAL;
     }
     if (const int error = resolve_route_now(id); error != 0) {
@@ -82,7 +83,8 @@ extern "C" int rdma_set_option(rdma_cm_id* id, int level, int optname, void* opt
         if (level == option_level_id) {
             return set_id_option(identifier, optname, optval, optlen);
         }
-        return level == option_level_ib && optname == option_ib_path ? set_path(identifier, optval, optlen) : ENOSYS;
+        return level == option_level_ib && optname == option_ib_path ? set_path_records(identifier, optval, optlen)
+                                                                     : ENOSYS;
     });
 }
 

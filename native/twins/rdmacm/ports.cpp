@@ -31,9 +31,9 @@ constexpr std::string_view any_ipv4 = "any4", any_ipv6 = "any6", any_of_both = "
 std::string make_port_text(rdma_port_space port_space, std::uint16_t port) {
     const char letter =
         port_space == RDMA_PS_TCP ? 't' : (port_space == RDMA_PS_UDP ? 'u' : (port_space == RDMA_PS_IB ? 'b' : 'i'));
-    char text[16];
-    std::snprintf(text, sizeof text, "%c%04x", letter, static_cast<unsigned>(port));
-    return text;
+    char port_text[16];
+    std::snprintf(port_text, sizeof port_text, "%c%04x", letter, static_cast<unsigned>(port));
+    return port_text;
 }
 
 // Return the FNV-1a hash of an address. If two addresses had the same hash, a port could be claimed for only one of
@@ -43,9 +43,9 @@ std::string hash_address(const ibv_gid& address) {
     for (const std::uint8_t byte : address.raw) {
         hash = (hash ^ byte) * 0x01000193U;
     }
-    char text[16];
-    std::snprintf(text, sizeof text, "%08x", hash);
-    return text;
+    char hash_text[16];
+    std::snprintf(hash_text, sizeof hash_text, "%08x", hash);
+    return hash_text;
 }
 
 // Return the part of a name for the address: a hash, or a wildcard if the identifier is bound to all addresses.
@@ -120,7 +120,7 @@ Fd lock_port(rdma_port_space port_space, std::uint16_t port) {
 }
 
 int claim_one_port(Identifier* id, const IpAddress& address, std::uint16_t port) {
-    const Fd lock = lock_port(id->public_id.ps, port);
+    const Fd port_lock = lock_port(id->public_id.ps, port);
     const std::string own_address_text = make_address_text(*id, address);
     Fd claim_socket(listen_on(make_claim_name(id->public_id.ps, port, own_address_text)));
     if (!claim_socket) {

@@ -23,8 +23,8 @@ std::vector<std::string> list_names_to_try(rdma_port_space port_space, const ibv
 // The following functions are implemented in bind.cpp. The caller holds the lock of the manager.
 
 // Bind the identifier to the wildcard address of the family and a free port. Return 0 or an errno.
-int bind_to_any(Identifier* id, int family);
+int bind_to_any(Identifier* identifier, int family);
 // Store the path between the identifier's two addresses as its route. Return 0 or ENOMEM.
-int resolve_route_now(Identifier* id);
+int resolve_route_now(Identifier* identifier);
 
 } // namespace gdrkit::twin::rdmacm

@@ -20,11 +20,11 @@ constexpr std::uint8_t default_ack_timeout = 18;
 // INIT uses neither.
 int move_to_state(Identifier* id, ibv_qp_state state, std::uint8_t responder_resources, std::uint8_t initiator_depth) {
     ibv_qp_attr attr{};
-    int mask = 0;
+    int attr_mask = 0;
     attr.qp_state = state;
     {
         std::lock_guard lock(manager_mutex());
-        if (const int error = fill_attributes(*id, &attr, &mask); error != 0) {
+        if (const int error = fill_attributes(*id, &attr, &attr_mask); error != 0) {
             return error;
         }
     }
@@ -34,7 +34,7 @@ int move_to_state(Identifier* id, ibv_qp_state state, std::uint8_t responder_res
     if (state == IBV_QPS_RTS && initiator_depth != rdma_max_init_depth) {
         attr.max_rd_atomic = initiator_depth;
     }
-    return ibv_modify_qp(id->public_id.qp, &attr, mask);
+    return ibv_modify_qp(id->public_id.qp, &attr, attr_mask);
 }
 
 // Move a datagram queue pair from RESET to RTS.
@@ -211,7 +211,7 @@ ibv_ah_attr make_path_to_remote(const Identifier& id) {
     return path;
 }
 
-int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
+int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* attr_mask) {
     if (!id.local_gid) {
         return EINVAL;
     }
@@ -223,14 +223,14 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
     const bool has_peer_parameters = id.connection != nullptr && id.connection->phase != Phase::waits_for_reply;
     switch (state) {
     case IBV_QPS_INIT:
-        *mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT;
+        *attr_mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT;
         attr->port_num = id.public_id.port_num;
         if (is_datagram(id)) {
             attr->qkey = id.qkey;
-            *mask |= IBV_QP_QKEY;
+            *attr_mask |= IBV_QP_QKEY;
             return 0;
         }
-        *mask |= IBV_QP_ACCESS_FLAGS;
+        *attr_mask |= IBV_QP_ACCESS_FLAGS;
         if (has_peer_parameters) {
             // As in the kernel's communication manager, the peer may write. It may also read and use atomics if this
             // side accepts such requests (responder_resources is not 0).
@@ -241,24 +241,24 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
         return 0;
     case IBV_QPS_RTR:
         if (is_datagram(id)) {
-            *mask = IBV_QP_STATE;
+            *attr_mask = IBV_QP_STATE;
             return 0;
         }
         if (!has_peer_parameters) {
             return EINVAL;
         }
-        *mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
+        *attr_mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
         attr->ah_attr = make_path_to_remote(id);
         attr->path_mtu = id.local_gid->device->port_attr.active_mtu;
         attr->dest_qp_num = id.remote_qp_num;
         attr->rq_psn = id.remote_psn;
         if (is_reliable) {
-            *mask |= IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
+            *attr_mask |= IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
             attr->max_dest_rd_atomic = id.responder_resources;
         }
         return 0;
     case IBV_QPS_RTS:
-        *mask = IBV_QP_STATE | IBV_QP_SQ_PSN;
+        *attr_mask = IBV_QP_STATE | IBV_QP_SQ_PSN;
         if (is_datagram(id)) {
             return 0;
         }
@@ -267,7 +267,7 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
         }
         attr->sq_psn = id.psn;
         if (is_reliable) {
-            *mask |= IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_TIMEOUT;
+            *attr_mask |= IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_TIMEOUT;
             attr->retry_cnt = id.retry_count;
             attr->rnr_retry = id.rnr_retry_count;
             attr->max_rd_atomic = id.initiator_depth;

@@ -1,4 +1,5 @@
-// The queue pairs of identifiers: creation, and the states that the connection manager moves them through.
+// Functions of the connection manager that move the queue pair of an rdma_cm_id through its states. queue_pair.cpp also
+// implements the functions of librdmacm that create queue pairs, such as rdma_create_qp.
 #pragma once
 
 #include "rdmacm/identifier.hpp"
@@ -9,14 +10,15 @@ namespace gdrkit::twin::rdmacm {
 ibv_ah_attr make_path_to_remote(const Identifier& id);
 
 // Fill in the attributes for a transition of the identifier's queue pair to the state attr->qp_state, and store in
-// *mask which attributes the transition sets (IBV_QP_*). Return 0 or an errno. The caller holds the lock of the
+// *attr_mask which attributes the transition sets (IBV_QP_*). Return 0 or an errno. The caller holds the lock of the
 // manager.
-int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask);
+int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* attr_mask);
 
 // The caller must not hold the lock of the manager when it calls the functions below.
 
-// Move the queue pair through INIT and RTR to RTS, with these limits of RDMA reads and atomics. rdma_max_resp_res and
-// rdma_max_init_depth mean the limits of the identifier. Do nothing without a queue pair. Return 0 or an errno.
+// Move the queue pair through INIT and RTR to RTS, with these limits of RDMA reads and atomics. If a parameter is
+// rdma_max_resp_res or rdma_max_init_depth (RDMA_MAX_RESP_RES, RDMA_MAX_INIT_DEPTH of rdma_cma.h), use the limit of the
+// identifier. If the identifier has no queue pair, do nothing and return 0. Return 0 or an errno.
 int make_queue_pair_ready(Identifier* id, std::uint8_t responder_resources, std::uint8_t initiator_depth);
 // Make the queue pair of the active side ready, and send the ready-to-use message. If this fails, reject the
 // connection. Return 0 or an errno.

@@ -46,7 +46,7 @@ constexpr NumberOption number_options[] = {
     {rdma_level, rdma_io_mappings, &SocketOptions::io_mapping_count},
 };
 
-// An option that is on or off. The program also gives an int for it.
+// An option that is on or off. In setsockopt its value is an int, too.
 struct FlagOption {
     int level, name;
     bool SocketOptions::*member;
@@ -62,22 +62,24 @@ constexpr FlagOption flag_options[] = {
 
 // Copy an address into the program's buffer. *length is first the size of the buffer, which may be too small, and then
 // the size of the whole address.
-int copy_address(const sockaddr_storage& source, sockaddr* address, socklen_t* length) {
-    const socklen_t source_length = get_address_length(reinterpret_cast<const sockaddr*>(&source));
+int copy_address(const sockaddr_storage& stored_address, sockaddr* address, socklen_t* length) {
+    const socklen_t source_length = get_address_length(reinterpret_cast<const sockaddr*>(&stored_address));
     if (address == nullptr || length == nullptr) {
         return EFAULT;
     }
-    std::memcpy(address, &source, std::min(*length, source_length));
+    std::memcpy(address, &stored_address, std::min(*length, source_length));
     *length = source_length;
     return 0;
 }
 
-template <typename Value> int copy_value(const Value& source, void* value, socklen_t* length) {
-    if (*length < sizeof source) {
+// Copy the value of an option into the program's buffer. *length is first the size of the buffer, and then the size of
+// the value.
+template <typename Value> int copy_value(const Value& option_value, void* buffer, socklen_t* length) {
+    if (*length < sizeof option_value) {
         return EINVAL;
     }
-    std::memcpy(value, &source, sizeof source);
-    *length = sizeof source;
+    std::memcpy(buffer, &option_value, sizeof option_value);
+    *length = sizeof option_value;
     return 0;
 }
 
@@ -160,13 +162,13 @@ int RdmaSocket::take_error() {
 
 int RdmaSocket::set_option(int level, int name, const void* value, socklen_t length) {
     if (level == SOL_SOCKET && name == SO_LINGER) {
-        linger lingering{};
-        if (value == nullptr || length < sizeof lingering) {
+        linger linger_option{};
+        if (value == nullptr || length < sizeof linger_option) {
             return EINVAL;
         }
-        std::memcpy(&lingering, value, sizeof lingering);
-        options_.linger_on = lingering.l_onoff;
-        options_.linger_s = lingering.l_linger;
+        std::memcpy(&linger_option, value, sizeof linger_option);
+        options_.linger_on = linger_option.l_onoff;
+        options_.linger_s = linger_option.l_linger;
         return 0;
     }
     int option_value = 0;

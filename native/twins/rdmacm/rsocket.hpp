@@ -61,7 +61,7 @@ public:
     // Each function that returns an int returns 0 or an errno, unless its comment says otherwise.
     int bind(sockaddr* address, socklen_t length);
     virtual int listen(int backlog) = 0;
-    virtual int accept(std::shared_ptr<RdmaSocket>* accepted) = 0;
+    virtual int accept(std::shared_ptr<RdmaSocket>* accepted_socket) = 0;
     virtual int connect(sockaddr* address, socklen_t length) = 0;
     // Send or receive bytes, and add their number to *moved_bytes. If receive() returns 0 and moves no bytes, the
     // stream has ended.
@@ -80,14 +80,14 @@ public:
     // completion channel at a completion after arm().
     std::vector<int> list_wait_descriptors();
 
-    // Carry out riomap, riounmap and riowrite. Other rsockets than stream rsockets return EOPNOTSUPP.
+    // Carry out riomap, riounmap and riowrite. All rsockets except stream rsockets return EOPNOTSUPP.
     virtual int map(void* buffer, std::size_t length, int protection, off_t* offset);
     virtual int unmap(void* buffer, std::size_t length);
     virtual int write_mapped(const void* buffer, std::size_t count, off_t offset, int flags, std::size_t* moved_bytes);
 
     int get_local_address(sockaddr* address, socklen_t* length);
     int get_peer_address(sockaddr* address, socklen_t* length);   // ENOTCONN if there is no connection
-    int get_remote_address(sockaddr* address, socklen_t* length); // the same, also before the connection is made
+    int get_remote_address(sockaddr* address, socklen_t* length); // the peer's address, also before it is connected
     int set_option(int level, int name, const void* value, socklen_t length);
     int get_option(int level, int name, void* value, socklen_t* length);
     // Carry out rfcntl for F_GETFL and F_SETFL. *result is the value that rfcntl returns.
@@ -111,6 +111,7 @@ protected:
     int post_slot(unsigned slot, std::size_t size_bytes, ibv_send_wr* request);
     std::uint8_t* get_receive_slot(unsigned slot) { return receive_memory_.data() + slot * sizes_.receive_slot_bytes; }
     std::uint8_t* get_send_slot(unsigned slot) { return send_memory_.data() + slot * sizes_.send_slot_bytes; }
+    // Remove a slot from free_send_slots_, which must not be empty, and return its number.
     unsigned take_send_slot();
 
     // Wait until the condition is met. Return 0, EAGAIN if the call must not block or the timeout has passed, or EINTR.

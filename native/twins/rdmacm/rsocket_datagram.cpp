@@ -1,5 +1,5 @@
 // Datagram rsockets. Each has an unreliable datagram queue pair. Other rsockets request the number of this queue pair
-// from the connection manager of its process. Each datagram begins with the address of its sender.
+// from the connection manager of the process that owns it. Each datagram begins with the address of its sender.
 
 #include <algorithm>
 #include <array>
@@ -53,7 +53,7 @@ private:
         std::uint32_t qp_num, qkey;
     };
     // A received datagram. Its payload is in the receive slot, after the global routing header and the DatagramHeader.
-    struct Datagram {
+    struct ReceivedDatagram {
         unsigned slot;
         std::size_t payload_bytes;
         sockaddr_storage source;
@@ -68,7 +68,7 @@ private:
     [[nodiscard]] DatagramHeader make_header() const;
 
     bool is_ready_ = false; // make_ready() has succeeded
-    std::deque<Datagram> received_datagrams_;
+    std::deque<ReceivedDatagram> received_datagrams_;
     std::map<std::string, Peer> peers_;    // the resolved peers, by address and port
     const Peer* connected_peer_ = nullptr; // the destination that rconnect has set; nullptr: none
 };
@@ -172,8 +172,8 @@ int DatagramSocket::find_peer(sockaddr* address, const Peer** peer) {
     if (get_address_length(address) == 0 || address->sa_family != address_family_) {
         return EINVAL;
     }
-    const std::string key = format_gid(get_ip(address).bytes) + std::to_string(get_port(address));
-    auto entry = peers_.find(key);
+    const std::string peer_key = format_gid(get_ip(address).bytes) + std::to_string(get_port(address));
+    auto entry = peers_.find(peer_key);
     if (entry == peers_.end()) {
         rdma_ud_param parameters{};
         if (const int error = resolve_peer(address, &parameters); error != 0) {
@@ -183,7 +183,7 @@ int DatagramSocket::find_peer(sockaddr* address, const Peer** peer) {
         if (address_handle == nullptr) {
             return errno;
         }
-        entry = peers_.emplace(key, Peer{address_handle, parameters.qp_num, parameters.qkey}).first;
+        entry = peers_.emplace(peer_key, Peer{address_handle, parameters.qp_num, parameters.qkey}).first;
     }
     *peer = &entry->second;
     return 0;
@@ -232,13 +232,13 @@ int DatagramSocket::send(std::span<const iovec> parts, int flags, sockaddr* dest
         return error;
     }
     const unsigned slot = take_send_slot();
-    std::uint8_t* const begin = get_send_slot(slot);
+    std::uint8_t* const slot_memory = get_send_slot(slot);
     const DatagramHeader header = make_header();
-    std::memcpy(begin, &header, sizeof header);
-    std::size_t position = sizeof header;
+    std::memcpy(slot_memory, &header, sizeof header);
+    std::size_t slot_offset = sizeof header;
     for (const iovec& part : parts) {
-        std::memcpy(begin + position, part.iov_base, part.iov_len);
-        position += part.iov_len;
+        std::memcpy(slot_memory + slot_offset, part.iov_base, part.iov_len);
+        slot_offset += part.iov_len;
     }
     ibv_send_wr request{};
     request.opcode = IBV_WR_SEND;
@@ -260,7 +260,7 @@ int DatagramSocket::receive(std::span<const iovec> parts, int flags, sockaddr_st
     if (error != 0) {
         return error;
     }
-    const Datagram datagram = received_datagrams_.front();
+    const ReceivedDatagram datagram = received_datagrams_.front();
     const std::uint8_t* payload = get_receive_slot(datagram.slot) + grh_bytes + sizeof(DatagramHeader);
     for (const iovec& part : parts) {
         const std::size_t part_bytes = std::min(part.iov_len, datagram.payload_bytes - *moved_bytes);

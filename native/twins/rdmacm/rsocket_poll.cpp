@@ -24,7 +24,8 @@ public:
         errno = saved_errno;
     }
 
-    // Store the present events in `revents`. Return the number of descriptors with events, or -1 with errno set.
+    // Store the current events of each descriptor in its `revents`. Return the number of descriptors with events, or -1
+    // with errno set.
     int update_events() {
         std::vector<pollfd> other_descriptors = list_other_descriptors(descriptors_);
         if (!other_descriptors.empty() && poll(other_descriptors.data(), other_descriptors.size(), 0) < 0) {
@@ -87,7 +88,7 @@ private:
     }
 
     std::span<pollfd> descriptors_;
-    std::vector<std::shared_ptr<RdmaSocket>> sockets_;
+    std::vector<std::shared_ptr<RdmaSocket>> sockets_; // sockets_[i] belongs to descriptors_[i]
 };
 
 // Wait until a descriptor has events. Return as poll(2) does: 0 means that the timeout has passed. A timeout of -1
@@ -98,8 +99,8 @@ int poll_with_timeout(PollSet* set, int timeout_ms) {
         int ready_count = set->update_events();
         if (ready_count == 0 && timeout_ms != 0) {
             set->arm();
-            ready_count =
-                set->update_events(); // finds changes that happened before arm(), because they cause no notification
+            // A change that happened before arm() causes no notification, so query the events once more.
+            ready_count = set->update_events();
         }
         if (ready_count != 0) {
             return ready_count;
@@ -136,10 +137,11 @@ int rselect(int nfds, fd_set* readfds, fd_set* writefds, fd_set* exceptfds, time
     std::vector<pollfd> descriptors;
     const auto is_set = [](int descriptor, const fd_set* set) { return set != nullptr && FD_ISSET(descriptor, set); };
     for (int descriptor = 0; descriptor < nfds; ++descriptor) {
-        const int events = (is_set(descriptor, readfds) ? POLLIN : 0) | (is_set(descriptor, writefds) ? POLLOUT : 0) |
-                           (is_set(descriptor, exceptfds) ? POLLPRI : 0);
-        if (events != 0) {
-            descriptors.push_back({descriptor, static_cast<short>(events), 0});
+        const int requested_events = (is_set(descriptor, readfds) ? POLLIN : 0) |
+                                     (is_set(descriptor, writefds) ? POLLOUT : 0) |
+                                     (is_set(descriptor, exceptfds) ? POLLPRI : 0);
+        if (requested_events != 0) {
+            descriptors.push_back({descriptor, static_cast<short>(requested_events), 0});
         }
     }
     const int timeout_ms =
@@ -148,8 +150,8 @@ int rselect(int nfds, fd_set* readfds, fd_set* writefds, fd_set* exceptfds, time
         return -1;
     }
     int ready_count = 0;
-    const auto clear_unless_ready = [&](const pollfd& descriptor, fd_set* set, short requested_event,
-                                        int ready_events) {
+    const auto count_ready_or_clear = [&](const pollfd& descriptor, fd_set* set, short requested_event,
+                                          int ready_events) {
         if ((descriptor.events & requested_event) == 0) {
             return;
         }
@@ -161,9 +163,9 @@ int rselect(int nfds, fd_set* readfds, fd_set* writefds, fd_set* exceptfds, time
     };
     for (const pollfd& descriptor : descriptors) {
         // As in librdmacm, and unlike select(), exceptfds reports every event except POLLIN and POLLOUT.
-        clear_unless_ready(descriptor, readfds, POLLIN, POLLIN | POLLHUP);
-        clear_unless_ready(descriptor, writefds, POLLOUT, POLLOUT);
-        clear_unless_ready(descriptor, exceptfds, POLLPRI, ~(POLLIN | POLLOUT));
+        count_ready_or_clear(descriptor, readfds, POLLIN, POLLIN | POLLHUP);
+        count_ready_or_clear(descriptor, writefds, POLLOUT, POLLOUT);
+        count_ready_or_clear(descriptor, exceptfds, POLLPRI, ~(POLLIN | POLLOUT));
     }
     return ready_count;
 }

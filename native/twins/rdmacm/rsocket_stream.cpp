@@ -85,13 +85,13 @@ void StreamSocket::end_connection(Stage stage, int error) {
 }
 
 void StreamSocket::on_received(const ibv_wc& wc) {
-    const auto slot = static_cast<unsigned>(wc.wr_id & 0xffffffffU);
+    const auto slot = static_cast<unsigned>(wc.wr_id & 0xffffffffU); // without receive_mark
     const std::uint32_t immediate_data = ntohl(wc.imm_data);
     const unsigned returned_credits = immediate_data & 0xffffU;
-    if ((wc.wc_flags & IBV_WC_WITH_IMM) == 0 || credits_ + returned_credits > data_slot_count) {
+    if ((wc.wc_flags & IBV_WC_WITH_IMM) == 0 || send_credits_ + returned_credits > data_slot_count) {
         return end_connection(Stage::failed, EPROTO);
     }
-    credits_ += returned_credits;
+    send_credits_ += returned_credits;
     switch (static_cast<Kind>(immediate_data >> 24)) {
     case Kind::data:
         if (wc.byte_len == 0) {
@@ -102,7 +102,7 @@ void StreamSocket::on_received(const ibv_wc& wc) {
     case Kind::credits:
         break;
     case Kind::end_of_data:
-        if (are_writes_ended_) {
+        if (are_writes_ended_) { // now both directions have ended
             return end_connection(Stage::disconnected);
         }
         are_reads_ended_ = true;
@@ -111,8 +111,8 @@ void StreamSocket::on_received(const ibv_wc& wc) {
         return end_connection(Stage::disconnected);
     case Kind::mapping:
     case Kind::removed_mapping:
-        on_mapping(get_receive_slot(slot), wc.byte_len,
-                   static_cast<Kind>(immediate_data >> 24) == Kind::removed_mapping);
+        on_mapping_message(get_receive_slot(slot), wc.byte_len,
+                           static_cast<Kind>(immediate_data >> 24) == Kind::removed_mapping);
         break;
     default:
         return end_connection(Stage::failed, EPROTO);
@@ -154,7 +154,7 @@ void StreamSocket::progress() {
     if (!has_peer_left_ || stage_ != Stage::connected) {
         return;
     }
-    take_completions();
+    take_completions(); // take_events() may have moved the queue pair to the error state, which completes the receives
     if (posted_receive_count_ == 0) {
         // The peer left without a disconnect message. The connection ends only after all posted receives have
         // completed, because some of them may hold data that arrived before.
@@ -174,7 +174,7 @@ int StreamSocket::wait_for_connection(SocketLock* lock, int flags) {
 }
 
 bool StreamSocket::can_send() const {
-    return credits_ > 0 && !free_send_slots_.empty();
+    return send_credits_ > 0 && !free_send_slots_.empty();
 }
 
 int StreamSocket::send_bytes(SocketLock* lock, const iovec& part, int flags, std::size_t* moved_bytes) {
@@ -186,13 +186,13 @@ int StreamSocket::send_bytes(SocketLock* lock, const iovec& part, int flags, std
         if (error != 0) {
             return error;
         }
-        // librdmacm also reports ECONNRESET here instead of the EPIPE of send(2). Sometimes librdmacm accepts the bytes
-        // and loses them; the twin never does that here.
+        // Like librdmacm, report ECONNRESET instead of the EPIPE of send(2). librdmacm sometimes accepts the bytes and
+        // loses them; the twin never does.
         if (are_writes_ended_) {
             return ECONNRESET;
         }
         const std::size_t message_bytes = std::min(remaining_bytes, slot_bytes);
-        --credits_;
+        --send_credits_;
         if (const int post_error = post_message(Kind::data, bytes, message_bytes); post_error != 0) {
             return post_error;
         }
@@ -284,7 +284,7 @@ int StreamSocket::receive(std::span<const iovec> parts, int flags, sockaddr_stor
             return *moved_bytes == 0 ? error : 0;
         }
         if (!has_data()) {
-            return 0; // also after a failure, which rpoll and SO_ERROR report
+            return 0; // end of data, also after a failure: rpoll and SO_ERROR report the failure
         }
         std::size_t copied_bytes = copy_out(unfilled_parts, is_peek);
         return_credits();
@@ -293,9 +293,9 @@ int StreamSocket::receive(std::span<const iovec> parts, int flags, sockaddr_stor
             return 0;
         }
         for (iovec& part : unfilled_parts) {
-            const std::size_t size_bytes = std::min(copied_bytes, part.iov_len);
-            part = {static_cast<char*>(part.iov_base) + size_bytes, part.iov_len - size_bytes};
-            copied_bytes -= size_bytes;
+            const std::size_t filled_bytes = std::min(copied_bytes, part.iov_len);
+            part = {static_cast<char*>(part.iov_base) + filled_bytes, part.iov_len - filled_bytes};
+            copied_bytes -= filled_bytes;
         }
     }
     return 0;
@@ -313,7 +313,7 @@ void StreamSocket::end_directions(SocketLock* lock, int how) {
         return;
     }
     // Before the connection ends, wait until the peer has received all sent bytes. A disconnect message of the peer
-    // does not end this wait, because bytes may still be on the way.
+    // does not end this wait, because sent bytes may still be on the way to the peer.
     wait(
         lock, false, [this] { return in_flight_send_count_ == 0 || stage_ == Stage::failed || has_peer_left_; },
         close_timeout_ms);
@@ -343,7 +343,7 @@ int StreamSocket::close() {
 }
 
 // As in librdmacm, POLLHUP can come while there is still data to read, and POLLOUT can come after the end of the
-// connection, because it depends only on free buffers.
+// connection, because POLLOUT depends only on free buffers.
 short StreamSocket::get_ready_events() {
     SocketLock lock(mutex_);
     if (stage_ == Stage::listening) {

@@ -13,7 +13,8 @@ inline constexpr std::size_t slot_bytes = 32768;
 // The number of receive buffers for data messages, which need credits, and for all other messages, which need none.
 inline constexpr unsigned data_slot_count = 32, control_slot_count = 16;
 inline constexpr unsigned receive_slot_count = data_slot_count + control_slot_count;
-// The number of send buffers, and of further places in the send queue for messages without payload.
+// The number of send buffers, and the number of additional send queue entries for messages without payload, which need
+// no buffer.
 inline constexpr unsigned send_slot_count = 32, control_send_count = 64;
 
 class StreamSocket final : public RdmaSocket {
@@ -24,7 +25,7 @@ public:
     ~StreamSocket() override;
 
     int listen(int backlog) override;
-    int accept(std::shared_ptr<RdmaSocket>* accepted) override;
+    int accept(std::shared_ptr<RdmaSocket>* accepted_socket) override;
     int connect(sockaddr* address, socklen_t length) override;
     int send(std::span<const iovec> parts, int flags, sockaddr* destination, std::size_t* moved_bytes) override;
     int receive(std::span<const iovec> parts, int flags, sockaddr_storage* source, std::size_t* moved_bytes) override;
@@ -58,12 +59,12 @@ private:
     };
     struct ReceivedMessage {
         unsigned slot;
-        std::size_t begin, end; // the unread bytes of the slot
+        std::size_t begin, end; // the unread bytes are slot bytes [begin, end)
     };
     struct LocalMapping {
         ibv_mr* mr;
         Mapping mapping;
-        bool is_peer_writable; // then the peer has the mapping, too
+        bool is_peer_writable; // if true, a mapping message has described the buffer to the peer
     };
 
     bool is_connected() override { return stage_ == Stage::connected; }
@@ -73,12 +74,13 @@ private:
     int post_message(Kind kind, const void* data, std::size_t size_bytes);
     void return_credits();
     [[nodiscard]] Greeting make_greeting() const;
+    // Store the mapping limit of the peer from its greeting, and return whether the greeting is valid.
     bool read_greeting(const rdma_conn_param& parameters);
     void progress() override;
     void take_completions();
     void take_events();
     void on_received(const ibv_wc& wc);
-    void on_mapping(const std::uint8_t* bytes, std::size_t size_bytes, bool is_removal);
+    void on_mapping_message(const std::uint8_t* bytes, std::size_t size_bytes, bool is_removal);
     void on_connection_event(const rdma_cm_event& event);
     // Enter a stage without a connection, which also ends reads and writes. `error` is the errno that the next query of
     // SO_ERROR reports, or 0. An earlier error that is not queried yet is kept instead.
@@ -99,7 +101,7 @@ private:
     bool has_peer_left_ = false;    // the connection ended without a disconnect message of the peer
     std::chrono::steady_clock::time_point disconnect_time_; // the time of end_connection()
     unsigned posted_receive_count_ = 0;
-    unsigned credits_ = data_slot_count; // free data buffers of the peer
+    unsigned send_credits_ = data_slot_count; // free data buffers of the peer
     unsigned credits_to_return_ = 0;
     unsigned in_flight_send_count_ = 0;
     std::deque<ReceivedMessage> received_;

@@ -42,7 +42,7 @@ int StreamSocket::listen(int backlog) {
     return 0;
 }
 
-int StreamSocket::accept(std::shared_ptr<RdmaSocket>* accepted) {
+int StreamSocket::accept(std::shared_ptr<RdmaSocket>* accepted_socket) {
     SocketLock lock(mutex_);
     if (stage_ != Stage::listening) {
         return EINVAL;
@@ -61,36 +61,36 @@ int StreamSocket::accept(std::shared_ptr<RdmaSocket>* accepted) {
                 return error;
             }
         }
-        auto socket = std::make_shared<StreamSocket>(address_family_);
+        auto new_socket = std::make_shared<StreamSocket>(address_family_);
         rdma_cm_id* const id = event->id;
         const bool is_request = event->event == RDMA_CM_EVENT_CONNECT_REQUEST;
-        const bool has_valid_greeting = is_request && socket->read_greeting(event->param.conn);
+        const bool has_valid_greeting = is_request && new_socket->read_greeting(event->param.conn);
         rdma_ack_cm_event(event);
         if (!is_request) {
             continue;
         }
-        socket->channel_ = rdma_create_event_channel();
-        if (!has_valid_greeting || socket->channel_ == nullptr || rdma_migrate_id(id, socket->channel_) != 0) {
+        new_socket->channel_ = rdma_create_event_channel();
+        if (!has_valid_greeting || new_socket->channel_ == nullptr || rdma_migrate_id(id, new_socket->channel_) != 0) {
             rdma_reject(id, nullptr, 0);
             rdma_destroy_id(id);
             continue;
         }
-        fcntl(socket->channel_->fd, F_SETFL, O_NONBLOCK);
-        socket->id_ = id;
-        socket->options_ = options_;
-        socket->status_flags_ = 0;
-        socket->stage_ = Stage::connecting;
-        const Greeting reply = socket->make_greeting();
+        fcntl(new_socket->channel_->fd, F_SETFL, O_NONBLOCK);
+        new_socket->id_ = id;
+        new_socket->options_ = options_;
+        new_socket->status_flags_ = 0;
+        new_socket->stage_ = Stage::connecting;
+        const Greeting reply = new_socket->make_greeting();
         rdma_conn_param parameters{};
         parameters.private_data = &reply;
         parameters.private_data_len = sizeof reply;
         parameters.flow_control = 1;
         parameters.rnr_retry_count = 7; // without limit
-        if (socket->create_receiving_queue_pair() != 0 || rdma_accept(id, &parameters) != 0) {
+        if (new_socket->create_receiving_queue_pair() != 0 || rdma_accept(id, &parameters) != 0) {
             rdma_reject(id, nullptr, 0);
-            continue; // the destructor of `socket` destroys the identifier
+            continue; // the destructor of `new_socket` destroys the identifier
         }
-        *accepted = socket;
+        *accepted_socket = new_socket;
         return 0;
     }
 }
@@ -126,8 +126,8 @@ int StreamSocket::request_connection(sockaddr* address) {
     return rdma_connect(id_, &parameters) == 0 ? 0 : errno;
 }
 
-// Connect, and return 0 or the errno that librdmacm sets. If the socket is not new, some of these numbers differ from
-// connect(2).
+// Connect, and return 0 or the errno that librdmacm sets. If the socket listens or has connected before, some of these
+// errno values differ from connect(2).
 int StreamSocket::connect(sockaddr* address, socklen_t length) {
     SocketLock lock(mutex_);
     progress();
@@ -149,7 +149,7 @@ int StreamSocket::connect(sockaddr* address, socklen_t length) {
             return error;
         }
         if (is_nonblocking(0)) {
-            return EINPROGRESS; // also on hardware, the reply of the peer comes later
+            return EINPROGRESS; // as on hardware, where the reply of the peer comes later
         }
         break;
     case Stage::connecting:
@@ -202,7 +202,7 @@ void StreamSocket::take_events() {
                         event_copy.param.conn.private_data_len);
             event_with_data.param.conn.private_data = private_data.data();
         }
-        rdma_ack_cm_event(event); // acknowledge now, because rdma_destroy_id in another thread may wait for it
+        rdma_ack_cm_event(event); // acknowledge now, because rdma_destroy_id in another thread may wait for that
         on_connection_event(event_with_data);
     }
 }

@@ -9,7 +9,7 @@
 namespace gdrkit::twin::rdmacm {
 
 // Handle a message about a buffer that the peer has mapped or unmapped.
-void StreamSocket::on_mapping(const std::uint8_t* bytes, std::size_t size_bytes, bool is_removal) {
+void StreamSocket::on_mapping_message(const std::uint8_t* bytes, std::size_t size_bytes, bool is_removal) {
     Mapping mapping{};
     if (size_bytes != sizeof mapping) {
         return end_connection(Stage::failed, EPROTO);
@@ -38,14 +38,14 @@ int StreamSocket::map(void* buffer, std::size_t length, int protection, off_t* o
     // With PROT_WRITE, the peer may write to the buffer, and a message tells the peer its address. Otherwise the buffer
     // is only registered.
     const bool is_peer_writable = (protection & writable) != 0;
-    const auto peer_mapping_count =
+    const auto peer_writable_count =
         std::count_if(local_mappings_.begin(), local_mappings_.end(),
                       [](const LocalMapping& local_mapping) { return local_mapping.is_peer_writable; });
-    if (is_peer_writable && static_cast<std::size_t>(peer_mapping_count) >= peer_mapping_limit_) {
+    if (is_peer_writable && static_cast<std::size_t>(peer_writable_count) >= peer_mapping_limit_) {
         return ENOMEM;
     }
-    const int access = IBV_ACCESS_LOCAL_WRITE | (is_peer_writable ? IBV_ACCESS_REMOTE_WRITE : 0);
-    ibv_mr* const mr = ibv_reg_mr(id_->pd, buffer, length, access);
+    const int access_flags = IBV_ACCESS_LOCAL_WRITE | (is_peer_writable ? IBV_ACCESS_REMOTE_WRITE : 0);
+    ibv_mr* const mr = ibv_reg_mr(id_->pd, buffer, length, access_flags);
     if (mr == nullptr) {
         return errno;
     }
@@ -109,20 +109,20 @@ int StreamSocket::write_mapped(const void* buffer, std::size_t count, off_t offs
             return *moved_bytes == 0 ? EINVAL : 0;
         }
         const std::uint64_t offset_in_mapping = current_offset - target_mapping->offset;
-        const std::size_t size_bytes =
+        const std::size_t write_bytes =
             std::min({count - *moved_bytes, slot_bytes,
                       static_cast<std::size_t>(target_mapping->length_bytes - offset_in_mapping)});
         const unsigned slot = take_send_slot();
-        std::memcpy(get_send_slot(slot), bytes + *moved_bytes, size_bytes);
+        std::memcpy(get_send_slot(slot), bytes + *moved_bytes, write_bytes);
         ibv_send_wr request{};
         request.opcode = IBV_WR_RDMA_WRITE;
         request.wr.rdma.remote_addr = target_mapping->address + offset_in_mapping;
         request.wr.rdma.rkey = target_mapping->rkey;
-        if (const int post_error = post_slot(slot, size_bytes, &request); post_error != 0) {
+        if (const int post_error = post_slot(slot, write_bytes, &request); post_error != 0) {
             return post_error;
         }
         ++in_flight_send_count_;
-        *moved_bytes += size_bytes;
+        *moved_bytes += write_bytes;
     }
     return 0;
 }

@@ -23,7 +23,8 @@ constexpr FaultPoint make_fault_point(std::string_view name) {
     return {name, FaultKind::errno_value};
 }
 
-// The rdma_* functions that can fail. A plan names the errno; with it, rdma_getaddrinfo returns EAI_SYSTEM.
+// The rdma_* functions that can fail. A plan names the errno that the function reports. rdma_getaddrinfo then returns
+// EAI_SYSTEM and sets errno.
 constexpr std::array fault_points = {
     make_fault_point("rdma_accept"),          make_fault_point("rdma_ack_cm_event"),
     make_fault_point("rdma_bind_addr"),       make_fault_point("rdma_connect"),
@@ -52,11 +53,11 @@ constexpr std::array<std::string_view, 1> point_prefixes = {"rdma_"};
 const std::string& start_session() {
     // The text is never destroyed, because the thread of the connection manager may still read it while the process
     // exits.
-    static const auto* const error = [] {
+    static const auto* const error_text = [] {
         std::string fault_error = load_faults(fault_points, point_prefixes);
         return new std::string(config().error.empty() ? std::move(fault_error) : config().error);
     }();
-    return *error;
+    return *error_text;
 }
 
 int find_injected_error(std::string_view function_name) {
@@ -79,11 +80,11 @@ int gdrkit_twin_ledger(char* buffer, std::size_t size_bytes) {
 
 int gdrkit_twin_faults(const char* plan) {
     rdmacm::start_session();
-    const std::string error = replace_faults(plan);
-    if (error.empty()) {
+    const std::string error_text = replace_faults(plan);
+    if (error_text.empty()) {
         return 0;
     }
-    std::fprintf(stderr, "gdrkit twin: fault plan: %s\n", error.c_str());
+    std::fprintf(stderr, "gdrkit twin: fault plan: %s\n", error_text.c_str());
     return EINVAL;
 }
 

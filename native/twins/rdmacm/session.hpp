@@ -15,8 +15,8 @@ namespace gdrkit::twin::rdmacm {
 // are valid.
 const std::string& start_session();
 
-// Count a call of this exported function. Return the errno that the fault plan injects, EINVAL if start_session()
-// returned an error text, or 0.
+// Count a call of the exported function `function_name`. Return the errno that the fault plan injects, EINVAL if
+// start_session() returned an error text, or 0.
 int find_injected_error(std::string_view function_name);
 
 // Run the body of an exported function, unless an error is injected. The body returns 0 or an errno. Return 0, or -1

@@ -1,5 +1,5 @@
-// The messages between the connection managers of two processes. Each message has the same size. The receiver checks
-// each message with is_valid(), because it does not trust the peer.
+// The messages between the connection managers of two processes. All messages have the same size. A receiver does not
+// trust the peer, so it checks each message with is_valid().
 #pragma once
 
 #include <array>

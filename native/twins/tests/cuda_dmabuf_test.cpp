@@ -78,11 +78,11 @@ void test_exported_ranges_map_device_memory() {
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
 }
 
-// A small allocation may begin in the middle of a page, but only whole pages can be exported. The offset of the
-// allocation in the dma-buf is then the offset of its address in the page.
+// A small allocation may begin in the middle of a page, but only whole pages can be exported. In the
+// dma-buf, the allocation then begins at the same offset as in its page.
 void test_small_allocation_is_exported_by_pages() {
-    const u64 first_memory = allocate(100), second_memory = allocate(5000);
-    const u64 pointer = second_memory % 4096 != 0 ? second_memory : first_memory;
+    const u64 first_pointer = allocate(100), second_pointer = allocate(5000);
+    const u64 pointer = second_pointer % 4096 != 0 ? second_pointer : first_pointer;
     CHECK(pointer % 4096 != 0);
     int fd = -1;
     CHECK(export_range(pointer, 4096, &fd) == invalid_value);
@@ -91,8 +91,8 @@ void test_small_allocation_is_exported_by_pages() {
     write_device(pointer, {42});
     ImportedMapping view(dmabuf_fd.get());
     CHECK(view[pointer - page_address] == 42);
-    EXPECT_SUCCESS("cuMemFree_v2", first_memory);
-    EXPECT_SUCCESS("cuMemFree_v2", second_memory);
+    EXPECT_SUCCESS("cuMemFree_v2", first_pointer);
+    EXPECT_SUCCESS("cuMemFree_v2", second_pointer);
 }
 
 void test_dmabuf_keeps_freed_memory() {
@@ -124,7 +124,8 @@ void test_dmabuf_keeps_freed_memory() {
 
 int main() {
     use_primary_context();
-    // This test compares the used memory in bytes, so it runs first, while no other memory is exported.
+    // This test runs first, because it expects that the next allocation reuses the freed address, and that no other
+    // memory is freed meanwhile.
     test_dmabuf_keeps_freed_memory();
     test_invalid_ranges_are_refused();
     test_exported_ranges_map_device_memory();

@@ -70,7 +70,7 @@ int run_owner(int socket) {
 }
 
 void test_processes_wait_for_each_other() {
-    Peer owner;
+    ChildProcess owner;
     const int socket = owner.socket();
     use_primary_context();
     const auto event_handle = receive_value<IpcHandle>(socket);

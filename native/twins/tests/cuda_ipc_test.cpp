@@ -50,7 +50,7 @@ int run_owner(int socket) {
 }
 
 void test_imported_memory_outlives_free_by_owner() {
-    Peer owner;
+    ChildProcess owner;
     const int socket = owner.socket();
     use_primary_context();
     const auto handle = receive_value<IpcHandle>(socket), small_handle = receive_value<IpcHandle>(socket);

@@ -10,10 +10,10 @@
 namespace gdrkit::twin::cuda {
 
 // The second process. Its destructor waits until the process ends, and checks that it exited with 0 or was killed.
-class Peer {
+class ChildProcess {
 public:
     // Run this executable again, with the argument "peer" and the descriptor of one end of a socket pair.
-    Peer() {
+    ChildProcess() {
         int sockets[2];
         CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
         std::fflush(nullptr);
@@ -28,9 +28,9 @@ public:
         close(sockets[1]);
         socket_ = sockets[0];
     }
-    Peer(const Peer&) = delete;
-    Peer& operator=(const Peer&) = delete;
-    ~Peer() {
+    ChildProcess(const ChildProcess&) = delete;
+    ChildProcess& operator=(const ChildProcess&) = delete;
+    ~ChildProcess() {
         close(socket_);
         int status = 0;
         CHECK(waitpid(child_, &status, 0) == child_);

@@ -85,7 +85,7 @@ int run_owner(int socket) {
 }
 
 // Import the pool and the pointer that share_pool() sends, use the memory, and check what an imported pool refuses.
-void import_from(const Peer& owner, const Location& location) {
+void import_from(const ChildProcess& owner, const Location& location) {
     std::vector<Fd> fds;
     CHECK(recv_fds(owner.socket(), 1, &fds));
     const auto pointer_data = receive_value<IpcHandle>(owner.socket());
@@ -119,7 +119,7 @@ void import_from(const Peer& owner, const Location& location) {
 }
 
 void test_imported_pool_has_memory_of_its_owner() {
-    const Peer owner;
+    const ChildProcess owner;
     use_primary_context(1);
     for (const Location& location : locations) {
         import_from(owner, location);

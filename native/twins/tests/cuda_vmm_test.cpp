@@ -68,7 +68,7 @@ int run_importer(int socket) {
 }
 
 void test_exported_memory_is_shared_by_processes() {
-    Peer importer;
+    ChildProcess importer;
     use_primary_context();
     const u64 free_bytes_before = query_free_memory(), pointer = reserve_addresses(granule_bytes);
     const Handle handle = create_memory();

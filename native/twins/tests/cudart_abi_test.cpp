@@ -34,7 +34,7 @@ CHECK_VALUE(host_to_host, cudaMemcpyHostToHost);
 CHECK_VALUE(host_to_device, cudaMemcpyHostToDevice);
 CHECK_VALUE(device_to_host, cudaMemcpyDeviceToHost);
 CHECK_VALUE(device_to_device, cudaMemcpyDeviceToDevice);
-CHECK_VALUE(inferred, cudaMemcpyDefault);
+CHECK_VALUE(memcpy_default, cudaMemcpyDefault);
 CHECK_VALUE(memory_managed, cudaMemoryTypeManaged);
 CHECK_VALUE(init_device_flags_are_valid, cudaInitDeviceFlagsAreValid);
 CHECK_VALUE(entry_point_default, cudaEnableDefault);

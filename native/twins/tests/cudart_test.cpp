@@ -109,7 +109,7 @@ void test_ranges_are_copied() {
     for (const char* symbol : {"cudaMemcpy", "cudaMemcpy_ptds"}) {
         std::ranges::fill(host_bytes, canary);
         EXPECT_OK(symbol, static_cast<void*>(host_bytes.data()), static_cast<const void*>(memory), u64{1000},
-                  int{inferred});
+                  int{memcpy_default});
         CHECK(host_bytes == bytes);
     }
     EXPECT_OK("cudaMemset", memory, 0x1ee, u64{10}); // only the low byte counts, which is the canary
@@ -212,7 +212,8 @@ void test_volumes_are_filled() {
     EXPECT_OK("cudaFreeHost", host_memory);
 }
 
-// A copy of a volume between devices waits for earlier work of both devices, and their later work waits for the copy.
+// A copy of a volume between devices waits for earlier work of the other device, and later work of both devices waits
+// for the copy.
 void test_volumes_are_ordered_between_devices() {
     void* const first_memory = allocate(8);
     write_memory(first_memory, make_pattern(8, 6));
@@ -231,8 +232,8 @@ void test_volumes_are_ordered_between_devices() {
     copy.extent = {2, 2, 2};
     for (const char* symbol : {"cudaMemcpy3DPeer", "cudaMemcpy3DPeer_ptds"}) {
         Gate gate("cudaLaunchHostFunc", stream);
-        EXPECT_OK("cudaMemcpyAsync", second_memory, static_cast<const void*>(pinned_memory), u64{8}, int{inferred},
-                  stream);
+        EXPECT_OK("cudaMemcpyAsync", second_memory, static_cast<const void*>(pinned_memory), u64{8},
+                  int{memcpy_default}, stream);
         EXPECT_OK("cudaSetDevice", 0);
         std::thread opener_thread([&] { gate.open(); });
         EXPECT_OK(symbol, static_cast<const PeerCopy3d*>(&copy));
@@ -581,7 +582,7 @@ int run_owner(int socket) {
 }
 
 void test_processes_share_memory_and_events() {
-    cuda::Peer owner;
+    cuda::ChildProcess owner;
     const auto memory_handle = cuda::receive_value<cuda::IpcHandle>(owner.socket());
     const auto event_handle = cuda::receive_value<cuda::IpcHandle>(owner.socket());
     void* memory = nullptr;

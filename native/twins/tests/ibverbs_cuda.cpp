@@ -13,7 +13,7 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-using ContextHandle = void*;
+using ContextHandle = void*; // CUcontext
 constexpr std::size_t allocation_bytes = 4UL << 20;
 constexpr int handle_type_dmabuf = 1; // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
@@ -31,6 +31,7 @@ struct AccessDescription {
     int location_type = 1, location_id = 0, flags = 3;
 };
 
+// The functions of the CUDA driver that the tests call, and helpers for device memory.
 struct Driver {
     int (*cuInit)(unsigned);
     int (*cuDevicePrimaryCtxRetain)(ContextHandle*, int);
@@ -84,8 +85,8 @@ struct Driver {
         clear(address, size_bytes);
         return address;
     }
-    // This waits for the end of the memset, because cuMemset on device memory is asynchronous, and a NIC does not wait
-    // for streams.
+    // Set the bytes to 0. Wait for the end of the memset, because cuMemset on device memory is asynchronous, and a NIC
+    // does not wait for streams.
     void clear(std::uint64_t address, std::size_t size_bytes) const {
         CHECK(cuMemsetD8_v2(address, 0, size_bytes) == 0 && cuCtxSynchronize() == 0);
     }
@@ -95,9 +96,10 @@ struct Driver {
         return bytes;
     }
     [[nodiscard]] int export_dmabuf(std::uint64_t address, std::size_t size_bytes = allocation_bytes) const {
-        int fd = -1;
-        CHECK(cuMemGetHandleForAddressRange(&fd, address, size_bytes, handle_type_dmabuf, 0) == 0 && fd >= 0);
-        return fd;
+        int dmabuf_fd = -1;
+        CHECK(cuMemGetHandleForAddressRange(&dmabuf_fd, address, size_bytes, handle_type_dmabuf, 0) == 0 &&
+              dmabuf_fd >= 0);
+        return dmabuf_fd;
     }
 };
 
@@ -106,57 +108,64 @@ void* to_pointer(std::uint64_t address) {
 }
 
 // Check that a write and a read at odd offsets, most with odd sizes, move the right bytes, and that the write
-// changes no neighbouring byte. Then free the memory while the region is registered.
-void check_region(const Driver& driver, Endpoint* requester, std::uint64_t memory, ibv_mr* mr) {
+// changes no neighbouring byte. Then free the memory while the region is registered, and check that requests with the
+// old key do not reach the next allocation.
+void check_region(const Driver& driver, Endpoint* requester, std::uint64_t memory_address, ibv_mr* mr) {
     Buffer source(requester->pd, allocation_bytes), readback(requester->pd, allocation_bytes);
     fill_pattern(source.bytes, source.size_bytes);
+    constexpr std::size_t write_offset = 77;
     for (const std::size_t size_bytes : {1UL, 4095UL, 65536UL, (1UL << 20) + 3}) {
-        driver.clear(memory, allocation_bytes);
-        CHECK(requester->post(make_request(1, IBV_WR_RDMA_WRITE, memory + 77, mr->rkey), {source.sge(1, size_bytes)}) ==
-              0);
+        driver.clear(memory_address, allocation_bytes);
+        CHECK(requester->post(make_request(1, IBV_WR_RDMA_WRITE, memory_address + write_offset, mr->rkey),
+                              {source.sge(1, size_bytes)}) == 0);
         requester->expect_completion(1, IBV_WC_SUCCESS);
-        const auto content = driver.read_memory(memory, size_bytes + 78);
-        // The write begins at byte 77. The bytes directly before and after it are unchanged.
-        CHECK(content[76] == 0 && content[77 + size_bytes] == 0 && has_pattern(content.data() + 77, size_bytes, 1));
-        CHECK(requester->post(make_request(2, IBV_WR_RDMA_READ, memory + 77, mr->rkey),
+        const auto content = driver.read_memory(memory_address, write_offset + size_bytes + 1);
+        // The bytes directly before and after the written bytes are unchanged.
+        CHECK(content[write_offset - 1] == 0 && content[write_offset + size_bytes] == 0 &&
+              has_pattern(content.data() + write_offset, size_bytes, 1));
+        CHECK(requester->post(make_request(2, IBV_WR_RDMA_READ, memory_address + write_offset, mr->rkey),
                               {readback.sge(3, size_bytes)}) == 0);
         requester->expect_completion(2, IBV_WC_SUCCESS);
         CHECK(has_pattern(readback.bytes + 3, size_bytes, 1));
     }
     // The owner frees the memory. A later allocation at this address must not receive data sent with the old key.
-    CHECK(driver.cuMemFree_v2(memory) == 0);
-    const std::uint64_t next_memory = driver.allocate();
-    std::fprintf(stderr, "the next allocation %s the address\n", next_memory == memory ? "got" : "did not get");
+    CHECK(driver.cuMemFree_v2(memory_address) == 0);
+    const std::uint64_t next_address = driver.allocate();
+    std::fprintf(stderr, "the next allocation %s the address\n",
+                 next_address == memory_address ? "got" : "did not get");
     // As on hardware, requests with the old key still succeed, but they do not reach the next allocation.
-    CHECK(requester->post(make_request(3, IBV_WR_RDMA_WRITE, memory + 5, mr->rkey), {source.sge(0, 1000)}) == 0);
+    CHECK(requester->post(make_request(3, IBV_WR_RDMA_WRITE, memory_address + 5, mr->rkey), {source.sge(0, 1000)}) ==
+          0);
     requester->expect_completion(3, IBV_WC_SUCCESS);
-    CHECK(requester->post(make_request(4, IBV_WR_RDMA_READ, memory + 5, mr->rkey), {readback.sge(0, 1000)}) == 0);
+    CHECK(requester->post(make_request(4, IBV_WR_RDMA_READ, memory_address + 5, mr->rkey), {readback.sge(0, 1000)}) ==
+          0);
     requester->expect_completion(4, IBV_WC_SUCCESS);
     CHECK(has_pattern(readback.bytes, 1000));
-    const auto next_content = driver.read_memory(next_memory, 4096);
+    const auto next_content = driver.read_memory(next_address, 4096);
     CHECK(next_content == std::vector<std::uint8_t>(4096, 0));
-    CHECK(driver.cuMemFree_v2(next_memory) == 0);
+    CHECK(driver.cuMemFree_v2(next_address) == 0);
 }
 
 void test_device_address_is_registered_by_peer_memory(const Driver& driver) {
     Endpoint requester(0), responder(1);
     connect(&requester, &responder);
-    const std::uint64_t memory = driver.allocate();
-    ibv_mr* const mr = ibv_reg_mr(responder.pd, to_pointer(memory), allocation_bytes, read_write_access);
-    CHECK(mr != nullptr && address_of(mr->addr) == memory);
+    const std::uint64_t memory_address = driver.allocate();
+    ibv_mr* const mr = ibv_reg_mr(responder.pd, to_pointer(memory_address), allocation_bytes, read_write_access);
+    CHECK(mr != nullptr && address_of(mr->addr) == memory_address);
     errno = 0;
-    CHECK(ibv_reg_mr(responder.pd, to_pointer(memory), 1UL << 40, read_write_access) == nullptr && errno == EFAULT);
-    check_region(driver, &requester, memory, mr);
+    CHECK(ibv_reg_mr(responder.pd, to_pointer(memory_address), 1UL << 40, read_write_access) == nullptr &&
+          errno == EFAULT);
+    check_region(driver, &requester, memory_address, mr);
     CHECK(ibv_dereg_mr(mr) == 0);
 }
 
 void test_device_address_is_refused_without_peer_memory(const Driver& driver) {
     Endpoint endpoint;
-    const std::uint64_t memory = driver.allocate();
+    const std::uint64_t memory_address = driver.allocate();
     errno = 0;
-    CHECK(ibv_reg_mr(endpoint.pd, to_pointer(memory), allocation_bytes, read_write_access) == nullptr &&
+    CHECK(ibv_reg_mr(endpoint.pd, to_pointer(memory_address), allocation_bytes, read_write_access) == nullptr &&
           errno == EFAULT);
-    CHECK(driver.cuMemFree_v2(memory) == 0);
+    CHECK(driver.cuMemFree_v2(memory_address) == 0);
     // Host memory is registered as host memory even if a driver is loaded.
     const Buffer host_buffer(endpoint.pd, 4096);
 }
@@ -164,15 +173,17 @@ void test_device_address_is_refused_without_peer_memory(const Driver& driver) {
 void test_device_memory_is_registered_by_dmabuf(const Driver& driver) {
     Endpoint requester(0), responder(1);
     connect(&requester, &responder);
-    const std::uint64_t memory = driver.allocate();
-    const int fd = driver.export_dmabuf(memory);
+    const std::uint64_t memory_address = driver.allocate();
+    const int dmabuf_fd = driver.export_dmabuf(memory_address);
     errno = 0;
-    CHECK(ibv_reg_dmabuf_mr(responder.pd, 0, allocation_bytes + 1, memory, fd, read_write_access) == nullptr &&
+    CHECK(ibv_reg_dmabuf_mr(responder.pd, 0, allocation_bytes + 1, memory_address, dmabuf_fd, read_write_access) ==
+              nullptr &&
           errno == EINVAL);
-    ibv_mr* const mr = ibv_reg_dmabuf_mr(responder.pd, 0, allocation_bytes, memory, fd, read_write_access);
+    ibv_mr* const mr =
+        ibv_reg_dmabuf_mr(responder.pd, 0, allocation_bytes, memory_address, dmabuf_fd, read_write_access);
     CHECK(mr != nullptr);
-    CHECK(close(fd) == 0);
-    check_region(driver, &requester, memory, mr);
+    CHECK(close(dmabuf_fd) == 0);
+    check_region(driver, &requester, memory_address, mr);
     CHECK(ibv_dereg_mr(mr) == 0);
 }
 
@@ -198,9 +209,9 @@ void test_region_covers_two_mappings(const Driver& driver, bool uses_dmabuf) {
     const std::uint64_t region_address = base + mapping_bytes / 2;
     ibv_mr* mr = nullptr;
     if (uses_dmabuf) {
-        const int fd = driver.export_dmabuf(region_address, mapping_bytes);
-        mr = ibv_reg_dmabuf_mr(responder.pd, 0, mapping_bytes, region_address, fd, read_write_access);
-        close(fd);
+        const int dmabuf_fd = driver.export_dmabuf(region_address, mapping_bytes);
+        mr = ibv_reg_dmabuf_mr(responder.pd, 0, mapping_bytes, region_address, dmabuf_fd, read_write_access);
+        close(dmabuf_fd);
     } else {
         mr = ibv_reg_mr(responder.pd, to_pointer(region_address), mapping_bytes, read_write_access);
     }

@@ -10,7 +10,7 @@ namespace gdrkit::twin::tests {
 constexpr std::size_t grh_bytes = sizeof(ibv_grh);
 constexpr std::size_t mtu_bytes = 4096;
 constexpr std::uint32_t test_qkey = 0x11111111;
-constexpr std::uint32_t multicast_qpn = 0xffffff;
+constexpr std::uint32_t multicast_qpn = 0xffffff; // destination queue pair number of multicast datagrams
 
 // Return the GID of RoCE v2 (index 1) of port 1.
 inline ibv_gid query_gid(ibv_context* context) {
@@ -48,8 +48,8 @@ struct DatagramEndpoint {
     ibv_qp* qp = nullptr;
     Buffer* buffer;
 
-    explicit DatagramEndpoint(int device = 0, std::uint32_t qkey = test_qkey, std::uint32_t max_wr = 16)
-        : context(open_device(device)) {
+    explicit DatagramEndpoint(int device_index = 0, std::uint32_t qkey = test_qkey, std::uint32_t max_wr = 16)
+        : context(open_device(device_index)) {
         pd = ibv_alloc_pd(context);
         cq = ibv_create_cq(context, 1024, nullptr, nullptr, 0);
         CHECK(pd != nullptr && cq != nullptr);
@@ -78,7 +78,7 @@ struct DatagramEndpoint {
         attr.qkey = qkey;
         return ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY);
     }
-    // Change the state. The mask names the attributes beside the state.
+    // Change the state. The mask selects the further attributes that the call sets.
     int modify_to(ibv_qp_state state, int additional_mask = 0) const {
         ibv_qp_attr attr{};
         attr.qp_state = state;
@@ -97,6 +97,7 @@ struct DatagramEndpoint {
         CHECK(ah != nullptr);
         return ah;
     }
+    // Post a receive request for the `length` bytes that begin at `offset` in the buffer.
     int post_receive(std::uint64_t wr_id, std::size_t offset, std::size_t length) const {
         ibv_sge sge = buffer->sge(offset, length);
         ibv_recv_wr wr{}, *bad_wr = nullptr;
@@ -138,7 +139,7 @@ struct DatagramEndpoint {
     ibv_wc expect_completion(std::uint64_t wr_id, ibv_wc_status status = IBV_WC_SUCCESS) const {
         const ibv_wc wc = poll_completion();
         if (wc.wr_id != wr_id || wc.status != status) {
-            std::fprintf(stderr, "completion of %llu: %s; expected %llu: %s\n",
+            std::fprintf(stderr, "request %llu completed with status '%s'; expected request %llu with status '%s'\n",
                          static_cast<unsigned long long>(wc.wr_id), ibv_wc_status_str(wc.status),
                          static_cast<unsigned long long>(wr_id), ibv_wc_status_str(status));
         }

@@ -91,8 +91,8 @@ void test_invalid_address_handles_are_refused() {
     path = make_path(gid);
     path.port_num = 2;
     check_refused(path);
-    check_refused(make_path(gid, 2));
-    check_refused(make_path(ibv_gid{}));
+    check_refused(make_path(gid, 2));    // entry 2 of the GID table is empty
+    check_refused(make_path(ibv_gid{})); // the destination GID is zero
     // A protection domain with an address handle is busy.
     ibv_pd* const pd = ibv_alloc_pd(endpoint.context);
     path = make_path(gid);
@@ -235,7 +235,7 @@ void test_state_transitions_and_their_attributes() {
 void test_pairs_share_a_receive_queue() {
     DatagramEndpoint sender;
     ibv_srq_init_attr srq_init{};
-    srq_init.attr = {4, 1, 0};
+    srq_init.attr = {4, 1, 0}; // max_wr, max_sge, srq_limit
     ibv_srq* const srq = ibv_create_srq(sender.pd, &srq_init);
     CHECK(srq != nullptr);
     ibv_qp_init_attr init{};

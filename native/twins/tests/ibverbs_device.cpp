@@ -25,17 +25,18 @@ void test_device_and_port_attributes(ibv_context* context) {
     CHECK(ibv_query_device_ex(context, nullptr, &extended) == 0);
     CHECK(extended.phys_port_cnt_ex == 1 && std::memcmp(&extended.orig_attr, &attr, sizeof attr) == 0);
 
-    ibv_port_attr port{};
-    CHECK(___ibv_query_port(context, 1, &port) == 0);
-    CHECK(port.state == IBV_PORT_ACTIVE && port.link_layer == IBV_LINK_LAYER_ETHERNET && port.gid_tbl_len == 4);
-    CHECK(port.active_mtu == IBV_MTU_4096 && port.flags == IBV_QPF_GRH_REQUIRED);
-    CHECK(___ibv_query_port(context, 0, &port) == EINVAL && ___ibv_query_port(context, 2, &port) == EINVAL);
+    ibv_port_attr port_attr{};
+    CHECK(___ibv_query_port(context, 1, &port_attr) == 0);
+    CHECK(port_attr.state == IBV_PORT_ACTIVE && port_attr.link_layer == IBV_LINK_LAYER_ETHERNET &&
+          port_attr.gid_tbl_len == 4);
+    CHECK(port_attr.active_mtu == IBV_MTU_4096 && port_attr.flags == IBV_QPF_GRH_REQUIRED);
+    CHECK(___ibv_query_port(context, 0, &port_attr) == EINVAL && ___ibv_query_port(context, 2, &port_attr) == EINVAL);
     // The function of the old ABI writes the 48 bytes of the old structure and no byte beyond it.
     std::uint8_t old_attr[52];
     std::memset(old_attr, 0xaa, sizeof old_attr);
     CHECK(ibv_query_port(context, 1, reinterpret_cast<struct _compat_ibv_port_attr*>(old_attr)) == 0);
     CHECK(old_attr[48] == 0xaa && old_attr[51] == 0xaa);
-    CHECK(___ibv_query_port(context, 1, &port) == 0 && std::memcmp(old_attr, &port, 48) == 0);
+    CHECK(___ibv_query_port(context, 1, &port_attr) == 0 && std::memcmp(old_attr, &port_attr, 48) == 0);
 }
 
 // The GID table has four entries: the link-local GID of the device as RoCE v1 (index 0) and as RoCE v2 (index 1), and
@@ -49,9 +50,11 @@ void test_gids_identify_devices(ibv_context* context, ibv_context* other_context
     CHECK(ibv_query_gid(other_context, 1, 1, &other_gid) == 0 &&
           std::memcmp(&first_gid, &other_gid, sizeof first_gid) != 0);
     const ibv_gid empty_gid{};
-    CHECK(ibv_query_gid(context, 1, 3, &first_gid) == 0 && std::memcmp(&first_gid, &empty_gid, sizeof first_gid) == 0);
+    ibv_gid queried_gid = first_gid;
+    CHECK(ibv_query_gid(context, 1, 3, &queried_gid) == 0 &&
+          std::memcmp(&queried_gid, &empty_gid, sizeof queried_gid) == 0);
     errno = 0;
-    CHECK(ibv_query_gid(context, 1, 4, &first_gid) == -1 && errno == EINVAL);
+    CHECK(ibv_query_gid(context, 1, 4, &queried_gid) == -1 && errno == EINVAL);
     ibv_gid_entry entries[3];
     CHECK(ibv_query_gid_table(context, entries, 3, 0) == 2);
     CHECK(entries[0].gid_type == IBV_GID_TYPE_ROCE_V1 && entries[1].gid_type == IBV_GID_TYPE_ROCE_V2);
@@ -68,7 +71,7 @@ void test_gids_identify_devices(ibv_context* context, ibv_context* other_context
 }
 
 // Every unimplemented operation in the function tables of the context fails with EOPNOTSUPP. Functions that return a
-// pointer set errno; the others return the number.
+// pointer set errno; the others return the errno value.
 void test_unimplemented_operations_fail(Endpoint* endpoint) {
     const auto is_unsupported = [](const void* result) {
         const bool is_expected = result == nullptr && errno == EOPNOTSUPP;
@@ -87,11 +90,11 @@ void test_unimplemented_operations_fail(Endpoint* endpoint) {
     CHECK(is_unsupported(ibv_create_counters(context, &counters_attr)));
     ibv_wq_init_attr wq_attr{};
     CHECK(is_unsupported(ibv_create_wq(context, &wq_attr)));
-    ibv_modify_cq_attr modify{};
-    CHECK(ibv_modify_cq(endpoint->cq, &modify) == EOPNOTSUPP);
+    ibv_modify_cq_attr cq_attr{};
+    CHECK(ibv_modify_cq(endpoint->cq, &cq_attr) == EOPNOTSUPP);
     CHECK(ibv_advise_mr(endpoint->pd, IBV_ADVISE_MR_ADVICE_PREFETCH, 0, nullptr, 0) == EOPNOTSUPP);
-    ibv_qp_rate_limit_attr rate{};
-    CHECK(ibv_modify_qp_rate_limit(endpoint->qp, &rate) == EOPNOTSUPP);
+    ibv_qp_rate_limit_attr rate_limit_attr{};
+    CHECK(ibv_modify_qp_rate_limit(endpoint->qp, &rate_limit_attr) == EOPNOTSUPP);
     // No entry of the tables is null, so a program that calls an unimplemented operation gets an error and does not
     // crash.
     auto* const extended = verbs_get_ctx(context);

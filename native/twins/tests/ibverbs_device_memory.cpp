@@ -41,7 +41,7 @@ void test_memory_of_a_device_is_limited() {
     CHECK(ibv_free_dm(dm) == 0);
     ibv_alloc_dm_attr wrong_attr{};
     wrong_attr.length = 4;
-    wrong_attr.comp_mask = 1;
+    wrong_attr.comp_mask = 1; // a bit without a meaning
     CHECK(ibv_alloc_dm(endpoint.context, &wrong_attr) == nullptr && errno == EINVAL);
 }
 
@@ -60,6 +60,7 @@ void test_peer_writes_into_a_region_by_offsets() {
     CHECK(empty_region != nullptr && ibv_dereg_mr(empty_region) == 0);
     ibv_mr* const mr = ibv_reg_dm_mr(responder.pd, dm, 4096, 4096, zero_based_access);
     CHECK(mr != nullptr && ibv_free_dm(dm) == EBUSY);
+    // The remote address of a request is the offset in the zero-based region.
     CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, 96, mr->rkey), {source.sge(0, 4000)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
     std::uint8_t copy[4000];

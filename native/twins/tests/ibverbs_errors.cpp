@@ -77,7 +77,7 @@ void test_read_and_atomic_refused() {
     connect(&requester, &responder);
     Buffer read_buffer(requester.pd, 8), target(responder.pd, 16);
     ibv_send_wr wr = make_request(2, IBV_WR_ATOMIC_FETCH_AND_ADD);
-    wr.wr.atomic = {target.address_at(4), 1, 0, target.mr->rkey};
+    wr.wr.atomic = {target.address_at(4), 1, 0, target.mr->rkey}; // the address is not a multiple of 8
     CHECK(requester.post(wr, {read_buffer.sge(0, 8)}) == 0);
     requester.expect_completion(2, IBV_WC_REM_INV_REQ_ERR);
     CHECK(wait_for_event(responder.context).event_type == IBV_EVENT_QP_REQ_ERR);
@@ -112,13 +112,14 @@ void test_wrong_domain_and_deregistered_key() {
     wait_for_event(responder.context);
 }
 
-// An error in the local buffer of a request stops the requester, but does not affect the responder.
+// An error in the local buffer of a request moves the queue pair of the requester to the error state, but does not
+// affect the responder.
 void test_local_protection_error() {
     const auto check_fails = [](auto change_sge, ibv_wr_opcode opcode, int local_access) {
         Endpoint requester, responder;
         connect(&requester, &responder);
-        Buffer local(requester.pd, 64, local_access), target(responder.pd, 64);
-        ibv_sge sge = local.sge(0, 64);
+        Buffer local_buffer(requester.pd, 64, local_access), target(responder.pd, 64);
+        ibv_sge sge = local_buffer.sge(0, 64);
         change_sge(&sge);
         CHECK(requester.post(make_request(1, opcode, target.address_at(), target.mr->rkey), {sge}) == 0);
         requester.expect_completion(1, IBV_WC_LOC_PROT_ERR);
@@ -131,10 +132,10 @@ void test_local_protection_error() {
     check_fails([](ibv_sge*) {}, IBV_WR_RDMA_READ, IBV_ACCESS_REMOTE_READ);
     Endpoint requester, responder;
     connect(&requester, &responder);
-    Buffer local(requester.pd, 64), target(responder.pd, 64);
+    Buffer local_buffer(requester.pd, 64), target(responder.pd, 64);
     // An rkey is not a valid lkey.
     CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, target.address_at(), target.mr->rkey),
-                         {{local.address_at(), 64, local.mr->rkey}}) == 0);
+                         {{local_buffer.address_at(), 64, local_buffer.mr->rkey}}) == 0);
     requester.expect_completion(1, IBV_WC_LOC_PROT_ERR);
 }
 
@@ -183,10 +184,10 @@ void test_receiver_not_ready_is_retried() {
         settings.min_rnr_timer = 14; // 1.28 ms
         Endpoint requester(0, settings), responder(0, settings);
         connect(&requester, &responder);
-        const double begin = read_monotonic_seconds();
+        const double begin_s = read_monotonic_seconds();
         CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == 0);
         requester.expect_completion(1, IBV_WC_RNR_RETRY_EXC_ERR);
-        CHECK(read_monotonic_seconds() - begin > 2 * 0.00128);
+        CHECK(read_monotonic_seconds() - begin_s > 2 * 0.00128);
         CHECK(responder.query_state() == IBV_QPS_RTS);
     }
     // The rnr_retry value 7, the default of EndpointSettings, means unlimited retries.
@@ -209,10 +210,10 @@ void test_unreachable_peer_exceeds_retries() {
         change_addresses(&responder_address, &requester_address);
         requester.connect(responder_address);
         responder.connect(requester_address);
-        const double begin = read_monotonic_seconds();
+        const double begin_s = read_monotonic_seconds();
         CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == 0);
         requester.expect_completion(1, IBV_WC_RETRY_EXC_ERR);
-        CHECK(read_monotonic_seconds() - begin >= 0.13); // four tries of 33.5 ms
+        CHECK(read_monotonic_seconds() - begin_s >= 0.13); // four tries of 33.5 ms
     };
     // The requester sends to a wrong queue pair or GID, or the responder expects another packet sequence number or
     // another requester.
@@ -220,7 +221,7 @@ void test_unreachable_peer_exceeds_retries() {
     check_fails([](QueuePairAddress* responder, QueuePairAddress*) { responder->gid.raw[15] ^= 0x80; });
     check_fails([](QueuePairAddress*, QueuePairAddress* requester) { requester->psn += 1; });
     check_fails([](QueuePairAddress*, QueuePairAddress* requester) { requester->qp_num ^= 1; });
-    // The peer exists but is not ready to receive.
+    // The queue pair of the responder exists, but stays in state INIT.
     EndpointSettings settings;
     settings.timeout = 8; // 1.05 ms
     settings.retry_count = 0;
@@ -241,10 +242,10 @@ void test_destroyed_peer_exceeds_retries() {
     responder->expect_completion(1, IBV_WC_SUCCESS);
     responder.reset();
     // Like hardware, the twin reports the loss only after the time of the retries, which it limits to 100 ms.
-    const double begin = read_monotonic_seconds();
+    const double begin_s = read_monotonic_seconds();
     CHECK(requester.post(make_request(3, IBV_WR_SEND), {}) == 0);
     requester.expect_completion(3, IBV_WC_RETRY_EXC_ERR);
-    CHECK(read_monotonic_seconds() - begin >= 0.1);
+    CHECK(read_monotonic_seconds() - begin_s >= 0.1);
 }
 
 void test_reads_need_rd_atomic() {

@@ -59,10 +59,10 @@ void test_one_event_per_arming() {
 void test_solicited_events_only() {
     Endpoint requester, responder(0, make_channel_settings());
     connect(&requester, &responder);
-    for (std::uint64_t id = 1; id <= 3; ++id) {
-        CHECK(responder.post_receive(id, {}) == 0);
+    for (std::uint64_t wr_id = 1; wr_id <= 3; ++wr_id) {
+        CHECK(responder.post_receive(wr_id, {}) == 0);
     }
-    CHECK(ibv_req_notify_cq(responder.cq, 1) == 0);
+    CHECK(ibv_req_notify_cq(responder.cq, 1) == 0); // 1 requests only solicited completions
     CHECK(requester.post(make_request(1, IBV_WR_SEND), {}) == 0);
     responder.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(!is_readable(responder.channel->fd, 0));
@@ -125,9 +125,9 @@ void test_cq_overrun_raises_events() {
     small_queue_settings.cq_entries = 2;
     Endpoint requester, responder(0, small_queue_settings);
     connect(&requester, &responder);
-    for (std::uint64_t id = 1; id <= 3; ++id) {
-        CHECK(responder.post_receive(id, {}) == 0);
-        CHECK(requester.post(make_request(id, IBV_WR_SEND, 0, 0, 0), {}) == 0);
+    for (std::uint64_t wr_id = 1; wr_id <= 3; ++wr_id) {
+        CHECK(responder.post_receive(wr_id, {}) == 0);
+        CHECK(requester.post(make_request(wr_id, IBV_WR_SEND, 0, 0, 0), {}) == 0);
     }
     bool has_cq_event = false, has_qp_event = false;
     for (int count = 0; count < 2; ++count) {

@@ -1,5 +1,6 @@
 // Test of the software twin of libibverbs: a process ends as soon as it has polled its last receive completion. The
-// twin must have sent the acknowledgement before that completion, so that the send of the peer completes with success.
+// twin must have sent the acknowledgement before it reports that completion, so that the send of the peer completes
+// with success.
 #include <sched.h>
 
 #include <memory>
@@ -16,7 +17,7 @@ namespace {
 // Pin the main thread and this thread to one CPU, and give this thread the lowest priority. The threads that the twin
 // starts from this thread inherit both, so they run only when the main thread waits. When such a thread pushes a
 // completion, the main thread preempts it at once and ends the process.
-void set_lowest_priority() {
+void pin_and_lower_priority() {
     cpu_set_t cpus;
     CHECK(sched_getaffinity(0, sizeof cpus, &cpus) == 0);
     int cpu = 0;
@@ -37,7 +38,7 @@ int run_receiver(int socket) {
     std::unique_ptr<Endpoint> endpoint;
     // The threads of the queue pair inherit the CPU and the priority of the thread that creates the queue pair.
     std::thread([&] {
-        set_lowest_priority();
+        pin_and_lower_priority();
         endpoint = std::make_unique<Endpoint>(1, settings);
     }).join();
     send_value(socket, endpoint->address());
@@ -57,9 +58,9 @@ void test_receiver_may_end_after_its_last_completion() {
     for (int round = 0; round < 5; ++round) {
         const PeerProcess peer;
         Endpoint endpoint(0);
-        const auto address = receive_value<QueuePairAddress>(peer.socket.get());
+        const auto peer_address = receive_value<QueuePairAddress>(peer.socket.get());
         send_value(peer.socket.get(), endpoint.address());
-        endpoint.connect(address);
+        endpoint.connect(peer_address);
         CHECK(receive_value<char>(peer.socket.get()) == 'r');
         CHECK(endpoint.post(make_request(1, IBV_WR_SEND), {}) == 0);
         endpoint.expect_completion(1, IBV_WC_SUCCESS);

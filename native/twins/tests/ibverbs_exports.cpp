@@ -97,7 +97,7 @@ private:
     std::string file_bytes_;
     const Elf64_Shdr* sections_ = nullptr;
     std::size_t section_count_ = 0;
-    std::map<unsigned, std::string> version_names_;
+    std::map<unsigned, std::string> version_names_; // the key is the version number of a symbol
     std::set<std::string> names_;
 };
 
@@ -107,10 +107,11 @@ std::string remove_default_mark(std::string name) {
     return mark == std::string::npos ? name : name.erase(mark, 1);
 }
 
-// A private symbol of libibverbs in one of its versions. `line` has the format of ibverbs.conventions, for example
-// "verbs_set_ops@IBVERBS_PRIVATE_34 void". `is_default` is true for the private version that the contract lists first.
+// A private symbol of libibverbs in one of its versions. `convention_line` has the format of ibverbs.conventions, for
+// example "verbs_set_ops@IBVERBS_PRIVATE_34 void". `is_default` is true for the private version that the contract lists
+// first.
 struct PrivateSymbol {
-    std::string line;
+    std::string convention_line;
     bool is_default;
 };
 
@@ -143,7 +144,7 @@ void test_exports_match_contract() {
     }
     std::set<std::string> unmarked_contract_symbols, symbols_with_convention;
     for (const PrivateSymbol& symbol : read_private_symbols()) {
-        std::string name = symbol.line.substr(0, symbol.line.find(' '));
+        std::string name = symbol.convention_line.substr(0, symbol.convention_line.find(' '));
         CHECK(symbols_with_convention.insert(name).second);
         if (symbol.is_default) {
             name.insert(name.find('@'), "@");
@@ -216,7 +217,7 @@ int main() {
         check_convention(library, line);
     }
     for (const PrivateSymbol& symbol : read_private_symbols()) {
-        check_convention(library, symbol.line);
+        check_convention(library, symbol.convention_line);
     }
     return 0;
 }

@@ -144,10 +144,10 @@ void test_both_kinds_of_poll_work_on_an_extended_queue() {
 
 void test_unsupported_attributes_are_refused() {
     Endpoint endpoint;
-    const auto check_fails = [&](const ibv_cq_init_attr_ex& requested_attr, int error) {
+    const auto check_fails = [&](const ibv_cq_init_attr_ex& requested_attr, int expected_error) {
         ibv_cq_init_attr_ex attr = requested_attr;
         errno = 0;
-        CHECK(ibv_create_cq_ex(endpoint.context, &attr) == nullptr && errno == error);
+        CHECK(ibv_create_cq_ex(endpoint.context, &attr) == nullptr && errno == expected_error);
     };
     check_fails(make_cq_attributes(16, IBV_WC_EX_WITH_CVLAN), EOPNOTSUPP);
     check_fails(make_cq_attributes(16, IBV_WC_EX_WITH_FLOW_TAG), EOPNOTSUPP);

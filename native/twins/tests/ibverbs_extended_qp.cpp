@@ -51,7 +51,7 @@ struct ExtendedPair {
         extended_qp->wr_id = wr_id;
         extended_qp->wr_flags = flags;
     }
-    // Give the request that was added last a range of the local buffer.
+    // Set the data of the request that was added last to a range of the local buffer.
     void set_sge(std::size_t offset, std::size_t length) const {
         ibv_wr_set_sge(extended_qp, local_buffer.mr->lkey, local_buffer.address_at(offset),
                        static_cast<std::uint32_t>(length));
@@ -174,7 +174,7 @@ void test_failed_or_aborted_list_posts_nothing() {
     CHECK(ibv_wr_complete(pair.extended_qp) == ENOMEM);
     ibv_wr_start(pair.extended_qp);
     add_write(1, 8);
-    const ibv_sge sges[3] = {}; // a request can have only two
+    const ibv_sge sges[3] = {}; // a request can have only two scatter/gather elements
     ibv_wr_set_sge_list(pair.extended_qp, 3, sges);
     CHECK(ibv_wr_complete(pair.extended_qp) == ENOMEM);
     ibv_wr_start(pair.extended_qp);

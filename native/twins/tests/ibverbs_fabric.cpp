@@ -101,8 +101,8 @@ void test_every_operation_reaches_other_machine() {
     CHECK(endpoint.post(atomic_request, {readback.sge(0, 8)}) == 0);
     CHECK(endpoint.post(make_request(4, IBV_WR_RDMA_READ, target.memory_address, target.rkey),
                         {readback.sge(0, memory_bytes)}) == 0);
-    for (std::uint64_t id = 1; id <= 4; ++id) {
-        endpoint.expect_completion(id, IBV_WC_SUCCESS);
+    for (std::uint64_t wr_id = 1; wr_id <= 4; ++wr_id) {
+        endpoint.expect_completion(wr_id, IBV_WC_SUCCESS);
     }
     CHECK(has_pattern(readback.bytes, memory_bytes));
     CHECK(endpoint.post(make_request(5, IBV_WR_RDMA_READ, target.memory_address, target.rkey + 1),
@@ -199,31 +199,31 @@ void test_hostile_frames_end_their_connection(unsigned frame_count) {
         const Fd socket = connect_untrusted(target.qp_address);
         // The machine sends a ServerHello of 40 bytes. It expects a ClientProof of 64 bytes, and gets only 'x'.
         const std::vector<char> noise(40 + 64, 'x');
-        std::vector<char> hello(40);
-        CHECK(recv_all(socket.get(), hello.data(), hello.size()));
+        std::vector<char> server_hello(40);
+        CHECK(recv_all(socket.get(), server_hello.data(), server_hello.size()));
         CHECK(send_all(socket.get(), noise.data(), noise.size()) && has_peer_ended(socket));
-        connect_untrusted(target.qp_address);
+        connect_untrusted(target.qp_address); // this connection ends before its handshake
     }
     wire::Request oversized_request{};
     oversized_request.magic = wire::magic;
     oversized_request.opcode = wire::Opcode::write;
     oversized_request.remote_address = target.memory_address;
     oversized_request.rkey = target.rkey;
-    oversized_request.message_bytes = oversized_request.chunk_bytes = 1U << 29;
+    oversized_request.message_bytes = oversized_request.chunk_bytes = 1U << 29; // 512 MiB
     std::mt19937 random(7);
     // Every fourth frame claims a payload of 512 MiB, which is too large. In each other frame, up to three bytes are
     // damaged. Two of three frames are cut off.
-    for (unsigned round = 0; round < frame_count; ++round) {
+    for (unsigned frame_index = 0; frame_index < frame_count; ++frame_index) {
         const Fd socket = connect_as_peer(endpoint.address(), target.qp_address);
         wire::Request frame = oversized_request;
-        if (round % 4 != 0) {
+        if (frame_index % 4 != 0) {
             frame.message_bytes = frame.chunk_bytes = 64;
             auto* const bytes = reinterpret_cast<std::uint8_t*>(&frame);
             for (unsigned damaged_count = random() % 4; damaged_count > 0; --damaged_count) {
                 bytes[random() % sizeof frame] = static_cast<std::uint8_t>(random());
             }
         }
-        send_all(socket.get(), &frame, round % 3 == 0 ? sizeof frame : random() % sizeof frame);
+        send_all(socket.get(), &frame, frame_index % 3 == 0 ? sizeof frame : random() % sizeof frame);
         CHECK(shutdown(socket.get(), SHUT_WR) == 0);
         char reply[256];
         while (recv(socket.get(), reply, sizeof reply, 0) > 0) {
@@ -251,8 +251,8 @@ int main(int argument_count, char** arguments) {
     CHECK(setenv("GDRKIT_TWINS_FABRIC_SECRET", test_secret, 1) == 0);
     CHECK(config().error.empty() && config().fabric_addresses.size() == 1);
     int device_count = 0;
-    ibv_free_device_list(
-        ibv_get_device_list(&device_count)); // makes the twin read the variables before a test changes them
+    // This first call makes the twin read the variables before a test changes them.
+    ibv_free_device_list(ibv_get_device_list(&device_count));
     CHECK(device_count == 1);
     test_every_operation_reaches_other_machine();
     test_datagrams_reach_other_machine_with_the_secret();

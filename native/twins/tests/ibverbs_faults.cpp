@@ -26,6 +26,7 @@ void set_fault_plan(const std::string& rules) {
 
 void test_plan_injects_function_errors() {
     Endpoint endpoint;
+    // The last rule is for the twin of the CUDA driver. This twin skips it.
     set_fault_plan(
         "ibv_alloc_pd call=2 errno=ENOMEM\nibv_query_gid call=* errno=EIO\nibv_dealloc_pd call=1 errno=EBUSY\n"
         "ibv_query_port call=1 errno=5\ncuMemAlloc_v2 call=1 status=2\n");

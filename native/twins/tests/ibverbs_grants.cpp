@@ -15,7 +15,7 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-constexpr std::size_t large_bytes = 4UL << 20;
+constexpr std::size_t region_bytes = 4UL << 20;
 
 // The target process sends these data about its queue pair and its memory to the test.
 struct Target {
@@ -29,13 +29,13 @@ struct Target {
 // (stop), k (the memory has the pattern) and e (end).
 int run_target(int socket) {
     Endpoint endpoint(1);
-    Buffer memory(endpoint.pd, large_bytes);
+    Buffer memory(endpoint.pd, region_bytes);
     send_value(socket, Target{endpoint.address(), memory.address_at(), memory.mr->rkey});
     endpoint.connect(receive_value<QueuePairAddress>(socket));
     send_value(socket, 'r');
     CHECK(receive_value<char>(socket) == 's');
     CHECK(raise(SIGSTOP) == 0);
-    CHECK(has_pattern(memory.bytes, large_bytes));
+    CHECK(has_pattern(memory.bytes, region_bytes));
     send_value(socket, 'k');
     return receive_value<char>(socket) == 'e' ? 0 : 1;
 }
@@ -56,19 +56,19 @@ void test_stopped_process_is_accessed() {
     send_value(peer.socket.get(), endpoint.address());
     endpoint.connect(target.qp_address);
     receive_value<char>(peer.socket.get());
-    Buffer source(endpoint.pd, large_bytes), readback(endpoint.pd, large_bytes);
-    fill_pattern(source.bytes, large_bytes);
+    Buffer source(endpoint.pd, region_bytes), readback(endpoint.pd, region_bytes);
+    fill_pattern(source.bytes, region_bytes);
     // A thread of the responder serves this first request, and then grants the region to the requester.
     write_and_wait(&endpoint, source, target.memory_address, target.rkey, 8);
     send_value(peer.socket.get(), 's');
     int status = 0;
     CHECK(waitpid(peer.pid, &status, WUNTRACED) == peer.pid && WIFSTOPPED(status));
     write_and_wait(&endpoint, source, target.memory_address, target.rkey, 16);
-    write_and_wait(&endpoint, source, target.memory_address, target.rkey, large_bytes);
+    write_and_wait(&endpoint, source, target.memory_address, target.rkey, region_bytes);
     CHECK(endpoint.post(make_request(1, IBV_WR_RDMA_READ, target.memory_address, target.rkey),
-                        {readback.sge(0, large_bytes)}) == 0);
+                        {readback.sge(0, region_bytes)}) == 0);
     endpoint.expect_completion(1, IBV_WC_SUCCESS);
-    CHECK(has_pattern(readback.bytes, large_bytes));
+    CHECK(has_pattern(readback.bytes, region_bytes));
     CHECK(kill(peer.pid, SIGCONT) == 0);
     CHECK(receive_value<char>(peer.socket.get()) == 'k');
     send_value(peer.socket.get(), 'e');
@@ -78,11 +78,12 @@ void test_stopped_process_is_accessed() {
 // Two connected queue pairs of this process, and memory of the responder that is granted to the requester.
 struct GrantedPair {
     Endpoint requester{0}, responder{1};
-    Buffer source{requester.pd, large_bytes}, destination{responder.pd, large_bytes};
+    Buffer source{requester.pd, region_bytes}, destination{responder.pd, region_bytes};
 
     GrantedPair() {
         connect(&requester, &responder);
-        fill_pattern(source.bytes, large_bytes);
+        fill_pattern(source.bytes, region_bytes);
+        // A thread of the responder serves the first write and grants the region. The second write uses the grant.
         write_and_wait(&requester, source, destination.address_at(), destination.mr->rkey, 8);
         write_and_wait(&requester, source, destination.address_at(), destination.mr->rkey, 16);
     }
@@ -90,115 +91,115 @@ struct GrantedPair {
     void expect_refusal(ibv_wc_status status) {
         std::memset(destination.bytes, 0, destination.size_bytes);
         CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, destination.address_at(), rkey),
-                             {source.sge(0, large_bytes)}) == 0);
+                             {source.sge(0, region_bytes)}) == 0);
         requester.expect_completion(1, status);
-        CHECK(destination.bytes[0] == 0 && destination.bytes[large_bytes - 1] == 0);
+        CHECK(destination.bytes[0] == 0 && destination.bytes[region_bytes - 1] == 0);
     }
     const std::uint32_t rkey = destination.mr->rkey;
 };
 
 void test_deregistered_memory_is_refused() {
-    GrantedPair granted;
-    CHECK(ibv_dereg_mr(granted.destination.mr) == 0);
-    granted.destination.mr = nullptr;
-    granted.expect_refusal(IBV_WC_REM_ACCESS_ERR);
+    GrantedPair pair;
+    CHECK(ibv_dereg_mr(pair.destination.mr) == 0);
+    pair.destination.mr = nullptr;
+    pair.expect_refusal(IBV_WC_REM_ACCESS_ERR);
 }
 
 void test_reregistered_access_is_refused() {
-    GrantedPair granted;
-    CHECK(ibv_rereg_mr(granted.destination.mr, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0,
-                       IBV_ACCESS_REMOTE_READ) == 0);
-    CHECK(granted.destination.mr->rkey == granted.rkey);
-    granted.expect_refusal(IBV_WC_REM_ACCESS_ERR);
+    GrantedPair pair;
+    CHECK(ibv_rereg_mr(pair.destination.mr, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, IBV_ACCESS_REMOTE_READ) ==
+          0);
+    CHECK(pair.destination.mr->rkey == pair.rkey);
+    pair.expect_refusal(IBV_WC_REM_ACCESS_ERR);
 }
 
 void test_bytes_outside_the_region_are_refused() {
-    GrantedPair granted;
-    CHECK(granted.requester.post(
-              make_request(1, IBV_WR_RDMA_WRITE, granted.destination.address_at(large_bytes - 7), granted.rkey),
-              {granted.source.sge(0, 8)}) == 0);
-    granted.requester.expect_completion(1, IBV_WC_REM_ACCESS_ERR);
+    GrantedPair pair;
+    CHECK(pair.requester.post(
+              make_request(1, IBV_WR_RDMA_WRITE, pair.destination.address_at(region_bytes - 7), pair.rkey),
+              {pair.source.sge(0, 8)}) == 0);
+    pair.requester.expect_completion(1, IBV_WC_REM_ACCESS_ERR);
 }
 
 void test_permissions_of_queue_pair_are_followed() {
-    GrantedPair granted;
+    GrantedPair pair;
     ibv_qp_attr attr{};
     attr.qp_access_flags = IBV_ACCESS_REMOTE_READ;
-    CHECK(ibv_modify_qp(granted.responder.qp, &attr, IBV_QP_ACCESS_FLAGS) == 0);
-    Buffer readback(granted.requester.pd, 16);
-    CHECK(granted.requester.post(make_request(1, IBV_WR_RDMA_READ, granted.destination.address_at(), granted.rkey),
-                                 {readback.sge(0, 16)}) == 0);
-    granted.requester.expect_completion(1, IBV_WC_SUCCESS);
+    CHECK(ibv_modify_qp(pair.responder.qp, &attr, IBV_QP_ACCESS_FLAGS) == 0);
+    Buffer readback(pair.requester.pd, 16);
+    CHECK(pair.requester.post(make_request(1, IBV_WR_RDMA_READ, pair.destination.address_at(), pair.rkey),
+                              {readback.sge(0, 16)}) == 0);
+    pair.requester.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(has_pattern(readback.bytes, 16));
-    granted.expect_refusal(IBV_WC_REM_INV_REQ_ERR);
+    pair.expect_refusal(IBV_WC_REM_INV_REQ_ERR);
 }
 
 void test_queue_pair_in_error_is_not_accessed() {
-    GrantedPair granted;
-    CHECK(granted.responder.modify_to(IBV_QPS_ERR) == 0);
-    granted.expect_refusal(IBV_WC_RETRY_EXC_ERR);
+    GrantedPair pair;
+    CHECK(pair.responder.modify_to(IBV_QPS_ERR) == 0);
+    pair.expect_refusal(IBV_WC_RETRY_EXC_ERR);
 }
 
 void test_unmapped_memory_of_responder_fails() {
-    GrantedPair granted;
-    void* const memory = mmap(nullptr, large_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    GrantedPair pair;
+    void* const memory = mmap(nullptr, region_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED);
-    ibv_mr* const mr = ibv_reg_mr(granted.responder.pd, memory, large_bytes, read_write_access);
+    ibv_mr* const mr = ibv_reg_mr(pair.responder.pd, memory, region_bytes, read_write_access);
     CHECK(mr != nullptr);
-    write_and_wait(&granted.requester, granted.source, address_of(memory), mr->rkey, 8);
-    CHECK(munmap(static_cast<char*>(memory) + large_bytes / 2, large_bytes / 2) == 0);
-    CHECK(granted.requester.post(make_request(1, IBV_WR_RDMA_WRITE, address_of(memory), mr->rkey),
-                                 {granted.source.sge(0, large_bytes)}) == 0);
-    granted.requester.expect_completion(1, IBV_WC_REM_OP_ERR);
+    write_and_wait(&pair.requester, pair.source, address_of(memory), mr->rkey, 8);
+    CHECK(munmap(static_cast<char*>(memory) + region_bytes / 2, region_bytes / 2) == 0);
+    CHECK(pair.requester.post(make_request(1, IBV_WR_RDMA_WRITE, address_of(memory), mr->rkey),
+                              {pair.source.sge(0, region_bytes)}) == 0);
+    pair.requester.expect_completion(1, IBV_WC_REM_OP_ERR);
     CHECK(ibv_dereg_mr(mr) == 0);
-    munmap(memory, large_bytes / 2);
+    munmap(memory, region_bytes / 2);
 }
 
 void test_unmapped_memory_of_requester_fails() {
-    GrantedPair granted;
+    GrantedPair pair;
     void* const memory = mmap(nullptr, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED);
-    ibv_mr* const mr = ibv_reg_mr(granted.requester.pd, memory, 8192, read_write_access);
+    ibv_mr* const mr = ibv_reg_mr(pair.requester.pd, memory, 8192, read_write_access);
     CHECK(mr != nullptr && munmap(memory, 8192) == 0);
-    CHECK(granted.requester.post(make_request(1, IBV_WR_RDMA_WRITE, granted.destination.address_at(), granted.rkey),
-                                 {make_sge(mr, address_of(memory), 8)}) == 0);
-    granted.requester.expect_completion(1, IBV_WC_LOC_PROT_ERR);
+    CHECK(pair.requester.post(make_request(1, IBV_WR_RDMA_WRITE, pair.destination.address_at(), pair.rkey),
+                              {make_sge(mr, address_of(memory), 8)}) == 0);
+    pair.requester.expect_completion(1, IBV_WC_LOC_PROT_ERR);
     CHECK(ibv_dereg_mr(mr) == 0);
 }
 
 // A write must not overtake an earlier send, even if the send waits for a receive request.
 void test_write_does_not_overtake_send() {
-    GrantedPair granted;
-    std::memset(granted.destination.bytes, 0, 64);
-    CHECK(granted.requester.post(make_request(1, IBV_WR_SEND), {granted.source.sge(0, 8)}) == 0);
-    CHECK(granted.requester.post(make_request(2, IBV_WR_RDMA_WRITE, granted.destination.address_at(32), granted.rkey),
-                                 {granted.source.sge(0, 8)}) == 0);
+    GrantedPair pair;
+    std::memset(pair.destination.bytes, 0, 64);
+    CHECK(pair.requester.post(make_request(1, IBV_WR_SEND), {pair.source.sge(0, 8)}) == 0);
+    CHECK(pair.requester.post(make_request(2, IBV_WR_RDMA_WRITE, pair.destination.address_at(32), pair.rkey),
+                              {pair.source.sge(0, 8)}) == 0);
     usleep(20000); // enough time for a write that wrongly overtakes the send
-    CHECK(granted.destination.bytes[32] == 0);
-    CHECK(granted.responder.post_receive(3, {granted.destination.sge(0, 8)}) == 0);
-    granted.responder.expect_completion(3, IBV_WC_SUCCESS);
-    granted.requester.expect_completion(1, IBV_WC_SUCCESS);
-    granted.requester.expect_completion(2, IBV_WC_SUCCESS);
-    CHECK(has_pattern(granted.destination.bytes + 32, 8));
+    CHECK(pair.destination.bytes[32] == 0);
+    CHECK(pair.responder.post_receive(3, {pair.destination.sge(0, 8)}) == 0);
+    pair.responder.expect_completion(3, IBV_WC_SUCCESS);
+    pair.requester.expect_completion(1, IBV_WC_SUCCESS);
+    pair.requester.expect_completion(2, IBV_WC_SUCCESS);
+    CHECK(has_pattern(pair.destination.bytes + 32, 8));
 }
 
 // The test uses 100 regions, but a connection has only 64 slots for grants (GrantTable::slot_count). Each write must
 // still arrive in its region.
 void test_many_regions_are_granted_in_turn() {
-    GrantedPair granted;
+    GrantedPair pair;
     std::vector<ibv_mr*> regions;
     for (std::size_t index = 0; index < 100; ++index) {
         regions.push_back(
-            ibv_reg_mr(granted.responder.pd, granted.destination.bytes + index * 4096, 4096, read_write_access));
+            ibv_reg_mr(pair.responder.pd, pair.destination.bytes + index * 4096, 4096, read_write_access));
         CHECK(regions.back() != nullptr);
     }
     for (int round = 0; round < 3; ++round) {
-        std::memset(granted.destination.bytes, 0, granted.destination.size_bytes);
+        std::memset(pair.destination.bytes, 0, pair.destination.size_bytes);
         for (std::size_t index = 0; index < regions.size(); ++index) {
-            write_and_wait(&granted.requester, granted.source, granted.destination.address_at(index * 4096),
+            write_and_wait(&pair.requester, pair.source, pair.destination.address_at(index * 4096),
                            regions[index]->rkey, 64);
-            CHECK(has_pattern(granted.destination.bytes + index * 4096, 64) &&
-                  granted.destination.bytes[index * 4096 + 64] == 0);
+            CHECK(has_pattern(pair.destination.bytes + index * 4096, 64) &&
+                  pair.destination.bytes[index * 4096 + 64] == 0);
         }
     }
     for (ibv_mr* const mr : regions) {
@@ -208,17 +209,17 @@ void test_many_regions_are_granted_in_turn() {
 
 // Write to the region without pause, in turn from two buffers of different content, until a write is refused. Set
 // `has_started` after the first successful completion.
-void write_until_refused(GrantedPair* granted, const Buffer& second_source, std::atomic<bool>* has_started) {
+void write_until_refused(GrantedPair* pair, const Buffer& second_source, std::atomic<bool>* has_started) {
     for (std::uint64_t count = 0;; ++count) {
-        const Buffer& source = count % 2 == 0 ? granted->source : second_source;
-        const ibv_send_wr wr = make_request(count, IBV_WR_RDMA_WRITE, granted->destination.address_at(), granted->rkey);
-        CHECK(granted->requester.post(wr, {source.sge(0, large_bytes)}) == 0);
+        const Buffer& source = count % 2 == 0 ? pair->source : second_source;
+        const ibv_send_wr wr = make_request(count, IBV_WR_RDMA_WRITE, pair->destination.address_at(), pair->rkey);
+        CHECK(pair->requester.post(wr, {source.sge(0, region_bytes)}) == 0);
         // Keep eight writes in flight, so that copies run most of the time even if completions are late.
         if (count < 8) {
             continue;
         }
         ibv_wc wc{};
-        while (ibv_poll_cq(granted->requester.cq, 1, &wc) == 0) {
+        while (ibv_poll_cq(pair->requester.cq, 1, &wc) == 0) {
         }
         if (wc.status != IBV_WC_SUCCESS) {
             CHECK(wc.status == IBV_WC_REM_ACCESS_ERR);
@@ -228,29 +229,30 @@ void write_until_refused(GrantedPair* granted, const Buffer& second_source, std:
     }
 }
 
-// A copy runs when the region is deregistered. After ibv_dereg_mr has returned, no byte of the region changes.
+// ibv_dereg_mr is called while a copy under the grant runs. After ibv_dereg_mr has returned, no byte of the region
+// changes.
 void test_deregistration_waits_for_copies() {
     for (unsigned round = 0; round < 50; ++round) {
-        GrantedPair granted;
-        Buffer second_source(granted.requester.pd, large_bytes);
-        std::memset(granted.source.bytes, 1, large_bytes);
-        std::memset(second_source.bytes, 2, large_bytes);
+        GrantedPair pair;
+        Buffer second_source(pair.requester.pd, region_bytes);
+        std::memset(pair.source.bytes, 1, region_bytes);
+        std::memset(second_source.bytes, 2, region_bytes);
         std::atomic<bool> has_started{false};
-        std::thread writer([&] { write_until_refused(&granted, second_source, &has_started); });
+        std::thread writer([&] { write_until_refused(&pair, second_source, &has_started); });
         while (!has_started) {
             std::this_thread::yield();
         }
         usleep(round * 37); // so that the deregistration meets a copy at another point in each round
-        CHECK(ibv_dereg_mr(granted.destination.mr) == 0);
-        granted.destination.mr = nullptr;
+        CHECK(ibv_dereg_mr(pair.destination.mr) == 0);
+        pair.destination.mr = nullptr;
         // Read only the first byte of each page, so that a copy that still runs has little time to end unnoticed.
         std::vector<std::uint8_t> first_bytes;
-        for (std::size_t offset = 0; offset < large_bytes; offset += 4096) {
-            first_bytes.push_back(granted.destination.bytes[offset]);
+        for (std::size_t offset = 0; offset < region_bytes; offset += 4096) {
+            first_bytes.push_back(pair.destination.bytes[offset]);
         }
         writer.join();
         for (std::size_t page = 0; page < first_bytes.size(); ++page) {
-            CHECK(granted.destination.bytes[page * 4096] == first_bytes[page]);
+            CHECK(pair.destination.bytes[page * 4096] == first_bytes[page]);
         }
     }
 }
@@ -264,11 +266,11 @@ std::string read_ledger() {
 
 // Bytes that the requester copies under a grant count for the devices of both sides.
 void test_copied_bytes_are_counted() {
-    GrantedPair granted;
-    Buffer readback(granted.requester.pd, 100);
-    CHECK(granted.requester.post(make_request(1, IBV_WR_RDMA_READ, granted.destination.address_at(), granted.rkey),
-                                 {readback.sge(0, 100)}) == 0);
-    granted.requester.expect_completion(1, IBV_WC_SUCCESS);
+    GrantedPair pair;
+    Buffer readback(pair.requester.pd, 100);
+    CHECK(pair.requester.post(make_request(1, IBV_WR_RDMA_READ, pair.destination.address_at(), pair.rkey),
+                              {readback.sge(0, 100)}) == 0);
+    pair.requester.expect_completion(1, IBV_WC_SUCCESS);
     const std::string json = read_ledger();
     // GrantedPair has written 8 and 16 bytes with two requests.
     const std::string expected_bytes = "\"write_bytes\":24,\"read_bytes\":100,";

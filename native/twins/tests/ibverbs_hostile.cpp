@@ -131,10 +131,10 @@ void test_bad_shared_memory(Target* target, const QueuePairAddress& peer) {
     const QueuePairAddress target_address = target->endpoint.address();
     for (const std::size_t size_bytes : {0UL, 4096UL, (1UL << 20) + 16384}) {
         const Fd socket(connect_to(wire::make_socket_name(target_address.gid, target_address.qp_num)));
-        const Fd memory(memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-        CHECK(ftruncate(memory.get(), static_cast<off_t>(size_bytes)) == 0);
+        const Fd memory_fd(memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+        CHECK(ftruncate(memory_fd.get(), static_cast<off_t>(size_bytes)) == 0);
         const wire::ConnectRequest connect_request = make_connect_request(peer, target_address);
-        const int fds[] = {memory.get(), memory.get()};
+        const int fds[] = {memory_fd.get(), memory_fd.get()};
         char reply_byte = 0;
         CHECK(send_all(socket.get(), &connect_request, sizeof connect_request) && send_fds(socket.get(), fds));
         CHECK(!recv_all(socket.get(), &reply_byte, 1));
@@ -161,8 +161,8 @@ void test_random_writes(unsigned seed) {
     }
 }
 
-// A peer claims that it uses a grant, and never stops. ibv_dereg_mr waits for such a peer only for a limited time
-// (requester_timeout).
+// A peer claims that it uses a grant, and never withdraws this claim. ibv_dereg_mr waits for such a peer only for a
+// limited time (requester_timeout).
 void test_endless_use_of_grant() {
     Endpoint peer(1);
     Target target(peer.address());
@@ -197,10 +197,10 @@ void check_bad_response(const std::function<void(Link*, int)>& misbehave) {
     std::thread target([&] {
         const Fd socket(accept_from(listener.get()));
         wire::ConnectRequest connect_request{};
-        std::vector<Fd> memory;
+        std::vector<Fd> link_fds;
         CHECK(recv_all(socket.get(), &connect_request, sizeof connect_request) &&
-              recv_fds(socket.get(), Link::fd_count, &memory));
-        const auto link = Link::adopt(std::move(memory));
+              recv_fds(socket.get(), Link::fd_count, &link_fds));
+        const auto link = Link::adopt(std::move(link_fds));
         const wire::ConnectReply connect_reply{wire::magic, 1, 0, 0, 0, 0};
         CHECK(link != nullptr && send_all(socket.get(), &connect_reply, sizeof connect_reply));
         while (link->request_count() == 0) {

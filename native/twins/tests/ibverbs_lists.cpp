@@ -71,10 +71,10 @@ struct WriteList {
     // Expect these completions: success for the requests before `failed_index`, `status` for the request with this
     // index, and a flush for each later request. If `failed_index` is the number of requests, all must succeed.
     void expect_completions(Endpoint* endpoint, std::size_t failed_index, ibv_wc_status status) const {
-        for (std::size_t id = 0; id < requests.size(); ++id) {
-            endpoint->expect_completion(id, id < failed_index    ? IBV_WC_SUCCESS
-                                            : id == failed_index ? status
-                                                                 : IBV_WC_WR_FLUSH_ERR);
+        for (std::size_t request_index = 0; request_index < requests.size(); ++request_index) {
+            endpoint->expect_completion(request_index, request_index < failed_index    ? IBV_WC_SUCCESS
+                                                       : request_index == failed_index ? status
+                                                                                       : IBV_WC_WR_FLUSH_ERR);
         }
     }
 };
@@ -117,8 +117,10 @@ void test_every_byte_arrives() {
 void test_list_may_use_several_regions() {
     TwoEndpoints endpoints;
     const Pages other_source(endpoints.requester.pd), other_destination(endpoints.responder.pd);
-    fill_pattern(other_source.bytes, page_count * page_bytes, 7);
+    constexpr std::size_t other_first_index = 7; // so that the two sources differ
+    fill_pattern(other_source.bytes, page_count * page_bytes, other_first_index);
     WriteList list;
+    // The source region changes after every three pages, and the destination region after every four.
     for (std::size_t page_index = 0; page_index < page_count; ++page_index) {
         list.add(page_index / 3 % 2 == 0 ? endpoints.source : other_source,
                  page_index / 4 % 2 == 0 ? endpoints.destination : other_destination, page_index);
@@ -128,7 +130,7 @@ void test_list_may_use_several_regions() {
     for (std::size_t page_index = 0; page_index < page_count; ++page_index) {
         const Pages& destination = page_index / 4 % 2 == 0 ? endpoints.destination : other_destination;
         CHECK(has_pattern(destination.page_at(page_index), page_bytes,
-                          page_index * page_bytes + (page_index / 3 % 2 == 0 ? 0 : 7)));
+                          page_index * page_bytes + (page_index / 3 % 2 == 0 ? 0 : other_first_index)));
     }
 }
 

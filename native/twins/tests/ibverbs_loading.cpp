@@ -13,15 +13,16 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-// Run this program with `variable` (NAME=VALUE) in its environment. Return the exit code of list_devices().
+// Run this program with `variable` (NAME=VALUE) in its environment. Because of its argument, the new process only runs
+// list_devices(). Return its exit code, which is the result of that function.
 int run_with_variable(const std::string& variable) {
-    std::string program = "/proc/self/exe", argument = "list", setting = variable;
+    std::string program = "/proc/self/exe", argument = "list", variable_copy = variable;
     char* arguments[] = {program.data(), argument.data(), nullptr};
     const std::string name_and_equals = variable.substr(0, variable.find('=') + 1);
-    std::vector<char*> environment{setting.data()};
-    for (char** inherited = environ; *inherited != nullptr; ++inherited) {
-        if (!std::string(*inherited).starts_with(name_and_equals)) {
-            environment.push_back(*inherited);
+    std::vector<char*> environment{variable_copy.data()};
+    for (char** inherited_variable = environ; *inherited_variable != nullptr; ++inherited_variable) {
+        if (!std::string(*inherited_variable).starts_with(name_and_equals)) {
+            environment.push_back(*inherited_variable);
         }
     }
     environment.push_back(nullptr);
@@ -36,17 +37,17 @@ int run_with_variable(const std::string& variable) {
 int list_devices() {
     int count = -1;
     errno = 0;
-    ibv_device** const list = ibv_get_device_list(&count);
-    if (list == nullptr) {
+    ibv_device** const devices = ibv_get_device_list(&count);
+    if (devices == nullptr) {
         CHECK(count == 0);
         return 100 + errno;
     }
-    CHECK(list[count] == nullptr);
+    CHECK(devices[count] == nullptr);
     for (int index = 0; index < count; ++index) {
-        CHECK(std::string(ibv_get_device_name(list[index])) == "twin" + std::to_string(index));
-        CHECK(ibv_get_device_index(list[index]) == index && ibv_get_device_guid(list[index]) != 0);
+        CHECK(std::string(ibv_get_device_name(devices[index])) == "twin" + std::to_string(index));
+        CHECK(ibv_get_device_index(devices[index]) == index && ibv_get_device_guid(devices[index]) != 0);
     }
-    ibv_free_device_list(list);
+    ibv_free_device_list(devices);
     return count;
 }
 

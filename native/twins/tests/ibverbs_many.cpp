@@ -21,14 +21,15 @@ EndpointSettings make_large_queue_settings() {
 }
 
 // Writes and reads have random sizes and offsets. A write has two scatter/gather entries, and may be inline or empty.
-// The array `model` has the content that the responder's memory must have after the requests that were posted so far.
+// The array `expected_content` has the content that the responder's memory must have after the requests that were
+// posted so far.
 void test_mixed_requests() {
     Endpoint requester(0, make_large_queue_settings()), responder(1, make_large_queue_settings());
     Buffer local_buffer(requester.pd, memory_bytes), readback(requester.pd, memory_bytes),
         remote_buffer(responder.pd, memory_bytes);
     connect(&requester, &responder);
     fill_pattern(local_buffer.bytes, memory_bytes);
-    std::vector<std::uint8_t> model(memory_bytes, 0);
+    std::vector<std::uint8_t> expected_content(memory_bytes, 0);
     std::mt19937 random(11);
     for (int round = 0; round < 15; ++round) {
         struct Read {
@@ -37,7 +38,7 @@ void test_mixed_requests() {
         };
         std::vector<Read> reads;
         constexpr std::size_t read_slot_bytes = memory_bytes / 64;
-        for (std::uint64_t id = 0; id < 64; ++id) {
+        for (std::uint64_t wr_id = 0; wr_id < 64; ++wr_id) {
             constexpr std::size_t sizes[] = {0, 1, 64, 4095, 4096, 4097, 65537, 300000, 700001};
             const bool is_read = random() % 3 == 0;
             const std::size_t max_bytes = is_read ? read_slot_bytes : memory_bytes;
@@ -45,32 +46,33 @@ void test_mixed_requests() {
             const std::size_t local_offset = random() % (memory_bytes - size_bytes);
             const std::size_t remote_offset = random() % (memory_bytes - size_bytes);
             if (is_read) {
-                reads.push_back(
-                    {id * read_slot_bytes, size_bytes, {&model[remote_offset], &model[remote_offset] + size_bytes}});
-                CHECK(requester.post(make_request(id, IBV_WR_RDMA_READ, remote_buffer.address_at(remote_offset),
+                reads.push_back({wr_id * read_slot_bytes,
+                                 size_bytes,
+                                 {&expected_content[remote_offset], &expected_content[remote_offset] + size_bytes}});
+                CHECK(requester.post(make_request(wr_id, IBV_WR_RDMA_READ, remote_buffer.address_at(remote_offset),
                                                   remote_buffer.mr->rkey),
                                      {readback.sge(reads.back().readback_offset, size_bytes)}) == 0);
                 continue;
             }
-            std::memcpy(&model[remote_offset], local_buffer.bytes + local_offset, size_bytes);
+            std::memcpy(&expected_content[remote_offset], local_buffer.bytes + local_offset, size_bytes);
             const std::size_t first_entry_bytes = size_bytes / 3;
             const bool is_inline = size_bytes <= 256 && random() % 2 == 0;
             const unsigned flags = is_inline ? IBV_SEND_SIGNALED | IBV_SEND_INLINE : IBV_SEND_SIGNALED;
             CHECK(requester.post(
-                      make_request(id, IBV_WR_RDMA_WRITE, remote_buffer.address_at(remote_offset),
+                      make_request(wr_id, IBV_WR_RDMA_WRITE, remote_buffer.address_at(remote_offset),
                                    remote_buffer.mr->rkey, flags),
                       {local_buffer.sge(local_offset, first_entry_bytes),
                        local_buffer.sge(local_offset + first_entry_bytes, size_bytes - first_entry_bytes)}) == 0);
         }
-        for (std::uint64_t id = 0; id < 64; ++id) {
-            requester.expect_completion(id, IBV_WC_SUCCESS);
+        for (std::uint64_t wr_id = 0; wr_id < 64; ++wr_id) {
+            requester.expect_completion(wr_id, IBV_WC_SUCCESS);
         }
         for (const Read& read : reads) {
             CHECK(std::equal(read.expected_bytes.begin(), read.expected_bytes.end(),
                              readback.bytes + read.readback_offset));
         }
     }
-    CHECK(std::memcmp(remote_buffer.bytes, model.data(), memory_bytes) == 0);
+    CHECK(std::memcmp(remote_buffer.bytes, expected_content.data(), memory_bytes) == 0);
 }
 
 // A fenced write waits for the read that fetches its data.
@@ -101,20 +103,20 @@ void test_buffers_after_error() {
         connect(&requester, &responder);
         std::memset(local_buffer.bytes, 1, memory_bytes);
         constexpr std::size_t write_bytes = memory_bytes / 16;
-        for (std::uint64_t id = 0; id < 16; ++id) {
-            CHECK(requester.post(make_request(id, IBV_WR_RDMA_WRITE, remote_buffer.address_at(id * write_bytes),
+        for (std::uint64_t wr_id = 0; wr_id < 16; ++wr_id) {
+            CHECK(requester.post(make_request(wr_id, IBV_WR_RDMA_WRITE, remote_buffer.address_at(wr_id * write_bytes),
                                               remote_buffer.mr->rkey),
-                                 {local_buffer.sge(id * write_bytes, write_bytes)}) == 0);
+                                 {local_buffer.sge(wr_id * write_bytes, write_bytes)}) == 0);
         }
         usleep(static_cast<useconds_t>(round) * 100); // so that the error comes at another point of the writes
         CHECK(requester.modify_to(IBV_QPS_ERR) == 0);
         std::memset(local_buffer.bytes, 2, memory_bytes);
         std::size_t success_count = 0;
-        for (std::uint64_t id = 0; id < 16; ++id) {
+        for (std::uint64_t wr_id = 0; wr_id < 16; ++wr_id) {
             const ibv_wc wc = requester.poll_completion();
-            CHECK(wc.wr_id == id && (wc.status == IBV_WC_SUCCESS || wc.status == IBV_WC_WR_FLUSH_ERR));
+            CHECK(wc.wr_id == wr_id && (wc.status == IBV_WC_SUCCESS || wc.status == IBV_WC_WR_FLUSH_ERR));
             // Completions are in order, so no request succeeds after the first flushed request.
-            CHECK(wc.status != IBV_WC_SUCCESS || success_count == id);
+            CHECK(wc.status != IBV_WC_SUCCESS || success_count == wr_id);
             success_count += wc.status == IBV_WC_SUCCESS ? 1 : 0;
         }
         CHECK(responder.modify_to(IBV_QPS_ERR) == 0);
@@ -130,18 +132,20 @@ void test_refused_in_the_middle() {
     Buffer local_buffer(requester.pd, memory_bytes), remote_buffer(responder.pd, memory_bytes);
     connect(&requester, &responder);
     std::memset(local_buffer.bytes, 1, memory_bytes);
-    for (std::uint64_t id = 0; id < 64; ++id) {
-        const std::uint32_t rkey = id == 20 ? remote_buffer.mr->rkey ^ 1 : remote_buffer.mr->rkey;
-        CHECK(requester.post(make_request(id, IBV_WR_RDMA_WRITE, remote_buffer.address_at(id * 8192), rkey),
-                             {local_buffer.sge(0, 8192)}) == 0);
+    constexpr std::size_t write_bytes = 8192;
+    for (std::uint64_t wr_id = 0; wr_id < 64; ++wr_id) {
+        const std::uint32_t rkey = wr_id == 20 ? remote_buffer.mr->rkey ^ 1 : remote_buffer.mr->rkey;
+        CHECK(
+            requester.post(make_request(wr_id, IBV_WR_RDMA_WRITE, remote_buffer.address_at(wr_id * write_bytes), rkey),
+                           {local_buffer.sge(0, write_bytes)}) == 0);
     }
-    for (std::uint64_t id = 0; id < 64; ++id) {
-        requester.expect_completion(id, id < 20    ? IBV_WC_SUCCESS
-                                        : id == 20 ? IBV_WC_REM_ACCESS_ERR
-                                                   : IBV_WC_WR_FLUSH_ERR);
+    for (std::uint64_t wr_id = 0; wr_id < 64; ++wr_id) {
+        requester.expect_completion(wr_id, wr_id < 20    ? IBV_WC_SUCCESS
+                                           : wr_id == 20 ? IBV_WC_REM_ACCESS_ERR
+                                                         : IBV_WC_WR_FLUSH_ERR);
     }
-    CHECK(std::memchr(remote_buffer.bytes, 0, 20UL * 8192) == nullptr);
-    CHECK(std::memchr(remote_buffer.bytes + 20UL * 8192, 1, memory_bytes - 20UL * 8192) == nullptr);
+    CHECK(std::memchr(remote_buffer.bytes, 0, 20UL * write_bytes) == nullptr);
+    CHECK(std::memchr(remote_buffer.bytes + 20UL * write_bytes, 1, memory_bytes - 20UL * write_bytes) == nullptr);
     CHECK(wait_for_event(responder.context).event_type == IBV_EVENT_QP_ACCESS_ERR);
 }
 

@@ -178,10 +178,11 @@ void test_multicast_reaches_every_member() {
 
 void test_wrong_groups_are_refused() {
     DatagramEndpoint endpoint;
-    Endpoint connected(0);
-    const ibv_gid unicast = query_gid(endpoint.context);
+    Endpoint connected_endpoint(0);
+    const ibv_gid unicast_gid = query_gid(endpoint.context);
     ibv_gid group = make_group(3), ipv4_group{}, ipv4_host{};
-    CHECK(ibv_attach_mcast(endpoint.qp, &unicast, 0) == EINVAL && ibv_attach_mcast(connected.qp, &group, 0) == EINVAL);
+    CHECK(ibv_attach_mcast(endpoint.qp, &unicast_gid, 0) == EINVAL &&
+          ibv_attach_mcast(connected_endpoint.qp, &group, 0) == EINVAL);
     // These GIDs are IPv4 addresses (::ffff:a.b.c.d): 239.0.0.0 is a multicast address, 10.0.0.0 is not.
     ipv4_group.raw[10] = ipv4_group.raw[11] = ipv4_host.raw[10] = ipv4_host.raw[11] = 0xff;
     ipv4_group.raw[12] = 239;
@@ -208,7 +209,7 @@ void test_hostile_frames_are_discarded() {
     DatagramEndpoint endpoint;
     const ibv_gid gid = query_gid(endpoint.context);
     const std::string socket_name = make_datagram_socket_name(gid, endpoint.qp->qp_num);
-    const Fd sender(open_datagram_sender());
+    const Fd sender_socket(open_datagram_sender());
     DatagramHeader valid_header{};
     valid_header.magic = verbs::datagram_magic;
     valid_header.version = verbs::datagram_version;
@@ -222,13 +223,13 @@ void test_hostile_frames_are_discarded() {
         const iovec parts[] = {{const_cast<DatagramHeader*>(&header), header_bytes}, {payload.data(), payload_bytes}};
         int error = EAGAIN;
         while (error == EAGAIN) { // the queue of the receiver is full
-            error = send_datagram(sender.get(), socket_name, parts);
+            error = send_datagram(sender_socket.get(), socket_name, parts);
         }
         CHECK(error == 0);
     };
     CHECK(endpoint.post_receive(1, 0, 200) == 0);
-    for (std::size_t bytes = 0; bytes < sizeof valid_header; bytes += 7) {
-        send(valid_header, bytes, 0);
+    for (std::size_t header_bytes = 0; header_bytes < sizeof valid_header; header_bytes += 7) {
+        send(valid_header, header_bytes, 0);
     }
     // The payload is smaller or larger than the 8 bytes of the header's field.
     send(valid_header, sizeof valid_header, 7);
@@ -257,7 +258,7 @@ void test_hostile_frames_are_discarded() {
 }
 
 // A queue pair is destroyed right after it has sent datagrams to its own group. The thread of the queue pair may wake
-// for these datagrams while the test's thread still sends, and must notice that the queue pair is then destroyed.
+// for these datagrams while the test's thread still sends, and must notice the destruction that follows.
 void test_pair_ends_right_after_a_send_to_its_group() {
     for (int round = 0; round < 100; ++round) {
         const DatagramEndpoint member(0);

@@ -24,9 +24,10 @@ constexpr std::size_t page_bytes = 4096;
 void test_host_memory_registration_is_checked() {
     Endpoint endpoint;
     alignas(page_bytes) static std::uint8_t memory[4 * page_bytes];
-    const auto check_fails = [&](void* address, std::size_t length, std::uint64_t iova, unsigned access, int error) {
+    const auto check_fails = [&](void* address, std::size_t length, std::uint64_t iova, unsigned access_flags,
+                                 int expected_error) {
         errno = 0;
-        CHECK(ibv_reg_mr_iova2(endpoint.pd, address, length, iova, access) == nullptr && errno == error);
+        CHECK(ibv_reg_mr_iova2(endpoint.pd, address, length, iova, access_flags) == nullptr && errno == expected_error);
     };
     const std::uint64_t memory_address = address_of(memory);
     check_fails(memory, page_bytes, memory_address + 1, read_write_access, EINVAL); // another page offset
@@ -40,14 +41,16 @@ void test_host_memory_registration_is_checked() {
     // Unmap the second of three pages, and make the third page inaccessible and then read-only.
     void* const mapping_with_hole =
         mmap(nullptr, 3 * page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    auto* const bytes = static_cast<char*>(mapping_with_hole);
-    CHECK(munmap(bytes + page_bytes, page_bytes) == 0);
+    auto* const first_page = static_cast<char*>(mapping_with_hole);
+    CHECK(munmap(first_page + page_bytes, page_bytes) == 0);
     check_fails(mapping_with_hole, 3 * page_bytes, address_of(mapping_with_hole), read_write_access, EFAULT);
-    CHECK(mprotect(bytes + 2 * page_bytes, page_bytes, PROT_NONE) == 0);
-    check_fails(bytes + 2 * page_bytes, 1, address_of(bytes + 2 * page_bytes), 0, EFAULT);
-    CHECK(mprotect(bytes + 2 * page_bytes, page_bytes, PROT_READ) == 0);
-    check_fails(bytes + 2 * page_bytes, 1, address_of(bytes + 2 * page_bytes), IBV_ACCESS_LOCAL_WRITE, EFAULT);
-    ibv_mr* const read_only_mr = ibv_reg_mr(endpoint.pd, bytes + 2 * page_bytes, page_bytes, IBV_ACCESS_REMOTE_READ);
+    CHECK(mprotect(first_page + 2 * page_bytes, page_bytes, PROT_NONE) == 0);
+    check_fails(first_page + 2 * page_bytes, 1, address_of(first_page + 2 * page_bytes), 0, EFAULT);
+    CHECK(mprotect(first_page + 2 * page_bytes, page_bytes, PROT_READ) == 0);
+    check_fails(first_page + 2 * page_bytes, 1, address_of(first_page + 2 * page_bytes), IBV_ACCESS_LOCAL_WRITE,
+                EFAULT);
+    ibv_mr* const read_only_mr =
+        ibv_reg_mr(endpoint.pd, first_page + 2 * page_bytes, page_bytes, IBV_ACCESS_REMOTE_READ);
     CHECK(read_only_mr != nullptr && ibv_dereg_mr(read_only_mr) == 0);
 
     // Each registration gets keys that no earlier registration had.
@@ -61,9 +64,10 @@ void test_host_memory_registration_is_checked() {
 }
 
 // Register a part of a dma-buf, deregister it again, and return 0, or the errno of ibv_reg_dmabuf_mr.
-int import_and_get_errno(ibv_pd* pd, std::uint64_t offset, std::size_t length, std::uint64_t iova, int fd, int access) {
+int import_and_get_errno(ibv_pd* pd, std::uint64_t offset, std::size_t length, std::uint64_t iova, int dmabuf_fd,
+                         int access) {
     errno = 0;
-    ibv_mr* const mr = ibv_reg_dmabuf_mr(pd, offset, length, iova, fd, access);
+    ibv_mr* const mr = ibv_reg_dmabuf_mr(pd, offset, length, iova, dmabuf_fd, access);
     const int error = errno;
     CHECK(mr == nullptr || ibv_dereg_mr(mr) == 0);
     return mr == nullptr ? error : 0;
@@ -73,38 +77,41 @@ int import_and_get_errno(ibv_pd* pd, std::uint64_t offset, std::size_t length, s
 // descriptor -1, EINVAL shows that an argument is checked before the descriptor, and EBADF that it is checked after it.
 void test_invalid_dmabuf_imports_fail() {
     Endpoint endpoint;
-    const Fd memory(make_device_memory(16 * page_bytes));
-    const Extent whole_extent{memory.get(), 0, 16 * page_bytes};
+    const Fd device_memory(make_device_memory(16 * page_bytes));
+    const Extent whole_extent{device_memory.get(), 0, 16 * page_bytes};
     const Fd dmabuf(export_dmabuf({&whole_extent, 1}));
-    CHECK(memory && dmabuf);
+    CHECK(device_memory && dmabuf);
     const Fd plain_memfd(memfd_create("plain", MFD_CLOEXEC));
     CHECK(ftruncate(plain_memfd.get(), 16 * page_bytes) == 0);
     const Fd dev_null(open("/dev/null", O_RDWR | O_CLOEXEC));
-    const int fd = dmabuf.get();
+    const int dmabuf_fd = dmabuf.get();
     constexpr int access = read_write_access;
 
-    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, fd, access) == 0);
-    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0x7f0000000000, fd,
+    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, dmabuf_fd, access) == 0);
+    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0x7f0000000000, dmabuf_fd,
                                read_write_atomic_access | IBV_ACCESS_RELAXED_ORDERING) == 0);
-    CHECK(import_and_get_errno(endpoint.pd, 3, page_bytes, page_bytes + 3, fd, access) == 0);
-    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 1, -1, access) == EINVAL);
+    CHECK(import_and_get_errno(endpoint.pd, 3, page_bytes, page_bytes + 3, dmabuf_fd, access) == 0);
+    CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 1, -1, access) == EINVAL); // another page offset
     CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, -1, access | IBV_ACCESS_ON_DEMAND) == EINVAL);
     CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, -1, access | IBV_ACCESS_MW_BIND) == EINVAL);
     CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, -1, IBV_ACCESS_REMOTE_WRITE) == EINVAL);
+    // The end of the range overflows.
     CHECK(import_and_get_errno(endpoint.pd, ~0UL - page_bytes + 1, page_bytes, 0, -1, access) == EINVAL);
     CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, -1, access) == EBADF);
     CHECK(import_and_get_errno(endpoint.pd, 0, 0, 0, -1, access) == EBADF);
     CHECK(import_and_get_errno(endpoint.pd, 0, 1UL << 40, 0, -1, access) == EBADF);
+    // These descriptors are not dma-bufs.
     CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, plain_memfd.get(), access) == EINVAL);
     CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, dev_null.get(), access) == EINVAL);
-    CHECK(import_and_get_errno(endpoint.pd, 0, 16 * page_bytes + 1, 0, fd, access) == EINVAL);
-    CHECK(import_and_get_errno(endpoint.pd, 16 * page_bytes, 1, 0, fd, access) == EINVAL);
-    CHECK(import_and_get_errno(endpoint.pd, 0, 0, 0, fd, access) == EINVAL);
-    ibv_mr* const mr = ibv_reg_dmabuf_mr(endpoint.pd, page_bytes + 8, 100, 0x5000008, fd, access);
+    // The first two ranges end after the end of the dma-buf, and the third range is empty.
+    CHECK(import_and_get_errno(endpoint.pd, 0, 16 * page_bytes + 1, 0, dmabuf_fd, access) == EINVAL);
+    CHECK(import_and_get_errno(endpoint.pd, 16 * page_bytes, 1, 0, dmabuf_fd, access) == EINVAL);
+    CHECK(import_and_get_errno(endpoint.pd, 0, 0, 0, dmabuf_fd, access) == EINVAL);
+    ibv_mr* const mr = ibv_reg_dmabuf_mr(endpoint.pd, page_bytes + 8, 100, 0x5000008, dmabuf_fd, access);
     // As in rdma-core, the address of the region is the offset in the dma-buf, not the iova.
     CHECK(mr != nullptr && address_of(mr->addr) == page_bytes + 8 && mr->length == 100);
     CHECK(ibv_dereg_mr(mr) == 0);
-    CHECK(mmap(nullptr, page_bytes, PROT_READ, MAP_SHARED, fd, 0) == MAP_FAILED); // the CPU cannot map a dma-buf
+    CHECK(mmap(nullptr, page_bytes, PROT_READ, MAP_SHARED, dmabuf_fd, 0) == MAP_FAILED); // the CPU cannot map a dma-buf
 }
 
 // The dma-buf has two extents: pages 0 and 1 are in the first memory, and pages 2 to 5 are in the second memory. One
@@ -120,8 +127,9 @@ void test_region_covers_dmabuf_of_two_extents() {
     CHECK(dmabuf);
     void* const second_mapping = mmap(nullptr, 4 * page_bytes, PROT_READ, MAP_SHARED, second_memory.get(), 0);
     CHECK(second_mapping != MAP_FAILED);
-    ibv_mr* const two_extent_region =
-        ibv_reg_dmabuf_mr(responder.pd, page_bytes + 7, 3 * page_bytes, 0x10007, dmabuf.get(), read_write_access);
+    constexpr std::uint64_t two_extent_iova = 0x10007; // with the page offset 7, as its offset in the dma-buf
+    ibv_mr* const two_extent_region = ibv_reg_dmabuf_mr(responder.pd, page_bytes + 7, 3 * page_bytes, two_extent_iova,
+                                                        dmabuf.get(), read_write_access);
     ibv_mr* const one_extent_region =
         ibv_reg_dmabuf_mr(responder.pd, 3 * page_bytes, page_bytes, 0, dmabuf.get(), read_write_access);
     CHECK(two_extent_region != nullptr && one_extent_region != nullptr);
@@ -130,11 +138,11 @@ void test_region_covers_dmabuf_of_two_extents() {
     second_memory.reset();
     Buffer source(requester.pd, 3 * page_bytes), readback(requester.pd, 3 * page_bytes);
     fill_pattern(source.bytes, 3 * page_bytes);
-    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, 0x10007, two_extent_region->rkey),
+    CHECK(requester.post(make_request(1, IBV_WR_RDMA_WRITE, two_extent_iova, two_extent_region->rkey),
                          {source.sge(0, 3 * page_bytes)}) == 0);
     requester.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(has_pattern(second_mapping, 2 * page_bytes + 7, page_bytes - 7));
-    CHECK(requester.post(make_request(2, IBV_WR_RDMA_READ, 0x10007, two_extent_region->rkey),
+    CHECK(requester.post(make_request(2, IBV_WR_RDMA_READ, two_extent_iova, two_extent_region->rkey),
                          {readback.sge(0, 3 * page_bytes)}) == 0);
     requester.expect_completion(2, IBV_WC_SUCCESS);
     CHECK(has_pattern(readback.bytes, 3 * page_bytes));
@@ -180,8 +188,8 @@ void test_locked_memory_limit_is_enforced() {
     set_soft_limit(0);
     CHECK(expect_failure_and_get_errno(1) == EPERM);
     // Device memory does not count as locked memory.
-    const Fd device(make_device_memory(page_bytes));
-    const Extent whole_extent{device.get(), 0, page_bytes};
+    const Fd device_memory(make_device_memory(page_bytes));
+    const Extent whole_extent{device_memory.get(), 0, page_bytes};
     const Fd dmabuf(export_dmabuf({&whole_extent, 1}));
     CHECK(import_and_get_errno(endpoint.pd, 0, page_bytes, 0, dmabuf.get(), read_write_access) == 0);
 }

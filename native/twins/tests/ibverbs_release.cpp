@@ -45,7 +45,8 @@ void check_double_release(const char* type_name, const std::function<void()>& bo
     CHECK(has_type_name && has_first_release && has_second_release);
 }
 
-// Each function opens its device in the child process, because a fork does not copy the threads of the twin.
+// Each function passed to check_double_release() opens its device in the child process, because a fork does not copy
+// the threads of the twin.
 void test_double_release_aborts() {
     check_double_release("ibv_mr", [] {
         Endpoint endpoint;

@@ -36,13 +36,13 @@ struct SharedReceiver {
 
 void test_creation_checks_limits() {
     const Endpoint endpoint;
-    ibv_device_attr device{};
-    CHECK(ibv_query_device(endpoint.context, &device) == 0);
-    CHECK(device.max_srq > 0 && device.max_srq_wr > 0 && device.max_srq_sge > 0);
+    ibv_device_attr device_attr{};
+    CHECK(ibv_query_device(endpoint.context, &device_attr) == 0);
+    CHECK(device_attr.max_srq > 0 && device_attr.max_srq_wr > 0 && device_attr.max_srq_sge > 0);
     // The fields are max_wr, max_sge and srq_limit.
     const ibv_srq_attr refused_attrs[] = {{0, 1, 0},
-                                          {static_cast<std::uint32_t>(device.max_srq_wr) + 1, 1, 0},
-                                          {1, static_cast<std::uint32_t>(device.max_srq_sge) + 1, 0}};
+                                          {static_cast<std::uint32_t>(device_attr.max_srq_wr) + 1, 1, 0},
+                                          {1, static_cast<std::uint32_t>(device_attr.max_srq_sge) + 1, 0}};
     for (const ibv_srq_attr& attr : refused_attrs) {
         ibv_srq_init_attr init{nullptr, attr};
         CHECK(ibv_create_srq(endpoint.pd, &init) == nullptr && errno == EINVAL);
@@ -63,31 +63,33 @@ void test_used_objects_cannot_be_destroyed() {
 }
 
 void test_two_queue_pairs_consume_in_order() {
-    SharedReceiver shared(3);
-    Buffer first_source(shared.first_sender.pd, 64), second_source(shared.second_sender.pd, 64);
+    SharedReceiver shared_receiver(3);
+    Buffer first_source(shared_receiver.first_sender.pd, 64), second_source(shared_receiver.second_sender.pd, 64);
     fill_pattern(first_source.bytes, 64);
     fill_pattern(second_source.bytes, 64, 100);
     for (std::uint64_t wr_id = 1; wr_id <= 3; ++wr_id) {
-        CHECK(shared.post_receive(wr_id) == 0);
+        CHECK(shared_receiver.post_receive(wr_id) == 0);
     }
-    CHECK(shared.post_receive(4) == ENOMEM);
-    CHECK(shared.first_sender.post(make_request(1, IBV_WR_SEND), {first_source.sge(0, 64)}) == 0);
-    shared.first_sender.expect_completion(1, IBV_WC_SUCCESS);
-    ibv_wc wc = shared.receiver.poll_completion();
-    CHECK(wc.wr_id == 1 && wc.status == IBV_WC_SUCCESS && wc.qp_num == shared.first_qp->qp_num);
-    CHECK(shared.second_sender.post(make_request(2, IBV_WR_SEND), {second_source.sge(0, 64)}) == 0);
-    shared.second_sender.expect_completion(2, IBV_WC_SUCCESS);
-    wc = shared.receiver.poll_completion();
-    CHECK(wc.wr_id == 2 && wc.qp_num == shared.second_qp->qp_num);
-    CHECK(has_pattern(shared.buffer->bytes + 64, 64) && has_pattern(shared.buffer->bytes + 128, 64, 100));
+    CHECK(shared_receiver.post_receive(4) == ENOMEM);
+    CHECK(shared_receiver.first_sender.post(make_request(1, IBV_WR_SEND), {first_source.sge(0, 64)}) == 0);
+    shared_receiver.first_sender.expect_completion(1, IBV_WC_SUCCESS);
+    ibv_wc wc = shared_receiver.receiver.poll_completion();
+    CHECK(wc.wr_id == 1 && wc.status == IBV_WC_SUCCESS && wc.qp_num == shared_receiver.first_qp->qp_num);
+    CHECK(shared_receiver.second_sender.post(make_request(2, IBV_WR_SEND), {second_source.sge(0, 64)}) == 0);
+    shared_receiver.second_sender.expect_completion(2, IBV_WC_SUCCESS);
+    wc = shared_receiver.receiver.poll_completion();
+    CHECK(wc.wr_id == 2 && wc.qp_num == shared_receiver.second_qp->qp_num);
+    CHECK(has_pattern(shared_receiver.buffer->bytes + 64, 64) &&
+          has_pattern(shared_receiver.buffer->bytes + 128, 64, 100));
     // The two polled completions have freed two slots of the shared queue.
-    CHECK(shared.post_receive(4) == 0 && shared.post_receive(5) == 0 && shared.post_receive(6) == ENOMEM);
+    CHECK(shared_receiver.post_receive(4) == 0 && shared_receiver.post_receive(5) == 0 &&
+          shared_receiver.post_receive(6) == ENOMEM);
 }
 
 void test_empty_queue_is_not_ready() {
-    EndpointSettings impatient_settings;
-    impatient_settings.rnr_retry = 1;
-    Endpoint sender(1, impatient_settings), receiver;
+    EndpointSettings one_retry_settings;
+    one_retry_settings.rnr_retry = 1;
+    Endpoint sender(1, one_retry_settings), receiver;
     receiver.use_shared_receive_queue(4);
     connect(&sender, &receiver);
     CHECK(sender.post(make_request(1, IBV_WR_SEND), {}) == 0);
@@ -96,52 +98,53 @@ void test_empty_queue_is_not_ready() {
 
 // The queue raises an event when fewer than `srq_limit` requests are left, and then sets the limit to 0.
 void test_limit_raises_one_event() {
-    SharedReceiver shared(8);
+    SharedReceiver shared_receiver(8);
     for (std::uint64_t wr_id = 1; wr_id <= 4; ++wr_id) {
-        CHECK(shared.post_receive(wr_id) == 0);
+        CHECK(shared_receiver.post_receive(wr_id) == 0);
     }
-    ibv_srq* const srq = shared.receiver.srq;
+    ibv_srq* const srq = shared_receiver.receiver.srq;
     ibv_srq_attr attr{};
     attr.srq_limit = 9; // more than the size of the queue
     CHECK(ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT) == EINVAL);
     attr.srq_limit = 3;
     CHECK(ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT) == 0);
     const auto send_message = [&] {
-        CHECK(shared.first_sender.post(make_request(1, IBV_WR_SEND), {}) == 0);
-        shared.first_sender.expect_completion(1, IBV_WC_SUCCESS);
-        shared.receiver.poll_completion();
+        CHECK(shared_receiver.first_sender.post(make_request(1, IBV_WR_SEND), {}) == 0);
+        shared_receiver.first_sender.expect_completion(1, IBV_WC_SUCCESS);
+        shared_receiver.receiver.poll_completion();
     };
     send_message(); // three requests are left
-    CHECK(!is_readable(shared.receiver.context->async_fd, 0));
+    CHECK(!is_readable(shared_receiver.receiver.context->async_fd, 0));
     send_message(); // two requests are left
-    const ibv_async_event event = wait_for_event(shared.receiver.context);
+    const ibv_async_event event = wait_for_event(shared_receiver.receiver.context);
     CHECK(event.event_type == IBV_EVENT_SRQ_LIMIT_REACHED && event.element.srq == srq);
     CHECK(ibv_query_srq(srq, &attr) == 0 && attr.srq_limit == 0 && attr.max_wr == 8 && attr.max_sge == 4);
     send_message();
-    CHECK(!is_readable(shared.receiver.context->async_fd, 0));
+    CHECK(!is_readable(shared_receiver.receiver.context->async_fd, 0));
 }
 
 void test_resize_keeps_posted_requests() {
-    const SharedReceiver shared(2);
-    CHECK(shared.post_receive(1) == 0 && shared.post_receive(2) == 0 && shared.post_receive(3) == ENOMEM);
+    const SharedReceiver shared_receiver(2);
+    CHECK(shared_receiver.post_receive(1) == 0 && shared_receiver.post_receive(2) == 0 &&
+          shared_receiver.post_receive(3) == ENOMEM);
     ibv_srq_attr attr{};
     attr.max_wr = 1; // fewer than the posted requests
-    CHECK(ibv_modify_srq(shared.receiver.srq, &attr, IBV_SRQ_MAX_WR) == EINVAL);
+    CHECK(ibv_modify_srq(shared_receiver.receiver.srq, &attr, IBV_SRQ_MAX_WR) == EINVAL);
     attr.max_wr = 3;
-    CHECK(ibv_modify_srq(shared.receiver.srq, &attr, IBV_SRQ_MAX_WR) == 0);
-    CHECK(shared.post_receive(3) == 0 && shared.post_receive(4) == ENOMEM);
+    CHECK(ibv_modify_srq(shared_receiver.receiver.srq, &attr, IBV_SRQ_MAX_WR) == 0);
+    CHECK(shared_receiver.post_receive(3) == 0 && shared_receiver.post_receive(4) == ENOMEM);
 }
 
 void test_error_state_raises_last_wqe_event() {
-    SharedReceiver shared(4);
-    CHECK(shared.post_receive(1) == 0);
-    CHECK(shared.receiver.modify_to(IBV_QPS_ERR) == 0); // changes the second queue pair
-    const ibv_async_event event = wait_for_event(shared.receiver.context);
-    CHECK(event.event_type == IBV_EVENT_QP_LAST_WQE_REACHED && event.element.qp == shared.second_qp);
+    SharedReceiver shared_receiver(4);
+    CHECK(shared_receiver.post_receive(1) == 0);
+    CHECK(shared_receiver.receiver.modify_to(IBV_QPS_ERR) == 0); // changes the second queue pair
+    const ibv_async_event event = wait_for_event(shared_receiver.receiver.context);
+    CHECK(event.event_type == IBV_EVENT_QP_LAST_WQE_REACHED && event.element.qp == shared_receiver.second_qp);
     // The error state did not flush the posted request, because the first queue pair can still use it.
-    CHECK(shared.first_sender.post(make_request(1, IBV_WR_SEND), {}) == 0);
-    const ibv_wc wc = shared.receiver.poll_completion();
-    CHECK(wc.wr_id == 1 && wc.status == IBV_WC_SUCCESS && wc.qp_num == shared.first_qp->qp_num);
+    CHECK(shared_receiver.first_sender.post(make_request(1, IBV_WR_SEND), {}) == 0);
+    const ibv_wc wc = shared_receiver.receiver.poll_completion();
+    CHECK(wc.wr_id == 1 && wc.status == IBV_WC_SUCCESS && wc.qp_num == shared_receiver.first_qp->qp_num);
 }
 
 void test_destroyed_queue_pair_frees_slots() {

@@ -76,6 +76,7 @@ void test_query_returns_attributes() {
     ibv_qp_attr attr{};
     ibv_qp_init_attr init{};
     CHECK(ibv_query_qp(requester.qp, &attr, IBV_QP_STATE | IBV_QP_AV, &init) == 0);
+    // The numbers are the defaults of EndpointSettings and Endpoint.
     CHECK(attr.qp_state == IBV_QPS_RTS && attr.dest_qp_num == responder.qp->qp_num && attr.path_mtu == IBV_MTU_4096);
     CHECK(attr.timeout == 14 && attr.retry_cnt == 7 && attr.rnr_retry == 7 && attr.sq_psn == 0x123);
     CHECK(attr.ah_attr.grh.sgid_index == 1 && attr.qp_access_flags == read_write_atomic_access);
@@ -132,9 +133,9 @@ void test_invalid_create_arguments_are_refused() {
     init.send_cq = endpoint.cq;
     init.recv_cq = endpoint.cq;
     init.cap = {1, 1, 1, 1, 0}; // one request and one buffer per queue, no inline data
-    const auto check_fails = [&](int error) {
+    const auto check_fails = [&](int expected_error) {
         errno = 0;
-        CHECK(ibv_create_qp(endpoint.pd, &init) == nullptr && errno == error);
+        CHECK(ibv_create_qp(endpoint.pd, &init) == nullptr && errno == expected_error);
     };
     for (const ibv_qp_type type : {IBV_QPT_RAW_PACKET, IBV_QPT_DRIVER}) {
         init.qp_type = type;

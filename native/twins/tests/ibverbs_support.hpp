@@ -16,7 +16,7 @@
 
 namespace gdrkit::twin::tests {
 
-// Set GDRKIT_TWINS_DOMAIN, the name of the emulated machine, to a text with the id of this process if it is not set.
+// If GDRKIT_TWINS_DOMAIN (the name of the emulated machine) is not set, set it to a name with the id of this process.
 // Then the twin of this process and the twins of tests that run at the same time are different machines, so that their
 // NICs do not reach each other. Processes that a test starts inherit the name, and are on the same machine.
 inline void isolate_from_other_processes() {
@@ -279,8 +279,8 @@ inline ibv_send_wr make_request(std::uint64_t wr_id, ibv_wr_opcode opcode, std::
     return wr;
 }
 
-inline std::uint64_t address_of(const void* address) {
-    return reinterpret_cast<std::uint64_t>(address);
+inline std::uint64_t address_of(const void* pointer) {
+    return reinterpret_cast<std::uint64_t>(pointer);
 }
 
 inline ibv_sge make_sge(const ibv_mr* mr, std::uint64_t address, std::size_t length) {
@@ -289,11 +289,11 @@ inline ibv_sge make_sge(const ibv_mr* mr, std::uint64_t address, std::size_t len
 
 // Page-aligned memory with a memory region. A test that deregisters `mr` sets it to nullptr.
 struct Buffer {
-    explicit Buffer(ibv_pd* pd, std::size_t size_bytes, int access = read_write_atomic_access)
+    explicit Buffer(ibv_pd* pd, std::size_t size_bytes, int access_flags = read_write_atomic_access)
         : size_bytes(size_bytes) {
         bytes = static_cast<std::uint8_t*>(std::aligned_alloc(4096, (size_bytes + 4095) / 4096 * 4096));
         std::memset(bytes, 0, size_bytes);
-        mr = ibv_reg_mr(pd, bytes, size_bytes, access);
+        mr = ibv_reg_mr(pd, bytes, size_bytes, access_flags);
         CHECK(mr != nullptr);
     }
     ~Buffer() {

@@ -40,10 +40,10 @@ constexpr std::size_t small_bytes = 4096, large_bytes = 1UL << 20;
 constexpr std::size_t memory_bytes = 16UL << 20; // size of each memory region and of the file
 constexpr unsigned max_list_length = 32;
 
-// The requests of a measurement have `bytes` bytes each. At most `depth` requests are in flight, and each call of
+// The requests of a measurement have `size_bytes` bytes each. At most `depth` requests are in flight, and each call of
 // ibv_post_send posts `list_length` requests.
 struct RequestShape {
-    std::size_t bytes;
+    std::size_t size_bytes;
     unsigned depth, list_length;
 };
 constexpr RequestShape small_requests{small_bytes, 64, max_list_length}, large_requests{large_bytes, 4, 2};
@@ -56,11 +56,11 @@ std::string selected_row_name; // if not empty, the twin is measured only for th
 double measure_operations_per_second(const std::function<unsigned()>& step) {
     step(); // warm-up, not counted
     std::uint64_t operation_count = 0;
-    const auto begin = Clock::now();
+    const auto begin_time = Clock::now();
     double elapsed_s = 0;
     do {
         operation_count += step();
-        elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
+        elapsed_s = std::chrono::duration<double>(Clock::now() - begin_time).count();
     } while (elapsed_s * 1000 < measure_time_ms);
     return static_cast<double>(operation_count) / elapsed_s;
 }
@@ -144,12 +144,12 @@ EndpointSettings make_benchmark_settings() {
 
 // ---- the initiator
 
-// Posts the requests of the measurements. Each request has the same offset in the local and in the remote memory.
+// Posts the requests of the measurements. A request uses the same offset in the local and in the remote memory.
 class Initiator {
 public:
     Initiator(Endpoint* endpoint, const Target& target)
-        : endpoint_(endpoint), target_(target), memory_(endpoint->pd, memory_bytes) {
-        fill_pattern(memory_.bytes, memory_.size_bytes);
+        : endpoint_(endpoint), target_(target), local_memory_(endpoint->pd, memory_bytes) {
+        fill_pattern(local_memory_.bytes, local_memory_.size_bytes);
     }
 
     // Return the requests per second. Post lists until `depth` requests are in flight, and wait until one more list
@@ -157,16 +157,16 @@ public:
     double measure_rate(ibv_wr_opcode opcode, unsigned memory_type, const RequestShape& shape) {
         offset_ = 0;
         const double operations_per_s = measure_operations_per_second([&] {
-            while (in_flight_ + shape.list_length <= shape.depth) {
+            while (in_flight_count_ + shape.list_length <= shape.depth) {
                 post(opcode, target_.buffers[memory_type], shape);
             }
-            const unsigned in_flight_before = in_flight_;
-            while (in_flight_ + shape.list_length > shape.depth) {
+            const unsigned in_flight_before = in_flight_count_;
+            while (in_flight_count_ + shape.list_length > shape.depth) {
                 poll_completions();
             }
-            return in_flight_before - in_flight_;
+            return in_flight_before - in_flight_count_;
         });
-        while (in_flight_ > 0) {
+        while (in_flight_count_ > 0) {
             poll_completions();
         }
         return operations_per_s;
@@ -177,7 +177,7 @@ private:
         ibv_sge sges[max_list_length];
         ibv_send_wr requests[max_list_length] = {};
         for (unsigned index = 0; index < shape.list_length; ++index) {
-            sges[index] = memory_.sge(offset_, shape.bytes);
+            sges[index] = local_memory_.sge(offset_, shape.size_bytes);
             requests[index].opcode = opcode;
             requests[index].send_flags = IBV_SEND_SIGNALED;
             requests[index].sg_list = &sges[index];
@@ -185,11 +185,11 @@ private:
             requests[index].wr.rdma.remote_addr = remote_buffer.address + offset_;
             requests[index].wr.rdma.rkey = remote_buffer.rkey;
             requests[index].next = index + 1 < shape.list_length ? &requests[index + 1] : nullptr;
-            offset_ = (offset_ + shape.bytes) % (shape.bytes * shape.depth);
+            offset_ = (offset_ + shape.size_bytes) % (shape.size_bytes * shape.depth);
         }
         ibv_send_wr* bad_wr = nullptr;
         CHECK(ibv_post_send(endpoint_->qp, requests, &bad_wr) == 0);
-        in_flight_ += shape.list_length;
+        in_flight_count_ += shape.list_length;
     }
 
     // Poll the completions that have arrived. If there are none, request an event of the completion queue, sleep until
@@ -211,7 +211,7 @@ private:
         for (int index = 0; index < count; ++index) {
             CHECK(wc[index].status == IBV_WC_SUCCESS);
         }
-        in_flight_ -= static_cast<unsigned>(count);
+        in_flight_count_ -= static_cast<unsigned>(count);
     }
 
     void take_completion_event() {
@@ -223,9 +223,9 @@ private:
 
     Endpoint* endpoint_;
     const Target& target_;
-    Buffer memory_;
-    unsigned in_flight_ = 0; // number of posted requests whose completions are not polled
-    std::size_t offset_ = 0; // offset of the next request in both memories
+    Buffer local_memory_;
+    unsigned in_flight_count_ = 0; // number of posted requests whose completions are not polled
+    std::size_t offset_ = 0;       // offset of the next request in the local and in the remote memory
 };
 
 // ---- the kernel's reads of a cached file
@@ -288,7 +288,7 @@ public:
         std::size_t file_offset = 0;
         return measure_operations_per_second([&] {
             unsigned new_read_count = 0;
-            for (; in_flight_ < depth_; ++in_flight_, ++new_read_count) {
+            for (; in_flight_count_ < depth_; ++in_flight_count_, ++new_read_count) {
                 add_read(file, file_offset);
                 file_offset = (file_offset + small_bytes) % memory_bytes;
             }
@@ -321,7 +321,7 @@ private:
     unsigned poll_completions() {
         unsigned completion_count = 0;
         unsigned head = cq_head_->load(std::memory_order_relaxed);
-        for (; head != cq_tail_->load(std::memory_order_acquire); ++head, ++completion_count, --in_flight_) {
+        for (; head != cq_tail_->load(std::memory_order_acquire); ++head, ++completion_count, --in_flight_count_) {
             CHECK(cqes_[head & cq_mask_].res == static_cast<int>(small_bytes));
         }
         cq_head_->store(head, std::memory_order_release);
@@ -329,7 +329,7 @@ private:
     }
 
     const unsigned depth_;
-    unsigned in_flight_ = 0;
+    unsigned in_flight_count_ = 0;
     Fd fd_;
     io_uring_sqe* sqes_ = nullptr;
     std::atomic<unsigned>*sq_tail_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;

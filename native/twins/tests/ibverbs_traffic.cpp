@@ -38,7 +38,7 @@ void test_sent_data_is_received() {
     connect(&requester, &responder);
     Buffer source(requester.pd, 700000), target(responder.pd, 700000);
     fill_pattern(source.bytes, source.size_bytes);
-    // A receive request may have an empty entry.
+    // A receive request may have an empty scatter/gather entry.
     CHECK(responder.post_receive(10, {target.sge(0, 100), target.sge(100, 0), target.sge(100, 599900)}) == 0);
     CHECK(requester.post(make_request(11, IBV_WR_SEND), {source.sge(0, 300000), source.sge(300000, 250001)}) == 0);
     const ibv_wc receive_wc = responder.expect_completion(10, IBV_WC_SUCCESS);

@@ -15,10 +15,11 @@ constexpr std::size_t region_bytes = 8UL << 20;
 // Size of the sent message, and the offsets in the regions at which the RDMA writes begin.
 constexpr std::size_t message_bytes = 1000, host_offset = 8191, dmabuf_offset = 3;
 
-// One-byte messages between the two processes. The target process sends target_is_ready and data_is_correct.
+// One-byte messages between the two processes. The target process sends target_is_ready and data_is_correct, and the
+// first process sends the others.
 constexpr char target_is_ready = 'r', check_data = 'c', data_is_correct = 'k', target_may_exit = 'e';
 
-// The first message of the target process. This process has a region in host memory, and a region in a dma-buf of
+// The first message of the target process. The target process has a region in host memory, and a region in a dma-buf of
 // device memory. The second region begins at the remote address 0.
 struct TargetAddresses {
     QueuePairAddress queue_pair;

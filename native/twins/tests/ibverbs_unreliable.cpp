@@ -45,15 +45,15 @@ void connect_pair(UnreliableEndpoint* first, UnreliableEndpoint* second) {
 }
 
 void test_transitions_refuse_reliable_attributes() {
-    UnreliableEndpoint first, second;
-    CHECK(first.modify_to_init() == 0);
+    UnreliableEndpoint first_endpoint, second_endpoint;
+    CHECK(first_endpoint.modify_to_init() == 0);
     // modify_to_rtr() and modify_to_rts() also set attributes that only reliable pairs have.
-    CHECK(first.modify_to_rtr(second.address()) == EINVAL);
-    ibv_qp_attr attr = first.make_rtr_attr(second.address());
-    CHECK(ibv_modify_qp(first.qp, &attr, UnreliableEndpoint::rtr_mask) == 0);
-    CHECK(first.modify_to_rts() == EINVAL);
+    CHECK(first_endpoint.modify_to_rtr(second_endpoint.address()) == EINVAL);
+    ibv_qp_attr attr = first_endpoint.make_rtr_attr(second_endpoint.address());
+    CHECK(ibv_modify_qp(first_endpoint.qp, &attr, UnreliableEndpoint::rtr_mask) == 0);
+    CHECK(first_endpoint.modify_to_rts() == EINVAL);
     attr.qp_state = IBV_QPS_RTS;
-    CHECK(ibv_modify_qp(first.qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN) == 0);
+    CHECK(ibv_modify_qp(first_endpoint.qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN) == 0);
 }
 
 void test_messages_arrive() {
@@ -78,11 +78,11 @@ void test_messages_arrive() {
 }
 
 void test_reads_and_atomics_are_refused() {
-    UnreliableEndpoint first, second;
-    connect_pair(&first, &second);
-    Buffer buffer(first.pd, 8);
+    UnreliableEndpoint first_endpoint, second_endpoint;
+    connect_pair(&first_endpoint, &second_endpoint);
+    Buffer buffer(first_endpoint.pd, 8);
     for (const ibv_wr_opcode opcode : {IBV_WR_RDMA_READ, IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_ATOMIC_CMP_AND_SWP}) {
-        CHECK(first.post(make_request(1, opcode), {buffer.sge(0, 8)}) == EINVAL);
+        CHECK(first_endpoint.post(make_request(1, opcode), {buffer.sge(0, 8)}) == EINVAL);
     }
 }
 

@@ -8,7 +8,7 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-// Access of the regions to which the tests bind windows, and of the windows.
+// The access flags of the regions to which the tests bind windows, and of the windows.
 constexpr int bindable_access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND;
 constexpr unsigned window_access = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
 
@@ -28,8 +28,9 @@ struct EndpointPair {
         CHECK(mw != nullptr && mw->type == type && mw->pd == responder.pd);
         return mw;
     }
-    ibv_mw_bind_info make_bind_info(std::size_t offset, std::size_t length_bytes, unsigned access = window_access) {
-        return {target.mr, target.address_at(offset), length_bytes, access};
+    ibv_mw_bind_info make_bind_info(std::size_t offset, std::size_t length_bytes,
+                                    unsigned access_flags = window_access) {
+        return {target.mr, target.address_at(offset), length_bytes, access_flags};
     }
     static ibv_send_wr make_bind_request(ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info& bind_info) {
         ibv_send_wr wr = make_request(1, IBV_WR_BIND_MW);
@@ -83,8 +84,8 @@ void test_window_limits_range_and_access() {
          {Write::ends_after_window, Write::begins_before_window, Write::not_permitted, Write::permitted}) {
         EndpointPair pair;
         ibv_mw* const mw = pair.allocate_window(IBV_MW_TYPE_2);
-        const unsigned access = write == Write::not_permitted ? unsigned{IBV_ACCESS_REMOTE_READ} : window_access;
-        const std::uint32_t rkey = pair.bind_type_2(mw, pair.make_bind_info(64, 64, access));
+        const unsigned access_flags = write == Write::not_permitted ? unsigned{IBV_ACCESS_REMOTE_READ} : window_access;
+        const std::uint32_t rkey = pair.bind_type_2(mw, pair.make_bind_info(64, 64, access_flags));
         const std::uint64_t window_address = pair.target.address_at(64);
         if (write == Write::ends_after_window) {
             CHECK(pair.write(window_address, rkey, 65) == IBV_WC_REM_ACCESS_ERR);
@@ -238,9 +239,9 @@ void test_rereg_moves_a_region_to_other_memory() {
 void test_invalid_reregistrations_fail() {
     EndpointPair pair;
     ibv_mr* const mr = pair.target.mr;
-    const auto check_fails = [&](int flags, void* address, std::size_t length, int access, int expected_result) {
+    const auto check_fails = [&](int flags, void* address, std::size_t length, int access_flags, int expected_result) {
         errno = 0;
-        CHECK(ibv_rereg_mr(mr, flags, pair.responder.pd, address, length, access) == expected_result &&
+        CHECK(ibv_rereg_mr(mr, flags, pair.responder.pd, address, length, access_flags) == expected_result &&
               errno == EINVAL);
     };
     check_fails(1 << 3, nullptr, 0, 0, IBV_REREG_MR_ERR_INPUT);                                    // unknown flag
@@ -278,15 +279,16 @@ void test_bind_and_rereg_exclude_each_other() {
         const std::uint32_t rkey = ibv_inc_rkey(mw->rkey);
         const std::uint64_t region_address = memory.address_at();
         const int flags = changes_memory ? IBV_REREG_MR_CHANGE_TRANSLATION : IBV_REREG_MR_CHANGE_ACCESS;
-        const int access = changes_memory ? 0 : bindable_access;
+        const int access_flags = changes_memory ? 0 : bindable_access;
         CHECK(pair.responder.post(
                   EndpointPair::make_bind_request(mw, rkey, {memory.mr, region_address, 64, window_access}), {}) == 0);
         errno = 0;
-        const int result = ibv_rereg_mr(memory.mr, flags, nullptr, untouched_memory.get(), size_bytes, access);
-        CHECK(result == 0 || (result == IBV_REREG_MR_ERR_CMD && errno == EINVAL));
+        const int rereg_result =
+            ibv_rereg_mr(memory.mr, flags, nullptr, untouched_memory.get(), size_bytes, access_flags);
+        CHECK(rereg_result == 0 || (rereg_result == IBV_REREG_MR_ERR_CMD && errno == EINVAL));
         const ibv_wc_status status = pair.responder.poll_completion().status;
-        CHECK(status == (result == 0 ? IBV_WC_MW_BIND_ERR : IBV_WC_SUCCESS));
-        CHECK(result == 0 || pair.write(region_address, rkey, 64) == IBV_WC_SUCCESS);
+        CHECK(status == (rereg_result == 0 ? IBV_WC_MW_BIND_ERR : IBV_WC_SUCCESS));
+        CHECK(rereg_result == 0 || pair.write(region_address, rkey, 64) == IBV_WC_SUCCESS);
         CHECK(ibv_dealloc_mw(mw) == 0);
     }
 }

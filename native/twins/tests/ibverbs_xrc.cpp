@@ -48,7 +48,8 @@ ibv_qp* create_send_qp(ibv_pd* pd, ibv_cq* cq) {
     init.pd = pd;
     init.send_cq = cq;
     init.cap = {16, 0, 4, 0, 64};
-    // In verbs.h, ibv_create_qp_ex calls ibv_create_qp if comp_mask is exactly IBV_QP_INIT_ATTR_PD.
+    // In verbs.h, ibv_create_qp_ex calls ibv_create_qp if comp_mask is exactly IBV_QP_INIT_ATTR_PD. So this call tests
+    // the ibv_create_qp of the twin.
     return ibv_create_qp_ex(pd->context, &init);
 }
 

@@ -272,8 +272,8 @@ void test_double_release_aborts_with_stacks() {
     const int status = run_in_child(
         [] {
             // The second removal must abort the process. An exit code of 3 means that a removal only failed.
-            ledger_add("thing", 5);
-            if (!ledger_remove("thing", 5) || !ledger_remove("thing", 5)) {
+            record_open_handle("thing", 5);
+            if (!record_closed_handle("thing", 5) || !record_closed_handle("thing", 5)) {
                 _exit(3);
             }
         },
@@ -292,19 +292,19 @@ void test_release_history_is_bounded() {
             // The handle 5 is issued and released twice, so it has two entries in the history of releases. The releases
             // of the second loop remove the older entry from the history, but the newer entry must stay.
             for (std::uint64_t handle : {5, 5}) {
-                ledger_add("thing", handle);
-                if (!ledger_remove("thing", handle)) {
+                record_open_handle("thing", handle);
+                if (!record_closed_handle("thing", handle)) {
                     _exit(3);
                 }
             }
             for (std::uint64_t handle = 100; handle < 100 + max_remembered_releases - 1; ++handle) {
-                ledger_add("thing", handle);
-                if (!ledger_remove("thing", handle)) {
+                record_open_handle("thing", handle);
+                if (!record_closed_handle("thing", handle)) {
                     _exit(3);
                 }
             }
             // The third release of the handle 5 must abort the process, so it does not exit.
-            _exit(ledger_remove("thing", 5) ? 4 : 5);
+            _exit(record_closed_handle("thing", 5) ? 4 : 5);
         },
         &stderr_text);
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
@@ -312,14 +312,14 @@ void test_release_history_is_bounded() {
 
 void test_ledger_counts_live_handles() {
     CHECK(ledger_json() == "{}");
-    ledger_add("a", 1);
-    ledger_add("a", 2);
-    ledger_add("b", 1);
+    record_open_handle("a", 1);
+    record_open_handle("a", 2);
+    record_open_handle("b", 1);
     CHECK(ledger_json() == R"({"a":2,"b":1})" && ledger_holds("b", 1) && !ledger_holds("b", 2));
-    CHECK(!ledger_remove("b", 7));
-    CHECK(ledger_remove("b", 1) && ledger_remove("a", 1) && ledger_remove("a", 2));
-    ledger_add("a", 1); // the value is issued again, so the next release is not a double release
-    CHECK(ledger_remove("a", 1) && ledger_json() == "{}");
+    CHECK(!record_closed_handle("b", 7));
+    CHECK(record_closed_handle("b", 1) && record_closed_handle("a", 1) && record_closed_handle("a", 2));
+    record_open_handle("a", 1); // the value is issued again, so the next release is not a double release
+    CHECK(record_closed_handle("a", 1) && ledger_json() == "{}");
 }
 
 // A peer that sends other bytes than a request header does not disturb the requests of other peers.

@@ -12,9 +12,9 @@ namespace {
 
 // Bind a new identifier to the address and destroy it. Return 0, or the errno of rdma_bind_addr.
 int bind_and_get_errno(const EventChannel& channel, const char* address, std::uint16_t port,
-                       rdma_port_space port_space = RDMA_PS_TCP, bool ipv6_only = false) {
+                       rdma_port_space port_space = RDMA_PS_TCP, bool is_ipv6_only = false) {
     rdma_cm_id* const id = create_id(channel, port_space);
-    int afonly_value = ipv6_only ? 1 : 0;
+    int afonly_value = is_ipv6_only ? 1 : 0;
     CHECK(rdma_set_option(id, option_level_id, option_afonly, &afonly_value, sizeof afonly_value) == 0);
     errno = 0;
     const int error = rdma_bind_addr(id, IpEndpoint(address, port)) == 0 ? 0 : errno;
@@ -30,7 +30,7 @@ void test_taken_port_is_refused_until_it_is_free() {
     CHECK(port >= 1024);
     CHECK(bind_and_get_errno(channel, "127.0.0.1", port) == EADDRINUSE);
     CHECK(bind_and_get_errno(channel, "0.0.0.0", port) == EADDRINUSE);
-    // The wildcard "::" includes IPv4 without the option RDMA_OPTION_ID_AFONLY.
+    // Without the option RDMA_OPTION_ID_AFONLY, the wildcard "::" includes IPv4.
     CHECK(bind_and_get_errno(channel, "::", port) == EADDRINUSE);
     CHECK(bind_and_get_errno(channel, "::", port, RDMA_PS_TCP, true) == 0);
     CHECK(bind_and_get_errno(channel, "::1", port) == 0);

@@ -53,7 +53,8 @@ void test_request_has_parameters_and_padded_private_data() {
     CHECK(event->listen_id == pair.listener && event->id->verbs == pair.client->verbs);
     const rdma_conn_param& parameters = event->param.conn;
     CHECK(parameters.private_data_len == 56 && std::memcmp(parameters.private_data, "hello\0", 6) == 0);
-    // The limits of the client are exchanged, because the server responds to the reads that the client initiates.
+    // The client passes responder_resources 2 and initiator_depth 3 (make_parameters()). The event exchanges them,
+    // because the server responds to the reads that the client initiates.
     CHECK(parameters.responder_resources == 3 && parameters.initiator_depth == 2);
     CHECK(parameters.retry_count == 5 && parameters.rnr_retry_count == 6);
     CHECK(parameters.qp_num == pair.client->qp->qp_num && parameters.srq == 0);
@@ -101,10 +102,10 @@ void test_port_without_listener_rejects_at_once() {
         rdma_cm_id* const refused_id = create_id(channel);
         resolve_address_and_route(channel, refused_id, "127.0.0.1", 7471);
         create_queue_pair(refused_id);
-        const auto started_at = std::chrono::steady_clock::now();
+        const auto start_time = std::chrono::steady_clock::now();
         CHECK(rdma_connect(refused_id, nullptr) == 0);
         channel.expect_event(RDMA_CM_EVENT_REJECTED, no_listener_status);
-        shortest_time = std::min(shortest_time, std::chrono::steady_clock::now() - started_at);
+        shortest_time = std::min(shortest_time, std::chrono::steady_clock::now() - start_time);
         rdma_destroy_qp(refused_id);
         CHECK(rdma_destroy_id(refused_id) == 0);
     }
@@ -166,7 +167,7 @@ void test_unknown_host_is_unreachable() {
 void test_full_backlog_rejects() {
     const EventChannel server_channel, client_channel;
     rdma_cm_id* const listener = create_id(server_channel);
-    const std::uint16_t port = listen_on_address(listener, "127.0.0.1", 0, 1);
+    const std::uint16_t port = listen_on_address(listener, "127.0.0.1", 0, 1); // any free port, a backlog of 1
     rdma_cm_id* clients[2];
     for (rdma_cm_id*& client : clients) {
         client = create_id(client_channel);
@@ -269,10 +270,10 @@ void test_own_queue_pair_is_established_by_the_program() {
     CHECK(rdma_accept(server, &parameters) == 0);
     client_channel.expect_event(RDMA_CM_EVENT_CONNECT_RESPONSE);
     ibv_qp_attr attr{};
-    int mask = 0;
+    int attr_mask = 0;
     attr.qp_state = IBV_QPS_RTR;
-    CHECK(rdma_init_qp_attr(client, &attr, &mask) == 0);
-    CHECK(attr.dest_qp_num == server_qp_num && attr.max_dest_rd_atomic == 3 && (mask & IBV_QP_AV) != 0);
+    CHECK(rdma_init_qp_attr(client, &attr, &attr_mask) == 0);
+    CHECK(attr.dest_qp_num == server_qp_num && attr.max_dest_rd_atomic == 3 && (attr_mask & IBV_QP_AV) != 0);
     CHECK(!server_channel.is_readable(50));
     CHECK(rdma_establish(client) == 0);
     server_channel.expect_event(RDMA_CM_EVENT_ESTABLISHED);

@@ -8,18 +8,18 @@ using namespace gdrkit::twin::tests;
 namespace {
 
 // Look up 127.0.0.1 with a port, for a listener if `flags` is rai_passive, else for a client.
-rdma_addrinfo* look_up_address(const char* port, int flags, ibv_qp_type type) {
+rdma_addrinfo* look_up_address(const char* port_text, int flags, ibv_qp_type type) {
     rdma_addrinfo hints{};
     hints.ai_flags = flags;
     hints.ai_port_space = type == IBV_QPT_RC ? RDMA_PS_TCP : RDMA_PS_IB;
     hints.ai_qp_type = type;
     rdma_addrinfo* address_info = nullptr;
-    CHECK(rdma_getaddrinfo("127.0.0.1", port, &hints, &address_info) == 0);
+    CHECK(rdma_getaddrinfo("127.0.0.1", port_text, &hints, &address_info) == 0);
     return address_info;
 }
 
-rdma_cm_id* create_endpoint(const char* port, int flags, ibv_qp_type type = IBV_QPT_RC) {
-    rdma_addrinfo* const address_info = look_up_address(port, flags, type);
+rdma_cm_id* create_endpoint(const char* port_text, int flags, ibv_qp_type type = IBV_QPT_RC) {
+    rdma_addrinfo* const address_info = look_up_address(port_text, flags, type);
     ibv_qp_init_attr attributes = make_small_queue_attributes();
     rdma_cm_id* id = nullptr;
     CHECK(rdma_create_ep(&id, address_info, nullptr, &attributes) == 0);
@@ -98,7 +98,7 @@ void test_xrc_endpoints_exchange_a_message() {
     });
     rdma_cm_id* const client = create_endpoint("20004", 0, IBV_QPT_XRC_SEND);
     CHECK(rdma_connect(client, nullptr) == 0);
-    ibv_sge sge{reinterpret_cast<std::uint64_t>(sent_bytes), sizeof sent_bytes, 0};
+    ibv_sge sge{reinterpret_cast<std::uint64_t>(sent_bytes), sizeof sent_bytes, 0}; // inline data needs no lkey
     ibv_send_wr send_wr{}, *bad_send_wr = nullptr;
     send_wr.sg_list = &sge;
     send_wr.num_sge = 1;

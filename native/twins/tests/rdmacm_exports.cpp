@@ -13,7 +13,7 @@ namespace {
 
 using namespace gdrkit::twin;
 
-// A type with which the test can call every function, because unimplemented functions ignore their arguments.
+// A type with which the test can call every unimplemented function, because these functions ignore their arguments.
 using AnyFunction = std::intptr_t (*)(void*, void*, void*, void*, void*, void*);
 
 // Return the names of the exported functions. Leave out the names of the symbol versions, which the linker also defines
@@ -25,17 +25,18 @@ std::set<std::string> list_functions(const char* library_path) {
     return names;
 }
 
-// Check that the library has the function in this version, and that the function fails if it is not implemented.
-void check_convention(void* library, const std::string& name, const std::string& version,
-                      const std::string& convention) {
-    void* const symbol = dlvsym(library, name.c_str(), version.c_str());
-    CHECK(symbol != nullptr);
-    if (convention == "implemented") {
+// Check that the library has the function in this version. `stub_result` is "implemented", or "minus1" for a function
+// without an implementation, which must then fail.
+void check_function(void* library, const std::string& name, const std::string& version,
+                    const std::string& stub_result) {
+    void* const function_address = dlvsym(library, name.c_str(), version.c_str());
+    CHECK(function_address != nullptr);
+    if (stub_result == "implemented") {
         return;
     }
-    CHECK(convention == "minus1");
+    CHECK(stub_result == "minus1");
     errno = 0;
-    CHECK(reinterpret_cast<AnyFunction>(symbol)(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr) == -1);
+    CHECK(reinterpret_cast<AnyFunction>(function_address)(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr) == -1);
     CHECK(errno == EOPNOTSUPP);
 }
 
@@ -45,11 +46,11 @@ int main() {
     std::set<std::string> contract_names;
     void* const library = dlopen(GDRKIT_LIBRARY, RTLD_NOW);
     CHECK(library != nullptr);
-    for (const auto& [symbol, convention] : read_table(GDRKIT_CONTRACTS "/rdmacm.conventions")) {
+    for (const auto& [symbol, stub_result] : read_table(GDRKIT_CONTRACTS "/rdmacm.conventions")) {
         const auto at_sign = symbol.find('@');
         const std::string name = symbol.substr(0, at_sign), version = symbol.substr(at_sign + 1);
         CHECK(contract_names.insert(name).second);
-        check_convention(library, name, version, convention);
+        check_function(library, name, version, stub_result);
     }
     CHECK(list_functions(GDRKIT_LIBRARY) == contract_names);
     for (const char* installed_library : {"/usr/lib/x86_64-linux-gnu/librdmacm.so.1", "/usr/lib64/librdmacm.so.1"}) {

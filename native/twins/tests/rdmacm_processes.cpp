@@ -15,7 +15,7 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-// One-byte messages from the server process. The port follows the first one.
+// One-byte messages from the server process. The port of the server follows listening_message.
 constexpr char listening_message = 'l', established_message = 'e';
 
 // The server process runs this function. It listens and, if `accepts_client` is set, accepts one client. Then it waits
@@ -148,7 +148,7 @@ wire::Message make_connect_request(rdma_cm_id* id) {
 }
 
 // Return whether the listener ends the connection without a reply.
-bool is_dropped(const std::string& listener_name, const void* bytes, std::size_t size_bytes) {
+bool listener_drops(const std::string& listener_name, const void* bytes, std::size_t size_bytes) {
     const Fd peer(connect_to(listener_name));
     CHECK(peer && send_all(peer.get(), bytes, size_bytes));
     char reply = 0;
@@ -162,7 +162,7 @@ void test_malformed_requests_affect_no_other_peer() {
     const auto drops_changed_request = [&](auto change) {
         wire::Message message = valid_request;
         change(&message);
-        return is_dropped(listener_name, &message, sizeof message);
+        return listener_drops(listener_name, &message, sizeof message);
     };
     // Each change makes one field invalid: a queue pair number has 24 bits, a request has at most 56 bytes of private
     // data, and the bytes after the private data are zeros.

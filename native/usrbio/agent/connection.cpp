@@ -118,9 +118,9 @@ bool Connection::parse_frames(const std::function<bool(const storage::Result&)>&
     return true;
 }
 
-bool Connection::parse_results(std::span<const std::byte> payload, std::uint32_t results_count,
+bool Connection::parse_results(std::span<const std::byte> payload, std::uint32_t result_count,
                                const std::function<bool(const storage::Result&)>& handle_result) {
-    for (std::uint32_t index = 0; index < results_count; ++index) {
+    for (std::uint32_t index = 0; index < result_count; ++index) {
         storage::Result result;
         std::memcpy(&result, payload.data() + index * sizeof result, sizeof result);
         if (result.holes != 0 || !handle_result(result))

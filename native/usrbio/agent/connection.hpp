@@ -31,8 +31,9 @@ public:
     bool receive(const std::function<bool(const storage::Result&)>& handle_result);
 
 private:
+    // Parses the complete frames of input_. Returns false if receive() has to return false.
     bool parse_frames(const std::function<bool(const storage::Result&)>& handle_result);
-    bool parse_results(std::span<const std::byte> payload, std::uint32_t results_count,
+    bool parse_results(std::span<const std::byte> payload, std::uint32_t result_count,
                        const std::function<bool(const storage::Result&)>& handle_result);
 
     Descriptor socket_;

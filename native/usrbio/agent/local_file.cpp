@@ -19,7 +19,7 @@ namespace {
 using storage::Sum;
 using storage::SumState;
 
-constexpr std::size_t chunk_bytes_min = 4096;
+constexpr std::size_t chunk_bytes_min = 4096; // Smallest size of a chunk, the range of bytes that has one checksum.
 // A piece may consist of whole chunks and a part of one more chunk at each end.
 static_assert(local_piece_bytes_max / chunk_bytes_min + 2 <= storage::SumsReader::sums_per_read_max);
 

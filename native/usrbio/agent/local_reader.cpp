@@ -1,4 +1,5 @@
-// Executes a batch of local reads in one or two threads: divides the reads into pieces, and the pieces into groups.
+// LocalReader executes a batch of reads of the page cache in one or two threads. It divides the reads into pieces, and
+// forms groups of pieces. A thread takes one group at a time.
 #include "usrbio/agent/local_reader.hpp"
 
 #include <sys/stat.h>
@@ -29,7 +30,8 @@ bool read_by_io_uring(ReadRing& ring, std::span<CachedRead> reads) noexcept {
     if (!ring.read(reads))
         return false;
     const auto is_refused = [](const CachedRead& read) { return read.result == -EAGAIN; };
-    // In older kernels, io_uring refuses RWF_NOWAIT for files on some block devices even if the bytes are cached.
+    // In older kernels, io_uring refuses RWF_NOWAIT for files on some block devices even if the bytes are cached. If
+    // the system call reads the bytes that io_uring refused, this is such a kernel.
     if (std::ranges::all_of(reads, is_refused) && read_by_system_call(reads.front()) >= 0) {
         ring.close();
         return false;
@@ -77,13 +79,13 @@ std::uint64_t LocalReader::run(int application_processor) {
         const std::size_t group_count = group_ends_.size();
         const bool is_descending = cached_reads_.front().destination.data() > cached_reads_.back().destination.data();
         const auto read_group = [&](std::size_t index, bool is_helper) {
-            const std::size_t group = is_descending ? group_count - 1 - index : index;
-            read_pieces(group == 0 ? 0 : group_ends_[group - 1], group_ends_[group], is_helper);
+            const std::size_t group_index = is_descending ? group_count - 1 - index : index;
+            read_pieces(group_index == 0 ? 0 : group_ends_[group_index - 1], group_ends_[group_index], is_helper);
         };
         helper_.run(group_count, application_processor, std::ref(read_group)); // std::ref avoids an allocation.
     }
     std::uint64_t copied_bytes = 0;
-    for (const Piece& piece : pieces_)
+    for (const Piece& piece : pieces_) // A negative result is the bitwise complement of the number of copied bytes.
         copied_bytes += static_cast<std::uint64_t>(piece.result < 0 ? ~piece.result : piece.result);
     return copied_bytes;
 }

@@ -49,6 +49,7 @@ private:
         std::int64_t result = 0;    // The result of LocalFile::complete_piece().
     };
 
+    // Reads the pieces with the indices from `begin` to `end` - 1.
     void read_pieces(std::size_t begin, std::size_t end, bool is_helper);
     void complete_piece(std::size_t index);
     std::atomic_ref<bool> failure_flag(std::size_t piece_index) noexcept;

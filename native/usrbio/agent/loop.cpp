@@ -75,6 +75,7 @@ void Loop::wake() noexcept {
     [[maybe_unused]] const ssize_t written_bytes = ::write(wake_event_.get(), &increment, sizeof increment);
 }
 
+// Executes `function` in the loop's thread. Waits for its result and returns it, or throws its exception.
 template <class Function> auto Loop::run_in_loop_thread(Function function) -> std::invoke_result_t<Function> {
     auto task = std::make_shared<std::packaged_task<std::invoke_result_t<Function>()>>(std::move(function));
     auto future = task->get_future();
@@ -89,6 +90,7 @@ template <class Function> auto Loop::run_in_loop_thread(Function function) -> st
     return future.get();
 }
 
+// Executes the functions that other threads have passed to run_in_loop_thread(). Returns whether there were any.
 bool Loop::run_commands() {
     if (!has_commands_.load(std::memory_order_acquire))
         return false;
@@ -135,8 +137,8 @@ void Loop::add_buffer(std::uint64_t client_number, const BufferSpec& spec) {
         try {
             buffer->guard = std::make_unique<BusGuard>(reinterpret_cast<void*>(spec.mapping), spec.length,
                                                        BusGuard::Purpose::buffer);
-        } catch (
-            const std::bad_alloc&) { // The table of ranges is full, so the server executes all reads into this buffer.
+        } catch (const std::bad_alloc&) {
+            // The table of guarded ranges is full. The buffer has no guard, so the server executes all reads into it.
         }
     }
     run_in_loop_thread([&] {
@@ -272,8 +274,8 @@ void Loop::connect(int socket, std::vector<std::uint16_t> queue_pair_nics, std::
         connection_generation_ = generation;
         is_connected_ = true;
         has_memory_refusal_ = false;
-        last_result_time_ = Clock::now();
-        // Send the operations again that waited for this connection; see disconnect().
+        silence_start_time_ = Clock::now();
+        // Send again the operations that have waited for this connection; see disconnect().
         for (std::uint32_t index = 0; index < in_flight_.size(); ++index)
             if (in_flight_[index].ring != nullptr)
                 add_request(index);
@@ -290,8 +292,8 @@ bool Loop::disconnect() {
         is_connected_ = false;
         connection_.reset();
         unsent_requests_.clear();
-        // The next session numbers its files from 1 again. With the old handle, an operation on a file that the agent
-        // does not open again would go to the file of another client. The server answers EBADF to the handle 0.
+        // The next session numbers its file handles from 1 again. With its old handle, an operation on a file that the
+        // agent does not open again would go to the file of another client. The server answers EBADF to the handle 0.
         for (const auto& [number, client] : clients_)
             for (const auto& [inode, file] : client->files)
                 file->spec.read_handle = file->spec.write_handle = 0;
@@ -339,16 +341,16 @@ std::vector<Event> Loop::events(std::chrono::milliseconds timeout) {
 void Loop::run() {
     pthread_setname_np(pthread_self(), "gdrkit-loop");
     Clock::time_point last_work_time = Clock::now();
-    for (unsigned idle_passes = 0; !is_stopping_;) {
+    for (unsigned idle_pass_count = 0; !is_stopping_;) {
         bool has_worked = run_commands();
         has_worked |= drain_rings();
         publish_completions(); // The completions of local reads need not wait for the socket.
         // Checking the socket costs a system call, checking the rings does not.
-        if (has_in_flight() ? has_worked || idle_passes % passes_per_receive == 0
+        if (has_in_flight() ? has_worked || idle_pass_count % passes_per_receive == 0
                             : pass_count_ % passes_per_disconnect_check == 0)
             has_worked |= send_and_receive();
         publish_completions();
-        idle_passes = has_worked ? 0 : idle_passes + 1;
+        idle_pass_count = has_worked ? 0 : idle_pass_count + 1;
         const Clock::time_point now = Clock::now();
         has_worked |= report_silent_server(now);
         if (has_worked) {
@@ -356,7 +358,7 @@ void Loop::run() {
         } else if (now - last_work_time >= options_.spin_time * (has_in_flight() ? spin_factor_in_flight : 1)) {
             sleep();
             last_work_time = Clock::now();
-            idle_passes = 0;
+            idle_pass_count = 0;
         } else {
             // The application that submits the next work may need this processor.
             sched_yield();
@@ -386,14 +388,14 @@ void Loop::sleep() {
     const bool may_sleep = is_full() || announce_sleep();
     if (may_sleep && !has_commands_.load(std::memory_order_seq_cst)) {
         ++statistics_.sleeps;
-        std::array<pollfd, 2> polled{};
-        polled[0] = {wake_event_.get(), POLLIN, 0};
-        nfds_t polled_count = 1;
+        std::array<pollfd, 2> polled_descriptors{};
+        polled_descriptors[0] = {wake_event_.get(), POLLIN, 0};
+        nfds_t polled_descriptor_count = 1;
         if (is_connected_) {
-            polled[1] = {connection_->fd(), POLLIN, 0};
+            polled_descriptors[1] = {connection_->fd(), POLLIN, 0};
             if (connection_->has_backlog())
-                polled[1].events |= POLLOUT;
-            polled_count = 2;
+                polled_descriptors[1].events |= POLLOUT;
+            polled_descriptor_count = 2;
         }
         std::int64_t deadline_ns = -1; // Time at which the loop must wake up; -1: no limit.
         for (const auto& rings : rings_)
@@ -402,7 +404,7 @@ void Loop::sleep() {
                     held_until_ns >= 0 && (deadline_ns < 0 || held_until_ns < deadline_ns))
                     deadline_ns = held_until_ns;
         if (is_connected_ && has_in_flight()) {
-            const std::int64_t server_deadline_ns = to_nanoseconds(last_result_time_ + options_.server_timeout);
+            const std::int64_t server_deadline_ns = to_nanoseconds(silence_start_time_ + options_.server_timeout);
             deadline_ns = deadline_ns < 0 ? server_deadline_ns : std::min(deadline_ns, server_deadline_ns);
         }
         timespec timeout{};
@@ -411,7 +413,7 @@ void Loop::sleep() {
             timeout = {remaining_ns / 1'000'000'000, remaining_ns % 1'000'000'000};
         }
         // The result is not needed, because the next pass checks the rings and the socket.
-        ppoll(polled.data(), polled_count, deadline_ns >= 0 ? &timeout : nullptr, nullptr);
+        ppoll(polled_descriptors.data(), polled_descriptor_count, deadline_ns >= 0 ? &timeout : nullptr, nullptr);
     }
     std::uint64_t wake_count = 0;
     [[maybe_unused]] const ssize_t bytes_read = ::read(wake_event_.get(), &wake_count, sizeof wake_count);

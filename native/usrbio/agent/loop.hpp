@@ -34,7 +34,7 @@ using DrainPromise = std::shared_ptr<std::promise<void>>;
 struct Buffer {
     BufferSpec spec;
     std::size_t in_flight_count = 0;    // Number of operations in flight.
-    std::uint16_t queue_pair = 0;       // Index of the queue pair that operations of this buffer use now.
+    std::uint16_t queue_pair_index = 0; // The queue pair that operations of this buffer use now.
     std::uint64_t queue_pair_bytes = 0; // Bytes of operations since the buffer moved to this queue pair.
     bool is_closing = false;            // The buffer is removed when its operations in flight have ended.
     std::unique_ptr<BusGuard> guard;    // Guards the mapping in BufferSpec; null: there is none.
@@ -75,36 +75,37 @@ public:
     Loop(const Loop&) = delete;
     Loop& operator=(const Loop&) = delete;
 
-    // The loop's thread executes each of these calls between two passes over the rings, and the caller waits until it
-    // has done so. These functions throw std::system_error: EEXIST, the object exists already; ENOENT, the client does
-    // not exist; ESHUTDOWN, stop() was called. set_file() also fails with EBUSY if the file is being removed, and
+    // The loop's thread executes each of these calls between two passes over the rings, and the caller waits for the
+    // result. These functions throw std::system_error: EEXIST, the object exists already; ENOENT, the client does not
+    // exist; ESHUTDOWN, stop() was called. set_file() also fails with EBUSY if the file is being removed, and
     // add_ring() with EINVAL if the memory is not a valid ring.
     void add_client(std::uint64_t client_number);
     void add_buffer(std::uint64_t client_number, const BufferSpec& spec);
     // Adds a file, or changes its permissions and handles. `descriptor`: the file, open for reading, if its store was
-    // passed to set_local_store(). With it, the loop itself reads bytes that are in the page cache.
+    // passed to set_local_store(). With this descriptor, the loop itself reads bytes that are in the page cache.
     void set_file(std::uint64_t client_number, const FileSpec& spec, Descriptor descriptor = {});
     void add_ring(std::uint64_t client_number, const RingSpec& spec, int fd);
 
-    // These functions remove an object when its operations in flight have ended; no new operation of it starts
-    // meanwhile. They return false if operations are still in flight after `timeout`. The caller may then call again.
+    // These functions remove an object when its operations in flight have ended. Meanwhile, no new operation of the
+    // object starts. They return false if operations are still in flight after `timeout`. The caller may then call
+    // again.
     bool remove_buffer(std::uint64_t client_number, const Id& id, std::chrono::milliseconds timeout);
     bool remove_file(std::uint64_t client_number, std::uint64_t inode, std::chrono::milliseconds timeout);
     bool remove_ring(std::uint64_t client_number, const Id& id, std::chrono::milliseconds timeout);
     void remove_client(std::uint64_t client_number); // EBUSY: the client still has buffers, files or rings.
 
-    // Passes the folder of the checksums of a store whose storage server runs on this machine, and the memory of
-    // storage::SumsGeneration. Throws std::system_error.
+    // Call this function if the storage server runs on this machine. `sums_folder`: the folder with the checksums of
+    // the server's store. `generation_memory`: the memory of the storage::SumsGeneration. Throws std::system_error.
     void set_local_store(Descriptor sums_folder, Descriptor generation_memory);
 
     // From now on, sends operations over `socket`. Takes ownership of `socket`, also on failure. `queue_pair_nics`: for
     // each queue pair, the index of its NIC in BufferSpec::remote_keys. `generation`: a number that events of this
     // connection carry. EBUSY: the loop is already connected.
     void connect(int socket, std::vector<std::uint16_t> queue_pair_nics, std::uint64_t generation);
-    // Ends the connection. Call it when the server cannot access memory any more. Normally completes all operations in
-    // flight with -EREMOTEIO and returns false. If the session ended because a NIC refused the memory of an operation,
-    // completes only the operations in that memory and returns true. The other operations then wait until the next
-    // connect() sends them again, or until abandon() ends them.
+    // Ends the connection. Call this function only when the server cannot access memory any more. Normally completes
+    // all operations in flight with -EREMOTEIO and returns false. If the session ended because a NIC refused the memory
+    // of an operation, completes only the operations in that memory and returns true. The other operations then wait
+    // until the next connect() sends them again, or until abandon() ends them.
     bool disconnect();
     // Completes, with -EREMOTEIO, the operations that wait for a new connection since disconnect() returned true.
     void abandon();
@@ -125,7 +126,7 @@ private:
         std::uint64_t buffer_offset = 0;
         std::uint64_t file_offset = 0;
         std::uint32_t position = 0;   // Position in the ring's submission queue.
-        std::uint32_t generation = 0; // Number of uses of this element. A late result has an older one.
+        std::uint32_t generation = 0; // Number of uses of this element; see make_tag() in loop_io.cpp.
     };
 
     // A cache of the objects that the last checked entry names, because most entries of one AgentRing::claim() name the
@@ -195,7 +196,7 @@ private:
     std::array<std::vector<Ring*>, priority_class_count> rings_; // By priority.
     // For each priority, a counter. Modulo the number of rings, it is the index of the ring with which the next pass
     // begins.
-    std::array<std::size_t, priority_class_count> first_ring_indices_{};
+    std::array<std::size_t, priority_class_count> rotation_counts_{};
     std::uint64_t pass_count_ = 0;
     std::unique_ptr<Connection> connection_;
     bool is_connected_ = false;
@@ -204,9 +205,9 @@ private:
     bool has_memory_refusal_ = false;
     std::uint64_t connection_generation_ = 0;    // Number of the connection, which its events carry.
     std::vector<std::uint16_t> queue_pair_nics_; // The NIC of each queue pair; see connect().
-    // Time from which the timeout of the server is measured: the last result, or the first operation after a time
-    // without operations in flight.
-    Clock::time_point last_result_time_{};
+    // Time from which the silence of the server is measured: the time of the last result, or of the first operation
+    // after a time without operations in flight.
+    Clock::time_point silence_start_time_{};
     LocalReader local_reader_;
     // The reads in the batch of local_reader_, in the same order. All of them belong to one ring.
     std::vector<LocalRead> local_reads_;

@@ -30,11 +30,13 @@ constexpr std::uint64_t local_bytes_per_pass = 1024 * 1024;
 constexpr std::uint64_t publish_after_bytes = 256 * 1024;
 
 constexpr std::uint64_t make_tag(std::uint32_t index, std::uint32_t generation) noexcept {
-    return std::uint64_t{generation} << 32 | index;
+    return std::uint64_t{generation} << 32 | index; // The generation tells a late result from a result of a new use.
 }
 
 } // namespace
 
+// Claims and handles entries of all rings in the order of the priorities, and queues the requests to the server.
+// Returns whether there was work.
 bool Loop::drain_rings() {
     ++pass_count_;
     std::array<std::size_t, priority_class_count> priority_order = {0, 1, 2};
@@ -51,7 +53,7 @@ bool Loop::drain_rings() {
         if (now_ns == 0)
             now_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
         const std::size_t rings_count = rings.size();
-        const std::size_t first_index = first_ring_indices_[priority]++ % rings_count;
+        const std::size_t first_index = rotation_counts_[priority]++ % rings_count;
         std::vector<Ring*> broken_rings;
         for (std::size_t step = 0; step < rings_count; ++step) {
             Ring& ring = *rings[(first_index + step) % rings_count];
@@ -70,6 +72,8 @@ bool Loop::drain_rings() {
     return has_progress;
 }
 
+// Claims and handles entries of one ring until the ring is empty or a limit of this pass is reached. Sets
+// ring.is_broken if the ring cannot be served any more. Returns whether there was work.
 bool Loop::drain_ring(Ring& ring, std::int64_t now_ns) {
     if (ring.memory.was_truncated()) {
         ring.is_broken = true;
@@ -77,19 +81,19 @@ bool Loop::drain_ring(Ring& ring, std::int64_t now_ns) {
     }
     if (is_full())
         return false; // The loop can send no more operations now, so the entries wait in the ring.
-    std::size_t remaining_entries = entries_per_pass[static_cast<std::size_t>(ring.spec.priority)];
+    std::size_t remaining_entry_count = entries_per_pass[static_cast<std::size_t>(ring.spec.priority)];
     claimed_entries_.resize(entries_per_pass.front());
-    const std::uint64_t bytes_limit = local_bytes_limit_ = local_bytes_ + local_bytes_per_pass;
+    const std::uint64_t local_bytes_limit = local_bytes_limit_ = local_bytes_ + local_bytes_per_pass;
     bool has_claimed_all = false;
     bool has_claimed = false;
     do {
         // Estimate how many entries fit into the bytes that this pass may still copy. The estimate assumes that each
         // entry is as long as the last claimed one.
         const std::uint64_t fitting_count =
-            (bytes_limit - local_bytes_) / std::max<std::uint64_t>(ring.last_claimed_length, 1);
-        const std::size_t claims_max =
-            std::min({remaining_entries, free_indices_.size(), std::max<std::size_t>(std::size_t{1}, fitting_count)});
-        const std::size_t claimed_count = ring.agent_side->claim({claimed_entries_.data(), claims_max}, now_ns);
+            (local_bytes_limit - local_bytes_) / std::max<std::uint64_t>(ring.last_claimed_length, 1);
+        const std::size_t claim_count_max = std::min(
+            {remaining_entry_count, free_indices_.size(), std::max<std::size_t>(std::size_t{1}, fitting_count)});
+        const std::size_t claimed_count = ring.agent_side->claim({claimed_entries_.data(), claim_count_max}, now_ns);
         last_entry_objects_ = {};
         for (std::size_t index = 0; index < claimed_count; ++index)
             handle_entry(ring, claimed_entries_[index]);
@@ -97,9 +101,10 @@ bool Loop::drain_ring(Ring& ring, std::int64_t now_ns) {
         if (claimed_count != 0)
             ring.last_claimed_length = claimed_entries_[claimed_count - 1].arguments.length;
         has_claimed |= claimed_count != 0;
-        has_claimed_all = claimed_count < claims_max;
-        remaining_entries -= claimed_count;
-    } while (!has_claimed_all && remaining_entries != 0 && !free_indices_.empty() && local_bytes_ < bytes_limit);
+        has_claimed_all = claimed_count < claim_count_max;
+        remaining_entry_count -= claimed_count;
+    } while (!has_claimed_all && remaining_entry_count != 0 && !free_indices_.empty() &&
+             local_bytes_ < local_bytes_limit);
     ring.is_broken = ring.agent_side->is_broken();
     return has_claimed || ring.is_broken;
 }
@@ -213,28 +218,31 @@ int Loop::check_entry(Ring& ring, const ClaimedOperation& entry, Buffer*& buffer
     return is_connected_ ? 0 : -EREMOTEIO;
 }
 
+// Returns the index of the queue pair for the next operation of the buffer, which has `length` bytes.
 std::uint16_t Loop::choose_queue_pair(Buffer& buffer, std::uint64_t length) const {
     // Small operations that follow each other use the same queue pair, so that the server posts them to the NIC as one
     // list.
     const std::uint64_t bytes_before = std::exchange(buffer.queue_pair_bytes, buffer.queue_pair_bytes + length);
-    if (bytes_before != 0 && bytes_before < bytes_per_queue_pair && buffer.queue_pair < queue_pair_nics_.size())
-        return buffer.queue_pair;
+    if (bytes_before != 0 && bytes_before < bytes_per_queue_pair && buffer.queue_pair_index < queue_pair_nics_.size())
+        return buffer.queue_pair_index;
     buffer.queue_pair_bytes = length;
     const auto& preferred_nics = buffer.spec.preferred_nics;
     // Choose the next queue pair of a preferred NIC. If there is none, or the buffer prefers no NIC, choose the next
     // queue pair.
     for (std::size_t step = 1; step <= queue_pair_nics_.size(); ++step) {
-        const std::size_t queue_pair = (buffer.queue_pair + step) % queue_pair_nics_.size();
+        const std::size_t queue_pair_index = (buffer.queue_pair_index + step) % queue_pair_nics_.size();
         if (preferred_nics.empty() || std::find(preferred_nics.begin(), preferred_nics.end(),
-                                                queue_pair_nics_[queue_pair]) != preferred_nics.end())
-            return buffer.queue_pair = static_cast<std::uint16_t>(queue_pair);
+                                                queue_pair_nics_[queue_pair_index]) != preferred_nics.end())
+            return buffer.queue_pair_index = static_cast<std::uint16_t>(queue_pair_index);
     }
-    return buffer.queue_pair = static_cast<std::uint16_t>((buffer.queue_pair + 1U) % queue_pair_nics_.size());
+    return buffer.queue_pair_index =
+               static_cast<std::uint16_t>((buffer.queue_pair_index + 1U) % queue_pair_nics_.size());
 }
 
+// Records the operation of an entry in in_flight_, and adds its request to unsent_requests_.
 void Loop::start_operation(Ring& ring, const ClaimedOperation& entry, Buffer& buffer, File& file) {
     if (!has_in_flight())
-        last_result_time_ = Clock::now();
+        silence_start_time_ = Clock::now();
     const std::uint32_t index = free_indices_.back();
     free_indices_.pop_back();
     InFlight& operation = in_flight_[index];
@@ -259,8 +267,8 @@ void Loop::add_request(std::uint32_t index) {
     const Ring& ring = *operation.ring;
     const File& file = *operation.file;
     Buffer& buffer = *operation.buffer;
-    const std::uint16_t queue_pair = choose_queue_pair(buffer, operation.length);
-    const RemoteKey& remote_key = buffer.spec.remote_keys.at(queue_pair_nics_[queue_pair]);
+    const std::uint16_t queue_pair_index = choose_queue_pair(buffer, operation.length);
+    const RemoteKey& remote_key = buffer.spec.remote_keys.at(queue_pair_nics_[queue_pair_index]);
     storage::Operation& request = unsent_requests_.emplace_back();
     request.tag = make_tag(index, operation.generation);
     request.handle = ring.spec.for_read ? file.spec.read_handle : file.spec.write_handle;
@@ -268,12 +276,14 @@ void Loop::add_request(std::uint32_t index) {
     request.length = operation.length;
     request.remote_address = remote_key.address + operation.buffer_offset;
     request.rkey = remote_key.rkey;
-    request.queue_pair = queue_pair;
+    request.queue_pair = queue_pair_index;
     request.opcode = static_cast<std::uint8_t>(ring.spec.for_read ? storage::Opcode::read : storage::Opcode::write);
     if (ring.spec.for_read && (ring.spec.flags & forbid_read_holes) != 0)
         request.flags = storage::forbid_holes;
 }
 
+// Sends the frames that wait in the connection, and handles the results that have arrived. Returns whether there was
+// progress; the end of the connection counts as progress.
 bool Loop::send_and_receive() {
     if (!is_connected_)
         return false;
@@ -290,7 +300,7 @@ bool Loop::send_and_receive() {
         return handle_result(result.tag, result.result);
     });
     if (has_result)
-        last_result_time_ = Clock::now();
+        silence_start_time_ = Clock::now();
     has_progress |= has_result;
     if (!is_alive || has_memory_refusal_) {
         report_lost_connection(Event::Kind::disconnected);
@@ -311,7 +321,7 @@ void Loop::report_lost_connection(Event::Kind kind) {
 // true. This is needed because a server that hangs does not close the connection. A result of any operation restarts
 // the timeout, because the duration of one operation depends on the operations queued before it.
 bool Loop::report_silent_server(Clock::time_point now) {
-    if (!is_connected_ || !has_in_flight() || now - last_result_time_ < options_.server_timeout)
+    if (!is_connected_ || !has_in_flight() || now - silence_start_time_ < options_.server_timeout)
         return false;
     report_lost_connection(Event::Kind::silent);
     return true;
@@ -337,6 +347,8 @@ bool Loop::handle_result(std::uint64_t tag, std::int64_t result) {
     return true;
 }
 
+// Ends an operation in flight: posts its completion, frees its element of in_flight_, and removes each closing object
+// whose last operation this was.
 void Loop::complete_operation(std::uint32_t index, std::int64_t result) {
     InFlight& operation = in_flight_[index];
     Ring& ring = *operation.ring;

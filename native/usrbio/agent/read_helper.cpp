@@ -99,10 +99,10 @@ void ReadHelper::avoid_processor(int processor) noexcept {
 // with this thread or with the helper. If it shares the processor of this thread, the entries of the ring stay in the
 // cache of one processor.
 void ReadHelper::move_to_processor(int processor) noexcept {
-    const auto begin = Clock::now();
-    if (begin < next_move_time_ || processor >= CPU_SETSIZE)
+    const auto move_begin = Clock::now();
+    if (move_begin < next_move_time_ || processor >= CPU_SETSIZE)
         return;
-    next_move_time_ = begin + move_interval_min;
+    next_move_time_ = move_begin + move_interval_min;
     cpu_set_t allowed_processors, application_processors, current_processors;
     if (sched_getaffinity(0, sizeof allowed_processors, &allowed_processors) != 0 ||
         !CPU_ISSET(processor, &allowed_processors))
@@ -124,8 +124,9 @@ void ReadHelper::move_to_processor(int processor) noexcept {
         std::memset(&allowed_processors, 0xff, sizeof allowed_processors);
         sched_setaffinity(0, sizeof allowed_processors, &allowed_processors);
     }
-    const auto end = Clock::now();
-    next_move_time_ = end + std::max<Clock::duration>(move_interval_min, move_pause_factor * (end - begin));
+    const auto move_end = Clock::now();
+    next_move_time_ =
+        move_end + std::max<Clock::duration>(move_interval_min, move_pause_factor * (move_end - move_begin));
 }
 
 // Withdraws a job whose indices have all been begun. If the helper has taken the job, waits until the helper has
@@ -148,8 +149,8 @@ void ReadHelper::withdraw(Job& job) {
     // The threads may now be restricted to other processors, so let offer() set the helper's affinity again.
     if (!has_helped_in_time)
         avoided_processor_ = -1;
-    last_skip_ = has_helped_in_time ? 0 : std::clamp(last_skip_ * 2, 1U, jobs_to_skip_max);
-    jobs_to_skip_ = last_skip_;
+    last_skip_count_ = has_helped_in_time ? 0 : std::clamp(last_skip_count_ * 2, 1U, jobs_to_skip_max);
+    jobs_to_skip_ = last_skip_count_;
 }
 
 void ReadHelper::run_helper() {

@@ -23,8 +23,8 @@ public:
 
     // Calls `work` for each index below `count`: this thread from 0 upwards, and, if there are several indices, the
     // helper's thread from the last index downwards. Returns after the last call has returned. This thread never waits
-    // for an index that the helper has not begun, so a helper that gets no processor only fails to help. Only one
-    // thread may call this function.
+    // for an index that the helper has not begun, so a helper that gets no processor does not delay this thread. Only
+    // one thread may call this function.
     //
     // `application_processor`: the processor of the application's thread for which the work is done, or -1. A number
     // that is not a processor has no effect. If this thread may use exactly two processors, it moves to the processor
@@ -35,7 +35,7 @@ private:
     struct Job {
         const Work* work = nullptr;
         std::size_t count = 0;
-        std::atomic<std::size_t> begun_index_count{0}; // Number of begun indices; more than `count` at the end.
+        std::atomic<std::size_t> begun_index_count{0}; // Begun indices, plus 1 per thread that found none.
         std::size_t helped_index_count = 0;            // Number of indices that the helper executed.
     };
 
@@ -57,9 +57,9 @@ private:
     std::chrono::steady_clock::time_point next_move_time_{}; // The thread of the loop does not move earlier.
     std::thread thread_;
     // If the helper came too late for a job, or did not end it in time, probably no other processor was free. Then
-    // run() does not share the next jobs_to_skip_ jobs. last_skip_ is the number of jobs to skip after the last shared
-    // job. Each further late job doubles it, and a job in time sets it to 0.
-    std::uint32_t jobs_to_skip_ = 0, last_skip_ = 0;
+    // run() does not share the next jobs_to_skip_ jobs. last_skip_count_ is the number of jobs to skip after the last
+    // shared job. Each further late job doubles it, and a job in time sets it to 0.
+    std::uint32_t jobs_to_skip_ = 0, last_skip_count_ = 0;
     std::uint32_t begun_job_count_ = 0; // Number of jobs that the helper has begun.
 };
 

@@ -55,12 +55,12 @@ bool ReadRing::read(std::span<CachedRead> reads) noexcept {
     if (!ring_)
         return false;
     const std::atomic_ref tail(*at<std::uint32_t>(submission_queue_, parameters_.sq_off.tail));
-    const std::uint32_t begin = tail.load(std::memory_order_relaxed);
+    const std::uint32_t first_position = tail.load(std::memory_order_relaxed);
     auto* const entries = at<io_uring_sqe>(submission_entries_, 0);
     const auto count = static_cast<std::uint32_t>(reads.size());
     for (std::uint32_t index = 0; index < count; ++index) {
         const CachedRead& read = reads[index];
-        io_uring_sqe& entry = entries[(begin + index) & (parameters_.sq_entries - 1)];
+        io_uring_sqe& entry = entries[(first_position + index) & (parameters_.sq_entries - 1)];
         entry = {};
         entry.opcode = IORING_OP_READ;
         entry.fd = read.fd;
@@ -71,7 +71,7 @@ bool ReadRing::read(std::span<CachedRead> reads) noexcept {
         entry.rw_flags = RWF_NOWAIT;
         entry.user_data = index;
     }
-    tail.store(begin + count, std::memory_order_release);
+    tail.store(first_position + count, std::memory_order_release);
     if (!submit_and_wait(count) || take_completions(reads) != count) {
         close(); // The state of the queues is not known, so they cannot be used again.
         return false;

@@ -20,8 +20,9 @@ struct CachedRead {
     std::int64_t result = 0; // The number of bytes, which may be smaller than requested, or a negative errno.
 };
 
-// The queues of io_uring for one thread, which are not a ring of a client. Many reads by one system call take a quarter
-// less time than a system call for each of them.
+// The submission queue and the completion queue of an io_uring, for one thread. In contrast to class Ring, this class
+// has nothing to do with a ring of a client. Many reads by one system call take a quarter less time than a system call
+// for each of them.
 class ReadRing {
 public:
     ReadRing() = default;

@@ -78,7 +78,7 @@ struct Statistics {
     std::uint64_t batches = 0; // Frames sent to the server.
     std::uint64_t sleeps = 0;  // Number of times that the loop has slept.
     std::uint64_t broken_rings = 0;
-    std::uint64_t disconnects = 0; // Connections to the server that were lost.
+    std::uint64_t disconnects = 0; // Connections to the server that were lost, or that the agent ended.
     std::uint64_t outstanding = 0; // Operations in flight now.
 };
 

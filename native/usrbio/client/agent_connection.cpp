@@ -78,7 +78,8 @@ bool is_exiting(pid_t pid) noexcept {
            (flags & exiting_flag) != 0;
 }
 
-// Checks the header of a reply whose payload has `payload_bytes`. A status is an errno, so it is below 4096.
+// Returns whether the header of a reply is valid for `request` and a payload of `payload_bytes`. A status is an errno,
+// so it is below 4096.
 bool is_valid_reply(const AgentHeader& reply, const AgentHeader& request, std::size_t payload_bytes) noexcept {
     return reply.magic == agent_magic && reply.version == agent_version && reply.type == request.type &&
            reply.sequence == request.sequence && reply.length == payload_bytes && reply.status >= 0 &&
@@ -99,7 +100,7 @@ AgentConnection::AgentConnection(int fd) noexcept : fd_(fd) {
 }
 
 AgentConnection::~AgentConnection() {
-    if (has_watch_thread_) {             // No other thread uses the connection any more.
+    if (has_watch_thread_) {             // Without library_mutex(): no other thread uses this connection any more.
         shutdown(fd_.load(), SHUT_RDWR); // Ends the wait of the watch thread.
         watch_thread_ended_->acquire();
     }
@@ -128,14 +129,14 @@ int AgentConnection::fail(const char* reason, int close_timeout_ms) noexcept {
     // When an agent exits, it withdraws its publications and then closes its end of the socket. Its NIC may access the
     // memory until then, so wait until the socket is closed. The wait has a limit, because an agent that hangs does not
     // close the socket.
-    wait_closed_by_agent(close_timeout_ms);
+    wait_until_closed_by_agent(close_timeout_ms);
     return -EREMOTEIO;
 }
 
 // If the agent is exiting, waits until its process has ended. The kernel closes the descriptors of a dying process in
 // an unspecified order. So the agent's end of the socket may be closed while its NIC is still open and still writes to
 // memory.
-void AgentConnection::wait_agent_exit() noexcept {
+void AgentConnection::wait_for_agent_exit() noexcept {
     pollfd polled_pidfd{.fd = agent_pidfd_.load(), .events = POLLIN, .revents = 0};
     if (polled_pidfd.fd < 0 || poll(&polled_pidfd, 1, 0) > 0 || !is_exiting(agent_pid_)) {
         return;
@@ -146,14 +147,16 @@ void AgentConnection::wait_agent_exit() noexcept {
     }
 }
 
-bool AgentConnection::wait_closed_by_agent(int timeout_ms) noexcept {
+// Waits until the agent has closed its end of the socket, at most `timeout_ms` (-1: no limit). Returns whether the
+// agent has closed it.
+bool AgentConnection::wait_until_closed_by_agent(int timeout_ms) noexcept {
     if (is_closed_by_agent()) {
         return true;
     }
     pollfd polled_socket{.fd = fd_.load(), .events = POLLRDHUP, .revents = 0};
     if (poll(&polled_socket, 1, timeout_ms) > 0 &&
         (polled_socket.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0) {
-        wait_agent_exit();
+        wait_for_agent_exit();
         is_closed_by_agent_.store(true, std::memory_order_release);
         has_failed_.store(true, std::memory_order_release);
     }
@@ -226,7 +229,7 @@ bool AgentConnection::start_watch_thread() noexcept {
 }
 
 void AgentConnection::watch_socket() noexcept {
-    while (!wait_closed_by_agent(-1)) {
+    while (!wait_until_closed_by_agent(-1)) {
     }
     const std::lock_guard lock(library_mutex());
     for (Semaphore* semaphore : watched_semaphores_) {
@@ -406,13 +409,14 @@ int find_agent_connection(const char* mount, std::shared_ptr<AgentConnection>& c
     const std::unique_ptr<char, decltype(&std::free)> path_owner(resolved_path, std::free);
     try {
         const std::string path(resolved_path);
-        std::shared_ptr<AgentConnection> existing;
-        connections(); // The first call locks library_mutex(), so call it before the lock below.
+        std::shared_ptr<AgentConnection> previous_connection;
+        connections(); // Its first call locks library_mutex(), so it must come before the lock below.
         {
             const std::lock_guard lock(library_mutex());
-            existing = connections().by_mount[path].lock();
+            previous_connection = connections().by_mount[path].lock();
         }
-        if (existing == nullptr || existing->has_failed() || existing->check_closed_by_agent()) {
+        if (previous_connection == nullptr || previous_connection->has_failed() ||
+            previous_connection->check_closed_by_agent()) {
             std::shared_ptr<AgentConnection> new_connection;
             if (const int status = make_connection(path, new_connection); status != 0) {
                 return status;
@@ -420,20 +424,22 @@ int find_agent_connection(const char* mount, std::shared_ptr<AgentConnection>& c
             // Another thread may have created a connection at the same time. Use that connection, unless it has failed.
             // The destructor of the unused connection locks library_mutex(), so declare the pointers outside the locked
             // block.
-            std::shared_ptr<AgentConnection> selected, current;
+            std::shared_ptr<AgentConnection> selected_connection, current_connection;
             {
                 const std::lock_guard lock(library_mutex());
                 std::weak_ptr<AgentConnection>& entry = connections().by_mount[path];
-                current = entry.lock();
-                selected =
-                    current == nullptr || current == existing || current->has_failed() ? new_connection : current;
-                entry = selected;
+                current_connection = entry.lock();
+                selected_connection = current_connection == nullptr || current_connection == previous_connection ||
+                                              current_connection->has_failed()
+                                          ? new_connection
+                                          : current_connection;
+                entry = selected_connection;
             }
             log_line(LogLevel::info, "connected to the agent of %s", mount);
-            connection = std::move(selected);
+            connection = std::move(selected_connection);
             return 0;
         }
-        connection = std::move(existing);
+        connection = std::move(previous_connection);
         return 0;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;

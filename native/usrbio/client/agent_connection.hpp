@@ -45,7 +45,7 @@ public:
     bool has_failed() const noexcept { return has_failed_.load(std::memory_order_acquire); }
     // Checks by a system call whether the agent has closed its end of the socket. If so, the agent has withdrawn the
     // publications of this connection, or is dead.
-    bool check_closed_by_agent() noexcept { return wait_closed_by_agent(0); }
+    bool check_closed_by_agent() noexcept { return wait_until_closed_by_agent(0); }
     // Returns the result of the last check, without a system call.
     bool is_closed_by_agent() const noexcept { return is_closed_by_agent_.load(std::memory_order_acquire); }
 
@@ -67,13 +67,13 @@ private:
     // Logs `reason`, and marks the connection as failed. Waits until the agent has closed the socket, at most
     // `close_timeout_ms`. Returns -EREMOTEIO.
     int fail(const char* reason, int close_timeout_ms) noexcept;
-    bool wait_closed_by_agent(int timeout_ms) noexcept;
-    void wait_agent_exit() noexcept;
+    bool wait_until_closed_by_agent(int timeout_ms) noexcept;
+    void wait_for_agent_exit() noexcept;
     struct WatchThreadContext;
     bool start_watch_thread() noexcept;
     void watch_socket() noexcept;
 
-    std::mutex mutex_;
+    std::mutex mutex_; // Locked from a request until its reply.
     std::atomic<int> fd_;
     std::atomic<int> agent_pidfd_{-1};
     pid_t agent_pid_ = 0;

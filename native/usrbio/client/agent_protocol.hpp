@@ -27,7 +27,7 @@ enum class AgentRequest : std::uint16_t {
     punch_hole = 6,      // u64 flags, u32 count, u32 0, count x (u64 begin, u64 end); one descriptor -> (status)
     hard_link = 7, // u16 length, name of the new link in the folder; two descriptors: file (O_PATH), folder (O_PATH) ->
                    // (status)
-    borrow = 8,    // Publish without share handle, name, target of the other client's publication -> (status)
+    borrow = 8,    // Publish (share handle: 0 bytes), name and target of the other client's publication -> (status)
     return_borrowed = 9, // u16 length, name; once for each borrow -> (status)
     // The requests below need agent_feature_keep.
     unpublish_and_keep = 10, // u16 length, name -> u64: 1 if the agent keeps the registration, 0 if it has ended it
@@ -38,11 +38,11 @@ enum class AgentRequest : std::uint16_t {
 //
 // agent_feature_keep: the agent can keep the registration of a dma-buf between two publications of a client. A later
 // publish with the same dma-buf (fstat: st_dev, st_ino), offset, length and target allocation uses the kept
-// registration. The share handle may describe a longer range than the link target; the iov is then the beginning of
-// that range. The agent ends a kept registration on drop_kept, and when the client's connection ends. The agent can
-// also keep the registration of host memory, which it identifies by device, inode and length. As long as the agent
-// keeps the registration, the file keeps its name in /dev/shm. When the agent ends the registration, it removes the
-// name.
+// registration. The share handle may describe a longer range than the link target does; the iov is then the beginning
+// of that longer range. The agent ends a kept registration on drop_kept, and when the client's connection ends. The
+// agent can also keep the registration of host memory, which it identifies by device, inode and length. As long as the
+// agent keeps the registration, the file keeps its name in /dev/shm. When the agent ends the registration, it removes
+// the name.
 inline constexpr std::uint64_t agent_feature_keep = 1;
 
 struct AgentHeader {

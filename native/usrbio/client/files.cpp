@@ -32,8 +32,8 @@ namespace {
 
 // A registered file. The table of registrations contains it twice: under the numbers of both descriptors.
 struct Registration {
-    int fd;        // The caller's descriptor.
-    int duplicate; // The library's duplicate of the descriptor. hf3fs_reg_fd returns its negative number.
+    int fd;           // The caller's descriptor.
+    int duplicate_fd; // The library's duplicate of the descriptor. hf3fs_reg_fd returns -duplicate_fd.
     std::uint64_t inode;
     std::shared_ptr<AgentConnection> agent; // Null: the file is in a FUSE mount of 3FS that has no agent.
 };
@@ -71,7 +71,7 @@ int find_agent(const std::string& mount, std::shared_ptr<AgentConnection>& agent
 }
 
 int register_with_agent(AgentConnection& agent, int fd, std::uint64_t& inode) noexcept {
-    const std::uint64_t flags = 0;
+    const std::uint64_t flags = 0; // Reserved.
     const iovec payload{const_cast<std::uint64_t*>(&flags), sizeof(flags)};
     return -agent.call(AgentRequest::register_file, {&payload, 1}, {&fd, 1},
                        std::as_writable_bytes(std::span(&inode, 1)));
@@ -110,42 +110,43 @@ void deregister_file(const Registration& registration) noexcept {
     }
 }
 
-int add_registration(int fd, int duplicate, FileAccess access, const Registration& registration) {
+int add_registration(int fd, int duplicate_fd, FileAccess access, const Registration& registration) {
     const std::lock_guard lock(library_mutex());
     Registrations& table = registrations();
-    if (table.by_fd.contains(fd) || table.by_fd.contains(duplicate)) {
+    if (table.by_fd.contains(fd) || table.by_fd.contains(duplicate_fd)) {
         return EINVAL;
     }
     const FileTable::File entry{registration.inode, access};
-    table.by_fd[fd] = table.by_fd[duplicate] = {fd, duplicate, registration.inode, registration.agent};
-    if (!file_table().set(fd, entry) || !file_table().set(duplicate, entry)) {
+    table.by_fd[fd] = table.by_fd[duplicate_fd] = {fd, duplicate_fd, registration.inode, registration.agent};
+    if (!file_table().set(fd, entry) || !file_table().set(duplicate_fd, entry)) {
         file_table().clear(fd);
         table.by_fd.erase(fd);
-        table.by_fd.erase(duplicate);
+        table.by_fd.erase(duplicate_fd);
         return ENOMEM;
     }
     return 0;
 }
 
-// Duplicates `fd` to a number that no registration uses. If the application closed a descriptor before deregistering
-// it, its number is free for the kernel, but still registered. Returns -1 and sets errno on failure.
+// Duplicates `fd` to a number that no registration uses. If the application closed a registered descriptor, the kernel
+// may return its number again, although the number is still registered. Returns -1 and sets errno on failure.
 int duplicate_to_unused_number(int fd) {
     for (int fd_min = 0;;) {
-        const int duplicate = fcntl(fd, F_DUPFD_CLOEXEC, fd_min);
-        if (duplicate < 0) {
+        const int duplicate_fd = fcntl(fd, F_DUPFD_CLOEXEC, fd_min);
+        if (duplicate_fd < 0) {
             return -1;
         }
         {
             const std::lock_guard lock(library_mutex());
-            if (!registrations().by_fd.contains(duplicate)) {
-                return duplicate;
+            if (!registrations().by_fd.contains(duplicate_fd)) {
+                return duplicate_fd;
             }
         }
-        close(duplicate);
-        fd_min = duplicate + 1;
+        close(duplicate_fd);
+        fd_min = duplicate_fd + 1;
     }
 }
 
+// Implements hf3fs_reg_fd. Returns the negated number of the duplicate, or a positive errno.
 int register_descriptor(int fd) {
     const std::lock_guard registration_lock(registration_mutex().mutex);
     const int status_flags = fcntl(fd, F_GETFL);
@@ -187,7 +188,7 @@ void deregister_descriptor(int fd) {
             return;
         }
         registration = entry->second;
-        for (const int descriptor : {registration.fd, registration.duplicate}) {
+        for (const int descriptor : {registration.fd, registration.duplicate_fd}) {
             file_table().clear(descriptor);
             table.by_fd.erase(descriptor);
         }
@@ -195,7 +196,7 @@ void deregister_descriptor(int fd) {
     deregister_file(registration);
     log_line(LogLevel::info, "deregistered descriptor %d: inode %llu", registration.fd,
              static_cast<unsigned long long>(registration.inode));
-    close(registration.duplicate);
+    close(registration.duplicate_fd);
 }
 
 int punch_holes_by_agent(AgentConnection& agent, int fd, std::uint64_t flags, int range_count, const std::size_t* begin,
@@ -306,7 +307,8 @@ int hf3fs_reg_fd(int fd, uint64_t /*flags*/) {
 }
 
 void hf3fs_dereg_fd(int fd) {
-    // A negative number is a result of hf3fs_reg_fd: minus the duplicate. -INT_MIN would overflow.
+    // A negative `fd` is a result of hf3fs_reg_fd, which returns the negated number of the duplicate. -INT_MIN would
+    // overflow.
     if (fd != INT_MIN) {
         deregister_descriptor(fd < 0 ? -fd : fd);
     }

@@ -17,7 +17,7 @@ using namespace gdrkit::usrbio;
 
 // The layouts are parts of the C ABI.
 static_assert(sizeof(gdrkit_gpu_pool_statistics_t) == 72);
-static_assert(sizeof(hf3fs_gpu_ipc_handle_t) == gdr_handle_bytes &&
+static_assert(sizeof(hf3fs_gpu_ipc_handle_t) == gpu_ipc_handle_bytes &&
               sizeof(gdrkit_share_handle_t) == share_handle_bytes);
 static_assert(sizeof(hf3fs_iov) == 312 && offsetof(hf3fs_iov, id) == 16 && offsetof(hf3fs_iov, mount_point) == 32 &&
               offsetof(hf3fs_iov, size) == 288 && offsetof(hf3fs_iov, numa) == 304);

@@ -28,7 +28,7 @@ bool GpuIov::belongs_to_this_process() const noexcept {
 
 void GpuIov::unlink(hf3fs_iov&) noexcept {
     if (belongs_to_this_process()) {
-        const std::scoped_lock lock(end_mutex_);
+        const std::scoped_lock lock(destruction_mutex_);
         // unpublish() logs a failure, and keeps publication_name, so that destroy() tries again.
         unpublish();
     }
@@ -36,13 +36,13 @@ void GpuIov::unlink(hf3fs_iov&) noexcept {
 
 bool GpuIov::destroy(hf3fs_iov& iov) noexcept {
     if (belongs_to_this_process()) {
-        const std::scoped_lock lock(end_mutex_);
+        const std::scoped_lock lock(destruction_mutex_);
         std::shared_ptr<AgentConnection> keeping_agent;
         // The pool may keep the block only if the application has exported no handle of its memory.
         if (unpublish(origin == Origin::pooled && !is_exported ? &keeping_agent : nullptr) != 0) {
             return false;
         }
-        borrowed.end_borrow();
+        borrowed_publication.end_borrow();
         if (keeping_agent != nullptr) {
             origin = Origin::wrapped; // The pool owns the memory now, so release_memory() does nothing.
             keep_block(std::move(block), std::move(keeping_agent));
@@ -73,7 +73,7 @@ void GpuIov::release_memory() noexcept {
         return;
     }
     const bool is_allocated = previous_origin == Origin::allocated;
-    if (const cuda::Result result = is_allocated ? driver.free(base) : driver.ipc_close(base);
+    if (const cuda::Result result = is_allocated ? driver.free(owned_address) : driver.ipc_close(owned_address);
         result != cuda::success) {
         log_line(LogLevel::error, "%s() failed: %s (%d)", is_allocated ? "cuMemFree" : "cuIpcCloseMemHandle",
                  cuda::result_name(driver, result), result);

@@ -1,5 +1,5 @@
-// The object of a GPU iov of this process. It owns the device memory and its publication (the name in
-// <mount>/3fs-virt/iovs under which the agent serves the memory), and releases both.
+// Class GpuIov: one object for each GPU iov of this process. The object owns the device memory and its publication (the
+// name in <mount>/3fs-virt/iovs under which the agent serves the memory), and releases both.
 #pragma once
 
 #include <sys/types.h>
@@ -48,15 +48,15 @@ public:
     // Set when the application exported a handle of the memory. Another process may then map the memory at any time, so
     // the pool must not keep it for a later iov.
     std::atomic<bool> is_exported{false};
-    cuda::DevicePointer base = 0;    // Address to free or unmap when the iov ends; 0 for wrapped and pooled memory.
-    cuda::DevicePointer pointer = 0; // Address of the first byte of the iov.
+    cuda::DevicePointer owned_address = 0; // Address to free or unmap at the end; 0: wrapped or pooled memory.
+    cuda::DevicePointer pointer = 0;       // Address of the first byte of the iov.
     std::size_t size_bytes = 0;
     Allocation allocation;                          // The allocation that contains the first byte.
     std::optional<IpcBytes> ipc;                    // IPC handle of `allocation`, if this type of memory has one.
     std::optional<ContextToFlush> context_to_flush; // Set if the device shows writes of NICs only after a flush.
     std::string mount;
-    BorrowedPublication borrowed; // For opened memory: the publication of the process that owns the memory.
-    std::string publication_name; // Name of the link; empty: this process has not published the memory.
+    BorrowedPublication borrowed_publication; // For opened memory: the publication of the process that owns the memory.
+    std::string publication_name;             // Name of the link; empty: this process has not published the memory.
 
 private:
     // Withdraws the publication, if there is one. If `keeping_agent` is not null, asks the agent to keep the memory
@@ -64,7 +64,7 @@ private:
     int unpublish(std::shared_ptr<AgentConnection>* keeping_agent = nullptr) noexcept;
     void release_memory() noexcept; // Forgets the memory even if the driver fails to free or unmap it.
 
-    std::mutex end_mutex_; // Locked during unlink and destroy.
+    std::mutex destruction_mutex_; // Locked during unlink and destroy.
     pid_t creator_pid_;
 };
 

@@ -48,6 +48,7 @@ public:
 private:
     GpuBlock(const cuda::Driver& driver, int device, std::size_t block_bytes);
     int export_and_clear();
+    // Asks `keeping_agent`, if there is one, to end its registration. Returns 0 if the agent has no registration now.
     int drop_registration() noexcept;
 
     PrimaryContext primary_context_;

@@ -88,9 +88,9 @@ int check_and_publish(GpuIov& gpu_iov, const std::uint8_t id[16]) {
 
 int allocate(GpuIov& gpu_iov) {
     const std::size_t allocated_bytes = (gpu_iov.size_bytes + rdma_page_bytes - 1) / rdma_page_bytes * rdma_page_bytes;
-    cuda::Result result = gpu_iov.driver.allocate(&gpu_iov.base, allocated_bytes);
+    cuda::Result result = gpu_iov.driver.allocate(&gpu_iov.owned_address, allocated_bytes);
     if (result == cuda::out_of_memory && trim_gpu_pool(0) > 0) {
-        result = gpu_iov.driver.allocate(&gpu_iov.base, allocated_bytes);
+        result = gpu_iov.driver.allocate(&gpu_iov.owned_address, allocated_bytes);
     }
     if (result != cuda::success) {
         log_line(LogLevel::error, "cuMemAlloc(%zu) failed: %s (%d)", allocated_bytes,
@@ -98,13 +98,13 @@ int allocate(GpuIov& gpu_iov) {
         return result == cuda::invalid_value ? -ENOMEM : cuda::convert_to_errno(result);
     }
     gpu_iov.origin = GpuIov::Origin::allocated;
-    gpu_iov.pointer = gpu_iov.base;
+    gpu_iov.pointer = gpu_iov.owned_address;
     return 0;
 }
 
-// Takes a block from the pool, or allocates one. Returns null if the pool cannot serve this iov: no agent keeps
-// registrations, the pool is off, the size is above its limit, the device is short of memory, or the block cannot be
-// created.
+// Takes a block from the pool, or allocates one. Returns null if the pool cannot serve this iov: no agent is connected,
+// the agent does not keep the registrations of idle blocks, the pool is off, the size is above its limit, the device is
+// short of memory, or the block cannot be created.
 std::unique_ptr<GpuBlock> take_pooled_block(const GpuIov& gpu_iov) {
     std::shared_ptr<AgentConnection> agent;
     if (!may_use_gpu_pool(gpu_iov.size_bytes) || find_agent_connection(gpu_iov.mount.c_str(), agent) != 0 ||
@@ -112,8 +112,8 @@ std::unique_ptr<GpuBlock> take_pooled_block(const GpuIov& gpu_iov) {
         return nullptr;
     }
     if (auto idle_block = take_block(*agent, gpu_iov.device, gpu_iov.size_bytes)) {
-        log_line(LogLevel::info, "GPU pool: reuses %zu bytes at 0x%llx for %zu bytes", idle_block->block_bytes,
-                 static_cast<unsigned long long>(idle_block->base), gpu_iov.size_bytes);
+        log_line(LogLevel::info, "GPU pool: reuses a block of %zu bytes at 0x%llx for an iov of %zu bytes",
+                 idle_block->block_bytes, static_cast<unsigned long long>(idle_block->base), gpu_iov.size_bytes);
         return idle_block;
     }
     const std::size_t block_bytes = choose_pool_block_bytes(gpu_iov.size_bytes);
@@ -125,7 +125,7 @@ std::unique_ptr<GpuBlock> take_pooled_block(const GpuIov& gpu_iov) {
     if (GpuBlock::create(gpu_iov.driver, gpu_iov.device, block_bytes, &block) != 0) {
         return nullptr;
     }
-    log_line(LogLevel::info, "GPU pool: grows by %zu bytes at 0x%llx for %zu bytes", block_bytes,
+    log_line(LogLevel::info, "GPU pool: allocates a block of %zu bytes at 0x%llx for an iov of %zu bytes", block_bytes,
              static_cast<unsigned long long>(block->base), gpu_iov.size_bytes);
     return block;
 }
@@ -140,27 +140,28 @@ int publish_block(GpuIov& gpu_iov, std::unique_ptr<GpuBlock> block, const std::u
 }
 
 // Maps the memory of another process by its IPC handle, and checks that the mapping has the size and offset that the
-// share handle or the link describes. `allocation_bytes` is 0 if the size of the allocation is unknown. Returns -ENOMEM
-// if memory is exhausted, and `driver_error` if the driver refuses the handle for another reason.
+// handle, or the symbolic link of the published iov, describes. `allocation_bytes` is 0 if the size of the allocation
+// is unknown. Returns -ENOMEM if memory is exhausted, and `driver_error` if the driver refuses the handle for another
+// reason.
 int map_ipc(GpuIov& gpu_iov, const IpcBytes& ipc, std::uint64_t allocation_bytes, std::uint64_t offset_bytes,
             int driver_error) {
     const CurrentContext current_context(gpu_iov.driver, gpu_iov.context);
     if (current_context.error() != 0) {
         return current_context.error();
     }
-    if (const cuda::Result result = open_ipc(gpu_iov.driver, ipc, &gpu_iov.base); result != cuda::success) {
+    if (const cuda::Result result = open_ipc(gpu_iov.driver, ipc, &gpu_iov.owned_address); result != cuda::success) {
         return result == cuda::out_of_memory ? -ENOMEM : driver_error;
     }
     gpu_iov.origin = GpuIov::Origin::opened;
     gpu_iov.ipc = ipc;
     const cuda::Result range_result =
-        gpu_iov.driver.address_range(&gpu_iov.allocation.base, &gpu_iov.allocation.bytes, gpu_iov.base);
+        gpu_iov.driver.address_range(&gpu_iov.allocation.base, &gpu_iov.allocation.bytes, gpu_iov.owned_address);
     if (range_result != cuda::success) {
         log_line(LogLevel::error, "cuMemGetAddressRange failed: %s (%d)",
                  cuda::result_name(gpu_iov.driver, range_result), range_result);
         return -EINVAL;
     }
-    if (gpu_iov.allocation.base != gpu_iov.base ||
+    if (gpu_iov.allocation.base != gpu_iov.owned_address ||
         (allocation_bytes != 0 && allocation_bytes != gpu_iov.allocation.bytes) ||
         offset_bytes > gpu_iov.allocation.bytes || gpu_iov.size_bytes > gpu_iov.allocation.bytes - offset_bytes) {
         log_line(LogLevel::error,
@@ -168,7 +169,7 @@ int map_ipc(GpuIov& gpu_iov, const IpcBytes& ipc, std::uint64_t allocation_bytes
                  gpu_iov.size_bytes, static_cast<std::size_t>(offset_bytes), gpu_iov.allocation.bytes);
         return -EINVAL;
     }
-    gpu_iov.pointer = gpu_iov.base + offset_bytes;
+    gpu_iov.pointer = gpu_iov.owned_address + offset_bytes;
     Allocation unused_allocation;
     if (const int error = check_device_memory(gpu_iov.driver, gpu_iov.device, gpu_iov.pointer, gpu_iov.size_bytes,
                                               &unused_allocation);
@@ -295,7 +296,7 @@ int open_gpu_iov(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount, s
     }
     int status = map_ipc(*gpu_iov, *target->ipc, target->allocation_bytes, target->offset_bytes, -EIO);
     if (status == 0) {
-        status = gpu_iov->borrowed.borrow(mount, publication_name, target_text);
+        status = gpu_iov->borrowed_publication.borrow(mount, publication_name, target_text);
     }
     if (status != 0) {
         return status;
@@ -308,7 +309,7 @@ int import_gpu_iov(hf3fs_iov* iov, const hf3fs_gpu_ipc_handle_t* handle, const c
     if (iov == nullptr || !is_valid_mount(mount) || handle == nullptr) {
         return -EINVAL;
     }
-    const auto parsed_handle = parse_gdr_handle(handle->data);
+    const auto parsed_handle = parse_gpu_ipc_handle(handle->data);
     if (!parsed_handle) {
         log_line(LogLevel::error, "hf3fs_iov_import_gpu: the 80 bytes are not a valid handle of GPU memory");
         return -EINVAL;
@@ -329,7 +330,7 @@ int import_gpu_iov(hf3fs_iov* iov, const hf3fs_gpu_ipc_handle_t* handle, const c
         return error;
     }
     std::uint8_t id[16];
-    if (const int status = borrow_publication(*gpu_iov, 0, id); status != 0) {
+    if (const int status = borrow_owner_publication(*gpu_iov, 0, id); status != 0) {
         return status;
     }
     register_and_fill_iov(iov, gpu_iov, id, gpu_iov->size_bytes);
@@ -347,7 +348,8 @@ int import_shared_gpu_iov(hf3fs_iov* iov, const gdrkit_share_handle_t* handle, c
     }
     if (parsed_handle->kind != ShareKind::ipc) {
         log_line(LogLevel::error,
-                 "gdrkit_iov_import_share takes only share handles of type IPC, which need no descriptors");
+                 "gdrkit_iov_import_share accepts only share handles of type IPC; this handle also needs file "
+                 "descriptors of its owner");
         return -ENOTSUP;
     }
     const int device = find_device_by_uuid(*cuda::driver(), parsed_handle->device_uuid);
@@ -366,7 +368,7 @@ int import_shared_gpu_iov(hf3fs_iov* iov, const gdrkit_share_handle_t* handle, c
         return error;
     }
     std::uint8_t id[16];
-    if (const int status = borrow_publication(*gpu_iov, parsed_handle->offset_bytes, id); status != 0) {
+    if (const int status = borrow_owner_publication(*gpu_iov, parsed_handle->offset_bytes, id); status != 0) {
         return status;
     }
     register_and_fill_iov(iov, gpu_iov, id, gpu_iov->size_bytes);
@@ -388,7 +390,7 @@ int export_gpu_iov(const hf3fs_iov* iov, hf3fs_gpu_ipc_handle_t* handle) {
         return -EINVAL;
     }
     const auto packed_handle =
-        pack(GdrHandle{*gpu_iov->ipc, gpu_iov->size_bytes, static_cast<std::uint64_t>(gpu_iov->device)});
+        pack(GpuIpcHandle{*gpu_iov->ipc, gpu_iov->size_bytes, static_cast<std::uint64_t>(gpu_iov->device)});
     if (!packed_handle) {
         return -EINVAL;
     }

@@ -14,8 +14,8 @@ namespace gdrkit::usrbio {
 // The bytes of a CUipcMemHandle, by which another process maps an allocation.
 using IpcBytes = std::array<std::uint8_t, 64>;
 
-// A reference to the primary context of a device. The CUDA runtime API and torch use this context too. It exists as
-// long as a reference exists.
+// A reference to the primary context of a device. The CUDA runtime API and torch use this context too. The context
+// exists as long as a reference to it exists.
 class PrimaryContext {
 public:
     PrimaryContext() = default;
@@ -25,7 +25,7 @@ public:
     PrimaryContext& operator=(PrimaryContext&& other) noexcept;
     ~PrimaryContext();
 
-    // Returns -ENODEV if the device does not exist.
+    // Takes a reference. Returns 0, -ENOMEM, or -ENODEV if the device does not exist or the driver refuses its context.
     int retain(const cuda::Driver& driver, int device);
     [[nodiscard]] cuda::Context get() const { return context_; }
     // Drops the reference without a call of the driver. Call it in a forked child, where the driver does not work.

@@ -36,7 +36,7 @@ struct Pool {
     std::size_t idle_bytes_max = 0;
     std::chrono::milliseconds idle_time_max{};
     // Counters of gdrkit_gpu_pool_statistics_t.
-    std::uint64_t hit_count = 0, miss_count = 0, trimmed_count = 0, refused_count = 0;
+    std::uint64_t hit_count = 0, miss_count = 0, trimmed_block_count = 0, refused_block_count = 0;
     bool has_thread = false;
     std::condition_variable thread_wakeup;
 };
@@ -75,7 +75,7 @@ template <typename Condition>
 void move_idle_blocks(Pool& pool, BlockList& removed_blocks, const Condition& must_remove) {
     while (!pool.idle_blocks.empty() && must_remove(*pool.idle_blocks.front())) {
         pool.idle_bytes -= pool.idle_blocks.front()->block_bytes;
-        ++pool.trimmed_count;
+        ++pool.trimmed_block_count;
         removed_blocks.splice(removed_blocks.end(), pool.idle_blocks, pool.idle_blocks.begin());
     }
 }
@@ -109,8 +109,9 @@ void trim_until_empty() {
         const auto interval = std::clamp(pool.idle_time_max, std::chrono::milliseconds(1), check_interval_max);
         pool.thread_wakeup.wait_for(lock, interval);
         BlockList removed_blocks;
-        const Clock::time_point expiry = Clock::now() - pool.idle_time_max;
-        move_idle_blocks(pool, removed_blocks, [&](const GpuBlock& block) { return block.idle_since <= expiry; });
+        const Clock::time_point expiry_cutoff = Clock::now() - pool.idle_time_max;
+        move_idle_blocks(pool, removed_blocks,
+                         [&](const GpuBlock& block) { return block.idle_since <= expiry_cutoff; });
         std::set<int> devices;
         for (const auto& block : pool.idle_blocks) {
             devices.insert(block->device);
@@ -127,7 +128,7 @@ void trim_until_empty() {
 }
 
 // Starts the thread that trims the pool, unless the thread runs already. The caller has locked library_mutex().
-void start_thread(Pool& pool) {
+void start_trim_thread(Pool& pool) {
     if (pool.has_thread) {
         return;
     }
@@ -206,7 +207,7 @@ void keep_block(std::unique_ptr<GpuBlock> block, std::shared_ptr<AgentConnection
         pool.idle_blocks.splice(pool.idle_blocks.end(), added_block);
         move_idle_blocks(pool, removed_blocks, [&](const GpuBlock&) { return pool.idle_bytes > pool.idle_bytes_max; });
         if (!pool.idle_blocks.empty()) {
-            start_thread(pool);
+            start_trim_thread(pool);
         }
     } catch (const std::bad_alloc&) {
         count_refused_block();
@@ -217,7 +218,7 @@ void keep_block(std::unique_ptr<GpuBlock> block, std::shared_ptr<AgentConnection
 void count_refused_block() noexcept {
     Pool& pool = get_pool();
     const std::lock_guard lock(library_mutex());
-    ++pool.refused_count;
+    ++pool.refused_block_count;
 }
 
 std::size_t trim_gpu_pool(std::size_t bytes_max) noexcept {
@@ -252,8 +253,8 @@ gdrkit_gpu_pool_statistics_t get_gpu_pool_statistics() noexcept {
             .in_use_bytes = pool.all_blocks_bytes - pool.idle_bytes,
             .hits = pool.hit_count,
             .misses = pool.miss_count,
-            .trimmed_blocks = pool.trimmed_count,
-            .refused_blocks = pool.refused_count};
+            .trimmed_blocks = pool.trimmed_block_count,
+            .refused_blocks = pool.refused_block_count};
 }
 
 void record_block(GpuBlock& block) {

@@ -26,8 +26,8 @@ std::size_t choose_pool_block_bytes(std::size_t size_bytes) noexcept;
 // bytes.
 bool may_use_gpu_pool(std::size_t size_bytes) noexcept;
 
-// Takes the smallest idle block of this agent and device whose size is between one and two times `size_bytes` out of
-// the pool, and returns it. Returns null if no block fits.
+// Takes a block out of the pool and returns it: the smallest idle block of this agent and device that has between one
+// and two times `size_bytes`. Returns null if no block fits.
 std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, std::size_t size_bytes) noexcept;
 
 // Clears a block and keeps it for later iovs. `agent` is the connection to the agent that keeps the memory registered.

@@ -20,14 +20,14 @@ std::filesystem::path make_iovs_folder_path(const std::string& mount) {
     return mount + "/3fs-virt/iovs";
 }
 
-// Calls `visit` for each link to device memory, with its name and the parsed name, until `visit` returns true. Returns
-// 0, or the -errno with which reading the directory failed.
+// Calls `visit` with the name and the parsed name of each link to device memory, until `visit` returns true. Returns 0,
+// or the -errno with which reading the directory failed.
 template <typename Visit> int for_each_gpu_link(const std::string& mount, const Visit& visit) {
     std::error_code error;
     for (std::filesystem::directory_iterator entry(make_iovs_folder_path(mount), error), end; !error && entry != end;
          entry.increment(error)) {
         const std::string name = entry->path().filename().native();
-        if (const auto link = parse_gpu_link_name(name); link && visit(name, *link)) {
+        if (const auto parsed_name = parse_gpu_link_name(name); parsed_name && visit(name, *parsed_name)) {
             break;
         }
     }
@@ -144,8 +144,8 @@ int publish_gpu_iov(GpuIov& gpu_iov, const std::uint8_t id[16]) {
 int find_publication(const char* mount, const std::uint8_t id[16], std::string* name) {
     name->clear();
     int match_count = 0;
-    const int error = for_each_gpu_link(mount, [&](const std::string& link_name, const GpuLinkName& link) {
-        if (std::equal(link.id.begin(), link.id.end(), id)) {
+    const int error = for_each_gpu_link(mount, [&](const std::string& link_name, const GpuLinkName& parsed_name) {
+        if (std::equal(parsed_name.id.begin(), parsed_name.id.end(), id)) {
             *name = link_name;
             ++match_count;
         }
@@ -161,11 +161,11 @@ int find_publication(const char* mount, const std::uint8_t id[16], std::string* 
     return match_count == 0 ? -ENOENT : 0;
 }
 
-int borrow_publication(GpuIov& gpu_iov, std::uint64_t offset_bytes, std::uint8_t id[16]) {
+int borrow_owner_publication(GpuIov& gpu_iov, std::uint64_t offset_bytes, std::uint8_t id[16]) {
     std::fill_n(id, 16, std::uint8_t{0});
     int status = 0;
     // Ignore an error of reading the directory, because an import also works in a mount without publications.
-    for_each_gpu_link(gpu_iov.mount, [&](const std::string& name, const GpuLinkName& link) {
+    for_each_gpu_link(gpu_iov.mount, [&](const std::string& name, const GpuLinkName& parsed_name) {
         // Ignore an error of reading the link, because its owner may have removed it meanwhile.
         std::error_code read_error;
         const std::string target_text =
@@ -173,11 +173,11 @@ int borrow_publication(GpuIov& gpu_iov, std::uint64_t offset_bytes, std::uint8_t
         const auto target = parse_target(target_text);
         // The IPC handle identifies the allocation. Do not compare `gpu_iov.device`, because the device may have
         // another number in the owner's process.
-        const bool is_match = target && target->device == link.owner_device && target->ipc == gpu_iov.ipc &&
+        const bool is_match = target && target->device == parsed_name.owner_device && target->ipc == gpu_iov.ipc &&
                               target->offset_bytes == offset_bytes && target->size_bytes == gpu_iov.size_bytes;
         if (is_match) {
-            std::ranges::copy(link.id, id);
-            status = gpu_iov.borrowed.borrow(gpu_iov.mount.c_str(), name, target_text);
+            std::ranges::copy(parsed_name.id, id);
+            status = gpu_iov.borrowed_publication.borrow(gpu_iov.mount.c_str(), name, target_text);
         }
         return is_match;
     });

@@ -20,9 +20,9 @@ int query_device_uuid(const GpuIov& gpu_iov, std::array<std::uint8_t, 16>* uuid)
 int find_publication(const char* mount, const std::uint8_t id[16], std::string* name);
 
 // Finds in the mount of `gpu_iov` the publication of the memory that `gpu_iov` has mapped from another process. Sets
-// `id` to the UUID of the publication and borrows it. `offset_bytes` is the offset of the memory in its allocation.
-// Returns 0 and an `id` of zeros if the memory is not published in this mount, or the -errno of
+// `id` to the UUID of the publication, and borrows the publication. `offset_bytes` is the offset of the memory in its
+// allocation. Returns 0 and an `id` of zeros if the memory is not published in this mount, or the -errno of
 // BorrowedPublication::borrow().
-int borrow_publication(GpuIov& gpu_iov, std::uint64_t offset_bytes, std::uint8_t id[16]);
+int borrow_owner_publication(GpuIov& gpu_iov, std::uint64_t offset_bytes, std::uint8_t id[16]);
 
 } // namespace gdrkit::usrbio

@@ -109,14 +109,15 @@ std::string make_gpu_link_name(const std::uint8_t id[16], int device) {
 
 std::optional<GpuLinkName> parse_gpu_link_name(std::string_view name) {
     GpuLinkName link_name;
-    std::string_view text = name;
+    std::string_view remaining_text = name;
     for (std::size_t index = 0; index < link_name.id.size(); ++index) {
-        if ((has_hyphen_before(index) && !consume_prefix(text, "-")) || !consume_hex_byte(text, link_name.id[index])) {
+        if ((has_hyphen_before(index) && !consume_prefix(remaining_text, "-")) ||
+            !consume_hex_byte(remaining_text, link_name.id[index])) {
             return std::nullopt;
         }
     }
-    const bool is_valid =
-        consume_prefix(text, ".gdr.d") && consume_number(text, link_name.owner_device) && text.empty();
+    const bool is_valid = consume_prefix(remaining_text, ".gdr.d") &&
+                          consume_number(remaining_text, link_name.owner_device) && remaining_text.empty();
     return is_valid ? std::optional(link_name) : std::nullopt;
 }
 

@@ -27,8 +27,8 @@ std::atomic<unsigned> total_iov_count{0}; // The sum of iov_counts, which can be
 
 } // namespace
 
-// CUDA reports in the attribute GPU_DIRECT_RDMA_WRITES_ORDERING whether writes need a flush before the owner of the
-// memory (the device) sees them.
+// CUDA reports in the attribute GPU_DIRECT_RDMA_WRITES_ORDERING to whom writes are visible without a flush: to nobody,
+// to the owner of the memory (the device), or to all devices.
 bool needs_flush(const cuda::Driver& driver, int device) {
     constexpr int flush_by_host = 1; // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
     int ordering = 0, options = 0;
@@ -73,7 +73,7 @@ int flush_remote_writes(const cuda::Driver& driver, cuda::Context context) {
 int flush_all_contexts() noexcept {
     std::lock_guard lock(context_table().mutex);
     int error = 0;
-    for (const auto& [context, count] : context_table().iov_counts) {
+    for (const auto& [context, iov_count] : context_table().iov_counts) {
         error = flush_remote_writes(*cuda::driver(), context) == 0 ? error : -EIO;
     }
     return error;

@@ -22,7 +22,8 @@ public:
     std::shared_ptr<SharedMemory> memory = std::make_shared<SharedMemory>();
     bool may_keep_memory = false; // True: when the iov ends, the pool may keep the memory for a later iov.
     int numa = -1;                // NUMA node of the memory; -1: any.
-    BorrowedPublication borrowed; // Used if another process published the memory and this process opened it.
+    // Used if another process published the memory and this process opened it.
+    BorrowedPublication borrowed_publication;
 
 private:
     bool is_creator_;

@@ -119,9 +119,10 @@ void free_expired_memory() {
     HostPool& pool = host_pool();
     for (bool has_memory = true; has_memory;) {
         std::this_thread::sleep_for(host_check_interval);
-        const Clock::time_point expiry = Clock::now() - idle_time_max;
+        const Clock::time_point expiry_cutoff = Clock::now() - idle_time_max;
         free_idle_memory(pool, [&](const IdleMemory& entry) {
-            return entry.idle_since <= expiry || entry.kept.memory->may_be_mapped_by_child() || !has_name(entry.kept);
+            return entry.idle_since <= expiry_cutoff || entry.kept.memory->may_be_mapped_by_child() ||
+                   !has_name(entry.kept);
         });
         const std::lock_guard lock(library_mutex());
         has_memory = pool.has_thread = !pool.idle_memory.empty();

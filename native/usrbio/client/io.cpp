@@ -71,8 +71,8 @@ timespec add_nanoseconds(timespec time, long nanoseconds) noexcept {
 // none.
 long get_configured_sleep_max_ns() noexcept {
     static const long configured_ns = [] {
-        const char* value = std::getenv("HF3FS_USRBIO_WAIT_JITTER_MS");
-        const int milliseconds = value == nullptr ? 0 : std::atoi(value);
+        const char* setting_text = std::getenv("HF3FS_USRBIO_WAIT_JITTER_MS");
+        const int milliseconds = setting_text == nullptr ? 0 : std::atoi(setting_text);
         return (milliseconds > 0 ? milliseconds : 0L) * 1000000L;
     }();
     return configured_ns;
@@ -217,7 +217,7 @@ private:
     bool sleep_with_timer() noexcept {
         const bool is_deadline_first = deadline_ != nullptr && is_before(*deadline_, handle_.next_agent_check);
         if (wait_until(ring_.completion_semaphore(), is_deadline_first ? deadline_ : &handle_.next_agent_check)) {
-            ++post_count_; // No end_sleep(): the agent withdraws the announcement of a single sleep when it posts.
+            ++post_count_; // No end_sleep(): an agent that posts also withdraws an announcement for one sleep.
             return true;
         }
         ring_.end_sleep();
@@ -236,8 +236,8 @@ private:
         return true;
     }
 
-    // Returns the operations in flight with the result -EREMOTEIO, after the completions that the agent has written.
-    // Returns their number, or -EREMOTEIO if there are none.
+    // Appends to `cqes_` the completions that the agent has written, and then the operations in flight with the result
+    // -EREMOTEIO. Returns the number of all completions of this wait, or -EREMOTEIO if there are none.
     int fail_outstanding() noexcept {
         reap(); // Return the operations that the agent completed before its end.
         ring_.fail_outstanding(count_max_ - reaped_count_, -EREMOTEIO,
@@ -274,7 +274,7 @@ int prepare_io(const hf3fs_ior* ior, const hf3fs_iov* iov, bool read, void* ptr,
         return -EINVAL;
     }
     FileTable::File file;
-    // A negative `fd` is a value that hf3fs_reg_fd returned: the negative number of the library's duplicate.
+    // A negative `fd` is a value that hf3fs_reg_fd returned: the negated number of the library's duplicate.
     if (!file_table().find(fd < 0 ? -fd : fd, file)) [[unlikely]] {
         return -EBADF;
     }

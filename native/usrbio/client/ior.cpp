@@ -30,22 +30,22 @@ namespace {
 // Opens the semaphore that wakes the agent. Three links in <mount>/3fs-virt/iovs point to the semaphores of the
 // three priorities: submit-ios (0), submit-ios.ph (below 0: high) and submit-ios.pl (above 0: low).
 int open_submit_semaphore(const char* mount, int priority, NamedSemaphore& semaphore) {
-    const std::string link = make_link_path(mount, priority == 0  ? "submit-ios"
-                                                   : priority < 0 ? "submit-ios.ph"
-                                                                  : "submit-ios.pl");
+    const std::string link_path = make_link_path(mount, priority == 0  ? "submit-ios"
+                                                        : priority < 0 ? "submit-ios.ph"
+                                                                       : "submit-ios.pl");
     char buffer[PATH_MAX];
-    const ssize_t length = readlink(link.c_str(), buffer, sizeof(buffer));
+    const ssize_t length = readlink(link_path.c_str(), buffer, sizeof(buffer));
     if (length < 0) {
         const int error = errno;
         log_line(LogLevel::error, "readlink(%s) failed: %s. Check the mount point, and that its agent runs",
-                 link.c_str(), ErrnoText(error).c_str());
+                 link_path.c_str(), ErrnoText(error).c_str());
         return -error;
     }
     const std::string_view target(buffer, static_cast<std::size_t>(length));
     constexpr std::string_view semaphore_prefix = "/dev/shm/sem.";
     if (!target.starts_with(semaphore_prefix) || target.size() == semaphore_prefix.size() ||
         target.find('/', semaphore_prefix.size()) != std::string_view::npos) {
-        log_line(LogLevel::error, "%s does not point to a semaphore in /dev/shm", link.c_str());
+        log_line(LogLevel::error, "%s does not point to a semaphore in /dev/shm", link_path.c_str());
         return -EIO;
     }
     return semaphore.open(std::string(target).c_str());
@@ -56,8 +56,8 @@ bool are_attributes_valid(const RingAttributes& attributes, std::size_t entries)
     return entries != 0 && attributes.timeout_ms >= 0 && batch_size <= entries;
 }
 
-// Creates a RingHandle, opens the submit semaphore and connects to the agent. The caller creates shared memory only
-// after these steps have succeeded.
+// Creates a RingHandle, opens the submit semaphore and connects to the agent. create_ring() creates shared memory only
+// after these steps, so that their failure leaves no shared memory behind.
 int make_ring_handle(const char* mount, const RingAttributes& attributes, std::unique_ptr<RingHandle>& handle) {
     handle = std::make_unique<RingHandle>();
     if (const int status = open_submit_semaphore(mount, attributes.priority, handle->submit_semaphore); status != 0) {
@@ -178,7 +178,7 @@ void hf3fs_iordestroy(hf3fs_ior* ior) {
     const std::unique_ptr<RingHandle> handle(static_cast<RingHandle*>(ior->iorh));
     ior->iorh = nullptr;
     handle->stop_watching_agent();
-    // `iovh` is null if hf3fs_iorwrap made the ring. Its memory belongs to the caller.
+    // `iovh` is null if hf3fs_iorwrap made the ring. The memory of such a ring belongs to the caller.
     if (ior->iov.iovh != nullptr) {
         hf3fs_iovdestroy(&ior->iov);
     }

@@ -65,9 +65,9 @@ std::string parse_shared_memory_name(std::string_view target) {
     return std::string(target.substr(folder.size()));
 }
 
-int read_link(const std::string& link, std::string& target) {
+int read_link(const std::string& link_path, std::string& target) {
     char buffer[PATH_MAX];
-    const ssize_t length = readlink(link.c_str(), buffer, sizeof(buffer));
+    const ssize_t length = readlink(link_path.c_str(), buffer, sizeof(buffer));
     if (length < 0) {
         return -errno;
     }
@@ -110,7 +110,7 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
             memory->remove_name();
         }
     }
-    borrowed.end_borrow();
+    borrowed_publication.end_borrow();
     unregister_iov(iov.iovh);
     log_line(LogLevel::info, "destroyed %s", name_.c_str());
     iov.base = nullptr;
@@ -219,7 +219,7 @@ int open_host_iov(hf3fs_iov& iov, const Uuid& id, const char* mount, std::size_t
         log_line(LogLevel::error, "map %s failed: %s", target.c_str(), ErrnoText(-status).c_str());
         return status == -ENOENT ? -ENOENT : -EIO;
     }
-    if (const int status = opened_iov->borrowed.borrow(mount, name, target); status != 0) {
+    if (const int status = opened_iov->borrowed_publication.borrow(mount, name, target); status != 0) {
         return status;
     }
     fill_iov(iov, opened_iov->memory->base(), register_iov(opened_iov), id, mount, size, block_size, numa);
@@ -277,8 +277,8 @@ int find_link(const char* mount, const Uuid& id, std::size_t& block_size, std::s
     return -ENOENT;
 }
 
-// Publishes memory that the application has mapped, and for which it has made a link. Sets `block_size` to the block
-// size in the name of the link.
+// Finds the link that the application has made for memory that it has mapped. Publishes the memory if
+// must_notify_agent() returns true. Sets `block_size` to the block size in the name of the link.
 int publish_wrapped(const char* mount, const Uuid& id, std::size_t& block_size) {
     std::string target;
     if (const int status = find_link(mount, id, block_size, target); status != 0) {

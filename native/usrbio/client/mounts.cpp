@@ -36,10 +36,10 @@ bool find_agent_mount_above(std::string path, std::string& mount) {
 }
 
 bool find_agent_mount(int fd, std::string& mount) {
-    char link[32];
-    std::snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
+    char link_path[32];
+    std::snprintf(link_path, sizeof(link_path), "/proc/self/fd/%d", fd);
     char path[PATH_MAX];
-    const ssize_t length = readlink(link, path, sizeof(path));
+    const ssize_t length = readlink(link_path, path, sizeof(path));
     // For a descriptor of a socket or another object without a path, the target does not begin with a slash
     // ("socket:[1]").
     return length > 0 && path[0] == '/' &&
@@ -121,8 +121,8 @@ std::string find_mount_point(const char* path) {
     const bool is_any_type_allowed = any_type_setting != nullptr && std::strcmp(any_type_setting, "yes") == 0;
     std::string innermost_mount;
     find_agent_mount_above(resolved_path.get(), innermost_mount);
-    std::ifstream mounts("/proc/self/mountinfo");
-    for (std::string line; std::getline(mounts, line);) {
+    std::ifstream mount_info("/proc/self/mountinfo");
+    for (std::string line; std::getline(mount_info, line);) {
         const std::string mount = match_mount_line(line, is_any_type_allowed, resolved_path.get());
         if (mount.size() > innermost_mount.size()) {
             innermost_mount = mount;

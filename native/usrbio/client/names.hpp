@@ -25,7 +25,7 @@ struct RingAttributes {
 };
 
 // Returns `<uuid>[.b<block size>]` and, for a ring, `.r<io_depth>` (reads) or `.w<io_depth>` (writes), then
-// `[.ph|.pl].t<timeout in ms>[.f<flags in base 2>]`. `ring_attributes` is null for data.
+// `[.ph|.pl].t<timeout in ms>[.f<flags in base 2>]`. `ring_attributes` is null if the memory is for data.
 std::string make_link_name(const Uuid& id, std::size_t block_size, const RingAttributes* ring_attributes);
 // Returns the name of the shared memory for shm_open.
 std::string make_shared_memory_name(const Uuid& id);

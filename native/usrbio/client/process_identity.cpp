@@ -32,6 +32,7 @@ std::array<std::uint8_t, 16> read_boot_id() {
     return boot_id;
 }
 
+// Returns the inode number of the PID namespace of this process; 0 if it is unknown.
 std::uint32_t read_pid_namespace() {
     struct stat attributes {};
     return stat("/proc/self/ns/pid", &attributes) == 0 ? static_cast<std::uint32_t>(attributes.st_ino) : 0;
@@ -43,6 +44,8 @@ struct ProcessStart {
     char state = '?';
 };
 
+// Reads the file `stat` of a process. `proc_entry`: the name of its folder in /proc, a pid or "self". Returns nothing
+// if there is no such process.
 std::optional<ProcessStart> read_process_start(const std::string& proc_entry) {
     std::ifstream file("/proc/" + proc_entry + "/stat");
     std::stringstream text;

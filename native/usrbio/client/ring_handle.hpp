@@ -23,7 +23,8 @@ public:
     RingHandle& operator=(const RingHandle&) = delete;
     ~RingHandle();
 
-    // Returns whether the last check found that the agent has ended. Makes no system call.
+    // Returns true if the last check found that the agent has ended, and always in a forked child. Makes no system
+    // call.
     bool has_agent_ended() const noexcept {
         return is_unserved.load(std::memory_order_relaxed) || (agent != nullptr && agent->is_closed_by_agent());
     }

@@ -22,7 +22,7 @@ constexpr std::uint64_t size_max = INT64_MAX; // Largest size of an allocation a
 constexpr std::uint32_t descriptors_max = 253;
 
 // The 192 bytes of a ShareHandle, little-endian and without padding.
-struct ShareBytes {
+struct ShareHandleBytes {
     char magic[8];
     std::uint16_t version;
     std::uint16_t kind;
@@ -42,20 +42,20 @@ struct ShareBytes {
     std::uint8_t ipc[64];
     std::uint8_t digest[digest_bytes];
 };
-static_assert(sizeof(ShareBytes) == share_handle_bytes && offsetof(ShareBytes, allocation_bytes) == 16 &&
-              offsetof(ShareBytes, chunk_bytes) == 48 && offsetof(ShareBytes, device_uuid) == 64 &&
-              offsetof(ShareBytes, owner_boot_id) == 80 && offsetof(ShareBytes, owner_process_id) == 96 &&
-              offsetof(ShareBytes, owner_started_ticks) == 104 && offsetof(ShareBytes, ipc) == 112 &&
-              offsetof(ShareBytes, digest) == 176);
+static_assert(sizeof(ShareHandleBytes) == share_handle_bytes && offsetof(ShareHandleBytes, allocation_bytes) == 16 &&
+              offsetof(ShareHandleBytes, chunk_bytes) == 48 && offsetof(ShareHandleBytes, device_uuid) == 64 &&
+              offsetof(ShareHandleBytes, owner_boot_id) == 80 && offsetof(ShareHandleBytes, owner_process_id) == 96 &&
+              offsetof(ShareHandleBytes, owner_started_ticks) == 104 && offsetof(ShareHandleBytes, ipc) == 112 &&
+              offsetof(ShareHandleBytes, digest) == 176);
 
-// The 80 bytes of a GdrHandle.
-struct GdrBytes {
+// The 80 bytes of a GpuIpcHandle.
+struct GpuIpcHandleBytes {
     std::uint8_t ipc[64];
     std::uint64_t length_bytes;
     std::uint64_t device;
 };
-static_assert(sizeof(GdrBytes) == gdr_handle_bytes && offsetof(GdrBytes, length_bytes) == 64 &&
-              offsetof(GdrBytes, device) == 72);
+static_assert(sizeof(GpuIpcHandleBytes) == gpu_ipc_handle_bytes && offsetof(GpuIpcHandleBytes, length_bytes) == 64 &&
+              offsetof(GpuIpcHandleBytes, device) == 72);
 
 bool has_nonzero_byte(std::span<const std::uint8_t> bytes) {
     return std::ranges::any_of(bytes, [](std::uint8_t byte) { return byte != 0; });
@@ -75,6 +75,7 @@ bool are_chunks_valid(const ShareHandle& handle) {
 bool is_address_valid(const ShareHandle& handle) {
     // Compare with the last address. The address after the last byte may wrap to 0.
     const bool is_in_address_space = handle.address != 0 && handle.length_bytes - 1 <= UINT64_MAX - handle.address;
+    // A dma-buf consists of whole pages, so its first byte is at the beginning of a page.
     return is_in_address_space && (handle.address - handle.offset_bytes) % host_page_bytes() == 0;
 }
 
@@ -102,13 +103,13 @@ bool is_valid(const ShareHandle& handle) {
     return is_kind_valid(handle) && has_nonzero_byte(handle.device_uuid) && handle.owner.process_id != 0;
 }
 
-bool is_valid(const GdrHandle& handle) {
+bool is_valid(const GpuIpcHandle& handle) {
     return has_nonzero_byte(handle.ipc) && handle.length_bytes != 0 && handle.length_bytes <= size_max &&
            handle.device <= INT_MAX;
 }
 
 // Sets the digest: the first 16 bytes of the SHA-256 of all bytes before it.
-void set_digest(ShareBytes& bytes) {
+void set_digest(ShareHandleBytes& bytes) {
     Sha256 hash;
     hash.add({reinterpret_cast<const char*>(&bytes), share_handle_bytes - digest_bytes});
     const Sha256::Digest digest = hash.finish();
@@ -121,7 +122,7 @@ std::optional<std::array<std::uint8_t, share_handle_bytes>> pack(const ShareHand
     if (!is_valid(handle)) {
         return std::nullopt;
     }
-    ShareBytes bytes{};
+    ShareHandleBytes bytes{};
     std::memcpy(bytes.magic, share_magic, sizeof share_magic);
     bytes.version = share_version;
     bytes.kind = static_cast<std::uint16_t>(handle.kind);
@@ -146,13 +147,13 @@ std::optional<ShareHandle> parse_share_handle(std::span<const std::uint8_t> data
     if (data.size() != share_handle_bytes) {
         return std::nullopt;
     }
-    ShareBytes bytes;
+    ShareHandleBytes bytes;
     std::memcpy(&bytes, data.data(), sizeof bytes);
-    ShareBytes with_valid_digest = bytes;
-    set_digest(with_valid_digest);
+    ShareHandleBytes expected_bytes = bytes;
+    set_digest(expected_bytes);
     // The values of ShareKind are 1 to 3.
     if (std::memcmp(bytes.magic, share_magic, sizeof share_magic) != 0 || bytes.version != share_version ||
-        std::memcmp(bytes.digest, with_valid_digest.digest, digest_bytes) != 0 ||
+        std::memcmp(bytes.digest, expected_bytes.digest, digest_bytes) != 0 ||
         bytes.handle_bytes != share_handle_bytes || bytes.reserved != 0 || bytes.kind < 1 || bytes.kind > 3) {
         return std::nullopt;
     }
@@ -173,24 +174,24 @@ std::optional<ShareHandle> parse_share_handle(std::span<const std::uint8_t> data
     return is_valid(handle) ? std::optional(handle) : std::nullopt;
 }
 
-std::optional<std::array<std::uint8_t, gdr_handle_bytes>> pack(const GdrHandle& handle) {
+std::optional<std::array<std::uint8_t, gpu_ipc_handle_bytes>> pack(const GpuIpcHandle& handle) {
     if (!is_valid(handle)) {
         return std::nullopt;
     }
-    GdrBytes bytes{};
+    GpuIpcHandleBytes bytes{};
     std::ranges::copy(handle.ipc, bytes.ipc);
     bytes.length_bytes = handle.length_bytes;
     bytes.device = handle.device;
-    return std::bit_cast<std::array<std::uint8_t, gdr_handle_bytes>>(bytes);
+    return std::bit_cast<std::array<std::uint8_t, gpu_ipc_handle_bytes>>(bytes);
 }
 
-std::optional<GdrHandle> parse_gdr_handle(std::span<const std::uint8_t> data) {
-    if (data.size() != gdr_handle_bytes) {
+std::optional<GpuIpcHandle> parse_gpu_ipc_handle(std::span<const std::uint8_t> data) {
+    if (data.size() != gpu_ipc_handle_bytes) {
         return std::nullopt;
     }
-    GdrBytes bytes;
+    GpuIpcHandleBytes bytes;
     std::memcpy(&bytes, data.data(), sizeof bytes);
-    GdrHandle handle;
+    GpuIpcHandle handle;
     std::ranges::copy(bytes.ipc, handle.ipc.begin());
     handle.length_bytes = bytes.length_bytes;
     handle.device = bytes.device;

@@ -14,7 +14,7 @@
 namespace gdrkit::usrbio {
 
 inline constexpr std::size_t share_handle_bytes = 192;
-inline constexpr std::size_t gdr_handle_bytes = 80;
+inline constexpr std::size_t gpu_ipc_handle_bytes = 80;
 
 // The method by which memory is shared: a CUDA IPC handle; descriptors of the chunks of VMM memory
 // (cuMemExportToShareableHandle), one for each chunk; or the descriptor of a dma-buf.
@@ -44,14 +44,14 @@ std::optional<ShareHandle> parse_share_handle(std::span<const std::uint8_t> byte
 
 // The older handle (gdrkit/registration/gdr_handle.py), without offset, version and checksum. It identifies the device
 // by its number in the owner's process, which may differ from its number in the importer's process.
-struct GdrHandle {
+struct GpuIpcHandle {
     std::array<std::uint8_t, 64> ipc{};
     std::uint64_t length_bytes = 0;
     std::uint64_t device = 0;
-    bool operator==(const GdrHandle&) const = default;
+    bool operator==(const GpuIpcHandle&) const = default;
 };
 
-std::optional<std::array<std::uint8_t, gdr_handle_bytes>> pack(const GdrHandle& handle);
-std::optional<GdrHandle> parse_gdr_handle(std::span<const std::uint8_t> bytes);
+std::optional<std::array<std::uint8_t, gpu_ipc_handle_bytes>> pack(const GpuIpcHandle& handle);
+std::optional<GpuIpcHandle> parse_gpu_ipc_handle(std::span<const std::uint8_t> bytes);
 
 } // namespace gdrkit::usrbio

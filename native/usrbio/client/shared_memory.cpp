@@ -30,15 +30,15 @@ void bind_to_numa_node(void* memory, std::size_t bytes, int numa) noexcept {
     std::array<unsigned long, nodes_max / word_bits> node_mask{};
     const auto node = static_cast<std::size_t>(numa);
     const auto page_bytes = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-    const auto first_page = reinterpret_cast<std::uintptr_t>(memory) & ~(page_bytes - 1);
-    const std::size_t length = reinterpret_cast<std::uintptr_t>(memory) + bytes - first_page;
+    const auto first_page_address = reinterpret_cast<std::uintptr_t>(memory) & ~(page_bytes - 1);
+    const std::size_t length = reinterpret_cast<std::uintptr_t>(memory) + bytes - first_page_address;
     errno = EINVAL; // The error to log if the mask has no bit for `node`.
     if (node < nodes_max) {
         node_mask[node / word_bits] = 1UL << node % word_bits;
     }
     // The kernel reads one bit less than its argument maxnode.
     if (node >= nodes_max ||
-        syscall(SYS_mbind, first_page, length, MPOL_BIND, node_mask.data(), nodes_max + 1, 0U) != 0) {
+        syscall(SYS_mbind, first_page_address, length, MPOL_BIND, node_mask.data(), nodes_max + 1, 0U) != 0) {
         log_line(LogLevel::warning, "mbind() to NUMA node %d failed: %s", numa, ErrnoText(errno).c_str());
     }
 }

@@ -1,4 +1,4 @@
-/* Prints whether GPU iovs (I/O buffers in GPU memory) are available. Exits with status 0 if they are, else with 2. */
+/* Prints whether GPU iovs (I/O buffers in GPU memory) are available. The exit status is 0 if they are, else 2. */
 #include "example.h"
 
 int main(void) {

@@ -1,4 +1,4 @@
-/* Helpers of the examples: an error that ends the program, a deadline, and functions of the CUDA driver. */
+/* Helpers of the examples: exit with an error message, make a deadline, wait for an operation, and call CUDA. */
 #pragma once
 
 #include <dlfcn.h>
@@ -11,7 +11,7 @@
 
 #include "hf3fs_usrbio_gdr.h"
 
-/* Prints that `subject` (a function, a path or a peer) failed, and ends the program. `error` is an errno or -errno. */
+/* Prints that `subject` (a function, a path or a peer) failed, and exits. `error` is a positive or negative errno. */
 static inline void fail(const char* subject, long error) {
     fprintf(stderr, "%s failed: %s\n", subject, strerror((int)(error < 0 ? -error : error)));
     exit(1);
@@ -67,20 +67,20 @@ static inline void check_cuda(const char* function, int result) {
 
 /* Makes the primary context of the device current, as the CUDA runtime does. */
 static inline void use_device(int device) {
-    int (*init)(unsigned) = (int (*)(unsigned))find_cuda_function("cuInit");
-    int (*retain)(void**, int) = (int (*)(void**, int))find_cuda_function("cuDevicePrimaryCtxRetain");
-    int (*set)(void*) = (int (*)(void*))find_cuda_function("cuCtxSetCurrent");
+    int (*init_driver)(unsigned) = (int (*)(unsigned))find_cuda_function("cuInit");
+    int (*retain_primary_context)(void**, int) = (int (*)(void**, int))find_cuda_function("cuDevicePrimaryCtxRetain");
+    int (*set_current_context)(void*) = (int (*)(void*))find_cuda_function("cuCtxSetCurrent");
     void* context = NULL;
-    check_cuda("cuInit", init(0));
-    check_cuda("cuDevicePrimaryCtxRetain", retain(&context, device));
-    check_cuda("cuCtxSetCurrent", set(context));
+    check_cuda("cuInit", init_driver(0));
+    check_cuda("cuDevicePrimaryCtxRetain", retain_primary_context(&context, device));
+    check_cuda("cuCtxSetCurrent", set_current_context(context));
 }
 
 /* Allocates memory on the current device; see use_device(). */
-static inline void* allocate_on_device(size_t bytes) {
+static inline void* allocate_on_device(size_t size_bytes) {
     int (*allocate)(uint64_t*, size_t) = (int (*)(uint64_t*, size_t))find_cuda_function("cuMemAlloc_v2");
     uint64_t address = 0;
-    check_cuda("cuMemAlloc", allocate(&address, bytes));
+    check_cuda("cuMemAlloc", allocate(&address, size_bytes));
     return (void*)address;
 }
 

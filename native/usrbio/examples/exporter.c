@@ -28,15 +28,15 @@ int main(int argc, char** argv) {
     if (error != 0) {
         fail("hf3fs_iov_export_gpu", error);
     }
-    const int peer = accept(listener, NULL, NULL);
-    if (peer < 0) {
+    const int peer_socket = accept(listener, NULL, NULL);
+    if (peer_socket < 0) {
         fail("accept", errno);
     }
-    transfer_all(send_some, peer, &handle, sizeof handle);
+    transfer_all(send_some, peer_socket, &handle, sizeof handle);
     /* Wait until the importer has finished. */
     char done_byte = 0;
-    transfer_all(recv, peer, &done_byte, sizeof done_byte);
-    close(peer);
+    transfer_all(recv, peer_socket, &done_byte, sizeof done_byte);
+    close(peer_socket);
     close(listener);
     unlink(argv[4]);
     use_device(device);

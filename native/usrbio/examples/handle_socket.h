@@ -20,11 +20,12 @@ static inline struct sockaddr_un make_socket_address(const char* path) {
     return address;
 }
 
-/* Sends or receives exactly `length` bytes. `transfer` is send_some() or recv(), which may transfer fewer bytes. */
-static inline void transfer_all(ssize_t (*transfer)(int, void*, size_t, int), int peer, void* bytes, size_t length) {
-    for (size_t transferred_bytes = 0; transferred_bytes < length;) {
+/* Sends or receives exactly `length_bytes`. `transfer` is send_some() or recv(), which may transfer fewer bytes. */
+static inline void transfer_all(ssize_t (*transfer)(int, void*, size_t, int), int peer_socket, void* buffer,
+                                size_t length_bytes) {
+    for (size_t transferred_bytes = 0; transferred_bytes < length_bytes;) {
         const ssize_t count =
-            transfer(peer, (char*)bytes + transferred_bytes, length - transferred_bytes, MSG_NOSIGNAL);
+            transfer(peer_socket, (char*)buffer + transferred_bytes, length_bytes - transferred_bytes, MSG_NOSIGNAL);
         if (count <= 0) {
             fail("the other process", count == 0 ? EPIPE : errno);
         }
@@ -33,6 +34,6 @@ static inline void transfer_all(ssize_t (*transfer)(int, void*, size_t, int), in
 }
 
 /* Calls send(). Has the signature of recv(), so that transfer_all() can call either. */
-static inline ssize_t send_some(int peer, void* bytes, size_t length, int flags) {
-    return send(peer, bytes, length, flags);
+static inline ssize_t send_some(int peer_socket, void* buffer, size_t length_bytes, int flags) {
+    return send(peer_socket, buffer, length_bytes, flags);
 }

@@ -8,12 +8,12 @@ int main(int argc, char** argv) {
         return 1;
     }
     const struct sockaddr_un address = make_socket_address(argv[3]);
-    const int peer = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (peer < 0 || connect(peer, (const struct sockaddr*)&address, sizeof address) != 0) {
+    const int peer_socket = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (peer_socket < 0 || connect(peer_socket, (const struct sockaddr*)&address, sizeof address) != 0) {
         fail(argv[3], errno);
     }
     hf3fs_gpu_ipc_handle_t handle;
-    transfer_all(recv, peer, &handle, sizeof handle);
+    transfer_all(recv, peer_socket, &handle, sizeof handle);
     struct hf3fs_iov iov;
     int error = hf3fs_iov_import_gpu(&iov, &handle, argv[1]);
     if (error != 0) {
@@ -30,7 +30,7 @@ int main(int argc, char** argv) {
     /* Unmap the memory first. Then send the byte that tells the exporter that it may read and free the memory. */
     hf3fs_iovdestroy_gpu(&iov);
     char done_byte = 1;
-    transfer_all(send_some, peer, &done_byte, sizeof done_byte);
-    close(peer);
+    transfer_all(send_some, peer_socket, &done_byte, sizeof done_byte);
+    close(peer_socket);
     return 0;
 }

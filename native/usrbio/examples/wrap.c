@@ -1,4 +1,4 @@
-/* Reads a file into the middle of GPU memory that the caller has allocated, and writes the file to standard output. */
+/* Reads a file into the middle of GPU memory that this program allocates, and writes the file to standard output. */
 #include <sys/random.h>
 
 #include "read_file.h"
@@ -14,13 +14,13 @@ int main(int argc, char** argv) {
     /* The iov is only a part of one allocation, as in frameworks that place many tensors in one allocation. */
     use_device(device);
     uint8_t* const memory = allocate_on_device(iov_offset + file_bytes + 1);
-    uint8_t id[16];
-    if (getrandom(id, sizeof id, 0) != sizeof id) {
+    uint8_t iov_uuid[16];
+    if (getrandom(iov_uuid, sizeof iov_uuid, 0) != sizeof iov_uuid) {
         fail("getrandom", errno);
     }
     struct hf3fs_iov iov;
     /* The iov is one byte longer than the file, because an iov for an empty file must have at least one byte. */
-    int error = hf3fs_iovwrap_gpu(&iov, memory + iov_offset, id, mount, file_bytes + 1, 0, device);
+    int error = hf3fs_iovwrap_gpu(&iov, memory + iov_offset, iov_uuid, mount, file_bytes + 1, 0, device);
     if (error != 0) {
         fail("hf3fs_iovwrap_gpu", error);
     }
@@ -31,7 +31,7 @@ int main(int argc, char** argv) {
         fail("hf3fs_iovsync_gpu", error);
     }
     print_device_memory(memory + iov_offset, read_bytes);
-    /* This withdraws the publication. The caller still owns the memory. */
+    /* hf3fs_iovdestroy_gpu only withdraws the publication of a wrapped iov. This program frees the memory. */
     hf3fs_iovdestroy_gpu(&iov);
     free_on_device(memory);
     return 0;

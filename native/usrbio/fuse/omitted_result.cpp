@@ -1,4 +1,4 @@
-// A replacement of libfuse's fuse_reply_ioctl, which can omit the result of an ioctl.
+// A replacement for libfuse's fuse_reply_ioctl, which can omit the result of an ioctl.
 //
 // The numbers of some ioctls of 3FS contain the size of a result, but programs call these ioctls without memory for a
 // result. libfuse's path-based interface always returns as many bytes as the number of the ioctl says. The kernel then
@@ -10,9 +10,9 @@
 
 namespace {
 
-using ReplyFunction = int (*)(void* request, int status, const void* result, std::size_t bytes);
+using ReplyFunction = int (*)(void* request, int status, const void* result, std::size_t result_bytes);
 
-ReplyFunction libfuse_reply = nullptr;
+ReplyFunction original_fuse_reply_ioctl = nullptr;
 thread_local bool is_result_omitted = false; // libfuse replies in the thread that called the handler of the ioctl.
 
 } // namespace
@@ -21,7 +21,7 @@ extern "C" {
 
 // Sets the original function of libfuse, to which the replacement passes each reply. Call it before the first mount.
 void gdrkit_fuse_set_reply(ReplyFunction reply) {
-    libfuse_reply = reply;
+    original_fuse_reply_ioctl = reply;
 }
 
 // Omits the result of the ioctl that this thread executes. The handler of the ioctl calls this function at its end.
@@ -29,10 +29,11 @@ void gdrkit_fuse_omit_result() {
     is_result_omitted = true;
 }
 
-int fuse_reply_ioctl(void* request, int status, const void* result, std::size_t bytes) {
-    const std::size_t reply_bytes = is_result_omitted ? 0 : bytes;
+int fuse_reply_ioctl(void* request, int status, const void* result, std::size_t result_bytes) {
+    const std::size_t reply_bytes = is_result_omitted ? 0 : result_bytes;
     is_result_omitted = false;
-    return libfuse_reply == nullptr ? -ENOSYS : libfuse_reply(request, status, result, reply_bytes);
+    return original_fuse_reply_ioctl == nullptr ? -ENOSYS
+                                                : original_fuse_reply_ioctl(request, status, result, reply_bytes);
 }
 
 } // extern "C"

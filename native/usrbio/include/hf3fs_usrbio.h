@@ -48,6 +48,7 @@ extern "C" {
 
 #define HF3FS_API __attribute__((visibility("default")))
 
+/* The number by which an ioctl of 3FS identifies its file system (see hf3fs_is_hf3fs). */
 #define HF3FS_SUPER_MAGIC 0x8f3f5fff
 
 typedef void* hf3fs_iov_handle;
@@ -145,9 +146,9 @@ HF3FS_API void hf3fs_iovdestroy(struct hf3fs_iov* iov);
 /*
  * Fills *iov for memory that the caller has mapped from /dev/shm. The caller has created the link
  * <mount>/3fs-virt/iovs/<uuid>[.b<block size>] to this memory, and removes the link later. The caller still owns the
- * memory, which must stay mapped. If the name of the link has another block size than `block_size`, or none,
- * iov->block_size is set to the block size of the link. If the mount is not a FUSE mount, the library reports the link
- * to the agent, which withdraws the publication when the caller removes the link.
+ * memory, which must stay mapped. iov->block_size is set to the block size in the name of the link (0 if the name has
+ * none), also if `block_size` differs. If the mount is not a FUSE mount, the library reports the link to the agent,
+ * which withdraws the publication when the caller removes the link.
  *   -EINVAL        null, mount point empty or too long, size 0
  *   -ENOENT        there is no link with this uuid, so nothing is published
  *   -errno         the agent refused the publication (only if the mount is not a FUSE mount)
@@ -162,7 +163,7 @@ HF3FS_API size_t hf3fs_ior_size(int entries);
 HF3FS_API int hf3fs_io_entries(const struct hf3fs_ior* ior);
 
 /*
- * Creates a ring. A form without the parameter priority, timeout or flags uses 0 for it.
+ * Creates a ring. A function without the parameter priority, timeout or flags uses 0 for it.
  * for_read: true: the ring reads files; false: it writes them.
  * io_depth: > 0: the agent takes batches of exactly that many operations, and an incomplete batch stays in the ring (a
  *           wait for it without a deadline never ends); 0: the agent takes all submitted operations; < 0: the agent

@@ -1,8 +1,8 @@
 /*
  * hf3fs usrbio with GPU memory: iovs in the memory of a CUDA device, for reads and writes without a copy by a CPU. The
  * functions ending in _gpu belong to the first generation of this interface. The functions ending in _device,
- * hf3fs_iovsync, hf3fs_iov_mem_type and hf3fs_iov_device_id belong to the third. Both generations work on the same
- * iovs.
+ * hf3fs_iovsync, hf3fs_iov_mem_type and hf3fs_iov_device_id belong to the third; a second generation is not
+ * implemented. Both generations work on the same iovs.
  *
  * RULES FOR ALL FUNCTIONS
  *   Results      0, or a negative errno. A function that fails changes nothing, unless its description says otherwise.
@@ -15,8 +15,8 @@
  *                to the same iov.
  *   Addresses    iov->base is a device address, which a CPU must not dereference. Pass iov->base, or any address from
  *                there up to iov->base + iov->size, to hf3fs_prep_io as `ptr`.
- *   Logging      The environment variable HF3FS_USRBIO_LIB_LOG sets the level. The log of an error contains the CUDA
- *                driver's result code.
+ *   Logging      The environment variable HF3FS_USRBIO_LIB_LOG sets the level of the log. A logged error contains the
+ *                CUDA driver's result code.
  *   fork         A forked child has none of its parent's GPU iovs: in the child, the functions ignore them.
  *
  * PUBLICATION
@@ -30,7 +30,7 @@
  *   an agent, the library only creates the link, and the server of the mount decides whether it accepts the memory.
  *
  * OWNERSHIP
- *   An iov of create owns the memory and the link, an iov of wrap only the link, an iov of open or import only its
+ *   A created iov owns the memory and the link, a wrapped iov only the link, and an opened or imported iov only its
  *   mapping.
  *   hf3fs_iovunlink and hf3fs_iovdestroy do for a GPU iov what hf3fs_iovunlink_gpu and hf3fs_iovdestroy_gpu do.
  */
@@ -280,9 +280,10 @@ HF3FS_API int gdrkit_gpu_pool_trim(size_t idle_bytes_max);
 HF3FS_API int gdrkit_gpu_pool_query(gdrkit_gpu_pool_statistics_t* statistics, size_t size);
 
 /*
- * The pool of host memory, which needs no CUDA. hf3fs_iovdestroy keeps the memory of an iov from 4 MiB on for later
- * iovs of the same process, mount, size and NUMA node, for at most 3 s. Such an iov begins with zeros. The environment
- * variable GDRKIT_USRBIO_HOST_POOL_BYTES (268435456 if unset; 0: no pool) limits the idle bytes of the process.
+ * The pool of host memory, which needs no CUDA. hf3fs_iovdestroy keeps the memory of an iov of at least 4 MiB for
+ * later iovs of the same process, mount, size and NUMA node, for at most 3 s. Such an iov begins with zeros. The
+ * environment variable GDRKIT_USRBIO_HOST_POOL_BYTES (268435456 if unset; 0: no pool) limits the idle bytes of the
+ * process.
  *
  * Frees idle memory until at most `idle_bytes_max` bytes are idle, beginning with the memory that is idle longest.
  * Returns 0.

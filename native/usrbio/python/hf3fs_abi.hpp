@@ -51,49 +51,49 @@ struct GpuPoolStatistics {
 };
 static_assert(sizeof(GpuPoolStatistics) == 72);
 
-// The functions of the library, in the form NAME(function, result type, parameter types). A library need not have all
-// of them; a call of a missing function raises an error.
-#define GDRKIT_HF3FS_FUNCTIONS(NAME)                                                                                   \
-    NAME(hf3fs_extract_mount_point, int, char*, int, const char*)                                                      \
-    NAME(hf3fs_is_hf3fs, bool, int)                                                                                    \
-    NAME(hf3fs_iovcreate, int, Iov*, const char*, std::size_t, std::size_t, int)                                       \
-    NAME(hf3fs_iovopen, int, Iov*, const std::uint8_t*, const char*, std::size_t, std::size_t, int)                    \
-    NAME(hf3fs_iovwrap, int, Iov*, void*, const std::uint8_t*, const char*, std::size_t, std::size_t, int)             \
-    NAME(hf3fs_iovunlink, void, Iov*)                                                                                  \
-    NAME(hf3fs_iovdestroy, void, Iov*)                                                                                 \
-    NAME(hf3fs_ior_size, std::size_t, int)                                                                             \
-    NAME(hf3fs_io_entries, int, const Ior*)                                                                            \
-    NAME(hf3fs_iorcreate3, int, Ior*, const char*, int, bool, int, int, int, int)                                      \
-    NAME(hf3fs_iorcreate4, int, Ior*, const char*, int, bool, int, int, int, std::uint64_t)                            \
-    NAME(hf3fs_iordestroy, void, Ior*)                                                                                 \
-    NAME(hf3fs_reg_fd, int, int, std::uint64_t)                                                                        \
-    NAME(hf3fs_dereg_fd, void, int)                                                                                    \
-    NAME(hf3fs_prep_io, int, const Ior*, const Iov*, bool, void*, int, std::size_t, std::uint64_t, const void*)        \
-    NAME(hf3fs_submit_ios, int, const Ior*)                                                                            \
-    NAME(hf3fs_wait_for_ios, int, const Ior*, Cqe*, int, int, const std::timespec*)                                    \
-    NAME(hf3fs_hardlink, int, const char*, const char*)                                                                \
-    NAME(hf3fs_punchhole, int, int, int, const std::size_t*, const std::size_t*, std::size_t)                          \
-    NAME(hf3fs_gdr_available, bool)                                                                                    \
-    NAME(hf3fs_gdr_device_count, int)                                                                                  \
-    NAME(hf3fs_iovcreate_gpu, int, Iov*, const char*, std::size_t, std::size_t, int)                                   \
-    NAME(hf3fs_iovopen_gpu, int, Iov*, const std::uint8_t*, const char*, std::size_t, std::size_t, int)                \
-    NAME(hf3fs_iovwrap_gpu, int, Iov*, void*, const std::uint8_t*, const char*, std::size_t, std::size_t, int)         \
-    NAME(hf3fs_iovunlink_gpu, void, Iov*)                                                                              \
-    NAME(hf3fs_iovdestroy_gpu, void, Iov*)                                                                             \
-    NAME(hf3fs_iov_is_gpu, bool, const Iov*)                                                                           \
-    NAME(hf3fs_iov_gpu_device, int, const Iov*)                                                                        \
-    NAME(hf3fs_iovsync_gpu, int, const Iov*, int)                                                                      \
-    NAME(hf3fs_iov_export_gpu, int, const Iov*, GpuHandle*)                                                            \
-    NAME(hf3fs_iov_import_gpu, int, Iov*, const GpuHandle*, const char*)                                               \
-    NAME(hf3fs_iovcreate_device, int, Iov*, const char*, std::size_t, std::size_t, int)                                \
-    NAME(hf3fs_iovopen_device, int, Iov*, const std::uint8_t*, const char*, std::size_t, std::size_t, int)             \
-    NAME(hf3fs_iovwrap_device, int, Iov*, void*, const std::uint8_t*, const char*, std::size_t, std::size_t, int)      \
-    NAME(hf3fs_iov_mem_type, int, const Iov*)                                                                          \
-    NAME(hf3fs_iov_device_id, int, const Iov*)                                                                         \
-    NAME(hf3fs_iovsync, int, const Iov*, int)                                                                          \
-    NAME(gdrkit_gpu_pool_limit, int, std::size_t, unsigned)                                                            \
-    NAME(gdrkit_gpu_pool_trim, int, std::size_t)                                                                       \
-    NAME(gdrkit_gpu_pool_query, int, GpuPoolStatistics*, std::size_t)                                                  \
-    NAME(gdrkit_host_pool_trim, int, std::size_t)
+// GDRKIT_HF3FS_FUNCTIONS(MACRO) expands to MACRO(function, result type, parameter types...) for each function that a
+// library may have. A call of a function that the loaded library does not have raises an error.
+#define GDRKIT_HF3FS_FUNCTIONS(MACRO)                                                                                  \
+    MACRO(hf3fs_extract_mount_point, int, char*, int, const char*)                                                     \
+    MACRO(hf3fs_is_hf3fs, bool, int)                                                                                   \
+    MACRO(hf3fs_iovcreate, int, Iov*, const char*, std::size_t, std::size_t, int)                                      \
+    MACRO(hf3fs_iovopen, int, Iov*, const std::uint8_t*, const char*, std::size_t, std::size_t, int)                   \
+    MACRO(hf3fs_iovwrap, int, Iov*, void*, const std::uint8_t*, const char*, std::size_t, std::size_t, int)            \
+    MACRO(hf3fs_iovunlink, void, Iov*)                                                                                 \
+    MACRO(hf3fs_iovdestroy, void, Iov*)                                                                                \
+    MACRO(hf3fs_ior_size, std::size_t, int)                                                                            \
+    MACRO(hf3fs_io_entries, int, const Ior*)                                                                           \
+    MACRO(hf3fs_iorcreate3, int, Ior*, const char*, int, bool, int, int, int, int)                                     \
+    MACRO(hf3fs_iorcreate4, int, Ior*, const char*, int, bool, int, int, int, std::uint64_t)                           \
+    MACRO(hf3fs_iordestroy, void, Ior*)                                                                                \
+    MACRO(hf3fs_reg_fd, int, int, std::uint64_t)                                                                       \
+    MACRO(hf3fs_dereg_fd, void, int)                                                                                   \
+    MACRO(hf3fs_prep_io, int, const Ior*, const Iov*, bool, void*, int, std::size_t, std::uint64_t, const void*)       \
+    MACRO(hf3fs_submit_ios, int, const Ior*)                                                                           \
+    MACRO(hf3fs_wait_for_ios, int, const Ior*, Cqe*, int, int, const std::timespec*)                                   \
+    MACRO(hf3fs_hardlink, int, const char*, const char*)                                                               \
+    MACRO(hf3fs_punchhole, int, int, int, const std::size_t*, const std::size_t*, std::size_t)                         \
+    MACRO(hf3fs_gdr_available, bool)                                                                                   \
+    MACRO(hf3fs_gdr_device_count, int)                                                                                 \
+    MACRO(hf3fs_iovcreate_gpu, int, Iov*, const char*, std::size_t, std::size_t, int)                                  \
+    MACRO(hf3fs_iovopen_gpu, int, Iov*, const std::uint8_t*, const char*, std::size_t, std::size_t, int)               \
+    MACRO(hf3fs_iovwrap_gpu, int, Iov*, void*, const std::uint8_t*, const char*, std::size_t, std::size_t, int)        \
+    MACRO(hf3fs_iovunlink_gpu, void, Iov*)                                                                             \
+    MACRO(hf3fs_iovdestroy_gpu, void, Iov*)                                                                            \
+    MACRO(hf3fs_iov_is_gpu, bool, const Iov*)                                                                          \
+    MACRO(hf3fs_iov_gpu_device, int, const Iov*)                                                                       \
+    MACRO(hf3fs_iovsync_gpu, int, const Iov*, int)                                                                     \
+    MACRO(hf3fs_iov_export_gpu, int, const Iov*, GpuHandle*)                                                           \
+    MACRO(hf3fs_iov_import_gpu, int, Iov*, const GpuHandle*, const char*)                                              \
+    MACRO(hf3fs_iovcreate_device, int, Iov*, const char*, std::size_t, std::size_t, int)                               \
+    MACRO(hf3fs_iovopen_device, int, Iov*, const std::uint8_t*, const char*, std::size_t, std::size_t, int)            \
+    MACRO(hf3fs_iovwrap_device, int, Iov*, void*, const std::uint8_t*, const char*, std::size_t, std::size_t, int)     \
+    MACRO(hf3fs_iov_mem_type, int, const Iov*)                                                                         \
+    MACRO(hf3fs_iov_device_id, int, const Iov*)                                                                        \
+    MACRO(hf3fs_iovsync, int, const Iov*, int)                                                                         \
+    MACRO(gdrkit_gpu_pool_limit, int, std::size_t, unsigned)                                                           \
+    MACRO(gdrkit_gpu_pool_trim, int, std::size_t)                                                                      \
+    MACRO(gdrkit_gpu_pool_query, int, GpuPoolStatistics*, std::size_t)                                                 \
+    MACRO(gdrkit_host_pool_trim, int, std::size_t)
 
 } // namespace gdrkit::usrbio::abi

@@ -14,19 +14,19 @@ nb::handle hf3fs_module;
 
 } // namespace
 
-void set_module(nb::handle loaded_module) noexcept {
+void store_module_reference(nb::handle loaded_module) noexcept {
     hf3fs_module = loaded_module;
 }
 
-void raise_failed(const char* function_name, int error_number, nb::dict arguments) {
+void raise_call_error(const char* function_name, int error_number, nb::dict arguments) {
     raise(hf3fs_module.attr("make_call_error")(function_name, error_number, arguments));
 }
 
-void raise_missing(const char* function_name) {
+void raise_missing_function_error(const char* function_name) {
     raise(hf3fs_module.attr("make_missing_function_error")(function_name));
 }
 
-void raise_refused(const char* message, const char* reason) {
+void raise_misuse_error(const char* message, const char* reason) {
     raise(hf3fs_module.attr("make_misuse_error")(message, reason));
 }
 

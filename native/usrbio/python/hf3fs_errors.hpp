@@ -9,25 +9,25 @@ namespace gdrkit::usrbio {
 
 namespace nb = nanobind;
 
-// Stores a reference to the module _hf3fs without incrementing its count. The module exists during every call of its
-// functions, so the reference is valid then.
-void set_module(nb::handle module) noexcept;
+// Stores a reference to the module _hf3fs without incrementing its reference count. The module exists during every call
+// of its functions, so the reference is valid then.
+void store_module_reference(nb::handle module) noexcept;
 
 // Raises the error of a failed call of the library function `function_name`. `error_number` is a positive errno. The
 // error contains `arguments`.
-[[noreturn]] void raise_failed(const char* function_name, int error_number, nb::dict arguments = nb::dict());
+[[noreturn]] void raise_call_error(const char* function_name, int error_number, nb::dict arguments = nb::dict());
 
 // Raises the error of a call of the function `function_name`, which the library does not have.
-[[noreturn]] void raise_missing(const char* function_name);
+[[noreturn]] void raise_missing_function_error(const char* function_name);
 
 // Raises the error of a call that this module refused before it changed anything. `reason` is a value of
 // gdrkit.errors.Reason.
-[[noreturn]] void raise_refused(const char* message, const char* reason);
+[[noreturn]] void raise_misuse_error(const char* message, const char* reason);
 
 // Returns `function`. If it is null, because the library does not have it, raises an error that contains `name`.
 template <typename Function> Function require(Function function, const char* name) {
     if (function == nullptr) {
-        raise_missing(name);
+        raise_missing_function_error(name);
     }
     return function;
 }

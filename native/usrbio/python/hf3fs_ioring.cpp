@@ -19,16 +19,16 @@ using namespace nb::literals;
 namespace {
 
 // Longest wait in one call of hf3fs_wait_for_ios. Between two calls, Python handles signals (KeyboardInterrupt).
-constexpr std::chrono::milliseconds wait_step{100};
+constexpr std::chrono::milliseconds wait_step_max{100};
 // Largest number of completions that one call of hf3fs_wait_for_ios returns.
 constexpr int completions_per_call_max = 1024;
 
 // Returns a deadline of CLOCK_REALTIME, as hf3fs_wait_for_ios requires. CLOCK_REALTIME can be set during a wait, so all
-// other deadlines in this file use a steady clock, and only waits of at most `wait_step` are converted.
-std::timespec make_realtime_deadline(std::chrono::nanoseconds wait) {
+// other deadlines in this file use a steady clock, and only waits of at most `wait_step_max` are converted.
+std::timespec make_realtime_deadline(std::chrono::nanoseconds wait_duration) {
     std::timespec deadline{};
     clock_gettime(CLOCK_REALTIME, &deadline);
-    const auto nanoseconds = deadline.tv_nsec + wait.count();
+    const auto nanoseconds = deadline.tv_nsec + wait_duration.count();
     deadline.tv_sec += nanoseconds / 1'000'000'000;
     deadline.tv_nsec = nanoseconds % 1'000'000'000;
     return deadline;
@@ -39,13 +39,13 @@ std::timespec make_realtime_deadline(std::chrono::nanoseconds wait) {
 Ioring::Ioring(const std::string& mount, int entries, bool for_read, int io_depth, std::optional<int> priority,
                std::optional<int> timeout_ms, int numa, std::uint64_t flags) {
     if (priority.value_or(0) != 0 && flags != 0) {
-        raise_refused(
+        raise_misuse_error(
             "a ring cannot have both a priority and flags, because no function of hf3fs takes both: omit one of them",
             "bad_argument");
     }
     const bool has_priority = priority.value_or(0) != 0;
-    auto create3 = has_priority ? GDRKIT_REQUIRE(hf3fs_iorcreate3) : nullptr;
-    auto create4 = has_priority ? nullptr : GDRKIT_REQUIRE(hf3fs_iorcreate4);
+    auto iorcreate3 = has_priority ? GDRKIT_REQUIRE(hf3fs_iorcreate3) : nullptr;
+    auto iorcreate4 = has_priority ? nullptr : GDRKIT_REQUIRE(hf3fs_iorcreate4);
     GDRKIT_REQUIRE(hf3fs_iordestroy);
     GDRKIT_REQUIRE(hf3fs_io_entries);
     int status = 0;
@@ -53,15 +53,15 @@ Ioring::Ioring(const std::string& mount, int entries, bool for_read, int io_dept
         const GilRelease release;
         status =
             has_priority
-                ? create3(&ior_, mount.c_str(), entries, for_read, io_depth, *priority, timeout_ms.value_or(0), numa)
-                : create4(&ior_, mount.c_str(), entries, for_read, io_depth, timeout_ms.value_or(0), numa, flags);
+                ? iorcreate3(&ior_, mount.c_str(), entries, for_read, io_depth, *priority, timeout_ms.value_or(0), numa)
+                : iorcreate4(&ior_, mount.c_str(), entries, for_read, io_depth, timeout_ms.value_or(0), numa, flags);
     }
     if (status < 0) {
-        nb::dict arguments;
-        arguments["hf3fs_mount_point"] = mount;
-        arguments["entries"] = entries;
-        arguments["timeout_ms"] = timeout_ms.value_or(0);
-        raise_failed(has_priority ? "hf3fs_iorcreate3" : "hf3fs_iorcreate4", -status, arguments);
+        nb::dict error_arguments;
+        error_arguments["hf3fs_mount_point"] = mount;
+        error_arguments["entries"] = entries;
+        error_arguments["timeout_ms"] = timeout_ms.value_or(0);
+        raise_call_error(has_priority ? "hf3fs_iorcreate3" : "hf3fs_iorcreate4", -status, error_arguments);
     }
     is_open_ = true;
     // Reserve memory now, so that prepare() cannot fail after it has prepared an operation.
@@ -90,7 +90,7 @@ Ioring::~Ioring() {
 
 void Ioring::check_open() const {
     if (!is_open_) {
-        raise_refused("the ioring is destroyed", "closed");
+        raise_misuse_error("the ioring is destroyed", "closed");
     }
 }
 
@@ -112,13 +112,13 @@ void Ioring::prepare(nb::handle iov, bool read, int fd, std::size_t offset, nb::
                               reinterpret_cast<const void*>(ticket));
     if (index < 0) {
         iovec->memory->end_use(IovecMemory::Use::operation);
-        nb::dict arguments;
-        arguments["read"] = read;
-        arguments["fd"] = fd;
-        arguments["file_offset_bytes"] = offset;
-        arguments["iov_offset_bytes"] = iovec->offset;
-        arguments["length_bytes"] = iovec->length;
-        raise_failed("hf3fs_prep_io", -index, arguments);
+        nb::dict error_arguments;
+        error_arguments["read"] = read;
+        error_arguments["fd"] = fd;
+        error_arguments["file_offset_bytes"] = offset;
+        error_arguments["iov_offset_bytes"] = iovec->offset;
+        error_arguments["length_bytes"] = iovec->length;
+        raise_call_error("hf3fs_prep_io", -index, error_arguments);
     }
     iovec->is_outstanding = true;
     operations_.emplace(ticket, Operation{std::move(iovec_object), std::move(userdata), index});
@@ -131,21 +131,21 @@ void Ioring::submit() {
     auto submit_ios = GDRKIT_REQUIRE(hf3fs_submit_ios);
     const int status = submit_ios(&ior_);
     if (status < 0) {
-        raise_failed("hf3fs_submit_ios", -status);
+        raise_call_error("hf3fs_submit_ios", -status);
     }
     has_unsubmitted_operations_ = false;
 }
 
 void Ioring::complete(const Cqe& cqe) {
-    const auto entry = operations_.find(reinterpret_cast<std::uint64_t>(cqe.userdata));
-    if (entry == operations_.end() || entry->second.index != cqe.index) {
+    const auto operation_entry = operations_.find(reinterpret_cast<std::uint64_t>(cqe.userdata));
+    if (operation_entry == operations_.end() || operation_entry->second.index != cqe.index) {
         // The completion belongs to no outstanding operation, or is a duplicate.
-        nb::dict arguments;
-        arguments["index"] = cqe.index;
-        raise_failed("hf3fs_wait_for_ios", EPROTO, arguments);
+        nb::dict error_arguments;
+        error_arguments["index"] = cqe.index;
+        raise_call_error("hf3fs_wait_for_ios", EPROTO, error_arguments);
     }
-    Operation operation = std::move(entry->second);
-    operations_.erase(entry);
+    Operation operation = std::move(operation_entry->second);
+    operations_.erase(operation_entry);
     Iovec* iovec = nb::cast<Iovec*>(operation.iovec);
     iovec->result = cqe.result;
     iovec->userdata = std::move(operation.userdata);
@@ -158,35 +158,35 @@ void Ioring::complete(const Cqe& cqe) {
 std::size_t Ioring::reap(int results_max, int results_min, std::optional<Clock::time_point> deadline) {
     auto wait_for_ios = GDRKIT_REQUIRE(hf3fs_wait_for_ios);
     std::array<Cqe, completions_per_call_max> cqes;
-    const int capacity = std::min(results_max, completions_per_call_max);
-    const int count_min = std::clamp(results_min, 0, capacity);
+    const int completions_max = std::min(results_max, completions_per_call_max);
+    const int completions_min = std::clamp(results_min, 0, completions_max);
     std::chrono::nanoseconds wait_duration =
-        count_min > 0 ? std::chrono::nanoseconds{wait_step} : std::chrono::nanoseconds{0};
+        completions_min > 0 ? std::chrono::nanoseconds{wait_step_max} : std::chrono::nanoseconds{0};
     if (deadline) {
         wait_duration =
             std::clamp(std::chrono::nanoseconds{*deadline - Clock::now()}, std::chrono::nanoseconds{0}, wait_duration);
     }
-    const std::timespec deadline_realtime = make_realtime_deadline(wait_duration);
-    int count = 0;
+    const std::timespec realtime_deadline = make_realtime_deadline(wait_duration);
+    int completion_count = 0;
     ++waiter_count_;
     {
         const GilRelease release;
-        count = wait_for_ios(&ior_, cqes.data(), capacity, count_min, &deadline_realtime);
+        completion_count = wait_for_ios(&ior_, cqes.data(), completions_max, completions_min, &realtime_deadline);
     }
     --waiter_count_;
-    if (count < 0) {
-        raise_failed("hf3fs_wait_for_ios", -count);
+    if (completion_count < 0) {
+        raise_call_error("hf3fs_wait_for_ios", -completion_count);
     }
-    for (int index = 0; index < count; ++index) {
+    for (int index = 0; index < completion_count; ++index) {
         complete(cqes[static_cast<std::size_t>(index)]);
     }
-    return static_cast<std::size_t>(count);
+    return static_cast<std::size_t>(completion_count);
 }
 
 nb::list Ioring::wait(int results_max, int results_min, Timeout timeout) {
     check_open();
     if (results_max < 0 || results_min < 0) {
-        raise_refused("max_results and min_results must be 0 or more", "bad_argument");
+        raise_misuse_error("max_results and min_results must be 0 or more", "bad_argument");
     }
     const auto count_min = static_cast<std::size_t>(results_min);
     const auto count_max = static_cast<std::size_t>(std::max({results_max, results_min, 1}));
@@ -226,8 +226,8 @@ void Ioring::destroy(Timeout timeout) {
         return;
     }
     if (waiter_count_ != 0) {
-        raise_refused("another thread waits for completions of the ioring: call destroy() after that wait returned",
-                      "busy");
+        raise_misuse_error(
+            "another thread waits for completions of the ioring: call destroy() after that wait returned", "busy");
     }
     // Without a timeout, wait for a year, because the maximum of microseconds would overflow the sum.
     const auto deadline = Clock::now() + timeout.value_or(std::chrono::hours{24 * 365});
@@ -245,10 +245,10 @@ void Ioring::destroy(Timeout timeout) {
     close_ring();
     completed_iovecs_.clear();
     if (outstanding_count_ != 0) {
-        nb::dict arguments;
-        arguments["outstanding"] = outstanding_count_;
+        nb::dict error_arguments;
+        error_arguments["outstanding"] = outstanding_count_;
         leak_operations();
-        raise_failed("hf3fs_iordestroy", ETIMEDOUT, arguments);
+        raise_call_error("hf3fs_iordestroy", ETIMEDOUT, error_arguments);
     }
 }
 
@@ -306,7 +306,7 @@ int clear(PyObject* self) noexcept {
     return 0;
 }
 
-PyType_Slot slots[] = {
+PyType_Slot ioring_type_slots[] = {
     {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
     {Py_tp_clear, reinterpret_cast<void*>(clear)},
     {0, nullptr},
@@ -315,7 +315,7 @@ PyType_Slot slots[] = {
 } // namespace
 
 void bind_ioring(nb::module_& module) {
-    nb::class_<Ioring>(module, "ioring", nb::type_slots(slots))
+    nb::class_<Ioring>(module, "ioring", nb::type_slots(ioring_type_slots))
         .def(nb::init<const std::string&, int, bool, int, std::optional<int>, std::optional<int>, int, std::uint64_t>(),
              "hf3fs_mount_point"_a, "entries"_a, "for_read"_a = true, "io_depth"_a = 0, "priority"_a = nb::none(),
              "timeout"_a = nb::none(), "numa"_a = -1, "flags"_a = 0)

@@ -28,9 +28,13 @@ public:
     Ioring& operator=(const Ioring&) = delete;
     ~Ioring();
 
+    // Prepares one read (`read` true) or write between `iovec` and the file `fd`, from the byte `offset` of the file
+    // on. The agent executes the operation after submit().
     void prepare(nb::handle iovec, bool read, int fd, std::size_t offset, nb::object userdata);
     void submit();
-    // Returns the iovecs of completed operations, in the order in which the operations completed.
+    // Waits until `results_min` operations have completed or `timeout` has passed. Returns the iovecs of completed
+    // operations in the order of completion, at most the larger one of `results_max` and `results_min`, and at most
+    // one if both are 0.
     nb::list wait(int results_max, int results_min, Timeout timeout);
     // Waits for the outstanding operations, then destroys the ring. If operations do not complete within `timeout`,
     // raises an error. Their memory is then never freed, because the agent may still access it.
@@ -53,11 +57,13 @@ private:
         int index; // Index of the operation in the library.
     };
 
-    void check_open() const;
+    void check_open() const; // Raises an error if the ring is destroyed.
     // Calls hf3fs_wait_for_ios once, moves up to `results_max` completions to completed_iovecs_ and returns their
     // number. If `results_min` is above 0, the call waits until `deadline`, at most 100 ms.
     std::size_t reap(int results_max, int results_min, std::optional<Clock::time_point> deadline);
+    // Stores the result of an operation in its iovec, and moves this iovec to completed_iovecs_.
     void complete(const Cqe& cqe);
+    // Destroys the ring in the library, without waiting for operations.
     void close_ring();
     void leak_operations() noexcept;
 

@@ -50,7 +50,7 @@ void IovecMemory::begin_use(Use use) {
         const Py_buffer& buffer = acquire_buffer();
         if (buffer.buf != iov_.base || static_cast<std::size_t>(buffer.len) != iov_.size) {
             release_buffer();
-            raise_refused("the wrapped buffer has moved or has another size: wrap it again", "closed");
+            raise_misuse_error("the wrapped buffer has moved or has another size: wrap it again", "closed");
         }
     }
     ++(use == Use::operation ? operation_count_ : buffer_count_);
@@ -65,7 +65,7 @@ void IovecMemory::end_use(Use use) noexcept {
 
 void IovecMemory::check_open() const {
     if (!is_open_) {
-        raise_refused("the iovec is closed", "closed");
+        raise_misuse_error("the iovec is closed", "closed");
     }
 }
 
@@ -74,11 +74,11 @@ void IovecMemory::close() {
         return;
     }
     if (operation_count_ != 0) {
-        raise_refused("the iovec has outstanding operations: wait for their completions first", "busy");
+        raise_misuse_error("the iovec has outstanding operations: wait for their completions first", "busy");
     }
     if (buffer_count_ != 0) {
-        raise_refused("the memory of the iovec is still in use (by a memoryview or an array): release it first",
-                      "busy");
+        raise_misuse_error("the memory of the iovec is still in use (by a memoryview or an array): release it first",
+                           "busy");
     }
     call_before_close();
     before_close.reset();
@@ -136,13 +136,13 @@ Uuid parse_uuid(const std::string& text) {
                                 : character >= 'A' && character <= 'F' ? character - 'A' + 10
                                                                        : -1;
         if (digit_value < 0 || digit_count == 32) {
-            raise_refused("id must be a UUID: 32 hexadecimal digits, with or without hyphens", "malformed");
+            raise_misuse_error("id must be a UUID: 32 hexadecimal digits, with or without hyphens", "malformed");
         }
         uuid.bytes[digit_count / 2] = static_cast<std::uint8_t>(uuid.bytes[digit_count / 2] << 4 | digit_value);
         ++digit_count;
     }
     if (digit_count != 32) {
-        raise_refused("id must be a UUID: 32 hexadecimal digits, with or without hyphens", "malformed");
+        raise_misuse_error("id must be a UUID: 32 hexadecimal digits, with or without hyphens", "malformed");
     }
     return uuid;
 }
@@ -163,18 +163,18 @@ std::string format_uuid(const char id[16]) {
 }
 
 nb::dict make_error_arguments(const std::string& mount, std::size_t size, std::size_t block_size) {
-    nb::dict arguments;
-    arguments["hf3fs_mount_point"] = mount;
-    arguments["length_bytes"] = size;
-    arguments["block_size_bytes"] = block_size;
-    return arguments;
+    nb::dict error_arguments;
+    error_arguments["hf3fs_mount_point"] = mount;
+    error_arguments["length_bytes"] = size;
+    error_arguments["block_size_bytes"] = block_size;
+    return error_arguments;
 }
 
 // Calls `fill_iov(memory->iov())`, in which the library's function `function_name` fills in the iov. Returns an iovec
-// of that memory. The call runs without the GIL, because the library waits for the agent. An error contains
-// `arguments`.
+// of that memory. The call runs without the GIL, because the library waits for the agent. A raised error contains
+// `error_arguments`.
 template <typename FillIov>
-Iovec make_iovec(const char* function_name, std::shared_ptr<IovecMemory> memory, nb::dict arguments,
+Iovec make_iovec(const char* function_name, std::shared_ptr<IovecMemory> memory, nb::dict error_arguments,
                  FillIov&& fill_iov) {
     int status = 0;
     {
@@ -182,7 +182,7 @@ Iovec make_iovec(const char* function_name, std::shared_ptr<IovecMemory> memory,
         status = fill_iov(memory->iov());
     }
     if (status < 0) {
-        raise_failed(function_name, -status, arguments);
+        raise_call_error(function_name, -status, error_arguments);
     }
     memory->mark_open();
     Iovec iovec;
@@ -264,7 +264,7 @@ Iovec import_gpu_iovec(nb::bytes handle, const std::string& mount) {
     auto library_function = GDRKIT_REQUIRE(hf3fs_iov_import_gpu);
     GpuHandle gpu_handle{};
     if (handle.size() != sizeof(gpu_handle.data)) {
-        raise_refused("handle must have the 80 bytes of a handle of device memory", "malformed");
+        raise_misuse_error("handle must have the 80 bytes of a handle of device memory", "malformed");
     }
     std::memcpy(gpu_handle.data, handle.c_str(), sizeof(gpu_handle.data));
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
@@ -278,11 +278,12 @@ nb::bytes export_gpu(const Iovec& self) {
     GpuHandle handle{};
     const int status = library_function(&self.memory->iov(), &handle);
     if (status < 0) {
-        raise_failed("hf3fs_iov_export_gpu", -status);
+        raise_call_error("hf3fs_iov_export_gpu", -status);
     }
     return nb::bytes(reinterpret_cast<const char*>(handle.data), sizeof(handle.data));
 }
 
+// Pass `direction` 0 before the NIC reads what the GPU has written, 1 after the NIC has written what the GPU will read.
 void synchronize(const Iovec& self, int direction) {
     self.memory->check_open();
     auto library_function = GDRKIT_REQUIRE_EITHER(hf3fs_iovsync_gpu, hf3fs_iovsync);
@@ -292,12 +293,13 @@ void synchronize(const Iovec& self, int direction) {
         status = library_function(&self.memory->iov(), direction);
     }
     if (status < 0) {
-        nb::dict arguments;
-        arguments["direction"] = direction;
-        raise_failed(GDRKIT_NAME_OF_EITHER(hf3fs_iovsync_gpu, hf3fs_iovsync), -status, arguments);
+        nb::dict error_arguments;
+        error_arguments["direction"] = direction;
+        raise_call_error(GDRKIT_NAME_OF_EITHER(hf3fs_iovsync_gpu, hf3fs_iovsync), -status, error_arguments);
     }
 }
 
+// Returns the number of the CUDA device of the memory, or -1 for host memory.
 int device_number(const Iovec& self) {
     self.memory->check_open();
     if (!self.memory->is_device()) {
@@ -341,7 +343,7 @@ Iovec slice_by(const Iovec& self, nb::handle buffer_object) {
 
 void close(const Iovec& self) {
     if (self.is_slice) {
-        raise_refused("a slice cannot be closed: close the iovec that was sliced", "bad_argument");
+        raise_misuse_error("a slice cannot be closed: close the iovec that was sliced", "bad_argument");
     }
     self.memory->close();
 }
@@ -391,7 +393,7 @@ int clear(PyObject* self) noexcept {
     return 0;
 }
 
-PyType_Slot slots[] = {
+PyType_Slot iovec_type_slots[] = {
     {Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
     {Py_bf_releasebuffer, reinterpret_cast<void*>(release_buffer)},
     {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
@@ -402,7 +404,7 @@ PyType_Slot slots[] = {
 } // namespace
 
 void bind_iovec(nb::module_& module) {
-    nb::class_<Iovec>(module, "iovec", nb::type_slots(slots))
+    nb::class_<Iovec>(module, "iovec", nb::type_slots(iovec_type_slots))
         .def(
             "__init__",
             [](Iovec* self, nb::object base, const std::string& id, const std::string& mount, std::size_t block_size,

@@ -39,7 +39,7 @@ public:
     const Iov& iov() const noexcept { return iov_; }
     bool is_device() const noexcept { return kind_ == Kind::device; }
     bool is_open() const noexcept { return is_open_; }
-    void check_open() const;
+    void check_open() const; // Raises an error if the memory is closed.
 
     // A use of the memory: an outstanding operation, or a buffer (memoryview, array) that Python code holds. As long as
     // there are uses, the memory cannot be closed, and wrapped memory holds the buffer of its owner. Without uses, the
@@ -58,7 +58,7 @@ public:
 
 private:
     void call_before_close();
-    void release();
+    void release(); // Destroys the iov in the library.
 
     Kind kind_;
     nb::object owner_; // The Python object that owns wrapped memory; None for memory of the library.
@@ -80,6 +80,7 @@ struct Iovec {
     nb::object userdata = nb::none();
 
     std::uint8_t* begin() const noexcept { return memory->iov().base + offset; }
+    // Returns the slice of `slice_bytes` bytes that begins `begin_offset` bytes after the beginning of this iovec.
     Iovec slice(std::size_t begin_offset, std::size_t slice_bytes) const;
 };
 

@@ -21,7 +21,7 @@ std::string open_library(const std::string& path) {
     if (library_handle == nullptr) {
         return dlerror();
     }
-#define GDRKIT_RESOLVE(name, result, ...)                                                                              \
+#define GDRKIT_RESOLVE(name, result_type, ...)                                                                         \
     loaded_functions.name = reinterpret_cast<decltype(loaded_functions.name)>(dlsym(library_handle, #name));
     GDRKIT_HF3FS_FUNCTIONS(GDRKIT_RESOLVE)
 #undef GDRKIT_RESOLVE
@@ -34,7 +34,7 @@ const Functions& functions() noexcept {
 
 std::vector<std::string> function_names() {
     std::vector<std::string> names;
-#define GDRKIT_LIST(name, result, ...)                                                                                 \
+#define GDRKIT_LIST(name, result_type, ...)                                                                            \
     if (loaded_functions.name != nullptr) {                                                                            \
         names.emplace_back(#name);                                                                                     \
     }

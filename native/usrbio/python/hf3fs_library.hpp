@@ -1,5 +1,6 @@
 // The client library (libhf3fs_api_shared.so) that the Python module _hf3fs uses. Python code
-// (gdrkit/usrbio/_library.py) chooses its path. The library is opened once and stays open until the process ends.
+// (gdrkit/usrbio/_library.py) chooses the path of the library. The library is opened once and stays open until the
+// process ends.
 #pragma once
 
 #include "hf3fs_abi.hpp"
@@ -17,7 +18,7 @@ using abi::Iov;
 
 // Pointers to the functions of the library, under their names in the library.
 struct Functions {
-#define GDRKIT_DECLARE(name, result, ...) result (*name)(__VA_ARGS__) = nullptr;
+#define GDRKIT_DECLARE(name, result_type, ...) result_type (*name)(__VA_ARGS__) = nullptr;
     GDRKIT_HF3FS_FUNCTIONS(GDRKIT_DECLARE)
 #undef GDRKIT_DECLARE
 };

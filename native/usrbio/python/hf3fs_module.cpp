@@ -24,23 +24,23 @@ namespace {
 
 std::optional<std::string> extract_mount_point(const std::string& path) {
     auto library_function = GDRKIT_REQUIRE(hf3fs_extract_mount_point);
-    std::array<char, 4096> mount{};
-    const int needed_bytes = library_function(mount.data(), static_cast<int>(mount.size()), path.c_str());
+    std::array<char, 4096> mount_path{};
+    const int needed_bytes = library_function(mount_path.data(), static_cast<int>(mount_path.size()), path.c_str());
     if (needed_bytes < 0) {
         return std::nullopt;
     }
-    if (static_cast<std::size_t>(needed_bytes) > mount.size()) {
-        nb::dict arguments;
-        arguments["path"] = path;
-        raise_failed("hf3fs_extract_mount_point", ENAMETOOLONG, arguments);
+    if (static_cast<std::size_t>(needed_bytes) > mount_path.size()) {
+        nb::dict error_arguments;
+        error_arguments["path"] = path;
+        raise_call_error("hf3fs_extract_mount_point", ENAMETOOLONG, error_arguments);
     }
-    return std::string(mount.data());
+    return std::string(mount_path.data());
 }
 
-nb::dict make_descriptor_arguments(int fd) {
-    nb::dict arguments;
-    arguments["fd"] = fd;
-    return arguments;
+nb::dict make_fd_error_arguments(int fd) {
+    nb::dict error_arguments;
+    error_arguments["fd"] = fd;
+    return error_arguments;
 }
 
 void register_fd(int fd, std::uint64_t flags) {
@@ -51,7 +51,7 @@ void register_fd(int fd, std::uint64_t flags) {
         status = library_function(fd, flags);
     }
     if (status > 0) { // hf3fs_reg_fd returns a positive errno on failure, and 0 or less on success.
-        raise_failed("hf3fs_reg_fd", status, make_descriptor_arguments(fd));
+        raise_call_error("hf3fs_reg_fd", status, make_fd_error_arguments(fd));
     }
 }
 
@@ -69,37 +69,39 @@ void hardlink(const std::string& target, const std::string& link_name) {
         status = library_function(target.c_str(), link_name.c_str());
     }
     if (status != 0) {
-        nb::dict arguments;
-        arguments["target"] = target;
-        arguments["link_name"] = link_name;
-        raise_failed("hf3fs_hardlink", std::abs(status), arguments);
+        nb::dict error_arguments;
+        error_arguments["target"] = target;
+        error_arguments["link_name"] = link_name;
+        raise_call_error("hf3fs_hardlink", std::abs(status), error_arguments);
     }
 }
 
-void punch_hole(int fd, const std::vector<std::size_t>& start, const std::vector<std::size_t>& end, std::size_t flags) {
+void punch_hole(int fd, const std::vector<std::size_t>& hole_begins, const std::vector<std::size_t>& hole_ends,
+                std::size_t flags) {
     const auto library_function = GDRKIT_REQUIRE(hf3fs_punchhole);
-    if (start.size() != end.size()) {
-        raise_refused("start and end must have the same length: each hole has a start and an end", "bad_argument");
+    if (hole_begins.size() != hole_ends.size()) {
+        raise_misuse_error("start and end must have the same length: each hole has a start and an end", "bad_argument");
     }
-    if (start.size() > 1000) { // The limit of hf3fs_punchhole.
-        raise_refused("one call can punch at most 1000 holes: use several calls", "bad_argument");
+    if (hole_begins.size() > 1000) { // The limit of hf3fs_punchhole.
+        raise_misuse_error("one call can punch at most 1000 holes: use several calls", "bad_argument");
     }
     int status = 0;
     {
         const GilRelease release;
-        status = library_function(fd, static_cast<int>(start.size()), start.data(), end.data(), flags);
+        status =
+            library_function(fd, static_cast<int>(hole_begins.size()), hole_begins.data(), hole_ends.data(), flags);
     }
     if (status != 0) {
-        nb::dict arguments = make_descriptor_arguments(fd);
-        arguments["holes"] = start.size();
-        raise_failed("hf3fs_punchhole", std::abs(status), arguments);
+        nb::dict error_arguments = make_fd_error_arguments(fd);
+        error_arguments["holes"] = hole_begins.size();
+        raise_call_error("hf3fs_punchhole", std::abs(status), error_arguments);
     }
 }
 
 // Raises the error of a failed call of `function_name`, a function of a memory pool, unless `status` is 0.
 void check_pool_call(const char* function_name, int status) {
     if (status != 0) {
-        raise_failed(function_name, std::abs(status), nb::dict());
+        raise_call_error(function_name, std::abs(status), nb::dict());
     }
 }
 
@@ -150,7 +152,7 @@ void trim_host_pool(std::size_t idle_bytes_max) {
 } // namespace
 
 NB_MODULE(_hf3fs, module) {
-    set_module(module);
+    store_module_reference(module);
     // If an agent does not complete operations, an ioring leaks their memory on purpose, so do not warn of leaks.
     nb::set_leak_warnings(false);
     module.def("open_library", &open_library, "path"_a);

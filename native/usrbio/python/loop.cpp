@@ -46,7 +46,7 @@ void translate_system_error(const std::exception_ptr& exception, void*) {
     }
 }
 
-// Creates a semaphore with the value 0. The agent and its clients open it by its name.
+// Creates a named semaphore with the value 0 and the permissions `mode`. The agent and its clients open it by its name.
 void create_semaphore(const std::string& name, unsigned mode) {
     sem_t* semaphore = sem_open(name.c_str(), O_CREAT | O_EXCL, static_cast<mode_t>(mode), 0);
     if (semaphore == SEM_FAILED)

@@ -1,4 +1,5 @@
-// The agent's side of a ring. Every value that the application wrote is copied once and then checked.
+// The agent's side of a ring. Every value that the application wrote is copied once. The indices are checked here, and
+// the arguments of operations by the caller of claim().
 #include "usrbio/ring/agent_side.hpp"
 
 #include <algorithm>
@@ -22,7 +23,7 @@ template <typename T> T copy_once(const T& shared) noexcept {
 
 AgentRing::AgentRing(const RingView& view, std::int32_t io_depth, std::int64_t timeout_ns)
     : view_(view), sleep_announcement_(view.extension->agent), io_depth_(io_depth), timeout_ns_(timeout_ns),
-      positions_(view.slot_count) {}
+      claimed_submissions_(view.slot_count) {}
 
 int AgentRing::attach(void* memory, std::size_t bytes, std::int32_t io_depth, std::int64_t timeout_ns,
                       std::unique_ptr<AgentRing>& ring) noexcept {
@@ -73,8 +74,9 @@ void AgentRing::mark_broken() noexcept {
     }
 }
 
-// Updates due_count_ by the rules of io_depth (see attach()), and returns it. `available`: the number of
-// submissions that the application has published and the agent has not claimed.
+// Updates due_count_, the number of submissions that the agent may claim now, by the rules of io_depth (see attach() in
+// agent_side.hpp), and returns it. `available`: the number of submissions that the application has published and the
+// agent has not claimed.
 std::size_t AgentRing::update_due_count(std::uint32_t available, std::int64_t now_ns) noexcept {
     if (io_depth_ > 0) {
         const auto batch_size = static_cast<std::uint32_t>(io_depth_);
@@ -122,15 +124,16 @@ std::size_t AgentRing::claim(std::span<ClaimedOperation> claimed, std::int64_t n
         return 0;
     }
     const std::uint32_t available = view_.distance(next_to_claim_, static_cast<std::uint32_t>(head));
-    // The head must not go backwards, to submissions that were claimed already. If it went backwards, the indices show
-    // more submissions than fit into the ring, or fewer available submissions than were already counted as due.
+    // The head must not go backwards. If it went back behind next_to_claim_, `available` wraps around, and the claimed
+    // and the available submissions do not fit into the ring. If it went back less far, `available` may be below
+    // due_count_.
     if (available + view_.distance(submission_tail_, next_to_claim_) >= view_.slot_count || available < due_count_) {
         mark_broken();
         return 0;
     }
     if (last_seen_head_ != static_cast<std::uint32_t>(head)) {
         last_seen_head_ = static_cast<std::uint32_t>(head);
-        sleep_announcement_.record_sleep_outcome(std::exchange(had_work_after_sleep_, false));
+        sleep_announcement_.record_sleep_outcome(std::exchange(found_work_after_sleep_, false));
     }
     std::size_t count = std::min(update_due_count(available, now_ns), claimed.size());
     last_claim_found_nothing_due_ = due_count_ == 0;
@@ -149,7 +152,7 @@ std::size_t AgentRing::claim(std::span<ClaimedOperation> claimed, std::int64_t n
         }
         claimed[i].arguments = copy_once(view_.arguments[submission.index]);
         claimed[i].position = next_to_claim_;
-        positions_[next_to_claim_] = {submission.userdata, submission.index, PositionState::claimed};
+        claimed_submissions_[next_to_claim_] = {submission.userdata, submission.index, SubmissionState::claimed};
         next_to_claim_ = view_.next(next_to_claim_);
         --due_count_;
         ++outstanding_count_;
@@ -158,13 +161,14 @@ std::size_t AgentRing::claim(std::span<ClaimedOperation> claimed, std::int64_t n
 }
 
 bool AgentRing::complete(std::uint32_t position, std::int64_t result) noexcept {
-    if (position >= view_.slot_count || positions_[position].state != PositionState::claimed) {
+    if (position >= view_.slot_count || claimed_submissions_[position].state != SubmissionState::claimed) {
         return false;
     }
     // claim() has reserved space in the completion queue for each claimed operation.
-    view_.completions[completion_head_] = {positions_[position].index, 0, result, positions_[position].userdata};
+    view_.completions[completion_head_] = {claimed_submissions_[position].index, 0, result,
+                                           claimed_submissions_[position].userdata};
     completion_head_ = view_.next(completion_head_);
-    positions_[position].state = PositionState::completed;
+    claimed_submissions_[position].state = SubmissionState::completed;
     --outstanding_count_;
     ++unpublished_count_;
     return true;
@@ -174,13 +178,15 @@ void AgentRing::flush() noexcept {
     if (unpublished_count_ == 0) {
         return;
     }
-    while (submission_tail_ != next_to_claim_ && positions_[submission_tail_].state == PositionState::completed) {
-        positions_[submission_tail_].state = PositionState::free;
+    while (submission_tail_ != next_to_claim_ &&
+           claimed_submissions_[submission_tail_].state == SubmissionState::completed) {
+        claimed_submissions_[submission_tail_].state = SubmissionState::free;
         submission_tail_ = view_.next(submission_tail_);
     }
     // Store the tail first: an application that sees a completion must also see the free space for its next submission.
     view_.indices->submission_tail.store(static_cast<std::int32_t>(submission_tail_), std::memory_order_release);
     view_.indices->completion_head.store(static_cast<std::int32_t>(completion_head_), std::memory_order_seq_cst);
+    // The client library of 3FS does not set the magic number. It expects one post for each completion.
     if (view_.extension->application.magic.load(std::memory_order_relaxed) != extension_magic) {
         for (; unpublished_count_ != 0; --unpublished_count_) {
             post(*view_.completion_semaphore);
@@ -207,7 +213,7 @@ bool AgentRing::prepare_to_sleep() noexcept {
     const std::int32_t head = view_.indices->submission_head.load(std::memory_order_seq_cst);
     // Submissions that wait for space in the completion queue do not keep the agent awake: the client library of 3FS
     // posts the submit semaphore when it has reaped completions. With gdrkit's client library, the completion queue
-    // always has space, because an entry is free only after its completion was reaped.
+    // always has space, because the library reuses an entry of the ring only after it has reaped its completion.
     const bool is_idle = static_cast<std::uint32_t>(head) == last_seen_head_ &&
                          (last_claim_found_nothing_due_ || last_claim_lacked_completion_space_);
     if (!is_idle) {

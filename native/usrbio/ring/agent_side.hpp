@@ -43,7 +43,8 @@ public:
     // incomplete batch.
     std::size_t claim(std::span<ClaimedOperation> claimed, std::int64_t now_ns) noexcept;
 
-    // Returns the time at which the held batch is due, on the clock of claim(); -1: no batch is held.
+    // Returns the time until which claim() holds an incomplete batch back (see attach()), on the clock of claim();
+    // -1: it holds none back.
     std::int64_t held_until_ns() const noexcept { return held_until_ns_; }
 
     // Completes the claimed operation at `position`; operations may complete in any order. Returns false if no claimed
@@ -59,8 +60,8 @@ public:
     // Withdraws the announcement. Call it after the sleep, for every ring whose prepare_to_sleep() returned true.
     void end_sleep() noexcept {
         sleep_announcement_.withdraw();
-        had_work_after_sleep_ = view_.indices->submission_head.load(std::memory_order_relaxed) !=
-                                static_cast<std::int32_t>(last_seen_head_);
+        found_work_after_sleep_ = view_.indices->submission_head.load(std::memory_order_relaxed) !=
+                                  static_cast<std::int32_t>(last_seen_head_);
     }
 
     // Returns true if the application wrote an invalid value. The agent claims nothing more from such a ring, and
@@ -76,13 +77,13 @@ public:
     std::uint32_t entries() const noexcept { return view_.slot_count - 1; }
 
 private:
-    enum class PositionState : std::uint32_t { free, claimed, completed };
+    enum class SubmissionState : std::uint32_t { free, claimed, completed };
     // The submission that claim() took from one position of the submission queue. `state`: free if the position has no
     // submission that is claimed or completed.
-    struct Position {
+    struct ClaimedSubmission {
         std::uint64_t userdata;
         std::int32_t index;
-        PositionState state;
+        SubmissionState state;
     };
 
     AgentRing(const RingView& view, std::int32_t io_depth, std::int64_t timeout_ns);
@@ -96,10 +97,10 @@ private:
     SleepAnnouncement sleep_announcement_;
     std::int32_t io_depth_;
     std::int64_t timeout_ns_;
-    std::int64_t held_until_ns_ = -1;  // Time at which the held batch is due, as in held_until_ns().
-    std::vector<Position> positions_;  // By position in the submission queue.
-    std::uint32_t next_to_claim_ = 0;  // Position of the next submission to claim.
-    std::uint32_t last_seen_head_ = 0; // The last submission_head that was read.
+    std::int64_t held_until_ns_ = -1;                    // The time that held_until_ns() returns.
+    std::vector<ClaimedSubmission> claimed_submissions_; // One element for each position in the submission queue.
+    std::uint32_t next_to_claim_ = 0;                    // Position of the next submission to claim.
+    std::uint32_t last_seen_head_ = 0;                   // The last submission_head that was read.
     // All submissions before this position are completed. The agent writes this position to the shared memory, but
     // never reads it from there.
     std::uint32_t submission_tail_ = 0;
@@ -108,7 +109,7 @@ private:
     std::uint32_t due_count_ = 0;         // Submissions that are due by the rules of io_depth, and not claimed yet.
     std::uint32_t outstanding_count_ = 0; // Operations that are claimed and not completed.
     std::uint32_t unpublished_count_ = 0; // Completions since the last flush().
-    bool had_work_after_sleep_ = false;   // New submissions had arrived when the last sleep ended.
+    bool found_work_after_sleep_ = false; // New submissions had arrived when the last sleep ended.
     bool last_claim_found_nothing_due_ = true;        // The last claim() found no due submission.
     bool last_claim_lacked_completion_space_ = false; // Due submissions wait for space in the completion queue.
     bool is_broken_ = false;

@@ -22,9 +22,10 @@ class SleepAnnouncement {
 public:
     explicit SleepAnnouncement(SideState& this_side) noexcept : this_side_(&this_side) {}
 
-    // Records how this side got its latest work. `has_awaited_one_post`: this side slept, and exactly one post woke it.
-    void record_sleep_outcome(bool has_awaited_one_post) noexcept {
-        score_ = has_awaited_one_post ? std::min(score_ + 1, score_max) : score_ - std::min(score_, score_penalty);
+    // Records how this side got its latest work. `was_woken_by_one_post`: this side slept, and exactly one post woke
+    // it.
+    void record_sleep_outcome(bool was_woken_by_one_post) noexcept {
+        score_ = was_woken_by_one_post ? std::min(score_ + 1, score_max) : score_ - std::min(score_, score_penalty);
         if (is_permanent_ && score_ < score_permanent_min) {
             is_permanent_ = false;
             this_side_->sleeping.store(awake, std::memory_order_seq_cst);
@@ -50,9 +51,9 @@ public:
     }
 
 private:
-    // A sleep that ended with one awaited post adds 1, and any other outcome subtracts 4. The announcement becomes
-    // permanent after sixteen such sleeps in a row. It is withdrawn after three other outcomes in a row, or if
-    // other outcomes are for some time more than a fifth of all outcomes.
+    // A sleep that exactly one post ended adds 1 to the score, and any other outcome subtracts 4. The announcement
+    // becomes permanent after sixteen such sleeps in a row. It is withdrawn after three other outcomes in a row, or
+    // if other outcomes are for some time more than a fifth of all outcomes.
     static constexpr std::uint32_t score_max = 16;
     static constexpr std::uint32_t score_permanent_min = 8;
     static constexpr std::uint32_t score_penalty = 4;

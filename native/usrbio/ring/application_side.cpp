@@ -7,7 +7,7 @@
 namespace gdrkit::usrbio {
 
 ApplicationRing::ApplicationRing(const RingView& view)
-    : view_(view), in_use_(std::make_unique<std::atomic<std::uint8_t>[]>(view.slot_count)),
+    : view_(view), is_index_in_use_(std::make_unique<std::atomic<std::uint8_t>[]>(view.slot_count)),
       sleep_announcement_(view.extension->application) {}
 
 int ApplicationRing::attach(void* memory, std::size_t bytes, std::unique_ptr<ApplicationRing>& ring) noexcept {

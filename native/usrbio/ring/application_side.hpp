@@ -1,7 +1,7 @@
 // The application's side of a ring: prepares and submits operations, and reaps their completions.
 //
-// Two threads may use a ring at the same time: one prepares and submits, the other reaps. These threads share only the
-// information which indices are free and whether the ring is broken. No function makes a system call, with one
+// Two threads may use a ring at the same time: one prepares and submits, the other reaps. The threads exchange only
+// two facts: which indices are free, and whether the ring is broken. No function makes a system call, with one
 // exception: prepare() posts the completion semaphore if it finds an invalid index.
 #pragma once
 
@@ -39,7 +39,7 @@ public:
         }
         // Operations use ascending indices, so next_index_ is free unless completions came out of order. The check
         // above ensures that at least one index is free.
-        while (in_use_[next_index_].load(std::memory_order_acquire) != 0) {
+        while (is_index_in_use_[next_index_].load(std::memory_order_acquire) != 0) {
             next_index_ = next_index_ + 1 == entries() ? 0 : next_index_ + 1;
         }
         const auto index = static_cast<std::int32_t>(next_index_);
@@ -51,7 +51,7 @@ public:
         arguments.length = length;
         arguments.userdata = userdata;
         view_.submissions[submission_head_] = {index, 0, userdata};
-        in_use_[index].store(1, std::memory_order_release);
+        is_index_in_use_[index].store(1, std::memory_order_release);
         next_index_ = next_index_ + 1 == entries() ? 0 : next_index_ + 1;
         submission_head_ = next_head;
         ++prepared_count_;
@@ -73,7 +73,8 @@ public:
 
     // -- for the thread that reaps ----------------------------------------------------------------------------------
 
-    // Passes at most `count_max` available completions to sink(index, result, userdata). Returns their number.
+    // Calls sink(index, result, userdata) for each of at most `count_max` available completions. Returns their
+    // number.
     template <typename Sink> std::uint32_t reap(std::uint32_t count_max, Sink&& sink) noexcept {
         const std::int32_t completion_head = view_.indices->completion_head.load(std::memory_order_acquire);
         if (!view_.is_valid(completion_head)) {
@@ -87,7 +88,7 @@ public:
             const std::int32_t index = completion.index;
             completion_tail_ = view_.next(completion_tail_);
             // An operation that is not in flight cannot complete; ignore it.
-            if (view_.is_valid(index) && in_use_[index].load(std::memory_order_relaxed) != 0) {
+            if (view_.is_valid(index) && is_index_in_use_[index].load(std::memory_order_relaxed) != 0) {
                 sink(index, completion.result, completion.userdata);
                 mark_free(index);
                 ++count;
@@ -100,13 +101,13 @@ public:
         return publish_freed_count(count);
     }
 
-    // Passes at most `count_max` operations in flight to the sink, each with `result`, as if they had completed.
-    // Returns their number. Call it after the agent has ended.
+    // Calls sink(index, result, userdata) for each of at most `count_max` operations in flight, as if they had
+    // completed with `result`. Returns their number. Call it after the agent has ended.
     template <typename Sink>
     std::uint32_t fail_outstanding(std::uint32_t count_max, std::int64_t result, Sink&& sink) noexcept {
         std::uint32_t count = 0;
         for (std::uint32_t index = 0; index < view_.slot_count && count < count_max; ++index) {
-            if (in_use_[index].load(std::memory_order_acquire) != 0) {
+            if (is_index_in_use_[index].load(std::memory_order_acquire) != 0) {
                 sink(static_cast<std::int32_t>(index), result, view_.arguments[index].userdata);
                 mark_free(static_cast<std::int32_t>(index));
                 ++count;
@@ -177,7 +178,7 @@ private:
             view_.extension->application.processor.store(processor, std::memory_order_relaxed);
         }
     }
-    void mark_free(std::int32_t index) noexcept { in_use_[index].store(0, std::memory_order_release); }
+    void mark_free(std::int32_t index) noexcept { is_index_in_use_[index].store(0, std::memory_order_release); }
     // Adds `count` to freed_count_, so that the thread that prepares can use the free indices. Returns `count`.
     std::uint32_t publish_freed_count(std::uint32_t count) noexcept {
         freed_count_.store(freed_count_.load(std::memory_order_relaxed) + count, std::memory_order_release);
@@ -185,7 +186,8 @@ private:
     }
 
     RingView view_;
-    std::unique_ptr<std::atomic<std::uint8_t>[]> in_use_; // For each index: 1 while its operation is in flight.
+    std::unique_ptr<std::atomic<std::uint8_t>[]>
+        is_index_in_use_; // For each index: 1 while its operation is in flight.
 
     alignas(64) std::uint32_t submission_head_ = 0; // Position of the next submission to write.
     std::uint32_t submission_tail_ = 0;             // The last submission_tail that was read.

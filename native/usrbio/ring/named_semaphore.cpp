@@ -12,15 +12,16 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-// Makes the kernel change `word` by `operation` (FUTEX_OP_SET or FUTEX_OP_ADD) with `argument`, and wakes at most one
-// thread that waits on `wake_word`. Returns false if no memory is mapped at `word`.
-bool futex_update(std::uint32_t* word, int operation, unsigned argument, std::uint32_t* wake_word) noexcept {
+// Makes the kernel change `word` by `futex_operation` (FUTEX_OP_SET or FUTEX_OP_ADD) with `operand`, and wakes at most
+// one thread that waits on `wake_word`. Returns false if no memory is mapped at `word`.
+bool futex_update(std::uint32_t* word, int futex_operation, unsigned operand, std::uint32_t* wake_word) noexcept {
     // FUTEX_WAKE_OP also wakes waiters of `word` if the encoded comparison is true. Here it is `old value < 0`, which
     // is false for every valid word of a semaphore.
-    const unsigned encoded_operation = FUTEX_OP(operation, argument, FUTEX_OP_CMP_LT, 0);
+    const unsigned encoded_operation = FUTEX_OP(futex_operation, operand, FUTEX_OP_CMP_LT, 0);
     return syscall(SYS_futex, wake_word, FUTEX_WAKE_OP, 1, nullptr, word, encoded_operation) >= 0;
 }
 
+// Makes the kernel store `value` in `word` and wakes no thread. Returns false if no memory is mapped at `word`.
 bool futex_store(std::uint32_t* word, unsigned value) noexcept {
     std::uint32_t word_without_waiters = 0;
     return futex_update(word, FUTEX_OP_SET, value, &word_without_waiters);

@@ -46,7 +46,7 @@ public:
           chunk_bytes_(std::min(operation_bytes, chunk_bytes_max)),
           staging_buffer_count_(operation_bytes > chunk_bytes_max ? large_staging_buffer_count : depth),
           staging_(map_shared(staging_buffer_count_ * chunk_bytes_)), destination_(map_shared(depth * operation_bytes)),
-          offsets_(depth), processors_(std::move(processors)) {
+          file_offsets_(depth), processors_(std::move(processors)) {
         if (sched_getaffinity(0, sizeof previous_processors_, &previous_processors_) != 0) {
             exit_with_errno("sched_getaffinity");
         }
@@ -65,45 +65,46 @@ public:
     // Reads the bytes of one operation at the offset that next_offset() returns, in chunks, and passes the chunks to
     // the copying thread. Returns the number of operations, 1.
     template <typename NextOffset> unsigned run_step(NextOffset next_offset) {
-        if (!copier_.joinable()) {
+        if (!copying_thread_.joinable()) {
             is_turn_ending_ = false;
             pin_thread(pthread_self(), processors_.front());
-            copier_ = std::thread([this] { copy_chunks(); });
-            pin_thread(copier_.native_handle(), processors_.back());
+            copying_thread_ = std::thread([this] { copy_chunks(); });
+            pin_thread(copying_thread_.native_handle(), processors_.back());
         }
-        const std::uint64_t offset = offsets_[operation_count_++ % depth_] = next_offset();
-        for (std::size_t position = 0; position < operation_bytes_; position += chunk_bytes_) {
-            spin_until(
-                [&] { return read_count_ - copied_count_.load(std::memory_order_acquire) < staging_buffer_count_; });
-            std::uint8_t* const buffer = staging_ + read_count_ % staging_buffer_count_ * chunk_bytes_;
-            if (pread(file_fd_, buffer, chunk_bytes_, static_cast<off_t>(offset + position)) !=
+        const std::uint64_t offset = file_offsets_[operation_count_++ % depth_] = next_offset();
+        for (std::size_t chunk_offset = 0; chunk_offset < operation_bytes_; chunk_offset += chunk_bytes_) {
+            spin_until([&] {
+                return read_chunk_count_ - copied_chunk_count_.load(std::memory_order_acquire) < staging_buffer_count_;
+            });
+            std::uint8_t* const buffer = staging_ + read_chunk_count_ % staging_buffer_count_ * chunk_bytes_;
+            if (pread(file_fd_, buffer, chunk_bytes_, static_cast<off_t>(offset + chunk_offset)) !=
                 static_cast<ssize_t>(chunk_bytes_)) {
                 exit_with_errno("pread");
             }
             storage::crc32c_chunks(reinterpret_cast<const std::byte*>(buffer), bytes_per_crc,
                                    chunk_bytes_ / bytes_per_crc, crcs_);
-            ready_count_.store(++read_count_, std::memory_order_release);
+            ready_chunk_count_.store(++read_chunk_count_, std::memory_order_release);
         }
         return 1;
     }
-    // Ends a turn of the benchmark: waits for the last copies, and lets this thread run on its previous processors
-    // again. Returns 0, because run_step() has counted all operations.
+    // Ends a turn (the time for which path_bench.cpp repeats run_step()): waits for the last copies, and lets this
+    // thread run on its previous processors again. Returns 0, because run_step() has counted all operations.
     unsigned end_turn() {
         is_turn_ending_ = true;
-        copier_.join();
+        copying_thread_.join();
         pthread_setaffinity_np(pthread_self(), sizeof previous_processors_, &previous_processors_);
         return 0;
     }
     // Compares the data of the last operations with the file, and exits if they differ.
     void compare() const {
-        std::vector<std::uint8_t> expected(operation_bytes_);
+        std::vector<std::uint8_t> expected_bytes(operation_bytes_);
         for (std::uint64_t destination_index = 0; destination_index < std::min<std::uint64_t>(operation_count_, depth_);
              ++destination_index) {
-            const ssize_t read_bytes =
-                pread(file_fd_, expected.data(), operation_bytes_, static_cast<off_t>(offsets_[destination_index]));
+            const ssize_t read_bytes = pread(file_fd_, expected_bytes.data(), operation_bytes_,
+                                             static_cast<off_t>(file_offsets_[destination_index]));
             if (read_bytes != static_cast<ssize_t>(operation_bytes_) ||
-                std::memcmp(destination_ + destination_index * operation_bytes_, expected.data(), operation_bytes_) !=
-                    0) {
+                std::memcmp(destination_ + destination_index * operation_bytes_, expected_bytes.data(),
+                            operation_bytes_) != 0) {
                 std::fprintf(stderr, "bare copies: the copied data differs from the file\n");
                 std::exit(1);
             }
@@ -136,14 +137,14 @@ private:
     // is left.
     void copy_chunks() {
         const std::size_t chunks_per_operation = operation_bytes_ / chunk_bytes_;
-        for (std::uint64_t chunk_index = copied_count_;;
-             copied_count_.store(++chunk_index, std::memory_order_release)) {
+        for (std::uint64_t chunk_index = copied_chunk_count_;;
+             copied_chunk_count_.store(++chunk_index, std::memory_order_release)) {
             bool is_turn_ending = false;
             spin_until([&] {
                 is_turn_ending = is_turn_ending_;
-                return ready_count_.load(std::memory_order_acquire) != chunk_index || is_turn_ending;
+                return ready_chunk_count_.load(std::memory_order_acquire) != chunk_index || is_turn_ending;
             });
-            if (is_turn_ending && ready_count_ == chunk_index) {
+            if (is_turn_ending && ready_chunk_count_ == chunk_index) {
                 return;
             }
             std::memcpy(destination_ + chunk_index / chunks_per_operation % depth_ * operation_bytes_ +
@@ -157,16 +158,16 @@ private:
     const std::size_t operation_bytes_;
     const std::size_t chunk_bytes_, staging_buffer_count_; // Each staging buffer holds one chunk.
     std::uint8_t *const staging_, *const destination_;
-    std::vector<std::uint64_t> offsets_; // File offset of the last operation in each buffer.
+    std::vector<std::uint64_t> file_offsets_; // File offset of the last operation in each buffer.
     const std::vector<int> processors_;
     cpu_set_t previous_processors_{};
     std::uint32_t crcs_[chunk_bytes_max / bytes_per_crc] = {};
     std::uint64_t operation_count_ = 0;
-    std::uint64_t read_count_ = 0;               // Number of chunks that were read, for the reading thread.
-    std::atomic<std::uint64_t> ready_count_{0};  // The same number, for the copying thread.
-    std::atomic<std::uint64_t> copied_count_{0}; // Number of chunks that were copied.
+    std::uint64_t read_chunk_count_ = 0;               // Number of chunks that were read, for the reading thread.
+    std::atomic<std::uint64_t> ready_chunk_count_{0};  // Same as read_chunk_count_, for the copying thread.
+    std::atomic<std::uint64_t> copied_chunk_count_{0}; // Number of chunks that were copied.
     std::atomic<bool> is_turn_ending_{false};
-    std::thread copier_;
+    std::thread copying_thread_;
 };
 
 } // namespace gdrkit::usrbio::bench

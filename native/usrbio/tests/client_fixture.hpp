@@ -34,6 +34,7 @@ inline std::size_t count_existing_shm_names() {
                       [](const std::string& name) { return std::filesystem::exists("/dev/shm" + name); }));
 }
 
+// Returns the time of CLOCK_REALTIME `milliseconds` after now, as a deadline for hf3fs_wait_for_ios.
 inline timespec make_deadline_after(long milliseconds) {
     timespec deadline{};
     clock_gettime(CLOCK_REALTIME, &deadline);
@@ -44,13 +45,13 @@ inline timespec make_deadline_after(long milliseconds) {
 }
 
 template <typename Condition>
-void wait_until_true(Condition condition, std::source_location location = std::source_location::current()) {
+void wait_until_true(Condition condition, std::source_location caller_location = std::source_location::current()) {
     for (int i = 0; i < 5000 && !condition(); ++i) {
         usleep(1000);
     }
     if (!condition()) {
-        std::fprintf(stderr, "%s:%u: the condition did not become true within 5 s\n", location.file_name(),
-                     static_cast<unsigned>(location.line()));
+        std::fprintf(stderr, "%s:%u: the condition did not become true within 5 s\n", caller_location.file_name(),
+                     static_cast<unsigned>(caller_location.line()));
         std::abort();
     }
 }

@@ -82,7 +82,7 @@ void test_prep_io_refuses_invalid_arguments() {
                 -EBADF);
     CHECK(session.prepare_read(65535, 1) >= 0);
     CHECK(session.prepare_read(65536, 65536) >= 0);
-    CHECK_EQUAL(session.prepare_read(0, 1), -EAGAIN);
+    CHECK_EQUAL(session.prepare_read(0, 1), -EAGAIN); // Both entries of the ring are in use.
 }
 
 RingView make_view(const hf3fs_ior& ring) {
@@ -185,8 +185,8 @@ public:
         wait_until_true([&] { return application.sleeping != awake; });
         usleep(5000); // The thread announces its sleep shortly before it sleeps.
     }
-    // Returns the result of the wait.
-    int wait_result() {
+    // Waits until the thread has ended, and returns the result of its hf3fs_wait_for_ios.
+    int wait_for_result() {
         wait_until_true([&] { return result_ != INT_MIN; });
         thread_.join();
         return result_;
@@ -214,7 +214,7 @@ void test_invalid_index_of_agent_ends_the_wait() {
         Sleeper sleeper(session.read_ring);
         make_view(session.read_ring).indices->completion_head = 9999; // This ring has 17 positions.
         post(*make_view(session.read_ring).completion_semaphore);
-        CHECK_EQUAL(sleeper.wait_result(), 1);
+        CHECK_EQUAL(sleeper.wait_for_result(), 1);
         CHECK_EQUAL(sleeper.cqe.result, -EREMOTEIO);
         CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
     }
@@ -229,7 +229,7 @@ void test_invalid_index_of_agent_ends_the_wait() {
     Sleeper sleeper(session.read_ring);
     make_view(session.read_ring).indices->submission_tail = 9999;
     CHECK_EQUAL(session.prepare_read(0, 1), -EAGAIN); // The ring is full, so hf3fs_prep_io reads the tail.
-    CHECK_EQUAL(sleeper.wait_result(), 1);
+    CHECK_EQUAL(sleeper.wait_for_result(), 1);
     CHECK_EQUAL(sleeper.cqe.result, -EREMOTEIO);
     CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
 }
@@ -267,7 +267,7 @@ void test_poll_returns_while_another_thread_waits() {
     const timespec short_deadline = make_deadline_after(20);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 1, &short_deadline), 0);
     agent.set_rings_paused(false);
-    CHECK_EQUAL(sleeper.wait_result(), 1);
+    CHECK_EQUAL(sleeper.wait_for_result(), 1);
 }
 
 bool has_watch_thread() {
@@ -354,7 +354,7 @@ void test_wait_without_deadline_starts_the_watch_thread() {
     CHECK_EQUAL(write(child_start_pipe[1], &byte, 1), ssize_t{1});
     CHECK_EQUAL(read(child_ready_pipe[0], &byte, 1), ssize_t{1});
     agent.set_rings_paused(false);
-    CHECK_EQUAL(sleeper.wait_result(), 1);
+    CHECK_EQUAL(sleeper.wait_for_result(), 1);
     for (const int descriptor : {child_start_pipe[0], child_start_pipe[1], child_ready_pipe[0], child_ready_pipe[1]}) {
         close(descriptor);
     }
@@ -409,16 +409,16 @@ void test_eight_threads_use_64_rings() {
         thread.join();
     }
     CHECK_EQUAL(agent.publication_count.load(), 0);
-    CHECK_EQUAL(agent.file_count.load(), 0);
+    CHECK_EQUAL(agent.registered_file_count.load(), 0);
     // A process without publications and registered files closes its connection.
     wait_until_true([&] { return agent.connection_count == 0; });
 }
 
 [[maybe_unused]] void test_killed_agent_process_ends_the_wait() {
     Mount mount;
-    const pid_t child = fork();
-    CHECK(child >= 0);
-    if (child == 0) {
+    const pid_t agent_pid = fork();
+    CHECK(agent_pid >= 0);
+    if (agent_pid == 0) {
         Agent agent(mount);
         for (;;) {
             pause();
@@ -445,12 +445,12 @@ void test_eight_threads_use_64_rings() {
         // A wait without a deadline has no timer, so the watch thread must wake it when the agent dies.
         std::thread killer([&] {
             usleep(50000);
-            CHECK_EQUAL(kill(child, SIGKILL), 0);
+            CHECK_EQUAL(kill(agent_pid, SIGKILL), 0);
         });
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.write_ring, cqes, 64, 1, nullptr), -EREMOTEIO);
         killer.join();
         int exit_status = 0;
-        CHECK_EQUAL(waitpid(child, &exit_status, 0), child);
+        CHECK_EQUAL(waitpid(agent_pid, &exit_status, 0), agent_pid);
         // Either hf3fs_prep_io detects the death of the agent, or the read completes with -EREMOTEIO.
         const int prepare_result = session.prepare_read(0, 1);
         CHECK(prepare_result >= 0 || prepare_result == -EREMOTEIO);

@@ -136,9 +136,9 @@ void test_ring_name_contains_its_attributes() {
     const std::size_t shm_name_count_before = count_existing_shm_names();
     hf3fs_ior ior{};
     const auto check_name_and_destroy = [&](const char* suffix) {
-        const auto links = mount.link_names();
-        CHECK_EQUAL(links.size(), 1u);
-        CHECK(links[0].substr(36) == suffix); // The name begins with a UUID of 36 characters.
+        const auto ring_link_names = mount.link_names();
+        CHECK_EQUAL(ring_link_names.size(), 1u);
+        CHECK(ring_link_names[0].substr(36) == suffix); // The name begins with a UUID of 36 characters.
         CHECK_EQUAL(count_existing_shm_names(), shm_name_count_before);
         hf3fs_iordestroy(&ior);
         hf3fs_iordestroy(&ior);
@@ -159,13 +159,13 @@ void test_ring_name_contains_its_attributes() {
     CHECK(ior.flags == 2 && ior.priority == 0);
     check_name_and_destroy(".r1.t7.f10");
 
-    const std::string semaphore_link = mount.link_path("submit-ios.ph");
-    CHECK_EQUAL(unlink(semaphore_link.c_str()), 0);
+    const std::string semaphore_link_path = mount.link_path("submit-ios.ph");
+    CHECK_EQUAL(unlink(semaphore_link_path.c_str()), 0);
     CHECK_EQUAL(hf3fs_iorcreate2(&ior, mount.path(), 4, true, 0, -1, -1), -ENOENT);
-    CHECK_EQUAL(symlink("/etc/passwd", semaphore_link.c_str()), 0);
+    CHECK_EQUAL(symlink("/etc/passwd", semaphore_link_path.c_str()), 0);
     CHECK_EQUAL(hf3fs_iorcreate2(&ior, mount.path(), 4, true, 0, -1, -1), -EIO);
-    CHECK_EQUAL(unlink(semaphore_link.c_str()), 0);
-    CHECK_EQUAL(symlink("/dev/shm/sem.hf3fs-none-such", semaphore_link.c_str()), 0);
+    CHECK_EQUAL(unlink(semaphore_link_path.c_str()), 0);
+    CHECK_EQUAL(symlink("/dev/shm/sem.hf3fs-none-such", semaphore_link_path.c_str()), 0);
     CHECK_EQUAL(hf3fs_iorcreate2(&ior, mount.path(), 4, true, 0, -1, -1), -ENOENT);
     CHECK(mount.link_names().empty());
 }
@@ -175,19 +175,19 @@ void test_files_are_registered() {
     Agent agent(mount);
     File file(mount, "a");
     CHECK(hf3fs_is_hf3fs(file.fd));
-    const int registered_fd_1 = hf3fs_reg_fd(file.fd, 0);
-    CHECK(registered_fd_1 <= 0 && fcntl(-registered_fd_1, F_GETFD) == FD_CLOEXEC);
+    const int first_registered_fd = hf3fs_reg_fd(file.fd, 0);
+    CHECK(first_registered_fd <= 0 && fcntl(-first_registered_fd, F_GETFD) == FD_CLOEXEC);
     CHECK_EQUAL(hf3fs_reg_fd(file.fd, 0), EINVAL);
-    CHECK_EQUAL(hf3fs_reg_fd(-registered_fd_1, 0), EINVAL);
+    CHECK_EQUAL(hf3fs_reg_fd(-first_registered_fd, 0), EINVAL);
     File reader(mount, "a", O_RDONLY);
     const int reader_registered_fd = hf3fs_reg_fd(reader.fd, 0);
     CHECK(reader_registered_fd <= 0);
-    CHECK_EQUAL(agent.file_count.load(), 1);
+    CHECK_EQUAL(agent.registered_file_count.load(), 1);
     hf3fs_dereg_fd(file.fd);
-    CHECK_EQUAL(fcntl(-registered_fd_1, F_GETFD), -1);
-    CHECK_EQUAL(agent.file_count.load(), 1); // The other descriptor is still registered.
+    CHECK_EQUAL(fcntl(-first_registered_fd, F_GETFD), -1);
+    CHECK_EQUAL(agent.registered_file_count.load(), 1); // The other descriptor is still registered.
     hf3fs_dereg_fd(reader_registered_fd);
-    CHECK_EQUAL(agent.file_count.load(), 0);
+    CHECK_EQUAL(agent.registered_file_count.load(), 0);
     hf3fs_dereg_fd(reader_registered_fd);
 
     agent.refusal_errno = EACCES;
@@ -203,11 +203,11 @@ void test_files_are_registered() {
     const int closed_registered_fd = hf3fs_reg_fd(closed_fd, 0);
     CHECK(closed_registered_fd <= 0);
     close(closed_fd);
-    const int registered_fd_2 = hf3fs_reg_fd(file.fd, 0);
-    CHECK(registered_fd_2 <= 0 && -registered_fd_2 != closed_fd);
+    const int second_registered_fd = hf3fs_reg_fd(file.fd, 0);
+    CHECK(second_registered_fd <= 0 && -second_registered_fd != closed_fd);
     hf3fs_dereg_fd(closed_registered_fd);
-    hf3fs_dereg_fd(registered_fd_2);
-    CHECK_EQUAL(agent.file_count.load(), 0);
+    hf3fs_dereg_fd(second_registered_fd);
+    CHECK_EQUAL(agent.registered_file_count.load(), 0);
 }
 
 void test_mount_point_is_found() {
@@ -281,10 +281,10 @@ std::int64_t read_three_bytes(Session& session, const hf3fs_iov& iov) {
     int sockets[2];
     CHECK_EQUAL(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sockets), 0);
     // Returns when the other process has called this function, too.
-    const auto meet_other_process = [&](int side) {
+    const auto meet_other_process = [&](int socket_index) {
         char byte = 1;
-        CHECK_EQUAL(write(sockets[side], &byte, 1), 1);
-        CHECK_EQUAL(read(sockets[side], &byte, 1), 1);
+        CHECK_EQUAL(write(sockets[socket_index], &byte, 1), 1);
+        CHECK_EQUAL(read(sockets[socket_index], &byte, 1), 1);
     };
     const pid_t child = fork();
     CHECK(child >= 0);

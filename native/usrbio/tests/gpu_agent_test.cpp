@@ -43,25 +43,25 @@ struct Message {
 };
 
 bool receive(int socket, Message* message) {
-    std::vector<std::uint8_t> bytes(agent_message_bytes_max);
-    alignas(cmsghdr) char control[CMSG_SPACE(agent_descriptors_max * sizeof(int))];
-    iovec buffer{bytes.data(), bytes.size()};
-    msghdr request{};
-    request.msg_iov = &buffer;
-    request.msg_iovlen = 1;
-    request.msg_control = control;
-    request.msg_controllen = sizeof control;
-    const ssize_t received_bytes = recvmsg(socket, &request, MSG_CMSG_CLOEXEC);
+    std::vector<std::uint8_t> message_bytes(agent_message_bytes_max);
+    alignas(cmsghdr) char control_buffer[CMSG_SPACE(agent_descriptors_max * sizeof(int))];
+    iovec message_part{message_bytes.data(), message_bytes.size()};
+    msghdr socket_message{};
+    socket_message.msg_iov = &message_part;
+    socket_message.msg_iovlen = 1;
+    socket_message.msg_control = control_buffer;
+    socket_message.msg_controllen = sizeof control_buffer;
+    const ssize_t received_bytes = recvmsg(socket, &socket_message, MSG_CMSG_CLOEXEC);
     if (received_bytes <= 0) {
         return false;
     }
     CHECK(static_cast<std::size_t>(received_bytes) >= sizeof(AgentHeader) &&
-          (request.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) == 0);
-    std::memcpy(&message->header, bytes.data(), sizeof message->header);
-    message->payload.assign(bytes.begin() + sizeof(AgentHeader), bytes.begin() + received_bytes);
+          (socket_message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) == 0);
+    std::memcpy(&message->header, message_bytes.data(), sizeof message->header);
+    message->payload.assign(message_bytes.begin() + sizeof(AgentHeader), message_bytes.begin() + received_bytes);
     CHECK_EQUAL(message->payload.size(), std::size_t{message->header.length});
-    for (cmsghdr* control_message = CMSG_FIRSTHDR(&request); control_message != nullptr;
-         control_message = CMSG_NXTHDR(&request, control_message)) {
+    for (cmsghdr* control_message = CMSG_FIRSTHDR(&socket_message); control_message != nullptr;
+         control_message = CMSG_NXTHDR(&socket_message, control_message)) {
         for (std::size_t index = 0; index < (control_message->cmsg_len - CMSG_LEN(0)) / sizeof(int); ++index) {
             int fd = -1;
             std::memcpy(&fd, CMSG_DATA(control_message) + index * sizeof fd, sizeof fd);
@@ -80,13 +80,13 @@ void record_publication(const Message& message, ReceivedRequests* received) {
     const auto* next_byte = message.payload.data() + sizeof sizes;
     CHECK_EQUAL(message.payload.size(),
                 sizeof sizes + sizes.name_bytes + sizes.target_bytes + sizes.share_handle_bytes);
-    const auto consume = [&](std::size_t length) {
+    const auto take_text = [&](std::size_t length) {
         const std::string text(reinterpret_cast<const char*>(next_byte), length);
         next_byte += length;
         return text;
     };
-    received->name = consume(sizes.name_bytes);
-    received->target = parse_target(consume(sizes.target_bytes)).value();
+    received->name = take_text(sizes.name_bytes);
+    received->target = parse_target(take_text(sizes.target_bytes)).value();
     received->share_handle = parse_share_handle({next_byte, sizes.share_handle_bytes}).value();
     received->descriptor_count = message.descriptors.size();
     received->dmabuf_bytes = 0;
@@ -186,13 +186,14 @@ private:
     std::thread thread_;
 };
 
-void check_dmabuf(const ReceivedRequests& received, u64 address, u64 bytes) {
+// Checks that the last publication describes the `iov_bytes` bytes at `address`, and came with one dma-buf.
+void check_dmabuf_publication(const ReceivedRequests& received, u64 address, u64 iov_bytes) {
     CHECK(received.share_handle.kind == ShareKind::dmabuf && received.descriptor_count == 1);
-    CHECK(received.share_handle.address == address && received.share_handle.length_bytes == bytes);
+    CHECK(received.share_handle.address == address && received.share_handle.length_bytes == iov_bytes);
     CHECK(received.share_handle.allocation_bytes == received.dmabuf_bytes && received.dmabuf_bytes % 4096 == 0);
     CHECK(received.share_handle.offset_bytes == address % 4096);
     CHECK(is_running(received.share_handle.owner) == true);
-    CHECK(received.target.size_bytes == bytes && received.target.device == 0);
+    CHECK(received.target.size_bytes == iov_bytes && received.target.device == 0);
 }
 
 // CUmemLocation, CUmemAllocationProp and CUmemAccessDesc of the CUDA driver.
@@ -239,8 +240,8 @@ void unmap_chunks(u64 base) {
 
 // The main function of the second process, which opens or imports an iov of the first process. `id_or_handle_hex`: the
 // id of the iov for the action "open", the IPC handle for the action "import".
-int run_as_peer(const std::string& action, const char* mount, const std::string& id_or_handle_hex,
-                std::size_t iov_bytes, int expected_status) {
+int peer_main(const std::string& action, const char* mount, const std::string& id_or_handle_hex, std::size_t iov_bytes,
+              int expected_status) {
     hf3fs_iov iov{};
     const auto id_or_handle = parse_hex(id_or_handle_hex);
     hf3fs_gpu_ipc_handle_t handle{};
@@ -258,14 +259,14 @@ int run_as_peer(const std::string& action, const char* mount, const std::string&
 
 int main(int argument_count, char** arguments) {
     if (argument_count == 6) { // This is the second process, which run_peer() started with five arguments.
-        return run_as_peer(arguments[1], arguments[2], arguments[3], std::stoul(arguments[4]), std::stoi(arguments[5]));
+        return peer_main(arguments[1], arguments[2], arguments[3], std::stoul(arguments[4]), std::stoi(arguments[5]));
     }
     const std::uint8_t id[16] = {1, 2, 3};
     const std::uint8_t zeros[16] = {};
     hf3fs_iov iov{};
     use_device(0);
     const u64 chunks_base = map_chunks();
-    const u64 memory = allocate(1 << 20);
+    const u64 memory_address = allocate_device_memory(1 << 20);
     {
         // Without an agent, memory is published by its IPC handle, which VMM memory does not have.
         const Mount mount;
@@ -277,7 +278,7 @@ int main(int argument_count, char** arguments) {
     RecordingAgent agent(mount);
     // The library allocates the memory.
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 70'001, 0, 0), 0);
-    check_dmabuf(agent.received, reinterpret_cast<u64>(iov.base), 70'001);
+    check_dmabuf_publication(agent.received, reinterpret_cast<u64>(iov.base), 70'001);
     CHECK(agent.received.name == make_gpu_link_name(reinterpret_cast<std::uint8_t*>(iov.id), 0));
     CHECK(agent.received.target.ipc.has_value() && agent.received.target.offset_bytes == 0);
     CHECK(!std::ranges::equal(agent.received.share_handle.device_uuid, zeros));
@@ -308,15 +309,15 @@ int main(int argument_count, char** arguments) {
     hf3fs_iovdestroy_gpu(&iov);
     CHECK_EQUAL(agent.received.unpublish_count.load(), 1);
     // Wrapped memory is inside an allocation, and begins and ends within a page.
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory + 4099), id, mount.path(), 10'000, 0, 0), 0);
-    check_dmabuf(agent.received, memory + 4099, 10'000);
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory_address + 4099), id, mount.path(), 10'000, 0, 0), 0);
+    check_dmabuf_publication(agent.received, memory_address + 4099, 10'000);
     CHECK(agent.received.target.ipc.has_value() && agent.received.target.offset_bytes >= 4099);
     CHECK(agent.received.dmabuf_bytes <= 16384);
     hf3fs_iovdestroy(&iov);
     CHECK(iov.base == nullptr && agent.received.unpublish_count == 2);
     // Memory that extends over two VMM chunks is published only by its dma-buf, so the target ends in /dmabuf.
     CHECK_EQUAL(hf3fs_iovwrap_device(&iov, to_pointer(chunks_base + 513), id, mount.path(), chunk_bytes, 0, 0), 0);
-    check_dmabuf(agent.received, chunks_base + 513, chunk_bytes);
+    check_dmabuf_publication(agent.received, chunks_base + 513, chunk_bytes);
     CHECK(!agent.received.target.ipc && agent.received.target.offset_bytes == 513);
     CHECK(format_target(agent.received.target).ends_with("/dmabuf"));
     hf3fs_gpu_ipc_handle_t handle{};
@@ -332,11 +333,11 @@ int main(int argument_count, char** arguments) {
     CHECK(std::memcmp(&iov, &iov_before, sizeof iov) == 0);
     agent.received.reply_status = 0;
     // The agent ends after this publication. The memory regions of an agent end with it, so the iov can be destroyed.
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory), id, mount.path(), 1 << 20, 0, 0), 0);
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory_address), id, mount.path(), 1 << 20, 0, 0), 0);
     CHECK_EQUAL(agent.received.publication_count.load(), RecordingAgent::publications_max);
     hf3fs_iovdestroy_gpu(&iov);
     CHECK(iov.base == nullptr && agent.received.unpublish_count == 3);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 4096, 0, 0), -EREMOTEIO);
-    release(memory);
+    free_device_memory(memory_address);
     unmap_chunks(chunks_base);
 }

@@ -51,13 +51,13 @@ inline void* get_current_context() {
     return context;
 }
 
-inline u64 allocate(u64 bytes) {
+inline u64 allocate_device_memory(u64 bytes) {
     u64 address = 0;
     CHECK_EQUAL(call_cuda("cuMemAlloc_v2", &address, bytes), 0);
     return address;
 }
 
-inline void release(u64 address) {
+inline void free_device_memory(u64 address) {
     CHECK_EQUAL(call_cuda("cuMemFree_v2", address), 0);
 }
 
@@ -85,10 +85,12 @@ inline std::vector<std::uint8_t> copy_from_device(u64 source, std::size_t length
     return bytes;
 }
 
+// Returns whether CU_POINTER_ATTRIBUTE_SYNC_MEMOPS is set for the memory. The library sets it for
+// the memory of each GPU iov, except VMM memory.
 inline bool has_sync_memops(u64 address) {
-    constexpr int sync_memops = 6; // CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+    constexpr int sync_memops_attribute = 6; // CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
     unsigned is_enabled = 0;
-    CHECK_EQUAL(call_cuda("cuPointerGetAttribute", static_cast<void*>(&is_enabled), sync_memops, address), 0);
+    CHECK_EQUAL(call_cuda("cuPointerGetAttribute", static_cast<void*>(&is_enabled), sync_memops_attribute, address), 0);
     return is_enabled != 0;
 }
 
@@ -111,7 +113,7 @@ public:
         return static_cast<std::size_t>(
             std::distance(std::filesystem::directory_iterator(iovs_folder()), std::filesystem::directory_iterator()));
     }
-    [[nodiscard]] std::filesystem::path get_only_link() const {
+    [[nodiscard]] std::filesystem::path get_only_link_path() const {
         CHECK_EQUAL(count_links(), std::size_t{1});
         return std::filesystem::directory_iterator(iovs_folder())->path();
     }

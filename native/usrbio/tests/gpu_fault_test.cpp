@@ -26,7 +26,7 @@ std::size_t count_links(const char* mount) {
 // The main function of the second process, whose driver fails once. The first creation (action "create") or
 // synchronization (action "synchronize") returns `expected_result`, and later calls succeed. Each iov needs more than
 // half of the device memory, so leaked memory makes the next creation fail.
-int run_as_peer(const std::string& action, const char* mount, std::size_t iov_bytes, int expected_result) {
+int peer_main(const std::string& action, const char* mount, std::size_t iov_bytes, int expected_result) {
     hf3fs_iov iov{};
     const hf3fs_iov zero_iov{};
     if (action == "create") {
@@ -84,7 +84,7 @@ constexpr Fault faults[] = {
 
 int main(int argument_count, char** arguments) {
     if (argument_count == 5) { // This is the second process, which run_peer() started with four arguments.
-        return run_as_peer(arguments[1], arguments[2], std::stoul(arguments[3]), std::stoi(arguments[4]));
+        return peer_main(arguments[1], arguments[2], std::stoul(arguments[3]), std::stoi(arguments[4]));
     }
     const Mount mount;
     use_device(0);

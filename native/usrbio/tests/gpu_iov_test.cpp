@@ -28,20 +28,20 @@ bool is_zero(const hf3fs_iov& iov) {
 void test_create_publishes_and_destroy_releases_everything() {
     const Mount mount;
     use_device(0);
-    u64 free_before = 0, free_after = 0, total_bytes = 0;
+    u64 free_bytes_before = 0, free_bytes_after = 0, total_bytes = 0;
     // Compare the free memory only in the second round, because in the first round the driver also allocates memory for
     // itself.
     for (int round = 0; round < 2; ++round) {
-        CHECK_EQUAL(call_cuda("cuMemGetInfo_v2", &free_before, &total_bytes), 0);
+        CHECK_EQUAL(call_cuda("cuMemGetInfo_v2", &free_bytes_before, &total_bytes), 0);
         hf3fs_iov iov{};
         CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 100'001, 0, 0), 0);
         CHECK(iov.base != nullptr && iov.size == 100'001 && iov.block_size == 0 && iov.numa == -1);
         CHECK(std::string(iov.mount_point) == mount.path());
         CHECK(hf3fs_iov_is_gpu(&iov) && hf3fs_iov_gpu_device(&iov) == 0 && hf3fs_iov_device_id(&iov) == 0);
         CHECK_EQUAL(hf3fs_iov_mem_type(&iov), HF3FS_MEM_DEVICE);
-        const auto address = reinterpret_cast<u64>(iov.base);
-        CHECK(has_sync_memops(address));
-        const fs::path link_path = mount.get_only_link();
+        const auto base_address = reinterpret_cast<u64>(iov.base);
+        CHECK(has_sync_memops(base_address));
+        const fs::path link_path = mount.get_only_link_path();
         const auto link_name = parse_gpu_link_name(link_path.filename().native());
         CHECK(link_name.has_value() && link_name->owner_device == 0 &&
               std::memcmp(link_name->id.data(), iov.id, 16) == 0);
@@ -50,10 +50,10 @@ void test_create_publishes_and_destroy_releases_everything() {
         CHECK(target.has_value() && target->ipc.has_value());
         CHECK(target->device == 0 && target->offset_bytes == 0 && target->size_bytes == 100'001);
         CHECK(target->allocation_bytes >= 100'001);
-        copy_to_device(address, make_pattern(100'001, 3));
+        copy_to_device(base_address, make_pattern(100'001, 3));
         CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), 0);
         CHECK_EQUAL(hf3fs_iovsync(&iov, 1), 0);
-        CHECK(copy_from_device(address, 100'001) == make_pattern(100'001, 3));
+        CHECK(copy_from_device(base_address, 100'001) == make_pattern(100'001, 3));
         const hf3fs_iov iov_copy = iov;
         hf3fs_iovdestroy_gpu(&iov);
         CHECK(is_zero(iov));
@@ -63,8 +63,8 @@ void test_create_publishes_and_destroy_releases_everything() {
         hf3fs_iov stale_iov = iov_copy;
         hf3fs_iovdestroy_gpu(&stale_iov);
         CHECK(std::memcmp(&stale_iov, &iov_copy, sizeof iov_copy) == 0);
-        CHECK_EQUAL(call_cuda("cuMemGetInfo_v2", &free_after, &total_bytes), 0);
-        CHECK(round == 0 || free_after == free_before);
+        CHECK_EQUAL(call_cuda("cuMemGetInfo_v2", &free_bytes_after, &total_bytes), 0);
+        CHECK(round == 0 || free_bytes_after == free_bytes_before);
     }
 }
 
@@ -110,15 +110,16 @@ void test_invalid_arguments_have_error_codes() {
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), u64{1} << 60, 0, 0), -ENOMEM);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), SIZE_MAX, 0, 0), -ENOMEM);
     CHECK_EQUAL(hf3fs_iovcreate_device(&iov, mount.path(), mib, 4096, 0), -EINVAL);
-    const u64 memory = allocate(mib);
-    void* const pointer = to_pointer(memory);
+    const u64 memory_address = allocate_device_memory(mib);
+    void* const pointer = to_pointer(memory_address);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, nullptr, id.data(), mount.path(), mib, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer, nullptr, mount.path(), mib, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer, id.data(), mount.path(), 0, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer, id.data(), mount.path(), SIZE_MAX, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pointer, id.data(), mount.path(), mib, 0, device_count), -ENODEV);
     CHECK_EQUAL(hf3fs_iovwrap_device(&iov, pointer, id.data(), mount.path(), mib, 1, 0), -EINVAL);
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory + 1), id.data(), mount.path(), 64 * mib, 0, 0), -EINVAL);
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory_address + 1), id.data(), mount.path(), 64 * mib, 0, 0),
+                -EINVAL);
     CHECK_EQUAL(hf3fs_iovopen_gpu(&iov, nullptr, mount.path(), mib, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovopen_gpu(&iov, id.data(), mount.path(), 0, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovopen_gpu(&iov, id.data(), mount.path(), mib, 0, 0), -ENOENT);
@@ -133,7 +134,7 @@ void test_invalid_arguments_have_error_codes() {
     CHECK_EQUAL(hf3fs_iovsync_gpu(nullptr, 0), -EINVAL);
     CHECK(std::memcmp(&iov, &iov_before, sizeof iov) == 0);
     CHECK_EQUAL(mount.count_links(), std::size_t{0});
-    release(memory);
+    free_device_memory(memory_address);
 }
 
 void test_other_structs_are_ignored() {
@@ -169,23 +170,23 @@ void test_memory_of_host_or_other_device_is_refused() {
     std::vector<std::uint8_t> host_memory(4096);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, host_memory.data(), id.data(), mount.path(), host_memory.size(), 0, 0),
                 -EINVAL);
-    u64 managed_memory = 0;
-    CHECK_EQUAL(call_cuda("cuMemAllocManaged", &managed_memory, u64{65536}, 1U), 0); // CU_MEM_ATTACH_GLOBAL
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(managed_memory), id.data(), mount.path(), 4096, 0, 0), -EINVAL);
-    release(managed_memory);
+    u64 managed_address = 0;
+    CHECK_EQUAL(call_cuda("cuMemAllocManaged", &managed_address, u64{65536}, 1U), 0); // CU_MEM_ATTACH_GLOBAL
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(managed_address), id.data(), mount.path(), 4096, 0, 0), -EINVAL);
+    free_device_memory(managed_address);
     void* pinned_memory = nullptr;
     CHECK_EQUAL(call_cuda("cuMemHostAlloc", &pinned_memory, u64{4096}, 0U), 0);
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pinned_memory, id.data(), mount.path(), 4096, 0, 0), -EINVAL);
     CHECK_EQUAL(call_cuda("cuMemFreeHost", pinned_memory), 0);
-    const u64 freed_memory = allocate(mib);
-    release(freed_memory);
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(freed_memory), id.data(), mount.path(), 4096, 0, 0), -EINVAL);
+    const u64 freed_address = allocate_device_memory(mib);
+    free_device_memory(freed_address);
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(freed_address), id.data(), mount.path(), 4096, 0, 0), -EINVAL);
     int device_count = 0;
     CHECK_EQUAL(call_cuda("cuDeviceGetCount", &device_count), 0);
     if (device_count > 1) {
-        const u64 memory = allocate(mib);
-        CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory), id.data(), mount.path(), mib, 0, 1), -EINVAL);
-        release(memory);
+        const u64 memory_address = allocate_device_memory(mib);
+        CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory_address), id.data(), mount.path(), mib, 0, 1), -EINVAL);
+        free_device_memory(memory_address);
     }
     CHECK_EQUAL(mount.count_links(), std::size_t{0});
 }
@@ -193,16 +194,18 @@ void test_memory_of_host_or_other_device_is_refused() {
 void test_wrapped_memory_belongs_to_its_owner() {
     const Mount mount;
     use_device(0);
-    const u64 memory = allocate(mib);
-    copy_to_device(memory, make_pattern(mib, 9));
+    const u64 memory_address = allocate_device_memory(mib);
+    copy_to_device(memory_address, make_pattern(mib, 9));
     const auto id = make_id(3), other_id = make_id(4);
     hf3fs_iov first_iov{}, second_iov{}, duplicate_iov{};
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&first_iov, to_pointer(memory), id.data(), mount.path(), mib, 0, 0), 0);
-    CHECK(has_sync_memops(memory));
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&duplicate_iov, to_pointer(memory), id.data(), mount.path(), mib, 0, 0), -EEXIST);
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&first_iov, to_pointer(memory_address), id.data(), mount.path(), mib, 0, 0), 0);
+    CHECK(has_sync_memops(memory_address));
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&duplicate_iov, to_pointer(memory_address), id.data(), mount.path(), mib, 0, 0),
+                -EEXIST);
     CHECK(is_zero(duplicate_iov));
-    CHECK_EQUAL(hf3fs_iovwrap_device(&second_iov, to_pointer(memory + 4099), other_id.data(), mount.path(), 1000, 0, 0),
-                0);
+    CHECK_EQUAL(
+        hf3fs_iovwrap_device(&second_iov, to_pointer(memory_address + 4099), other_id.data(), mount.path(), 1000, 0, 0),
+        0);
     const auto target =
         parse_target(fs::read_symlink(mount.iovs_folder() / make_gpu_link_name(other_id.data(), 0)).native());
     CHECK(target.has_value() && target->offset_bytes >= 4099 && target->size_bytes == 1000);
@@ -218,15 +221,15 @@ void test_wrapped_memory_belongs_to_its_owner() {
     CHECK_EQUAL(mount.count_links(), std::size_t{1});
     CHECK_EQUAL(hf3fs_iovsync_gpu(&second_iov, 1), 0);
     hf3fs_iovdestroy_gpu(&second_iov);
-    CHECK(copy_from_device(memory, mib) == make_pattern(mib, 9));
-    release(memory);
+    CHECK(copy_from_device(memory_address, mib) == make_pattern(mib, 9));
+    free_device_memory(memory_address);
 }
 
 void test_replaced_link_stays() {
     const Mount mount;
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, 0), 0);
-    const fs::path link_path = mount.get_only_link();
+    const fs::path link_path = mount.get_only_link_path();
     hf3fs_iovunlink_gpu(&iov);
     CHECK_EQUAL(mount.count_links(), std::size_t{0});
     CHECK(hf3fs_iov_is_gpu(&iov));
@@ -244,7 +247,7 @@ void test_undeletable_link_keeps_the_iov() {
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, 0), 0);
     const auto address = reinterpret_cast<u64>(iov.base);
     // Replace the link by a folder: unlink(2) then fails with EISDIR for every user.
-    const fs::path link_path = mount.get_only_link();
+    const fs::path link_path = mount.get_only_link_path();
     fs::remove(link_path);
     fs::create_directory(link_path);
     hf3fs_iovdestroy_gpu(&iov);

@@ -52,14 +52,14 @@ void test_next_iov_gets_the_memory_with_zeros() {
     const std::uint8_t* const base = iov.base;
     hf3fs_iovdestroy(&iov);
     CHECK(mount.link_names().empty());
-    CHECK_EQUAL(agent.kept_count.load(), 1);
+    CHECK_EQUAL(agent.kept_registration_count.load(), 1);
     CHECK_EQUAL(count_existing_shm_names(), shm_name_count_before + 1);
     hf3fs_iov larger_iov = create_filled_iov(mount, 2 * iov_bytes);
     hf3fs_iov bound_iov = create_filled_iov(mount, iov_bytes, 0); // It is bound to NUMA node 0.
     CHECK(get_memory_path(mount, larger_iov) != memory_path && get_memory_path(mount, bound_iov) != memory_path);
     hf3fs_iovdestroy(&larger_iov);
     hf3fs_iovdestroy(&bound_iov);
-    CHECK_EQUAL(agent.kept_count.load(), 3);
+    CHECK_EQUAL(agent.kept_registration_count.load(), 3);
     iov = create_filled_iov(mount);
     CHECK(iov.base == base && get_memory_path(mount, iov) == memory_path);
     CHECK_EQUAL(agent.publication_count.load(), 1);
@@ -67,8 +67,9 @@ void test_next_iov_gets_the_memory_with_zeros() {
     // The thread of the pool frees memory that is idle for 3 s.
     wait_until_true([&] { return count_existing_shm_names() == shm_name_count_before; });
     wait_until_true([&] { return agent.connection_count == 0; });
-    // The test's agent does not decrement kept_count when an iov uses a registration again, so it counted `iov` twice.
-    CHECK_EQUAL(agent.kept_count.load(), 1);
+    // The test's agent does not decrement kept_registration_count when an iov uses a registration again, so it counted
+    // `iov` twice.
+    CHECK_EQUAL(agent.kept_registration_count.load(), 1);
 }
 
 void test_memory_is_not_kept_without_name_or_agent() {
@@ -91,7 +92,7 @@ void test_memory_is_not_kept_without_name_or_agent() {
     iov = create_filled_iov(mount, 16 * mib + 1); // Its memory exceeds the limit of idle bytes.
     hf3fs_iovdestroy(&iov);
     CHECK_EQUAL(count_existing_shm_names(), shm_name_count_before);
-    CHECK_EQUAL(agent.kept_count.load(), 0);
+    CHECK_EQUAL(agent.kept_registration_count.load(), 0);
 }
 
 void test_longest_idle_memory_is_freed_at_the_limit() {
@@ -107,18 +108,18 @@ void test_longest_idle_memory_is_freed_at_the_limit() {
     for (hf3fs_iov& iov : iovs) {
         hf3fs_iovdestroy(&iov);
     }
-    CHECK_EQUAL(agent.kept_count.load(), 4); // The limit of 16 MiB is the memory of four iovs.
+    CHECK_EQUAL(agent.kept_registration_count.load(), 4); // The limit of 16 MiB is the memory of four iovs.
     CHECK(!std::filesystem::exists(memory_paths[0]));
     CHECK(std::all_of(memory_paths.begin() + 1, memory_paths.end(),
                       [](const auto& memory_path) { return std::filesystem::exists(memory_path); }));
     CHECK_EQUAL(gdrkit_host_pool_trim(2 * iov_bytes), 0);
-    CHECK_EQUAL(agent.kept_count.load(), 2);
+    CHECK_EQUAL(agent.kept_registration_count.load(), 2);
     CHECK(std::filesystem::exists(memory_paths[4]) && !std::filesystem::exists(memory_paths[2]));
     // If an iov cannot be published, the library frees the idle memory and tries once more.
     agent.refusal_errno = EDQUOT;
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), mib, 0, -1), -EDQUOT);
-    CHECK_EQUAL(agent.kept_count.load(), 0);
+    CHECK_EQUAL(agent.kept_registration_count.load(), 0);
     CHECK(std::none_of(memory_paths.begin(), memory_paths.end(),
                        [](const auto& memory_path) { return std::filesystem::exists(memory_path); }));
 }
@@ -143,7 +144,7 @@ void test_memory_of_an_ended_agent_is_not_used() {
     CHECK(std::filesystem::remove(removed_path));
     iov = create_filled_iov(mount);
     CHECK(get_memory_path(mount, iov) != removed_path);
-    CHECK_EQUAL(agent.kept_count.load(), 0);
+    CHECK_EQUAL(agent.kept_registration_count.load(), 0);
     hf3fs_iovdestroy(&iov);
 }
 
@@ -155,14 +156,14 @@ void test_registration_ends_although_the_name_was_removed() {
         hf3fs_iov iov = create_filled_iov(mount);
         const std::string memory_path = get_memory_path(mount, iov);
         hf3fs_iovdestroy(&iov);
-        CHECK_EQUAL(agent.kept_count.load(), 1);
+        CHECK_EQUAL(agent.kept_registration_count.load(), 1);
         CHECK(std::filesystem::remove(memory_path));
         if (is_pool_trimmed) {
             CHECK_EQUAL(gdrkit_host_pool_trim(0), 0);
-            CHECK_EQUAL(agent.kept_count.load(), 0);
+            CHECK_EQUAL(agent.kept_registration_count.load(), 0);
         }
     }
-    wait_until_true([&] { return agent.kept_count == 0; });
+    wait_until_true([&] { return agent.kept_registration_count == 0; });
 }
 
 void test_protection_and_holes_of_the_application() {
@@ -179,9 +180,9 @@ void test_protection_and_holes_of_the_application() {
     // Memory that the application has partly unmapped is not used again.
     CHECK_EQUAL(munmap(iov.base + mib, mib), 0);
     hf3fs_iovdestroy(&iov);
-    // The test's agent does not decrement kept_count when an iov uses a registration again. So 1 means that the second
-    // hf3fs_iovdestroy kept nothing.
-    CHECK_EQUAL(agent.kept_count.load(), 1);
+    // The test's agent does not decrement kept_registration_count when an iov uses a registration again. So 1 means
+    // that the second hf3fs_iovdestroy kept nothing.
+    CHECK_EQUAL(agent.kept_registration_count.load(), 1);
     iov = create_filled_iov(mount);
     CHECK(get_memory_path(mount, iov) != memory_path);
     hf3fs_iovdestroy(&iov);
@@ -236,7 +237,7 @@ std::string get_next_memory_path(const Mount& mount, hf3fs_iov& iov) {
 
 // Forks a child. Runs `parent_function` in the parent while the child waits, and then `child_function` in the child.
 template <typename ChildFunction, typename ParentFunction>
-void run_in_child(ChildFunction child_function, ParentFunction parent_function) {
+void run_in_parent_then_child(ChildFunction child_function, ParentFunction parent_function) {
     int pipe_ends[2];
     CHECK_EQUAL(pipe(pipe_ends), 0);
     const pid_t child = fork();
@@ -262,8 +263,9 @@ void test_memory_that_a_child_has_mapped_is_not_used() {
     hf3fs_iov iov = create_filled_iov(mount);
     std::uint8_t* const base = iov.base;
     const std::string memory_path = get_memory_path(mount, iov);
-    run_in_child([&] { CHECK_EQUAL(base[1], 'x'); }, [&] { CHECK(get_next_memory_path(mount, iov) != memory_path); });
-    CHECK_EQUAL(agent.kept_count.load(), 0);
+    run_in_parent_then_child([&] { CHECK_EQUAL(base[1], 'x'); },
+                             [&] { CHECK(get_next_memory_path(mount, iov) != memory_path); });
+    CHECK_EQUAL(agent.kept_registration_count.load(), 0);
 }
 
 void test_child_does_not_map_idle_memory() {
@@ -277,18 +279,18 @@ void test_child_does_not_map_idle_memory() {
     // /proc/self/maps shows the name that the file had when it was opened, so search for the inode.
     const std::string inode_word = " " + std::to_string(attributes.st_ino) + " ";
     hf3fs_iovdestroy(&iov);
-    CHECK_EQUAL(agent.kept_count.load(), 1);
-    run_in_child(
+    CHECK_EQUAL(agent.kept_registration_count.load(), 1);
+    run_in_parent_then_child(
         [&] {
             std::ifstream maps("/proc/self/maps");
             const std::string maps_text{std::istreambuf_iterator<char>(maps), {}};
             CHECK(maps_text.find(inode_word) == std::string::npos);
             hf3fs_iov child_iov = create_filled_iov(mount);
-            const std::string child_path = get_memory_path(mount, child_iov);
-            CHECK(child_path != memory_path);
+            const std::string child_memory_path = get_memory_path(mount, child_iov);
+            CHECK(child_memory_path != memory_path);
             hf3fs_iovdestroy(&child_iov);
             child_iov = create_filled_iov(mount);
-            CHECK(get_memory_path(mount, child_iov) == child_path);
+            CHECK(get_memory_path(mount, child_iov) == child_memory_path);
             hf3fs_iovunlink(&child_iov);
             hf3fs_iovdestroy(&child_iov);
         },

@@ -14,6 +14,9 @@
 // path_bench MOUNT FILE [--kind host|device] [--rounds 5] [--ms 200] [--only TURN] [--cores N,N] [--pid NAME=PID]...
 //            [--points BYTES:DEPTH,...] [--peer-file FILE]
 //
+// --kind is the kind of memory into which the path reads, --rounds the number of rounds, and --ms the time of a turn.
+// --only restricts the run to the turns with this name, such as "path_small".
+//
 // The program prints one line of JSON for each turn. `cpu_s` has the processor time of this process and of the
 // processes of --pid. This time shows the cost of an operation even if other programs also use the processors. After
 // each turn, the program compares the data of the last reads with the file. The bare copies run on the two cores of
@@ -43,17 +46,17 @@ namespace {
 using namespace gdrkit::usrbio::bench;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t page_bytes = 4096, small_bytes = 4096, large_bytes = 1UL << 20;
+constexpr std::size_t page_bytes = 4096, small_read_bytes = 4096, large_read_bytes = 1UL << 20;
 constexpr unsigned small_depth = 64, large_depth = 8;
 
 struct Settings {
-    std::string mount, file_path, peer_file_path, memory_kind = "host";
+    std::string mount_path, file_path, peer_file_path, memory_kind = "host";
     std::string only_turn; // If not empty, only the turns with this name run.
-    int rounds = 5;
+    int round_count = 5;
     double turn_ms = 200;
     std::vector<int> cores;
     std::vector<std::pair<std::size_t, unsigned>> points; // Sizes in bytes, and depths.
-    std::vector<std::pair<std::string, int>> processes;   // Names and process ids.
+    std::vector<std::pair<std::string, int>> named_pids;  // Names and process ids.
 };
 
 // Returns the processor time of all current threads of a process, in seconds.
@@ -69,12 +72,12 @@ double read_cpu_s(int pid) {
 }
 
 double read_own_cpu_s() {
-    rusage used{};
-    getrusage(RUSAGE_SELF, &used);
+    rusage usage{};
+    getrusage(RUSAGE_SELF, &usage);
     const auto to_seconds = [](const timeval& time) {
         return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) * 1e-6;
     };
-    return to_seconds(used.ru_utime) + to_seconds(used.ru_stime);
+    return to_seconds(usage.ru_utime) + to_seconds(usage.ru_stime);
 }
 
 // Runs one turn of the variant `name`: repeats `run_step` for the time of a turn, and then calls `end_turn`. Both
@@ -88,25 +91,25 @@ void run_turn(const Settings& settings, const char* name, int round, std::size_t
     }
     run_step(); // Warm up. The operations that this step completes are not counted.
     std::vector<double> process_cpu_s_before;
-    for (const auto& [process_name, pid] : settings.processes) {
+    for (const auto& [process_name, pid] : settings.named_pids) {
         process_cpu_s_before.push_back(read_cpu_s(pid));
     }
     const double own_cpu_s_before = read_own_cpu_s();
-    const auto begin = Clock::now();
+    const auto begin_time = Clock::now();
     std::uint64_t completed_count = 0;
     double elapsed_s = 0;
     do {
         completed_count += run_step();
-        elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
+        elapsed_s = std::chrono::duration<double>(Clock::now() - begin_time).count();
     } while (elapsed_s * 1000 < settings.turn_ms);
     completed_count += end_turn();
-    elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
+    elapsed_s = std::chrono::duration<double>(Clock::now() - begin_time).count();
     std::printf("{\"turn\": \"%s\", \"round\": %d, \"bytes\": %zu, \"operations\": %llu, \"passed_s\": %.6f, "
                 "\"cpu_s\": {\"client\": %.6f",
                 name, round, operation_bytes, static_cast<unsigned long long>(completed_count), elapsed_s,
                 read_own_cpu_s() - own_cpu_s_before);
     for (std::size_t index = 0; index < process_cpu_s_before.size(); ++index) {
-        const auto& [process_name, pid] = settings.processes[index];
+        const auto& [process_name, pid] = settings.named_pids[index];
         std::printf(", \"%s\": %.6f", process_name.c_str(), read_cpu_s(pid) - process_cpu_s_before[index]);
     }
     std::printf("}}\n");
@@ -118,7 +121,7 @@ void measure_points(const Settings& settings, const Cuda* cuda, int file_fd, int
                     std::uint64_t file_bytes) {
     std::minstd_rand random_engine(1);
     for (const auto& [read_bytes, depth] : settings.points) {
-        UsrbioReads path_reads(settings.mount, cuda, file_fd, depth, read_bytes);
+        UsrbioReads path_reads(settings.mount_path, cuda, file_fd, depth, read_bytes);
         UringReads uring_reads(peer_file_fd, depth, read_bytes);
         std::uniform_int_distribution<std::uint64_t> random_block_index(0, file_bytes / read_bytes - 1);
         const auto next_offset = [&, read_bytes = read_bytes] {
@@ -133,7 +136,7 @@ void measure_points(const Settings& settings, const Cuda* cuda, int file_fd, int
                 settings, "round_trip", 0, sizeof(std::uint32_t), [&] { return round_trips.run_step(); },
                 [] { return 0U; });
         }
-        for (int round = 0; round < settings.rounds; ++round) {
+        for (int round = 0; round < settings.round_count; ++round) {
             if (uring_reads.is_available()) {
                 run_turn(
                     settings, ("io_uring_" + point_name).c_str(), round, read_bytes,
@@ -161,18 +164,18 @@ std::pair<int, std::uint64_t> open_file(const std::string& path) {
 // Parses BYTES:DEPTH,...
 std::vector<std::pair<std::size_t, unsigned>> parse_points(const std::string& text) {
     std::vector<std::pair<std::size_t, unsigned>> points;
-    for (const char* position = text.c_str(); *position != 0;) {
+    for (const char* remaining_text = text.c_str(); *remaining_text != 0;) {
         std::size_t bytes = 0;
         unsigned depth = 0;
-        int length = 0;
-        if (std::sscanf(position, "%zu:%u%n", &bytes, &depth, &length) != 2 || bytes == 0 || depth == 0) {
+        int point_length = 0;
+        if (std::sscanf(remaining_text, "%zu:%u%n", &bytes, &depth, &point_length) != 2 || bytes == 0 || depth == 0) {
             std::fprintf(stderr, "path_bench: --points must be BYTES:DEPTH,... such as 4096:1,4096:8, not %s\n",
                          text.c_str());
             std::exit(2);
         }
         points.emplace_back(bytes, depth);
-        position += length;
-        position += *position == ',' ? 1 : 0;
+        remaining_text += point_length;
+        remaining_text += *remaining_text == ',' ? 1 : 0;
     }
     return points;
 }
@@ -188,64 +191,66 @@ void measure(const Settings& settings, int file_fd, std::uint64_t file_bytes) {
         measure_points(settings, cuda.get(), file_fd, peer_file_fd, file_bytes);
         return;
     }
-    UsrbioReads small_reads(settings.mount, cuda.get(), file_fd, small_depth, small_bytes);
-    UsrbioReads large_reads(settings.mount, cuda.get(), file_fd, large_depth, large_bytes);
-    UringReads uring_reads(file_fd, small_depth, small_bytes);
-    BareCopies bare_small(file_fd, small_depth, small_bytes, settings.cores);
-    BareCopies bare_large(file_fd, large_depth, large_bytes, settings.cores);
+    UsrbioReads small_reads(settings.mount_path, cuda.get(), file_fd, small_depth, small_read_bytes);
+    UsrbioReads large_reads(settings.mount_path, cuda.get(), file_fd, large_depth, large_read_bytes);
+    UringReads uring_reads(file_fd, small_depth, small_read_bytes);
+    BareCopies small_bare_copies(file_fd, small_depth, small_read_bytes, settings.cores);
+    BareCopies large_bare_copies(file_fd, large_depth, large_read_bytes, settings.cores);
     // Align the destination of pread to a page: the kernel copies by `rep movsb`, which on some processors is several
     // times slower if only one side is aligned.
-    const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(page_bytes, large_depth * large_bytes),
-                                                             &std::free);
+    const std::unique_ptr<void, decltype(&std::free)> pread_buffers(
+        std::aligned_alloc(page_bytes, large_depth * large_read_bytes), &std::free);
     unsigned buffer_index = 0;
     std::minstd_rand random_engine(1);
-    std::uniform_int_distribution<std::uint64_t> random_block_index(0, file_bytes / small_bytes - 1);
+    std::uniform_int_distribution<std::uint64_t> random_block_index(0, file_bytes / small_read_bytes - 1);
     std::uint64_t next_sequential_offset = 0;
-    const auto next_random_offset = [&] { return random_block_index(random_engine) * small_bytes; };
+    const auto next_random_offset = [&] { return random_block_index(random_engine) * small_read_bytes; };
     const auto advance_sequential_offset = [&] {
-        return std::exchange(next_sequential_offset, next_sequential_offset + 2 * large_bytes > file_bytes
+        return std::exchange(next_sequential_offset, next_sequential_offset + 2 * large_read_bytes > file_bytes
                                                          ? 0
-                                                         : next_sequential_offset + large_bytes);
+                                                         : next_sequential_offset + large_read_bytes);
     };
-    const auto end_at_once = [] { return 0U; };
-    for (int round = 0; round < settings.rounds; ++round) {
+    const auto end_without_wait = [] { return 0U; };
+    for (int round = 0; round < settings.round_count; ++round) {
         const auto pread_step = [&] {
             auto* const destination =
-                static_cast<std::uint8_t*>(memory.get()) + buffer_index++ % large_depth * large_bytes;
-            if (pread(file_fd, destination, large_bytes, static_cast<off_t>(advance_sequential_offset())) !=
-                ssize_t{large_bytes}) {
+                static_cast<std::uint8_t*>(pread_buffers.get()) + buffer_index++ % large_depth * large_read_bytes;
+            if (pread(file_fd, destination, large_read_bytes, static_cast<off_t>(advance_sequential_offset())) !=
+                ssize_t{large_read_bytes}) {
                 exit_with_errno("pread");
             }
             return 1U;
         };
-        run_turn(settings, "pread", round, large_bytes, pread_step, end_at_once);
+        run_turn(settings, "pread", round, large_read_bytes, pread_step, end_without_wait);
         run_turn(
-            settings, "path_large", round, large_bytes,
+            settings, "path_large", round, large_read_bytes,
             [&] { return large_reads.run_step(large_depth / 2, advance_sequential_offset); },
             [&] { return large_reads.drain(); });
         large_reads.compare();
-        if (bare_large.is_available()) {
+        if (large_bare_copies.is_available()) {
             run_turn(
-                settings, "bare_large", round, large_bytes,
-                [&] { return bare_large.run_step(advance_sequential_offset); }, [&] { return bare_large.end_turn(); });
-            bare_large.compare();
+                settings, "bare_large", round, large_read_bytes,
+                [&] { return large_bare_copies.run_step(advance_sequential_offset); },
+                [&] { return large_bare_copies.end_turn(); });
+            large_bare_copies.compare();
         }
         if (uring_reads.is_available()) {
             run_turn(
-                settings, "io_uring", round, small_bytes,
+                settings, "io_uring", round, small_read_bytes,
                 [&] { return uring_reads.run_step(small_depth / 2, next_random_offset); },
                 [&] { return uring_reads.drain(); });
         }
         run_turn(
-            settings, "path_small", round, small_bytes,
+            settings, "path_small", round, small_read_bytes,
             [&] { return small_reads.run_step(small_depth / 2, next_random_offset); },
             [&] { return small_reads.drain(); });
         small_reads.compare();
-        if (bare_small.is_available()) {
+        if (small_bare_copies.is_available()) {
             run_turn(
-                settings, "bare_small", round, small_bytes, [&] { return bare_small.run_step(next_random_offset); },
-                [&] { return bare_small.end_turn(); });
-            bare_small.compare();
+                settings, "bare_small", round, small_read_bytes,
+                [&] { return small_bare_copies.run_step(next_random_offset); },
+                [&] { return small_bare_copies.end_turn(); });
+            small_bare_copies.compare();
         }
     }
 }
@@ -260,14 +265,14 @@ int main(int argument_count, char** arguments) {
         return 2;
     }
     Settings settings;
-    settings.mount = arguments[1];
+    settings.mount_path = arguments[1];
     settings.file_path = arguments[2];
     for (int index = 3; index < argument_count; index += 2) {
         const std::string option = arguments[index], value = arguments[index + 1];
         if (option == "--kind") {
             settings.memory_kind = value;
         } else if (option == "--rounds") {
-            settings.rounds = std::atoi(value.c_str());
+            settings.round_count = std::atoi(value.c_str());
         } else if (option == "--ms") {
             settings.turn_ms = std::atof(value.c_str());
         } else if (option == "--only") {
@@ -285,16 +290,16 @@ int main(int argument_count, char** arguments) {
             settings.cores = {std::atoi(value.c_str()), std::atoi(value.c_str() + separator + 1)};
         } else if (option == "--pid") {
             const std::size_t separator = value.find('=');
-            settings.processes.emplace_back(value.substr(0, separator), std::atoi(value.c_str() + separator + 1));
+            settings.named_pids.emplace_back(value.substr(0, separator), std::atoi(value.c_str() + separator + 1));
         } else {
             std::fprintf(stderr, "path_bench: unknown option %s\n", option.c_str());
             return 2;
         }
     }
     const auto [file_fd, file_bytes] = open_file(settings.file_path);
-    if (file_bytes < large_bytes * large_depth) {
+    if (file_bytes < large_read_bytes * large_depth) {
         std::fprintf(stderr, "path_bench: %s must have at least %zu bytes, the size of the reads in flight\n",
-                     settings.file_path.c_str(), large_bytes * large_depth);
+                     settings.file_path.c_str(), large_read_bytes * large_depth);
         return 1;
     }
     check_result("hf3fs_reg_fd", std::max(hf3fs_reg_fd(file_fd, 0), 0));

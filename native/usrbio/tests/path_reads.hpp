@@ -40,16 +40,17 @@ struct Cuda {
             library == nullptr
                 ? nullptr
                 : reinterpret_cast<int (*)(void*, std::uint64_t, std::size_t)>(dlsym(library, "cuMemcpyDtoH_v2"));
-        const auto initialize =
+        const auto initialize_driver =
             library == nullptr ? nullptr : reinterpret_cast<int (*)(unsigned)>(dlsym(library, "cuInit"));
-        const auto retain_context =
+        const auto retain_primary_context =
             library == nullptr ? nullptr
                                : reinterpret_cast<int (*)(void**, int)>(dlsym(library, "cuDevicePrimaryCtxRetain"));
-        const auto set_context =
+        const auto set_current_context =
             library == nullptr ? nullptr : reinterpret_cast<int (*)(void*)>(dlsym(library, "cuCtxSetCurrent"));
         void* context = nullptr;
-        if (copy_to_host == nullptr || initialize == nullptr || retain_context == nullptr || set_context == nullptr ||
-            initialize(0) != 0 || retain_context(&context, 0) != 0 || set_context(context) != 0) {
+        if (copy_to_host == nullptr || initialize_driver == nullptr || retain_primary_context == nullptr ||
+            set_current_context == nullptr || initialize_driver(0) != 0 || retain_primary_context(&context, 0) != 0 ||
+            set_current_context(context) != 0) {
             std::fprintf(stderr, "path_bench: the CUDA driver or device 0 is not available\n");
             std::exit(1);
         }
@@ -61,7 +62,7 @@ struct Cuda {
 class UsrbioReads {
 public:
     UsrbioReads(const std::string& mount_path, const Cuda* cuda, int file_fd, unsigned depth, std::size_t read_bytes)
-        : cuda_(cuda), file_fd_(file_fd), depth_(depth), read_bytes_(read_bytes), offsets_(depth) {
+        : cuda_(cuda), file_fd_(file_fd), depth_(depth), read_bytes_(read_bytes), file_offsets_(depth) {
         const char* const mount = mount_path.c_str();
         check_result("hf3fs_iovcreate", cuda != nullptr ? hf3fs_iovcreate_gpu(&iov_, mount, depth * read_bytes, 0, 0)
                                                         : hf3fs_iovcreate(&iov_, mount, depth * read_bytes, 0, -1));
@@ -86,9 +87,9 @@ public:
         while (!free_buffer_indices_.empty()) {
             const unsigned buffer_index = free_buffer_indices_.back();
             free_buffer_indices_.pop_back();
-            offsets_[buffer_index] = next_offset();
+            file_offsets_[buffer_index] = next_offset();
             const int prepare_result = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + buffer_index * read_bytes_,
-                                                     file_fd_, offsets_[buffer_index], read_bytes_,
+                                                     file_fd_, file_offsets_[buffer_index], read_bytes_,
                                                      reinterpret_cast<const void*>(std::uintptr_t{buffer_index}));
             // A slow operation also keeps the entries after its own in use; see ring_entries_per_operation.
             if (prepare_result == -EAGAIN) {
@@ -123,7 +124,7 @@ public:
                 actual_bytes = host_copy.data();
             }
             const auto byte_count = static_cast<std::size_t>(
-                pread(file_fd_, expected_bytes.data(), read_bytes_, static_cast<off_t>(offsets_[buffer_index])));
+                pread(file_fd_, expected_bytes.data(), read_bytes_, static_cast<off_t>(file_offsets_[buffer_index])));
             if (byte_count != read_bytes_ || std::memcmp(actual_bytes, expected_bytes.data(), read_bytes_) != 0) {
                 std::fprintf(stderr, "path_bench: the data of a read differs from the file\n");
                 std::exit(1);
@@ -153,7 +154,7 @@ private:
     const int file_fd_;
     const unsigned depth_;
     const std::size_t read_bytes_;
-    std::vector<std::uint64_t> offsets_;        // File offset of the last read into each buffer.
+    std::vector<std::uint64_t> file_offsets_;   // File offset of the last read into each buffer.
     std::vector<unsigned> free_buffer_indices_; // Indices of the buffers without a read in flight.
     std::vector<hf3fs_cqe> cqes_;
     hf3fs_iov iov_{};

@@ -53,7 +53,7 @@ std::int64_t read_monotonic_ns() {
     return now.tv_sec * 1000000000L + now.tv_nsec;
 }
 
-// One variant of the measurement. run() executes `batch_count` batches.
+// One of the programs that are compared. run() executes `batch_count` batches.
 class Variant {
 public:
     virtual ~Variant() = default;
@@ -65,19 +65,20 @@ class UringNop final : public Variant {
 public:
     UringNop() {
         io_uring_params parameters{};
-        fd_ = static_cast<int>(syscall(SYS_io_uring_setup, 2 * batch_size, &parameters));
-        CHECK(fd_ >= 0);
-        const auto map = [&](std::size_t bytes, off_t offset) {
-            void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, offset);
+        ring_fd_ = static_cast<int>(syscall(SYS_io_uring_setup, 2 * batch_size, &parameters));
+        CHECK(ring_fd_ >= 0);
+        const auto map_ring_area = [&](std::size_t bytes, off_t offset) {
+            void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring_fd_, offset);
             CHECK(memory != MAP_FAILED);
             mappings_.push_back({memory, bytes});
             return static_cast<std::byte*>(memory);
         };
         std::byte* sq_ring =
-            map(parameters.sq_off.array + parameters.sq_entries * sizeof(std::uint32_t), IORING_OFF_SQ_RING);
+            map_ring_area(parameters.sq_off.array + parameters.sq_entries * sizeof(std::uint32_t), IORING_OFF_SQ_RING);
         std::byte* cq_ring =
-            map(parameters.cq_off.cqes + parameters.cq_entries * sizeof(io_uring_cqe), IORING_OFF_CQ_RING);
-        sqes_ = reinterpret_cast<io_uring_sqe*>(map(parameters.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES));
+            map_ring_area(parameters.cq_off.cqes + parameters.cq_entries * sizeof(io_uring_cqe), IORING_OFF_CQ_RING);
+        sqes_ = reinterpret_cast<io_uring_sqe*>(
+            map_ring_area(parameters.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES));
         sq_tail_ = reinterpret_cast<std::uint32_t*>(sq_ring + parameters.sq_off.tail);
         sq_mask_ = *reinterpret_cast<std::uint32_t*>(sq_ring + parameters.sq_off.ring_mask);
         sq_array_ = reinterpret_cast<std::uint32_t*>(sq_ring + parameters.sq_off.array);
@@ -90,7 +91,7 @@ public:
         for (const auto& [memory, bytes] : mappings_) {
             munmap(memory, bytes);
         }
-        close(fd_);
+        close(ring_fd_);
     }
     static bool is_available() {
         io_uring_params parameters{};
@@ -111,8 +112,9 @@ public:
                 sq_array_[tail & sq_mask_] = tail & sq_mask_;
             }
             __atomic_store_n(sq_tail_, tail, __ATOMIC_RELEASE);
-            CHECK_EQUAL(syscall(SYS_io_uring_enter, fd_, batch_size, batch_size, IORING_ENTER_GETEVENTS, nullptr, 0),
-                        long{batch_size});
+            CHECK_EQUAL(
+                syscall(SYS_io_uring_enter, ring_fd_, batch_size, batch_size, IORING_ENTER_GETEVENTS, nullptr, 0),
+                long{batch_size});
             std::uint32_t head = *cq_head_;
             const std::uint32_t cq_tail = __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE);
             CHECK_EQUAL(cq_tail - head, batch_size);
@@ -124,7 +126,7 @@ public:
     }
 
 private:
-    int fd_ = -1;
+    int ring_fd_ = -1;
     std::vector<std::pair<void*, std::size_t>> mappings_;
     io_uring_sqe* sqes_ = nullptr;
     std::uint32_t *sq_tail_ = nullptr, *sq_array_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
@@ -135,14 +137,14 @@ private:
 
 // Shared memory of a ring with ring_entry_count entries.
 struct RingMemory {
-    RingMemory() : bytes(ring_bytes(ring_entry_count)) {
-        data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    RingMemory() : size_bytes(ring_bytes(ring_entry_count)) {
+        data = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
         CHECK(data != MAP_FAILED);
-        CHECK_EQUAL(RingView::bind(data, bytes, view), 0);
+        CHECK_EQUAL(RingView::bind(data, size_bytes, view), 0);
     }
-    ~RingMemory() { munmap(data, bytes); }
+    ~RingMemory() { munmap(data, size_bytes); }
     void* data = nullptr;
-    std::size_t bytes;
+    std::size_t size_bytes;
     RingView view;
 };
 
@@ -227,8 +229,8 @@ public:
     Library(test::Mount& mount, std::int64_t spin_ns, unsigned batches_in_flight)
         : mount_(mount), spin_ns_(spin_ns), batches_in_flight_(batches_in_flight) {
         CHECK_EQUAL(hf3fs_iovcreate(&iov_, mount.path(), 1 << 20, 0, -1), 0);
-        CHECK_EQUAL(AgentRing::attach(memory_.data, memory_.bytes, 0, 0, agent_ring_), 0);
-        CHECK_EQUAL(hf3fs_iorwrap(&ior_, memory_.data, mount.path(), memory_.bytes, true, 0, 0, 0, 0), 0);
+        CHECK_EQUAL(AgentRing::attach(memory_.data, memory_.size_bytes, 0, 0, agent_ring_), 0);
+        CHECK_EQUAL(hf3fs_iorwrap(&ior_, memory_.data, mount.path(), memory_.size_bytes, true, 0, 0, 0, 0), 0);
         CHECK(file_table().set(fake_fd, {.inode = 1, .access = FileAccess::both}));
         agent_thread_ = std::thread([this] { serve(); });
     }
@@ -341,7 +343,7 @@ void measure(Measurement& measurement, unsigned batch_count) {
     measurement.wall_ns.push_back(static_cast<double>(read_monotonic_ns() - begin_ns) / batch_count / batch_size);
 }
 
-void print(const Measurement& measurement) {
+void print_measurement(const Measurement& measurement) {
     std::printf("{\"name\": \"%s\", \"batch\": %u, \"rounds\": %zu, \"client_cpu_ns_per_operation\": %.2f, "
                 "\"client_cpu_ns_per_operation_min\": %.2f, \"wall_ns_per_operation\": %.2f}\n",
                 measurement.name, batch_size, measurement.cpu_ns.size(), compute_median(measurement.cpu_ns),
@@ -349,8 +351,8 @@ void print(const Measurement& measurement) {
                 compute_median(measurement.wall_ns));
 }
 
-// Prints the median ratio of the processor times of `usrbio` and `reference`, and whether it is at most `limit`.
-void print_ratio(const char* name, const Measurement& usrbio, const Measurement& reference, double limit) {
+// Prints the median ratio of the processor times of `usrbio` and `reference`, and whether it is at most `ratio_max`.
+void print_ratio(const char* name, const Measurement& usrbio, const Measurement& reference, double ratio_max) {
     // Divide the times of the same round: they were measured one after the other, so other load on the machine affected
     // both.
     std::vector<double> ratios;
@@ -358,7 +360,7 @@ void print_ratio(const char* name, const Measurement& usrbio, const Measurement&
         ratios.push_back(usrbio.cpu_ns[i] / reference.cpu_ns[i]);
     }
     std::printf("{\"name\": \"%s\", \"ratio\": %.3f, \"limit\": %.1f, \"holds\": %s}\n", name, compute_median(ratios),
-                limit, compute_median(ratios) <= limit ? "true" : "false");
+                ratio_max, compute_median(ratios) <= ratio_max ? "true" : "false");
 }
 
 } // namespace
@@ -389,10 +391,10 @@ int main(int argc, char** argv) {
         measure(sleeping, static_cast<unsigned>(batch_count) / 4);
     }
     for (const Measurement* measurement : {&spinning_three_batches, &spinning_one_batch, &sleeping, &bare}) {
-        print(*measurement);
+        print_measurement(*measurement);
     }
     if (has_io_uring) {
-        print(nop);
+        print_measurement(nop);
         print_ratio("usrbio with a spinning agent / io_uring NOP", spinning_three_batches, nop, 2.0);
     } else {
         std::printf("{\"name\": \"io_uring NOP\", \"not_run\": \"io_uring_setup: %s\"}\n", std::strerror(errno));

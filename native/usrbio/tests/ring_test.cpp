@@ -23,28 +23,30 @@ sem_t* as_glibc(Semaphore* semaphore) {
 
 // Zeroed shared memory of a ring.
 struct RingMemory {
-    explicit RingMemory(std::size_t entries) : bytes(ring_bytes(entries)) {
-        data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    explicit RingMemory(std::size_t entries) : size_bytes(ring_bytes(entries)) {
+        data = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         CHECK(data != MAP_FAILED);
-        CHECK_EQUAL(RingView::bind(data, bytes, view), 0);
+        CHECK_EQUAL(RingView::bind(data, size_bytes, view), 0);
     }
-    ~RingMemory() { munmap(data, bytes); }
+    ~RingMemory() { munmap(data, size_bytes); }
     void* data;
-    std::size_t bytes;
+    std::size_t size_bytes;
     RingView view;
 };
 
 // One ring with its two sides, and with arrays for the claimed operations and the reaped completions.
 struct TestRing {
     explicit TestRing(std::size_t entries, int io_depth = 0, std::int64_t timeout_ns = 0) : memory(entries) {
-        CHECK_EQUAL(ApplicationRing::attach(memory.data, memory.bytes, application), 0);
-        CHECK_EQUAL(AgentRing::attach(memory.data, memory.bytes, io_depth, timeout_ns, agent), 0);
+        CHECK_EQUAL(ApplicationRing::attach(memory.data, memory.size_bytes, application), 0);
+        CHECK_EQUAL(AgentRing::attach(memory.data, memory.size_bytes, io_depth, timeout_ns, agent), 0);
     }
     // Prepares an operation with the buffer offset 1, the inode 2, the file offset 3 and the length 4.
     int prepare(std::uint64_t userdata) { return application->prepare(buffer_id, 1, 2, 3, 4, userdata); }
+    // Claims at most `count_max` operations into claimed_operations.
     std::size_t claim(std::size_t count_max = 64, std::int64_t now_ns = 0) {
-        return agent->claim(std::span(claimed).first(count_max), now_ns);
+        return agent->claim(std::span(claimed_operations).first(count_max), now_ns);
     }
+    // Reaps at most `count_max` completions into reaped_completions.
     std::uint32_t reap(std::uint32_t count_max = 64) {
         std::uint32_t reaped_count = 0;
         return application->reap(count_max, [&](std::int32_t index, std::int64_t result, std::uint64_t userdata) {
@@ -60,7 +62,7 @@ struct TestRing {
     RingMemory memory;
     std::unique_ptr<ApplicationRing> application;
     std::unique_ptr<AgentRing> agent;
-    ClaimedOperation claimed[64];
+    ClaimedOperation claimed_operations[64];
     Completion reaped_completions[64];
 };
 
@@ -70,22 +72,22 @@ void test_attach_refuses_invalid_rings() {
     std::unique_ptr<ApplicationRing> application;
     // The memory is too small, null or not aligned to a cache line. An entry of a ring has 96 bytes.
     CHECK_EQUAL(AgentRing::attach(memory.data, ring_bytes(1) - 1, 0, 0, agent), -EINVAL);
-    CHECK_EQUAL(AgentRing::attach(nullptr, memory.bytes, 0, 0, agent), -EINVAL);
-    CHECK_EQUAL(AgentRing::attach(static_cast<char*>(memory.data) + 8, memory.bytes - 96, 0, 0, agent), -EINVAL);
+    CHECK_EQUAL(AgentRing::attach(nullptr, memory.size_bytes, 0, 0, agent), -EINVAL);
+    CHECK_EQUAL(AgentRing::attach(static_cast<char*>(memory.data) + 8, memory.size_bytes - 96, 0, 0, agent), -EINVAL);
     // A batch of io_depth exceeds the four entries, or the timeout is negative.
-    CHECK_EQUAL(AgentRing::attach(memory.data, memory.bytes, 5, 0, agent), -EINVAL);
-    CHECK_EQUAL(AgentRing::attach(memory.data, memory.bytes, -5, 0, agent), -EINVAL);
-    CHECK_EQUAL(AgentRing::attach(memory.data, memory.bytes, INT_MIN, 0, agent), -EINVAL);
-    CHECK_EQUAL(AgentRing::attach(memory.data, memory.bytes, -4, -1, agent), -EINVAL);
+    CHECK_EQUAL(AgentRing::attach(memory.data, memory.size_bytes, 5, 0, agent), -EINVAL);
+    CHECK_EQUAL(AgentRing::attach(memory.data, memory.size_bytes, -5, 0, agent), -EINVAL);
+    CHECK_EQUAL(AgentRing::attach(memory.data, memory.size_bytes, INT_MIN, 0, agent), -EINVAL);
+    CHECK_EQUAL(AgentRing::attach(memory.data, memory.size_bytes, -4, -1, agent), -EINVAL);
     // The memory would have too many entries, or is too small for one entry.
     CHECK_EQUAL(AgentRing::attach(memory.data, ring_bytes(ring_entries_max + 1), 0, 0, agent), -EINVAL);
     CHECK_EQUAL(ApplicationRing::attach(memory.data, ring_bytes(1) - 1, application), -EINVAL);
     // A ring with four entries has five slots, so valid indices are 0 to 4.
     memory.view.indices->completion_tail = 5;
-    CHECK_EQUAL(AgentRing::attach(memory.data, memory.bytes, 0, 0, agent), -EINVAL);
-    CHECK_EQUAL(ApplicationRing::attach(memory.data, memory.bytes, application), -EINVAL);
+    CHECK_EQUAL(AgentRing::attach(memory.data, memory.size_bytes, 0, 0, agent), -EINVAL);
+    CHECK_EQUAL(ApplicationRing::attach(memory.data, memory.size_bytes, application), -EINVAL);
     memory.view.indices->completion_tail = 4;
-    CHECK_EQUAL(AgentRing::attach(memory.data, memory.bytes, 4, 0, agent), 0);
+    CHECK_EQUAL(AgentRing::attach(memory.data, memory.size_bytes, 4, 0, agent), 0);
     CHECK_EQUAL(agent->entries(), 4u);
 }
 
@@ -95,13 +97,13 @@ void test_operation_completes() {
     CHECK_EQUAL(ring.claim(), 0u);
     CHECK(!ring.application->submit()); // The agent does not sleep, so no post is needed.
     CHECK_EQUAL(ring.claim(), 1u);
-    const Arguments& arguments = ring.claimed[0].arguments;
+    const Arguments& arguments = ring.claimed_operations[0].arguments;
     CHECK(std::memcmp(arguments.buffer_id, ring.buffer_id, 16) == 0);
     CHECK(arguments.buffer_offset == 1 && arguments.file_inode == 2 && arguments.file_offset == 3);
     CHECK(arguments.length == 4 && arguments.userdata == 77);
-    CHECK(ring.agent->complete(ring.claimed[0].position, 4));
+    CHECK(ring.agent->complete(ring.claimed_operations[0].position, 4));
     // These positions have no claimed operation.
-    CHECK(!ring.agent->complete(ring.claimed[0].position, 4));
+    CHECK(!ring.agent->complete(ring.claimed_operations[0].position, 4));
     CHECK(!ring.agent->complete(4, 4));
     CHECK(!ring.agent->complete(UINT_MAX, 4));
     CHECK_EQUAL(ring.reap(), 0u); // The application sees the completion only after flush().
@@ -129,12 +131,12 @@ void test_full_ring_returns_eagain() {
         // The agent completes the operations in reverse order. When the first completion is reaped, the index of the
         // last operation is free. Its position in the submission queue is not free, because the operations before are
         // in flight.
-        CHECK(ring.agent->complete(ring.claimed[2].position, 0));
+        CHECK(ring.agent->complete(ring.claimed_operations[2].position, 0));
         ring.agent->flush();
         CHECK_EQUAL(ring.reap(), 1u);
         CHECK_EQUAL(ring.prepare(0), -EAGAIN);
-        CHECK(ring.agent->complete(ring.claimed[1].position, 0));
-        CHECK(ring.agent->complete(ring.claimed[0].position, 0));
+        CHECK(ring.agent->complete(ring.claimed_operations[1].position, 0));
+        CHECK(ring.agent->complete(ring.claimed_operations[0].position, 0));
         ring.agent->flush();
         CHECK_EQUAL(ring.reap(1), 1u);
         CHECK_EQUAL(ring.reaped_completions[0].userdata, first_userdata + 1);
@@ -210,7 +212,7 @@ void test_sleeper_is_woken_once() {
     CHECK_EQUAL(ring.claim(), 1u);
     CHECK(ring.application->prepare_to_sleep());
     CHECK_EQUAL(ring.get_semaphore_value(), 0);
-    ring.agent->complete(ring.claimed[0].position, 0);
+    ring.agent->complete(ring.claimed_operations[0].position, 0);
     ring.agent->flush();
     CHECK_EQUAL(ring.get_semaphore_value(), 1);
     ring.agent->flush();
@@ -224,7 +226,7 @@ void test_sleeper_is_woken_once() {
 void test_sleeper_is_woken_when_it_has_enough() {
     TestRing ring(8);
     const auto complete = [&](std::size_t index) {
-        CHECK(ring.agent->complete(ring.claimed[index].position, 0));
+        CHECK(ring.agent->complete(ring.claimed_operations[index].position, 0));
         ring.agent->flush();
     };
     for (std::uint64_t userdata = 0; userdata < 8; ++userdata)
@@ -263,7 +265,7 @@ void test_submit_tells_the_agent_the_processor() {
         ring.application->submit();
         CHECK_EQUAL(ring.agent->application_processor(), processor);
         CHECK_EQUAL(ring.claim(), 1u);
-        ring.agent->complete(ring.claimed[0].position, 1);
+        ring.agent->complete(ring.claimed_operations[0].position, 1);
         ring.agent->flush();
         CHECK_EQUAL(ring.reap(), 1u);
     }
@@ -272,7 +274,7 @@ void test_submit_tells_the_agent_the_processor() {
     // number.
     ring.memory.view.extension->application.processor = 0x80000000U;
     CHECK_EQUAL(ring.agent->application_processor(), std::numeric_limits<int>::max());
-    CHECK_EQUAL(ApplicationRing::attach(ring.memory.data, ring.memory.bytes, ring.application), 0);
+    CHECK_EQUAL(ApplicationRing::attach(ring.memory.data, ring.memory.size_bytes, ring.application), 0);
     CHECK_EQUAL(ring.agent->application_processor(), -1);
 }
 
@@ -288,7 +290,7 @@ void run_sleeping_round(TestRing& ring, std::uint32_t expected_announcement) {
     CHECK_EQUAL(ring.claim(), 1u);
     CHECK(ring.application->prepare_to_sleep());
     CHECK_EQUAL(ring.memory.view.extension->application.sleeping.load(), expected_announcement);
-    CHECK(ring.agent->complete(ring.claimed[0].position, 0));
+    CHECK(ring.agent->complete(ring.claimed_operations[0].position, 0));
     ring.agent->flush();
     CHECK_EQUAL(sem_trywait(as_glibc(ring.memory.view.completion_semaphore)), 0);
     CHECK_EQUAL(ring.reap(), 1u);
@@ -301,7 +303,7 @@ void run_awake_round(TestRing& ring, bool expects_posts) {
     ring.prepare(0);
     CHECK_EQUAL(ring.application->submit(), expects_posts);
     CHECK_EQUAL(ring.claim(), 1u);
-    CHECK(ring.agent->complete(ring.claimed[0].position, 0));
+    CHECK(ring.agent->complete(ring.claimed_operations[0].position, 0));
     ring.agent->flush();
     CHECK_EQUAL(ring.get_semaphore_value(), expects_posts ? 1 : 0);
     sem_trywait(as_glibc(ring.memory.view.completion_semaphore));
@@ -356,7 +358,7 @@ void test_announcement_stays_single_without_posts() {
         CHECK(!ring.agent->prepare_to_sleep());
         CHECK_EQUAL(ring.memory.view.extension->agent.sleeping.load(), awake);
         CHECK_EQUAL(ring.claim(), 1u);
-        CHECK(ring.agent->complete(ring.claimed[0].position, 0));
+        CHECK(ring.agent->complete(ring.claimed_operations[0].position, 0));
         ring.agent->flush();
         CHECK_EQUAL(ring.reap(), 1u);
         CHECK_EQUAL(ring.claim(), 0u);
@@ -381,10 +383,10 @@ std::uint32_t run_rounds_on_two_threads() {
         for (std::uint64_t completed_count = 0; completed_count < round_count * 2;) {
             const std::size_t claimed_count = ring.claim();
             for (std::size_t i = 0; i < claimed_count; ++i) {
-                CHECK(ring.agent->complete(ring.claimed[i].position, 0));
+                CHECK(ring.agent->complete(ring.claimed_operations[i].position, 0));
                 // In some rounds one flush publishes both completions. In other rounds each completion has its own
                 // flush.
-                if (ring.claimed[i].arguments.userdata % 64 < 16) {
+                if (ring.claimed_operations[i].arguments.userdata % 64 < 16) {
                     ring.agent->flush();
                 }
             }
@@ -444,7 +446,7 @@ void test_side_without_extension_gets_one_post_each() {
     CHECK(ring.application->submit());
     CHECK_EQUAL(ring.claim(), 3u);
     for (int i = 0; i < 3; ++i) {
-        ring.agent->complete(ring.claimed[i].position, 0);
+        ring.agent->complete(ring.claimed_operations[i].position, 0);
     }
     ring.agent->flush();
     CHECK_EQUAL(ring.get_semaphore_value(), 3);
@@ -460,7 +462,7 @@ template <typename Corrupt> void check_breaks_ring(Corrupt corrupt) {
     }
     ring.application->submit();
     CHECK_EQUAL(ring.claim(2), 2u);
-    CHECK(ring.agent->complete(ring.claimed[1].position, 0));
+    CHECK(ring.agent->complete(ring.claimed_operations[1].position, 0));
     ring.agent->flush();
     CHECK_EQUAL(ring.reap(), 1u);
     corrupt(ring.memory.view);
@@ -469,7 +471,8 @@ template <typename Corrupt> void check_breaks_ring(Corrupt corrupt) {
     CHECK(!ring.agent->prepare_to_sleep());
     CHECK(ring.application->has_agent_ended());
     CHECK_EQUAL(ring.agent->outstanding(), 1u);
-    CHECK(ring.agent->complete(ring.claimed[0].position, 0)); // A claimed operation can still be completed.
+    // A claimed operation can still be completed.
+    CHECK(ring.agent->complete(ring.claimed_operations[0].position, 0));
     ring.agent->flush();
     CHECK_EQUAL(ring.agent->outstanding(), 0u);
 }
@@ -496,7 +499,7 @@ void test_full_completion_queue_delays_submissions() {
         view.submissions[round] = {0, 0, 0}; // The fields: index, reserved, user data.
         view.indices->submission_head = round + 1;
         CHECK_EQUAL(ring.claim(), 1u);
-        CHECK(ring.agent->complete(ring.claimed[0].position, 0));
+        CHECK(ring.agent->complete(ring.claimed_operations[0].position, 0));
         ring.agent->flush();
     }
     view.submissions[2] = {0, 0, 0};
@@ -551,14 +554,14 @@ void test_three_threads_use_a_ring() {
     std::thread agent_thread([&] {
         std::int64_t now_us = 0;
         for (std::uint64_t completed_count = 0; completed_count < operation_count;) {
-            const std::size_t count = ring.claim(64, ++now_us * 1000);
-            for (std::size_t i = count; i-- > 0;) {
-                CHECK(ring.agent->complete(ring.claimed[i].position,
-                                           static_cast<std::int64_t>(ring.claimed[i].arguments.userdata)));
+            const std::size_t claimed_count = ring.claim(64, ++now_us * 1000);
+            for (std::size_t i = claimed_count; i-- > 0;) {
+                CHECK(ring.agent->complete(ring.claimed_operations[i].position,
+                                           static_cast<std::int64_t>(ring.claimed_operations[i].arguments.userdata)));
             }
             ring.agent->flush();
-            completed_count += count;
-            if (count == 0) {
+            completed_count += claimed_count;
+            if (claimed_count == 0) {
                 std::this_thread::yield();
             }
         }
@@ -566,14 +569,14 @@ void test_three_threads_use_a_ring() {
     std::thread reaper_thread([&] {
         std::uint64_t userdata_sum = 0;
         for (std::uint64_t completed_count = 0; completed_count < operation_count;) {
-            const std::uint32_t count = ring.reap();
-            for (std::uint32_t i = 0; i < count; ++i) {
+            const std::uint32_t reaped_count = ring.reap();
+            for (std::uint32_t i = 0; i < reaped_count; ++i) {
                 CHECK_EQUAL(ring.reaped_completions[i].result,
                             static_cast<std::int64_t>(ring.reaped_completions[i].userdata));
                 userdata_sum += ring.reaped_completions[i].userdata;
             }
-            completed_count += count;
-            if (count == 0) {
+            completed_count += reaped_count;
+            if (reaped_count == 0) {
                 std::this_thread::yield();
             }
         }

@@ -60,7 +60,7 @@ struct TwiceOpenedSemaphore {
         sem_close(glibc_handle);
         sem_unlink(name.c_str());
     }
-    Semaphore* semaphore() const { return reinterpret_cast<Semaphore*>(glibc_handle); }
+    Semaphore* as_gdrkit() const { return reinterpret_cast<Semaphore*>(glibc_handle); }
     std::string name, path;
     sem_t* glibc_handle;
     NamedSemaphore gdrkit_handle;
@@ -212,50 +212,50 @@ void test_named_semaphore_and_glibc_wake_each_other() {
 }
 
 void test_named_semaphore_is_restored_after_hostile_values() {
-    TwiceOpenedSemaphore named;
-    named.semaphore()->sharing = hostile_sharing;
+    TwiceOpenedSemaphore named_semaphore;
+    named_semaphore.as_gdrkit()->sharing = hostile_sharing;
     // The number of waiters is 0, so sem_post of glibc would wake no waiter.
-    named.semaphore()->word = semaphore_value_max;
-    named.gdrkit_handle.post();
-    CHECK(named.gdrkit_handle.wait_and_reset(1000));
-    named.gdrkit_handle.restore();
-    CHECK_EQUAL(named.semaphore()->sharing, semaphore_shared);
-    CHECK_EQUAL(named.semaphore()->word.load(), semaphore_one_waiter);
-    CHECK_EQUAL(sem_post(named.glibc_handle), 0);
-    CHECK(named.gdrkit_handle.wait_and_reset(1000));
+    named_semaphore.as_gdrkit()->word = semaphore_value_max;
+    named_semaphore.gdrkit_handle.post();
+    CHECK(named_semaphore.gdrkit_handle.wait_and_reset(1000));
+    named_semaphore.gdrkit_handle.restore();
+    CHECK_EQUAL(named_semaphore.as_gdrkit()->sharing, semaphore_shared);
+    CHECK_EQUAL(named_semaphore.as_gdrkit()->word.load(), semaphore_one_waiter);
+    CHECK_EQUAL(sem_post(named_semaphore.glibc_handle), 0);
+    CHECK(named_semaphore.gdrkit_handle.wait_and_reset(1000));
 }
 
 void test_truncated_named_semaphore_gets_its_size_back() {
-    TwiceOpenedSemaphore named;
-    NamedSemaphore client;
-    CHECK_EQUAL(client.open(named.path.c_str()), 0);
-    CHECK_EQUAL(truncate(named.path.c_str(), 0), 0);
-    client.post(); // post() must not raise SIGBUS.
-    CHECK(!named.gdrkit_handle.wait_and_reset(1));
+    TwiceOpenedSemaphore named_semaphore;
+    NamedSemaphore client_handle;
+    CHECK_EQUAL(client_handle.open(named_semaphore.path.c_str()), 0);
+    CHECK_EQUAL(truncate(named_semaphore.path.c_str(), 0), 0);
+    client_handle.post(); // post() must not raise SIGBUS.
+    CHECK(!named_semaphore.gdrkit_handle.wait_and_reset(1));
     struct stat attributes {};
-    CHECK_EQUAL(stat(named.path.c_str(), &attributes), 0);
+    CHECK_EQUAL(stat(named_semaphore.path.c_str(), &attributes), 0);
     CHECK_EQUAL(attributes.st_size, static_cast<off_t>(sizeof(Semaphore)));
-    client.post();
-    CHECK(named.gdrkit_handle.wait_and_reset(1000));
-    CHECK_EQUAL(named.semaphore()->sharing, semaphore_shared);
+    client_handle.post();
+    CHECK(named_semaphore.gdrkit_handle.wait_and_reset(1000));
+    CHECK_EQUAL(named_semaphore.as_gdrkit()->sharing, semaphore_shared);
 }
 
 void test_open_refuses_other_files() {
-    const TwiceOpenedSemaphore named;
+    const TwiceOpenedSemaphore named_semaphore;
     NamedSemaphore semaphore;
     CHECK_EQUAL(semaphore.open("/dev/shm/sem.gdrkit-semaphore-test.none"), -ENOENT);
     CHECK_EQUAL(semaphore.open("/dev/shm"), -EISDIR);
-    const std::string other_path = named.path + ".other";
+    const std::string other_path = named_semaphore.path + ".other";
     unlink(other_path.c_str());
-    CHECK_EQUAL(symlink(named.path.c_str(), other_path.c_str()), 0);
+    CHECK_EQUAL(symlink(named_semaphore.path.c_str(), other_path.c_str()), 0);
     CHECK_EQUAL(semaphore.open(other_path.c_str()), -ELOOP);
     CHECK_EQUAL(unlink(other_path.c_str()), 0);
     CHECK_EQUAL(mkfifo(other_path.c_str(), 0600), 0);
     CHECK_EQUAL(semaphore.open(other_path.c_str()), -EINVAL);
     CHECK_EQUAL(unlink(other_path.c_str()), 0);
     // An empty file is not refused, because a client may have truncated the file.
-    CHECK_EQUAL(truncate(named.path.c_str(), 0), 0);
-    CHECK_EQUAL(semaphore.open(named.path.c_str()), 0);
+    CHECK_EQUAL(truncate(named_semaphore.path.c_str(), 0), 0);
+    CHECK_EQUAL(semaphore.open(named_semaphore.path.c_str()), 0);
     semaphore.post();
 }
 

@@ -83,7 +83,7 @@ ShareHandle make_share_handle(const TestVector& vector) {
     return handle;
 }
 
-GdrHandle make_gdr_handle(const TestVector& vector) {
+GpuIpcHandle make_gpu_ipc_handle(const TestVector& vector) {
     return {vector.to_array<64>("ipc"), vector.to_number("length_bytes"), vector.to_number("device")};
 }
 
@@ -137,7 +137,7 @@ int main() {
             check_vector(vector, make_share_handle, parse_share_handle);
         } else {
             CHECK(vector.format == "gdr");
-            check_vector(vector, make_gdr_handle, parse_gdr_handle);
+            check_vector(vector, make_gpu_ipc_handle, parse_gpu_ipc_handle);
         }
         ++vector_count;
     }

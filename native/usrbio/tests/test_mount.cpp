@@ -64,17 +64,17 @@ Agent::Agent(Mount& mount, Rings rings)
     unlink(socket_path.c_str());
     CHECK_EQUAL(bind(listener_fd_, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
     CHECK_EQUAL(listen(listener_fd_, 16), 0);
-    acceptor_ = std::thread([this] { accept_clients(); });
+    accepting_thread_ = std::thread([this] { accept_clients(); });
     if (rings == Rings::served) {
-        drainer_ = std::thread([this] { drain_rings(); });
+        ring_thread_ = std::thread([this] { drain_rings(); });
     }
 }
 
 Agent::~Agent() {
     is_stopping_ = true;
-    acceptor_.join();
-    if (drainer_.joinable()) {
-        drainer_.join();
+    accepting_thread_.join();
+    if (ring_thread_.joinable()) {
+        ring_thread_.join();
     }
     for (Client& client : clients_) {
         shutdown(client.socket_fd, SHUT_RDWR);
@@ -101,13 +101,13 @@ void Agent::accept_clients() {
 void Agent::serve(Client& client) {
     alignas(8) std::array<std::byte, agent_message_bytes_max> buffer;
     for (;;) {
-        alignas(cmsghdr) char control[CMSG_SPACE(2 * sizeof(int))];
+        alignas(cmsghdr) char control_buffer[CMSG_SPACE(2 * sizeof(int))];
         iovec buffer_part{buffer.data(), buffer.size()};
         msghdr message{};
         message.msg_iov = &buffer_part;
         message.msg_iovlen = 1;
-        message.msg_control = control;
-        message.msg_controllen = sizeof(control);
+        message.msg_control = control_buffer;
+        message.msg_controllen = sizeof(control_buffer);
         const ssize_t message_bytes = recvmsg(client.socket_fd, &message, MSG_CMSG_CLOEXEC);
         if (message_bytes <= 0) {
             break;
@@ -158,16 +158,16 @@ void Agent::serve(Client& client) {
         }
     }
     const std::lock_guard lock(mutex_);
-    while (!client.published.empty()) {
+    while (!client.published_buffers.empty()) {
         // Remove memory that is still published, because the client did not clean up or this agent ended the
         // connection.
         std::error_code remove_error;
-        fs::remove(client.published.begin()->second->path, remove_error);
-        unpublish(client, client.published.begin()->first);
+        fs::remove(client.published_buffers.begin()->second->shm_path, remove_error);
+        unpublish(client, client.published_buffers.begin()->first);
     }
     borrow_count -= static_cast<int>(client.borrow_counts.size());
     client.borrow_counts.clear();
-    file_count -= static_cast<int>(client.file_fds.size());
+    registered_file_count -= static_cast<int>(client.file_fds.size());
     for (const auto& [inode, fd] : client.file_fds) {
         close(fd);
     }
@@ -189,12 +189,12 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
         reply_value = keeps_registrations ? agent_feature_keep : 0;
         return header.length == sizeof(AgentHello) ? 0 : EINVAL;
     case AgentRequest::publish:
-        if (refuses_publish_while_kept && kept_count > 0) {
+        if (refuses_publish_while_kept && kept_registration_count > 0) {
             return EDQUOT;
         }
         return refusal_errno != 0 ? refusal_errno.load() : publish(client, payload, header.length, fds[0]);
     case AgentRequest::unpublish:
-        if (!client.published.contains(name)) {
+        if (!client.published_buffers.contains(name)) {
             return ENOENT;
         }
         unpublish(client, name);
@@ -206,9 +206,9 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
             return refusal_errno;
         }
         reply_value = attributes.st_ino;
-        if (client.registration_counts[attributes.st_ino]++ == 0) {
+        if (client.file_registration_counts[attributes.st_ino]++ == 0) {
             client.file_fds[attributes.st_ino] = dup(fds[0]);
-            ++file_count;
+            ++registered_file_count;
         }
         return 0;
     }
@@ -219,13 +219,13 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
         if (file_entry == client.file_fds.end()) {
             return ENOENT;
         }
-        if (--client.registration_counts[inode] != 0) {
+        if (--client.file_registration_counts[inode] != 0) {
             return 0;
         }
-        client.registration_counts.erase(inode);
+        client.file_registration_counts.erase(inode);
         close(file_entry->second);
         client.file_fds.erase(file_entry);
-        --file_count;
+        --registered_file_count;
         return 0;
     }
     case AgentRequest::punch_hole: {
@@ -234,17 +234,18 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
         std::memcpy(&range_count, payload + 8, sizeof(range_count));
         CHECK_EQUAL(header.length, 16 + 16 * range_count);
         for (std::uint32_t i = 0; i < range_count; ++i) {
-            std::uint64_t range[2];
-            std::memcpy(range, payload + 16 + 16 * i, sizeof(range));
-            if (range[0] != range[1] &&
-                fallocate(fds[0], FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(range[0]),
-                          static_cast<off_t>(range[1] - range[0])) != 0) {
+            std::uint64_t begin_and_end[2];
+            std::memcpy(begin_and_end, payload + 16 + 16 * i, sizeof(begin_and_end));
+            if (begin_and_end[0] != begin_and_end[1] &&
+                fallocate(fds[0], FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin_and_end[0]),
+                          static_cast<off_t>(begin_and_end[1] - begin_and_end[0])) != 0) {
                 return errno;
             }
         }
         return 0;
     }
     case AgentRequest::hard_link: {
+        // fds[0] is the file, fds[1] the folder of the new link, and `name` the name of the new link.
         const std::string source_path = "/proc/self/fd/" + std::to_string(fds[0]);
         return linkat(AT_FDCWD, source_path.c_str(), fds[1], name.c_str(), AT_SYMLINK_FOLLOW) == 0 ? 0 : errno;
     }
@@ -254,19 +255,19 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
         return return_borrowed(client, name);
     case AgentRequest::unpublish_and_keep:
         CHECK(keeps_registrations);
-        if (!client.published.contains(name)) {
+        if (!client.published_buffers.contains(name)) {
             return ENOENT;
         }
         unpublish(client, name);
         reply_value = 1; // The agent keeps the registration.
-        ++kept_count;
+        ++kept_registration_count;
         return 0;
     case AgentRequest::drop_kept:
         CHECK(keeps_registrations && fds[0] >= 0);
         if (refuses_publish_while_kept) {
             usleep(5000);
         }
-        --kept_count;
+        --kept_registration_count;
         return 0;
     }
     return ENOSYS;
@@ -276,24 +277,24 @@ int Agent::publish(Client& client, const std::byte* payload, std::size_t length,
     AgentPublish request;
     CHECK(length >= sizeof(request));
     std::memcpy(&request, payload, sizeof(request));
-    const auto* text = reinterpret_cast<const char*>(payload + sizeof(request));
-    const std::string name(text, request.name_bytes);
-    const std::string target(text + request.name_bytes, request.target_bytes);
+    const auto* name_and_target = reinterpret_cast<const char*>(payload + sizeof(request));
+    const std::string name(name_and_target, request.name_bytes);
+    const std::string target(name_and_target + request.name_bytes, request.target_bytes);
     CHECK(target.starts_with("/dev/shm/hf3fs-iov-"));
     if (unnamed_fd >= 0) {
         const std::string descriptor_path = "/proc/self/fd/" + std::to_string(unnamed_fd);
         CHECK_EQUAL(linkat(AT_FDCWD, descriptor_path.c_str(), AT_FDCWD, target.c_str(), AT_SYMLINK_FOLLOW), 0);
     }
     auto buffer = std::make_unique<Buffer>();
-    buffer->path = target;
+    buffer->shm_path = target;
     // The file may be missing, because a client removes the file when it detects the end of this agent.
     std::error_code size_error;
-    buffer->bytes = fs::file_size(target, size_error);
+    buffer->size_bytes = fs::file_size(target, size_error);
     if (size_error) {
         return size_error.value();
     }
     constexpr std::size_t shm_folder_length = sizeof("/dev/shm") - 1;
-    if (const int status = buffer->memory.open(target.substr(shm_folder_length), buffer->bytes, -1); status != 0) {
+    if (const int status = buffer->memory.open(target.substr(shm_folder_length), buffer->size_bytes, -1); status != 0) {
         return -status;
     }
     // After the UUID (36 characters), the name of a ring has ".r" or ".w" with its depth and ".t" with its timeout in
@@ -303,7 +304,7 @@ int Agent::publish(Client& client, const std::byte* payload, std::size_t length,
         const std::size_t timeout_position = name.find(".t", direction_position);
         CHECK(timeout_position != std::string::npos);
         std::unique_ptr<AgentRing> ring;
-        if (const int status = AgentRing::attach(buffer->memory.base(), buffer->bytes,
+        if (const int status = AgentRing::attach(buffer->memory.base(), buffer->size_bytes,
                                                  std::atoi(name.c_str() + direction_position + 1),
                                                  std::atoll(name.c_str() + timeout_position + 2) * 1000000, ring);
             status != 0) {
@@ -315,7 +316,7 @@ int Agent::publish(Client& client, const std::byte* payload, std::size_t length,
     if (fs::read_symlink(mount_.link_path(name), link_error) != target) {
         fs::create_symlink(target, mount_.link_path(name));
     }
-    client.published[name] = std::move(buffer);
+    client.published_buffers[name] = std::move(buffer);
     ++publication_count;
     return 0;
 }
@@ -323,7 +324,7 @@ int Agent::publish(Client& client, const std::byte* payload, std::size_t length,
 // Takes the name by value, because a reference to the key of the erased entry would become invalid.
 void Agent::unpublish(Client& client, std::string name) {
     client.rings.erase(name);
-    client.published.erase(name);
+    client.published_buffers.erase(name);
     fs::remove(mount_.link_path(name));
     --publication_count;
     for (Client& other_client : clients_) {
@@ -335,13 +336,16 @@ int Agent::borrow(Client& client, const std::byte* payload) {
     AgentPublish request;
     std::memcpy(&request, payload, sizeof(request));
     CHECK_EQUAL(int{request.share_handle_bytes}, 0);
-    const auto* text = reinterpret_cast<const char*>(payload + sizeof(request));
-    const std::string name(text, request.name_bytes);
-    const auto has_publication = [&](const Client& other_client) { return other_client.published.contains(name); };
+    const auto* name_and_target = reinterpret_cast<const char*>(payload + sizeof(request));
+    const std::string name(name_and_target, request.name_bytes);
+    const auto has_publication = [&](const Client& other_client) {
+        return other_client.published_buffers.contains(name);
+    };
     if (std::none_of(clients_.begin(), clients_.end(), has_publication)) {
         return ENOENT;
     }
-    if (fs::read_symlink(mount_.link_path(name)) != std::string(text + request.name_bytes, request.target_bytes)) {
+    if (fs::read_symlink(mount_.link_path(name)) !=
+        std::string(name_and_target + request.name_bytes, request.target_bytes)) {
         return EINVAL;
     }
     borrow_count += ++client.borrow_counts[name] == 1;
@@ -362,15 +366,15 @@ int Agent::return_borrowed(Client& client, const std::string& name) {
 
 // Returns the buffer with this id that the client has published or borrowed, or null.
 const Agent::Buffer* Agent::find_buffer(const Client& client, const std::string& uuid_text) {
-    for (const auto& [name, buffer] : client.published) {
+    for (const auto& [name, buffer] : client.published_buffers) {
         if (name.starts_with(uuid_text)) {
             return buffer.get();
         }
     }
     for (const auto& [name, name_borrow_count] : client.borrow_counts) {
         for (const Client& other_client : clients_) {
-            if (const auto entry = other_client.published.find(name);
-                name.starts_with(uuid_text) && entry != other_client.published.end()) {
+            if (const auto entry = other_client.published_buffers.find(name);
+                name.starts_with(uuid_text) && entry != other_client.published_buffers.end()) {
                 return entry->second.get();
             }
         }
@@ -389,7 +393,8 @@ std::int64_t Agent::execute(Client& client, const Arguments& arguments, bool is_
     if (buffer == nullptr) {
         return -EACCES;
     }
-    if (arguments.buffer_offset > buffer->bytes || arguments.length > buffer->bytes - arguments.buffer_offset) {
+    if (arguments.buffer_offset > buffer->size_bytes ||
+        arguments.length > buffer->size_bytes - arguments.buffer_offset) {
         return -EINVAL;
     }
     void* memory = buffer->memory.base() + arguments.buffer_offset;
@@ -427,6 +432,7 @@ void Agent::drain_rings() {
             const std::lock_guard lock(mutex_);
             for (Client& client : clients_) {
                 for (auto& [name, ring] : client.rings) {
+                    // After the UUID of 36 characters, the name of a ring for reads contains ".r".
                     executed_count += drain_ring(client, *ring, name.find(".r", 36) != std::string::npos);
                 }
             }

@@ -62,12 +62,12 @@ public:
     std::atomic<bool> keeps_registrations{false};
     // Number of times that the agent kept a registration, minus the number of kept registrations that clients ended. An
     // iov that uses a kept registration again does not decrement this number.
-    std::atomic<int> kept_count{0};
+    std::atomic<int> kept_registration_count{0};
     // If true, a publish request fails with EDQUOT while the agent keeps registrations, and drop_kept takes 5 ms.
     std::atomic<bool> refuses_publish_while_kept{false};
     std::atomic<bool> corrupts_replies{false};    // If true, the replies carry a wrong sequence number.
     std::atomic<bool> closes_at_unpublish{false}; // If true, an unpublish request makes the agent close the connection.
-    std::atomic<int> file_count{0};               // Number of registered files.
+    std::atomic<int> registered_file_count{0};    // Number of registered files.
     std::atomic<int> publication_count{0};        // Number of publications that exist.
     // Number of borrowed names, summed over all clients. A client borrows the publication of another process to use
     // the published memory.
@@ -77,18 +77,18 @@ public:
 private:
     // Memory that a client has published: an iov or a ring.
     struct Buffer {
-        std::string path; // In /dev/shm.
+        std::string shm_path; // Path of the file in /dev/shm.
         SharedMemory memory;
-        std::size_t bytes = 0;
+        std::size_t size_bytes = 0;
     };
     struct Client {
         int socket_fd = -1;
         std::thread thread;
-        std::map<std::string, std::unique_ptr<Buffer>> published; // By link name; also the memory of rings.
-        std::map<std::string, std::unique_ptr<AgentRing>> rings;  // By link name.
-        std::map<std::string, int> borrow_counts;                 // Number of borrows of each link name.
-        std::map<std::uint64_t, int> file_fds;                    // Descriptor of each registered file, by inode.
-        std::map<std::uint64_t, int> registration_counts;         // Number of registrations of each file, by inode.
+        std::map<std::string, std::unique_ptr<Buffer>> published_buffers; // By link name; also the memory of rings.
+        std::map<std::string, std::unique_ptr<AgentRing>> rings;          // By link name.
+        std::map<std::string, int> borrow_counts;                         // Number of borrows of each link name.
+        std::map<std::uint64_t, int> file_fds;                 // Descriptor of each registered file, by inode.
+        std::map<std::uint64_t, int> file_registration_counts; // Number of registrations of each file, by inode.
     };
     void accept_clients();
     void serve(Client& client);
@@ -103,7 +103,7 @@ private:
     int borrow(Client& client, const std::byte* payload);
     int return_borrowed(Client& client, const std::string& name);
     const Buffer* find_buffer(const Client& client, const std::string& uuid_text);
-    void drain_rings(); // Runs on drainer_: executes the operations in all rings until the agent stops.
+    void drain_rings(); // Runs on ring_thread_: executes the operations in all rings until the agent stops.
     // Executes the operations that can be claimed from one ring, and returns their number.
     std::size_t drain_ring(Client& client, AgentRing& ring, bool is_read);
     // Executes one operation. Returns the number of bytes or -errno.
@@ -115,8 +115,8 @@ private:
     bool is_paused_ = false;
     std::list<Client> clients_;
     std::atomic<bool> is_stopping_{false};
-    std::thread acceptor_;
-    std::thread drainer_;
+    std::thread accepting_thread_;
+    std::thread ring_thread_;
 };
 
 } // namespace gdrkit::usrbio::test

@@ -33,15 +33,15 @@ bool is_documented(std::int64_t status) {
 
 // Reads 16 bytes of the file into `iov` by one operation in `ring`.
 void read_once(hf3fs_ior& ring, hf3fs_iov& iov, int registered_fd) {
-    const int index = hf3fs_prep_io(&ring, &iov, true, iov.base, registered_fd, 0, 16, nullptr);
-    CHECK(is_documented(index));
-    if (index < 0 || hf3fs_submit_ios(&ring) != 0) {
+    const int operation_index = hf3fs_prep_io(&ring, &iov, true, iov.base, registered_fd, 0, 16, nullptr);
+    CHECK(is_documented(operation_index));
+    if (operation_index < 0 || hf3fs_submit_ios(&ring) != 0) {
         return;
     }
     hf3fs_cqe cqe{};
-    const int count = hf3fs_wait_for_ios(&ring, &cqe, 1, 1, nullptr);
-    CHECK(count == 1 || count == -EREMOTEIO);
-    CHECK(count != 1 || is_documented(cqe.result));
+    const int completion_count = hf3fs_wait_for_ios(&ring, &cqe, 1, 1, nullptr);
+    CHECK(completion_count == 1 || completion_count == -EREMOTEIO);
+    CHECK(completion_count != 1 || is_documented(cqe.result));
 }
 
 // Creates, opens, uses and destroys iovs and rings on the mount, `round_count` times.

@@ -21,7 +21,7 @@ namespace gdrkit::usrbio::bench {
     std::exit(1);
 }
 
-// Reads of a file by io_uring, of which `depth` reads of `read_bytes` each are in flight. Each read in flight has one
+// Reads of a file by io_uring: `depth` reads of `read_bytes` each are in flight at a time. Each read in flight has one
 // buffer, and a later read uses the buffer again. The usrbio reads (path_reads.hpp) have buffers of the same total
 // size.
 class UringReads {
@@ -38,10 +38,11 @@ public:
             return;
         }
         auto* const sq_ring =
-            map(parameters.sq_off.array + parameters.sq_entries * sizeof(unsigned), IORING_OFF_SQ_RING);
+            map_ring_area(parameters.sq_off.array + parameters.sq_entries * sizeof(unsigned), IORING_OFF_SQ_RING);
         auto* const cq_ring =
-            map(parameters.cq_off.cqes + parameters.cq_entries * sizeof(io_uring_cqe), IORING_OFF_CQ_RING);
-        sqes_ = reinterpret_cast<io_uring_sqe*>(map(parameters.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES));
+            map_ring_area(parameters.cq_off.cqes + parameters.cq_entries * sizeof(io_uring_cqe), IORING_OFF_CQ_RING);
+        sqes_ = reinterpret_cast<io_uring_sqe*>(
+            map_ring_area(parameters.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES));
         sq_tail_ = reinterpret_cast<std::atomic<unsigned>*>(sq_ring + parameters.sq_off.tail);
         sq_mask_ = *reinterpret_cast<unsigned*>(sq_ring + parameters.sq_off.ring_mask);
         sq_array_ = reinterpret_cast<unsigned*>(sq_ring + parameters.sq_off.array);
@@ -82,11 +83,11 @@ public:
     }
 
 private:
-    // Maps one of the three memory areas of the io_uring. `offset`: IORING_OFF_SQ_RING, IORING_OFF_CQ_RING or
+    // Maps one of the three memory areas of the io_uring. `area_offset`: IORING_OFF_SQ_RING, IORING_OFF_CQ_RING or
     // IORING_OFF_SQES.
-    std::uint8_t* map(std::size_t size_bytes, std::uint64_t offset) const {
+    std::uint8_t* map_ring_area(std::size_t size_bytes, std::uint64_t area_offset) const {
         void* const memory = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring_fd_,
-                                  static_cast<off_t>(offset));
+                                  static_cast<off_t>(area_offset));
         if (memory == MAP_FAILED) {
             exit_with_errno("mmap of io_uring");
         }
@@ -132,6 +133,7 @@ private:
     std::uint8_t* buffers_ = nullptr;
     std::vector<unsigned> free_buffer_indices_;
     int ring_fd_ = -1;
+    // The prefix sq_ means the submission queue of io_uring, and cq_ its completion queue.
     io_uring_sqe* sqes_ = nullptr;
     std::atomic<unsigned>*sq_tail_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
     unsigned sq_mask_ = 0, cq_mask_ = 0;

@@ -45,12 +45,14 @@ public:
     std::vector<Endpoint> endpoints() const {
         std::vector<Endpoint> endpoints;
         for (const auto& pair : queue_pairs_) {
+            // The first packet sequence number is 0, and the MTU is 1024 bytes.
             endpoints.push_back({pair->qp_num, 0, device_.gid(), device_.port_attributes().lid, 1024});
         }
         return endpoints;
     }
 
-    void connect(const std::vector<Endpoint>& peers) {
+    // Moves each queue pair to RTR (ready to receive). A passive peer sends no requests, so RTS is not needed.
+    void connect(const std::vector<Endpoint>& initiator_endpoints) {
         for (std::size_t pair_index = 0; pair_index < queue_pairs_.size(); ++pair_index) {
             ibv_qp_attr init_attributes{};
             init_attributes.qp_state = IBV_QPS_INIT;
@@ -60,13 +62,13 @@ public:
             ibv_qp_attr rtr_attributes{};
             rtr_attributes.qp_state = IBV_QPS_RTR;
             rtr_attributes.path_mtu = IBV_MTU_1024;
-            rtr_attributes.dest_qp_num = peers[pair_index].qp_number;
-            rtr_attributes.rq_psn = peers[pair_index].psn;
+            rtr_attributes.dest_qp_num = initiator_endpoints[pair_index].qp_number;
+            rtr_attributes.rq_psn = initiator_endpoints[pair_index].psn;
             rtr_attributes.max_dest_rd_atomic = device_.reads_max();
             rtr_attributes.min_rnr_timer = 12; // 0.64 ms
             rtr_attributes.ah_attr.is_global = 1;
             rtr_attributes.ah_attr.port_num = device_.port();
-            rtr_attributes.ah_attr.grh.dgid = peers[pair_index].gid;
+            rtr_attributes.ah_attr.grh.dgid = initiator_endpoints[pair_index].gid;
             rtr_attributes.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(device_.gid_index());
             rtr_attributes.ah_attr.grh.hop_limit = 1;
             modify(pair_index, rtr_attributes,
@@ -108,8 +110,8 @@ struct ConnectedSides {
         Burst burst;
         burst.direction = direction;
         burst.length_bytes = length_bytes;
-        burst.slots = slots;
-        burst.operations = operations;
+        burst.slot_count = slots;
+        burst.operation_count = operations;
         burst.remote_address = peer.address();
         burst.remote_key = peer.region->rkey;
         burst.time_limit = completion_timeout;
@@ -121,7 +123,7 @@ struct ConnectedSides {
 };
 
 bool is_complete(const Outcome& outcome, const Burst& burst) {
-    return outcome.status == IBV_WC_SUCCESS && !outcome.timed_out && outcome.done == burst.operations &&
+    return outcome.status == IBV_WC_SUCCESS && !outcome.timed_out && outcome.completed_count == burst.operation_count &&
            outcome.elapsed_ns > 0;
 }
 
@@ -191,12 +193,12 @@ void test_invalid_burst_is_refused() {
     const Burst valid_burst = sides.make_burst(Direction::to_peer, 4096, 256, 10);
     std::vector<Burst> invalid_bursts(7, valid_burst);
     invalid_bursts[0].length_bytes = 0;
-    invalid_bursts[1].slots = 0;
-    invalid_bursts[2].operations = 0;
+    invalid_bursts[1].slot_count = 0;
+    invalid_bursts[2].operation_count = 0;
     invalid_bursts[3].depth = 0;
-    invalid_bursts[4].slots = 257; // The slots need more bytes than the memory has.
-    invalid_bursts[5].depth = 9;   // Two queue pairs with depth_max 4 have at most 8 operations in progress.
-    invalid_bursts[6].depth = 3;   // The list is longer than the depth.
+    invalid_bursts[4].slot_count = 257; // The slots need more bytes than the memory has.
+    invalid_bursts[5].depth = 9;        // Two queue pairs with depth_max 4 have at most 8 operations in progress.
+    invalid_bursts[6].depth = 3;        // The list is longer than the depth.
     invalid_bursts[6].list_length = 4;
     for (const Burst& burst : invalid_bursts) {
         CHECK(get_errno([&] { sides.initiator.run(burst); }) == EINVAL);
@@ -213,7 +215,7 @@ void test_access_beyond_the_peer_memory_is_a_status() {
         burst.remote_address += memory_bytes - 64; // The second slot is beyond the end of the memory.
         std::vector<std::uint64_t> times_ns(20);
         const Outcome outcome = is_single ? sides.initiator.run_singly(burst, times_ns) : sides.initiator.run(burst);
-        CHECK(outcome.status == IBV_WC_REM_ACCESS_ERR && !outcome.timed_out && outcome.done == 1);
+        CHECK(outcome.status == IBV_WC_REM_ACCESS_ERR && !outcome.timed_out && outcome.completed_count == 1);
     }
 }
 
@@ -228,7 +230,7 @@ void test_deregistered_region_ends_a_burst() {
     std::thread burst_thread([&] { outcome = sides.initiator.run(burst); });
     sides.peer.region.reset();
     burst_thread.join();
-    CHECK(outcome.status == IBV_WC_REM_ACCESS_ERR && outcome.done < burst.operations);
+    CHECK(outcome.status == IBV_WC_REM_ACCESS_ERR && outcome.completed_count < burst.operation_count);
 }
 
 } // namespace

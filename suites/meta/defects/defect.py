@@ -30,7 +30,7 @@ class Defect:
 
     Attributes
     ----------
-    finding : str
+    finding_identifier : str
         Identifier of the finding: ``1`` to ``6`` in the first review, ``a`` to ``t`` in the later ones.
     case : str
         The case that must fail, as ``FILE::FUNCTION`` below suites/review. Every other case there must pass, except the
@@ -38,7 +38,7 @@ class Defect:
     symptom : str
         Text that the failure of that case must contain. If the case fails with another text, the defect does not count
         as caught.
-    module : str
+    module_or_file : str
         The dotted name of the gdrkit module into which the defect is injected, or the path of the source file of the C
         library.
     injection : callable or NativeDefect
@@ -47,10 +47,10 @@ class Defect:
         Other cases that must fail, too, because they depend on the same code.
     """
 
-    finding: str
+    finding_identifier: str
     case: str
     symptom: str
-    module: str
+    module_or_file: str
     injection: Callable[[Any], None] | NativeDefect
     also_fails: tuple[str, ...] = ()
 
@@ -69,7 +69,7 @@ class Defect:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem that a review found. `Defect.finding` refers to `identifier`. `description` is one line."""
+    """A problem that a review found. `Defect.finding_identifier` refers to `identifier`. `description` is one line."""
 
     identifier: str
     description: str

@@ -35,7 +35,7 @@ def render() -> str:
     """Return the text of docs/findings.md."""
     lines = [_HEAD]
     for finding in sorted(FINDINGS, key=lambda finding: finding.identifier):
-        defects = [defect for defect in DEFECTS.values() if defect.finding == finding.identifier]
+        defects = [defect for defect in DEFECTS.values() if defect.finding_identifier == finding.identifier]
         lines += [
             f"## {finding.identifier}: {finding.description}\n",
             "| case | defect that is put back | symptom |",

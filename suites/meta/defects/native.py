@@ -21,11 +21,11 @@ _ROOT = Path(__file__).resolve().parents[3]
 def main(folder: Path) -> None:
     """Write the patched files. Leave a file with the right contents as it is, so that it is not compiled again."""
     for defect in (*NATIVE_DEFECTS, *NATIVE_PROOF_DEFECTS):
-        _, source = apply_patch(defect.patch, _ROOT)
-        path = folder / defect.patch.name / defect.patch.file
-        if not path.is_file() or path.read_text() != source:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(source)
+        _, patched_source = apply_patch(defect.patch, _ROOT)
+        patched_path = folder / defect.patch.name / defect.patch.file
+        if not patched_path.is_file() or patched_path.read_text() != patched_source:
+            patched_path.parent.mkdir(parents=True, exist_ok=True)
+            patched_path.write_text(patched_source)
 
 
 if __name__ == "__main__":

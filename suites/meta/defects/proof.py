@@ -40,50 +40,52 @@ NIC_NOT_CHECKED = NativeDefect(
 NATIVE_PROOF_DEFECTS = (READ_NOT_FLUSHED, NIC_NOT_CHECKED)
 
 
-def ignore_counters(routes: Any) -> None:
+def ignore_counters(routes_module: Any) -> None:
     """a route is proven if the process loaded the hardware's libraries; the port counters are ignored"""
-    routes._explain_missing_proof = lambda record, _route, apis: routes._explain_substrate_of_record(record, apis)
+    routes_module._explain_missing_proof = lambda record, _route, apis: routes_module._explain_substrate_of_record(
+        record, apis
+    )
 
 
-def report_loopback_as_wire(reach: Any) -> None:
+def report_loopback_as_wire(reach_module: Any) -> None:
     """each measurement is reported as a transfer over the wire, even if one NIC is at both ends"""
-    original_function = reach._Measurement.run
+    original_function = reach_module._Measurement.run
 
     def run(self: Any, route: Any) -> Any:
-        return dataclasses.replace(original_function(self, route), path=reach.TransferPath.WIRE)
+        return dataclasses.replace(original_function(self, route), path=reach_module.TransferPath.WIRE)
 
-    reach._Measurement.run = run
+    reach_module._Measurement.run = run
 
 
-def leave_out_flush(client: Any) -> None:
+def leave_out_flush(client_module: Any) -> None:
     """the storage client does not flush the writes of NICs after a read"""
-    client.StorageClient._make_visible = lambda _self, _requests: None
+    client_module.StorageClient._make_visible = lambda _self, _requests: None
 
 
-def accept_registered_gpu(manager: Any) -> None:
+def accept_registered_gpu(manager_module: Any) -> None:
     """`GdrManager` is available if memory can be registered, even if no bytes move"""
 
     def _probe(self: Any, device: Any, *, should_test: bool) -> Any:
         route = obstacle = None
         if should_test:
             try:
-                with device.allocate(65536) as memory, manager.register(memory, self._nics) as registration:
+                with device.allocate(65536) as memory, manager_module.register(memory, self._nics) as registration:
                     route = registration.route
                 self._devices[device.index] = device
-            except (manager.ApiError, manager.RegistrationFailed) as error:
-                obstacle = manager.GdrObstacle.of(error)
+            except (manager_module.ApiError, manager_module.RegistrationFailed) as error:
+                obstacle = manager_module.GdrObstacle.of(error)
                 self._failure_by_gpu[device.index] = error.clone()
-        return manager.GpuState(device.index, device.uuid, device.pci_bus_id, route, obstacle)
+        return manager_module.GpuState(device.index, device.uuid, device.pci_bus_id, route, obstacle)
 
-    manager.GdrManager._probe = _probe
+    manager_module.GdrManager._probe = _probe
 
 
-def use_every_nic(placement: Any) -> None:
+def use_every_nic(placement_module: Any) -> None:
     """if a NIC reaches a GPU, all NICs are used for it"""
-    original_function = placement.Placement.usable_nics
+    original_function = placement_module.Placement.usable_nics
 
     def usable_nics(self: Any, device: Any, nics: Any) -> Any:
         original_function(self, device, nics)
         return tuple(nics)
 
-    placement.Placement.usable_nics = usable_nics
+    placement_module.Placement.usable_nics = usable_nics

@@ -1,8 +1,8 @@
 """Proof that every case of suites/review can fail: ``python -m meta.defects.run``, with suites/ on PYTHONPATH.
 
-All cases run first without a defect. Then, for each defect, the cases in the files of its failing cases run or, with
-``--all-files``, all cases. A defect in Python replaces functions of gdrkit. For a defect in C++, the process loads a
-build of the usrbio client library from the folder ``--libraries``.
+First, all cases run without a defect. Then, for each defect, all cases of the files in which a case must fail run. With
+``--all-files``, the cases of all files run. A defect in Python replaces functions of gdrkit. For a defect in C++, the
+process loads a build of the usrbio client library from the folder ``--libraries``.
 
 A defect is caught if its case fails in the body with the expected symptom, the cases in `Defect.also_fails` fail, too,
 and no other case that runs fails. A failure at import, in set-up, in tear-down or with another message does not count.
@@ -85,6 +85,7 @@ def _run_review(defect: Defect | None, library_folder: Path, *, all_files: bool)
 
     With a defect and without `all_files`, only the files of the cases that must fail are run.
     """
+    # An empty name stands for the whole folder suites/review.
     files = [""] if defect is None or all_files else sorted(list_failing_files(defect))
     with tempfile.TemporaryDirectory() as folder:
         records_path = Path(folder) / "records.jsonl"
@@ -115,7 +116,7 @@ def _run_review(defect: Defect | None, library_folder: Path, *, all_files: bool)
 
 
 def _print_rows(rows: Iterable[tuple[str, ...]]) -> None:
-    """Print three lines for each row, which is the finding, case, description, symptom and result of a defect."""
+    """Print three lines for each row: the finding, case, description, symptom and result of a defect."""
     for finding, case, description, symptom, result in rows:
         print(f"{finding:3} {result:12} {case}")  # noqa: T201
         print(f"    {description}\n    -> {symptom}")  # noqa: T201
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "caught" if outcomes[name].is_caught else "NOT CAUGHT",
             )
             for name, defect in DEFECTS.items()
-            if defect.finding == identifier
+            if defect.finding_identifier == identifier
         )
     caught_count = sum(outcome.is_caught for outcome in outcomes.values())
     print(f"\n{caught_count} of {len(outcomes)} defects caught")  # noqa: T201

@@ -55,7 +55,7 @@ FINDINGS: tuple[Finding, ...] = (
     Finding("t", "a NIC whose DMA fails is used, because it registered the memory"),
 )
 
-# The positional arguments of Defect() are: finding, case, symptom, module, injection.
+# The positional arguments of Defect() are: finding_identifier, case, symptom, module_or_file, injection.
 _DEFECTS = (
     Defect(
         "1",

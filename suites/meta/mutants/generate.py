@@ -43,7 +43,7 @@ _SKIPPED_CALLS = m.Call(
 # Variables and keyword arguments with these names hold text for people.
 _TEXT_NAMES = {"message", "what_to_do", "detail"}
 _TEXT_ASSIGNMENT = m.Assign(targets=[m.AssignTarget(target=m.OneOf(*map(m.Name, sorted(_TEXT_NAMES))))])
-_ALL_ASSIGNMENT = m.OneOf(
+_DUNDER_ALL_ASSIGNMENT = m.OneOf(
     m.Assign(targets=[m.AssignTarget(target=m.Name("__all__"))]), m.AnnAssign(target=m.Name("__all__"))
 )
 _SKIPPED_NODES = m.OneOf(
@@ -54,7 +54,7 @@ _SKIPPED_NODES = m.OneOf(
     m.If(test=m.Name("TYPE_CHECKING")),
     _SKIPPED_CALLS,
     _TEXT_ASSIGNMENT,
-    _ALL_ASSIGNMENT,
+    _DUNDER_ALL_ASSIGNMENT,
 )
 
 
@@ -94,14 +94,16 @@ _OPERATORS = (*mutation_operators, (cst.Expr, _remove_statement), (cst.Raise, _r
 
 def _only_replaces_false_by_none(node: cst.CSTNode, replacement: cst.CSTNode) -> bool:
     """Return whether a mutation only replaces False by None."""
-    pairs = [(node, replacement)]
+    old_new_pairs = [(node, replacement)]
     if isinstance(node, cst.Call) and isinstance(replacement, cst.Call) and len(node.args) == len(replacement.args):
-        pairs = list(zip(node.args, replacement.args, strict=True))
-    new_none = m.OneOf(m.Assign(value=m.Name("None")), m.AnnAssign(value=m.Name("None")), m.Arg(value=m.Name("None")))
-    old_false = m.OneOf(
+        old_new_pairs = list(zip(node.args, replacement.args, strict=True))
+    none_matcher = m.OneOf(
+        m.Assign(value=m.Name("None")), m.AnnAssign(value=m.Name("None")), m.Arg(value=m.Name("None"))
+    )
+    false_matcher = m.OneOf(
         m.Assign(value=m.Name("False")), m.AnnAssign(value=m.Name("False")), m.Arg(value=m.Name("False"))
     )
-    return any(m.matches(old, old_false) and m.matches(new, new_none) for old, new in pairs)
+    return any(m.matches(old, false_matcher) and m.matches(new, none_matcher) for old, new in old_new_pairs)
 
 
 def _changes_only_text(node: cst.CSTNode, replacement: cst.CSTNode) -> bool:
@@ -148,19 +150,19 @@ def _draw_mutants(root: Path, files: Sequence[str], random_source: random.Random
     # The first round has one mutation of each operator, the second round another mutation of each operator, and so on.
     count_by_operator: Counter[str] = Counter()
     round_numbers = []
-    for *_, operator in mutations:
-        count_by_operator[operator] += 1
-        round_numbers.append(count_by_operator[operator])
+    for *_, operator_name in mutations:
+        count_by_operator[operator_name] += 1
+        round_numbers.append(count_by_operator[operator_name])
     # sorted() keeps the random order within a round.
     mutations = [
         mutation for _, mutation in sorted(zip(round_numbers, mutations, strict=True), key=lambda pair: pair[0])
     ]
-    for file, tree, node, replacement, operator in mutations:
-        source = tree.code
+    for file, tree, node, replacement, operator_name in mutations:
+        original_source = tree.code
         mutated_tree = tree.deep_replace(node, replacement)
-        mutated_source = mutated_tree.code if isinstance(mutated_tree, cst.Module) else source
-        if mutated_source != source and _compiles(mutated_source):
-            yield {"file": file, "operator": operator, "source": mutated_source}
+        mutated_source = mutated_tree.code if isinstance(mutated_tree, cst.Module) else original_source
+        if mutated_source != original_source and _compiles(mutated_source):
+            yield {"file": file, "operator": operator_name, "source": mutated_source}
 
 
 def choose_mutants(root: Path, modules: Mapping[str, Sequence[str]], *, seed: str, count: int) -> list[dict[str, Any]]:

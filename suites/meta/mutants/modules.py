@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CASES", "MODULES"]
+__all__ = ["CASES_BY_FILE", "FILES_BY_MODULE"]
 
 # Each of these tuples has the arguments of pytest that choose the cases of one part of gdrkit.
 # Cases without a server come first: they are fast, and a run stops at the first failure. The fuzzers are excluded,
@@ -43,7 +43,7 @@ _REGISTRATION = ("suites/registration", "suites/property/test_cache_machine.py")
 
 # For each file, the arguments of pytest for the cases that test it. A run stops at the first failure, so only a mutant
 # that survives takes the time of all these cases.
-CASES: Mapping[str, tuple[str, ...]] = {
+CASES_BY_FILE: Mapping[str, tuple[str, ...]] = {
     "gdrkit/storage/wire.py": ("suites/storage/test_wire.py", "suites/storage/test_files.py", "-k", "not fuzzer"),
     "gdrkit/verbs/wire.py": ("suites/contract/test_wire.py", "suites/rdma/test_first_light.py"),
     "gdrkit/harness/wire.py": ("suites/contract/test_wire.py", "suites/qualify/test_peer.py"),
@@ -88,10 +88,10 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
     "mount": ("shared_memory",),
 }
 
-# The files of each module: the files in CASES whose name is the name of the module or of one of its parts. Files of
-# several packages with the same name, such as wire.py, are one module.
-MODULES: Mapping[str, tuple[str, ...]] = {
-    name: tuple(file for file in CASES if Path(file).stem in {name, *_PARTS.get(name, ())})
+# The files of each module: the files in CASES_BY_FILE whose name is the name of the module or of one of its parts.
+# Files of several packages with the same name, such as wire.py, are one module.
+FILES_BY_MODULE: Mapping[str, tuple[str, ...]] = {
+    name: tuple(file for file in CASES_BY_FILE if Path(file).stem in {name, *_PARTS.get(name, ())})
     for name in (
         "wire",
         "control",

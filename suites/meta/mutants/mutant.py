@@ -17,8 +17,8 @@ __all__ = [
     "CasesRun",
     "Mutant",
     "MutantOutcome",
+    "MutantResult",
     "PatchMismatch",
-    "Result",
     "find_changed_lines",
     "read_equivalent_reasons",
 ]
@@ -47,10 +47,10 @@ class Mutant:
     Attributes
     ----------
     module : str
-        The key in ``modules.MODULES``, or ``native``.
+        The key in ``modules.FILES_BY_MODULE``, or ``native``.
     file : str
         Path of the file below the root of the tree.
-    line : int
+    line_number : int
         Number of the first line that differs.
     operator : str
         The mutation operator of mutmut, or ``patch NAME`` for a patch of patches.py.
@@ -64,7 +64,7 @@ class Mutant:
 
     module: str
     file: str
-    line: int
+    line_number: int
     operator: str
     before: str
     after: str
@@ -100,7 +100,7 @@ class CasesRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class MutantResult:
     """The result of one mutant.
 
     Attributes

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meta.mutants.modules import CASES
+from meta.mutants.modules import CASES_BY_FILE
 from meta.mutants.mutant import Mutant, PatchMismatch, find_changed_lines
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Patch:
         A text of the file, at which the search for `before` begins. If empty, the search begins at the start of the
         file.
     cases : tuple of str
-        The arguments of pytest that choose the cases. If empty, the entry of the file in modules.CASES.
+        The arguments of pytest that choose the cases. If empty, the entry of the file in modules.CASES_BY_FILE.
     """
 
     name: str
@@ -137,7 +137,7 @@ PATCHES: tuple[Patch, ...] = (
         "gdrkit/tiers/migration.py",
         "self._run_step(Phase.RETIRED, self._sync_source)",
         "self._run_step(Phase.RETIRED, lambda: None)",
-        cases=(*CASES["gdrkit/tiers/migration.py"], "suites/tiers/test_power_cuts.py"),
+        cases=(*CASES_BY_FILE["gdrkit/tiers/migration.py"], "suites/tiers/test_power_cuts.py"),
     ),
     Patch(
         "copy-sync-ignored-by-the-command",
@@ -268,8 +268,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "silent-server-awaited-for-ever",
         "native/usrbio/agent/loop_io.cpp",
-        "now - last_result_time_ < options_.server_timeout",
-        "now - last_result_time_ < Clock::duration::max()",
+        "now - silence_start_time_ < options_.server_timeout",
+        "now - silence_start_time_ < Clock::duration::max()",
         cases=("suites/usrbio/test_agent_deaths.py",),
     ),
     Patch(
@@ -299,9 +299,9 @@ def apply_patch(patch: Patch, root: Path) -> tuple[str, str]:
         occurrence after `search_from` is replaced; it is an error if there is none.
     """
     path = root / patch.file
-    source = path.read_text() if path.is_file() else ""
-    search_start = source.find(patch.search_from)
-    text_before_search, searched_text = source[: max(search_start, 0)], source[max(search_start, 0) :]
+    original_source = path.read_text() if path.is_file() else ""
+    search_start = original_source.find(patch.search_from)
+    text_before_search, searched_text = original_source[: max(search_start, 0)], original_source[max(search_start, 0) :]
     occurrence_count = searched_text.count(patch.before)
     if search_start < 0 or (occurrence_count != 1 and not (patch.search_from and occurrence_count)):
         message = (
@@ -309,7 +309,7 @@ def apply_patch(patch: Patch, root: Path) -> tuple[str, str]:
             "adapt the patch (in suites/meta/mutants/patches.py or suites/meta/defects) to the new code"
         )
         raise PatchMismatch(message)
-    return source, text_before_search + searched_text.replace(patch.before, patch.after, 1)
+    return original_source, text_before_search + searched_text.replace(patch.before, patch.after, 1)
 
 
 def make_mutant(patch: Patch, root: Path) -> Mutant:
@@ -320,9 +320,18 @@ def make_mutant(patch: Patch, root: Path) -> Mutant:
     PatchMismatch
         The patch does not fit the file; see :func:`apply_patch`.
     """
-    source, changed_source = apply_patch(patch, root)
-    line, before, after = find_changed_lines(source, changed_source)
+    original_source, changed_source = apply_patch(patch, root)
+    line_number, before, after = find_changed_lines(original_source, changed_source)
     path = root / patch.file
     module = "native" if patch.file.startswith("native/") else path.stem
     operator = f"patch {patch.name}"
-    return Mutant(module, patch.file, line, operator, before, after, changed_source, patch.cases or CASES[patch.file])
+    return Mutant(
+        module,
+        patch.file,
+        line_number,
+        operator,
+        before,
+        after,
+        changed_source,
+        patch.cases or CASES_BY_FILE[patch.file],
+    )

@@ -3,8 +3,9 @@
 The mutants are a random sample by the operators of mutmut, and the patches of patches.py. The program puts each mutant
 into a copy of the tree, and runs the cases that modules.py lists for the changed file. A mutant is killed if a case
 fails twice with it, or if the cases exceed their time limit. If the cases fail without any mutant, the program reports
-this failure and ends. Equivalent mutants do not count. The exit code is 0 if at least nine of ten other mutants are
-killed, every patch compiles, and at most one mutant in twenty is listed as equivalent. Otherwise it is 1.
+this failure and ends. The mutants in equivalent.toml do not count, because no case can detect them. The exit code is 0
+if at least 90 % of the other mutants are killed, every patch compiles, and at most one mutant in twenty is listed as
+equivalent. Otherwise it is 1.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meta.mutants.modules import CASES, MODULES
+from meta.mutants.modules import CASES_BY_FILE, FILES_BY_MODULE
 from meta.mutants.mutant import (
     EQUIVALENT_FILE,
     Mutant,
     MutantOutcome,
+    MutantResult,
     PatchMismatch,
-    Result,
     find_changed_lines,
     read_equivalent_reasons,
 )
@@ -63,12 +64,12 @@ _TREE = Path(__file__).resolve().parents[3]
 
 
 def draw_mutants(
-    python: Path, tree: Path, modules: Mapping[str, Sequence[str]], *, seed: str, count: int
+    mutmut_python: Path, tree: Path, modules: Mapping[str, Sequence[str]], *, seed: str, count: int
 ) -> list[Mutant]:
-    """Return a random sample of mutants. `python` is the interpreter of the environment that has mutmut."""
+    """Return a random sample of mutants. `mutmut_python` is the interpreter of the environment that has mutmut."""
     request = {"root": str(tree), "seed": seed, "count": count, "modules": dict(modules)}
     completed = subprocess.run(
-        [str(python), str(Path(__file__).with_name("generate.py"))],
+        [str(mutmut_python), str(Path(__file__).with_name("generate.py"))],
         input=json.dumps(request),
         stdout=subprocess.PIPE,
         text=True,
@@ -77,14 +78,14 @@ def draw_mutants(
     )
     mutants = []
     for mutation in json.loads(completed.stdout):
-        file, source = mutation["file"], mutation["source"]
-        line, before, after = find_changed_lines((tree / file).read_text(), source)
+        file, mutated_source = mutation["file"], mutation["source"]
+        line_number, before, after = find_changed_lines((tree / file).read_text(), mutated_source)
         module, operator = mutation["module"], mutation["operator"]
-        mutants.append(Mutant(module, file, line, operator, before, after, source, CASES[file]))
+        mutants.append(Mutant(module, file, line_number, operator, before, after, mutated_source, CASES_BY_FILE[file]))
     return mutants
 
 
-def compute_score(results: Sequence[Result]) -> float:
+def compute_score(results: Sequence[MutantResult]) -> float:
     """Return the share of killed mutants among all that compile and are not equivalent; 1 without such mutants."""
     excluded_outcomes = {MutantOutcome.EQUIVALENT, MutantOutcome.NOT_COMPILED}
     outcomes = [result.outcome for result in results if result.outcome not in excluded_outcomes]
@@ -98,9 +99,9 @@ class _Campaign:
         self,
         mutants: Sequence[Mutant],
         equivalent_reasons: Mapping[_IdentityKey, str],
-        recorded_kills: Mapping[_IdentityKey, Result],
+        recorded_kills: Mapping[_IdentityKey, MutantResult],
     ) -> None:
-        self.results: dict[int, Result] = {}
+        self.results: dict[int, MutantResult] = {}
         # True after a worker has failed, so that the other workers stop after their current mutants.
         self.is_stopping = False
         self._native_queue: queue.SimpleQueue[tuple[int, Mutant]] = queue.SimpleQueue()
@@ -113,7 +114,7 @@ class _Campaign:
         for index, mutant in enumerate(mutants):
             reason = equivalent_reasons.get(mutant.identity_key)
             if reason is not None:
-                self._add_result(index, Result(mutant, MutantOutcome.EQUIVALENT, note=reason))
+                self._add_result(index, MutantResult(mutant, MutantOutcome.EQUIVALENT, note=reason))
             elif mutant.identity_key in recorded_kills:
                 self._add_result(index, dataclasses.replace(recorded_kills[mutant.identity_key], mutant=mutant))
             else:
@@ -142,13 +143,13 @@ class _Campaign:
                     self._baseline_s_by_cases[mutant.cases] = worker.run_baseline(mutant.cases)
             self._add_result(index, worker.try_mutant(mutant, baseline_s=self._baseline_s_by_cases[mutant.cases]))
 
-    def _add_result(self, index: int, result: Result) -> None:
+    def _add_result(self, index: int, result: MutantResult) -> None:
         mutant = result.mutant
         with self._lock:
             self.results[index] = result
             progress = f"{len(self.results)}/{self._mutant_count}"
         print(  # noqa: T201
-            f"{progress} {result.outcome.value:10} {mutant.file}:{mutant.line} {mutant.operator} "
+            f"{progress} {result.outcome.value:10} {mutant.file}:{mutant.line_number} {mutant.operator} "
             f"{result.duration_s:.0f} s {result.killed_by or result.note}",
             flush=True,
         )
@@ -160,8 +161,8 @@ def try_all_mutants(
     mutants: Sequence[Mutant],
     workers: Sequence[Worker],
     equivalent_reasons: Mapping[_IdentityKey, str],
-    recorded_kills: Mapping[_IdentityKey, Result] | None = None,
-) -> list[Result]:
+    recorded_kills: Mapping[_IdentityKey, MutantResult] | None = None,
+) -> list[MutantResult]:
     """Return the result of every mutant, in the order of the mutants.
 
     A mutant whose identity key is in `equivalent_reasons` is equivalent. A mutant whose identity key is in
@@ -185,17 +186,17 @@ def try_all_mutants(
     return [campaign.results[index] for index in range(len(mutants))]
 
 
-def read_recorded_kills(path: Path, mutants: Sequence[Mutant]) -> dict[_IdentityKey, Result]:
+def read_recorded_kills(records_path: Path, mutants: Sequence[Mutant]) -> dict[_IdentityKey, MutantResult]:
     """Return the results of the mutants that an earlier run killed, by the identity key of the mutant."""
     mutants_by_key = {mutant.identity_key: mutant for mutant in mutants}
-    results_by_key: dict[_IdentityKey, Result] = {}
-    for record in read_records(path):
+    results_by_key: dict[_IdentityKey, MutantResult] = {}
+    for record in read_records(records_path):
         evidence = record.evidence
         file, operator, before, after = (str(evidence.get(name)) for name in ("file", "operator", "before", "after"))
         mutant = mutants_by_key.get((file, operator, before, after))
         if mutant is None or evidence.get("outcome") not in {outcome.value for outcome in _KILLED_OUTCOMES}:
             continue
-        results_by_key[mutant.identity_key] = Result(
+        results_by_key[mutant.identity_key] = MutantResult(
             mutant,
             MutantOutcome(evidence["outcome"]),
             killed_by=str(evidence["killing_test"]),
@@ -207,7 +208,7 @@ def read_recorded_kills(path: Path, mutants: Sequence[Mutant]) -> dict[_Identity
     return results_by_key
 
 
-def _make_mutant_record(result: Result, seed: str, command: str) -> Record:
+def _make_mutant_record(result: MutantResult, seed: str, command: str) -> Record:
     mutant = result.mutant
     has_survived = result.outcome is MutantOutcome.SURVIVED
     verdict = Verdict.PASS if result.outcome in _KILLED_OUTCOMES else Verdict.FAIL if has_survived else Verdict.NOT_RUN
@@ -218,7 +219,7 @@ def _make_mutant_record(result: Result, seed: str, command: str) -> Record:
     evidence: dict[str, object] = {
         "module": mutant.module,
         "file": mutant.file,
-        "line": mutant.line,
+        "line": mutant.line_number,
         "operator": mutant.operator,
         "before": mutant.before,
         "after": mutant.after,
@@ -273,19 +274,21 @@ def _make_record(
     )
 
 
-def write_records(path: Path, results: Sequence[Result], *, seed: str, command: str, duration_s: float) -> None:
+def write_records(
+    records_path: Path, results: Sequence[MutantResult], *, seed: str, command: str, duration_s: float
+) -> None:
     """Write a record for each result, and a summary record, to a new file."""
-    path.unlink(missing_ok=True)
+    records_path.unlink(missing_ok=True)
     for result in results:
-        append_record(path, _make_mutant_record(result, seed, command))
-    counts = Counter(result.outcome.value for result in results)
+        append_record(records_path, _make_mutant_record(result, seed, command))
+    count_by_outcome = Counter(result.outcome.value for result in results)
     score_share = compute_score(results)
     reaches_minimum = score_share >= SCORE_MIN
     evidence: dict[str, object] = {
         "seed": seed,
         "survivors": [result.mutant.name for result in results if result.outcome is MutantOutcome.SURVIVED],
     }
-    numbers = {f"{outcome.value}_count": float(counts[outcome.value]) for outcome in MutantOutcome}
+    numbers = {f"{outcome.value}_count": float(count_by_outcome[outcome.value]) for outcome in MutantOutcome}
     reasons = (
         ()
         if reaches_minimum
@@ -293,7 +296,9 @@ def write_records(path: Path, results: Sequence[Result], *, seed: str, command: 
     )
     numbers |= {"mutants_count": float(len(results)), "score_share": round(score_share, 4)}
     verdict = Verdict.PASS if reaches_minimum else Verdict.FAIL
-    append_record(path, _make_record("meta/mutants::summary", verdict, reasons, evidence, numbers, duration_s, command))
+    append_record(
+        records_path, _make_record("meta/mutants::summary", verdict, reasons, evidence, numbers, duration_s, command)
+    )
 
 
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -306,7 +311,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tools", type=Path, required=True, help="folder of cmake and ninja")
     parser.add_argument(
-        "--module", action="append", choices=sorted(MODULES), help="mutate only this module; repeatable"
+        "--module", action="append", choices=sorted(FILES_BY_MODULE), help="mutate only this module; repeatable"
     )
     parser.add_argument("--count", type=int, default=SAMPLE_COUNT, help="size of the sample (default: %(default)s)")
     parser.add_argument("--seed", help="seed of the sample (default: hash of the last commit of gdrkit/ or native/)")
@@ -334,7 +339,7 @@ def _choose_mutants(options: argparse.Namespace, seed: str) -> list[Mutant]:
     patch_mutants = [] if options.no_patches else [make_mutant(patch, _TREE) for patch in PATCHES]
     if options.patch:
         return [mutant for mutant in patch_mutants if mutant.name in options.patch]
-    modules = {name: files for name, files in MODULES.items() if not options.module or name in options.module}
+    modules = {name: files for name, files in FILES_BY_MODULE.items() if not options.module or name in options.module}
     if options.module:
         patch_mutants = [
             mutant for mutant in patch_mutants if mutant.file in {file for files in modules.values() for file in files}
@@ -360,7 +365,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workers_folder = _TREE / "build" / "mutants" / str(os.getpid())
     try:
         workers = [
-            Worker(workers_folder / str(index), source=_TREE, environment=Path(sys.prefix), tools=options.tools)
+            Worker(
+                workers_folder / str(index),
+                source_tree=_TREE,
+                environment_folder=Path(sys.prefix),
+                tools_folder=options.tools,
+            )
             for index in range(options.jobs)
         ]
         recorded_kills = {} if options.retry is None else read_recorded_kills(options.retry, mutants)
@@ -387,22 +397,22 @@ def _get_user_arguments(arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def _report(results: Sequence[Result], duration_s: float) -> int:
+def _report(results: Sequence[MutantResult], duration_s: float) -> int:
     """Print the survivors and the score, and return the exit code."""
-    counts = Counter(result.outcome for result in results)
+    count_by_outcome = Counter(result.outcome for result in results)
     survivors = [result.mutant for result in results if result.outcome is MutantOutcome.SURVIVED]
     for mutant in survivors:
-        print(f"survived: {mutant.name} {mutant.file}:{mutant.line} {mutant.operator}")  # noqa: T201
+        print(f"survived: {mutant.name} {mutant.file}:{mutant.line_number} {mutant.operator}")  # noqa: T201
     score_share = compute_score(results)
-    outcomes = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items())
-    print(f"{len(results)} mutants in {duration_s / 60:.0f} min: {outcomes}; score {score_share:.3f}")  # noqa: T201
-    if counts[MutantOutcome.EQUIVALENT] > EQUIVALENT_SHARE_MAX * len(results):
+    outcome_counts_text = ", ".join(f"{count} {outcome.value}" for outcome, count in count_by_outcome.items())
+    print(f"{len(results)} mutants in {duration_s / 60:.0f} min: {outcome_counts_text}; score {score_share:.3f}")  # noqa: T201
+    if count_by_outcome[MutantOutcome.EQUIVALENT] > EQUIVALENT_SHARE_MAX * len(results):
         print(  # noqa: T201
             f"more than {EQUIVALENT_SHARE_MAX:.0%} of the mutants are in {EQUIVALENT_FILE.name}; "
             "remove entries, and add cases that detect the mutants"
         )
         return 1
-    if counts[MutantOutcome.NOT_COMPILED]:
+    if count_by_outcome[MutantOutcome.NOT_COMPILED]:
         print("a patch does not compile, so it proves nothing; adapt it in suites/meta/mutants/patches.py")  # noqa: T201
         return 1
     return 0 if score_share >= SCORE_MIN else 1

@@ -17,7 +17,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meta.mutants.mutant import CasesRun, MutantOutcome, Result
+from meta.mutants.mutant import CasesRun, MutantOutcome, MutantResult
 
 if TYPE_CHECKING:
     from meta.mutants.mutant import Mutant
@@ -55,32 +55,34 @@ class Worker:
     ----------
     folder : Path
         The folder of the copies. Existing contents are removed.
-    source : Path
+    source_tree : Path
         The tree to copy.
-    environment : Path
-        The virtual environment to copy, in which gdrkit is installed from `source` in editable mode.
-    tools : Path or None
+    environment_folder : Path
+        The virtual environment to copy, in which gdrkit is installed from `source_tree` in editable mode.
+    tools_folder : Path or None
         The folder of cmake and ninja, or None if there are no native mutants.
     """
 
-    def __init__(self, folder: Path, *, source: Path, environment: Path, tools: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, source_tree: Path, environment_folder: Path, tools_folder: Path | None = None
+    ) -> None:
         self.tree = folder / "tree"
         self._environment = folder / "environment"
-        self._tools = tools
+        self._tools_folder = tools_folder
         self._python_write_count = 0
         # True if the native parts of the copy may contain a mutant.
         self._may_contain_native_mutant = False
         shutil.rmtree(folder, ignore_errors=True)
         self.tree.mkdir(parents=True)
-        for entry in source.iterdir():
+        for entry in source_tree.iterdir():
             if entry.is_dir() and not entry.name.startswith(".") and entry.name not in _FOLDERS_NOT_COPIED:
                 shutil.copytree(entry, self.tree / entry.name, ignore=_IGNORE_COMPILED_PYTHON, symlinks=True)
             elif entry.is_file() and entry.name != ".git":  # In a git worktree, .git is a file.
                 shutil.copy2(entry, self.tree / entry.name)
-        shutil.copytree(environment, self._environment, copy_function=os.link, symlinks=True)
-        self._redirect_paths(source, environment)
+        shutil.copytree(environment_folder, self._environment, copy_function=os.link, symlinks=True)
+        self._redirect_paths(source_tree, environment_folder)
 
-    def _redirect_paths(self, source: Path, environment: Path) -> None:
+    def _redirect_paths(self, source_tree: Path, environment_folder: Path) -> None:
         """Replace the original paths of tree and environment by the paths of the copies, in the copied environment."""
         scripts = (self._environment / "bin").iterdir()
         editable_loaders = self._environment.glob("lib/python*/site-packages/_editable*.py")
@@ -89,8 +91,8 @@ class Worker:
             if path.is_symlink() or not path.is_file():
                 continue
             original_bytes = path.read_bytes()
-            redirected_bytes = original_bytes.replace(os.fsencode(environment), os.fsencode(self._environment))
-            redirected_bytes = redirected_bytes.replace(os.fsencode(source), os.fsencode(self.tree))
+            redirected_bytes = original_bytes.replace(os.fsencode(environment_folder), os.fsencode(self._environment))
+            redirected_bytes = redirected_bytes.replace(os.fsencode(source_tree), os.fsencode(self.tree))
             if redirected_bytes != original_bytes:
                 mode = path.stat().st_mode
                 # The file is a hard link to the file of the original environment, and the original file must not
@@ -119,7 +121,7 @@ class Worker:
             raise BaselineFailed(message)
         return cases_run.duration_s
 
-    def try_mutant(self, mutant: Mutant, *, baseline_s: float) -> Result:
+    def try_mutant(self, mutant: Mutant, *, baseline_s: float) -> MutantResult:
         """Try one mutant: put it into the copy, run its cases, and restore the original."""
         limit_s = max(_LIMIT_FACTOR * baseline_s, _LIMIT_MIN_S)
         if not mutant.is_native:
@@ -130,14 +132,14 @@ class Worker:
         self._write(path, mutant.source)
         try:
             if mutant.is_native and not self.build():
-                classified_result = Result(mutant, MutantOutcome.NOT_COMPILED)
+                classified_result = MutantResult(mutant, MutantOutcome.NOT_COMPILED)
             else:
                 classified_result = self._run_and_classify(mutant, limit_s)
         finally:
             self._write(path, original_text)
             self._may_contain_native_mutant |= mutant.is_native
         duration_s = round(time.monotonic() - start_s, 1)
-        return Result(
+        return MutantResult(
             mutant,
             classified_result.outcome,
             classified_result.killed_by,
@@ -167,16 +169,16 @@ class Worker:
 
     def build(self) -> bool:
         """Compile the native parts of the copy and install them into it. Return False if they do not compile."""
-        if self._tools is None:
+        if self._tools_folder is None:
             message = "native mutants need --tools, the folder of cmake and ninja"
             raise ValueError(message)
         native_folder = self.tree / "native"
-        environ = {**os.environ, "PATH": f"{self._tools}{os.pathsep}{os.environ['PATH']}"}
+        environ = {**os.environ, "PATH": f"{self._tools_folder}{os.pathsep}{os.environ['PATH']}"}
         build_commands = [["cmake", "--build", "--preset", "release"]]
         if not (self.tree / "build" / "native" / "release" / "build.ninja").exists():
             configure_options = [
                 "-DBUILD_TESTING=OFF",
-                f"-DPython_EXECUTABLE={self._tools / 'python'}",
+                f"-DPython_EXECUTABLE={self._tools_folder / 'python'}",
                 "--no-warn-unused-cli",
             ]
             build_commands.insert(0, ["cmake", "--preset", "release", *configure_options])
@@ -184,7 +186,7 @@ class Worker:
             ["cmake", "--install", "../build/native/release", "--prefix", str(self.tree), "--component", "python"]
         )
         for build_command in build_commands:
-            command = [str(self._tools / build_command[0]), *build_command[1:]]
+            command = [str(self._tools_folder / build_command[0]), *build_command[1:]]
             completed = subprocess.run(
                 command, cwd=native_folder, env=environ, capture_output=True, check=False, timeout=_BUILD_TIMEOUT_S
             )
@@ -192,7 +194,7 @@ class Worker:
                 return False
         return True
 
-    def _run_and_classify(self, mutant: Mutant, limit_s: float) -> Result:
+    def _run_and_classify(self, mutant: Mutant, limit_s: float) -> MutantResult:
         """Run the cases against the mutant in the copy, several times if a failure does not repeat."""
         previous_failed_case, note = "", ""
         for _ in range(_ROUNDS_MAX):
@@ -200,10 +202,10 @@ class Worker:
             if cases_run.passed:
                 break
             if cases_run.timed_out:
-                return Result(mutant, MutantOutcome.TIMEOUT, note="the cases did not end")
+                return MutantResult(mutant, MutantOutcome.TIMEOUT, note="the cases did not end")
             failed_case = cases_run.first_failed_case
             if failed_case == previous_failed_case:
-                return Result(
+                return MutantResult(
                     mutant, MutantOutcome.KILLED, failed_case, note="the case fails only after the cases before it"
                 )
             # A case that fails only sometimes does not kill the mutant, so the failed case runs again, alone. If it
@@ -212,9 +214,9 @@ class Worker:
                 (failed_case,) if "::" in failed_case else mutant.cases, limit_s=limit_s
             )
             if run_of_failed_case.first_failed_case == failed_case:
-                return Result(mutant, MutantOutcome.KILLED, failed_case)
+                return MutantResult(mutant, MutantOutcome.KILLED, failed_case)
             previous_failed_case, note = failed_case, f"{failed_case} failed once, and then passed"
-        return Result(mutant, MutantOutcome.SURVIVED, note=note)
+        return MutantResult(mutant, MutantOutcome.SURVIVED, note=note)
 
     def _write(self, path: Path, text: str) -> None:
         path.write_text(text)

@@ -86,8 +86,8 @@ void test_sums_of_an_earlier_file_are_not_used() {
     // The server discards the old sums when it opens the file, and it opens the file for each read that the loop leaves
     // to it.
     const std::string sums_name = make_sums_name(attributes.st_ino);
-    CHECK(folder.sums.emplace().open(folder.sums_folder.get(), sums_name.c_str(), false, folder.file.get(), chunk_bytes,
-                                     folder.generation) == 0);
+    CHECK(folder.sums.emplace().open(folder.sums_folder.get(), sums_name.c_str(), /*create=*/false, folder.file.get(),
+                                     chunk_bytes, folder.generation) == 0);
     CHECK(folder.read(*local_file, 1, chunk_bytes) == chunk_bytes);
 }
 
@@ -105,8 +105,8 @@ void test_sums_are_used_when_they_are_cached() {
     const auto local_file = folder.open_local_file();
     const std::int64_t result = folder.read(*local_file, 0, chunk_bytes);
     CHECK(result == -1 || result == chunk_bytes);
-    CHECK(folder.sums.emplace().open(folder.sums_folder.get(), sums_name.c_str(), false, folder.file.get(), chunk_bytes,
-                                     folder.generation) == 0);
+    CHECK(folder.sums.emplace().open(folder.sums_folder.get(), sums_name.c_str(), /*create=*/false, folder.file.get(),
+                                     chunk_bytes, folder.generation) == 0);
     CHECK(folder.sums->get(0).state == SumState::valid);
     CHECK(folder.read(*local_file, 0, chunk_bytes) == chunk_bytes);
 }
@@ -130,20 +130,20 @@ void test_unverifiable_reads_copy_nothing() {
 
 // A long read has several pieces, and the helper reads some of them.
 void test_pieces_of_a_long_read_are_verified() {
-    constexpr std::size_t long_bytes = std::size_t{3} * 1024 * 1024 + 5 * chunk_bytes + 100;
-    StoreFolder folder(long_bytes);
+    constexpr std::size_t long_file_bytes = std::size_t{3} * 1024 * 1024 + 5 * chunk_bytes + 100;
+    StoreFolder folder(long_file_bytes);
     folder.add_sums();
     const auto local_file = folder.open_local_file();
-    CHECK(folder.read(*local_file, 0, long_bytes + chunk_bytes) == static_cast<std::int64_t>(long_bytes));
+    CHECK(folder.read(*local_file, 0, long_file_bytes + chunk_bytes) == static_cast<std::int64_t>(long_file_bytes));
     CHECK(folder.read(*local_file, 3 * chunk_bytes, 700 * chunk_bytes) == 700 * chunk_bytes);
     CHECK(folder.read(*local_file, 0, std::size_t{5} * 1024 * 1024) == -1); // More than local_read_bytes_max.
-    for (const std::size_t offset : {std::size_t{0}, std::size_t{1} << 20, long_bytes - 1}) {
+    for (const std::size_t offset : {std::size_t{0}, std::size_t{1} << 20, long_file_bytes - 1}) {
         const std::byte flipped_byte = folder.bytes[offset] ^ std::byte{1};
         CHECK(pwrite(folder.file.get(), &flipped_byte, 1, static_cast<off_t>(offset)) == 1);
-        CHECK(folder.read(*local_file, 0, long_bytes) == -1);
+        CHECK(folder.read(*local_file, 0, long_file_bytes) == -1);
         CHECK(pwrite(folder.file.get(), &folder.bytes[offset], 1, static_cast<off_t>(offset)) == 1);
     }
-    CHECK(folder.read(*local_file, 0, long_bytes) == static_cast<std::int64_t>(long_bytes));
+    CHECK(folder.read(*local_file, 0, long_file_bytes) == static_cast<std::int64_t>(long_file_bytes));
 }
 
 // The kernel returns fewer bytes if a later page is not in the page cache. Such a short result is not the end of the
@@ -152,13 +152,13 @@ void test_uncached_bytes_are_not_the_end_of_the_file() {
     const StoreFolder folder;
     const auto local_file = folder.open_local_file();
     constexpr std::size_t read_bytes = 16 * chunk_bytes;
-    std::vector<char> cached_bytes(read_bytes);
-    for (std::size_t cached_chunks = 1; cached_chunks < 16; ++cached_chunks) {
+    std::vector<char> read_buffer(read_bytes);
+    for (std::size_t cached_chunk_count = 1; cached_chunk_count < 16; ++cached_chunk_count) {
         CHECK(fsync(folder.file.get()) == 0);
         CHECK(posix_fadvise(folder.file.get(), 0, 0, POSIX_FADV_DONTNEED) == 0);
         // Without this advice, the kernel would also read the pages that follow.
         CHECK(posix_fadvise(folder.file.get(), 0, 0, POSIX_FADV_RANDOM) == 0);
-        CHECK(pread(folder.file.get(), cached_bytes.data(), cached_chunks * chunk_bytes, 0) > 0);
+        CHECK(pread(folder.file.get(), read_buffer.data(), cached_chunk_count * chunk_bytes, 0) > 0);
         const std::int64_t result = folder.read(*local_file, 0, read_bytes);
         CHECK(result == -1 || result == static_cast<std::int64_t>(read_bytes));
     }

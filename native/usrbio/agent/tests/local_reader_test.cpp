@@ -144,7 +144,7 @@ void forbid_system_call(unsigned system_call) {
 
 // Reads batches in a process that may not use io_uring. `is_forbidden_later`: io_uring is forbidden only after the
 // first batch, so that io_uring_enter fails instead of io_uring_setup.
-void read_without_io_uring(bool is_forbidden_later) {
+void check_reads_without_io_uring(bool is_forbidden_later) {
     const StoreFolder folder(long_file_bytes);
     const auto local_file = folder.open_local_file();
     LocalReader reader;
@@ -185,7 +185,7 @@ void test_reads_where_io_uring_is_forbidden() {
         const pid_t child = fork();
         CHECK(child >= 0);
         if (child == 0) {
-            read_without_io_uring(is_forbidden_later);
+            check_reads_without_io_uring(is_forbidden_later);
             _exit(0);
         }
         int status = 0;
@@ -207,8 +207,9 @@ void test_helper_executes_each_index_once() {
             CHECK(is_helper == (std::this_thread::get_id() != caller_id));
             if (is_helper)
                 has_helped = true;
-            if (job % 7 ==
-                3) // Give the helper time to begin. After it has missed several jobs, only each 65th job is shared.
+            // Give the helper time to begin in some jobs. After it has missed several jobs, only each 65th job is
+            // shared.
+            if (job % 7 == 3)
                 std::this_thread::sleep_for(std::chrono::microseconds(100));
         });
         for (const auto& call_count : call_counts)
@@ -304,7 +305,8 @@ void test_caller_with_two_processors_follows_the_application() {
         return own_processor;
     };
     run_job(no_application_processor); // The first shared job counts the processors.
-    // A move on a busy machine takes long, and is followed by a pause. Jobs that the helper missed are not shared.
+    // A move on a busy machine takes long, and is followed by a pause. Also, not every job is shared. So the test makes
+    // up to 500 attempts.
     int followed_count = 0;
     for (std::size_t job = 0; job < 500 && followed_count < 5; ++job) {
         const std::size_t start_index = job % 2, target_index = 1 - start_index;

@@ -63,8 +63,8 @@ struct StoreFolder {
         CHECK(fstat(file.get(), &attributes) == 0);
         const std::string sums_name = storage::make_sums_name(attributes.st_ino);
         CHECK(mkdirat(sums_folder.get(), sums_name.substr(0, 2).c_str(), 0700) == 0);
-        CHECK(sums.emplace().open(sums_folder.get(), sums_name.c_str(), true, file.get(), chunk_bytes, generation) ==
-              0);
+        CHECK(sums.emplace().open(sums_folder.get(), sums_name.c_str(), /*create=*/true, file.get(), chunk_bytes,
+                                  generation) == 0);
         CHECK(sums->reserve(0, bytes.size() / chunk_bytes + 1) == 0);
         for (std::size_t begin = 0; begin < bytes.size(); begin += chunk_bytes) {
             const auto length = static_cast<std::uint32_t>(std::min<std::size_t>(chunk_bytes, bytes.size() - begin));

@@ -1,8 +1,8 @@
 """Hook that injects a defect into every Python process that starts with ``GDRKIT_DEFECT=<name>``.
 
-Python imports ``sitecustomize`` when it starts, if this folder is on PYTHONPATH. Peer processes inherit both variables,
-so they have the defect, too. The hook replaces functions of a gdrkit module directly after the module was executed,
-before another module can import them.
+Python imports ``sitecustomize`` when it starts, if this folder is on PYTHONPATH. Peer processes inherit PYTHONPATH and
+``GDRKIT_DEFECT``, so they have the defect, too. The hook replaces functions of a gdrkit module directly after the
+module was executed, before another module can import them.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class _DefectInjector(MetaPathFinder):
         return spec
 
 
-_name = os.environ.get("GDRKIT_DEFECT")
-if _name:
+_defect_name = os.environ.get("GDRKIT_DEFECT")
+if _defect_name:
     from meta.defects.defect import NativeDefect
     from meta.defects.table import DEFECTS
 
-    _injection = DEFECTS[_name].injection
+    _injection = DEFECTS[_defect_name].injection
     # A defect of the C library needs no hook: the process loads a library that was compiled with the defect.
     if not isinstance(_injection, NativeDefect):
-        sys.meta_path.insert(0, _DefectInjector(DEFECTS[_name].module, _injection))
+        sys.meta_path.insert(0, _DefectInjector(DEFECTS[_defect_name].module_or_file, _injection))
