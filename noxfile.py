@@ -140,7 +140,7 @@ def long(session: nox.Session) -> None:
     run_bin = builds.prepare_run(with_twins=True)
     system_packages.install_fuse()
     system_packages.install_filesystem_tools()
-    exit_codes = builds.check_native({"release": True, "tsan": True})
+    exit_codes = builds.check_native({"tsan": True, "release": True})
     # These wheels are built without the precompiled header and without unity builds, so that a file that lacks an
     # include fails to compile.
     pip_wheel = [str(run_bin / "pip"), "wheel", "--quiet", "--no-deps", "-C", "cmake.define.GDRKIT_PRECOMPILE=OFF"]

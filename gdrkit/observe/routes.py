@@ -262,7 +262,7 @@ def _decide_file_route(observation: Observation) -> ObservedRoute | None:
     route, cause = _decide_host_route(library_names), None
     if byte_counts.nvidia_fs_bytes and byte_counts.nvidia_fs_bytes >= byte_counts.counted_bytes / 2:
         route = "nvfs"
-    elif "cufile" in library_names and byte_counts.storage_bytes >= byte_counts.read_bytes / 2:
+    elif "cufile" in library_names and byte_counts.storage_bytes >= max(byte_counts.read_bytes / 2, 1):
         # Most bytes came from the storage device, not from the page cache, so cuFile may have read them peer to peer.
         route, cause = "unknown", "cuFile may have read peer to peer, which only its own statistics show"
     other_process_texts = _describe_other_gpu_processes(observation, gpus)

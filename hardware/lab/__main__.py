@@ -57,12 +57,13 @@ def main() -> int:
         path.unlink(missing_ok=True)
     pytest_arguments = options.cases
     # If no argument names a file or folder of this project, all arguments are options for the default cases.
-    if not any((PROJECT_ROOT / argument.partition("::")[0]).exists() for argument in pytest_arguments):
+    names_cases = any((PROJECT_ROOT / argument.partition("::")[0]).exists() for argument in pytest_arguments)
+    if not names_cases:
         pytest_arguments = [*pytest_arguments, *DEFAULT_CASES]
     try:
         # The machine is configured first, so that missing programs are reported before the slow steps.
         machine = None if options.here else configure_machine(options)
-        if machine is not None and not machine.use_kvm:
+        if machine is not None and not machine.use_kvm and not names_cases:
             pytest_arguments = [*pytest_arguments, *(f"--deselect={case}" for case in LARGE_CASES)]
         twin_command = _make_pytest_command(
             records_file_by_run["twin"], pytest_arguments, ["--software", "--isolated"], []

@@ -7,6 +7,7 @@ records of the twin with the records of the kernel. A twin is a library that emu
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from support.records import make_record
 
 from gdrkit.inventory import load_profile
 from gdrkit.report import CaseReason, Verdict, append_record
+from hardware.lab.__main__ import LARGE_CASES
 from hardware.lab.errors import LabError
 from hardware.lab.kernel import MODULE_FOLDERS
 from hardware.lab.machine import Limits, Machine, can_virtualize
@@ -184,6 +186,16 @@ def test_guest_that_hangs_is_killed_with_its_children(lab_folder: Path, guest_sc
 def test_guest_without_result_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
     write_script(lab_folder / "bin" / "vng", "exit 7")
     assert "exit code of vng: 7" in get_sentence(run_lab("--tcg"))
+
+
+@pytest.mark.parametrize("case", LARGE_CASES)
+def test_large_cases_exist(case: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-c", "suites/pytest.ini", "-q", "--collect-only", f"--deselect={case}"]
+    completed = subprocess.run(
+        [*command, f"suites/{case.partition('[')[0]}"], cwd=PROJECT_ROOT, capture_output=True, text=True, check=False
+    )
+    assert completed.returncode == 0, completed.stdout
+    assert re.search(r"[1-9]\d* deselected", completed.stdout)
 
 
 def test_pair_agrees_only_if_it_passes_on_both() -> None:

@@ -160,9 +160,9 @@ def test_wrong_pcie_bytes_make_a_file_unproven(gpu: GpuTraffic, cause_part: str)
     assert cause_part in (route.cause or "")
 
 
-@pytest.mark.parametrize("read_bytes", [0, MIB])
-def test_mapped_file_is_unproven(read_bytes: int) -> None:
-    reader = make_reader("torch", read_bytes=read_bytes, mapped_file_bytes=GIB)
+@pytest.mark.parametrize(("library", "read_bytes"), [("torch", MIB), ("torch", 0), ("cufile", 0)])
+def test_mapped_file_is_unproven(library: str, read_bytes: int) -> None:
+    reader = make_reader(library, read_bytes=read_bytes, mapped_file_bytes=GIB)
     route = derive_routes_by_name(reader, gpus=(GPU,))["posix"]
     assert route.outcome is RouteOutcome.UNPROVEN
     assert "were mapped" in (route.cause or "")

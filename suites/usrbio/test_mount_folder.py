@@ -156,7 +156,16 @@ def test_mount_without_the_right_to_write_is_eacces() -> None:
 def test_missing_mount_is_named(tmp_path: Path) -> None:
     with pytest.raises(SetupMissing, match="create the folder") as error_info:
         AgentMount(tmp_path / "missing")
-    assert (error_info.value.errno, error_info.value.reason) == (errno.ENOENT, Reason.OTHER)
+    error = error_info.value
+    assert (error.errno, error.reason) == (errno.ENOENT, Reason.OTHER)
+    assert error.arguments == {"path": str(tmp_path / "missing")}
+
+
+def test_mount_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ApiError, match="name a folder") as error_info:
+        AgentMount(tmp_path / "file")
+    assert error_info.value.errno == errno.ENOTDIR
 
 
 def test_agent_folder_is_removed_at_close(tmp_path: Path) -> None:

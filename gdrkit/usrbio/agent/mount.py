@@ -55,6 +55,17 @@ _REASON_BY_ERRNO = {
     errno.EACCES: Reason.NO_PERMISSION,
     errno.EPERM: Reason.NO_PERMISSION,
     errno.EROFS: Reason.NO_PERMISSION,
+    errno.ENOSPC: Reason.NO_SPACE,
+    errno.EDQUOT: Reason.NO_SPACE,
+    errno.EIO: Reason.IO_ERROR,
+}
+# What the user can do if the agent's folder cannot be created in the mount.
+_WHAT_TO_DO_BY_ERRNO = {
+    errno.ENOENT: "create the folder",
+    errno.ENOTDIR: "name a folder",
+    errno.ENOSPC: "free space in the file system",
+    errno.EDQUOT: "free space in the quota of this user",
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give this user the right to write to the mount"),
 }
 # Names of the links to the submit semaphores, high priority first.
 _SEMAPHORE_LINKS = ("submit-ios.ph", "submit-ios", "submit-ios.pl")
@@ -256,8 +267,8 @@ class AgentMount:
             raise
         except OSError as error:
             is_missing = error.errno == errno.ENOENT
-            what_to_do = "create the folder" if is_missing else "give this user the right to write to the mount"
-            raise _make_mount_error("mkdir", error, self.virtual_folder, what_to_do) from error
+            path = self.virtual_folder.parent if is_missing else self.virtual_folder
+            raise _make_mount_error("mkdir", error, path, _WHAT_TO_DO_BY_ERRNO.get(error.errno or 0, "")) from error
         self.virtual_folder_fd = private_folder.fd
         try:
             lock_fd = private_folder.lock(_AGENT_LOCK)

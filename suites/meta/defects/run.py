@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["DefectOutcome", "classify_run", "list_failing_files", "main"]
 
 SUITES = Path(__file__).resolve().parents[2]
-# Time limit of one run of all cases, in seconds.
+# Time limit of one run of cases, in seconds.
 _TIMEOUT_S = 300
 
 
