@@ -29,7 +29,7 @@ __all__ = ["SESSION_KEY", "Session", "parse_substrates"]
 
 _SEED_BITS = 63
 _COMMON_APIS = ("verbs", "cuda", "cufile")
-# The APIs that ``--substrate`` can name. ``--substrate=hardware`` does not include hlthunk, whose devices are rare.
+# The APIs that ``--substrate`` can name. The APIs of rare devices are not part of ``--substrate=hardware``.
 _NAMED_APIS = (*_COMMON_APIS, "hlthunk")
 
 

@@ -59,7 +59,7 @@ _REASON_BY_ERRNO = {
     errno.EDQUOT: Reason.NO_SPACE,
     errno.EIO: Reason.IO_ERROR,
 }
-# What the user can do if the agent's folder cannot be created in the mount.
+# The advice to the user if the agent cannot create its folder in the mount, by errno.
 _WHAT_TO_DO_BY_ERRNO = {
     errno.ENOENT: "create the folder",
     errno.ENOTDIR: "name a folder",
