@@ -110,8 +110,8 @@ def find_missing_pyverbs_packages() -> list[str]:
 def install_packages(packages: Sequence[str], *, os_release: Path = OS_RELEASE) -> None:
     """Install packages by the package manager of the distribution that the file `os_release` names.
 
-    `packages` are names of Debian packages. If the package manager must not be called, print what to install
-    and exit from nox with code 3.
+    `packages` are names of Debian packages. If the package manager must not be called, print what to install and exit
+    from nox with code 3. Also exit with code 3 if the package manager fails, or announces a change that is not allowed.
     """
     if not packages:
         return

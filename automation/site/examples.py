@@ -1,6 +1,6 @@
 """Functions that find the programs that show how each public name of gdrkit is used.
 
-A program shows a name if it uses the name, or calls a function or method that returns objects of the named class.
+A program shows a name if it uses the name, or a function, method or property that returns objects of the named class.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ def map_names_to_programs(programs: dict[str, list[str]]) -> dict[str, list[str]
     }
     programs_by_object: dict[int, set[str]] = {object_id: set() for object_id in public_objects}
     for path, sources in programs.items():
-        used_names = {name for source in sources for name in find_used_names(source)}
-        referenced_names = {name.rpartition(".")[2] for name in used_names} | {
+        full_names = {name for source in sources for name in find_used_names(source)}
+        unqualified_names = {name.rpartition(".")[2] for name in full_names} | {
             name for source in sources for name in _find_attributes(source)
         }
-        packages = {".".join(name.split(".")[:2]) for name in used_names}
-        # The package of a called method is not known, so each package that the program uses is assumed.
-        possible_calls = {(package, name) for package in packages for name in referenced_names}
+        packages = {".".join(name.split(".")[:2]) for name in full_names}
+        # `obj.method()` does not show to which package `obj` belongs. So a method name is matched with the methods of
+        # every package that the program uses.
+        possible_producers = {(package, name) for package in packages for name in unqualified_names}
         for object_id, names in names_by_object.items():
-            if used_names & set(names) or possible_calls & producers_by_object.get(object_id, set()):
+            if full_names & set(names) or possible_producers & producers_by_object.get(object_id, set()):
                 programs_by_object[object_id].add(path)
     # A program that shows a class also shows its bases.
     for object_id, public_object in public_objects.items():
@@ -70,7 +71,7 @@ def _find_attributes(source: str) -> set[str]:
 
 
 def _find_producers(produced_class: type) -> Iterator[tuple[str, str]]:
-    """Yield the package and the name of each function and method that returns objects of the class."""
+    """Yield the package and the name of each function, method and property that returns objects of the class."""
     package = ".".join(produced_class.__module__.split(".")[:2])
     class_name_pattern = re.compile(rf"\b{produced_class.__name__}\b")
     for module_name, module in list_public_modules().items():

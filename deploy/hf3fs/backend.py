@@ -25,7 +25,7 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-_REAL_DISTRIBUTION = "hf3fs_py_usrbio"
+_HF3FS_DISTRIBUTION = "hf3fs_py_usrbio"
 
 
 def build_wheel(
@@ -40,11 +40,11 @@ def _raise_if_3fs_is_installed() -> None:
     """Raise RuntimeError if the package of 3FS is installed in this environment."""
     # pip runs this backend with a sys.path of its own. sysconfig still names the folders of the environment.
     folders = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
-    context = DistributionFinder.Context(name=_REAL_DISTRIBUTION, path=folders)
+    context = DistributionFinder.Context(name=_HF3FS_DISTRIBUTION, path=folders)
     for distribution in MetadataPathFinder.find_distributions(context):
         message = (
-            f"{_REAL_DISTRIBUTION} {distribution.version} of 3FS is installed in {distribution.locate_file('')}, and "
+            f"{_HF3FS_DISTRIBUTION} {distribution.version} of 3FS is installed in {distribution.locate_file('')}, and "
             "gdrkit-hf3fs has the same modules. To use 3FS, do not install gdrkit-hf3fs. To use gdrkit, uninstall the "
-            f"package of 3FS: pip uninstall {_REAL_DISTRIBUTION}"
+            f"package of 3FS: pip uninstall {_HF3FS_DISTRIBUTION}"
         )
         raise RuntimeError(message)

@@ -13,7 +13,7 @@ from gdrkit.errors import SetupMissing
 tree = host.HostTree()
 print(host.host_identity(tree).name, host.kernel_facts(tree).release, host.nvidia_driver_version(tree))
 print("DMI:", host.dmi_strings(tree))
-print("virtual machine:", host.virtual_machine(tree), "- container:", host.container_hints(tree))
+print("virtual machine:", host.virtual_machine_hint(tree), "- container:", host.container_hints(tree))
 
 devices = host.pci_devices(tree)
 for device in devices:

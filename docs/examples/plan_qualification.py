@@ -1,4 +1,4 @@
-"""Plan a qualification, and derive the verdict about a machine from records."""
+"""Plan a qualification, and derive its outcome from records."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ options = qualify.Options(uses_only_twins=True)
 plan = qualify.plan_only(options, LineProgress(sys.stderr))
 print("the plan has", ", ".join(plan))
 
-# List which nox sessions can run with the hardware and the twins of this machine.
-sessions = qualify.fitting_sessions(launch.present_hardware(host.HostTree()), launch.twins_available())
+# List the nox sessions, and whether each can run with the hardware and the twins of this machine.
+sessions = qualify.list_nox_sessions(launch.present_hardware(host.HostTree()), launch.twins_available())
 print({name: entry["fits"] for name, entry in sessions.items()})
 
-# decide() derives the verdict from records. Without any record, nothing is proven.
+# decide() derives the outcome from records. Without any record, nothing is proven.
 facts = inventory.probe(query_apis=False)
-outcome = qualify.decide(facts, inventory.load_profile("any"), [], software_asked=False)
+outcome = qualify.decide(facts, inventory.load_profile("any"), [], uses_only_twins=False)
 print(outcome.verdict, int(outcome.code))
 assert outcome.code is not qualify.ExitCode.PROVEN
 

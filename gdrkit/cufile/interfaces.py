@@ -40,7 +40,7 @@ class Memory(Protocol):
 
 @runtime_checkable
 class OwnedMemory(Memory, Protocol):
-    """Memory that its owner frees only after it has called the actions of ``before_release``."""
+    """Memory that can run actions before it is freed. It is sure to run them only if `owned` is true."""
 
     @property
     def owned(self) -> bool:

@@ -1,7 +1,8 @@
 """Parser of ELF files that returns SONAME, build id and notes.
 
 The parser is strict. It checks every offset and length against the file before use, so that a truncated or damaged file
-gives an error and never a wrong result. Sources: the System V ABI (gABI chapters 4 and 5) and elf.h.
+gives an error and never a wrong result. It ignores only the end of a segment that is too short for another entry.
+Sources: the System V ABI (gABI chapters 4 and 5) and elf.h.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def _read_segments(read_range: Callable[[int, int, str], bytes], file_label: str
     if e_ident[4:7] != b"\x02\x01\x01":  # ELFCLASS64, ELFDATA2LSB, EV_CURRENT
         raise _make_damaged_error(file_label, "it is not an ELF64 file in little-endian order, version 1")
     if entry_bytes != _PROGRAM_HEADER.size or header_count == 0:
-        detail = f"it has {header_count} program headers of {entry_bytes} bytes, not at least one of 56 bytes"
+        detail = f"it has {header_count} program headers of {entry_bytes} bytes; it must have at least one, of 56 bytes"
         raise _make_damaged_error(file_label, detail)
     header_table = read_range(table_offset, entry_bytes * header_count, "the table of program headers")
     for header_fields in _PROGRAM_HEADER.iter_unpack(header_table):
@@ -173,16 +174,17 @@ def _parse_notes(data: bytes, segment: _Segment, file_label: str) -> Iterator[tu
     alignment_bytes = 8 if segment.alignment_bytes == 8 else 4  # noqa: PLR2004 - see the comment above.
     offset = 0
     while offset + _NOTE_HEADER.size <= len(data):
-        owner_bytes, content_bytes, kind = _NOTE_HEADER.unpack_from(data, offset)
+        owner_length_bytes, content_length_bytes, kind = _NOTE_HEADER.unpack_from(data, offset)
         owner_offset = offset + _NOTE_HEADER.size
-        content_offset = _align_up(owner_offset + owner_bytes, alignment_bytes)
-        if content_offset + content_bytes > len(data):
+        content_offset = _align_up(owner_offset + owner_length_bytes, alignment_bytes)
+        if content_offset + content_length_bytes > len(data):
             raise _make_damaged_error(
-                file_label, f"a note of {owner_bytes} + {content_bytes} bytes does not fit into its segment"
+                file_label,
+                f"a note of {owner_length_bytes} + {content_length_bytes} bytes does not fit into its segment",
             )
-        owner = data[owner_offset : owner_offset + owner_bytes].rstrip(b"\0").decode("ascii", "backslashreplace")
-        yield owner, kind, data[content_offset : content_offset + content_bytes]
-        offset = _align_up(content_offset + content_bytes, alignment_bytes)
+        owner = data[owner_offset : owner_offset + owner_length_bytes].rstrip(b"\0").decode("ascii", "backslashreplace")
+        yield owner, kind, data[content_offset : content_offset + content_length_bytes]
+        offset = _align_up(content_offset + content_length_bytes, alignment_bytes)
 
 
 def _read_soname(

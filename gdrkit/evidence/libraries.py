@@ -56,7 +56,7 @@ def libraries(tree: HostTree | None = None, *, process: str = "self") -> list[Lo
     Parameters
     ----------
     tree : HostTree or None
-        The host whose /proc is read; this host if None.
+        The host whose /proc is read; this host if None. The libraries themselves are read on this host.
     process : str
         A process id, or ``self``.
     """

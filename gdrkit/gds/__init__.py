@@ -1,4 +1,7 @@
-"""Transfers between files and device or host memory, by the copy engine or by a direct path proven for the file.
+"""Transfers between files and device or host memory.
+
+A transfer takes a direct path (cuFile) if a probe of the file has shown that the path works. Otherwise the copy engine
+moves the bytes through pinned host memory.
 
 Only ``_native.py`` imports the native engine.
 """
@@ -13,7 +16,7 @@ from gdrkit.gds.cufile_path import probe_cufile
 from gdrkit.gds.direct import DIRECT_PATH_PROBES, DirectPath, DirectPathResult, FallbackWarning
 from gdrkit.gds.engine import Engine, EngineOptions, close_engines, engine_for
 from gdrkit.gds.file import File
-from gdrkit.gds.opening import Access, Direct
+from gdrkit.gds.opening import Access, DirectPathMode
 from gdrkit.gds.result import Route, TransferFailed, TransferResult
 from gdrkit.gds.totals import RouteTotals, transfer_totals
 from gdrkit.gds.transfer import Transfer
@@ -27,8 +30,8 @@ __all__ = [
     "AsyncFile",
     "CopyResult",
     "CopyTotals",
-    "Direct",
     "DirectPath",
+    "DirectPathMode",
     "DirectPathResult",
     "Engine",
     "EngineOptions",

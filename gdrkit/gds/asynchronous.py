@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
-    from gdrkit.gds.opening import Access, Direct
+    from gdrkit.gds.opening import Access, DirectPathMode
     from gdrkit.gds.ranges import Range
     from gdrkit.gds.result import TransferResult
 
@@ -38,7 +38,7 @@ class AsyncFile:
         mode: str = "r",
         *,
         access: Access = "automatic",
-        direct: Direct = "preferred",
+        direct: DirectPathMode = "preferred",
     ) -> None:
         self.file = File(path, mode, access=access, direct=direct)
 

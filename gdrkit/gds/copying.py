@@ -19,7 +19,7 @@ from gdrkit.errors import DataMismatch, UsageError
 from gdrkit.gds.buffer import HOST
 from gdrkit.gds.file import File
 from gdrkit.gds.new_file import new_file, open_destination
-from gdrkit.gds.opening import os_error
+from gdrkit.gds.opening import make_kernel_error
 from gdrkit.gds.ranges import data_ranges
 from gdrkit.gds.result import Route
 from gdrkit.units import MIB
@@ -27,7 +27,7 @@ from gdrkit.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gdrkit.gds.opening import Access, Direct
+    from gdrkit.gds.opening import Access, DirectPathMode
     from gdrkit.gds.ranges import Range
     from gdrkit.gds.result import TransferResult
     from gdrkit.gds.transfer import Transfer
@@ -112,7 +112,7 @@ def copy_file(
     device_index: int = 0,
     chunk_bytes: int = CHUNK_BYTES,
     access: Access = "automatic",
-    direct: Direct = "preferred",
+    direct: DirectPathMode = "preferred",
     durable: bool = False,
     check: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
@@ -195,7 +195,7 @@ def _is_size_unknown(file: File, source_status: os.stat_result) -> bool:
     except OSError as error:
         if source_status.st_size:
             return False  # The copy will fail at this byte too, and its error reports how many bytes were read before.
-        raise os_error("read", file.path, error) from error
+        raise make_kernel_error("read", file.path, error) from error
     # The size is wrong if a file of size 0 has a byte, or if a file of another size does not have its last byte.
     return has_last_byte == (source_status.st_size == 0)
 
@@ -213,7 +213,7 @@ def _copy_to_end(
         try:
             read_bytes = os.readv(source_file.fileno(), [chunk])
         except OSError as error:
-            raise os_error("read", source_file.path, error) from error
+            raise make_kernel_error("read", source_file.path, error) from error
         if read_bytes == 0:
             break
         offset_bytes = result.bytes
@@ -268,7 +268,7 @@ def _copy_ranges(
         try:
             os.ftruncate(copy.fileno(), result.bytes)
         except OSError as error:
-            raise os_error("ftruncate", copy.path, error) from error
+            raise make_kernel_error("ftruncate", copy.path, error) from error
         if on_progress is not None:
             on_progress(result.bytes, result.bytes)
 

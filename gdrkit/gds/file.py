@@ -15,7 +15,15 @@ from gdrkit.gds._native import call_native, native
 from gdrkit.gds.buffer import HOST, TransferBuffer, describe_buffer
 from gdrkit.gds.direct import FileDirectPaths, report_fallback
 from gdrkit.gds.engine import engine_for
-from gdrkit.gds.opening import OPEN_FLAGS, Access, Direct, OpenDescriptor, check_choices, open_regular, os_error
+from gdrkit.gds.opening import (
+    OPEN_FLAGS,
+    Access,
+    DirectPathMode,
+    OpenDescriptor,
+    check_choices,
+    make_kernel_error,
+    open_regular,
+)
 from gdrkit.gds.ranges import check_range, make_extents, resolve_length_bytes
 from gdrkit.gds.result import Route, TransferResult, short_transfer_error
 from gdrkit.gds.transfer import Transfer, transfers_of
@@ -61,7 +69,7 @@ class File:
         mode: str = "r",
         *,
         access: Access = "automatic",
-        direct: Direct = "preferred",
+        direct: DirectPathMode = "preferred",
     ) -> None:
         if mode not in OPEN_FLAGS:
             message = f"mode must be one of {', '.join(map(repr, OPEN_FLAGS))}, not {mode!r}"
@@ -71,7 +79,7 @@ class File:
 
     @classmethod
     def from_descriptor(
-        cls, fd: int, *, path: str, writable: bool, access: Access = "automatic", direct: Direct = "preferred"
+        cls, fd: int, *, path: str, writable: bool, access: Access = "automatic", direct: DirectPathMode = "preferred"
     ) -> Self:
         """Return a File for the descriptor of an open regular file.
 
@@ -98,7 +106,7 @@ class File:
         path: str,
         writable: bool,
         access: Access = "automatic",
-        direct: Direct = "preferred",
+        direct: DirectPathMode = "preferred",
     ) -> Self:
         """Return a File for an open file of the native engine; see :meth:`from_descriptor` for the parameters."""
         check_choices(access, direct)
@@ -106,10 +114,10 @@ class File:
         file._set_up(native_file, path, writable, access, direct)  # noqa: SLF001 - same class.
         return file
 
-    def _set_up(self, native_file: Any, path: str, writable: bool, access: Access, direct: Direct) -> None:  # noqa: FBT001, ANN401
+    def _set_up(self, native_file: Any, path: str, writable: bool, access: Access, direct: DirectPathMode) -> None:  # noqa: FBT001, ANN401
         self.path = path
         self.access: Access = access
-        self.direct: Direct = direct
+        self.direct: DirectPathMode = direct
         self.writable = writable
         self._descriptor = OpenDescriptor(native_file, path)
         self._direct_paths = FileDirectPaths(direct)
@@ -143,7 +151,7 @@ class File:
         check_range("range", offset_bytes, length_bytes)
         if length_bytes == 0:
             return 0.0
-        with self.in_use() as native_file:
+        with self.hold_open() as native_file:
             cached_pages_count, pages_count = call_native(native_file.residency, offset_bytes, length_bytes)
         return cached_pages_count / pages_count if pages_count else 0.0
 
@@ -271,11 +279,11 @@ class File:
 
     def sync(self) -> None:
         """Wait until the written data is on the disk (fdatasync)."""
-        with self._descriptor.in_use():
+        with self._descriptor.hold_open():
             try:
                 os.fdatasync(self.fileno())
             except OSError as error:
-                raise os_error("fdatasync", self.path, error) from error
+                raise make_kernel_error("fdatasync", self.path, error) from error
 
     def close(self) -> None:
         """Wait for the transfers of the file, including transfers that other threads are starting, and close it.
@@ -290,9 +298,9 @@ class File:
         """
         self._descriptor.close(self._finish_transfers)
 
-    def in_use(self) -> AbstractContextManager[Any]:
+    def hold_open(self) -> AbstractContextManager[Any]:
         """Return a context manager with the native file. :meth:`close` waits for the end of its block."""
-        return self._descriptor.in_use()
+        return self._descriptor.hold_open()
 
     def _finish_transfers(self) -> None:
         """Wait until the transfers of the file are over, and close its direct paths."""
@@ -343,7 +351,7 @@ class File:
         transfer.extents = extents
         why_not_direct = self._direct_paths.reason_for_engine(memory)
         if why_not_direct is None:
-            with self.in_use():
+            with self.hold_open():
                 direct_path, why_not_direct = self._direct_paths.find(self.fileno(), memory, extents)
                 if direct_path is not None:
                     direct_path.submit(write=write, extents=extents, durable=durable, memory=memory, transfer=transfer)

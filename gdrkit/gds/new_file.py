@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from gdrkit.errors import ApiError, UsageError
 from gdrkit.gds.file import File
-from gdrkit.gds.opening import open_file, os_error
+from gdrkit.gds.opening import make_kernel_error, open_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gdrkit.gds.opening import Access, Direct
+    from gdrkit.gds.opening import Access, DirectPathMode
 
 __all__ = ["Destination", "new_file", "open_destination"]
 
@@ -87,7 +87,7 @@ def open_destination(path: Path) -> Iterator[Destination]:
     try:
         folder = open_file(str(path.parent), os.O_PATH | os.O_DIRECTORY)
     except OSError as error:
-        raise os_error("open", str(path.parent), error) from error
+        raise make_kernel_error("open", str(path.parent), error) from error
     try:
         folder_fd = folder.fileno()
         yield Destination(str(path), folder_fd, path.name, _stat_regular(folder_fd, path.name, str(path)))
@@ -97,14 +97,14 @@ def open_destination(path: Path) -> Iterator[Destination]:
 
 @contextlib.contextmanager
 def new_file(
-    destination: Destination, *, source_mode: int, access: Access, direct: Direct, durable: bool
+    destination: Destination, *, source_mode: int, access: Access, direct: DirectPathMode, durable: bool
 ) -> Iterator[File]:
     """Create a file, give it its name when the block ends without an error, and remove it otherwise.
 
     If the file replaces no other file, it gets the permission bits of the source without the bits of the umask. If it
     replaces a file, only its owner can open it during the block. At the end of the block, it then gets the permission
-    bits of the replaced file and, if this process may change owners, the owner of that file. Set-user-id, set-group-id
-    and sticky bits are never copied.
+    bits of the replaced file and, as far as this process may set them, its owner and its group. Without that group, it
+    does not get the group bits. Set-user-id, set-group-id and sticky bits are never copied.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ def new_file(
         except ApiError:
             raise
         except OSError as error:
-            raise os_error("create", destination.path, error) from error
+            raise make_kernel_error("create", destination.path, error) from error
 
 
 def _follow_link(path: Path) -> Path:
@@ -158,9 +158,9 @@ def _follow_link(path: Path) -> Path:
         target_file = open_file(str(path), os.O_PATH)
     except FileNotFoundError as error:
         message = f"{path} is a symbolic link to {path.readlink()}, which does not exist"
-        raise UsageError(message, what_to_do="remove the link, or name its destination") from error
+        raise UsageError(message, what_to_do="remove the link, or create its target") from error
     except OSError as error:
-        raise os_error("open", str(path), error) from error
+        raise make_kernel_error("open", str(path), error) from error
     try:
         return Path(f"/proc/self/fd/{target_file.fileno()}").readlink()
     finally:
@@ -174,11 +174,14 @@ def _stat_regular(folder_fd: int, name: str, path: str) -> os.stat_result | None
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise os_error("stat", path, error) from error
+        raise make_kernel_error("stat", path, error) from error
     if not stat.S_ISREG(file_status.st_mode):
         file_type = _REFUSED_FILE_TYPES.get(stat.S_IFMT(file_status.st_mode), "not a regular file")
         message = f"{path} is {file_type}; a regular file is required"
-        raise UsageError(message, what_to_do="name a regular file or a new one; use cp to write to a device or a FIFO")
+        raise UsageError(
+            message,
+            what_to_do="choose a regular file or a path that does not exist; cp can write to a device or a FIFO",
+        )
     return file_status
 
 
@@ -187,7 +190,7 @@ def _open_folder_to_sync(destination: Destination, stack: contextlib.ExitStack) 
     try:
         folder = open_file(".", os.O_RDONLY | os.O_DIRECTORY, folder_fd=destination.folder_fd)
     except OSError as error:
-        raise os_error("open", str(Path(destination.path).parent), error) from error
+        raise make_kernel_error("open", str(Path(destination.path).parent), error) from error
     stack.callback(folder.close)
     return int(folder.fileno())
 
@@ -204,7 +207,7 @@ def _create_file(destination: Destination, temporary_name: str, mode_bits: int) 
         flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         return open_file(temporary_name, flags, mode_bits, folder_fd=destination.folder_fd), True
     except OSError as error:
-        raise os_error("create", destination.path, error) from error
+        raise make_kernel_error("create", destination.path, error) from error
 
 
 def _set_permissions(fd: int, old_status: os.stat_result | None, source_bits: int) -> None:

@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 __all__ = [
     "OPEN_FLAGS",
     "Access",
-    "Direct",
+    "DirectPathMode",
     "OpenDescriptor",
     "check_choices",
+    "make_kernel_error",
     "open_file",
     "open_regular",
-    "os_error",
 ]
 
+# I/O path of the copy engine: through the page cache (buffered), with O_DIRECT (direct), or chosen by the engine.
 Access = Literal["automatic", "buffered", "direct"]
-Direct = Literal["preferred", "required", "never"]
+# Whether transfers must or may use a direct path, which moves bytes between disk and device without host memory.
+DirectPathMode = Literal["preferred", "required", "never"]
 
 # AT_FDCWD of openat(2): a relative path begins at the current folder of the process.
 _CURRENT_FOLDER_FD = -100
@@ -43,7 +45,7 @@ OPEN_FLAGS = {
 
 
 class OpenDescriptor:
-    """The descriptor of an open file, which is closed when no call uses it any more. It is thread-safe.
+    """The descriptor of an open file. :meth:`close` waits for the calls that use it. The methods are thread-safe.
 
     Parameters
     ----------
@@ -77,7 +79,7 @@ class OpenDescriptor:
             raise ClosedResource(self.path)
         return fd
 
-    def in_use(self) -> AbstractContextManager[Any]:
+    def hold_open(self) -> AbstractContextManager[Any]:
         """Return a context manager with the native file. :meth:`close` waits for the end of its block."""
         try:
             native_use: AbstractContextManager[Any] = self.native_file.begin_use()
@@ -91,8 +93,8 @@ class OpenDescriptor:
         A second close does nothing. A close during another close waits for the first.
         """
         try:
-            # If a signal handler forks during the native close(), the child has another native file, which is still
-            # open. The loop closes that file, too.
+            # If a signal handler forks during the native close(), after_fork_in_child() gives the child a new native
+            # file, which is still open. The loop closes that file, too.
             while not self.closed:
                 # While the interpreter ends, the native close() must not wait for uses of the file: the interpreter has
                 # stopped the other threads, so their uses never end.
@@ -110,7 +112,10 @@ class OpenDescriptor:
 
 def check_choices(access: str, direct: str) -> None:
     """Raise :class:`~gdrkit.errors.UsageError` unless both arguments have allowed values."""
-    for argument_name, value, choices in (("access", access, get_args(Access)), ("direct", direct, get_args(Direct))):
+    for argument_name, value, choices in (
+        ("access", access, get_args(Access)),
+        ("direct", direct, get_args(DirectPathMode)),
+    ):
         if value not in choices:
             message = f"{argument_name} must be one of {', '.join(map(repr, choices))}, not {value!r}"
             raise UsageError(message)
@@ -149,18 +154,18 @@ def open_regular(path: str, flags: int) -> Any:  # noqa: ANN401 - native object.
         # Without O_NONBLOCK, open of a pipe would block until its other end is opened. Regular files ignore the flag.
         native_file = open_file(path, flags | os.O_NONBLOCK, 0o666)
     except OSError as error:
-        raise os_error("open", path, error) from error
+        raise make_kernel_error("open", path, error) from error
     file_mode = os.fstat(native_file.fileno()).st_mode
     if stat.S_ISREG(file_mode):
         return native_file
     if stat.S_ISDIR(file_mode):
-        raise os_error("open", path, OSError(errno.EISDIR, os.strerror(errno.EISDIR)))
+        raise make_kernel_error("open", path, OSError(errno.EISDIR, os.strerror(errno.EISDIR)))
     message = f"{path} is not a regular file"
     raise UsageError(message)
 
 
-def os_error(operation: str, path: str, error: OSError) -> ApiError:
-    """Return the exception for a failed system call."""
+def make_kernel_error(operation: str, path: str, error: OSError) -> ApiError:
+    """Return the ApiError for a failed system call on `path`."""
     error_number = error.errno or errno.EIO
     return ApiError(
         api=Api.KERNEL,

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 
 from gdrkit.gds.copying import chunk_buffers
 from gdrkit.gds.file import File
-from gdrkit.gds.opening import os_error
+from gdrkit.gds.opening import make_kernel_error
 from gdrkit.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from gdrkit.gds.opening import Direct
+    from gdrkit.gds.opening import DirectPathMode
     from gdrkit.gds.result import TransferResult
 
 __all__ = ["KINDS", "SIZES_BYTES", "BenchmarkPlan", "BenchmarkPoint", "measure"]
@@ -65,7 +65,7 @@ class BenchmarkPlan:
     file_bytes: int = GIB
     device_index: int = 0
     seconds: float = 1.0
-    direct: Direct = "preferred"
+    direct: DirectPathMode = "preferred"
     kinds: Sequence[str] = KINDS
     sizes_bytes: Sequence[int] = SIZES_BYTES
 
@@ -133,7 +133,7 @@ def measure(
     try:
         temporary_folder = TemporaryDirectory(prefix="gdrkit-bench-", dir=plan.folder)
     except OSError as error:
-        raise os_error("mkdtemp", str(plan.folder), error) from error
+        raise make_kernel_error("mkdtemp", str(plan.folder), error) from error
     with temporary_folder as folder_path:
         read_file_path = Path(folder_path) / "read"
         _create_file(read_file_path, plan.file_bytes)
@@ -230,7 +230,7 @@ def _create_file(path: Path, length_bytes: int) -> None:
             file.flush()
             os.fdatasync(file.fileno())
     except OSError as error:
-        raise os_error("write", str(path), error) from error
+        raise make_kernel_error("write", str(path), error) from error
 
 
 def _drop_from_cache(file: File) -> str:

@@ -13,7 +13,7 @@ from gdrkit import evidence
 from gdrkit.harness.evidence import Evidence
 from gdrkit.harness.needs import possible_apis
 from gdrkit.install_paths import install_paths
-from gdrkit.inventory.facts import select_identifying_libraries
+from gdrkit.inventory.facts import select_substrate_libraries
 from gdrkit.report import CaseReason, Record, SeenLibrary, Verdict, substrate_of
 from gdrkit.report.record import REFUSED, SCHEMA_VERSION
 from gdrkit.report.routes import why_not_hardware
@@ -147,7 +147,7 @@ class Case:
 
     def _list_processes(self) -> list[tuple[str, tuple[LoadedLibrary, ...]]]:
         """Return the name and the libraries of this process and of each peer process."""
-        return [("case", tuple(select_identifying_libraries(evidence.libraries()))), *self.peer_libraries]
+        return [("case", tuple(select_substrate_libraries(evidence.libraries()))), *self.peer_libraries]
 
     def _find_substrates(
         self, session: Session, processes: Iterable[tuple[str, tuple[LoadedLibrary, ...]]]

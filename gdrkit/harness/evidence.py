@@ -141,7 +141,9 @@ class Evidence:
         """Record that the data did not take the route of the requested `method`, and the `cause`."""
         self.routes.append(_make_claim(device, nic, method, cause))
 
-    def file(self, *, device: _Device | int, mount: str, route: enum.Enum | str, fell_back: str | None = None) -> None:
+    def file(
+        self, *, device: _Device | int, mount: str, route: enum.Enum | str, fallback_cause: str | None = None
+    ) -> None:
         """Record the route that the data took between a device and a file system.
 
         Parameters
@@ -152,7 +154,7 @@ class Evidence:
             Mount point of the file system.
         route : Route or str
             The route: ``p2p`` or ``nvfs``, which are direct; ``posix``, ``engine`` or ``unknown``.
-        fell_back : str or None
+        fallback_cause : str or None
             Why the data took this route although a direct one was requested, or None.
         """
         self.files.append(
@@ -160,7 +162,7 @@ class Evidence:
                 device_index=device if isinstance(device, int) else device.index,
                 mount=mount,
                 way=route if isinstance(route, str) else str(route.value),
-                fell_back=fell_back,
+                fell_back=fallback_cause,
             )
         )
 

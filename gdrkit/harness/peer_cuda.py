@@ -51,13 +51,13 @@ class _CudaOperations:
     def contents(self, memory: int, offset_bytes: int, length_bytes: int) -> str:
         return self._get_memory(memory).read(offset_bytes=offset_bytes, length_bytes=length_bytes).hex()
 
-    def check(self, memory: int, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> str:
+    def check(self, memory: int, *, seed: int, offset_bytes: int, length_bytes: int, pattern_offset_bytes: int) -> str:
         data = self._get_memory(memory).read(offset_bytes=offset_bytes, length_bytes=length_bytes)
-        pattern.check(data, seed=seed, offset_bytes=stream_offset_bytes)
+        pattern.check(data, seed=seed, offset_bytes=pattern_offset_bytes)
         return hashlib.sha256(data).hexdigest()
 
-    def write(self, memory: int, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> None:
-        data = pattern.payload(length_bytes, seed=seed, offset_bytes=stream_offset_bytes)
+    def write(self, memory: int, *, seed: int, offset_bytes: int, length_bytes: int, pattern_offset_bytes: int) -> None:
+        data = pattern.payload(length_bytes, seed=seed, offset_bytes=pattern_offset_bytes)
         self._get_memory(memory).write(data, offset_bytes=offset_bytes)
 
     def _add_memory(self, memory: cuda.CudaMemory) -> dict[str, Any]:

@@ -49,12 +49,12 @@ class PeerRegion(PeerObject):
 class PeerBuffer(PeerRegion):
     """Registered host memory of a peer.
 
-    In its methods, `stream_offset_bytes` is the offset of the first byte in the pattern of `seed`; see
+    In its methods, `pattern_offset_bytes` is the offset of the first byte in the pattern of `seed`; see
     :mod:`gdrkit.pattern`.
     """
 
     def fill(
-        self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
+        self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, pattern_offset_bytes: int = 0
     ) -> None:
         """Write bytes of the pattern of `seed` into the buffer."""
         self.peer.request(
@@ -63,11 +63,11 @@ class PeerBuffer(PeerRegion):
             seed=seed,
             offset_bytes=offset_bytes,
             length_bytes=self._resolve_length(offset_bytes, length_bytes),
-            stream_offset_bytes=stream_offset_bytes,
+            pattern_offset_bytes=pattern_offset_bytes,
         )
 
     def check(
-        self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
+        self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, pattern_offset_bytes: int = 0
     ) -> str:
         """Make the peer compare the buffer with the pattern of `seed`, and return the SHA-256 of the compared bytes.
 
@@ -82,7 +82,7 @@ class PeerBuffer(PeerRegion):
             seed=seed,
             offset_bytes=offset_bytes,
             length_bytes=self._resolve_length(offset_bytes, length_bytes),
-            stream_offset_bytes=stream_offset_bytes,
+            pattern_offset_bytes=pattern_offset_bytes,
         )
         return digest
 
@@ -151,7 +151,7 @@ class PeerQueuePair(PeerObject):
         """Connect the queue pair to `remote`. For the options see :meth:`gdrkit.verbs.QueuePair.connect`."""
         self.peer.request("verbs.connect", queue_pair=self.handle_number, endpoint=remote.to_dict(), options=options)
 
-    def join(self, local: QueuePair, **options: int) -> None:
+    def connect_with(self, local: QueuePair, **options: int) -> None:
         """Connect the queue pair and a queue pair of this process to each other."""
         self.connect(local.endpoint(), **options)
         local.connect(self.endpoint, **options)  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ class PeerQueuePair(PeerObject):
         seed: int,
         length_bytes: int | None = None,
         local_offset_bytes: int = 0,
-        stream_offset_bytes: int = 0,
+        pattern_offset_bytes: int = 0,
         immediate: int | None = None,
         timeout_ms: float = _COMPLETION_TIMEOUT_MS,
     ) -> Completion:
@@ -173,7 +173,7 @@ class PeerQueuePair(PeerObject):
         ----------
         remote : RemoteRange
             The target memory in the process of the case.
-        seed, stream_offset_bytes : int
+        seed, pattern_offset_bytes : int
             The pattern, and the offset of the first byte in it; see :mod:`gdrkit.pattern`.
         length_bytes : int or None
             Number of bytes to write; None for the length of `remote`.
@@ -197,7 +197,7 @@ class PeerQueuePair(PeerObject):
             seed=seed,
             length_bytes=remote.length_bytes if length_bytes is None else length_bytes,
             local_offset_bytes=local_offset_bytes,
-            stream_offset_bytes=stream_offset_bytes,
+            pattern_offset_bytes=pattern_offset_bytes,
             immediate=immediate,
         )
 
@@ -208,7 +208,7 @@ class PeerQueuePair(PeerObject):
         seed: int | None = None,
         length_bytes: int | None = None,
         local_offset_bytes: int = 0,
-        stream_offset_bytes: int = 0,
+        pattern_offset_bytes: int = 0,
         timeout_ms: float = _COMPLETION_TIMEOUT_MS,
     ) -> ReadResult:
         """Read by RDMA READ into a temporary buffer of the peer.
@@ -229,7 +229,7 @@ class PeerQueuePair(PeerObject):
             seed=seed,
             length_bytes=remote.length_bytes if length_bytes is None else length_bytes,
             local_offset_bytes=local_offset_bytes,
-            stream_offset_bytes=stream_offset_bytes,
+            pattern_offset_bytes=pattern_offset_bytes,
         )
         return ReadResult(completion=_parse_completion(reply["completion"]), sha256=reply["sha256"])
 
@@ -238,7 +238,7 @@ class PeerQueuePair(PeerObject):
         *,
         seed: int,
         length_bytes: int,
-        stream_offset_bytes: int = 0,
+        pattern_offset_bytes: int = 0,
         immediate: int | None = None,
         timeout_ms: float = _COMPLETION_TIMEOUT_MS,
     ) -> Completion:
@@ -248,7 +248,7 @@ class PeerQueuePair(PeerObject):
             timeout_ms,
             seed=seed,
             length_bytes=length_bytes,
-            stream_offset_bytes=stream_offset_bytes,
+            pattern_offset_bytes=pattern_offset_bytes,
             immediate=immediate,
         )
 

@@ -45,7 +45,7 @@ class PeerDevice(PeerObject):
 class PeerMemory(PeerObject):
     """Device memory of a peer.
 
-    In its methods, `stream_offset_bytes` is the offset of the first byte in the pattern of `seed`; see
+    In its methods, `pattern_offset_bytes` is the offset of the first byte in the pattern of `seed`; see
     :mod:`gdrkit.pattern`.
     """
 
@@ -67,7 +67,7 @@ class PeerMemory(PeerObject):
         return bytes.fromhex(self.peer.request("cuda.contents", memory=self.handle_number, **arguments))
 
     def check(
-        self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
+        self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, pattern_offset_bytes: int = 0
     ) -> str:
         """Make the peer compare the memory with the pattern of `seed`, and return the SHA-256 of the compared bytes.
 
@@ -76,17 +76,17 @@ class PeerMemory(PeerObject):
         DataMismatch
             The bytes differ. The error has the offset of the first difference.
         """
-        digest: str = self._request_pattern("cuda.check", seed, offset_bytes, length_bytes, stream_offset_bytes)
+        digest: str = self._request_pattern("cuda.check", seed, offset_bytes, length_bytes, pattern_offset_bytes)
         return digest
 
     def write(
-        self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
+        self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, pattern_offset_bytes: int = 0
     ) -> None:
         """Write bytes of the pattern of `seed` into the memory."""
-        self._request_pattern("cuda.write", seed, offset_bytes, length_bytes, stream_offset_bytes)
+        self._request_pattern("cuda.write", seed, offset_bytes, length_bytes, pattern_offset_bytes)
 
     def _request_pattern(
-        self, operation: str, seed: int, offset_bytes: int, length_bytes: int | None, stream_offset_bytes: int
+        self, operation: str, seed: int, offset_bytes: int, length_bytes: int | None, pattern_offset_bytes: int
     ) -> Any:
         return self.peer.request(
             operation,
@@ -94,7 +94,7 @@ class PeerMemory(PeerObject):
             seed=seed,
             offset_bytes=offset_bytes,
             length_bytes=self._resolve_length(offset_bytes, length_bytes),
-            stream_offset_bytes=stream_offset_bytes,
+            pattern_offset_bytes=pattern_offset_bytes,
         )
 
     def _resolve_length(self, offset_bytes: int, length_bytes: int | None) -> int:

@@ -19,7 +19,7 @@ from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.harness.leaks import OpenObjects, count_new, count_twin_handles
 from gdrkit.harness.peer_objects import ObjectTable
 from gdrkit.harness.wire import Channel, error_to_json_data
-from gdrkit.inventory.facts import select_identifying_libraries
+from gdrkit.inventory.facts import select_substrate_libraries
 from gdrkit.serialization import to_json_data
 
 if TYPE_CHECKING:
@@ -70,12 +70,13 @@ class _RequestServer:
         self._operations: dict[str, Callable[..., Any]] = {
             "close": self._objects.close,
             "exit": os._exit,
-            "libraries": lambda: to_json_data(list(select_identifying_libraries(evidence.libraries()))),
+            "libraries": lambda: to_json_data(list(select_substrate_libraries(evidence.libraries()))),
             "modules": lambda: sorted({name.partition(".")[0] for name in sys.modules}),
             "reset": self._reset,
         }
         # An operation with a dot in its name, such as verbs.write, belongs to the group before the dot. Each group is a
-        # module, such as gdrkit.harness.peer_verbs. The group share exports memory to other processes and imports it.
+        # module, such as gdrkit.harness.peer_verbs. The group `share` exports memory to other processes, and imports
+        # memory from them.
         self._unloaded_groups = {"verbs", "cuda", "share"}
 
     def execute(self, request: dict[str, Any]) -> Any:  # noqa: ANN401 - each operation has its own result.
@@ -116,7 +117,7 @@ class _RequestServer:
         )
         return {
             "leaked": count_new(no_open_objects, open_objects),
-            "libraries": to_json_data(list(select_identifying_libraries(evidence.libraries()))),
+            "libraries": to_json_data(list(select_substrate_libraries(evidence.libraries()))),
         }
 
 

@@ -64,9 +64,9 @@ class _Buffer:
         self.data = bytearray(length_bytes)
         self.region = nic.register_host(self.data, access=access)
 
-    def fill(self, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> None:
+    def fill(self, *, seed: int, offset_bytes: int, length_bytes: int, pattern_offset_bytes: int) -> None:
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=len(self.data))
-        payload = pattern.payload(length_bytes, seed=seed, offset_bytes=stream_offset_bytes)
+        payload = pattern.payload(length_bytes, seed=seed, offset_bytes=pattern_offset_bytes)
         # Assignment to a slice of a bytearray may try to resize the bytearray, which fails while it is registered. So
         # the bytes are assigned to a slice of a memoryview.
         memoryview(self.data)[offset_bytes : offset_bytes + length_bytes] = payload
@@ -85,7 +85,7 @@ class _VerbsOperations:
     """The operations that a request can name. A request passes the arguments by name.
 
     `nic`, `buffer` and `queue_pair` are handle numbers in the object table. `remote` and `endpoint` are dicts with the
-    fields of a RemoteRange and an Endpoint. `stream_offset_bytes` is the offset of the first byte in the pattern of
+    fields of a RemoteRange and an Endpoint. `pattern_offset_bytes` is the offset of the first byte in the pattern of
     `seed`; see :mod:`gdrkit.pattern`.
     """
 
@@ -123,9 +123,9 @@ class _VerbsOperations:
     def fill(self, buffer: int, **arguments: int) -> None:
         self._get_buffer(buffer).fill(**arguments)
 
-    def check(self, buffer: int, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> str:
+    def check(self, buffer: int, *, seed: int, offset_bytes: int, length_bytes: int, pattern_offset_bytes: int) -> str:
         data = self._read_bytes(buffer, offset_bytes, length_bytes)
-        pattern.check(data, seed=seed, offset_bytes=stream_offset_bytes)
+        pattern.check(data, seed=seed, offset_bytes=pattern_offset_bytes)
         return hashlib.sha256(data).hexdigest()
 
     def contents(self, buffer: int, offset_bytes: int, length_bytes: int) -> str:
@@ -146,7 +146,7 @@ class _VerbsOperations:
         seed: int,
         length_bytes: int,
         local_offset_bytes: int,
-        stream_offset_bytes: int,
+        pattern_offset_bytes: int,
         immediate: int | None,
         timeout_ms: float,
     ) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class _VerbsOperations:
                 seed=seed,
                 offset_bytes=local_offset_bytes,
                 length_bytes=length_bytes,
-                stream_offset_bytes=stream_offset_bytes,
+                pattern_offset_bytes=pattern_offset_bytes,
             )
             pair.queue_pair.post_write(
                 buffer.region,
@@ -179,7 +179,7 @@ class _VerbsOperations:
         length_bytes: int,
         local_offset_bytes: int,
         seed: int | None,
-        stream_offset_bytes: int,
+        pattern_offset_bytes: int,
         timeout_ms: float,
     ) -> dict[str, Any]:
         pair = self._get_pair(queue_pair)
@@ -195,7 +195,7 @@ class _VerbsOperations:
             completion = pair.queue_pair.wait(timeout_ms)
             data = bytes(memoryview(buffer.data)[local_offset_bytes:])
             if completion.status is verbs.Status.SUCCESS and seed is not None:
-                pattern.check(data, seed=seed, offset_bytes=stream_offset_bytes)
+                pattern.check(data, seed=seed, offset_bytes=pattern_offset_bytes)
             return {"completion": _make_completion_data(completion), "sha256": hashlib.sha256(data).hexdigest()}
         finally:
             buffer.close()
@@ -206,14 +206,14 @@ class _VerbsOperations:
         *,
         seed: int,
         length_bytes: int,
-        stream_offset_bytes: int,
+        pattern_offset_bytes: int,
         immediate: int | None,
         timeout_ms: float,
     ) -> dict[str, Any]:
         pair = self._get_pair(queue_pair)
         buffer = self._register_temporary_buffer(pair, length_bytes)
         try:
-            buffer.fill(seed=seed, offset_bytes=0, length_bytes=length_bytes, stream_offset_bytes=stream_offset_bytes)
+            buffer.fill(seed=seed, offset_bytes=0, length_bytes=length_bytes, pattern_offset_bytes=pattern_offset_bytes)
             pair.queue_pair.post_send(buffer.region, work_id=0, length_bytes=length_bytes, immediate=immediate)
             return _make_completion_data(pair.queue_pair.wait(timeout_ms))
         finally:

@@ -20,7 +20,7 @@ __all__: list[str] = []
 _OPTIONS = {
     "--substrate": (
         "SUBSTRATE",
-        "fail unless the APIs run on this substrate: software, hardware, or e.g. verbs=twin,cuda=hardware",
+        "fail unless the APIs run on this substrate: software (twins), hardware, or e.g. verbs=twin,cuda=hardware",
     ),
     "--profile": ("NAME", "the profile of this machine (hardware/profiles); by default the profile that fits best"),
     "--records": ("FILE", "append one JSON record per case to this file"),

@@ -17,7 +17,7 @@ _NEEDS_MARK = "needs"
 _OPTIONS = {
     "--gdrkit-substrate": (
         "SUBSTRATE",
-        "fail unless the APIs run on this substrate: software, hardware, or e.g. verbs=twin,cuda=hardware",
+        "fail unless the APIs run on this substrate: software (twins), hardware, or e.g. verbs=twin,cuda=hardware",
     ),
     "--gdrkit-profile": (
         "NAME",

@@ -20,7 +20,7 @@ from gdrkit.host._libc import (
     watch_removed_names,
 )
 from gdrkit.host.config_space import AcsControl, ConfigSpace, config_space, parse_config_space
-from gdrkit.host.container import container_hints, virtual_machine
+from gdrkit.host.container import container_hints, virtual_machine_hint
 from gdrkit.host.distance import Distance, pci_distance, pci_path
 from gdrkit.host.gpu_traffic import GpuTraffic, GpuTrafficCounter, WrappingCounter
 from gdrkit.host.identity import DMI_NAMES, HostIdentity, dmi_strings, host_identity
@@ -136,6 +136,6 @@ __all__ = [
     "separate_umask",
     "state_folder",
     "this_process",
-    "virtual_machine",
+    "virtual_machine_hint",
     "watch_removed_names",
 ]

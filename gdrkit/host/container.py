@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gdrkit.host.tree import HostTree
 
-__all__ = ["container_hints", "virtual_machine"]
+__all__ = ["container_hints", "virtual_machine_hint"]
 
 _CONTAINER_NAME_BY_FILE = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
 _VIRTUAL_PRODUCT_WORDS = ("KVM", "QEMU", "VMware", "Virtual Machine", "VirtualBox", "Bochs")
@@ -28,8 +28,8 @@ def container_hints(tree: HostTree) -> tuple[str, ...]:
     return tuple(hints)
 
 
-def virtual_machine(tree: HostTree) -> str | None:
-    """Return a hint of a virtual machine, e.g. ``the cpu flag hypervisor``, or None if there is none."""
+def virtual_machine_hint(tree: HostTree) -> str | None:
+    """Return a hint of a virtual machine, e.g. ``the cpu flag hypervisor (/proc/cpuinfo)``; None if there is none."""
     for line in tree.lines("/proc/cpuinfo", ("flags",))[:1]:
         if "hypervisor" in line.split():
             return "the cpu flag hypervisor (/proc/cpuinfo)"

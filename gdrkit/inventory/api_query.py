@@ -23,7 +23,7 @@ from gdrkit.inventory.facts import (
     NicFacts,
     RouteFacts,
     VerbsFacts,
-    select_identifying_libraries,
+    select_substrate_libraries,
 )
 from gdrkit.inventory.gaudi import query_gaudi
 
@@ -68,7 +68,7 @@ def query_cuda() -> CudaFacts:
     return CudaFacts(
         driver_version=f"{major}.{minor}",
         devices=devices,
-        libraries=select_identifying_libraries(evidence.libraries()),
+        libraries=select_substrate_libraries(evidence.libraries()),
         nodes=evidence.device_nodes(),
     )
 
@@ -86,9 +86,7 @@ def query_verbs() -> VerbsFacts:
     # An ordered set (a dict of keys): the character devices that this process has open while a NIC is open.
     device_nodes: dict[evidence.DeviceNode, None] = {}
     nics = tuple(_collect_nic_facts(nic_info, device_nodes) for nic_info in verbs.list_nics())
-    return VerbsFacts(
-        nics=nics, libraries=select_identifying_libraries(evidence.libraries()), nodes=tuple(device_nodes)
-    )
+    return VerbsFacts(nics=nics, libraries=select_substrate_libraries(evidence.libraries()), nodes=tuple(device_nodes))
 
 
 def query_registration() -> tuple[RouteFacts, ...]:
@@ -128,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
         "verbs": query_verbs,
         "registration": query_registration,
         "nvml": host.nvml_facts,
-        "hlthunk": lambda: query_gaudi(lambda: select_identifying_libraries(evidence.libraries())),
+        "hlthunk": lambda: query_gaudi(lambda: select_substrate_libraries(evidence.libraries())),
     }
     if api_name not in query_by_api:
         message = f"the API must be one of {', '.join(query_by_api)}, not {api_name!r}"

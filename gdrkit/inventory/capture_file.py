@@ -111,21 +111,21 @@ def _decompress(data: bytes, name: str) -> bytes:
 
 def _parse_json(data: bytes, name: str) -> Capture:
     try:
-        # json.loads would also accept UTF-16, in which _check_size() would not find the tokens.
+        # json.loads would also accept UTF-16, in which _check_tokens() would not find the tokens.
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         message = f"{name}: not JSON: {error}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
-    _check_size(text, name)
+    _check_tokens(text, name)
     json_value = serialization.parse_json(text, where=name)
     _check_strings(json_value, name)
     return serialization.from_json_data(Capture, json_value, where="capture")
 
 
-def _check_size(text: str, name: str) -> None:
-    """Raise an error if the values of a JSON text would take too much memory, or if a string has no end.
+def _check_tokens(text: str, name: str) -> None:
+    """Raise an error if a JSON text has too many tokens, is nested too deeply, or has a string without an end.
 
-    This is checked before parsing.
+    This is checked before parsing, because parsing such a text could take too much memory.
     """
     depth = 0
     for token_index, match in enumerate(_TOKEN.finditer(text)):

@@ -41,7 +41,7 @@ __all__ = [
     "PackageFacts",
     "RouteFacts",
     "VerbsFacts",
-    "select_identifying_libraries",
+    "select_substrate_libraries",
 ]
 
 SCHEMA_VERSION = 1
@@ -352,7 +352,7 @@ class Facts:
         return api_facts.libraries if api_facts is not None else ()
 
 
-def select_identifying_libraries(libraries: Iterable[LoadedLibrary]) -> tuple[LoadedLibrary, ...]:
+def select_substrate_libraries(libraries: Iterable[LoadedLibrary]) -> tuple[LoadedLibrary, ...]:
     """Return the libraries that show which implementation of an API a process uses.
 
     These are the libraries of the APIs, their bindings, the RDMA providers, and every library that has a GDRKIT note.

@@ -106,7 +106,7 @@ def _read_files(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
         verbs_failure=None,
         routes=(),
         routes_failure=None,
-        virtual_machine=host.virtual_machine(tree),
+        virtual_machine=host.virtual_machine_hint(tree),
         dmi=host.dmi_strings(tree),
         config=_collect_config_facts(tree),
         nvme=host.nvme_controllers(tree),

@@ -81,7 +81,7 @@ class Topology:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "topology") -> Self:
-        """Parse the output of :meth:`to_json`. `where` names the text in errors.
+        """Parse the output of :meth:`to_json`. `where` is the name of the text in error messages, e.g. a file name.
 
         Raises
         ------
@@ -140,17 +140,17 @@ def _list_devices(machine: Machine, tree: host.HostTree) -> list[TopologyDevice]
     for gpu_index, gpu in enumerate(gpus):
         devices.append(_make_device(tree, f"GPU{cuda_index_by_address.get(gpu.address, gpu_index)}", "gpu", gpu))
     function_by_address = {function.address: function for function in machine.pci_functions}
-    addresses_with_driver: set[str] = set()
+    rdma_device_addresses: set[str] = set()
     for rdma_device in machine.facts.rdma_devices:
         if rdma_device.pci_address in function_by_address:
             function = function_by_address[rdma_device.pci_address]
             devices.append(_make_device(tree, rdma_device.name, "nic", function))
-            addresses_with_driver.add(rdma_device.pci_address)
-    # These NICs have no RDMA device, because no driver is loaded for them.
+            rdma_device_addresses.add(rdma_device.pci_address)
+    # These NICs have no RDMA device, e.g. because its driver is not loaded.
     devices += [
         _make_device(tree, function.address, "nic", function)
         for function in machine.pci_functions
-        if host.is_nic(function) and function.address not in addresses_with_driver
+        if host.is_nic(function) and function.address not in rdma_device_addresses
     ]
     nvme_name_by_address = {
         controller.pci_address: controller.name for controller in machine.facts.nvme if controller.pci_address

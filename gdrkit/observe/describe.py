@@ -17,7 +17,7 @@ __all__ = ["describe_observation", "render_page"]
 
 
 def describe_observation(observation: Observation) -> str:
-    """Return the observation as text: verdicts with evidence, libraries, dma-bufs, and facts that were not observed."""
+    """Return the observation as text: route outcomes with evidence, libraries, dma-bufs, and facts not observed."""
     return escape_controls("\n".join(_describe_lines(observation)))
 
 
@@ -26,7 +26,7 @@ def render_page(observation: Observation) -> str:
     template_variables = {
         "title": " ".join(observation.command),
         "observation": observation,
-        "verdicts": [_describe_route_and_outcome(route) for route in observation.routes],
+        "route_outcomes": [_describe_route_and_outcome(route) for route in observation.routes],
     }
     return make_template_environment(escaped=True).get_template("observation.html.j2").render(template_variables)
 

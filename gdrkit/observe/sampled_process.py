@@ -28,7 +28,7 @@ SAMPLE_INTERVAL_S = 0.05
 # double up to this limit, in seconds.
 _MAPS_INTERVAL_S_MAX = 2.0
 
-# Names of libraries that move bytes or choose a path, by the beginning of the file name.
+# Names of libraries that move bytes or choose a route, by the beginning of the file name.
 _LIBRARY_NAME_BY_PREFIX = {
     "libibverbs": "verbs",
     "librdmacm": "rdmacm",
@@ -72,7 +72,7 @@ class SampledProcess:
     is_attached : bool
         Whether the process ran before the observation. Then its counts at the first sample are subtracted.
     libraries : dict
-        Libraries that move bytes or choose a path, by path of the file that the process has mapped.
+        Libraries that move bytes or choose a route, by the path of the mapped file.
     queue_pairs : dict
         The queue pairs of the process, by device and number. The observer adds them.
     regions : dict
@@ -98,9 +98,9 @@ class SampledProcess:
     log_paths: set[Path] = field(default_factory=set)
     usage_file: Path | None = None
     _sockets: dict[int, TcpSocket] = field(default_factory=dict, init=False)
-    _sockets_at_start: dict[int, TcpSocket] = field(default_factory=dict, init=False)
+    _baseline_sockets: dict[int, TcpSocket] = field(default_factory=dict, init=False)
     _io_counters: dict[str, int] = field(default_factory=dict, init=False)
-    _io_counters_at_start: dict[str, int] = field(default_factory=dict, init=False)
+    _baseline_io_counters: dict[str, int] = field(default_factory=dict, init=False)
     _mapped_bytes_by_path: dict[str, int] = field(default_factory=dict, init=False)
     _is_unsampled: bool = field(default=True, init=False)
     _next_maps_sample_s: float = field(default=0.0, init=False)
@@ -119,8 +119,9 @@ class SampledProcess:
             The time, as time.monotonic() returns it.
         """
         pid_text = str(self.process_id)
-        is_start_sample, self._is_unsampled = self._is_unsampled and self.is_attached, False
-        self._sample_io(tree, is_start_sample=is_start_sample)
+        # Only of an attached process, the first sample is a baseline: its counts are subtracted.
+        is_baseline_sample, self._is_unsampled = self._is_unsampled and self.is_attached, False
+        self._sample_io(tree, is_baseline_sample=is_baseline_sample)
         try:
             target_by_descriptor = evidence.descriptor_targets(pid_text)
         except FileNotFoundError:
@@ -143,8 +144,8 @@ class SampledProcess:
             match = _SOCKET_TARGET.match(target)
             if match and (tcp_socket := socket_by_inode.get(int(match[1]))) is not None:
                 self._sockets[tcp_socket.inode] = tcp_socket
-                if is_start_sample:
-                    self._sockets_at_start[tcp_socket.inode] = tcp_socket
+                if is_baseline_sample:
+                    self._baseline_sockets[tcp_socket.inode] = tcp_socket
         if now_s >= self._next_maps_sample_s:
             self._maps_interval_s = min(2 * self._maps_interval_s, _MAPS_INTERVAL_S_MAX)
             self._next_maps_sample_s = now_s + self._maps_interval_s
@@ -158,7 +159,7 @@ class SampledProcess:
 
     def describe(self, *, twin_objects: dict[str, int], twin_bytes: dict[str, int]) -> ObservedProcess:
         """Return the evidence of all samples, with the counts that the twins of the process recorded."""
-        io_growth = {name: count - self._io_counters_at_start.get(name, 0) for name, count in self._io_counters.items()}
+        io_growth = {name: count - self._baseline_io_counters.get(name, 0) for name, count in self._io_counters.items()}
         return ObservedProcess(
             process_id=self.process_id,
             program=self.program,
@@ -179,14 +180,14 @@ class SampledProcess:
             twin_bytes=twin_bytes,
         )
 
-    def _sample_io(self, tree: HostTree, *, is_start_sample: bool) -> None:
+    def _sample_io(self, tree: HostTree, *, is_baseline_sample: bool) -> None:
         io_text = tree.text(f"/proc/{self.process_id}/io")
         io_fields = dict(line.split(": ") for line in (io_text or "").splitlines() if ": " in line)
         io_counters = {key: int(io_fields[key]) for key in _IO_FIELDS if io_fields.get(key, "").isdecimal()}
         if io_counters:
             self._io_counters = io_counters
-            if is_start_sample:
-                self._io_counters_at_start = io_counters
+            if is_baseline_sample:
+                self._baseline_io_counters = io_counters
 
     def _sample_maps(self, tree: HostTree) -> None:
         """Add the libraries and the data files that the process has mapped."""
@@ -225,10 +226,10 @@ class SampledProcess:
         sockets = {
             inode: tcp_socket for inode, tcp_socket in self._sockets.items() if tcp_socket.is_loopback == is_loopback
         }
-        bytes_at_start = sum(
-            count_bytes(self._sockets_at_start[inode]) for inode in sockets.keys() & self._sockets_at_start
+        baseline_bytes = sum(
+            count_bytes(self._baseline_sockets[inode]) for inode in sockets.keys() & self._baseline_sockets
         )
-        return sum(map(count_bytes, sockets.values())) - bytes_at_start
+        return sum(map(count_bytes, sockets.values())) - baseline_bytes
 
 
 def describe_errno(error: OSError) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from gdrkit.exit_code import ExitCode
 from gdrkit.qualify.check import CheckResult, check
 from gdrkit.qualify.outcome import Outcome, decide
-from gdrkit.qualify.plan import CasePlan, PlannedCase, fitting_sessions
+from gdrkit.qualify.plan import CasePlan, PlannedCase, list_nox_sessions
 from gdrkit.qualify.run import Options, plan_only, qualify
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "PlannedCase",
     "check",
     "decide",
-    "fitting_sessions",
+    "list_nox_sessions",
     "plan_only",
     "qualify",
 ]

@@ -67,7 +67,7 @@ class Outcome:
 
 
 def decide(
-    facts: Facts, profile: Profile, records: Sequence[Record], *, software_asked: bool, is_part: bool = False
+    facts: Facts, profile: Profile, records: Sequence[Record], *, uses_only_twins: bool, is_part: bool = False
 ) -> Outcome:
     """Decide the outcome of a run.
 
@@ -75,15 +75,15 @@ def decide(
     ----------
     facts, profile, records
         The facts, profile and records of the run.
-    software_asked : bool
+    uses_only_twins : bool
         Whether the user requested to run all cases on software twins (``--software``).
     is_part : bool
         Whether the user selected only a part of the cases. Then at least one case must have run. Otherwise the profile
         states how many cases must have run.
     """
     statuses = route_statuses(facts, records)
-    unproven_required_routes = () if software_asked else unmet_requirements(profile, statuses)
-    failed_outcome = _decide_on_failures(profile, records, statuses, software_asked=software_asked)
+    unproven_required_routes = () if uses_only_twins else unmet_requirements(profile, statuses)
+    failed_outcome = _decide_on_failures(profile, records, statuses, uses_only_twins=uses_only_twins)
     if failed_outcome is not None:
         return failed_outcome
     set_up_failures = [failure for failure in facts.failures if failure.reason in _REPAIRABLE_REASONS]
@@ -103,7 +103,7 @@ def decide(
             causes=tuple(dict.fromkeys(failure.message for failure in facts.failures))[:_CAUSES_MAX],
             to_do=tuple(dict.fromkeys(failure.what_to_do for failure in facts.failures if failure.what_to_do)),
         )
-    if incomplete_outcome is None and software_asked:
+    if incomplete_outcome is None and uses_only_twins:
         return Outcome(code=ExitCode.PROVEN, verdict="The code passed on software twins")
     return (
         incomplete_outcome
@@ -147,13 +147,13 @@ def _decide_on_routes(statuses: Sequence[RouteStatus], unproven_required_routes:
 
 
 def _decide_on_failures(
-    profile: Profile, records: Sequence[Record], statuses: Sequence[RouteStatus], *, software_asked: bool
+    profile: Profile, records: Sequence[Record], statuses: Sequence[RouteStatus], *, uses_only_twins: bool
 ) -> Outcome | None:
     failed_records = [record for record in records if record.verdict is Verdict.FAIL]
     fallback_statuses = [
         status
         for status in statuses
-        if status.state is RouteOutcome.FELL_BACK and (software_asked or is_required(profile, status))
+        if status.state is RouteOutcome.FELL_BACK and (uses_only_twins or is_required(profile, status))
     ]
     if failed_records:
         ran_count = sum(record.verdict is not Verdict.NOT_RUN for record in records)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-__all__ = ["CasePlan", "PlannedCase", "fitting_sessions", "read_plan"]
+__all__ = ["CasePlan", "PlannedCase", "list_nox_sessions", "read_plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def read_plan(path: Path) -> CasePlan:
     return serialization.from_json_data(CasePlan, data, where="plan")
 
 
-def fitting_sessions(hardware: Mapping[Api, str], twins: frozenset[Api]) -> dict[str, dict[str, object]]:
+def list_nox_sessions(hardware: Mapping[Api, str], twins: frozenset[Api]) -> dict[str, dict[str, object]]:
     """Return the nox sessions (see noxfile.py), and for each of them whether it can run on this machine, and why.
 
     Parameters

@@ -23,7 +23,7 @@ from gdrkit.inventory import Facts, diagnose, load_profile, probe, this_machine,
 from gdrkit.qualify.child import CommonRecordFields, SuiteRunner
 from gdrkit.qualify.interrupt import exit_on_signals
 from gdrkit.qualify.outcome import decide
-from gdrkit.qualify.plan import CasePlan, fitting_sessions
+from gdrkit.qualify.plan import CasePlan, list_nox_sessions
 from gdrkit.remedies import pip_install
 from gdrkit.report import Run, RunFolder, read_records
 from gdrkit.report.render import render
@@ -134,7 +134,7 @@ def plan_only(options: Options, progress: Progress) -> dict[str, object]:
         "profile": plan.profile,
         "substrate": prepared_run.substrates,
         "hardware": {api.value: text for api, text in hardware.items()},
-        "sessions": fitting_sessions(hardware, launch.twins_available()),
+        "sessions": list_nox_sessions(hardware, launch.twins_available()),
         "cases": plan_data["cases"],
     }
 
@@ -192,7 +192,7 @@ def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         prepared_run.facts,
         profile,
         records,
-        software_asked=options.uses_only_twins,
+        uses_only_twins=options.uses_only_twins,
         is_part=bool(unfinished_run.selection),
     )
     run = replace(

@@ -18,7 +18,7 @@ import struct
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from gdrkit.errors import Reason, UsageError
-from gdrkit.gds.opening import os_error
+from gdrkit.gds.opening import make_kernel_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -380,7 +380,7 @@ def _read(file: File, offset_bytes: int, length_bytes: int) -> bytes:
         try:
             chunk = os.pread(file.fileno(), length_bytes - len(data), offset_bytes + len(data))
         except OSError as error:
-            raise os_error("pread", file.path, error) from error
+            raise make_kernel_error("pread", file.path, error) from error
         if not chunk:
             message = f"the file ended {length_bytes - len(data)} bytes before the end of its header"
             raise _make_malformed_error(file.path, message)

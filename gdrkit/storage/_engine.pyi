@@ -19,7 +19,7 @@ def rename(from_folder: int, name: bytes, to_folder: int, new_name: bytes, *, ex
 
 class Store:
     """
-    The files of a store and their checksums (sums). `sums_folder_fd` is a descriptor of the folder with the sums files. The caller keeps this descriptor open and closes it.
+    The files of a store and their checksums (sums). `sums_folder_fd` is a descriptor of the folder with the sums files. `generation_fd` is a descriptor of the memory in which the server counts new sums files, or -1 if no other process reads the sums. The caller keeps these descriptors open and closes them.
     """
 
     def __init__(self, sums_folder_fd: int, chunk_bytes: int, *, generation_fd: int = -1) -> None: ...
@@ -62,7 +62,9 @@ class Fabric:
     def names(self) -> list[str]: ...
 
 class Session:
-    """The queue pairs, the open files and the thread of one client."""
+    """
+    The queue pairs, the open files and the thread of one client. `outstanding_max` is the largest number of operations without a result, and `length_bytes_max` the largest length of one operation.
+    """
 
     def __init__(self, store: Store, fabric: Fabric, peer_endpoints: Sequence[dict], *, outstanding_max: int, length_bytes_max: int) -> None: ...
 

@@ -21,7 +21,7 @@ from gdrkit.tiers.kernel_errors import busy_error, convert_os_errors
 from gdrkit.tiers.migration import Phase
 from gdrkit.tiers.names import printable
 from gdrkit.tiers.opens import OpenWatcher
-from gdrkit.tiers.schedule import Pace
+from gdrkit.tiers.schedule import RateLimiter
 from gdrkit.tiers.tables import describe_outcome
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class BackgroundRun:
         self._manager, self._settings = manager, manager.configuration.run
         self._stop, self._output, self._clock = stop, output, clock
         self._observe = observe
-        self._pace = Pace(self._settings.rate_bytes_per_s, wait=stop.wait)
+        self._rate_limiter = RateLimiter(self._settings.rate_bytes_per_s, wait=stop.wait)
         self._reported_findings: set[TierFinding] = set()
         self._reported_lost_count = 0
 
@@ -179,7 +179,9 @@ class BackgroundRun:
             self._reported_findings = findings
             self._output.report_pass(
                 self._manager.migrate(
-                    observe=self._observe_or_interrupt, on_outcome=self._output.report_move, pace=self._pace
+                    observe=self._observe_or_interrupt,
+                    on_outcome=self._output.report_move,
+                    rate_limiter=self._rate_limiter,
                 )
             )
         except _Interrupted:

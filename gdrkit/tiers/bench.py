@@ -129,7 +129,7 @@ def _open_unnamed_file(folder: TierFolder) -> tuple[int, int]:
 
     If the file system does not support O_DIRECT, both are the same descriptor.
     """
-    name, incoming_fd = f"bench-{uuid.uuid4().hex}", folder.own_folder_fd("incoming")
+    name, incoming_fd = f"bench-{uuid.uuid4().hex}", folder.gdrkit_folder_fd("incoming")
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     buffered_fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=incoming_fd)
     try:

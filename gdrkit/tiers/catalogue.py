@@ -195,7 +195,7 @@ class Catalogue(Database):
         """
         unknown_names = []
         with self.write_transaction("count accesses") as connection:
-            now_half_lives = self.read_clock(connection, store=True)
+            now_half_lives = self.read_clock_half_lives(connection, store=True)
             for name, count in counts.items():
                 row = connection.execute("SELECT id, score FROM files WHERE name = ?", (_encode_name(name),)).fetchone()
                 if row is None:

@@ -61,7 +61,7 @@ def fill_catalogue(catalogue: Catalogue, configuration: Configuration, folders: 
 def find_kept_files(folders: Mapping[str, TierFolder]) -> Iterator[TierFinding]:
     """Yield a finding for each file that a recovery moved to the ``kept`` folder."""
     for folder in folders.values():
-        for name in folder.list_own_folder("kept"):
+        for name in folder.list_gdrkit_folder("kept"):
             text = f"this file may be the only copy of its data; see {folder.directory}/.gdrkit-tiers/kept"
             yield TierFinding(FindingKind.KEPT, f"kept/{name}", folder.name, text)
 

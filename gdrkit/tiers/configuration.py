@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdrkit.errors import Reason, UsageError
 from gdrkit.serialization import from_json_data
-from gdrkit.tiers.names import OWN_FOLDER
+from gdrkit.tiers.names import GDRKIT_FOLDER
 from gdrkit.tiers.schedule import QuietHours, RunSettings
 from gdrkit.units import GIB, KIB, MIB
 
@@ -239,7 +239,7 @@ def configure(
         catalogue
         or environ.get(_CATALOGUE_VARIABLE)
         or file_settings.catalogue
-        or configured_tiers[0].directory / OWN_FOLDER / "catalogue"
+        or configured_tiers[0].directory / GDRKIT_FOLDER / "catalogue"
     )
     parameters: Any = file_settings.parameters  # from_json_data has checked the types.
     return Configuration(tiers=configured_tiers, catalogue=Path(catalogue_folder), **parameters)
@@ -380,10 +380,12 @@ def _check_configuration(configuration: Configuration) -> None:
         message = "the directory of a tier must not be the directory of another tier, or inside that directory"
         raise UsageError(message, what_to_do="configure a separate directory for each tier")
     catalogue = configuration.catalogue.resolve()
-    is_in_tier = any(folder in catalogue.parents and folder / OWN_FOLDER not in catalogue.parents for folder in folders)
+    is_in_tier = any(
+        folder in catalogue.parents and folder / GDRKIT_FOLDER not in catalogue.parents for folder in folders
+    )
     if is_in_tier or catalogue in folders:
         message = (
-            f"the catalogue must be outside the tiers, or in the {OWN_FOLDER} folder of a tier, not in {catalogue}"
+            f"the catalogue must be outside the tiers, or in the {GDRKIT_FOLDER} folder of a tier, not in {catalogue}"
         )
         raise UsageError(message, what_to_do="correct --catalogue, GDRKIT_TIERS_CATALOGUE or the TOML file")
     if not (configuration.half_life_s > 0 and math.isfinite(configuration.half_life_s)):

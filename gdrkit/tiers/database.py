@@ -6,8 +6,8 @@ call. A damaged file is never renamed or removed: another process may have it op
 of a database by the name of the database.
 
 The clock is the host's clock without backward steps. If an administrator sets the host's clock back, the clock of the
-catalogue continues from its latest value. Otherwise, all accesses would seem more recent, so the heat of all files (the
-sum of their accesses, weighted by age) would rise.
+catalogue continues from its latest stored value. Otherwise, all accesses would seem more recent, so the heat of all
+files (the sum of their accesses, weighted by age) would rise.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Database(ABC):
     half_life_s : float
         Half-life of an access, in seconds: an access of this age counts half.
     timeout_ms : int
-        Longest time to wait for locks of other processes, in milliseconds.
+        Longest time to wait for locks of other processes, in milliseconds. For another process that creates the
+        database, the wait is at least 60 s.
     clock : callable
         Function that returns the seconds since 1970.
 
@@ -85,7 +86,8 @@ class Database(ABC):
         self._clock = clock
         self._lock = threading.RLock()
         self._connection: Connection | None = None
-        # N in the name of the current file, and the inode of the file. N is 0 for a draft, and -1 after close().
+        # N in the name of the current file, and the inode of the file. N is 0 before the first open and while a draft
+        # (catalogue.new, a new database that is being filled) is in use, and -1 after close().
         self._file_number = self._inode = 0
         with convert_os_errors("open catalogue", folder=str(folder)):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -116,7 +118,7 @@ class Database(ABC):
     def now_half_lives(self) -> float:
         """Return the time since 1970 in half-lives."""
         with self.locked_connection("read clock") as connection:
-            return self.read_clock(connection, store=False)
+            return self.read_clock_half_lives(connection, store=False)
 
     @contextmanager
     def write_transaction(self, operation: str, **arguments: object) -> Iterator[Connection]:
@@ -237,7 +239,7 @@ class Database(ABC):
         try:
             with transaction(connection):
                 self._set_half_life(connection)
-                self.read_clock(connection, store=True)
+                self.read_clock_half_lives(connection, store=True)
                 self.fill()
         finally:
             self._connection, self._file_number, self._inode = previous_state
@@ -254,12 +256,12 @@ class Database(ABC):
             return
         with transaction(connection):
             # A score is log2(heat) plus the time in half-lives. The heat stays, so only the second term changes.
-            now_s = self.read_clock(connection, store=True) * self._half_life_s
+            now_s = self.read_clock_half_lives(connection, store=True) * self._half_life_s
             score_shift = now_s / self._half_life_s - now_s / old_half_life_s
             connection.execute("UPDATE files SET score = score + ?", (score_shift,))
             connection.execute("UPDATE meta SET value = ? WHERE key = 'half_life_s'", (self._half_life_s,))
 
-    def read_clock(self, connection: Connection, *, store: bool) -> float:
+    def read_clock_half_lives(self, connection: Connection, *, store: bool) -> float:
         """Return the time since 1970 in half-lives.
 
         With `store`, also write the clock to the database. The caller must then have begun a transaction.

@@ -26,17 +26,17 @@ from typing import TYPE_CHECKING, Self
 from gdrkit.errors import Reason, UsageError
 from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.tiers.kernel_errors import convert_os_errors
-from gdrkit.tiers.names import LOST_AND_FOUND, OWN_FOLDER
+from gdrkit.tiers.names import GDRKIT_FOLDER, LOST_AND_FOUND
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
     from types import TracebackType
 
-__all__ = ["OWN_SUBFOLDERS", "TierFolder"]
+__all__ = ["GDRKIT_SUBFOLDERS", "TierFolder"]
 
 # The folders in ``.gdrkit-tiers``.
-OWN_SUBFOLDERS = ("incoming", "moves", "retired", "kept")
+GDRKIT_SUBFOLDERS = ("incoming", "moves", "retired", "kept")
 _OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Largest number of bytes that are read from ``tier.json``.
 _IDENTITY_BYTES_MAX = 4096
@@ -75,7 +75,7 @@ class TierFolder:
         self.name = name
         self.directory = directory
         self._descriptors = ReleaseStack()
-        self._own_folder_fds: dict[str, int] = {}
+        self._gdrkit_folder_fds: dict[str, int] = {}
         self._is_closed = False
         with convert_os_errors("open tier", tier=name, directory=str(directory)):
             self.root_fd = self._close_later(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -87,7 +87,7 @@ class TierFolder:
             raise
         self._handle = Handle("tiers.folder")
 
-    def own_folder_fd(self, subfolder: str = "") -> int:
+    def gdrkit_folder_fd(self, subfolder: str = "") -> int:
         """Return a descriptor of the ``.gdrkit-tiers`` folder or of a subfolder in it. Create a missing folder.
 
         This object closes the descriptor in :meth:`close`.
@@ -97,16 +97,16 @@ class TierFolder:
         OSError
             The folder cannot be created: EROFS, ENOSPC ...
         """
-        if subfolder not in self._own_folder_fds:
-            parent_fd = self.own_folder_fd() if subfolder else self.root_fd
+        if subfolder not in self._gdrkit_folder_fds:
+            parent_fd = self.gdrkit_folder_fd() if subfolder else self.root_fd
             with contextlib.suppress(FileExistsError):
-                os.mkdir(subfolder or OWN_FOLDER, _PRIVATE_MODE, dir_fd=parent_fd)
-        return self._open_own_folder(subfolder)
+                os.mkdir(subfolder or GDRKIT_FOLDER, _PRIVATE_MODE, dir_fd=parent_fd)
+        return self._open_gdrkit_folder(subfolder)
 
-    def find_own_folder_fd(self, subfolder: str = "") -> int | None:
-        """Return the descriptor of :meth:`own_folder_fd`, or None if the folder does not exist or cannot be opened."""
+    def find_gdrkit_folder_fd(self, subfolder: str = "") -> int | None:
+        """Return the descriptor of :meth:`gdrkit_folder_fd`, or None if there is no folder or it cannot be opened."""
         try:
-            return self._open_own_folder(subfolder)
+            return self._open_gdrkit_folder(subfolder)
         except OSError as error:
             if error.errno in {errno.EROFS, errno.EACCES, errno.ENOENT}:
                 return None
@@ -116,7 +116,7 @@ class TierFolder:
     def is_claimed(self) -> bool:
         """Whether the ``.gdrkit-tiers`` folder exists, even if this user cannot open it."""
         try:
-            os.stat(OWN_FOLDER, dir_fd=self.root_fd, follow_symlinks=False)
+            os.stat(GDRKIT_FOLDER, dir_fd=self.root_fd, follow_symlinks=False)
         except FileNotFoundError:
             return False
         return True
@@ -133,14 +133,14 @@ class TierFolder:
         """
         with convert_os_errors("open tier", tier=self.name, directory=str(self.directory)):
             try:
-                own_folder_fd = self.own_folder_fd()
+                gdrkit_folder_fd = self.gdrkit_folder_fd()
                 # All folders are created now, because a full file system has no space for a new folder later. An
                 # existing folder can still get new entries.
-                for subfolder in OWN_SUBFOLDERS:
-                    self.own_folder_fd(subfolder)
+                for subfolder in GDRKIT_SUBFOLDERS:
+                    self.gdrkit_folder_fd(subfolder)
                 if self.identity is None:
                     document = {"tier": self.name, "identity": uuid.uuid4().hex}
-                    _write_once(own_folder_fd, "tier.json", json.dumps(document) + "\n")
+                    _write_once(gdrkit_folder_fd, "tier.json", json.dumps(document) + "\n")
                     os.fsync(self.root_fd)
             except OSError as error:
                 if error.errno not in {errno.EROFS, errno.EACCES}:
@@ -148,9 +148,9 @@ class TierFolder:
                 return
             self.identity = self._read_identity()
 
-    def list_own_folder(self, subfolder: str) -> list[str]:
+    def list_gdrkit_folder(self, subfolder: str) -> list[str]:
         """Return the names in one of gdrkit's own folders. The list is empty if the folder does not exist."""
-        descriptor = self.find_own_folder_fd(subfolder)
+        descriptor = self.find_gdrkit_folder_fd(subfolder)
         return [] if descriptor is None else sorted(os.listdir(descriptor))  # noqa: PTH208 - pathlib has no descriptors.
 
     @contextlib.contextmanager
@@ -236,7 +236,7 @@ class TierFolder:
             process has the lock.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock_fd = os.open("lock", flags, 0o600, dir_fd=self.own_folder_fd())
+        lock_fd = os.open("lock", flags, 0o600, dir_fd=self.gdrkit_folder_fd())
         try:
             try:
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
@@ -257,7 +257,7 @@ class TierFolder:
         tuple
             Name of the file, and its lstat(2) result.
         """
-        reserved_names = {OWN_FOLDER, LOST_AND_FOUND}
+        reserved_names = {GDRKIT_FOLDER, LOST_AND_FOUND}
         pending_folders = [""]
         while pending_folders:
             folder_name = pending_folders.pop()
@@ -293,18 +293,18 @@ class TierFolder:
         with self.open_parent(name) as (parent_fd, base_name):
             return os.open(base_name, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
 
-    def _open_own_folder(self, subfolder: str) -> int:
-        if subfolder not in self._own_folder_fds:
-            parent_fd = self._open_own_folder("") if subfolder else self.root_fd
-            descriptor = os.open(subfolder or OWN_FOLDER, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
-            self._own_folder_fds[subfolder] = self._close_later(descriptor)
-        return self._own_folder_fds[subfolder]
+    def _open_gdrkit_folder(self, subfolder: str) -> int:
+        if subfolder not in self._gdrkit_folder_fds:
+            parent_fd = self._open_gdrkit_folder("") if subfolder else self.root_fd
+            descriptor = os.open(subfolder or GDRKIT_FOLDER, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
+            self._gdrkit_folder_fds[subfolder] = self._close_later(descriptor)
+        return self._gdrkit_folder_fds[subfolder]
 
     def _read_identity(self) -> str | None:
         """Return the identity of the tier, or None if the folder does not state it or this user cannot read it."""
-        own_folder_fd = self.find_own_folder_fd()
+        gdrkit_folder_fd = self.find_gdrkit_folder_fd()
         try:
-            document = None if own_folder_fd is None else _read_tier_json(own_folder_fd)
+            document = None if gdrkit_folder_fd is None else _read_tier_json(gdrkit_folder_fd)
         except PermissionError:
             return None
         if document is None:
@@ -361,9 +361,9 @@ def _create_folder(parent_fd: int, name: str, model_fd: int | None) -> None:
     os.fsync(parent_fd)
 
 
-def _read_tier_json(own_folder_fd: int) -> dict[str, object] | None:
+def _read_tier_json(gdrkit_folder_fd: int) -> dict[str, object] | None:
     try:
-        descriptor = os.open("tier.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own_folder_fd)
+        descriptor = os.open("tier.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=gdrkit_folder_fd)
     except FileNotFoundError:
         return None
     with os.fdopen(descriptor, encoding="ascii") as file:
@@ -371,7 +371,7 @@ def _read_tier_json(own_folder_fd: int) -> dict[str, object] | None:
     try:
         document = json.loads(text)
     except ValueError as error:
-        message = f"{OWN_FOLDER}/tier.json is not valid JSON"
+        message = f"{GDRKIT_FOLDER}/tier.json is not valid JSON"
         raise UsageError(
             message, reason=Reason.MALFORMED, what_to_do="remove this file; gdrkit writes a new one"
         ) from error

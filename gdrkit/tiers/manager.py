@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from gdrkit.tiers.folder import TierFolder
     from gdrkit.tiers.migration import Phase, PhaseObserver
     from gdrkit.tiers.plan import PlannedMove
-    from gdrkit.tiers.schedule import Pace
+    from gdrkit.tiers.schedule import RateLimiter
 
 __all__ = ["TierManager"]
 
@@ -196,7 +196,9 @@ class TierManager:
             if entry is not None and entry.pinned is not None:
                 self._store_pins()
 
-    def move(self, name: str, tier: str, *, observe: PhaseObserver | None = None, pace: Pace | None = None) -> int:
+    def move(
+        self, name: str, tier: str, *, observe: PhaseObserver | None = None, rate_limiter: RateLimiter | None = None
+    ) -> int:
         """Move a file to a tier, regardless of the policy.
 
         Parameters
@@ -205,7 +207,7 @@ class TierManager:
             Name of the file, and name of the destination tier.
         observe : callable or None
             Called with the phase, the name and the progress in bytes; see :class:`~gdrkit.tiers.migration.Phase`.
-        pace : Pace or None
+        rate_limiter : RateLimiter or None
             The rate limit of the copy. None: the file is copied as fast as possible.
 
         Returns
@@ -231,7 +233,7 @@ class TierManager:
                     catalogue=self.catalogue,
                     limit_bytes=self._tier_set.limit_bytes(destination.name, self.catalogue.totals()),
                     observe=observe or _ignore_progress,
-                    pace=pace,
+                    rate_limiter=rate_limiter,
                 )
             except ApiError as error:
                 if (error.operation, error.errno) != ("open", errno.ENOENT):
@@ -288,7 +290,7 @@ class TierManager:
         on_begin: Callable[[int, int], None] | None = None,
         observe: PhaseObserver | None = None,
         on_outcome: Callable[[PlannedMove, str], None] | None = None,
-        pace: Pace | None = None,
+        rate_limiter: RateLimiter | None = None,
     ) -> Migrated:
         """Move files as the policy requires. A file that cannot be moved now is skipped.
 
@@ -301,7 +303,7 @@ class TierManager:
         on_outcome : callable or None
             Called after each file with its planned move and the reason why the file was not moved (empty if it was
             moved).
-        pace : Pace or None
+        rate_limiter : RateLimiter or None
             The rate limit of the copies; see :meth:`move`.
         """
         refused_moves: list[RefusedMove] = []
@@ -312,7 +314,9 @@ class TierManager:
             for planned_move in plan.moves():
                 why_not_moved = ""
                 try:
-                    moved_bytes += self.move(planned_move.name, planned_move.destination, observe=observe, pace=pace)
+                    moved_bytes += self.move(
+                        planned_move.name, planned_move.destination, observe=observe, rate_limiter=rate_limiter
+                    )
                     moved_count += 1
                 except (ApiError, DataMismatch) as error:
                     # Without the catalogue, no other file can be moved either.

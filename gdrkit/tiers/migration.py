@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from gdrkit.tiers.catalogue import Catalogue
     from gdrkit.tiers.folder import TierFolder
-    from gdrkit.tiers.schedule import Pace
+    from gdrkit.tiers.schedule import RateLimiter
 
 __all__ = ["Phase", "PhaseObserver", "migrate_file"]
 
@@ -85,7 +85,7 @@ def migrate_file(
     catalogue: Catalogue,
     limit_bytes: int,
     observe: PhaseObserver,
-    pace: Pace | None = None,
+    rate_limiter: RateLimiter | None = None,
 ) -> int:
     """Move a file to another tier.
 
@@ -101,7 +101,7 @@ def migrate_file(
         Space that gdrkit may use in the destination in total, in bytes.
     observe : callable
         Called before each phase, and before each chunk that is copied or read back; see `PhaseObserver`.
-    pace : Pace or None
+    rate_limiter : RateLimiter or None
         The rate limit of a background run. None: the file is copied as fast as possible.
 
     Returns
@@ -127,7 +127,7 @@ def migrate_file(
             _check_file_has_name(source, name, guard.initial_status)
         _check_single_link(guard.initial_status, name)
         preserve_access_time(source_fd)
-        migration = _Migration(name, (source, destination), catalogue, observe, guard, pace=pace)
+        migration = _Migration(name, (source, destination), catalogue, observe, guard, rate_limiter=rate_limiter)
         # st_blocks counts blocks of 512 bytes.
         allocated_bytes = guard.initial_status.st_blocks * 512
         catalogue.reserve_space(
@@ -155,7 +155,7 @@ class _Migration:
         observe: PhaseObserver,
         guard: Guard,
         *,
-        pace: Pace | None,
+        rate_limiter: RateLimiter | None,
     ) -> None:
         self.id = uuid.uuid4().hex
         self._name = name
@@ -163,8 +163,8 @@ class _Migration:
         self._catalogue = catalogue
         self._observe = observe
         self._source_fd, self._guard = guard.descriptor, guard
-        self._pace = pace
-        self._chunk_bytes = CHUNK_BYTES if pace is None else pace.chunk_bytes
+        self._rate_limiter = rate_limiter
+        self._chunk_bytes = CHUNK_BYTES if rate_limiter is None else rate_limiter.chunk_bytes
         self._unsynced_bytes = 0
         self._copy_fd = -1
         self._record: MoveRecord | None = None
@@ -236,18 +236,18 @@ class _Migration:
     def _make_chunk_observer(self, phase: Phase) -> Callable[[int, int], None]:
         def on_chunk(offset_bytes: int, length_bytes: int) -> None:
             self._observe(phase, self._name, offset_bytes)
-            if self._pace is not None:
-                self._pace.spend(length_bytes)
+            if self._rate_limiter is not None:
+                self._rate_limiter.wait_and_charge(length_bytes)
                 if phase is Phase.COPY:
-                    self._sync_if_due(self._pace, length_bytes)
+                    self._sync_if_due(self._rate_limiter, length_bytes)
             # A program that opens the file for writing blocks until the next check, so for one chunk at most.
             self._guard.check()
 
         return on_chunk
 
-    def _sync_if_due(self, pace: Pace, next_chunk_bytes: int) -> None:
-        """Sync the copy before more than `pace.unsynced_bytes_max` bytes of it are only in memory."""
-        if self._unsynced_bytes + next_chunk_bytes > pace.unsynced_bytes_max:
+    def _sync_if_due(self, rate_limiter: RateLimiter, next_chunk_bytes: int) -> None:
+        """Sync the copy before more than `rate_limiter.unsynced_bytes_max` bytes of it are only in memory."""
+        if self._unsynced_bytes + next_chunk_bytes > rate_limiter.unsynced_bytes_max:
             os.fdatasync(self._copy_fd)
             self._unsynced_bytes = 0
         self._unsynced_bytes += next_chunk_bytes
@@ -257,7 +257,7 @@ class _Migration:
         with self._destination.hold_lock(exclusive=False):
             # O_NOATIME: the verification must not change the access time.
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOATIME
-            self._copy_fd = os.open(self.id, flags, 0o600, dir_fd=self._destination.own_folder_fd("incoming"))
+            self._copy_fd = os.open(self.id, flags, 0o600, dir_fd=self._destination.gdrkit_folder_fd("incoming"))
             # Once the copy has its name, another process may open it for writing through gdrkit. The lock makes that
             # open wait for the end of the migration.
             fcntl.flock(self._copy_fd, fcntl.LOCK_EX)
@@ -275,7 +275,7 @@ class _Migration:
         self._guard.check()
         with self._destination.open_parent(self._name, create_like=self._source) as (parent_fd, base_name):
             rename_without_replacing(
-                self.id, base_name, folder_fd=self._destination.own_folder_fd("incoming"), new_folder_fd=parent_fd
+                self.id, base_name, folder_fd=self._destination.gdrkit_folder_fd("incoming"), new_folder_fd=parent_fd
             )
 
     def _sync_destination(self) -> None:
@@ -284,7 +284,7 @@ class _Migration:
 
     def _retire_source(self) -> None:
         """Rename the old file into the ``retired`` folder. From that moment the copy is the file."""
-        retired_fd = self._source.own_folder_fd("retired")
+        retired_fd = self._source.gdrkit_folder_fd("retired")
         self._check_copy_has_name()
         with self._source.open_parent(self._name) as (parent_fd, base_name):
             self._guard.check()
@@ -306,7 +306,7 @@ class _Migration:
             raise kernel_error(error, "migrate", name=printable(self._name), tier=self._destination.name)
 
     def _sync_source(self) -> None:
-        os.fsync(self._source.own_folder_fd("retired"))
+        os.fsync(self._source.gdrkit_folder_fd("retired"))
         with self._source.open_parent(self._name) as (parent_fd, _):
             os.fsync(parent_fd)
 
@@ -318,7 +318,7 @@ class _Migration:
         # This is the last check of both files before one of them is removed.
         self._check_copy_has_name()
         self._guard.check()
-        retired_fd = self._source.own_folder_fd("retired")
+        retired_fd = self._source.gdrkit_folder_fd("retired")
         os.unlink(self.id, dir_fd=retired_fd)
         # The folder is synced before the record is removed: a recovery keeps a retired file without a record, because
         # it may be the only copy.
@@ -359,10 +359,10 @@ class _Migration:
     def _restore_source_name(self) -> None:
         with self._source.open_parent(self._name) as (parent_fd, base_name):
             rename_without_replacing(
-                self.id, base_name, folder_fd=self._source.own_folder_fd("retired"), new_folder_fd=parent_fd
+                self.id, base_name, folder_fd=self._source.gdrkit_folder_fd("retired"), new_folder_fd=parent_fd
             )
             os.fsync(parent_fd)
-        os.fsync(self._source.own_folder_fd("retired"))
+        os.fsync(self._source.gdrkit_folder_fd("retired"))
 
     def _remove_copy_name(self) -> None:
         """Remove the name of the copy in the destination."""
@@ -377,7 +377,7 @@ class _Migration:
         if self._record is not None:
             self._record.remove()
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.id, dir_fd=self._destination.own_folder_fd("incoming"))
+            os.unlink(self.id, dir_fd=self._destination.gdrkit_folder_fd("incoming"))
 
     def close(self) -> None:
         """Close the descriptors and locks of the copy and the record."""

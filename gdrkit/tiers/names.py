@@ -10,9 +10,9 @@ import os
 
 from gdrkit.errors import UsageError
 
-__all__ = ["LOST_AND_FOUND", "OWN_FOLDER", "check_name", "printable"]
+__all__ = ["GDRKIT_FOLDER", "LOST_AND_FOUND", "check_name", "printable"]
 
-OWN_FOLDER = ".gdrkit-tiers"
+GDRKIT_FOLDER = ".gdrkit-tiers"
 # Folder that some file systems create in their root. It contains files that a check of the file system has found.
 LOST_AND_FOUND = "lost+found"
 # PATH_MAX without its NUL, and NAME_MAX.
@@ -27,7 +27,7 @@ def check_name(name: str) -> str:
     ------
     UsageError
         The name is empty, absolute, longer than Linux permits, contains ``.``, ``..``, an empty part or a NUL, or
-        begins with `OWN_FOLDER` or `LOST_AND_FOUND`.
+        begins with `GDRKIT_FOLDER` or `LOST_AND_FOUND`.
     """
     encoded_name = os.fsencode(name)
     path_parts = encoded_name.split(b"/")
@@ -40,9 +40,9 @@ def check_name(name: str) -> str:
             f"not {len(encoded_name)} bytes with a part of {max(map(len, path_parts))}"
         )
         raise UsageError(message)
-    if os.fsdecode(path_parts[0]) in {OWN_FOLDER, LOST_AND_FOUND}:
+    if os.fsdecode(path_parts[0]) in {GDRKIT_FOLDER, LOST_AND_FOUND}:
         message = (
-            f"a name must not begin with {OWN_FOLDER} or {LOST_AND_FOUND}, which are reserved: {printable(name)!r}"
+            f"a name must not begin with {GDRKIT_FOLDER} or {LOST_AND_FOUND}, which are reserved: {printable(name)!r}"
         )
         raise UsageError(message, what_to_do="choose another name")
     return name

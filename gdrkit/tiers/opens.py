@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.handles import Closeable, Handle
 from gdrkit.host import OpenReports, open_by_handle
-from gdrkit.tiers.names import LOST_AND_FOUND, OWN_FOLDER
+from gdrkit.tiers.names import GDRKIT_FOLDER, LOST_AND_FOUND
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ _REPORT_TIMEOUT_S = 5.0
 # Largest number of reads of the kernel's queue of reports after close() was called. On a busy file system, the queue
 # may never become empty.
 _LAST_READS_MAX = 64
-_RESERVED_FOLDERS = frozenset({OWN_FOLDER, LOST_AND_FOUND})
+_RESERVED_FOLDERS = frozenset({GDRKIT_FOLDER, LOST_AND_FOUND})
 # Errors after which the watcher counts no opens in a tier instead of failing: the file system does not support the
 # reports, or this user may not open ``tier.json``.
 _UNSUPPORTED_ERRNOS = frozenset({errno.ENODEV, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EACCES})
@@ -130,10 +130,10 @@ class OpenWatcher(Closeable):
 
     def _is_open_reported(self, folder: TierFolder) -> bool:
         """Open a file in ``.gdrkit-tiers``, and return whether the kernel reports this open with the file's name."""
-        own_folder_fd = folder.find_own_folder_fd()
-        if own_folder_fd is None:
+        gdrkit_folder_fd = folder.find_gdrkit_folder_fd()
+        if gdrkit_folder_fd is None:
             return False
-        os.close(os.open("tier.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own_folder_fd))
+        os.close(os.open("tier.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=gdrkit_folder_fd))
         poller = select.poll()
         poller.register(self._reports.fileno(), select.POLLIN)
         deadline_s = time.monotonic() + _REPORT_TIMEOUT_S
@@ -143,7 +143,7 @@ class OpenWatcher(Closeable):
             self._count_opens(opened_files)
             for file in opened_files:
                 is_own_open = (file.process_id, file.name) == (os.getpid(), b"tier.json")
-                if is_own_open and self._find_path_in_tier(folder, file.folder_handle) == OWN_FOLDER:
+                if is_own_open and self._find_path_in_tier(folder, file.folder_handle) == GDRKIT_FOLDER:
                     return True
         return False
 

@@ -24,11 +24,11 @@ _PINS_FILE_NAME = "pins.json"
 
 def read_pins(folder: TierFolder) -> dict[str, str]:
     """Return the tier of each pinned file. The result is empty if there are no pins, or if they cannot be read."""
-    own_folder_fd = folder.find_own_folder_fd()
-    if own_folder_fd is None:
+    gdrkit_folder_fd = folder.find_gdrkit_folder_fd()
+    if gdrkit_folder_fd is None:
         return {}
     try:
-        descriptor = os.open(_PINS_FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own_folder_fd)
+        descriptor = os.open(_PINS_FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=gdrkit_folder_fd)
     except OSError:
         return {}
     with os.fdopen(descriptor, encoding="ascii") as file:
@@ -42,13 +42,13 @@ def read_pins(folder: TierFolder) -> dict[str, str]:
 def write_pins(folder: TierFolder, pins: Mapping[str, str]) -> None:
     """Replace all pins, and sync them to the disk. The caller must exclude other processes that write pins."""
     with convert_os_errors("write pins", tier=folder.name):
-        own_folder_fd = folder.own_folder_fd()
+        gdrkit_folder_fd = folder.gdrkit_folder_fd()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(
-            os.open(_PINS_FILE_NAME + ".new", flags, 0o600, dir_fd=own_folder_fd), "w", encoding="ascii"
+            os.open(_PINS_FILE_NAME + ".new", flags, 0o600, dir_fd=gdrkit_folder_fd), "w", encoding="ascii"
         ) as file:
             json.dump(pins, file, sort_keys=True)
             file.flush()
             os.fsync(file.fileno())
-        os.rename(_PINS_FILE_NAME + ".new", _PINS_FILE_NAME, src_dir_fd=own_folder_fd, dst_dir_fd=own_folder_fd)
-        os.fsync(own_folder_fd)
+        os.rename(_PINS_FILE_NAME + ".new", _PINS_FILE_NAME, src_dir_fd=gdrkit_folder_fd, dst_dir_fd=gdrkit_folder_fd)
+        os.fsync(gdrkit_folder_fd)

@@ -86,7 +86,7 @@ class MoveRecord:
     ) -> MoveRecord:
         """Create a record that this process has locked, sync it to the disk and return it."""
         move = RecordedMove(name, source, file_status.st_ino, file_status.st_size, file_status.st_mtime_ns, copy_inode)
-        moves_fd = folder.own_folder_fd("moves")
+        moves_fd = folder.gdrkit_folder_fd("moves")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(move_id + _SUFFIX, flags, 0o600, dir_fd=moves_fd)
         record = cls(folder, move_id, descriptor, move)
@@ -97,7 +97,7 @@ class MoveRecord:
             os.fsync(descriptor)
             os.fsync(moves_fd)
             # The caller has created the copy in this folder.
-            os.fsync(folder.own_folder_fd("incoming"))
+            os.fsync(folder.gdrkit_folder_fd("incoming"))
         except BaseException:
             record.remove()
             record.close()
@@ -106,7 +106,7 @@ class MoveRecord:
 
     def remove(self) -> None:
         """Remove the record of a migration that has ended."""
-        moves_fd = self.folder.own_folder_fd("moves")
+        moves_fd = self.folder.gdrkit_folder_fd("moves")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.id + _SUFFIX, dir_fd=moves_fd)
         os.fsync(moves_fd)
@@ -120,15 +120,17 @@ class MoveRecord:
 
 def list_recorded_ids(folder: TierFolder) -> set[str]:
     """Return the IDs of the migrations into this tier that have a record. They are in progress or interrupted."""
-    return {name.removesuffix(_SUFFIX) for name in folder.list_own_folder("moves")}
+    return {name.removesuffix(_SUFFIX) for name in folder.list_gdrkit_folder("moves")}
 
 
 def lock_dead_records(folder: TierFolder) -> list[MoveRecord]:
     """Return the records of processes that have died, and lock them for this process. The caller closes each record."""
     records = []
-    for name in folder.list_own_folder("moves"):
+    for name in folder.list_gdrkit_folder("moves"):
         try:
-            descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.own_folder_fd("moves"))
+            descriptor = os.open(
+                name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.gdrkit_folder_fd("moves")
+            )
         except FileNotFoundError:
             continue  # The migration has just ended.
         try:

@@ -1,8 +1,8 @@
 """Recovery of migrations whose process died.
 
-The disks show whether the copy had already become the file (see :mod:`gdrkit.tiers.migration`). If another program
-wrote to the old file and to its copy, the recovery deletes neither. It moves one of them to the ``kept`` folder and
-reports it.
+The recovery finds out from the tiers whether the copy had already replaced the old file (see
+:mod:`gdrkit.tiers.migration`). If another program wrote to the old file and to its copy, the recovery deletes neither.
+It moves one of them to the ``kept`` folder and reports it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["find_interrupted_migrations", "recover"]
 
 
 def find_interrupted_migrations(folders: Mapping[str, TierFolder]) -> Iterator[TierFinding]:
-    """Yield a finding for each migration that :func:`recover` would complete or undo."""
+    """Yield a finding for each migration that :func:`recover` would try to complete or undo."""
     for folder in folders.values():
         for record in lock_dead_records(folder):
             record.close()
@@ -55,9 +55,10 @@ def recover(folders: Mapping[str, TierFolder], catalogue: Catalogue) -> list[Tie
     for folder in folders.values():
         with convert_os_errors("recover", tier=folder.name):
             findings += _recover_into(folder, folders, catalogue)
-    # A migration creates its record before it retires the file, and removes the retired file before the record. So the
-    # retired files must be listed before the records. A listed file without a record then belongs to no migration.
-    retired_names_by_tier = {tier: folder.list_own_folder("retired") for tier, folder in folders.items()}
+    # A migration creates its record before it moves the old file to the ``retired`` folder, and removes the old file
+    # before the record. So the retired files must be listed before the records. A listed file without a record then
+    # belongs to no migration.
+    retired_names_by_tier = {tier: folder.list_gdrkit_folder("retired") for tier, folder in folders.items()}
     recorded_move_ids = set().union(*map(list_recorded_ids, folders.values()))
     for tier, names in retired_names_by_tier.items():
         with convert_os_errors("recover", tier=tier):
@@ -77,9 +78,9 @@ def _recover_into(folder: TierFolder, folders: Mapping[str, TierFolder], catalog
         records = lock_dead_records(folder)
         # A migration creates its copy and its record while it holds the shared lock. So a copy without a record is from
         # a process that died before it had created the record.
-        for copy_id in set(folder.list_own_folder("incoming")) - list_recorded_ids(folder):
+        for copy_id in set(folder.list_gdrkit_folder("incoming")) - list_recorded_ids(folder):
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(copy_id, dir_fd=folder.own_folder_fd("incoming"))
+                os.unlink(copy_id, dir_fd=folder.gdrkit_folder_fd("incoming"))
     for record in records:
         try:
             yield from _complete_or_undo(record, folders, catalogue)
@@ -100,7 +101,7 @@ def _complete_or_undo(
             return
         yield from _InterruptedMove(record, move, source).complete_or_undo(catalogue)
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(record.id, dir_fd=destination.own_folder_fd("incoming"))
+        os.unlink(record.id, dir_fd=destination.gdrkit_folder_fd("incoming"))
     record.remove()
     catalogue.release_reservation(record.id)
 
@@ -110,7 +111,7 @@ class _InterruptedMove:
 
     Attributes
     ----------
-    _named_status : os.stat_result or None
+    _source_status : os.stat_result or None
         The file under its name in the source; None if the name does not exist.
     _retired_status : os.stat_result or None
         The old file in the ``retired`` folder of the source; None if it is not there.
@@ -122,18 +123,18 @@ class _InterruptedMove:
         self._id = record.id
         self._move = move
         self._source, self._destination = source, record.folder
-        self._named_status = source.stat(move.name)
-        self._retired_status = _stat_at(source.own_folder_fd("retired"), record.id)
+        self._source_status = source.stat(move.name)
+        self._retired_status = _stat_at(source.gdrkit_folder_fd("retired"), record.id)
         file_status = self._destination.stat(move.name)
         self._copy_status = file_status if file_status is not None and file_status.st_ino == move.copy_inode else None
 
     def complete_or_undo(self, catalogue: Catalogue) -> Iterator[TierFinding]:
         """Complete or undo the migration, and yield the findings for the administrator."""
         name = self._move.name
-        if self._retired_status is None and self._named_status is not None:
+        if self._retired_status is None and self._source_status is not None:
             # The file was not retired yet, so the migration is undone.
             yield from self._discard_copy()
-            catalogue.record_file(name, self._source.name, self._named_status)
+            catalogue.record_file(name, self._source.name, self._source_status)
         elif self._retired_status is not None and self._must_restore_name():
             # The retired file has the newest or the only data, so the migration is undone.
             yield from self._discard_copy()
@@ -154,7 +155,7 @@ class _InterruptedMove:
         Either only the retired file was written during the migration, or the copy does not exist and no other file has
         its name in the destination.
         """
-        if self._named_status is not None or self._retired_status is None:
+        if self._source_status is not None or self._retired_status is None:
             return False
         if self._copy_status is None:
             return self._destination.stat(self._move.name) is None
@@ -168,13 +169,13 @@ class _InterruptedMove:
             if self._move.is_unchanged(self._copy_status):
                 os.unlink(base_name, dir_fd=parent_fd)
             else:
-                text = "another program wrote to the copy before the copy became the file"
+                text = "another program wrote to the copy before the migration was complete; gdrkit kept the copy"
                 yield self._move_to_kept(parent_fd, base_name, self._destination, text)
             os.fsync(parent_fd)
 
     def _discard_retired(self) -> Iterator[TierFinding]:
         """Remove the retired file, or keep it if another program has written to it or the copy is gone."""
-        retired_fd = self._source.own_folder_fd("retired")
+        retired_fd = self._source.gdrkit_folder_fd("retired")
         if (
             self._retired_status is not None
             and self._move.is_unchanged(self._retired_status)
@@ -187,7 +188,7 @@ class _InterruptedMove:
         os.fsync(retired_fd)
 
     def _restore_source_name(self) -> None:
-        retired_fd = self._source.own_folder_fd("retired")
+        retired_fd = self._source.gdrkit_folder_fd("retired")
         with self._source.open_parent(self._move.name, create_like=self._destination) as (parent_fd, base_name):
             rename_without_replacing(self._id, base_name, folder_fd=retired_fd, new_folder_fd=parent_fd)
             os.fsync(parent_fd)
@@ -195,7 +196,7 @@ class _InterruptedMove:
 
     def _move_to_kept(self, parent_fd: int, base_name: str, tier: TierFolder, problem: str) -> TierFinding:
         """Move a file to the ``kept`` folder of its tier, and return the finding."""
-        rename_without_replacing(base_name, self._id, folder_fd=parent_fd, new_folder_fd=tier.own_folder_fd("kept"))
+        rename_without_replacing(base_name, self._id, folder_fd=parent_fd, new_folder_fd=tier.gdrkit_folder_fd("kept"))
         return TierFinding(FindingKind.KEPT, self._move.name, tier.name, f"{problem}, as kept/{self._id}")
 
 
@@ -204,11 +205,11 @@ def _keep_unrecorded_files(folder: TierFolder, names: set[str]) -> Iterator[Tier
     for name in names:
         try:
             rename_without_replacing(
-                name, name, folder_fd=folder.own_folder_fd("retired"), new_folder_fd=folder.own_folder_fd("kept")
+                name, name, folder_fd=folder.gdrkit_folder_fd("retired"), new_folder_fd=folder.gdrkit_folder_fd("kept")
             )
         except FileNotFoundError:
             continue  # The migration has just ended.
-        text = "the name and the tier of this file are unknown, because the record of its migration is gone"
+        text = "the old name of this file is unknown, because the record of its migration is gone"
         yield TierFinding(FindingKind.KEPT, f"kept/{printable(name)}", folder.name, text)
 
 

@@ -15,7 +15,7 @@ from gdrkit.units import KIB, MIB, align_down
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["RATE_BYTES_PER_S_MIN", "WATCH_MODES", "Pace", "QuietHours", "RunSettings", "WatchMode"]
+__all__ = ["RATE_BYTES_PER_S_MIN", "WATCH_MODES", "QuietHours", "RateLimiter", "RunSettings", "WatchMode"]
 
 WatchMode = Literal["preferred", "required", "never"]
 WATCH_MODES: tuple[WatchMode, ...] = ("preferred", "required", "never")
@@ -88,7 +88,7 @@ class RunSettings:
     Raises
     ------
     UsageError
-        A value is invalid. The message names the parameter.
+        A value is invalid. The message says which one.
     """
 
     interval_s: float = 600.0
@@ -112,11 +112,12 @@ class RunSettings:
         return max((hours.remaining_s(time_s) for hours in self.quiet_hours), default=0.0)
 
 
-class Pace:
+class RateLimiter:
     """The rate limit of the copies of a background run.
 
-    A chunk counts as *paid* when the time has passed that its bytes take at the rate limit. The next chunk is copied
-    when all earlier chunks are paid. Time without copies is not saved up, so there are no bursts afterwards.
+    At the rate limit, a chunk of n bytes takes n / `rate_bytes_per_s` seconds. It is *paid* when this time has passed.
+    The next chunk is copied when all earlier chunks are paid. Time without copies is not saved up, so there are no
+    bursts afterwards.
 
     Parameters
     ----------
@@ -145,7 +146,7 @@ class Pace:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rate_bytes_per_s, self._wait, self._clock = rate_bytes_per_s, wait, clock
-        # The time, by `clock`, at which all chunks that spend() has charged are paid.
+        # The time, by `clock`, at which all chunks that wait_and_charge() has charged are paid.
         self._paid_at_s = -math.inf
         self.unsynced_bytes_max = 32 * MIB
         self.chunk_bytes = CHUNK_BYTES
@@ -153,7 +154,7 @@ class Pace:
             chunk_bytes = align_down(int(rate_bytes_per_s * _PAUSE_S_MAX), alignment_bytes=_CHUNK_BYTES_MIN)
             self.chunk_bytes = min(CHUNK_BYTES, chunk_bytes)
 
-    def spend(self, length_bytes: int) -> None:
+    def wait_and_charge(self, length_bytes: int) -> None:
         """Wait until the earlier chunks are paid, then charge the next chunk of `length_bytes`."""
         if self._rate_bytes_per_s is None:
             return

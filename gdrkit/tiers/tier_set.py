@@ -8,7 +8,7 @@ from gdrkit.errors import Api, ApiError, Reason, SetupMissing
 from gdrkit.handles import ReleaseStack
 from gdrkit.tiers.catalogue import TierTotals
 from gdrkit.tiers.folder import TierFolder
-from gdrkit.tiers.names import OWN_FOLDER
+from gdrkit.tiers.names import GDRKIT_FOLDER
 from gdrkit.tiers.policy import TierLimits
 
 if TYPE_CHECKING:
@@ -91,12 +91,14 @@ class TierSet:
         identity_by_tier, totals_by_tier = catalogue.identities(), catalogue.totals()
         for name, folder in tuple(self.folders.items()):
             if name in identity_by_tier and folder.identity != identity_by_tier[name]:
-                has_no_own_folder = not folder.is_claimed
-                if has_no_own_folder or (folder.identity is not None and totals_by_tier.get(name, TierTotals()).files):
+                has_no_gdrkit_folder = not folder.is_claimed
+                if has_no_gdrkit_folder or (
+                    folder.identity is not None and totals_by_tier.get(name, TierTotals()).files
+                ):
                     cause = f"{folder.directory} is not the folder in the catalogue; is its file system mounted?"
                     advice = (
-                        f" If you recreated the folder: mkdir {folder.directory / OWN_FOLDER}"
-                        if has_no_own_folder
+                        f" If you recreated the folder: mkdir {folder.directory / GDRKIT_FOLDER}"
+                        if has_no_gdrkit_folder
                         else ""
                     )
                     self.absent[name] = cause + advice

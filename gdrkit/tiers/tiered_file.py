@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from gdrkit.gds.opening import Direct
+    from gdrkit.gds.opening import DirectPathMode
     from gdrkit.gds.result import TransferResult
     from gdrkit.tiers.catalogue import Catalogue
     from gdrkit.tiers.folder import TierFolder
@@ -78,7 +78,7 @@ class TieredFile:
         file_offset_bytes: int = 0,
         length_bytes: int | None = None,
         buffer_offset_bytes: int = 0,
-        direct: Direct = "preferred",
+        direct: DirectPathMode = "preferred",
     ) -> TransferResult:
         """Read a range of the file into device or host memory, like :meth:`gdrkit.gds.File.read_into`.
 
@@ -114,7 +114,7 @@ class TieredFile:
         file_offset_bytes: int = 0,
         length_bytes: int | None = None,
         buffer_offset_bytes: int = 0,
-        direct: Direct = "preferred",
+        direct: DirectPathMode = "preferred",
     ) -> TransferResult:
         """Write device or host memory into a range of the file; see :meth:`read_into` and :meth:`sync`."""
         result = self._open_gds_file(direct).write_from(
@@ -145,7 +145,7 @@ class TieredFile:
             for gds_file in self._gds_file_by_direct.values():
                 stack.callback(gds_file.close)
 
-    def _open_gds_file(self, direct: Direct) -> File:
+    def _open_gds_file(self, direct: DirectPathMode) -> File:
         """Return the :class:`gdrkit.gds.File` for this file, opened by its descriptor's path."""
         with self._gds_files_lock:
             if direct not in self._gds_file_by_direct:

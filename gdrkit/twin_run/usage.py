@@ -2,7 +2,7 @@
 
 A software twin is a library that emulates the hardware. Every twin of the run maps the file
 (``native/twins/model/usage.cpp``) and updates the counts in it while it works, so the counts of a killed process are
-not lost. The file has a header and one slot per process and API.
+not lost. The file has a header and one slot per process and API. :func:`twin_dmabufs` does not use the file.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ _MAGIC = b"GDRKRUN1"
 _SLOT_COUNT = 4096
 # The state of a slot that a process has filled completely.
 _STATE_READY = 2
-# A dma-buf of the twins is a descriptor of one of these memfds that is open for writing only (model/dmabuf.cpp).
-_DMABUF_MEMFDS = ("/memfd:gdrkit-gpu:", "/memfd:gdrkit-dmabuf:")
+# The twins emulate a dma-buf by a write-only descriptor of a memfd (model/dmabuf.cpp). The target of its link in
+# /proc/PID/fd begins with one of these prefixes.
+_DMABUF_MEMFD_PREFIXES = ("/memfd:gdrkit-gpu:", "/memfd:gdrkit-dmabuf:")
 _FLAGS_LINE = re.compile(r"^flags:\s*([0-7]+)$", re.MULTILINE)
 _TWIN_EXPORTER = "gdrkit-twin"
 _API_BY_NUMBER = {1: Api.VERBS, 2: Api.CUDA, 3: Api.CUFILE, 4: Api.HLTHUNK}
-# The twins of the CUDA runtime have slots of their own. The counts are in the slot of the CUDA twin below them.
+# A twin of the CUDA runtime has its own slot, without counts. It calls the twin of the CUDA driver, whose slot has the
+# counts.
 _RUNTIME_BY_NUMBER = {5: "libcudart.so.12", 6: "libcudart.so.13"}
 
 
@@ -94,7 +96,7 @@ def read_usage(path: Path) -> list[ProcessUse]:
     """Return the slots in use, in the order in which the processes opened the twins.
 
     The slots of the CUDA runtime are left out; see :func:`read_runtimes`. Slots with an unknown API number are left out
-    too, because every process of the run can write into the file.
+    too, because every process of the run can write into the file. A file of another size or format has no slots.
     """
     uses = []
     for api_number, process_id, program, objects_count, moved_bytes, *current_counts in _find_ready_slots(path):
@@ -118,7 +120,8 @@ def read_runtimes(path: Path) -> list[RuntimeUse]:
 def _find_ready_slots(path: Path) -> Iterator[tuple[int, int, str, int, int, int, int, int]]:
     """Yield for each slot in use: API number, process ID, program, objects, moved bytes, and three counts.
 
-    The last three are the queue pairs, the regions and the bytes of regions that exist now.
+    The last three are the queue pairs, the regions and the bytes of regions that exist now. Yield nothing if the file
+    has a wrong size or magic number.
     """
     data = path.read_bytes()
     if len(data) != _HEADER.size + _SLOT.size * _SLOT_COUNT or not data.startswith(_MAGIC):
@@ -139,7 +142,7 @@ def twin_dmabufs(tree: HostTree, process: str, target_by_descriptor: dict[int, s
     """
     dmabufs = []
     for descriptor, target in target_by_descriptor.items():
-        if target.startswith(_DMABUF_MEMFDS):
+        if target.startswith(_DMABUF_MEMFD_PREFIXES):
             flags_match = _FLAGS_LINE.search(tree.text(f"/proc/{process}/fdinfo/{descriptor}") or "")
             with contextlib.suppress(OSError):  # The descriptor may have been closed meanwhile.
                 file_status = tree.path(f"/proc/{process}/fd/{descriptor}").stat()

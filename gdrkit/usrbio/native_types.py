@@ -1,4 +1,4 @@
-"""The types of the objects that the native module creates: iovecs and rings."""
+"""The types of the native module, and of the objects that it creates: iovecs and rings."""
 
 # The functions of NativeModule have no docstrings, because their Python wrappers document them. Their parameters have
 # the order of the C interface.
@@ -115,9 +115,9 @@ class Ioring(Protocol):
         """Whether the ring was destroyed."""
 
     def prepare(self, iov: Iovec, read: bool, fd: int, off: int, userdata: object = None) -> Self:  # noqa: FBT001
-        """Add an operation that moves all bytes of `iov` from or to the file, beginning at its offset `off`.
+        """Add an operation that fills `iov` from the file, or writes all bytes of `iov` to the file, at offset `off`.
 
-        The agent may start the operation at once.
+        `off` is an offset in the file, in bytes. The agent may start the operation at once.
 
         Raises
         ------
@@ -135,8 +135,8 @@ class Ioring(Protocol):
         Parameters
         ----------
         max_results, min_results : int
-            Highest and lowest number of operations in the result. If the timeout expires, the result has fewer than
-            `min_results`. At most max(`max_results`, `min_results`, 1) operations are returned.
+            `min_results` is the number of completions to wait for. If the timeout expires, fewer are returned.
+            `max_results` is the largest number to return. A value below max(`min_results`, 1) is raised to it.
         timeout : timedelta or None
             Longest wait. None means no limit.
         """
@@ -161,6 +161,7 @@ class Ioring(Protocol):
 class NativeModule(Protocol):
     """The module ``gdrkit.usrbio._hf3fs``."""
 
+    # The names of the functions of the C interface that the library has.
     def function_names(self) -> list[str]: ...
     def extract_mount_point(self, path: str) -> str | None: ...
     def is_hf3fs(self, fd: int) -> bool: ...

@@ -87,8 +87,9 @@ class Machine:
         """
         try:
             return self._run_once(script_file, output_folder=output_folder, limits=limits)
-        except BootTimeoutError as error:
-            print(f"lab: {error}; it is started again", flush=True)  # noqa: T201 - users read it.
+        except BootTimeoutError:
+            text = f"the virtual machine did not boot within {limits.boot_s:g} s, and was killed; it is started again"
+            print(f"lab: {text}", flush=True)  # noqa: T201 - users read it.
         return self._run_once(script_file, output_folder=output_folder, limits=limits)
 
     def _run_once(self, script_file: Path, *, output_folder: Path, limits: Limits) -> int:
@@ -218,7 +219,7 @@ def _print_output(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Terminate vng and QEMU, which are in one process group. Kill them if vng does not end in time."""
+    """Terminate the process group of vng and QEMU, wait for vng, and kill the processes that are left of the group."""
     # The group is signalled even if vng has ended, because QEMU may still run.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)

@@ -99,7 +99,7 @@ void File::remove_pending(std::uint64_t bytes) noexcept {
 bool File::begin_use() noexcept {
     // The use is counted before the flag is read, so that a close that starts now waits for the use or is seen here.
     uses_count_.fetch_add(1);
-    if (is_closing_.load()) {
+    if (refuses_uses_.load()) {
         end_use();
         return false;
     }
@@ -107,7 +107,7 @@ bool File::begin_use() noexcept {
 }
 
 void File::end_use() noexcept {
-    if (uses_count_.fetch_sub(1) == 1 && is_closing_.load()) {
+    if (uses_count_.fetch_sub(1) == 1 && refuses_uses_.load()) {
         futex_wake_all(uses_count_);
     }
 }
@@ -117,14 +117,14 @@ bool File::wait_until_unused(std::chrono::nanoseconds timeout) noexcept {
 }
 
 bool File::begin_close(std::chrono::nanoseconds timeout) noexcept {
-    return wait_for_word(is_close_running_, timeout, [&](std::uint32_t is_running) {
-        return is_running == 0 && is_close_running_.compare_exchange_strong(is_running, 1);
+    return wait_for_word(is_close_in_progress_, timeout, [&](std::uint32_t is_in_progress) {
+        return is_in_progress == 0 && is_close_in_progress_.compare_exchange_strong(is_in_progress, 1);
     });
 }
 
 void File::end_close() noexcept {
-    is_close_running_.store(0);
-    futex_wake_all(is_close_running_);
+    is_close_in_progress_.store(0);
+    futex_wake_all(is_close_in_progress_);
 }
 
 void File::close() {
@@ -147,7 +147,7 @@ std::shared_ptr<File> File::replace_after_fork() {
     owned_direct_descriptor_.reset();
     const bool is_closed = is_closed_.load() || !owned_descriptor_;
     auto file = std::make_shared<File>(std::move(owned_descriptor_));
-    file->is_closing_.store(is_closed);
+    file->refuses_uses_.store(is_closed);
     file->is_closed_.store(is_closed);
     fd_.store(-1, std::memory_order_relaxed);
     direct_fd_.store(-1, std::memory_order_relaxed);

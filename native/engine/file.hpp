@@ -1,5 +1,5 @@
 // A file of a job. It has a buffered descriptor, and a second descriptor with O_DIRECT, which is opened at its first
-// use.
+// use. It counts its uses, so that a close can wait for their end.
 #pragma once
 
 #include <atomic>
@@ -29,7 +29,7 @@ public:
     // Returns the descriptor without O_DIRECT. Throws Error.
     int buffered_fd();
     // Returns the descriptor without O_DIRECT if the file is open, else -1.
-    int fd() const noexcept { return fd_.load(std::memory_order_acquire); }
+    int fd_if_open() const noexcept { return fd_.load(std::memory_order_acquire); }
     // Returns the descriptor with O_DIRECT, or -1 if O_DIRECT has failed (see direct_errno()).
     int direct_fd();
     // Returns the errno with which an open or a transfer with O_DIRECT failed, or 0.
@@ -41,7 +41,7 @@ public:
     std::uint64_t size_bytes();
     // Returns how much of the range is cached. The range may reach beyond the end of the file.
     Residency residency_of(std::uint64_t offset, std::uint64_t length);
-    // Adds bytes that the job is going to transfer. Has an effect only if this object opens the file by its path.
+    // Adds bytes that the job is going to transfer. remove_pending() uses the count only for a file opened by its path.
     void add_pending(std::uint64_t bytes) noexcept { pending_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
     // Removes pending bytes that were transferred or failed. Closes a file that was opened by its path when no bytes
     // are pending any more.
@@ -69,9 +69,10 @@ public:
     // object, because threads of the parent may have held them during the fork.
     std::shared_ptr<File> replace_after_fork();
 
-    // The identifiers of the threads whose Python code uses or closes the file, once for each use. Only a thread with
-    // the GIL may access this list. Workers and calls without the GIL are not in it, because they run no signal
-    // handlers.
+    // The identifiers of the threads whose Python code uses or closes the file, once for each use. If a signal handler
+    // closes the file during a use by its own thread, the close finds the thread here, and fails instead of waiting for
+    // itself. Workers and calls without the GIL run no signal handlers, so they are not in the list. Only a thread with
+    // the GIL may access it.
     std::vector<unsigned long> python_threads;
 
 private:
@@ -89,12 +90,13 @@ private:
     std::atomic<std::uint64_t> alignment_bytes_{4096};
     std::atomic<std::uint64_t> pending_bytes_{0};
     std::atomic<std::uint32_t> uses_count_{0};
-    std::atomic<std::uint32_t> is_close_running_{0}; // 1 from begin_close() to end_close().
-    std::atomic<bool> is_closing_{false};
+    std::atomic<std::uint32_t> is_close_in_progress_{0}; // 1 from begin_close() to end_close().
+    std::atomic<bool> refuses_uses_{false};              // A FileClosing exists, or the file is closed.
     std::atomic<bool> is_closed_{false};
 };
 
-// A use of a file, which the destructor ends. If the file is closed, the object is empty: file() is null.
+// A use of a file, which the destructor ends. If the file is closed, or while a FileClosing exists, the object is
+// empty: file() is null.
 class FileUse {
 public:
     explicit FileUse(std::shared_ptr<File> file) : file_(file->begin_use() ? std::move(file) : nullptr) {}
@@ -118,12 +120,12 @@ class FileClosing {
 public:
     explicit FileClosing(File& file, bool has_begun_close = false) noexcept
         : file_(file), has_begun_close_(has_begun_close) {
-        file_.is_closing_.store(true);
+        file_.refuses_uses_.store(true);
     }
     FileClosing(const FileClosing&) = delete;
     FileClosing& operator=(const FileClosing&) = delete;
     ~FileClosing() {
-        file_.is_closing_.store(file_.is_closed());
+        file_.refuses_uses_.store(file_.is_closed());
         if (has_begun_close_) {
             file_.end_close();
         }

@@ -181,7 +181,7 @@ bool collect_ended() {
 struct FileDeleter {
     void operator()(File* file) const noexcept {
         std::optional<GilRelease> release;
-        if (file->fd() >= 0 && GilRelease::has_gil()) {
+        if (file->fd_if_open() >= 0 && GilRelease::has_gil()) {
             release.emplace();
         }
         delete file;
@@ -374,7 +374,7 @@ void bind_jobs(nb::module_& module) {
             "`waits` is not set, do not wait; the last use closes the descriptors. Raise EngineError (EDEADLK) if the "
             "calling thread uses the file.")
         .def_prop_ro("closed", &File::is_closed)
-        .def("fileno", &File::fd, "Return the descriptor, which this object owns, or -1 if the file is closed.")
+        .def("fileno", &File::fd_if_open, "Return the descriptor, which this object owns, or -1 if the file is closed.")
         .def("replace_after_fork", &File::replace_after_fork,
              "Return a file with the same descriptor, for a forked child.")
         .def(

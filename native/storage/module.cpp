@@ -107,7 +107,7 @@ std::map<std::string, std::uint64_t> read_counters(Store& store) {
             {"read_bytes", counters.read_bytes},
             {"written_bytes", counters.written_bytes},
             {"corruptions", counters.corruptions},
-            {"outside_changes", counters.outside_changes},
+            {"outside_changes", counters.outside_changes}, // changes of files by other programs
             {"rdma_errors", counters.rdma_errors},
             {"refused_frames", counters.refused_frames},
             {"sessions", counters.sessions}};
@@ -117,7 +117,8 @@ void bind_files(nb::module_& module) {
     nb::class_<Store>(
         module, "Store",
         "The files of a store and their checksums (sums). `sums_folder_fd` is a descriptor of the folder with "
-        "the sums files. The caller keeps this descriptor open and closes it.")
+        "the sums files. `generation_fd` is a descriptor of the memory in which the server counts new sums files, or "
+        "-1 if no other process reads the sums. The caller keeps these descriptors open and closes them.")
         .def(
             "__init__",
             [](Store* self, int sums_folder_fd, std::uint32_t chunk_bytes, int generation_fd) {
@@ -182,7 +183,10 @@ void bind_sessions(nb::module_& module) {
             }
             return names;
         });
-    nb::class_<Session>(module, "Session", "The queue pairs, the open files and the thread of one client.")
+    nb::class_<Session>(
+        module, "Session",
+        "The queue pairs, the open files and the thread of one client. `outstanding_max` is the largest number of "
+        "operations without a result, and `length_bytes_max` the largest length of one operation.")
         .def(
             "__init__",
             [](Session* self, std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric,
@@ -232,7 +236,7 @@ void bind_sessions(nb::module_& module) {
 NB_MODULE(_engine, module) {
     namespace storage = gdrkit::storage;
     module.doc() = "The native part of the storage service: RDMA transfers, files and their checksums.";
-    // Largest write for which a client may send the checksum.
+    // Largest write for which a client may send the checksum: the server transfers such a write in one segment.
     module.attr("CHECKSUM_GIVEN_BYTES_MAX") = storage::SessionLimits{}.segment_bytes;
     module.def("crc32c", &storage::compute_checksum<storage::crc32c>, "data"_a, "initial"_a = 0);
     module.def("crc32c_portable", &storage::compute_checksum<storage::crc32c_portable>, "data"_a, "initial"_a = 0);

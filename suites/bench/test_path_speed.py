@@ -4,9 +4,11 @@ In test_reads_beside_the_kernel, the agent sends all reads to the server (--no-l
 goals are: 4 KiB reads at depth 64 have at least a quarter of the rate of io_uring, and 1 MiB reads have at least half
 of the rate of `pread` in one thread. The record also has the rate of a bare copy: two threads of a program make the
 same memory copies as the path, and nothing else. The bare copy is not an upper bound, because in some runs it was
-slower than the path. The threads have two placements. With one, the scheduler of the kernel places them. With the
-other, the session thread of the server has a core for itself, because it has as much work as all other threads
-together.
+slower than the path.
+
+The test runs with two placements of the threads of the client, the agent and the server. With `by the system`, the
+kernel places them on the two cores. With `session apart`, the server's session thread has one core for itself, because
+it has as much work as all other threads together.
 
 In test_reads_beside_io_uring, the agent may execute reads itself. Its goals are in IO_URING_GOALS.
 
@@ -162,6 +164,7 @@ def test_reads_beside_the_kernel(
             isolate_session(agent, cores)
         options = ["--kind", memory_kind, "--rounds", str(ROUNDS_COUNT), "--ms", str(DURATION_MS)]
         if len(cores) > 1:
+            # These are the cores of the bare copies only.
             options += ["--cores", f"{cores[0]},{cores[-1]}"]
         measurements = measure(agent, file, *options)
     assert agent.statistics["failed"] == 0

@@ -1,5 +1,7 @@
 """Each cuFile call transfers the right bytes, and its reported route agrees with the statistics of libcufile.
 
+Other cases are about the driver, its parameters, the CUDA context and streams.
+
 The scenarios that these cases run are functions in ``support/cufile_child.py``.
 """
 
@@ -41,7 +43,7 @@ CALL_NAMES = [str(param.values[0]) for param in CALLS]
 HOST_COPY_PROOF = ("posix", "fell_back", "cufile statistics")
 # libcufile 1.15 and 1.20 count batches and vectors only when they are submitted (batch_*_submit_ops). These counters do
 # not prove the route of the bytes.
-UNCOUNTED_PROOFS = dict.fromkeys(("readv", "writev", "batch_read", "batch_write"), ("unknown", "unproven", ""))
+PROOF_BY_UNCOUNTED_CALL = dict.fromkeys(("readv", "writev", "batch_read", "batch_write"), ("unknown", "unproven", ""))
 # Names of counters that libcufile increases only for the direct routes, p2p and nvfs.
 DIRECT_ROUTE_COUNTERS = {f"n_{route}_{direction}" for route in ("p2p", "nvfs") for direction in ("reads", "writes")} | {
     f"batch_{route}_submit_ops" for route in ("p2p", "nvfs")
@@ -63,16 +65,16 @@ def test_call_moves_its_bytes_and_its_route_is_counted(
     assert result["bytes"] == length_bytes
     assert result["is_data_correct"]
     proof = result["proof"]
-    assert (proof["route"], proof["state"], proof["evidence"]) == UNCOUNTED_PROOFS.get(call, HOST_COPY_PROOF)
+    assert (proof["route"], proof["state"], proof["evidence"]) == PROOF_BY_UNCOUNTED_CALL.get(call, HOST_COPY_PROOF)
     assert "no_nvidia_fs" in proof["causes"]
     assert not DIRECT_ROUTE_COUNTERS & proof["counter_increases"].keys()
 
 
 @needs(software(Api.CUFILE))
 def test_async_write_that_moved_nothing_returns_0(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    """libcufile 1.15 in compat mode was observed to complete a write with result 0 and an unchanged file.
+    """libcufile 1.15 in compat mode was observed to complete a write with 0 bytes written.
 
-    The scenario repeats such a write, and counts it in ``empty_write_count``.
+    The scenario counts such a write in ``empty_write_count``, and repeats it. ``bytes`` is from the repetition.
     """
     result = scenarios.with_faults(tmp_path, "cufile.async_io call=1 status=0").run("every_call", calls=["write_async"])
     (write_result,) = result["calls"]
@@ -97,6 +99,7 @@ def test_driver_opened_twice_is_closed_twice(scenarios: ScenarioRunner, evidence
 
 
 def test_parameters_are_staged_while_the_driver_is_closed(scenarios: ScenarioRunner, evidence: Evidence) -> None:
+    # A parameter that is set now is staged: it takes effect when the driver opens.
     result = scenarios.run_cached("staged_parameters")
     evidence["parameters"] = result
     assert result["batch_limits"][0] == 1
@@ -132,7 +135,7 @@ def test_calls_without_a_cuda_context_fail(scenarios: ScenarioRunner, evidence: 
 
 @needs(software(Api.CUFILE))
 def test_async_transfer_is_not_done_before_its_execution(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    """libcufile writes the result 0 during the call already. So a result of 0 does not mean that the transfer ended.
+    """libcufile writes 0 as the count of bytes during the call already. So a count of 0 does not mean that it ended.
 
     If gdrkit closed the file at that time, libcufile would read the file after the close.
     """

@@ -46,7 +46,7 @@ def test_compat_mode_is_reported_as_fell_back(scenarios: ScenarioRunner, evidenc
 
 @needs(cufile.udev_absent)
 def test_missing_udev_database_is_a_cause(scenarios: ScenarioRunner, evidence: Evidence) -> None:
-    # run() would add an entry for the disk to udev's database.
+    # Remove the entry for the disk from udev's database, if it has one. run() would add the entry again.
     with udev.remove_entry(scenarios.path.parent):
         result = scenarios.run_without_adding_udev_entry("one_read")
     evidence["read"] = result
@@ -119,8 +119,8 @@ def test_direct_read_is_proven_by_its_counters(
 @pytest.mark.parametrize("call", CALLS)
 @NEEDS_TWIN
 def test_every_call_can_be_proven(scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, call: str) -> None:
-    planned_scenarios = scenarios.with_faults(tmp_path, "cufile.route call=* route=nvfs")
-    result = planned_scenarios.run_cached("every_call", calls=CALLS)["calls"][CALLS.index(call)]
+    scenarios_with_faults = scenarios.with_faults(tmp_path, "cufile.route call=* route=nvfs")
+    result = scenarios_with_faults.run_cached("every_call", calls=CALLS)["calls"][CALLS.index(call)]
     evidence["call"] = result
     assert result["is_data_correct"]
     assert (result["proof"]["route"], result["proof"]["state"]) == ("nvfs", "proven")
@@ -128,10 +128,10 @@ def test_every_call_can_be_proven(scenarios: ScenarioRunner, tmp_path: Path, evi
 
 @NEEDS_TWIN
 def test_batch_with_one_host_transfer_is_unproven(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    planned_scenarios = scenarios.with_faults(
+    scenarios_with_faults = scenarios.with_faults(
         tmp_path, "cufile.route call=5 route=posix", "cufile.route call=* route=p2p"
     )
-    proof = planned_scenarios.run("every_call", calls=["batch_read"])["calls"][0]["proof"]
+    proof = scenarios_with_faults.run("every_call", calls=["batch_read"])["calls"][0]["proof"]
     # The batch has 16 reads. The fault plan sends one of them through host memory.
     assert (proof["counter_increases"]["batch_p2p_submit_ops"], proof["counter_increases"]["batch_aio_submit_ops"]) == (
         15,
@@ -142,10 +142,10 @@ def test_batch_with_one_host_transfer_is_unproven(scenarios: ScenarioRunner, tmp
 
 @NEEDS_TWIN
 def test_failed_statistics_are_unproven(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    planned_scenarios = scenarios.with_faults(
+    scenarios_with_faults = scenarios.with_faults(
         tmp_path, "cufile.route call=* route=p2p", "cuFileGetStatsL3 call=* status=5022"
     )
-    result = planned_scenarios.run("one_read")
+    result = scenarios_with_faults.run("one_read")
     assert result["is_data_correct"]
     assert (result["proof"]["route"], result["proof"]["state"]) == ("unknown", "unproven")
     assert "CU_FILE_INVALID_VALUE (5022)" in result["proof"]["why"]
@@ -164,8 +164,8 @@ def test_driver_without_compat_mode_does_not_open(scenarios: ScenarioRunner, evi
 def test_read_without_compat_mode_does_not_fall_back(
     scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence
 ) -> None:
-    planned_scenarios = scenarios.with_faults(tmp_path, "cufile.route call=* route=posix")
-    result = planned_scenarios.run("one_read", flags={"ALLOW_COMPAT_MODE": False})
+    scenarios_with_faults = scenarios.with_faults(tmp_path, "cufile.route call=* route=posix")
+    result = scenarios_with_faults.run("one_read", flags={"ALLOW_COMPAT_MODE": False})
     evidence["read"] = result
     assert result["failure"]["kind"] == "Unsupported"
     assert result["failure"]["status"] == 5008  # CU_FILE_IO_NOT_SUPPORTED

@@ -1,9 +1,9 @@
 """The phases in which the kill campaign kills a client, the agent or its storage server.
 
 Each function in :data:`ENTER_PHASE` brings the processes into the phase that its docstring describes, and returns when
-they are in it. The functions recognize a phase by a trap (:mod:`fault.traps`), which stops a process in a certain call,
-by the shared memory of the ring, or by the contents of the file. After the kill, the campaign resumes the other stopped
-processes.
+they are in it. The functions recognize a phase by a trap, by the shared memory of the ring, or by the contents of the
+file. A trap (:mod:`fault.traps`) stops a process in a certain call. After the kill, the campaign resumes the other
+stopped processes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ TRAP_BY_CALL = {
     "ibv_reg_mr": "register",
     "ibv_reg_dmabuf_mr": "register",
     "ibv_dereg_mr": "deregister",
-    "wc.rdma_read": "transfer",
-    "wc.rdma_write": "deliver",
-    "wc.rdma_read.landed": "landed",
+    "wc.rdma_read": "rdma_read",
+    "wc.rdma_write": "rdma_write",
+    "wc.rdma_read.landed": "rdma_read_done",
     "ibv_poll_cq": "poll",
 }
 # Largest number of attempts to reach the phase "written", and of polls in one attempt.
@@ -192,29 +192,29 @@ def enter_submitted(processes: Processes, _file_path: Path) -> None:
 
 def enter_transfer(processes: Processes, _file_path: Path) -> None:
     """The server has transferred the first segment of a write, and not yet the second segment."""
-    processes.traps.arm("transfer")
+    processes.traps.arm("rdma_read")
     processes.submit_writes(SEGMENT_BYTES + processes.choose_length())
-    processes.wait_for_trap("transfer", processes.server_process_id)
-    processes.traps.arm("transfer")
+    processes.wait_for_trap("rdma_read", processes.server_process_id)
+    processes.traps.arm("rdma_read")
     processes.resume(processes.server_process_id)
-    processes.wait_for_trap("transfer", processes.server_process_id)
+    processes.wait_for_trap("rdma_read", processes.server_process_id)
 
 
 def enter_reading(processes: Processes, _file_path: Path) -> None:
     """The server has transferred the first segment of a read, and not yet the second segment."""
-    processes.traps.arm("deliver")
+    processes.traps.arm("rdma_write")
     processes.submit_read(SEGMENT_BYTES + processes.choose_length())
-    processes.wait_for_trap("deliver", processes.server_process_id)
-    processes.traps.arm("deliver")
+    processes.wait_for_trap("rdma_write", processes.server_process_id)
+    processes.traps.arm("rdma_write")
     processes.resume(processes.server_process_id)
-    processes.wait_for_trap("deliver", processes.server_process_id)
+    processes.wait_for_trap("rdma_write", processes.server_process_id)
 
 
 def enter_replied(processes: Processes, file_path: Path) -> None:
     """The server has written the data and replied, and the agent is stopped before it reads the reply."""
-    processes.traps.arm("landed")
+    processes.traps.arm("rdma_read_done")
     (write,) = processes.submit_writes(processes.choose_length())
-    processes.wait_for_trap("landed", processes.server_process_id)
+    processes.wait_for_trap("rdma_read_done", processes.server_process_id)
     processes.stop(processes.agent_process_id)
     processes.resume(processes.server_process_id)
     wait_until(
@@ -239,16 +239,16 @@ def enter_written(processes: Processes, file_path: Path) -> None:
 
     The session has two queue pairs. If the first operation uses queue pair 0, the server polls queue pair 1 before its
     reply, and the trap stops the server there. If the first operation uses queue pair 1, the server replies at once,
-    and the attempt has failed. The agent changes the queue pair after 256 KiB, so the attempts use the queue pairs in
-    turn. Every second attempt also submits one small write beforehand.
+    and the attempt has failed. The agent changes the queue pair after 256 KiB, and an attempt writes more than that, so
+    the attempts use the queue pairs in turn. Every second attempt also submits one small write beforehand.
     """
     for attempt in range(_ATTEMPTS_MAX):
         if attempt % 2:
             processes.submit_writes(1)
             processes.collect_writes()
-        processes.traps.arm("landed")
+        processes.traps.arm("rdma_read_done")
         first_write, _second = processes.submit_writes(processes.choose_length(), 6 * SEGMENT_BYTES)
-        processes.wait_for_trap("landed", processes.server_process_id)
+        processes.wait_for_trap("rdma_read_done", processes.server_process_id)
         if _is_stopped_before_reply(processes, file_path, first_write):
             return
         if processes.server_process_id in processes.stopped_process_ids:
@@ -295,9 +295,9 @@ ENTER_PHASE: dict[str, Callable[[Processes, Path], None]] = {
     "replied": enter_replied,
     "completed": enter_completed,
 }
-# Each kill point is a pair of the victim and the phase in which it is killed. In the phase "session", a new server
-# registers the memory of its first session. The agent has started this server, because the campaign killed the old
-# server.
+# Each kill point is a pair of the victim and the phase in which it is killed. ENTER_PHASE has no function for
+# the phase "session", because the campaign enters it itself: it kills the server, the agent starts a new server, and
+# the campaign kills the new server while it registers the memory of its first session.
 KILL_POINTS = (
     *(("client", phase) for phase in ENTER_PHASE if phase != "written"),
     *(("agent", phase) for phase in ENTER_PHASE),

@@ -40,7 +40,7 @@ def main() -> None:
         register(memory, [nic]) as registration,
     ):
         peer_pair = peer.open_nic(nic_name).queue_pair()
-        peer_pair.join(queue_pair)
+        peer_pair.connect_with(queue_pair)
         peer_pair.write(registration.remote(nic), seed=_SEED).expect(Status.SUCCESS)
         pattern.check(memory.read(), seed=_SEED)
         memory.write(pattern.payload(_MEMORY_BYTES, seed=_SEED + 1))

@@ -350,7 +350,7 @@ def test_peer_registers_a_part_by_its_descriptor(gaudi: Device, nic: Nic, peer: 
                 address=part_dmabuf.address,
             )
         peer_pair = peer.queue_pair()
-        peer_pair.join(queue_pair)
+        peer_pair.connect_with(queue_pair)
         queue_pair.post_write(host_region, region.remote(offset_bytes=10, length_bytes=8 * KIB), work_id=1)
         queue_pair.wait(10_000).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=4107, length_bytes=8 * KIB), seed=seed)

@@ -22,7 +22,7 @@ from gdrkit import cuda, cufile, evidence, gds, pattern, serialization
 from gdrkit.errors import ApiError, GdrkitError
 from gdrkit.gds._native import native
 from gdrkit.gds.cufile_driver import shared_driver
-from gdrkit.inventory.facts import select_identifying_libraries
+from gdrkit.inventory.facts import select_substrate_libraries
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -316,7 +316,7 @@ def main() -> None:
         report = {"failure": str(error)}
     gds.close_engines()
     gds.close_driver()
-    report["libraries"] = serialization.to_json_data(select_identifying_libraries(evidence.libraries()))
+    report["libraries"] = serialization.to_json_data(select_substrate_libraries(evidence.libraries()))
     with os.fdopen(arguments["result_fd"], "w", encoding="utf-8") as file:
         json.dump(report, file)
 

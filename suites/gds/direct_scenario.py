@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdrkit import cuda, evidence, gds, pattern, serialization
 from gdrkit.errors import ApiError, GdrkitError
-from gdrkit.inventory.facts import select_identifying_libraries
+from gdrkit.inventory.facts import select_substrate_libraries
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def main() -> None:
     gds.close_engines()
     gds.close_driver()
     report["library_paths"] = " ".join(library.path for library in evidence.libraries())
-    report["libraries"] = serialization.to_json_data(select_identifying_libraries(evidence.libraries()))
+    report["libraries"] = serialization.to_json_data(select_substrate_libraries(evidence.libraries()))
     with os.fdopen(arguments["result_fd"], "w", encoding="utf-8") as file:
         json.dump(report, file)
 

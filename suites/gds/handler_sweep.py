@@ -64,7 +64,7 @@ class _CallObjects:
 
 
 def _use_file(objects: _CallObjects) -> None:
-    with objects.file.in_use():
+    with objects.file.hold_open():
         objects.file.cached_share()
 
 

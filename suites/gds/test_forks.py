@@ -77,7 +77,7 @@ FORK_STEPS = {
     "engine_of_the_parent": """
     engine = gds.Engine()
     for _ in run_in_child():
-        with gds.File(other_path, direct="never") as other_file, other_file.in_use() as native_file:
+        with gds.File(other_path, direct="never") as other_file, other_file.hold_open() as native_file:
             buffer = gds.describe_buffer(bytearray(4), writable=True)
             extents = [0, 0, buffer.address, 4]  # index of the file, offset in the file, address, length
             job = engine.submit(write=False, device_index=gds.HOST, files=[native_file], extents=extents)
@@ -120,7 +120,7 @@ from gdrkit import gds
 file = gds.File(sys.argv[1], direct="never")
 use_begun_event, end_use_event, child_pids, parent_pid = threading.Event(), threading.Event(), [], os.getpid()
 def use():
-    with file.in_use():
+    with file.hold_open():
         use_begun_event.set()
         end_use_event.wait()
 thread = threading.Thread(target=use)

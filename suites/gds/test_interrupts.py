@@ -96,7 +96,7 @@ closer.file = file = gds.File(path, direct="never")
 def use_or_close(file=file):
     thread_index = next(thread_indexes)
     if thread_index == 0:
-        with file.in_use():
+        with file.hold_open():
             start_barrier.wait()
             threading.Event().wait()
     start_barrier.wait()

@@ -1,4 +1,4 @@
-"""A file in /var/tmp is read into each device. The report shows the route for each device in a table."""
+"""A file in /var/tmp is read into the memory of each CUDA device. The report shows the route by device and mount."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ def test_file_is_read_into_every_device_with_its_route(
                     result = file.read_into(memory)
                 pattern.check(memory.read(), seed=seed)
             why_not_direct = result.why_not_direct or None
-            evidence.file(device=device, mount=mount_point, route=result.route, fell_back=why_not_direct)
+            evidence.file(device=device, mount=mount_point, route=result.route, fallback_cause=why_not_direct)

@@ -39,7 +39,7 @@ faulthandler.dump_traceback_later(20, exit=True)
 file = gds.File(sys.argv[1], direct="never")
 use_begun_event, end_use_event, errors = threading.Event(), threading.Event(), []
 def use():
-    with file.in_use():
+    with file.hold_open():
         use_begun_event.set()
         end_use_event.wait()
 thread = threading.Thread(target=use)
@@ -47,7 +47,7 @@ thread.start()
 use_begun_event.wait()
 def close():
     try:
-        with file.in_use():  # The native close has not begun yet: try again later.
+        with file.hold_open():  # The native close has not begun yet: try again later.
             signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
         return
     except ClosedResource:
@@ -76,7 +76,7 @@ faulty_file = FaultyFile(Path(sys.argv[1]), length_bytes=4096, seed=1).__enter__
 faulty_file.send("gate 0 4096")
 file, memory = gds.File(faulty_file.path, direct="never"), bytearray(4096)
 def start_job(engine):
-    with file.in_use() as native_file:
+    with file.hold_open() as native_file:
         buffer = gds.describe_buffer(memory, writable=True)
         extents = [0, 0, buffer.address, 4096]  # index of the file, offset in the file, address, length
         return engine.submit(write=False, device_index=gds.HOST, files=[native_file], extents=extents)

@@ -259,7 +259,7 @@ def test_file_of_a_refused_job_can_be_closed(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(b"data")
     engine = gds.Engine()
     engine.close()
-    with gds.File(tmp_path / "data", direct="never") as file, file.in_use() as native_file:
+    with gds.File(tmp_path / "data", direct="never") as file, file.hold_open() as native_file:
         with pytest.raises(ApiError) as error_info:
             engine.submit(write=False, device_index=gds.HOST, files=[native_file], extents=[0, 0, 0, 4])
         assert error_info.value.errno == errno.ESHUTDOWN

@@ -106,7 +106,8 @@ def _make_link_with_errors(*, corrected: int = 0, uncorrected: int = 0, is_remap
 
 
 # The arguments of inventory.healthy_machine.make_machine, by the code of the rule and the name of the example. Each
-# rule fails on the machine of its examples. A file or link with the value None does not exist on the machine.
+# rule fails on the machine of its examples. A file or link with the value None does not exist on the machine. The facts
+# `routes` are the attempts to register GPU memory with a NIC.
 FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("no-registration-route", "every route refused"): {
         "working_registration_methods": (),

@@ -11,7 +11,7 @@ import pytest
 from inventory.healthy_machine import HEALTHY_FILES, NIC_ADDRESS, make_config_space, make_machine
 
 from gdrkit.errors import ApiError, Reason
-from gdrkit.host import HostTree, block_device, mount_of, mounts, parse_config_space, pci_devices, virtual_machine
+from gdrkit.host import HostTree, block_device, mount_of, mounts, parse_config_space, pci_devices, virtual_machine_hint
 from gdrkit.inventory import RULES, diagnose, rule_of, topology
 from gdrkit.verdict import Verdict
 
@@ -142,10 +142,10 @@ def test_partition_has_its_disk(tmp_path: Path) -> None:
 
 
 def test_virtual_machine_is_detected_by_cpu_or_product_name(tmp_path: Path) -> None:
-    assert virtual_machine(HostTree(tmp_path)) is None
+    assert virtual_machine_hint(HostTree(tmp_path)) is None
     (tmp_path / "sys/class/dmi/id").mkdir(parents=True)
     (tmp_path / "sys/class/dmi/id/product_name").write_text("KVM Virtual Machine\n")
-    assert "KVM" in (virtual_machine(HostTree(tmp_path)) or "")
+    assert "KVM" in (virtual_machine_hint(HostTree(tmp_path)) or "")
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text("flags\t: fpu hypervisor\n")
-    assert "hypervisor" in (virtual_machine(HostTree(tmp_path)) or "")
+    assert "hypervisor" in (virtual_machine_hint(HostTree(tmp_path)) or "")

@@ -56,6 +56,7 @@ def read_tensor_data(tensors: Mapping[str, ModelTensor]) -> dict[str, bytes]:
 
 
 @ON_EVERY_DEVICE
+# With own_memory, each tensor has its own allocation. Otherwise the tensors of a file share one.
 @pytest.mark.parametrize("own_memory", [False, True], ids=["one-memory", "own-memory"])
 @pytest.mark.parametrize("tensors", [TENSORS_OF_EVERY_TYPE, UNALIGNED_TENSORS], ids=["every-type", "unaligned"])
 def test_every_tensor_arrives(
@@ -276,19 +277,19 @@ def test_devices_share_reads_if_copies_are_faster(tmp_path: Path, seed: int) -> 
 
     slow_copy_fault = "cuMemcpyPeerAsync call=1 delay_us=1000000"
     with inject_faults(Api.CUDA, slow_copy_fault):
-        assert load_and_get_peer_bytes() == total_bytes, "the first load is shared, because no rates are known"
-    assert load_and_get_peer_bytes() == 0, "copies were slower than reads"
+        assert load_and_get_peer_bytes() == total_bytes, "shared, because no rates are known"
+    assert load_and_get_peer_bytes() == 0, "not shared, because copies were slower than reads"
     with inject_faults(Api.CUDA, slow_copy_fault):
-        assert load_and_get_peer_bytes("direct") == total_bytes, "the disk is read once even if copies were slower"
-    assert load_and_get_peer_bytes() == 0, "both files are cached"
+        assert load_and_get_peer_bytes("direct") == total_bytes, "shared, because the disk must be read only once"
+    assert load_and_get_peer_bytes() == 0, "not shared, because both files are cached"
     drop_from_cache(models[1].path)
     with inject_faults(Api.CUDA, slow_copy_fault):
-        assert load_and_get_peer_bytes() == total_bytes, "the second file is not cached"
+        assert load_and_get_peer_bytes() == total_bytes, "shared, because the second file is not cached"
     models[1].path.read_bytes()
     # The engine calls this function to copy the bytes of a file to a GPU, so the delay makes reads slow.
     with inject_faults(Api.CUDA, "cuMemcpyHtoDAsync_v2 call=1 delay_us=4000000"):
-        assert load_and_get_peer_bytes() == 0, "the copies of the last shared load were slower than its reads"
-    assert load_and_get_peer_bytes() == total_bytes, "reads were slower than copies"
+        assert load_and_get_peer_bytes() == 0, "not shared, because the copies of the load before were slow"
+    assert load_and_get_peer_bytes() == total_bytes, "shared, because the reads of the load before were slow"
 
 
 @ON_EVERY_DEVICE

@@ -146,5 +146,5 @@ def query_fired_alerts(url: str, alert_names: set[str], label: str) -> set[tuple
 
 def find_free_port() -> int:
     """Return a TCP port that the kernel chose for a server, which is closed now."""
-    with monitor.serve_metrics("127.0.0.1", 0, metrics=tuple) as server:
+    with monitor.serve_metrics("127.0.0.1", 0, metrics=tuple) as server:  # tuple() returns no metrics.
         return int(server.address.split(":")[2].partition("/")[0])

@@ -85,7 +85,7 @@ def observe(
 ) -> Observation:
     """Run a command, which must succeed, by `gdrkit observe`, and return the observation.
 
-    `outer_command` runs `gdrkit observe` itself.
+    `outer_command` is put before `gdrkit observe` on the command line, for example ``gdrkit run --``.
     """
     full_command = [*outer_command, *OBSERVE_COMMAND, "--report", str(report_path), *options, "--", *command]
     completed = subprocess.run(full_command, capture_output=True, text=True, check=False, timeout=60)

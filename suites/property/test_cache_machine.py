@@ -105,7 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
         completion_queue = self.stack.enter_context(nic.completion_queue(depth=8))
         local_queue_pair = self.stack.enter_context(nic.queue_pair(completion_queue))
         self.peer_queue_pair = peer.open_nic(nic.name, port=nic.port.number, gid_index=nic.gid_index).queue_pair()
-        self.peer_queue_pair.join(local_queue_pair)
+        self.peer_queue_pair.connect_with(local_queue_pair)
 
     def _add_memory(self, memory: BorrowedMemory | Any, *, is_raw: bool) -> Allocation:  # noqa: ANN401
         self.allocation_count += 1

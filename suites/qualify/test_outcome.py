@@ -384,7 +384,7 @@ def test_exit_code_follows_from_the_records(
     exit_code: int,
     verdict_beginning: str,
 ) -> None:
-    outcome = decide(facts, profile, records, software_asked=is_software_run)
+    outcome = decide(facts, profile, records, uses_only_twins=is_software_run)
     assert outcome.code is ExitCode(exit_code)
     assert outcome.verdict.startswith(verdict_beginning)
     # If too few cases ran, the verdict ("Only ... ran") is the whole explanation, and the outcome has no causes.
@@ -393,23 +393,23 @@ def test_exit_code_follows_from_the_records(
 
 def test_profile_may_require_one_route_for_each_device() -> None:
     profile = dataclasses.replace(ANY_PROFILE, routes=(RequiredRoute(enough="device"),))
-    assert decide(FACTS_WITH_PEER_MEMORY, profile, [PROVEN_RECORD], software_asked=False).code is ExitCode.PROVEN
+    assert decide(FACTS_WITH_PEER_MEMORY, profile, [PROVEN_RECORD], uses_only_twins=False).code is ExitCode.PROVEN
     facts_with_gpu_1 = make_facts(routes=[dataclasses.replace(make_route_facts("dmabuf"), device_index=1)])
-    outcome = decide(facts_with_gpu_1, profile, [PROVEN_RECORD], software_asked=False)
+    outcome = decide(facts_with_gpu_1, profile, [PROVEN_RECORD], uses_only_twins=False)
     assert outcome.causes == ("no route to GPU 1 is proven",)
 
 
 def test_incomplete_setup_repeats_the_advice_of_its_api() -> None:
-    outcome = decide(make_facts(cuda_failure=API_FAILURE), ANY_PROFILE, [PASSED_RECORD], software_asked=False)
+    outcome = decide(make_facts(cuda_failure=API_FAILURE), ANY_PROFILE, [PASSED_RECORD], uses_only_twins=False)
     assert outcome.to_do == ("install the driver",)
 
 
 def test_selected_cases_need_not_reach_the_minimum() -> None:
     assert (
-        decide(make_facts(), TWO_CASES_PROFILE, [PASSED_RECORD], software_asked=True, is_part=True).code
+        decide(make_facts(), TWO_CASES_PROFILE, [PASSED_RECORD], uses_only_twins=True, is_part=True).code
         is ExitCode.PROVEN
     )
-    assert decide(make_facts(), TWO_CASES_PROFILE, [], software_asked=True, is_part=True).code is ExitCode.FAILED
+    assert decide(make_facts(), TWO_CASES_PROFILE, [], uses_only_twins=True, is_part=True).code is ExitCode.FAILED
 
 
 def test_slow_link_fails_a_machine_with_proven_routes() -> None:
@@ -417,11 +417,11 @@ def test_slow_link_fails_a_machine_with_proven_routes() -> None:
     facts = dataclasses.replace(HARDWARE_FACTS, rdma_devices=(dataclasses.replace(NIC, ports=(port,)),))
     expected_links = (ExpectedLink("nic_gbit_per_s", 400, 1, "https://example.com"),)
     profile = dataclasses.replace(ANY_PROFILE, links=expected_links)
-    assert decide(facts, profile, [PROVEN_RECORD], software_asked=False).code is ExitCode.PROVEN
+    assert decide(facts, profile, [PROVEN_RECORD], uses_only_twins=False).code is ExitCode.PROVEN
     profile_with_faster_link = dataclasses.replace(
         profile, links=(dataclasses.replace(expected_links[0], at_least=800),)
     )
-    outcome = decide(facts, profile_with_faster_link, [PROVEN_RECORD], software_asked=False)
+    outcome = decide(facts, profile_with_faster_link, [PROVEN_RECORD], uses_only_twins=False)
     assert (outcome.code, outcome.verdict) == (ExitCode.FAILED, "The links differ from the links in profile any")
     assert outcome.causes[0].startswith("nic_gbit_per_s: 0 of 1 have 800 (mlx5_0 port 1 has 400)")
     assert outcome.to_do

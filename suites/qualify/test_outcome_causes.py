@@ -43,7 +43,7 @@ def make_failed_record(index: int) -> Record:
 
 def test_unproven_route_is_listed_with_its_cause() -> None:
     outcome = decide(
-        make_facts(routes=[make_route_facts("dmabuf")]), BARE_PROFILE, [PASSED_RECORD], software_asked=False
+        make_facts(routes=[make_route_facts("dmabuf")]), BARE_PROFILE, [PASSED_RECORD], uses_only_twins=False
     )
     assert outcome.causes == ("GPU 0 <- NIC mlx5_0 by dma-buf: no case used this route",)
 
@@ -51,25 +51,25 @@ def test_unproven_route_is_listed_with_its_cause() -> None:
 @pytest.mark.parametrize("route_count", [2, 3])
 def test_routes_with_one_cause_are_listed_once(route_count: int) -> None:
     routes = [dataclasses.replace(make_route_facts("dmabuf"), device_index=index) for index in range(route_count)]
-    outcome = decide(make_facts(routes=routes), BARE_PROFILE, [PASSED_RECORD], software_asked=False)
+    outcome = decide(make_facts(routes=routes), BARE_PROFILE, [PASSED_RECORD], uses_only_twins=False)
     assert outcome.causes == (f"GPU 0 <- NIC mlx5_0 by dma-buf and {route_count - 1} more: no case used this route",)
 
 
 def test_machine_without_routes_has_a_cause_and_advice() -> None:
-    outcome = decide(make_facts(), BARE_PROFILE, [PASSED_RECORD], software_asked=False)
+    outcome = decide(make_facts(), BARE_PROFILE, [PASSED_RECORD], uses_only_twins=False)
     assert (outcome.code, outcome.causes) == (ExitCode.NOTHING_PROVEN, ("there is no pair of a device and a NIC",))
     assert len(outcome.to_do) == 1
     assert "--software" in outcome.to_do[0]
 
 
 def test_failed_cases_are_listed_with_their_reason() -> None:
-    outcome = decide(make_facts(), BARE_PROFILE, [PASSED_RECORD, make_failed_record(0)], software_asked=True)
+    outcome = decide(make_facts(), BARE_PROFILE, [PASSED_RECORD, make_failed_record(0)], uses_only_twins=True)
     assert outcome.verdict == "1 of 2 cases failed"
     assert outcome.causes == ("a.py::test_0: differs 0",)
 
 
 def test_failed_case_without_a_reason_is_listed_by_name() -> None:
-    outcome = decide(make_facts(), BARE_PROFILE, [make_record(Verdict.FAIL, case="a.py::test_a")], software_asked=True)
+    outcome = decide(make_facts(), BARE_PROFILE, [make_record(Verdict.FAIL, case="a.py::test_a")], uses_only_twins=True)
     assert outcome.causes == ("a.py::test_a",)
 
 
@@ -77,20 +77,22 @@ def test_cases_that_did_not_run_are_not_counted_as_run() -> None:
     foreseen_record = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
     assert (
         decide(
-            make_facts(), BARE_PROFILE, [make_failed_record(0), PASSED_RECORD, foreseen_record], software_asked=True
+            make_facts(), BARE_PROFILE, [make_failed_record(0), PASSED_RECORD, foreseen_record], uses_only_twins=True
         ).verdict
         == "1 of 2 cases failed"
     )
 
 
 def test_first_five_failures_are_listed() -> None:
-    outcome = decide(make_facts(), BARE_PROFILE, [make_failed_record(index) for index in range(7)], software_asked=True)
+    outcome = decide(
+        make_facts(), BARE_PROFILE, [make_failed_record(index) for index in range(7)], uses_only_twins=True
+    )
     assert outcome.causes == tuple(f"a.py::test_{index}: differs {index}" for index in range(CAUSES_MAX))
 
 
 def test_first_five_fallbacks_are_listed() -> None:
     outcome = decide(
-        make_facts(), STRICT_PROFILE, [make_fallback_record(index) for index in range(7)], software_asked=False
+        make_facts(), STRICT_PROFILE, [make_fallback_record(index) for index in range(7)], uses_only_twins=False
     )
     assert outcome.code is ExitCode.FAILED
     assert outcome.causes == tuple(
@@ -99,18 +101,18 @@ def test_first_five_fallbacks_are_listed() -> None:
 
 
 def test_fallback_fails_a_software_run() -> None:
-    outcome = decide(make_facts(), BARE_PROFILE, [make_fallback_record(0)], software_asked=True)
+    outcome = decide(make_facts(), BARE_PROFILE, [make_fallback_record(0)], uses_only_twins=True)
     assert outcome.verdict == "A route fell back where a direct transfer was required"
 
 
 def test_fallback_on_a_route_not_required_is_no_failure() -> None:
-    outcome = decide(make_facts(), BARE_PROFILE, [make_fallback_record(0), PASSED_RECORD], software_asked=False)
+    outcome = decide(make_facts(), BARE_PROFILE, [make_fallback_record(0), PASSED_RECORD], uses_only_twins=False)
     assert outcome.code is ExitCode.NOTHING_PROVEN
 
 
 def test_unforeseen_needs_are_listed_once_each() -> None:
     records = [PASSED_RECORD, *(make_unforeseen_record(need) for need in ("a", "a", "b", "c", "d", "e", "f"))]
-    outcome = decide(make_facts(), BARE_PROFILE, records, software_asked=True)
+    outcome = decide(make_facts(), BARE_PROFILE, records, uses_only_twins=True)
     assert outcome.verdict == "7 cases did not run, and profile bare does not foresee that"
     assert outcome.causes == ("a: none", "b: none", "c: none", "d: none", "e: none")
 
@@ -118,7 +120,7 @@ def test_unforeseen_needs_are_listed_once_each() -> None:
 def test_foreseen_needs_of_a_missed_case_are_not_causes() -> None:
     reasons = (CaseReason("none", need="a", foreseen=True), CaseReason("none", need="b", foreseen=False))
     outcome = decide(
-        make_facts(), BARE_PROFILE, [PASSED_RECORD, make_record(Verdict.NOT_RUN, reasons=reasons)], software_asked=True
+        make_facts(), BARE_PROFILE, [PASSED_RECORD, make_record(Verdict.NOT_RUN, reasons=reasons)], uses_only_twins=True
     )
     assert outcome.causes == ("b: none",)
 
@@ -126,7 +128,7 @@ def test_foreseen_needs_of_a_missed_case_are_not_causes() -> None:
 def test_required_routes_are_listed_as_causes_and_kept() -> None:
     proven_record = make_record(routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE_SUBSTRATES)
     routes = [dataclasses.replace(make_route_facts("dmabuf"), device_index=index) for index in range(7)]
-    outcome = decide(make_facts(routes=routes), STRICT_PROFILE, [proven_record], software_asked=False)
+    outcome = decide(make_facts(routes=routes), STRICT_PROFILE, [proven_record], uses_only_twins=False)
     assert outcome.verdict == "6 required routes not proven"
     assert len(outcome.required) == 6
     assert outcome.causes == outcome.required[:CAUSES_MAX]
@@ -134,7 +136,7 @@ def test_required_routes_are_listed_as_causes_and_kept() -> None:
 
 def test_run_on_software_requires_no_route() -> None:
     outcome = decide(
-        make_facts(routes=[make_route_facts("dmabuf")]), STRICT_PROFILE, [PASSED_RECORD], software_asked=True
+        make_facts(routes=[make_route_facts("dmabuf")]), STRICT_PROFILE, [PASSED_RECORD], uses_only_twins=True
     )
     assert (outcome.code, outcome.required) == (ExitCode.PROVEN, ())
 
@@ -160,7 +162,7 @@ def test_set_up_that_can_be_completed_exits_with_3(reason: Reason) -> None:
         message="dlopen failed",
         what_to_do="",
     )
-    outcome = decide(make_facts(cuda_failure=failure), STRICT_PROFILE, [PASSED_RECORD], software_asked=False)
+    outcome = decide(make_facts(cuda_failure=failure), STRICT_PROFILE, [PASSED_RECORD], uses_only_twins=False)
     assert (outcome.code, outcome.causes, outcome.to_do) == (ExitCode.SETUP_MISSING, ("dlopen failed",), ())
     assert len(outcome.required) == 1
 
@@ -283,7 +285,7 @@ def test_outcome_has_every_field(
 ) -> None:
     facts = make_facts(routes=[make_route_facts(method) for method in registration_methods], cuda_failure=failure)
     profile = dataclasses.replace(STRICT_PROFILE, cases_min=1)
-    assert decide(facts, profile, records, software_asked=is_software_run) == expected_outcome
+    assert decide(facts, profile, records, uses_only_twins=is_software_run) == expected_outcome
 
 
 def test_first_five_causes_of_unproven_routes_are_listed() -> None:
@@ -298,7 +300,7 @@ def test_first_five_causes_of_unproven_routes_are_listed() -> None:
         )
         for index in range(7)
     ]
-    outcome = decide(make_facts(routes=routes), BARE_PROFILE, records, software_asked=False)
+    outcome = decide(make_facts(routes=routes), BARE_PROFILE, records, uses_only_twins=False)
     assert outcome.causes == tuple(
         f"GPU {index} <- NIC mlx5_0 by dma-buf: no counter of GPU {index} moved" for index in range(CAUSES_MAX)
     )
@@ -308,5 +310,7 @@ def test_first_five_causes_of_unproven_routes_are_listed() -> None:
 def test_minimum_number_of_cases_counts(passed_count: int, *, is_run_passed: bool) -> None:
     profile = dataclasses.replace(BARE_PROFILE, cases_min=2)
     foreseen_record = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
-    outcome = decide(make_facts(), profile, [PASSED_RECORD] * passed_count + [foreseen_record] * 2, software_asked=True)
+    outcome = decide(
+        make_facts(), profile, [PASSED_RECORD] * passed_count + [foreseen_record] * 2, uses_only_twins=True
+    )
     assert (outcome.code is ExitCode.PROVEN) == is_run_passed

@@ -263,7 +263,7 @@ def test_peers_returns_another_peer_for_each_call(peers: Callable[[], Peer]) -> 
 @needs(verbs_needs.nic())
 def test_peer_finds_a_changed_byte_in_its_buffer(peer: Peer) -> None:
     buffer = peer.buffer(4096, seed=5)
-    assert buffer.check(seed=5) == buffer.check(seed=5)
+    assert buffer.check(seed=5) == buffer.check(seed=5)  # The SHA-256 of the compared bytes.
     buffer.fill(seed=6, offset_bytes=100, length_bytes=1)
     with pytest.raises(DataMismatch) as error_info:
         buffer.check(seed=5)
@@ -280,11 +280,11 @@ def test_two_processes_write_and_read_each_others_memory(nic: Nic, peer: Peer, s
         nic.queue_pair(completion_queue) as local_queue_pair,
     ):
         peer_queue_pair = peer.queue_pair()
-        peer_queue_pair.join(local_queue_pair)
+        peer_queue_pair.connect_with(local_queue_pair)
         assert peer_queue_pair.state == "RTS"
-        peer_queue_pair.write(region.remote(), seed=seed, local_offset_bytes=3, stream_offset_bytes=17).expect()
-        peer_queue_pair.read(region.remote(), seed=seed, stream_offset_bytes=17).completion.expect()
-        # Without stream_offset_bytes, the peer compares the bytes with the pattern from offset 0 on.
+        peer_queue_pair.write(region.remote(), seed=seed, local_offset_bytes=3, pattern_offset_bytes=17).expect()
+        peer_queue_pair.read(region.remote(), seed=seed, pattern_offset_bytes=17).completion.expect()
+        # Without pattern_offset_bytes, the peer compares the bytes with the pattern from offset 0 on.
         with pytest.raises(DataMismatch):
             peer_queue_pair.read(region.remote(), seed=seed)
         buffer = peer.buffer(1000)

@@ -96,7 +96,7 @@ def test_requests_after_an_error_are_flushed(nic: Nic, peer: Peer, seed: int) ->
     data = bytearray(4 * KIB)
     with nic.completion_queue() as queue, nic.queue_pair(queue) as local_pair, nic.register_host(data) as region:
         peer_pair = peer.queue_pair()
-        peer_pair.join(local_pair)
+        peer_pair.connect_with(local_pair)
         buffer = peer.buffer(4 * KIB, seed=seed)
         invalid_range = replace(region.remote(), rkey=region.rkey ^ WRONG_KEY_BITS)
         peer_pair.post_write(buffer, invalid_range, work_id=1)

@@ -24,7 +24,7 @@ def test_message_arrives_with_its_immediate(nic: Nic, peer: Peer, seed: int) -> 
     data = bytearray(8 * KIB)
     with nic.completion_queue() as queue, nic.queue_pair(queue) as local_pair, nic.register_host(data) as region:
         peer_pair = peer.queue_pair()
-        peer_pair.join(local_pair)
+        peer_pair.connect_with(local_pair)
         local_pair.post_receive(region, work_id=7)
         peer_pair.send(seed=seed, length_bytes=5001, immediate=0xDEADBEEF).expect(Status.SUCCESS)
         completion = local_pair.wait_received(5_000).expect(Status.SUCCESS)
@@ -38,7 +38,7 @@ def test_write_with_immediate_notifies_the_owner(nic: Nic, peer: Peer, seed: int
     data = bytearray(64 * KIB)
     with nic.completion_queue() as queue, nic.queue_pair(queue) as local_pair, nic.register_host(data) as region:
         peer_pair = peer.queue_pair()
-        peer_pair.join(local_pair)
+        peer_pair.connect_with(local_pair)
         local_pair.post_receive((), work_id=3)
         peer_pair.write(region.remote(), seed=seed, immediate=41).expect(Status.SUCCESS)
         completion = local_pair.wait_received(5_000).expect(Status.SUCCESS)
@@ -54,7 +54,7 @@ def test_completion_queue_with_events_waits_for_an_event(nic: Nic, peer: Peer, s
         nic.register_host(data) as region,
     ):
         peer_pair = peer.queue_pair()
-        peer_pair.join(local_pair)
+        peer_pair.connect_with(local_pair)
         for round_index in range(3):
             local_pair.post_receive(region, work_id=round_index)
             peer_pair.send(seed=seed + round_index, length_bytes=4 * KIB).expect(Status.SUCCESS)
@@ -66,7 +66,7 @@ def test_message_longer_than_the_receive_fails_on_both_sides(nic: Nic, peer: Pee
     data = bytearray(4 * KIB)
     with nic.completion_queue() as queue, nic.queue_pair(queue) as local_pair, nic.register_host(data) as region:
         peer_pair = peer.queue_pair()
-        peer_pair.join(local_pair)
+        peer_pair.connect_with(local_pair)
         local_pair.post_receive(region, work_id=1)
         # By the InfiniBand specification (9.9.3), the sender gets an invalid request error and the receiver a length
         # error. rxe reports operation errors instead.
@@ -86,7 +86,7 @@ def test_late_receive_within_the_retries_succeeds(nic: Nic, peer: Peer, seed: in
     with nic.completion_queue() as queue, nic.queue_pair(queue) as local_pair, nic.register_host(data) as region:
         peer_pair = peer.queue_pair()
         # Timer code 30 means 327.68 ms between retries, so the receive below is posted long before the last retry.
-        peer_pair.join(local_pair, rnr_timer_code=30)
+        peer_pair.connect_with(local_pair, rnr_timer_code=30)
         buffer = peer.buffer(KIB, seed=seed)
         peer_pair.post_send(buffer, work_id=1)
         local_pair.post_receive(region, work_id=2)
@@ -104,7 +104,7 @@ def test_requests_to_an_ended_peer_end_in_retry_exceeded(nic: Nic, peer: Peer) -
     ):
         peer_pair = peer.queue_pair()
         # rxe with a retry count of 7 retries without end, and never reports the loss of the peer.
-        peer_pair.join(local_pair, retry_count=3)
+        peer_pair.connect_with(local_pair, retry_count=3)
         peer_memory = peer.buffer(KIB).remote()
         local_pair.post_write(region, peer_memory, work_id=1)
         local_pair.wait(5_000).expect(Status.SUCCESS)

@@ -63,7 +63,7 @@ def test_ipc_share_of_interior_memory_has_its_bytes(device: Device, peer: Peer, 
         memory.write(pattern.payload(MIB, seed=seed))
         with export_memory(memory, kind=ShareKind.IPC, offset_bytes=65537, length_bytes=70_001) as message:
             peer_memory = import_in_peer(peer.device(), message)
-        peer_memory.check(seed=seed, stream_offset_bytes=65537)
+        peer_memory.check(seed=seed, pattern_offset_bytes=65537)
         peer_memory.write(seed=seed + 1)
         pattern.check(memory.read(offset_bytes=65537, length_bytes=70_001), seed=seed + 1)
         pattern.check(memory.read(length_bytes=65537), seed=seed)
@@ -76,7 +76,7 @@ def test_vmm_share_across_chunks_has_its_bytes(device: Device, peer: Peer, seed:
         memory.write(pattern.payload(6 * MIB, seed=seed))
         with export_memory(memory, kind=ShareKind.VMM, offset_bytes=2 * MIB - 5, length_bytes=2 * MIB) as message:
             peer_memory = import_in_peer(peer.device(), message)
-        peer_memory.check(seed=seed, stream_offset_bytes=2 * MIB - 5)
+        peer_memory.check(seed=seed, pattern_offset_bytes=2 * MIB - 5)
         peer_memory.write(seed=seed + 1, length_bytes=10)
         pattern.check(memory.read(offset_bytes=2 * MIB - 5, length_bytes=10), seed=seed + 1)
         peer_memory.close()

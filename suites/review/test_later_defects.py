@@ -104,7 +104,7 @@ def test_export_of_interior_memory_keeps_its_offset(device: Device, peer: Peer, 
         allocation.write(pattern.payload(MIB, seed=seed))
         message = export_memory(allocation, kind=ShareKind.IPC, offset_bytes=4097, length_bytes=64 * KIB)
         imported_memory = import_in_peer(peer.device(), message)
-        imported_memory.check(seed=seed, stream_offset_bytes=4097)
+        imported_memory.check(seed=seed, pattern_offset_bytes=4097)
         imported_memory.close()
 
 

@@ -105,7 +105,7 @@ def test_peer_registers_a_received_dmabuf(device: Device, nic: Nic, peer: Peer, 
             address=imported_memory.address,
         )
         peer_pair = peer.queue_pair()
-        peer_pair.join(local_pair)
+        peer_pair.connect_with(local_pair)
         local_pair.post_write(host_region, region.remote(offset_bytes=77, length_bytes=64 * KIB), work_id=1)
         local_pair.wait(10_000).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=77, length_bytes=64 * KIB), seed=seed)

@@ -45,7 +45,7 @@ def test_ipc_import_of_interior_memory_has_the_right_offset(
         assert (handle.offset_bytes, handle.length_bytes) == (offset_bytes, 64 * KIB)
         imported_memory = import_in_peer(peer.device(), message)
         assert imported_memory.length_bytes == 64 * KIB
-        imported_memory.check(seed=seed, stream_offset_bytes=offset_bytes)
+        imported_memory.check(seed=seed, pattern_offset_bytes=offset_bytes)
         imported_memory.write(seed=seed + 1, length_bytes=100)
         pattern.check(allocation.read(offset_bytes=offset_bytes, length_bytes=100), seed=seed + 1)
         pattern.check(allocation.read(length_bytes=offset_bytes), seed=seed)
@@ -91,7 +91,7 @@ def test_export_contains_only_the_chunks_of_the_range(
         with export_memory(memory, kind=ShareKind.VMM, offset_bytes=offset_bytes, length_bytes=length_bytes) as message:
             assert len(message.descriptors) == expected_chunk_count
             imported_memory = import_in_peer(peer.device(), message)
-        imported_memory.check(seed=seed, stream_offset_bytes=offset_bytes)
+        imported_memory.check(seed=seed, pattern_offset_bytes=offset_bytes)
         imported_memory.write(seed=seed + 1, length_bytes=8)
         pattern.check(memory.read(offset_bytes=offset_bytes, length_bytes=8), seed=seed + 1)
         imported_memory.close()
@@ -112,7 +112,7 @@ def test_peer_registers_a_part_that_the_owner_exports(device: Device, nic: Nic, 
             assert message.handle.address == memory.address + 4097
             region = register_dmabuf_in_peer(peer.nic, message)
         peer_pair = peer.queue_pair()
-        peer_pair.join(local_pair)
+        peer_pair.connect_with(local_pair)
         # The exported part begins at byte 4097 of the memory, and the write 10 bytes later.
         local_pair.post_write(host_region, region.remote(offset_bytes=10, length_bytes=8 * KIB), work_id=1)
         local_pair.wait(10_000).expect(Status.SUCCESS)

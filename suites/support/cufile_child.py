@@ -32,7 +32,7 @@ from support.cufile_calls import (
 from gdrkit import cuda, cufile, evidence, serialization
 from gdrkit.cufile import parameters
 from gdrkit.errors import ApiError, GdrkitError, UsageError
-from gdrkit.inventory.facts import select_identifying_libraries
+from gdrkit.inventory.facts import select_substrate_libraries
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:
@@ -396,7 +396,7 @@ def main() -> None:
     """Run the scenario that the command line names."""
     arguments = json.load(sys.stdin)
     result = SCENARIOS[sys.argv[1]](arguments)
-    result["libraries"] = serialization.to_json_data(select_identifying_libraries(evidence.libraries()))
+    result["libraries"] = serialization.to_json_data(select_substrate_libraries(evidence.libraries()))
     with os.fdopen(arguments["result_fd"], "w", encoding="utf-8") as file:
         json.dump(result, file)
 

@@ -86,7 +86,7 @@ class FileTransferMethods:
             return ""
         return transfer_result.why_not_direct or f"the route was {transfer_result.route.value}"
 
-    def _make_gdrkit_method(self, direct: gds.Direct, *, is_write: bool) -> Callable[[], object]:
+    def _make_gdrkit_method(self, direct: gds.DirectPathMode, *, is_write: bool) -> Callable[[], object]:
         file = self.stack.enter_context(gds.File(self.path, "r+" if is_write else "r", direct=direct))
 
         def transfer_file() -> None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["Interrupter"]
 
 # After these instructions, the interpreter of Python 3.11 to 3.13 checks whether a signal has arrived. Interrupter
-# counts a point after each of these instructions. It also counts a point after the call of a Python function, where the
-# interpreter does not check.
+# counts a point after each of these instructions. Also after CALL of a Python function, it counts a point when the
+# function has returned. The interpreter does not check there, so these cases are stricter than necessary.
 _INSTRUCTION_BEFORE_CHECK = re.compile(r"CALL(_KW|_FUNCTION_EX)?|(POP_)?JUMP_BACKWARD(_IF_\w+)?|RESUME")
 # The two low bits of the argument of RESUME tell where the function continues: at its start (0), or after "yield" (1),
 # "yield from" (2) or "await" (3). After the last two, the interpreter does not check.
@@ -71,7 +71,7 @@ class Interrupter:
         """
         previous_trace = sys.gettrace()
         # Python 3.12 reports opcodes only if a frame requests them by f_trace_opcodes before settrace().
-        sys._getframe().f_trace_opcodes = True  # noqa: SLF001 - CPython has no other way to this frame.
+        sys._getframe().f_trace_opcodes = True  # noqa: SLF001 - inspect.currentframe() may return None.
         sys.settrace(self._trace_call)
         try:
             function()

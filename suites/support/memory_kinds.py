@@ -221,5 +221,5 @@ def connect_peer_queue_pair(nic: Nic, peer: Peer, **options: int) -> Iterator[Pe
     """
     with nic.completion_queue(depth=16) as completion_queue, nic.queue_pair(completion_queue) as local_queue_pair:
         peer_queue_pair = peer.open_nic(nic.name, port=nic.port.number, gid_index=nic.gid_index).queue_pair()
-        peer_queue_pair.join(local_queue_pair, **options)
+        peer_queue_pair.connect_with(local_queue_pair, **options)
         yield peer_queue_pair

@@ -1,9 +1,9 @@
 """A power loss in any phase of a migration loses no byte.
 
 A power loss discards the writes in the page cache. To have the same effect, these cases stop a migration in a phase,
-copy the block devices, and mount the copies. The copy of one device lacks all writes without an fsync, so a case fails
-if an fsync is missing. The catalogue (the database of the files) is on neither device, so check_tiers() rebuilds it
-from the files.
+copy the block devices, and mount the copies. Before the copy, only one of the two devices is synced. The copy of the
+other device has only the data that the migration has written with fsync, so a case fails if an fsync is missing. The
+catalogue (the database of the files) is on neither device, so check_tiers() rebuilds it from the files.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from support.tier_world import create_file, read_contents
 
 from gdrkit.errors import UsageError
 from gdrkit.tiers import Phase, TierManager, configure
-from gdrkit.tiers.schedule import Pace, QuietHours, RunSettings
+from gdrkit.tiers.schedule import QuietHours, RateLimiter, RunSettings
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -82,33 +82,33 @@ def test_invalid_quiet_hours_are_refused(text: str) -> None:
 @pytest.mark.parametrize("rate_bytes_per_s", [64 * KIB, 1_000_000, 100 * MIB, 10_000 * MIB])
 def test_rate_limit_holds_and_pauses_are_short(rate_bytes_per_s: int) -> None:
     fake_time = FakeTime()
-    pace = Pace(rate_bytes_per_s, wait=fake_time.wait, clock=fake_time.clock)
+    rate_limiter = RateLimiter(rate_bytes_per_s, wait=fake_time.wait, clock=fake_time.clock)
     chunk_count = 50
     for _ in range(chunk_count):
-        pace.spend(pace.chunk_bytes)
+        rate_limiter.wait_and_charge(rate_limiter.chunk_bytes)
     # The first chunk passes without a wait.
-    assert fake_time.now_s - START_S == pytest.approx((chunk_count - 1) * pace.chunk_bytes / rate_bytes_per_s)
+    assert fake_time.now_s - START_S == pytest.approx((chunk_count - 1) * rate_limiter.chunk_bytes / rate_bytes_per_s)
     assert max(fake_time.pauses_s) <= 0.1
-    assert pace.chunk_bytes % (4 * KIB) == 0
-    assert 0 < pace.chunk_bytes <= 4 * MIB
+    assert rate_limiter.chunk_bytes % (4 * KIB) == 0
+    assert 0 < rate_limiter.chunk_bytes <= 4 * MIB
 
 
 def test_idle_time_gives_no_burst() -> None:
     fake_time = FakeTime()
-    pace = Pace(MIB, wait=fake_time.wait, clock=fake_time.clock)
-    pace.spend(64 * KIB)
+    rate_limiter = RateLimiter(MIB, wait=fake_time.wait, clock=fake_time.clock)
+    rate_limiter.wait_and_charge(64 * KIB)
     fake_time.now_s += 3600
     for _ in range(2):
-        pace.spend(64 * KIB)
+        rate_limiter.wait_and_charge(64 * KIB)
     assert fake_time.pauses_s == [pytest.approx(1 / 16)]
 
 
 def test_run_without_rate_limit_never_waits() -> None:
     fake_time = FakeTime()
-    pace = Pace(None, wait=fake_time.wait, clock=fake_time.clock)
-    pace.spend(1 << 40)
-    pace.spend(1 << 40)
-    assert (fake_time.pauses_s, pace.chunk_bytes) == ([], 4 * MIB)
+    rate_limiter = RateLimiter(None, wait=fake_time.wait, clock=fake_time.clock)
+    rate_limiter.wait_and_charge(1 << 40)
+    rate_limiter.wait_and_charge(1 << 40)
+    assert (fake_time.pauses_s, rate_limiter.chunk_bytes) == ([], 4 * MIB)
 
 
 def test_move_copies_at_most_the_rate(manager: TierManager) -> None:
@@ -118,15 +118,15 @@ def test_move_copies_at_most_the_rate(manager: TierManager) -> None:
     def record_progress(phase: Phase, _name: str, offset_bytes: int) -> None:
         progress.append((phase, offset_bytes, fake_time.now_s))
 
-    pace = Pace(100 * KIB, wait=fake_time.wait, clock=fake_time.clock)
-    manager.move("file", "nvme", observe=record_progress, pace=pace)
+    rate_limiter = RateLimiter(100 * KIB, wait=fake_time.wait, clock=fake_time.clock)
+    manager.move("file", "nvme", observe=record_progress, rate_limiter=rate_limiter)
     assert read_contents(manager, "file") == data
     copy_steps = [(offset_bytes, now_s) for phase, offset_bytes, now_s in progress if phase is Phase.COPY]
     # The copy is never ahead of the rate by more than one chunk. The additional byte allows for rounding.
     for offset_bytes, now_s in copy_steps:
-        assert offset_bytes <= (now_s - START_S) * 100 * KIB + pace.chunk_bytes + 1
+        assert offset_bytes <= (now_s - START_S) * 100 * KIB + rate_limiter.chunk_bytes + 1
     # The manager calls the observer before the first chunk and after each chunk.
-    assert len(copy_steps) == 1 + -(-len(data) // pace.chunk_bytes)
+    assert len(copy_steps) == 1 + -(-len(data) // rate_limiter.chunk_bytes)
     # The rate limit applies to the copy, and then to its verification.
     assert fake_time.now_s - START_S == pytest.approx(2 * len(data) / (100 * KIB), rel=0.1)
 
@@ -135,15 +135,15 @@ def test_holes_are_not_charged(manager: TierManager) -> None:
     fake_time = FakeTime()
     with manager.open("sparse", "a+") as file:
         file.write_from(b"x" * 4096, file_offset_bytes=1 << 30)
-    manager.move("sparse", "nvme", pace=Pace(64 * KIB, wait=fake_time.wait, clock=fake_time.clock))
+    manager.move("sparse", "nvme", rate_limiter=RateLimiter(64 * KIB, wait=fake_time.wait, clock=fake_time.clock))
     assert fake_time.now_s - START_S < 1
 
 
 def test_paced_copy_is_synced_in_parts(manager: TierManager) -> None:
     create_file(manager, "file", 12 * MIB, seed=1)
     fake_time = FakeTime()
-    pace = Pace(None, wait=fake_time.wait, clock=fake_time.clock)
-    pace.unsynced_bytes_max = 4 * MIB
+    rate_limiter = RateLimiter(None, wait=fake_time.wait, clock=fake_time.clock)
+    rate_limiter.unsynced_bytes_max = 4 * MIB
     sync_positions: list[tuple[Phase, int]] = []
     last_position = (Phase.RECORD, 0)
 
@@ -157,7 +157,7 @@ def test_paced_copy_is_synced_in_parts(manager: TierManager) -> None:
             sync_positions.append(last_position)
 
     run_with_intercepted_calls(
-        lambda: manager.move("file", "nvme", observe=observe, pace=pace), "fdatasync", reply=record_sync
+        lambda: manager.move("file", "nvme", observe=observe, rate_limiter=rate_limiter), "fdatasync", reply=record_sync
     )
     assert sync_positions == [(Phase.COPY, 4 * MIB), (Phase.COPY, 8 * MIB)]
 

@@ -50,7 +50,7 @@ def make_tree(root: Path) -> None:
         for folder_mode in (0o700, 0o750, 0o744, 0o1777, 0o2775):
             folder = root / f"{owner}-{folder_mode:o}"
             folder.mkdir()
-            for name, file_mode in (("secret", 0o600), ("public", 0o666), ("target", 0o200)):
+            for name, file_mode in (("secret", 0o600), ("public", 0o666), ("write-only", 0o200)):
                 (folder / name).write_bytes(b"content")
                 os.chown(folder / name, owner, GROUP)
                 (folder / name).chmod(file_mode)
@@ -60,7 +60,7 @@ def make_tree(root: Path) -> None:
 
 def make_operations(folder: Path) -> dict[str, Callable[[], object]]:
     """Return operations on the entries of a folder, by their labels."""
-    secret, public, target = folder / "secret", folder / "public", folder / "target"
+    secret, public, write_only = folder / "secret", folder / "public", folder / "write-only"
 
     def make_write(path: Path, flags: int) -> Callable[[], object]:
         def run() -> None:
@@ -80,11 +80,11 @@ def make_operations(folder: Path) -> dict[str, Callable[[], object]]:
         "stat": secret.stat,
         "read secret": secret.read_bytes,
         "read public": public.read_bytes,
-        "read target": target.read_bytes,
+        "read write-only": write_only.read_bytes,
         "write secret": make_write(secret, os.O_WRONLY),
         "write public": make_write(public, os.O_WRONLY),
-        "write target": make_write(target, os.O_WRONLY),
-        "read and write target": make_write(target, os.O_RDWR),
+        "write write-only": make_write(write_only, os.O_WRONLY),
+        "read and write write-only": make_write(write_only, os.O_RDWR),
         "truncate secret": lambda: os.truncate(secret, 3),
         "truncate public": lambda: os.truncate(public, 3),
         "set times of public": make_set_times(public, (10**9, 2 * 10**9)),
@@ -96,7 +96,7 @@ def make_operations(folder: Path) -> dict[str, Callable[[], object]]:
         "change the group of public": lambda: os.chown(public, -1, GROUP),
         "create": make_write(folder / "new", os.O_WRONLY | os.O_CREAT | os.O_EXCL),
         "create or open": make_write(folder / "public", os.O_WRONLY | os.O_CREAT),
-        "create without rights": lambda: os.close(os.open(folder / "odd", os.O_WRONLY | os.O_CREAT, 0o400)),
+        "create read-only": lambda: os.close(os.open(folder / "read-only", os.O_WRONLY | os.O_CREAT, 0o400)),
         "mkdir": lambda: (folder / "inner").mkdir(0o777),
         "chmod the folder": lambda: (folder / "inner").chmod(0o2770),
         "symlink": lambda: (folder / "symlink").symlink_to("public"),
@@ -105,7 +105,7 @@ def make_operations(folder: Path) -> dict[str, Callable[[], object]]:
         "link secret": lambda: (folder / "second").hardlink_to(secret),
         "rename secret": lambda: secret.rename(folder / "renamed"),
         "replace public": lambda: (folder / "new").rename(public),
-        "unlink target": target.unlink,
+        "unlink write-only": write_only.unlink,
         "rmdir": (folder / "inner").rmdir,
         "move out": lambda: public.rename(folder.parent / f"moved-{folder.name}"),
     }
@@ -153,8 +153,8 @@ def test_calls_have_the_results_of_a_plain_folder(folders: tuple[Path, Path], ui
     assert len(set(results[0].values())) >= (1 if uid == 0 else 3)
 
 
-def publish_by_links(mount: Path, connection: Connection) -> None:
-    """Publish an iov and a ring by links, open a private file, and read it by the ring once for each message."""
+def publish_and_read_on_request(mount: Path, connection: Connection) -> None:
+    """Publish an iov and a ring by links, open a private file, and read it by the ring for each message received."""
     client = LinkClient(mount)
     path = mount / f"private-{os.getuid()}"
     path.write_bytes(pattern.payload(64 * KIB, seed=5))
@@ -283,7 +283,7 @@ def test_attempts_through_the_mount_are_refused(folders: tuple[Path, Path], evid
     (mount / "folder").mkdir(0o755)
     (mount / "folder" / "file").touch()
     (mount / "readable").write_bytes(bytes(64 * KIB))
-    with UserProcess(ALICE, lambda pipe: publish_by_links(mount, pipe)) as alice:
+    with UserProcess(ALICE, lambda pipe: publish_and_read_on_request(mount, pipe)) as alice:
         victim = alice.receive()
         with UserProcess(BOB, lambda pipe: try_attacks(mount, victim, pipe)) as bob:
             results = bob.receive()
@@ -297,14 +297,14 @@ def test_killed_link_clients_of_one_user_do_not_harm_another(folders: tuple[Path
     mount, _plain = folders
     iovs_folder = mount / "3fs-virt" / "iovs"
     with (
-        UserProcess(ALICE, lambda pipe: publish_by_links(mount, pipe)) as alice,
-        UserProcess(0, lambda pipe: publish_by_links(mount, pipe)) as root,
+        UserProcess(ALICE, lambda pipe: publish_and_read_on_request(mount, pipe)) as alice,
+        UserProcess(0, lambda pipe: publish_and_read_on_request(mount, pipe)) as root,
     ):
         alice.receive()
         root.receive()
         links_before = set(iovs_folder.iterdir())
         for _ in range(10):
-            with UserProcess(BOB, lambda pipe: publish_by_links(mount, pipe)) as bob:
+            with UserProcess(BOB, lambda pipe: publish_and_read_on_request(mount, pipe)) as bob:
                 target = Path(bob.receive()["target"])
                 assert bob.ask() == 64 * KIB
                 bob.connection.send(None)  # The process is killed while it reads.
@@ -318,7 +318,7 @@ def test_killed_link_clients_of_one_user_do_not_harm_another(folders: tuple[Path
 
 
 def use_after_change_of_user(mount: Path, connection: Connection) -> None:
-    """Publish as root, become another user, publish again, and read a file that was opened as root."""
+    """Publish and read a file as root, then again as another user. The file was opened as root."""
     client = LinkClient(mount)
     with (mount / "of-root").open("rb") as file:
         inode = os.fstat(file.fileno()).st_ino

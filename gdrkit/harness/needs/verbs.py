@@ -1,6 +1,8 @@
 """Needs about RDMA NICs: a number of active NICs, and the methods by which they can register device memory.
 
-In the facts of a machine, a route is a GPU, a NIC and a registration method (`way`: ``dmabuf`` or ``peer_memory``).
+Facts.routes has an entry for each combination of a GPU, a NIC and a registration method (`way`: ``dmabuf`` or
+``peer_memory``). The entry says whether the NIC can register memory of the GPU by this method. These routes are not the
+data paths that the glossary calls routes.
 
 Some needs depend on the software twin of verbs, a library that emulates libibverbs and the NICs below it.
 """

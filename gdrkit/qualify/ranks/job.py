@@ -242,7 +242,7 @@ class _Job:
         finally:
             self._progress.close()
         records = read_records(self.folder.records) if self.folder.records.exists() else ()
-        outcome = decide(facts, profile, records, software_asked=self._options.uses_only_twins, is_part=True)
+        outcome = decide(facts, profile, records, uses_only_twins=self._options.uses_only_twins, is_part=True)
         self._write_run(
             profile,
             substrates,

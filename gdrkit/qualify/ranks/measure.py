@@ -19,7 +19,7 @@ from gdrkit import evidence, pattern
 from gdrkit.cuda import Device
 from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.host import HostTree, die_with_parent, read_port_counters
-from gdrkit.inventory.facts import select_identifying_libraries
+from gdrkit.inventory.facts import select_substrate_libraries
 from gdrkit.qualify.ranks.messages import MessageSocket, PeerGone
 from gdrkit.registration import register
 from gdrkit.serialization import to_json_data
@@ -181,7 +181,7 @@ class _Operations:
 
     def libraries(self) -> object:
         """Return the libraries of CUDA, verbs and other APIs that this process has loaded."""
-        return to_json_data(list(select_identifying_libraries(evidence.libraries())))
+        return to_json_data(list(select_substrate_libraries(evidence.libraries())))
 
     def _open_nic(self, name: str) -> Nic:
         """Open a NIC at its first active port. :meth:`close` closes it."""

@@ -164,7 +164,7 @@ class AgentListener:
             connection.close()
 
     def _serve_client(self, connection: socket.socket, client: Client) -> None:
-        """Serve the requests of a connection until the connection ends, then release its client."""
+        """Serve the requests of a connection until it ends, then remove the connection from its client."""
         try:
             while _serve_request(connection, client):
                 pass
@@ -212,7 +212,7 @@ def _execute(client: Client, message: AgentMessage, descriptors: list[int]) -> A
     try:
         payload = handler(client, message.payload, unused_descriptors)
     finally:
-        # Each handler has removed the descriptors that it keeps from this list. Close the others.
+        # Each handler has removed from this list the descriptors that it keeps. Close the others.
         _close_all(unused_descriptors)
     return AgentMessage(message.request_type, message.sequence, payload)
 
@@ -256,6 +256,7 @@ def _drop_kept_registration(client: Client, payload: bytes, descriptors: list[in
 
 
 def _borrow(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
+    """Allow operations of the client on an iov that another client of the same user has published."""
     request = protocol.parse_publish(payload)
     if request.share_handle:
         raise AgentError(errno.EINVAL, "BORROW must not have a share handle: the owner of the iov has already sent it")
@@ -264,6 +265,7 @@ def _borrow(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
 
 
 def _return_borrowed(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
+    """End the permission that :func:`_borrow` gave."""
     client.return_borrowed(protocol.parse_name(payload))
     return b""
 

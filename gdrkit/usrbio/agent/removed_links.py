@@ -1,7 +1,7 @@
-"""A thread that ends publications whose links were removed.
+"""A thread that removes the shared memory of a client from the agent when the memory's symbolic link was removed.
 
-As with 3FS itself, a program can end the publication of its memory by removing the link, without a message to the
-agent.
+A client publishes an iov or a ring to the agent, and makes a symbolic link in ``<mount>/3fs-virt/iovs``. As with 3FS
+itself, a program can end the publication by removing the link, without a message to the agent.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class RemovedLinkWatcher:
-    """A thread that watches the folder of the links until :meth:`close`.
+    """A thread that watches the folder of the symbolic links until :meth:`close`.
 
     Parameters
     ----------
     links : LinkFolder
         The folder of the links.
     service : Service
-        The clients whose publications end.
+        The service of the agent. The thread ends publications of its clients.
     """
 
     def __init__(self, links: LinkFolder, service: Service) -> None:
@@ -67,10 +67,10 @@ class RemovedLinkWatcher:
             # None: the kernel has dropped some names, so the links of all publications are checked.
             names = read_removed_names(self._watch_fd)
             for client in tuple(self._service.clients.values()):
-                _end_removed_publications(client, client.published_names() if names is None else names)
+                _end_unlinked_publications(client, client.published_names() if names is None else names)
 
 
-def _end_removed_publications(client: Client, names: list[str]) -> None:
+def _end_unlinked_publications(client: Client, names: list[str]) -> None:
     """End the publications in `names` that belong to the client and whose links are removed."""
     for name in names:
         try:

@@ -87,12 +87,12 @@ Result check_description(const ArrayDescription* description) {
 }
 
 Result make_array(const ContextRef& context, const ArrayDescription& description, ArrayRef* new_array) {
-    if (const Result result = check_call_during_captures(); result != success) {
+    if (const Result result = check_captures_permit_call(); result != success) {
         return result;
     }
     auto array = std::make_shared<Array>();
     array->description = description;
-    array->context = context->owning_context;
+    array->context = context->owning_context_handle;
     array->element_bytes = count_element_bytes(description.format, description.channels);
     array->row_bytes = description.width * array->element_bytes;
     array->row_count = std::max<std::size_t>(description.height, 1);
@@ -100,7 +100,7 @@ Result make_array(const ContextRef& context, const ArrayDescription& description
     const Result result = allocate(MemoryKind::device, context->device,
                                    array->row_bytes * array->row_count * array->slice_count, &array->range);
     if (result == success) {
-        array->range->context = context->owning_context;
+        array->range->context = context->owning_context_handle;
         add_range(array->range);
         *new_array = std::move(array);
     }
@@ -159,7 +159,7 @@ Result create_mipmap(const ContextRef& context, Handle* handle, const ArrayDescr
     const std::size_t longest_side =
         std::max({description->width, description->height, has_layers ? 0 : description->depth});
     auto mipmap = std::make_shared<Mipmap>();
-    mipmap->context = context->owning_context;
+    mipmap->context = context->owning_context_handle;
     ArrayDescription level_description = *description;
     // In the last possible level, the longest side has one element.
     const unsigned actual_level_count =

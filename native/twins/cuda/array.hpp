@@ -12,7 +12,7 @@ namespace gdrkit::twin::cuda {
 
 struct Array {
     ArrayDescription description{};
-    Handle context = 0; // the context to which the array belongs (Context::owning_context)
+    Handle context = 0; // the context to which the array belongs (Context::owning_context_handle)
     RangeRef range;     // the device memory of the elements
     std::uint64_t element_bytes = 0, row_bytes = 0, row_count = 1, slice_count = 1;
 };

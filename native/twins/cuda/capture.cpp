@@ -243,7 +243,7 @@ Result refuse_synchronize_during_capture(const ContextRef& context) {
     return has_captured_stream ? stream_capture_unsupported : success;
 }
 
-Result check_call_during_captures() {
+Result check_captures_permit_call() {
     if (mode_of_this_thread == capture_mode_relaxed) {
         return success;
     }

@@ -83,7 +83,7 @@ Result refuse_synchronize_during_capture(const ContextRef& context);
 // Check a potentially unsafe call of this thread, such as an allocation. Invalidate every capture whose mode, together
 // with the mode of this thread (cuThreadExchangeStreamCaptureMode), forbids the call. Fail with
 // stream_capture_unsupported if there is such a capture.
-Result check_call_during_captures();
+Result check_captures_permit_call();
 
 // Invalidate the capture of a stream whose handle is destroyed, and remove the stream from the capture. If the capture
 // began in this stream, end the capture.

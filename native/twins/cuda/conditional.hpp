@@ -21,8 +21,8 @@ Result choose_body(const ConditionalNode& node, GraphRef* body);
 // one conditional node by the other. The conditions, and the parameters of the body nodes, may differ.
 bool have_same_structure(const ConditionalNode& node, const ConditionalNode& other);
 
-// Fail with invalid_value if the graph has a condition that no node uses, or if a graph that a conditional node runs
-// contains a node of a type that CUDA does not allow in such a graph.
+// Fail with invalid_value if the graph has a condition that no node uses, or if a body graph contains a node of a
+// type that CUDA does not allow in body graphs.
 Result check_conditionals(const Graph& graph);
 
 } // namespace gdrkit::twin::cuda

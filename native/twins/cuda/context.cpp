@@ -70,7 +70,7 @@ constexpr std::uint64_t default_limits[limit_count] = {1024, 1 << 20, 8 << 20, 2
 
 ContextRef make_context_locked(Contexts* all_contexts, Device device, std::uint32_t flags) {
     auto context = std::make_shared<Context>();
-    context->handle = context->owning_context = make_handle();
+    context->handle = context->owning_context_handle = make_handle();
     context->id = ++all_contexts->last_context_id;
     context->device = device;
     context->flags = flags | context_map_host;
@@ -211,7 +211,7 @@ ContextRef make_green_context(Device device, Handle green_context) {
     std::lock_guard lock(all_contexts.mutex);
     const ContextRef context = make_context_locked(&all_contexts, device, primary->flags);
     context->green_context = green_context;
-    context->owning_context = primary->handle;
+    context->owning_context_handle = primary->handle;
     context->is_alive = true;
     all_contexts.live_contexts.emplace(context->handle, context);
     return context;

@@ -24,7 +24,7 @@ struct Context {
     Handle green_context = 0; // handle of the green context that this context represents, or 0
     // The context to which memory, arrays and events of this context belong: for a green context the primary context,
     // for other contexts this context.
-    Handle owning_context = 0;
+    Handle owning_context_handle = 0;
     std::atomic<std::uint32_t> flags{0};
     // A primary context without references is not alive. The next retain makes it alive again with the same handle.
     std::atomic<bool> is_alive{false};

@@ -119,7 +119,7 @@ bool is_done(const EventRecord& record) {
 Handle add_event(const ContextRef& context, std::uint32_t flags, std::shared_ptr<SharedEvent> shared_event,
                  bool is_imported) {
     auto event = std::make_shared<Event>();
-    event->context = context->owning_context;
+    event->context = context->owning_context_handle;
     event->flags = flags;
     event->shared_event = std::move(shared_event);
     event->is_imported = is_imported;
@@ -231,7 +231,7 @@ GDRKIT_CUDA_ENTRY Result cuEventQuery(Handle handle) {
         if (record.captured_state) {
             return refuse_captured_event(*record.captured_state);
         }
-        if (const Result result = check_call_during_captures(); result != success) {
+        if (const Result result = check_captures_permit_call(); result != success) {
             return result;
         }
         return is_done(record) ? success : not_ready;
@@ -247,7 +247,7 @@ GDRKIT_CUDA_ENTRY Result cuEventSynchronize(Handle handle) {
         if (record.captured_state) {
             return refuse_captured_event(*record.captured_state);
         }
-        if (const Result result = check_call_during_captures(); result != success) {
+        if (const Result result = check_captures_permit_call(); result != success) {
             return result;
         }
         wait_until_done(record);

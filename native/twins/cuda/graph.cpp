@@ -190,7 +190,7 @@ GraphRef clone_graph(const Graph& graph) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphCreate(Handle* handle, unsigned flags) {
-    return run_graph_entry("cuGraphCreate", [&] {
+    return run_entry_with_graph_lock("cuGraphCreate", [&] {
         if (handle == nullptr || flags != 0) {
             return invalid_value;
         }
@@ -202,7 +202,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphCreate(Handle* handle, unsigned flags) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphDestroy(Handle handle) {
-    return run_graph_entry("cuGraphDestroy", [&] {
+    return run_entry_with_graph_lock("cuGraphDestroy", [&] {
         const GraphRef graph = find_graph(handle);
         if (graph && (graph->is_child || graph->is_capturing)) {
             return invalid_value;
@@ -236,7 +236,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphNodeFindInClone(Handle* node, Handle original, H
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphDestroyNode(Handle node) {
-    return run_graph_entry("cuGraphDestroyNode", [&] { return destroy_node(node); });
+    return run_entry_with_graph_lock("cuGraphDestroyNode", [&] { return destroy_node(node); });
 }
 
 } // namespace gdrkit::twin::cuda

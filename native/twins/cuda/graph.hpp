@@ -111,7 +111,7 @@ struct Graph {
     std::weak_ptr<Graph> parent;               // the graph whose conditional node runs this graph, if there is one
     bool is_child = false;                     // a node owns the graph
     bool is_capturing = false;                 // a capture adds nodes
-    std::weak_ptr<void> executable;            // the only executable graph of a graph that allocates or frees memory
+    std::weak_ptr<void> live_executable;       // the only executable graph of a graph that allocates or frees memory
 };
 
 // Return the mutex that guards all graphs, executable graphs and captures. A thread that holds this mutex may
@@ -159,8 +159,8 @@ bool is_graph_memory(DevicePointer address);
 std::uint64_t count_graph_memory_bytes(Device device);
 void record_graph_memory_use(Device device);
 
-// Run the body of an exported function that uses graphs.
-template <typename Body> Result run_graph_entry(std::string_view symbol, Body&& body) {
+// Run the body of an exported function while this thread holds graph_mutex().
+template <typename Body> Result run_entry_with_graph_lock(std::string_view symbol, Body&& body) {
     return run_entry(symbol, [&] {
         std::lock_guard lock(graph_mutex());
         return body();
@@ -169,14 +169,14 @@ template <typename Body> Result run_graph_entry(std::string_view symbol, Body&& 
 
 // Run `body` with the graph or the node of a handle, or fail with invalid_value if the handle is unknown.
 template <typename Body> Result run_with_graph(std::string_view symbol, Handle handle, Body&& body) {
-    return run_graph_entry(symbol, [&] {
+    return run_entry_with_graph_lock(symbol, [&] {
         const GraphRef graph = find_graph(handle);
         return graph ? body(graph) : invalid_value;
     });
 }
 
 template <typename Body> Result run_with_node(std::string_view symbol, Handle handle, Body&& body) {
-    return run_graph_entry(symbol, [&] {
+    return run_entry_with_graph_lock(symbol, [&] {
         const NodeRef node = find_node(handle);
         return node ? body(node) : invalid_value;
     });

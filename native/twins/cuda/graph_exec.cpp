@@ -39,6 +39,7 @@ bool has_cycle(const Graph& graph) {
            });
 }
 
+// Create an executable graph with copies of the nodes of a graph. Later changes of the graph do not affect it.
 Result instantiate_graph(Handle* executable_handle, Handle graph_handle, std::uint64_t flags) {
     const GraphRef graph = find_graph(graph_handle);
     constexpr std::uint64_t supported_flags = instantiate_auto_free | instantiate_upload | instantiate_node_priority;
@@ -48,7 +49,8 @@ Result instantiate_graph(Handle* executable_handle, Handle graph_handle, std::ui
     if ((flags & ~supported_flags) != 0) {
         return flags == instantiate_device_launch ? not_supported : invalid_value;
     }
-    if (has_cycle(*graph) || (has_memory_nodes(*graph) && !graph->executable.expired())) {
+    // A graph that allocates or frees memory can have only one executable graph at a time.
+    if (has_cycle(*graph) || (has_memory_nodes(*graph) && !graph->live_executable.expired())) {
         return invalid_value;
     }
     if (const Result result = check_conditionals(*graph); result != success) {
@@ -59,13 +61,15 @@ Result instantiate_graph(Handle* executable_handle, Handle graph_handle, std::ui
     executable->graph = clone_graph(*graph);
     executable->flags = flags;
     if (has_memory_nodes(*graph)) {
-        graph->executable = executable;
+        graph->live_executable = executable;
     }
     executables().add(executable->handle, executable);
     *executable_handle = executable->handle;
     return success;
 }
 
+// Enqueue the work of an executable graph in a stream. If the stream is being captured, add a node that runs the graph
+// to the captured graph instead.
 Result launch_graph(const ContextRef& context, Handle executable_handle, Handle stream_handle) {
     const ExecutableRef executable = executables().find(executable_handle);
     StreamRef stream;
@@ -141,16 +145,16 @@ Result update_graph(Handle executable_handle, Handle graph_handle, UpdateInforma
             return fail(update_parameters_changed, new_nodes[node_index]->handle);
         }
     }
-    const GraphRef copy = clone_graph(*graph);
+    const GraphRef new_clone = clone_graph(*graph);
     for (std::size_t node_index = 0; node_index < executable_nodes.size(); ++node_index) {
-        executable_nodes[node_index]->parameters = copy->nodes[node_index]->parameters;
+        executable_nodes[node_index]->parameters = new_clone->nodes[node_index]->parameters;
     }
     *information = {update_success, 0, 0};
     return success;
 }
 
-// Return the node of an executable graph that is the copy of this node of the original graph; null if there is none.
-NodeRef find_copy(const ExecutableRef& executable, Handle original_handle) {
+// Return the node of an executable graph that was cloned from this node of the original graph; null if there is none.
+NodeRef find_clone(const ExecutableRef& executable, Handle original_handle) {
     if (!executable || original_handle == 0) {
         return nullptr;
     }
@@ -162,7 +166,7 @@ NodeRef find_copy(const ExecutableRef& executable, Handle original_handle) {
 
 // Replace the parameters that an executable graph has for a node of its original graph.
 template <typename Type> Result set_parameters(Handle executable_handle, Handle node_handle, Type parameters) {
-    const NodeRef node = find_copy(executables().find(executable_handle), node_handle);
+    const NodeRef node = find_clone(executables().find(executable_handle), node_handle);
     if (!node || !std::holds_alternative<Type>(node->parameters)) {
         return invalid_value;
     }
@@ -177,20 +181,21 @@ template <typename Type> Result set_parameters(Handle executable_handle, Handle 
 // and kernels, and the twin has no kernels.
 Result find_executable_with_disableable_node(Handle executable_handle, Handle node_handle, ExecutableRef* executable) {
     *executable = executables().find(executable_handle);
-    const NodeRef node = find_copy(*executable, node_handle);
+    const NodeRef node = find_clone(*executable, node_handle);
     return node && (get_node_type(*node) == node_copy || get_node_type(*node) == node_fill) ? success : invalid_value;
 }
 
 } // namespace
 
 GDRKIT_CUDA_ENTRY Result cuGraphInstantiateWithFlags(Handle* executable, Handle graph, unsigned long long flags) {
-    return run_graph_entry("cuGraphInstantiateWithFlags", [&] { return instantiate_graph(executable, graph, flags); });
+    return run_entry_with_graph_lock("cuGraphInstantiateWithFlags",
+                                     [&] { return instantiate_graph(executable, graph, flags); });
 }
 
 // The last two parameters are a buffer for a log, which the twin does not write.
 GDRKIT_CUDA_ENTRY Result cuGraphInstantiate_v2(Handle* executable, Handle graph, Handle* error_node, char*,
                                                std::size_t) {
-    return run_graph_entry("cuGraphInstantiate_v2", [&] {
+    return run_entry_with_graph_lock("cuGraphInstantiate_v2", [&] {
         if (error_node != nullptr) {
             *error_node = 0;
         }
@@ -200,7 +205,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphInstantiate_v2(Handle* executable, Handle graph,
 
 GDRKIT_CUDA_ENTRY Result cuGraphInstantiateWithParams(Handle* executable, Handle graph,
                                                       InstantiateParameters* parameters) {
-    return run_graph_entry("cuGraphInstantiateWithParams", [&] {
+    return run_entry_with_graph_lock("cuGraphInstantiateWithParams", [&] {
         if (parameters == nullptr) {
             return invalid_value;
         }
@@ -217,12 +222,12 @@ GDRKIT_CUDA_ENTRY Result cuGraphInstantiateWithParams(Handle* executable, Handle
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecDestroy(Handle executable) {
-    return run_graph_entry("cuGraphExecDestroy",
-                           [&] { return executables().take(executable) ? success : invalid_value; });
+    return run_entry_with_graph_lock("cuGraphExecDestroy",
+                                     [&] { return executables().take(executable) ? success : invalid_value; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecGetFlags(Handle executable_handle, std::uint64_t* flags) {
-    return run_graph_entry("cuGraphExecGetFlags", [&] {
+    return run_entry_with_graph_lock("cuGraphExecGetFlags", [&] {
         const ExecutableRef executable = executables().find(executable_handle);
         if (!executable || flags == nullptr) {
             return invalid_value;
@@ -233,6 +238,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphExecGetFlags(Handle executable_handle, std::uint
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphLaunch(Handle executable, Handle stream) {
+    // launch_graph() needs the current context, so run_entry_with_graph_lock() cannot be used here.
     return run_entry_in_context("cuGraphLaunch", [&](const ContextRef& context) {
         std::lock_guard lock(graph_mutex());
         return launch_graph(context, executable, stream);
@@ -249,13 +255,13 @@ GDRKIT_CUDA_ENTRY Result cuGraphUpload(Handle executable, Handle stream_handle) 
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecUpdate_v2(Handle executable, Handle graph, UpdateInformation* information) {
-    return run_graph_entry("cuGraphExecUpdate_v2", [&] {
+    return run_entry_with_graph_lock("cuGraphExecUpdate_v2", [&] {
         return information == nullptr ? invalid_value : update_graph(executable, graph, information);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecUpdate(Handle executable, Handle graph, Handle* error_node, int* update_result) {
-    return run_graph_entry("cuGraphExecUpdate", [&] {
+    return run_entry_with_graph_lock("cuGraphExecUpdate", [&] {
         UpdateInformation information{};
         if (error_node == nullptr || update_result == nullptr) {
             return invalid_value;
@@ -269,35 +275,36 @@ GDRKIT_CUDA_ENTRY Result cuGraphExecUpdate(Handle executable, Handle graph, Hand
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecMemcpyNodeSetParams(Handle executable, Handle node, const Copy3d* copy,
                                                         Handle context) {
-    return run_graph_entry("cuGraphExecMemcpyNodeSetParams", [&] {
+    return run_entry_with_graph_lock("cuGraphExecMemcpyNodeSetParams", [&] {
         return copy == nullptr ? invalid_value : set_parameters(executable, node, CopyNode{*copy, context});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecMemsetNodeSetParams(Handle executable, Handle node, const FillParameters* fill,
                                                         Handle context) {
-    return run_graph_entry("cuGraphExecMemsetNodeSetParams", [&] {
+    return run_entry_with_graph_lock("cuGraphExecMemsetNodeSetParams", [&] {
         return fill == nullptr ? invalid_value : set_parameters(executable, node, FillNode{*fill, context});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecHostNodeSetParams(Handle executable, Handle node, const HostParameters* host) {
-    return run_graph_entry("cuGraphExecHostNodeSetParams",
-                           [&] { return host == nullptr ? invalid_value : set_parameters(executable, node, *host); });
+    return run_entry_with_graph_lock("cuGraphExecHostNodeSetParams", [&] {
+        return host == nullptr ? invalid_value : set_parameters(executable, node, *host);
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecEventRecordNodeSetEvent(Handle executable, Handle node, Handle event) {
-    return run_graph_entry("cuGraphExecEventRecordNodeSetEvent",
-                           [&] { return set_parameters(executable, node, RecordNode{event}); });
+    return run_entry_with_graph_lock("cuGraphExecEventRecordNodeSetEvent",
+                                     [&] { return set_parameters(executable, node, RecordNode{event}); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecEventWaitNodeSetEvent(Handle executable, Handle node, Handle event) {
-    return run_graph_entry("cuGraphExecEventWaitNodeSetEvent",
-                           [&] { return set_parameters(executable, node, WaitNode{event}); });
+    return run_entry_with_graph_lock("cuGraphExecEventWaitNodeSetEvent",
+                                     [&] { return set_parameters(executable, node, WaitNode{event}); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeSetEnabled(Handle executable_handle, Handle node, unsigned is_enabled) {
-    return run_graph_entry("cuGraphNodeSetEnabled", [&] {
+    return run_entry_with_graph_lock("cuGraphNodeSetEnabled", [&] {
         ExecutableRef executable;
         const Result result = find_executable_with_disableable_node(executable_handle, node, &executable);
         if (result == success) {
@@ -311,7 +318,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphNodeSetEnabled(Handle executable_handle, Handle 
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeGetEnabled(Handle executable_handle, Handle node, unsigned* is_enabled) {
-    return run_graph_entry("cuGraphNodeGetEnabled", [&] {
+    return run_entry_with_graph_lock("cuGraphNodeGetEnabled", [&] {
         ExecutableRef executable;
         const Result result = is_enabled == nullptr
                                   ? invalid_value

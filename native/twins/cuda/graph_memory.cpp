@@ -30,7 +30,7 @@ void record_graph_memory_use(Device device) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetGraphMemAttribute(Device device, int attribute, std::uint64_t* value) {
-    return run_graph_entry("cuDeviceGetGraphMemAttribute", [&] {
+    return run_entry_with_graph_lock("cuDeviceGetGraphMemAttribute", [&] {
         if (!device_exists(device)) {
             return invalid_device;
         }
@@ -46,7 +46,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetGraphMemAttribute(Device device, int attribu
 
 // A program can change only the high-water marks, and only by writing 0, which resets the mark to the current use.
 GDRKIT_CUDA_ENTRY Result cuDeviceSetGraphMemAttribute(Device device, int attribute, const std::uint64_t* value) {
-    return run_graph_entry("cuDeviceSetGraphMemAttribute", [&] {
+    return run_entry_with_graph_lock("cuDeviceSetGraphMemAttribute", [&] {
         if (!device_exists(device)) {
             return invalid_device;
         }
@@ -59,7 +59,8 @@ GDRKIT_CUDA_ENTRY Result cuDeviceSetGraphMemAttribute(Device device, int attribu
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGraphMemTrim(Device device) {
-    return run_graph_entry("cuDeviceGraphMemTrim", [&] { return device_exists(device) ? success : invalid_device; });
+    return run_entry_with_graph_lock("cuDeviceGraphMemTrim",
+                                     [&] { return device_exists(device) ? success : invalid_device; });
 }
 
 } // namespace gdrkit::twin::cuda

@@ -222,14 +222,14 @@ Result make_allocation(AllocateParameters* parameters, AllocateNode* node) {
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddEmptyNode(Handle* node, Handle graph, const Handle* dependencies,
                                              std::size_t dependency_count) {
-    return run_graph_entry("cuGraphAddEmptyNode", [&] {
+    return run_entry_with_graph_lock("cuGraphAddEmptyNode", [&] {
         return add_to_graph(node, {graph, dependencies, dependency_count}, EmptyNode{});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddMemcpyNode(Handle* node, Handle graph, const Handle* dependencies,
                                               std::size_t dependency_count, const Copy3d* copy, Handle context) {
-    return run_graph_entry("cuGraphAddMemcpyNode", [&] {
+    return run_entry_with_graph_lock("cuGraphAddMemcpyNode", [&] {
         return copy == nullptr ? invalid_value
                                : add_to_graph(node, {graph, dependencies, dependency_count}, CopyNode{*copy, context});
     });
@@ -238,7 +238,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphAddMemcpyNode(Handle* node, Handle graph, const 
 GDRKIT_CUDA_ENTRY Result cuGraphAddMemsetNode(Handle* node, Handle graph, const Handle* dependencies,
                                               std::size_t dependency_count, const FillParameters* fill,
                                               Handle context) {
-    return run_graph_entry("cuGraphAddMemsetNode", [&] {
+    return run_entry_with_graph_lock("cuGraphAddMemsetNode", [&] {
         return fill == nullptr ? invalid_value
                                : add_to_graph(node, {graph, dependencies, dependency_count}, FillNode{*fill, context});
     });
@@ -246,49 +246,49 @@ GDRKIT_CUDA_ENTRY Result cuGraphAddMemsetNode(Handle* node, Handle graph, const 
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddHostNode(Handle* node, Handle graph, const Handle* dependencies,
                                             std::size_t dependency_count, const HostParameters* host) {
-    return run_graph_entry("cuGraphAddHostNode", [&] {
+    return run_entry_with_graph_lock("cuGraphAddHostNode", [&] {
         return host == nullptr ? invalid_value : add_to_graph(node, {graph, dependencies, dependency_count}, *host);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddChildGraphNode(Handle* node, Handle graph, const Handle* dependencies,
                                                   std::size_t dependency_count, Handle child) {
-    return run_graph_entry("cuGraphAddChildGraphNode", [&] {
+    return run_entry_with_graph_lock("cuGraphAddChildGraphNode", [&] {
         return add_child_node(node, {graph, dependencies, dependency_count}, child);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddEventRecordNode(Handle* node, Handle graph, const Handle* dependencies,
                                                    std::size_t dependency_count, Handle event) {
-    return run_graph_entry("cuGraphAddEventRecordNode", [&] {
+    return run_entry_with_graph_lock("cuGraphAddEventRecordNode", [&] {
         return add_to_graph(node, {graph, dependencies, dependency_count}, RecordNode{event});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddEventWaitNode(Handle* node, Handle graph, const Handle* dependencies,
                                                  std::size_t dependency_count, Handle event) {
-    return run_graph_entry("cuGraphAddEventWaitNode", [&] {
+    return run_entry_with_graph_lock("cuGraphAddEventWaitNode", [&] {
         return add_to_graph(node, {graph, dependencies, dependency_count}, WaitNode{event});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddMemAllocNode(Handle* node, Handle graph, const Handle* dependencies,
                                                 std::size_t dependency_count, AllocateParameters* parameters) {
-    return run_graph_entry("cuGraphAddMemAllocNode", [&] {
+    return run_entry_with_graph_lock("cuGraphAddMemAllocNode", [&] {
         return add_allocation_node(node, {graph, dependencies, dependency_count}, parameters);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddMemFreeNode(Handle* node, Handle graph, const Handle* dependencies,
                                                std::size_t dependency_count, DevicePointer pointer) {
-    return run_graph_entry("cuGraphAddMemFreeNode", [&] {
+    return run_entry_with_graph_lock("cuGraphAddMemFreeNode", [&] {
         return add_free_node(node, {graph, dependencies, dependency_count}, pointer);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddNode(Handle* node, Handle graph, const Handle* dependencies,
                                         std::size_t dependency_count, NodeParameterUnion* parameters) {
-    return run_graph_entry("cuGraphAddNode", [&] {
+    return run_entry_with_graph_lock("cuGraphAddNode", [&] {
         return add_any_node(node, {graph, dependencies, dependency_count}, parameters);
     });
 }
@@ -296,7 +296,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphAddNode(Handle* node, Handle graph, const Handle
 GDRKIT_CUDA_ENTRY Result cuGraphAddNode_v2(Handle* node, Handle graph, const Handle* dependencies,
                                            const EdgeData* edge_data, std::size_t dependency_count,
                                            NodeParameterUnion* parameters) {
-    return run_graph_entry("cuGraphAddNode_v2", [&] {
+    return run_entry_with_graph_lock("cuGraphAddNode_v2", [&] {
         return is_default_edge_data(edge_data, dependency_count)
                    ? add_any_node(node, {graph, dependencies, dependency_count}, parameters)
                    : invalid_value;

@@ -199,12 +199,13 @@ GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependentNodes_v2(Handle handle, Handle* 
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddDependencies(Handle graph, const Handle* from, const Handle* to,
                                                 std::size_t edge_count) {
-    return run_graph_entry("cuGraphAddDependencies", [&] { return add_dependencies(graph, from, to, edge_count); });
+    return run_entry_with_graph_lock("cuGraphAddDependencies",
+                                     [&] { return add_dependencies(graph, from, to, edge_count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddDependencies_v2(Handle graph, const Handle* from, const Handle* to,
                                                    const EdgeData* edge_data, std::size_t edge_count) {
-    return run_graph_entry("cuGraphAddDependencies_v2", [&] {
+    return run_entry_with_graph_lock("cuGraphAddDependencies_v2", [&] {
         return is_default_edge_data(edge_data, edge_count) ? add_dependencies(graph, from, to, edge_count)
                                                            : invalid_value;
     });
@@ -212,13 +213,13 @@ GDRKIT_CUDA_ENTRY Result cuGraphAddDependencies_v2(Handle graph, const Handle* f
 
 GDRKIT_CUDA_ENTRY Result cuGraphRemoveDependencies(Handle graph, const Handle* from, const Handle* to,
                                                    std::size_t edge_count) {
-    return run_graph_entry("cuGraphRemoveDependencies",
-                           [&] { return remove_dependencies(graph, from, to, edge_count); });
+    return run_entry_with_graph_lock("cuGraphRemoveDependencies",
+                                     [&] { return remove_dependencies(graph, from, to, edge_count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphRemoveDependencies_v2(Handle graph, const Handle* from, const Handle* to,
                                                       const EdgeData* edge_data, std::size_t edge_count) {
-    return run_graph_entry("cuGraphRemoveDependencies_v2", [&] {
+    return run_entry_with_graph_lock("cuGraphRemoveDependencies_v2", [&] {
         return is_default_edge_data(edge_data, edge_count) ? remove_dependencies(graph, from, to, edge_count)
                                                            : invalid_value;
     });

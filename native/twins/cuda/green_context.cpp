@@ -97,17 +97,17 @@ Result split_resource(const SplitArguments& split) {
         std::max(group_size, (split.multiprocessors_min + group_size - 1) / group_size * group_size);
     const std::uint32_t possible_part_count = input.count / part_size;
     // A part of a split cannot be split again. The resource of a green context can be split, because sum_resources()
-    // sets its split number to 0.
-    if (possible_part_count == 0 || input.split_number != 0) {
+    // sets its split_id to 0.
+    if (possible_part_count == 0 || input.split_id != 0) {
         return invalid_resource_configuration;
     }
     const std::uint32_t part_count =
         split.parts == nullptr ? possible_part_count : std::min<std::uint32_t>(*split.part_count, possible_part_count);
     *split.part_count = part_count;
-    const std::uint32_t split_number = ++last_split;
+    const std::uint32_t split_id = ++last_split;
     for (std::uint32_t part_index = 0; split.parts != nullptr && part_index < part_count; ++part_index) {
         split.parts[part_index] = make_resource(input.device, part_size, group_size);
-        split.parts[part_index].split_number = split_number;
+        split.parts[part_index].split_id = split_id;
         split.parts[part_index].part_index = part_index;
     }
     if (split.remaining != nullptr) {
@@ -115,7 +115,7 @@ Result split_resource(const SplitArguments& split) {
         *split.remaining = remaining_multiprocessors == 0
                                ? DeviceResource{}
                                : make_resource(input.device, remaining_multiprocessors, group_size);
-        split.remaining->split_number = split_number;
+        split.remaining->split_id = split_id;
         split.remaining->part_index = part_count;
     }
     return success;
@@ -129,7 +129,7 @@ Result sum_resources(std::span<const DeviceResource> resources, DeviceResource* 
         if (resource.type != resource_multiprocessors || resource.magic != resource_magic) {
             return invalid_resource_type;
         }
-        const bool is_of_same_split = resource.split_number != 0 && resource.split_number == resources[0].split_number;
+        const bool is_of_same_split = resource.split_id != 0 && resource.split_id == resources[0].split_id;
         if (!part_indices.insert(resource.part_index).second || resource.device != resources[0].device ||
             (resources.size() > 1 && !is_of_same_split)) {
             return invalid_resource_configuration;

@@ -20,11 +20,12 @@ struct DeviceResource {
     std::int32_t type;
     std::uint32_t magic;
     Device device;
-    std::uint32_t split_number; // the number of the split that made the resource, or 0
-    std::uint32_t part_index;   // the index of the resource among the parts of this split
+    std::uint32_t split_id;   // identifies the split that made the resource; 0: none
+    std::uint32_t part_index; // the index of the resource among the parts of this split
     std::uint8_t unused[76];
-    std::uint32_t count;                    // number of multiprocessors
-    std::uint32_t partition_min, alignment; // smallest part of a split, and size of a group, in multiprocessors
+    std::uint32_t count;         // number of multiprocessors (smCount)
+    std::uint32_t partition_min; // smallest number of multiprocessors of a part (minSmPartitionSize)
+    std::uint32_t alignment;     // a part has a multiple of this number of multiprocessors (smCoscheduledAlignment)
     std::uint8_t unused_too[36];
 };
 static_assert(sizeof(DeviceResource) == 144 && offsetof(DeviceResource, count) == 96);

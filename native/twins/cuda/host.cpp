@@ -28,7 +28,7 @@ Result allocate_host(const ContextRef& context, void** pointer, std::size_t leng
     if (!range) {
         return out_of_memory;
     }
-    range->context = context->owning_context;
+    range->context = context->owning_context_handle;
     range->device = context->device;
     // With unified addressing, every allocation is mapped for the device, so the real driver always reports this flag.
     range->host_flags = flags | host_alloc_devicemap;
@@ -66,7 +66,7 @@ Result register_host(const ContextRef& context, void* pointer, std::size_t lengt
     range->host = static_cast<std::byte*>(pointer);
     range->host_flags = flags;
     range->buffer_id = make_buffer_id();
-    range->context = context->owning_context;
+    range->context = context->owning_context_handle;
     range->device = context->device;
     return add_range_unless_overlapping(range) ? success : host_memory_already_registered;
 }

@@ -146,7 +146,7 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcH
     if (const Result result = map_imported_memory(message, MemoryKind::ipc, &range); result != success) {
         return result;
     }
-    range->context = context->owning_context;
+    range->context = context->owning_context_handle;
     add_range(range);
     std::lock_guard lock(ipc_table.mutex);
     ipc_table.imported_mappings[mapping_key] = {range, 1};

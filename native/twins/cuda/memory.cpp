@@ -1,4 +1,4 @@
-// The software twin of libcuda: cuMemAlloc, cuMemAllocManaged, cuMemFree and queries of device memory.
+// The software twin of libcuda: cuMemAlloc, cuMemAllocPitch, cuMemAllocManaged, cuMemFree and queries of device memory.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -19,7 +19,7 @@ Result allocate_in_context(const ContextRef& context, DevicePointer* pointer, st
     if (pointer == nullptr || length_bytes == 0) {
         return invalid_value;
     }
-    if (const Result result = check_call_during_captures(); result != success) {
+    if (const Result result = check_captures_permit_call(); result != success) {
         return result;
     }
     RangeRef range;
@@ -27,15 +27,15 @@ Result allocate_in_context(const ContextRef& context, DevicePointer* pointer, st
     if (allocate_result != success) {
         return allocate_result;
     }
-    range->context = context->owning_context;
+    range->context = context->owning_context_handle;
     range->gpu_direct_rdma_capable = true;
     add_range(range);
     *pointer = range->base;
     return success;
 }
 
-// Wait for queued work that may still use the memory. As in CUDA, cuMemFree does not wait for memory of a pool
-// (cuMemAllocAsync): the program must have completed all accesses.
+// Wait for queued work that may still use the memory. As in CUDA, cuMemFree of memory from a pool (cuMemAllocAsync)
+// does not wait: the program must ensure that all accesses have completed.
 void wait_for_queued_work(const Range& range, const ContextRef& current_context) {
     if (range.kind == MemoryKind::pool) {
         return;
@@ -53,6 +53,7 @@ Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, Rang
     if (length_bytes > device_capacity_bytes) {
         return out_of_memory;
     }
+    // The addresses of the allocation, see arena.hpp.
     const AddressSlot slot = allocate_address_slot(length_bytes);
     if (slot.base == 0) {
         return out_of_memory;
@@ -113,14 +114,14 @@ GDRKIT_CUDA_ENTRY Result cuMemAllocManaged(DevicePointer* pointer, std::size_t l
         if (pointer == nullptr || length_bytes == 0 || (flags != attach_global && flags != attach_host)) {
             return invalid_value;
         }
-        if (const Result result = check_call_during_captures(); result != success) {
+        if (const Result result = check_captures_permit_call(); result != success) {
             return result;
         }
         const RangeRef range = make_host_range(MemoryKind::managed, length_bytes);
         if (!range) {
             return out_of_memory;
         }
-        range->context = context->owning_context;
+        range->context = context->owning_context_handle;
         range->device = context->device;
         range->sync_memops = true;
         add_range(range);
@@ -131,7 +132,7 @@ GDRKIT_CUDA_ENTRY Result cuMemAllocManaged(DevicePointer* pointer, std::size_t l
 
 GDRKIT_CUDA_ENTRY Result cuMemFree_v2(DevicePointer pointer) {
     return run_entry_in_context("cuMemFree_v2", [&](const ContextRef& context) {
-        if (const Result result = check_call_during_captures(); result != success) {
+        if (const Result result = check_captures_permit_call(); result != success) {
             return result;
         }
         if (pointer == 0) {

@@ -53,8 +53,8 @@ void add_pool(const PoolRef& pool);
 // Count an allocation of a pool as freed.
 void record_pool_free(Handle pool, std::uint64_t length_bytes);
 
-// Return the CUmemAccess_flags with which a device may access a range of a pool. They are the pool's flags, even after
-// the pool was destroyed.
+// Return the CUmemAccess_flags with which a device may access a range of a pool. The range uses the flags of its
+// pool, and keeps using them after cuMemPoolDestroy.
 int get_pool_access(const Range& range, Device device);
 
 } // namespace gdrkit::twin::cuda

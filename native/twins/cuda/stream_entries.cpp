@@ -149,7 +149,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamQuery(Handle handle) {
 
 GDRKIT_CUDA_ENTRY Result cuStreamSynchronize(Handle handle) {
     return run_stream_entry("cuStreamSynchronize", handle, CapturePolicy::refuse, [](const StreamRef& stream) {
-        if (const Result result = check_call_during_captures(); result != success) {
+        if (const Result result = check_captures_permit_call(); result != success) {
             return result;
         }
         wait_until_done(list_unfinished_markers(stream));
@@ -246,7 +246,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamGetCtx_v2(Handle handle, Handle* context, Handl
         if (context == nullptr || green_context == nullptr) {
             return invalid_value;
         }
-        *context = stream_context.owning_context;
+        *context = stream_context.owning_context_handle;
         *green_context = stream_context.green_context;
         return success;
     });

@@ -93,7 +93,7 @@ Result create_texture(const ContextRef& context, Handle* handle, const ResourceD
         return invalid_value;
     }
     auto texture = std::make_shared<Texture>();
-    texture->context = context->owning_context;
+    texture->context = context->owning_context_handle;
     texture->resource = *resource;
     texture->description = *description;
     texture->has_view = view != nullptr;
@@ -112,7 +112,7 @@ Result create_surface(const ContextRef& context, Handle* handle, const ResourceD
         return invalid_value;
     }
     auto surface = std::make_shared<Surface>();
-    surface->context = context->owning_context;
+    surface->context = context->owning_context_handle;
     surface->resource = *resource;
     *handle = make_handle();
     surfaces().add(*handle, std::move(surface));

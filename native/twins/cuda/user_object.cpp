@@ -57,7 +57,7 @@ UserObject::~UserObject() {
 
 GDRKIT_CUDA_ENTRY Result cuUserObjectCreate(Handle* handle, void* pointer, void (*destroy)(void*), unsigned count,
                                             unsigned flags) {
-    return run_graph_entry("cuUserObjectCreate", [&] {
+    return run_entry_with_graph_lock("cuUserObjectCreate", [&] {
         if (handle == nullptr || destroy == nullptr || count == 0 || flags != no_destructor_sync) {
             return invalid_value;
         }
@@ -71,7 +71,7 @@ GDRKIT_CUDA_ENTRY Result cuUserObjectCreate(Handle* handle, void* pointer, void 
 }
 
 GDRKIT_CUDA_ENTRY Result cuUserObjectRetain(Handle handle, unsigned count) {
-    return run_graph_entry("cuUserObjectRetain", [&] {
+    return run_entry_with_graph_lock("cuUserObjectRetain", [&] {
         const auto owned_object = owned_objects().find(handle);
         if (!owned_object || count == 0) {
             return invalid_value;
@@ -82,11 +82,12 @@ GDRKIT_CUDA_ENTRY Result cuUserObjectRetain(Handle handle, unsigned count) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuUserObjectRelease(Handle handle, unsigned count) {
-    return run_graph_entry("cuUserObjectRelease", [&] { return release_references(handle, count); });
+    return run_entry_with_graph_lock("cuUserObjectRelease", [&] { return release_references(handle, count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphRetainUserObject(Handle graph, Handle object, unsigned count, unsigned flags) {
-    return run_graph_entry("cuGraphRetainUserObject", [&] { return retain_in_graph(graph, object, count, flags); });
+    return run_entry_with_graph_lock("cuGraphRetainUserObject",
+                                     [&] { return retain_in_graph(graph, object, count, flags); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphReleaseUserObject(Handle graph_handle, Handle object, unsigned count) {

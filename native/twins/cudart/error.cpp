@@ -13,13 +13,13 @@ namespace {
 thread_local Error last_error = success;
 
 // A cudaError code, its enumerator, and the text that cudaGetErrorString returns.
-struct ErrorName {
+struct ErrorEntry {
     int code;
     const char* name;
     const char* text; // null: the text of the driver's error with the same number
 };
 
-constexpr ErrorName error_names[] = {
+constexpr ErrorEntry error_entries[] = {
     {0, "cudaSuccess", "no error"},
     {1, "cudaErrorInvalidValue", nullptr},
     {2, "cudaErrorMemoryAllocation", nullptr},
@@ -163,8 +163,8 @@ constexpr ErrorName error_names[] = {
     {10000, "cudaErrorApiFailureBase", "api failure base"},
 };
 
-const ErrorName* find_error_name(int code) {
-    for (const ErrorName& entry : error_names) {
+const ErrorEntry* find_error_entry(int code) {
+    for (const ErrorEntry& entry : error_entries) {
         if (entry.code == code) {
             return &entry;
         }
@@ -201,20 +201,20 @@ GDRKIT_CUDART_ENTRY Error cudaPeekAtLastError() {
 }
 
 GDRKIT_CUDART_ENTRY const char* cudaGetErrorName(int code) {
-    const ErrorName* const error_name = find_error_name(code);
-    return error_name == nullptr ? unrecognized_text : error_name->name;
+    const ErrorEntry* const error_entry = find_error_entry(code);
+    return error_entry == nullptr ? unrecognized_text : error_entry->name;
 }
 
 GDRKIT_CUDART_ENTRY const char* cudaGetErrorString(int code) {
-    const ErrorName* const error_name = find_error_name(code);
-    if (error_name == nullptr) {
+    const ErrorEntry* const error_entry = find_error_entry(code);
+    if (error_entry == nullptr) {
         return unrecognized_text;
     }
-    const char* text = error_name->text;
+    const char* text = error_entry->text;
     if (text == nullptr && call(&Driver::cuGetErrorString, code, &text) != success) {
         text = nullptr;
     }
-    return text == nullptr ? error_name->name : text;
+    return text == nullptr ? error_entry->name : text;
 }
 
 } // namespace gdrkit::twin::cudart

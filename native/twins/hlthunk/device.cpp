@@ -93,7 +93,7 @@ std::uint64_t Properties::bar_bytes() const {
     return config().gaudi_bar_mib == 0 ? dram_bytes : config().gaudi_bar_mib * mib;
 }
 
-const Properties& properties() {
+const Properties& generation_properties() {
     return properties_by_generation[static_cast<unsigned>(config().gaudi_generation)];
 }
 

@@ -43,7 +43,7 @@ struct Properties {
 };
 
 // Return the properties of the generation that GDRKIT_TWINS_GAUDI selects.
-const Properties& properties();
+const Properties& generation_properties();
 
 // Physical memory that the driver has allocated (hl_vm_phys_pg_pack in the kernel driver).
 struct Allocation {

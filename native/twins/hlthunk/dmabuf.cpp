@@ -25,14 +25,14 @@ bool is_inside(std::uint64_t begin, std::uint64_t length_bytes, std::uint64_t ou
 }
 
 bool is_in_bar(std::uint64_t physical_address, std::uint64_t length_bytes) {
-    return is_inside(physical_address, length_bytes, properties().dram_base,
-                     properties().dram_base + properties().bar_bytes());
+    return is_inside(physical_address, length_bytes, generation_properties().dram_base,
+                     generation_properties().dram_base + generation_properties().bar_bytes());
 }
 
 // Export by physical address, as programs do on the first Gaudi. Its driver keeps no record of allocations, so only the
 // bounds are checked.
 int export_physical(Device* device, const ExportRequest& request) {
-    const Properties& device_properties = properties();
+    const Properties& device_properties = generation_properties();
     if (request.offset_bytes != 0 || !covers_whole_pages(request) ||
         !is_inside(request.address, request.size_bytes, device_properties.dram_user_base,
                    device_properties.dram_end()) ||
@@ -82,8 +82,8 @@ int export_dmabuf_fd(int device_fd, const ExportRequest& request) {
     if (!device->is_operational) {
         return -EBUSY;
     }
-    return properties().has_virtual_memory ? export_mapped(device.get(), request)
-                                           : export_physical(device.get(), request);
+    return generation_properties().has_virtual_memory ? export_mapped(device.get(), request)
+                                                      : export_physical(device.get(), request);
 }
 
 } // namespace

@@ -59,7 +59,7 @@ std::uint64_t find_lowest_gap(const Ranges& used_ranges, std::uint64_t base, std
 // EINVAL if the requested size is not supported.
 int choose_page_size(std::uint64_t requested_page_bytes, std::uint64_t* page_bytes) {
     if (requested_page_bytes == 0) {
-        *page_bytes = properties().default_page_bytes;
+        *page_bytes = generation_properties().default_page_bytes;
         return 0;
     }
     const bool is_supported = std::has_single_bit(requested_page_bytes) &&
@@ -74,7 +74,7 @@ int allocate(Device* device, std::uint64_t size_bytes, std::uint64_t requested_p
     if (size_bytes == 0) {
         return EINVAL;
     }
-    if (!properties().has_virtual_memory) {
+    if (!generation_properties().has_virtual_memory) {
         *handle = 0; // On the first Gaudi the driver allocates nothing: the program manages the memory.
         return 0;
     }
@@ -82,7 +82,7 @@ int allocate(Device* device, std::uint64_t size_bytes, std::uint64_t requested_p
     if (const int error = choose_page_size(requested_page_bytes, &allocation->page_bytes); error != 0) {
         return error;
     }
-    const Properties& device_properties = properties();
+    const Properties& device_properties = generation_properties();
     if (size_bytes > device_properties.dram_bytes) {
         return ENOMEM;
     }
@@ -105,7 +105,7 @@ int allocate(Device* device, std::uint64_t size_bytes, std::uint64_t requested_p
 
 // Free an allocation. Like the driver, use only the lower 32 bits of the handle.
 int free_allocation(Device* device, std::uint64_t handle) {
-    if (!properties().has_virtual_memory) {
+    if (!generation_properties().has_virtual_memory) {
         return 0;
     }
     std::lock_guard lock(device->mutex);
@@ -141,7 +141,7 @@ int map_allocation(Device* device, std::uint64_t handle, std::uint64_t hint_addr
         return EINVAL;
     }
     const std::shared_ptr<Allocation>& allocation = allocation_entry->second;
-    const Properties& device_properties = properties();
+    const Properties& device_properties = generation_properties();
     // The range of device addresses is larger than the memory, because an allocation can be mapped several times.
     const std::uint64_t base = device_properties.dram_virtual_base, end = base + 16 * device_properties.dram_bytes;
     const bool is_hint_usable =
@@ -176,7 +176,7 @@ int map_host(Device* device, std::uint64_t host_address, std::uint64_t size_byte
     if (const int error = check_can_pin(host_address, size_bytes); error != 0) {
         return error;
     }
-    const std::uint64_t base = properties().host_virtual_base, page_offset = host_address % host_page_bytes;
+    const std::uint64_t base = generation_properties().host_virtual_base, page_offset = host_address % host_page_bytes;
     std::lock_guard lock(device->mutex);
     // The range of device addresses is as large as the address space of an x86-64 process (2^47 bytes).
     const std::uint64_t page_address = find_lowest_gap(
@@ -287,7 +287,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_dram_usage(int fd, DramUsage* usage) {
         for (const auto& [physical_address, length_bytes] : device->allocated_ranges) {
             used_bytes += length_bytes;
         }
-        *usage = {properties().dram_end() - properties().dram_user_base - used_bytes, used_bytes};
+        *usage = {generation_properties().dram_end() - generation_properties().dram_user_base - used_bytes, used_bytes};
         return 0;
     });
 }
@@ -303,8 +303,8 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_dev_memalloc_page_orders(int fd, std::uint6
             return error;
         }
         *order_mask = 0;
-        for (unsigned order = smallest_page_order; properties().has_virtual_memory && order <= largest_page_order;
-             ++order) {
+        for (unsigned order = smallest_page_order;
+             generation_properties().has_virtual_memory && order <= largest_page_order; ++order) {
             *order_mask |= std::uint64_t{1} << order;
         }
         return 0;

@@ -65,7 +65,7 @@ int open_by_bus_id(const char* bus_id, int (*open_at_index)(unsigned)) {
 int open_by_name(int device_name, int (*open_at_index)(unsigned)) {
     int error = ENOENT;
     for (unsigned index = 0; index < config().gaudi_count; ++index) {
-        if (device_name == dont_care || device_name == properties().name) {
+        if (device_name == dont_care || device_name == generation_properties().name) {
             const int fd = open_at_index(index);
             if (fd >= 0) {
                 return fd;
@@ -110,7 +110,7 @@ template <typename Info> int run_hardware_info_entry(int fd, Info* info) {
         if (!find_device_index(fd, &index, &error)) {
             return error;
         }
-        const Properties& device_properties = properties();
+        const Properties& device_properties = generation_properties();
         *info = Info{};
         info->dram_base_address = device_properties.has_virtual_memory ? device_properties.dram_virtual_base
                                                                        : device_properties.dram_user_base;
@@ -222,13 +222,14 @@ GDRKIT_HLTHUNK_ENTRY int gdrkit_get_hw_ip_info_2021(int fd, HardwareInfo2021* in
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_name_from_fd(int fd) {
     unsigned index = 0;
     int error = 0;
-    return configuration_error().empty() && find_device_index(fd, &index, &error) ? properties().name : invalid;
+    return configuration_error().empty() && find_device_index(fd, &index, &error) ? generation_properties().name
+                                                                                  : invalid;
 }
 
 GDRKIT_HLTHUNK_ENTRY std::uint32_t hlthunk_get_device_id_from_fd(int fd) {
     unsigned index = 0;
     int error = 0;
-    return configuration_error().empty() && find_device_index(fd, &index, &error) ? properties().pci_id : 0;
+    return configuration_error().empty() && find_device_index(fd, &index, &error) ? generation_properties().pci_id : 0;
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_count(int device_name) {
@@ -237,7 +238,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_count(int device_name) {
         if (device_name == invalid || device_name < 0 || device_name >= device_name_end) {
             return EINVAL;
         }
-        const bool has_devices = device_name == dont_care || device_name == properties().name;
+        const bool has_devices = device_name == dont_care || device_name == generation_properties().name;
         count = has_devices ? static_cast<int>(config().gaudi_count) : 0;
         return 0;
     });

@@ -18,8 +18,9 @@
 namespace gdrkit::twin::gaudi {
 namespace {
 
-constexpr std::uint64_t max_command_buffer_bytes = 2 << 20;     // HL_MAX_CB_SIZE
-constexpr std::uint64_t command_buffer_spacing_bytes = 4 << 20; // distance between command buffers in the device file
+constexpr std::uint64_t max_command_buffer_bytes = 2 << 20; // HL_MAX_CB_SIZE
+// The handle of a command buffer is its offset in Device::file. Handles are multiples of this distance.
+constexpr std::uint64_t command_buffer_spacing_bytes = 4 << 20;
 // On the first Gaudi, the upper bits of a destination address are a part of the context id.
 constexpr std::uint64_t destination_mask_gaudi1 = (std::uint64_t{1} << 56) - 1;
 constexpr std::uint64_t max_wait_us = 3'600'000'000; // one hour, so that no deadline overflows
@@ -65,7 +66,7 @@ bool copy_file_and_host(int fd, std::uint64_t offset, std::uint64_t host_address
 // packets at submission; later devices fail when they execute a wrong packet. The twin checks the
 // packets of all generations at submission.
 int parse_packets(std::span<const std::byte> unparsed_bytes, std::vector<LinearDma>* copies) {
-    const bool is_gaudi1 = !properties().has_virtual_memory;
+    const bool is_gaudi1 = !generation_properties().has_virtual_memory;
     while (!unparsed_bytes.empty()) {
         // Every packet begins with these 8 bytes. The second word is the control word.
         std::uint32_t header[2] = {};
@@ -107,7 +108,8 @@ int read_chunk(Device* device, const Chunk& chunk, std::vector<LinearDma>* copie
     }
     // Later generations require chunk_flag_user_buffer, which says that the packets are in memory of the program. The
     // driver of the first Gaudi ignores the flag, because its queues accept only command buffers of the driver.
-    if (properties().has_virtual_memory && (chunk.cs_chunk_flags & chunk_flag_user_buffer) == 0) {
+    const bool is_gaudi1 = !generation_properties().has_virtual_memory;
+    if (!is_gaudi1 && (chunk.cs_chunk_flags & chunk_flag_user_buffer) == 0) {
         return EINVAL;
     }
     // The smallest packet is a header of 8 bytes.
@@ -115,7 +117,7 @@ int read_chunk(Device* device, const Chunk& chunk, std::vector<LinearDma>* copie
         return EINVAL;
     }
     std::vector<std::byte> packets(chunk.cb_size);
-    if (!properties().has_virtual_memory) {
+    if (is_gaudi1) {
         const auto buffer_entry = device->command_buffers.find(chunk.cb_handle);
         if (buffer_entry == device->command_buffers.end() || chunk.cb_size > buffer_entry->second.size_bytes ||
             pread(device->file.get(), packets.data(), packets.size(), static_cast<off_t>(chunk.cb_handle)) !=
@@ -170,7 +172,7 @@ int submit_chunks(int fd, const SubmissionIn* in, SubmissionOut* out) {
 } // namespace
 
 bool Device::find_operand(std::uint64_t address, std::uint64_t length_bytes, CopyOperand* operand) {
-    const Properties& device_properties = properties();
+    const Properties& device_properties = generation_properties();
     const auto next_mapping = mappings.upper_bound(address);
     if (next_mapping != mappings.begin()) {
         const auto& [mapping_address, mapping] = *std::prev(next_mapping);
@@ -257,7 +259,8 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_request_command_buffer(int fd, std::uint32_t si
         std::lock_guard lock(device->mutex);
         *handle = ++device->last_command_buffer_number * command_buffer_spacing_bytes;
         device->command_buffers.emplace(*handle, CommandBuffer{size_bytes});
-        // Two devices can have equal handles, so the ledger gets the combination of the device and the handle.
+        // Command buffers of two devices can have equal handles, so the table of open handles (model/ledger.hpp) gets
+        // the combination of the device and the handle.
         record_open_handle("gaudi_command_buffer", reinterpret_cast<std::uint64_t>(device.get()) ^ *handle);
         return 0;
     });

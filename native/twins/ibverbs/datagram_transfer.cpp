@@ -65,7 +65,7 @@ std::optional<ibv_wc_status> DatagramQueuePair::transmit(DatagramWork* work, std
         }
     }
     const std::shared_ptr<const AddressVector> destination = work->destination.lock();
-    if (destination == nullptr || !is_same_protection(destination->domain, domain_)) {
+    if (destination == nullptr || !is_same_protection_domain(destination->domain, domain_)) {
         return IBV_WC_LOC_QP_OP_ERR;
     }
     // A ConnectX reports IBV_WC_LOC_LEN_ERR for a datagram that is longer than the path MTU. Soft-RoCE reports success

@@ -24,7 +24,7 @@ std::shared_ptr<Region> find_usable_region(const RegionsByKey KeyTable::*map_mem
         return nullptr;
     }
     const std::shared_ptr<Region>& region = entry->second;
-    const bool is_usable = is_same_protection(region->domain, domain) && region->permits(required_access) &&
+    const bool is_usable = is_same_protection_domain(region->domain, domain) && region->permits(required_access) &&
                            region->covers(address, size_bytes);
     return is_usable ? region : nullptr;
 }
@@ -94,7 +94,7 @@ std::shared_ptr<Region> find_by_rkey(std::uint32_t rkey, const ProtectionDomain*
     if (auto region = find_usable_region(&KeyTable::by_rkey, rkey, domain, required_access, *address, size_bytes)) {
         return region;
     }
-    return find_by_window(rkey, domain, qp_num, required_access, address, size_bytes);
+    return find_window_region(rkey, domain, qp_num, required_access, address, size_bytes);
 }
 
 } // namespace gdrkit::twin::verbs

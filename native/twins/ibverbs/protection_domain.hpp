@@ -24,8 +24,8 @@ inline ProtectionDomain* get_domain(ibv_pd* pd) {
     return reinterpret_cast<ProtectionDomain*>(pd);
 }
 
-// Return whether an object of one domain may use an object of the other.
-inline bool is_same_protection(const ProtectionDomain* left, const ProtectionDomain* right) {
+// Return whether an object of one domain may use an object of the other. A parent domain counts as its base domain.
+inline bool is_same_protection_domain(const ProtectionDomain* left, const ProtectionDomain* right) {
     return (left->base != nullptr ? left->base : left) == (right->base != nullptr ? right->base : right);
 }
 

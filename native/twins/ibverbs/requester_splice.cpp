@@ -16,7 +16,7 @@ constexpr std::size_t min_splice_bytes = 4096;
 Region* ConnectedQueuePair::find_local_region(const ibv_sge& sge, unsigned required_access) {
     std::shared_ptr<Region>& cached = requester_state_.cached_region;
     if (cached == nullptr || cached->lkey != sge.lkey || cached->is_revoked() ||
-        !is_same_protection(cached->domain, domain_) || !cached->permits(required_access) ||
+        !is_same_protection_domain(cached->domain, domain_) || !cached->permits(required_access) ||
         !cached->covers(sge.addr, sge.length)) {
         cached = find_by_lkey(sge.lkey, domain_, required_access, sge.addr, sge.length);
     }

@@ -37,7 +37,7 @@ bool region_permits_binding(const KeyTable& table, const WindowBinding& binding)
     const Region& region = *binding.region;
     const auto region_entry = table.by_lkey.find(region.lkey);
     return region_entry != table.by_lkey.end() && region_entry->second == binding.region && !region.refuses_windows &&
-           is_same_protection(region.domain, binding.window->domain) && region.permits(IBV_ACCESS_MW_BIND) &&
+           is_same_protection_domain(region.domain, binding.window->domain) && region.permits(IBV_ACCESS_MW_BIND) &&
            ((binding.access & remote_write_flags) == 0 || region.permits(IBV_ACCESS_LOCAL_WRITE)) &&
            region.covers(binding.address, binding.length_bytes);
 }
@@ -50,7 +50,7 @@ bool is_valid_binding(const KeyTable& table, const WindowBinding& binding, const
     const auto window_entry = table.windows.find(get_window_index(window.rkey));
     if (window_entry == table.windows.end() || window_entry->second != binding.window ||
         get_window_index(binding.rkey) != get_window_index(window.rkey) ||
-        (binding.access & ~allowed_window_flags) != 0 || !is_same_protection(window.domain, qp_domain)) {
+        (binding.access & ~allowed_window_flags) != 0 || !is_same_protection_domain(window.domain, qp_domain)) {
         return false;
     }
     if (window.type == IBV_MW_TYPE_1) {
@@ -101,15 +101,15 @@ bool invalidate_window(std::uint32_t rkey, const ProtectionDomain* qp_domain, st
     }
     Window& window = *window_entry->second;
     if (window.rkey != rkey || window.type != IBV_MW_TYPE_2 || window.region == nullptr || window.qp_num != qp_num ||
-        !is_same_protection(window.domain, qp_domain)) {
+        !is_same_protection_domain(window.domain, qp_domain)) {
         return false;
     }
     unbind(&window);
     return true;
 }
 
-std::shared_ptr<Region> find_by_window(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
-                                       unsigned required_access, std::uint64_t* address, std::uint64_t size_bytes) {
+std::shared_ptr<Region> find_window_region(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
+                                           unsigned required_access, std::uint64_t* address, std::uint64_t size_bytes) {
     KeyTable& table = key_table();
     std::lock_guard lock(table.mutex);
     const auto window_entry = table.windows.find(get_window_index(rkey));
@@ -117,7 +117,7 @@ std::shared_ptr<Region> find_by_window(std::uint32_t rkey, const ProtectionDomai
         return nullptr;
     }
     const Window& window = *window_entry->second;
-    if (window.rkey != rkey || window.region == nullptr || !is_same_protection(window.domain, domain) ||
+    if (window.rkey != rkey || window.region == nullptr || !is_same_protection_domain(window.domain, domain) ||
         (window.type == IBV_MW_TYPE_2 && window.qp_num != qp_num) ||
         (window.access & required_access) != required_access) {
         return nullptr;
@@ -144,7 +144,8 @@ ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type) {
     {
         KeyTable& table = key_table();
         std::lock_guard lock(table.mutex);
-        // Bind requests can give a window any key with the window's index, so no region may have one of these keys.
+        // An rkey consists of an index (upper 24 bits) and a key byte. A bind request may choose any key byte, so no
+        // region may have one of the 256 rkeys with the window's index.
         const auto is_index_used = [&table](std::uint32_t index) {
             for (std::uint32_t low_key_byte = 0; low_key_byte <= 0xff; ++low_key_byte) {
                 if (table.by_rkey.contains(index << 8 | low_key_byte)) {
@@ -189,7 +190,8 @@ int dealloc_window(ibv_mw* mw) {
     return 0;
 }
 
-// ibv_bind_mw, an inline function in the client's verbs.h, has checked the type and the domain.
+// ibv_bind_mw, an inline function in the client's verbs.h, has checked the type and, in recent versions of verbs.h, the
+// domain.
 int bind_window_type_1(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
     if (const auto fault = find_injected_fault("ibv_bind_mw")) {
         return *fault;

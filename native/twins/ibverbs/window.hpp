@@ -52,8 +52,8 @@ bool invalidate_window(std::uint32_t rkey, const ProtectionDomain* qp_domain, st
 // Find the bound window with the key `rkey`. If a request to the queue pair `qp_num` may access `size_bytes` bytes from
 // *address on in this window, return the region of the window, and replace *address, which counts from 0 in a
 // zero-based window, by the address in the region. Else return nullptr.
-std::shared_ptr<Region> find_by_window(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
-                                       unsigned required_access, std::uint64_t* address, std::uint64_t size_bytes);
+std::shared_ptr<Region> find_window_region(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
+                                           unsigned required_access, std::uint64_t* address, std::uint64_t size_bytes);
 
 // Functions for the tables of operations in a context.
 ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type);

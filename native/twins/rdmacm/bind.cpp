@@ -116,7 +116,7 @@ int bind_to_any(Identifier* identifier, int family) {
 extern "C" {
 
 int rdma_bind_addr(rdma_cm_id* id, sockaddr* addr) {
-    return run_call("rdma_bind_addr", [&] {
+    return run_entry_with_errno("rdma_bind_addr", [&] {
         Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr || get_address_length(addr) == 0) {
             return EINVAL;
@@ -128,7 +128,7 @@ int rdma_bind_addr(rdma_cm_id* id, sockaddr* addr) {
 
 // The last argument of the next two functions is a timeout. The twin resolves at once, so it ignores the timeout.
 int rdma_resolve_addr(rdma_cm_id* id, sockaddr* src_addr, sockaddr* dst_addr, int) {
-    return run_call("rdma_resolve_addr", [&] {
+    return run_entry_with_errno("rdma_resolve_addr", [&] {
         Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr || get_address_length(dst_addr) == 0 ||
             (src_addr != nullptr && get_address_length(src_addr) == 0)) {
@@ -157,7 +157,7 @@ int rdma_resolve_addr(rdma_cm_id* id, sockaddr* src_addr, sockaddr* dst_addr, in
 }
 
 int rdma_resolve_route(rdma_cm_id* id, int) {
-    return run_call("rdma_resolve_route", [&] {
+    return run_entry_with_errno("rdma_resolve_route", [&] {
         Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr) {
             return EINVAL;

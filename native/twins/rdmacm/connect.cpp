@@ -270,7 +270,7 @@ int reject_identifier(Identifier* id, const void* private_data, std::uint8_t pri
 extern "C" {
 
 int rdma_connect(rdma_cm_id* id, rdma_conn_param* conn_param) {
-    return run_call("rdma_connect", [&] {
+    return run_entry_with_errno("rdma_connect", [&] {
         Identifier* const identifier = get_identifier(id);
         const int error = identifier == nullptr ? EINVAL : connect_identifier(identifier, conn_param);
         return error != 0 ? error : wait_if_synchronous(identifier);
@@ -278,14 +278,14 @@ int rdma_connect(rdma_cm_id* id, rdma_conn_param* conn_param) {
 }
 
 int rdma_listen(rdma_cm_id* id, int backlog) {
-    return run_call("rdma_listen", [&] {
+    return run_entry_with_errno("rdma_listen", [&] {
         Identifier* const identifier = get_identifier(id);
         return identifier == nullptr ? EINVAL : listen_identifier(identifier, backlog);
     });
 }
 
 int rdma_accept(rdma_cm_id* id, rdma_conn_param* conn_param) {
-    return run_call("rdma_accept", [&] {
+    return run_entry_with_errno("rdma_accept", [&] {
         Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr) {
             return EINVAL;
@@ -299,21 +299,21 @@ int rdma_accept(rdma_cm_id* id, rdma_conn_param* conn_param) {
 }
 
 int rdma_reject(rdma_cm_id* id, const void* private_data, std::uint8_t private_data_len) {
-    return run_call("rdma_reject", [&] {
+    return run_entry_with_errno("rdma_reject", [&] {
         Identifier* const identifier = get_identifier(id);
         return identifier == nullptr ? EINVAL : reject_identifier(identifier, private_data, private_data_len);
     });
 }
 
 int rdma_reject_ece(rdma_cm_id* id, const void* private_data, std::uint8_t private_data_len) {
-    return run_call("rdma_reject_ece", [&] {
+    return run_entry_with_errno("rdma_reject_ece", [&] {
         Identifier* const identifier = get_identifier(id);
         return identifier == nullptr ? EINVAL : reject_identifier(identifier, private_data, private_data_len);
     });
 }
 
 int rdma_establish(rdma_cm_id* id) {
-    return run_call("rdma_establish", [&] {
+    return run_entry_with_errno("rdma_establish", [&] {
         Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr || id->qp != nullptr) { // with a queue pair, rdma_get_cm_event does this
             return EINVAL;
@@ -330,7 +330,7 @@ int rdma_establish(rdma_cm_id* id) {
 }
 
 int rdma_notify(rdma_cm_id* id, ibv_event_type event) {
-    return run_call("rdma_notify", [&] {
+    return run_entry_with_errno("rdma_notify", [&] {
         Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr || event != IBV_EVENT_COMM_EST) {
             return EINVAL;
@@ -351,7 +351,7 @@ int rdma_notify(rdma_cm_id* id, ibv_event_type event) {
 }
 
 int rdma_disconnect(rdma_cm_id* id) {
-    return run_call("rdma_disconnect", [&] {
+    return run_entry_with_errno("rdma_disconnect", [&] {
         Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr) {
             return EINVAL;
@@ -370,11 +370,12 @@ int rdma_disconnect(rdma_cm_id* id) {
 // With enhanced connection establishment (ECE), the two sides negotiate vendor options. The twin has no such options,
 // so it ignores the options of the program and reports empty options.
 int rdma_set_local_ece(rdma_cm_id* id, ibv_ece* ece) {
-    return run_call("rdma_set_local_ece", [&] { return get_identifier(id) == nullptr || ece == nullptr ? EINVAL : 0; });
+    return run_entry_with_errno("rdma_set_local_ece",
+                                [&] { return get_identifier(id) == nullptr || ece == nullptr ? EINVAL : 0; });
 }
 
 int rdma_get_remote_ece(rdma_cm_id* id, ibv_ece* ece) {
-    return run_call("rdma_get_remote_ece", [&] {
+    return run_entry_with_errno("rdma_get_remote_ece", [&] {
         if (get_identifier(id) == nullptr || ece == nullptr) {
             return EINVAL;
         }

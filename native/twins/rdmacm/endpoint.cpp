@@ -47,7 +47,7 @@ int add_queue_pair(Identifier* identifier, bool is_passive, ibv_pd* pd, ibv_qp_i
 extern "C" {
 
 int rdma_create_ep(rdma_cm_id** id, rdma_addrinfo* res, ibv_pd* pd, ibv_qp_init_attr* qp_init_attr) {
-    return run_call("rdma_create_ep", [&] {
+    return run_entry_with_errno("rdma_create_ep", [&] {
         if (id == nullptr || res == nullptr) {
             return EINVAL;
         }
@@ -84,7 +84,7 @@ void rdma_destroy_ep(rdma_cm_id* id) {
 }
 
 int rdma_get_request(rdma_cm_id* listen, rdma_cm_id** id) {
-    return run_call("rdma_get_request", [&] {
+    return run_entry_with_errno("rdma_get_request", [&] {
         Identifier* const listener = get_identifier(listen);
         if (listener == nullptr || !listener->is_synchronous) {
             return EINVAL;

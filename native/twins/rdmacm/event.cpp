@@ -155,7 +155,7 @@ void rdma_destroy_event_channel(rdma_event_channel* channel) {
 }
 
 int rdma_get_cm_event(rdma_event_channel* channel, rdma_cm_event** event) {
-    return run_call("rdma_get_cm_event", [&] {
+    return run_entry_with_errno("rdma_get_cm_event", [&] {
         Channel* const channel_object = get_channel(channel);
         if (channel_object == nullptr || event == nullptr) {
             return EINVAL;
@@ -181,7 +181,7 @@ int rdma_get_cm_event(rdma_event_channel* channel, rdma_cm_event** event) {
 }
 
 int rdma_ack_cm_event(rdma_cm_event* event) {
-    return run_call("rdma_ack_cm_event", [&] {
+    return run_entry_with_errno("rdma_ack_cm_event", [&] {
         auto* const program_event = reinterpret_cast<ProgramEvent*>(event);
         if (program_event == nullptr ||
             !record_closed_handle("rdma_cm_event", reinterpret_cast<std::uint64_t>(program_event))) {

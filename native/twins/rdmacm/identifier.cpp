@@ -102,7 +102,7 @@ void set_source_address(Identifier* id, const IpAddress& address, std::uint16_t 
 extern "C" {
 
 int rdma_create_id(rdma_event_channel* channel, rdma_cm_id** id, void* context, rdma_port_space ps) {
-    return run_call("rdma_create_id", [&] {
+    return run_entry_with_errno("rdma_create_id", [&] {
         if (ps != RDMA_PS_TCP && ps != RDMA_PS_UDP && ps != RDMA_PS_IB && ps != RDMA_PS_IPOIB) {
             return EINVAL;
         }
@@ -125,7 +125,7 @@ int rdma_create_id(rdma_event_channel* channel, rdma_cm_id** id, void* context, 
 }
 
 int rdma_destroy_id(rdma_cm_id* id) {
-    return run_call("rdma_destroy_id", [&] {
+    return run_entry_with_errno("rdma_destroy_id", [&] {
         Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr) {
             return EINVAL;
@@ -158,7 +158,7 @@ int rdma_destroy_id(rdma_cm_id* id) {
 }
 
 int rdma_migrate_id(rdma_cm_id* id, rdma_event_channel* channel) {
-    return run_call("rdma_migrate_id", [&] {
+    return run_entry_with_errno("rdma_migrate_id", [&] {
         Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr || (identifier->is_synchronous && channel == nullptr)) {
             return EINVAL;

@@ -76,14 +76,14 @@ int attach_to_group(Identifier* id, const IpAddress& group_address, void** conte
 extern "C" {
 
 int rdma_join_multicast(rdma_cm_id* id, sockaddr* addr, void* context) {
-    return run_call("rdma_join_multicast", [&] {
+    return run_entry_with_errno("rdma_join_multicast", [&] {
         const int error = join_group(id, addr, join_flag_full_member, context);
         return error != 0 ? error : wait_if_synchronous(get_identifier(id));
     });
 }
 
 int rdma_join_multicast_ex(rdma_cm_id* id, rdma_cm_join_mc_attr_ex* attr, void* context) {
-    return run_call("rdma_join_multicast_ex", [&] {
+    return run_entry_with_errno("rdma_join_multicast_ex", [&] {
         if (attr == nullptr || (attr->comp_mask & ~(join_attr_address | join_attr_flags)) != 0 ||
             (attr->comp_mask & join_attr_address) == 0 || (attr->comp_mask & join_attr_flags) == 0) {
             return EINVAL;
@@ -94,7 +94,7 @@ int rdma_join_multicast_ex(rdma_cm_id* id, rdma_cm_join_mc_attr_ex* attr, void* 
 }
 
 int rdma_leave_multicast(rdma_cm_id* id, sockaddr* addr) {
-    return run_call("rdma_leave_multicast", [&] {
+    return run_entry_with_errno("rdma_leave_multicast", [&] {
         Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr || get_address_length(addr) == 0) {
             return EINVAL;

@@ -74,7 +74,7 @@ int set_path_records(Identifier* id, const void* value, std::size_t length) {
 } // namespace
 
 extern "C" int rdma_set_option(rdma_cm_id* id, int level, int optname, void* optval, std::size_t optlen) {
-    return run_call("rdma_set_option", [&] {
+    return run_entry_with_errno("rdma_set_option", [&] {
         Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr) {
             return EINVAL;

@@ -318,14 +318,14 @@ void fail_queue_pair(Identifier* id) {
 extern "C" {
 
 int rdma_create_qp_ex(rdma_cm_id* id, ibv_qp_init_attr_ex* qp_init_attr) {
-    return run_call("rdma_create_qp_ex", [&] {
+    return run_entry_with_errno("rdma_create_qp_ex", [&] {
         Identifier* const identifier = get_identifier(id);
         return identifier == nullptr ? EINVAL : create_queue_pair(identifier, qp_init_attr);
     });
 }
 
 int rdma_create_qp(rdma_cm_id* id, ibv_pd* pd, ibv_qp_init_attr* qp_init_attr) {
-    return run_call("rdma_create_qp", [&] {
+    return run_entry_with_errno("rdma_create_qp", [&] {
         Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr) {
             return EINVAL;
@@ -355,14 +355,14 @@ void rdma_destroy_qp(rdma_cm_id* id) {
 }
 
 int rdma_create_srq_ex(rdma_cm_id* id, ibv_srq_init_attr_ex* attr) {
-    return run_call("rdma_create_srq_ex", [&] {
+    return run_entry_with_errno("rdma_create_srq_ex", [&] {
         Identifier* const identifier = get_identifier(id);
         return identifier == nullptr ? EINVAL : create_shared_receive_queue(identifier, attr);
     });
 }
 
 int rdma_create_srq(rdma_cm_id* id, ibv_pd* pd, ibv_srq_init_attr* attr) {
-    return run_call("rdma_create_srq", [&] {
+    return run_entry_with_errno("rdma_create_srq", [&] {
         Identifier* const identifier = get_identifier(id);
         if (identifier == nullptr) {
             return EINVAL;
@@ -392,7 +392,7 @@ void rdma_destroy_srq(rdma_cm_id* id) {
 }
 
 int rdma_init_qp_attr(rdma_cm_id* id, ibv_qp_attr* qp_attr, int* qp_attr_mask) {
-    return run_call("rdma_init_qp_attr", [&] {
+    return run_entry_with_errno("rdma_init_qp_attr", [&] {
         const Identifier* const identifier = get_identifier(id);
         std::lock_guard lock(manager_mutex());
         return identifier == nullptr ? EINVAL : fill_attributes(*identifier, qp_attr, qp_attr_mask);

@@ -17,7 +17,7 @@ namespace {
 // Run the body of an exported function on the rsocket of this number. The body returns 0 or an errno. Return 0, or -1
 // with errno set.
 template <typename Body> int run_socket_call(std::string_view function_name, int socket_number, Body&& body) {
-    return run_call(function_name, [&] {
+    return run_entry_with_errno(function_name, [&] {
         const auto socket = find_socket(socket_number);
         return socket == nullptr ? EBADF : body(*socket);
     });
@@ -63,7 +63,7 @@ extern "C" {
 
 int rsocket(int domain, int type, int protocol) {
     int socket_number = -1;
-    const int result = run_call("rsocket", [&] {
+    const int result = run_entry_with_errno("rsocket", [&] {
         const bool is_stream = type == SOCK_STREAM && (protocol == 0 || protocol == IPPROTO_TCP);
         const bool is_datagram = type == SOCK_DGRAM && (protocol == 0 || protocol == IPPROTO_UDP);
         if ((domain != AF_INET && domain != AF_INET6) || (!is_stream && !is_datagram)) {

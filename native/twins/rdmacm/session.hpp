@@ -21,7 +21,7 @@ int find_injected_error(std::string_view function_name);
 
 // Run the body of an exported function, unless an error is injected. The body returns 0 or an errno. Return 0, or -1
 // with errno set.
-template <typename Body> int run_call(std::string_view function_name, Body&& body) {
+template <typename Body> int run_entry_with_errno(std::string_view function_name, Body&& body) {
     int error = find_injected_error(function_name);
     try {
         if (error == 0) {

@@ -49,7 +49,7 @@ private:
 void test_invalid_ranges_are_refused() {
     const u64 pointer = allocate(3 << 20);
     int fd = -1;
-    // A range must consist of whole pages of one allocation.
+    // A range must consist of whole pages, and each page must contain bytes of an allocation.
     CHECK(export_range(pointer + 512, 4096, &fd) == invalid_value);
     CHECK(export_range(pointer, 100, &fd) == invalid_value);
     CHECK(export_range(pointer, 0, &fd) == invalid_value);
@@ -124,8 +124,8 @@ void test_dmabuf_keeps_freed_memory() {
 
 int main() {
     use_primary_context();
-    // This test runs first, because it expects that the next allocation reuses the freed address, and that no other
-    // memory is freed meanwhile.
+    // This test runs first. It compares the free memory before and after, so no memory of another test may be freed
+    // meanwhile. It also expects that the next allocation gets the freed address.
     test_dmabuf_keeps_freed_memory();
     test_invalid_ranges_are_refused();
     test_exported_ranges_map_device_memory();

@@ -182,7 +182,8 @@ void test_host_pool_has_host_memory() {
 void test_wrong_host_pools_are_refused() {
     PoolProperties properties{};
     properties.allocation_type = allocation_pinned;
-    // A pool of host memory (location_host) cannot be shared, and only an existing NUMA node can have a pool.
+    // A pool of host memory (location_host) cannot be shared. The NUMA node of a pool must exist, and must be named:
+    // location_host_numa_current is refused.
     properties.handle_types = handle_posix_fd;
     properties.location = {location_host, 0};
     Handle pool = 0;

@@ -1,5 +1,6 @@
 // Tests that a software twin of libcudart (the CUDA runtime) exports the functions of its contract (a list in
-// native/twins/contracts) with the symbol version of the library, and that unimplemented functions fail as documented.
+// native/twins/contracts) with the symbol version of the library, that unimplemented functions fail as documented, and
+// that errors have names and texts.
 #include <algorithm>
 #include <map>
 
@@ -13,18 +14,18 @@ namespace {
 
 constexpr const char* symbol_version = GDRKIT_CUDART_MAJOR == 12 ? "libcudart.so.12" : "libcudart.so.13";
 
-std::map<std::string, std::string> read_conventions() {
-    std::map<std::string, std::string> conventions;
-    for (const auto& [symbol, convention] : read_table(GDRKIT_CONTRACT)) {
-        CHECK(conventions.emplace(symbol, convention).second);
+std::map<std::string, std::string> read_error_conventions() {
+    std::map<std::string, std::string> error_conventions;
+    for (const auto& [symbol, error_convention] : read_table(GDRKIT_CONTRACT)) {
+        CHECK(error_conventions.emplace(symbol, error_convention).second);
     }
-    return conventions;
+    return error_conventions;
 }
 
 void test_exports_match_contract() {
     std::set<std::string> symbols = read_exported_symbols(GDRKIT_CUDART_TWIN);
     CHECK(symbols.erase(symbol_version) == 1); // the linker also defines a symbol with the name of the version
-    for (const auto& [symbol, convention] : read_conventions()) {
+    for (const auto& [symbol, error_convention] : read_error_conventions()) {
         CHECK(symbols.erase(symbol) == 1);
         CHECK(dlvsym(runtime_library(), symbol.c_str(), symbol_version) == find_function(symbol.c_str()));
     }
@@ -35,8 +36,8 @@ void test_exports_match_contract() {
 void test_unimplemented_functions_fail() {
     int unimplemented_count = 0;
     const std::string stderr_text = capture_stderr([&] {
-        for (const auto& [symbol, convention] : read_conventions()) {
-            if (convention == "not_supported") {
+        for (const auto& [symbol, error_convention] : read_error_conventions()) {
+            if (error_convention == "not_supported") {
                 EXPECT_ERROR(not_supported, symbol.c_str());
                 EXPECT_ERROR(not_supported, symbol.c_str());
                 ++unimplemented_count;

@@ -183,7 +183,7 @@ void test_volumes_are_filled() {
     const std::vector<unsigned char> bytes_before(volume_bytes, canary);
     write_memory(volume.pointer, bytes_before);
     for (const char* symbol : {"cudaMemset3D", "cudaMemset3D_ptds"}) {
-        // The sizes 2^62, 2^63 and 2^61 make the length of the memory overflow 64 bits.
+        // The depth 2^62, the height 2^63, and below the pitch 2^61 make the length of the memory overflow 64 bits.
         for (const Extent extent : {Extent{30, 4, 4}, Extent{30, 2, 4}, Extent{30, 5, 2}, Extent{30, 1, u64{1} << 62},
                                     Extent{30, u64{1} << 63, 4}}) {
             EXPECT_ERROR(invalid_value, symbol, volume, 7, extent);
@@ -212,8 +212,8 @@ void test_volumes_are_filled() {
     EXPECT_OK("cudaFreeHost", host_memory);
 }
 
-// A copy of a volume between devices waits for earlier work of the other device, and later work of both devices waits
-// for the copy.
+// A copy of a volume between devices waits for earlier work of the other device, and later work of the other device
+// waits for the copy.
 void test_volumes_are_ordered_between_devices() {
     void* const first_memory = allocate(8);
     write_memory(first_memory, make_pattern(8, 6));
@@ -342,7 +342,7 @@ void test_streams_and_events_order_work() {
     EXPECT_OK("cudaStreamSynchronize", u64{0});
     EXPECT_OK("cudaStreamIsCapturing", stream, &capture_status);
     CHECK(capture_status == 0);
-    // The function of CUDA 12 has only the first three parameters.
+    // In CUDA 12, this function takes only the first three arguments and ignores the others.
     constexpr const char* capture_query = "cudaStreamGetCaptureInfo";
     capture_status = 9;
     EXPECT_OK(capture_query, stream, &capture_status, &capture_id, nullptr, nullptr, nullptr, nullptr);

@@ -247,7 +247,7 @@ void test_invalid_reregistrations_fail() {
     check_fails(1 << 3, nullptr, 0, 0, IBV_REREG_MR_ERR_INPUT);                                    // unknown flag
     check_fails(IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, 4096, 0, IBV_REREG_MR_ERR_INPUT);        // no address
     check_fails(IBV_REREG_MR_CHANGE_TRANSLATION, pair.target.bytes, 0, 0, IBV_REREG_MR_ERR_INPUT); // no length
-    check_fails(IBV_REREG_MR_CHANGE_PD, nullptr, 0, read_write_access, IBV_REREG_MR_ERR_INPUT);    // unused access
+    check_fails(IBV_REREG_MR_CHANGE_PD, nullptr, 0, read_write_access, IBV_REREG_MR_ERR_INPUT);    // no CHANGE_ACCESS
     check_fails(0, nullptr, 0, 0, IBV_REREG_MR_ERR_CMD);                                           // no change
     // Remote write access requires local write access.
     check_fails(IBV_REREG_MR_CHANGE_ACCESS, nullptr, 0, IBV_ACCESS_REMOTE_WRITE, IBV_REREG_MR_ERR_CMD);
@@ -266,8 +266,8 @@ void test_invalid_reregistrations_fail() {
 
 // The twin executes a posted bind request while the program calls ibv_rereg_mr for the same region. Exactly one of the
 // two must succeed; otherwise the window could give access to the old memory of the region. The even rounds replace the
-// memory. No page of the new memory was touched before, so ibv_rereg_mr takes longer than the start of the bind
-// request.
+// memory. The pages of the new memory are not populated yet, so ibv_rereg_mr takes so long that the twin begins to
+// execute the bind request meanwhile.
 void test_bind_and_rereg_exclude_each_other() {
     constexpr std::size_t size_bytes = 4 << 20;
     for (int round = 0; round < 20; ++round) {

@@ -25,16 +25,16 @@ std::set<std::string> list_functions(const char* library_path) {
     return names;
 }
 
-// Check that the library has the function in this version. `stub_result` is "implemented", or "minus1" for a function
-// without an implementation, which must then fail.
+// Check that the library has the function in this version. `implementation` is "implemented", or "minus1" for a
+// function without an implementation, which must return -1.
 void check_function(void* library, const std::string& name, const std::string& version,
-                    const std::string& stub_result) {
+                    const std::string& implementation) {
     void* const function_address = dlvsym(library, name.c_str(), version.c_str());
     CHECK(function_address != nullptr);
-    if (stub_result == "implemented") {
+    if (implementation == "implemented") {
         return;
     }
-    CHECK(stub_result == "minus1");
+    CHECK(implementation == "minus1");
     errno = 0;
     CHECK(reinterpret_cast<AnyFunction>(function_address)(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr) == -1);
     CHECK(errno == EOPNOTSUPP);
@@ -46,11 +46,11 @@ int main() {
     std::set<std::string> contract_names;
     void* const library = dlopen(GDRKIT_LIBRARY, RTLD_NOW);
     CHECK(library != nullptr);
-    for (const auto& [symbol, stub_result] : read_table(GDRKIT_CONTRACTS "/rdmacm.conventions")) {
+    for (const auto& [symbol, implementation] : read_table(GDRKIT_CONTRACTS "/rdmacm.conventions")) {
         const auto at_sign = symbol.find('@');
         const std::string name = symbol.substr(0, at_sign), version = symbol.substr(at_sign + 1);
         CHECK(contract_names.insert(name).second);
-        check_function(library, name, version, stub_result);
+        check_function(library, name, version, implementation);
     }
     CHECK(list_functions(GDRKIT_LIBRARY) == contract_names);
     for (const char* installed_library : {"/usr/lib/x86_64-linux-gnu/librdmacm.so.1", "/usr/lib64/librdmacm.so.1"}) {

@@ -44,7 +44,7 @@ void register_and_fill_iov(hf3fs_iov* iov, const std::shared_ptr<GpuIov>& gpu_io
                                                          : "created",
              gpu_iov->size_bytes, static_cast<unsigned long long>(gpu_iov->pointer), gpu_iov->device,
              gpu_iov->ipc ? "with" : "without");
-    if (needs_flush(gpu_iov->driver, gpu_iov->device)) {
+    if (needs_remote_write_flush(gpu_iov->driver, gpu_iov->device)) {
         gpu_iov->context_to_flush.emplace(gpu_iov->primary_context.get());
     }
     // Register before changing `iov`, because register_iov() may throw.
@@ -139,18 +139,18 @@ int publish_block(GpuIov& gpu_iov, std::unique_ptr<GpuBlock> block, const std::u
     return publish_gpu_iov(gpu_iov, id);
 }
 
-// Maps the memory of another process by its IPC handle, and checks that the mapping has the size and offset that the
-// handle, or the symbolic link of the published iov, describes. `allocation_bytes` is 0 if the size of the allocation
-// is unknown. Returns -ENOMEM if memory is exhausted, and `driver_error` if the driver refuses the handle for another
-// reason.
+// Maps the memory of another process by its IPC handle, and checks that the mapped allocation has the described size
+// and contains the described range. The description comes from the handle, or from the symbolic link of the published
+// iov. `allocation_bytes` is 0 if the size of the allocation is unknown. Returns -ENOMEM if memory is exhausted, and
+// `refusal_status` (-errno) if the driver refuses the handle for another reason.
 int map_ipc(GpuIov& gpu_iov, const IpcBytes& ipc, std::uint64_t allocation_bytes, std::uint64_t offset_bytes,
-            int driver_error) {
+            int refusal_status) {
     const CurrentContext current_context(gpu_iov.driver, gpu_iov.context);
     if (current_context.error() != 0) {
         return current_context.error();
     }
     if (const cuda::Result result = open_ipc(gpu_iov.driver, ipc, &gpu_iov.owned_address); result != cuda::success) {
-        return result == cuda::out_of_memory ? -ENOMEM : driver_error;
+        return result == cuda::out_of_memory ? -ENOMEM : refusal_status;
     }
     gpu_iov.origin = GpuIov::Origin::opened;
     gpu_iov.ipc = ipc;
@@ -165,8 +165,10 @@ int map_ipc(GpuIov& gpu_iov, const IpcBytes& ipc, std::uint64_t allocation_bytes
         (allocation_bytes != 0 && allocation_bytes != gpu_iov.allocation.bytes) ||
         offset_bytes > gpu_iov.allocation.bytes || gpu_iov.size_bytes > gpu_iov.allocation.bytes - offset_bytes) {
         log_line(LogLevel::error,
-                 "the handle describes %zu bytes at offset %zu, but the shared allocation has %zu bytes",
-                 gpu_iov.size_bytes, static_cast<std::size_t>(offset_bytes), gpu_iov.allocation.bytes);
+                 "expected %zu bytes at offset %zu of an allocation of %zu bytes (0: unknown), but the driver has "
+                 "mapped an allocation of %zu bytes",
+                 gpu_iov.size_bytes, static_cast<std::size_t>(offset_bytes), static_cast<std::size_t>(allocation_bytes),
+                 gpu_iov.allocation.bytes);
         return -EINVAL;
     }
     gpu_iov.pointer = gpu_iov.owned_address + offset_bytes;
@@ -296,6 +298,7 @@ int open_gpu_iov(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount, s
     }
     int status = map_ipc(*gpu_iov, *target->ipc, target->allocation_bytes, target->offset_bytes, -EIO);
     if (status == 0) {
+        // Ask the agent to allow operations in this memory, which ends when the owner withdraws the publication.
         status = gpu_iov->borrowed_publication.borrow(mount, publication_name, target_text);
     }
     if (status != 0) {
@@ -442,7 +445,7 @@ int synchronize_gpu_iov(const hf3fs_iov* iov, int direction) {
         return -EIO;
     }
     // Direction 1: the GPU will read bytes that a NIC has written, so flush these writes if the device needs it.
-    return direction == 1 && needs_flush(gpu_iov->driver, gpu_iov->device)
+    return direction == 1 && needs_remote_write_flush(gpu_iov->driver, gpu_iov->device)
                ? flush_remote_writes(gpu_iov->driver, gpu_iov->context)
                : 0;
 }

@@ -23,7 +23,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using BlockList = std::list<std::unique_ptr<GpuBlock>>;
 
-constexpr std::size_t fine_steps_above_bytes = 1 << 20; // See choose_pool_block_bytes().
+// Block sizes up to this limit are powers of two. Above it, there is one more size between two powers of two.
+constexpr std::size_t power_of_two_block_bytes_max = 1 << 20;
 constexpr std::size_t idle_bytes_default = std::size_t{256} << 20;
 constexpr std::size_t idle_ms_default = 10000;
 constexpr std::chrono::milliseconds check_interval_max{1000}; // Longest time between two checks of the idle blocks.
@@ -143,7 +144,7 @@ void start_trim_thread(Pool& pool) {
 
 std::size_t choose_pool_block_bytes(std::size_t size_bytes) noexcept {
     const std::size_t bytes = round_up_to_multiple(size_bytes, rdma_page_bytes);
-    if (bytes <= fine_steps_above_bytes) {
+    if (bytes <= power_of_two_block_bytes_max) {
         return std::bit_ceil(bytes);
     }
     return round_up_to_multiple(bytes, std::bit_floor(bytes - 1) / 2);

@@ -29,7 +29,7 @@ std::atomic<unsigned> total_iov_count{0}; // The sum of iov_counts, which can be
 
 // CUDA reports in the attribute GPU_DIRECT_RDMA_WRITES_ORDERING which devices see writes without a flush: none, the
 // owner of the memory, or all devices.
-bool needs_flush(const cuda::Driver& driver, int device) {
+bool needs_remote_write_flush(const cuda::Driver& driver, int device) {
     constexpr int flush_by_host = 1; // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
     int ordering = 0, options = 0;
     return driver.flush_writes != nullptr &&

@@ -7,7 +7,7 @@
 namespace gdrkit::usrbio {
 
 // Returns whether the device needs flushes, and supports cuFlushGPUDirectRDMAWrites().
-bool needs_flush(const cuda::Driver& driver, int device);
+bool needs_remote_write_flush(const cuda::Driver& driver, int device);
 
 // A request to flush a context after reads. An iov holds a ContextToFlush as long as it has memory on a device that
 // needs flushes. The context is the primary context of the device; the iov keeps it alive.

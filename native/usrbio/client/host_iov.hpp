@@ -13,9 +13,9 @@ namespace gdrkit::usrbio {
 
 class HostIov final : public IovBacking {
 public:
-    // `is_creator`: this process creates the memory and publishes it as `name`. Otherwise this process opens the
-    // publication `name` of another process.
-    HostIov(bool is_creator, std::string mount, std::string name);
+    // `is_creator`: this process creates the memory and publishes it as `link_name`. Otherwise this process opens the
+    // publication `link_name` of another process.
+    HostIov(bool is_creator, std::string mount, std::string link_name);
     void unlink(hf3fs_iov& iov) noexcept override;
     bool destroy(hf3fs_iov& iov) noexcept override;
 
@@ -29,7 +29,7 @@ private:
     bool is_creator_;
     int creator_pid_; // In a forked child, getpid() differs. A child must not withdraw the publication of its parent.
     std::string mount_;
-    std::string name_; // Name of the publication.
+    std::string link_name_; // Name of the publication: of its link in the mount.
 };
 
 // Returns whether the path is not empty and fits into hf3fs_iov::mount_point. Does not access the file system.

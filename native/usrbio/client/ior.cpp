@@ -27,8 +27,9 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-// Opens the semaphore that wakes the agent. Three links in <mount>/3fs-virt/iovs point to the semaphores of the
-// three priorities: submit-ios (0), submit-ios.ph (below 0: high) and submit-ios.pl (above 0: low).
+// Opens the semaphore that wakes the agent, or the FUSE daemon that serves the ring. Three links in
+// <mount>/3fs-virt/iovs point to the semaphores of the three priorities: submit-ios (0), submit-ios.ph (below 0: high)
+// and submit-ios.pl (above 0: low).
 int open_submit_semaphore(const char* mount, int priority, NamedSemaphore& semaphore) {
     const std::string link_path = make_link_path(mount, priority == 0  ? "submit-ios"
                                                         : priority < 0 ? "submit-ios.ph"
@@ -52,6 +53,7 @@ int open_submit_semaphore(const char* mount, int priority, NamedSemaphore& semap
 }
 
 bool are_attributes_valid(const RingAttributes& attributes, std::size_t entries) noexcept {
+    // The absolute value of io_depth is the size of a batch. The sign selects a rule, see AgentRing::attach().
     const auto batch_size = static_cast<std::size_t>(std::abs(static_cast<long>(attributes.io_depth)));
     return entries != 0 && attributes.timeout_ms >= 0 && batch_size <= entries;
 }

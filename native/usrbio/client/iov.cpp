@@ -77,8 +77,8 @@ int read_link(const std::string& link_path, std::string& target) {
 
 } // namespace
 
-HostIov::HostIov(bool is_creator, std::string mount, std::string name)
-    : is_creator_(is_creator), creator_pid_(getpid()), mount_(std::move(mount)), name_(std::move(name)) {}
+HostIov::HostIov(bool is_creator, std::string mount, std::string link_name)
+    : is_creator_(is_creator), creator_pid_(getpid()), mount_(std::move(mount)), link_name_(std::move(link_name)) {}
 
 void HostIov::unlink(hf3fs_iov&) noexcept {
     memory->remove_name();
@@ -86,23 +86,24 @@ void HostIov::unlink(hf3fs_iov&) noexcept {
 
 bool HostIov::destroy(hf3fs_iov& iov) noexcept {
     const bool is_publisher = is_creator_ && creator_pid_ == getpid();
-    // Keep the memory for a later iov only if no child may have mapped it, and if the library can fill it with zeros.
+    // Only the publisher can keep the memory for a later iov: if the pool takes such memory, if no child may have
+    // mapped it, and if the library can fill it with zeros.
     Descriptor file = is_publisher && may_keep_memory && !memory->may_be_mapped_by_child() && memory->make_writable()
                           ? memory->reopen()
                           : Descriptor();
     const bool asks_to_keep = file && leaves_enough_shared_memory(file.get(), memory->bytes());
-    // Remove the name while the memory is still published. If this process is killed before it has withdrawn the
-    // publication, the agent withdraws it. If this process asks the agent to keep the memory, the name stays until the
-    // agent has answered.
+    // Remove the name in /dev/shm before the publication is withdrawn. If this process is killed in between, the agent
+    // withdraws the publication; in the reverse order, the file would stay in /dev/shm. If this process asks the agent
+    // to keep the memory, the name stays until the agent has answered.
     if (!asks_to_keep) {
         memory->remove_name();
     }
     if (is_publisher) {
         std::shared_ptr<AgentConnection> keeping_agent;
-        const int status =
-            asks_to_keep ? unpublish_and_keep(mount_.c_str(), name_, &keeping_agent) : unpublish(mount_.c_str(), name_);
+        const int status = asks_to_keep ? unpublish_and_keep(mount_.c_str(), link_name_, &keeping_agent)
+                                        : unpublish(mount_.c_str(), link_name_);
         if (status != 0) {
-            log_line(LogLevel::info, "unpublish %s failed: %s", name_.c_str(), ErrnoText(-status).c_str());
+            log_line(LogLevel::info, "unpublish %s failed: %s", link_name_.c_str(), ErrnoText(-status).c_str());
         }
         if (keeping_agent != nullptr) {
             keep_host_memory({memory, std::move(file)}, std::move(keeping_agent), numa);
@@ -110,9 +111,9 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
             memory->remove_name();
         }
     }
-    borrowed_publication.end_borrow();
+    borrowed_publication.end_borrow(); // Does nothing unless open_host_iov() opened the memory of another process.
     unregister_iov(iov.iovh);
-    log_line(LogLevel::info, "destroyed %s", name_.c_str());
+    log_line(LogLevel::info, "destroyed %s", link_name_.c_str());
     iov.base = nullptr;
     iov.iovh = nullptr;
     return true;
@@ -120,9 +121,10 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
 
 namespace {
 
-// Takes memory of an earlier iov from the pool, fills it with zeros and publishes it. Returns 0, -ENOENT if the pool
-// has no such memory, or the error of the publication.
-int publish_kept_memory(HostIov& host_iov, const char* mount, const std::string& name, std::size_t size, int numa) {
+// Takes memory of an earlier iov from the pool, fills it with zeros and publishes it. Returns 0, -ENOENT if the mount
+// has no agent or the pool has no usable memory, or the error of the publication.
+int publish_kept_memory(HostIov& host_iov, const char* mount, const std::string& link_name, std::size_t size,
+                        int numa) {
     std::shared_ptr<AgentConnection> agent;
     if (find_agent_connection(mount, agent) != 0) {
         return -ENOENT;
@@ -134,7 +136,7 @@ int publish_kept_memory(HostIov& host_iov, const char* mount, const std::string&
     int status = -ENOENT;
     if (has_name(kept)) {
         std::memset(kept.memory->base(), 0, kept.memory->bytes());
-        status = publish(mount, name, shared_memory_folder + kept.memory->name());
+        status = publish(mount, link_name, shared_memory_folder + kept.memory->name());
     }
     if (status != 0) {
         drop_registration(kept, *agent);
@@ -144,7 +146,7 @@ int publish_kept_memory(HostIov& host_iov, const char* mount, const std::string&
     return 0;
 }
 
-int allocate_and_publish(HostIov& host_iov, const char* mount, const std::string& name,
+int allocate_and_publish(HostIov& host_iov, const char* mount, const std::string& link_name,
                          const std::string& shared_memory_name, std::size_t size, int numa) {
     host_iov.memory = std::make_shared<SharedMemory>();
     if (const int status = host_iov.memory->create_unnamed(shared_memory_name, size, numa); status != 0) {
@@ -152,9 +154,9 @@ int allocate_and_publish(HostIov& host_iov, const char* mount, const std::string
         return -EIO;
     }
     const std::string target = shared_memory_folder + shared_memory_name;
-    // Without O_TMPFILE, create_unnamed() has created the memory with its name.
-    return host_iov.memory->unnamed_fd() >= 0 ? publish_unnamed(mount, name, target, *host_iov.memory)
-                                              : publish(mount, name, target);
+    // If /dev/shm does not support O_TMPFILE, create_unnamed() creates a file with a name, and unnamed_fd() is -1.
+    return host_iov.memory->unnamed_fd() >= 0 ? publish_unnamed(mount, link_name, target, *host_iov.memory)
+                                              : publish(mount, link_name, target);
 }
 
 } // namespace
@@ -163,23 +165,23 @@ int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::si
                     const RingAttributes* ring_attributes) noexcept {
     try {
         const Uuid id = make_random_uuid();
-        const std::string name = make_link_name(id, block_size, ring_attributes);
+        const std::string link_name = make_link_name(id, block_size, ring_attributes);
         const std::string shared_memory_name = make_shared_memory_name(id);
-        const auto new_iov = std::make_shared<HostIov>(true, mount, name);
+        const auto new_iov = std::make_shared<HostIov>(true, mount, link_name);
         new_iov->may_keep_memory = ring_attributes == nullptr && may_keep_host_memory(size);
         new_iov->numa = numa;
         hf3fs_iov_handle handle = register_iov(new_iov);
         const std::uint64_t freed_count_before = get_host_pool_freed_count();
-        int status = new_iov->may_keep_memory ? publish_kept_memory(*new_iov, mount, name, size, numa) : -ENOENT;
+        int status = new_iov->may_keep_memory ? publish_kept_memory(*new_iov, mount, link_name, size, numa) : -ENOENT;
         if (status != 0) {
-            status = allocate_and_publish(*new_iov, mount, name, shared_memory_name, size, numa);
+            status = allocate_and_publish(*new_iov, mount, link_name, shared_memory_name, size, numa);
             // Idle memory of this process may have used up /dev/shm (-EIO), the quota of the user (-EDQUOT), or the
             // memory that the agent may pin (-ENOMEM). So free the idle memory and try again.
             if (status == -EIO || status == -EDQUOT || status == -ENOMEM) {
                 trim_host_pool(0);
                 // If no thread has freed memory since the first attempt, another attempt would fail too.
                 if (get_host_pool_freed_count() != freed_count_before) {
-                    status = allocate_and_publish(*new_iov, mount, name, shared_memory_name, size, numa);
+                    status = allocate_and_publish(*new_iov, mount, link_name, shared_memory_name, size, numa);
                 }
             }
         }
@@ -193,7 +195,7 @@ int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::si
         }
         fill_iov(iov, new_iov->memory->base(), handle, id, mount, size, block_size, numa);
         log_line(LogLevel::info, "created %s %s: %zu bytes of shared memory",
-                 ring_attributes == nullptr ? "iov" : "ring", name.c_str(), size);
+                 ring_attributes == nullptr ? "iov" : "ring", link_name.c_str(), size);
         return 0;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
@@ -204,26 +206,28 @@ namespace {
 
 int open_host_iov(hf3fs_iov& iov, const Uuid& id, const char* mount, std::size_t size, std::size_t block_size,
                   int numa) {
-    const std::string name = make_link_name(id, block_size, nullptr);
+    const std::string link_name = make_link_name(id, block_size, nullptr);
     std::string target;
-    if (const int status = read_link(make_link_path(mount, name), target); status != 0) {
+    if (const int status = read_link(make_link_path(mount, link_name), target); status != 0) {
         return status;
     }
     const std::string shared_memory_name = parse_shared_memory_name(target);
     if (shared_memory_name.empty()) {
-        log_line(LogLevel::error, "%s points to %s, which is not in /dev/shm", name.c_str(), target.c_str());
+        log_line(LogLevel::error, "%s points to %s, which is not in /dev/shm", link_name.c_str(), target.c_str());
         return -EINVAL;
     }
-    const auto opened_iov = std::make_shared<HostIov>(false, mount, name);
+    const auto opened_iov = std::make_shared<HostIov>(false, mount, link_name);
     if (const int status = opened_iov->memory->open(shared_memory_name, size, numa); status != 0) {
         log_line(LogLevel::error, "map %s failed: %s", target.c_str(), ErrnoText(-status).c_str());
         return status == -ENOENT ? -ENOENT : -EIO;
     }
-    if (const int status = opened_iov->borrowed_publication.borrow(mount, name, target); status != 0) {
+    // The creator of the memory has published it. Borrow its publication: the agent then lets rings of this process use
+    // the memory.
+    if (const int status = opened_iov->borrowed_publication.borrow(mount, link_name, target); status != 0) {
         return status;
     }
     fill_iov(iov, opened_iov->memory->base(), register_iov(opened_iov), id, mount, size, block_size, numa);
-    log_line(LogLevel::info, "opened iov %s: %zu bytes of shared memory", name.c_str(), size);
+    log_line(LogLevel::info, "opened iov %s: %zu bytes of shared memory", link_name.c_str(), size);
     return 0;
 }
 

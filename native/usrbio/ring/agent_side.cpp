@@ -124,15 +124,17 @@ std::size_t AgentRing::claim(std::span<ClaimedOperation> claimed, std::int64_t n
         return 0;
     }
     const std::uint32_t available = view_.distance(next_to_claim_, static_cast<std::uint32_t>(head));
-    // The head must not go backwards. If it went back behind next_to_claim_, `available` wraps around, and the claimed
-    // and the available submissions do not fit into the ring. If it went back less far, `available` may be below
-    // due_count_.
+    // Detect a head that moved backwards. First term: the head is now behind next_to_claim_, so `available` wrapped
+    // around, and the claimed and the available submissions do not fit into the ring. Second term: fewer submissions
+    // are available than were already due. A smaller step back is not detected.
     if (available + view_.distance(submission_tail_, next_to_claim_) >= view_.slot_count || available < due_count_) {
         mark_broken();
         return 0;
     }
     if (last_seen_head_ != static_cast<std::uint32_t>(head)) {
         last_seen_head_ = static_cast<std::uint32_t>(head);
+        // From these outcomes, the announcement learns whether to stay permanent, see announcement.hpp. end_sleep()
+        // sets found_work_after_sleep_.
         sleep_announcement_.record_sleep_outcome(std::exchange(found_work_after_sleep_, false));
     }
     std::size_t count = std::min(update_due_count(available, now_ns), claimed.size());

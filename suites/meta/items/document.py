@@ -30,7 +30,7 @@ file, test, number, hint about troubleshooting and plan for the future of each d
 | `partly` | the row says what is missing |
 | `needs hardware` | the row names the hardware on which the case must run |
 
-The path of a case begins in `suites/`, except for cases in `native/` and `hardware/`. The tables are made from
+The path of a case is relative to `suites/`, unless it begins with `native/` or `hardware/`. The tables are made from
 `suites/meta/items/*.toml`. `nox -s meta` fails if a file, a symbol or a case that a row names does not exist.
 """
 
