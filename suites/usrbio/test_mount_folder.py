@@ -123,6 +123,7 @@ def test_missing_mount_is_enoent(tmp_path: Path) -> None:
     assert isinstance(refusal.value, SetupMissing)
     assert (refusal.value.operation, refusal.value.errno) == ("mkdir", errno.ENOENT)
     assert dict(refusal.value.arguments) == {"path": str(tmp_path / "missing" / "3fs-virt")}
+    assert (refusal.value.reason, refusal.value.what_to_do) == (Reason.OTHER, f"create the folder {tmp_path}/missing")
 
 
 def test_other_error_of_mkdir_is_an_api_error(tmp_path: Path) -> None:
@@ -151,14 +152,6 @@ def test_mount_without_the_right_to_write_is_eacces() -> None:
     with folder_for_all_users() as folder:
         result = run_program(MOUNT_PROGRAM, str(folder))
     assert result.stdout.startswith(f"mkdir {errno.EACCES} NO_PERMISSION give this user the right"), result.stderr
-
-
-def test_missing_mount_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SetupMissing, match="create the folder") as error_info:
-        AgentMount(tmp_path / "missing")
-    error = error_info.value
-    assert (error.errno, error.reason) == (errno.ENOENT, Reason.OTHER)
-    assert error.arguments == {"path": str(tmp_path / "missing")}
 
 
 def test_mount_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ _REASON_BY_ERRNO = {
 }
 # The advice to the user if the agent cannot create its folder in the mount, by errno.
 _WHAT_TO_DO_BY_ERRNO = {
-    errno.ENOENT: "create the folder",
+    errno.ENOENT: "create the folder {mount}",
     errno.ENOTDIR: "name a folder",
     errno.ENOSPC: "free space in the file system",
     errno.EDQUOT: "free space in the quota of this user",
@@ -266,9 +266,8 @@ class AgentMount:
         except SetupMissing:
             raise
         except OSError as error:
-            is_missing = error.errno == errno.ENOENT
-            path = self.virtual_folder.parent if is_missing else self.virtual_folder
-            raise _make_mount_error("mkdir", error, path, _WHAT_TO_DO_BY_ERRNO.get(error.errno or 0, "")) from error
+            what_to_do = _WHAT_TO_DO_BY_ERRNO.get(error.errno or 0, "").format(mount=self.virtual_folder.parent)
+            raise _make_mount_error("mkdir", error, self.virtual_folder, what_to_do) from error
         self.virtual_folder_fd = private_folder.fd
         try:
             lock_fd = private_folder.lock(_AGENT_LOCK)
