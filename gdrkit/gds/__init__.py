@@ -1,7 +1,7 @@
 """Transfers between files and device or host memory.
 
 A transfer takes a direct path (cuFile) if a probe of the file has shown that the path works. Otherwise the copy engine
-moves the bytes through pinned host memory.
+moves the bytes: into and out of device memory through pinned host memory, and of host memory without a copy.
 
 Only ``_native.py`` imports the native engine.
 """

@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdrkit.errors import Api, ApiError, Reason
+from gdrkit.errors import ApiError, Reason
 from gdrkit.tiers.kernel_errors import convert_os_errors
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class AccessCounter:
         try:
             self._record_file(name)
         except ApiError as error:
-            if error.api is Api.SQLITE and error.reason is Reason.BUSY:
+            if error.reason is Reason.BUSY:
                 raise
             _log.debug("the accesses to %r are not counted: %s", name, error)
             return False

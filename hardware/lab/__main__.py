@@ -32,8 +32,8 @@ DEFAULT_CASES = (
     *("suites/contract/rdma", "suites/rdma", "suites/registration", "suites/property/test_cache_machine.py"),
     "suites/observe/test_perftest.py",
 )
-# If the guest is emulated, both runs leave out these cases, because the transfer of their bytes would take 20 s. `nox
-# -s suites` also runs these cases.
+# If the guest is emulated, both runs of the default cases leave out these cases, because the transfer of their bytes
+# would take 20 s. `nox -s suites` also runs these cases.
 LARGE_CASES = (
     "rdma/test_first_light.py::test_remote_write_arrives_in_memory[64MiB",
     "rdma/test_first_light.py::test_remote_read_returns_memory[64MiB",

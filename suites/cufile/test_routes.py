@@ -40,8 +40,8 @@ def test_compat_mode_is_reported_as_fell_back(scenarios: ScenarioRunner, evidenc
     assert result["proof"]["counter_increases"]["n_posix_reads"] >= 1
     assert (result["proof"]["route"], result["proof"]["state"]) == ("posix", "fell_back")
     assert "no_nvidia_fs" in result["proof"]["causes"]
-    assert result["require_direct_error"]["kind"] == "DirectPathError"
-    assert "nvidia-fs is not loaded" in result["require_direct_error"]["message"]
+    assert result["fell_back"]["kind"] == "DirectPathError"
+    assert "nvidia-fs is not loaded" in result["fell_back"]["message"]
 
 
 @needs(cufile.udev_absent)
@@ -99,7 +99,7 @@ def test_uncounted_transfer_is_unproven(scenarios: ScenarioRunner, evidence: Evi
     assert result["is_data_correct"]
     assert (result["proof"]["route"], result["proof"]["state"]) == ("unknown", "unproven")
     assert result["proof"]["causes"] == ["not_counted"]
-    assert result["require_direct_error"]["kind"] == "DirectPathError"
+    assert result["fell_back"]["kind"] == "DirectPathError"
 
 
 @pytest.mark.qualify
@@ -113,7 +113,7 @@ def test_direct_read_is_proven_by_its_counters(
     assert result["is_data_correct"]
     assert (result["proof"]["route"], result["proof"]["state"]) == (route, "proven")
     assert result["proof"]["counter_increases"] == {f"n_{route}_reads": 1, "n_total_reads": 1}
-    assert "require_direct_error" not in result
+    assert "fell_back" not in result
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -101,7 +101,7 @@ def one_read(arguments: dict[str, Any]) -> dict[str, Any]:
                 }
                 setup.monitor.proof.require_direct()
             except cufile.DirectPathError as error:
-                result["require_direct_error"] = error_to_json(error)
+                result["fell_back"] = error_to_json(error)
             except ApiError as error:
                 result = {"failure": error_to_json(error)}
     setup.close()

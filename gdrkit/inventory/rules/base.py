@@ -294,7 +294,7 @@ class RuleContext:
         return any([self.exists(path) for path in paths])  # noqa: C419 - every path must be recorded.
 
     def working_registration_methods(self) -> set[str]:
-        """Return the routes by which at least one NIC could register the memory of a GPU, and record all attempts."""
+        """Return the methods by which at least one NIC could register the memory of a GPU, and record all attempts."""
         for route in self.facts.routes:
             self.record(
                 f"registration of GPU {route.device_index} with {route.nic} by {route.way}",

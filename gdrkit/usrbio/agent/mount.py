@@ -62,7 +62,7 @@ _REASON_BY_ERRNO = {
 # The advice to the user if the agent cannot create its folder in the mount, by errno.
 _WHAT_TO_DO_BY_ERRNO = {
     errno.ENOENT: "create the folder {mount}",
-    errno.ENOTDIR: "name a folder",
+    errno.ENOTDIR: "name a folder that has no file with the name 3fs-virt",
     errno.ENOSPC: "free space in the file system",
     errno.EDQUOT: "free space in the quota of this user",
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give this user the right to write to the mount"),
@@ -357,7 +357,10 @@ def _remove_semaphore(links_folder: PrivateFolder, link_name: str) -> None:
 
 
 def _make_mount_error(operation: str, error: OSError, path: Path, what_to_do: str) -> GdrkitError:
-    """Return the error of a call on the mount: SetupMissing if the user can fix the cause, otherwise ApiError."""
+    """Return the error of a call on the mount.
+
+    It is SetupMissing if the mount is missing, not writable or used by another agent, otherwise ApiError.
+    """
     error_number = errno.EBUSY if isinstance(error, BlockingIOError) else error.errno or errno.EIO
     is_setup_problem = error_number in {errno.EBUSY, errno.EACCES, errno.EROFS, errno.ENOENT}
     error_type = SetupMissing if is_setup_problem else ApiError

@@ -1,7 +1,7 @@
 """A thread that removes the shared memory of a client from the agent when the memory's symbolic link was removed.
 
-A client publishes an iov or a ring to the agent, and makes a symbolic link in ``<mount>/3fs-virt/iovs``. As with 3FS
-itself, a program can end the publication by removing the link, without a message to the agent.
+Each iov or ring that a client publishes has a symbolic link in ``<mount>/3fs-virt/iovs``. As with 3FS itself, a program
+can end the publication by removing the link, without a message to the agent.
 """
 
 from __future__ import annotations

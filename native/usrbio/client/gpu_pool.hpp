@@ -27,7 +27,7 @@ std::size_t choose_pool_block_bytes(std::size_t size_bytes) noexcept;
 bool may_use_gpu_pool(std::size_t size_bytes) noexcept;
 
 // Takes a block out of the pool and returns it: the smallest idle block of this agent and device that has between one
-// and two times `size_bytes`. Returns null if no block fits.
+// and two times `size_bytes`, which is rounded up to whole pages of a NIC first. Returns null if no block fits.
 std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, std::size_t size_bytes) noexcept;
 
 // Clears a block and keeps it for later iovs. `agent` is the connection to the agent that keeps the memory registered.

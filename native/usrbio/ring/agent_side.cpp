@@ -124,9 +124,9 @@ std::size_t AgentRing::claim(std::span<ClaimedOperation> claimed, std::int64_t n
         return 0;
     }
     const std::uint32_t available = view_.distance(next_to_claim_, static_cast<std::uint32_t>(head));
-    // Detect a head that moved backwards. First term: the head is now behind next_to_claim_, so `available` wrapped
-    // around, and the claimed and the available submissions do not fit into the ring. Second term: fewer submissions
-    // are available than were already due. A smaller step back is not detected.
+    // Detect a head that moved back among the claimed submissions (first term: `available` wrapped around, so the
+    // claimed and the available submissions do not fit into the ring) or before a submission that was already due
+    // (second term). Any other step back looks like a change of the number of new submissions.
     if (available + view_.distance(submission_tail_, next_to_claim_) >= view_.slot_count || available < due_count_) {
         mark_broken();
         return 0;
