@@ -26,13 +26,18 @@ if TYPE_CHECKING:
 # This program forks while a thread retains the context of a device. The child process uses the device, too.
 FORK_PROGRAM = """
 import faulthandler, os, threading
+from pathlib import Path
 from gdrkit import cuda, handles
 from gdrkit.errors import GdrkitError
 device = cuda.Device(0)
 thread = threading.Thread(target=device.context_handle)
 thread.start()
-while "cuda.primary_context" not in handles.live():
+# The twin delays the call by clock_nanosleep(2), which has the number 230 (x86-64) or 115 (aarch64). Before that, the
+# thread may hold a lock of the C library or of the twin, which a forked child could never take.
+syscall_file = Path(f"/proc/self/task/{thread.native_id}/syscall")
+while syscall_file.read_text().split()[0] not in ("230", "115"):
     assert thread.is_alive()
+assert "cuda.primary_context" in handles.live()
 child_pid = os.fork()
 if child_pid == 0:
     faulthandler.dump_traceback_later(20, exit=True)
