@@ -69,7 +69,7 @@ def _find_pairs_with_obstacle(processes: Sequence[GpuProcess]) -> Iterator[tuple
     An entry has three values: whether the two processes are of one job (None: unknown), the obstacle, and a text that
     names the processes and the obstacle.
     """
-    # Of several processes with equal values, the rule compares only the first, because a hostile capture may contain a
+    # The rule compares only the first of several processes with equal values, because a hostile capture may contain a
     # great number of processes. A dict keeps the last value of a key, so the processes are inserted in reverse order.
     distinct_processes = {
         (

@@ -50,22 +50,18 @@ _RECORDS_FOLDER = "publications"
 # Mode of the folders that the clients of a shared agent use. A client can open a file in them whose name it knows, but
 # only the agent can list them.
 _SHARED_FOLDER_MODE = 0o711
-_REASON_BY_ERRNO = {
-    errno.EBUSY: Reason.BUSY,
-    errno.EACCES: Reason.NO_PERMISSION,
-    errno.EPERM: Reason.NO_PERMISSION,
-    errno.EROFS: Reason.NO_PERMISSION,
-    errno.ENOSPC: Reason.NO_SPACE,
-    errno.EDQUOT: Reason.NO_SPACE,
-    errno.EIO: Reason.IO_ERROR,
-}
-# The advice to the user if the agent cannot create its folder in the mount, by errno.
-_WHAT_TO_DO_BY_ERRNO = {
-    errno.ENOENT: "create the folder {mount}",
-    errno.ENOTDIR: "name a folder that has no file with the name 3fs-virt",
-    errno.ENOSPC: "free space in the file system",
-    errno.EDQUOT: "free space in the quota of this user",
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give this user the right to write to the mount"),
+_MAY_WRITE = "give this user the right to write to the mount"
+# The reason of an error and the advice to the user, by the errno with which the agent cannot create or lock its folder.
+_REASON_AND_ADVICE_BY_ERRNO = {
+    errno.EBUSY: (Reason.BUSY, "end the agent that serves this mount"),
+    errno.ENOENT: (Reason.OTHER, "create the folder {mount}"),
+    errno.ENOTDIR: (Reason.OTHER, "name a folder that has no file with the name 3fs-virt"),
+    errno.EACCES: (Reason.NO_PERMISSION, _MAY_WRITE),
+    errno.EPERM: (Reason.NO_PERMISSION, _MAY_WRITE),
+    errno.EROFS: (Reason.NO_PERMISSION, _MAY_WRITE),
+    errno.ENOSPC: (Reason.NO_SPACE, "free space in the file system"),
+    errno.EDQUOT: (Reason.NO_SPACE, "free space in the quota of this user"),
+    errno.EIO: (Reason.IO_ERROR, "see the kernel log"),
 }
 # Names of the links to the submit semaphores, high priority first.
 _SEMAPHORE_LINKS = ("submit-ios.ph", "submit-ios", "submit-ios.pl")
@@ -266,14 +262,12 @@ class AgentMount:
         except SetupMissing:
             raise
         except OSError as error:
-            what_to_do = _WHAT_TO_DO_BY_ERRNO.get(error.errno or 0, "").format(mount=self.virtual_folder.parent)
-            raise _make_mount_error("mkdir", error, self.virtual_folder, what_to_do) from error
+            raise _make_mount_error("mkdir", error, self.virtual_folder) from error
         self.virtual_folder_fd = private_folder.fd
         try:
             lock_fd = private_folder.lock(_AGENT_LOCK)
         except BlockingIOError as error:
-            path = self.virtual_folder / _AGENT_LOCK
-            raise _make_mount_error("flock", error, path, "end the agent that serves this mount") from error
+            raise _make_mount_error("flock", error, self.virtual_folder / _AGENT_LOCK) from error
         self._on_close.push(lambda: os.close(lock_fd))
         if self.is_shared:
             # Without the right to read the folders, no user sees the names of the publications of other users.
@@ -356,7 +350,7 @@ def _remove_semaphore(links_folder: PrivateFolder, link_name: str) -> None:
     links_folder.unlink(link_name)
 
 
-def _make_mount_error(operation: str, error: OSError, path: Path, what_to_do: str) -> GdrkitError:
+def _make_mount_error(operation: str, error: OSError, path: Path) -> GdrkitError:
     """Return the error of a call on the mount.
 
     It is SetupMissing if the mount is missing, not writable or used by another agent, otherwise ApiError.
@@ -364,6 +358,7 @@ def _make_mount_error(operation: str, error: OSError, path: Path, what_to_do: st
     error_number = errno.EBUSY if isinstance(error, BlockingIOError) else error.errno or errno.EIO
     is_setup_problem = error_number in {errno.EBUSY, errno.EACCES, errno.EROFS, errno.ENOENT}
     error_type = SetupMissing if is_setup_problem else ApiError
+    reason, advice = _REASON_AND_ADVICE_BY_ERRNO.get(error_number, (Reason.OTHER, ""))
     return error_type(
         api=Api.KERNEL,
         operation=operation,
@@ -371,6 +366,6 @@ def _make_mount_error(operation: str, error: OSError, path: Path, what_to_do: st
         status_name=errno_name(error_number),
         errno=error_number,
         arguments={"path": str(path)},
-        reason=_REASON_BY_ERRNO.get(error_number, Reason.OTHER),
-        what_to_do=what_to_do,
+        reason=reason,
+        what_to_do=advice.format(mount=path.parent),
     )
